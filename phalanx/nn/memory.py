@@ -31,10 +31,24 @@ class PageSpec:
     shared: bool = False
     window: int | None = None
 
+    @property
+    def stored(self) -> tuple[int, ...]:
+        """Features of what is stored of a token and head: a key, and a value that is no part of it."""
+        return (self.key,) if self.shared else (self.key, self.value)
+
     def token_bytes(self, dtype: torch.dtype) -> int:
-        """Bytes of one token; in FP8 each key and value has a scale in fp32 beside it."""
-        scales = 4 * (1 if self.shared else 2) if dtype == FP8 else 0
-        return self.heads * ((self.key + (0 if self.shared else self.value)) * dtype.itemsize + scales)
+        """Bytes of one token. In FP8 with its scales."""
+        scales = torch.float32.itemsize * len(self.stored) if dtype == FP8 else 0
+        return self.heads * (sum(self.stored) * dtype.itemsize + scales)
+
+    def allocate(self, pages: int, page_size: int, dtype: torch.dtype, device: torch.device | str) -> Pages:
+        """Empty pages: zeros."""
+        shape = (pages, page_size, self.heads)
+        made = [torch.zeros(*shape, width, dtype=dtype, device=device) for width in self.stored]
+        scales = [torch.zeros(shape, device=device) if dtype == FP8 else None for _ in self.stored]
+        if self.shared:
+            return Pages(made[0], None, self.value, scales[0])
+        return Pages(made[0], made[1], self.value, scales[0], scales[1])
 
 
 @dataclass(frozen=True)
@@ -57,17 +71,3 @@ class LayerMemory:
         q, k, v = heads
         store_pages(k, v, self.pages, paged.slots[self.group], kernels)
         return paged_attention(q, self.pages, paged.spans[self.group], kind, sinks, kernels)
-
-
-def make_pages(spec: PageSpec, num_pages: int, page_size: int, dtype: torch.dtype, device: torch.device) -> Pages:
-    """The memory of one layer, with nothing remembered yet."""
-    shape, fp8 = (num_pages, page_size, spec.heads), dtype == FP8
-
-    def scales() -> Tensor | None:
-        return torch.zeros(shape, device=device) if fp8 else None
-
-    keys = torch.zeros(*shape, spec.key, device=device).to(dtype)
-    if spec.shared:
-        return Pages(keys, None, spec.value, scales())
-    values = torch.zeros(*shape, spec.value, device=device).to(dtype)
-    return Pages(keys, values, spec.value, scales(), scales())

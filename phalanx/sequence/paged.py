@@ -30,6 +30,8 @@ class PagedSpans:
     page_size     tokens in a page
     most_queries  a bound on the tokens of one sequence in the batch
     most_keys     a bound on the tokens of one sequence so far
+    batch_invariant  the bits of what a token gets depend on its sequence alone, not on who else is in the batch nor on
+                  the pieces that a prompt is read in; slower
     """
 
     starts: Tensor
@@ -38,6 +40,7 @@ class PagedSpans:
     page_size: int
     most_queries: int
     most_keys: int
+    batch_invariant: bool = False
 
     @property
     def num_sequences(self) -> int:
