@@ -1,0 +1,639 @@
+"""Which tokens of which sequences are computed in the next step: a pure function of its state, without device or clock.
+
+All ranks of a layout run it in lockstep: the same requests, cancellations and tokens in the same order give the same
+steps.
+
+    add -> waiting --admitted, with known pages of its prefix--> prompt, in pieces --> decoding, a token each step
+              ^                                                     |                     |
+              +--------- preempted: its pages go to others ---------+---------------------+--> finished
+
+In each step whoever decodes comes first; prompts, and those who wait, share what is left of the step's tokens by rank:
+higher priority, then earlier arrival. If pages run out, the last by rank gives its pages back and is computed anew from
+its tokens; the first by rank always goes on, so everybody ends.
+
+The host may read tokens one step late (`SchedulerSpec.late`): step n + 1 is scheduled before the tokens of step n are
+observed. A sequence's next token is then SAMPLED: the device still has it. An end token found late makes the token
+that step n + 1 draws after it surplus; it is dropped.
+"""
+
+from __future__ import annotations
+
+import heapq
+from array import array
+from bisect import insort
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+
+import numpy as np
+
+from phalanx.inference.pages import GroupSpec, PageTables, page_key, pages_of, pages_touched
+from phalanx.inference.request import EndReason, Finished, Request
+
+SAMPLED = -1
+"""In place of a token: the last one that was sampled for this row, which only the device has."""
+
+NO_TOKEN = -1
+"""In what is observed: no token here."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class SchedulerSpec:
+    """What bounds a step. ValueError if no sequence could ever be computed.
+
+    most_sequences  run at once: rows of tables, and of what the device keeps of each
+    most_tokens     in one step; at least most_sequences, so that nobody who decodes waits
+    longest         tokens of a sequence, prompt and made ones together: positions of the model
+    page_size       tokens in a page
+    groups          layers that remember alike
+    late            1: tokens of a step are observed after the next one is scheduled; 0: before
+    """
+
+    most_sequences: int
+    most_tokens: int
+    longest: int
+    page_size: int
+    groups: tuple[GroupSpec, ...]
+    late: int = 1
+
+    def __post_init__(self) -> None:
+        if self.late not in (0, 1):
+            raise ValueError(f"late={self.late}: must be 0 or 1")
+        if not 1 <= self.most_sequences <= self.most_tokens:
+            raise ValueError(
+                f"most_tokens={self.most_tokens}: must be at least most_sequences={self.most_sequences} >= 1"
+            )
+        for group in self.groups:
+            least = (
+                1
+                if group.window is None
+                else min(self.window_pages(group.window), pages_of(self.longest, self.page_size))
+            )
+            if group.num_pages - 1 < least:
+                raise ValueError(
+                    f"num_pages={group.num_pages}: must be at least {least + 1} for a window of {group.window} tokens"
+                )
+
+    def window_pages(self, window: int) -> int:
+        """Pages that one token of a long sequence reads and writes."""
+        return pages_touched(window, self.page_size)
+
+    @property
+    def room(self) -> int:
+        """Tokens of the longest sequence that has positions and, alone, pages."""
+        full = [(group.num_pages - 1) * self.page_size for group in self.groups if group.window is None]
+        return min(self.longest, *full) if full else self.longest
+
+
+class RequestDoesNotFit(ValueError):
+    """A request that no state of the scheduler could serve: tokens of its prompt, tokens it asks for (None: any), and
+    how many both may be together."""
+
+    def __init__(self, request: Request, room: int):
+        self.prompt = len(request.prompt)
+        self.tokens = request.options.tokens
+        self.room = room
+        if not request.prompt:
+            text = "an empty prompt has no next token; it needs at least one"
+        elif self.tokens is None:
+            text = f"a prompt of {self.prompt} tokens leaves no room for another: prompt and answer have {room}"
+        else:
+            text = f"{self.prompt} tokens of a prompt and {self.tokens} to be made need more room than there is: {room}"
+        super().__init__(text)
+
+
+@dataclass(frozen=True, eq=False)
+class Step:
+    """What is computed next: S sequences, one after another in one batch of T tokens; decoding ones first.
+
+    Layers must write what they remember of all tokens before they attend, as PagedSpans does it: two sequences that
+    share a prefix may be in one step with the tokens that fill its pages.
+
+    number     counts steps that have sequences
+    requests   (S,) their numbers
+    rows       (S,) the row of each, which it keeps while it runs: of tables, and of what the device keeps for it
+    firsts     (S,) positions of their first tokens here
+    counts     (S,) tokens of each
+    samples    (S,) bool: a token is drawn after its last one, or one after each of its drafts' and the one before
+    drafts     (S,) the last so many of its tokens are drafts
+    tokens     (T,) token ids; SAMPLED: the one sampled last for the row
+    positions  (T,)
+    starts     (S + 1,) int32: where each begins in the batch
+    slots      of each group (T,): where tokens are written
+    tables     of each group (rows, P) int32: the scheduler's own, as they are until it is called next
+    admitted   indices (into S) of sequences that have been given their row in this step
+    preempted  numbers of requests that have lost their row
+    finished   requests that were over before this step: their time was up
+    """
+
+    number: int
+    requests: np.ndarray
+    rows: np.ndarray
+    firsts: np.ndarray
+    counts: np.ndarray
+    samples: np.ndarray
+    drafts: np.ndarray
+    tokens: np.ndarray
+    positions: np.ndarray
+    starts: np.ndarray
+    slots: tuple[np.ndarray, ...]
+    tables: tuple[np.ndarray, ...]
+    admitted: tuple[int, ...]
+    preempted: tuple[int, ...]
+    finished: tuple[Finished, ...]
+    sequences: tuple[LiveSequence, ...] = field(repr=False)
+
+    def __len__(self) -> int:
+        """Sequences in it. Nothing is run of a step without any, and nothing observed."""
+        return len(self.sequences)
+
+    @property
+    def lengths(self) -> np.ndarray:
+        """(S,) tokens of each so far, those in the batch included."""
+        return self.firsts + self.counts
+
+
+@dataclass(frozen=True)
+class Observed:
+    """What became of a step: kept (S,), how many of the tokens drawn for each sequence are its next ones; an end token
+    is kept. finished: requests that are over with it."""
+
+    kept: list[int]
+    finished: list[Finished]
+
+
+class LiveSequence:
+    """A request that waits or runs: its tokens, and where it stands."""
+
+    def __init__(self, request: Request, room: int, page_size: int):
+        options = request.options
+        self.request = request
+        self.number = request.number
+        self.rank = (-request.priority, request.number)
+        self.prompt = len(request.prompt)
+        self.tokens = array("q", request.prompt)
+        self.most = room if options.tokens is None else self.prompt + options.tokens  # tokens at its end
+        self.ends = frozenset(options.end_tokens)
+        self.keys: list[bytes] = []  # of its full pages whose tokens are known
+        self.known = 0  # pages of those that the pools know
+        self.next_key = page_size  # tokens from which there is one more
+        self.row = -1  # waits
+        self.pending = 0  # tokens drawn but not observed when it was preempted
+        self.cached: int | None = None  # tokens of the prompt that were there when it first ran
+        self.unscored = options.prompt_logprobs is not None  # all tokens of the prompt are to be computed once
+        self.fresh = False  # has a row, but was in no step since
+        self.ended = False
+
+
+@dataclass(frozen=True)
+class PromptPiece:
+    """Tokens of a prompt, or of a sequence that is computed anew, that are in a step. samples: they are the last."""
+
+    sequence: LiveSequence
+    first: int
+    count: int
+    samples: bool
+
+
+class Scheduler:
+    """State and decisions; see the module."""
+
+    def __init__(self, spec: SchedulerSpec):
+        rows = spec.most_sequences
+        self.spec = spec
+        self.pages = PageTables(spec.groups, rows, spec.longest, spec.page_size)
+        self._live: dict[int, LiveSequence] = {}
+        self._waiting: list[tuple[tuple[int, int], LiveSequence]] = []  # a heap; those ended are skipped
+        self._deadlines: list[tuple[float, int]] = []  # a heap
+        self._row_of: list[LiveSequence | None] = [None] * rows
+        self._free_rows = list(range(rows))  # a heap
+        self._prompts: list[tuple[tuple[int, int], LiveSequence]] = []  # running, prompt not yet computed; by rank
+        self._owner = np.full(rows, -1, np.int64)  # request
+        self._next = np.zeros(rows, np.int64)  # position of the next token to be computed
+        self._left = np.zeros(rows, np.int64)  # tokens that may still be drawn
+        self._pending = np.zeros(rows, np.int64)  # tokens drawn but not observed
+        self._last = np.zeros(rows, np.int64)  # the token observed last
+        self._decodes = np.zeros(rows, np.bool_)  # only the last token is to be computed
+        self._ones = np.ones(rows, np.int64)
+        self._zeros = np.zeros(rows, np.int64)
+        self._true = np.ones(rows, np.bool_)
+        self._starts = np.arange(rows + 1, dtype=np.int32)
+        self._last_number = -1
+        self._scheduled = 0
+        self._observed = 0
+        self._blocked: tuple[int, int] | None = None  # the request that did not fit, and the fewest pages since then
+
+    def add(self, request: Request) -> None:
+        """A request begins to wait. RequestDoesNotFit if it could never be served; ValueError if its number is not
+        larger than those before."""
+        if request.number <= self._last_number:
+            raise ValueError(f"request {request.number}: numbers must grow, and the last was {self._last_number}")
+        most = 1 if request.options.tokens is None else request.options.tokens
+        if not request.prompt or len(request.prompt) + most > self.spec.room:
+            raise RequestDoesNotFit(request, self.spec.room)
+        self._last_number = request.number
+        sequence = LiveSequence(request, self.spec.room, self.spec.page_size)
+        self._live[sequence.number] = sequence
+        heapq.heappush(self._waiting, (sequence.rank, sequence))
+        if request.deadline is not None:
+            heapq.heappush(self._deadlines, (request.deadline, sequence.number))
+
+    def cancel(self, number: int, reason: EndReason = "cancelled") -> Finished | None:
+        """A request is over, at any time. None if it is already, or never was."""
+        sequence = self._live.get(number)
+        return None if sequence is None else self._end(sequence, reason)
+
+    @property
+    def num_waiting(self) -> int:
+        return len(self._live) - self.num_running
+
+    @property
+    def num_running(self) -> int:
+        return self.spec.most_sequences - len(self._free_rows)
+
+    @property
+    def idle(self) -> bool:
+        """Nobody waits or runs."""
+        return not self._live
+
+    def tokens_of(self, number: int) -> array[int]:
+        """Tokens of a live request that are known: its prompt, and those made and observed."""
+        return self._live[number].tokens
+
+    def schedule(self, now: float = 0.0, drafts: Mapping[int, Sequence[int]] | None = None) -> Step:
+        """The next step. `now`: the engine's clock, in seconds; `drafts` (late=0): of requests, tokens that may follow
+        their last one. ValueError if too many steps have not been observed."""
+        if self._scheduled - self._observed > self.spec.late:
+            raise ValueError(f"step {self._observed} must be observed before another is scheduled")
+        if drafts and self.spec.late:
+            raise ValueError("drafts need late=0: how many are accepted decides where the next step begins")
+        finished = self._expire(now)
+        preempted: list[int] = []
+        rows = self._decoding(preempted)
+        firsts = self._next[rows]
+        pieces = self._pieces(self.spec.most_tokens - len(rows), preempted)
+        budget = self.spec.most_tokens - len(rows) - sum(piece.count for piece in pieces)
+        extra = self._with_drafts(rows, drafts, budget) if drafts else {}
+        step = self._assemble(rows, firsts, pieces, extra, (tuple(preempted), tuple(finished)))
+        self._next[rows] += 1
+        self._left[rows] -= 1
+        self._pending[rows] += 1
+        for row, more in extra.items():
+            self._next[row] += len(more)
+        self._scheduled += len(step) > 0
+        return step
+
+    # ---- who decodes ----
+
+    def _decoding(self, preempted: list[int]) -> np.ndarray:
+        """Rows of those who decode, each with a page for its next token."""
+        pages, size = self.pages, self.spec.page_size
+        rows = np.flatnonzero(self._decodes & (self._left > 0))
+        firsts = self._next[rows]
+        pages.leave_windows(rows, firsts)
+        short = rows[firsts >= pages.filled[rows] * size].tolist()
+        if len(short) <= pages.available():
+            for row in short:
+                pages.extend(row, 1)
+            return rows
+        for sequence in sorted((self._at(row) for row in short), key=lambda s: s.rank):
+            while sequence.row >= 0 and not pages.available():
+                self._preempt(max(filter(None, self._row_of), key=lambda s: s.rank), preempted)
+            if sequence.row >= 0:
+                pages.extend(sequence.row, 1)
+        return np.flatnonzero(self._decodes & (self._left > 0))
+
+    def _with_drafts(self, rows: np.ndarray, drafts: Mapping[int, Sequence[int]], budget: int) -> dict[int, list[int]]:
+        """By row, drafts for which there are tokens in the step, pages and room; each group of drafts is followed by
+        one token that the model draws."""
+        found: dict[int, list[int]] = {}
+        pages, size = self.pages, self.spec.page_size
+        for row in rows.tolist():
+            given = drafts.get(int(self._owner[row]), ())
+            first, filled = int(self._next[row]), int(pages.filled[row])
+            places = (filled + pages.available()) * size - first - 1
+            count = min(len(given), budget, int(self._left[row]) - 1, places)
+            if count <= 0:
+                continue
+            more = pages_of(first + 1 + count, size) - filled
+            if more > 0:
+                pages.extend(row, more)
+            budget -= count
+            found[row] = [int(token) for token in given[:count]]
+        return found
+
+    # ---- prompts ----
+
+    def _pieces(self, budget: int, preempted: list[int]) -> list[PromptPiece]:
+        """Of prompts, within a budget of tokens."""
+        pieces: list[PromptPiece] = []
+        running = [sequence for _, sequence in self._prompts]
+        index, admit = 0, True
+        while budget > 0:
+            head = self._head() if admit and not preempted else None
+            if head is not None and (index == len(running) or head.rank < running[index].rank):
+                if not self._admit(head):
+                    admit = False
+                    continue
+                sequence, others = head, running[index:]
+            elif index < len(running):
+                sequence, others = running[index], running[index + 1 :]
+                index += 1
+            else:
+                break
+            if sequence.row >= 0:
+                piece = self._piece(sequence, budget, others, preempted)
+                if piece is not None:
+                    pieces.append(piece)
+                    budget -= piece.count
+        return pieces
+
+    def _piece(
+        self, sequence: LiveSequence, budget: int, others: list[LiveSequence], preempted: list[int]
+    ) -> PromptPiece | None:
+        """The next piece of a prompt. For its first page those give way that come after it and have none in this
+        step."""
+        row, total, pages, size = sequence.row, len(sequence.tokens), self.pages, self.spec.page_size
+        first = int(self._next[row])
+        pages.leave_windows(np.array([row]), np.array([first]))
+        while (places := (int(pages.filled[row]) + pages.available()) * size - first) <= 0:
+            last = next((other for other in reversed(others) if other.row >= 0), None)
+            if last is None:
+                return None
+            self._preempt(last, preempted)
+        count = min(budget, total - first, places)
+        more = pages_of(first + count, size) - int(pages.filled[row])
+        if more > 0:
+            pages.extend(row, more)
+        self._next[row] = first + count
+        self._know(sequence)
+        samples = False
+        if first + count == total:
+            self._prompts.remove((sequence.rank, sequence))
+            sequence.unscored = False
+            samples = bool(self._left[row] > 0)
+            if samples:
+                self._left[row] -= 1
+                self._pending[row] += 1
+                self._decodes[row] = True
+        return PromptPiece(sequence, first, count, samples)
+
+    def _head(self) -> LiveSequence | None:
+        """Who is admitted next, if a row is free."""
+        while self._waiting and self._waiting[0][1].ended:
+            heapq.heappop(self._waiting)
+        if not self._waiting or not self._free_rows or self._waiting[0][1].pending:
+            return None
+        return self._waiting[0][1]
+
+    def _admit(self, sequence: LiveSequence) -> bool:
+        """Give the head of those who wait a row and the known pages of its prefix, if there are pages for all of its
+        tokens and the next one. If nobody runs, it need not have all at once."""
+        alone = self.num_running == 0
+        available = self.pages.available()
+        if not alone and self._blocked is not None and self._blocked[0] == sequence.number:
+            fewest = self._blocked[1]
+            if available <= fewest:
+                self._blocked = (sequence.number, available)
+                return False
+        keys = [] if sequence.unscored else self._keys(sequence, (len(sequence.tokens) - 1) // self.spec.page_size)
+        keys = keys[: self.pages.longest_prefix(keys)]
+        if not alone and not self._has_room(sequence, keys):
+            self._blocked = (sequence.number, available)
+            return False
+        self._blocked = None
+        heapq.heappop(self._waiting)
+        row = heapq.heappop(self._free_rows)
+        self.pages.attach(row, keys)
+        sequence.row = row
+        sequence.fresh = True
+        sequence.known = len(keys)
+        sequence.next_key = (len(keys) + 1) * self.spec.page_size
+        if sequence.cached is None:
+            sequence.cached = min(len(keys) * self.spec.page_size, sequence.prompt)
+        self._row_of[row] = sequence
+        self._owner[row] = sequence.number
+        self._next[row] = len(keys) * self.spec.page_size
+        self._left[row] = sequence.most - len(sequence.tokens)
+        self._pending[row] = 0
+        self._last[row] = sequence.tokens[-1]
+        self._decodes[row] = False
+        insort(self._prompts, (sequence.rank, sequence))
+        return True
+
+    def _has_room(self, sequence: LiveSequence, keys: list[bytes]) -> bool:
+        """There are pages for all tokens of a sequence whose first pages have these keys, beside what prompts that are
+        being computed still need."""
+        for g, pool in enumerate(self.pages.pools):
+            promised = sum(
+                max(0, self._most_pages(g, other) - self.pages.held(g, other.row)) for _, other in self._prompts
+            )
+            shared = sum(pool.users[page] > 0 for page in self.pages.found(g, keys))
+            if self._most_pages(g, sequence) - shared + promised > pool.available:
+                return False
+        return True
+
+    def _most_pages(self, group: int, sequence: LiveSequence) -> int:
+        together = min(len(sequence.tokens), self.spec.most_tokens)
+        return self.spec.groups[group].most_pages(len(sequence.tokens) + 1, together, self.spec.page_size)
+
+    # ---- the step ----
+
+    def _assemble(
+        self,
+        rows: np.ndarray,
+        firsts: np.ndarray,
+        pieces: list[PromptPiece],
+        extra: dict[int, list[int]],
+        before: tuple[tuple[int, ...], tuple[Finished, ...]],
+    ) -> Step:
+        """A step of those who decode, with their drafts, and of pieces of prompts; before it, some were preempted and
+        some are over."""
+        decoding = len(rows)
+        tokens = np.where(self._pending[rows] > 0, SAMPLED, self._last[rows])
+        counts, drafts, samples = self._ones[:decoding], self._zeros[:decoding], self._true[:decoding]
+        positions, starts, token_rows = firsts, self._starts[: decoding + 1], rows
+        if pieces or extra:
+            runs = [tokens]
+            if extra:
+                runs = [np.array([token, *extra.get(row, ())]) for row, token in zip(rows.tolist(), tokens.tolist())]
+            drafts = np.array([len(extra.get(row, ())) for row in rows.tolist()] + [0] * len(pieces), np.int64)
+            for piece in pieces:
+                some = piece.sequence.tokens[piece.first : piece.first + piece.count]
+                runs.append(np.frombuffer(some, np.int64))
+            tokens = np.concatenate(runs)
+            rows = np.concatenate((rows, [piece.sequence.row for piece in pieces])).astype(np.int64)
+            firsts = np.concatenate((firsts, [piece.first for piece in pieces])).astype(np.int64)
+            samples = np.concatenate((samples, [piece.samples for piece in pieces])).astype(np.bool_)
+            counts = 1 + drafts
+            counts[decoding:] = [piece.count for piece in pieces]
+            starts = np.zeros(len(rows) + 1, np.int32)
+            np.cumsum(counts, out=starts[1:])
+            positions = np.arange(len(tokens)) + np.repeat(firsts - starts[:-1], counts)
+            token_rows = np.repeat(rows, counts)
+        return Step(
+            number=self._scheduled,
+            requests=self._owner[rows],
+            rows=rows,
+            firsts=firsts,
+            counts=counts,
+            samples=samples,
+            drafts=drafts,
+            tokens=tokens,
+            positions=positions,
+            starts=starts,
+            slots=self.pages.slots(token_rows, positions),
+            tables=self.pages.tables,
+            admitted=self._admitted(decoding, pieces),
+            preempted=before[0],
+            finished=before[1],
+            sequences=tuple([self._row_of[row] for row in rows.tolist()]),
+        )
+
+    def _admitted(self, decoding: int, pieces: list[PromptPiece]) -> tuple[int, ...]:
+        """Places in the batch of those who run for the first time since they have their row."""
+        places = tuple(decoding + i for i, piece in enumerate(pieces) if piece.sequence.fresh)
+        for piece in pieces:
+            piece.sequence.fresh = False
+        return places
+
+    # ---- what became of it ----
+
+    def observe(self, step: Step, tokens: np.ndarray | Sequence[int] | Sequence[Sequence[int]]) -> Observed:
+        """Read the tokens of the step that was scheduled first of those not observed.
+
+        tokens  (S,), or (S, K) with those accepted after drafts: of each sequence the drafts that were accepted and
+                one more, then NO_TOKEN. What stands there of sequences that draw none is not read
+
+        ValueError if it is another step's turn, or tokens are not as said.
+        """
+        if step.number != self._observed or not len(step):
+            raise ValueError(f"step {step.number} is observed, but step {self._observed} comes next")
+        drawn = np.asarray(tokens, np.int64)
+        drawn = drawn[:, None] if drawn.ndim == 1 else drawn
+        if len(drawn) != len(step) or (drawn[step.samples, :1] < 0).any():
+            raise ValueError("tokens must have one token at least for each sequence that samples")
+        self._observed += 1
+        here = step.samples & (self._owner[step.rows] == step.requests)
+        rows = step.rows[here]
+        self._pending[rows] -= 1
+        self._last[rows] = drawn[here, 0]
+        kept, finished = [0] * len(step), []
+        speculative = step.drafts.any()
+        for i, (sequence, samples, token) in enumerate(
+            zip(step.sequences, step.samples.tolist(), drawn[:, 0].tolist())
+        ):
+            if sequence.ended:
+                continue
+            reason: EndReason | None = None
+            if not samples:
+                reason = self._end_without_token(sequence, int(step.firsts[i] + step.counts[i]))
+            elif speculative and step.drafts[i]:
+                kept[i], reason = self._keep_accepted(sequence, step, i, drawn[i])
+            else:
+                kept[i] = 1
+                sequence.pending -= sequence.row < 0
+                reason = self._keep(sequence, token)
+            if reason is not None:
+                finished.append(self._end(sequence, reason))
+        return Observed(kept, finished)
+
+    def _keep(self, sequence: LiveSequence, token: int) -> EndReason | None:
+        """One more token of a sequence; why it is its last."""
+        sequence.tokens.append(token)
+        length = len(sequence.tokens)
+        if token in sequence.ends:
+            return "stop"
+        if length >= sequence.most:
+            return "length"
+        if length >= sequence.next_key and sequence.row >= 0:
+            self._know(sequence)
+        return None
+
+    def _keep_accepted(
+        self, sequence: LiveSequence, step: Step, index: int, drawn: np.ndarray
+    ) -> tuple[int, EndReason | None]:
+        """Drafts that were accepted, and the token after them: how many are kept, and why the last one is."""
+        accepted = drawn[drawn != NO_TOKEN].tolist()
+        begin, count = int(step.starts[index]) + 1, int(step.drafts[index])
+        given = step.tokens[begin : begin + count].tolist()
+        if not 1 <= len(accepted) <= count + 1 or accepted[:-1] != given[: len(accepted) - 1]:
+            raise ValueError(f"tokens {accepted} are not accepted drafts of {given} and one more")
+        row, first = sequence.row, int(step.firsts[index])
+        for kept, token in enumerate(accepted, 1):
+            self._next[row] = first + kept
+            reason = self._keep(sequence, token)
+            if reason is not None:
+                return kept, reason
+        self._last[row] = accepted[-1]
+        self._left[row] = sequence.most - len(sequence.tokens)
+        self.pages.shrink(row, pages_of(first + len(accepted), self.spec.page_size))
+        return len(accepted), None
+
+    def _end_without_token(self, sequence: LiveSequence, computed: int) -> EndReason | None:
+        """A request for no tokens is over when its prompt is computed."""
+        return "length" if computed == len(sequence.tokens) == sequence.most else None
+
+    # ---- sequences ----
+
+    def _at(self, row: int) -> LiveSequence:
+        sequence = self._row_of[row]
+        if sequence is None:
+            raise ValueError(f"row {row} belongs to nobody")
+        return sequence
+
+    def _keys(self, sequence: LiveSequence, count: int) -> list[bytes]:
+        """Keys of its first full pages."""
+        keys, size = sequence.keys, self.spec.page_size
+        for n in range(len(keys), count):
+            before = keys[-1] if keys else b""
+            keys.append(page_key(before, sequence.tokens[n * size : (n + 1) * size].tobytes()))
+        return keys[:count]
+
+    def _know(self, sequence: LiveSequence) -> None:
+        """Pages whose tokens are known and in a step already are known from now on."""
+        row, size = sequence.row, self.spec.page_size
+        full = min(len(sequence.tokens), int(self._next[row])) // size
+        if full > sequence.known:
+            keys = self._keys(sequence, full)
+            for index in range(sequence.known, full):
+                self.pages.know(row, index, keys[index])
+            sequence.known = full
+            sequence.next_key = (full + 1) * size
+
+    def _leave(self, sequence: LiveSequence) -> None:
+        """A sequence gives back its row and its pages; those that are full stay known."""
+        row = sequence.row
+        self._know(sequence)
+        self.pages.release(row)
+        sequence.pending = int(self._pending[row])
+        sequence.row = -1
+        sequence.fresh = False
+        self._row_of[row] = None
+        self._owner[row] = -1
+        self._decodes[row] = False
+        heapq.heappush(self._free_rows, row)
+        entry = (sequence.rank, sequence)
+        if entry in self._prompts:
+            self._prompts.remove(entry)
+
+    def _preempt(self, sequence: LiveSequence, preempted: list[int]) -> None:
+        self._leave(sequence)
+        heapq.heappush(self._waiting, (sequence.rank, sequence))
+        preempted.append(sequence.number)
+
+    def _end(self, sequence: LiveSequence, reason: EndReason) -> Finished:
+        if sequence.row >= 0:
+            self._leave(sequence)
+        sequence.ended = True
+        del self._live[sequence.number]
+        return Finished(sequence.number, reason, sequence.cached or 0)
+
+    def _expire(self, now: float) -> list[Finished]:
+        """Requests whose time is up."""
+        finished = []
+        while self._deadlines and self._deadlines[0][0] <= now:
+            _, number = heapq.heappop(self._deadlines)
+            ended = self.cancel(number, "deadline")
+            if ended is not None:
+                finished.append(ended)
+        return finished
