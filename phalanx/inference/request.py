@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, field
-from typing import Literal
+from typing import Any, Literal
+
+from phalanx.base.errors import PhalanxError, shortened
 
 EndReason = Literal["stop", "length", "cancelled", "deadline", "error"]
 """An end token came; there is no room for more; somebody cancelled it; its time was up; the engine failed."""
@@ -99,3 +101,13 @@ class Finished:
 
 
 Event = NewToken | PromptScored | Finished
+
+
+class RequestError(PhalanxError):
+    """A request that cannot be served: which field, its value, and the rule that it breaks."""
+
+    exit_code = 2
+
+    def __init__(self, field: str, value: Any, rule: str):
+        self.field, self.value, self.rule = field, value, rule
+        super().__init__(f"{field}={shortened(repr(value))}: {rule}")

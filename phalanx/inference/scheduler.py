@@ -227,15 +227,19 @@ class Scheduler:
         larger than those before."""
         if request.number <= self._last_number:
             raise ValueError(f"request {request.number}: numbers must grow, and the last was {self._last_number}")
-        most = 1 if request.options.tokens is None else request.options.tokens
-        if not request.prompt or len(request.prompt) + most > self.spec.room:
-            raise RequestDoesNotFit(request, self.spec.room)
+        self.check(request)
         self._last_number = request.number
         sequence = LiveSequence(request, self.spec.room, self.spec.page_size)
         self._live[sequence.number] = sequence
         heapq.heappush(self._waiting, (sequence.rank, sequence))
         if request.deadline is not None:
             heapq.heappush(self._deadlines, (request.deadline, sequence.number))
+
+    def check(self, request: Request) -> None:
+        """RequestDoesNotFit if a request could never be served."""
+        most = 1 if request.options.tokens is None else request.options.tokens
+        if not request.prompt or len(request.prompt) + most > self.spec.room:
+            raise RequestDoesNotFit(request, self.spec.room)
 
     def cancel(self, number: int, reason: EndReason = "cancelled") -> Finished | None:
         """A request is over, at any time. None if it is already, or never was."""

@@ -13,13 +13,15 @@ from phalanx.comm.mesh import Mesh
 from phalanx.config.run import Run
 from phalanx.engine.build import build_for_inference, fill
 from phalanx.forecast.decide import make_plan
+from phalanx.inference.engine import Engine, EngineOptions
 from phalanx.inference.load import InferenceModel, without_training
 from phalanx.inference.memory import give_memory, layer_groups, remembering, windows_of
+from phalanx.inference.request import NewToken, PromptScored, SamplingOptions, TokenScore
 from phalanx.nn.module import Block
 from phalanx.nn.objective import TaskConfig
 from phalanx.sequence.batch import IGNORE, Batch
 from phalanx.sequence.paged import NO_PAGE, PagedSequences, PagedSpans
-from tests.harness.parity import MODELS, base_run
+from tests.harness.parity import base_run
 
 
 def run_of(model: str, precision: str = "fp64", **layout) -> Run:
@@ -163,4 +165,41 @@ def cached_logits(
     return [torch.cat(parts) for parts in found] if found[0] else None
 
 
-__all__ = ["MODELS", "cached_logits", "random_model", "run_of", "sequences_of", "whole_logits"]
+Asked = tuple[list[int], SamplingOptions]
+Answer = tuple[list[int], list[TokenScore | None], tuple[TokenScore | None, ...], str]
+
+
+def answers(
+    rank: int, world: int, run: Run, asked: Sequence[Asked], options: EngineOptions, arrive: int = 100
+) -> list[Answer]:
+    """What an engine answers: of each request its tokens, their scores, those of its prompt, and why it ended. arrive:
+    so many requests come between two steps. Nothing on ranks other than 0."""
+    engine = Engine(random_model(rank, world, run), options, wait_s=60)
+    if rank:
+        engine.follow()
+        return []
+    found = answers_of(engine, asked, arrive)
+    engine.stop()
+    return found
+
+
+def answers_of(engine: Engine, asked: Sequence[Asked], arrive: int = 100) -> list[Answer]:
+    tokens: dict[int, list[NewToken]] = {}
+    prompts: dict[int, tuple[TokenScore | None, ...]] = {}
+    reasons: dict[int, str] = {}
+    coming = list(asked)
+    while coming or not engine.idle:
+        for prompt, how in coming[:arrive]:
+            tokens[engine.submit(prompt, how)] = []
+        del coming[:arrive]
+        for event in engine.step():
+            if isinstance(event, NewToken):
+                tokens[event.request].append(event)
+            elif isinstance(event, PromptScored):
+                prompts[event.request] = event.scores
+            else:
+                reasons[event.request] = event.reason
+    return [
+        ([event.token for event in made], [event.score for event in made], prompts.get(number, ()), reasons[number])
+        for number, made in tokens.items()
+    ]

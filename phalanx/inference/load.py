@@ -1,0 +1,116 @@
+"""A model with weights alone on this rank of a layout: of a run, a checkpoint or a Hugging Face folder."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+from pathlib import Path
+
+import torch
+from torch import Tensor
+
+from phalanx.checkpoint.config import CheckpointConfig
+from phalanx.checkpoint.hf import model_config_from_hf
+from phalanx.checkpoint.keep import find
+from phalanx.checkpoint.load import load_weights
+from phalanx.comm.mesh import Mesh, local_device
+from phalanx.config.run import Run, TrainConfig
+from phalanx.engine.build import build_for_inference
+from phalanx.forecast.decide import make_plan
+from phalanx.nn.module import Block
+from phalanx.nn.objective import TaskConfig
+from phalanx.pipeline.execute import Stages, execute
+from phalanx.planning.plan import Plan, storing_all
+from phalanx.schedule.actions import Instruction
+from phalanx.sequence.batch import Batch
+
+
+def weights_folder(path: str) -> Path:
+    """The Hugging Face folder meant by a path: a run (its newest checkpoint), a checkpoint, or such a folder itself."""
+    if (Path(path) / "config.json").exists():
+        return Path(path)
+    return find(path) / "weights"
+
+
+def run_of_folder(folder: Path, gpu: bool) -> Run:
+    """The config of a folder's model as it is run without training: in bf16 on a GPU and in fp32 on a CPU, on one
+    rank. Overrides may name another layout and precision."""
+    model = model_config_from_hf(folder)
+    length = min(1024, model.max_position_embeddings)
+    train = TrainConfig(steps=1, global_batch=1, micro_batch=1, seq_length=length, precision="bf16" if gpu else "fp32")
+    return Run(model=model, train=train)
+
+
+def without_training(run: Run, world: int) -> Run:
+    """The run as `world` ranks compute it forward alone: by cross entropy, whatever the objective; its batch has a
+    micro-batch on each rank; nothing is sharded, recomputed, captured or in low precision, experts take all tokens, and
+    no weights are loaded but those that are named."""
+    layout = replace(
+        run.layout,
+        sharding=0,
+        shard_group=None,
+        shard_across="nothing",
+        tp_overlap="off",
+        ep_overlap="off",
+        dp_overlap="off",
+        dispatch="alltoall",
+    )
+    train = replace(storing_all(run).train, fp8=None, cuda_graphs="off", deterministic=False, freeze=[])
+    dp = max(1, world // (layout.tp * layout.cp * layout.pp))
+    train = replace(train, global_batch=train.micro_batch * dp, rampup=None)
+    alone = CheckpointConfig(interval=1)
+    return replace(run, task=TaskConfig(), layout=layout, train=train, init_from=None, checkpoint=alone)
+
+
+@dataclass(frozen=True)
+class InferenceModel:
+    """The weights and blocks of one rank."""
+
+    plan: Plan
+    mesh: Mesh
+    stages: Stages
+
+    @property
+    def blocks(self) -> list[Block]:
+        return [block for _, segment in sorted(self.stages.segments.items()) for block in segment]
+
+    @property
+    def dtype(self) -> torch.dtype:
+        """That the model computes in."""
+        return self.plan.env(self.mesh.at).weights.dtype
+
+    @torch.no_grad()
+    def logits(self, batches: list[Batch]) -> list[Tensor]:
+        """(R, vocabulary) of each batch of sequences that go on, for the tokens at `paged.ends`; nothing on ranks
+        without the model's last block. Collective over tp, pp and the ranks that share experts."""
+        stages = self.stages
+        stages.finish = last_logits
+        stages.begin(batches, seed=None)
+        execute(self._program(len(batches)), stages.handlers())
+        stages.end()
+        return [stages.outputs[number] for number in sorted(stages.outputs)]
+
+    def _program(self, count: int) -> list[Instruction]:
+        known = self.stages.handlers()
+        return [i for i in self.plan.programs(count, backward=False).lists[self.mesh.at.pp] if type(i) in known]
+
+
+def last_logits(block: Block, x: Tensor, batch: Batch) -> Tensor:
+    """What a model's last block makes of the tokens that a batch asks for."""
+    if batch.paged is None:
+        raise RuntimeError("a batch of generation says which tokens' logits it wants")
+    logits: Tensor = block.logits(x, batch.paged.ends)  # type: ignore[operator]
+    return logits
+
+
+def load_model(folder: Path, plan: Plan, mesh: Mesh) -> InferenceModel:
+    """Collective."""
+    buffers, stages = build_for_inference(plan, mesh)
+    load_weights(folder, buffers, mesh)
+    return InferenceModel(plan, mesh, stages)
+
+
+def load_alone(folder: Path) -> InferenceModel:
+    """On this process alone."""
+    gpu = torch.cuda.is_available()
+    plan = make_plan(without_training(run_of_folder(folder, gpu), 1), 1)
+    return load_model(folder, plan, Mesh(plan.grid, 0, local_device("cuda" if gpu else "cpu", 0)))

@@ -1,0 +1,212 @@
+"""The engine against the same model computed whole: every token and every log-probability, whatever the layout, the
+order of arrival and the room."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import numpy as np
+import pytest
+import torch
+
+from phalanx.inference.engine import Engine, EngineOptions, StepMessage
+from phalanx.inference.request import Request, RequestError, SamplingOptions
+from tests.harness.generation import (
+    Answer,
+    answers,
+    answers_of,
+    cached_logits,
+    random_model,
+    run_of,
+    sequences_of,
+    whole_logits,
+)
+
+FAMILIES = (
+    "llama",
+    "llama-tied",
+    "qwen2",
+    "qwen3",
+    "mistral",
+    "gpt2",
+    "mixtral",
+    "qwen3_moe",
+    "gpt_oss",
+    "deepseek_v3",
+)
+LAYOUTS = (
+    ("llama", {"tp": 2}),
+    ("llama", {"pp": 2}),
+    ("llama", {"tp": 2, "pp": 2}),
+    ("llama", {"tp": 4}),
+    ("gpt_oss", {"tp": 2, "pp": 2}),
+    ("deepseek_v3", {"tp": 2}),
+    ("deepseek_v3-mtp", {"pp": 2}),
+    ("mixtral", {"ep": 2}),
+    ("mixtral", {"tp": 2, "etp": 2}),
+    ("qwen3_moe", {"tp": 2, "ep": 2}),
+    ("gpt2", {"tp": 2, "pp": 2}),
+)
+LENGTHS = (5, 9, 3, 11, 2, 7)
+SMALL = EngineOptions(sequences=4, tokens=8, page_size=4, memory_gib=0.001)
+GREEDY = SamplingOptions(tokens=5, temperature=0, logprobs=3, prompt_logprobs=1)
+
+
+def world_of(layout: dict[str, int]) -> int:
+    return max(layout.get("ep", 1), layout.get("tp", 1) * layout.get("pp", 1))
+
+
+def check_against_whole(model: str, prompts: list[list[int]], found: list[Answer]) -> None:
+    """Greedy tokens are the likeliest, and log-probabilities those of the model computed whole, 1e-10."""
+    whole = random_model(0, 1, run_of(model))
+    for prompt, (tokens, scores, of_prompt, reason) in zip(prompts, found, strict=True):
+        logprobs = torch.log_softmax(whole_logits(whole, prompt + tokens), -1)
+        places = logprobs[len(prompt) - 1 : -1]
+        assert tokens == places.argmax(-1).tolist() and len(tokens) == 5 and reason == "length"
+        for place, token, score in zip(places, tokens, scores, strict=True):
+            best = place.topk(3)
+            assert score is not None and [t for t, _ in score.likeliest] == best.indices.tolist()
+            got = [score.logprob, *(p for _, p in score.likeliest)]
+            np.testing.assert_allclose(got, [float(place[token]), *best.values.tolist()], rtol=0, atol=1e-10)
+        assert of_prompt[0] is None and [s.token for s in of_prompt[1:] if s] == prompt[1:]
+        wanted = [float(logprobs[i, token]) for i, token in enumerate(prompt[1:])]
+        np.testing.assert_allclose([s.logprob for s in of_prompt[1:] if s], wanted, rtol=0, atol=1e-10)
+
+
+@pytest.mark.parametrize("model", FAMILIES)
+def test_each_family_goes_on_as_it_is_computed_whole(model):
+    """More sequences than rows, prompts longer than a step and than windows, in pieces."""
+    prompts = sequences_of(LENGTHS, 131)
+    found = answers(0, 1, run_of(model), [(p, GREEDY) for p in prompts], SMALL, arrive=2)
+    check_against_whole(model, prompts, found)
+
+
+@pytest.mark.parametrize("model, layout", LAYOUTS, ids=lambda value: str(value))
+def test_a_layout_changes_nothing(ranks, model, layout):
+    prompts = sequences_of(LENGTHS, 131)
+    asked = [(p, GREEDY) for p in prompts]
+    found = ranks.run("tests.harness.generation:answers", world_of(layout), run_of(model, **layout), asked, SMALL, 2)
+    check_against_whole(model, prompts, found[0])
+
+
+@pytest.mark.parametrize("late", [0, 1])
+def test_sequences_that_lose_their_pages_come_back(late):
+    """Room for two and a half sequences: some are preempted, and computed anew."""
+    prompts = sequences_of(LENGTHS, 131)
+    model = random_model(0, 1, run_of("llama"))
+    page = 4 * 2 * 2 * 6 * 8 * 4  # tokens, keys and values, heads, features, bytes, layers
+    engine = Engine(model, replace(SMALL, memory_gib=(page * 9 + 1) / 2**30, late=late))
+    assert engine.groups[0].num_pages == 9
+    preempted = []
+    schedule = engine.scheduler.schedule
+
+    def watched(now):
+        step = schedule(now)
+        preempted.extend(step.preempted)
+        return step
+
+    engine.scheduler.schedule = watched
+    found = answers_of(engine, [(p, replace(GREEDY, prompt_logprobs=1)) for p in prompts])
+    assert preempted
+    check_against_whole("llama", prompts, found)
+
+
+def test_prefixes_that_are_there_are_not_computed_again():
+    model = random_model(0, 1, run_of("llama"))
+    engine = Engine(model, SMALL)
+    shared = sequences_of([12], 131)[0]
+    prompts = [shared + [7], shared + [8, 9], shared]
+    plain = replace(GREEDY, prompt_logprobs=None)
+    found = answers_of(engine, [(p, plain) for p in prompts], arrive=1)
+    again = answers_of(engine, [(p, plain) for p in prompts], arrive=1)
+    assert [a[0] for a in found] == [a[0] for a in again]
+    alone = [answers_of(Engine(model, SMALL), [(p, plain)])[0][0] for p in prompts]
+    assert [a[0] for a in again] == alone
+
+
+SAMPLED = SamplingOptions(tokens=6, temperature=1.0, top_p=0.95, seed=3)
+
+
+@pytest.mark.parametrize("layout", [{"tp": 2}, {"pp": 2}, {"tp": 2, "pp": 2}], ids=str)
+def test_a_seed_gives_one_text_in_every_layout(ranks, layout):
+    prompts = sequences_of(LENGTHS, 131)
+    asked = [(p, replace(SAMPLED, sample=i)) for i, p in enumerate(prompts)]
+    alone = answers(0, 1, run_of("llama"), asked, SMALL)
+    found = ranks.run("tests.harness.generation:answers", world_of(layout), run_of("llama", **layout), asked, SMALL, 2)
+    assert [a[0] for a in found[0]] == [a[0] for a in alone]
+
+
+def test_a_seed_gives_one_text_in_every_company():
+    """Alone, beside others, in another order, in other rows, with penalties next to it."""
+    model = random_model(0, 1, run_of("llama"))
+    prompts = sequences_of(LENGTHS, 131)
+    asked = [(p, replace(SAMPLED, sample=i)) for i, p in enumerate(prompts)]
+    alone = [answers_of(Engine(model, SMALL), [each])[0][0] for each in asked]
+    together = answers_of(Engine(model, SMALL), asked)
+    assert [a[0] for a in together] == alone
+    others = [(p, replace(SAMPLED, repetition_penalty=1.5, seed=9)) for p in prompts[:3]]
+    beside = answers_of(Engine(model, SMALL), [*others, *reversed(asked)], arrive=3)
+    assert [a[0] for a in beside[3:]] == alone[::-1]
+    assert len({tuple(a) for a in alone}) == len(alone)
+
+
+def test_replicas_share_the_requests(ranks):
+    prompts = sequences_of(LENGTHS, 131)
+    asked = [(p, GREEDY) for p in prompts]
+    found = ranks.run("tests.harness.generation:answers", 4, run_of("llama", tp=2), asked, SMALL, 2)
+    check_against_whole("llama", prompts, found[0])
+
+
+def test_what_cannot_be_served_is_refused_with_its_numbers():
+    engine = Engine(random_model(0, 1, run_of("llama")), replace(SMALL, length=16))
+    for prompt, rule in ([], "empty"), ([5] * 16, "16"), ([131], "vocabulary"), ([-1], "vocabulary"):
+        with pytest.raises(RequestError, match=rule):
+            engine.submit(prompt, GREEDY)
+    with pytest.raises(RequestError, match="16"):
+        engine.submit([5] * 4, replace(GREEDY, tokens=13))
+    assert engine.idle
+
+
+def test_cancelled_requests_end_and_others_go_on():
+    engine = Engine(random_model(0, 1, run_of("llama")), SMALL)
+    first, second = (engine.submit(p, replace(GREEDY, prompt_logprobs=None)) for p in sequences_of((5, 6), 131))
+    engine.step()
+    engine.cancel(first)
+    ends = {}
+    while not engine.idle:
+        ends |= {e.request: e.reason for e in engine.step() if hasattr(e, "reason")}
+    assert ends == {first: "cancelled", second: "length"}
+    assert engine.scheduler.idle
+
+
+def test_logits_that_are_not_finite_end_that_request_alone():
+    model = random_model(0, 1, run_of("llama"))
+    engine = Engine(model, SMALL)
+    embedding = next(p for p in model.blocks[0].parameters())
+    with torch.no_grad():
+        embedding[77] = torch.nan
+    bad = engine.submit([77], replace(GREEDY, prompt_logprobs=None))
+    good = engine.submit([5, 6], replace(GREEDY, prompt_logprobs=None))
+    ends = {}
+    while not engine.idle:
+        ends |= {e.request: (e.reason, e.error) for e in engine.step() if hasattr(e, "reason")}
+    assert ends == {bad: ("error", "the model's logits are not finite"), good: ("length", None)}
+
+
+def test_messages_come_back_as_they_were():
+    options = SamplingOptions(bias=((3, 0.5),), end_tokens=(1, 2), logprobs=2)
+    message = StepMessage(1.5, [(1, Request(number=4, prompt=(5, 6), options=options, deadline=3.0))], [7], True)
+    assert StepMessage.of(message.text()) == message
+
+
+def test_pieces_of_any_size_give_the_same_logits():
+    """Pieces of 1, of 5, of all at once; pages of what was never written hold NaN."""
+    for model in ("gpt_oss", "deepseek_v3"):
+        run, lengths = run_of(model), (13, 9, 16)
+        whole = random_model(0, 1, run)
+        wanted = [whole_logits(whole, row) for row in sequences_of(lengths, run.model.vocab_size)]
+        for steps in [(5, 1, 16), (1, 1, 0), (7, 7, 0)], [(13, 9, 16)], [(1, 0, 0), (0, 9, 8), (12, 0, 8)]:
+            found = cached_logits(0, 1, run, lengths, steps)
+            assert found is not None
+            for a, b in zip(found, wanted):
+                torch.testing.assert_close(a, b, rtol=0, atol=1e-10)
