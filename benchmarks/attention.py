@@ -18,7 +18,7 @@ import torch
 
 from phalanx.bench.timing import measure
 from phalanx.ops.attention.attention import attention
-from phalanx.ops.attention.flash import FLASH_ATTN, flash_attention, spans_of
+from phalanx.ops.attention.flash import FLASH_ATTN, ByFlashAttn, ByTorchFlash
 from phalanx.ops.attention.kind import AttentionKind
 from phalanx.ops.op import unusable
 from phalanx.sequence.batch import Batch, room_for_documents
@@ -73,9 +73,9 @@ def row(
     flops = keys_read(batch, window) * heads * 2 * (wide_k + wide_v) * 3.5
     ways = {"a mask" if mean or window else "torch": lambda: attention(q, k, v, batch, kind, sinks, "plain")}
     if mean or window:
-        ways["torch's flash"] = lambda: flash_attention(q, k, v, spans_of(batch), window, None, sinks, flash_attn=False)
+        ways["torch's flash"] = lambda: ByTorchFlash.attend(q, k, v, batch, kind, sinks)
     if unusable(FLASH_ATTN) is None:
-        ways["flash-attn-4"] = lambda: flash_attention(q, k, v, spans_of(batch), window, None, sinks)
+        ways["flash-attn-4"] = lambda: ByFlashAttn.attend(q, k, v, batch, kind, sinks)
 
     def both(forward: Callable[[], torch.Tensor], dy: torch.Tensor) -> None:
         for t in (q, k, v, sinks):

@@ -63,7 +63,9 @@ BUILT_IN: Mapping[str, Mapping[str, str]] = MappingProxyType(
                 "quant_rows": "phalanx.ops.quantized.experts:QUANT_ROWS",
                 "quant_products": "phalanx.ops.quantized.experts:QUANT_PRODUCTS",
                 "stored": "phalanx.ops.quantized.stored:STORED",
-                "attention": "phalanx.ops.attention.flash:ATTENTION",
+                "attention": "phalanx.ops.attention.attention:ATTENTION",
+                "attention_block": "phalanx.ops.attention.backends:BLOCKS",
+                "attention_segments": "phalanx.ops.attention.segments:SEGMENTS",
                 "join": "phalanx.ops.attention.context:JOIN",
                 "mlp": "phalanx.ops.dense.gated_mlp:MLP",
             }

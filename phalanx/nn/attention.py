@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
-from functools import partial
+from functools import cached_property, partial
 from typing import Literal
 
 from torch import Tensor
@@ -16,7 +16,7 @@ from phalanx.nn.module import Module, OutputRows, bias_spec, own_memory
 from phalanx.nn.norm import RMSNorm
 from phalanx.nn.rotary import Rotary
 from phalanx.ops.attention import context
-from phalanx.ops.attention.flash import ATTENTION
+from phalanx.ops.attention.attention import ATTENTION, ProbabilityDropout
 from phalanx.ops.attention.kind import CAUSAL, AttentionKind, refuse_unsupported
 from phalanx.ops.dense.head_norm import NORM_ROPE, norm_rope
 from phalanx.ops.dense.rope import ROPE, rope
@@ -50,8 +50,13 @@ class Heads:
 def supported(kind: AttentionKind, env: Env, dropout: float = 0.0) -> AttentionKind:
     """The kind. UnsupportedAttention if nothing that could run a layer here has all of it."""
     cut = env.grid.cp > env.grid.ulysses or env.grid.dynamic
-    refuse_unsupported(kind, context.backends_for(env.ops.cp_attention, cut, dropout, env.kernels_for(ATTENTION)))
+    refuse_unsupported(kind, context.offers_of(env.ops.cp_attention, cut, dropout, env.kernels_for(ATTENTION)))
     return kind
+
+
+def attention_plan(env: Env, kind: AttentionKind) -> context.AttentionPlan:
+    """How layers of a kind attend on this rank."""
+    return context.AttentionPlan(kind, env.axes, env.ops.cp_attention, env.kernels_for(ATTENTION), env.recompute.keep)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -160,21 +165,16 @@ class Attention(Module):
         lazy_grad = self.qkv.bias is None and self.qkv.takes_lazy(qkv)  # a bias sums the gradient
         return rope(qkv, *shape, table, self.env.kernels_for(ROPE), lazy_grad)
 
+    @cached_property
+    def plan(self) -> context.AttentionPlan:
+        return attention_plan(self.env, self.kind)
+
     def _attend(self, batch: Batch, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
         """-> (T, own heads * K)."""
         if self.dropout > 0 and self.training:
-            return context.attention_with_dropout(
-                q, k, v, batch, self.env.axes, self.dropout, self.env.seed, self.layer, self.first_head
-            )
-        how = (
-            self.env.axes,
-            self.env.ops.cp_attention,
-            self.kind,
-            self.sinks,
-            self.env.kernels_for(ATTENTION),
-            self.env.recompute.keep,
-        )
-        return context.attention(q, k, v, batch, *how)
+            dropout = ProbabilityDropout(self.dropout, self.env.seed, self.layer, self.first_head)
+            return context.attention_with_dropout(q, k, v, batch, self.env.axes, dropout)
+        return context.attention(q, k, v, batch, self.plan, self.sinks)
 
     def _attend_memory(self, paged: PagedSequences, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
         """The same of sequences that go on from what is remembered of them."""

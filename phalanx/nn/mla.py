@@ -10,13 +10,13 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass, replace
-from functools import partial
+from functools import cached_property, partial
 
 import torch
 from torch import Tensor
 
 from phalanx.layout.param import Init
-from phalanx.nn.attention import supported
+from phalanx.nn.attention import attention_plan, supported
 from phalanx.nn.env import Env
 from phalanx.nn.linear import ColumnLinear, ReplicatedLinear, RowLinear
 from phalanx.nn.memory import PageSpec
@@ -24,7 +24,7 @@ from phalanx.nn.module import Module, OutputRows, own_memory
 from phalanx.nn.norm import RMSNorm
 from phalanx.nn.rotary import Rotary
 from phalanx.ops.attention import context
-from phalanx.ops.attention.flash import ATTENTION
+from phalanx.ops.attention.attention import ATTENTION
 from phalanx.ops.attention.kind import AttentionKind
 from phalanx.ops.dense.rope import turn
 from phalanx.ops.dense.rope_scaling import Rotation
@@ -113,16 +113,12 @@ class LatentAttention(Module):
         mixed = recompute.by_batch("attention", self._attend, batch, context.likes_of(q, v), q, k, v)
         return self.out(mixed)
 
+    @cached_property
+    def plan(self) -> context.AttentionPlan:
+        return attention_plan(self.env, self.kind)
+
     def _attend(self, batch: Batch, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-        how = (
-            self.env.axes,
-            self.env.ops.cp_attention,
-            self.kind,
-            None,
-            self.env.kernels_for(ATTENTION),
-            self.env.recompute.keep,
-        )
-        return context.attention(q, k, v, batch, *how)
+        return context.attention(q, k, v, batch, self.plan)
 
     def _project(self, x: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         """x (T / tp, D) -> q (T, heads, nope + rope), kv (T, heads, nope + value), the rotated part of keys (T, 1,

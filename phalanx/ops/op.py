@@ -38,6 +38,8 @@ from phalanx.base.registry import find, names, register, registered
 
 Kernels = Literal["auto", "plain", "triton", "optional"]
 SEAM, ADDED = "op", "implementation"
+NO_FEATURES: frozenset[str] = frozenset()
+ALL_KERNELS: tuple[Kernels, ...] = ("plain", "auto", "triton", "optional")
 EXTRA = "pip install 'phalanx[kernels]'"
 
 
@@ -65,11 +67,12 @@ class Implementation:
     """One way to compute an op, and where it runs.
 
     source      `module` or `module:NAME`: where its functions are
-    device      of the tensors; "any": all that torch has
+    device      of the tensors; "any": all that torch has; "meta": tensors without data, of which memory is counted
     capability  the least compute capability of a GPU, which is then an NVIDIA one
     dtypes      of the first tensor; None: all
     fits        sizes of this call (those that the op's caller gives `choose`) -> whether it takes them; None: all
     shapes      the same in words, for people
+    features    of those that a call may ask for, the ones that it has; None: all
     modes       values of train.kernels under which it is taken where it runs
     insisted    values of train.kernels under which it is taken unasked: a config that cannot have it was refused
     cost        what is slower without it, for people
@@ -77,25 +80,28 @@ class Implementation:
 
     name: str
     source: str
-    device: Literal["cuda", "cpu", "any"] = "any"
+    device: Literal["cuda", "cpu", "meta", "any"] = "any"
     capability: tuple[int, int] | None = None
     dtypes: tuple[torch.dtype, ...] | None = None
     package: Package | None = None
     fits: Callable[..., bool] | None = None
     shapes: str = ""
+    features: frozenset[str] | None = None
     modes: tuple[Kernels, ...] = ("auto", "triton", "optional")
     insisted: tuple[Kernels, ...] = ()
     cost: str = ""
 
-    def takes(self, kernels: Kernels, x: Tensor, sizes: tuple[Any, ...]) -> bool:
-        """Whether it is to run on `x`."""
+    def takes(self, kernels: Kernels, x: Tensor, sizes: tuple[Any, ...], asked: frozenset[str] = NO_FEATURES) -> bool:
+        """Whether it is to run on `x`, and has the features that are asked for."""
+        if self.features is not None and not asked <= self.features:
+            return False
         if kernels in self.insisted:
             return True
         return kernels in self.modes and self.runs_on(x) and (self.fits is None or self.fits(*sizes))
 
     def runs_on(self, x: Tensor) -> bool:
         """Whether it runs on the device of `x` and has its dtype."""
-        if self.device != "any" and not (x.is_cuda if self.device == "cuda" else x.is_cpu):
+        if self.device not in ("any", x.device.type):
             return False
         return (self.dtypes is None or x.dtype in self.dtypes) and unusable(self, x.device.index or 0) is None
 
@@ -113,7 +119,7 @@ class Implementation:
     @property
     def where(self) -> str:
         """Where it runs, in words."""
-        device = {"cuda": "GPUs", "cpu": "CPUs", "any": "everywhere"}[self.device]
+        device = {"cuda": "GPUs", "cpu": "CPUs", "meta": "tensors without data", "any": "everywhere"}[self.device]
         least = " of compute capability {}.{} and newer".format(*self.capability) if self.capability else ""
         tested = self.package is not None and self.package.version is not None
         package = f"{self.package.name} {self.package.version}" if self.package and tested else ""
@@ -172,7 +178,8 @@ def unusable(made: Implementation, index: int = 0) -> str | None:
 class Case:
     """An example by which the tests compare implementations: output, and the gradient of each input.
 
-    call    (*inputs, kernels) -> a tensor. Its inputs are drawn from a normal distribution
+    call    (*inputs, kernels) -> a tensor, or several without gradients. Its inputs are drawn from a normal
+            distribution
     shapes  of the inputs
     params  which of them are parameters: their gradients are added to what is in `.grad`, in at least fp32
     dtypes  of the inputs; the truth is the reference in float64 on the same values. None: those of the test
@@ -180,7 +187,7 @@ class Case:
     """
 
     name: str
-    call: Callable[..., Tensor]
+    call: Callable[..., Tensor | tuple[Tensor, ...]]
     shapes: tuple[tuple[int, ...], ...]
     params: tuple[int, ...] = ()
     dtypes: tuple[torch.dtype, ...] | None = None
@@ -223,10 +230,10 @@ class Op:
         found = self.fast(kernels, x, *sizes)
         return self.reference if found is None else found
 
-    def fast(self, kernels: Kernels, x: Tensor, *sizes: Any) -> Any:
-        """The same; None: the reference."""
+    def fast(self, kernels: Kernels, x: Tensor, *sizes: Any, asked: frozenset[str] = NO_FEATURES) -> Any:
+        """The same, of the implementations that have the features asked for; None: the reference, if it has them."""
         for made in self.candidates:
-            if made.takes(kernels, x, sizes):
+            if made.takes(kernels, x, sizes, asked):
                 return loaded(self, made.source)
         return None
 
@@ -283,9 +290,14 @@ def switches() -> tuple[str, ...]:
 
 
 def packaged() -> dict[str, Implementation]:
-    """By op, the implementation of it that comes in an optional package of a tested version."""
-    found = ((op.name, made) for op in table() for made in op.implementations)
-    return {name: made for name, made in found if made.package is not None and made.package.version is not None}
+    """By op, the implementation of it that comes in an optional package of a tested version. Ops that
+    train.plain_ops names together count as one, the first."""
+    found: dict[str, Implementation] = {}
+    for op in table():
+        for made in op.implementations:
+            if made.package is not None and made.package.version is not None:
+                found.setdefault((op.switches or (op.name,))[0], made)
+    return found
 
 
 def has_triton() -> bool:

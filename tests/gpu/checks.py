@@ -25,22 +25,21 @@ from phalanx.forecast.decide import make_plan
 from phalanx.layout.grid import Grid
 from phalanx.observe.profile import Recording
 from phalanx.observe.step_budget import read_budget
-from phalanx.ops.attention import attention as plain_attention
-from phalanx.ops.attention.flash import FLASH_ATTN, flash_attention, spans_of
+from phalanx.ops.attention.flash import FLASH_ATTN
 from phalanx.ops.attention.kind import AttentionKind
 from phalanx.ops.dense.cross_entropy import linear_cross_entropy
 from phalanx.ops.dense.embedding import embedding
 from phalanx.ops.dense.gated_mlp import MLP, gated_mlp
 from phalanx.ops.dense.matmul import gather_matmul, matmul_scatter, wide_matmul
-from phalanx.ops.op import Case, table, unusable
+from phalanx.ops.op import Case, Implementation, Op, table, unusable
 from phalanx.ops.optimizer.adamw import AdamOptions, AdamRange, adamw_, adamw_reference_
-from phalanx.sequence.batch import Batch, room_for_documents
+from phalanx.sequence.batch import Batch
 from tests.gpu.checkpoint import checkpoint_checks
 from tests.gpu.context import context_checks
 from tests.gpu.experts import expert_checks
 from tests.gpu.low import low_checks
 from tests.gpu.truth import ROUNDINGS, within
-from tests.harness.op_cases import run_case
+from tests.harness.op_cases import compared
 from tests.harness.parity import base_run, sample_batch
 from tests.ops import test_ops
 from tests.ops.test_ops import OPS, attend, gradients, make_batch, normal
@@ -160,23 +159,36 @@ def sinks_check(length: int, window: int | None, dtype: torch.dtype) -> Callable
     return check
 
 
-def large_case(case: Case) -> Callable[[torch.device], str]:
-    """The fast implementation of an op at a real model's shapes against its reference in float64 on the same device;
-    all gradients."""
+def large_case(op: Op, case: Case, made: Implementation, dtype: torch.dtype) -> Callable[[torch.device], str]:
+    """An implementation of an op at a real model's shapes against its reference in float64 on the same device; all
+    gradients."""
 
     def check(device: torch.device) -> str:
-        dtype = (case.dtypes or (torch.bfloat16,))[0]
-        found = run_case(case, dtype, "auto", device=device)
-        truth = run_case(case, dtype, "plain", exact=True, upstream=found[0].dtype, device=device)
-        bound = 2.0**-5 if dtype.itemsize == 2 else ROUNDINGS[dtype]
-        return f"{max(within(f'{case.name} {i}', a, b.cpu(), bound) for i, (a, b) in enumerate(zip(found, truth))):.1e}"
+        if made.device not in ("any", device.type):
+            return f"not run: not for a {device.type}"
+        if device.type == "cuda" and (why := unusable(made, device.index or 0)):
+            return f"not run: {why}"
+        pairs = compared(op, case, made, dtype, device)
+        if pairs is None:
+            return "not for this implementation"
+        bound = min(2.0**-5, ROUNDINGS[dtype]) if dtype.itemsize == 2 else ROUNDINGS[dtype]
+        return f"{max(within(f'{case.name} {i}', a, b.cpu(), bound) for i, (a, b) in enumerate(pairs)):.1e}"
 
     return check
 
 
 def large_cases() -> dict[str, Callable[[torch.device], str]]:
-    """Of every op of the table: a new kernel comes with its own."""
-    return {f"{op.name}: {case.name}": large_case(case) for op in table() for case in op.cases if case.large}
+    """Of every op of the table and every implementation for GPUs: a new kernel comes with its own."""
+    return {
+        f"{op.name}: {case.name}, {made.name}{'' if dtype == torch.bfloat16 else f', {str(dtype)[6:]}'}": large_case(
+            op, case, made, dtype
+        )
+        for op in table()
+        for case in op.cases
+        for made in op.candidates
+        for dtype in case.dtypes or (torch.bfloat16,)
+        if case.large and made.device in ("cuda", "any")
+    }
 
 
 def attention_check(length: int, dtype: torch.dtype, backend: SDPBackend | None) -> Callable[[torch.device], str]:
@@ -199,55 +211,6 @@ def attention_check(length: int, dtype: torch.dtype, backend: SDPBackend | None)
             return "refused by torch"
         y.backward(dy.to(device))
         return f"{max(within('output', y, truth.detach(), ROUNDINGS[dtype]), within('gradient', x.grad, exact.grad, ROUNDINGS[dtype])):.1e}"  # noqa: E501
-
-    return check
-
-
-def flash_check(
-    heads: int,
-    kv_heads: int,
-    widths: tuple[int, int],
-    length: int,
-    sequences: int,
-    dtype: torch.dtype,
-    flash_attn: bool = True,
-    documents: int = 0,
-    window: int | None = None,
-    sinks: bool = False,
-) -> Callable[[torch.device], str]:
-    """Flash kernels on heads that are views of a packed qkv, against torch's attention in float64 on the same
-    device: output, all gradients.
-
-    `documents`: their mean length (0: none); each micro-batch then has one-token documents too.
-    """
-
-    def check(device: torch.device) -> str:
-        why = "not a GPU" if device.type != "cuda" else unusable(FLASH_ATTN, device.index or 0) if flash_attn else None
-        count = sequences if why is None else 2
-        each = length if why is None else 32
-        n = each * count
-        starts = torch.rand(n, generator=torch.Generator().manual_seed(3)) < 1 / max(documents, 1)
-        starts[::each], starts[n // 3 : n // 3 + 3] = True, True
-        numbers = (starts.long().cumsum(0) - 1).to(device) if documents else None
-        batch = Batch(*(torch.zeros(n, dtype=torch.int64, device=device) for _ in range(4)), count, each, numbers)
-        batch = replace(batch, most_documents=0 if numbers is None else room_for_documents(int(numbers[-1]) + 1, n))
-        kind, (wide_k, wide_v), found = AttentionKind(window=window, sinks=sinks), widths, []
-        for wide in (True, False):
-            drawn = [normal(n, heads + 2 * kv_heads, wide_k, dtype=dtype), normal(heads, seed=2, dtype=dtype)]
-            packed, logits = ((t.double() if wide else t).to(device).requires_grad_() for t in drawn)
-            split = packed.view(count, each, -1, wide_k).transpose(1, 2).split((heads, kv_heads, kv_heads), 1)
-            q, k, v = split[0], split[1], split[2][..., :wide_v]
-            given = logits if sinks else None
-            if wide or why:
-                y = plain_attention.attention(q, k, v, batch, kind, given)
-            else:
-                y = flash_attention(q, k, v, spans_of(batch), window, None, given, flash_attn)
-            y.backward(normal(*y.shape, seed=1, dtype=dtype).to(device).to(y.dtype))
-            found.append([y.detach(), packed.grad, *([logits.grad] if sinks else [])])
-        worst = max(
-            within(what, b, a.cpu(), ROUNDINGS[dtype]) for what, a, b in zip(("output", "gradient", "sinks"), *found)
-        )
-        return f"{worst:.1e}" if why is None else f"torch's instead ({why})"
 
     return check
 
@@ -333,31 +296,6 @@ def budget_check(**train: str) -> Callable[[torch.device], str]:
 
 def optional_kernel_cases() -> dict[str, Callable[[torch.device], str]]:
     cases: dict[str, Callable[[torch.device], str]] = {}
-    shapes = ((32, 8, 128, 4096, 1), (12, 12, 64, 1000, 3), (4, 2, 64, 77, 2), (8, 1, 128, 257, 1))
-    for heads, kv_heads, width, length, sequences in shapes:
-        for dtype in (torch.bfloat16, torch.float16):
-            shape = f"{heads}/{kv_heads} heads of {width}, {sequences} x {length}, {str(dtype)[6:]}"
-            name = f"optional kernels: attention {shape}"
-            cases[name] = flash_check(heads, kv_heads, (width, width), length, sequences, dtype)
-    kinds: dict[str, dict[str, Any]] = {
-        "documents": {"documents": 150},
-        "a window": {"window": 100},
-        "sinks": {"sinks": True},
-        "documents, window": {"documents": 150, "window": 100},
-        "documents, window, sinks": {"documents": 150, "window": 100, "sinks": True},
-        "window, sinks": {"window": 128, "sinks": True},
-    }
-    for name, how in kinds.items():
-        for widths in ((64, 64), (128, 128), *(() if "sinks" in how else ((192, 128),))):
-            kv_heads = 2 if widths[0] == widths[1] else 8
-            cases[f"optional kernels: attention of {widths[0]}, {widths[1]}, {name}"] = flash_check(
-                8, kv_heads, widths, 1000, 2, torch.bfloat16, **how
-            )
-        if set(how) != {"sinks"}:
-            for widths in ((40, 40), (64, 64), (128, 128), (192, 128)):
-                name_of = f"torch's flash attention of {widths[0]}, {widths[1]}, {name}"
-                cases[name_of] = flash_check(8, 2, widths, 1000, 2, torch.bfloat16, flash_attn=False, **how)
-    cases["optional kernels: attention of 192, 128"] = flash_check(16, 16, (192, 128), 1000, 2, torch.bfloat16)
     for tokens, width, inner in ((2048, 4096, 14336), (1000, 768, 2048), (77, 64, 176), (3, 72, 40)):
         cases[f"optional kernels: SwiGLU MLP {tokens} x {width} x {inner}"] = gated_mlp_check(tokens, width, inner)
     return {

@@ -2,11 +2,58 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any
+
 import torch
 from torch import Tensor
 
-from phalanx.ops.op import Case
+from phalanx.ops.op import Case, Implementation, Op
 from tests.ops.test_ops import normal
+
+
+@dataclass
+class Watched:
+    """An implementation, and whether it was chosen since."""
+
+    made: Implementation
+    taken: bool = False
+
+    def takes(self, *call: Any) -> bool:
+        took = self.made.takes(*call)
+        self.taken |= took
+        return took
+
+    @property
+    def source(self) -> str:
+        return self.made.source
+
+
+@contextmanager
+def only(op: Op, *made: Any) -> Iterator[None]:
+    """Inside it an op has these implementations alone; none: its reference."""
+    kept = op.candidates
+    op.__dict__["candidates"] = made
+    try:
+        yield
+    finally:
+        op.__dict__["candidates"] = kept
+
+
+def compared(op: Op, case: Case, made: Implementation, dtype: torch.dtype, device: str | torch.device = "cpu") -> Any:
+    """Pairs of what an implementation makes of a case and of what the reference makes of the same values in float64;
+    None: the implementation does not take it."""
+    interpreted = torch.device(device).type == "cpu" and "triton" in made.insisted
+    watched = Watched(made)
+    with only(op, watched):
+        found = run_case(case, dtype, "triton" if interpreted else "auto", device=device)
+    if not watched.taken:
+        return None
+    with only(op):
+        truth = run_case(case, dtype, "plain", exact=True, upstream=found[0].dtype, device=device)
+    return list(zip(found, truth, strict=True))
 
 
 def run_case(
@@ -26,6 +73,8 @@ def run_case(
         inputs[i].grad_dtype = torch.float64 if kind == torch.float64 else torch.float32
         inputs[i].grad = torch.ones(case.shapes[i], dtype=inputs[i].grad_dtype, device=device)
     y = case.call(*inputs, kernels)
+    if isinstance(y, tuple):
+        return list(y)
     if not y.requires_grad:
         return [y]
     y.backward(normal(*y.shape, seed=99, dtype=upstream or y.dtype).to(device).to(y.dtype))

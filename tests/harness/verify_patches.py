@@ -146,7 +146,7 @@ def learned_positions_across_documents() -> list[Change]:
 
 def heads_of_rank_0_in_dropout() -> list[Change]:
     real = context.attention_with_dropout
-    return [(context, "attention_with_dropout", lambda *args: real(*args[:-1], 0))]
+    return [(context, "attention_with_dropout", lambda *args: real(*args[:-1], replace(args[-1], first_head=0)))]
 
 
 # ---- sums over ranks -----------------------------------------------------------------------------

@@ -16,7 +16,7 @@ from phalanx.models.registry import load_family
 from phalanx.nn.attention import Attention, AttentionSpec
 from phalanx.nn.env import Env, OpChoices
 from phalanx.ops.attention import context
-from phalanx.ops.attention.attention import BACKENDS, attention, choose
+from phalanx.ops.attention.attention import ATTENTION, attention, offers
 from phalanx.ops.attention.kind import CAUSAL, AttentionKind, UnsupportedAttention
 from tests.harness.parity import SEQ, VOCAB, compare, truth_of
 from tests.ops.test_ops import UNIFORM, normal
@@ -27,15 +27,16 @@ CAPPED = "tests.outside.soft_cap:FAMILY"
 
 def chosen(kind: AttentionKind, kernels: str = "auto", dtype: torch.dtype = torch.float32) -> str:
     q = torch.empty(1, 2, 8, 64, dtype=dtype)
-    return choose(kind, q, q, kind.window is not None, kernels).name  # type: ignore[arg-type]
+    chosen = ATTENTION.fast(kernels, q, 64, 64, False, kind.window is not None, asked=kind.features)  # type: ignore[arg-type]
+    return (chosen or ATTENTION.reference).__name__
 
 
 def test_a_kind_is_computed_by_the_first_backend_that_has_it():
     for kind in (CAUSAL, AttentionKind(window=3), AttentionKind(sinks=True, scale=0.1)):
-        assert chosen(kind) == chosen(kind, "plain") == "torch"
+        assert chosen(kind) == chosen(kind, "plain") == "ByTorch"
     for kind in (AttentionKind(soft_cap=5.0), AttentionKind(direction="both"), AttentionKind(chunk=4, window=2)):
-        assert chosen(kind) == "formula"
-    assert chosen(CAUSAL, "optional", torch.bfloat16) == "flash-attn"  # insisted on; the config was checked before
+        assert chosen(kind) == chosen(kind, "optional") == "Formula"
+    assert chosen(CAUSAL, "optional", torch.bfloat16) == "ByFlashAttn"  # insisted on; the config was checked before
 
 
 def test_features_are_what_differs_from_plain_causal_attention():
@@ -95,7 +96,8 @@ def test_the_ring_refuses_what_it_lacks():
     q = torch.empty(2, 2, 5, 3)
     axes = ModelAxes(keys=Axis("cp keys", (0, 1)))
     with pytest.raises(UnsupportedAttention, match="context parallelism by allgather has no direction"):
-        context.attention(q, q, q, UNIFORM, axes, "allgather", AttentionKind(direction="both"))
+        plan = context.AttentionPlan(AttentionKind(direction="both"), axes, "allgather")
+        context.attention(q, q, q, UNIFORM, plan)
 
 
 @pytest.mark.parametrize(
@@ -118,7 +120,7 @@ def test_keys_are_counted_for_flops():
 
 
 def test_backends_are_told_apart_by_name():
-    assert [backend.name for backend in BACKENDS] == ["flash-attn", "torch-flash", "torch", "formula"]
+    assert list(offers()) == ["flash-attn", "torch-flash", "torch", "formula"]
 
 
 # ---- a family of another package whose layers cap their scores -------------------------------------

@@ -21,10 +21,10 @@ from phalanx.comm.overlap import add_pieces
 from phalanx.comm.sum_kernel import add_pieces_, sum_parts
 from phalanx.ops.dense.cross_entropy import LOSS, linear_cross_entropy
 from phalanx.ops.dense.norm import NORM
-from phalanx.ops.op import Case, Op, table, unusable
+from phalanx.ops.op import Implementation, table, unusable
 from phalanx.ops.optimizer.adamw import AdamOptions, AdamRange, adamw_, adamw_reference_
 from phalanx.sequence.batch import IGNORE
-from tests.harness.op_cases import run_case
+from tests.harness.op_cases import compared, run_case
 from tests.harness.op_table import with_table
 from tests.ops.test_ops import normal
 
@@ -40,7 +40,6 @@ BESPOKE = {  # ops whose comparison is no case: tensors of integers and scales
     "quant_rows": "tests/nn/test_fp8_experts.py",
     "quant_products": "tests/nn/test_fp8_experts.py",
     "stored": "tests/data_parallel/test_quantized_weights.py",
-    "attention": "tests/gpu/checks.py",
 }
 
 
@@ -55,33 +54,31 @@ def cross(x: Tensor, w: Tensor, kernels: str, seed: Tensor | None = None) -> Ten
 SEED = torch.tensor(0.37, dtype=torch.float64)
 
 
-def runnable(op: Op) -> list[str]:
-    """By what train.kernels this machine runs implementations of an op: Triton's are interpreted."""
-    triton = ["triton" for made in op.implementations if "triton" in made.insisted]
-    return triton + ["auto" for made in op.implementations if made.device != "cuda" and unusable(made) is None]
-
-
-def compare(op: Op, case: Case, dtype: torch.dtype, kernels: str) -> None:
-    """Truth: the reference in float64 on the same rounded inputs; within a few roundings."""
-    found = run_case(case, dtype, kernels)
-    truth = run_case(case, dtype, "plain", exact=True, upstream=found[0].dtype)
-    rounding = {torch.float64: 1e-13, torch.float32: 2e-6}.get(dtype, 8 * torch.finfo(dtype).eps)
-    for i, (a, b) in enumerate(zip(found, truth)):
-        assert a.shape == b.shape and (a.double() - b).abs().max() <= rounding * b.abs().max(), (case.name, i)
+def runs_here(made: Implementation) -> bool:
+    """Triton's are interpreted."""
+    return "triton" in made.insisted or (made.device in ("cpu", "any") and unusable(made) is None)
 
 
 COMPARED = [
-    (name, kernels, dtype)
+    (name, made.name, dtype)
     for name, (op, case) in CASES.items()
-    for kernels in runnable(op)
+    for made in op.candidates
+    if runs_here(made)
     for dtype in case.dtypes or DTYPES
 ]
 
 
-@pytest.mark.parametrize("name, kernels, dtype", COMPARED, ids=str)
-def test_equals_its_reference(name, kernels, dtype):
-    """tests/ops/test_ops.py compares the references with formulas."""
-    compare(*CASES[name], dtype, kernels)
+@pytest.mark.parametrize("name, made, dtype", COMPARED, ids=str)
+def test_equals_its_reference(name, made, dtype):
+    """tests/ops/test_ops.py compares the references with formulas. Truth: the reference in float64 on the same rounded
+    inputs; within a few roundings."""
+    op, case = CASES[name]
+    [made] = (found for found in op.candidates if found.name == made)
+    pairs = compared(op, case, made, dtype)
+    rounding = {torch.float64: 1e-13, torch.float32: 2e-6}.get(dtype, 8 * torch.finfo(dtype).eps)
+    assert pairs, f"{made.name} does not take it"
+    for i, (a, b) in enumerate(pairs):
+        assert a.shape == b.shape and (a.double() - b).abs().max() <= rounding * b.abs().max(), (case.name, i)
 
 
 def test_the_table_holds_for_every_op():

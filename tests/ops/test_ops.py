@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable
 from dataclasses import dataclass
+from typing import Any
 
 import pytest
 import torch
@@ -19,7 +20,7 @@ from phalanx.layout.grid import Grid
 from phalanx.nn.dry_run import Allocations
 from phalanx.ops.attention import backends
 from phalanx.ops.attention import sinks as sink_ops
-from phalanx.ops.attention.attention import attention, attention_with_dropout
+from phalanx.ops.attention.attention import ProbabilityDropout, attention, attention_with_dropout
 from phalanx.ops.attention.kind import CAUSAL, AttentionKind
 from phalanx.ops.dense import cross_entropy
 from phalanx.ops.dense.activation import gelu, swiglu
@@ -190,8 +191,9 @@ def attending(heads: int, kv_heads: int, name: str, width: int, sinks: bool = Fa
     return Op(op, plain, shapes, (1,) if sinks else ())
 
 
-def attend_dropping(x: Tensor, heads: int, kv_heads: int, batch: Batch, *dropout: float) -> Tensor:
-    return attention_with_dropout(*rope(x, heads, kv_heads, batch.num_sequences, None), batch, *dropout)
+def attend_dropping(x: Tensor, heads: int, kv_heads: int, batch: Batch, *dropout: Any) -> Tensor:
+    heads_of = rope(x, heads, kv_heads, batch.num_sequences, None)
+    return attention_with_dropout(*heads_of, batch, ProbabilityDropout(*dropout))
 
 
 def plain_add_norm(x: Tensor, delta: Tensor, w: Tensor) -> Tensor:
@@ -400,7 +402,7 @@ def test_cross_entropy_without_any_label():
 @pytest.mark.parametrize("name", [n for n in OPS if "sinks" in n])
 def test_plain_sinks(name, monkeypatch):
     """The reference implementation, which GPUs use for float64 and odd widths, is the same function."""
-    monkeypatch.setattr(sink_ops, "choose_backend", lambda q, v, mask: backends.PLAIN)
+    monkeypatch.setitem(backends.BLOCKS.__dict__, "candidates", ())
     test_forward_and_gradients(name)
     test_low_precision_with_fp32_gradients(name, torch.bfloat16)
 
@@ -414,7 +416,8 @@ def test_gpu_backends_of_sinks_take_what_torch_wants(backend, masked):
     q, k, v = (torch.empty(shape, dtype=torch.bfloat16, device="meta", requires_grad=True) for _ in range(3))
     s = torch.empty(8, dtype=torch.bfloat16, device="meta", requires_grad=True)
     mask = torch.empty(1, 1, 40, 40, dtype=torch.bfloat16, device="meta") if masked else None
-    y = sink_ops._SinkAttention.apply(q, k, v, s, mask, 0.1, getattr(backends, backend))
+    how = backends.Scoring(mask, mask is None, 0.1)
+    y = sink_ops._SinkAttention.apply(q, k, v, s, how, getattr(backends, backend))
     y.backward(torch.empty_like(y))
     assert y.shape == q.grad.shape == k.grad.shape == v.grad.shape == shape and s.grad.shape == (8,)
 

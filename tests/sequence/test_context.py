@@ -26,6 +26,7 @@ from phalanx.layout.grid import Grid
 from phalanx.ops.attention import attention as whole
 from phalanx.ops.attention import backends, context, join_kernel
 from phalanx.ops.attention.kind import AttentionKind
+from phalanx.ops.attention.segments import MaskedSegments
 from phalanx.sequence.batch import Batch
 from phalanx.sequence.shard import SequenceShard
 from tests.harness.parity import base_run, random_weights, sample_batch, step_batches
@@ -181,7 +182,7 @@ def attention_on_ranks(
     mine = [t.to(dtype) for t in inputs]
     q, k, v = (batch.take(t).unflatten(0, (2, -1)).transpose(1, 2).requires_grad_() for t in mine[:3])
     s = mine[3].requires_grad_() if sinks else None
-    out = context.attention(q, k, v, batch, mesh.model, form, replace(kind, sinks=sinks), s)
+    out = context.attention(q, k, v, batch, context.AttentionPlan(replace(kind, sinks=sinks), mesh.model, form), s)
     out.backward(batch.take(dout).to(dtype))
     flat = [t.grad.transpose(1, 2).flatten(0, 1) for t in (q, k, v)]
     return [t.detach().double() for t in (out, *flat)] + ([s.grad.double()] if sinks else [])
@@ -269,6 +270,12 @@ def test_segments_read_what_the_mask_shows(length, count):
             max(segments.of_queries.diff()) <= segments.most_queries
             and max(segments.of_keys.diff()) <= segments.most_keys
         )
+        given = [torch.randn(2, 2, side.shape[1], 4, generator=pick).double() for side in (queries, keys, keys)]
+        by_mask = backends.PLAIN.forward(*given, backends.Scoring(mask, False, 0.5))
+        by_segments = MaskedSegments(segments).forward(*given, backends.Scoring(None, mine == source, 0.5))
+        for found, truth in zip(by_segments, by_mask):
+            reads = ~blind.view(*blind.shape, *[1] * (found.dim() - 3)).expand_as(found)
+            torch.testing.assert_close(found[reads], truth[reads], rtol=1e-12, atol=1e-12)
 
 
 @pytest.mark.parametrize("causal, masked", [(True, False), (False, False), (False, True)])
@@ -302,12 +309,13 @@ def test_backends(name, causal, masked):
     truth = torch.autograd.grad(joint, (q, k, v), dout)
     backend = getattr(backends, name)
     with torch.no_grad():
-        out, lse, *kept = backend.forward(q, k, v, mask, causal, 0.4)
+        how, saved = backends.Scoring(mask, causal, 0.4), (joint, every.logsumexp(-1))
+        out, lse, *kept = backend.forward(q, k, v, how)
         torch.testing.assert_close(out, torch.softmax(first, -1) @ v.repeat_interleave(2, 1), rtol=1e-12, atol=1e-12)
         torch.testing.assert_close(lse, first.logsumexp(-1), rtol=1e-12, atol=1e-12)
-        given = (dout, q, k, v, joint, every.logsumexp(-1), mask, causal, 0.4)
-        dq, *rest = backend.backward(*given, *kept)
-        other = backend.backward(dout, q, more_k, more_v, joint, every.logsumexp(-1), None, False, 0.4, *kept)[0]
+        dq, *rest = backend.backward(dout, backends.SavedBlock(q, k, v, *saved), how)
+        more = backends.SavedBlock(q, more_k, more_v, *saved)
+        other = backend.backward(dout, more, backends.Scoring(None, False, 0.4)).q
     for found, expected in zip((dq + other, *rest), truth):
         torch.testing.assert_close(found, expected, rtol=1e-12, atol=1e-12)
 
@@ -376,8 +384,8 @@ def attention_twice(rank: int, world: int, ulysses: int, form: str) -> list[np.n
     for factor in (1.0, 3.0):
         other = [torch.where(changed.view(-1, 1, 1), t * factor, t) for t in inputs[:3]]
         q, k, v = (mine.take(t).unflatten(0, (2, -1)).transpose(1, 2) for t in other)
-        kind = AttentionKind(window=7, sinks=True)
-        found.append(context.attention(q, k, v, mine, mesh.model, form, kind, inputs[3]).numpy())
+        plan = context.AttentionPlan(AttentionKind(window=7, sinks=True), mesh.model, form)
+        found.append(context.attention(q, k, v, mine, plan, inputs[3]).numpy())
     return found
 
 

@@ -11,7 +11,9 @@ layer.
 from __future__ import annotations
 
 import math
-from functools import partial
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
+from typing import Any
 
 import torch
 import torch.nn.functional as F
@@ -19,11 +21,11 @@ from torch import Tensor
 
 from phalanx.base.rng import keep_mask
 from phalanx.ops.attention.backends import repeated
-from phalanx.ops.attention.flash import flash_attention, own_precision, spans_of, use_flash, use_torch_flash
-from phalanx.ops.attention.kind import CAUSAL, AttentionBackend, AttentionKind, UnsupportedAttention, refuse_unsupported
+from phalanx.ops.attention.flash import FLASH_ATTN, NARROW, TORCH_FLASH, own_precision
+from phalanx.ops.attention.kind import CAUSAL, MASKED, AttentionKind, refuse_unsupported
 from phalanx.ops.attention.sinks import attention_with_sinks
-from phalanx.ops.op import Kernels
-from phalanx.sequence.batch import Batch, PerBatch
+from phalanx.ops.op import ALL_KERNELS, Case, Implementation, Kernels, Op
+from phalanx.sequence.batch import Batch, PerBatch, room_for_documents
 
 MASKS, BLOCK_MASKS, VISIBLE = PerBatch[Tensor](), PerBatch[Tensor](), PerBatch[Tensor]()
 
@@ -46,80 +48,126 @@ def attention(
     """
     if kind.sinks != (sinks is not None):
         raise ValueError(f"the kind of attention has sinks={kind.sinks}, and the logits given are {sinks}")
-    window = None if kind.window is None or kind.window >= batch.seq_length else kind.window
-    no_dense = batch.documents is not None or window is not None or bool(batch.piece)  # cuDNN prepares for each length
-    return choose(kind, q, v, no_dense, kernels).call(q, k, v, batch, kind, window, sinks)
+    kind = kind.within(batch.seq_length)
+    hidden = batch.documents is not None or kind.window is not None or bool(batch.piece)  # cuDNN prepares for lengths
+    sizes = (q.shape[-1], v.shape[-1], q.shape[1] != v.shape[1], hidden)
+    chosen = ATTENTION.fast(kernels, q, *sizes, asked=kind.features)
+    if chosen is None:
+        refuse_unsupported(kind, offers())
+        chosen = ATTENTION.reference
+    out: Tensor = chosen.attend(q, k, v, batch, kind, sinks)
+    return out
 
 
-def choose(kind: AttentionKind, q: Tensor, v: Tensor, no_dense: bool, kernels: Kernels) -> AttentionBackend:
-    """The backend that is to run: the first that has all of the kind and runs here."""
-    for backend in BACKENDS:
-        if kind.features <= backend.supports and backend.runs(kernels, q, v, no_dense):
-            return backend
-    refuse_unsupported(kind, BACKENDS)
-    raise UnsupportedAttention(f"no backend of attention runs {q.dtype} heads of {q.shape[-1]} on {q.device}")
+class Formula:
+    """The definition, which makes the square of scores."""
+
+    features = MASKED | {"direction", "chunk", "soft_cap"}
+
+    @staticmethod
+    def attend(q: Tensor, k: Tensor, v: Tensor, batch: Batch, kind: AttentionKind, sinks: Tensor | None) -> Tensor:
+        """As `attention`; a window is narrower than the sequences."""
+        k, v = repeated(k, q.shape[1]), repeated(v, q.shape[1])
+        scores = (q @ k.mT).to(torch.promote_types(q.dtype, torch.float32))
+        scores = scores / math.sqrt(q.shape[-1]) if kind.scale is None else scores * kind.scale
+        if kind.soft_cap is not None:
+            scores = kind.soft_cap * torch.tanh(scores / kind.soft_cap)
+        hidden = (kind.window, kind.direction, kind.chunk)
+        visible = VISIBLE.of(batch, lambda: _visible(batch, *hidden), *hidden)
+        scores = scores.masked_fill(~visible, -torch.inf)
+        if sinks is not None:
+            more = own_precision(sinks).to(scores.dtype).view(-1, 1, 1).expand(len(q), -1, scores.shape[2], 1)
+            scores = torch.cat((scores, more), -1)
+        probabilities = torch.softmax(scores, -1)[..., : k.shape[2]]
+        return (probabilities.to(v.dtype) @ v).transpose(1, 2).reshape(batch.num_tokens, -1)
 
 
-def _by_flash(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    batch: Batch,
-    kind: AttentionKind,
-    window: int | None,
-    sinks: Tensor | None,
-    flash_attn: bool = True,
-) -> Tensor:
-    return flash_attention(q, k, v, spans_of(batch), window, kind.scale, sinks, flash_attn)
-
-
-def _by_torch(
-    q: Tensor, k: Tensor, v: Tensor, batch: Batch, kind: AttentionKind, window: int | None, sinks: Tensor | None
-) -> Tensor:
+class ByTorch:
     """scaled_dot_product_attention; with a mask where something is hidden beside what is later."""
-    if window is not None and 2 * window < batch.seq_length:
-        out = _in_blocks(q, k, v, batch, kind.scale, window, sinks)
-    else:
-        mask = None if batch.documents is None and window is None else _mask(batch, window, q.dtype)
-        out = _attend(q, k, v, mask, kind.scale, sinks)
-    return out.transpose(1, 2).reshape(batch.num_tokens, -1)
+
+    @staticmethod
+    def attend(q: Tensor, k: Tensor, v: Tensor, batch: Batch, kind: AttentionKind, sinks: Tensor | None) -> Tensor:
+        if kind.window is not None and 2 * kind.window < batch.seq_length:
+            out = _in_blocks(q, k, v, batch, kind, sinks)
+        else:
+            mask = None if batch.documents is None and kind.window is None else _mask(batch, kind.window, q.dtype)
+            out = _attend(q, k, v, mask, kind.scale, sinks)
+        return out.transpose(1, 2).reshape(batch.num_tokens, -1)
 
 
-def _by_formula(
-    q: Tensor, k: Tensor, v: Tensor, batch: Batch, kind: AttentionKind, window: int | None, sinks: Tensor | None
-) -> Tensor:
-    """The definition, which makes the square of scores: what no kernel here has."""
-    k, v = repeated(k, q.shape[1]), repeated(v, q.shape[1])
-    scores = (q @ k.mT).to(torch.promote_types(q.dtype, torch.float32))
-    scores = scores / math.sqrt(q.shape[-1]) if kind.scale is None else scores * kind.scale
-    if kind.soft_cap is not None:
-        scores = kind.soft_cap * torch.tanh(scores / kind.soft_cap)
-    hidden = (window, kind.direction, kind.chunk)
-    visible = VISIBLE.of(batch, lambda: _visible(batch, *hidden), *hidden)
-    scores = scores.masked_fill(~visible, -torch.inf)
-    if sinks is not None:
-        more = own_precision(sinks).to(scores.dtype).view(-1, 1, 1).expand(len(q), -1, scores.shape[2], 1)
-        scores = torch.cat((scores, more), -1)
-    probabilities = torch.softmax(scores, -1)[..., : k.shape[2]]
-    return (probabilities.to(v.dtype) @ v).transpose(1, 2).reshape(batch.num_tokens, -1)
+def offers() -> dict[str, frozenset[str]]:
+    """By name of what computes attention over whole sequences, the features that it has."""
+    fast = {made.name: made.features or Formula.features for made in ATTENTION.candidates}
+    return {**fast, "formula": Formula.features}
 
 
-MASKED = frozenset(("window", "sinks", "scale"))
-FLASH_ATTN_BACKEND = AttentionBackend(
-    "flash-attn", MASKED, lambda kernels, q, v, no_dense: use_flash(kernels, q, v), _by_flash
-)
-BACKENDS = (
-    FLASH_ATTN_BACKEND,
-    AttentionBackend(
-        "torch-flash",
-        MASKED,
-        lambda kernels, q, v, no_dense: no_dense and use_torch_flash(kernels, q, v),
-        partial(_by_flash, flash_attn=False),
+def _case(name: str, kind: AttentionKind, documents: int, shape: tuple[int, ...], **fields: Any) -> Case:
+    """An example whose heads are views of a packed qkv. `documents`: their mean length (0: none), and three of one
+    token each. shape: sequences, tokens of each, heads, kv heads, widths of a query and of a value."""
+    sequences, length, heads, kv_heads, wide_k, wide_v = shape
+    tokens = sequences * length
+
+    def call(packed: Tensor, *rest: Any) -> Tensor:
+        *sinks, kernels = rest
+        ids = torch.arange(tokens, device=packed.device)
+        batch = Batch(ids, ids, ids % length, ids // length, sequences, length)
+        if documents:
+            starts = torch.rand(tokens, generator=torch.Generator().manual_seed(3)) < 1 / documents
+            starts[::length] = starts[tokens // 3 : tokens // 3 + 3] = True
+            numbers = starts.cumsum(0) - 1
+            room = room_for_documents(int(numbers[-1]) + 1, tokens)
+            batch = replace(batch, documents=numbers.to(packed.device), most_documents=room)
+        each = packed.view(sequences, length, -1, wide_k).transpose(1, 2)
+        q, k, v = each.split((heads, kv_heads, kv_heads), 1)
+        return attention(q, k, v[..., :wide_v], batch, kind, sinks[0] if sinks else None, kernels)
+
+    packed = (tokens, heads + 2 * kv_heads, wide_k)
+    return Case(name, call, (packed, (heads,)) if kind.sinks else (packed,), (1,) if kind.sinks else (), **fields)
+
+
+def _cases() -> Iterator[Case]:
+    """At most two kinds of hidden keys and sinks, small and at the shapes of models."""
+    kinds = {
+        "causal": (CAUSAL, 0),
+        "scaled": (AttentionKind(scale=0.3), 0),
+        "documents": (CAUSAL, 150),
+        "a window": (AttentionKind(window=100), 0),
+        "sinks": (AttentionKind(sinks=True), 0),
+        "documents, window": (AttentionKind(window=100), 150),
+        "documents, window, sinks": (AttentionKind(window=100, sinks=True), 150),
+        "window, sinks": (AttentionKind(window=128, sinks=True), 0),
+    }
+    for name, (kind, documents) in kinds.items():
+        window = kind.window and kind.window // 25
+        yield _case(name, replace(kind, window=window), documents // 25, (2, 21, 4, 2, 6, 6))
+        for wide_k, wide_v in ((40, 40), (64, 64), (128, 128), (192, 128)):
+            if wide_k == wide_v or not kind.sinks:
+                kv_heads = 2 if wide_k == wide_v else 8
+                shape = (2, 1000, 8, kv_heads, wide_k, wide_v)
+                yield _case(f"{name}, heads of {wide_k} and {wide_v}", kind, documents, shape, large=True)
+    for shape in (
+        (1, 4096, 32, 8, 128, 128),
+        (3, 1000, 12, 12, 64, 64),
+        (2, 77, 4, 2, 64, 64),
+        (1, 257, 8, 1, 128, 128),
+    ):
+        yield _case(
+            f"{shape[2]}/{shape[3]} heads, {shape[0]} x {shape[1]}", CAUSAL, 0, shape, dtypes=NARROW, large=True
+        )
+
+
+ATTENTION = Op(
+    "attention",
+    "attention over whole sequences: inside documents and windows, with sinks",
+    f"{__name__}:Formula",
+    ("attend",),
+    (
+        FLASH_ATTN,
+        TORCH_FLASH,
+        Implementation("torch", f"{__name__}:ByTorch", features=MASKED, modes=ALL_KERNELS),
     ),
-    AttentionBackend("torch", MASKED, lambda *_: True, _by_torch),
-    AttentionBackend("formula", MASKED | {"direction", "chunk", "soft_cap"}, lambda *_: True, _by_formula),
+    cases=tuple(_cases()),
 )
-"""The preferred one first. `torch` runs everywhere."""
 
 
 def _attend(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, scale: float | None, sinks: Tensor | None) -> Tensor:
@@ -131,14 +179,13 @@ def _attend(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, scale: float |
     )
 
 
-def _in_blocks(
-    q: Tensor, k: Tensor, v: Tensor, batch: Batch, scale: float | None, window: int, sinks: Tensor | None
-) -> Tensor:
+def _in_blocks(q: Tensor, k: Tensor, v: Tensor, batch: Batch, kind: AttentionKind, sinks: Tensor | None) -> Tensor:
     """Queries in blocks of `window` tokens, each with its own and the block before as keys: no square of the
     sequence is made.
 
     Tokens beyond the end, to fill the last block, are read by none but themselves, and are cut off.
     """
+    window: int = kind.window  # type: ignore[assignment]
     blocks = -(-batch.seq_length // window)
     q, k, v = (
         F.pad(t, (0, 0, 0, blocks * window - batch.seq_length)).unflatten(2, (blocks, window)).transpose(1, 2)
@@ -148,7 +195,7 @@ def _in_blocks(
         torch.cat((F.pad(t[:, :-1], (0, 0, 0, 0, 0, 0, 1, 0)), t), -2).flatten(0, 1) for t in (k, v)
     )  # the block before, its own
     mask = BLOCK_MASKS.of(batch, lambda: _make_block_mask(batch, window, q.dtype), window, q.dtype)
-    out = _attend(q.flatten(0, 1), k, v, mask, scale, sinks)
+    out = _attend(q.flatten(0, 1), k, v, mask, kind.scale, sinks)
     return out.unflatten(0, (-1, blocks)).transpose(1, 2).flatten(2, 3)[:, :, : batch.seq_length]
 
 
@@ -167,11 +214,19 @@ def _make_block_mask(batch: Batch, window: int, dtype: torch.dtype) -> Tensor:
     )
 
 
-def attention_with_dropout(
-    q: Tensor, k: Tensor, v: Tensor, batch: Batch, p: float, seed: int, layer: int, first_head: int
-) -> Tensor:
-    """Full causal attention with dropout of the probabilities, keyed by (sample, query position, layer, global head,
-    key position).
+@dataclass(frozen=True)
+class ProbabilityDropout:
+    """Dropout of attention's probabilities, keyed by (seed, sample, query position, layer, global head, key position):
+    `first_head` is the number of the first head that is here."""
+
+    p: float
+    seed: int
+    layer: int
+    first_head: int
+
+
+def attention_with_dropout(q: Tensor, k: Tensor, v: Tensor, batch: Batch, dropout: ProbabilityDropout) -> Tensor:
+    """Full causal attention with dropout of the probabilities.
 
     q of this part of the sequences, k and v of whole ones. Of a dealt batch the queries of a part are of any
     sequence: each is given the keys of all, of which it reads those of its document.
@@ -183,9 +238,11 @@ def attention_with_dropout(
     scores = q @ k.transpose(-1, -2) / math.sqrt(q.shape[-1]) + _mask(batch, None, q.dtype)
     probs = torch.softmax(scores if scores.dtype == torch.float64 else scores.float(), -1)
     rows = tuple(t.view(len(q), -1) for t in (batch.samples, batch.places))
-    keep = torch.stack([keep_mask(p, seed, layer, 0, rows, batch.seq_length, first_head + h) for h in range(heads)], 1)  # type: ignore[arg-type]
+    numbers = range(dropout.first_head, dropout.first_head + heads)
+    key = (dropout.p, dropout.seed, dropout.layer, 0)
+    keep = torch.stack([keep_mask(*key, rows, batch.seq_length, head) for head in numbers], 1)  # type: ignore[arg-type]
     keep = keep.repeat(1, 1, 1, k.shape[2] // batch.seq_length)
-    out = (probs * keep / (1.0 - p)).to(v.dtype) @ v
+    out = (probs * keep / (1.0 - dropout.p)).to(v.dtype) @ v
     return out.transpose(1, 2).reshape(batch.num_tokens, -1)
 
 

@@ -4,148 +4,68 @@ others build with.
 A kernel's backward makes the probabilities anew as e^(score - L) and subtracts D = dout . out. With the L and the
 output of more keys than it was given it so returns its own share of the gradients: what joins a softmax later
 (sinks, keys of other ranks) needs no kernel of its own. Shapes: q (B, heads, S, K), k (B, kv_heads, keys, K), v (B,
-kv_heads, keys, V); an additive mask is (B or 1, heads or 1, S, keys) or None; causal: query i reads keys 0 .. i.
+kv_heads, keys, V).
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from dataclasses import dataclass
-from typing import Any
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+from typing import Any, NamedTuple
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from phalanx.ops.attention.flash import LEAST_BOUND, use_flash
-from phalanx.ops.op import Kernels
+from phalanx.ops.attention.flash import FLASH_ATTN, NARROW, flash_fits
+from phalanx.ops.op import ALL_KERNELS, Case, Implementation, Kernels, Op
 
 aten = torch.ops.aten
 
 
+class Scoring(NamedTuple):
+    """Which scores there are, and their scale.
+
+    mask    additive, (B or 1, heads or 1, S, keys); None: nothing is hidden by it
+    causal  query i reads keys 0 .. i
+    """
+
+    mask: Tensor | None
+    causal: bool
+    scale: float
+
+
+class SavedBlock(NamedTuple):
+    """What a backward is given: inputs; output (B, heads, S, V) and log-sum-exp (B, heads, S) of all that the queries
+    read, here or elsewhere; what the forward wanted to have back."""
+
+    q: Tensor
+    k: Tensor
+    v: Tensor
+    out: Tensor
+    lse: Tensor
+    kept: tuple[Any, ...] = ()
+
+
+class Gradients(NamedTuple):
+    q: Tensor
+    k: Tensor
+    v: Tensor
+
+
 @dataclass(frozen=True)
 class Backend:
-    """forward(q, k, v, mask, causal, scale) -> (out (B, heads, S, V), log-sum-exp (B, heads, S), what backward wants
-    to have back ...); backward(dout, q, k, v, out, log-sum-exp, mask, causal, scale, ...) -> dq, dk, dv."""
+    """forward(q, k, v, how) -> (output, log-sum-exp, what backward wants to have back ...)."""
 
-    forward: Callable[..., tuple[Any, ...]]
-    backward: Callable[..., tuple[Tensor, Tensor, Tensor]]
-
-
-def choose_backend(
-    q: Tensor, v: Tensor, mask: Tensor | None, kernels: Kernels = "plain", steady: bool = True
-) -> Backend:
-    """On GPUs bf16 and fp16 without a mask run flash-attn-4 where `kernels` allows it and it is there, or cuDNN on
-    Hopper and newer, else torch's flash attention; with a mask, and in fp32, memory-efficient attention, for which k
-    and v are repeated to the query heads. Not `steady`, shapes that hardly ever come again: not cuDNN, which
-    prepares itself for each anew. float64, and heads whose width is no multiple of 8, run the plain formula there,
-    which makes the S x keys square of scores."""
-    alike = q.shape[-1] == v.shape[-1]
-    if q.is_meta:
-        return DRY
-    if not q.is_cuda:
-        return CPU if alike else PLAIN
-    if q.dtype == torch.float64 or q.shape[-1] % 8 or v.shape[-1] % 8:
-        return PLAIN
-    if mask is not None or q.dtype == torch.float32:
-        return EFFICIENT
-    if use_flash(kernels, q, v):
-        return FLASH_ATTN
-    fixed = torch.are_deterministic_algorithms_enabled()  # cuDNN's backward has no fixed order
-    if (
-        steady
-        and kernels != "plain"
-        and not fixed
-        and max(q.shape[-1], v.shape[-1]) <= 128
-        and torch.cuda.get_device_capability(q.device) >= (9, 0)
-    ):
-        return CUDNN
-    return FLASH if alike else EFFICIENT
+    forward: Callable[[Tensor, Tensor, Tensor, Scoring], tuple[Any, ...]]
+    backward: Callable[[Tensor, SavedBlock, Scoring], Gradients]
 
 
-@dataclass(frozen=True)
-class Segments:
-    """Runs of flat queries and of flat keys that read each other: run i is of[i] .. of[i + 1], int32; either may be
-    empty. `most_`: a bound."""
-
-    of_queries: Tensor
-    of_keys: Tensor
-    most_queries: int
-    most_keys: int
-
-
-def segments_backend(segments: Segments, flash_attn: bool) -> Backend:
-    """Attention inside segments: q (B, heads, S, K) lies flat as B * S tokens, k and v alike; values may be
-    narrower. Causal: the segments have as many queries as keys. Of queries whose segment has no keys the output and
-    the log-sum-exp mean nothing, and dq is zero."""
-    queries, keys = (max(LEAST_BOUND, n) for n in (segments.most_queries, segments.most_keys))
-    ends = (segments.of_queries, segments.of_keys, queries, keys)
-    return _segments_by_flash_attn(ends) if flash_attn else _segments_by_torch(ends)
-
-
-def _flat(x: Tensor) -> Tensor:
-    """(B, heads, S, K) -> (B * S, heads, K)."""
-    return x.transpose(1, 2).flatten(0, 1)
-
-
-def _unflat(x: Tensor, like: Tensor) -> Tensor:
-    """(B * S, heads, K) -> (B, heads, S, K), B of `like`."""
-    return x.unflatten(0, (len(like), -1)).transpose(1, 2)
-
-
-def _segments_by_torch(ends: tuple[Tensor, Tensor, int, int]) -> Backend:
-    def widened(v: Tensor, q: Tensor) -> Tensor:
-        return F.pad(v, (0, q.shape[-1] - v.shape[-1]))
-
-    def forward(q: Tensor, k: Tensor, v: Tensor, mask: None, causal: bool, scale: float) -> tuple[Any, ...]:
-        flat = (_flat(q), _flat(k), _flat(widened(v, q)))
-        out, lse, *random, _ = aten._flash_attention_forward(
-            *flat, *ends, 0.0, causal, False, scale=scale
-        )  # lse (heads, T)
-        return _unflat(out, q)[..., : v.shape[-1]], lse.unflatten(1, (len(q), -1)).transpose(0, 1), *random
-
-    def backward(
-        dout: Tensor,
-        q: Tensor,
-        k: Tensor,
-        v: Tensor,
-        out: Tensor,
-        lse: Tensor,
-        mask: None,
-        causal: bool,
-        scale: float,
-        *random: Tensor,
-    ) -> tuple[Tensor, Tensor, Tensor]:
-        flat = (_flat(t).contiguous() for t in (widened(dout, q), q, k, widened(v, q), widened(out, q)))
-        lse = lse.transpose(0, 1).flatten(1).contiguous()
-        dq, dk, dv = aten._flash_attention_backward(*flat, lse, *ends, 0.0, causal, *random, scale=scale)
-        return _unflat(dq, q), _unflat(dk, k), _unflat(dv, v)[..., : v.shape[-1]]
-
-    return Backend(forward, backward)
-
-
-def _segments_by_flash_attn(ends: tuple[Tensor, Tensor, int, int]) -> Backend:
-    named = dict(zip(("cu_seqlens_q", "cu_seqlens_k", "max_seqlen_q", "max_seqlen_k"), ends))
-
-    def forward(q: Tensor, k: Tensor, v: Tensor, mask: None, causal: bool, scale: float) -> tuple[Tensor, Tensor]:
-        from flash_attn.cute.interface import _flash_attn_fwd
-
-        out, lse, *_ = _flash_attn_fwd(
-            _flat(q), _flat(k), _flat(v), **named, softmax_scale=scale, causal=causal, return_lse=True
-        )
-        return _unflat(out, q), lse.unflatten(1, (len(q), -1)).transpose(0, 1)
-
-    def backward(
-        dout: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, mask: None, causal: bool, scale: float
-    ) -> tuple[Tensor, Tensor, Tensor]:
-        from flash_attn.cute.interface import _flash_attn_bwd
-
-        flat, lse = (_flat(t) for t in (q, k, v, out, dout)), lse.transpose(0, 1).flatten(1).contiguous()
-        fixed = torch.are_deterministic_algorithms_enabled()
-        dq, dk, dv = _flash_attn_bwd(*flat, lse, **named, softmax_scale=scale, causal=causal, deterministic=fixed)[:3]
-        return _unflat(dq, q), _unflat(dk, k), _unflat(dv, v)
-
-    return Backend(forward, backward)
+def block_backend(q: Tensor, v: Tensor, masked: bool, kernels: Kernels = "plain", steady: bool = True) -> Backend:
+    """The implementation of BLOCKS that is to run. Not `steady`: shapes that hardly ever come again."""
+    sizes = (q.shape[-1], v.shape[-1], q.shape[1] != v.shape[1], masked, steady)
+    found: Backend = BLOCKS.choose(kernels, q, *sizes)
+    return found
 
 
 def repeated(x: Tensor, heads: int) -> Tensor:
@@ -158,177 +78,90 @@ def folded(dx: Tensor, kv_heads: int) -> Tensor:
     return dx if dx.shape[1] == kv_heads else dx.unflatten(1, (kv_heads, -1)).sum(2)
 
 
-def _scores(q: Tensor, k: Tensor, mask: Tensor | None, causal: bool, scale: float) -> Tensor:
-    scores = q @ repeated(k, q.shape[1]).mT * scale
-    if mask is not None:
-        scores = scores + mask
-    if causal:
+# ---- the definition ------------------------------------------------------------------------------
+
+
+def _scores(q: Tensor, k: Tensor, how: Scoring) -> Tensor:
+    scores = q @ repeated(k, q.shape[1]).mT * how.scale
+    if how.mask is not None:
+        scores = scores + how.mask
+    if how.causal:
         scores = scores.masked_fill(
             ~torch.ones(scores.shape[-2:], dtype=torch.bool, device=q.device).tril(), -torch.inf
         )
     return scores if scores.dtype == torch.float64 else scores.float()
 
 
-def _plain_forward(
-    q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, causal: bool, scale: float
-) -> tuple[Tensor, Tensor]:
-    scores = _scores(q, k, mask, causal, scale)
+def _plain_forward(q: Tensor, k: Tensor, v: Tensor, how: Scoring) -> tuple[Tensor, Tensor]:
+    scores = _scores(q, k, how)
     lse = scores.logsumexp(-1)
     return (scores - lse.unsqueeze(-1)).exp().to(v.dtype) @ repeated(v, q.shape[1]), lse
 
 
-def _plain_backward(
-    dout: Tensor,
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    out: Tensor,
-    lse: Tensor,
-    mask: Tensor | None,
-    causal: bool,
-    scale: float,
-) -> tuple[Tensor, Tensor, Tensor]:
+def _plain_backward(dout: Tensor, saved: SavedBlock, how: Scoring) -> Gradients:
     """With P the probabilities: dv = P^T dout, dscores = P * (dout v^T - dout . out)."""
+    q, k, v, out, lse, _ = saved
     heads, kv_heads = q.shape[1], k.shape[1]
-    probs = (_scores(q, k, mask, causal, scale) - lse.unsqueeze(-1)).exp()
+    probs = (_scores(q, k, how) - lse.unsqueeze(-1)).exp()
     dprobs = dout @ repeated(v, heads).mT - (dout * out).sum(-1, keepdim=True)
-    dscores = (probs * dprobs * scale).to(q.dtype)
+    dscores = (probs * dprobs * how.scale).to(q.dtype)
     dq, dk, dv = dscores @ repeated(k, heads), dscores.mT @ q, probs.to(q.dtype).mT @ dout
-    return dq, folded(dk, kv_heads), folded(dv, kv_heads)
+    return Gradients(dq, folded(dk, kv_heads), folded(dv, kv_heads))
 
 
-def _cpu_forward(
-    q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, causal: bool, scale: float
-) -> tuple[Tensor, Tensor]:
-    return aten._scaled_dot_product_flash_attention_for_cpu(q, k, v, 0.0, causal, attn_mask=mask, scale=scale)
+# ---- torch's kernels -----------------------------------------------------------------------------
 
 
-def _cpu_backward(
-    dout: Tensor,
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    out: Tensor,
-    lse: Tensor,
-    mask: Tensor | None,
-    causal: bool,
-    scale: float,
-) -> tuple[Tensor, Tensor, Tensor]:
-    return aten._scaled_dot_product_flash_attention_for_cpu_backward(
-        dout, q, k, v, out, lse, 0.0, causal, attn_mask=mask, scale=scale
-    )
+def _cpu_forward(q: Tensor, k: Tensor, v: Tensor, how: Scoring) -> tuple[Any, ...]:
+    call: Callable[..., tuple[Any, ...]] = aten._scaled_dot_product_flash_attention_for_cpu
+    return call(q, k, v, 0.0, how.causal, attn_mask=how.mask, scale=how.scale)
 
 
-def _flash_forward(q: Tensor, k: Tensor, v: Tensor, mask: None, causal: bool, scale: float) -> tuple[Any, ...]:
-    out, lse, cum_q, cum_k, max_q, max_k, seed, offset, _ = aten._scaled_dot_product_flash_attention(
-        q, k, v, 0.0, causal, scale=scale
-    )
-    return out, lse, cum_q, cum_k, max_q, max_k, seed, offset
+def _cpu_backward(dout: Tensor, saved: SavedBlock, how: Scoring) -> Gradients:
+    call = aten._scaled_dot_product_flash_attention_for_cpu_backward
+    return Gradients(*call(dout, *saved[:5], 0.0, how.causal, attn_mask=how.mask, scale=how.scale))
 
 
-def _flash_backward(
-    dout: Tensor,
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    out: Tensor,
-    lse: Tensor,
-    mask: None,
-    causal: bool,
-    scale: float,
-    cum_q: Any,
-    cum_k: Any,
-    max_q: int,
-    max_k: int,
-    seed: Tensor,
-    offset: Tensor,
-) -> tuple[Tensor, Tensor, Tensor]:
+def _flash_forward(q: Tensor, k: Tensor, v: Tensor, how: Scoring) -> tuple[Any, ...]:
+    made = aten._scaled_dot_product_flash_attention(q, k, v, 0.0, how.causal, scale=how.scale)
+    return tuple(made[:-1])
+
+
+def _flash_backward(dout: Tensor, saved: SavedBlock, how: Scoring) -> Gradients:
+    *lengths, seed, offset = saved.kept
     call = aten._scaled_dot_product_flash_attention_backward
-    return call(dout, q, k, v, out, lse, cum_q, cum_k, max_q, max_k, 0.0, causal, seed, offset, scale=scale)
+    return Gradients(*call(dout, *saved[:5], *lengths, 0.0, how.causal, seed, offset, scale=how.scale))
 
 
-def _cudnn_forward(q: Tensor, k: Tensor, v: Tensor, mask: None, causal: bool, scale: float) -> tuple[Any, ...]:
+def _cudnn_forward(q: Tensor, k: Tensor, v: Tensor, how: Scoring) -> tuple[Any, ...]:
     """Its log-sum-exp has a dim of size 1 behind it."""
     call = aten._scaled_dot_product_cudnn_attention
-    out, lse, cum_q, cum_k, max_q, max_k, seed, offset, _ = call(q, k, v, None, True, 0.0, causal, scale=scale)
-    return out, lse.squeeze(-1), cum_q, cum_k, max_q, max_k, seed, offset
+    out, lse, *kept, _ = call(q, k, v, None, True, 0.0, how.causal, scale=how.scale)
+    return out, lse.squeeze(-1), *kept
 
 
-def _cudnn_backward(
-    dout: Tensor,
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    out: Tensor,
-    lse: Tensor,
-    mask: None,
-    causal: bool,
-    scale: float,
-    cum_q: Any,
-    cum_k: Any,
-    max_q: int,
-    max_k: int,
-    seed: Tensor,
-    offset: Tensor,
-) -> tuple[Tensor, Tensor, Tensor]:
-    call, lse = aten._scaled_dot_product_cudnn_attention_backward, lse.unsqueeze(-1)
-    return call(dout, q, k, v, out, lse, seed, offset, None, cum_q, cum_k, max_q, max_k, 0.0, causal, scale=scale)
+def _cudnn_backward(dout: Tensor, saved: SavedBlock, how: Scoring) -> Gradients:
+    q, k, v, out, lse, (*lengths, seed, offset) = saved
+    given = (dout, q, k, v, out, lse.unsqueeze(-1), seed, offset, None, *lengths)
+    call = aten._scaled_dot_product_cudnn_attention_backward
+    return Gradients(*call(*given, 0.0, how.causal, scale=how.scale))
 
 
-def _flash_attn_forward(
-    q: Tensor, k: Tensor, v: Tensor, mask: None, causal: bool, scale: float
-) -> tuple[Tensor, Tensor]:
-    from flash_attn.cute.interface import _flash_attn_fwd
-
-    heads_last = (t.transpose(1, 2) for t in (q, k, v))
-    out, lse, *_ = _flash_attn_fwd(*heads_last, softmax_scale=scale, causal=causal, return_lse=True)
-    return out.transpose(1, 2), lse
-
-
-def _flash_attn_backward(
-    dout: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, mask: None, causal: bool, scale: float
-) -> tuple[Tensor, Tensor, Tensor]:
-    from flash_attn.cute.interface import _flash_attn_bwd
-
-    heads_last = (t.transpose(1, 2) for t in (q, k, v, out, dout))
-    fixed = torch.are_deterministic_algorithms_enabled()
-    dq, dk, dv = _flash_attn_bwd(*heads_last, lse, softmax_scale=scale, causal=causal, deterministic=fixed)[:3]
-    return dq.transpose(1, 2), dk.transpose(1, 2), dv.transpose(1, 2)
-
-
-def _efficient_forward(
-    q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, causal: bool, scale: float
-) -> tuple[Any, ...]:
+def _efficient_forward(q: Tensor, k: Tensor, v: Tensor, how: Scoring) -> tuple[Any, ...]:
     """Its log-sum-exp is padded."""
-    k, v = repeated(k, q.shape[1]), repeated(v, q.shape[1])
-    out, lse, *more = aten._scaled_dot_product_efficient_attention(
-        q, k, v, _aligned(mask, q), True, 0.0, causal, scale=scale
-    )
+    call, heads = aten._scaled_dot_product_efficient_attention, q.shape[1]
+    given = (q, repeated(k, heads), repeated(v, heads), _aligned(how.mask, q))
+    out, lse, *more = call(*given, True, 0.0, how.causal, scale=how.scale)
     return out, lse[..., : q.shape[2]], lse.shape[-1] - q.shape[2], *more
 
 
-def _efficient_backward(
-    dout: Tensor,
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    out: Tensor,
-    lse: Tensor,
-    mask: Tensor | None,
-    causal: bool,
-    scale: float,
-    padding: int,
-    seed: Tensor,
-    offset: Tensor,
-) -> tuple[Tensor, Tensor, Tensor]:
-    call, wanted, kv_heads = (
-        aten._scaled_dot_product_efficient_attention_backward,
-        [True, True, True, False],
-        k.shape[1],
-    )
-    k, v, lse = repeated(k, q.shape[1]), repeated(v, q.shape[1]), F.pad(lse, (0, padding))
-    dq, dk, dv, _ = call(dout, q, k, v, _aligned(mask, q), out, lse, seed, offset, 0.0, wanted, causal, scale=scale)
-    return dq, folded(dk, kv_heads), folded(dv, kv_heads)
+def _efficient_backward(dout: Tensor, saved: SavedBlock, how: Scoring) -> Gradients:
+    q, k, v, out, lse, (padding, seed, offset) = saved
+    call, heads, kv_heads = aten._scaled_dot_product_efficient_attention_backward, q.shape[1], k.shape[1]
+    given = (dout, q, repeated(k, heads), repeated(v, heads), _aligned(how.mask, q), out, F.pad(lse, (0, padding)))
+    wanted = [True, True, True, False]
+    dq, dk, dv, _ = call(*given, seed, offset, 0.0, wanted, how.causal, scale=how.scale)
+    return Gradients(dq, folded(dk, kv_heads), folded(dv, kv_heads))
 
 
 def _aligned(mask: Tensor | None, q: Tensor) -> Tensor | None:
@@ -339,26 +172,47 @@ def _aligned(mask: Tensor | None, q: Tensor) -> Tensor | None:
     return F.pad(mask, (0, -keys % 8))[..., :keys].expand(*q.shape[:2], -1, -1)
 
 
-def _dry_forward(
-    q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, causal: bool, scale: float
-) -> tuple[Tensor, Tensor]:
+# ---- flash-attn-4 --------------------------------------------------------------------------------
+
+
+def flash_attn_forward(q: Tensor, k: Tensor, v: Tensor, how: Scoring, **ends: Any) -> tuple[Tensor, Tensor]:
+    """q, k, v with tokens before heads."""
+    from flash_attn.cute.interface import _flash_attn_fwd  # an optional package
+
+    out, lse, *_ = _flash_attn_fwd(q, k, v, **ends, softmax_scale=how.scale, causal=how.causal, return_lse=True)
+    return out, lse
+
+
+def flash_attn_backward(lse: Tensor, tensors: tuple[Tensor, ...], how: Scoring, **ends: Any) -> tuple[Tensor, ...]:
+    """tensors: q, k, v, out, dout with tokens before heads -> dq, dk, dv alike."""
+    from flash_attn.cute.interface import _flash_attn_bwd  # an optional package
+
+    fixed = torch.are_deterministic_algorithms_enabled()
+    made = _flash_attn_bwd(*tensors, lse, **ends, softmax_scale=how.scale, causal=how.causal, deterministic=fixed)
+    return tuple(made[:3])
+
+
+def _heads_last_forward(q: Tensor, k: Tensor, v: Tensor, how: Scoring) -> tuple[Tensor, Tensor]:
+    out, lse = flash_attn_forward(q.transpose(1, 2), k.transpose(1, 2), v.transpose(1, 2), how)
+    return out.transpose(1, 2), lse
+
+
+def _heads_last_backward(dout: Tensor, saved: SavedBlock, how: Scoring) -> Gradients:
+    tensors = tuple(t.transpose(1, 2) for t in (*saved[:4], dout))
+    return Gradients(*(t.transpose(1, 2) for t in flash_attn_backward(saved.lse, tensors, how)))
+
+
+# ---- tensors without data ------------------------------------------------------------------------
+
+
+def _dry_forward(q: Tensor, k: Tensor, v: Tensor, how: Scoring) -> tuple[Tensor, Tensor]:
     """As fused kernels do it, tokens before heads."""
     out = q.new_empty(len(q), q.shape[2], q.shape[1], v.shape[-1]).transpose(1, 2)
     return out, q.new_empty(q.shape[:3], dtype=torch.float64 if q.dtype == torch.float64 else torch.float32)
 
 
-def _dry_backward(dout: Tensor, q: Tensor, k: Tensor, v: Tensor, *rest: Any) -> tuple[Tensor, Tensor, Tensor]:
-    dq, dk, dv = fused_gradients(q, k, v)
-    return dq, dk, dv
-
-
-PLAIN = Backend(_plain_forward, _plain_backward)
-CPU = Backend(_cpu_forward, _cpu_backward)
-FLASH = Backend(_flash_forward, _flash_backward)
-CUDNN = Backend(_cudnn_forward, _cudnn_backward)
-FLASH_ATTN = Backend(_flash_attn_forward, _flash_attn_backward)
-EFFICIENT = Backend(_efficient_forward, _efficient_backward)
-DRY = Backend(_dry_forward, _dry_backward)  # allocates as a fused kernel does, for tensors on the meta device
+def _dry_backward(dout: Tensor, saved: SavedBlock, how: Scoring) -> Gradients:
+    return Gradients(*fused_gradients(*saved[:3]))
 
 
 def fused_gradients(*inputs: Tensor) -> tuple[Tensor, ...]:
@@ -368,3 +222,145 @@ def fused_gradients(*inputs: Tensor) -> tuple[Tensor, ...]:
     made = tuple(torch.empty_like(t) for t in inputs)
     del sums
     return made
+
+
+# ---- the op: attention to one block of keys ------------------------------------------------------
+
+PLAIN = Backend(_plain_forward, _plain_backward)
+CPU = Backend(_cpu_forward, _cpu_backward)
+FLASH = Backend(_flash_forward, _flash_backward)
+CUDNN = Backend(_cudnn_forward, _cudnn_backward)
+HEADS_LAST = Backend(_heads_last_forward, _heads_last_backward)
+EFFICIENT = Backend(_efficient_forward, _efficient_backward)
+DRY = Backend(_dry_forward, _dry_backward)
+
+
+def _flash_attn_fits(query: int, value: int, shared: bool, masked: bool, steady: bool) -> bool:
+    return not masked and flash_fits(query, value, shared)
+
+
+def _cudnn_fits(query: int, value: int, shared: bool, masked: bool, steady: bool) -> bool:
+    """cuDNN prepares itself for each shape anew, and its backward has no fixed order."""
+    fixed = torch.are_deterministic_algorithms_enabled()
+    return steady and not masked and not fixed and max(query, value) <= 128 and query % 8 == value % 8 == 0
+
+
+def _flash_block_fits(query: int, value: int, shared: bool, masked: bool, steady: bool) -> bool:
+    return not masked and query == value and query % 8 == 0
+
+
+def _efficient_fits(query: int, value: int, *_: bool) -> bool:
+    return query % 8 == value % 8 == 0
+
+
+def _cpu_fits(query: int, value: int, *_: bool) -> bool:
+    return query == value
+
+
+def beside_more(backend: Any, given: Sequence[Tensor], how: Scoring, blind: Tensor | None) -> tuple[Tensor, ...]:
+    """For cases. given: q, k, v, the gradient of the output, and an output and log-sum-exp of other keys -> output,
+    log-sum-exp and gradients of both together. `blind`: queries that read nothing here."""
+    q, k, v, dout, more, more_lse = (t.detach() for t in given)
+    out, lse, *kept = backend.forward(q, k, v, how)
+    if blind is not None:
+        out, lse = out.masked_fill(blind.unsqueeze(-1), 0), lse.masked_fill(blind, -torch.inf)
+    whole = torch.logaddexp(lse, more_lse.to(lse.dtype))
+    out = out * (lse - whole).exp().unsqueeze(-1) + more * (more_lse - whole).exp().unsqueeze(-1)
+    saved = SavedBlock(q, k, v, out.to(q.dtype), whole.contiguous(), tuple(kept))
+    return saved.out, whole, *backend.backward(dout, saved, how)
+
+
+def case_shapes(
+    heads: int, kv_heads: int, queries: int, keys: int, widths: tuple[int, int]
+) -> tuple[tuple[int, ...], ...]:
+    """Of what `beside_more` is given."""
+    q, k, v = ((2, n, tokens, widths[0]) for n, tokens in ((heads, queries), (kv_heads, keys), (kv_heads, keys)))
+    out = (*q[:3], widths[1])
+    return q, k, (*v[:3], widths[1]), out, out, q[:3]
+
+
+def _block_case(name: str, seen: str, *shape: Any, large: bool = False, dtypes: Any = None) -> Case:
+    """seen: "all", "causal", or "mask"."""
+
+    def call(*given: Any) -> tuple[Tensor, ...]:
+        *tensors, kernels = given
+        q, k, v = tensors[:3]
+        mask = None
+        if seen == "mask":
+            places = (torch.arange(x.shape[2], device=x.device) for x in (q, k))
+            later = next(places)[:, None] * 2 < next(places)  # every query reads the first key
+            mask = torch.zeros_like(later, dtype=q.dtype).masked_fill_(later, -torch.inf)[None, None]
+        how = Scoring(mask, seen == "causal", q.shape[-1] ** -0.5)
+        return beside_more(block_backend(q, v, mask is not None, kernels), tensors, how, None)
+
+    return Case(name, call, case_shapes(*shape), dtypes=dtypes, large=large)
+
+
+BLOCKS = Op(
+    "attention_block",
+    "attention to one block of keys, with the log-sum-exp of scores",
+    f"{__name__}:PLAIN",
+    ("forward", "backward"),
+    (
+        replace(
+            FLASH_ATTN,
+            source=f"{__name__}:HEADS_LAST",
+            fits=_flash_attn_fits,
+            features=None,
+            modes=("auto", "optional"),
+            insisted=(),
+        ),
+        Implementation(
+            "cudnn",
+            f"{__name__}:CUDNN",
+            "cuda",
+            (9, 0),
+            NARROW,
+            fits=_cudnn_fits,
+            shapes="heads of at most 128, in multiples of 8, no mask",
+        ),
+        Implementation(
+            "flash",
+            f"{__name__}:FLASH",
+            "cuda",
+            dtypes=NARROW,
+            fits=_flash_block_fits,
+            shapes="values as wide as queries, in multiples of 8, no mask",
+            modes=ALL_KERNELS,
+        ),
+        Implementation(
+            "efficient",
+            f"{__name__}:EFFICIENT",
+            "cuda",
+            dtypes=(*NARROW, torch.float32),
+            fits=_efficient_fits,
+            shapes="heads in multiples of 8",
+            modes=ALL_KERNELS,
+        ),
+        Implementation(
+            "cpu", f"{__name__}:CPU", "cpu", fits=_cpu_fits, shapes="values as wide as queries", modes=ALL_KERNELS
+        ),
+        Implementation("dry", f"{__name__}:DRY", "meta", modes=ALL_KERNELS),
+    ),
+    switches=("attention",),
+    cases=(
+        _block_case("all keys", "all", 4, 2, 9, 13, (6, 6)),
+        _block_case("causal", "causal", 4, 4, 11, 11, (6, 6)),
+        _block_case("mask", "mask", 4, 1, 9, 13, (6, 6)),
+        *(
+            _block_case(
+                f"{seen}, {kv_heads} kv heads of {wide} and {value}",
+                seen,
+                8,
+                kv_heads,
+                queries,
+                keys,
+                (wide, value),
+                large=True,
+            )
+            for seen, queries, keys in (("causal", 1024, 1024), ("all", 512, 1088), ("mask", 500, 1088))
+            for kv_heads, wide, value in ((2, 128, 128), (8, 64, 64), (8, 192, 128))
+        ),
+        _block_case("causal, fp32", "causal", 8, 2, 1000, 1000, (64, 64), large=True, dtypes=(torch.float32,)),
+    ),
+)

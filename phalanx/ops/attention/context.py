@@ -17,7 +17,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, field, replace
 from typing import Any, Literal
 
 import torch
@@ -27,10 +27,10 @@ from torch.autograd import Function
 
 from phalanx.comm.axis import Axis, ModelAxes, Work
 from phalanx.ops.attention import attention as whole
-from phalanx.ops.attention.attention import BACKENDS, FLASH_ATTN_BACKEND, MASKED
-from phalanx.ops.attention.backends import Segments, choose_backend, segments_backend
-from phalanx.ops.attention.flash import use_flash, use_torch_flash
-from phalanx.ops.attention.kind import CAUSAL, AttentionBackend, AttentionKind, refuse_unsupported
+from phalanx.ops.attention.attention import ProbabilityDropout
+from phalanx.ops.attention.backends import SavedBlock, Scoring, block_backend
+from phalanx.ops.attention.kind import CAUSAL, MASKED, AttentionKind, refuse_unsupported
+from phalanx.ops.attention.segments import SEGMENTS, Segments
 from phalanx.ops.attention.sinks import join_sinks, sinks_grad
 from phalanx.ops.dense.grads import add_grad
 from phalanx.ops.experts.exchange import gather, swap
@@ -45,51 +45,57 @@ def _at_once(make: Callable[..., Tensor], *inputs: Tensor) -> Tensor:
     return make(*inputs)
 
 
+@dataclass(frozen=True)
+class AttentionPlan:
+    """How a layer's attention is computed, whatever the batch.
+
+    kind     what is read
+    axes     over which sequences are cut
+    form     how keys and values travel between ranks
+    kernels  which implementations are asked for
+    keep     runs what lies between the exchanges of heads: keep(make, q, k, v) is to give make(q, k, v)
+    """
+
+    kind: AttentionKind = CAUSAL
+    axes: ModelAxes = field(default_factory=ModelAxes)
+    form: Form = "ring"
+    kernels: Kernels = "plain"
+    keep: Callable[..., Tensor] = _at_once
+
+
 def attention(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    batch: Batch,
-    axes: ModelAxes,
-    form: Form = "ring",
-    kind: AttentionKind = CAUSAL,
-    sinks: Tensor | None = None,
-    kernels: Kernels = "plain",
-    keep: Callable[..., Tensor] = _at_once,
+    q: Tensor, k: Tensor, v: Tensor, batch: Batch, plan: AttentionPlan, sinks: Tensor | None = None
 ) -> Tensor:
     """As ops.attention.attention, of this rank's part of each sequence: q (sequences, heads, L, K), k, v alike ->
-    (T, heads * V). `keep` runs what lies between the exchanges of heads: keep(make, q, k, v) is to give make(q, k,
-    v)."""
+    (T, heads * V)."""
+    kind, axes = plan.kind, plan.axes
     if not kind.features <= MASKED and (batch.balanced is not None or axes.keys.size > 1):
-        refuse_unsupported(kind, backends_for(form, True, 0.0, kernels))
+        refuse_unsupported(kind, offers_of(plan.form, True, 0.0, plan.kernels))
     if batch.balanced is not None:
-        return _of_pieces(q, k, v, batch, axes, form, kind, sinks, kernels, keep)
+        return _of_pieces(q, k, v, batch, plan, sinks)
     q, k, v = to_heads(q, k, v, batch, axes.heads)
     batch_of_heads, sinks = batch.among(axes.heads.size), None if sinks is None else own_heads(sinks, axes.heads)
     if axes.keys.size == 1:
-        out = keep(lambda q, k, v: whole.attention(q, k, v, batch_of_heads, kind, sinks, kernels), q, k, v)
+        out = plan.keep(lambda q, k, v: whole.attention(q, k, v, batch_of_heads, kind, sinks, plan.kernels), q, k, v)
     else:
         scale = 1 / math.sqrt(q.shape[-1]) if kind.scale is None else kind.scale
-        window = None if kind.window is None or kind.window >= batch.seq_length else kind.window
-        reading = ContextAttention(batch_of_heads, axes.keys, form, window, scale, kernels)
-        out = keep(
+        window = kind.within(batch.seq_length).window
+        reading = ContextAttention(batch_of_heads, axes.keys, plan.form, window, scale, plan.kernels)
+        out = plan.keep(
             lambda q, k, v: _ReadParts.apply(q, k, v, sinks, reading).transpose(1, 2).flatten(2).flatten(0, 1), q, k, v
         )
     return to_tokens(out, batch, axes.heads)
 
 
-def backends_for(form: Form, keys_are_cut: bool, dropout: float, kernels: Kernels) -> tuple[AttentionBackend, ...]:
-    """What could run a layer's attention, known when it is built. `keys_are_cut`: ranks of context parallelism read
-    each other's keys."""
+def offers_of(form: Form, keys_are_cut: bool, dropout: float, kernels: Kernels) -> dict[str, frozenset[str]]:
+    """By name of what could run a layer's attention, the features that it has, known when the layer is built.
+    `keys_are_cut`: ranks of context parallelism read each other's keys."""
     if dropout > 0:
-        return (AttentionBackend("attention with dropout", frozenset(), _always, attention_with_dropout),)
+        return {"attention with dropout": frozenset()}
     if keys_are_cut:
-        return (AttentionBackend(f"context parallelism by {form}", MASKED, _always, attention),)
-    return (FLASH_ATTN_BACKEND,) if kernels == "optional" else BACKENDS
-
-
-def _always(*_: Any) -> bool:
-    return True
+        return {f"context parallelism by {form}": MASKED}
+    offers = whole.offers()
+    return {"flash-attn": offers["flash-attn"]} if kernels == "optional" else offers
 
 
 def likes_of(q: Tensor, v: Tensor) -> tuple[tuple[tuple[int, int], torch.dtype]]:
@@ -97,18 +103,7 @@ def likes_of(q: Tensor, v: Tensor) -> tuple[tuple[tuple[int, int], torch.dtype]]
     return (((q.shape[0] * q.shape[2], q.shape[1] * v.shape[-1]), q.dtype),)
 
 
-def _of_pieces(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    batch: Batch,
-    axes: ModelAxes,
-    form: Form,
-    kind: AttentionKind,
-    sinks: Tensor | None,
-    kernels: Kernels,
-    keep: Callable[..., Tensor],
-) -> Tensor:
+def _of_pieces(q: Tensor, k: Tensor, v: Tensor, batch: Batch, plan: AttentionPlan, sinks: Tensor | None) -> Tensor:
     """Of a dealt batch: each document that ranks share over those ranks, then all that is whole here. Who shares two
     documents meets for them in one order: those of more ranks first, then as they lie in the micro-batch."""
     pieces = batch.pieces
@@ -116,22 +111,24 @@ def _of_pieces(
     mixed = []
     for piece, *rows in zip(pieces, *flat):
         q, k, v = (t.unsqueeze(0).transpose(1, 2) for t in rows)
-        mixed.append(attention(q, k, v, piece, axes.among(piece.part.count), form, kind, sinks, kernels, keep))
+        among = replace(plan, axes=plan.axes.among(piece.part.count))
+        mixed.append(attention(q, k, v, piece, among, sinks))
     return torch.cat(mixed)
 
 
 def attention_with_dropout(
-    q: Tensor, k: Tensor, v: Tensor, batch: Batch, axes: ModelAxes, p: float, seed: int, layer: int, first_head: int
+    q: Tensor, k: Tensor, v: Tensor, batch: Batch, axes: ModelAxes, dropout: ProbabilityDropout
 ) -> Tensor:
     """As ops.attention_with_dropout, of this rank's part of each sequence. The probabilities of a query are made
     together, of all keys."""
     if batch.balanced is not None:
         k, v = gather_keys(k, v, batch, axes.cp)
-        return whole.attention_with_dropout(q, k, v, batch, p, seed, layer, first_head)
+        return whole.attention_with_dropout(q, k, v, batch, dropout)
     q, k, v = to_heads(q, k, v, batch, axes.heads)
-    batch_of_heads, first = batch.among(axes.heads.size), first_head + axes.heads.index * q.shape[1]
+    batch_of_heads = batch.among(axes.heads.size)
+    dropout = replace(dropout, first_head=dropout.first_head + axes.heads.index * q.shape[1])
     k, v = gather_keys(k, v, batch_of_heads, axes.keys)
-    return to_tokens(whole.attention_with_dropout(q, k, v, batch_of_heads, p, seed, layer, first), batch, axes.heads)
+    return to_tokens(whole.attention_with_dropout(q, k, v, batch_of_heads, dropout), batch, axes.heads)
 
 
 # ---- heads for tokens ----------------------------------------------------------------------------
@@ -399,10 +396,8 @@ class _ReadParts(Function):
             block = reading.block(reading.axis.index, source)
             if block is not None:
                 queries = q[:, :, block.queries]
-                backend, mask, blind, causal = how_to_read(reading, source, block, queries, v)
-                out, lse, *ctx.kept[source] = backend.forward(
-                    queries, *unpacked(arrived, k), mask, causal, reading.scale
-                )
+                backend, how, blind = how_to_read(reading, source, block, queries, v)
+                out, lse, *ctx.kept[source] = backend.forward(queries, *unpacked(arrived, k), how)
                 joint.add(block.queries, out, lse, blind)
         out, lse = joint.out, joint.lse
         if sinks is not None:
@@ -421,10 +416,10 @@ class _ReadParts(Function):
             block = reading.block(reading.axis.index, source)
             grad = None
             if block is not None:
-                rows = tuple(t[:, :, block.queries] for t in (dout, q, out))
-                backend, mask, _, causal = how_to_read(reading, source, block, rows[1], v)
-                given = (rows[0], rows[1], *unpacked(arrived, k), rows[2], lse[:, :, block.queries].contiguous())
-                part, dk, dv = backend.backward(*given, mask, causal, reading.scale, *ctx.kept[source])
+                douts, queries, outs, lses = (t[:, :, block.queries] for t in (dout, q, out, lse))
+                backend, how, _ = how_to_read(reading, source, block, queries, v)
+                read = (queries, *unpacked(arrived, k), outs, lses.contiguous())
+                part, dk, dv = backend.backward(douts, SavedBlock(*read, tuple(ctx.kept[source])), how)
                 dq[:, :, block.queries] += part
                 grad = packed(dk, dv)
             if source == reading.axis.index:
@@ -438,16 +433,20 @@ class _ReadParts(Function):
 
 def how_to_read(
     reading: ContextAttention, source: int, block: QueryKeyBlock, q: Tensor, v: Tensor
-) -> tuple[Any, Tensor | None, Tensor | None, bool]:
-    """The backend of a block, its mask and which of its queries read nothing (or None), and whether it is causal."""
+) -> tuple[Any, Scoring, Tensor | None]:
+    """The backend of a block, its scoring, and which of its queries read nothing (or None)."""
+    kernels, theirs = reading.kernels, reading.batch.part.all[source]
     if block.how != "mask":
-        return choose_backend(q, v, None, reading.kernels, not reading.batch.piece), None, None, block.how == "causal"
-    own = source == reading.axis.index
-    if reading.window is None and use_torch_flash(reading.kernels, q, v):  # what hides anything is documents alone
-        segments, blind = segments_of(reading.batch, reading.batch.part.all[source], block)
-        return segments_backend(segments, use_flash(reading.kernels, q, v)), None, None if own else blind, own
-    mask, blind = mask_of(reading.batch, reading.batch.part.all[source], block, reading.window, q.dtype)
-    return choose_backend(q, v, mask, reading.kernels), mask, blind, False
+        backend = block_backend(q, v, False, kernels, not reading.batch.piece)
+        return backend, Scoring(None, block.how == "causal", reading.scale), None
+    if reading.window is None:  # what hides anything is documents alone
+        by_segments = SEGMENTS.fast(kernels, q, q.shape[-1], v.shape[-1], q.shape[1] != v.shape[1])
+        if by_segments is not None:
+            own = source == reading.axis.index
+            segments, blind = segments_of(reading.batch, theirs, block)
+            return by_segments(segments), Scoring(None, own, reading.scale), None if own else blind
+    mask, blind = mask_of(reading.batch, theirs, block, reading.window, q.dtype)
+    return block_backend(q, v, True, kernels), Scoring(mask, False, reading.scale), blind
 
 
 def packed(k: Tensor, v: Tensor) -> Tensor:

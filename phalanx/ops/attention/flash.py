@@ -3,7 +3,7 @@ read costs nothing.
 
 Two packages of kernels. flash-attn-4 (CuTe DSL kernels for Hopper and newer, an optional package) takes everything;
 torch's own flash kernels (version 2, any GPU from Ampere on) take what would need a mask, since torch's public call
-has neither windows nor documents. When each is taken is asked here. Dao et al., "FlashAttention", 2022; Dao,
+has neither windows nor documents. Where each runs is said here. Dao et al., "FlashAttention", 2022; Dao,
 "FlashAttention-2", 2023; Shah et al., "FlashAttention-3", 2024. Their backward adds up d_q in the order in which
 blocks finish, so gradients differ in the last bits from run to run, unless
 `torch.use_deterministic_algorithms(True)` asks for a fixed order.
@@ -19,8 +19,9 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.autograd import Function
 
+from phalanx.ops.attention.kind import MASKED, AttentionKind
 from phalanx.ops.dense.grads import add_grad
-from phalanx.ops.op import Implementation, Kernels, Op, Package
+from phalanx.ops.op import Implementation, Package
 from phalanx.sequence.batch import Batch, PerBatch
 
 aten = torch.ops.aten
@@ -29,50 +30,46 @@ aten = torch.ops.aten
 LEAST_BOUND = 2
 
 
-def flash_fits(query: int, value: int, shared: bool = False) -> bool:
+ENDS = ("cu_seqlens_q", "cu_seqlens_k", "max_seqlen_q", "max_seqlen_k")
+"""What flash-attn-4 calls the bounds of runs of tokens."""
+
+
+def flash_fits(query: int, value: int, shared: bool = False, hidden: bool = False) -> bool:
     """Widths of heads that flash-attn-4's kernels were tested with here (of 40, its gradients were wrong). Its backward
-    shares keys between query heads (`shared`) only where values are as wide."""
+    shares keys between query heads (`shared`) only where values are as wide. What is hidden makes no difference."""
     return (query, value) in ((64, 64), (128, 128), (192, 128)) and not (shared and query != value)
 
 
-def torch_flash_fits(query: int, value: int, shared: bool = False) -> bool:
-    """Values narrower than queries are filled up with zeros."""
-    return query >= value and query % 8 == 0 and query <= 256
+def torch_flash_fits(query: int, value: int, shared: bool = False, hidden: bool = True) -> bool:
+    """Taken where something is `hidden` beside what is later. Values narrower than queries are filled up with zeros."""
+    return hidden and query >= value and query % 8 == 0 and query <= 256
 
 
 NARROW = (torch.bfloat16, torch.float16)
 FLASH_ATTN = Implementation(
     "flash-attn",
-    "flash_attn.cute.interface",
+    "phalanx.ops.attention.flash:ByFlashAttn",
     "cuda",
     (9, 0),
     NARROW,
     Package("flash-attn-4", "flash_attn.cute.interface", "4.0.0b36"),
     flash_fits,
     "heads of 64, 128, or 192 with values of 128",
+    MASKED,
     modes=("auto",),
     insisted=("optional",),
     cost="attention is torch's",
 )
 TORCH_FLASH = Implementation(
     "torch-flash",
-    "torch.ops.aten",
+    "phalanx.ops.attention.flash:ByTorchFlash",
     "cuda",
     (8, 0),
     NARROW,
     fits=torch_flash_fits,
     shapes="heads of at most 256, in multiples of 8; used inside documents and windows",
+    features=MASKED,
 )
-
-
-def use_flash(kernels: Kernels, q: Tensor, v: Tensor) -> bool:
-    """Whether flash-attn-4 is to run."""
-    return FLASH_ATTN.takes(kernels, q, (q.shape[-1], v.shape[-1], q.shape[1] != v.shape[1]))
-
-
-def use_torch_flash(kernels: Kernels, q: Tensor, v: Tensor) -> bool:
-    """Whether torch's flash kernels may run, where something is hidden beside what is later."""
-    return TORCH_FLASH.takes(kernels, q, (q.shape[-1], v.shape[-1]))
 
 
 @dataclass(frozen=True)
@@ -108,55 +105,41 @@ def _find_spans(batch: Batch) -> Spans:
     )  # a number that no token has is an empty run
 
 
-def flash_attention(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    spans: Spans,
-    window: int | None = None,
-    scale: float | None = None,
-    sinks: Tensor | None = None,
-    flash_attn: bool = True,
-) -> Tensor:
-    """Causal: q (sequences, heads, S, K), k (sequences, kv_heads, S, K), v (..., V), sinks (heads,) -> (T, heads *
-    V), bf16 or fp16.
+class ByFlashAttn:
+    """By flash-attn-4. It reads the heads where they lie (views of the packed qkv: the kernels' tensors are (T, heads,
+    K) with any strides but the last), and returns gradients that `ops.dense.rope` packs in the one pass it makes
+    anyway: nothing is copied for it."""
 
-    It reads the heads where they lie (views of the packed qkv: the kernels' tensors are (T, heads, K) with any
-    strides but the last), and returns gradients that `ops.dense.rope` packs in the one pass it makes anyway: nothing
-    is copied for it. `wheel`: by flash-attn-4, else by torch's kernels.
-    """
-    if flash_attn:
-        out = _by_flash_attn(q.transpose(1, 2), k.transpose(1, 2), v.transpose(1, 2), spans, window, scale, sinks)
-    else:
+    @staticmethod
+    def attend(q: Tensor, k: Tensor, v: Tensor, batch: Batch, kind: AttentionKind, sinks: Tensor | None) -> Tensor:
+        from flash_attn.cute.interface import flash_attn_func, flash_attn_varlen_func  # an optional package
+
+        spans, heads_last = spans_of(batch), tuple(t.transpose(1, 2) for t in (q, k, v))
+        how: dict[str, Any] = {
+            "causal": True,
+            "softmax_scale": kind.scale,
+            "deterministic": torch.are_deterministic_algorithms_enabled(),
+        }
+        if sinks is not None:
+            how["learnable_sink"] = own_precision(sinks)
+        if kind.window is not None:
+            how["window_size"] = (kind.window - 1, 0)
+        if spans.whole:
+            out = flash_attn_func(*heads_last, **how)[0]
+        else:
+            ends = dict(zip(ENDS, (spans.offsets, spans.offsets, spans.longest, spans.longest)))
+            out = flash_attn_varlen_func(*(t.flatten(0, 1) for t in heads_last), **ends, **how)[0]
+        return out.reshape(batch.num_tokens, -1)
+
+
+class ByTorchFlash:
+    """By torch's flash kernels, over flat tokens."""
+
+    @staticmethod
+    def attend(q: Tensor, k: Tensor, v: Tensor, batch: Batch, kind: AttentionKind, sinks: Tensor | None) -> Tensor:
         flat = (t.transpose(1, 2).flatten(0, 1) for t in (q, k, F.pad(v, (0, q.shape[-1] - v.shape[-1]))))
-        out = _TorchFlash.apply(*flat, sinks, spans, window, scale)[..., : v.shape[-1]]
-    return out.reshape(q.shape[0] * q.shape[2], -1)
-
-
-def _by_flash_attn(
-    q: Tensor, k: Tensor, v: Tensor, spans: Spans, window: int | None, scale: float | None, sinks: Tensor | None
-) -> Tensor:
-    """q, k, v (sequences, S, heads, K or V) -> the same shape as q, V wide; flat where documents cut the sequences."""
-    from flash_attn.cute.interface import flash_attn_func, flash_attn_varlen_func
-
-    how: dict[str, Any] = {
-        "causal": True,
-        "softmax_scale": scale,
-        "deterministic": torch.are_deterministic_algorithms_enabled(),
-    }
-    if sinks is not None:
-        how["learnable_sink"] = own_precision(sinks)
-    if window is not None:
-        how["window_size"] = (window - 1, 0)
-    if spans.whole:
-        return flash_attn_func(q, k, v, **how)[0]
-    ends = {
-        "cu_seqlens_q": spans.offsets,
-        "cu_seqlens_k": spans.offsets,
-        "max_seqlen_q": spans.longest,
-        "max_seqlen_k": spans.longest,
-    }
-    return flash_attn_varlen_func(*(t.flatten(0, 1) for t in (q, k, v)), **ends, **how)[0]
+        out = _TorchFlash.apply(*flat, sinks, spans_of(batch), kind.window, kind.scale)[..., : v.shape[-1]]
+        return out.reshape(batch.num_tokens, -1)
 
 
 def own_precision(x: Tensor) -> Tensor:
@@ -210,12 +193,3 @@ class _TorchFlash(Function):
             dot = (dout.float() * out).sum(-1).t()
             ds = add_grad(ctx.sinks, -((ctx.sinks.float().unsqueeze(-1) - lse).exp() * dot).sum(1))
         return dq, dk, dv, ds, None, None, None
-
-
-ATTENTION = Op(
-    "attention",
-    "attention inside documents and windows, with sinks",
-    "phalanx.ops.attention.attention",
-    (),
-    (FLASH_ATTN, TORCH_FLASH),
-)

@@ -1,13 +1,11 @@
-"""How a layer attends, as data, and what a backend can do of it."""
+"""How a layer attends, as data."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass, fields
+from collections.abc import Mapping
+from dataclasses import dataclass, fields, replace
 from functools import cached_property
 from typing import Literal
-
-from torch import Tensor
 
 from phalanx.base.errors import PhalanxError
 
@@ -44,6 +42,10 @@ class AttentionKind:
         """What it has beyond plain causal attention, by the names of its fields."""
         return frozenset(field.name for field in fields(self) if getattr(self, field.name) != field.default)
 
+    def within(self, length: int) -> AttentionKind:
+        """In sequences of `length` tokens, in which a window as long hides nothing."""
+        return self if self.window is None or self.window < length else replace(self, window=None)
+
     def keys_per_query(self, length: int) -> float:
         """Mean number of keys that a query reads, for FLOPs: length / 2 of plain causal attention (the diagonal counted
         as half)."""
@@ -56,25 +58,14 @@ class AttentionKind:
 CAUSAL = AttentionKind()
 
 
-@dataclass(frozen=True)
-class AttentionBackend:
-    """One way to compute attention over whole sequences.
-
-    supports  features of a kind that it has
-    runs      (kernels, q, v, no_dense) -> whether it is to run on them; no_dense: what is hidden makes lengths that
-              hardly come again
-    call      (q, k, v, batch, kind, window, sinks) -> (T, heads * V)
-    """
-
-    name: str
-    supports: frozenset[str]
-    runs: Callable[..., bool]
-    call: Callable[..., Tensor]
+MASKED = frozenset(("window", "sinks", "scale"))
+"""Features that masks, or kernels with windows, give causal attention."""
 
 
-def refuse_unsupported(kind: AttentionKind, backends: Sequence[AttentionBackend]) -> None:
-    """UnsupportedAttention, with what each backend lacks, if none of them has all features of a kind."""
-    lacking = {backend.name: sorted(kind.features - backend.supports) for backend in backends}
+def refuse_unsupported(kind: AttentionKind, offers: Mapping[str, frozenset[str]]) -> None:
+    """UnsupportedAttention, with what each lacks, if none of the offers (name -> features) has all features of a
+    kind."""
+    lacking = {name: sorted(kind.features - features) for name, features in offers.items()}
     if all(lacking.values()):
         reasons = "; ".join(f"{name} has no {', no '.join(features)}" for name, features in lacking.items())
         raise UnsupportedAttention(f"no backend computes attention with {', '.join(sorted(kind.features))}: {reasons}")

@@ -14,7 +14,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from phalanx.ops.attention.kind import CAUSAL, AttentionBackend, AttentionKind, refuse_unsupported
+from phalanx.ops.attention.kind import CAUSAL, AttentionKind, refuse_unsupported
 from phalanx.ops.op import Kernels, Op
 from phalanx.sequence.paged import NO_PAGE, PagedSpans
 
@@ -22,6 +22,9 @@ FP8 = torch.float8_e4m3fn
 LARGEST = torch.finfo(FP8).max
 LEAST_SCALE = 2.0**-126
 """Of what is zero, or nearly so: the least fp32 that no device takes for zero."""
+
+FEATURES = frozenset(("window", "chunk", "sinks", "soft_cap", "scale"))
+"""Of a kind of attention, those that it may have here."""
 
 ELEMENTS = 2**25
 """The reference computes so many sequences and queries at once that it makes about so many elements."""
@@ -97,7 +100,7 @@ def paged_attention_parts(
     """The same, and the log-sum-exp of each query's scores (T, heads) in fp32 (fp64 of fp64), -inf of those that read
     nothing: by it outputs of parts of the keys, such as those of other ranks, are joined. Sinks, where given, are in
     both: of several parts only one may have them."""
-    refuse_unsupported(kind, (PAGED_BACKEND,))
+    refuse_unsupported(kind, {"paged attention": FEATURES})
     if kind.sinks != (sinks is not None):
         raise ValueError(f"the kind of attention has sinks={kind.sinks}, and the logits given are {sinks}")
     heads, width = q.shape[1:]
@@ -116,14 +119,6 @@ def store_pages(k: Tensor, v: Tensor | None, pages: Pages, slots: Tensor, kernel
     if (v is None) != (pages.values is None):
         raise ValueError(f"values given: {v is not None}, pages of values: {pages.values is not None}; both or none")
     STORE_PAGES.choose(kernels, k, pages).write_pages(k, v, pages, slots)
-
-
-PAGED_BACKEND = AttentionBackend(
-    "paged attention",
-    frozenset(("window", "chunk", "sinks", "soft_cap", "scale")),
-    lambda *_: True,
-    paged_attention,
-)
 
 
 # ---- the reference -------------------------------------------------------------------------------

@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 from torch.autograd import Function
 
-from phalanx.ops.attention.backends import Backend, choose_backend
+from phalanx.ops.attention.backends import Backend, SavedBlock, Scoring, block_backend
 from phalanx.ops.dense.grads import add_grad
 
 
@@ -30,27 +30,28 @@ def attention_with_sinks(
     Kept for backward: q, k, v, the output and a number per query and head.
     """
     scale = 1 / math.sqrt(q.shape[-1]) if scale is None else scale
-    return _SinkAttention.apply(q, k, v, sinks, mask, scale, choose_backend(q, v, mask))
+    return _SinkAttention.apply(
+        q, k, v, sinks, Scoring(mask, mask is None, scale), block_backend(q, v, mask is not None)
+    )
 
 
 class _SinkAttention(Function):
     @staticmethod
-    def forward(
-        ctx: Any, q: Tensor, k: Tensor, v: Tensor, sinks: Tensor, mask: Any, scale: float, backend: Backend
-    ) -> Tensor:  # type: ignore[override]
-        out, lse, *ctx.more = backend.forward(q, k, v, mask, mask is None, scale)
+    def forward(ctx: Any, q: Tensor, k: Tensor, v: Tensor, sinks: Tensor, how: Scoring, backend: Backend) -> Tensor:  # type: ignore[override]
+        out, lse, *kept = backend.forward(q, k, v, how)
         out, whole = join_sinks(out, lse, sinks)
         out = out.to(q.dtype)
         ctx.save_for_backward(q, k, v, out, whole)
-        ctx.sinks, ctx.how, ctx.backend = sinks, (mask, mask is None, scale), backend
+        ctx.sinks, ctx.how, ctx.backend, ctx.kept = sinks, how, backend, tuple(kept)
         return out
 
     @staticmethod
     def backward(ctx: Any, dout: Tensor) -> tuple[Tensor | None, ...]:  # type: ignore[override]
         q, k, v, out, whole = ctx.saved_tensors
-        dq, dk, dv = ctx.backend.backward(dout, q, k, v, out, whole, *ctx.how, *ctx.more)
+        saved = SavedBlock(q, k, v, out, whole, ctx.kept)
+        dq, dk, dv = ctx.backend.backward(dout, saved, ctx.how)
         ds = sinks_grad(ctx.sinks, dout, out, whole) if ctx.needs_input_grad[3] else None
-        return dq, dk, dv, ds, None, None, None
+        return dq, dk, dv, ds, None, None
 
 
 def join_sinks(out: Tensor, lse: Tensor, sinks: Tensor) -> tuple[Tensor, Tensor]:
