@@ -1,10 +1,12 @@
-"""Attention kernels that tell the log-sum-exp of each query's scores, and go backward from a given one: parts that
-others build with.
+"""Attention kernels that return the log-sum-exp of each query's scores, and whose backward takes one as input: the
+building blocks of attention with sinks or over several ranks.
 
-A kernel's backward makes the probabilities anew as e^(score - L) and subtracts D = dout . out. With the L and the
-output of more keys than it was given it so returns its own share of the gradients: what joins a softmax later
-(sinks, keys of other ranks) needs no kernel of its own. Shapes: q (B, heads, S, K), k (B, kv_heads, keys, K), v (B,
-kv_heads, keys, V); an additive mask is (B or 1, heads or 1, S, keys) or None; causal: query i reads keys 0 .. i.
+A kernel's backward recomputes the probabilities as e^(score - L) and subtracts D = dout . out. If it is given the L and
+the output of a softmax over more keys than its own, it returns exactly its own share of the gradients. So whatever
+joins a softmax later (sinks, keys of other ranks) needs no kernel of its own.
+
+Shapes: q (B, heads, S, K), k (B, kv_heads, keys, K), v (B, kv_heads, keys, V). An additive mask is (B or 1, heads or 1,
+S, keys) or None. causal: query i reads keys 0 .. i.
 """
 
 from __future__ import annotations
@@ -25,8 +27,8 @@ aten = torch.ops.aten
 
 @dataclass(frozen=True)
 class Backend:
-    """forward(q, k, v, mask, causal, scale) -> (out (B, heads, S, V), log-sum-exp (B, heads, S), what backward wants
-    to have back ...); backward(dout, q, k, v, out, log-sum-exp, mask, causal, scale, ...) -> dq, dk, dv."""
+    """forward(q, k, v, mask, causal, scale) -> (out (B, heads, S, V), log-sum-exp (B, heads, S), what backward needs
+    ...); backward(dout, q, k, v, out, log-sum-exp, mask, causal, scale, ...) -> dq, dk, dv."""
 
     forward: Callable[..., tuple[Any, ...]]
     backward: Callable[..., tuple[Tensor, Tensor, Tensor]]
@@ -35,11 +37,14 @@ class Backend:
 def choose_backend(
     q: Tensor, v: Tensor, mask: Tensor | None, kernels: Kernels = "plain", steady: bool = True
 ) -> Backend:
-    """On GPUs bf16 and fp16 without a mask run flash-attn-4 where `kernels` allows it and it is there, or cuDNN on
-    Hopper and newer, else torch's flash attention; with a mask, and in fp32, memory-efficient attention, for which k
-    and v are repeated to the query heads. Not `steady`, shapes that hardly ever come again: not cuDNN, which
-    prepares itself for each anew. float64, and heads whose width is no multiple of 8, run the plain formula there,
-    which makes the S x keys square of scores."""
+    """The kernel for these operands on this device.
+
+    Without a mask, bf16 and fp16 on GPUs run flash-attn-4 where `kernels` allows it and it is installed, or cuDNN on
+    Hopper and newer, or torch's flash attention. With a mask, and in fp32, memory-efficient attention runs, for which k
+    and v are repeated to the query heads. float64, and heads whose width is no multiple of 8, run the plain formula,
+    which materializes the S x keys scores. `steady=False` says that shapes hardly ever repeat: then not cuDNN, which
+    prepares itself for every new shape.
+    """
     alike = q.shape[-1] == v.shape[-1]
     if q.is_meta:
         return DRY
@@ -65,8 +70,8 @@ def choose_backend(
 
 @dataclass(frozen=True)
 class Segments:
-    """Runs of flat queries and of flat keys that read each other: run i is of[i] .. of[i + 1], int32; either may be
-    empty. `most_`: a bound."""
+    """Spans of flat queries and of flat keys that read each other: span i is of[i] .. of[i + 1], int32; either may be
+    empty. `most_queries`, `most_keys`: upper bounds on their lengths."""
 
     of_queries: Tensor
     of_keys: Tensor
@@ -75,9 +80,9 @@ class Segments:
 
 
 def segments_backend(segments: Segments, flash_attn: bool) -> Backend:
-    """Attention inside segments: q (B, heads, S, K) lies flat as B * S tokens, k and v alike; values may be
-    narrower. Causal: the segments have as many queries as keys. Of queries whose segment has no keys the output and
-    the log-sum-exp mean nothing, and dq is zero."""
+    """Attention inside segments. q (B, heads, S, K) and k are laid out as B * S flat tokens; values may be narrower.
+    causal: each segment has as many queries as keys. For queries whose segment has no keys, the output and the
+    log-sum-exp are undefined, and dq is zero."""
     queries, keys = (max(LEAST_BOUND, n) for n in (segments.most_queries, segments.most_keys))
     ends = (segments.of_queries, segments.of_keys, queries, keys)
     return _segments_by_flash_attn(ends) if flash_attn else _segments_by_torch(ends)
@@ -149,12 +154,12 @@ def _segments_by_flash_attn(ends: tuple[Tensor, Tensor, int, int]) -> Backend:
 
 
 def repeated(x: Tensor, heads: int) -> Tensor:
-    """Keys or values for each query head."""
+    """Keys or values repeated for each query head."""
     return x if x.shape[1] == heads else x.repeat_interleave(heads // x.shape[1], dim=1)
 
 
 def folded(dx: Tensor, kv_heads: int) -> Tensor:
-    """The gradient of what was repeated."""
+    """The gradient of x from that of `repeated` x."""
     return dx if dx.shape[1] == kv_heads else dx.unflatten(1, (kv_heads, -1)).sum(2)
 
 
@@ -248,7 +253,7 @@ def _flash_backward(
 
 
 def _cudnn_forward(q: Tensor, k: Tensor, v: Tensor, mask: None, causal: bool, scale: float) -> tuple[Any, ...]:
-    """Its log-sum-exp has a dim of size 1 behind it."""
+    """cuDNN's log-sum-exp has a trailing dim of size 1."""
     call = aten._scaled_dot_product_cudnn_attention
     out, lse, cum_q, cum_k, max_q, max_k, seed, offset, _ = call(q, k, v, None, True, 0.0, causal, scale=scale)
     return out, lse.squeeze(-1), cum_q, cum_k, max_q, max_k, seed, offset
@@ -332,7 +337,7 @@ def _efficient_backward(
 
 
 def _aligned(mask: Tensor | None, q: Tensor) -> Tensor | None:
-    """(B, heads, S, keys) with rows that start at multiples of 16 bytes, as memory-efficient attention wants them."""
+    """(B, heads, S, keys) with rows that start at multiples of 16 bytes, as memory-efficient attention requires."""
     if mask is None:
         return None
     keys = mask.shape[-1]
@@ -342,7 +347,7 @@ def _aligned(mask: Tensor | None, q: Tensor) -> Tensor | None:
 def _dry_forward(
     q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, causal: bool, scale: float
 ) -> tuple[Tensor, Tensor]:
-    """As fused kernels do it, tokens before heads."""
+    """Allocates like a fused kernel: tokens before heads."""
     out = q.new_empty(len(q), q.shape[2], q.shape[1], v.shape[-1]).transpose(1, 2)
     return out, q.new_empty(q.shape[:3], dtype=torch.float64 if q.dtype == torch.float64 else torch.float32)
 
@@ -362,8 +367,8 @@ DRY = Backend(_dry_forward, _dry_backward)  # allocates as a fused kernel does, 
 
 
 def fused_gradients(*inputs: Tensor) -> tuple[Tensor, ...]:
-    """Allocates gradients of q, k and v as backward kernels do: narrow ones are added up in fp32 first, in memory
-    that is then let go of."""
+    """Allocates gradients of q, k and v as backward kernels do: those of narrow dtypes are first summed in fp32, in
+    memory that is freed afterwards."""
     sums = [torch.empty_like(t, dtype=torch.float32) for t in inputs if t.dtype.itemsize < 4]
     made = tuple(torch.empty_like(t) for t in inputs)
     del sums

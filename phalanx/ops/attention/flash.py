@@ -1,11 +1,12 @@
-"""Attention by flash kernels, inside documents and windows and with sinks: no mask is made, what a query does not
-read costs nothing.
+"""Attention by flash kernels inside documents and windows and with sinks. No mask is built, and keys that are not read
+cost nothing.
 
-Two packages of kernels. flash-attn-4 (CuTe DSL kernels for Hopper and newer, an optional package) takes everything;
-torch's own flash kernels (version 2, any GPU from Ampere on) take what would need a mask, since torch's public call
-has neither windows nor documents. When each is taken is asked here. Dao et al., "FlashAttention", 2022; Dao,
-"FlashAttention-2", 2023; Shah et al., "FlashAttention-3", 2024. Their backward adds up d_q in the order in which
-blocks finish, so gradients differ in the last bits from run to run, unless
+Two packages of kernels. flash-attn-4 (CuTe DSL kernels for Hopper and newer, an optional package) computes all of
+these. torch's own flash kernels (version 2, any GPU since Ampere) compute what would otherwise need a mask, because
+torch's public function has neither windows nor documents. The functions here decide which one runs. Dao et al.,
+"FlashAttention", 2022; Dao, "FlashAttention-2", 2023; Shah et al., "FlashAttention-3", 2024.
+
+Their backward sums dq in the order in which blocks finish, so gradients differ in the last bits from run to run, unless
 `torch.use_deterministic_algorithms(True)` asks for a fixed order.
 """
 
@@ -30,13 +31,13 @@ LEAST_BOUND = 2
 
 
 def flash_fits(query: int, value: int, shared: bool = False) -> bool:
-    """Widths of heads that flash-attn-4's kernels were tested with here (of 40, its gradients were wrong). Its backward
-    shares keys between query heads (`shared`) only where values are as wide."""
+    """Head widths with which flash-attn-4's kernels were tested here (with 40, its gradients were wrong). Its backward
+    supports keys shared between query heads (`shared`) only where values are as wide as queries."""
     return (query, value) in ((64, 64), (128, 128), (192, 128)) and not (shared and query != value)
 
 
 def torch_flash_fits(query: int, value: int, shared: bool = False) -> bool:
-    """Values narrower than queries are filled up with zeros."""
+    """Values narrower than queries are padded with zeros."""
     return query >= value and query % 8 == 0 and query <= 256
 
 
@@ -71,17 +72,17 @@ def use_flash(kernels: Kernels, q: Tensor, v: Tensor) -> bool:
 
 
 def use_torch_flash(kernels: Kernels, q: Tensor, v: Tensor) -> bool:
-    """Whether torch's flash kernels may run, where something is hidden beside what is later."""
+    """Whether torch's flash kernels may run, where more is hidden than the keys after each query."""
     return TORCH_FLASH.takes(kernels, q, (q.shape[-1], v.shape[-1]))
 
 
 @dataclass(frozen=True)
 class Spans:
-    """Runs of flat tokens that attend among themselves: run i is offsets[i] .. offsets[i + 1], int32; the last ones
+    """Spans of flat tokens that attend among themselves: span i is offsets[i] .. offsets[i + 1], int32; the last ones
     may be empty.
 
-    `longest` is a bound on their lengths, `whole` says that they are all equally long: the sequences. No mask, no
-    word from the device.
+    `longest` is an upper bound on their lengths; `whole` says that all are equally long, that is, whole sequences. Made
+    without a mask and without waiting for the device.
     """
 
     offsets: Tensor
@@ -105,7 +106,7 @@ def _find_spans(batch: Batch) -> Spans:
     offsets.scatter_reduce_(0, batch.documents, torch.arange(tokens, device=device), "amin")
     return Spans(
         offsets.flip(0).cummin(0).values.flip(0).int(), length, False
-    )  # a number that no token has is an empty run
+    )  # a document number that no token has is an empty span
 
 
 def flash_attention(
@@ -118,12 +119,12 @@ def flash_attention(
     sinks: Tensor | None = None,
     flash_attn: bool = True,
 ) -> Tensor:
-    """Causal: q (sequences, heads, S, K), k (sequences, kv_heads, S, K), v (..., V), sinks (heads,) -> (T, heads *
-    V), bf16 or fp16.
+    """Causal: q (sequences, heads, S, K), k (sequences, kv_heads, S, K), v (..., V), sinks (heads,) -> (T, heads * V),
+    bf16 or fp16.
 
-    It reads the heads where they lie (views of the packed qkv: the kernels' tensors are (T, heads, K) with any
-    strides but the last), and returns gradients that `ops.dense.rope` packs in the one pass it makes anyway: nothing
-    is copied for it. `wheel`: by flash-attn-4, else by torch's kernels.
+    The kernels take (T, heads, K) with any strides but the last, so they read the heads in place, as views of the
+    packed qkv. The gradients returned are packed by `ops.dense.rope` in the one pass that it makes in any case; nothing
+    else is copied. `flash_attn`: by flash-attn-4, otherwise by torch's kernels.
     """
     if flash_attn:
         out = _by_flash_attn(q.transpose(1, 2), k.transpose(1, 2), v.transpose(1, 2), spans, window, scale, sinks)
@@ -136,7 +137,8 @@ def flash_attention(
 def _by_flash_attn(
     q: Tensor, k: Tensor, v: Tensor, spans: Spans, window: int | None, scale: float | None, sinks: Tensor | None
 ) -> Tensor:
-    """q, k, v (sequences, S, heads, K or V) -> the same shape as q, V wide; flat where documents cut the sequences."""
+    """q, k, v (sequences, S, heads, K or V) -> the shape of q with width V; flat where documents divide the
+    sequences."""
     from flash_attn.cute.interface import flash_attn_func, flash_attn_varlen_func
 
     how: dict[str, Any] = {
@@ -160,7 +162,7 @@ def _by_flash_attn(
 
 
 def own_precision(x: Tensor) -> Tensor:
-    """A parameter in at least fp32, whose gradient is added up so as well."""
+    """A parameter in at least fp32, whose gradient is summed in that dtype too."""
     made: Tensor = _InFp32.apply(x)
     return made
 
@@ -179,8 +181,8 @@ class _InFp32(Function):
 
 
 class _TorchFlash(Function):
-    """torch's flash kernels over spans of flat tokens. How sinks join what a plain kernel returns: see
-    ops/attention/sinks.py."""
+    """torch's flash kernels over spans of flat tokens. ops/attention/sinks.py explains how sinks join the result of a
+    plain kernel."""
 
     @staticmethod
     def forward(ctx: Any, q: Tensor, k: Tensor, v: Tensor, sinks: Any, spans: Spans, window: Any, scale: Any) -> Tensor:  # type: ignore[override]

@@ -1,4 +1,4 @@
-"""How a layer attends, as data, and what a backend can do of it."""
+"""AttentionKind: what a layer's attention reads, as data; AttentionBackend: which of it an implementation supports."""
 
 from __future__ import annotations
 
@@ -13,18 +13,18 @@ from phalanx.base.errors import PhalanxError
 
 
 class UnsupportedAttention(PhalanxError):
-    """No backend that could run here has all that a layer's attention asks for."""
+    """No backend that could run here supports everything that a layer's attention asks for."""
 
     exit_code = 2
 
 
 @dataclass(frozen=True)
 class AttentionKind:
-    """What the queries of a layer read, and how scores become probabilities. The default: everything before.
+    """What the queries of a layer read, and how scores become probabilities. The default is plain causal attention.
 
-    direction  a query reads what is not after it, or all of its document
-    window     a query reads itself and what is less than so many tokens away (Beltagy et al., "Longformer", 2020)
-    chunk      a query reads inside its run of so many tokens of the sequence (Meta, "Llama 4", 2025)
+    direction  causal: a query reads no later token; both: it reads its whole document
+    window     a query reads only tokens less than this far away, and itself (Beltagy et al., "Longformer", 2020)
+    chunk      a query reads only inside its chunk of this many tokens (Meta, "Llama 4", 2025)
     sinks      each head has a logit that joins the softmax's denominator (Xiao et al., 2024)
     soft_cap   scores become cap * tanh(scores / cap) (Gemma team, "Gemma 2", 2024)
     bias       what is added to the scores (Press et al., "Train short, test long", 2022)
@@ -41,12 +41,12 @@ class AttentionKind:
 
     @cached_property
     def features(self) -> frozenset[str]:
-        """What it has beyond plain causal attention, by the names of its fields."""
+        """The names of the fields that differ from plain causal attention."""
         return frozenset(field.name for field in fields(self) if getattr(self, field.name) != field.default)
 
     def keys_per_query(self, length: int) -> float:
-        """Mean number of keys that a query reads, for FLOPs: length / 2 of plain causal attention (the diagonal counted
-        as half)."""
+        """Mean number of keys that a query reads, for FLOPs: length / 2 for plain causal attention (the diagonal counts
+        half)."""
         length = length if self.chunk is None else min(self.chunk, length)
         w = length if self.window is None else min(self.window, length)
         before = w - w * w / (2 * length) if length else 0.0
@@ -60,9 +60,9 @@ CAUSAL = AttentionKind()
 class AttentionBackend:
     """One way to compute attention over whole sequences.
 
-    supports  features of a kind that it has
-    runs      (kernels, q, v, no_dense) -> whether it is to run on them; no_dense: what is hidden makes lengths that
-              hardly come again
+    supports  the features of a kind that it can compute
+    runs      (kernels, q, v, no_dense) -> whether it takes these operands; no_dense: what is hidden leads to lengths
+              that hardly ever repeat
     call      (q, k, v, batch, kind, window, sinks) -> (T, heads * V)
     """
 
@@ -73,7 +73,7 @@ class AttentionBackend:
 
 
 def refuse_unsupported(kind: AttentionKind, backends: Sequence[AttentionBackend]) -> None:
-    """UnsupportedAttention, with what each backend lacks, if none of them has all features of a kind."""
+    """Raise UnsupportedAttention, with what each backend lacks, if none of them has all features of a kind."""
     lacking = {backend.name: sorted(kind.features - backend.supports) for backend in backends}
     if all(lacking.values()):
         reasons = "; ".join(f"{name} has no {', no '.join(features)}" for name, features in lacking.items())
