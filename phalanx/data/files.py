@@ -16,12 +16,13 @@ from phalanx.base.errors import DataError
 
 BYTES = "bytes"
 NULL = "null:"
+# of a folder, the first that is there
 TOKENIZER_FILES = (
     "tokenizer.json",
     "vocab.json",
     "tokenizer.model",
     "spiece.model",
-)  # of a folder, the first that is there
+)
 
 
 @contextmanager

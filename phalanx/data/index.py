@@ -324,9 +324,8 @@ class CorpusWriter:
             self._write_index(hashed)
             sync(idx)
         self.idx_xxh3 = hashed.xxh3
-        self._idx_path.unlink(
-            missing_ok=True
-        )  # a crash between the renames must not leave an old .idx beside the new .bin
+        # a crash between the renames must not leave an old .idx beside the new .bin
+        self._idx_path.unlink(missing_ok=True)
         os.replace(self._bin_temporary, self._bin_path)
         write_sums(sums_path(self.prefix), Checksums(self.idx_xxh3, (self._bin_sums.finish(),)))
         os.replace(self._idx_temporary, self._idx_path)

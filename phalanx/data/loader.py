@@ -222,9 +222,8 @@ class Loader:
             labels[row, starts - 1] = IGNORE
             filled = self.sources[place.source].filled(place.window) if self.packed else length
             padding = np.arange(filled + PADDING_RUN, length, PADDING_RUN)
-            firsts.append(
-                row * length + np.concatenate([[0], starts[starts < length], padding])
-            )  # a sequence counts as a start
+            # a sequence counts as a start
+            firsts.append(row * length + np.concatenate([[0], starts[starts < length], padding]))
         first = np.concatenate(firsts)
         lengths = np.diff(first, append=labels.size)
         positions = np.arange(labels.size) - np.repeat(first, lengths)

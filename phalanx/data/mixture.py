@@ -135,9 +135,8 @@ class Blend:
         if sum(done) + len(open_uses) == samples:
             return [i for _, i in open_uses]
         eligible = [self._eligible(i, done[i] + 1) for _, i in open_uses]
-        least = [0] * (
-            len(open_uses) + 1
-        )  # least[p]: the minimum over s, less `samples`, for the uses up to open use p
+        # least[p]: the minimum over s, less `samples`, for the uses up to open use p
+        least = [0] * (len(open_uses) + 1)
         for at in range(min(eligible), samples + 1, CHUNK):
             excess = self._excess(at, min(CHUNK, samples + 1 - at), done)
             least[0] = min(least[0], int(excess.min()))

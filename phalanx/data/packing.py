@@ -25,9 +25,8 @@ from phalanx.data.files import replacing
 from phalanx.data.index import Corpus
 
 MAGIC = b"PHXPACK\x00"
-HEADER = struct.Struct(
-    "<8sQQQQQQII"
-)  # magic, version, capacity, first token, stop, pieces, bins, checksums of borders and pieces
+# magic, version, capacity, first token, stop, pieces, bins, checksums of borders and pieces
+HEADER = struct.Struct("<8sQQQQQQII")
 VERSION = 1
 WINDOW = 16384  # neighbouring documents that are packed together: more fill sequences hardly better and take longer
 

@@ -94,9 +94,8 @@ class FlatBucket:
         )
         self.sums = self._sums() if self.training else []
         grid, self.together = mesh.grid, together
-        self.shared_by = (
-            grid.cp if bucket.axis == "dp" else max(1, grid.tp * grid.cp // (grid.ep * grid.etp))
-        )  # ranks with parts of a micro-batch
+        # ranks with parts of a micro-batch
+        self.shared_by = grid.cp if bucket.axis == "dp" else max(1, grid.tp * grid.cp // (grid.ep * grid.etp))
         separate_masters = sources - 1 if bucket.axis == "edp" and self.training else 0
         self.further = [torch.zeros_like(self.grad) for _ in range(separate_masters)]
         self.tree = (
