@@ -1,5 +1,5 @@
-"""Where tensors that share memory may begin, for those who lay them out and those who hand them to a GEMM. Knows no
-tensors of a model."""
+"""Alignment of tensors that share memory, for the code that lays them out and the code that passes them to a GEMM.
+Independent of any model."""
 
 from __future__ import annotations
 
@@ -8,17 +8,17 @@ from typing import TYPE_CHECKING
 if TYPE_CHECKING:
     from torch import Tensor
 
-BYTES = 16  # cuBLAS takes matrices and scales that begin at a multiple of it, no others; kernels load as much at once
-# of a bucket: pieces begin at multiples of it, so of every dtype, 8-bit codes too, where BYTES do; of bf16 at a line of
-# 128 bytes
+BYTES = 16  # cuBLAS takes only matrices and scales aligned to it; kernels load as many at once
+# Parameters and shards in a bucket begin at multiples of this, so they are aligned to BYTES in every dtype, FP8
+# included, and in bf16 to a cache line of 128 bytes.
 ELEMENTS = 64
 
 
 def room(count: int, unit: int) -> int:
-    """The next multiple of `unit`: what `count` elements take if others follow that are to begin at one."""
+    """The next multiple of `unit`: the space for `count` elements if what follows must begin at a multiple."""
     return -(-count // unit) * unit
 
 
 def begins_well(x: Tensor) -> bool:
-    """Whether it begins at a multiple of BYTES."""
+    """Whether its address is a multiple of BYTES."""
     return x.data_ptr() % BYTES == 0

@@ -1,5 +1,4 @@
-"""Devices by name: peak matmul rates and memory, from the vendors' data sheets; the only place that knows such
-numbers."""
+"""Devices by name: peak matmul rates and memory, from the vendors' data sheets. No other file holds such numbers."""
 
 from __future__ import annotations
 
@@ -12,7 +11,7 @@ class Device:
     """Dense peaks (no structured sparsity) in FLOP/s with fp32 accumulation; None: the device has no such matmul.
     memory: bytes.
 
-    fp32 is the rate without TF32, because that is what torch computes unless it is told otherwise.
+    fp32 is the rate without TF32, because torch does not use TF32 by default.
     """
 
     name: str
@@ -22,7 +21,7 @@ class Device:
     memory: float
 
     def peak(self, precision: str) -> float | None:
-        """Peak FLOP/s of matmuls in "bf16", "fp16" or "fp32"; None for others (fp64 is for proofs)."""
+        """Peak FLOP/s of matmuls in "bf16", "fp16" or "fp32"; None for others (fp64 is only for correctness checks)."""
         return {"bf16": self.bf16, "fp16": self.fp16, "fp32": self.fp32}.get(precision)
 
 

@@ -1,5 +1,5 @@
-"""Names of precisions and what they mean: compute dtype of weights and activations, dtype of masters, moments and
-gradients."""
+"""Names of precisions and what they mean: the compute dtype of weights and activations, and the dtype of masters,
+moments and gradients."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ class Precision:
 
 
 def precision(name: str) -> Precision:
-    """fp32, bf16, fp16 (with dynamic loss scaling) or fp64 (for proofs)."""
+    """fp32, bf16, fp16 (with dynamic loss scaling) or fp64 (for correctness checks)."""
     table = {
         "fp32": Precision(torch.float32, torch.float32),
         "bf16": Precision(torch.bfloat16, torch.float32),

@@ -1,4 +1,4 @@
-"""The errors that users see: what was wrong, why, and what to do; each kind has the exit code that scripts rely on."""
+"""The errors that users see: what was wrong, why, and what to do. Each kind has the exit code that scripts rely on."""
 
 from __future__ import annotations
 
@@ -6,16 +6,16 @@ import dataclasses
 from dataclasses import dataclass, replace
 from typing import Any
 
-SHOWN = 400  # characters of a value that a message shows
+SHOWN = 400  # characters of a value shown in a message
 
 
 def shortened(text: str) -> str:
-    """The beginning of a long text, and how long it is."""
+    """The beginning of a long text, followed by its length."""
     return text if len(text) <= SHOWN else f"{text[: SHOWN // 2]}... ({len(text):,} characters)"
 
 
 class PhalanxError(Exception):
-    """Base of every error that a user can cause. The launcher prints it without a traceback and exits with
+    """Base of all errors that a user can cause. The launcher prints them without a traceback and exits with
     `exit_code`."""
 
     exit_code = 1
@@ -26,8 +26,9 @@ class PhalanxError(Exception):
 class Problem:
     """One broken rule of a config.
 
-    `field` is the dotted path, `rule` reads on from the value ("must divide world_size"), `because` names the values it
-    clashes with, `valid` holds the nearest values that make this problem go away, `where` says where the value was set.
+    `field` is the dotted path, `rule` continues a sentence that begins with the value ("must divide world_size"),
+    `because` names the values it conflicts with, `valid` holds the nearest values that make this problem go away, and
+    `where` says where the value was set.
     """
 
     field: str
@@ -53,7 +54,7 @@ class Problem:
 
 
 class ConfigError(PhalanxError):
-    """Every problem of a config at once."""
+    """All problems of a config at once."""
 
     exit_code = 2
 
@@ -75,14 +76,14 @@ class CheckpointError(PhalanxError):
 
 
 class DamagedCheckpoint(CheckpointError):
-    """A checkpoint whose bytes are not those that were saved; an older one may still be good."""
+    """A checkpoint whose bytes are not those that were saved; an older one may still be intact."""
 
     kind = "checkpoint error: "
 
 
 class NumericalStop(PhalanxError):
-    """Training stopped because numbers went wrong (too many NaN steps in a row, loss scale at its minimum). step:
-    the one that was bad."""
+    """Training stopped because of bad numbers (too many NaN steps in a row, loss scale at its minimum). step: the bad
+    step."""
 
     exit_code = 5
 

@@ -1,10 +1,10 @@
-"""An exclusive lock of a file: the kernel's, or, on a file system that has no locks, a second file that its holder
-keeps changing.
+"""An exclusive lock on a file: the kernel's, or, on a file system without locks, a second file that its holder keeps
+changing.
 
-The kernel drops its lock when the holder dies, however it dies. Without it, NAME.beat is created by whoever holds
-the lock, who writes another number into it every BEAT_S. It belongs to nobody once it has stayed the same for
-PATIENCE_S. A holder that stood still for longer finds out by `is_lost`. Clocks are not compared, so hosts may
-disagree about the time.
+The kernel drops its lock when the holder dies, for whatever reason. Without kernel locks, the holder creates NAME.beat
+and writes a new number into it every BEAT_S. The lock counts as free once that file has not changed for PATIENCE_S. A
+holder that was stopped for longer than that finds out by `is_lost`. Clocks are not compared, so hosts may disagree
+about the time.
 """
 
 from __future__ import annotations
@@ -26,10 +26,10 @@ NO_LOCKS = (errno.ENOLCK, errno.ENOTSUP, errno.EOPNOTSUPP, errno.EINVAL, errno.E
 
 
 class FileLock:
-    """Of the file `path`, which is created; it holds `note` while it is locked.
+    """A lock on the file `path`, which is created and holds `note` while it is locked.
 
-    note      who holds it, in words of the caller
-    before    what the last holder left in it; "" if that one released the lock
+    note      who holds it, in the caller's words
+    before    what the last holder left in it; "" if that holder released the lock
     unlocked  why the kernel does not lock here, once that is known; None: it does
     """
 
@@ -41,7 +41,8 @@ class FileLock:
         self._beat: BeatFile | None = None
 
     def acquire(self) -> bool:
-        """Whether it is ours now; does not wait for a holder. OSError if the file system fails."""
+        """Try to lock; returns whether this process now holds the lock, without waiting. OSError if the file system
+        fails."""
         try:
             fcntl.flock(self.file, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except OSError as error:
@@ -55,7 +56,7 @@ class FileLock:
                 return False
         self.before = self.holder()
         os.ftruncate(self.file, 0)
-        with suppress(OSError):  # a full disk: the lock holds all the same, and only its holder's name is missing
+        with suppress(OSError):  # on a full disk the lock still holds, only the name of its holder is missing
             os.pwrite(self.file, self._note.encode(), 0)
         return True
 
@@ -67,7 +68,7 @@ class FileLock:
         return os.pread(self.file, 4096, 0).decode(errors="replace")
 
     def is_lost(self) -> bool:
-        """Whether somebody else took the lock over, because this process did not move for so long."""
+        """Whether another process took the lock over because this one did not run for so long."""
         return self._beat is not None and not self._beat.is_mine()
 
     def release(self) -> None:
@@ -75,7 +76,7 @@ class FileLock:
         self.close()
 
     def leave(self, note: str = "") -> None:
-        """The file stays, with this note; it is locked until `close`, unless a beat stands in for the lock."""
+        """Keep the file, with this note. It stays locked until `close`, unless a beat file serves as the lock."""
         if not self.is_lost():
             os.ftruncate(self.file, 0)
             os.pwrite(self.file, note.encode(), 0)
@@ -89,7 +90,7 @@ class FileLock:
 
 
 class BeatFile:
-    """The file NAME.beat: created by one process alone, and changed as long as that process lives."""
+    """The file NAME.beat: created by one process only, and changed as long as that process lives."""
 
     def __init__(self, path: Path):
         self.path, self._token = path, uuid.uuid4().hex
@@ -97,7 +98,7 @@ class BeatFile:
         self._thread = threading.Thread(target=self._run, daemon=True, name="phalanx-lock-beat")
 
     def take(self) -> bool:
-        """Create it, in the place of one that stays the same; False if that one changes."""
+        """Create it, replacing one that no longer changes; False if the present one still changes."""
         while True:
             with suppress(FileExistsError):
                 file = os.open(self.path, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o666)
@@ -120,7 +121,7 @@ class BeatFile:
                 self.path.unlink(missing_ok=True)
 
     def _remove_stale(self, seen: bytes) -> bool:
-        """False if the file changes within PATIENCE_S: its holder lives."""
+        """False if the file changes within PATIENCE_S, because its holder lives."""
         end = time.monotonic() + PATIENCE_S
         while time.monotonic() < end:
             time.sleep(LOOK_S)
@@ -131,7 +132,7 @@ class BeatFile:
             os.rename(self.path, aside)
         except FileNotFoundError:
             return True
-        if _read(aside) != seen:  # somebody else removed the stale one first: this is theirs
+        if _read(aside) != seen:  # another process removed the stale file first, so this one is that process's own
             with suppress(OSError):
                 os.link(aside, self.path)
         aside.unlink()
@@ -141,11 +142,11 @@ class BeatFile:
         number = 0
         while not self._over.wait(BEAT_S):
             number += 1
-            with suppress(OSError):  # the next beat may get through; whoever depends on it asks `is_lost`
+            with suppress(OSError):  # a later beat may succeed; whoever relies on the lock calls `is_lost`
                 if self.is_mine():
                     file = os.open(self.path, os.O_WRONLY)
                     os.write(file, self._text(number))
-                    os.close(file)  # other hosts of a network file system see it from now on
+                    os.close(file)  # closing makes the change visible to other hosts of a network file system
 
     def _text(self, number: int) -> bytes:
         return f"{self._token} {number:020d}\n".encode()

@@ -1,5 +1,4 @@
-"""Memory that is free on this machine: main memory within the limits of this process's control groups, and each
-GPU's."""
+"""Free memory on this machine: main memory within the limits of this process's control groups, and that of each GPU."""
 
 from __future__ import annotations
 
@@ -7,15 +6,15 @@ import re
 import subprocess
 from pathlib import Path
 
-NO_LIMIT = 2**60  # cgroup v1 writes a number near 2**63 where there is no limit
+NO_LIMIT = 2**60  # without a limit, cgroup v1 reports a number near 2**63
 
 
 def host_memory(root: Path = Path("/")) -> int | None:
-    """Bytes of main memory that this process and its children can still take; None where the system does not say.
+    """Bytes of main memory that this process and its children can still allocate; None where the system does not say.
 
-    The smaller of MemAvailable and, for each control group around this process that has a limit (v1 or v2), what is
-    left of the limit. What a group keeps of files does not count as taken: the kernel gives it back. root: where
-    proc and sys lie, for tests.
+    The minimum of MemAvailable and, for each control group around this process that has a limit (v1 or v2), what is
+    left of the limit. A group's page cache does not count as used, because the kernel reclaims it. root: the folder
+    that contains proc and sys, for tests.
     """
     known = [available(root), *(left for folder in control_groups(root) if (left := left_in(folder)) is not None)]
     return min((n for n in known if n is not None), default=None)
@@ -28,8 +27,8 @@ def available(root: Path) -> int | None:
 
 
 def control_groups(root: Path) -> list[Path]:
-    """Folders of the control groups that limit this process's memory: its own and all around it, as far as they are
-    mounted here."""
+    """Folders of the control groups that limit this process's memory: its own and all those around it, as far as they
+    are mounted here."""
     found = []
     for line in _text(root / "proc/self/cgroup").splitlines():
         number, controllers, path = line.split(":", 2)
@@ -41,7 +40,7 @@ def control_groups(root: Path) -> list[Path]:
 
 
 def _mounts(root: Path, v2: bool) -> list[tuple[str, Path]]:
-    """(path of the group that is mounted, where) of cgroup2, or of version 1's memory controller."""
+    """(path of the mounted group, mount point) for cgroup2, or for version 1's memory controller."""
     found = []
     for line in _text(root / "proc/self/mountinfo").splitlines():
         before, _, after = line.partition(" - ")
@@ -53,8 +52,8 @@ def _mounts(root: Path, v2: bool) -> list[tuple[str, Path]]:
 
 
 def _chain(mount: Path, inside: str, path: str) -> list[Path]:
-    """From a mounted group down to the group `path`. A path outside of the mount is that of another namespace: the
-    mount itself is ours."""
+    """From a mounted group down to the group `path`. A path outside the mount belongs to another namespace; then the
+    mount itself is this process's group."""
     if inside != "/" and path != inside and not path.startswith(f"{inside}/"):
         return [mount]
     steps = path.removeprefix(inside.rstrip("/")).strip("/").split("/")
@@ -67,7 +66,7 @@ def _chain(mount: Path, inside: str, path: str) -> list[Path]:
 
 
 def left_in(group: Path) -> int | None:
-    """Bytes left of a group's limit, or None without one."""
+    """Bytes left until a group's limit; None without one."""
     v2 = (group / "memory.current").exists()
     limit, used = ("memory.max", "memory.current") if v2 else ("memory.limit_in_bytes", "memory.usage_in_bytes")
     most, taken = _text(group / limit).strip(), _text(group / used).strip()
@@ -90,11 +89,11 @@ def _text(path: Path) -> str:
 
 
 def gpu_memory(count: int) -> tuple[int, ...]:
-    """Bytes free on each of the first `count` GPUs that this process sees, before it uses any of them: total less
-    what others use.
+    """Bytes free on each of the first `count` GPUs visible to this process, before it uses any: total minus what others
+    use.
 
-    torch would have to occupy a GPU to ask it; the driver's own program is asked instead, and where it cannot answer
-    nobody uses them.
+    torch would have to create a context on a GPU to ask it, so nvidia-smi is asked instead. Where that cannot answer,
+    the GPUs count as unused.
     """
     import torch
 
@@ -116,7 +115,7 @@ def _driver_says() -> str:
 
 
 def used_by_uuid(text: str) -> dict[str, int]:
-    """`GPU-5ea3...-..., 1234` (MiB), a line for each GPU -> bytes by the uuid that torch knows, which has no `GPU-`."""
+    """Lines of `GPU-5ea3...-..., 1234` (MiB), one for each GPU -> bytes by torch's uuid, which lacks the `GPU-`."""
     found = {}
     for line in text.splitlines():
         uuid, _, mib = line.partition(",")

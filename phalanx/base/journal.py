@@ -1,4 +1,4 @@
-"""Journal: a file to which lines or records are appended, and which outlives a full disk."""
+"""Journal: a file to which lines or records are appended, and which survives a full disk."""
 
 from __future__ import annotations
 
@@ -8,18 +8,18 @@ from collections import deque
 from collections.abc import Callable
 from pathlib import Path
 
-LIMIT = 16 << 20  # bytes that wait for room
+LIMIT = 16 << 20  # bytes that may wait to be written
 
 
 class Journal:
-    """Appends whole entries. `write` never raises OSError: what the disk refuses waits in memory, and is written in
-    order once there is room.
+    """Appends whole entries. `write` never raises OSError: entries that the disk refuses wait in memory and are written
+    in order once there is room.
 
-    say     is given one sentence when the disk begins to refuse, and one when all that waited is written
-    limit   bytes that may wait; beyond that the oldest entries are dropped, and counted
+    say     receives one sentence when the disk begins to refuse, and one when everything that waited is written
+    limit   bytes that may wait; beyond that the oldest entries are dropped and counted
 
-    The file is opened by the first entry. An entry that was written in part is continued, so no reader finds half an
-    entry in the middle.
+    The first entry opens the file. A partly written entry is continued, so readers never find half an entry in the
+    middle.
     """
 
     def __init__(self, path: str | Path, say: Callable[[str], None], limit: int = LIMIT):
@@ -28,8 +28,8 @@ class Journal:
         self._file: int | None = None
         self._waiting: deque[bytes] = deque()
         self._waiting_bytes = 0
-        self._written = 0  # bytes of the first waiting entry that are in the file
-        self._reason = ""  # why the disk refuses, while it does
+        self._written = 0  # bytes of the first waiting entry that are already in the file
+        self._reason = ""  # why the disk refuses; empty while it does not
         self._late = 0
         self._lost = 0
         self._lock = threading.RLock()  # `say` may write an entry
@@ -41,12 +41,12 @@ class Journal:
             self._drain()
 
     def flush(self) -> None:
-        """Try again to write what waits."""
+        """Try again to write the waiting entries."""
         with self._lock:
             self._drain()
 
     def cut(self, size: int, keep: Callable[[bytes], bool]) -> None:
-        """Drop what the file has beyond `size` bytes, and those waiting entries that `keep` refuses."""
+        """Drop everything in the file beyond `size` bytes, and the waiting entries for which `keep` is false."""
         with self._lock:
             if self.path.exists():
                 os.truncate(self.path, size)

@@ -1,5 +1,5 @@
-"""Lines for people: `key=value` text, errors in one form, and a log that writes to the console and to a file.
-Decides no content."""
+"""Lines for people: `key=value` text, errors in one form, and a log that writes to the console and to a file. The
+content comes from callers."""
 
 from __future__ import annotations
 
@@ -34,6 +34,7 @@ def ranks_text(ranks: Iterable[int]) -> str:
     return f"ranks {shown}" if len(spans) > 1 or len(spans[0]) > 1 else f"rank {shown}"
 
 
+# errors that the system may raise for a user, and what to do
 REFUSALS = {
     errno.ENAMETOOLONG: "choose a shorter path",
     errno.EMFILE: "raise the limit of open files: ulimit -n 4096",
@@ -45,11 +46,11 @@ REFUSALS = {
     errno.EPERM: "choose a path that you may use",
     errno.ENOTDIR: "part of the path is a file",
     errno.ESTALE: "its file server no longer knows it",
-}  # what the system may refuse to a user, and what to do
+}
 
 
 def refusal(error: BaseException) -> str | None:
-    """In words, with what to do, an error of the system that is no bug of ours; None for others."""
+    """An operating-system error that is not a bug of ours, in words and with what to do; None for other errors."""
     number = error.errno if isinstance(error, OSError) else None
     if number is None and os.strerror(errno.EMFILE) in str(error):  # libraries wrap it
         number = errno.EMFILE
@@ -62,7 +63,8 @@ def refusal(error: BaseException) -> str | None:
 
 
 def describe(error: BaseException) -> str:
-    """An error as users see it: its kind in words, then its text. Every problem of a config names its kind itself."""
+    """An error as users see it: its kind in words, then its text. In a ConfigError each problem names its kind
+    itself."""
     text = str(error) or type(error).__name__
     if isinstance(error, ConfigError):
         return text
@@ -77,8 +79,8 @@ def describe(error: BaseException) -> str:
 
 
 def flush_quietly() -> None:
-    """Write out what stdout and stderr still hold; of a stream that refuses it is dropped, so that Python's own exit
-    does not fail over it."""
+    """Write out what stdout and stderr still hold. If a stream refuses it, drop it, so that Python's own exit does not
+    fail."""
     for stream in (sys.stdout, sys.stderr):
         try:
             stream.flush()
@@ -88,23 +90,24 @@ def flush_quietly() -> None:
 
 
 class Log:
-    """One per process. Rank 0 speaks on the console and writes the file; other ranks only speak when `warn` or
-    `error` is called.
+    """One log for each process. Rank 0 writes to the console and the file; other ranks write only through `warn` and
+    `error`.
 
-    path    a file that gets every line, with its time; None: no file
+    path    a file that receives every line, with its time; None: no file
 
-    A console or a file that cannot be written (a full disk, a closed pipe) ends nothing: the file gets its lines
-    when there is room again.
+    A console or file that cannot be written (a full disk, a closed pipe) does not end the run: the file receives its
+    lines once there is room again.
     """
 
     def __init__(
         self, rank: int = 0, path: str | Path | None = None, out: TextIO | None = None, err: TextIO | None = None
     ):
         self.rank = rank
+        # unset: whatever stdout and stderr are when a line is written (a progress bar wraps them)
         self._out, self._err = (
             out,
             err,
-        )  # unset: whatever stdout and stderr are when a line is written (a progress bar wraps them)
+        )
         self._said: set[str] = set()
         self._unheard = False
         self._file: Journal | None = None
@@ -113,12 +116,11 @@ class Log:
             self.open(path)
 
     def wait_for_file(self) -> None:
-        """Lines from here on will be written to a file that is opened later, if it ever is: a run that is refused
-        leaves none."""
+        """From here on, keep lines for a file that may be opened later. A run that is refused leaves no file."""
         self._waiting = []
 
     def open(self, path: str | Path) -> None:
-        """Lines go to this file too, on rank 0; those that waited for it first."""
+        """Write lines to this file too, on rank 0, starting with those that waited for it."""
         if self.rank != 0:
             return
         self._file = Journal(path, self.warn)
@@ -131,19 +133,19 @@ class Log:
             self._write(self._out or sys.stdout, text)
 
     def say(self, text: str) -> None:
-        """A line for rank 0's console alone."""
+        """A line for rank 0's console only."""
         if self.rank == 0:
             self._print(self._out or sys.stdout, text)
 
     def console_width(self) -> int | None:
-        """Columns of the terminal that lines go to; None where they go to a file or a pipe."""
+        """Columns of the terminal that lines go to; None if they go to a file or a pipe."""
         try:
             return os.get_terminal_size((self._out or sys.stdout).fileno()).columns
         except (OSError, ValueError, AttributeError):  # no terminal, a closed stream, or one without a number
             return None
 
     def note(self, text: str) -> None:
-        """A line for the file alone."""
+        """A line for the file only."""
         line = f"{time.strftime('%Y-%m-%d %H:%M:%S')} {text}\n".encode(errors="replace")
         if self._file is not None:
             self._file.write(line)
@@ -157,7 +159,7 @@ class Log:
         self._write(self._err or sys.stderr, self._from_rank(text))
 
     def once(self, text: str) -> None:
-        """A warning that is worth saying one time only."""
+        """A warning that is printed only once."""
         if text not in self._said:
             self._said.add(text)
             self.warn(text)

@@ -1,4 +1,4 @@
-"""Fields that a class of a seam brings along: plain values of a config -> its `Config` dataclass."""
+"""Own fields of a registered class: values from a config -> its `Config` dataclass."""
 
 from __future__ import annotations
 
@@ -15,11 +15,11 @@ from phalanx.base.tree import type_text
 
 @dataclass(frozen=True)
 class NoFields:
-    """Of a class that has nothing to set."""
+    """The `Config` of a class without settings."""
 
 
 def made_of(config: type, at: str, given: Mapping[str, Any]) -> Any:
-    """The dataclass `config` of these values. ConfigError with every problem. `at`: the key above them."""
+    """The dataclass `config` made from these values. ConfigError with every problem. `at`: the key above them."""
     from pydantic import ConfigDict, ValidationError, create_model  # start-up time: most runs have none of these
 
     known = {f.name: f for f in dataclasses.fields(config)}

@@ -1,37 +1,39 @@
-"""Placement: which rank this process is, and where it meets the others. Read from the environment by `launch/` only."""
+"""Placement: which rank this process is, and where it meets the others. Only `launch/` reads it from the
+environment."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass, field
 from pathlib import Path
 
-MEETING = "meet://"  # scheme of init_method: a store that waits at host:port, and a name under which to use it
-RANKS = "ranks"  # that name, in the store of a launcher
-SECRET = "PHALANX_RUN_SECRET"  # the environment variable from which ranks have their run's secret (comm/meeting.py)
+MEETING = "meet://"  # scheme of init_method: a store at host:port, and the name under which to use it
+RANKS = "ranks"  # that name in the store of a launcher
+SECRET = "PHALANX_RUN_SECRET"  # the environment variable with the run's secret (comm/meeting.py)
 
 
 class Word:
-    """What a rank says to whoever started it; nobody listens to this one."""
+    """What a rank reports to the process that started it. This base class ignores it all."""
 
     def writes(self, folder: Path) -> None:
-        """From here on the run's folder is this rank's: why the run died belongs there."""
+        """From here on this rank writes the run's folder, so the reason of a failure should be recorded there."""
 
     def unsaved(self) -> None:
-        """From here on the rank has something to save: it is given time for it when it is to end."""
+        """From here on this rank has something to save, so it must be given time for that when it is asked to end."""
 
     def failed(self, error: BaseException) -> None:
-        """This error ends the rank. Said as soon as it was raised, since others may lose this rank and say so."""
+        """This error ends the rank. Reported as soon as it is raised, because others may lose this rank and report
+        that."""
 
 
 @dataclass(frozen=True)
 class Placement:
-    """rank of world_size; local_rank counts on this machine. `init_method` is for comm.meeting.open_store; a world
-    of one needs none.
+    """rank of world_size; local_rank counts on this machine. `init_method` is for comm.meeting.open_store; a world of
+    one rank needs none.
 
-    secret   of the run (comm/meeting.py): no rank with another one is let in; empty: there is none
-    word     to whoever started this rank
+    secret      of the run (comm/meeting.py): ranks with another one are rejected; empty: there is none
+    word        receives reports for the process that started this rank
     local_size  ranks on this machine; None: unknown
-    refused  why this machine cannot hold its ranks, which all are told when they have met; empty: it can
+    refused     why this machine cannot hold its ranks, which all ranks learn when they meet; empty: it can
     """
 
     rank: int = 0

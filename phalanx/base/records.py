@@ -1,7 +1,7 @@
-"""Records: the numbers of a run with their units, and sinks: who writes them out.
+"""Records: the numbers of a run with their units. Sinks: what writes them out.
 
-A number is recorded once, as a Record with its value. Every sink gets it: files, trackers, the step line, or one of
-your own, `@sink("name")` or `module:NAME` in log.sinks.
+Each number is recorded once, as a Record and its value, and goes to every sink: files, trackers, the step line, or one
+of your own, `@sink("name")` or `module:NAME` in log.sinks.
 """
 
 from __future__ import annotations
@@ -23,11 +23,11 @@ SEAM = "sink"
 class Record:
     """A number (or a text, or a table of numbers) of a run.
 
-    name       unique; of groups with the group before it: valid/NAME
+    name       unique; within a group, after the group's name: valid/NAME
     unit       such as "tokens/s"; empty: a plain number
-    kind       gauge: has a value at each step; counter: grows over the whole run; text; table: many numbers
-    reduction  how the values of many steps become one: last, mean, median, sum, max
-    scalars    of a table: its numbers by name
+    kind       gauge: has a value at each step; counter: grows over the whole run; text; table: several numbers by name
+    reduction  how the values of several steps become one: last, mean, median, sum, max
+    scalars    for a table: its numbers by name
     """
 
     name: str
@@ -37,7 +37,7 @@ class Record:
     scalars: Callable[[Any], Mapping[str, Any]] | None = None
 
     def reduce(self, values: Iterable[Any]) -> Any:
-        """One value of several; ValueError of none."""
+        """One value from several; ValueError if there are none."""
         found = list(values)
         if not found:
             raise ValueError(f"{self.name}: there is no value to reduce")
@@ -50,13 +50,13 @@ class Record:
 
 @dataclass(frozen=True)
 class Row:
-    """What was recorded together, of one step of the run."""
+    """Everything that was recorded together, for one step of the run."""
 
     step: int
     values: Mapping[Record, Any]
 
     def plain(self) -> dict[str, Any]:
-        """As metrics.jsonl has it: the step, then values by name, tables as they are."""
+        """As in metrics.jsonl: the step, then values by name, tables as they are."""
         return {"step": self.step, **{record.name: value for record, value in self.values.items()}}
 
     def scalars(self) -> dict[str, float]:
@@ -81,9 +81,9 @@ class SinkStart:
     """Where a sink begins.
 
     folder  the run's folder
-    step    the run goes on after this step: rows of later ones, of an earlier try, are no longer of the run
+    step    the run continues after this step: rows of later steps, from an earlier attempt, no longer belong to it
     config  the whole config as plain values
-    log     for lines to a person
+    log     for lines to people
     """
 
     folder: Path
@@ -93,11 +93,11 @@ class SinkStart:
 
 
 class Sink(ABC):
-    """Where rank 0 writes the records of a run. Subclass it, and name it with `@sink("name")` or by `module:NAME`.
+    """Where rank 0 writes the records of a run. Subclass it, and refer to it by `@sink("name")` or by `module:NAME`.
 
     Config  a dataclass: its own fields in log.sinks
 
-    One that raises is named once and gets nothing more; the run goes on.
+    A sink that raises is reported once and receives nothing more; the run goes on.
     """
 
     Config: ClassVar[type] = NoFields
@@ -107,10 +107,10 @@ class Sink(ABC):
 
     @abstractmethod
     def write(self, row: Row) -> None:
-        """Of a step that is finished, of an evaluation, or of something that happened; in the order of the run."""
+        """Write the row of a finished step, of an evaluation, or of an event; rows come in the order of the run."""
 
     def rewind(self, step: int) -> None:  # noqa: B027 - most sinks need not care
-        """The run goes back to this step: later rows are no longer of it."""
+        """The run goes back to this step: later rows no longer belong to it."""
 
     def close(self) -> None:  # noqa: B027 - as above
         """The run ends."""
@@ -120,7 +120,7 @@ T = TypeVar("T", bound=type[Sink])
 
 
 def sink(name: str) -> Callable[[T], T]:
-    """Name a Sink, so that log.sinks may have that name wherever its module has been imported."""
+    """Name a Sink: log.sinks may use that name wherever its module has been imported."""
 
     def named(cls: T) -> T:
         register(SEAM, name, cls)
@@ -130,6 +130,6 @@ def sink(name: str) -> Callable[[T], T]:
 
 
 def find_sink(name: str) -> type[Sink]:
-    """The sink of a name. NotFound says what is wrong with it."""
+    """The sink of this name. NotFound says what is wrong with it."""
     found: type[Sink] = find(SEAM, name, Sink)
     return found

@@ -1,11 +1,12 @@
-"""The registry: what a config may name of each seam (optimizers, model families, ...), and where it is found.
+"""The registry: the names that a config may use for each seam (optimizers, model families, ...), and where they are
+found.
 
-A name is, in this order: registered in this process; ours (BUILT_IN); an entry point of the group `phalanx.<seam>` of
-an installed package; or the user's own, `package.module:NAME`. Ours and entry points are `module:NAME` too, so a module
-is imported when a config names it and not before. What a seam asks of what was found is its protocol: a class whose
-abstract methods must be there.
+A name is looked up in this order: registered in this process; ours (BUILT_IN); an entry point in the group
+`phalanx.<seam>` of an installed package; or the user's own, `package.module:NAME`. Ours and entry points are also
+written as `module:NAME`, so a module is imported when a config names it and not before. Each seam has a protocol: a
+class whose abstract methods the thing found must have.
 
-The one thing in Phalanx that is global: names are only ever added, and never twice.
+This is the only global state in Phalanx: names are only ever added, and never twice.
 """
 
 from __future__ import annotations
@@ -76,12 +77,12 @@ BUILT_IN: Mapping[str, Mapping[str, str]] = MappingProxyType(
         ),
     }
 )
-"""Our own, by seam and name: `module:NAME`."""
+"""Our own members, by seam and name, as `module:NAME`."""
 
 
 @dataclass(frozen=True)
 class Registered:
-    """A value that a module registered under a name; `where`: `module:NAME` of it."""
+    """A value that a module registered under a name; `where`: its `module:NAME`."""
 
     value: Any
     where: str
@@ -91,13 +92,13 @@ _REGISTERED: dict[tuple[str, str], Registered] = {}
 
 
 class RegisteredTwice(PhalanxError):
-    """Two things of a seam want the same name."""
+    """Two members of a seam have the same name."""
 
     exit_code = 2
 
 
 class NotFound(PhalanxError):
-    """A name of a seam that leads to nothing usable: the rule it breaks, and names that would do."""
+    """A name in a seam that leads to nothing usable: the rule that it breaks, and names that would work."""
 
     exit_code = 2
 
@@ -106,12 +107,13 @@ class NotFound(PhalanxError):
         super().__init__(rule + (f" (near it: {', '.join(valid)})" if valid else ""))
 
     def problem(self, field: str, value: Any) -> Problem:
-        """As the problem of a config's field."""
+        """The same as a problem with a config's field."""
         return Problem(field, value, self.rule, {}, self.valid)
 
 
 def register(seam: str, name: str, value: Any, where: str = "") -> None:
-    """Add a value to a seam under a name. `where`: what an error calls its place; unset: `module:NAME` of the value."""
+    """Add a value to a seam under a name. `where`: its place in error messages; by default the value's
+    `module:NAME`."""
     where = where or f"{value.__module__}:{value.__qualname__}"
     before = _REGISTERED.get((seam, name))
     other = before.where if before else BUILT_IN.get(seam, {}).get(name, where)
@@ -121,8 +123,8 @@ def register(seam: str, name: str, value: Any, where: str = "") -> None:
 
 
 def find(seam: str, name: str, protocol: type | None = None) -> Any:
-    """What a name stands for. NotFound if there is nothing of that name, if its module cannot be imported, or if it
-    lacks what the `protocol` asks for."""
+    """What a name refers to. NotFound if nothing has that name, if its module cannot be imported, or if it lacks what
+    the `protocol` requires."""
     registered = _REGISTERED.get((seam, name))
     if registered is not None:
         value, where = registered.value, registered.where
@@ -135,7 +137,7 @@ def find(seam: str, name: str, protocol: type | None = None) -> Any:
 
 
 def path_of(seam: str, name: str) -> str:
-    """`module:NAME` of a name: by it another process, in which nothing is registered yet, finds the same."""
+    """The `module:NAME` of a name, by which another process, in which nothing is registered yet, finds the same."""
     if (seam, name) in _REGISTERED:
         return _REGISTERED[seam, name].where
     if name in BUILT_IN.get(seam, {}):
@@ -153,19 +155,19 @@ def path_of(seam: str, name: str) -> str:
 
 
 def lasting(seam: str, name: str) -> str:
-    """The name by which other processes find the same: `module:NAME` of what was registered here. Ours, those of
-    installed packages and names that lead nowhere stay as they are."""
+    """The name by which other processes find the same: `module:NAME` for what was registered here. Ours, those of
+    installed packages and unknown names are returned as they are."""
     return _REGISTERED[seam, name].where if (seam, name) in _REGISTERED and name not in BUILT_IN.get(seam, {}) else name
 
 
 def names(seam: str) -> tuple[str, ...]:
-    """All short names of a seam: ours first, then those registered here, then those of installed packages."""
+    """All short names in a seam: ours first, then those registered here, then those of installed packages."""
     here = (name for of, name in _REGISTERED if of == seam)
     return tuple(dict.fromkeys((*BUILT_IN.get(seam, {}), *here, *_installed(seam))))
 
 
 def configs(seam: str) -> tuple[type, ...]:
-    """The config dataclasses of our own of a seam, each once."""
+    """The config dataclasses of our own members of a seam, each once."""
     return tuple(dict.fromkeys(find(seam, name).Config for name in BUILT_IN[seam]))
 
 
@@ -173,9 +175,9 @@ Section = TypeVar("Section")
 
 
 def completed(section: str, config: Section, base: type, find_named: Callable[[str], Any]) -> Section:
-    """The section with the fields of what its `name` names, at their defaults where only shared ones (those of `base`)
-    are given; the name is one by which other processes find it too. ConfigError if there is none of that name, or the
-    fields are those of another."""
+    """The section with the fields of the member that its `name` refers to, with default values where only shared fields
+    (those of `base`) are given. Its name becomes one by which other processes find it. ConfigError if there is no such
+    member, or the fields are those of another."""
     name: str = config.name  # type: ignore[attr-defined]
     try:
         cls = find_named(name).Config
@@ -192,24 +194,24 @@ def completed(section: str, config: Section, base: type, find_named: Callable[[s
 
 
 def registered(seam: str) -> dict[str, Any]:
-    """What was registered here of a seam, by name."""
+    """What was registered in this process for a seam, by name."""
     return {name: found.value for (of, name), found in _REGISTERED.items() if of == seam}
 
 
 def lacking(value: Any, protocol: type) -> tuple[str, ...]:
-    """Members that a protocol asks for (its abstract methods) and that `value` does not have, with their signatures."""
+    """Members that a protocol requires (its abstract methods) and that `value` does not have, with their signatures."""
     asked: frozenset[str] = getattr(protocol, "__abstractmethods__", frozenset())
     return tuple(_signature(name, getattr(protocol, name)) for name in sorted(asked) if not _is_set(value, name))
 
 
 def near(name: str, known: tuple[str, ...]) -> tuple[str, ...]:
-    """Up to three of the known names that are like this one."""
+    """Up to three of the known names that resemble this one."""
     lower = {n.lower(): n for n in known}
     return tuple(lower[m] for m in difflib.get_close_matches(name.lower(), lower, n=3, cutoff=0.6))
 
 
 def _is_set(value: Any, name: str) -> bool:
-    """Whether a member is there and is not the protocol's own abstract one."""
+    """Whether a member exists and is not the protocol's own abstract one."""
     member = getattr(value, name, None)
     return member is not None and not getattr(member, "__isabstractmethod__", False)
 
@@ -279,14 +281,14 @@ def _missing(name: str) -> str:
 
 
 def _beside(parts: list[str], i: int) -> tuple[str, ...]:
-    """Modules whose name is like that of part `i`, where it should have been."""
+    """Modules whose names resemble part `i`, from the place where it was looked for."""
     package = importlib.import_module(".".join(parts[:i])) if i else None
     found = pkgutil.iter_modules(None if package is None else getattr(package, "__path__", []))
     return near(parts[i], tuple(m.name for m in found if not m.name.startswith("_")))
 
 
 def _raised(error: Exception) -> str:
-    """What an import raised, and the last line of the user's that was at work."""
+    """What an import raised, and the last line of the user's code that was running."""
     frames = [f for f in traceback.extract_tb(error.__traceback__) if "importlib" not in f.filename]
     at = f" at {frames[-1].filename}:{frames[-1].lineno}" if frames and frames[-1].filename != __file__ else ""
     if isinstance(error, SyntaxError) and error.filename:

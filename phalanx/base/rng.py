@@ -1,8 +1,7 @@
-"""Counter-based random numbers: a value is a pure function of (seed, what it is for, position), so no layout can
-change it.
+"""Counter-based random numbers: a value is a pure function of (seed, purpose, position), so no layout can change it.
 
 Philox4x32-10 (Salmon et al., "Parallel random numbers: as easy as 1, 2, 3", SC 2011) in int64 arithmetic of plain
-PyTorch, on the CPU of numpy.
+PyTorch, and of numpy on the CPU.
 """
 
 from __future__ import annotations
@@ -15,45 +14,43 @@ import torch
 from torch import Tensor
 
 MASK = 0xFFFFFFFF
-CHUNK = (1 << 15, 1 << 22)  # elements generated at once (CPU, GPU): temporaries that stay in the cache, or fill the GPU
+CHUNK = (1 << 15, 1 << 22)  # elements generated at once (CPU, GPU): temporaries fit in the cache, or fill the GPU
 
 
 def philox(counter: tuple[Tensor | int, ...], key: tuple[int, int]) -> tuple[Tensor, ...]:
-    """Four 32-bit words (int64 tensors in [0, 2**32)) for counters c0..c3 (broadcastable; ints are on the tensors'
-    device) and a 64-bit key."""
+    """Four 32-bit words (int64 tensors in [0, 2**32)) for counters c0..c3 (broadcastable; ints are moved to the
+    tensors' device) and a 64-bit key."""
     device = next((c.device for c in counter if isinstance(c, Tensor)), torch.device("cpu"))
-    words = tuple(
-        c if isinstance(c, Tensor) else torch.full((), c, device=device) for c in counter
-    )  # torch.tensor would copy from the host
+    # torch.tensor would copy from the host
+    words = tuple(c if isinstance(c, Tensor) else torch.full((), c, device=device) for c in counter)
     if device.type != "cpu":
         return rounds(words, key)
-    return tuple(
-        torch.from_numpy(w) for w in rounds(tuple(np.atleast_1d(c.numpy()) for c in words), key)
-    )  # calls cost half of torch's
+    # numpy calls cost half of torch's
+    return tuple(torch.from_numpy(w) for w in rounds(tuple(np.atleast_1d(c.numpy()) for c in words), key))
 
 
 def rounds(counter: tuple, key: tuple[int, int], count: int = 10) -> tuple:
-    """Philox of tensors or of arrays of at least one dim (numpy's scalars warn where they wrap)."""
+    """Philox of tensors, or of arrays with at least one dim (numpy's scalars warn when they wrap)."""
     (c0, c1, c2, c3), (k0, k1) = counter, key
     for _ in range(count):
         p0, p1 = c0 * 0xD2511F53, c2 * 0xCD9E8D57  # wraps modulo 2**64: the low and high words below are still exact
         c0, c2 = ((p1 >> 32) ^ c1 ^ k0) & MASK, ((p0 >> 32) ^ c3 ^ k1) & MASK
-        c1, c3 = p1, p0  # only their low words count: every use below masks
+        c1, c3 = p1, p0  # only their low words count: they are masked wherever they are used
         k0, k1 = (k0 + 0x9E3779B9) & MASK, (k1 + 0xBB67AE85) & MASK
     return c0, c1 & MASK, c2, c3 & MASK
 
 
 def key_of(seed: int, *what: str | int) -> tuple[int, int]:
-    """A 64-bit key from a seed and what the numbers are for."""
+    """A 64-bit key from a seed and the purpose of the numbers."""
     digest = hashlib.blake2b("/".join(map(str, (seed, *what))).encode(), digest_size=8).digest()
     return int.from_bytes(digest[:4], "little"), int.from_bytes(digest[4:], "little")
 
 
 def normal_runs(first: Tensor, length: int, key: tuple[int, int]) -> Tensor:
-    """Standard normal float64 (R, length) of elements first[r], first[r] + 1, ...: elements 2i and 2i + 1 are a
+    """Standard normal float64 (R, length) for elements first[r], first[r] + 1, ...: elements 2i and 2i + 1 are a
     Box-Muller pair.
 
-    Both come from the four words of counter i, so their bits are a function of the element's number alone.
+    Both are computed from the four words of counter i, so their bits are a function of the element number alone.
     """
     pair = (first // 2).unsqueeze(1) + torch.arange(length // 2 + 1, device=first.device)
     w0, w1, w2, w3 = philox((pair & MASK, pair >> 32, 0, 0), key)
@@ -67,7 +64,7 @@ def normal_runs(first: Tensor, length: int, key: tuple[int, int]) -> Tensor:
 def fill_normal_(out: Tensor, std: float, shape: tuple[int, ...], start: tuple[int, ...], seed: int, name: str) -> None:
     """Fill `out`, the box at `start` of the global tensor `name` of `shape`, with its part of normal(0, std).
 
-    Element e of the row-major global tensor has the same bits wherever it is made.
+    Element e of the row-major global tensor has the same bits whichever rank generates it.
     """
     if out.numel() == 0:
         return
@@ -85,9 +82,10 @@ def fill_normal_(out: Tensor, std: float, shape: tuple[int, ...], start: tuple[i
 
 
 def run_starts(shape: tuple[int, ...], start: tuple[int, ...], box: tuple[int, ...]) -> Tensor:
-    """First element number of each contiguous run that the box of size `box` at `start` is made of, in order (int64,
-    on the CPU)."""
-    whole = len(shape)  # dims from here on are covered whole, and the one before them is cut once: together one run
+    """The first element number of each contiguous range that makes up the box of size `box` at `start`, in order
+    (int64, on the CPU)."""
+    # dims from `whole` on are covered completely; together with the dim before them they form contiguous ranges
+    whole = len(shape)
     while whole > 1 and box[whole - 1] == shape[whole - 1]:
         whole -= 1
     first = torch.zeros(1, dtype=torch.int64)
@@ -102,9 +100,9 @@ def keep_mask(
 ) -> Tensor:
     """Dropout's decision for (rows, columns): True = keep, with probability 1 - p.
 
-    rows = (sample ids, positions), int64 of one shape R; the result has shape (*R, columns). The key is (seed,
-    layer, site, extra), the counter (column, position, sample): the same bits in every layout and from every
-    implementation of an op.
+    rows = (sample ids, positions), int64 of one shape R; the result has shape (*R, columns). The key is (seed, layer,
+    site, extra), the counter (column, position, sample): the same bits in every layout and from every implementation of
+    an op.
     """
     samples, positions = rows
     key = key_of(int(seed), "dropout")

@@ -1,5 +1,4 @@
-"""Small parts that config checks are made of: ranges, options without effect, missing paths. The rules themselves
-are in each room."""
+"""Helpers for config checks: ranges, options without effect, missing paths. The rules themselves are in each room."""
 
 from __future__ import annotations
 
@@ -16,23 +15,24 @@ from phalanx.base.errors import CheckpointError, DataError, PhalanxError, Proble
 
 @dataclass(frozen=True)
 class MissingPath(Problem):
-    """A path that is not there. If nothing else is wrong, it ends the run as `error` rather than as a bad config."""
+    """A path that does not exist. If it is the only kind of problem, the run ends with `error` rather than as a bad
+    config."""
 
     error: type[PhalanxError] = DataError
 
 
-DEEP = 64  # folders inside each other where a mistyped name is still looked for
+DEEP = 64  # nested folders within which a mistyped name is still searched for
 
 
 def problem(
     section: str, config: Any, name: str, rule: str, because: dict[str, Any] | None = None, valid: Iterable[Any] = ()
 ) -> Problem:
-    """A broken rule of field `name`. `rule` holds no values, so that the same rule reads the same for every value."""
+    """A broken rule of field `name`. `rule` contains no values, so that it reads the same for every value."""
     return Problem(f"{section}.{name}", getattr(config, name), rule, because or {}, tuple(valid))
 
 
 def at_least(section: str, config: Any, low: int, *names: str) -> list[Problem]:
-    """Each named field (unless unset) is `low` or more."""
+    """Problems of the named fields that are set to less than `low`."""
     found = []
     for name in names:
         value = getattr(config, name)
@@ -42,7 +42,7 @@ def at_least(section: str, config: Any, low: int, *names: str) -> list[Problem]:
 
 
 def within(section: str, config: Any, name: str, interval: str, valid: Iterable[Any] = ()) -> list[Problem]:
-    """A number in an interval written as in mathematics: `[0, 1)`, `(0, inf)`. NaN is in none."""
+    """The problem of a number outside an interval, written as in mathematics: `[0, 1)`, `(0, inf)`. NaN is in none."""
     value = getattr(config, name)
     if value is None or _inside(value, interval):
         return []
@@ -59,7 +59,7 @@ def _inside(value: float, interval: str) -> bool:
 
 
 def no_effect(section: str, config: Any, names: Iterable[str], without: str, because: dict[str, Any]) -> list[Problem]:
-    """Fields that were changed although nothing will read them."""
+    """Problems of fields that were changed although nothing will read them."""
     found = []
     for name in names:
         default = default_of(type(config), name)
@@ -80,7 +80,7 @@ def multiples(value: int, unit: int) -> tuple[int, ...]:
 
 
 def powers_of_two(value: int) -> tuple[int, ...]:
-    """The nearest powers of two below and above a positive number that is none."""
+    """The nearest powers of two below and above a positive number that is not one."""
     below = 1 << (value.bit_length() - 1)
     return below, 2 * below
 
@@ -93,7 +93,7 @@ def divisors(value: int, *of: int) -> tuple[int, ...]:
 
 
 def missing_data(field: str, value: str, rule: str, suffix: str = "") -> MissingPath:
-    """Data at `value` + `suffix` is not there; names like it in its folder are offered, less their suffix."""
+    """Data at `value` + `suffix` does not exist. Similar names in its folder are suggested, without their suffix."""
     return MissingPath(field, value, rule, {}, near_paths(value, suffix), error=DataError)
 
 
@@ -103,7 +103,8 @@ def missing_checkpoint(field: str, value: str) -> MissingPath:
 
 
 def near_paths(path: str, suffix: str = "") -> tuple[str, ...]:
-    """Up to three existing paths whose name is like that of `path`; a mistyped folder is looked for one level up."""
+    """Up to three existing paths with a name similar to that of `path`. If the folder is mistyped, one level up is
+    searched."""
     if path.count("/") > DEEP:
         return ()
     folder, name = os.path.split(path.rstrip("/"))
@@ -115,11 +116,11 @@ def near_paths(path: str, suffix: str = "") -> tuple[str, ...]:
 def _like(folder: str, name: str, suffix: str) -> tuple[str, ...]:
     try:
         names = {n.removesuffix(suffix) for n in os.listdir(folder or ".") if n.endswith(suffix)}
-    except OSError:  # it may not be read
+    except OSError:  # not readable
         return ()
     return tuple(os.path.join(folder, n) for n in difflib.get_close_matches(name, sorted(names), n=3, cutoff=0.5))
 
 
 def exists(path: str) -> bool:
-    """False too for what no path can be, such as one of 5,000 characters."""
+    """Whether a path exists; False for text that cannot be a path, such as 5,000 characters."""
     return os.path.exists(path)

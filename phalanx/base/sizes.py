@@ -7,13 +7,13 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True)
 class Unit:
-    """A unit of bytes in which all numbers of a table are given."""
+    """A unit of bytes used for all numbers of a table."""
 
     name: str
     bytes: int
 
     def text(self, nbytes: float) -> str:
-        """The number alone, two digits behind the point; `-` for none."""
+        """The number alone, with two decimals; `-` for none."""
         return f"{nbytes / self.bytes:.2f}" if nbytes else "-"
 
 
@@ -27,5 +27,5 @@ def unit_for(largest: float) -> Unit:
 
 
 def size_text(nbytes: float) -> str:
-    """Such as `1.50 GiB` or `12.0 MiB`."""
+    """A size such as `1.50 GiB` or `12.0 MiB`."""
     return f"{nbytes / 2**30:,.2f} GiB" if nbytes >= 2**30 else f"{nbytes / 2**20:,.1f} MiB"

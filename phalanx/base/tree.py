@@ -1,5 +1,4 @@
-"""Dotted paths over nested dataclasses: read, replace, list and describe their fields. Knows nothing of what a
-config means."""
+"""Dotted paths over nested dataclasses: read, replace, list and describe their fields, whatever the config means."""
 
 from __future__ import annotations
 
@@ -21,8 +20,8 @@ REQUIRED = dataclasses.MISSING
 
 @dataclass(frozen=True)
 class ConfigField:
-    """One field of a tree of dataclasses. `default` is REQUIRED where there is none; `owner` is the class that
-    declares it."""
+    """One field in a tree of dataclasses. `default` is REQUIRED if there is none; `owner` is the class that declares
+    it."""
 
     path: str
     hint: Any
@@ -40,7 +39,8 @@ class ConfigField:
 
 
 def get(tree: Any, path: str) -> Any:
-    """The value at a dotted path; inside a dict the rest of the path is the key. KeyError if there is no such field."""
+    """The value at a dotted path. Inside a dict, the rest of the path is the key. KeyError if there is no such
+    field."""
     if not path:
         return tree
     if isinstance(tree, Mapping):
@@ -74,27 +74,27 @@ def field_names(cls: type) -> tuple[str, ...]:
 
 @dataclass(frozen=True)
 class Choices:
-    """Metadata of a field (`Annotated[Base, Choices(known)]`) that holds one of several dataclasses, by the name in
-    one of its own fields. `known()` has those there are at present: more may be found while a config is read."""
+    """Metadata of a field (`Annotated[Base, Choices(known)]`) that holds one of several dataclasses, selected by the
+    name in one of its own fields. `known()` returns those known so far: more may be found while a config is read."""
 
     known: Callable[[], Mapping[str, type]]
 
 
 @dataclass(frozen=True)
 class FromText:
-    """Metadata of a field (`Annotated[int, FromText(read)]`) whose value is given to `read` before its type is checked,
-    so that it may be written as text."""
+    """Metadata of a field (`Annotated[int, FromText(read)]`) whose value is passed to `read` before its type is
+    checked, so that it may be written as text."""
 
     read: Callable[[Any], Any]
 
     def __get_pydantic_core_schema__(self, source: Any, handler: Callable[[Any], Any]) -> Any:
-        from pydantic_core import core_schema  # start-up time: configs made in Python do without
+        from pydantic_core import core_schema  # start-up time: configs made in Python do without it
 
         return core_schema.no_info_before_validator_function(self.read, handler(source))
 
 
 def hints(cls: type) -> Mapping[str, Any]:
-    """The type of each field, of one with Choices their union."""
+    """The type of each field; for fields with Choices, their union."""
     found = _hints_and_choices(cls)
     if not found[1]:
         return found[0]
@@ -115,28 +115,28 @@ def _hints_and_choices(cls: type) -> tuple[Mapping[str, Any], Mapping[str, Choic
 
 
 def choices_of(cls: type, name: str) -> Mapping[str, type]:
-    """The dataclasses that a field with Choices can hold, by name; of another field none."""
+    """The dataclasses that a field with Choices can hold, by name; none for other fields."""
     found = _hints_and_choices(cls)[1].get(name)
     return {} if found is None else found.known()
 
 
 def members(hint: Any) -> tuple[Any, ...]:
-    """The alternatives of a union, without None; of any other type itself."""
+    """The alternatives of a union without None; for any other type, the type itself."""
     if typing.get_origin(hint) in (typing.Union, types.UnionType):
         return tuple(a for a in typing.get_args(hint) if a is not type(None))
     return (hint,)
 
 
 def sections(hint: Any) -> tuple[type, ...]:
-    """The dataclasses that a field of this type can hold. For one that names a `seam` stand those of our own that are
-    registered there, each with fields of its own."""
+    """The dataclasses that a field of this type can hold. For a class with a `seam`, those are our own members
+    registered there, each with its own fields."""
     found = (m for m in members(hint) if dataclasses.is_dataclass(m) and isinstance(m, type))
     return tuple(c for m in found for c in (configs(vars(m)["seam"]) if "seam" in vars(m) else (m,)))
 
 
 def keys(cls: type, prefix: str = "", inside: tuple[str, ...] = ()) -> Iterator[ConfigField]:
-    """Every field below `cls`, sections before what is in them. A path occurs once per class that can stand there; a
-    section of a seam inside one of the same seam (those `inside` are given) is named, and its fields are not."""
+    """Every field below `cls`, sections before their contents. A path occurs once for each class that it can hold. A
+    section of a seam inside one of the same seam (listed in `inside`) is named, but its fields are not."""
     types_, docs, inside = hints(cls), field_docs(cls), (*inside, *([cls.seam] if hasattr(cls, "seam") else []))
     for f in dataclasses.fields(cls):
         path = f"{prefix}{f.name}"
@@ -153,19 +153,20 @@ def leaves(cls: type) -> list[ConfigField]:
 
 
 def field_docs(cls: type) -> dict[str, str]:
-    """The string below each field of a class, inherited fields too: Python drops it, so it is read from the source."""
+    """The string below each field of a class, inherited fields included. Python drops these strings, so they are read
+    from the source."""
     docs: dict[str, str] = {}
     for base in reversed(cls.__mro__[:-1]):
         docs |= _own_field_docs(base)
     return docs
 
 
-# a config is read with a walk over all keys for each override: parsing sources again would take most of the time
+# reading a config walks over all keys for each override; parsing the sources again would take most of the time
 @cache
 def _own_field_docs(cls: type) -> Mapping[str, str]:
     try:
         tree = ast.parse(textwrap.dedent(inspect.getsource(cls)))
-    except (OSError, TypeError):  # a class of the user's that is in no file
+    except (OSError, TypeError):  # a class of the user's that is not in a file
         return {}
     body = tree.body[0].body  # type: ignore[attr-defined]
     docs: dict[str, str] = {}
@@ -177,7 +178,7 @@ def _own_field_docs(cls: type) -> Mapping[str, str]:
 
 
 def type_text(hint: Any) -> str:
-    """A type in words that fit a YAML file: `int`, `list of str`, `one of "a", "b"`, `int or null`."""
+    """A type in words for a YAML file: `int`, `list of str`, `one of "a", "b"`, `int or null`."""
     origin, args = typing.get_origin(hint), typing.get_args(hint)
     if hint is type(None):
         return "null"

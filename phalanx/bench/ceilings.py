@@ -17,9 +17,8 @@ from phalanx.config.run import Run
 WARM_S = {"cuda": 0.3, "cpu": 0.05}  # how long a GPU is kept busy first: its rate falls to what its power limit allows
 RUN_S = 0.06  # then each measurement lasts about this long
 COPY_BYTES = {"cuda": 2**30, "cpu": 2**26}
-MOST_TOKENS = (
-    2**16
-)  # of a micro-batch and of a sequence, in what is measured: rates grow no further, memory and time do
+# of a micro-batch and of a sequence, in what is measured: rates grow no further, memory and time do
+MOST_TOKENS = 2**16
 
 
 @dataclass(frozen=True)
@@ -87,9 +86,8 @@ def _sustained(call: Any, device: torch.device) -> float:
     while time.perf_counter() - began < WARM_S[device.type]:
         measure(call, device, warmup=0, repeats=1, batch=batch)
     times = measure(call, device, warmup=0, repeats=5, batch=batch)
-    return (
-        times.median if device.type == "cuda" else times.low
-    )  # a CPU is shared with others, its best is what it can do
+    # a CPU is shared with others, its best is what it can do
+    return times.median if device.type == "cuda" else times.low
 
 
 def copy_rate(device: torch.device) -> float:

@@ -18,11 +18,12 @@ from phalanx.layout.grid import Grid
 
 TIMEOUT_S = 120.0
 FAST = 500e9  # bytes/s that no link exceeds by much: from it all ranks know how many calls fill a measurement
+# times (n - 1) / n: the share of the buffer on the busiest link
 FACTORS = {
     "all_reduce": 2.0,
     "all_gather": 1.0,
     "reduce_scatter": 1.0,
-}  # times (n - 1) / n: the share of the buffer on the busiest link
+}
 
 
 def bench_comm(placement: Placement, device: str, sizes: list[float], repeats: int, out: str | None) -> None:

@@ -63,9 +63,8 @@ DCP_NAMES = {
     "torch.serialization": {"_get_layout"},
     "collections": {"OrderedDict"},
 }
-PATHS = {
-    (module, name) for module in ("pathlib", "pathlib._local") for name in ("PosixPath", "PurePosixPath")
-}  # the second: of Python 3.13
+# the second: of Python 3.13
+PATHS = {(module, name) for module in ("pathlib", "pathlib._local") for name in ("PosixPath", "PurePosixPath")}
 
 
 def export(path: str | Path, out: str | Path, dtype: str | None = None) -> Path:

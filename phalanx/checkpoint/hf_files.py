@@ -118,9 +118,8 @@ def adapt(index: Index, wanted: Shapes, where: str, same: Callable[[Stored, Stor
         for name, s in index.items()
         if not name.endswith(constants) and not any(re.fullmatch(copy, name) for copy in copies)
     }
-    kept = {
-        name: s for name, s in kept.items() if name in wanted or 0 not in s.shape
-    }  # transformers writes shared experts of width 0
+    # transformers writes shared experts of width 0
+    kept = {name: s for name, s in kept.items() if name in wanted or 0 not in s.shape}
     prefix = next((p for p in dict.fromkeys(one.prefix for one in names) if any(n.startswith(p) for n in wanted)), "")
     if prefix and not any(n.startswith(prefix) for n in kept):
         kept = {n if n == HEAD else prefix + n: s for n, s in kept.items()}

@@ -47,9 +47,8 @@ from phalanx.optim.sharded import ShardedOptimizer
 
 MAX_FILE_BYTES = 4 << 30
 KINDS_OF = "kinds_of"  # in the index: of tensors that do not have all kinds, by name, since optimizers differ in state
-STATE_FILE_BYTES = (
-    1 << 30
-)  # one thread writes a file (a kernel lets one writer at a time into it), so a rank needs more files than threads
+# one thread writes a file (a kernel lets one writer at a time into it), so a rank needs more files than threads
+STATE_FILE_BYTES = 1 << 30
 TOKENIZER_FILES = (
     "tokenizer.json",
     "tokenizer_config.json",
@@ -355,9 +354,8 @@ def _write_files(folder: Path, content: Content, axis: Axis, storage: Storage, t
         for error in failed:
             raise error
         files = [*(_weight_files(content) if content.copied else ()), *state]
-        in_threads(
-            sorted(files, key=lambda f: -f.size), worker, threads
-        )  # the largest first: no thread is left with one at the end
+        # the largest first: no thread is left with one at the end
+        in_threads(sorted(files, key=lambda f: -f.size), worker, threads)
         if axis.index == 0:
             receipts.update(
                 _write_beside_weights(folder / "weights", content.files, content.snapshot, content.dtype, storage)
@@ -425,9 +423,8 @@ def _write_beside_weights(
         **source_files(snapshot.source),
         **tokenizer_files(snapshot.tokenizer),
     }
-    texts["config.json"] = _json(
-        to_hf(snapshot.model, dtype, snapshot.token_ids)
-    )  # that of the source is of another dtype
+    # that of the source is of another dtype
+    texts["config.json"] = _json(to_hf(snapshot.model, dtype, snapshot.token_ids))
     if len(files) > 1:
         where = {job.name: f.name for f in files for job in f.jobs}
         size = sum(Box.full(job.shape).numel * job.dtype.itemsize for f in files for job in f.jobs)

@@ -67,9 +67,8 @@ class Saver:
         self._host, self._device = HostCopies(mesh.device), mesh.device
         self._asked_for_room = False
         self._under_way: _Thread | None = None
-        self.look: Callable[[], None] = lambda: (
-            None
-        )  # asked now and then while a save is waited for; raises where that is of no use
+        # asked now and then while a save is waited for; raises where that is of no use
+        self.look: Callable[[], None] = lambda: None
 
     def start(self, snapshot: Snapshot) -> SaveOutcome | None:
         """Save this step. Called by all ranks together. The outcome, unless it goes on in the background; one under

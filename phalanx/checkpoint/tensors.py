@@ -336,9 +336,8 @@ class CheckedFile:
         dtype, (start, end) = DTYPES[entry["dtype"]], entry["data_offsets"]
         row = prod(shape[1:]) * dtype.itemsize
         at, stop_at = first * row // CHUNK * CHUNK, min(end - start, -(-stop * row // CHUNK) * CHUNK)
-        begun = torch.empty(
-            0, dtype=torch.uint8
-        )  # a row whose end comes with the next piece, after what is before the first row
+        # a row whose end comes with the next piece, after what is before the first row
+        begun = torch.empty(0, dtype=torch.uint8)
         while at < stop_at:
             more = min(max(PIECE, -(-row // CHUNK) * CHUNK), stop_at - at)
             data = memory(len(begun) + more)[: len(begun) + more]

@@ -587,15 +587,12 @@ def _with_tokens(config: str, overrides: tuple[str, ...]) -> tuple[str, ...]:
 def main(argv: list[str] | None = None) -> None:
     """Run the program and exit with its code: errors that a user can cause are printed once, without a traceback."""
     os.environ.setdefault("KINETO_LOG_LEVEL", "99")  # torch's profiler tells its own stages otherwise
-    os.environ.setdefault(
-        "CUDA_DEVICE_MAX_CONNECTIONS", "32"
-    )  # why: comm.mesh.many_queues; here, before CUDA is looked at
-    os.environ.setdefault(
-        "TRITON_DEFAULT_FP_FUSION", "1"
-    )  # a * b + c rounds once, as before; Triton 3.9 warns that 3.10 will not
-    os.environ.setdefault(
-        "FLASH_ATTENTION_CUTE_DSL_CACHE_ENABLED", "1"
-    )  # keep its compiled kernels, as Triton and quack do
+    # why: comm.mesh.many_queues; here, before CUDA is looked at
+    os.environ.setdefault("CUDA_DEVICE_MAX_CONNECTIONS", "32")
+    # a * b + c rounds once, as before; Triton 3.9 warns that 3.10 will not
+    os.environ.setdefault("TRITON_DEFAULT_FP_FUSION", "1")
+    # keep its compiled kernels, as Triton and quack do
+    os.environ.setdefault("FLASH_ATTENTION_CUTE_DSL_CACHE_ENABLED", "1")
     os.environ.setdefault("FLASH_ATTENTION_CUTE_DSL_CACHE_DIR", os.path.expanduser("~/.cache/phalanx/flash-attn"))
     if "_PHALANX_COMPLETE" in os.environ:
         use_bash()

@@ -1,5 +1,5 @@
-"""Axis: one communicator as one rank sees it, with the collectives on plain tensors. Over an axis of size 1 each is
-the identity."""
+"""Axis: one communicator as one rank sees it, with the collectives on plain tensors. Over an axis of size 1 each is the
+identity."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from phalanx.comm.health.waits import timed
 
 
 class Work:
-    """A collective under way. `wait()` returns its result; on a GPU the current stream waits, the host does not."""
+    """A collective in flight. `wait()` returns its result; on a GPU the current stream waits, the host does not."""
 
     def __init__(self, result: Tensor, handle: Any = None, finish: Callable[[], None] | None = None):
         self.result, self._handle, self._finish = result, handle, finish
@@ -41,14 +41,14 @@ class Work:
         return self.result
 
 
-SMALL = 2**16  # bytes of a part
+SMALL = 2**16  # bytes of one rank's slice
 
 
 def _at_once(part: Tensor) -> bool:
-    """Whether an all-to-all does it faster: gloo passes parts round a ring, one exchange after the other; there all
-    are under way at once.
+    """Whether to use an all-to-all, with all exchanges in flight at once, instead of gloo's ring, which passes slices
+    on one exchange after the other.
 
-    Of small parts on 4 ranks that takes a quarter of the time; of large ones it would take memory for nothing.
+    For small slices on 4 ranks that takes a quarter of the time; for large ones it would only take memory.
     """
     return part.device.type == "cpu" and 0 < part.nbytes <= SMALL
 
@@ -71,7 +71,7 @@ def _copy(to: Tensor, source: Tensor) -> None:
 
 
 class Arriving(Protocol):
-    """What is gathered or scattered in parts, while a matmul works on others."""
+    """A gather or scatter in slices, so that a matmul can work on some while others travel."""
 
     def parts(self) -> Iterator[tuple[slice, Tensor]]: ...
 
@@ -98,7 +98,8 @@ class Overlap(Protocol):
 
 
 class PulledExchange(Protocol):
-    """Memory of buckets that the ranks share (shared.Shared): where parts are pulled from, and what sums go through."""
+    """Shared memory of buckets (overlap.SharedExchange): weight shards are pulled from it, and gradient sums go through
+    it."""
 
     parts: Any
     sums: Any
@@ -106,7 +107,7 @@ class PulledExchange(Protocol):
 
 
 class GatheredParts:
-    """The reference implementation of symmetric.PulledParts: gathers everything, then hands it out as one part."""
+    """The reference implementation of symmetric.PulledParts: gathers everything, then yields it as one slice."""
 
     def __init__(self, work: Work):
         self.work = work
@@ -121,7 +122,8 @@ class GatheredParts:
 
 
 class ScatteredSums:
-    """The reference implementation of symmetric.PushedParts: one part to fill in, scattered as soon as it is filled."""
+    """The reference implementation of symmetric.PushedParts: one slice to fill in, scattered as soon as it is
+    filled."""
 
     def __init__(self, axis: Axis, tokens: int, width: int, like: Tensor, local: bool = False):
         self.axis, self.buffer, self.local = axis, like.new_empty(tokens, width), local
@@ -141,8 +143,8 @@ class ScatteredSums:
 
 
 class SwappedRows:
-    """The reference implementation of symmetric.PushedRows: parts for each rank, needed or not, that an all-to-all
-    carries."""
+    """The reference implementation of symmetric.PushedRows: a slot for each rank, whether needed or not, carried by an
+    all-to-all."""
 
     def __init__(self, axis: Axis, tokens: int, width: int, like: Tensor, local: bool = False):
         self.axis, self.tokens, self.local = axis, tokens, local
@@ -151,7 +153,8 @@ class SwappedRows:
 
     @property
     def addresses(self) -> Tensor:
-        """(size,) int64: from where row `first` is the start of the part for each rank."""
+        """(size,) int64: the address of this rank's slot on each rank, counted so that row `first` is where the slot
+        starts."""
         whole = self._buffer
         distance = self.tokens * whole.shape[1] * whole.element_size()
         return torch.arange(self.axis.size, device=whole.device) * distance + (
@@ -159,7 +162,7 @@ class SwappedRows:
         )
 
     def part(self, rank: int) -> Tensor:
-        """(tokens, width) this rank's part on `rank`, to write to."""
+        """(tokens, width): this rank's slot on `rank`, to write to."""
         return self._buffer[rank * self.tokens : (rank + 1) * self.tokens]
 
     def fill(self, write: Callable[[Any], None]) -> SwappedRows:
@@ -173,7 +176,7 @@ class SwappedRows:
         return self
 
     def wait(self) -> Tensor:
-        """(size * tokens, width) what all ranks wrote for this one."""
+        """(size * tokens, width): what all ranks wrote for this one."""
         return self._buffer
 
 
@@ -193,7 +196,7 @@ class Axis:
         )
 
     def _local(self, op: str, x: Tensor) -> bool:
-        """Whether the call is to stay on this rank: size 1, or a test drops it."""
+        """Whether the call stays on this rank: size 1, or a test drops it."""
         if self.size == 1:
             return True
         if self.watch.on and self.watch.dropped(op, self.name, x.numel() * x.element_size()):
@@ -202,11 +205,11 @@ class Axis:
         return False
 
     def _repeated(self, x: Tensor) -> Tensor:
-        """What stands for a gathered x when the call stays on this rank."""
+        """The stand-in for a gathered x when the call stays on this rank."""
         return x if self.size == 1 else x.repeat(self.size, *(1,) * (x.dim() - 1))
 
     def own_rows(self, x: Tensor) -> Tensor:
-        """What stands for a scattered x when the call stays on this rank."""
+        """The stand-in for a scattered x when the call stays on this rank."""
         n = x.shape[0] // self.size
         return x if self.size == 1 else x[self.index * n : (self.index + 1) * n].clone()
 
@@ -237,15 +240,15 @@ class Axis:
         return Work(out, self._run(lambda: _all_gather(out, x, self.group, async_op)))
 
     def gather(self, x: Tensor) -> Arriving:
-        """As all_gather, in parts that a matmul can start on as they arrive."""
+        """As all_gather, in slices that a matmul can use as they arrive."""
         memory = self.memory
         if memory is None or not memory.fits(x.nbytes * self.size):
             return GatheredParts(self.all_gather(x, async_op=True))
         return GatheredParts(Work(self._repeated(x))) if self._local("all_gather", x) else memory.pulled(x)
 
     def scatter(self, tokens: int, width: int, like: Tensor) -> Arriving:
-        """As reduce_scatter of a product (tokens, width) with the dtype of `like`, in parts that are sent as they
-        are filled in."""
+        """As reduce_scatter of a matmul's output (tokens, width) with the dtype of `like`, in slices that are sent as
+        they are filled in."""
         memory = self.memory
         if memory is None or not memory.fits(tokens * width * like.element_size()):
             return ScatteredSums(self, tokens, width, like)
@@ -256,11 +259,11 @@ class Axis:
         )
 
     def push(self, tokens: int, width: int, like: Tensor, back: bool, share: float = 1.0) -> Any:
-        """(size * tokens, width) with the dtype of `like`, of which each rank writes its `tokens` rows on all, or
-        those that are needed there.
+        """(size * tokens, width) with the dtype of `like`: each rank writes its `tokens` rows on all ranks, or those
+        rows that a rank needs.
 
-        share   of the rows that a rank needs, as a forecast may assume
-        Returns SwappedRows, or what the overlap has for it (symmetric.PushedRows).
+        share   the fraction of rows that a rank needs, as a forecast may assume
+        Returns SwappedRows, or the overlap's equivalent (symmetric.PushedRows).
         """
         memory, rows = self.memory, torch.empty(tokens, width, dtype=like.dtype, device="meta")
         if self._local("push", rows):
@@ -277,12 +280,12 @@ class Axis:
             return Work(out)
         if self._pulls(own):
             return Work(out, self._run(lambda: self.shared.parts.pull(out, own)))  # type: ignore[union-attr]
-        if out.device.type == "cpu":  # gloo needs input and output apart
+        if out.device.type == "cpu":  # gloo needs separate input and output
             own = own.clone()
         return Work(out, self._run(lambda: _all_gather(out, own, self.group, async_op)))
 
     def all_gather_to(self, out: Tensor, own: Tensor, async_op: bool = False) -> Work:
-        """Fill `out` (size * n,) from each rank's `own` (n,), which lies elsewhere."""
+        """Fill `out` (size * n,) from each rank's `own` (n,), which is stored elsewhere."""
         if self._local("all_gather", own):
             out.view(self.size, -1).copy_(own)
             return Work(out)
@@ -294,7 +297,7 @@ class Axis:
         return self.shared is not None and self.shared.parts is not None and self.shared.parts.holds(own)
 
     def reduce_scatter(self, x: Tensor, async_op: bool = False) -> Work:
-        """(size * n, ...) on each rank -> (n, ...): this rank's part of the sum."""
+        """(size * n, ...) on each rank -> (n, ...): this rank's slice of the sum."""
         n = x.shape[0] // self.size
         if self._local("reduce_scatter", x):
             return Work(self.own_rows(x))
@@ -307,8 +310,8 @@ class Axis:
         return Work(out, handle, finish=lambda: _copy(out, parts.view(self.size, *out.shape).sum(0)))
 
     def reduce_scatter_within(self, x: Tensor, async_op: bool = False, onto: Tensor | None = None) -> Work:
-        """Sum of x (size * n,) over the axis; each rank gets its own n elements, in place, or added to `onto` (n,):
-        the result says which. The rest of x is undefined."""
+        """Sum of x (size * n,) over the axis. Each rank gets its own n elements, in place, or added to `onto` (n,); the
+        result is one or the other. The rest of x is undefined."""
         n = x.numel() // self.size
         own = x[self.index * n : (self.index + 1) * n]
         if self._local("reduce_scatter", x):
@@ -319,16 +322,16 @@ class Axis:
             return Work(out, self._run(lambda: sums.reduce(x, out, add)))
         if x.device.type != "cpu":
             return Work(own, self._run(lambda: _reduce_scatter(own, x, self.group, async_op)))
-        output = torch.empty_like(own)  # gloo needs input and output apart
+        output = torch.empty_like(own)  # gloo needs separate input and output
         handle = self._run(lambda: _reduce_scatter(output, x, self.group, async_op))
         work = Work(own, handle, finish=lambda: _copy(own, output))
         return work if async_op else Work(work.wait())
 
     def all_to_all(self, x: Tensor, send: Sequence[int] | None = None, receive: Sequence[int] | None = None) -> Tensor:
-        """Rows of x, cut into runs of `send` rows, one run to each rank -> the runs of `receive` rows that each rank
-        sent, in rank order.
+        """Rows of x, divided into slices of `send` rows for each rank -> the slices of `receive` rows from each rank,
+        in rank order.
 
-        Without sizes all runs are equal.
+        Without sizes all slices are equal.
         """
         total = len(x) if receive is None else sum(receive)
         if self._local("all_to_all", x):
@@ -340,13 +343,13 @@ class Axis:
         return out
 
     def broadcast(self, x: Tensor, source: int) -> Tensor:
-        """x of the axis' rank number `source`, in place."""
+        """x of rank number `source` in the axis, in place."""
         if not self._local("broadcast", x):
             self._run(lambda: dist.broadcast(x, src=self.ranks[source], group=self.group))
         return x
 
     def all_gather_text(self, text: str) -> list[str]:
-        """Every rank's text, in rank order (bytes in tensors: nothing is unpickled)."""
+        """Every rank's text, in rank order (as bytes in tensors: nothing is unpickled)."""
         if self.size == 1:
             return [text]
         device = self.device
@@ -359,13 +362,13 @@ class Axis:
 
     @property
     def device(self) -> torch.device:
-        """Where this axis' group can communicate."""
+        """The device on which this axis' group communicates."""
         nccl = self.size > 1 and dist.get_backend(self.group) == "nccl"
         return torch.device("cuda", torch.cuda.current_device()) if nccl else torch.device("cpu")
 
     def barrier(self) -> None:
-        """Until every rank is here. It is not watched: it moves nothing, and what its absence would do depends on
-        who is faster."""
+        """Wait until every rank is here. Not watched: it moves no data, and what dropping it would change depends on
+        timing."""
         with self.watch.paused():
             self.all_reduce(torch.zeros(1, device=self.device)).wait().cpu()  # on a GPU the host waits too
 
@@ -387,7 +390,7 @@ class Axis:
         return Work(out, self._run(lambda: dist.irecv(out, src=self.ranks[source], group=self.group)))
 
     def hop(self, x: Tensor | None, to: int, out: Tensor | None, source: int) -> Work:
-        """Post at once the send of x to the axis' rank number `to` and the receive of `out` from its rank number
+        """Post together the send of x to the axis' rank number `to` and the receive of `out` from its rank number
         `source`; None: nothing goes that way. All ranks of the axis must do so, in the same order. The result is
         `out`."""
         nothing = torch.empty(0)
@@ -400,7 +403,7 @@ class Axis:
 
 
 class Handles:
-    """Of several posts, as of one."""
+    """The handles of several posts, as one."""
 
     def __init__(self, handles: Sequence[Any]):
         self.handles = handles
@@ -415,10 +418,14 @@ class Handles:
 
 @dataclass(frozen=True)
 class ModelAxes:
-    """The axes that modules communicate over: tp and cp of the dense view; of cp the neighbours that exchange heads
-    (`heads`) and those that read each other's keys (`keys`), and the same of fewer neighbours, who share a document
-    (`groups`, by their number); tp x cp, the ranks that share a micro-batch (`sharing`); ep, etp and both together
-    (`experts`) of the expert view."""
+    """The axes that modules communicate over.
+
+    tp, cp            of the dense view
+    heads, keys       of cp: the neighbours that exchange heads, and the ranks that read each other's keys
+    groups            heads and keys for fewer neighbours, who share a document, by their number
+    batch_group       tp x cp, the ranks that share a micro-batch
+    ep, etp, experts  of the expert view; `experts` is both together
+    """
 
     tp: Axis = field(default_factory=lambda: Axis("tp"))
     ep: Axis = field(default_factory=lambda: Axis("ep"))
@@ -431,7 +438,7 @@ class ModelAxes:
     groups: Mapping[int, tuple[Axis, Axis]] = field(default_factory=dict)
 
     def among(self, degree: int) -> ModelAxes:
-        """With the heads and keys of `degree` neighbours of cp alone, who share a document."""
+        """The same, with the heads and keys of the `degree` neighbours of cp that share a document."""
         if degree == self.cp.size:
             return self
         heads, keys = self.groups.get(degree) or (Axis("cp heads"), Axis("cp keys"))

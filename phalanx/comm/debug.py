@@ -1,5 +1,5 @@
-"""Watching communication: a rank's last calls; counts of calls and bytes per axis, and faults for tests that prove
-that each collective matters."""
+"""Watching communication: a rank's last calls, counts of calls and bytes for each axis, and dropped calls for tests
+that prove that each collective matters."""
 
 from __future__ import annotations
 
@@ -25,12 +25,12 @@ class Site(NamedTuple):
 
 @dataclass
 class Watch:
-    """Owned by one mesh. Off by default: then a collective costs one line in `last`.
+    """Owned by one mesh. Off by default: then a collective only adds a line to `last`.
 
-    last   the calls of this rank, for those who want to know why ranks wait for each other
-    waits  how long it waits in them
-    calls  number of calls and bytes handed in, per site
-    drop   a site whose calls are to be replaced by local stand-ins (a rank then sees only its own part)
+    last   this rank's calls, to find out why ranks wait for each other
+    waits  how long this rank waits in them
+    calls  number of calls and bytes passed in, by site
+    drop   a site whose calls are replaced by local stand-ins (a rank then sees only its own share)
     """
 
     on: bool = False

@@ -1,4 +1,4 @@
-"""DryAxis: an axis of any size without process groups; its collectives only give tensors of the right shape and
+"""DryAxis: an axis of any size without process groups, whose collectives only return tensors of the right shape and
 count bytes."""
 
 from __future__ import annotations
@@ -13,16 +13,16 @@ from phalanx.comm.axis import Axis, SwappedRows, Work
 
 
 def ring_bytes(op: str, nbytes: int, size: int) -> float:
-    """Bytes that each rank sends in a ring collective over `size` ranks of a whole (gathered, or not yet scattered)
-    tensor of `nbytes`."""
+    """Bytes that each rank sends in a ring collective over `size` ranks; `nbytes` is the size of the whole tensor
+    (gathered, or not yet scattered)."""
     hops = 2 if op == "all_reduce" else 1
     return hops * nbytes * (size - 1) / size
 
 
 class DryAxis(Axis):
-    """What modules on the meta device communicate over. `sent` counts the bytes that this rank sends, by operation.
+    """The axis that modules use on the meta device. `sent` counts the bytes that this rank sends, by operation.
 
-    Of size 1 it is an Axis like any other: nothing is sent.
+    With size 1 it is an ordinary Axis: nothing is sent.
     """
 
     def __init__(self, name: str, size: int, index: int = 0):

@@ -1,5 +1,5 @@
-"""The world once more, for threads that talk beside the training: on gloo, so that nothing of theirs waits for a
-device or for a step."""
+"""A second world communicator, for threads that communicate beside training: on gloo, so that they wait for no device
+and no step."""
 
 from __future__ import annotations
 
@@ -11,15 +11,15 @@ from torch.distributed import distributed_c10d
 from phalanx.base.errors import PeerLost
 from phalanx.comm.axis import Axis
 
-# Its public name came with torch 2.15, where the older one warns.
+# set_timeout became public in torch 2.15, where the older name warns.
 set_timeout = getattr(dist, "set_timeout", None) or distributed_c10d._set_pg_timeout
 
 
 def host_axis(world: Axis, meet_s: float, wait_s: float) -> Axis:
-    """All ranks of the world, with a communicator of their own. Called by all of them together; one thread of each
-    rank uses it at a time.
+    """All ranks of the world, with a separate communicator. All of them call it together; only one thread of each rank
+    uses it at a time.
 
-    meet_s, wait_s   seconds that ranks wait for each other to make it, and then in each agreement
+    meet_s, wait_s   seconds that ranks wait for each other to create it, and then in each agreement
     """
     if world.size == 1:
         return world

@@ -1,19 +1,18 @@
-"""Where ranks meet: torch's store, bound to one address, and texts in it that ranks of this run signed.
+"""Where ranks meet: torch's store, bound to one address, and texts in it that are signed by ranks of this run.
 
-torch's store asks nobody who they are. So nothing of ours that comes out of it is unpickled, and nothing is believed
-that was not signed with the run's secret: `SignedStore` puts an HMAC before each text, over its key and its text,
-with a key that belongs to this start of this run. That key is agreed upon in `recognise`, before ranks connect to
-each other:
+torch's store authenticates nobody. So nothing that comes out of it is unpickled by us, and nothing is trusted unless it
+is signed with the run's secret. `SignedStore` puts an HMAC before each text, over its key and its text, with a key that
+belongs to this start of this run. `recognise` agrees on that key before ranks connect to each other:
 
-    rank r             -> nonce/r    a number of its own, and whether it has a secret rank 0             -> session
-    a hash of all nonces, and who has no secret
-                       -> welcome/r  r's nonce, signed: rank r knows that rank 0 has the secret and that nothing is
-                       replayed
-    rank r             -> here/r     the session, signed: rank 0 knows the same of rank r rank 0             ->
-    verdict    signed: who has another secret rank r, if refused -> left/r     so that rank 0, whose store it may be,
-    ends last
+  rank r              -> nonce/r    a random number of its own, and whether it has a secret
+  rank 0              -> session    a hash of all nonces, and who has no secret
+                      -> welcome/r  r's nonce, signed: rank r knows that rank 0 has the secret and that nothing is
+                                    replayed
+  rank r              -> here/r     the session, signed: rank 0 knows the same about rank r
+  rank 0              -> verdict    signed: who has another secret
+  rank r, if refused  -> left/r     so that rank 0, which may hold the store, ends last
 
-Where no rank has a secret there is no SignedStore, and ranks say nothing to each other beside collectives.
+If no rank has a secret there is no SignedStore, and ranks exchange nothing except through collectives.
 """
 
 from __future__ import annotations
@@ -35,29 +34,29 @@ import torch.distributed as dist
 from phalanx.base.errors import ConfigError, PeerLost, Problem
 from phalanx.base.placement import MEETING, RANKS, SECRET
 
-LAST_S = 3.0  # that rank 0 waits until all who are refused know it
-LONGEST_PAUSE_S = 0.1  # between two looks
+LAST_S = 3.0  # how long rank 0 waits until all refused ranks know it
+LONGEST_PAUSE_S = 0.1  # between two polls
 SHOWN = 8  # ranks in one message
 
 
 def listen(address: str, port: int = 0) -> socket.socket:
-    """A socket that listens at this address and at no other. OSError where it cannot."""
+    """A socket that listens at this address and no other. OSError if it cannot."""
     return socket.create_server(
         (address, port), family=socket.AF_INET6 if ":" in address else socket.AF_INET, backlog=1024
     )
 
 
 def serve(listener: socket.socket) -> dist.TCPStore:
-    """The store on that socket, which is the store's from here on. It is there as long as the value lives."""
+    """The store on that socket, which then belongs to the store. It lives as long as the returned value."""
     host, port = listener.getsockname()[:2]
     return dist.TCPStore(host, port, None, True, wait_for_workers=False, master_listen_fd=listener.detach())
 
 
 def open_store(init_method: str, rank: int, world_size: int, timeout: timedelta) -> dist.Store:
-    """The store that an `init_method` means.
+    """The store that an `init_method` refers to.
 
-    MEETING host:port/name          the store that a launcher serves there; each attempt has a name of its own
-    tcp://host:port[?listen=addr]   rank 0 serves it, at the address that host means or at `addr`, and nowhere else
+    MEETING host:port/name          the store that a launcher serves there; each attempt has its own name
+    tcp://host:port[?listen=addr]   rank 0 serves it, only at the address of host or at `addr`
     others                          torch's
     """
     if init_method.startswith(MEETING):
@@ -85,15 +84,16 @@ def _serve_at(host: str, port: int) -> dist.TCPStore:
 
 
 class SignedStore:
-    """Texts under keys of a torch store. What this run's ranks did not write is as good as not there; `refused`
-    counts it."""
+    """Texts under keys of a torch store. Texts not written by this run's ranks are treated as missing; `refused` counts
+    them."""
 
     def __init__(self, store: dist.Store, key: bytes):
         self._store, self._key = store, key
         self.refused = 0
 
     def clone(self, patience_s: float) -> SignedStore:
-        """The same over a connection of its own (one that waits holds up all others); an answer may take so long."""
+        """The same over a separate connection, because a waiting one blocks all others; an answer may take
+        `patience_s`."""
         store = self._store.clone()  # type: ignore[attr-defined]
         store.set_timeout(timedelta(seconds=patience_s))
         return SignedStore(store, self._key)
@@ -102,18 +102,18 @@ class SignedStore:
         self._store.set(key, self._signature(key, text.encode()) + text)
 
     def get(self, key: str) -> str | None:
-        """What a rank wrote there, if one did."""
+        """What a rank wrote there, if any."""
         return self.read([key]).get(key)
 
     def read(self, keys: Sequence[str]) -> dict[str, str]:
-        """What ranks wrote under those of the keys that they wrote: asked for all at once where all are there and
-        the store can."""
+        """What ranks wrote under those of the keys that exist. If all exist and the store supports it, they are read in
+        one request."""
         if self._store.has_extended_api() and self._store.check(list(keys)):  # type: ignore[attr-defined]
             return self._believed(zip(keys, self._store.multi_get(list(keys))))
         return self._believed((key, self._store.get(key)) for key in keys if self._store.check([key]))
 
     def has(self, keys: Sequence[str]) -> bool:
-        """Whether something is there under each key, by whomever."""
+        """Whether something is stored under each key, by whomever."""
         return self._store.check(list(keys))
 
     def _believed(self, values: Iterable[tuple[str, bytes]]) -> dict[str, str]:
@@ -132,9 +132,9 @@ class SignedStore:
 
 
 def recognise(store: dist.Store, rank: int, world_size: int, secret: str, timeout_s: float) -> SignedStore | None:
-    """Find out that all ranks have the same secret; None where none has one.
+    """Check that all ranks have the same secret; returns None if none has one.
 
-    Raises ConfigError on every rank where they differ, PeerLost naming the ranks that did not come in time.
+    Raises ConfigError on every rank if they differ, and PeerLost naming the ranks that did not come in time.
     """
     here = _Meeting(store, rank, world_size, secret, time.monotonic() + timeout_s)
     try:
@@ -145,7 +145,8 @@ def recognise(store: dist.Store, rank: int, world_size: int, secret: str, timeou
 
 
 def say_died(store: dist.Store, secret: str, rank: int, why: str) -> None:
-    """A launcher's, who has the secret and serves the store: a rank of its cannot say any more what became of it."""
+    """For a launcher, which has the secret and serves the store: report what happened to one of its ranks that cannot
+    report it itself."""
     ranks = dist.PrefixStore("phalanx", dist.PrefixStore(RANKS, store))
     with suppress(RuntimeError, dist.DistError, ConfigError):
         if ranks.check(["session"]):
@@ -155,7 +156,7 @@ def say_died(store: dist.Store, secret: str, rank: int, why: str) -> None:
 
 @dataclass(frozen=True)
 class _Meeting:
-    """One rank's part of `recognise`. until: on the monotonic clock."""
+    """One rank's side of `recognise`. until: on the monotonic clock."""
 
     store: dist.Store
     rank: int
@@ -181,7 +182,7 @@ class _Meeting:
         return self._prove(nonce, session)
 
     def _introduce(self) -> None:
-        """Rank 0's: see everybody's nonce, and answer."""
+        """Rank 0: read everybody's nonce, and answer."""
         keys = [f"nonce/{r}" for r in range(self.world_size)]
         self._await(keys)
         said = [self.store.get(key)[:64].decode(errors="replace") for key in keys]
@@ -207,7 +208,7 @@ class _Meeting:
         return signed
 
     def _strangers(self, signed: SignedStore, session: str) -> list[int]:
-        """Rank 0's: who has another secret."""
+        """Rank 0: the ranks with another secret."""
         here = [f"here/{r}" for r in range(self.world_size)]
         left = [f"left/{r}" for r in range(self.world_size)]
         self._poll(
@@ -219,7 +220,7 @@ class _Meeting:
         return [r for r, key in enumerate(here) if known.get(key) != session]
 
     def _await(self, keys: list[str]) -> None:
-        """Until all keys are there."""
+        """Wait until all keys exist."""
         if len(keys) == 1:
             self._poll(lambda: [] if self.store.check(keys) else [0])
         else:
@@ -230,7 +231,7 @@ class _Meeting:
             )
 
     def _poll(self, missing: Callable[[], list[int]]) -> None:
-        """Until no rank is missing; PeerLost names those that are. Polled, because a signal is not heeded while
+        """Wait until no rank is missing; PeerLost names those that are. Polls, because signals are not handled while
         torch waits."""
         pause = 0.001
         while ranks := missing():
@@ -240,7 +241,8 @@ class _Meeting:
             pause = min(2 * pause, LONGEST_PAUSE_S)
 
     def leave(self) -> None:
-        """Say that this rank is refused; rank 0, whose store it may be, stays until all others have read it."""
+        """Report that this rank knows that it is refused; rank 0, which may hold the store, stays until all others have
+        read the verdict."""
         with suppress(RuntimeError, dist.DistError, PeerLost):
             self.store.set(f"left/{self.rank}", "1")
             if self.rank == 0:
@@ -249,7 +251,7 @@ class _Meeting:
 
 
 def _session(value: bytes) -> tuple[str, list[int]]:
-    """Of rank 0; anybody may have written it, and `welcome` shows who did."""
+    """The session that rank 0 wrote. Anybody may have written it; `welcome` shows who did."""
     try:
         session, without = json.loads(value)
         return str(session), [int(r) for r in without]
@@ -269,7 +271,7 @@ def _ranks(ranks: Sequence[int], world_size: int) -> str:
 
 
 def _refusal(rule: str) -> ConfigError:
-    """Its value is never shown."""
+    """The value of the secret is never shown."""
     return ConfigError(
         [Problem(SECRET, "(not shown)", f"{rule}; start all ranks with the same one", {}, (), "the environment")]
     )

@@ -1,4 +1,4 @@
-"""Mesh: the only creation of process groups; axes are handed to those who communicate, never looked up."""
+"""Mesh: the only place that creates process groups. Axes are passed to the code that communicates, never looked up."""
 
 from __future__ import annotations
 
@@ -32,11 +32,10 @@ Mode = Literal["auto", "on", "off"]
 def init_world(
     rank: int, world_size: int, init_method: str, device: torch.device, timeout_s: float, secret: str = ""
 ) -> SignedStore | None:
-    """Join the world: NCCL for GPUs, gloo for CPUs. A world of one needs none.
+    """Join the world: NCCL for GPUs, gloo for CPUs. A world of one rank needs neither.
 
-    init_method   as of `open_store`
-    secret        of the run; no rank of another secret is let in. Without one on any rank there is no SignedStore to
-    be returned
+    init_method   as in `open_store`
+    secret        of the run; ranks with another secret are rejected. If no rank has one, None is returned
     """
     if world_size == 1 or dist.is_initialized():
         return None
@@ -75,10 +74,10 @@ def leave_world() -> None:
 
 @dataclass(frozen=True)
 class Groups:
-    """How the ranks of an axis share buckets (layout.shards): `inner` neighbours hold the parts of one, `outer`
-    ranks the same part.
+    """How the ranks of an axis share buckets (layout.shards): `inner` neighbours hold the shards of one, `outer` ranks
+    hold the same shard.
 
-    gather   the ranks of inner with a communicator of their own: weights do not queue behind gradients
+    gather   the inner ranks with a separate communicator, so that weights do not queue behind gradients
     """
 
     inner: Axis
@@ -89,12 +88,14 @@ class Groups:
 class Mesh:
     """The axes of one rank.
 
-    tp, cp, dp, pp, world   whole axes; `sub` gives the part of an axis that shares a replica, `edge` a directed pair
-    of stages.
-    data                dp x cp: the ranks that hold the same dense parameters and see different tokens.
-    model               the axes that modules communicate over: of the expert view after `prepare_experts`. Groups
-    are made by their members alone, in phases: in each phase every rank makes exactly one group, if need be with
-    itself only, because torch names such a group by the number of groups that a rank has made before.
+    tp, cp, dp, pp, world   whole axes; `sub` returns the part of an axis that shares a replica, `edge` a directed pair
+                            of stages
+    data                    dp x cp: the ranks that hold the same dense parameters and see different tokens
+    model                   the axes that modules communicate over; those of the expert view after `prepare_experts`
+
+    Groups are created by their members only, in phases: in each phase every rank creates exactly one group, if
+    necessary with itself alone, because torch names such a group by the number of groups that a rank has created
+    before.
     """
 
     def __init__(self, grid: Grid, rank: int = 0, device: torch.device | str = "cpu", timeout_s: float = 600.0):
@@ -104,9 +105,9 @@ class Mesh:
         self._timeout = timedelta(seconds=timeout_s)
         self._axes: list[Axis] = []
         self.closing: list[Callable[[], None]] = []
-        self.store: SignedStore | None = None  # what ranks say to each other beside collectives
-        self.overlapping: dict[str, str] = {}  # by axis: whether it hides its exchanges, and why not
-        self.exchanges: dict[SumAxis, str] = {}  # the same of buckets whose gradients are summed over an axis
+        self.store: SignedStore | None = None  # what ranks exchange besides collectives
+        self.overlapping: dict[str, str] = {}  # by axis: whether its exchanges overlap with matmuls, and why not
+        self.exchanges: dict[SumAxis, str] = {}  # the same for buckets whose gradients are summed over an axis
         self._subs: dict[Replica, Axis] = {}
         self.world = self._phase("world", tuple(range(grid.world)))
         self.tp = self._phase("tp", grid.ranks(self.at, ("tp",)))
@@ -129,11 +130,11 @@ class Mesh:
 
     @property
     def part(self) -> SequenceShard:
-        """Which part of every sequence is this rank's."""
+        """This rank's shard of every sequence."""
         return SequenceShard(self.at.cp, self.grid.cp, self.grid.dynamic, self.grid.ulysses)
 
     def prepare_experts(self) -> None:
-        """Make the axes of the expert view, which only models with experts need; once."""
+        """Create the axes of the expert view, which only models with experts need; once."""
         if self._edp is not None:
             return
 
@@ -146,17 +147,17 @@ class Mesh:
         self._edp = phase("edp", "edp")
 
     def prepare_stage(self) -> None:
-        """Make the axis of all ranks of a pipeline stage, which only optimizers of whole matrices need."""
+        """Create the axis of all ranks of a pipeline stage, which only optimizers of whole matrices need."""
         ranks = self.grid.ranks(self.at, ("dp", "cp", "tp"))
         self.stage = self.world if len(ranks) == self.grid.world else self._phase("stage", ranks)
 
     def prepare_hosts(self) -> Axis:
-        """The ranks of dp on a communicator of their hosts, for tensors there: no device waits, and none is waited
+        """The ranks of dp on a communicator of their hosts, for tensors in host memory; no device waits or is waited
         for."""
         return self._phase("hosts of dp", self.dp.ranks, backend="gloo")
 
     def prepare_pp_hosts(self) -> None:
-        """The same of pp, for messages between stages while devices must be idle."""
+        """The same for pp, for messages between stages while devices must be idle."""
         self.pp_hosts = self._phase("hosts of pp", self.pp.ranks, backend="gloo")
 
     def along(self, axis: SumAxis) -> Axis:
@@ -184,11 +185,11 @@ class Mesh:
         return groups
 
     def _whole(self, name: str, ranks: tuple[int, ...]) -> Axis:
-        """An axis of as many ranks wherever a rank stands. Of one rank it needs no group."""
+        """An axis that has the same size on every rank. A single rank needs no group."""
         return self._phase(name, ranks) if len(ranks) > 1 else Axis(name, ranks, watch=self.watch)
 
     def prepare_sharding(self, sharding: Sharding) -> None:
-        """Make the groups that buckets are cut over, after the axes of experts (if any); on all ranks alike."""
+        """Create the groups over which buckets are sharded, after the axes of experts (if any); on all ranks alike."""
         axes: tuple[SumAxis, ...] = ("dp",) if self._edp is None else ("dp", "edp")
         for name in axes:
             whole = self.along(name)
@@ -202,7 +203,7 @@ class Mesh:
             self._groups[name] = Groups(inner, outer, gather)
 
     def groups(self, axis: SumAxis) -> Groups:
-        """Those that share buckets whose gradients are summed over `axis`."""
+        """The groups of buckets whose gradients are summed over `axis`."""
         return self._groups[axis]
 
     def _phase(self, name: str, ranks: tuple[int, ...], backend: str | None = None) -> Axis:
@@ -221,9 +222,9 @@ class Mesh:
         return axis
 
     def _make_edges(self) -> dict[tuple[int, int], Axis]:
-        """Directed edges between neighbours on the ring of pipeline ranks, each with a communicator of its own.
+        """Directed edges between neighbours on the ring of pipeline ranks, each with a separate communicator.
 
-        A phase is a set of edges that share no rank: the even ones, the odd ones, and the closing one of an odd ring.
+        A phase is a set of edges that share no rank: the even ones, the odd ones, and the closing edge of an odd ring.
         """
         n, edges = self.grid.pp, {}
         if n == 1:
@@ -245,7 +246,7 @@ class Mesh:
         return tuple(self._axes)
 
     def edge(self, source: int, to: int) -> Axis:
-        """The communicator from pipeline rank `source` to pipeline rank `to`; source is its number 0."""
+        """The communicator from pipeline rank `source`, its number 0, to pipeline rank `to`."""
         return self._edges[source, to]
 
     def sub(self, replica: Replica) -> Axis:
@@ -254,11 +255,11 @@ class Mesh:
         return whole if len(replica.members) == whole.size else self._subs[replica]
 
     def prepare(self, replicas: set[Replica]) -> None:
-        """Make the sub-axes that a model needs. `replicas`: those of all pipeline ranks, so that all make as many
-        groups.
+        """Create the sub-axes that a model needs. `replicas`: those of all pipeline ranks, so that all create equally
+        many groups.
 
-        Of those of one axis and size, as many are made at once as have no rank in common (such as the runs of tp
-        ranks that share a kv head). Of pp all ranks are given the same replicas, of tp each rank its own.
+        Among those of one axis and size, groups without common ranks are created together (such as the groups of tp
+        ranks that share a kv head). For pp all ranks are given the same replicas, for tp each rank its own.
         """
         for axis, size in sorted({(r.axis, len(r.members)) for r in replicas}):
             if size == self.grid.size(axis):
@@ -274,12 +275,12 @@ class Mesh:
                     self._subs[mine] = made
 
     def overlap(self, axis: Axis, mode: Mode, whole: int) -> str:
-        """Open memory shared over an axis for exchanges that hide in computation, with room for a gathered tensor of
-        `whole` bytes.
+        """Open memory shared over an axis for exchanges that overlap with computation, with room for a gathered tensor
+        of `whole` bytes.
 
-        `mode`: auto: where the axis is on GPUs of one host; on: wherever it can be had; off. Returns what came of it
-        on this axis: "on", "off" where none is wanted, or "off: " and why. Other groups may fare otherwise: what the
-        run then does is decided by all ranks (engine.agree).
+        `mode`: auto: if the axis is on GPUs of one host; on: wherever it is available; off. Returns the outcome on this
+        axis: "on", "off" if none is wanted, or "off: " and the reason. Other groups may have another outcome; all ranks
+        decide together what the run then does (engine.agree).
         """
 
         def make() -> None:
@@ -291,10 +292,10 @@ class Mesh:
         return said
 
     def share(self, inner: SumAxis, mode: Mode, parts: int, largest: int) -> str:
-        """Open memory in which those that share buckets (`groups`) pull weights and sum gradients; `mode` and what
-        is returned as of `overlap`.
+        """Open memory in which the ranks that share buckets (`groups`) pull weights and sum gradients; `mode` and the
+        result are as in `overlap`.
 
-        parts, largest: bytes, as of shared.SharedExchange; nothing is opened for none.
+        parts, largest: bytes, as in overlap.SharedExchange; without any, nothing is opened.
         """
         groups = self.groups(inner)
 
@@ -307,18 +308,18 @@ class Mesh:
         return said
 
     def without_overlap(self, axis: Axis, why: str) -> None:
-        """Let go of what `overlap` opened: all ranks do without."""
+        """Free what `overlap` opened, because all ranks do without it."""
         axis.memory = None
         self.overlapping[axis.name] = why
 
     def without_exchange(self, inner: SumAxis, why: str) -> None:
-        """The same of `share`."""
+        """The same for `share`."""
         groups = self.groups(inner)
         groups.inner.shared = groups.gather.shared = None
         self.exchanges[inner] = why
 
     def wants_memory(self, mode: Mode) -> bool:
-        """Whether memory is to be shared where it can be."""
+        """Whether memory is to be shared where possible."""
         return mode == "on" or (mode == "auto" and self.device.type == "cuda")
 
     def _opened(self, axis: Axis, mode: Mode, make: Callable[[], None]) -> str:
@@ -335,12 +336,12 @@ class Mesh:
 
     @property
     def memories(self) -> tuple[Overlap, ...]:
-        """What axes share."""
+        """The shared memory of axes."""
         return tuple(axis.memory for axis in self._axes if axis.memory is not None)
 
     @property
     def shared_bytes(self) -> int:
-        """Of this GPU's memory that others can read, which torch does not count as that of tensors; 0 on a CPU."""
+        """Bytes of this GPU's memory that others can read, which torch does not count as tensor memory; 0 on a CPU."""
         shared = {id(axis.shared): axis.shared.nbytes for axis in self._axes if axis.shared is not None}
         return (sum(m.nbytes for m in self.memories) + sum(shared.values())) if self.device.type == "cuda" else 0
 
@@ -348,8 +349,8 @@ class Mesh:
         """Open every connection before step 1, so that step 1 shows the peak of memory and no step waits for a
         handshake.
 
-        NCCL opens a channel between two ranks at their first send or receive, which blocks both hosts: inside a
-        schedule that could be a deadlock. The phases in which groups were made are an order in which it is none.
+        NCCL opens a channel between two ranks at their first send or receive, which blocks both hosts. Inside a
+        schedule that could be a deadlock; in the phases in which groups were created it cannot.
         """
         for axis in self._axes:
             if axis.size > 1:
@@ -365,8 +366,7 @@ class Mesh:
             torch.cuda.synchronize(self.device)
 
     def close(self) -> None:
-        """Leave all groups. First whatever holds on to their communicators is let go: CUDA graphs with collectives
-        inside."""
+        """Leave all groups. Whatever uses their communicators is freed first: CUDA graphs with collectives inside."""
         for let_go in self.closing:
             let_go()
         self.closing.clear()
@@ -380,8 +380,8 @@ class Mesh:
 def many_queues() -> None:
     """Give the GPU as many hardware queues as it has, unless the user chose a number; before the first use of CUDA.
 
-    Kernels of several NCCL communicators wait for peers at the same time. With few queues one can stand behind
-    another by chance, and ranks then wait for each other in a ring.
+    Kernels of several NCCL communicators wait for peers at the same time. With few queues one can by chance queue
+    behind another, and ranks then wait for each other in a ring.
     """
     os.environ.setdefault("CUDA_DEVICE_MAX_CONNECTIONS", "32")
 
@@ -396,7 +396,7 @@ def local_device(kind: str, local_rank: int) -> torch.device:
 
 
 def _disjoint(replicas: Iterable[Replica]) -> list[list[Replica]]:
-    """Sorted into groups, in each of which no two have a member in common."""
+    """Sorted into groups in which no two replicas have a member in common."""
     groups: list[list[Replica]] = []
     for r in replicas:
         home = next((g for g in groups if not any(set(r.members) & set(o.members) for o in g)), None)

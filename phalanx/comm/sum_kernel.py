@@ -1,5 +1,5 @@
-"""Sums of what ranks pushed here, in one pass over memory (torch's own sum over a short first dim runs at half the
-speed)."""
+"""Sums of what other ranks pushed here, in one pass over memory (torch's own sum over a short first dim runs at half
+the speed)."""
 
 from __future__ import annotations
 
@@ -50,8 +50,8 @@ def _add(
 
 
 def add_pieces_(out: Tensor, own: Tensor, received: Tensor, index: int, add: bool) -> None:
-    """As shared.add_pieces, in one pass over memory: out (n,), own (n,), received (size - 1, n) of one dtype, its
-    rows contiguous."""
+    """As overlap.add_pieces, in one pass over memory: out (n,), own (n,), received (size - 1, n) of one dtype, its rows
+    contiguous."""
     n = out.numel()
     if n:
         size = len(received) + 1

@@ -1,17 +1,17 @@
 """Memory that all ranks of an axis on one host can read and write, and the exchanges through it.
 
-Gathering: each rank leaves its tokens in its buffer; the others pull them part by part while the matmul works on the
-parts that are there. Scattering: each finished part of a product is pushed to the rank it belongs to while the next
-is computed; the owner adds up what it got. Copies run on a stream of their own, by copy engines on a GPU, so they
-take no multiprocessors from the matmul. Pushing rows: each rank writes the rows that another needs, and no others,
-to their place in its buffer; which ones they are is known on the device alone.
+Gathering: each rank leaves its tokens in its buffer, and the others pull them slice by slice while the matmul works on
+slices that have arrived. Scattering: each finished slice of a matmul's output is pushed to the rank that owns it while
+the next is computed, and the owner adds up what it received. Copies run on a separate stream, on a GPU by copy engines,
+so they take no multiprocessors from the matmul. Pushing rows: each rank writes just the rows that another needs to
+their place in its buffer; only the device knows which rows they are.
 
-Buffers come in two sets used in turns, with one barrier per exchange. An exchange writes to a set last used two
-exchanges ago; the barrier of the exchange in between, which every rank enters only after its own work with the older
-one, makes that safe. So an exchange must be over on this rank (its parts all taken, or waited for) before the
-barrier of the next: a second `gather` sees to that for the first; `gather` and then `scatter` may be open together,
-since copies run one after another. On a GPU the memory is torch's symmetric memory (never multicast); on the CPU a
-file mapped by all ranks.
+Buffers come in two sets used in turn, with one barrier for each exchange. An exchange writes to a set that was last
+used two exchanges ago. This is safe because of the barrier of the exchange in between, which every rank enters only
+after its own work with the older one. So an exchange must be complete on this rank (all slices taken, or waited for)
+before the barrier of the next. A second `gather` ensures that for the first; a `gather` and a `scatter` after it may be
+open together, since copies run one after another. On a GPU the memory is torch's symmetric memory (never multicast),
+and on a CPU a file that all ranks map.
 """
 
 from __future__ import annotations
@@ -34,23 +34,21 @@ FOLDER = "/dev/shm" if os.path.isdir("/dev/shm") else None  # None: the folder f
 
 
 class Symmetric:
-    """Two sets of buffers on each of an axis' ranks: a set has `whole` bytes to gather from and as many to scatter
-    to."""
+    """Two sets of buffers on each rank of an axis; a set has `whole` bytes to gather from and as many to scatter to."""
 
     def __init__(self, axis: Axis, whole: int, device: torch.device):
         self.size, self.index, self.device = axis.size, axis.index, device
         self.whole = -(-whole // (ALIGN * axis.size)) * ALIGN * axis.size
         self.nbytes = total = 4 * self.whole
         self.turn = 0
-        self.open: PulledParts | None = None  # the gathering that parts may still be on their way of
+        self.open: PulledParts | None = None  # a gather whose slices may still be in flight
         self._handle: Any = None
         self._axis = axis
-        self._views: dict[tuple, Tensor] = {}  # made once: a view costs the host microseconds
+        self._views: dict[tuple, Tensor] = {}  # created once: a view costs the host microseconds
         self._buffers = self._on_gpu(axis, total) if device.type == "cuda" else self._on_cpu(axis, total)
         starts = [[buffer.data_ptr() + number * self.whole for buffer in self._buffers] for number in range(4)]
-        self._addresses = torch.tensor(starts, dtype=torch.int64).to(
-            device
-        )  # of each rank's part of each set, for kernels
+        # of each half of each set on every rank, for kernels
+        self._addresses = torch.tensor(starts, dtype=torch.int64).to(device)
         self.stream = torch.cuda.Stream(device) if device.type == "cuda" else None
         self.sum: Callable[[Tensor], Tensor] = lambda parts: parts.sum(0)
         if device.type == "cuda" and find_spec("triton"):
@@ -72,7 +70,7 @@ class Symmetric:
         try:
             size = total * axis.size
             mapped = made_by_all(axis, lambda: torch.from_file(path, shared=True, size=size, dtype=torch.uint8))
-        finally:  # everyone has it open, or nobody will
+        finally:  # either every rank has it open, or none will
             if axis.index == 0:
                 os.unlink(path)
         return list(mapped.split(total))
@@ -82,21 +80,22 @@ class Symmetric:
         return self.turn
 
     def back_to(self, turn: int) -> None:
-        """End on the turn on which a sequence began that will be replayed, so that turns alternate across replays."""
+        """End on the turn with which a sequence began that will be replayed, so that turns still alternate across
+        replays."""
         if self.turn != turn:
             self.take_turn()
             self.barrier()
 
     def fits(self, whole: int) -> bool:
-        """Whether a gathered (or not yet scattered) tensor of `whole` bytes has room."""
+        """Whether a gathered (or not yet scattered) tensor of `whole` bytes fits."""
         return whole <= self.whole
 
     def pulled(self, x: Tensor) -> PulledParts:
-        """x of all ranks, gathered in parts."""
+        """x of all ranks, gathered in slices."""
         return PulledParts(self, x)
 
     def pushed(self, tokens: int, width: int, like: Tensor) -> PushedParts:
-        """A product (tokens, width) that is scattered in parts, as they are filled in."""
+        """A matmul's output (tokens, width), scattered in slices as they are filled in."""
         return PushedParts(self, tokens, width, like)
 
     def rows(self, tokens: int, width: int, like: Tensor, back: bool) -> PushedRows:
@@ -104,7 +103,7 @@ class Symmetric:
         return PushedRows(self, tokens, width, like, back)
 
     def view(self, rank: int, turn: int, scatter: bool, part: int, like: Tensor) -> Tensor:
-        """Part number `part` of a set on a rank, with the shape and dtype of `like`."""
+        """Slice number `part` of a set on a rank, with the shape and dtype of `like`."""
         key = (rank, turn, scatter, part, like.shape, like.dtype)
         if key not in self._views:
             start = (2 * turn + scatter) * self.whole + part * (self.whole // self.size)
@@ -112,18 +111,18 @@ class Symmetric:
         return self._views[key]
 
     def addresses(self, turn: int, scatter: bool) -> Tensor:
-        """(size,) int64 on the device: where that part of a set begins on each rank."""
+        """(size,) int64 on the device: where that half of a set begins on each rank."""
         return self._addresses[2 * turn + scatter]
 
     def barrier(self) -> None:
-        """What every rank wrote before is visible to all after. On a GPU the stream waits, not the host."""
+        """What every rank wrote before is visible to all afterwards. On a GPU the stream waits, not the host."""
         if self._handle is not None:
             self._handle.barrier(channel=0)
         else:
             self._axis.barrier()
 
     def aside(self) -> AbstractContextManager[Any]:
-        """Work inside runs on the copying stream."""
+        """Work inside runs on the copy stream."""
         return nullcontext() if self.stream is None else torch.cuda.stream(self.stream)
 
     def mark(self) -> Any:
@@ -137,8 +136,8 @@ class Symmetric:
 
 
 def made_by_all(axis: Axis, work: Callable[[], T]) -> T:
-    """What `work` makes on this rank, once every rank of the axis has made its own. OSError on all of them where one
-    could not."""
+    """The result of `work` on this rank, once every rank of the axis has its own. OSError on all of them if one
+    failed."""
     made: list[T] = []
     trouble = ""
     try:
@@ -156,8 +155,8 @@ def first_line(error: Exception) -> str:
 
 
 def make_file(nbytes: int) -> str:
-    """A file of its owner's alone with its room taken (a hole would end the process at its first write); its path,
-    or "" where none can be made."""
+    """Create a file that only its owner can read, with its blocks allocated (writing to a hole on a full disk would
+    kill the process); returns its path, or "" if that fails."""
     try:
         file, path = tempfile.mkstemp(prefix="phalanx-", dir=FOLDER)
     except OSError:
@@ -173,11 +172,11 @@ def make_file(nbytes: int) -> str:
 
 
 class PulledParts:
-    """The gathering of x (n, ...) of each rank into (size * n, ...): parts as they arrive, own first.
+    """The gather of x (n, ...) of each rank into (size * n, ...): slices as they arrive, the rank's own first.
 
-    They arrive in this rank's buffer, where its own part is for the others to pull; what is given is good until the
-    exchange after the next. The own part is written, and the barrier passed, before whatever works on parts: behind
-    a matmul they would wait for its multiprocessors, and the others for them.
+    Slices arrive in this rank's buffer, from which the others pull this rank's own; they stay valid until the exchange
+    after the next. The own slice is written, and the barrier passed, before the matmuls that use the slices are
+    launched: behind a matmul they would wait for its multiprocessors, and other ranks for them.
     """
 
     def __init__(self, memory: Symmetric, x: Tensor):
@@ -211,7 +210,7 @@ class PulledParts:
         self.arrived()
 
     def arrived(self) -> None:
-        """The current stream waits for all parts."""
+        """The current stream waits for all slices."""
         self.memory.after(self.marks[-1])
         if self.memory.open is self:
             self.memory.open = None
@@ -222,14 +221,14 @@ class PulledParts:
 
 
 class PushedParts:
-    """The scattering of a product (T, width): parts to fill in, each pushed to its rank as soon as it is filled; own
-    last."""
+    """The scatter of a matmul's output (T, width): slices to fill in, each pushed to its rank as soon as it is filled;
+    the rank's own last."""
 
     def __init__(self, memory: Symmetric, tokens: int, width: int, like: Tensor):
         self.memory, self.rows = memory, tokens // memory.size
         self.part = like.new_empty(self.rows, width)
         self.turn = memory.take_turn()
-        self.kept: list[Tensor] = []  # read by the copying stream until `wait`
+        self.kept: list[Tensor] = []  # read by the copy stream until `wait`
 
     def parts(self) -> Iterator[tuple[slice, Tensor]]:
         """(rows of the product, where to write them); the caller must have written them when it asks for the next."""
@@ -263,9 +262,8 @@ class PushedParts:
 
 
 class PushedRows:
-    """Buffers (size * tokens, width) on each rank, to whose part number `index` this rank writes on all of them;
-    only what was written to must be read. `back`: which half of a set, so that those of one direction and the other
-    never meet."""
+    """Buffers (size * tokens, width) on each rank; this rank writes to slot number `index` on all of them, and only
+    rows that were written may be read. `back`: which half of a set, so that both directions use different memory."""
 
     def __init__(self, memory: Symmetric, tokens: int, width: int, like: Tensor, back: bool):
         self.memory, self.tokens = memory, tokens
@@ -273,15 +271,15 @@ class PushedRows:
         shape = torch.empty(memory.size * tokens, width, dtype=like.dtype, device="meta")
         self._wholes = [memory.view(rank, turn, back, 0, shape) for rank in range(memory.size)]
         self.addresses = memory.addresses(turn, back)
-        self.first = memory.index * tokens  # row of this rank's part
+        self.first = memory.index * tokens  # first row of this rank's slot
 
     def part(self, rank: int) -> Tensor:
-        """(tokens, width) this rank's part on `rank`, to write to."""
+        """(tokens, width): this rank's slot on `rank`, to write to."""
         return self._wholes[rank][self.first : self.first + self.tokens]
 
     def fill(self, write: Callable[[PushedRows], None]) -> PushedRows:
-        """Have `write` launched on the copying stream, which waits for what was asked for before; whatever it reads
-        is kept until `wait`."""
+        """Launch `write` on the copy stream, which waits for everything issued before; what it reads is kept until
+        `wait`."""
         m, begun = self.memory, self.memory.mark()
         with m.aside():
             m.after(begun)
@@ -291,7 +289,7 @@ class PushedRows:
         return self
 
     def wait(self) -> Tensor:
-        """What all ranks wrote here; good until the exchange after the next."""
+        """What all ranks wrote here; valid until the exchange after the next."""
         self.memory.after(self._filled)
         del self._kept
         return self._wholes[self.memory.index]

@@ -1,8 +1,7 @@
-"""The background check of a run: a thread that compares the .bin files it reads with their checksums while it trains.
+"""The background check of a run: a thread that compares the .bin files of the run with their checksums while it trains.
 
-It reads slowly, and through a small buffer, so that steps neither wait for it nor lose the file cache to it; at the
-end of a run the rest is read at full speed. Which rank has one, and what becomes of a run whose data is damaged, is
-left to the caller.
+It reads slowly and through a small buffer, so that steps neither wait for it nor lose the file cache to it; at the end
+of a run the rest is read at full speed. The caller decides which rank runs it, and what happens if data is damaged.
 """
 
 from __future__ import annotations
@@ -20,19 +19,20 @@ from phalanx.data.checksums import BLOCK, BinFile, FileRange
 from phalanx.data.index import Corpus
 
 RATE = 100e6  # bytes a second at most, while training
-# of a core at most, while training. No lower priority: it would hold Python's lock, which training waits for, for
-# longer
+# fraction of a core, at most, while training. A lower priority would not do: the thread would hold Python's lock, for
+# which training waits, for longer
 SHARE = 0.05
 MENDING = "restore it from a copy, or prepare the texts again; `phalanx data verify` names all damage"
 
 
 class BackgroundCheck:
-    """Compares from `start` (or the beginning of `with`) on; each damage is found once, and the first one is kept.
+    """Compares files from `start` (or from entering the context) on; each damage is found once, and the first one is
+    kept.
 
     corpora  their .bin files without checksums are left out
-    first    where to begin, as a part of the whole: runs that are started often, and several machines, begin at
-    different places
-    warn     is told what could not be compared though nothing says that it is damaged (a file that was removed, say)
+    first    where to begin, as a fraction of the whole: runs that are started often, and different machines, begin at
+             different places
+    warn     receives what could not be compared without being known as damaged (a file that was removed, say)
     """
 
     def __init__(
@@ -58,12 +58,12 @@ class BackgroundCheck:
         return self
 
     def look(self) -> None:
-        """DataError if damage has been found."""
+        """Raise DataError if damage has been found."""
         if self._problem is not None:
             raise DataError(self._problem)
 
     def finish(self, limit_s: float) -> str | None:
-        """Compare the rest at full speed, for so long at most: the damage, if there is any."""
+        """Compare the rest at full speed, for at most `limit_s`; returns the damage, if any."""
         self._deadline = time.monotonic() + limit_s
         self._hurry.set()
         if self._files:
@@ -120,7 +120,7 @@ class BackgroundCheck:
             self._warn(f"{path} {why}: it is not compared with its checksums")
 
     def _pause(self, size: int) -> bool:
-        """After a block: rest, unless the run waits for the end; whether to stop."""
+        """After a block: rest, unless the run waits for the end. Returns whether to stop."""
         took = time.monotonic() - self._block_began
         self._hurry.wait(max(size / RATE - took, took * (1 - SHARE) / SHARE, 0.0))
         self._block_began = time.monotonic()

@@ -1,4 +1,4 @@
-"""Rules of the `data` section: where tokens come from, how they are blended and split; what is in the files is
+"""Rules of the `data` section: where tokens come from, how they are blended and split. The contents of files are
 checked when they are opened."""
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ VALID = "valid"  # name of the validation part of the training corpora
 
 
 def check(config: DataConfig, *, evaluates: bool, files: bool = True) -> list[Problem]:
-    """evaluates: the run has evaluations. files: look whether the files are there (a laptop that plans may not have
+    """evaluates: the run has evaluations. files: check that the files exist (a laptop that only plans may not have
     them)."""
     found = check_source(config) + check_blend(config) + check_sources(config) + check_text(config)
     found += check_split(config, evaluates) + check_valid(config, evaluates) + check_packing(config)
@@ -34,7 +34,7 @@ def check(config: DataConfig, *, evaluates: bool, files: bool = True) -> list[Pr
 
 
 def check_source(config: DataConfig) -> list[Problem]:
-    """Tokens come from one place: made up, paths, sources or text."""
+    """Tokens come from one place: mock data, paths, sources or text."""
     given = [name for name in ("paths", "sources", "text", "source") if getattr(config, name)]
     found = []
 
@@ -56,7 +56,7 @@ def check_source(config: DataConfig) -> list[Problem]:
 
 
 def check_own(config: DataConfig) -> list[Problem]:
-    """data.source is there and takes its fields; nothing is set that only token files have."""
+    """data.source exists and accepts its fields; nothing is set that only applies to token files."""
     if config.source is None:
         return no_effect("data", config, ("source_config",), "data.source", {"data.source": None})
     because = {"data.source": config.source}
@@ -144,7 +144,7 @@ def check_sources(config: DataConfig) -> list[Problem]:
 
 
 def check_some_weights(config: DataConfig) -> list[Problem]:
-    """Sources without a number of tokens have all a weight or none."""
+    """Either all or none of the sources without a number of tokens have a weight."""
     loose = {name: source for name, source in config.sources.items() if source.tokens is None}
     weighted = {
         f"data.sources.{name}.weight": source.weight for name, source in loose.items() if source.weight is not None

@@ -1,8 +1,8 @@
 """Checksums of token files: PREFIX.sums, written with a .bin/.idx pair and compared with it when the pair is read.
 
-The .idx has one XXH3-64 for all its bytes. A .bin has one for each segment of at most SEGMENT bytes, so damage is
-located, and so that files can be put together without hashing them again. Megatron's tools know nothing of this
-file, and a pair without it is readable but unchecked. What is done about damage is left to the callers.
+The .idx has one XXH3-64 for all its bytes. A .bin has one for each segment of at most SEGMENT bytes, so that damage can
+be located and files can be merged without hashing them again. Megatron's tools ignore this file; a pair without it can
+be read but is not checked. Callers decide what to do about damage.
 """
 
 from __future__ import annotations
@@ -44,7 +44,7 @@ def cut(data: Any) -> list[Segment]:
 
 
 class SegmentSums:
-    """The segments of a file that is being written, in order."""
+    """The segments of a file while it is being written, in order."""
 
     def __init__(self) -> None:
         self._done: list[Segment] = []
@@ -61,7 +61,7 @@ class SegmentSums:
                 self._close()
 
     def extend(self, segments: Iterable[Segment]) -> None:
-        """Bytes that come next in the file and were hashed elsewhere."""
+        """Add segments for bytes that come next in the file and were hashed elsewhere."""
         self._close()
         self._done += segments
 
@@ -93,7 +93,8 @@ class HashedFile:
 
 @dataclass(frozen=True)
 class Checksums:
-    """What PREFIX.sums says: the XXH3-64 of the .idx, and the segments of each .bin. None: that file is unchecked."""
+    """The contents of PREFIX.sums: the XXH3-64 of the .idx, and the segments of each .bin. None: that file is not
+    checked."""
 
     idx: str
     bins: tuple[tuple[Segment, ...] | None, ...]
@@ -143,7 +144,7 @@ def _segments(lines: Sequence[str] | None) -> tuple[Segment, ...] | None:
 
 
 class FileRange(NamedTuple):
-    """Bytes start .. start + size - 1 of a file, what they must hash to, and who says so."""
+    """Bytes start .. start + size - 1 of a file, the hash they must have, and the file that states it."""
 
     path: Path
     start: int
@@ -152,9 +153,10 @@ class FileRange(NamedTuple):
     sums: Path
 
     def problem(self, buffer: bytearray, pause: Callable[[int], bool] = lambda size: False) -> str | None:
-        """What is wrong with these bytes, read block by block into `buffer`. OSError if they cannot be read.
+        """What is wrong with these bytes, read block by block into `buffer`; None: nothing. OSError if they cannot be
+        read.
 
-        `pause` is told the size of each block once it is read; True stops the comparison.
+        `pause` receives the size of each block once it is read; returning True stops the comparison.
         """
         found, left = xxhash.xxh3_64(), self.size
         with open(self.path, "rb", buffering=0) as file:
@@ -200,7 +202,8 @@ class BinFile:
 
 
 def compare(files: Iterable[BinFile], workers: int, progress: Callable[[int], object] = lambda done: None) -> list[str]:
-    """All that is wrong with some .bin files, in order. `progress` is told how many bytes have been compared."""
+    """Everything that is wrong with some .bin files, in order. `progress` receives the number of bytes compared so
+    far."""
     buffers = threading.local()
 
     def look(place: FileRange) -> tuple[int, str | None]:
@@ -224,6 +227,7 @@ def compare(files: Iterable[BinFile], workers: int, progress: Callable[[int], ob
 
 
 def _read_once(file: IO[bytes]) -> None:
-    """The file cache need not keep what is read here in place of what training reads (Linux 6.3 and later heed it)."""
+    """Read without keeping the data in the file cache, where it would replace what training reads (Linux 6.3 and later
+    respect this)."""
     if hasattr(os, "posix_fadvise"):
         os.posix_fadvise(file.fileno(), 0, 0, os.POSIX_FADV_NOREUSE)

@@ -32,8 +32,7 @@ def is_number(word: str) -> bool:
 
 
 def prefixes_and_weights(given: Sequence[str]) -> tuple[tuple[str, ...], tuple[float, ...]]:
-    """The prefixes of `a b` or of Megatron's `0.7 a 0.3 b`, and the weights that stand before them (none in the
-    first form)."""
+    """The prefixes of `a b` or of Megatron's `0.7 a 0.3 b`, and the weights before them (none in the first form)."""
     if len(given) % 2 == 0 and given and all(is_number(word) for word in given[::2]):
         return tuple(given[1::2]), tuple(float(word) for word in given[::2])
     return tuple(given), ()
@@ -46,7 +45,7 @@ class SourceConfig:
     paths: Prefixes
     """Prefixes of its .bin/.idx token files, shuffled as one."""
     weight: float | None = None
-    """Its share beside the weights of the other sources."""
+    """Its share relative to the weights of the other sources."""
     tokens: int | None = None
     """Instead of a weight: how many tokens the whole run takes from it."""
 
@@ -57,8 +56,8 @@ class SourceConfig:
 @dataclass(frozen=True, kw_only=True)
 class DataConfig:
     paths: Prefixes = ()
-    """Prefixes of .bin/.idx token files; several are blended. `0.7 a 0.3 b` gives weights too, as Megatron's
-    data-path does."""
+    """Prefixes of .bin/.idx token files; several are blended. `0.7 a 0.3 b` also gives weights, like Megatron's
+    data-path."""
     weights: tuple[float, ...] = ()
     """Blend weight of each path; unset: by number of tokens."""
     sources: dict[str, SourceConfig] = field(default_factory=dict)
@@ -69,12 +68,12 @@ class DataConfig:
     json_keys: tuple[str, ...] = ("text",)
     """Fields of a .jsonl line or .parquet row of data.text that hold the text."""
     text_errors: Literal["strict", "replace", "skip"] = "strict"
-    """Documents of data.text that are no text: stop the run, keep them with U+FFFD in place of what is bad, or leave
-    them out."""
+    """Documents of data.text that are not valid text: stop the run, keep them with U+FFFD in place of invalid bytes, or
+    skip them."""
     cache: str | None = None
     """Folder for the token files made of data.text; unset: `data` in the run's folder."""
     split: str = "98,2,0"
-    """Parts of each corpus for train, validation and test, cut at document borders."""
+    """Proportions of each corpus for train, validation and test, cut at document borders."""
     valid: dict[str, Prefixes] = field(default_factory=dict)
     """More named validation sets: name -> prefixes (or `0.7 a 0.3 b`), used whole."""
     source: str | None = None
@@ -82,17 +81,17 @@ class DataConfig:
     source_config: dict[str, Any] = field(default_factory=dict)
     """The own fields of data.source."""
     mock: bool = False
-    """Made-up tokens instead of files: a deterministic Markov chain that a model can learn."""
+    """Mock tokens instead of files: a deterministic Markov chain that a model can learn."""
     tokenizer: str | None = None
-    """A tokenizer file, a folder that holds one, `bytes` (each byte a token) or `null:N` (text of ids); it travels
+    """A tokenizer file, a folder that holds one, `bytes` (each byte a token) or `null:N` (text of ids); it is copied
     into every checkpoint."""
     packing: Literal["off", "online", "offline"] = "off"
-    """Whole documents put together into sequences, the rest filled up, in place of a stream of tokens cut into
-    windows. online: packed first-fit when the run starts; offline: as `phalanx data pack` has stored it."""
+    """Put whole documents together into sequences and pad the rest, instead of cutting a stream of tokens into windows.
+    online: packed first-fit when the run starts; offline: as stored by `phalanx data pack`."""
     document_attention: bool | None = None
-    """Keep attention inside documents and restart positions at each of them. unset: with packing, yes; without, no."""
+    """Keep attention inside documents and restart positions at each of them. unset: yes with packing, otherwise no."""
     max_epochs: float | None = None
-    """Refuse a run that would read its data more often than this; unset: no limit (a number of tokens has the limit
+    """Refuse a run that would read its data more often than this; unset: no limit (for sources with a number of tokens,
     1)."""
 
     @property
@@ -109,6 +108,6 @@ class DataConfig:
 
 
 def prefixes_of(config: DataConfig) -> list[str]:
-    """Of all token files that a run reads, each once."""
+    """Prefixes of all token files that a run reads, each once."""
     given = (config.paths, *(source.paths for source in config.sources.values()), *config.valid.values())
     return list(dict.fromkeys(prefix for paths in given for prefix in prefixes_and_weights(paths)[0]))

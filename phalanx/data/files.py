@@ -1,5 +1,5 @@
-"""Files that appear whole or not at all, which file is a tokenizer, and helpful words about what is missing;
-contents are left to others."""
+"""Files that appear whole or not at all, finding a tokenizer's file, and helpful messages about what is missing. File
+contents are handled elsewhere."""
 
 from __future__ import annotations
 
@@ -16,18 +16,19 @@ from phalanx.base.errors import DataError
 
 BYTES = "bytes"
 NULL = "null:"
+# of a folder, the first that is there
 TOKENIZER_FILES = (
     "tokenizer.json",
     "vocab.json",
     "tokenizer.model",
     "spiece.model",
-)  # of a folder, the first that is there
+)
 
 
 @contextmanager
 def replacing(path: str | os.PathLike[str]) -> Iterator[IO[bytes]]:
-    """A binary file that takes the place of `path` when the block ends well (written beside it, fsync, rename) and
-    vanishes otherwise."""
+    """A binary file that replaces `path` when the block ends without an error (written beside it, fsync, rename) and
+    disappears otherwise."""
     target = Path(path)
     temporary = temporary_name(target)
     try:
@@ -73,8 +74,7 @@ def must_exist(path: str | os.PathLike[str]) -> Path:
 
 
 def tokenizer_file(path: str | os.PathLike[str]) -> Path:
-    """The file that a tokenizer is read from: `path` itself, or what the folder `path` holds. DataError if there is
-    none."""
+    """The file of a tokenizer: `path` itself, or one in the folder `path`. DataError if there is none."""
     path = must_exist(path)
     if not path.is_dir():
         return path
@@ -85,7 +85,7 @@ def tokenizer_file(path: str | os.PathLike[str]) -> Path:
 
 
 def extra(module: str, needed: str, name: str) -> Any:
-    """An optional library. DataError names the extra `name` that brings it; `needed` begins the sentence, such as
+    """An optional library. DataError names the extra `name` that installs it; `needed` begins the sentence, such as
     `.zst files need`."""
     try:
         return import_module(module)

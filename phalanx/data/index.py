@@ -41,7 +41,7 @@ from phalanx.data.files import must_exist, replacing, sync, sync_folder, tempora
 MAGIC = b"MMIDIDX\x00\x00"
 HEADER = struct.Struct("<9sQBQQ")
 DTYPES = {1: "uint8", 2: "int8", 3: "int16", 4: "int32", 5: "int64", 6: "float64", 7: "float32", 8: "uint16"}
-CHUNK = 1 << 20  # entries looked at or copied at a time: memory stays flat however many documents there are
+CHUNK = 1 << 20  # entries processed at a time: memory stays flat however many documents there are
 MAX_LENGTH = 2**31 - 1  # lengths are int32
 
 
@@ -59,9 +59,9 @@ def strip_suffix(prefix: str | os.PathLike[str]) -> str:
 class Corpus:
     """An open pair of files, seen as one stream of `num_tokens` tokens: all sequences in file order.
 
-    Only memory maps are held, so a billion documents cost no memory of this process; opening reads the .idx front to
-    back and compares it with PREFIX.sums, where there is one. Raises DataError for a file that is missing,
-    truncated, damaged, foreign, or does not belong to the other one.
+    Only memory maps are held, so a billion documents cost this process no memory. Opening reads the whole .idx and
+    compares it with PREFIX.sums, if that exists. Raises DataError for a file that is missing, truncated, damaged, in
+    another format, or does not belong to the other one.
 
     idx_xxh3    the XXH3-64 of the .idx
     bin_files   the .bin files with the checksums of their segments, if they have any
@@ -95,7 +95,7 @@ class Corpus:
 
     @property
     def is_checked(self) -> bool:
-        """Whether there are checksums of all its files."""
+        """Whether all its files have checksums."""
         return all(file.segments is not None for file in self.bin_files)
 
     def __repr__(self) -> str:
@@ -162,8 +162,7 @@ class Corpus:
         return np.concatenate(raw).view(self.dtype)
 
     def _release(self) -> None:
-        """Pages of the index that were looked at leave this process's memory; the file cache keeps them while there
-        is room."""
+        """Drop index pages that were read from this process's memory; the file cache keeps them while there is room."""
         if hasattr(mmap, "MADV_DONTNEED"):
             self._index.madvise(mmap.MADV_DONTNEED)
 
@@ -175,8 +174,8 @@ class Corpus:
         return found.hexdigest()
 
     def _check_sums(self, sums: Checksums | None) -> tuple[BinFile, ...]:
-        """The .bin files with what PREFIX.sums says of them. DataError if the .idx is not the one that it was
-        written with."""
+        """The .bin files with their checksums from PREFIX.sums. DataError if the .idx is not the one it was written
+        with."""
         path = sums_path(self.prefix)
         known = (None,) * len(self.bins) if sums is None else sums.bins
         if sums is not None and sums.idx != self.idx_xxh3:
@@ -249,12 +248,12 @@ def check_vocab(corpus: Corpus, vocab_size: int, start: int = 0, stop: int | Non
 
 
 class CorpusWriter:
-    """Writes a .bin/.idx pair, byte for byte as Megatron's builder does, and their checksums beside them; a context
+    """Writes a .bin/.idx pair, byte for byte like Megatron's builder, and their checksums beside them; a context
     manager.
 
-    Nothing is seen under the final names before the block ends well, and nothing is left behind when it does not.
-    Lengths and document indices are spooled to disk, so memory is bounded by one document. idx_xxh3: of the .idx,
-    once it is written.
+    Nothing appears under the final names before the block ends without an error, and nothing is left behind otherwise.
+    Lengths and document indices are spooled to disk, so memory is bounded by one document. idx_xxh3: of the .idx, once
+    it is written.
     """
 
     def __init__(self, prefix: str | os.PathLike[str], dtype: DTypeLike):
@@ -324,9 +323,8 @@ class CorpusWriter:
             self._write_index(hashed)
             sync(idx)
         self.idx_xxh3 = hashed.xxh3
-        self._idx_path.unlink(
-            missing_ok=True
-        )  # a crash between the renames must not leave an old .idx beside the new .bin
+        # a crash between the renames must not leave an old .idx beside the new .bin
+        self._idx_path.unlink(missing_ok=True)
         os.replace(self._bin_temporary, self._bin_path)
         write_sums(sums_path(self.prefix), Checksums(self.idx_xxh3, (self._bin_sums.finish(),)))
         os.replace(self._idx_temporary, self._idx_path)
@@ -374,7 +372,7 @@ def _find_bins(prefix: str) -> tuple[Path, list[tuple[Path, int]]]:
 
 
 def write_bins(file: Path, place: Path, bins: Sequence[tuple[Path, int]]) -> None:
-    """A list of .bin files, by their paths from the folder `place` in which the list will lie."""
+    """Write a list of .bin files, with their paths relative to the folder `place` in which the list will be."""
     entries = [{"path": os.path.relpath(path, place), "bytes": size} for path, size in bins]
     with replacing(file) as output:
         output.write(json.dumps(entries, indent=2).encode())
@@ -406,7 +404,7 @@ def _read_header(path: Path) -> tuple[np.dtype[Any], int, int]:
 
 
 def _map(path: Path, dtype: DTypeLike, offset: int, count: int) -> NDArray[Any]:
-    """A read-only map; as a plain array, because numpy's memmap class makes each small slice slow."""
+    """A read-only map, as a plain array, because numpy's memmap class makes small slices slow."""
     if count == 0:
         return np.empty(0, dtype)
     return np.memmap(path, dtype=dtype, mode="r", offset=offset, shape=(count,)).view(np.ndarray)

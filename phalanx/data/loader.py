@@ -1,5 +1,5 @@
-"""The loader: from global sample numbers to micro-batches. Which sample is what is `sources` and `mixture`; devices
-are the caller's."""
+"""The loader: from global sample numbers to micro-batches. `sources` and `mixture` define what each sample is; the
+caller moves batches to devices."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ LOOKED_UP = (
 
 
 Work = Callable[[Sequence[int]], Sequence[int]]
-"""What each of these samples costs beside its tokens."""
+"""The cost of each of these samples, in addition to that of its tokens."""
 
 
 def micro_batch_samples(
@@ -36,11 +36,11 @@ def micro_batch_samples(
 ) -> list[list[int]]:
     """Sample numbers of each micro-batch of one data-parallel rank, for the step that starts after `consumed` samples.
 
-    The step's samples are consumed .. consumed + global_batch - 1 whatever dp is. They are cut into runs of
-    `micro_batch`, and rank r takes the r-th block of consecutive runs: a binary tree over all runs has the ranks'
-    own trees as its lower levels. `work`: runs stay what they are, but stand in an order in which blocks have equal
-    amounts of it; the same for each dp that is a power of 2. ValueError unless micro_batch * dp divides
-    global_batch.
+    The step's samples are consumed .. consumed + global_batch - 1, whatever dp is. They are divided into micro-batches
+    of `micro_batch` consecutive samples, and rank r takes the r-th block of consecutive micro-batches, so a binary tree
+    over all micro-batches contains the ranks' trees as its lower levels. With `work`, the micro-batches stay the same,
+    but are reordered so that blocks have equal work; the order is the same for every dp that is a power of 2.
+    ValueError unless micro_batch * dp divides global_batch.
     """
     if global_batch % (micro_batch * dp):
         raise ValueError(f"global_batch {global_batch} is not a multiple of micro_batch {micro_batch} x dp {dp}")
@@ -54,10 +54,10 @@ def micro_batch_samples(
 
 def spread(costs: Sequence[int], blocks: int) -> list[int]:
     """An order of items in which `blocks` consecutive blocks of equal length cost about the same, and so do their
-    halves, and halves of those.
+    halves, and the halves of those.
 
-    `blocks` divides the number of items. Items are dealt by cost, the dearest first, one to each part in turn, the
-    dearer one to the part that has least.
+    `blocks` divides the number of items. Items are assigned from the costliest down, one to each part in turn, the
+    costlier one to the part with the least.
     """
     odd, rest = list[int](), blocks
     for factor in range(3, blocks + 1, 2):
@@ -71,7 +71,7 @@ def spread(costs: Sequence[int], blocks: int) -> list[int]:
 
 
 def _assign(items: list[int], costs: Sequence[int], count: int) -> list[list[int]]:
-    """Items, the dearest first, in `count` parts of equal length."""
+    """Assign items, the costliest first, to `count` parts of equal length."""
     parts, sums = [list[int]() for _ in range(count)], [0] * count
     for first in range(0, len(items), count):
         for item, part in zip(items[first : first + count], sorted(range(count), key=sums.__getitem__)):
@@ -81,7 +81,7 @@ def _assign(items: list[int], costs: Sequence[int], count: int) -> list[list[int
 
 
 class Place(NamedTuple):
-    """Where a sample comes from: number `number` of source `source`, which is its window `window`."""
+    """Where a sample comes from: it is number `number` of source `source`, at its window `window`."""
 
     sample: int
     source: int
@@ -90,7 +90,7 @@ class Place(NamedTuple):
 
 
 class Loader:
-    """Micro-batches of a blend of sources; holds no position, so any sample can be asked for at any time, from any
+    """Micro-batches from a blend of sources. It holds no position, so any sample can be requested at any time, from any
     thread."""
 
     def __init__(
@@ -102,8 +102,8 @@ class Loader:
         document_attention: bool = False,
         packed: bool = False,
     ):
-        """packed: sequences may end in padding. DataError for weights that make no blend (wrong number of them,
-        negative, all zero, too small)."""
+        """packed: sequences may end in padding. DataError for invalid weights (wrong number of them, negative, all
+        zero, too small)."""
         if len(weights) != len(sources):
             raise DataError(
                 f"data.weights has {len(weights)} entries for {len(sources)} sources: "
@@ -132,7 +132,7 @@ class Loader:
 
     @property
     def order(self) -> str:
-        """A fingerprint of the order of samples: while it is the same, so is the meaning of a place in the data."""
+        """A fingerprint of the order of samples: while it is unchanged, a position in the data has the same meaning."""
         shares = [
             (source.windows, share, *(packing.checksum for packing in source.packings))
             for source, share in zip(self.sources, self.blend.shares)
@@ -140,7 +140,7 @@ class Loader:
         return hashlib.sha256(repr([self.seq_length, shares]).encode()).hexdigest()[:16]
 
     def locate(self, samples: Sequence[int]) -> list[Place]:
-        """Where these global sample numbers come from; fastest for many at once, ascending."""
+        """Where these global sample numbers come from; fastest for many ascending numbers at once."""
         found = np.array(self.blend.locate(samples), np.int64).reshape(-1, 2)
         windows = np.empty(len(found), np.int64)
         for i in np.unique(found[:, 0]):
@@ -149,8 +149,8 @@ class Loader:
         return [Place(*row) for row in zip(samples, found[:, 0].tolist(), found[:, 1].tolist(), windows.tolist())]
 
     def pairs(self, samples: Sequence[int]) -> list[int]:
-        """Of query and key that attention reads in each sample, inside documents alone where it stays there; padding
-        is not counted."""
+        """Number of (query, key) pairs that attention computes in each sample, only inside documents where it stays
+        there; padding is not counted."""
         found = []
         for place in self.locate(samples):
             source, length = self.sources[place.source], self.seq_length
@@ -163,10 +163,10 @@ class Loader:
     def batch(self, samples: Sequence[int]) -> Batch:
         """The micro-batch of these global sample numbers, on the CPU (see `sequence.batch.Batch`).
 
-        Labels are the next tokens. With document attention positions restart at each document, `documents` counts
-        documents through the micro-batch, and the last token of a document has no loss: what comes next is not its
-        continuation. The padding of a packed sequence is a document of its own, without loss, or several short ones,
-        in which attention costs nothing; the last token of a packed document never has one.
+        Labels are the next tokens. With document attention, positions restart at each document, `documents` counts
+        documents through the micro-batch, and the last token of a document has no loss, because what follows does not
+        continue it. The padding of a packed sequence forms documents of its own without loss, short ones, so that
+        attention to them costs nothing; the last token of a packed document never has a loss.
         """
         return self.read(self.locate(samples))
 
@@ -198,7 +198,7 @@ class Loader:
         )
 
     def _mark_padding(self, places: Sequence[Place], labels: np.ndarray) -> torch.Tensor:
-        """Which tokens are real (1) and which padding (0); takes the loss from padding and from the last token of
+        """Which tokens are real (1) and which are padding (0); removes the loss from padding and from the last token of
         each document."""
         real = np.zeros(labels.shape, np.int64)
         for row, place in enumerate(places):
@@ -215,16 +215,15 @@ class Loader:
         return self._positions[count]
 
     def _cut_into_documents(self, places: Sequence[Place], labels: np.ndarray) -> tuple[torch.Tensor, torch.Tensor]:
-        """Positions and document numbers of a micro-batch; takes the loss from the last token of each document."""
+        """Positions and document numbers of a micro-batch; removes the loss from the last token of each document."""
         length, firsts = self.seq_length, []
         for row, place in enumerate(places):
             starts = self.sources[place.source].starts(place.window)
             labels[row, starts - 1] = IGNORE
             filled = self.sources[place.source].filled(place.window) if self.packed else length
             padding = np.arange(filled + PADDING_RUN, length, PADDING_RUN)
-            firsts.append(
-                row * length + np.concatenate([[0], starts[starts < length], padding])
-            )  # a sequence counts as a start
+            # a sequence counts as a start
+            firsts.append(row * length + np.concatenate([[0], starts[starts < length], padding]))
         first = np.concatenate(firsts)
         lengths = np.diff(first, append=labels.size)
         positions = np.arange(labels.size) - np.repeat(first, lengths)
@@ -282,11 +281,11 @@ def _loader(config: DataConfig, sources: Sequence[Source], weights: Sequence[Wei
 
 
 class Prefetcher:
-    """Iterates over the batches of some lists of samples, made ahead of time by a thread; a context manager.
+    """Iterates over the batches of some lists of samples, prepared in advance by a thread; a context manager.
 
     At most `depth` batches wait. An error in the thread is raised here, in its place among the batches. With
-    `pin_memory` the batches lie in page-locked memory, which lets `Batch.to(gpu)` run beside the computation. `part`
-    of each sequence is what this rank gets.
+    `pin_memory`, batches are in page-locked memory, so that `Batch.to(gpu)` overlaps with computation. `part`: the
+    shard of each sequence that this rank receives.
     """
 
     def __init__(
@@ -298,8 +297,8 @@ class Prefetcher:
         part: SequenceShard = WHOLE,
     ):
         self._loader, self._sample_lists, self._pin_memory, self._part = loader, sample_lists, pin_memory, part
-        self._ready: SimpleQueue[Batch | BaseException] = SimpleQueue()  # the exception is last, and stays
-        self._room: SimpleQueue[None] = SimpleQueue()  # one entry for each batch that may still be put there
+        self._ready: SimpleQueue[Batch | BaseException] = SimpleQueue()  # the exception comes last, and stays
+        self._room: SimpleQueue[None] = SimpleQueue()  # one entry for each batch that may still be added
         for _ in range(depth):
             self._room.put(None)
         self._closed = False
@@ -320,7 +319,7 @@ class Prefetcher:
         return batch
 
     def close(self) -> None:
-        """Stop the thread and wait for it; what was made ahead is dropped."""
+        """Stop the thread and wait for it; batches prepared in advance are dropped."""
         self._closed = True
         self._room.put(None)
         self._thread.join()
@@ -343,7 +342,7 @@ class Prefetcher:
                 if self._closed:
                     break
                 self._ready.put(batch)
-        except BaseException as caught:  # whatever it is, the training thread must hear of it
+        except BaseException as caught:  # the training thread must learn of it, whatever it is
             end = caught
         finally:
             self._ready.put(end)

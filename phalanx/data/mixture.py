@@ -1,8 +1,8 @@
-"""The order of training data, as pure functions of a sample number: permutations, blends and splits. It reads no files.
+"""The order of training data, as pure functions of a sample number: permutations, blends and splits. Reads no files.
 
-Data state is one integer, the number of consumed samples. Sample g of a run belongs to source i, whose n-th sample
-it is (`Blend`), and that is window `permute(n % windows)` of epoch n // windows. Nothing is stored, so resuming
-costs nothing.
+The state of the data is one integer, the number of consumed samples. Sample g of a run belongs to source i, as its n-th
+sample (`Blend`), and is window `permute(n % windows)` of epoch n // windows. Nothing is stored, so resuming costs
+nothing.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ ROUNDS = 8
 MAX_DENOMINATOR = 1 << 36
 MAX_SOURCES = 2048
 CHUNK = 1 << 14  # with the two limits above, every product in Blend.counts stays inside int64
-REACH = 512  # samples that Blend.locate steps over rather than jumps
+REACH = 512  # samples up to which Blend.locate steps rather than jumps
 
 
 def make_key(*parts: int) -> int:
@@ -135,9 +135,8 @@ class Blend:
         if sum(done) + len(open_uses) == samples:
             return [i for _, i in open_uses]
         eligible = [self._eligible(i, done[i] + 1) for _, i in open_uses]
-        least = [0] * (
-            len(open_uses) + 1
-        )  # least[p]: the minimum over s, less `samples`, for the uses up to open use p
+        # least[p]: the minimum over s, less `samples`, for the uses up to open use p
+        least = [0] * (len(open_uses) + 1)
         for at in range(min(eligible), samples + 1, CHUNK):
             excess = self._excess(at, min(CHUNK, samples + 1 - at), done)
             least[0] = min(least[0], int(excess.min()))

@@ -1,4 +1,4 @@
-"""DataSource: what a file must say to train on samples of its own, and how the loader reads it."""
+"""DataSource: what a file must define to train on samples of its own, and how the loader reads it."""
 
 from __future__ import annotations
 
@@ -24,8 +24,8 @@ SEAM = "source"
 
 @dataclass(frozen=True)
 class SourceStart:
-    """What a source is to give: samples of seq_length + 1 tokens, each in [0, vocab_size); of training or of
-    validation, whose samples must not be those of training. seed: train.seed."""
+    """What a source must supply: samples of seq_length + 1 tokens, each in [0, vocab_size), for training or for
+    validation, whose samples must differ. seed: train.seed."""
 
     seq_length: int
     vocab_size: int
@@ -34,13 +34,14 @@ class SourceStart:
 
 
 class DataSource(ABC):
-    """Samples by number, in place of token files. Subclass it, and name it with `@source("name")` or by `module:NAME`.
+    """Samples by number, instead of token files. Subclass it, and refer to it by `@source("name")` or by `module:NAME`.
 
     Config   a dataclass: its own fields, in data.source_config
-    samples  how many there are: they are shuffled for each epoch, in validation in order; None: endless, in order
+    samples  how many there are; training shuffles them for each epoch, validation reads them in order; None: endless,
+             in order
 
-    A sample is a function of its number alone: ranks, layouts and resumed runs ask for the same numbers in any order,
-    from a thread beside training. So a place in the data stays one integer.
+    A sample is a function of its number alone: ranks, layouts and resumed runs request the same numbers in any order,
+    from a thread beside training. That is why a position in the data is one integer.
     """
 
     Config: ClassVar[type] = NoFields
@@ -54,8 +55,8 @@ class DataSource(ABC):
         """(seq_length + 1,) token ids: the last one is only the label of the one before."""
 
     def document_starts(self, number: int) -> Sequence[int]:
-        """Ascending places in 1..seq_length of the sample where a document starts: with data.document_attention
-        nothing before them is seen from there on."""
+        """Ascending positions in 1..seq_length at which a document starts. With data.document_attention, tokens do not
+        see anything before their document."""
         return ()
 
 
@@ -63,7 +64,7 @@ T = TypeVar("T", bound=type[DataSource])
 
 
 def source(name: str) -> Callable[[T], T]:
-    """Name a DataSource, so that data.source may be that name wherever its module has been imported."""
+    """Name a DataSource: data.source may be that name wherever its module has been imported."""
 
     def named(cls: T) -> T:
         register(SEAM, name, cls)
@@ -73,14 +74,14 @@ def source(name: str) -> Callable[[T], T]:
 
 
 def find_source(name: str) -> type[DataSource]:
-    """The source that data.source means. NotFound says what is wrong with it."""
+    """The source that data.source refers to. NotFound says what is wrong with it."""
     found: type[DataSource] = find(SEAM, name, DataSource)
     return found
 
 
 @dataclass(frozen=True)
 class OwnSource:
-    """A DataSource as the loader reads it (data.sources.Source); what it gives is checked."""
+    """A DataSource as the loader reads it (data.sources.Source); what it returns is checked."""
 
     name: str
     own: DataSource

@@ -1,10 +1,10 @@
-"""Packing: which documents of a corpus share a sequence. Whole documents are put together first-fit, and what is
-left of a sequence is filled up.
+"""Packing: which documents of a corpus share a sequence. Whole documents are put together first-fit, and the rest of a
+sequence is padded.
 
-A packing is a list of pieces (runs of tokens of one document) in bins (sequences). It is a function of the lengths
-of the documents alone, so it is the same for every layout and every start; the order in which bins are seen is left
-to `sources`. It is made when a run starts (`make_packing`), or once and for all beforehand and stored beside the
-index (`write_packing`, `read_packing`).
+A packing is a list of pieces (consecutive tokens of one document) in bins (sequences). It is a function of the lengths
+of the documents alone, so it is the same for every layout and every start. `sources` determines the order in which bins
+are seen. A packing is computed when a run starts (`make_packing`), or beforehand and stored beside the index
+(`write_packing`, `read_packing`).
 """
 
 from __future__ import annotations
@@ -25,11 +25,10 @@ from phalanx.data.files import replacing
 from phalanx.data.index import Corpus
 
 MAGIC = b"PHXPACK\x00"
-HEADER = struct.Struct(
-    "<8sQQQQQQII"
-)  # magic, version, capacity, first token, stop, pieces, bins, checksums of borders and pieces
+# magic, version, capacity, first token, stop, pieces, bins, checksums of borders and pieces
+HEADER = struct.Struct("<8sQQQQQQII")
 VERSION = 1
-WINDOW = 16384  # neighbouring documents that are packed together: more fill sequences hardly better and take longer
+WINDOW = 16384  # neighbouring documents packed together: with more, sequences are hardly fuller and it takes longer
 
 
 def first_fit(lengths: NDArray[np.int64], capacity: int) -> NDArray[np.int64]:
@@ -40,7 +39,7 @@ def first_fit(lengths: NDArray[np.int64], capacity: int) -> NDArray[np.int64]:
     2013), and of items in descending order 11/9 times and 6/9 (Dosa, The tight bound of first fit decreasing, 2007).
     """
     room, bins, used = np.empty(len(lengths), np.int64), np.empty(len(lengths), np.int64), 0
-    since: dict[int, int] = {}  # no bin before this one has room for such a length: rooms only get smaller
+    since: dict[int, int] = {}  # no bin before this one has room for such a length; rooms only shrink
     for i, length in enumerate(lengths.tolist()):
         first = since.get(length, 0)
         fits = room[first:used] >= length
@@ -57,8 +56,8 @@ class Packing:
     """Pieces in order of their bins: bin b has pieces bins[b] .. bins[b + 1].
 
     starts    (P,) int64  offset in the corpus' stream of the first token of each piece
-    lengths   (P,) int32  its tokens; those of a bin add up to `capacity` at most
-    goes_on   (P,) uint8  1 where the document is longer than `capacity` and its next piece begins right after this one
+    lengths   (P,) int32  its tokens; those of a bin add up to at most `capacity`
+    goes_on   (P,) uint8  1 if the document is longer than `capacity` and its next piece begins right after this one
     bins      (B + 1,) int64
     """
 
@@ -78,7 +77,7 @@ class Packing:
 
     @property
     def fill(self) -> float:
-        """Tokens over places; the rest is padding."""
+        """Fraction of positions that hold tokens; the rest is padding."""
         return self.tokens / (self.num_bins * self.capacity) if self.num_bins else 0.0
 
     def pieces(self, b: int) -> list[tuple[int, int, bool]]:
@@ -98,8 +97,8 @@ class Packing:
 
     @property
     def text(self) -> str:
-        """For people: fill, documents in a sequence, and what attention inside documents reads of what whole
-        sequences would."""
+        """A summary for people: fill, documents in a sequence, and the fraction of (query, key) pairs that attention
+        inside documents computes."""
         pieces, lengths = np.diff(self.bins), self.lengths.astype(np.float64)
         pairs = float((lengths * (lengths + 1)).sum()) / (self.num_bins * self.capacity * (self.capacity + 1.0))
         cut = int(self.goes_on.sum())
@@ -114,10 +113,10 @@ class Packing:
 def make_packing(
     corpus: Corpus, start: int, stop: int, capacity: int, decreasing: bool, window: int = WINDOW
 ) -> Packing:
-    """Pack the documents of tokens [start, stop) of a corpus, which are document borders, in groups of `window` in
-    file order.
+    """Pack the documents of tokens [start, stop) of a corpus, both of which are document borders, in groups of `window`
+    in file order.
 
-    decreasing  the longest of a group first, which fills sequences better; else in file order
+    decreasing  the longest of a group first, which fills sequences better; otherwise in file order
     A document longer than `capacity` is cut into pieces of that length and a last one. Empty documents are left out.
     """
     made: list[tuple[NDArray[Any], ...]] = []
@@ -157,12 +156,13 @@ def _cut(borders: NDArray[np.int64], capacity: int) -> tuple[NDArray[np.int64], 
 
 
 def packing_path(prefix: str, start: int, stop: int, capacity: int) -> Path:
-    """Of the packing of tokens [start, stop) of PREFIX into sequences of `capacity`."""
+    """The path of the packing of tokens [start, stop) of PREFIX into sequences of `capacity`."""
     return Path(f"{prefix}.{capacity}.{start}-{stop}.pack")
 
 
 def write_packing(path: Path, packing: Packing, corpus: Corpus, start: int, stop: int) -> None:
-    """Atomically, with checksums of what is stored and of the borders of the documents that it was made of."""
+    """Write a packing atomically, with checksums of its contents and of the document borders from which it was
+    computed."""
     sizes = (len(packing.starts), packing.num_bins)
     head = HEADER.pack(
         MAGIC, VERSION, packing.capacity, start, stop, *sizes, _checksum(corpus, start, stop), packing.checksum
@@ -173,8 +173,8 @@ def write_packing(path: Path, packing: Packing, corpus: Corpus, start: int, stop
 
 
 def read_packing(corpus: Corpus, start: int, stop: int, capacity: int) -> Packing:
-    """Memory-mapped. DataError for a file that is missing, damaged, of another version, or was made of other
-    documents."""
+    """A stored packing, memory-mapped. DataError if the file is missing, damaged, of another version, or computed from
+    other documents."""
     path = packing_path(corpus.prefix, start, stop, capacity)
     if not path.exists():
         made = [p.name for p in path.parent.glob(f"{Path(corpus.prefix).name}.*.pack")]

@@ -1,5 +1,4 @@
-"""Sources: what a sample number within one corpus means, for token files and for made-up tokens; blending them is
-left to `mixture`."""
+"""Sources: what a sample number within one corpus means, for token files and for mock data. `mixture` blends them."""
 
 from __future__ import annotations
 
@@ -24,11 +23,11 @@ PARTS = ("train", "validation", "test")
 
 
 class Source(Protocol):
-    """A numbered, endless row of samples, each a window of tokens that is a pure function of the sample's number.
+    """A numbered, endless sequence of samples, each a window of tokens that is a pure function of the sample's number.
 
     name, tokens: for people. windows: samples before the source starts over (an epoch); None if it never does.
-    packings: how its documents were packed, of each of its corpora; none: windows are cut out of a stream.
-    corpora: the token files that it reads.
+    packings: how the documents of each of its corpora were packed; none: windows are cut out of a stream. corpora: the
+    token files that it reads.
     """
 
     @property
@@ -43,24 +42,24 @@ class Source(Protocol):
     def corpora(self) -> tuple[Corpus, ...]: ...
 
     def locate(self, numbers: NDArray[np.int64]) -> NDArray[np.int64]:
-        """The windows that these samples are."""
+        """The windows of these samples."""
         ...
 
     def window(self, w: int) -> NDArray[Any]:
-        """(seq_length + 1,) tokens in any integer dtype; perhaps a read-only view."""
+        """(seq_length + 1,) tokens in any integer dtype; may be a read-only view."""
         ...
 
     def starts(self, w: int) -> NDArray[np.int64]:
-        """Ascending places in 1..seq_length of window w where a document starts, or the padding."""
+        """Ascending positions in 1..seq_length of window w at which a document starts, or the padding."""
         ...
 
     def filled(self, w: int) -> int:
-        """Tokens of window w, of seq_length; the rest is padding."""
+        """Number of tokens in window w, of seq_length; the rest is padding."""
         ...
 
     def origin(self, w: int) -> tuple[Corpus, list[tuple[int, int]]] | None:
-        """The corpus that window w lies in, and the runs (first token, tokens) that it is made of; None for tokens
-        that are in no file."""
+        """The corpus that contains window w, and the ranges (first token, tokens) that make it up; None for tokens that
+        are in no file."""
         ...
 
 
@@ -126,8 +125,8 @@ def checked_tokens(corpus: Corpus, vocab_size: int, first: int, stop: int) -> ND
 
 @dataclass(frozen=True)
 class PackedSource:
-    """Documents of a corpus as a packing puts them together: window w is bin w, filled up with tokens 0. With a
-    `key` as FileSource."""
+    """Documents of a corpus as a packing arranges them: window w is bin w, padded with tokens 0. `key` as in
+    FileSource."""
 
     corpus: Corpus
     packing: Packing
@@ -164,7 +163,7 @@ class PackedSource:
     def window(self, w: int) -> NDArray[Any]:
         tokens, at = np.zeros(self.seq_length + 1, np.int64), 0
         for first, count, goes_on in self.packing.pieces(w):
-            more = count + goes_on  # what follows a piece of a longer document is the label of its last token
+            more = count + goes_on  # the label of the last token is the token that follows the piece in its document
             tokens[at : at + more] = checked_tokens(self.corpus, self.vocab_size, first, first + more)
             at += count
         return tokens
@@ -183,7 +182,7 @@ class PackedSource:
 
 @dataclass(frozen=True)
 class JoinedSource:
-    """The windows of several corpora as one row, with one permutation through all of them (a single corpus: as
+    """The windows of several corpora as one sequence, with one permutation over all of them (with a single corpus, like
     FileSource)."""
 
     name: str
@@ -237,11 +236,10 @@ class JoinedSource:
 
 @dataclass(frozen=True)
 class MockSource:
-    """Made-up tokens, each sample a function of (key, number) alone.
+    """Mock tokens, each sample a function of (key, number) alone.
 
     A Markov chain that a model can learn: a token is followed by the next one on a fixed cycle through the whole
-    vocabulary, except that now and then (1 in 10) any token may follow. Documents are about a quarter of a sequence
-    long.
+    vocabulary, except that in 1 of 10 cases any token may follow. Documents are about a quarter of a sequence long.
     """
 
     seq_length: int
@@ -303,7 +301,7 @@ class MockSource:
 
 
 def locate(numbers: NDArray[np.int64], windows: int, key: int | None) -> NDArray[np.int64]:
-    """Windows of some samples of a source with so many windows: each epoch permuted by its own key, or in order
+    """The windows of some samples of a source with `windows` windows: each epoch permuted by its own key, or in order
     without a key."""
     epochs, places = np.divmod(numbers, windows)
     if key is None:
@@ -316,7 +314,7 @@ def locate(numbers: NDArray[np.int64], windows: int, key: int | None) -> NDArray
 
 @dataclass(frozen=True)
 class SourceUse:
-    """A row of the table of sources: what a run of so many samples takes from one source."""
+    """A row of the table of sources: what a run takes from one source."""
 
     name: str
     share: float
@@ -343,7 +341,7 @@ def use_of_sources(sources: Sequence[Source], blend: Blend, samples: int, seq_le
 
 
 def check_epochs(rows: Sequence[SourceUse], max_epochs: float | None) -> None:
-    """DataError, with the arithmetic, if a source would be read more than `max_epochs` times. No limit: never."""
+    """DataError, with the arithmetic, if a source would be read more than `max_epochs` times; None: no limit."""
     for row in rows:
         if max_epochs is not None and row.windows is not None and row.used_samples > max_epochs * row.windows:
             raise DataError(
@@ -355,7 +353,7 @@ def check_epochs(rows: Sequence[SourceUse], max_epochs: float | None) -> None:
 
 
 def cut_at_documents(corpus: Corpus, split: str) -> list[tuple[int, int]]:
-    """Token ranges of train, validation and test: cut at the document borders nearest to the proportions of `split`."""
+    """Token ranges of train, validation and test, cut at the document borders nearest to the proportions of `split`."""
     train, valid, _ = parse_split(split)
     cuts = [
         0,
@@ -378,11 +376,11 @@ def nearest_border(corpus: Corpus, target: int) -> int:
 def open_part(
     config: DataConfig, part: int, *, seq_length: int, seed: int, vocab_size: int, samples: int | None = None
 ) -> tuple[list[Source], list[Weight]]:
-    """Sources and weights of train (0), validation (1) or test (2) of the config's own corpora, or of the made-up one.
+    """Sources and weights of train (0), validation (1) or test (2), from the config's own corpora or mock data.
 
-    Training is shuffled, the others are in file order. `samples`: length of the run, which numbers of tokens are a
-    share of. A source too small to have any sample in its validation or test part is left out there. DataError if
-    nothing is left, if a source has no training sample, or if numbers of tokens do not fit the sources or the run.
+    Training is shuffled, the others are in file order. `samples`: length of the run, of which numbers of tokens are a
+    share. A source too small to have any sample in its validation or test part is left out there. DataError if nothing
+    is left, if a source has no training sample, or if numbers of tokens do not fit the sources or the run.
     """
     if config.mock:
         mock = MockSource(seq_length, vocab_size, make_key(seed), part << 48, config.packing != "off")
@@ -416,7 +414,7 @@ def open_part(
 
 
 def corpus_parts(config: DataConfig, valid: bool) -> list[tuple[Corpus, int, int]]:
-    """Each run of tokens that a run draws samples from: the training part of each corpus and, with `valid`, what
+    """Each range of tokens from which a run draws samples: the training part of each corpus and, with `valid`, what
     evaluations read."""
     prefixes = [
         *prefixes_and_weights(config.paths)[0],
@@ -435,7 +433,7 @@ def corpus_parts(config: DataConfig, valid: bool) -> list[tuple[Corpus, int, int
 def open_source(
     config: DataConfig, corpus: Corpus, start: int, stop: int, seq_length: int, vocab_size: int, key: int | None
 ) -> FileSource | PackedSource:
-    """Tokens [start, stop) of a corpus, which are document borders, as data.packing wants them."""
+    """Tokens [start, stop) of a corpus, both document borders, packed as data.packing says."""
     if config.packing == "off":
         return FileSource(corpus, start, stop, seq_length, vocab_size, key)
     if config.packing == "offline" and stop > start:
@@ -444,10 +442,11 @@ def open_source(
 
 
 def source_weights(configs: Sequence[SourceConfig], sizes: Sequence[int], total: int | None) -> list[Weight]:
-    """Weights of named sources: by `tokens` (of `total`, the tokens of the run), what is left over by `weight`, or
-    by size.
+    """Weights of named sources: by `tokens` (out of `total`, the tokens of the run), the remainder by `weight`, or by
+    size.
 
-    total None: no run to take numbers of tokens from (validation), so where there are any, all sources count by size.
+    total None: there is no run from which numbers of tokens are taken (validation), so if any source has one, all count
+    by size.
     """
     budgets = [c.tokens for c in configs]
     if not any(budgets):

@@ -1,8 +1,8 @@
-"""Buffers: all flat buckets of one rank, and what is done with all of them at once: masters to weights, gradients to
-a norm.
+"""Buffers: all flat buckets of one rank, and the operations on all of them at once: masters to weights, gradients to a
+norm.
 
-What becomes of one bucket is in `flat`, and in `quantized` where its weights are 8-bit codes; whole matrices are at
-their `homes` for an update.
+Single buckets are handled in `flat`, and in `quantized` if their weights are FP8 values; whole matrices are at their
+`homes` during an update.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ from phalanx.schedule.memory_slots import MemorySlots
 def _memory_of(
     slots: MemorySlots | None, precision: Precision, device: torch.device
 ) -> Callable[[int], tuple[Tensor | None, Tensor | None]]:
-    """The places of a bucket's weights and gradients, None where it has none."""
+    """The memory slots of a bucket's weights and gradients; None if it has none."""
     if slots is None:
         return lambda bucket: (None, None)
     weights = [torch.zeros(n, dtype=precision.compute, device=device) for n in slots.weight_sizes]
@@ -51,8 +51,8 @@ def _memory_of(
 def share_memory(
     buckets: list[Bucket], mesh: Mesh, precision: Precision, sharding: Sharding, mode: Mode
 ) -> dict[SumAxis, str]:
-    """Open the memory in which ranks of one host exchange what they cut among them, for the buckets of each axis;
-    what came of it, as of Mesh.share. mode: layout.dp_copies."""
+    """Open the memory through which ranks of one host exchange shards, for the buckets of each axis; returns the
+    outcome, as Mesh.share. mode: layout.dp_copies."""
     found: dict[SumAxis, str] = {}
     for axis in sorted({b.axis for b in buckets}):
         cuts = [(b, sharding.cut(b, mesh.grid)) for b in buckets if b.axis == axis]
@@ -79,13 +79,13 @@ class Buffers:
         together: int = 1,
         slots: MemorySlots | None = None,
     ):
-        """What `share_memory` opened before is used."""
+        """Uses the memory that `share_memory` has opened."""
         self.mesh, self.in_order = mesh, leaves > 0
         self.flat: list[FlatBucket] = []
         self.homes: dict[int, MatrixHome] = {}
         self._precision = precision
         memory = _memory_of(slots, precision, mesh.device)
-        for bucket in buckets:  # one after the other: at levels 2 and 3 no two are ever whole at once here
+        for bucket in buckets:  # one after the other: with ZeRO-2 and ZeRO-3 no two are ever whole at the same time
             storage = QuantizedStorage if bucket.coded and training else FullPrecision
             flat = FlatBucket(
                 bucket, mesh, precision, sharding, training, leaves, sources, together, memory(bucket.id), storage
@@ -94,13 +94,13 @@ class Buffers:
             self.flat.append(flat)
 
     def open(self) -> None:
-        """Before parts of weights that neighbours read are changed: until all have read them."""
+        """To be called before shards of weights that neighbours read are changed: waits until all have read them."""
         shared = [f.groups.inner.shared for f in self.flat]
         for parts in {id(s.parts): s.parts for s in shared if s is not None and s.parts is not None}.values():
             parts.open()
 
     def handlers(self) -> dict[type, Callable[[Any], None]]:
-        """What the executor does for instructions about buckets."""
+        """What the executor does for instructions on buckets."""
         flat = self.flat
         return {
             Gather: lambda i: flat[i.bucket].storage.fetch(),
@@ -112,13 +112,14 @@ class Buffers:
         }
 
     def make_home(self, updater: int, matrices: Sequence[ParamSpec]) -> None:
-        """Give the whole matrices of a stage, which this optimizer takes, homes on its ranks; on all of them alike."""
+        """Assign homes on this stage's ranks to the whole matrices that this optimizer takes; called on all ranks
+        alike."""
         flat = [f for f in self.flat if f.homed and f.bucket.updater.number == updater]
         self.homes[updater] = MatrixHome(matrices, flat, self.mesh, self._precision)
 
     @property
     def holders(self) -> list[FlatBucket | MatrixHome]:
-        """All that keeps weights or masters."""
+        """Everything that holds weights or masters."""
         return [*self.flat, *self.homes.values()]
 
     @property
@@ -128,7 +129,7 @@ class Buffers:
 
     @property
     def masters(self) -> list[FlatBucket | MatrixHome]:
-        """Those whose `master` is authoritative."""
+        """The holders whose `master` is authoritative."""
         return [*(f for f in self.flat if not f.homed), *self.homes.values()]
 
     def shards(self, updater: int, state: Mapping[str, Moment], dtype: torch.dtype | None = None) -> list[Shard]:
@@ -144,13 +145,13 @@ class Buffers:
         ]
 
     def begin(self, micro_batches: int) -> None:
-        """A step of so many micro-batches on this rank begins."""
+        """A step begins that has `micro_batches` micro-batches on this rank."""
         for f in self.flat:
             if f.tree is not None:
                 f.tree.begin(micro_batches)
 
     def done_with(self, stage: int, segment: int) -> None:
-        """A segment's backward of one micro-batch is over."""
+        """A segment's backward of one micro-batch is done."""
         for f in self.flat:
             if f.tree is not None:
                 f.tree.done_with((stage, segment))
@@ -164,8 +165,8 @@ class Buffers:
             f.zero_rest()
 
     def finish(self) -> None:
-        """Complete all reductions; those shared between stages last, by name: in the same order on each of their
-        ranks."""
+        """Complete all reductions. Those shared between stages come last, by name, so in the same order on each of
+        their ranks."""
         for f in self.flat:
             f.finish()
         for f in sorted((f for f in self.flat if f.between_stages), key=lambda f: f.bucket.slots[0].spec.name):
@@ -174,7 +175,7 @@ class Buffers:
     def grad_norm(self) -> Tensor:
         """() float64: the norm of the whole model's gradient, each global element counted once, the same on all ranks.
 
-        Summed in float64, so that in practice it does not depend on how the elements lie in buckets.
+        Summed in float64, so that in practice it does not depend on how elements are placed in buckets.
         """
         views = [v for f in self.flat for v in f.counted()]
         if self.in_order:
@@ -185,15 +186,15 @@ class Buffers:
         return self.mesh.world.all_reduce(total).wait().sqrt()
 
     def gather(self) -> None:
-        """Start bringing what ranks have updated to all that keep it."""
+        """Start sending what ranks have updated to all that keep it."""
         for f in self.flat:
             f.storage.gather_groups()
         for f in self.flat:
             f.storage.gather_parts()
 
     def publish(self) -> None:
-        """Write the masters back to the weights and start gathering them; the optimizer's update has done the first
-        already."""
+        """Write the masters back to the weights and start gathering them; the optimizer's update has already done the
+        former."""
         self.open()
         for home in self.homes.values():
             home.send_weights()

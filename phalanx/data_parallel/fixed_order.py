@@ -1,9 +1,9 @@
-"""What train.deterministic adds to flat buffers: sums over micro-batches, ranks and elements whose bits do not
-depend on the layout.
+"""What train.deterministic adds to flat buffers: sums over micro-batches, ranks and elements whose bits do not depend
+on the layout.
 
-Gradients are added up in one binary tree over the micro-batches of a step (base.pairwise), first those of a rank,
-then over ranks. Squares of the norm lie otherwise on every rank and in every layout; they are added up as integers,
-which have no order.
+Gradients are added up in one binary tree over the micro-batches of a step (base.pairwise), first those of a rank, then
+over ranks. The squares of the norm are placed differently on every rank and in every layout, so they are added up as
+integers, whose sum does not depend on the order.
 """
 
 from __future__ import annotations
@@ -16,15 +16,15 @@ from torch import Tensor
 from phalanx.base.pairwise import merges, pairwise_sum, waiting
 from phalanx.comm.axis import Axis
 
-LIMB = 20  # bits of each of the integers that a square is cut into: 2^43 of them can be added up
+LIMB = 20  # bits of each integer into which a square is split: 2^43 of them can be added up
 LIMBS = 3
-PART = 1 << 24  # elements at once
+PART = 1 << 24  # elements processed at once
 
 
 class GradientTree:
-    """The sums of one bucket's gradients that wait for their other half. `grad` (numel,) takes the gradient of one
-    micro-batch at a time; after the last of a step it holds the sum over all. Room for the `most` micro-batches that
-    a step may have."""
+    """The sums of one bucket's gradients that wait for their other half. `grad` (numel,) receives the gradient of one
+    micro-batch at a time; after the last of a step it holds the sum over all. Has room for the `most` micro-batches
+    that a step may have."""
 
     def __init__(self, grad: Tensor, most: int):
         self.grad, self.most = grad, most
@@ -48,11 +48,13 @@ class GradientTree:
 
 
 class GradientTrees:
-    """The trees of a bucket that several segments use (tied embeddings): one for each, in their order, whose
-    sums are added up last. So it makes no difference whether they lie on one rank or on several. `grads` take the
-    gradients of one micro-batch and one of the `users` at a time; a bucket with one user has one tree, whose sum is
-    in `grads` itself. There are as many as micro-batches under way together (experts that ranks with others share,
-    ops.experts.exchange): those of one rank follow each other in the tree, so each has its own."""
+    """The trees of a bucket that several segments use (tied embeddings): one for each user, in order, whose sums are
+    added up last, so that it makes no difference whether the users are on one rank or on several.
+
+    `grads` receive the gradients of one micro-batch and one of the `users` at a time; a bucket with one user has one
+    tree, whose sum is in `grads` itself. If experts process several micro-batches at once (ops.experts.exchange), each
+    of those has separate `grads`, because those of one rank are consecutive in the tree.
+    """
 
     def __init__(self, grads: Sequence[Tensor], users: Sequence[tuple[int, int]], most: int):
         self.grads, alone = grads, len(users) == 1
@@ -70,7 +72,7 @@ class GradientTrees:
             tree.begin(leaves)
 
     def done_with(self, user: tuple[int, int]) -> None:
-        """This segment's backward of one micro-batch is over."""
+        """This segment's backward of one micro-batch is done."""
         for tree, grad in zip(self.trees.get(user, ()), self.grads):
             if tree.grad is not grad:
                 tree.grad.copy_(grad)
@@ -78,7 +80,7 @@ class GradientTrees:
             tree.leaf()
 
     def sum_over(self, inner: Axis, outer: Axis, whole: bool, cp: int) -> None:
-        """Add up over ranks, each user's sums on their own."""
+        """Add up over ranks, the sums of each user separately."""
         for first, *further in self.sums:
             if further:  # a power of two together, each with as many micro-batches
                 first.copy_(pairwise_sum(torch.stack([first, *further])))
@@ -93,12 +95,12 @@ class GradientTrees:
 
 
 def sum_over(inner: Axis, outer: Axis, grad: Tensor, whole: bool, cp: int = 1) -> None:
-    """Add up grad (inner.size * n,) over the ranks of a group and over groups, in place: of this rank's n elements
-    its share among groups, or all of them.
+    """Add up grad (inner.size * n,) over the ranks of a group and over groups, in place: of this rank's n elements its
+    share among groups, or all of them.
 
-    The order of additions is ours: runs of `cp` neighbours have parts of the same micro-batches, and are added up
-    last. So a group sends on as many sums as it has such parts (one of them is as large as what a reduce-scatter
-    sends). `cp` divides the size of a group, or it divides cp.
+    The order of additions is ours: groups of `cp` neighbours have shards of the same micro-batches, and are added up
+    last. So a group passes on one sum for each such shard (each as large as what a reduce-scatter sends). `cp` divides
+    the size of a group, or the reverse.
     """
     here = min(cp, inner.size)
     sums = pairwise_sum(inner.all_to_all(grad).view(inner.size // here, here, -1))
@@ -112,7 +114,7 @@ def sum_over(inner: Axis, outer: Axis, grad: Tensor, whole: bool, cp: int = 1) -
 
 
 def sum_from_last(terms: Sequence[Tensor]) -> Tensor:
-    """a + (b + (c + ...)): head and multi-token prediction first, the embedding last, wherever they lie."""
+    """a + (b + (c + ...)): head and multi-token prediction first, the embedding last, on whatever ranks they are."""
     total = terms[-1]
     for term in reversed(terms[:-1]):
         total = term + total
@@ -120,9 +122,9 @@ def sum_from_last(terms: Sequence[Tensor]) -> Tensor:
 
 
 def sum_users(axis: Axis, mine: Sequence[Tensor], most: int) -> Tensor:
-    """Sums (n,) of the users of a weight on each rank, at most `most` of them -> (n,) those of all ranks, whose
-    users follow each other."""
-    nothing = torch.full_like(mine[0], -0.0)  # x + -0 is x, and so are its bits
+    """Sums (n,) of the users of a weight on each rank, at most `most` of them -> (n,) the sum over all ranks, whose
+    users are consecutive."""
+    nothing = torch.full_like(mine[0], -0.0)  # x + -0 is x to the bit
     rows = torch.stack([*mine, *(nothing for _ in range(most - len(mine)))])
     return sum_from_last(axis.all_gather(rows).wait().unbind())
 
@@ -133,10 +135,9 @@ def sum_replicas(axis: Axis, grad: Tensor) -> Tensor:
 
 
 def sum_of_squares(views: list[Tensor], world: Axis, device: torch.device) -> Tensor:
-    """() float64: over the elements of all ranks' views. Each square is taken relative to the largest one and cut
-    into integers of LIMB bits, which are added up exactly; what is left out is below 2^-60 of the largest square.
-    Infinite if any element is not finite.
-    """
+    """() float64: over the elements of all ranks' views. Each square is taken relative to the largest one and split
+    into integers of LIMB bits, which are added up exactly; the remainder is below 2^-60 of the largest square. Infinite
+    if any element is not finite."""
     views = [v for v in views if len(v)]
     largest = (
         torch.stack([v.abs().max() for v in views]).max().double()
@@ -155,7 +156,7 @@ def sum_of_squares(views: list[Tensor], world: Axis, device: torch.device) -> Te
 
 
 def _add_limbs(total: Tensor, x: Tensor) -> None:
-    """Cut x, in [0, 1], into integers, the highest bits first. What is not finite gives any number."""
+    """Split x, in [0, 1], into integers, the highest bits first. Inf and NaN give arbitrary numbers."""
     for limb in range(LIMBS):
         x = x * 2.0**LIMB
         whole = x.floor()

@@ -37,26 +37,25 @@ from phalanx.nn.parameter import Parameter
 class FlatBucket:
     """One bucket on one rank.
 
-    storage        how the weights are kept (data_parallel.storage); weight, master: its own
-    grad           (numel,) in the master dtype, of which the parameters' `.grad` are views: without memory (or with
-                   that of a place, in which then another may lie) while the bucket is not open (levels 2 and 3)
-    grad_kept      the gradients that are always here, from element number `grad_at` on; below level 2 all of `grad`
-    part           elements that this rank keeps of its group's bucket; lo, hi: those that it updates; own: those it
-    alone counts
+    storage        how the weights are stored (data_parallel.storage); weight, master: from it
+    grad           (numel,) in the master dtype, of which the parameters' `.grad` are views; without memory (or with
+                   that of a slot, which another bucket may use) while the bucket is not open (ZeRO-2 and ZeRO-3)
+    grad_kept      the gradients that are always on this rank, from element number `grad_at` on; below ZeRO-2 all of
+                   `grad`
+    part           elements that this rank keeps of its group's bucket; lo, hi: those that it updates; own: those that
+                   only this rank counts
     homed          whether masters are at the homes of whole matrices instead (data_parallel.homes): `master` is then
-                   what comes from there, the weights themselves
-    values_dtype   that of masters, in which initial values are made
-    tree           with `leaves`, most micro-batches of a step: their gradients are added up in a fixed order, and
-    stay whole at every level;
-                   0: in whatever order is fastest. `sources`: of how many micro-batches experts compute at once
-                   (ops.experts.exchange); the gradients of all but the first are in `further`. `together`: most
-                   users of a weight on one of the stages that share it
-    places         memory where weights, and gradients, always come to and which others use when they are not here;
-    None: memory is taken
-                   and given back each time
+                   what arrives from there, the weights themselves
+    values_dtype   that of masters, in which initial values are generated
+    tree           with `leaves`, the largest number of micro-batches in a step: their gradients are added up in a fixed
+                   order, and stay whole at every level; 0: in whatever order is fastest. `sources`: how many
+                   micro-batches experts process at once (ops.experts.exchange); the gradients of all but the first are
+                   in `further`. `together`: the largest number of users of a weight on one of the stages that share it
+    places         memory slots that weights and gradients always use, and other buckets use when they are not here;
+                   None: memory is allocated and freed each time
 
-    Without training there are no gradients, and the weights are their own masters. So it is with frozen parameters,
-    and with those that are not trained: these are whole on every rank, in the master dtype.
+    Without training there are no gradients, and the weights are their own masters. The same applies to frozen
+    parameters and to those that are not trained; the latter are whole on every rank, in the master dtype.
     """
 
     def __init__(
@@ -94,9 +93,8 @@ class FlatBucket:
         )
         self.sums = self._sums() if self.training else []
         grid, self.together = mesh.grid, together
-        self.shared_by = (
-            grid.cp if bucket.axis == "dp" else max(1, grid.tp * grid.cp // (grid.ep * grid.etp))
-        )  # ranks with parts of a micro-batch
+        # ranks with parts of a micro-batch
+        self.shared_by = grid.cp if bucket.axis == "dp" else max(1, grid.tp * grid.cp // (grid.ep * grid.etp))
         separate_masters = sources - 1 if bucket.axis == "edp" and self.training else 0
         self.further = [torch.zeros_like(self.grad) for _ in range(separate_masters)]
         self.tree = (
@@ -109,14 +107,14 @@ class FlatBucket:
         self._broadcasting: Work | None = None
 
     def _sums(self) -> list[tuple[Axis, list[Tensor]]]:
-        """Gradient ranges to be summed over the ranks of a stage that hold a replica, per sub-axis, beside the sum
-        over dp."""
+        """Gradient ranges to be summed over the ranks of a stage that hold a replica, by sub-axis, in addition to the
+        sum over dp."""
         return [
             (self.mesh.sub(r), [self.grad[a:b] for a, b in ranges]) for r, ranges in self._replicas() if r.axis != "pp"
         ]
 
     def _replicas(self) -> list[tuple[Replica, list[tuple[int, int]]]]:
-        """Ranges of the bucket per replica axis."""
+        """Ranges of the bucket by replica axis."""
         found: dict[Replica, list[tuple[int, int]]] = {}
         for slot in self.bucket.slots:
             if any(p.replicas for p in slot.spec.pieces):
@@ -127,7 +125,7 @@ class FlatBucket:
 
     @property
     def between_stages(self) -> bool:
-        """Whether other stages hold some of these parameters too."""
+        """Whether other stages also hold some of these parameters."""
         return any(r.axis == "pp" for r, _ in self._replicas())
 
     def attach(self, params: list[Parameter]) -> None:
@@ -177,7 +175,8 @@ class FlatBucket:
             self._reducing = self.groups.inner.reduce_scatter_within(self.grad, async_op=True, onto=onto)
 
     def _sum_in_order(self) -> None:
-        """First over the bucket's axis, so that the tree over micro-batches is whole before replicas are added up."""
+        """Sum over the bucket's axis first, so that the tree over micro-batches is complete before replicas are added
+        up."""
         self.tree.sum_over(self.groups.inner, self.groups.outer, not self.cut.outside, self.shared_by)  # type: ignore[union-attr]
         self.tree.join_users()  # type: ignore[union-attr]
         for axis, views in self.sums:
@@ -190,8 +189,8 @@ class FlatBucket:
         return view[max(0, self.lo - at) : max(0, self.hi - at)]
 
     def close(self, last: bool) -> None:
-        """Wait for the group's sum and keep this rank's part; after the `last` of the step start the sum over
-        groups."""
+        """Wait for the group's sum and keep this rank's shard; after the `last` micro-batch of the step, start the sum
+        over groups."""
         summed = self._reducing.wait()  # type: ignore[union-attr]
         self._reducing = None
         if self.cut.cuts_gradients and summed is not self.grad_kept:
@@ -207,8 +206,8 @@ class FlatBucket:
         self._broadcasting = share(part, async_op=True)
 
     def finish(self) -> None:
-        """Wait until the sum over the bucket's axis is there (in `own_grad`). In a loop without a schedule nobody
-        has begun it."""
+        """Wait until the sum over the bucket's axis is complete (in `own_grad`). In a loop without a schedule nothing
+        has started it."""
         if not self._reduced:
             self.reduce()
         self._reduced = False
@@ -219,8 +218,8 @@ class FlatBucket:
             self._broadcasting = None
 
     def sum_stages(self) -> None:
-        """Add up what stages hold of the same parameters. Their buckets of these are alike, and so are the parts of
-        their ranks."""
+        """Add up the gradients that stages hold for the same parameters. Their buckets of these are alike, and so are
+        the shards of their ranks."""
         for replica, ranges in self._replicas() if self.training else ():
             views = [self._grads(max(a, self.lo), min(b, self.hi)) for a, b in ranges]
             if replica.axis == "pp" and self.tree is None:
@@ -237,7 +236,7 @@ class FlatBucket:
 
     @property
     def own_grad(self) -> Tensor:
-        """(hi - lo,) what the optimizer reads."""
+        """(hi - lo,) the gradients that the optimizer reads."""
         return self._grads(self.lo, self.hi)
 
     def zero_rest(self) -> None:
@@ -247,7 +246,7 @@ class FlatBucket:
             self.grad_kept[self.hi - self.grad_at :].zero_()
 
     def counted(self) -> list[Tensor]:
-        """The gradient elements that this rank counts in the norm: its part, without replicas that another rank
+        """The gradient elements that this rank counts in the norm: its shard, without replicas that another rank
         counts."""
         if not self.training:
             return []

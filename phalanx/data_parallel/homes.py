@@ -1,11 +1,11 @@
 """MatrixHome: the whole matrices that one rank of a stage updates, and their way there and back.
 
-Buckets of such matrices are reduced as all others; their gradients are then cut over all ranks that sum them, whatever
-the ZeRO stage (layout.shards). For an update there is one all-to-all over the stage: each rank sends the elements of
-the gradient that it has to the homes of their matrices, in the master dtype. The home updates master and state, which
-nobody else has, and a second all-to-all brings the weights to where they lie, in their own dtype; from there they are
-gathered as after any update. Of n elements on a stage of R ranks a rank sends about n / R gradients, and as many
-weights for each tp rank that holds a copy. Nothing here waits for the device.
+Buckets of such matrices are reduced like all others; their gradients are then sharded over all ranks that sum them,
+whatever the ZeRO stage (layout.shards). An update begins with one all-to-all over the stage: each rank sends the
+gradient elements that it has to the homes of their matrices, in the master dtype. The home updates master and state,
+which no other rank has. A second all-to-all sends the weights to the ranks that store them, in their own dtype; from
+there they are gathered as after any update. With n elements on a stage of R ranks, a rank sends about n / R gradients,
+and as many weights for each tp rank that holds a copy. Nothing here waits for the device.
 """
 
 from __future__ import annotations
@@ -26,14 +26,14 @@ from phalanx.layout.homes import home_bucket, homes_of
 from phalanx.layout.param import ParamSpec, Piece
 from phalanx.layout.strided import boxes_in
 
-# a box of a matrix as ranks announce it: number of the matrix, start, stop, whether the rank's gradient counts (others
-# hold replicas of it), whether it takes weights in the master dtype and casts them itself
+# what ranks announce about a box of a matrix: number of the matrix, start, stop, whether the rank's gradient counts
+# (others hold replicas of it), whether it takes weights in the master dtype and casts them itself
 Announced = tuple[int, list[int], list[int], bool, bool]
 
 
 @dataclass(frozen=True)
 class LocalBox:
-    """A box of a matrix in this rank's buckets: what is announced of it, its gradient, and where its weights go."""
+    """A box of a matrix in this rank's buckets: what is announced about it, its gradient, and where its weights go."""
 
     said: Announced
     grad: Tensor
@@ -42,8 +42,8 @@ class LocalBox:
 
 @dataclass(frozen=True)
 class MatrixExchange:
-    """One all-to-all over the stage: tensors to send and to fill, each in the order of ranks; elements for and from
-    each rank."""
+    """One all-to-all over the stage: tensors to send and to fill, each in the order of ranks; numbers of elements to
+    and from each rank."""
 
     send: list[Tensor]
     receive: list[Tensor]
@@ -64,9 +64,9 @@ class MatrixExchange:
 class MatrixHome:
     """This rank as a home.
 
-    bucket   how its matrices lie in the flat tensors here, each whole, in global orientation
+    bucket   where its matrices are in the flat tensors here, each whole, in global orientation
     master   (numel,) in the master dtype; grad: the same, with memory from `bring_gradients` to `send_weights`
-    lo, hi, own   as of a FlatBucket whose elements are all this rank's
+    lo, hi, own   as in a FlatBucket whose elements are all this rank's
     """
 
     def __init__(self, matrices: Sequence[ParamSpec], flat: Sequence[FlatBucket], mesh: Mesh, precision: Precision):
@@ -123,7 +123,7 @@ class MatrixHome:
         return found
 
     def _counts(self, piece: Piece) -> bool:
-        """Whether this rank's copy is the one whose gradient is sent; each stage does so for itself."""
+        """Whether this rank's copy is the one whose gradient is sent; each stage decides for itself."""
         return all(r.axis == "pp" or getattr(self.mesh.at, r.axis) == r.members[0] for r in piece.replicas)
 
     def write(self, first: int, values: Tensor) -> None:
@@ -139,7 +139,7 @@ class MatrixHome:
             f.own_grad.zero_()
 
     def send_weights(self) -> None:
-        """Bring the weights of all homes to the ranks where they lie."""
+        """Send the weights of all homes to the ranks that store them."""
         for transfer, dtype in self._weights:
             self._exchange(transfer, dtype)
         let_go(self.grad)
@@ -156,5 +156,5 @@ class MatrixHome:
 
 
 def _which(box: Box) -> tuple[int, ...]:
-    """Which matrix of a stack it is."""
+    """The index of the matrix in its stack."""
     return box.start[: max(0, len(box.start) - 2)]

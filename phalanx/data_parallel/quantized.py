@@ -1,9 +1,10 @@
-"""Weights that are kept as 8-bit codes: the rank that updates masters casts them, and codes are what is sent and kept.
+"""Weights that are stored as FP8 values: the rank that updates masters quantizes them, and quantized values are what is
+sent and kept.
 
-A scale belongs to a block of a matrix, which parts of a bucket may cut: the largest value of each is compared over
-the ranks that hold parts of the bucket, so that codes are those of the whole weight cast at once, bit for bit. After
-they have come each matrix is transposed, for the gradient of the input. How a linear scales its weight is said in
-ops.quantized.linear and ops.quantized.experts.
+A scale belongs to a block of a matrix, which may be split between shards of a bucket. The largest value of each block
+is compared over the ranks that hold shards, so the quantized values are bit for bit those of the whole weight cast at
+once. After they have arrived, each matrix is transposed, for the gradient of the input. ops.quantized.linear and
+ops.quantized.experts define how a linear scales its weight.
 """
 
 from __future__ import annotations
@@ -26,7 +27,7 @@ from phalanx.ops.quantized.scale_blocks import Blocks
 
 @dataclass(frozen=True)
 class Matrix:
-    """A weight in a bucket: its codes (rows, columns), and the transposed ones."""
+    """A weight in a bucket: its quantized values (rows, columns), and their transpose."""
 
     slot: Slot
     quantizer: WeightQuantizer
@@ -37,7 +38,7 @@ class Matrix:
 
 @dataclass(frozen=True)
 class Numbers:
-    """Of a matrix's blocks: bits of their amaxes, int32, and multipliers, (blocks.count,); counts of what its cast
+    """For a matrix's blocks: bits of their amaxes, int32, and multipliers, (blocks.count,); counts of what its cast
     lost."""
 
     bits: Tensor
@@ -46,14 +47,13 @@ class Numbers:
 
 
 class QuantizedStorage(StorageFormat):
-    """Weights that are kept as codes, in buckets whose parameters have WeightQuantizers.
+    """Weights stored as quantized values, in buckets whose parameters have WeightQuantizers.
 
-    weight        has memory only while `whole_values`: for products in the compute dtype
-    both          (2, numel) uint8: codes as they lie, and each matrix transposed; at level 3 without memory (or with
-    that of a place) while the
-                  bucket is not gathered
-    quantized_kept    the codes that are always here, from element number `quantized_at` on; below level 3 all of them
-    changed       whether masters have changed since the codes were made
+    weight        has memory only while `whole_values`: for matmuls in the compute dtype
+    both          (2, numel) uint8: quantized values as they are, and each matrix transposed; at ZeRO-3 without memory
+                  (or with that of a slot) while the bucket is not gathered
+    quantized_kept    the quantized values that are always here, from element number `quantized_at` on; below ZeRO-3 all
+    changed       whether masters have changed since they were quantized
     """
 
     def __init__(self, share: BucketShare, precision: Precision, place: Tensor | None):
@@ -85,7 +85,7 @@ class QuantizedStorage(StorageFormat):
             slot, quantizer, quantizer.blocks(slot.spec.shape), straight.view(-1, columns), transposed.view(columns, -1)
         )
 
-    # ---- in place of the weights themselves
+    # ---- what FullPrecision does with weights
 
     @property
     def weight_at(self) -> int:
@@ -93,7 +93,7 @@ class QuantizedStorage(StorageFormat):
 
     @property
     def weight_kept(self) -> Tensor:
-        """(hi - lo,) what this rank's masters are as weights, in new memory."""
+        """(hi - lo,) this rank's masters as weights, in new memory."""
         return self.master.to(self.weight.dtype, copy=True)
 
     @property
@@ -120,7 +120,7 @@ class QuantizedStorage(StorageFormat):
         write_range(self.master, self.lo, first, values)
         self.changed = True
 
-    # ---- codes
+    # ---- quantized values
 
     @property
     def by(self) -> Any:
@@ -128,8 +128,8 @@ class QuantizedStorage(StorageFormat):
         return self.matrices[0].quantizer.stored_by(self.weight)
 
     def own_part(self, matrix: Matrix) -> tuple[Tensor, Tensor, int]:
-        """Masters of a matrix that this rank updates, where their codes go, and the number of the first in the
-        matrix."""
+        """The masters of a matrix that this rank updates, where their quantized values go, and the number of the first
+        element in the matrix."""
         slot = matrix.slot
         a, b = max(slot.offset, self.lo), max(min(slot.offset + slot.numel, self.hi), max(slot.offset, self.lo))
         return (
@@ -143,7 +143,7 @@ class QuantizedStorage(StorageFormat):
         self.by.note_largest_(numbers.bits, x, first, matrix.blocks, self.weight.dtype)
 
     def cast(self, matrix: Matrix, numbers: Numbers, note: bool) -> None:
-        """`note`: the amaxes too."""
+        """`note`: record the amaxes too."""
         x, quantized, first = self.own_part(matrix)
         bits = numbers.bits if note else None
         self.by.cast_run_(
@@ -159,7 +159,7 @@ class QuantizedStorage(StorageFormat):
         )
 
     def send(self) -> None:
-        """Start bringing codes to all ranks that keep them."""
+        """Start sending quantized values to all ranks that keep them."""
         self.changed = False
         inner, outer, cut = self.share.groups.inner, self.share.groups.outer, self.share.cut
         if cut.outside:
@@ -177,7 +177,7 @@ class QuantizedStorage(StorageFormat):
         self.changed = True
 
     def gather_parts(self) -> None:
-        """When they are needed next."""
+        """Gathered when they are next needed."""
 
     def fetch(self) -> None:
         self.arrive()
@@ -189,7 +189,7 @@ class QuantizedStorage(StorageFormat):
             self._fill_values()
 
     def ready(self) -> None:
-        """Wait until codes have arrived, and transpose them."""
+        """Wait until quantized values have arrived, and transpose them."""
         super().ready()
         if self._came:
             self._came = False
@@ -204,7 +204,7 @@ class QuantizedStorage(StorageFormat):
     # ---- values
 
     def keep_values(self, wanted: bool) -> None:
-        """Whether the weights themselves are to be here too, whenever codes are."""
+        """Whether the weights themselves are also needed whenever quantized values are here."""
         if wanted == self.whole_values:
             return
         self.whole_values = wanted
@@ -214,7 +214,7 @@ class QuantizedStorage(StorageFormat):
             self._fill_values()
 
     def _fill_values(self) -> None:
-        """Weights of all ranks' masters."""
+        """Weights from all ranks' masters."""
         if not self.weight.untyped_storage().nbytes():
             allocate(self.weight)
         share = self.share
@@ -229,11 +229,11 @@ class QuantizedStorage(StorageFormat):
 
 
 class CastGroup:
-    """The coded buckets of a rank that are cut over the same ranks: what it takes to make their codes anew, with
-    amaxes compared in one call.
+    """The quantized buckets of a rank that are sharded over the same ranks, with what it takes to quantize them again,
+    comparing amaxes in one call.
 
-    counts (L, SLOTS, COUNTS), seen (L,) fp32: of each linear's weight, what the last cast lost, and its amax on this
-    rank of tp. `numbers`: of linears, by name
+    counts (L, SLOTS, COUNTS), seen (L,) fp32: for each linear's weight, what the last cast lost, and its amax on this
+    tp rank. `numbers`: of linears, by name
     """
 
     def __init__(self, buckets: Sequence[QuantizedStorage], numbers: dict[str, int]):
@@ -257,17 +257,17 @@ class CastGroup:
         for (_, m), both in zip(pairs, self.by_matrix):
             straight, other = (quantized.view(m.quantizer.format.dtype) for quantized in (m.straight, m.transposed))
             m.quantizer.hold(straight, other, *both)
-        self._current = False  # whether scales were those of the weights as they are, whatever the recipe is
+        self._current = False  # whether scales came from the current weights, whatever the recipe is
 
     @property
     def quantizer(self) -> WeightQuantizer:
-        """Any one: they have one recipe and one way."""
+        """Any of them: they share one recipe."""
         return self.all[0][1].quantizer
 
     @torch.no_grad()
     def renew(self) -> None:
-        """Make codes of the masters where these, or what scales them, are others than the last time, and start
-        sending them."""
+        """Quantize the masters if they, or what scales them, have changed since the last time, and start sending the
+        result."""
         if not any(f.changed for f in self.buckets) and self._current == self.quantizer.current:
             return
         self._current = self.quantizer.current
@@ -297,7 +297,7 @@ class CastGroup:
         self._scale_by([multipliers(self.bits.view(torch.float32), self.quantizer.format, self.quantizer.recipe.scale)])
 
     def _compare(self) -> None:
-        """The amaxes of all parts of the weights."""
+        """Compare the amaxes of all shards of the weights."""
         share = self.buckets[0].share
         share.groups.inner.all_reduce(self.bits, "max").wait()
         if share.cut.outside:
@@ -312,7 +312,8 @@ class CastGroup:
 
 
 def cast_groups(buckets: Sequence[QuantizedStorage], numbers: dict[str, int]) -> list[CastGroup]:
-    """Of a rank's buckets of codes, in an order that is the same on all ranks that they are cut over."""
+    """The groups of a rank's quantized buckets, in an order that is the same on all ranks over which they are
+    sharded."""
     found: dict[tuple[str, bool], list[QuantizedStorage]] = {}
     for f in buckets:
         found.setdefault((f.share.bucket.axis, f.share.cut.inner > 1), []).append(f)

@@ -1,7 +1,7 @@
-"""StorageFormat: how a bucket's weights are kept, sent to other ranks and brought back; FullPrecision, the plain one.
+"""StorageFormat: how a bucket's weights are stored, sent to other ranks and brought back; FullPrecision, the plain one.
 
-weights   kept -- fetch --> coming -- ready --> here -- free --> kept              at level 3, for each use
-          here -- (update of masters) -- gather_groups, gather_parts --> coming -- ready --> here   below it
+ZeRO-3, for each use:  kept -- fetch --> coming -- ready --> here -- free --> kept
+below ZeRO-3:          here -- (update of masters) -- gather_groups, gather_parts --> coming -- ready --> here
 """
 
 from __future__ import annotations
@@ -23,24 +23,25 @@ from phalanx.nn.parameter import Parameter
 
 
 def allocate(x: Tensor) -> None:
-    """Give x and all views of its storage memory again; what is in it is undefined."""
+    """Allocate the memory of x and all views of its storage again; its contents are undefined."""
     x.untyped_storage().resize_(x.numel() * x.element_size())
 
 
 def let_go(x: Tensor) -> None:
-    """Give the memory of x and of all views of its storage back; they keep their shapes."""
+    """Free the memory of x and of all views of its storage; they keep their shapes."""
     x.untyped_storage().resize_(0)
 
 
 def memory_at(place: Tensor | None, numel: int, dtype: torch.dtype, device: torch.device) -> Tensor:
-    """(numel,) at a place, or in zeroed memory of its own."""
+    """(numel,) in a memory slot, or in newly allocated zeroed memory."""
     return torch.zeros(numel, dtype=dtype, device=device) if place is None else place[:numel]
 
 
 @dataclass(frozen=True)
 class BucketShare:
-    """What of a bucket is this rank's. part: elements that it keeps of its group's bucket; own: those it alone counts;
-    updated: those whose masters it has, or, where these are `homed` (data_parallel.homes), whose weights it is sent."""
+    """This rank's share of a bucket. part: elements that it keeps of its group's bucket; own: those that only this rank
+    counts; updated: those whose masters it has or, where these are `homed` (data_parallel.homes), whose weights it
+    receives."""
 
     bucket: Bucket
     cut: Cut
@@ -62,17 +63,17 @@ class BucketShare:
 
     @property
     def shared_parts(self) -> Any:
-        """Memory from which neighbours pull weights, where ranks share any."""
+        """Memory from which neighbours pull weights, if ranks share any."""
         shared = self.groups.inner.shared
         return None if shared is None else shared.parts
 
     def staying(self, numel: int, dtype: torch.dtype) -> Tensor:
-        """(numel,) zero: memory of weights that are always here, from which the others pull where ranks share any."""
+        """(numel,) zeros: memory for weights that stay on this rank, from which others pull if ranks share memory."""
         parts = self.shared_parts
         return torch.zeros(numel, dtype=dtype, device=self.device) if parts is None else parts.place(numel, dtype)
 
     def kept_of(self, whole: Tensor) -> tuple[int, Tensor]:
-        """What is always here of weights: number of its first element, and its values."""
+        """The weights that always stay on this rank: number of the first element, and values."""
         if not self.cut.cuts_weights:
             return 0, whole
         return self.part[0], self.staying(self.part[1] - self.part[0], whole.dtype)
@@ -83,8 +84,8 @@ class StorageFormat(ABC):
 
     weight   (numel,) in the compute dtype, of which the parameters are views
     master   (hi - lo,) of the elements that this rank updates
-    place    memory where what is fetched always comes to, and others lie when it is not here; None: it is taken and
-             given back each time
+    place    memory slot that fetched weights always use, and other buckets use in between; None: memory is allocated
+             and freed each time
     """
 
     weight: Tensor
@@ -94,13 +95,13 @@ class StorageFormat(ABC):
         self.share, self.lo, self.hi = share, *share.updated
         self.weight_comes = share.cut.cuts_weights and place is None
         self._gathering: Work | None = None
-        self._moved = False  # whether this rank's part came from other groups since its neighbours were given it
+        self._moved = False  # whether this rank's shard came from other groups since its neighbours received it
 
     def attach(self, params: Sequence[Parameter]) -> None:
-        """The parameters of all buckets are views of their weights now."""
+        """The parameters of all buckets have become views of their weights."""
         self.free()
 
-    # ---- what is here
+    # ---- what is stored on this rank
 
     @property
     @abstractmethod
@@ -110,23 +111,23 @@ class StorageFormat(ABC):
     @property
     @abstractmethod
     def weight_kept(self) -> Tensor:
-        """The weights that are always here; below level 3 all of them, if they are kept as such."""
+        """The weights that always stay on this rank; below ZeRO-3 all of them, if they are stored as weights."""
 
     @property
     @abstractmethod
     def saved(self) -> tuple[int, Tensor]:
-        """Element number of the first, and values here that are the weights once they are in the weights' dtype."""
+        """Number of the first element, and values here that are the weights once cast to the weights' dtype."""
 
     @property
     @abstractmethod
     def resident(self) -> tuple[int, Tensor]:
-        """Element number of the first, and what is always here of weights as they are sent: alike where ranks keep
-        the same ones."""
+        """Number of the first element, and the stored form of weights that always stays here: the same on ranks that
+        keep the same elements."""
 
     @property
     @abstractmethod
     def out(self) -> Tensor | None:
-        """The weights of this rank's masters, which an update writes; None: there are none beside the masters."""
+        """The weights of this rank's masters, which an update writes; None: there are none besides the masters."""
 
     @property
     @abstractmethod
@@ -136,37 +137,37 @@ class StorageFormat(ABC):
     @property
     @abstractmethod
     def tensors(self) -> list[Tensor]:
-        """All that holds weights beside the masters, if not as them."""
+        """Everything that holds weights, besides the masters."""
 
     @abstractmethod
     def write(self, first: int, values: Tensor) -> None:
-        """Set what this rank keeps of elements `first` .. of weights and masters, from values in the master dtype."""
+        """Set what this rank keeps of elements `first` .. in weights and masters, from values in the master dtype."""
 
-    # ---- on their way
+    # ---- exchange
 
     @abstractmethod
     def gather_groups(self) -> None:
-        """Start gathering what each group has updated of this rank's part."""
+        """Start gathering this rank's shard from the groups, each of which has updated a part of it."""
 
     @abstractmethod
     def gather_parts(self) -> None:
-        """Start gathering the weights of all parts, where they are kept whole."""
+        """Start gathering the weights of all shards, where they are kept whole."""
 
     @abstractmethod
     def fetch(self) -> None:
-        """Give the weights memory and start gathering all parts into it."""
+        """Allocate the weights and start gathering all shards into them."""
 
     @abstractmethod
     def free(self) -> None:
-        """Give back the memory of what `fetch` brought."""
+        """Free what `fetch` allocated."""
 
     def write_back(self) -> None:
-        """Weights of this rank's part from its masters."""
+        """Set the weights of this rank's shard from its masters."""
         if self.out is not None:
             self.out.copy_(self.master)
 
     def arrive(self) -> None:
-        """Wait until this rank's part has come from other groups: neighbours may then have it too."""
+        """Wait until this rank's shard has come from other groups, so that neighbours may have it."""
         self._wait()
         if self._moved and self.share.shared_parts is not None:
             self.share.shared_parts.changed()
@@ -183,8 +184,8 @@ class StorageFormat(ABC):
 
 
 class FullPrecision(StorageFormat):
-    """Weights in the compute dtype, as they are used: without memory (or with that of a place) while the bucket is not
-    gathered (level 3). Where that is the master dtype, or masters are elsewhere (homed), they are their own masters."""
+    """Weights in the compute dtype, as they are used: without memory (or with that of a slot) while the bucket is not
+    gathered (ZeRO-3). If that is the master dtype, or masters are elsewhere (homed), they are their own masters."""
 
     def __init__(self, share: BucketShare, precision: Precision, place: Tensor | None):
         super().__init__(share, place)
@@ -205,7 +206,7 @@ class FullPrecision(StorageFormat):
 
     @property
     def _own(self) -> Tensor:
-        """Those that this rank updates."""
+        """The weights that this rank updates."""
         return self.weight_kept[self.lo - self.weight_at : self.hi - self.weight_at]
 
     @property

@@ -1,8 +1,8 @@
-"""What ranks find on their own machines, collected from all of them once, and the one plan that follows: the same on
+"""What ranks find on their own machines, collected once from all of them, and the one plan that follows: the same on
 every rank.
 
-Whether neighbours share memory, which kernels run, how much memory a GPU has: no rank and no group of ranks acts on
-what it alone found. `decide` is pure, so that tests can give it any mixture of machines.
+Whether neighbours share memory, which kernels run, how much memory a GPU has: no rank and no group of ranks acts on its
+own findings alone. `decide` is pure, so that tests can give it any mixture of machines.
 """
 
 from __future__ import annotations
@@ -25,8 +25,10 @@ from phalanx.ops.quantized import cublaslt
 from phalanx.planning.plan import Plan
 
 ON = "on"
-EXPERTS, TP = "experts", "tp"  # uses of shared memory; the others are the axes over which buckets are cut
-ROOM_FOR_POOLS = 0.9  # of a GPU's memory, at most, by the forecast, before pools are taken without being asked for
+EXPERTS, TP = "experts", "tp"  # uses of shared memory; the others are the axes over which buckets are sharded
+ROOM_FOR_POOLS = (
+    0.9  # of a GPU's memory, by the forecast: the limit up to which memory pools are used without being asked for
+)
 NO_GRAPHS_GPU = "not a GPU"
 NO_GRAPHS_ROOM = "no room for their pools of memory, by the forecast: train.cuda_graphs=on tries"
 NO_GRAPHS_SHARDS = "layout.sharding >= 2: train.cuda_graphs=on keeps places for what comes and goes"
@@ -40,7 +42,7 @@ DRIVER = Path("/proc/driver/nvidia/version")
 
 @dataclass(frozen=True)
 class LocalFacts:
-    """What one rank found. `opened`: by use of memory shared with neighbours what came of it (Mesh.overlap).
+    """What one rank found. `opened`: for each use of memory shared with neighbours, the outcome (Mesh.overlap).
 
     memory       bytes of its GPU; None on a CPU
     triton       whether Triton kernels run
@@ -63,9 +65,9 @@ class LocalFacts:
 
 @dataclass(frozen=True)
 class Agreed:
-    """What all ranks do. `memory`: by use of shared memory "on", "off", or "off: " and why; `graphs`: "on", or why
-    blocks are not replayed as CUDA graphs ("" where they were not asked for). `warnings`: where machines differ in
-    what should be alike."""
+    """What all ranks do. `memory`: for each use of shared memory "on", "off", or "off: " and the reason; `graphs`:
+    "on", or why blocks are not replayed as CUDA graphs ("" if they were not asked for). `warnings`: where machines
+    differ in what should be alike."""
 
     plan: Plan
     memory: dict[str, str]
@@ -101,7 +103,7 @@ def look(device: torch.device, opened: dict[str, str]) -> LocalFacts:
 
 
 def driver_version() -> str:
-    """Of the NVIDIA driver; "" where the system does not say."""
+    """The version of the NVIDIA driver; "" if the system does not say."""
     lines = DRIVER.read_text(encoding="utf-8").splitlines() if DRIVER.is_file() else [""]
     words = lines[0].split()
     return next((word for word in words if word[:1].isdigit() and "." in word), "")
@@ -114,7 +116,7 @@ def collect(world: Axis, mine: LocalFacts) -> list[LocalFacts]:
 
 
 def decide(plan: Plan, everyone: Sequence[LocalFacts]) -> Agreed:
-    """The plan for these ranks. ConfigError where the config insists on what some of them cannot have."""
+    """The plan for these ranks. ConfigError if the config insists on something that some of them lack."""
     memory = {name: outcome(name, everyone) for name in sorted({name for facts in everyone for name in facts.opened})}
     refused = [p for name, said in memory.items() if (p := insisted(plan, name, said)) is not None]
     if refused:
@@ -130,7 +132,7 @@ def decide(plan: Plan, everyone: Sequence[LocalFacts]) -> Agreed:
 
 
 def outcome(name: str, everyone: Sequence[LocalFacts]) -> str:
-    """What comes of a use of shared memory: it is on only if every group that wants it has it."""
+    """The outcome for a use of shared memory: it is on only if every group that wants it has it."""
     said = {rank: facts.opened[name] for rank, facts in enumerate(everyone) if name in facts.opened}
     failed = [rank for rank, text in said.items() if text not in (ON, "off")]
     if failed:
@@ -140,7 +142,7 @@ def outcome(name: str, everyone: Sequence[LocalFacts]) -> str:
 
 
 def insisted(plan: Plan, name: str, said: str) -> Problem | None:
-    """The problem of a config that asks for shared memory by name, where not all ranks have it."""
+    """The problem of a config that explicitly asks for shared memory that not all ranks have."""
     layout = plan.run.layout
     if said in (ON, "off"):
         return None
@@ -154,7 +156,7 @@ def insisted(plan: Plan, name: str, said: str) -> Problem | None:
 
 
 def with_kernels(plan: Plan, everyone: Sequence[LocalFacts]) -> Plan:
-    """Where `auto` would run other kernels on some ranks than on others: those that run on all."""
+    """If `auto` would run different kernels on different ranks: use only those that run on all."""
     train = plan.run.train
     if train.kernels != "auto":
         return plan
@@ -173,7 +175,7 @@ def all_run_triton(plan: Plan, everyone: Sequence[LocalFacts]) -> bool:
 
 
 def differences(everyone: Sequence[LocalFacts]) -> list[str]:
-    """A line for each thing that is better alike on all machines, and is not."""
+    """A line for each thing that differs between machines and should not."""
     named = {"kind of device": "device", "NVIDIA driver": "driver", "NCCL": "nccl"}
     lines = []
     for title, name in named.items():
@@ -190,10 +192,10 @@ def differences(everyone: Sequence[LocalFacts]) -> list[str]:
 
 
 def why_no_graphs(plan: Plan, everyone: Sequence[LocalFacts], triton: bool) -> str:
-    """Why blocks are not replayed as CUDA graphs; "": they are. With pipeline stages each micro-batch in flight
-    needs a pool of its own, and attention between graphs places for what it reads and writes: only if asked for, or
-    where there is room. Where weights or gradients come and go only if asked for: they then keep their places; and
-    so where experts cannot be captured. Never where activations wait on the host (config.check)."""
+    """Why blocks are not replayed as CUDA graphs; "": they are. With pipeline stages, each micro-batch in flight needs
+    its own memory pool, and attention between graphs needs buffers for what it reads and writes: only if asked for, or
+    if there is room. If weights or gradients are fetched and freed, only if asked for, and then in fixed slots; the
+    same if experts cannot be captured. Never if activations are offloaded (config.check)."""
     wanted = plan.run.train.cuda_graphs
     if not all(facts.on_gpu for facts in everyone):
         return NO_GRAPHS_GPU
@@ -212,13 +214,13 @@ def why_no_graphs(plan: Plan, everyone: Sequence[LocalFacts], triton: bool) -> s
 
 
 def smallest(everyone: Iterable[LocalFacts]) -> int:
-    """Bytes of the GPU that has least."""
+    """Bytes of the GPU with the least memory."""
     return min(facts.memory for facts in everyone if facts.memory is not None)
 
 
 def uncaptured_ops(plan: Plan, triton: bool) -> frozenset[str]:
-    """Ops that run between CUDA graphs: attention where its shapes follow the lengths of documents, experts where
-    the host waits for the device."""
+    """Ops that run between CUDA graphs: attention if its shapes follow the lengths of documents, experts if the host
+    waits for the device."""
     experts = plan.experts.waits_for_sizes or counts_rows(plan, triton)
     return frozenset(
         name for name, uncaptured in (("attention", plan.grid.dynamic), ("experts", experts)) if uncaptured
@@ -231,6 +233,6 @@ def counts_rows(plan: Plan, triton: bool) -> bool:
 
 
 def room_for_pools(plan: Plan, memory: int) -> bool:
-    """Whether the fullest rank with pools has, by the forecast, room in `memory` bytes of a device."""
+    """Whether, by the forecast, the fullest rank with memory pools fits in `memory` bytes of a device."""
     uses, _ = rank_uses(plan, plan.num_micro_batches(plan.run.train.global_batch))
     return max(use.total + use.pools for use in uses) + OVERHEAD <= ROOM_FOR_POOLS * memory

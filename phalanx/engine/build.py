@@ -1,4 +1,4 @@
-"""build: from a plan and a mesh to everything a rank trains with; the one place that knows every room, one call per
+"""build: everything a rank trains with, from a plan and a mesh. The one place that knows every room, one call per
 line."""
 
 from __future__ import annotations
@@ -44,8 +44,8 @@ from phalanx.schedule.actions import Backward, Ready
 
 @dataclass(slots=True)
 class State:
-    """What a rank trains with: a model, and what training adds to it. `before_update` is called before weights or
-    state change: a copy of them may be under way."""
+    """What a rank trains with: a model, and what training adds to it. `before_update` is called before weights or state
+    change, because a copy of them may be under way."""
 
     model: Model
     optimizer: ShardedOptimizer
@@ -67,10 +67,10 @@ class State:
 
 
 def build(plan: Plan, mesh: Mesh) -> State:
-    """Everything a rank trains with, by the plan that all ranks agree on. Weights are not set: `init_weights` or a
+    """Everything a rank trains with, by the plan that all ranks agree on. Weights are not set; `init_weights` or a
     checkpoint does that.
 
-    ConfigError on every rank where the config insists on what some machine does not have.
+    ConfigError on every rank if the config insists on something that some machine lacks.
     """
     model = build_model(plan, mesh)
     plan, train = model.plan, model.plan.run.train
@@ -95,8 +95,8 @@ def build(plan: Plan, mesh: Mesh) -> State:
 
 
 def build_model(plan: Plan, mesh: Mesh) -> Model:
-    """This rank's part of the model, by the plan that all ranks agree on, without what training adds. A frozen one
-    (train.freeze) has no gradients."""
+    """This rank's part of the model, by the plan that all ranks agree on, without what training adds. A completely
+    frozen model (train.freeze) has no gradients."""
     train, kind = plan.run.train, precision(plan.run.train.precision)
     if train.deterministic:
         be_deterministic(mesh)
@@ -167,7 +167,7 @@ def sharded_optimizer(plan: Plan, buffers: Buffers, mesh: Mesh) -> ShardedOptimi
 
 
 def fp8_state(plan: Plan, buffers: Buffers, params: list[Parameter], device: torch.device) -> Fp8State | None:
-    """Of a run with train.fp8: its linears in low precision count into it."""
+    """The FP8 state of a run with train.fp8, with its quantized linears attached."""
     config, fp8 = plan.run.train.fp8, fp8_linears(plan.run)
     if config is None or fp8 is None:
         return None
@@ -189,7 +189,7 @@ def backward_in_order(stages: Stages, buffers: Buffers) -> Callable[[Backward], 
 
 
 def open_memory(plan: Plan, mesh: Mesh, buckets: list[Bucket]) -> dict[str, str]:
-    """Open the memory that this rank shares with neighbours; by use, what came of it here."""
+    """Open the memory that this rank shares with neighbours; returns the outcome for each use."""
     layout, opened = plan.run.layout, dict[str, str]()
     modes: dict[str, Mode] = {"allgather": layout.ep_overlap, "push": "on" if layout.dispatch == "push" else "auto"}
     if plan.run.model.routed_experts and plan.experts.dispatch in modes:
@@ -200,7 +200,7 @@ def open_memory(plan: Plan, mesh: Mesh, buckets: list[Bucket]) -> dict[str, str]
 
 
 def close_memory(agreed: Agreed, mesh: Mesh, opened: dict[str, str]) -> None:
-    """Let go of memory that this rank has, but not all do."""
+    """Free memory that this rank has but not all ranks have."""
     for name in (name for name, said in opened.items() if said == ON and agreed.memory[name] != ON):
         if name in (TP, EXPERTS):
             mesh.without_overlap(mesh.tp if name == TP else mesh.model.experts, agreed.memory[name])
@@ -233,7 +233,8 @@ def counting_heads(blocks: dict[tuple[int, int], list[Block]], count: int, devic
 
 
 def graphs(agreed: Agreed, mesh: Mesh, blocks: dict[tuple[int, int], list[Block]]) -> Graphs:
-    """Where ranks exchange tokens of different micro-batches, their hosts agree which of them are replayed."""
+    """The CUDA graphs of the blocks. If ranks exchange tokens of different micro-batches, their hosts agree on which
+    are replayed."""
     plan, between, recompute = agreed.plan, agreed.uncaptured, next(iter(blocks.values()))[0].env.recompute
     hosts = (
         mesh.prepare_hosts()
@@ -253,7 +254,7 @@ def graphs(agreed: Agreed, mesh: Mesh, blocks: dict[tuple[int, int], list[Block]
 
 
 def choices(state: State) -> str:
-    """What was chosen for these machines where the config says auto, and why not more: a line for the log."""
+    """What was chosen for these machines where the config says auto, and the reasons: a line for the log."""
     run, mesh, agreed = state.plan.run, state.mesh, state.model.agreed
     plain = f", but plain {', '.join(run.train.plain_ops)}" if agreed.triton and run.train.plain_ops else ""
     optional = optional_kernels_chosen(state.plan, mesh.device) if agreed.triton else ""
@@ -279,7 +280,7 @@ def choices(state: State) -> str:
 
 
 def shared_text(state: State) -> str:
-    """How what is sharded is exchanged, by axis, where there is anything to exchange."""
+    """How shards are exchanged, by axis, if there is anything to exchange."""
     mesh, memory = state.mesh, state.model.agreed.memory
     found = [(axis, memory[axis]) for axis in sorted(mesh.exchanges) if mesh.groups(axis).inner.size > 1]
     return "".join(f"; what is sharded over {axis} exchanged by copies {said}" for axis, said in found)
@@ -303,7 +304,7 @@ def optional_kernels_chosen(plan: Plan, device: torch.device) -> str:
 
 
 def build_for_inference(plan: Plan, mesh: Mesh) -> tuple[Buffers, Stages]:
-    """Weights and stages alone: no gradients, masters or moments."""
+    """Weights and stages only: no gradients, masters or moments."""
     if plan.run.model.routed_experts:
         mesh.prepare_experts()
     mesh.prepare_sharding(Sharding())
@@ -312,7 +313,7 @@ def build_for_inference(plan: Plan, mesh: Mesh) -> tuple[Buffers, Stages]:
     mesh.prepare(plan.replicas(mesh.at.tp))
     for p in params:
         p.to_empty(mesh.device)
-        p.quantizer = None  # a few tokens at a time make no whole blocks of scales
+        p.quantizer = None  # a few tokens do not fill whole scaling blocks
     kind = precision(plan.run.train.precision)
     for segment in blocks.values():
         for block in segment:
@@ -322,8 +323,8 @@ def build_for_inference(plan: Plan, mesh: Mesh) -> tuple[Buffers, Stages]:
 
 
 def init_weights(model: Model, exported: bool = True) -> None:
-    """Fill masters and weights from (seed, global name, position): the same bits in every layout. Without `exported`
-    those alone that no Hugging Face folder has."""
+    """Fill masters and weights from (seed, global name, position): the same bits in every layout. Without `exported`,
+    only those that no Hugging Face folder has."""
     for holder in model.buffers.holders:
         for slot in (s for s in holder.bucket.slots if exported or not s.spec.exported):
             storage = torch.zeros(slot.spec.shape, dtype=holder.values_dtype, device=holder.master.device)

@@ -1,4 +1,4 @@
-"""train.deterministic: what a run must be like for it, and what this process tells torch. The sums themselves are in
+"""train.deterministic: what it requires of a run, and what this process sets in torch. The sums themselves are in
 data_parallel/fixed_order.py."""
 
 from __future__ import annotations
@@ -12,11 +12,10 @@ from phalanx.comm.mesh import Mesh
 
 
 def be_deterministic(mesh: Mesh) -> None:
-    """Have torch choose kernels that give the same bits each time, or raise where it has none, until the mesh is
-    closed.
+    """Make torch choose kernels that give the same bits each time, or raise if it has none, until the mesh is closed.
 
-    On GPUs that rules out cuDNN's attention, and makes flash attention add up in a fixed order. cuBLAS needs
-    workspaces of its own for it, which it asks the environment for when it is first used.
+    On GPUs that rules out cuDNN's attention, and makes flash attention use a fixed order of sums. cuBLAS needs separate
+    workspaces for it, which it reads from the environment when it is first used.
     """
     before, filling = torch.are_deterministic_algorithms_enabled(), deterministic.fill_uninitialized_memory  # type: ignore[attr-defined]
 
@@ -26,6 +25,6 @@ def be_deterministic(mesh: Mesh) -> None:
 
     os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
     torch.use_deterministic_algorithms(True)
-    # else every torch.empty is filled, to show who reads too early
+    # otherwise every torch.empty would be filled, to reveal premature reads
     deterministic.fill_uninitialized_memory = False  # type: ignore[attr-defined]
     mesh.closing.append(restore)

@@ -25,7 +25,7 @@ Forward = Callable[[list[Batch]], Tensor]
 
 def evaluate(model: Model, loaders: dict[str, Loader]) -> dict[str, float]:
     """Set name -> mean loss (per token, or what else the objective divides by) over the first train.eval_samples
-    samples, or all samples of a smaller set; `SET/METRIC` -> mean of what else the objective logs."""
+    samples, or all samples of a smaller set; `SET/METRIC` -> mean of each metric that the objective logs."""
     model.buffers.ready()
 
     def forward(batches: list[Batch]) -> Tensor:
@@ -55,7 +55,7 @@ def summed(run: Run, mesh: Mesh, loader: Loader, limit: int, forward: Forward) -
 
 
 def _batch(loader: Loader, first: int, size: int, limit: int) -> Batch:
-    """Samples first..first+size-1; those at or past `limit` only fill the shape and have no loss."""
+    """Samples first..first+size-1; those from `limit` on only fill the shape and have no loss."""
     batch = loader.batch([min(i, limit - 1) for i in range(first, first + size)])
     real = max(0, min(size, limit - first)) * batch.seq_length
     if real == batch.num_tokens:

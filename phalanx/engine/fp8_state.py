@@ -1,9 +1,9 @@
-"""LowState: what a run in low precision (train.fp8) keeps over steps: histories of delayed scaling, counts of what
-casts lost, who fell back.
+"""Fp8State: what a run with train.fp8 keeps over steps: histories of delayed scaling, counts of what casts lost,
+linears that fell back.
 
-L linears of the whole model in order of their names, three tensors of each (activations, weights, gradients). All of
-it is the same on every rank, so it has no layout in a checkpoint. Nothing here waits for the device but `fall_back`,
-which is told values that the host has.
+L linears of the whole model in the order of their names, three tensors of each (activations, weights, gradients). All
+of it is the same on every rank, so it has no layout in a checkpoint. Nothing here waits for the device except
+`fall_back`, which takes values that the host has.
 """
 
 from __future__ import annotations
@@ -22,11 +22,11 @@ from phalanx.nn.parameter import Parameter
 from phalanx.ops.quantized.linear import DY, TENSORS, W, WeightQuantizer
 from phalanx.ops.quantized.recipes import COUNTED, COUNTS, FLOOR, SLOTS, Recipe
 
-TOTALS = ("amax", "ranks", *COUNTED)  # of each tensor: sum of the ranks' amaxes, ranks that have it, counts
+TOTALS = ("amax", "ranks", *COUNTED)  # of each tensor: sum of the ranks' amaxes, number of ranks that have it, counts
 
 
 class Fp8State:
-    """`names`: all linears of the model in the recipe; `here`: those of this rank's parameters, by bucket."""
+    """`names`: all linears of the model that use the recipe; `here`: those of this rank's parameters, by bucket."""
 
     def __init__(self, names: Sequence[str], recipe: Recipe | None, config: Fp8Config | None, device: torch.device):
         self.names, self.recipe, self.config = tuple(names), recipe, config
@@ -39,20 +39,20 @@ class Fp8State:
         self.multiplier = torch.ones(count, 3, device=device)
         self.off = torch.zeros(count, dtype=torch.float64, device=device)  # 1: fell back
         self._gone: set[str] = set()
-        self.over = False  # whether the run's last steps have come, which are in train.precision
+        self.over = False  # whether the run has reached its last steps, which are in train.precision
         self.lows: dict[int, list[tuple[WeightQuantizer, Parameter]]] = {}  # by bucket
         self._stale: set[int] = set()
-        self.coded: list[QuantizedStorage] = []  # their weights are codes, which `kept` makes
+        self.coded: list[QuantizedStorage] = []  # buckets whose weights are stored quantized, by `kept`
         self.kept: list[CastGroup] = []
-        self._full = False  # whether the history has anything
+        self._full = False  # whether the history has any entries
 
     def keep(self, buckets: Sequence[FlatBucket]) -> None:
-        """After `attach`: let the codes of weights that are kept as codes count into the state too."""
+        """After `attach`: make the weights that are stored quantized count into the state too."""
         self.coded = [f.storage for f in buckets if isinstance(f.storage, QuantizedStorage)]
         self.kept = cast_groups(self.coded, {name: i for i, name in enumerate(self.names)})
 
     def attach(self, bucket: int, params: Iterable[Parameter]) -> None:
-        """Let this rank's linears of a bucket count into the state."""
+        """Make this rank's linears in a bucket count into the state."""
         found = self.lows.setdefault(bucket, [])
         for p in params:
             fp8 = p.quantizer
@@ -70,14 +70,14 @@ class Fp8State:
             yield from found
 
     def renew(self) -> None:
-        """The masters may have changed: make the codes of the weights that are kept as codes, and start sending
-        them. At a step's end the device still has work, behind which the many small launches of this do not show."""
+        """The masters may have changed: quantize the weights that are stored quantized, and start sending them. At the
+        end of a step the device still has work, which hides the many small launches."""
         for family in self.kept:
             family.renew()
 
     def begin(self) -> None:
-        """The weights have changed. What the casts of those that are kept as codes saw counts whenever they are used;
-        a linear that fell back uses none, though its bucket may have them."""
+        """The weights have changed. What the casts of weights that are stored quantized saw counts whenever they are
+        used. A linear that fell back uses none, even if its bucket holds quantized values."""
         gone = self.off > 0
         self._stale = set(self.lows) - {s.share.bucket.id for s in self.coded}
         self.renew()
@@ -86,7 +86,7 @@ class Fp8State:
             self.amax[:, W].copy_(torch.maximum(self.amax[:, W], torch.where(gone, 0, family.seen)))
 
     def refresh(self, bucket: int) -> None:
-        """A bucket's weights are here: make their codes, once per step."""
+        """A bucket's weights have arrived: quantize them, once per step."""
         if bucket in self._stale:
             self._stale.remove(bucket)
             for fp8, p in self.lows[bucket]:
@@ -95,7 +95,7 @@ class Fp8State:
 
     @contextmanager
     def without(self) -> Iterator[None]:
-        """Inside, every product is in train.precision."""
+        """Inside, every matmul is in train.precision."""
         on = [fp8 for fp8, _ in self.here if fp8.on]
         for fp8 in on:
             fp8.on = False
@@ -108,12 +108,12 @@ class Fp8State:
             self._keep_values()
 
     def _keep_values(self) -> None:
-        """The weights themselves wherever a product is to use them."""
+        """Keep the weights themselves wherever a matmul is to use them."""
         for f in self.coded:
             f.keep_values(not all(m.quantizer.on for m in f.matrices))
 
     def totals(self) -> Tensor:
-        """(L, 3, 5) float64, as TOLD: of this rank, in this step. The counts begin anew."""
+        """(L, 3, 5) float64, in the order of TOTALS: of this rank, in this step. The counts start again at zero."""
         seen = self.counts[..., -1].amax(2).int().view(torch.float32)
         self.amax.copy_(torch.maximum(self.amax, seen))
         ranks = self.mine.to(self.amax.device).expand(-1, 3)
@@ -125,13 +125,13 @@ class Fp8State:
 
     @property
     def needs_history(self) -> bool:
-        """Whether a step's scales are still to be found: it then runs once with its own amaxes and once more with
-        scales from them."""
+        """Whether a step's scales are still unknown: it then runs once with its own amaxes, and again with scales from
+        them."""
         return bool(self.history.numel()) and not self._full
 
     @contextmanager
     def measuring(self) -> Iterator[None]:
-        """Inside, scales are those of each tensor as it is, and its amax is noted."""
+        """Inside, scales come from each tensor itself, and its amax is recorded."""
         for fp8, _ in self.here:
             fp8.current = True
         try:
@@ -141,11 +141,11 @@ class Fp8State:
                 fp8.current = False
 
     def settle(self, world: Axis, grown: Tensor | None = None) -> None:
-        """After a step: its amaxes, of all ranks, join the history. What is not finite does not: the one before
-        stands for it.
+        """After a step: its amaxes, from all ranks, are added to the history. One that is not finite is replaced by the
+        one before.
 
-        grown (): by how much the next step's loss scale is larger than that of this one (fp16): gradients were
-        measured with it.
+        grown (): the factor from this step's loss scale to the next one's (fp16): gradients were measured with this
+        step's.
         """
         if not self.history.numel():
             self.amax.zero_()
@@ -159,7 +159,7 @@ class Fp8State:
         self.rescale(1.0 if grown is None else grown)
 
     def rescale(self, grown: Tensor | float) -> None:
-        """The loss scale is so much larger from here on."""
+        """From here on the loss scale is larger by this factor."""
         self.history[:, DY] *= grown
         self.scale_by_history()
 
@@ -180,7 +180,7 @@ class Fp8State:
         return {"off": self.off, **({"history": self.history} if self.history.numel() else {})}
 
     def loaded(self) -> None:
-        """The tensors of `state` have values of a checkpoint (zeros: it had none)."""
+        """The tensors of `state` hold values from a checkpoint (zeros if it had none)."""
         self._full = bool(self.history.any())
         self.scale_by_history()
         self._gone = {name for name, value in zip(self.names, self.off.tolist()) if value}
@@ -202,8 +202,8 @@ class Fp8State:
         self._leave_out_gone()
 
     def turn(self, over: bool) -> bool:
-        """Whether the next step is one of train.fp8.last_steps, which no checkpoint says: a run that is made longer,
-        or goes back, is in the recipe again. Whether that is new."""
+        """Update whether the next step is one of train.fp8.last_steps; returns whether that has changed. Not
+        checkpointed, so a run that is extended or rolled back returns to FP8."""
         if over == self.over:
             return False
         self.over = over
@@ -215,12 +215,13 @@ class Fp8State:
 
 
 def was_cast(tally: Sequence[Sequence[Sequence[float]]]) -> bool:
-    """Whether a step had casts at all, of rows as in Fp8State.totals."""
+    """Whether a step had casts at all; rows as in Fp8State.totals."""
     return any(values[TOTALS.index("values")] for tensors in tally for values in tensors)
 
 
 def worst(names: Sequence[str], tally: Sequence[Sequence[Sequence[float]]]) -> tuple[float, str]:
-    """The largest part of a tensor's values that casts lost in a step, and whose: of rows as in Fp8State.totals."""
+    """The largest fraction of a tensor's values that casts lost in a step, and the tensor; rows as in
+    Fp8State.totals."""
     found = (0.0, "")
     for name, tensors in zip(names, tally):
         for tensor, values in zip(TENSORS, tensors):
@@ -229,14 +230,14 @@ def worst(names: Sequence[str], tally: Sequence[Sequence[Sequence[float]]]) -> t
 
 
 def lost_part(values: Sequence[float]) -> float:
-    """Of a tensor's values, those that became zero or were cut."""
+    """The fraction of a tensor's values that became zero or were clamped."""
     counted = dict(zip(TOTALS, values))
     return (counted["zeros"] + counted["cut"]) / counted["values"] if counted["values"] else 0.0
 
 
 def fp8_values(names: Sequence[str], tally: Sequence[Sequence[Sequence[float]]]) -> dict[str, list[list[float]]]:
-    """By linear, three numbers each (activations, weights, gradients): the step's amax (mean over ranks), the part
-    of values that became zero, the part that was cut to the largest."""
+    """By linear, three numbers each (activations, weights, gradients): the step's amax (mean over ranks), the fraction
+    of values that became zero, the fraction that was clamped to the largest."""
     found: dict[str, list[list[float]]] = {}
     for name, tensors in zip(names, tally):
         rows = [dict(zip(TOTALS, values)) for values in tensors]
@@ -248,7 +249,7 @@ def fp8_values(names: Sequence[str], tally: Sequence[Sequence[Sequence[float]]])
 
 
 def fp8_scalars(values: Mapping[str, Sequence[Sequence[float]]]) -> dict[str, float]:
-    """Of `fp8_values`, each number by its name: fp8/amax/weights/NAME."""
+    """Each number of `fp8_values` by name: fp8/amax/weights/NAME."""
     return {
         f"fp8/{what}/{tensor}/{name}": number
         for name, rows in values.items()
@@ -258,7 +259,7 @@ def fp8_scalars(values: Mapping[str, Sequence[Sequence[float]]]) -> dict[str, fl
 
 
 def shadow_scalars(values: Mapping[str, Sequence[float]]) -> dict[str, float]:
-    """Of a shadow step, each number by its name: fp8_shadow/cosine/NAME."""
+    """Each number of a shadow step by name: fp8_shadow/cosine/NAME."""
     return {
         f"fp8_shadow/{what}/{name}": number
         for name, distances in values.items()
@@ -272,7 +273,7 @@ def unsafe(
     tally: Sequence[Sequence[Sequence[float]]],
     distances: Sequence[Sequence[float]] | None,
 ) -> dict[str, str]:
-    """Linears that train.fp8's limits do not allow to go on in low precision, and why: of what a step told."""
+    """Linears for which train.fp8's limits forbid to continue in FP8, and why, from the totals of a step."""
     found: dict[str, str] = {}
     for name, tensors in zip(names, tally):
         part, tensor = max((lost_part(values), tensor) for tensor, values in zip(TENSORS, tensors))

@@ -1,6 +1,6 @@
-"""Guard: whether a step's loss and gradient norm are fit to be applied, judged on the device before the update.
+"""Guard: whether a step's loss and gradient norm are fit to be applied, decided on the device before the update.
 
-What a run does about it is the loop's matter (train.guard.policy).
+The loop decides what a run does about it (train.guard.policy).
 """
 
 from __future__ import annotations
@@ -10,16 +10,16 @@ from torch import Tensor
 
 REASONS = ("", "the loss or the gradient norm is not finite", "the loss is a spike", "the gradient norm is a spike")
 NOT_FINITE = 1
-FLOOR = 0.01  # of the mean: the least standard deviation, so that a constant loss does not make every change a spike
+FLOOR = 0.01  # of the mean: the smallest standard deviation, so that not every change from a constant loss is a spike
 
 
 class Guard:
     """The last `window` losses and norms, () float64 each, and a verdict about the next. Nothing is read by the host.
 
-    A spike is further above the window's mean than `sigmas` standard deviations, once half the window is filled;
-    None: only what is not finite is refused. A spike enters the window as the largest value that would not have been
-    one, what is not finite never (else it would make every later mean NaN); so the window follows a level that
-    stays. It is part of a checkpoint.
+    A spike exceeds the window's mean by more than `sigmas` standard deviations, once half the window is filled; None:
+    only Inf and NaN are refused. A spike enters the window as the largest value that would not have been one, so the
+    window follows a level that persists; Inf and NaN never enter it, because they would make every later mean NaN. The
+    guard is part of a checkpoint.
     """
 
     def __init__(self, window: int, sigmas: float | None, device: torch.device):
@@ -30,7 +30,7 @@ class Guard:
         self._places = torch.arange(window, device=device)
 
     def judge(self, loss: Tensor, norm: Tensor) -> Tensor:
-        """() float32: index into REASONS, 0 for a step that is fit. The same on all ranks, as loss and norm are."""
+        """() float32: index into REASONS, 0 for a step that is fit. The same on all ranks, like loss and norm."""
         finite = torch.isfinite(loss) & torch.isfinite(norm)
         if self.sigmas is None:
             return (~finite).float() * NOT_FINITE

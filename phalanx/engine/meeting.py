@@ -1,9 +1,8 @@
-"""What ranks compare as soon as they have met: one config, one program, the same data. Where they differ, no rank
-trains.
+"""What ranks compare as soon as they have met: one config, one program, the same data. If they differ, no rank trains.
 
-A path stands for what it holds: token files, a tokenizer or weights may have other names on other machines. What
-only rank 0 uses (`log`, `model_source`) or decides (`dir`) is not compared. All of it is text: nothing that another
-process sent is unpickled.
+A path stands for its contents: token files, a tokenizer or weights may have different names on different machines. What
+only rank 0 uses (`log`, `model_source`) or decides (`dir`) is not compared. Everything is text: nothing sent by another
+process is unpickled.
 """
 
 from __future__ import annotations
@@ -49,8 +48,8 @@ SAME_CONTENTS = "must hold the same on all ranks, whatever its name is: copy one
 
 @dataclass(frozen=True)
 class Identity:
-    """What a rank brings to the meeting. `values`: nested, of plain types; `names`: by dotted key, what is written
-    in the config where a value is the contents of a path; `refused`: why its machine cannot hold it."""
+    """What a rank brings to the meeting. `values`: nested, of plain types; `names`: by dotted key, the path in the
+    config where a value is the contents of a path; `refused`: why its machine cannot hold its ranks."""
 
     values: dict[str, Any]
     names: dict[str, str] = field(default_factory=dict)
@@ -64,8 +63,8 @@ class Identity:
 def identity(
     run: Run, device: torch.device, data: DataConfig | None = None, facts: Mapping[str, Any] | None = None
 ) -> Identity:
-    """Of this rank. data: the run's with its text made into token files, None: not opened; facts: what was read of
-    them (resume.facts)."""
+    """The identity of this rank. data: the run's, with its text prepared into token files, None: not opened; facts:
+    what was read from them (resume.facts)."""
     values: dict[str, Any] = json.loads(json.dumps(to_dict(run)))
     for name in NOT_COMPARED:
         del values[name]
@@ -77,7 +76,7 @@ def identity(
 
 
 def replace_paths(values: dict[str, Any], run: Run, data: DataConfig) -> dict[str, str]:
-    """Put contents in the place of paths; what the paths were, by key."""
+    """Replace paths by their contents; returns what the paths were, by key."""
     names: dict[str, str] = {}
 
     def contents(section: dict[str, Any], at: str, key: str, held: Any, name: Any) -> None:
@@ -110,12 +109,13 @@ def replace_paths(values: dict[str, Any], run: Run, data: DataConfig) -> dict[st
 
 
 def token_files(words: Iterable[str]) -> list[str]:
-    """Of prefixes with or without weights before them: the weights as they are, of each prefix size and checksums."""
+    """From prefixes with or without weights before them: the weights as they are, and size and checksums for each
+    prefix."""
     return [word if is_number(word) else token_file(word) for word in words]
 
 
 def token_file(prefix: str) -> str:
-    """The size of its .bin, the checksum of its .idx, and a digest of the checksums of the .bin where it has any."""
+    """The size of its .bin, the checksum of its .idx, and a digest of the checksums of the .bin if it has any."""
     corpus = Corpus(prefix)
     size = sum(size for _, size in corpus.bins)
     sums = [segment for file in corpus.bin_files for segment in file.segments or ()]
@@ -139,7 +139,7 @@ def folder(path: Path) -> str:
 
 
 def sampled(file: Path, size: int) -> bytes:
-    """Some pieces of a file, its first and its last among them."""
+    """Some samples of a file's bytes, including its beginning and its end."""
     with open(file, "rb") as opened:
         pieces = []
         for i in range(SAMPLES):
@@ -149,7 +149,7 @@ def sampled(file: Path, size: int) -> bytes:
 
 
 def checkpoint(path: str) -> str:
-    """The manifest of the checkpoint that a path leads to: it has the checksum of every file."""
+    """The manifest of the checkpoint at a path, which has the checksum of every file."""
     try:
         return f"manifest {xxhash.xxh3_64_hexdigest((find(path) / MANIFEST).read_bytes())}"
     except (OSError, PhalanxError) as error:
@@ -160,10 +160,10 @@ def checkpoint(path: str) -> str:
 
 
 def meet(rank: int, world: int, mine: Identity, folder: str, timeout_s: float) -> str:
-    """Compare, right after the world was joined. The run's folder as rank 0 calls it; ConfigError on every rank
-    where any differs.
+    """Compare identities right after joining the world. Returns the run's folder as rank 0 names it; ConfigError on
+    every rank if anything differs.
 
-    On a communicator of its own between hosts: the ranks may even differ in the kind of their devices.
+    Uses a separate communicator between hosts, because ranks may even differ in the kind of their devices.
     """
     if world == 1:
         return folder
@@ -175,7 +175,7 @@ def meet(rank: int, world: int, mine: Identity, folder: str, timeout_s: float) -
 
 
 def compare(axis: Axis, mine: Identity, folder: str) -> str:
-    """Refusals and digests first; where digests differ, everything."""
+    """Compares refusals and digests first; everything only if digests differ."""
     sent = axis.all_gather_text(json.dumps([mine.digest, folder if axis.index == 0 else "", mine.refused]))
     met = [json.loads(text) for text in sent]
     if refused := refusals([why for _, _, why in met]):
@@ -199,15 +199,14 @@ def refusals(why: Sequence[str]) -> list[str]:
 
 
 def problems(everyone: Sequence[Identity]) -> list[Problem]:
-    """One for each field in which ranks differ."""
+    """A problem for each field in which ranks differ."""
     found = [problem(key, values, everyone) for key, values in differences([one.values for one in everyone])]
     plain = [p for p in found if not p.field.startswith("tokens read")]
-    return plain or found  # other fields explain why other tokens were read
+    return plain or found  # the other fields explain why different tokens were read
 
 
 def differences(values: Sequence[Any], path: str = "") -> Iterator[tuple[str, list[Any]]]:
-    """(dotted key, each rank's value) of what is not the same everywhere; of models of different families the family
-    alone."""
+    """(dotted key, each rank's value) of everything that differs; for models of different families only the family."""
     if not all(isinstance(value, dict) for value in values):
         if any(value != values[0] or type(value) is not type(values[0]) for value in values):
             yield path, list(values)
@@ -247,15 +246,15 @@ def _text(value: Any) -> str:
 
 
 def _short(value: Any) -> Any:
-    """A value that is too long for a message as the beginning of its text."""
+    """A value too long for a message, as the beginning of its text."""
     text = json.dumps(value)
     return value if len(text) <= LONGEST else f"{text[:LONGEST]}..."
 
 
 def join(run: Run, placement: Placement, mine: Identity) -> tuple[Mesh, str]:
-    """Meet the other ranks, and the folder of the run, as rank 0 calls it. ConfigError on all of them where they are
-    not of one run, DoesNotFit where a machine cannot hold its ranks, which is found out before groups are made that
-    depend on it."""
+    """Meet the other ranks; returns the mesh, and the folder of the run as rank 0 names it. ConfigError on all ranks if
+    they do not belong to one run, DoesNotFit if a machine cannot hold its ranks; the latter is found out before groups
+    are created that depend on it."""
     device, timeout_s = device_of(run, placement), run.train.timeout_s
     store = init_world(placement.rank, placement.world_size, placement.init_method, device, timeout_s, placement.secret)
     folder = meet(placement.rank, placement.world_size, replace(mine, refused=placement.refused), run.dir, timeout_s)

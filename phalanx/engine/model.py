@@ -1,4 +1,4 @@
-"""Model: this rank's part of a model, and what computes with it; what training adds is State (engine.build)."""
+"""Model: this rank's part of a model, and what computes with it. What training adds is State (engine.build)."""
 
 from __future__ import annotations
 
@@ -24,13 +24,14 @@ from phalanx.schedule.actions import Instruction
 
 @dataclass
 class Model:
-    """Blocks and weights of one rank. A process may have several: one that trains, others that it is compared with.
+    """Blocks and weights of one rank. A process may have several models: one that trains, others that it is compared
+    with.
 
     plan      the final one, on which all ranks have `agreed`
     buffers   the flat memory of weights, masters and gradients
     routed    its layers with experts; mtp: its block of multi-token prediction, if any
-    metrics   names of what the objective logs; heads: those here that count it
-    fp8       of models in low precision (train.fp8)
+    metrics   names of the metrics that the objective logs; heads: the heads on this rank, which tally them
+    fp8       the state of train.fp8, if the run uses it
     programs  caches the instruction lists by (number of micro-batches, backward or not)
     """
 
@@ -61,8 +62,7 @@ class Model:
 
     @contextmanager
     def by_all_to_all(self) -> Iterator[None]:
-        """To do a step's gradients once more: inside, tokens get to their experts by all-to-all, which always has
-        room."""
+        """To repeat a step's gradients: inside, tokens travel to their experts by all-to-all, which always has room."""
         self.buffers.zero_grads()
         runner, self.stages.runner = self.stages.runner, Eager()
         tallies = [layer.tally for layer in self.routed if layer.tally is not None]
@@ -79,7 +79,7 @@ class Model:
                 tally[MISSING] += rows  # for the log
 
     def train(self, mode: bool = True) -> None:
-        """Dropout and recompute on or off."""
+        """Turn dropout and recomputation on or off."""
         for segment in self.blocks.values():
             for block in segment:
                 block.train(mode)

@@ -1,5 +1,5 @@
-"""Whether ranks that must hold the same bits do: hashes of weights and state compared, and the ranks that differ
-named."""
+"""Whether ranks that must hold the same bits do: compares hashes of weights and state, and names the ranks that
+differ."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ PART = 1 << 22  # elements that are hashed at once
 
 
 def fold(x: Tensor) -> Tensor:
-    """() int64: a sum over the bits of x, each element times an odd number of its own: any one flipped bit changes
+    """() int64: a sum over the bits of x, each element times a different odd number, so that any flipped bit changes
     it."""
     bits = (
         x.contiguous()
@@ -33,13 +33,13 @@ def fold(x: Tensor) -> Tensor:
 
 
 def check_replicas(state: State) -> None:
-    """Compare what data-parallel ranks hold alike: weights, and with ZeRO-0 masters and the optimizer's state
-    too; of groups that shard, parts.
+    """Compare what data-parallel ranks hold in common: weights and, with ZeRO-0, masters and the optimizer's state;
+    between groups that shard, shards.
 
     NumericalStop on all ranks names those that differ from most of their peers (of two, both) and the tensors that
-    differ. With sharding each rank's part of the weights goes to all others after every update: a wrong bit in it
-    then is everywhere, and one in another's part is overwritten; of these only what happened since the update can be
-    seen. At level 3 without groups no two ranks hold the same.
+    differ. With sharding, each rank's shard of the weights goes to all others after every update: a wrong bit in it is
+    then everywhere, and one in another's shard is overwritten. So only corruption since the last update can be seen
+    there. With ZeRO-3 and no groups, no two ranks hold the same.
     """
     state.buffers.ready()
     folds = {what: int(fold(x)) for what, x in _alike(state).items()}
@@ -62,23 +62,24 @@ def check_replicas(state: State) -> None:
 
 
 def _alike(state: State) -> dict[tuple[int, str], Tensor]:
-    """(bucket, what) -> what every rank of `_peers` must hold alike."""
+    """(bucket, what) -> what all ranks of `_peers` must hold in common."""
     found = {(i, "weight"): f.storage.resident[1] for i, f in enumerate(state.buffers.flat)}
     numbers = {f.bucket.id: i for i, f in enumerate(state.buffers.flat)}
-    shards = [s for s in state.optimizer.shards if s.home is None]  # what a home has, nobody else does
+    shards = [s for s in state.optimizer.shards if s.home is None]  # only the home has a whole matrix's state
     for shard in (s for s in shards if not state.buffers.flat[numbers[s.bucket.id]].cut.outside):
         found |= {(numbers[shard.bucket.id], what): shard.values(what) for what in shard.kinds}
     return found
 
 
 def _peers(state: State, bucket: int, what: str) -> Axis:
-    """Who holds the same of a bucket: of weights that are kept whole the whole axis, of parts other groups."""
+    """The ranks that hold the same of a bucket: for weights that are kept whole the whole axis, for shards other
+    groups."""
     flat = state.buffers.flat[bucket]
     return flat.axis if what == "weight" and not flat.cut.cuts_weights else flat.groups.outer
 
 
 def _odd(reports: list[list[tuple[list[int], str, int]]]) -> dict[tuple[int, ...], list[int]]:
-    """Peers -> those of them that differ from most; told[rank] holds (peers, what, fold)."""
+    """Peers -> those of them that differ from most; reports[rank] holds (peers, what, fold)."""
     groups: dict[tuple[tuple[int, ...], str], dict[int, int]] = {}
     for rank, folds in enumerate(reports):
         for members, what, number in folds:
@@ -93,8 +94,7 @@ def _odd(reports: list[list[tuple[list[int], str, int]]]) -> dict[tuple[int, ...
 
 
 def _named(state: State, odd: dict[tuple[int, ...], list[int]]) -> list[str]:
-    """On a rank whose peers disagree: the tensors whose weights or state differ. Its peers ask each other slot by
-    slot."""
+    """On a rank whose peers disagree: the tensors whose weights or state differ. Peers compare slot by slot."""
     found = []
     for (i, what), x in _alike(state).items():
         flat, peers = state.buffers.flat[i], _peers(state, i, what)

@@ -1,9 +1,8 @@
-"""Shadow steps: a step's gradients in train.precision beside those in low precision, and how far apart they
-are, linear by linear.
+"""Shadow steps: a step's gradients in train.precision compared with those in FP8, linear by linear.
 
-The reference is the same batches through the same weights with every product in train.precision. What it leaves
-behind (gradients, counts) goes; the step itself is done as if it had not been. It costs a step's time and one more
-copy of the gradients.
+The reference uses the same batches and the same weights with every matmul in train.precision. Everything it leaves
+behind (gradients, counts) is discarded, so the step itself is unaffected. It costs a step's time and one more copy of
+the gradients.
 """
 
 from __future__ import annotations
@@ -19,8 +18,8 @@ from phalanx.engine.build import State
 
 @contextmanager
 def aside(state: State) -> Iterator[None]:
-    """Inside, gradients are those of a pass that is not the step: they and all counts of it go afterwards. No CUDA
-    graphs."""
+    """Inside, gradients are those of a pass that is not the step; they and all its counts are discarded afterwards. No
+    CUDA graphs."""
     try:
         with state.model.by_all_to_all():
             yield
@@ -33,7 +32,8 @@ def aside(state: State) -> Iterator[None]:
 
 
 def begin_history(state: State, forward_backward: Callable[[], None]) -> None:
-    """Before the first step of delayed scaling: the amaxes of its tensors, by doing it with scales of their own."""
+    """Before the first step of delayed scaling: find the amaxes of its tensors by running it with scales of their
+    own."""
     if state.model.fp8 is None:
         return
     with state.model.fp8.measuring(), aside(state):
@@ -45,8 +45,7 @@ def begin_history(state: State, forward_backward: Callable[[], None]) -> None:
 
 
 def reference(state: State, forward_backward: Callable[[], None]) -> dict[int, Tensor]:
-    """The step's reduced gradients in train.precision, this rank's part of each bucket that has linears in low
-    precision."""
+    """The step's reduced gradients in train.precision: this rank's shard of each bucket that has quantized linears."""
     fp8 = state.model.fp8
     if fp8 is None:
         return {}
@@ -61,11 +60,11 @@ def reference(state: State, forward_backward: Callable[[], None]) -> dict[int, T
 
 
 def gradient_distance(state: State, kept: dict[int, Tensor] | None) -> Tensor | None:
-    """(L, 2) float64, the same on all ranks: cosine between the two gradients of each linear's weight, and
-    |difference| / |reference|.
+    """(L, 2) float64, the same on all ranks: cosine between the two gradients of each linear's weight, and |difference|
+    / |reference|.
 
-    `kept` as of `reference` (empty on a rank without linears in low precision, which adds nothing), None in a step
-    without a shadow. NaN where a linear has no gradient. Parts that several ranks hold count several times in both.
+    `kept` as returned by `reference` (empty on a rank without quantized linears, which contributes nothing), or None in
+    a step without a shadow. NaN if a linear has no gradient. Shards held by several ranks count several times in both.
     """
     fp8 = state.model.fp8
     if fp8 is None or kept is None:

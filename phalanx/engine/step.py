@@ -26,13 +26,13 @@ class StepResult:
     loss       mean of the objective: per token with a loss, or what else it divides by
     grad_norm  of the whole model, before clipping
     skipped    why nothing was updated (guard.REASONS), 0 if it was
-    tokens     what it is divided by: tokens with a loss in the global batch, or what else the objective counts
+    tokens     the divisor: tokens with a loss in the global batch, or what else the objective counts
     stop       how many ranks were asked to stop
-    routing    (layers, E + len(TALLIED)) where there are experts: load of each and sums over tokens (nn.moe), else None
-    mtp_loss   mean loss per token of multi-token prediction, if there is such a block
-    fp8        (L, 3, 5) what FP8 casts lost, as Fp8State.totals, of all ranks; None without train.fp8
-    gradient_distance  (L, 2) of steps with a shadow, as shadow.gradient_distance
-    metrics    () means of what else the objective logs, by name
+    routing    (layers, E + len(TALLIED)) with experts: load of each and sums over tokens (nn.moe), otherwise None
+    mtp_loss   mean loss per token of multi-token prediction, if the model has it
+    fp8        (L, 3, 5) what FP8 casts lost, as Fp8State.totals, over all ranks; None without train.fp8
+    gradient_distance  (L, 2) in steps with a shadow, as shadow.gradient_distance
+    metrics    () means of the objective's metrics, by name
     """
 
     loss: Tensor
@@ -50,7 +50,7 @@ class StepResult:
 def train_step(
     state: State, batches: Sequence[Batch], lr: float, stop: bool = False, shadow: bool = False
 ) -> StepResult:
-    """`batches`: this rank's micro-batches, or its part of each, on the device. `stop`: this rank was asked to stop.
+    """`batches`: this rank's micro-batches, or its shard of each, on the device. `stop`: this rank was asked to stop.
     `shadow`: compare the gradients with those in train.precision (train.fp8.shadow_interval)."""
     kept = shadow_of(state, batches) if shadow else None
     tokens = accumulate(state, batches)
@@ -64,7 +64,7 @@ def shadow_of(state: State, batches: Sequence[Batch]) -> dict[int, Tensor]:
 
 
 def accumulate(state: State, batches: Sequence[Batch]) -> Tensor:
-    """Sum the gradients of all micro-batches and reduce them; what the sums are divided by (count_tokens)."""
+    """Sum the gradients of all micro-batches and reduce them; returns the divisor of the sums (count_tokens)."""
     tokens = count_tokens(state.model, batches)
     if state.model.fp8 is not None and state.model.fp8.needs_history:
         begin_history(state, lambda: forward_backward(state, batches, tokens))
@@ -95,8 +95,8 @@ def zero_metrics(model: Model) -> None:
 
 
 def lacked_room(model: Model) -> bool:
-    """Whether any rank had too little room for its experts' tokens; the one question that the host waits for at the
-    end of a step."""
+    """Whether any rank had too little room for its experts' tokens. This is the one thing for which the host waits at
+    the end of a step."""
     missing = torch.zeros((), dtype=torch.float64, device=model.mesh.device)
     for layer in model.routed:
         missing += layer.tally[MISSING]  # type: ignore[index]
@@ -104,7 +104,7 @@ def lacked_room(model: Model) -> bool:
 
 
 def count_tokens(model: Model, batches: Sequence[Batch]) -> Tensor:
-    """() float64: what the sums over the global batch are divided by: tokens with a loss, or what else the objective
+    """() float64: the divisor of the sums over the global batch: tokens with a loss, or what else the objective
     counts."""
     mine = torch.stack([model.plan.objective.divisor(b) for b in batches]).sum().double()
     return model.mesh.data.all_reduce(mine).wait()
@@ -116,7 +116,7 @@ def update(state: State, tokens: Tensor, lr: float, stop: bool = False) -> StepR
 
 
 def end_step(state: State, tokens: Tensor, stop: bool, apply: Callable[[Tensor, Tensor], None]) -> StepResult:
-    """As `update`. apply: given (skip, factor of the gradients), both (), updates masters."""
+    """As `update`. apply: called with (skip, factor of the gradients), both (), updates masters."""
     state.before_update()
     buffers, scaler, clip = state.buffers, state.scaler, state.plan.run.optim.clip_grad
     norm = buffers.grad_norm() / scaler.scale
@@ -154,7 +154,7 @@ def end_step(state: State, tokens: Tensor, stop: bool, apply: Callable[[Tensor, 
 @dataclass(frozen=True)
 class StepTotals:
     """What all ranks know at the end of a step: () float64 summed loss, number of ranks that were asked to stop, summed
-    loss of multi-token prediction; (K,) summed metrics of the objective; routing and fp8 as of StepResult."""
+    loss of multi-token prediction; (K,) summed metrics of the objective; routing and fp8 as in StepResult."""
 
     loss: Tensor
     stop: Tensor
@@ -165,11 +165,11 @@ class StepTotals:
 
 
 def reduce_step_totals(model: Model, stop: bool = False) -> StepTotals:
-    """One sum over all ranks. The last stage's ranks with tp 0 know the loss of their tokens; each has counted its
+    """One sum over all ranks. The last stage's ranks with tp 0 know the loss of their tokens; each rank has counted its
     own tokens' routing.
 
-    Each of the ranks with tokens of their own has a place for its loss: added up in a fixed order, losses do not
-    depend on dp.
+    Each of the ranks with tokens of their own has a separate slot for its loss. Slots are added up in a fixed order, so
+    losses do not depend on dp.
     """
     config, device = model.plan.run.model, model.mesh.device
     layers, width = (
@@ -205,8 +205,8 @@ def loss_and_stops(model: Model, stop: bool = False) -> tuple[Tensor, Tensor]:
 
 @torch.no_grad()
 def evaluate_step(model: Model, batches: Sequence[Batch]) -> Tensor:
-    """(2 + K,) float64 over all data-parallel ranks of forward-only micro-batches: summed loss, what it is divided by
-    (tokens), and the sums of the objective's metrics."""
+    """(2 + K,) float64 over all data-parallel ranks of forward-only micro-batches: summed loss, its divisor (tokens),
+    and the sums of the objective's metrics."""
     model.train(False)
     tokens = count_tokens(model, batches)
     zero_metrics(model)
@@ -218,5 +218,5 @@ def evaluate_step(model: Model, batches: Sequence[Batch]) -> Tensor:
     model.train(True)
     totals = reduce_step_totals(model)
     if model.fp8 is not None:
-        model.fp8.amax.zero_()  # no history of evaluations
+        model.fp8.amax.zero_()  # evaluations are not part of the history
     return torch.cat((torch.stack((totals.loss, tokens)), totals.metrics))

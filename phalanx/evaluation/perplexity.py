@@ -1,4 +1,4 @@
-"""`phalanx eval`: loss and perplexity of a checkpoint on prepared sets, at any layout, with weights alone (no
+"""`phalanx eval`: loss and perplexity of a checkpoint on prepared sets, in any layout, from weights alone (no
 gradients, no optimizer)."""
 
 from __future__ import annotations
@@ -44,8 +44,8 @@ from phalanx.text.tokenizers import load_tokenizer
 
 @dataclass(frozen=True)
 class SetResult:
-    """Of one set: tokens with a loss, the mean loss in nats per token, and per byte of text where its record says
-    how many bytes there are."""
+    """Results for one set: tokens with a loss, the mean loss in nats per token and, if its record states the number of
+    bytes, per byte of text."""
 
     name: str
     tokens: int
@@ -68,11 +68,11 @@ class SetResult:
 
 
 def base_config(weights: Path, gpu: bool) -> dict[str, Any]:
-    """The config that a checkpoint was made with, or for a Hugging Face folder one of its model. weights: the folder
-    of tensors."""
+    """The config with which a checkpoint was made or, for a Hugging Face folder, one with its model. weights: the
+    folder of tensors."""
     if weights.name == "weights" and (weights.parent / NAME).is_file():
         config = {name: section for name, section in parse(weights.parent).config.items() if name != "task"}
-        if config:  # an evaluation writes to no sink of the run's
+        if config:  # an evaluation writes to none of the run's sinks
             return {**config, "log": {k: v for k, v in config.get("log", {}).items() if k != "sinks"}}
     model = model_config_from_hf(weights)
     length = min(1024, model.max_position_embeddings)
@@ -86,8 +86,8 @@ def tokenizer_of(weights: Path) -> str | None:
 
 
 def for_evaluation(run: Run, world: int) -> Run:
-    """The run without what only training has: its batch has a micro-batch on each rank, and nothing is loaded but
-    the weights that were named."""
+    """The run without what only training needs: one micro-batch on each rank, and nothing is loaded but the named
+    weights."""
     layout = run.layout
     dp = max(1, world // (layout.tp * layout.cp * layout.pp))
     train = replace(run.train, global_batch=run.train.micro_batch * dp, rampup=None)
@@ -95,8 +95,8 @@ def for_evaluation(run: Run, world: int) -> Run:
 
 
 def forward_only(run: Run) -> Run:
-    """How it is computed: by cross entropy, whatever the objective; nothing is sharded, recomputed, captured or in low
-    precision, and experts take all tokens."""
+    """How it is computed: by cross entropy, whatever the objective; nothing is sharded, recomputed, captured or
+    quantized, and experts accept all tokens."""
     layout = replace(
         run.layout,
         sharding=0,
@@ -116,10 +116,13 @@ def forward_only(run: Run) -> Run:
 
 @dataclass(frozen=True)
 class Evaluation:
-    """What to evaluate. weights: a Hugging Face folder or a checkpoint's. sets: name -> prefixes; empty: the run's
-    own validation sets.
-    samples: sequences per set; None: as in the run, or all of a set that was named. out: a file for the figures as
-    JSON."""
+    """What to evaluate.
+
+    weights  a Hugging Face folder or a checkpoint's
+    sets     name -> prefixes; empty: the run's own validation sets
+    samples  sequences in each set; None: as in the run, or all of a set that was named
+    out      a file for the figures as JSON
+    """
 
     weights: str
     sets: Mapping[str, Sequence[str]]
@@ -137,7 +140,7 @@ class ForwardOnly:
 
     @torch.no_grad()
     def __call__(self, batches: list[Batch]) -> Tensor:
-        """(2,) float64: summed loss, and tokens that have one, over all ranks."""
+        """(2,) float64 over all ranks: summed loss, and the number of tokens with a loss."""
         mesh, stages = self.mesh, self.stages
         mine = torch.stack([(b.labels != IGNORE).sum() for b in batches]).sum().double()
         tokens = mesh.data.all_reduce(mine).wait()
@@ -156,10 +159,10 @@ class ForwardOnly:
 
 
 def evaluate_rank(run: Run, placement: Placement, what: Evaluation) -> None:
-    """One rank's part; rank 0 prints the table and writes the file."""
+    """One rank's share; rank 0 prints the table and writes the file."""
     with ExitStack() as after:
         run = replace(run, data=use_text(run.data, run.dir, run.model.vocab_size))
-        loaders = open_sets(run, what)  # whatever is wrong with the data is said before the ranks meet
+        loaders = open_sets(run, what)  # problems with the data are reported before the ranks meet
         after.callback(leave_world)
         mesh, _ = join(run, placement, identity(run, device_of(run, placement)))
         after.callback(mesh.close)
@@ -194,7 +197,7 @@ def open_sets(run: Run, what: Evaluation) -> dict[str, Loader]:
 
 
 def check_sets(what: Evaluation, tokenizer: str | None) -> None:
-    """DataError where token files were made with another tokenizer than the model's."""
+    """DataError if token files were made with a tokenizer other than the model's."""
     if tokenizer is not None:
         known = load_tokenizer(tokenizer)
         for prefix in (prefix for given in what.sets.values() for prefix in prefixes_and_weights(given)[0]):
@@ -209,7 +212,7 @@ def samples_of(run: Run, loader: Loader, what: Evaluation) -> int:
 
 
 def bytes_per_token(given: Sequence[str]) -> float | None:
-    """Of the files of a set, by the records that `prepare` leaves beside them; None where one does not say."""
+    """For the files of a set, from the records that `prepare` leaves beside them; None if one of them does not say."""
     prefixes, weights = prefixes_and_weights(given)
     records = [read_manifest(prefix) for prefix in prefixes]
     counts = [(record.get("text_bytes"), record.get("tokens")) for record in records]

@@ -73,9 +73,10 @@ def suggest(run: Run, facts: Facts, broken: Problem, found: list[Problem]) -> Pr
     tries = Tries(run, quick, broken, before)
     near = _outward(broken.value)
     every = (*broken.valid, *near)
+    # of sizes
     possible = [
         v for v in every if not near or not broken.field.startswith("layout.") or (v and facts.world_size % v == 0)
-    ]  # of sizes
+    ]
     grades: list[tuple[Sequence[Any], Callable[[Any], bool]]]
     grades = [(broken.valid, tries.clean), (near, tries.clean), (every, tries.fits), (possible, tries.ends)]
     offers = (_both_sides(broken.value, [v for v in values if good(v)]) for values, good in grades)

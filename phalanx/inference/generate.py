@@ -1,5 +1,5 @@
-"""Text from a checkpoint: next-token sampling with the whole window run again for each token (no cache yet), on one
-process."""
+"""Text from a checkpoint: next-token sampling on one process, with the whole window computed again for each token (no
+cache yet)."""
 
 from __future__ import annotations
 
@@ -24,28 +24,28 @@ from phalanx.planning.plan import Plan
 from phalanx.sequence.batch import Batch
 from phalanx.text.tokenizers import Tokenizer, load_tokenizer
 
-SHOWN = 60  # characters of a prompt in a message
-UNFINISHED = "\N{REPLACEMENT CHARACTER}"  # what a decoder makes of bytes that are not a whole character
+SHOWN = 60  # characters of a prompt shown in a message
+UNFINISHED = "\N{REPLACEMENT CHARACTER}"  # what a decoder returns for bytes that are not a whole character
 
 
 def weights_folder(path: str) -> Path:
-    """The Hugging Face folder meant by a path: a run (its newest checkpoint), a checkpoint, or such a folder itself."""
+    """The Hugging Face folder for a path: of a run (its newest checkpoint), of a checkpoint, or the path itself."""
     if (Path(path) / "config.json").exists():
         return Path(path)
     return find(path) / "weights"
 
 
 def generate(path: str, prompt: str, tokens: int = 128, temperature: float = 0.8, seed: int = 0) -> str:
-    """`prompt` continued by up to `tokens` tokens, ended early by the end-of-document token. temperature 0: the
+    """`prompt` continued by up to `tokens` tokens, or until the end-of-document token. temperature 0: always the
     likeliest token."""
     return prompt + "".join(TextStream(path, prompt, tokens, temperature, seed))
 
 
 class TextStream:
-    """The continuation of a prompt, piece by piece as its tokens are made. ConfigError for a prompt that leaves no
+    """The continuation of a prompt, piece by piece as tokens are generated. ConfigError if the prompt leaves no
     position for a token.
 
-    notice   when it is over: why it ended before `tokens`, if that needs a word; else None
+    notice   after the end: why it ended before `tokens`, if that needs an explanation; otherwise None
     """
 
     def __init__(self, path: str, prompt: str, tokens: int = 128, temperature: float = 0.8, seed: int = 0):
@@ -94,7 +94,7 @@ def too_long(prompt: str, tokens: int, positions: int) -> Problem:
 
 
 class Pieces:
-    """Text of tokens that come one by one. Characters whose bytes are not all there yet wait for them."""
+    """Text of tokens that arrive one by one. Incomplete characters are held back until all their bytes have arrived."""
 
     def __init__(self, tokenizer: Tokenizer):
         self._tokenizer = tokenizer
@@ -102,7 +102,7 @@ class Pieces:
         self._given = ""
 
     def add(self, token: int) -> str:
-        """What can be shown with this token that could not before."""
+        """The text that this token completes."""
         self._ids.append(token)
         return self._beyond(self._text().removesuffix(UNFINISHED))
 

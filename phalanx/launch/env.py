@@ -59,9 +59,8 @@ def _from_torchrun(env: Mapping[str, str]) -> tuple[Placement | None, list[Probl
     rank = numbers["RANK"]
     if alone:
         return Placement(rank, numbers.get("LOCAL_RANK", rank), 1), []
-    theirs = (
-        env.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
-    )  # torchrun serves the store where ranks meet; else rank 0 does
+    # torchrun serves the store where ranks meet; else rank 0 does
+    theirs = env.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
     meeting = "env://" if theirs else _tcp(env["MASTER_ADDR"], env["MASTER_PORT"])
     return Placement(rank, numbers.get("LOCAL_RANK", rank), numbers["WORLD_SIZE"], meeting, env.get(SECRET, "")), []
 

@@ -137,9 +137,8 @@ class Ranks:
     def __init__(self, folder: Path, count: int, words: list[str], logs: Path | None):
         self.folder, self._words, self._logs, self._count = folder, words, logs, count
         self._env = rank_environment(os.environ, count)
-        self.died: Callable[[int, str], None] = lambda rank, why: (
-            None
-        )  # told of each rank that a signal killed which was not sent here
+        # told of each rank that a signal killed which was not sent here
+        self.died: Callable[[int, str], None] = lambda rank, why: None
         self._processes: list[subprocess.Popen[bytes]] = []
         self._over: queue.SimpleQueue[tuple[int, int, float]] = queue.SimpleQueue()
         self._reported: set[int] = set()  # to end, by this launcher, because another one failed

@@ -1,4 +1,4 @@
-"""Boxes: axis-aligned pieces of a global tensor, and the even cut of a length among parts."""
+"""Boxes: axis-aligned pieces of a global tensor, and the even division of a length into parts."""
 
 from __future__ import annotations
 
@@ -7,7 +7,8 @@ from math import prod
 
 
 def cut(length: int, parts: int) -> list[tuple[int, int]]:
-    """Cut `length` into `parts` runs (start, stop) that differ by at most one; the longer ones come first."""
+    """Cut `length` into `parts` ranges (start, stop) whose lengths differ by at most one; the longer ones come
+    first."""
     small, extra = divmod(length, parts)
     sizes = [small + (i < extra) for i in range(parts)]
     return [(sum(sizes[:i]), sum(sizes[: i + 1])) for i in range(parts)]
@@ -15,7 +16,7 @@ def cut(length: int, parts: int) -> list[tuple[int, int]]:
 
 @dataclass(frozen=True, order=True)
 class Box:
-    """A box of a global tensor: `start[d] <= index[d] < stop[d]` for each dim d."""
+    """A box in a global tensor: `start[d] <= index[d] < stop[d]` for each dim d."""
 
     start: tuple[int, ...]
     stop: tuple[int, ...]
@@ -42,16 +43,16 @@ class Box:
         return Box(start, tuple(max(a, b) for a, b in zip(start, stop)))
 
     def slices(self) -> tuple[slice, ...]:
-        """Slices that pick this box out of the global tensor."""
+        """Slices that select this box in the global tensor."""
         return tuple(slice(a, b) for a, b in zip(self.start, self.stop))
 
     def within(self, outer: Box) -> tuple[slice, ...]:
-        """Slices that pick this box out of a tensor that holds `outer`."""
+        """Slices that select this box in a tensor that holds `outer`."""
         return tuple(slice(a - o, b - o) for a, b, o in zip(self.start, self.stop, outer.start))
 
 
 def flat_range_boxes(shape: tuple[int, ...], start: int, stop: int) -> list[Box]:
-    """The boxes that a contiguous range [start, stop) of a row-major tensor of `shape` is made of (at most 2*dims -
+    """The boxes that make up a contiguous range [start, stop) of a row-major tensor of `shape` (at most 2 * dims -
     1)."""
     if stop <= start:
         return []
@@ -60,8 +61,8 @@ def flat_range_boxes(shape: tuple[int, ...], start: int, stop: int) -> list[Box]
     if len(shape) == 1:
         return [Box((start,), (stop,))]
     row = prod(shape[1:])
-    first, last = -(-start // row), stop // row  # whole rows are first..last
-    if first > last:  # inside one row
+    first, last = -(-start // row), stop // row  # the whole rows
+    if first > last:  # within one row
         inner = flat_range_boxes(shape[1:], start - last * row, stop - last * row)
         return [Box((last, *b.start), (last + 1, *b.stop)) for b in inner]
     head = flat_range_boxes(shape[1:], start - (first - 1) * row, row) if start < first * row else []

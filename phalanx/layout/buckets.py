@@ -1,8 +1,8 @@
-"""Buckets: which parameters share a flat buffer, where each lies in it, and which segments use it.
+"""Buckets: which parameters share a flat buffer, where each is in it, and which segments use it.
 
-A stage's blocks are grouped into segments of about the bucket size; each segment's parameters are one bucket, so its
-gradients can be reduced as soon as the segment's last backward is over. A parameter used by several segments (tied
-embeddings) has a bucket of its own.
+A stage's blocks are grouped into segments of about the bucket size. The parameters of a segment form one bucket, so its
+gradients can be reduced as soon as the segment's last backward is done. A parameter that several segments use (tied
+embeddings) is in a separate bucket.
 """
 
 from __future__ import annotations
@@ -28,8 +28,9 @@ class Slot:
 
 @dataclass(frozen=True)
 class Updater:
-    """Who updates a parameter. number: 0 the optimizer of optim.name, 1 its fallback; matrix: each global matrix as a
-    whole, on one rank of the stage (layout.homes), in place of any range of elements where it lies."""
+    """Which optimizer updates a parameter. number: 0 the optimizer of optim.name, 1 its fallback. matrix: it updates
+    each global matrix as a whole, on one rank of the stage (layout.homes), rather than whatever range of elements a
+    rank holds."""
 
     number: int = 0
     matrix: bool = False
@@ -37,10 +38,14 @@ class Updater:
 
 @dataclass(frozen=True)
 class Bucket:
-    """`numel` is padded so that as many equal, aligned parts cover it as `axis` has ranks; `users` are (stage, segment)
-    pairs; `coded`: weights are 8-bit codes (data_parallel.quantized); `updater`: of all its parameters, if they learn.
+    """One flat buffer.
 
-    How it is cut into them is in `layout.shards`.
+    numel    padded, so that it divides into equal, aligned shards over the ranks of `axis`
+    users    (stage, segment) pairs
+    coded    weights are FP8 values (data_parallel.quantized)
+    updater  of all its parameters, if they learn
+
+    layout.shards says how it is sharded.
     """
 
     id: int
@@ -55,17 +60,16 @@ class Bucket:
 
     @property
     def learns(self) -> bool:
-        """Whether its parameters get gradients."""
+        """Whether its parameters have gradients."""
         return self.trained and not self.frozen
 
     def weight_bytes(self, weight: int, master: int) -> int:
-        """Of an element of the weights where they are at work, given the bytes of those two dtypes: codes are there
-        as they lie, and transposed."""
+        """Bytes of a weight element while it is in use, given the sizes of both dtypes. Quantized values are stored
+        twice: as they are, and transposed."""
         return 2 if self.coded else weight if self.trained else master
 
     def sent_bytes(self, weight: int) -> int:
-        """Of an element of the weights on its way to other ranks, and of a part that is kept, given the bytes of
-        their dtype."""
+        """Bytes of a weight element sent to other ranks, or of a shard that is kept, given the size of its dtype."""
         return 1 if self.coded else weight
 
     def shard(self, index: int, shards: int) -> tuple[int, int]:
@@ -74,7 +78,7 @@ class Bucket:
 
 
 def cut_segments(block_numels: list[int], limit: int) -> list[range]:
-    """Group consecutive blocks into segments of at most `limit` parameters (a larger block is a segment alone)."""
+    """Group consecutive blocks into segments of at most `limit` parameters (a larger block is a segment of its own)."""
     segments, start, size = [], 0, 0
     for i, numel in enumerate(block_numels):
         if i > start and size + numel > limit:
@@ -91,7 +95,7 @@ Users = frozenset[tuple[int, int]]
 def make_buckets(
     params: list[tuple[ParamSpec, Users]], grid: Grid, updater_of: Callable[[ParamSpec], Updater] = lambda _: Updater()
 ) -> list[Bucket]:
-    """Buckets for parameters given with their users, in model order; those with equal users, kind, updater and pp
+    """Buckets for parameters given with their users, in model order. Those with equal users, kind, updater and pp
     replicas share one."""
     groups: dict[tuple[Users, SumAxis, bool, bool, bool, frozenset[Replica], Updater], list[int]] = {}
     for i, (spec, users) in enumerate(params):
@@ -111,8 +115,8 @@ def make_buckets(
 
 
 def piece_ranges(slot: Slot) -> list[tuple[int, int]]:
-    """Flat range (start, stop) in the bucket of each piece of the slot that is a run of whole leading rows; pieces
-    that are not raise."""
+    """The flat range (start, stop) in the bucket of each piece of the slot that consists of whole leading rows; other
+    pieces raise."""
     row = prod(slot.spec.shape[1:])
     ranges = []
     for piece in slot.spec.pieces:

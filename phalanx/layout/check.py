@@ -1,4 +1,4 @@
-"""Rules of the `layout` section: sizes against the world and against the number of blocks."""
+"""Rules of the `layout` section: sizes against the world size and the number of blocks."""
 
 from __future__ import annotations
 
@@ -20,8 +20,8 @@ def check(
 ) -> list[Problem]:
     """blocks: transformer layers and `beside_layers` others (embedding, head, multi-token prediction).
 
-    experts: per layer, 0 for a dense model; expert_size: their width. kv_heads: per layer; attention_dropout: of its
-    probabilities.
+    experts: in each layer, 0 for a dense model; expert_size: their width. kv_heads: in each layer; attention_dropout:
+    of its probabilities.
     """
     found = at_least("layout", config, 1, "tp", "cp", "cp_ulysses", "ep", "etp", "pp", "virtual_stages", "bucket_mb")
     found += at_least("layout", config, 0, "prefetch")
@@ -39,8 +39,8 @@ def check(
 
 
 def check_sharding(config: LayoutConfig, world_size: int, experts: int) -> list[Problem]:
-    """Groups of ranks that shard cut the data-parallel ranks evenly, and those of experts too; nothing is set that
-    no level reads."""
+    """Groups of ranks that shard must divide the data-parallel ranks evenly, also those of experts; and nothing is set
+    that the ZeRO stage does not read."""
     level = {"layout.sharding": config.sharding}
     found = no_effect("layout", config, ("prefetch",), "sharding >= 2", level) if config.sharding < 2 else []
     found += no_effect("layout", config, ("reshard_after_forward",), "sharding=3", level) if config.sharding < 3 else []
@@ -95,7 +95,7 @@ def check_group(config: LayoutConfig, ranks: int, experts: int) -> list[Problem]
 
 
 def check_experts(config: LayoutConfig, world_size: int, experts: int, expert_size: int) -> list[Problem]:
-    """Every expert rank has as many experts; ep and etp cut the ranks of a stage."""
+    """Every expert rank has the same number of experts; ep and etp divide the ranks of a stage."""
     if not experts:
         return no_effect(
             "layout", config, ("ep", "etp", "dispatch", "ep_overlap", "expert_room"), "experts", {"experts of model": 0}
@@ -136,7 +136,7 @@ def check_experts(config: LayoutConfig, world_size: int, experts: int, expert_si
 
 
 def check_context(config: LayoutConfig, kv_heads: int, attention_dropout: float) -> list[Problem]:
-    """Heads that are exchanged are there to exchange; attention over parts of the keys has no dropout."""
+    """There are heads to exchange, and attention to one shard of the keys at a time has no dropout."""
     if config.cp == 1:
         return no_effect("layout", config, ("cp_attention", "cp_ulysses", "cp_degree"), "cp > 1", {"layout.cp": 1})
     inner, each = config.cp_ulysses, max(1, kv_heads // config.tp)

@@ -8,25 +8,25 @@ from typing import Literal
 
 @dataclass(frozen=True, kw_only=True)
 class LayoutConfig:
-    """Data-parallel size is what is left: dp = world / (pp * cp * tp). Experts cut the same ranks anew: edp = dp *
-    cp * tp / (ep * etp)."""
+    """Data parallelism gets the remaining ranks: dp = world / (pp * cp * tp). Experts divide the same ranks in their
+    own way: edp = dp * cp * tp / (ep * etp)."""
 
     tp: int = 1
-    """Tensor-parallel size: each layer's weights are cut over this many ranks; activations between blocks are cut
-    along tokens."""
+    """Tensor-parallel size: each layer's weights are sharded over this many ranks; activations between blocks are
+    sharded along tokens."""
     tp_overlap: Literal["auto", "on", "off"] = "auto"
     """Hide tensor-parallel gathers and scatters in the matmuls through memory shared by the ranks. auto: on GPUs of
     one host; on, off."""
     cp: int = 1
-    """Context-parallel size: every sequence is cut over this many ranks, each with two chunks of it so that
-    attention costs all the same."""
+    """Context-parallel size: every sequence is sharded over this many ranks, each with two chunks of it so that
+    attention costs all ranks the same."""
     cp_attention: Literal["auto", "ring", "allgather"] = "auto"
-    """How a rank's queries read keys and values of other ranks: ring (one rank's at a time, the next on its way
-    meanwhile), allgather (all at once, before). auto: ring, but allgather where attention stays inside documents or
+    """How a rank's queries read keys and values of other ranks: ring (one rank's at a time, with the next on its way
+    meanwhile), allgather (all at once, beforehand). auto: ring, but allgather where attention stays inside documents or
     has dropout."""
     cp_ulysses: int = 1
-    """Of the cp ranks, runs of this many neighbours exchange heads for tokens (Ulysses), as far as there are
-    key-value heads; cp_attention then works between the runs. The value of cp: nothing else is exchanged."""
+    """Groups of this many neighbours among the cp ranks exchange heads for tokens (Ulysses), as far as there are
+    key-value heads; cp_attention then works between the groups. Set to the value of cp, nothing else is exchanged."""
     cp_degree: Literal["fixed", "dynamic"] = "fixed"
     """How many of the cp ranks share a document. fixed: all; dynamic: as few as its length needs, chosen for each
     micro-batch."""
@@ -34,17 +34,17 @@ class LayoutConfig:
     """Expert-parallel size: the experts of each layer are spread over this many ranks of a stage; it may span tp, cp
     and dp."""
     etp: int = 1
-    """Tensor-parallel size inside each expert, whatever tp is elsewhere."""
+    """Tensor-parallel size inside each expert, independent of tp."""
     dispatch: Literal["auto", "allgather", "alltoall", "push"] = "auto"
-    """How tokens get to their experts: allgather (every token to every expert rank), push (each token to its
+    """How tokens travel to their experts: allgather (every token to every expert rank), push (each token to its
     experts' ranks through memory that they share), alltoall (the same by messages; the host waits for their sizes in
     each layer). auto: allgather while ep * etp <= experts per token, else push on GPUs of one host, else alltoall."""
     ep_overlap: Literal["auto", "on", "off"] = "auto"
-    """allgather: exchange tokens through memory shared by the ranks, beside the router and weight gradients. auto:
-    on GPUs of one host; on, off."""
+    """allgather: exchange tokens through memory shared by the ranks, overlapped with the router and weight gradients.
+    auto: on GPUs of one host; on, off."""
     expert_room: float = 2.0
-    """allgather, push: tokens that an expert rank has room for, over its fair share. A step in which that is too
-    little runs again by alltoall."""
+    """allgather, push: tokens that an expert rank has room for, as a multiple of its fair share. A step for which that
+    is not enough runs again with alltoall."""
     pp: int = 1
     """Pipeline-parallel size: number of ranks that the layers are spread over."""
     virtual_stages: int = 1
@@ -52,29 +52,30 @@ class LayoutConfig:
     schedule: Literal["auto", "gpipe", "1f1b", "interleaved"] = "auto"
     """Pipeline schedule. auto: 1f1b, or interleaved when virtual_stages > 1."""
     stages: tuple[int, ...] | None = None
-    """Blocks per stage (embedding and head are blocks too), pp * virtual_stages numbers; unset: cut by cost."""
+    """Blocks per stage (embedding and head are blocks too), pp * virtual_stages numbers; unset: divided by cost."""
     sharding: Literal[0, 1, 2, 3] = 1
-    """What data-parallel ranks cut among them. 0: nothing; 1: optimizer state; 2: gradients too, reduced after each
-    micro-batch; 3: weights too, gathered for each run of blocks and let go after it."""
+    """What data-parallel ranks shard (ZeRO stage). 0: nothing; 1: optimizer state; 2: gradients too, reduced after each
+    micro-batch; 3: weights too (FSDP), gathered for each segment of blocks and freed after it."""
     shard_group: int | None = None
-    """Cut over this many neighbouring data-parallel ranks (such as those of a node) and keep copies on the others;
-    unset: over all of them."""
+    """Shard over this many neighbouring data-parallel ranks (such as those of a node) and replicate over the others
+    (HSDP); unset: shard over all of them."""
     shard_across: Literal["nothing", "optimizer"] = "nothing"
-    """With shard_group: what is cut over the groups too, instead of being held by each. optimizer: its state."""
+    """With shard_group: what is also sharded over the groups instead of being replicated in each. optimizer: its
+    state."""
     dp_overlap: Literal["auto", "on", "off"] = "auto"
-    """Bring weights to data-parallel ranks, and gradients to the rank that sums them, by copies through memory that
-    the ranks share, which take no multiprocessors from the matmuls beside them. auto: at levels 2 and 3 (at 1 they
-    were not found to be faster), on GPUs of one host; on; off."""
+    """Bring weights to data-parallel ranks, and gradients to the rank that sums them, by copies through memory that the
+    ranks share, which take no multiprocessors from the matmuls that run meanwhile. auto: with sharding 2 and 3 (with 1
+    they were not found to be faster), on GPUs of one host; on; off."""
     prefetch: int = 1
-    """Levels 2 and 3: how many runs of blocks before its use a weight is gathered, and how many after its backward a
-    gradient may still travel."""
+    """With sharding 2 and 3: how many segments before its use a weight is gathered, and for how many after its backward
+    a gradient may still travel."""
     reshard_after_forward: bool = True
-    """Level 3: let gathered weights go after each forward and gather them again for the backward. false: keep them
-    until the step's last use."""
+    """With sharding 3: free gathered weights after each forward and gather them again for the backward. false: keep
+    them until the step's last use."""
     bucket_mb: int = 100
     """Gradients are reduced in buckets of about this many MiB, while backward still runs."""
 
     @property
     def dp_copies(self) -> Literal["auto", "on", "off"]:
-        """dp_overlap, `auto` decided as far as `sharding` decides it."""
+        """dp_overlap, with `auto` resolved as far as `sharding` determines it."""
         return "off" if self.dp_overlap == "auto" and self.sharding < 2 else self.dp_overlap

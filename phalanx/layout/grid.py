@@ -1,9 +1,9 @@
-"""Rank <-> coordinates of the mesh: the dense view (pp, dp, cp, tp) and, of the same ranks, the expert view (pp,
-edp, ep, etp).
+"""Rank <-> coordinates of the mesh: the dense view (pp, dp, cp, tp) and, over the same ranks, the expert view (pp, edp,
+ep, etp).
 
-Tensor parallel is innermost, pipeline outermost. The ranks of a stage, numbered as in the dense view, are cut anew
-for experts: so expert parallelism may span tensor, context and data parallelism, and experts may be cut otherwise
-than attention is.
+Tensor parallelism is innermost, pipeline parallelism outermost. The ranks of a stage, numbered as in the dense view,
+are divided a second time for experts. So expert parallelism may span tensor, context and data parallelism, and experts
+may be sharded differently from attention.
 """
 
 from __future__ import annotations
@@ -14,14 +14,13 @@ from typing import Literal
 
 AxisName = Literal["pp", "dp", "cp", "tp"]
 ExpertAxis = Literal["edp", "ep", "etp"]
-SumAxis = Literal[
-    "dp", "edp"
-]  # over which a parameter's gradient is summed: dense parameters over dp x cp, experts over edp
+# axes over which a parameter's gradient is summed: dp x cp for dense parameters, edp for experts
+SumAxis = Literal["dp", "edp"]
 
 
 @dataclass(frozen=True)
 class Coords:
-    """Where one rank stands along each axis."""
+    """The coordinates of one rank along each axis."""
 
     pp: int = 0
     dp: int = 0
@@ -31,7 +30,7 @@ class Coords:
 
 @dataclass(frozen=True)
 class ExpertCoords:
-    """Where one rank stands in the expert view of its stage."""
+    """The coordinates of one rank in the expert view of its stage."""
 
     edp: int = 0
     ep: int = 0
@@ -42,8 +41,8 @@ class ExpertCoords:
 class Grid:
     """Sizes of the mesh axes. Rank = ((pp * DP + dp) * CP + cp) * TP + tp: neighbours in tp are neighbours on the node.
 
-    Along cp, runs of `ulysses` neighbours exchange heads; `dynamic`: documents are dealt to the ranks by their lengths.
-    In the expert view the rank inside its stage is (edp * EP + ep) * ETP + etp; EDP is what is left of the stage.
+    Along cp, groups of `ulysses` neighbours exchange heads; `dynamic`: documents are assigned to ranks by length. In
+    the expert view, the rank inside its stage is (edp * EP + ep) * ETP + etp; EDP is what remains of the stage.
     """
 
     pp: int = 1
@@ -61,7 +60,7 @@ class Grid:
 
     @property
     def text(self) -> str:
-        """Such as "pp 2 x dp 4 x tp 8"; cp is named where sequences are cut."""
+        """Such as "pp 2 x dp 4 x tp 8"; cp is mentioned where sequences are sharded."""
         return f"pp {self.pp} x dp {self.dp}{f' x cp {self.cp}' if self.cp > 1 else ''} x tp {self.tp}"
 
     @property
@@ -77,7 +76,7 @@ class Grid:
         return getattr(self, axis)
 
     def sum_size(self, axis: SumAxis) -> int:
-        """Ranks over which gradients are summed, and what follows from them is cut."""
+        """Number of ranks over which gradients are summed and their bucket is sharded."""
         return self.dp * self.cp if axis == "dp" else self.edp
 
     def coords(self, rank: int) -> Coords:
@@ -95,7 +94,7 @@ class Grid:
         return tuple(sorted(self.rank(replace(at, **w)) for w in where))
 
     def members(self, at: Coords, axis: AxisName, indices: tuple[int, ...]) -> tuple[int, ...]:
-        """Ranks at `indices` along `axis`, everything else as `at`."""
+        """Ranks at `indices` along `axis`, with all other coordinates as in `at`."""
         return tuple(self.rank(replace(at, **{axis: i})) for i in indices)
 
     def cp_heads(self, at: Coords) -> tuple[int, ...]:
@@ -104,7 +103,7 @@ class Grid:
         return self.members(at, "cp", tuple(range(first, first + self.ulysses)))
 
     def cp_keys(self, at: Coords) -> tuple[int, ...]:
-        """The ranks along cp that have the same heads as this one and other places."""
+        """The ranks along cp that hold the same heads as this one for other tokens."""
         return self.members(at, "cp", tuple(range(at.cp % self.ulysses, self.cp, self.ulysses)))
 
     def expert_coords(self, at: Coords) -> ExpertCoords:

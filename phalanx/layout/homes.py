@@ -1,8 +1,8 @@
-"""Homes: which rank of a pipeline stage updates which global matrix, for optimizers that need whole ones.
+"""Homes: which rank of a pipeline stage updates which global matrix, for optimizers that need whole matrices.
 
-A matrix is a global tensor, whatever it is fused with in memory (q, k, v; gate, up; experts), or one of the last two
-dims of a tensor that stacks several. All ranks of a stage (dp x cp x tp, and so edp x ep x etp) are homes; a weight
-that stages share has a home on each of them.
+A matrix is a global tensor, whatever it is fused with in memory (q, k, v; gate, up; experts), or one matrix (last two
+dims) of a tensor that stacks several. Any rank of a stage (dp x cp x tp, which are also edp x ep x etp) can be a home;
+a weight that stages share has a home on each of them.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from phalanx.layout.param import ParamSpec
 
 
 def whole_matrices(specs: Iterable[ParamSpec]) -> list[ParamSpec]:
-    """Each matrix of the global tensors in these parameters of an uncut stage, once and whole."""
+    """Every matrix among the global tensors of these parameters of an unsharded stage, once and whole."""
     found: dict[str, list[ParamSpec]] = {}
     for spec in specs:
         for piece in spec.pieces:
@@ -39,8 +39,8 @@ def whole_matrices(specs: Iterable[ParamSpec]) -> list[ParamSpec]:
 
 
 def homes_of(matrices: Sequence[ParamSpec], ranks: int) -> list[int]:
-    """The home of each matrix: a number of the stage's ranks. The largest first, each to the rank with the fewest
-    elements so far."""
+    """The home of each matrix, as a rank number in the stage. Assigned from the largest down, each to the rank with the
+    fewest elements so far."""
     loads, homes = [0] * ranks, [0] * len(matrices)
     for i in sorted(range(len(matrices)), key=lambda i: (-_room(matrices[i]), i)):
         homes[i] = loads.index(min(loads))
@@ -49,7 +49,7 @@ def homes_of(matrices: Sequence[ParamSpec], ranks: int) -> list[int]:
 
 
 def home_bucket(matrices: Sequence[ParamSpec]) -> Bucket:
-    """Matrices one after the other, as a rank that is their home holds them. It is no bucket of a segment."""
+    """The matrices one after the other, as their home rank holds them. This bucket belongs to no segment."""
     slots, offset = list[Slot](), 0
     for i, matrix in enumerate(matrices):
         slots.append(Slot(i, offset, prod(matrix.shape), matrix))

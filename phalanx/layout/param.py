@@ -1,5 +1,5 @@
-"""ParamSpec: what one rank's storage of a parameter holds of which global tensors; init, checkpoints, sums and norms
-follow from it.
+"""ParamSpec: which parts of which global tensors one rank's storage of a parameter holds. Initialization, checkpoints,
+gradient sums and norms follow from it.
 
 Global tensors have the names, shapes and orientation of Hugging Face checkpoints. The storage of a rank may be fused
 (qkv, gate and up), padded (vocabulary) or transposed (GPT-2's Conv1D); nothing outside the rank sees that.
@@ -15,7 +15,7 @@ from phalanx.layout.box import Box
 from phalanx.layout.grid import AxisName, Coords, SumAxis
 
 Role = Literal["linear", "expert", "embedding", "head", "norm", "bias", "router", "conv"]
-"""What a parameter is to an optimizer, which may take some roles and leave the others to its fallback."""
+"""The role of a parameter for optimizers: one may take some roles and leave the others to its fallback."""
 ROLES: tuple[Role, ...] = get_args(Role)
 
 
@@ -37,14 +37,14 @@ class Replica:
 
 @dataclass(frozen=True)
 class Piece:
-    """One box of one global tensor, and where it lies in the rank's storage.
+    """One box of one global tensor, and where it is in the rank's storage.
 
-    name, shape   the global tensor
+    name, shape   of the global tensor
     box           the part of it held here
-    local         one slice per storage dim; a number picks one of a stack and drops the dim (an expert of many)
+    local         one slice for each storage dim; a number selects one of a stack and drops the dim (one expert of many)
     transposed    the last two dims of the storage are those of the global tensor, swapped
     init, decay   initial values; whether weight decay applies
-    replicas      who else holds it (besides the ranks of ParamSpec.summed_over, which always do)
+    replicas      other ranks that hold it (besides those of ParamSpec.summed_over, which always do)
     """
 
     name: str
@@ -63,7 +63,7 @@ class Piece:
 
     @property
     def slices(self) -> tuple[slice, ...]:
-        """`local` with the numbers written as slices."""
+        """`local`, with numbers written as slices."""
         return tuple(slice(s, s + 1) if isinstance(s, int) else s for s in self.local)
 
     def first(self, shape: tuple[int, ...]) -> int:
@@ -71,26 +71,23 @@ class Piece:
         return sum(s.start * prod(shape[d + 1 :]) for d, s in enumerate(self.slices))
 
     def is_writer(self, at: Coords) -> bool:
-        """Whether this rank's copy counts: in norms once, in checkpoints once (the first member of each replica
-        axis)."""
+        """Whether this rank's copy is the one that counts in norms and is written to checkpoints (the first member of
+        each replica axis)."""
         return all(getattr(at, r.axis) == r.members[0] for r in self.replicas)
 
 
 @dataclass(frozen=True)
 class ParamSpec:
-    """Storage of one parameter on one rank: its shape and the pieces in it. Elements outside every piece are padding
+    """The storage of one parameter on one rank: its shape and the pieces in it. Elements outside all pieces are padding
     (zero).
 
-    summed_over   the ranks that hold the same storage and see different tokens: "dp" means dp x cp, or edp for
-    experts
-    trained       False: state of the model that follows from what it sees, not from gradients; kept whole on every
-    rank, in the
-                  masters' dtype
-    exported      whether Hugging Face checkpoints have it
-    frozen        whether it stays as it is (train.freeze): its weights are as those of others, but it has no
-    gradient and no moments
-    coded         whether its weights are kept as 8-bit codes of their masters
-    role          what it is to an optimizer; one weight has one role on all ranks (a tied head is an embedding)
+    summed_over   the ranks that hold the same storage and see different tokens: "dp" means dp x cp; edp is for experts
+    trained       False: model state that is updated from statistics, not from gradients; kept whole on every rank, in
+                  the masters' dtype
+    exported      whether Hugging Face checkpoints contain it
+    frozen        not updated (train.freeze): its weights are stored like others, but it has no gradient and no moments
+    coded         whether its weights are stored as FP8 values of their masters
+    role          its role for optimizers; a weight has one role on all ranks (a tied head is an embedding)
     """
 
     shape: tuple[int, ...]
@@ -104,10 +101,10 @@ class ParamSpec:
 
     @property
     def learns(self) -> bool:
-        """Whether it gets a gradient."""
+        """Whether it has a gradient."""
         return self.trained and not self.frozen
 
     @property
     def name(self) -> str:
-        """A name for people: of the first global tensor in it."""
+        """A name for people: that of the first global tensor in it."""
         return self.pieces[0].name if self.pieces else "padding"

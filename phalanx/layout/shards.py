@@ -1,7 +1,8 @@
-"""How a bucket is cut over the ranks that sum its gradients: in groups of neighbours that hold its parts, and copies
-of such groups.
+"""How a bucket is sharded over the ranks that sum its gradients: groups of neighbours hold its shards, and several
+groups hold copies.
 
-Knows sizes and ranges only; who talks to whom is the mesh's, what is held when is the state machine's (data_parallel).
+Knows sizes and ranges only. The mesh says who communicates with whom; the state machine (data_parallel) says what is
+held when.
 """
 
 from __future__ import annotations
@@ -17,14 +18,14 @@ Range = tuple[int, int]
 
 @dataclass(frozen=True)
 class Cut:
-    """Of one bucket of `numel` elements: `inner` neighbouring ranks hold its parts, `outer` such groups hold the
-    same ones.
+    """The sharding of one bucket of `numel` elements: `inner` neighbouring ranks hold its shards, and `outer` such
+    groups hold copies.
 
-    level    0: all of everything on each rank; 1: optimizer state in parts; 2: gradients too; 3: weights too
-    outside  the optimizer state of a part is cut once more, over the groups; so are always the gradients of matrices
-             that are updated as a whole: each element leaves from one rank for its home (layout.homes)
-    in_order gradients are added up over micro-batches before ranks, whatever the level: they stay whole
-    learns   there are gradients at all
+    level    ZeRO stage. 0: everything on each rank; 1: optimizer state sharded; 2: gradients too; 3: weights too
+    outside  the optimizer state of a shard is sharded further, over the groups. So are always the gradients of matrices
+             that are updated as a whole: one rank sends each element to its home (layout.homes)
+    in_order gradients are summed over micro-batches before ranks, whatever the level, so they stay whole
+    learns   whether there are gradients
     """
 
     numel: int
@@ -41,7 +42,7 @@ class Cut:
 
     @property
     def chained(self) -> bool:
-        """Whether gradients are summed over a group first, and then over groups."""
+        """Whether gradients are summed within a group first, and then over groups."""
         return self.level >= 1 and self.outer > 1 and self.learns and not self.in_order
 
     @property
@@ -54,20 +55,20 @@ class Cut:
         return inner * size, (inner + 1) * size
 
     def own(self, inner: int, outer: int) -> Range:
-        """Elements that are counted in norms and written to checkpoints by this rank alone."""
+        """Elements that only this rank counts in norms and writes to checkpoints."""
         size = self.numel // (self.inner * self.outer)
         first = (inner * self.outer + outer) * size
         return first, first + size
 
     def updated(self, inner: int, outer: int) -> Range:
-        """Elements whose optimizer state this rank has."""
+        """Elements whose optimizer state this rank holds."""
         return self.own(inner, outer) if self.outside else self.part(inner)
 
 
 @dataclass(frozen=True)
 class Sharding:
-    """What the config asks for. group: neighbouring ranks of dp (x cp) that cut a bucket among them; None: all of
-    them. in_order: as of Cut."""
+    """The sharding that the config asks for. group: number of neighbouring ranks of dp (x cp) over which a bucket is
+    sharded; None: all of them. in_order: as in Cut."""
 
     level: int = 0
     group: int | None = None
@@ -79,7 +80,7 @@ class Sharding:
         return Sharding(layout.sharding, layout.shard_group, layout.shard_across == "optimizer", in_order)
 
     def group_size(self, axis: SumAxis, grid: Grid) -> int:
-        """Ranks of a group. A group of experts lies on the ranks of the dense groups: as many of edp as there are
+        """Ranks in a group. A group for experts consists of ranks of the dense groups: as many edp ranks as there are
         among them."""
         if self.level == 0:
             return 1
@@ -88,8 +89,8 @@ class Sharding:
         return max(1, self.group * grid.tp // (grid.ep * grid.etp))
 
     def cut(self, bucket: Bucket, grid: Grid, training: bool = True) -> Cut:
-        """Where a part would be the whole, and where nothing is trained, a bucket is not sharded: level 0. Frozen
-        weights are cut at level 3."""
+        """The sharding of a bucket. It is not sharded (level 0) if a shard would be the whole, or if nothing is
+        trained. Frozen weights are sharded at level 3."""
         size = grid.sum_size(bucket.axis)
         if not (training and bucket.trained) or (bucket.frozen and self.level < 3):
             return Cut(bucket.numel, 0, 1, size, learns=bucket.learns)

@@ -1,4 +1,4 @@
-"""Cutting a list of blocks with costs into pipeline stages; uneven stages are legal."""
+"""Divides a list of blocks with costs into pipeline stages, which may be uneven."""
 
 from __future__ import annotations
 
@@ -7,31 +7,31 @@ from typing import Any
 
 import numpy as np
 
-DIGITS = 9  # of costs that are compared: sums in another order must not look like progress
+DIGITS = 9  # to which costs are compared: sums in another order must not look like progress
 
 
 def cut_stages(costs: list[float], num_stages: int) -> list[range]:
-    """Contiguous runs of blocks, at least one each, whose largest cost is as small as possible.
+    """Contiguous ranges of blocks, at least one block each, whose largest cost is as small as possible.
 
-    Among those the sum of squared costs is smallest, so that what is left over is spread evenly.
+    Among those, the sum of squared costs is smallest, so that the rest is spread evenly.
     """
     if not 1 <= num_stages <= len(costs):
         raise ValueError(f"cannot cut {len(costs)} blocks into {num_stages} stages")
     total = np.array([0.0, *accumulate(costs)])
-    cost = total[:, None] - total  # [j, i]: of a stage of blocks i to j - 1
+    cost = total[:, None] - total  # [j, i]: cost of a stage with blocks i to j - 1
     cost[np.triu_indices(len(total))] = np.inf
     largest, _ = _best_cut(cost, num_stages, np.maximum)
     return _best_cut(np.where(cost <= largest, cost * cost, np.inf), num_stages, np.add)[1]
 
 
 def _best_cut(price: np.ndarray, num_stages: int, add: Any) -> tuple[float, list[range]]:
-    """The smallest price of a cut, prices of stages added by `add`, and the cut. price[j, i]: of a stage of blocks i
-    to j - 1.
+    """The cut with the smallest price, and that price; the prices of stages are combined by `add`. price[j, i]: of a
+    stage with blocks i to j - 1.
 
     Dynamic programming over (stages, blocks): O(num_stages * len(price)^2).
     """
-    places = len(price) - num_stages  # where a stage may end, so that the others have a block each
-    best, choice = np.zeros(1), []  # best: of the blocks before each place
+    places = len(price) - num_stages  # where a stage may end, if every other stage has a block
+    best, choice = np.zeros(1), []  # best: for the blocks before each place
     for stage in range(num_stages):
         sums = add(best, price[stage + 1 : stage + 1 + places, stage : stage + len(best)])
         best = sums.min(axis=1)
@@ -43,9 +43,9 @@ def _best_cut(price: np.ndarray, num_stages: int, add: Any) -> tuple[float, list
 
 
 def cut_virtual_stages(costs: list[float], num_ranks: int, per_rank: int) -> list[range]:
-    """The same for ranks that hold `per_rank` stages each, stage s on rank s % num_ranks: first the costliest rank
-    counts, then the costliest stage, then evenness. Starts from `cut_stages` and moves single blocks between stages
-    as long as that helps."""
+    """The same for ranks that hold `per_rank` stages each, stage s on rank s % num_ranks. It minimizes the costliest
+    rank first, then the costliest stage, then unevenness, starting from `cut_stages` and moving single blocks between
+    stages as long as that helps."""
     stages = cut_stages(costs, num_ranks * per_rank)
     if per_rank == 1:
         return stages
@@ -76,24 +76,23 @@ def _unevenness(stages: np.ndarray, num_ranks: int) -> Unevenness:
 
 
 def _unevenness_after_moves(total: np.ndarray, ends: np.ndarray, a: int, num_ranks: int) -> list[Unevenness]:
-    """If stage a gave a block to each of the stages. total[j]: cost of the first j blocks; stage s has blocks
-    ends[s] to ends[s + 1] - 1."""
+    """The result if stage a gave a block to each of the stages. total[j]: cost of the first j blocks; stage s has
+    blocks ends[s] to ends[s + 1] - 1."""
     last = len(ends) - 2
-    before = _after_moves_on(
-        total[-1] - total[::-1], len(total) - 1 - ends[::-1], last - a, num_ranks
-    )  # the same from the model's end
+    # the same from the model's end
+    before = _after_moves_on(total[-1] - total[::-1], len(total) - 1 - ends[::-1], last - a, num_ranks)
     return [*before[::-1], (np.inf,), *_after_moves_on(total, ends, a, num_ranks)]
 
 
 def _after_moves_on(total: np.ndarray, ends: np.ndarray, a: int, num_ranks: int) -> list[Unevenness]:
-    """If stage a gave a block to each of the stages after it: those between get one and give one."""
+    """The result if stage a gave a block to each of the stages after it; those in between receive one and give one."""
     now, starts, stops, more = np.diff(total[ends]), ends[:-1], ends[1:], np.arange(a + 1, len(ends) - 1)
     gives = total[stops[a] - 1] - total[starts[a]]
     passes = (total[stops - 1] - total[starts - 1])[more]
     gets = (total[stops] - total[starts - 1])[more]
     after = [*np.maximum.accumulate(now[::-1])[::-1][a + 2 :], 0.0][: len(more)]
     most = np.maximum(np.maximum(gets, after), np.maximum.accumulate([*now[:a], gives, *passes])[a:-1])
-    # of stages and ranks, changes that add up with each stage that a block passes
+    # of stages and ranks: changes accumulate with each stage that a block passes
     square = (now**2).sum() - now[a] ** 2 + gives**2 - now[more] ** 2 + gets**2
     square[1:] += np.cumsum(passes**2 - now[more] ** 2)[:-1]
     ranks = np.zeros((len(more) + 1, num_ranks))
@@ -115,5 +114,5 @@ def _runs(ends: list[int]) -> list[range]:
 
 
 def given_stages(sizes: tuple[int, ...]) -> list[range]:
-    """Runs of the given numbers of blocks."""
+    """Consecutive ranges with the given numbers of blocks."""
     return _runs([0, *accumulate(sizes)])

@@ -1,4 +1,4 @@
-"""Boxes of global tensors as they lie in a flat bucket: start and strides of each, in global orientation."""
+"""Boxes of global tensors in a flat bucket: start and strides of each, in global orientation."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from phalanx.layout.param import Piece
 
 @dataclass(frozen=True)
 class StridedBox:
-    """`box` of a global tensor of a piece: it begins at the bucket's element number `offset`; `stride` of each dim."""
+    """`box` of a global tensor: it begins at element number `offset` of the bucket, with a `stride` for each dim."""
 
     piece: Piece
     box: Box
@@ -22,11 +22,11 @@ class StridedBox:
     stride: tuple[int, ...]
 
     def of(self, flat: Any, base: int) -> Any:
-        """Its elements (box.shape) as a view of a tensor; flat[0] is the bucket's element number `base`."""
+        """Its elements (box.shape) as a view of a tensor in which flat[0] is the bucket's element number `base`."""
         return flat.as_strided(self.box.shape, self.stride, flat.storage_offset() + self.offset - base)
 
     def matrices(self) -> Iterator[StridedBox]:
-        """The same by the matrices (last two dims) of a stack."""
+        """The same for each matrix (last two dims) of a stack."""
         start, stop, depth = self.box.start, self.box.stop, max(0, len(self.stride) - 2)
         for at in product(*(range(a, b) for a, b in zip(start[:depth], stop))):
             offset = self.offset + sum((i - a) * s for i, a, s in zip(at, start, self.stride))
@@ -35,9 +35,9 @@ class StridedBox:
 
 
 def boxes_in(bucket: Bucket, lo: int, hi: int, exported: bool = False) -> Iterator[StridedBox]:
-    """The boxes in elements lo..hi of a bucket. Padding is in no box.
+    """The boxes within elements lo..hi of a bucket. Padding is in no box.
 
-    exported: only tensors that Hugging Face checkpoints have.
+    exported: only tensors that Hugging Face checkpoints contain.
     """
     for slot in bucket.slots:
         if exported and not slot.spec.exported:
@@ -51,7 +51,7 @@ def boxes_in(bucket: Bucket, lo: int, hi: int, exported: bool = False) -> Iterat
 
 
 def _part(slot: Slot, piece: Piece, run: Box) -> StridedBox:
-    """The part of a piece inside a box of its storage; steps in `piece.local` are strides of the view."""
+    """The part of a piece inside a box of its storage; steps in `piece.local` become strides of the view."""
     offset, start, size, stride = slot.offset, list[int](), list[int](), list[int]()
     for s, low, high, unit in zip(piece.slices, run.start, run.stop, _strides(slot.spec.shape)):
         step = s.step or 1

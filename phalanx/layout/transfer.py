@@ -1,6 +1,6 @@
-"""Transfers: which boxes of a global tensor go from whoever holds them to whoever wants them.
+"""Transfers: which boxes of a global tensor go from their holders to those who need them.
 
-A holder is a rank, a file or anything else; how boxes are carried is not known here.
+A holder is a rank, a file or anything else; how boxes are transported is not known here.
 """
 
 from __future__ import annotations
@@ -16,7 +16,8 @@ H = TypeVar("H")
 
 @dataclass(frozen=True)
 class Transfer(Generic[H]):
-    """`box` goes from `holder`, who has `held`, to whoever has `wanted`. All three are boxes of one global tensor."""
+    """`box` goes from `holder`, which has `held`, to the receiver of `wanted`. All three are boxes of one global
+    tensor."""
 
     holder: H
     held: Box
@@ -25,17 +26,17 @@ class Transfer(Generic[H]):
 
     @property
     def source(self) -> tuple[slice, ...]:
-        """Slices that pick it out of what the holder has."""
+        """Slices that select it in what the holder has."""
         return self.box.within(self.held)
 
     @property
     def target(self) -> tuple[slice, ...]:
-        """Slices that pick its place out of what is wanted."""
+        """Slices that select its place in `wanted`."""
         return self.box.within(self.wanted)
 
 
 class NotCovered(ValueError):
-    """The holders have too few elements of what is wanted, or some of them twice: `found`."""
+    """The holders lack some elements of what is wanted, or hold some twice: `found` in total."""
 
     def __init__(self, wanted: Box, found: int):
         super().__init__(f"{found} of the {wanted.numel} elements in {wanted} are held")
@@ -43,8 +44,8 @@ class NotCovered(ValueError):
 
 
 def transfers(wanted: Box, held: Iterable[tuple[H, Box]]) -> list[Transfer[H]]:
-    """What makes up `wanted`, in the order of the holders. NotCovered unless each element is held exactly once
-    (holders' boxes do not overlap, so counting is enough)."""
+    """The transfers that make up `wanted`, in the order of the holders. NotCovered unless each element is held exactly
+    once (holders' boxes do not overlap, so counting is enough)."""
     both = [(holder, box, box.intersect(wanted)) for holder, box in held]
     found = [Transfer(holder, box, wanted, common) for holder, box, common in both if not common.empty]
     have = sum(t.box.numel for t in found)

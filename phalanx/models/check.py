@@ -1,4 +1,4 @@
-"""Rules of the `model` section: those of every family, of the family itself, and against tensor parallelism."""
+"""Rules of the `model` section: those of every family, those of the family itself, and those of tensor parallelism."""
 
 from __future__ import annotations
 
@@ -26,8 +26,8 @@ def check(config: ModelConfig, *, tp: int, seq_length: int) -> list[Problem]:
 
 
 def check_tensor_parallel(config: ModelConfig, tp: int) -> list[Problem]:
-    """Heads are cut whole; few key/value heads are shared by runs of ranks; each rank holds part of the vocabulary
-    and of the MLP."""
+    """Heads are not split; if there are few key/value heads, several consecutive ranks share one; each rank holds part
+    of the vocabulary and of the MLP."""
     found = []
     heads, kv_heads = config.num_attention_heads, config.kv_heads
     if heads % tp:

@@ -1,5 +1,5 @@
-"""Reading Hugging Face's config.json: the JSON types that transformers 5 takes for each key, and what it takes where
-one is missing. Which keys a family has is in its file."""
+"""Reading Hugging Face's config.json: the JSON types that transformers 5 accepts for each key, and its default if one
+is missing. Which keys a family has is defined in its file."""
 
 from __future__ import annotations
 
@@ -12,14 +12,13 @@ from phalanx.base.errors import CheckpointError
 
 @dataclass(frozen=True)
 class HfKey:
-    """types: what a value may be. default: what is taken where the key is missing; NEEDED: then the config is
-    refused."""
+    """types: what a value may be. default: the value if the key is missing; NEEDED: the config is then refused."""
 
     types: tuple[type, ...]
     default: Any
 
     def takes(self, value: Any) -> bool:
-        """Whether a JSON value is of these types; true and false are no numbers."""
+        """Whether a JSON value has one of these types; true and false are not numbers."""
         return isinstance(value, self.types) and (bool in self.types or not isinstance(value, bool))
 
     @property
@@ -37,7 +36,7 @@ NAMES = {
     dict: "an object",
     NONE: "null",
 }
-NEEDED = object()  # transformers would take the sizes of some published model; a folder says its own
+NEEDED = object()  # transformers would use the sizes of some published model; we require a folder to state its own
 
 
 def integer(default: Any) -> HfKey:
@@ -69,18 +68,18 @@ LIST_OR_NULL = HfKey((list, NONE), None)
 
 @dataclass
 class ConfigJson:
-    """A config.json that a family makes its config of."""
+    """A config.json from which a family builds its config."""
 
     family: str
-    """What model.family is to be."""
+    """The resulting model.family."""
     config: type[Any]
     """The class of the family's config."""
     stated: dict[str, Any]
-    """The file as it stands."""
+    """The contents of the file."""
     values: dict[str, Any]
-    """Every key that the family reads, with its value or what transformers takes where it is missing."""
+    """Every key that the family reads, with its value or, if it is missing, transformers' default."""
     odd: list[str] = field(default_factory=list)
-    """What it asks for and we cannot compute: it is refused with all of these, so whoever reads adds to them."""
+    """What it asks for that we cannot compute. It is refused with this list, to which the family's reader adds."""
 
     def pick(self, *names: str) -> dict[str, Any]:
         return {name: self.values[name] for name in names}
@@ -89,10 +88,10 @@ class ConfigJson:
 def values_of(
     config: dict[str, Any], keys: Mapping[str, HfKey], other_names: Mapping[str, str], where: str
 ) -> dict[str, Any]:
-    """The value of each of these keys, or what transformers takes where it is missing; CheckpointError names all that
-    are wrong.
+    """The value of each of these keys or, if it is missing, transformers' default; CheckpointError names all invalid
+    ones.
 
-    other_names   key -> its other name, which has the last word where both are there
+    other_names   key -> its other name, which takes precedence if both are there
     """
     found: dict[str, Any] = {}
     odd = []
@@ -110,7 +109,7 @@ def values_of(
 
 
 def other_values(values: Mapping[str, Any], only: Mapping[str, tuple[Any, ...]]) -> list[str]:
-    """The keys whose value is none of those that our models compute."""
+    """The keys whose value our models do not compute."""
     return [
         f"{k}={values[k]!r} (supported: {shown(ok)})" for k, ok in only.items() if k in values and values[k] not in ok
     ]

@@ -1,5 +1,5 @@
-"""Blocks of decoders of Llama's kind: RMSNorm, rotary positions, grouped-query attention, SwiGLU or experts. A family
-hands over what its layers have instead."""
+"""Blocks of Llama-like decoders: RMSNorm, rotary positions, grouped-query attention, SwiGLU or experts. A family passes
+in what its layers have instead."""
 
 from __future__ import annotations
 
@@ -29,14 +29,14 @@ from phalanx.ops.dense.rope_scaling import Rotation
 from phalanx.ops.experts.router import Router
 from phalanx.sequence.batch import Batch
 
-MakePart = Callable[[Any, Env, int], Module]  # (config, env, layer) -> what is called with (x, batch)
+MakePart = Callable[[Any, Env, int], Module]  # (config, env, layer) -> a module called with (x, batch)
 MakeLayer = Callable[[Any, Env, int], Block]
 MakeMtp = Callable[[Any, Env, Mapping[str, Parameter]], MultiTokenPrediction]
 MakeHead = Callable[[Any, Env, Mapping[str, Parameter]], Head]
 
 
 def embedding_replicas(config: DecoderConfig, env: Env) -> tuple[Replica, ...]:
-    """Who else holds the input embedding: a tied head, and what predicts tokens further ahead."""
+    """Where else the input embedding is held: by a tied head, and by multi-token prediction."""
     first, last = env.weights.tied_stages
     return env.shared(first, last if config.tie_word_embeddings else None, env.weights.mtp_stage)
 
@@ -44,8 +44,8 @@ def embedding_replicas(config: DecoderConfig, env: Env) -> tuple[Replica, ...]:
 def make_head(
     config: DecoderConfig, env: Env, made: Mapping[str, Parameter], head: type[Head] = Head, **more: Any
 ) -> Head:
-    """`made`: parameters of blocks on this rank, by global name; the head's (of a tied model the embedding's) may be
-    among them. `head`, `more`: another class, and what it takes beside Head's arguments."""
+    """`made`: parameters of the blocks on this rank, by global name; the head's (in a tied model, the embedding's) may
+    be among them. `head`, `more`: another class, and its additional arguments."""
     c, tied = config, config.tie_word_embeddings
     name = decoder_tensors.embedding if tied else "lm_head.weight"
     replicas = embedding_replicas(c, env) if tied else env.shared(env.weights.tied_stages[1], env.weights.mtp_stage)
@@ -91,7 +91,7 @@ class DecoderLayer(Block):
 
 
 class DecoderHead(Block):
-    """`normed`: the block before has the model's last norm."""
+    """`normed`: the block before it has applied the model's last norm."""
 
     recomputable = False
 
@@ -108,7 +108,7 @@ class DecoderHead(Block):
 
 
 def attention_spec(config: DecoderConfig, layer: int) -> AttentionSpec:
-    """The attention of a layer, as Llama has it."""
+    """The attention of a layer in Llama."""
     c, at = config, f"model.layers.{layer}.self_attn"
     head_dim = c.head_dim or c.hidden_size // c.num_attention_heads
     return AttentionSpec(
@@ -143,7 +143,7 @@ def head_norm_attention(config: DecoderConfig, env: Env, layer: int) -> Attentio
 
 
 def router_of(config: ExpertsConfig, renormalize: bool = True, order: Literal["before", "after"] = "before") -> Router:
-    """Softmax over all experts, of which the best are kept; or over the logits of the best (order after)."""
+    """Softmax over all experts, of which the best are kept; or over the logits of the best (order "after")."""
     forced: Literal["none", "balanced"] = "balanced" if config.router_forced_balance else "none"
     return Router(
         config.num_experts_per_tok, config.routed_experts, order=order, renormalize=renormalize, forced=forced
@@ -167,7 +167,7 @@ def decoder_blocks(
     make_mtp: MakeMtp | None = None,
     head: MakeHead = make_head,
 ) -> list[BlockMaker]:
-    """Embedding, layers, what predicts tokens further ahead (if anything), head."""
+    """Embedding, layers, multi-token prediction (if any), head."""
 
     def make_layer(number: int, made: Mapping[str, Parameter]) -> Block:
         return layer(config, env, number)

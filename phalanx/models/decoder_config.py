@@ -1,5 +1,5 @@
-"""What families of Llama's kind share beside blocks (models/decoder.py): the `model` section, its rules, config.json
-both ways, names of tensors, and the sizes of a small copy for verify.
+"""What Llama-like families share besides blocks (models/decoder.py): the `model` section, its rules, config.json in
+both directions, names of tensors, and the sizes of a small copy for `phalanx verify`.
 
 Nothing here imports torch: configs are read before anything heavy is loaded.
 """
@@ -77,7 +77,7 @@ class DecoderConfig(ModelConfig):
     """llama: the three projections of the MLP have biases."""
 
     biases: ClassVar[tuple[str, ...]] = ()
-    """Of attention_bias and mlp_bias, those that the family reads."""
+    """Which of attention_bias and mlp_bias the family reads."""
 
     @property
     def kv_heads(self) -> int:
@@ -90,7 +90,7 @@ class DecoderConfig(ModelConfig):
 
     @property
     def rotated_features(self) -> int:
-        """Features of a head that the rotary embedding turns."""
+        """Features of a head that are rotated."""
         return self.head_dim or self.hidden_size // self.num_attention_heads
 
 
@@ -100,10 +100,10 @@ LAYER_TYPES = ("sliding_attention", "full_attention")
 
 @dataclass(frozen=True, kw_only=True)
 class UpperWindowConfig(DecoderConfig):
-    """Llama's fields and a window in the upper layers, or in those that layer_types names."""
+    """Llama's fields, and a window in the upper layers or in those that layer_types names."""
 
     sliding_window: int | None = None
-    """In a layer with a window a token reads itself and so many tokens less one before it; unset: all before it in
+    """In a layer with a window, a token reads this many tokens: itself and those before it; unset: all before it in
     every layer."""
     max_window_layers: int = 0
     """The first so many layers have no window."""
@@ -125,19 +125,19 @@ WITH_ATTENTION_BIAS = "llama or qwen3 or qwen3_moe or gpt_oss"  # of our familie
 
 
 def decoder_rules(config: DecoderConfig, seq_length: int) -> list[Problem]:
-    """Those of every such model."""
+    """The rules of every such model."""
     return with_head_rules(config, common_rules(config))
 
 
 def with_head_rules(config: DecoderConfig, found: list[Problem]) -> list[Problem]:
-    """Of heads that have one width, where nothing else is wrong."""
+    """Rules for heads that have one width, added if nothing else is wrong."""
     if found or min(config.hidden_size, config.num_attention_heads) < 1:
         return found
     return check_heads(config) + check_head_dim(config)
 
 
 def common_rules(config: DecoderConfig) -> list[Problem]:
-    """Those that do not depend on how heads are made."""
+    """Rules that do not depend on how heads are defined."""
     found = at_least("model", config, 1, "num_key_value_heads", "head_dim")
     found += within("model", config, "rms_norm_eps", "(0, inf)") + within("model", config, "rope_theta", "(0, inf)")
     heads_known = min(config.hidden_size, config.num_attention_heads) >= 1
@@ -157,7 +157,7 @@ def check_heads(config: DecoderConfig) -> list[Problem]:
 
 
 def check_window(config: DecoderConfig) -> list[Problem]:
-    """Of the families that have one, in all layers or in some."""
+    """For families that have a window, in all layers or in some."""
     names = {f.name for f in fields(config)}
     if "sliding_window" not in names:
         return []
@@ -193,7 +193,7 @@ def check_layer_types(config: DecoderConfig, types: tuple[str, ...], window: int
 
 
 def check_biases(config: DecoderConfig) -> list[Problem]:
-    """Which families may have them: those whose published code has the switch."""
+    """Only families whose published code has the switch may have biases."""
     because = {"model.family": config.family}
     found = []
     if "attention_bias" not in config.biases:
@@ -235,7 +235,7 @@ UPPER_WINDOW_KEYS = {
     "max_window_layers": integer(28),
     "layer_types": LIST_OR_NULL,
 }
-# where a key is absent transformers takes the first; any other value is refused
+# if a key is absent, transformers uses the first value; values not listed are refused
 DECODER_ONLY: dict[str, tuple[Any, ...]] = {"hidden_act": ("silu", "swish"), "attention_dropout": (0.0, None)}
 
 
@@ -255,9 +255,9 @@ def rope_of(found: ConfigJson, theta: float, head_dim: int, scores: bool = False
 def decoder_fields(
     found: ConfigJson, theta: float = 10000.0, default_rope: dict[str, Any] | None = None
 ) -> dict[str, Any]:
-    """Fields of a model whose heads have one width, with what the file leaves to a rule written out.
+    """Fields of a model whose heads have one width, with derived values filled in.
 
-    theta, default_rope   the family's base and scaling where the file has none
+    theta, default_rope   the family's base and scaling if the file has none
     """
     v = found.values
     heads = max(1, v["num_attention_heads"])
@@ -268,7 +268,7 @@ def decoder_fields(
 
 
 def layer_types_of(found: ConfigJson) -> list[str] | None:
-    """The kind of each layer, if the config says it; `attention` is an old name of full attention."""
+    """The kind of each layer, if the config states it; `attention` is an old name of full attention."""
     v = found.values
     if v["layer_types"] is None:
         return None
@@ -282,12 +282,12 @@ def layer_types_of(found: ConfigJson) -> list[str] | None:
 
 
 def types_with_window(layers: int, window: int | None, first: int = 0) -> list[str]:
-    """The kinds of layers where all from number `first` on have the window."""
+    """The kinds of layers if all from number `first` on have the window."""
     return [LAYER_TYPES[0] if window is not None and i >= first else LAYER_TYPES[1] for i in range(layers)]
 
 
 def check_types(found: ConfigJson, types: Sequence[str], window: int | None) -> list[bool]:
-    """Which layers have the window; it is odd if there is none."""
+    """Which layers have the window; recorded as unsupported if they are to have one and there is none."""
     slides = [kind == LAYER_TYPES[0] for kind in types]
     if any(slides) and window is None:
         found.odd.append(
@@ -298,7 +298,7 @@ def check_types(found: ConfigJson, types: Sequence[str], window: int | None) -> 
 
 
 def upper_window_fields(found: ConfigJson, types: list[str] | None) -> dict[str, Any]:
-    """The window, and the layers that have it in the shortest way to say it. `types`: of `layer_types_of`."""
+    """The window and the layers that have it, in the shortest form. `types`: from `layer_types_of`."""
     v = found.values
     window = v["sliding_window"] if v["use_sliding_window"] else None
     if types is None:
@@ -313,7 +313,7 @@ def upper_window_fields(found: ConfigJson, types: list[str] | None) -> dict[str,
 
 
 def decoder_to_hf(config: DecoderConfig) -> dict[str, Any]:
-    """Of every such family; the family's file adds its own keys."""
+    """The keys of every such family; the family's file adds its own."""
     return {
         "vocab_size": config.vocab_size,
         "hidden_size": config.hidden_size,
@@ -332,7 +332,7 @@ def decoder_to_hf(config: DecoderConfig) -> dict[str, Any]:
 
 
 def heads_to_hf(config: DecoderConfig) -> dict[str, Any]:
-    """As `decoder_to_hf`, with the width of a head in so many words."""
+    """As `decoder_to_hf`, with the width of a head stated explicitly."""
     head_dim = config.head_dim or config.hidden_size // config.num_attention_heads
     return {**decoder_to_hf(config), "head_dim": head_dim}
 
@@ -360,7 +360,7 @@ def own_fields(config: type[Any]) -> list[Field[Any]]:
 
 
 def keys_of_fields(config: type[Any]) -> dict[str, HfKey]:
-    """The keys of a family that says nothing of its own: those of its fields."""
+    """The keys of a family that does not define its own: those of its fields."""
     hints = get_type_hints(config)
     longest = next(f.default for f in fields(config) if f.name == "max_position_embeddings")
     return {
@@ -384,7 +384,7 @@ JSON_TYPES: dict[Any, tuple[type, ...]] = {
 
 
 def key_of(f: Field[Any], hint: Any) -> HfKey:
-    """The key of a field, by its type; TypeError where JSON has no such type."""
+    """The key of a field, by its type; TypeError if JSON has no such type."""
     members = get_args(hint) if get_origin(hint) in (Union, UnionType) else (hint,)
     kinds = [get_origin(member) or member for member in members]
     unknown = [kind for kind in kinds if kind not in JSON_TYPES]
@@ -396,7 +396,7 @@ def key_of(f: Field[Any], hint: Any) -> HfKey:
 
 
 def fields_from_hf(found: ConfigJson) -> Any:
-    """The config of a family that says nothing of its own."""
+    """The config of a family that does not define from_hf."""
     values = found.pick(*(f.name for f in own_fields(found.config)))
     own = {name: tuple(value) if isinstance(value, list) else value for name, value in values.items()}
     same = decoder_fields(found)
@@ -409,7 +409,7 @@ def fields_to_hf(config: DecoderConfig) -> dict[str, Any]:
 
 
 def fill_heads(model: dict[str, Any]) -> dict[str, Any]:
-    """Fields of a config as plain values, with those that others decide where they are unset."""
+    """Fields of a config as plain values, with unset ones derived from others."""
     kv_heads = model.get("num_key_value_heads") or model.get("num_attention_heads")
     head_dim = model.get("head_dim") or model["hidden_size"] // model["num_attention_heads"]
     return {**model, "num_key_value_heads": kv_heads, "head_dim": head_dim}
@@ -427,7 +427,8 @@ Decoder = TypeVar("Decoder", bound=DecoderConfig)
 
 
 def shrink_decoder(config: Decoder, small: SmallSizes) -> Decoder:
-    """Heads whose width is set stay so, windows and scaled rotary embeddings keep their relation to the sequence."""
+    """A head width that is set is kept; windows and scaled rotary embeddings keep their relation to the sequence
+    length."""
     own = config.head_dim is not None and config.head_dim * config.num_attention_heads != config.hidden_size
     own_dim = None
     if own:
@@ -449,13 +450,13 @@ def shrink_decoder(config: Decoder, small: SmallSizes) -> Decoder:
 
 
 def small_positions(config: DecoderConfig, small: SmallSizes) -> dict[str, Any]:
-    """Sequences that are longer than the model is meant for stay so: dynamic scaling stretches the base for them."""
+    """Sequences longer than the model is meant for stay longer: dynamic scaling enlarges the base for them."""
     beyond = small.given_length > config.max_position_embeddings
     return {"max_position_embeddings": small.seq_length - 1} if beyond else {}
 
 
 def small_window(config: DecoderConfig, small: SmallSizes) -> dict[str, Any]:
-    """A window that is shorter than the sequence stays so; layers with and without one stay."""
+    """A window shorter than the sequence stays shorter; layers with and without a window stay."""
     changed: dict[str, Any] = {}
     given, types = getattr(config, "sliding_window", None), getattr(config, "layer_types", None)
     if given is not None:
@@ -469,7 +470,7 @@ def small_window(config: DecoderConfig, small: SmallSizes) -> dict[str, Any]:
 
 
 def small_types(types: Sequence[str], layers: int) -> tuple[str, ...]:
-    """The kinds of the first layers; the last is of another kind if all would be of one."""
+    """The kinds of the first layers; the last is of another kind if all would be the same."""
     kept = list(types[:layers])
     others = [kind for kind in types if kind not in kept]
     if others and layers > 1:

@@ -1,5 +1,5 @@
-"""DeepSeek-V3: Llama's blocks with latent attention, and experts chosen by sigmoid scores and a bias within groups,
-beside shared ones.
+"""DeepSeek-V3: Llama's blocks with latent attention and experts. Experts are chosen within groups by sigmoid scores and
+a bias, in addition to shared ones.
 
 DeepSeek-AI, "DeepSeek-V3 technical report", 2024. The first `first_k_dense_replace` layers have a dense MLP.
 """
@@ -51,8 +51,8 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, kw_only=True)
 class DeepseekV3Config(ExpertsConfig):
-    """Llama's fields, less num_key_value_heads and head_dim: heads are made from latents. intermediate_size is the
-    width of dense layers."""
+    """Llama's fields without num_key_value_heads and head_dim, because heads are computed from latents.
+    intermediate_size is the width of dense layers."""
 
     family: Literal["deepseek_v3"] = "deepseek_v3"
     """Which model this section describes: deepseek_v3."""
@@ -61,17 +61,17 @@ class DeepseekV3Config(ExpertsConfig):
     rms_norm_eps: float = 1e-6
     """Epsilon of RMSNorm (of the latents' norms it is always 1e-6)."""
     q_lora_rank: int | None = 1536
-    """Width of the latent that queries are made from; null: they are made from the layer's input."""
+    """Width of the latent from which queries are computed; null: they are computed from the layer's input."""
     kv_lora_rank: int = 512
-    """Width of the latent that keys and values are made from."""
+    """Width of the latent from which keys and values are computed."""
     qk_nope_head_dim: int = 128
-    """Features of a query or key head that are not turned."""
+    """Features of a query or key head that are not rotated."""
     qk_rope_head_dim: int = 64
-    """Features of a query or key head that are turned; all heads share the key's."""
+    """Features of a query or key head that are rotated; all heads share the key's."""
     v_head_dim: int = 128
     """Width of a value head."""
     rope_interleave: bool = True
-    """Whether the weights pair turned features 2i and 2i + 1 (as published); false: i and i + half, as Llama's."""
+    """Whether the weights pair rotated features 2i and 2i + 1 (as published); false: i and i + half, like Llama's."""
     first_k_dense_replace: int
     """The first so many layers have a dense MLP, all others experts."""
     n_routed_experts: int = 256
@@ -79,30 +79,30 @@ class DeepseekV3Config(ExpertsConfig):
     num_experts_per_tok: int = 8
     """Experts that each token goes to."""
     n_shared_experts: int = 1
-    """Experts that every token goes to, as one MLP of so many times moe_intermediate_size; 0: none."""
+    """Experts that every token goes to, as one MLP of this many times moe_intermediate_size; 0: none."""
     moe_intermediate_size: int = 2048
     """Width of an expert."""
     n_group: int = 8
-    """Experts lie in this many equal groups."""
+    """Experts are divided into this many equal groups, in order."""
     topk_group: int = 4
-    """A token chooses its experts in so many groups: those with the highest sum of two scores."""
+    """A token chooses its experts in this many groups: those with the highest sum of two scores."""
     routed_scaling_factor: float = 2.5
-    """What the weights of the chosen experts are multiplied by."""
+    """Factor of the weights of the chosen experts."""
     norm_topk_prob: bool = True
     """Divide the chosen experts' scores by their sum."""
     router_bias_update_rate: float = 0.001
-    """After a step the bias that experts are chosen by moves by this: up for experts with less than the mean load,
-    else down; 0: it stays."""
+    """After a step, the bias by which experts are chosen moves by this: up for experts with less than the mean load,
+    down for the others; 0: it does not move."""
     router_aux_loss_coef: float = 0.0001
     """Coefficient of the balancing loss E * sum f_i P_i of each layer (technical report, equation 17); 0: none."""
     router_aux_loss_scope: Literal["micro_batch", "sequence", "global_batch"] = "sequence"
     """Tokens whose load the balancing loss evens out: micro_batch, sequence, or global_batch (the load of the whole
-    step before)."""
+    previous step)."""
     num_nextn_predict_layers: int = 0
-    """Modules after the last layer, each with a layer of its own, that in training predict one token further ahead
-    each (DeepSeek-V3: 1)."""
+    """Multi-token prediction modules after the last layer, each with a layer of its own; in training each predicts one
+    token further ahead (DeepSeek-V3: 1)."""
     mtp_loss_weight: float = 0.3
-    """Weight of the mean of their losses beside the main loss."""
+    """Weight of the mean of their losses, relative to the main loss."""
 
     @property
     def kv_heads(self) -> int:
@@ -132,7 +132,7 @@ class DeepseekV3Config(ExpertsConfig):
         return layer >= self.first_k_dense_replace
 
 
-# functions that make blocks import torch's world themselves: reading a config need not
+# functions that build blocks import torch themselves, because reading a config must not
 def blocks(config: DeepseekV3Config, env: Env) -> Sequence[BlockMaker]:
     from phalanx.models.decoder import DecoderLayer, decoder_blocks
 
@@ -162,8 +162,8 @@ def attention(config: DeepseekV3Config, env: Env, layer: int) -> LatentAttention
 
 
 def score_scale(config: DeepseekV3Config) -> float:
-    """1 / sqrt(width of a query), times the square of YaRN's factor where `mscale_all_dim` puts it there rather than
-    into cos and sin."""
+    """1 / sqrt(width of a query), times the square of YaRN's factor if `mscale_all_dim` applies it there rather than to
+    cos and sin."""
     from phalanx.ops.dense.rope_scaling import yarn_mscale
 
     scale = (config.qk_nope_head_dim + config.qk_rope_head_dim) ** -0.5
@@ -174,7 +174,7 @@ def score_scale(config: DeepseekV3Config) -> float:
 
 
 def mlp(config: DeepseekV3Config, env: Env, layer: int) -> MoE | SwiGLU:
-    """What a layer has for an MLP."""
+    """The MLP or experts of a layer."""
     from phalanx.models.decoder import balance_of, dense_mlp
     from phalanx.nn.mlp import SwiGLU
     from phalanx.nn.moe import ExpertNames, MoE
@@ -199,7 +199,7 @@ def matrices(at: str) -> tuple[str, str, str]:
 
 
 def router(config: DeepseekV3Config) -> Router:
-    """Technical report, equations 12 to 16: sigmoid scores, chosen with the bias in the best groups and weighed
+    """Technical report, equations 12 to 16: sigmoid scores; chosen with the bias in the best groups, and weighted
     without it."""
     from phalanx.ops.experts.router import Router
 
@@ -217,7 +217,7 @@ def router(config: DeepseekV3Config) -> Router:
 
 
 def make_mtp(config: DeepseekV3Config, env: Env, made: Mapping[str, Parameter]) -> MultiTokenPrediction:
-    """The modules that predict tokens further ahead, numbered as layers after the last one."""
+    """The multi-token prediction modules, numbered as layers after the last one."""
     from phalanx.models.decoder import DecoderLayer, embedding_replicas, make_head
     from phalanx.nn.embedding import Embedding
     from phalanx.nn.mtp import Depth, MultiTokenPrediction
@@ -293,7 +293,7 @@ OF_EXPERTS = (
 
 
 def check_groups(config: DeepseekV3Config, before: list[Problem]) -> list[Problem]:
-    """Groups are equal, and those that a token chooses in have as many experts as it goes to."""
+    """Groups are equal, and the groups that a token chooses have at least as many experts as it goes to."""
     c = config
     if not c.routed_experts:
         because = {
@@ -339,7 +339,7 @@ def check_groups(config: DeepseekV3Config, before: list[Problem]) -> list[Proble
 
 
 def split_rules(config: DeepseekV3Config, tp: int) -> list[Problem]:
-    """The shared experts are one MLP, cut as any."""
+    """The shared experts are one MLP, sharded like any other."""
     if not config.routed_experts or not 0 < config.n_shared_experts * config.moe_intermediate_size < tp:
         return []
     because = {
@@ -375,7 +375,7 @@ KEYS = {
     "aux_loss_alpha": number(0.0),
     "seq_aux": switch(True),
 }
-# of keys that DeepSeek's own code reads and transformers does not
+# keys that DeepSeek's own code reads and transformers does not
 LATENT_ONLY: dict[str, tuple[Any, ...]] = {
     "attention_bias": (False,),
     "scoring_func": ("sigmoid",),
@@ -420,7 +420,7 @@ def from_hf(found: ConfigJson) -> DeepseekV3Config | None:
 
 
 def dense_if_all_are(config: DeepseekV3Config) -> DeepseekV3Config:
-    """Without what the config says of experts, if all layers are dense: nothing reads it."""
+    """If all layers are dense, the config without its fields about experts, which nothing reads."""
     if config.routed_experts:
         return config
     return replace(config, **{name: default_of(DeepseekV3Config, name) for name in OF_EXPERTS})
@@ -445,12 +445,12 @@ def to_hf(config: DeepseekV3Config) -> dict[str, Any]:
 
 
 def fill(model: dict[str, Any]) -> dict[str, Any]:
-    """All fields are written out as they are."""
+    """All fields are already explicit."""
     return model
 
 
 def shrink(config: DeepseekV3Config, small: SmallSizes) -> DeepseekV3Config:
-    """Latents and all three kinds of features of a head stay; layers with a dense MLP and without stay."""
+    """Latents and all three kinds of head features stay; so do layers with and without a dense MLP."""
     whole = config.first_k_dense_replace >= config.num_hidden_layers
     scaling = small_scaling(config.rope_scaling, small.seq_length, small.given_length)
     return replace(
@@ -472,7 +472,7 @@ def shrink(config: DeepseekV3Config, small: SmallSizes) -> DeepseekV3Config:
 
 
 def shrink_experts(config: DeepseekV3Config, small: SmallExperts) -> DeepseekV3Config:
-    """Groups stay groups."""
+    """The number of groups stays."""
     sizes: dict[str, Any] = {"n_routed_experts": small.count, "moe_intermediate_size": small.width}
     if config.n_group == 1:
         return replace(config, num_experts_per_tok=small.chosen, **sizes)

@@ -1,4 +1,4 @@
-"""What families with experts share beside blocks: fields of the `model` section, rules, config.json, a small copy."""
+"""What families with experts share besides blocks: fields of the `model` section, rules, config.json, a small copy."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from phalanx.models.model_config import SmallExperts
 
 @dataclass(frozen=True, kw_only=True)
 class ExpertsConfig(DecoderConfig):
-    """How tokens are spread over experts; the same for every family."""
+    """How tokens are distributed over experts; the same for every family."""
 
     num_experts_per_tok: int = 2
     """Experts that each token goes to."""
@@ -22,16 +22,16 @@ class ExpertsConfig(DecoderConfig):
     """Coefficient of the balancing loss E * sum f_i P_i of each layer (Switch Transformers); 0: none."""
     router_aux_loss_scope: Literal["micro_batch", "sequence", "global_batch"] = "micro_batch"
     """Tokens whose load the balancing loss evens out: micro_batch, sequence, or global_batch (the load of the whole
-    step before)."""
+    previous step)."""
     router_z_loss_coef: float = 0.0
     """Coefficient of the mean squared log-sum-exp of the router's logits (ST-MoE); 0: none."""
     expert_capacity_factor: float | None = None
-    """Tokens that an expert takes of each sequence, over its fair share; the rest are dropped. unset: no token is
-    dropped."""
+    """Tokens that an expert accepts from each sequence, as a multiple of its fair share; the rest are dropped. unset:
+    no token is dropped."""
     expert_capacity_drop: Literal["probability", "position"] = "probability"
-    """Whom a full expert drops: those it weighs least (probability), or the last (position)."""
+    """Which tokens a full expert drops: those with the smallest weights (probability), or the last (position)."""
     router_forced_balance: bool = False
-    """For benchmarks: experts are drawn at random, each as likely, instead of chosen."""
+    """For benchmarks: experts are drawn at random, all equally likely, instead of chosen."""
 
     @property
     def expert_size(self) -> int:
@@ -41,7 +41,7 @@ class ExpertsConfig(DecoderConfig):
         return True
 
 
-# how the load of experts is kept even: a run may go on with another way
+# how the load of experts is kept even: a run may continue with other settings
 BALANCE = (
     "router_aux_loss_coef",
     "router_aux_loss_scope",
@@ -53,7 +53,7 @@ BALANCE = (
 
 
 def expert_rules(config: ExpertsConfig, count: str) -> list[Problem]:
-    """`count`: the field that says how many experts a layer has."""
+    """`count`: the field with the number of experts in a layer."""
     c = config
     found = at_least("model", c, 1, count, "num_experts_per_tok")
     found += within("model", c, "router_aux_loss_coef", "[0, inf)") + within(
@@ -92,6 +92,6 @@ Experts = TypeVar("Experts", bound=ExpertsConfig)
 
 
 def shrink_local_experts(config: Experts, small: SmallExperts) -> Experts:
-    """Of families whose experts are num_local_experts, each as wide as intermediate_size."""
+    """For families with num_local_experts experts, each as wide as intermediate_size."""
     sizes: dict[str, Any] = {"num_local_experts": small.count, "intermediate_size": small.width}
     return replace(config, num_experts_per_tok=small.chosen, **sizes)

@@ -1,5 +1,5 @@
-"""Family: everything that Phalanx must be told about a family of models, as plain functions. Each of ours has a file
-here with its FAMILY; models/registry.py finds them, and those of other packages."""
+"""Family: everything that Phalanx must know about a model family, as plain functions. Each of ours has a file here with
+its FAMILY; models/registry.py finds them, and those of other packages."""
 
 from __future__ import annotations
 
@@ -21,14 +21,14 @@ from phalanx.models.decoder_config import (
 )
 from phalanx.models.model_config import ModelConfig, SmallExperts, SmallSizes, TensorNames
 
-if TYPE_CHECKING:  # families are read with configs, before torch is
+if TYPE_CHECKING:  # families are read together with configs, before torch is imported
     from phalanx.nn.env import Env
     from phalanx.nn.module import Block
     from phalanx.nn.parameter import Parameter
 
 BlockMaker = Callable[["Mapping[str, Parameter]"], "Block"]
-"""Makes a block, from the parameters that blocks made before it on this rank, by global name: blocks that share a
-weight share the parameter."""
+"""Builds a block. Its argument holds the parameters of blocks built before it on this rank, by global name, so that
+blocks which share a weight share the parameter."""
 
 
 def _no_problems(config: Any, tp: int) -> list[Problem]:
@@ -41,30 +41,29 @@ def _two_layers(config: Any) -> int:
 
 @dataclass(frozen=True)
 class Family:
-    """What has a default fits a config that is a DecoderConfig: its further fields are keys of config.json, under the
+    """The defaults fit a config derived from DecoderConfig whose additional fields are keys of config.json with the
     same names.
 
-    name             `model_type` of its config.json, and model.family of those that Phalanx has
+    name             `model_type` of its config.json; for families that come with Phalanx, also model.family
     config           its `model` section: a frozen dataclass, a ModelConfig
-    blocks           (config, env) -> a maker of each block: embedding, layers, what predicts tokens further ahead (if
-                     anything), head
+    blocks           (config, env) -> a maker of each block: embedding, layers, multi-token prediction (if any), head
     architecture     the class that config.json names
     tensors          names of tensors in Hugging Face folders
-    rules            (config, sequence length) -> broken ones, beside those of every model (models/check.py)
-    split_rules      (config, tp) -> broken ones of a config that breaks no other
+    rules            (config, sequence length) -> problems, in addition to the rules of every model (models/check.py)
+    split_rules      (config, tp) -> problems of a config that has no others
     keys             of config.json that are read, with their types and defaults; empty: those of the fields
-    other_names      key of config.json -> its other name, which has the last word
+    other_names      key of config.json -> its other name, which takes precedence
     only             key -> the values that the model computes; a folder with another one is refused
-    from_hf          config.json -> the config, or None if there is something odd about it
+    from_hf          config.json -> the config, or None if something in it is not supported
     to_hf            the config -> keys of config.json; those of every family are added
     also             other names of `model_type` that are read as this family
-    packed           quant_method of config.json that the readers unpack as they read
-    fill             fields as plain values -> the same with those written out that other fields decide
-    may_change       fields that a run may go on with another value of: they are no shapes
+    packed           quant_method of config.json that the readers unpack while reading
+    fill             fields as plain values -> the same with derived fields filled in
+    may_change       fields whose value may change when a run continues, because they are not shapes
     without_predictors   the config without multi-token prediction, for a folder that lacks the modules
-    shrink           a smaller config of the same structures, for `phalanx verify`
-    shrink_experts   the same of its experts; None: it has none
-    least_layers     so many layers at least show all kinds of them
+    shrink           a smaller config of the same structure, for `phalanx verify`
+    shrink_experts   the same for its experts; None: it has none
+    least_layers     the smallest number of layers that includes all kinds of them
     """
 
     name: str

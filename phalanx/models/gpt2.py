@@ -97,12 +97,13 @@ ONLY: dict[str, tuple[Any, ...]] = {
     "scale_attn_by_inverse_layer_idx": (False,),
     "add_cross_attention": (False,),
 }
+# names of each form
 GELUS = {
     "gelu_new": "gelu_new",
     "gelu_pytorch_tanh": "gelu_new",
     "gelu": "gelu",
     "gelu_python": "gelu",
-}  # names of each form
+}
 
 
 def from_hf(found: ConfigJson) -> GPT2Config | None:

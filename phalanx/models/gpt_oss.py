@@ -1,4 +1,4 @@
-"""gpt-oss: layers with and without a window take turns, heads have sinks, experts have biases and a clamped gate.
+"""gpt-oss: layers with and without a window alternate, heads have sinks, experts have biases and a clamped gate.
 OpenAI, "gpt-oss-120b & gpt-oss-20b model card", 2025."""
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, kw_only=True)
 class GptOssConfig(ExpertsConfig):
-    """Llama's fields; intermediate_size is the width of an expert. The experts and the router have biases, heads
+    """Llama's fields; intermediate_size is the width of an expert. The experts and the router have biases, and heads
     have sinks."""
 
     family: Literal["gpt_oss"] = "gpt_oss"
@@ -52,13 +52,13 @@ class GptOssConfig(ExpertsConfig):
     attention_bias: bool = True
     """The projections of attention (q, k, v and output) have biases."""
     sliding_window: int = 128
-    """In a layer with a window a token reads itself and so many tokens less one before it."""
+    """In a layer with a window, a token reads this many tokens: itself and those before it."""
     layer_types: tuple[LayerType, ...] | None = None
-    """Whether each layer has the window; unset: they take turns, the first has it."""
+    """Whether each layer has the window; unset: layers alternate, and the first has it."""
     swiglu_alpha: float = 1.702
     """Gate of the experts: gate * sigmoid(alpha * gate) * (up + 1)."""
     swiglu_limit: float = 7.0
-    """The gate is cut off above this, up above it and below minus it."""
+    """The gate is clamped from above at this, up from both sides."""
 
     biases: ClassVar[tuple[str, ...]] = ("attention_bias",)
 
@@ -72,7 +72,7 @@ class GptOssConfig(ExpertsConfig):
         return self.sliding_window if slides else None
 
 
-# functions that make blocks import torch's world themselves: reading a config need not
+# functions that build blocks import torch themselves, because reading a config must not
 def blocks(config: GptOssConfig, env: Env) -> Sequence[BlockMaker]:
     from phalanx.models.decoder import DecoderLayer, decoder_blocks
 
@@ -96,7 +96,7 @@ def experts(config: GptOssConfig, env: Env, layer: int) -> MoE:
     return MoE(
         env,
         StackedNames(f"{at}.router.weight", f"{at}.router.bias", *stacks, activation=gate),
-        router_of(config, renormalize=False, order="after"),  # a softmax of the chosen sums to 1 as it is
+        router_of(config, renormalize=False, order="after"),  # a softmax over the chosen experts already sums to 1
         config.hidden_size,
         config.intermediate_size,
         config.initializer_range,
@@ -126,7 +126,7 @@ KEYS = {
     "swiglu_alpha": number(1.702),
     "swiglu_limit": number(7.0),
 }
-# where a config has no rotary embedding
+# used if a config has no rotary embedding
 ROPE = {"rope_type": "yarn", "factor": 32.0, "original_max_position_embeddings": 4096, "truncate": False}
 
 
@@ -140,7 +140,7 @@ def from_hf(found: ConfigJson) -> GptOssConfig | None:
 
 
 def window_fields(found: ConfigJson, types: list[str] | None) -> dict[str, Any]:
-    """The window, and which layers have it unless they take turns."""
+    """The window, and which layers have it unless they alternate."""
     window = found.values["sliding_window"]
     turns = [LAYER_TYPES[i % 2] for i in range(found.values["num_hidden_layers"])]
     types = turns if types is None else types

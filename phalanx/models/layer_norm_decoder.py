@@ -1,4 +1,4 @@
-"""Blocks of decoders with LayerNorm, learned positions, GELU, biases and dropout (GPT-2's kind). `config` has GPT-2's
+"""Blocks of GPT-2-like decoders: LayerNorm, learned positions, GELU, biases and dropout. `config` has GPT-2's
 fields."""
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ from phalanx.sequence.batch import Batch
 
 
 class Dropping(Block):
-    """A block with dropout at a few sites, keyed by the global place of each of this rank's tokens."""
+    """A block with dropout at a few sites, keyed by the global position of each of this rank's tokens."""
 
     def drop(self, x: Tensor, batch: Batch, p: float, layer: int, site: int) -> Tensor:
         if p == 0.0 or not self.training:

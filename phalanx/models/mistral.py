@@ -1,5 +1,5 @@
-"""Mistral: Llama's blocks whose attention reads in a sliding window, in all layers or in some. Jiang et al.,
-"Mistral 7B", 2023."""
+"""Mistral: Llama's blocks with attention in a sliding window, in all layers or in some. Jiang et al., "Mistral 7B",
+2023."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ class MistralConfig(DecoderConfig):
     family: Literal["mistral"] = "mistral"
     """Which model this section describes: mistral."""
     sliding_window: int | None = None
-    """A token reads itself and so many tokens less one before it; unset: all before it."""
+    """A token reads this many tokens: itself and those before it; unset: all before it."""
     layer_types: tuple[LayerType, ...] | None = None
     """Whether each layer has the window; unset: every layer."""
 
@@ -65,7 +65,7 @@ def from_hf(found: ConfigJson) -> MistralConfig | None:
 
 
 def window_fields(found: ConfigJson, types: list[str] | None) -> dict[str, Any]:
-    """The window, and which layers have it unless all have."""
+    """The window, and which layers have it unless all do."""
     window = found.values["sliding_window"]
     if types is None:
         types = types_with_window(found.values["num_hidden_layers"], window)
@@ -76,7 +76,7 @@ def window_fields(found: ConfigJson, types: list[str] | None) -> dict[str, Any]:
 
 
 def to_hf(config: MistralConfig) -> dict[str, Any]:
-    """With windows in some layers only it is what transformers calls Ministral."""
+    """With windows in only some layers, it is what transformers calls Ministral."""
     own = {**heads_to_hf(config), "sliding_window": config.sliding_window}
     if config.layer_types is None:
         return own

@@ -44,7 +44,7 @@ class MixtralConfig(ExpertsConfig):
     rope_theta: float = 1000000.0
     """Base of the rotary embedding."""
     sliding_window: int | None = None
-    """A token reads itself and so many tokens less one before it; unset: all before it."""
+    """A token reads this many tokens: itself and those before it; unset: all before it."""
 
     def window(self, layer: int) -> int | None:
         return self.sliding_window
@@ -54,7 +54,7 @@ class MixtralConfig(ExpertsConfig):
         return self.num_local_experts
 
 
-# functions that make blocks import torch's world themselves: reading a config need not
+# functions that build blocks import torch themselves, because reading a config must not
 def blocks(config: MixtralConfig, env: Env) -> Sequence[BlockMaker]:
     from phalanx.models.decoder import DecoderLayer, decoder_blocks
 

@@ -1,5 +1,5 @@
-"""ModelConfig: what code outside the families asks the `model` section, whatever the family; and the plain values that
-a family and its readers hand each other."""
+"""ModelConfig: what code outside the families asks of the `model` section, whatever the family; and the plain values
+that a family and its readers exchange."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from phalanx.base.rules import multiples, problem
 class ModelConfig:
     """The base of every family's config: a frozen dataclass with the field names of Hugging Face's configs."""
 
-    if TYPE_CHECKING:  # each family declares them itself, with its own meanings, defaults and order
+    if TYPE_CHECKING:  # each family declares these itself, with its own meanings, defaults and order
         family: str
         vocab_size: int
         hidden_size: int
@@ -27,7 +27,7 @@ class ModelConfig:
 
     @property
     def kv_heads(self) -> int:
-        """Heads of keys and values that attention computes with."""
+        """Key and value heads that attention uses."""
         return self.num_attention_heads
 
     @property
@@ -43,12 +43,12 @@ class ModelConfig:
 
     @property
     def gated_mlp(self) -> bool:
-        """Whether the dense MLP has a gate beside its input projection, of one matrix with it (SwiGLU)."""
+        """Whether the dense MLP has a gate, stored in one matrix with its input projection (SwiGLU)."""
         return True
 
     @property
     def routed_experts(self) -> int:
-        """Experts of a layer that tokens are routed to; 0 for a dense model."""
+        """Experts in a layer to which tokens are routed; 0 for a dense model."""
         return 0
 
     @property
@@ -58,7 +58,7 @@ class ModelConfig:
 
     @property
     def predict_layers(self) -> int:
-        """Layers after the last one that predict tokens further ahead, all in one block; 0 where there is none."""
+        """Depths of multi-token prediction, layers after the last one, all in one block; 0 if there are none."""
         return 0
 
     def has_experts(self, layer: int) -> bool:
@@ -66,20 +66,20 @@ class ModelConfig:
         return False
 
     def window(self, layer: int) -> int | None:
-        """The tokens that attention of a layer reads, itself included; None: all before it."""
+        """Number of tokens that attention of a layer reads, the token itself included; None: all before it."""
         return None
 
 
 @dataclass(frozen=True)
 class TensorNames:
-    """What readers of Hugging Face folders need to know of the names beyond those that the modules give.
+    """What readers of Hugging Face folders need to know about names, beyond those that the modules define.
 
-    prefix      of all but the head: a base model that is saved without its head leaves it out
+    prefix      of all tensors but the head; a base model saved without its head omits it
     embedding   the input embedding; the head of an untied model is always lm_head.weight
     layer       of the tensors of layer {}
-    copies      a regular expression: further copies of the embedding and the head that published folders carry along
-    predictors  a regular expression with a group for the number: tensors that each module of multi-token prediction has
-    constants   ends of names of tensors that are no weights
+    copies      a regular expression: further copies of the embedding and the head in published folders
+    predictors  a regular expression with a group for the number: tensors of each multi-token prediction module
+    constants   suffixes of tensor names that are not weights
     """
 
     prefix: str
@@ -92,8 +92,8 @@ class TensorNames:
 
 @dataclass(frozen=True)
 class SmallSizes:
-    """The sizes that a small copy for `phalanx verify` is to have. `head_dim` is even; `given_length` the sequence
-    length of the run that is copied."""
+    """The sizes of a small copy for `phalanx verify`. `head_dim` is even; `given_length` is the sequence length of the
+    original run."""
 
     vocab_size: int
     hidden_size: int
@@ -108,7 +108,7 @@ class SmallSizes:
 
 @dataclass(frozen=True)
 class SmallExperts:
-    """The same of experts: how many, how wide, and how many of them a token is to choose."""
+    """The same for experts: how many, how wide, and how many of them a token chooses."""
 
     count: int
     width: int
@@ -116,7 +116,7 @@ class SmallExperts:
 
 
 def check_head_dim(config: ModelConfig) -> list[Problem]:
-    """Rotary embeddings turn pairs of features, so a head has an even number of them."""
+    """Rotary embeddings rotate pairs of features, so a head has an even number of them."""
     heads, given, rotary = config.num_attention_heads, getattr(config, "head_dim", None), config.rotary
     because = {"model.num_attention_heads": heads}
     valid = multiples(config.hidden_size, 2 * heads if rotary else heads)

@@ -1,5 +1,5 @@
-"""Qwen2 and Qwen2.5: Llama's blocks with biases of q, k and v; upper layers may read in a window. Yang et al.,
-"Qwen2 technical report", 2024."""
+"""Qwen2 and Qwen2.5: Llama's blocks with biases in q, k and v; upper layers may use a window. Yang et al., "Qwen2
+technical report", 2024."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, kw_only=True)
 class Qwen2Config(UpperWindowConfig):
-    """Llama's fields; queries, keys and values have biases; layers above some number may read in a window."""
+    """Llama's fields. Queries, keys and values have biases; upper layers may use a window."""
 
     family: Literal["qwen2"] = "qwen2"
     """Which model this section describes: qwen2."""

@@ -27,7 +27,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, kw_only=True)
 class Qwen3Config(UpperWindowConfig):
-    """Llama's fields; queries and keys are normalised head by head before they are turned."""
+    """Llama's fields. Queries and keys are normalized head by head before they are rotated."""
 
     family: Literal["qwen3"] = "qwen3"
     """Which model this section describes: qwen3."""

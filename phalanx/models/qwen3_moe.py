@@ -1,4 +1,4 @@
-"""Qwen3 with experts: normalised heads as in the dense model, many narrow experts. Yang et al., "Qwen3 technical
+"""Qwen3 with experts: normalized heads as in the dense model, many narrow experts. Yang et al., "Qwen3 technical
 report", 2025."""
 
 from __future__ import annotations
@@ -38,9 +38,9 @@ class Qwen3MoEConfig(ExpertsConfig):
     norm_topk_prob: bool = True
     """Divide the chosen experts' probabilities by their sum."""
     decoder_sparse_step: int = 1
-    """Every so many layers has experts (the last of each run of them)."""
+    """Every so many layers, the last one has experts."""
     mlp_only_layers: tuple[int, ...] = ()
-    """Layers with a dense MLP all the same."""
+    """Further layers with a dense MLP."""
     head_dim: int | None = 128
     """Width of a head; null: hidden_size / num_attention_heads."""
     rms_norm_eps: float = 1e-6
@@ -48,7 +48,7 @@ class Qwen3MoEConfig(ExpertsConfig):
     rope_theta: float = 1000000.0
     """Base of the rotary embedding."""
     sliding_window: int | None = None
-    """A token reads itself and so many tokens less one before it; unset: all before it."""
+    """A token reads this many tokens: itself and those before it; unset: all before it."""
 
     biases: ClassVar[tuple[str, ...]] = ("attention_bias",)
 
@@ -67,7 +67,7 @@ class Qwen3MoEConfig(ExpertsConfig):
         return layer not in self.mlp_only_layers and (layer + 1) % self.decoder_sparse_step == 0
 
 
-# functions that make blocks import torch's world themselves: reading a config need not
+# functions that build blocks import torch themselves, because reading a config must not
 def blocks(config: Qwen3MoEConfig, env: Env) -> Sequence[BlockMaker]:
     from phalanx.models.decoder import DecoderLayer, decoder_blocks, head_norm_attention
 
@@ -136,7 +136,7 @@ def from_hf(found: ConfigJson) -> Qwen3MoEConfig | None:
         **found.pick("attention_bias", "num_experts", "moe_intermediate_size", "norm_topk_prob", "decoder_sparse_step"),
         **router_fields(found),
         "sliding_window": v["sliding_window"] if v["use_sliding_window"] else None,
-        # others name no layer
+        # other numbers refer to no layer
         "mlp_only_layers": tuple(i for i in v["mlp_only_layers"] or () if i in range(v["num_hidden_layers"])),
     }
     return None if found.odd else Qwen3MoEConfig(**same, **own)
@@ -158,7 +158,7 @@ def to_hf(config: Qwen3MoEConfig) -> dict[str, Any]:
 
 
 def shrink_experts(config: Qwen3MoEConfig, small: SmallExperts) -> Qwen3MoEConfig:
-    """Dense layers stay dense as long as there is one with experts: given stages may leave too few."""
+    """Dense layers stay dense as long as one layer has experts: if stages are given, there may be too few."""
     return replace(
         config,
         num_experts=small.count,
@@ -170,7 +170,7 @@ def shrink_experts(config: Qwen3MoEConfig, small: SmallExperts) -> Qwen3MoEConfi
 
 
 def least_layers(config: Qwen3MoEConfig) -> int:
-    """One has experts."""
+    """Enough for one layer with experts."""
     with_experts = [i for i in range(config.num_hidden_layers) if config.has_experts(i)]
     return max(2, with_experts[0] + 1) if with_experts else 2
 

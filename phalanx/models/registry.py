@@ -1,4 +1,4 @@
-"""Which families there are: ours, and those of other packages that a config names (base/registry.py, seam "family")."""
+"""Which families exist: ours, and those of other packages that a config names (base/registry.py, seam "family")."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from phalanx.models.family import Family
 from phalanx.models.model_config import ModelConfig
 
 SEAM = "family"
-# what every `model` section has: facts of it are asked for by these names
+# the names by which facts about a model are read; every `model` section has them
 FIELDS = {
     "family": "str",
     "vocab_size": "int",
@@ -27,7 +27,7 @@ FIELDS = {
 
 
 def load_family(name: str) -> Family:
-    """The family that model.family names: one of ours, of an installed package, or `package.module:NAME`, which is
+    """The family that model.family names: ours, one of an installed package, or `package.module:NAME`, which is
     imported and known from then on. NotFound says why there is none, or what it lacks."""
     return _ours(name) if name in registry.BUILT_IN[SEAM] else _theirs(name)
 
@@ -54,7 +54,7 @@ def _theirs(name: str) -> Family:
 
 
 def _check(family: Family, name: str) -> None:
-    """NotFound if the family's config or blocks are not what others rely on."""
+    """NotFound if the family's config or blocks lack what other code relies on."""
     config = family.config
     if not (isinstance(config, type) and issubclass(config, ModelConfig) and is_dataclass(config)):
         raise NotFound(f"is no Family: its config, {config!r}, must be a dataclass derived from ModelConfig")
@@ -69,13 +69,13 @@ def _check(family: Family, name: str) -> None:
 
 
 def known_family(name: object) -> Family | None:
-    """One of ours, or one that a config of this process named; None for any other. Nothing is imported: names that
-    stand in checkpoints and folders may be anybody's."""
+    """The family, if it is ours or a config of this process has named it; otherwise None. Nothing is imported, because
+    names in checkpoints and folders may come from anybody."""
     return families().get(name) if isinstance(name, str) else None
 
 
 def families() -> dict[str, Family]:
-    """Ours and those of other packages that were named here, by what model.family says of them."""
+    """Our families and those of other packages named in this process, by the value of model.family."""
     ours = {name: _ours(name) for name in registry.BUILT_IN[SEAM]}
     return {**ours, **registry.registered(SEAM)}
 
@@ -90,6 +90,6 @@ def family_of(config: ModelConfig) -> Family:
 
 
 def of_model_type(kind: object) -> tuple[str, Family] | None:
-    """The family whose config.json has this `model_type`, and what model.family is for it."""
+    """The family whose config.json has this `model_type`, and the value of model.family for it."""
     found = (pair for pair in families().items() if kind in (pair[1].name, *pair[1].also))
     return next(found, None)

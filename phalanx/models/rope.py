@@ -1,5 +1,5 @@
-"""The rotary embedding of a `model` section: its scaling, rules, config.json both ways (its many spellings, merged as
-transformers 5 merges them), and a smaller one for verify."""
+"""The rotary embedding of a `model` section: its scaling, rules, config.json in both directions (its many spellings,
+merged as transformers 5 merges them), and a smaller one for `phalanx verify`."""
 
 from __future__ import annotations
 
@@ -14,14 +14,13 @@ from phalanx.base.rules import at_least, no_effect, problem, within
 
 @dataclass(frozen=True, kw_only=True)
 class RopeScaling:
-    """How the rotary embedding of a longer context is made from a shorter one: `rope_scaling` (or `rope_parameters`)
-    of transformers."""
+    """How a rotary embedding is extended to a longer context: `rope_scaling` (or `rope_parameters`) in transformers."""
 
     rope_type: Literal["llama3", "linear", "dynamic", "yarn", "longrope", "proportional"] = "llama3"
     """llama3 (Llama 3.1), linear (positions divided), dynamic (a base that grows with the sequence), yarn (YaRN),
     longrope (LongRoPE), proportional (partial rotary embedding: only part of each head is rotated)."""
     factor: float | None = None
-    """How many times longer the context is made; longrope: unset, max_position_embeddings / the original length."""
+    """How many times longer the context becomes; longrope: unset, max_position_embeddings / the original length."""
     original_max_position_embeddings: int | None = None
     """llama3, yarn, longrope: context length before the scaling."""
     low_freq_factor: float | None = None
@@ -29,27 +28,27 @@ class RopeScaling:
     high_freq_factor: float | None = None
     """llama3: wavelengths shorter than the original length / this stay as they are."""
     attention_factor: float | None = None
-    """yarn, longrope: cos and sin are multiplied by this; unset: from factor, as the papers have it."""
+    """yarn, longrope: cos and sin are multiplied by this; unset: computed from factor, as in the papers."""
     beta_fast: float = 32.0
-    """yarn: features that turn more often than this in the original length stay as they are."""
+    """yarn: features that rotate more often than this in the original length stay as they are."""
     beta_slow: float = 1.0
-    """yarn: features that turn less often than this in the original length are divided by factor."""
+    """yarn: features that rotate less often than this in the original length are divided by factor."""
     mscale: float | None = None
     """yarn, DeepSeek: weight of ln(factor) in the attention factor, over that of mscale_all_dim."""
     mscale_all_dim: float | None = None
-    """yarn, DeepSeek: weight of ln(factor) in the scale of the scores (latent attention) and below the line of the
+    """yarn, DeepSeek: weight of ln(factor) in the scale of the scores (latent attention) and in the denominator of the
     attention factor."""
     truncate: bool = True
-    """yarn: round the first and last feature of the ramp outwards."""
+    """yarn: round the ends of the ramp outwards to whole features."""
     short_factor: tuple[float, ...] | None = None
     """longrope: a divisor per pair of features, for sequences up to the original length."""
     long_factor: tuple[float, ...] | None = None
     """longrope: a divisor per pair of features, for longer sequences."""
     partial_rotary_factor: float | None = None
-    """proportional: the part of each head that is rotated, from 0 to 1; the rest carries no position."""
+    """proportional: the fraction of each head that is rotated, from 0 to 1; the rest carries no position."""
 
 
-# fields of RopeScaling that each type must be given, and those that it may be given
+# fields of RopeScaling that each type requires, and those that it accepts
 ROPE_FIELDS: dict[str, tuple[tuple[str, ...], tuple[str, ...]]] = {
     "linear": (("factor",), ()),
     "dynamic": (("factor",), ()),
@@ -69,10 +68,10 @@ OPTIONAL_NULL = ("attention_factor", "mscale", "mscale_all_dim", "beta_fast", "b
 
 @dataclass(frozen=True)
 class RopeOf:
-    """What the reading depends on beside the file: the family's base, the rotated features of a head, the longest
+    """What reading depends on besides the file: the family's base, the rotated features of a head, the longest
     sequence, kinds of layers.
 
-    scores: whether the family tempers its scores by `mscale_all_dim` (DeepSeek).
+    scores: whether the family scales its scores by `mscale_all_dim` (DeepSeek).
     """
 
     theta: float
@@ -90,10 +89,10 @@ class RopeFound:
 
 
 def read_rope(config: dict[str, Any], of: RopeOf, default: dict[str, Any] | None = None) -> RopeFound:
-    """Base, scaling, and what cannot be honoured.
+    """Base, scaling, and what is not supported.
 
-    `rope_scaling`, where it says anything, takes the place of `rope_parameters`; what it lacks comes from keys
-    beside it, never from `rope_parameters`. `default`: what a family has for rope_parameters of its own.
+    A `rope_scaling` that is not empty replaces `rope_parameters`; what it lacks comes from keys beside it, never from
+    `rope_parameters`. `default`: a family's own rope_parameters.
     """
     given = config.get("rope_scaling") or config.get("rope_parameters")
     given = default if given is None and default is not None else given
@@ -122,7 +121,7 @@ def read_rope(config: dict[str, Any], of: RopeOf, default: dict[str, Any] | None
 
 
 def _lost(config: dict[str, Any], rope: dict[str, Any]) -> list[str]:
-    """What `rope_parameters` says and `rope_scaling` drops by taking its place: nobody who added the latter meant to
+    """What `rope_parameters` says and is lost because `rope_scaling` replaces it: adding the latter is hardly meant to
     change the base."""
     beside = config.get("rope_parameters")
     if not config.get("rope_scaling") or not isinstance(beside, dict):
@@ -215,7 +214,7 @@ ROPE_EXAMPLES: dict[str, Any] = {
 
 
 def check_rope_scaling(config: RopeScaling, dim: int) -> list[Problem]:
-    """`dim`: rotated features per head; 0 where that is itself wrong."""
+    """`dim`: rotated features of a head; 0 if that is itself wrong."""
     at, because = "model.rope_scaling", {"model.rope_scaling.rope_type": config.rope_type}
     needed, optional = ROPE_FIELDS[config.rope_type]
     found = []
@@ -278,7 +277,7 @@ def check_rope_values(config: RopeScaling, dim: int) -> list[Problem]:
 
 
 def check_rope_base(config: Any, dim: int) -> list[Problem]:
-    """YaRN divides by the logarithm of the base; dynamic scaling by the rotated features (`dim`) less two."""
+    """YaRN divides by the logarithm of the base; dynamic scaling by the rotated features (`dim`) minus two."""
     scaling = config.rope_scaling
     if scaling is None:
         return []
@@ -295,7 +294,7 @@ def check_rope_base(config: Any, dim: int) -> list[Problem]:
 
 
 def small_scaling(scaling: RopeScaling | None, seq_length: int, given_length: int) -> RopeScaling | None:
-    """Sequences longer than before the scaling stay longer."""
+    """Sequences longer than the original context stay longer."""
     if scaling is None or scaling.original_max_position_embeddings is None:
         return scaling
     original = scaling.original_max_position_embeddings
@@ -303,7 +302,7 @@ def small_scaling(scaling: RopeScaling | None, seq_length: int, given_length: in
 
 
 def with_factors(scaling: RopeScaling | None, pairs: int) -> RopeScaling | None:
-    """longrope has a number per pair of features."""
+    """longrope has one number for each pair of features."""
     if scaling is None or scaling.short_factor is None or scaling.long_factor is None:
         return scaling
     return replace(scaling, short_factor=scaling.short_factor[:pairs], long_factor=scaling.long_factor[:pairs])

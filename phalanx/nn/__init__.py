@@ -1,4 +1,4 @@
-"""The modules that models are built of. Names here are imported when they are first used."""
+"""The modules that models are built from. Names here are imported when they are first used."""
 
 from __future__ import annotations
 

@@ -1,4 +1,5 @@
-"""Self-attention with grouped query heads cut over tp; one fused qkv matrix per rank, Hugging Face tensors outside."""
+"""Self-attention with grouped query heads sharded over tp: one fused qkv matrix on each rank, separate Hugging Face
+tensors in checkpoints."""
 
 from __future__ import annotations
 
@@ -27,7 +28,8 @@ from phalanx.sequence.paged import PagedSequences
 
 @dataclass(frozen=True)
 class Heads:
-    """This rank's heads: query heads q0..q1, key/value heads k0..k1, and who else holds those key/value heads."""
+    """This rank's heads: query heads q0..q1, key/value heads k0..k1, and which other ranks hold those key/value
+    heads."""
 
     q0: int
     q1: int
@@ -37,7 +39,7 @@ class Heads:
 
     @staticmethod
     def of(env: Env, heads: int, kv_heads: int) -> Heads:
-        """With fewer kv heads than tp ranks, runs of tp / kv_heads ranks share one; its gradient is summed over
+        """With fewer kv heads than tp ranks, tp / kv_heads consecutive ranks share one, and its gradient is summed over
         them."""
         q0, q1 = env.cut(heads)
         if kv_heads >= env.grid.tp:
@@ -48,7 +50,7 @@ class Heads:
 
 
 def supported(kind: AttentionKind, env: Env, dropout: float = 0.0) -> AttentionKind:
-    """The kind. UnsupportedAttention if nothing that could run a layer here has all of it."""
+    """Returns the kind. UnsupportedAttention if no backend that could run a layer here supports all of it."""
     cut = env.grid.cp > env.grid.ulysses or env.grid.dynamic
     refuse_unsupported(kind, context.offers_of(env.ops.cp_attention, cut, dropout, env.kernels_for(ATTENTION)))
     return kind
@@ -61,19 +63,19 @@ def attention_plan(env: Env, kind: AttentionKind) -> context.AttentionPlan:
 
 @dataclass(frozen=True, kw_only=True)
 class AttentionSpec:
-    """What a layer of attention is.
+    """Everything that defines a layer of attention.
 
     names       global names of q, k, v and output matrices; equal q, k, v names mean one fused global matrix (GPT-2's
                 c_attn)
     width       of the model; head_dim: of a head
-    std         of the initial weights; std_out: of the output matrix, if it is another
+    std         of the initial weights; std_out: of the output matrix, if it differs
     rotation    rotary embedding, if any
     bias        which projections have one
     transposed  matrices are stored as (inputs, outputs)
-    dropout     of the probabilities; layer: number that its random numbers are keyed by
-    head_norm   names of the RMSNorms of each query and each key head (one weight for all heads), and their epsilon
-    kind        what is read and how; `sinks` decides whether it has some
-    sinks       global name of a logit per query head that joins the softmax
+    dropout     of the probabilities; layer: the layer number, a key of its random numbers
+    head_norm   names of the RMSNorms of query heads and of key heads (one weight for all heads), and their epsilon
+    kind        what is read and how; its `sinks` decides whether there are sinks
+    sinks       global name of the sinks: one logit for each query head that joins the softmax
     """
 
     names: tuple[str, str, str, str]
@@ -94,8 +96,7 @@ class AttentionSpec:
 
 
 class Attention(Module):
-    """qkv -> norm of heads (if any) -> rotary (if any) -> causal attention, in a window or with sinks if so asked ->
-    output projection."""
+    """qkv -> norm of heads (if any) -> rotary (if any) -> attention as `kind` says -> output projection."""
 
     first_in_memory = ("qkv.weight", "out.weight", "qkv.bias", "out.bias", "sinks")
 
@@ -155,14 +156,15 @@ class Attention(Module):
         return not any(map(self.env.recompute.recomputes, ("norm", "qkv"))) and self.qkv.takes_lazy(x)
 
     def _rotated(self, batch: Batch, qkv: Tensor) -> tuple[Tensor, ...]:
-        """qkv (T, (heads + 2 * kv_heads) * K) -> q, k, v (sequences, heads or kv_heads, S, K), normed and turned."""
+        """qkv (T, (heads + 2 * kv_heads) * K) -> q, k, v (sequences, heads or kv_heads, S, K), normalized and
+        rotated."""
         table = self.rotary.table(batch, qkv.dtype) if self.rotary else None
         shape = (self.heads, self.kv_heads, batch.num_sequences)
         if self.q_norm is not None and self.k_norm is not None:
             kernels = self.env.kernels_for(NORM_ROPE)
             qkv = qkv.view(len(qkv), self.heads + 2 * self.kv_heads, self.head_dim)
             return norm_rope(qkv, self.q_norm.weight, self.k_norm.weight, self.q_norm.eps, *shape, table, kernels)
-        lazy_grad = self.qkv.bias is None and self.qkv.takes_lazy(qkv)  # a bias sums the gradient
+        lazy_grad = self.qkv.bias is None and self.qkv.takes_lazy(qkv)  # a bias needs the values of the gradient
         return rope(qkv, *shape, table, self.env.kernels_for(ROPE), lazy_grad)
 
     @cached_property

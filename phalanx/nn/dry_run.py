@@ -1,7 +1,7 @@
-"""Bytes before anything runs: what a module's forward keeps and its backward needs (seen on the meta device), and
-what buckets hold.
+"""Memory before anything runs: the bytes that a module's forward saves and its backward needs (traced on the meta
+device), and what buckets hold.
 
-Knows tensors and buckets, no model: who is measured, and how often it is alive at once, is the caller's.
+Knows tensors and buckets but no model. The caller decides what is measured, and how many of it are alive at once.
 """
 
 from __future__ import annotations
@@ -27,10 +27,10 @@ from phalanx.ops.attention.backends import fused_gradients
 
 
 class Allocations(TorchDispatchMode):
-    """Counts the bytes of the tensors made inside the context that are still alive, and their peak. Works on meta
+    """Counts the bytes of tensors created inside the context that are still alive, and their peak. Works on meta
     tensors too.
 
-    A storage counts once, whatever views it has, until Python lets go of it: as the allocator of a GPU sees it.
+    A storage counts once, whatever views it has, until Python releases it: as a GPU's allocator sees it.
     """
 
     def __init__(self) -> None:
@@ -62,7 +62,7 @@ def _key(t: Tensor) -> int:
 
 
 def _tensors(given: Any) -> Iterator[Tensor]:
-    """Those of an op's arguments, or of its results."""
+    """The tensors among an op's arguments or results."""
     if isinstance(given, Tensor):
         yield given
     elif isinstance(given, list | tuple | dict):
@@ -71,10 +71,10 @@ def _tensors(given: Any) -> Iterator[Tensor]:
 
 
 class KnownShapes(TorchDispatchMode):
-    """On the meta device, makes what an op made before of inputs like these: of new memory, with that size, stride
-    and dtype.
+    """On the meta device, repeats the outputs of an earlier call of the same op with similar inputs: new memory of the
+    same size, stride and dtype.
 
-    Kernels of that device are in Python and take ten times as long; blocks in FP8 have thousands of ops.
+    The meta device's kernels are written in Python and take ten times as long, and FP8 blocks have thousands of ops.
     """
 
     def __init__(self) -> None:
@@ -99,7 +99,7 @@ class KnownShapes(TorchDispatchMode):
 
 
 def _like(given: Any) -> Any:
-    """What an op's outputs can follow from, with a hash."""
+    """A hashable value that determines the outputs of an op."""
     if isinstance(given, Tensor):
         return Tensor, given.shape, given.stride(), given.dtype, given.device
     if isinstance(given, list | tuple):
@@ -108,14 +108,13 @@ def _like(given: Any) -> Any:
 
 
 def _only_new(func: Any, inputs: Sequence[Tensor], outputs: Sequence[Any]) -> bool:
-    """Whether a call's outputs are tensors of the meta device with memory of their own, and nothing else was
-    changed."""
+    """Whether a call's outputs are meta tensors with memory of their own, and nothing else was changed."""
     if func._schema.is_mutable or not all(isinstance(t, Tensor) and t.is_meta for t in (*inputs, *outputs)):
         return False
     if any(
         t.untyped_storage().nbytes() != _new(t.shape, t.stride(), t.dtype).untyped_storage().nbytes() for t in outputs
     ):
-        return False  # parts of something
+        return False  # views
     return len({*map(_key, (*inputs, *outputs))}) == len({*map(_key, inputs)}) + len(outputs)
 
 
@@ -124,8 +123,8 @@ def _new(size: torch.Size, stride: tuple[int, ...], dtype: torch.dtype) -> Tenso
 
 
 class _FusedAttention(Function):
-    """What cuDNN, flash and memory-efficient attention keep: q, k, v, the output and a log-sum-exp per query, not
-    the S x S square."""
+    """Saves what cuDNN, flash and memory-efficient attention save: q, k, v, the output and a log-sum-exp for each
+    query, not the S x S scores."""
 
     @staticmethod
     def forward(ctx: Any, q: Tensor, k: Tensor, v: Tensor) -> Tensor:  # type: ignore[override]
@@ -140,10 +139,9 @@ class _FusedAttention(Function):
 
 
 class FusedAttention(TorchFunctionMode):
-    """On the meta device torch takes scaled_dot_product_attention apart into its mathematics, S x S probabilities
-    included.
+    """On the meta device torch decomposes scaled_dot_product_attention into its formula, including S x S probabilities.
 
-    On the devices that train it is one kernel; inside this context it allocates like one.
+    On the devices used for training it is one kernel; inside this context it allocates like one.
     """
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
@@ -154,9 +152,9 @@ class FusedAttention(TorchFunctionMode):
 
 @dataclass(frozen=True)
 class Use:
-    """Bytes of one block at work on one micro-batch.
+    """Bytes that one block needs for one micro-batch.
 
-    kept     alive from its forward to its backward, its input included, its output not (that is the next block's input)
+    kept     alive from its forward to its backward, including its input but not its output (the next block's input)
     working  needed on top of `kept` at the worst moment of forward or backward; with recompute, what is recomputed too
     output   of the block's outputs
     """
@@ -172,8 +170,8 @@ def measure(
     params: Iterable[Parameter],
     grad_dtype: torch.dtype,
 ) -> Use:
-    """Run a block forward and backward on the meta device: `forward` of what `x` makes, each a tensor or several.
-    Weight gradients are added to buffers of `grad_dtype`, as in training."""
+    """Run a block forward and backward on the meta device: `forward` is called with what `x` returns, each a tensor or
+    several. Weight gradients are added to buffers of `grad_dtype`, as in training."""
     for p in params:
         p.grad_dtype = grad_dtype
         p.grad = torch.empty_like(p, dtype=grad_dtype)
@@ -181,7 +179,7 @@ def measure(
         y = forward(leaves(x()))
         output = sum({_key(t): t.untyped_storage().nbytes() for t in _tensors(y)}.values())
         kept = seen.live - output
-        # autograd.backward would leave the modes before it starts, but what is recomputed inside it needs them
+        # autograd.backward leaves the modes before it starts, but recomputation inside it needs them
         roots = tuple(t for t in _tensors(y) if t.requires_grad)
         if roots:
             grads = tuple(torch.empty_like(t) for t in roots)
@@ -190,7 +188,7 @@ def measure(
 
 
 def leaves(x: Any) -> Any:
-    """The same tensor or tensors, which will get gradients."""
+    """The same tensor or tensors as leaves that receive gradients."""
     for t in _tensors(x):
         t.requires_grad_(t.is_floating_point())
     return x
@@ -199,11 +197,11 @@ def leaves(x: Any) -> Any:
 def bucket_bytes(
     buckets: Iterable[Bucket], weight: int, master: int, grid: Grid, sharding: Sharding, state: Sequence[float]
 ) -> dict[str, int]:
-    """Bytes by kind that flat buckets hold all the time, cut as `sharding` says; `weight`, `master` and `state` (of
+    """Bytes by kind that flat buffers hold permanently, sharded as `sharding` says; `weight`, `master` and `state` (of
     each optimizer: layout.buckets.Updater) are bytes per element.
 
-    Where weights have the master dtype they are their own masters, as what is frozen or not trained always is. Masters
-    and state of whole matrices are at their homes, which are not counted here.
+    Weights in the master dtype are their own masters, as are weights that are frozen or not trained. Masters and state
+    of whole matrices are on their home ranks and are not counted here.
     """
     found = {"weights": 0, "gradients": 0, "masters": 0, "moments": 0}
     for b in buckets:
@@ -222,8 +220,8 @@ def bucket_bytes(
 
 
 def pulled_bytes(bucket: Bucket, cut: Cut, weight: int) -> int:
-    """Of a bucket, where ranks share memory: what of its weights always lies there, for neighbours to pull their
-    parts from."""
+    """Bytes of a bucket's weights that always stay in shared memory, so that neighbours can pull their shards from
+    there."""
     if cut.level == 0:
         return 0
     if cut.cuts_weights:
@@ -232,5 +230,5 @@ def pulled_bytes(bucket: Bucket, cut: Cut, weight: int) -> int:
 
 
 def summed_bytes(bucket: Bucket, cut: Cut, master: int) -> int:
-    """Of the part of a bucket's gradients that a rank sums for its neighbours; in a fixed order they go another way."""
+    """Bytes of the shard of a bucket's gradients that a rank sums for its neighbours; not used with a fixed order."""
     return cut.numel // cut.inner * master if cut.level > 0 and bucket.learns and not cut.in_order else 0

@@ -1,4 +1,4 @@
-"""The input embedding, cut over tp by vocabulary, and how many rows of it a rank holds."""
+"""The input embedding, sharded over tp by vocabulary, and how many of its rows a rank holds."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from phalanx.nn.module import Module
 from phalanx.nn.parameter import Parameter
 from phalanx.ops.dense.embedding import embedding
 
-ROW_MULTIPLE = 64  # rows of storage are padded to this, so that GEMMs over the vocabulary stay aligned
+ROW_MULTIPLE = 64  # rows of storage are padded to a multiple of this, so that GEMMs over the vocabulary stay aligned
 
 
 def vocabulary_spec(
@@ -23,8 +23,8 @@ def vocabulary_spec(
     replicas: tuple[Replica, ...] = (),
     role: Role = "embedding",
 ) -> ParamSpec:
-    """Storage (padded rows, width) of this rank's rows of a (vocab, width) matrix. Every rank has as many rows of
-    storage."""
+    """Storage (padded rows, width) for this rank's rows of a (vocab, width) matrix. Every rank has the same number of
+    rows."""
     first, stop = env.cut(vocab)
     rows = -(-cut(vocab, env.grid.tp)[0][1] // ROW_MULTIPLE) * ROW_MULTIPLE
     piece = Piece(
@@ -41,7 +41,7 @@ def vocabulary_spec(
 
 
 class Embedding(Module):
-    """`weight` may be handed in: that of another block on this rank which reads the same one."""
+    """`weight` may be passed in: the weight of another block on this rank that reads the same matrix."""
 
     def __init__(
         self,

@@ -1,5 +1,5 @@
-"""Env: what a module must know of its place to build itself: coordinates, the tensor-parallel axis, dtype. No groups
-are needed."""
+"""Env: what a module must know about its rank to build itself: coordinates, the tensor-parallel axis, dtype. It needs
+no process groups."""
 
 from __future__ import annotations
 
@@ -24,14 +24,14 @@ from phalanx.ops.op import Kernels, Op
 
 @dataclass(frozen=True)
 class WeightRules:
-    """How parameters are made.
+    """How parameters are created.
 
-    dtype         of the weights that are computed with
+    dtype         of the weights used in computation
     tied_stages   the pipeline ranks that hold the input embedding and the head
-    mtp_stage     the one that predicts tokens further ahead with both; None: the model has no such block
+    mtp_stage     the rank of multi-token prediction, which shares weights with both; None: the model has none
     linears       chooses the method of each linear; None: all are plain
-    freeze        globs of names that train.freeze lists
-    gradients     what weight gradients go through
+    freeze        the globs of train.freeze
+    gradients     the queue that weight gradients go through
     """
 
     dtype: torch.dtype = torch.float32
@@ -44,8 +44,8 @@ class WeightRules:
 
 @dataclass(frozen=True)
 class OpChoices:
-    """Which implementations modules ask for. `plain_ops`: ops that stay plain whatever `kernels` says; `dispatch`,
-    `expert_room` and `sources` are those of ops.experts.exchange."""
+    """Which implementations modules ask for. `plain_ops`: ops that run their reference whatever `kernels` says;
+    `dispatch`, `expert_room` and `sources` are those of ops.experts.exchange."""
 
     kernels: Kernels = "auto"
     plain_ops: tuple[str, ...] = ()
@@ -57,7 +57,7 @@ class OpChoices:
 
 @dataclass(frozen=True)
 class Env:
-    """Modules are built on the meta device. `objective` is what the head's loss is."""
+    """What modules are built with, on the meta device. `objective` defines the loss of the head."""
 
     grid: Grid = field(default_factory=Grid)
     at: Coords = field(default_factory=Coords)
@@ -73,8 +73,8 @@ class Env:
         return self.axes.tp
 
     def freezes(self, spec: ParamSpec) -> bool:
-        """Whether all global tensors in it have names that train.freeze fits (the config's check sees to it that
-        none or all do)."""
+        """Whether train.freeze matches the names of all global tensors in it (the config check ensures that it matches
+        all or none)."""
         names = [piece.name for piece in spec.pieces]
         return (
             spec.exported
@@ -83,16 +83,16 @@ class Env:
         )
 
     def kernels_for(self, op: Op) -> Kernels:
-        """What callers of an op give it for `kernels`: train.kernels, or "plain" where train.plain_ops names it."""
+        """The `kernels` argument for an op: train.kernels, or "plain" if train.plain_ops names the op."""
         return "plain" if op.is_plain(self.ops.plain_ops) else self.ops.kernels
 
     def cut(self, length: int) -> tuple[int, int]:
-        """This rank's run (start, stop) of a length cut over tp; sizes may differ by one."""
+        """This rank's slice (start, stop) of a length sharded over tp; sizes may differ by one."""
         return cut(length, self.grid.tp)[self.at.tp]
 
     @property
     def everyone(self) -> tuple[Replica, ...]:
-        """Replicas of a parameter that each tp rank holds whole."""
+        """Replicas of a parameter that every tp rank holds whole."""
         return (Replica("tp", tuple(range(self.grid.tp))),) if self.grid.tp > 1 else ()
 
     def tied(self) -> tuple[Replica, ...]:
@@ -100,6 +100,7 @@ class Env:
         return self.shared(*self.weights.tied_stages)
 
     def shared(self, *stages: int | None) -> tuple[Replica, ...]:
-        """Replicas of a parameter that blocks on these pipeline ranks share; None: a block that there is not."""
+        """Replicas of a parameter that blocks on these pipeline ranks share. None stands for a block that does not
+        exist."""
         members = tuple(sorted({s for s in stages if s is not None}))
         return (Replica("pp", members),) if len(members) > 1 else ()

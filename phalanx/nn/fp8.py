@@ -1,6 +1,6 @@
-"""The FP8 method of linears: matmuls of quantized values (ops.quantized), for the linears that train.fp8 names.
+"""The FP8 method of linears: matmuls of quantized values (ops.quantized), for the linears that train.fp8 selects.
 
-Only a run with train.fp8 imports this; the layers do not know of it.
+Only runs with train.fp8 import this file; the layers do not know about it.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ from phalanx.ops.quantized.recipes import Recipe
 
 
 def quantizer_of(weight: Parameter) -> WeightQuantizer | None:
-    """What quantizes a weight, if its matmuls use quantized values now."""
+    """The quantizer of a weight, if its matmuls currently use quantized values."""
     quantizer = weight.quantizer
     return quantizer if isinstance(quantizer, WeightQuantizer) and quantizer.on else None
 
@@ -46,7 +46,7 @@ def expert_quantizer_of(weight: Parameter) -> ExpertQuantizer | None:
 
 
 class Fp8Method(LinearMethod):
-    """Matmuls of quantized values while the weight's quantizer is on; plain while it is off, or where there is none
+    """Matmuls of quantized values while the weight's quantizer is on; plain while it is off, or without one
     (inference)."""
 
     def gather_matmul(self, x: Tensor, weight: Parameter, tp: Axis, bias: Tensor | None = None) -> Tensor:
@@ -110,8 +110,8 @@ FP8 = Fp8Method()
 
 @dataclass(frozen=True)
 class Fp8Linears:
-    """Which linears use a recipe: those whose weights' names fit no glob and whose layer is one of `layers`. `kept`:
-    their weights are stored as quantized values, where the recipe allows it."""
+    """Which linears use a recipe: those whose weights match no glob of `exclude` and whose layer is in `layers`.
+    `kept`: their weights are stored as quantized values, where the recipe allows it."""
 
     recipe: Recipe
     layers: range
@@ -124,7 +124,7 @@ class Fp8Linears:
         return (layer is None or layer in self.layers) and not any(fnmatchcase(name, glob) for glob in self.exclude)
 
     def method_of(self, linear: AnyLinear) -> LinearMethod:
-        """All or none of the matrices of a linear use the recipe, of all experts, so that all ranks agree."""
+        """All or none of a linear's matrices use the recipe, over all experts, so that all ranks agree."""
         names = list(dict.fromkeys(linear.names))
         if not all(self.takes(name.format(e)) for name in names for e in range(max(1, linear.experts))):
             return PLAIN

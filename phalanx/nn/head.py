@@ -1,4 +1,4 @@
-"""The language-model head: vocabulary-parallel logits and the objective's loss of them, with a forward-only mode for
+"""The language-model head: vocabulary-parallel logits and the objective's loss over them, with a forward-only mode for
 generation."""
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ def no_metrics(logits: LogitStats) -> dict[str, Tensor]:
 
 
 class _WithValue(Function):
-    """The gradients of `x` () under another value, which has none."""
+    """`value` in forward, with the gradients of `x` () in backward; `value` itself gets none."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, value: Tensor) -> Tensor:  # type: ignore[override]
@@ -51,8 +51,8 @@ class _WithValue(Function):
 
 
 def metric_names(objective: Objective) -> tuple[str, ...]:
-    """Of the values that an objective logs: it is asked, with one token or group. TypeError if it does not answer as it
-    should."""
+    """The names of the metrics that an objective logs, found by calling it with one token or group. TypeError if it
+    does not return what it should."""
     one = torch.zeros(1, dtype=torch.float64)
     if isinstance(objective, SequenceObjective):
         found: Any = objective.metrics(torch.zeros(1, objective.sequences_per_sample, dtype=torch.float64))
@@ -66,10 +66,11 @@ def metric_names(objective: Objective) -> tuple[str, ...]:
 
 
 class Head(Module):
-    """`weight` may be handed in: the input embedding's, when both are tied and on one rank. `role`: of one that is made
-    here, "embedding" if both are tied.
+    """`weight` may be passed in: the input embedding's, if both are tied and on one rank. `role` applies to a weight
+    created here: "embedding" if both are tied.
 
-    tally (K,) float64 adds up the sums of the objective's K metrics over micro-batches; made by whoever trains.
+    tally (K,) float64 accumulates the sums of the objective's K metrics over micro-batches; the training engine creates
+    it.
     """
 
     def __init__(
@@ -94,7 +95,8 @@ class Head(Module):
         self.tally: Tensor | None = None
 
     def transform(self, logits: Tensor) -> Tensor:
-        """Logits (tokens, ids) in at least fp32 -> those that count, element by element: for families that cap them."""
+        """Logits (tokens, ids) in at least fp32 -> the logits to use, element by element: for families that cap
+        them."""
         return logits
 
     def loss(self, x: Tensor, batch: Batch) -> Tensor:
@@ -111,7 +113,7 @@ class Head(Module):
         return sums[0]
 
     def token_loss(self, x: Tensor, batch: Batch) -> Tensor:
-        """x (T / tp, D) -> summed loss of an objective per token, without its metrics."""
+        """x (T / tp, D) -> summed loss of a per-token objective, without its metrics."""
         objective: Any = self.env.objective
         weights = objective.weights(batch)
         if objective.token_loss is cross_entropy:
@@ -131,7 +133,8 @@ class Head(Module):
         )
 
     def _sequence_loss(self, x: Tensor, batch: Batch, objective: SequenceObjective) -> Tensor:
-        """A first pass gives log-probabilities. How the loss changes with them scales each token's in the second."""
+        """The first pass gives log-probabilities. The derivative of the loss by them scales each token's loss in the
+        second."""
         groups, kernels = groups_of(batch, objective.sequences_per_sample), self.env.kernels_for(LOSS)
         losses = token_losses(x, self.weight, self.shard, self.env.tp, self._task(batch), kernels)
         weights = objective.weights(batch)
@@ -167,7 +170,7 @@ class Head(Module):
         return linear_token_loss(x, self.weight, self.shard, self.env.tp, task, self._seed(batch))
 
     def _seed(self, batch: Batch) -> Tensor | None:
-        """The gradient of the summed loss, where gradients are made in forward."""
+        """The gradient of the summed loss, if gradients are computed in forward."""
         return batch.loss_seed if self.training and not batch.late else None
 
     def _count(self, sums: list[Tensor]) -> None:
@@ -176,7 +179,8 @@ class Head(Module):
 
     @torch.no_grad()
     def logits(self, x: Tensor, rows: Tensor) -> Tensor:
-        """Full logits (len(rows), vocab) of a few tokens, for generation; rows are places in the whole micro-batch."""
+        """Full logits (len(rows), vocab) of a few tokens, for generation; rows are positions in the whole
+        micro-batch."""
         tp = self.env.tp
         mine = local_logits(tp.all_gather(x).wait()[rows], self.weight, self.shard.count)
         parts = tp.all_gather(mine.unsqueeze(0)).wait()

@@ -1,8 +1,8 @@
-"""Linears: weight, bias and a method. ColumnLinear cuts its outputs over tp, RowLinear its inputs, ReplicatedLinear
-nothing, GroupedLinear holds a matrix for each expert of this rank.
+"""Linears: a weight, a bias and a method. ColumnLinear is sharded over tp by its outputs, RowLinear by its inputs;
+ReplicatedLinear is whole on every rank; GroupedLinear holds one matrix for each expert of this rank.
 
-Parameters are stored as the layer says (fused, transposed, with replicas); what a matmul does with them is the
-method's (nn.linear_method).
+A layer decides how its parameters are stored (fused, transposed, replicated). The method (nn.linear_method) decides how
+they are multiplied.
 """
 
 from __future__ import annotations
@@ -21,11 +21,11 @@ from phalanx.ops.experts.grouped import GROUPED, Later
 
 
 class Linear(Module):
-    """What all linears have.
+    """Common base of the linears.
 
-    names, cut, experts  of its global matrices: names, the dim that is cut over ranks (0 outputs, 1 inputs), and how
-                         many experts the layer has (0: it is no layer of experts)
-    fed_lazily           whether ops around it may hand it lazy tensors, if its method takes them
+    names, cut, experts  of its global matrices: their names, the dim that is sharded (0 outputs, 1 inputs), and the
+                         number of experts in the layer (0: not a layer of experts)
+    fed_lazily           whether the ops around it may pass it lazy tensors, provided that its method accepts them
     """
 
     fed_lazily = True
@@ -39,7 +39,7 @@ class Linear(Module):
 
     @property
     def is_plain(self) -> bool:
-        """Whether its matmul is that of the stored weight now."""
+        """Whether its matmul currently uses the stored weight as it is."""
         return self.method.is_plain(self.weight)
 
     def takes_lazy(self, x: Tensor) -> bool:
@@ -47,8 +47,8 @@ class Linear(Module):
 
 
 class ColumnLinear(Linear):
-    """x (T / tp, in) of each rank -> (T, this rank's outputs): the runs `rows` of the outputs of global matrices,
-    stacked. The bias is cut like the outputs; its global names are those of the matrices."""
+    """x (T / tp, in) of each rank -> (T, this rank's outputs). The weight stacks the slices `rows` of the outputs of
+    its global matrices. The bias is sharded like the outputs and named after the same matrices."""
 
     def __init__(
         self,
@@ -70,8 +70,8 @@ class ColumnLinear(Linear):
 
 
 class RowLinear(Linear):
-    """h (T, this rank's inputs) -> this rank's tokens (T / tp, out) of the sum over tp: inputs `own` (start, stop) of
-    a global matrix. Each rank holds the whole bias and adds it to its own tokens."""
+    """h (T, this rank's inputs) -> this rank's tokens (T / tp, out) of the sum over tp. The weight holds inputs `own`
+    (start, stop) of a global matrix. Each rank holds the whole bias and adds it to its own tokens."""
 
     def __init__(
         self,
@@ -94,8 +94,8 @@ class RowLinear(Linear):
 
 
 class ReplicatedLinear(Module):
-    """x (T / tp, in) -> (T / tp, out) of this rank's own tokens: each tp rank holds all of the matrices, stacked. It
-    is narrow, and always plain."""
+    """x (T / tp, in) -> (T / tp, out) of this rank's own tokens. Each tp rank holds all of the matrices, stacked. Meant
+    for narrow outputs, and always a plain matmul."""
 
     def __init__(self, env: Env, rows: list[OutputRows], inputs: int, init: Init):
         super().__init__(env)
@@ -107,7 +107,8 @@ class ReplicatedLinear(Module):
 
 class GroupedLinear(Linear):
     """x (R, in) sorted by expert -> (R, out): each row times its expert's matrix. The weight is (experts here, out,
-    in). Weight and bias have a gradient for each micro-batch whose gradients stay apart (OpChoices.sources)."""
+    in). Where gradients of micro-batches are kept separate (OpChoices.sources), weight and bias have one gradient for
+    each."""
 
     def __init__(
         self, env: Env, weight: ParamSpec, names: Sequence[str], cut: int, experts: int, bias: ParamSpec | None = None
@@ -120,15 +121,15 @@ class GroupedLinear(Linear):
                 p.add_extra_grads(env.ops.sources - 1)
 
     def forward(self, x: Tensor, ends: Tensor, source: int = 0, later: Later | None = None) -> Tensor:
-        """`ends` (experts here,): one past each expert's last row. Gradients go where those of micro-batch number
-        `source` go, the weight's when `later` is called."""
+        """`ends` (experts here,): one past each expert's last row. Gradients are added to those of micro-batch number
+        `source`; with `later`, the weight's gradient is computed when `later` is called."""
         bias = None if self.bias is None else gradient_of(self.bias, source)
         weight = gradient_of(self.weight, source)
         return self.method.grouped_matmul(x, weight, ends, self.env.kernels_for(GROUPED), bias, later)
 
 
 def gradient_of(p: Parameter, source: int) -> Parameter:
-    """The parameter with p's values whose gradient is that of micro-batch number `source`."""
+    """A parameter that shares p's values and whose gradient is that of micro-batch number `source`."""
     return p if source == 0 else p.extra_grads[source - 1]
 
 

@@ -1,7 +1,8 @@
-"""How a linear's input and weight become its output: the plain matmul here, and what another method can override.
+"""How a linear computes its output from its input and its weight: a plain matmul here, and the interface that other
+methods override.
 
-A method is the seam of everything that changes a linear without changing the layer that has it: FP8 (nn.fp8), adapters,
-quantized base weights. Layers ask their linears, never which method it is.
+Whatever changes a linear without changing the layer around it is a method: FP8 (nn.fp8), adapters, quantized base
+weights. Layers call their linears and never ask which method they use.
 """
 
 from __future__ import annotations
@@ -21,10 +22,11 @@ FusedOp = Callable[..., Tensor]
 
 
 class LinearMethod:
-    """The plain method: matmuls of the stored weight. Subclasses override what they do otherwise.
+    """The plain method: matmuls with the stored weight. Subclasses override what they do differently.
 
-    Methods have no weights of the linear; they are given them, since those of experts differ by micro-batch
-    (Parameter.extra_grads). A method with parameters of its own is a Module too, and a sub-module of its linear.
+    A method does not own the linear's weights. They are passed to it, because the weights of experts differ between
+    micro-batches (Parameter.extra_grads). A method with parameters of its own is also a Module, and a sub-module of its
+    linear.
     """
 
     def gather_matmul(self, x: Tensor, weight: Parameter, tp: Axis, bias: Tensor | None = None) -> Tensor:
@@ -48,22 +50,22 @@ class LinearMethod:
         return grouped_matmul(x, weight, ends, kernels, bias, later)
 
     def is_plain(self, weight: Parameter) -> bool:
-        """Whether it is the matmul of the stored weight now, so that an op of several linears may read the weights
-        and some tokens may go through at a time."""
+        """Whether it is currently a matmul with the stored weight. Then an op that spans several linears may read the
+        weights directly, and tokens may be processed a slice at a time."""
         return True
 
     def reads_lazy(self, weight: Parameter, x: Tensor) -> bool:
-        """Whether a lazy tensor (ops.lazy_tensor) may be the input, or the gradient of the output, in place of one
-        like x."""
+        """Whether the input, or the gradient of the output, may be a lazy tensor (ops.lazy_tensor) in place of one like
+        x."""
         return False
 
     def fused_mlp(self, gate_up: Parameter, down: Parameter, kernels: Kernels, x: Tensor) -> FusedOp | None:
-        """One op for a SwiGLU MLP whose linears are not plain, called with (x, gate_up, down, tp); None: there is
-        none. `kernels`: of the activation."""
+        """One op for a whole SwiGLU MLP whose linears are not plain, called with (x, gate_up, down, tp); None if there
+        is none. `kernels`: those of the activation."""
         return None
 
     def fused_experts(self, gate_up: Parameter, down: Parameter, kernels: Kernels, x: Tensor) -> FusedOp | None:
-        """The same of experts without biases, called with (x, gate_up, down, ends, weights, gate, kernels, later)."""
+        """The same for experts without biases, called with (x, gate_up, down, ends, weights, gate, kernels, later)."""
         return None
 
 
@@ -71,7 +73,7 @@ PLAIN = LinearMethod()
 
 
 class LinearPlace(Protocol):
-    """What a method can know of the rank and the run (nn.env.Env)."""
+    """What a method may know about the rank and the run (nn.env.Env)."""
 
     @property
     def axes(self) -> ModelAxes: ...
@@ -83,11 +85,11 @@ class LinearPlace(Protocol):
 
 
 class AnyLinear(Protocol):
-    """What a method is chosen by.
+    """The properties of a linear by which its method is chosen.
 
-    names    of its global matrices; of experts `{}` stands for their number
-    cut      the dim of a matrix that is cut over ranks: 0 its outputs, 1 its inputs
-    experts  how many the layer has; 0: it is no layer of experts
+    names    of its global matrices; for experts, `{}` stands for the expert's number
+    cut      the dim of a matrix that is sharded: 0 its outputs, 1 its inputs
+    experts  number of experts in the layer; 0: not a layer of experts
     """
 
     weight: Parameter

@@ -1,9 +1,9 @@
-"""Multi-head latent attention: keys and values come from a narrow latent per token, queries too if so asked.
-DeepSeek-V2, 2024, section 2.1.
+"""Multi-head latent attention: keys and values are computed from a narrow latent for each token, and optionally queries
+as well. DeepSeek-V2, 2024, section 2.1.
 
-Down-projections and the norms of the latents are whole on each tp rank and see this rank's tokens only, so their
-gradients are partial sums over tp, like those of norms. The latents, which are narrow, are what is gathered over tp;
-each rank then makes its own heads.
+Down-projections and the norms of the latents are whole on each tp rank and see only this rank's tokens, so their
+gradients are partial sums over tp, like those of other norms. The latents are narrow, so they are what is gathered over
+tp; each rank then computes its own heads.
 """
 
 from __future__ import annotations
@@ -32,13 +32,14 @@ from phalanx.ops.experts.exchange import gather
 from phalanx.sequence.batch import Batch
 from phalanx.sequence.paged import PagedSequences
 
-EPS = 1e-6  # of the latents' norms, whatever the model's other norms have
+EPS = 1e-6  # of the latents' norms, whatever epsilon the model's other norms have
 
 
 @dataclass(frozen=True)
 class LatentSizes:
-    """Widths: of the latents of queries (None: queries are made from x) and of keys and values; per head of the part
-    of a query or key that is not turned, of the part that is (the key's is shared by all heads), and of a value."""
+    """Widths: of the latents of queries (None: queries are computed from x) and of keys and values; for each head, of
+    the part of a query or key that is not rotated, of the rotated part (one key part shared by all heads), and of a
+    value."""
 
     q_rank: int | None
     kv_rank: int
@@ -61,10 +62,10 @@ class LatentSizes:
 
 
 class LatentAttention(Module):
-    """at: global name of the layer's attention, whose parts are called as in Hugging Face's deepseek_v3.
+    """at: global name of the layer's attention, whose tensors are named as in Hugging Face's deepseek_v3.
 
     kind: window and scale of the scores (scale None: 1 / sqrt(nope + rope)). interleaved: how the weights pair the
-    turned features.
+    rotated features.
     """
 
     def __init__(
@@ -165,7 +166,7 @@ class LatentAttention(Module):
         return both[:, : s.nope], both[:, s.nope :]
 
     def _rotated(self, batch: Batch, q: Tensor, kv: Tensor, k_rope: Tensor) -> tuple[Tensor, ...]:
-        """What `_project` makes -> q, k, v (sequences, heads, S, ...)."""
+        """The outputs of `_project` -> q, k, v (sequences, heads, S, ...)."""
         s, table = self.sizes, self.rotary.table(batch, q.dtype)
         k, v = kv.split((s.nope, s.value), -1)
         q = torch.cat((q[..., : s.nope], turn(q[..., s.nope :], table, self.interleaved)), -1)

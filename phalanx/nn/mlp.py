@@ -1,4 +1,4 @@
-"""MLPs cut over tp by their inner features (any width: the ranks' parts may differ by one): SwiGLU and GELU."""
+"""MLPs sharded over tp by their inner features (of any width: ranks may differ by one): SwiGLU and GELU."""
 
 from __future__ import annotations
 
@@ -16,8 +16,8 @@ from phalanx.sequence.batch import Batch
 
 
 def run_mlp(mlp: Module, make: Callable[[Tensor], Tensor], x: Tensor, *linears: Linear) -> Tensor:
-    """make(x), by some of the tokens at a time where "mlp" is recomputed; not of linears that are not plain: scales of
-    quantized values are of all tokens."""
+    """make(x), on a slice of the tokens at a time if "mlp" is recomputed. Linears that are not plain process all tokens
+    at once, because quantized values share scales over all tokens."""
     if all(linear.is_plain for linear in linears):
         return mlp.env.recompute.in_pieces(make, x, mlp.parameters())
     return make(x)
@@ -37,12 +37,12 @@ class SwiGLU(Module):
         self.num_weights = 3 * width * inner
 
     def forward(self, x: Tensor, batch: Batch | None = None) -> Tensor:
-        """x (T / tp, D) -> (T / tp, D), whatever the batch."""
+        """x (T / tp, D) -> (T / tp, D); the batch is not used."""
         return run_mlp(self, self._of_rows, x, self.gate_up, self.down)
 
     def _of_rows(self, x: Tensor) -> Tensor:
         up, down, recomputes = self.gate_up, self.down, self.env.recompute.recomputes
-        if up.bias is not None or recomputes("up"):  # of one op, no half can be recomputed
+        if up.bias is not None or recomputes("up"):  # one op cannot be recomputed in part
             return self._in_ops(x)
         if up.is_plain and down.is_plain:
             gemms = MLP.fast(self.env.kernels_for(MLP), x, *down.weight.shape)
@@ -67,7 +67,7 @@ class SwiGLU(Module):
 
 
 class GeluMLP(Module):
-    """project(gelu(expand x)), with biases, matrices stored transposed outside (GPT-2's Conv1D).
+    """project(gelu(expand x)), with biases; matrices are stored transposed in checkpoints (GPT-2's Conv1D).
 
     activation   gelu_new (the tanh form) or gelu (exact)
     """

@@ -1,5 +1,5 @@
-"""Module: a torch module whose parameters carry their ParamSpec; Block: the unit of pipelines, buckets and
-recompute."""
+"""Module: a torch module whose parameters carry their ParamSpec. Block: the unit of pipelines, buckets and
+recomputation."""
 
 from __future__ import annotations
 
@@ -22,10 +22,10 @@ ZEROS, ONES = Init("zeros"), Init("ones")
 
 
 class Module(nn.Module):
-    """A torch module whose parameters know how they are sharded; `self.param(...)` makes one on the meta device.
+    """A torch module whose parameters know how they are sharded; `self.param(...)` creates one on the meta device.
 
-    first_in_memory   names of parameters, below this module, that lie before its others, in this order; the others
-                      lie in the order of the modules
+    first_in_memory   names of parameters, below this module, that are stored before its others, in this order; the
+                      others follow in the order of the modules
     """
 
     first_in_memory: tuple[str, ...] = ()
@@ -51,7 +51,7 @@ class Module(nn.Module):
     def named_parameters(
         self, prefix: str = "", recurse: bool = True, remove_duplicate: bool = True
     ) -> Iterator[tuple[str, nn.Parameter]]:
-        """As torch's, in the order in which they lie in memory."""
+        """As torch's, in the order in which the parameters are stored."""
         found = dict(super().named_parameters(prefix, recurse, remove_duplicate))
         for path, module in self.named_modules(prefix=prefix):
             if isinstance(module, Module) and module.first_in_memory:
@@ -59,7 +59,7 @@ class Module(nn.Module):
         yield from found.items()
 
     def replicated(self, name: str, size: int, init: Init, role: Role = "bias") -> Parameter:
-        """A vector that each tp rank holds whole (norm weights, biases added to scattered tokens); without weight
+        """A vector that each tp rank holds whole (norm weights, biases added to scattered tokens), without weight
         decay."""
         whole = Piece(
             name, (size,), Box.full((size,)), (slice(0, size),), init, decay=False, replicas=self.env.everyone
@@ -67,17 +67,17 @@ class Module(nn.Module):
         return self.param(ParamSpec((size,), (whole,), role=role))
 
     def takes_lazy(self, x: Tensor) -> bool:
-        """Whether a lazy tensor (ops.lazy_tensor) may be the input in place of one like x: one linear reads it, and
+        """Whether a lazy tensor (ops.lazy_tensor) may be the input in place of one like x: a single linear reads it and
         casts it to FP8."""
         return False
 
     def flops(self, seq_length: int) -> float:
-        """Forward FLOPs per token of the whole (uncut) module: 2 per weight of a matmul; causal attention counted as
-        half."""
+        """Forward FLOPs per token of the whole (unsharded) module: 2 for each weight of a matmul; causal attention
+        counts half."""
         return sum(m.flops(seq_length) for m in self.children() if isinstance(m, Module))
 
     def loss_flops(self, seq_length: int) -> float:
-        """Of these, those of heads, which in training make the gradients of their products in forward."""
+        """The FLOPs of heads among these. In training, heads compute the gradients of their matmuls in forward."""
         return sum(m.loss_flops(seq_length) for m in self.children() if isinstance(m, Module))
 
 
@@ -89,7 +89,7 @@ def own_memory(module: Module) -> LayerMemory:
 
 
 def _reordered(found: dict[str, nn.Parameter], path: str, first: tuple[str, ...]) -> dict[str, nn.Parameter]:
-    """The same with those of the module at `path` that are named `first` before its others."""
+    """The same, with the parameters of the module at `path` that are named `first` before its others."""
     at = f"{path}." if path else ""
     mine = [name for name in found if name.startswith(at)]
     front = [at + name for name in first if at + name in found]
@@ -98,20 +98,18 @@ def _reordered(found: dict[str, nn.Parameter], path: str, first: tuple[str, ...]
 
 
 class Block(Module):
-    """A step of the model: x of this rank's tokens -> x. The first block ignores x, the last returns the summed
-    loss.
+    """A step of the model: x of this rank's tokens -> x. The first block ignores x, the last returns the summed loss.
 
-    takes_streams   it is given all streams (sequence.streams) by name, and returns those that go on; other blocks are
-                    given "hidden", and what there is beside it passes them by
+    takes_streams   it takes all streams (sequence.streams) by name and returns those that go on; other blocks take
+                    "hidden", and any further streams pass them by
     """
 
     takes_streams = False
 
-    recomputable = True  # False for a block that makes gradients in forward: run again, it would add them twice
-    recomputed: frozenset[str] = (
-        frozenset()
-    )  # names of nn.recompute.OPS that are recomputed in backward; set by the plan
-    offloaded = False  # whether what it saves waits in host memory; set by the plan
+    recomputable = True  # False for a block that computes gradients in forward: run again, it would add them twice
+    # names of nn.recompute.OPS that are recomputed in backward; set by the plan
+    recomputed: frozenset[str] = frozenset()
+    offloaded = False  # whether its saved activations are offloaded to the host; set by the plan
 
     def forward(self, x: Any, batch: Batch) -> Tensor | Streams:
         raise TypeError(f"{type(self).__name__} has no forward")
@@ -121,13 +119,13 @@ class Block(Module):
         return [m for m in self.modules() if isinstance(m, Module) and m.remembers is not None]
 
     def streams(self, given: Border) -> Border:
-        """What goes on from this block where it is given these streams. The first block is given "hidden"."""
+        """The streams that leave this block if it takes these. The first block takes "hidden"."""
         return given
 
 
 @dataclass(frozen=True)
 class OutputRows:
-    """A run of output features of one global matrix: `start..stop` of `size`, held by `replicas` too."""
+    """A slice of output features of one global matrix: `start..stop` of `size`, also held by `replicas`."""
 
     name: str
     size: int
@@ -137,8 +135,8 @@ class OutputRows:
 
 
 def column_spec(rows: list[OutputRows], inputs: int, init: Init, transposed: bool = False) -> ParamSpec:
-    """Storage (sum of rows, inputs) stacking runs of output features. `transposed`: the global matrices are (inputs,
-    outputs)."""
+    """Storage (sum of rows, inputs) that stacks slices of output features. `transposed`: the global matrices are
+    (inputs, outputs)."""
     pieces, at = [], 0
     for r in rows:
         n = r.stop - r.start
@@ -153,7 +151,8 @@ def column_spec(rows: list[OutputRows], inputs: int, init: Init, transposed: boo
 
 
 def bias_spec(rows: list[OutputRows], init: Init = ZEROS) -> ParamSpec:
-    """Storage of numbers per output feature, such as the biases that belong to `column_spec(rows)`; no weight decay."""
+    """Storage with one number for each output feature, such as the biases that belong to `column_spec(rows)`; no weight
+    decay."""
     pieces, at = [], 0
     for r in rows:
         n = r.stop - r.start
@@ -167,7 +166,7 @@ def bias_spec(rows: list[OutputRows], init: Init = ZEROS) -> ParamSpec:
 def row_spec(
     name: str, outputs: int, inputs: int, start: int, stop: int, init: Init, transposed: bool = False
 ) -> ParamSpec:
-    """Storage (outputs, stop - start) of a matrix whose inputs are cut over tp."""
+    """Storage (outputs, stop - start) of a matrix whose inputs are sharded over tp."""
     shape, box = (outputs, inputs), Box((0, start), (outputs, stop))
     if transposed:
         shape, box = (inputs, outputs), Box((start, 0), (stop, outputs))

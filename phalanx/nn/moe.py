@@ -1,7 +1,7 @@
-"""Mixture of experts: a router, experts spread over the expert view of the world, shared experts, and what keeps the
+"""Mixture of experts: a router, experts spread over ranks (the ep and etp axes), shared experts, and what keeps the
 load even.
 
-Tokens stay cut over tp as between blocks: each rank routes its own. Fedus et al., "Switch transformers", 2021; Dai
+Tokens stay sharded over tp as between blocks: each rank routes its own. Fedus et al., "Switch transformers", 2021; Dai
 et al., "DeepSeekMoE", 2024. T tokens of this rank, D model, E experts, K chosen, F width of an expert, S sequences.
 """
 
@@ -37,8 +37,8 @@ from phalanx.ops.experts.router import Router
 from phalanx.sequence.batch import Batch, PerBatch
 
 Scope = Literal["micro_batch", "sequence", "global_batch"]
-# Summed over tokens: nats of the router's probabilities, the losses, pairs that found no room with their expert, pairs
-# that found none on its rank (the step is then wrong, and done again), 1.
+# Sums over tokens: entropy (nats) of the router's probabilities, the losses, pairs dropped because their expert was
+# full, pairs missing because its rank had no room (the step is then invalid and repeated), and 1.
 TALLIED = ("entropy", "balance", "z", "dropped", "missing", "tokens")
 SHARES, LOSS_PARTS = PerBatch[Tensor](), PerBatch[Tensor]()
 MISSING = TALLIED.index("missing") - len(TALLIED)
@@ -46,13 +46,14 @@ MISSING = TALLIED.index("missing") - len(TALLIED)
 
 @dataclass(frozen=True)
 class Balance:
-    """What keeps the load even: coefficients of losses, the rate of the bias, and the room that an expert has.
+    """What keeps the load even: coefficients of losses, the step of the bias, and the capacity of experts.
 
-    aux, scope      E sum f P over the tokens of a micro-batch or of each sequence, or with f of the whole step before
+    aux, scope      E sum f P over the tokens of a micro-batch or of each sequence, or with f from the whole previous
+                    step
     z               of the mean squared log-sum-exp of the logits
-    bias_rate       step of the bias that experts are chosen by
-    capacity        tokens an expert takes of a sequence, over its fair share; None: all that come
-    drop            who is left out: the last, or those that the expert weighs least
+    bias_rate       step of the bias by which experts are chosen
+    capacity        tokens an expert accepts from a sequence, relative to its fair share; None: all of them
+    drop            which tokens are dropped: the last ones, or those with the smallest weights
     """
 
     aux: float = 0.0
@@ -65,8 +66,8 @@ class Balance:
 
 @dataclass(frozen=True)
 class ExpertNames:
-    """Global names of the router's matrix and an expert's matrices, `{}` standing for its number; and of the bias of
-    choice, the bias of the logits and the biases of the experts' outputs, where a family has them."""
+    """Global names of the router's matrix and of an expert's matrices, with `{}` for its number; and of the router's
+    selection bias, the bias of the logits and the biases of the experts' outputs, where a family has them."""
 
     router: str
     gate: str
@@ -79,12 +80,12 @@ class ExpertNames:
 
     @property
     def stacks(self) -> tuple[tuple[str, ...], tuple[str, ...]]:
-        """Names of the matrices stored as gate and up, and as down."""
+        """Names of the matrices stored as gate and up, and of those stored as down."""
         return (self.gate, self.up), (self.down,)
 
     def matrices(self, part: ExpertShard, std: float) -> tuple[ParamSpec, ParamSpec, None]:
-        """Storage of this part of gate and up, (N, 2F, D), all gates of an expert before its ups, and of down, (N,
-        D, F)."""
+        """Storage of this shard of gate and up, (N, 2F, D), with all gates of an expert before its ups, and of down,
+        (N, D, F)."""
         a, b, width, inner = part.first, part.stop, part.width, part.inner
         gate_up = _stack(
             part.experts,
@@ -104,8 +105,8 @@ class ExpertNames:
 
 @dataclass(frozen=True)
 class StackedNames:
-    """The same where one tensor holds all experts of a layer (gpt-oss): gate_up (E, D, 2F), gate and up of a feature
-    side by side, down (E, F, D), and their biases (E, 2F) and (E, D)."""
+    """The same where one tensor holds all experts of a layer (gpt-oss): gate_up (E, D, 2F) with gate and up
+    interleaved, down (E, F, D), and their biases (E, 2F) and (E, D)."""
 
     router: str
     router_bias: str
@@ -121,8 +122,8 @@ class StackedNames:
         return (self.gate_up,), (self.down,)
 
     def matrices(self, part: ExpertShard, std: float) -> tuple[ParamSpec, ParamSpec, ParamSpec]:
-        """Storage of this part of gate and up, (N, 2F, D) with rows in pairs, of down, (N, D, F), and of the bias of
-        gate and up, (N, 2F)."""
+        """Storage of this shard of gate and up, (N, 2F, D) with interleaved rows, of down, (N, D, F), and of the bias
+        of gate and up, (N, 2F)."""
         (e, f), (a, b), width, count = (
             (part.experts.start, part.experts.stop),
             (part.first, part.stop),
@@ -144,7 +145,7 @@ class StackedNames:
 
 @dataclass(frozen=True)
 class ExpertShard:
-    """What a rank holds of a layer's `count` experts: which of them, and of their `inner` features first .. stop."""
+    """What a rank holds of a layer's `count` experts: which experts, and their `inner` features first .. stop."""
 
     experts: range
     first: int
@@ -162,8 +163,8 @@ class ExpertShard:
 
 
 class Experts(Module):
-    """This rank's experts: gate and up of each, (N, 2F, D), and down, (N, D, F). Cut over ep by number and over etp
-    by width."""
+    """This rank's experts: gate and up of each, (N, 2F, D), and down, (N, D, F). Sharded over ep by expert number and
+    over etp by width."""
 
     first_in_memory = ("gate_up.weight", "down.weight", "gate_up.bias")
 
@@ -172,16 +173,16 @@ class Experts(Module):
         gate_up, down, bias = names.matrices(ExpertShard.of(env, count, width, inner), std)
         of_up, of_down = names.stacks
         self.gate_up = GroupedLinear(env, gate_up, of_up, 0, count, bias)
-        self.down = GroupedLinear(env, down, of_down, 1, count)  # its bias is added once, by MoE
+        self.down = GroupedLinear(env, down, of_down, 1, count)  # MoE adds its bias, once
         self.activation: Gate = names.activation
 
     def forward(
         self, x: Tensor, ends: Tensor, weights: Tensor | None = None, later: Later | None = None, source: int = 0
     ) -> Tensor:
-        """x (R, D) sorted by expert, `ends` (N,) one past each expert's last row -> (R, D) times weights (R,), over
-        etp a part of the sum. Gradients go where those of micro-batch number `source` go (train.deterministic).
+        """x (R, D) sorted by expert, `ends` (N,) one past each expert's last row -> (R, D) times weights (R,); over
+        etp, a partial sum. Gradients go to those of micro-batch number `source` (train.deterministic).
 
-        Weights are applied before the last product, which is linear: then its backward needs no output.
+        Weights are applied before the last matmul, which is linear, so that backward does not need its output.
         """
         recompute, inputs = self.env.recompute, () if weights is None else (weights,)
         fused = self._fused(x)
@@ -193,15 +194,17 @@ class Experts(Module):
         return self.down(hidden, ends, source)
 
     def _fused(self, x: Tensor) -> FusedOp | None:
-        """All as one op, where the method of the linears has one."""
+        """All of it as one op, if the method of the linears has one."""
         recomputes = self.env.recompute.recomputes
-        if self.gate_up.bias is not None or recomputes("up") or recomputes("activation"):  # of one op, no part can be
+        if (
+            self.gate_up.bias is not None or recomputes("up") or recomputes("activation")
+        ):  # one op runs again as a whole
             return None
         kernels = self.env.kernels_for(GATED)
         return self.gate_up.method.fused_experts(self.gate_up.weight, self.down.weight, kernels, x)
 
     def takes_lazy(self, x: Tensor) -> bool:
-        """Of the rows that come, and of the gradient of those that go."""
+        """For the rows that come in, and for the gradient of the rows that go out."""
         return self._fused(x) is not None and self.gate_up.takes_lazy(x)
 
     def _activate(self, ends: Tensor, gate_up: Tensor, weights: Tensor | None = None) -> Tensor:
@@ -211,7 +214,7 @@ class Experts(Module):
 def _stack(
     experts: range, names: list[tuple[str, int]], shape: tuple[int, int], box: Box, rows: int, columns: int, std: float
 ) -> ParamSpec:
-    """Storage (experts, rows, columns): of each expert the same box of matrices (name, first row) of a global
+    """Storage (experts, rows, columns): for each expert, the same box of matrices (name, first row) with a global
     `shape`."""
     height = box.shape[0]
     pieces = [
@@ -223,14 +226,14 @@ def _stack(
 
 
 def _box(name: str, shape: tuple[int, ...], box: Box, init: Init, transposed: bool = False) -> ParamSpec:
-    """Storage of one box of a tensor that holds all experts; numbers per feature (no matrix) have no weight decay."""
+    """Storage of one box of a tensor that holds all experts. Vectors have no weight decay."""
     stored = (*box.shape[:-2], box.shape[-1], box.shape[-2]) if transposed else box.shape
     piece = Piece(name, shape, box, Box.full(stored).slices(), init, decay=transposed, transposed=transposed)
     return ParamSpec(stored, (piece,), summed_over="edp", role="expert" if transposed else "bias")
 
 
 class MoE(Module):
-    """x -> the weighted sum of the chosen experts' outputs (and the shared expert's). `tally` counts over the
+    """x -> the weighted sum of the chosen experts' outputs (plus the shared expert's). `tally` counts over the
     micro-batches of a step."""
 
     def __init__(
@@ -254,18 +257,18 @@ class MoE(Module):
         self.gate_bias = self.replicated(names.router_bias, count, Init("normal", std)) if names.router_bias else None
         self.down_bias = self._down_bias(names.down_bias, count, width) if names.down_bias else None
         self.bias = self._per_expert(names.bias, ZEROS) if names.bias else None
-        load = names.router.removesuffix(".weight") + ".load"  # of the step before; no tensor of Hugging Face's
+        load = names.router.removesuffix(".weight") + ".load"  # of the previous step; not a Hugging Face tensor
         self.load = self._per_expert(load, ONES, ours=True) if balance.scope == "global_batch" else None
         self.experts = Experts(env, names, count, width, inner, std)
         self.shared = shared
         self.dispatch: Dispatch = env.ops.dispatch
-        self.tally: Tensor | None = (
-            None  # (E + len(TALLIED),) float64: load of each expert and sums; made by whoever trains
-        )
+        # (E + len(TALLIED),) float64: load of each expert, and sums; created by the training engine
+        self.tally: Tensor | None = None
 
     def forward(self, x: Tensor, batch: Batch) -> Tensor:
         """x (T, D) -> (T, D)."""
-        room = self.env.ops.expert_room if self.training else math.inf  # nobody would do a forward again
+        # in evaluation nothing repeats a step that ran out of room
+        room = self.env.ops.expert_room if self.training else math.inf
         recompute, experts = self.env.recompute, self.router.num_experts
         begin = partial(EXCHANGES[self.dispatch], axes=self.env.axes, room=room, sources=self.env.ops.sources)
         early = (
@@ -304,7 +307,7 @@ class MoE(Module):
         return y if shared is None else y + shared
 
     def _per_expert(self, name: str, init: Init, ours: bool = False) -> Parameter:
-        """(E,) numbers that follow the load instead of a gradient."""
+        """(E,) numbers that are updated from the load instead of a gradient."""
         count = self.router.num_experts
         whole = Piece(
             name, (count,), Box.full((count,)), (slice(0, count),), init, decay=False, replicas=self.env.everyone
@@ -312,7 +315,7 @@ class MoE(Module):
         return self.param(ParamSpec((count,), (whole,), trained=False, exported=not ours, role="router"))
 
     def _down_bias(self, name: str, count: int, width: int) -> Parameter:
-        """(D, E) biases of all experts' outputs, on every rank: their weighted sum needs a token's choice and no
+        """(D, E) biases of all experts' outputs, on every rank: their weighted sum needs only a token's choice, no
         exchange."""
         whole = Piece(
             name,
@@ -332,22 +335,22 @@ class MoE(Module):
         return routed + (self.shared.flops(seq_length) if self.shared is not None else 0.0)
 
     def _filled(self, x: Tensor, batch: Batch, value: float = 0) -> Tensor:
-        """As many rows of tokens on every rank, as exchanges want them: where sequences do not divide by cp, some
-        fill up."""
+        """This rank's tokens, padded to the same number of rows on every rank, as exchanges require. Needed if
+        sequences do not divide by cp."""
         return batch.pad(x, self.env.tp.size, value)
 
     def _real(self, batch: Batch) -> Tensor | None:
-        """(T,) which of this rank's tokens are no padding; None: all."""
+        """(T,) which of this rank's tokens are not padding; None: all."""
         return None if batch.real is None else self.env.tp.own_rows(batch.real)
 
     def _rows(self, batch: Batch) -> tuple[Tensor, Tensor]:
-        """Sample and place in it of this rank's tokens: what a forced choice is drawn by."""
+        """Sample and position of this rank's tokens: the keys of a forced random choice."""
         tp = self.env.tp
         return tp.own_rows(batch.samples), tp.own_rows(batch.places)
 
     def _within_capacity(self, choice: Choice, batch: Batch) -> Choice:
-        """Without the pairs that find no room. Room is counted by document or else by sequence, so it does not
-        depend on who holds what."""
+        """The choice without pairs beyond the capacity of their expert. Capacity is counted by document, or else by
+        sequence, so it does not depend on the layout."""
         count, factor = self.router.num_experts, self.balance.capacity
         whole = replace(
             choice,
@@ -370,8 +373,8 @@ class MoE(Module):
         return batch.join(everyones.chunk(batch.part.count), batch.part.all)
 
     def _balanced(self, y: Tensor, choice: Choice, logits: Tensor, lost: Tensor, batch: Batch) -> Tensor:
-        """y, whose backward starts that of the balancing losses and counts the load (once, whatever is computed
-        again)."""
+        """y, whose backward also starts that of the balancing losses and counts the load (once, even if the layer is
+        recomputed)."""
         b, real = self.balance, self._real(batch)
         balance, z = self._balance_loss(choice, batch), ops.z_loss(logits, real) / batch.num_real
         with torch.no_grad():
@@ -407,7 +410,8 @@ class MoE(Module):
 
     @torch.no_grad()
     def settle(self, counts: Tensor, skip: Tensor) -> None:
-        """After a step with these loads (E,) of the whole global batch: the bias moves, unless the step was skipped."""
+        """Called after a step with these loads (E,) of the whole global batch: updates the bias, unless the step was
+        skipped."""
         if self.bias is not None and not self.bias.spec.frozen:
             moved = ops.updated_bias(self.bias, counts, self.balance.bias_rate)  # type: ignore[arg-type]
             self.bias.copy_(torch.where(skip > 0, self.bias, moved))
@@ -416,21 +420,21 @@ class MoE(Module):
 
 
 def spread(choice: Choice, count: int) -> Tensor:
-    """(T, E) what each expert weighs for a token: 0 of those not chosen, and of pairs that were dropped."""
+    """(T, E) the weight of each expert for a token: 0 for experts not chosen and for dropped pairs."""
     weights = choice.weights_TK
     return weights.new_zeros(len(weights), count + 1).scatter(1, choice.experts_TK, weights)[:, :count]
 
 
 def shares_of_runs(batch: Batch, objective: Objective) -> Tensor:
-    """(S,) float64: what each sequence (or document) counts in the micro-batch's loss: the weights of its tokens with a
-    loss, over those of all."""
+    """(S,) float64: the share of each sequence (or document) in the micro-batch's loss: the weights of its tokens with
+    a loss, divided by those of all sequences."""
 
     def shares() -> Tensor:
         number, runs = batch.uncut.runs
         counted, weights = batch.uncut.labelled.double(), objective.weights(batch.uncut)
         tokens = torch.zeros(runs, dtype=torch.float64, device=number.device)
         if weights is None:
-            tokens.scatter_add_(0, number, counted)  # whole numbers: any order gives the same
+            tokens.scatter_add_(0, number, counted)  # integers: any order gives the same sum
         else:
             tokens.index_put_((number,), weights.double().masked_fill(counted == 0, 0), accumulate=True)
         return tokens / tokens.sum().clamp_min(1 if weights is None else 1e-300)
@@ -439,14 +443,14 @@ def shares_of_runs(batch: Batch, objective: Objective) -> Tensor:
 
 
 def loss_weight(batch: Batch, objective: Objective) -> Tensor:
-    """() what the mean loss of this micro-batch counts in the gradient: its part of the global batch's divisor (tokens
+    """() the weight of this micro-batch's mean loss in the gradient: its share of the global batch's divisor (tokens
     with a loss)."""
     part = LOSS_PARTS.of(batch, lambda: objective.divisor(batch.uncut))
     return part if batch.loss_seed is None else part * batch.loss_seed
 
 
 class Attach(Function):
-    """x unchanged; its backward starts that of `loss` with the gradient `weight`, and calls `then`."""
+    """x unchanged. Its backward also starts that of `loss`, with the gradient `weight`, and calls `then`."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, loss: Tensor, weight: Tensor, then: Callable[[], None]) -> Tensor:  # type: ignore[override]

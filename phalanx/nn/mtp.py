@@ -1,8 +1,8 @@
-"""Multi-token prediction: modules after the last layer that predict tokens further ahead. DeepSeek-V3 technical
-report, section 2.2.
+"""Multi-token prediction: modules after the last layer that predict tokens further ahead. DeepSeek-V3 technical report,
+section 2.2.
 
-Knows how depths are chained, what they read and how their losses join the main one; a depth's layer, the embedding
-and the head are handed in. T tokens of a micro-batch, D model, k depth (1 is the token after the next).
+Defines how depths are chained, what they read and how their losses join the main one; a depth's layer, the embedding
+and the head are passed in. T tokens of a micro-batch, D model, k depth (1 is the token after the next).
 """
 
 from __future__ import annotations
@@ -26,8 +26,8 @@ SHIFTED = PerBatch[tuple[Tensor, Tensor]]()
 
 
 class Depth(Module):
-    """One depth: h_k = norm(layer(project([norm(token ahead); norm(h_{k-1})]))). The projection is whole on each tp
-    rank."""
+    """One depth: h_k = norm(layer(project([norm(embedding of the later token); norm(h_{k-1})]))). The projection is
+    whole on each tp rank."""
 
     def __init__(self, env: Env, at: str, width: int, eps: float, std: float, layer: Block):
         super().__init__(env)
@@ -39,7 +39,7 @@ class Depth(Module):
         self.norm = RMSNorm(env, f"{at}.shared_head.norm", width, eps)
 
     def forward(self, h: Tensor, next_embedding: Tensor, batch: Batch) -> Tensor:
-        """h, ahead (T / tp, D) -> (T / tp, D)."""
+        """h, next_embedding (T / tp, D) -> (T / tp, D)."""
         x = self.project(torch.cat((self.enorm(next_embedding), self.hnorm(h)), -1))
         return self.norm(self.layer(x, batch))
 
@@ -49,15 +49,15 @@ class Depth(Module):
 
 
 class MultiTokenPrediction(Block):
-    """x -> norm(x), the model's last norm; in training its backward starts that of the losses of all depths too.
+    """x -> norm(x), the model's last norm. In training, its backward also starts that of the losses of all depths.
 
-    The losses, those of the objective, are summed over tokens, times weight / number of depths, and divided by what
-    the main loss is divided by, as all of the gradient is: a depth's mean over all positions (equation 24), of which
-    the last k have no loss.
-    `tally` () float64 adds up the depths' summed losses over micro-batches; made by whoever trains.
+    Each depth uses the objective's loss, summed over tokens and multiplied by weight / number of depths. Like the whole
+    gradient, it is divided by the divisor of the main loss: a depth's mean is over all positions (equation 24),
+    although the last k have no loss. `tally` () float64 accumulates the depths' summed losses over micro-batches; the
+    training engine creates it.
     """
 
-    recomputable = False  # heads make gradients in forward: that must happen once
+    recomputable = False  # heads compute gradients in forward, which must happen only once
 
     def __init__(self, env: Env, norm: RMSNorm, embed: Embedding, head: Head, depths: list[Depth], weight: float):
         super().__init__(env)
@@ -97,9 +97,9 @@ class MultiTokenPrediction(Block):
 
 
 def shifted(batch: Batch, k: int) -> tuple[Tensor, Tensor]:
-    """(tokens, labels), each (T,), `k` places further on in the sequence and the document.
+    """(tokens, labels), each (T,), from `k` positions later in the sequence and the document.
 
-    Where that is past their end there is no loss, and the token is its own.
+    Past the end of either there is no loss, and the token is repeated.
     """
     if batch.whole is not None:
         tokens, labels = shifted(batch.uncut, k)

@@ -19,8 +19,8 @@ class RMSNorm(Module):
         return rms_norm(x, self.weight, self.eps, self.env.kernels_for(NORM))
 
     def add(self, x: Tensor, delta: Tensor | None = None, reader: Module | None = None) -> tuple[Tensor, Tensor]:
-        """(x + delta, its norm): the residual stream and what the next sub-layer reads. `reader`: the sub-layer, if
-        it alone reads the norm; the norm is then a lazy tensor where it takes one."""
+        """(x + delta, its norm): the residual stream and the input of the next sub-layer. `reader`: that sub-layer, if
+        it is the only reader of the norm; the norm is then a lazy tensor if the reader accepts one."""
         lazy = reader is not None and reader.takes_lazy(x)
         x, normed = add_rms_norm(x, delta, self.weight, self.eps, self.env.kernels_for(NORM), lazy)
         self.env.recompute.output("norm", normed, self.forward, x)
@@ -38,7 +38,7 @@ class LayerNorm(Module):
         return layer_norm(x, self.weight, self.bias, self.eps, self.env.kernels_for(NORM))
 
     def add(self, x: Tensor, delta: Tensor | None = None) -> tuple[Tensor, Tensor]:
-        """(x + delta, its norm): the residual stream and what the next sub-layer reads."""
+        """(x + delta, its norm): the residual stream and the input of the next sub-layer."""
         x, normed = add_layer_norm(x, delta, self.weight, self.bias, self.eps, self.env.kernels_for(NORM))
         self.env.recompute.output("norm", normed, self.forward, x)
         return x, normed

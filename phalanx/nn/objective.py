@@ -1,8 +1,8 @@
-"""The Objective protocol: what a file must say to add a loss. Per token (TokenObjective), or over groups of sequences
-such as pairs (SequenceObjective).
+"""The Objective protocol: what a file must define to add a loss. Per token (TokenObjective), or over groups of
+sequences such as pairs (SequenceObjective).
 
-How logits are made, cut over ranks and differentiated is no concern of it (nn/head.py). Torch is not imported here: a
-config that names an objective is read without it.
+An objective does not deal with how logits are computed, sharded and differentiated (nn/head.py). Torch is not imported
+here, so that a config that names an objective can be read without it.
 """
 
 from __future__ import annotations
@@ -27,9 +27,9 @@ SEAM = "objective"
 
 @dataclass(frozen=True, kw_only=True)
 class TaskConfig:
-    """The `task` section: the objective, and beside its name the objective's own fields."""
+    """The `task` section: the objective's name, and beside it the objective's own fields."""
 
-    seam: ClassVar[str] = SEAM  # whose members add fields (base/registry.py)
+    seam: ClassVar[str] = SEAM  # its members add fields to this section (base/registry.py)
 
     name: str = "pretrain"
     """What is minimised: pretrain (cross entropy of the next token), or an objective of your own as
@@ -37,13 +37,13 @@ class TaskConfig:
 
 
 class Objective(ABC):
-    """What is minimised. Derive from TokenObjective or SequenceObjective, and name it with `@objective("name")` or by
+    """What is minimised. Derive from TokenObjective or SequenceObjective, and refer to it by `@objective("name")` or by
     `module:NAME`.
 
     Config      a frozen dataclass of its fields in the `task` section
     """
 
-    Config: ClassVar[Any] = TaskConfig  # of a subclass: its dataclass, with `name` beside its fields
+    Config: ClassVar[Any] = TaskConfig  # in a subclass: its dataclass, with `name` added to its fields
 
     def __init_subclass__(cls, **more: Any) -> None:
         super().__init_subclass__(**more)
@@ -55,26 +55,27 @@ class Objective(ABC):
 
     @classmethod
     def check(cls, config: Any) -> list[Problem]:
-        """What is wrong with the fields of `Config`."""
+        """Problems with the fields of `Config`."""
         return []
 
     def weights(self, batch: Batch) -> Tensor | None:
-        """(T,) what each token's loss counts (over sequences: its log-probability); None: 1. Tokens without a label
-        have no loss, whatever their weight. In multi-token prediction `batch` has the labels of one depth."""
+        """(T,) the weight of each token's loss (over sequences: of its log-probability); None: 1. Tokens without a
+        label have no loss, whatever their weight. In multi-token prediction `batch` has the labels of one depth."""
         return None
 
     @abstractmethod
     def divisor(self, batch: Batch) -> Tensor:
-        """() what these tokens add to the number that the step's summed loss and metrics are divided by; the sum over
-        all micro-batches and ranks is known before the first forward."""
+        """() what these tokens contribute to the divisor of the step's summed loss and metrics. Its sum over all
+        micro-batches and ranks is known before the first forward."""
 
 
 class TokenObjective(Objective):
-    """A loss per token, from statistics of its logits: the head makes its gradients in one pass, in chunks of tokens.
+    """A loss per token, computed from statistics of its logits. The head computes its gradients in one pass, in chunks
+    of tokens.
 
-    All values are (T,) of some of a micro-batch's tokens, equal on all tp ranks, in at least fp32. Functions must work
-    token by token: which tokens come together depends on the layout. Do not ask the device for values (`item`,
-    `if tensor`): that makes the host wait.
+    All values are (T,) for some of a micro-batch's tokens, equal on all tp ranks, in at least fp32. Functions must work
+    token by token: which tokens come together depends on the layout. Do not read values from the device (`item`, `if
+    tensor`), because that makes the host wait.
     """
 
     @abstractmethod
@@ -92,15 +93,16 @@ class TokenObjective(Objective):
 
 
 class SequenceObjective(Objective):
-    """A loss over groups of sequences (pairs), from the summed log-probabilities of each one's labels.
+    """A loss over groups of sequences (pairs), computed from the summed log-probabilities of each sequence's labels.
 
-    The sequences of a group are documents that follow each other in a sample's window (data.document_attention): the
-    first `sequences_per_sample`, the next, and so on. Documents that are left over at the end of a window, and groups
-    in which one has no labels, have no loss. A group is in one micro-batch, so no rank sees half of it; sums over cp
-    are made before `loss` is called. Logits are computed twice: for the log-probabilities, and for the gradients.
+    The sequences of a group are consecutive documents in a sample's window (data.document_attention): the first
+    `sequences_per_sample` form a group, then the next, and so on. Documents left over at the end of a window, and
+    groups in which a sequence has no labels, have no loss. A group is always within one micro-batch, so no rank sees
+    half of it; sums over cp are complete before `loss` is called. Logits are computed twice: for the log-probabilities,
+    and for the gradients.
 
-    sequences_per_sample   sequences of a group; n below. P groups
-    needs_reference        also compares with a reference model; refused until models can stand side by side
+    sequences_per_sample   sequences in a group; n below. P groups
+    needs_reference        also compares with a reference model; refused until several models can be held at once
     """
 
     sequences_per_sample: ClassVar[int] = 2
@@ -108,22 +110,23 @@ class SequenceObjective(Objective):
 
     @abstractmethod
     def loss(self, policy_P2: Tensor) -> Tensor:
-        """(P, n) float64 log-probabilities -> (P,) losses, each of its own group. Groups that are not there are zeros,
-        and their losses are left out."""
+        """(P, n) float64 log-probabilities -> (P,) losses, each of its own group. Missing groups are zeros, and their
+        losses are ignored."""
 
     def metrics(self, policy_P2: Tensor) -> dict[str, Tensor]:
         """Further values (P,) by name; the log has their means over the step's groups."""
         return {}
 
     def divisor(self, batch: Batch) -> Tensor:
-        """The number of groups, on one of the ranks that share them."""
+        """The number of groups, counted on one of the ranks that share them."""
         from phalanx.nn.sequence_groups import groups_of  # start-up time: it imports torch
 
         return groups_of(batch, self.sequences_per_sample).count
 
 
 def cross_entropy(logits: LogitStats) -> Tensor:
-    """(T,) negative log-probability of each token's label. An objective with this as `token_loss` runs the fused op."""
+    """(T,) negative log-probability of each token's label. Objectives that use this function as `token_loss` run the
+    fused op."""
     return logits.log_z - logits.target
 
 
@@ -165,7 +168,7 @@ T = TypeVar("T", bound=type[Objective])
 
 
 def objective(name: str) -> Callable[[T], T]:
-    """Name an Objective, so that `task.name` may be that name wherever its module has been imported."""
+    """Name an Objective: `task.name` may be that name wherever its module has been imported."""
 
     def named(cls: T) -> T:
         register(SEAM, name, cls)
@@ -175,7 +178,7 @@ def objective(name: str) -> Callable[[T], T]:
 
 
 def find_objective(name: str) -> type[Objective]:
-    """The objective that `task.name` means. NotFound says what is wrong with it."""
+    """The objective that `task.name` refers to. NotFound says what is wrong with it."""
     found = find(SEAM, name)
     kinds = [k for k in (TokenObjective, SequenceObjective) if isinstance(found, type) and issubclass(found, k)]
     if len(kinds) != 1:
@@ -193,5 +196,5 @@ def make_objective(config: TaskConfig) -> Objective:
 
 @cache
 def pretraining() -> Objective:
-    """Cross entropy of the next token: what a model is trained for where nothing else is said."""
+    """Cross entropy of the next token, the default objective."""
     return make_objective(TaskConfig())

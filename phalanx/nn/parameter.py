@@ -12,7 +12,7 @@ from phalanx.ops.dense.grads import GradientQueue
 
 
 class Quantizer(Protocol):
-    """What keeps the quantized values of a weight (FP8: ops.quantized.linear.WeightQuantizer)."""
+    """What keeps the quantized values of a weight (for FP8: ops.quantized.linear.WeightQuantizer)."""
 
     on: bool
     """Whether matmuls use the quantized values; off: the weight itself."""
@@ -26,10 +26,10 @@ class Parameter(nn.Parameter):
     """A torch parameter whose storage is part of a flat buffer.
 
     spec         the global tensors in it and how they are sharded
-    quantizer    of a linear in low precision; None: matmuls use the weight itself
-    queue        where its gradients wait while that is open; None: they are added at once
-    extra_grads  parameters that share its values and have a gradient each, one for every further micro-batch whose
-                 gradients stay apart (train.deterministic)
+    quantizer    of a quantized linear; None: matmuls use the weight itself
+    queue        where its gradients wait while the queue is open; None: they are added at once
+    extra_grads  parameters that share its values, each with its own gradient: one for every further micro-batch whose
+                 gradients are kept separate (train.deterministic)
     """
 
     spec: ParamSpec
@@ -46,7 +46,7 @@ class Parameter(nn.Parameter):
         return made
 
     def add_extra_grads(self, count: int) -> None:
-        """Make so many parameters more with these values, each with a gradient of its own; the flat buffers give them
+        """Create `count` more parameters with these values, each with a gradient of its own; the flat buffers give them
         memory (FlatBucket.attach)."""
         for _ in range(count):
             extra = Parameter(torch.empty_like(self), self.spec, self.requires_grad, self.queue)

@@ -1,4 +1,5 @@
-"""Rotary: the table of angles of a batch's positions, made once per micro-batch for all layers that turn alike."""
+"""Rotary: the table of angles of a batch's positions, computed once per micro-batch for all layers with the same
+rotation."""
 
 from __future__ import annotations
 
@@ -13,7 +14,7 @@ TABLES = PerBatch[tuple[Tensor, Tensor]]()
 
 
 class Rotary:
-    """Keeps the frequencies on the device: a copy from the host in every step would make it wait."""
+    """Keeps the frequencies on the device: copying them from the host in every step would make the host wait."""
 
     def __init__(self, rotation: Rotation):
         self.rotation = rotation

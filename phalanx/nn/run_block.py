@@ -1,4 +1,4 @@
-"""Runs one block so that of its activations only what the plan says is stored (nn.recompute, nn.offload)."""
+"""Runs one block so that only those activations are stored that the plan says (nn.recompute, nn.offload)."""
 
 from __future__ import annotations
 
@@ -15,8 +15,8 @@ from phalanx.sequence.streams import HIDDEN, Streams, hidden
 def run_block(
     block: Block, x: Tensor | Streams, batch: Batch, offloaded: OffloadedActivations | None = None
 ) -> Tensor | Streams:
-    """block(x, batch). In training the ops named in `block.recomputed` run again in backward. What else the block
-    saves goes to `offloaded` if the block is one whose activations are offloaded."""
+    """block(x, batch). In training, the ops named in `block.recomputed` run again in backward. Everything else that the
+    block saves goes to `offloaded`, if the block's activations are offloaded."""
     if not block.takes_streams and not isinstance(x, Tensor):
         return x | {HIDDEN: hidden(run_block(block, x[HIDDEN], batch, offloaded))}
     recompute, recomputed = block.env.recompute, block.recomputed if block.training else frozenset()
@@ -29,7 +29,7 @@ def run_block(
 
 
 def _with_streams(block: Block, streams: Streams, batch: Batch) -> Tensor | Streams:
-    """`run_block` of a block that takes all streams."""
+    """`run_block` for a block that takes all streams."""
     if not block.recomputable:
         return block(streams, batch)
     names: list[str] = []

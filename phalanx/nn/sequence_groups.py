@@ -1,4 +1,4 @@
-"""Which sequence of which group (pair) each token of a micro-batch belongs to, and sums over them."""
+"""Which sequence of which group (pair) each token of a micro-batch belongs to, and sums over groups."""
 
 from __future__ import annotations
 
@@ -15,11 +15,11 @@ SLOTS = PerBatch[tuple[Tensor, Tensor]]()
 
 @dataclass(frozen=True)
 class SequenceGroups:
-    """Of a micro-batch, or of a context-parallel rank's part of it. P groups of n sequences, as many as there may be.
+    """The groups of a micro-batch, or of a context-parallel rank's shard of it: at most P groups of n sequences.
 
-    slot     (T,) number of each token's sequence, group by group; P * n: it is in none
-    there    (P,) whether the group is there: all of its sequences have labels
-    counts   whether sums over groups are to be made on this rank: on one of those that share them
+    slot     (T,) number of each token's sequence, group by group; P * n: it belongs to none
+    there    (P,) whether the group exists: all of its sequences have labels
+    counts   whether sums over groups are computed on this rank: on one of the ranks that share them
     """
 
     slot: Tensor
@@ -29,28 +29,28 @@ class SequenceGroups:
 
     @property
     def count(self) -> Tensor:
-        """() groups that are there, on the rank that counts them."""
+        """() number of groups that exist, on the rank that counts them."""
         return self.total(self.there)
 
     def total(self, values: Tensor) -> Tensor:
-        """() sum of values (P,) over the groups that are there; 0 on ranks that do not count them."""
+        """() sum of values (P,) over the groups that exist; 0 on ranks that do not count them."""
         total = torch.where(self.there, values, 0).sum()
         return total if self.counts else torch.zeros_like(total)
 
     def sums(self, values: Tensor, cp: Axis) -> Tensor:
-        """values (T,) -> (P, n) float64 sums over each sequence's tokens, those of other cp ranks included."""
+        """values (T,) -> (P, n) float64 sums over each sequence's tokens, including those on other cp ranks."""
         sums = values.new_zeros(len(self.there) * self.size + 1, dtype=torch.float64)
         sums.index_put_((self.slot,), values.double(), accumulate=True)  # in a fixed order on GPUs too
         return cp.all_reduce(sums[:-1]).wait().view(-1, self.size)
 
     def of_tokens(self, values: Tensor) -> Tensor:
-        """values (P, n) -> (T,) that of each token's sequence; 0 where that is in no group that is there."""
+        """values (P, n) -> (T,) the value of each token's sequence; 0 if it belongs to no existing group."""
         known = torch.where(self.there.unsqueeze(1), values, 0).flatten()
         return torch.cat((known, known.new_zeros(1)))[self.slot]
 
 
 def groups_of(batch: Batch, size: int) -> SequenceGroups:
-    """Groups of `size` documents that follow each other in a sequence of the batch."""
+    """Groups of `size` consecutive documents in a sequence of the batch."""
     slot, there = SLOTS.of(batch, lambda: _slots(batch, size), size)
     return SequenceGroups(slot, there, size, batch.part.index == 0)
 

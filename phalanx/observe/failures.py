@@ -25,12 +25,13 @@ from phalanx.base.errors import (
 from phalanx.base.log import Log, describe
 
 NAME = "failures.jsonl"
+# before the first step nothing of the run changes by them
 REFUSALS = (
     ConfigError,
     DataError,
     CheckpointError,
     FolderInUse,
-)  # before the first step nothing of the run changes by them
+)
 TAIL = 20_000  # characters of a log among which its last words are
 
 

@@ -158,9 +158,8 @@ class Reporter:
         self.remaining: Callable[[], int] = lambda: 0  # sequences that are still to come
         self.mark = Timestamp(device)
         self.last_s: float | None = None  # seconds of the last finished step
-        self.stepped: Callable[[float, float], None] = lambda work_s, step_s: (
-            None
-        )  # is told how long this rank worked in a step of so long
+        # is told how long this rank worked in a step of so long
+        self.stepped: Callable[[float, float], None] = lambda work_s, step_s: None
         self.slow: Callable[[], dict[int, tuple[str, Slow]]] = dict  # ranks that the others wait for now
         self._named: set[int] = set()
 

@@ -205,10 +205,11 @@ class ProfileTrace:
         spans: list[TimeSpan] = []
         unknown: dict[str, float] = defaultdict(float)
         for number, kernel in enumerate(self.kernels):
+            # the profiler's first step is in the trace too
             row, counts = (
                 self._kernel_row(kernel, ours),
                 _within(self.steps, kernel["ts"]),
-            )  # the profiler's first step is in the trace too
+            )
             if row == UNKNOWN and counts:
                 unknown[kernel["name"]] += kernel["dur"]
             elif row == POINTWISE and counts:

@@ -1,4 +1,4 @@
-"""What the Triton implementations share: dtypes of their arithmetic, sizes of grids, the order of tiles."""
+"""What the Triton implementations share: dtypes of their arithmetic, grid sizes, the order of tiles."""
 
 from __future__ import annotations
 
@@ -21,9 +21,8 @@ def triton_wide(dtype: torch.dtype) -> tl.dtype:
 
 @triton.jit
 def uniform(n, INTERPRETED: tl.constexpr):
-    """An int32 that came from memory, in a way that tells ptxas that all threads of a warp have the same: what a
-    loop up to it counts then lies in uniform registers, which descriptors of tiles in shared memory have to come
-    from anyway."""
+    """An int32 loaded from memory, marked for ptxas as equal in all threads of a warp. A loop counter with this bound
+    is then kept in uniform registers, from which descriptors of tiles in shared memory have to come in any case."""
     if INTERPRETED:
         return n
     else:
@@ -34,15 +33,15 @@ def uniform(n, INTERPRETED: tl.constexpr):
 
 @triton.jit
 def grouped_order(at, M, tiles_n, GROUP: tl.constexpr, BM: tl.constexpr):
-    """Where the at-th tile lies, in tiles down and along: M rows in tiles of BM rows, tiles_n of them along. GROUP
-    of them down go together over all columns, so that what they read stays in the L2 cache."""
+    """The position of the at-th tile, in tiles down and across: M rows in tiles of BM rows, tiles_n tiles across. GROUP
+    rows of tiles are computed together over all columns, so that their operands stay in the L2 cache."""
     first = at // (GROUP * tiles_n) * GROUP
     together = tl.minimum(tl.cdiv(M, BM) - first, GROUP)
     return first + at % (GROUP * tiles_n) % together, at % (GROUP * tiles_n) // together
 
 
 def warps_for(block: int) -> int:
-    """Warps for rows of `block` elements: about 16 elements a thread."""
+    """Number of warps for rows of `block` elements: about 16 elements a thread."""
     return max(1, min(16, block // 512))
 
 

@@ -1,12 +1,12 @@
-"""Lazy tensors: what autograd carries in place of a tensor that is never in memory. The one op that reads it, a cast to
-FP8, makes quantized values of its source straight away.
+"""Lazy tensors: what autograd carries in place of a tensor that is never written to memory. The one op that reads it, a
+cast to FP8, computes quantized values directly from its source.
 
-A LazyTensor has a shape, a dtype, a device and a gradient function, and no memory. It goes through custom autograd
-Functions as their output, input or gradient; any op on its values raises LazyTensorRead, autograd's own addition of
-two gradients included. So whoever makes one asks the reader first (nn.linear: `takes_lazy`).
+A LazyTensor has a shape, a dtype, a device and a gradient function, but no memory. It passes through custom autograd
+Functions as their output, input or gradient. Any op on its values raises LazyTensorRead, including autograd's own
+addition of two gradients. So whoever creates one asks the reader first (nn.linear: `takes_lazy`).
 
 Sources are frozen dataclasses: ops.dense.norm.Normed, ops.dense.rope.RopeGrad, ops.experts.permute.Gathered. Those of
-ops.dense.activation need no lazy tensor: their reader is in the same op.
+ops.dense.activation need no lazy tensor, because they are read within the same op.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from torch.utils._pytree import tree_leaves
 
 
 class LazySource:
-    """A source: `x` has its dtype and lies on its device, and is of its shape where a kind does not say otherwise."""
+    """A source. `x` has its dtype, is on its device, and has its shape unless a subclass says otherwise."""
 
     x: Tensor
 
@@ -32,12 +32,12 @@ class LazySource:
         return self.x.device
 
     def tensor(self) -> Tensor:
-        """Make it."""
+        """Compute the tensor."""
         raise NotImplementedError
 
 
 class LazyTensorRead(RuntimeError):
-    """Somebody other than a cast read a lazy tensor."""
+    """Something other than a cast to FP8 read the values of a lazy tensor."""
 
 
 _LIKE: dict[Any, Any] = {torch.ops.aten.new_empty.default: torch.empty, torch.ops.aten.new_zeros.default: torch.zeros}
@@ -45,7 +45,7 @@ _LIKE: dict[Any, Any] = {torch.ops.aten.new_empty.default: torch.empty, torch.op
 
 
 class LazyTensor(Tensor):
-    """What `source` would make, without its values."""
+    """A tensor with the shape of what `source` would compute, without values."""
 
     source: LazySource
 
@@ -74,5 +74,5 @@ class LazyTensor(Tensor):
 
 
 def source_of(x: Any) -> Any:
-    """The source of a lazy tensor; anything else itself."""
+    """The source of a lazy tensor; any other argument is returned as it is."""
     return x.source if isinstance(x, LazyTensor) else x

@@ -44,17 +44,17 @@ EXTRA = "pip install 'phalanx[kernels]'"
 
 
 class BadImplementation(PhalanxError):
-    """An implementation of an op cannot be imported, or lacks what its reference has."""
+    """An implementation of an op cannot be imported, or lacks a member that its reference has."""
 
     exit_code = 2
 
 
 @dataclass(frozen=True)
 class Package:
-    """A package that an implementation needs.
+    """An optional package that an implementation needs.
 
-    version  the tested one, alone taken; None: any
-    module   what the kernel imports of it
+    version  the tested version; no other is used. None: any
+    module   the module that the kernel imports from it
     """
 
     name: str
@@ -70,7 +70,7 @@ class Implementation:
     device      of the tensors; "any": all that torch has; "meta": tensors without data, of which memory is counted
     capability  the least compute capability of a GPU, which is then an NVIDIA one
     dtypes      of the first tensor; None: all
-    fits        sizes of this call (those that the op's caller gives `choose`) -> whether it takes them; None: all
+    fits        sizes of this call (as the op's caller passes them to `choose`) -> whether it supports them; None: all
     shapes      the same in words, for people
     features    of those that a call may ask for, the ones that it has; None: all
     modes       values of train.kernels under which it is taken where it runs
@@ -106,14 +106,14 @@ class Implementation:
         return (self.dtypes is None or x.dtype in self.dtypes) and unusable(self, x.device.index or 0) is None
 
     def incapable(self, capability: tuple[int, int], nvidia: bool = True) -> str | None:
-        """Why a GPU cannot run it; None: it can."""
+        """Why a GPU cannot run it; None if it can."""
         if self.capability is None or (nvidia and capability >= self.capability):
             return None
         has, least = ".".join(map(str, capability)), ".".join(map(str, self.capability))
         return f"compute capability {has}, {least} or newer is needed" if nvidia else "not an NVIDIA GPU"
 
     def load(self) -> Any:
-        """The module or class with its functions."""
+        """The module or class that holds its functions."""
         return load(self.source)
 
     @property
@@ -128,8 +128,8 @@ class Implementation:
 
 
 def triton(source: str, **fields: Any) -> Implementation:
-    """A Triton implementation: on NVIDIA GPUs of compute capability 8.0 and newer, in Triton's interpreter where
-    train.kernels insists."""
+    """A Triton implementation: runs on NVIDIA GPUs of compute capability 8.0 and newer, and in Triton's interpreter
+    where train.kernels insists on it."""
     package = Package("triton", "triton")
     insisted: tuple[Kernels, ...] = ("triton", "optional")
     return Implementation("triton", source, "cuda", (8, 0), None, package, modes=("auto",), insisted=insisted, **fields)
@@ -137,7 +137,7 @@ def triton(source: str, **fields: Any) -> Implementation:
 
 @cache
 def load(source: str) -> Any:
-    """The module, or its member, at `module` or `module:NAME`."""
+    """The module at `module`, or its member at `module:NAME`."""
     module, _, name = source.partition(":")
     found = importlib.import_module(module)
     return getattr(found, name) if name else found
@@ -145,7 +145,7 @@ def load(source: str) -> Any:
 
 @cache
 def absent(package: Package) -> str | None:
-    """Why a package cannot be used, as far as can be known without importing it; None: it is here."""
+    """Why a package cannot be used, as far as is known without importing it; None if it is installed."""
     if package.version is None:
         return None if find_spec(package.module.partition(".")[0]) else f"{package.name} is not installed"
     try:
@@ -157,8 +157,8 @@ def absent(package: Package) -> str | None:
 
 @cache
 def unusable(made: Implementation, index: int = 0) -> str | None:
-    """Why an implementation does not run here, on GPU number `index` if it is for GPUs; None: it does. Imports a
-    package of a tested version, if all else is well."""
+    """Why an implementation does not run here (on GPU number `index` if it is for GPUs); None if it does. As the last
+    check, imports the package."""
     if made.capability is not None:
         why = made.incapable(torch.cuda.get_device_capability(index), torch.version.hip is None)
         if why is not None:
@@ -169,21 +169,21 @@ def unusable(made: Implementation, index: int = 0) -> str | None:
     if why is None and made.package.version is not None:
         try:
             importlib.import_module(made.package.module)
-        except Exception as error:  # a package that lies there broken (another CUDA, another Python) is as good as none
+        except Exception as error:  # built for another CUDA or Python: the same as missing
             why = f"{made.package.name} cannot be imported: {type(error).__name__}: {error}"
     return why
 
 
 @dataclass(frozen=True, eq=False)
 class Case:
-    """An example by which the tests compare implementations: output, and the gradient of each input.
+    """An example with which the tests compare implementations: the output, and the gradient of each input.
 
     call    (*inputs, kernels) -> a tensor, or several without gradients. Its inputs are drawn from a normal
             distribution
     shapes  of the inputs
-    params  which of them are parameters: their gradients are added to what is in `.grad`, in at least fp32
-    dtypes  of the inputs; the truth is the reference in float64 on the same values. None: those of the test
-    large   shapes of a real model: for GPUs alone
+    params  which inputs are parameters: their gradients are added to `.grad`, in at least fp32
+    dtypes  of the inputs. The truth is the reference in float64 on the same values. None: the tests choose
+    large   shapes of a real model: only for GPUs
     """
 
     name: str
@@ -203,7 +203,7 @@ class Op:
     definition       `module` or `module:NAME` of the definition in plain PyTorch, which runs everywhere
     members          what every implementation has: functions with the reference's signatures, sizes
     implementations  the others, the preferred one first
-    switches         names in train.plain_ops by which it runs plain; empty: its own
+    switches         names in train.plain_ops that make it run its reference; empty: its own name
     """
 
     name: str
@@ -220,13 +220,12 @@ class Op:
 
     @cached_property
     def candidates(self) -> tuple[Implementation, ...]:
-        """All implementations but the reference: those that were added (`implement`), the last one first, then its
-        own."""
+        """All implementations but the reference: first those added later (`implement`), newest first, then its own."""
         added = [made for name, made in registered(ADDED).items() if name.startswith(f"{self.name}/")]
         return (*reversed(added), *self.implementations)
 
     def choose(self, kernels: Kernels, x: Tensor, *sizes: Any) -> Any:
-        """What is to run on `x`: the module or class that has the op's members."""
+        """The implementation to run on `x`: the module or class that has the op's members."""
         found = self.fast(kernels, x, *sizes)
         return self.reference if found is None else found
 
@@ -238,7 +237,7 @@ class Op:
         return None
 
     def is_plain(self, plain_ops: Sequence[str]) -> bool:
-        """Whether train.plain_ops has it run its reference."""
+        """Whether train.plain_ops makes it run its reference."""
         return bool(plain_ops) and any(name in plain_ops for name in self.switches or (self.name,))
 
 
@@ -256,27 +255,27 @@ def loaded(op: Op, source: str) -> Any:
 
 
 def declare(op: Op) -> Op:
-    """Add an op of a package of one's own to the table."""
+    """Add an op of a package of your own to the table."""
     register(SEAM, op.name, op, op.definition)
     return op
 
 
 def implement(op: Op, made: Implementation) -> Implementation:
-    """Add an implementation to an op that somebody else declared. It is asked before the op's own."""
+    """Add an implementation to an op that is declared elsewhere. It is preferred to the op's own."""
     register(ADDED, f"{op.name}/{made.name}", made, made.source)
     op.__dict__.pop("candidates", None)
     return made
 
 
 def table() -> tuple[Op, ...]:
-    """All ops: ours, those that modules imported here declare, those of installed packages (entry points
+    """All ops: ours, those declared by modules imported so far, and those of installed packages (entry points
     `phalanx.op`)."""
     return tuple(find(SEAM, name, Op) for name in names(SEAM))
 
 
 def rows() -> list[tuple[str, str, str, str]]:
-    """For people: each op, what it computes, its implementations beside the reference and where they run, and what
-    names it in train.plain_ops."""
+    """For people: each op, what it computes, its implementations besides the reference and where they run, and its name
+    in train.plain_ops."""
     found = [("op", "computes", "implementations beside the reference", "in train.plain_ops")]
     for op in table():
         made = ". ".join(f"{made.name}: {made.where}" for made in op.implementations)
@@ -285,7 +284,7 @@ def rows() -> list[tuple[str, str, str, str]]:
 
 
 def switches() -> tuple[str, ...]:
-    """What train.plain_ops may name."""
+    """The names that train.plain_ops accepts."""
     return tuple(dict.fromkeys(name for op in table() for name in op.switches or (op.name,)))
 
 
@@ -305,7 +304,7 @@ def has_triton() -> bool:
 
 
 def runs_triton(device: torch.device) -> bool:
-    """Whether train.kernels=auto takes Triton implementations on a device."""
+    """Whether train.kernels=auto uses Triton implementations on a device."""
     return device.type == "cuda" and unusable(TRITON, device.index or 0) is None
 
 

@@ -1,6 +1,6 @@
 """AdamW with decoupled weight decay (Loshchilov & Hutter, 2019): its options, their rules, and its update.
 
-Torch is not imported here: a config is read without it.
+Torch is not imported here, so that a config can be read without it.
 """
 
 from __future__ import annotations
@@ -20,7 +20,8 @@ if TYPE_CHECKING:  # importing torch takes seconds
     from phalanx.ops.optimizer.shard import StateRange
 
 SLOWEST = 0.99
-"""Decay of a moment in bf16: half a step of its 8 bits is 2^-9 of it, so that slower ones would stand still."""
+"""Slowest decay of a moment in bf16. Half a step of its 8 bits is 2^-9 of its value, so slower moments would not
+change."""
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -38,7 +38,7 @@ def check_ranges(config: OptimConfig) -> list[Problem]:
 
 
 def check_own(config: OptimConfig, section: str) -> list[Problem]:
-    """What each optimizer has for itself, a fallback too."""
+    """Rules of each optimizer's own fields, also of a fallback."""
     found = within(section, config, "lr", "[0, inf)") + within(section, config, "weight_decay", "[0, inf)")
     found += [p if section == "optim" else _moved(p, section) for p in find_optimizer(config.name).check(config)]
     for pattern, scale in config.lr_scale.items():
@@ -48,13 +48,13 @@ def check_own(config: OptimConfig, section: str) -> list[Problem]:
 
 
 def _moved(found: Problem, section: str) -> Problem:
-    """A problem of an optimizer's own fields, which its check calls `optim.`, in another section."""
+    """A problem with an optimizer's own fields, which its check calls `optim.`, moved to another section."""
     because = {key.replace("optim.", f"{section}.", 1): value for key, value in found.because.items()}
     return replace(found, field=found.field.replace("optim.", f"{section}.", 1), because=because)
 
 
 SHARED = ("min_lr", "clip_grad", "schedule", "warmup_steps", "decay_steps", "wsd_decay_steps", "fallback")
-"""Fields of optim that hold for its fallback too."""
+"""Fields of optim that also apply to its fallback."""
 
 
 def check_fallback(config: OptimConfig) -> list[Problem]:
@@ -103,11 +103,11 @@ def check_schedule(config: OptimConfig, steps: int) -> list[Problem]:
 
 
 def check_rates(config: OptimConfig, steps: int) -> list[Problem]:
-    """What a schedule says of the first step after warm-up, of one in the middle and of the last."""
+    """Whether a schedule works: the rates of the first step after warm-up, of one in the middle and of the last."""
     for step in sorted({config.warmup_steps + 1, (config.warmup_steps + steps) // 2 + 1, steps}):
         try:
             rate = learning_rate(config, step, steps)
-        except Exception as error:  # of code that is not ours
+        except Exception as error:  # raised by code that is not ours
             said = f"raises {type(error).__name__}: {error}"
         else:
             if isinstance(rate, int | float) and math.isfinite(rate) and rate >= 0:

@@ -19,9 +19,9 @@ class OptimConfig:
     min_lr: float = 0.0
     """Learning rate at the end of the decay."""
     moments: Literal["master", "bf16", "fp8"] = "master"
-    """Dtype of the optimizer's moments: that of the masters (fp32); bf16, which takes half the memory and is rounded
-    at every step; or fp8, which takes a
-    quarter: E4M3, a power of two for every 32, Adam's second moment as its root, rounded up or down at random."""
+    """Dtype of the optimizer's moments: that of the masters (fp32); bf16, which takes half the memory and is rounded at
+    every step; or fp8, which takes a quarter: E4M3 with a power of two for every 32 elements, Adam's second moment as
+    its square root, stochastically rounded."""
     weight_decay: float = 0.1
     """Decoupled weight decay of matrices and embeddings; norms, biases and attention sinks have none."""
     clip_grad: float = 1.0
@@ -36,8 +36,8 @@ class OptimConfig:
     wsd_decay_steps: int | None = None
     """wsd only: length of the final decay; unset: a tenth of decay_steps."""
     lr_scale: dict[str, float] = field(default_factory=dict)
-    """Learning-rate factor for parameters whose name matches a glob, such as {"*embed_tokens*": 0.1}; the first
-    match counts."""
+    """Learning-rate factor for parameters whose name matches a glob, such as {"*embed_tokens*": 0.1}; the first match
+    counts."""
     fallback: OptimConfig | None = None
     """The optimizer of parameters that the one of optim.name does not take, such as norms and embeddings: its name
     (unset: adamw), lr, weight_decay, moments, lr_scale and own fields. Its rate follows the same schedule."""

@@ -1,7 +1,7 @@
-"""The Optimizer protocol: what a file must say to add an optimizer. Where weights and state lie, and how they are cut,
-is no concern of it (optim/sharded.py).
+"""The Optimizer protocol: what a file must define to add an optimizer. How weights and state are stored and sharded is
+not its concern (optim/sharded.py).
 
-Torch is not imported here: a config that names an optimizer is read without it.
+Torch is not imported here, so that a config that names an optimizer can be read without it.
 """
 
 from __future__ import annotations
@@ -31,13 +31,13 @@ SCHEDULE = "lr_schedule"
 
 @dataclass
 class ParamRange:
-    """Some elements of one group at an update: working copies (n,) in the master dtype, to be changed in place or
-    replaced.
+    """Some elements of one parameter group during an update: working copies (n,) in the master dtype, to be changed in
+    place or replaced.
 
     master          the weights; grad: their gradient, unscaled and clipped
-    state           the optimizer's own, by name; each is an attribute too: `p.momentum` is `p.state["momentum"]`
-    lr              learning rate of these elements, their factor (optim.lr_scale) included; weight_decay: theirs
-    step            () counts applied steps on the device, this one included
+    state           the optimizer's own, by name; each is also an attribute: `p.momentum` is `p.state["momentum"]`
+    lr              learning rate of these elements, including their factor (optim.lr_scale); weight_decay: theirs
+    step            () counts applied steps on the device, including this one
     """
 
     master: Tensor
@@ -64,8 +64,8 @@ class ParamRange:
 
 
 class WholeMatrix(ParamRange):
-    """As ParamRange, of one global matrix as a whole: master, grad and state are (rows, columns), in the orientation of
-    Hugging Face checkpoints (linears: outputs, inputs). A vector, where an optimizer takes any, is (n,)."""
+    """As ParamRange, for one whole global matrix: master, grad and state are (rows, columns), in the orientation of
+    Hugging Face checkpoints (linears: outputs, inputs). A vector, if an optimizer takes any, is (n,)."""
 
 
 RANGE_FIELDS = tuple(f.name for f in fields(ParamRange))
@@ -73,8 +73,8 @@ RANGE_FIELDS = tuple(f.name for f in fields(ParamRange))
 
 @dataclass(frozen=True)
 class StepScalars:
-    """Device scalars () of one update: `step` counts applied steps, this one included; gradients are to be multiplied
-    by `factor`; where `skip` is 1 only the gradients change."""
+    """Device scalars () of one update: `step` counts applied steps, including this one; gradients are to be multiplied
+    by `factor`; where `skip` is 1, only the gradients change."""
 
     step: Tensor
     factor: Tensor
@@ -82,13 +82,14 @@ class StepScalars:
 
 
 class Optimizer(ABC):
-    """How weights follow from gradients. Subclass it, and name it with `@optimizer("name")` or by `module:NAME`.
+    """How weights are updated from gradients. Subclass it, and refer to it by `@optimizer("name")` or by `module:NAME`.
 
-    Config      its fields in the `optim` section, beside the shared ones
-    owns        range: any run of elements can be updated alone, wherever it lies; matrix: it needs whole global
-                matrices, each of which one rank then updates (a WholeMatrix). Both work with layout.sharding 0 to 3
+    Config      its fields in the `optim` section, besides the shared ones
+    owns        range: any range of elements can be updated separately, wherever it is stored; matrix: it needs whole
+                global matrices, each of which one rank then updates (a WholeMatrix). Both work with layout.sharding 0
+                to 3
     roles       of the parameters that it takes (layout.param.Role); the others go to optim.fallback
-    state       what it remembers of each element, by name; memory, sharding and checkpoints follow
+    state       what it remembers for each element, by name; memory, sharding and checkpoints follow from it
     """
 
     Config: ClassVar[type[OptimConfig]] = OptimConfig
@@ -101,19 +102,20 @@ class Optimizer(ABC):
 
     @abstractmethod
     def update(self, p: Any) -> None:
-        """Change p.master and the state for one step: `p` is a ParamRange, or a WholeMatrix if it owns those. Of a
-        range element by element: which elements are in one, and how many, depends on the layout. The caller writes
-        nothing back where a step is skipped. Do not ask the device for values (`item`, `if tensor`): that makes the
-        host wait."""
+        """Change p.master and the state for one step. `p` is a ParamRange, or a WholeMatrix if the optimizer owns
+        those. Update a range element by element: which elements it has, and how many, depends on the layout. If a step
+        is skipped, the caller discards the result. Do not read values from the device (`item`, `if tensor`), because
+        that makes the host wait."""
 
     @classmethod
     def check(cls, config: Any) -> list[Problem]:
-        """What is wrong with the fields of `Config`."""
+        """Problems with the fields of `Config`."""
         return []
 
 
 class FusedOptimizer(Optimizer):
-    """An optimizer that also updates whole ranges in place, as its `update` does, in fewer passes over memory.
+    """An optimizer that can also update whole ranges in place, with the same result as its `update`, in fewer passes
+    over memory.
 
     op      its name in train.plain_ops
     """
@@ -131,7 +133,7 @@ T = TypeVar("T", bound=type[Optimizer])
 
 
 def optimizer(name: str) -> Callable[[T], T]:
-    """Name an Optimizer, so that `optim.name` may be that name wherever its module has been imported."""
+    """Name an Optimizer: `optim.name` may be that name wherever its module has been imported."""
 
     def named(cls: T) -> T:
         register(SEAM, name, cls)
@@ -141,7 +143,7 @@ def optimizer(name: str) -> Callable[[T], T]:
 
 
 def find_optimizer(name: str) -> type[Optimizer]:
-    """The optimizer that `optim.name` means. NotFound says what is wrong with it."""
+    """The optimizer that `optim.name` refers to. NotFound says what is wrong with it."""
     found: type[Optimizer] = find(SEAM, name, Optimizer)
     wrong = [problem for problem in _wrong_with(found) if problem]
     if wrong:
@@ -171,13 +173,13 @@ def _wrong_with(cls: type[Optimizer]) -> list[str]:
 
 
 def optimizers_of(config: OptimConfig) -> tuple[Optimizer, ...]:
-    """The optimizer of a config and, where that leaves any role, its fallback."""
+    """The optimizer of a config and, if that leaves any role, its fallback."""
     found = find_optimizer(config.name)(config)
     return (found,) if config.fallback is None else (found, find_optimizer(config.fallback.name)(config.fallback))
 
 
 def updater_of(config: OptimConfig) -> Callable[[ParamSpec], Updater]:
-    """Which of these a parameter goes to, by its role. ConfigError if roles are left."""
+    """Which of these updates a parameter, by its role. ConfigError if a role is left."""
     left = roles_left(config)
     if left:
         raise ConfigError(left)
@@ -202,7 +204,7 @@ def roles_left(config: OptimConfig) -> list[Problem]:
 
 
 def completed(config: OptimConfig) -> OptimConfig:
-    """As base.registry.completed, of the `optim` section; with a fallback where the optimizer leaves any role."""
+    """As base.registry.completed, for the `optim` section; with a fallback if the optimizer leaves any role."""
     config = registry.completed("optim", config, OptimConfig, find_optimizer)
     given = config.fallback
     if given is None and set(find_optimizer(config.name).roles) < set(ROLES):

@@ -1,4 +1,4 @@
-"""Dynamic loss scaling for fp16 as a few device scalars: nothing of it is read by the host inside a step."""
+"""Dynamic loss scaling for fp16 with a few device scalars, none of which the host reads during a step."""
 
 from __future__ import annotations
 
@@ -45,7 +45,7 @@ class LossScaler:
         self.left.copy_(torch.where(halve | grow, float(self.hysteresis), left))
 
     def reset(self) -> None:
-        """Begin anew."""
+        """Back to the initial state."""
         self.scale.fill_(self.first)
         self.good.zero_()
         self.left.fill_(float(self.hysteresis))

@@ -1,6 +1,6 @@
-"""Learning rates as pure functions of the step: linear warm-up, which all schedules share, and what comes after it.
+"""Learning rates as pure functions of the step: linear warm-up, which all schedules share, and what follows it.
 
-Torch is not imported here: a config that names a schedule is read without it.
+Torch is not imported here, so that a config that names a schedule can be read without it.
 """
 
 from __future__ import annotations
@@ -21,8 +21,8 @@ READABLE: tuple[Read, ...] = ("min_lr", "decay_steps", "wsd_decay_steps")
 
 @dataclass(frozen=True)
 class LRPoint:
-    """A step after warm-up. step: 1 is the run's first, so it is > config.warmup_steps; end: at which the decay ends
-    (optim.decay_steps, else the run's last)."""
+    """A step after warm-up. step: counted from 1, so it is > config.warmup_steps; end: the step at which the decay ends
+    (optim.decay_steps, or else the run's last)."""
 
     config: OptimConfig
     step: int
@@ -30,26 +30,26 @@ class LRPoint:
 
     @property
     def done(self) -> float:
-        """Of the way from the end of warm-up to `end`, from 0 to 1."""
+        """Progress from the end of warm-up to `end`, from 0 to 1."""
         warmup = self.config.warmup_steps
         return min(1.0, (self.step - warmup) / max(1, self.end - warmup))
 
     def decayed(self, done: float) -> float:
-        """The rate at this part of the way in a straight line from lr to min_lr."""
+        """The rate at this progress along a straight line from lr to min_lr."""
         return self.config.lr + (self.config.min_lr - self.config.lr) * done
 
 
 @dataclass(frozen=True)
 class LRSchedule:
-    """Learning rates after warm-up. reads: which of READABLE it does; the others are refused with it."""
+    """Learning rates after warm-up. reads: which fields of READABLE it uses; the others are refused with it."""
 
     rate: Callable[[LRPoint], float]
     reads: tuple[Read, ...] = ()
 
 
 def lr_schedule(name: str, reads: tuple[Read, ...] = ()) -> Callable[[Callable[[LRPoint], float]], LRSchedule]:
-    """Make a learning-rate schedule of a function, so that `optim.schedule` may be this name wherever its module has
-    been imported, and `module:FUNCTION` anywhere."""
+    """Make a learning-rate schedule from a function: `optim.schedule` may be this name wherever its module has been
+    imported, and `module:FUNCTION` anywhere."""
 
     def named(rate: Callable[[LRPoint], float]) -> LRSchedule:
         made = LRSchedule(rate, reads)
@@ -89,7 +89,7 @@ def wsd(at: LRPoint) -> float:
 
 
 def find_schedule(name: str) -> LRSchedule:
-    """The schedule that `optim.schedule` means. NotFound says what is wrong with it."""
+    """The schedule that `optim.schedule` refers to. NotFound says what is wrong with it."""
     found = find(SEAM, name)
     if not isinstance(found, LRSchedule):
         raise NotFound("is no learning-rate schedule: put @px.lr_schedule(NAME) above its function")
@@ -100,8 +100,8 @@ def learning_rate(config: OptimConfig, step: int, total_steps: int) -> float:
     """The rate of step 1, 2, ...: linear warm-up from 0 to lr over warmup_steps, then the schedule down to min_lr at
     decay_steps.
 
-    The first step after warm-up's last has reached lr; step decay_steps and later have min_lr (constant and
-    inverse_sqrt: no end).
+    The last warm-up step has the rate lr; step decay_steps and later steps have min_lr (constant and inverse_sqrt: no
+    end).
     """
     if step <= config.warmup_steps:
         return config.lr * step / config.warmup_steps

@@ -1,5 +1,5 @@
-"""An optimizer over the shards of flat buckets: groups by weight decay and learning-rate factor, state beside the
-masters, steps that are skipped on the device."""
+"""An optimizer over the shards of flat buckets: groups by weight decay and learning-rate factor, state stored beside
+the masters, steps skipped on the device."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ from phalanx.optim.optimizer import (
     optimizers_of,
 )
 
-CHUNK = 1 << 22  # elements that an update without a fused form works on at once; whole blocks of FP8 moments
+CHUNK = 1 << 22  # elements per call of an update without a fused form; a multiple of the blocks of FP8 moments
 
 
 def group_of(piece: Piece, config: OptimConfig) -> tuple[float, float]:
@@ -37,8 +37,8 @@ def group_of(piece: Piece, config: OptimConfig) -> tuple[float, float]:
 
 
 def group_ranges(bucket: Bucket, lo: int, hi: int, config: OptimConfig) -> list[tuple[int, int, tuple[float, float]]]:
-    """Runs (start, stop, group) of the bucket's elements lo..hi, neighbours of one group merged. Padding goes with
-    what is before it."""
+    """Ranges (start, stop, group) of the bucket's elements lo..hi, with neighbours of one group merged. Padding joins
+    the range before it."""
     found: list[tuple[int, int, tuple[float, float]]] = []
     starts = sorted(
         (slot.offset + piece.first(slot.spec.shape), group_of(piece, config))
@@ -58,18 +58,18 @@ def group_ranges(bucket: Bucket, lo: int, hi: int, config: OptimConfig) -> list[
 
 
 def moment_dtype(config: OptimConfig) -> torch.dtype | None:
-    """None: that of the masters."""
+    """The dtype of moments; None: that of the masters."""
     return {"bf16": torch.bfloat16, "fp8": torch.float8_e4m3fn}.get(config.moments)
 
 
 def state_bytes(config: OptimConfig, master: int) -> list[float]:
-    """Of the whole state of one element, beside a master of so many bytes: of the optimizer, and of its fallback."""
+    """Bytes of an element's whole state, with masters of `master` bytes: of the optimizer, and of its fallback."""
     moments = {"bf16": 2.0, "fp8": 1.0 + 1.0 / BLOCK}
     return [len(o.state) * moments.get(o.config.moments, float(master)) for o in optimizers_of(config)]
 
 
 class UpdateRule:
-    """One optimizer over the shards that it takes. rate: its learning rate over that of the step."""
+    """One optimizer and the shards that it updates. rate: its learning rate relative to that of the step."""
 
     def __init__(self, optimizer: Optimizer, shards: list[Shard], rate: float, kernels: Kernels):
         self.optimizer, self.rate, self.kernels = optimizer, rate, kernels
@@ -91,8 +91,8 @@ class UpdateRule:
 
 
 class ShardedOptimizer:
-    """The optimizer of one rank, and its fallback: `optimizers`, each with its shards. `step` () counts applied steps
-    on the device: a skipped step does not advance it."""
+    """The optimizer of one rank and its fallback: `optimizers`, each with its shards. `step` () counts applied steps on
+    the device; a skipped step does not advance it."""
 
     def __init__(
         self,
@@ -100,7 +100,7 @@ class ShardedOptimizer:
         device: torch.device,
         kernels_for: Callable[[str], Kernels] = lambda op: "auto",
     ):
-        """kernels_for: of a fused op (FusedOptimizer.op)."""
+        """kernels_for: the kernels of a fused op (FusedOptimizer.op)."""
         self.config: OptimConfig = optimizers[0][0].config
         self.shards = [shard for _, shards in optimizers for shard in shards]
         self.step = torch.zeros((), dtype=torch.float32, device=device)
@@ -116,14 +116,14 @@ class ShardedOptimizer:
 
     @property
     def kinds(self) -> tuple[str, ...]:
-        """What there is of elements: their masters, then the state of each optimizer."""
+        """What is stored for each element: its master, then the state of each optimizer."""
         return tuple(dict.fromkeys((MASTER, *(name for rule in self.rules for name in rule.optimizer.state))))
 
     @torch.no_grad()
     def update(self, lr: float, skip: Tensor, factor: Tensor | None = None) -> None:
         """Update masters and weights from the shards' gradients times `factor` (), and set the gradients to zero.
 
-        Where `skip` () is 1 nothing else changes, the count of steps included.
+        Where `skip` () is 1, nothing else changes, including the count of steps.
         """
         factor = torch.ones_like(skip) if factor is None else factor
         self.step.add_(1.0 - skip)
@@ -133,20 +133,20 @@ class ShardedOptimizer:
 
 
 def rate_of(config: OptimConfig, own: OptimConfig) -> float:
-    """The learning rate of one of a config's optimizers over the step's, which is that of optim.name."""
+    """The learning rate of one of a config's optimizers relative to the step's, which is that of optim.name."""
     return 1.0 if own is config or own.lr == config.lr else own.lr / config.lr
 
 
 def update_in_chunks(
     optimizer: Optimizer, ranges: list[StateRange], lr: float, weight_decay: float, scalars: StepScalars
 ) -> None:
-    """One step of an optimizer's `update` on bounded ranges."""
+    """One step of an optimizer's `update` on ranges of limited size."""
     for stored in (r[a : a + CHUNK] for r in ranges for a in range(0, len(r.master), CHUNK)):
         update_copies(optimizer, ParamRange, stored, stored.master.shape, (lr, weight_decay), scalars)
 
 
 def update_matrices(optimizer: Optimizer, shard: Shard, lr: float, scalars: StepScalars) -> None:
-    """One step of an optimizer's `update` on the whole matrices of a home, their way there and back included."""
+    """One step of an optimizer's `update` on the whole matrices of a home, including their way there and back."""
     if shard.home is None:
         raise TypeError("whole matrices need a home")
     shard.home.bring_gradients()
@@ -166,8 +166,8 @@ def update_copies(
     rates: tuple[float, float],
     scalars: StepScalars,
 ) -> None:
-    """One step of an optimizer's `update` on working copies of `shape`, written back where the step is not skipped;
-    what is stored beyond these elements is padding. rates: learning rate and weight decay."""
+    """One step of an optimizer's `update` on working copies of `shape`, written back unless the step is skipped. Stored
+    elements beyond these are padding. rates: learning rate and weight decay."""
     skipped, dtype, numel = scalars.skip.bool(), stored.master.dtype, prod(shape)
     before = {name: widened(kept, dtype) for name, kept in stored.state.items()}
     p = made(

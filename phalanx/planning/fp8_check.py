@@ -1,5 +1,5 @@
-"""Rules of train.fp8: what the device has, what the sizes of the linears allow, and keys that would contradict each
-other."""
+"""Rules of train.fp8: what the device supports, which sizes of linears a recipe can take, and keys that would
+contradict each other."""
 
 from __future__ import annotations
 
@@ -28,8 +28,8 @@ CAPABILITY = {
 
 
 def check_fp8(run: Run, capability: tuple[int, int] | None, device: str, sound: bool) -> list[Problem]:
-    """`capability`: of the GPUs, None where recipes are emulated anyway. `sound`: the model and the layout have no
-    problem of their own."""
+    """`capability`: of the GPUs; None where recipes are emulated anyway. `sound`: neither the model nor the layout has
+    a problem of its own."""
     c = run.train.fp8
     if c is None:
         return []
@@ -60,7 +60,7 @@ def check_fp8(run: Run, capability: tuple[int, int] | None, device: str, sound: 
 
 
 def check_moments(run: Run, capability: tuple[int, int] | None, device: str) -> list[Problem]:
-    """Codes of moments are made by the GPU."""
+    """FP8 moments need a GPU that can convert to FP8."""
     if run.optim.moments != "fp8" or capability is None or capability >= (8, 9):
         return []
     rule = "fp8 needs an NVIDIA GPU of compute capability 8.9"
@@ -77,7 +77,7 @@ def check_moments(run: Run, capability: tuple[int, int] | None, device: str) -> 
 
 
 def check_linears(run: Run) -> list[Problem]:
-    """There is something to do, every glob fits something, and no block of a scale is cut by a size."""
+    """Some linear uses the recipe, every glob matches something, and no scaling block is split by a size."""
     c, fp8 = run.train.fp8, fp8_linears(run)
     if c is None or fp8 is None:
         return []
@@ -109,7 +109,7 @@ def check_sizes(run: Run, linears: tuple[tuple[tuple[str, ...], tuple[int, int]]
     c, t, tp = run.train.fp8, run.train, run.layout.tp
     unit = RECIPES[c.recipe].unit  # type: ignore[union-attr]
     found = []
-    parts = tp * (2 * run.layout.cp if run.layout.cp > 1 else 1)  # each rank of cp has two runs of a sequence
+    parts = tp * (2 * run.layout.cp if run.layout.cp > 1 else 1)  # with cp, each rank holds two chunks of a sequence
     if t.micro_batch * t.seq_length % (unit * parts):
         because = {
             f"{AT}.recipe": c.recipe,  # type: ignore[union-attr]
@@ -139,8 +139,8 @@ def check_sizes(run: Run, linears: tuple[tuple[tuple[str, ...], tuple[int, int]]
 def local_shapes(
     key: str, model: ModelConfig, cuts: tuple[int, int], fp8: Fp8Linears
 ) -> tuple[tuple[tuple[str, ...], tuple[int, int]], ...]:
-    """Names of the global matrices and (out, in) of each linear in low precision, of experts those of one: on the
-    first and the last rank of each of the `cuts`, tp and etp."""
+    """Names of the global matrices and (out, in) of each quantized linear on the first and the last rank of each of the
+    `cuts`, tp and etp; for experts, those of one expert."""
     found: dict[tuple[tuple[str, ...], tuple[int, int]], None] = {}
     for grid, dims in ((Grid(tp=cuts[0]), 2), (Grid(dp=cuts[1], etp=cuts[1]), 3)):
         for rank in {0, grid.world - 1}:

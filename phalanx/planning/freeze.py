@@ -1,5 +1,5 @@
-"""Rules of train.freeze: every glob names something, what is stored as one matrix is frozen as one, and something is
-left to train."""
+"""Rules of train.freeze: every glob matches something, tensors stored as one matrix are frozen together, and something
+is left to train."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from phalanx.planning.plan import make_blocks, num_blocks
 
 
 def check_freeze(run: Run) -> list[Problem]:
-    """Of a run whose model has no problem of its own."""
+    """For a run whose model has no problem of its own."""
     globs = run.train.freeze
     if not globs:
         return []
@@ -56,6 +56,6 @@ def fits(name: str, globs: list[str]) -> bool:
 
 @lru_cache(maxsize=8)
 def stored_together(key: str, model: ModelConfig) -> tuple[tuple[str, ...], ...]:
-    """Names of the global tensors of each parameter that a Hugging Face checkpoint has."""
+    """For each parameter, the names of the global tensors that it holds, as in a Hugging Face checkpoint."""
     specs = {id(p): p.spec for block in make_blocks(model, Env(), range(num_blocks(model))) for p in block.parameters()}
     return tuple(tuple(piece.name for piece in spec.pieces) for spec in specs.values() if spec.exported)

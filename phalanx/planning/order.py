@@ -1,4 +1,4 @@
-"""How the global batch grows and which samples each step takes: pure functions of the consumed samples."""
+"""How the global batch grows and which samples each step takes, as pure functions of the number of consumed samples."""
 
 from __future__ import annotations
 
@@ -9,8 +9,8 @@ from phalanx.data.loader import Loader, Work, micro_batch_samples
 
 
 def global_batch_at(run: Run, consumed: int) -> int:
-    """Sequences of the step that starts after `consumed` samples: equal increments over the ramp's samples, then
-    global_batch."""
+    """Sequences in the step that starts after `consumed` samples: grows in equal increments during the ramp, then stays
+    at global_batch."""
     train, ramp = run.train, run.train.rampup
     if ramp is None or consumed >= ramp.samples:
         return train.global_batch
@@ -19,7 +19,8 @@ def global_batch_at(run: Run, consumed: int) -> int:
 
 
 def total_samples(run: Run, consumed: int = 0, step: int = 0, stop: int | None = None) -> int:
-    """Consumed samples after step `stop` (by default the last) of a run that stands at `step` with `consumed`."""
+    """Samples consumed by the end of step `stop` (default: the last step) in a run that has finished `step` steps and
+    consumed `consumed` samples."""
     ramp, stop = run.train.rampup, run.train.last_step if stop is None else stop
     while ramp is not None and step < stop and consumed < ramp.samples:
         consumed += global_batch_at(run, consumed)
@@ -28,18 +29,18 @@ def total_samples(run: Run, consumed: int = 0, step: int = 0, stop: int | None =
 
 
 def eval_samples(run: Run, loader: Loader) -> int:
-    """Samples of one evaluation of a validation set: a set with fewer than train.eval_samples is read once."""
+    """Samples in one evaluation of a validation set. A set with fewer than train.eval_samples is read once."""
     return min(run.train.eval_samples, loader.num_samples or run.train.eval_samples)
 
 
 def work_of(run: Run, loader: Loader) -> Work | None:
-    """What the micro-batches of a step are spread over data-parallel ranks by; None: they go in the order of their
+    """What the micro-batches of a step are balanced by over data-parallel ranks; None: they keep the order of their
     samples."""
     return loader.pairs if run.layout.cp_degree == "dynamic" else None
 
 
 def micro_batches(run: Run, loader: Loader, consumed: int, step: int, dp: int, dp_rank: int) -> Iterator[list[int]]:
-    """The sample numbers of every micro-batch of this data-parallel rank, from `step` to the end of the run."""
+    """Sample numbers of every micro-batch of this data-parallel rank, from `step` to the end of the run."""
     for _ in range(step, run.train.last_step):
         batch = global_batch_at(run, consumed)
         yield from micro_batch_samples(consumed, batch, run.train.micro_batch, dp, dp_rank, work_of(run, loader))

@@ -1,5 +1,5 @@
-"""plan_of: everything a run decides before any process group exists: grid, stages, segments, schedule, buckets; on a
-laptop for any world."""
+"""plan_of: everything a run decides before any process group exists (grid, stages, segments, schedule, buckets),
+computed on a laptop for any world size."""
 
 from __future__ import annotations
 
@@ -41,7 +41,8 @@ from phalanx.sequence.streams import HIDDEN, Border, StreamSpec, checked
 
 
 def make_blocks(model: ModelConfig, env: Env, which: Sequence[int]) -> list[Block]:
-    """Blocks with these numbers on the meta device. Made together, so that those which share a weight have it once."""
+    """The blocks with these numbers on the meta device. They are built together, so that blocks which share a weight
+    hold it once."""
     makers = family_of(model).blocks(model, env)
     made: list[Block] = []
     parameters: dict[str, Parameter] = {}
@@ -53,16 +54,16 @@ def make_blocks(model: ModelConfig, env: Env, which: Sequence[int]) -> list[Bloc
 
 
 def num_blocks(model: ModelConfig) -> int:
-    """Embedding, layers, what predicts tokens further ahead (if anything), head."""
+    """Embedding, layers, multi-token prediction (if any), head."""
     return model.num_hidden_layers + 2 + (model.predict_layers > 0)
 
 
 def fp8_linears(run: Run) -> Fp8Linears | None:
-    """Which linears of a run use train.fp8's recipe."""
+    """Which linears of a run use the recipe of train.fp8."""
     c, layers = run.train.fp8, run.model.num_hidden_layers
     if c is None:
         return None
-    kept = run.layout.sharding > 0  # at level 0 anybody's optimizer may update the weights themselves
+    kept = run.layout.sharding > 0  # without ZeRO, any rank's optimizer may update the weights themselves
     return Fp8Linears(
         RECIPES[c.recipe], range(c.end_layers, layers - c.end_layers), tuple(c.exclude), c.accumulate, kept
     )
@@ -76,7 +77,7 @@ def _fp8_names(key: str, model: ModelConfig, fp8: Fp8Linears) -> tuple[str, ...]
 
 
 def fp8_names(run: Run) -> tuple[str, ...]:
-    """Names of all linears of the model that use train.fp8's recipe, in order."""
+    """Names of all linears of the model that use the recipe of train.fp8, in order."""
     fp8 = fp8_linears(run)
     return () if fp8 is None else _fp8_names(repr(run.model), run.model, fp8)
 
@@ -98,9 +99,9 @@ def grid_of(run: Run, world: int) -> Grid:
 
 @dataclass(frozen=True)
 class BlockFacts:
-    """Of one whole, uncut block: number of parameters, those of its experts among them, forward FLOPs per token, and
-    of these those of heads, and those that remain without attention over other tokens; the streams that it is given and
-    those that go on from it."""
+    """Facts about one whole, unsharded block: its parameters, how many of them belong to experts, forward FLOPs per
+    token, the FLOPs of heads among them, the FLOPs without attention to other tokens, and the streams that it takes and
+    passes on."""
 
     name: str
     numel: int
@@ -114,7 +115,7 @@ class BlockFacts:
 
 @lru_cache(maxsize=8)
 def model_facts(model_key: str, model: ModelConfig, seq_length: int) -> tuple[BlockFacts, ...]:
-    """Facts of the model's blocks, read from the real modules on the meta device. A tied head counts its FLOPs, not
+    """Facts about the model's blocks, read from the real modules on the meta device. A tied head counts its FLOPs, not
     its weights."""
     blocks = make_blocks(model, Env(), range(num_blocks(model)))
     seen: set[int] = set()
@@ -133,7 +134,7 @@ def model_facts(model_key: str, model: ModelConfig, seq_length: int) -> tuple[Bl
 
 
 def exported_shapes(model: ModelConfig) -> dict[str, tuple[int, ...]]:
-    """Names and shapes of the tensors that a Hugging Face checkpoint of this model has."""
+    """Names and shapes of the tensors in a Hugging Face checkpoint of this model."""
     specs = [p.spec for block in make_blocks(model, Env(), range(num_blocks(model))) for p in block.parameters()]
     return {piece.name: piece.shape for spec in specs if spec.exported for piece in spec.pieces}
 
@@ -144,11 +145,11 @@ def global_numel(spec: ParamSpec) -> int:
 
 @dataclass(frozen=True)
 class RankPlan:
-    """What the blocks of one pipeline rank (at tp rank 0) decide, as values.
+    """What the blocks of one pipeline rank (at tp rank 0) determine, as values.
 
     buckets    its flat buffers
-    quantized  weights in low precision, each use of them once: how they are quantized, and their spec
-    early      (stage, segment) pairs whose forward adds to gradients, as a head's does
+    quantized  each quantized weight, once for each use: how it is quantized, and its spec
+    early      (stage, segment) pairs that add to gradients already in forward, as a head does
     """
 
     buckets: tuple[Bucket, ...]
@@ -158,8 +159,8 @@ class RankPlan:
 
 @dataclass(frozen=True)
 class Plan:
-    """The decisions of a run. `stages[s]` are block numbers, `segments[s]` groups of them that share a bucket.
-    `again[b]` names the ops (nn.recompute.OPS) of block b that are recomputed in backward."""
+    """The decisions of a run. `stages[s]` are block numbers; `segments[s]` groups the blocks of a stage, one group for
+    each bucket. `recomputed[b]` names the ops (nn.recompute.OPS) of block b that run again in backward."""
 
     run: Run
     grid: Grid
@@ -182,7 +183,7 @@ class Plan:
         return Sharding.of(self.run.layout, self.run.train.deterministic)
 
     def flow(self, bucket: Bucket) -> Flow:
-        """What the schedule must do with a bucket."""
+        """What the schedule must do for a bucket."""
         cut = self.sharding.cut(bucket, self.grid)
         return Flow(gathers=cut.cuts_weights, opens=cut.cuts_gradients, closes=cut.cuts_gradients or cut.chained)
 
@@ -195,21 +196,20 @@ class Plan:
 
     @property
     def leaves(self) -> int:
-        """train.deterministic: most micro-batches of a step on a rank, whose gradients are added up in a tree. Else
-        0."""
+        """train.deterministic: the largest number of micro-batches whose gradients one rank sums in a tree during a
+        step. Otherwise 0."""
         return self.num_micro_batches(self.run.train.global_batch) if self.run.train.deterministic else 0
 
     @property
     def sources(self) -> int:
-        """train.deterministic: of how many micro-batches the tokens are that experts of a rank compute at once. Else
-        0."""
+        """train.deterministic: how many micro-batches' tokens the experts of a rank process at once. Otherwise 0."""
         grid = self.grid
         return max(1, grid.ep * grid.etp // (grid.tp * grid.cp)) if self.run.train.deterministic else 0
 
     @property
     def loss_seed(self) -> bool:
-        """Whether heads make their gradients in forward. In a tree over micro-batches only one may be under way,
-        whatever the schedule is."""
+        """Whether heads compute their gradients in forward. With a tree over micro-batches (train.deterministic) they
+        do not, whatever the schedule, because only one may be under way."""
         return not self.run.train.deterministic
 
     def schedule(self, num_micro_batches: int, backward: bool = True) -> Schedule:
@@ -225,7 +225,7 @@ class Plan:
 
     @cached_property
     def offloaded(self) -> frozenset[int]:
-        """Blocks whose activations wait on the host: the first layers of each stage."""
+        """Blocks whose activations are offloaded to the host: the first layers of each stage."""
         layers = range(1, self.run.model.num_hidden_layers + 1)
         return frozenset(
             b for stage in self.stages for b in [b for b in stage if b in layers][: self.run.train.offload_layers]
@@ -233,7 +233,7 @@ class Plan:
 
     @property
     def offloaded_segments(self) -> frozenset[tuple[int, int]]:
-        """(stage, segment) pairs with such blocks."""
+        """(stage, segment) pairs that contain such blocks."""
         return frozenset(
             (s, n)
             for s, stage in enumerate(self.segments)
@@ -242,13 +242,13 @@ class Plan:
         )
 
     def border(self, block: int) -> Border:
-        """The streams that a block is given."""
+        """The streams that a block takes."""
         compute = precision(self.run.train.precision).compute
         return tuple(spec.of(compute) for spec in self.facts[block].given)
 
     @cached_property
     def borders(self) -> dict[tuple[int, int], Border]:
-        """The streams that the first block of each (stage, segment) is given."""
+        """The streams that the first block of each (stage, segment) takes."""
         return {
             (stage, number): self.border(segment.start)
             for stage, segments in enumerate(self.segments)
@@ -257,28 +257,28 @@ class Plan:
 
     @property
     def exchange_bytes(self) -> int:
-        """Of a micro-batch's activations between blocks, gathered over tp."""
+        """Bytes of a micro-batch's activations between blocks, gathered over tp."""
         train = self.run.train
         return self.most_tokens * self.run.model.hidden_size * precision(train.precision).compute.itemsize
 
     @property
     def most_tokens(self) -> int:
-        """Of a micro-batch, on the ranks that have the largest part of it."""
+        """Tokens of a micro-batch on the ranks that hold its largest shard."""
         return self.run.train.micro_batch * SequenceShard(0, self.grid.cp).most(self.run.train.seq_length)
 
     @cached_property
     def experts(self) -> ExpertsPlan:
-        """How tokens get to their experts."""
+        """How tokens travel to their experts."""
         return experts_plan(self.run, self.grid, self.most_tokens, self.exchange_bytes)
 
     def by_all_to_all(self) -> Plan:
-        """The same with tokens going to their experts by all-to-all."""
+        """The same plan, with tokens sent to their experts by all-to-all."""
         changed = replace(self.run.layout, dispatch="alltoall", expert_room=default_of(LayoutConfig, "expert_room"))
         return replace(self, run=replace(self.run, layout=changed))
 
     @property
     def cp_attention(self) -> Form:
-        """How keys and values travel over cp."""
+        """How keys and values are exchanged over cp."""
         chosen = self.run.layout.cp_attention
         if chosen == "auto":
             one_by_one = (not self.run.data.inside_documents or self.grid.dynamic) and not getattr(
@@ -289,13 +289,13 @@ class Plan:
 
     @property
     def buckets_come_and_go(self) -> bool:
-        """Whether weights or gradients are whole only while they are needed."""
+        """Whether weights or gradients are whole only while they are needed (ZeRO-2 and ZeRO-3)."""
         axes: tuple[SumAxis, ...] = ("dp", "edp") if self.run.model.routed_experts else ("dp",)
         return self.sharding.level >= 2 and any(self.sharding.group_size(axis, self.grid) > 1 for axis in axes)
 
     @property
     def mtp_stage(self) -> int | None:
-        """The pipeline rank that predicts tokens further ahead, with the block before the last."""
+        """The pipeline rank that runs multi-token prediction: the one with the last block but one. None without it."""
         if not self.run.model.predict_layers:
             return None
         return next(rank for stage, rank in zip(self.stages, self.stage_rank) if len(self.facts) - 2 in stage)
@@ -326,15 +326,15 @@ class Plan:
         )
 
     def make_blocks(self, env: Env, numbers: Sequence[int]) -> list[Block]:
-        """Blocks with these numbers on the meta device, which know what to recompute in backward."""
+        """The blocks with these numbers on the meta device; each knows what it recomputes in backward."""
         blocks = make_blocks(self.run.model, env, numbers)
         for block, number in zip(blocks, numbers):
             block.recomputed, block.offloaded = self.recomputed[number], number in self.offloaded
         return blocks
 
     def blocks_of(self, at: Coords, axes: ModelAxes | None = None) -> dict[tuple[int, int], list[Block]]:
-        """The blocks of one rank on the meta device, by (stage, segment). Made together, so that those which share a
-        weight have it once."""
+        """The blocks of one rank on the meta device, by (stage, segment). They are built together, so that blocks which
+        share a weight hold it once."""
         numbers = [b for stage in self.stages_of(at.pp) for b in self.stages[stage]]
         blocks = dict(zip(numbers, self.make_blocks(self.env(at, axes), numbers)))
         return {
@@ -344,14 +344,15 @@ class Plan:
         }
 
     def buckets_of(self, blocks: dict[tuple[int, int], list[Block]]) -> tuple[list[Bucket], list[Parameter]]:
-        """Buckets of a rank with these blocks, and its parameters in the order that the buckets' slots count them."""
+        """The buckets of a rank with these blocks, and its parameters in the order in which the slots of buckets number
+        them."""
         params, users = users_of(blocks)
         specs = [(p.spec, u) for p, u in zip(params, users)]
         return make_buckets(specs, self.grid, updater_of(self.run.optim)), params
 
     def matrices_of(self, pp: int) -> dict[int, list[ParamSpec]]:
-        """The whole matrices of a pipeline rank's stages that each optimizer (layout.buckets.Updater) needs whole, in
-        an order that is the same on all ranks of the stage."""
+        """The matrices of a pipeline rank's stages that each optimizer (layout.buckets.Updater) needs whole, in an
+        order that is the same on all ranks of a stage."""
         takers = [number for number, each in enumerate(optimizers_of(self.run.optim)) if each.owns == "matrix"]
         if not takers:
             return {}
@@ -364,7 +365,7 @@ class Plan:
 
     @cached_property
     def ranks(self) -> tuple[RankPlan, ...]:
-        """Of every pipeline rank: the one place where blocks are made to decide something."""
+        """One plan for each pipeline rank. This is the only place where blocks are built to decide something."""
         return tuple(self._rank_plan(self.blocks_of(Coords(pp=pp))) for pp in range(self.grid.pp))
 
     def _rank_plan(self, blocks: dict[tuple[int, int], list[Block]]) -> RankPlan:
@@ -375,7 +376,7 @@ class Plan:
         return RankPlan(tuple(buckets), quantized, early)
 
     def replicas(self, tp: int) -> set[Replica]:
-        """Every replica axis of all pipeline ranks with this tp coordinate."""
+        """Every axis over which a parameter is replicated, over all pipeline ranks with this tp coordinate."""
         blocks = (
             b
             for pp in range(self.grid.pp)
@@ -394,12 +395,12 @@ class Plan:
 
     @property
     def fixed_slots(self) -> bool:
-        """Whether buckets that come and go always come to the same place, as CUDA graphs need it."""
+        """Whether buckets that are fetched and freed always use the same memory slot, as CUDA graphs require."""
         return self.buckets_come_and_go and self.run.train.cuda_graphs == "on"
 
     @cached_property
     def slots(self) -> tuple[MemorySlots, ...]:
-        """With fixed places, those of each pipeline rank: they do for steps of every size that the run has."""
+        """With fixed slots, the memory slots of each pipeline rank, enough for steps of every size in the run."""
         if not self.fixed_slots:
             return ()
         programs = [self._lowered(m, True, self.run.layout.prefetch) for m in sorted(self.step_sizes)]
@@ -410,14 +411,14 @@ class Plan:
 
     @property
     def step_sizes(self) -> set[int]:
-        """Micro-batches of a rank in the run's steps."""
+        """Numbers of micro-batches that a rank has in the steps of the run."""
         train, ramp = self.run.train, self.run.train.rampup
         sizes = range(ramp.start, train.global_batch, ramp.increment) if ramp else ()
         return {self.num_micro_batches(size) for size in (*sizes, train.global_batch)}
 
     def lowered(self, num_micro_batches: int, backward: bool = True) -> Program:
-        """The instruction lists of all pipeline ranks. Where places are fixed, others than steps gather only as far
-        ahead as places allow."""
+        """The instruction lists of all pipeline ranks. With fixed slots, evaluation gathers only as far ahead as the
+        slots allow."""
         bucket_prefetch = self.run.layout.prefetch
         program = self._lowered(num_micro_batches, backward, bucket_prefetch)
         while bucket_prefetch > 0 and not all(map(fits, program.lists, self.slots)):
@@ -453,8 +454,8 @@ def users_of(blocks: dict[tuple[int, int], list[Block]]) -> tuple[list[Parameter
 
 
 def plan_of(run: Run, world: int) -> Plan:
-    """The layout of a checked config on `world` ranks, with the ops that train.recompute names recomputed; a budget
-    is `make_plan`'s matter."""
+    """The plan of a checked config on `world` ranks, with the ops that train.recompute names recomputed. For a
+    recompute budget, see `make_plan`."""
     grid = grid_of(run, world)
     facts = model_facts(repr(run.model), run.model, run.train.seq_length)
     # a block's time: forward and backward are both proportional to its FLOPs; a small constant keeps empty blocks from
@@ -479,8 +480,8 @@ def plan_of(run: Run, world: int) -> Plan:
 
 
 def with_users_alone(segments: tuple[range, ...], blocks: int, mtp: bool) -> tuple[range, ...]:
-    """The segments of a stage, with the embedding, the head and multi-token prediction in different ones: where
-    they share a weight, gradients of each are told apart."""
+    """The segments of a stage, split so that embedding, head and multi-token prediction are in different ones: where
+    they share a weight, their gradients are kept separate."""
     users = {0, blocks - 1, blocks - 2} if mtp else {0, blocks - 1}
     made = []
     for segment in segments:
@@ -491,7 +492,7 @@ def with_users_alone(segments: tuple[range, ...], blocks: int, mtp: bool) -> tup
 
 
 def recomputed_ops(train: TrainConfig) -> frozenset[str]:
-    """What is recomputed in backward, by name: a preset, and ops beside it."""
+    """Names of what is recomputed in backward: those of a preset and any ops listed beside it."""
     return frozenset((*PRESETS[train.recompute], *train.recompute_ops))
 
 
@@ -502,14 +503,14 @@ def bucket_numel(run: Run) -> int:
 
 
 def storing_all(run: Run) -> Run:
-    """The same run with nothing recomputed in backward, and nothing on the host meanwhile."""
+    """The same run with nothing recomputed and nothing offloaded."""
     return replace(
         run, train=replace(run.train, recompute="none", recompute_ops=[], recompute_budget_gib=None, offload_layers=0)
     )
 
 
 def without_layout(run: Run) -> Run:
-    """The same run on one process: what every layout must agree with."""
+    """The same run on one process, with which every layout must agree."""
     layout = replace(
         run.layout,
         tp=1,

@@ -1,9 +1,9 @@
-"""Which context-parallel ranks work on which documents of a micro-batch: short ones whole on one rank, long ones cut
-over as many as they need.
+"""Which context-parallel ranks work on which documents of a micro-batch: short documents whole on one rank, long ones
+sharded over as many ranks as they need.
 
-A pure function of the documents' lengths, so that all ranks choose alike without a word. Every rank has as many
-tokens as it has when sequences are cut evenly; only which ones they are changes. What ranks differ in is attention
-and what they exchange. Costs are in pairs of query and key.
+A pure function of the documents' lengths, so that all ranks decide alike without communication. Every rank has the same
+number of tokens as when sequences are divided evenly; only which tokens they are changes. Ranks differ in attention and
+in what they exchange. Costs are counted in (query, key) pairs.
 """
 
 from __future__ import annotations
@@ -13,22 +13,22 @@ from dataclasses import dataclass
 
 from phalanx.sequence.shard import SequenceShard
 
-# Pairs whose attention takes as long as ...
-EXCHANGE = 512  # a token's keys and values take to another rank (32 heads, 8 of keys, of 128; 200 GB/s, 400 TFLOP/s)
-TOKEN = 8192  # the rest of a layer takes for a token (of width 1,300; of wider models more)
-# it takes to start what is sent to another rank and the kernels for it, however little that is (some 60 us)
+# Numbers of pairs whose attention takes as long as the following.
+EXCHANGE = 512  # sending a token's keys and values (32 heads, 8 kv heads, of 128; 200 GB/s, 400 TFLOP/s)
+TOKEN = 8192  # the rest of a layer for one token (of width 1,300; more for wider models)
+# starting a transfer to another rank and its kernels, however small (about 60 us)
 MEETING = 500_000
-UNEVEN = 0.05  # of a rank's work: what ranks may differ by before a document is cut for balance alone
-LEAST = 2  # tokens of a part: each of its two chunks has one
-TRIES = 6  # documents that may fill up the ranks
+UNEVEN = 0.05  # of a rank's work: the difference between ranks above which a document is split just for balance
+LEAST = 2  # tokens in a shard: one for each of its two chunks
+TRIES = 6  # documents to try as fillers of the ranks
 
 
 @dataclass(frozen=True)
 class Share:
-    """`degree` neighbouring ranks, from `first` on, have a document: all of it, or zig-zag parts of it
+    """`degree` neighbouring ranks, starting with `first`, have a document: all of it, or zig-zag shards of it
     (sequence.shard).
 
-    sizes  tokens that each of them has, where a document fills up what others have left; empty: as many as each other
+    sizes  tokens that each of them has, if the document fills the room that others leave; empty: equal numbers
     """
 
     degree: int
@@ -41,30 +41,32 @@ class Share:
 
 
 def degrees_of(count: int, heads: int = 1) -> tuple[int, ...]:
-    """How many of `count` ranks may share a document, where runs of `heads` neighbours exchange heads: divisors,
-    ascending."""
+    """The numbers of ranks, of `count`, that may share a document if groups of `heads` neighbours exchange heads:
+    divisors, ascending."""
     return tuple(d for d in range(1, count + 1) if count % d == 0 and (d % heads == 0 or heads % d == 0))
 
 
 def pairs(part: SequenceShard, length: int) -> float:
-    """Of query and key that a part of a document reads."""
+    """(query, key) pairs that a shard of a document computes."""
     return sum((run.start + run.stop + 1) * len(run) / 2 for run in part.runs(length))
 
 
 def exchange(part: SequenceShard, length: int) -> float:
-    """What it takes to get the other parts."""
+    """The cost of receiving the other shards."""
     return EXCHANGE * (length - part.size(length)) + MEETING * (part.count - 1)
 
 
 def assign(lengths: Sequence[int], sizes: Sequence[int], degrees: Sequence[int]) -> list[Share] | None:
-    """A share of each document, such that rank i has at most sizes[i] tokens of all of them together.
+    """A share for each document, such that rank i has at most sizes[i] tokens in total.
 
-    The longest document chooses first. It takes the fewest ranks with which none of them has more attention to do
-    than an even division (and UNEVEN) gives it; if there is no such number, the one with which, exchange included,
-    the fullest has least to do. What does not fit in equal parts is cut into others. Whole documents hardly ever
-    fill all ranks to the last token: one is chosen last, and is cut over all of them into whatever they have left.
-    The shortest that can be is tried first, and a few longer ones; the best is taken where none leaves ranks nearly
-    even. If all leave short documents without a rank, those are cut too. None: documents do not fit in that way.
+    The longest document is placed first. It gets the smallest number of ranks for which none of them has more attention
+    to compute than under an even division (plus UNEVEN); if there is no such number, the one for which the fullest
+    rank, exchange included, has least to do. What does not fit in equal shards is cut into unequal ones.
+
+    Whole documents hardly ever fill all ranks to the last token. So one document is placed last and sharded over all
+    ranks into whatever room they have left. The shortest possible one is tried first, then a few longer ones; if none
+    leaves the ranks nearly even, the best is taken. If all of them leave short documents without a rank, those are
+    sharded too. None: documents do not fit in this way.
     """
     order, slack = sorted(range(len(lengths)), key=lambda i: (-lengths[i], i)), UNEVEN * TOKEN * min(sizes)
     even = sum(n * (n + 1) / 2 for n in lengths) / len(sizes) + slack
@@ -80,8 +82,8 @@ def assign(lengths: Sequence[int], sizes: Sequence[int], degrees: Sequence[int])
 
 
 def _fillers(lengths: Sequence[int], order: Sequence[int], count: int) -> Iterator[int]:
-    """Documents that may be cut over all ranks, the shortest first, each at least half as long again as the one
-    before."""
+    """Documents that may be sharded over all ranks, the shortest first, each at least one and a half times as long as
+    the one before."""
     at_least, given = float(LEAST * count), 0
     for i in reversed(order):
         if lengths[i] >= at_least and given < TRIES:
@@ -90,8 +92,8 @@ def _fillers(lengths: Sequence[int], order: Sequence[int], count: int) -> Iterat
 
 
 class _Table:
-    """Ranks while documents are dealt to them: `room` for tokens, and the `load` of each so far. `long`: tokens of a
-    document that may be cut into parts of any length."""
+    """The ranks while documents are assigned to them: `room` for tokens, and the `load` of each so far. `long`: tokens
+    of a document that may be cut into shards of any length."""
 
     def __init__(self, lengths: Sequence[int], sizes: Sequence[int], degrees: Sequence[int], even: float, long: int):
         self.lengths, self.degrees, self.even, self.long = lengths, degrees, even, long
@@ -99,7 +101,7 @@ class _Table:
         self.found: dict[int, Share] = {}
 
     def place(self, order: Sequence[int], last: int | None) -> bool:
-        """All documents of `order`, `last` at the end over all ranks: whether they fit."""
+        """Place all documents of `order`, with `last` at the end over all ranks; returns whether they fit."""
         kept = 0 if last is None else LEAST
         self.room = [n - kept for n in self.room]
         for i in order:
@@ -153,7 +155,7 @@ class _Table:
         return None if best is None else best[1]
 
     def _in_any_parts(self, length: int, degrees: Sequence[int]) -> Share | None:
-        """Over ranks that have room for it together, more of it where there is less to do."""
+        """Over ranks that have room for it together, with more of it where there is less to do."""
         best: tuple[float, Share] | None = None
         for degree in degrees:
             for first in self._groups(degree) if degree > 1 else ():
@@ -170,12 +172,12 @@ class _Table:
         return None if best is None else best[1]
 
     def _pour(self, length: int, ranks: range) -> tuple[int, ...] | None:
-        """How many of `length` tokens each rank takes, so that loads come out as even as rooms allow; None: they
-        have no room."""
+        """How many of `length` tokens each rank takes, so that loads become as even as rooms allow; None: there is no
+        room."""
         room, load = [self.room[r] for r in ranks], [self.load[r] for r in ranks]
         if min(room) < LEAST or sum(room) < length or length < LEAST * len(ranks):
             return None
-        each = (length + 1) / 2  # keys that a token reads
+        each = (length + 1) / 2  # keys that a token reads, on average
         low, high = min(load), max(load) + each * length
 
         def taken(level: float) -> list[int]:
@@ -191,7 +193,7 @@ class _Table:
 
 
 def loads(lengths: Sequence[int], shares: Sequence[Share], count: int) -> list[float]:
-    """Pairs of query and key of each rank."""
+    """(query, key) pairs of each rank."""
     found = [0.0] * count
     for length, share in zip(lengths, shares):
         for rank, part in enumerate(share.parts, share.first):

@@ -1,5 +1,4 @@
-"""The one batch type: flat tokens of one micro-batch, with document boundaries beside them; whole sequences, or a
-part of each."""
+"""The one batch type: flat tokens of one micro-batch with document boundaries; whole sequences, or a shard of each."""
 
 from __future__ import annotations
 
@@ -16,8 +15,9 @@ from phalanx.sequence.balance import assign, degrees_of
 from phalanx.sequence.paged import PagedSequences
 from phalanx.sequence.shard import WHOLE, SequenceShard
 
-IGNORE = -100  # label of a token that has no loss, as in torch's cross entropy
-PADDING_RUN = 512  # tokens of a document of padding, at most
+IGNORE = -100  # label of a token without loss, as in torch's cross entropy
+PADDING_RUN = 512  # the largest number of tokens in a document of padding
+# of `whole`, those that there are, in this order
 ROWS = (
     "tokens",
     "labels",
@@ -25,17 +25,17 @@ ROWS = (
     "samples",
     "documents",
     "real",
-)  # of `whole`, those that there are, in this order
+)
 
 
 def room_for_documents(count: int, tokens: int) -> int:
-    """A bound on `count` documents in a micro-batch that few micro-batches exceed: what is made for one serves the
-    others (CUDA graphs)."""
+    """An upper bound for `count` documents in a micro-batch that few micro-batches exceed, so that what is made for one
+    serves the others (CUDA graphs)."""
     return max(1 << (count - 1).bit_length(), usual_documents(tokens))
 
 
 def usual_documents(tokens: int) -> int:
-    """Documents of 512 tokens each."""
+    """The number of documents if each has 512 tokens."""
     return max(1, tokens // 512)
 
 
@@ -43,11 +43,11 @@ Made = TypeVar("Made")
 
 
 class PerBatch(Generic[Made]):
-    """Something that is made of a batch once, for all layers that need it: a rotary table, a mask. Whoever makes it
-    owns it: `TABLE = PerBatch[Tensor]()`. The batch keeps it until it forgets."""
+    """A value that is computed from a batch once, for all layers that need it: a rotary table, a mask. The file that
+    computes it owns it: `TABLE = PerBatch[Tensor]()`. The batch keeps it until `forget`."""
 
     def of(self, batch: Batch, make: Callable[[], Made], *by: Hashable) -> Made:
-        """What `make` makes of the batch, made once for each `by`."""
+        """The value of `make`, computed once for each `by`."""
         made, key = batch._made, (self, *by)
         if key not in made:
             made[key] = make()
@@ -65,7 +65,7 @@ PLACES_OF_BALANCED = PerBatch[Tensor]()
 
 @dataclass(frozen=True)
 class SharedDocument:
-    """A document that several parts have, tokens start .. start + length of the whole micro-batch; this is part
+    """A document that several shards have: tokens start .. start + length of the whole micro-batch; this is shard
     `part` of it."""
 
     start: int
@@ -75,37 +75,34 @@ class SharedDocument:
 
 @dataclass(frozen=True)
 class Batch:
-    """One micro-batch. T = num_sequences * length tokens, in sequence order, where this rank has `length` of each
-    sequence's tokens.
+    """One micro-batch. T = num_sequences * length tokens, in sequence order, where this rank has `length` tokens of
+    each sequence.
 
     tokens      (T,) int64  input ids
     labels      (T,) int64  the next token of each, or IGNORE
-    positions   (T,) int64  position inside the sequence (or inside the document, when attention stays inside
-    documents)
+    positions   (T,) int64  position inside the sequence (or inside the document, when attention stays inside documents)
     samples     (T,) int64  global sample id of each token: a key of dropout, the same in every layout
     seq_length  tokens of a whole sequence
-    documents   (T,) int64  number of the document that each token belongs to, or None: attention then spans the
-    sequence
-    real        (T,) int64  1 for tokens, 0 for padding, which is no document's and has no loss; None: there is no
-    padding
-    loss_seed   () gradient of the summed loss, when the step knows it before forward: the head then makes its
-    gradients in forward
-    late        the head makes them in backward all the same
-    most_documents  a bound on the number of documents of the whole sequences, where they are counted; 0: there may
-    be as many as tokens
-    part        which places of each sequence these are
-    whole       (4 to 6, num_sequences * seq_length) int64 the same of the whole sequences, ROWS by ROWS; None where
-    these are whole
-    dealt       (num_sequences * seq_length,) int64  where documents were dealt to parts whole or in part: the places
-    in the whole micro-batch of
-                the first part's tokens, of the second's and so on; None: each part has its chunks of each sequence
-    piece       part of a dealt batch that attention is computed over by itself: its shapes hardly ever come again
-    shared      dealt: the documents of which this part has a part, in the order of its tokens; after them come those
-    that are all here
-    paged       sequences that go on from what layers remember of them (generation): the tokens here are pieces of
-                several, as one flat run; num_sequences is 1
+    documents   (T,) int64  number of the document that each token belongs to; None: attention spans the sequence
+    real        (T,) int64  1 for tokens, 0 for padding, which belongs to no document and has no loss; None: no padding
+    loss_seed   () gradient of the summed loss, if the step knows it before forward: the head then computes its
+                gradients in forward
+    late        the head computes them in backward all the same
+    most_documents  an upper bound on the number of documents in the whole sequences, where they are counted; 0: as many
+                    as tokens
+    part        which positions of each sequence this shard holds
+    whole       (4 to 6, num_sequences * seq_length) int64 the same rows for whole sequences, in the order of ROWS; None
+                if these are whole
+    balanced    (num_sequences * seq_length,) int64  if documents are balanced over shards: the positions, in the whole
+                micro-batch, of the first shard's tokens, then of the second's and so on; None: each shard has its
+                chunks of each sequence
+    piece       a piece of a balanced batch over which attention is computed separately; its shapes hardly ever repeat
+    shared      with balanced: the documents of which this shard has a part, in the order of its tokens; whole documents
+                follow
+    paged       sequences that continue from what layers remember of them (generation): the tokens here are pieces of
+                several sequences, laid out flat; num_sequences is 1
 
-    The ints are host facts: whether a batch is uniform is never read from the device.
+    The ints are known on the host: whether a batch is uniform is never read from the device.
     """
 
     tokens: Tensor
@@ -129,12 +126,12 @@ class Batch:
     """By owner (PerBatch)."""
 
     def forget(self) -> None:
-        """Free what was made of it; done when the last block of this rank is through with the batch."""
+        """Free what was computed from it; called when the last block of this rank is done with the batch."""
         self._made.clear()
 
     @property
     def tensors(self) -> list[Tensor]:
-        """All that it holds: its own and what was made of it."""
+        """All tensors that it holds: its own and those computed from it."""
         own = [t for f in fields(self) if isinstance(t := getattr(self, f.name), Tensor)]
         made = [t for made in self._made.values() for t in (made if isinstance(made, tuple) else (made,))]
         return own + [t for m in made for t in (m.tensors if isinstance(m, Batch) else [m]) if isinstance(t, Tensor)]
@@ -145,7 +142,7 @@ class Batch:
         return sum(t.derived_bytes if isinstance(t, Batch) else t.nbytes for t in tensors)
 
     def with_loss(self, labels: Tensor, seed: Tensor | None) -> Batch:
-        """The same tokens with other labels (T,) and another gradient of their summed loss; what was derived is not
+        """The same tokens with other labels (T,) and another gradient of their summed loss; derived values are not
         shared."""
         return replace(self, labels=labels, loss_seed=seed, _made={})
 
@@ -166,8 +163,8 @@ class Batch:
 
     @property
     def runs(self) -> tuple[Tensor, int]:
-        """What statistics of a sequence are taken over: the number (T,) of each token's document, or else sequence,
-        and how many there may be."""
+        """The units of per-sequence statistics: the number (T,) of each token's document, or else sequence, and an
+        upper bound of them."""
         if self.documents is not None:
             return self.documents, self.room_for_documents
         number = SEQUENCE_NUMBERS.of(
@@ -181,7 +178,7 @@ class Batch:
 
     @property
     def length(self) -> int:
-        """Tokens of each sequence that are here."""
+        """Tokens of each sequence in this shard."""
         return self.part.size(self.seq_length)
 
     @property
@@ -191,24 +188,24 @@ class Batch:
 
     @property
     def all_tokens(self) -> int:
-        """Tokens of the whole micro-batch, those of other parts included."""
+        """Tokens of the whole micro-batch, including those in other shards."""
         return self.num_sequences * self.seq_length
 
     @property
     def most_tokens(self) -> int:
-        """Tokens of the micro-batch that the largest part has."""
+        """Tokens of the micro-batch in the largest shard."""
         return self.num_sequences * self.part.most(self.seq_length)
 
     @property
     def places(self) -> Tensor:
-        """(T,) place of each token in its sequence (positions restart at documents; places do not)."""
+        """(T,) index of each token in its sequence (positions restart at documents; these do not)."""
         return PLACES.of(
             self,
             lambda: self.take(torch.arange(self.seq_length, device=self.tokens.device).repeat(self.num_sequences)),
         )
 
     def cut(self, part: SequenceShard) -> Batch:
-        """This part of a batch of whole sequences."""
+        """This shard of a batch of whole sequences."""
         if part.count == 1:
             return self
         whole, balanced = torch.stack([getattr(self, name) for name in self._rows]), None
@@ -218,10 +215,10 @@ class Batch:
         return replace(self, whole=whole, balanced=balanced, shared=shared)._another(part)
 
     def _balance(self, part: SequenceShard) -> tuple[Tensor | None, tuple[SharedDocument, ...]]:
-        """`dealt` and `shared` of a part of this batch of whole sequences; nothing where documents cannot be dealt
-        so that all parts are full.
+        """`balanced` and `shared` for a shard of this batch of whole sequences; nothing if documents cannot be assigned
+        so that all shards are full.
 
-        On the meta device every sequence is one document, of which every part has a part: what takes most memory.
+        On the meta device every sequence is one document that all shards share, which takes the most memory.
         """
         starts, lengths, padding = self._documents_here()
         sizes = self._sizes(part.count)
@@ -235,7 +232,7 @@ class Batch:
         )
         here: list[list[np.ndarray]] = [[] for _ in sizes]
         mine = []
-        for _, start, length, share in shared:  # no two start alike
+        for _, start, length, share in shared:  # starts are unique
             for rank, each in enumerate(share.parts, share.first):
                 here[rank] += [np.arange(start + run.start, start + run.stop) for run in each.runs(length)]
                 if rank == part.index:
@@ -253,7 +250,7 @@ class Batch:
         return balanced.to(self.tokens.device), tuple(mine)
 
     def _documents_here(self) -> tuple[list[int], list[int], np.ndarray]:
-        """Starts and lengths of the documents of whole sequences, and the places of padding."""
+        """Starts and lengths of the documents of whole sequences, and the positions of padding."""
         if self.documents is None or self.tokens.is_meta:
             return (
                 list(range(0, self.num_tokens, self.seq_length)),
@@ -269,13 +266,13 @@ class Batch:
         return starts[kept].tolist(), lengths[kept].tolist(), np.flatnonzero(real == 0)
 
     def _sizes(self, count: int) -> list[int]:
-        """Tokens of each of `count` parts."""
+        """Tokens of each of `count` shards."""
         return [self.num_sequences * part.size(self.seq_length) for part in SequenceShard(0, count).all]
 
     @property
     def pieces(self) -> tuple[Batch, ...]:
-        """What attention of a dealt batch is computed over, in the order of its tokens: this part of each shared
-        document, and what is all here."""
+        """The pieces of a balanced batch over which attention is computed, in the order of its tokens: this shard of
+        each shared document, and the documents that are whole here."""
         return PIECES.of(self, self._make_pieces)
 
     def _make_pieces(self) -> tuple[Batch, ...]:
@@ -286,22 +283,23 @@ class Batch:
             at += pieces[-1].num_tokens
         if at < self.num_tokens:
             rows: dict[str, Any] = {name: getattr(self, name)[at:] for name in self._rows}
-            number, count = self.runs  # of sequences, where attention spans them
+            number, count = self.runs  # the number of sequences, where attention spans them
             rows |= {"documents": number[at:], "most_documents": count}
             pieces.append(Batch(**rows, num_sequences=1, seq_length=self.num_tokens - at, piece=True))
         return tuple(pieces)
 
     @property
     def uncut(self) -> Batch:
-        """The batch of whole sequences that this is a part of; what it derives is kept with what this derives."""
+        """The batch of whole sequences to which this shard belongs; values derived from it are kept together with this
+        batch's."""
         if self.whole is None:
             return self
         rows: dict[str, Any] = dict(zip(self._rows, self.whole))
         return UNCUT.of(self, lambda: replace(self, **rows, part=WHOLE, whole=None, balanced=None, shared=(), _made={}))
 
     def among(self, run: int) -> Batch:
-        """The batch of the part that this one and its neighbours, `run` of them, are together; what it derives is
-        kept with what this does."""
+        """The batch that `run` neighbouring shards, including this one, form together; values derived from it are kept
+        together with this batch's."""
         if run == 1 or self.whole is None:
             return self
         return (
@@ -309,12 +307,12 @@ class Batch:
         )
 
     def _another(self, part: SequenceShard) -> Batch:
-        """Another part of the same sequences."""
+        """Another shard of the same sequences."""
         taken: dict[str, Any] = dict(zip(self._rows, (self.take(row, part) for row in self.whole)))  # type: ignore[union-attr]
         return replace(self, **taken, part=part, _made={})
 
     def take(self, x: Tensor, part: SequenceShard | None = None) -> Tensor:
-        """This part (or another) of x (num_sequences * seq_length, ...) -> (T, ...)."""
+        """This shard (or another) of x (num_sequences * seq_length, ...) -> (T, ...)."""
         part = part or self.part
         if self.balanced is not None:
             return x[self.balanced.split(self._sizes(part.count))[part.index]]
@@ -322,13 +320,13 @@ class Batch:
         return torch.cat([by_sequence[:, run.start : run.stop] for run in part.runs(self.seq_length)], 1).flatten(0, 1)
 
     def pad(self, x: Tensor, ranks: int = 1, value: float = 0) -> Tensor:
-        """x (T / ranks, ...) filled up with `value` to the rows of the largest part."""
+        """x (T / ranks, ...) padded with `value` to the rows of the largest shard."""
         more = self.most_tokens // ranks - len(x)
         return F.pad(x, (0, 0) * (x.dim() - 1) + (0, more), value=value) if more else x
 
     def join(self, pieces: Iterable[Tensor], parts: Iterable[SequenceShard]) -> Tensor:
-        """What neighbouring parts have, each (T of that part or more, ...) -> (T of all together, ...) in order. Of
-        a dealt batch: all parts."""
+        """The tokens of neighbouring shards, each (T of that shard or more, ...) -> (T of all together, ...) in order.
+        For a balanced batch: of all shards."""
         if self.balanced is not None:
             whole = torch.cat([piece[:size] for piece, size in zip(pieces, self._sizes(self.part.count))])
             return whole[PLACES_OF_BALANCED.of(self, self.balanced.argsort)]
@@ -341,7 +339,7 @@ class Batch:
         return torch.cat([*first, *reversed(second)], 1).flatten(0, 1)
 
     def split(self, x: Tensor, parts: Sequence[SequenceShard]) -> list[Tensor]:
-        """The other way: (T of neighbouring parts together, ...) -> each one's (T, ...)."""
+        """The inverse: (T of neighbouring shards together, ...) -> each one's (T, ...)."""
         runs = [part.runs(self.seq_length) for part in parts]
         sizes = [len(first) for first, _ in runs] + [len(second) for _, second in reversed(runs)]
         chunks = x.unflatten(0, (self.num_sequences, sum(sizes))).split(sizes, 1)

@@ -19,20 +19,20 @@ from phalanx.sequence.batch import Batch
 
 HIDDEN = "hidden"
 Streams = dict[str, Tensor]
-"""Streams by name: what blocks that take more than "hidden" are given and return."""
+"""Streams by name: what blocks that handle more than "hidden" take and return."""
 
 
 def token_rows(batch: Batch, tp: int) -> int:
-    """A row per token, cut over tp as "hidden" is."""
+    """One row for each token, sharded over tp like "hidden"."""
     return batch.num_tokens // tp
 
 
 @dataclass(frozen=True)
 class StreamSpec:
-    """One stream of a block border: on each rank a tensor (rows, width).
+    """One stream at a block border: on each rank a tensor (rows, width).
 
     rows     (this rank's batch, size of tp) -> rows on this rank
-    dtype    None: the compute dtype. A stream that is not of floating point has no gradient
+    dtype    None: the compute dtype. A stream with an integer dtype has no gradient
     """
 
     name: str
@@ -41,7 +41,7 @@ class StreamSpec:
     dtype: torch.dtype | None = None
 
     def of(self, compute: torch.dtype) -> StreamSpec:
-        """The same with its dtype written out."""
+        """The same with its dtype filled in."""
         return self if self.dtype else replace(self, dtype=compute)
 
     @property
@@ -49,16 +49,16 @@ class StreamSpec:
         return self.dtype is None or self.dtype.is_floating_point
 
     def empty(self, batch: Batch, tp: int, device: torch.device | str) -> Tensor:
-        """A tensor of this stream with no values yet; the dtype is written out."""
+        """An uninitialized tensor for this stream; the dtype must be filled in."""
         return torch.empty(self.rows(batch, tp), self.width, dtype=self.dtype, device=device)
 
 
 Border = tuple[StreamSpec, ...]
-"""What crosses one block border, in the order in which it is sent."""
+"""The streams that cross one block border, in the order in which they are sent."""
 
 
 def checked(border: Border, block: str) -> Border:
-    """What a block declares. TypeError where "hidden" is not among it, or a name comes twice."""
+    """The streams that a block declares. TypeError if "hidden" is not among them, or a name occurs twice."""
     found = [spec.name for spec in border]
     if HIDDEN not in found or len(set(found)) < len(found):
         raise TypeError(
@@ -68,7 +68,7 @@ def checked(border: Border, block: str) -> Border:
 
 
 def pack(x: Tensor | Streams, border: Border) -> tuple[Tensor, ...]:
-    """The tensors of a border, in its order. TypeError where they are not those that were declared."""
+    """The tensors of a border, in its order. TypeError if they are not those that were declared."""
     if isinstance(x, Tensor):
         x = {HIDDEN: x}
     if len(x) != len(border) or any(spec.name not in x for spec in border):
@@ -79,24 +79,24 @@ def pack(x: Tensor | Streams, border: Border) -> tuple[Tensor, ...]:
 
 
 def unpack(tensors: Sequence[Tensor], border: Border) -> Tensor | Streams:
-    """The other way: a single stream is its tensor."""
+    """The inverse of `pack`: a single stream is returned as its tensor."""
     if len(border) == 1:
         return tensors[0]
     return {spec.name: tensor for spec, tensor in zip(border, tensors, strict=True)}
 
 
 def hidden(x: Tensor | Streams) -> Tensor:
-    """What blocks read that take one stream."""
+    """The input of blocks that take one stream."""
     return x if isinstance(x, Tensor) else x[HIDDEN]
 
 
 def sent(border: Border, kind: Literal["act", "grad"]) -> Border:
-    """Of the streams of a border those that are sent, forward or as gradients back."""
+    """The streams of a border that are sent: forward, or back as gradients."""
     return border if kind == "act" else tuple(spec for spec in border if spec.has_gradient)
 
 
 def check_shapes(tensors: Sequence[Tensor], border: Border, batch: Batch, tp: int) -> None:
-    """TypeError where a stream has not the rows, width and dtype that were declared."""
+    """TypeError if a stream does not have the declared rows, width and dtype."""
     for spec, tensor in zip(border, tensors, strict=True):
         declared = (spec.rows(batch, tp), spec.width)
         if tuple(tensor.shape) != declared or tensor.dtype != spec.dtype:

@@ -207,9 +207,8 @@ def _refuse(bad: Bad, part: FileSlice, row: int, offset: int, reading: ReadOptio
         name += f"row {row}: "
     if "at offset" in str(bad):
         raise DataError(f"{name}{bad}; {reading.hints.errors.format('replace')} or skip goes on")
-    wrong_key = (
-        bad.reason == "no key" and row == part.start == 0
-    )  # of a later one the key is right and the record is not
+    # of a later one the key is right and the record is not
+    wrong_key = bad.reason == "no key" and row == part.start == 0
     way_out = "" if wrong_key else f"; {reading.hints.errors.format('skip')} goes on"
     raise DataError(f"{name}{bad} (at byte {offset + bad.at}){way_out}")
 

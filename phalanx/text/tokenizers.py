@@ -250,9 +250,8 @@ def _train(
     core: tokenizers.Tokenizer, trainer: trainers.Trainer, texts: Iterable[str], folder: str | os.PathLike[str]
 ) -> Tokenizer:
     core.train_from_iterator(texts, trainer)
-    return load_tokenizer(
-        JsonTokenizer(core, END_OF_DOCUMENT).save(folder)
-    )  # as it will be read: scores are rounded in the file
+    # as it will be read: scores are rounded in the file
+    return load_tokenizer(JsonTokenizer(core, END_OF_DOCUMENT).save(folder))
 
 
 def _make_byte_level(core: tokenizers.Tokenizer) -> None:

@@ -2003,8 +2003,8 @@ def test_a_recipe_that_does_not_work(tmp_path, text, rule, line):
 
 def test_explain():
     assert explain("layout.tp") == (
-        "layout.tp: int, default 1\n    Tensor-parallel size: each layer's weights are cut over this many ranks; activations "
-        "between blocks are cut\n    along tokens."
+        "layout.tp: int, default 1\n    Tensor-parallel size: each layer's weights are sharded over this many ranks; activations "
+        "between blocks are\n    sharded along tokens."
     )
     for section in (f.name for f in dataclasses.fields(Run) if tree.sections(tree.hints(Run)[f.name])):
         lines = explain(section).splitlines()

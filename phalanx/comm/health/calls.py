@@ -1,8 +1,8 @@
-"""Which collectives a rank has called, and who went another way when ranks wait for different things.
+"""Which collectives a rank has called, and which rank deviated when ranks wait for different things.
 
-Each rank keeps its last calls, by name alone; those of ranks that wait for each other are compared when a collective
-has failed. Ranks that share communicators must call the same things over them in the same order. Sends and receives
-are not kept: their two ends differ.
+Each rank keeps its last calls, as names only. When a collective has failed, the calls of ranks that wait for each other
+are compared. Ranks that share communicators must make the same calls over them in the same order. Sends and receives
+are not kept, because their two ends differ.
 """
 
 from __future__ import annotations
@@ -12,16 +12,16 @@ from collections.abc import Mapping, Sequence
 from typing import NamedTuple
 
 KEPT = 1024
-LONGEST = 32  # calls before a place in the program by which it is known again
+LONGEST = 32  # calls before a place in the program by which that place is recognized
 ODD = 8  # calls that not every step makes
-SIZES_DIFFER = ("all_to_all", "push", "hop")  # where ranks may hand in different numbers of elements
+SIZES_DIFFER = ("all_to_all", "push", "hop")  # where ranks may pass in different numbers of elements
 NOT_KEPT = ("send",)
 Kind = tuple[str, str, int]
 
 
 class CollectiveCall(NamedTuple):
-    """group: axis, first rank and size. number: of calls over it so far. numel: elements handed in; 0 where ranks
-    may differ."""
+    """group: axis, first rank and size. number: of calls over it so far. numel: elements passed in; 0 where ranks may
+    differ."""
 
     group: str
     number: int
@@ -58,16 +58,16 @@ class Calls:
 
 
 class Parting(NamedTuple):
-    """What two ranks called at the place where they part. who: 0 or 1, the one that did not do what it did there
-    before; None: unknown."""
+    """What two ranks called at the point where they diverge. who: 0 or 1, the one that did not repeat what it had
+    called there before; None: unknown."""
 
     calls: tuple[CollectiveCall, CollectiveCall]
     who: int | None
 
 
 def parting(one: Sequence[CollectiveCall], two: Sequence[CollectiveCall]) -> Parting | None:
-    """The first place where two ranks called different things over the communicators that they share; None: one of
-    them is only behind."""
+    """The first point where two ranks called different things over the communicators that they share; None: one of them
+    is only behind."""
     shared = {c.group for c in one} & {c.group for c in two}
     a, b = ([c for c in calls if c.group in shared] for calls in (one, two))
     known = {(c.group, c.number): i for i, c in enumerate(b)}
@@ -83,9 +83,9 @@ def parting(one: Sequence[CollectiveCall], two: Sequence[CollectiveCall]) -> Par
 
 
 def followed(kinds: Sequence[Kind], either: tuple[Kind, Kind]) -> int | None:
-    """Which of two came before after the same calls as now: a step is like a step before it. The longest run of same
-    calls, and the latest; without the last few calls if nothing like them came before (what a save calls between two
-    steps)."""
+    """Which of two calls followed the same calls before as now, since a step is like an earlier step. The longest
+    sequence of equal calls decides, then the latest; if nothing like it occurred before, the last few calls are left
+    out (what a save calls between two steps)."""
     for stop in range(len(kinds), max(1, len(kinds) - ODD), -1):
         for length in range(min(LONGEST, stop - 1), 0, -1):
             context = kinds[stop - length : stop]
@@ -96,10 +96,11 @@ def followed(kinds: Sequence[Kind], either: tuple[Kind, Kind]) -> int | None:
 
 
 def culprit(calls: Mapping[int, Sequence[CollectiveCall]]) -> tuple[tuple[int, ...], str] | None:
-    """(ranks, what they did) of those that went another way than the others, by most pairs; None: all called the
-    same as far as they came.
+    """(ranks, what they did) for those that deviated from the others, by most pairs; None: all made the same calls as
+    far as they came.
 
-    Both of a pair where nothing tells which of them. A rank is compared with the lowest and with its neighbours.
+    Both ranks of a pair if nothing tells which of them. A rank is compared with the lowest rank and with its
+    neighbours.
     """
     ranks = sorted(calls)
     pairs = dict.fromkeys([*((ranks[0], other) for other in ranks[1:]), *zip(ranks, ranks[1:])])

@@ -1,10 +1,10 @@
-"""Heartbeat: each rank tells the others now and then where it stands, so that those who lose a peer can say who it
-was and where it stood.
+"""Heartbeat: each rank regularly tells the others where it is, so that ranks that lose a peer can say which one it was
+and where it stopped.
 
-A thread of each rank writes a line of JSON to the store that the ranks met at, signed (comm/meeting.py). It is read
-when a collective has failed, and by rank 0's thread now and then, to find a rank that the others wait for. Knows the
-stack of the main thread, and of training the step and its time as told. Without a secret of the run there is no
-signed store, and ranks that hang are found by time-outs alone.
+A thread of each rank writes a line of JSON, signed, to the store at which the ranks met (comm/meeting.py). The lines
+are read when a collective has failed, and regularly by rank 0's thread, to find a rank for which the others wait. A
+line holds the stack of the main thread and, during training, the step and its time. Without a run's secret there is no
+signed store, and hanging ranks are found only by time-outs.
 """
 
 from __future__ import annotations
@@ -33,20 +33,30 @@ from phalanx.comm.meeting import SignedStore
 
 T = TypeVar("T")
 SHOWN = 8  # ranks in one message
-PACE_STEPS, PACE_BEATS, LOOK_BEATS = 6, 20, 2  # steps and beats that a pace is of; beats between two looks at all paces
+# a pace covers so many steps and beats; so many beats between two looks at all paces
+PACE_STEPS, PACE_BEATS, LOOK_BEATS = (
+    6,
+    20,
+    2,
+)
 NO_STORE = "rank 0, which keeps the ranks' store, does not answer: stopped, dead or cut off"
-STILL_S = 2.0  # that a beat is late: a process that did not run meanwhile
-LEAVE_S = 10.0  # for ranks that come to the end of a run after the others
-LONGEST = 1000  # characters of an error that others are told
-LOOK_S, SETTLED_S = 0.05, 0.5  # between two looks for words of a failed rank; for words that come after the first
-PATIENCE_S = 1.0  # for an answer of the store, which rank 0 may keep
+STILL_S = 2.0  # a beat that is so late means that the process did not run meanwhile
+LEAVE_S = 10.0  # how long to wait for ranks that reach the end of a run after the others
+LONGEST = 1000  # characters of an error that are passed on to the others
+LOOK_S, SETTLED_S = 0.05, 0.5  # between two looks for reports of a failed rank; for reports that come after the first
+PATIENCE_S = 1.0  # for an answer of the store, which rank 0 may hold
 
 
 @dataclass(frozen=True)
 class Beat:
-    """What a rank says of itself. number: of beats so far. place: of its main thread in the library. waits: for
-    others, in a collective.
-    failed: it has lost a peer itself. pace: of its last steps, once it has done some."""
+    """What a rank says about itself.
+
+    number  of beats so far
+    place   of its main thread in the library
+    waits   whether it waits for others, in a collective
+    failed  whether it has lost a peer itself
+    pace    over its last steps, once it has done some
+    """
 
     rank: int
     host: str
@@ -68,17 +78,19 @@ class Beat:
 
 
 class Heartbeat:
-    """Inside the context the rank beats; a PeerLost that leaves it has become one that names who is to blame.
+    """Inside the context the rank beats. A PeerLost that leaves the context has been replaced by one that names the
+    culprit.
 
-    rank, world   this rank and how many there are; of one rank nobody is lost
-    timeout_s     of collectives: beats are a twentieth of it apart, at most a second
-    calls         of this rank; told when it waits for long, or has lost a peer
+    rank, world   this rank and the number of ranks; a single rank cannot lose a peer
+    timeout_s     of collectives; beats come every twentieth of it, at least every second
+    calls         of this rank; published when it waits for long, or has lost a peer
     stage         of the pipeline
-    store         where ranks say it; None: nothing is said, and nobody is named
-    slow          on rank 0: ranks that the others wait for, by what all say of their steps
-    first_word    is told of an error that ends the rank before anything else is done about it
-    unsigned      on rank 0: is told how many messages in the store are not of this run's ranks, when they have doubled
-    stood_still   is told the seconds for which not even the thread of this process ran
+    store         where ranks publish; None: nothing is published, and no culprit is named
+    slow          on rank 0: receives the ranks for which the others wait, judging by what all say about their steps
+    first_word    receives an error that ends the rank before anything else is done about it
+    unsigned      on rank 0: receives how many messages in the store are not from this run's ranks, whenever that has
+                  doubled
+    stood_still   receives the seconds for which not even the thread of this process ran
     """
 
     def __init__(
@@ -140,12 +152,14 @@ class Heartbeat:
             mine = place_of(frames_of(trace))
             began = time.monotonic()
             blame = self._in_time(lambda: self._blame(mine), 2.5 * self.interval + PATIENCE_S) or NO_STORE
-            if self._me.rank == 0:  # the store may be this rank's: the others look into it too, for about as long
+            if (
+                self._me.rank == 0
+            ):  # the store may be in this rank's process, and the others still look into it for about as long
                 time.sleep(min(2 * self.interval, SETTLED_S + time.monotonic() - began))
             raise PeerLost(f"{blame}; {error}") from error
 
     def _leave_together(self) -> None:
-        """Until all are here: connections that are closed may lose what was last sent, and the store goes with its
+        """Wait until all ranks are here: closing connections may lose what was last sent, and the store ends with its
         rank."""
         here = [f"leaving/{rank}" for rank in range(self.world)]
         self._store.set(here[self._me.rank], "done")
@@ -175,7 +189,7 @@ class Heartbeat:
                     self._say_calls()
                 made = self.calls.made
             except (RuntimeError, dist.DistError):
-                pass  # the store may be gone with its rank; what matters is said by those who lose a collective
+                pass  # the store may have ended with its rank; ranks that lose a collective report what matters
             began = time.monotonic()
             if self._over.wait(self.interval):
                 return
@@ -183,7 +197,7 @@ class Heartbeat:
                 self.stood_still(late)
 
     def stepped(self, work_s: float, step_s: float) -> None:
-        """A step took so long, of which this rank did not wait for others for so long."""
+        """A step took `step_s` seconds, of which this rank worked `work_s` and waited for others the rest."""
         self._steps.append((work_s, step_s))
 
     def _pace(self) -> Pace | None:
@@ -194,7 +208,7 @@ class Heartbeat:
         return Pace(self._me.rank, self.stage, work_s, step_s, max(places, key=places.count) if places else "")
 
     def _find_slow(self) -> None:
-        """Slow is who was so in two looks."""
+        """Report ranks that were slow in two successive looks."""
         beats = [beat for beat in self._all() if beat.pace]
         found = slow_ranks([beat.pace for beat in beats if beat.pace])
         self._count_unsigned(max(1, 2 * self._unsigned_said))
@@ -217,12 +231,12 @@ class Heartbeat:
         self._store.set(f"calls/{self._me.rank}", json.dumps(self.calls.last()))
 
     def look(self) -> None:
-        """While this rank waits for something that may take long, such as others' writing: PeerLost if one has been
-        silent for timeout_s."""
+        """To be called while this rank waits for something that may take long, such as others' writing: PeerLost if a
+        rank has been silent for timeout_s."""
         if self._shared is None or time.monotonic() < self._looked + self.interval:
             return
         now = self._looked = time.monotonic()
-        self._heard.setdefault(0, (-1, now))  # its store may be what is silent
+        self._heard.setdefault(0, (-1, now))  # the store itself may be silent
         if (
             self._listener is None or not self._listener.is_alive()
         ):  # over a slow network an answer takes its time, and is waited for by nobody
@@ -241,8 +255,8 @@ class Heartbeat:
                     self._heard[beat.rank] = (beat.number, time.monotonic())
 
     def _in_time(self, work: Callable[[], T], limit_s: float = PATIENCE_S) -> T | None:
-        """What a look into the store gives; None: a store whose rank is stopped does not answer at all, whatever its
-        timeout is."""
+        """The result of a look into the store; None: no answer in time. A store whose rank is stopped does not answer
+        at all, whatever its timeout is."""
         found: list[T] = []
 
         def run() -> None:
@@ -255,19 +269,20 @@ class Heartbeat:
         return found[0] if found else None
 
     def _blame(self, mine: tuple[str, bool]) -> str:
-        """In words, who is to blame. Ranks that do the same at the same time do not blame each other: each says
-        first that it has failed."""
+        """Who is to blame, in words. So that ranks that fail at the same time do not blame each other, each first
+        publishes that it has failed."""
         self._say(Beat(self._me.rank, self._me.host, self._me.pid, 0, self.step, *mine, failed=True))
         self._say_calls()
         before, until = self._all(), time.monotonic() + 2.5 * self.interval
         while time.monotonic() < until and not self._read("failed"):
             time.sleep(LOOK_S)
-        # a rank that failed before says so a little later, perhaps; without such words ranks are judged by their beats
+        # an earlier failure may be published a little later; without one, ranks are judged by their beats
         time.sleep(min(SETTLED_S, max(0.0, until - time.monotonic())))
         return self._first_failure(before) or verdict(before, self._all(), self._all_calls)
 
     def _first_failure(self, beats: list[Beat]) -> str:
-        """In words, the rank that failed first of those that said so, or of which a launcher did; of none: nothing."""
+        """In words, the rank that failed first among those that reported it, or for which a launcher did; empty if none
+        did."""
         said = [(*json.loads(text), rank) for rank, text in self._read("failed").items()]
         if not said:
             return ""
@@ -283,15 +298,15 @@ class Heartbeat:
         return [Beat(**{**beat, "pace": Pace(**beat["pace"]) if beat["pace"] else None}) for beat in said]
 
     def _read(self, what: str) -> dict[int, str]:
-        """By rank, what each has said of it."""
+        """What each rank has published under this key, by rank."""
         keys = [f"{what}/{rank}" for rank in range(self.world)]
         said = self._store.read(keys)
         return {rank: said[key] for rank, key in enumerate(keys) if key in said}
 
 
 def verdict(before: list[Beat], after: list[Beat], calls: Callable[[], dict[int, list[CollectiveCall]]] = dict) -> str:
-    """From two looks at all ranks' beats: who is silent, else who did not move and waits for nobody, else who called
-    another collective than the others, else where all of them wait."""
+    """The culprit, from two looks at all ranks' beats: a silent rank; or one that did not move and waits for nobody; or
+    one that called another collective than the others; or else where all of them wait."""
     earlier = {beat.rank: beat for beat in before}
     alive = [b for b in after if not b.failed]
     silent = [b for b in alive if b.rank in earlier and b.number == earlier[b.rank].number]
@@ -317,7 +332,7 @@ def verdict(before: list[Beat], after: list[Beat], calls: Callable[[], dict[int,
 
 
 def went(beats: list[Beat], found: tuple[tuple[int, ...], str] | None) -> str:
-    """Of ranks that called another collective than the others, in words."""
+    """A description of the ranks that called another collective than the others."""
     if found is None:
         return ""
     who = [b for b in beats if b.rank in found[0]]
@@ -331,7 +346,7 @@ def listed(beats: list[Beat]) -> str:
 
 
 def stood(beats: list[Beat]) -> str:
-    """Where they stood, once if all stood there."""
+    """Where ranks were, mentioned once if all were in the same place."""
     return "; ".join(dict.fromkeys(b.where for b in beats[:SHOWN]))
 
 
@@ -353,7 +368,7 @@ def frames_of(trace: TracebackType | None) -> list[tuple[str, int, str]]:
 
 
 def place_of(stack: list[tuple[str, int, str]]) -> tuple[str, bool]:
-    """The innermost place in the library that is no communication, and whether it communicates there."""
+    """The innermost place in the library outside comm/, and whether the thread is communicating there."""
     ours = [
         (file.replace("\\", "/").rsplit("phalanx/", 1)[1], line, name)
         for file, line, name in stack

@@ -1,8 +1,8 @@
-"""Pace: from what ranks say of their steps, which of them the others wait for.
+"""Pace: which ranks the others wait for, judging by what all say about their steps.
 
-A rank's work is its step without what it waited; ranks of one pipeline stage have the same work, so the slow one
-stands out against the others' median. Where a stage has one rank only it is compared with all others, by a wider
-margin, since stages are not equal.
+A rank's work is its step without the time it waited. Ranks of one pipeline stage have the same work, so a slow one
+stands out from the others' median. A rank that is alone in its stage is compared with all others, with a wider margin,
+because stages are not equal.
 """
 
 from __future__ import annotations
@@ -12,12 +12,13 @@ from dataclasses import dataclass
 from statistics import median
 
 RATIO, RATIO_OF_STAGES = 1.3, 2.0
-PART_OF_STEP, LEAST_S = 0.1, 0.005  # by how much more than the others' median it must work
+PART_OF_STEP, LEAST_S = 0.1, 0.005  # how much longer than the others' median it must work
 
 
 @dataclass(frozen=True)
 class Pace:
-    """Medians over a rank's last steps. work_s: computing, loading, logging. place: where it mostly was meanwhile."""
+    """Medians over a rank's last steps. work_s: computing, loading, logging. place: where it mostly was during that
+    time."""
 
     rank: int
     stage: int
@@ -28,7 +29,7 @@ class Pace:
 
 @dataclass(frozen=True)
 class Slow:
-    """ratio: work over the others' median."""
+    """A rank for which the others wait. ratio: its work over the others' median."""
 
     rank: int
     ratio: float

@@ -1,8 +1,7 @@
-"""Waits: how long the work of a rank stands still in collectives, so that a rank that others wait for can be told
-from those that wait.
+"""Waits: how long a rank's work stands still in collectives, to tell a rank that others wait for from those that wait.
 
-On a CPU the time of the host, on a GPU the time of the current stream between two events, read when the step is
-over. Collectives inside CUDA graphs and exchanges through shared memory are not seen.
+On a CPU this is the host's time; on a GPU, the current stream's time between two events, read at the end of the step.
+Collectives inside CUDA graphs and exchanges through shared memory are not covered.
 """
 
 from __future__ import annotations
@@ -17,8 +16,8 @@ T = TypeVar("T")
 
 
 class Waited:
-    """What one step waited. `seconds` once the device has done the step; what other streams still do then is left
-    out."""
+    """The time that one step waited. `seconds` is available once the device has finished the step; work that other
+    streams still do then is not counted."""
 
     def __init__(self, host_s: float, events: list[tuple[torch.cuda.Event, torch.cuda.Event]]):
         self._host_s, self._events = host_s, events
@@ -28,7 +27,7 @@ class Waited:
 
 
 class Waits:
-    """Of one mesh. on: whether this step is looked at."""
+    """The waits of one mesh. on: whether this step is measured."""
 
     def __init__(self, cuda: bool = False):
         self.on, self._cuda = False, cuda
@@ -51,7 +50,7 @@ class Waits:
         return found
 
     def take(self) -> Waited | None:
-        """Of the step that ends here; None if it was not looked at."""
+        """The wait of the step that ends here; None if it was not measured."""
         if not self.on:
             return None
         taken = Waited(self._host_s, self._events)
@@ -60,7 +59,7 @@ class Waits:
 
 
 class Timed:
-    """A handle of torch's whose wait is looked at."""
+    """A torch handle whose wait is measured."""
 
     def __init__(self, handle: Any, waits: Waits):
         self._handle, self._waits = handle, waits

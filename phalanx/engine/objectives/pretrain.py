@@ -7,4 +7,4 @@ from phalanx.nn.objective import TokenObjective, cross_entropy, objective
 
 @objective("pretrain")
 class Pretrain(TokenObjective):
-    token_loss = staticmethod(cross_entropy)  # type: ignore[assignment]  # by which the head knows its fused op
+    token_loss = staticmethod(cross_entropy)  # identifies the fused op for the head

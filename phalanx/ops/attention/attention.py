@@ -1,11 +1,11 @@
-"""Causal attention over q, k, v of whole sequences: everything before, a sliding window, sinks; inside documents
-where they end.
+"""Causal attention over q, k, v of whole sequences: full, with a sliding window or with sinks, and inside documents if
+the batch has them.
 
-Reference for every backend: softmax(q k^T * scale) v. torch's scaled_dot_product_attention computes it; on GPUs it
-picks cuDNN or flash kernels where there is no mask, and memory-efficient or cuDNN ones with one;
-ops/attention/flash.py has kernels that need none. Dropout of probabilities runs on the explicit path. Masks are
-additive (0 and -inf, in the dtype of q): made once per micro-batch and kind, read by all layers, never widened by a
-layer.
+The definition that every backend must match is softmax(q k^T * scale) v. torch's scaled_dot_product_attention computes
+it. On GPUs it picks cuDNN or flash kernels where there is no mask, and memory-efficient or cuDNN kernels with one; the
+kernels of ops/attention/flash.py need no mask. Dropout of probabilities uses the explicit formula. Masks are additive
+(0 and -inf, in the dtype of q). They are built once for each micro-batch and kind, and all layers read them without
+widening them.
 """
 
 from __future__ import annotations
@@ -41,10 +41,12 @@ def attention(
 ) -> Tensor:
     """q (sequences, heads, S, K), k (sequences, kv_heads, S, K), v (sequences, kv_heads, S, V) -> (T, heads * V).
 
-    Query head h reads kv head h // (heads / kv_heads). `sinks` (heads,): a logit per head that joins the softmax's
-    denominator. Memory beside q, k, v and the output: none without documents and window, nor where flash kernels run
-    (bf16 and fp16 on GPUs); else one mask per micro-batch, of S * S elements (times sequences with documents), or T
-    * 2 * window where that is smaller, and then a copy of k and v twice as long.
+    Query head h reads kv head h // (heads / kv_heads). `sinks` (heads,): a logit for each head that joins the softmax's
+    denominator.
+
+    Memory besides q, k, v and the output: none without documents and window, and none where flash kernels run (bf16 and
+    fp16 on GPUs). Otherwise one mask for each micro-batch, of S * S elements (times sequences, with documents), or of T
+    * 2 * window elements plus a copy of k and v of twice their length, where that is smaller.
     """
     if kind.sinks != (sinks is not None):
         raise ValueError(f"the kind of attention has sinks={kind.sinks}, and the logits given are {sinks}")
@@ -171,7 +173,7 @@ ATTENTION = Op(
 
 
 def _attend(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, scale: float | None, sinks: Tensor | None) -> Tensor:
-    """Without a mask a query reads all before it."""
+    """Without a mask, causal."""
     if sinks is not None:
         return attention_with_sinks(q, k, v, sinks, mask, scale)
     return F.scaled_dot_product_attention(
@@ -183,7 +185,7 @@ def _in_blocks(q: Tensor, k: Tensor, v: Tensor, batch: Batch, kind: AttentionKin
     """Queries in blocks of `window` tokens, each with its own and the block before as keys: no square of the
     sequence is made.
 
-    Tokens beyond the end, to fill the last block, are read by none but themselves, and are cut off.
+    The sequence is padded to fill the last block. Padding tokens are read by themselves alone and cut off at the end.
     """
     window: int = kind.window  # type: ignore[assignment]
     blocks = -(-batch.seq_length // window)
@@ -193,7 +195,7 @@ def _in_blocks(q: Tensor, k: Tensor, v: Tensor, batch: Batch, kind: AttentionKin
     )
     k, v = (
         torch.cat((F.pad(t[:, :-1], (0, 0, 0, 0, 0, 0, 1, 0)), t), -2).flatten(0, 1) for t in (k, v)
-    )  # the block before, its own
+    )  # the block before and the block itself
     mask = BLOCK_MASKS.of(batch, lambda: _make_block_mask(batch, window, q.dtype), window, q.dtype)
     out = _attend(q.flatten(0, 1), k, v, mask, kind.scale, sinks)
     return out.unflatten(0, (-1, blocks)).transpose(1, 2).flatten(2, 3)[:, :, : batch.seq_length]
@@ -228,8 +230,9 @@ class ProbabilityDropout:
 def attention_with_dropout(q: Tensor, k: Tensor, v: Tensor, batch: Batch, dropout: ProbabilityDropout) -> Tensor:
     """Full causal attention with dropout of the probabilities.
 
-    q of this part of the sequences, k and v of whole ones. Of a dealt batch the queries of a part are of any
-    sequence: each is given the keys of all, of which it reads those of its document.
+    q of this rank's shard of the sequences, k and v of whole sequences. In a batch whose documents are balanced over
+    ranks, the queries of a shard may belong to any sequence: each query is given the keys of all sequences and reads
+    those of its own document.
     """
     heads = q.shape[1]
     if batch.balanced is not None:
@@ -247,8 +250,8 @@ def attention_with_dropout(q: Tensor, k: Tensor, v: Tensor, batch: Batch, dropou
 
 
 def _mask(batch: Batch, window: int | None, dtype: torch.dtype) -> Tensor:
-    """(sequences or 1, 1, L, S) for the L queries that are here of each sequence and all S keys: 0 where query i may
-    read key j (j <= i, i - j < window, and the same document), -inf elsewhere."""
+    """(sequences or 1, 1, L, S) for the L local queries of each sequence and all S keys: 0 where query i may read key j
+    (j <= i, i - j < window, and the same document), -inf elsewhere."""
     return MASKS.of(batch, lambda: _additive(_visible(batch, window), dtype), window, dtype)
 
 

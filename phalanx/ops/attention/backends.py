@@ -1,5 +1,5 @@
-"""Attention kernels that tell the log-sum-exp of each query's scores, and go backward from a given one: parts that
-others build with.
+"""Attention kernels that return the log-sum-exp of each query's scores, and whose backward takes one as input: the
+building blocks of attention with sinks or over several ranks.
 
 A kernel's backward makes the probabilities anew as e^(score - L) and subtracts D = dout . out. With the L and the
 output of more keys than it was given it so returns its own share of the gradients: what joins a softmax later
@@ -69,12 +69,12 @@ def block_backend(q: Tensor, v: Tensor, masked: bool, kernels: Kernels = "plain"
 
 
 def repeated(x: Tensor, heads: int) -> Tensor:
-    """Keys or values for each query head."""
+    """Keys or values repeated for each query head."""
     return x if x.shape[1] == heads else x.repeat_interleave(heads // x.shape[1], dim=1)
 
 
 def folded(dx: Tensor, kv_heads: int) -> Tensor:
-    """The gradient of what was repeated."""
+    """The gradient of x from that of `repeated` x."""
     return dx if dx.shape[1] == kv_heads else dx.unflatten(1, (kv_heads, -1)).sum(2)
 
 
@@ -165,7 +165,7 @@ def _efficient_backward(dout: Tensor, saved: SavedBlock, how: Scoring) -> Gradie
 
 
 def _aligned(mask: Tensor | None, q: Tensor) -> Tensor | None:
-    """(B, heads, S, keys) with rows that start at multiples of 16 bytes, as memory-efficient attention wants them."""
+    """(B, heads, S, keys) with rows that start at multiples of 16 bytes, as memory-efficient attention requires."""
     if mask is None:
         return None
     keys = mask.shape[-1]
@@ -216,8 +216,8 @@ def _dry_backward(dout: Tensor, saved: SavedBlock, how: Scoring) -> Gradients:
 
 
 def fused_gradients(*inputs: Tensor) -> tuple[Tensor, ...]:
-    """Allocates gradients of q, k and v as backward kernels do: narrow ones are added up in fp32 first, in memory
-    that is then let go of."""
+    """Allocates gradients of q, k and v as backward kernels do: those of narrow dtypes are first summed in fp32, in
+    memory that is freed afterwards."""
     sums = [torch.empty_like(t, dtype=torch.float32) for t in inputs if t.dtype.itemsize < 4]
     made = tuple(torch.empty_like(t) for t in inputs)
     del sums

@@ -1,16 +1,18 @@
-"""Attention of sequences that are cut over context-parallel ranks: how each rank's queries get to read the keys
-before them.
+"""Attention over sequences that are sharded over context-parallel ranks: how each rank's queries read the keys before
+them.
 
-Two exchanges, one inside the other. Neighbours may exchange heads for tokens, so that each has all of their tokens
-for some of the heads (Jacobs et al., "DeepSpeed Ulysses", 2023). Between such runs keys and values travel: one part
-at a time, the next one on its way while attention to the last one runs (Liu et al., "Ring attention", 2023), or all
-at once (Llama team, "The Llama 3 herd of models", 2024, section 3.3.2). What queries read of one part is an
-attention of its own; outputs are joined by their log-sum-exp, and a kernel's backward is given the joint one
-(ops/attention/backends.py). Parts are dealt zig-zag (sequence/shard.py), so that a causal mask costs all alike; of a
-part only the chunks that somebody reads are sent, and no kernel runs where nothing is read. Backward sends the keys
-and values again instead of keeping them, and each part's gradients home.
+Two exchanges, one inside the other. Neighbouring ranks may exchange heads for tokens, so that each has all of their
+tokens for some of the heads (Jacobs et al., "DeepSpeed Ulysses", 2023). Between such groups keys and values travel:
+shard by shard, with the next one under way while attention to the last one runs (Liu et al., "Ring attention", 2023),
+or all at once (Llama team, "The Llama 3 herd of models", 2024, section 3.3.2). Attention of the queries to each shard
+is computed separately. The outputs are then joined by their log-sum-exp, and each kernel's backward is given the joint
+one (ops/attention/backends.py).
 
-Shapes: L tokens of a sequence that are here, S of a whole one, K and V widths of a query and a value.
+Shards are assigned in zig-zag order (sequence/shard.py), so that a causal mask gives every rank the same work. Only the
+chunks of a shard that somebody reads are sent, and no kernel runs where nothing is read. Backward sends the keys and
+values again instead of storing them, and sends each shard's gradients home.
+
+Shapes: L local tokens of a sequence, S tokens of a whole sequence, K and V the widths of a query and a value.
 """
 
 from __future__ import annotations
@@ -99,7 +101,7 @@ def offers_of(form: Form, keys_are_cut: bool, dropout: float, kernels: Kernels) 
 
 
 def likes_of(q: Tensor, v: Tensor) -> tuple[tuple[tuple[int, int], torch.dtype]]:
-    """(T, heads * V) and dtype of what attention makes."""
+    """(T, heads * V) and dtype of the output."""
     return (((q.shape[0] * q.shape[2], q.shape[1] * v.shape[-1]), q.dtype),)
 
 
@@ -119,8 +121,8 @@ def _of_pieces(q: Tensor, k: Tensor, v: Tensor, batch: Batch, plan: AttentionPla
 def attention_with_dropout(
     q: Tensor, k: Tensor, v: Tensor, batch: Batch, axes: ModelAxes, dropout: ProbabilityDropout
 ) -> Tensor:
-    """As ops.attention_with_dropout, of this rank's part of each sequence. The probabilities of a query are made
-    together, of all keys."""
+    """As ops.attention_with_dropout, for this rank's shard of each sequence. The probabilities of a query are computed
+    together, over all keys."""
     if batch.balanced is not None:
         k, v = gather_keys(k, v, batch, axes.cp)
         return whole.attention_with_dropout(q, k, v, batch, dropout)
@@ -135,7 +137,7 @@ def attention_with_dropout(
 
 
 def to_heads(q: Tensor, k: Tensor, v: Tensor, batch: Batch, axis: Axis) -> tuple[Tensor, Tensor, Tensor]:
-    """(sequences, heads, L, ...) of this part -> (sequences, heads / n, L of its n neighbours together, ...), by one
+    """(sequences, heads, L, ...) of this shard -> (sequences, heads / n, L of its n neighbours together, ...), by one
     all-to-all."""
     n = axis.size
     if n == 1:
@@ -151,7 +153,7 @@ def to_heads(q: Tensor, k: Tensor, v: Tensor, batch: Batch, axis: Axis) -> tuple
 
 
 def to_tokens(out: Tensor, batch: Batch, axis: Axis) -> Tensor:
-    """The way back: (T of the neighbours together, heads / n * V) -> (T, heads * V)."""
+    """The inverse exchange: (T of the neighbours together, heads / n * V) -> (T, heads * V)."""
     n = axis.size
     if n == 1:
         return out
@@ -161,13 +163,13 @@ def to_tokens(out: Tensor, batch: Batch, axis: Axis) -> Tensor:
 
 
 def _neighbours(batch: Batch, n: int) -> tuple[tuple[SequenceShard, ...], list[int]]:
-    """The neighbours' parts, and how many tokens each has."""
+    """The neighbours' shards, and how many tokens each has."""
     parts = batch.part.neighbours(n)
     return parts, [batch.num_sequences * part.size(batch.seq_length) for part in parts]
 
 
 def own_heads(x: Tensor, axis: Axis) -> Tensor:
-    """This rank's run of a parameter with a number per head, in at least fp32."""
+    """This rank's slice of a parameter with one number for each head, in at least fp32."""
     return x if axis.size == 1 else _OwnHeads.apply(x, axis)
 
 
@@ -185,13 +187,13 @@ class _OwnHeads(Function):
         return add_grad(ctx.x, dx), None
 
 
-# ---- what a part's queries read of another's keys ------------------------------------------------
+# ---- what the queries of one shard read of another's keys ------------------------------------------
 
 
 @dataclass(frozen=True)
 class QueryKeyBlock:
-    """Queries `queries` of a part read keys `keys` of another (runs of its L): all of them, those up to their own
-    place, or by a mask."""
+    """Queries `queries` of one shard read keys `keys` of another (slices of their L): all of them, those up to their
+    own position, or by a mask."""
 
     queries: slice
     keys: slice
@@ -201,7 +203,7 @@ class QueryKeyBlock:
 def block_of(
     mine: SequenceShard, theirs: SequenceShard, length: int, window: int | None, documents: bool
 ) -> QueryKeyBlock | None:
-    """What `mine` reads of `theirs` in sequences of `length` tokens, in whole chunks; None: nothing."""
+    """What the shard `mine` reads of `theirs` in sequences of `length` tokens, in whole chunks; None: nothing."""
     q, k = mine.runs(length), theirs.runs(length)
     reach = length if window is None else window
     seen = [(i, j) for i in (0, 1) for j in (0, 1) if k[j].start < q[i].stop and q[i].start - k[j].stop + 1 < reach]
@@ -217,7 +219,7 @@ def block_of(
 
 
 def _rows(chunks: tuple[range, range], first: int, last: int) -> slice:
-    """Where a part has its chunks first .. last."""
+    """Where a shard holds its chunks first .. last."""
     ends = (0, len(chunks[0]), len(chunks[0]) + len(chunks[1]))
     return slice(ends[first], ends[last + 1])
 
@@ -229,7 +231,7 @@ SEGMENTS_BY_SOURCE = PerBatch[tuple[Tensor, Tensor, Tensor]]()
 def mask_of(
     batch: Batch, source: SequenceShard, block: QueryKeyBlock, window: int | None, dtype: torch.dtype
 ) -> tuple[Tensor, Tensor]:
-    """Additive mask (sequences or 1, 1, queries, keys) of a block, and which of its queries (sequences or 1, 1,
+    """The additive mask (sequences or 1, 1, queries, keys) of a block, and which of its queries (sequences or 1, 1,
     queries) read nothing."""
     return MASKS_BY_SOURCE.of(batch, lambda: _make_mask(batch, source, block, window, dtype), source, window, dtype)
 
@@ -254,11 +256,11 @@ def _make_mask(
 
 
 def segments_of(batch: Batch, source: SequenceShard, block: QueryKeyBlock) -> tuple[Segments, Tensor]:
-    """The documents of a block as segments, and which of its queries (sequences, 1, queries) read nothing of it.
+    """The documents of a block as segments, and which of its queries (sequences, 1, queries) read nothing in it.
 
-    A run of a part is in the order of the sequence, so the tokens that it has of a document lie together. And of
-    another part's keys a block has those alone that are before all of its queries (zig-zag): only in this part's own
-    block is anything inside a document hidden.
+    A shard keeps the order of the sequence, so its tokens of one document are contiguous. From another shard, a block
+    holds only keys that come before all of its queries (zig-zag); so only in the rank's own block can keys inside a
+    document be hidden.
     """
     of_queries, of_keys, blind = SEGMENTS_BY_SOURCE.of(batch, lambda: _find_segments(batch, source, block), source)
     sizes = (block.queries.stop - block.queries.start, block.keys.stop - block.keys.start)
@@ -275,7 +277,7 @@ def _find_segments(batch: Batch, source: SequenceShard, block: QueryKeyBlock) ->
 
 
 def _counts(documents: Tensor, room: int) -> Tensor:
-    """Tokens of each document (not torch.bincount, which waits for the device)."""
+    """Tokens of each document. Not torch.bincount, which waits for the device."""
     return torch.zeros(room, dtype=torch.int64, device=documents.device).scatter_add_(
         0, documents, torch.ones_like(documents)
     )
@@ -286,8 +288,8 @@ def _counts(documents: Tensor, room: int) -> Tensor:
 
 @dataclass(frozen=True)
 class ContextAttention:
-    """One attention over the parts of a batch: the axis they lie on (this rank's is batch.part), how they travel,
-    what is read."""
+    """One attention over the shards of a batch: the axis over which they are spread (this rank's is batch.part), how
+    they travel and what is read."""
 
     batch: Batch
     axis: Axis
@@ -304,15 +306,15 @@ class ContextAttention:
 
 
 class Ring:
-    """Parts one at a time: in step s to the rank s places on, from the rank s places back. Gradients go home the
-    other way."""
+    """Shards travel one at a time: in step s to the rank s places ahead, from the rank s places behind. Gradients go
+    home in the opposite direction."""
 
     def __init__(self, kv: Tensor, reading: ContextAttention):
         self.kv, self.reading, self.axis = kv, reading, reading.axis
         self.returning: list[tuple[Work, slice | None]] = []
 
     def arrivals(self) -> Iterator[tuple[int, Tensor]]:
-        """(number of a part, the keys and values of it that this rank reads), this rank's own first."""
+        """Yields (number of a shard, the keys and values in it that this rank reads), this rank's own shard first."""
         coming = self._post(1)
         yield self.axis.index, self.kv
         for step in range(1, self.axis.size):
@@ -329,8 +331,8 @@ class Ring:
         return self.axis.hop(None if wanted is None else self.kv[wanted.keys], to, out, source)
 
     def give_back(self, source: int, grad: Tensor | None) -> None:
-        """The gradient of what this rank has read of part `source`; at the same time that of its own comes from who
-        has read it."""
+        """Send home the gradient of what this rank has read in shard `source`. Meanwhile a gradient of its own shard
+        arrives from a rank that has read it."""
         here, n = self.axis.index, self.axis.size
         reader = (2 * here - source) % n
         read = self.reading.block(reader, here)
@@ -339,7 +341,7 @@ class Ring:
         self.returning.append((work, None if read is None else read.keys))
 
     def collected(self, own: Tensor) -> Tensor:
-        """`own` (L, ...), the gradient of this rank's part by its own queries, plus everyone else's."""
+        """`own` (L, ...), the gradient of this rank's shard from its own queries, plus those from all other ranks."""
         for work, keys in self.returning:
             grad = work.wait()
             if keys is not None:
@@ -348,7 +350,7 @@ class Ring:
 
 
 class KeyValueGather:
-    """All parts before the first is read; the sums of their gradients are scattered at the end."""
+    """All shards are gathered before the first is read; the sums of their gradients are scattered at the end."""
 
     def __init__(self, kv: Tensor, reading: ContextAttention):
         self.kv, self.reading, self.axis = kv, reading, reading.axis
@@ -386,7 +388,7 @@ TRAVEL: dict[Form, type[Ring] | type[KeyValueGather]] = {"ring": Ring, "allgathe
 
 
 class _ReadParts(Function):
-    """q (sequences, heads, L, K), k and v (sequences, kv_heads, L, ...) of this part -> (sequences, heads, L, V)."""
+    """q (sequences, heads, L, K), k and v (sequences, kv_heads, L, ...) of this shard -> (sequences, heads, L, V)."""
 
     @staticmethod
     def forward(ctx: Any, q: Tensor, k: Tensor, v: Tensor, sinks: Tensor | None, reading: ContextAttention) -> Tensor:  # type: ignore[override]
@@ -450,19 +452,19 @@ def how_to_read(
 
 
 def packed(k: Tensor, v: Tensor) -> Tensor:
-    """(sequences, kv_heads, L, K) and (..., V) -> (L, sequences, kv_heads, K + V): a run of tokens is a run of
-    memory."""
+    """(sequences, kv_heads, L, K) and (..., V) -> (L, sequences, kv_heads, K + V), so that consecutive tokens are
+    contiguous in memory."""
     return torch.cat((k, v), -1).permute(2, 0, 1, 3).contiguous()
 
 
 def unpacked(kv: Tensor, like: Tensor) -> tuple[Tensor, Tensor]:
-    """k and v of what `packed` made; `like`: a k."""
+    """k and v from what `packed` returned; `like`: a tensor shaped like k."""
     k, v = kv.permute(1, 2, 0, 3).split((like.shape[-1], kv.shape[-1] - like.shape[-1]), -1)
     return k, v
 
 
 class Joint:
-    """Outputs of attention to several sets of keys, joined: out (sequences, heads, L, V) and log-sum-exp in the
+    """The running result of attention to several sets of keys: out (sequences, heads, L, V) and its log-sum-exp, in the
     dtype of the latter."""
 
     def __init__(self, by: Any) -> None:
@@ -471,8 +473,8 @@ class Joint:
         self.join_ = by.join_
 
     def add(self, queries: slice, out: Tensor, lse: Tensor, blind: Tensor | None) -> None:
-        """What `queries` read of more keys. The first must be all queries, and each must read something: itself.
-        `blind`: who reads nothing."""
+        """Add attention of `queries` to more keys. The first call must cover all queries, and each of them must read
+        something (itself). `blind`: queries that read nothing."""
         if blind is not None:
             out, lse = out.masked_fill(blind.unsqueeze(-1), 0), lse.masked_fill(blind, -torch.inf)
         if not self.out.numel():
@@ -482,8 +484,8 @@ class Joint:
 
 
 def join_(out: Tensor, lse: Tensor, more: Tensor, more_lse: Tensor, first: int) -> None:
-    """Join `more` (sequences, heads, count, V), of tokens from `first` on, into out (sequences, heads, L, V), and its
-    log-sum-exp into that of out, in place."""
+    """Join `more` (sequences, heads, count, V), attention outputs of tokens from `first` on, into out (sequences,
+    heads, L, V) and its log-sum-exp, in place."""
     rows = slice(first, first + more.shape[2])
     mine, before = out[:, :, rows], lse[:, :, rows]
     joint = torch.logaddexp(before, more_lse)
@@ -509,7 +511,7 @@ JOIN = Op(
 
 
 def gather_keys(k: Tensor, v: Tensor, batch: Batch, axis: Axis) -> tuple[Tensor, Tensor]:
-    """k and v (sequences, kv_heads, L, ...) of all parts -> (sequences, kv_heads, S, ...), by one collective."""
+    """k and v (sequences, kv_heads, L, ...) of all shards -> (sequences, kv_heads, S, ...), by one collective."""
     if axis.size == 1:
         return k, v
     mine = torch.cat((k, v), -1).transpose(1, 2).flatten(0, 1)

@@ -1,5 +1,5 @@
-"""Attention by flash kernels, inside documents and windows and with sinks: no mask is made, what a query does not
-read costs nothing.
+"""Attention by flash kernels inside documents and windows and with sinks. No mask is built, and keys that are not read
+cost nothing.
 
 Two packages of kernels. flash-attn-4 (CuTe DSL kernels for Hopper and newer, an optional package) takes everything;
 torch's own flash kernels (version 2, any GPU from Ampere on) take what would need a mask, since torch's public call
@@ -74,11 +74,11 @@ TORCH_FLASH = Implementation(
 
 @dataclass(frozen=True)
 class Spans:
-    """Runs of flat tokens that attend among themselves: run i is offsets[i] .. offsets[i + 1], int32; the last ones
+    """Spans of flat tokens that attend among themselves: span i is offsets[i] .. offsets[i + 1], int32; the last ones
     may be empty.
 
-    `longest` is a bound on their lengths, `whole` says that they are all equally long: the sequences. No mask, no
-    word from the device.
+    `longest` is an upper bound on their lengths; `whole` says that all are equally long, that is, whole sequences. Made
+    without a mask and without waiting for the device.
     """
 
     offsets: Tensor
@@ -102,7 +102,7 @@ def _find_spans(batch: Batch) -> Spans:
     offsets.scatter_reduce_(0, batch.documents, torch.arange(tokens, device=device), "amin")
     return Spans(
         offsets.flip(0).cummin(0).values.flip(0).int(), length, False
-    )  # a number that no token has is an empty run
+    )  # a document number that no token has is an empty span
 
 
 class ByFlashAttn:
@@ -143,7 +143,7 @@ class ByTorchFlash:
 
 
 def own_precision(x: Tensor) -> Tensor:
-    """A parameter in at least fp32, whose gradient is added up so as well."""
+    """A parameter in at least fp32, whose gradient is summed in that dtype too."""
     made: Tensor = _InFp32.apply(x)
     return made
 
@@ -162,8 +162,8 @@ class _InFp32(Function):
 
 
 class _TorchFlash(Function):
-    """torch's flash kernels over spans of flat tokens. How sinks join what a plain kernel returns: see
-    ops/attention/sinks.py."""
+    """torch's flash kernels over spans of flat tokens. ops/attention/sinks.py explains how sinks join the result of a
+    plain kernel."""
 
     @staticmethod
     def forward(ctx: Any, q: Tensor, k: Tensor, v: Tensor, sinks: Any, spans: Spans, window: Any, scale: Any) -> Tensor:  # type: ignore[override]

@@ -1,4 +1,4 @@
-"""Outputs of attention to more keys, joined with those of the keys before: out and log-sum-exp in place, in one pass
+"""Join attention outputs over more keys with those over the keys before: output and log-sum-exp in place, in one pass
 over memory."""
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ def _join(
     ROWS: tl.constexpr,
     WIDE: tl.constexpr,
 ):
-    """`more` (sequences, heads, count, V) is of the tokens first .. first + count of `out` (sequences, heads,
+    """`more` (sequences, heads, count, V) belongs to the tokens first .. first + count of `out` (sequences, heads,
     length, V)."""
     which = tl.program_id(0).to(tl.int64)
     seq, head = which // heads, which % heads
@@ -53,9 +53,9 @@ def _join(
 
 
 def join_(out: Tensor, lse: Tensor, more: Tensor, more_lse: Tensor, first: int) -> None:
-    """out (sequences, heads, L, V) and lse (sequences, heads, L), contiguous, in the wide dtype, take in `more`
-    (sequences, heads, count, V) and its log-sum-exp, of tokens from `first` on. Of every token `lse` is finite; -inf
-    in `more_lse`: nothing to take in."""
+    """Update out (sequences, heads, L, V) and lse (sequences, heads, L), contiguous and in the wide dtype, with `more`
+    (sequences, heads, count, V) and its log-sum-exp, for tokens from `first` on. Every value of `lse` is finite; -inf
+    in `more_lse` means that there is nothing to join."""
     sequences, heads, count, width = more.shape
     out_strides = [out.stride(d) for d in (0, 1, 2)]
     more = more if more.stride(-1) == 1 else more.contiguous()

@@ -11,18 +11,18 @@ from phalanx.base.errors import PhalanxError
 
 
 class UnsupportedAttention(PhalanxError):
-    """No backend that could run here has all that a layer's attention asks for."""
+    """No backend that could run here supports everything that a layer's attention asks for."""
 
     exit_code = 2
 
 
 @dataclass(frozen=True)
 class AttentionKind:
-    """What the queries of a layer read, and how scores become probabilities. The default: everything before.
+    """What the queries of a layer read, and how scores become probabilities. The default is plain causal attention.
 
-    direction  a query reads what is not after it, or all of its document
-    window     a query reads itself and what is less than so many tokens away (Beltagy et al., "Longformer", 2020)
-    chunk      a query reads inside its run of so many tokens of the sequence (Meta, "Llama 4", 2025)
+    direction  causal: a query reads no later token; both: it reads its whole document
+    window     a query reads only tokens less than this far away, and itself (Beltagy et al., "Longformer", 2020)
+    chunk      a query reads only inside its chunk of this many tokens (Meta, "Llama 4", 2025)
     sinks      each head has a logit that joins the softmax's denominator (Xiao et al., 2024)
     soft_cap   scores become cap * tanh(scores / cap) (Gemma team, "Gemma 2", 2024)
     bias       what is added to the scores (Press et al., "Train short, test long", 2022)
@@ -39,7 +39,7 @@ class AttentionKind:
 
     @cached_property
     def features(self) -> frozenset[str]:
-        """What it has beyond plain causal attention, by the names of its fields."""
+        """The names of the fields that differ from plain causal attention."""
         return frozenset(field.name for field in fields(self) if getattr(self, field.name) != field.default)
 
     def within(self, length: int) -> AttentionKind:
@@ -47,8 +47,8 @@ class AttentionKind:
         return self if self.window is None or self.window < length else replace(self, window=None)
 
     def keys_per_query(self, length: int) -> float:
-        """Mean number of keys that a query reads, for FLOPs: length / 2 of plain causal attention (the diagonal counted
-        as half)."""
+        """Mean number of keys that a query reads, for FLOPs: length / 2 for plain causal attention (the diagonal counts
+        half)."""
         length = length if self.chunk is None else min(self.chunk, length)
         w = length if self.window is None else min(self.window, length)
         before = w - w * w / (2 * length) if length else 0.0

@@ -1,11 +1,12 @@
-"""Attention with sinks: each query head has a learned logit that joins the softmax's denominator and reads nothing.
+"""Attention with sinks: each query head has a learned logit that joins the softmax's denominator and contributes no
+value.
 
 Xiao et al., "Efficient streaming language models with attention sinks", 2024; the learned form is that of gpt-oss
-(OpenAI, 2025). The fused kernels of torch do the work, and no square of the sequence is made. With L the log-sum-exp
-of a query's scores and s the sink of its head, M = log(e^L + e^s) is the one with the sink, and the output is e^(L -
-M) of the plain one. Backward of a fused kernel makes the probabilities anew as e^(score - L) and subtracts D = dout
-. out: given M and the scaled output it returns dq, dk, dv with the sink in them. The sink's value is zero, so ds =
--sum over queries of e^(s - M) D.
+(OpenAI, 2025). torch's fused kernels do the work, and the S x S scores are never materialized. With L the log-sum-exp
+of a query's scores and s the sink of its head, M = log(e^L + e^s) is the log-sum-exp with the sink, and the output is
+e^(L - M) times the plain one. Backward of a fused kernel recomputes the probabilities as e^(score - L) and subtracts D
+= dout . out, so given M and the scaled output it returns dq, dk, dv with the sink included. The sink's value is zero,
+so ds = -sum over queries of e^(s - M) D.
 """
 
 from __future__ import annotations
@@ -24,10 +25,10 @@ from phalanx.ops.dense.grads import add_grad
 def attention_with_sinks(
     q: Tensor, k: Tensor, v: Tensor, sinks: Tensor, mask: Tensor | None, scale: float | None
 ) -> Tensor:
-    """q (B, heads, S, K), k and v (B, kv_heads, keys, K), sinks (heads,), additive mask or None (causal) -> (B,
-    heads, S, K).
+    """q (B, heads, S, K), k and v (B, kv_heads, keys, K), sinks (heads,), additive mask or None (causal) -> (B, heads,
+    S, K).
 
-    Kept for backward: q, k, v, the output and a number per query and head.
+    Saved for backward: q, k, v, the output and one number for each query and head.
     """
     scale = 1 / math.sqrt(q.shape[-1]) if scale is None else scale
     return _SinkAttention.apply(
@@ -55,14 +56,14 @@ class _SinkAttention(Function):
 
 
 def join_sinks(out: Tensor, lse: Tensor, sinks: Tensor) -> tuple[Tensor, Tensor]:
-    """out (B, heads, S, V) and the log-sum-exp (B, heads, S) with the sinks (heads,) in the denominator."""
+    """out (B, heads, S, V) and its log-sum-exp (B, heads, S), with the sinks (heads,) added to the denominator."""
     whole = torch.logaddexp(lse, sinks.to(lse.dtype).view(-1, 1))
     return out * (lse - whole).exp().unsqueeze(-1), whole
 
 
 def sinks_grad(sinks: Tensor, dout: Tensor, out: Tensor, whole: Tensor) -> Tensor | None:
-    """Account for the gradient of the sinks; what a backward must return for them. `out` and `whole` as of
-    join_sinks."""
+    """Account for the gradient of the sinks (ops.dense.grads) and return what a backward must return for them. `out`
+    and `whole` are what join_sinks returned."""
     dot = (dout.to(whole.dtype) * out).sum(-1)
     weight = (sinks.to(whole.dtype).view(-1, 1) - whole).exp()
     return add_grad(sinks, -(weight * dot).sum((0, 2)))

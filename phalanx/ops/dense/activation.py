@@ -1,4 +1,5 @@
-"""Activations of MLPs: gated ones over stacked gate and up (SwiGLU, gpt-oss's clamped one), and GELU in both forms."""
+"""Activations of MLPs: gated ones over stacked gate and up (SwiGLU and gpt-oss's clamped form), and GELU in both
+forms."""
 
 from __future__ import annotations
 
@@ -16,7 +17,7 @@ from phalanx.ops.op import Case, Kernels, Op, triton
 
 
 def gated_forward(x: Tensor, gate: Gate, weights: Tensor | None = None, last: Tensor | None = None) -> Tensor:
-    """y (R, F) of x (R, 2F): the gated activation, times `weights` (R,), zero from row `last` () on."""
+    """y (R, F) from x (R, 2F): the gated activation, times `weights` (R,), zero from row `last` () on."""
     g, u, s = _clamped(x, gate)
     y = g * s * (u + gate.shift)
     y = y if weights is None else (y * weights.unsqueeze(-1)).to(x.dtype)
@@ -26,9 +27,9 @@ def gated_forward(x: Tensor, gate: Gate, weights: Tensor | None = None, last: Te
 def gated_backward(
     dy: Tensor, x: Tensor, gate: Gate, weights: Tensor | None = None, last: Tensor | None = None
 ) -> tuple[Tensor, Tensor | None]:
-    """With s = sigmoid(alpha g): d(g s)/dg = s (1 + alpha
-    g (1 - s)); clamping passes the gradient up to the limit, the limit included: there is no slope there, and torch's
-    own clamp passes it before 2.15 and not from then on."""
+    """With s = sigmoid(alpha g): d(g s)/dg = s (1 + alpha g (1 - s)). Clamping passes the gradient up to and including
+    the limit. torch's own clamp passes it at the limit before version 2.15 and not since; here it is the same with
+    every version."""
     g, u, s = _clamped(x, gate)
     raw_g, raw_u = _parts(x, gate)
     u = u + gate.shift
@@ -57,14 +58,14 @@ def _clamped(x: Tensor, gate: Gate) -> tuple[Tensor, Tensor, Tensor]:
 
 
 def _before(last: Tensor, rows: Tensor) -> Tensor:
-    """Which rows come before row `last`, to be broadcast over the others' dims."""
+    """Which rows come before row `last`, shaped to broadcast over the other dims."""
     return (torch.arange(len(rows), device=rows.device) < last).view(-1, *(1,) * (rows.dim() - 1))
 
 
 @dataclass(frozen=True)
 class Gated(LazySource):
-    """silu(gate) * up (T, F) of x = [gate, up] (T, 2F), not in memory: made by whoever casts it (kernels.quant), or
-    by `tensor`."""
+    """silu(gate) * up (T, F) of x = [gate, up] (T, 2F), not in memory: computed by the kernel that quantizes it
+    (quantize_kernel.py), or by `tensor`."""
 
     x: Tensor
     kernels: Kernels = "auto"
@@ -79,7 +80,7 @@ class Gated(LazySource):
 
 @dataclass(frozen=True)
 class GatedGrad(LazySource):
-    """The gradient (T, 2F) of [gate, up] from dy (T, F), likewise."""
+    """The gradient (T, 2F) of [gate, up] from dy (T, F), not in memory either."""
 
     dy: Tensor
     x: Tensor
@@ -92,8 +93,8 @@ class GatedGrad(LazySource):
 
 @dataclass(frozen=True)
 class GatedRows(LazySource):
-    """What `gated_rows` makes of x (R, 2F), not in memory: (R, F), times `weights` (R,) if given; rows from row
-    `last` () on are nobody's."""
+    """The output of `gated_rows` for x (R, 2F), not in memory: (R, F), times `weights` (R,) if given. Rows from row
+    `last` () on are padding."""
 
     x: Tensor
     weights: Tensor | None
@@ -115,7 +116,7 @@ class GatedRows(LazySource):
         return made
 
 
-SUMMED = 64  # features at least that are summed at once where the gradient of rows' weights is
+SUMMED = 64  # at least so many features are summed at once for the gradient of the rows' weights
 
 
 def parts_of_sums(inner: int) -> int:
@@ -124,8 +125,8 @@ def parts_of_sums(inner: int) -> int:
 
 @dataclass(frozen=True)
 class GatedRowsGrad(GatedRows):
-    """The gradient (R, 2F) of x from dy (R, F), likewise. Whoever makes it leaves in `sums` (`parts_of_sums(F)`, R),
-    zeros before, what adds up to the gradient of the weights."""
+    """The gradient (R, 2F) of x from dy (R, F), not in memory either. The kernel that computes it also adds to `sums`
+    (`parts_of_sums(F)`, R), zeroed beforehand, whose sum over the first dim is the gradient of the weights."""
 
     dy: Tensor = field(kw_only=True)
     sums: Tensor | None = field(kw_only=True)
@@ -164,17 +165,17 @@ def swiglu(x: Tensor, kernels: Kernels = "auto") -> Tensor:
 
 
 def clamped_swiglu(x: Tensor, gate: Gate = CLAMPED_SWIGLU, kernels: Kernels = "auto") -> Tensor:
-    """x = [gate, up] (T, 2F), or pairs of them -> (T, F), with gpt-oss's gate or another."""
+    """x = [gate, up] (T, 2F), or interleaved pairs of them -> (T, F), with gpt-oss's gate or another."""
     return _Gated.apply(x, None, None, gate, GATED.choose(kernels, x))
 
 
 def gated_rows(
     x_R2F: Tensor, ends_E: Tensor, weights_R: Tensor | None = None, gate: Gate = SWIGLU, kernels: Kernels = "auto"
 ) -> Tensor:
-    """[gate, up] (R, 2F), or pairs of them, of rows sorted by expert -> (R, F), times each row's weight; rows past
-    the last end are not read (ops.experts.permute).
+    """[gate, up] (R, 2F), or interleaved pairs of them, of rows sorted by expert -> (R, F), times each row's weight.
+    Rows past the last end are not read (ops.experts.permute).
 
-    Weighting here rather than in combine_rows keeps the experts' outputs out of the memory of backward.
+    Applying the weights here rather than in combine_rows means that the experts' outputs need not be kept for backward.
     """
     return _Gated.apply(x_R2F, weights_R, ends_E[-1], gate, GATED.choose(kernels, x_R2F))
 

@@ -1,9 +1,9 @@
-"""Chunked, vocabulary-parallel linear cross entropy: the full logits exist on no rank and at no time.
+"""Chunked, vocabulary-parallel linear cross entropy: the full logits never exist on any rank.
 
-loss_t = logsumexp_v(x_t . w_v) - x_t . w_label. Each rank computes the logits of its own rows of the vocabulary, a
-chunk of tokens at a time. When the gradient of the loss is known beforehand (`seed`), forward turns each chunk's
-logits into their gradient and multiplies on, so no logits are made twice; otherwise backward makes the chunk's
-logits again.
+loss_t = logsumexp_v(x_t . w_v) - x_t . w_label. Each rank computes the logits of its own rows of the vocabulary, one
+chunk of tokens at a time. When the gradient of the loss is known beforehand (`seed`), forward turns each chunk's logits
+into their gradient and multiplies on, so logits are computed once. Otherwise backward computes each chunk's logits a
+second time.
 """
 
 from __future__ import annotations
@@ -33,8 +33,7 @@ def local_logits(x: Tensor, weight: Tensor, count: int) -> Tensor:
 
 
 def softmax_stats(logits: Tensor, rows: Tensor, here: Tensor, count: int) -> Tensor:
-    """(2, T) log-sum-exp of the first `count` columns; the
-    label's logit, 0 where not `here`."""
+    """(2, T): log-sum-exp of the first `count` columns, and the label's logit, 0 where not `here`."""
     wide = logits[:, :count] if logits.dtype == torch.float64 else logits[:, :count].float()
     if count == 0:
         return torch.stack((wide.new_full((len(rows),), -torch.inf), wide.new_zeros(len(rows))))
@@ -43,8 +42,7 @@ def softmax_stats(logits: Tensor, rows: Tensor, here: Tensor, count: int) -> Ten
 
 
 def softmax_gradient_(logits: Tensor, rows: Tensor, here: Tensor, lse: Tensor, scale: Tensor, count: int) -> Tensor:
-    """Logits become (softmax - one hot) * scale[t], 0
-    in the padding."""
+    """Replace the logits by (softmax - one hot) * scale[t], 0 in the padding."""
     wide = logits if logits.dtype == torch.float64 else logits.float()
     d = torch.exp(wide - lse.unsqueeze(-1))
     d[:, count:] = 0
@@ -53,14 +51,14 @@ def softmax_gradient_(logits: Tensor, rows: Tensor, here: Tensor, lse: Tensor, s
 
 
 def chunks_of(tokens: int, rows: int, elements: int) -> list[slice]:
-    """Runs of tokens of about equal length, each of at most so many logits."""
+    """Slices of about equally many tokens, each with at most `elements` logits."""
     most = max(1, elements // max(1, rows))
     step = -(-tokens // max(1, -(-tokens // most)))
     return [slice(a, min(a + step, tokens)) for a in range(0, tokens, max(1, step))]
 
 
 class HeadGrads:
-    """Gathers the gradients of all tokens (T, D) and of the weight from those of the logits, chunk by chunk."""
+    """Computes the gradients of all tokens (T, D) and of the weight from those of the logits, chunk by chunk."""
 
     def __init__(self, x_all: Tensor, weight: Tensor, needed: tuple[bool, ...]):
         self.x_all, self.weight, self.need_w = x_all, weight, needed[1]
@@ -141,18 +139,18 @@ def linear_cross_entropy(
 ) -> Tensor:
     """Sum over tokens of the cross entropy of x W^T against labels: a scalar, the same on every tp rank.
 
-    x (T / tp, D) this rank's tokens; weight (rows, D) holding ids first..first+count-1, the other rows padding;
-    labels (T,) of all tokens, IGNORE where there is no loss. `seed` (): the gradient that backward will be given for
-    the returned sum, if
-    known: then the gradients are made here, the weight's is added at once, and backward does not look at what it is
-    given. `weights` (T,): what each token's loss counts; None: 1.
+    x (T / tp, D) this rank's tokens; weight (rows, D) holding ids first..first+count-1, the other rows padding; labels
+    (T,) of all tokens, IGNORE where there is no loss. `weights` (T,): what each token's loss is multiplied by; None: 1.
+    `seed` (): the gradient of the returned sum, if it is known beforehand. Then the gradients are computed here, the
+    weight's is added at once, and backward ignores the gradient that it is given.
     """
     seed = seed if torch.is_grad_enabled() else None
     return _LinearCrossEntropy.apply(x, weight, labels, first, count, tp, seed, LOSS.choose(kernels, x), weights)
 
 
 def _case(x: Tensor, weight: Tensor, kernels: Kernels, known: bool = False, elsewhere: int = 0) -> Tensor:
-    """The last three rows are padding; `known`: the loss's gradient, beforehand; so many ids are `elsewhere`."""
+    """The last three rows are padding. `known`: the gradient of the loss is known beforehand. `elsewhere`: ids on other
+    ranks."""
     count = len(weight) - 3
     labels = torch.arange(len(x), device=x.device) * 7 % (count + elsewhere)
     labels[::3] = IGNORE

@@ -18,8 +18,8 @@ def dropout_mask(
     dtype: torch.dtype,
     extra: int = 0,
 ) -> Tensor:
-    """(*R, features) factors: 0 with probability p, 1 / (1 - p) else. rows = (sample ids, positions), each of shape
-    R."""
+    """(*R, features) factors: 0 with probability p, otherwise 1 / (1 - p). rows = (sample ids, positions), each of
+    shape R."""
     return keep_mask(p, seed, layer, site, rows, features, extra).to(dtype).mul_(1.0 / (1.0 - p))
 
 

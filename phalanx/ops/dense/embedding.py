@@ -27,7 +27,7 @@ class _Embedding(Function):
     def backward(ctx: Any, dx: Tensor) -> tuple[Tensor | None, ...]:  # type: ignore[override]
         (rows, here), weight = ctx.saved_tensors, ctx.weight
         dx = ctx.tp.all_gather(dx).wait().masked_fill(~here.unsqueeze(-1), 0)
-        # the zeros of ids held elsewhere go to many rows: sums into one row are made one after the other
+        # the zeros for ids held elsewhere are spread over many rows: additions to one row run one after the other
         spread = torch.arange(len(rows), device=rows.device) % len(weight)
         rows = torch.where(here, rows, spread)
         return None, add_rows_grad(weight, rows, dx), None, None, None

@@ -1,5 +1,5 @@
-"""Gated activations over stacked gate and up, forward and backward: one pass over memory each. Rows past the last
-are not touched."""
+"""Gated activations over stacked gate and up, forward and backward, in one pass over memory each. Rows past the last
+one are not touched."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ BLOCK = 1024
 
 @triton.jit
 def _places(row, cols, F, PAIRS: tl.constexpr):
-    """Where gate and up of features `cols` of a row lie."""
+    """Where gate and up of features `cols` of a row are in memory."""
     first = row * 2 * F
     if PAIRS:
         return first + 2 * cols, first + 2 * cols + 1
@@ -31,7 +31,7 @@ def _places(row, cols, F, PAIRS: tl.constexpr):
 
 @triton.jit
 def clamped(raw_gate, raw_up, LIMIT: tl.constexpr, SHIFT: tl.constexpr, CLAMP: tl.constexpr):
-    """Gate, and up with its shift."""
+    """The clamped gate, and the clamped up plus its shift."""
     gate, up = raw_gate, raw_up
     if CLAMP:
         gate = tl.minimum(gate, LIMIT)
@@ -41,7 +41,7 @@ def clamped(raw_gate, raw_up, LIMIT: tl.constexpr, SHIFT: tl.constexpr, CLAMP: t
 
 @triton.jit
 def gated(gate, up, ALPHA: tl.constexpr, INTERPRETED: tl.constexpr):
-    """What the activation makes of `clamped` gate and up."""
+    """The activation of `clamped` gate and up."""
     return gate * sigmoid(gate, ALPHA, INTERPRETED) * up
 
 
@@ -59,8 +59,8 @@ def gated_slopes(d, gate, up, s, raw_gate, raw_up, ALPHA: tl.constexpr, LIMIT: t
 
 @triton.jit
 def sigmoid(gate, ALPHA: tl.constexpr, INTERPRETED: tl.constexpr):
-    """1 / (1 + e^(-ALPHA gate)). Of fp32 on a GPU by the hardware's 2^x and 1 / x as they are, each right to about
-    2^-22: four instructions instead of eleven, of kernels that wait for instructions. What would be below 2^-126 is
+    """1 / (1 + e^(-ALPHA gate)). For fp32 on a GPU, by the hardware's approximate 2^x and 1 / x, each accurate to about
+    2^-22: four instructions instead of eleven, in kernels that are bound by instructions. Results below 2^-126 become
     zero."""
     if INTERPRETED or gate.dtype == tl.float64:
         return 1.0 / (1.0 + tl.exp(-ALPHA * gate))
@@ -130,7 +130,7 @@ def _backward(
     BLOCK: tl.constexpr,
     BLOCKS: tl.constexpr,
 ):
-    """A program goes over BLOCKS blocks of a row: all of them where the weight's gradient is summed over the row."""
+    """A program handles BLOCKS blocks of a row: all of them where the weight's gradient is summed over the row."""
     row = tl.program_id(0).to(tl.int64)
     if SOME:
         if row >= tl.load(last):
@@ -174,13 +174,13 @@ def _constants(gate: Gate, weights: Tensor | None, last: Tensor | None, x: Tenso
 
 
 def block_of(inner: int) -> int:
-    """The widest power of two up to BLOCK that wastes at most an eighth of its lanes, or 128."""
+    """The widest power of two up to BLOCK that leaves at most an eighth of its lanes idle, or 128."""
     return next((b for b in (1024, 512, 256) if -(-inner // b) * b <= inner * 9 / 8), 128)
 
 
 def gated_forward(x: Tensor, gate: Gate, weights: Tensor | None = None, last: Tensor | None = None) -> Tensor:
-    """x = [gate, up] (R, 2F), or pairs of them -> (R, F), times `weights` (R,); rows from row `last` () on are left
-    as they were."""
+    """x = [gate, up] (R, 2F), or interleaved pairs of them -> (R, F), times `weights` (R,). Rows from row `last` () on
+    keep their values."""
     rows, inner = x.shape[0], x.shape[1] // 2
     x, y = x.contiguous(), torch.empty(rows, inner, dtype=x.dtype, device=x.device)
     block = block_of(inner)

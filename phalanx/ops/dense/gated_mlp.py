@@ -1,10 +1,11 @@
-"""A whole SwiGLU MLP as one op: the activation in the epilogue of the first GEMM, its gradient in that of the second
-one's.
+"""A whole SwiGLU MLP as one op, with the activation in the epilogue of the first GEMM and its gradient in the epilogue
+of a backward GEMM.
 
-Beside `gather_matmul`, `swiglu`, `matmul_scatter` one after the other this saves two passes over memory and does not
-keep the hidden tokens. Its GEMMs want gate and up interleaved, feature by feature, in what they write: only the
-activations are, and only here; the weight stays stacked [gate; up], read and written so by the GEMMs themselves. The
-GEMMs come from an optional package (quack-kernels); their reference implementations below say what each computes.
+Compared with `gather_matmul`, `swiglu` and `matmul_scatter` in turn, this saves two passes over memory and does not
+store the hidden activations. The GEMMs need gate and up interleaved, feature by feature, in their outputs. Only the
+activations are, and only inside this op; the weight stays stacked [gate; up], and the GEMMs read and write it in that
+form. The GEMMs come from an optional package (quack-kernels); the reference implementations below say what each one
+computes.
 
 Shapes: T tokens, D model, F inner features of this rank; `pre` and `d_pre` (T, 2F) are gate 0, up 0, gate 1, up 1, ...
 """
@@ -26,7 +27,7 @@ from phalanx.ops.op import Case, Implementation, Kernels, Op, Package
 
 
 class PlainGemms:
-    """The reference: what each GEMM computes."""
+    """The reference: defines what each GEMM computes."""
 
     @staticmethod
     def gated(x: Tensor, gate_up: Tensor, pre: Tensor, hidden: Tensor) -> None:
@@ -44,12 +45,12 @@ class PlainGemms:
 
     @staticmethod
     def times(d_pre: Tensor, gate_up: Tensor, out: Tensor) -> None:
-        """out = d_pre times the weight, features of d_pre taken apart."""
+        """out = d_pre times the weight, with the features of d_pre separated into gate and up."""
         torch.mm(_stacked(d_pre), gate_up, out=out)
 
     @staticmethod
     def add_product(d_pre: Tensor, x: Tensor, gradient: Tensor) -> None:
-        """gradient += d_pre^T x, rows taken apart; in the dtype of the gradient, unrounded."""
+        """gradient += d_pre^T x, with its rows separated into gate and up; in the dtype of the gradient, unrounded."""
         gradient.addmm_(_stacked(d_pre).t().to(gradient.dtype), x.to(gradient.dtype))
 
 
@@ -65,7 +66,7 @@ class _GatedMLP(Function):
             down,
             tp,
             gemms,
-        )  # the slots, read in backward; not the values, which may move
+        )  # weight slots, read again in backward: the values may move
         tokens = len(x) * tp.size
         pre, hidden = x.new_empty(tokens, gate_up.shape[0]), x.new_empty(tokens, down.shape[1])
         for rows, part in tp.gather(x).parts():
@@ -99,7 +100,7 @@ class _GatedMLP(Function):
 
 
 def gated_mlp_fits(width: int, inner: int) -> bool:
-    """Sizes that the package's GEMMs take: rows of 16 bytes and their multiples. `inner`: of this rank."""
+    """Sizes that the package's GEMMs support: rows of multiples of 16 bytes. `inner`: of this rank."""
     return width % 8 == 0 and inner % 8 == 0
 
 
@@ -107,8 +108,8 @@ def gated_mlp(x: Tensor, gate_up: Tensor, down: Tensor, tp: Axis, gemms: Any) ->
     """x (T / tp, D) of each rank, gate_up (2F, D) stacked, down (D, F) -> this rank's tokens (T / tp, D) of the sum
     over tp.
 
-    gemms: whose GEMMs to use: an implementation of MLP. Its reference is for comparisons; without another, the ops
-    one after the other are as fast.
+    gemms: the GEMMs to use, an implementation of MLP. The reference serves for comparisons; without a fast one, calling
+    the separate ops is just as fast.
     """
     return _GatedMLP.apply(x, gate_up, down, tp, gemms)
 

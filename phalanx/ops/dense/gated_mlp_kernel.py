@@ -1,7 +1,8 @@
-"""The GEMMs of a SwiGLU MLP from quack-kernels (CuTe DSL, an optional package), with activations in their epilogues;
+"""The GEMMs of a SwiGLU MLP from quack-kernels (CuTe DSL, an optional package), with activations in their epilogues and
 fp32 accumulation.
 
-`tuned=False`: its own choice of tiles; trying them out brought nothing at the shapes of an 8B model and costs minutes.
+`tuned=False`: the package chooses its tiles by rule. Autotuning gained nothing at the shapes of an 8B model and takes
+minutes.
 """
 
 from __future__ import annotations
@@ -11,8 +12,8 @@ from torch import Tensor
 
 
 class QuackGemms:
-    """What each computes is written at ops.dense.gated_mlp.PlainGemms. `concat_layout` names what lies stacked
-    [gate; up] in memory."""
+    """ops.dense.gated_mlp.PlainGemms defines what each one computes. `concat_layout` names the operands that are
+    stacked [gate; up] in memory."""
 
     @staticmethod
     def gated(x: Tensor, gate_up: Tensor, pre: Tensor, hidden: Tensor) -> None:

@@ -1,9 +1,9 @@
-"""Where weight gradients go: every op accounts for those of its parameters here.
+"""Where weight gradients go: every op accounts for the gradients of its parameters through these functions.
 
-A parameter whose `.grad` exists (a view into the flat buffer, in its own dtype) gets its gradient added in place,
-and autograd sees None: at once, or, while the parameter's GradientQueue is open (a split backward), when the queue's
-work is run. Without a `.grad` (a user's plain loop before the first backward) the gradient is returned and autograd
-stores it.
+If a parameter has a `.grad` (a view into the flat buffer, in its own dtype), its gradient is added to it in place and
+autograd receives None. It is added at once, or, while the parameter's GradientQueue is open (a split backward), when
+the work in the queue is run. Without a `.grad` (the first backward of a user's own loop) the gradient is returned, and
+autograd stores it.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ AddGradient = Callable[[Tensor], object]  # adds a gradient to a buffer of the p
 
 
 class PendingGradients:
-    """The weight gradients that a backward left undone, in its order: what they need of it stays in memory until
+    """The weight gradients that a backward has deferred, in its order. The tensors they need stay in memory until
     `run`."""
 
     def __init__(self) -> None:
@@ -29,7 +29,7 @@ class PendingGradients:
         self._work.append(work)
 
     def run(self) -> None:
-        """Add them. Their buffers get the same sums in the same order as if they had been added at once."""
+        """Add them. The buffers receive the same sums in the same order as if they had been added at once."""
         work, self._work = self._work, []
         with torch.no_grad():
             for each in work:
@@ -37,9 +37,9 @@ class PendingGradients:
 
 
 class GradientQueue:
-    """Of all parameters of a model on one rank. Closed, as it is unless somebody opens it, gradients are added at once.
+    """The queue of all parameters of a model on one rank. It is normally closed, and gradients are added at once.
 
-    A split backward opens it for the backward of a block and micro-batch (I), and runs what is pending later (W).
+    A split backward opens it for the backward of a block and micro-batch (I) and runs what is pending later (W).
     """
 
     def __init__(self) -> None:
@@ -47,8 +47,8 @@ class GradientQueue:
 
     @contextmanager
     def open(self) -> Iterator[PendingGradients]:
-        """Inside, backward computes gradients of activations alone; those of weights wait for `run` of what this
-        gives."""
+        """Inside this context, backward computes gradients of activations only. Those of weights wait for `run` of the
+        object that it yields."""
         if self.pending is not None:
             raise RuntimeError("the queue of weight gradients is open already: close it before the next backward")
         self.pending = PendingGradients()
@@ -59,14 +59,14 @@ class GradientQueue:
 
 
 def pending_of(param: Tensor) -> PendingGradients | None:
-    """Where gradients of a parameter wait now; None: they are added at once."""
+    """Where gradients of a parameter are deferred to; None: they are added at once."""
     queue: GradientQueue | None = getattr(param, "queue", None)  # only nn.parameter.Parameter has one
     return None if queue is None else queue.pending
 
 
 def account(param: Tensor, add: AddGradient) -> Tensor | None:
-    """Account for the gradient that `add` adds to a buffer; what a backward must return for this parameter. What `add`
-    reads must stay as it is until it is called (`lasting`)."""
+    """Account for the gradient that `add` adds to a buffer; returns what a backward must return for this parameter. The
+    tensors that `add` reads must not change until it is called (see `lasting`)."""
     buffer = param.grad
     if buffer is None:
         buffer = torch.zeros_like(param)
@@ -81,20 +81,20 @@ def account(param: Tensor, add: AddGradient) -> Tensor | None:
 
 
 def lasting(param: Tensor, x: Tensor, own: bool) -> Tensor:
-    """x, whose values stay until the gradient of this parameter is added: a copy if that waits and x is not the op's
-    `own`, but lies in memory that ranks share and use again."""
+    """x, or a copy whose values last until the gradient of this parameter is added. It is copied if that is deferred, x
+    is not the op's `own` tensor, and x lies in memory that ranks share and reuse."""
     return x if own or pending_of(param) is None else x.clone()
 
 
 def add_grad(param: Tensor, grad: Tensor) -> Tensor | None:
-    """Account for `grad`, of the parameter's shape; what a backward must return for this parameter."""
+    """Account for `grad`, of the parameter's shape; returns what a backward must return for this parameter."""
     if not param.is_leaf or param.grad is None:
         return grad.to(param.dtype)
     return account(param, lambda buffer: buffer.add_(grad))
 
 
 def add_product_grad(param: Tensor, dy: Tensor, x: Tensor) -> Tensor | None:
-    """The same for grad = dy^T x, with dy (T, out) and x (T, in): the GEMM itself accumulates where it can."""
+    """The same for grad = dy^T x, with dy (T, out) and x (T, in); where possible, the GEMM itself accumulates."""
     if param.grad is None:
         return dy.t() @ x
     return account(param, partial(add_product_, dy, x))

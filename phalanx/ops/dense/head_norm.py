@@ -1,8 +1,8 @@
-"""RMSNorm of each query and key head, then their rotation: from the packed qkv to q, k and v in one pass, and back
-in one.
+"""RMSNorm of each query and key head, then their rotation: from the packed qkv to q, k and v in one pass, and back in
+one.
 
-Backward keeps the qkv that came in and nothing else. Qwen3's order: normed, weighed, turned (Yang et al., "Qwen3
-technical report", 2025).
+Only the incoming qkv is saved for backward. The order is Qwen3's: normalize, scale by the weight, rotate (Yang et al.,
+"Qwen3 technical report", 2025).
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ Table = tuple[Tensor, Tensor] | None
 
 
 def _normed(qkv: Tensor, heads: int, kv_heads: int, eps: float) -> tuple[Tensor, Tensor, Tensor]:
-    """q and k as they are (wide), divided by their size, and the (T, heads + kv_heads, 1) factors that do it."""
+    """q and k unnormalized (wide), normalized, and the (T, heads + kv_heads, 1) factors between them."""
     x = qkv[:, : heads + kv_heads]
     x = x if x.dtype == torch.float64 else x.float()
     scale = torch.rsqrt(x.square().mean(-1, keepdim=True) + eps)
@@ -30,7 +30,7 @@ def _normed(qkv: Tensor, heads: int, kv_heads: int, eps: float) -> tuple[Tensor,
 
 
 def forward(qkv: Tensor, heads: int, q_weight: Tensor, k_weight: Tensor, table: Table, eps: float) -> Tensor:
-    """The packed qkv (T, heads + 2 * kv_heads, K), q and k normed, weighed, rotated."""
+    """The packed qkv (T, heads + 2 * kv_heads, K) with q and k normalized, scaled and rotated."""
     kv_heads = (qkv.shape[1] - heads) // 2
     n = _normed(qkv, heads, kv_heads, eps)[1].to(qkv.dtype)
     weighed = torch.cat((n[:, :heads] * q_weight, n[:, heads:] * k_weight), 1)
@@ -41,8 +41,8 @@ def forward(qkv: Tensor, heads: int, q_weight: Tensor, k_weight: Tensor, table: 
 def backward(
     dq: Tensor, dk: Tensor, dv: Tensor, qkv: Tensor, q_weight: Tensor, k_weight: Tensor, table: Table, eps: float
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """The gradients of qkv and of both weights. With d turned back, n the normed x, s its factor and
-    g = d * w: dx = s * (g - n * mean(g * n)), dw = sum(d * n)."""
+    """The gradients of qkv and of both weights. With d rotated back, n the normalized x, s its factor and g = d * w: dx
+    = s * (g - n * mean(g * n)), dw = sum(d * n)."""
     heads, kv_heads = dq.shape[1], dk.shape[1]
     d = pack_heads(dq, dk, dv, table, back=True)
     x, n, scale = _normed(qkv, heads, kv_heads, eps)
@@ -93,15 +93,15 @@ def norm_rope(
     table: Table,
     kernels: Kernels = "auto",
 ) -> tuple[Tensor, ...]:
-    """The packed qkv (sequences * S, heads + 2 * kv_heads, K) as q, k, v (sequences, heads or kv_heads, S, K): each
-    head of q and k divided by sqrt(mean(x^2) + eps), times its weight (K,), then turned as ops.dense.rope does.
-    Without a table they are not turned."""
+    """The packed qkv (sequences * S, heads + 2 * kv_heads, K) as q, k, v (sequences, heads or kv_heads, S, K). Each
+    head of q and k is divided by sqrt(mean(x^2) + eps), multiplied by its weight (K,), then rotated as in
+    ops.dense.rope; without a table it is not rotated."""
     by = NORM_ROPE.choose("plain" if qkv.shape[-1] % 2 else kernels, qkv)
     return _HeadNorm.apply(qkv, q_weight, k_weight, eps, heads, kv_heads, sequences, table, by)
 
 
 def _case(heads: int, kv_heads: int, sequences: int, rotate: bool = True) -> Callable[..., Tensor]:
-    """What norm_rope takes apart, packed again."""
+    """The outputs of norm_rope, packed again."""
 
     def call(x: Tensor, q: Tensor, k: Tensor, kernels: Kernels) -> Tensor:
         made = norm_rope(x, q, k, 1e-3, heads, kv_heads, sequences, table_for(x) if rotate else None, kernels)

@@ -1,8 +1,8 @@
 """RMSNorm of each query and key head and their rotation, from one packed qkv to another, forward and backward in one
 pass each.
 
-Forward: one token per program. Backward makes the norm's scale again rather than reading it; each program goes
-through every n-th token and keeps its share of the weights' gradients in registers.
+Forward: one token per program. Backward recomputes the norm's scale rather than reading it; each program handles every
+n-th token and keeps its share of the weights' gradients in registers.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ def _load(
     HALF_BLOCK: tl.constexpr,
     WIDE: tl.constexpr,
 ):
-    """Both halves of `HEADS` heads that lie `step` apart, and where they are inside the blocks."""
+    """Both halves of `HEADS` heads that are `step` apart in memory, and the mask of valid elements."""
     head = tl.arange(0, BLOCK)[:, None]
     i = tl.arange(0, HALF_BLOCK)[None, :]
     mask = (head < HEADS) & (i < HALF)
@@ -35,7 +35,7 @@ def _load(
 
 @triton.jit
 def _store(out, a, b, HEADS: tl.constexpr, BLOCK: tl.constexpr, HALF: tl.constexpr, HALF_BLOCK: tl.constexpr):
-    """Both halves to consecutive heads."""
+    """Store both halves as consecutive heads."""
     head = tl.arange(0, BLOCK)[:, None]
     i = tl.arange(0, HALF_BLOCK)[None, :]
     mask = (head < HEADS) & (i < HALF)
@@ -135,9 +135,9 @@ def _backward_part(
     EPS: tl.constexpr,
     WIDE: tl.constexpr,
 ):
-    """One token's heads: dx, and the weight's gradient added to dw_a and dw_b."""
+    """One token's heads: dx, with the weight's gradient added to dw_a and dw_b."""
     d_a, d_b = _load(dy, s_head, HEADS, BLOCK, HALF, HALF_BLOCK, WIDE)
-    g_a = d_a * cos + d_b * sin  # turned back
+    g_a = d_a * cos + d_b * sin  # rotated back
     g_b = d_b * cos - d_a * sin
     a, b = _load(x, 2 * HALF, HEADS, BLOCK, HALF, HALF_BLOCK, WIDE)
     scale = (1.0 / tl.sqrt((tl.sum(a * a, 1) + tl.sum(b * b, 1)) / (2 * HALF) + EPS))[:, None]
@@ -245,8 +245,8 @@ def _backward(
 def _constants(
     heads: int, kv_heads: int, width: int, eps: float, rotate: bool, dtype: torch.dtype, per_warp: int
 ) -> dict[str, object]:
-    """`per_warp`: pairs of features of q that a warp holds; ptxas needs 64 registers a thread for 256 in forward,
-    100 for 128 in backward."""
+    """`per_warp`: pairs of features of q that one warp holds. For 256 of them in forward, ptxas needs 64 registers a
+    thread; for 128 in backward, 100."""
     power, half = triton.next_power_of_2, width // 2
     warps = max(1, min(16, power(heads) * power(half) // per_warp))
     return dict(
@@ -266,8 +266,8 @@ def _constants(
 def forward(
     qkv: Tensor, heads: int, q_weight: Tensor, k_weight: Tensor, table: tuple[Tensor, Tensor] | None, eps: float
 ) -> Tensor:
-    """qkv (T, heads + 2 * kv_heads, K), K even -> the same with q and k normed, weighed and turned by the table's
-    angles, if there are any."""
+    """qkv (T, heads + 2 * kv_heads, K), K even -> the same with q and k normalized, scaled and, with a table, rotated
+    by its angles."""
     qkv = qkv.contiguous()
     out = torch.empty_like(qkv)
     tokens, packed, width = qkv.shape

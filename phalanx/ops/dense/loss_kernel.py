@@ -1,4 +1,5 @@
-"""Softmax statistics of a chunk of logits, and their gradient written over the logits: one row (token) per program."""
+"""Softmax statistics of a chunk of logits, and their gradient written over the logits: one row (token) for each
+program."""
 
 from __future__ import annotations
 
@@ -15,17 +16,17 @@ CHUNK_ELEMENTS = 1 << 30  # logits of a chunk, 2 GiB in bf16: each chunk reads a
 
 @triton.jit
 def _stats(logits, row_of_label, here, lse, label_logit, V, stride, WIDE: tl.constexpr, BLOCK: tl.constexpr):
-    """Log-sum-exp of the first V logits of a row and the label's logit, in one pass."""
+    """Log-sum-exp of the first V logits of a row, and the label's logit, in one pass."""
     t = tl.program_id(0).to(tl.int64)
     lanes = tl.arange(0, BLOCK)
-    lowest: tl.constexpr = -3.4028234663852886e38  # what of -inf is to differ from it
+    lowest: tl.constexpr = -3.4028234663852886e38  # finite, so that -inf differs from it
     top = tl.full((BLOCK,), lowest, WIDE)
     total = tl.zeros((BLOCK,), WIDE)
     for start in range(0, V, BLOCK):
         x = tl.load(logits + t * stride + start + lanes, mask=start + lanes < V, other=float("-inf")).to(WIDE)
         shrunk = tl.exp(
             -tl.abs(x - top)
-        )  # of the larger the smaller one's part: one exp instead of two, which is what the time goes to
+        )  # the smaller of the two relative to the larger: one exp instead of two, and exp is the bottleneck
         total = tl.where(x > top, total * shrunk + 1.0, total + shrunk)
         top = tl.maximum(top, x)
     highest = tl.max(top, 0)
@@ -38,7 +39,7 @@ def _stats(logits, row_of_label, here, lse, label_logit, V, stride, WIDE: tl.con
 
 @triton.jit
 def _gradient(logits, row_of_label, here, lse, scale, V, stride, WIDE: tl.constexpr, BLOCK: tl.constexpr):
-    """logits <- (softmax - one hot of the label) * scale, 0 in the padding."""
+    """Replace logits by (softmax - one hot of the label) * scale, 0 in the padding."""
     t = tl.program_id(0).to(tl.int64)
     lanes = tl.arange(0, BLOCK)
     norm = tl.load(lse + t)
@@ -65,7 +66,7 @@ def softmax_stats(logits: Tensor, rows: Tensor, here: Tensor, count: int) -> Ten
 
 
 def softmax_gradient_(logits: Tensor, rows: Tensor, here: Tensor, lse: Tensor, scale: Tensor, count: int) -> Tensor:
-    """logits (T, V), contiguous, become (softmax - one hot) * scale[t], in place."""
+    """logits (T, V), contiguous, are replaced in place by (softmax - one hot) * scale[t]."""
     tokens, stride = logits.shape
     if tokens:
         _gradient[(tokens,)](

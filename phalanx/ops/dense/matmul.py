@@ -1,9 +1,9 @@
 """The two communicating matmuls of a sub-layer: gather tokens then multiply, multiply then scatter tokens.
 
 Between blocks each tensor-parallel rank holds T / tp tokens of the micro-batch (sequence parallelism, Korthikanti et
-al., "Reducing activation recomputation in large transformer models", 2022). Inside a sub-layer each holds all T
-tokens and its part of the features. For y = x W^T: dx = dy W and dW = dy^T x; gathering in forward is scattering in
-backward and the reverse. The tokens are gathered again in backward instead of being kept.
+al., "Reducing activation recomputation in large transformer models", 2022). Inside a sub-layer each rank holds all T
+tokens and its shard of the features. For y = x W^T: dx = dy W and dW = dy^T x; a gather in forward is a scatter in
+backward, and the reverse. The tokens are gathered again in backward instead of being stored.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ class _GatherMatmul(Function):
     @staticmethod
     def forward(ctx: Any, x: Tensor, weight: Tensor, bias: Tensor | None, tp: Axis) -> Tensor:  # type: ignore[override]
         ctx.save_for_backward(x)
-        ctx.weight, ctx.bias, ctx.tp = weight, bias, tp  # the slots, read in backward; not the values, which may move
+        ctx.weight, ctx.bias, ctx.tp = weight, bias, tp  # slots, read again in backward: the values may move
         y = x.new_empty(len(x) * tp.size, weight.shape[0])
         for rows, part in tp.gather(x).parts():
             multiply(part, weight.t(), y[rows], bias)
@@ -95,8 +95,7 @@ class _WideMatmul(Function):
 def _narrow_products(
     dy: Tensor, x: Tensor, weight: Tensor, need_x: bool, need_w: bool
 ) -> tuple[Tensor | None, Tensor | None]:
-    """The gradients of x and weight by products of bf16 numbers with fp32 sums: fp32's own products run at a tenth
-    of their rate."""
+    """The gradients of x and weight from bf16 matmuls with fp32 sums: fp32 matmuls run at a tenth of their rate."""
     parts = pieces(dy)
     dx = torch.mm(parts, weight.repeat(PIECES, 1)) if need_x else None
     dw = None
@@ -110,8 +109,7 @@ PIECES = 3  # of 8 bits each: an fp32 number has 24
 
 
 def pieces(y: Tensor) -> Tensor:
-    """y (T, N) fp32 -> (T, 3 N) bf16: three numbers side by side whose sum is y, up to the bits below fp32's own
-    rounding."""
+    """y (T, N) fp32 -> (T, 3 N) bf16: three numbers side by side whose sum is y, up to fp32's own rounding."""
     found, rest = [], y
     for _ in range(PIECES):
         found.append(rest.bfloat16())
@@ -124,7 +122,7 @@ def _widened(x: Tensor) -> Tensor:
 
 
 def multiply(x: Tensor, weight: Tensor, out: Tensor, bias: Tensor | None = None) -> None:
-    """out = x weight + bias, the bias added in the GEMM's epilogue."""
+    """out = x weight + bias, with the bias added in the GEMM's epilogue."""
     torch.mm(x, weight, out=out) if bias is None else torch.addmm(bias, x, weight, out=out)
 
 
@@ -134,13 +132,13 @@ def _wide(param: Tensor) -> torch.dtype:
 
 
 def wide_matmul(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
-    """x (T, in), weight (out, in), whole on each rank -> (T, out) in fp32 (fp64 of fp64): rounding decides nothing
-    (routers)."""
+    """x (T, in), weight (out, in), whole on each rank -> (T, out) in fp32 (fp64 for fp64 inputs), so that rounding does
+    not decide which experts a router chooses."""
     return _WideMatmul.apply(x, weight, bias)
 
 
 def gather_matmul(x: Tensor, weight: Tensor, tp: Axis, bias: Tensor | None = None) -> Tensor:
-    """x (T / tp, in) of each rank, weight (out_local, in) -> y (T, out_local). The bias is cut like the outputs."""
+    """x (T / tp, in) of each rank, weight (out_local, in) -> y (T, out_local). The bias is sharded like the outputs."""
     return _GatherMatmul.apply(x, weight, bias, tp)
 
 

@@ -1,8 +1,8 @@
-"""RMSNorm and LayerNorm over the last dim, computed in at least fp32, with the residual addition before them.
+"""RMSNorm and LayerNorm over the last dim, computed in at least fp32, with the preceding residual addition.
 
-Each rank normalises its own tokens. `add_*_norm` takes the residual stream apart in one pass: it returns both the
-sum and its norm, and its backward adds the gradient of the sum to that through the norm. A norm that only casts to 8
-bits read is not written (ops.lazy_tensor).
+Each rank normalizes its own tokens. `add_*_norm` handles the residual stream in one pass: it returns both the sum and
+its norm, and its backward adds the gradient of the sum to the one through the norm. If the only reader of a norm
+quantizes it to FP8, the norm is not written to memory (ops.lazy_tensor).
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from phalanx.ops.op import Case, Kernels, Op, triton
 
 @dataclass(frozen=True)
 class Normed(LazySource):
-    """x (T, D) scale (T,), rounded to x's dtype, times weight (D,), not in memory: RMSNorm's output."""
+    """x (T, D) scale (T,), rounded to x's dtype, times weight (D,): the output of RMSNorm, not in memory."""
 
     x: Tensor
     scale: Tensor
@@ -35,9 +35,7 @@ def _widen(x: Tensor) -> Tensor:
     return x if x.dtype == torch.float64 else x.float()
 
 
-ELEMENTS = (
-    1 << 25
-)  # the reference implementations work on rows of this many at a time, so that what they widen stays small beside x
+ELEMENTS = 1 << 25  # rows that the reference implementations widen at a time, to need little memory beside x
 
 
 def _rows(x: Tensor) -> list[slice]:
@@ -48,8 +46,7 @@ def _rows(x: Tensor) -> list[slice]:
 def norm_forward(
     x: Tensor, delta: Tensor | None, weight: Tensor, bias: Tensor | None, eps: float
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """x + delta, its norm, mean (LayerNorm, with bias) and
-    scale of each row."""
+    """x + delta, its norm, and mean (LayerNorm, with bias) and scale of each row."""
     total = x if delta is None else x + delta
     if len(parts := _rows(total)) <= 1:
         return total, *_norm_of(total, weight, bias, eps)
@@ -75,9 +72,8 @@ def _norm_of(x: Tensor, weight: Tensor, bias: Tensor | None, eps: float) -> tupl
 def norm_backward(
     dy: Tensor, x: Tensor, weight: Tensor, mean: Tensor, scale: Tensor, dtotal: Tensor | None
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """With n the normalised x, s its scale, g = dy * w:  dx = s * (g - n * mean(g * n)), less s * mean(g) for
-    LayerNorm; dw = sum(dy * n), db = sum(dy).
-    """
+    """With n the normalized x, s its scale, g = dy * w: dx = s * (g - n * mean(g * n)), less s * mean(g) for LayerNorm;
+    dw = sum(dy * n), db = sum(dy)."""
     if len(parts := _rows(x)) <= 1:
         return _norm_grads(dy, x, weight, mean, scale, dtotal)
     dx, dw, db = torch.empty_like(x), *(_widen(x[0]).new_zeros(x.shape[-1]) for _ in range(2))
@@ -154,8 +150,8 @@ def add_rms_norm(
 ) -> tuple[Tensor, Tensor]:
     """(x + delta, rms_norm(x + delta)), each (T, D); without `delta`, x itself and its norm.
 
-    lazy: whether the one reader of the norm takes a lazy tensor (ops.lazy_tensor); implementations without a
-    `norm_scale` make none.
+    lazy: whether the norm's only reader accepts a lazy tensor (ops.lazy_tensor). Implementations without a `norm_scale`
+    do not return one.
     """
     return _Norm.apply(x, delta, weight, None, eps, NORM.choose(kernels, x), lazy)
 

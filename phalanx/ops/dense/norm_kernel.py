@@ -1,5 +1,4 @@
-"""RMSNorm and LayerNorm with the residual addition before them, forward and backward: one row of tokens per loop
-step."""
+"""RMSNorm and LayerNorm with the preceding residual addition, forward and backward: one row of tokens per loop step."""
 
 from __future__ import annotations
 
@@ -76,8 +75,8 @@ def _norm_backward(
     BLOCK: tl.constexpr,
     TILE: tl.constexpr,
 ):
-    """Each program goes through every `programs`-th tile of TILE rows and keeps its share of the weight's gradient
-    in registers."""
+    """Each program handles every `programs`-th tile of TILE rows and keeps its share of the weight's gradient in
+    registers."""
     first = tl.program_id(0)
     cols = tl.arange(0, BLOCK)
     inside = cols < D
@@ -115,13 +114,13 @@ def _norm_backward(
 def norm_forward(
     x: Tensor, delta: Tensor | None, weight: Tensor, bias: Tensor | None, eps: float
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """x + delta, its norm, mean and scale of each row. RMSNorm without `bias` (the mean is then empty), LayerNorm
+    """x + delta, its norm, and mean and scale of each row: RMSNorm without `bias` (the mean is then empty), LayerNorm
     with it."""
     return _forward(x, delta, weight, bias, eps, torch.empty_like(x, memory_format=torch.contiguous_format))
 
 
 def norm_scale(x: Tensor, delta: Tensor | None, eps: float) -> tuple[Tensor, Tensor]:
-    """x + delta and the scale of each row: of RMSNorm, whose output is not written."""
+    """x + delta and the scale of each row, for an RMSNorm whose output is not written."""
     total, _, _, scale = _forward(x, delta, x, None, eps, None)
     return total, scale
 
@@ -169,7 +168,7 @@ def norm_backward(
     rows, width = x.shape
     center = mean.numel() > 0
     block = triton.next_power_of_2(width)
-    tile = max(1, min(16, 4096 // block))  # narrow rows: several at once, so that enough bytes are under way
+    tile = max(1, min(16, 4096 // block))  # narrow rows: several at once, to keep enough bytes in flight
     programs = min(triton.cdiv(rows, tile), num_programs(x, per_processor=2))
     dx = torch.empty_like(x)
     dw = torch.empty(programs, width, dtype=scale.dtype, device=x.device)

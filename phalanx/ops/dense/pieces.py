@@ -1,11 +1,12 @@
-"""A function of tokens run on some of them at a time, in forward and backward: what it makes inside is there for
-those alone.
+"""Run a function of tokens on a slice of them at a time, in forward and backward, so that its intermediate tensors
+exist for one slice only.
 
-Knows no model: whoever calls it has a function of which each token's output depends on that token alone, over
-whatever axes it communicates. Forward keeps the input; backward runs the function again, piece by piece, and goes
-back through each at once. Weights get their gradients as they do from the whole, a share of the tokens at a time.
-Chen et al., "Training deep nets with sublinear memory cost", 2016; in pieces of a
-sequence: Snowflake, "Arctic long sequence training", 2025 (tiled MLP).
+The caller passes a function in which the output of each token depends on that token alone; it may communicate over any
+axes. Forward stores the input. Backward runs the function again slice by slice and goes backward through each slice at
+once. Weights receive the same gradients as from the whole, one slice at a time.
+
+Chen et al., "Training deep nets with sublinear memory cost", 2016; over slices of a sequence: Snowflake, "Arctic long
+sequence training", 2025 (tiled MLP).
 """
 
 from __future__ import annotations
@@ -17,12 +18,12 @@ import torch
 from torch import Tensor
 from torch.autograd import Function
 
-PIECES = 8  # at the least
-LARGEST = 2**15  # tokens of a piece of this rank
+PIECES = 8  # at least
+LARGEST = 2**15  # tokens in a slice, on this rank
 
 
 def pieces_of(tokens: int) -> list[slice]:
-    """Runs of about equal length, which all ranks with as many tokens agree on."""
+    """Slices of about equal length. All ranks with the same number of tokens get the same slices."""
     count = max(1, min(max(PIECES, -(-tokens // LARGEST)), tokens))
     return [slice(tokens * i // count, tokens * (i + 1) // count) for i in range(count)]
 
@@ -57,6 +58,6 @@ class _InPieces(Function):
 def in_pieces(
     make: Callable[[Tensor], Tensor], x: Tensor, params: Sequence[Tensor], ran: Callable[[], None] = lambda: None
 ) -> Tensor:
-    """make(x) with x (T, D) -> (T, D) of this rank's tokens, `params` its weights; `ran` is called when it has run
-    again in backward."""
+    """make(x) with x (T, D) -> (T, D) of this rank's tokens; `params` are its weights. `ran` is called after make has
+    run again in backward."""
     return _InPieces.apply(x, make, ran, *params)

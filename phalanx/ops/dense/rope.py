@@ -1,5 +1,5 @@
-"""Rotary position embedding of the packed qkv, taken apart into q, k and v; backward turns back and writes d_qkv as
-one tensor, or leaves that to the linear before it, if it reads it in FP8 (ops.lazy_tensor)."""
+"""Rotary position embedding of the packed qkv, split into q, k and v. Backward rotates back and writes d_qkv as one
+tensor, or leaves that to the linear before it if that linear quantizes it to FP8 (ops.lazy_tensor)."""
 
 from __future__ import annotations
 
@@ -24,17 +24,17 @@ def rotary_table(positions: Tensor, inv: Tensor, dtype: torch.dtype, factor: flo
 
 
 def turn(x: Tensor, table: tuple[Tensor, Tensor], interleaved: bool) -> Tensor:
-    """x (T, heads, K) turned by the table's angles. `interleaved`: features 2i and 2i + 1 are a pair (DeepSeek's
-    weights), which come out as i and i + K/2; else i and i + K/2 are one, as everywhere. Queries and keys laid out
-    alike have the same scores."""
+    """x (T, heads, K) rotated by the table's angles. `interleaved`: features 2i and 2i + 1 are a pair (DeepSeek's
+    weights) and are returned as features i and i + K/2. Otherwise features i and i + K/2 are a pair, as in other
+    models. Scores do not depend on which, as long as queries and keys use the same order."""
     cos, sin = (t.unsqueeze(1) for t in table)
     a, b = (x[..., 0::2], x[..., 1::2]) if interleaved else x.chunk(2, -1)
     return torch.cat((a * cos - b * sin, b * cos + a * sin), -1)
 
 
 def pack_heads(q: Tensor, k: Tensor, v: Tensor, table: tuple[Tensor, Tensor] | None, back: bool = False) -> Tensor:
-    """q (sequences, heads, S, K), k and v (sequences, kv_heads, S, K) packed (sequences * S, heads + 2 * kv_heads, K),
-    q and k rotated by the table's angles, or `back`."""
+    """q (sequences, heads, S, K), k and v (sequences, kv_heads, S, K) packed into (sequences * S, heads + 2 * kv_heads,
+    K), with q and k rotated by the table's angles, or rotated `back`."""
     sequences, heads, length, width = q.shape
     packed = torch.cat((q, k, v), 1).transpose(1, 2).reshape(sequences * length, -1, width)
     if table is None:
@@ -58,8 +58,8 @@ def split_heads(qkv: Tensor, heads: int, kv_heads: int, sequences: int) -> tuple
 
 @dataclass(frozen=True)
 class RopeGrad(LazySource):
-    """The gradient of the packed qkv (T, (heads + 2 * kv_heads) * K), not in memory: of dq (sequences, heads, S, K),
-    dk and dv (sequences, kv_heads, S, K), the first two turned back by the table's angles."""
+    """The gradient of the packed qkv (T, (heads + 2 * kv_heads) * K), not in memory: dq (sequences, heads, S, K), dk
+    and dv (sequences, kv_heads, S, K), the first two still to be rotated back by the table's angles."""
 
     dq: Tensor
     dk: Tensor
@@ -108,22 +108,25 @@ def rope(
     kernels: Kernels = "auto",
     lazy_grad: bool = False,
 ) -> tuple[Tensor, ...]:
-    """The packed qkv (sequences * S, heads + 2 * kv_heads, K), or its last two dims as one, as q, k, v (sequences,
-    heads or kv_heads, S, K), q and k turned by the table's angles: feature i pairs with i + K/2. Without a table
-    they are only taken apart. Backward packs the three gradients in one pass; with `lazy_grad`, for qkv (T, (heads
-    + 2 * kv_heads) K), it hands a lazy tensor (ops.lazy_tensor) to the linear that made qkv."""
-    even = prod(qkv.shape[1:]) // (heads + 2 * kv_heads) % 2 == 0  # heads of odd widths are the reference's
+    """The packed qkv (sequences * S, heads + 2 * kv_heads, K), or its last two dims merged, as q, k, v (sequences,
+    heads or kv_heads, S, K), with q and k rotated by the table's angles: feature i pairs with i + K/2. Without a table
+    they are only split.
+
+    Backward packs the three gradients in one pass. With `lazy_grad`, for qkv (T, (heads + 2 * kv_heads) K), it passes a
+    lazy tensor (ops.lazy_tensor) to the linear that produced qkv.
+    """
+    even = prod(qkv.shape[1:]) // (heads + 2 * kv_heads) % 2 == 0  # odd head widths run the reference
     by = ROPE.choose(kernels if even else "plain", qkv)
     return _Rope.apply(qkv, heads, kv_heads, sequences, table, by, lazy_grad)
 
 
 def table_for(x: Tensor) -> tuple[Tensor, Tensor]:
-    """Angles for cases of qkv (T, heads, K)."""
+    """Angles for test cases of qkv (T, heads, K)."""
     return rotary_table(torch.arange(len(x), device=x.device) * 7, inverse_frequencies(x.shape[-1], 100.0), x.dtype)
 
 
 def _case(heads: int, kv_heads: int, sequences: int, rotate: bool = True) -> Callable[[Tensor, Kernels], Tensor]:
-    """What rope takes apart, packed again."""
+    """The outputs of rope, packed again."""
 
     def call(x: Tensor, kernels: Kernels) -> Tensor:
         table = table_for(x) if rotate else None

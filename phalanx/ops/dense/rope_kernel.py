@@ -1,7 +1,7 @@
-"""Rotary position embedding from q, k and v, wherever they lie, into one packed tensor: one token per program.
+"""Rotary position embedding from separate q, k and v into one packed tensor: one token for each program.
 
-Forward packs the rotated q and k and a copy of v; backward rotates the gradients of q and k back and packs them with
-v's, so no slices are filled, copied or added.
+Forward packs the rotated q and k and a copy of v. Backward rotates the gradients of q and k back and packs them with
+v's, so that no slices are filled, copied or added.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ def _heads(
     ROTATE: tl.constexpr,
     WIDE: tl.constexpr,
 ):
-    """One token's `HEADS` heads of `src`, rotated if asked, to consecutive heads at `out`."""
+    """Store one token's `HEADS` heads of `src`, rotated if asked, as consecutive heads at `out`."""
     head = tl.arange(0, BLOCK)[:, None].to(tl.int64)  # heads of a long sequence may lie 2^31 apart
     i = tl.arange(0, HALF_BLOCK)[None, :]
     mask = (head < HEADS) & (i < HALF)
@@ -108,10 +108,9 @@ def _pack(
 
 
 def pack_heads(q: Tensor, k: Tensor, v: Tensor, table: tuple[Tensor, Tensor] | None, back: bool = False) -> Tensor:
-    """q (sequences, heads, S, K), k and v (sequences, kv heads, S, K) -> (sequences * S, heads + 2 * kv_heads, K).
+    """q (sequences, heads, S, K), k and v (sequences, kv_heads, S, K) -> (sequences * S, heads + 2 * kv_heads, K).
 
-    q and k turned by the table's angles (backwards with `back`), if there is a table. The last dim must be
-    contiguous and even.
+    With a table, q and k are rotated by its angles (backwards with `back`). The last dim must be contiguous and even.
     """
     sequences, heads, length, width = q.shape
     kv_heads, half = k.shape[1], width // 2

@@ -1,4 +1,4 @@
-"""Rotary frequencies of models whose context was stretched: every `rope_type` of transformers, computed in float64.
+"""Rotary frequencies of models whose context was extended: every `rope_type` of transformers, computed in float64.
 
 A scaling is any object with the fields that its type reads (models/config.RopeScaling). Each function returns the
 angles per position (dim / 2,) and the factor by which cos and sin are multiplied.
@@ -48,8 +48,8 @@ def _linear(r: Rotation, s: Any, length: int) -> tuple[Tensor, float]:
 
 
 def _dynamic(r: Rotation, s: Any, length: int) -> tuple[Tensor, float]:
-    """A larger base for sequences longer than the model's (dynamic NTK); which is the whole sequence, documents or
-    not."""
+    """A larger base for sequences longer than the model's maximum (dynamic NTK). The length that counts is that of the
+    whole sequence, whether or not it holds several documents."""
     longest = max(length, r.max_positions)
     stretch = s.factor * longest / r.max_positions - (s.factor - 1)
     return inverse_frequencies(r.dim, r.theta * stretch ** (r.dim / (r.dim - 2))), 1.0
@@ -70,9 +70,9 @@ def _llama3(r: Rotation, s: Any, length: int) -> tuple[Tensor, float]:
 
 
 def _yarn(r: Rotation, s: Any, length: int) -> tuple[Tensor, float]:
-    """Features that turn less than `beta_slow` times in the original length are interpolated, those above
-    `beta_fast` kept, a linear ramp in between; the factor of cos and sin tempers the scores. Peng et al., "YaRN",
-    2023, equations 17 to 22."""
+    """Features that rotate less than `beta_slow` times over the original length are interpolated, those that rotate
+    more than `beta_fast` times are kept, with a linear ramp in between. The factor of cos and sin acts as a temperature
+    on the scores. Peng et al., "YaRN", 2023, equations 17 to 22."""
     inv = inverse_frequencies(r.dim, r.theta)
 
     def feature(turns: float) -> float:
@@ -86,7 +86,7 @@ def _yarn(r: Rotation, s: Any, length: int) -> tuple[Tensor, float]:
 
 
 def yarn_mscale(factor: float, mscale: float = 1.0) -> float:
-    """0.1 mscale ln(factor) + 1 (YaRN, equation 22, with DeepSeek's weight of the logarithm)."""
+    """0.1 mscale ln(factor) + 1 (YaRN, equation 22, with DeepSeek's coefficient of the logarithm)."""
     return 0.1 * mscale * math.log(factor) + 1.0 if factor > 1 else 1.0
 
 
@@ -110,8 +110,8 @@ def _longrope(r: Rotation, s: Any, length: int) -> tuple[Tensor, float]:
 
 
 def _proportional(r: Rotation, s: Any, length: int) -> tuple[Tensor, float]:
-    """Partial rotary embedding: the first pairs of features are rotated as ever, those beyond
-    `partial_rotary_factor` of the head not at all."""
+    """Partial rotary embedding: the first `partial_rotary_factor` of a head's feature pairs is rotated as usual, the
+    rest not at all."""
     inv = inverse_frequencies(r.dim, r.theta) / (1.0 if s.factor is None else s.factor)
     rotated = int(s.partial_rotary_factor * r.dim // 2)
     return torch.where(torch.arange(r.dim // 2) < rotated, inv, 0.0), 1.0

@@ -1,9 +1,9 @@
-"""Losses per token of vocabulary-parallel logits: statistics of logits with gradients, and a head that turns any loss
-of these statistics into gradients in one pass, a chunk of tokens at a time.
+"""Losses per token from vocabulary-parallel logits: statistics of the logits with gradients, and a head that turns any
+loss over these statistics into gradients in one pass, one chunk of tokens at a time.
 
-With z = logsumexp(logits), t = the label's logit and m = the logits' mean, a loss f(z, t, m) has the gradient
-df/dz softmax + df/dt onehot + df/dm / V. Each rank has its own rows of the vocabulary; z, t and m are the same on all.
-This is the reference for any loss; cross entropy alone has faster ones (cross_entropy.py).
+With z = logsumexp(logits), t = the label's logit and m = the logits' mean, a loss f(z, t, m) has the gradient df/dz
+softmax + df/dt onehot + df/dm / V. Each rank has its own rows of the vocabulary; z, t and m are the same on all. This
+is the reference for any loss. Cross entropy has faster implementations of its own (cross_entropy.py).
 """
 
 from __future__ import annotations
@@ -26,25 +26,25 @@ from phalanx.sequence.batch import IGNORE
 
 @dataclass(frozen=True)
 class VocabularyShard:
-    """The ids first .. first + count - 1 of a vocabulary of `size`, which this tp rank has."""
+    """The ids first .. first + count - 1 of a vocabulary of `size`, which this tp rank holds."""
 
     first: int
     count: int
     size: int
 
     def rows_of(self, labels: Tensor) -> tuple[Tensor, Tensor]:
-        """(T,) the row of each label, 0 of those elsewhere, and whether it is here."""
+        """(T,) the row of each label, 0 for labels on other ranks; and whether the label is on this rank."""
         here = (labels >= self.first) & (labels < self.first + self.count)
         return torch.where(here, labels - self.first, 0), here
 
 
 def widened(logits: Tensor) -> Tensor:
-    """In at least fp32."""
+    """x in at least fp32."""
     return logits if logits.dtype == torch.float64 else logits.float()
 
 
 class LogitStats:
-    """Of T tokens' logits over the whole vocabulary, equal on all tp ranks, in at least fp32:
+    """Statistics of T tokens' logits over the whole vocabulary, equal on all tp ranks, in at least fp32.
 
     log_z    (T,) logarithm of the sum of exp(logit)
     target   (T,) logit of the token's label; 0 where it has none
@@ -75,7 +75,7 @@ class _LogitStats(Function):
     def backward(ctx: Any, dlog_z: Tensor, dtarget: Tensor) -> tuple[Tensor | None, ...]:  # type: ignore[override]
         logits, rows, here, log_z = ctx.saved_tensors
         d = torch.exp(logits - log_z.unsqueeze(-1)) * dlog_z.unsqueeze(-1)
-        if d.shape[1]:  # a rank may have no ids
+        if d.shape[1]:  # a rank may hold no ids
             d.scatter_add_(1, rows.unsqueeze(-1), (dtarget * here).unsqueeze(-1))
         return d, None, None, None
 
@@ -92,7 +92,7 @@ class _MeanLogit(Function):
 
 
 def logit_stats(logits: Tensor, labels: Tensor, shard: VocabularyShard, tp: Axis) -> LogitStats:
-    """Statistics with gradients of this rank's logits (T, shard.count), which are widened to fp32; labels (T,)."""
+    """Statistics, with gradients, of this rank's logits (T, shard.count), widened to fp32; labels (T,)."""
     wide, (rows, here) = widened(logits), shard.rows_of(labels)
     log_z, target = _LogitStats.apply(wide, rows, here, tp)
     return LogitStats(log_z, target, lambda: _MeanLogit.apply(wide, shard.size, tp))
@@ -105,13 +105,14 @@ def vocabulary_logits(x: Tensor, weight: Tensor, shard: VocabularyShard, tp: Axi
 
 @dataclass(frozen=True)
 class TokenTask:
-    """What is made of the logits of T tokens.
+    """What is computed from the logits of T tokens.
 
     labels      (T,) IGNORE where there is no loss
-    weights     (T,) what each token counts; None: 1
+    weights     (T,) factor of each token's loss; None: 1
     loss        statistics of some tokens -> (those tokens,) losses
-    metrics     the same -> further values by name
-    transform   (tokens, ids) logits of this rank in at least fp32 -> those that count, element by element; None: equal
+    metrics     statistics of some tokens -> further values by name
+    transform   (tokens, ids) this rank's logits in at least fp32 -> the logits to use, element by element; None: as
+                they are
     """
 
     labels: Tensor
@@ -121,7 +122,8 @@ class TokenTask:
     transform: Callable[[Tensor], Tensor] | None = None
 
     def sums(self, logits: Tensor, tokens: slice, shard: VocabularyShard, tp: Axis) -> Tensor:
-        """(1 + K,) of this rank's logits (tokens, ids): the summed loss, with gradients, and the sums of K metrics."""
+        """(1 + K,) from this rank's logits (tokens, ids): the summed loss, with gradients, and the sums of K
+        metrics."""
         logits = logits if self.transform is None else self.transform(widened(logits))
         stats = logit_stats(logits, self.labels[tokens], shard, tp)
         values = {"token_loss": self.loss(stats)}
@@ -162,7 +164,7 @@ class _LinearTokenLoss(Function):
 
     @staticmethod
     def work(ctx: Any, x: Tensor, seed: Tensor | None) -> tuple[Tensor, tuple[Tensor | None, Tensor | None]]:
-        """The sums, and with a `seed` the gradients of x and of the weight."""
+        """The sums, and with a `seed` also the gradients of x and of the weight."""
         weight, shard, tp, task = ctx.weight, ctx.shard, ctx.tp, ctx.task
         x_all = tp.all_gather(x).wait()
         grads, sums = HeadGrads(x_all, weight, ctx.needs_input_grad), []
@@ -183,7 +185,7 @@ def linear_token_loss(
 ) -> Tensor:
     """(1 + K,) over all tokens, the same on every tp rank: the summed loss of a task, and the sums of its K metrics.
 
-    x (T / tp, D) this rank's tokens; weight (rows, D) with the ids of `shard`, the other rows padding. `seed` as of
+    x (T / tp, D) this rank's tokens; weight (rows, D) with the ids of `shard`, the other rows padding. `seed` as in
     linear_cross_entropy. Only the loss has gradients.
     """
     seed = seed if torch.is_grad_enabled() else None
@@ -194,7 +196,7 @@ def linear_token_loss(
 def token_losses(
     x: Tensor, weight: Tensor, shard: VocabularyShard, tp: Axis, task: TokenTask, kernels: Kernels = "auto"
 ) -> Tensor:
-    """(T,) cross entropy of each label of a task, 0 where there is none; x and weight as of linear_token_loss. Without
+    """(T,) cross entropy of each label of a task, 0 where there is none; x and weight as in linear_token_loss. Without
     gradients."""
     by, labels = LOSS.choose(kernels, x), task.labels
     x_all, (rows, here), found = tp.all_gather(x).wait(), shard.rows_of(labels), []

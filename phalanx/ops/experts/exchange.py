@@ -1,16 +1,16 @@
-"""Tokens on their way to the ranks of their experts and back: three ways behind one signature, each with its way
-back in backward.
+"""Tokens on their way to the ranks of their experts and back: three exchanges behind one signature, each with its own
+backward.
 
-Each rank of the expert view brings its own tokens and the choice of experts made for them, and gets the outputs for
-the same tokens back. An exchange is made with the tokens, told the choice (`send`), and called to compute: what is
-asked of the device between these runs while the tokens travel. Inside an expert cut over etp each rank makes a part
-of the sum. Shapes: T tokens of this rank, K experts a token, E experts in all, N of them here, R rows sorted by
-expert, D model.
+Each rank of the expert group brings its own tokens and the experts chosen for them, and receives the outputs for the
+same tokens. An exchange is constructed with the tokens, receives the choice of experts (`send`), and is called to
+compute; device work issued between these calls overlaps with the transfer. If an expert is sharded over etp, each rank
+computes a part of the sum. Shapes: T tokens of this rank, K experts a token, E experts in all, N of them here, R rows
+sorted by expert, D model.
 
-In a fixed order (`sources`, the number S of micro-batches that the tokens of all these ranks are of; 0: as is
-fastest): what ranks make of a token is added up in rank order, not in that of a collective; and experts compute the
-rows of each micro-batch apart from those of others, so that neither outputs nor gradients depend on which
-micro-batches are under way together.
+Fixed order: with `sources` = S > 0, the tokens of these ranks belong to S micro-batches; 0 means whatever is fastest.
+Ranks' contributions to a token are then added in rank order rather than in a collective's order, and experts compute
+the rows of each micro-batch separately. So neither outputs nor gradients depend on which micro-batches are under way
+together.
 """
 
 from __future__ import annotations
@@ -35,12 +35,12 @@ from phalanx.ops.op import Kernels
 
 Dispatch = Literal["allgather", "alltoall", "push"]
 Compute = Callable[[Tensor, Tensor, Tensor | None, Later | None, int], Tensor]
-"""(rows (R, D) sorted by expert, ends (N,), what each row's output is multiplied by (R,) or None, what may be put
-off in backward or None, which of the micro-batches they are of) -> (R, D): what this rank's experts make of them."""
+"""(rows (R, D) sorted by expert, ends (N,), factor of each row's output (R,) or None, a list for work that backward may
+defer or None, the micro-batch that the rows belong to) -> (R, D): the output of this rank's experts."""
 
 
 def sum_scattered(x: Tensor, axis: Axis, in_order: bool) -> Tensor:
-    """(size * n, ...) on each rank -> (n, ...): this rank's part of the sum; `in_order`: added in rank order, fp32
+    """(size * n, ...) on each rank -> (n, ...): this rank's slice of the sum; `in_order`: added in rank order, in fp32
     or wider."""
     if not in_order or axis.size == 1:
         return axis.reduce_scatter(x).wait()
@@ -71,7 +71,7 @@ class _Scatter(Function):
 
 
 class _All:
-    """A carrier: tokens go to every rank, and from each come sums, needed or not."""
+    """A carrier that sends tokens to every rank and returns sums from every rank, whether they are needed or not."""
 
     def __init__(self, axis: Axis, everyones: Work, by: Any, in_order: bool = False):
         self.axis, self.everyones, self.by, self.in_order = axis, everyones, by, in_order
@@ -81,7 +81,7 @@ class _All:
         return self.axis.gather(x)
 
     def sums(self, y: Tensor, rows: ExpertRows) -> Any:
-        """The sum of each token's rows y (R, D); `wait()` gives the sum over ranks, (T, D), of this rank's tokens."""
+        """The sum of each token's rows y (R, D); `wait()` gives the sum over ranks, (T, D), for this rank's tokens."""
         if self.in_order:
             return Work(sum_scattered(self.by.sum_forward(y, None, rows), self.axis, True))
         scattering = self.axis.scatter(len(rows.row_TK), y.shape[1], y)
@@ -91,8 +91,8 @@ class _All:
 
 
 class _Chosen:
-    """A carrier: tokens go where they have experts, and sums come back from there. Of the tokens that `wait()` gives
-    only those are good."""
+    """A carrier that sends tokens only to ranks with an expert for them, and returns sums from those ranks. Of the
+    tokens that `wait()` gives, only those are valid."""
 
     def __init__(self, axis: Axis, experts: Tensor, everyones: Work, spread: Spread, by: tuple[Any, Any]):
         """by: implementations of PERMUTE and PUSH."""
@@ -123,8 +123,8 @@ class _Returning:
 
 
 class _Arrive(Function):
-    """The rows of this rank's experts out of tokens (T, D) on their way here; backward sends the tokens' sums back,
-    and does meanwhile what was put off till `later`."""
+    """The rows of this rank's experts from tokens (T, D) that are arriving. Backward sends the tokens' gradient sums
+    back and meanwhile runs the work deferred in `later`."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, coming: Any, rows: ExpertRows, carrier: Any, later: Later, lazy: bool) -> Tensor:  # type: ignore[override]
@@ -140,7 +140,7 @@ class _Arrive(Function):
 
 
 class _Leave(Function):
-    """The sum of each token's rows (R, D), sent back to the ranks that the tokens came from."""
+    """The sum of each token's rows (R, D), sent back to the rank that the token came from."""
 
     @staticmethod
     def forward(ctx: Any, y: Tensor, rows: ExpertRows, carrier: Any, lazy: bool) -> Tensor:  # type: ignore[override]
@@ -174,18 +174,18 @@ def scatter(x: Tensor, axis: Axis, in_order: bool = False) -> Tensor:
 
 
 def room_for(tokens: int, slots: int, ranks: int, here: int, room: float) -> tuple[int, int]:
-    """(rows that a rank of `here` experts gets room for, rows that it may need) of `tokens` gathered over `ranks`
-    expert ranks."""
+    """(rows that a rank of `here` experts has room for, rows that it could need in the worst case) for `tokens`
+    gathered over `ranks` expert ranks."""
     worst = tokens * min(slots, here)
     return math.ceil(min(room * tokens * slots / ranks, worst)), worst
 
 
 class _Rows:
-    """Each expert rank makes rows of the tokens that have experts there; sums of them come back. The host waits for
-    nothing.
+    """Common base of exchanges in which each expert rank builds rows from the tokens that have experts there and
+    returns sums of them. The host waits for nothing.
 
-    `room`: rows that a rank has room for, over its fair share of all rows (of each micro-batch, where they are
-    apart).
+    `room`: rows that a rank has room for, as a multiple of its fair share of all rows (of each micro-batch, where they
+    are kept separate).
     """
 
     def __init__(self, x: Tensor, axes: ModelAxes, room: float = math.inf, sources: int = 0):
@@ -195,18 +195,19 @@ class _Rows:
         self.here = 0  # experts of each rank
 
     def send(self, experts: Tensor, count: int, kernels: Kernels = "auto") -> None:
-        """experts (T, K) int64: a number >= `count` is nobody's."""
+        """experts (T, K) int64; a number >= `count` means no expert."""
         raise NotImplementedError
 
     def __call__(
         self, weights: Tensor, compute: Compute, kernels: Kernels = "auto", lazy: bool = False
     ) -> tuple[Tensor, Tensor]:
-        """weights (T, K) -> (T, D), and () the number of rows that this rank had no room for: with any missing the
+        """weights (T, K) -> (T, D), and () the number of rows that did not fit on this rank; if it is not zero, the
         result is wrong.
 
-        lazy: whether `compute` takes a lazy tensor (ops.lazy_tensor) for its rows, and its backward one for their
-        gradient."""
-        lazy = lazy and self.sources <= 1  # rows of several micro-batches are parts of one tensor
+        lazy: whether `compute` accepts a lazy tensor (ops.lazy_tensor) for its rows, and its backward one for their
+        gradient.
+        """
+        lazy = lazy and self.sources <= 1  # rows of several micro-batches are slices of one tensor
         group, ranks, everyones = self.axes.experts, self.axes.ep.size, self.carrier.everyones.wait()
         parts = everyones.chunk(max(1, self.sources))
         room = room_for(len(parts[0]), everyones.shape[1], ranks, self.here, self.room)[0]
@@ -221,9 +222,9 @@ class _Rows:
 
 
 class AllGather(_Rows):
-    """Every token goes to every expert rank, which keeps those that chose its experts; sums come back scattered.
+    """Every token goes to every expert rank, which keeps those that chose its experts; sums are scattered back.
 
-    On their way from the moment that this is made, so that a router can decide meanwhile.
+    The transfer starts as soon as this object is constructed, so that the router can run meanwhile.
     """
 
     def __init__(self, x: Tensor, axes: ModelAxes, room: float = math.inf, sources: int = 0):
@@ -237,7 +238,7 @@ class AllGather(_Rows):
 
 
 class Push(_Rows):
-    """Each token is written into the memory of the ranks of its experts, once on each, and a sum comes back from
+    """Each token is written into the memory of the ranks of its experts, once on each rank, and a sum comes back from
     each."""
 
     def send(self, experts: Tensor, count: int, kernels: Kernels = "auto") -> None:
@@ -250,19 +251,19 @@ class Push(_Rows):
 
 
 class AllToAll:
-    """Each (token, expert) pair goes to the rank of its expert alone. How many go where is exchanged first, and the
-    host waits for it once; so there is always room. Over etp the tokens are gathered first, since each part of an
-    expert needs them all.
+    """Each (token, expert) pair goes only to the rank of its expert. The numbers of pairs are exchanged first, and the
+    host waits once for them, so there is always enough room. Over etp the tokens are gathered first, because each shard
+    of an expert needs them all.
 
-    Pairs of several micro-batches that are to be apart are sorted as if each of them had experts of its own, S N on
-    every rank.
+    Where pairs of several micro-batches are kept separate, they are sorted as if each micro-batch had experts of its
+    own, S N on every rank.
     """
 
     def __init__(self, x: Tensor, axes: ModelAxes, room: float = math.inf, sources: int = 0):
         self.x, self.axes, self.in_order, self.sources = x, axes, sources > 0, max(1, sources)
 
     def send(self, experts: Tensor, count: int, kernels: Kernels = "auto") -> None:
-        """As of the others; only the sizes travel."""
+        """As in the other exchanges; only the sizes are sent here."""
         ep, self.experts = self.axes.ep, self.axes.etp.all_gather(experts).wait()
         self.leaving = plan_rows(
             self._of_sources(count // ep.size, count), 0, self.sources * count, self.experts.numel(), kernels
@@ -286,7 +287,7 @@ class AllToAll:
     def __call__(
         self, weights: Tensor, compute: Compute, kernels: Kernels = "auto", lazy: bool = False
     ) -> tuple[Tensor, Tensor]:
-        """As of the others; nothing is ever missing."""
+        """As in the other exchanges; no row is ever missing."""
         lazy = lazy and self.sources <= 1
         ep, etp, leaving = self.axes.ep, self.axes.etp, self.leaving
         x = gather(self.x, etp, self.in_order)
@@ -294,7 +295,7 @@ class AllToAll:
         send, receive, each = host_sizes(self.sizes, self.arriving, self.experts.numel(), self.sources)
         leaving = replace(
             leaving, source_R=leaving.source_R[: sum(send)], slot_R=leaving.slot_R[: sum(send)]
-        )  # pairs that were dropped stay
+        )  # dropped pairs are not sent
         arrived = swap(gather_rows(x, leaving, kernels), ep, send, receive)
         sorting = plan_rows(_experts_of(self.arriving, sum(receive)), 0, self.sizes.shape[1], sum(receive), kernels)
         rows = gather_rows(arrived, sorting, kernels, lazy)
@@ -312,7 +313,7 @@ class AllToAll:
 
 
 def parts_of(rows: Tensor, sizes: int | list[int]) -> Any:
-    """Rows of each micro-batch; of one alone the tensor itself, which may be a lazy one."""
+    """The rows of each micro-batch. For a single one, the tensor itself, which may be lazy."""
     alone = sizes == len(rows) or isinstance(sizes, list) and len(sizes) == 1
     return [rows] if alone else rows.split(sizes)
 
@@ -322,13 +323,13 @@ def joined(made: list[Tensor]) -> Tensor:
 
 
 def swap(x: Tensor, axis: Axis, send: list[int], receive: list[int]) -> Tensor:
-    """Runs of `send` rows to each rank -> the runs of `receive` rows from each."""
+    """Slices of `send` rows for each rank -> the slices of `receive` rows from each."""
     return x if axis.size == 1 else _Swap.apply(x, axis, send, receive)
 
 
 def one_after_the_other(plans: list[ExpertRows]) -> ExpertRows:
-    """The rows of several plans, each of as many further tokens. Padding stays between them: it holds any token's
-    values."""
+    """The concatenated rows of several plans, each for the next group of tokens. The padding between them stays and
+    holds arbitrary values."""
     if len(plans) == 1:
         return plans[0]
     room, (tokens, slots) = len(plans[0].source_R), plans[0].row_TK.shape
@@ -343,8 +344,8 @@ def one_after_the_other(plans: list[ExpertRows]) -> ExpertRows:
 
 
 def host_sizes(sizes: Tensor, arriving: Tensor, rows: int, sources: int) -> tuple[list[int], list[int], list[int]]:
-    """Rows to each rank, from each rank, and of each of `sources` micro-batches, as numbers: the one place of a step
-    where the host waits for the device. On meta an even routing."""
+    """Rows to each rank, from each rank, and of each of `sources` micro-batches, as numbers. This is the only place in
+    a step where the host waits for the device. On meta, an even routing is assumed."""
     if sizes.is_meta:
         even = [rows // len(sizes)] * len(sizes)
         return even, even, [sum(even) // sources] * sources

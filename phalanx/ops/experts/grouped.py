@@ -1,9 +1,9 @@
-"""The matmul of many experts at once: each expert's rows times its own matrix, the row ends read on the device.
+"""The matmul of many experts at once: each expert's rows times its own matrix, with the row ends read on the device.
 
-For y_r = W_e x_r + b_e: dx_r = W_e^T dy_r, dW_e = sum over the rows of e of dy_r x_r^T, db_e = sum of dy_r. The
-weight gradient goes into the parameter's gradient buffer (ops.dense.grads). Shapes: R rows sorted by expert, E
-experts held here, I in, O out. Padding rows (those past the last end) are zero in the reference implementations, left
-as they were in the fast ones, and never read.
+For y_r = W_e x_r + b_e: dx_r = W_e^T dy_r, dW_e = sum over the rows of e of dy_r x_r^T, db_e = sum of dy_r. The weight
+gradient goes into the parameter's gradient buffer (ops.dense.grads). Shapes: R rows sorted by expert, E experts held
+here, I in, O out. Padding rows (those past the last end) are zero in the reference implementations and unchanged in the
+fast ones, and are never read.
 """
 
 from __future__ import annotations
@@ -21,8 +21,8 @@ from phalanx.ops.op import Case, Kernels, Op, triton
 
 
 def segments(ends: Tensor) -> list[slice]:
-    """Rows of each expert, read on the host: on a GPU this waits for the device. On meta, where nothing is known,
-    none."""
+    """The rows of each expert, read on the host: on a GPU this waits for the device. On meta, where the ends are
+    unknown, none."""
     if ends.is_meta:
         return []
     stops = ends.tolist()
@@ -30,11 +30,10 @@ def segments(ends: Tensor) -> list[slice]:
 
 
 def grouped_product(x: Tensor, weight: Tensor, ends: Tensor, bias: Tensor | None = None) -> Tensor:
-    """Rows (R, I) of expert e times weight[e] (I, O),
-    plus bias[e]."""
+    """Rows (R, I) of expert e times weight[e] (I, O), plus bias[e]."""
     y = x.new_zeros(x.shape[0], weight.shape[2])
     if x.is_meta:
-        return torch.mm(x, weight[0], out=y)  # which rows are whose is not known; it is as much work
+        return torch.mm(x, weight[0], out=y)  # the routing is unknown, but the work is the same
     for e, rows in enumerate(segments(ends)):
         torch.mm(x[rows], weight[e], out=y[rows])
         if bias is not None:
@@ -43,8 +42,7 @@ def grouped_product(x: Tensor, weight: Tensor, ends: Tensor, bias: Tensor | None
 
 
 def add_grouped_product_(buffer: Tensor, dy: Tensor, x: Tensor, ends: Tensor) -> None:
-    """buffer[e] (O, I) += dy^T x over the rows of
-    e, widened before multiplying."""
+    """buffer[e] (O, I) += dy^T x over the rows of e, widened before multiplying."""
     for e, rows in enumerate(segments(ends)):
         buffer[e].addmm_(dy[rows].t().to(buffer.dtype), x[rows].to(buffer.dtype))
 
@@ -56,7 +54,8 @@ def add_grouped_sum_(buffer: Tensor, dy: Tensor, ends: Tensor) -> None:
 
 
 def _add_grouped_grad(param: Tensor, dy: Tensor, x: Tensor, ends: Tensor, by: Any) -> Tensor | None:
-    """Account for the gradient dy^T x (E, O, I) of `param`; what a backward must return for it. See ops.dense.grads."""
+    """Account for the gradient dy^T x (E, O, I) of `param`; returns what a backward must return for it
+    (ops.dense.grads)."""
     dy, x = lasting(param, dy, False), lasting(param, x, False)
     return account(param, lambda buffer: by.add_grouped_product_(buffer, dy, x, ends))
 
@@ -68,8 +67,8 @@ def add_sum_grad(param: Tensor, dy: Tensor, ends: Tensor, by: Any) -> Tensor | N
 
 
 class Later(list[Callable[[], Any]]):
-    """Weight gradients that a backward may put off: whoever hands one in does them, while something else is under
-    way."""
+    """Weight gradients that a backward may defer: whoever passes the list in runs them while something else is in
+    flight."""
 
 
 class _GroupedMatmul(Function):
@@ -78,7 +77,7 @@ class _GroupedMatmul(Function):
         ctx: Any, x: Tensor, weight: Tensor, ends: Tensor, bias: Tensor | None, by: Any, later: Later | None
     ) -> Tensor:  # type: ignore[override]
         ctx.save_for_backward(x, ends)
-        ctx.weight, ctx.bias = weight, bias  # the slots, read in backward; not the values, which may move
+        ctx.weight, ctx.bias = weight, bias  # slots, read again in backward: the values may move
         ctx.by, ctx.later = by, later
         y: Tensor = by.grouped_product(x, weight.transpose(1, 2), ends, bias)
         return y
@@ -107,7 +106,7 @@ def grouped_matmul(
     """x (R, I) -> (R, O): row r of expert e times weight[e]^T, plus bias[e]; `ends_E` (E,) int32 on the device: one
     past each expert's last row.
 
-    With `later` the weight's gradient is put off to it, if it has a buffer to go to.
+    With `later`, the weight's gradient is deferred to it, provided that the weight has a gradient buffer.
     """
     return _GroupedMatmul.apply(x_RI, weight_EOI, ends_E, bias_EO, GROUPED.choose(kernels, x_RI), later)
 

@@ -1,8 +1,8 @@
-"""The matmul of many experts on tensor cores: forward and input gradient in one kernel, weight gradient added to its
-buffer in another.
+"""The matmul of many experts on tensor cores: forward and input gradient in one kernel; the weight gradient, added to
+its buffer, in another.
 
-Which rows are whose is read from `ends` on the device, so nothing waits for the host. Tiles are loaded by TMA
-descriptors where the strides are multiples of 16 bytes, by masked pointers otherwise.
+Which expert a row belongs to is read from `ends` on the device, so nothing waits for the host. Tiles are loaded by TMA
+descriptors where the strides are multiples of 16 bytes, and by masked pointers otherwise.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ from phalanx.ops.kernel_tools import num_programs, triton_wide
 
 @dataclass(frozen=True)
 class GroupedTiles:
-    """Sizes of a program's tile of the output (m, n) and of its step along the sum (k), and how it runs."""
+    """Tile sizes of a program: of the output (m, n), of its step along the sum (k), and how it runs."""
 
     m: int
     n: int
@@ -38,9 +38,9 @@ class GroupedTiles:
     stages: int
     warps: int
     group: int = 8
-    """Tiles along m that go together over all n, so that what they read stays in the L2 cache."""
+    """Tiles along m that are computed together over all n, so that their operands stay in the L2 cache."""
     flatten: bool = False
-    """Whether the loops over tiles and over k are one pipeline."""
+    """Whether the loops over tiles and over k form one pipeline."""
     per_processor: int = 1
 
 
@@ -96,8 +96,8 @@ def _grouped_gemm(
     GROUP: tl.constexpr,
     FLATTEN: tl.constexpr,
 ):
-    """Rows of x (R, K) times their expert's matrix: stored (K, N), or (N, K) where TURNED. A program goes through
-    every n-th tile."""
+    """Rows of x (R, K) times their expert's matrix, stored (K, N), or (N, K) if TRANSPOSED. A program handles every
+    n-th tile."""
     experts, starts, stops = rows_of_experts(ends, E, E_BLOCK)
     counts, lasts = tiles_of_experts(starts, stops, N, BM, BN)
     for tile in tl.range(tl.program_id(0), tl.sum(counts, 0), tl.num_programs(0), flatten=FLATTEN):
@@ -142,7 +142,7 @@ def _grouped_gemm_dw(
         a = _rows_tile(dy, r, row, R, M, TMA, BK, BM)
         b = _rows_tile(x, r, col, R, N, TMA, BK, BN)
         acc = tl.dot(a.T, b, acc, input_precision="ieee", out_dtype=WIDE)
-    if whole < stop:  # what follows belongs to another expert, or to nobody and may be anything
+    if whole < stop:  # the rows after it belong to another expert, or are padding and may hold anything
         mine = (whole + tl.arange(0, BK) < stop)[:, None]
         a = tl.where(mine, _rows_tile(dy, whole, row, R, M, TMA, BK, BM), 0.0).to(
             x.dtype if TMA else x.dtype.element_ty
@@ -155,7 +155,7 @@ def _grouped_gemm_dw(
 
 @triton.jit
 def _grouped_sum(dy, db, ends, N, WIDE: tl.constexpr, BR: tl.constexpr, BC: tl.constexpr):
-    """db[e] += the sum of e's rows of dy, some columns of it."""
+    """db[e] += the sum of e's rows of dy, over a slice of its columns."""
     e = tl.program_id(0)
     cols = tl.program_id(1) * BC + tl.arange(0, BC)
     stop = tl.load(ends + e)
@@ -171,8 +171,8 @@ def _grouped_sum(dy, db, ends, N, WIDE: tl.constexpr, BR: tl.constexpr, BC: tl.c
 
 
 def _descriptors(*tiles: tuple[Tensor, list[int]]) -> tuple[bool, list[Any]]:
-    """(whether TMA is to load all of these by tiles of their shapes, what the kernel is given for each). fp64 goes
-    by pointers."""
+    """(whether TMA can load all of these by tiles of their shapes, the kernel argument for each). fp64 uses
+    pointers."""
     takes = all(
         t.shape[-1] * t.element_size() % 16 == 0 and t.element_size() <= 4 and t.data_ptr() % 16 == 0 and t.numel()
         for t, _ in tiles
@@ -184,7 +184,7 @@ def grouped_product(
     x: Tensor, weight: Tensor, ends: Tensor, bias: Tensor | None = None, tiles: GroupedTiles | None = None
 ) -> Tensor:
     """Rows (R, K) of expert e times weight[e] (K, N), which may be a transposed view, plus bias[e]; padding rows are
-    left as they were."""
+    left unchanged."""
     x, c = x.contiguous(), tiles or tiles_of(x.dtype)
     experts, inner, width = weight.shape
     transposed = not weight.is_contiguous()
@@ -223,7 +223,7 @@ def grouped_product(
 def add_grouped_product_(
     buffer: Tensor, dy: Tensor, x: Tensor, ends: Tensor, tiles: GroupedTiles | None = None
 ) -> None:
-    """buffer[e] (M, N) += dy^T x over the rows of e, dy (R, M) and x (R, N), added up in fp32 or wider."""
+    """buffer[e] (M, N) += dy^T x over the rows of e, for dy (R, M) and x (R, N), summed in fp32 or wider."""
     dy, x, c = dy.contiguous(), x.contiguous(), tiles or tiles_of(x.dtype)
     experts, height, width = buffer.shape
     if not x.numel() or not buffer.numel():

@@ -1,7 +1,7 @@
-"""Products of experts, bf16 (grouped) or of 8-bit codes (scaled_grouped_mm): which tile of which expert a program
-does, and how tiles are stored.
+"""Tiles of the experts' matmuls, in bf16 (grouped_kernel.py) or FP8 (quantized/grouped_gemm_kernel.py): which tile of
+which expert a program computes, and how tiles are stored.
 
-Which rows are whose is read from `ends` on the device, so nothing waits for the host.
+Which expert a row belongs to is read from `ends` on the device, so nothing waits for the host.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from phalanx.ops.kernel_tools import grouped_order
 
 @triton.jit
 def rows_of_experts(ends, E, E_BLOCK: tl.constexpr):
-    """Of each expert: its number, its first row, one past its last."""
+    """For each expert: its number, its first row, and one past its last row."""
     experts = tl.arange(0, E_BLOCK)
     stops = tl.load(ends + experts, mask=experts < E, other=0)
     starts = tl.load(ends + experts - 1, mask=(experts > 0) & (experts < E), other=0)
@@ -23,8 +23,8 @@ def rows_of_experts(ends, E, E_BLOCK: tl.constexpr):
 
 @triton.jit
 def tiles_of_experts(starts, stops, N, BM: tl.constexpr, BN: tl.constexpr):
-    """Of each expert: the number of tiles of its product, rows `starts` .. `stops` by N columns; and that of all up
-    to it."""
+    """For each expert: the number of tiles in its product, rows `starts` .. `stops` by N columns; and the running sum
+    of these."""
     tiles_n = tl.cdiv(N, BN)
     counts = tl.cdiv(stops - starts, BM) * tiles_n
     return counts, tl.cumsum(counts, 0)
@@ -34,7 +34,8 @@ def tiles_of_experts(starts, stops, N, BM: tl.constexpr, BN: tl.constexpr):
 def tile_of_experts(
     tile, experts, starts, stops, counts, lasts, N, GROUP: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr
 ):
-    """(the expert, one past its last row, first row, first column) of tile number `tile` of all experts' products."""
+    """(the expert, one past its last row, first row, first column) of tile number `tile` among all experts'
+    products."""
     e = tl.sum((lasts <= tile).to(tl.int32), 0)
     start = tl.sum(tl.where(experts == e, starts, 0), 0)
     stop = tl.sum(tl.where(experts == e, stops, 0), 0)
@@ -45,7 +46,7 @@ def tile_of_experts(
 
 @triton.jit
 def tile_of_gradients(M, N, GROUP: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr):
-    """(the expert, first row, first column) of this program's tile of experts' weight gradients (E, M, N)."""
+    """(the expert, first row, first column) of this program's tile among the experts' weight gradients (E, M, N)."""
     tiles_m = tl.cdiv(M, BM)
     tiles_n = tl.cdiv(N, BN)
     e = tl.program_id(0) // (tiles_m * tiles_n)
@@ -61,7 +62,7 @@ def halves(tile):
 
 @triton.jit
 def _store_part(y, part, bias, row, stop, col, N, BIAS: tl.constexpr):
-    """Store a tile at (row, col) of y (.., N), the rows before `stop`, with the bias added."""
+    """Store a tile at (row, col) of y (.., N), only rows before `stop`, with the bias added."""
     rows = row + tl.arange(0, part.shape[0])
     cols = col + tl.arange(0, part.shape[1])
     if BIAS:
@@ -72,7 +73,7 @@ def _store_part(y, part, bias, row, stop, col, N, BIAS: tl.constexpr):
 
 @triton.jit
 def _add_part(dw, part, row, col, M, N):
-    """Add a tile to that at (row, col) of dw (M, N)."""
+    """Add a tile at (row, col) of dw (M, N)."""
     rows = row + tl.arange(0, part.shape[0])
     cols = col + tl.arange(0, part.shape[1])
     where = dw + rows.to(tl.int64)[:, None] * N + cols[None, :]
@@ -83,16 +84,15 @@ def _add_part(dw, part, row, col, M, N):
 
 @triton.jit
 def store_halves(y, left, right, bias, row, stop, col, N, BIAS: tl.constexpr):
-    """Store the tile of these halves at (row, col) of y (.., N), rows before `stop`, with the bias added: one at a
-    time, for want of registers."""
+    """Store the tile made of these halves at (row, col) of y (.., N), only rows before `stop`, with the bias added: one
+    half at a time, to save registers."""
     _store_part(y, left, bias, row, stop, col, N, BIAS)
     _store_part(y, right, bias, row, stop, col + left.shape[1], N, BIAS)
 
 
 @triton.jit
 def add_halves(dw, e, left, right, row, col, M, N):
-    """Add the tile of these halves to that at (row, col) of dw[e] (M, N): a quarter at a time, for want of
-    registers."""
+    """Add the tile made of these halves at (row, col) of dw[e] (M, N): a quarter at a time, to save registers."""
     q0, q1 = halves(left)
     q2, q3 = halves(right)
     dw += e.to(tl.int64) * M * N

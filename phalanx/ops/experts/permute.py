@@ -1,12 +1,11 @@
-"""Tokens brought together by expert and summed back: the plan of rows, the gather into them and the weighted sum out
-of them.
+"""Tokens gathered by expert and summed back: the plan of rows, the gather into them and the weighted sum out of them.
 
-Knows the tokens of one rank and the experts it holds, nothing of other ranks. Nothing here waits for the device.
-Everything sums in a fixed order, so equal inputs give equal bits. Shapes: T tokens, K experts a token, R rows, E
-experts held here, D model.
+Works on the tokens and experts of one rank and knows nothing of other ranks. Nothing here waits for the device. All
+sums are in a fixed order, so equal inputs give equal bits. Shapes: T tokens, K experts a token, R rows, E experts held
+here, D model.
 
 A rows tensor has `rows` rows whatever the routing; those past the last end are padding. The reference implementations
-keep them zero, the fast ones leave in them what was there, and no op here reads them.
+keep padding zero, the fast ones leave it unwritten, and no op here reads it.
 """
 
 from __future__ import annotations
@@ -24,7 +23,8 @@ from phalanx.ops.op import Case, Kernels, Op, triton
 
 
 def plan_rows(experts_TK: Tensor, first: int, count: int, rows: int, kernels: Kernels = "auto") -> ExpertRows:
-    """Rows of the experts first .. first + count - 1 among the choices (T, K); others (dropped pairs too) get none."""
+    """Rows for the experts first .. first + count - 1 among the choices (T, K); other experts' pairs (and dropped
+    pairs) get none."""
     return ExpertRows(*PERMUTE.choose(kernels, experts_TK).plan_forward(experts_TK, first, count, rows))
 
 
@@ -50,7 +50,7 @@ def _wide(x: Tensor) -> torch.dtype:
 
 
 def _take(x: Tensor, index: Tensor) -> Tensor:
-    """x[index]; of an empty x, of which nothing is valid, zeros."""
+    """x[index]; zeros if x is empty, since then no index is valid."""
     return x.index_select(0, index) if len(x) else x.new_zeros(len(index), *x.shape[1:])
 
 
@@ -60,8 +60,7 @@ def gather_forward(x: Tensor, rows: ExpertRows) -> Tensor:
 
 
 def sum_forward(y: Tensor, weights: Tensor | None, rows: ExpertRows, out: Tensor | None = None) -> Tensor:
-    """(T, D) sum over slots, in their order, of each
-    pair's weight (or 1) times its row."""
+    """(T, D): for each token, the sum over its slots, in order, of each pair's weight (or 1) times its row."""
     total = torch.zeros(len(rows.row_TK), y.shape[1], dtype=_wide(y), device=y.device)
     for k, row in enumerate(rows.row_TK.unbind(1)):
         part = _take(y, row.clamp_min(0)).to(total.dtype)
@@ -71,8 +70,7 @@ def sum_forward(y: Tensor, weights: Tensor | None, rows: ExpertRows, out: Tensor
 
 
 def weighted_backward(dout: Tensor, y: Tensor, weights: Tensor, rows: ExpertRows) -> tuple[Tensor, Tensor]:
-    """dy (R, D) = weight * dout of the row's token,
-    and dweights (T, K) = <y, dout>."""
+    """dy (R, D) = weight * dout of the row's token, and dweights (T, K) = <y, dout>."""
     wide = _wide(y)
     dout_R = gather_forward(dout, rows).to(wide)
     weight_R = _take(weights.flatten(), rows.slot_R).to(wide)
@@ -84,8 +82,8 @@ def weighted_backward(dout: Tensor, y: Tensor, weights: Tensor, rows: ExpertRows
 
 @dataclass(frozen=True)
 class Gathered(LazySource):
-    """The rows (R, D) of tokens x (T, D), not in memory: gathered by whoever casts them (kernels.quant_grouped), or
-    by `tensor`."""
+    """The rows (R, D) of tokens x (T, D), not in memory: gathered by the kernel that quantizes them
+    (quantize_grouped_kernel.py), or by `tensor`."""
 
     x: Tensor
     rows: ExpertRows
@@ -101,7 +99,7 @@ class Gathered(LazySource):
 
 
 def gathered(x: Tensor, rows: ExpertRows, by: Any, lazy: bool = False) -> Tensor:
-    """The rows (R, D) of tokens x (T, D), by an implementation of PERMUTE; with `lazy` a lazy tensor
+    """The rows (R, D) of tokens x (T, D), by an implementation of PERMUTE; with `lazy`, as a lazy tensor
     (ops.lazy_tensor)."""
     source = Gathered(x, rows, by)
     return LazyTensor(source) if lazy else source.tensor()
@@ -129,7 +127,7 @@ class _Combine(Function):
 
     @staticmethod
     def backward(ctx: Any, dout: Tensor) -> tuple[Tensor | None, ...]:  # type: ignore[override]
-        saved = ctx.saved_tensors  # read once: reading may recompute
+        saved = ctx.saved_tensors  # read once: reading may trigger recomputation
         if not saved:
             return gathered(dout, ctx.rows, ctx.by, ctx.lazy), None, None, None, None
         return *ctx.by.weighted_backward(dout, *saved, ctx.rows), None, None, None
@@ -147,12 +145,12 @@ class _RowWeights(Function):
 
 
 def row_weights(weights_TK: Tensor, rows: ExpertRows) -> Tensor:
-    """(R,) what each row weighs, for activation.gated_rows; in the padding it means nothing."""
+    """(R,) the weight of each row, for activation.gated_rows; undefined in the padding."""
     return _RowWeights.apply(weights_TK, rows)
 
 
 def gather_rows(x_TD: Tensor, rows: ExpertRows, kernels: Kernels = "auto", lazy: bool = False) -> Tensor:
-    """x (T, D) -> (R, D): the token of each row. lazy: whether the one reader takes a lazy tensor
+    """x (T, D) -> (R, D): the token of each row. lazy: whether the only reader accepts a lazy tensor
     (ops.lazy_tensor)."""
     return _GatherTokens.apply(x_TD, rows, PERMUTE.choose(kernels, x_TD), lazy)
 
@@ -165,11 +163,11 @@ def combine_rows(
     kernels: Kernels = "auto",
     lazy_grad: bool = False,
 ) -> Tensor:
-    """y (R, D) -> (T, D): the sum of each token's rows times its weights (1 without), added in fp32 or wider and in
-    the order of the slots.
+    """y (R, D) -> (T, D): the sum of each token's rows times its weights (1 if None), added in fp32 or wider and in the
+    order of the slots.
 
-    A token with no row gets zeros. `num_tokens` is that of the plan. lazy_grad: whether who made y takes a lazy
-    tensor for its gradient; only without weights.
+    A token without rows gets zeros. `num_tokens` must be that of the plan. lazy_grad: whether the op that produced y
+    accepts a lazy tensor for its gradient; only without weights.
     """
     if num_tokens != len(rows.row_TK):
         raise ValueError(f"the rows were planned for {len(rows.row_TK)} tokens, not {num_tokens}")
@@ -177,7 +175,7 @@ def combine_rows(
 
 
 def _case(x: Tensor, weights: Tensor, kernels: Kernels, weigh: bool = True) -> Tensor:
-    """Tokens to experts 1 .. 6 of 8 and back; a pair dropped, too little room for the last."""
+    """Tokens to experts 1 .. 6 of 8 and back, with one pair dropped and too little room for the last."""
     tokens, slots = weights.shape
     pairs = torch.arange(tokens * slots, device=x.device).view(tokens, slots)
     experts = (pairs * 5 + pairs // 8) % 8

@@ -1,8 +1,8 @@
-"""Rows by expert: a counting sort of the (token, slot) pairs, and the moves between tokens and rows, one pass over
+"""Rows by expert: a counting sort of the (token, slot) pairs, and the moves between tokens and rows, in one pass over
 memory each.
 
-Every move goes token by token: a program holds one token and finds its rows by `row_TK`, so sums over slots are in
-order and no two programs write to the same place.
+Every move is organized by token: a program handles one token and finds its rows through `row_TK`. So sums over slots
+are in order, and no two programs write to the same place.
 """
 
 from __future__ import annotations
@@ -25,14 +25,14 @@ WIDTH = 4096  # columns of a program that copies or adds
 
 @triton.jit
 def _local_expert(experts, pair, pairs, first, COUNT: tl.constexpr):
-    """Number of each pair's expert among those held here, COUNT where it is not."""
+    """Number of each pair's expert among those held here, COUNT for experts on other ranks."""
     e = tl.load(experts + pair, mask=pair < pairs, other=-1) - first
     return tl.where((e >= 0) & (e < COUNT), e, COUNT).to(tl.int32)
 
 
 @triton.jit
 def _count(experts, counts, pairs, first, COUNT: tl.constexpr, COUNT_BLOCK: tl.constexpr, BLOCK: tl.constexpr):
-    """counts[e, block]: pairs of this block at expert e."""
+    """counts[e, block]: number of pairs of this block with expert e."""
     block = tl.program_id(0)
     e = _local_expert(experts, block * BLOCK + tl.arange(0, BLOCK), pairs, first, COUNT)
     each = tl.arange(0, COUNT_BLOCK)
@@ -57,11 +57,11 @@ def _place(
     COUNT_BLOCK: tl.constexpr,
     BLOCK: tl.constexpr,
 ):
-    """Each pair's row: those of lower experts, those of its expert in earlier blocks, those of its expert before it
+    """Each pair's row number: pairs of lower experts, plus pairs of its expert in earlier blocks, plus those before it
     in this block.
 
-    `sums` are the running sums of `counts`. The programs also share the work of zeroing the padding and of writing
-    the ends.
+    `sums` are the running sums of `counts`. The programs also share the work of zeroing the padding and writing the
+    ends.
     """
     block = tl.program_id(0)
     blocks = tl.num_programs(0)
@@ -156,7 +156,7 @@ def _grid(tokens: int, width: int) -> tuple[tuple[int, int], int]:
 
 
 def gather_forward(x: Tensor, rows: ExpertRows) -> Tensor:
-    """x (T, D) -> (R, D): the token of each row; padding rows are left as they were."""
+    """x (T, D) -> (R, D): the token of each row; padding rows are left unchanged."""
     (tokens, width), slots = x.shape, rows.row_TK.shape[1]
     x, y = x.contiguous(), x.new_empty(len(rows.source_R), width)
     grid, block = _grid(tokens, width)
@@ -188,7 +188,7 @@ def sum_forward(y: Tensor, weights: Tensor | None, rows: ExpertRows, out: Tensor
 
 
 def weighted_backward(dout: Tensor, y: Tensor, weights: Tensor, rows: ExpertRows) -> tuple[Tensor, Tensor]:
-    """Gradients of y (R, D) and of the weights (T, K) from dout (T, D); padding rows are left as they were."""
+    """Gradients of y (R, D) and of the weights (T, K) from dout (T, D); padding rows are left unchanged."""
     (tokens, slots), width = rows.row_TK.shape, y.shape[1]
     dout, y, weights = dout.contiguous(), y.contiguous(), weights.contiguous()
     dy, dweights = torch.empty_like(y), torch.empty_like(weights)

@@ -1,8 +1,9 @@
-"""Tokens written straight into the memory of the ranks that need them, and the sums of their rows straight back.
+"""Tokens written directly into the memory of the ranks that need them, and the sums of their rows written directly
+back.
 
-Knows which ranks a token's experts are on, and buffers of comm (`Axis.push`) whose part on each rank it may write
-to. The host never learns how many rows go where. Shapes: T tokens of this rank, N ranks (N / `etp` of them hold
-different experts, `here` each), K experts a token, R rows of this rank's experts, D model.
+Works with the ranks that hold a token's experts, and with buffers of comm (`Axis.push`) in which it may write to its
+slot on each rank. The host never learns how many rows go where. Shapes: T tokens of this rank, N ranks (N / `etp` of
+them hold different experts, `here` each), K experts a token, R rows of this rank's experts, D model.
 """
 
 from __future__ import annotations
@@ -24,17 +25,16 @@ def goes_to(experts_TK: Tensor, spread: Spread, rank: int) -> Tensor:
 
 
 def send_tokens(x: Tensor, experts_TK: Tensor, spread: Spread, to: Buffers) -> None:
-    """x (T, D) to this rank's part on each rank that a token
-    has an expert on."""
+    """Write each token of x (T, D) to this rank's slot on every rank that holds one of its experts."""
     for rank in range(spread.ranks):
         part = to.part(rank)
         part.copy_(torch.where(goes_to(experts_TK, spread, rank).unsqueeze(1), x, part))
 
 
 def send_sums(y: Tensor, rows: ExpertRows, everyones: Tensor, spread: Spread, to: Buffers) -> None:
-    """Of each token with an expert here the sum of its rows (R, D), to the rank it is of.
+    """For each token with an expert here, write the sum of its rows (R, D) to the rank that it came from.
 
-    `everyones` (N * T, K) and `rows`: of all ranks' tokens. A token whose rows had no room gets zeros.
+    `everyones` (N * T, K) and `rows` cover the tokens of all ranks. A token whose rows had no room gets zeros.
     """
     for rank in range(spread.ranks):
         mine, part = slice(rank * to.tokens, (rank + 1) * to.tokens), to.part(rank)
@@ -43,8 +43,7 @@ def send_sums(y: Tensor, rows: ExpertRows, everyones: Tensor, spread: Spread, to
 
 
 def add_sums(parts: Tensor, experts_TK: Tensor, spread: Spread) -> Tensor:
-    """(T, D) the sums (N * T, D) that came back for each token,
-    added in rank order, fp32 or wider."""
+    """(T, D) the sums (N * T, D) that came back for each token, added in rank order, in fp32 or wider."""
     tokens = len(experts_TK)
     total = torch.zeros(
         tokens,
@@ -60,7 +59,7 @@ def add_sums(parts: Tensor, experts_TK: Tensor, spread: Spread) -> Tensor:
 
 @dataclass(frozen=True)
 class LocalBuffers:
-    """For cases: the buffers of several ranks in one process, as rank 0 sees them."""
+    """For test cases: the buffers of several ranks in one process, as rank 0 sees them."""
 
     wholes: tuple[Tensor, ...]
     tokens: int

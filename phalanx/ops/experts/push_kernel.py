@@ -1,8 +1,8 @@
-"""Tokens and sums of rows written through pointers into other ranks' memory, a token a program, and what came back
-added up.
+"""Tokens and sums of rows written through pointers into other ranks' memory, one token for each program, and the
+returned sums added up.
 
-A token's experts say which ranks it concerns, so nothing is counted and nothing is sent that nobody reads. Ranks
-begin with different targets, so that they do not all write to one of them at once.
+A token's experts determine which ranks it concerns, so nothing is counted, and nothing is sent that nobody reads. Each
+rank starts with a different target, so that they do not all write to the same one at once.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ if TYPE_CHECKING:
 
 @triton.jit
 def _chosen(experts, token, NOBODY: tl.constexpr, SLOTS: tl.constexpr, K_BLOCK: tl.constexpr):
-    """A token's experts, filled up with a number that no rank has."""
+    """A token's experts, padded with a number that no rank has."""
     slot = tl.arange(0, K_BLOCK)
     return tl.load(experts + token * SLOTS + slot, mask=slot < SLOTS, other=NOBODY)
 
@@ -55,7 +55,7 @@ def _send_tokens(
     K_BLOCK: tl.constexpr,
     BLOCK: tl.constexpr,
 ):
-    """Row first + token of every rank that the token concerns."""
+    """Copy the token to row first + token on every rank that it concerns."""
     token = tl.program_id(0).to(tl.int64)
     cols = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
     value = tl.load(x + token * D + cols, mask=cols < D)
@@ -87,8 +87,8 @@ def _send_sums(
     WIDE: tl.constexpr,
     BLOCK: tl.constexpr,
 ):
-    """The sum of a token's rows here, in the order of its slots, to row first + token of the rank it is of; this
-    rank's own come last."""
+    """Write the sum of a token's rows here, in the order of its slots, to row first + token on the rank that it came
+    from; this rank's own tokens come last."""
     pair = (tl.program_id(0).to(tl.int64) + first + tokens) % (
         RANKS * tokens
     )  # number of a token among those of all ranks
@@ -117,7 +117,7 @@ def _add_sums(
     WIDE: tl.constexpr,
     BLOCK: tl.constexpr,
 ):
-    """Add up, in rank order, what the ranks that a token concerns sent back."""
+    """Add up, in rank order, what the ranks that a token concerns have sent back."""
     token = tl.program_id(0).to(tl.int64)
     cols = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
     chosen = _chosen(experts, token, RANKS * HERE, SLOTS, K_BLOCK)
@@ -151,8 +151,8 @@ def send_tokens(x: Tensor, experts_TK: Tensor, spread: Spread, to: Buffers) -> N
 
 
 def send_sums(y: Tensor, rows: ExpertRows, everyones: Tensor, spread: Spread, to: Buffers) -> None:
-    """Of each token with an expert here the sum of its rows (R, D), to the rank it is of; `everyones` (N * T, K),
-    `rows`: of all ranks' tokens."""
+    """For each token with an expert here, write the sum of its rows (R, D) to the rank that it came from; `everyones`
+    (N * T, K) and `rows` cover the tokens of all ranks."""
     width, y = y.shape[1], y.contiguous()
     columns, form = _form(spread, everyones.shape[1], width)
     if len(everyones) and width:

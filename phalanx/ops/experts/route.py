@@ -1,9 +1,9 @@
-"""Which experts each token goes to and with what weights, and the statistics and losses that keep the experts evenly
-loaded.
+"""Which experts each token goes to and with what weights, and the statistics and losses that keep the load of experts
+even.
 
-Knows nothing of ranks: what is to be summed over them (counts, sums of probabilities) comes out as sums, which the
-caller adds up over whatever axis it wants before they are made into a loss. Shapes: T tokens, E experts, K experts a
-token, S sequences.
+Knows nothing of ranks. Whatever has to be summed over ranks (counts, sums of probabilities) is returned as sums, and
+the caller adds it up over any axes before turning it into a loss. Shapes: T tokens, E experts, K experts a token, S
+sequences.
 """
 
 from __future__ import annotations
@@ -24,15 +24,15 @@ from phalanx.ops.op import Case, Kernels, Op, triton
 
 @dataclass(frozen=True)
 class Choice:
-    """A token's experts from the best down, in the wide dtype (fp64 if the logits are fp64, else fp32) what they
-    weigh."""
+    """A token's chosen experts, the best first, and their weights in the wide dtype (fp64 if the logits are fp64, else
+    fp32)."""
 
     experts_TK: Tensor
     """int64; `num_experts` where the pair is dropped."""
     weights_TK: Tensor
-    """What each expert's output is multiplied by; gradient to the logits."""
+    """The factor of each expert's output; has gradients to the logits."""
     scores_TE: Tensor
-    """Probabilities of all experts, each token's sum is 1 (sigmoids are divided by their sum); gradient to the
+    """Probabilities of all experts; each token's sum to 1 (sigmoids are divided by their sum). Has gradients to the
     logits."""
 
 
@@ -48,14 +48,14 @@ def route(
     layer: int = 0,
     kernels: Kernels = "auto",
 ) -> Choice:
-    """The choice of each token. Equal scores: the lower expert number wins.
+    """The choice of each token. Among equal scores the lower expert number wins.
 
-    `bias_E` is added to what experts are chosen by and not to their weights; it gets no gradient (DeepSeek-V3
-    technical report, section 2.1.2, as are sigmoid scores and groups). `rows` = (sample ids, positions), each (T,)
-    int64, and `layer`: what a forced choice is drawn by, so that it is the same in every layout.
+    `bias_E` is added to the values by which experts are chosen, not to their weights, and gets no gradient (DeepSeek-V3
+    technical report, section 2.1.2, like sigmoid scores and groups). `rows` = (sample ids, positions), each (T,) int64,
+    and `layer` are the keys of a forced random choice, so that it is the same in every layout.
 
-    Computed in fp32 whatever the model's dtype, also where `transformers` rounds: its Qwen3-MoE rounds the weights
-    to the model's dtype, its gpt-oss takes the softmax in it.
+    Computed in fp32 whatever the model's dtype, also where `transformers` rounds: its Qwen3-MoE rounds the weights to
+    the model's dtype, and its gpt-oss takes the softmax in it.
     """
     if router.forced == "balanced" and rows is None:
         raise ValueError(
@@ -67,7 +67,7 @@ def route(
 def choose_experts(
     logits_TE: Tensor, router: Router, bias_E: Tensor | None, rows: tuple[Tensor, Tensor] | None, layer: int
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """The fields of Choice, in their order, as of `route`; gradients to the logits."""
+    """The fields of Choice, in order, as in `route`; with gradients to the logits."""
     logits = wide(logits_TE)
     all_scores = F.softmax(logits, -1) if router.score == "softmax" else torch.sigmoid(logits)
     if router.forced == "balanced" and rows is not None:
@@ -98,13 +98,14 @@ def best_experts(ranks_TE: Tensor, router: Router, bias_E: Tensor | None) -> Ten
 
 
 def _highest(x: Tensor, count: int) -> Tensor:
-    """Positions of the `count` highest along the last dim, from the highest down, equal ones in order (topk promises
-    no order)."""
+    """Positions of the `count` highest values along the last dim, from the highest down, equal ones in order of
+    position (topk promises no order)."""
     return x.sort(dim=-1, descending=True, stable=True).indices[..., :count]
 
 
 def drawn_experts(router: Router, rows: tuple[Tensor, Tensor], layer: int) -> Tensor:
-    """(T, K) different experts drawn by sample, position and layer: those of the highest random numbers."""
+    """(T, K) different experts drawn at random, keyed by sample, position and layer: those with the highest random
+    numbers."""
     samples, positions = rows
     lanes = torch.arange((router.num_experts + 3) // 4, device=samples.device)
     words = philox((lanes, positions.unsqueeze(-1), samples.unsqueeze(-1) & MASK, layer), key_of(0, "forced experts"))
@@ -112,13 +113,14 @@ def drawn_experts(router: Router, rows: tuple[Tensor, Tensor], layer: int) -> Te
     return _highest(drawn, router.top_k)
 
 
-# Balance. Counts and sums add up over ranks, sequences and micro-batches; the losses are made of the totals.
+# Balance. Counts and sums are added up over ranks, sequences and micro-batches; the losses are computed from the
+# totals.
 
 
 @dataclass(frozen=True)
 class BalanceSums:
-    """Sums over the tokens of each sequence (or of all, S = 1), in the wide dtype. To widen their scope add each up
-    over an axis."""
+    """Sums over the tokens of each sequence (or over all tokens, S = 1), in the wide dtype. They may be added up over
+    an axis to cover more tokens."""
 
     counts_SE: Tensor
     """How often each expert was chosen; no gradient."""
@@ -131,9 +133,9 @@ class BalanceSums:
 def balance_sums(
     choice: Choice, sequence_T: Tensor | None = None, sequences: int = 1, real_T: Tensor | None = None
 ) -> BalanceSums:
-    """What the balancing losses are made of. `sequence_T` (T,) in [0, sequences): which sequence a token is of;
-    without it, all are of one. `real_T` (T,) 1 or 0: tokens with a 0 are no part of it (their pairs must be
-    dropped); without it, all are."""
+    """The sums from which the balancing losses are computed. `sequence_T` (T,) in [0, sequences): the sequence of each
+    token; without it, all belong to one. `real_T` (T,) 1 or 0: tokens with a 0 are left out (their pairs must be
+    dropped); without it, all count."""
     scores = choice.scores_TE
     counts = expert_counts(choice.experts_TK, scores.shape[1], sequence_T, sequences).to(scores.dtype)
     if sequence_T is None and real_T is None:
@@ -156,14 +158,13 @@ def expert_counts(experts_TK: Tensor, experts: int, sequence_T: Tensor | None = 
 
 
 def balance_loss(local: BalanceSums, total: BalanceSums | None = None) -> Tensor:
-    """(S,) E * sum_i f_i P_i, f_i the fraction of choices that fell on expert i and P_i its mean probability; 1 when
-    balanced, 0 of no tokens.
+    """(S,) E * sum_i f_i P_i, with f_i the fraction of choices that fell on expert i and P_i its mean probability: 1
+    when balanced, 0 without tokens.
 
     Fedus et al., "Switch Transformers", 2021, equations 4 to 6; with the sums of one sequence, DeepSeek-V3's
-    complementary loss (technical report, equations 17 to 20). `transformers`' load_balancing_loss_func is K times
-    this. `total` are the same sums after adding them up over ranks: the loss is that of the total, the same
-    everywhere, and its gradient goes to the local scores alone, so the ranks' gradients add up to that of the one
-    loss.
+    complementary loss (technical report, equations 17 to 20). `transformers`' load_balancing_loss_func is K times this.
+    `total`: the same sums added up over ranks. The loss is then that of the total, the same on every rank, and its
+    gradient goes to the local scores only, so that the ranks' gradients add up to that of the loss.
     """
     total = total or local
     mean_scores = (total.scores_SE.detach() + (local.scores_SE - local.scores_SE.detach())) / total.tokens_S.unsqueeze(
@@ -196,7 +197,7 @@ def entropy(choice: Choice, real_T: Tensor | None = None) -> Tensor:
 
 
 def load_spread(counts_E: Tensor) -> Tensor:
-    """(2,) fp32: load of the fullest and of the emptiest expert, over the mean load (1, 1 when balanced); on the
+    """(2,) fp32: load of the fullest and of the emptiest expert, each over the mean load (1, 1 when balanced); on the
     device."""
     load = counts_E.float()
     return torch.stack((load.max(), load.min())) / load.mean().clamp_min(1e-20)
@@ -206,12 +207,12 @@ def load_spread(counts_E: Tensor) -> Tensor:
 
 
 def expert_capacity(router: Router, tokens: int, factor: float) -> int:
-    """Tokens that an expert takes of a sequence (or whatever it is counted over) of `tokens`, rounded up."""
+    """Tokens that an expert accepts from a sequence (or another unit) of `tokens` tokens, rounded up."""
     return math.ceil(factor * tokens * router.top_k / router.num_experts)
 
 
 def expert_capacities(router: Router, tokens_S: Tensor, factor: float) -> Tensor:
-    """(S,) the same of sequences whose lengths are on the device."""
+    """(S,) the same for sequences whose lengths are on the device."""
     return torch.ceil(factor * tokens_S.double() * router.top_k / router.num_experts).long()
 
 
@@ -223,13 +224,13 @@ def within_capacity(
     sequence_T: Tensor | None = None,
     sequences: int = 1,
 ) -> Tensor:
-    """(T, K) bool: the pairs kept when each of `experts` takes `limit` tokens of a sequence: the first ones, or
-    those it weighs most.
+    """(T, K) bool: the pairs that are kept when each of `experts` accepts `limit` tokens of a sequence: the first ones,
+    or those with the largest weights.
 
-    `sequence_T` as in balance_sums, `limit` perhaps (S,) of each. Equal weights: the earlier token is kept. Dropped
-    + kept = T * K. Of pairs that were dropped before it does not matter what is said.
+    `sequence_T` as in balance_sums; `limit` may be (S,), one for each sequence. Among equal weights the earlier token
+    is kept. Dropped + kept = T * K. The value for pairs that were already dropped is arbitrary.
     """
-    span = experts + 1  # the last one: pairs dropped before
+    span = experts + 1  # the last one stands for pairs that are already dropped
     pairs = (
         choice.experts_TK.flatten()
         if sequence_T is None
@@ -248,7 +249,8 @@ def within_capacity(
 
 
 def dropping(choice: Choice, kept_TK: Tensor, experts: int) -> Choice:
-    """The choice without the pairs not kept: their expert is `experts`, which nobody holds, and their weight 0."""
+    """The choice without the pairs that are not kept: their expert becomes `experts`, which no rank holds, and their
+    weight 0."""
     return replace(
         choice,
         experts_TK=torch.where(kept_TK, choice.experts_TK, experts),
@@ -257,7 +259,7 @@ def dropping(choice: Choice, kept_TK: Tensor, experts: int) -> Choice:
 
 
 def _case(router: Router) -> Callable[..., Tensor]:
-    """Weights and probabilities by number of expert. Logits far from each other, so that rounding changes no choice."""
+    """Weights and probabilities by expert number. The logits are far apart, so that rounding changes no choice."""
 
     def call(logits: Tensor, kernels: Kernels) -> Tensor:
         steps = torch.arange(logits.numel(), device=logits.device).view_as(logits) * 7 % 16

@@ -22,7 +22,7 @@ TINY = tl.constexpr(1e-20)
 
 @triton.jit
 def _probabilities(logits, inside, SIGMOID: tl.constexpr):
-    """(score of each expert, 0 outside; sum of a token's scores); of softmax the sum is 1."""
+    """(score of each expert, 0 outside; sum of a token's scores); with softmax the sum is 1."""
     if SIGMOID:
         scores = tl.where(inside, 1.0 / (1.0 + tl.exp(-logits)), 0.0)
         sums = tl.sum(scores, 1)[:, None] + TINY
@@ -35,8 +35,8 @@ def _probabilities(logits, inside, SIGMOID: tl.constexpr):
 
 @triton.jit
 def _drawn(samples, positions, experts, layer, KEY: tl.constexpr):
-    """The random number of each (token, expert), as phalanx.base.rng makes it: word expert % 4 of the counter expert
-    // 4."""
+    """The random number of each (token, expert) as phalanx.base.rng defines it: word expert % 4 of counter expert //
+    4."""
     lanes = experts // 4 + tl.zeros_like(positions).to(tl.int32)
     c1 = positions.to(tl.int32) + tl.zeros_like(experts)
     c2 = samples.to(tl.uint32).to(tl.int32, bitcast=True) + tl.zeros_like(experts)
@@ -47,7 +47,8 @@ def _drawn(samples, positions, experts, layer, KEY: tl.constexpr):
 
 @triton.jit
 def _within_groups(ranks, experts, lowest, GROUPS: tl.constexpr, TOP_GROUPS: tl.constexpr, SIZE: tl.constexpr):
-    """The ranks with `lowest` for experts outside the token's best groups, by the sum of a group's two highest."""
+    """The ranks, with `lowest` for experts outside the token's best groups. A group counts by the sum of its two
+    highest."""
     group = experts // SIZE
     of_group = tl.full(ranks.shape, lowest, ranks.dtype)
     for g in tl.static_range(GROUPS):
@@ -153,8 +154,8 @@ def _route_backward(
     ROWS: tl.constexpr,
     E_BLOCK: tl.constexpr,
 ):
-    """With v the chosen scores and w = v / sum(v): dv = (dw - <dw, w>) / sum(v); the scores' gradient sums what
-    comes by both outputs."""
+    """With v the chosen scores and w = v / sum(v): dv = (dw - <dw, w>) / sum(v). The scores' gradient is the sum of
+    those through both outputs."""
     token = tl.program_id(0).to(tl.int64) * ROWS + tl.arange(0, ROWS)[:, None]
     experts = tl.arange(0, E_BLOCK)[None, :]
     inside = (experts < E) & (token < T)

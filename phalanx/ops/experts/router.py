@@ -14,14 +14,14 @@ class Router:
     num_experts: int
     score: Literal["softmax", "sigmoid"] = "softmax"
     order: Literal["before", "after"] = "before"
-    """The score is taken over all experts before choosing, or over the chosen logits after it."""
+    """The score function is applied to all experts before choosing, or to the chosen logits afterwards."""
     renormalize: bool = True
     """Divide the chosen scores by their sum."""
     scale: float = 1.0
     groups: int = 1
-    """Experts lie in this many equal groups; a token chooses within its `top_groups` best, by the sum of a group's
-    two highest scores."""
+    """Experts form this many equal groups in order. A token chooses within its `top_groups` best groups, ranked by the
+    sum of a group's two highest scores."""
     top_groups: int = 1
     forced: Literal["none", "balanced"] = "none"
-    """balanced: experts drawn at random, each as likely (for benchmarks); the weights are still the scores of those
-    drawn."""
+    """balanced: experts are drawn at random, all equally likely (for benchmarks); the weights are still the scores of
+    those drawn."""

@@ -1,4 +1,4 @@
-"""Which token each row of the experts is of: the plan by which tokens are gathered into rows and summed back."""
+"""Which token each of the experts' rows holds: the plan by which tokens are gathered into rows and summed back."""
 
 from __future__ import annotations
 
@@ -10,18 +10,19 @@ from torch import Tensor
 
 @dataclass(frozen=True)
 class ExpertRows:
-    """(token, slot) pairs of the experts held here, sorted by expert, within one by token; all int32 on the device."""
+    """(token, slot) pairs of the experts held here, sorted by expert and then by token; all int32 on the device."""
 
     source_R: Tensor
     """Token of each row; 0 in the padding."""
     slot_R: Tensor
     """Position of each row's pair in the T * K pairs; 0 in the padding."""
     row_TK: Tensor
-    """The row of each pair; -1 where its expert is not here or there was no room."""
+    """The row of each pair; -1 where its expert is on another rank or there was no room."""
     ends_E: Tensor
     """One past the last row of each expert, at most the number of rows."""
     wanted: Tensor
-    """() rows that would have been needed; more than there are: the rest is missing, and the result is wrong."""
+    """() the number of rows that would have been needed. If it exceeds the rows that there are, some are missing and
+    the result is wrong."""
 
     @property
     def valid_R(self) -> Tensor:

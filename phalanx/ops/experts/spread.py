@@ -1,4 +1,4 @@
-"""How experts are spread over ranks, and the buffers that tokens are written to on their way."""
+"""How experts are assigned to ranks. Also the buffers through which tokens travel."""
 
 from __future__ import annotations
 
@@ -13,8 +13,8 @@ Buffers = SwappedRows | PushedRows
 
 @dataclass(frozen=True)
 class Spread:
-    """`here` experts on each rank, in order; each expert cut over `etp` ranks that follow each other; `ranks` in
-    all, this one is `index`."""
+    """`here` experts on each rank, in order; each expert sharded over `etp` consecutive ranks; `ranks` in all, of which
+    this one is `index`."""
 
     here: int
     etp: int
@@ -23,11 +23,11 @@ class Spread:
 
     @property
     def first(self) -> int:
-        """The first expert here."""
+        """The first expert on this rank."""
         return self.index // self.etp * self.here
 
     def share(self, slots: int) -> float:
-        """Of tokens with `slots` different experts, each as likely, those that need a given rank: 1 - C(E - here, K)
-        / C(E, K)."""
+        """The fraction of tokens that need a given rank, if each has `slots` different experts that are equally likely:
+        1 - C(E - here, K) / C(E, K)."""
         count = self.ranks // self.etp * self.here
         return 1.0 - math.comb(count - self.here, slots) / math.comb(count, slots)

@@ -1,5 +1,5 @@
-"""AdamW over flat tensors: on a GPU one pass over memory (adamw_kernel.py), elsewhere torch's fused kernel; and the
-formula of both.
+"""AdamW over flat tensors: the choice of implementation (one pass over memory on a GPU, adamw_kernel.py; torch's fused
+kernel elsewhere), and the formula for both.
 
 The same call scales and clips the gradient, writes the low-precision weights and sets the gradient back to zero.
 """
@@ -18,8 +18,8 @@ from phalanx.ops.optimizer.shard import keep, widened
 
 @dataclass(frozen=True)
 class AdamRange:
-    """A run of elements of one group: master, gradient, m and v (n,) in the master dtype, m and v perhaps in a
-    narrower one or in 8 bits (rounded after each step); `out` (n,) the weights if they are apart."""
+    """A range of elements of one parameter group: master, gradient, m and v (n,) in the master dtype; m and v may be in
+    a narrower dtype or in FP8 (rounded after each step); `out` (n,) the weights, if they are stored separately."""
 
     master: Tensor
     grad: Tensor
@@ -40,12 +40,12 @@ class AdamOptions:
 def adamw_(
     parts: list[AdamRange], step: Tensor, options: AdamOptions, factor: Tensor, skip: Tensor, kernels: Kernels = "auto"
 ) -> None:
-    """One step in place. `step` () float32 counts applied steps, this one included; where `skip` () float32 is 1
+    """One step, in place. `step` () float32 counts applied steps, including this one. Where `skip` () float32 is 1,
     only the gradients change.
 
-    Loshchilov & Hutter, "Decoupled weight decay regularization", 2019: with g = factor * grad, p *= 1 - lr * decay;
-    m, v moving averages of g, g^2; p -= lr * (m / (1 - beta1^t)) / (sqrt(v / (1 - beta2^t)) + eps); out = p; grad =
-    0.
+    Loshchilov & Hutter, "Decoupled weight decay regularization", 2019: with g = factor * grad, p *= 1 - lr * decay; m
+    and v are moving averages of g and g^2; p -= lr * (m / (1 - beta1^t)) / (sqrt(v / (1 - beta2^t)) + eps); out = p;
+    grad = 0.
     """
     if parts:
         ADAMW.choose(kernels, parts[0].master).update_(parts, step, options, factor, skip)
@@ -57,7 +57,7 @@ def update_(parts: list[AdamRange], step: Tensor, options: AdamOptions, factor: 
     ms, vs = (
         [widened(p.m, p.master.dtype) for p in parts],
         [widened(p.v, p.master.dtype) for p in parts],
-    )  # themselves where they are as wide
+    )  # the moments themselves, unless they are narrower
     grads = [p.grad for p in parts]
     torch._foreach_mul_(grads, factor.to(grads[0].dtype))
     torch._fused_adamw_(
@@ -107,7 +107,7 @@ def adamw_reference_(parts: list[AdamRange], step: Tensor, options: AdamOptions,
 
 
 def _case(p: Tensor, g: Tensor, m: Tensor, v: Tensor, kernels: Kernels) -> Tensor:
-    """Three steps; the gradient comes back in the fourth column, zero."""
+    """Three steps; the gradient, zeroed, is returned as the fourth column."""
     p, g, m, v = (t.detach().clone() for t in (p, g, m, v.abs()))
     scalars = [torch.tensor(x, device=p.device) for x in (3.0, 0.3, 0.0)]
     for number in range(3):

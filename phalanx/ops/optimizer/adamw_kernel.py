@@ -1,4 +1,4 @@
-"""AdamW in one pass over memory: unscale and clip, moments, master, low-precision copy, and the gradient back to
+"""AdamW in one pass over memory: unscale and clip, moments, master, low-precision copy, and set the gradient to
 zero."""
 
 from __future__ import annotations
@@ -73,8 +73,8 @@ def adamw_flat_(
     beta2: float,
     eps: float,
 ) -> None:
-    """All (n,) in the master dtype, m and v perhaps in bf16, `out` in the compute dtype or None; `scalars` (5,)
-    float64, see `_adamw`."""
+    """All (n,) in the master dtype; m and v may be in bf16; `out` in the compute dtype or None; `scalars` (5,) float64,
+    see `_adamw`."""
     n = p.numel()
     if n:
         _adamw[(triton.cdiv(n, BLOCK),)](

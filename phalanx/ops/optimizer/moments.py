@@ -1,13 +1,15 @@
-"""Adam's moments in 8 bits: codes of E4M3, and for every BLOCK of them a power of two (microscaling: Rouhani et al.,
+"""Adam's moments in FP8: E4M3 values, and one power of two for every BLOCK of them (microscaling: Rouhani et al.,
 2023).
 
-Knows flat runs of elements and nothing of parameters; blocks begin where runs begin. Of the second moment the root
-is kept: its range is half as many powers of two (codes of one block span 17), and no positive one becomes zero,
-since updates are divided by it. Eight bits have three of fraction, so the 5 % by which a moving average moves in a
-step would mostly be rounded away: codes are therefore rounded up or down at random, right on average. What decides
-is a hash of the number itself and of the step: the same for equal numbers on any rank, and after a restart; a number
-whose last bit differs may be rounded otherwise. Values are exact in bf16, which is what checkpoints hold, and what
-was stored is stored again to the bit.
+Works on flat ranges of elements and knows nothing of parameters; the first block of a range begins with it. Of the
+second moment, the square root is stored: it spans half as many powers of two (the values of a block span 17), and no
+positive value becomes zero, since updates are divided by it.
+
+E4M3 has three bits of fraction, so the 5 % by which a moving average changes in a step would mostly be lost in
+rounding. Values are therefore rounded up or down at random, which is right on average. The random bits are a hash of
+the number itself and the step, so equal numbers are rounded alike on any rank and after a restart; a number whose last
+bit differs may be rounded differently. The values are exact in bf16, which is what checkpoints store, and storing a
+loaded value gives the same bits again.
 """
 
 from __future__ import annotations
@@ -18,14 +20,15 @@ import torch
 from torch import Tensor
 
 BLOCK = 32
-LEAST, MOST = -54, 100  # exponents of blocks: so that the second moment, a square, stays in the range of fp32
+LEAST, MOST = -54, 100  # exponents of blocks; the bounds keep the second moment, a square, within the range of fp32
 MAX = 448.0
-GOLDEN, MIX = 0x9E3779B9, (0x85EBCA6B, 0xC2B2AE35)  # murmur3's last mixing (Appleby, 2011)
+GOLDEN, MIX = 0x9E3779B9, (0x85EBCA6B, 0xC2B2AE35)  # murmur3's finalizer (Appleby, 2011)
 
 
 @dataclass(frozen=True)
 class Narrow:
-    """`codes` (n,) E4M3 and `exponents` (n / BLOCK,) int8; `root`: of numbers >= 0 whose roots are kept."""
+    """`quantized` (n,) E4M3 and `exponents` (n / BLOCK,) int8. `root`: the numbers are >= 0 and their square roots are
+    stored."""
 
     quantized: Tensor
     exponents: Tensor
@@ -57,7 +60,7 @@ class Narrow:
         return (kept.square() if self.root else kept).to(dtype)
 
     def store_(self, values: Tensor, step: Tensor | None = None) -> None:
-        """Keep (n,) numbers; `step` (): rounded at random as this step does it, without one to the nearest."""
+        """Store (n,) numbers. With `step` (), rounded at random as in this step; without it, to the nearest."""
         kept = values.float()
         kept = kept.sqrt() if self.root else kept
         exponents = exponents_of(kept.abs().view(-1, BLOCK).amax(1))
@@ -71,15 +74,15 @@ class Narrow:
 
 
 def exponents_of(amax: Tensor) -> Tensor:
-    """The power of two of blocks with these largest numbers (fp32): codes go up to 1.75 2^8, and what is rounded up
-    still has room, so that numbers that were stored once have the same codes or finer ones."""
+    """The power of two of each block, from its largest number (fp32). Values go up to 1.75 * 2^8 with room to be
+    rounded up, so that numbers that were stored before get the same values or finer ones."""
     bits = amax.view(torch.int32)
     return ((bits >> 23) - 127 - 8 + ((bits & 0x7FFFFF) > 0x600000).int()).clamp(LEAST, MOST).to(torch.int8)
 
 
 def rounded(size: Tensor, noise: Tensor) -> Tensor:
-    """Numbers 0 <= size of fp32, to one of the two neighbours in E4M3: up if what is cut off, in 2^-20 of their
-    distance, and the noise are 1."""
+    """Round numbers 0 <= size of fp32 to one of their two neighbours in E4M3: up if the part cut off, in units of 2^-20
+    of their distance, plus the noise reaches 1."""
     full = ((size.view(torch.int32) + noise.int()) & -(1 << 20)).view(torch.float32)
     small = torch.floor(size * 512.0 + noise.float() * 2.0**-20) * 2.0**-9
     return torch.where(size < 2.0**-6, small, full).clamp_max(MAX)

@@ -1,5 +1,5 @@
-"""AdamW in one pass over memory with moments in 8 bits; ops/optimizer/moments.py says how they are kept,
-kernels/adamw.py is the same with wide ones."""
+"""AdamW in one pass over memory with moments in FP8. ops/optimizer/moments.py says how they are stored; adamw_kernel.py
+is the same with wide ones."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ RUN = 1024
 
 @triton.jit
 def _wide(quantized, exponents, i, blocks, mask, block_mask):
-    """(blocks, BLOCK) fp32 of what is kept."""
+    """(blocks, BLOCK) fp32 from the stored moments."""
     power = tl.load(exponents + blocks, mask=block_mask, other=0).to(tl.int32)
     return (
         tl.load(quantized + i, mask=mask, other=0.0).to(tl.float32)
@@ -37,7 +37,7 @@ def _keep(
     LEAST: tl.constexpr,
     MOST: tl.constexpr,
 ):
-    """As moments.Narrow.store_, of what is kept: (blocks, BLOCK) fp32."""
+    """As moments.Narrow.store_, for (blocks, BLOCK) fp32 numbers."""
     largest = tl.max(tl.abs(kept), 1).to(tl.int32, bitcast=True)
     power = (largest >> 23) - 127 - 8 + ((largest & 0x7FFFFF) > 0x600000).to(tl.int32)
     power = tl.minimum(tl.maximum(power, LEAST), MOST)
@@ -79,7 +79,7 @@ def _adamw(
     RUN: tl.constexpr,
     BLOCK: tl.constexpr,
 ):
-    """scalars as of kernels.adamw; step () fp32."""
+    """scalars as in adamw_kernel; step () fp32."""
     blocks = tl.program_id(0).to(tl.int64) * (RUN // BLOCK) + tl.arange(0, RUN // BLOCK)
     i = blocks[:, None] * BLOCK + tl.arange(0, BLOCK)[None, :]
     mask = i < n
@@ -112,7 +112,7 @@ def adamw_narrow_(
     beta2: float,
     eps: float,
 ) -> None:
-    """As kernels.adamw.adamw_flat_, with narrow moments; `step` () fp32."""
+    """As adamw_kernel.adamw_flat_, with FP8 moments; `step` () fp32."""
     n = p.numel()
     if n:
         _adamw[(triton.cdiv(n, RUN),)](

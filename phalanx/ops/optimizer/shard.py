@@ -1,4 +1,4 @@
-"""Shard: what an optimizer updates: this rank's part of one flat bucket, with its state beside it."""
+"""Shard, the unit that an optimizer updates: this rank's range of one flat bucket, with its optimizer state."""
 
 from __future__ import annotations
 
@@ -13,13 +13,14 @@ from phalanx.layout.buckets import Bucket
 from phalanx.ops.optimizer.moments import Narrow
 from phalanx.ops.optimizer.state import Moment
 
-MASTER = "master"  # what checkpoints call the masters beside the state
+MASTER = "master"  # the name of the masters in checkpoints
 
 
 @dataclass(frozen=True)
 class StateRange:
-    """A run of elements of one group as they are stored: master and gradient (n,) in the master dtype; state (n,) by
-    name, perhaps in a narrower one, or in FP8; `out` (n,) the weights if they are apart."""
+    """A range of elements of one parameter group as they are stored: master and gradient (n,) in the master dtype;
+    state (n,) by name, possibly in a narrower dtype or in FP8; `out` (n,) the weights, if they are stored
+    separately."""
 
     master: Tensor
     grad: Tensor
@@ -33,8 +34,8 @@ class StateRange:
 
 
 class HomeExchange(Protocol):
-    """Between the home of whole matrices and the ranks where their gradients and weights lie. All ranks of a stage
-    call it together."""
+    """Exchange between the home rank of whole matrices and the ranks that hold their gradients and weights. All ranks
+    of a stage call it together."""
 
     def bring_gradients(self) -> None: ...
 
@@ -43,11 +44,11 @@ class HomeExchange(Protocol):
 
 @dataclass
 class Shard:
-    """Elements lo..hi of a bucket. master, grad and each of the state are (hi - lo,) in the master dtype, the state
-    perhaps in a narrower one, or in FP8; `out` their weights, where those are apart.
+    """Elements lo..hi of a bucket. master, grad and each tensor of the state are (hi - lo,) in the master dtype; the
+    state may be in a narrower dtype or in FP8. `out` are the weights, if they are stored separately.
 
     own     the elements that no other rank writes to a checkpoint
-    home    of whole matrices (layout.homes): brings their gradients before an update, sends their weights after it
+    home    for whole matrices (layout.homes): brings their gradients before an update, sends their weights after it
     """
 
     bucket: Bucket
@@ -62,33 +63,32 @@ class Shard:
 
     @property
     def kinds(self) -> tuple[str, ...]:
-        """What there is of each element: its master, then the optimizer's state."""
+        """What is stored for each element: its master, then the optimizer's state."""
         return MASTER, *self.state
 
     def range(self, start: int, stop: int) -> StateRange:
         return StateRange(self.master, self.grad, self.state, self.out)[start:stop]
 
     def values(self, kind: str) -> Tensor:
-        """The masters, or of the state what has this name (hi - lo,): itself, or of what is kept in FP8 the numbers,
-        exact in bf16."""
+        """The masters, or the state tensor of this name (hi - lo,). State kept in FP8 is returned as its numbers, exact
+        in bf16."""
         kept = self.master if kind == MASTER else self.state[kind]
         return kept.wide(torch.bfloat16) if isinstance(kept, Narrow) else kept
 
     def keep(self, kind: str, values: Tensor) -> None:
-        """Take `values` that were filled in."""
+        """Store `values`, after they were loaded."""
         kept = self.master if kind == MASTER else self.state[kind]
         if isinstance(kept, Narrow):
             kept.store_(values)
 
     @property
     def moments(self) -> list[Tensor]:
-        """What holds the state."""
+        """The objects that hold the state."""
         return [t for kept in self.state.values() for t in (kept.tensors if isinstance(kept, Narrow) else (kept,))]
 
 
 def zero_state(state: Mapping[str, Moment], master: Tensor, dtype: torch.dtype | None) -> dict[str, Tensor | Narrow]:
-    """The state of masters (n,) at the beginning, in its own dtype if there is one (E4M3: as ops.optimizer.moments
-    keeps it)."""
+    """The initial state of masters (n,), in `dtype` if given (E4M3: stored as in ops.optimizer.moments)."""
 
     def zero(moment: Moment) -> Tensor | Narrow:
         if dtype == torch.float8_e4m3fn:

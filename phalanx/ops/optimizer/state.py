@@ -1,4 +1,4 @@
-"""Moment: how one tensor of an optimizer's state is kept, for all of them alike."""
+"""Moment: how one tensor of an optimizer's state is stored, the same for all optimizers."""
 
 from __future__ import annotations
 
@@ -7,10 +7,10 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True)
 class Moment:
-    """A number for each element of a weight, zero at the beginning, stored as `optim.moments` says.
+    """One number for each element of a weight, initially zero, stored as `optim.moments` says.
 
-    nonnegative     it is never below zero: FP8 keeps its root, and no positive one becomes zero (an update may divide
-    by it)
+    nonnegative     it is never below zero: FP8 stores its square root, and no positive value becomes zero (an update
+                    may divide by it)
     """
 
     nonnegative: bool = False

@@ -1,10 +1,10 @@
-"""GEMMs of 8-bit codes by NVIDIA's cuBLASLt, for what torch's own call to it has not: adding to the output, and
-blocks with scales in fp32.
+"""FP8 GEMMs by NVIDIA's cuBLASLt, for the two things that torch's own call to it lacks: adding to the output, and
+blocks with fp32 scales.
 
-torch._scaled_mm writes a new matrix. A weight's gradient is added to a buffer: in the GEMM this reads and writes the
-buffer once, by torch and an addition a second matrix is written and read beside it. The library is the one that
-torch has loaded; its C interface (cublasLt.h of CUDA 12.9 and later, where numbers of enumerations do not change) is
-called through ctypes. ops.quantized.recipes.scaled_product says what is computed.
+torch._scaled_mm writes a new matrix. A weight's gradient is added to a buffer, though. In the GEMM this reads and
+writes the buffer once; with torch and a separate addition, a second matrix is written and read as well. The library is
+the one that torch has loaded; its C interface (cublasLt.h of CUDA 12.9 and later, where the numbers of enumerations do
+not change) is called through ctypes. ops.quantized.recipes.scaled_product defines what is computed.
 """
 
 from __future__ import annotations
@@ -39,11 +39,11 @@ COMPUTE_FP32 = 68  # cublasComputeType_t
 TRANSPOSE_A, A_SCALES, B_SCALES, FAST_SUMS, A_KIND, B_KIND = 3, 17, 18, 25, 31, 32  # cublasLtMatmulDescAttributes_t
 WORKSPACE, ALIGN_A, ALIGN_B, ALIGN_C, ALIGN_D = 1, 5, 6, 7, 8  # cublasLtMatmulPreferenceAttributes_t
 KINDS: dict[Block, int] = {(0, 0): 0, (1, 0): 3, (1, 128): 4, (128, 128): 5}  # cublasLtMatmulMatrixScale_t
-MOST_WORKSPACE = 32 * 2**20  # bytes; what NVIDIA advises on Hopper
+MOST_WORKSPACE = 32 * 2**20  # bytes; NVIDIA's recommendation for Hopper
 
 
 class _Choice(ctypes.Structure):
-    """cublasLtMatmulHeuristicResult_t: how a GEMM is to be done."""
+    """cublasLtMatmulHeuristicResult_t: an algorithm for a GEMM."""
 
     _fields_ = [
         ("algorithm", c_uint64 * 8),
@@ -56,9 +56,9 @@ class _Choice(ctypes.Structure):
 
 @dataclass(frozen=True)
 class Gemm:
-    """out (M, N) (+)= a (M, K) b^T of b (N, K), all with rows one after another.
+    """out (M, N) (+)= a (M, K) b^T with b (N, K), all with contiguous rows.
 
-    dtypes, aligned  of a, b and out: `aligned` are bytes that their addresses are multiples of
+    dtypes, aligned  of a, b and out; `aligned` are powers of two, in bytes, that their addresses are multiples of
     """
 
     m: int
@@ -80,7 +80,7 @@ class _Plan:
 
 
 class CublasLt:
-    """The library on one GPU. Memory is in rows here and in columns there, so what is `b` here is its A, transposed."""
+    """The library on one GPU. Matrices are row-major here and column-major there, so `b` here is its A, transposed."""
 
     def __init__(self, library: ctypes.CDLL, device: torch.device):
         self._library, self._device = library, device
@@ -90,7 +90,7 @@ class CublasLt:
             self._call("cublasLtCreate", byref(self._handle))
 
     def product(self, out: Tensor, a: Scaled, b: Scaled, fast: bool, add: bool) -> bool:
-        """out (M, N) (+)= a b^T; False, with nothing done, where the library has no such GEMM."""
+        """out (M, N) (+)= a b^T; False, with nothing done, if the library has no such GEMM."""
         blocks = a.block, b.block
         if not all(block in KINDS for block in blocks):
             return False
@@ -155,15 +155,16 @@ class CublasLt:
 
 
 def called(library: ctypes.CDLL, name: str, *arguments: Any) -> None:
-    """RuntimeError if the library says no."""
+    """Call a function of the library; RuntimeError if it fails."""
     status = getattr(library, name)(*arguments)
     if status != 0:
         raise RuntimeError(f"{name}: cuBLAS status {status}")
 
 
 def fits(gemm: Gemm) -> bool:
-    """What the library asks of 8-bit operands: where they begin, E5M2 on one side at most; of blocks, whole ones,
-    four along the sum (cuBLAS, "Scaling factors layouts": rows of 128 x 128 blocks' scales are multiples of four)."""
+    """Whether the library supports a GEMM of 8-bit operands: its alignment, E5M2 on at most one side, whole blocks, and
+    four blocks along the sum (cuBLAS, "Scaling factors layouts": the rows of the scales of 128 x 128 blocks are
+    multiples of four)."""
     blocks = [block for block in gemm.blocks if 128 in block]
     whole = not blocks or (
         len(blocks) == 2 and blocks != [(128, 128)] * 2 and gemm.m % 128 == gemm.n % 128 == gemm.k % 512 == 0
@@ -181,13 +182,13 @@ def fits(gemm: Gemm) -> bool:
 
 
 def scales_in_order(q: Scaled) -> Tensor:
-    """Scales as the library reads them: those of 1 x 128 with rows side by side in memory, those of 128 x 128 with
-    columns."""
+    """Scales in the order in which the library reads them: those of 1 x 128 blocks column by column, those of 128 x 128
+    blocks row by row."""
     return q.scales.contiguous() if q.block != (1, 128) else q.scales.t().contiguous()
 
 
 def describe(library: ctypes.CDLL, gemm: Gemm, a_scales: int, b_scales: int) -> c_void_p:
-    """A cublasLtMatmulDesc_t: of operands, transposes, scales and sums."""
+    """A cublasLtMatmulDesc_t with operands, transposes, scales and the kind of sum."""
     made = c_void_p()
     called(library, "cublasLtMatmulDescCreate", byref(made), COMPUTE_FP32, TYPES[torch.float32])
     a_kind, b_kind = (KINDS[block] for block in gemm.blocks)
@@ -197,7 +198,7 @@ def describe(library: ctypes.CDLL, gemm: Gemm, a_scales: int, b_scales: int) -> 
         A_SCALES: c_void_p(b_scales),
         B_SCALES: c_void_p(a_scales),
     }
-    if a_kind or b_kind:  # older libraries know one number per tensor alone, and not these attributes
+    if a_kind or b_kind:  # older libraries support only one scale for each tensor, and lack these attributes
         values |= {A_KIND: c_int32(b_kind), B_KIND: c_int32(a_kind)}
     for attribute, value in values.items():
         called(library, "cublasLtMatmulDescSetAttribute", made, attribute, byref(value), sizeof(value))
@@ -213,7 +214,7 @@ def layouts(library: ctypes.CDLL, gemm: Gemm) -> tuple[c_void_p, c_void_p, c_voi
 
 
 def load(path: str) -> ctypes.CDLL | None:
-    """The library, with the types of what is called; None where there is none."""
+    """The library, with the types of the functions called here; None if it cannot be loaded."""
     try:
         library = ctypes.CDLL(path)
     except OSError:
@@ -261,7 +262,7 @@ def _alignment(x: Tensor) -> int:
 
 @cache
 def library() -> ctypes.CDLL | None:
-    """Of the CUDA that torch was built for; None where it is not to be had."""
+    """The library of the CUDA that torch was built for; None if it is not available."""
     return None if torch.version.cuda is None else load(f"libcublasLt.so.{torch.version.cuda.split('.')[0]}")
 
 

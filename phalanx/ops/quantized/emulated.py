@@ -1,9 +1,9 @@
-"""Casts of emulated recipes: largest values of blocks, and codes given what the blocks are multiplied by, as
+"""Casts of emulated recipes: largest values of blocks, and quantized values for given multipliers of the blocks, as
 ops/quantized/recipes.py and ops/quantized/rounding.py define them.
 
-A tile is read as lines of what a block runs along: of a row's features, or of a feature's tokens, which are mixed
-first where the recipe says so. What lies between the two kernels, scales from largest values, is plain torch over a
-number a block.
+A tile is read as lines in the direction along which blocks extend: the features of a token, or the tokens of a feature,
+which are first transformed (rounding.mixed) where the recipe says so. The step between the two kernels, scales from
+largest values, is plain torch on one number for each block.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ if TYPE_CHECKING:
     from phalanx.ops.quantized.recipes import Block, Format
     from phalanx.ops.quantized.rounding import Key
 
-TILE = (32, 64)  # lines of tokens and their features; the other way round along tokens. 16 values a thread
+TILE = (32, 64)  # lines of tokens by features, or transposed for blocks along tokens; 16 values a thread
 WARPS = 4
 
 
@@ -32,7 +32,7 @@ WARPS = 4
 def _lines(
     x, N, K, across, C, TOKENS: tl.constexpr, MIX: tl.constexpr, signs, LINES: tl.constexpr, LENGTH: tl.constexpr
 ):
-    """This program's lines, places along them, which of them there are, and the values (LINES, LENGTH): features of
+    """This program's lines, the positions along them, which of these exist, and the values (LINES, LENGTH): features of
     tokens, or tokens of features."""
     lines = tl.program_id(0) // across * LINES + tl.arange(0, LINES)
     along = tl.program_id(0) % across * LENGTH + tl.arange(0, LENGTH)
@@ -49,7 +49,7 @@ def _lines(
 
 @triton.jit
 def _mixed(v, signs, LOG: tl.constexpr, LINES: tl.constexpr, LENGTH: tl.constexpr):
-    """As four_bits.mixed, along the last dim, of runs of 2**LOG."""
+    """As rounding.mixed, along the last dim, in groups of 2**LOG."""
     SIZE: tl.constexpr = 1 << LOG
     runs: tl.constexpr = LINES * LENGTH // SIZE
     sign = (1 - 2 * ((signs >> tl.arange(0, SIZE)) & 1)).to(tl.float32)
@@ -85,7 +85,7 @@ def _block_amax(
 
 @triton.jit
 def _of_blocks(lines, N, K, C, across, TOKENS: tl.constexpr, SIZE: tl.constexpr, LENGTH: tl.constexpr):
-    """The numbers of blocks along the lines, where what they have one of lies, and which of them there are."""
+    """The number of each block along the lines, where its value is stored, and which blocks exist."""
     block = tl.program_id(0) % across * (LENGTH // SIZE) + tl.arange(0, LENGTH // SIZE)
     if TOKENS:
         where = block.to(tl.int64)[None, :] * C + lines[:, None]
@@ -122,7 +122,7 @@ def _cast(
     LINES: tl.constexpr,
     LENGTH: tl.constexpr,
 ):
-    """out (R, C): codes; counts: of what was lost, as quant.COUNTED."""
+    """out (R, C): quantized values; counts: of losses, as recipes.COUNTED."""
     lines, along, mask, v = _lines(x, N, K, across, C, TOKENS, MIX, signs, LINES, LENGTH)
     _, where, there = _of_blocks(lines, N, K, C, across, TOKENS, SIZE, LENGTH)
     blocks: tl.constexpr = LENGTH // SIZE
@@ -147,13 +147,13 @@ def _cast(
 
 @triton.jit
 def _nearest(v):
-    """Of |v| < 2**22 the nearest whole number, ties to even."""
+    """The nearest integer for |v| < 2**22, ties to even."""
     return (v + 1.5 * 2.0**23) - 1.5 * 2.0**23
 
 
 @triton.jit
 def _to_e2m1(x, u, RANDOM: tl.constexpr):
-    """As quant._to_e2m1."""
+    """As recipes._to_e2m1."""
     size = tl.abs(x)
     step = tl.where(size < 2.0, 0.5, tl.where(size < 4.0, 1.0, 2.0))
     steps = size * tl.where(size < 2.0, 2.0, tl.where(size < 4.0, 1.0, 0.5))
@@ -203,7 +203,8 @@ def _powers(factor: tl.constexpr, SIZE: tl.constexpr):
 
 @triton.jit
 def _count(v, code, scaled, mask, counts, FOUR_BITS: tl.constexpr, SLOTS: tl.constexpr, MAX: tl.constexpr):
-    """Values that became zero, that were cut, and all. What E4M3 makes zero is known before it is cast."""
+    """Values that became zero, values that were clamped, and all values. Which values E4M3 turns into zero is
+    determined before the cast."""
     place = counts + tl.program_id(0) % SLOTS * 4
     least: tl.constexpr = 0.0 if FOUR_BITS else 2.0**-10
     tl.atomic_add(place, tl.sum(((tl.abs(code) <= least) & (v != 0.0) & mask).to(tl.int32)).to(tl.int64), sem="relaxed")
@@ -214,7 +215,7 @@ def _count(v, code, scaled, mask, counts, FOUR_BITS: tl.constexpr, SLOTS: tl.con
 
 
 def _over(x: Tensor, block: Block, mix: int, signs: int) -> tuple[tuple[int, ...], Sequence[int], dict[str, int]]:
-    """Grid, numbers and constants for either kernel. ValueError: tokens that are no whole runs to mix."""
+    """Grid, numbers and constants for either kernel. ValueError if the tokens are not whole groups of the transform."""
     (rows, columns), tokens = x.shape, block[1] == 1
     if mix and rows % mix:
         raise ValueError(f"{rows} tokens are no whole blocks of {mix}")
@@ -228,7 +229,7 @@ def _over(x: Tensor, block: Block, mix: int, signs: int) -> tuple[tuple[int, ...
 
 
 def block_amax(x: Tensor, block: Block, mix: int = 0, signs: int = 0) -> Tensor:
-    """quant.block_amax of x (R, C), after four_bits.mixed of `mix` tokens if there are any; blocks (1, n) or (n, 1)."""
+    """recipes.block_amax of x (R, C), after rounding.mixed of `mix` tokens if it is not 0; blocks (1, n) or (n, 1)."""
     grid, numbers, constants = _over(x, block, mix, signs)
     out = torch.empty(*(-(-length // size) for length, size in zip(x.shape, block)), dtype=torch.int32, device=x.device)
     _block_amax[grid](x.contiguous(), out, *numbers, **constants)
@@ -245,7 +246,7 @@ def quantize(
     signs: int = 0,
     counts: Tensor | None = None,
 ) -> Scaled:
-    """quant.quantize of the same. counts (SLOTS, COUNTS) int64: to add what was lost to."""
+    """recipes.quantize of the same. counts (SLOTS, COUNTS) int64: losses are added to it."""
     grid, numbers, constants = _over(x, block, mix, signs)
     out = torch.empty(x.shape, dtype=format.dtype, device=x.device)
     words = (word - (word >> 31 << 32) for word in key or (0, 0))  # as int32

@@ -1,18 +1,20 @@
-"""The matmul of many experts at once (ops.experts.grouped) with codes for operands: forward, gradient of the input,
+"""The matmul of many experts at once (ops.experts.grouped) with quantized operands: forward, gradient of the input,
 gradient of the weight.
 
-Tokens travel to their experts in the activations' dtype and are cast there. What shares a scale, of R rows sorted by
-expert and E experts here:
+Tokens travel to their experts in the activations' dtype and are cast there. Which elements share a scale, for R rows
+sorted by expert and E experts here:
 
-one number  all rows that go through the experts at once, compared over the ranks whose tokens do; of weights each
-expert's matrix a line      a row; in the gradient of the weight a feature of one expert's rows; of weights a row or
-a column of an expert's matrix a block     a run of a row; in the gradient of the weight a run of one expert's rows,
-counted from its first; of weights blocks of a matrix
-earlier     (delayed) one number for all, known before
+tensor   all rows that go through the experts at once, compared over the ranks whose tokens do; for weights, each
+         expert's matrix
+line     a row; for the weight gradient, a feature of one expert's rows; for weights, a row or a column of an
+         expert's matrix
+block    a slice of a row; for the weight gradient, a slice of one expert's rows, counted from its first; for weights,
+         blocks of a matrix
+delayed  one number for all, known from earlier steps
 
-Codes that are summed over rows lie transposed, (features, P): each expert's begin at a multiple of PLACE, zeros
-between. So sums run along memory, no block has rows of two experts, and nothing waits for the device. An expert cut
-over etp by width has the amaxes of all of it.
+Values that are summed over rows are stored transposed, (features, P): each expert's begin at a multiple of PLACE, with
+zeros between. So sums run along contiguous memory, no block has rows of two experts, and nothing waits for the device.
+If experts are sharded over etp by width, amaxes cover the whole width.
 """
 
 from __future__ import annotations
@@ -54,16 +56,16 @@ PLACE = 128
 
 @dataclass(frozen=True)
 class PaddedRows:
-    """Where R rows sorted by expert lie when each expert's begin at a multiple of PLACE; all on the device."""
+    """Where R rows sorted by expert are stored if each expert's begin at a multiple of PLACE; all on the device."""
 
     group_R: Tensor
-    """Expert of each row; of the padding the last."""
+    """Expert of each row; for padding, the last expert."""
     place_R: Tensor
-    """Place of each row; of the padding `total`."""
+    """Place of each row; for padding, `total`."""
     group_P: Tensor
     """Expert of each place."""
     total: int
-    """P, places that there are."""
+    """P, the number of places."""
 
     @staticmethod
     def of(ends: Tensor, rows: int, tiles: int) -> PaddedRows:
@@ -77,33 +79,35 @@ class PaddedRows:
         return PaddedRows(group, place, torch.searchsorted(stops, padded, right=True).clamp_max(last), len(padded))
 
     def lay(self, x: Tensor) -> Tensor:
-        """Rows (R, C) -> (P, C), zeros where nobody's row is."""
+        """Rows (R, C) -> (P, C), zeros in unused places."""
         return x.new_zeros(self.total + 1, x.shape[1]).index_copy(0, self.place_R, x)[: self.total]
 
 
 def group_amax(x: Tensor, group: Tensor, count: int) -> Tensor:
-    """(E, C) fp32 largest |x| of each feature over the rows (R, C) of each expert; `group` (R,): whose they are."""
+    """(E, C) fp32 largest |x| of each feature over the rows (R, C) of each expert; `group` (R,): the expert of each
+    row."""
     return x.new_zeros(count, x.shape[1]).scatter_reduce(0, group.unsqueeze(1).expand_as(x), x.abs(), "amax").float()
 
 
 def tiles_for(rows: int, count: int) -> int:
-    """Runs of PLACE places that any cut of so many rows into `count` experts finds room in."""
+    """The number of groups of PLACE places that is enough for any division of so many rows among `count` experts."""
     return -(-rows // PLACE) + count
 
 
 def _of_groups(numbers: Tensor, block: Block, group: Tensor) -> Tensor:
-    """What each expert has one of, (E, C), for each row; what is not by expert as it is."""
+    """Values given for each expert, (E, C), expanded to rows; anything that is not given by expert is returned as it
+    is."""
     return numbers[group] if block[0] == 0 and len(numbers) > 1 else numbers
 
 
 def values(q: Scaled, group: Tensor, dtype: torch.dtype) -> Tensor:
-    """The values (R, C) in `dtype`; `group` (R,): the expert of each row."""
+    """The dequantized values (R, C) in `dtype`; `group` (R,): the expert of each row."""
     return q.quantized.to(dtype) * spread(_of_groups(q.scales, q.block, group), q.block, q.quantized.shape).to(dtype)  # type: ignore[arg-type]
 
 
 def product(a: Scaled, w_ESO: Tensor, ends: Tensor, dtype: torch.dtype, bias: Tensor | None) -> Tensor:
-    """The definition of products of rows: a (R, S) times its expert's values (S, O), summed in at least fp32, plus
-    its bias, rounded at the end."""
+    """The definition of matmuls of rows: a (R, S) times its expert's values (S, O), summed in at least fp32, plus its
+    bias, rounded at the end."""
     y = torch.zeros(len(a.quantized), w_ESO.shape[2], dtype=dtype, device=a.quantized.device)
     if y.is_meta:
         shape = a.quantized.shape
@@ -118,7 +122,7 @@ def product(a: Scaled, w_ESO: Tensor, ends: Tensor, dtype: torch.dtype, bias: Te
 
 
 def add_product_(buffer: Tensor, dy: Scaled, x: Scaled, ends: Tensor) -> None:
-    """The definition of weights' gradients: buffer[e] (O, I) += dy x^T over the places of e, of dy (O, P) and x (I,
+    """The definition of weight gradients: buffer[e] (O, I) += dy x^T over the places of e, with dy (O, P) and x (I,
     P)."""
     if buffer.is_meta:
         return
@@ -153,15 +157,15 @@ QUANT_PRODUCTS = Op(
 
 
 class ExpertQuantizer(WeightQuantizer):
-    """What a stack of experts' matrices (E, out, in) keeps beside it. `cut`: which dim of a matrix, 0 or 1, is cut
-    over etp."""
+    """The quantized state of a stack of experts' matrices (E, out, in). `cut`: which dim of a matrix, 0 or 1, is
+    sharded over etp."""
 
-    _ends: Tensor | None = None  # of the stack's own rows, (E, out) one after the other
+    _ends: Tensor | None = None  # of the stack's own rows, (E * out,)
 
     @property
     def everyone(self) -> Axis:
-        """The ranks whose tokens go through these experts at once: those of a micro-batch, or of several where ep
-        goes beyond one."""
+        """The ranks whose tokens go through these experts at once: those of one micro-batch, or of several where ep
+        spans more than one."""
         batch_group, experts = self.axes.batch_group, self.axes.experts
         return batch_group if batch_group.size >= experts.size else experts
 
@@ -193,7 +197,7 @@ class ExpertQuantizer(WeightQuantizer):
                 old.scales.copy_(new.scales)
 
     def rows(self, which: int, x: Source, ends: Tensor) -> tuple[Scaled, Scaled]:
-        """Codes of x (R, C): as it lies, for sums over features, and transposed by places, (C, P), for sums over
+        """Quantized x (R, C): in its own order, for sums over features, and transposed by places, (C, P), for sums over
         rows."""
         x = source_of(x)
         if not isinstance(x, Tensor) and not (self._triton(x.x) and self._whole(x)):
@@ -204,7 +208,7 @@ class ExpertQuantizer(WeightQuantizer):
         return self.cast(which, x, ends, tiles_for(x.shape[0], len(ends)), 1 if features_cut else None)
 
     def _whole(self, x: Source) -> bool:
-        """Whether codes of it can be made as it is made."""
+        """Whether it can be quantized by the kernel that computes it."""
         taken: bool = QUANT_ROWS.implementations[0].load().takes(x, self.recipe.tokens)
         return taken
 
@@ -217,7 +221,7 @@ class ExpertQuantizer(WeightQuantizer):
         cut: int | None,
         into: tuple[Scaled, Scaled] | None = None,
     ) -> tuple[Scaled, Scaled]:
-        """The same of rows or of a stack; `cut`: the dim of x that is cut over etp."""
+        """The same for rows or for a stack; `cut`: the dim of x that is sharded over etp."""
         if not isinstance(x, Tensor) or self._triton(x):
             return self._cast_by_triton(which, x, ends, tiles, cut, into)
         return self._cast_plainly(which, x, ends, tiles, cut, into)
@@ -254,7 +258,7 @@ class ExpertQuantizer(WeightQuantizer):
         return q, _quantized(laid, multiplier, block, at.group_P, format, key)[0].transposed()
 
     def _tops(self, which: int, x: Tensor, group: Tensor, count: int, cut: int | None) -> Tensor:
-        """Amax of whole tensors: (E, 1) of matrices, (1, 1) of all rows; `group`: whose they are."""
+        """Amax of whole tensors: (E, 1) for matrices, (1, 1) for all rows; `group`: the expert of each row."""
         of_features = group_amax(x, group, count)
         if which == W:
             return self._compare(of_features.amax(1, keepdim=True), which, cut is not None)
@@ -270,7 +274,7 @@ class ExpertQuantizer(WeightQuantizer):
         tops: Tensor | None,
         second: bool = False,
     ) -> Tensor:
-        """Of blocks of x (R, C); `group` (R,): whose rows they are, `tops` as of `_tops`."""
+        """Multipliers of the blocks of x (R, C); `group` (R,): the expert of each row, `tops` from `_tops`."""
         format, block = self._format(which), self._block(which, second)
         if block == (0, 0):
             return multipliers(tops, format)  # type: ignore[arg-type]
@@ -305,14 +309,14 @@ class ExpertQuantizer(WeightQuantizer):
         return made
 
     def _compare(self, amax: Tensor, which: int, cut: bool, whole: bool = False) -> Tensor:
-        """The largest amax, in place, of the ranks that hold other parts of what shares a scale: of `whole` tensors
-        of tokens, or `cut` over etp."""
+        """The largest amax, in place, over the ranks that hold other parts of what shares a scale: of `whole` tensors
+        of tokens, or sharded over etp (`cut`)."""
         if whole and which != W:
             return self.everyone.all_reduce(amax, "max").wait()
         return self.axes.etp.all_reduce(amax, "max").wait() if cut else amax
 
     def _products(self, weight: Tensor) -> Any:
-        """The kernels of these matmuls; None: they are made of plain ones."""
+        """The kernels of these matmuls; None: they are composed of ordinary ones."""
         exact = self.recipe.emulated or weight.dtype == torch.float64
         return None if exact else QUANT_PRODUCTS.fast(self.kernels, weight)
 
@@ -348,7 +352,7 @@ class ExpertQuantizer(WeightQuantizer):
         )
 
     def add_grads(self, weight: Tensor, dy: Scaled, x: Scaled, ends: Tensor) -> Tensor | None:
-        """Account for dy x^T of each expert; what a backward must return for the weight. See ops.dense.grads."""
+        """Account for dy x^T of each expert; returns what a backward must return for the weight (ops.dense.grads)."""
         kernels = self._products(weight)
         if kernels is not None:
             return account(weight, lambda buffer: kernels.add_product_(buffer, dy, x, ends, self.fast_backward))
@@ -358,7 +362,7 @@ class ExpertQuantizer(WeightQuantizer):
 def _quantized(
     x: Tensor, multiplier: Tensor, block: Block, group: Tensor, format: Format, key: Key | None
 ) -> tuple[Scaled, Tensor]:
-    """Codes of x, and what was cast. `key`: of random rounding."""
+    """Quantized x, and the scaled values before the cast. `key`: for random rounding."""
     wide = x.to(wide_of(x)) * spread(_of_groups(multiplier, block, group), block, x.shape)  # type: ignore[arg-type]
     return Scaled(cast_scaled(wide, block, format, key), 1.0 / multiplier, block), wide
 
@@ -395,8 +399,8 @@ class _QuantizedGroupedMatmul(Function):
 
 
 class _QuantizedGroupedMLP(Function):
-    """_QuantizedGroupedMatmul, gated_rows and _QuantizedGroupedMatmul after one another: the same codes and products.
-    `up_quantizer`, `low`: of either stack."""
+    """_QuantizedGroupedMatmul, gated_rows and _QuantizedGroupedMatmul in one op, with the same quantized values and
+    results. The first quantizer is for gate_up, the second for down."""
 
     @staticmethod
     def forward(
@@ -445,8 +449,8 @@ class _QuantizedGroupedMLP(Function):
 
 
 def use_quantized_grouped_mlp(quantizers: tuple[ExpertQuantizer, ExpertQuantizer], kernels: Kernels, x: Tensor) -> bool:
-    """Whether experts whose matrices have these quantizers, and no biases, are one op: casts by Triton. `kernels`: of
-    the activation."""
+    """Whether experts whose matrices have these quantizers, and no biases, run as one op: only with casts by Triton.
+    `kernels`: of the activation."""
     return all(quantizer.by_triton(x) for quantizer in quantizers) and GATED.fast(kernels, x) is not None
 
 
@@ -462,9 +466,8 @@ def quantized_grouped_mlp(
     *,
     quantizers: tuple[ExpertQuantizer, ExpertQuantizer],
 ) -> Tensor:
-    """Gated experts: x (R, D) -> (R, D), of codes of x, of what the activation makes (times `weights_R`), and of
-    gate_up (E, 2F, D) and down (E, D, F), both in low precision. x, and the gradient of what this makes, may be
-    lazy tensors (ops.lazy_tensor)."""
+    """Gated experts: x (R, D) -> (R, D), with quantized x, activations (times `weights_R`), gate_up (E, 2F, D) and down
+    (E, D, F). x, and the gradient of the output, may be lazy tensors (ops.lazy_tensor)."""
     return _QuantizedGroupedMLP.apply(x_RD, gate_up, down, quantizers, ends, weights_R, gate, kernels, later)
 
 
@@ -476,5 +479,5 @@ def quantized_grouped_matmul(
     bias_EO: Tensor | None = None,
     later: Later | None = None,
 ) -> Tensor:
-    """As ops.experts.grouped.grouped_matmul, of the codes of x and weight."""
+    """As ops.experts.grouped.grouped_matmul, with quantized x and weight."""
     return _QuantizedGroupedMatmul.apply(x_RI, weight_EOI, ends_E, bias_EO, quantizer, later)

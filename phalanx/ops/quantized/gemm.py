@@ -1,9 +1,9 @@
-"""Scaled products on a GPU: torch's own GEMMs for one scale per tensor or line, cuBLASLt itself
-(ops.quantized.cublaslt) for blocks and for what is added to a buffer, a Triton GEMM where neither has them.
+"""Scaled matmuls on a GPU: torch's own GEMMs for one scale per tensor or per line, cuBLASLt (ops.quantized.cublaslt)
+for blocks and for adding to a buffer, and a Triton GEMM where neither supports them.
 ops.quantized.recipes.scaled_product is their definition.
 
-NVIDIA's tensor cores sum 8-bit products in registers of about 14 bits of fraction ("fast"); "precise" moves the sum
-to fp32 every so often (DeepSeek-V3, 2024, section 3.3.2).
+NVIDIA's tensor cores sum FP8 products in registers with about 14 bits of fraction ("fast"). "Precise" moves the sum to
+fp32 at intervals (DeepSeek-V3, 2024, section 3.3.2).
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from phalanx.ops.quantized.recipes import Scaled
 
 
 def fast_product(a: Scaled, b: Scaled, dtype: torch.dtype, fast: bool, out: Tensor | None = None) -> Tensor:
-    """a (M, K), b (N, K), codes contiguous -> a b^T (M, N) in `dtype`, in `out` if given. Products of blocks are
+    """a (M, K), b (N, K), contiguous -> a b^T (M, N) in `dtype`, in `out` if given. Matmuls with block scales are
     always precise."""
     if 128 in (*a.block, *b.block):
         return _block_product(a, b, dtype, out)
@@ -31,8 +31,8 @@ def fast_product(a: Scaled, b: Scaled, dtype: torch.dtype, fast: bool, out: Tens
 
 
 def add_fast_product_(buffer: Tensor, a: Scaled, b: Scaled, fast: bool) -> None:
-    """buffer (M, N) += a b^T, in the GEMM itself if cuBLASLt is to be had, or for fast sums of codes with one scale
-    and blocks that torch has not; the rest goes through torch and one more pass over memory."""
+    """buffer (M, N) += a b^T. The GEMM itself adds if cuBLASLt is available, and for the fast sums with one scale and
+    the blocks that torch lacks. Everything else goes through torch and one more pass over memory."""
     blocks = 128 in (*a.block, *b.block)
     if _by_cublaslt(buffer, a, b, fast and not blocks, add=True):
         return
@@ -51,7 +51,7 @@ def _by_cublaslt(out: Tensor, a: Scaled, b: Scaled, fast: bool, add: bool) -> bo
 
 
 def _aligned(scales: Tensor) -> Tensor:
-    """The same where cuBLAS takes them: those of a step's own casts lie anywhere."""
+    """The same scales at an address that cuBLAS accepts; those from a step's own casts may be at any address."""
     return scales if begins_well(scales) else scales.clone()
 
 
@@ -72,7 +72,7 @@ def _block_product(a: Scaled, b: Scaled, dtype: torch.dtype, out: Tensor | None)
     if _by_cublaslt(out, a, b, fast=False, add=False):
         return out
     if dtype == torch.bfloat16 and _torch_takes(a, b):
-        # scales of 1 x 128 with rows side by side in memory, those of 128 x 128 with columns
+        # the scales of 1 x 128 blocks are stored column by column, those of 128 x 128 blocks row by row
         a_scales, b_scales = (
             q.scales.contiguous() if q.block[0] == 128 else q.scales.t().contiguous().t() for q in (a, b)
         )
@@ -84,14 +84,15 @@ def _block_product(a: Scaled, b: Scaled, dtype: torch.dtype, out: Tensor | None)
 
 
 def _torch_takes(a: Scaled, b: Scaled) -> bool:
-    """Whether torch's GEMM has these blocks, on this device: sizes in whole blocks, and four of them along the sum."""
+    """Whether torch's GEMM supports these blocks on this device: sizes in whole blocks, and four blocks along the
+    sum."""
     k, whole = a.quantized.shape[1], a.quantized.shape[0] % 128 == 0 and b.quantized.shape[0] % 128 == 0
     return k % 512 == 0 and whole and _torch_has(a.quantized.device.index or 0, b.block[0] == 128)
 
 
 @cache
 def _torch_has(index: int, squares: bool) -> bool:
-    """Whether torch's GEMM takes 1 x 128 by 128 x 128 (`squares`) or by 1 x 128 here: depends on the GPU and on
+    """Whether torch's GEMM supports 1 x 128 by 128 x 128 (`squares`) or by 1 x 128 here. It depends on the GPU and on
     cuBLAS, so it is tried once."""
     device = torch.device("cuda", index)
     quantized = torch.zeros(128, 512, device=device).to(torch.float8_e4m3fn)

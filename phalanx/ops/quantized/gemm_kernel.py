@@ -1,8 +1,7 @@
-"""GEMM of 8-bit codes whose scales change every 128 terms of the sum (or never), written or added to its output:
-DeepSeek-V3's and plain ones.
+"""GEMM of FP8 values whose scales change every 128 terms of the sum (DeepSeek-V3's) or never, written or added to its
+output.
 
-Both operands have the summed dim contiguous, which is what Hopper's 8-bit tensor cores read. A program goes through
-every n-th tile.
+The summed dim is contiguous in both operands, as Hopper's FP8 tensor cores require. A program handles every n-th tile.
 """
 
 from __future__ import annotations
@@ -22,7 +21,7 @@ BK = 128
 
 @dataclass(frozen=True)
 class GemmTiles:
-    """Sizes of a tile of the output, loads under way, warps, tiles along m that go together."""
+    """Sizes of an output tile, loads in flight, warps, and tiles along m that are computed together."""
 
     m: int = 128
     n: int = 256
@@ -68,8 +67,8 @@ def _scaled_gemm(
     BK: tl.constexpr,
     GROUP: tl.constexpr,
 ):
-    """out (M, N) (+)= a (M, K) b^T (N, K). KIND: 0 one scale; 1 a scale per row and 128 of K; 2 per 128 rows and 128
-    of K, with strides."""
+    """out (M, N) (+)= a (M, K) b^T with b (N, K). KIND: 0 one scale; 1 a scale for each row and 128 of K; 2 for each
+    128 rows and 128 of K, with strides."""
     tiles_m = tl.cdiv(M, BM)
     tiles_n = tl.cdiv(N, BN)
     for tile in tl.range(tl.program_id(0), tiles_m * tiles_n, tl.num_programs(0), flatten=False):
@@ -98,7 +97,7 @@ def _scaled_gemm(
             acc = acc * (tl.load(a_scales) * tl.load(b_scales))
         left, right = (
             acc.reshape(BM, 2, BN // 2).permute(0, 2, 1).split()
-        )  # half of a tile at a time, for want of registers
+        )  # half of a tile at a time, to save registers
         _store(out, left, row, col, M, N, ADD)
         _store(out, right, row, col + BN // 2, M, N, ADD)
 
@@ -119,8 +118,8 @@ def _kind(q: Scaled) -> int:
 
 
 def product(out: Tensor, a: Scaled, b: Scaled, add: bool, tiles: GemmTiles | None = None) -> None:
-    """out (M, N), contiguous, (+)= a b^T of a (M, K), b (N, K). Sums of codes with one scale are the tensor cores'
-    own; else fp32 every 128 terms."""
+    """out (M, N), contiguous, (+)= a b^T with a (M, K), b (N, K). With one scale, the tensor cores keep the sum;
+    otherwise it moves to fp32 every 128 terms."""
     (m, k), n = a.quantized.shape, b.quantized.shape[0]
     kinds = _kind(a), _kind(b)
     c = tiles or (WHOLE_TILES if kinds == (0, 0) else BLOCK_TILES)

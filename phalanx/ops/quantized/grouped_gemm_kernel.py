@@ -1,7 +1,7 @@
-"""Products of 8-bit codes of rows sorted by expert (quant_grouped makes them) with experts' matrices;
+"""Matmuls of quantized rows, sorted by expert (quantize_grouped_kernel.py makes them), with experts' matrices;
 ops/quantized/experts.py defines them.
 
-Which rows are whose is read from `ends` on the device. The summed dim is contiguous in both operands.
+Which expert a row belongs to is read from `ends` on the device. The summed dim is contiguous in both operands.
 """
 
 from __future__ import annotations
@@ -30,14 +30,16 @@ from phalanx.ops.quantized.recipes import Scaled
 
 @dataclass(frozen=True)
 class GroupedGemmTiles:
-    """How a product is cut.
+    """How a matmul is divided among programs.
 
-    m, n                      a tile of the output stages, warps             loads under way; warps of a program
-    group                     tiles along m that go together over all n, so that what they read stays in the L2 cache
-    flatten                   whether loads of the next tile begin before a tile is written per_processor, registers
-    programs at work on a processor at once, and the registers of a thread that leave room for them
-    halves                    whether the left and the right half of a tile are summed in turn: half the registers
-    for what is not yet added
+    m, n                      sizes of an output tile
+    stages, warps             loads in flight; warps of a program
+    group                     tiles along m that are computed together over all n, so that their operands stay in L2
+    flatten                   whether loads of the next tile begin before a tile is written
+    per_processor, registers  programs at work on a processor at once, and the registers of a thread that leave room for
+                              them
+    halves                    whether the left and the right half of a tile are summed in turn: half the registers for
+                              what is not yet added
     """
 
     m: int = 128
@@ -52,7 +54,7 @@ class GroupedGemmTiles:
 
 
 # The best of benchmarks/low_grouped.py on an H200. Sums in fp32 every TILE terms need registers for two sums, and the
-# tensor cores wait for additions: with two programs on a processor one multiplies while the other adds. BY_BLOCK: with
+# tensor cores wait for additions: with two programs on a processor, one multiplies while the other adds. BY_BLOCK: with
 # scales that change along the sum.
 FAST, CAREFUL, BY_BLOCK = (
     GroupedGemmTiles(flatten=True),
@@ -63,7 +65,7 @@ FAST, CAREFUL, BY_BLOCK = (
 
 @triton.jit
 def _scales(scales, lines, last, stride, EACH: tl.constexpr):
-    """Of each of `lines` before `last`, or the one of all of them."""
+    """The scale of each of `lines` before `last`, or the one that they share."""
     if EACH:
         return tl.load(scales + lines * stride, mask=lines < last, other=0.0)
     else:
@@ -72,8 +74,8 @@ def _scales(scales, lines, last, stride, EACH: tl.constexpr):
 
 @triton.jit
 def _add(acc, left, right, m, n, PER_STEP: tl.constexpr, FAST: tl.constexpr):
-    """acc plus left right^T; PER_STEP: times the scales m of rows and n of columns. FAST: else, whether the tensor
-    cores add."""
+    """acc plus left right^T. PER_STEP: multiplied by the scales m of rows and n of columns. FAST: otherwise, whether
+    the tensor cores keep the sum."""
     if PER_STEP:
         return acc + tl.dot(left, right.T) * m * n
     elif FAST:
@@ -116,11 +118,11 @@ def _gemm(
     FLATTEN: tl.constexpr,
     HALVES: tl.constexpr,
 ):
-    """y (R, N): rows of a (R, K) times b of their expert, (N, K) from its row e b_rows and its column e b_cols on.
+    """y (R, N): rows of a (R, K) times the b of their expert, (N, K), which starts at row e b_rows and column e b_cols.
 
-    Scales: of row r and step k at a_row r + a_col k (BY_ROW, or one); of expert e, row n of b and step k at e
-    b_expert + n // RUN b_row + b_col k (BY_COL, or one of an expert). PER_STEP: they change along the sum. FAST:
-    else, whether the tensor cores sum by themselves. HALVES: b comes in tiles of BN / 2 rows. A program goes through
+    Scales: of row r and step k at a_row r + a_col k (BY_ROW, otherwise one); of expert e, row n of b and step k at e
+    b_expert + n // RUN b_row + b_col k (BY_COL, otherwise one for each expert). PER_STEP: they change along the sum.
+    FAST: otherwise, whether the tensor cores keep the sum. HALVES: b comes in tiles of BN / 2 rows. A program handles
     every n-th tile.
     """
     experts, starts, stops = rows_of_experts(ends, E, E_BLOCK)
@@ -192,8 +194,9 @@ def _gemm_dw(
 ):
     """A tile of dw[e] (M, N) += dy x^T over the places of e; dy (M, P), x (N, P).
 
-    Scales of feature f at f *_row + g *_group (BY_LINE, or one): g is the run of BK places (PER_STEP) or the expert.
-    HALVES: as of _gemm."""
+    Scales of feature f at f *_row + g *_group (BY_LINE, otherwise one): g is the group of BK places (PER_STEP) or the
+    expert. HALVES: as in _gemm.
+    """
     e, row, col = tile_of_gradients(M, N, GROUP, BM, BN)
     experts, starts, stops = rows_of_experts(ends, E, E_BLOCK)
     runs = tl.cdiv(stops - starts, BK)
@@ -246,8 +249,8 @@ def product(
     fast: bool,
     tiles: GroupedGemmTiles | None = None,
 ) -> Tensor:
-    """Rows a (R, K) times b (E N, K), their expert's N rows of it, transposed -> (R, N) in `dtype`, plus bias (E,
-    N); padding is left as it was."""
+    """Rows a (R, K) times b (E N, K), of which each expert has N rows, transposed -> (R, N) in `dtype`, plus bias (E,
+    N); padding is left unchanged."""
     width = len(b.quantized) // len(ends)
     rows = {0: int(len(b.scales) > 1), 1: width}.get(b.block[0], width // TILE) * b.scales.stride(0)
     strides = rows, b.scales.stride(0) if b.block[0] else 0, b.scales.stride(1)
@@ -257,7 +260,7 @@ def product(
 def product_of_padded(
     a: Scaled, b: Scaled, ends: Tensor, dtype: torch.dtype, fast: bool, tiles: GroupedGemmTiles | None = None
 ) -> Tensor:
-    """The same with b (N, P), whose places of each expert are as many."""
+    """The same with b (N, P), in which every expert has the same number of places."""
     width, padded = len(b.quantized), b.quantized.shape[1] // len(ends)
     groups = b.scales.shape[1] // len(ends)  # 0: one number for all
     strides = groups * b.scales.stride(1), b.scales.stride(0) if b.block[0] else 0, b.scales.stride(1)

@@ -1,11 +1,11 @@
-"""The communicating matmuls of a sub-layer with codes for operands: forward, gradient of the input, gradient of the
+"""The communicating matmuls of a sub-layer with quantized operands: forward, gradient of the input, gradient of the
 weight.
 
-Between ranks of tp codes travel, not values. A scale that is shared along a dim which is cut over ranks is made of
-the amax of all of them, so codes and scales are those of one process wherever no block of a fixed size is cut. Codes
-of a weight are made once per step (`WeightQuantizer.refresh`), in both orientations: GEMMs of 8 bits want the dim that
-is summed over to be contiguous. A SwiGLU MLP is one op: what its activation makes, and its gradient, are codes from the
-start.
+Quantized values travel between tp ranks, not bf16 ones. If elements that share a scale are spread over ranks, the scale
+is computed from the amax of all of them; so values and scales are those of one process wherever no block of fixed size
+is split. A weight is quantized once for each step (`WeightQuantizer.refresh`), in both orientations, because FP8 GEMMs
+need the summed dim to be contiguous. A SwiGLU MLP is one op: its activations and their gradients are computed directly
+as quantized values.
 """
 
 from __future__ import annotations
@@ -64,15 +64,15 @@ QUANT_EMULATED = Op(
 
 
 class WeightQuantizer:
-    """What a linear in low precision keeps beside its weight (out, in). `name`: of the weight outside; `cut`: its
-    dim that is cut over tp.
+    """The quantized state of a linear's weight (out, in). `name`: the weight's global name; `cut`: its dim that is
+    sharded over tp.
 
-    on           whether products use codes; off: the weight itself
-    current      whether delayed scaling takes the scales of each tensor as it is (to begin a history)
-    amax         (3,) fp32, the largest so far in this step of each tensor; counts (3, SLOTS, COUNTS) int64, as
-    ops.quantized.recipes.COUNTED, and
-                 amaxes that kernels see. Whoever trains makes them, reads them and sets them to zero
-    multiplier   (3,) fp32, from earlier steps: of delayed scaling
+    on           whether matmuls use quantized values; off: the weight itself
+    current      whether delayed scaling uses the current scale of each tensor (to begin a history)
+    amax         (3,) fp32, the largest of each tensor so far in this step
+    counts       (3, SLOTS, COUNTS) int64, as ops.quantized.recipes.COUNTED, and amaxes seen by kernels. The training
+                 engine creates, reads and zeroes amax and counts
+    multiplier   (3,) fp32, from earlier steps: for delayed scaling
     """
 
     def __init__(
@@ -98,32 +98,32 @@ class WeightQuantizer:
         self._quantized: tuple[Scaled, Scaled] | None = None
 
     def keeps_quantized(self, shape: tuple[int, ...]) -> bool:
-        """Whether a weight of this shape can be kept as one code of each element: its transpose then has the same
-        ones."""
+        """Whether a weight of this shape can be stored as one quantized value for each element, because its transpose
+        has the same values."""
         return self.recipe.turns
 
     def blocks(self, shape: tuple[int, ...]) -> Blocks:
-        """What of a weight shares a scale, where its codes are kept."""
+        """Which elements of a weight share a scale, where the weight is stored quantized."""
         rows, columns = shape
         return Blocks(rows, columns, (self.recipe.weight[0] or rows, self.recipe.weight[1] or columns))
 
     @property
     def shared(self) -> Axis | None:
-        """The ranks that hold other parts of what shares a scale of a weight, if any do."""
+        """The ranks that hold other parts of what shares a scale in a weight, if any."""
         return self.axes.tp if self.recipe.weight == (0, 0) else None
 
     @property
     def format(self) -> Format:
-        """Of a weight."""
+        """The format of a weight."""
         return self.recipe.forward
 
     def given_scale(self) -> Tensor | None:
-        """(1,) what the weight is to be multiplied by, where it is known before the weight is."""
+        """(1,) the multiplier of the weight, if it is known before the weight is."""
         return self.multiplier[W : W + 1] if self._given(W) else None  # type: ignore[index]
 
     def hold(self, straight: Tensor, transposed: Tensor, scales: Tensor, transposed_scales: Tensor) -> None:
-        """Take codes (rows, columns), the transposed ones and the scales of either, from where whoever keeps them
-        writes them."""
+        """Use these quantized values (rows, columns), their transpose and the scales of both: views of the memory into
+        which their owner writes them."""
         self._quantized = (
             Scaled(straight, scales, self.recipe.weight),
             Scaled(transposed, transposed_scales, self.recipe.weight),
@@ -133,19 +133,19 @@ class WeightQuantizer:
         return self._triton(weight)
 
     def stored_by(self, weight: Tensor) -> Any:
-        """The implementation of STORED for what is kept of this weight."""
+        """The implementation of STORED for this weight."""
         exact = self.recipe.emulated or weight.dtype == torch.float64
         return STORED.choose("plain" if exact else self.kernels, weight)
 
     def quantized(self, weight: Tensor) -> tuple[Scaled, Scaled]:
-        """Of the weight (out, in) for forward, and of its transpose (in, out) for the gradient of the input."""
+        """The quantized weight (out, in), for forward, and its transpose (in, out), for the gradient of the input."""
         if self._quantized is None:
             self.refresh(weight)
         return self._quantized  # type: ignore[return-value]
 
     @torch.no_grad()
     def refresh(self, weight: Tensor) -> None:
-        """Make the codes anew, where they were: CUDA graphs read them there."""
+        """Quantize the weight again in place, because CUDA graphs read these addresses."""
         if self._triton(weight):
             self._quantized = self._cast(W, weight, self.cut, turn=True, into=self._quantized)
             return
@@ -158,10 +158,10 @@ class WeightQuantizer:
                 old.scales.copy_(new.scales)
 
     def both(self, which: int, x: Source, cut: int, turn: bool) -> tuple[Scaled, Scaled]:
-        """Codes of x (R, C) with blocks along its features, and along its rows; the latter of the transposed matrix
-        (C, R) if `turn`.
+        """Quantized x (R, C) with blocks along its features, and with blocks along its rows; the latter for the
+        transposed matrix (C, R) if `turn`.
 
-        `cut`: the dim of x that is cut over tp.
+        `cut`: the dim of x that is sharded over tp.
         """
         x = source_of(x)
         if not isinstance(x, Tensor) and not (self._triton(x.x) and self._takes(x)):
@@ -173,16 +173,17 @@ class WeightQuantizer:
         return first, second.transposed() if turn else second
 
     def mixed(self, x: Tensor) -> Tensor:
-        """Activations or gradients as the weight's gradient takes them."""
+        """Activations or gradients as the weight gradient takes them: with the recipe's transform over tokens, if it
+        has one."""
         return mixed(x, self.recipe.hadamard, self.signs) if self.recipe.hadamard else x
 
     def key(self, which: int, second: bool) -> Key | None:
-        """Of random rounding; None: to the nearest."""
+        """The key of random rounding; None: round to the nearest."""
         return self.keys[second] if which == DY and self.recipe.at_random else None
 
     def quantize(self, which: int, x: Tensor, cut: int, second: bool = False) -> Scaled:
-        """One kind of codes, of x itself or, to be summed over tokens, of `mixed` x. `second`: with blocks along x's
-        rows. What casts lost is noted of the first kind."""
+        """One quantized form: of x itself, or of `mixed` x, to be summed over tokens. `second`: with blocks along x's
+        rows. Losses of the cast are recorded for the first form only."""
         recipe, format = self.recipe, self._format(which)
         block, key = self._block(which, second), self.key(which, second)
         mix, casts = recipe.hadamard if second and which != W else 0, self._emulated_casts(block, x)
@@ -206,7 +207,8 @@ class WeightQuantizer:
         return q
 
     def _emulated_casts(self, block: tuple[int, int], x: Tensor) -> Any:
-        """The Triton implementation of casts of emulated recipes, if it is to run: it has blocks along lines alone."""
+        """The Triton implementation of casts of emulated recipes, if it is to run; it supports only blocks along
+        lines."""
         if 1 not in block or not self.recipe.emulated or x.dtype == torch.float64:
             return None
         return QUANT_EMULATED.fast(self.kernels, x)
@@ -253,8 +255,8 @@ class WeightQuantizer:
         return not self.recipe.emulated and x.dtype != torch.float64 and QUANT.fast(self.kernels, x) is not None
 
     def _largest(self, amax: Tensor, which: int, over_tp: bool, over_cp: bool) -> Tensor:
-        """The largest amax, in place, of the ranks that hold other parts of what shares a scale: cut over tp, and,
-        of activations and gradients, tokens over cp."""
+        """The largest amax, in place, over the ranks that hold other parts of what shares a scale: sharded over tp and,
+        for activations and gradients, tokens over cp."""
         axes, over_cp = self.axes, over_cp and which != W
         if over_tp:
             return (axes.batch_group if over_cp else axes.tp).all_reduce(amax, "max").wait()
@@ -272,8 +274,8 @@ class WeightQuantizer:
         return y if out is None else out.copy_(y)
 
     def add_weight_grad(self, weight: Tensor, dy: Scaled, x: Scaled) -> Tensor | None:
-        """Account for dy x^T, of dy (out, T) and x (in, T) with blocks along tokens; what a backward must return for
-        the weight."""
+        """Account for dy x^T, for dy (out, T) and x (in, T) with blocks along tokens; returns what a backward must
+        return for the weight."""
         if weight.grad is None:
             return self.product(dy, x, weight.dtype, self.fast_backward)
         if dy.quantized.is_cuda and self.recipe.emulated:
@@ -283,7 +285,7 @@ class WeightQuantizer:
         return account(weight, lambda buffer: buffer.add_(scaled_product(dy, x, buffer.dtype)))
 
     def transposed(self, q: Scaled) -> Scaled:
-        """The transposed matrix in its own memory."""
+        """The transposed matrix in contiguous memory."""
         if not self._triton(q.scales):
             return q.transposed()
         transposed = QUANT.implementations[0].load().transposed
@@ -291,8 +293,8 @@ class WeightQuantizer:
 
 
 def _gather(q: Scaled, tp: Axis) -> tuple[Any, Tensor]:
-    """The gathering of codes (n, F) of each rank into (T, F), as bytes, and the scales of all of them. ValueError if
-    ranks cut a block."""
+    """Start gathering the quantized values (n, F) of each rank into (T, F), as bytes; returns the pending gather and
+    the scales of all ranks. ValueError if a block is split between ranks."""
     if tp.size > 1 and q.block[0] > 0 and len(q.quantized) % q.block[0]:
         raise ValueError(f"{len(q.quantized)} tokens of each rank are no whole blocks of {q.block[0]}")
     return tp.gather(q.quantized.view(torch.uint8)), q.scales if q.block[0] == 0 else tp.all_gather(q.scales).wait()
@@ -301,7 +303,8 @@ def _gather(q: Scaled, tp: Axis) -> tuple[Any, Tensor]:
 def _gather_multiply(
     q: Scaled, tp: Axis, quantizer: WeightQuantizer, weight: Scaled, fast: bool, y: Tensor
 ) -> tuple[Any, Tensor]:
-    """y (T, out) = the codes of all ranks (n, in) times those of the weight (out, in); what `_gather` returned."""
+    """y (T, out) = the quantized values of all ranks (n, in) times those of the weight (out, in). Returns what
+    `_gather` returned."""
     quantized, scales = _gather(q, tp)
     for rows, part in quantized.parts():
         quantizer.product(
@@ -315,8 +318,8 @@ def _gather_multiply(
 
 
 def _multiply_scatter(q: Scaled, tp: Axis, quantizer: WeightQuantizer, weight: Scaled, fast: bool, like: Tensor) -> Any:
-    """The scattering of codes (T, in) times those of the weight (out, in), summed over ranks, in the dtype of
-    `like`."""
+    """Start scattering the matmul of quantized values (T, in) with those of the weight (out, in), summed over ranks, in
+    the dtype of `like`."""
     scattering = tp.scatter(len(q.quantized), len(weight.quantized), like)
     for rows, out in scattering.parts():
         quantizer.product(q.rows(rows), weight, like.dtype, fast, out=out)
@@ -332,8 +335,8 @@ def _add_from_gathered(
     weight: Tensor,
     h: Scaled,
 ) -> Tensor | None:
-    """Account for the weight's gradient: dy of all ranks (q gathered, `columns` with blocks along tokens), h (in,
-    T)."""
+    """Account for the weight's gradient from dy of all ranks (q, gathered; `columns` has blocks along tokens) and h
+    (in, T)."""
     if tp.size == 1:
         return quantizer.add_weight_grad(weight, columns, h)
     gathering = gathered if columns is q else _gather(columns, tp)
@@ -341,7 +344,8 @@ def _add_from_gathered(
 
 
 def _whole_of(kept: Scaled, gathering: tuple[Any, Tensor] | None, quantizer: WeightQuantizer, weight: Tensor) -> Scaled:
-    """What was gathered of all ranks, transposed, for the gradient of `weight`; nothing was of one rank."""
+    """The gathered values of all ranks, transposed, for the gradient of `weight`. With a single rank nothing was
+    gathered."""
     if gathering is None:
         return kept
     quantized = lasting(weight, gathering[0].wait(), own=False)
@@ -414,8 +418,8 @@ class _QuantizedMatmulScatter(Function):
 
 
 class _QuantizedGatedMLP(Function):
-    """_QuantizedGatherMatmul, SwiGLU and _QuantizedMatmulScatter after one another: the same codes, sums and gradients.
-    `up_quantizer`, `low`: of either weight."""
+    """_QuantizedGatherMatmul, SwiGLU and _QuantizedMatmulScatter in one op, with the same quantized values, sums and
+    gradients. `up_quantizer` is for gate_up, `quantizer` for down."""
 
     @staticmethod
     def forward(
@@ -479,20 +483,20 @@ def _wide(param: Tensor) -> torch.dtype:
 def quantized_gather_matmul(
     x: Tensor, weight: Tensor, tp: Axis, bias: Tensor | None, quantizer: WeightQuantizer
 ) -> Tensor:
-    """As ops.dense.matmul.gather_matmul, of the codes of x and weight."""
+    """As ops.dense.matmul.gather_matmul, with quantized x and weight."""
     return _QuantizedGatherMatmul.apply(x, weight, bias, tp, quantizer)
 
 
 def quantized_matmul_scatter(
     h: Tensor, weight: Tensor, tp: Axis, bias: Tensor | None, quantizer: WeightQuantizer
 ) -> Tensor:
-    """As ops.dense.matmul.matmul_scatter, of the codes of h and weight."""
+    """As ops.dense.matmul.matmul_scatter, with quantized h and weight."""
     return _QuantizedMatmulScatter.apply(h, weight, bias, tp, quantizer)
 
 
 def use_quantized_gated_mlp(quantizers: tuple[WeightQuantizer, WeightQuantizer], kernels: Kernels, x: Tensor) -> bool:
-    """Whether an MLP whose weights have these quantizers is one op: what it saves is saved, casts by Triton.
-    `kernels`: of SwiGLU."""
+    """Whether an MLP whose weights have these quantizers runs as one op. Its savings are passes of Triton casts, so
+    those must run. `kernels`: of SwiGLU."""
     casts = all(QUANT.fast(quantizer.kernels, x) is not None for quantizer in quantizers)
     return casts and GATED.fast(kernels, x) is not None
 
@@ -505,6 +509,5 @@ def quantized_gated_mlp(
     quantizers: tuple[WeightQuantizer, WeightQuantizer],
     kernels: Kernels = "auto",
 ) -> Tensor:
-    """As ops.dense.gated_mlp.gated_mlp, of the codes of x and weights, both in low precision: gate_up (2F, D)
-    stacked, down (D, F)."""
+    """As ops.dense.gated_mlp.gated_mlp, with quantized x and weights: gate_up (2F, D) stacked, down (D, F)."""
     return _QuantizedGatedMLP.apply(x, gate_up, down, tp, *quantizers, kernels)

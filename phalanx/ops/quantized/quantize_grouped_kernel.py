@@ -1,9 +1,10 @@
-"""Casts to 8 bits of rows sorted by expert, one pass over memory; how a tile is cast: quant_tile.
-ops/quantized/experts.py defines what comes out.
+"""Casts to FP8 of rows sorted by expert, in one pass over memory. quantize_tile.py casts a tile;
+ops/quantized/experts.py defines the results.
 
-Which rows are whose is read from `ends` on the device. A program does TILE rows of one expert by some features: tile
-t of them all goes to the places t TILE ... of the transposed codes, so the number of places used is the number of
-tiles. A stack of matrices is cast likewise, as rows of which every expert has as many.
+Which expert a row belongs to is read from `ends` on the device. A program handles TILE rows of one expert and some of
+the features. Tile t, counted over all experts, goes to places t TILE and following of the transposed values, so as many
+groups of places are used as there are tiles. A stack of matrices is cast in the same way, as rows of which every expert
+has the same number.
 """
 
 from __future__ import annotations
@@ -84,7 +85,7 @@ def _rows_of(t, ends, E, TILE: tl.constexpr, E_BLOCK: tl.constexpr):
 
 @triton.jit
 def _read_gathered(x, source, rows, cols, stop, C):
-    """Of rows `rows` before `stop` the tokens x (T, C) that they are of, in fp32."""
+    """The tokens of x (T, C) that rows `rows` before `stop` hold, in fp32."""
     there = rows < stop
     token = tl.load(source + rows, mask=there, other=0).to(tl.int64)
     return tl.load(x + token[:, None] * C + cols[None, :], mask=there[:, None] & (cols < C)[None, :], other=0.0).to(
@@ -107,7 +108,7 @@ def _weighed(
     WEIGH: tl.constexpr,
     INTERPRETED: tl.constexpr,
 ):
-    """What the activation makes of gate and up, as kernels.gated does."""
+    """The activation of gate and up, as in gated_kernel."""
     gate, up = clamped(gate, up, LIMIT, SHIFT, CLAMP)
     y = gated(gate, up, ALPHA, INTERPRETED)
     if WEIGH:
@@ -132,7 +133,8 @@ def _slopes(
     WEIGH: tl.constexpr,
     INTERPRETED: tl.constexpr,
 ):
-    """Gradients of gate and up, likewise; this tile's part of the weights' goes to `sums`."""
+    """Gradients of gate and up, as in gated_kernel; this tile's part of the gradient of the rows' weights goes to
+    `sums`."""
     gate, up = clamped(raw_gate, raw_up, LIMIT, SHIFT, CLAMP)
     s = sigmoid(gate, ALPHA, INTERPRETED)
     if WEIGH:
@@ -183,11 +185,12 @@ def _cast(
     TILE: tl.constexpr,
     E_BLOCK: tl.constexpr,
 ):
-    """Codes of rows sorted by expert. SOURCE: 0 x (R, C); 1 the tokens x (T, C) that rows are of, by number `source`
-    (R,); 2 the activation (R, C) of x (R, 2C), times `weights` (R,) if WEIGH; 3 its gradient (R, 2C) from dy (R, C),
-    and `sums` (N, R): parts of the weights', as many as columns of tiles.
+    """Quantize rows sorted by expert. SOURCE: 0 x (R, C); 1 the tokens of x (T, C) with the numbers `source` (R,); 2
+    the activation (R, C) of x (R, 2C), times `weights` (R,) if WEIGH; 3 its gradient (R, 2C) from dy (R, C), with
+    partial sums for the gradient of the weights in `sums` (N, R), one for each column of tiles.
 
-    A program has ROWS of the rows that tile `t` has room for, all of expert e."""
+    A program handles ROWS of the rows in tile `t`, all of expert e.
+    """
     counting, down, along, padded, cols = place(P, C, NOTE, EVERY, ROWS, COLS)
     t = down * ROWS // TILE
     there, e, first, stop = _rows_of(t, ends, E, TILE, E_BLOCK)
@@ -329,8 +332,9 @@ def _emit(
     FLOOR: tl.constexpr,
     SLOTS: tl.constexpr,
 ):
-    """Cast v, four tiles, of columns `cols` and rows `begin` .. `stop`, into out (R, C) and other (C, P). Of LARGEST
-    and LARGEST_LINES, only note its amaxes: of rows (R,), of columns (E, C), of all or, APART, (E,)."""
+    """Cast v, four tiles, of columns `cols` and rows `begin` .. `stop`, into out (R, C) and other (C, P). With
+    LARGEST and LARGEST_LINES, only record its amaxes: of rows (R,), of columns (E, C), of everything or, with
+    PER_EXPERT, (E,)."""
     rows = begin + 4 * tl.arange(0, v[0].shape[0])
     if PER_EXPERT:
         row_amax += e
@@ -428,8 +432,8 @@ def _write(
     ROUND: tl.constexpr,
     FLOOR: tl.constexpr,
 ):
-    """Codes and scales. row_scales: one, or one of each expert (APART); of LINES (R,); of BLOCKS (columns of tiles,
-    R); of SQUARES (tiles, columns of tiles). col_scales: (E, C) or (tiles, C)."""
+    """Store quantized values and scales. row_scales: one, or one for each expert (PER_EXPERT); with LINES (R,); with
+    BLOCKS (columns of tiles, R); with SQUARES (tiles, columns of tiles). col_scales: (E, C) or (tiles, C)."""
     by_row, by_col = write_quantized(
         v,
         down,
@@ -452,7 +456,7 @@ def _write(
         FLOOR,
     )
     if MODE == _WHOLE or MODE == _GIVEN:
-        tl.store(row_scales + e * PER_EXPERT, reciprocal(by_row))  # the same from all
+        tl.store(row_scales + e * PER_EXPERT, reciprocal(by_row))  # every program stores the same value
     elif MODE == _SQUARES:
         tl.store(row_scales + t * tl.cdiv(C, 128) + along, reciprocal(by_row))
     else:
@@ -466,14 +470,15 @@ def _write(
 
 
 def takes(x: Source, block: tuple[int, int]) -> bool:
-    """Whether x can be cast as it is made: gate and up of a feature do not lie side by side, and no block of columns
-    is of both."""
+    """Whether x can be quantized by the kernel that computes it: gate and up of a feature are not interleaved, and no
+    block of columns holds both."""
     whole = not isinstance(x, GatedRowsGrad) or block[1] < 2 or x.inner % block[1] == 0
     return whole and not (isinstance(x, GatedRows) and x.gate.interleaved)
 
 
 def tiles_of(x: Source, mode: int) -> CastTiles:
-    """The best of benchmarks/low_grouped.py on an H200. Rows of a tile of PLACE are divided into whole programs."""
+    """The best tiles of benchmarks/low_grouped.py on an H200. The rows of a tile of PLACE are divided into whole
+    programs."""
     if mode in (BLOCKS, SQUARES):
         return CastTiles(TILE, TILE, 16)
     if isinstance(x, GatedRowsGrad):
@@ -482,7 +487,7 @@ def tiles_of(x: Source, mode: int) -> CastTiles:
 
 
 def sources(x: Source) -> tuple[tuple[Tensor | None, ...], int, dict[str, Any]]:
-    """What the kernel reads (x, dy, source, weights, sums), columns that its tiles cover, constants."""
+    """What the kernel reads (x, dy, source, weights, sums), the columns that its tiles cover, and constants."""
     if isinstance(x, GatedRows):
         gate, kind = x.gate, 3 if isinstance(x, GatedRowsGrad) else 2
         more = dict(
@@ -542,14 +547,14 @@ def _launch(
 
 
 def amax(x: Source, ends: Tensor, tiles: int, per_expert: bool) -> Tensor:
-    """Bits of the largest |x| of rows (R, C) in all, (1, 1), or of each expert's, (E, 1); int32."""
+    """Bits of the largest |x| over all rows (R, C), (1, 1), or over each expert's rows, (E, 1); int32."""
     out = torch.zeros(len(ends) if per_expert else 1, 1, dtype=torch.int32, device=x.device)
     _launch(x, ends, tiles, LARGEST, out, None, per_expert=per_expert)
     return out
 
 
 def amax_lines(x: Source, ends: Tensor, tiles: int) -> tuple[Tensor, Tensor]:
-    """Bits of the largest |x| of each row (R,), of each feature over each expert's rows (E, C); int32."""
+    """Bits of the largest |x| of each row (R,) and of each feature over each expert's rows (E, C); int32."""
     (rows, columns), count = x.shape, len(ends)
     both = torch.zeros(rows + count * columns, dtype=torch.int32, device=x.device)
     of_rows, of_columns = both.split((rows, count * columns))
@@ -569,12 +574,11 @@ def cast_both(
     into: tuple[Scaled, Scaled] | None = None,
     cut: CastTiles | None = None,
 ) -> tuple[Scaled, Scaled]:
-    """Codes of rows x (R, C) as they lie, and transposed by places, (C, tiles * TILE).
+    """Quantized rows x (R, C) in their own order, and transposed by places, (C, tiles * TILE).
 
-    first, second  bits of amaxes as `mode` wants them: WHOLE all rows' or (E, 1) each expert's, GIVEN the multiplier
-    (fp32), LINES of rows (R,)
-                   and of features (E, C)
-    counts, into   as kernels.quant.cast_both has them; cut: for benchmarks
+    first, second  bits of amaxes as `mode` requires: WHOLE those of all rows or (E, 1) of each expert's, GIVEN the
+                   multiplier (fp32), LINES those of rows (R,) and of features (E, C)
+    counts, into   as in quantize_kernel.cast_both; cut: for benchmarks
     """
     (rows, columns), count, device = x.shape, len(ends), x.device
     across, per_expert = (

@@ -1,8 +1,7 @@
-"""Casts of matrices to 8 bits, one pass over memory for all that a linear needs of a tensor: codes as it lies, codes
-of its transpose, both scales, and counts of what was lost. What SwiGLU and RMSNorm make, and the gradients of SwiGLU
-and of the rotation of queries and keys, are cast as they are made and are in memory as codes alone. How a tile is
-cast: quant_tile.
-"""
+"""Casts of matrices to FP8, in one pass over memory for everything a linear needs of a tensor: quantized values, those
+of its transpose, both sets of scales, and counts of losses. The outputs of SwiGLU and RMSNorm, and the gradients of
+SwiGLU and of the rotation of queries and keys, are quantized as they are computed and exist in memory only in FP8.
+quantize_tile.py casts a tile."""
 
 from __future__ import annotations
 
@@ -67,7 +66,7 @@ __all__ = [
 ]
 
 Source = Tensor | Gated | GatedGrad | Normed | RopeGrad
-ALL = 4096  # elements that a program of `_amax` looks at in a step
+ALL = 4096  # elements that a program of `_amax` handles in a step
 
 
 @triton.jit
@@ -110,7 +109,8 @@ def _emit(
     FLOOR: tl.constexpr,
     SLOTS: tl.constexpr,
 ):
-    """Cast the tile v, number (down, along), of a tensor (R, C). Of LARGEST and LARGEST_LINES, only note its amaxes."""
+    """Cast the tile v, number (down, along), of a tensor (R, C). With LARGEST and LARGEST_LINES, only record its
+    amaxes."""
     if MODE == _LARGEST or MODE == _LARGEST_LINES:
         note_amaxes(v, rows, R, cols, there, row_amax, col_amax, MODE)
     elif NOTE:
@@ -191,8 +191,8 @@ def _write(
     ROUND: tl.constexpr,
     FLOOR: tl.constexpr,
 ):
-    """Codes and scales. row_scales: one; of LINES (R,); of BLOCKS (columns of tiles, R); of SQUARES (rows of tiles,
-    columns of tiles). col_scales: (C,) or (rows of tiles, C)."""
+    """Store quantized values and scales. row_scales: one; with LINES (R,); with BLOCKS (columns of tiles, R); with
+    SQUARES (rows of tiles, columns of tiles). col_scales: (C,) or (rows of tiles, C)."""
     by_row, by_col = write_quantized(
         v,
         down,
@@ -255,7 +255,7 @@ def _cast(
     ROWS: tl.constexpr,
     COLS: tl.constexpr,
 ):
-    """Of x (R, C)."""
+    """Quantize x (R, C)."""
     counting, down, along, rows, cols = place(R, C, NOTE, EVERY, ROWS, COLS)
     v = read_four(x, rows, cols, C, R, C)
     _emit(
@@ -320,7 +320,8 @@ def _cast_gated(
     ROWS: tl.constexpr,
     COLS: tl.constexpr,
 ):
-    """Of silu(gate) up (R, C), of x = [gate, up] (R, 2C), rounded to x's dtype as if it were in memory."""
+    """Quantize silu(gate) up (R, C) from x = [gate, up] (R, 2C), rounded to x's dtype as if it were stored in
+    memory."""
     counting, down, along, rows, cols = place(R, C, NOTE, EVERY, ROWS, COLS)
     g, u = read_four(x, rows, cols, 2 * C, R, C), read_four(x + C, rows, cols, 2 * C, R, C)
     v = (
@@ -368,7 +369,7 @@ def _slopes(d, gate, up, x, INTERPRETED: tl.constexpr):
 
 @triton.jit
 def _gate_slopes(dy, x, rows, cols, R, C, INTERPRETED: tl.constexpr):
-    """Gradients of gate, four tiles."""
+    """Gradients of gate, for four tiles."""
     d, g, u = (
         read_four(dy, rows, cols, C, R, C),
         read_four(x, rows, cols, 2 * C, R, C),
@@ -383,7 +384,7 @@ def _gate_slopes(dy, x, rows, cols, R, C, INTERPRETED: tl.constexpr):
 
 @triton.jit
 def _up_slopes(dy, x, rows, cols, R, C, INTERPRETED: tl.constexpr):
-    """Gradients of up, which does not count into them."""
+    """Gradients of up (up itself is not needed)."""
     d, g = read_four(dy, rows, cols, C, R, C), read_four(x, rows, cols, 2 * C, R, C)
     _, d0 = _slopes(d[0], g[0], 0.0, x, INTERPRETED)
     _, d1 = _slopes(d[1], g[1], 0.0, x, INTERPRETED)
@@ -419,9 +420,9 @@ def _cast_half_gated_grad(
     ROWS: tl.constexpr,
     COLS: tl.constexpr,
 ):
-    """As _cast_gated_grad, of C (R, 2C), C whole tiles: a tile is of gate or of up. What both read comes from the L2
-    cache the second time, and two programs have room on a processor: tiles of blocks of 128 x 128 are too large for
-    both."""
+    """As _cast_gated_grad, for C (R, 2C) with C whole tiles: a tile belongs to gate or to up. What both read comes from
+    the L2 cache the second time, and two programs fit on a processor; tiles with 128 x 128 blocks of both gate and up
+    would be too large."""
     counting, down, along, rows, cols = place(R, C, NOTE, EVERY, ROWS, COLS)
     if 2 * along * COLS < C:
         d0, d1, d2, d3 = _gate_slopes(dy, x, rows, cols, R, C // 2, ROUND)
@@ -484,7 +485,7 @@ def _cast_gated_grad(
     ROWS: tl.constexpr,
     COLS: tl.constexpr,
 ):
-    """Of the gradient (R, 2C) of x = [gate, up] from dy (R, C), rounded likewise."""
+    """Quantize the gradient (R, 2C) of x = [gate, up] from dy (R, C), rounded in the same way."""
     counting, down, along, rows, cols = place(R, C, NOTE, EVERY, ROWS, COLS)
     d = read_four(dy, rows, cols, C, R, C)
     g, u = read_four(x, rows, cols, 2 * C, R, C), read_four(x + C, rows, cols, 2 * C, R, C)
@@ -585,8 +586,8 @@ def _cast_normed(
     ROWS: tl.constexpr,
     COLS: tl.constexpr,
 ):
-    """Of RMSNorm's output (R, C), from x, the scale of each row (fp32) and the weight (C,), rounded as kernels.norm
-    does."""
+    """Quantize RMSNorm's output (R, C), from x, the scale of each row (fp32) and the weight (C,), rounded as in
+    norm_kernel."""
     counting, down, along, rows, cols = place(R, C, NOTE, EVERY, ROWS, COLS)
     w = tl.load(weight + cols, mask=cols < C, other=0.0).to(tl.float32)[None, :]
     v = (
@@ -641,8 +642,8 @@ def _rotated_back(
     K: tl.constexpr,
     INTERPRETED: tl.constexpr,
 ):
-    """Features i of tokens `rows` of one head, turned back if `turned` and ROTATE. Products of two bf16 numbers are
-    exact in fp32."""
+    """Features i of tokens `rows` of one head, rotated back if `transposed` and ROTATE. Products of two bf16 numbers
+    are exact in fp32."""
     there = (rows < R)[:, None]
     at = (rows // length).to(tl.int64) * s_seq + (rows % length).to(tl.int64) * s_tok
     v = tl.load(x + at[:, None] + i[None, :], mask=there, other=0.0).to(tl.float32)
@@ -699,7 +700,8 @@ def _cast_rope_grad(
     ROWS: tl.constexpr,
     COLS: tl.constexpr,
 ):
-    """Of the gradient of the packed qkv (R, C) from those of q, k and v wherever they lie: a tile is of one head."""
+    """Quantize the gradient of the packed qkv (R, C) from those of q, k and v, wherever they are in memory: a tile
+    belongs to one head."""
     counting, down, along, rows, cols = place(R, C, NOTE, EVERY, ROWS, COLS)
     i, none, head, transposed = tl.arange(0, COLS), tl.zeros((), tl.int64), along.to(tl.int64), along < Q + KV
     if along < Q:
@@ -755,7 +757,7 @@ def _turn(x, out, R, C, TILE: tl.constexpr):
 
 
 def transposed(quantized: Tensor, out: Tensor | None = None) -> Tensor:
-    """(R, C) of 8-bit codes -> (C, R), contiguous, in `out` if given."""
+    """(R, C) of FP8 bytes -> (C, R), contiguous, in `out` if given."""
     rows, columns = quantized.shape
     out = torch.empty(columns, rows, dtype=quantized.dtype, device=quantized.device) if out is None else out
     grid = (triton.cdiv(rows, TILE) * triton.cdiv(columns, TILE),)
@@ -783,7 +785,8 @@ def amax_lines(x: Source) -> tuple[Tensor, Tensor]:
 
 
 def takes(x: Source, block: tuple[int, int]) -> bool:
-    """Whether x can be cast as it is made: no tile, and no block of columns, is of gate and of up or of two heads."""
+    """Whether x can be quantized by the kernel that computes it: no tile, and no block of columns, spans gate and up or
+    two heads."""
     if isinstance(x, GatedGrad):
         return block[1] < 2 or x.dy.shape[1] % block[1] == 0
     if isinstance(x, RopeGrad):
@@ -793,12 +796,12 @@ def takes(x: Source, block: tuple[int, int]) -> bool:
 
 
 def tiles_of(x: Source, mode: int) -> CastTiles:
-    """The best of benchmarks/low_ops.py --only casts --sweep on an H200. Blocks ask for a tile of their size, heads
-    for one of their width. More lines for amaxes of columns: fewer atomics."""
+    """The best tiles of benchmarks/low_ops.py --only casts --sweep on an H200. Blocks need tiles of their own size, and
+    heads tiles of their width. For amaxes of columns, more lines mean fewer atomics."""
     if mode in (
         BLOCKS,
         SQUARES,
-    ):  # as few warps as have registers for two programs on a processor: what a line's scale costs, each warp pays
+    ):  # as few warps as leave registers for two programs on a processor: each warp pays the cost of a line's scale
         return CastTiles(TILE, TILE, 8)
     columns = x.dq.shape[-1] if isinstance(x, RopeGrad) else TILE
     if isinstance(x, GatedGrad) or mode in (LARGEST, LARGEST_LINES):
@@ -807,7 +810,7 @@ def tiles_of(x: Source, mode: int) -> CastTiles:
 
 
 def _kernel_of(x: Source, mode: int) -> tuple[Any, tuple[Any, ...], tuple[int, int], dict[str, Any]]:
-    """The kernel, what it reads, rows and columns that its tiles cover, constants."""
+    """The kernel, its operands, the rows and columns that its tiles cover, and constants."""
     if isinstance(x, GatedGrad) and mode == BLOCKS:
         return _cast_half_gated_grad, (x.dy.contiguous(), x.x.contiguous()), x.shape, {}
     if isinstance(x, GatedGrad):
@@ -838,7 +841,7 @@ def _launch(
     format: Format | None = None,
     tiles: CastTiles | None = None,
 ) -> None:
-    """One of the kernels above over all of x."""
+    """Launch one of the kernels above over all of x."""
     kernel, sources, (rows, columns), more = _kernel_of(x, mode)
     programs, constants = plan(x, rows, columns, mode, format, counts, tiles or tiles_of(x, mode))
     more |= dict(OTHER=other is not None, TRANSPOSED=turn)
@@ -857,19 +860,20 @@ def cast_both(
     into: tuple[Scaled, Scaled] | None = None,
     tiles: CastTiles | None = None,
 ) -> tuple[Scaled, Scaled]:
-    """Codes of x (R, C) with scales for sums along its columns, and for sums along its rows: the latter transposed,
-    (C, R), if `turn`.
+    """Quantized x (R, C) with scales for sums along its columns, and with scales for sums along its rows: the latter
+    transposed, (C, R), if `turn`.
 
-    first, second  bits of amaxes as `mode` wants them: WHOLE the tensor's, GIVEN the multiplier (fp32), LINES of
-    rows and of columns
-    both           whether the second is wanted
-    counts         (SLOTS, COUNTS) int64 to note amax and losses in, of large tensors the losses of some tiles
-    into           where to write instead of new memory, as an earlier call returned it
+    first, second  bits of amaxes as `mode` requires: WHOLE the tensor's, GIVEN the multiplier (fp32), LINES those of
+                   rows and of columns
+    both           whether the second form is wanted
+    counts         (SLOTS, COUNTS) int64 in which amax and losses are recorded, for large tensors the losses of some
+                   tiles
+    into           where to write instead of new memory, as returned by an earlier call
     tiles          for benchmarks
     """
     rows, columns = x.shape
     if turn and rows % 4:
-        raise ValueError(f"{rows} rows: codes of the transposed matrix are written in words of four")
+        raise ValueError(f"{rows} rows: the transposed matrix is written in words of four quantized values")
     device, whole, squares = x.device, mode in (WHOLE, GIVEN), mode == SQUARES
     down, across = triton.cdiv(rows, TILE), triton.cdiv(columns, TILE)
     shared = whole or squares

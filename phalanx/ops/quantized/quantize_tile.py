@@ -1,14 +1,14 @@
-"""How a program casts a tile to 8 bits: amaxes, multipliers, codes as the tile lies and transposed, counts of what
-was lost.
+"""How a program casts a tile to FP8: amaxes, multipliers, quantized values as the tile lies and transposed, counts of
+losses.
 
-Which tile of what it is, is said by the kernels of whole matrices (quant) and of rows sorted by expert
-(quant_grouped); ops/quantized/recipes.py defines the numbers.
+The kernels of whole matrices (quantize_kernel.py) and of rows sorted by expert (quantize_grouped_kernel.py) decide
+which tile of what it is; ops/quantized/recipes.py defines the numbers.
 
-A program reads its tile as four: of every fourth row, of those after them, and so on. A thread so has four values
-that follow each other in the transposed matrix, casts them into one word and transposes words. That is half the
-instructions of transposing bytes, and such kernels wait for instructions more than for memory. A tile lies inside
-one block of 128 or holds parts of whole rows. Largest values are compared as the bits of
-|x| in int32: the order of what runs first changes nothing, and NaN is above all numbers.
+A program reads its tile as four: the first consists of every fourth row, the second of the rows after those, and so on.
+So a thread has four values that are neighbours in the transposed matrix, casts them into one word and transposes words.
+That takes half the instructions of transposing bytes, and these kernels are bound by instructions more than by memory.
+A tile lies inside one block of 128 or holds parts of whole rows. Largest values are compared as the bits of |x| in
+int32: the order of programs changes nothing, and NaN is above all numbers.
 """
 
 from __future__ import annotations
@@ -27,19 +27,19 @@ if TYPE_CHECKING:
     from phalanx.ops.quantized.recipes import Format
 
 TILE = 128
-LARGE, SAMPLED = 2**23, 64  # of tensors of so many elements, losses are counted in every so-manieth of a row of tiles
-# Whose scale: the tensor's amax, a given number, lines, 1 x 128 (128 x 1), 128 x 128. The last two only find amaxes, of
-# the whole and of lines
+LARGE, SAMPLED = 2**23, 64  # for larger tensors, losses are counted in one of so many tiles of a row of tiles
+# Which elements share a scale: the tensor (its amax, or a given number), lines, 1 x 128 (128 x 1), 128 x 128. The last
+# two only find amaxes, of the whole tensor and of lines
 WHOLE, GIVEN, LINES, BLOCKS, SQUARES, LARGEST, LARGEST_LINES = range(7)
 _WHOLE, _GIVEN, _LINES, _BLOCKS, _SQUARES, _LARGEST, _LARGEST_LINES = (
     tl.constexpr(mode) for mode in range(7)
-)  # the same for kernels
+)  # the same constants for kernels
 
 
 @dataclass(frozen=True)
 class CastTiles:
-    """What a program does: rows, columns (of gate and up each), by so many warps. 32 values a thread are four reads
-    of 16 bytes of bf16."""
+    """The tile of a program: rows, columns (of gate and up each), and warps. 32 values a thread are four 16-byte reads
+    of bf16."""
 
     rows: int
     columns: int
@@ -47,7 +47,7 @@ class CastTiles:
 
 
 def format_constants(format: Format | None, x: Tensor | Any) -> dict[str, Any]:
-    """What kernels that cast x to a format are told of it; None: of E4M3. ROUND: the interpreter's casts are no
+    """Constants of kernels that cast x to a format; None: E4M3. ROUND: in the interpreter, whose casts differ from the
     hardware's."""
     wide = format is not None and format.dtype == torch.float8_e5m2
     return dict(
@@ -62,7 +62,7 @@ def format_constants(format: Format | None, x: Tensor | Any) -> dict[str, Any]:
 def plan(
     x: Any, rows: int, columns: int, mode: int, format: Format | None, counts: Tensor | None, t: CastTiles
 ) -> tuple[int, dict[str, Any]]:
-    """(programs that cast tiles t of x, and that only count losses, constants of their kernel). Tiles cover (rows,
+    """(programs that cast tiles t of x, programs that only count losses, constants of their kernel). Tiles cover (rows,
     columns)."""
     across, down = triton.cdiv(columns, t.columns), triton.cdiv(rows, t.rows)
     every = min(SAMPLED, across) if x.shape[0] * columns >= LARGE else 1
@@ -82,8 +82,8 @@ def abs_bits(x):
 @triton.jit
 def place(R, C, NOTE: tl.constexpr, EVERY: tl.constexpr, ROWS: tl.constexpr, COLS: tl.constexpr):
     """(whether this program only counts, its tile's number down and along, every fourth of its rows, its columns).
-    Programs past those of all tiles count losses, in every EVERY-th of a row of tiles, from row to row one further:
-    which needs no registers of those that cast."""
+    Programs beyond those of all tiles count losses, in every EVERY-th tile of a row of tiles, shifted by one from row
+    to row. This takes no registers from the programs that cast."""
     across = tl.cdiv(C, COLS)
     more = tl.program_id(0) - across * tl.cdiv(R, ROWS)
     down = tl.program_id(0) // across
@@ -97,7 +97,7 @@ def place(R, C, NOTE: tl.constexpr, EVERY: tl.constexpr, ROWS: tl.constexpr, COL
 
 @triton.jit
 def read_four(x, rows, cols, stride, R, C):
-    """Four tiles in fp32: of rows `rows`, of those after them, and so on."""
+    """Four tiles in fp32: rows `rows`, the rows after those, and so on."""
     return (
         read_rows(x, rows, cols, stride, R, C),
         read_rows(x, rows + 1, cols, stride, R, C),
@@ -115,23 +115,23 @@ def read_rows(x, rows, cols, stride, R, C):
 
 @triton.jit
 def multiplier_of(bits, MAX: tl.constexpr, FLOOR: tl.constexpr):
-    """As quant.multipliers."""
+    """As recipes.multipliers."""
     amax = bits.to(tl.float32, bitcast=True)
     return tl.div_rn(MAX + tl.zeros_like(amax), tl.where(amax < FLOOR, FLOOR, amax))
 
 
 @triton.jit
 def scales_of(bits, MAX: tl.constexpr, FLOOR: tl.constexpr, ROUND: tl.constexpr):
-    """`multiplier_of` and its `reciprocal`, for many numbers: a division takes a call and its registers, and every
-    thread needs those of its rows and columns. Newton's steps from the hardware's 1 / x and from amax / MAX end at
-    the same bits: for every fp32 amax, and 1 / x wrong by up to two units in the last place. Powers of two keep 1 /
-    x a normal number."""
+    """`multiplier_of` and its `reciprocal`, for many numbers. A division takes a function call and its registers, and
+    every thread needs the scales of its rows and columns. Newton steps from the hardware's 1 / x and from amax / MAX
+    end at the same bits for every fp32 amax, even if 1 / x is wrong by up to two units in the last place. Multiplying
+    by powers of two keeps 1 / x a normal number."""
     if ROUND:
         m = multiplier_of(bits, MAX, FLOOR)
         return m, reciprocal(m)
     else:
         amax = tl.maximum(bits.to(tl.float32, bitcast=True), FLOOR, propagate_nan=tl.PropagateNan.ALL)
-        part, top = amax * 0.0625, MAX * 0.0625  # signs are chosen so that none is to be turned
+        part, top = amax * 0.0625, MAX * 0.0625  # signs are chosen so that none needs an instruction to flip
         y = tl.inline_asm_elementwise(
             "{.reg .f32 x; neg.f32 x, $1; rcp.approx.ftz.f32 $0, x;}",
             "=f,f",
@@ -157,14 +157,14 @@ def reciprocal(m):
 
 @triton.jit
 def _code(v, MAX: tl.constexpr, WIDE_RANGE: tl.constexpr, ROUND: tl.constexpr, OWN: tl.constexpr = False):
-    """As quant.cast, up to the cast itself, which saturates on a GPU. WIDE_RANGE: E5M2. ROUND: to the format's
-    numbers, for the interpreter, whose cast neither rounds to the nearest nor saturates. OWN: multiplied by a scale
-    of their own amax, so that none is infinite: inf 0 is NaN."""
+    """As recipes.cast, up to the cast itself, which saturates on a GPU. WIDE_RANGE: E5M2. ROUND: round to the format's
+    numbers, for the interpreter, whose cast neither rounds to the nearest nor saturates. OWN: v was multiplied by a
+    scale from its own amax, so none is infinite: inf * 0 is NaN."""
     if ROUND:
         finite = tl.abs(v) < float("inf")
         v = tl.minimum(tl.maximum(v, -MAX), MAX)
         drop: tl.constexpr = 21 if WIDE_RANGE else 20
-        least: tl.constexpr = 2.0**-14 if WIDE_RANGE else 2.0**-6  # of the numbers with a full mantissa
+        least: tl.constexpr = 2.0**-14 if WIDE_RANGE else 2.0**-6  # the smallest normal number
         magic: tl.constexpr = 1.5 * (2.0**7 if WIDE_RANGE else 2.0**14)
         bits = v.to(tl.int32, bitcast=True)
         full = ((bits + ((1 << (drop - 1)) - 1) + ((bits >> drop) & 1)) & (-1 << drop)).to(tl.float32, bitcast=True)
@@ -192,9 +192,9 @@ def store_quantized(
     TRANSPOSED: tl.constexpr = False,
     OWN: tl.constexpr = False,
 ):
-    """Codes of v to `rows` and `cols` of `where`; TURNED: transposed, to columns `rows`; OWN: as `_code` has it."""
+    """Store quantized v at `rows` and `cols` of `where`. TRANSPOSED: at columns `rows`. OWN: as in `_code`."""
     quantized = _code(v, MAX, WIDE_RANGE, ROUND, OWN).to(where.dtype.element_ty)
-    if ROUND:  # nor does it cast NaN
+    if ROUND:  # the interpreter does not cast NaN either
         quantized = (
             tl.where(tl.abs(v) < float("inf"), quantized.to(tl.uint8, bitcast=True), 0x7F)
             .to(tl.uint8)
@@ -208,13 +208,13 @@ def store_quantized(
 
 @triton.jit
 def note_largest(largest, counts, SLOTS: tl.constexpr):
-    """The amax noted in this program's slot becomes at least `largest`, bits."""
+    """Raise the amax in this program's slot to at least `largest`, given as bits."""
     tl.atomic_max(counts + tl.program_id(0) % SLOTS * 4 + 3, largest.to(tl.int64), sem="relaxed")
 
 
 @triton.jit
 def count_losses(v, scaled, mask, counts, SLOTS: tl.constexpr, MAX: tl.constexpr, LEAST: tl.constexpr):
-    """Values that became zero, that were cut, and all."""
+    """Count values that became zero, values that were clamped, and all values."""
     place = counts + tl.program_id(0) % SLOTS * 4
     size = tl.abs(scaled)
     tl.atomic_add(place, tl.sum(((size <= LEAST) & (v != 0.0) & mask).to(tl.int32)).to(tl.int64), sem="relaxed")
@@ -224,7 +224,7 @@ def count_losses(v, scaled, mask, counts, SLOTS: tl.constexpr, MAX: tl.constexpr
 
 @triton.jit
 def largest_of_four(v):
-    """|v| of four tiles, the largest of each four; NaN if one is."""
+    """The elementwise maximum of |v| over four tiles; NaN if one is NaN."""
     first = tl.maximum(tl.abs(v[0]), tl.abs(v[1]), propagate_nan=tl.PropagateNan.ALL)
     second = tl.maximum(tl.abs(v[2]), tl.abs(v[3]), propagate_nan=tl.PropagateNan.ALL)
     return tl.maximum(first, second, propagate_nan=tl.PropagateNan.ALL)
@@ -232,8 +232,8 @@ def largest_of_four(v):
 
 @triton.jit
 def _packed(v, MAX: tl.constexpr, WIDE_RANGE: tl.constexpr, ROUND: tl.constexpr, OWN: tl.constexpr):
-    """Codes of four tiles, those of four rows of a column in a word: what lies side by side in the transposed
-    matrix."""
+    """Quantized values of four tiles, those of four rows of a column in one word, as they are adjacent in the
+    transposed matrix."""
     if ROUND:
         word = _byte(v[0], MAX, WIDE_RANGE) | (_byte(v[1], MAX, WIDE_RANGE) << 8)
         return word | (_byte(v[2], MAX, WIDE_RANGE) << 16) | (_byte(v[3], MAX, WIDE_RANGE) << 24)
@@ -264,14 +264,14 @@ def _packed(v, MAX: tl.constexpr, WIDE_RANGE: tl.constexpr, ROUND: tl.constexpr,
 
 @triton.jit
 def _byte(v, MAX: tl.constexpr, WIDE_RANGE: tl.constexpr):
-    """The code of v, for the interpreter."""
+    """The quantized value of v as a byte, for the interpreter."""
     code = _code(v, MAX, WIDE_RANGE, True).to(tl.float8e5 if WIDE_RANGE else tl.float8e4nv).to(tl.uint8, bitcast=True)
     return tl.where(tl.abs(v) < float("inf"), code, 0x7F).to(tl.int32)
 
 
 @triton.jit
 def _shared_multiplier(v, row_amax, MODE: tl.constexpr, MAX: tl.constexpr, FLOOR: tl.constexpr):
-    """What the whole tile is multiplied by, of modes where it is one number; else 1."""
+    """The multiplier of the whole tile in modes where there is only one; otherwise 1."""
     if MODE == _WHOLE:
         return multiplier_of(tl.load(row_amax), MAX, FLOOR)
     elif MODE == _GIVEN:
@@ -289,8 +289,8 @@ def _larger(a, b):
 
 @triton.jit
 def _largest_along(v, axis: tl.constexpr, ROUND: tl.constexpr):
-    """The bits of the largest |v| along an axis. Compared as numbers |v| costs no instruction; the interpreter is
-    fast with bits."""
+    """The bits of the largest |v| along an axis. Compared as floats, |v| costs no instruction; in the interpreter, bits
+    are faster."""
     if ROUND:
         return tl.max(abs_bits(v), axis)
     else:
@@ -299,8 +299,8 @@ def _largest_along(v, axis: tl.constexpr, ROUND: tl.constexpr):
 
 @triton.jit
 def _row_bits(v, rows, row_amax, R, MODE: tl.constexpr, ROUND: tl.constexpr):
-    """Bits of the amaxes that the scales of a tile's rows are made of, (rows,); of modes where all of it shares one,
-    none."""
+    """Bits of the amaxes from which the scales of a tile's rows are computed, (rows,); none in modes with one shared
+    scale."""
     if MODE == _LINES:
         return tl.load(row_amax + rows, mask=rows < R, other=0)
     elif MODE == _BLOCKS:
@@ -311,7 +311,7 @@ def _row_bits(v, rows, row_amax, R, MODE: tl.constexpr, ROUND: tl.constexpr):
 
 @triton.jit
 def _column_bits(v, cols, there, col_amax, MODE: tl.constexpr, ROUND: tl.constexpr):
-    """The same of columns, of four tiles."""
+    """The same for columns, over four tiles."""
     if MODE == _LINES:
         return tl.load(col_amax + cols, mask=there, other=0)
     elif MODE == _BLOCKS:
@@ -322,7 +322,7 @@ def _column_bits(v, cols, there, col_amax, MODE: tl.constexpr, ROUND: tl.constex
 
 @triton.jit
 def _scales(bits, shared, MODE: tl.constexpr, MAX: tl.constexpr, FLOOR: tl.constexpr, ROUND: tl.constexpr):
-    """Multipliers of lines whose amaxes have these bits, and scales; or twice `shared`."""
+    """Multipliers and scales of lines whose amaxes have these bits; or `shared`, twice."""
     if MODE == _LINES or MODE == _BLOCKS:
         return scales_of(bits, MAX, FLOOR, ROUND)
     else:
@@ -331,8 +331,8 @@ def _scales(bits, shared, MODE: tl.constexpr, MAX: tl.constexpr, FLOOR: tl.const
 
 @triton.jit
 def note_amaxes(v, rows, R, cols, there, row_amax, col_amax, MODE: tl.constexpr):
-    """LARGEST: the bits at row_amax become at least those of the tile's largest |v|. LARGEST_LINES: so do those of
-    its rows and its columns."""
+    """LARGEST: raise the bits at row_amax to at least those of the tile's largest |v|. LARGEST_LINES: the same for its
+    rows and columns."""
     if MODE == _LARGEST:
         tl.atomic_max(row_amax, tl.max(abs_bits(largest_of_four(v))), sem="relaxed")
     else:
@@ -343,7 +343,7 @@ def note_amaxes(v, rows, R, cols, there, row_amax, col_amax, MODE: tl.constexpr)
 
 @triton.jit
 def note_tile(v, first, row_amax, counts, MODE: tl.constexpr, SLOTS: tl.constexpr):
-    """Note the tile's amax or, of WHOLE, the tensor's if this program is the `first`."""
+    """Record the tile's amax or, with WHOLE, the tensor's if this program is the `first`."""
     if MODE != _WHOLE:
         note_largest(tl.max(abs_bits(largest_of_four(v))), counts, SLOTS)
     elif first:
@@ -391,8 +391,8 @@ def _write_rows(
     WIDE_RANGE: tl.constexpr,
     ROUND: tl.constexpr,
 ):
-    """Write codes of a tile whose rows are `rows` (R, C), multiplied by m. Returns what the transposed codes are
-    cast from: multiplied by by_col."""
+    """Store the quantized values of a tile with rows `rows` of (R, C), multiplied by m. Returns the values from which
+    the transposed ones are cast: multiplied by by_col."""
     mask, own = (rows < R)[:, None] & there[None, :], MODE != _GIVEN
     if MODE == _LINES or MODE == _BLOCKS:
         store_quantized(v * m[:, None], out, C, rows, cols, mask, MAX, WIDE_RANGE, ROUND, OWN=own)
@@ -427,15 +427,14 @@ def write_quantized(
     ROUND: tl.constexpr,
     FLOOR: tl.constexpr,
 ):
-    """out (.., C): codes of v, four tiles, of `rows` before R, with scales shared along a row (or the whole). other:
-    with scales shared along a
-    column: (.., C) codes or, TURNED, (C, P) codes as words of four, of which this is tile `down`; P whole fours.
-    Amaxes are bits, of GIVEN a multiplier. Returns the scales of the tile's rows, in their order, and of its
-    columns; of modes where all share one, twice the multiplier.
+    """out (.., C): quantized v, four tiles, of `rows` before R, with scales shared along a row (or the whole tensor).
+    other: with scales shared along a column: (.., C) or, if TRANSPOSED, (C, P) as words of four values, of which this
+    is tile `down`; P is a multiple of four. Amaxes are given as bits, with GIVEN a multiplier. Returns the scales of
+    the tile's rows, in order, and of its columns; in modes where all share one, the multiplier twice.
 
-    What is stored in both orders is cast twice, each time with its neighbours: bytes of one cast, taken apart and
-    put together anew, cost three times the instructions, and ptxas 12.8 made code of it for sm_90 that read
-    registers before they were set.
+    Values stored in both orders are cast twice, each time together with their neighbours. Casting once and regrouping
+    the bytes takes three times the instructions, and ptxas 12.8 compiled it for sm_90 into code that read registers
+    before they were set.
     """
     shared = _shared_multiplier(v, row_amax, MODE, MAX, FLOOR)
     m0, s0 = _scales(_row_bits(v[0], rows, row_amax, R, MODE, ROUND), shared, MODE, MAX, FLOOR, ROUND)
@@ -473,8 +472,8 @@ def write_quantized(
 
 @triton.jit
 def rounded(v, x, INTERPRETED: tl.constexpr):
-    """v (fp32) rounded to the dtype of x, to the nearest. Written out for bf16: Triton's way there takes a slow
-    instruction for each number, and its interpreter's only cuts bits off."""
+    """v (fp32) rounded to the nearest in the dtype of x. Written out for bf16, because Triton's conversion takes a slow
+    instruction for each number, and its interpreter only truncates bits."""
     if x.dtype.element_ty != tl.bfloat16:
         return v.to(x.dtype.element_ty).to(tl.float32)
     elif INTERPRETED:

@@ -1,9 +1,9 @@
-"""Recipes of 8-bit (and 4-bit) training as data, and the reference implementations of its casts, scales and scaled
-products.
+"""Recipes of FP8 (and FP4) training as data, and the reference implementations of their casts, scales and scaled
+matmuls.
 
-A value x is kept as a code c of a narrow format and a scale s shared by a block of values: x ~ c s. The two operands
-of a GEMM share blocks along the dim that is summed over. Which linears use a recipe, and how over ranks, is the
-matter of ops/quantized/linear.py.
+A value x is stored as a value c of a narrow format and a scale s shared by a block of values: x ~ c s. In both operands
+of a GEMM, blocks extend along the summed dim. Which linears use a recipe, and how it works over ranks, is up to
+ops/quantized/linear.py.
 """
 
 from __future__ import annotations
@@ -19,20 +19,20 @@ from torch import Tensor
 from phalanx.ops.quantized.rounding import Key, noise_for
 
 Block = tuple[int, int]  # rows and columns that share a scale; 0: all of them
-SLOTS = 32  # places that casts count in, so that programs of a kernel do not wait for each other
+SLOTS = 32  # counters that casts spread their counts over, so that programs of a kernel do not wait for each other
 COUNTED = (
     "zeros",
     "cut",
     "values",
-)  # in each of them: values that became zero, that were cut to the largest number, all that were looked at
+)  # in each slot: values that became zero, values clamped to the largest number, all values examined
 COUNTS = len(COUNTED) + 1  # and the bits of the largest |value| as fp32, where a kernel sees it
-FLOOR = 2.0**-100  # the least amax that a scale is made for: its inverse stays in range
+FLOOR = 2.0**-100  # the least amax for which a scale is computed: its inverse stays in range
 
 
 @dataclass(frozen=True)
 class Format:
-    """A narrow floating-point format. `dtype` holds its codes; `max` is the largest finite value. E2M1's codes are
-    held as E4M3's, which has all of its values."""
+    """A narrow floating-point format. `dtype` stores its values; `max` is the largest finite one. E2M1 is stored as
+    E4M3, which has all of its values."""
 
     name: str
     dtype: torch.dtype
@@ -46,24 +46,21 @@ E2M1 = Format("E2M1", torch.float8_e4m3fn, 6.0)
 
 @dataclass(frozen=True)
 class Recipe:
-    """How a linear's activations, weights and gradients are kept.
+    """How a linear's activations, weights and gradients are quantized.
 
-    forward, backward  formats of activations and weights, of gradients
-    tokens             block of activations (and their gradients), rows being tokens, where features are summed over;
-    where tokens are
-                       (the weight's gradient) rows and columns change places
-    weight             the same of weights (out, in) where inputs are summed over
-    scale              what scales are: any fp32 number, powers of two, or E4M3 numbers times one fp32 number of the
-    whole tensor
+    forward, backward  formats of activations and weights, and of gradients
+    tokens             block of activations (and their gradients) with tokens as rows, for sums over features; for sums
+                       over tokens (the weight gradient), rows and columns are swapped
+    weight             block of weights (out, in), for sums over inputs
+    scale              what scales are: any fp32 number, powers of two, or E4M3 numbers times one fp32 number for the
+                       whole tensor
     delayed            scales come from the amaxes of earlier steps
-    at_random          gradients are rounded to one of their two neighbours at random, so that on average they are
-    what they were
-    hadamard           so many tokens are mixed before both operands of the weight's gradient are cast
-    (ops.quantized.rounding); 0: none
-    emulated           no product of this sort on Hopper: codes are turned back, on a GPU rounded to the dtype of the
-    activations (which is exact
-                       of scales that are powers of two, and else far below the codes' own rounding), and multiplied
-                       in it. Not measured on hardware
+    at_random          gradients are rounded to one of their two neighbours at random, right on average
+    hadamard           so many tokens are mixed before both operands of the weight gradient are cast
+                       (ops.quantized.rounding); 0: none
+    emulated           Hopper has no such matmul: values are dequantized, on a GPU to the dtype of the activations
+                       (exact if scales are powers of two, and otherwise with an error far below that of
+                       quantization), and multiplied in it. Not measured on hardware
     """
 
     name: str
@@ -79,13 +76,13 @@ class Recipe:
 
     @property
     def turns(self) -> bool:
-        """Whether a weight's codes, transposed, are those of its transpose: then its ranks need but one byte of each
+        """Whether a quantized weight, transposed, is the quantized transpose: then ranks need only one byte for each
         element."""
         return self.weight == self.weight[::-1] and self.scale == "fp32"
 
     @property
     def unit(self) -> int:
-        """What the sizes of a product must be multiples of."""
+        """What the sizes of a matmul must be multiples of."""
         return max(16, *self.tokens, *self.weight)
 
 
@@ -109,26 +106,26 @@ RECIPES = {
 
 @dataclass(frozen=True)
 class Scaled:
-    """Codes (R, C) and the scales of their blocks, (R / r, C / c) rounded up, fp32: the values are codes times
-    scales."""
+    """Quantized values (R, C) and the scales of their blocks, (R / r, C / c) rounded up, fp32: the represented numbers
+    are values times scales."""
 
     quantized: Tensor
     scales: Tensor
     block: Block
 
     def transposed(self) -> Scaled:
-        """The transposed matrix, in its own memory: products want the dim that is summed over to be contiguous."""
+        """The transposed matrix in contiguous memory: matmuls need the summed dim to be contiguous."""
         return Scaled(transposed(self.quantized), self.scales.t().contiguous(), (self.block[1], self.block[0]))
 
     def rows(self, rows: slice) -> Scaled:
-        """A run of rows that cuts no block."""
+        """A slice of rows that splits no block."""
         size = self.block[0]
         scales = self.scales if size == 0 else self.scales[rows.start // size : -(-rows.stop // size)]
         return Scaled(self.quantized[rows], scales, self.block)
 
 
 def transposed(quantized: Tensor) -> Tensor:
-    """The reference implementation of kernels.quant.transposed."""
+    """The reference implementation of quantize_kernel.transposed."""
     return quantized.view(torch.uint8).t().contiguous().view(quantized.dtype)
 
 
@@ -137,7 +134,7 @@ def wide_of(x: Tensor) -> torch.dtype:
 
 
 def block_amax(x: Tensor, block: Block) -> Tensor:
-    """Largest |x| of each block, fp32 (R / r, C / c); NaN where a block has one. A block at the end may be smaller."""
+    """Largest |x| of each block, fp32 (R / r, C / c); NaN where a block contains one. The last block may be smaller."""
     rows, columns = (size or max(1, length) for size, length in zip(block, x.shape))
     whole = F.pad(x.abs(), (0, -x.shape[1] % columns, 0, -x.shape[0] % rows))
     return whole.view(whole.shape[0] // rows, rows, whole.shape[1] // columns, columns).amax((1, 3)).float()
@@ -152,12 +149,12 @@ def spread(scales: Tensor, block: Block, shape: tuple[int, int]) -> Tensor:
 
 
 def multipliers(amax: Tensor, format: Format, scale: str = "fp32", top: Tensor | None = None) -> Tensor:
-    """What values are multiplied by before they are cast, fp32: so that the largest becomes the format's largest.
-    Zeros: any number. NaN and inf go on as NaN and as a scale of inf, so that a product of them is no number either.
-    top: amax of the whole tensor."""
+    """Factors, fp32, by which values are multiplied before the cast, so that the largest becomes the format's largest.
+    For zeros, any number. NaN and inf stay visible, as NaN and as an infinite scale, so that a matmul with them gives
+    no number either. top: amax of the whole tensor."""
     largest = amax.new_full(
         (), format.max
-    )  # by a number GPUs divide as by its inverse, and a number over a tensor would be rounded twice
+    )  # GPUs divide by a number as by its inverse, and a number over a tensor would be rounded twice
     if scale == "power of 2":
         return torch.exp2(-torch.ceil(torch.log2(amax.clamp_min(FLOOR) / largest)))
     if scale == "two levels":
@@ -168,11 +165,11 @@ def multipliers(amax: Tensor, format: Format, scale: str = "fp32", top: Tensor |
 
 
 def cast(x: Tensor, format: Format, noise: Tensor | None = None) -> Tensor:
-    """Codes of x: to the nearest, ties to even; larger values become the largest, what is not finite NaN. float64 is
-    rounded to fp32 first.
+    """Quantize x: to the nearest, ties to even; larger values become the largest, NaN and inf become NaN. float64 is
+    first rounded to fp32.
 
-    noise (of E2M1): uniform numbers in [0, 1) like x; a value becomes the larger of its neighbours where it is
-    further on its way to it.
+    noise (for E2M1): uniform numbers in [0, 1) shaped like x; a value becomes the larger of its two neighbours where
+    its relative position between them exceeds the noise.
     """
     kept = x.clamp(-format.max, format.max)
     if format is E2M1:
@@ -181,8 +178,7 @@ def cast(x: Tensor, format: Format, noise: Tensor | None = None) -> Tensor:
 
 
 def _to_e2m1(x: Tensor, noise: Tensor | None) -> Tensor:
-    """Of 0, 0.5, 1, 1.5, 2, 3, 4, 6 with x's sign the nearest, ties to even codes; or one of x's neighbours, by
-    noise."""
+    """The nearest of 0, 0.5, 1, 1.5, 2, 3, 4, 6, with x's sign and ties to even; or one of x's neighbours, by noise."""
     size = x.abs()
     step = torch.where(size < 2, 0.5, torch.where(size < 4, 1.0, 2.0)).to(x.dtype)
     steps = size / step
@@ -191,34 +187,34 @@ def _to_e2m1(x: Tensor, noise: Tensor | None) -> Tensor:
 
 
 def quantize(x: Tensor, block: Block, format: Format, multiplier: Tensor, key: Key | None = None) -> Scaled:
-    """The reference implementation of kernels.quant.cast_both: codes of x times the multiplier of its block, in x's
+    """The reference implementation of quantize_kernel.cast_both: quantized x times the multiplier of its block, in x's
     dtype but at least fp32. `key`: of random rounding."""
     scaled = x.to(wide_of(x)) * spread(multiplier, block, x.shape)  # type: ignore[arg-type]
     return Scaled(cast_scaled(scaled, block, format, key), 1.0 / multiplier, block)
 
 
 def cast_scaled(scaled: Tensor, block: Block, format: Format, key: Key | None) -> Tensor:
-    """Codes of values that are multiplied already."""
+    """Quantize values that are already multiplied."""
     return cast(scaled, format, None if key is None else noise_for(scaled.clamp(-format.max, format.max), block, key))
 
 
 def lost(x: Tensor, q: Scaled, format: Format, multiplier: Tensor) -> Tensor:
-    """(3,) int64, as COUNTED says, of all values."""
+    """(3,) int64, as in COUNTED, over all values."""
     return count_lost(x, q.quantized, x.to(wide_of(x)) * spread(multiplier, q.block, x.shape), format)  # type: ignore[arg-type]
 
 
 def count_lost(x: Tensor, quantized: Tensor, scaled: Tensor, format: Format) -> Tensor:
-    """(3,) int64, as COUNTED says: of values x, which were cast as `scaled` and became `codes`, all of one shape."""
+    """(3,) int64, as in COUNTED, for values x that were cast as `scaled` and became `quantized`, all of one shape."""
     zeros, cut = (quantized.float() == 0) & (x != 0), scaled.abs() > format.max * (1 + 2.0**-20)
     return torch.stack((zeros.sum(), cut.sum(), torch.full_like(zeros, True).sum()))
 
 
 def dequantize(q: Scaled, dtype: torch.dtype) -> Tensor:
-    """The values, rounded once to `dtype`, (R, C)."""
-    values = q.quantized.to(dtype)  # exact: all dtypes have more bits than codes
+    """The represented numbers, rounded once to `dtype`, (R, C)."""
+    values = q.quantized.to(dtype)  # exact: every dtype here has more bits than the quantized values
     if 1 in q.block and not any(
         length % max(1, size) for length, size in zip(values.shape, q.block)
-    ):  # without a scale for each element in memory
+    ):  # without materializing a scale for each element
         rows, columns = (size or length for size, length in zip(q.block, values.shape))
         blocks = values.view(values.shape[0] // rows, rows, values.shape[1] // columns, columns)
         blocks.mul_(q.scales[:, None, :, None])
@@ -227,7 +223,7 @@ def dequantize(q: Scaled, dtype: torch.dtype) -> Tensor:
 
 
 def scaled_product(a: Scaled, b: Scaled, dtype: torch.dtype) -> Tensor:
-    """The definition of all scaled products: a (M, K), b (N, K) -> a b^T (M, N), summed in at least fp32, rounded to
+    """The definition of all scaled matmuls: a (M, K), b (N, K) -> a b^T (M, N), summed in at least fp32, rounded to
     `dtype` at the end."""
     wide = torch.float64 if dtype == torch.float64 else torch.float32
     return torch.mm(dequantize(a, wide), dequantize(b, wide).t()).to(dtype)

@@ -1,4 +1,4 @@
-"""Blocks of a matrix whose elements share a scale, where a run of its elements is cut out of a flat buffer."""
+"""Scaling blocks of a matrix, where a range of its elements is stored in a flat buffer."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from phalanx.base.align import BYTES, room
 
 @dataclass(frozen=True)
 class Blocks:
-    """A matrix (rows, columns) whose blocks of `block` (both sizes given) share a scale."""
+    """A matrix (rows, columns) whose blocks of size `block` (both sizes given) share a scale."""
 
     rows: int
     columns: int
@@ -20,7 +20,7 @@ class Blocks:
 
     @property
     def shape(self) -> tuple[int, int]:
-        """Blocks down and along."""
+        """The number of blocks down and across."""
         return -(-self.rows // self.block[0]), -(-self.columns // self.block[1])
 
     @property
@@ -29,8 +29,8 @@ class Blocks:
 
     @property
     def room(self) -> int:
-        """Elements of 4 bytes that those of the blocks take beside those of other matrices, whose scales are to
-        begin where cuBLAS takes them."""
+        """4-byte elements to reserve for the scales of this matrix beside those of others, so that each starts at an
+        address that cuBLAS accepts."""
         return room(self.count, BYTES // 4)
 
     def of(self, first: int, stop: int, device: torch.device) -> Tensor:

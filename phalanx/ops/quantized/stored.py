@@ -1,8 +1,9 @@
-"""Codes of a run of a matrix's elements, as flat buffers are cut: largest values of its blocks, casts, transposes.
+"""Quantized values of a range of a matrix's elements, as flat buffers divide them: largest values of blocks, casts,
+transposes.
 
-A block of scales may lie in several runs, on several ranks: whoever holds a run finds its largest values, who
-compares them over ranks is data_parallel's matter. What is cast is the master's value rounded to the dtype of the
-weights, so that codes are those of the weights.
+A scaling block may span several ranges on several ranks. Whoever holds a range finds its largest values here;
+data_parallel compares them over ranks. The master is rounded to the dtype of the weights before it is quantized, so the
+quantized values are those of the weights.
 """
 
 from __future__ import annotations
@@ -16,11 +17,11 @@ from phalanx.ops.quantized.scale_blocks import Blocks
 
 
 def note_largest_(bits: Tensor, x: Tensor, first: int, blocks: Blocks, dtype: torch.dtype) -> None:
-    """bits (count,) int32 become at least those of the largest |x| of each block as fp32 (NaN above all numbers), of
+    """Raise bits (count,) int32 to at least those of the largest |x| of each block as fp32 (NaN above all numbers), for
     elements x (n,) from number `first` on, rounded to `dtype`."""
     if not len(x):
         return
-    size = x.to(dtype).abs().float().view(torch.int32)  # torch's scatter_reduce forgets NaN among floats
+    size = x.to(dtype).abs().float().view(torch.int32)  # torch's scatter_reduce ignores NaN among floats
     bits.scatter_reduce_(0, blocks.of(first, first + len(x), x.device), size, "amax")
 
 
@@ -35,9 +36,9 @@ def cast_run_(
     counts: Tensor | None,
     bits: Tensor | None,
 ) -> None:
-    """codes (n,) uint8 of elements x (n,) from number `first` on, rounded to `dtype`, times the multiplier (count,)
-    fp32 of their blocks. counts (SLOTS, COUNTS): what was lost is added, as ops.quantized.recipes.COUNTED. bits: as
-    of note_largest_."""
+    """Write quantized (n,) uint8 for elements x (n,) from number `first` on, rounded to `dtype`, times the multiplier
+    (count,) fp32 of their blocks. counts (SLOTS, COUNTS): losses are added, as in ops.quantized.recipes.COUNTED. bits:
+    as in note_largest_."""
     if not len(x):
         return
     if bits is not None:
@@ -51,7 +52,7 @@ def cast_run_(
 
 
 def turn_(out: Tensor, quantized: Tensor) -> None:
-    """out (C, R) = the transpose of 8-bit codes (R, C)."""
+    """out (C, R) = the transpose of FP8 bytes (R, C)."""
     out.view(torch.uint8).copy_(quantized.view(torch.uint8).t())
 
 

@@ -1,8 +1,7 @@
-"""Largest values and casts of a run of a matrix's elements, of any range of a flat buffer; ops/quantized/stored.py
-says what they are.
+"""Largest values and casts for any range of a flat buffer; ops/quantized/stored.py defines them.
 
-Elements go in groups of 64 that lie in one block of scales each: parts of buckets, and parameters in them, begin at
-multiples of 64.
+Elements are processed in groups of 64 that lie in one scaling block each: shards of buckets, and parameters in them,
+begin at multiples of 64.
 """
 
 from __future__ import annotations
@@ -22,14 +21,15 @@ if TYPE_CHECKING:
     from phalanx.ops.quantized.scale_blocks import Blocks
 
 GROUP = 64
-GROUPS, WARPS = 64, 8  # that a program does, by so many warps
-LARGE, SAMPLED = 1024, 16  # of so many programs, losses are counted in every so-manieth
+GROUPS, WARPS = 64, 8  # groups that a program handles, and its warps
+LARGE, SAMPLED = 1024, 16  # with more programs than LARGE, losses are counted in one of SAMPLED
 
 
 @triton.jit
 def _blocks_of(at, columns, high, wide, across, LINES: tl.constexpr):
-    """The block of group number `at` of a matrix, all in groups: `columns` of a row, `wide` of a block's, `across`
-    blocks along, `high` rows of a block; with LINES, where blocks are whole rows, `high` groups of a block."""
+    """The block of group number `at` of a matrix, with all sizes in groups: `columns` of a row, `wide` of a block's
+    row, `across` blocks in a row, `high` rows of a block; with LINES, where blocks are whole rows, `high` groups of a
+    block."""
     if LINES:
         return at // high
     else:
@@ -38,8 +38,8 @@ def _blocks_of(at, columns, high, wide, across, LINES: tl.constexpr):
 
 @triton.jit
 def _values(x, i, n, DTYPE: tl.constexpr):
-    """Elements i in fp32, rounded to DTYPE; zeros past n. To bf16 by hand: the interpreter's cast does not round to
-    the nearest."""
+    """Elements i in fp32, rounded to DTYPE; zeros past n. Rounding to bf16 is written out, because the interpreter's
+    cast does not round to the nearest."""
     v = tl.load(x + i, mask=i < n, other=0.0).to(tl.float32)
     if DTYPE == tl.bfloat16:
         bits = v.to(tl.int32, bitcast=True)
@@ -64,7 +64,7 @@ def _largest(
     GROUPS: tl.constexpr,
     DTYPE: tl.constexpr,
 ):
-    """first: of x in its matrix, in groups; n: elements of x."""
+    """first: position of x in its matrix, in groups; n: elements of x."""
     groups = tl.program_id(0) * GROUPS + tl.arange(0, GROUPS)
     i = groups.to(tl.int64)[:, None] * GROUP + tl.arange(0, GROUP)[None, :]
     _note(
@@ -77,8 +77,8 @@ def _largest(
 
 @triton.jit
 def _note(v, bits, blocks, there):
-    """bits of each group's block become at least those of its largest |v|; where all groups lie in one block, at
-    once."""
+    """Raise the bits of each group's block to at least those of its largest |v|; in one operation where all groups lie
+    in one block."""
     found = tl.max(abs_bits(v), 1)
     one = tl.min(tl.where(there, blocks, 2147483647), 0)
     if one == tl.max(tl.where(there, blocks, 0), 0):
@@ -181,7 +181,7 @@ def _programs(x: Tensor) -> int:
 
 
 def _sizes(first: int, x: Tensor, blocks: Blocks) -> tuple[tuple[int, ...], bool]:
-    """What the kernels are told of the run and of its matrix. ValueError where a group would lie in two blocks."""
+    """The kernels' arguments for the range and its matrix. ValueError if a group would lie in two blocks."""
     (high, wide), columns, lines = blocks.block, blocks.columns, blocks.block[1] == blocks.columns
     whole = (high * wide) % GROUP == 0 if lines else wide % GROUP == 0 and columns % GROUP == 0
     if first % GROUP or len(x) % GROUP or not whole:
