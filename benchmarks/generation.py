@@ -175,10 +175,7 @@ def row_budget(model: InferenceModel, shapes: Shapes) -> dict[str, float]:
             kinds[kind] = kinds.get(kind, 0.0) + event.device_time_total / 8e3
         found |= dict(sorted(kinds.items(), key=lambda item: -item[1])[:12])
         found["all kernels"] = sum(kinds.values())
-    while not engine.idle:  # whoever comes next begins with empty pages
-        for number in list(engine.open_requests):
-            engine.cancel(number)
-        engine.step()
+    engine.close()
     return found
 
 

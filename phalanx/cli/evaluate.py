@@ -63,11 +63,10 @@ def evaluate(
         base_config,
         check_folder,
         check_sets,
-        for_evaluation,
         need_sets,
         tokenizer_of,
     )
-    from phalanx.inference.generate import weights_folder
+    from phalanx.inference.load import weights_alone, weights_folder
     from phalanx.launch.env import describe_machine
 
     weights = weights_folder(checkpoint)
@@ -77,7 +76,7 @@ def evaluate(
     loaded = read(None, overrides, base, f"the config of {checkpoint}")
     if loaded.run is not None:
         world = ranks or _started() or max(1, loaded.run.layout.tp * loaded.run.layout.cp * loaded.run.layout.pp)
-        run = for_evaluation(loaded.run, world)
+        run = weights_alone(loaded.run, world)
         folder = checkpoint if (Path(checkpoint) / "checkpoints").is_dir() else run.dir
         loaded = replace(loaded, run=replace(run, data=_without_training(run, bool(data)), dir=folder))
     ready = prepare_loaded(loaded, ranks)

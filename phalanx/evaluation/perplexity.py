@@ -18,12 +18,10 @@ from phalanx.base.errors import CheckpointError, ConfigError, DataError, Problem
 from phalanx.base.pairwise import pairwise_sum
 from phalanx.base.placement import Placement
 from phalanx.base.text_table import table
-from phalanx.checkpoint.config import CheckpointConfig
-from phalanx.checkpoint.hf import model_config_from_hf
 from phalanx.checkpoint.load import load_weights
 from phalanx.checkpoint.manifest import NAME, parse
 from phalanx.comm.mesh import Mesh, leave_world
-from phalanx.config.run import Run, TrainConfig
+from phalanx.config.run import Run
 from phalanx.config.write import to_dict
 from phalanx.data.config import prefixes_and_weights
 from phalanx.data.files import TOKENIZER_FILES
@@ -32,10 +30,10 @@ from phalanx.engine.build import build_for_inference
 from phalanx.engine.evaluate import summed
 from phalanx.engine.meeting import device_of, identity, join
 from phalanx.forecast.decide import make_plan
-from phalanx.nn.objective import TaskConfig
+from phalanx.inference.load import forward_only, run_of_folder
 from phalanx.pipeline.execute import Stages, execute
 from phalanx.planning.order import eval_samples
-from phalanx.planning.plan import Plan, storing_all
+from phalanx.planning.plan import Plan
 from phalanx.sequence.batch import IGNORE, Batch
 from phalanx.text.cache import use_text
 from phalanx.text.prepare import check_tokenizer, read_manifest
@@ -74,41 +72,12 @@ def base_config(weights: Path, gpu: bool) -> dict[str, Any]:
         config = {name: section for name, section in parse(weights.parent).config.items() if name != "task"}
         if config:  # an evaluation writes to none of the run's sinks
             return {**config, "log": {k: v for k, v in config.get("log", {}).items() if k != "sinks"}}
-    model = model_config_from_hf(weights)
-    length = min(1024, model.max_position_embeddings)
-    train = TrainConfig(steps=1, global_batch=1, micro_batch=1, seq_length=length, precision="bf16" if gpu else "fp32")
-    return to_dict(Run(model=model, train=train))
+    return to_dict(run_of_folder(weights, gpu))
 
 
 def tokenizer_of(weights: Path) -> str | None:
     """The folder, if it has a tokenizer."""
     return str(weights) if any((weights / name).exists() for name in TOKENIZER_FILES) else None
-
-
-def for_evaluation(run: Run, world: int) -> Run:
-    """The run without what only training needs: one micro-batch on each rank, and nothing is loaded but the named
-    weights."""
-    layout = run.layout
-    dp = max(1, world // (layout.tp * layout.cp * layout.pp))
-    train = replace(run.train, global_batch=run.train.micro_batch * dp, rampup=None)
-    return replace(run, train=train, init_from=None, checkpoint=CheckpointConfig(interval=1))
-
-
-def forward_only(run: Run) -> Run:
-    """How it is computed: by cross entropy, whatever the objective; nothing is sharded, recomputed, captured or
-    quantized, and experts accept all tokens."""
-    layout = replace(
-        run.layout,
-        sharding=0,
-        shard_group=None,
-        shard_across="nothing",
-        tp_overlap="off",
-        ep_overlap="off",
-        dp_overlap="off",
-        dispatch="alltoall",
-    )
-    train = replace(storing_all(run).train, fp8=None, cuda_graphs="off", deterministic=False, freeze=[])
-    return replace(run, task=TaskConfig(), layout=layout, train=train)
 
 
 # ---- what ranks do -------------------------------------------------------------------------------

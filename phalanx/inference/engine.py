@@ -164,7 +164,7 @@ class Engine:
         self._load = [0] * mesh.dp.size  # rank 0: tokens of those, by replica
         self._prompts: dict[int, ScoredPrompt] = {}
         self._behind: tuple[Step, Drawn] | None = None
-        self._stopped = False
+        self._paused = False
         grid = mesh.grid
         self._together = grid.dp > 1 and grid.ep > 1 and bool(model.plan.run.model.routed_experts)
 
@@ -193,6 +193,12 @@ class Engine:
         with self._lock:
             return not self._open
 
+    @property
+    def open_requests(self) -> list[int]:
+        """On rank 0: numbers of the requests that are not over."""
+        with self._lock:
+            return list(self._open)
+
     def submit(
         self,
         prompt: Sequence[int],
@@ -202,24 +208,28 @@ class Engine:
     ) -> int:
         """Its number. deadline: on time.monotonic()'s clock. RequestError for what cannot be served."""
         options = options or SamplingOptions()
-        vocab = self.model.plan.run.model.vocab_size
-        wrong = next((t for t in prompt if not 0 <= t < vocab), None)
-        if wrong is not None:
-            raise RequestError("prompt", wrong, f"token ids must be >= 0 and < {vocab}, the size of the vocabulary")
+        self.check(prompt, options)
         with self._lock:
             request = Request(
                 number=self._numbers, prompt=tuple(prompt), options=options, priority=priority, deadline=deadline
             )
-            try:
-                self.scheduler.check(request)
-            except RequestDoesNotFit as error:
-                raise RequestError("prompt", f"{error.prompt} tokens", str(error)) from error
             self._numbers += 1
             replica = min(range(len(self._load)), key=self._load.__getitem__)
             self._load[replica] += len(prompt)
             self._open[request.number] = replica, len(prompt)
             self._inbox.requests.append((replica, request))
         return request.number
+
+    def check(self, prompt: Sequence[int], options: SamplingOptions) -> None:
+        """RequestError if it could never be served."""
+        vocab = self.model.plan.run.model.vocab_size
+        wrong = next((t for t in prompt if not 0 <= t < vocab), None)
+        if wrong is not None:
+            raise RequestError("prompt", wrong, f"token ids must be >= 0 and < {vocab}, the size of the vocabulary")
+        try:
+            self.scheduler.check(Request(number=0, prompt=tuple(prompt), options=options))
+        except RequestDoesNotFit as error:
+            raise RequestError("prompt", f"{error.prompt} tokens", str(error)) from error
 
     def cancel(self, number: int) -> None:
         """A request is no longer wanted; it ends with the next step, unless it is over by then."""
@@ -233,7 +243,7 @@ class Engine:
         """One step of every replica; collective. The events of all of them on rank 0, elsewhere those of its own."""
         message = self._messages.broadcast(self._outbox())
         if message.stop:
-            self._stopped = True
+            self._paused = True
             return []
         events = self._take_in(message)
         step = self.scheduler.schedule(message.now)
@@ -252,15 +262,25 @@ class Engine:
         return self._heard(events)
 
     def follow(self) -> None:
-        """Ranks other than 0: steps until rank 0 stops."""
-        while not self._stopped:
+        """Ranks other than 0: steps until rank 0 pauses."""
+        self._paused = False
+        while not self._paused:
             self.step()
 
-    def stop(self) -> None:
-        """Rank 0: the others need not wait for a further step."""
-        with self._lock:
-            self._inbox.stop = True
-        self.step()
+    def pause(self) -> None:
+        """Rank 0: the others need not wait for a further step; they go on when they `follow` again."""
+        if self.model.mesh.world.size > 1:
+            with self._lock:
+                self._inbox.stop = True
+            self.step()
+
+    def close(self) -> None:
+        """Rank 0: give up what is under way."""
+        for number in self.open_requests:
+            self.cancel(number)
+        while not self.idle:
+            self.step()
+        self.pause()
 
     def _outbox(self) -> StepMessage | None:
         if self.model.mesh.rank:

@@ -1,83 +1,215 @@
-"""Text from a checkpoint: next-token sampling on one process, with the whole window computed again for each token (no
-cache yet)."""
+"""Text from a checkpoint: prompts in, answers out, on one process or on all ranks of a layout."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+import json
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field, replace
 from pathlib import Path
-
-import torch
-from torch import Tensor
+from types import TracebackType
 
 from phalanx.base.errors import CheckpointError, ConfigError, Problem
 from phalanx.checkpoint.hf import model_config_from_hf
-from phalanx.checkpoint.keep import find
-from phalanx.checkpoint.load import load_weights
-from phalanx.comm.mesh import Mesh, local_device
-from phalanx.config.run import Run, TrainConfig
 from phalanx.data.files import TOKENIZER_FILES
-from phalanx.engine.build import build_for_inference
-from phalanx.forecast.decide import make_plan
-from phalanx.nn.module import Block
-from phalanx.pipeline.execute import Stages, execute
-from phalanx.planning.plan import Plan
-from phalanx.sequence.batch import Batch
+from phalanx.inference.engine import Engine, EngineOptions
+from phalanx.inference.load import InferenceModel, load_alone, weights_folder
+from phalanx.inference.request import EndReason, Event, Finished, NewToken, SamplingOptions, TokenScore
+from phalanx.text.pieces import Pieces
+from phalanx.text.stops import StopStrings
 from phalanx.text.tokenizers import Tokenizer, load_tokenizer
 
-SHOWN = 60  # characters of a prompt shown in a message
-UNFINISHED = "\N{REPLACEMENT CHARACTER}"  # what a decoder returns for bytes that are not a whole character
+SHOWN = 60  # characters of a prompt in a message
+ALONE = EngineOptions(sequences=1, tokens=512)
+"""Of one text at a time."""
 
 
-def weights_folder(path: str) -> Path:
-    """The Hugging Face folder for a path: of a run (its newest checkpoint), of a checkpoint, or the path itself."""
-    if (Path(path) / "config.json").exists():
-        return Path(path)
-    return find(path) / "weights"
+@dataclass(frozen=True)
+class TextAnswer:
+    """prompt: its place among those given. sample: which of its answers. tokens: without those of a stop string."""
+
+    prompt: int
+    sample: int
+    text: str
+    tokens: tuple[int, ...]
+    reason: EndReason
+    scores: tuple[TokenScore, ...] = ()
+    error: str | None = None
+
+
+class TextSampler:
+    """Makes text with a model:
+
+        with TextSampler("runs/first") as s:
+            for answer in s.generate(["Once upon a time"], SamplingOptions(tokens=64, temperature=0.8)):
+                print(answer.text)
+
+    On several ranks all of them make the same calls, and answers come on rank 0.
+    """
+
+    def __init__(self, path: str, options: EngineOptions | None = None, model: InferenceModel | None = None):
+        """path: a run, a checkpoint or a Hugging Face folder; model: its weights on the ranks of a layout; None: they
+        are loaded here, on this process alone."""
+        self.folder = weights_folder(path)
+        self.tokenizer = tokenizer_of(self.folder)
+        self.ends = end_tokens(self.folder, self.tokenizer)
+        self.engine = Engine(model or load_alone(self.folder), options)
+
+    def __enter__(self) -> TextSampler:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        """Whatever was still being made is given up. After an error the engine may be amid a step: it is left."""
+        if error is None or isinstance(error, GeneratorExit):
+            self.engine.close()
+
+    def ids(self, prompt: str | Sequence[int]) -> list[int]:
+        """Of a text; ids stay as they are. An empty text begins a document."""
+        return (self.tokenizer.encode(prompt) or [self.tokenizer.eod or 0]) if isinstance(prompt, str) else list(prompt)
+
+    def generate(
+        self,
+        prompts: Sequence[str | Sequence[int]],
+        options: SamplingOptions | None = None,
+        samples: int = 1,
+        stop: Sequence[str] = (),
+    ) -> Iterator[TextAnswer]:
+        """Answers as they are ready. samples: of each prompt. stop: a text ends before one of these. RequestError
+        before anything is made, if one of the prompts cannot be served."""
+        if self.engine.model.mesh.rank:
+            self.engine.follow()
+            return
+        options = replace(
+            options or SamplingOptions(), end_tokens=(*(options or SamplingOptions()).end_tokens, *self.ends)
+        )
+        ids = [self.ids(prompt) for prompt in prompts]
+        for each in ids:
+            self.engine.check(each, options)
+        texts: dict[int, LiveText] = {}
+        for place, each in enumerate(ids):
+            for n in range(samples):
+                number = self.engine.submit(each, replace(options, sample=options.sample + n))
+                texts[number] = LiveText(
+                    place, n, Pieces(self.tokenizer, each), StopStrings(stop), frozenset(options.end_tokens)
+                )
+        while not self.engine.idle:
+            for event in self.engine.step():
+                answer = self._heard(texts[event.request], event)
+                if answer is not None:
+                    del texts[event.request]
+                    yield answer
+        self.engine.pause()
+
+    def _heard(self, live: LiveText, event: Event) -> TextAnswer | None:
+        if isinstance(event, NewToken):
+            if live.add(event):
+                self.engine.cancel(event.request)
+            return None
+        return live.answer(event) if isinstance(event, Finished) else None
+
+
+@dataclass
+class LiveText:
+    """The text of one request as it is made."""
+
+    prompt: int
+    sample: int
+    pieces: Pieces
+    stop: StopStrings
+    ends: frozenset[int]
+    text: str = ""
+    tokens: list[int] = field(default_factory=list)
+    scores: list[TokenScore] = field(default_factory=list)
+
+    def add(self, event: NewToken) -> bool:
+        """One more token; whether a stop string has come with it, after which nothing is heard."""
+        if self.stop.found is not None or event.token in self.ends:
+            return False
+        self.tokens.append(event.token)
+        if event.score is not None:
+            self.scores.append(event.score)
+        self.text += self.stop.add(self.pieces.add(event.token))
+        return self.stop.found is not None
+
+    def answer(self, event: Finished) -> TextAnswer:
+        if self.stop.found is None:
+            self.text += self.stop.add(self.pieces.rest())
+            self.text += self.stop.rest()
+        reason: EndReason = "stop" if self.stop.found is not None else event.reason
+        return TextAnswer(
+            self.prompt, self.sample, self.text, tuple(self.tokens), reason, tuple(self.scores), event.error
+        )
+
+
+def tokenizer_of(folder: Path) -> Tokenizer:
+    if not any((folder / name).exists() for name in TOKENIZER_FILES):
+        raise CheckpointError(
+            f"{folder} holds no tokenizer, so text cannot be made with it (data.tokenizer was not set in its run)"
+        )
+    return load_tokenizer(str(folder))
+
+
+def end_tokens(folder: Path, tokenizer: Tokenizer) -> tuple[int, ...]:
+    """After which a text is over: the tokenizer's end of a document, and those that the folder's generation_config.json
+    names (a chat model ends its turn with another)."""
+    found = [] if tokenizer.eod is None else [tokenizer.eod]
+    path = folder / "generation_config.json"
+    if path.is_file():
+        named = json.loads(path.read_text(encoding="utf-8")).get("eos_token_id")
+        found += named if isinstance(named, list) else [] if named is None else [named]
+    return tuple(dict.fromkeys(found))
 
 
 def generate(path: str, prompt: str, tokens: int = 128, temperature: float = 0.8, seed: int = 0) -> str:
-    """`prompt` continued by up to `tokens` tokens, or until the end-of-document token. temperature 0: always the
+    """`prompt` continued by up to `tokens` tokens, ended early by the end-of-document token. temperature 0: the
     likeliest token."""
     return prompt + "".join(TextStream(path, prompt, tokens, temperature, seed))
 
 
 class TextStream:
-    """The continuation of a prompt, piece by piece as tokens are generated. ConfigError if the prompt leaves no
+    """The continuation of a prompt, piece by piece as its tokens are made. ConfigError for a prompt that leaves no
     position for a token.
 
-    notice   after the end: why it ended before `tokens`, if that needs an explanation; otherwise None
+    notice   when it is over: why it ended before `tokens`, if that needs a word; else None
     """
 
     def __init__(self, path: str, prompt: str, tokens: int = 128, temperature: float = 0.8, seed: int = 0):
         folder = weights_folder(path)
-        if not any((folder / name).exists() for name in TOKENIZER_FILES):
-            raise CheckpointError(
-                f"{folder} holds no tokenizer, so text cannot be made with it (data.tokenizer was not set in its run)"
-            )
-        self.tokenizer, self.tokens, self.temperature = load_tokenizer(str(folder)), tokens, temperature
+        tokenizer = tokenizer_of(folder)
         self.positions = model_config_from_hf(folder).max_position_embeddings
-        self.ids = self.tokenizer.encode(prompt) or [self.tokenizer.eod or 0]
-        if len(self.ids) >= self.positions:
-            raise ConfigError([too_long(prompt, len(self.ids), self.positions)])
-        self.plan, self.mesh, self.stages = load_for_inference(folder)
-        self.dice = torch.Generator().manual_seed(seed)
+        self.ids = tokenizer.encode(prompt) or [tokenizer.eod or 0]
+        self._first, self._tokens = len(self.ids), tokens
+        if self._first >= self.positions:
+            raise ConfigError([too_long(prompt, self._first, self.positions)])
+        made = min(tokens, self.positions - self._first)
+        self._sampler = TextSampler(path, replace(ALONE, length=self._first + made))
+        self._options = SamplingOptions(tokens=made, temperature=temperature, seed=seed, end_tokens=self._sampler.ends)
         self.notice: str | None = None
 
     def __iter__(self) -> Iterator[str]:
-        first, text = len(self.ids), Pieces(self.tokenizer)
-        for count in range(self.tokens):
-            if len(self.ids) == self.positions:
-                room = (
-                    f"the model has {self.positions} positions (max_position_embeddings), and the prompt "
-                    f"takes {first} of them"
-                )
-                self.notice = f"stopped after {count} of {self.tokens} tokens: {room}"
-                break
-            self.ids.append(pick(next_logits(self.plan, self.mesh, self.stages, self.ids), self.temperature, self.dice))
-            if self.ids[-1] == self.tokenizer.eod:
-                break
-            yield text.add(self.ids[-1])
-        yield text.rest()
+        engine, pieces = self._sampler.engine, Pieces(self._sampler.tokenizer, self.ids)
+        engine.submit(self.ids, self._options)
+        count, reason = 0, ""
+        with self._sampler:
+            while not engine.idle:
+                for event in engine.step():
+                    if isinstance(event, NewToken):
+                        self.ids.append(event.token)
+                        count += 1
+                        if event.token not in self._options.end_tokens:
+                            yield pieces.add(event.token)
+                    elif isinstance(event, Finished):
+                        reason = event.reason
+                        if event.error is not None:
+                            self.notice = f"stopped after {count} of {self._tokens} tokens: {event.error}"
+        if reason == "length" and count < self._tokens:
+            room = (
+                f"the model has {self.positions} positions (max_position_embeddings), and the prompt "
+                f"takes {self._first} of them"
+            )
+            self.notice = f"stopped after {count} of {self._tokens} tokens: {room}"
+        yield pieces.rest()
 
 
 def too_long(prompt: str, tokens: int, positions: int) -> Problem:
@@ -91,66 +223,3 @@ def too_long(prompt: str, tokens: int, positions: int) -> Problem:
         (),
         "command line",
     )
-
-
-class Pieces:
-    """Text of tokens that arrive one by one. Incomplete characters are held back until all their bytes have arrived."""
-
-    def __init__(self, tokenizer: Tokenizer):
-        self._tokenizer = tokenizer
-        self._ids: list[int] = []
-        self._given = ""
-
-    def add(self, token: int) -> str:
-        """The text that this token completes."""
-        self._ids.append(token)
-        return self._beyond(self._text().removesuffix(UNFINISHED))
-
-    def rest(self) -> str:
-        """What is left at the end."""
-        return self._beyond(self._text())
-
-    def _text(self) -> str:
-        return self._tokenizer.decode(self._ids, skip_special_tokens=True)
-
-    def _beyond(self, text: str) -> str:
-        more = text.removeprefix(self._given) if text.startswith(self._given) else ""
-        self._given += more
-        return more
-
-
-def load_for_inference(folder: Path) -> tuple[Plan, Mesh, Stages]:
-    """The model of a Hugging Face folder on this process, in its own dtype on a GPU and in fp32 on a CPU."""
-    model = model_config_from_hf(folder)
-    gpu = torch.cuda.is_available()
-    length = min(64, model.max_position_embeddings)
-    train = TrainConfig(steps=1, global_batch=1, micro_batch=1, seq_length=length, precision="bf16" if gpu else "fp32")
-    plan = make_plan(Run(model=model, train=train), 1)
-    mesh = Mesh(plan.grid, 0, local_device("cuda" if gpu else "cpu", 0))
-    buffers, stages = build_for_inference(plan, mesh)
-    load_weights(folder, buffers, mesh)
-    return plan, mesh, stages
-
-
-@torch.no_grad()
-def next_logits(plan: Plan, mesh: Mesh, stages: Stages, ids: list[int]) -> Tensor:
-    """(vocab,) logits of the token after `ids`."""
-    window = torch.tensor(ids, device=mesh.device)
-    n = len(window)
-    zeros = torch.zeros_like(window)
-    batch = Batch(window, zeros, torch.arange(n, device=mesh.device), zeros, 1, n)
-    stages.finish = lambda block, x, _: last_logits(block, x, n)
-    stages.begin([batch], seed=None)
-    execute([i for i in plan.programs(1, backward=False).lists[0] if type(i) in stages.handlers()], stages.handlers())
-    stages.end()
-    return stages.outputs[0][0]
-
-
-def last_logits(block: Block, x: Tensor, n: int) -> Tensor:
-    return block.logits(x, torch.tensor([n - 1], device=x.device))  # type: ignore[operator]
-
-
-def pick(logits: Tensor, temperature: float, dice: torch.Generator) -> int:
-    if temperature == 0:
-        return int(logits.argmax())
-    return int(torch.multinomial(torch.softmax(logits.float().cpu() / temperature, -1), 1, generator=dice))

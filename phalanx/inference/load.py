@@ -40,10 +40,18 @@ def run_of_folder(folder: Path, gpu: bool) -> Run:
     return Run(model=model, train=train)
 
 
-def without_training(run: Run, world: int) -> Run:
-    """The run as `world` ranks compute it forward alone: by cross entropy, whatever the objective; its batch has a
-    micro-batch on each rank; nothing is sharded, recomputed, captured or in low precision, experts take all tokens, and
-    no weights are loaded but those that are named."""
+def weights_alone(run: Run, world: int) -> Run:
+    """The run without what only training needs: one micro-batch on each rank, and nothing is loaded but the named
+    weights."""
+    layout = run.layout
+    dp = max(1, world // (layout.tp * layout.cp * layout.pp))
+    train = replace(run.train, global_batch=run.train.micro_batch * dp, rampup=None)
+    return replace(run, train=train, init_from=None, checkpoint=CheckpointConfig(interval=1))
+
+
+def forward_only(run: Run) -> Run:
+    """How it is computed: by cross entropy, whatever the objective; nothing is sharded, recomputed, captured or
+    quantized, and experts accept all tokens."""
     layout = replace(
         run.layout,
         sharding=0,
@@ -55,10 +63,12 @@ def without_training(run: Run, world: int) -> Run:
         dispatch="alltoall",
     )
     train = replace(storing_all(run).train, fp8=None, cuda_graphs="off", deterministic=False, freeze=[])
-    dp = max(1, world // (layout.tp * layout.cp * layout.pp))
-    train = replace(train, global_batch=train.micro_batch * dp, rampup=None)
-    alone = CheckpointConfig(interval=1)
-    return replace(run, task=TaskConfig(), layout=layout, train=train, init_from=None, checkpoint=alone)
+    return replace(run, task=TaskConfig(), layout=layout, train=train)
+
+
+def without_training(run: Run, world: int) -> Run:
+    """The run as `world` ranks compute it forward alone."""
+    return forward_only(weights_alone(run, world))
 
 
 @dataclass(frozen=True)

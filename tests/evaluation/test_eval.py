@@ -14,7 +14,8 @@ from phalanx.checkpoint.keep import find
 from phalanx.comm.mesh import Mesh
 from phalanx.config.read import load_run
 from phalanx.config.run import Run
-from phalanx.evaluation.perplexity import Evaluation, base_config, for_evaluation, open_sets, results_of
+from phalanx.evaluation.perplexity import Evaluation, base_config, open_sets, results_of
+from phalanx.inference.load import weights_alone
 from phalanx.planning.plan import grid_of
 from phalanx.text.prepare import prepare
 from phalanx.text.tokenizers import load_tokenizer
@@ -109,7 +110,7 @@ def test_every_layout_finds_the_loss_of_the_run(trained, ranks, family):
     weights, own = find(folder) / "weights", own_losses(folder)
     assert set(own) == {"valid", "all"}
     for overrides, world in [((), 1), *LAYOUTS[family]]:
-        run = for_evaluation(load_run(base=base_config(weights, gpu=False), overrides=overrides), world)
+        run = weights_alone(load_run(base=base_config(weights, gpu=False), overrides=overrides), world)
         for found in ranks.run("tests.evaluation.test_eval:evaluated", world, run, Evaluation(str(weights), {})):
             for name, loss in own.items():
                 tokens, other = found[name]
@@ -206,7 +207,7 @@ def test_what_a_layout_adds_to_training_alone_is_left_out():
         ROOT / "recipes/tiny_llama.yaml",
         ["layout.sharding=3", "train.recompute=full", "checkpoint.load=gone", "train.global_batch=48"],
     )
-    found = for_evaluation(replace(run, init_from="gone"), 6)
+    found = weights_alone(replace(run, init_from="gone"), 6)
     assert (
         found.init_from is None
         and found.checkpoint.load is None

@@ -179,7 +179,7 @@ def answers(
         engine.follow()
         return []
     found = answers_of(engine, asked, arrive)
-    engine.stop()
+    engine.pause()
     return found
 
 

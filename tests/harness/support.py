@@ -53,10 +53,11 @@ from phalanx.engine.shadow import gradient_distance
 from phalanx.engine.step import accumulate, evaluate_step, shadow_of, update
 from phalanx.forecast.check import check
 from phalanx.forecast.decide import make_plan
-from phalanx.inference.generate import load_for_inference, next_logits
+from phalanx.inference.load import load_alone
 from phalanx.planning.plan import storing_all, without_layout
 from phalanx.sequence.batch import Batch
 from phalanx.training.saves import numbers_of
+from tests.harness.generation import whole_logits
 from tests.harness.parity import assemble, compare, parts_of, random_weights, step_batches
 from tests.harness.pool import RankPool, warm_imports
 from tests.harness.support_features import CORPUS, FEATURES, Feature, Trial, exclude, trial
@@ -414,8 +415,8 @@ def same_exports(folder: Path, other: Path) -> None:
     """Hugging Face folders in fp32 of what both saved make the same logits."""
     found = []
     for path in (folder, other):
-        plan, mesh, stages = load_for_inference(export(path / "step-00000002", path / "export", "fp32"))
-        found.append(next_logits(plan, mesh, stages, PROMPT).numpy())
+        model = load_alone(export(path / "step-00000002", path / "export", "fp32"))
+        found.append(whole_logits(model, PROMPT)[-1].numpy())
     np.testing.assert_allclose(found[0], found[1], rtol=1e-4, atol=1e-4 * np.abs(found[1]).max())
 
 

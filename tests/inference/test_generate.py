@@ -10,7 +10,8 @@ from pathlib import Path
 import pytest
 
 from phalanx.base.errors import ConfigError
-from phalanx.inference.generate import Pieces, TextStream, generate
+from phalanx.inference.generate import TextStream, generate
+from phalanx.text.pieces import Pieces
 from phalanx.text.tokenizers import load_tokenizer
 
 ROOT = Path(__file__).parents[2]
