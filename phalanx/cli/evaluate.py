@@ -96,7 +96,7 @@ def evaluate(
 
 
 def _started() -> int | None:
-    """Ranks of a world that others have started."""
+    """The number of ranks in a world that others have started."""
     from phalanx.launch.env import read_placement
 
     placement, _ = read_placement(os.environ)
@@ -104,7 +104,7 @@ def _started() -> int | None:
 
 
 def _without_training(run: Run, named: bool) -> Any:
-    """The data section of an evaluation on sets that were named: what the run was trained on may be gone."""
+    """The data section for an evaluation on named sets: the training data may no longer exist."""
     from phalanx.data.config import DataConfig
 
     kept: Any = {"document_attention": run.data.document_attention, "packing": run.data.packing}
@@ -115,7 +115,7 @@ def _without_training(run: Run, named: bool) -> Any:
 
 @contextmanager
 def prepared(data: Sequence[str], run: Run, weights: Path) -> Iterator[dict[str, tuple[str, ...]]]:
-    """Sets by name, as prefixes of token files. Text is made into such files, which are there inside the context."""
+    """Sets by name, as prefixes of token files. Text is prepared into such files, which exist inside the context."""
     sets: dict[str, tuple[str, ...]] = {}
     with tempfile.TemporaryDirectory(prefix="phalanx-eval-") as cache:
         for text in data:
@@ -141,7 +141,7 @@ def _named(text: str) -> tuple[str, str]:
 
 
 def _stem(path: str) -> str:
-    """Token files are meant by either of their two names too."""
+    """Token files may also be given by either of their two file names."""
     return path.removesuffix(".idx").removesuffix(".bin") if path.endswith((".idx", ".bin")) else path
 
 
