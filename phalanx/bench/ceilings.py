@@ -1,5 +1,5 @@
-"""What the device at hand can do, measured now: its GEMM at a model's shapes, its memory, its attention. The rest is
-held against this."""
+"""What the device can do, measured now: its GEMM at a model's shapes, its memory, its attention. Other measurements are
+compared with this."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from phalanx.base.dtypes import precision
 from phalanx.bench.timing import calls_in, measure
 from phalanx.config.run import Run
 
-WARM_S = {"cuda": 0.3, "cpu": 0.05}  # how long a GPU is kept busy first: its rate falls to what its power limit allows
+WARM_S = {"cuda": 0.3, "cpu": 0.05}  # how long a GPU is kept busy first: its rate drops to what its power limit allows
 RUN_S = 0.06  # then each measurement lasts about this long
 COPY_BYTES = {"cuda": 2**30, "cpu": 2**26}
 # of a micro-batch and of a sequence, in what is measured: rates grow no further, memory and time do
@@ -24,8 +24,8 @@ MOST_TOKENS = 2**16
 @dataclass(frozen=True)
 class Ceilings:
     """gemm: FLOP/s over the linears of a layer, weighted by their size. copy: bytes/s read plus written. attention:
-    FLOP/s forward and backward, causal counted as half the square, backward as 2.5 forwards (it makes the scores
-    again)."""
+    FLOP/s forward and backward, where causal counts half the square and backward counts as 2.5 forwards (it recomputes
+    the scores)."""
 
     gemm: float
     copy: float
@@ -80,13 +80,13 @@ def _gemm(tokens: int, inputs: int, outputs: int, dtype: torch.dtype, device: to
 
 
 def _sustained(call: Any, device: torch.device) -> float:
-    """Seconds per call when it has run for a while."""
+    """Seconds per call after running for a while."""
     began = time.perf_counter()
     batch = calls_in(RUN_S, measure(call, device, warmup=1, repeats=3).median)
     while time.perf_counter() - began < WARM_S[device.type]:
         measure(call, device, warmup=0, repeats=1, batch=batch)
     times = measure(call, device, warmup=0, repeats=5, batch=batch)
-    # a CPU is shared with others, its best is what it can do
+    # a CPU is shared with others, so its best time is what it can do
     return times.median if device.type == "cuda" else times.low
 
 

@@ -1,11 +1,11 @@
-"""`bench ops`: every op of phalanx.ops as a config's own modules call it, forward and forward+backward, against
+"""`bench ops`: every op of phalanx.ops as a config's own modules call it, forward and forward+backward, compared with
 measured ceilings.
 
-One embedding, one layer and the head are built as one rank of the layout would hold them, and run once while the
-calls of ops are noted with their arguments. Each call is then timed by itself. So the shapes are the config's, the
-twin is the one that the op chooses on this device, and an op that is added to a model is measured without a word
-here. Communication is left out: over an axis of several ranks an op gets its own part, copied where it would be
-gathered.
+One embedding, one layer and the head are built as one rank of the layout would hold them, and run once while calls of
+ops are recorded with their arguments. Each call is then timed by itself. So the shapes are the config's, the
+implementation is the one that the op chooses on this device, and an op that is added to a model is measured without a
+change here. Communication is left out: over an axis of several ranks, an op gets copies of its own shard where data
+would be gathered.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ from phalanx.sequence.batch import Batch
 
 
 class LocalAxis(Axis):
-    """An axis of any size on one process: what would come from the others is a copy of this rank's own."""
+    """An axis of any size on one process: data from other ranks is replaced by copies of this rank's own."""
 
     def __init__(self, name: str, size: int):
         super().__init__(name, tuple(range(size)), 0)
@@ -60,7 +60,7 @@ class LocalAxis(Axis):
 
 @dataclass(frozen=True)
 class OpCall:
-    """One call of an op: name and block that it came from, the function, its arguments."""
+    """One call of an op: its name, the block that called it, the function, its arguments."""
 
     name: str
     function: Callable[..., Any]
@@ -76,9 +76,9 @@ class OpCall:
 
 @dataclass(frozen=True)
 class OpTiming:
-    """Times and rates of one call. flop: of forward. nbytes: of its inputs and outputs, once. computes: the device's
-    GEMM (or attention) limits it and not its memory, by its FLOP per byte (Williams et al., "Roofline", 2009);
-    `ceiling` is the rate of that, in FLOP/s or bytes/s."""
+    """Times and rates of one call. flop: of forward. nbytes: of its inputs and outputs, once. computes: by its FLOP per
+    byte, it is limited by the device's GEMM (or attention) rather than its memory (Williams et al., "Roofline", 2009);
+    `ceiling` is the rate of that limit, in FLOP/s or bytes/s."""
 
     name: str
     shape: str
@@ -147,7 +147,7 @@ def bench_ops(
 
 
 def calls_of(plan: Plan, device: torch.device) -> list[OpCall]:
-    """The different calls of ops that an embedding, a layer and a head make in forward, in order."""
+    """The distinct calls of ops that an embedding, a layer and a head make in forward, in order."""
     run = plan.run
     blocks = block_samples(plan, device)
     batch = random_batch(run, device)
@@ -179,7 +179,7 @@ def block_samples(plan: Plan, device: torch.device) -> list[nn.Module]:
     blocks = [make_blocks(plan.run.model, env, range(i, i + 1))[0] for i in (0, 1, n - 1)]
     kind = precision(plan.run.train.precision)
     for linear in (m for block in blocks for m in block.modules() if isinstance(m, Linear)):
-        linear.fed_lazily = False  # each op is timed alone: what it reads and makes is in memory
+        linear.fed_lazily = False  # each op is timed alone, so its inputs and outputs must be in memory
     for block in blocks:
         shapes = [p.shape for p in block.parameters()]
         params = list(block.parameters())
@@ -205,7 +205,7 @@ def random_batch(run: Run, device: torch.device) -> Batch:
 
 @contextmanager
 def noted(found: list[OpCall]) -> Iterator[None]:
-    """While inside, every op that a module of phalanx.nn or phalanx.models calls by name is noted in `found`."""
+    """While inside, every op that a module of phalanx.nn or phalanx.models calls by name is recorded in `found`."""
     undo: list[tuple[Any, str, Any]] = []
     for module in [m for name, m in list(sys.modules.items()) if name.startswith(("phalanx.nn.", "phalanx.models."))]:
         for name, thing in list(vars(module).items()):
@@ -246,7 +246,8 @@ def _noting(function: Callable[..., Any], found: list[OpCall]) -> Callable[..., 
 
 
 def _own(x: Any) -> Any:
-    """The value cut off from the graph; parameters stay themselves, for their gradients go into their buffers."""
+    """The value detached from the graph; parameters are returned as they are, because their gradients go into their
+    buffers."""
     if not isinstance(x, Tensor) or isinstance(x, nn.Parameter):
         return x
     return x.detach().requires_grad_(x.requires_grad)
@@ -296,7 +297,7 @@ def time_update(run: Run, device: torch.device, ceilings: Ceilings, repeats: int
     """What a step does once, after its gradients: norm, clip, AdamW, weights written back, gradients zeroed; for one
     layer and embeddings.
 
-    nbytes is the least that can be moved: gradient, master and two moments read; master, moments, weight and zeroed
+    nbytes is the minimum that must be moved: gradient, master and two moments read; master, moments, weight and zeroed
     gradient written.
     """
     alone = replace(without_layout(run), model=replace(run.model, num_hidden_layers=1))

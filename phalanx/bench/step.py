@@ -1,5 +1,5 @@
-"""`bench step`: a config's real training step, timed as the peers in benchmarks/peers are, with memory by kind and
-the step budget."""
+"""`bench step`: a config's real training step, timed like the peers in benchmarks/peers, with memory by kind and the
+step budget."""
 
 from __future__ import annotations
 
@@ -36,15 +36,15 @@ from phalanx.observe.step_budget import Budget, advice, read_budget
 from phalanx.planning.order import micro_batches
 from phalanx.sequence.batch import Batch
 
-LR = 1e-5  # small: made-up tokens teach nothing, and every step shall do the same work
+LR = 1e-5  # small, because mock tokens teach nothing and every step should do the same work
 TRACED = 2  # steps of the budget, after one that warms the profiler up
 
 
 def bench_step(
     placement: Placement, config: dict[str, Any], steps: int, warmup: int, out: str | None, trace: str | None
 ) -> None:
-    """One rank of the benchmark; rank 0 prints, and writes `out` (JSON) and `trace` (Chrome/Perfetto) if asked.
-    Without warm-up the timed steps are all there is: no step budget, unless its trace is asked for."""
+    """One rank of the benchmark; rank 0 prints, and writes `out` (JSON) and `trace` (Chrome/Perfetto) if requested.
+    Without warm-up there are only the timed steps: no step budget, unless its trace is requested."""
     budgeted = warmup > 0 or trace is not None
     run = long_enough(load_run(base=config), warmup + steps + (TRACED + 1) * budgeted)
     began = time.perf_counter()
@@ -95,14 +95,14 @@ def joined(run: Run, placement: Placement, weights: bool = True) -> Iterator[Sta
 
 
 def long_enough(run: Run, steps: int) -> Run:
-    """The run with at least as many steps as are to be done; batches of full size from the start."""
+    """The run with at least as many steps as will be made, and batches of full size from the start."""
     length: dict[str, Any] = {"steps": max(run.train.last_step, steps), "tokens": None}
     return replace(run, train=replace(run.train, **length, rampup=None, eval_interval=None, eval_samples=64))
 
 
 @contextmanager
 def batches_of(run: Run, state: State) -> Iterator[Callable[[], list[Batch]]]:
-    """A function that gives a step's micro-batches, of fresh tokens each time, as the training loop gets them."""
+    """A function that returns a step's micro-batches, with new tokens each time, prepared as in the training loop."""
     mesh, t = state.mesh, run.train
     count = t.global_batch // (t.micro_batch * mesh.dp.size)
     loader = train_loader(
@@ -120,7 +120,7 @@ def batches_of(run: Run, state: State) -> Iterator[Callable[[], list[Batch]]]:
 
 
 def timed_steps(state: State, step: Callable[[], None], count: int) -> Times:
-    """Host clock around each whole step, the device idle at both ends; of each step the slowest rank's time."""
+    """Host clock around each whole step, with the device idle at both ends; for each step the slowest rank's time."""
     wait(state)
     seconds = []
     for _ in range(count):
@@ -141,8 +141,7 @@ def wait(state: State) -> None:
 
 
 def peak_bytes(state: State) -> int | None:
-    """Most bytes of tensors at once on the fullest rank, the first step included; None on a CPU, which does not
-    count them."""
+    """Peak bytes of tensors on the fullest rank, including the first step; None on a CPU, which does not count them."""
     if state.mesh.device.type != "cuda":
         return None
     peak = torch.cuda.max_memory_allocated(state.mesh.device) + state.mesh.shared_bytes
@@ -169,7 +168,7 @@ def traced(state: State, step: Callable[[], None], plain_s: float, keep: str | N
 
 @dataclass(frozen=True)
 class Result:
-    """What a benchmark of steps found, on rank 0."""
+    """The result of a benchmark of steps, on rank 0."""
 
     run: Run
     state: State

@@ -1,4 +1,4 @@
-"""`bench sweep`: `bench step` for every combination of values, each in processes of its own; a table sorted by
+"""`bench sweep`: `bench step` for every combination of values, each in separate processes; a table sorted by
 tokens/s."""
 
 from __future__ import annotations
@@ -44,7 +44,7 @@ def combinations(overrides: Sequence[str]) -> list[tuple[str, ...]]:
 def sweep(
     config: str, overrides: Sequence[str], options: Sequence[str], timeout_s: float, say: Callable[[str], None]
 ) -> list[Row]:
-    """A row per combination. One that runs out of memory, or is not legal, or takes too long is a row that says so."""
+    """A row for each combination. One that runs out of memory, is invalid, or takes too long is a row that says so."""
     varied = {o.partition("=")[0] for o in overrides if len(split_values(o)) > 1}
     rows = []
     for chosen in combinations(overrides):
@@ -70,7 +70,7 @@ def run_one(config: str, overrides: Sequence[str], options: Sequence[str], timeo
 
 
 def problem_of(said: str, code: int) -> str:
-    """The error in a few words: the first line that names one, else the last that was said."""
+    """The error in a few words: the first line that names one, or else the last line of output."""
     lines = [line.strip() for line in said.splitlines() if line.strip()]
     out_of_memory = next((line for line in lines if "out of memory" in line.lower()), None)
     if out_of_memory:

@@ -1,5 +1,5 @@
-"""agree: a step that all ranks must take together; if it fails on one rank, every rank raises the same error instead
-of waiting."""
+"""agree: a step that all ranks must take together. If it fails on one rank, every rank raises the same error instead of
+waiting for it."""
 
 from __future__ import annotations
 
@@ -18,15 +18,15 @@ T = TypeVar("T")
 def agree(axis: Axis, work: Callable[[], Any]) -> list[Any]:
     """Run `work` on every rank of the axis and give each rank all results (JSON values), in rank order.
 
-    Raises CheckpointError on every rank where `work` failed on any of them: DamagedCheckpoint if all that failed
-    found damage. PeerLost if what came is no answer. Other errors than those of users and of the disk are bugs: they
-    keep their type on their own rank.
+    Raises CheckpointError on every rank if `work` failed on any of them: DamagedCheckpoint if all failures were damage.
+    PeerLost if what arrived is not an answer. Errors other than those of users and of the disk are bugs, and keep their
+    type on their own rank.
     """
     failure: Exception | None = None
     try:
         answer = {"result": work()}
     except PeerLost:
-        raise  # the others cannot be told
+        raise  # the other ranks cannot be informed
     except Exception as error:
         failure, answer = (
             error,
@@ -34,7 +34,7 @@ def agree(axis: Axis, work: Callable[[], Any]) -> list[Any]:
         )
     try:
         answers = [json.loads(text) for text in axis.all_gather_text(json.dumps(answer))]
-    except ValueError as error:  # no rank writes what cannot be read: these are bytes of something else
+    except ValueError as error:  # no rank sends anything unreadable, so these bytes are something else
         raise PeerLost(
             f"what the ranks of {axis.name} told each other cannot be read: one of them went another way ({error})"
         ) from error
@@ -55,7 +55,7 @@ def together(axis: Axis, work: Callable[[], T]) -> T:
 
 
 def _text(errors: dict[int, str], size: int) -> str:
-    """One error that all ranks share reads as one; else each says whose it is."""
+    """One message for an error that all ranks share; otherwise each line says whose it is."""
     if len(errors) == size and len(set(errors.values())) == 1:
         return next(iter(errors.values()))
     shown = [f"rank {rank}: {text}" for rank, text in list(errors.items())[:4]]

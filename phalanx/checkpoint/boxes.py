@@ -1,5 +1,5 @@
-"""Holdings: which boxes of which global tensors lie in a range of a flat bucket, as views. This is all that is known
-of layouts here."""
+"""Which boxes of which global tensors are in a range of a flat bucket, as views. Nothing else about layouts is known
+here."""
 
 from __future__ import annotations
 
@@ -20,8 +20,7 @@ from phalanx.ops.optimizer.shard import MASTER, Shard
 
 @dataclass(frozen=True)
 class Item:
-    """`box` of a global tensor of a piece; `view` (box.shape) is a strided view of the flat buffer, in global
-    orientation.
+    """`box` of a global tensor; `view` (box.shape) is a strided view of the flat buffer, in global orientation.
 
     saved_as    the dtype in which it is written; None: that of the view
     """
@@ -47,15 +46,15 @@ class Item:
 def items_in(bucket: Bucket, flat: Tensor, base: int, lo: int, hi: int, exported: bool = False) -> Iterator[Item]:
     """Items of elements lo..hi of a bucket. flat[0] is the bucket's element number `base`. Padding is in no item.
 
-    exported: only tensors that Hugging Face checkpoints have.
+    exported: only tensors that Hugging Face checkpoints contain.
     """
     for found in boxes_in(bucket, lo, hi, exported):
         yield Item(found.piece, found.box, found.of(flat, base))
 
 
 def weights_to_save(buffers: Buffers, mesh: Mesh) -> list[Item]:
-    """This rank's share of the compute-dtype weights: its data-parallel part of each bucket, without copies that
-    others write."""
+    """This rank's share of the compute-dtype weights: its data-parallel shard of each bucket, without copies that other
+    ranks write."""
     found = []
     for f in buffers.flat:
         at, values = f.storage.saved
@@ -65,8 +64,8 @@ def weights_to_save(buffers: Buffers, mesh: Mesh) -> list[Item]:
 
 
 def state_to_save(shards: list[Shard], mesh: Mesh) -> list[dict[str, Item]]:
-    """This rank's boxes, and of each its master and state by kind. Where the state is whole on every data-parallel
-    rank, each writes its part."""
+    """This rank's boxes, with master and state by kind for each. Where every data-parallel rank has the whole state,
+    each writes its share."""
     found: list[dict[str, Item]] = []
     for s in shards:
         items = {kind: items_in(s.bucket, s.values(kind), s.lo, *s.own) for kind in s.kinds}
@@ -76,7 +75,7 @@ def state_to_save(shards: list[Shard], mesh: Mesh) -> list[dict[str, Item]]:
 
 
 def state_to_load(shards: list[Shard], values: list[dict[str, Tensor]]) -> dict[str, list[Item]]:
-    """Everything that this rank's shards hold, copies included, by kind; `values`: of each shard, where to."""
+    """Everything that this rank's shards hold, copies included, by kind; `values`: for each shard, where to load it."""
     found: dict[str, list[Item]] = {MASTER: []}
     for s, whole in zip(shards, values):
         for kind, x in whole.items():
@@ -85,7 +84,7 @@ def state_to_load(shards: list[Shard], values: list[dict[str, Tensor]]) -> dict[
 
 
 def kept_to_save(buffers: Buffers, mesh: Mesh) -> list[Item]:
-    """This rank's share of what is frozen or not trained (it has no moments): of each bucket its part, whatever the
+    """This rank's share of what is frozen or not trained (it has no moments): its shard of each bucket, whatever the
     sharding."""
     untrained = [f for f in buffers.flat if not f.bucket.learns]
     return [i for f in untrained for i in items_in(f.bucket, f.master, f.lo, *f.own) if i.piece.is_writer(mesh.at)]
@@ -96,5 +95,5 @@ def kept_to_load(buffers: Buffers) -> list[Item]:
 
 
 def masters_to_load(buffers: Buffers) -> list[Item]:
-    """What a Hugging Face folder gives."""
+    """What a Hugging Face folder supplies."""
     return [i for f in buffers.masters for i in items_in(f.bucket, f.master, f.lo, f.lo, f.hi, exported=True)]

@@ -1,4 +1,4 @@
-"""Rules of the `checkpoint` section: numbers, and that what is to be loaded is there."""
+"""Rules of the `checkpoint` section: ranges of numbers, and that what is to be loaded exists."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from phalanx.models.registry import of_model_type
 
 
 def check(config: CheckpointConfig, *, files: bool = True) -> list[Problem]:
-    """files: look whether `load` is there."""
+    """files: check that `load` exists."""
     found = []
     if config.interval is not None and config.interval < 1:
         rule = "must be an integer >= 1, or null to save only at the end"
@@ -41,7 +41,8 @@ def check(config: CheckpointConfig, *, files: bool = True) -> list[Problem]:
 
 
 def check_source(folder: str, family: str) -> list[Problem]:
-    """A Hugging Face folder that weights are to come from holds a model of this family, as far as it says so."""
+    """A Hugging Face folder from which weights are to be loaded holds a model of this family, as far as its config.json
+    says."""
     if not (Path(folder) / "config.json").is_file():
         return []
     try:

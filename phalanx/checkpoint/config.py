@@ -16,14 +16,15 @@ class CheckpointConfig:
     keep_last: int = 2
     """Newest good checkpoints to keep; 0 keeps all."""
     keep_every: int | None = None
-    """Keep those whose step is a multiple of this as well."""
+    """Also keep checkpoints whose step is a multiple of this."""
     background: bool = True
     """Write from a copy in host memory while training goes on; false: the run waits until all is on disk."""
     on_error: Literal["stop", "continue"] = "stop"
-    """What a failed save (a full disk) does: end the run (exit 4), or warn and go on; the last save of a run always
-    ends it."""
+    """What happens if a save fails (on a full disk): stop ends the run (exit 4), continue warns and goes on. The last
+    save of a run always ends it."""
     load: str | None = None
-    """A checkpoint (or a run folder: its newest) to continue from; the run's own checkpoints, if any, go first."""
+    """A checkpoint (or a run folder: its newest) to continue from; the run's own checkpoints, if any, take
+    precedence."""
     resume: Literal["auto", "never"] = "auto"
     """auto: continue from the newest checkpoint of this run's folder; never: refuse to start where one exists."""
     allow: list[str] = field(default_factory=list)

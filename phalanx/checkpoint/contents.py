@@ -1,5 +1,5 @@
-"""Contents: the global tensors of a checkpoint, or of a Hugging Face folder, one at a time on one process; each byte
-checked as in training."""
+"""Contents: the global tensors of a checkpoint or a Hugging Face folder, read one at a time in one process, with every
+byte checked as in training."""
 
 from __future__ import annotations
 
@@ -27,8 +27,8 @@ WEIGHTS = "weights"
 
 
 class Contents:
-    """Tensors by kind: `weights` as they are exported and, of a checkpoint of ours, `state_kinds`: `master` and what
-    the optimizer remembers (of AdamW `m` and `v`). Files stay open until `close`."""
+    """Tensors by kind: `weights` as they are exported and, in a checkpoint of ours, `state_kinds`: `master` and the
+    optimizer's state (for AdamW `m` and `v`). Files stay open until `close`."""
 
     def __init__(self, path: str | Path):
         self.path, self.manifest = _meant(path)
@@ -68,11 +68,11 @@ class Contents:
         return {name: stored.shape for name, stored in self._kinds[kind][1].items()} if kind in self._kinds else {}
 
     def files(self, kind: str) -> dict[str, str]:
-        """The file in which a whole tensor lies, by its name."""
+        """The file that holds each tensor as a whole, by the tensor's name."""
         return {name: stored.parts[0].file for name, stored in self._kinds[kind][1].items()}
 
     def read(self, kind: str, name: str) -> Tensor:
-        """A whole global tensor, put together from the boxes that are stored."""
+        """A whole global tensor, assembled from the boxes that are stored."""
         folder, index, receipts = self._kinds[kind]
         stored, whole, found = index[name], None, 0
         for part in stored.parts:
@@ -104,7 +104,7 @@ class Contents:
 
 
 def _meant(path: str | Path) -> tuple[Path, Manifest | None]:
-    """A run (its newest checkpoint), a checkpoint, or a Hugging Face folder."""
+    """The folder of tensors for a path: a run (its newest checkpoint), a checkpoint, or a Hugging Face folder."""
     given = place(path)
     if not given.is_dir():
         raise CheckpointError(missing(given))

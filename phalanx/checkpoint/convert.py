@@ -1,8 +1,8 @@
-"""Export and import: from a checkpoint to a Hugging Face folder, and from third-party folders to one; each with a
+"""Export and import: from a checkpoint to a Hugging Face folder, and from third-party folders to one, each with a
 report of what was compared.
 
-Nothing here runs code of a folder: safetensors and JSON are read, and of torch's distributed checkpoints the
-metadata through an unpickler that knows their own data classes and nothing else.
+No code from a folder is run: safetensors and JSON are read, and the metadata of torch's distributed checkpoints goes
+through an unpickler that accepts only their data classes.
 """
 
 from __future__ import annotations
@@ -63,15 +63,15 @@ DCP_NAMES = {
     "torch.serialization": {"_get_layout"},
     "collections": {"OrderedDict"},
 }
-# the second: of Python 3.13
+# the second is Python 3.13's
 PATHS = {(module, name) for module in ("pathlib", "pathlib._local") for name in ("PosixPath", "PurePosixPath")}
 
 
 def export(path: str | Path, out: str | Path, dtype: str | None = None) -> Path:
-    """The weights of a checkpoint as a Hugging Face folder of its own, rounded once from the masters to `dtype`
-    (default: that of the run).
+    """The weights of a checkpoint as a separate Hugging Face folder, rounded once from the masters to `dtype` (default:
+    that of the run).
 
-    Its report compares what was written, read again, with the masters.
+    Its report compares what was written, read back, with the masters.
     """
     with Contents(path) as contents:
 
@@ -84,7 +84,7 @@ def export(path: str | Path, out: str | Path, dtype: str | None = None) -> Path:
 
 
 def report(folder: Path, truth: Iterator[tuple[str, Tensor]], source: str) -> Path:
-    """Write beside the weights what they were compared with: values that differ and by how much, per tensor.
+    """Write a report beside the weights: which values differ from the truth and by how much, for each tensor.
     CheckpointError if rounding does not explain it."""
     lines, wrong = {}, []
     with Contents(folder) as written:
@@ -117,13 +117,13 @@ def report(folder: Path, truth: Iterator[tuple[str, Tensor]], source: str) -> Pa
 def import_weights(
     path: str | Path, out: str | Path, config: str | Path, wanted: dict[str, tuple[int, ...]], prefix: str = ""
 ) -> Path:
-    """A Hugging Face folder from safetensors files, or from a torch distributed checkpoint, of whatever metadata.
-    Weights packed as MXFP4 or as FP8 with scales become plain numbers, in the dtype that the config names (bf16
-    holds every value of MXFP4).
+    """A Hugging Face folder from safetensors files or a torch distributed checkpoint, whatever its metadata. Weights
+    packed as MXFP4, or as FP8 with scales, become plain numbers in the dtype that the config names (bf16 holds every
+    value of MXFP4).
 
-    config      a folder with config.json (and tokenizer), which the result carries
+    config      a folder with config.json (and tokenizer), which are copied into the result
     wanted      names and shapes that the model of that config has; everything else is an error that names it
-    prefix      what the names begin with in `path` and not in the model, such as `model.` of a trainer's state
+    prefix      what the names begin with in `path` and not in the model, such as `model.` in a trainer's state
     """
     given = place(path)
     if not given.is_dir():
@@ -164,7 +164,7 @@ def _whole(stored: Stored, source: SafetensorsFolder | DcpFolder) -> Tensor:
 
 
 def _dtype(stored: Stored, source: SafetensorsFolder | DcpFolder, config: dict[str, Any]) -> torch.dtype:
-    """What a tensor is written in: its own, or the config's if it is packed."""
+    """The dtype in which a tensor is written: its own, or the config's if it is packed."""
     part = stored.parts[0]
     if type(part) in (StoredBox, MegatronBox):
         return source.dtype(part.key)
@@ -229,7 +229,7 @@ class DcpFolder:
         entry = self._metadata.state_dict_metadata[name]
         found = {name: torch.empty(tuple(entry.size), dtype=entry.properties.dtype)}
         try:
-            with warnings.catch_warnings(action="ignore"):  # that there is one process only
+            with warnings.catch_warnings(action="ignore"):  # a warning that there is only one process
                 load(found, storage_reader=Reader(self.folder), no_dist=True)
         except CheckpointException as error:
             cause = next(iter(error.failures.values()))[0]
@@ -237,8 +237,8 @@ class DcpFolder:
         return found[name]
 
     def _stacked(self, name: str) -> bool:
-        """Whether a tensor was stored row by row of its first dim, such as layers of a stack: then each is made one
-        of its own."""
+        """Whether a tensor was stored row by row of its first dim, such as stacked layers: each row then becomes a
+        tensor of its own."""
         from torch.distributed.checkpoint.metadata import MetadataIndex, TensorStorageMetadata
 
         entries, data = self._metadata.state_dict_metadata, self._metadata.storage_data
@@ -255,8 +255,8 @@ class DcpFolder:
 
 
 class _OnlyDcp(pickle.Unpickler):
-    """Knows the data classes of torch.distributed.checkpoint, sizes and dtypes; a file that asks for anything else
-    is refused."""
+    """Accepts the data classes of torch.distributed.checkpoint, sizes and dtypes; a file that asks for anything else is
+    refused."""
 
     def find_class(self, module: str, name: str) -> Any:
         of_torch = module == "torch" and (name == "Size" or isinstance(getattr(torch, name, None), torch.dtype))
@@ -267,14 +267,14 @@ class _OnlyDcp(pickle.Unpickler):
         if (module, name) == ("megatron.core.dist_checkpointing.strategies.torch", "MCoreMetadata"):
             from torch.distributed.checkpoint.metadata import Metadata
 
-            return type(name, (Metadata,), {})  # the same fields and one more, about optimizers
+            return type(name, (Metadata,), {})  # a class with the same fields, and one more about optimizers
         if (module, name) == ("builtins", "getattr"):
             return _member  # how Python before 3.11.4 pickles a member of an enumeration
         raise CheckpointError(f"asks for {module}.{name}, which has no place in the metadata of a checkpoint")
 
 
 def _member(kind: Any, name: Any) -> Any:
-    """A member of an enumeration by its name, and nothing else of anything."""
+    """A member of an enumeration by its name; anything else is refused."""
     if not (isinstance(kind, EnumMeta) and isinstance(name, str) and name in kind.__members__):
         raise CheckpointError(f"asks for {name!r} of {kind!r}, which has no place in the metadata of a checkpoint")
     return kind[name]
@@ -290,7 +290,7 @@ def _dcp_metadata(path: Path) -> Any:
         ]
     except CheckpointError as error:
         raise CheckpointError(f"{path} is refused: it {error}") from error
-    except Exception as error:  # whatever damaged bytes make of an unpickler
+    except Exception as error:  # damaged bytes can raise anything in an unpickler
         raise CheckpointError(f"{path} is damaged: {type(error).__name__}: {error}") from error
     if odd:
         raise CheckpointError(f"{path} names files outside its folder: {', '.join(map(repr, odd[:3]))}")

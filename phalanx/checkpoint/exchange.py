@@ -1,5 +1,5 @@
-"""Box exchange over the network: ranks that hold boxes of global tensors send them to the ranks that want them. With
-files between them, checkpoints do the same (tensors.fill)."""
+"""Box exchange over the network: ranks that hold boxes of global tensors send them to the ranks that want them.
+Checkpoints do the same through files (tensors.fill)."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from phalanx.comm.axis import Axis, Work
 from phalanx.layout.box import Box
 from phalanx.layout.transfer import NotCovered, transfers
 
-ROUND_BYTES = 256 << 20  # on their way at the same time, over all ranks
+ROUND_BYTES = 256 << 20  # in flight at the same time, over all ranks
 
 
 @dataclass(frozen=True)
@@ -38,8 +38,8 @@ class Offer:
 
 @dataclass(frozen=True)
 class Message:
-    """A box from one rank of the axis to another, of the dtype in which it is held. give: its values, on the source;
-    into: where they go, on the target."""
+    """A box sent from one rank of the axis to another, in the dtype in which it is held. give: its values, on the
+    source; into: where they go, on the target."""
 
     source: int
     target: int
@@ -49,7 +49,7 @@ class Message:
 
 
 def offered(axis: Axis, items: Sequence[Item]) -> list[list[Offer]]:
-    """What each rank's items are, on every rank."""
+    """The items of every rank, known to every rank."""
     lists = agree(axis, lambda: [(i.name, i.shape, i.box.start, i.box.stop, NAMES[i.dtype]) for i in items])
     return [
         [
@@ -62,11 +62,11 @@ def offered(axis: Axis, items: Sequence[Item]) -> list[list[Offer]]:
 
 @torch.no_grad()
 def exchange(axis: Axis, held: Sequence[Item], wanted: Sequence[Item], device: torch.device) -> None:
-    """Fill every rank's `wanted` from what the ranks hold, each element of a tensor held by exactly one of them: a
-    model moves from one layout to another without files.
+    """Fill every rank's `wanted` from what the ranks hold, where each element of a tensor is held by exactly one of
+    them. A model moves from one layout to another without files.
 
-    Values are cast where the dtypes differ. CheckpointError on every rank if anything wanted is not held, or held
-    in another shape. Staging takes at most ROUND_BYTES, or one tensor.
+    Values are cast where the dtypes differ. CheckpointError on every rank if anything wanted is not held, or is held in
+    another shape. Staging takes at most ROUND_BYTES, or one tensor.
     """
     holders: dict[str, list[Offer]] = {}
     for offer in (o for rank in offered(axis, held) for o in rank):
@@ -77,7 +77,7 @@ def exchange(axis: Axis, held: Sequence[Item], wanted: Sequence[Item], device: t
 
 
 def _rounds(wants: Iterable[Offer]) -> Iterator[list[Offer]]:
-    """The same on every rank."""
+    """Rounds of offers, the same on every rank."""
     round, size = list[Offer](), 0
     for want in wants:
         if round and size + want.nbytes > ROUND_BYTES:
@@ -106,8 +106,8 @@ def _messages(
 
 
 def carry(axis: Axis, messages: Iterable[Message], device: torch.device) -> None:
-    """Send and receive; every rank passes the same messages in the same order, so that even sends which wait for
-    their receiver cannot wait in a circle."""
+    """Send and receive. Every rank passes the same messages in the same order, so even sends that wait for their
+    receiver cannot wait in a circle."""
     work, arriving = list[Work](), list[tuple[Tensor, Tensor]]()
     for m in messages:
         if m.give is not None and m.into is not None:

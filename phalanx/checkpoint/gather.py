@@ -1,4 +1,4 @@
-"""Bring boxes of global tensors to the ranks that write them, one tensor at a time on each: no rank ever holds the
+"""Gathers boxes of global tensors on the ranks that write them, one tensor at a time on each, so no rank ever holds the
 whole model."""
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ class File:
 
 
 def plan_files(held: list[list[Offer]], max_bytes: int) -> list[File]:
-    """Files of a model of which rank r offers the boxes held[r]: the same on every rank, and the same files in every
+    """Files of a model for which rank r offers the boxes held[r]: the same on every rank, and the same files in every
     layout.
 
     Raises CheckpointError if the offers do not cover each tensor exactly.
@@ -62,7 +62,7 @@ def plan_files(held: list[list[Offer]], max_bytes: int) -> list[File]:
 
 
 def plan_whole(tensors: Iterable[Entry], max_bytes: int) -> list[File]:
-    """The files of whole tensors that one process has."""
+    """The files of whole tensors held by one process."""
     return plan_files([[Offer(0, n, t[0], t[1], Box.full(t[1]), t[2]) for n, t in enumerate(tensors)]], max_bytes)
 
 
@@ -84,10 +84,10 @@ def _jobs(held: list[list[Offer]]) -> list[Job]:
 
 
 def gather(axis: Axis, files: list[File], items: list[Item], device: torch.device) -> Iterator[tuple[File, Tensor]]:
-    """(file, whole tensor) for each tensor that this rank writes, in the order of its files; every rank must iterate
-    to the end.
+    """(file, whole tensor) for each tensor that this rank writes, in the order of its files; every rank must iterate to
+    the end.
 
-    In a round each writer gets its next tensor.
+    In each round every writer receives its next tensor.
     """
     mine = {(i.name, i.box): i.view for i in items}
     queues = [[(f, job) for f in files if f.writer == rank for job in f.jobs] for rank in range(axis.size)]

@@ -31,7 +31,7 @@ from phalanx.models.model_config import ModelConfig
 from phalanx.models.registry import families, family_of, known_family, of_model_type
 
 TOKEN_IDS = ("bos_token_id", "eos_token_id", "pad_token_id")
-# how losses weigh and the load of experts is kept even, and what no shape depends on
+# fields of losses and load balancing, and others on which no shape depends
 MAY_CHANGE = (
     "dropout",
     "attention_dropout",
@@ -40,7 +40,7 @@ MAY_CHANGE = (
     "mtp_loss_weight",
     *BALANCE,
 )
-# keys that transformers reads, or code published with a model, whatever the family -> the only values that our models
+# keys that transformers or code published with a model reads, whatever the family -> the only values that our models
 # compute
 ALWAYS_ONLY: dict[str, tuple[Any, ...]] = {
     "quantization_config": (None,),
@@ -54,12 +54,12 @@ class ModelFolder:
     """A Hugging Face folder as transformers reads it: the model, and what else the folder holds."""
 
     path: Path
-    """The folder itself; of one of our checkpoints its `weights`."""
+    """The folder itself; in one of our checkpoints, its `weights`."""
     model: ModelConfig
     config: dict[str, Any]
-    """config.json as it stands."""
+    """The contents of config.json."""
     index: Index | None
-    """The tensors of its files, under the names they have there; None: a folder without weights."""
+    """The tensors of its files, under their names there; None: a folder without weights."""
 
     @property
     def generation(self) -> dict[str, Any]:
@@ -69,7 +69,7 @@ class ModelFolder:
 
     @property
     def token_ids(self) -> dict[str, Any]:
-        """Special tokens that the folder names: its generation_config.json has the last word, as in transformers."""
+        """Special tokens that the folder names; its generation_config.json takes precedence, as in transformers."""
         return {
             k: v
             for found in (self.config, self.generation)
@@ -79,12 +79,12 @@ class ModelFolder:
 
 
 def read_folder(path: str | Path) -> ModelFolder:
-    """The model of a Hugging Face folder (or of one of our checkpoints), by its config.json and the tensors of its
+    """The model of a Hugging Face folder (or of one of our checkpoints), from its config.json and the tensors of its
     files.
 
-    A head that differs from the embedding is kept although the config ties both, and modules of multi-token
-    prediction that no file holds are not made: transformers does the same. Code named in the folder is never run.
-    CheckpointError names everything that is not supported.
+    A head that differs from the embedding is kept even if the config ties both, and multi-token prediction modules that
+    are in no file are left out: transformers does the same. Code named in the folder is never run. CheckpointError
+    names everything that is not supported.
     """
     folder = folder_of(path)
     config = read_config(folder)
@@ -101,7 +101,7 @@ def read_folder(path: str | Path) -> ModelFolder:
 
 
 def model_config_from_hf(folder: str | Path) -> ModelConfig:
-    """The model of a Hugging Face folder, as `read_folder` finds it."""
+    """The model of a Hugging Face folder, as found by `read_folder`."""
     return read_folder(folder).model
 
 
@@ -111,7 +111,7 @@ def from_hf(config: dict[str, Any], where: str = "config.json") -> ModelConfig:
     if found is None:
         raise CheckpointError(f"{where}: {unknown_family(config.get('model_type'))}")
     name, family = found
-    if block_of(config) is not None or _is_packed(config, family):  # unpacked as they are read
+    if block_of(config) is not None or _is_packed(config, family):  # these are unpacked while they are read
         config = {**config, "quantization_config": None}
     values = values_of(config, family.json_keys, family.other_names, where)
     odd = [*other_values(values, family.only), *other_values(config, ALWAYS_ONLY)]
@@ -133,7 +133,7 @@ def _is_packed(config: dict[str, Any], family: Family) -> bool:
 
 
 def unknown_family(name: Any) -> str:
-    """What is said of a model_type that is none of ours: the nearest, and what there is to do."""
+    """What to say about a model_type that is not one of ours: the nearest ones, and what can be done."""
     known = [kind for family in families().values() for kind in (family.name, *family.also)]
     near = difflib.get_close_matches(str(name).lower().replace("-", "_"), known, n=3, cutoff=0.5) or sorted(known)
     return (
@@ -144,8 +144,8 @@ def unknown_family(name: Any) -> str:
 
 
 def to_hf(model: ModelConfig, dtype: torch.dtype, token_ids: dict[str, Any] | None = None) -> dict[str, Any]:
-    """config.json for a model whose weights are of `dtype`. Special tokens that are not given are none (not Hugging
-    Face's defaults)."""
+    """config.json for a model whose weights have this dtype. Special tokens that are not given are set to none (not to
+    Hugging Face's defaults)."""
     family = known_family(model.family)
     if family is None or type(model) is not family.config:
         known = ", ".join(one.config.__name__ for one in families().values())
@@ -163,8 +163,8 @@ def generation_config(token_ids: dict[str, Any] | None = None) -> dict[str, Any]
 
 
 def resolved(model: dict[str, Any]) -> dict[str, Any]:
-    """A model config's dict with all defaults filled in, also of fields that came after it was written, so that two
-    spellings are equal."""
+    """A model config's dict with all defaults filled in, including those of fields added after it was written, so that
+    two spellings are equal."""
     family = known_family(model.get("family"))
     if family is None:
         m = dict(model)
@@ -177,7 +177,7 @@ def resolved(model: dict[str, Any]) -> dict[str, Any]:
 
 
 def differences(old: dict[str, Any], new: dict[str, Any]) -> list[str]:
-    """`field old -> new` of every field in which two model configs differ, those that a run may change left out."""
+    """`field old -> new` for every field in which two model configs differ, except those that a run may change."""
     family = known_family(new.get("family"))
     may_change = {*MAY_CHANGE, *(("max_position_embeddings",) if family is None else family.may_change)}
     a, b = resolved(old), resolved(new)

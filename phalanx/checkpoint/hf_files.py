@@ -33,7 +33,7 @@ from phalanx.models.registry import families, of_model_type
 
 Shapes = dict[str, tuple[int, ...]]
 HEAD = "lm_head.weight"
-COMPARED = 1 << 24  # numbers of two tensors that are compared at once
+COMPARED = 1 << 24  # elements of two tensors compared at a time
 
 
 def read_config(folder: str | Path) -> dict[str, Any]:
@@ -45,7 +45,7 @@ def read_config(folder: str | Path) -> dict[str, Any]:
 
 
 def read_json(path: Path) -> dict[str, Any]:
-    """A JSON object of a file; CheckpointError names a file that is none."""
+    """A JSON object from a file; CheckpointError if the file is not one."""
     try:
         found = json.loads(path.read_text())
     except (OSError, ValueError, RecursionError) as error:
@@ -61,7 +61,7 @@ def has_weights(folder: Path) -> bool:
 
 
 def stored_in(folder: Path, receipts: dict[str, Receipt] | None) -> Index:
-    """Every tensor of a Hugging Face folder, quantised ones as what they stand for."""
+    """Every tensor of a Hugging Face folder; quantized ones as the numbers that they represent."""
     config = read_config(folder) if (folder / "config.json").is_file() else {}
     return with_scaled(with_packed(hf_index(folder, receipts), str(folder)), config, str(folder))
 
@@ -82,7 +82,7 @@ def hf_index(folder: Path, receipts: dict[str, Receipt] | None = None) -> Index:
 
 
 def hf_files(folder: Path) -> list[str]:
-    """Names of the safetensors files: those of the index, or the single one. A name that leaves the folder is
+    """Names of the safetensors files: those in the index, or the single one. Names that lead out of the folder are
     refused."""
     if not folder.is_dir():
         raise CheckpointError(missing(folder, "folder"))
@@ -104,8 +104,8 @@ def hf_files(folder: Path) -> list[str]:
 
 
 def adapt(index: Index, wanted: Shapes, where: str, same: Callable[[Stored, Stored], bool]) -> Index:
-    """The index under the model's names: a missing base prefix added, constants, copies and empty tensors dropped,
-    the head settled.
+    """The index under the model's names: a missing base prefix is added; constants, copies and empty tensors are
+    dropped; the head is resolved.
 
     where   the folder with the config.json, for messages
     same    whether two stored tensors hold the same numbers
@@ -131,7 +131,7 @@ def adapt(index: Index, wanted: Shapes, where: str, same: Callable[[Stored, Stor
         head = kept.pop(HEAD)
         _check_tied(where)
         embedding = next((one.embedding for one in names if one.embedding in wanted), HEAD)
-        if embedding not in kept:  # the two are one tensor, saved under the other name
+        if embedding not in kept:  # both are one tensor, saved under the other name
             kept[embedding] = head
         elif not same(kept[embedding], head):
             differs = f"{where} has a {HEAD} that differs from its {embedding}, although its config.json ties the two"
@@ -140,7 +140,7 @@ def adapt(index: Index, wanted: Shapes, where: str, same: Callable[[Stored, Stor
 
 
 def _check_tied(where: str) -> None:
-    """A head beside a tied embedding is a copy of it; of an untied model it is weights that must not get lost."""
+    """A head beside a tied embedding must be a copy of it; in an untied model it is weights that must not get lost."""
     config = read_config(where) if (Path(where) / "config.json").is_file() else {}
     found = of_model_type(config.get("model_type"))
     by_default = "model_type" not in config if found is None else found[1].json_keys["tie_word_embeddings"].default
@@ -149,7 +149,7 @@ def _check_tied(where: str) -> None:
 
 
 def same_in(folder: Path, receipts: dict[str, Receipt] | None = None) -> Callable[[Stored, Stored], bool]:
-    """What compares two tensors of a folder."""
+    """A function that compares two tensors of a folder."""
 
     def opener(name: str) -> CheckedFile | PlainFile:
         return open_tensors(folder / name, receipt_of(receipts, folder, name))
@@ -163,7 +163,7 @@ def same_in(folder: Path, receipts: dict[str, Receipt] | None = None) -> Callabl
 
 @torch.no_grad()
 def same_values(a: Stored, b: Stored, files: Open) -> bool:
-    """Whether two stored tensors hold the same numbers; read some rows at a time, up to the first that differ."""
+    """Whether two stored tensors hold the same numbers; read some rows at a time, up to the first difference."""
     if a.shape != b.shape:
         return False
     rows = max(1, COMPARED // max(1, a.shape[1] if len(a.shape) > 1 else 1))
@@ -176,8 +176,8 @@ def same_values(a: Stored, b: Stored, files: Open) -> bool:
 
 
 def two_heads(index: Index, same: Callable[[Stored, Stored], bool]) -> bool:
-    """Whether the files of a folder whose config ties head and embedding have two different ones: then transformers
-    ties them not."""
+    """Whether the files of a folder whose config ties head and embedding hold two different ones; transformers then
+    does not tie them."""
     kinds = [family.tensors for family in families().values()]
     names = [*(one.embedding for one in kinds), *(one.embedding.removeprefix(one.prefix) for one in kinds)]
     embedding = next((index[name] for name in names if name in index), None)
@@ -185,17 +185,17 @@ def two_heads(index: Index, same: Callable[[Stored, Stored], bool]) -> bool:
 
 
 def depths_in(index: Index) -> int:
-    """How many modules of multi-token prediction the files of a folder hold."""
+    """The number of multi-token prediction modules in the files of a folder."""
     return len(predictors_in(index))
 
 
 def predictors_in(names: Iterable[str]) -> set[str]:
-    """The numbers of the modules of multi-token prediction that tensors of these names belong to."""
+    """The numbers of the multi-token prediction modules to which tensors of these names belong."""
     patterns = [p for family in families().values() if (p := family.tensors.predictors) is not None]
     return {found[1] for name in names for p in patterns if (found := re.fullmatch(p, name))}
 
 
 def folder_of(path: str | Path) -> Path:
-    """The Hugging Face folder meant by a path: of one of our checkpoints its `weights`."""
+    """The Hugging Face folder for a path; for one of our checkpoints, its `weights`."""
     found = place(path)
     return found / "weights" if (found / "manifest.json").is_file() else found

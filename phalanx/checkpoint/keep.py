@@ -1,5 +1,5 @@
-"""Which checkpoints a folder holds, which is the newest good one, and which are removed: committed ones only ever go
-by a rename."""
+"""Which checkpoints a folder holds, which is the newest good one, and which are removed. A committed checkpoint always
+disappears by a rename."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ PIN = ".pin"
 
 @dataclass(frozen=True)
 class Keep:
-    """What retention spares: the newest `last` good ones (0: all), those whose step is a multiple of `every`, and
+    """What retention keeps: the newest `last` good checkpoints (0: all), those whose step is a multiple of `every`, and
     pinned ones."""
 
     last: int = 2
@@ -40,14 +40,14 @@ def step_of(path: Path) -> int:
 def list_checkpoints(root: str | Path) -> list[Path]:
     """Committed checkpoints in a folder, oldest step first. They may be damaged; half-written ones have other names.
 
-    A folder that was renamed, or a link, whose manifest is of another step than its name is left out: `misnamed`
-    tells of it. In object storage, where nothing can be renamed, one without a manifest is half-written.
+    A folder that was renamed, or a link, is left out if its manifest is of another step than its name: see `misnamed`.
+    In object storage, where nothing can be renamed, a folder without a manifest is half-written.
     """
     return [path for path in _named(root) if held_step(path) in (None, step_of(path))]
 
 
 def misnamed(root: str | Path) -> list[str]:
-    """What `list_checkpoints` leaves out, and why: a sentence about each."""
+    """What `list_checkpoints` leaves out, and why: a sentence for each."""
     warnings = []
     for path in _named(root):
         held = held_step(path)
@@ -67,7 +67,7 @@ def ignored(path: str | Path) -> list[str]:
 
 
 def held_step(path: Path) -> int | None:
-    """The step that a checkpoint's manifest is of; None if that cannot be read."""
+    """The step in a checkpoint's manifest; None if that cannot be read."""
     try:
         return parse(path).step
     except Unreachable:
@@ -83,7 +83,7 @@ def _named(root: str | Path) -> list[Path]:
 
 
 def newest_first(root: str | Path) -> list[Path]:
-    """The checkpoints that a run may continue from. CheckpointError if there are only such as have another step's
+    """The checkpoints that a run may continue from, newest first. CheckpointError if all there are have another step's
     name."""
     found = list_checkpoints(root)[::-1]
     if not found and (warnings := misnamed(root)):
@@ -92,7 +92,7 @@ def newest_first(root: str | Path) -> list[Path]:
 
 
 def problem_of(path: Path) -> str | None:
-    """What a quick look (manifest, sizes) finds wrong with a checkpoint."""
+    """What a quick check (manifest, sizes) finds wrong with a checkpoint."""
     try:
         read_manifest(path)
     except Unreachable:
@@ -105,8 +105,8 @@ def problem_of(path: Path) -> str | None:
 def latest(root: str | Path) -> Path | None:
     """The newest checkpoint whose manifest and sizes are good; None if there are none at all.
 
-    Raises CheckpointError if there are checkpoints but none is good: a run must not start again from nothing because
-    of that.
+    Raises CheckpointError if there are checkpoints but none is good, because a run must not start again from nothing in
+    that case.
     """
     problems = []
     for path in reversed(list_checkpoints(root)):
@@ -125,7 +125,7 @@ def none_good(root: str | Path, problems: list[str]) -> CheckpointError:
 
 
 def candidates(path: str | Path) -> list[Path]:
-    """The checkpoints that a user means, the best first: one itself, or those of a run's folder or of its
+    """The checkpoints that a path refers to, the best first: one itself, or those in a run's folder or in its
     `checkpoints` folder, newest first."""
     path = place(path)
     if (path / NAME).exists() or (COMMITTED.fullmatch(path.name) and path.exists()):
@@ -137,7 +137,7 @@ def candidates(path: str | Path) -> list[Path]:
 
 
 def find(path: str | Path) -> Path:
-    """The checkpoint that a user means: one itself, or the newest of a run's folder whose manifest and sizes are
+    """The checkpoint that a path refers to: one itself, or the newest in a run's folder whose manifest and sizes are
     good."""
     found = candidates(path)
     if len(found) == 1 and found[0] == place(path):
@@ -147,12 +147,12 @@ def find(path: str | Path) -> Path:
 
 
 def pin_of(path: Path) -> Path:
-    """The file beside a checkpoint whose presence keeps it for good."""
+    """The file beside a checkpoint that pins it as long as it exists."""
     return path.with_name(path.name + PIN)
 
 
 def spared(root: Path, keep: Keep, protect: Iterable[Path] = ()) -> list[Path]:
-    """Good checkpoints that stay: see Keep; those protected, and those that a link in the folder points to."""
+    """Good checkpoints that stay: those of Keep, protected ones, and those that a link in the folder points to."""
     there = list_checkpoints(root)
     good = [p for p in there if problem_of(p) is None]
     every = [p for p in good if keep.every and step_of(p) % keep.every == 0]
@@ -163,10 +163,10 @@ def spared(root: Path, keep: Keep, protect: Iterable[Path] = ()) -> list[Path]:
 
 
 def retain(root: Path, keep: Keep, storage: Storage, protect: Iterable[Path] = ()) -> tuple[list[str], list[str]]:
-    """Remove the checkpoints that are older than the newest `keep.last` good ones and not spared: which went, and
-    what failed.
+    """Remove checkpoints that are older than the newest `keep.last` good ones and not kept otherwise; returns which
+    were removed, and what failed.
 
-    A damaged one counts for nothing: it neither is kept in place of a good one nor, if newer than these, removed.
+    A damaged checkpoint does not count: it is not kept in place of a good one and, if newer than these, not removed.
     """
     if keep.last == 0:
         return [], []
@@ -193,8 +193,8 @@ def _remove(path: Path, storage: Storage) -> str | None:
 
 
 def remove_leftovers(root: Path, storage: Storage) -> list[str]:
-    """What killed saves and removals left behind; what fails is told. Only the holder of the run's lock may call
-    this."""
+    """Remove what killed saves and removals left behind; returns what failed. Only the holder of the run's lock may
+    call this."""
     problems = []
     for path in sorted(root.iterdir()) if root.is_dir() else ():
         if _is_leftover(path) and path.is_dir() and not path.is_symlink():
@@ -206,7 +206,7 @@ def remove_leftovers(root: Path, storage: Storage) -> list[str]:
 
 
 def _is_leftover(path: Path) -> bool:
-    """A folder under a temporary name; in object storage, one that has no manifest."""
+    """Whether a folder has a temporary name or, in object storage, no manifest."""
     if is_remote(path):
         return COMMITTED.fullmatch(path.name) is not None and not (path / NAME).exists()
     return LEFTOVER.fullmatch(path.name) is not None

@@ -1,5 +1,4 @@
-"""Load a checkpoint, or a Hugging Face folder, into any layout: every rank reads the boxes that it holds, and
-nothing else."""
+"""Load a checkpoint, or a Hugging Face folder, into any layout: every rank reads just the boxes that it holds."""
 
 from __future__ import annotations
 
@@ -32,7 +31,7 @@ from phalanx.ops.optimizer.shard import MASTER
 from phalanx.optim.scaler import LossScaler
 from phalanx.optim.sharded import ShardedOptimizer
 
-SHOWN = 200  # lines of problems of tensors in one error; names that differ in numbers alone share a line
+SHOWN = 200  # lines of tensor problems in one error; names that differ only in numbers share a line
 
 
 def load_state(
@@ -45,12 +44,12 @@ def load_state(
     more: Mapping[str, Tensor] | None = None,
 ) -> dict[str, Any]:
     """Masters, the optimizer's state and step, and the loss scale, bit for bit as saved in any layout; then weights =
-    cast of masters.
+    masters, cast.
 
-    Returns the loop's scalars with `step` and `consumed_samples`. Called by all ranks; CheckpointError on all of
-    them if the checkpoint is missing, or is of another model (given `model`, every differing field is listed, old ->
-    new); DamagedCheckpoint if a byte that a rank reads is not what was saved. more: small tensors that were saved
-    along; those of one owner (what stands before the dot) are zero if any of them does not fit.
+    Returns the loop's scalars with `step` and `consumed_samples`. Called by all ranks. CheckpointError on all of them
+    if the checkpoint is missing or is of another model (given `model`, every differing field is listed, old -> new);
+    DamagedCheckpoint if a byte that a rank reads is not what was saved. more: small tensors that were saved along;
+    those of one owner (the part of the name before the dot) become zero if any of them does not fit.
     """
     path = place(path)
     manifest = together(mesh.world, lambda: read_manifest_for(path, model))
@@ -61,10 +60,10 @@ def load_state(
     needed = {i.name: s.kinds for s in optimizer.shards for slot in s.bucket.slots for i in slot.spec.pieces}
     moving, index = together(mesh.world, lambda: _state_index(path, manifest, wanted, optimizer, needed))
     for x in (x for of_shard in values for x in of_shard.values()):
-        x.zero_()  # padding is zero, whatever was there
+        x.zero_()  # padding is zero, whatever the memory held
     for flat in (f for f in buffers.flat if not f.bucket.learns):
         flat.master.zero_()
-    # what was frozen then starts with a state of zero
+    # tensors that were frozen start with a state of zero
     had = {kind: [i for i in of_kind if i.name in moving] for kind, of_kind in items.items()}
     threads = threads_of_rank(mesh.world)
     agree(
@@ -94,8 +93,8 @@ def load_state(
 def _state_index(
     path: Path, manifest: Manifest, wanted: Shapes, optimizer: ShardedOptimizer, needed: dict[str, tuple[str, ...]]
 ) -> tuple[frozenset[str], Index]:
-    """Names of the tensors that have optimizer state, and where each box of all tensors of the state lies. `needed`:
-    what this rank's tensors must have."""
+    """Names of the tensors that have optimizer state, and where each box of all tensors in the state is stored.
+    `needed`: the kinds that this rank's tensors require."""
     check_kinds(path, manifest, optimizer)
     moving, kept = state_index(path, manifest), state_index(path, manifest, "kept")
     check_kinds_of(path, manifest, {name: kinds for name, kinds in needed.items() if name in moving})
@@ -112,7 +111,7 @@ def read_manifest_for(path: Path, model: ModelConfig | None) -> Manifest:
 
 
 def wanted_names(mesh: Mesh, items: list[Item]) -> Shapes:
-    """Names and shapes of the whole model's tensors: those that any rank holds a part of."""
+    """Names and shapes of the whole model's tensors: those of which any rank holds a part."""
     return {
         name: tuple(shape)
         for rank in agree(mesh.world, lambda: {i.name: i.shape for i in items})
@@ -121,8 +120,8 @@ def wanted_names(mesh: Mesh, items: list[Item]) -> Shapes:
 
 
 def fitting(index: Index, wanted: Shapes, where: str) -> Index:
-    """The index, if it holds exactly the tensors that are wanted, in their shapes. Else CheckpointError with every
-    one that differs."""
+    """The index, if it holds exactly the wanted tensors in their shapes. Otherwise CheckpointError with every
+    difference."""
     problems = folded(mismatches(index, wanted))
     if problems:
         more = [f"and {len(problems) - SHOWN} more"] if len(problems) > SHOWN else []
@@ -133,7 +132,7 @@ def fitting(index: Index, wanted: Shapes, where: str) -> Index:
 
 
 def _depths(index: Index, wanted: Shapes) -> list[str]:
-    """What to set if the model predicts more or fewer tokens ahead than the folder."""
+    """What to set if the model has more or fewer multi-token prediction modules than the folder."""
     have, want = predictors_in(index), predictors_in(wanted)
     return (
         [f"it has {len(have)} multi-token prediction modules: set model.num_nextn_predict_layers={len(have)}"]
@@ -143,14 +142,14 @@ def _depths(index: Index, wanted: Shapes) -> list[str]:
 
 
 def check_weights(path: Path, manifest: Manifest, part: int, parts: int, threads: int) -> None:
-    """Compare this part of the files that a resume does not read (weights/), so that no damage stays in a checkpoint
-    unseen."""
+    """Check this part of the files that a resume does not read (weights/), so that damage in a checkpoint does not stay
+    undetected."""
     mine = list(manifest.receipts("weights").items())[part::parts]
     check_files({path / "weights" / name: receipt for name, receipt in mine}, threads)
 
 
 def check_kinds(path: Path, manifest: Manifest, optimizer: ShardedOptimizer) -> None:
-    """CheckpointError if the checkpoint is of an optimizer that remembers other things."""
+    """CheckpointError if the checkpoint is of an optimizer with other state."""
     saved = state_kinds(path, manifest)
     if set(saved) != set(optimizer.kinds):
         was = manifest.config.get("optim", {}).get("name", "another optimizer")
@@ -162,7 +161,7 @@ def check_kinds(path: Path, manifest: Manifest, optimizer: ShardedOptimizer) -> 
 
 
 def check_kinds_of(path: Path, manifest: Manifest, needed: dict[str, tuple[str, ...]]) -> None:
-    """CheckpointError if tensors have the state of another optimizer than the one that takes them now."""
+    """CheckpointError if tensors have the state of another optimizer than the one that updates them now."""
     every, of_names = state_kinds(path, manifest), kinds_of_names(path, manifest)
     found = {name: of_names.get(name, every) for name in needed}
     wrong = [
@@ -179,12 +178,12 @@ def check_kinds_of(path: Path, manifest: Manifest, needed: dict[str, tuple[str, 
 
 
 def kinds_of_names(path: Path, manifest: Manifest) -> dict[str, tuple[str, ...]]:
-    """What the state holds of tensors that do not have all kinds, by name."""
+    """The kinds of state of tensors that do not have all kinds, by name."""
     return _index_of(path, manifest, lambda index: {n: tuple(has) for n, has in index.get(KINDS_OF, {}).items()})
 
 
 def state_kinds(path: Path, manifest: Manifest) -> tuple[str, ...]:
-    """What the state holds of each element: its master, and the optimizer's state by name."""
+    """The kinds stored for each element: its master, and the optimizer's state by name."""
     return tuple(_index_of(path, manifest, lambda index: [str(kind) for kind in index["kinds"]]))
 
 
@@ -197,7 +196,7 @@ def _index_of(path: Path, manifest: Manifest, read: Callable[[Any], Any]) -> Any
 
 
 def state_index(path: Path, manifest: Manifest, table: Literal["files", "kept"] = "files") -> Index:
-    """Where each box of the state lies (kept: of what is not trained); `key` is still without its kind."""
+    """Where each box of the state is stored (kept: of what is not trained); `key` still lacks the kind."""
 
     def read(tables: Any) -> Index:
         index: Index = {}
@@ -211,7 +210,7 @@ def state_index(path: Path, manifest: Manifest, table: Literal["files", "kept"] 
 
 
 def mismatches(index: Index, wanted: Shapes) -> list[str]:
-    """Every tensor that is missing, of another shape, or left over; the vocabulary is named where its size differs."""
+    """Every tensor that is missing, has another shape, or is left over; a vocabulary of another size is mentioned."""
     found = [f"missing: {name} {shape}" for name, shape in wanted.items() if name not in index]
     found += [f"not in the model: {name} {stored.shape}" for name, stored in index.items() if name not in wanted]
     for name, shape in wanted.items():
@@ -233,7 +232,7 @@ def _is_vocabulary(name: str) -> bool:
 def _fill_state(
     wanted: dict[str, list[Item]], index: Index, folder: Path, receipts: dict[str, Receipt], threads: int
 ) -> None:
-    """All kinds together: a box has each of them in the same file."""
+    """Fill all kinds together: all kinds of a box are in the same file."""
     pairs = list[tuple[Item, Stored]]()
     for kind, items in wanted.items():
         keyed = {
@@ -245,13 +244,12 @@ def _fill_state(
 
 
 def load_weights(path: str | Path, buffers: Buffers, mesh: Mesh) -> None:
-    """Masters and weights from a Hugging Face safetensors folder (or the `weights/` of one of our checkpoints).
+    """Masters and weights from a Hugging Face safetensors folder (or the `weights/` of one of our checkpoints), in any
+    dtype, MXFP4, or FP8 with block scales, in one file or several with an index.
 
-    Of any dtype, MXFP4, or FP8 with scales of blocks.
-
-    Single files and sharded ones with an index. CheckpointError on all ranks names every tensor that is missing,
-    unexpected or of another shape: nothing is ever left at random values. The optimizer's state is not touched. What
-    one of our checkpoints holds is compared with its checksums; a third-party folder has none.
+    CheckpointError on all ranks names every tensor that is missing, unexpected or of another shape: nothing is ever
+    left at random values. The optimizer's state is not touched. Tensors of our checkpoints are compared with their
+    checksums; a third-party folder has none.
     """
     folder = folder_of(path)
     items = masters_to_load(buffers)
@@ -271,7 +269,7 @@ def _weights_index(folder: Path, wanted: Shapes, receipts: dict[str, Receipt] | 
 
 
 def weight_receipts(folder: Path) -> dict[str, Receipt] | None:
-    """Receipts of the weights folder of one of our checkpoints, whose small files are compared at once; None: a
+    """Receipts of the weights folder of one of our checkpoints, whose small files are compared right away; None: a
     third-party folder."""
     if folder.name != "weights" or not (folder.parent / NAME).is_file():
         return None

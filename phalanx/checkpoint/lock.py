@@ -1,4 +1,4 @@
-"""The lock of a run's folder: one run writes to it at a time. How it is held is left to `base.file_lock`."""
+"""The lock of a run's folder, so that only one run writes to it at a time. base.file_lock implements it."""
 
 from __future__ import annotations
 
@@ -17,13 +17,12 @@ NAME = ".lock"
 
 
 class FolderLock:
-    """Held from creation until `release` (or the end of `with`). Raises FolderInUse that names the holder's host and
-    process.
+    """Held from creation until `release` (or the end of `with`). Raises FolderInUse with the holder's host and process.
 
-    Unless `keep` was called, the folder is then as it was found: gone, if there was none.
+    Unless `keep` was called, the folder is then left as it was found, or removed if it did not exist.
 
-    took_over   the holder before, if it ended without releasing the lock (it was killed); else None
-    warning     on a file system without locks: that a file which changes every second stands in for one; else None
+    took_over   the previous holder, if it ended without releasing the lock (it was killed); otherwise None
+    warning     on a file system without locks: that a file which changes every second replaces the lock; otherwise None
     """
 
     def __init__(self, folder: str | Path):
@@ -52,7 +51,8 @@ class FolderLock:
         self.warning = _without_locks(folder, lock.unlocked) if lock.unlocked else None
 
     def check(self) -> None:
-        """CheckpointError if the folder is no longer the one that was locked: another run may have that of its name."""
+        """CheckpointError if the folder is no longer the one that was locked: another run may own the folder that now
+        has this name."""
         if self._lock.is_lost():
             folder = self.path.parent
             raise CheckpointError(
@@ -70,7 +70,7 @@ class FolderLock:
             )
 
     def keep(self) -> None:
-        """The run begins: the folder stays, with what is written there."""
+        """The run begins: the folder and what is written there stay."""
         self._made, self._before = [], ""
 
     def release(self) -> None:
@@ -79,7 +79,7 @@ class FolderLock:
         self._held = False
         made = [] if self._lock.is_lost() else self._made
         self._lock.leave(self._before)
-        with suppress(OSError):  # somebody put something there, or took it away
+        with suppress(OSError):  # somebody added something, or removed it
             for path in made:
                 path.unlink() if path == self.path else path.rmdir()
         self._lock.close()
@@ -92,7 +92,7 @@ class FolderLock:
 
 
 def absent(path: Path) -> list[Path]:
-    """Of a path and the folders that it lies in, those that are not there, the innermost first."""
+    """Those of a path and its parent folders that do not exist, the innermost first."""
     found = []
     for part in (path, *path.parents):
         if os.path.lexists(part):

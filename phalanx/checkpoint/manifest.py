@@ -25,15 +25,15 @@ SEAL = ',\n "sha256": "'
 
 @dataclass(frozen=True)
 class Manifest:
-    """step, consumed_samples   where the run stands: applied and skipped steps together, sequences taken from the
-    data
-    parent                      step of the checkpoint before this one in the same run; None: the run began from none
-    model, config, layout       dicts of the configs that made it; the layout is for people, loading never looks at
-    it
-    scalars                     exact JSON values (floats in their shortest exact form): the loop's counters
-    optimizer                   numbers of the optimizer, the loss scaler and the guard, as `float.hex`, separated by
-    spaces
-    files                       path inside the checkpoint -> receipt
+    """What a manifest states.
+
+    step, consumed_samples   progress of the run: applied and skipped steps together, and sequences taken from the data
+    parent                   step of the previous checkpoint in the same run; None: the run did not start from one
+    model, config, layout    dicts of the configs that made it; the layout is for people, loading never reads it
+    scalars                  exact JSON values (floats in their shortest exact form): the loop's counters
+    optimizer                numbers of the optimizer, the loss scaler and the guard, as `float.hex`, separated by
+                             spaces
+    files                    path inside the checkpoint -> receipt
     """
 
     step: int
@@ -69,10 +69,10 @@ def digest(value: Any) -> str:
 
 
 def read_manifest(path: str | Path) -> Manifest:
-    """The manifest, after a quick look at the files: their sizes are compared, their bytes when they are read.
+    """The manifest, after a quick check of the files: their sizes are compared now, their bytes when they are read.
 
-    Raises CheckpointError if there is no such folder (with names like it) or its format is another;
-    DamagedCheckpoint if the manifest is missing or damaged, or a file is missing or of another size.
+    Raises CheckpointError if there is no such folder (with similar names) or it has another format; DamagedCheckpoint
+    if the manifest is missing or damaged, or a file is missing or has another size.
     """
     path = place(path)
     if not path.is_dir():
@@ -85,7 +85,7 @@ def read_manifest(path: str | Path) -> Manifest:
 
 
 def parse(path: Path) -> Manifest:
-    """The manifest alone, without a look at the files."""
+    """The manifest alone, without checking the files."""
     try:
         text = (path / NAME).read_bytes().decode()
     except Unreachable:
@@ -161,8 +161,8 @@ def size_problems(path: Path, manifest: Manifest) -> list[str]:
 
 
 def verify(path: str | Path) -> list[str]:
-    """Everything that is wrong with a checkpoint, every byte read: manifest, sizes, checksums, files that nobody
-    wrote. [] = good."""
+    """Everything that is wrong with a checkpoint, after reading every byte: manifest, sizes, checksums, files that are
+    not in the manifest. [] = good."""
     path = place(path)
     try:
         manifest = parse(path) if path.is_dir() else None
@@ -184,7 +184,7 @@ def verify(path: str | Path) -> list[str]:
 
 
 def _damage(file: Path, name: str, receipt: Receipt) -> list[str]:
-    """What is wrong with the bytes of a file of the right size; of tensors, which and where."""
+    """What is wrong with the bytes of a file of the right size; for tensors, which and where."""
     if sum_of(file) == receipt.xxh3:
         return []
     found = []

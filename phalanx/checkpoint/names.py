@@ -1,4 +1,4 @@
-"""Many names of tensors in few lines: those that differ in numbers alone are told as runs, so that none has to be
+"""Many tensor names in few lines: names that differ only in numbers share a line with ranges, so that none has to be
 left out."""
 
 from __future__ import annotations
@@ -6,14 +6,16 @@ from __future__ import annotations
 import re
 from collections import defaultdict
 
-Numbers = tuple[tuple[int, ...], ...]  # for each place in a name the numbers that stand there: all their combinations
+Numbers = tuple[
+    tuple[int, ...], ...
+]  # for each position in a name, the numbers found there; it stands for all their combinations
 
 
 def folded(lines: list[str]) -> list[str]:
-    """Lines that hold a name, with those that differ in the numbers between its dots as one:
+    """Lines that contain a name, where those that differ only in the numbers between its dots are merged:
     `layers.0-3.experts.0-1,7.up (12 tensors)`.
 
-    Nothing else is said than in the lines themselves; the order is that of the first of each.
+    The meaning is exactly that of the lines themselves; the order is that of the first line of each.
     """
     groups: dict[tuple[str, ...], list[Numbers]] = defaultdict(list)
     for line in lines:
@@ -23,8 +25,8 @@ def folded(lines: list[str]) -> list[str]:
 
 
 def _merged(found: list[Numbers], places: int) -> list[Numbers]:
-    """Fewer sets of combinations that make up the same names: place after place from the last, those that differ
-    there alone become one."""
+    """Fewer sets of combinations for the same names: from the last position on, sets that differ only there are
+    merged."""
     for place in reversed(range(places)):
         alike: dict[Numbers, list[int]] = defaultdict(list)
         for numbers in found:
@@ -43,7 +45,7 @@ def _line(texts: tuple[str, ...], numbers: Numbers) -> str:
 
 
 def _runs(numbers: tuple[int, ...]) -> str:
-    """1-3,7 of 1, 2, 3, 7."""
+    """The text of numbers as ranges: 1-3,7 for 1, 2, 3, 7."""
     starts = [n for n in numbers if n - 1 not in numbers]
     stops = [n for n in numbers if n + 1 not in numbers]
     return ",".join(f"{a}" if a == b else f"{a}-{b}" for a, b in zip(starts, stops))

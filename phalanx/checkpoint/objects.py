@@ -1,9 +1,8 @@
-"""Object storage (S3 and what speaks its protocol) as a Storage, through fsspec. Reading goes through the paths of
-`places`.
+"""Object storage (S3 and compatible) as a Storage, through fsspec. Reading uses the paths of `places`.
 
-An object appears whole when its upload is completed, and lasts from then on; there are no folders and no renames. So
-files are written where they belong, and the manifest, which comes last, is what makes a checkpoint of them; it is
-also what goes first.
+An object appears whole when its upload is completed, and is durable from then on; there are no folders and no renames.
+So files are written to their final place. The manifest is written last, which makes them a checkpoint, and is removed
+first.
 """
 
 from __future__ import annotations
@@ -22,15 +21,15 @@ def storage_for(root: Path) -> Storage:
 
 
 class ObjectStorage(Storage):
-    """Each operation asks the server and waits; what its client raises becomes Unreachable, an OSError."""
+    """Each operation asks the server and waits; whatever its client raises becomes Unreachable, an OSError."""
 
     def begin(self, final: Path) -> Path:
-        if final.is_dir():  # the rest of a killed save, or a damaged checkpoint
+        if final.is_dir():  # remains of a killed save, or a damaged checkpoint
             self.retire(final)
         return final
 
     def commit(self, folder: Path, final: Path) -> None:
-        """The manifest is there: nothing is left to do."""
+        """The manifest has been written, so nothing is left to do."""
 
     def retire(self, path: Path) -> None:
         if (path / NAME).exists():
@@ -38,7 +37,7 @@ class ObjectStorage(Storage):
         remove_tree(self, path)
 
     def make_folder(self, path: Path) -> None:
-        """Folders are parts of names."""
+        """Nothing to do: folders are parts of names."""
 
     def create(self, path: Path) -> Any:
         return path.open("wb")
@@ -51,13 +50,13 @@ class ObjectStorage(Storage):
         ask(file.path, file.close)
 
     def close(self, file: Any) -> None:
-        """Give up an upload that was not completed: nothing of it is seen."""
+        """Abort an upload that was not completed: nothing of it becomes visible."""
         if not file.closed:
             ask(file.path, file.discard)
             file.closed = True
 
     def sync_folder(self, path: Path) -> None:
-        """What is complete lasts."""
+        """Nothing to do: completed objects are durable."""
 
     def rename(self, old: Path, new: Path) -> None:
         raise OSError(f"object storage cannot rename {old}")
@@ -66,7 +65,7 @@ class ObjectStorage(Storage):
         path.unlink()
 
     def remove_folder(self, path: Path) -> None:
-        """Folders are parts of names."""
+        """Nothing to do: folders are parts of names."""
 
     def free(self, path: Path) -> int | None:
         return None

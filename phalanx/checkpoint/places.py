@@ -1,5 +1,5 @@
-"""Places: where a checkpoint lies, a folder or a prefix of object storage, as a path that can be read; and what is
-near a mistyped one."""
+"""Places of checkpoints, a folder or a prefix in object storage, as paths that can be read; and similar paths for a
+mistyped one."""
 
 from __future__ import annotations
 
@@ -11,13 +11,13 @@ from phalanx.base.rules import near_paths
 
 
 def is_remote(path: Any) -> bool:
-    """Object storage: `s3://bucket/prefix` (or another protocol that fsspec knows)."""
+    """Whether it is in object storage: `s3://bucket/prefix` (or another protocol known to fsspec)."""
     return not isinstance(path, Path) and "://" in str(path)
 
 
 def place(path: str | Path) -> Path:
-    """A path to read from. For object storage one with the methods of `Path` (universal_pathlib), which asks anew
-    each time."""
+    """A path to read from. In object storage it is one with the methods of `Path` (universal_pathlib), which queries
+    the server each time."""
     if not is_remote(path):
         return Path(path)
     try:
@@ -29,6 +29,6 @@ def place(path: str | Path) -> Path:
 
 
 def missing(path: Path, what: str = "checkpoint") -> str:
-    """That a path is not there, and what is near it."""
+    """A message that a path does not exist, with similar ones."""
     near = () if is_remote(path) else near_paths(str(path))
     return f"there is no {what} {path}" + (f"; near it: {', '.join(near)}" if near else "")

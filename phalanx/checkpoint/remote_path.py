@@ -1,7 +1,7 @@
-"""Paths in object storage, whose errors are ours: each operation asks the server, and what its client raises becomes
+"""Paths in object storage that raise our errors: each operation asks the server, and whatever its client raises becomes
 `Unreachable`.
 
-The package universal_pathlib (extra `s3`) is imported with this file.
+universal_pathlib (extra `s3`) is imported with this file.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from phalanx.checkpoint.unreachable import ask
 
 
 class RemotePath(ProxyUPath):
-    """A path with the methods of `pathlib.Path`. Asks anew each time."""
+    """A path with the methods of `pathlib.Path`, which queries the server each time."""
 
     def __init__(self, *parts: Any, **options: Any):
         super().__init__(*parts, **{"use_listings_cache": False, **options})
@@ -60,7 +60,7 @@ for _name in ("iterdir", "glob", "rglob"):
 
 
 class RemoteFile:
-    """A file that is read: each call asks."""
+    """A file being read: each call asks the server."""
 
     def __init__(self, path: RemotePath, file: Any):
         self._path, self._file = path, file

@@ -1,9 +1,9 @@
-"""Save a checkpoint: all ranks write into a temporary folder, rank 0 seals it with a manifest and renames it. Before
-that it is nothing.
+"""Save a checkpoint: all ranks write into a temporary folder, then rank 0 seals it with a manifest and renames it.
+Until then it is not a checkpoint.
 
 A crash at any point leaves the earlier checkpoints untouched and at most a temporary folder, which the next save
-removes. `collect` needs the run's memory, `write` only what was collected: with a copy of it (`copied`) training
-goes on meanwhile.
+removes. `collect` needs the run's memory; `write` needs only what was collected, so with a copy of it (`copied`)
+training continues meanwhile.
 """
 
 from __future__ import annotations
@@ -46,8 +46,10 @@ from phalanx.optim.scaler import LossScaler
 from phalanx.optim.sharded import ShardedOptimizer
 
 MAX_FILE_BYTES = 4 << 30
-KINDS_OF = "kinds_of"  # in the index: of tensors that do not have all kinds, by name, since optimizers differ in state
-# one thread writes a file (a kernel lets one writer at a time into it), so a rank needs more files than threads
+# in the index: the kinds of tensors that do not have all kinds, by name, because optimizers differ in state
+KINDS_OF = "kinds_of"
+# one thread writes each file (a kernel lets only one writer at a time into a file), so a rank needs more files than
+# threads
 STATE_FILE_BYTES = 1 << 30
 TOKENIZER_FILES = (
     "tokenizer.json",
@@ -65,15 +67,15 @@ TOKENIZER_FILES = (
 
 @dataclass(frozen=True)
 class Snapshot:
-    """What a checkpoint says beside its tensors; the same on every rank.
+    """What a checkpoint records besides its tensors; the same on every rank.
 
     config      the whole resolved config as JSON values; its hash goes into the manifest
-    scalars     the loop's counters (JSON values; floats come back bit-exact)
+    scalars     the loop's counters (JSON values; floats are restored bit-exactly)
     tokenizer   a tokenizer.json or a folder with tokenizer files, copied beside the weights
-    token_ids   bos_token_id, eos_token_id, pad_token_id, as far as there are any
-    parent      step of the run's checkpoint before this one
-    source      the Hugging Face folder that the model comes from: its generation settings and chat template are
-    copied too
+    token_ids   bos_token_id, eos_token_id, pad_token_id, as far as they exist
+    parent      step of the run's previous checkpoint
+    source      the Hugging Face folder from which the model comes: its generation settings and chat template are also
+                copied
     """
 
     step: int
@@ -89,11 +91,11 @@ class Snapshot:
 
 @dataclass(frozen=True)
 class Saved:
-    """Where the checkpoint is; `written` is false if a good one of that step was already there; `warnings` of its
-    upkeep.
+    """The result of a save: `written` is false if a good checkpoint of that step already existed; `warnings` are about
+    its upkeep.
 
-    removed     older checkpoints that went for it (checkpoint.keep_last)
-    write_s     seconds until every file of every rank was on disk; read_s: and until each was read again and compared
+    removed     older checkpoints that it replaced (checkpoint.keep_last)
+    write_s     seconds until every file of every rank was on disk; read_s: until each was also read back and compared
     """
 
     path: Path
@@ -108,9 +110,9 @@ class Saved:
 class Target:
     """Where checkpoints go, and how.
 
-    keep        which ones retention spares; protect: and these (the one that the run was resumed from)
-    check       asked on rank 0 before anything is written: CheckpointError where the root is no longer the run's
-    threads     of a rank, that write files at the same time; None: as the host has cores for (checkpoint.threads)
+    keep        what retention keeps; protect: further ones (the one from which the run was resumed)
+    check       called on rank 0 before anything is written: CheckpointError if the root is no longer the run's
+    threads     of a rank that write files at the same time; None: according to the host's cores (checkpoint.threads)
     """
 
     root: Path
@@ -125,16 +127,15 @@ class Target:
 class Content:
     """This rank's part of a checkpoint.
 
-    files       weight files of all ranks; weights: the tensors of those that this rank writes, in their order
-    copied      they are all there; else each is gathered when it is asked for, and all ranks must ask for all of
-    theirs
-    kinds       of all that is kept of any element: its master, and the state of each optimizer
-    state       this rank's boxes, and of each its master and the state of its optimizer by kind; kept: those of what is
-    not trained
-    file_bytes  of a file of the state, unless a single box is larger
-    scalars     of the optimizer, the scaler and others, small: on the device until they are copied
-    needed      bytes that this rank will write; gathered: those of the weights among them, each in a tensor made for
-    the save
+    files       weight files of all ranks; weights: the tensors of those that this rank writes, in order
+    copied      all weights are in memory; otherwise each is gathered when it is requested, and all ranks must request
+                all of theirs
+    kinds       everything stored for an element: its master, and the state of each optimizer
+    state       this rank's boxes, with master and optimizer state by kind for each; kept: those of what is not trained
+    file_bytes  size of a state file, unless a single box is larger
+    scalars     of the optimizer, the scaler and others; small, and on the device until they are copied
+    needed      bytes that this rank will write; gathered: bytes of the weights among them, each in a tensor created for
+                the save
     """
 
     snapshot: Snapshot
@@ -168,7 +169,7 @@ def save(
 ) -> Saved:
     """Save to `root/step-XXXXXXXX/`. Called by all ranks together, on one shared file system, after the step's update.
 
-    Raises CheckpointError on every rank if any rank could not write; what was there before is then still there.
+    Raises CheckpointError on every rank if any rank could not write; everything from before is then still there.
     """
     root = place(root)
     target = Target(
@@ -188,10 +189,10 @@ def collect(
     files: list[File] | None = None,
 ) -> Content:
     """What this rank will write, as views of the run's memory; weights are gathered tensor by tensor as they are
-    asked for.
+    requested.
 
-    more: small tensors, equal on all ranks, that go into the manifest as `float.hex`. files: of an earlier save, if
-    ranks need not agree anew.
+    more: small tensors, equal on all ranks, that go into the manifest as `float.hex`. files: from an earlier save, so
+    that ranks need not agree again.
     """
     buffers.ready()
     weights, state, kept = (
@@ -221,7 +222,7 @@ def collect(
 
 
 def copied(content: Content, host: HostCopies) -> Content:
-    """The same in memory of the host. Ranks call it together; after `host.release` the run's memory may change."""
+    """The same in host memory. Called by all ranks together; after `host.release` the run's memory may change."""
     host.begin(content.gathered)
     made = dataclasses.replace(
         content,
@@ -239,8 +240,8 @@ def copied(content: Content, host: HostCopies) -> Content:
 
 
 def write(content: Content, target: Target, axis: Axis) -> Saved:
-    """Write what every rank of the axis collected, and tidy up. Of a copy this may be called in another thread, with
-    an axis of its own."""
+    """Write what every rank of the axis collected, and tidy up. With a copy, this may run in another thread, with an
+    axis of its own."""
     final, storage = target.root / step_name(content.snapshot.step), target.storage
     folder, warnings = _begin(final, content.needed, target, axis)
     if folder is None:
@@ -255,7 +256,7 @@ def write(content: Content, target: Target, axis: Axis) -> Saved:
         agree(axis, lambda: _commit(folder, final, _manifest(content, files), storage) if axis.index == 0 else None)
     except CheckpointError:
         if axis.index == 0:
-            with suppress(OSError):  # gives back the room; what cannot be removed now, the next save removes
+            with suppress(OSError):  # frees the room; what cannot be removed now is removed by the next save
                 remove_tree(storage, folder)
         raise
     removed, problems = agree(axis, lambda: _tidy(target) if axis.index == 0 else None)[0]
@@ -263,15 +264,15 @@ def write(content: Content, target: Target, axis: Axis) -> Saved:
 
 
 def _tidy(target: Target) -> tuple[list[str], list[str]]:
-    """Remove what the new checkpoint replaces: which went, and what failed."""
+    """Remove what the new checkpoint replaces; returns what was removed, and what failed."""
     left = remove_leftovers(target.root, target.storage)
     removed, problems = retain(target.root, target.keep, target.storage, target.protect)
     return removed, left + problems
 
 
 def _begin(final: Path, needed: int, target: Target, axis: Axis) -> tuple[Path | None, list[str]]:
-    """Make the temporary folder (none if a good checkpoint of this step is there already); what could not be tidied
-    up first."""
+    """Create the temporary folder (None if a good checkpoint of this step already exists); also returns what could not
+    be tidied up before."""
     needed = sum(agree(axis, lambda: needed))
     name, warnings = agree(axis, lambda: _make_folder(final, needed, target) if axis.index == 0 else None)[0]
     if name is None:
@@ -289,7 +290,7 @@ def _begin(final: Path, needed: int, target: Target, axis: Axis) -> tuple[Path |
 
 
 def _put_aside(final: Path, storage: Storage) -> str:
-    """A checkpoint of another step, or a link, that has the name of the one to be written; CheckpointError where
+    """Rename a checkpoint of another step, or a link, that has the name of the one to be written; CheckpointError where
     nothing can be renamed."""
     aside = final.with_name(f"{final.name}.holds-{step_name(held_step(final) or 0)}")
     try:
@@ -322,8 +323,8 @@ Receipts = dict[str, Receipt]  # of files, by their names in the checkpoint
 
 @dataclass(frozen=True)
 class NewFile:
-    """A file of tensors that this rank writes. boxes, kept: of the state, which lie in it (all kinds of each), for
-    the index."""
+    """A file of tensors that this rank writes. boxes, kept: the boxes of the state in it (all kinds of each), for the
+    index."""
 
     name: str
     entries: list[Entry]
@@ -337,14 +338,14 @@ class NewFile:
 
 
 def _write_files(folder: Path, content: Content, axis: Axis, storage: Storage, threads: int) -> list[Receipts]:
-    """All files but the manifest, on disk: their receipts by rank. Weights that are still to be gathered come before
-    the rest."""
+    """Write all files but the manifest; returns their receipts by rank. Weights that are still to be gathered come
+    before the rest."""
     state, receipts, failed = _state_files(content, axis.index), Receipts(), list[CheckpointError]()
     for file in () if content.copied else _weight_files(content):
         try:
             receipts[file.name] = write_tensors(storage, folder / file.name, file.entries, file.tensors)
         except CheckpointError as error:
-            failed.append(error)  # the other ranks go on sending
+            failed.append(error)  # the other ranks continue to send
 
     def worker(files: Iterator[NewFile]) -> None:
         for file in files:
@@ -354,7 +355,7 @@ def _write_files(folder: Path, content: Content, axis: Axis, storage: Storage, t
         for error in failed:
             raise error
         files = [*(_weight_files(content) if content.copied else ()), *state]
-        # the largest first: no thread is left with one at the end
+        # the largest first, so that no thread is left with a large one at the end
         in_threads(sorted(files, key=lambda f: -f.size), worker, threads)
         if axis.index == 0:
             receipts.update(
@@ -375,7 +376,8 @@ def _write_files(folder: Path, content: Content, axis: Axis, storage: Storage, t
 
 
 def _weight_files(content: Content) -> Iterator[NewFile]:
-    """The tensors of each are to be taken before the next file is asked for, unless they are copied."""
+    """The files of weights. Unless they are copied, the tensors of each must be taken before the next file is
+    requested."""
     for name, group in groupby(content.weights, lambda pair: pair[0].name):
         file = next(f for f in content.files if f.name == name)
         tensors = (tensor for _, tensor in group)
@@ -384,8 +386,8 @@ def _weight_files(content: Content) -> Iterator[NewFile]:
 
 
 def _state_files(content: Content, rank: int) -> list[NewFile]:
-    """Masters, the optimizer's state, and what is not trained, in files of this rank's own: whole boxes, all kinds of
-    a box in the same file."""
+    """Masters, the optimizer's state, and what is not trained, in separate files of this rank: whole boxes, with all
+    kinds of a box in the same file."""
     boxes = [[*box.items()] for box in content.state] + [[(MASTER, item)] for item in content.kept]
     files, size = list[list[tuple[str, Item]]](), 0
     for box in boxes:
@@ -417,13 +419,13 @@ def _state_file(name: str, items: list[tuple[str, Item]], content: Content) -> N
 def _write_beside_weights(
     folder: Path, files: list[File], snapshot: Snapshot, dtype: torch.dtype, storage: Storage
 ) -> dict[str, Receipt]:
-    """What makes a Hugging Face folder of the weights: configs, index of a sharded model, tokenizer."""
+    """Write what turns the weights into a Hugging Face folder: configs, the index of a sharded model, tokenizer."""
     texts: dict[str, bytes] = {
         "generation_config.json": _json(generation_config(snapshot.token_ids)),
         **source_files(snapshot.source),
         **tokenizer_files(snapshot.tokenizer),
     }
-    # that of the source is of another dtype
+    # the source's own config.json has another dtype
     texts["config.json"] = _json(to_hf(snapshot.model, dtype, snapshot.token_ids))
     if len(files) > 1:
         where = {job.name: f.name for f in files for job in f.jobs}
@@ -437,14 +439,15 @@ def _json(value: Any) -> bytes:
 
 
 def source_files(folder: Path | None) -> dict[str, bytes]:
-    """Contents of the small files of a Hugging Face folder by name: configs, and all that belongs to its tokenizer."""
+    """Contents of the small files of a Hugging Face folder by name: configs, and everything that belongs to its
+    tokenizer."""
     names = () if folder is None else ("config.json", "generation_config.json", *TOKENIZER_FILES)
     return {name: (folder / name).read_bytes() for name in names if folder is not None and (folder / name).is_file()}
 
 
 def tokenizer_files(path: str | None) -> dict[str, bytes]:
-    """Contents of the tokenizer's files by name. A lone tokenizer.json gets the config that `AutoTokenizer` asks
-    for."""
+    """Contents of the tokenizer's files by name. A lone tokenizer.json is given the config that `AutoTokenizer`
+    requires."""
     if path is None:
         return {}
     given = Path(path)
@@ -463,7 +466,7 @@ def key_of(kind: str, name: str, box: Box) -> str:
 
 
 def _write_index(folder: Path, kinds: Sequence[str], answers: list[dict[str, Any]], storage: Storage) -> Receipt:
-    """Which boxes of which tensors lie in which file of the state."""
+    """Write which boxes of which tensors are in which file of the state."""
     tables = {
         table: {file: found for a in answers for file, found in a[what].items()}
         for table, what in (("files", "boxes"), ("kept", "kept"))
@@ -483,8 +486,8 @@ def _place(item: Item) -> tuple[str, tuple[int, ...], tuple[int, ...], tuple[int
 
 
 def _read_back(folder: Path, receipts: Receipts, threads: int) -> None:
-    """What a rank wrote is what it meant to write. Of object storage the size is asked: its client sends checksums
-    along."""
+    """Check that what a rank wrote is what it meant to write. In object storage only sizes are checked, because its
+    client sends checksums along."""
     try:
         for name, receipt in receipts.items():
             if (size := (folder / name).stat().st_size) != receipt.size:
@@ -513,7 +516,7 @@ def _manifest(content: Content, files: dict[str, Receipt]) -> Manifest:
 
 
 def hex_of(values: Tensor) -> str:
-    """Numbers in a form that is read back exactly."""
+    """Numbers in a form that restores them exactly."""
     return " ".join(float(x).hex() for x in values.flatten().tolist())
 
 

@@ -1,4 +1,4 @@
-"""Saver: the saves of one run, at once or in the background from a copy in host memory; never two at a time."""
+"""Saver: the saves of one run, immediately or in the background from a copy in host memory; never two at a time."""
 
 from __future__ import annotations
 
@@ -23,13 +23,12 @@ from phalanx.optim.scaler import LossScaler
 from phalanx.optim.sharded import ShardedOptimizer
 
 LOOK_S = 0.2
-SPARE = 0.8  # of the memory that is free on a host, what copies may take
+SPARE = 0.8  # fraction of a host's free memory that copies may take
 
 
 @dataclass(frozen=True)
 class SaveOutcome:
-    """A save that is over: what was saved, seconds that the run waited for it, and seconds from its beginning to its
-    end."""
+    """A completed save: what was saved, seconds that the run waited for it, and seconds from beginning to end."""
 
     saved: Saved
     waited_s: float
@@ -37,13 +36,15 @@ class SaveOutcome:
 
 
 class Saver:
-    """`start` begins a save and, in the background, returns once the copy is under way; `finished` and `wait` give
-    what became of it. `release` is to be called before what was saved changes.
+    """`start` begins a save and, in the background, returns once the copy is under way; `finished` and `wait` return
+    the outcome. `release` must be called before anything that is being saved changes.
 
-    axis        for agreements of the ranks while they write (comm.host); one thread uses it at a time
-    background  write in a thread. Where host memory has no room for the copies, saves wait all the same; `why_not`
-    says so A save that failed raises CheckpointError from `finished`, `wait` or the next `start`, on every rank. A
-    process that ends in mid-save leaves a temporary folder and no checkpoint.
+    axis        for agreements between ranks while they write (comm.host); one thread uses it at a time
+    background  write in a thread. If host memory has no room for the copies, the run waits for saves all the same;
+                `why_not` says so
+
+    A save that failed raises CheckpointError from `finished`, `wait` or the next `start`, on every rank. A process that
+    ends during a save leaves a temporary folder and no checkpoint.
     """
 
     def __init__(
@@ -62,17 +63,17 @@ class Saver:
         self._collect = lambda snapshot: collect(
             snapshot, buffers, optimizer, scaler, mesh, max_file_bytes, more, self._files
         )
-        self._files: list[File] = []  # the same at every save
+        self._files: list[File] = []  # the same in every save
         self.target, self.axis, self.background, self.why_not = target, axis, background, ""
         self._host, self._device = HostCopies(mesh.device), mesh.device
         self._asked_for_room = False
         self._under_way: _Thread | None = None
-        # asked now and then while a save is waited for; raises where that is of no use
+        # called regularly while waiting for a save; raises if waiting has become pointless
         self.look: Callable[[], None] = lambda: None
 
     def start(self, snapshot: Snapshot) -> SaveOutcome | None:
-        """Save this step. Called by all ranks together. The outcome, unless it goes on in the background; one under
-        way is waited for first."""
+        """Save this step. Called by all ranks together. Returns the outcome, unless the save continues in the
+        background. A save still in progress is waited for first."""
         began = time.monotonic()
         self.wait()
         content = self._collect(snapshot)
@@ -87,8 +88,8 @@ class Saver:
         return None
 
     def _write_at_once(self, content: Content) -> Saved:
-        """In a thread too, so that the run can see meanwhile whether the others are there; the device is a thread's
-        own choice."""
+        """Also in a thread, so that the run can check meanwhile whether the other ranks are alive. The device is set
+        for each thread."""
         if self._device.type == "cuda":
             torch.cuda.set_device(self._device)
         return write(content, self.target, self.axis)
@@ -98,20 +99,20 @@ class Saver:
         return write(copy, self.target, self.axis)
 
     def release(self) -> None:
-        """Before an update: what it does on the device runs after the copy of a save that is under way."""
+        """Called before an update: what the update does on the device runs after the copies of a save in progress."""
         self._host.release()
 
     def finished(self) -> SaveOutcome | None:
-        """The outcome of a save in the background, once, when it is over; does not wait."""
+        """The outcome of a save in the background, once, when it is complete; does not wait."""
         return None if self._under_way is None or not self._under_way.over else self.wait()
 
     def wait(self) -> SaveOutcome | None:
-        """The outcome of the save in the background, once it is over; None if there is none."""
+        """Wait for the save in the background; returns its outcome, or None if there is none."""
         thread, self._under_way = self._under_way, None
         return thread.result(self.look) if thread is not None else None
 
     def _ask_for_room(self, content: Content) -> None:
-        """Whether every host has memory for what its ranks will copy. All ranks decide alike."""
+        """Check whether every host has memory for its ranks' copies. All ranks decide alike."""
         self._asked_for_room = True
         reports = agree(self.axis, lambda: (socket.gethostname(), content.needed, free_memory()))
         for host in {name for name, _, _ in reports}:
@@ -126,7 +127,7 @@ class Saver:
 
 
 class _Thread:
-    """Work in a thread of its own: over or not, and its result or error."""
+    """Work in a separate thread: whether it is done, and its result or error."""
 
     def __init__(self, work: Callable[[], Saved], began: float):
         self._work, self._began, self._waited_s = work, began, time.monotonic() - began
@@ -156,7 +157,7 @@ class _Thread:
 
 
 def free_memory() -> int | None:
-    """Bytes of main memory that could be taken on this host; None where the system does not say."""
+    """Bytes of main memory that could be allocated on this host; None if the system does not say."""
     try:
         lines = Path("/proc/meminfo").read_text().splitlines()
         return next(int(line.split()[1]) * 1024 for line in lines if line.startswith("MemAvailable:"))

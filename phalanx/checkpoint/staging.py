@@ -1,5 +1,5 @@
-"""Landing: memory of the host through which bytes of files come to a device, so that it fetches them while the next
-are read. Knows no files."""
+"""Staging buffers: host memory through which bytes of files go to a device, so that it copies them while the next are
+read. Knows nothing of files."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from torch import Tensor
 
 
 class StagingBuffer:
-    """Two pieces of memory of one thread in turn, page-locked where a GPU fetches from them. What is in one stays
+    """Two buffers of one thread, used in turn, page-locked where a GPU copies from them. The contents of a buffer stay
     until it is taken again."""
 
     def __init__(self, gpu: torch.device | None):
@@ -20,7 +20,7 @@ class StagingBuffer:
         self._fetched: list[torch.cuda.Event | None] = [None, None]
 
     def take(self, size: int) -> Tensor:
-        """At least `size` bytes (uint8), once the GPU has fetched what was there before."""
+        """At least `size` bytes (uint8), once the GPU has copied the previous contents."""
         self._memory.reverse()
         self._fetched.reverse()
         if (event := self._fetched[0]) is not None:
@@ -30,15 +30,15 @@ class StagingBuffer:
         return self._memory[0]
 
     def sent(self) -> None:
-        """All copies from the piece that was taken last have been asked for, in the current stream."""
+        """All copies from the buffer taken last have been issued in the current stream."""
         if self._gpu is not None:
-            event = torch.cuda.Event(blocking=True)  # a thread that waits leaves its core to those that read
+            event = torch.cuda.Event(blocking=True)  # a waiting thread leaves its core to those that read
             event.record()
             self._fetched[0] = event
 
 
 class StagingBuffers:
-    """Landings of several threads, whose copies go into the stream that is current where this is made."""
+    """Staging buffers of several threads; copies go into the stream that is current when this is created."""
 
     def __init__(self, devices: Iterable[torch.device]):
         self._gpu = next((device for device in devices if device.type == "cuda"), None)
@@ -46,7 +46,7 @@ class StagingBuffers:
 
     @contextmanager
     def one(self) -> Iterator[StagingBuffer]:
-        """Of the thread that asks."""
+        """The buffer of the calling thread."""
         with ExitStack() as inside:
             if self._stream is not None:
                 inside.enter_context(torch.cuda.stream(self._stream))

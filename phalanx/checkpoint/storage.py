@@ -19,25 +19,26 @@ import xxhash
 from phalanx.base.errors import CheckpointError
 
 Data = bytes | bytearray | memoryview
-CHUNK = 4 << 20  # bytes of a tensor under one checksum: what a rank must read at least to check what it reads
+CHUNK = 4 << 20  # bytes of a tensor under one checksum: the least that a rank must read to check what it reads
 
 
 FOLDERS = ("weights", "state")
 
 
 def temporary(folder: Path, why: str) -> Path:
-    """A name beside `folder` that is never taken for a checkpoint, and that the next save removes."""
+    """A name beside `folder` that is never mistaken for a checkpoint, and that the next save removes."""
     return folder.with_name(f"{folder.name}.tmp-{why}-{uuid.uuid4().hex[:8]}")
 
 
 class Storage:
-    """The file system: single operations, and the three moments of a checkpoint's life that are made of them.
+    """The file system: single operations, and the three events in a checkpoint's life that are built from them.
 
-    Each operation either happens or raises OSError; a file lasts only after `sync`, a name only after `sync_folder`.
+    Each operation either happens or raises OSError. A file is durable only after `sync`, a name only after
+    `sync_folder`.
     """
 
     def begin(self, final: Path) -> Path:
-        """An empty folder to write the checkpoint `final` into, under a name that is not taken for one."""
+        """An empty folder into which the checkpoint `final` is written, under a name that is not mistaken for one."""
         if not final.parent.is_dir():
             final.parent.mkdir(parents=True, exist_ok=True)
             self.sync_folder(final.parent.parent)
@@ -47,17 +48,18 @@ class Storage:
         return folder
 
     def commit(self, folder: Path, final: Path) -> None:
-        """Everything in the folder is on disk before it gets its name, and the name is on disk before anything older
-        goes."""
+        """Everything in the folder is on disk before it gets its name, and the name is on disk before anything older is
+        removed."""
         for made in (*(folder / name for name in FOLDERS), folder):
             self.sync_folder(made)
-        if final.exists():  # a damaged one: the saver has looked
+        if final.exists():  # a damaged one: the saver has checked
             self.rename(final, temporary(final, "bad"))
         self.rename(folder, final)
         self.sync_folder(final.parent)
 
     def retire(self, path: Path) -> None:
-        """Remove a checkpoint: first its name, for good, then its files: no crash leaves half of it under its name."""
+        """Remove a checkpoint: first its name, durably, then its files, so that no crash leaves half of it under its
+        name."""
         doomed = temporary(path, "old")
         self.rename(path, doomed)
         self.sync_folder(path.parent)
@@ -77,11 +79,11 @@ class Storage:
         os.fsync(file)
 
     def close(self, file: Any) -> None:
-        """Give the file back; what was not synced may be lost."""
+        """Close the file; what was not synced may be lost."""
         os.close(file)
 
     def sync_folder(self, path: Path) -> None:
-        """Make the names in a folder last."""
+        """Make the names in a folder durable."""
         file = os.open(path, os.O_RDONLY)
         try:
             os.fsync(file)
@@ -98,7 +100,7 @@ class Storage:
         os.rmdir(path)
 
     def free(self, path: Path) -> int | None:
-        """Bytes that can still be written in a folder; None: nobody knows."""
+        """Bytes that can still be written in a folder; None: unknown."""
         return shutil.disk_usage(path).free
 
 
@@ -106,8 +108,7 @@ class Storage:
 class Receipt:
     """What was written: size in bytes and XXH3-128 of a file.
 
-    parts   of a safetensors file: XXH3-64 of its header (under "") and of every CHUNK of each tensor's bytes, by its
-    key
+    parts   for a safetensors file: XXH3-64 of its header (under "") and of every CHUNK of each tensor's bytes, by key
     """
 
     size: int
@@ -116,7 +117,7 @@ class Receipt:
 
 
 class Output:
-    """A new file, counted and hashed as it is written. `finish` gives its receipt once every byte is on disk."""
+    """A new file, counted and hashed while it is written. `finish` returns its receipt once every byte is on disk."""
 
     def __init__(self, storage: Storage, path: Path):
         self.storage, self.path = storage, path
@@ -126,8 +127,8 @@ class Output:
         self._file = self._try(lambda: storage.create(path))
 
     def write(self, data: Data, part: str | None = None) -> None:
-        """`part`: the key whose bytes these are; all but the last of a part are a multiple of CHUNK. Of nothing
-        there is one sum."""
+        """`part`: the key to which these bytes belong; all writes of a part but the last are multiples of CHUNK. An
+        empty part has one checksum."""
         whole = memoryview(data).cast("B")
         sums = self._parts.setdefault(part, []) if part is not None else []
         for at in range(
@@ -141,7 +142,7 @@ class Output:
                 rest = rest[self._try(lambda rest=rest: self.storage.write(self._file, rest)) :]  # type: ignore[misc]
 
     def finish(self) -> Receipt:
-        """A failed fsync is not tried again: the kernel has dropped the pages and would then report success."""
+        """A failed fsync is not repeated: the kernel has dropped the pages and would then report success."""
         try:
             self._try(lambda: self.storage.sync(self._file))
         finally:
@@ -171,7 +172,7 @@ class Output:
 
 
 def write_file(storage: Storage, path: Path, parts: Iterable[Data]) -> Receipt:
-    """Write a whole small file and make it last."""
+    """Write a whole small file and make it durable."""
     output = Output(storage, path)
     try:
         for part in parts:
@@ -182,7 +183,7 @@ def write_file(storage: Storage, path: Path, parts: Iterable[Data]) -> Receipt:
 
 
 def remove_tree(storage: Storage, path: Path) -> None:
-    """Remove a folder and what is in it; a link is removed, not followed."""
+    """Remove a folder and its contents; a link is removed, not followed."""
     for child in sorted(path.iterdir()):
         if child.is_dir() and not child.is_symlink():
             remove_tree(storage, child)

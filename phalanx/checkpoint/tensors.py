@@ -1,5 +1,5 @@
-"""Safetensors files: written as a stream of tensors (nothing is held twice), read by box, each byte checked. Never
-pickle."""
+"""Safetensors files: written as a stream of tensors (nothing is held twice), read by box, with every byte checked.
+Never pickle."""
 
 from __future__ import annotations
 
@@ -29,15 +29,16 @@ from phalanx.layout.transfer import NotCovered, transfers
 DTYPES = {"F64": torch.float64, "F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16}
 NAMES = {dtype: name for name, dtype in DTYPES.items()}
 Entry = tuple[str, tuple[int, ...], torch.dtype]
-WRITE_BYTES = 16 * CHUNK  # copied to the host and written at once
-PIECE = 4 * CHUNK  # read and handed on at once
-OPEN_FILES = 4  # of a thread that reads: a tensor and its scales may lie in two
+WRITE_BYTES = 16 * CHUNK  # copied to the host and written at a time
+PIECE = 4 * CHUNK  # read and passed on at a time
+OPEN_FILES = 4  # of a reading thread: a tensor and its scales may be in two files
 
 
 class TensorFile:
-    """A safetensors file under way. Its tensors (name, shape, dtype) are known in advance and come in that order.
+    """A safetensors file while it is written. Its tensors (name, shape, dtype) are known in advance and come in that
+    order.
 
-    A failed write is kept until `finish`, so that the ranks which send to this one are not left waiting.
+    A failed write is kept until `finish`, so that ranks that send to this one are not left waiting.
     """
 
     def __init__(self, storage: Storage, path: Path, entries: list[Entry]):
@@ -67,14 +68,14 @@ class TensorFile:
         return self._output.finish()  # type: ignore[union-attr]
 
     def close(self) -> None:
-        """Give the file back, whatever became of it."""
+        """Close the file, whatever happened to it."""
         if self._output is not None:
             self._output.close()
 
 
 def write_tensors(storage: Storage, path: Path, entries: list[Entry], tensors: Iterable[Tensor]) -> Receipt:
-    """A file of these tensors, on disk. All of `tensors` are taken, also where writing fails: they may be on their
-    way from other ranks."""
+    """A file of these tensors, on disk. All of `tensors` are consumed even if writing fails, because they may be in
+    transit from other ranks."""
     output = TensorFile(storage, path, entries)
     try:
         for tensor in tensors:
@@ -98,15 +99,14 @@ def header(entries: Iterable[Entry]) -> bytes:
 
 
 class Readable(Protocol):
-    """What boxes of tensors are read from."""
+    """A file from which boxes of tensors are read."""
 
     def read(self, key: str, where: tuple[slice, ...] = (), /) -> Tensor: ...
 
 
 @dataclass(frozen=True)
 class StoredBox:
-    """A stored box of a global tensor: `key` in `file`. A part that is stored in another form reads it as plain
-    numbers."""
+    """A stored box of a global tensor: `key` in `file`. Subclasses read other storage formats as plain numbers."""
 
     file: str
     key: str
@@ -124,23 +124,23 @@ class StoredBox:
 
 @dataclass
 class Stored:
-    """A global tensor as it lies in the files of a folder."""
+    """A global tensor in the files of a folder."""
 
     shape: tuple[int, ...]
     parts: list[StoredBox] = field(default_factory=list)
 
 
 Index = dict[str, Stored]
-Open = Callable[[str], "Readable"]  # the name of a file -> the file, which stays open while more of it is read
+Open = Callable[[str], "Readable"]  # the name of a file -> the file, which stays open while more is read from it
 
 
 def fill(
     wanted: Iterable[tuple[Item, Stored]], folder: Path, receipts: Mapping[str, Receipt] | None, threads: int
 ) -> None:
-    """Copy each item's box from the files that hold it, reading only that. The dtype may change; a value that nobody
+    """Copy each item's box from the files that hold it, reading only that. The dtype may change; a value that is not
     stored is an error.
 
-    receipts    by file name: what is read is compared with them. None: third-party files, which have no checksums.
+    receipts    by file name: what is read is compared with them. None: third-party files, which have no checksums
     """
     jobs: dict[str, list[Job]] = {}
     for item, stored in wanted:
@@ -171,13 +171,13 @@ F = TypeVar("F", bound="CheckedFile | PlainFile")
 
 @contextmanager
 def lately(opener: Callable[[K], F]) -> Iterator[Callable[[K], F]]:
-    """Files for one thread, which keeps those open that it asked for last: a checkpoint may have more files than a
-    process may open."""
+    """Opens files for one thread and keeps the most recently used ones open, because a checkpoint may have more files
+    than a process may open."""
     there: dict[K, F] = {}
 
     def file(which: K) -> F:
         found = there.pop(which) if which in there else opener(which)
-        there[which] = found  # the last one now
+        there[which] = found  # now the most recent one
         if len(there) > OPEN_FILES:
             there.pop(next(iter(there))).__exit__(None, None, None)
         return found
@@ -212,12 +212,12 @@ def _tensors_of(files: Mapping[Path, Receipt]) -> Iterator[tuple[Path, str]]:
                 yield from ((path, key) for key in file.keys())
 
 
-Job = tuple[StoredBox, tuple[slice, ...], Tensor]  # a stored box, the box of it that is wanted, and where it goes
+Job = tuple[StoredBox, tuple[slice, ...], Tensor]  # a stored box, the box in it that is wanted, and the destination
 
 
 def _runs(jobs: list[Job]) -> list[list[Job]]:
-    """Boxes of the same stored tensor whose rows touch or overlap, in order: parts of a flat range that ends in the
-    middle of rows."""
+    """Groups of boxes in the same stored tensor whose rows touch or overlap, in order: parts of a flat range that ends
+    in the middle of rows."""
     found: list[list[Job]] = []
     for job in sorted(jobs, key=lambda j: (j[0].key, j[1][0].start if j[1] else 0)):
         last = found[-1][-1] if found else None
@@ -232,7 +232,7 @@ def _runs(jobs: list[Job]) -> list[list[Job]]:
 
 
 def _read_once(jobs: list[Job], files: Open, memory: StagingBuffer) -> None:
-    """Read the rows that hold all of these boxes, then hand each its part: of our own files a piece after the other."""
+    """Read the rows that hold all of these boxes and distribute them; our own files are read piece by piece."""
     part, where, target = jobs[0]
     file = files(part.file) if type(part) is StoredBox and where else None
     if isinstance(file, CheckedFile):
@@ -247,8 +247,8 @@ def _read_once(jobs: list[Job], files: Open, memory: StagingBuffer) -> None:
 
 
 def _hand(jobs: list[Job], at: int, rows: Tensor) -> None:
-    """Copy from `rows`, those from number `at` on of the stored box, what each job wants of them. Rows go to a
-    device as they lie in memory; what is picked of them and how it is laid out there is the device's work."""
+    """Copy from `rows`, which start at number `at` of the stored box, what each job wants of them. Rows go to a device
+    as they are stored; the device selects and rearranges."""
     for _, where, target in jobs:
         first, stop = max(where[0].start, at), min(where[0].stop, at + len(rows))
         if first < stop:
@@ -265,15 +265,15 @@ def receipt_of(receipts: Mapping[str, Receipt] | None, folder: Path, file: str) 
 
 
 def open_tensors(path: Path, receipt: Receipt | None = None) -> CheckedFile | PlainFile:
-    """A safetensors file to read from, with its receipt (every byte is compared with it) or without."""
+    """Open a safetensors file for reading: with its receipt (every byte is compared with it) or without."""
     return PlainFile(path) if receipt is None else CheckedFile(path, receipt)
 
 
 class CheckedFile:
-    """A file of a checkpoint of ours. A read takes whole chunks and compares each with its checksum before anything
+    """A file in one of our checkpoints. A read fetches whole chunks and compares each with its checksum before anything
     of it is used.
 
-    Nothing is memory-mapped: a file that is cut short while it is read gives an error, not SIGBUS.
+    Nothing is memory-mapped: a file that is truncated while it is read gives an error, not SIGBUS.
     """
 
     def __init__(self, path: Path, receipt: Receipt):
@@ -327,16 +327,16 @@ class CheckedFile:
         return found[(slice(None), *where[1:])] if where and shape else found
 
     def pieces(self, key: str, first: int, stop: int, memory: Callable[[int], Tensor]) -> Iterator[tuple[int, Tensor]]:
-        """Rows first..stop of a tensor, as (number of the first, rows) of about PIECE bytes; each byte of the file
-        is read once.
+        """Rows first..stop of a tensor, as (number of the first, rows) of about PIECE bytes; each byte of the file is
+        read once.
 
-        memory    gives room for so many bytes (uint8); a piece lies there until room is asked for again twice.
+        memory    returns room for so many bytes (uint8); a piece stays valid until room has been requested twice more
         """
         entry, shape = self._entry(key), self.shape(key)
         dtype, (start, end) = DTYPES[entry["dtype"]], entry["data_offsets"]
         row = prod(shape[1:]) * dtype.itemsize
         at, stop_at = first * row // CHUNK * CHUNK, min(end - start, -(-stop * row // CHUNK) * CHUNK)
-        # a row whose end comes with the next piece, after what is before the first row
+        # the beginning of a row that ends in the next piece, after the bytes before the first row
         begun = torch.empty(0, dtype=torch.uint8)
         while at < stop_at:
             more = min(max(PIECE, -(-row // CHUNK) * CHUNK), stop_at - at)
@@ -349,7 +349,7 @@ class CheckedFile:
             begun, at, first = data[skip + count * row :], at + more, first + count
 
     def check(self, key: str) -> None:
-        """Read a whole tensor and compare it, holding one chunk of it."""
+        """Read a whole tensor and compare it, holding one chunk at a time."""
         start, stop = self._entry(key)["data_offsets"]
         for at in range(0, max(1, stop - start), CHUNK):
             self._checked(key, start, stop - start, at, min(at + CHUNK, stop - start))
@@ -361,7 +361,7 @@ class CheckedFile:
             raise DamagedCheckpoint(f"{self.path} does not hold {key}") from None
 
     def _checked(self, key: str, start: int, length: int, lo: int, hi: int) -> Tensor:
-        """Bytes lo..hi (uint8) of a tensor whose `length` bytes begin at `start`: read as whole chunks, each
+        """Bytes lo..hi (uint8) of a tensor whose `length` bytes begin at `start`: whole chunks are read and
         compared."""
         first, stop = lo // CHUNK * CHUNK, min(length, -(-hi // CHUNK) * CHUNK)
         data = torch.empty(stop - first, dtype=torch.uint8)
@@ -369,8 +369,7 @@ class CheckedFile:
         return data[lo - first : hi - first]
 
     def _read_checked(self, key: str, start: int, data: Tensor, first: int) -> None:
-        """Fill `data` with the bytes from number `first` on, where a chunk begins, of a tensor that begins at
-        `start`."""
+        """Fill `data` with the bytes from number `first` on, a chunk border, of a tensor that begins at `start`."""
         for at in range(0, max(1, len(data)), CHUNK):
             chunk, where = data[at : at + CHUNK].numpy().data, self._data + start + first + at
             self._read_into(chunk, where)
@@ -400,8 +399,7 @@ class CheckedFile:
 
 
 class PlainFile:
-    """A third-party file, memory-mapped. A damaged one raises CheckpointError, as far as the format lets damage be
-    seen."""
+    """A third-party file, memory-mapped. A damaged one raises CheckpointError, as far as the format reveals damage."""
 
     def __init__(self, path: Path):
         self.path = path

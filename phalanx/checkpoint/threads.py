@@ -1,4 +1,4 @@
-"""Threads of one rank that read, hash, copy and write at the same time: how many, and how they share out work. Knows
+"""Threads of one rank that read, hash, copy and write at the same time: how many, and how they divide the work. Knows
 nothing of files."""
 
 from __future__ import annotations
@@ -14,14 +14,14 @@ from typing import TypeVar
 from phalanx.checkpoint.agree import agree
 from phalanx.comm.axis import Axis
 
-LEAST = 4  # even where cores are few: a thread waits for its disk or its server most of the time
-MOST = 16  # of one rank: memory, a disk or a server is busy with so many
+LEAST = 4  # even with few cores: a thread mostly waits for its disk or its server
+MOST = 16  # of one rank: so many keep memory, a disk or a server busy
 T = TypeVar("T")
 
 
 def threads_of_rank(axis: Axis) -> int:
-    """This rank's share of the cores that it may use, within bounds. Ranks call it together: those of a host share
-    its cores."""
+    """This rank's share of the cores it may use, within bounds. Called by all ranks together, since those on a host
+    share its cores."""
     return share_of(cores(), agree(axis, socket.gethostname).count(socket.gethostname()))
 
 
@@ -30,15 +30,15 @@ def share_of(cores: int, ranks: int) -> int:
 
 
 def cores() -> int:
-    """Of this host, those that this process may run on."""
+    """Cores of this host on which this process may run."""
     return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
 
 
 def in_threads(tasks: Iterable[T], worker: Callable[[Iterator[T]], None], threads: int) -> None:
-    """Every task by one of the threads, roughly in order: `worker` is called once in each and takes what is next
-    until nothing is left.
+    """Run every task in one of the threads, roughly in order: `worker` is called once in each thread and takes the next
+    task until none is left.
 
-    The first error ends them all as soon as they ask for their next task, and is raised once they have ended.
+    The first error stops all threads as soon as they ask for their next task, and is raised once they have ended.
     """
     todo = deque(tasks)
 

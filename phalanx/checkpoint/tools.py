@@ -1,4 +1,4 @@
-"""What can be done with checkpoints without a run: compare two, average several, write one anew in other files."""
+"""Operations on checkpoints without a run: compare two, average several, rewrite one in other files."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ from phalanx.ops.optimizer.shard import MASTER
 
 
 def changes(old: Any, new: Any, path: str = "") -> Iterator[str]:
-    """`a.b: old -> new` of every value in which two JSON trees differ."""
+    """`a.b: old -> new` for every value in which two JSON trees differ."""
     if isinstance(old, dict) and isinstance(new, dict):
         for key in sorted(old.keys() | new.keys()):
             yield from changes(old.get(key), new.get(key), f"{path}.{key}" if path else str(key))
@@ -66,11 +66,11 @@ def _tensors(first: Contents, second: Contents, kind: str) -> Iterator[str]:
 
 
 def average(paths: list[str], out: str | Path) -> Path:
-    """A Hugging Face folder with the mean of the weights of several checkpoints of one model (their masters, where
-    there are any).
+    """A Hugging Face folder with the mean of the weights of several checkpoints of one model (of their masters, if they
+    have any).
 
-    The mean is taken in float64, tensor by tensor, and rounded once to the dtype of the first one's weights. For
-    such means see Izmailov et al., "Averaging weights leads to wider optima and better generalization", 2018.
+    The mean is computed in float64, tensor by tensor, and rounded once to the dtype of the first one's weights. On such
+    means see Izmailov et al., "Averaging weights leads to wider optima and better generalization", 2018.
     """
     if len(paths) < 2:
         raise CheckpointError("an average needs at least two checkpoints")
@@ -142,11 +142,11 @@ def new_folder(out: str | Path) -> Path:
 
 
 def reshard(path: str | Path, out: str | Path, files: int, max_file_bytes: int = MAX_FILE_BYTES) -> Path:
-    """The same checkpoint in `files` state files of about equal size and weight files of at most `max_file_bytes`,
-    in the folder `out`.
+    """The same checkpoint in the folder `out`, with `files` state files of about equal size and weight files of at most
+    `max_file_bytes`.
 
-    Loading never needs this: any layout reads any files. It helps where another number of readers is to read whole
-    files.
+    Loading never needs this, because any layout reads any files. It helps if a different number of readers is to read
+    whole files.
     """
     with Contents(path) as contents:
         manifest = contents.manifest
@@ -206,7 +206,7 @@ def index_text(files: list[File]) -> bytes:
 
 
 def _state_anew(contents: Contents, folder: Path, storage: Storage, files: int) -> dict[str, Receipt]:
-    """Whole tensors, the largest first, each to the file that holds the least so far."""
+    """Whole tensors, the largest first, each to the file with the least so far."""
     shapes = contents.shapes(MASTER)
     shares: list[list[str]] = [[] for _ in range(files)]
     sizes = [0] * files

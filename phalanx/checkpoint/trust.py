@@ -1,4 +1,4 @@
-"""Who else may change what a run is about to load: said, not decided; what is loaded is data alone (safetensors,
+"""Who else may change what a run is about to load. This is reported, not enforced; only data is loaded (safetensors,
 JSON), never code."""
 
 from __future__ import annotations
@@ -8,11 +8,10 @@ from pathlib import Path, PosixPath
 
 
 def open_to_all(folder: Path) -> str | None:
-    """What to tell of a local folder in which anybody on the machine may replace files; None where nobody may, or in
+    """A warning about a local folder in which anybody on the machine may replace files; None if nobody may, or in
     object storage.
 
-    With the sticky bit others may add files, but not replace ours; names that a manifest does not know are never
-    opened.
+    With the sticky bit others may add files but not replace ours; names that are not in a manifest are never opened.
     """
     if not isinstance(folder, PosixPath):
         return None

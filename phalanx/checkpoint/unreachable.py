@@ -12,7 +12,7 @@ ANSWERS = (FileNotFoundError, NotADirectoryError, IsADirectoryError, FileExistsE
 
 
 class Unreachable(CheckpointError, OSError):
-    """Object storage that does not answer, or refuses: says nothing about what lies there."""
+    """Object storage that does not answer, or refuses. This says nothing about what is stored there."""
 
     kind = "checkpoint error: "
 
@@ -21,7 +21,7 @@ class Unreachable(CheckpointError, OSError):
 
 
 def ask(path: Any, work: Callable[[], T]) -> T:
-    """The result of `work`. Unreachable for what a client of object storage raises: no connection, no permission, a
+    """The result of `work`. Unreachable for whatever a client of object storage raises: no connection, no permission, a
     time-out."""
     try:
         return work()

@@ -10,7 +10,7 @@ OUT = click.option("-o", "--out", required=True, metavar="FOLDER", help="A new (
 
 
 def tell_ignored(*paths: str) -> None:
-    """Say which folders of a run are not taken for its checkpoints, and why."""
+    """Report which folders of a run are not used as its checkpoints, and why."""
     from phalanx.checkpoint.keep import ignored
 
     for path in paths:
@@ -20,7 +20,7 @@ def tell_ignored(*paths: str) -> None:
 
 @click.group(cls=Verbs)
 def checkpoint() -> None:
-    """Look into checkpoints, compare them, make others of them.
+    """Inspect, compare and convert checkpoints.
 
     PATH is a checkpoint, or a run (its newest), or where it makes sense a Hugging Face folder; also s3://bucket/prefix.
     """
@@ -88,7 +88,7 @@ def average(paths: tuple[str, ...], out: str) -> None:
     "--file-mb", type=click.IntRange(min=1), default=4096, show_default=True, help="Largest weight file in MiB."
 )
 def reshard(path: str, out: str, files: int, file_mb: int) -> None:
-    """Write the checkpoint PATH anew, as FOLDER/step-..., in another number of files. (Loading never needs it.)"""
+    """Rewrite the checkpoint PATH, as FOLDER/step-..., in another number of files. (Loading never needs it.)"""
     from phalanx.checkpoint.tools import reshard as write_anew
 
     tell_ignored(path)

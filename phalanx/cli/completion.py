@@ -15,7 +15,7 @@ from click.shell_completion import BashComplete, CompletionItem, add_completion_
 
 
 class Bash(BashComplete):
-    """bash, with no blank after `key=`, where a value is to follow."""
+    """bash, without a space after `key=`, where a value follows."""
 
     source_template = BashComplete.source_template.replace(
         "    return 0\n",
@@ -30,7 +30,7 @@ def use_bash() -> None:
 
 
 def configs(ctx: click.Context, param: click.Parameter, incomplete: str) -> list[CompletionItem[str]]:
-    """Files, and so the folders of runs: the shell knows them."""
+    """Files, and so the folders of runs, which the shell completes."""
     return [CompletionItem(incomplete, type="file")]
 
 
@@ -44,9 +44,9 @@ def keys(ctx: click.Context, param: click.Parameter, incomplete: str) -> list[Co
 
 
 def overrides(ctx: click.Context, param: click.Parameter, incomplete: str) -> list[CompletionItem[str]]:
-    """`key=`, and after it the values that the key takes.
+    """`key=`, and after it the values that the key accepts.
 
-    bash cuts words at `=`: what is complete then ends in a key or in `=`, and only the value is asked for. Other
+    bash splits words at `=`: a completed part then ends in a key or in `=`, and only the value is asked for. Other
     shells ask for the whole word.
     """
     before: Sequence[str] = ctx.params.get("overrides") or ()
@@ -61,7 +61,7 @@ def overrides(ctx: click.Context, param: click.Parameter, incomplete: str) -> li
 
 
 def _next_steps(incomplete: str, names: Sequence[str]) -> list[CompletionItem[str]]:
-    """Names that begin so; of many, how they go on as far as the next dot."""
+    """Names with this prefix; if there are many, only up to their next dot."""
     fitting = [name for name in names if name.startswith(incomplete)]
     dots = incomplete.count(".")
     sections = dict.fromkeys(
@@ -78,7 +78,7 @@ def _leaves() -> list[str]:
 
 
 def values_of(key: str) -> list[str]:
-    """The values that a key can take, where they can be listed: words, yes or no, names of files in this folder."""
+    """The values that a key accepts, if they can be listed: words, yes or no, names of files in this folder."""
     from phalanx.base import tree
     from phalanx.config.run import Run
 

@@ -1,7 +1,7 @@
-"""`make train`: a small Llama learns a real text on whatever this machine has, then says something and shows its
+"""`make train`: a small Llama learns a real text on whatever this machine has, then generates a sample and shows its
 report.
 
-python -m phalanx.cli.demo [--text PATH] [--dir FOLDER] [a.b=c ...]
+    python -m phalanx.cli.demo [--text PATH] [--dir FOLDER] [a.b=c ...]
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ VOCABULARY = 4096
 
 
 def layout_for(ranks: int) -> dict[str, int]:
-    """tp=2, pp=2 and the rest data parallel, as far as the ranks go round."""
+    """tp=2, pp=2 and the rest data parallel, as far as the number of ranks allows."""
     return {"tp": 2 if ranks % 2 == 0 else 1, "pp": 2 if ranks % 4 == 0 else 1}
 
 
@@ -102,7 +102,7 @@ def demo(text: str | None, folder: str, overrides: tuple[str, ...]) -> None:
 
 
 def with_validation_if_possible(run: Run) -> Run:
-    """Corpora are cut at document borders: of a text that is one long document nothing is left to validate on."""
+    """Corpora are cut at document borders, so a text that is one long document leaves nothing to validate on."""
     try:
         valid_loaders(run.data, seq_length=run.train.seq_length, seed=run.train.seed, vocab_size=run.model.vocab_size)
         return run

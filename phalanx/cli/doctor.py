@@ -1,5 +1,5 @@
-"""doctor: what this machine has, which implementation of each op runs on it and why, and what is missing. No
-network, no GPU work."""
+"""doctor: what this machine has, which implementation of each op runs on it and why, and what is missing. Uses no
+network and runs nothing on the GPU."""
 
 from __future__ import annotations
 
@@ -144,7 +144,7 @@ def triton_runs() -> bool:
 
 
 def ops() -> Rows:
-    """Each op of the table with its implementations: what auto takes, or why not."""
+    """Each op of the table with its implementations: which one auto chooses, or why it does not."""
     cuda, rows = torch.cuda.is_available(), []
     for op in table():
         said = []
@@ -156,7 +156,8 @@ def ops() -> Rows:
 
 
 def fast_paths() -> Rows:
-    """Each fast path: here, or why it is missing and what that costs (in words: figures are in benchmarks/results)."""
+    """Each fast path: available, or why it is missing and what that costs (in words: figures are in
+    benchmarks/results)."""
     cuda = torch.cuda.is_available()
     no_gpu = None if cuda else "no GPU"
     old = None if not cuda or torch.cuda.get_device_capability() >= (8, 0) else "compute capability below 8.0"
@@ -196,7 +197,7 @@ def fast_paths() -> Rows:
 
 
 def attention() -> str:
-    """What torch itself chooses for bf16 heads of 128 in training."""
+    """What torch chooses for bf16 heads of 128 in training."""
     device = "cuda" if torch.cuda.is_available() else "cpu"
     q = torch.empty(1, 2, 256, 128, dtype=torch.bfloat16, device=device, requires_grad=True)
     chosen = SDPBackend(torch._fused_sdp_choice(q, q, q, None, 0.0, True)).name.replace("_ATTENTION", "").lower()
@@ -214,7 +215,7 @@ def optional_packages() -> Rows:
 
 
 def warnings() -> Rows:
-    """What is likely to hurt."""
+    """What is likely to cause trouble."""
     found = []
     soft, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
     if soft < 4096:

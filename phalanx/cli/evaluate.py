@@ -95,7 +95,7 @@ def evaluate(
 
 
 def _started() -> int | None:
-    """Ranks of a world that others have started."""
+    """The number of ranks in a world that others have started."""
     from phalanx.launch.env import read_placement
 
     placement, _ = read_placement(os.environ)
@@ -103,7 +103,7 @@ def _started() -> int | None:
 
 
 def _without_training(run: Run, named: bool) -> Any:
-    """The data section of an evaluation on sets that were named: what the run was trained on may be gone."""
+    """The data section for an evaluation on named sets: the training data may no longer exist."""
     from phalanx.data.config import DataConfig
 
     kept: Any = {"document_attention": run.data.document_attention, "packing": run.data.packing}
@@ -114,7 +114,7 @@ def _without_training(run: Run, named: bool) -> Any:
 
 @contextmanager
 def prepared(data: Sequence[str], run: Run, weights: Path) -> Iterator[dict[str, tuple[str, ...]]]:
-    """Sets by name, as prefixes of token files. Text is made into such files, which are there inside the context."""
+    """Sets by name, as prefixes of token files. Text is prepared into such files, which exist inside the context."""
     sets: dict[str, tuple[str, ...]] = {}
     with tempfile.TemporaryDirectory(prefix="phalanx-eval-") as cache:
         for text in data:
@@ -140,7 +140,7 @@ def _named(text: str) -> tuple[str, str]:
 
 
 def _stem(path: str) -> str:
-    """Token files are meant by either of their two names too."""
+    """Token files may also be given by either of their two file names."""
     return path.removesuffix(".idx").removesuffix(".bin") if path.endswith((".idx", ".bin")) else path
 
 

@@ -1,4 +1,4 @@
-"""What ranks do: the functions that the launcher calls by name, each a few lines that hand over to `train/`."""
+"""What ranks do: functions that the launcher calls by name, each a few lines that call `training/`."""
 
 from __future__ import annotations
 

@@ -88,8 +88,8 @@ def typed() -> str:
 def verify(config: str, overrides: tuple[str, ...], ranks: int | None, steps: int) -> None:
     """Compare the run's layout with one process: losses and every gradient, in float64.
 
-    The run is made small first (at most 8 CPU ranks, no data needed). Names the first tensor that differs, and exits
-    with 1. Ends with the structures of the run that the small copies had, and those that they lacked.
+    The run is first made small (at most 8 CPU ranks, no data needed). Names the first tensor that differs, and exits
+    with 1. At the end it lists the structures of the run that the small copies had, and those that they lacked.
     """
     from phalanx.cli.setup import PreparedRun, arguments, prepare_elsewhere
 
@@ -142,7 +142,7 @@ def generate(checkpoint: str, prompt: str, tokens: int, temperature: float, seed
     """Continue a prompt with the model in CHECKPOINT: a run folder (its newest), a checkpoint, or a Hugging Face
     folder.
 
-    Text appears as it is made; Ctrl-C ends it (exit code 130). It ends early with the document, or where the model
+    Text appears as it is generated; Ctrl-C ends it (exit code 130). It ends early with the document, or when the model
     has no more positions.
     """
     from phalanx.inference.generate import TextStream
@@ -161,7 +161,7 @@ def generate(checkpoint: str, prompt: str, tokens: int, temperature: float, seed
 
 @cli.command()
 def doctor() -> None:
-    """Say what this machine can do, and what is missing."""
+    """Report what this machine can do, and what is missing."""
     from phalanx.cli.doctor import report
 
     click.echo(report())
@@ -201,7 +201,7 @@ def explain(key: str | None, everything: bool, search: str | None, schema: bool)
 
 @cli.group(cls=Verbs)
 def data() -> None:
-    """Prepare token files and look into them."""
+    """Prepare token files and inspect them."""
 
 
 TOKENIZER_HELP = (
@@ -576,7 +576,7 @@ def bench_sweep(
 
 
 def _with_tokens(config: str, overrides: tuple[str, ...]) -> tuple[str, ...]:
-    """Overrides by which a config that names no data gets made-up tokens: speed does not depend on them."""
+    """Overrides that give a config without data mock tokens: speed does not depend on them."""
     from phalanx.config.read import read
     from phalanx.data.config import DataConfig
 
@@ -586,12 +586,12 @@ def _with_tokens(config: str, overrides: tuple[str, ...]) -> tuple[str, ...]:
 
 def main(argv: list[str] | None = None) -> None:
     """Run the program and exit with its code: errors that a user can cause are printed once, without a traceback."""
-    os.environ.setdefault("KINETO_LOG_LEVEL", "99")  # torch's profiler tells its own stages otherwise
+    os.environ.setdefault("KINETO_LOG_LEVEL", "99")  # otherwise torch's profiler prints its own stages
     # why: comm.mesh.many_queues; here, before CUDA is looked at
     os.environ.setdefault("CUDA_DEVICE_MAX_CONNECTIONS", "32")
-    # a * b + c rounds once, as before; Triton 3.9 warns that 3.10 will not
+    # a * b + c is rounded once, as before; Triton 3.9 warns that 3.10 will change the default
     os.environ.setdefault("TRITON_DEFAULT_FP_FUSION", "1")
-    # keep its compiled kernels, as Triton and quack do
+    # cache its compiled kernels, like Triton and quack
     os.environ.setdefault("FLASH_ATTENTION_CUTE_DSL_CACHE_ENABLED", "1")
     os.environ.setdefault("FLASH_ATTENTION_CUTE_DSL_CACHE_DIR", os.path.expanduser("~/.cache/phalanx/flash-attn"))
     if "_PHALANX_COMPLETE" in os.environ:

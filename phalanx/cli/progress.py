@@ -1,4 +1,4 @@
-"""How far a long piece of work is: a bar with the time left on a terminal, now and then a line anywhere else."""
+"""Progress of a long operation: a bar with the time left on a terminal, a line at intervals elsewhere."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""From a checked run to its ranks: here, or started."""
+"""From a checked run to its ranks, in this process or in new ones."""
 
 from __future__ import annotations
 
@@ -11,11 +11,11 @@ import click
 from phalanx.base.errors import PhalanxError
 from phalanx.launch.early import deaf, listen_early
 
-ENOUGH_FILES, FEWEST_FILES, FILES_PER_RANK = 4096, 64, 8  # that a process may open
+ENOUGH_FILES, FEWEST_FILES, FILES_PER_RANK = 4096, 64, 8  # open files of a process
 
 
 def allow_files(ranks: int) -> None:
-    """Raise this process's limit of open files as far as it may. PhalanxError where ranks could not even meet."""
+    """Raise this process's limit of open files as far as allowed. PhalanxError if ranks could not even meet."""
     import resource
 
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
@@ -29,7 +29,7 @@ def allow_files(ranks: int) -> None:
 
 
 def run_ranks(target: str, ready: Any, values: dict[str, Any], logs: str | None) -> None:
-    """Call a job here if this process is a rank already or the world has one; otherwise start the ranks."""
+    """Call a job here if this process is already a rank or the world has only one; otherwise start the ranks."""
     from phalanx.base.placement import Placement
     from phalanx.launch.bus import BusErrors
     from phalanx.launch.local import SingleRank, start
@@ -49,8 +49,8 @@ def run_ranks(target: str, ready: Any, values: dict[str, Any], logs: str | None)
 
 
 def prepare_text(ready: Any) -> None:
-    """Make token files of data.text before any rank starts; the ranks then find them. Of ranks that others started
-    one speaks per machine."""
+    """Prepare the token files of data.text before any rank starts, so that ranks find them. For ranks started by
+    others, one per machine reports."""
     from phalanx.cli.progress import progress
     from phalanx.text.cache import use_text
 

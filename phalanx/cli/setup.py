@@ -1,5 +1,4 @@
-"""From a command line to a checked Run and the world it runs in. Everything here happens before any rank or file
-exists."""
+"""From a command line to a checked Run and its world. Everything here happens before any rank or file exists."""
 
 from __future__ import annotations
 
@@ -34,8 +33,8 @@ class PreparedRun:
 
 
 def prepare(config: str | None, overrides: tuple[str, ...], ranks: int | None) -> PreparedRun:
-    """Read and check a run for this machine. Raises every problem at once; other ranks than 0 of a foreign world
-    raise them silently."""
+    """Read and check a run for this machine. Raises every problem at once; in a world started by others, ranks other
+    than 0 raise without printing."""
     return prepare_loaded(read(config, overrides), ranks)
 
 
@@ -60,7 +59,7 @@ def prepare_loaded(loaded: Loaded, ranks: int | None) -> PreparedRun:
 
 
 def prepare_elsewhere(config: str | None, overrides: tuple[str, ...], ranks: int | None) -> PreparedRun:
-    """Read and check a run for a machine that is not here: no look at devices, files or the environment."""
+    """Read and check a run for another machine: devices, files and the environment are not examined."""
     loaded = read(config, overrides)
     if loaded.run is None:
         return fail(loaded.problems, None)
@@ -74,13 +73,13 @@ def prepare_elsewhere(config: str | None, overrides: tuple[str, ...], ranks: int
 
 
 def say_notes(loaded: Loaded) -> None:
-    """The new names of what a config calls by old ones."""
+    """Print the new names of what a config calls by old ones."""
     for note in loaded.notes:
         click.echo(f"note: {note}", err=True)
 
 
 def all_problems(loaded: Loaded, facts: Facts) -> list[Problem]:
-    """Those of form and those of the rules; of a config that had to be repaired, none that rests on a repair."""
+    """Problems of form and of the rules; for a config that had to be repaired, none that depends on a repair."""
     if loaded.run is None:
         return loaded.problems
     found = [p for p in check(loaded.run, facts) if not ({p.field, *p.because} & loaded.repaired)]
@@ -88,7 +87,7 @@ def all_problems(loaded: Loaded, facts: Facts) -> list[Problem]:
 
 
 def fail(problems: list[Problem], placement: Placement | None) -> Any:
-    """Raise them; where every rank finds the same, only rank 0 says so."""
+    """Raise them; if every rank finds the same, only rank 0 prints them."""
     try:
         raise_problems(problems)
     except PhalanxError as error:
@@ -106,10 +105,11 @@ def default_ranks(run: Run, machine: Facts) -> int:
 
 
 def check_memory(ready: PreparedRun, force: bool = False) -> PreparedRun:
-    """Refuse a run that the memory of this machine cannot hold, warn where it is tight; of ranks that others started
-    one speaks per machine.
+    """Refuse a run that the memory of this machine cannot hold, and warn if it is tight; for ranks started by others,
+    one per machine reports.
 
-    The run as it is to start: where ranks of other machines wait for those here, the refusal goes to their meeting.
+    Returns the run as it is to start. If ranks of other machines wait for those here, the refusal is passed to their
+    meeting.
     """
     speaks = ready.placement is None or ready.placement.local_rank == 0
     try:

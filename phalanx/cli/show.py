@@ -21,17 +21,17 @@ if TYPE_CHECKING:
     from phalanx.text.tokenizer_base import Tokenizer
 
 
-MANY = 100_000  # documents that are looked at for lengths and duplicates ...
-LONG = 200_000_000  # ... as long as they hold no more tokens than this
+MANY = 100_000  # documents examined for lengths and duplicates ...
+LONG = 200_000_000  # ... as long as they hold at most so many tokens
 
 
 def is_config(what: str) -> bool:
-    """A config file, or the folder of a run; anything else is the prefix of token files."""
+    """Whether it is a config file or the folder of a run; anything else is the prefix of token files."""
     return what.endswith((".yaml", ".yml", ".py")) or (Path(what) / "config.yaml").exists()
 
 
 def data_text(prefix: str, tokenizer: str | None, documents: int, start: int = 0) -> str:
-    """What is in a pair of token files: counts, lengths, duplicates, and some documents."""
+    """The contents of a pair of token files: counts, lengths, duplicates, and some documents."""
     from phalanx.data.index import Corpus
     from phalanx.text.tokenizers import load_tokenizer
 
@@ -59,8 +59,8 @@ def _checksums(corpus: Corpus) -> list[str]:
 
 
 def prepared_text(summary: Summary, prefix: str, seconds: float | None) -> Iterator[str]:
-    """What `data prepare` wrote, a line for each set of token files, and what it left out. seconds: None if it was
-    there already."""
+    """What `data prepare` wrote, a line for each set of token files, and what it skipped. seconds: None if it already
+    existed."""
     from phalanx.data.index import strip_suffix
 
     if summary.parts:
@@ -138,7 +138,7 @@ def verify_text(prefixes: Sequence[str]) -> Iterator[str]:
 
 
 def _compared(corpus: Corpus) -> tuple[list[str], list[str]]:
-    """(what is damaged, what else there is to say) of token files whose .idx is good."""
+    """(what is damaged, other remarks) for token files whose .idx is good."""
     from phalanx.cli.progress import decimal_bytes, progress
     from phalanx.data.checksums import compare
 
@@ -155,7 +155,7 @@ def _compared(corpus: Corpus) -> tuple[list[str], list[str]]:
 
 
 def _other_tokenizer(prefix: str, tokenizer: Tokenizer | None) -> list[str]:
-    """A warning where texts of these tokens would not be what was read."""
+    """A warning if decoding these tokens would not give the original text."""
     from phalanx.text.prepare import check_tokenizer
 
     try:
@@ -205,7 +205,7 @@ def run_data_text(
     rank: int | None,
     tokenizer: str | None,
 ) -> str:
-    """Of a config: the table of its sources, or with a step the tokens that make it (of all ranks, or of one)."""
+    """For a config: the table of its sources or, given a step, the tokens that make it up (on all ranks, or on one)."""
     from phalanx.base.errors import Problem
     from phalanx.cli.progress import progress
     from phalanx.cli.setup import prepare_elsewhere

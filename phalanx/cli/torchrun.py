@@ -1,4 +1,4 @@
-"""Word to torchrun of why a rank ended: it then stands at the end of torchrun's own report, below its traceback."""
+"""Tells torchrun why a rank ended, so that it appears at the end of torchrun's own report, below its traceback."""
 
 from __future__ import annotations
 
@@ -11,8 +11,8 @@ FILE = "TORCHELASTIC_ERROR_FILE"  # where torchrun looks for the reason of a ran
 
 
 def explain_end(text: str) -> None:
-    """Leave `text` where torchrun reads it, in the form of torch.distributed.elastic's error files; elsewhere
-    nothing happens."""
+    """Leave `text` where torchrun reads it, in the format of torch.distributed.elastic's error files; without torchrun,
+    do nothing."""
     name = os.environ.get(FILE)
     if not name:
         return

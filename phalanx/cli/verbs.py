@@ -1,4 +1,4 @@
-"""The kinds of groups and commands that `phalanx` and its verbs are."""
+"""The click groups and commands used by `phalanx` and its verbs."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ DOTTED = re.compile(r"--([A-Za-z_]\w*(?:\.[^=\s.]+)+)(?:=(.*))?", re.DOTALL)
 
 
 class ConfigVerb(click.Command):
-    """A verb that takes overrides of a config: `--a.b=c` and `--a.b c`, as other programs write them, mean `a.b=c`."""
+    """A verb that accepts overrides of a config: `--a.b=c` and `--a.b c`, as in other programs, mean `a.b=c`."""
 
     def parse_args(self, ctx: click.Context, args: list[str]) -> list[str]:
         takes = any(p.name == "overrides" for p in self.params)
@@ -20,8 +20,8 @@ class ConfigVerb(click.Command):
 
 
 def as_overrides(args: list[str]) -> list[str]:
-    """The arguments with options whose name has a dot as overrides. No option of ours has one. A usage error where
-    the value is missing."""
+    """The arguments, with options whose name contains a dot as overrides (none of our options has one). A usage error
+    if the value is missing."""
     made: list[str] = []
     rest = list(args)
     while rest:
@@ -41,8 +41,7 @@ def as_overrides(args: list[str]) -> list[str]:
 
 
 class Verbs(click.Group):
-    """A group that lists its verbs in the order of use with whole lines of help, and says what a mistyped one may
-    have meant."""
+    """A group that lists its verbs in order of use with complete help lines, and suggests verbs for a mistyped one."""
 
     command_class = ConfigVerb
 
@@ -64,7 +63,7 @@ class Verbs(click.Group):
         return sorted(self.commands, key=lambda name: (order.index(name) if name in order else len(order), name))
 
     def format_commands(self, ctx: click.Context, formatter: click.HelpFormatter) -> None:
-        """As click does, but nothing is cut off."""
+        """As click does, but nothing is truncated."""
         rows = [
             (name, one_line(command))
             for name in self.list_commands(ctx)

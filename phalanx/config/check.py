@@ -1,7 +1,7 @@
-"""Rules of a config's values: asks each room for its problems and adds those between sections. Rules that need a plan,
-and values that would do, are in `forecast/check.py`.
+"""Rules of a config's values: asks each room for its problems and adds the rules between sections. Rules that need a
+plan, and the search for values that work, are in `forecast/check.py`.
 
-Pure apart from looking whether files exist (`Facts.files`).
+Pure, except that it checks whether files exist (`Facts.files`).
 """
 
 from __future__ import annotations
@@ -53,8 +53,8 @@ class Facts:
     env           problems already found in the environment or in options
     missing       optional packages that are not installed
     no_optional_kernels     (op, why): ops whose kernels from phalanx[kernels] cannot run
-    capability    compute capability of NVIDIA GPUs; None: of the CPU, where narrow formats are emulated
-    files         look whether paths exist
+    capability    compute capability of NVIDIA GPUs; None: a CPU, where narrow formats are emulated
+    files         check whether paths exist
     """
 
     world_size: int = 1
@@ -73,7 +73,7 @@ class Facts:
 
 
 def check_values(run: Run, facts: Facts) -> list[Problem]:
-    """Every rule that values alone can break. Call `config.limits.check_limits` first."""
+    """All rules that values alone can break. Call `config.limits.check_limits` first."""
     more = 2 + (run.model.predict_layers > 0)
     blocks = max(run.model.num_hidden_layers, 1) + more
     evaluates = run.train.eval_interval is not None
@@ -138,7 +138,7 @@ def check_task(run: Run) -> list[Problem]:
 
 
 def check_length(run: Run) -> list[Problem]:
-    """A run is so many steps or so many tokens long."""
+    """The length of a run is given either in steps or in tokens."""
     c = run.train
     if c.tokens is None:
         if c.steps is None:
@@ -160,7 +160,7 @@ def check_length(run: Run) -> list[Problem]:
 
 
 def check_recompute(run: Run) -> list[Problem]:
-    """Ops to recompute exist in the model, and are named once; a budget names none."""
+    """Ops to recompute exist in the model, and are named once; with a budget, none is named."""
     c, m = run.train, run.model
     absent = {"experts": not m.routed_experts, "dropout": getattr(m, "dropout", 0.0) == 0.0, "rope": not m.rotary}
     known = tuple(name for name in RECOMPUTED if not absent.get(name))
@@ -182,7 +182,7 @@ def check_recompute(run: Run) -> list[Problem]:
 
 
 def check_offload(run: Run) -> list[Problem]:
-    """As many layers as there are; CUDA graphs have no activations on the host."""
+    """At most as many layers as there are; with CUDA graphs, no activations are offloaded."""
     c, layers = run.train, run.model.num_hidden_layers
     found = []
     if c.cuda_graphs == "on" and c.offload_layers > 0:
@@ -198,7 +198,7 @@ def check_offload(run: Run) -> list[Problem]:
 
 
 def check_profile(run: Run) -> list[Problem]:
-    """Steps to record exist; a budget has its steps."""
+    """Steps to record exist, and so do those of the time budget."""
     c, found = run.train, []
     steps = profiled_steps(c.profile)
     if c.profile is not None and (steps is None or not 1 <= steps.start < steps.stop <= c.last_step + 1):
@@ -244,14 +244,14 @@ def check_loss_scale(run: Run) -> list[Problem]:
 
 
 def check_batch(run: Run, facts: Facts) -> list[Problem]:
-    """How the global batch is cut: over data-parallel ranks, into micro-batches, and each of these along tokens over
-    tp."""
+    """How the global batch is divided: over data-parallel ranks, into micro-batches, and each of these along tokens
+    over tp."""
     c, tp, cp, pp = run.train, run.layout.tp, run.layout.cp, run.layout.pp
     if min(c.global_batch, c.micro_batch, c.seq_length, tp, cp, pp) < 1:
         return []
     found = check_sequences(run)
     if facts.world_size % (tp * cp * pp):
-        return found  # no data-parallel size to speak of: the layout's own problem says so
+        return found  # there is no valid data-parallel size; the layout's own problem says so
     dp = facts.world_size // (tp * cp * pp)
     unit = c.micro_batch * dp
     if c.global_batch % unit:
@@ -270,7 +270,7 @@ def check_batch(run: Run, facts: Facts) -> list[Problem]:
 
 
 def check_sequences(run: Run) -> list[Problem]:
-    """Every part of a micro-batch is cut along tokens over tp; every rank has both chunks of each sequence."""
+    """Every shard of a micro-batch is divided along tokens over tp; every rank has both chunks of each sequence."""
     c, tp, cp = run.train, run.layout.tp, run.layout.cp
     if c.seq_length < 2 * cp:
         return [
@@ -318,7 +318,7 @@ def check_guard(run: Run) -> list[Problem]:
 
 
 def check_rampup(run: Run, unit: int) -> list[Problem]:
-    """Every batch size on the way up has to be a whole number of micro-batches on every rank."""
+    """Every batch size during the ramp must be a whole number of micro-batches on every rank."""
     ramp, goal = run.train.rampup, run.train.global_batch
     if ramp is None:
         return []
@@ -359,7 +359,7 @@ def check_device(run: Run, facts: Facts) -> list[Problem]:
         found.append(
             Problem("--ranks", facts.local_ranks, "must be <= the number of GPUs", because, (facts.device_count,))
         )
-    no_gpu = c.device == "cpu" or facts.device_count == 0  # a plan on a laptop is for machines that have them
+    no_gpu = c.device == "cpu" or facts.device_count == 0  # a plan on a laptop is for machines that have GPUs
     if c.kernels == "triton" and (no_gpu or not facts.triton_ok):
         device = {"device": "CPU" if no_gpu else f"{facts.device_name}, where triton does not run or is not installed"}
         rule = "Triton kernels need an NVIDIA GPU of compute capability 8.0 and the triton package"
@@ -391,8 +391,8 @@ def check_device(run: Run, facts: Facts) -> list[Problem]:
 
 
 def check_optional_kernels(run: Run, facts: Facts, no_gpu: bool) -> list[Problem]:
-    """Kernels of optional packages, asked for by name: they are here, run on this device, and have this run's dtype
-    and shapes."""
+    """Kernels of optional packages that are requested by name: they are installed, run on this device, and support this
+    run's dtype and shapes."""
     c, others = run.train, ("auto", "triton")
     absent = {op: why for op, why in facts.no_optional_kernels if op not in c.plain_ops}
     if no_gpu or absent:
@@ -412,7 +412,7 @@ def check_optional_kernels(run: Run, facts: Facts, no_gpu: bool) -> list[Problem
 
 
 def unfit_for_optional_kernels(run: Run) -> dict[str, dict[str, Any]]:
-    """By op of the model that has a kernel from an optional package, what that kernel cannot do in this run."""
+    """For each op of the model with a kernel from an optional package, what that kernel cannot do in this run."""
     c, m, tp = run.train, run.model, run.layout.tp
     inner, gated, dropout = (
         m.intermediate_size or 0,
@@ -446,7 +446,7 @@ def check_log(run: Run, facts: Facts) -> list[Problem]:
 
 
 def check_sinks(log: LogConfig) -> list[Problem]:
-    """Each exists and takes the fields that it is given."""
+    """Each sink exists and accepts its fields."""
     found: list[Problem] = []
     for name, fields in log.sinks.items():
         at = f"log.sinks.{name}"
@@ -520,7 +520,7 @@ def check_start(run: Run, facts: Facts) -> list[Problem]:
 
 
 def continues(run: Run) -> bool:
-    """Whether the run has checkpoints of its own: init_from then counts no more."""
+    """Whether the run has checkpoints of its own; init_from is then no longer used."""
     try:
         return bool(list_checkpoints(checkpoints_of(run)))
     except (OSError, PhalanxError):
@@ -528,7 +528,7 @@ def continues(run: Run) -> bool:
 
 
 def check_folder(run: Run) -> list[Problem]:
-    """The run's folder can be made or written to."""
+    """The run's folder can be created or written to."""
     if not run.dir:
         return [Problem("dir", run.dir, "must name a folder", {}, ("runs/default",))]
     there = os.path.abspath(run.dir)

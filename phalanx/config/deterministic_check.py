@@ -1,4 +1,4 @@
-"""Layouts under which `train.deterministic` cannot be kept."""
+"""Layouts that `train.deterministic` does not support."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from phalanx.config.run import Run
 
 
 def check_deterministic(run: Run, world: int) -> list[Problem]:
-    """Where the bits would depend on the layout all the same."""
+    """Layouts in which the bits would depend on the layout in spite of it."""
     c, layout, model = run.train, run.layout, run.model
     if not c.deterministic:
         return []

@@ -1,4 +1,4 @@
-"""What `phalanx explain` lists beside single keys: sections, every key, and what a search finds."""
+"""What `phalanx explain` lists besides single keys: sections, every key, and the results of a search."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ SECTIONS = {
 
 
 def sections_text() -> str:
-    """One line for each section and each key beside them."""
+    """One line for each section and each key outside sections."""
     every = list(tree.keys(Run))
     rows = [("section", "keys", "what it decides")]
     for name in tree.field_names(Run):
@@ -42,13 +42,13 @@ def sections_text() -> str:
 
 
 def all_text() -> str:
-    """Every key with its type and meaning; of a key that several families share, once."""
+    """Every key with its type and meaning; keys shared by several families are listed once."""
     return "\n".join(dict.fromkeys(key_text(k) for k in tree.keys(Run) if not tree.sections(k.hint)))
 
 
 def search_text(word: str) -> str:
-    """Keys whose path, meaning or values have the word, those that another framework calls so, and what is not built
-    yet. ConfigError if none."""
+    """Keys whose path, meaning or values contain the word, those that another framework calls by it, and features that
+    are not built yet. ConfigError if there are none."""
     wanted = word.lower().lstrip("-")
     meant = SYNONYMS.get(wanted.rpartition(".")[2])
     found = [

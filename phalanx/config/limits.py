@@ -1,7 +1,7 @@
-"""How large the numbers of a config may be: far beyond any run there is, and small enough that a plan is made in
-seconds and sizes fit 64 bits.
+"""How large the numbers of a config may be: far beyond any existing run, and small enough that a plan is made in
+seconds and sizes fit in 64 bits.
 
-Looked at before all other rules, which count layers, ranks and micro-batches one by one.
+Checked before all other rules, which count layers, ranks and micro-batches one by one.
 """
 
 from __future__ import annotations
@@ -41,12 +41,13 @@ LIMITS = {
 }
 OTHERS = 2**31 - 1
 RANKS = 2**20
-TOKENS = 2**26  # of a micro-batch
+TOKENS = 2**26  # in a micro-batch
 MICRO_BATCHES = 2**14  # of a rank in a step
 
 
 def check_limits(run: Run, world_size: int) -> list[Problem]:
-    """Numbers that are too large, one by one; if none is, micro-batches of too many tokens, and too many of them."""
+    """Numbers that are too large, one by one; if none is, too many tokens in a micro-batch, and too many
+    micro-batches."""
     found = [Problem("--ranks", world_size, f"must be <= {RANKS}", {}, (RANKS,))] if world_size > RANKS else []
     for path in sorted(
         {key.path for key in tree.leaves(Run)} - {"train.seed"}
@@ -54,7 +55,7 @@ def check_limits(run: Run, world_size: int) -> list[Problem]:
         limit = LIMITS.get(path, OTHERS)
         try:
             value = tree.get(run, path)
-        except KeyError:  # of another family, or in a section that is not there
+        except KeyError:  # a field of another family, or in a section that is not set
             continue
         if type(value) is int and value > limit:
             found.append(Problem(path, value, f"must be an integer <= {limit}", {}, (limit,)))

@@ -1,8 +1,8 @@
 """What a Hugging Face folder supplies to a run: family, sizes and tokenizer for its config; token ids, generation
 settings and chat template for its checkpoints.
 
-`init_from: FOLDER` and `model: {from: FOLDER}` name it. A run keeps the folder's small files, so that it can
-continue without the folder.
+The folder is named by `init_from: FOLDER` or `model: {from: FOLDER}`. A run keeps copies of its small files, so that it
+can continue without the folder.
 """
 
 from __future__ import annotations
@@ -17,18 +17,18 @@ from phalanx.base.rules import exists, missing_checkpoint
 from phalanx.config.run import Run
 
 CONFIG = "config.json"
-KEPT = "source"  # folder of a run that holds copies of the small files
-# what a run may compute otherwise than the folder says with the folder's weights: longer contexts are trained so
+KEPT = "source"  # folder inside a run's folder with copies of the small files
+# what may differ from the folder although its weights are used: models are trained for longer contexts in this way
 MAY_DIFFER = ("model.rope_theta", "model.rope_scaling", "model.sliding_window", "model.num_nextn_predict_layers")
 FROM = """model.from: str or null, default null
     A Hugging Face folder that supplies family, sizes and tokenizer where they are unset; weights start at random."""
 
 
 def supply(data: dict[str, Any], origins: dict[str, str]) -> list[Problem]:
-    """Fill what is unset of `model` and `data.tokenizer` in plain values of a config, from the folder that
-    model.from or init_from names.
+    """Fill unset fields of `model` and `data.tokenizer`, in the plain values of a config, from the folder named by
+    model.from or init_from.
 
-    `model_source` then names the folder, `model.from` is gone. A config that says so already is left as it is.
+    `model_source` then names the folder, and `model.from` is removed. A config that already has it is left as it is.
     """
     model = data.get("model")
     own = dict(model) if isinstance(model, dict) else {}
@@ -40,7 +40,7 @@ def supply(data: dict[str, Any], origins: dict[str, str]) -> list[Problem]:
         return []
     if folder is None or not (model is None or isinstance(model, dict)):
         return []
-    if not isinstance(folder, str):  # of init_from the types of fields say so
+    if not isinstance(folder, str):  # the type check of init_from reports this
         return [] if key == "init_from" else [Problem(key, folder, "must be the path of a Hugging Face folder")]
     given = {name: value for name, value in own.items() if (name, value) != ("family", None)}
     data["model"] = given
@@ -53,7 +53,7 @@ def _fill(data: dict[str, Any], origins: dict[str, str], key: str, folder: str, 
     path, needed = folder_of(folder), key == "model.from" or not given
     if not (path / CONFIG).is_file():
         if not needed:
-            return []  # the rules say it, if the folder is still needed
+            return []  # the rules report it, if the folder is still needed
         if not given:
             del data["model"]
         rule = f"must be a Hugging Face folder: it has no {CONFIG}"
@@ -82,7 +82,7 @@ def _fill(data: dict[str, Any], origins: dict[str, str], key: str, folder: str, 
 
 
 def has_tokenizer(path: Path, fingerprint: str | None = None) -> bool:
-    """Whether the folder holds a tokenizer that can be read, and that is this one if one is given."""
+    """Whether the folder holds a readable tokenizer and, if a fingerprint is given, this one."""
     from phalanx.text.tokenizers import load_tokenizer  # takes time to import
 
     try:
@@ -93,7 +93,7 @@ def has_tokenizer(path: Path, fingerprint: str | None = None) -> bool:
 
 
 def _use_kept(data: dict[str, Any]) -> None:
-    """Take the tokenizer from the run's own copies where its folder is gone."""
+    """Use the tokenizer in the run's own copies if its folder is gone."""
     section, kept = data.get("data"), Path(str(data.get("dir") or Run.dir)) / KEPT
     tokenizer = section.get("tokenizer") if isinstance(section, dict) else None
     gone = (
@@ -129,11 +129,11 @@ def check_weights(run: Run) -> list[Problem]:
     return [Problem("init_from", run.init_from, rule)]
 
 
-# ---- what travels --------------------------------------------------------------------------------
+# ---- what checkpoints receive
 
 
 def keep(run: Run) -> None:
-    """Copy the small files of the folder that the run comes from into the run's own folder, once."""
+    """Copy the small files of the run's source folder into the run's own folder, once."""
     from phalanx.checkpoint.hf import folder_of
     from phalanx.checkpoint.save import source_files
 
@@ -142,15 +142,14 @@ def keep(run: Run) -> None:
         return
     files = source_files(folder_of(named))
     kept.mkdir(parents=True, exist_ok=True)
-    for name in sorted(files, key=lambda name: name == CONFIG):  # the config is last: with it the copy is whole
+    for name in sorted(files, key=lambda name: name == CONFIG):  # the config comes last: it marks the copy as complete
         partial = kept / f"{name}.partial"
         partial.write_bytes(files[name])
         os.replace(partial, kept / name)
 
 
 def source_of(run: Run) -> Path | None:
-    """The folder that token ids, generation settings and chat template come from: the run's copies, or where it
-    began."""
+    """The folder that supplies token ids, generation settings and chat template: the run's copies, or the original."""
     from phalanx.checkpoint.hf import folder_of
 
     kept, named = Path(run.dir) / KEPT, run.model_source or run.init_from

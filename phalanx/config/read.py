@@ -1,7 +1,7 @@
 """Reading a run: YAML or Python file + overrides -> typed Run, with the place where each value was set.
 
-YAML is 1.2: `no` is a string, `1e-3` a number, `010` ten. Plain values become a Run in `validate.py`; the rules are in
-`check.py`. Every problem is kept, none is repaired in silence.
+YAML is 1.2: `no` is a string, `1e-3` a number, `010` ten. `validate.py` turns plain values into a Run; the rules are in
+`check.py`. Every problem is reported, none is repaired silently.
 """
 
 from __future__ import annotations
@@ -42,13 +42,13 @@ COMMAND_LINE, NOBODY = "command line", "the defaults"
 INDENT = "    "
 MAX_BYTES = 1 << 20  # of a config file
 MAX_VALUES = 50_000  # of a config, each alias counted as what it stands for
-MAX_CHARACTERS = 10 << 20  # of all of them
-MAX_DEPTH = 100  # of sections and lists inside each other
+MAX_CHARACTERS = 10 << 20  # in all of them
+MAX_DEPTH = 100  # of nested sections and lists
 
 
 @dataclass
 class ConfigSource:
-    """Plain values that a file or an override gave, where each was set, and what was wrong with the text itself."""
+    """Plain values from a file or an override, where each was set, and what was wrong with the text itself."""
 
     data: dict[str, Any] = field(default_factory=dict)
     origins: dict[str, str] = field(default_factory=dict)
@@ -57,8 +57,8 @@ class ConfigSource:
 
 @dataclass(frozen=True)
 class Loaded:
-    """`run` is None if not even a repaired config can be built; with problems it is a repaired one, good only for
-    finding more. `notes`: the new names of what the config calls by old ones."""
+    """`run` is None if not even a repaired config can be built; with problems it is a repaired one, only good for
+    finding more. `notes`: the new names of keys and values that the config calls by old ones."""
 
     run: Run | None
     problems: list[Problem]
@@ -68,7 +68,7 @@ class Loaded:
     notes: tuple[str, ...] = ()
 
     def where(self, path: str) -> str:
-        """Where the value at a path was set: its own place, else that of the section around it, else `base_from`."""
+        """Where the value at a path was set: its own place, or that of the section around it, or `base_from`."""
         inside = [at for key, at in self.origins.items() if key.startswith(f"{path}.")]
         while path:
             if path in self.origins:
@@ -85,8 +85,8 @@ def load_run(
     overrides: list[str] | tuple[str, ...] = (),
     base: Run | Mapping[str, Any] | None = None,
 ) -> Run:
-    """A Run from a file (.yaml or .py), `a.b=c` overrides, or both, on top of `base`. ConfigError with every problem
-    of form."""
+    """A Run from a file (.yaml or .py), `a.b=c` overrides, or both, on top of `base`. ConfigError with all problems of
+    form."""
     loaded = read(path, overrides, base)
     if loaded.problems or loaded.run is None:
         raise ConfigError(loaded.problems)
@@ -102,8 +102,8 @@ def read(
     base_from: str = NOBODY,
 ) -> Loaded:
     """As `load_run`, but returns the problems, so that those of the rules can be shown with them. `base_from`: where
-    messages say that values were set which neither the file nor an override sets; what comes from anywhere but the
-    defaults may be anybody's, and names no code."""
+    messages say that values were set that neither the file nor an override sets. Unless these are the defaults, they
+    may come from anybody, so they must not name code."""
     source = ConfigSource(to_dict(base) if isinstance(base, Run) else copied(base or {}))
     if path is not None:
         source = _merged(source, read_file(path))
@@ -127,15 +127,15 @@ def read(
         p if not p.rule.startswith("is required") else p.at(source.origins.get(p.field.rpartition(".")[0], at))
         for p in problems
     ]
-    # a file that cannot be read at all would only be followed by a row of "is required"
+    # after a file that cannot be read, a list of "is required" would not help
     unreadable = source.problems and not source.data
     found = source.problems if unreadable else source.problems + loaded.placed(problems)
     return dataclasses.replace(loaded, problems=found, run=None if unreadable else run)
 
 
 def named_by_others(source: ConfigSource, base_from: str) -> list[Problem]:
-    """Names of packages' code that stand in somebody else's config, such as a checkpoint's: nothing is imported for
-    them unless the user says them too."""
+    """Names of packages' code in somebody else's config, such as a checkpoint's. Nothing is imported for them unless
+    the user names them too."""
     found = []
     for key, name, path in named_in(source.data):
         if isinstance(name, str) and ":" in name and key not in source.origins:
@@ -158,13 +158,13 @@ def named_in(data: Mapping[str, Any]) -> Iterator[tuple[str, Any, str]]:
 
 
 def load_named_family(data: Mapping[str, Any]) -> list[Problem]:
-    """Import the family of another package that model.family names, so that its section is known."""
+    """Import the family of another package named by model.family, so that its section is known."""
     model = data.get("model")
     name = model.get("family") if isinstance(model, Mapping) else None
     if not isinstance(name, str) or name in families():
         return []
     if ":" not in name and name not in registry.names(SEAM):
-        return []  # no name at all: the types of fields say so
+        return []  # not a name; the type check reports it
     try:
         load_family(name)
     except NotFound as error:
@@ -175,7 +175,7 @@ def load_named_family(data: Mapping[str, Any]) -> list[Problem]:
 
 
 def explain(key: str) -> str:
-    """What a key means, its type and default; of a section: all its keys. ConfigError with near names if there is
+    """What a key means, its type and default; for a section, all its keys. ConfigError with similar names if there is
     none."""
     if key == "model.from":
         return FROM
@@ -214,8 +214,8 @@ def _default_text(key: tree.ConfigField) -> str:
 
 
 def recipes() -> dict[str, Path]:
-    """The packaged recipes by name: llama3_8b.py is llama3-8b. A wheel has them inside the package, a checkout beside
-    it."""
+    """The packaged recipes by name: llama3_8b.py is llama3-8b. In a wheel they are inside the package, in a checkout
+    beside it."""
     package = Path(__file__).parents[1]
     folder = package / "recipes" if (package / "recipes").is_dir() else package.parent / "recipes"
     files = (path for path in folder.glob("[a-z]*") if path.suffix in (".py", ".yaml"))
@@ -223,8 +223,8 @@ def recipes() -> dict[str, Path]:
 
 
 def read_file(path: str | Path) -> ConfigSource:
-    """A YAML or Python file, the name of a recipe, or the folder of a run: its config.yaml, and the run goes on in
-    that folder, wherever it is called from."""
+    """A YAML or Python file, the name of a recipe, or the folder of a run: its config.yaml, where the run continues in
+    that folder, whatever the working directory is."""
     if not os.path.exists(path):
         path = recipes().get(str(path), path)
     if not os.path.isdir(path):
@@ -277,7 +277,7 @@ def read_yaml(path: str | Path) -> ConfigSource:
 
 
 def read_python(path: str | Path) -> ConfigSource:
-    """Run a recipe that the user named: a file with `def run() -> Run`."""
+    """Run a recipe named by the user: a file with `def run() -> Run`."""
     if not os.path.isfile(path):
         return ConfigSource(problems=[_unreadable(path, FileNotFoundError(2, "No such file or directory"))])
     spec = importlib.util.spec_from_file_location("phalanx_recipe", path)
@@ -301,7 +301,7 @@ def read_python(path: str | Path) -> ConfigSource:
 
 
 def _python_origins(path: Path) -> dict[str, str]:
-    """The line of a keyword that occurs once in a recipe; the file alone for the others."""
+    """The line of each keyword that occurs once in a recipe; for the others only the file."""
     lines: dict[str, list[int]] = {}
     for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
         if isinstance(node, ast.keyword) and node.arg:
@@ -321,7 +321,7 @@ def _unreadable(path: str | Path, error: Exception) -> Problem:
 
 
 def apply_override(source: ConfigSource, text: str) -> None:
-    """`a.b=c` with c in YAML; what it sets replaces what was there."""
+    """Apply `a.b=c` with c in YAML; the new value replaces the old one."""
     key, equals, value_text = text.partition("=")
     key = key.strip()
     if not equals or not key:
@@ -349,8 +349,8 @@ def apply_override(source: ConfigSource, text: str) -> None:
 
 
 def _path(key: str) -> list[str]:
-    """The steps of a dotted key. Below a map of free names (such as optim.lr_scale) the rest is one
-    name, dots and all; of a map to sections (data.sources) the last step is a field."""
+    """The steps of a dotted key. Below a map of free names (such as optim.lr_scale) the rest is a single name, dots
+    included; in a map of sections (data.sources) the last step is a field."""
     for k in tree.leaves(Run):
         maps = [m for m in tree.members(k.hint) if typing.get_origin(m) is dict]
         if maps and key.startswith(f"{k.path}."):
@@ -394,8 +394,7 @@ def _compose(text: str, complain: Callable[[str, int], None]) -> Node | None:
 
 
 def _brackets(text: str) -> int:
-    """How many brackets are inside each other at most, those in quotes and comments counted too: reading many takes
-    minutes."""
+    """The greatest nesting of brackets, including those in quotes and comments: reading deep nesting takes minutes."""
     depth = most = 0
     for bracket in re.findall(r"[\[{\]}]", text):
         depth += 1 if bracket in "[{" else -1
@@ -404,7 +403,7 @@ def _brackets(text: str) -> int:
 
 
 class TooLarge(Exception):
-    """A config that holds more than any config does, or lists inside each other without end."""
+    """A config that holds more than any real config, or endlessly nested lists."""
 
     def __init__(self, rule: str, line: int):
         self.line = line
@@ -412,7 +411,7 @@ class TooLarge(Exception):
 
 
 class Constructor:
-    """YAML nodes -> plain values, keeping the line of every key. Only the types of YAML 1.2's core schema are made."""
+    """YAML nodes -> plain values, with the line of every key. Only the types of YAML 1.2's core schema are created."""
 
     def __init__(self, file: str, source: ConfigSource, lines: bool = True):
         self.file, self.source, self.lines = file, source, lines

@@ -1,7 +1,7 @@
-"""Options that Phalanx once had: what to type instead of each.
+"""Options that Phalanx once had, and what to type instead of each.
 
-A config that still says a removed one (a file, an override, the saved config of an old run or checkpoint) is refused
-together with all other problems of it. A renamed one still works, and one line says its new name.
+A config that still uses a removed option (a file, an override, the saved config of an old run or checkpoint) is
+refused, together with all its other problems. A renamed one still works, and one line says its new name.
 """
 
 from __future__ import annotations
@@ -21,10 +21,10 @@ ABSENT = object()
 class Removed:
     """One removed option.
 
-    settings  dotted key -> value, or a function that says of a value whether it is meant; a config that has all of
-              them says the option. Problems name the first key.
+    settings  dotted key -> value, or a function that says whether a value is meant; a config with all of them uses the
+              option. Problems name the first key
     why       what is done now; the message reads "was removed: WHY"
-    instead   of these keys, the ones to change -> the value to type
+    instead   the keys to change instead, if not these -> the value to type
     """
 
     settings: Mapping[str, Any]
@@ -63,7 +63,7 @@ RENAMED: Mapping[tuple[str, Any], Any] = MappingProxyType({("train.kernels", "wh
 
 
 def replace_renamed(data: dict[str, Any]) -> tuple[str, ...]:
-    """Put new names in the place of old ones in the plain values of a config; a line for each."""
+    """Replace old names by new ones in the plain values of a config; returns a line for each."""
     notes = []
     for (key, old), new in RENAMED.items():
         if value_at(data, key) == old:
@@ -76,7 +76,7 @@ def replace_renamed(data: dict[str, Any]) -> tuple[str, ...]:
 def replace_removed(data: dict[str, Any], options: Sequence[Removed] = REMOVED) -> tuple[list[Problem], frozenset[str]]:
     """The problems of removed options in the plain values of a config, and the keys that were set for them.
 
-    `data` then has what is to be typed instead, so that the other rules can be checked too.
+    `data` then contains what is to be typed instead, so that the other rules can be checked too.
     """
     said = [option for option in options if option.said_by(data)]
     problems = [option.problem(data) for option in said]
@@ -88,7 +88,7 @@ def replace_removed(data: dict[str, Any], options: Sequence[Removed] = REMOVED) 
 
 
 def value_at(data: Any, key: str) -> Any:
-    """The plain value at a dotted key, of "" all of them; ABSENT where there is none."""
+    """The plain value at a dotted key, for "" all of them; ABSENT if there is none."""
     for step in filter(None, key.split(".")):
         if not isinstance(data, Mapping) or step not in data:
             return ABSENT

@@ -22,12 +22,12 @@ from phalanx.nn.objective import TaskConfig, completed_task
 from phalanx.optim.config import OptimConfig
 from phalanx.optim.optimizer import completed
 
-MOST_STAGES = 100_000  # of a ramp-up that are counted
+MOST_STAGES = 100_000  # in a ramp-up that are counted
 UNITS = {"": 1, "k": 10**3, "m": 10**6, "b": 10**9, "t": 10**12}
 
 
 def token_count(value: Any) -> Any:
-    """`15B`, `1.5e9`, `300M`, `2_000_000` as an integer; what is no whole number stays as it is."""
+    """`15B`, `1.5e9`, `300M`, `2_000_000` as an integer; anything that is not a whole number is returned as it is."""
     text = str(value).replace("_", "").strip().lower()
     found = re.fullmatch(r"(\d+(?:\.\d*)?(?:e[+]?\d{1,2})?)([kmbt]?)", text)
     if isinstance(value, bool) or found is None:
@@ -38,7 +38,9 @@ def token_count(value: Any) -> Any:
 
 TokenCount = Annotated[int, tree.FromText(token_count)]
 
-BUDGET_AT = 6  # the step of a run (or of its continuation) whose time is told; the one before it warms the profiler up
+BUDGET_AT = (
+    6  # the step of a run (or of its continuation) whose time budget is shown; the step before it warms the profiler up
+)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -53,28 +55,28 @@ class RampConfig:
 
 @dataclass(frozen=True, kw_only=True)
 class GuardConfig:
-    """What is done about steps whose loss or gradient norm is not finite or a spike; such a step is never applied."""
+    """What happens when a step's loss or gradient norm is NaN, infinite or a spike; such a step is never applied."""
 
     policy: Literal["skip", "stop", "rollback"] = "skip"
-    """skip the step; stop the run (exit 5); or rollback: continue from the checkpoint before with the data after the
+    """skip the step; stop the run (exit 5); or rollback: continue from the previous checkpoint with the data after the
     bad step."""
     sigmas: float | None = None
-    """A loss or gradient norm is a spike if it is more than this many standard deviations above the window's mean;
+    """A loss or gradient norm is a spike if it exceeds the window's mean by more than this many standard deviations;
     unset: none is."""
     window: int = 128
-    """Steps whose losses and norms are kept to judge the next by (half of them must be there)."""
+    """Steps whose losses and norms are kept for judging the next (half of them must be there)."""
     max_rollbacks: int = 3
-    """rollback: tries to pass one bad step, each from an older checkpoint, before the run stops."""
+    """rollback: attempts to pass one bad step, each from an older checkpoint, before the run stops."""
     replicas_interval: int | None = None
-    """Compare hashes of what data-parallel ranks hold alike every so many steps; unset: never. A difference stops
-    the run (exit 5). With sharding the weights are handed out anew in each step, so only what changed since is seen;
-    at layout.sharding=0 everything is."""
+    """Every so many steps, compare hashes of what data-parallel ranks hold in common; unset: never. A difference stops
+    the run (exit 5). With sharding, weights are distributed again in each step, so only changes since then are seen;
+    with layout.sharding=0 everything is."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Fp8Config:
-    """Products of the layers' linears and experts in 8 bits or fewer. Embedding, head, routers, attention itself and
-    MLA's down-projections never are."""
+    """Matmuls of the layers' linears and experts in FP8 or FP4. Embedding, head, routers, attention itself and MLA's
+    down-projections are never included."""
 
     recipe: Literal["tensorwise", "delayed", "rowwise", "blockwise", "mxfp8", "nvfp4"]
     """Formats and scales: tensorwise (one scale per tensor), delayed (the same, from earlier steps), rowwise,
@@ -83,29 +85,29 @@ class Fp8Config:
     exclude: list[str] = field(default_factory=list)
     """Globs of Hugging Face names of linears that stay in train.precision, such as "*.o_proj.*"."""
     end_layers: int = 0
-    """So many layers at each end of the model stay in train.precision."""
+    """This many layers at each end of the model stay in train.precision."""
     last_steps: int = 0
-    """So many steps at the end of the run are in train.precision: the weights settle without the noise of casts
-    (NVIDIA's way with NVFP4)."""
+    """This many steps at the end of the run are in train.precision: the weights settle without quantization noise
+    (NVIDIA's method for NVFP4)."""
     accumulate: Literal["mixed", "fast", "precise"] = "mixed"
-    """Sums inside the GEMMs: fast (the tensor cores' own), precise (carried to fp32 as they go), mixed (forward
-    fast, backward precise)."""
+    """Sums inside the GEMMs: fast (the tensor cores' own), precise (moved to fp32 at intervals), mixed (forward fast,
+    backward precise)."""
     history: int = 1024
-    """delayed: steps whose largest values the scales come from; 1: those of the last step."""
+    """delayed: the number of steps from whose largest values scales are computed; 1: only the last step."""
     shadow_interval: int | None = None
-    """Compute every so many steps (and at the first and the last) the gradients in train.precision too, and tell how
-    far apart they are."""
+    """Every so many steps (and at the first and the last), also compute the gradients in train.precision, and report
+    how far they differ."""
     max_lost: float | None = None
-    """A linear that loses more than this part of a tensor's values (to zero, or cut to the largest) goes on in
-    train.precision; unset: none."""
+    """A linear that loses more than this fraction of a tensor's values (to zero, or clamped to the largest) falls back
+    to train.precision; unset: none."""
     min_cosine: float | None = None
-    """A linear whose weight's gradient has a lower cosine with that in train.precision (shadow_interval) goes on in
+    """A linear whose weight gradient has a lower cosine with that in train.precision (shadow_interval) falls back to
     it; unset: none."""
 
     @property
     def may_rest(self) -> bool:
-        """Whether linears are ever in train.precision after all, for a step or for good: their weights then have to
-        be there."""
+        """Whether linears may use train.precision at times, for a step or for good: their weights must then be
+        available."""
         return self.last_steps > 0 or self.shadow_interval is not None or self.max_lost is not None
 
 
@@ -124,37 +126,38 @@ class TrainConfig:
     precision: Literal["fp32", "bf16", "fp16", "fp64"] = "fp32"
     """Dtype of weights and activations; bf16 and fp16 keep fp32 masters, moments and gradients."""
     fp8: Fp8Config | None = None
-    """Products of linears in 8 bits; unset: in train.precision."""
+    """Matmuls of linears in FP8; unset: in train.precision."""
     recompute: Literal["none", "pointwise", "selective", "long", "full"] = "none"
-    """Activations recomputed in backward: none, pointwise (norms and MLP activations: cheap), selective (inside
-    attention), long (all but attention, for long sequences; MLPs in pieces), full (whole blocks)."""
+    """Activations recomputed in backward (activation checkpointing): none, pointwise (norms and MLP activations:
+    cheap), selective (inside attention), long (all but attention, for long sequences; MLPs in slices), full (whole
+    blocks)."""
     recompute_ops: list[str] = field(default_factory=list)
     """Further ops to recompute, by name: norm, qkv, rope, attention, up, activation, dropout, experts, mlp, layer,
     block."""
     recompute_budget_gib: float | None = None
-    """GiB that a rank may use in all, as `phalanx plan` forecasts it: what is recomputed is then chosen block by
+    """GiB that a rank may use in total, as forecast by `phalanx plan`: what is recomputed is then chosen block by
     block, at the least cost."""
     freeze: list[str] = field(default_factory=list)
-    """Globs of Hugging Face names of tensors that stay as they are, such as "*.mlp.*": without gradients and
+    """Globs of Hugging Face names of tensors that are not trained, such as "*.mlp.*": they have no gradients and no
     optimizer state."""
     offload_layers: int = 0
-    """Layers of each stage, from its first, whose activations wait in host memory between forward and backward,
-    copied beside compute. Such a run has no CUDA graphs."""
+    """Layers of each stage, from its first, whose activations are offloaded to host memory between forward and
+    backward, copied while the device computes. Such a run has no CUDA graphs."""
     kernels: Literal["auto", "plain", "triton", "optional"] = "auto"
     """Implementations of the ops: auto (the fastest that run here), plain (PyTorch alone), triton, optional (triton,
-    attention and MLP from the packages of phalanx[kernels])."""
+    with attention and MLP from the packages of phalanx[kernels])."""
     plain_ops: list[str] = field(default_factory=list)
-    """Ops that are to run plain all the same: norm, swiglu, rope, loss, adamw, route, permute, grouped, quant,
-    attention, mlp. For comparisons."""
+    """Ops that run plain in any case: norm, swiglu, rope, loss, adamw, route, permute, grouped, quant, attention, mlp.
+    For comparisons."""
     cuda_graphs: Literal["auto", "on", "off"] = "auto"
     """Replay blocks as CUDA graphs: auto (on a GPU; with pipeline stages if memory allows), on, off. Same numbers,
     less work for the host."""
     seed: int = 1234
     """Seed of initial weights, data order and dropout."""
     deterministic: bool = False
-    """The same bits whatever the data-parallel size, layout.sharding, schedule and number of stages are: gradients
-    are added up in one binary tree over the micro-batches of a step (dp a power of two). Takes time and
-    log2(micro-batches of a rank) more gradient buffers."""
+    """The same bits whatever the data-parallel size, layout.sharding, schedule and number of stages are: gradients are
+    added up in one binary tree over the micro-batches of a step (dp a power of two). Takes time and log2(micro-batches
+    of a rank) more gradient buffers."""
     device: Literal["auto", "cpu", "cuda"] = "auto"
     """Where to train; auto: GPUs if there are any."""
     rampup: RampConfig | None = None
@@ -174,7 +177,7 @@ class TrainConfig:
     max_skipped: int = 50
     """Stop (exit 5) after this many skipped steps in a row."""
     guard: GuardConfig = field(default_factory=GuardConfig)
-    """What is done about bad numbers."""
+    """What happens when losses or gradients are NaN, infinite or spikes."""
     timeout_s: float = 600.0
     """A collective that takes longer means a lost peer."""
     time_limit_s: float | None = None
@@ -189,8 +192,8 @@ class TrainConfig:
 
     @cached_property
     def last_step(self) -> int:
-        """The number of the run's last step: `steps`, or the first at which at least `tokens` tokens are consumed. 0
-        where neither is set."""
+        """The number of the run's last step: `steps`, or the first step by which `tokens` tokens are consumed. 0 if
+        neither is set."""
         if self.steps is not None or not isinstance(self.tokens, int):
             return self.steps or 0
         wanted, consumed, step = -(-self.tokens // max(1, self.seq_length)), 0, 0
@@ -200,8 +203,8 @@ class TrainConfig:
         return step + max(0, -(-(wanted - consumed) // max(1, self.global_batch)))
 
     def ramp_stages(self) -> list[tuple[int, int]]:
-        """(global batch, consumed samples at which it ends) of each stage of the ramp-up; those that are larger than
-        global_batch, or a ramp that its rules refuse, have none."""
+        """(global batch, consumed samples at which it ends) of each stage of the ramp-up. None for stages larger than
+        global_batch, or for a ramp that its rules refuse."""
         ramp = self.rampup
         if ramp is None or min(ramp.start, ramp.increment, ramp.samples) < 1:
             return []
@@ -215,14 +218,14 @@ class TrainConfig:
 @dataclass(frozen=True, kw_only=True)
 class LogConfig:
     interval: int | None = None
-    """Print a step line every so many steps; unset: each step in log.txt and where the output is no terminal, on a
-    terminal one every 2 seconds, after a minute every 10. metrics.jsonl always has every step."""
+    """Print a step line every so many steps; unset: every step in log.txt and where the output is not a terminal; on a
+    terminal one every 2 seconds, after a minute one every 10. metrics.jsonl always has every step."""
     tensorboard: bool = False
     """Write TensorBoard files to the run's tb/ folder (needs the extra phalanx[tensorboard])."""
     wandb: str | None = None
     """Weights & Biases project to log to (needs the extra phalanx[wandb])."""
     wandb_entity: str | None = None
-    """User or team whose project log.wandb is; unset: the default of whoever is logged in."""
+    """User or team that owns the log.wandb project; unset: the default of the logged-in user."""
     wandb_name: str | None = None
     """Name of the run in Weights & Biases; unset: that of the run's folder."""
     wandb_group: str | None = None
@@ -230,11 +233,12 @@ class LogConfig:
     wandb_tags: list[str] = field(default_factory=list)
     """Tags of the run in Weights & Biases."""
     sinks: dict[str, dict[str, Any]] = field(default_factory=dict)
-    """More places that get every number of the run: sink by name or PACKAGE.MODULE:NAME, and its own fields."""
+    """More places to which every number of the run is written: sink by name or PACKAGE.MODULE:NAME, with its own
+    fields."""
     report: bool = True
     """Write report.html with the loss curve at the end."""
     budget: bool | None = None
-    """Say after the first steps where the time of a step goes; unset: on GPUs, in runs of 100 steps and more."""
+    """After the first steps, show where the time of a step goes; unset: on GPUs, in runs of 100 steps or more."""
 
     def __post_init__(self) -> None:
         named = {lasting(SINK, name): fields for name, fields in self.sinks.items()}
@@ -261,7 +265,8 @@ class Run:
     model_source: str | None = None
     """The Hugging Face folder of sizes and tokenizer: set by init_from and by model.from.
 
-    Its token ids, generation settings and chat template travel into checkpoints."""
+    Its token ids, generation settings and chat template are copied into checkpoints.
+    """
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "optim", completed(self.optim))

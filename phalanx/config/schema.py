@@ -1,5 +1,5 @@
-"""A JSON schema of config files, by which editors complete and check them: types, values, defaults and meanings;
-rules between keys stay ours."""
+"""A JSON schema of config files, with which editors complete and check them: types, values, defaults and meanings.
+Rules between keys are not in it."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ def schema_text() -> str:
 def config_schema() -> dict[str, Any]:
     """JSON Schema 2020-12 of a YAML config."""
     made = run_schema(named_sections({})[0]).model_json_schema(mode="validation")
-    for name, family in families().items():  # of another package its type is any text
+    for name, family in families().items():  # a family of another package is accepted as any text
         says = made["$defs"][family.__name__]["properties"]["family"]
         if "const" not in says and "enum" not in says:
             says["const"] = name
@@ -42,8 +42,8 @@ def config_schema() -> dict[str, Any]:
 
 
 def allow_folders(made: dict[str, Any]) -> None:
-    """A Hugging Face folder supplies what is unset of `model`: with model.from, and with init_from, under which
-    `model` may be left out."""
+    """A Hugging Face folder supplies unset fields of `model`: with model.from, and with init_from, where `model` may be
+    left out."""
     whole = made["properties"]["model"]
     refs = {name: f"#/$defs/{cls.__name__}" for name, cls in families().items()}
     whole["discriminator"] = {"mapping": refs, "propertyName": "family"}
@@ -67,7 +67,7 @@ def allow_folders(made: dict[str, Any]) -> None:
 
 
 def allow_named(made: dict[str, Any]) -> None:
-    """An optimizer or objective of a package of the user's adds keys that are not known here."""
+    """An optimizer or objective from the user's own package adds keys that are not known here."""
     foreign = {"type": "object", "required": ["name"], "properties": {"name": {"type": "string", "pattern": ":"}}}
     ours = made["properties"]["optim"]["$ref"]
     fallback = made["$defs"][ours.rpartition("/")[2]]["properties"]["fallback"]
@@ -78,7 +78,7 @@ def allow_named(made: dict[str, Any]) -> None:
 
 
 def sections_of(cls: type) -> list[type]:
-    """The dataclass and all below it, those inside maps too; each once."""
+    """The dataclass and all those below it, including those in maps; each once."""
     found, rest = dict[type, None](), [cls]
     while rest:
         one = rest.pop()
@@ -95,7 +95,7 @@ def sections_of(cls: type) -> list[type]:
 
 
 def describe_fields(place: dict[str, Any], cls: type) -> None:
-    """Meanings, and the texts that stand for lists; no other keys are allowed."""
+    """Add meanings, and texts accepted in place of lists; no other keys are allowed."""
     place["additionalProperties"] = False
     place.pop("title", None)
     docs, whole = tree.field_docs(cls), typing.get_type_hints(cls, include_extras=True)
@@ -110,5 +110,5 @@ def describe_fields(place: dict[str, Any], cls: type) -> None:
 
 
 def is_read_from_text(hint: Any) -> bool:
-    """Whether a value of another type is turned into this one before it is checked."""
+    """Whether a value of another type is converted to this one before it is checked."""
     return any(isinstance(m, tree.FromText) for m in getattr(hint, "__metadata__", ()))

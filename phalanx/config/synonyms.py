@@ -1,4 +1,4 @@
-"""What other frameworks call our config keys; only used to say what an unknown key may have meant."""
+"""What other frameworks call our config keys, used to suggest what an unknown key may have meant."""
 
 from __future__ import annotations
 
@@ -143,7 +143,7 @@ VALUES: Mapping[str, str] = MappingProxyType(
         "gradient_accumulation_steps": "micro-batches follow from train.global_batch, train.micro_batch and the ranks",
     }
 )
-"""What is set in another way than by a key of that name: a sentence."""
+"""Settings that are not made by a key of that name: a sentence about each."""
 
 _FULL = "what exists: full training, and train.freeze for tensors that are to stay as they are"
 _ADAMW = (
@@ -173,10 +173,10 @@ NOT_BUILT: Mapping[str, str] = MappingProxyType(
         "torch_compile": "torch.compile is not used; what exists: train.kernels and train.cuda_graphs",
     }
 )
-"""What people ask for that there is not yet: a sentence that says so and names what there is."""
+"""Features that people ask for and that do not exist yet: a sentence that says so and names what exists."""
 
 
 def said_of(name: str) -> str:
-    """A sentence about a key or a value that another framework has, or nothing."""
+    """A sentence about a key or value of another framework; empty if there is none."""
     short = name.lower().rpartition(".")[2]
     return NOT_BUILT.get(short) or VALUES.get(short, "")

@@ -1,6 +1,6 @@
 """From plain values to a Run, or every problem of form: unknown keys, wrong types, and what was probably meant.
 
-Types are checked strictly by pydantic over the dataclasses of the config. The rules are in `check.py`.
+pydantic checks types strictly over the config's dataclasses. The rules are in `check.py`.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ from phalanx.optim.config import OptimConfig
 from phalanx.optim.optimizer import find_optimizer
 
 FALLBACK = "optim.fallback"
-# sections whose fields follow from a `name` in them: what all have, and how the rest is found
+# sections whose fields depend on a `name` in them: their common class, and how the specific one is found
 NAMED: Mapping[str, tuple[Any, Callable[[str], Any]]] = MappingProxyType(
     {
         "optim": (OptimConfig, find_optimizer),
@@ -51,12 +51,12 @@ def run_schema(named: Mapping[str, type]) -> type[BaseModel]:
 
 
 def families() -> Mapping[str, type]:
-    """The `model` sections there are, by what model.family says."""
+    """The classes of `model` sections, by model.family."""
     return tree.choices_of(Run, "model")
 
 
 def _family(section: Any) -> str | None:
-    """What a `model` section says of its family, for pydantic to choose the class by."""
+    """The family that a `model` section names, by which pydantic chooses the class."""
     if not isinstance(section, dict) or "family" not in section:
         return None
     family = section["family"]
@@ -80,7 +80,7 @@ def _run_schema(named: tuple[tuple[str, type], ...], known: tuple[tuple[str, typ
 
 @functools.lru_cache(maxsize=8)
 def _fallback_schema(fallback: type) -> type[BaseModel]:
-    """The same of optim.fallback, a section of an optimizer inside another."""
+    """The same for optim.fallback, a section of an optimizer inside another."""
     config = ConfigDict(strict=True, extra="forbid")
     return create_model("Fallback", __config__=config, fallback=(fallback, ...))
 
@@ -90,7 +90,7 @@ def build(data: dict[str, Any]) -> tuple[Run | None, list[Problem], frozenset[st
     repaired."""
     named, nameless = named_sections(data)
     run, errors = (None, []) if nameless else _validate(data, named)
-    if nameless:  # without what they name nobody knows which keys the sections have
+    if nameless:  # without the members that they name, the keys of the sections are unknown
         for section in (p.field.rpartition(".")[0] for p in nameless):
             shared = set(tree.field_names(NAMED[section][0])) - {"name"}
             data = _with(data, section, {k: v for k, v in _at(data, section).items() if k in shared})
@@ -107,7 +107,7 @@ def build(data: dict[str, Any]) -> tuple[Run | None, list[Problem], frozenset[st
 
 
 def named_sections(data: Mapping[str, Any]) -> tuple[dict[str, type], list[Problem]]:
-    """The classes of the sections in NAMED, which what they name brings along; names that lead nowhere are problems."""
+    """The classes of the sections in NAMED, from the members that they name; names that lead nowhere are problems."""
     classes, problems = dict[str, type](), []
     for section, (base, find) in NAMED.items():
         given = _at(data, section)
@@ -122,7 +122,7 @@ def named_sections(data: Mapping[str, Any]) -> tuple[dict[str, type], list[Probl
 
 
 def _at(data: Mapping[str, Any], section: str) -> Any:
-    """What a dotted section holds; None if there is nothing."""
+    """The contents of a dotted section; None if there are none."""
     found: Any = data
     for step in section.split("."):
         found = found.get(step) if isinstance(found, Mapping) else None
@@ -130,7 +130,7 @@ def _at(data: Mapping[str, Any], section: str) -> Any:
 
 
 def _with(data: dict[str, Any], section: str, values: Any) -> dict[str, Any]:
-    """A copy with other values in a dotted section, which is there."""
+    """A copy with other values in a dotted section, which must exist."""
     head, _, rest = section.partition(".")
     return {**data, head: _with(data[head], rest, values) if rest else values}
 
@@ -159,7 +159,7 @@ def _validate(data: dict[str, Any], named: Mapping[str, type]) -> tuple[Run | No
 
 
 def _bools_for_numbers(data: dict[str, Any]) -> list[Any]:
-    """pydantic takes `true` for the literal 1; as errors of its form."""
+    """Errors, in pydantic's form, for `true` where it would accept it as the literal 1."""
     found = []
     for k in tree.leaves(Run):
         steps = k.path.split(".")
@@ -248,7 +248,7 @@ def _problem(data: dict[str, Any], error: Any, named: Mapping[str, type]) -> Pro
 
 
 def _unknown(path: str, value: Any, owner: type) -> Problem:
-    """A key that no section knows here: say where it belongs, or what it may have been meant for."""
+    """A key that no section knows here: says where it belongs, or what it may have meant."""
     section, _, name = path.rpartition(".")
     elsewhere = [k for k in tree.keys(Run) if k.name == name and k.path != path]
     at = f"of {section}" if section else "at the top"
@@ -278,7 +278,7 @@ def _unknown(path: str, value: Any, owner: type) -> Problem:
 
 
 def near_keys(name: str, section: str, owner: type = Run) -> tuple[str, ...]:
-    """Full paths of keys whose name is like this one: known synonyms, then the same section, then all of them."""
+    """Full paths of keys with names similar to this one: known synonyms first, then the same section, then all."""
     short = name.rpartition(".")[2]
     here = tree.field_names(owner)
     close = [f"{section}.{n}" if section else n for n in difflib.get_close_matches(short, here, n=2, cutoff=0.6)]
@@ -318,7 +318,7 @@ def _close_literals(value: Any, hint: Any) -> tuple[Any, ...]:
 
 
 def _casts(value: Any, hint: Any, owner: type, name: str) -> tuple[Any, ...]:
-    """Values of the right type that the user may have meant; the default if there is no telling."""
+    """Values of the right type that the user may have meant; the default if that cannot be guessed."""
     default = next((k.default for k in tree.keys(owner) if k.path == name), None)
     guesses = [
         *_guesses(value),
@@ -367,7 +367,7 @@ def _fits(value: Any, hint: Any) -> bool:
 def _repair(data: dict[str, Any], steps: list[str], broken: Problem, kind: str) -> None:
     """Take the first suggestion, or the default by leaving the key out, so that the other rules can be checked too."""
     if kind == "missing":
-        steps = steps[:-1]  # an optional section that is incomplete is left out; a required one cannot be repaired
+        steps = steps[:-1]  # an incomplete optional section is left out; a required one cannot be repaired
     if len(steps) < 2 and kind == "missing":
         return
     at: Any = data

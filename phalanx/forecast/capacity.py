@@ -1,5 +1,5 @@
-"""Whether the memory of a machine holds its ranks, by the forecast of `phalanx plan`: what cannot fit is refused
-before it starts."""
+"""Whether the memory of a machine holds its ranks, by the forecast of `phalanx plan`. What certainly does not fit is
+refused before it starts."""
 
 from __future__ import annotations
 
@@ -20,8 +20,8 @@ FORECAST_ERROR = 0.07
 42.9 GiB (benchmarks/results/README.md, "Memory: forecast against measured")."""
 
 PROCESS = 340 * 2**20
-"""Resident bytes of a rank on a CPU beside its tensors: Python, torch and its libraries. Measured 2026-11-23 with
-torch 2.13 as the peak of VmHWM less the forecast, 334 to 342 MiB for models of 9 MiB to 2.7 GiB (the heap set to
+"""Resident bytes of a rank on a CPU besides its tensors: Python, torch and its libraries. Measured 2026-11-23 with
+torch 2.13 as the peak of VmHWM minus the forecast, 334 to 342 MiB for models of 9 MiB to 2.7 GiB (with the heap set to
 return what it frees: MALLOC_MMAP_THRESHOLD_)."""
 
 
@@ -34,12 +34,12 @@ class DoesNotFit(PhalanxError):
 
 @dataclass(frozen=True)
 class MachineMemory:
-    """What the ranks of one machine may take before the run starts.
+    """What the ranks of one machine may use before the run starts.
 
     ranks    the ranks that run there
-    gpus     bytes that are free on each GPU, in the order of local ranks; empty: the ranks run on the CPU
-    host     bytes of main memory that are free for all of them together; None: unknown
-    started  the ranks are running, so what their processes take is no longer free
+    gpus     free bytes on each GPU, in the order of local ranks; empty: the ranks run on the CPU
+    host     free bytes of main memory for all of them together; None: unknown
+    started  the ranks are already running, so what their processes use is no longer free
     """
 
     ranks: range
@@ -65,7 +65,7 @@ class Holder:
 
 
 def holders(plan: Plan, uses: Sequence[RankUse], machine: MachineMemory) -> list[Holder]:
-    """Every memory of the machine with what its ranks need there."""
+    """Every memory of the machine with the needs of its ranks."""
     of_rank = {rank: uses[plan.grid.coords(rank).pp] for rank in machine.ranks}
     on_gpu = {rank: use.total + OVERHEAD + _pools(plan, use) for rank, use in of_rank.items()}
     found = []
@@ -84,18 +84,17 @@ def holders(plan: Plan, uses: Sequence[RankUse], machine: MachineMemory) -> list
 
 
 def _pools(plan: Plan, use: RankUse) -> int:
-    """CUDA graphs of several stages keep a pool of memory for each micro-batch in flight, if the config asks for
-    them."""
+    """CUDA graphs of several stages keep a memory pool for each micro-batch in flight, if the config asks for them."""
     return use.pools if plan.run.train.cuda_graphs == "on" and plan.grid.pp > 1 else 0
 
 
 def generous_bytes(run: Run, world: int) -> float:
-    """More than a rank can need, from sizes alone, in a millisecond: the forecast runs blocks on the meta device,
+    """More than a rank can need, from sizes alone, within a millisecond. The forecast runs blocks on the meta device,
     for which torch imports its compiler (seconds), and a small run on a large machine need not wait for that.
 
-    64 bytes a parameter, as if nothing were cut; activations as if every block lay here, of every micro-batch of a
-    step. A matmul from `width` features makes FLOPs / (2 width) elements a token; ops around it keep a few times as
-    many, and the least width of all counts.
+    64 bytes a parameter, as if nothing were sharded; activations as if every block were here, for all micro-batches of
+    a step. A matmul from `width` features computes FLOPs / (2 width) elements a token; ops around it save a few times
+    as many, and the smallest width of all counts.
     """
     plan = plan_of(run, world)
     model, train, layout = run.model, run.train, run.layout
@@ -108,8 +107,8 @@ def generous_bytes(run: Run, world: int) -> float:
 
 
 def check_capacity(run: Run, world: int, machine: MachineMemory, force: bool = False) -> str | None:
-    """None where the run fits, a warning where the forecast is too near to say. Raises DoesNotFit where it certainly
-    does not.
+    """None if the run fits, a warning if the forecast is too close to tell. Raises DoesNotFit if it certainly does not
+    fit.
 
     force: warn instead of refusing.
     """
@@ -152,7 +151,7 @@ def _needs(holder: Holder) -> str:
 
 
 def _worst_of(plan: Plan, uses: Sequence[RankUse], machine: MachineMemory) -> Demand:
-    """The demand nearest to its room, or furthest beyond it, of this machine or of machines like it that hold the
+    """The demand closest to its limit, or furthest beyond it, on this machine or on machines like it that hold the
     other ranks."""
     each = min(len(machine.ranks), plan.grid.world)
     starts = range(0, plan.grid.world - each + 1, each)

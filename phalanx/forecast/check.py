@@ -1,7 +1,7 @@
-"""Every rule of a run at once: those of its values (`config/check.py`), those that need the model's blocks, and values
-that would do.
+"""Every rule of a run: those of its values (`config/check.py`), those that need the model's blocks, and the search for
+values that work.
 
-`raise_problems` picks the error: 2, or 3 and 4 when only data or a checkpoint is missing.
+`raise_problems` chooses the error: exit code 2, or 3 and 4 if only data or a checkpoint is missing.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from phalanx.planning.plan import Plan
 
 
 def check(run: Run, facts: Facts) -> list[Problem]:
-    """Every problem of a run, each with values near it that make it go away (found by checking the run with them)."""
+    """Every problem of a run, each with nearby values that make it go away (found by checking the run with them)."""
     too_large = check_limits(run, facts.world_size)
     if too_large:  # the rules count layers, ranks and so on one by one
         return [*facts.env, *too_large]
@@ -32,8 +32,8 @@ def check(run: Run, facts: Facts) -> list[Problem]:
 
 
 def raise_problems(problems: list[Problem]) -> None:
-    """Raise all problems as one ConfigError; as DataError or CheckpointError if nothing is wrong but missing paths
-    of one kind."""
+    """Raise all problems as one ConfigError, or as DataError or CheckpointError if only paths of one kind are
+    missing."""
     kinds = {p.error if isinstance(p, MissingPath) else ConfigError for p in problems}
     if not problems:
         return
@@ -43,7 +43,7 @@ def raise_problems(problems: list[Problem]) -> None:
 
 
 def checked_plan(run: Run, world: int) -> Plan:
-    """The plan of a run on `world` ranks; the errors of `raise_problems` for one that breaks a rule."""
+    """The plan of a run on `world` ranks; raises like `raise_problems` if a rule is broken."""
     raise_problems(check(run, Facts(world_size=world, local_ranks=world, files=False)))
     return make_plan(run, world)
 
@@ -61,7 +61,7 @@ def broken_rules(run: Run, facts: Facts) -> list[Problem]:
 
 
 def suggest(run: Run, facts: Facts, broken: Problem, found: list[Problem]) -> Problem:
-    """The problem with `valid` holding only values that end it, preferring values that start no other."""
+    """The problem with `valid` restricted to values that end it, preferring those that cause no other."""
     try:
         tree.get(run, broken.field)
     except KeyError:
@@ -85,7 +85,7 @@ def suggest(run: Run, facts: Facts, broken: Problem, found: list[Problem]) -> Pr
 
 @dataclass(frozen=True)
 class Tries:
-    """Other values of one field, each checked by the whole validator once."""
+    """Other values of one field, each checked once by the whole validator."""
 
     run: Run
     facts: Facts
@@ -104,14 +104,14 @@ class Tries:
         return _name(self.broken) not in self.after(value)
 
     def fits(self, value: Any) -> bool:
-        """It breaks no rule of its field, whatever the old value broke beside this one, and no other of the layout
-        that was kept."""
+        """It breaks no rule of its field, whatever else the old value broke, and no other rule of the layout that was
+        kept."""
         after = self.after(value)
         own, new = (name for name, _ in after if name == self.broken.field), (name for name, _ in after - self.before)
         return not any(own) and not any(name.startswith("layout.") for name in new)
 
     def clean(self, value: Any) -> bool:
-        """It fits, and no other problem has come."""
+        """It fits, and causes no other problem."""
         return self.fits(value) and self.after(value) <= self.before
 
 
@@ -124,7 +124,7 @@ def _outward(value: Any, far: int = 48) -> list[int]:
 
 
 def _both_sides(value: Any, good: list[Any]) -> list[Any]:
-    """Of numbers the nearest below and the nearest above (two above, if there is none below); of others the first
+    """For numbers, the nearest below and the nearest above (two above, if there is none below); for others, the first
     three."""
     if type(value) is not int or not all(type(v) is int for v in good):
         return good[:3]

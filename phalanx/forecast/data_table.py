@@ -1,5 +1,4 @@
-"""What a run's data is, as text: the table of sources, and which tokens make a step, from the same calls as training
-itself."""
+"""A run's data as text: the table of sources, and which tokens make up a step, from the same calls as training."""
 
 from __future__ import annotations
 
@@ -35,8 +34,8 @@ def open_loaders(run: Run, data: DataConfig) -> tuple[Loader, dict[str, Loader]]
 
 
 def data_table(run: Run, loader: Loader, valid: dict[str, Loader]) -> str:
-    """Tokens available and used, epochs and weight of each source of the run; the same of each validation set per
-    evaluation. A last column says which are read from files without checksums, if any are."""
+    """Tokens available and used, epochs and weight of each source of the run, and the same for each validation set per
+    evaluation. A last column shows which are read from files without checksums, if any."""
     rows: list[tuple[str, ...]] = [("source", "tokens", "used", "epochs", "weight")]
     unchecked = [_unchecked([source]) for source in loader.sources] + [
         _unchecked(other.sources) for other in valid.values()
@@ -66,8 +65,8 @@ def packing_lines(loader: Loader, valid: dict[str, Loader]) -> list[str]:
 
 
 def plan_data(run: Run) -> str:
-    """The table for `plan`, or why there is none: files may be on another machine. DataError if they are here and do
-    not do."""
+    """The table for `plan`, or why there is none, since files may be on another machine. DataError if they are here and
+    unusable."""
     missing = check_files(run.data)
     if missing:
         return f"not here: {', '.join(str(p.value) for p in missing)}"
@@ -96,7 +95,7 @@ def _epochs(value: float | None) -> str:
 
 @dataclass(frozen=True)
 class Passage:
-    """A run of tokens of one document inside a sequence: sequence tokens at..at+count-1 are document tokens
+    """Consecutive tokens of one document inside a sequence: sequence tokens at..at+count-1 are document tokens
     offset..offset+count-1."""
 
     document: int
@@ -109,8 +108,8 @@ class Passage:
 
 @dataclass(frozen=True)
 class SequenceRow:
-    """One sequence of a micro-batch: where it comes from. `file` is None for made-up tokens; `first` is a token of
-    the file: of a packed sequence that of its first document. `filled`: places that are no padding."""
+    """One sequence of a micro-batch and where it comes from. `file` is None for mock tokens; `first` is a token number
+    in the file; in a packed sequence, that of its first document. `filled`: positions that are not padding."""
 
     place: Place
     source: str
@@ -132,7 +131,7 @@ class MicroBatch:
 
 @dataclass(frozen=True)
 class StepData:
-    """The tokens of one step. `after`: where its place in the data is known from, the config or a checkpoint."""
+    """The tokens of one step. `after`: how its position in the data is known, from the config or a checkpoint."""
 
     step: int
     consumed: int
@@ -142,7 +141,7 @@ class StepData:
 
 
 def step_data(run: Run, loader: Loader, step: int, dp: int, ranks: Sequence[int] | None = None) -> StepData:
-    """What step `step` (from 1) trains on, on each of `ranks` of `dp` data-parallel ranks (default: all)."""
+    """What step `step` (counted from 1) trains on, on each of `ranks` of `dp` data-parallel ranks (default: all)."""
     consumed, after = consumed_before(run, step)
     size = global_batch_at(run, consumed)
     made = []
@@ -156,7 +155,7 @@ def step_data(run: Run, loader: Loader, step: int, dp: int, ranks: Sequence[int]
 
 
 def consumed_before(run: Run, step: int) -> tuple[int, str]:
-    """Samples consumed before a step: from the run's newest checkpoint before it, else the one it loads, else the
+    """Samples consumed before a step: from the run's newest earlier checkpoint, or the one that it loads, or the
     config's first step."""
     found = [p for p in list_checkpoints(checkpoints_of(run)) if problem_of(p) is None]
     loaded = [find(run.checkpoint.load)] if run.checkpoint.load else []
@@ -182,7 +181,7 @@ def row_of(loader: Loader, place: Place) -> SequenceRow:
 
 
 def passages_of(corpus: Corpus, first: int, count: int) -> tuple[Passage, ...]:
-    """The documents that tokens first..first+count-1 of a corpus belong to. Those without tokens are not among them."""
+    """The documents to which tokens first..first+count-1 of a corpus belong, without empty ones."""
     passages, at = [], first
     while at < first + count:
         document = corpus.document_at(at)
@@ -240,8 +239,8 @@ def where_from(row: SequenceRow, length: int) -> str:
 
 
 def pairs_read(batch: Batch, like: SequenceShard) -> list[int]:
-    """How many keys the queries of each part, cut like one of them, of a batch of whole sequences read, summed over
-    queries: those before in the document, and its own."""
+    """How many keys the queries of each shard read, in a batch of whole sequences sharded like `like`, summed over
+    queries: those before it in the document, and its own."""
     return [int((batch.cut(replace(like, index=i)).positions + 1).sum()) for i in range(like.count)]
 
 

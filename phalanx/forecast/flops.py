@@ -1,6 +1,6 @@
-"""FLOPs of a run and the share of a device's peak that they reach (MFU), with the formula that made them.
+"""FLOPs of a run and the fraction of a device's peak that they reach (MFU), with the formula behind them.
 
-FLOPs are the model's: what is computed twice because of recompute counts once. Backward is twice forward.
+FLOPs are the model's: recomputation does not count. Backward is twice forward.
 """
 
 from __future__ import annotations
@@ -14,12 +14,12 @@ from phalanx.planning.plan import model_facts
 
 @dataclass(frozen=True)
 class Flops:
-    """FLOPs per token, forward and backward: 6 N + 6 A S (Narayanan et al., 2021; causal attention counted as half
-    the square).
+    """FLOPs per token, forward and backward: 6 N + 6 A S (Narayanan et al., 2021; causal attention counts half the
+    square).
 
-    N  weights that multiply activations: attention, MLP and head; neither the embedding table nor norms nor biases
+    N  weights in matmuls: attention, MLP and head, without the embedding table, norms and biases
     A  layers * heads * head_dim; a layer with a sliding window of W < S tokens counts for 2 (W - W^2 / 2S) / S, the
-    keys it reads
+       keys that it reads
     S  tokens per sequence
     """
 
@@ -38,7 +38,7 @@ class Flops:
 
 
 def flops_of(run: Run) -> Flops:
-    """Read from the real modules: without attention over other tokens (S = 0) a block does 2 FLOPs per weight and
+    """Read from the real modules: without attention to other tokens (S = 0), a block takes 2 FLOPs per weight and
     token."""
     length = run.train.seq_length
     facts = model_facts(repr(run.model), run.model, length)
@@ -52,14 +52,13 @@ def step_flops(run: Run, global_batch: int | None = None) -> float:
 
 
 def mfu(run: Run, tokens_per_second: float, device: Device | None) -> float | None:
-    """Model FLOPs utilisation, 0 to 1, of a rank's share `tokens_per_second`; None when the device's peak is not
-    known."""
+    """Model FLOPs utilization, 0 to 1, of a rank's share `tokens_per_second`; None if the device's peak is unknown."""
     peak = device.peak(run.train.precision) if device else None
     return flops_of(run).per_token * tokens_per_second / peak if peak else None
 
 
 def mfu_text(run: Run, world: int, device: Device | None, device_name: str) -> str:
-    """One line for the start of a run: how the mfu of the step lines is computed, with its inputs; or why it is not
+    """For the log at the start of a run: how the mfu of the step lines is computed, with its inputs, or why it is not
     shown."""
     peak = device.peak(run.train.precision) if device else None
     tokens = run.train.global_batch * run.train.seq_length

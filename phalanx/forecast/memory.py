@@ -1,5 +1,5 @@
-"""What each pipeline rank of a plan holds and sends, before anything runs: bytes by kind, measured on the meta
-device and counted in buckets."""
+"""What each pipeline rank of a plan holds and sends, before anything runs: bytes by kind, measured on the meta device
+and counted in buckets."""
 
 from __future__ import annotations
 
@@ -41,16 +41,18 @@ from phalanx.sequence.batch import Batch
 from phalanx.sequence.shard import SequenceShard
 from phalanx.sequence.streams import HIDDEN, Border, Streams, check_shapes, hidden, pack, unpack
 
-MATRIX_COPIES = 3  # of a matrix, that an update of whole ones makes at once beside copies of master, gradient and state
-# Not tensors of ours: the CUDA context, NCCL's and cuBLAS' own buffers, what the allocator cannot reuse.
+MATRIX_COPIES = (
+    3  # of a matrix, that an update of whole matrices needs at once besides copies of master, gradient and state
+)
+# Not our tensors: the CUDA context, buffers of NCCL and cuBLAS, what the allocator cannot reuse.
 OVERHEAD = 2 * 2**30
 
 
 @dataclass(frozen=True)
 class BlockUse:
-    """Of one block and micro-batch on tp rank 0, the fullest: bytes, bytes sent over tp (and tp x cp), over cp and
-    to experts (ep) in forward and backward, bytes of what it derives from the batch and shares with its like, and
-    how often which ops ran again in backward."""
+    """For one block and micro-batch on tp rank 0, the fullest: bytes; bytes sent over tp (and tp x cp), over cp and to
+    experts (ep) in forward and backward; bytes derived from the batch and shared with similar blocks; and how often
+    each op ran again in backward."""
 
     bytes: Use
     sent: dict[str, float]
@@ -60,12 +62,17 @@ class BlockUse:
 
 @dataclass(frozen=True)
 class RankUse:
-    """Of one pipeline rank, tp rank 0. memory: bytes by kind, of weights and gradients when they are most. passing:
-    those of them that are there only while blocks at work need them (ZeRO-2 and ZeRO-3). sent: bytes that it
-    sends in a step, by axis. live: most (stage, micro-batch) activations at once. numel: elements of its buckets,
-    padding included. host: most bytes of activations that wait there.
-    pools: bytes beyond `memory` where CUDA graphs are used with several micro-batches in flight, each with a pool of
-    memory of its own."""
+    """For one pipeline rank, at tp rank 0.
+
+    memory   bytes by kind; weights and gradients at their maximum
+    passing  the part of them that exists only while blocks at work need it (ZeRO-2 and ZeRO-3)
+    sent     bytes that it sends in a step, by axis
+    live     the largest number of (stage, micro-batch) activations at once
+    numel    elements of its buckets, including padding
+    host     the largest number of bytes of offloaded activations
+    pools    bytes beyond `memory` if CUDA graphs are used with several micro-batches in flight, each with its own
+             memory pool
+    """
 
     memory: dict[str, int]
     passing: dict[str, int]
@@ -83,10 +90,10 @@ class RankUse:
 def rank_uses(
     plan: Plan, num_micro_batches: int, blocks: Sequence[BlockUse] | None = None
 ) -> tuple[list[RankUse], ScheduleTrace]:
-    """One RankUse per pipeline rank, and the simulated step they follow from (whole stages: segments and buckets do not
-    change it).
+    """One RankUse for each pipeline rank, and the simulated step from which they follow (whole stages; segments and
+    buckets do not change it).
 
-    blocks: `block_uses` of the plan, where they are known already.
+    blocks: `block_uses` of the plan, if already known.
     """
     blocks, program = blocks or block_uses(plan), plan.lowered(num_micro_batches)
     trace = simulate(lower(plan.schedule(num_micro_batches)), step_costs(plan))
@@ -96,7 +103,7 @@ def rank_uses(
 def step_costs(plan: Plan) -> Costs:
     """FLOPs of a stage's forward and backward per token, as the simulator's seconds. Messages are free.
 
-    Heads make their gradients in forward, and are not recomputed with recompute.
+    Heads compute their gradients in forward, and are never recomputed.
     """
     facts = plan.facts
     unmixed = tuple(replace(f, flops=f.alone) for f in facts)  # without attention over tokens
@@ -115,7 +122,7 @@ def _passed(facts: BlockFacts) -> float:
 
 
 def block_uses(plan: Plan) -> list[BlockUse]:
-    """Of every block of the model; of blocks that are alike one is measured."""
+    """The use of every block of the model; of identical blocks only one is measured."""
     found: dict[tuple[BlockFacts, frozenset[str], frozenset[str]], BlockUse] = {}
     kinds = list(zip(plan.facts, plan.recomputed, (fp8_of_block(plan, number) for number in range(len(plan.facts)))))
     for number, kind in enumerate(kinds):
@@ -125,7 +132,7 @@ def block_uses(plan: Plan) -> list[BlockUse]:
 
 
 def fp8_of_block(plan: Plan, number: int) -> frozenset[str]:
-    """Names, without the layer's number, of its linears in low precision."""
+    """Names, without the layer's number, of its quantized linears."""
     layer = str(number - 1)
     return frozenset(name.replace(f".{layer}.", ".", 1) for name in fp8_names(plan.run) if layer in name.split("."))
 
@@ -165,18 +172,20 @@ class DryBlock:
             for p in block.parameters():
                 if isinstance(p.quantizer, WeightQuantizer):
                     p.quantizer.refresh(p)  # counted with the weights
-            dry.forward(dry.new_input())  # makes what all layers share of a batch: it does not count as this block's
+            dry.forward(
+                dry.new_input()
+            )  # computes what all layers share for a batch, which does not count as this block's
         return dry.forgetting()
 
     def new_input(self) -> Streams:
-        """What the block before passes on; nothing where this is the first."""
+        """What the previous block passes on; nothing for the first."""
         tp = self.axes.tp.size
         return {spec.name: spec.empty(self.batch, tp, "meta") for spec in self.given} or {
             HIDDEN: torch.empty(0, dtype=self.block.env.weights.dtype, device="meta")
         }
 
     def forward(self, streams: Streams) -> tuple[torch.Tensor, ...]:
-        """What the block passes on. TypeError where that is not what it declares."""
+        """What the block passes on. TypeError if that is not what it declares."""
         x = unpack(tuple(streams.values()), self.given) if self.given else streams[HIDDEN]
         y = run_block(self.block, x, self.batch)
         if self.passed is None:
@@ -186,7 +195,7 @@ class DryBlock:
         return tensors
 
     def forgetting(self) -> DryBlock:
-        """With nothing sent or run again yet."""
+        """The same, with nothing sent or run again yet."""
         for axis in (a for group in self._axes.values() for a in group):
             axis.sent.clear()  # type: ignore[attr-defined]
         self.block.env.recompute.reran.clear()
@@ -216,9 +225,9 @@ def block_use(plan: Plan, number: int) -> BlockUse:
 
 
 def _batch(plan: Plan) -> Batch:
-    """The largest part of a micro-batch on the meta device, of several the last, whose keys most read.
+    """The largest shard of a micro-batch on the meta device; of several, the last, which reads the most keys.
 
-    Its tensors are there once per micro-batch of a step, and those of the whole sequences with context parallelism.
+    Its tensors exist once per micro-batch of a step, as do those of the whole sequences with context parallelism.
     """
     train = plan.run.train
     ids = torch.empty(train.micro_batch * train.seq_length, dtype=torch.int64, device="meta")
@@ -316,7 +325,7 @@ def _rank_use(
 
 
 def message_bytes(plan: Plan) -> dict[Value, int]:
-    """Bytes that stages send each other: of what a micro-batch's forward of a stage reads, and its backward."""
+    """Bytes that stages send each other: what a micro-batch's forward of a stage reads, and its backward."""
     batch, tp, found = _batch(plan), plan.grid.tp, dict[Value, int]()
     for stage in range(1, len(plan.stages)):
         sizes = {s: s.rows(batch, tp) * s.width * s.dtype.itemsize for s in plan.borders[stage, 0]}  # type: ignore[union-attr]
@@ -326,8 +335,8 @@ def message_bytes(plan: Plan) -> dict[Value, int]:
 
 
 def home_bytes(plan: Plan, pp: int, kind: Precision) -> dict[str, int]:
-    """Of whole matrices at their homes (data_parallel.homes), on the rank that has most of them: masters and moments,
-    which stay; update: gradients on their way and at home, weights on their way, and working copies of the largest
+    """Bytes of whole matrices at their homes (data_parallel.homes), on the rank with the most of them: masters and
+    moments, which stay; update: gradients in transit and at home, weights in transit, and working copies of the largest
     matrix."""
     found, states = {"masters": 0, "moments": 0, "update": 0}, state_bytes(plan.run.optim, kind.master.itemsize)
     wide, ranks = kind.master.itemsize, plan.grid.stage
@@ -343,8 +352,7 @@ def home_bytes(plan: Plan, pp: int, kind: Precision) -> dict[str, int]:
 
 
 def sum_pieces(plan: Plan, buckets: Sequence[Bucket], master: int) -> int:
-    """Bytes for pieces of gradients on their way to the rank that sums them, where ranks share memory
-    (comm.overlap)."""
+    """Bytes for pieces of gradients on their way to the rank that sums them, if ranks share memory (comm.overlap)."""
     if plan.run.layout.dp_copies == "off":
         return 0
     largest: dict[tuple[str, int], int] = {}
@@ -355,7 +363,7 @@ def sum_pieces(plan: Plan, buckets: Sequence[Bucket], master: int) -> int:
 
 
 def whole_tokens(plan: Plan) -> int:
-    """Of a micro-batch, all parts of it."""
+    """Tokens of a micro-batch, over all its shards."""
     return plan.run.train.micro_batch * plan.run.train.seq_length
 
 
@@ -367,7 +375,7 @@ def fixed_bytes(plan: Plan, stage: int, blocks: Sequence[BlockUse]) -> int:
 
 
 def offloaded_bytes(plan: Plan, stage: int, blocks: Sequence[BlockUse]) -> dict[int, int]:
-    """By segment of a stage, bytes of one micro-batch that wait on the host: what its offloaded blocks keep."""
+    """By segment of a stage, offloaded bytes of one micro-batch: what its offloaded blocks save."""
     return {
         number: sum(blocks[b].bytes.kept for b in segment if b in plan.offloaded)
         for number, segment in enumerate(plan.segments[stage])
@@ -375,9 +383,9 @@ def offloaded_bytes(plan: Plan, stage: int, blocks: Sequence[BlockUse]) -> dict[
 
 
 def segment_bytes(plan: Plan, stage: int, blocks: Sequence[BlockUse]) -> list[tuple[int, int]]:
-    """Of each segment of a stage and one micro-batch: bytes that it keeps, and most bytes at work beyond that. While a
-    block works, those after it keep nothing yet, or no more. What all layers derive from a batch is there with the
-    first segment, the stage's output with the last."""
+    """For each segment of a stage and one micro-batch: bytes that it saves, and the largest number of working bytes
+    beyond that. While a block works, the blocks after it have saved nothing yet, or nothing any more. What all layers
+    derive from a batch counts with the first segment, the stage's output with the last."""
     found = []
     for segment in plan.segments[stage]:
         most, after = 0, 0
@@ -395,8 +403,8 @@ def fullest_moment(
     segments: dict[int, list[tuple[int, int]]],
     offloaded: dict[int, dict[int, int]],
 ) -> tuple[int, int]:
-    """Bytes kept and bytes at work when both together are most. What leaves for the host counts until the next
-    compute is done."""
+    """Bytes saved and working bytes at the moment when both together are largest. Activations that are being offloaded
+    count until the next compute instruction is done."""
     live = leaving = 0
     fullest = (0, 0)
     for i in instructions:
@@ -414,8 +422,8 @@ def fullest_moment(
 
 
 def peak_on_host(instructions: Sequence[Instruction], offloaded: dict[int, dict[int, int]]) -> int:
-    """Most bytes at once on the host of what is offloaded. A copy that comes back counts until the next compute is
-    done."""
+    """The largest number of offloaded bytes on the host. A copy that comes back counts until the next compute
+    instruction is done."""
     away = most = coming = 0
     for i in instructions:
         if isinstance(i, Forward | Backward):
@@ -430,8 +438,8 @@ def peak_on_host(instructions: Sequence[Instruction], offloaded: dict[int, dict[
 
 
 def pool_bytes(plan: Plan, changes: Sequence[LiveChange], kept: dict[int, int], of_heads: int) -> int:
-    """Bytes of the pools of pipeline.graphs: a stage has one for each of the most micro-batches that were ever alive
-    in it. What backward works with is there once; the head works in forward."""
+    """Bytes of the memory pools of pipeline.graphs: a stage has one for each of the largest number of micro-batches
+    that are ever alive in it. The memory with which backward works exists once; the head works in forward."""
     most: Counter[int] = Counter()
     for change in changes:
         most[change.stage] = max(most[change.stage], change.live)

@@ -1,8 +1,8 @@
 """What is recomputed in backward so that a rank fits its budget: the cheapest choice of ops for each block, found
 before anything runs.
 
-Knows what blocks keep and what their ops cost (measured on the meta device, forecast.memory); how ops are recomputed
-is nn.recompute's. A choice for a rank is exact over all sets of its blocks' ops, unless there are very many (see
+It uses what blocks save and what their ops cost (measured on the meta device, forecast.memory); nn.recompute does the
+recomputing. The choice for a rank is exact over all sets of its blocks' ops, unless there are very many (see
 `cheapest`).
 """
 
@@ -35,7 +35,7 @@ MOST_STATES = 2000
 
 @dataclass(frozen=True)
 class Price:
-    """Of running an op once, or some ops: FLOPs, bytes of what goes in and comes out, bytes sent to other ranks."""
+    """The price of running one or several ops once: FLOPs, bytes of inputs and outputs, bytes sent to other ranks."""
 
     flops: float = 0.0
     moved: float = 0.0
@@ -55,8 +55,8 @@ class Price:
 
 @dataclass(eq=False)
 class _Ran:
-    """An op in the forward of a block: its price, the memory it read and wrote (keys of storages), and the ops it
-    lies in, from outside."""
+    """An op in the forward of a block: its price, the memory that it read and wrote (keys of storages), and the ops
+    that enclose it, outermost first."""
 
     name: str
     within: tuple[_Ran, ...]
@@ -66,12 +66,12 @@ class _Ran:
 
 
 class _Trace(Recompute):
-    """A tape that notes what each op costs and which tensors are saved inside which ops, for `kept_of`; it keeps all
-    of them alive."""
+    """A Recompute that records what each op costs and which tensors are saved inside which ops, for `kept_of`; it keeps
+    all of them alive."""
 
     def __init__(self) -> None:
         from torch.utils.flop_counter import (
-            FlopCounterMode,  # it imports Triton: start-up time, needed by a budget alone
+            FlopCounterMode,  # imports Triton: start-up time, needed only by a budget
         )
 
         super().__init__()
@@ -115,7 +115,7 @@ class _Trace(Recompute):
         return made
 
     def only_filled(self, part: float) -> None:
-        """Of experts' rows count this part: the others are room that is not computed."""
+        """Count only this fraction of the experts' rows: the others are room that is not computed."""
         for ran in [r for r in self.ran if r.name == "experts"]:
             empty = Price((1.0 - part) * ran.price.flops)
             for outer in (*ran.within, ran):
@@ -136,15 +136,15 @@ class _Trace(Recompute):
 
 @dataclass(frozen=True)
 class Traced:
-    """One forward of a block: prices of its named ops (of one that is there more than once, the mean), and how what
-    is kept follows from the ops that are recomputed (the rules of nn.recompute, without running anything)."""
+    """One forward of a block: prices of its named ops (the mean, for ops that occur several times), and how the saved
+    bytes follow from the ops that are recomputed (the rules of nn.recompute, without running anything)."""
 
     trace: _Trace
     prices: dict[str, Price]
-    given: frozenset[int]  # storages that are there anyway
+    given: frozenset[int]  # storages that exist in any case
 
     def kept_of(self, recomputed: Set[str]) -> int:
-        """Bytes that forward leaves for backward."""
+        """Bytes that forward saves for backward."""
         active = {
             id(r) for r in self.trace.ran if r.name in recomputed and not any(o.name in recomputed for o in r.within)
         }
@@ -168,7 +168,7 @@ class Traced:
 
 
 def traced(plan: Plan, number: int) -> Traced:
-    """A block of tp rank 0 and one micro-batch."""
+    """Trace a block of tp rank 0 for one micro-batch."""
     trace = _Trace()
     dry = DryBlock.of(replace(plan, recomputed=(frozenset(),) * len(plan.recomputed)), number, trace)
     trace.ran.clear()
@@ -200,7 +200,7 @@ def traced(plan: Plan, number: int) -> Traced:
 
 @dataclass(frozen=True)
 class Option:
-    """A set of a block's ops to recompute: bytes kept of a micro-batch, bytes at work, and what it costs per
+    """A set of a block's ops to recompute: bytes saved for a micro-batch, working bytes, and its cost per
     micro-batch."""
 
     recomputed: frozenset[str]
@@ -214,13 +214,12 @@ class Option:
 
 
 def price_of(use: BlockUse, each: dict[str, Price]) -> Price:
-    """Of the ops that ran again."""
+    """The price of the ops that ran again."""
     return sum((each[name].times(count) for name, count in use.reran.items()), Price())
 
 
 def options(plan: Plan, number: int) -> list[Option]:
-    """Of all sets of the block's ops those that keep the least for what they cost; each then measured forward and
-    backward."""
+    """The sets of the block's ops that save the least for their cost, each then measured forward and backward."""
     trace = traced(plan, number)
     each = trace.prices
     names = sorted(set(each) - {"block", "layer", "mlp"})
@@ -236,7 +235,7 @@ def options(plan: Plan, number: int) -> list[Option]:
 
 
 def _least(kept: dict[frozenset[str], int], cost: dict[frozenset[str], float]) -> list[frozenset[str]]:
-    """Those that no other beats: for each number of bytes the cheapest, if nothing that keeps less is as cheap."""
+    """The sets that no other beats: for each number of bytes the cheapest, unless one that saves less is as cheap."""
     stay: list[frozenset[str]] = []
     for recomputed in sorted(kept, key=lambda a: (kept[a], cost[a], len(a), sorted(a))):
         if not stay or cost[recomputed] < cost[stay[-1]]:
@@ -247,13 +246,13 @@ def _least(kept: dict[frozenset[str], int], cost: dict[frozenset[str], float]) -
 def cheapest(
     blocks: Sequence[Sequence[Option]], in_flight: Sequence[int], room: float, most: int = MOST_STATES
 ) -> list[Option] | None:
-    """One option per block with the least sum of costs, so that sum(in_flight * kept) + the most at work <= room;
-    None if there is none.
+    """One option per block with the smallest sum of costs such that sum(in_flight * kept) + the largest working bytes
+    <= room; None if there is none.
 
     A multiple-choice knapsack (Dudzinski & Walukiewicz, "Exact methods for the knapsack problem and its
-    generalizations", 1987), solved for each possible most at work by going through the blocks with the sums that no
-    other beats. With more than `most` of them only the cheapest of those within room / most bytes of each other
-    stay: what is found fits, and may cost a little more than the least.
+    generalizations", 1987), solved for each possible number of working bytes by going through the blocks with the sums
+    that no other beats. If there are more than `most` sums, only the cheapest of those within room / most bytes of each
+    other are kept: the result fits, and may cost slightly more than the optimum.
     """
     best: tuple[float, list[Option]] | None = None
     for working in sorted({o.working for block in blocks for o in block}):
@@ -269,7 +268,7 @@ def _fill(
     blocks: Sequence[Sequence[Option]], in_flight: Sequence[int], room: float, most: int
 ) -> tuple[float, list[Option]] | None:
     least = [min(o.kept for o in block) * n for block, n in zip(blocks, in_flight)]
-    spare = room - sum(least)  # bytes above the least
+    spare = room - sum(least)  # bytes above the minimum
     if spare < 0:
         return None
     sums, costs, steps = np.zeros(1), np.zeros(1), []
@@ -282,7 +281,7 @@ def _fill(
         stays = order[np.flatnonzero(np.r_[True, falling[1:] < falling[:-1]])]  # more bytes only for less cost
         if len(stays) > most:
             slot = np.floor(total[stays] * most / spare)
-            stays = stays[np.flatnonzero(np.r_[slot[1:] > slot[:-1], True])]  # the last of a slot is its cheapest
+            stays = stays[np.flatnonzero(np.r_[slot[1:] > slot[:-1], True])]  # the last one in a slot is its cheapest
         sums, costs = total[stays], cost[stays]
         steps.append((stays // len(block), stays % len(block)))
     chosen, at = [], len(costs) - 1
@@ -293,11 +292,11 @@ def _fill(
 
 
 def within_budget(plan: Plan, budget: float) -> tuple[frozenset[str], ...]:
-    """What each block is to recompute so that no rank is forecast to use more than `budget` bytes, at the least
-    cost for each rank.
+    """What each block recomputes so that no rank is forecast to use more than `budget` bytes, at the least cost for
+    each rank.
 
-    Where a rank holds several stages, each counts with its own most micro-batches in flight. Raises ConfigError if
-    no choice fits.
+    If a rank holds several stages, each counts with its own largest number of micro-batches in flight. Raises
+    ConfigError if no choice fits.
     """
     recomputed: list[frozenset[str]] = [frozenset()] * len(plan.facts)
     found: dict[BlockFacts, list[Option]] = {}
@@ -314,7 +313,7 @@ def within_budget(plan: Plan, budget: float) -> tuple[frozenset[str], ...]:
                 found[plan.facts[b]] = options(plan, b)
         other = use.total - use.memory["activations"] - use.memory["working"] + OVERHEAD
         other += sum(live[s] * fixed_bytes(plan, s, blocks_kept) for s in plan.stages_of(pp))
-        # of blocks whose activations wait on the host, one micro-batch is here, one leaves and one comes
+        # for offloaded blocks: one micro-batch is here, one leaves and one comes
         blocks, in_flight = (
             [found[plan.facts[b]] for b, _ in mine],
             [min(n, 3) if b in plan.offloaded else n for b, n in mine],
@@ -330,7 +329,7 @@ def within_budget(plan: Plan, budget: float) -> tuple[frozenset[str], ...]:
 
 
 def _fewest(blocks: Sequence[Sequence[Option]], in_flight: Sequence[int]) -> float:
-    """Bytes that some choice fits in."""
+    """The smallest number of bytes for which some choice fits."""
     keeping = [min(block, key=lambda o: (o.kept * n, o.working)) for block, n in zip(blocks, in_flight)]
     return sum(o.kept * n for o, n in zip(keeping, in_flight)) + max(o.working for o in keeping)
 
@@ -350,14 +349,15 @@ def _too_small(plan: Plan, lacking: dict[int, float]) -> Problem:
 
 @dataclass(frozen=True)
 class Saving:
-    """Of one block and micro-batch, against storing all: bytes that are not kept, and the price of what runs again."""
+    """For one block and micro-batch, compared with storing everything: bytes that are not saved, and the price of what
+    runs again."""
 
     bytes: int
     price: Price
 
 
 def savings_of(plan: Plan, uses: Sequence[BlockUse]) -> list[Saving]:
-    """Of every block of the model, given `block_uses` of the plan."""
+    """For every block of the model, given `block_uses` of the plan."""
     stored, each = (
         block_uses(replace(plan, recomputed=(frozenset(),) * len(plan.recomputed))),
         dict[BlockFacts, dict[str, Price]](),

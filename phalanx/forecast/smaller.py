@@ -21,7 +21,7 @@ STATIC = ("weights", "gradients", "masters", "moments")  # kinds of memory that 
 
 @dataclass(frozen=True)
 class Demand:
-    """Bytes that the fullest memory has to hold, and how many it has."""
+    """Bytes that the fullest memory must hold, and bytes that it has."""
 
     need: float
     room: float
@@ -40,7 +40,7 @@ Measure = Callable[[Plan, Sequence[RankUse]], Demand]
 
 @dataclass(frozen=True)
 class Change:
-    """Overrides (and a number of ranks, if that changes), what they cost, and the demand that is left."""
+    """Overrides (and a number of ranks, if it changes), their cost, and the remaining demand."""
 
     overrides: dict[str, object]
     cost: str
@@ -49,7 +49,7 @@ class Change:
 
     @property
     def words(self) -> str:
-        """As they are typed after the config."""
+        """The overrides as typed after the config."""
         ranks = [] if self.ranks is None else [f"--ranks {self.ranks}"]
         return " ".join([*ranks, *(f"{key}={_value_text(value)}" for key, value in self.overrides.items())])
 
@@ -59,7 +59,7 @@ def _value_text(value: object) -> str:
 
 
 def recompute_changes(run: Run) -> Iterator[tuple[dict[str, object], str]]:
-    """Less is kept for backward: recomputation, offload, smaller micro-batches."""
+    """Save less for backward: recomputation, offload, smaller micro-batches."""
     t = run.train
     budget = t.recompute_budget_gib
     if budget is not None:
@@ -82,7 +82,7 @@ def recompute_changes(run: Run) -> Iterator[tuple[dict[str, object], str]]:
 
 
 def less_offload(run: Run) -> Iterator[tuple[dict[str, object], str]]:
-    """Where the host is what is short."""
+    """If the host is what is short."""
     now = run.train.offload_layers
     for count in dict.fromkeys((now // 2, 0)):
         if count < now:
@@ -99,7 +99,7 @@ def more_offload(run: Run) -> Iterator[tuple[dict[str, object], str]]:
 
 
 def sharding_changes(run: Run) -> list[tuple[dict[str, object], str]]:
-    """The ZeRO stages beyond the run's."""
+    """The ZeRO stages above the run's."""
     costs = (
         "optimizer state is cut over the data-parallel ranks; the same bytes are sent",
         "gradients are cut too; they are reduced after each micro-batch",
@@ -109,7 +109,7 @@ def sharding_changes(run: Run) -> list[tuple[dict[str, object], str]]:
 
 
 def layout_changes(run: Run) -> Iterator[tuple[dict[str, object], str]]:
-    """The same ranks cut differently."""
+    """The same ranks divided differently."""
     layout, full = run.layout, {"train.recompute": "full"} if run.train.recompute_budget_gib is None else {}
     for factor in (2, 4, 8):
         yield {"layout.tp": layout.tp * factor}, "every layer communicates with more ranks"
@@ -132,8 +132,8 @@ def changes(run: Run) -> Iterator[tuple[dict[str, object], str]]:
 
 @dataclass
 class Search:
-    """Tries changes of one run. What its layout alone takes is remembered, so that most changes that cannot be
-    enough are not forecast."""
+    """Tries changes of one run. What its layout alone needs is remembered, so that most changes that cannot be enough
+    are not forecast."""
 
     run: Run
     world: int
@@ -141,7 +141,8 @@ class Search:
     static: dict[tuple[str, int], Demand] = field(default_factory=dict)
 
     def first_that_fits(self, fewer_ranks: bool = False) -> Change | None:
-        """The cheapest change on as many ranks. fewer_ranks: also on fewer of them, where ranks share one memory."""
+        """The cheapest change on the same number of ranks. fewer_ranks: also on fewer of them, if ranks share one
+        memory."""
         for overrides, cost in changes(self.run):
             demand = self.demand(overrides)
             if demand is not None and demand.fits:
@@ -161,7 +162,8 @@ class Search:
         return None
 
     def on_more_ranks(self) -> Change | None:
-        """The fewest ranks, in doublings, on which cutting each layer or the layers further fits."""
+        """The smallest number of ranks, in doublings, on which sharding each layer, or splitting the layers, further
+        fits."""
         for factor in (2, 4, 8):
             for key, now in (("layout.tp", self.run.layout.tp), ("layout.pp", self.run.layout.pp)):
                 demand = self.demand({key: now * factor}, self.world * factor)
@@ -170,8 +172,8 @@ class Search:
         return None
 
     def demand(self, overrides: dict[str, object], world: int | None = None) -> Demand | None:
-        """Of the run with these overrides; None if the config would not be legal, or if its layout alone is known
-        not to fit."""
+        """The demand of the run with these overrides; None if the config would be invalid, or if its layout alone is
+        known not to fit."""
         run, world = self.run, world or self.world
         for key, value in overrides.items():
             run = tree.replace_at(run, key, value)
@@ -189,13 +191,13 @@ class Search:
 
 
 def always_there(use: RankUse) -> RankUse:
-    """What a rank holds whatever is recomputed, offloaded or cut into micro-batches."""
+    """What a rank holds whatever is recomputed, offloaded or divided into micro-batches."""
     memory = {kind: use.memory[kind] - use.passing.get(kind, 0) for kind in STATIC}
     return RankUse(memory, {}, {}, 0, use.numel)
 
 
 def way_out(search: Search, fewer_ranks: bool = False) -> str:
-    """A sentence: the cheapest change that fits on these ranks, else on more, else that there is none."""
+    """A sentence: the cheapest change that fits on these ranks, or on more, or that there is none."""
     found = search.first_that_fits(fewer_ranks)
     if found is not None:
         return f"the cheapest change that fits: {found.words} ({found.cost}; then {found.demand.text})"

@@ -34,7 +34,7 @@ FITS_ON = ("L4", "L40S", "A100", "H100", "H200", "B200")
 
 @dataclass(frozen=True)
 class PlanReport:
-    """The text of a plan; `fits` is False if the device that was named has too little memory for it."""
+    """The text of a plan; `fits` is False if the named device has too little memory for it."""
 
     text: str
     fits: bool
@@ -48,8 +48,8 @@ def plan_text(run: Run, world: int, device: Device | None = None) -> str:
 
 
 def plan_report(run: Run, world: int, device: Device | None = None) -> PlanReport:
-    """The plan of a checked config on `world` ranks. `device`: what it is to fit on; None: says which well-known
-    ones would do."""
+    """The plan of a checked config on `world` ranks. `device`: the GPU that it should fit on; None: says which
+    well-known ones would do."""
     plan = make_plan(run, world)
     m = plan.num_micro_batches(run.train.global_batch)
     blocks = block_uses(plan)
@@ -195,7 +195,7 @@ def memory_table(plan: Plan, uses: Sequence[RankUse], unit: Unit) -> str:
 
 
 def pools_text(plan: Plan, uses: Sequence[RankUse]) -> list[str]:
-    """What CUDA graphs take beyond the table with pipeline stages."""
+    """Memory that CUDA graphs need beyond the table if there are pipeline stages."""
     most = max(use.pools for use in uses)
     if plan.grid.pp == 1 or not most or plan.run.train.cuda_graphs == "off":
         return []
@@ -228,7 +228,7 @@ def recompute_text(run: Run) -> str:
 
 
 def recomputed_text(plan: Plan, blocks: Sequence[BlockUse]) -> str:
-    """What is recomputed where, what that saves and costs; nothing where all is stored."""
+    """What is recomputed where, and what that saves and costs; empty if everything is stored."""
     if not any(plan.recomputed):
         return ""
     savings = savings_of(plan, blocks)
@@ -257,7 +257,7 @@ def recomputed_text(plan: Plan, blocks: Sequence[BlockUse]) -> str:
 
 
 def runs_alike(plan: Plan, stage: int, savings: Sequence[Saving]) -> list[str]:
-    """Such as "layers 0-5: activation, norm"; blocks without any of the ops are not named."""
+    """Such as "layers 0-5: activation, norm"; blocks that recompute none of the ops are not named."""
     found, blocks = [], plan.stages[stage]
     for names, run in groupby(blocks, key=lambda b: plan.recomputed[b] if savings[b].price.cost else frozenset()):
         numbers = list(run)
@@ -288,7 +288,7 @@ def fits(plan: Plan, uses: Sequence[RankUse], device: Device | None) -> str:
 
 
 def fits_device(plan: Plan, uses: Sequence[RankUse], device: Device) -> str:
-    """Whether it fits; if not, what is missing and the cheapest change that would do, which `train` names too."""
+    """Whether it fits; if not, what is missing and the cheapest change that would do, which `train` suggests too."""
     demand, room = demand_of(uses, device), f"{device.name} ({device.memory / 2**30:.1f} GiB)"
     if demand.fits:
         return f"It fits {room}."

@@ -1,5 +1,5 @@
-"""What a rank's buckets need of memory while they pass, and send in a step: closed formulas over the instructions of
-a program."""
+"""Memory that a rank's buckets need while they are gathered or open, and bytes that they send in a step: closed
+formulas over the instructions of a program."""
 
 from __future__ import annotations
 
@@ -20,8 +20,8 @@ from phalanx.schedule.buckets import fullest
 def passing_bytes(
     plan: Plan, buckets: Sequence[Bucket], instructions: Sequence[Instruction], kind: Precision
 ) -> dict[str, int]:
-    """Weights gathered and gradients open at the moment when together they are most (ZeRO-2 and ZeRO-3); with
-    fixed places none."""
+    """Weights gathered and gradients open at the moment when together they are largest (ZeRO-2 and ZeRO-3); none with
+    fixed slots."""
     if plan.fixed_slots:
         return {"weights": 0, "gradients": 0}
     flows = {b.id: plan.flow(b) for b in buckets}
@@ -35,20 +35,19 @@ def passing_bytes(
 
 
 def value_bytes(plan: Plan, bucket: Bucket, kind: Precision) -> int:
-    """Of an element of weights that are kept as codes, what the weights themselves take while their linears rest
-    from low precision."""
+    """Bytes for an element of quantized weights that the weights themselves take while their linears use
+    train.precision."""
     fp8 = plan.run.train.fp8
     return kind.compute.itemsize if bucket.coded and fp8 is not None and fp8.may_rest else 0
 
 
 def staying_values(plan: Plan, buckets: Sequence[Bucket], kind: Precision) -> int:
-    """Bytes of those that do not come and go."""
+    """Bytes of those that stay on the rank."""
     return sum(b.numel * value_bytes(plan, b, kind) for b in buckets if plan.fixed_slots or not plan.flow(b).gathers)
 
 
 def shadow_bytes(plan: Plan, buckets: Sequence[Bucket], quantizers: Iterable[ParamSpec], kind: Precision) -> int:
-    """The copy of gradients that a step with a shadow keeps: of buckets with linears in low precision, what this
-    rank updates."""
+    """The copy of gradients that a shadow step keeps: for buckets with quantized linears, what this rank updates."""
     fp8, quantizer = plan.run.train.fp8, {id(spec) for spec in quantizers}
     if fp8 is None or fp8.shadow_interval is None:
         return 0
@@ -59,7 +58,7 @@ def shadow_bytes(plan: Plan, buckets: Sequence[Bucket], quantizers: Iterable[Par
 
 
 def placed_bytes(plan: Plan, pp: int, kind: Precision) -> dict[str, int]:
-    """Of fixed places, which are always there."""
+    """Bytes of fixed memory slots, which are always there."""
     if not plan.fixed_slots:
         return {"weights": 0, "gradients": 0}
     slots = plan.slots[pp]
@@ -72,12 +71,12 @@ def placed_bytes(plan: Plan, pp: int, kind: Precision) -> dict[str, int]:
 def bucket_sends(
     plan: Plan, buckets: Sequence[Bucket], instructions: Sequence[Instruction], kind: Precision
 ) -> dict[str, float]:
-    """Bytes that a rank sends in a step for its buckets, by axis: over dp (of experts over edp), and where pieces
-    are replicated.
+    """Bytes that a rank sends in a step for its buckets, by axis: over dp (experts over edp), and where pieces are
+    replicated.
 
-    Gradients are reduced as often as the program says, and weights gathered so often; what groups share goes once
-    per step. Of whole matrices each rank then sends the gradients that it has to their homes, and as home the weights
-    back (data_parallel.homes), here counted as dp.
+    Gradients are reduced, and weights gathered, as often as the program says; exchanges between groups happen once per
+    step. For whole matrices, each rank also sends the gradients that it has to their homes and, as a home, the weights
+    back (data_parallel.homes); counted as dp here.
     """
     calls = Counter(i for i in instructions if isinstance(i, Gather | Reduce))
     sent = dict.fromkeys(("dp", "tp", "pp"), 0.0)
@@ -102,9 +101,9 @@ def bucket_sends(
 
 
 def scale_sends(plan: Plan, quantizers: Iterable[tuple[WeightQuantizer, ParamSpec]]) -> dict[str, float]:
-    """Bytes that a rank sends in a step to compare the amaxes of weights that are kept as codes, 4 of each block, by
-    axis: over the ranks that update parts of them, and, where scales are not known before, over those that hold
-    other parts of what shares one."""
+    """Bytes that a rank sends in a step to compare the amaxes of quantized weights, 4 for each block, by axis: over the
+    ranks that update shards of them and, if scales are not known beforehand, over those that hold other parts of what
+    shares one."""
     sent = dict.fromkeys(("dp", "tp", "ep"), 0.0)
     for quantizer, spec in quantizers:
         axis, nbytes = spec.summed_over, 4 * quantizer.blocks(spec.shape).room
@@ -120,13 +119,13 @@ def scale_sends(plan: Plan, quantizers: Iterable[tuple[WeightQuantizer, ParamSpe
 
 
 def _replica_bytes(nbytes: int, ranks: int, in_order: bool) -> float:
-    """In a fixed order at most: with sharding each rank adds up only what it updates of them."""
+    """An upper bound with a fixed order: with sharding, each rank adds up only what it updates."""
     return ring_bytes("all_gather", nbytes * ranks, ranks) if in_order else ring_bytes("all_reduce", nbytes, ranks)
 
 
 def _within_groups(cut: Cut, reduces: int, gathers: int, narrow: int, wide: int) -> float:
     """Each reduction scatters the gradients, of `wide` bytes; weights, of `narrow` bytes, are gathered after the
-    update, or at level 3 whenever blocks need them."""
+    update, or at ZeRO-3 whenever blocks need them."""
     if cut.level == 0:
         return 0.0
     gathered = (gathers if cut.cuts_weights else 1) * _gathered(cut, narrow)
@@ -138,7 +137,7 @@ def _gathered(cut: Cut, narrow: int) -> float:
 
 
 def _between_groups(cut: Cut, parts: int, narrow: int, wide: int) -> float:
-    """In a fixed order a group sends on a sum for each of the `parts` of a sequence that it has."""
+    """With a fixed order, a group passes on a sum for each of the `parts` of a sequence that it has."""
     part = cut.numel // cut.inner
     scattered = (parts if cut.in_order else 1) * ring_bytes("reduce_scatter", part * wide, cut.outer)
     return scattered + ring_bytes("all_gather", part * (narrow if cut.outside else wide), cut.outer)

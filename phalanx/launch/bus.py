@@ -1,5 +1,5 @@
-"""A bus error, in words: a process that reads a mapped file which became shorter is ended by the system with SIGBUS,
-and would say nothing."""
+"""Bus errors in words. A process that reads a mapped file which has been truncated is ended by the system with SIGBUS,
+and would otherwise say nothing."""
 
 from __future__ import annotations
 
@@ -12,16 +12,16 @@ from pathlib import Path
 from phalanx.base.errors import CheckpointError, DataError, PhalanxError
 from phalanx.base.log import describe
 
-PATIENCE_S = 5  # for the words; then the process ends without them
+PATIENCE_S = 5  # for the message; then the process ends without it
 _Handler = ctypes.CFUNCTYPE(None, ctypes.c_int)
 
 
 class BusErrors:
-    """Inside the context a bus error of this process ends it with words, if the system says which mapped files were
-    cut short (Linux does). Others end it as before. `died` is told of the error first.
+    """Inside the context, a bus error of this process ends it with a message, if the system says which mapped files
+    were truncated (Linux does). Other bus errors end it as before. `died` is called with the error first.
 
-    A handler of Python's own would not do: Python runs it after the instruction that failed, which fails again and
-    again. This one is called by the system, in the thread that failed.
+    A Python signal handler would not work: Python runs it after the failed instruction, which fails again and again.
+    This handler is called by the system, in the thread that failed.
     """
 
     def __init__(self, died: Callable[[PhalanxError], None] = lambda error: None):
@@ -39,13 +39,13 @@ class BusErrors:
 
     def _handle(self, number: int) -> None:
         signal.alarm(PATIENCE_S)
-        self._library.signal(signal.SIGALRM, None)  # its default ends the process
+        self._library.signal(signal.SIGALRM, None)  # the default action ends the process
         error = cut_short(truncated())
         if error is None:
             os.write(
                 2, b"bus error: a mapped file could not be read (a failing disk or network), or shared memory is full\n"
             )
-            self._library.signal(signal.SIGBUS, None)  # the instruction is tried again, and ends the process
+            self._library.signal(signal.SIGBUS, None)  # the instruction is repeated, and ends the process
             return
         os.write(2, f"{describe(error)}\n".encode())
         self._died(error)
@@ -64,8 +64,8 @@ def cut_short(files: list[tuple[str, int, int]]) -> PhalanxError | None:
 
 
 def truncated() -> list[tuple[str, int, int]]:
-    """(path, bytes now, bytes that this process has mapped, up to a page less) of each mapped file that is shorter
-    now."""
+    """(path, bytes now, bytes mapped by this process, up to a page less) for each mapped file that has become
+    shorter."""
     found: dict[str, tuple[int, int]] = {}
     page = os.sysconf("SC_PAGE_SIZE")
     maps = Path("/proc/self/maps")

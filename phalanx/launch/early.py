@@ -1,4 +1,4 @@
-"""A request to stop that comes before there is anything to save. Imports next to nothing: it is there first."""
+"""Requests to stop that come before there is anything to save. Imports next to nothing, so that it is ready first."""
 
 from __future__ import annotations
 
@@ -14,19 +14,19 @@ NOTHING_TO_SAVE = "asked to stop before training began; start the same command a
 
 def listen_early() -> None:
     """From here on a request to stop ends this process with 75, whatever it is doing: reading a config, importing,
-    making token files."""
+    preparing token files."""
     for number in STOPS:
         signal.signal(number, stop_early)
 
 
 def stop_early(signum: int, frame: FrameType | None) -> None:
-    """Nothing is unwound: an exception raised in a signal's handler comes up in the middle of whatever runs, and is
-    taken for its failure."""
+    """Ends without unwinding: an exception raised in a signal handler appears in the middle of whatever is running, and
+    would be taken for its failure."""
     os.write(2, f"preempted: {NOTHING_TO_SAVE}\n".encode())
     os._exit(Preempted.exit_code)
 
 
 def deaf() -> None:
-    """From here on there is nothing left to stop."""
+    """From here on there is nothing left to stop, so requests are ignored."""
     for number in STOPS:
         signal.signal(number, signal.SIG_IGN)

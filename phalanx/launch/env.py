@@ -1,4 +1,4 @@
-"""The environment of a process: which rank torchrun or SLURM made it, and what its machine can do. Starts nothing."""
+"""The environment of a process: which rank torchrun or SLURM made it, and how ranks meet. Starts nothing."""
 
 from __future__ import annotations
 
@@ -17,8 +17,8 @@ TORCHRUN = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "MASTER_ADDR", "MASTER_PORT")
 
 
 def read_placement(env: Mapping[str, str]) -> tuple[Placement | None, list[Problem]]:
-    """This process's place in a world that someone else started, or None if it is to start its own; and what is
-    wrong with it."""
+    """This process's place in a world that someone else started, or None if it is to start its own; and any
+    problems."""
     if "RANK" in env or "WORLD_SIZE" in env:
         placement, problems = _from_torchrun(env)
         return _with_local_size(placement, env.get("LOCAL_WORLD_SIZE", "")), problems
@@ -31,12 +31,12 @@ def read_placement(env: Mapping[str, str]) -> tuple[Placement | None, list[Probl
 
 
 def _with_local_size(placement: Placement | None, size: str) -> Placement | None:
-    """With how many ranks run on this machine, if the environment says so."""
+    """The placement, with the number of ranks on this machine if the environment states it."""
     return replace(placement, local_size=int(size)) if placement is not None and size.isdigit() else placement
 
 
 def tasks_on_node(tasks: str, node: str) -> str:
-    """Ranks of node number `node` by SLURM's list: `8(x2),4` and 2 -> 4, as text; empty where it is not said."""
+    """Ranks of node number `node` in SLURM's list: `8(x2),4` and 2 -> 4, as text; empty if it is not stated."""
     counts: list[str] = []
     for count, times in re.findall(r"(\d+)(?:\(x(\d+)\))?", tasks):
         counts += [count] * int(times or 1)
@@ -105,7 +105,7 @@ def _tcp(host: str, port: str) -> str:
 
 
 def _weak_secret(env: Mapping[str, str]) -> list[Problem]:
-    """One that could be guessed is worth nothing. It is never shown."""
+    """A secret that could be guessed is worthless. It is never shown."""
     if SECRET not in env or len(env[SECRET]) >= SHORTEST:
         return []
     rule = f"must have at least {SHORTEST} characters, so that nobody guesses it; `openssl rand -hex 32` makes one"

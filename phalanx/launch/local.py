@@ -1,5 +1,4 @@
-"""Starting ranks on this machine, passing signals on to them, ending them when one failed, and saying which one that
-was."""
+"""Starts ranks on this machine, passes signals on to them, ends them when one fails, and reports which one that was."""
 
 from __future__ import annotations
 
@@ -29,21 +28,26 @@ from phalanx.launch.network import LOOPBACK, stay_inside
 from phalanx.launch.outcome import CAUSES, Ended, RankFailed, read_outcomes, signal_name, verdict
 from phalanx.observe.failures import Taken, note_end, taken
 
-GRACE_S = 15.0  # for ranks that may be saving when another one failed, before they are killed
+GRACE_S = 15.0  # for ranks that may be saving when another one has failed, before they are killed
 SHORT_GRACE_S = 2.0  # for ranks that have nothing to save
-BY_LAUNCHER = (-signal.SIGTERM, -signal.SIGKILL, 128 + signal.SIGTERM)  # exit statuses of ranks that it told to end
-SAME_S = 1.0  # signals this close together are one request
+BY_LAUNCHER = (
+    -signal.SIGTERM,
+    -signal.SIGKILL,
+    128 + signal.SIGTERM,
+)  # exit statuses of ranks that the launcher told to end
+SAME_S = 1.0  # signals this close together count as one request
 
 
 def start(target: str, arguments: Mapping[str, Any], ranks: int, logs: str | Path | None = None) -> None:
-    """Call `target` (`package.module:function`) as `function(placement, **arguments)` on `ranks` new processes and
-    wait for them.
+    """Call `target` (`package.module:function`) as `function(placement, **arguments)` in `ranks` new processes and wait
+    for them.
 
     arguments  plain values (they travel as JSON)
-    logs       a folder for each rank's output; None: all write where this process writes Raises RankFailed with the
-    exit code of the rank that began it. SIGTERM, SIGINT, SIGUSR1 and SIGHUP are passed on as SIGTERM, and the ranks
-    are waited for; a second signal kills them (Ctrl-C at once, others if they come a second later: schedulers
-    repeat).
+    logs       a folder for each rank's output; None: all write where this process writes
+
+    Raises RankFailed with the exit code of the rank that failed first. SIGTERM, SIGINT, SIGUSR1 and SIGHUP are passed
+    on as SIGTERM, and the ranks are waited for. A second signal kills them: Ctrl-C at once, others only if they come a
+    second later, because schedulers repeat signals.
     """
     with tempfile.TemporaryDirectory(prefix="phalanx-") as name:
         folder = Path(name)
@@ -63,7 +67,7 @@ def start(target: str, arguments: Mapping[str, Any], ranks: int, logs: str | Pat
 
 
 def _note_end(folder: Path, failed: RankFailed) -> None:
-    """Why the run died, in the run's own folder, if a rank had taken that."""
+    """Record why the run died in its own folder, if a rank had taken that over."""
     run = folder / "run.json"
     if failed.exit_code != Preempted.exit_code and run.exists():
         began = failed.exit_code <= 128 and any(folder.glob("rank-*.unsaved"))  # above: stopped by the user
@@ -72,8 +76,8 @@ def _note_end(folder: Path, failed: RankFailed) -> None:
 
 
 class SingleRank(Word):
-    """Of a rank without this launcher, the only one or one that others started: what it must do itself when it dies
-    of a bus error."""
+    """For a rank without this launcher, the only one or one started by others: what it must do itself when it dies of a
+    bus error."""
 
     def __init__(self) -> None:
         self._run: Taken | None = None
@@ -110,7 +114,7 @@ def _run(folder: Path, target: str, ranks: int, logs: Path | None) -> list[Ended
 
 
 def rank_environment(before: Mapping[str, str], ranks: int) -> dict[str, str]:
-    """What ranks inherit: this process' environment, their world, a secret of this run, loopback as their network,
+    """What ranks inherit: this process's environment, their world, a secret for this run, loopback as their network,
     few threads each."""
     threads = str(max(1, (os.cpu_count() or 1) // ranks))
     # the package is found even where it is not installed and the ranks' folder is another
@@ -129,15 +133,15 @@ def rank_environment(before: Mapping[str, str], ranks: int) -> dict[str, str]:
 
 
 class Ranks:
-    """Processes of ranks. Inside the context they run; what is left of them when it ends is killed.
+    """The processes of ranks. They run inside the context; those still running at its end are killed.
 
-    logs: a folder for the output of each; None: it goes where that of this process goes
+    logs: a folder for the output of each; None: the same as this process's
     """
 
     def __init__(self, folder: Path, count: int, words: list[str], logs: Path | None):
         self.folder, self._words, self._logs, self._count = folder, words, logs, count
         self._env = rank_environment(os.environ, count)
-        # told of each rank that a signal killed which was not sent here
+        # called for each rank that was killed by a signal not sent from here
         self.died: Callable[[int, str], None] = lambda rank, why: None
         self._processes: list[subprocess.Popen[bytes]] = []
         self._over: queue.SimpleQueue[tuple[int, int, float]] = queue.SimpleQueue()
@@ -182,7 +186,7 @@ class Ranks:
         self._over.put((rank, status, time.time()))
 
     def wait(self) -> list[Ended]:
-        """Until all have ended. When one fails the others are asked to end, and killed if they do not."""
+        """Wait until all have ended. When one fails, the others are asked to end, and killed if they do not."""
         ended: list[Ended] = []
         while len(ended) < self._count:
             left = min(self._deadlines.values(), default=None)
@@ -231,7 +235,7 @@ class Ranks:
 
 @dataclass
 class Stops:
-    """Signals that came to the launcher: when the first did, and the one that ends the ranks at once (0: none)."""
+    """Signals received by the launcher: the time of the first, and the signal that ends the ranks at once (0: none)."""
 
     first: float | None = None
     at_once: int = 0
@@ -239,7 +243,7 @@ class Stops:
 
 @contextlib.contextmanager
 def forwarded_signals(folder: Path) -> Iterator[Stops]:
-    """Pass signals on to the ranks as SIGTERM, a second one as SIGKILL. Yields what came."""
+    """Pass signals on to the ranks as SIGTERM, a second one as SIGKILL. Yields what was received."""
     stops = Stops()
 
     def forward(signum: int, frame: FrameType | None) -> None:

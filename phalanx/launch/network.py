@@ -1,4 +1,4 @@
-"""The network of a run's ranks: loopback alone on one host, one interface between several. Looks at this machine's
+"""The network of a run's ranks: loopback only on one host, one interface between several hosts. Examines this machine's
 interfaces."""
 
 from __future__ import annotations
@@ -27,18 +27,18 @@ def loopback() -> str:
 
 
 def stay_inside(env: MutableMapping[str, str]) -> None:
-    """All ranks are on this host: torch's backends are to listen where no other host can reach them, whatever was
-    set."""
+    """For ranks that are all on this host: make torch's backends listen where no other host can reach them, whatever
+    was set."""
     inside = loopback()
     for name in BACKENDS:
         env[name] = inside
 
 
 def settle(placement: Placement, env: MutableMapping[str, str]) -> Placement:
-    """Of a rank that somebody else started: choose where it listens, and tell torch's backends through `env`.
+    """For a rank that somebody else started: choose where it listens, and configure torch's backends through `env`.
 
-    On one host that is loopback. Between several it is the interface that PHALANX_INTERFACE names, else the one by
-    which rank 0 is reached; GLOO_SOCKET_IFNAME and NCCL_SOCKET_IFNAME stay as they are where they are set.
+    On one host that is loopback. Between several it is the interface named by PHALANX_INTERFACE, or else the one by
+    which rank 0 is reached; GLOO_SOCKET_IFNAME and NCCL_SOCKET_IFNAME are not changed if they are set.
     """
     if placement.world_size == 1:
         return placement
@@ -58,8 +58,8 @@ def settle(placement: Placement, env: MutableMapping[str, str]) -> Placement:
 
 
 def on_one_host(world_size: int, host: str, env: Mapping[str, str]) -> bool:
-    """Whether all ranks are on this host, by what torchrun or SLURM says of it; else by rank 0's address being
-    loopback's."""
+    """Whether all ranks are on this host, according to torchrun or SLURM, or else because rank 0's address is
+    loopback."""
     local = env.get("LOCAL_WORLD_SIZE", "")
     if local.isdigit():
         return int(local) == world_size
@@ -70,7 +70,7 @@ def on_one_host(world_size: int, host: str, env: Mapping[str, str]) -> bool:
 
 
 def _interface(host: str, env: Mapping[str, str], rank: int) -> tuple[str, str]:
-    """(name, address) of the interface that is chosen, or by which this host reaches rank 0's, which may be itself."""
+    """(name, address) of the interface that is chosen, or by which this host reaches rank 0's host, possibly itself."""
     there = interfaces()
     names = tuple(dict.fromkeys(name for name, address in there if not _is_loopback(address)))
     addresses = {name: address for name, address in reversed(there)}
@@ -98,7 +98,7 @@ def _interface(host: str, env: Mapping[str, str], rank: int) -> tuple[str, str]:
 
 
 def _own_address(host: str) -> str:
-    """From which this host reaches `host`: an address of one of its interfaces."""
+    """The address of this host's interface from which it reaches `host`."""
     try:
         family, kind, protocol, _, there = socket.getaddrinfo(host, 9, type=socket.SOCK_DGRAM)[0]
         with socket.socket(family, kind, protocol) as way:

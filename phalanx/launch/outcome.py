@@ -1,5 +1,5 @@
-"""How a rank ended: written by the rank to a file of its own, read by the launcher, which finds the one that began
-it."""
+"""How a rank ended: written by the rank to a file of its own, and read by the launcher, which finds the rank that
+failed first."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ from phalanx.base.errors import (
     Preempted,
 )
 
-# Ends that have a cause of their own; a lost peer is a consequence of one.
+# Ends that have a cause of their own; a lost peer is always a consequence.
 CAUSES = (ConfigError, DataError, CheckpointError, NumericalStop, FolderInUse)
 CODES = tuple(cause.exit_code for cause in CAUSES)
 UNCERTAIN = (signal.SIGABRT, signal.SIGTERM)  # the first can follow from a lost peer, the second from a request to stop
@@ -61,7 +61,7 @@ def read_outcomes(folder: str | Path) -> list[Outcome]:
 
 @dataclass(frozen=True)
 class Ended:
-    """The process of a rank: its exit status (negative: killed by that signal), when, and whether the launcher ended
+    """The end of a rank's process: exit status (negative: killed by that signal), time, and whether the launcher ended
     it."""
 
     rank: int
@@ -71,12 +71,13 @@ class Ended:
 
 
 def verdict(world_size: int, outcomes: Sequence[Outcome], ended: Sequence[Ended] = ()) -> RankFailed | None:
-    """What the whole run ended with, or None if every rank is done: the first failure by time that is not a
-    consequence of another.
+    """How the whole run ended, or None if every rank succeeded: the earliest failure that is not a consequence of
+    another.
 
-    outcomes  what ranks said themselves; ended  how their processes ended Nobody is blamed whom the launcher ended.
-    A lost peer is always a consequence; an abort (NCCL and gloo abort when a peer is gone) and an exception that is
-    none of ours may be one.
+    outcomes  what ranks reported themselves; ended: how their processes ended
+
+    Ranks ended by the launcher are never blamed. A lost peer is always a consequence; an abort (NCCL and gloo abort
+    when a peer is gone) and an exception that is not ours may be one.
     """
     said = {o.rank for o in outcomes}
     silent = sorted(
@@ -114,7 +115,7 @@ def _silent(world_size: int, ended: Ended) -> RankFailed:
 
 
 def _killed(world_size: int, rank: int, number: int, lost: Sequence[Outcome] = ()) -> RankFailed:
-    """With the place where others last saw it: a rank that was stopped is killed by the launcher in the end."""
+    """With the place where others last saw it, because the launcher finally kills a rank that was stopped."""
     texts = (o.text.replace("; last seen", ", last seen") for o in lost if f"rank {rank} " in o.text)
     seen = next((found[0] for text in texts if (found := re.search(r", last seen in [^;]*", text))), "")
     return RankFailed(
@@ -123,7 +124,7 @@ def _killed(world_size: int, rank: int, number: int, lost: Sequence[Outcome] = (
 
 
 def _from(world_size: int, outcomes: Sequence[Outcome], chosen: Outcome) -> RankFailed:
-    """Its text, with the rank in front unless every rank said the same."""
+    """The error's text, preceded by the rank unless every rank reported the same."""
     same = [o for o in outcomes if (o.code, o.text) == (chosen.code, chosen.text)]
     who = "" if len(same) == world_size else f"rank {chosen.rank} of {world_size}: "
     return RankFailed(who + chosen.text, chosen.code)

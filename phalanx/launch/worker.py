@@ -1,4 +1,4 @@
-"""One rank started by `launch/local.py`: calls a function by name and leaves word of how it ended.
+"""One rank started by `launch/local.py`: calls a function by name and records how it ended.
 
 `python -m phalanx.launch.worker FOLDER TARGET MEETING`: the folder of the launcher, what to call, where the ranks meet.
 """
@@ -37,7 +37,7 @@ def main(folder: str, target: str, meeting: str) -> None:
         word.announce()
         follow_parent()
         world = int(os.environ["WORLD_SIZE"])
-        secret = os.environ.pop(SECRET, "")  # what this rank starts in turn need not have it
+        secret = os.environ.pop(SECRET, "")  # processes started by this rank need not have it
         placement = Placement(word.rank, word.rank, world, meeting if world > 1 else "", secret, word)
         arguments = json.loads((Path(folder) / "arguments.json").read_text(encoding="utf-8"))
         with BusErrors(word.failed):
@@ -50,15 +50,16 @@ def main(folder: str, target: str, meeting: str) -> None:
 
 
 class Left(Word):
-    """What a rank leaves in the folder of its launcher: its number, that it has something to save, and how it ended."""
+    """What a rank leaves in the folder of its launcher: its number, whether it has something to save, and how it
+    ended."""
 
     def __init__(self, folder: Path, rank: int):
         self.folder, self.rank = folder, rank
         self._failed_at: float | None = None
 
     def announce(self) -> None:
-        """Tell the launcher whom to pass signals on to. It writes `stop` before it reads the numbers, so no rank is
-        missed."""
+        """Tell the launcher to which process to pass signals. The launcher writes `stop` before it reads these numbers,
+        so no rank is missed."""
         partial = self.folder / f"rank-{self.rank}.partial"
         partial.write_text(str(os.getpid()), encoding="utf-8")
         os.replace(partial, partial.with_suffix(".pid"))
@@ -79,19 +80,19 @@ class Left(Word):
                 Outcome(self.rank, code, text, self._failed_at).write(self.folder)
 
     def leave(self, error: BaseException) -> NoReturn:
-        """Leave word first (others may lose this rank and say so), then end at once: a lost peer can make an orderly
-        exit hang."""
+        """Record the error first (others may lose this rank and report that), then end at once: a lost peer can make an
+        orderly exit hang."""
         self.failed(error)
         code, _ = _code_and_text(error)
         if code == 1 and not isinstance(error, (PhalanxError, SystemExit)) and refusal(error) is None:
             traceback.print_exception(error)
         flush_quietly()
-        # a preempted rank is no failure: the launcher must wait for the others rather than end them
+        # a preempted rank is not a failure: the launcher must wait for the others rather than end them
         os._exit(0 if code == Preempted.exit_code else code)
 
     def stop_early(self, signum: int, frame: FrameType | None) -> None:
-        """Until the target installs its own handler there is nothing to save, so nothing is unwound, as in
-        early.stop_early."""
+        """Until the target installs its own handler there is nothing to save, so the process ends without unwinding, as
+        in early.stop_early."""
         if self._failed_at is None:
             with suppress(OSError):
                 (self.folder / f"rank-{self.rank}.early").touch()

@@ -1,5 +1,4 @@
-"""Curves as SVG that is part of a page: text in the page's own font and size, colours by class so that the page's
-scheme decides."""
+"""Curves as SVG inside a page: text in the page's font and size, colours by class so that the page's scheme applies."""
 
 from __future__ import annotations
 
@@ -9,7 +8,7 @@ from dataclasses import dataclass
 from html import escape
 
 WIDTH, HEIGHT = 400, 220
-LEFT, RIGHT, TOP, BOTTOM = 52, 10, 10, 34  # the same for all, so that plots below each other line up
+LEFT, RIGHT, TOP, BOTTOM = 52, 10, 10, 34  # the same for all plots, so that those below each other line up
 POINTS = 400  # a line has at most so many
 COLOURS = 6  # classes c0 to c5
 
@@ -20,7 +19,7 @@ class Curve:
     x: Sequence[float]
     y: Sequence[float]
     style: str = "line"
-    """line, faint (behind others, without a place in the legend), dots"""
+    """line, faint (in the background, not in the legend), dots"""
 
 
 @dataclass(frozen=True)
@@ -30,12 +29,11 @@ class Plot:
     curves: list[Curve]
     x_end: float
     from_zero: bool = False
-    """Whether the y axis begins at 0: noise of what hardly changes is not drawn large."""
+    """Whether the y axis begins at 0, so that noise in nearly constant values is not magnified."""
 
 
 def smoothed(values: Sequence[float], part: float = 0.02) -> list[float]:
-    """The mean of values before, each counting less the older it is, over about `part` of all; what is not finite is
-    passed over."""
+    """A mean of past values in which older ones count less, over about `part` of all; Inf and NaN are skipped."""
     decay = 1 - 1 / max(1.0, part * len(values))
     total = weight = 0.0
     found = []
@@ -91,7 +89,7 @@ def _finite(curve: Curve) -> Curve:
 
 
 def _range(curves: list[Curve]) -> tuple[float, float]:
-    """Of what is not faint all of it; spikes of what is faint may leave the plot."""
+    """The whole range of curves that are not faint; spikes of faint ones may leave the plot."""
     values = [y for curve in curves if curve.style != "faint" for y in curve.y] or [
         y for curve in curves for y in curve.y
     ]

@@ -1,5 +1,5 @@
-"""Failures: at which step a run stopped before, and with what, in its folder's failures.jsonl: does it stop it
-again? Starts nothing anew."""
+"""Failures: at which steps a run was stopped before, and by what, in failures.jsonl in its folder, to see whether it
+happens again. Restarts nothing."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ from phalanx.base.errors import (
 from phalanx.base.log import Log, describe
 
 NAME = "failures.jsonl"
-# before the first step nothing of the run changes by them
+# refused before the first step, so nothing in the run changes
 REFUSALS = (
     ConfigError,
     DataError,
@@ -36,21 +36,21 @@ TAIL = 20_000  # characters of a log among which its last words are
 
 
 class Failures:
-    """An error that leaves the context after a step began becomes a line of the file. Rank 0 reads, writes and speaks.
+    """An error that leaves the context after a step began becomes a line of the file. Rank 0 reads, writes and reports.
 
-    A step that stopped the run before and stops it in the same way again has its cause in data, config or program;
-    one that goes well now, from the same bits as before, was a fault of the machine. Either is said, and no more:
-    whoever starts the run decides.
+    If a step that stopped the run before stops it again in the same way, the cause is in data, config or program. If it
+    now succeeds from the same bits, the machine was at fault. Either is reported, and nothing else: whoever starts the
+    run decides.
     """
 
     def __init__(self, folder: Path, log: Log, check: Callable[[], None] = lambda: None):
-        """check: raises CheckpointError where the folder is no longer this run's."""
+        """check: raises CheckpointError if the folder is no longer this run's."""
         self.path, self.log, self.check = folder / NAME, log, check
-        self.step = 0  # that began last
+        self.step = 0  # the step that began last
         self._before = _read(self.path) if log.rank == 0 else []
 
     def began(self, step: int) -> None:
-        """A step begins. The one before it is still being computed; what came before that is known to be good."""
+        """A step begins. The one before it is still being computed; everything earlier is known to be good."""
         self.step = step
         if self._before and step > self._before[-1]["step"] + 1:
             self._passed()
@@ -109,7 +109,7 @@ class Failures:
 
 @dataclass(frozen=True)
 class Taken:
-    """A run's folder as it was when this start took it, with the size of its file of failures."""
+    """A run's folder as it was when this start took it over, with the size of its file of failures."""
 
     folder: str
     failures: int
@@ -121,9 +121,9 @@ def taken(folder: Path) -> Taken:
 
 
 def note_end(run: Taken, kind: str, text: str, began: bool) -> None:
-    """What a launcher knows of the end of a run and its rank 0 may not: rank 0 may be who died. Into log.txt, unless
-    it is there already, and where training had begun into failures.jsonl, unless rank 0 wrote it. A start that was
-    refused leaves nothing."""
+    """Record what a launcher knows about the end of a run and its rank 0 may not, since rank 0 may be the one that
+    died. Writes to log.txt unless it is there already and, if training had begun, to failures.jsonl unless rank 0 has
+    written it. A start that was refused leaves nothing."""
     if not began and kind in {refusal.__name__ for refusal in REFUSALS}:
         return
     folder = Path(run.folder)
@@ -140,7 +140,7 @@ def note_end(run: Taken, kind: str, text: str, began: bool) -> None:
 
 
 def _last_step(folder: Path) -> int:
-    """That was written of; 0 if none was."""
+    """The last step in the metrics; 0 if there is none."""
     path = folder / "metrics.jsonl"
     lines = path.read_text(encoding="utf-8", errors="replace").splitlines() if path.is_file() else []
     for line in reversed(lines):
@@ -150,7 +150,7 @@ def _last_step(folder: Path) -> int:
 
 
 def _read(path: Path) -> list[dict[str, Any]]:
-    """Failures since a step went well that had failed."""
+    """Failures since the last time that a failed step succeeded."""
     rows: list[dict[str, Any]] = []
     for line in path.read_text(encoding="utf-8").splitlines() if path.is_file() else []:
         with suppress(ValueError):  # cut short

@@ -1,4 +1,4 @@
-"""What a run records of its steps: counters and rows for its sinks. Values come from the device one step late."""
+"""What a run records of its steps: counters, and rows for its sinks. Values arrive from the device one step late."""
 
 from __future__ import annotations
 
@@ -23,12 +23,13 @@ from phalanx.observe import run_records as records
 from phalanx.observe.routing import routing_values
 from phalanx.observe.sinks import Sinks
 
-MEDIAN_OF = 51  # steps whose median gives the time that is left
-FP8_EVERY = 50  # steps between two whole tables of what casts of low precision lost
+MEDIAN_OF = 51  # steps over which the median gives the remaining time
+FP8_EVERY = 50  # steps between two complete tables of what FP8 casts lost
 
 
 class Timestamp:
-    """A moment of the device's work, taken without waiting for it: on a GPU an event in the stream, else the clock."""
+    """A moment in the device's work, taken without waiting for it: on a GPU an event in the stream, otherwise the
+    clock."""
 
     def __init__(self, device: torch.device):
         self._event = torch.cuda.Event(enable_timing=True) if device.type == "cuda" else None
@@ -48,7 +49,7 @@ class Timestamp:
 
 
 class Pending:
-    """A step's results on their way to the host: copied beside the computation, read when the next step is already
+    """A step's results on their way to the host: copied beside the computation, and read when the next step is already
     running."""
 
     def __init__(self, step: int, lr: float, result: StepResult, waited: Waited | None = None):
@@ -92,7 +93,7 @@ class Pending:
         return routing_values(self._host[6 : 6 + self._routing.numel()].view(self._routing).tolist())
 
     def fp8(self) -> list[Any] | None:
-        """What casts of low precision lost, as Fp8State.totals, after `read`; None without train.fp8."""
+        """What FP8 casts lost, as Fp8State.totals, after `read`; None without train.fp8."""
         return None if self._fp8 is None else self._host[self._fp8_at : self._distance_at].view(self._fp8).tolist()
 
     def gradient_distance(self) -> list[list[float]] | None:
@@ -102,13 +103,13 @@ class Pending:
         return self._host[self._distance_at :][: self._distance.numel()].view(self._distance).tolist()
 
     def metrics(self) -> dict[str, float]:
-        """Means of what else the objective logs, by name, after `read`."""
+        """Means of the objective's metrics, by name, after `read`."""
         return {name: self._host[at].item() for name, at in self._metrics.items()}
 
 
 @dataclass
 class Counters:
-    """What goes on counting over restarts (saved in checkpoints)."""
+    """What continues to count over restarts (saved in checkpoints)."""
 
     step: int = 0
     consumed_samples: int = 0
@@ -120,8 +121,8 @@ class Counters:
 
 @dataclass(frozen=True)
 class Speed:
-    """Facts for rates: FLOPs per token (forward and backward), ranks, the device's peak in FLOP/s if known, tokens
-    per sequence; the run's last step. shared: bytes of memory that a GPU shares with others, which its count of tensors
+    """Inputs of rates: FLOPs per token (forward and backward), ranks, the device's peak in FLOP/s if known, tokens per
+    sequence; the run's last step. shared: bytes of memory that a GPU shares with others, which its count of tensors
     lacks."""
 
     flops_per_token: float
@@ -133,7 +134,7 @@ class Speed:
 
 
 def peak_memory(device: torch.device) -> int:
-    """Bytes: the most that tensors took on this GPU, or that this process took of main memory."""
+    """Bytes: the maximum that tensors took on this GPU, or that this process took of main memory."""
     if device.type == "cuda":
         return torch.cuda.max_memory_allocated(device)
     return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * (1 if sys.platform == "darwin" else 1024)
@@ -153,23 +154,23 @@ class Reporter:
     ):
         self.log, self.sinks, self.speed, self.counters = log, sinks, speed, counters
         self.device, self.fp8_names = device, fp8_names
-        self.heard: Callable[[dict[str, Any]], None] = lambda values: None  # is given each finished step's row
+        self.heard: Callable[[dict[str, Any]], None] = lambda values: None  # called with each finished step's row
         self._sample_s: deque[float] = deque(maxlen=MEDIAN_OF)  # seconds per sequence of the last steps
         self.remaining: Callable[[], int] = lambda: 0  # sequences that are still to come
         self.mark = Timestamp(device)
         self.last_s: float | None = None  # seconds of the last finished step
-        # is told how long this rank worked in a step of so long
+        # called with the time that this rank worked in a step, and the step's time
         self.stepped: Callable[[float, float], None] = lambda work_s, step_s: None
-        self.slow: Callable[[], dict[int, tuple[str, Slow]]] = dict  # ranks that the others wait for now
+        self.slow: Callable[[], dict[int, tuple[str, Slow]]] = dict  # ranks for which the others are waiting now
         self._named: set[int] = set()
 
     def restart_clock(self) -> None:
-        """Do not count the time since the last step (evaluation, saving) as time of the next."""
+        """Do not count the time since the last step (evaluation, saving) as part of the next."""
         self.mark = Timestamp(self.device)
         self.mark.wait()
 
     def finished(self, pending: Pending, samples: int) -> bool:
-        """Account for a step of `samples` sequences; whether any rank was asked to stop."""
+        """Account for a step of `samples` sequences; returns whether any rank was asked to stop."""
         loss, norm, skipped, _, stop = pending.read()
         seconds, self.mark = pending.moment.seconds_since(self.mark), pending.moment
         self.last_s = seconds
@@ -197,7 +198,7 @@ class Reporter:
         return median(self._sample_s) * self.remaining()
 
     def _name_slow(self) -> None:
-        """Say once of each rank that it is slow, and that it no longer is."""
+        """Report once for each rank that it is slow, and once that it no longer is."""
         slow = self.slow()
         for rank, (who, how) in slow.items():
             if rank not in self._named:

@@ -12,7 +12,7 @@ from phalanx.base.records import Row, Sink, SinkStart
 
 
 class MetricsFile(Sink):
-    """metrics.jsonl: every row, as it is. Rows of later steps, of an earlier try, are dropped."""
+    """metrics.jsonl: every row, unchanged. Rows of later steps, from an earlier attempt, are dropped."""
 
     def __init__(self, start: SinkStart, config: Any):
         super().__init__(start, config)
@@ -31,8 +31,8 @@ class MetricsFile(Sink):
 
 
 def end_of(path: Path, step: int) -> int:
-    """Bytes of a metrics.jsonl up to the first row after `step`. Cutting a file needs no room on the disk, and is
-    done or not done."""
+    """Bytes of a metrics.jsonl up to the first row after `step`. Truncating a file needs no room on the disk, and is
+    atomic."""
     size = 0
     if path.exists():
         with path.open("rb") as file:

@@ -1,5 +1,5 @@
-"""Out of memory as one screen: where it happened, what was asked for, who holds how much against the forecast, and
-the cheapest way out."""
+"""Out of memory on one screen: where it happened, what was requested, what holds how much compared with the forecast,
+and the cheapest way out."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ from phalanx.nn.module import Block
 from phalanx.observe.profile import instruction_name
 from phalanx.planning.plan import Plan
 
-PHASES = {  # functions of ours -> what the run is doing in them; the innermost one that an error came through counts
+PHASES = {  # our functions -> what the run is doing in them; the innermost one that an error passed through counts
     "build": "allocating weights, gradients and optimizer state",
     "init_weights": "making the initial weights",
     "start_state": "loading a checkpoint",
@@ -47,7 +47,7 @@ class OutOfMemory(PhalanxError):
 
 @dataclass
 class Watched:
-    """What a report can tell of; `state` is set once it is built."""
+    """What a report can describe; `state` is set once it is built."""
 
     plan: Plan
     mesh: Mesh
@@ -56,7 +56,7 @@ class Watched:
 
 @contextmanager
 def reported(plan: Plan, mesh: Mesh) -> Iterator[Watched]:
-    """Turn running out of memory inside into OutOfMemory."""
+    """Convert running out of memory inside the context into OutOfMemory."""
     watched = Watched(plan, mesh)
     try:
         yield watched
@@ -96,7 +96,7 @@ def report(error: BaseException, watched: Watched) -> str:
 
 
 def place(error: BaseException, watched: Watched) -> dict[str, str]:
-    """phase, instruction, block and op, read from the frames that the error came through."""
+    """phase, instruction, block and op, determined from the frames that the error passed through."""
     frames = [frame for frame, _ in traceback.walk_tb(error.__traceback__)]
     found = {"phase": "training"}
     for frame in frames:
@@ -128,7 +128,7 @@ def block_name(block: Block, watched: Watched) -> str:
 
 
 def segment_name(schedule: str, plan: Plan) -> str:
-    """In backward no frame of a block is left: the blocks whose backward it was."""
+    """In backward no frame of a block is left; the blocks to which the backward belonged."""
     words = schedule.split()
     if words[0] not in ("forward", "backward"):
         return "none"
@@ -140,7 +140,7 @@ def segment_name(schedule: str, plan: Plan) -> str:
 
 
 def request(error: BaseException) -> int | None:
-    """Bytes that were asked for, as the error says."""
+    """Bytes that were requested, according to the error."""
     found = REQUEST.search(str(error))
     if found is None:
         return None
@@ -149,7 +149,7 @@ def request(error: BaseException) -> int | None:
 
 
 def capacity(device: torch.device) -> int | None:
-    """Bytes of a GPU; of a CPU what is available now beyond what this process holds, which nobody counts: unknown."""
+    """Bytes of a GPU. None for a CPU: what is available beyond what this process holds is not known."""
     return torch.cuda.mem_get_info(device)[1] if device.type == "cuda" else None
 
 
@@ -187,7 +187,7 @@ def held(state: State) -> dict[str, int]:
 
 
 def _rows(forecast: dict[str, int], actual: dict[str, int], total: int | None) -> list[tuple[str, str, str]]:
-    """Kinds by what they hold, the largest first; what is beyond the kinds we own is one row."""
+    """Kinds by what they hold, the largest first; everything beyond the kinds that we own is one row."""
     known = {name: n for name, n in forecast.items() if name in ("weights", "gradients", "masters", "moments")}
     rest = "activations, working, messages"
     known[rest] = sum(forecast.values()) - sum(known.values())
@@ -204,15 +204,15 @@ def _rows(forecast: dict[str, int], actual: dict[str, int], total: int | None) -
 
 
 def _ratio(forecast: int, total: int | None, need: int | None) -> float:
-    """How far the forecast was too low: what was needed over what was forecast, at least 1."""
+    """By how much the forecast was too low: what was needed over what was forecast, at least 1."""
     return 1.0 if total is None else max(1.0, (total + (need or 0)) / forecast)
 
 
 def way_out(plan: Plan, room: int | None, ratio: float) -> str:
-    """The first change that is forecast to fit, the forecast corrected by how far it was off."""
+    """The first change that is forecast to fit, with the forecast corrected by its error."""
 
     def measure(_: Plan, uses: Sequence[RankUse]) -> Demand:
-        if room is None:  # of a CPU: what is offloaded stays in the same memory
+        if room is None:  # on a CPU, offloaded activations stay in the same memory
             return Demand(max(u.total + u.host for u in uses), math.inf)
         return Demand(ratio * max(u.total for u in uses) + OVERHEAD, room)
 
@@ -221,7 +221,7 @@ def way_out(plan: Plan, room: int | None, ratio: float) -> str:
 
 
 def _first_smaller(search: Search) -> str:
-    """Where the room is not known: the first legal change that is forecast to hold at least a tenth less."""
+    """If the available memory is unknown: the first valid change that is forecast to need at least a tenth less."""
     now = search.demand({})
     need = now.need if now else 0.0
     for overrides, cost in changes(search.run):

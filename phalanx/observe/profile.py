@@ -1,8 +1,7 @@
-"""Recording real steps: a Chrome/Perfetto trace with readable names. What the trace says about time is read in
-`observe/step_budget.py`.
+"""Recording real steps: a Chrome/Perfetto trace with readable names. `observe/step_budget.py` reads from it where the
+time goes.
 
-Names are put on while a recording runs and taken off afterwards, so that steps which are not recorded pay nothing
-for them.
+Names are added while a recording runs and removed afterwards, so steps that are not recorded pay nothing for them.
 """
 
 from __future__ import annotations
@@ -22,7 +21,7 @@ from phalanx.comm.axis import Axis
 from phalanx.engine.build import State
 from phalanx.schedule.actions import Instruction
 
-STEP, COMM, BLOCK = "step ", "comm ", "block "  # how the names of steps, communication and blocks begin
+STEP, COMM, BLOCK = "step ", "comm ", "block "  # prefixes in the names of steps, communication and blocks
 INSTRUCTIONS = ("forward", "backward", "recv", "wait", "send", "gather", "reduce", "open", "close")
 COLLECTIVES = (
     "all_reduce",
@@ -49,7 +48,7 @@ class Recording:
         self._profiler: torch.profiler.profile | None = None
 
     def start(self) -> None:
-        """Waits for the device first, so that nothing of an earlier step is in the trace."""
+        """Waits for the device first, so that nothing from an earlier step is in the trace."""
         activities = [torch.profiler.ProfilerActivity.CPU]
         if self.state.mesh.device.type == "cuda":
             activities.append(torch.profiler.ProfilerActivity.CUDA)
@@ -63,8 +62,8 @@ class Recording:
 
     @contextmanager
     def step(self, number: int) -> Iterator[None]:
-        """Around one step: it begins when the device is idle (what the host queued before would count as this
-        step's) and ends when the device has done its work. An error in it ends the recording too."""
+        """Around one step: it begins when the device is idle (otherwise work that the host queued before would count as
+        this step's) and ends when the device has done its work. An error in it ends the recording too."""
         self._wait()
         try:
             with record_function(f"{STEP}{number}"):
@@ -85,7 +84,7 @@ class Recording:
         profiler.export_chrome_trace(str(self.path))
 
     def abandon(self) -> None:
-        """Stop without a file. A profiler that is left running ends the process with a crash."""
+        """Stop without a file. A profiler that is left running makes the process crash at its end."""
         if self._profiler is not None:
             self._profiler.stop()
             self._names.close()
@@ -119,7 +118,7 @@ def instruction_name(instruction: Instruction) -> str:
 
 
 def axis_kind(axis_name: str) -> str:
-    """The mesh axis that a communicator belongs to: the edges between stages are the pipeline's."""
+    """The mesh axis of a communicator: edges between stages belong to the pipeline."""
     return "pp" if axis_name.startswith("edge") else axis_name.split()[0]
 
 

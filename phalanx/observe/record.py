@@ -1,4 +1,4 @@
-"""What a run records of its own steps: those of train.profile as traces in its folder, and one early step for the
+"""What a run records of its own steps: those of train.profile as traces in its folder, and one early step for the time
 budget."""
 
 from __future__ import annotations
@@ -12,13 +12,13 @@ from typing import TYPE_CHECKING
 
 from phalanx.config.run import BUDGET_AT, profiled_steps
 
-if TYPE_CHECKING:  # checks of a config read this module's rules, and need nothing of a run
+if TYPE_CHECKING:  # config checks read this module's rules, and need nothing of a run
     from phalanx.base.log import Log
     from phalanx.config.run import Run
     from phalanx.engine.build import State
     from phalanx.observe.profile import Recording
 
-BUDGET_FROM_STEPS = 100  # shorter runs are not slowed down by a recording that nobody asked for
+BUDGET_FROM_STEPS = 100  # shorter runs are not slowed down by a recording that nobody requested
 
 
 def wants_budget(run: Run, device: str) -> bool:
@@ -28,7 +28,7 @@ def wants_budget(run: Run, device: str) -> bool:
 
 
 class Recorder:
-    """One rank's recordings. `first`: the first step that this process does."""
+    """One rank's recordings. `first`: the first step that this process runs."""
 
     def __init__(self, state: State, first: int, log: Log):
         self.state, self.log = state, log
@@ -48,8 +48,8 @@ class Recorder:
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
-        """A recording that is under way when the run ends was meant to be longer: it is written only if it is one of
-        train.profile."""
+        """A recording still in progress at the end of the run was meant to be longer; it is written only if it is one
+        of train.profile."""
         if self._recording is not None:
             if kind is None and self._recording.path.suffix == ".gz":
                 self._stop(None)
@@ -90,7 +90,7 @@ class Recorder:
         self._recording.start()
 
     def _stop(self, last_s: float | None) -> None:
-        """Write the recording, and say what it shows; rank 0 speaks."""
+        """Write the recording, and report what it shows, on rank 0."""
         from phalanx.observe.step_budget import advice, read_budget
 
         recording, self._recording = self._recording, None

@@ -50,12 +50,12 @@ PAGE = """<!doctype html>
 <details><summary>The whole config, defaults included</summary><pre class="wrap">{{ config }}</pre></details>
 </body></html>
 """  # noqa: E501
-SMOOTH = 50  # points from which on a curve is smoothed
+SMOOTH = 50  # with at least so many points, a curve is smoothed
 
 
 def write_report(folder: Path, sample: str | None = None) -> Path:
-    """Write `folder`/report.html from metrics.jsonl, config.yaml and starts.jsonl; `sample` is shown as text made by
-    the model."""
+    """Write `folder`/report.html from metrics.jsonl, config.yaml and starts.jsonl; `sample` is shown as text generated
+    by the model."""
     rows = read_rows(folder / "metrics.jsonl")
     steps, starts = [r for r in rows if "loss" in r], read_starts(folder)
     config = redacted((folder / "config.yaml").read_text(encoding="utf-8"))
@@ -160,7 +160,7 @@ def circumstances(starts: list[dict[str, Any]], folder: Path) -> list[tuple[str,
 
 
 def what_was_set(config: str) -> str:
-    """The keys that differ from their defaults, one a line."""
+    """The keys that differ from their defaults, one on each line."""
     values = YAML(typ="safe", pure=True).load(config)
     defaults = {
         key.path: json.loads(json.dumps(key.default, default=str))
@@ -186,7 +186,7 @@ def valid_sets(rows: list[dict[str, Any]]) -> list[str]:
 
 
 def plots(rows: list[dict[str, Any]], steps: list[dict[str, Any]]) -> list[Plot]:
-    """The loss over steps and over tokens, then the rest over steps."""
+    """The loss over steps and over tokens, then everything else over steps."""
     if not steps:
         return []
     end, tokens = steps[-1]["step"], {r["step"]: r["tokens"] for r in steps}
@@ -205,7 +205,7 @@ def plots(rows: list[dict[str, Any]], steps: list[dict[str, Any]]) -> list[Plot]
 
 
 def both(name: str, x: list[float], y: list[float]) -> list[Curve]:
-    """Many points are smoothed, and shown as they are behind that."""
+    """If there are many points: the smoothed curve, with the raw one behind it."""
     if len(y) < SMOOTH:
         return [Curve(name, x, y)]
     return [Curve(name, x, y, "faint"), Curve(name, x, smoothed(y))]
@@ -222,7 +222,7 @@ def loss_curves(rows: list[dict[str, Any]], steps: list[dict[str, Any]], place: 
 
 
 def routing_plots(steps: list[dict[str, Any]], end: float) -> list[Plot]:
-    """Of a model with experts: a curve per layer."""
+    """For a model with experts: a curve for each layer."""
     found = []
     titles = {
         "load_max": "Load of the fullest expert, over the mean",

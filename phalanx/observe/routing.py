@@ -1,5 +1,4 @@
-"""What a step's routing looked like, layer by layer: from the sums that ranks tell each other to the numbers of log
-line and report."""
+"""A step's routing by layer: from the sums over ranks to the numbers in the step line and the report."""
 
 from __future__ import annotations
 
@@ -9,12 +8,12 @@ from phalanx.nn.moe import TALLIED
 
 
 def routing_values(rows: list[list[float]]) -> dict[str, list[float | None]]:
-    """Per layer (None where it has no experts), of rows as in StepResult.routing:
+    """By layer (None for layers without experts), from rows as in StepResult.routing:
 
     load_max, load_min  tokens of the fullest and the emptiest expert, over the mean
     entropy             nats of the router's probabilities, mean over tokens
-    dropped             (token, expert) pairs that found no room
-    missing             pairs that found no room with the expert's rank: the step was done again (layout.expert_room)
+    dropped             (token, expert) pairs dropped because their expert was full
+    missing             pairs for which the expert's rank had no room: the step was repeated (layout.expert_room)
     balance, z          the losses before their coefficients
     """
     found: dict[str, list[float | None]] = {
@@ -38,8 +37,8 @@ def routing_values(rows: list[list[float]]) -> dict[str, list[float | None]]:
 
 
 def routing_text(values: dict[str, list[Any]]) -> str:
-    """The end of a step line: the fullest expert, the least entropy (with their layers), all dropped pairs, and
-    those for which the step was done again."""
+    """The end of a step line: the fullest expert, the smallest entropy (with their layers), all dropped pairs, and
+    those that caused the step to be repeated."""
     layers = [i for i, v in enumerate(values["load_max"]) if v is not None]
     full = max(layers, key=lambda i: values["load_max"][i])
     sure = min(layers, key=lambda i: values["entropy"][i])
@@ -52,7 +51,7 @@ def routing_text(values: dict[str, list[Any]]) -> str:
 
 
 def routing_scalars(values: dict[str, list[float | None]]) -> dict[str, float]:
-    """Of `routing_values`, each number by its name: experts/load_max/layer-3."""
+    """Each number of `routing_values` by name: experts/load_max/layer-3."""
     return {
         f"experts/{key}/layer-{i}": v for key, layers in values.items() for i, v in enumerate(layers) if v is not None
     }

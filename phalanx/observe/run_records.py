@@ -1,4 +1,5 @@
-"""The records of a training run, each said once: name, unit, kind, and how the values of many steps become one."""
+"""The records of a training run, each defined once: name, unit, kind, and how the values of several steps become
+one."""
 
 from __future__ import annotations
 
@@ -41,10 +42,10 @@ METRIC = "task/"
 
 
 def task_metric(name: str) -> Record:
-    """Of what an objective logs beside its loss."""
+    """The record of a metric that an objective logs."""
     return Record(f"{METRIC}{name}", reduction="mean")
 
 
 def valid_loss(name: str) -> Record:
-    """Of a validation set."""
+    """The record of a validation set's loss."""
     return Record(f"valid/{name}", "nats per token")

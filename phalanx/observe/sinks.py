@@ -1,5 +1,5 @@
-"""Sinks: the one writer of a run's records. metrics.jsonl always, TensorBoard and Weights & Biases when asked for, and
-those that log.sinks names."""
+"""Sinks: the only writer of a run's records. metrics.jsonl always, TensorBoard and Weights & Biases if requested, and
+those named in log.sinks."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ TITLES = {"jsonl": "metrics.jsonl", "tensorboard": "TensorBoard", "wandb": "Weig
 
 
 class Sinks:
-    """All sinks of a run. One that fails is named once and gets nothing more; the run goes on."""
+    """All sinks of a run. One that fails is reported once and receives nothing more; the run goes on."""
 
     def __init__(self, wanted: LogConfig, start: SinkStart):
         self._log = start.log
@@ -31,11 +31,11 @@ class Sinks:
             self._begin(name, lambda name=name, fields=fields: opened(name, fields, start))  # type: ignore[misc]
 
     def add(self, name: str, sink: Sink) -> None:
-        """One that was made elsewhere."""
+        """Add a sink that was created elsewhere."""
         self._open[name] = sink
 
     def drop(self, name: str) -> None:
-        """It gets nothing more."""
+        """It receives nothing more."""
         self._open.pop(name, None)
 
     def write(self, row: Row) -> None:
@@ -50,7 +50,7 @@ class Sinks:
     def _begin(self, name: str, start: Callable[[], Sink]) -> None:
         try:
             self._open[name] = start()
-        except Exception as error:  # a foreign package: whatever it raises must not end a run
+        except Exception as error:  # code that is not ours may raise anything, which must not end a run
             self._failed(name, error)
 
     def _each(self, call: Callable[[Sink], None]) -> None:
@@ -71,6 +71,6 @@ class Sinks:
 
 
 def opened(name: str, fields: Mapping[str, Any], start: SinkStart) -> Sink:
-    """A sink of log.sinks. NotFound or ConfigError as the rules of the config have it."""
+    """A sink of log.sinks. Raises NotFound or ConfigError, like the rules of the config."""
     cls = find_sink(name)
     return cls(start, made_of(cls.Config, f"log.sinks.{name}", fields))

@@ -1,5 +1,5 @@
-"""starts.jsonl: for each start of a run what ran it: when, with which command, where, and with which versions.
-Secrets are left out."""
+"""starts.jsonl: for each start of a run, when, with which command, where and with which versions it ran. Secrets are
+removed."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ SECRETS = (
 
 
 def redacted(text: str) -> str:
-    """The text without what looks like a password, a token or a key."""
+    """The text without anything that looks like a password, a token or a key."""
     for pattern, kept in SECRETS:
         text = pattern.sub(f"{kept}{HIDDEN}", text)
     return text

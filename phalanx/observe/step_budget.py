@@ -1,10 +1,10 @@
-"""The step budget: where the milliseconds of a step go, read from a trace of real steps (`observe/profile.py`).
-Pure: a file in, rows out.
+"""The step budget: where the milliseconds of a step go, read from a trace of real steps (`observe/profile.py`). Pure: a
+file in, rows out.
 
-On a GPU the rows are its kernels: what ran on it at each moment. A moment with a compute kernel belongs to that
-kernel, one with nothing but communication is exposed communication of that axis, one with nothing at all is a host
-gap. On the CPU the same is read from the innermost operator of the main thread. So each moment has exactly one row,
-and the rows of a trace add up to its length.
+On a GPU, rows are sums over kernels: what ran at each moment. A moment with a compute kernel belongs to that kernel;
+one with only communication is exposed communication of that axis; one with nothing at all is a host gap. On the CPU,
+the same is read from the innermost operator of the main thread. So each moment belongs to exactly one row, and the rows
+of a trace add up to its length.
 """
 
 from __future__ import annotations
@@ -24,7 +24,13 @@ from phalanx.observe.profile import BLOCK, COMM, INSTRUCTIONS, STEP
 
 GEMM, ATTENTION, POINTWISE, OPTIMIZER, UNKNOWN = "GEMM", "attention", "pointwise", "optimizer", "unknown kernels"
 BUBBLE, HOST, UNATTRIBUTED = "bubble", "host gap", "unattributed"
-COMPUTE = (GEMM, ATTENTION, POINTWISE, OPTIMIZER, UNKNOWN)  # of two kernels at one moment the first of these counts
+COMPUTE = (
+    GEMM,
+    ATTENTION,
+    POINTWISE,
+    OPTIMIZER,
+    UNKNOWN,
+)  # of two kernels at the same moment, the first in this order counts
 
 NAMES = (  # the first row with one of these parts in a kernel's (or operator's) name is its row
     (ATTENTION, ("cudnn_generated", "cudnn::fusion", "flash", "fmha", "sdpa", "attention", "cutlassf", "cutlassb")),
@@ -79,8 +85,7 @@ NAMES = (  # the first row with one of these parts in a kernel's (or operator's)
 
 
 class TimeSpan(NamedTuple):
-    """A stretch of time [start, end) in microseconds that belongs to `row`. `call` tells one collective from
-    another."""
+    """A span of time [start, end) in microseconds that belongs to `row`. `call` distinguishes collectives."""
 
     start: float
     end: float
@@ -92,15 +97,13 @@ class TimeSpan(NamedTuple):
 class Budget:
     """Seconds of one step by row. `rows` and `unattributed` add up to `step_s`.
 
-    step_s       what the rows are shares of. GPU: the step without the profiler, if known, as a profiler lengthens
-    host gaps only.
-                 CPU: the step under the profiler, which lengthens every operator
+    step_s       the time of which rows are shares. GPU: the step without the profiler, if known, because a profiler
+                 lengthens only host gaps. CPU: the step under the profiler, which lengthens every operator
     profiled_s   the step under the profiler
     plain_s      the step without it, if known
-    pointwise    GPU: (seconds, calls) of the kernels of that row by grid and name, so that sizes stand apart
-    unattributed step_s less all rows: kernels of unknown names (`unknown`: seconds by name) and what no row
-    explains. Negative:
-                 kernels ran slower under the profiler than without
+    pointwise    GPU: (seconds, calls) of the kernels of that row by grid and name, so that sizes are separate
+    unattributed step_s minus all rows: kernels of unknown names (`unknown`: seconds by name) and what no row explains.
+                 Negative: kernels ran slower under the profiler than without
     """
 
     step_s: float
@@ -195,12 +198,12 @@ class ProfileTrace:
         self.launches = {e["args"]["correlation"]: e for e in runtime if "correlation" in e.get("args", {})}
 
     def in_instruction(self, ts: float) -> bool:
-        """Whether the main thread was running an instruction of the schedule (if not, it is the update, once a
+        """Whether the main thread was running an instruction of the schedule (otherwise it is the update, once a
         step)."""
         return _within(self.instructions, ts)
 
     def gpu_spans(self) -> tuple[list[TimeSpan], dict[str, float]]:
-        """A span per kernel; and microseconds by name of those that belong to no known kind."""
+        """A span for each kernel; and microseconds by name of kernels of unknown kinds."""
         ours = triton_names()
         spans: list[TimeSpan] = []
         unknown: dict[str, float] = defaultdict(float)
@@ -260,7 +263,7 @@ class ProfileTrace:
         return [s for s in spans if s.row != HOST]
 
     def _operator_row(self, e: Mapping[str, Any], outer: tuple[str, int], number: int) -> tuple[str, int]:
-        """What happens inside communication is communication; Python around operators is host time."""
+        """Everything inside communication is communication; Python around operators is host time."""
         if e["name"].startswith(COMM):
             return comm_row(e["name"].split()[1]), number
         if outer[0].startswith(COMM):
@@ -273,7 +276,7 @@ class ProfileTrace:
 
 
 def is_ours(name: str) -> bool:
-    """torch's own ranges (gloo:send) last until a transfer is over and so do not nest."""
+    """torch's own ranges (gloo:send) last until a transfer is complete and so do not nest."""
     return name.startswith((STEP, COMM, BLOCK)) or name.split(" ", 1)[0] in INSTRUCTIONS
 
 
@@ -286,7 +289,7 @@ def row_of(name: str) -> str | None:
 
 
 def triton_names() -> set[str]:
-    """Names of our Triton kernels that this process has imported: pointwise, unless their name says more."""
+    """Names of our Triton kernels that this process has imported: pointwise, unless their name says otherwise."""
     modules = [m for name, m in list(sys.modules.items()) if name.startswith(("phalanx.ops", "phalanx.comm"))]
     things = ((name, thing) for m in modules for name, thing in vars(m).items())
     return {getattr(thing, "__name__", name) for name, thing in things if type(thing).__module__.startswith("triton.")}
@@ -323,10 +326,10 @@ def sweep(spans: list[TimeSpan], windows: list[tuple[float, float]]) -> tuple[di
 
 
 def with_bubble(rows: dict[str, float], calls: dict[int, float], spans: list[TimeSpan]) -> dict[str, float]:
-    """Split waiting for other stages from moving bytes: what a transfer between stages takes beyond the fastest of
-    its kind.
+    """Separate waiting for other stages from moving bytes: the time of a transfer between stages beyond the fastest of
+    its kind is waiting.
 
-    Where there are stages, the sum over the world at the end of a step waits for the slowest of them in the same way.
+    With stages, the sum over the world at the end of a step waits for the slowest of them in the same way.
     """
     if comm_row("pp") not in rows:
         return rows

@@ -1,4 +1,4 @@
-"""The step line: what a person reads of a step, in log.txt and on the console."""
+"""The step line: what a person reads about a step, in log.txt and on the console."""
 
 from __future__ import annotations
 
@@ -11,14 +11,14 @@ from phalanx.base.records import Row, Sink
 from phalanx.observe.routing import routing_text
 from phalanx.observe.run_records import LOSS, METRIC
 
-WIDTH = 120  # columns of a step line, at most
-SOON_S, LATER_S = 2.0, 10.0  # between two step lines on a terminal: in the first minute, and from then on
+WIDTH = 120  # maximum number of columns in a step line
+SOON_S, LATER_S = 2.0, 10.0  # between two step lines on a terminal: in the first minute, and afterwards
 FIRST_S = 60.0
 
 
 def step_line(values: dict[str, Any], gpu: bool, ranks: int, width: int = WIDTH) -> str:
-    """The step line: `key=value` of what there is on this machine, in one order. What matters least is left out
-    until it fits the width."""
+    """The step line: `key=value` for what exists on this machine, in a fixed order. The least important fields are
+    omitted until it fits the width."""
     fields = _fields(values, gpu, ranks)
     while len(" ".join(text for _, text in fields)) > width and max(rank for rank, _ in fields) > 0:
         least = max(range(len(fields)), key=lambda i: (fields[i][0], i))
@@ -27,7 +27,7 @@ def step_line(values: dict[str, Any], gpu: bool, ranks: int, width: int = WIDTH)
 
 
 def _fields(v: dict[str, Any], gpu: bool, ranks: int) -> list[tuple[int, str]]:
-    """Each with a number: 0 stays whatever the width, the highest goes first."""
+    """Each field with a number: 0 always stays, the highest is omitted first."""
     fields = [
         (0, f"step={v['step']}"),
         (0, f"loss={v['loss']:.4f}"),
@@ -93,8 +93,8 @@ class ConsolePace:
 
 
 class StepLines(Sink):
-    """A line every log.interval steps; without one, for each step in files, and as fast as a person reads on a
-    terminal."""
+    """A line every log.interval steps; by default, for each step in files, and on a terminal as often as a person can
+    read."""
 
     def __init__(self, log: Log, interval: int | None, last_step: int, gpu: bool, ranks: int):
         self._log, self._interval, self._last_step = log, interval, last_step

@@ -18,8 +18,8 @@ from phalanx.base.records import Row, Sink, SinkStart
 
 
 class _RecordSink:
-    """What RecordWriter writes to: each record becomes one entry of a journal, so a full disk costs no record and
-    needs no thread."""
+    """What RecordWriter writes to: each record becomes one entry in a journal, so a full disk loses no record and no
+    thread is needed."""
 
     def __init__(self, journal: Journal):
         self._journal = journal
@@ -35,7 +35,7 @@ class _RecordSink:
 
 
 class TensorBoardFile(Sink):
-    """One event file per start of the run. Its first event makes TensorBoard drop what earlier files have after
+    """One event file for each start of the run. Its first event makes TensorBoard drop what earlier files contain after
     the run's step."""
 
     def __init__(self, start: SinkStart, config: Any):

@@ -24,12 +24,12 @@ ID_LETTERS = string.ascii_lowercase + string.digits
 
 
 class WandbRun(Sink):
-    """One W&B run for all starts of a run. `step` is a metric of its own and the x-axis of the others: W&B's own
-    counter never goes back, and would drop the rows of a run that does. After a rollback the same steps come again,
-    with a higher `rollbacks`: the later rows count.
+    """One W&B run for all starts of a run. `step` is a separate metric and the x-axis of the others, because W&B's own
+    counter never goes back and would drop the rows of a run that does. After a rollback the same steps come again, with
+    a higher `rollbacks`: the later rows count.
 
-    Where W&B cannot be reached, or nobody is logged in, the run is recorded offline, to be uploaded later; nothing
-    is ever asked on the terminal.
+    If W&B cannot be reached, or nobody is logged in, the run is recorded offline, to be uploaded later. Nothing is ever
+    asked on the terminal.
     """
 
     Config = LogConfig
@@ -106,7 +106,7 @@ def where(run: Any, wanted: LogConfig, identity: str) -> str:
 
 @contextmanager
 def no_questions() -> Iterator[None]:
-    """Inside, wandb finds no terminal to ask for a login on: a training run must not wait for an answer."""
+    """Inside, wandb finds no terminal on which to ask for a login: a training run must not wait for an answer."""
     before = sys.stdin
     with open(os.devnull, encoding="utf-8") as nothing:
         sys.stdin = nothing

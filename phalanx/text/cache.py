@@ -1,5 +1,5 @@
-"""Training that starts from text: `data.text` becomes token files in a cache, once; how texts are encoded is left to
-`prepare`."""
+"""Training that starts from text: `data.text` is turned into token files in a cache, once; `prepare` does the
+encoding."""
 
 from __future__ import annotations
 
@@ -22,12 +22,12 @@ from phalanx.text.prepare import prepare
 from phalanx.text.readers import Hints, find_files
 from phalanx.text.tokenizers import Tokenizer, load_tokenizer
 
-SHUFFLE = 0  # seed of the order of documents: the validation part at the end is then a random part of them
+SHUFFLE = 0  # seed for the order of documents, so that the validation part at the end is a random sample
 NAME = "text"
 LITTLE = 64 << 20  # bytes
 MAX_WORKERS = 8
 HINTS = Hints("data.json_keys={}", "data.text_errors={}")
-SUFFIXES = (".json", ".idx", ".bin")  # and checksums, but files of an older version go on being used without
+SUFFIXES = (".json", ".idx", ".bin")  # and checksums, but files of an older version without them remain usable
 
 
 def use_text(
@@ -38,12 +38,12 @@ def use_text(
     say: Callable[[str], object] = print,
     progress: Callable[[int, int], None] | None = None,
 ) -> DataConfig:
-    """The config with a source in the place of `text`: token files in the cache, made now unless they are there.
+    """The config with a source in place of `text`: token files in the cache, created now unless they exist.
 
-    The cache (data.cache, or `data` in the run's folder) is keyed by the contents of the texts, the tokenizer and
-    how they are read. One process of those that share its file system prepares, under a lock; the others wait, and
-    `say` tells so. Call it before any process group exists. vocab_size: of the model. DataError if the tokenizer has
-    more ids, or as `prepare` raises.
+    The cache (data.cache, or `data` in the run's folder) is keyed by the contents of the texts, the tokenizer and how
+    they are read. One of the processes that share its file system prepares, under a lock; the others wait, and `say`
+    reports it. Call it before any process group exists. vocab_size: of the model. DataError if the tokenizer has more
+    ids, or as raised by `prepare`.
     """
     if not config.text:
         return config
@@ -62,7 +62,7 @@ def use_text(
             say(f"prepare {', '.join(config.text)} into {prefix}")
             prefix.parent.mkdir(exist_ok=True)
             for suffix in (*SUFFIXES, SUMS):
-                prefix.with_suffix(suffix).unlink(missing_ok=True)  # of a start that was killed between the files
+                prefix.with_suffix(suffix).unlink(missing_ok=True)  # left by a start that was killed between the files
             how: Any = {
                 "key": config.json_keys,
                 "errors": config.text_errors,
@@ -79,7 +79,7 @@ def use_text(
 
 
 def find_text(config: DataConfig, run_folder: str | os.PathLike[str]) -> DataConfig | None:
-    """As `use_text`, but makes and writes nothing: None if the token files are not there yet."""
+    """As `use_text`, but creates and writes nothing: None if the token files do not exist yet."""
     if not config.text:
         return config
     cache, files = cache_folder(config, run_folder), list(find_files(config.text))
@@ -108,7 +108,7 @@ def _complete(prefix: Path) -> bool:
 
 
 def _key(config: DataConfig, files: Sequence[Path], tokenizer: Tokenizer, hashes: Sequence[str]) -> str:
-    """Names are part of it as far as they decide how a file is read and in which order."""
+    """The key of a cache entry. Names are part of it only if they determine how a file is read and in which order."""
     contents = [(file.name, sha256) for file, sha256 in zip(files, hashes)]
     return hashlib.sha256(
         json.dumps([contents, tokenizer.fingerprint, config.json_keys, config.text_errors, SHUFFLE]).encode()
@@ -116,7 +116,7 @@ def _key(config: DataConfig, files: Sequence[Path], tokenizer: Tokenizer, hashes
 
 
 def _hashes(cache: Path, files: Sequence[Path]) -> list[str]:
-    """SHA-256 of each file; of those that have not changed since, from the note of the last time."""
+    """SHA-256 of each file; for files that have not changed since, from the record of the last time."""
     known = _known(cache)
     now = {}
     for file in files:
@@ -145,13 +145,13 @@ def _sha256(file: Path) -> str:
 
 
 def _workers(files: Sequence[Path]) -> int:
-    """Processes cost a second each to start: little text is done here."""
+    """Number of processes: each costs a second to start, so little text is encoded in this process."""
     return 1 if sum(file.stat().st_size for file in files) < LITTLE else min(os.cpu_count() or 1, MAX_WORKERS)
 
 
 @contextmanager
 def _lock(cache: Path, say: Callable[[str], object]) -> Iterator[None]:
-    """Held by one process at a time, and free when that one dies."""
+    """Held by one process at a time, and released when that process dies."""
     lock = FileLock(cache / "lock", f"process {os.getpid()} on {socket.gethostname()}")
     try:
         if not lock.acquire():

@@ -1,8 +1,8 @@
-"""tiktoken's rank files: lines of a token's bytes in base64 and its rank, turned into a tokenizer of the
-`tokenizers` library.
+"""tiktoken's rank files (lines of a token's bytes in base64 and its rank), converted to a tokenizer of the `tokenizers`
+library.
 
-The two merge alike: always the pair of neighbours whose bytes together have the lowest rank; and a word that is a
-token stays whole.
+The two merge alike: always the pair of neighbours whose bytes together have the lowest rank; and a word that is a token
+stays whole.
 """
 
 from __future__ import annotations
@@ -44,10 +44,10 @@ def is_ranks(head: bytes) -> bool:
 
 
 def from_ranks(path: Path, characters: dict[int, str]) -> tuple[tokenizers.Tokenizer, str | None]:
-    """(tokenizer, end-of-document token or None) of a rank file. `characters`: what stands for each byte in
+    """(tokenizer, end-of-document token or None) from a rank file. `characters`: the character for each byte in
     byte-level vocabularies.
 
-    How text is split is not in the file: it is known of the encodings above, and of others it is read from FILE.json
+    How text is split is not in the file. For the encodings above it is known; for others it is read from FILE.json
     beside it: {"pattern": REGEX, "special_tokens": {NAME: ID}, "eod": NAME}.
     """
     ranks = read_ranks(path)
@@ -110,7 +110,7 @@ def read_ranks(path: Path) -> dict[bytes, int]:
 
 
 def _halves(token: bytes, ranks: dict[bytes, int]) -> list[tuple[bytes, bytes]]:
-    """Every two tokens that make up this one."""
+    """All pairs of tokens that make up this one."""
     return [(token[:n], token[n:]) for n in range(1, len(token)) if token[:n] in ranks and token[n:] in ranks]
 
 

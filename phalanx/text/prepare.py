@@ -1,6 +1,7 @@
-"""Preparing data: texts in, token files and a manifest out, in pieces that survive a kill. Formats are `index` and
-`tokenizers`; what is in the inputs is `readers`, the pieces are `shards`, the processes `workers`; order is left to
-`mixture`.
+"""Preparing data: texts in, token files and a manifest out, in pieces that survive a kill.
+
+`index` and `tokenizers` define the formats, `readers` what is in the inputs, `shards` the pieces, `workers` the
+processes, and `mixture` the order.
 """
 
 from __future__ import annotations
@@ -50,7 +51,7 @@ class Summary:
 
     sources: list[str]
     tokenizer: str
-    """SHA-256 of what the tokenizer is made of."""
+    """SHA-256 of the data that defines the tokenizer."""
     vocab_size: int
     dtype: str
     tokenizer_facts: dict[str, Any] = field(default_factory=dict)
@@ -78,11 +79,12 @@ class Summary:
     """Seed of the order of documents; None: as they were read."""
     shard: str = "0/1"
     part: str = ""
-    """Name of this part of a split, and its share; documents, tokens and lengths are of it, all else of the whole."""
+    """Name of this part of a split, and its share; documents, tokens and lengths are for this part, everything else for
+    the whole."""
     parts: dict[str, list[int]] = field(default_factory=dict)
     """Documents and tokens of each part of the split."""
     settings: str = ""
-    """SHA-256 of all that decides what is written."""
+    """SHA-256 of everything that determines what is written."""
     version: int = field(default=MANIFEST_VERSION)
 
 
@@ -104,25 +106,24 @@ def prepare(
     progress: Callable[[int, int], None] | None = None,
     hints: Hints = ReadOptions.hints,
 ) -> Summary:
-    """Turn texts into PREFIX.bin, PREFIX.idx, their checksums PREFIX.sums and the record PREFIX.json; nothing
-    appears before all of it is written.
+    """Turn texts into PREFIX.bin, PREFIX.idx, their checksums PREFIX.sums and the record PREFIX.json; nothing appears
+    before all of it is written.
 
-    inputs: files, globs, folders that are searched for `suffixes`, each perhaps .gz or .zst, and Hugging Face
-    datasets on disk. A .jsonl file holds a document a line, a .parquet or .arrow file one a row, under `key` (`a.b`:
-    b inside a; several keys: their texts, a line break between); any other file is one document. Each document ends
-    with the end-of-document token. Order: inputs as given, folders by name. DataError for an input that is missing
-    or damaged, with file, line and byte; `errors` may ask to go on.
+    inputs: files, globs, folders that are searched for `suffixes`, each optionally .gz or .zst, and Hugging Face
+    datasets on disk. A .jsonl file holds one document per line, a .parquet or .arrow file one per row, under `key`
+    (`a.b`: b inside a; several keys: their texts, joined by a line break); any other file is one document. Each
+    document ends with the end-of-document token. Order: inputs as given, folders by name. DataError for an input that
+    is missing or damaged, with file, line and byte; `errors` may ask to continue.
 
-    workers: processes; 1 works here. The output is the same for any number.
-    shuffle: a seed for the order of the documents.
-    split: {"train": 0.98, "valid": 0.02} writes PREFIX-train and PREFIX-valid. A hash of its text decides where a
-    document goes, so equal documents stay together and a document stays where it is when others are added.
-    shard: (i, n), the i-th of n runs that share the work; `merge_shards` joins. Done already with the same inputs
-    and settings: nothing happens. Other token files under this name: DataError, or `overwrite`. Finished pieces are
-    kept in a hidden folder beside PREFIX until the end, so that the same call after a kill goes on.
-    Memory: a few times `piece_bytes` per worker, or what the longest document needs. progress: called with (done,
-    all) bytes.
-    hints: what messages tell the user to type.
+    workers: processes; with 1, the work is done here. The output is the same for any number. shuffle: a seed for the
+    order of the documents. split: {"train": 0.98, "valid": 0.02} writes PREFIX-train and PREFIX-valid. A hash of its
+    text decides where a document goes, so equal documents stay together and a document keeps its place when others are
+    added. shard: (i, n), the i-th of n runs that share the work; `merge_shards` joins them. If everything was already
+    done with the same inputs and settings, nothing happens. Other token files of this name: DataError, unless
+    `overwrite`. Finished pieces are kept in a hidden folder beside PREFIX until the end, so that the same call after a
+    kill continues. progress: called with (done, all) bytes. hints: what messages tell the user to type.
+
+    Memory: a few times `piece_bytes` for each worker, or what the longest document needs.
     """
     if append_eod and tokenizer.eod is None:
         raise DataError(f"the tokenizer {tokenizer.fingerprint[:12]} has no end-of-document token")
@@ -143,7 +144,7 @@ def prepare(
     places = {name: f"{strip_suffix(prefix)}-{name}" for name in shares} or {"": strip_suffix(prefix)}
     _check_distinct(files, places)
     if done := _done(places, summary.settings, overwrite):
-        if _pieces(strip_suffix(prefix)).exists():  # that run was killed while it tidied up
+        if _pieces(strip_suffix(prefix)).exists():  # the earlier run was killed while tidying up
             with _folder(Path(strip_suffix(prefix)), of_pieces):
                 pass
         return done
@@ -152,13 +153,13 @@ def prepare(
             files, piece_bytes, lambda before: min(before * shard[1] // max(total, 1), shard[1] - 1) == shard[0]
         )
         shared = (tokenizer, reading, tokenizer.eod if append_eod else None)
-        processes = workers if total > piece_bytes else 1  # starting one takes longer than a little work
+        processes = workers if total > piece_bytes else 1  # starting a process takes longer than a little work
         pieces = _make_pieces(
             wanted, folder, shared, processes, lambda done: progress and progress(done, total // shard[1])
         )
         _check_unchanged(stats)
         _sum_up(pieces, summary)
-        if not summary.tokens and shard[1] == 1:  # little input leaves some shards without work
+        if not summary.tokens and shard[1] == 1:  # with little input, some shards have no work
             raise DataError(
                 f"no text in {', '.join(summary.sources)}: {summary.files} files with a suffix of {', '.join(suffixes)}"
             )
@@ -188,8 +189,8 @@ def check_split(split: Mapping[str, float]) -> dict[str, float]:
 
 
 def check_tokenizer(prefix: str | os.PathLike[str], tokenizer: Tokenizer) -> None:
-    """DataError if the manifest beside PREFIX says that another tokenizer made it. Files without one (Megatron's)
-    are not judged."""
+    """DataError if the manifest beside PREFIX says that another tokenizer made it. Files without a manifest
+    (Megatron's) are accepted."""
     note = read_manifest(prefix)
     if note.get("tokenizer") and note["tokenizer"] != tokenizer.fingerprint:
         facts = {"kind": "unknown", "eod": "unknown", **note.get("tokenizer_facts", {})}
@@ -203,7 +204,7 @@ def check_tokenizer(prefix: str | os.PathLike[str], tokenizer: Tokenizer) -> Non
 
 
 def check_tokenizers(config: DataConfig) -> None:
-    """`check_tokenizer` of all token files that a run reads, with its data.tokenizer if it has one."""
+    """`check_tokenizer` for all token files that a run reads, with its data.tokenizer if it has one."""
     if config.tokenizer is None:
         return
     tokenizer = load_tokenizer(config.tokenizer)
@@ -228,7 +229,7 @@ def merge_shards(
     copy: bool = False,
     overwrite: bool = False,
 ) -> Summary:
-    """One set of token files of several, such as `prepare(shard=...)` made, in the order given. DataError if their
+    """One set of token files from several, such as `prepare(shard=...)` made, in the order given. DataError if their
     tokenizers differ.
 
     No token is copied: PREFIX.idx is as if all were in one file, and PREFIX.bins names the .bin files. copy: write
@@ -272,7 +273,7 @@ def merge_shards(
 def _make_pieces(
     work: Iterable[list[FileSlice]], folder: Path, shared: tuple[Any, ...], workers: int, progress: Callable[[int], Any]
 ) -> list[Path]:
-    """Encode what has not been encoded before; the pieces, in order."""
+    """Encode what has not been encoded before; returns all pieces, in order."""
     pieces: list[Path] = []
     done = 0
 
@@ -296,8 +297,8 @@ def _make_pieces(
 
 
 def _encode(shared: tuple[Tokenizer, ReadOptions, int | None], item: tuple[Path, list[FileSlice]]) -> tuple[Path, int]:
-    """Write a piece: (its path, bytes of input). Its name says whether anything was skipped or replaced, which a
-    strict run must see."""
+    """Write a piece: (its path, bytes of input). Its name says whether anything was skipped or replaced, which a strict
+    run must know."""
     tokenizer, reading, eod = shared
     path, parts = item
     width, end = tokenizer.dtype.itemsize, b"" if eod is None else np.array([eod], tokenizer.dtype).tobytes()
@@ -353,8 +354,8 @@ def _pieces(prefix: str | Path) -> Path:
 
 @contextmanager
 def _folder(prefix: Path, settings: str) -> Iterator[Path]:
-    """The hidden folder beside `prefix`, with what an earlier run with the same settings left; gone when the block
-    ends well."""
+    """The hidden folder beside `prefix`, with what an earlier run with the same settings left in it; removed when the
+    block ends without an error."""
     folder = _pieces(prefix)
     folder.mkdir(parents=True, exist_ok=True)
     lock = FileLock(folder / "lock", f"process {os.getpid()}")
@@ -390,8 +391,8 @@ def _folder(prefix: Path, settings: str) -> Iterator[Path]:
 
 
 def _done(places: Mapping[str, str], settings: str, overwrite: bool) -> Summary | None:
-    """What an earlier run with the same settings noted, if it ended. DataError if something else is there and may
-    not be replaced."""
+    """The record of an earlier run with the same settings, if it was completed. DataError if something else is there
+    and may not be replaced."""
     if overwrite:
         return None
     notes = [read_manifest(place) for place in places.values()]
@@ -411,7 +412,8 @@ def _done(places: Mapping[str, str], settings: str, overwrite: bool) -> Summary 
 
 
 def _publish(made: Path, place: str, summary: Summary) -> None:
-    """Move finished token files to their place: the manifest first, the index, without which nothing is seen, last."""
+    """Move finished token files to their place: the manifest first; last the index, without which they are not
+    visible."""
     for suffix in (".idx", ".bin", ".bins", SUFFIX):
         Path(place + suffix).unlink(missing_ok=True)
     with replacing(place + ".json") as file:
@@ -468,10 +470,10 @@ def _sha256(path: str) -> str:
 
 
 def stdlib_files(max_bytes: int) -> list[Path]:
-    """Source files of Python's standard library, `max_bytes` at most: a text that every machine with Python has.
+    """Source files of Python's standard library, at most `max_bytes`: a text that every machine with Python has.
 
-    Installed packages are left out, tests come in only if there is room. The order is the same everywhere and has
-    nothing to do with names, so that the validation part at the end is like the rest.
+    Installed packages are left out, and tests are included only if there is room. The order is the same everywhere and
+    independent of names, so that the validation part at the end resembles the rest.
     """
     root = Path(sysconfig.get_paths()["stdlib"])
     found = []
@@ -498,7 +500,7 @@ def demo_data(
     """Train a tokenizer and prepare token files, from `text_paths` or Python's standard library: (prefix,
     tokenizer.json).
 
-    Idempotent: when the folder already holds what these inputs give, nothing is done. The manifest is written last.
+    Idempotent: if the folder already holds the result for these inputs, nothing is done. The manifest is written last.
     Files that are not UTF-8 are left out and counted in it.
     """
     folder = Path(folder)

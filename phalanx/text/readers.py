@@ -1,8 +1,7 @@
-"""Inputs of a preparation: which files, how they are cut into parts of bounded size, and the texts in a part or what
-is wrong with them.
+"""Inputs of a preparation: which files, how they are divided into parts of limited size, and the texts in a part or
+what is wrong with them.
 
-Lines of JSON, plain text (both perhaps compressed), columns of Parquet files and of Hugging Face datasets. What
-texts become is left to `prepare`.
+Supports lines of JSON, plain text (both optionally compressed), columns of Parquet files and of Hugging Face datasets.
 """
 
 from __future__ import annotations
@@ -35,32 +34,32 @@ CHATS = ("messages", "conversations")
 CHATS_LATER = "; these are chats, and chat data is not supported yet"
 HUB = re.compile(r"[A-Za-z0-9][\w.-]*/[\w.-]+")
 ROWS = 256  # of a table, made into Python objects at a time
-BLOCK = 1 << 16  # of compressed input: at most a thousand times as much comes out of it
+BLOCK = 1 << 16  # of compressed input: it expands to at most a thousand times as much
 Errors = Literal["strict", "replace", "skip"]
 
 
 @dataclass(frozen=True)
 class FileSlice:
-    """A file, or bytes start..stop-1 of one, cut where a line ends. `data` holds them when the file is compressed
-    and cut."""
+    """A file, or bytes start..stop-1 of one, cut at the end of a line. `data` holds them if the file is compressed and
+    cut."""
 
     path: str
     size: int
-    """Bytes on disk that it stands for."""
+    """Bytes on disk that it represents."""
     start: int = 0
     stop: int | None = None
     line: int | None = 1
-    """Number of its first line or row; None: to be counted when someone wants to know."""
+    """Number of its first line or row; None: counted when it is needed."""
     data: bytes | None = None
     problem: str | None = None
-    """What ended a compressed file too early, met after `data`."""
+    """Why a compressed file ended too early, after `data`."""
     groups: tuple[int, int] | None = None
     """Row groups of a Parquet file, or record batches of an Arrow file."""
 
 
 @dataclass(frozen=True)
 class Hints:
-    """What a user types to read other keys, or to go on after a bad document: what messages suggest."""
+    """What a user types to read other keys, or to continue after a bad document: the suggestions in messages."""
 
     keys: str = "--json-keys {}"
     errors: str = "--errors {}"
@@ -68,8 +67,7 @@ class Hints:
 
 @dataclass(frozen=True)
 class ReadOptions:
-    """How texts are found: keys of a JSON line or a Parquet row (`a.b` is b inside a), and what to do about bad
-    ones."""
+    """How texts are found: keys of a JSON line or a Parquet row (`a.b` is b inside a), and what to do with bad ones."""
 
     keys: tuple[str, ...] = ("text",)
     errors: Errors = "strict"
@@ -77,7 +75,7 @@ class ReadOptions:
 
 
 class Bad(Exception):
-    """A document that is no text: a reason to count by, words, and the byte inside it where that was seen."""
+    """A document that is not valid text: a reason to count by, a description, and the byte at which it was found."""
 
     def __init__(self, reason: str, message: str, at: int = 0):
         super().__init__(message)
@@ -85,8 +83,8 @@ class Bad(Exception):
 
 
 def find_files(inputs: Iterable[str | os.PathLike[str]], suffixes: Sequence[str] = SUFFIXES) -> Iterator[Path]:
-    """Files as they are; of folders the files with one of the suffixes (perhaps compressed) and of globs all, in
-    order of their paths."""
+    """Files as given; in folders, the files with one of the suffixes (optionally compressed); for globs, all matches;
+    in order of their paths."""
     for given in inputs:
         if not os.path.exists(given) and glob.has_magic(os.fspath(given)):
             found = sorted(name for name in glob.glob(os.fspath(given), recursive=True) if os.path.isfile(name))
@@ -104,8 +102,8 @@ def find_files(inputs: Iterable[str | os.PathLike[str]], suffixes: Sequence[str]
 
 
 def _there(given: str | os.PathLike[str]) -> Path:
-    """An input that exists. DataError; of what looks like a name on the Hugging Face Hub, with the command that
-    downloads it."""
+    """An input that exists, otherwise DataError. For what looks like a name on the Hugging Face Hub, it gives the
+    command that downloads it."""
     name = os.fspath(given)
     if (
         not os.path.lexists(name)
@@ -121,7 +119,7 @@ def _there(given: str | os.PathLike[str]) -> Path:
 
 
 def _no_values(file: Path) -> Path:
-    """DataError for a table of values, which would be read as if its commas and quotes were text."""
+    """DataError for a table of values, whose commas and quotes would be read as text."""
     if _suffixes(file)[0] not in VALUES:
         return file
     convert = "pandas.read_csv(FILE).to_json(OUT, orient='records', lines=True)"
@@ -132,8 +130,8 @@ def _no_values(file: Path) -> Path:
 
 
 def _dataset(folder: Path) -> list[Path]:
-    """The files of a Hugging Face dataset that `save_to_disk` wrote (its folder may hold caches too); nothing for
-    any other folder."""
+    """The files of a Hugging Face dataset that `save_to_disk` wrote (its folder may also hold caches); nothing for any
+    other folder."""
     splits, state = folder / "dataset_dict.json", folder / "state.json"
     try:
         if splits.exists():
@@ -152,8 +150,8 @@ def _dataset(folder: Path) -> list[Path]:
 
 
 def cut(files: Iterable[Path], size: int, wanted: Callable[[int], bool]) -> Iterator[list[FileSlice]]:
-    """Pieces of work of about `size` bytes, in order; those of which `wanted` says no to the bytes before it are
-    left out unread."""
+    """Pieces of work of about `size` bytes, in order. Pieces for which `wanted`, given the number of bytes before them,
+    is false are left out unread."""
     piece: list[FileSlice] = []
     before = held = 0
     for file in files:
@@ -180,7 +178,7 @@ def cut(files: Iterable[Path], size: int, wanted: Callable[[int], bool]) -> Iter
 
 
 def texts(part: FileSlice, reading: ReadOptions, counts: Counter[str]) -> Iterator[str]:
-    """The documents of a part. DataError with file, line and byte for a bad one, or a count under
+    """The documents of a part. For a bad one, DataError with file, line and byte, or a count under
     `skipped:<reason>`."""
     row = offset = 0
     lines = _suffixes(Path(part.path))[0] in LINES
@@ -190,7 +188,7 @@ def texts(part: FileSlice, reading: ReadOptions, counts: Counter[str]) -> Iterat
                 yield _text(record, offset, lines, reading, counts)
             except Bad as bad:
                 _refuse(bad, part, row, offset, reading, counts)
-    except Bad as bad:  # the file itself ends in the middle: nothing comes after it
+    except Bad as bad:  # the file itself is truncated, so nothing follows
         _refuse(bad, part, row + 1, offset, reading, counts)
 
 
@@ -207,7 +205,7 @@ def _refuse(bad: Bad, part: FileSlice, row: int, offset: int, reading: ReadOptio
         name += f"row {row}: "
     if "at offset" in str(bad):
         raise DataError(f"{name}{bad}; {reading.hints.errors.format('replace')} or skip goes on")
-    # of a later one the key is right and the record is not
+    # if only a later record fails, the key is right and the record is wrong
     wrong_key = bad.reason == "no key" and row == part.start == 0
     way_out = "" if wrong_key else f"; {reading.hints.errors.format('skip')} goes on"
     raise DataError(f"{name}{bad} (at byte {offset + bad.at}){way_out}")
@@ -308,7 +306,7 @@ def _value(row: dict[str, Any], key: str, hints: Hints) -> str:
 
 
 def _meant(row: dict[str, Any], key: str, hints: Hints) -> str:
-    """What to type where a record has no text under a key."""
+    """What to type if a record has no text under a key."""
     texts = [name for name, value in row.items() if isinstance(value, str)]
     if any(isinstance(row.get(name), list) for name in CHATS):
         return CHATS_LATER
@@ -316,13 +314,13 @@ def _meant(row: dict[str, Any], key: str, hints: Hints) -> str:
 
 
 def _try(key: str, texts: Sequence[str], hints: Hints) -> str:
-    """The likeliest of the keys that hold text: one of a similar name, a usual one, else the first."""
+    """The likeliest of the keys that hold text: one with a similar name, a usual one, or the first."""
     near = difflib.get_close_matches(key, texts, n=1) or [name for name in USUAL if name in texts] or texts
     return f"; try {hints.keys.format(near[0])}" if near else ""
 
 
 def _blocks(part: FileSlice) -> Iterator[bytes]:
-    """The bytes of a part, decompressed. Bad where a compressed file is damaged or cut short, after all that could
+    """The bytes of a part, decompressed. If a compressed file is damaged or truncated, Bad after everything that could
     be read."""
     if part.data is not None:
         yield part.data
@@ -365,7 +363,7 @@ def _engine(packed: str) -> Callable[[], Any]:
 
 
 def whole_lines(blocks: Iterable[bytes], size: int) -> Iterator[bytes]:
-    """Chunks of `size` bytes or more that end where a line does; what comes before an error is given out first."""
+    """Chunks of at least `size` bytes that end at the end of a line; what comes before an error is yielded first."""
     held: list[bytes] = []
     count = 0
     problem: Bad | None = None

@@ -1,7 +1,7 @@
-"""Token files from finished pieces: kept on disk one by one, put together in order or shuffled, and prefixes merged
-into one.
+"""Token files from finished pieces: pieces are stored on disk one by one and assembled in order or shuffled; several
+prefixes are merged into one.
 
-What a piece is made of is left to `readers` and `prepare`.
+`readers` and `prepare` determine what a piece contains.
 """
 
 from __future__ import annotations
@@ -31,11 +31,11 @@ SHUFFLE = 0x5F  # names this use of the seed
 def write_piece(
     path: Path, note: dict[str, Any], lengths: NDArray[np.int64], hashes: bytes | bytearray, tokens: bytes | bytearray
 ) -> None:
-    """A file with a note, where documents begin and end in tokens, 8 bytes of hash for each, and the tokens. It
-    appears whole or not at all.
+    """A file with a note, where documents begin and end in tokens, an 8-byte hash for each, and the tokens. It appears
+    whole or not at all.
 
-    The checksums of the tokens are part of the note: they are of what was in memory, so they see whatever happens to
-    the piece too.
+    The checksums of the tokens are part of the note. They are of what was in memory, so they also detect later damage
+    to the piece.
     """
     text = json.dumps({**note, "segments": cut(tokens)}).encode()
     text += b" " * (-len(text) % 8)
@@ -90,8 +90,8 @@ class Assembler(CorpusWriter):
         return self
 
     def add_documents(self, lengths: NDArray[Any], sequences: NDArray[Any] | None = None) -> None:
-        """Note sequences by their lengths, and at which of them (counted from the first of these, plus one)
-        documents end."""
+        """Record sequences by their lengths, and at which of them (counted from the first of these, plus one) documents
+        end."""
         if len(lengths) and int(lengths.max()) > MAX_LENGTH:
             raise DataError(f"{self.prefix}: a document of {lengths.max()} tokens; the format holds {MAX_LENGTH}")
         ends = np.arange(1, len(lengths) + 1, dtype=np.int64) if sequences is None else sequences
@@ -103,7 +103,7 @@ class Assembler(CorpusWriter):
         self.num_tokens += int(lengths.sum(dtype=np.int64))
 
     def copy_tokens(self, path: Path, start: int, segments: Sequence[Segment]) -> None:
-        """The segments of a file that begin at byte `start`, by the kernel (which shares them where the file system
+        """Copy the segments of a file that begin at byte `start`, in the kernel (which shares blocks if the file system
         can)."""
         self._bin.flush()
         with open(path, "rb") as source:
@@ -128,10 +128,11 @@ def assemble(
     seed: int | None,
     shares: Sequence[float],
 ) -> list[Count]:
-    """PREFIX.bin and PREFIX.idx of the pieces' documents, in order or, with a seed, shuffled. Several prefixes: each
-    takes its share.
+    """PREFIX.bin and PREFIX.idx with the pieces' documents, in order or, with a seed, shuffled. With several prefixes,
+    each takes its share.
 
-    Shuffled, document i is number permute(i) of the pieces: nothing is sorted or held, and only memory maps are read.
+    Shuffled, document i is number permute(i) of the pieces: nothing is sorted or held in memory, and only memory maps
+    are read.
     """
     limits = np.cumsum(shares)[:-1]
     with ExitStack() as stack:
@@ -174,16 +175,16 @@ def _shuffled(pieces: Sequence[PreparedPiece], writers: Sequence[Assembler], lim
 
 
 def _part_of(hashes: Any, limits: NDArray[Any]) -> Any:
-    """Number of the part of each hash, seen as a number from 0 to 1."""
+    """The number of the part for each hash, taken as a number from 0 to 1."""
     return np.searchsorted(limits, hashes / 2.0**64, side="right")
 
 
 def merge(made: Path, place: str, shards: Sequence[str | os.PathLike[str]], copy: bool) -> tuple[int, int]:
-    """Token files of several, in the order given: (documents, tokens). DataError unless all store ids alike.
+    """Merge token files of several prefixes, in the order given: (documents, tokens). DataError unless all store ids in
+    the same dtype.
 
-    Writes MADE.idx and MADE.bins, which names the .bin files relative to the folder of `place`. copy: MADE.bin, by
-    the kernel; where the file system can share blocks, it does. Either way the checksums of the shards are those of
-    the whole.
+    Writes MADE.idx and MADE.bins, which names the .bin files relative to the folder of `place`. copy: writes MADE.bin,
+    in the kernel, which shares blocks if the file system can. In both cases the checksums of the shards are reused.
     """
     corpora = [Corpus(shard) for shard in shards]
     for corpus in corpora[1:]:
@@ -219,7 +220,7 @@ def _copy_corpus(corpus: Corpus, writer: Assembler) -> None:
 
 
 def segments_now(file: BinFile) -> list[Segment]:
-    """Of a file without checksums, as it is read today."""
+    """The segments of a file without checksums, as it is read now."""
     return cut(np.memmap(file.path, np.uint8, mode="r")) if file.size else []
 
 

@@ -1,4 +1,4 @@
-"""What every tokenizer can do; how the kinds of them do it is left to `tokenizers` and `sentencepieces`."""
+"""What every tokenizer can do. `tokenizers` and `sentencepieces` implement the kinds."""
 
 from __future__ import annotations
 
@@ -15,15 +15,14 @@ ROUND = 128  # models often round their vocabulary up to this
 
 
 class Tokenizer:
-    """Text to ids and back. Text is only ever text: the name of a special token inside it is not turned into that
-    token.
+    """Text to ids and back. Text is only text: the name of a special token inside it does not become that token.
 
     kind            json, bytes, null or sentencepiece
     vocab_size      the largest id plus one
     eod, eod_token  the end-of-document token, or None if the tokenizer has none
     special_tokens  name -> id
-    fingerprint     SHA-256 of what it is made of
-    dtype           what Megatron stores ids of this vocabulary in
+    fingerprint     SHA-256 of the data that defines it
+    dtype           in which Megatron stores ids of this vocabulary
     """
 
     kind: str

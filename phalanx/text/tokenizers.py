@@ -1,4 +1,4 @@
-"""Tokenizers: loading every kind, training and saving those of the Hugging Face `tokenizers` library. No code is
+"""Tokenizers: loading every kind, and training and saving those of the Hugging Face `tokenizers` library. No code is
 ever loaded."""
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ MIN_VOCAB_SIZE = 257  # every byte, and the end of a document
 
 
 class JsonTokenizer(Tokenizer):
-    """A tokenizer of the `tokenizers` library; `fingerprint` is of those sections of its JSON that decide ids."""
+    """A tokenizer of the `tokenizers` library; `fingerprint` covers the sections of its JSON that determine ids."""
 
     kind = "json"
 
@@ -113,8 +113,8 @@ class ByteTokenizer(JsonTokenizer):
 
 
 class NullTokenizer(JsonTokenizer):
-    """Text that is ids already, in decimal with white space between them; the id after the last ends a document
-    (Megatron's of this name)."""
+    """Text that already consists of ids, in decimal with white space between them; the id after the last one ends a
+    document (Megatron's tokenizer of this name)."""
 
     kind = "null"
 
@@ -124,10 +124,10 @@ def _from_text(kind: type[JsonTokenizer], text: str, eod_token: str | None) -> J
 
 
 def load_tokenizer(path: str | os.PathLike[str]) -> Tokenizer:
-    """The tokenizer of a file, of a folder that holds one, or of the words `bytes` and `null:N`.
+    """The tokenizer in a file, in a folder, or named by the words `bytes` and `null:N`.
 
-    Files: tokenizer.json, GPT-2's vocab.json beside merges.txt, a SentencePiece .model, a .tiktoken rank file.
-    Nothing is downloaded and no code of a folder is run. DataError if it is missing or none of these.
+    Files: tokenizer.json, GPT-2's vocab.json beside merges.txt, a SentencePiece .model, a .tiktoken rank file. Nothing
+    is downloaded and no code in a folder is run. DataError if it is missing or none of these.
     """
     name = os.fspath(path)
     if name == BYTES:
@@ -157,8 +157,7 @@ def load_tokenizer(path: str | os.PathLike[str]) -> Tokenizer:
 
 
 def is_portable(path: str | os.PathLike[str]) -> bool:
-    """Whether a checkpoint can carry the files at `path` as they are; anything else is to be written by `save`
-    first."""
+    """Whether a checkpoint can carry the files at `path` as they are; otherwise `save` must write them first."""
     name = os.fspath(path)
     if name == BYTES or name.startswith(NULL):
         return False
@@ -232,8 +231,8 @@ def train_wordpiece(texts: Iterable[str], vocab_size: int, folder: str | os.Path
 
 
 def train_unigram(texts: Iterable[str], vocab_size: int, folder: str | os.PathLike[str]) -> Tokenizer:
-    """Train a Unigram vocabulary (Kudo, 2018) over bytes and save it to `folder`: every text can be encoded and
-    comes back exactly."""
+    """Train a Unigram vocabulary (Kudo, 2018) over bytes and save it to `folder`: every text can be encoded and is
+    restored exactly."""
     core = tokenizers.Tokenizer(models.Unigram())
     _make_byte_level(core)
     alphabet = pre_tokenizers.ByteLevel.alphabet()
@@ -250,7 +249,7 @@ def _train(
     core: tokenizers.Tokenizer, trainer: trainers.Trainer, texts: Iterable[str], folder: str | os.PathLike[str]
 ) -> Tokenizer:
     core.train_from_iterator(texts, trainer)
-    # as it will be read: scores are rounded in the file
+    # loaded again, because scores are rounded in the file
     return load_tokenizer(JsonTokenizer(core, END_OF_DOCUMENT).save(folder))
 
 
@@ -260,15 +259,14 @@ def _make_byte_level(core: tokenizers.Tokenizer) -> None:
 
 
 def _byte_characters() -> dict[int, str]:
-    """The printable character that stands for each byte in byte-level vocabularies (GPT-2's table)."""
+    """The printable character for each byte in byte-level vocabularies (GPT-2's table)."""
     printable = [*range(ord("!"), ord("~") + 1), *range(ord("¡"), ord("¬") + 1), *range(ord("®"), ord("ÿ") + 1)]
     others = [byte for byte in range(256) if byte not in printable]
     return {byte: chr(byte) for byte in printable} | {byte: chr(256 + n) for n, byte in enumerate(others)}
 
 
 def _end_of_document(core: tokenizers.Tokenizer, config: Path) -> str | None:
-    """The end-of-document token: ours, else the end of sequence that the tokenizer's own config names, else a usual
-    one."""
+    """The end-of-document token: ours, or the end of sequence named by the tokenizer's own config, or a usual one."""
     named: list[str] = []
     if config.exists():
         try:

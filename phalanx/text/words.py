@@ -1,8 +1,7 @@
 """Ids of texts, word by word: each distinct word is encoded once by its tokenizer and remembered.
 
-Exact wherever words are encoded apart from each other, which `splitter` knows of the usual ways to split; how a word
-becomes ids is left to `tokenizers`. Words repeat, so most of a text costs one regular expression and one look-up a
-word (measured: benchmarks/prepare.py).
+Exact wherever words are encoded independently of each other, which `splitter` knows for the usual ways to split. Words
+repeat, so most of a text costs one regular expression and one look-up a word (measured: benchmarks/prepare.py).
 """
 
 from __future__ import annotations
@@ -27,7 +26,7 @@ ASCII_CLASSES = {  # the ASCII members of the classes that patterns use
     r"\p{M}": "",
     r"\s": SPACE,
 }
-# Published ways to split, as tokenizer.json spells them. CL100K is what tiktoken 0.14 does: white space at the very end
+# Published ways to split, as spelled in tokenizer.json. CL100K is what tiktoken 0.14 does: white space at the very end
 # stays whole.
 GPT2 = r"'s|'t|'re|'ve|'m|'ll|'d| ?\p{L}+| ?\p{N}+| ?[^\s\p{L}\p{N}]+|\s+(?!\S)|\s+"
 SHORT = r"(?i:'s|'t|'re|'ve|'m|'ll|'d)"
@@ -53,16 +52,16 @@ O200K = (
 PATTERNS = (GPT2, LLAMA3, QWEN2, CL100K, O200K)
 BERT = rf"[!-/:-@\[-`{{-~]|[^{SPACE}!-/:-@\[-`{{-~]+|[{SPACE}]+"  # white space becomes no token
 
-# Words never go on over a space after something that is certainly not white space: the usual patterns take a space only
-# in front.
+# Words never continue over a space that follows something that is certainly not white space: the usual patterns include
+# a space only at the beginning of a word.
 BORDER = re.compile(r" (?<=[\w!-~] )")
-WINDOW = 1 << 20  # characters looked at together, so that a long document makes no list of all its words
+WINDOW = 1 << 20  # characters processed together, so that a long document does not become a list of all its words
 LONGEST = 64  # characters of a word worth remembering
-MOST = 1 << 18  # words remembered, about 40 MB; then all are forgotten, since a text may have moved to another language
+MOST = 1 << 18  # words remembered, about 40 MB; then all are dropped, since a text may have changed to another language
 
 
 class Words(dict[str, bytes]):
-    """word -> its ids as bytes of `dtype`; a word that is not there is encoded by `encode`."""
+    """word -> its ids as bytes of `dtype`; `encode` encodes words that are not there yet."""
 
     def __init__(self, encode: Callable[[str], Sequence[int]], split: Callable[[str], list[str]], dtype: np.dtype[Any]):
         super().__init__()
@@ -84,7 +83,7 @@ class Words(dict[str, bytes]):
         return b"".join(b"".join(map(get, self._words(window))) for window in windows(text))
 
     def _words(self, text: str) -> list[str]:
-        """The words of a text. Where there is more than ASCII, several words may come together."""
+        """The words of a text. If it contains more than ASCII, several words may come together."""
         if text.isascii():
             return self._split(text)
         first, *others = BORDER.split(text)
@@ -105,10 +104,11 @@ def windows(text: str) -> Iterator[str]:
 
 
 def splitter(normalizer: Any, pre_tokenizer: Any) -> Callable[[str], list[str]] | None:
-    """The words of an ASCII text, given two sections of a tokenizer.json; None where words cannot be encoded apart.
+    """The function that splits an ASCII text into words, given two sections of a tokenizer.json; None if words cannot
+    be encoded separately.
 
     NFC changes no ASCII and joins nothing to a space; other normalizers could. What follows a space may change its
-    word, so a way to split that is not known here is refused.
+    word, so a way to split that is not known here is not used.
     """
     if normalizer is not None and normalizer.get("type") != "NFC":
         return None

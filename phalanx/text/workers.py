@@ -1,4 +1,5 @@
-"""Calls of a function by worker processes: results in the order of the calls, few calls under way, none left behind."""
+"""Calls of a function in worker processes: results in the order of the calls, few calls in flight, no process left
+behind."""
 
 from __future__ import annotations
 
@@ -19,9 +20,10 @@ QUEUED = 2  # calls per worker that wait or run
 
 
 def ordered(call: Callable[[Any, T], R], shared: Any, items: Iterable[T], workers: int) -> Iterator[R]:
-    """call(shared, item) of each item, in order. One worker: here. More: in processes that get `shared` once.
+    """call(shared, item) for each item, in order. With one worker, in this process; with more, in processes that
+    receive `shared` once.
 
-    Memory: at most QUEUED items per worker are taken from `items` before their results are. Workers end with this
+    Memory: at most QUEUED items for each worker are taken from `items` before their results. Workers end with this
     process.
     """
     if workers <= 1:

@@ -1,4 +1,4 @@
-"""Callback: what a program of its own wants to hear of a run that `train` makes."""
+"""Callback: what a program of your own can react to in a run made by `train`."""
 
 from __future__ import annotations
 
@@ -8,8 +8,8 @@ from typing import Any
 
 
 class Callback:
-    """Override what you want to hear. Each method is called on every rank, in the same order; what it raises ends
-    the run. It must not change the model, and collectives in it must be made on every rank."""
+    """Override the methods you need. Each is called on every rank, in the same order; an exception ends the run.
+    Callbacks must not change the model, and collectives in them must be called on every rank."""
 
     def on_step(self, values: Mapping[str, Any]) -> None:
         """A finished step's row of metrics.jsonl: step, loss, grad_norm, lr, tokens_per_s, ... Values come one step
@@ -19,4 +19,4 @@ class Callback:
         """Validation after `step`: set name -> mean loss per token."""
 
     def on_save(self, path: Path) -> None:
-        """A checkpoint is complete. Saves in the background are said between two later steps."""
+        """A checkpoint is complete. Saves in the background are reported between two later steps."""

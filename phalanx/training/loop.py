@@ -1,4 +1,4 @@
-"""The training loop: data in, steps, and what happens every so often: log, evaluate, save, stop."""
+"""The training loop: data in, steps, and what happens at intervals: log, evaluate, save, stop."""
 
 from __future__ import annotations
 
@@ -26,11 +26,11 @@ from phalanx.sequence.batch import Batch
 from phalanx.training.callbacks import Callback
 from phalanx.training.saves import Saves
 
-LOOKED_EVERY = 10  # steps on a GPU between two whose waits for others are timed
+LOOKED_EVERY = 10  # on a GPU, steps between two whose waits for other ranks are timed
 
 
 class BadStep(Exception):
-    """A step that the guard refused, where the run is to go back."""
+    """A step that the guard refused, after which the run is to roll back."""
 
     def __init__(self, step: int, text: str):
         self.step, self.text = step, text
@@ -39,13 +39,13 @@ class BadStep(Exception):
 
 @dataclass
 class Loop:
-    """One rank's training from where `counters` stand to the end of the run.
+    """One rank's training from where `counters` are to the end of the run.
 
     saves   saves checkpoints of finished steps
     asked   whether this process was asked to stop (SIGTERM); all ranks then stop after the same step
-    go_back loads the checkpoint before a step (the how-manieth newest) and returns its counters
-    began   is told the number of each step that begins
-    step    that `steps` gave the micro-batches of last
+    go_back loads an earlier checkpoint (before a given step, the n-th newest) and returns its counters
+    began   called with the number of each step that begins
+    step    the step whose micro-batches `steps` yielded last
     """
 
     state: State
@@ -70,16 +70,16 @@ class Loop:
     _saved: int | None = None
 
     def run(self) -> None:
-        """Raises NumericalStop, Preempted or CheckpointError; a save that is under way then is good, and waited for."""
+        """Raises NumericalStop, Preempted or CheckpointError; a save in progress is then still completed."""
         for batches in self.steps():
             self.train_step(batches)
         self.finish()
 
     def steps(self, periodic: bool = True) -> Generator[list[Batch], None, None]:
-        """This rank's micro-batches of each step to come, on the device. Whoever takes them makes the step with
+        """Yields this rank's micro-batches of each remaining step, on the device. The caller makes the step with
         `train_step`, or with `accumulate` and `apply`.
 
-        After a rollback the steps go on from the checkpoint that was loaded. A stop request saves, and raises
+        After a rollback, steps continue from the checkpoint that was loaded. A stop request saves, and raises
         Preempted. `periodic`: evaluate and save as often as the config says.
         """
         bad_step = tries = 0
@@ -96,14 +96,14 @@ class Loop:
             raise
 
     def finish(self) -> None:
-        """Save the last finished step, if it is not, and wait for it."""
+        """Save the last finished step unless it is saved, and wait for it."""
         self.flush()
         if self._saved not in (None, self.counters.step):
             self.saves.save(last=True)
         self.saves.check(wait=True, last=True)
 
     def _roll_back(self, bad: BadStep, tries: int) -> None:
-        """Weights, state and step of a checkpoint before, the place in the data after the bad step."""
+        """Load weights, state and step of an earlier checkpoint, and continue with the data after the bad step."""
         if tries > self.state.plan.run.train.guard.max_rollbacks:
             raise NumericalStop(
                 f"{bad.text}, after {tries - 1} rollbacks (train.guard.max_rollbacks)", bad.step
@@ -123,7 +123,7 @@ class Loop:
     def _until_done(self, periodic: bool) -> Iterator[list[Batch]]:
         run, mesh = self.state.plan.run, self.state.mesh
         self.state.model.train()
-        if self._made is not None:  # by whoever took batches before, and took no more
+        if self._made is not None:  # by an earlier user of this generator, who took no more batches
             self._step_is_over()
         self._read()
         self._saved = self.counters.step if self._saved is None else self._saved
@@ -159,8 +159,8 @@ class Loop:
         return result
 
     def accumulate(self, batches: Sequence[Batch]) -> Tensor:
-        """Forward and backward; gradients of the mean loss, times the loss scale, summed over ranks. The number of
-        tokens with a loss."""
+        """Forward and backward: gradients of the mean loss, times the loss scale, summed over ranks. Returns the number
+        of tokens with a loss."""
         self._tokens = accumulate(self.state, batches)
         return self._tokens
 
@@ -174,7 +174,7 @@ class Loop:
         return result
 
     def _updated_by_others(self, tokens: Tensor) -> None:
-        """Gradients were accumulated and not applied here: the weights are those of the caller's own optimizer."""
+        """Gradients were accumulated but not applied here, so the caller's own optimizer has changed the weights."""
         if self.state.plan.run.layout.sharding or self.state.buffers.separate_masters:
             raise RuntimeError(
                 f"step {self.step}: accumulate() without apply() is for an optimizer of your own, which needs "
@@ -189,7 +189,7 @@ class Loop:
         return learning_rate(run.optim, self.step, run.train.last_step) if lr is None else lr
 
     def _step_is_over(self) -> None:
-        """Read the step before, whose results are there by now."""
+        """Read the results of the previous step, which are complete by now."""
         if self._over:
             return
         if self._made is None and self._tokens is not None:
@@ -205,8 +205,8 @@ class Loop:
             check_replicas(self.state)
 
     def flush(self) -> None:
-        """Wait for the step that was made last, so that counters and checkpoints are of it. A bad one is said by
-        the next `steps`."""
+        """Wait for the last step, so that counters and checkpoints include it. A bad one is reported by the next
+        `steps`."""
         try:
             if self._made is not None:
                 self._step_is_over()
@@ -215,7 +215,7 @@ class Loop:
             self._bad = bad
 
     def save(self) -> None:
-        """Save the step that was made last; nothing, where the run is to go back."""
+        """Save the last step; does nothing if the run is about to roll back."""
         self.flush()
         if self._bad is None:
             self.saves.save()
@@ -225,7 +225,7 @@ class Loop:
         return next(batches).to(self.state.mesh.device)
 
     def _read(self) -> None:
-        """Read the results of the step that is under way, if they were not. Too many bad steps in a row end the run."""
+        """Read the results of the step in progress, unless they were read. Too many bad steps in a row end the run."""
         if self._bad is not None:
             raise self._bad
         if self._pending is None:
@@ -244,8 +244,7 @@ class Loop:
             raise NumericalStop(f"stopped at step {self.counters.step}: {what}", self.counters.step)
 
     def _judge(self, pending: Pending) -> None:
-        """What train.guard.policy does about a step that was not applied. Overflows of a loss scale that adapts are
-        no events."""
+        """Apply train.guard.policy to a step that was not applied. Overflows of an adaptive loss scale do not count."""
         loss, norm, why, _, _ = pending.read()
         if not why or (self.state.scaler.dynamic and why == NOT_FINITE and isfinite(loss)):
             return
@@ -272,7 +271,7 @@ class Loop:
         return train.last_step - (train.fp8.last_steps if train.fp8 is not None else 0)
 
     def _switch_fp8(self, step: int) -> None:
-        """The last steps are in train.precision, if they are to be."""
+        """Switch to train.precision for the last steps, if the config says so."""
         fp8 = self.state.model.fp8
         if fp8 is None or fp8.config is None or not fp8.turn(step > self._last_fp8_step):
             return
@@ -283,7 +282,7 @@ class Loop:
         )
 
     def _watch_fp8(self, pending: Pending) -> None:
-        """Tell how far the gradients are from those of a shadow step; linears that lost too much go on in
+        """Report how far the gradients differ from those of a shadow step. Linears that lost too much fall back to
         train.precision. All ranks know the same numbers, so they decide alike."""
         fp8, tally, gradient_distance = self.state.model.fp8, pending.fp8(), pending.gradient_distance()
         if fp8 is None or fp8.config is None or tally is None:
@@ -334,7 +333,7 @@ class Loop:
         self.reporter.restart_clock()
 
     def evaluate(self, say: bool = True) -> dict[str, float]:
-        """Set name -> mean loss per token over the validation sets; written to metrics, and said if `say`."""
+        """Set name -> mean loss per token over the validation sets; written to metrics, and logged if `say`."""
         self.flush()
         step, losses = self.counters.step, evaluate(self.state.model, self.valid)
         if losses:

@@ -18,8 +18,8 @@ from phalanx.forecast.check import check, raise_problems
 
 
 def check_here(run: Run, placement: Placement) -> None:
-    """Every problem of a run on this machine at once, as `phalanx train` finds them; ConfigError, or DataError or
-    CheckpointError where nothing but paths of one kind is missing. Writes nothing."""
+    """Raise every problem of a run on this machine at once, as `phalanx train` does: ConfigError, or DataError or
+    CheckpointError if only paths of one kind are missing. Writes nothing."""
     many_queues()
     machine = describe_machine(run.train.device)
     raise_problems(check(run, replace(machine, world_size=placement.world_size, local_ranks=placement.local_rank + 1)))
@@ -27,18 +27,18 @@ def check_here(run: Run, placement: Placement) -> None:
 
 @dataclass(frozen=True)
 class Fit:
-    """Whether this machine's memory holds its ranks. warning: what to say before the run starts; placement: with
-    what others must hear."""
+    """Whether this machine's memory holds its ranks. warning: what to log before the run starts; placement: with a
+    refusal that other ranks must learn."""
 
     placement: Placement | None
     warning: str | None = None
 
 
 def fit_here(run: Run, world: int, placement: Placement | None, force: bool = False) -> Fit:
-    """Compare the forecast with the memory of this machine (`capacity`). placement: None if the ranks are not
-    started yet.
+    """Compare the forecast with the memory of this machine (`capacity`). placement: None if the ranks are not started
+    yet.
 
-    Raises DoesNotFit, unless ranks on other machines would wait for those here: they hear of it when all have met.
+    Raises DoesNotFit, unless ranks on other machines would wait for those here; they learn of it when all have met.
     """
     memory = memory_here(run, world, placement)
     try:
@@ -50,8 +50,7 @@ def fit_here(run: Run, world: int, placement: Placement | None, force: bool = Fa
 
 
 def memory_here(run: Run, world: int, placement: Placement | None) -> MachineMemory:
-    """What the ranks on this machine may take. Of a world that others started, ranks of one machine follow each
-    other."""
+    """What the ranks on this machine may use. In a world started by others, ranks of one machine are consecutive."""
     machine = describe_machine(run.train.device)
     gpus = machine.device_count or 0 if machine.device == "cuda" else 0
     first, count = 0, world
@@ -63,7 +62,7 @@ def memory_here(run: Run, world: int, placement: Placement | None) -> MachineMem
 
 
 def describe_machine(wanted: Literal["auto", "cpu", "cuda"]) -> Facts:
-    """What this machine can do, for a world of one. Imports torch if there may be a GPU."""
+    """What this machine can do, for a world of one rank. Imports torch if there may be a GPU."""
     missing = tuple(name for name in ("tensorboard", "wandb") if importlib.util.find_spec(name) is None)
     if wanted == "cpu":
         return Facts(missing=missing)

@@ -1,4 +1,4 @@
-"""train(run, placement): one rank of a training run from the first look at its folder to the last checkpoint."""
+"""train(run, placement): one rank of a training run, from the first look at its folder to the last checkpoint."""
 
 from __future__ import annotations
 
@@ -56,18 +56,19 @@ from phalanx.training.machine import check_here, fit_here
 from phalanx.training.resume import check_resume, check_steps, facts, read_of
 from phalanx.training.saves import Saves, numbers_of
 
-# a terminal and a scheduler tell launcher and ranks at once, and the launcher passes it on: one request, not two
+# a terminal or a scheduler signals launcher and ranks at once, and the launcher passes its signal on: that is one
+# request
 SAME_S = 1.0
 
 GOLDEN = 0.618034  # its multiples are spread evenly between whole numbers
-FINISH_S = 300.0  # for what the background check has left at the end of a run
+FINISH_S = 300.0  # for the rest of the background check at the end of a run
 
 
 class StopRequest:
-    """SIGTERM, SIGUSR1 and SIGINT, or a limit of time, ask this process to stop after its step; `asked` says so to
-    the loop.
+    """SIGTERM, SIGUSR1 and SIGINT, or a time limit, ask this process to stop after its step; `asked` reports it to the
+    loop.
 
-    A second signal ends it at once, without saving. The handlers before are put back at the end.
+    A second signal ends the process at once, without saving. The previous handlers are restored at the end.
     """
 
     def __init__(self, limit_s: float | None = None) -> None:
@@ -90,7 +91,7 @@ class StopRequest:
 
 
 def train(run: Run, placement: Placement, command: str = "", callbacks: Sequence[Callback] = ()) -> None:
-    """Train this rank's part, after the checks that the command line makes: the config, and the memory of this machine.
+    """Train this rank's part, after the same checks as on the command line: the config, and the memory of this machine.
 
     Raises PhalanxError of the kind that decides the exit code. command: what a person typed, for the report.
     """
@@ -106,7 +107,7 @@ def train_rank(
     warning: str | None = None,
     callbacks: Sequence[Callback] = (),
 ) -> None:
-    """As `train`, of a run that was checked. warning: what those checks found, for the log."""
+    """As `train`, for a run that has been checked. warning: what those checks found, for the log."""
     with opened(run, placement, command, warning, callbacks) as loop:
         loop.run()
 
@@ -119,10 +120,10 @@ def opened(
     warning: str | None = None,
     callbacks: Sequence[Callback] = (),
 ) -> Iterator[Loop]:
-    """A run's loop where the run begins: its newest checkpoint is loaded, or its weights are initialised. As
-    `train_rank`; at the end what is left of the data's background check is made, and the report.
+    """A run's loop at the run's beginning: its newest checkpoint is loaded, or its weights are initialized. As
+    `train_rank`; at the end it completes the background check of the data, and writes the report.
 
-    Until all ranks have agreed on the run and stand where it begins, nothing in its folder changes: a start that is
+    Until all ranks have agreed on the run and reached its beginning, nothing in its folder changes: a start that is
     refused leaves no trace.
     """
     folder, given = Path(run.dir), run
@@ -145,7 +146,7 @@ def opened(
             log.info(f"the folder was left by {lock.took_over}, which was killed: this run takes over")
         run = replace(run, data=use_text(run.data, folder, run.model.vocab_size, say=log.info))
         check_tokenizers(run.data)
-        loaders = open_loaders(run, run.data)  # whatever is wrong with the data is said before the ranks meet
+        loaders = open_loaders(run, run.data)  # problems with the data are reported before the ranks meet
         stop = StopRequest(run.train.time_limit_s)
         after.callback(stop.restore)
         after.push(report)  # of files that are closed by then; a signal no longer changes how a run that is done ends
@@ -204,7 +205,7 @@ def opened(
 
 
 def hear(loop: Loop, callbacks: Sequence[Callback]) -> None:
-    """Let them hear of steps, evaluations and checkpoints."""
+    """Notify callbacks of steps, evaluations and checkpoints."""
 
     def heard(values: dict[str, Any]) -> None:
         for callback in callbacks:
@@ -215,8 +216,8 @@ def hear(loop: Loop, callbacks: Sequence[Callback]) -> None:
 
 
 def keep_config(run: Run, path: Path, log: Log) -> None:
-    """Write the resolved config. Where the disk has no room, the run goes on without it if it would go on without a
-    checkpoint."""
+    """Write the resolved config. If the disk has no room, the run continues without it, provided that it would also
+    continue without a checkpoint."""
     try:
         save_run(run, path)
     except OSError as error:
@@ -230,7 +231,7 @@ def keep_config(run: Run, path: Path, log: Log) -> None:
 
 
 def report_at_the_end(folder: Path, log: Log) -> None:
-    """A run that is done is done, whatever its report meets."""
+    """A finished run stays finished, whatever happens to its report."""
     from phalanx.observe.report import write_report  # jinja2 and ruamel: start-up time
 
     try:
@@ -242,8 +243,8 @@ def report_at_the_end(folder: Path, log: Log) -> None:
 def background_check(
     loaders: tuple[Loader, dict[str, Loader]], placement: Placement, step: int, log: Log
 ) -> BackgroundCheck:
-    """On one rank of each machine, whose copy of the files may be its own. Machines and starts begin at different
-    places."""
+    """The background check, on one rank of each machine, whose copy of the files may be its own. Machines and starts
+    begin at different places."""
     loader, valid = loaders
     sources = (
         [source for each in (loader, *valid.values()) for source in each.sources] if placement.local_rank == 0 else []
@@ -253,7 +254,7 @@ def background_check(
 
 
 def finish_check(data: BackgroundCheck, state: State) -> None:
-    """What is left of the background check. DataError on all ranks if any found damage."""
+    """Complete the background check. DataError on all ranks if any found damage."""
     limit_s = min(FINISH_S, state.plan.run.train.timeout_s / 2)  # the other ranks wait in a collective
     found = [problem for problem in agree(state.mesh.world, lambda: data.finish(limit_s)) if problem]
     if found:
@@ -269,10 +270,10 @@ def begin(run: Run, lock: FolderLock, log: Log) -> None:
 
 
 def start_state(state: State, now: dict[str, Any], log: Log) -> tuple[Counters, Path | None]:
-    """Set weights and state: the run's newest checkpoint, else checkpoint.load, else init_from, else initial values.
+    """Set weights and state from the run's newest checkpoint, or checkpoint.load, or init_from, or initial values.
 
-    Returns the counters and the checkpoint that the run continues from. A path that is given and is not there is an
-    error, never a fresh start. now: facts() of this run.
+    Returns the counters and the checkpoint from which the run continues. A given path that does not exist is an error,
+    never a fresh start. now: facts() of this run.
     """
     run = state.plan.run
     own = choose(state, lambda: newest_first(checkpoints_of(run)))
@@ -308,8 +309,8 @@ def choose(state: State, look: Callable[[], list[Path]]) -> list[Path]:
 
 
 def load_newest(state: State, sources: list[Path], now: dict[str, Any], log: Log) -> tuple[Path, dict[str, Any]]:
-    """Load the first of these checkpoints that is good in every byte; each damaged one is named. If none is, the run
-    does not start."""
+    """Load the first of these checkpoints of which every byte is good; each damaged one is named. If none is good, the
+    run does not start."""
     run, problems = state.plan.run, list[str]()
     if state.mesh.rank == 0:
         for warning in filter(None, (*map(open_to_all, (sources[0].parent, sources[0])), *misnamed(sources[0].parent))):
@@ -370,14 +371,14 @@ def loop_of(
     saves = Saves(state, counters, start, now, log)
 
     def go_back(before: int, tries: int) -> dict[str, Any]:
-        """Load the checkpoint before step `before`, the `tries`th newest of them; its scalars."""
+        """Load an earlier checkpoint than step `before`, the `tries`-th newest; returns its scalars."""
         there = choose(
             state, lambda: [p for p in reversed(list_checkpoints(checkpoints_of(run))) if step_of(p) < before]
         )
         if not there:
             raise NumericalStop(f"there is no checkpoint before step {before} to roll back to")
         path, scalars = load_newest(state, there[min(tries, len(there)) - 1 :], now, log)
-        newer = there[: there.index(path)]  # what they hold was not trained on the way from here
+        newer = there[: there.index(path)]  # their steps are not on the path that continues from here
         agree(mesh.world, lambda: forget(newer) if mesh.rank == 0 else None)
         if mesh.rank == 0:
             log.warn(f"rolled back to {path}; the data up to step {before} is not used again")
@@ -392,7 +393,7 @@ def forget(paths: list[Path]) -> None:
 
 
 def describe(state: State, samples: int) -> str:
-    """One line: the model, where it lies, how long it trains."""
+    """For the log at the start of a run: the model, its layout, how long it trains."""
     plan, run = state.plan, state.plan.run
     grid, numel = plan.grid, sum(f.numel for f in plan.facts)
     return (

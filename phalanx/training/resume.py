@@ -1,10 +1,10 @@
-"""Whether a run may continue from a checkpoint: every key of the config is of one class, and every difference is
+"""Whether a run may continue from a checkpoint: every key of the config belongs to one class, and every difference is
 named, old -> new.
 
-must match   the numbers or their order would mean something else: refused, unless checkpoint.allow names the key may
-change   the run goes on otherwise from here (rates, batch sizes, layout): told
-recorded     no number depends on it (logging, where files lie, which twins run): written down in the next
-checkpoint, not told
+must match   the numbers or their order would change meaning: refused, unless checkpoint.allow names the key
+may change   the run continues differently from here on (rates, batch sizes, layout): reported
+recorded     no number depends on it (logging, where files are, which implementations run): written in the next
+             checkpoint, not reported
 """
 
 from __future__ import annotations
@@ -30,10 +30,10 @@ from phalanx.data.loader import Loader
 from phalanx.data.sources import MockSource, Source
 
 Class = Literal["must match", "may change", "recorded"]
-SAMPLED = 16  # windows of a source that stand for its contents
+SAMPLED = 16  # windows that represent the contents of a source
 
-# The first glob that fits a key decides. Of the model, checkpoint.hf.differences knows which fields may change; of the
-# data, facts() compares what is read rather than the paths it is read from.
+# The first matching glob decides. For the model, checkpoint.hf.differences knows which fields may change; for the data,
+# facts() compares what is read rather than paths.
 CLASSES: tuple[tuple[str, Class], ...] = (
     ("model.*", "may change"),
     ("train.seq_length", "must match"),
@@ -57,7 +57,7 @@ CLASSES: tuple[tuple[str, Class], ...] = (
 
 
 def class_of(key: str) -> Class:
-    """KeyError for a key that nobody has thought about."""
+    """The class of a key. KeyError for a key that no class covers."""
     for glob, kind in CLASSES:
         if fnmatchcase(key, glob):
             return kind
@@ -65,7 +65,7 @@ def class_of(key: str) -> Class:
 
 
 def facts(loader: Loader, tokenizer: str | None) -> dict[str, Any]:
-    """What a place in the data and the bits of a step depend on beside the config; tokenizer: its fingerprint."""
+    """What a position in the data, and the bits of a step, depend on besides the config; tokenizer: its fingerprint."""
     return {
         "data.order": loader.order,
         "data.sources": [f"{Path(source.name).name}: {contents_of(source)}" for source in loader.sources],
@@ -75,15 +75,15 @@ def facts(loader: Loader, tokenizer: str | None) -> dict[str, Any]:
 
 
 def read_of(loaders: tuple[Loader, Mapping[str, Loader]]) -> dict[str, Any]:
-    """What these loaders read, whatever its files are called: the order of samples, and some of each source."""
+    """What these loaders read, whatever its files are called: the order of samples, and samples of each source."""
     loader, valid = loaders
     sources = [source for each in (loader, *valid.values()) for source in each.sources]
     return {"order": loader.order, "windows": [contents_of(source) for source in sources]}
 
 
 def contents_of(source: Source) -> str:
-    """A fingerprint of some of a source's windows, evenly spread: another file of the same size has another one, a
-    moved file has not."""
+    """A fingerprint of some of a source's windows, evenly spread: it differs for another file of the same size, and is
+    the same for a file that was moved."""
     if isinstance(source, MockSource):
         return "endless"
     count = SAMPLED if source.windows is None else min(SAMPLED, source.windows)
@@ -95,7 +95,7 @@ def contents_of(source: Source) -> str:
 
 
 def check_steps(run: Run, step: int, source: Path) -> None:
-    """ConfigError for a run that would end before the step at which it begins."""
+    """ConfigError if the run would end before the step at which it begins."""
     if run.train.last_step >= step:
         return
     key = "steps" if run.train.tokens is None else "tokens"
@@ -111,7 +111,7 @@ def check_steps(run: Run, step: int, source: Path) -> None:
 
 
 def check_resume(run: Run, now: dict[str, Any], manifest: Manifest, source: Path, log: Log) -> None:
-    """Refuse to continue (CheckpointError, every difference at once), or tell what is changed. `now`: facts()."""
+    """Refuse to continue (CheckpointError with every difference), or report what has changed. `now`: facts()."""
     config = json.loads(json.dumps(to_dict(run)))
     model = differences(manifest.model, json.loads(json.dumps(asdict(run.model))))
     before = {**manifest.scalars.get("facts", {})}
@@ -143,8 +143,8 @@ def allowed(run: Run, key: str) -> bool:
 
 
 def changed_keys(old: Any, new: Any, path: str = "") -> Iterator[tuple[str, Any, Any]]:
-    """(dotted key, old, new) of every value that differs; a key that one side lacks (of another version) is no
-    difference."""
+    """(dotted key, old, new) for every value that differs; a key that one side lacks (from another version) does not
+    count."""
     if isinstance(old, dict) and isinstance(new, dict) and not _is_map(path):
         for key in sorted(old.keys() & new.keys()):
             yield from changed_keys(old[key], new[key], f"{path}.{key}" if path else key)
@@ -153,7 +153,7 @@ def changed_keys(old: Any, new: Any, path: str = "") -> Iterator[tuple[str, Any,
 
 
 def _is_map(path: str) -> bool:
-    """Fields whose keys are the user's own: compared as one value."""
+    """Fields whose keys are the user's own; they are compared as one value."""
     return path in ("optim.lr_scale", "data.valid")
 
 

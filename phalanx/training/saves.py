@@ -1,5 +1,5 @@
-"""What a run's checkpoints say, where they go, and what a failed save means for the run. How they are written is
-checkpoint/'s matter."""
+"""What a run's checkpoints contain, where they go, and what a failed save means for the run. checkpoint/ writes
+them."""
 
 from __future__ import annotations
 
@@ -26,11 +26,11 @@ from phalanx.observe.metrics import Counters
 from phalanx.text.tokenizers import Tokenizer, is_portable, load_tokenizer
 from phalanx.training.callbacks import Callback
 
-WRITING_S = 6 * 3600.0  # that ranks wait for each other's writing; a rank that dies is noticed at once
+WRITING_S = 6 * 3600.0  # for which ranks wait for each other to write; a rank that dies is noticed at once
 
 
 def numbers_of(state: State) -> dict[str, Tensor]:
-    """Small tensors of a run's state that are no part of its optimizer."""
+    """Small tensors of a run's state that do not belong to its optimizer."""
     fp8 = {} if state.model.fp8 is None else state.model.fp8.state()
     return {**{f"guard.{k}": v for k, v in state.guard.state().items()}, **{f"fp8.{k}": v for k, v in fp8.items()}}
 
@@ -38,9 +38,9 @@ def numbers_of(state: State) -> dict[str, Tensor]:
 class Saves:
     """The saves of one rank; all ranks call each method together.
 
-    start   the checkpoint that the run continues from; facts: what a run that continues from one of these is
-    compared with (train/resume)
-    callbacks  hear of each complete checkpoint
+    start   the checkpoint from which the run continues; facts: what is compared when a run continues from one of these
+            saves (training/resume)
+    callbacks  are notified of each complete checkpoint
     """
 
     def __init__(self, state: State, counters: Counters, start: Path | None, facts: dict[str, Any], log: Log):
@@ -68,8 +68,8 @@ class Saves:
         state.before_update = self.saver.release
 
     def _tokenizer(self, rank: int) -> tuple[str | None, dict[str, Any]]:
-        """Where the tokenizer's files are that checkpoints carry, and its special tokens: those that the folder of
-        the model names, if its tokenizer is the run's."""
+        """The tokenizer files that checkpoints carry, and its special tokens: those named in the model's folder, if its
+        tokenizer is the run's."""
         tokenizer, source = self.run.data.tokenizer, source_of(self.run)
         named = read_folder(source).token_ids if source else {}
         if tokenizer is None:
@@ -93,7 +93,7 @@ class Saves:
             ) from error
 
     def save(self, last: bool = False) -> None:
-        """Save the finished step. `last`: nothing comes after it, so it is waited for and must not fail."""
+        """Save the finished step. `last`: nothing follows, so it is waited for and must not fail."""
         self.check(wait=True)
         try:
             self._tell(self.saver.start(self._snapshot()))
@@ -107,7 +107,7 @@ class Saves:
             self.check(wait=True, last=True)
 
     def check(self, wait: bool = False, last: bool = False) -> None:
-        """Between two steps: say what became of the save in the background."""
+        """Between two steps: report the outcome of the save in the background."""
         try:
             self._tell(self.saver.wait() if wait else self.saver.finished())
         except CheckpointError as error:

@@ -1,5 +1,5 @@
-"""Session: a training run whose loop is the caller's own. Data, checkpoints, evaluation, logs and stop requests are
-those of `train`."""
+"""Session: a training run with the caller's own loop. Data, checkpoints, evaluation, logs and stop requests are those
+of `train`."""
 
 from __future__ import annotations
 
@@ -24,7 +24,8 @@ from phalanx.training.main import opened
 
 
 class Session:
-    """One rank of a run, at the step where it begins or goes on. Every rank makes the same calls in the same order."""
+    """One rank of a run, at the step where it begins or continues. Every rank makes the same calls in the same
+    order."""
 
     def __init__(self, loop: Loop):
         self._loop = loop
@@ -50,7 +51,7 @@ class Session:
 
     @property
     def step(self) -> int:
-        """The step whose batches were taken last; before that, the one that the run begins or goes on after."""
+        """The step whose batches were taken last; before that, the one after which the run begins or continues."""
         return self._loop.step or self._loop.counters.step
 
     @property
@@ -59,11 +60,11 @@ class Session:
         return learning_rate(self.run.optim, self.step, self.run.train.last_step)
 
     def batches(self) -> Iterator[list[Batch]]:
-        """This rank's micro-batches of each step to come, on the device, until train.steps.
+        """Yields this rank's micro-batches of each remaining step, on the device, until train.steps.
 
         Each must be followed by train_step(), or by accumulate() and an update. After a rollback of the guard they
-        go on from the checkpoint that was loaded. Raises Preempted once a step is saved after which the process was
-        asked to stop. Called again, they go on after the step that was made last.
+        continue from the checkpoint that was loaded. If the process was asked to stop, raises Preempted once a step is
+        saved. When called again, they continue after the last step that was made.
         """
         if self._steps is not None:
             self._steps.close()
@@ -76,11 +77,11 @@ class Session:
         return self._loop.train_step(batches, lr)
 
     def accumulate(self, batches: Sequence[Batch]) -> Tensor:
-        """Forward and backward of all micro-batches, for an update of your own: gradients of the mean loss, times
-        the loss scale, reduced over ranks, in `p.grad`. Returns the number of tokens with a loss, () float64.
+        """Forward and backward of all micro-batches, for an update of your own: gradients of the mean loss, times the
+        loss scale, reduced over ranks, in `p.grad`. Returns the number of tokens with a loss, () float64.
 
-        With layout.sharding=0 and train.precision=fp32 any torch optimizer over `model.parameters()` may take the
-        place of `apply`; its own state is then the caller's to keep.
+        With layout.sharding=0 and train.precision=fp32, any torch optimizer over `model.parameters()` may replace
+        `apply`; saving its state is then up to the caller.
         """
         return self._loop.accumulate(batches)
 
@@ -97,8 +98,8 @@ class Session:
         self._loop.save()
 
     def log(self, result: StepResult | Mapping[str, Any] | None = None, **more: Any) -> None:
-        """Say a line on rank 0: a step's loss and norm or the numbers of a mapping, and whatever else is given. `more`
-        goes to metrics.jsonl and the other sinks too; every step's own numbers are there anyway."""
+        """Print a line on rank 0: a step's loss and norm or the numbers of a mapping, and whatever else is given.
+        `more` also goes to metrics.jsonl and the other sinks; every step's own numbers are there in any case."""
         fields: dict[str, Any] = {"step": self.step}
         if isinstance(result, StepResult):
             fields |= {"loss": result.loss.item(), "grad_norm": result.grad_norm.item()}

@@ -1,7 +1,7 @@
-"""verify: does a layout compute what one process computes? On small copies of the user's own run, in float64, on CPU
+"""verify: does a layout compute what one process computes? Uses small copies of the user's own run, in float64, on CPU
 ranks.
 
-`verify` makes the copies (verifying/shrink.py) and has somebody start their ranks; `verify_rank` is what each rank
+`verify` makes the copies (verifying/shrink.py) and has the caller start their ranks; `verify_rank` is what each rank
 runs; `compare` is the comparison.
 """
 
@@ -37,7 +37,7 @@ from phalanx.verifying.shrink import small_copies
 
 
 class VerifyFailed(PhalanxError):
-    """The layout computes something else than one process."""
+    """The layout computes something different from one process."""
 
     exit_code = 1
 
@@ -45,10 +45,10 @@ class VerifyFailed(PhalanxError):
 def verify(
     run: Run, world: int, start: Callable[[Run, int, int], None], steps: int = 2, say: Callable[[str], None] = print
 ) -> None:
-    """Compare the layout of `run` on `world` ranks with one process. `start(run, world, steps)` must call
-    `verify_rank` on each rank.
+    """Compare the layout of `run` on `world` ranks with one process. `start(run, world, steps)` must call `verify_rank`
+    on each rank.
 
-    Ends with the structures of the run that were kept and those that were given up, also where a copy differs.
+    At the end it reports the structures of the run that were kept and those that were given up, even if a copy differs.
     """
     found = small_copies(run, world)
     try:
@@ -60,7 +60,7 @@ def verify(
 
 
 def verify_rank(run: Run, placement: Placement, steps: int = 2) -> None:
-    """One rank's part. Rank 0 prints that all is well or raises VerifyFailed, which says what differs first."""
+    """One rank's part. Rank 0 reports success, or raises VerifyFailed with the first difference."""
     init_world(
         placement.rank,
         placement.world_size,
@@ -88,7 +88,7 @@ Boxes = dict[str, list[tuple[Box, Tensor]]]
 @dataclass
 class Followed:
     """What some steps computed: () losses (and those of multi-token prediction) and norms, and this rank's boxes of
-    each step's gradients and of the last weights."""
+    each step's gradients and of the final weights."""
 
     losses: list[Tensor] = field(default_factory=list)
     mtp_losses: list[Tensor] = field(default_factory=list)
@@ -139,9 +139,9 @@ def step_batches(run: Run, loader: Loader, mesh: Mesh, consumed: int) -> list[Ba
 
 
 def with_fewer_labels(batch: Batch, parts: list[float]) -> Batch:
-    """Without the loss of the first tokens of each sequence, up to half of them: the more, the later in its step the
-    sequence is (`parts`, from 0 to 1). So ranks and micro-batches differ in how many tokens have a loss, and wrong
-    weights between them show."""
+    """The batch without the loss of the first tokens of each sequence, up to half of them: the later in its step the
+    sequence is (`parts`, from 0 to 1), the more. So ranks and micro-batches differ in how many tokens have a loss, and
+    wrong weights between them become visible."""
     labels = batch.labels.view(len(parts), -1).clone()
     for row, part in enumerate(parts):
         labels[row, : round(part * batch.seq_length / 2)] = IGNORE
@@ -178,8 +178,8 @@ def boxes_of(state: State, what: Literal["grad", "master"]) -> Boxes:
 
 @dataclass(frozen=True)
 class Difference:
-    """A tensor of `what` that is off by `off` where `bound` is allowed; ranks: those that are off. missing: elements
-    no rank holds."""
+    """A tensor of `what` that is off by `off` where `bound` is allowed; ranks: those with the deviation. missing:
+    elements that no rank holds."""
 
     what: str
     name: str
@@ -201,7 +201,7 @@ class Difference:
 
 @dataclass(frozen=True)
 class Verdict:
-    """`text` is for people; `differences` in the order of steps and of the model."""
+    """`text` is for people; `differences` are in the order of steps and of the model."""
 
     text: str
     differences: tuple[Difference, ...]
@@ -212,8 +212,8 @@ class Verdict:
 
 
 def compare(run: Run, rank: int, world: int, steps: int = 2, drop: Site | None = None) -> Verdict:
-    """Train on this layout, and alone on rank 0; every rank compares its own boxes with rank 0's tensors. The same
-    on all ranks."""
+    """Train on this layout, and alone on rank 0; every rank compares its own boxes with rank 0's tensors. The result is
+    the same on all ranks."""
     alone = without_layout(replace(storing_all(run), layout=replace(run.layout, sharding=0)))
     truth = follow(alone, Mesh(make_plan(alone, 1).grid), steps) if rank == 0 else Followed()
     mesh = Mesh(make_plan(run, world).grid, rank)
@@ -235,8 +235,8 @@ def compare(run: Run, rank: int, world: int, steps: int = 2, drop: Site | None =
 
 
 def global_shapes(alone: Run, untrained: bool = False) -> dict[str, tuple[int, ...]]:
-    """Every global tensor in model order; those that follow from what the model sees, and so have no gradient, only
-    if `untrained`."""
+    """Every global tensor in model order; those updated from statistics, which have no gradient, only if
+    `untrained`."""
     blocks = (b for run in make_plan(alone, 1).blocks_of(Coords()).values() for b in run)
     specs = (p.spec for block in blocks for p in block.parameters())
     return {piece.name: piece.shape for spec in specs if spec.learns or untrained for piece in spec.pieces}
@@ -245,7 +245,7 @@ def global_shapes(alone: Run, untrained: bool = False) -> dict[str, tuple[int, .
 def compare_tensors(
     mine: Followed, truth: Followed, number: int, shapes: dict[str, tuple[int, ...]], world: Axis
 ) -> Iterator[Difference]:
-    """Every tensor, in model order, with what is allowed for it."""
+    """The difference of every tensor, in model order, with its tolerance."""
     what, boxes = mine.tensors[number]
     expected, covered = packed(shapes), packed(shapes)
     if world.index == 0:
@@ -270,8 +270,8 @@ def compare_tensors(
 
 
 def allowed(scale: float, largest: float) -> float:
-    """How far a tensor may be off: 1e-9 x max(its own scale, 1e-6 x the largest of all): some true gradients are
-    zero (key biases)."""
+    """How far a tensor may be off: 1e-9 x max(its own scale, 1e-6 x the largest of all), because some true gradients
+    are zero (key biases)."""
     return 1e-9 * max(scale, 1e-6 * largest)
 
 

@@ -1,7 +1,7 @@
 """Small copies of a run for `phalanx verify`: smaller numbers, the same structures, at most MAX_RANKS ranks.
 
-Every copy that the axes allow is made and asked which structures of the run it has (verifying/structures.py). The
-one with most comes first; others follow for what it lacks. What no copy has is reported.
+Every copy that the axes allow is made and asked which structures of the run it has (verifying/structures.py). The copy
+with the most comes first; others follow for what it lacks. Structures that no copy has are reported.
 """
 
 from __future__ import annotations
@@ -45,7 +45,7 @@ class SmallCopy:
 
 @dataclass(frozen=True)
 class Copies:
-    """The copies to compare, those structures of the run that one of them has, and those that none has."""
+    """The copies to compare, the structures of the run that at least one of them has, and those that none has."""
 
     copies: tuple[SmallCopy, ...]
     kept: tuple[Structure, ...]
@@ -68,7 +68,7 @@ def shrink(run: Run, world: int) -> SmallCopy:
 
 
 def small_copies(run: Run, world: int) -> Copies:
-    """The copy with most structures, then those that have what is still lacking."""
+    """The copy with the most structures, then those that have what is still lacking."""
     given = RunOnRanks(without_budget(run, world), world)
     wanted = tuple(s for s in STRUCTURES if s.has(given))
     grids = [given.grid] if world <= MAX_RANKS else smaller_grids(given.grid)
@@ -103,7 +103,7 @@ def sizes_of(grid: Grid) -> tuple[int, int, int, int]:
 
 
 def smaller_grids(grid: Grid) -> list[Grid]:
-    """Every one of at most MAX_RANKS ranks whose axes are no larger."""
+    """All grids of at most MAX_RANKS ranks whose axes are no larger."""
     choices = [
         sorted({1, *(n for n in SIZES if n < size), *([size] if size <= MAX_RANKS else [])}) for size in sizes_of(grid)
     ]
@@ -111,13 +111,13 @@ def smaller_grids(grid: Grid) -> list[Grid]:
 
 
 def is_valid(copy: SmallCopy) -> bool:
-    """Whether the copy breaks no rule; a bucket for each block (layout.bucket_mb=0) is for us alone."""
+    """Whether the copy breaks no rule; a bucket for each block (layout.bucket_mb=0) is allowed only here."""
     run = replace(copy.run, layout=replace(copy.run.layout, bucket_mb=max(1, copy.run.layout.bucket_mb)))
     return not check(run, Facts(world_size=copy.world, local_ranks=copy.world, files=False))
 
 
 def notes_on(run: Run) -> list[str]:
-    """What no small copy on CPU ranks has."""
+    """What no small copy on CPU ranks can have."""
     notes = []
     if run.train.fp8 is not None:
         notes.append("train.fp8 (small sizes have no whole blocks of scales; tests/nn/test_fp8.py compares it)")
@@ -163,15 +163,15 @@ def copy_of(given: RunOnRanks, wanted: Sequence[Structure], pp: int, dp: int, cp
 
 
 def mock_of(data: DataConfig) -> DataConfig:
-    """Made-up tokens in sequences of the same kind: packed ones end in padding."""
+    """Mock tokens in sequences of the same kind: packed ones end in padding."""
     return DataConfig(
         mock=True, document_attention=data.document_attention, packing="off" if data.packing == "off" else "online"
     )
 
 
 def without_budget(run: Run, world: int) -> Run:
-    """With the ops to recompute named that train.recompute_budget_gib chose for most of the blocks that recompute
-    any."""
+    """The run with an explicit list of ops to recompute: those that train.recompute_budget_gib chose for most of the
+    blocks that recompute any."""
     if run.train.recompute_budget_gib is None:
         return run
     chosen = Counter(tuple(sorted(names)) for names in RunOnRanks(run, world).plan.recomputed if names)
@@ -180,14 +180,14 @@ def without_budget(run: Run, world: int) -> Run:
 
 
 def small_count(given: RunOnRanks, pp: int, virtual_stages: int) -> int:
-    """Micro-batches: enough to fill the pipeline and go on; too few for it if they were."""
+    """Micro-batches: enough to fill the pipeline and continue; too few to fill it if the run has too few."""
     few = given.micro_batches < given.grid.pp
     return min(given.micro_batches, max(1, pp - 1) if few else 2 * pp * virtual_stages + 1)
 
 
 def small_batch(given: RunOnRanks, cp: int, tp: int) -> tuple[int, int]:
-    """(sequences in a micro-batch, their length): tensor parallelism cuts inside a sequence if it did, parts differ
-    in length if they did."""
+    """(sequences in a micro-batch, their length): tensor parallelism divides a sequence if it did before, and shards
+    differ in length if they did."""
     train, old = given.run.train, given.grid
     old_batch = (train.micro_batch, train.seq_length, old.cp, old.tp)
     likeness = (cuts_inside(*old_batch), holds_several(*old_batch), given.uneven_parts)
@@ -207,7 +207,8 @@ def small_batch(given: RunOnRanks, cp: int, tp: int) -> tuple[int, int]:
 
 
 def small_groups(given: RunOnRanks, layout: LayoutConfig, ranks: int) -> LayoutConfig:
-    """Several groups that shard stay several, if any size of them fits the experts' view; one group is all ranks."""
+    """Several groups that shard stay several, if any group size fits the expert view; a single group becomes all
+    ranks."""
     experts = layout.ep * layout.etp if given.experts else 1
     sizes = [
         g
@@ -220,7 +221,7 @@ def small_groups(given: RunOnRanks, layout: LayoutConfig, ranks: int) -> LayoutC
 
 
 def small_layout(given: RunOnRanks, pp: int, cp: int, tp: int) -> LayoutConfig:
-    """Given stages stay uneven; many buckets per stage stay many."""
+    """Given stages stay uneven; many buckets in a stage stay many."""
     old = given.run.layout
     virtual = old.virtual_stages if pp > 1 else 1
     stages = small_stages(old.stages, pp * virtual) if old.stages else None
@@ -242,7 +243,7 @@ def small_layout(given: RunOnRanks, pp: int, cp: int, tp: int) -> LayoutConfig:
 
 
 def small_stages(given: tuple[int, ...], count: int) -> tuple[int, ...]:
-    """So many of the given stages, each smaller: who is larger than whom stays, and not all become equal."""
+    """`count` of the given stages, each smaller: their order by size stays, and not all become equal."""
     picked = [given[i * len(given) // count] for i in range(count)]
     if len(set(picked)) == 1 < len(set(given)):
         picked[given.index(max(given)) * count // len(given)] += 1
@@ -252,14 +253,14 @@ def small_stages(given: tuple[int, ...], count: int) -> tuple[int, ...]:
 
 
 def small_ulysses(given: LayoutConfig, cp: int) -> int:
-    """All of cp if it was; else as many neighbours as there are, with other parts beside them."""
+    """All of cp if it was all of cp; otherwise a smaller number of neighbours, so that several groups remain."""
     if given.cp_ulysses == given.cp:
         return cp
     return max(u for u in range(1, max(cp, 2)) if cp % u == 0 and u <= given.cp_ulysses)
 
 
 def small_layers(model: ModelConfig, layout: LayoutConfig) -> int:
-    """Enough for every stage to have a layer and some to have more (blocks: layers, and two or three others); one
+    """Enough for every stage to have a layer and some to have more (blocks: layers, and two or three others); one layer
     has experts."""
     if layout.stages:
         return max(1, sum(layout.stages) - (num_blocks(model) - model.num_hidden_layers))
@@ -288,12 +289,12 @@ def small_model(run: Run, layout: LayoutConfig, layers: int, seq_length: int) ->
 
 
 def small_head_dim(rotated: float) -> int:
-    """The least of which a whole number of pairs is rotated."""
+    """The smallest head_dim of which a whole number of pairs is rotated."""
     return next((dim for dim in (4, 8, 16) if int(dim * rotated) >= 2 and int(dim * rotated) % 2 == 0), 32)
 
 
 def small_heads(model: ModelConfig, old: LayoutConfig, layout: LayoutConfig) -> tuple[int, int]:
-    """(kv heads, query heads): as many or fewer kv heads than ranks, as before; grouped if they were; some for each
+    """(kv heads, query heads): as many kv heads as ranks or fewer, as before; grouped if they were; some for each rank
     that exchanges them."""
     old_tp, tp = old.tp, layout.tp
     heads, kv_heads = model.num_attention_heads, model.kv_heads
@@ -306,10 +307,11 @@ def small_heads(model: ModelConfig, old: LayoutConfig, layout: LayoutConfig) -> 
 
 
 def small_expert_view(given: RunOnRanks, layout: LayoutConfig, stage: int) -> LayoutConfig:
-    """ep and etp for a stage of so many ranks: what is cut stays cut as far as there are ranks for it, and ep across
-    dp stays so.
+    """ep and etp for a stage of `stage` ranks: what is sharded stays sharded as far as there are ranks for it, and ep
+    across dp stays so.
 
-    How tokens go to their experts stays, although fewer ranks might choose otherwise; there is always room for them.
+    The dispatch of tokens stays, although `auto` might choose differently for fewer ranks; there is always room for
+    them.
     """
     grid = given.grid
 
@@ -335,7 +337,7 @@ def small_expert_view(given: RunOnRanks, layout: LayoutConfig, stage: int) -> La
 
 
 def small_experts(run: Run, small: ModelConfig, layout: LayoutConfig) -> ModelConfig:
-    """One or two experts on each rank as before, at least four in all; more than a token chooses, if there were."""
+    """One or two experts on each rank as before, at least four in total; more than a token chooses, if that was so."""
     model, shrink_experts = run.model, family_of(run.model).shrink_experts
     if shrink_experts is None:
         raise TypeError(f"the family {model.family} has experts and no shrink_experts: `phalanx verify` needs it")
@@ -349,7 +351,7 @@ def small_experts(run: Run, small: ModelConfig, layout: LayoutConfig) -> ModelCo
 
 
 def small_freeze(run: Run, model: ModelConfig) -> list[str]:
-    """The globs that fit tensors of the small model, or else one that does."""
+    """The globs that match tensors of the small model, or else one that does."""
     names = [name for matrix in stored_together(repr(model), model) for name in matrix] if run.train.freeze else []
     fitting = [glob for glob in run.train.freeze if any(fits(name, [glob]) for name in names)]
     if run.train.freeze and (not fitting or all(fits(name, fitting) for name in names)):

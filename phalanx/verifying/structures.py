@@ -1,4 +1,4 @@
-"""Structures of a run on its ranks: what is cut, shared, uneven, tied or exchanged, in words that `phalanx verify`
+"""Structures of a run on its ranks (what is sharded, shared, uneven, tied or exchanged), in words that `phalanx verify`
 reports.
 
 Each is a question about a run and a number of ranks, so that a run and its small copy are asked the same.
@@ -36,7 +36,7 @@ class RunOnRanks:
 
     @property
     def micro_batches(self) -> int:
-        """Of a rank in a step."""
+        """Micro-batches of a rank in a step."""
         return self.run.train.global_batch // (self.run.train.micro_batch * self.grid.dp)
 
     @property
@@ -60,7 +60,7 @@ class RunOnRanks:
 
     @property
     def expert_groups(self) -> bool:
-        """Whether several groups of ranks have all experts each, cut among them."""
+        """Whether several groups of ranks each hold all experts, sharded within the group."""
         return self.experts > 0 and self.grid.edp > 1 and self.grid.ep * self.grid.etp > 1
 
     @property
@@ -90,12 +90,12 @@ class RunOnRanks:
 
     @property
     def windows(self) -> set[bool]:
-        """Whether layers read in a window that is shorter than the sequence: the answers that there are."""
+        """The distinct answers, over layers, to whether the layer has a window shorter than the sequence."""
         return {window is not None and window < self.run.train.seq_length for window in windows_of(self.run.model)}
 
     @property
     def beyond_original(self) -> bool:
-        """Whether sequences are longer than those before the rotary embedding was scaled."""
+        """Whether sequences are longer than the context before the rotary embedding was scaled."""
         scaling = getattr(self.run.model, "rope_scaling", None)
         original = None if scaling is None else scaling.original_max_position_embeddings
         return original is not None and self.run.train.seq_length > original
@@ -111,7 +111,7 @@ class RunOnRanks:
 
 
 def cuts_inside(micro_batch: int, seq_length: int, cp: int, tp: int) -> bool:
-    """Whether tensor parallelism, which cuts the tokens of a micro-batch evenly, cuts a sequence in two."""
+    """Whether tensor parallelism, which divides the tokens of a micro-batch evenly, splits a sequence."""
     sizes = {part.size(seq_length) for part in SequenceShard(0, cp).all}
     return any(rank * micro_batch * size // tp % size for size in sizes for rank in range(1, tp))
 
@@ -132,7 +132,7 @@ def windows_of(model: Any) -> list[int | None]:
 
 @dataclass(frozen=True)
 class Structure:
-    """`weight`: how much it counts beside others where a small copy cannot have all."""
+    """`weight`: how much it counts if a small copy cannot have all structures."""
 
     name: str
     weight: int

@@ -1,9 +1,8 @@
-"""Block-scaled FP8 weights of a Hugging Face folder (DeepSeek-V3 as published): the boxes that are asked for, as
-plain numbers.
+"""Block-scaled FP8 weights of a Hugging Face folder (DeepSeek-V3 as published): reads any box as plain numbers.
 
-A matrix NAME of shape (R, C) lies in files as NAME, float8 (R, C), and NAME_scale_inv (ceil(R / b), ceil(C / c)):
-element (i, j) stands for its value times scale [i // b, j // c]. DeepSeek-AI, "DeepSeek-V3 technical report", 2024,
-section 3.3.2; blocks are 128 x 128 there.
+A matrix NAME of shape (R, C) is stored as NAME, float8 (R, C), and NAME_scale_inv (ceil(R / b), ceil(C / c)): element
+(i, j) represents its value times scale [i // b, j // c]. DeepSeek-AI, "DeepSeek-V3 technical report", 2024, section
+3.3.2; blocks are 128 x 128 there.
 """
 
 from __future__ import annotations
@@ -25,14 +24,14 @@ FLOAT8 = (torch.float8_e4m3fn, torch.float8_e5m2)
 
 @dataclass(frozen=True)
 class ScaledBox(StoredBox):
-    """A matrix is `key` in `file`; its scales may be in another file. `block`: rows and columns that share a scale."""
+    """A matrix `key` in `file`; its scales may be in another file. `block`: rows and columns that share a scale."""
 
     scales_file: str
     scales_key: str
     block: tuple[int, int]
 
     def read(self, files: Open, where: tuple[slice, ...]) -> Tensor:
-        """A box of the matrix, in fp32. Only it and the scales of the blocks that it touches are read."""
+        """A box of the matrix, in fp32. Reads only the box and the scales of the blocks that it touches."""
         blocks = tuple(slice(s.start // b, -(-s.stop // b)) for s, b in zip(where, self.block))
         values, scales = files(self.file).read(self.key, where), files(self.scales_file).read(self.scales_key, blocks)
         if values.dtype not in FLOAT8 or not scales.is_floating_point():
@@ -51,7 +50,7 @@ def spread(scales: Tensor, where: tuple[slice, ...], block: tuple[int, int]) -> 
 
 
 def block_of(config: Mapping[str, Any]) -> tuple[int, int] | None:
-    """Rows and columns of a block, if this config.json is of a folder in this format."""
+    """Rows and columns of a block, if this config.json belongs to a folder in this format."""
     stated = config.get("quantization_config")
     if (
         not isinstance(stated, dict)

@@ -1,9 +1,9 @@
-"""GPT models of Megatron-Core in its torch_dist checkpoints: their tensors under Hugging Face names, cut and ordered
-as Hugging Face does.
+"""GPT models of Megatron-Core in its torch_dist checkpoints: their tensors under Hugging Face names, cut and ordered as
+in Hugging Face checkpoints.
 
-What lies there (Megatron-Core 0.16, read from its own files): layers stacked along a leading dim, or one by one; q,
-k and v in one matrix, by groups of query heads, each group followed by its key and its value; gate above up in one
-matrix, or apart; vocabularies padded with rows; experts stacked behind the layers, alike from its sequential and its
+Their contents (Megatron-Core 0.16, determined from its own files): layers stacked along a leading dim, or one by one;
+q, k and v in one matrix, by groups of query heads, each group followed by its key and its value; gate above up in one
+matrix, or separate; vocabularies padded with rows; experts stacked after the layers, equally for its sequential and
 grouped ones, or one by one (`singleton_local_shards`).
 """
 
@@ -25,8 +25,8 @@ EMBEDDING = "embedding.word_embeddings.weight"
 LAYERS = "decoder.layers."
 Shape = tuple[int, ...]
 
-# Of decoders with RMSNorm and with LayerNorm, beside the layers and in each: Hugging Face name -> Megatron's names
-# (layer norms lie with the matrix after them in fused modules).
+# For decoders with RMSNorm and with LayerNorm, outside the layers and in each: Hugging Face name -> Megatron's names
+# (in fused modules, layer norms belong to the matrix after them).
 RMS_NORM = {
     "model.embed_tokens.weight": EMBEDDING,
     "model.norm.weight": "decoder.final_layernorm.weight",
@@ -89,14 +89,14 @@ LAYER_NORM_LAYER = {
 }
 EXPERT = re.compile(r"(?:mlp|block_sparse_moe)\.experts\.(\d+)\.(gate_proj|up_proj|down_proj|w1|w2|w3)\.weight")
 UP, GATE = ("up_proj.weight", "w3.weight"), ("gate_proj.weight", "w1.weight")
-HALVES = ("_w", "_v")  # what names of gates and ups end with that lie apart
+HALVES = ("_w", "_v")  # suffixes of the names of gates and ups that are stored separately
 
 
 @dataclass(frozen=True)
 class MegatronBox(StoredBox):
-    """A Hugging Face tensor inside `key`: `at` these places of its leading dims (layer, expert; none where it is not
-    stacked), whose rows are cut into `groups`, the rows of each run of every group, one run after the other (GPT-2's
-    fused matrix has three: q, k, v). transposed: as GPT-2's matrices lie."""
+    """A Hugging Face tensor inside `key`, at the positions `at` of its leading dims (layer, expert; none where it is
+    not stacked). Its rows are divided into `groups`; the tensor takes the same range of rows of every group, one after
+    the other (GPT-2's fused matrix has three: q, k, v). transposed: like GPT-2's matrices."""
 
     at: tuple[int, ...]
     groups: int
@@ -113,8 +113,8 @@ class MegatronBox(StoredBox):
 
 
 def with_megatron(index: Index, wanted: Mapping[str, Shape], config: Mapping[str, Any], where: str) -> Index:
-    """The index under Hugging Face names, if it is one of Megatron-Core's. CheckpointError names what has no place
-    in the model."""
+    """The index under Hugging Face names, if it is one of Megatron-Core's. CheckpointError names whatever does not
+    belong to the model."""
     if EMBEDDING not in index:
         return index
     fixed, layer_names, prefix = (
@@ -159,7 +159,7 @@ def with_megatron(index: Index, wanted: Mapping[str, Shape], config: Mapping[str
 
 
 def _places(name: str, layer_names: Mapping[str, tuple[str, ...]]) -> list[tuple[str, tuple[int, ...]]]:
-    """Megatron's names for a tensor of a layer, each with the place of its expert where experts are stacked."""
+    """Megatron's names for a tensor of a layer, each with the position of its expert where experts are stacked."""
     expert, half = EXPERT.fullmatch(name), HALVES[name.endswith(UP)] if name.endswith(GATE + UP) else ""
     if expert:
         matrix = f"linear_fc{1 if half else 2}.weight"
@@ -173,7 +173,7 @@ def _places(name: str, layer_names: Mapping[str, tuple[str, ...]]) -> list[tuple
 def _part(
     name: str, shape: Shape, key: str, at: tuple[int, ...], stored: Shape, config: Mapping[str, Any], where: str
 ) -> MegatronBox:
-    """Where a Hugging Face tensor lies in a stored one; its size is checked."""
+    """Where a Hugging Face tensor is in a stored one; its size is checked."""
     own = stored[len(at) :]
     transposed = name.startswith("transformer.h.") and len(shape) == 2
     rows = shape[1] if transposed else shape[0]

@@ -1,9 +1,9 @@
-"""MXFP4 weights of a Hugging Face folder (gpt-oss as published): the boxes that are asked for, as plain numbers.
+"""MXFP4 weights of a Hugging Face folder (gpt-oss as published): reads any box as plain numbers.
 
-A tensor NAME of shape (E, C, R) lies in files as NAME_blocks, uint8 (E, R, C / 32, 16), two values a byte (the lower
-four bits first), and NAME_scales, uint8 (E, R, C / 32): 32 values along C share the factor 2^(scale - 127). Open
-Compute Project, "OCP microscaling formats (MX) specification", 2023, sections 5.3.3 and 5.4.1: values are E2M1, and
-the scale 255 is NaN.
+A tensor NAME of shape (E, C, R) is stored as NAME_blocks, uint8 (E, R, C / 32, 16), two values a byte (the lower four
+bits first), and NAME_scales, uint8 (E, R, C / 32): 32 values along C share the factor 2^(scale - 127). Open Compute
+Project, "OCP microscaling formats (MX) specification", 2023, sections 5.3.3 and 5.4.1: values are E2M1, and the scale
+255 is NaN.
 """
 
 from __future__ import annotations
@@ -31,8 +31,8 @@ class PackedBox(StoredBox):
     scales_key: str
 
     def read(self, files: Open, where: tuple[slice, ...]) -> Tensor:
-        """A box of the tensor, in fp32, which holds every value of the format. Only the blocks that it touches are
-        read."""
+        """A box of the tensor, in fp32, which represents every value of the format. Reads only the blocks that the box
+        touches."""
         experts, columns, rows = where
         first, last = columns.start // BLOCK, -(-columns.stop // BLOCK)
         box = (experts, rows, slice(first, last))
