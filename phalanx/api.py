@@ -54,7 +54,7 @@ def plan(run: Run, ranks: int | None = None, device: str | None = None) -> PlanR
     Raises ConfigError.
     """
     from phalanx.base.devices import DEVICES, find_device
-    from phalanx.config.check import Facts
+    from phalanx.config.device_check import Facts
     from phalanx.forecast.check import check, raise_problems
     from phalanx.forecast.text import plan_report
 

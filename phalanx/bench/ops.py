@@ -35,7 +35,8 @@ from phalanx.forecast.decide import make_plan
 from phalanx.layout.grid import Coords
 from phalanx.nn.linear import Linear
 from phalanx.ops.attention.kind import CAUSAL, AttentionKind
-from phalanx.planning.plan import Plan, make_blocks, num_blocks, without_layout
+from phalanx.planning.blocks import make_blocks, num_blocks
+from phalanx.planning.plan import Plan, without_layout
 from phalanx.sequence.batch import Batch
 
 

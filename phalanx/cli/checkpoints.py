@@ -142,7 +142,7 @@ def import_(path: str, out: str, config: str, prefix: str) -> None:
     a folder that `init_from` (and everybody else) reads."""
     from phalanx.checkpoint.convert import REPORT, import_weights
     from phalanx.checkpoint.hf import model_config_from_hf
-    from phalanx.planning.plan import exported_shapes
+    from phalanx.planning.blocks import exported_shapes
 
     wanted = exported_shapes(model_config_from_hf(config))
     click.echo(f"{import_weights(path, out, config, wanted, prefix)} compared with {path}: {REPORT}")

@@ -13,7 +13,7 @@ from phalanx.base.errors import PhalanxError, Problem
 from phalanx.base.log import describe
 from phalanx.base.placement import Placement
 from phalanx.cli.torchrun import explain_end
-from phalanx.config.check import Facts
+from phalanx.config.device_check import Facts
 from phalanx.config.read import COMMAND_LINE, Loaded, read
 from phalanx.config.run import Run
 from phalanx.config.write import to_dict

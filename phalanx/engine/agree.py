@@ -19,9 +19,9 @@ from phalanx.base.errors import ConfigError, Problem
 from phalanx.base.log import ranks_text
 from phalanx.comm.axis import Axis
 from phalanx.forecast.memory import OVERHEAD, rank_uses
-from phalanx.ops.experts.grouped import GROUPED
 from phalanx.ops.op import packaged, runs_triton, unusable
 from phalanx.ops.quantized import cublaslt
+from phalanx.planning.kernels import KernelsPlan
 from phalanx.planning.plan import Plan
 
 ON = "on"
@@ -72,17 +72,7 @@ class Agreed:
     plan: Plan
     memory: dict[str, str]
     graphs: str
-    triton: bool
-    cublaslt: bool
     warnings: tuple[str, ...] = ()
-
-    @property
-    def counts_rows(self) -> bool:
-        return counts_rows(self.plan, self.triton)
-
-    @property
-    def uncaptured(self) -> frozenset[str]:
-        return uncaptured_ops(self.plan, self.triton)
 
 
 def look(device: torch.device, opened: dict[str, str]) -> LocalFacts:
@@ -123,12 +113,9 @@ def decide(plan: Plan, everyone: Sequence[LocalFacts]) -> Agreed:
         raise ConfigError(refused)
     if plan.experts.dispatch == "push" and plan.run.layout.dispatch == "auto" and memory.get(EXPERTS) != ON:
         plan = plan.by_all_to_all()
-    plan = with_kernels(plan, everyone)
-    triton = all_run_triton(plan, everyone)
-    graphs = why_no_graphs(plan, everyone, triton) or ON
-    cuda_graphs = graphs if plan.run.train.cuda_graphs != "off" else ""
-    has_cublaslt = all(facts.cublaslt for facts in everyone)
-    return Agreed(plan, memory, cuda_graphs, triton, has_cublaslt, tuple(differences(everyone)))
+    plan = replace(plan, kernels=agreed_kernels(plan.kernels, everyone))
+    graphs = why_no_graphs(plan, everyone) or ON if plan.run.train.cuda_graphs != "off" else ""
+    return Agreed(plan, memory, graphs, tuple(differences(everyone)))
 
 
 def outcome(name: str, everyone: Sequence[LocalFacts]) -> str:
@@ -155,23 +142,15 @@ def insisted(plan: Plan, name: str, said: str) -> Problem | None:
     return Problem(f"layout.{key}", value, rule, {}, ("auto", "off")) if value == ON else None
 
 
-def with_kernels(plan: Plan, everyone: Sequence[LocalFacts]) -> Plan:
-    """If `auto` would run different kernels on different ranks: use only those that run on all."""
-    train = plan.run.train
-    if train.kernels != "auto":
-        return plan
-    if len({facts.triton for facts in everyone}) > 1:
-        chosen: Any = "plain"
-    elif len({facts.no_optional_kernels for facts in everyone}) > 1 and everyone[0].triton:
-        chosen = "triton"
-    else:
-        return plan
-    return replace(plan, run=replace(plan.run, train=replace(train, kernels=chosen)))
-
-
-def all_run_triton(plan: Plan, everyone: Sequence[LocalFacts]) -> bool:
-    kernels = plan.run.train.kernels
-    return all(facts.triton for facts in everyone) if kernels == "auto" else kernels in ("triton", "optional")
+def agreed_kernels(kernels: KernelsPlan, everyone: Sequence[LocalFacts]) -> KernelsPlan:
+    """Where `auto` would run other kernels on some ranks than on others: those that run on all."""
+    mode = kernels.mode
+    if mode == "auto" and len({facts.triton for facts in everyone}) > 1:
+        mode = "plain"
+    elif mode == "auto" and len({facts.no_optional_kernels for facts in everyone}) > 1 and everyone[0].triton:
+        mode = "triton"
+    triton = all(facts.triton for facts in everyone) if mode == "auto" else mode in ("triton", "optional")
+    return replace(kernels, mode=mode, triton=triton, cublaslt=all(facts.cublaslt for facts in everyone))
 
 
 def differences(everyone: Sequence[LocalFacts]) -> list[str]:
@@ -191,11 +170,11 @@ def differences(everyone: Sequence[LocalFacts]) -> list[str]:
 # ---- CUDA graphs ---------------------------------------------------------------------------------
 
 
-def why_no_graphs(plan: Plan, everyone: Sequence[LocalFacts], triton: bool) -> str:
-    """Why blocks are not replayed as CUDA graphs; "": they are. With pipeline stages, each micro-batch in flight needs
-    its own memory pool, and attention between graphs needs buffers for what it reads and writes: only if asked for, or
-    if there is room. If weights or gradients are fetched and freed, only if asked for, and then in fixed slots; the
-    same if experts cannot be captured. Never if activations are offloaded (config.check)."""
+def why_no_graphs(plan: Plan, everyone: Sequence[LocalFacts]) -> str:
+    """Why blocks are not replayed as CUDA graphs; "": they are. With pipeline stages each micro-batch in flight
+    needs a pool of its own, and attention between graphs places for what it reads and writes: only if asked for, or
+    where there is room. Where weights or gradients come and go only if asked for: they then keep their places; and
+    so where experts cannot be captured. Never where activations wait on the host (config.check)."""
     wanted = plan.run.train.cuda_graphs
     if not all(facts.on_gpu for facts in everyone):
         return NO_GRAPHS_GPU
@@ -205,7 +184,7 @@ def why_no_graphs(plan: Plan, everyone: Sequence[LocalFacts], triton: bool) -> s
         return NO_GRAPHS_OFFLOAD
     if plan.experts.waits_for_sizes:
         return NO_GRAPHS_SIZES
-    if counts_rows(plan, triton):
+    if plan.counts_rows:
         return NO_GRAPHS_ROWS
     if plan.buckets_come_and_go:
         return NO_GRAPHS_SHARDS
@@ -216,20 +195,6 @@ def why_no_graphs(plan: Plan, everyone: Sequence[LocalFacts], triton: bool) -> s
 def smallest(everyone: Iterable[LocalFacts]) -> int:
     """Bytes of the GPU with the least memory."""
     return min(facts.memory for facts in everyone if facts.memory is not None)
-
-
-def uncaptured_ops(plan: Plan, triton: bool) -> frozenset[str]:
-    """Ops that run between CUDA graphs: attention if its shapes follow the lengths of documents, experts if the host
-    waits for the device."""
-    experts = plan.experts.waits_for_sizes or counts_rows(plan, triton)
-    return frozenset(
-        name for name, uncaptured in (("attention", plan.grid.dynamic), ("experts", experts)) if uncaptured
-    )
-
-
-def counts_rows(plan: Plan, triton: bool) -> bool:
-    """Whether the host reads how many rows each expert has: the plain implementation does."""
-    return plan.run.model.routed_experts > 0 and (not triton or GROUPED.is_plain(plan.run.train.plain_ops))
 
 
 def room_for_pools(plan: Plan, memory: int) -> bool:

@@ -14,7 +14,6 @@ from phalanx.base.dtypes import precision
 from phalanx.base.registry import find
 from phalanx.base.rng import fill_normal_
 from phalanx.comm.mesh import Mesh, Mode
-from phalanx.config.check import unfit_for_optional_kernels
 from phalanx.data_parallel.buffers import Buffers, share_memory
 from phalanx.data_parallel.flat import FlatBucket
 from phalanx.data_parallel.homes import MatrixHome
@@ -38,7 +37,8 @@ from phalanx.optim.sharded import ShardedOptimizer, moment_dtype
 from phalanx.pipeline.execute import Stages
 from phalanx.pipeline.graphs import Eager, Graphs
 from phalanx.pipeline.segments import Cuda
-from phalanx.planning.plan import Plan, fp8_linears, fp8_names
+from phalanx.planning.kernels import KernelsPlan
+from phalanx.planning.plan import Plan, fp8_linears
 from phalanx.schedule.actions import Backward, Ready
 
 
@@ -74,7 +74,7 @@ def build(plan: Plan, mesh: Mesh) -> State:
     """
     model = build_model(plan, mesh)
     plan, train = model.plan, model.plan.run.train
-    homes = plan.matrices_of(mesh.at.pp)
+    homes = plan.matrices[mesh.at.pp]
     if homes:
         mesh.prepare_stage()
     for updater, matrices in homes.items():
@@ -108,8 +108,8 @@ def build_model(plan: Plan, mesh: Mesh) -> Model:
     opened = open_memory(plan, mesh, buckets)
     agreed = decide(plan, collect(mesh.world, look(mesh.device, opened)))
     close_memory(agreed, mesh, opened)
-    if agreed.plan is not plan:
-        plan = agreed.plan
+    before, plan = plan, agreed.plan
+    if plan.ops != before.ops:
         blocks = plan.blocks_of(mesh.at, mesh.model)
         buckets, params = plan.buckets_of(blocks)
     mesh.prepare(plan.replicas(mesh.at.tp))
@@ -171,7 +171,7 @@ def fp8_state(plan: Plan, buffers: Buffers, params: list[Parameter], device: tor
     config, fp8 = plan.run.train.fp8, fp8_linears(plan.run)
     if config is None or fp8 is None:
         return None
-    state = Fp8State(fp8_names(plan.run), fp8.recipe, config, device)
+    state = Fp8State(plan.fp8_names, fp8.recipe, config, device)
     for flat in buffers.flat:
         state.attach(flat.bucket.id, (params[slot.param] for slot in flat.bucket.slots))
     state.keep(buffers.flat)
@@ -233,9 +233,8 @@ def counting_heads(blocks: dict[tuple[int, int], list[Block]], count: int, devic
 
 
 def graphs(agreed: Agreed, mesh: Mesh, blocks: dict[tuple[int, int], list[Block]]) -> Graphs:
-    """The CUDA graphs of the blocks. If ranks exchange tokens of different micro-batches, their hosts agree on which
-    are replayed."""
-    plan, between, recompute = agreed.plan, agreed.uncaptured, next(iter(blocks.values()))[0].env.recompute
+    """Where ranks exchange tokens of different micro-batches, their hosts agree which of them are replayed."""
+    plan, between, recompute = agreed.plan, agreed.plan.uncaptured, next(iter(blocks.values()))[0].env.recompute
     hosts = (
         mesh.prepare_hosts()
         if plan.experts.mixes_batches and (plan.run.data.inside_documents or plan.grid.dynamic)
@@ -254,10 +253,10 @@ def graphs(agreed: Agreed, mesh: Mesh, blocks: dict[tuple[int, int], list[Block]
 
 
 def choices(state: State) -> str:
-    """What was chosen for these machines where the config says auto, and the reasons: a line for the log."""
-    run, mesh, agreed = state.plan.run, state.mesh, state.model.agreed
-    plain = f", but plain {', '.join(run.train.plain_ops)}" if agreed.triton and run.train.plain_ops else ""
-    optional = optional_kernels_chosen(state.plan, mesh.device) if agreed.triton else ""
+    """What was chosen for these machines where the config says auto, and why not more: a line for the log."""
+    run, mesh, agreed, kernels = state.plan.run, state.mesh, state.model.agreed, state.plan.kernels
+    plain = f", but plain {', '.join(kernels.plain_ops)}" if kernels.triton and kernels.plain_ops else ""
+    optional = optional_kernels_chosen(kernels, mesh.device) if kernels.triton else ""
     graphs = agreed.graphs if agreed.graphs in (ON, "") else f"off ({agreed.graphs})"
     dispatch = f"; tokens to experts by {state.plan.experts.dispatch}" if state.model.routed else ""
     beside = agreed.memory.get(EXPERTS)
@@ -271,10 +270,10 @@ def choices(state: State) -> str:
     order = "; sums in a fixed order, torch's deterministic algorithms" if run.train.deterministic else ""
     overlap = f"; tp exchanges in matmuls {agreed.memory[TP]}" if mesh.tp.size > 1 else ""
     overlap += shared_text(state)
-    no_cublaslt = run.train.fp8 is not None and mesh.device.type == "cuda" and not agreed.cublaslt
+    no_cublaslt = run.train.fp8 is not None and mesh.device.type == "cuda" and not kernels.cublaslt
     fp8 = "; weights' gradients in 8 bits added without cuBLASLt, which is not found" if no_cublaslt else ""
     return (
-        f"kernels {'triton' + plain if agreed.triton else 'plain'}{optional}{fp8}; CUDA graphs "
+        f"kernels {'triton' + plain if kernels.triton else 'plain'}{optional}{fp8}; CUDA graphs "
         f"{graphs or 'off'}{overlap}{dispatch}{order}"
     )
 
@@ -286,12 +285,12 @@ def shared_text(state: State) -> str:
     return "".join(f"; what is sharded over {axis} exchanged by copies {said}" for axis, said in found)
 
 
-def optional_kernels_chosen(plan: Plan, device: torch.device) -> str:
+def optional_kernels_chosen(kernels: KernelsPlan, device: torch.device) -> str:
     """Which ops run implementations from optional packages, and why others do not."""
-    train, said, made = plan.run.train, [], packaged()
-    for op, unfit in unfit_for_optional_kernels(plan.run).items():
+    said, made = [], packaged()
+    for op, unfit in kernels.unfit.items():
         package = made[op].package
-        if train.kernels == "triton" or op in train.plain_ops or package is None:
+        if kernels.mode == "triton" or op in kernels.plain_ops or package is None:
             continue
         why = unusable(made[op], device.index or 0) if device.type == "cuda" else "not a GPU"
         why = why or (f"not for {', '.join(f'{k}={v}' for k, v in unfit.items())}" if unfit else None)

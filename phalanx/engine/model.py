@@ -52,7 +52,7 @@ class Model:
     def program(self, num_micro_batches: int, backward: bool = True) -> tuple[Instruction, ...]:
         key = (num_micro_batches, backward)
         if key not in self.programs:
-            self.programs[key] = self.plan.programs(num_micro_batches, backward).lists[self.mesh.at.pp]
+            self.programs[key] = self.plan.proved_program(num_micro_batches, backward).lists[self.mesh.at.pp]
         return self.programs[key]
 
     @property

@@ -124,7 +124,7 @@ class ForwardOnly:
 
     def _program(self, count: int, stages: Stages) -> list[Any]:
         known = stages.handlers()
-        return [i for i in self.plan.programs(count, backward=False).lists[self.mesh.at.pp] if type(i) in known]
+        return [i for i in self.plan.proved_program(count, backward=False).lists[self.mesh.at.pp] if type(i) in known]
 
 
 def evaluate_rank(run: Run, placement: Placement, what: Evaluation) -> None:

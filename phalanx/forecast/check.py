@@ -13,7 +13,8 @@ from typing import Any
 from phalanx.base import tree
 from phalanx.base.errors import ConfigError, Problem
 from phalanx.base.rules import MissingPath
-from phalanx.config.check import Facts, check_values
+from phalanx.config.check import check_values
+from phalanx.config.device_check import Facts
 from phalanx.config.limits import check_limits
 from phalanx.config.run import Run
 from phalanx.forecast.decide import make_plan

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
-
 from phalanx.config.run import Run
 from phalanx.forecast.recompute import within_budget
 from phalanx.planning.plan import Plan, plan_of
@@ -12,4 +10,4 @@ from phalanx.planning.plan import Plan, plan_of
 def make_plan(run: Run, world: int) -> Plan:
     """Decide everything of a checked config on `world` ranks. Pure: the same on every rank and on a laptop."""
     plan, budget_gib = plan_of(run, world), run.train.recompute_budget_gib
-    return plan if budget_gib is None else replace(plan, recomputed=within_budget(plan, budget_gib * 2**30))
+    return plan if budget_gib is None else plan.recomputing(within_budget(plan, budget_gib * 2**30))

@@ -33,7 +33,8 @@ from phalanx.nn.run_block import run_block
 from phalanx.ops.quantized.linear import WeightQuantizer
 from phalanx.optim.optimizer import optimizers_of
 from phalanx.optim.sharded import state_bytes
-from phalanx.planning.plan import BlockFacts, Plan, fp8_names
+from phalanx.planning.blocks import BlockFacts
+from phalanx.planning.plan import Plan
 from phalanx.schedule.actions import Backward, Fetch, Forward, Instruction, Offload, Program, Send, Value
 from phalanx.schedule.lower import lower
 from phalanx.schedule.simulate import Costs, LiveChange, ScheduleTrace, simulate
@@ -95,7 +96,7 @@ def rank_uses(
 
     blocks: `block_uses` of the plan, if already known.
     """
-    blocks, program = blocks or block_uses(plan), plan.lowered(num_micro_batches)
+    blocks, program = blocks or block_uses(plan), plan.lowered_program(num_micro_batches)
     trace = simulate(lower(plan.schedule(num_micro_batches)), step_costs(plan))
     return [_rank_use(plan, pp, blocks, trace, program, num_micro_batches) for pp in range(plan.grid.pp)], trace
 
@@ -134,7 +135,7 @@ def block_uses(plan: Plan) -> list[BlockUse]:
 def fp8_of_block(plan: Plan, number: int) -> frozenset[str]:
     """Names, without the layer's number, of its quantized linears."""
     layer = str(number - 1)
-    return frozenset(name.replace(f".{layer}.", ".", 1) for name in fp8_names(plan.run) if layer in name.split("."))
+    return frozenset(name.replace(f".{layer}.", ".", 1) for name in plan.fp8_names if layer in name.split("."))
 
 
 @dataclass(frozen=True)
@@ -248,7 +249,7 @@ def _rank_use(
     plan: Plan, pp: int, blocks: Sequence[BlockUse], trace: ScheduleTrace, program: Program, num_micro_batches: int
 ) -> RankUse:
     run, kind, grid = plan.run, precision(plan.run.train.precision), plan.grid
-    buckets, quantizers = plan.ranks[pp].buckets, plan.ranks[pp].quantized
+    buckets, quantizers = plan.rank(pp).buckets, plan.rank(pp).quantized
     passing = passing_bytes(plan, buckets, program.lists[pp], kind)
     of_buckets = bucket_sends(plan, buckets, program.lists[pp], kind)
     mine = [b for s in plan.stages_of(pp) for b in plan.stages[s]]
@@ -340,7 +341,7 @@ def home_bytes(plan: Plan, pp: int, kind: Precision) -> dict[str, int]:
     matrix."""
     found, states = {"masters": 0, "moments": 0, "update": 0}, state_bytes(plan.run.optim, kind.master.itemsize)
     wide, ranks = kind.master.itemsize, plan.grid.stage
-    for updater, matrices in plan.matrices_of(pp).items():
+    for updater, matrices in plan.matrices[pp].items():
         homes = homes_of(matrices, ranks)
         loads = [home_bucket([m for m, home in zip(matrices, homes) if home == rank]).numel for rank in range(ranks)]
         copies = 2 + 2 * len(optimizers_of(plan.run.optim)[updater].state) + MATRIX_COPIES

@@ -24,7 +24,8 @@ from phalanx.base.errors import ConfigError, Problem
 from phalanx.forecast.memory import OVERHEAD, BlockUse, DryBlock, block_uses, fixed_bytes, rank_uses
 from phalanx.nn.dry_run import FusedAttention, leaves
 from phalanx.nn.recompute import Recompute
-from phalanx.planning.plan import BlockFacts, Plan
+from phalanx.planning.blocks import BlockFacts
+from phalanx.planning.plan import Plan
 
 # A byte read or written, and a byte sent to another rank, in FLOPs: an H100's bf16 rate over that of its memory and of
 # NVLink.
@@ -170,7 +171,7 @@ class Traced:
 def traced(plan: Plan, number: int) -> Traced:
     """Trace a block of tp rank 0 for one micro-batch."""
     trace = _Trace()
-    dry = DryBlock.of(replace(plan, recomputed=(frozenset(),) * len(plan.recomputed)), number, trace)
+    dry = DryBlock.of(plan.recomputing((frozenset(),) * len(plan.facts)), number, trace)
     trace.ran.clear()
     trace.sent = lambda: sum(dry.sent.values())
     given = [*dry.block.parameters(), *tree_leaves([vars(dry.batch)])]
@@ -226,7 +227,7 @@ def options(plan: Plan, number: int) -> list[Option]:
     sets = [frozenset(c) for n in range(len(names) + 1) for c in combinations(names, n)]
     if "block" in each:
         sets.append(frozenset({"block"}))
-    dry, found = DryBlock.of(replace(plan, recomputed=(frozenset(),) * len(plan.recomputed)), number), []
+    dry, found = DryBlock.of(plan.recomputing((frozenset(),) * len(plan.facts)), number), []
     for recomputed in _least({a: trace.kept_of(a) for a in sets}, {a: sum(each[n].cost for n in a) for a in sets}):
         dry.block.recomputed = recomputed
         use = dry.forgetting().use(precision(plan.run.train.precision).master)
@@ -301,7 +302,7 @@ def within_budget(plan: Plan, budget: float) -> tuple[frozenset[str], ...]:
     recomputed: list[frozenset[str]] = [frozenset()] * len(plan.facts)
     found: dict[BlockFacts, list[Option]] = {}
     micro_batches = plan.num_micro_batches(plan.run.train.global_batch)
-    plan = replace(plan, recomputed=tuple(recomputed))
+    plan = plan.recomputing(recomputed)
     blocks_kept = block_uses(plan)
     uses, trace = rank_uses(plan, micro_batches, blocks_kept)
     lacking: dict[int, float] = {}
@@ -359,7 +360,7 @@ class Saving:
 def savings_of(plan: Plan, uses: Sequence[BlockUse]) -> list[Saving]:
     """For every block of the model, given `block_uses` of the plan."""
     stored, each = (
-        block_uses(replace(plan, recomputed=(frozenset(),) * len(plan.recomputed))),
+        block_uses(plan.recomputing((frozenset(),) * len(plan.facts))),
         dict[BlockFacts, dict[str, Price]](),
     )
     found = []

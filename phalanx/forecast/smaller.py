@@ -9,7 +9,7 @@ from dataclasses import dataclass, field
 from phalanx.base import tree
 from phalanx.base.errors import ConfigError
 from phalanx.base.sizes import size_text
-from phalanx.config.check import Facts
+from phalanx.config.device_check import Facts
 from phalanx.config.run import Run
 from phalanx.forecast.check import broken_rules
 from phalanx.forecast.decide import make_plan

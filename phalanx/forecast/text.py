@@ -19,10 +19,10 @@ from phalanx.forecast.memory import OVERHEAD, BlockUse, RankUse, block_uses, ran
 from phalanx.forecast.recompute import Saving, savings_of
 from phalanx.forecast.smaller import Demand, Search, way_out
 from phalanx.layout.grid import Grid
-from phalanx.nn.env import Env, WeightRules
 from phalanx.nn.objective import TaskConfig
+from phalanx.planning.freeze import num_frozen
 from phalanx.planning.order import total_samples
-from phalanx.planning.plan import Plan, fp8_names, global_numel, make_blocks
+from phalanx.planning.plan import Plan
 from phalanx.schedule.draw import draw
 from phalanx.schedule.simulate import ScheduleTrace
 from phalanx.sequence.balance import degrees_of
@@ -85,10 +85,11 @@ def summary(plan: Plan, m: int, trace: ScheduleTrace) -> str:
         f"{run.model.hidden_size:,}, vocabulary {run.model.vocab_size:,}",
         **({"task": task_text(run.task)} if run.task != TaskConfig() else {}),
         "parameters": f"{num_parameters(plan):,}"
-        + (f", {frozen:,} of them frozen" if (frozen := num_frozen(plan)) else ""),
+        + (f", {frozen:,} of them frozen" if (frozen := num_frozen(run)) else ""),
         "ranks": f"{grid.world:,} = {grid.text}, sharding {sharding_text(run)}{expert_view(run, grid)}",
         **({"context": context_text(plan)} if grid.cp > 1 else {}),
-        "precision": f"{train.precision}{fp8_text(run)}, recompute {recompute_text(run)}",
+        "precision": f"{train.precision}{fp8_text(plan)}, recompute {recompute_text(run)}",
+        **({"kernels": plan.kernels.text} if plan.kernels.text != "auto" else {}),
         "step": f"{train.global_batch:,} sequences x {train.seq_length:,} = {step_tokens:,} tokens{ramp}",
         "micro-batches": f"{m:,} of {train.micro_batch} x {train.seq_length:,} tokens per rank, bubble "
         f"{100 * trace.bubble:.1f} %",
@@ -108,9 +109,9 @@ def task_text(config: TaskConfig) -> str:
     return f"{config.name}{f' ({own})' if own else ''}"
 
 
-def fp8_text(run: Run) -> str:
-    fp8, count = run.train.fp8, len(fp8_names(run))
-    return f", {count} linears in train.fp8.recipe={fp8.recipe}" if fp8 else ""
+def fp8_text(plan: Plan) -> str:
+    fp8 = plan.run.train.fp8
+    return f", {len(plan.fp8_names)} linears in train.fp8.recipe={fp8.recipe}" if fp8 else ""
 
 
 def sharding_text(run: Run) -> str:
@@ -139,17 +140,6 @@ def expert_view(run: Run, grid: Grid) -> str:
 
 def num_parameters(plan: Plan) -> int:
     return sum(f.numel for f in plan.facts)
-
-
-def num_frozen(plan: Plan) -> int:
-    """Parameters that train.freeze keeps as they are."""
-    if not plan.run.train.freeze:  # no need to make the model
-        return 0
-    blocks = make_blocks(
-        plan.run.model, Env(weights=WeightRules(freeze=tuple(plan.run.train.freeze))), range(len(plan.facts))
-    )
-    specs = {id(p): p.spec for block in blocks for p in block.parameters()}
-    return sum(global_numel(spec) for spec in specs.values() if spec.frozen and spec.trained)
 
 
 def stage_table(plan: Plan) -> str:

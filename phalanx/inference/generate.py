@@ -223,3 +223,68 @@ def too_long(prompt: str, tokens: int, positions: int) -> Problem:
         (),
         "command line",
     )
+
+
+class Pieces:
+    """Text of tokens that come one by one. Characters whose bytes are not all there yet wait for them."""
+
+    def __init__(self, tokenizer: Tokenizer):
+        self._tokenizer = tokenizer
+        self._ids: list[int] = []
+        self._given = ""
+
+    def add(self, token: int) -> str:
+        """What can be shown with this token that could not before."""
+        self._ids.append(token)
+        return self._beyond(self._text().removesuffix(UNFINISHED))
+
+    def rest(self) -> str:
+        """What is left at the end."""
+        return self._beyond(self._text())
+
+    def _text(self) -> str:
+        return self._tokenizer.decode(self._ids, skip_special_tokens=True)
+
+    def _beyond(self, text: str) -> str:
+        more = text.removeprefix(self._given) if text.startswith(self._given) else ""
+        self._given += more
+        return more
+
+
+def load_for_inference(folder: Path) -> tuple[Plan, Mesh, Stages]:
+    """The model of a Hugging Face folder on this process, in its own dtype on a GPU and in fp32 on a CPU."""
+    model = model_config_from_hf(folder)
+    gpu = torch.cuda.is_available()
+    length = min(64, model.max_position_embeddings)
+    train = TrainConfig(steps=1, global_batch=1, micro_batch=1, seq_length=length, precision="bf16" if gpu else "fp32")
+    plan = make_plan(Run(model=model, train=train), 1)
+    mesh = Mesh(plan.grid, 0, local_device("cuda" if gpu else "cpu", 0))
+    buffers, stages = build_for_inference(plan, mesh)
+    load_weights(folder, buffers, mesh)
+    return plan, mesh, stages
+
+
+@torch.no_grad()
+def next_logits(plan: Plan, mesh: Mesh, stages: Stages, ids: list[int]) -> Tensor:
+    """(vocab,) logits of the token after `ids`."""
+    window = torch.tensor(ids, device=mesh.device)
+    n = len(window)
+    zeros = torch.zeros_like(window)
+    batch = Batch(window, zeros, torch.arange(n, device=mesh.device), zeros, 1, n)
+    stages.finish = lambda block, x, _: last_logits(block, x, n)
+    stages.begin([batch], seed=None)
+    execute(
+        [i for i in plan.proved_program(1, backward=False).lists[0] if type(i) in stages.handlers()], stages.handlers()
+    )
+    stages.end()
+    return stages.outputs[0][0]
+
+
+def last_logits(block: Block, x: Tensor, n: int) -> Tensor:
+    return block.logits(x, torch.tensor([n - 1], device=x.device))  # type: ignore[operator]
+
+
+def pick(logits: Tensor, temperature: float, dice: torch.Generator) -> int:
+    if temperature == 0:
+        return int(logits.argmax())
+    return int(torch.multinomial(torch.softmax(logits.float().cpu() / temperature, -1), 1, generator=dice))

@@ -5,6 +5,7 @@ Only runs with train.fp8 import this file; the layers do not know about it.
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from dataclasses import dataclass, replace
 from fnmatch import fnmatchcase
 from functools import partial
@@ -119,17 +120,20 @@ class Fp8Linears:
     accumulate: Accumulate = "mixed"
     kept: bool = False
 
-    def takes(self, name: str) -> bool:
+    def takes(self, names: Iterable[str]) -> bool:
+        """Whether a linear with these matrices uses it: all or none of them do, of all experts, so that all ranks
+        agree."""
+        return all(self._takes(name) for name in names)
+
+    def _takes(self, name: str) -> bool:
         layer = next((int(part) for part in name.split(".") if part.isdigit()), None)
         return (layer is None or layer in self.layers) and not any(fnmatchcase(name, glob) for glob in self.exclude)
 
     def method_of(self, linear: AnyLinear) -> LinearMethod:
-        """All or none of a linear's matrices use the recipe, over all experts, so that all ranks agree."""
-        names = list(dict.fromkeys(linear.names))
-        if not all(self.takes(name.format(e)) for name in names for e in range(max(1, linear.experts))):
+        if not self.takes(matrices_of(linear)):
             return PLAIN
         weight, place = linear.weight, linear.env
-        quantizer = self._quantizer(joint_name(names), linear.cut, linear.experts > 0, place)
+        quantizer = self._quantizer(joint_name(linear), linear.cut, linear.experts > 0, place)
         weight.quantizer = quantizer
         coded = self.kept and weight.spec.learns and quantizer.keeps_quantized(weight.spec.shape)
         weight.spec = replace(weight.spec, coded=coded)
@@ -140,7 +144,12 @@ class Fp8Linears:
         return kind(self.recipe, name, cut, place.axes, place.kernels_for(QUANT), self.accumulate, place.seed)
 
 
-def joint_name(names: list[str]) -> str:
-    """One name for matrices that are stored together."""
-    first, *others = (name.replace("{}.", "").removesuffix(".weight") for name in names)
+def matrices_of(linear: AnyLinear) -> tuple[str, ...]:
+    """Names of a linear's global matrices, of every expert."""
+    return tuple(name.format(e) for name in dict.fromkeys(linear.names) for e in range(max(1, linear.experts)))
+
+
+def joint_name(linear: AnyLinear) -> str:
+    """One name for the matrices that are stored together."""
+    first, *others = (name.replace("{}.", "").removesuffix(".weight") for name in dict.fromkeys(linear.names))
     return "+".join((first, *(other.rsplit(".", 1)[-1] for other in others)))

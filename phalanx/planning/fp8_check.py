@@ -3,20 +3,17 @@ contradict each other."""
 
 from __future__ import annotations
 
-from dataclasses import replace
+from collections.abc import Sequence
 from fnmatch import fnmatchcase
-from functools import lru_cache
 from math import gcd
+from typing import Any
 
 from phalanx.base.errors import Problem
 from phalanx.base.rules import at_least, multiples, no_effect, problem, within
-from phalanx.config.run import Run
-from phalanx.layout.grid import Grid
-from phalanx.models.model_config import ModelConfig
-from phalanx.nn.env import Env, WeightRules
-from phalanx.nn.fp8 import Fp8Linears
+from phalanx.config.run import Fp8Config, Run
 from phalanx.ops.quantized.recipes import RECIPES
-from phalanx.planning.plan import fp8_linears, make_blocks, num_blocks
+from phalanx.planning.blocks import LinearFacts, cut_linears, whole_linears
+from phalanx.planning.plan import fp8_linears
 
 AT = "train.fp8"
 CAPABILITY = {
@@ -81,73 +78,41 @@ def check_linears(run: Run) -> list[Problem]:
     c, fp8 = run.train.fp8, fp8_linears(run)
     if c is None or fp8 is None:
         return []
-    key, layers = repr(run.model), run.model.num_hidden_layers
+    layers = run.model.num_hidden_layers
     if 2 * c.end_layers >= layers:
         because = {"model.num_hidden_layers": layers}
         return [problem(AT, c, "end_layers", "must leave layers between the ends", because, (0, (layers - 1) // 2))]
-    cuts = (run.layout.tp, run.layout.etp)
-    every = local_shapes(key, run.model, cuts, replace(fp8, layers=range(layers), exclude=()))
-    idle = [g for g in c.exclude if not any(fnmatchcase(name, g) for names, _ in every for name in names)]
+    names = [name for linear in whole_linears(run.model) for name in linear.matrices]
+    idle = [g for g in c.exclude if not any(fnmatchcase(name, g) for name in names)]
     if idle:
-        return [
-            problem(
-                AT,
-                c,
-                "exclude",
-                "must fit names of linears",
-                {"fits none": ", ".join(idle)},
-                ([g for g in c.exclude if g not in idle],),
-            )
-        ]
-    linears = local_shapes(key, run.model, cuts, fp8)
+        others = [g for g in c.exclude if g not in idle]
+        return [problem(AT, c, "exclude", "must fit names of linears", {"fits none": ", ".join(idle)}, (others,))]
+    linears = [x for x in cut_linears(run.model, run.layout.tp, run.layout.etp) if fp8.takes(x.matrices)]
     if not linears:
         return [problem(AT, c, "exclude", "must leave a linear", {"linears": 0}, ([],))]
-    return check_sizes(run, linears)
+    return check_sizes(run, c, linears)
 
 
-def check_sizes(run: Run, linears: tuple[tuple[tuple[str, ...], tuple[int, int]], ...]) -> list[Problem]:
-    c, t, tp = run.train.fp8, run.train, run.layout.tp
-    unit = RECIPES[c.recipe].unit  # type: ignore[union-attr]
+def check_sizes(run: Run, c: Fp8Config, linears: Sequence[LinearFacts]) -> list[Problem]:
+    t, tp, unit = run.train, run.layout.tp, RECIPES[c.recipe].unit
     found = []
     parts = tp * (2 * run.layout.cp if run.layout.cp > 1 else 1)  # with cp, each rank holds two chunks of a sequence
     if t.micro_batch * t.seq_length % (unit * parts):
-        because = {
-            f"{AT}.recipe": c.recipe,  # type: ignore[union-attr]
-            "train.micro_batch": t.micro_batch,
-            "layout.tp": tp,
-            "layout.cp": run.layout.cp,
-        }  # type: ignore[union-attr]
-        rule = f"micro_batch * seq_length of each rank must be a multiple of {unit} with train.fp8.recipe={c.recipe}"  # type: ignore[union-attr]
+        because: dict[str, Any] = {f"{AT}.recipe": c.recipe, "train.micro_batch": t.micro_batch, "layout.tp": tp}
+        because["layout.cp"] = run.layout.cp
+        rule = f"micro_batch * seq_length of each rank must be a multiple of {unit} with train.fp8.recipe={c.recipe}"
         step = unit * parts // gcd(unit * parts, t.micro_batch)
         found.append(problem("train", t, "seq_length", rule, because, multiples(t.seq_length, step)))
-    bad = {names[0]: shape for names, shape in linears if any(size % unit for size in shape)}
-    if bad:
-        name, shape = next(iter(bad.items()))
-        near = " x ".join(" or ".join(map(str, multiples(size, unit))) if size % unit else str(size) for size in shape)
-        because = {name: " x ".join(map(str, shape)), "nearest sizes": near, "layout.tp": tp}
+    bad = next((linear for linear in linears if any(size % unit for size in linear.shape)), None)
+    if bad is not None:
+        near = " x ".join(" or ".join(map(str, multiples(n, unit))) if n % unit else str(n) for n in bad.shape)
+        because = {bad.matrices[0]: " x ".join(map(str, bad.shape)), "nearest sizes": near, "layout.tp": tp}
         because |= {"layout.etp": run.layout.etp} if run.layout.etp > 1 else {}
         rule = (
             "the outputs and inputs of its linears, on each rank, must be multiples of 16 (mxfp8 32, "
             "blockwise 128; or exclude them)"
         )
-        fitting = tuple(r.name for r in RECIPES.values() if not any(size % r.unit for _, s in linears for size in s))
-        found.append(problem(AT, c, "recipe", rule, because, fitting))  # type: ignore[arg-type]
+        sizes = {size for linear in linears for size in linear.shape}
+        fitting = tuple(r.name for r in RECIPES.values() if not any(size % r.unit for size in sizes))
+        found.append(problem(AT, c, "recipe", rule, because, fitting))
     return found
-
-
-@lru_cache(maxsize=16)
-def local_shapes(
-    key: str, model: ModelConfig, cuts: tuple[int, int], fp8: Fp8Linears
-) -> tuple[tuple[tuple[str, ...], tuple[int, int]], ...]:
-    """Names of the global matrices and (out, in) of each quantized linear on the first and the last rank of each of the
-    `cuts`, tp and etp; for experts, those of one expert."""
-    found: dict[tuple[tuple[str, ...], tuple[int, int]], None] = {}
-    for grid, dims in ((Grid(tp=cuts[0]), 2), (Grid(dp=cuts[1], etp=cuts[1]), 3)):
-        for rank in {0, grid.world - 1}:
-            for block in make_blocks(
-                model, Env(grid=grid, at=grid.coords(rank), weights=WeightRules(linears=fp8)), range(num_blocks(model))
-            ):
-                for p in block.parameters():
-                    if p.quantizer is not None and p.dim() == dims:
-                        found[(tuple(piece.name for piece in p.spec.pieces), (p.shape[-2], p.shape[-1]))] = None
-    return tuple(found)

@@ -5,14 +5,12 @@ from __future__ import annotations
 
 import re
 from fnmatch import fnmatchcase
-from functools import lru_cache
 
 from phalanx.base.errors import Problem
 from phalanx.base.rules import problem
 from phalanx.config.run import Run
 from phalanx.models.model_config import ModelConfig
-from phalanx.nn.env import Env
-from phalanx.planning.plan import make_blocks, num_blocks
+from phalanx.planning.blocks import global_numel, whole_specs
 
 
 def check_freeze(run: Run) -> list[Problem]:
@@ -20,7 +18,7 @@ def check_freeze(run: Run) -> list[Problem]:
     globs = run.train.freeze
     if not globs:
         return []
-    matrices = stored_together(repr(run.model), run.model)
+    matrices = stored_together(run.model)
     names = [name for matrix in matrices for name in matrix]
     idle = [g for g in globs if not any(fnmatchcase(name, g) for name in names)]
     if idle:
@@ -54,8 +52,12 @@ def fits(name: str, globs: list[str]) -> bool:
     return any(fnmatchcase(name, glob) for glob in globs)
 
 
-@lru_cache(maxsize=8)
-def stored_together(key: str, model: ModelConfig) -> tuple[tuple[str, ...], ...]:
-    """For each parameter, the names of the global tensors that it holds, as in a Hugging Face checkpoint."""
-    specs = {id(p): p.spec for block in make_blocks(model, Env(), range(num_blocks(model))) for p in block.parameters()}
-    return tuple(tuple(piece.name for piece in spec.pieces) for spec in specs.values() if spec.exported)
+def stored_together(model: ModelConfig) -> list[tuple[str, ...]]:
+    """Names of the global tensors of each parameter that a Hugging Face checkpoint has."""
+    return [tuple(piece.name for piece in spec.pieces) for spec in whole_specs(model) if spec.exported]
+
+
+def num_frozen(run: Run) -> int:
+    """Parameters that train.freeze keeps as they are."""
+    specs = whole_specs(run.model, run.train.freeze)
+    return sum(global_numel(spec) for spec in specs if spec.frozen and spec.trained)

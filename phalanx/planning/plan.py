@@ -4,8 +4,8 @@ computed on a laptop for any world size."""
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
-from functools import cached_property, lru_cache
+from dataclasses import dataclass, field, replace
+from functools import cached_property
 
 from phalanx.base.dtypes import precision
 from phalanx.base.rules import default_of
@@ -18,8 +18,6 @@ from phalanx.layout.homes import whole_matrices
 from phalanx.layout.param import ParamSpec, Replica
 from phalanx.layout.shards import Sharding
 from phalanx.layout.stages import cut_virtual_stages, given_stages
-from phalanx.models.model_config import ModelConfig
-from phalanx.models.registry import family_of
 from phalanx.nn.env import Env, OpChoices, WeightRules
 from phalanx.nn.fp8 import Fp8Linears
 from phalanx.nn.module import Block
@@ -27,35 +25,20 @@ from phalanx.nn.objective import Objective, make_objective
 from phalanx.nn.parameter import Parameter
 from phalanx.nn.recompute import PRESETS
 from phalanx.ops.attention.context import Form
+from phalanx.ops.experts.grouped import GROUPED
 from phalanx.ops.quantized.linear import WeightQuantizer
 from phalanx.ops.quantized.recipes import RECIPES
 from phalanx.optim.optimizer import optimizers_of, updater_of
+from phalanx.planning.blocks import BlockFacts, make_blocks, model_facts, whole_linears
 from phalanx.planning.experts import ExpertsPlan, experts_plan
+from phalanx.planning.kernels import KernelsPlan, kernels_plan
 from phalanx.schedule.actions import Flow, Program, Schedule
 from phalanx.schedule.generators import generate
 from phalanx.schedule.lower import lower
 from phalanx.schedule.memory_slots import MemorySlots, fits, make_slots, prove
 from phalanx.schedule.simulate import simulate
 from phalanx.sequence.shard import SequenceShard
-from phalanx.sequence.streams import HIDDEN, Border, StreamSpec, checked
-
-
-def make_blocks(model: ModelConfig, env: Env, which: Sequence[int]) -> list[Block]:
-    """The blocks with these numbers on the meta device. They are built together, so that blocks which share a weight
-    hold it once."""
-    makers = family_of(model).blocks(model, env)
-    made: list[Block] = []
-    parameters: dict[str, Parameter] = {}
-    for number in which:
-        block = makers[number](parameters)
-        parameters.update({piece.name: p for p in block.parameters() for piece in p.spec.pieces})
-        made.append(block)
-    return made
-
-
-def num_blocks(model: ModelConfig) -> int:
-    """Embedding, layers, multi-token prediction (if any), head."""
-    return model.num_hidden_layers + 2 + (model.predict_layers > 0)
+from phalanx.sequence.streams import Border
 
 
 def fp8_linears(run: Run) -> Fp8Linears | None:
@@ -67,19 +50,6 @@ def fp8_linears(run: Run) -> Fp8Linears | None:
     return Fp8Linears(
         RECIPES[c.recipe], range(c.end_layers, layers - c.end_layers), tuple(c.exclude), c.accumulate, kept
     )
-
-
-@lru_cache(maxsize=8)
-def _fp8_names(key: str, model: ModelConfig, fp8: Fp8Linears) -> tuple[str, ...]:
-    blocks = make_blocks(model, Env(weights=WeightRules(linears=fp8)), range(num_blocks(model)))
-    lows = (p.quantizer for block in blocks for p in block.parameters())
-    return tuple(dict.fromkeys(fp8.name for fp8 in lows if isinstance(fp8, WeightQuantizer)))
-
-
-def fp8_names(run: Run) -> tuple[str, ...]:
-    """Names of all linears of the model that use the recipe of train.fp8, in order."""
-    fp8 = fp8_linears(run)
-    return () if fp8 is None else _fp8_names(repr(run.model), run.model, fp8)
 
 
 def grid_of(run: Run, world: int) -> Grid:
@@ -98,69 +68,30 @@ def grid_of(run: Run, world: int) -> Grid:
 
 
 @dataclass(frozen=True)
-class BlockFacts:
-    """Facts about one whole, unsharded block: its parameters, how many of them belong to experts, forward FLOPs per
-    token, the FLOPs of heads among them, the FLOPs without attention to other tokens, and the streams that it takes and
-    passes on."""
-
-    name: str
-    numel: int
-    flops: float
-    experts: int = 0
-    loss_flops: float = 0.0
-    alone: float = 0.0
-    given: Border = ()
-    passed: Border = ()
-
-
-@lru_cache(maxsize=8)
-def model_facts(model_key: str, model: ModelConfig, seq_length: int) -> tuple[BlockFacts, ...]:
-    """Facts about the model's blocks, read from the real modules on the meta device. A tied head counts its FLOPs, not
-    its weights."""
-    blocks = make_blocks(model, Env(), range(num_blocks(model)))
-    seen: set[int] = set()
-    border: Border = (StreamSpec(HIDDEN, model.hidden_size),)
-    facts = []
-    for block in blocks:
-        fresh = [p for p in block.parameters() if id(p) not in seen]
-        seen.update(id(p) for p in fresh)
-        specs = [p.spec for p in fresh if p.spec.trained]
-        experts = sum(global_numel(s) for s in specs if s.summed_over == "edp")
-        flops, of_heads, alone = block.flops(seq_length), block.loss_flops(seq_length), block.flops(0)
-        given, border = border, checked(block.streams(border), type(block).__name__)
-        sizes = (sum(map(global_numel, specs)), flops, experts, of_heads, alone)
-        facts.append(BlockFacts(type(block).__name__, *sizes, given, border))
-    return tuple(facts)
-
-
-def exported_shapes(model: ModelConfig) -> dict[str, tuple[int, ...]]:
-    """Names and shapes of the tensors in a Hugging Face checkpoint of this model."""
-    specs = [p.spec for block in make_blocks(model, Env(), range(num_blocks(model))) for p in block.parameters()]
-    return {piece.name: piece.shape for spec in specs if spec.exported for piece in spec.pieces}
-
-
-def global_numel(spec: ParamSpec) -> int:
-    return sum(piece.box.numel for piece in spec.pieces)
-
-
-@dataclass(frozen=True)
 class RankPlan:
-    """What the blocks of one pipeline rank (at tp rank 0) determine, as values.
+    """What the blocks of one pipeline rank at one tp rank decide, as values.
 
     buckets    its flat buffers
-    quantized  each quantized weight, once for each use: how it is quantized, and its spec
-    early      (stage, segment) pairs that add to gradients already in forward, as a head does
+    quantized  weights in low precision, each use of them once: how they are quantized, and their spec
+    early      (stage, segment) pairs whose forward adds to gradients, as a head's does
+    replicas   the axes over which its weights have replicas
     """
 
     buckets: tuple[Bucket, ...]
     quantized: tuple[tuple[WeightQuantizer, ParamSpec], ...]
     early: frozenset[tuple[int, int]]
+    replicas: frozenset[Replica]
 
 
 @dataclass(frozen=True)
 class Plan:
-    """The decisions of a run. `stages[s]` are block numbers; `segments[s]` groups the blocks of a stage, one group for
-    each bucket. `recomputed[b]` names the ops (nn.recompute.OPS) of block b that run again in backward."""
+    """The decisions of a run.
+
+    stages      block numbers of each stage
+    segments    of each stage, groups of its blocks that share a bucket
+    recomputed  of each block, the ops (nn.recompute.OPS) that are recomputed in backward
+    kernels     which implementations ops take
+    """
 
     run: Run
     grid: Grid
@@ -168,6 +99,8 @@ class Plan:
     stages: tuple[range, ...]
     segments: tuple[tuple[range, ...], ...]
     recomputed: tuple[frozenset[str], ...]
+    kernels: KernelsPlan
+    _ranks: dict[tuple[int, int], RankPlan] = field(default_factory=dict, init=False, repr=False, compare=False)
 
     @cached_property
     def objective(self) -> Objective:
@@ -293,12 +226,45 @@ class Plan:
         axes: tuple[SumAxis, ...] = ("dp", "edp") if self.run.model.routed_experts else ("dp",)
         return self.sharding.level >= 2 and any(self.sharding.group_size(axis, self.grid) > 1 for axis in axes)
 
+    @cached_property
+    def fp8_names(self) -> tuple[str, ...]:
+        """Names of all linears of the model that use train.fp8's recipe, in order."""
+        fp8 = fp8_linears(self.run)
+        if fp8 is None:
+            return ()
+        return tuple(dict.fromkeys(x.name for x in whole_linears(self.run.model) if fp8.takes(x.matrices)))
+
+    @property
+    def counts_rows(self) -> bool:
+        """Whether the host reads how many rows each expert has: the plain implementation does."""
+        plain = not self.kernels.triton or GROUPED.is_plain(self.kernels.plain_ops)
+        return self.run.model.routed_experts > 0 and plain
+
+    @property
+    def uncaptured(self) -> frozenset[str]:
+        """Ops that run between CUDA graphs: attention where its shapes follow the lengths of documents, experts where
+        the host waits for the device."""
+        waits = {"attention": self.grid.dynamic, "experts": self.experts.waits_for_sizes or self.counts_rows}
+        return frozenset(name for name, waiting in waits.items() if waiting)
+
     @property
     def mtp_stage(self) -> int | None:
         """The pipeline rank that runs multi-token prediction: the one with the last block but one. None without it."""
         if not self.run.model.predict_layers:
             return None
         return next(rank for stage, rank in zip(self.stages, self.stage_rank) if len(self.facts) - 2 in stage)
+
+    @property
+    def ops(self) -> OpChoices:
+        """Which implementations modules ask for."""
+        return OpChoices(
+            kernels=self.kernels.mode,
+            plain_ops=self.kernels.plain_ops,
+            dispatch=self.experts.dispatch,
+            expert_room=self.run.layout.expert_room,
+            sources=self.sources,
+            cp_attention=self.cp_attention,
+        )
 
     def env(self, at: Coords, axes: ModelAxes | None = None) -> Env:
         train = self.run.train
@@ -314,14 +280,7 @@ class Plan:
                 linears=fp8_linears(self.run),
                 freeze=tuple(train.freeze),
             ),
-            ops=OpChoices(
-                kernels=train.kernels,
-                plain_ops=tuple(train.plain_ops),
-                dispatch=self.experts.dispatch,
-                expert_room=self.run.layout.expert_room,
-                sources=self.sources,
-                cp_attention=self.cp_attention,
-            ),
+            ops=self.ops,
             objective=self.objective,
         )
 
@@ -350,45 +309,55 @@ class Plan:
         specs = [(p.spec, u) for p, u in zip(params, users)]
         return make_buckets(specs, self.grid, updater_of(self.run.optim)), params
 
-    def matrices_of(self, pp: int) -> dict[int, list[ParamSpec]]:
-        """The matrices of a pipeline rank's stages that each optimizer (layout.buckets.Updater) needs whole, in an
-        order that is the same on all ranks of a stage."""
+    @cached_property
+    def matrices(self) -> tuple[dict[int, list[ParamSpec]], ...]:
+        """Of each pipeline rank, the whole matrices of its stages that each optimizer (layout.buckets.Updater) needs
+        whole, in an order that is the same on all ranks of the stage."""
         takers = [number for number, each in enumerate(optimizers_of(self.run.optim)) if each.owns == "matrix"]
         if not takers:
-            return {}
-        of, env = updater_of(self.run.optim), self.env(Coords(pp=pp))
-        numbers = [b for stage in self.stages_of(pp) for b in self.stages[stage]]
-        plain = replace(env.weights, linears=None)
-        uncut = replace(env, grid=Grid(pp=self.grid.pp), weights=plain, ops=replace(env.ops, sources=0))
-        specs = [p.spec for block in make_blocks(self.run.model, uncut, numbers) for p in block.parameters()]
-        return {n: whole_matrices(s for s in specs if s.learns and of(s).number == n) for n in takers}
+            return ({},) * self.grid.pp
+        of, found = updater_of(self.run.optim), []
+        for pp in range(self.grid.pp):
+            env = self.env(Coords(pp=pp))
+            numbers = [b for stage in self.stages_of(pp) for b in self.stages[stage]]
+            plain = replace(env.weights, linears=None)
+            uncut = replace(env, grid=Grid(pp=self.grid.pp), weights=plain, ops=replace(env.ops, sources=0))
+            specs = [p.spec for block in make_blocks(self.run.model, uncut, numbers) for p in block.parameters()]
+            found.append({n: whole_matrices(s for s in specs if s.learns and of(s).number == n) for n in takers})
+        return tuple(found)
 
-    @cached_property
-    def ranks(self) -> tuple[RankPlan, ...]:
-        """One plan for each pipeline rank. This is the only place where blocks are built to decide something."""
-        return tuple(self._rank_plan(self.blocks_of(Coords(pp=pp))) for pp in range(self.grid.pp))
+    def rank(self, pp: int, tp: int = 0) -> RankPlan:
+        """Of one pipeline rank at one tp rank: the one place where cut blocks are made to decide something."""
+        if (pp, tp) not in self._ranks:
+            blocks = self.blocks_of(Coords(pp=pp, tp=tp))
+            buckets, params = self.buckets_of(blocks)
+            uses = ((p.quantizer, p.spec) for segment in blocks.values() for b in segment for p in b.parameters())
+            self._ranks[pp, tp] = RankPlan(
+                tuple(buckets),
+                tuple((quantizer, spec) for quantizer, spec in uses if isinstance(quantizer, WeightQuantizer)),
+                frozenset(at for at, segment in blocks.items() if not all(b.recomputable for b in segment)),
+                frozenset(r for p in params for piece in p.spec.pieces for r in piece.replicas),
+            )
+        return self._ranks[pp, tp]
 
-    def _rank_plan(self, blocks: dict[tuple[int, int], list[Block]]) -> RankPlan:
-        buckets, _ = self.buckets_of(blocks)
-        uses = ((p.quantizer, p.spec) for segment in blocks.values() for b in segment for p in b.parameters())
-        quantized = tuple((quantizer, spec) for quantizer, spec in uses if isinstance(quantizer, WeightQuantizer))
-        early = frozenset(at for at, segment in blocks.items() if not all(b.recomputable for b in segment))
-        return RankPlan(tuple(buckets), quantized, early)
+    def ranks(self, tp: int = 0) -> tuple[RankPlan, ...]:
+        """Of all pipeline ranks at one tp rank; the first is the fullest, and schedules go by it."""
+        return tuple(self.rank(pp, tp) for pp in range(self.grid.pp))
 
     def replicas(self, tp: int) -> set[Replica]:
-        """Every axis over which a parameter is replicated, over all pipeline ranks with this tp coordinate."""
-        blocks = (
-            b
-            for pp in range(self.grid.pp)
-            for segment in self.blocks_of(Coords(pp=pp, tp=tp)).values()
-            for b in segment
-        )
-        return {r for block in blocks for p in block.parameters() for piece in p.spec.pieces for r in piece.replicas}
+        """Every replica axis of all pipeline ranks with this tp coordinate."""
+        return set[Replica]().union(*(rank.replicas for rank in self.ranks(tp)))
 
-    def programs(self, num_micro_batches: int, backward: bool = True) -> Program:
+    def recomputing(self, recomputed: Sequence[frozenset[str]]) -> Plan:
+        """The same with other ops recomputed, of which nothing in its RankPlans depends."""
+        changed = replace(self, recomputed=tuple(recomputed))
+        changed._ranks.update(self._ranks)
+        return changed
+
+    def proved_program(self, num_micro_batches: int, backward: bool = True) -> Program:
         """The lowered instruction lists of all pipeline ranks, proved by the simulator (ScheduleError if they would
         hang)."""
-        program = self.lowered(num_micro_batches, backward)
+        program = self.lowered_program(num_micro_batches, backward)
         simulate(program)
         prove(program.lists, self.slots)
         return program
@@ -406,7 +375,7 @@ class Plan:
         programs = [self._lowered(m, True, self.run.layout.prefetch) for m in sorted(self.step_sizes)]
         return tuple(
             make_slots([p.lists[pp] for p in programs], {b.id: b.numel for b in rank.buckets})
-            for pp, rank in enumerate(self.ranks)
+            for pp, rank in enumerate(self.ranks())
         )
 
     @property
@@ -416,9 +385,9 @@ class Plan:
         sizes = range(ramp.start, train.global_batch, ramp.increment) if ramp else ()
         return {self.num_micro_batches(size) for size in (*sizes, train.global_batch)}
 
-    def lowered(self, num_micro_batches: int, backward: bool = True) -> Program:
-        """The instruction lists of all pipeline ranks. With fixed slots, evaluation gathers only as far ahead as the
-        slots allow."""
+    def lowered_program(self, num_micro_batches: int, backward: bool = True) -> Program:
+        """The instruction lists of all pipeline ranks. Where places are fixed, others than steps gather only as far
+        ahead as places allow."""
         bucket_prefetch = self.run.layout.prefetch
         program = self._lowered(num_micro_batches, backward, bucket_prefetch)
         while bucket_prefetch > 0 and not all(map(fits, program.lists, self.slots)):
@@ -427,13 +396,13 @@ class Plan:
         return program
 
     def _lowered(self, num_micro_batches: int, backward: bool, bucket_prefetch: int) -> Program:
-        layout = self.run.layout
+        layout, ranks = self.run.layout, self.ranks()
         return lower(
             self.schedule(num_micro_batches, backward),
             self.segments_per_stage,
-            [{b.id: b.users for b in rank.buckets} for rank in self.ranks],
-            flows_of_rank=[{b.id: self.flow(b) for b in rank.buckets} for rank in self.ranks],
-            early=set[tuple[int, int]]().union(*(rank.early for rank in self.ranks)),
+            [{b.id: b.users for b in rank.buckets} for rank in ranks],
+            flows_of_rank=[{b.id: self.flow(b) for b in rank.buckets} for rank in ranks],
+            early=set[tuple[int, int]]().union(*(rank.early for rank in ranks)),
             bucket_prefetch=bucket_prefetch,
             keep=not layout.reshard_after_forward,
             offloaded=self.offloaded_segments,
@@ -457,7 +426,7 @@ def plan_of(run: Run, world: int) -> Plan:
     """The plan of a checked config on `world` ranks, with the ops that train.recompute names recomputed. For a
     recompute budget, see `make_plan`."""
     grid = grid_of(run, world)
-    facts = model_facts(repr(run.model), run.model, run.train.seq_length)
+    facts = model_facts(run.model, run.train.seq_length)
     # a block's time: forward and backward are both proportional to its FLOPs; a small constant keeps empty blocks from
     # being free
     costs = [f.flops + 0.01 * facts[1].flops for f in facts]
@@ -476,7 +445,8 @@ def plan_of(run: Run, world: int) -> Plan:
         segments.append(tuple(range(stage.start + r.start, stage.start + r.stop) for r in cut))
     if run.train.deterministic:
         segments = [with_users_alone(of_stage, len(facts), run.model.predict_layers > 0) for of_stage in segments]
-    return Plan(run, grid, facts, tuple(stages), tuple(segments), (recomputed_ops(run.train),) * len(facts))
+    recomputed = (recomputed_ops(run.train),) * len(facts)
+    return Plan(run, grid, facts, tuple(stages), tuple(segments), recomputed, kernels_plan(run))
 
 
 def with_users_alone(segments: tuple[range, ...], blocks: int, mtp: bool) -> tuple[range, ...]:

@@ -11,7 +11,7 @@ from typing import Literal
 from phalanx.base.free_memory import gpu_memory, host_memory
 from phalanx.base.placement import Placement
 from phalanx.comm.mesh import many_queues
-from phalanx.config.check import Facts
+from phalanx.config.device_check import Facts
 from phalanx.config.run import Run
 from phalanx.forecast.capacity import DoesNotFit, MachineMemory, check_capacity
 from phalanx.forecast.check import check, raise_problems

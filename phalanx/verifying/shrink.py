@@ -14,7 +14,7 @@ from itertools import product
 from textwrap import fill
 from typing import Any
 
-from phalanx.config.check import Facts
+from phalanx.config.device_check import Facts
 from phalanx.config.run import RampConfig, Run
 from phalanx.data.config import DataConfig
 from phalanx.forecast.check import check
@@ -22,8 +22,8 @@ from phalanx.layout.config import LayoutConfig
 from phalanx.layout.grid import Grid
 from phalanx.models.model_config import ModelConfig, SmallExperts, SmallSizes
 from phalanx.models.registry import family_of
+from phalanx.planning.blocks import num_blocks
 from phalanx.planning.freeze import fits, stored_together
-from phalanx.planning.plan import num_blocks
 from phalanx.sequence.shard import SequenceShard
 from phalanx.verifying.structures import STRUCTURES, RunOnRanks, Structure, cuts_inside, holds_several
 
@@ -351,8 +351,8 @@ def small_experts(run: Run, small: ModelConfig, layout: LayoutConfig) -> ModelCo
 
 
 def small_freeze(run: Run, model: ModelConfig) -> list[str]:
-    """The globs that match tensors of the small model, or else one that does."""
-    names = [name for matrix in stored_together(repr(model), model) for name in matrix] if run.train.freeze else []
+    """The globs that fit tensors of the small model, or else one that does."""
+    names = [name for matrix in stored_together(model) for name in matrix] if run.train.freeze else []
     fitting = [glob for glob in run.train.freeze if any(fits(name, [glob]) for name in names)]
     if run.train.freeze and (not fitting or all(fits(name, fitting) for name in names)):
         return [f"{family_of(model).tensors.layer.format(0)}.*"]

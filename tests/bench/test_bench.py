@@ -23,7 +23,7 @@ from phalanx.bench.timing import Times, measure
 from phalanx.cli import doctor
 from phalanx.comm.axis import Axis
 from phalanx.comm.mesh import Mesh
-from phalanx.config.check import Facts
+from phalanx.config.device_check import Facts
 from phalanx.config.read import load_run
 from phalanx.config.run import Run, profiled_steps
 from phalanx.data.loader import train_loader
@@ -52,7 +52,7 @@ from phalanx.observe.step_budget import (
 )
 from phalanx.ops.attention.attention import attention
 from phalanx.ops.attention.kind import AttentionKind
-from phalanx.planning.plan import make_blocks
+from phalanx.planning.blocks import make_blocks
 from phalanx.training.main import train
 from phalanx.verifying.compare import step_batches
 

@@ -27,7 +27,7 @@ from phalanx.checkpoint.keep import Keep, list_checkpoints, pin_of
 from phalanx.checkpoint.manifest import verify
 from phalanx.checkpoint.names import folded
 from phalanx.cli.main import cli
-from phalanx.planning.plan import exported_shapes
+from phalanx.planning.blocks import exported_shapes
 from phalanx.training.main import train
 from tests.harness.checkpoints import make_run, make_state, save_here, set_state
 from tests.harness.sample import rest_in_soak

@@ -15,7 +15,7 @@ from hypothesis import strategies as st
 
 from phalanx.base import tree
 from phalanx.base.errors import CheckpointError, ConfigError, DataError, Problem
-from phalanx.config.check import Facts
+from phalanx.config.device_check import Facts
 from phalanx.config.limits import check_limits
 from phalanx.config.read import explain, load_run, read, recipes
 from phalanx.config.run import Run

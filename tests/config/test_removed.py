@@ -12,7 +12,7 @@ from phalanx.base.errors import Problem
 from phalanx.checkpoint.keep import find
 from phalanx.checkpoint.manifest import NAME, parse
 from phalanx.cli.setup import all_problems
-from phalanx.config.check import Facts
+from phalanx.config.device_check import Facts
 from phalanx.config.read import load_run, read
 from phalanx.config.removed import REMOVED, Removed, replace_removed
 from tests.config.test_config import BASE, QWEN3_MOE

@@ -12,7 +12,7 @@ import torch
 from phalanx.base.pairwise import merges, pairwise_sum, waiting
 from phalanx.comm.axis import Axis
 from phalanx.comm.mesh import Mesh
-from phalanx.config.check import Facts
+from phalanx.config.device_check import Facts
 from phalanx.config.run import Fp8Config, Run, TrainConfig
 from phalanx.data_parallel.fixed_order import GradientTree, sum_of_squares
 from phalanx.engine.build import build

@@ -132,17 +132,19 @@ def test_kernels_are_those_that_run_everywhere():
             "no wheel": [bare] + [GPU] * 7,
         }.items()
     }
-    assert decide(plan, every["alike"]).plan is plan and decide(plan, every["alike"]).graphs == "on"
+    alike = decide(plan, every["alike"])
+    assert alike.plan.ops == plan.ops and alike.graphs == "on" and alike.plan.kernels.triton
+    assert plan.kernels.triton is None
     mixed = decide(plan, every["no triton"])
     assert (
-        mixed.plan.run.train.kernels == "plain"
-        and not mixed.triton
+        mixed.plan.kernels.mode == "plain"
+        and not mixed.plan.kernels.triton
         and mixed.graphs == NO_GRAPHS_ROWS
-        and mixed.uncaptured == {"experts"}
+        and mixed.plan.uncaptured == {"experts"}
     )
-    assert decide(plan, every["no wheel"]).plan.run.train.kernels == "triton"
-    asked = replace(plan, run=replace(plan.run, train=replace(plan.run.train, kernels="plain")))
-    assert decide(asked, every["no wheel"]).plan is asked
+    assert decide(plan, every["no wheel"]).plan.kernels.mode == "triton" and plan.run.train.kernels == "auto"
+    asked = replace(plan, kernels=replace(plan.kernels, mode="plain"))
+    assert decide(asked, every["no wheel"]).plan.ops == asked.ops
 
 
 def test_differences_of_machines_are_one_warning_each():

@@ -41,7 +41,7 @@ from phalanx.checkpoint.load import load_state, load_weights
 from phalanx.checkpoint.save import MAX_FILE_BYTES, Snapshot, Target, collect, write
 from phalanx.checkpoint.storage import Storage
 from phalanx.comm.mesh import Mesh
-from phalanx.config.check import Facts
+from phalanx.config.device_check import Facts
 from phalanx.config.run import Run
 from phalanx.data.index import Corpus, CorpusWriter
 from phalanx.data.loader import micro_batch_samples, train_loader

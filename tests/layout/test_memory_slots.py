@@ -152,9 +152,9 @@ def test_a_growing_batch_has_the_same_places():
     plan = make_plan(run, 4)
     assert plan.step_sizes == {1, 2, 3}
     for m in (1, 2, 3):
-        plan.programs(m)
+        plan.proved_program(m)
     for m in range(1, 17):
-        plan.programs(m, backward=False)
+        plan.proved_program(m, backward=False)
 
 
 def test_only_graphs_keep_places():

@@ -16,7 +16,7 @@ from phalanx.base.errors import CheckpointError, ConfigError
 from phalanx.base.placement import Placement
 from phalanx.checkpoint.convert import export
 from phalanx.checkpoint.hf import model_config_from_hf
-from phalanx.config.check import Facts
+from phalanx.config.device_check import Facts
 from phalanx.config.read import explain, load_run, read
 from phalanx.config.run import Run
 from phalanx.config.write import save_run

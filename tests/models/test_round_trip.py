@@ -28,7 +28,7 @@ from phalanx.forecast.decide import make_plan
 from phalanx.layout.config import LayoutConfig
 from phalanx.models.decoder_config import DecoderConfig
 from phalanx.models.experts import ExpertsConfig
-from phalanx.planning.plan import exported_shapes
+from phalanx.planning.blocks import exported_shapes
 from phalanx.sequence.batch import IGNORE
 from tests.harness.checkpoints import save_here
 from tests.harness.parity import SEQ, assemble, parts_of

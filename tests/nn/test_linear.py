@@ -17,7 +17,7 @@ from phalanx.nn.linear_method import PLAIN
 from phalanx.nn.module import OutputRows
 from phalanx.nn.moe import Experts
 from phalanx.ops.quantized.recipes import RECIPES
-from phalanx.planning.plan import make_blocks
+from phalanx.planning.blocks import make_blocks
 from tests.harness.parity import MODELS
 
 

@@ -17,7 +17,7 @@ from phalanx.layout.grid import Grid
 from phalanx.nn.env import Env, OpChoices, WeightRules
 from phalanx.nn.recompute import PRESETS
 from phalanx.nn.run_block import run_block
-from phalanx.planning.plan import make_blocks, num_blocks
+from phalanx.planning.blocks import make_blocks, num_blocks
 from phalanx.sequence.batch import Batch
 from tests.harness.parity import MODELS, SEQ
 

@@ -27,7 +27,8 @@ from phalanx.nn.env import Env, WeightRules
 from phalanx.nn.module import Block
 from phalanx.nn.recompute import OPS, PRESETS, Recompute
 from phalanx.nn.run_block import run_block
-from phalanx.planning.plan import Plan, make_blocks, num_blocks
+from phalanx.planning.blocks import make_blocks, num_blocks
+from phalanx.planning.plan import Plan
 from phalanx.sequence.batch import Batch, PerBatch
 from tests.harness.parity import MODELS, base_run, sample_batch
 from tests.harness.weights import with_memory

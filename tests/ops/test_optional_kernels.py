@@ -15,7 +15,7 @@ import torch
 
 from phalanx.comm.axis import Axis
 from phalanx.comm.mesh import Mesh
-from phalanx.config.check import Facts
+from phalanx.config.device_check import Facts
 from phalanx.config.read import load_run
 from phalanx.forecast.check import check
 from phalanx.layout.grid import Grid

@@ -17,7 +17,8 @@ from phalanx.layout.param import Init
 from phalanx.nn.env import Env, WeightRules
 from phalanx.nn.linear import ColumnLinear, RowLinear
 from phalanx.nn.module import OutputRows
-from phalanx.planning.plan import Plan, make_blocks
+from phalanx.planning.blocks import make_blocks
+from phalanx.planning.plan import Plan
 from tests.harness import checkpoints, parity
 from tests.outside.low_rank import LowRank, LowRankLinears
 

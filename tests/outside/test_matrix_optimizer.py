@@ -191,7 +191,7 @@ def test_the_forecast_is_what_the_fullest_home_holds(ranks, moments):
 def test_homes_are_even():
     """Of a stage's 28 matrices on 4 ranks no home has half as much again as another; every matrix has one home."""
     plan = make_plan(run_of("llama", {"tp": 2}), 4)
-    (matrices,) = plan.matrices_of(0).values()
+    (matrices,) = plan.matrices[0].values()
     homes = homes_of(matrices, 4)
     loads = [sum(prod(m.shape) for m, home in zip(matrices, homes) if home == rank) for rank in range(4)]
     assert len(matrices) == len({m.name for m in matrices}) == 28 and max(loads) <= 1.5 * min(loads)

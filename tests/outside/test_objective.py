@@ -35,7 +35,7 @@ from phalanx.nn.module import Block
 from phalanx.nn.mtp import shifted
 from phalanx.nn.objective import TaskConfig, find_objective, make_objective
 from phalanx.nn.run_block import run_block
-from phalanx.planning.plan import make_blocks, num_blocks
+from phalanx.planning.blocks import make_blocks, num_blocks
 from phalanx.sequence.batch import IGNORE, Batch
 from phalanx.training.main import train
 from tests.harness import checkpoints, parity

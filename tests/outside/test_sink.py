@@ -14,7 +14,7 @@ import pytest
 
 from phalanx.base.placement import Placement
 from phalanx.base.records import Record
-from phalanx.config.check import Facts
+from phalanx.config.device_check import Facts
 from phalanx.config.read import load_run, read
 from phalanx.config.run import LogConfig
 from phalanx.evaluation.perplexity import base_config

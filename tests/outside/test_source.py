@@ -12,7 +12,7 @@ import pytest
 from phalanx.base.errors import CheckpointError, ConfigError, DataError
 from phalanx.base.placement import Placement
 from phalanx.checkpoint.config import CheckpointConfig
-from phalanx.config.check import Facts
+from phalanx.config.device_check import Facts
 from phalanx.config.read import load_run, read
 from phalanx.config.run import Run
 from phalanx.data.config import DataConfig

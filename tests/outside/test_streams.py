@@ -18,7 +18,7 @@ from phalanx.forecast.decide import make_plan
 from phalanx.forecast.memory import block_uses, rank_uses
 from phalanx.layout.config import LayoutConfig
 from phalanx.models.llama import LlamaConfig
-from phalanx.planning.plan import model_facts
+from phalanx.planning.blocks import model_facts
 from phalanx.sequence.streams import HIDDEN
 from phalanx.verifying.shrink import shrink
 from tests.harness.parity import SEQ, VOCAB, compare, random_weights, step_batches, truth_of

@@ -196,9 +196,7 @@ def _trained(
     plan, mesh = state.plan, state.mesh
     if recorder:
         recompute = next(iter(state.model.blocks.values()))[0].env.recompute
-        state.model.stages.runner = Graphs(
-            recorder, recompute, (), state.model.agreed.uncaptured, schedule=plan.schedule
-        )
+        state.model.stages.runner = Graphs(recorder, recompute, (), state.plan.uncaptured, schedule=plan.schedule)
         mesh.prepare_pp_hosts()
         for name in ("send", "recv"):
             setattr(mesh.pp_hosts, name, recorder.on_hosts(getattr(mesh.pp_hosts, name)))

@@ -9,7 +9,7 @@ import pytest
 
 from phalanx.comm.debug import Site
 from phalanx.comm.mesh import Mesh
-from phalanx.config.check import Facts
+from phalanx.config.device_check import Facts
 from phalanx.config.read import load_run
 from phalanx.config.run import Run
 from phalanx.data.loader import micro_batch_samples, train_loader

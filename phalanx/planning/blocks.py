@@ -1,0 +1,144 @@
+"""A model's blocks on the meta device, and what is asked of them as values: sizes, FLOPs, names, linears.
+
+The whole model is made once for all of these.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, replace
+from functools import lru_cache
+
+from phalanx.layout.grid import Grid
+from phalanx.layout.param import ParamSpec
+from phalanx.models.model_config import ModelConfig
+from phalanx.models.registry import family_of
+from phalanx.nn.env import Env, WeightRules
+from phalanx.nn.fp8 import joint_name, matrices_of
+from phalanx.nn.linear import Linear
+from phalanx.nn.module import Block
+from phalanx.nn.parameter import Parameter
+from phalanx.sequence.streams import HIDDEN, Border, StreamSpec, checked
+
+
+def make_blocks(model: ModelConfig, env: Env, which: Sequence[int]) -> list[Block]:
+    """Blocks with these numbers on the meta device. Made together, so that those which share a weight have it once."""
+    makers = family_of(model).blocks(model, env)
+    made: list[Block] = []
+    parameters: dict[str, Parameter] = {}
+    for number in which:
+        block = makers[number](parameters)
+        parameters.update({piece.name: p for p in block.parameters() for piece in p.spec.pieces})
+        made.append(block)
+    return made
+
+
+def num_blocks(model: ModelConfig) -> int:
+    """Embedding, layers, what predicts tokens further ahead (if anything), head."""
+    return model.num_hidden_layers + 2 + (model.predict_layers > 0)
+
+
+@lru_cache(maxsize=2)
+def whole_model(model: ModelConfig) -> tuple[Block, ...]:
+    """All blocks, uncut. Everybody is given the same ones: read them, change nothing."""
+    return tuple(make_blocks(model, Env(), range(num_blocks(model))))
+
+
+@dataclass(frozen=True)
+class BlockFacts:
+    """Of one whole, uncut block: number of parameters, those of its experts among them, forward FLOPs per token, and
+    of these those of heads, and those that remain without attention over other tokens; the streams that it is given and
+    those that go on from it."""
+
+    name: str
+    numel: int
+    flops: float
+    experts: int = 0
+    loss_flops: float = 0.0
+    alone: float = 0.0
+    given: Border = ()
+    passed: Border = ()
+
+
+@lru_cache(maxsize=8)
+def model_facts(model: ModelConfig, seq_length: int) -> tuple[BlockFacts, ...]:
+    """Facts of the model's blocks, read from the real modules. A tied head counts its FLOPs, not its weights."""
+    seen: set[int] = set()
+    border: Border = (StreamSpec(HIDDEN, model.hidden_size),)
+    facts = []
+    for block in whole_model(model):
+        fresh = [p for p in block.parameters() if id(p) not in seen]
+        seen.update(id(p) for p in fresh)
+        specs = [p.spec for p in fresh if p.spec.trained]
+        experts = sum(global_numel(s) for s in specs if s.summed_over == "edp")
+        flops, of_heads, alone = block.flops(seq_length), block.loss_flops(seq_length), block.flops(0)
+        given, border = border, checked(block.streams(border), type(block).__name__)
+        sizes = (sum(map(global_numel, specs)), flops, experts, of_heads, alone)
+        facts.append(BlockFacts(type(block).__name__, *sizes, given, border))
+    return tuple(facts)
+
+
+def global_numel(spec: ParamSpec) -> int:
+    return sum(piece.box.numel for piece in spec.pieces)
+
+
+def whole_specs(model: ModelConfig, freeze: Iterable[str] = ()) -> list[ParamSpec]:
+    """Of each parameter of the uncut model once, in model order. freeze: globs of train.freeze."""
+    once = {id(p): p.spec for block in whole_model(model) for p in block.parameters()}
+    rules = Env(weights=WeightRules(freeze=tuple(freeze)))
+    return [replace(spec, frozen=rules.freezes(spec)) for spec in once.values()] if freeze else list(once.values())
+
+
+def exported_shapes(model: ModelConfig) -> dict[str, tuple[int, ...]]:
+    """Names and shapes of the tensors that a Hugging Face checkpoint of this model has."""
+    return {piece.name: piece.shape for spec in whole_specs(model) if spec.exported for piece in spec.pieces}
+
+
+@dataclass(frozen=True)
+class LinearFacts:
+    """A linear whose method may be other than plain.
+
+    name      one for all its matrices (nn.fp8 calls its state so)
+    matrices  names of the global ones, of every expert
+    shape     (out, in) of the weight, of experts that of one
+    experts   whether it has a matrix for each expert
+    """
+
+    name: str
+    matrices: tuple[str, ...]
+    shape: tuple[int, int]
+    experts: bool
+
+
+def linears_of(blocks: Iterable[Block]) -> tuple[LinearFacts, ...]:
+    """The linears of these blocks, each once, in the order of their weights in memory."""
+    found: dict[int, LinearFacts] = {}
+    for block in blocks:
+        here = {id(m.weight): m for m in block.modules() if isinstance(m, Linear)}
+        for linear in (here[id(p)] for p in block.parameters() if id(p) in here):
+            shape = (linear.weight.shape[-2], linear.weight.shape[-1])
+            facts = LinearFacts(joint_name(linear), matrices_of(linear), shape, linear.experts > 0)
+            found.setdefault(id(linear.weight), facts)
+    return tuple(found.values())
+
+
+@lru_cache(maxsize=8)
+def whole_linears(model: ModelConfig) -> tuple[LinearFacts, ...]:
+    """Of the uncut model."""
+    return linears_of(whole_model(model))
+
+
+@lru_cache(maxsize=16)
+def cut_linears(model: ModelConfig, tp: int, etp: int) -> tuple[LinearFacts, ...]:
+    """As the first and the last rank have them, of tp those of dense layers, of etp those of experts."""
+    found: dict[LinearFacts, None] = {}
+    for grid, experts in ((Grid(tp=tp), False), (Grid(dp=etp, etp=etp), True)):
+        for rank in sorted({0, grid.world - 1}):
+            cut = linears_at(model, grid, rank) if grid.world > 1 else whole_linears(model)
+            found |= dict.fromkeys(linear for linear in cut if linear.experts == experts)
+    return tuple(found)
+
+
+def linears_at(model: ModelConfig, grid: Grid, rank: int) -> tuple[LinearFacts, ...]:
+    """Of all blocks, as one rank of a grid without stages has them."""
+    return linears_of(make_blocks(model, Env(grid=grid, at=grid.coords(rank)), range(num_blocks(model))))
