@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 
 import torch
@@ -78,6 +78,7 @@ class InferenceModel:
     plan: Plan
     mesh: Mesh
     stages: Stages
+    programs: dict[int, list[Instruction]] = field(default_factory=dict)  # by number of batches
 
     @property
     def blocks(self) -> list[Block]:
@@ -95,13 +96,16 @@ class InferenceModel:
         stages = self.stages
         stages.finish = last_logits
         stages.begin(batches, seed=None)
-        execute(self._program(len(batches)), stages.handlers())
+        execute(self.program(len(batches)), stages.handlers())
         stages.end()
         return [stages.outputs[number] for number in sorted(stages.outputs)]
 
-    def _program(self, count: int) -> list[Instruction]:
-        known = self.stages.handlers()
-        return [i for i in self.plan.programs(count, backward=False).lists[self.mesh.at.pp] if type(i) in known]
+    def program(self, count: int) -> list[Instruction]:
+        """The instructions of this rank for so many batches."""
+        if count not in self.programs:
+            known, proved = self.stages.handlers(), self.plan.proved_program(count, backward=False)
+            self.programs[count] = [i for i in proved.lists[self.mesh.at.pp] if type(i) in known]
+        return self.programs[count]
 
 
 def last_logits(block: Block, x: Tensor, batch: Batch) -> Tensor:

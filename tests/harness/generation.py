@@ -69,7 +69,7 @@ def whole_logits(model: InferenceModel, tokens: Sequence[int]) -> Tensor:
     stages.finish = all_logits
     stages.begin([batch], seed=None)
     with torch.no_grad():
-        for instruction in model._program(1):
+        for instruction in model.program(1):
             stages.handlers()[type(instruction)](instruction)
     stages.end()
     return stages.outputs[0]
