@@ -161,10 +161,6 @@ class PageTables:
         """Pages without users in the group that has fewest."""
         return min(pool.available for pool in self.pools)
 
-    def held(self, group: int, row: int) -> int:
-        """Pages of a row in a group."""
-        return int(self.filled[row] - self.first[group][row])
-
     def extend(self, row: int, pages: int) -> None:
         """So many more pages for a row in every group. IndexError if they are not available."""
         begin = int(self.filled[row])
@@ -225,7 +221,7 @@ class PageTables:
             if group.window is None:
                 best = next((i for i in range(best) if pool.find(keys[i]) is None), best)
         for pages in range(best, 0, -1):
-            if all(self._has_window(g, window, keys, pages) for g, window in self._windows):
+            if all(self._has_window(g, keys, pages) for g, _ in self._windows):
                 return pages
         return 0
 
@@ -256,10 +252,10 @@ class PageTables:
             window = self.groups[group].window or 0
             self._leaves[group][row] = (first + 1) * self.page_size + window - 1
 
-    def _has_window(self, group: int, window: int, keys: Sequence[bytes], pages: int) -> bool:
-        first = max(0, pages * self.page_size - window + 1) // self.page_size
-        pool = self.pools[group]
-        return all(pool.find(keys[i]) is not None for i in range(pages - 1, first - 1, -1))
+    def _has_window(self, group: int, keys: Sequence[bytes], pages: int) -> bool:
+        """The token after so many pages finds what it reads."""
+        first = self.groups[group].first_read(pages * self.page_size, self.page_size)
+        return all(self.pools[group].find(keys[i]) is not None for i in range(pages - 1, first - 1, -1))
 
     def _find(self, group: int, key: bytes) -> int:
         page = self.pools[group].find(key)

@@ -14,6 +14,9 @@ its tokens; the first by rank always goes on, so everybody ends.
 The host may read tokens one step late (`SchedulerSpec.late`): step n + 1 is scheduled before the tokens of step n are
 observed. A sequence's next token is then SAMPLED: the device still has it. An end token found late makes the token
 that step n + 1 draws after it surplus; it is dropped.
+
+Pipeline stages are busy with several steps at once (`SchedulerSpec.in_flight`), of different sequences: those who
+decode take turns.
 """
 
 from __future__ import annotations
@@ -45,7 +48,9 @@ class SchedulerSpec:
     longest         tokens of a sequence, prompt and made ones together: positions of the model
     page_size       tokens in a page
     groups          layers that remember alike
-    late            1: tokens of a step are observed after the next one is scheduled; 0: before
+    late            tokens of a step are observed after so many more are scheduled; at most in_flight
+    in_flight       steps that are computed at once (pipeline stages): a sequence whose last token has not been observed
+                    is in each in_flight-th step at most, and of those who decode each step has its part
     """
 
     most_sequences: int
@@ -54,10 +59,11 @@ class SchedulerSpec:
     page_size: int
     groups: tuple[GroupSpec, ...]
     late: int = 1
+    in_flight: int = 1
 
     def __post_init__(self) -> None:
-        if self.late not in (0, 1):
-            raise ValueError(f"late={self.late}: must be 0 or 1")
+        if not 0 <= self.late <= self.in_flight:
+            raise ValueError(f"late={self.late}: must be from 0 to in_flight={self.in_flight}")
         if not 1 <= self.most_sequences <= self.most_tokens:
             raise ValueError(
                 f"most_tokens={self.most_tokens}: must be at least most_sequences={self.most_sequences} >= 1"
@@ -105,8 +111,8 @@ class RequestDoesNotFit(ValueError):
 class Step:
     """What is computed next: S sequences, one after another in one batch of T tokens; decoding ones first.
 
-    Layers must write what they remember of all tokens before they attend, as PagedSpans does it: two sequences that
-    share a prefix may be in one step with the tokens that fill its pages.
+    Layers must write what they remember of a step's tokens before they attend: a sequence may read pages that are
+    filled in the same step, by sequences before it.
 
     number     counts steps that have sequences
     requests   (S,) their numbers
@@ -213,6 +219,7 @@ class Scheduler:
         self._pending = np.zeros(rows, np.int64)  # tokens drawn but not observed
         self._last = np.zeros(rows, np.int64)  # the token observed last
         self._decodes = np.zeros(rows, np.bool_)  # only the last token is to be computed
+        self._turn = np.zeros(rows, np.int64)  # number of the step from which the device has the last token
         self._ones = np.ones(rows, np.int64)
         self._zeros = np.zeros(rows, np.int64)
         self._true = np.ones(rows, np.bool_)
@@ -274,13 +281,14 @@ class Scheduler:
         preempted: list[int] = []
         rows = self._decoding(preempted)
         firsts = self._next[rows]
-        pieces = self._pieces(self.spec.most_tokens - len(rows), preempted)
+        pieces = self._pieces(self.spec.most_tokens - len(rows), admit=not preempted)
         budget = self.spec.most_tokens - len(rows) - sum(piece.count for piece in pieces)
         extra = self._with_drafts(rows, drafts, budget) if drafts else {}
         step = self._assemble(rows, firsts, pieces, extra, (tuple(preempted), tuple(finished)))
         self._next[rows] += 1
         self._left[rows] -= 1
         self._pending[rows] += 1
+        self._turn[rows] = self._scheduled + self.spec.in_flight
         for row, more in extra.items():
             self._next[row] += len(more)
         self._scheduled += len(step) > 0
@@ -289,22 +297,29 @@ class Scheduler:
     # ---- who decodes ----
 
     def _decoding(self, preempted: list[int]) -> np.ndarray:
-        """Rows of those who decode, each with a page for its next token."""
+        """Rows of those who decode in this step, each with a page for its next token. While there are too few pages,
+        the last by rank gives its own back."""
         pages, size = self.pages, self.spec.page_size
-        rows = np.flatnonzero(self._decodes & (self._left > 0))
-        firsts = self._next[rows]
-        pages.leave_windows(rows, firsts)
-        short = rows[firsts >= pages.filled[rows] * size].tolist()
-        if len(short) <= pages.available():
-            for row in short:
-                pages.extend(row, 1)
-            return rows
-        for sequence in sorted((self._at(row) for row in short), key=lambda s: s.rank):
-            while sequence.row >= 0 and not pages.available():
-                self._preempt(max(filter(None, self._row_of), key=lambda s: s.rank), preempted)
-            if sequence.row >= 0:
-                pages.extend(sequence.row, 1)
-        return np.flatnonzero(self._decodes & (self._left > 0))
+        while True:
+            rows = self._whose_turn()
+            firsts = self._next[rows]
+            pages.leave_windows(rows, firsts)
+            short = rows[firsts >= pages.filled[rows] * size].tolist()
+            if len(short) <= pages.available():
+                break
+            self._preempt(max(filter(None, self._row_of), key=lambda s: s.rank), preempted)
+        for row in short:
+            pages.extend(row, 1)
+        return rows
+
+    def _whose_turn(self) -> np.ndarray:
+        """Rows of those who decode in this step."""
+        decodes = self._decodes & (self._left > 0)
+        if self.spec.in_flight == 1:
+            return np.flatnonzero(decodes)
+        rows = np.flatnonzero(decodes & ((self._pending == 0) | (self._turn <= self._scheduled)))
+        part = -(-np.count_nonzero(decodes) // self.spec.in_flight)
+        return np.sort(rows[np.argsort(self._turn[rows], kind="stable")[:part]])
 
     def _with_drafts(self, rows: np.ndarray, drafts: Mapping[int, Sequence[int]], budget: int) -> dict[int, list[int]]:
         """By row, drafts for which there are tokens in the step, pages and room; each group of drafts is followed by
@@ -327,43 +342,38 @@ class Scheduler:
 
     # ---- prompts ----
 
-    def _pieces(self, budget: int, preempted: list[int]) -> list[PromptPiece]:
-        """Of prompts, within a budget of tokens."""
+    def _pieces(self, budget: int, admit: bool) -> list[PromptPiece]:
+        """Of prompts, within a budget of tokens. Nobody is admitted to pages that others had to give back."""
         pieces: list[PromptPiece] = []
         running = [sequence for _, sequence in self._prompts]
-        index, admit = 0, True
+        index = 0
         while budget > 0:
-            head = self._head() if admit and not preempted else None
+            head = self._head() if admit else None
             if head is not None and (index == len(running) or head.rank < running[index].rank):
                 if not self._admit(head):
                     admit = False
                     continue
-                sequence, others = head, running[index:]
+                sequence = head
             elif index < len(running):
-                sequence, others = running[index], running[index + 1 :]
+                sequence = running[index]
                 index += 1
             else:
                 break
-            if sequence.row >= 0:
-                piece = self._piece(sequence, budget, others, preempted)
-                if piece is not None:
-                    pieces.append(piece)
-                    budget -= piece.count
+            piece = self._piece(sequence, budget)
+            if piece is not None:
+                pieces.append(piece)
+                budget -= piece.count
         return pieces
 
-    def _piece(
-        self, sequence: LiveSequence, budget: int, others: list[LiveSequence], preempted: list[int]
-    ) -> PromptPiece | None:
-        """The next piece of a prompt. For its first page those give way that come after it and have none in this
-        step."""
+    def _piece(self, sequence: LiveSequence, budget: int) -> PromptPiece | None:
+        """The next piece of a prompt; None while others have its pages. There were enough when it was admitted: those
+        who decode, or came before it by rank, have taken them since, and give them back when they end."""
         row, total, pages, size = sequence.row, len(sequence.tokens), self.pages, self.spec.page_size
         first = int(self._next[row])
         pages.leave_windows(np.array([row]), np.array([first]))
-        while (places := (int(pages.filled[row]) + pages.available()) * size - first) <= 0:
-            last = next((other for other in reversed(others) if other.row >= 0), None)
-            if last is None:
-                return None
-            self._preempt(last, preempted)
+        places = (int(pages.filled[row]) + pages.available()) * size - first
+        if places <= 0:
+            return None
         count = min(budget, total - first, places)
         more = pages_of(first + count, size) - int(pages.filled[row])
         if more > 0:
@@ -378,6 +388,7 @@ class Scheduler:
             if samples:
                 self._left[row] -= 1
                 self._pending[row] += 1
+                self._turn[row] = self._scheduled + self.spec.in_flight
                 self._decodes[row] = True
         return PromptPiece(sequence, first, count, samples)
 
@@ -425,20 +436,14 @@ class Scheduler:
         return True
 
     def _has_room(self, sequence: LiveSequence, keys: list[bytes]) -> bool:
-        """There are pages for all tokens of a sequence whose first pages have these keys, beside what prompts that are
-        being computed still need."""
-        for g, pool in enumerate(self.pages.pools):
-            promised = sum(
-                max(0, self._most_pages(g, other) - self.pages.held(g, other.row)) for _, other in self._prompts
-            )
+        """There are pages for all tokens of a sequence whose first pages have these keys."""
+        tokens = len(sequence.tokens)
+        together = min(tokens, self.spec.most_tokens)
+        for g, (group, pool) in enumerate(zip(self.spec.groups, self.pages.pools)):
             shared = sum(pool.users[page] > 0 for page in self.pages.found(g, keys))
-            if self._most_pages(g, sequence) - shared + promised > pool.available:
+            if group.most_pages(tokens + 1, together, self.spec.page_size) - shared > pool.available:
                 return False
         return True
-
-    def _most_pages(self, group: int, sequence: LiveSequence) -> int:
-        together = min(len(sequence.tokens), self.spec.most_tokens)
-        return self.spec.groups[group].most_pages(len(sequence.tokens) + 1, together, self.spec.page_size)
 
     # ---- the step ----
 
@@ -578,12 +583,6 @@ class Scheduler:
         return "length" if computed == len(sequence.tokens) == sequence.most else None
 
     # ---- sequences ----
-
-    def _at(self, row: int) -> LiveSequence:
-        sequence = self._row_of[row]
-        if sequence is None:
-            raise ValueError(f"row {row} belongs to nobody")
-        return sequence
 
     def _keys(self, sequence: LiveSequence, count: int) -> list[bytes]:
         """Keys of its first full pages."""

@@ -70,12 +70,13 @@ class Trace:
 
 def draw_trace(seed: int) -> Trace:
     rng = random.Random(seed)
+    tight = rng.random() < 0.4  # long answers at once, and pages for little more than one
     size = rng.choice((1, 2, 3, 4, 8))
-    longest = rng.randint(2, 60)
-    sequences = rng.randint(1, 8)
+    longest = rng.randint(20 if tight else 2, 60)
+    sequences = rng.randint(3 if tight else 1, 8)
     kinds = rng.choice(((None,), (None,), (1,), (None, 1), (None, 1, 1)))
     windows = [None if kind is None else rng.randint(1, longest + 3) for kind in kinds]
-    spare = rng.choice((0, 0.3, 1, 1, 2, 6))
+    spare = rng.choice((0.3, 1) if tight else (0, 0.3, 1, 2, 6))
     groups = []
     for window in windows:
         whole = -(-longest // size)
@@ -84,17 +85,24 @@ def draw_trace(seed: int) -> Trace:
             least = rng.randint(2 if longest > size else 1, whole) if whole > 1 else 1
         groups.append(GroupSpec(window, 1 + least + int(spare * whole * rng.random())))
     draft = rng.choice((0, 0, 1, 3, 5))
-    late = 0 if draft else rng.randint(0, 1)
+    in_flight = rng.choice((1, 1, 1, 2, 4))
+    late = 0 if draft else rng.randint(0, in_flight)
     tokens = sequences + rng.choice((0, 1, rng.randint(0, 40)))
     spec = SchedulerSpec(
-        most_sequences=sequences, most_tokens=tokens, longest=longest, page_size=size, groups=tuple(groups), late=late
+        most_sequences=sequences,
+        most_tokens=tokens,
+        longest=longest,
+        page_size=size,
+        groups=tuple(groups),
+        late=late,
+        in_flight=in_flight,
     )
     bases = [tuple(rng.choices(range(VOCABULARY), k=longest)) for _ in range(3)]
     arrivals, cancels = [], []
     step = 0
-    for number in range(rng.randint(1, 14)):
-        step += rng.choice((0, 0, 0, 1, rng.randint(0, 12)))
-        request = draw_request(rng, number, bases, (spec.room, step))
+    for number in range(rng.randint(4 if tight else 1, 14)):
+        step += 0 if tight else rng.choice((0, 0, 0, 1, rng.randint(0, 12)))
+        request = draw_request(rng, number, bases, (spec.room, step, tight))
         if request is not None:
             arrivals.append((step, request))
             if rng.random() < 0.15:
@@ -103,14 +111,14 @@ def draw_trace(seed: int) -> Trace:
 
 
 def draw_request(
-    rng: random.Random, number: int, bases: list[tuple[int, ...]], place: tuple[int, int]
+    rng: random.Random, number: int, bases: list[tuple[int, ...]], place: tuple[int, int, bool]
 ) -> Request | None:
-    room, step = place
-    tokens = rng.choice((None, None, 0, 1, rng.randint(1, 12), rng.randint(1, room)))
+    room, step, tight = place
+    tokens = rng.choice((None, rng.randint(1, room)) if tight else (None, 0, 1, rng.randint(1, 12)))
     most = room - (1 if tokens is None else tokens)
     if most < 1:
         return None
-    length = min(rng.randint(1, most), rng.randint(1, 60))
+    length = rng.randint(1, most) if rng.random() < 0.5 else min(most, rng.randint(1, 6))
     same = rng.choice((0, length, rng.randint(0, length)))
     prompt = rng.choice(bases)[:same] + tuple(rng.choices(range(VOCABULARY), k=length - same))
     options = SamplingOptions(
@@ -132,6 +140,7 @@ class StubModel:
         self.used = [[0] * g.num_pages for g in self.spec.groups]  # how often a page was taken
         self.written = [np.full(g.num_pages * self.spec.page_size, -1, np.int64) for g in self.spec.groups]
         self.last = [NO_TOKEN] * self.spec.most_sequences
+        self.last_at = [0] * self.spec.most_sequences  # the step in which it was drawn
         for g, pool in enumerate(scheduler.pages.pools):
             pool.take = self.counted(g, pool.take)  # type: ignore[method-assign]
 
@@ -155,6 +164,7 @@ class StubModel:
             assert SAMPLED not in tokens[begin + 1 : end]
             if tokens[begin] == SAMPLED:
                 assert self.spec.late and i not in step.admitted
+                assert step.number >= self.last_at[row] + self.spec.in_flight, "a token is not there yet"
                 tokens[begin] = self.last[row]
         written = self.write(step, tokens, known, told)
         return self.read(step, tokens, written)
@@ -204,6 +214,7 @@ class StubModel:
                         self.reject(step, i, drafts - j)
                         break
                 self.last[row] = accepted[-1]
+                self.last_at[row] = step.number
             else:
                 assert not step.drafts[i]
             all_drawn.append(accepted)
@@ -232,7 +243,7 @@ class Run:
         self.computed: dict[int, int] = {}  # places of prompts that were computed while they first ran
         self.finished: dict[int, Finished] = {}
         self.first_seen: dict[int, int] = {}
-        self.decoding: set[int] = set()
+        self.decoding: dict[int, int] = {}  # and since when they wait
         self.journal: list[Any] = []
         self.counts = {"preempted": 0, "cached": 0, "drafts": 0, "steps": 0, "surplus": 0}
 
@@ -276,6 +287,9 @@ class Run:
         step = self.scheduler.schedule(float(now), self.drafts())
         for ended in step.finished:
             self.end(ended, "deadline")
+        for number in self.tokens:
+            deadline = self.requests[number].deadline
+            assert deadline is None or deadline > now or number in self.finished, "a deadline is over"
         self.check_pages()
         self.check_step(step, waiting)
         result = self.model.run(step, known, self.tokens)
@@ -309,11 +323,13 @@ class Run:
         if admitted and left:
             assert max(rank[n] for n in admitted) < min(rank[n] for n in left), "somebody was passed over"
         here = set(step.requests.tolist())
-        self.decoding -= set(step.preempted)
+        for number in step.preempted:
+            self.decoding.pop(number, None)
         for number in self.decoding:
             made = len(self.tokens[number])
-            if number not in self.finished and made < len(self.answers[number][0]):
-                assert number in here, "a decoding sequence waits"
+            if number not in here and made < len(self.answers[number][0]):
+                self.decoding[number] += 1
+                assert self.decoding[number] < (1 if spec.in_flight == 1 else 2 * spec.in_flight), "a sequence waits"
         for number in step.preempted:
             assert number not in here
             if number not in self.first_seen:
@@ -323,9 +339,7 @@ class Run:
         for i, number in enumerate(step.requests.tolist()):
             self.first_seen.setdefault(number, int(step.firsts[i]))
             if step.samples[i]:
-                self.decoding.add(number)
-        in_order = [rank[n] for n, d in zip(step.requests.tolist(), step.samples.tolist())]
-        assert len(in_order) == len(set(in_order))
+                self.decoding[number] = 0
 
     def check_pages(self) -> None:
         """Conservation: users of a page are the rows whose tables have it."""
@@ -366,7 +380,7 @@ class Run:
         number, request = ended.request, self.requests[ended.request]
         assert number not in self.finished
         self.finished[number] = ended
-        self.decoding.discard(number)
+        self.decoding.pop(number, None)
         right, why = self.answers[number]
         made = list(request.prompt) + self.observed[number]
         assert made == right[: len(made)]
