@@ -155,7 +155,7 @@ class Engine:
             late=options.late,
         )
         self.scheduler = Scheduler(spec)
-        self.runner = Runner(model, self.limits)
+        self.runner = Runner(model, self.limits, len(self.groups))
         self._messages = Messages(mesh.world, wait_s)
         self._lock = threading.Lock()
         self._inbox = StepMessage()

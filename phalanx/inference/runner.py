@@ -15,6 +15,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from phalanx.inference.graphs import DecodeGraphs
 from phalanx.inference.load import InferenceModel
 from phalanx.inference.memory import MemoryLimits
 from phalanx.inference.request import TokenScore
@@ -135,18 +136,23 @@ class Runner:
     """What one rank keeps on its device for the sequences that run: the last token of each row, and how its tokens are
     drawn."""
 
-    def __init__(self, model: InferenceModel, limits: MemoryLimits):
+    def __init__(self, model: InferenceModel, limits: MemoryLimits, groups: int):
+        """groups: of layers that remember alike."""
         self.model, self.limits, self.mesh = model, limits, model.mesh
         self.last = torch.zeros(limits.most_sequences, dtype=torch.int64, device=self.mesh.device)
         self.options = OptionTable(limits.most_sequences)
         self.counts: TokenCounts | None = None  # made when penalties are asked for
         self.vocab = model.plan.run.model.vocab_size
+        self.graphs = DecodeGraphs(model, limits, groups, self.last)
         self._like = torch.empty(0, dtype=wide_dtype(model.dtype), device=self.mesh.device)
 
     def run(self, step: Step, scored: Mapping[int, ScoredPrompt]) -> Drawn:
         """Collective over the ranks of a replica. scored: prompts, by request, of which all tokens are scored."""
         for i in step.admitted:
             self._admit(int(step.rows[i]), step.sequences[i])
+        if not scored and self.graphs.fits(step):
+            sampled = self._draw(self.graphs.replay(step), step.rows, step.lengths, np.ones(len(step), np.bool_))
+            return Drawn(step, np.arange(len(step)), sampled, [], Sampled(sampled.tokens[:0]))
         parts = parts_of(step, self.mesh.grid.pp, scored)
         logits = self.model.logits([self._batch(step, part) for part in parts])
         owners = np.concatenate([part.owners for part in parts]).astype(np.int64)
