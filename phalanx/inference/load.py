@@ -101,7 +101,7 @@ class InferenceModel:
 
     def _program(self, count: int) -> list[Instruction]:
         known = self.stages.handlers()
-        return [i for i in self.plan.programs(count, backward=False).lists[self.mesh.at.pp] if type(i) in known]
+        return [i for i in self.plan.proved_program(count, backward=False).lists[self.mesh.at.pp] if type(i) in known]
 
 
 def last_logits(block: Block, x: Tensor, batch: Batch) -> Tensor:
