@@ -143,7 +143,7 @@ def insisted(plan: Plan, name: str, said: str) -> Problem | None:
 
 
 def agreed_kernels(kernels: KernelsPlan, everyone: Sequence[LocalFacts]) -> KernelsPlan:
-    """Where `auto` would run other kernels on some ranks than on others: those that run on all."""
+    """If `auto` would run different kernels on different ranks: use only those that run on all."""
     mode = kernels.mode
     if mode == "auto" and len({facts.triton for facts in everyone}) > 1:
         mode = "plain"
@@ -171,10 +171,10 @@ def differences(everyone: Sequence[LocalFacts]) -> list[str]:
 
 
 def why_no_graphs(plan: Plan, everyone: Sequence[LocalFacts]) -> str:
-    """Why blocks are not replayed as CUDA graphs; "": they are. With pipeline stages each micro-batch in flight
-    needs a pool of its own, and attention between graphs places for what it reads and writes: only if asked for, or
-    where there is room. Where weights or gradients come and go only if asked for: they then keep their places; and
-    so where experts cannot be captured. Never where activations wait on the host (config.check)."""
+    """Why blocks are not replayed as CUDA graphs; "": they are. With pipeline stages, each micro-batch in flight needs
+    its own memory pool, and attention between graphs needs buffers for what it reads and writes: only if asked for, or
+    if there is room. If weights or gradients are fetched and freed, only if asked for, and then in fixed slots; the
+    same if experts cannot be captured. Never if activations are offloaded (config.check)."""
     wanted = plan.run.train.cuda_graphs
     if not all(facts.on_gpu for facts in everyone):
         return NO_GRAPHS_GPU

@@ -233,7 +233,8 @@ def counting_heads(blocks: dict[tuple[int, int], list[Block]], count: int, devic
 
 
 def graphs(agreed: Agreed, mesh: Mesh, blocks: dict[tuple[int, int], list[Block]]) -> Graphs:
-    """Where ranks exchange tokens of different micro-batches, their hosts agree which of them are replayed."""
+    """The CUDA graphs of the blocks. If ranks exchange tokens of different micro-batches, their hosts agree on which
+    are replayed."""
     plan, between, recompute = agreed.plan, agreed.plan.uncaptured, next(iter(blocks.values()))[0].env.recompute
     hosts = (
         mesh.prepare_hosts()
@@ -253,7 +254,7 @@ def graphs(agreed: Agreed, mesh: Mesh, blocks: dict[tuple[int, int], list[Block]
 
 
 def choices(state: State) -> str:
-    """What was chosen for these machines where the config says auto, and why not more: a line for the log."""
+    """What was chosen for these machines where the config says auto, and the reasons: a line for the log."""
     run, mesh, agreed, kernels = state.plan.run, state.mesh, state.model.agreed, state.plan.kernels
     plain = f", but plain {', '.join(kernels.plain_ops)}" if kernels.triton and kernels.plain_ops else ""
     optional = optional_kernels_chosen(kernels, mesh.device) if kernels.triton else ""

@@ -121,8 +121,8 @@ class Fp8Linears:
     kept: bool = False
 
     def takes(self, names: Iterable[str]) -> bool:
-        """Whether a linear with these matrices uses it: all or none of them do, of all experts, so that all ranks
-        agree."""
+        """Whether a linear with these matrices uses the recipe: all or none of them do, over all experts, so that all
+        ranks agree."""
         return all(self._takes(name) for name in names)
 
     def _takes(self, name: str) -> bool:

@@ -22,7 +22,8 @@ from phalanx.sequence.streams import HIDDEN, Border, StreamSpec, checked
 
 
 def make_blocks(model: ModelConfig, env: Env, which: Sequence[int]) -> list[Block]:
-    """Blocks with these numbers on the meta device. Made together, so that those which share a weight have it once."""
+    """The blocks with these numbers on the meta device. They are built together, so that blocks which share a weight
+    hold it once."""
     makers = family_of(model).blocks(model, env)
     made: list[Block] = []
     parameters: dict[str, Parameter] = {}
@@ -34,21 +35,21 @@ def make_blocks(model: ModelConfig, env: Env, which: Sequence[int]) -> list[Bloc
 
 
 def num_blocks(model: ModelConfig) -> int:
-    """Embedding, layers, what predicts tokens further ahead (if anything), head."""
+    """Embedding, layers, multi-token prediction (if any), head."""
     return model.num_hidden_layers + 2 + (model.predict_layers > 0)
 
 
 @lru_cache(maxsize=2)
 def whole_model(model: ModelConfig) -> tuple[Block, ...]:
-    """All blocks, uncut. Everybody is given the same ones: read them, change nothing."""
+    """All blocks, unsharded. All callers get the same objects: read them, change nothing."""
     return tuple(make_blocks(model, Env(), range(num_blocks(model))))
 
 
 @dataclass(frozen=True)
 class BlockFacts:
-    """Of one whole, uncut block: number of parameters, those of its experts among them, forward FLOPs per token, and
-    of these those of heads, and those that remain without attention over other tokens; the streams that it is given and
-    those that go on from it."""
+    """Facts about one whole, unsharded block: its parameters, how many of them belong to experts, forward FLOPs per
+    token, the FLOPs of heads among them, the FLOPs without attention to other tokens, and the streams that it takes and
+    passes on."""
 
     name: str
     numel: int
@@ -62,7 +63,7 @@ class BlockFacts:
 
 @lru_cache(maxsize=8)
 def model_facts(model: ModelConfig, seq_length: int) -> tuple[BlockFacts, ...]:
-    """Facts of the model's blocks, read from the real modules. A tied head counts its FLOPs, not its weights."""
+    """Facts about the model's blocks, read from the real modules. A tied head counts its FLOPs, not its weights."""
     seen: set[int] = set()
     border: Border = (StreamSpec(HIDDEN, model.hidden_size),)
     facts = []
@@ -83,24 +84,24 @@ def global_numel(spec: ParamSpec) -> int:
 
 
 def whole_specs(model: ModelConfig, freeze: Iterable[str] = ()) -> list[ParamSpec]:
-    """Of each parameter of the uncut model once, in model order. freeze: globs of train.freeze."""
+    """The spec of each parameter of the unsharded model, once, in model order. `freeze`: globs of train.freeze."""
     once = {id(p): p.spec for block in whole_model(model) for p in block.parameters()}
     rules = Env(weights=WeightRules(freeze=tuple(freeze)))
     return [replace(spec, frozen=rules.freezes(spec)) for spec in once.values()] if freeze else list(once.values())
 
 
 def exported_shapes(model: ModelConfig) -> dict[str, tuple[int, ...]]:
-    """Names and shapes of the tensors that a Hugging Face checkpoint of this model has."""
+    """Names and shapes of the tensors in a Hugging Face checkpoint of this model."""
     return {piece.name: piece.shape for spec in whole_specs(model) if spec.exported for piece in spec.pieces}
 
 
 @dataclass(frozen=True)
 class LinearFacts:
-    """A linear whose method may be other than plain.
+    """A linear that train.fp8 may quantize.
 
-    name      one for all its matrices (nn.fp8 calls its state so)
-    matrices  names of the global ones, of every expert
-    shape     (out, in) of the weight, of experts that of one
+    name      one name for all of its matrices, as in the state of nn.fp8
+    matrices  names of its global matrices, those of every expert included
+    shape     (out, in) of the weight; for experts, of one expert
     experts   whether it has a matrix for each expert
     """
 
@@ -124,13 +125,13 @@ def linears_of(blocks: Iterable[Block]) -> tuple[LinearFacts, ...]:
 
 @lru_cache(maxsize=8)
 def whole_linears(model: ModelConfig) -> tuple[LinearFacts, ...]:
-    """Of the uncut model."""
+    """The linears of the unsharded model."""
     return linears_of(whole_model(model))
 
 
 @lru_cache(maxsize=16)
 def cut_linears(model: ModelConfig, tp: int, etp: int) -> tuple[LinearFacts, ...]:
-    """As the first and the last rank have them, of tp those of dense layers, of etp those of experts."""
+    """The linears as sharded on the first and on the last rank: those of dense layers over tp, of experts over etp."""
     found: dict[LinearFacts, None] = {}
     for grid, experts in ((Grid(tp=tp), False), (Grid(dp=etp, etp=etp), True)):
         for rank in sorted({0, grid.world - 1}):
@@ -140,5 +141,5 @@ def cut_linears(model: ModelConfig, tp: int, etp: int) -> tuple[LinearFacts, ...
 
 
 def linears_at(model: ModelConfig, grid: Grid, rank: int) -> tuple[LinearFacts, ...]:
-    """Of all blocks, as one rank of a grid without stages has them."""
+    """The linears of all blocks on one rank of a grid without pipeline stages."""
     return linears_of(make_blocks(model, Env(grid=grid, at=grid.coords(rank)), range(num_blocks(model))))

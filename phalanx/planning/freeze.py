@@ -53,11 +53,11 @@ def fits(name: str, globs: list[str]) -> bool:
 
 
 def stored_together(model: ModelConfig) -> list[tuple[str, ...]]:
-    """Names of the global tensors of each parameter that a Hugging Face checkpoint has."""
+    """For each parameter, the names of the global tensors that it holds, as in a Hugging Face checkpoint."""
     return [tuple(piece.name for piece in spec.pieces) for spec in whole_specs(model) if spec.exported]
 
 
 def num_frozen(run: Run) -> int:
-    """Parameters that train.freeze keeps as they are."""
+    """How many parameters train.freeze keeps as they are."""
     specs = whole_specs(run.model, run.train.freeze)
     return sum(global_numel(spec) for spec in specs if spec.frozen and spec.trained)

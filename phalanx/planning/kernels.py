@@ -1,4 +1,4 @@
-"""Which implementations a run's ops take: what the config asks for, and what ranks agreed on when they met."""
+"""Which implementations the ops of a run use: what the config asks for, and what the ranks agreed on."""
 
 from __future__ import annotations
 
@@ -13,11 +13,11 @@ from phalanx.ops.op import Kernels
 
 @dataclass(frozen=True)
 class KernelsPlan:
-    """The last two are None until ranks have met (engine.agree).
+    """`triton` and `cublaslt` are None until the ranks have met (engine.agree).
 
-    mode       train.kernels; where `auto` would run other kernels on some ranks than on others, those that run on all
-    plain_ops  ops that run their reference whatever the mode is
-    unfit      by op that has a kernel from an optional package, what in the config that kernel cannot do
+    mode       train.kernels; if `auto` would run different kernels on different ranks, those that run on all
+    plain_ops  ops that run their reference in every mode
+    unfit      for each op with a kernel from an optional package: the config values that this kernel does not support
     triton     whether Triton kernels run
     cublaslt   whether every rank has cuBLASLt
     """
@@ -30,7 +30,7 @@ class KernelsPlan:
 
     @property
     def text(self) -> str:
-        """As the config asks for them."""
+        """What the config asks for."""
         return self.mode + (f", but plain {', '.join(self.plain_ops)}" if self.plain_ops else "")
 
 

@@ -69,12 +69,12 @@ def grid_of(run: Run, world: int) -> Grid:
 
 @dataclass(frozen=True)
 class RankPlan:
-    """What the blocks of one pipeline rank at one tp rank decide, as values.
+    """What the blocks of one pipeline rank, at one tp rank, determine, as values.
 
     buckets    its flat buffers
-    quantized  weights in low precision, each use of them once: how they are quantized, and their spec
-    early      (stage, segment) pairs whose forward adds to gradients, as a head's does
-    replicas   the axes over which its weights have replicas
+    quantized  each quantized weight, once for each use: how it is quantized, and its spec
+    early      (stage, segment) pairs that add to gradients already in forward, as a head does
+    replicas   the axes over which its parameters are replicated
     """
 
     buckets: tuple[Bucket, ...]
@@ -87,10 +87,10 @@ class RankPlan:
 class Plan:
     """The decisions of a run.
 
-    stages      block numbers of each stage
-    segments    of each stage, groups of its blocks that share a bucket
-    recomputed  of each block, the ops (nn.recompute.OPS) that are recomputed in backward
-    kernels     which implementations ops take
+    stages      the block numbers of each stage
+    segments    the blocks of each stage in groups, one for each bucket
+    recomputed  for each block, the ops (nn.recompute.OPS) that run again in backward
+    kernels     which implementations the ops use
     """
 
     run: Run
@@ -228,7 +228,7 @@ class Plan:
 
     @cached_property
     def fp8_names(self) -> tuple[str, ...]:
-        """Names of all linears of the model that use train.fp8's recipe, in order."""
+        """Names of all linears of the model that use the recipe of train.fp8, in order."""
         fp8 = fp8_linears(self.run)
         if fp8 is None:
             return ()
@@ -242,8 +242,8 @@ class Plan:
 
     @property
     def uncaptured(self) -> frozenset[str]:
-        """Ops that run between CUDA graphs: attention where its shapes follow the lengths of documents, experts where
-        the host waits for the device."""
+        """Ops that run between CUDA graphs: attention if its shapes follow the lengths of documents, experts if the
+        host waits for the device."""
         waits = {"attention": self.grid.dynamic, "experts": self.experts.waits_for_sizes or self.counts_rows}
         return frozenset(name for name, waiting in waits.items() if waiting)
 
@@ -311,8 +311,8 @@ class Plan:
 
     @cached_property
     def matrices(self) -> tuple[dict[int, list[ParamSpec]], ...]:
-        """Of each pipeline rank, the whole matrices of its stages that each optimizer (layout.buckets.Updater) needs
-        whole, in an order that is the same on all ranks of the stage."""
+        """For each pipeline rank, the matrices of its stages that each optimizer (layout.buckets.Updater) needs whole,
+        in an order that is the same on all ranks of a stage."""
         takers = [number for number, each in enumerate(optimizers_of(self.run.optim)) if each.owns == "matrix"]
         if not takers:
             return ({},) * self.grid.pp
@@ -327,7 +327,7 @@ class Plan:
         return tuple(found)
 
     def rank(self, pp: int, tp: int = 0) -> RankPlan:
-        """Of one pipeline rank at one tp rank: the one place where cut blocks are made to decide something."""
+        """The plan of one pipeline rank at one tp rank. Sharded blocks are built to decide something only here."""
         if (pp, tp) not in self._ranks:
             blocks = self.blocks_of(Coords(pp=pp, tp=tp))
             buckets, params = self.buckets_of(blocks)
@@ -341,15 +341,15 @@ class Plan:
         return self._ranks[pp, tp]
 
     def ranks(self, tp: int = 0) -> tuple[RankPlan, ...]:
-        """Of all pipeline ranks at one tp rank; the first is the fullest, and schedules go by it."""
+        """The plans of all pipeline ranks at one tp rank. Buckets and programs follow from tp rank 0, the fullest."""
         return tuple(self.rank(pp, tp) for pp in range(self.grid.pp))
 
     def replicas(self, tp: int) -> set[Replica]:
-        """Every replica axis of all pipeline ranks with this tp coordinate."""
+        """Every axis over which a parameter is replicated, over all pipeline ranks with this tp coordinate."""
         return set[Replica]().union(*(rank.replicas for rank in self.ranks(tp)))
 
     def recomputing(self, recomputed: Sequence[frozenset[str]]) -> Plan:
-        """The same with other ops recomputed, of which nothing in its RankPlans depends."""
+        """The same plan with other ops recomputed. Its RankPlans do not depend on them, and are kept."""
         changed = replace(self, recomputed=tuple(recomputed))
         changed._ranks.update(self._ranks)
         return changed
@@ -386,8 +386,8 @@ class Plan:
         return {self.num_micro_batches(size) for size in (*sizes, train.global_batch)}
 
     def lowered_program(self, num_micro_batches: int, backward: bool = True) -> Program:
-        """The instruction lists of all pipeline ranks. Where places are fixed, others than steps gather only as far
-        ahead as places allow."""
+        """The instruction lists of all pipeline ranks. With fixed slots, evaluation gathers only as far ahead as the
+        slots allow."""
         bucket_prefetch = self.run.layout.prefetch
         program = self._lowered(num_micro_batches, backward, bucket_prefetch)
         while bucket_prefetch > 0 and not all(map(fits, program.lists, self.slots)):

@@ -235,8 +235,8 @@ def compare(run: Run, rank: int, world: int, steps: int = 2, drop: Site | None =
 
 
 def global_shapes(alone: Run, untrained: bool = False) -> dict[str, tuple[int, ...]]:
-    """Every global tensor in model order; those that follow from what the model sees, and so have no gradient, only
-    if `untrained`."""
+    """Every global tensor in model order; those updated from statistics, which have no gradient, only if
+    `untrained`."""
     specs = whole_specs(alone.model, alone.train.freeze)
     return {piece.name: piece.shape for spec in specs if spec.learns or untrained for piece in spec.pieces}
 

@@ -351,7 +351,7 @@ def small_experts(run: Run, small: ModelConfig, layout: LayoutConfig) -> ModelCo
 
 
 def small_freeze(run: Run, model: ModelConfig) -> list[str]:
-    """The globs that fit tensors of the small model, or else one that does."""
+    """The globs that match tensors of the small model, or else one that does."""
     names = [name for matrix in stored_together(model) for name in matrix] if run.train.freeze else []
     fitting = [glob for glob in run.train.freeze if any(fits(name, [glob]) for name in names)]
     if run.train.freeze and (not fitting or all(fits(name, fitting) for name in names)):
