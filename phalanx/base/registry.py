@@ -64,6 +64,8 @@ BUILT_IN: Mapping[str, Mapping[str, str]] = MappingProxyType(
                 "quant_products": "phalanx.ops.quantized.experts:QUANT_PRODUCTS",
                 "stored": "phalanx.ops.quantized.stored:STORED",
                 "attention": "phalanx.ops.attention.flash:ATTENTION",
+                "paged_attention": "phalanx.ops.attention.paged:PAGED_ATTENTION",
+                "store_pages": "phalanx.ops.attention.paged:STORE_PAGES",
                 "join": "phalanx.ops.attention.context:JOIN",
                 "mlp": "phalanx.ops.dense.gated_mlp:MLP",
             }

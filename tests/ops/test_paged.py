@@ -5,6 +5,7 @@ Truth: ops.attention.attention in float64. The kernels are compared with the ref
 
 from __future__ import annotations
 
+import importlib
 import math
 from dataclasses import replace
 
@@ -25,6 +26,7 @@ from phalanx.ops.attention.paged import (
     paged_attention_parts,
     store_pages,
 )
+from phalanx.ops.op import Kernels
 from phalanx.sequence.paged import NO_PAGE
 from tests.ops.test_ops import make_batch, normal
 
@@ -119,13 +121,16 @@ def test_parts_of_the_keys_are_joined_by_their_log_sum_exp(window):
     assert (total[:-2] > -torch.inf).all() and (total[-2:] == -torch.inf).all()
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
-def test_batch_invariant_bits_depend_on_the_sequence_alone(dtype):
-    """A prompt in one piece, in two, and by single tokens beside other sequences; fewer heads, as over tp."""
-    check_invariance("plain", dtype, AttentionKind(window=48))
+@pytest.mark.parametrize("kernels", ["plain", "triton"])
+@pytest.mark.parametrize("kind", [CAUSAL, AttentionKind(window=48, sinks=True)], ids=str)
+def test_batch_invariant_bits_depend_on_the_sequence_alone(monkeypatch, kernels, kind):
+    """A prompt in one piece, in several, and by single tokens, beside other sequences; fewer heads, as over tp."""
+    if kernels == "triton":
+        monkeypatch.setattr(importlib.import_module("phalanx.ops.attention.paged_kernel"), "INVARIANT_KEYS", 64)
+    check_invariance(kernels, torch.float32, kind)
 
 
-def check_invariance(kernels: str, dtype: torch.dtype, kind: AttentionKind, length: int = 150) -> None:
+def check_invariance(kernels: Kernels, dtype: torch.dtype, kind: AttentionKind, length: int = 150) -> None:
     """Every query of a sequence, computed in pieces of several sizes, in other company: the same bits."""
     whole = PagedExample(((length, length),), 16, kind)
     heads, kv_heads = 4, 2
