@@ -67,6 +67,8 @@ BUILT_IN: Mapping[str, Mapping[str, str]] = MappingProxyType(
                 "attention": "phalanx.ops.attention.attention:ATTENTION",
                 "attention_block": "phalanx.ops.attention.backends:BLOCKS",
                 "attention_segments": "phalanx.ops.attention.segments:SEGMENTS",
+                "paged_attention": "phalanx.ops.attention.paged:PAGED_ATTENTION",
+                "store_pages": "phalanx.ops.attention.paged:STORE_PAGES",
                 "join": "phalanx.ops.attention.context:JOIN",
                 "mlp": "phalanx.ops.dense.gated_mlp:MLP",
             }

@@ -17,7 +17,7 @@ from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 
 from phalanx.comm import sum_kernel
-from phalanx.ops.attention import join_kernel
+from phalanx.ops.attention import join_kernel, paged_kernel, store_kernel
 from phalanx.ops.dense import gated_kernel, head_norm_kernel, loss_kernel, norm_kernel, rope_kernel
 from phalanx.ops.dense.activation import Gated, GatedGrad, GatedRows, GatedRowsGrad
 from phalanx.ops.dense.norm import Normed
@@ -124,7 +124,7 @@ def kernels() -> list[tuple]:
             dict(V=128, V_BLOCK=128, ROWS=16, **wide),
         )
     )
-    found += experts(wide) + fp8_linears()
+    found += experts(wide) + fp8_linears() + paged(wide)
     flat = dict(p="*fp32", g="*fp32", m="*fp32", v="*fp32", out=BF, scalars="*fp64", n="i64")
     found.append((adamw_kernel._adamw, flat, dict(BETA1=0.9, BETA2=0.95, EPS=1e-8, COPY=True, BLOCK=1024, **wide)))
     narrow = dict(
@@ -132,6 +132,46 @@ def kernels() -> list[tuple]:
     )
     consts = dict(BETA1=0.9, BETA2=0.95, EPS=1e-8, COPY=True, LEAST=-54, MOST=100, RUN=1024, BLOCK=32, **wide)
     found.append((moments_kernel._adamw, dict(p="*fp32", g="*fp32", **narrow), consts))
+    return found
+
+
+def paged(wide: dict) -> list[tuple]:
+    """Attention over pages: single tokens and pieces of prompts of an 8B model, latents, FP8; what is stored."""
+    found: list[tuple] = []
+    numbers = dict.fromkeys(paged_kernel.NUMBERS, "i32")
+    invariant = dict(INVARIANT_KEYS=paged_kernel.INVARIANT_KEYS, INVARIANT_PARTS=paged_kernel.INVARIANT_PARTS)
+    made = dict(sinks="*fp32", out=BF, lse="*fp32", part_out="*fp32", part_sums="*fp32", starts="*i32", lengths="*i32")
+    for large, group, key, value, fp8 in (
+        (False, 4, 128, 128, False),
+        (True, 4, 128, 128, False),
+        (False, 128, 576, 512, False),
+        (False, 8, 64, 64, True),
+    ):
+        shared, window, stored = value < key, 128 if fp8 else 0, "*fp8e4nv" if fp8 else BF
+        scales = "*fp32" if fp8 else None
+        tiles = paged_kernel.tiles_of(group, key, False)[large]
+        rows = min(group, tiles.rows)
+        shape = dict(HEADS=8 * group, GROUP=group, GROUP_BLOCK=rows, Q=tiles.rows // rows, M=tiles.rows, N=tiles.keys)
+        shape |= dict(WHICH=int(large), SEARCH=large, PAD=3, V=value, PAGE=16, WINDOW=window, CHUNK=0, INVARIANT=fp8)
+        main, rest = paged_kernel.key_blocks(key)
+        read = dict(K=key, KV=8, K_MAIN=main, K_REST=rest, V_BLOCK=value, SCALE=0.1, CAP=0.0, SHARED=shared)
+        pages = dict(keys=stored, values=None if shared else stored, key_scales=scales, value_scales=scales)
+        consts = dict(CLEAR=True, DIRECT=large, INTERPRETED=False, **shape, **read, **invariant, **wide)
+        pointers = dict(q=BF, **pages, **made, table="*i32", **numbers, q_tok="i32", q_head="i32")
+        consts |= {name: None for name, kind in pointers.items() if kind is None}
+        pointers = {name: kind for name, kind in pointers.items() if kind is not None}
+        options = dict(num_warps=tiles.warps, num_stages=tiles.stages)
+        found.append((paged_kernel._attend, pointers, consts, options))
+        given = {name: "i32" for name in ("S", "P", "per", "parts", "few")}
+        consts = dict(**shape, V_BLOCK=64, V_BLOCKS=value // 64, PARTS_BLOCK=16, **invariant, **wide)
+        found.append((paged_kernel._join_parts, dict(**made, **given), consts))
+    for fp8 in (False, True):
+        stored, scales = ("*fp8e4nv", "*fp32") if fp8 else (BF, None)
+        pointers = dict(k=BF, v=BF, keys=stored, values=stored, slots="*i64", k_tok="i32", k_head="i32")
+        pointers |= dict(v_tok="i32", v_head="i32", **(dict(key_scales=scales, value_scales=scales) if fp8 else {}))
+        consts = dict(HEADS=8, K=128, V=128, H_BLOCK=8, K_BLOCK=128, V_BLOCK=128, LARGEST=448.0, LEAST=2.0**-126)
+        consts |= dict(INTERPRETED=False) | ({} if fp8 else dict(key_scales=None, value_scales=None))
+        found.append((store_kernel._store, pointers, consts))
     return found
 
 

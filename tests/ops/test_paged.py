@@ -5,6 +5,7 @@ Truth: ops.attention.attention in float64. The kernels are compared with the ref
 
 from __future__ import annotations
 
+import importlib
 import math
 from dataclasses import replace
 
@@ -119,44 +120,34 @@ def test_parts_of_the_keys_are_joined_by_their_log_sum_exp(window):
     assert (total[:-2] > -torch.inf).all() and (total[-2:] == -torch.inf).all()
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
-def test_batch_invariant_bits_depend_on_the_sequence_alone(dtype):
-    """A prompt in one piece, in two, and by single tokens beside other sequences; fewer heads, as over tp."""
-    check_invariance("plain", dtype, AttentionKind(window=48))
-
-
-def check_invariance(kernels: str, dtype: torch.dtype, kind: AttentionKind, length: int = 150) -> None:
-    """Every query of a sequence, computed in pieces of several sizes, in other company: the same bits."""
-    whole = PagedExample(((length, length),), 16, kind)
-    heads, kv_heads = 4, 2
-    q, k, v, sinks = (x.to(dtype) for x in drawn(whole, heads, kv_heads, 16, 16))
-    given = sinks if kind.sinks else None
-    expected = None
-    for others, sizes in (((), (length,)), (((1, 90), (2, 2)), (100, 1, 1, 48)), (((37, 37), (1, 300)), (33,) * 4)):
-        done, found = 0, []
+@pytest.mark.parametrize("kernels", ["plain", "triton"])
+def test_batch_invariant_bits_depend_on_the_sequence_alone(monkeypatch, kernels):
+    """A prompt in one piece, in several, and by single tokens, beside other sequences; fewer heads, as over tp."""
+    if kernels == "triton":
+        monkeypatch.setattr(importlib.import_module("phalanx.ops.attention.paged_kernel"), "INVARIANT_KEYS", 64)
+    kind, length = AttentionKind(window=70, sinks=True), 90
+    q, k, v, sinks = (x.float() for x in drawn(PagedExample(((length, length),), 16), 2, 2, 16, 16))
+    found = []
+    for others, sizes in (((), (length,)), (((1, 30), (2, 2)), (70, 1, 19)), (((5, 37),), (33, 33))):
+        done, parts = 0, []
         for size in sizes:
             example = PagedExample((*others, (size, done + size)), 16, kind, padding=2)
+            before, remembered = example.tokens - 2 - size, example.memory - done - size
             spans, slots = example.laid_out(q.device)
             spans = replace(spans, batch_invariant=True)
-            here = example.tokens - 2 - size
-            more = example.memory - done - size
-            rest = [normal(n, *x.shape[1:], seed=5, dtype=dtype) for n, x in ((here, q), (more, k), (more, v))]
-            keys, values = (torch.cat((a, b[: done + size])) for a, b in ((rest[1], k), (rest[2], v)))
+            queries = torch.cat((q[:before] * 2, q[done : done + size], q[:2]))
+            keys, values = (torch.cat((x[:remembered] * 3, x[: done + size])) for x in (k, v))
             pages = example.pages(keys, values)
-            store_pages(keys, values, pages, slots, kernels)
-            queries = torch.cat((rest[0], q[done : done + size], q[:2]))
-            out = paged_attention_parts(queries, pages, spans, kind, given, kernels)
-            found.append([t[here : here + size] for t in out])
-            if not others:  # the same of half of the heads
-                half = Pages(pages.keys[:, :, 1:].clone(), pages.values[:, :, 1:].clone(), 16)
-                part = paged_attention_parts(
-                    queries[:, 2:], half, spans, kind, None if given is None else given[2:], kernels
-                )
-                assert all(torch.equal(a, b[:, 2:]) for a, b in zip(part, out))
+            store_pages(keys, values, pages, slots)
+            out = paged_attention_parts(queries, pages, spans, kind, sinks, kernels)
+            parts.append([t[before : before + size] for t in out])
             done += size
-        joined = [torch.cat(ts) for ts in zip(*found)]
-        expected = joined if expected is None else expected
-        assert all(torch.equal(a, b[:done]) for a, b in zip(joined, expected))
+        if not others:  # the second half of the heads alone
+            half = Pages(pages.keys[:, :, 1:].clone(), pages.values[:, :, 1:].clone(), 16)
+            alone = paged_attention_parts(queries[:, 1:], half, spans, kind, sinks[1:], kernels)
+            assert all(torch.equal(a[:length], b[:, 1:]) for a, b in zip(alone, parts[0]))
+        found.append([torch.cat(pieces) for pieces in zip(*parts)])
+    assert all(torch.equal(a[: len(b)], b) for pieces in found[1:] for a, b in zip(found[0], pieces))
 
 
 def test_what_is_not_read_may_be_anything():

@@ -9,13 +9,13 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor
 
 from phalanx.ops.attention.kind import CAUSAL, AttentionKind, refuse_unsupported
-from phalanx.ops.op import Kernels, Op
+from phalanx.ops.op import Case, Kernels, Op, triton
 from phalanx.sequence.paged import NO_PAGE, PagedSpans
 
 FP8 = torch.float8_e4m3fn
@@ -323,15 +323,65 @@ class PagedExample:
         return torch.cat((out.to(lse.dtype), lse.masked_fill(lse == -torch.inf, 0).unsqueeze(-1)), -1)
 
 
+_MIXED = PagedExample(((1, 5), (0, 9), (37, 237), (1, 70), (3, 3), (0, 0)), 16, padding=3)
+_DECODE = PagedExample(tuple((1, 900 + i % 120) for i in range(64)), 16, padding=5)
+_GPT_OSS = replace(_DECODE, page_size=64, kind=AttentionKind(sinks=True, window=128))
+_CHUNKS = PagedExample(((1, 700), (600, 1500), (1, 9), (300, 300)), 32, padding=7)
+_LATENTS = PagedExample(((1, 700), (40, 900), (1, 1500)), 64, AttentionKind(scale=0.07), shared=True)
+_STORED = PagedExample(((1, 40), (3, 9)), 16)
+_TWO = (torch.float64, torch.bfloat16)
+_FP8 = (torch.float32, torch.bfloat16)
+
+
+def _case(
+    name: str,
+    example: PagedExample,
+    heads: tuple[int, int],
+    widths: tuple[int, int],
+    dtypes: tuple[torch.dtype, ...] | None = None,
+) -> Case:
+    """heads: of queries and of keys; widths: of keys and of values. Without dtypes: one for GPUs."""
+    q, k, v = (example.tokens, heads[0]), (example.memory, heads[1]), (example.memory, heads[1])
+    shapes = ((*q, widths[0]), (*k, widths[0]), (*v, widths[1]), (heads[0],))
+    return Case(name, example.attend, shapes, dtypes=dtypes, large=dtypes is None)
+
+
+def _with(kind: AttentionKind, page_size: int = 16) -> PagedExample:
+    return replace(_MIXED, kind=kind, page_size=page_size)
+
+
 PAGED_ATTENTION = Op(
     "paged_attention",
     "attention over keys and values in pages",
     __name__,
     ("attend_pages",),
+    (triton("phalanx.ops.attention.paged_kernel", fits=lambda pages: pages.keys.dtype != torch.float64),),
+    cases=(
+        _case("pieces of prompts and single tokens", _MIXED, (4, 2), (16, 16), (*_TWO, *_FP8[:1], torch.float16)),
+        _case("one kv head, window", _with(AttentionKind(window=48), 32), (8, 1), (24, 16), _TWO),
+        _case("sinks, chunks", _with(AttentionKind(sinks=True, chunk=64)), (3, 3), (16, 10), _TWO),
+        _case("soft cap, scale", _with(AttentionKind(soft_cap=2.0, scale=0.4), 64), (6, 2), (16, 16), _TWO),
+        _case("latents", replace(_MIXED, shared=True), (16, 1), (48, 32), _TWO),
+        _case("FP8", replace(_MIXED, fp8=True), (4, 2), (16, 16), _FP8),
+        _case("latents in FP8", replace(_MIXED, shared=True, fp8=True), (16, 1), (48, 32), _FP8[1:]),
+        _case("keys split, sinks", PagedExample(((1, 300),), 128, AttentionKind(sinks=True)), (2, 1), (16, 16), _TWO),
+        _case("64 single tokens", _DECODE, (32, 8), (128, 128)),
+        _case("a single token", PagedExample(((1, 1024),), 16), (32, 8), (128, 128)),
+        _case("large pieces", _CHUNKS, (32, 8), (128, 128)),
+        _case("window and sinks of gpt-oss", _GPT_OSS, (64, 8), (64, 64)),
+        _case("latents of DeepSeek-V3", _LATENTS, (128, 1), (576, 512)),
+        _case("64 single tokens, FP8", replace(_DECODE, fp8=True), (32, 8), (128, 128)),
+    ),
 )
 STORE_PAGES = Op(
     "store_pages",
     "keys and values written into pages",
     __name__,
     ("write_pages",),
+    (triton("phalanx.ops.attention.store_kernel"),),
+    cases=(
+        _case("pages", _STORED, (2, 2), (16, 10), _TWO),
+        _case("FP8 pages", replace(_STORED, fp8=True), (3, 3), (16, 10), _FP8),
+        _case("FP8 latents", replace(_STORED, fp8=True, shared=True), (2, 1), (48, 32), _FP8[1:]),
+    ),
 )
