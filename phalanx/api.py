@@ -34,8 +34,8 @@ def load(config: str | Path | None = None, *overrides: str, base: Run | dict[str
 
 def check(run: Run, ranks: int | None = None) -> None:
     """Raise every problem of a run on this machine at once: ConfigError, or DataError or CheckpointError if only paths
-    of one kind are missing. Writes nothing. ranks: how many it is to have; default: those that this process belongs to,
-    or else as many as its layout needs."""
+    of one kind are missing. Writes nothing. `ranks` defaults to those that this process belongs to, or else to as many
+    as the run's layout needs."""
     from phalanx.training.machine import check_here
 
     here = _placement()
@@ -47,9 +47,9 @@ def check(run: Run, ranks: int | None = None) -> None:
 
 
 def plan(run: Run, ranks: int | None = None, device: str | None = None) -> PlanReport:
-    """What the run would do on `ranks` ranks, without a GPU and without data: stages, schedule, memory, messages,
-    FLOPs. `print(px.plan(run, 1024))` shows it. ranks: default: as many as the layout needs. device: the GPU that it
-    should fit on, such as "H100"; `.fits` says whether it does.
+    """What the run would do on `ranks` ranks, by default as many as its layout needs: stages, schedule, memory,
+    messages and FLOPs, without a GPU and without data. `print(px.plan(run, 1024))` shows it. `device` is the GPU that
+    it should fit on, such as "H100"; `.fits` says whether it does.
 
     Raises ConfigError.
     """

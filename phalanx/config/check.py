@@ -103,6 +103,9 @@ def check_task(run: Run) -> list[Problem]:
     if not run.data.inside_documents:
         rule = "must be true with an objective that compares documents"
         found.append(problem("data", run.data, "document_attention", rule, {"task.name": config.name}, (True,)))
+    if run.data.packing != "off":
+        rule = "reorders documents, and the objective compares documents that follow each other"
+        found.append(problem("data", run.data, "packing", rule, {"task.name": config.name}, ("off",)))
     return found
 
 

@@ -57,18 +57,13 @@ def mfu(run: Run, tokens_per_second: float, device: Device | None) -> float | No
     return flops_of(run).per_token * tokens_per_second / peak if peak else None
 
 
-def mfu_text(run: Run, world: int, device: Device | None, device_name: str) -> str:
-    """For the log at the start of a run: how the mfu of the step lines is computed, with its inputs, or why it is not
-    shown."""
+def mfu_lines(run: Run, world: int, device: Device | None, device_name: str) -> list[str]:
+    """Lines for the log at the start of a run: how the mfu of the step lines is computed, or why it is not shown."""
     peak = device.peak(run.train.precision) if device else None
     tokens = run.train.global_batch * run.train.seq_length
-    formula = (
-        f"FLOP per step: {flops_of(run).text(tokens)} (N: weights in matmuls, A: "
-        "layers*heads*head_dim, causal attention counted as half)"
-    )
-    if device_name == "CPU":
-        return f"{formula}; no mfu on a CPU"
-    if not peak:
-        return f"{formula}; no mfu: the {run.train.precision} peak of {device_name!r} is not in phalanx/base/devices.py"
-    chip = f"{peak / 1e12:g}e12 FLOP/s, {device.name if device else ''} {run.train.precision} dense"
-    return f"{formula}; mfu = FLOP / (step seconds * {world} devices * {chip})"
+    lines = [f"{flops_of(run).per_token * tokens:.4g} FLOP per step (`phalanx plan` shows the formula)"]
+    if device_name != "CPU" and not peak:
+        lines.append(f"no mfu: no {run.train.precision} peak of {device_name!r} in phalanx/base/devices.py")
+    elif device is not None and peak:
+        lines.append(f"mfu = FLOP / (step_s * {world} * {peak / 1e12:g}e12 FLOP/s of {device.name})")
+    return lines

@@ -57,7 +57,7 @@ def write_report(folder: Path, sample: str | None = None) -> Path:
     """Write `folder`/report.html from metrics.jsonl, config.yaml and starts.jsonl; `sample` is shown as text generated
     by the model."""
     rows = read_rows(folder / "metrics.jsonl")
-    steps, starts = [r for r in rows if "loss" in r], read_starts(folder)
+    steps, starts = [r for r in rows if records.is_step(r)], read_starts(folder)
     config = redacted((folder / "config.yaml").read_text(encoding="utf-8"))
     page = Environment(autoescape=True).from_string(PAGE)
     shown = [*facts(rows, steps), *circumstances(starts, folder)]

@@ -38,6 +38,12 @@ SLOW = Record("slow", "times the others' time", "table", "max", _slow_scalars)
 EXPERTS = Record("experts", kind="table", scalars=routing_scalars)
 
 
+def is_step(row: Mapping[str, Any]) -> bool:
+    """Whether a row of metrics.jsonl is that of a finished step, rather than one that a program logged itself, which
+    may have a `loss` too."""
+    return LOSS.name in row and STEP_S.name in row and TOKENS.name in row
+
+
 METRIC = "task/"
 
 

@@ -39,7 +39,7 @@ from phalanx.engine.build import State, build, choices, init_weights
 from phalanx.engine.meeting import device_of, identity, join
 from phalanx.forecast.data_table import data_table, open_loaders
 from phalanx.forecast.decide import make_plan
-from phalanx.forecast.flops import flops_of, mfu_text
+from phalanx.forecast.flops import flops_of, mfu_lines
 from phalanx.observe.failures import Failures
 from phalanx.observe.metrics import Counters, Reporter, Speed
 from phalanx.observe.out_of_memory import reported
@@ -355,10 +355,12 @@ def loop_of(
     if mesh.rank == 0:
         for warning in state.model.agreed.warnings:
             log.warn(warning)
-        log.info(describe(state, total_samples(run)))
+        for line in describe(state, total_samples(run)):
+            log.info(line)
         log.info(choices(state))
         log.info(data_table(run, loader, valid))
-        log.info(mfu_text(run, mesh.grid.world, device, name))
+        for line in mfu_lines(run, mesh.grid.world, device, name):
+            log.info(line)
         sinks = Sinks(run.log, SinkStart(folder, counters.step, to_dict(run), log))
         sinks.add(STEP_LINE, StepLines(log, run.log.interval, last_step, mesh.device.type == "cuda", mesh.grid.world))
         after.callback(sinks.close)
@@ -392,14 +394,16 @@ def forget(paths: list[Path]) -> None:
         storage_for(path).retire(path)
 
 
-def describe(state: State, samples: int) -> str:
-    """For the log at the start of a run: the model, its layout, how long it trains."""
+def describe(state: State, samples: int) -> tuple[str, str]:
+    """Lines for the log at the start of a run: the model and how long it trains, and its layout."""
     plan, run = state.plan, state.plan.run
     grid, numel = plan.grid, sum(f.numel for f in plan.facts)
-    return (
-        f"model {run.model.family} parameters={numel} layout world={grid.world} dp={grid.dp} cp={grid.cp} "
-        f"tp={grid.tp} pp={grid.pp} "
-        f"stages={[len(s) for s in plan.stages]} schedule={plan.schedule_name} sharding={run.layout.sharding} "
-        f"precision={run.train.precision} device={state.mesh.device.type} steps={run.train.last_step} "
-        f"tokens={samples * run.train.seq_length}"
+    model = (
+        f"model {run.model.family} parameters={numel} precision={run.train.precision} device={state.mesh.device.type} "
+        f"steps={run.train.last_step} tokens={samples * run.train.seq_length}"
     )
+    layout = (
+        f"layout world={grid.world} dp={grid.dp} cp={grid.cp} tp={grid.tp} pp={grid.pp} sharding={run.layout.sharding} "
+        f"schedule={plan.schedule_name} stages={[len(s) for s in plan.stages]}"
+    )
+    return model, layout

@@ -66,6 +66,12 @@ def test_a_report_of_an_older_run_or_with_half_a_line(tmp_path):
     assert "none finished" in write_report(tmp_path).read_text()
 
 
+def test_a_loss_that_a_program_logged_itself_is_no_step(tmp_path):
+    (tmp_path / "metrics.jsonl").write_text('{"step": 1, "loss": 2.5, "mine": 1.0}\n')
+    (tmp_path / "config.yaml").write_text("model: {family: llama}\n")
+    assert "none finished" in write_report(tmp_path).read_text()
+
+
 def test_only_what_was_set():
     text = (
         "train: {steps: 5, seed: 1234, precision: bf16}\noptim: {lr: 0.0003, lr_scale: {}}\nmodel: "

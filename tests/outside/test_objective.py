@@ -394,6 +394,8 @@ def test_rules_between_objective_model_and_data():
     assert "has no loss per token" in problems(run_of("preference", "deepseek_v3-mtp"))[0]
     without = replace(run_of("preference"), data=DataConfig(mock=True))
     assert "data.document_attention: must be true" in problems(without)[0]
+    packed = replace(run_of("preference"), data=DataConfig(paths=("a",), packing="online"))
+    assert any(text.startswith("data.packing: reorders documents") for text in problems(packed))
 
 
 def test_the_program_finds_it_by_path(tmp_path):

@@ -28,7 +28,7 @@ from phalanx.engine.build import build, init_weights
 from phalanx.engine.step import shadow_of, train_step
 from phalanx.forecast.check import check
 from phalanx.forecast.decide import make_plan
-from phalanx.forecast.flops import flops_of, mfu, mfu_text, step_flops
+from phalanx.forecast.flops import flops_of, mfu, mfu_lines, step_flops
 from phalanx.forecast.memory import OVERHEAD, block_uses, fixed_bytes, fullest_moment, peak_on_host, rank_uses
 from phalanx.forecast.text import contents, num_parameters, plan_text
 from phalanx.layout.config import LayoutConfig
@@ -211,10 +211,14 @@ def test_mfu_and_its_line():
     assert (
         mfu(run, 1e4, None) is None and mfu(replace(run, train=replace(run.train, precision="fp64")), 1e4, H200) is None
     )
-    text = mfu_text(run, 4, H200, "NVIDIA H200")
-    assert "6*N*T + 6*A*S*T = 9.982e+14 FLOP with N=2.27e+09 A=3.277e+04 S=8192 T=65536" in text
-    assert "4 devices * 989e12 FLOP/s, H200 bf16 dense" in text
-    assert "no mfu: the bf16 peak of 'Voodoo 2' is not in" in mfu_text(run, 1, None, "Voodoo 2")
+    flop, how = mfu_lines(run, 4, H200, "NVIDIA H200")
+    assert flop == "9.982e+14 FLOP per step (`phalanx plan` shows the formula)"
+    assert how == "mfu = FLOP / (step_s * 4 * 989e12 FLOP/s of H200)"
+    formula = "6*N*T + 6*A*S*T = 9.982e+14 FLOP with N=2.27e+09 A=3.277e+04 S=8192 T=65536"
+    assert formula in flops_of(run).text(65536)
+    assert "no mfu: no bf16 peak of 'Voodoo 2' in" in mfu_lines(run, 1, None, "Voodoo 2")[1]
+    assert len(mfu_lines(run, 1, None, "CPU")) == 1
+    assert all(len(line) <= 80 for line in (flop, how))
 
 
 @pytest.mark.parametrize(
