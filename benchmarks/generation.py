@@ -28,6 +28,8 @@ from phalanx.inference.engine import Engine, EngineOptions
 from phalanx.inference.load import InferenceModel, without_training
 from phalanx.inference.request import NewToken, SamplingOptions
 from phalanx.models.llama import LlamaConfig
+from phalanx.pipeline.execute import execute
+from phalanx.sequence.batch import IGNORE, Batch
 
 SIZES = {
     "8b": dict(
@@ -134,49 +136,79 @@ def row_prefill(model: InferenceModel, shapes: Shapes) -> dict[str, float]:
     engine = Engine(model, EngineOptions(sequences=count, tokens=8192, length=length + 16))
     generated(engine, prompts_of(2 * count, length, vocab)[count:], 1)
     _, total, _ = generated(engine, prompts_of(count, length, vocab), 1)
-    return {"tok/s in": count * length / total, "s": total}
+    plain = whole_forward(model, count, length)
+    return {"tok/s in": count * length / total, "s": total, "forward of training": count * length / plain}
+
+
+def whole_forward(model: InferenceModel, count: int, length: int) -> float:
+    """Seconds of the forward that training runs over as many tokens, up to the last norm."""
+    device, vocab = model.mesh.device, model.plan.run.model.vocab_size
+    row = torch.tensor(prompts_of(count, length, vocab), device=device).flatten()
+    positions = torch.arange(length, device=device).repeat(count)
+    samples = torch.arange(count, device=device).repeat_interleave(length)
+    stages, times = model.stages, []
+    stages.finish = lambda block, x, _: block.logits(x[length - 1 :: length], torch.arange(count, device=device))
+    for _ in range(3):
+        wait()
+        began = time.perf_counter()
+        stages.begin([Batch(row, torch.full_like(row, IGNORE), positions, samples, count, length)], seed=None)
+        execute(model.program(1), stages.handlers())
+        stages.end()
+        wait()
+        times.append(time.perf_counter() - began)
+    return min(times)
 
 
 def row_budget(model: InferenceModel, shapes: Shapes) -> dict[str, float]:
-    """ms of a decode step of many sequences by kind of kernel, and of the host between steps, by torch's profiler."""
+    """Of many sequences."""
+    return budget(model, shapes, shapes.many, shapes.prompt)
+
+
+def row_budget_one(model: InferenceModel, shapes: Shapes) -> dict[str, float]:
+    """Of one sequence."""
+    return budget(model, shapes, 1, shapes.before)
+
+
+def budget(model: InferenceModel, shapes: Shapes, count: int, prompt_length: int) -> dict[str, float]:
+    """ms of a decode step by kind of kernel, and when no kernel runs, by torch's profiler."""
     from torch.profiler import ProfilerActivity, profile
 
     vocab = model.plan.run.model.vocab_size
-    length = shapes.prompt + shapes.answer
-    engine = Engine(model, EngineOptions(sequences=shapes.many, tokens=8192, length=length))
-    for prompt in prompts_of(shapes.many, shapes.prompt, vocab):
+    length = prompt_length + shapes.answer
+    engine = Engine(model, EngineOptions(sequences=count, tokens=8192, length=length))
+    for prompt in prompts_of(count, prompt_length, vocab):
         engine.submit(prompt, SamplingOptions(tokens=shapes.answer, temperature=0))
-    warm = -(-shapes.many * shapes.prompt // 8192) + 12
-    for _ in range(warm):
+    for _ in range(-(-count * prompt_length // 8192) + 12):
         engine.step()
-    steps, wait_ = 20, wait
-    wait_()
+    steps = 20
+    wait()
     began = time.perf_counter()
     for _ in range(steps):
         engine.step()
-    wait_()
+    wait()
     found = {"step": 1e3 * (time.perf_counter() - began) / steps}
     if torch.cuda.is_available():
         with profile(activities=[ProfilerActivity.CUDA]) as seen:
             for _ in range(8):
                 engine.step()
-            wait_()
+            wait()
         kinds: dict[str, float] = {}
         for event in seen.key_averages():
-            name = event.key.lower()
-            attention = "paged" in name or "attend" in name or "join" in name
-            kind = (
-                "attention"
-                if attention
-                else "products"
-                if "gemm" in name or "nvjet" in name or "cutlass" in name
-                else event.key[:36]
-            )
+            kind = kind_of(event.key)
             kinds[kind] = kinds.get(kind, 0.0) + event.device_time_total / 8e3
-        found |= dict(sorted(kinds.items(), key=lambda item: -item[1])[:12])
+        found |= dict(sorted(kinds.items(), key=lambda item: -item[1])[:14])
         found["all kernels"] = sum(kinds.values())
     engine.close()
     return found
+
+
+def kind_of(kernel: str) -> str:
+    name = kernel.lower()
+    if "attend" in name or "paged" in name or name.startswith(("_decode", "_prompt", "_join")):
+        return "attention"
+    if any(part in name for part in ("gemm", "nvjet", "cutlass", "gemv")):
+        return "products"
+    return kernel[:36]
 
 
 ROWS: dict[str, Callable[[InferenceModel, Shapes], dict[str, float]]] = {
@@ -184,6 +216,7 @@ ROWS: dict[str, Callable[[InferenceModel, Shapes], dict[str, float]]] = {
     "many": row_many,
     "prefill": row_prefill,
     "budget": row_budget,
+    "budget_one": row_budget_one,
 }
 
 
@@ -240,7 +273,7 @@ def peers(size: str, rows: list[str], shapes: Shapes) -> dict[str, dict[str, flo
 
 def main() -> None:
     reader = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    reader.add_argument("--rows", default="one,many,prefill,budget")
+    reader.add_argument("--rows", default=",".join(ROWS))
     reader.add_argument("--peers", action="store_true")
     reader.add_argument("--tiny", action="store_true")
     asked = reader.parse_args()
