@@ -128,7 +128,7 @@ def test_batch_invariant_bits_depend_on_the_sequence_alone(monkeypatch, kernels)
     kind, length = AttentionKind(window=70, sinks=True), 90
     q, k, v, sinks = (x.float() for x in drawn(PagedExample(((length, length),), 16), 2, 2, 16, 16))
     found = []
-    for others, sizes in (((), (length,)), (((1, 30), (2, 2)), (70, 1, 19)), (((5, 37),), (33, 33))):
+    for others, sizes in (((), (length,)), (((1, 30),), (70, 1, 18, 1)), (((5, 37),), (33, 33))):
         done, parts = 0, []
         for size in sizes:
             example = PagedExample((*others, (size, done + size)), 16, kind, padding=2)

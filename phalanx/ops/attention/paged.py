@@ -325,7 +325,7 @@ class PagedExample:
 
 _MIXED = PagedExample(((1, 5), (0, 9), (37, 237), (1, 70), (3, 3), (0, 0)), 16, padding=3)
 _DECODE = PagedExample(tuple((1, 900 + i % 120) for i in range(64)), 16, padding=5)
-_GPT_OSS = replace(_DECODE, page_size=64, kind=AttentionKind(sinks=True, window=128))
+_WINDOWED = replace(_DECODE, page_size=64, kind=AttentionKind(sinks=True, window=128))
 _CHUNKS = PagedExample(((1, 700), (600, 1500), (1, 9), (300, 300)), 32, padding=7)
 _LATENTS = PagedExample(((1, 700), (40, 900), (1, 1500)), 64, AttentionKind(scale=0.07), shared=True)
 _STORED = PagedExample(((1, 40), (3, 9)), 16)
@@ -368,7 +368,7 @@ PAGED_ATTENTION = Op(
         _case("64 single tokens", _DECODE, (32, 8), (128, 128)),
         _case("a single token", PagedExample(((1, 1024),), 16), (32, 8), (128, 128)),
         _case("large pieces", _CHUNKS, (32, 8), (128, 128)),
-        _case("window and sinks of gpt-oss", _GPT_OSS, (64, 8), (64, 64)),
+        _case("window and sinks of gpt-oss", _WINDOWED, (64, 8), (64, 64)),
         _case("latents of DeepSeek-V3", _LATENTS, (128, 1), (576, 512)),
         _case("64 single tokens, FP8", replace(_DECODE, fp8=True), (32, 8), (128, 128)),
     ),

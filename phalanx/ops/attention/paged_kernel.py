@@ -476,8 +476,9 @@ def _join_parts(
     count = tl.load(starts + sequence + 1) - start
     first = length - count
     begin = _first_of(first, block, Q, INVARIANT)
+    query = query + tl.maximum(first - begin, 0)
     position = begin + query
-    if _not_here(count, few, position, length, WHICH) | (position < first):
+    if _not_here(count, few, position, length, WHICH) | (query >= Q):
         return
     _, _, _, _, num = _keys_of_block(
         begin, length, parts, P * PAGE, Q, N, WINDOW, CHUNK, INVARIANT, INVARIANT_KEYS, INVARIANT_PARTS
@@ -635,7 +636,7 @@ class _Reading:
             width = min(128, self.reading["V_BLOCK"])
             value_blocks = triton.cdiv(pages.width, width)
             most = INVARIANT_PARTS if spans.batch_invariant else triton.next_power_of_2(parts)
-            _join_parts[(self.heads, blocks, min(queries, most_queries if per == 1 else queries) * value_blocks)](
+            _join_parts[(self.heads, blocks, min(queries, most_queries) * value_blocks)](
                 *made,
                 *numbers,
                 per,
