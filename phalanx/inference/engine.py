@@ -222,12 +222,10 @@ class Engine:
 
     def check(self, prompt: Sequence[int], options: SamplingOptions) -> None:
         """RequestError if it could never be served."""
-        vocab = self.model.plan.run.model.vocab_size
-        wrong = next((t for t in prompt if not 0 <= t < vocab), None)
-        if wrong is not None:
-            raise RequestError("prompt", wrong, f"token ids must be >= 0 and < {vocab}, the size of the vocabulary")
+        request = Request(number=0, prompt=tuple(prompt), options=options)
+        request.check_tokens(self.model.plan.run.model.vocab_size)
         try:
-            self.scheduler.check(Request(number=0, prompt=tuple(prompt), options=options))
+            self.scheduler.check(request)
         except RequestDoesNotFit as error:
             raise RequestError("prompt", f"{error.prompt} tokens", str(error)) from error
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
@@ -11,9 +12,20 @@ EndReason = Literal["stop", "length", "cancelled", "deadline", "error"]
 """An end token came; there is no room for more; somebody cancelled it; its time was up; the engine failed."""
 
 
+class RequestError(PhalanxError):
+    """A request that cannot be served: which field, its value, and the rule that it breaks."""
+
+    exit_code = 2
+
+    def __init__(self, field: str, value: Any, rule: str):
+        self.field, self.value, self.rule = field, value, rule
+        super().__init__(f"{field}={shortened(repr(value))}: {rule}")
+
+
 @dataclass(frozen=True, kw_only=True)
 class SamplingOptions:
-    """How tokens are drawn. The defaults draw from the model's own distribution.
+    """How tokens are drawn. The defaults draw from the model's own distribution. RequestError for values without a
+    meaning.
 
     tokens              at most so many are made; None: as many as positions and memory allow
     temperature         logits are divided by it; 0: always the likeliest token
@@ -51,6 +63,23 @@ class SamplingOptions:
     logprobs: int | None = None
     prompt_logprobs: int | None = None
 
+    def __post_init__(self) -> None:
+        for name in ("temperature", "top_k", "least_tokens"):
+            self._must(name, 0 <= getattr(self, name) < math.inf, "must be finite and at least 0")
+        for name in ("tokens", "logprobs", "prompt_logprobs"):
+            self._must(name, getattr(self, name) is None or getattr(self, name) >= 0, "must be at least 0")
+        for name in ("presence_penalty", "frequency_penalty"):
+            self._must(name, math.isfinite(getattr(self, name)), "must be finite")
+        self._must("top_p", 0 < self.top_p <= 1, "must be > 0 and <= 1")
+        self._must("min_p", 0 <= self.min_p <= 1, "must be from 0 to 1")
+        self._must("repetition_penalty", 0 < self.repetition_penalty < math.inf, "must be finite and > 0")
+        self._must("sample", 0 <= self.sample < 2**32, "must be at least 0 and < 2**32")
+        self._must("bias", all(value < math.inf for _, value in self.bias), "must be numbers below infinity")
+
+    def _must(self, name: str, kept: bool, rule: str) -> None:
+        if not kept:
+            raise RequestError(name, getattr(self, name), rule)
+
 
 @dataclass(frozen=True, kw_only=True)
 class Request:
@@ -62,6 +91,16 @@ class Request:
     options: SamplingOptions = field(default_factory=SamplingOptions)
     priority: int = 0
     deadline: float | None = None
+
+    def check_tokens(self, vocabulary: int) -> None:
+        """RequestError if the prompt or an option has a token that the model does not."""
+        options = self.options
+        given = {"prompt": self.prompt, "bias": [t for t, _ in options.bias], "end_tokens": options.end_tokens}
+        for name, tokens in given.items():
+            wrong = next((token for token in tokens if not 0 <= token < vocabulary), None)
+            if wrong is not None:
+                rule = f"token ids must be >= 0 and < {vocabulary}, the size of the vocabulary"
+                raise RequestError(name, wrong, rule)
 
 
 @dataclass(frozen=True)
@@ -101,13 +140,3 @@ class Finished:
 
 
 Event = NewToken | PromptScored | Finished
-
-
-class RequestError(PhalanxError):
-    """A request that cannot be served: which field, its value, and the rule that it breaks."""
-
-    exit_code = 2
-
-    def __init__(self, field: str, value: Any, rule: str):
-        self.field, self.value, self.rule = field, value, rule
-        super().__init__(f"{field}={shortened(repr(value))}: {rule}")

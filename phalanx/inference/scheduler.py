@@ -266,6 +266,11 @@ class Scheduler:
         """Nobody waits or runs."""
         return not self._live
 
+    def decoding(self) -> list[LiveSequence]:
+        """Those who decode and whose tokens are all known, with room for more than one: drafts may follow."""
+        rows = np.flatnonzero(self._decodes & (self._left > 1) & (self._pending == 0)).tolist()
+        return [sequence for row in rows if (sequence := self._row_of[row]) is not None]
+
     def tokens_of(self, number: int) -> array[int]:
         """Tokens of a live request that are known: its prompt, and those made and observed."""
         return self._live[number].tokens

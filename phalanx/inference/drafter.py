@@ -1,0 +1,62 @@
+"""Drafts without a model: a sequence whose last tokens came before is likely to go on as it did then.
+
+Prompt lookup (Saxena, "Prompt lookup decoding", 2023). A draft is one token for sure, so `sampler.accept_same` accepts
+it exactly, and the text is the one without drafts.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import numpy as np
+
+from phalanx.inference.sampler import has_penalties
+from phalanx.inference.scheduler import Scheduler
+
+
+@dataclass(frozen=True)
+class NgramSpec:
+    """tokens: drafts of a sequence in one step. longest, shortest: tokens at its end that must have come before.
+    ValueError for values that make no drafts."""
+
+    tokens: int = 4
+    longest: int = 4
+    shortest: int = 2
+
+    def __post_init__(self) -> None:
+        if self.tokens < 1:
+            raise ValueError(f"tokens={self.tokens}: must be at least 1")
+        if not 1 <= self.shortest <= self.longest:
+            raise ValueError(f"shortest={self.shortest}: must be from 1 to longest={self.longest}")
+
+
+def ngram_drafts(tokens: Sequence[int], spec: NgramSpec) -> list[int]:
+    """What came after the last place where as many of the last tokens stood as possible; nothing if fewer than
+    `shortest` did. A copy that reaches the end of the sequence goes on with itself, so a period is continued."""
+    ids = np.asarray(tokens, np.int64)
+    matches = np.flatnonzero(ids[:-1] == ids[-1])  # places of the last token before
+    length = 1
+    while length < spec.longest and len(matches):
+        inside = matches[matches >= length]
+        longer = inside[ids[inside - length] == ids[-1 - length]]
+        if not len(longer):
+            break
+        matches = longer
+        length += 1
+    if not len(matches) or length < spec.shortest:
+        return []
+    found = ids[matches[-1] + 1 :].tolist()
+    return [found[i % len(found)] for i in range(spec.tokens)]
+
+
+def drafts_of(scheduler: Scheduler, spec: NgramSpec) -> dict[int, list[int]]:
+    """Drafts for `Scheduler.schedule`, by request. None for requests with penalties: those of a draft depend on the
+    drafts before it."""
+    found = {}
+    for sequence in scheduler.decoding():
+        if not has_penalties(sequence.request.options):
+            drafts = ngram_drafts(sequence.tokens, spec)
+            if drafts:
+                found[sequence.number] = drafts
+    return found

@@ -1,0 +1,60 @@
+"""What is asked of the engine: values without a meaning are refused with field, value and rule."""
+
+from __future__ import annotations
+
+import math
+
+import pytest
+
+from phalanx.inference.request import Request, RequestError, SamplingOptions
+
+
+@pytest.mark.parametrize(
+    "field, value, rule",
+    (
+        ("temperature", -0.1, "at least 0"),
+        ("temperature", math.nan, "finite"),
+        ("temperature", math.inf, "finite"),
+        ("top_k", -1, "at least 0"),
+        ("least_tokens", -1, "at least 0"),
+        ("tokens", -1, "at least 0"),
+        ("logprobs", -1, "at least 0"),
+        ("prompt_logprobs", -1, "at least 0"),
+        ("presence_penalty", math.nan, "finite"),
+        ("frequency_penalty", -math.inf, "finite"),
+        ("top_p", 0.0, "> 0 and <= 1"),
+        ("top_p", 1.01, "> 0 and <= 1"),
+        ("min_p", -0.1, "from 0 to 1"),
+        ("min_p", 1.1, "from 0 to 1"),
+        ("repetition_penalty", 0.0, "> 0"),
+        ("sample", -1, "at least 0"),
+        ("sample", 2**32, "< 2\\*\\*32"),
+        ("bias", ((3, math.nan),), "below infinity"),
+        ("bias", ((3, math.inf),), "below infinity"),
+    ),
+)
+def test_values_without_a_meaning(field, value, rule):
+    with pytest.raises(RequestError, match=f"^{field}=.*{rule}"):
+        SamplingOptions(**{field: value})
+
+
+def test_values_at_the_borders():
+    SamplingOptions(
+        temperature=0.0, top_p=1.0, min_p=1.0, tokens=0, logprobs=0, prompt_logprobs=0, bias=((3, -math.inf),), seed=-5
+    )
+
+
+@pytest.mark.parametrize(
+    "field, prompt, options",
+    (
+        ("prompt", (1, 100), {}),
+        ("prompt", (-1,), {}),
+        ("bias", (1,), {"bias": ((100, 1.0),)}),
+        ("end_tokens", (1,), {"end_tokens": (5, 100)}),
+    ),
+)
+def test_tokens_that_the_model_does_not_have(field, prompt, options):
+    request = Request(number=0, prompt=prompt, options=SamplingOptions(**options))
+    request.check_tokens(101) if min(prompt) >= 0 else None
+    with pytest.raises(RequestError, match=f"^{field}=-?[01].*< 100, the size of the vocabulary"):
+        request.check_tokens(100)
