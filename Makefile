@@ -53,7 +53,7 @@ fast: $(VENV)/.ready-dev
 	$(PY) -m pytest tests -m "not soak and not gpu" -n 2 --dist loadfile --no-loadscope-reorder --durations 25 $(ARGS)
 
 lint: $(VENV)/.ready-dev
-	$(PY) -m ruff check phalanx tests
+	$(PY) -m ruff check phalanx tests benchmarks examples recipes
 	$(PY) -m ruff format --check -q phalanx tests benchmarks examples recipes
 
 types: $(VENV)/.ready-dev

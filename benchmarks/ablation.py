@@ -122,7 +122,8 @@ def table(rows: list[dict[str, Any]], left_out: list[str]) -> str:
         s = {key: 1e3 * r["step"][key] for key in ("median", "low", "high")}
         spread = f"{s['median']:.1f} ({s['low']:.1f}-{s['high']:.1f}) | {s['median'] - 1e3 * base:+.1f}"
         lines.append(
-            f"| {r['name']} | {spread} | {r['tokens_per_s']:,.0f} | {r['flops'] / 1e12:.1f} | {r['peak_gib']:.1f} | {r['loss']:.4f} |"
+            f"| {r['name']} | {spread} | {r['tokens_per_s']:,.0f} | {r['flops'] / 1e12:.1f} | {r['peak_gib']:.1f} "
+            f"| {r['loss']:.4f} |"
         )
     return "\n".join([*lines, *([f"no time was left for: {', '.join(left_out)}"] if left_out else [])])
 

@@ -100,7 +100,8 @@ def main() -> None:
     parser.add_argument("--repeats", type=int, default=10)
     options = parser.parse_args()
     print(
-        f"{torch.cuda.get_device_name()}, torch {torch.__version__}, bf16, {options.tokens} tokens, forward + backward: ms (TFLOP/s)"
+        f"{torch.cuda.get_device_name()}, torch {torch.__version__}, bf16, {options.tokens} tokens, forward + "
+        "backward: ms (TFLOP/s)"
     )
     for name, shape in SHAPES.items():
         print(f"{name:34s} {row(options.tokens, options.repeats, *shape)}", flush=True)

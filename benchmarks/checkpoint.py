@@ -334,11 +334,15 @@ def lines(found: dict[str, Any]) -> list[str]:
     rate = {f"{name}_s": f"{gb['bytes'] / found[f'{name}_s']:.2f} GB/s in {found[f'{name}_s']:.2f} s" for name in done}
     share = {name: f"{100 * found[f'{name}_over_raw']:.0f} % of raw" for name in done}
     return [
-        f"checkpoint {gb['bytes']:.3f} GB on {found['file_system']}: raw write {gb['raw_write']:.2f} GB/s, raw read {gb['raw_read']:.2f} with "
-        f"{found['threads']} threads a rank ({gb['raw_write_one']:.2f} and {gb['raw_read_one']:.2f} with one); step {1e3 * found['step_s']:.1f} ms",
+        f"checkpoint {gb['bytes']:.3f} GB on {found['file_system']}: raw write {gb['raw_write']:.2f} GB/s, raw "
+        f"read {gb['raw_read']:.2f} with "
+        f"{found['threads']} threads a rank ({gb['raw_write_one']:.2f} and {gb['raw_read_one']:.2f} with one); "
+        f"step {1e3 * found['step_s']:.1f} ms",
         f"stall {1e3 * found['stall_s']:.1f} ms a save, {1e3 * found['stall_first_s']:.1f} of it in the first step, "
-        f"{100 * found['stall_of_100_steps']:.3f} % of 100 steps (host {1e3 * found['host_s']:.1f} ms; {len(found['saves'])} saves)",
-        f"first save: {found['first_start_s']:.2f} s until its memory is there; without steps beside: written and synced {rate['write_s']}, "
+        f"{100 * found['stall_of_100_steps']:.3f} % of 100 steps (host {1e3 * found['host_s']:.1f} ms; "
+        f"{len(found['saves'])} saves)",
+        f"first save: {found['first_start_s']:.2f} s until its memory is there; without steps beside: written and "
+        f"synced {rate['write_s']}, "
         f"{share['write']}; read back in {found['read_back_s']:.2f} s; all of it {rate['alone_s']}"
         + (f"; not in the background: {found['why_not']}" if found["why_not"] else ""),
         f"save beside steps: {rate['save_s']}, {share['save']}",

@@ -221,12 +221,14 @@ def main() -> None:
     draw(runs, gap, title, options.out.with_suffix(".svg"))
     for r in runs:
         print(
-            f"{r['precision']}: {len(r['losses'])} steps, {r['step_ms']:.1f} ms a step, {r['tflops']:.1f} TFLOP/s, {r['wall_s']:.0f} s"
+            f"{r['precision']}: {len(r['losses'])} steps, {r['step_ms']:.1f} ms a step, {r['tflops']:.1f} TFLOP/s, "
+            f"{r['wall_s']:.0f} s"
         )
         print(f"  {r['chosen']}")
     tf32 = "without TF32" if facts["fp32_matmul"] == "highest" else f"matmul precision {facts['fp32_matmul']}"
     print(
-        f"fp32 {tf32}; final loss (mean of {LAST}) {gap['final_low']:.4f} and {gap['final_high']:.4f}: gap {100 * gap['final']:+.3f} %, "
+        f"fp32 {tf32}; final loss (mean of {LAST}) {gap['final_low']:.4f} and {gap['final_high']:.4f}: gap "
+        f"{100 * gap['final']:+.3f} %, "
         f"worst {100 * gap['worst']:+.3f} %"
     )
 

@@ -305,9 +305,13 @@ def table(rows: list[dict[str, Any]], tokens: int, title: str) -> str:
         more = ""
         if "fill" in row:
             spread = (max(row["passes"]) - min(row["passes"])) / row["seconds"]
-            more = f"  spread {spread:.1%}, fill {row['fill']:.1%}, {row['micro-batches']} micro-batches, loss {row['loss']:.4f}"
+            more = (
+                f"  spread {spread:.1%}, fill {row['fill']:.1%}, {row['micro-batches']} micro-batches, loss "
+                f"{row['loss']:.4f}"
+            )
         lines.append(
-            f"{row['name']:<28}{tokens / row['seconds']:>12,.0f}{first / row['seconds']:>10.2f}{static / row['seconds']:>10.2f}{more}"
+            f"{row['name']:<28}{tokens / row['seconds']:>12,.0f}{first / row['seconds']:>10.2f}"
+            f"{static / row['seconds']:>10.2f}{more}"
         )
     found = against(rows)
     said = ", ".join(f"{found[name]:.2f} times {name} (goal {goal})" for name, goal in GOALS.items())
@@ -339,7 +343,10 @@ def main() -> None:
     options.began = time.perf_counter()
     longest = 512 if options.tiny else LONGEST
     lengths = lengths_of(8192 if options.tiny else options.tokens, longest)
-    about = f"{len(lengths)} documents, {sum(lengths):,} tokens, median {int(np.median(lengths)):,}, longest {max(lengths):,}"
+    about = (
+        f"{len(lengths)} documents, {sum(lengths):,} tokens, median {int(np.median(lengths)):,}, longest "
+        f"{max(lengths):,}"
+    )
     names = [list(ROWS)[int(i)] for i in options.rows.split(",")]
     if options.predict:
         for cp in (2, 4, 8):

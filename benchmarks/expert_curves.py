@@ -188,7 +188,10 @@ def main() -> None:
 def line(run: dict[str, Any], first: dict[str, Any]) -> str:
     alone, last, fullest = (smoothed(values)[-1] for values in (first["losses"], run["losses"], run["fullest"]))
     against = f"final loss {last:.4f} ({100 * (last / alone - 1):+.3f} % of ep1)"
-    return f"{run['name']:36s} {against}, fullest expert {fullest:.2f} x mean, {run['tokens_per_s_per_gpu']:,.0f} tokens/s/GPU"
+    return (
+        f"{run['name']:36s} {against}, fullest expert {fullest:.2f} x mean, {run['tokens_per_s_per_gpu']:,.0f} "
+        "tokens/s/GPU"
+    )
 
 
 if __name__ == "__main__":

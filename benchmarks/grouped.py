@@ -176,7 +176,8 @@ def tflops(flops: float, took: float | None) -> str:
 
 def matmul_table(name: str, shape: Shape, uneven: float) -> None:
     print(
-        f"\n{name}: {shape.experts} experts, {shape.rows} rows, width {shape.width}, inner {shape.inner}, loads +-{uneven:.0%}; TFLOP/s"
+        f"\n{name}: {shape.experts} experts, {shape.rows} rows, width {shape.width}, inner {shape.inner}, loads "
+        f"+-{uneven:.0%}; TFLOP/s"
     )
     print("| product | ours | torch._grouped_mm | + add | dense |\n| --- | --- | --- | --- | --- |")
     totals: dict[str, float] = {}
@@ -193,7 +194,8 @@ def matmul_table(name: str, shape: Shape, uneven: float) -> None:
     flops = 18.0 * shape.rows * shape.inner * shape.width
     cells = [tflops(flops, totals[k]) for k in ("ours", "torch", "dense")]
     print(
-        f"| all six, ms {', '.join(f'{k} {v * 1e3:.2f}' for k, v in totals.items())} | {cells[0]} | - | {cells[1]} | {cells[2]} |"
+        f"| all six, ms {', '.join(f'{k} {v * 1e3:.2f}' for k, v in totals.items())} | {cells[0]} | - | {cells[1]} "
+        f"| {cells[2]} |"
     )
 
 

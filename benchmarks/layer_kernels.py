@@ -223,7 +223,8 @@ def main() -> None:
                     1e3 * took * row.times * (not any(row.what.endswith(other) for other in sums if other != recipe))
                 )
             lines.append(
-                f"{row.what:48} {1e3 * took:8.4f} ms {1e3 * copy:8.4f} copy {took / copy:6.2f}x {1e3 * took * row.times:7.1f} ms a step "
+                f"{row.what:48} {1e3 * took:8.4f} ms {1e3 * copy:8.4f} copy {took / copy:6.2f}x "
+                f"{1e3 * took * row.times:7.1f} ms a step "
                 f"({1e3 * copy * row.times:5.1f})"
             )
             print(lines[-1].split(" ms ")[0], flush=True)

@@ -138,7 +138,8 @@ def table(rows: list[dict[str, Any]], facts: str, command: str) -> str:
         "",
         f"Command: `{command}`",
         "",
-        "| layout | GPUs | step ms (min-max) | tok/s/GPU | TFLOP/s/GPU | MFU | peak GiB | final loss | largest loss difference |",
+        "| layout | GPUs | step ms (min-max) | tok/s/GPU | TFLOP/s/GPU | MFU | peak GiB | final loss | largest "
+        "loss difference |",
         "|---|---|---|---|---|---|---|---|---|",
     ]
     for r in rows:
@@ -147,8 +148,10 @@ def table(rows: list[dict[str, Any]], facts: str, command: str) -> str:
             continue
         mfu = "n/a" if r["mfu"] is None else f"{100 * r['mfu']:.1f}%"
         lines.append(
-            f"| {r['layout']} | {r['ranks']} | {r['step_ms']:.1f} ({r['min_ms']:.1f}-{r['max_ms']:.1f}) | {r['tokens_per_s_per_gpu']:,.0f} "
-            f"| {r['tflops']:.1f} | {mfu} | {r['memory_gib']:.2f} | {r['losses'][-1]:.4f} | {100 * r['worst_step']:.3f}% |"
+            f"| {r['layout']} | {r['ranks']} | {r['step_ms']:.1f} ({r['min_ms']:.1f}-{r['max_ms']:.1f}) | "
+            f"{r['tokens_per_s_per_gpu']:,.0f} "
+            f"| {r['tflops']:.1f} | {mfu} | {r['memory_gib']:.2f} | {r['losses'][-1]:.4f} | "
+            f"{100 * r['worst_step']:.3f}% |"
         )
     return "\n".join(lines) + "\n"
 
@@ -196,7 +199,10 @@ def main() -> None:
     good = [r for r in rows if "losses" in r]
     compare(good)
     device = torch.cuda.get_device_name(0) if gpus else "CPU"
-    facts = f"{time.strftime('%Y-%m-%d')}, {gpus} x {device}, torch {torch.__version__}, commit {options.commit}, {options.steps} steps"
+    facts = (
+        f"{time.strftime('%Y-%m-%d')}, {gpus} x {device}, torch {torch.__version__}, commit {options.commit}, "
+        f"{options.steps} steps"
+    )
     text = table(rows, facts, " ".join(["python", *sys.argv]))
     options.out.with_suffix(".md").write_text(text, encoding="utf-8")
     draw(good, options.out.with_suffix(".svg"))

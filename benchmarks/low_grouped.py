@@ -91,7 +91,8 @@ def rates(
         try:
             seconds, off = timed(lambda t=t: low(t)), (once(t) - truth).abs().max() / truth.abs().max()
             print(
-                f"{name:24} fp8  {flop / seconds / 1e12:6.0f} {'*' if t == used else ' '} {options_of(t):44} off {off.item():.1e}",
+                f"{name:24} fp8  {flop / seconds / 1e12:6.0f} {'*' if t == used else ' '} {options_of(t):44} off "
+                f"{off.item():.1e}",
                 flush=True,
             )
         except Exception as error:  # does not fit, mostly
@@ -198,7 +199,8 @@ def casts(rows: int, ends: Tensor, low: ExpertQuantizer) -> None:
             )
             used = "*" if c == quantize_grouped_kernel.tiles_of(what, quantize_grouped_kernel.GIVEN) else " "
             print(
-                f"{name:24} {c.rows}x{c.columns}, {c.warps} warps {used} {1e6 * seconds:6.0f} us {bytes_ / seconds / 1e9:6.0f} GB/s",
+                f"{name:24} {c.rows}x{c.columns}, {c.warps} warps {used} {1e6 * seconds:6.0f} us "
+                f"{bytes_ / seconds / 1e9:6.0f} GB/s",
                 flush=True,
             )
 

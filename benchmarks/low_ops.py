@@ -18,6 +18,7 @@ import itertools
 import json
 from collections.abc import Callable
 from ctypes import byref, c_int, c_uint64, c_void_p, sizeof
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -149,9 +150,9 @@ def cast_sweep(device: torch.device) -> list[dict[str, Any]]:
             ("SwiGLU's gradient", GatedGrad(x, both), 10),
         ):
             for tile in map(CastTiles, *zip(*CAST_TILES)):
-                call = lambda s=source, t=tile: kernels.cast_both(
-                    s, E4M3, kernels.GIVEN, one, None, True, counts=counts, tiles=t
-                )  # noqa: E731
+                call = partial(
+                    kernels.cast_both, source, E4M3, kernels.GIVEN, one, None, True, counts=counts, tiles=tile
+                )
                 seconds, used = (
                     measure(call, device).median,
                     " *" if tile == kernels.tiles_of(source, kernels.GIVEN) else "",

@@ -185,10 +185,12 @@ def measure(options: argparse.Namespace, folder: Path) -> None:
     lines = folder / "text.jsonl"
     lines.write_text("".join(json.dumps({"text": text}) + "\n" for text in texts))
     print(
-        f"{cpu()}, Python {platform.python_version()}, {size:.1f} MB in {len(texts)} documents, vocabulary {options.vocab_size}\n"
+        f"{cpu()}, Python {platform.python_version()}, {size:.1f} MB in {len(texts)} documents, vocabulary "
+        f"{options.vocab_size}\n"
     )
     print(
-        "| tokenizer | library, MB/s | ours, cold | ours, warm | warm / library | prepare, MB/s |\n|---|---|---|---|---|---|"
+        "| tokenizer | library, MB/s | ours, cold | ours, warm | warm / library | prepare, MB/s "
+        "|\n|---|---|---|---|---|---|"
     )
     made = tokenizers_of(training, options.vocab_size, folder)
     for kind, pair in made.items():

@@ -1,10 +1,10 @@
-"""DeepSeek-V3 from scratch on 2,048 GPUs: pp=16, ep=64 (a stage's experts on 64 of its 128 ranks), no tensor parallelism.
+"""DeepSeek-V3 from scratch on 2,048 GPUs: pp=16, ep=64 (a stage's experts on 64 of its 128 ranks), no tensor
+parallelism.
 
-Sizes: the published config of deepseek-ai/DeepSeek-V3, 671.0 B parameters and 11.5 B more in the module that predicts one token
-further. Layout, learning rate, batch, balancing and weights of losses: DeepSeek-AI, "DeepSeek-V3 technical report", 2024, sections 3.2
-and 4.2 (there: fp8, batches of 3,072 to 15,360 sequences; here: bf16, all blocks made again in backward,
-and the final batch). Try it: `phalanx plan recipes/deepseek_v3.py
---ranks 2048`.
+Sizes: the published config of deepseek-ai/DeepSeek-V3, 671.0 B parameters and 11.5 B more in the module that predicts
+one token further. Layout, learning rate, batch, balancing and weights of losses: DeepSeek-AI, "DeepSeek-V3 technical
+report", 2024, sections 3.2 and 4.2 (there: fp8, batches of 3,072 to 15,360 sequences; here: bf16, all blocks made again
+in backward, and the final batch). Try it: `phalanx plan recipes/deepseek_v3.py --ranks 2048`.
 """
 
 from phalanx.config.run import Run, TrainConfig

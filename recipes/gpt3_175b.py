@@ -1,7 +1,8 @@
 """GPT-3 175B on replicas of 32 GPUs: tp=4 inside a node, pp=8, and dp from the rest of the world (128 GPUs: dp=4).
 
-Sizes and training: Brown et al., "Language models are few-shot learners", 2020, tables 2.1 and appendix B: 96 layers of width 12288,
-batches of 3.2 million tokens, 300 billion tokens. The attention is dense in every layer here (theirs alternates with sparse ones).
+Sizes and training: Brown et al., "Language models are few-shot learners", 2020, tables 2.1 and appendix B: 96 layers of
+width 12288, batches of 3.2 million tokens, 300 billion tokens. The attention is dense in every layer here (theirs
+alternates with sparse ones).
 """
 
 from phalanx.config.run import Run, TrainConfig
@@ -12,7 +13,8 @@ from phalanx.optim.adamw import AdamWConfig
 
 
 def run(data: tuple[str, ...] = (), tokenizer: str | None = None, steps: int = 95_368) -> Run:
-    """data: prefixes of token files; none: made-up tokens, to try speed and memory. Fits GPUs of 141 GB without recompute."""
+    """data: prefixes of token files; none: made-up tokens, to try speed and memory. Fits GPUs of 141 GB without
+    recompute."""
     return Run(
         model=GPT2Config(
             vocab_size=50257,

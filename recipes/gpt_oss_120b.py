@@ -1,8 +1,8 @@
 """gpt-oss 120B from scratch on 64, 256 or more GPUs: `phalanx train recipes/gpt_oss_120b.py`.
 
-Or go on from the published weights: `init_from=FOLDER`. Sizes: the published config of openai/gpt-oss-120b, 116,829,156,672 parameters.
-Learning rate, batch and schedule are ours: the model card (OpenAI, "gpt-oss-120b & gpt-oss-20b model card", 2025) does not give them. The
-published weights are MXFP4, unpacked as they are read.
+Or go on from the published weights: `init_from=FOLDER`. Sizes: the published config of openai/gpt-oss-120b,
+116,829,156,672 parameters. Learning rate, batch and schedule are ours: the model card (OpenAI, "gpt-oss-120b &
+gpt-oss-20b model card", 2025) does not give them. The published weights are MXFP4, unpacked as they are read.
 """
 
 from phalanx.config.run import Run, TrainConfig

@@ -1,7 +1,8 @@
 """Llama 3.1 70B from scratch on 128 GPUs: tp=4 inside a node, pp=4, dp=8 (or any number of replicas of 16 GPUs).
 
-Sizes: the published config of meta-llama/Llama-3.1-70B, 70,553,706,496 parameters. Learning rate and schedule: Grattafiori
-et al., "The Llama 3 herd of models", 2024, table 3 and section 3.4.1. Try it: `phalanx plan recipes/llama3_70b.py --ranks 128`.
+Sizes: the published config of meta-llama/Llama-3.1-70B, 70,553,706,496 parameters. Learning rate and schedule:
+Grattafiori et al., "The Llama 3 herd of models", 2024, table 3 and section 3.4.1. Try it: `phalanx plan
+recipes/llama3_70b.py --ranks 128`.
 """
 
 from phalanx.config.run import Run, TrainConfig
@@ -15,7 +16,8 @@ from phalanx.optim.config import OptimConfig
 def run(data: tuple[str, ...] = (), tokenizer: str | None = None, steps: int = 100_000, virtual_stages: int = 1) -> Run:
     """data: prefixes of token files; none: made-up tokens, to try speed and memory.
 
-    Fits GPUs of 141 GB without recompute. `virtual_stages=2` makes the pipeline's bubble half as long and keeps more activations.
+    Fits GPUs of 141 GB without recompute. `virtual_stages=2` makes the pipeline's bubble half as long and keeps more
+    activations.
     """
     return Run(
         model=LlamaConfig(

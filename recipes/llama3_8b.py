@@ -1,7 +1,8 @@
-"""Llama 3.1 8B from scratch on 1, 4 or 8 GPUs: `phalanx train recipes/llama3_8b.py` (8 GPUs), or `run(gpus=...)` from Python.
+"""Llama 3.1 8B from scratch on 1, 4 or 8 GPUs: `phalanx train recipes/llama3_8b.py` (8 GPUs), or `run(gpus=...)` from
+Python.
 
-Sizes: the published config of meta-llama/Llama-3.1-8B, 8,030,261,248 parameters. Learning rate, batch and schedule: Grattafiori
-et al., "The Llama 3 herd of models", 2024, table 3 and section 3.4.1.
+Sizes: the published config of meta-llama/Llama-3.1-8B, 8,030,261,248 parameters. Learning rate, batch and schedule:
+Grattafiori et al., "The Llama 3 herd of models", 2024, table 3 and section 3.4.1.
 """
 
 from phalanx.config.run import Run, TrainConfig
@@ -17,8 +18,9 @@ def run(
 ) -> Run:
     """data: prefixes of token files; none: made-up tokens, to try speed and memory.
 
-    With 4 or 8 GPUs the optimizer state is cut over them and 80 GB (8 GPUs, full recompute) or 141 GB each are enough without
-    recompute. One GPU holds 18 bytes per parameter, 145 GB: that needs 180 GB and full recompute; `layers=8` fits 141 GB.
+    With 4 or 8 GPUs the optimizer state is cut over them and 80 GB (8 GPUs, full recompute) or 141 GB each are enough
+    without recompute. One GPU holds 18 bytes per parameter, 145 GB: that needs 180 GB and full recompute; `layers=8`
+    fits 141 GB.
     """
     if gpus not in (1, 4, 8):
         raise ValueError(f"this recipe is for 1, 4 or 8 GPUs, not {gpus}")

@@ -1,7 +1,8 @@
-"""Mistral 7B v0.1 from scratch on 8 GPUs: `phalanx train recipes/mistral_7b.py`, or go on from the published weights: `init_from=FOLDER`.
+"""Mistral 7B v0.1 from scratch on 8 GPUs: `phalanx train recipes/mistral_7b.py`, or go on from the published weights:
+`init_from=FOLDER`.
 
-Sizes: Jiang et al., "Mistral 7B", 2023, and the published config of mistralai/Mistral-7B-v0.1, 7,241,732,096 parameters. The report does
-not give learning rate, batch or schedule: those are ours.
+Sizes: Jiang et al., "Mistral 7B", 2023, and the published config of mistralai/Mistral-7B-v0.1, 7,241,732,096
+parameters. The report does not give learning rate, batch or schedule: those are ours.
 """
 
 from phalanx.config.run import Run, TrainConfig

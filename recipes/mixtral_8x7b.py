@@ -1,7 +1,8 @@
 """Mixtral 8x7B from scratch on 32, 64 or more GPUs: `phalanx train recipes/mixtral_8x7b.py`.
 
-Or go on from the published weights: `init_from=FOLDER`. Sizes: the published config of mistralai/Mixtral-8x7B-v0.1, 46,702,792,704
-parameters. Learning rate, batch and schedule are ours: the paper (Jiang et al., "Mixtral of experts", 2024) does not give them.
+Or go on from the published weights: `init_from=FOLDER`. Sizes: the published config of mistralai/Mixtral-8x7B-v0.1,
+46,702,792,704 parameters. Learning rate, batch and schedule are ours: the paper (Jiang et al., "Mixtral of experts",
+2024) does not give them.
 """
 
 from phalanx.config.run import Run, TrainConfig

@@ -1,7 +1,8 @@
-"""Qwen2.5 7B from scratch on 8 GPUs: `phalanx train recipes/qwen2_5_7b.py`, or go on from the published weights: `init_from=FOLDER`.
+"""Qwen2.5 7B from scratch on 8 GPUs: `phalanx train recipes/qwen2_5_7b.py`, or go on from the published weights:
+`init_from=FOLDER`.
 
-Sizes: the published config of Qwen/Qwen2.5-7B (family qwen2), 7,615,616,512 parameters. Learning rate, batch and schedule are ours: the
-report (Yang et al., "Qwen2.5 technical report", 2024) does not give them.
+Sizes: the published config of Qwen/Qwen2.5-7B (family qwen2), 7,615,616,512 parameters. Learning rate, batch and
+schedule are ours: the report (Yang et al., "Qwen2.5 technical report", 2024) does not give them.
 """
 
 from phalanx.config.run import Run, TrainConfig

@@ -1,7 +1,8 @@
 """Qwen3 235B-A22B from scratch on 64, 256 or more GPUs: `phalanx train recipes/qwen3_235b_a22b.py`.
 
-Or go on from the published weights: `init_from=FOLDER`. Sizes: the published config of Qwen/Qwen3-235B-A22B, 235,093,634,560 parameters.
-Learning rate, batch and schedule are ours: the report (Yang et al., "Qwen3 technical report", 2025) does not give them.
+Or go on from the published weights: `init_from=FOLDER`. Sizes: the published config of Qwen/Qwen3-235B-A22B,
+235,093,634,560 parameters. Learning rate, batch and schedule are ours: the report (Yang et al., "Qwen3 technical
+report", 2025) does not give them.
 """
 
 from phalanx.config.run import Run, TrainConfig

@@ -1,7 +1,8 @@
 """Qwen3 30B-A3B from scratch on 8, 64 or more GPUs: `phalanx train recipes/qwen3_30b_a3b.py`.
 
-Or go on from the published weights: `init_from=FOLDER`. Sizes: the published config of Qwen/Qwen3-30B-A3B, 30,532,122,624 parameters.
-Learning rate, batch and schedule are ours: the report (Yang et al., "Qwen3 technical report", 2025) does not give them.
+Or go on from the published weights: `init_from=FOLDER`. Sizes: the published config of Qwen/Qwen3-30B-A3B,
+30,532,122,624 parameters. Learning rate, batch and schedule are ours: the report (Yang et al., "Qwen3 technical
+report", 2025) does not give them.
 """
 
 from phalanx.config.run import Run, TrainConfig

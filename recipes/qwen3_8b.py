@@ -1,7 +1,8 @@
-"""Qwen3 8B from scratch on 8 GPUs: `phalanx train recipes/qwen3_8b.py`, or go on from the published weights: `init_from=FOLDER`.
+"""Qwen3 8B from scratch on 8 GPUs: `phalanx train recipes/qwen3_8b.py`, or go on from the published weights:
+`init_from=FOLDER`.
 
-Sizes: the published config of Qwen/Qwen3-8B, 8,190,735,360 parameters. Learning rate, batch and schedule are ours: the report (Yang et
-al., "Qwen3 technical report", 2025) does not give them.
+Sizes: the published config of Qwen/Qwen3-8B, 8,190,735,360 parameters. Learning rate, batch and schedule are ours: the
+report (Yang et al., "Qwen3 technical report", 2025) does not give them.
 """
 
 from phalanx.config.run import Run, TrainConfig

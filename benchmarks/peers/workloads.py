@@ -193,7 +193,8 @@ def report(
         **extra,
     }
     print(
-        f"{name}: {1e3 * middle:.1f} ms ({1e3 * min(seconds):.1f}-{1e3 * max(seconds):.1f}), {found['tokens_per_s_per_gpu']:,.0f} tokens/s/GPU, "
+        f"{name}: {1e3 * middle:.1f} ms ({1e3 * min(seconds):.1f}-{1e3 * max(seconds):.1f}), "
+        f"{found['tokens_per_s_per_gpu']:,.0f} tokens/s/GPU, "
         f"{flops / 1e12:.1f} TFLOP/s, MFU {100 * flops / PEAK:.1f} %, peak {peak.item():.1f} GiB, losses {losses}",
         flush=True,
     )

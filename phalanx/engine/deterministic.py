@@ -1,5 +1,5 @@
-"""train.deterministic: what it requires of a run, and what this process sets in torch. The sums themselves are in
-data_parallel/fixed_order.py."""
+"""train.deterministic: what this process sets in torch for it. The sums themselves are in data_parallel/fixed_order.py,
+the layouts that it supports in config/deterministic_check.py."""
 
 from __future__ import annotations
 

@@ -15,9 +15,9 @@ from phalanx.forecast.smaller import Demand, Search, way_out
 from phalanx.planning.plan import Plan, plan_of
 
 FORECAST_ERROR = 0.07
-"""The largest difference measured so far between the forecast and the peak of tensors on a GPU: W2 on tp4, forecast
-46.00 GiB, measured
-42.9 GiB (benchmarks/results/README.md, "Memory: forecast against measured")."""
+"""The largest difference measured so far between the forecast and the peak of tensors on a GPU: Llama-3-8B with
+layout.tp=4, forecast 46.00 GiB, measured 42.9 GiB (benchmarks/results/README.md, "Memory: forecast against
+measured")."""
 
 PROCESS = 340 * 2**20
 """Resident bytes of a rank on a CPU besides its tensors: Python, torch and its libraries. Measured 2026-11-23 with

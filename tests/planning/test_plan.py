@@ -116,40 +116,32 @@ def test_flops_of_the_measured_workloads(run, flop):
     assert step_flops(run) == pytest.approx(flop, rel=1e-4)
 
 
+SIZES = {
+    "vocab_size": 640,
+    "hidden_size": 64,
+    "intermediate_size": 176,
+    "num_hidden_layers": 3,
+    "num_attention_heads": 8,
+}
+
 MODELS = {
     "llama": LlamaConfig(
-        vocab_size=640,
-        hidden_size=64,
-        intermediate_size=176,
-        num_hidden_layers=3,
-        num_attention_heads=8,
+        **SIZES,
         num_key_value_heads=2,
         head_dim=12,
     ),
     "qwen3": Qwen3Config(
-        vocab_size=640,
-        hidden_size=64,
-        intermediate_size=176,
-        num_hidden_layers=3,
-        num_attention_heads=8,
+        **SIZES,
         num_key_value_heads=2,
         head_dim=16,
     ),
     "qwen2": Qwen2Config(
-        vocab_size=640,
-        hidden_size=64,
-        intermediate_size=176,
-        num_hidden_layers=3,
-        num_attention_heads=8,
+        **SIZES,
         num_key_value_heads=2,
     ),
     "deepseek_v3": DeepseekV3Config(
-        vocab_size=640,
-        hidden_size=64,
-        intermediate_size=176,
-        num_hidden_layers=3,
+        **SIZES,
         first_k_dense_replace=3,
-        num_attention_heads=8,
         q_lora_rank=24,
         kv_lora_rank=16,
         qk_nope_head_dim=8,

@@ -12,16 +12,11 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from phalanx.comm.mesh import Mesh
-from phalanx.config.run import Run
-from phalanx.engine.build import build
-from phalanx.engine.step import accumulate
-from phalanx.forecast.decide import make_plan
 from phalanx.layout.config import LayoutConfig
 from phalanx.sequence.balance import EXCHANGE, Share, assign, degrees_of, loads
 from phalanx.sequence.batch import SharedDocument
 from phalanx.sequence.shard import SequenceShard
-from tests.harness.parity import SEQ, base_run, random_weights, sample_batch, step_batches
+from tests.harness.parity import SEQ, base_run, sample_batch
 
 
 def held(lengths, shares: list[Share], count: int) -> list[int]:
@@ -204,26 +199,6 @@ def test_documents_do_not_touch_each_other(ranks):
 # ---- bytes and calls -----------------------------------------------------------------------------
 
 
-def sent(rank: int, world: int, run: Run) -> dict[tuple[str, str], tuple[int, int]]:
-    """(calls, bytes) by axis and operation of the forward and backward of a step, over the axes of context
-    parallelism."""
-    plan = make_plan(run, world)
-    mesh = Mesh(plan.grid, rank)
-    state = build(plan, mesh)
-    random_weights(state.model)
-    state.model.train()
-    batches = step_batches(run, mesh, 0, "packed")
-    mesh.watch.on = True
-    accumulate(state, batches)
-    found: Counter[tuple[str, str]] = Counter()
-    calls: Counter[tuple[str, str]] = Counter()
-    for site, (count, nbytes) in mesh.watch.calls.items():
-        if site.axis.startswith("cp"):
-            found[site.axis, site.op] += nbytes
-            calls[site.axis, site.op] += count
-    return {key: (calls[key], found[key]) for key in found}
-
-
 @pytest.mark.parametrize("form", ["ring", "allgather"])
 def test_bytes_and_calls_are_the_formulas(ranks, form):
     """Per layer and document of n tokens that d ranks share; nothing for documents on one rank. A chunk is n / 2d
@@ -239,7 +214,7 @@ def test_bytes_and_calls_are_the_formulas(ranks, form):
         base_run("llama-tied", global_batch=8), layout=LayoutConfig(cp=4, cp_degree="dynamic", cp_attention=form)
     )
     layers, word, width = 6, 8, 2 * 4 * 8  # float64, kv heads x their width
-    for rank, found in enumerate(ranks.run("tests.sequence.test_balance:sent", 4, run)):
+    for rank, found in enumerate(ranks.run("tests.harness.traffic:context_traffic", 4, run, "packed")):
         calls: Counter[tuple[str, str]] = Counter()
         tokens: Counter[tuple[str, str]] = Counter()
         for sample in range(8):

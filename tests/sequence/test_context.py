@@ -3,7 +3,6 @@ tests/verifying/test_parity.py."""
 
 from __future__ import annotations
 
-from collections import Counter
 from dataclasses import replace
 from itertools import product
 
@@ -18,7 +17,6 @@ from phalanx.data.config import DataConfig
 from phalanx.data.loader import Prefetcher, train_loader, valid_loaders
 from phalanx.engine.build import build
 from phalanx.engine.evaluate import evaluate
-from phalanx.engine.step import accumulate
 from phalanx.forecast.data_table import pairs_read
 from phalanx.forecast.decide import make_plan
 from phalanx.layout.config import LayoutConfig
@@ -29,7 +27,7 @@ from phalanx.ops.attention.kind import AttentionKind
 from phalanx.ops.attention.segments import MaskedSegments
 from phalanx.sequence.batch import Batch
 from phalanx.sequence.shard import SequenceShard
-from tests.harness.parity import base_run, random_weights, sample_batch, step_batches
+from tests.harness.parity import base_run, random_weights, sample_batch
 from tests.models.test_models import all_logits
 
 # ---- how sequences are cut -----------------------------------------------------------------------
@@ -399,26 +397,6 @@ def test_documents_do_not_touch_each_other_with_sinks(ranks, ulysses, form):
 # ---- bytes and calls -----------------------------------------------------------------------------
 
 
-def traffic(rank: int, world: int, run: Run) -> dict[tuple[str, str], tuple[int, int]]:
-    """(calls, bytes) by axis and operation of the forward and backward of one step, over the axes of context
-    parallelism."""
-    plan = make_plan(run, world)
-    mesh = Mesh(plan.grid, rank)
-    state = build(plan, mesh)
-    random_weights(state.model)
-    state.model.train()
-    batches = step_batches(run, mesh, 0, False)
-    mesh.watch.on = True
-    accumulate(state, batches)
-    found: Counter[tuple[str, str]] = Counter()
-    calls: Counter[tuple[str, str]] = Counter()
-    for site, (count, nbytes) in mesh.watch.calls.items():
-        if site.axis in ("cp", "cp heads", "cp keys"):
-            found[site.axis, site.op] += nbytes
-            calls[site.axis, site.op] += count
-    return {key: (calls[key], found[key]) for key in found}
-
-
 @pytest.mark.parametrize(
     "layout",
     [
@@ -447,7 +425,7 @@ def test_bytes_and_calls_are_the_formulas(ranks, layout):
     c, u = run.layout.cp, run.layout.cp_ulysses
     m, times, word = c // u, 6 * 3, 8  # layers x micro-batches, float64
     n, s, heads, kv_heads, width = 2, 16, 4, 4, 8
-    for rank, found in enumerate(ranks.run("tests.sequence.test_context:traffic", 4, run)):
+    for rank, found in enumerate(ranks.run("tests.harness.traffic:context_traffic", 4, run, False)):
         expected: dict[tuple[str, str], tuple[int, int]] = {}
         if u > 1:
             tokens = n * s // c
