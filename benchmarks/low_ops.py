@@ -151,7 +151,7 @@ def cast_sweep(device: torch.device) -> list[dict[str, Any]]:
             for tile in map(CastTiles, *zip(*CAST_TILES)):
                 call = lambda s=source, t=tile: kernels.cast_both(
                     s, E4M3, kernels.GIVEN, one, None, True, counts=counts, tiles=t
-                )
+                )  # noqa: E731
                 seconds, used = (
                     measure(call, device).median,
                     " *" if tile == kernels.tiles_of(source, kernels.GIVEN) else "",
