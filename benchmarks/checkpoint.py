@@ -166,7 +166,7 @@ class Measured:
         self.parts = {"write_s": math.nan, "read_back_s": math.nan}
         axis = host_axis(state.mesh.world, 600.0, 3600.0)
         target = Target(root, Storage(), Keep(MOST_SAVES + 1))
-        self.saver = Saver(state.buffers, state.optimizer, state.scaler, state.mesh, target, axis, background=True)
+        self.saver = Saver(state, target, axis, background=True)
         state.before_update = self.saver.release
 
     def step(self) -> None:
@@ -299,7 +299,7 @@ def newest(root: Path) -> Path:
 
 
 def load(state: State, path: Path) -> None:
-    load_state(path, state.buffers, state.optimizer, state.scaler, state.mesh, state.plan.run.model)
+    load_state(path, state, state.plan.run.model)
 
 
 def resume(run: Run, placement: Placement, root: Path, record: Record, cold: bool) -> None:

@@ -19,7 +19,7 @@ from phalanx.checkpoint.hf_files import HEAD, Shapes, adapt, folder_of, predicto
 from phalanx.checkpoint.manifest import NAME, Manifest, read_checked, read_manifest
 from phalanx.checkpoint.names import folded
 from phalanx.checkpoint.places import place
-from phalanx.checkpoint.save import KINDS_OF, key_of
+from phalanx.checkpoint.save import KINDS_OF, TrainingState, key_of
 from phalanx.checkpoint.storage import Receipt
 from phalanx.checkpoint.tensors import Index, Stored, StoredBox, check_files, fill
 from phalanx.checkpoint.threads import threads_of_rank
@@ -28,7 +28,6 @@ from phalanx.data_parallel.buffers import Buffers
 from phalanx.layout.box import Box
 from phalanx.models.model_config import ModelConfig
 from phalanx.ops.optimizer.shard import MASTER
-from phalanx.optim.scaler import LossScaler
 from phalanx.optim.sharded import ShardedOptimizer
 
 SHOWN = 200  # lines of tensor problems in one error; names that differ only in numbers share a line
@@ -36,10 +35,7 @@ SHOWN = 200  # lines of tensor problems in one error; names that differ only in 
 
 def load_state(
     path: str | Path,
-    buffers: Buffers,
-    optimizer: ShardedOptimizer,
-    scaler: LossScaler,
-    mesh: Mesh,
+    state: TrainingState,
     model: ModelConfig | None = None,
     more: Mapping[str, Tensor] | None = None,
 ) -> dict[str, Any]:
@@ -51,7 +47,7 @@ def load_state(
     DamagedCheckpoint if a byte that a rank reads is not what was saved. more: small tensors that were saved along;
     those of one owner (the part of the name before the dot) become zero if any of them does not fit.
     """
-    path = place(path)
+    path, buffers, optimizer, mesh = place(path), state.buffers, state.optimizer, state.mesh
     manifest = together(mesh.world, lambda: read_manifest_for(path, model))
     values = [{kind: shard.values(kind) for kind in shard.kinds} for shard in optimizer.shards]
     items, kept = state_to_load(optimizer.shards, values), kept_to_load(buffers)
@@ -75,7 +71,7 @@ def load_state(
             shard.keep(kind, x)
     numbers = {name: [float.fromhex(x) for x in text.split()] for name, text in manifest.optimizer.items()}
     optimizer.step.fill_(numbers["optimizer.step"][0])
-    for name, value in scaler.state().items():
+    for name, value in state.scaler.state().items():
         value.fill_(numbers[f"scaler.{name}"][0])
     unfit = {
         name.partition(".")[0] for name, value in (more or {}).items() if len(numbers.get(name, [])) != value.numel()

@@ -17,7 +17,7 @@ from dataclasses import dataclass, field
 from itertools import groupby
 from math import prod
 from pathlib import Path
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor
@@ -31,8 +31,7 @@ from phalanx.checkpoint.hf import generation_config, to_hf
 from phalanx.checkpoint.host import HostCopies
 from phalanx.checkpoint.keep import Keep, held_step, remove_leftovers, retain, step_name, step_of
 from phalanx.checkpoint.manifest import NAME, Manifest, verify
-from phalanx.checkpoint.objects import storage_for
-from phalanx.checkpoint.places import is_remote, place
+from phalanx.checkpoint.places import is_remote
 from phalanx.checkpoint.storage import Receipt, Storage, remove_tree, write_file
 from phalanx.checkpoint.tensors import Entry, check_files, write_tensors
 from phalanx.checkpoint.threads import in_threads, threads_of_rank
@@ -123,6 +122,22 @@ class Target:
     threads: int | None = None
 
 
+class TrainingState(Protocol):
+    """What checkpoints hold of a rank's training, and what ranks use to meet; engine.build.State is one."""
+
+    @property
+    def buffers(self) -> Buffers: ...
+
+    @property
+    def optimizer(self) -> ShardedOptimizer: ...
+
+    @property
+    def scaler(self) -> LossScaler: ...
+
+    @property
+    def mesh(self) -> Mesh: ...
+
+
 @dataclass(frozen=True)
 class Content:
     """This rank's part of a checkpoint.
@@ -153,38 +168,10 @@ class Content:
     copied: bool = False
 
 
-def save(
-    root: str | Path,
-    snapshot: Snapshot,
-    buffers: Buffers,
-    optimizer: ShardedOptimizer,
-    scaler: LossScaler,
-    mesh: Mesh,
-    *,
-    keep: Keep | None = None,
-    protect: Iterable[str | Path] = (),
-    storage: Storage | None = None,
-    max_file_bytes: int = MAX_FILE_BYTES,
-    threads: int | None = None,
-) -> Saved:
-    """Save to `root/step-XXXXXXXX/`. Called by all ranks together, on one shared file system, after the step's update.
-
-    Raises CheckpointError on every rank if any rank could not write; everything from before is then still there.
-    """
-    root = place(root)
-    target = Target(
-        root, storage or storage_for(root), keep or Keep(), tuple(place(p) for p in protect), threads=threads
-    )
-    return write(collect(snapshot, buffers, optimizer, scaler, mesh, max_file_bytes), target, mesh.world)
-
-
 def collect(
     snapshot: Snapshot,
-    buffers: Buffers,
-    optimizer: ShardedOptimizer,
-    scaler: LossScaler,
-    mesh: Mesh,
-    max_file_bytes: int,
+    state: TrainingState,
+    max_file_bytes: int = MAX_FILE_BYTES,
     more: Mapping[str, Tensor] | None = None,
     files: list[File] | None = None,
 ) -> Content:
@@ -194,8 +181,9 @@ def collect(
     more: small tensors, equal on all ranks, that go into the manifest as `float.hex`. files: from an earlier save, so
     that ranks need not agree again.
     """
+    buffers, optimizer, mesh = state.buffers, state.optimizer, state.mesh
     buffers.ready()
-    weights, state, kept = (
+    weights, boxes, kept = (
         weights_to_save(buffers, mesh),
         state_to_save(optimizer.shards, mesh),
         kept_to_save(buffers, mesh),
@@ -210,11 +198,15 @@ def collect(
         files,
         gather(mesh.world, files, weights, mesh.device),
         optimizer.kinds,
-        state,
+        boxes,
         kept,
-        {"optimizer.step": optimizer.step, **{f"scaler.{k}": v for k, v in scaler.state().items()}, **(more or {})},
+        {
+            "optimizer.step": optimizer.step,
+            **{f"scaler.{k}": v for k, v in state.scaler.state().items()},
+            **(more or {}),
+        },
         sum(
-            i.box.numel * i.dtype.itemsize for items in (weights, kept, *(box.values() for box in state)) for i in items
+            i.box.numel * i.dtype.itemsize for items in (weights, kept, *(box.values() for box in boxes)) for i in items
         ),
         sum(Box.full(job.shape).numel * job.dtype.itemsize for job in jobs),
         min(max_file_bytes, STATE_FILE_BYTES),

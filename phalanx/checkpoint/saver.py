@@ -15,12 +15,18 @@ from torch import Tensor
 from phalanx.checkpoint.agree import agree
 from phalanx.checkpoint.gather import File
 from phalanx.checkpoint.host import HostCopies
-from phalanx.checkpoint.save import MAX_FILE_BYTES, Content, Saved, Snapshot, Target, collect, copied, write
+from phalanx.checkpoint.save import (
+    MAX_FILE_BYTES,
+    Content,
+    Saved,
+    Snapshot,
+    Target,
+    TrainingState,
+    collect,
+    copied,
+    write,
+)
 from phalanx.comm.axis import Axis
-from phalanx.comm.mesh import Mesh
-from phalanx.data_parallel.buffers import Buffers
-from phalanx.optim.scaler import LossScaler
-from phalanx.optim.sharded import ShardedOptimizer
 
 LOOK_S = 0.2
 SPARE = 0.8  # fraction of a host's free memory that copies may take
@@ -49,10 +55,7 @@ class Saver:
 
     def __init__(
         self,
-        buffers: Buffers,
-        optimizer: ShardedOptimizer,
-        scaler: LossScaler,
-        mesh: Mesh,
+        state: TrainingState,
         target: Target,
         axis: Axis,
         *,
@@ -60,12 +63,10 @@ class Saver:
         max_file_bytes: int = MAX_FILE_BYTES,
         more: Mapping[str, Tensor] | None = None,
     ):
-        self._collect = lambda snapshot: collect(
-            snapshot, buffers, optimizer, scaler, mesh, max_file_bytes, more, self._files
-        )
+        self._collect = lambda snapshot: collect(snapshot, state, max_file_bytes, more, self._files)
         self._files: list[File] = []  # the same in every save
         self.target, self.axis, self.background, self.why_not = target, axis, background, ""
-        self._host, self._device = HostCopies(mesh.device), mesh.device
+        self._host, self._device = HostCopies(state.mesh.device), state.mesh.device
         self._asked_for_room = False
         self._under_way: _Thread | None = None
         # called regularly while waiting for a save; raises if waiting has become pointless

@@ -16,7 +16,7 @@ from torch import Tensor
 from phalanx.base.dtypes import Precision
 from phalanx.comm.mesh import Mesh, Mode
 from phalanx.data_parallel.fixed_order import sum_of_squares
-from phalanx.data_parallel.flat import FlatBucket
+from phalanx.data_parallel.flat import BufferRules, FlatBucket
 from phalanx.data_parallel.homes import MatrixHome
 from phalanx.data_parallel.quantized import QuantizedStorage
 from phalanx.data_parallel.storage import FullPrecision
@@ -71,25 +71,18 @@ class Buffers:
         buckets: list[Bucket],
         params: list[Parameter],
         mesh: Mesh,
-        precision: Precision,
-        sharding: Sharding,
-        training: bool = True,
-        leaves: int = 0,
-        sources: int = 0,
-        together: int = 1,
+        rules: BufferRules,
         slots: MemorySlots | None = None,
     ):
         """Uses the memory that `share_memory` has opened."""
-        self.mesh, self.in_order = mesh, leaves > 0
+        self.mesh, self.in_order = mesh, rules.leaves > 0
         self.flat: list[FlatBucket] = []
         self.homes: dict[int, MatrixHome] = {}
-        self._precision = precision
-        memory = _memory_of(slots, precision, mesh.device)
+        self._precision = rules.precision
+        memory = _memory_of(slots, rules.precision, mesh.device)
         for bucket in buckets:  # one after the other: with ZeRO-2 and ZeRO-3 no two are ever whole at the same time
-            storage = QuantizedStorage if bucket.coded and training else FullPrecision
-            flat = FlatBucket(
-                bucket, mesh, precision, sharding, training, leaves, sources, together, memory(bucket.id), storage
-            )
+            storage = QuantizedStorage if bucket.coded and rules.training else FullPrecision
+            flat = FlatBucket(bucket, mesh, rules, memory(bucket.id), storage)
             flat.attach(params)
             self.flat.append(flat)
 

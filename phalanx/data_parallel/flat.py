@@ -19,6 +19,7 @@ collective makes the current stream wait, and memory is let go only after that, 
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import dataclass
 
 import torch
 from torch import Tensor
@@ -34,6 +35,28 @@ from phalanx.layout.shards import Sharding
 from phalanx.nn.parameter import Parameter
 
 
+@dataclass(frozen=True)
+class BufferRules:
+    """How the buckets of a model are stored and reduced.
+
+    precision  dtypes of weights and masters
+    sharding   what of weights, gradients and state is cut among data-parallel ranks
+    training   False: weights alone, which are their own masters
+    leaves     the largest number of micro-batches in a step, if their gradients are added up in a fixed order, and stay
+               whole at every level; 0: in whatever order is fastest
+    sources    how many micro-batches experts process at once (ops.experts.exchange); the gradients of all but the first
+               are in `FlatBucket.further`
+    together   the largest number of users of a weight on one of the stages that share it
+    """
+
+    precision: Precision
+    sharding: Sharding
+    training: bool = True
+    leaves: int = 0
+    sources: int = 0
+    together: int = 1
+
+
 class FlatBucket:
     """One bucket on one rank.
 
@@ -47,11 +70,8 @@ class FlatBucket:
     homed          whether masters are at the homes of whole matrices instead (data_parallel.homes): `master` is then
                    what arrives from there, the weights themselves
     values_dtype   that of masters, in which initial values are generated
-    tree           with `leaves`, the largest number of micro-batches in a step: their gradients are added up in a fixed
-                   order, and stay whole at every level; 0: in whatever order is fastest. `sources`: how many
-                   micro-batches experts process at once (ops.experts.exchange); the gradients of all but the first are
-                   in `further`. `together`: the largest number of users of a weight on one of the stages that share it
-    places         memory slots that weights and gradients always use, and other buckets use when they are not here;
+    tree           where gradients are added up in a fixed order (BufferRules.leaves)
+    slots          memory slots that weights and gradients always use, and other buckets use when they are not here;
                    None: memory is allocated and freed each time
 
     Without training there are no gradients, and the weights are their own masters. The same applies to frozen
@@ -62,22 +82,18 @@ class FlatBucket:
         self,
         bucket: Bucket,
         mesh: Mesh,
-        precision: Precision,
-        sharding: Sharding,
-        training: bool = True,
-        leaves: int = 0,
-        sources: int = 0,
-        together: int = 1,
+        rules: BufferRules,
         slots: tuple[Tensor | None, Tensor | None] = (None, None),
         storage: Callable[[BucketShare, Precision, Tensor | None], StorageFormat] = FullPrecision,
     ):
+        precision = rules.precision
         if not bucket.trained:
             precision = Precision(precision.master, precision.master)
-        elif bucket.frozen or not training:
+        elif bucket.frozen or not rules.training:
             precision = Precision(precision.compute, precision.compute)
-        self.bucket, self.mesh, self.training, device = bucket, mesh, training and bucket.learns, mesh.device
+        self.bucket, self.mesh, self.training, device = bucket, mesh, rules.training and bucket.learns, mesh.device
         self.homed, self.values_dtype = self.training and bucket.updater.matrix, precision.master
-        self.axis, self.cut = mesh.along(bucket.axis), sharding.cut(bucket, mesh.grid, training)
+        self.axis, self.cut = mesh.along(bucket.axis), rules.sharding.cut(bucket, mesh.grid, rules.training)
         self.groups = mesh.groups(bucket.axis) if self.cut.inner > 1 else Groups(mesh.alone, self.axis, mesh.alone)
         share = BucketShare(bucket, self.cut, self.groups, device, self.homed)
         self.level, self.part, self.own = self.cut.level, share.part, share.own
@@ -92,14 +108,14 @@ class FlatBucket:
             else (0, self.grad)
         )
         self.sums = self._sums() if self.training else []
-        grid, self.together = mesh.grid, together
+        grid, self.together = mesh.grid, rules.together
         # ranks with parts of a micro-batch
         self.shared_by = grid.cp if bucket.axis == "dp" else max(1, grid.tp * grid.cp // (grid.ep * grid.etp))
-        separate_masters = sources - 1 if bucket.axis == "edp" and self.training else 0
+        separate_masters = rules.sources - 1 if bucket.axis == "edp" and self.training else 0
         self.further = [torch.zeros_like(self.grad) for _ in range(separate_masters)]
         self.tree = (
-            GradientTrees([self.grad, *self.further], sorted(bucket.users), leaves)
-            if self.training and leaves
+            GradientTrees([self.grad, *self.further], sorted(bucket.users), rules.leaves)
+            if self.training and rules.leaves
             else None
         )
         self._reduced = False  # since the last `finish`

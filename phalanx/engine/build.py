@@ -15,7 +15,7 @@ from phalanx.base.registry import find
 from phalanx.base.rng import fill_normal_
 from phalanx.comm.mesh import Mesh, Mode
 from phalanx.data_parallel.buffers import Buffers, share_memory
-from phalanx.data_parallel.flat import FlatBucket
+from phalanx.data_parallel.flat import BufferRules, FlatBucket
 from phalanx.data_parallel.homes import MatrixHome
 from phalanx.engine.agree import EXPERTS, ON, TP, Agreed, collect, decide, look
 from phalanx.engine.deterministic import be_deterministic
@@ -115,17 +115,14 @@ def build_model(plan: Plan, mesh: Mesh) -> Model:
     mesh.prepare(plan.replicas(mesh.at.tp))
     for p in params:
         p.to_empty(mesh.device)
-    buffers = Buffers(
-        buckets,
-        params,
-        mesh,
+    rules = BufferRules(
         kind,
         plan.sharding,
         leaves=plan.leaves,
         sources=plan.sources,
         together=1 + (plan.run.model.predict_layers > 0),
-        slots=plan.slots[mesh.at.pp] if plan.slots else None,
     )
+    buffers = Buffers(buckets, params, mesh, rules, plan.slots[mesh.at.pp] if plan.slots else None)
     runner = graphs(agreed, mesh, blocks) if agreed.graphs == ON else Eager()
     mesh.closing.append(runner.close)
     stages = Stages(blocks, plan.segments_per_stage, mesh, plan.borders, runner, plan.loss_seed)
@@ -318,7 +315,7 @@ def build_for_inference(plan: Plan, mesh: Mesh) -> tuple[Buffers, Stages]:
     for segment in blocks.values():
         for block in segment:
             block.eval()
-    buffers = Buffers(buckets, params, mesh, kind, Sharding(), training=False)
+    buffers = Buffers(buckets, params, mesh, BufferRules(kind, Sharding(), training=False))
     return buffers, Stages(blocks, plan.segments_per_stage, mesh, plan.borders)
 
 

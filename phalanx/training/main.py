@@ -319,9 +319,7 @@ def load_newest(state: State, sources: list[Path], now: dict[str, Any], log: Log
         try:
             check_steps(run, together(state.mesh.world, lambda path=path: read_manifest(path)).step, path)  # type: ignore[misc]
             together(state.mesh.world, lambda path=path: check_resume(run, now, read_manifest(path), path, log))  # type: ignore[misc]
-            scalars = load_state(
-                path, state.buffers, state.optimizer, state.scaler, state.mesh, run.model, numbers_of(state)
-            )
+            scalars = load_state(path, state, run.model, numbers_of(state))
             if state.model.fp8 is not None:
                 state.model.fp8.loaded()
             return path, scalars

@@ -55,16 +55,7 @@ class Saves:
             for warning in remove_leftovers(root, target.storage):
                 log.warn(warning)
         axis = host_axis(state.mesh.world, run.train.timeout_s, WRITING_S)
-        self.saver = Saver(
-            state.buffers,
-            state.optimizer,
-            state.scaler,
-            state.mesh,
-            target,
-            axis,
-            background=config.background,
-            more=numbers_of(state),
-        )
+        self.saver = Saver(state, target, axis, background=config.background, more=numbers_of(state))
         state.before_update = self.saver.release
 
     def _tokenizer(self, rank: int) -> tuple[str | None, dict[str, Any]]:

@@ -781,13 +781,14 @@ def test_tokenizers_travel_with_the_weights(tmp_path, tiny):
     from tokenizers import Tokenizer, models, pre_tokenizers
     from transformers import AutoTokenizer
 
-    from phalanx.checkpoint.save import Snapshot, save
+    from phalanx.checkpoint.save import Snapshot
+    from tests.harness.checkpoints import save
 
     made = Tokenizer(models.WordLevel({"a": 0, "b": 1, "<eos>": 2}, unk_token="<eos>"))
     made.pre_tokenizer = pre_tokenizers.Whitespace()
     made.save(str(tmp_path / "words.json"))
     snapshot = Snapshot(1, 1, TINY, tokenizer=str(tmp_path / "words.json"), token_ids={"eos_token_id": 2})
-    path = save(tmp_path / "run", snapshot, tiny.buffers, tiny.optimizer, tiny.scaler, tiny.mesh).path
+    path = save(tmp_path / "run", snapshot, tiny).path
     assert AutoTokenizer.from_pretrained(path / "weights")("b a")["input_ids"] == [1, 0]
     assert json.loads((path / "weights/generation_config.json").read_text())["eos_token_id"] == 2
     assert json.loads((path / "weights/config.json").read_text())["eos_token_id"] == 2

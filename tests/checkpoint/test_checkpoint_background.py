@@ -36,9 +36,7 @@ def tiny():
 def make_saver(state, root: Path, storage: Storage | None = None, background: bool = True, **options) -> Saver:
     target = Target(root, storage or Storage(), Keep(2))
     axis = host_axis(state.mesh.world, 60.0, 60.0)
-    return Saver(
-        state.buffers, state.optimizer, state.scaler, state.mesh, target, axis, background=background, **options
-    )
+    return Saver(state, target, axis, background=background, **options)
 
 
 def snapshot(state, step: int) -> Snapshot:

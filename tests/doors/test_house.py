@@ -195,9 +195,8 @@ def test_formatting_is_never_switched_off():
 MANY_PARAMETERS = {
     "ops": 33,
     "nn": 9,
-    "checkpoint": 5,
+    "checkpoint": 1,
     "cli": 4,
-    "data_parallel": 2,
     "base": 1,
     "data": 1,
     "layout": 1,

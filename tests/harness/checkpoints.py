@@ -19,7 +19,9 @@ from phalanx.base.rng import fill_normal_
 from phalanx.checkpoint.boxes import items_in, kept_to_load, kept_to_save, state_to_load, state_to_save
 from phalanx.checkpoint.exchange import exchange
 from phalanx.checkpoint.load import load_state, load_weights
-from phalanx.checkpoint.save import Saved, Snapshot, save
+from phalanx.checkpoint.objects import storage_for
+from phalanx.checkpoint.places import place
+from phalanx.checkpoint.save import MAX_FILE_BYTES, Saved, Snapshot, Target, collect, write
 from phalanx.checkpoint.storage import Storage
 from phalanx.checkpoint.tensors import CheckedFile
 from phalanx.comm.mesh import Mesh
@@ -74,11 +76,18 @@ def set_state(state: State) -> None:
 def save_here(state: State, root: Path, step: int = 10, **options) -> Saved:
     run = state.plan.run
     snapshot = Snapshot(step, 80, run.model, {"train": {"seed": run.train.seed}}, SCALARS)
-    return save(root, snapshot, state.buffers, state.optimizer, state.scaler, state.mesh, **options)
+    return save(root, snapshot, state, **options)
+
+
+def save(root: Path, snapshot: Snapshot, state: State, storage: Storage | None = None, **options) -> Saved:
+    """To `root/step-XXXXXXXX/`, on all ranks together. options: fields of Target, or max_file_bytes."""
+    content = collect(snapshot, state, options.pop("max_file_bytes", MAX_FILE_BYTES))
+    target = Target(place(root), storage or storage_for(place(root)), **options)
+    return write(content, target, state.mesh.world)
 
 
 def load_here(state: State, path: Path, **options) -> dict:
-    return load_state(path, state.buffers, state.optimizer, state.scaler, state.mesh, **options)
+    return load_state(path, state, **options)
 
 
 def save_on_rank(rank: int, world: int, run: Run, root: Path, options: dict) -> bool:

@@ -38,7 +38,7 @@ from phalanx.base.errors import ConfigError, Problem
 from phalanx.checkpoint.agree import agree
 from phalanx.checkpoint.convert import export
 from phalanx.checkpoint.load import load_state, load_weights
-from phalanx.checkpoint.save import MAX_FILE_BYTES, Snapshot, Target, collect, write
+from phalanx.checkpoint.save import Snapshot, Target, collect, write
 from phalanx.checkpoint.storage import Storage
 from phalanx.comm.mesh import Mesh
 from phalanx.config.device_check import Facts
@@ -387,9 +387,7 @@ def spoil(state: State) -> None:
 def save_to(state: State, folder: Path) -> None:
     run = state.plan.run
     snapshot = Snapshot(STEPS, STEPS * run.train.global_batch, run.model, {}, {})
-    content = collect(
-        snapshot, state.buffers, state.optimizer, state.scaler, state.mesh, MAX_FILE_BYTES, more=numbers_of(state)
-    )
+    content = collect(snapshot, state, more=numbers_of(state))
     write(content, Target(folder, Storage()), state.mesh.world)
 
 
@@ -398,10 +396,7 @@ def resume(rank: int, world: int, t: Trial, folder: Path) -> dict:
     state = started(rank, world, replace(t, also=()), None)
     load_state(
         folder / "step-00000002",
-        state.buffers,
-        state.optimizer,
-        state.scaler,
-        state.mesh,
+        state,
         t.run.model,
         numbers_of(state),
     )
