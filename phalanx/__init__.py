@@ -10,7 +10,8 @@
 and `with px.session(run) as s:` for a loop of your own. `px.Family` is for model families of your own, `px.Optimizer`
 and `@px.optimizer` for optimizers, `@px.lr_schedule` for learning rates, `px.TokenObjective`, `px.SequenceObjective`
 and `@px.objective` for losses, `px.Sink` and `@px.sink` for places that numbers go to, `px.DataSource` and
-`@px.source` for samples, `px.Callback` for programs that listen.
+`@px.source` for samples, `@px.pipeline_schedule` for the order of a pipeline's work, `px.Callback` for programs that
+listen.
 """
 
 from __future__ import annotations
@@ -34,10 +35,13 @@ if TYPE_CHECKING:
     from phalanx.optim.config import OptimConfig
     from phalanx.optim.optimizer import Optimizer, ParamRange, WholeMatrix, optimizer
     from phalanx.optim.schedules import LRPoint, lr_schedule
+    from phalanx.schedule.actions import Action
+    from phalanx.schedule.generators import PipelineShape, pipeline_schedule
     from phalanx.sequence.streams import StreamSpec
     from phalanx.training.callbacks import Callback
 
 PUBLIC = {
+    "Action": "phalanx.schedule.actions",
     "BlockMaker": "phalanx.models.family",
     "Callback": "phalanx.training.callbacks",
     "DataSource": "phalanx.data.own_source",
@@ -50,6 +54,7 @@ PUBLIC = {
     "ParamRange": "phalanx.optim.optimizer",
     "Parameter": "phalanx.nn.parameter",
     "Piece": "phalanx.layout.param",
+    "PipelineShape": "phalanx.schedule.generators",
     "Record": "phalanx.base.records",
     "Row": "phalanx.base.records",
     "Run": "phalanx.config.run",
@@ -65,6 +70,7 @@ PUBLIC = {
     "lr_schedule": "phalanx.optim.schedules",
     "objective": "phalanx.nn.objective",
     "optimizer": "phalanx.optim.optimizer",
+    "pipeline_schedule": "phalanx.schedule.generators",
     "plan": "phalanx.api",
     "session": "phalanx.api",
     "sink": "phalanx.base.records",
@@ -72,6 +78,7 @@ PUBLIC = {
     "train": "phalanx.api",
 }
 __all__ = [
+    "Action",
     "BlockMaker",
     "Callback",
     "DataSource",
@@ -84,6 +91,7 @@ __all__ = [
     "ParamRange",
     "Parameter",
     "Piece",
+    "PipelineShape",
     "Record",
     "Row",
     "Run",
@@ -100,6 +108,7 @@ __all__ = [
     "lr_schedule",
     "objective",
     "optimizer",
+    "pipeline_schedule",
     "plan",
     "session",
     "sink",

@@ -74,6 +74,14 @@ BUILT_IN: Mapping[str, Mapping[str, str]] = MappingProxyType(
             }
         ),
         "objective": MappingProxyType({"pretrain": "phalanx.engine.objectives.pretrain:Pretrain"}),
+        "pipeline_schedule": MappingProxyType(
+            {
+                "gpipe": "phalanx.schedule.generators:gpipe",
+                "1f1b": "phalanx.schedule.generators:one_forward_one_backward",
+                "interleaved": "phalanx.schedule.generators:interleaved",
+                "zb_h1": "phalanx.schedule.generators:zb_h1",
+            }
+        ),
         "lr_schedule": MappingProxyType(
             {n: f"phalanx.optim.schedules:{n}" for n in ("constant", "linear", "cosine", "wsd", "inverse_sqrt")}
         ),

@@ -32,6 +32,7 @@ from phalanx.config.device_check import Facts, check_device
 from phalanx.config.limits import OTHERS
 from phalanx.config.model_source import check_weights
 from phalanx.config.run import BUDGET_AT, LogConfig, Run, checkpoints_of, profiled_steps
+from phalanx.config.schedule_check import check_schedule
 from phalanx.data.check import check as check_data
 from phalanx.layout.check import check as check_layout
 from phalanx.models.check import check as check_model
@@ -59,6 +60,7 @@ def check_values(run: Run, facts: Facts) -> list[Problem]:
             kv_heads=run.model.kv_heads,
             attention_dropout=getattr(run.model, "attention_dropout", 0.0),
         ),
+        *check_schedule(run, facts.world_size),
         *check_train(run),
         *check_deterministic(run, facts.world_size),
         *check_batch(run, facts),

@@ -144,9 +144,21 @@ def named_by_others(source: ConfigSource, base_from: str) -> list[Problem]:
     return found
 
 
+NAMED = (
+    "model.family",
+    "layout.schedule",
+    "optim.name",
+    "optim.fallback.name",
+    "optim.schedule",
+    "task.name",
+    "data.source",
+)
+"""Keys whose values may be code of a package."""
+
+
 def named_in(data: Mapping[str, Any]) -> Iterator[tuple[str, Any, str]]:
     """Where a config may name code of a package: the key, the name, and what a person types after `key=`."""
-    for key in ("model.family", "optim.name", "optim.fallback.name", "optim.schedule", "task.name", "data.source"):
+    for key in NAMED:
         value: Any = data
         for step in key.split("."):
             value = value.get(step) if isinstance(value, Mapping) else None

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from decimal import Decimal
 from functools import cached_property
 from pathlib import Path
@@ -21,6 +21,7 @@ from phalanx.models.registry import configs
 from phalanx.nn.objective import TaskConfig, completed_task
 from phalanx.optim.config import OptimConfig
 from phalanx.optim.optimizer import completed
+from phalanx.schedule.generators import SEAM as SCHEDULE
 
 MOST_STAGES = 100_000  # in a ramp-up that are counted
 UNITS = {"": 1, "k": 10**3, "m": 10**6, "b": 10**9, "t": 10**12}
@@ -271,6 +272,9 @@ class Run:
     def __post_init__(self) -> None:
         object.__setattr__(self, "optim", completed(self.optim))
         object.__setattr__(self, "task", completed_task(self.task))
+        schedule = lasting(SCHEDULE, self.layout.schedule)
+        if schedule != self.layout.schedule:
+            object.__setattr__(self, "layout", replace(self.layout, schedule=schedule))
 
 
 def checkpoints_of(run: Run) -> Path:

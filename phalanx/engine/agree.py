@@ -33,6 +33,7 @@ NO_GRAPHS_GPU = "not a GPU"
 NO_GRAPHS_ROOM = "no room for their pools of memory, by the forecast: train.cuda_graphs=on tries"
 NO_GRAPHS_SHARDS = "layout.sharding >= 2: train.cuda_graphs=on keeps places for what comes and goes"
 NO_GRAPHS_OFFLOAD = "train.offload_layers: activations that wait on the host are not captured"
+NO_GRAPHS_SPLIT = "layout.schedule splits backward: weight gradients that wait are not captured"
 NO_GRAPHS_ROWS = (
     "the experts' plain products count their rows on the host: train.cuda_graphs=on runs experts between graphs"
 )
@@ -174,7 +175,7 @@ def why_no_graphs(plan: Plan, everyone: Sequence[LocalFacts]) -> str:
     """Why blocks are not replayed as CUDA graphs; "": they are. With pipeline stages, each micro-batch in flight needs
     its own memory pool, and attention between graphs needs buffers for what it reads and writes: only if asked for, or
     if there is room. If weights or gradients are fetched and freed, only if asked for, and then in fixed slots; the
-    same if experts cannot be captured. Never if activations are offloaded (config.check)."""
+    same if experts cannot be captured. Never if activations are offloaded or backward is split (config.check)."""
     wanted = plan.run.train.cuda_graphs
     if not all(facts.on_gpu for facts in everyone):
         return NO_GRAPHS_GPU
@@ -182,6 +183,8 @@ def why_no_graphs(plan: Plan, everyone: Sequence[LocalFacts]) -> str:
         return "" if wanted == "on" else "off"
     if plan.offloaded:
         return NO_GRAPHS_OFFLOAD
+    if plan.splits_backward:
+        return NO_GRAPHS_SPLIT
     if plan.experts.waits_for_sizes:
         return NO_GRAPHS_SIZES
     if plan.counts_rows:

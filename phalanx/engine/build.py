@@ -5,7 +5,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 from torch import Tensor
@@ -30,6 +30,7 @@ from phalanx.nn.module import Block
 from phalanx.nn.moe import TALLIED, MoE
 from phalanx.nn.mtp import MultiTokenPrediction
 from phalanx.nn.parameter import Parameter
+from phalanx.ops.dense.grads import queue_autograd
 from phalanx.ops.op import SEAM, Op, packaged, unusable
 from phalanx.optim.optimizer import optimizers_of
 from phalanx.optim.scaler import LossScaler
@@ -39,7 +40,7 @@ from phalanx.pipeline.graphs import Eager, Graphs
 from phalanx.pipeline.segments import Cuda
 from phalanx.planning.kernels import KernelsPlan
 from phalanx.planning.plan import Plan, fp8_linears
-from phalanx.schedule.actions import Backward, Ready
+from phalanx.schedule.actions import Backward, Ready, WeightGrad
 
 
 @dataclass(slots=True)
@@ -115,6 +116,8 @@ def build_model(plan: Plan, mesh: Mesh) -> Model:
     mesh.prepare(plan.replicas(mesh.at.tp))
     for p in params:
         p.to_empty(mesh.device)
+        for each in (p, *p.extra_grads) if plan.splits_backward else ():
+            queue_autograd(each)
     rules = BufferRules(
         kind,
         plan.sharding,
@@ -135,7 +138,8 @@ def build_model(plan: Plan, mesh: Mesh) -> Model:
 
     handlers: dict[type, Callable[[Any], None]] = {**stages.handlers(), **buffers.handlers(), Ready: ready}
     if plan.leaves:
-        handlers[Backward] = backward_in_order(stages, buffers)
+        handlers[Backward] = in_order(stages.backward, buffers)
+        handlers[WeightGrad] = in_order(stages.weight_grad, buffers)
     metrics = metric_names(plan.objective)
     return Model(
         plan,
@@ -175,14 +179,17 @@ def fp8_state(plan: Plan, buffers: Buffers, params: list[Parameter], device: tor
     return state
 
 
-def backward_in_order(stages: Stages, buffers: Buffers) -> Callable[[Backward], None]:
-    """Backward of one micro-batch, whose gradients then take their place in the tree."""
+Adds = TypeVar("Adds", Backward, WeightGrad)
 
-    def backward(i: Backward) -> None:
-        stages.backward(i)
+
+def in_order(add: Callable[[Adds], None], buffers: Buffers) -> Callable[[Adds], None]:
+    """What adds the weight gradients of one micro-batch, which then take their place in the tree."""
+
+    def run(i: Adds) -> None:
+        add(i)
         buffers.done_with(i.stage, i.segment)
 
-    return backward
+    return run
 
 
 def open_memory(plan: Plan, mesh: Mesh, buckets: list[Bucket]) -> dict[str, str]:

@@ -4,9 +4,10 @@ and counted in buckets."""
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from math import prod
+from types import MappingProxyType
 
 import torch
 
@@ -26,7 +27,15 @@ from phalanx.forecast.traffic import (
 from phalanx.layout.buckets import Bucket
 from phalanx.layout.grid import Coords
 from phalanx.layout.homes import home_bucket, homes_of
-from phalanx.nn.dry_run import FusedAttention, KnownShapes, Use, bucket_bytes, measure, summed_bytes
+from phalanx.nn.dry_run import (
+    FusedAttention,
+    KnownShapes,
+    Use,
+    bucket_bytes,
+    measure,
+    measure_split,
+    summed_bytes,
+)
 from phalanx.nn.module import Block
 from phalanx.nn.recompute import Recompute
 from phalanx.nn.run_block import run_block
@@ -35,7 +44,19 @@ from phalanx.optim.optimizer import optimizers_of
 from phalanx.optim.sharded import state_bytes
 from phalanx.planning.blocks import BlockFacts
 from phalanx.planning.plan import Plan
-from phalanx.schedule.actions import Backward, Fetch, Forward, Instruction, Offload, Program, Send, Value
+from phalanx.schedule.actions import (
+    Backward,
+    Compute,
+    Fetch,
+    Forward,
+    InputGrad,
+    Instruction,
+    Offload,
+    Program,
+    Send,
+    Value,
+    WeightGrad,
+)
 from phalanx.schedule.lower import lower
 from phalanx.schedule.simulate import Costs, LiveChange, ScheduleTrace, simulate
 from phalanx.sequence.batch import Batch
@@ -53,12 +74,23 @@ OVERHEAD = 2 * 2**30
 class BlockUse:
     """For one block and micro-batch on tp rank 0, the fullest: bytes; bytes sent over tp (and tp x cp), over cp and to
     experts (ep) in forward and backward; bytes derived from the batch and shared with similar blocks; and how often
-    each op ran again in backward."""
+    each op ran again in backward. split: bytes if its weight gradients wait."""
 
     bytes: Use
     sent: dict[str, float]
     derived: int
     reran: Counter[str]
+    split: Use | None = None
+
+    @property
+    def pending(self) -> int:
+        """Bytes that wait with its weight gradients."""
+        return self.split.pending if self.split else 0
+
+    @property
+    def most_kept(self) -> int:
+        """Bytes of a micro-batch from its forward on, till its weight gradients are there."""
+        return max(self.bytes.kept, self.pending)
 
 
 @dataclass(frozen=True)
@@ -73,6 +105,7 @@ class RankUse:
     host     the largest number of bytes of offloaded activations
     pools    bytes beyond `memory` if CUDA graphs are used with several micro-batches in flight, each with its own
              memory pool
+    pending  the largest number of bytes of activations that are kept for weight gradients which wait
     """
 
     memory: dict[str, int]
@@ -82,6 +115,7 @@ class RankUse:
     numel: int
     host: int = 0
     pools: int = 0
+    pending: int = 0
 
     @property
     def total(self) -> int:
@@ -104,7 +138,8 @@ def rank_uses(
 def step_costs(plan: Plan) -> Costs:
     """FLOPs of a stage's forward and backward per token, as the simulator's seconds. Messages are free.
 
-    Heads compute their gradients in forward, and are never recomputed.
+    Heads compute their gradients in forward, and are never recomputed. In a split backward, weight gradients cost as
+    much as whatever has weights in forward: everything except attention over tokens.
     """
     facts = plan.facts
     unmixed = tuple(replace(f, flops=f.alone) for f in facts)  # without attention over tokens
@@ -114,7 +149,9 @@ def step_costs(plan: Plan) -> Costs:
         sum(2.0 * _passed(facts[b]) + (_passed(of[b]) if (of := recomputed[b]) else 0.0) for b in stage)
         for stage in plan.stages
     ]
-    return Costs(tuple(forward), tuple(backward))
+    unsplit = plan.unsplit if plan.splits_backward else frozenset()
+    weights = [sum(facts[b].alone for b in stage if b not in unsplit) for stage in plan.stages]
+    return Costs(tuple(forward), tuple(backward), weights=tuple(weights))
 
 
 def _passed(facts: BlockFacts) -> float:
@@ -215,14 +252,20 @@ class DryBlock:
     def sent(self) -> dict[str, float]:
         return {name: float(sum(n for axis in group for n in axis.sent.values())) for name, group in self._axes.items()}  # type: ignore[attr-defined]
 
-    def use(self, grad_dtype: torch.dtype) -> BlockUse:
+    def use(self, grad_dtype: torch.dtype, split: bool = False) -> BlockUse:
+        """split: with what weight gradients of a split backward keep till they are made."""
+        params, queue = list(self.block.parameters()), self.block.env.weights.gradients
         with self.known:
-            use = measure(self.forward, self.new_input, self.block.parameters(), grad_dtype)
-        return BlockUse(use, self.sent, self.batch.derived_bytes, Counter(self.block.env.recompute.reran))
+            use = measure(self.forward, self.new_input, params, grad_dtype)
+        made = BlockUse(use, self.sent, self.batch.derived_bytes, Counter(self.block.env.recompute.reran))
+        if not split:
+            return made
+        with self.known:
+            return replace(made, split=measure_split(self.forward, self.new_input, params, grad_dtype, queue))
 
 
 def block_use(plan: Plan, number: int) -> BlockUse:
-    return DryBlock.of(plan, number).use(precision(plan.run.train.precision).master)
+    return DryBlock.of(plan, number).use(precision(plan.run.train.precision).master, plan.waits(number))
 
 
 def _batch(plan: Plan) -> Batch:
@@ -289,8 +332,9 @@ def _rank_use(
             trees = len(b.users) * (waiting(plan.leaves) + several) * together[b.id]
             held["gradients"] += b.numel * kind.master.itemsize * (trees + together[b.id] - 1)
     offloaded = {s: offloaded_bytes(plan, s, blocks) for s in plan.stages_of(pp)}
+    split = {s: pending_bytes(plan, s, blocks) for s in plan.stages_of(pp)}
     activations, working = fullest_moment(
-        program.lists[pp], {s: segment_bytes(plan, s, blocks) for s in plan.stages_of(pp)}, offloaded
+        program.lists[pp], {s: segment_bytes(plan, s, blocks) for s in plan.stages_of(pp)}, offloaded, split
     )
     memory = {
         **held,
@@ -315,14 +359,15 @@ def _rank_use(
     memory["working"] += max(0, at_homes["update"] - activations - working)  # of an update, when these are gone
     away = peak_on_host(program.lists[pp], offloaded)
     pools = 0
-    if not plan.offloaded:  # with activations on the host there are no CUDA graphs
+    if not plan.offloaded and not plan.splits_backward:  # else there are no CUDA graphs
         kept = {
             s: sum(blocks[b].bytes.kept for b in plan.stages[s]) + fixed_bytes(plan, s, blocks)
             for s in plan.stages_of(pp)
         }
         of_heads = max(blocks[b].bytes.working for b in plan.stages[-1])
         pools = max(0, pool_bytes(plan, trace.live[pp], kept, of_heads) - activations)
-    return RankUse(memory, passing, sent, trace.peak_live[pp], sum(b.numel for b in buckets), away, pools)
+    pending = most_pending(program.lists[pp], split)
+    return RankUse(memory, passing, sent, trace.peak_live[pp], sum(b.numel for b in buckets), away, pools, pending)
 
 
 def message_bytes(plan: Plan) -> dict[Value, int]:
@@ -399,21 +444,55 @@ def segment_bytes(plan: Plan, stage: int, blocks: Sequence[BlockUse]) -> list[tu
     return found
 
 
+def pending_bytes(plan: Plan, stage: int, blocks: Sequence[BlockUse]) -> list[tuple[int, int]]:
+    """Of each segment of a stage and one micro-batch whose weight gradients wait: bytes that wait with them, and most
+    bytes at work beyond what the segment keeps (segment_bytes) while they begin to: while a block works, those after it
+    keep what waits."""
+    found = []
+    for segment in plan.segments[stage]:
+        most = after = waiting = 0
+        for b in reversed(segment):
+            use = blocks[b].split or blocks[b].bytes
+            most, after, waiting = (
+                max(most, use.working - after + waiting),
+                after + blocks[b].bytes.kept,
+                waiting + use.pending,
+            )
+        found.append((waiting, most))
+    return found
+
+
+def most_pending(instructions: Sequence[Instruction], split: dict[int, list[tuple[int, int]]]) -> int:
+    """Most bytes at once that wait with weight gradients."""
+    waiting = most = 0
+    for i in instructions:
+        if isinstance(i, InputGrad | WeightGrad):
+            waiting += split[i.stage][i.segment][0] * (1 if isinstance(i, InputGrad) else -1)
+            most = max(most, waiting)
+    return most
+
+
 def fullest_moment(
     instructions: Sequence[Instruction],
     segments: dict[int, list[tuple[int, int]]],
     offloaded: dict[int, dict[int, int]],
+    split: Mapping[int, list[tuple[int, int]]] = MappingProxyType({}),
 ) -> tuple[int, int]:
     """Bytes saved and working bytes at the moment when both together are largest. Activations that are being offloaded
-    count until the next compute instruction is done."""
+    count until the next compute instruction is done. split: as of pending_bytes, of stages whose backward is split."""
     live = leaving = 0
     fullest = (0, 0)
     for i in instructions:
-        if isinstance(i, Forward | Backward):
+        if isinstance(i, Compute):
             kept, working = segments[i.stage][i.segment]
+            waiting = 0
+            if isinstance(i, InputGrad | WeightGrad):
+                waiting, at_first = split[i.stage][i.segment]
+                working = at_first if isinstance(i, InputGrad) else 0
             live += kept if isinstance(i, Forward) else 0
             fullest = max(fullest, (live, working), key=sum)
-            live -= leaving + (kept if isinstance(i, Backward) else 0)
+            live -= leaving + (kept if isinstance(i, Backward | InputGrad) else 0)
+            live += waiting if isinstance(i, InputGrad) else -waiting
             leaving = 0
         elif isinstance(i, Offload):
             leaving += offloaded[i.stage][i.segment]
@@ -427,7 +506,7 @@ def peak_on_host(instructions: Sequence[Instruction], offloaded: dict[int, dict[
     instruction is done."""
     away = most = coming = 0
     for i in instructions:
-        if isinstance(i, Forward | Backward):
+        if isinstance(i, Compute):
             away -= coming
             coming = 0
         elif isinstance(i, Offload):

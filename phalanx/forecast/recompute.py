@@ -201,8 +201,8 @@ def traced(plan: Plan, number: int) -> Traced:
 
 @dataclass(frozen=True)
 class Option:
-    """A set of a block's ops to recompute: bytes saved for a micro-batch, working bytes, and its cost per
-    micro-batch."""
+    """A set of a block's ops to recompute: bytes saved for a micro-batch (at most, if its weight gradients wait),
+    working bytes, and its cost per micro-batch."""
 
     recomputed: frozenset[str]
     kept: int
@@ -230,8 +230,9 @@ def options(plan: Plan, number: int) -> list[Option]:
     dry, found = DryBlock.of(plan.recomputing((frozenset(),) * len(plan.facts)), number), []
     for recomputed in _least({a: trace.kept_of(a) for a in sets}, {a: sum(each[n].cost for n in a) for a in sets}):
         dry.block.recomputed = recomputed
-        use = dry.forgetting().use(precision(plan.run.train.precision).master)
-        found.append(Option(recomputed, use.bytes.kept, use.bytes.working, price_of(use, each)))
+        use = dry.forgetting().use(precision(plan.run.train.precision).master, plan.waits(number))
+        working = max(use.bytes.working, use.split.working if use.split else 0)
+        found.append(Option(recomputed, use.most_kept, working, price_of(use, each)))
     return found
 
 
@@ -314,10 +315,10 @@ def within_budget(plan: Plan, budget: float) -> tuple[frozenset[str], ...]:
                 found[plan.facts[b]] = options(plan, b)
         other = use.total - use.memory["activations"] - use.memory["working"] + OVERHEAD
         other += sum(live[s] * fixed_bytes(plan, s, blocks_kept) for s in plan.stages_of(pp))
-        # for offloaded blocks: one micro-batch is here, one leaves and one comes
+        # for offloaded blocks: one micro-batch is here, one leaves and one comes; what weight gradients wait with is here
         blocks, in_flight = (
             [found[plan.facts[b]] for b, _ in mine],
-            [min(n, 3) if b in plan.offloaded else n for b, n in mine],
+            [min(n, 3) if b in plan.offloaded and not plan.waits(b) else n for b, n in mine],
         )
         chosen = cheapest(blocks, in_flight, budget - other)
         if chosen is None:

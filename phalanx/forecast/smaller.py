@@ -14,7 +14,7 @@ from phalanx.config.run import Run
 from phalanx.forecast.check import broken_rules
 from phalanx.forecast.decide import make_plan
 from phalanx.forecast.memory import RankUse, rank_uses
-from phalanx.planning.plan import Plan
+from phalanx.planning.plan import Plan, splits_backward
 
 STATIC = ("weights", "gradients", "masters", "moments")  # kinds of memory that follow from the layout alone
 
@@ -59,8 +59,10 @@ def _value_text(value: object) -> str:
 
 
 def recompute_changes(run: Run) -> Iterator[tuple[dict[str, object], str]]:
-    """Save less for backward: recomputation, offload, smaller micro-batches."""
+    """Save less for backward: no weight gradients that wait, recomputation, smaller micro-batches."""
     t = run.train
+    if splits_backward(run):
+        yield {"layout.schedule": "auto"}, "weight gradients wait for no idle time: a larger bubble"
     budget = t.recompute_budget_gib
     if budget is not None:
         yield {"train.recompute_budget_gib": round(0.9 * budget, 2)}, "more is recomputed in backward"

@@ -67,6 +67,7 @@ def plan_report(run: Run, world: int, device: Device | None = None) -> PlanRepor
         "Data (tokens of each source, and how many this run uses)": plan_data(run),
         f"Memory per rank ({memory.name})": memory_table(plan, uses, memory) + "\n" + fits(plan, uses, device),
         "Recomputed in backward (of each stage's micro-batch and rank)": recomputed_text(plan, blocks),
+        "Of the activations, kept for weight gradients that wait (W)": pending_text(uses, trace),
         "In host memory, per rank": host_text(uses),
         f"Sent by each rank per step ({sent.name})": sent_table(plan, uses, sent),
     }
@@ -207,6 +208,15 @@ def host_text(uses: Sequence[RankUse]) -> str:
     if not any(u.host for u in uses):
         return ""
     return "\n".join(f"pp rank {pp}: {size_text(u.host)} of activations" for pp, u in enumerate(uses) if u.host)
+
+
+def pending_text(uses: Sequence[RankUse], trace: ScheduleTrace) -> str:
+    """What waits between the gradients of inputs and of weights, if the schedule splits backward."""
+    return "\n".join(
+        f"pp rank {pp}: {size_text(use.pending)} of {count} micro-batches at most"
+        for pp, (use, count) in enumerate(zip(uses, trace.peak_pending))
+        if count
+    )
 
 
 def recompute_text(run: Run) -> str:

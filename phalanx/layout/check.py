@@ -28,7 +28,7 @@ def check(
     if not found:
         found += (
             check_world(config, world_size)
-            + check_schedule(config)
+            + check_virtual_stages(config)
             + check_stages(config, blocks, f"blocks (layers + {beside_layers})")
         )
         found += check_experts(config, world_size, experts, expert_size) + check_context(
@@ -196,18 +196,10 @@ def check_world(config: LayoutConfig, world_size: int) -> list[Problem]:
     ]
 
 
-def check_schedule(config: LayoutConfig) -> list[Problem]:
-    found = []
-    stages, schedule = config.virtual_stages, config.schedule
-    if stages > 1 and config.pp == 1:
-        found.append(problem("layout", config, "virtual_stages", "needs pp >= 2", {"layout.pp": 1}, (1,)))
-    if stages > 1 and schedule not in ("auto", "interleaved"):
-        because = {"layout.virtual_stages": stages}
-        found.append(problem("layout", config, "schedule", "runs one stage per rank", because, ("auto", "interleaved")))
-    if stages == 1 and schedule == "interleaved":
-        because = {"layout.virtual_stages": stages}
-        found.append(problem("layout", config, "schedule", "needs virtual_stages >= 2", because, ("auto", "1f1b")))
-    return found
+def check_virtual_stages(config: LayoutConfig) -> list[Problem]:
+    if config.virtual_stages == 1 or config.pp > 1:
+        return []
+    return [problem("layout", config, "virtual_stages", "needs pp >= 2", {"layout.pp": 1}, (1,))]
 
 
 def check_stages(config: LayoutConfig, blocks: int, name_of_blocks: str) -> list[Problem]:

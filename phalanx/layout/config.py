@@ -49,8 +49,10 @@ class LayoutConfig:
     """Pipeline-parallel size: number of ranks that the layers are spread over."""
     virtual_stages: int = 1
     """Model chunks per pipeline rank (interleaved schedules)."""
-    schedule: Literal["auto", "gpipe", "1f1b", "interleaved"] = "auto"
-    """Pipeline schedule. auto: 1f1b, or interleaved when virtual_stages > 1."""
+    schedule: str = "auto"
+    """Pipeline schedule: gpipe, 1f1b, interleaved (with virtual_stages > 1), zb_h1 (zero bubble: 1f1b whose weight
+    gradients fill its idle times), or one of your own as PACKAGE.MODULE:NAME. auto: 1f1b, or interleaved when
+    virtual_stages > 1."""
     stages: tuple[int, ...] | None = None
     """Blocks per stage (embedding and head are blocks too), pp * virtual_stages numbers; unset: divided by cost."""
     sharding: Literal[0, 1, 2, 3] = 1

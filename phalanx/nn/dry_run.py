@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import weakref
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -24,6 +24,7 @@ from phalanx.layout.grid import Grid
 from phalanx.layout.shards import Cut, Sharding
 from phalanx.nn.parameter import Parameter
 from phalanx.ops.attention.backends import fused_gradients
+from phalanx.ops.dense.grads import GradientQueue
 
 
 class Allocations(TorchDispatchMode):
@@ -157,11 +158,13 @@ class Use:
     kept     alive from its forward to its backward, including its input but not its output (the next block's input)
     working  needed on top of `kept` at the worst moment of forward or backward; with recompute, what is recomputed too
     output   of the block's outputs
+    pending  where weight gradients wait: alive from the gradients of the block's inputs to those of its weights
     """
 
     kept: int
     working: int
     output: int
+    pending: int = 0
 
 
 def measure(
@@ -172,9 +175,17 @@ def measure(
 ) -> Use:
     """Run a block forward and backward on the meta device: `forward` is called with what `x` returns, each a tensor or
     several. Weight gradients are added to buffers of `grad_dtype`, as in training."""
+    make_gradients(params, grad_dtype)
+    return _measured(forward, x)
+
+
+def make_gradients(params: Iterable[Parameter], dtype: torch.dtype) -> None:
     for p in params:
-        p.grad_dtype = grad_dtype
-        p.grad = torch.empty_like(p, dtype=grad_dtype)
+        p.grad_dtype = dtype
+        p.grad = torch.empty_like(p, dtype=dtype)
+
+
+def _measured(forward: Callable[[Any], Any], x: Callable[[], Any]) -> Use:
     with Allocations() as seen, FusedAttention():
         y = forward(leaves(x()))
         output = sum({_key(t): t.untyped_storage().nbytes() for t in _tensors(y)}.values())
@@ -185,6 +196,22 @@ def measure(
             grads = tuple(torch.empty_like(t) for t in roots)
             _engine_run_backward(roots, grads, False, False, (), allow_unreachable=True, accumulate_grad=True)
     return Use(kept, max(0, seen.peak - kept), output)
+
+
+def measure_split(
+    forward: Callable[[Any], Any],
+    x: Callable[[], Any],
+    params: Iterable[Parameter],
+    grad_dtype: torch.dtype,
+    queue: GradientQueue,
+) -> Use:
+    """As `measure`, of a backward whose weight gradients wait in the queue of these parameters."""
+    make_gradients(params, grad_dtype)
+    with Allocations() as seen, queue.open() as pending:
+        use = _measured(forward, x)
+    waiting = seen.live
+    pending.run()
+    return replace(use, pending=waiting)
 
 
 def leaves(x: Any) -> Any:

@@ -130,7 +130,7 @@ def block_name(block: Block, watched: Watched) -> str:
 def segment_name(schedule: str, plan: Plan) -> str:
     """In backward no frame of a block is left; the blocks to which the backward belonged."""
     words = schedule.split()
-    if words[0] not in ("forward", "backward"):
+    if words[0] not in ("forward", "backward", "inputgrad", "weightgrad"):
         return "none"
     blocks = plan.segments[int(words[2])][int(words[4])]
     return f"one of {contents(plan, blocks)}"

@@ -22,7 +22,19 @@ from phalanx.engine.build import State
 from phalanx.schedule.actions import Instruction
 
 STEP, COMM, BLOCK = "step ", "comm ", "block "  # prefixes in the names of steps, communication and blocks
-INSTRUCTIONS = ("forward", "backward", "recv", "wait", "send", "gather", "reduce", "open", "close")
+INSTRUCTIONS = (
+    "forward",
+    "backward",
+    "inputgrad",
+    "weightgrad",
+    "recv",
+    "wait",
+    "send",
+    "gather",
+    "reduce",
+    "open",
+    "close",
+)
 COLLECTIVES = (
     "all_reduce",
     "all_gather",

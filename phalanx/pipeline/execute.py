@@ -4,6 +4,7 @@ Recv, Wait ──▶ _values ──▶ Forward ──▶ _values ──▶ Send
                            │      ▲
                            ▼      │ between segments of one stage: _inner
                          _saved ──▶ Backward (Offload and Fetch in between: _offloaded)
+                           └──────▶ InputGrad ──▶ _pending ──▶ WeightGrad
 """
 
 from __future__ import annotations
@@ -22,8 +23,21 @@ from phalanx.comm.mesh import Mesh
 from phalanx.nn.module import Block
 from phalanx.nn.offload import Mover, OffloadedActivations, free_storage
 from phalanx.nn.run_block import run_block
+from phalanx.ops.dense.grads import PendingGradients
 from phalanx.pipeline.graphs import Eager, Gradients, Tensors
-from phalanx.schedule.actions import Backward, Fetch, Forward, Instruction, Offload, Recv, Send, Value, Wait
+from phalanx.schedule.actions import (
+    Backward,
+    Fetch,
+    Forward,
+    InputGrad,
+    Instruction,
+    Offload,
+    Recv,
+    Send,
+    Value,
+    Wait,
+    WeightGrad,
+)
 from phalanx.sequence.batch import Batch
 from phalanx.sequence.streams import Border, check_shapes, hidden, pack, sent, unpack
 
@@ -68,6 +82,8 @@ class Stages:
         self._inner: dict[tuple[str, int, int, int], Gradients] = {}
         # Inputs and outputs of each segment in flight, by (stage, segment, micro-batch).
         self._saved: dict[tuple[int, int, int], tuple[Tensors, Tensors]] = {}
+        # Weight gradients that wait, by the same.
+        self._pending: dict[tuple[int, int, int], PendingGradients] = {}
         self._offloaded: dict[tuple[int, int, int], OffloadedActivations] = {}  # if a block of it is
         self.offloaded_bytes = 0  # copied to the host in this step
         self._receiving: dict[Value, list[Work]] = {}
@@ -92,7 +108,7 @@ class Stages:
         self._sending.clear()
         if self.seed is not None:
             self.runner.end()
-        left = [*self._values, *self._inner, *self._saved, *self._receiving]
+        left = [*self._values, *self._inner, *self._saved, *self._pending, *self._receiving]
         if left:
             raise RuntimeError(f"the schedule left values behind: {left[:4]}")
 
@@ -100,6 +116,8 @@ class Stages:
         return {
             Forward: self.forward,
             Backward: self.backward,
+            InputGrad: self.input_grad,
+            WeightGrad: self.weight_grad,
             Recv: self.recv,
             Wait: self.wait,
             Send: self.send,
@@ -172,7 +190,7 @@ class Stages:
     def fetch(self, i: Fetch) -> None:
         self._offloaded[i.stage, i.segment, i.mb].to_device()
 
-    def _wait_for_offloaded(self, i: Backward) -> None:
+    def _wait_for_offloaded(self, i: Backward | InputGrad) -> None:
         """The device waits until what was offloaded is back. No reference to it may outlive this method: backward
         frees each saved tensor after its last use."""
         offloaded = self._offloaded.pop((i.stage, i.segment, i.mb), None)
@@ -191,7 +209,16 @@ class Stages:
             return self._inner.pop(("act", i.stage, i.segment, i.mb))  # type: ignore[return-value]
         return self._values.pop(Value("act", i.stage, i.mb)) if i.stage > 0 else self._none  # type: ignore[return-value]
 
-    def backward(self, i: Backward) -> None:
+    def input_grad(self, i: InputGrad) -> None:
+        """A backward whose weight gradients wait."""
+        with self.segments[i.stage, i.segment][0].env.weights.gradients.open() as pending:
+            self.backward(i)
+        self._pending[i.stage, i.segment, i.mb] = pending
+
+    def weight_grad(self, i: WeightGrad) -> None:
+        self._pending.pop((i.stage, i.segment, i.mb)).run()
+
+    def backward(self, i: Backward | InputGrad) -> None:
         xs, ys = self._saved.pop((i.stage, i.segment, i.mb))
         self._wait_for_offloaded(i)
         where = (i.stage, i.segment)
@@ -204,7 +231,7 @@ class Stages:
             kept = tuple(dx if dx is None else dx.clone() for dx in dxs) if self.runner.reuses_memory else dxs
             self._values[Value("grad", i.stage - 1, i.mb)] = kept
 
-    def _output_grads(self, i: Backward, ys: Tensors) -> Gradients:
+    def _output_grads(self, i: Backward | InputGrad, ys: Tensors) -> Gradients:
         if self.is_last(i.stage, i.segment):
             return (self.seed.to(ys[0].dtype),)  # type: ignore[union-attr]
         if i.segment < self.segments_per_stage[i.stage] - 1:

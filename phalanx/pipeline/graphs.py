@@ -15,7 +15,7 @@ slots they are not. Backward writes to one pool that all slots of a rank share: 
 stage's backward of that micro-batch is over, and nothing else runs in between. Code that keeps the gradient of a
 stage's input for longer copies it.
 
-Segments with offloaded activations are never captured (config.check).
+Segments with offloaded activations and split backwards are never captured (config.check).
 """
 
 from __future__ import annotations

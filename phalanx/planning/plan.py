@@ -32,8 +32,8 @@ from phalanx.optim.optimizer import optimizers_of, updater_of
 from phalanx.planning.blocks import BlockFacts, make_blocks, model_facts, whole_linears
 from phalanx.planning.experts import ExpertsPlan, experts_plan
 from phalanx.planning.kernels import KernelsPlan, kernels_plan
-from phalanx.schedule.actions import Flow, Program, Schedule
-from phalanx.schedule.generators import generate
+from phalanx.schedule.actions import Flow, Program, Schedule, check_order
+from phalanx.schedule.generators import find_pipeline_schedule, generate, resolved
 from phalanx.schedule.lower import lower
 from phalanx.schedule.memory_slots import MemorySlots, fits, make_slots, prove
 from phalanx.schedule.simulate import simulate
@@ -108,8 +108,22 @@ class Plan:
 
     @property
     def schedule_name(self) -> str:
-        chosen = self.run.layout.schedule
-        return ("interleaved" if self.run.layout.virtual_stages > 1 else "1f1b") if chosen == "auto" else chosen
+        return resolved(self.run.layout.schedule, self.run.layout.virtual_stages)
+
+    @property
+    def splits_backward(self) -> bool:
+        """Whether gradients of weights may wait (actions I and W)."""
+        return splits_backward(self.run)
+
+    def waits(self, block: int) -> bool:
+        """Whether a block's weight gradients may wait for those of its inputs."""
+        return self.splits_backward and block not in self.unsplit
+
+    @cached_property
+    def unsplit(self) -> frozenset[int]:
+        """Blocks whose backward is never split: heads, which make gradients in forward."""
+        early = (at for rank in self.ranks() for at in rank.early)
+        return frozenset(b for stage, number in early for b in self.segments[stage][number])
 
     @property
     def sharding(self) -> Sharding:
@@ -356,9 +370,11 @@ class Plan:
 
     def proved_program(self, num_micro_batches: int, backward: bool = True) -> Program:
         """The lowered instruction lists of all pipeline ranks, proved by the simulator (ScheduleError if they would
-        hang)."""
+        hang, or add up micro-batches in another order than train.deterministic can keep)."""
         program = self.lowered_program(num_micro_batches, backward)
         simulate(program)
+        if self.leaves:
+            check_order(program.schedule)
         prove(program.lists, self.slots)
         return program
 
@@ -443,10 +459,28 @@ def plan_of(run: Run, world: int) -> Plan:
             limit,
         )
         segments.append(tuple(range(stage.start + r.start, stage.start + r.stop) for r in cut))
+    if splits_backward(run):
+        heads = len(facts) - 1 - (run.model.predict_layers > 0)
+        segments = [with_heads_alone(of_stage, heads) for of_stage in segments]
     if run.train.deterministic:
         segments = [with_users_alone(of_stage, len(facts), run.model.predict_layers > 0) for of_stage in segments]
     recomputed = (recomputed_ops(run.train),) * len(facts)
     return Plan(run, grid, facts, tuple(stages), tuple(segments), recomputed, kernels_plan(run))
+
+
+def splits_backward(run: Run) -> bool:
+    """Whether the schedule of a checked config has actions I and W."""
+    return find_pipeline_schedule(resolved(run.layout.schedule, run.layout.virtual_stages)).splits_backward
+
+
+def with_heads_alone(segments: tuple[range, ...], first: int) -> tuple[range, ...]:
+    """The segments of a stage, with those blocks (the head, and multi-token prediction before it) apart from layers,
+    whose backward is split: theirs is not."""
+    made = []
+    for segment in segments:
+        at = min(max(segment.start, first), segment.stop)
+        made += [part for part in (range(segment.start, at), range(at, segment.stop)) if part]
+    return tuple(made)
 
 
 def with_users_alone(segments: tuple[range, ...], blocks: int, mtp: bool) -> tuple[range, ...]:

@@ -49,6 +49,14 @@ def B(stage: int, mb: int) -> Action:
     return Action("B", stage, mb)
 
 
+def I(stage: int, mb: int) -> Action:  # noqa: E743
+    return Action("I", stage, mb)
+
+
+def W(stage: int, mb: int) -> Action:
+    return Action("W", stage, mb)
+
+
 @dataclass(frozen=True)
 class Schedule:
     """The order of each rank's actions. `stage_rank[s]` is the rank of stage s; stages are numbered along the
@@ -72,6 +80,16 @@ class Schedule:
         return any(action.kind != "F" for order in self.orders for action in order)
 
     @cached_property
+    def _split(self) -> frozenset[tuple[int, int]]:
+        """(stage, micro-batch) pairs whose backward is an I and a W."""
+        return frozenset((action.stage, action.mb) for order in self.orders for action in order if action.kind == "I")
+
+    @property
+    def splits_backward(self) -> bool:
+        """Whether any backward is an I and a W."""
+        return bool(self._split)
+
+    @cached_property
     def _stages(self) -> dict[int, tuple[int, ...]]:
         found: dict[int, tuple[int, ...]] = {}
         for stage, owner in enumerate(self.stage_rank):
@@ -86,17 +104,36 @@ class Schedule:
         if action.kind == "W":
             return None
         stage = action.stage + 1 if action.kind == "F" else action.stage - 1
-        return Action(action.kind, stage, action.mb) if 0 <= stage < self.num_stages else None
+        if not 0 <= stage < self.num_stages:
+            return None
+        if action.kind == "F":
+            return F(stage, action.mb)
+        return I(stage, action.mb) if (stage, action.mb) in self._split else B(stage, action.mb)
 
     def most_in_flight(self, sorts: Sequence[Hashable]) -> Counter[tuple[int, Hashable]]:
-        """(stage, sort) -> the largest number of micro-batches of that sort that are between their forward and their
-        backward in the stage at the same time. `sorts`: of each micro-batch; None: it does not count."""
+        """(stage, sort) -> the largest number of micro-batches of that sort that are between their forward and the end
+        of their backward (W, if it is split) in the stage at the same time. `sorts`: of each micro-batch; None: it does
+        not count."""
         live, most = Counter[tuple[int, Hashable]](), Counter[tuple[int, Hashable]]()
         for action in (a for order in self.orders for a in order if sorts[a.mb] is not None):
             where = action.stage, sorts[action.mb]
-            live[where] += (action.kind == "F") - (action.kind == "B")
+            live[where] += (action.kind == "F") - (action.kind in ("B", "W"))
             most[where] = max(most[where], live[where])
         return most
+
+
+def check_order(schedule: Schedule) -> None:
+    """Raise ScheduleError if a stage adds its weight gradients in another order than that of the micro-batches."""
+    for rank, order in enumerate(schedule.orders):
+        last: dict[int, Action] = {}
+        for action in (a for a in order if a.kind in ("B", "W")):
+            before = last.get(action.stage, action)
+            if action.mb < before.mb:
+                raise ScheduleError(
+                    f"schedule {schedule.name}: rank {rank} does {before} before {action}, but train.deterministic "
+                    "adds up the gradients of micro-batches in their order"
+                )
+            last[action.stage] = action
 
 
 # ---- Instructions. A value between two stages is named by its reader: (kind, reading stage, mb). An executor keeps
@@ -133,6 +170,29 @@ class Backward:
     stage: int
     segment: int
     mb: int
+
+
+@dataclass(frozen=True, slots=True)
+class InputGrad:
+    """The part of a segment's backward that its neighbour waits for: gradients of the segment's inputs. Those of its
+    weights wait, with what they need of the activations, for the WeightGrad of the same segment and micro-batch. Reads
+    what Backward reads."""
+
+    stage: int
+    segment: int
+    mb: int
+
+
+@dataclass(frozen=True, slots=True)
+class WeightGrad:
+    """The rest of a segment's backward: adds the gradients of its weights. It reads no weights."""
+
+    stage: int
+    segment: int
+    mb: int
+
+
+Compute = Forward | Backward | InputGrad | WeightGrad
 
 
 @dataclass(frozen=True, slots=True)
@@ -256,7 +316,7 @@ class Fetch:
     mb: int
 
 
-Instruction = Forward | Backward | Recv | Wait | Send | Gather | Ready | Free | Open | Reduce | Close | Offload | Fetch
+Instruction = Compute | Recv | Wait | Send | Gather | Ready | Free | Open | Reduce | Close | Offload | Fetch
 
 
 @dataclass(frozen=True)
@@ -264,7 +324,8 @@ class Program:
     """The instructions of each rank, with the facts they follow from (the simulator checks that nothing is missing).
 
     flows_of_rank   of each rank: bucket -> Flow; a bucket without an entry needs only its reduction
-    early           (stage, segment) pairs whose forward adds to gradients: a head computes its gradients there
+    early           (stage, segment) pairs whose forward adds to gradients: a head computes its gradients there. Their
+                    backward is never split
     """
 
     schedule: Schedule

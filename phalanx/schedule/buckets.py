@@ -3,6 +3,8 @@
     Gather ... Ready  first use ... last use  Free                      weights of a sharded bucket (ZeRO-3 / FSDP)
     Open  first add ... last add  Reduce ... Close                      its gradients
 
+A use is a Forward, a Backward or an InputGrad; a Backward and a WeightGrad add to gradients.
+
 Everything follows from where a bucket is used, so tied weights, virtual stages and any order of micro-batches need no
 rule of their own.
 """
@@ -17,6 +19,7 @@ from phalanx.schedule.actions import (
     Backward,
     Buckets,
     Close,
+    Compute,
     Flow,
     Forward,
     Free,
@@ -26,9 +29,8 @@ from phalanx.schedule.actions import (
     Ready,
     Reduce,
     Send,
+    WeightGrad,
 )
-
-Compute = Forward | Backward
 
 
 @dataclass
@@ -70,8 +72,8 @@ def with_buckets(
                       as many
     keep              gathered weights stay until their last use
     """
-    compute = [x for x in program if isinstance(x, Forward | Backward)]
-    trains = any(isinstance(x, Backward) for x in compute)
+    compute = [x for x in program if isinstance(x, Compute)]
+    trains = any(isinstance(x, Backward | WeightGrad) for x in compute)
     moments, numbers = _Moments(), defaultdict[tuple[int, int], list[int]](list)
     for k, x in enumerate(compute):
         numbers[x.stage, x.segment].append(k)
@@ -80,15 +82,18 @@ def with_buckets(
         uses = sorted(k for user in users for k in numbers.get(user, ()))
         if not uses:
             continue
-        _place_weights(moments, bucket, flow, uses, bucket_prefetch, keep)
-        adds = (
-            [k for k in uses if isinstance(compute[k], Backward) or (compute[k].stage, compute[k].segment) in early]
-            if trains
-            else []
+        _place_weights(
+            moments, bucket, flow, [k for k in uses if not isinstance(compute[k], WeightGrad)], bucket_prefetch, keep
         )
+        adds = [k for k in uses if _adds(compute[k], early)] if trains else []
         if adds:
             _place_gradients(moments, bucket, flow, adds, compute, bucket_prefetch)
     return tuple(_woven(program, moments))
+
+
+def _adds(x: Compute, early: Set[tuple[int, int]]) -> bool:
+    """Whether an instruction adds to the gradients of its segment."""
+    return isinstance(x, Backward | WeightGrad) or isinstance(x, Forward) and (x.stage, x.segment) in early
 
 
 def _place_weights(
@@ -144,7 +149,7 @@ def _woven(program: Sequence[Instruction], moments: _Moments) -> Iterator[Instru
         if due and not isinstance(instruction, Send):
             yield from moments.after(k)
             due = False
-        if isinstance(instruction, Forward | Backward):
+        if isinstance(instruction, Compute):
             k += 1
             yield from moments.needs.get(k, ())
             due = True

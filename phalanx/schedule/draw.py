@@ -4,16 +4,17 @@ from __future__ import annotations
 
 from statistics import median_low
 
-from phalanx.schedule.actions import Forward, Schedule
+from phalanx.schedule.actions import Backward, Compute, Forward, InputGrad, Schedule, WeightGrad
 from phalanx.schedule.simulate import ScheduleTrace
 
 
 def draw(trace: ScheduleTrace, width: int = 100, max_rows: int = 32) -> str:
     """At most `max_rows` rows of `width` characters, and two lines of legend.
 
-    F0 is the forward of micro-batch 0, B0=== its backward, dots are idle time (the bubble). With virtual stages a0, b0,
-    ... are forwards and A0==, B0==, ... backwards of a rank's first, second, ... stage. If the picture is too wide, its
-    middle is replaced by `…`.
+    F0 is the forward of micro-batch 0, B0=== its backward, dots are idle time (the bubble). Of a backward that is split
+    I0=== are the gradients of the inputs, W0+++ those of the weights. With virtual stages a0, b0, ... are forwards and
+    A0==, B0==, ... backwards of a rank's first, second, ... stage (A0++ the weights' part of a split one). If the
+    picture is too wide, its middle is replaced by `…`.
     """
     schedule = trace.program.schedule
     labels = [f"rank {rank}" for rank in range(schedule.pp)]
@@ -30,6 +31,13 @@ def draw(trace: ScheduleTrace, width: int = 100, max_rows: int = 32) -> str:
 
 Cell = tuple[float, float, str, str]
 """Start and end in seconds, label, filling."""
+LOOKS: dict[type[Compute], tuple[str, str]] = {
+    Forward: ("F", "-"),
+    Backward: ("B", "="),
+    InputGrad: ("I", "="),
+    WeightGrad: ("W", "+"),
+}
+"""Letter (of a rank's only stage) and filling."""
 
 
 def _cells(trace: ScheduleTrace, rank: int) -> list[Cell]:
@@ -43,20 +51,17 @@ def _cells(trace: ScheduleTrace, rank: int) -> list[Cell]:
         if key == last:
             cells[-1] = (cells[-1][0], span.end, *cells[-1][2:])
         else:
-            forward = isinstance(do, Forward)
-            cells.append(
-                (span.start, span.end, f"{_letter(schedule, rank, do.stage, forward)}{do.mb}", "-" if forward else "=")
-            )
+            cells.append((span.start, span.end, f"{_letter(schedule, rank, do)}{do.mb}", LOOKS[type(do)][1]))
         last = key
     return cells
 
 
-def _letter(schedule: Schedule, rank: int, stage: int, forward: bool) -> str:
+def _letter(schedule: Schedule, rank: int, do: Compute) -> str:
     stages = schedule.stages_of(rank)
     if len(stages) == 1:
-        return "F" if forward else "B"
-    letter = chr(ord("a") + stages.index(stage) % 26)
-    return letter if forward else letter.upper()
+        return LOOKS[type(do)][0]
+    letter = chr(ord("a") + stages.index(do.stage) % 26)
+    return letter if isinstance(do, Forward) else letter.upper()
 
 
 def _scale(cells: list[list[Cell]], makespan: float, room: int) -> float:
@@ -101,9 +106,12 @@ def _legend(trace: ScheduleTrace) -> str:
     v = schedule.num_stages // schedule.pp
     size = [_count(schedule.pp, "rank"), _count(schedule.num_micro_batches, "micro-batch", "micro-batches")]
     forward, backward = ("F0", "B0==") if v == 1 else ("a0 b0 ..", "A0== B0== ..")
+    split = "I0== W0++ its gradients of inputs and of weights" if v == 1 else "A0++ B0++ .. gradients of weights alone"
+    whole = any(action.kind == "B" for order in schedule.orders for action in order)
     key = [
         f"{forward} forward of micro-batch 0",
-        *([f"{backward} its backward"] if schedule.has_backward else []),
+        *([f"{backward} its backward"] if whole or v > 1 and schedule.has_backward else []),
+        *([split] if schedule.splits_backward else []),
         ". idle",
     ]
     if v > 1:

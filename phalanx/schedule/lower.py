@@ -7,7 +7,8 @@ order of compute, `buckets` and `offload` add their instructions, pipeline.execu
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Iterable, Mapping, Sequence, Set
+from collections.abc import Callable, Iterable, Mapping, Sequence, Set
+from functools import partial
 
 from phalanx.schedule.actions import (
     Action,
@@ -15,6 +16,7 @@ from phalanx.schedule.actions import (
     Buckets,
     Flow,
     Forward,
+    InputGrad,
     Instruction,
     Program,
     Recv,
@@ -23,6 +25,7 @@ from phalanx.schedule.actions import (
     Send,
     TransferKind,
     Wait,
+    WeightGrad,
 )
 from phalanx.schedule.buckets import with_buckets
 from phalanx.schedule.offload import with_offload
@@ -62,10 +65,8 @@ def lower(
         receives = _receives(
             schedule.orders[rank], {source: readers for (source, to), readers in edges.items() if to == rank}, prefetch
         )
-        instructions, flows = (
-            _compute_and_messages(schedule, rank, segments, receives),
-            flows_of_rank[rank] if flows_of_rank else {},
-        )
+        instructions = _compute_and_messages(schedule, rank, receives, partial(_compute, segments, early))
+        flows = flows_of_rank[rank] if flows_of_rank else {}
         lists.append(
             with_offload(with_buckets(instructions, buckets[rank], flows, early, bucket_prefetch, keep), offloaded)
         )
@@ -104,7 +105,10 @@ def _edges(schedule: Schedule) -> dict[tuple[int, int], list[Action]]:
 
 
 def _compute_and_messages(
-    schedule: Schedule, rank: int, segments: tuple[int, ...], receives: dict[int, list[Recv]]
+    schedule: Schedule,
+    rank: int,
+    receives: dict[int, list[Recv]],
+    compute: Callable[[Action], Iterable[Instruction]],
 ) -> list[Instruction]:
     received = {recv.value for posts in receives.values() for recv in posts}
     program: list[Instruction] = []
@@ -112,21 +116,28 @@ def _compute_and_messages(
         # Before the Wait below: a rank that waits must not keep its peers from sending.
         program += receives.get(position, [])
         wait = Wait(_kind(action), action.stage, action.mb)
-        if wait.value in received:
+        if action.kind != "W" and wait.value in received:
             program.append(wait)
-        program += _compute(action, segments[action.stage])
+        program += compute(action)
         reader = _remote_reader(schedule, action)
         if reader is not None:
             program.append(Send(_kind(action), action.stage, action.mb, schedule.stage_rank[reader.stage]))
     return program
 
 
-def _compute(action: Action, num_segments: int) -> Iterable[Instruction]:
-    if action.kind == "F":
-        return [Forward(action.stage, segment, action.mb) for segment in range(num_segments)]
-    if action.kind == "B":
-        return [Backward(action.stage, segment, action.mb) for segment in reversed(range(num_segments))]
-    raise ScheduleError(f"{action}: split backwards (I, W) are not lowered yet")
+def _compute(segments: tuple[int, ...], early: Set[tuple[int, int]], action: Action) -> Iterable[Instruction]:
+    """The instructions of a stage's segments. A segment whose head has made its gradients in forward has nothing that
+    could wait: its backward is done whole, in I."""
+    kind, stage, mb = action
+    numbers = range(segments[stage])
+    if kind == "F":
+        return [Forward(stage, segment, mb) for segment in numbers]
+    if kind == "B":
+        return [Backward(stage, segment, mb) for segment in reversed(numbers)]
+    split = [(stage, segment) not in early for segment in numbers]
+    if kind == "W":
+        return [WeightGrad(stage, segment, mb) for segment in reversed(numbers) if split[segment]]
+    return [(InputGrad if split[segment] else Backward)(stage, segment, mb) for segment in reversed(numbers)]
 
 
 def _receives(order: Sequence[Action], incoming: dict[int, list[Action]], prefetch: int) -> dict[int, list[Recv]]:

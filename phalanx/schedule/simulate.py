@@ -22,11 +22,13 @@ from typing import Literal, NoReturn
 from phalanx.schedule.actions import (
     Backward,
     Close,
+    Compute,
     Fetch,
     Flow,
     Forward,
     Free,
     Gather,
+    InputGrad,
     Instruction,
     Offload,
     Open,
@@ -39,36 +41,49 @@ from phalanx.schedule.actions import (
     TransferKind,
     Value,
     Wait,
+    WeightGrad,
 )
 
 
 @dataclass(frozen=True)
 class Costs:
-    """Seconds of the forward and of the backward of each stage for one micro-batch, and of one message between
-    ranks."""
+    """Seconds of the forward and of the backward of each stage for one micro-batch, and of one message between ranks.
+    weights: of each backward, what gradients of weights take (W, if it is split); unset: half of it."""
 
     forward: tuple[float, ...]
     backward: tuple[float, ...]
     send: float = 0.0
+    weights: tuple[float, ...] | None = None
 
     @classmethod
     def uniform(cls, num_stages: int, forward: float = 1.0, backward: float = 2.0, send: float = 0.0) -> Costs:
         return cls((forward,) * num_stages, (backward,) * num_stages, send)
 
+    def of(self, do: Compute) -> float:
+        """Seconds of an instruction's whole stage."""
+        stage = do.stage
+        if isinstance(do, Forward):
+            return self.forward[stage]
+        if isinstance(do, Backward):
+            return self.backward[stage]
+        of_weights = self.backward[stage] / 2 if self.weights is None else self.weights[stage]
+        return of_weights if isinstance(do, WeightGrad) else self.backward[stage] - of_weights
+
 
 @dataclass(frozen=True)
 class ActionSpan:
-    """The time that one rank spends on the forward or backward of one segment."""
+    """The time that one rank spends on the forward or backward of one segment, or on a part of the latter."""
 
     rank: int
     start: float
     end: float
-    instruction: Forward | Backward
+    instruction: Compute
 
 
 @dataclass(frozen=True)
 class LiveChange:
-    """From `time` on, a rank holds the activations of `live` micro-batches of `stage`."""
+    """From `time` on, a rank holds the activations of `live` micro-batches of `stage`, or what their W needs of
+    them."""
 
     time: float
     stage: int
@@ -86,7 +101,9 @@ class ScheduleTrace:
     spans: tuple[tuple[ActionSpan, ...], ...]
     live: tuple[tuple[LiveChange, ...], ...]
     peak_live: tuple[int, ...]
-    """Most (stage, micro-batch) activations alive at once, over all stages of a rank."""
+    """Most (stage, micro-batch) activations alive at once, over all stages of a rank; of a split backward until W."""
+    peak_pending: tuple[int, ...]
+    """Most (stage, micro-batch) pairs at once that are between their I and their W, over all stages of a rank."""
     peak_live_of_stage: tuple[int, ...]
     peak_receives: tuple[int, ...]
     """Most receive buffers posted and not yet waited for."""
@@ -117,7 +134,8 @@ def simulate(program: Program, costs: Costs | None = None, host_rendezvous: bool
     if len(program.lists) != program.schedule.pp:
         raise ScheduleError(f"there are {len(program.lists)} lists for {program.schedule.pp} ranks")
     costs = costs or Costs.uniform(program.schedule.num_stages)
-    if len(costs.forward) != program.schedule.num_stages or len(costs.backward) != program.schedule.num_stages:
+    of_weights = costs.backward if costs.weights is None else costs.weights
+    if {len(costs.forward), len(costs.backward), len(of_weights)} != {program.schedule.num_stages}:
         raise ScheduleError(
             f"costs are for {len(costs.forward)} stages, the schedule has {program.schedule.num_stages}"
         )
@@ -177,11 +195,11 @@ class _BucketStates:
         weights        Gather            Ready            Free
               sharded ───────▶ gathered ──────▶ readable ──────▶ sharded
 
-        gradients   Open         Forward, Backward         Reduce             Close
+        gradients   Open       Backward, WeightGrad        Reduce             Close
               none ──────▶ open ───────────────────▶ added ───────▶ reducing ───────▶ none, or reduced for this step
 
     A bucket whose weights are not sharded has no Gather and no Free, one whose gradients are not sharded has no Open
-    (actions.Flow).
+    (actions.Flow). A Forward adds too if it is early (actions.Program).
     """
 
     gathered: set[int] = field(default_factory=set)
@@ -268,7 +286,12 @@ class _Rank:
     values: set[Value] = field(default_factory=set)
     posted: dict[Value, int] = field(default_factory=dict)
     received: set[Value] = field(default_factory=set)
-    done: set[Forward | Backward] = field(default_factory=set)
+    done: set[Compute] = field(default_factory=set)
+    over: Counter[tuple[int, int]] = field(default_factory=Counter)
+    """Segments of each (stage, micro-batch) whose backward is over, weight gradients included."""
+    pending: Counter[tuple[int, int]] = field(default_factory=Counter)
+    """Segments of each (stage, micro-batch) whose weight gradients wait."""
+    peak_pending: int = 0
     bucket_states: _BucketStates = field(default_factory=lambda: _BucketStates())
     sent_at: list[tuple[int, int, float]] = field(default_factory=list)
     sending: bool = False
@@ -323,8 +346,10 @@ class _Rank:
         match instruction:
             case Forward():
                 self.forward(instruction)
-            case Backward():
+            case Backward() | InputGrad():
                 self.backward(instruction)
+            case WeightGrad():
+                self.weight_grad(instruction)
             case Recv():
                 self.recv(instruction)
             case Send():
@@ -341,7 +366,7 @@ class _Rank:
 
     def move(self, do: Offload | Fetch) -> None:
         where = (do.stage, do.segment, do.mb)
-        self.require(Forward(*where) in self.done and Backward(*where) not in self.done, "there is nothing to move")
+        self.require(Forward(*where) in self.done and not self.went_back(*where), "there is nothing to move")
         if isinstance(do, Offload):
             self.require(where not in self.on_host, "is on the host already")
             self.on_host.add(where)
@@ -361,32 +386,52 @@ class _Rank:
             self.take("act", do.stage, do.mb, exists=do.stage > 0)
             self.change_live(do.stage, +1)
         self.use_buckets(do, adds=self.schedule.has_backward and (do.stage, do.segment) in self.program.early)
-        self.work(do, self.costs.forward[do.stage])
+        self.work(do)
         if do.segment == self.program.segments_per_stage[do.stage] - 1:
             if do.stage < self.schedule.num_stages - 1:
                 self.values.add(Value("act", do.stage + 1, do.mb))
             if not self.schedule.has_backward:
                 self.change_live(do.stage, -1)
 
-    def backward(self, do: Backward) -> None:
+    def went_back(self, stage: int, segment: int, mb: int) -> bool:
+        """Whether the gradients of a segment's inputs are there, those of its weights too or not."""
+        return Backward(stage, segment, mb) in self.done or InputGrad(stage, segment, mb) in self.done
+
+    def backward(self, do: Backward | InputGrad) -> None:
         self.check_place(do)
         last = self.program.segments_per_stage[do.stage] - 1
+        self.require(not self.went_back(do.stage, do.segment, do.mb), "its backward has run already")
         self.require(Forward(do.stage, last, do.mb) in self.done, "its forward has not run")
         self.require((do.stage, do.segment, do.mb) not in self.on_host, "its activations are on the host")
         if do.segment < last:
-            self.require(
-                Backward(do.stage, do.segment + 1, do.mb) in self.done, "the segment after it has not run backward"
-            )
+            self.require(self.went_back(do.stage, do.segment + 1, do.mb), "the segment after it has not run backward")
         else:
             self.take("grad", do.stage, do.mb, exists=do.stage < self.schedule.num_stages - 1)
-        self.use_buckets(do, adds=True)
-        self.work(do, self.costs.backward[do.stage])
-        if do.segment == 0:
-            self.change_live(do.stage, -1)
-            if do.stage > 0:
-                self.values.add(Value("grad", do.stage - 1, do.mb))
+        self.use_buckets(do, adds=isinstance(do, Backward))
+        self.work(do)
+        if do.segment == 0 and do.stage > 0:
+            self.values.add(Value("grad", do.stage - 1, do.mb))
+        if isinstance(do, Backward):
+            self.end_backward(do)
+        else:
+            self.pending[do.stage, do.mb] += 1
+            self.peak_pending = max(self.peak_pending, len(+self.pending))
 
-    def check_place(self, do: Forward | Backward) -> None:
+    def weight_grad(self, do: WeightGrad) -> None:
+        self.check_place(do)
+        self.require(InputGrad(do.stage, do.segment, do.mb) in self.done, "the gradients of its inputs have not run")
+        self.add_gradients(do)
+        self.work(do)
+        self.pending[do.stage, do.mb] -= 1
+        self.end_backward(do)
+
+    def end_backward(self, do: Backward | WeightGrad) -> None:
+        """The segment needs nothing more of this micro-batch."""
+        self.over[do.stage, do.mb] += 1
+        if self.over[do.stage, do.mb] == self.program.segments_per_stage[do.stage]:
+            self.change_live(do.stage, -1)
+
+    def check_place(self, do: Compute) -> None:
         self.require(do.stage in self.stages, f"stage {do.stage} is not on this rank")
         self.require(
             0 <= do.segment < self.program.segments_per_stage[do.stage], f"stage {do.stage} has no such segment"
@@ -400,9 +445,9 @@ class _Rank:
             self.require(value in self.values, f"({value}) is not there")
             self.values.remove(value)
 
-    def work(self, do: Forward | Backward, stage_cost: float) -> None:
+    def work(self, do: Compute) -> None:
         start = self.time
-        self.time += stage_cost / self.program.segments_per_stage[do.stage]
+        self.time += self.costs.of(do) / self.program.segments_per_stage[do.stage]
         self.spans.append(ActionSpan(self.rank, start, self.time, do))
         self.done.add(do)
 
@@ -463,22 +508,25 @@ class _Rank:
 
     # ---- buckets and the end
 
-    def use_buckets(self, do: Forward | Backward, adds: bool) -> None:
+    def use_buckets(self, do: Forward | Backward | InputGrad, adds: bool) -> None:
         mine = self.buckets_of[do.stage, do.segment]
         missing = [bucket for bucket in mine if bucket not in self.bucket_states.ready]
         self.require(not missing, f"reads parameters of buckets {missing} before they are gathered")
-        for bucket in mine if adds else ():
+        if adds:
+            self.add_gradients(do)
+
+    def add_gradients(self, do: Compute) -> None:
+        for bucket in self.buckets_of[do.stage, do.segment]:
             wrong = self.bucket_states.add(bucket, self.program.flow(self.rank, bucket))
             self.require(not wrong, wrong)
 
     def check_complete(self) -> None:
-        kinds = (Forward, Backward) if self.schedule.has_backward else (Forward,)
         for stage in sorted(self.stages):
             for segment in range(self.program.segments_per_stage[stage]):
                 for mb in range(self.schedule.num_micro_batches):
-                    for kind in kinds:
-                        if kind(stage, segment, mb) not in self.done:
-                            raise ScheduleError(f"rank {self.rank} never runs {kind(stage, segment, mb)}")
+                    missing = self.never_done(stage, segment, mb)
+                    if missing is not None:
+                        raise ScheduleError(f"rank {self.rank} never runs {missing}")
         if self.values:
             raise ScheduleError(
                 f"rank {self.rank} holds values that nobody reads: {', '.join(str(v) for v in sorted(self.values))}"
@@ -490,6 +538,16 @@ class _Rank:
         wrong = self.bucket_states.missing(set(self.buckets), self.schedule.has_backward)
         if wrong:
             raise ScheduleError(f"rank {self.rank} {wrong}")
+
+    def never_done(self, *where: int) -> Compute | None:
+        """What a segment still has to do for a micro-batch at the end of the step."""
+        if Forward(*where) not in self.done:
+            return Forward(*where)
+        if not self.schedule.has_backward or Backward(*where) in self.done:
+            return None
+        if InputGrad(*where) not in self.done:
+            return Backward(*where)
+        return None if WeightGrad(*where) in self.done else WeightGrad(*where)
 
 
 def _deadlock(ranks: list[_Rank]) -> NoReturn:
@@ -515,6 +573,7 @@ def _trace(program: Program, ranks: list[_Rank], edges: dict[tuple[int, int], _E
         spans=tuple(tuple(rank.spans) for rank in ranks),
         live=tuple(tuple(rank.live_changes) for rank in ranks),
         peak_live=tuple(rank.peak_live for rank in ranks),
+        peak_pending=tuple(rank.peak_pending for rank in ranks),
         peak_live_of_stage=tuple(peak_of_stage[stage] for stage in range(program.schedule.num_stages)),
         peak_receives=tuple(rank.peak_receives for rank in ranks),
         peak_sends=tuple(_peak_sends(rank, edges) for rank in ranks),

@@ -266,7 +266,8 @@ def test_sharding_levels_change_no_bit(ranks, model, precision):
     some(product(["llama", "gpt2"], ["fp32", "bf16"]), lambda m, p: (m, p) in (("llama", "fp32"), ("gpt2", "bf16"))),
 )
 def test_schedules_change_no_bit(ranks, model, precision):
-    """GPipe and 1F1B on the same stages, with clipping, and tied weights in gpt2 (two sums there that one rank makes
-    as one)."""
-    found = [everywhere(ranks, precision_run(model, precision, pp=2, schedule=s), 2, 4) for s in ("gpipe", "1f1b")]
-    assert found[0] == found[1]
+    """GPipe, 1F1B and ZB-H1 on the same stages, with clipping, and tied weights in gpt2 (two sums there that one rank
+    makes as one)."""
+    names = ("gpipe", "1f1b", "zb_h1")
+    found = [everywhere(ranks, precision_run(model, precision, pp=2, schedule=s), 2, 4) for s in names]
+    assert found[0] == found[1] == found[2]

@@ -394,6 +394,7 @@ LAYOUTS = {
         small(tp=2, pp=2, sharding=3, bucket_mb=0, reshard_after_forward=False),
         8,
     ),
+    "level 3, pp2 dp2, split backward": (small("bf16", pp=2, schedule="zb_h1", sharding=3, bucket_mb=0), 4),
     "level 3, tied gpt2 pp2 x 2 virtual stages, dp2, prefetch 2": (
         replace(
             load_run("recipes/tiny_gpt2.yaml"),

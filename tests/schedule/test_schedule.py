@@ -23,6 +23,8 @@ from phalanx.schedule.actions import (
     Forward,
     Free,
     Gather,
+    I,
+    InputGrad,
     Open,
     Program,
     Ready,
@@ -31,7 +33,9 @@ from phalanx.schedule.actions import (
     Schedule,
     ScheduleError,
     Send,
+    W,
     Wait,
+    WeightGrad,
 )
 from phalanx.schedule.buckets import fullest
 from phalanx.schedule.draw import draw
@@ -69,10 +73,12 @@ FLOWS = (
 
 
 def random_program(rng: random.Random, max_pp: int = 8, max_m: int = 33) -> Program:
-    name = rng.choice(("gpipe", "1f1b", "interleaved", "interleaved", "forward", "auto"))
+    name = rng.choice(("gpipe", "1f1b", "interleaved", "interleaved", "forward", "auto", "zb_h1", "zb_h1"))
     pp, m = rng.randint(1, max_pp), rng.choice((rng.randint(1, max_pp), rng.randint(1, max_m)))
-    v = 1 if name == "1f1b" else rng.randint(1, 4)
+    v = 1 if name in ("1f1b", "zb_h1") else rng.randint(1, 4)
     schedule = generate(name, pp, v, m)
+    if rng.random() < 0.3:
+        schedule = with_some_split(rng, schedule)
     segments = [rng.randint(1, 3) for _ in range(pp * v)]
     buckets = random_buckets(rng, schedule, segments)
     flows = [{bucket: rng.choice(FLOWS) for bucket in of_rank} for of_rank in buckets]
@@ -89,11 +95,26 @@ def random_program(rng: random.Random, max_pp: int = 8, max_m: int = 33) -> Prog
     )
 
 
+def with_some_split(rng: random.Random, schedule: Schedule) -> Schedule:
+    """Some backwards of any schedule as an I, and a W anywhere after it."""
+    orders = []
+    for order in schedule.orders:
+        made = list(order)
+        for action in [a for a in order if a.kind == "B" and rng.random() < 0.5]:
+            at = made.index(action)
+            made[at] = I(action.stage, action.mb)
+            made.insert(rng.randint(at + 1, len(made)), W(action.stage, action.mb))
+        orders.append(tuple(made))
+    return replace(schedule, name=f"{schedule.name}, split", orders=tuple(orders))
+
+
 def random_costs(rng: random.Random, num_stages: int) -> Costs:
+    backward = tuple(rng.uniform(0.1, 4) for _ in range(num_stages))
     return Costs(
         tuple(rng.uniform(0.1, 2) for _ in range(num_stages)),
-        tuple(rng.uniform(0.1, 4) for _ in range(num_stages)),
+        backward,
         rng.uniform(0, 2),
+        tuple(rng.uniform(0, b) for b in backward),
     )
 
 
@@ -110,7 +131,7 @@ def test_every_small_case_runs_to_its_end() -> None:
     for pp in range(1, 6):
         for v in range(1, 4):
             for m in range(1, 12):
-                for name in ("gpipe", "interleaved", "forward", *(["1f1b"] if v == 1 else [])):
+                for name in ("gpipe", "interleaved", "forward", *(["1f1b", "zb_h1"] if v == 1 else [])):
                     simulate(lower(generate(name, pp, v, m)))
 
 
@@ -118,7 +139,7 @@ def test_one_stage_per_rank_needs_no_send_buffers() -> None:
     """Even when a Send stops the host until its receiver has posted (a stricter machine than ours)."""
     for pp in range(1, 9):
         for m in range(1, 20):
-            for name in ("gpipe", "1f1b", "forward"):
+            for name in ("gpipe", "1f1b", "zb_h1", "forward"):
                 simulate(lower(generate(name, pp, 1, m)), host_rendezvous=True)
 
 
@@ -171,6 +192,35 @@ def test_bubble_of_other_micro_batch_counts(pp: int) -> None:
             assert interleaved == pytest.approx((pp - 1) / (v * m)) if m >= pp else interleaved <= one + 1e-9
 
 
+@pytest.mark.parametrize("pp", [2, 3, 4, 8])
+def test_bubble_of_zb_h1_is_the_papers(pp: int) -> None:
+    """(p - 1)(F + I - W) beside the work, where 1F1B has (p - 1)(F + I + W) (arXiv:2401.10241, table 2), as long as
+    there is a weight gradient for each idle time; less work waits for nobody with fewer micro-batches."""
+    for m in (*range(1, pp), pp, 2 * pp, 4 * pp + 1):
+        for forward, of_inputs, of_weights in ((1.0, 1.0, 1.0), (2.0, 2.0, 1.0), (1.0, 1.5, 0.5)):
+            each, backward = forward + of_inputs + of_weights, of_inputs + of_weights
+            costs = Costs((forward,) * pp, (backward,) * pp, weights=(of_weights,) * pp)
+            split, whole = (simulate(lower(generate(name, pp, 1, m)), costs) for name in ("zb_h1", "1f1b"))
+            assert whole.makespan == pytest.approx((m + pp - 1) * each)
+            assert split.bubble < whole.bubble
+            if m >= pp:
+                assert split.makespan == pytest.approx(m * each + (pp - 1) * (forward + of_inputs - of_weights))
+
+
+def test_zb_h1_keeps_nobody_waiting_for_longer_than_1f1b() -> None:
+    """With any costs of stages: before a forward, or what a neighbour waits for, a rank does no more than in 1F1B."""
+    rng = random.Random(SEED)
+    for _ in range(150):
+        pp, m = rng.randint(2, 8), rng.randint(1, 20)
+        costs = replace(random_costs(rng, pp), send=0.0)
+        split, whole = (simulate(lower(generate(name, pp, 1, m)), costs) for name in ("zb_h1", "1f1b"))
+        for mine, theirs in zip(split.spans, whole.spans):
+            starts = {(isinstance(s.instruction, Forward), s.instruction.mb): s.start for s in theirs}
+            for span in (s for s in mine if not isinstance(s.instruction, WeightGrad)):
+                before = starts[isinstance(span.instruction, Forward), span.instruction.mb]
+                assert span.start <= before + 1e-9
+
+
 def test_uneven_stages_wait_for_the_slowest() -> None:
     """A last stage of three times the cost (vocabulary head): the others idle two thirds of each turn."""
     m = 50
@@ -201,6 +251,9 @@ def test_live_activations(pp: int) -> None:
     for m in (1, 2, 3, pp, 3 * pp + 1):
         ranks = range(pp)
         assert simulate(lower(generate("1f1b", pp, 1, m))).peak_live == tuple(min(pp - rank, m) for rank in ranks)
+        split = simulate(lower(generate("zb_h1", pp, 1, m)))  # alive or waiting: what 1F1B has on rank 0
+        assert split.peak_live == (min(pp, m),) * pp
+        assert split.peak_pending == tuple(min(rank + 1, m) if rank else 0 for rank in ranks)
         assert simulate(lower(generate("gpipe", pp, 1, m))).peak_live == (m,) * pp
         assert simulate(lower(generate("forward", pp, 2, m))).peak_live == (1,) * pp
         first_round = -(-m // max(1, m // pp))
@@ -220,7 +273,7 @@ def test_live_changes_and_stage_peaks() -> None:
 def test_few_receives_wait() -> None:
     """One per action ahead and the one being waited for; one more where rounds of unequal size make the two ends
     differ in order."""
-    for name, v in (("1f1b", 1), ("gpipe", 1), ("interleaved", 2), ("interleaved", 4), ("forward", 2)):
+    for name, v in (("1f1b", 1), ("zb_h1", 1), ("gpipe", 1), ("interleaved", 2), ("interleaved", 4), ("forward", 2)):
         for pp in (2, 4, 8):
             for m in (1, pp, 4 * pp, 4 * pp + 3):
                 for prefetch in (1, 3):
@@ -260,7 +313,7 @@ def stub(index: int, pp: int, num_stages: int) -> SimpleNamespace:
 
 def compute(orders: dict[int, list]) -> list[list[tuple[str, int, int]]]:
     """PyTorch's orders without idle slots and reductions."""
-    kinds = {"FORWARD": "F", "FULL_BACKWARD": "B"}
+    kinds = {"FORWARD": "F", "FULL_BACKWARD": "B", "BACKWARD_INPUT": "I", "BACKWARD_WEIGHT": "W"}
     actions = (
         [a for a in orders[rank] if a is not None and a.computation_type.name in kinds] for rank in sorted(orders)
     )
@@ -311,9 +364,27 @@ def test_interleaved_orders_are_torchs(torch_schedules, pp: int) -> None:
     assert compared >= 30 and (refused > 0 or pp < 3)
 
 
+@pytest.mark.parametrize("pp", [2, 3, 4, 8])
+def test_split_orders_are_torchs(torch_schedules, pp: int) -> None:
+    """Rank 0 apart, which does in our order I and W of a micro-batch at once."""
+    for m in (pp, pp + 1, 2 * pp, 3 * pp + 2):
+        try:
+            theirs = torch_schedules.ScheduleInterleavedZeroBubble([stub(0, pp, pp)], m, loss_fn=len)
+        except ValueError:
+            continue
+        found = compute(theirs.pipeline_order)
+        whole = [each for kind, s, mb in ours(generate("zb_h1", pp, 1, m))[0] for each in apart(kind, s, mb)]
+        assert [whole, *ours(generate("zb_h1", pp, 1, m))[1:]] == found
+
+
+def apart(kind: str, stage: int, mb: int) -> list[tuple[str, int, int]]:
+    return [("I", stage, mb), ("W", stage, mb)] if kind == "B" else [(kind, stage, mb)]
+
+
 def test_torchs_validators_accept_ours(torch_schedules) -> None:
     rng = random.Random(SEED)
-    kinds = {"F": torch_schedules._ComputationType.FORWARD, "B": torch_schedules._ComputationType.FULL_BACKWARD}
+    kind = torch_schedules._ComputationType
+    kinds = {"F": kind.FORWARD, "B": kind.FULL_BACKWARD, "I": kind.BACKWARD_INPUT, "W": kind.BACKWARD_WEIGHT}
     for _ in range(40):
         schedule = random_program(rng, max_pp=5, max_m=9).schedule
         if not schedule.has_backward:
@@ -389,6 +460,56 @@ def test_a_lowered_list() -> None:
         Reduce(0),
     )
     simulate(program)
+
+
+def test_a_lowered_list_of_a_split_backward() -> None:
+    """Rank 1 of 2: the gradient of the inputs is sent before weights get theirs; the head's segment (early) is done
+    whole; buckets are open for W alone, and the weights are gone by then."""
+    program = lower(
+        generate("zb_h1", 2, 1, 2),
+        [1, 2],
+        [{0: {(0, 0)}}, {0: {(1, 0)}, 1: {(1, 1)}}],
+        flows_of_rank=[{}, {0: SHARDED, 1: Flow()}],
+        early={(1, 1)},
+        bucket_prefetch=0,
+    )
+    simulate(program)
+    assert program.lists[1] == (
+        Gather(0),
+        Recv("act", 1, 0, 0),
+        Wait("act", 1, 0),
+        Ready(0),
+        Forward(1, 0, 0),
+        Free(0),
+        Ready(1),
+        Forward(1, 1, 0),
+        Recv("act", 1, 1, 0),
+        Backward(1, 1, 0),
+        Gather(0),
+        Ready(0),
+        InputGrad(1, 0, 0),
+        Send("grad", 1, 0, 0),
+        Wait("act", 1, 1),
+        Forward(1, 0, 1),
+        Free(0),
+        Forward(1, 1, 1),
+        Backward(1, 1, 1),
+        Reduce(1),
+        Gather(0),
+        Ready(0),
+        InputGrad(1, 0, 1),
+        Send("grad", 1, 1, 0),
+        Free(0),
+        Open(0),
+        WeightGrad(1, 0, 0),
+        Reduce(0),
+        Close(0, False),
+        Open(0),
+        WeightGrad(1, 0, 1),
+        Reduce(0),
+        Close(0, True),
+    )
+    assert not any(isinstance(i, InputGrad | WeightGrad) for i in program.lists[0])
 
 
 def test_tied_weights_are_reduced_after_their_last_use() -> None:
@@ -561,6 +682,7 @@ def test_forward_only_has_no_gradients() -> None:
         (("1f1b", 0, 1, 4), "pp=0"),
         (("gpipe", 2, 1, 0), "num_micro_batches=0"),
         (("1f1b", 2, 2, 4), "virtual_stages=2"),
+        (("zb_h1", 2, 2, 4), "virtual_stages=2"),
     ],
 )
 def test_impossible_schedules_are_refused(arguments: tuple, names: str) -> None:
@@ -579,7 +701,7 @@ def test_lowering_refuses_what_does_not_fit() -> None:
         lambda: lower(schedule, prefetch=-1),
         lambda: lower(schedule, bucket_prefetch=-1),
         lambda: lower(replace(schedule, orders=(schedule.orders[0], ()))),
-        lambda: lower(replace(schedule, orders=((Action("W", 0, 0),), ()))),
+        lambda: simulate(lower(replace(schedule, orders=((Action("W", 0, 0),), ())))),
         lambda: simulate(lower(schedule), Costs.uniform(3)),
     ):
         with pytest.raises(ScheduleError):
@@ -618,17 +740,20 @@ def conflict(a, b) -> bool:
         return a.peer == b.peer
     if isinstance(a, Send) and isinstance(b, Send):
         return a.peer == b.peer
-    if isinstance(a, Forward) and isinstance(b, Backward):
+    if isinstance(a, Forward) and isinstance(b, Backward | InputGrad):
         return (a.stage, a.mb) == (b.stage, b.mb)
+    if isinstance(a, InputGrad) and isinstance(b, WeightGrad):
+        return a == InputGrad(b.stage, b.segment, b.mb)
     if isinstance(a, Gather | Ready | Open | Reduce) and isinstance(b, Ready | Free | Reduce | Close):
         return a.bucket == b.bucket and (type(a), type(b)) in ORDERED
     if isinstance(a, Recv) and isinstance(b, Wait):
         return a.value == b.value
     if isinstance(a, Wait):
-        reader = Forward if a.kind == "act" else Backward
+        reader = Forward if a.kind == "act" else Backward | InputGrad
         return isinstance(b, reader) and (a.stage, a.mb) == (b.stage, b.mb)
     if isinstance(b, Send):
-        return isinstance(a, Forward if b.kind == "act" else Backward) and (a.stage, a.mb) == (b.stage, b.mb)
+        made_by = Forward if b.kind == "act" else Backward | InputGrad
+        return isinstance(a, made_by) and (a.stage, a.mb) == (b.stage, b.mb)
     return False
 
 
@@ -644,6 +769,34 @@ def test_mutations_are_found() -> None:
                 simulate(mutant)
                 pytest.fail(f"not found: {what} in {program.schedule}")
     assert tried > 500
+
+
+def test_mutations_of_a_split_backward_are_found() -> None:
+    """Each is refused, with the reason: a W that is dropped, done twice, or before its I; a bucket that is reduced
+    before its last W; a backward done whole and split."""
+    program = lower(generate("zb_h1", 2, 1, 3), [2, 2], [{0: {(0, 0), (0, 1)}}, {0: {(1, 0), (1, 1)}}])
+    first, order = program.lists
+    i, w, reduce = InputGrad(1, 0, 1), WeightGrad(1, 0, 1), Reduce(0)
+
+    def without(*gone) -> list:
+        return [x for x in order if x not in gone]
+
+    def swapped(a, b) -> list:
+        return [b if x == a else a if x == b else x for x in order]
+
+    last = WeightGrad(1, 0, 2)
+    whole = [Backward(1, 0, 1) if x == w else x for x in order]
+    for changed, said in (
+        (without(w), "rank 1 never runs WeightGrad"),
+        (without(i), "rank 1, instruction"),
+        (without(reduce), "never reduces buckets"),
+        ([*order, w], "runs a second time"),
+        (swapped(i, w), "the gradients of its inputs have not run"),
+        (swapped(last, reduce), "adds gradients to bucket 0 after its reduction"),
+        (whole, "its backward has run already"),
+    ):
+        with pytest.raises(ScheduleError, match=said):
+            simulate(replace(program, lists=(first, tuple(changed))))
 
 
 def test_swapped_actions_are_found_before_lowering_hides_them() -> None:
@@ -684,6 +837,18 @@ def test_drawing_of_1f1b() -> None:
     )
 
 
+def test_drawing_of_a_split_backward() -> None:
+    """By hand: I and W take a second each. Rank 1 does W0 after I1, and fills the end with the last two."""
+    assert draw(simulate(lower(generate("zb_h1", 2, 1, 3), [2, 2]))) == "\n".join(
+        [
+            "rank 0 |F0F1..B0==F2B1==B2==",
+            "rank 1 |..F0I0F1I1W0F2I2W1W2",
+            "zb_h1: 2 ranks, 3 micro-batches, bubble 10.0 % of the time",
+            "F0 forward of micro-batch 0, B0== its backward, I0== W0++ its gradients of inputs and of weights, . idle",
+        ]
+    )
+
+
 def test_drawing_of_virtual_stages() -> None:
     """By hand: rank 1 warms up with two forwards; A1 of rank 0 ends at second 15, of which each rank works 12."""
     assert draw(simulate(lower(generate("interleaved", 2, 2, 2)))) == "\n".join(
@@ -698,7 +863,14 @@ def test_drawing_of_virtual_stages() -> None:
 
 @pytest.mark.parametrize("width", [40, 100, 200])
 @pytest.mark.parametrize(
-    "name, pp, v, m", [("1f1b", 16, 1, 100), ("interleaved", 32, 3, 32), ("gpipe", 1, 1, 1), ("forward", 3, 2, 30)]
+    "name, pp, v, m",
+    [
+        ("1f1b", 16, 1, 100),
+        ("interleaved", 32, 3, 32),
+        ("gpipe", 1, 1, 1),
+        ("forward", 3, 2, 30),
+        ("zb_h1", 16, 1, 100),
+    ],
 )
 def test_drawings_fit(name: str, pp: int, v: int, m: int, width: int) -> None:
     *rows, summary, key = draw(simulate(lower(generate(name, pp, v, m))), width=width, max_rows=20).split("\n")

@@ -235,6 +235,44 @@ NAMED = {
     ),
     "uneven stages": case("llama", 4, pp=4, stages=(1, 1, 3, 1)),
     "gpipe": case("gpt2", 2, pp=2, schedule="gpipe"),
+    "split backward pp2, a segment per block": case("llama", 2, pp=2, schedule="zb_h1"),
+    "split backward pp4, fewer micro-batches than stages, tied": case(
+        "llama-tied", 4, pp=4, schedule="zb_h1", global_batch=3
+    ),
+    "split backward pp4, gpt2 tied, dropout, large buckets": case(
+        "gpt2", 4, pp=4, schedule="zb_h1", global_batch=7, bucket_mb=100
+    ),
+    "split backward pp2 tp2 with 2 kv heads, overlapped, documents": case(
+        "llama", 4, pp=2, tp=2, schedule="zb_h1", tp_overlap="on", documents=True
+    ),
+    "split backward pp2 dp2 level 1, selective recompute": case(
+        "qwen3", 4, pp=2, schedule="zb_h1", recompute="selective"
+    ),
+    "split backward pp2 dp2 level 2, tied across stages, full recompute, prefetch 2": case(
+        "llama-tied", 4, pp=2, schedule="zb_h1", sharding=2, prefetch=2, recompute="full"
+    ),
+    "split backward pp2 dp2 level 3": case("llama", 4, pp=2, schedule="zb_h1", sharding=3),
+    "split backward pp2 dp2 level 3, weights kept, by copies, long recompute": case(
+        "qwen2",
+        4,
+        pp=2,
+        schedule="zb_h1",
+        sharding=3,
+        reshard_after_forward=False,
+        dp_overlap="on",
+        recompute="long",
+    ),
+    "split backward pp2 tp2, mixtral ep2": case("mixtral", 4, pp=2, tp=2, ep=2, schedule="zb_h1"),
+    "split backward pp2, gpt_oss ep2 by all-gather, overlapped, level 3": case(
+        "gpt_oss", 4, pp=2, ep=2, dispatch="allgather", ep_overlap="on", sharding=3, schedule="zb_h1"
+    ),
+    "split backward pp2 tp2, deepseek_v3 ep2 push, experts again": case(
+        "deepseek_v3", 4, pp=2, tp=2, ep=2, dispatch="push", recompute="experts, norm", schedule="zb_h1"
+    ),
+    "split backward pp4, deepseek_v3 with two further tokens, tied, each block alone": case(
+        "deepseek_v3-mtp-tied", 4, pp=4, stages=(1, 2, 1, 1), schedule="zb_h1"
+    ),
+    "split backward pp2 cp2": case("llama", 4, pp=2, cp=2, schedule="zb_h1", documents=True),
     "selective recompute tp2": case("gpt2", 2, tp=2, recompute="selective"),
     "full recompute pp2 tp2": case("llama", 4, pp=2, tp=2, recompute="full", documents=True),
     "dp4 level 0": case("llama", 4, sharding=0),

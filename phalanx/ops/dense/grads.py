@@ -3,7 +3,7 @@
 If a parameter has a `.grad` (a view into the flat buffer, in its own dtype), its gradient is added to it in place and
 autograd receives None. It is added at once, or, while the parameter's GradientQueue is open (a split backward), when
 the work in the queue is run. Without a `.grad` (the first backward of a user's own loop) the gradient is returned, and
-autograd stores it.
+autograd stores it. Gradients that plain torch ops give a parameter reach the queue through `queue_autograd`.
 """
 
 from __future__ import annotations
@@ -66,7 +66,8 @@ def pending_of(param: Tensor) -> PendingGradients | None:
 
 def account(param: Tensor, add: AddGradient) -> Tensor | None:
     """Account for the gradient that `add` adds to a buffer; returns what a backward must return for this parameter. The
-    tensors that `add` reads must not change until it is called (see `lasting`)."""
+    tensors that `add` reads must not change until it is called (see `lasting`), and may not be weights, which may be
+    freed by then."""
     buffer = param.grad
     if buffer is None:
         buffer = torch.zeros_like(param)
@@ -78,6 +79,26 @@ def account(param: Tensor, add: AddGradient) -> Tensor | None:
     else:
         pending.append(partial(add, buffer))
     return None
+
+
+def queue_autograd(param: Tensor) -> None:
+    """Let gradients that plain torch ops give a parameter wait while its queue is open, as those of our ops do."""
+    buffers: list[Tensor] = []
+
+    def before(grad: Tensor | None) -> None:
+        if grad is not None and param.grad is not None and pending_of(param) is not None:
+            buffers.append(param.grad)
+            param.grad = None  # so that autograd leaves its gradient alone, and touches no buffer
+
+    def after(param: Tensor) -> None:
+        pending, grad = pending_of(param), param.grad
+        if buffers and pending is not None and grad is not None:
+            param.grad = buffer = buffers.pop()
+            pending.append(partial(buffer.add_, grad))
+
+    if param.requires_grad:
+        param.register_hook(before)
+        param.register_post_accumulate_grad_hook(after)
 
 
 def lasting(param: Tensor, x: Tensor, own: bool) -> Tensor:
