@@ -9,7 +9,7 @@ from phalanx.cli.verbs import Verbs
 OUT = click.option("-o", "--out", required=True, metavar="FOLDER", help="A new (or empty) folder to write to.")
 
 
-def tell_ignored(*paths: str) -> None:
+def say_ignored(*paths: str) -> None:
     """Report which folders of a run are not used as its checkpoints, and why."""
     from phalanx.checkpoint.keep import ignored
 
@@ -43,7 +43,7 @@ def verify(path: str) -> None:
     from phalanx.checkpoint.keep import candidates
     from phalanx.checkpoint.manifest import verify as problems_of
 
-    tell_ignored(path)
+    say_ignored(path)
     found = candidates(path)[0]
     problems = problems_of(found)
     if problems:
@@ -59,7 +59,7 @@ def diff(a: str, b: str) -> None:
     one."""
     from phalanx.checkpoint.tools import diff as differences
 
-    tell_ignored(a, b)
+    say_ignored(a, b)
     found = False
     for line in differences(a, b):
         found = True
@@ -76,7 +76,7 @@ def average(paths: tuple[str, ...], out: str) -> None:
     """Write the mean of the weights of the checkpoints PATHS as a Hugging Face folder."""
     from phalanx.checkpoint.tools import average as mean
 
-    tell_ignored(*paths)
+    say_ignored(*paths)
     click.echo(f"{mean(list(paths), out)} is the mean of {len(paths)}")
 
 
@@ -91,7 +91,7 @@ def reshard(path: str, out: str, files: int, file_mb: int) -> None:
     """Rewrite the checkpoint PATH, as FOLDER/step-..., in another number of files. (Loading never needs it.)"""
     from phalanx.checkpoint.tools import reshard as write_anew
 
-    tell_ignored(path)
+    say_ignored(path)
     click.echo(str(write_anew(path, out, files, file_mb << 20)))
 
 
@@ -102,7 +102,7 @@ def pin(path: str, remove: bool) -> None:
     """Keep the checkpoint PATH whatever `checkpoint.keep_last` says."""
     from phalanx.checkpoint.keep import find, pin_of
 
-    tell_ignored(path)
+    say_ignored(path)
     found = find(path)
     if remove:
         pin_of(found).unlink(missing_ok=True)
@@ -126,7 +126,7 @@ def export(path: str, out: str, dtype: str | None) -> None:
     from phalanx.checkpoint.convert import REPORT
     from phalanx.checkpoint.convert import export as write
 
-    tell_ignored(path)
+    say_ignored(path)
     click.echo(f"{write(path, out, dtype)} compared with the masters: {REPORT}")
 
 

@@ -115,9 +115,10 @@ def with_validation_if_possible(run: Run) -> Run:
 def finish(folder: Path) -> None:
     """A sample of the model's text, and where the report is."""
     from phalanx.inference.generate import generate
+    from phalanx.inference.request import SamplingOptions
     from phalanx.observe.report import write_report
 
-    text = generate(str(folder), PROMPT, tokens=96)
+    text = generate(str(folder), PROMPT, SamplingOptions(tokens=96, temperature=0.8))
     click.echo(f"\n--- text made by the model ---\n{text}\n---")
     click.echo(f"report {write_report(folder, sample=text)}")
 

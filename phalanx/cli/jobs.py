@@ -31,3 +31,19 @@ def evaluate(
     from phalanx.evaluation.perplexity import Evaluation, evaluate_rank
 
     evaluate_rank(load_run(base=config), placement, Evaluation(weights, sets, samples, out))
+
+
+def generate(placement: Placement, config: dict[str, Any], path: str, asked: dict[str, Any]) -> None:
+    from phalanx.cli.generate import options_of
+    from phalanx.inference.generate import Generation, generate_rank, read_prompts
+
+    prompts = (asked["prompt"],) if asked["prompts"] is None else read_prompts(asked["prompts"])
+    what = Generation(
+        path=path,
+        prompts=prompts,
+        options=options_of(asked),
+        samples=asked["samples"],
+        stop=tuple(asked["stop"]),
+        out=asked["out"],
+    )
+    generate_rank(load_run(base=config), placement, what)

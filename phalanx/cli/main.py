@@ -18,9 +18,10 @@ import click
 from phalanx.base.errors import PhalanxError
 from phalanx.base.log import describe, flush_quietly, refusal
 from phalanx.base.version import VERSION
-from phalanx.cli.checkpoints import checkpoint, export, import_, tell_ignored
-from phalanx.cli.completion import configs, keys, use_bash
+from phalanx.cli.checkpoints import checkpoint, export, import_
+from phalanx.cli.completion import keys, use_bash
 from phalanx.cli.evaluate import evaluate
+from phalanx.cli.generate import generate
 from phalanx.cli.options import CONFIG, JSON, OVERRIDES, RANKS
 from phalanx.cli.ranks import prepare_text, run_ranks
 from phalanx.cli.torchrun import explain_end
@@ -128,35 +129,6 @@ def plan(config: str, overrides: tuple[str, ...], ranks: int | None, device: str
     click.echo(report.text)
     if not report.fits:
         raise SystemExit(2)
-
-
-@cli.command(short_help="Make text with a checkpoint.")
-@click.argument("checkpoint", shell_complete=configs)
-@click.option("--prompt", required=True, help="The text to continue.")
-@click.option("--tokens", type=click.IntRange(min=1), default=128, show_default=True, help="Tokens to make.")
-@click.option(
-    "--temperature", type=click.FloatRange(min=0), default=0.8, show_default=True, help="0: always the likeliest token."
-)
-@click.option("--seed", type=click.IntRange(min=0), default=0, show_default=True, help="Another seed, another text.")
-def generate(checkpoint: str, prompt: str, tokens: int, temperature: float, seed: int) -> None:
-    """Continue a prompt with the model in CHECKPOINT: a run folder (its newest), a checkpoint, or a Hugging Face
-    folder.
-
-    Text appears as it is generated; Ctrl-C ends it (exit code 130). It ends early with the document, or when the model
-    has no more positions.
-    """
-    from phalanx.inference.generate import TextStream
-
-    tell_ignored(checkpoint)
-    stream = TextStream(checkpoint, prompt, tokens=tokens, temperature=temperature, seed=seed)
-    click.echo(prompt, nl=False)
-    try:
-        for piece in stream:
-            click.echo(piece, nl=False)
-    finally:
-        click.echo()
-    if stream.notice is not None:
-        click.echo(stream.notice, err=True)
 
 
 @cli.command()
@@ -435,6 +407,7 @@ def data_verify(what: tuple[str, ...]) -> None:
 
 
 cli.add_command(evaluate)
+cli.add_command(generate)
 cli.add_command(checkpoint)
 cli.add_command(export)
 cli.add_command(import_)

@@ -3,16 +3,23 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
+from contextlib import ExitStack
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from types import TracebackType
+from typing import Any
 
-from phalanx.base.errors import CheckpointError, ConfigError, Problem
+from phalanx.base.errors import CheckpointError, ConfigError, DataError, Problem
+from phalanx.base.placement import Placement
 from phalanx.checkpoint.hf import model_config_from_hf
+from phalanx.comm.mesh import leave_world
+from phalanx.config.run import Run
 from phalanx.data.files import TOKENIZER_FILES
+from phalanx.engine.meeting import device_of, identity, join
+from phalanx.forecast.decide import make_plan
 from phalanx.inference.engine import Engine, EngineOptions
-from phalanx.inference.load import InferenceModel, load_alone, weights_folder
+from phalanx.inference.load import InferenceModel, forward_only, load_alone, load_model, weights_folder
 from phalanx.inference.request import EndReason, Event, Finished, NewToken, SamplingOptions, TokenScore
 from phalanx.text.pieces import Pieces
 from phalanx.text.stops import StopStrings
@@ -161,55 +168,70 @@ def end_tokens(folder: Path, tokenizer: Tokenizer) -> tuple[int, ...]:
     return tuple(dict.fromkeys(found))
 
 
-def generate(path: str, prompt: str, tokens: int = 128, temperature: float = 0.8, seed: int = 0) -> str:
-    """`prompt` continued by up to `tokens` tokens, ended early by the end-of-document token. temperature 0: the
-    likeliest token."""
-    return prompt + "".join(TextStream(path, prompt, tokens, temperature, seed))
+def generate(path: str, prompt: str, options: SamplingOptions | None = None) -> str:
+    """`prompt` with its continuation, ended early by the end-of-document token."""
+    return prompt + "".join(TextStream(path, prompt, options or SamplingOptions(tokens=128, temperature=0.8)))
 
 
 class TextStream:
     """The continuation of a prompt, piece by piece as its tokens are made. ConfigError for a prompt that leaves no
     position for a token.
 
-    notice   when it is over: why it ended before `tokens`, if that needs a word; else None
+    stop     the text ends before one of these
+    notice   when it is over: why it ended before `options.tokens`, if that needs a word; else None
     """
 
-    def __init__(self, path: str, prompt: str, tokens: int = 128, temperature: float = 0.8, seed: int = 0):
+    def __init__(self, path: str, prompt: str, options: SamplingOptions, stop: Sequence[str] = ()):
         folder = weights_folder(path)
         tokenizer = tokenizer_of(folder)
         self.positions = model_config_from_hf(folder).max_position_embeddings
         self.ids = tokenizer.encode(prompt) or [tokenizer.eod or 0]
-        self._first, self._tokens = len(self.ids), tokens
+        self._first, self._tokens = len(self.ids), options.tokens
         if self._first >= self.positions:
             raise ConfigError([too_long(prompt, self._first, self.positions)])
-        made = min(tokens, self.positions - self._first)
+        room = self.positions - self._first
+        made = room if options.tokens is None else min(options.tokens, room)
         self._sampler = TextSampler(path, replace(ALONE, length=self._first + made))
-        self._options = SamplingOptions(tokens=made, temperature=temperature, seed=seed, end_tokens=self._sampler.ends)
+        ends = (*options.end_tokens, *self._sampler.ends)
+        self._options, self._stop = replace(options, tokens=made, end_tokens=ends), stop
         self.notice: str | None = None
 
     def __iter__(self) -> Iterator[str]:
-        engine, pieces = self._sampler.engine, Pieces(self._sampler.tokenizer, self.ids)
+        engine, given = self._sampler.engine, 0
+        live = LiveText(
+            0,
+            0,
+            Pieces(self._sampler.tokenizer, self.ids),
+            StopStrings(self._stop),
+            frozenset(self._options.end_tokens),
+        )
         engine.submit(self.ids, self._options)
-        count, reason = 0, ""
+        ended: Finished | None = None
         with self._sampler:
             while not engine.idle:
                 for event in engine.step():
-                    if isinstance(event, NewToken):
+                    if isinstance(event, Finished):
+                        ended = event
+                    elif isinstance(event, NewToken):
                         self.ids.append(event.token)
-                        count += 1
-                        if event.token not in self._options.end_tokens:
-                            yield pieces.add(event.token)
-                    elif isinstance(event, Finished):
-                        reason = event.reason
-                        if event.error is not None:
-                            self.notice = f"stopped after {count} of {self._tokens} tokens: {event.error}"
-        if reason == "length" and count < self._tokens:
-            room = (
-                f"the model has {self.positions} positions (max_position_embeddings), and the prompt "
-                f"takes {self._first} of them"
-            )
-            self.notice = f"stopped after {count} of {self._tokens} tokens: {room}"
-        yield pieces.rest()
+                        if live.add(event):
+                            engine.cancel(event.request)
+                        yield live.text[given:]
+                        given = len(live.text)
+        if ended is not None:
+            yield live.answer(ended).text[given:]
+            self.notice = self._notice(ended, len(self.ids) - self._first)
+
+    def _notice(self, ended: Finished, made: int) -> str | None:
+        if ended.error is not None:
+            return f"stopped after {made} of {self._tokens} tokens: {ended.error}"
+        if ended.reason != "length" or self._tokens is None or made == self._tokens:
+            return None
+        room = (
+            f"the model has {self.positions} positions (max_position_embeddings), and the prompt "
+            f"takes {self._first} of them"
+        )
+        return f"stopped after {made} of {self._tokens} tokens: {room}"
 
 
 def too_long(prompt: str, tokens: int, positions: int) -> Problem:
@@ -223,3 +245,84 @@ def too_long(prompt: str, tokens: int, positions: int) -> Problem:
         (),
         "command line",
     )
+
+
+# ---- on ranks ----
+
+
+@dataclass(frozen=True, kw_only=True)
+class Generation:
+    """What is to be made. path: of the model. prompts: texts or token ids. samples: of each. out: a JSONL file; None:
+    texts are printed."""
+
+    path: str
+    prompts: tuple[str | tuple[int, ...], ...]
+    options: SamplingOptions
+    samples: int = 1
+    stop: tuple[str, ...] = ()
+    out: str | None = None
+
+
+def generate_rank(run: Run, placement: Placement, what: Generation) -> None:
+    """One rank's part; rank 0 writes the answers, in the order of the prompts."""
+    with ExitStack() as after:
+        after.callback(leave_world)
+        mesh, _ = join(run, placement, identity(run, device_of(run, placement)))
+        after.callback(mesh.close)
+        model = load_model(weights_folder(what.path), make_plan(forward_only(run), mesh.grid.world), mesh)
+        many = min(256, len(what.prompts) * what.samples)
+        sampler = after.enter_context(TextSampler(what.path, EngineOptions(sequences=max(1, many)), model))
+        answers = sampler.generate(what.prompts, what.options, what.samples, what.stop)
+        out = after.enter_context(open(what.out, "w", encoding="utf-8")) if what.out and not placement.rank else None
+        for answer in in_order(answers, what.samples):
+            prompt = what.prompts[answer.prompt]
+            if out is None:
+                print(f"{prompt if isinstance(prompt, str) else ''}{answer.text}", flush=True)
+            else:
+                out.write(json.dumps({"prompt": prompt, **plain_answer(answer)}, ensure_ascii=False) + "\n")
+                out.flush()
+
+
+def in_order(answers: Iterable[TextAnswer], samples: int) -> Iterator[TextAnswer]:
+    """By prompt, then by sample, each as soon as those before it are there."""
+    waiting: dict[int, TextAnswer] = {}
+    turn = 0
+    for answer in answers:
+        waiting[answer.prompt * samples + answer.sample] = answer
+        while turn in waiting:
+            yield waiting.pop(turn)
+            turn += 1
+
+
+def plain_answer(answer: TextAnswer) -> dict[str, Any]:
+    """As a line of a file has it."""
+    more = {} if answer.error is None else {"error": answer.error}
+    return {
+        "sample": answer.sample,
+        "text": answer.text,
+        "tokens": len(answer.tokens),
+        "reason": answer.reason,
+        **more,
+    }
+
+
+def read_prompts(path: str) -> tuple[str | tuple[int, ...], ...]:
+    """Of a JSONL file: {"prompt": text or token ids} in each line. DataError names the line that is otherwise."""
+    found: list[str | tuple[int, ...]] = []
+    for number, line in enumerate(Path(path).read_text(encoding="utf-8").splitlines(), 1):
+        if not line.strip():
+            continue
+        try:
+            prompt = json.loads(line)["prompt"]
+        except (ValueError, KeyError, TypeError):
+            prompt = None
+        if isinstance(prompt, list) and prompt and all(type(token) is int for token in prompt):
+            found.append(tuple(prompt))
+        elif isinstance(prompt, str):
+            found.append(prompt)
+        else:
+            wanted = '{"prompt": "..."} or {"prompt": [token ids]}'
+            raise DataError(f"{path}, line {number} is not {wanted}: {line[:SHOWN]}")
+    if not found:
+        raise DataError(f"{path} holds no prompts")
+    return tuple(found)

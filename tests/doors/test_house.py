@@ -144,8 +144,6 @@ PRIVATE = {
 }
 WORDS_KEPT = {
     "launch.outcome: CODES": "exit codes",
-    "cli.checkpoints: tell_ignored": "tells a person",
-    "cli.main: tell_ignored": "tells a person",
     "text.readers: tell": "of a file object",
     "evaluation.perplexity: tell": "prints",
     "training.saves: _tell": "writes to the log",

@@ -2,20 +2,24 @@
 
 from __future__ import annotations
 
+import json
 import os
 import signal
 import subprocess
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 
 from phalanx.base.errors import ConfigError
 from phalanx.inference.generate import TextStream, generate
+from phalanx.inference.request import SamplingOptions
 from phalanx.text.pieces import Pieces
 from phalanx.text.tokenizers import load_tokenizer
 
 ROOT = Path(__file__).parents[2]
 POSITIONS = 48
+LONG = SamplingOptions(tokens=1000, temperature=0.8, seed=1)
 
 
 @pytest.fixture(scope="module")
@@ -59,17 +63,16 @@ def test_bytes_that_are_no_text_are_shown_at_the_end():
     27, "phalanx generate with more tokens than the model has positions", "stops at the last position and says so"
 )
 def test_generation_stops_where_positions_end(runs, warm):
-    stream = TextStream(str(runs / "short"), "Arma virumque", tokens=1000, seed=1)
+    stream = TextStream(str(runs / "short"), "Arma virumque", LONG)
     text = "".join(stream)
     prompt = len(load_tokenizer("bytes").encode("Arma virumque"))
     assert stream.notice is None or f"stopped after {POSITIONS - prompt} of 1000 tokens" in stream.notice
     assert (
-        len(stream.ids) <= POSITIONS
-        and generate(str(runs / "short"), "Arma virumque", tokens=1000, seed=1) == "Arma virumque" + text
+        len(stream.ids) <= POSITIONS and generate(str(runs / "short"), "Arma virumque", LONG) == "Arma virumque" + text
     )
     done = warm.phalanx("generate", str(runs / "short"), "--prompt", "Arma", "--tokens", "1000", "--seed", "3")
     assert done.returncode == 0 and done.stdout.startswith("Arma") and "max_position_embeddings" in done.stderr
-    few = TextStream(str(runs / "short"), "Arma", tokens=3)
+    few = TextStream(str(runs / "short"), "Arma", replace(LONG, tokens=3))
     assert list(few) and few.notice is None and len(few.ids) <= 7
 
 
@@ -83,8 +86,8 @@ def test_a_prompt_that_is_too_long_is_refused(runs, warm):
         with pytest.raises(
             ConfigError, match=f"tokens of the prompt={len(prompt)}, model.max_position_embeddings={POSITIONS}"
         ):
-            TextStream(str(runs / "short"), prompt)
-    assert len("".join(TextStream(str(runs / "short"), "a" * (POSITIONS - 1)))) <= 1
+            TextStream(str(runs / "short"), prompt, LONG)
+    assert len("".join(TextStream(str(runs / "short"), "a" * (POSITIONS - 1), LONG))) <= 1
     done = warm.phalanx("generate", str(runs / "short"), "--prompt", "b" * 5000)
     assert done.returncode == 2 and done.stdout == "" and len(done.stderr) < 400 and "Traceback" not in done.stderr
 
@@ -113,3 +116,48 @@ def test_text_appears_as_it_is_made_and_stays_on_ctrl_c(runs, warm):
     assert program.returncode == 130 and b"stopped by Ctrl-C" in errors and b"Traceback" not in errors
     text = (seen + rest).decode(errors="replace")
     assert text.startswith("Arma") and text.endswith("\n") and 8 <= len(seen + rest) < 8000
+
+
+def test_many_prompts_on_ranks_give_the_texts_of_one_process(runs, warm, tmp_path):
+    """Answers in the order of the prompts, on any layout; what does nothing, and lines that are no prompts, are
+    refused."""
+    prompts = tmp_path / "p.jsonl"
+    prompts.write_text('{"prompt": "Arma virumque"}\n\n{"prompt": [65, 66]}\n')
+    words = [
+        "generate",
+        str(runs / "long"),
+        "--prompts",
+        str(prompts),
+        "--samples",
+        "2",
+        "--tokens",
+        "6",
+        "--seed",
+        "5",
+    ]
+    found = []
+    for name, more in (("one", []), ("two", ["layout.tp=2", "--ranks", "2"])):
+        done = warm.phalanx(*words, "-o", str(tmp_path / name), "train.precision=fp64", *more)
+        assert done.returncode == 0, done.stderr
+        found.append([json.loads(line) for line in (tmp_path / name).read_text().splitlines()])
+    assert found[0] == found[1]
+    assert [(a["prompt"], a["sample"]) for a in found[0]] == [
+        ("Arma virumque", 0),
+        ("Arma virumque", 1),
+        ([65, 66], 0),
+        ([65, 66], 1),
+    ]
+    assert found[0][0]["text"] != found[0][1]["text"] and all(a["tokens"] <= 6 for a in found[0])
+    refused = warm.phalanx(*words, "optim.lr=1")
+    assert refused.returncode == 2 and "optim.lr" in refused.stderr and "layout.*" in refused.stderr
+    prompts.write_text('{"prompt": 3}\n')
+    refused = warm.phalanx(*words)
+    assert refused.returncode == 3 and "line 1" in refused.stderr
+
+
+def test_a_stop_string_ends_a_text_before_it(runs):
+    options = SamplingOptions(tokens=40, temperature=0, seed=1)
+    whole = "".join(TextStream(str(runs / "long"), "Arma", options))
+    stop = whole[3:5]
+    stopped = "".join(TextStream(str(runs / "long"), "Arma", options, stop=[stop]))
+    assert stopped == whole[: whole.index(stop)]

@@ -426,6 +426,7 @@ def test_the_tokenizer_travels_into_checkpoints(kind, bpe, model, tmp_path):
     from phalanx.checkpoint.keep import find
     from phalanx.config.read import load_run
     from phalanx.inference.generate import generate
+    from phalanx.inference.request import SamplingOptions
     from phalanx.text.prepare import prepare
     from phalanx.training.main import train
 
@@ -455,7 +456,7 @@ def test_the_tokenizer_travels_into_checkpoints(kind, bpe, model, tmp_path):
         ours.fingerprint,
     )
     assert json.loads((weights / "config.json").read_text())["eos_token_id"] == ours.eod
-    assert generate(str(tmp_path / "run"), "1 2", tokens=3).startswith("1 2")
+    assert generate(str(tmp_path / "run"), "1 2", SamplingOptions(tokens=3)).startswith("1 2")
     if kind != "sentencepiece":
         theirs = PreTrainedTokenizerFast.from_pretrained(weights)
         assert [theirs(text, add_special_tokens=False)["input_ids"] for text in texts] == ids_of(ours, texts)

@@ -1,0 +1,131 @@
+"""`phalanx generate`: from a checkpoint, prompts and options to ranks that make text."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import click
+
+from phalanx.cli.checkpoints import say_ignored
+from phalanx.cli.completion import configs
+from phalanx.cli.options import OVERRIDES, RANKS
+from phalanx.cli.verbs import ConfigVerb
+
+if TYPE_CHECKING:
+    from phalanx.inference.request import SamplingOptions
+
+TAKEN = ("layout.", "train.precision", "train.device", "train.kernels", "train.plain_ops", "train.timeout_s")
+"""Overrides that generation reads; with others it would do nothing."""
+
+SAMPLING = ("tokens", "temperature", "top_k", "top_p", "min_p", "seed")
+
+
+@click.command("generate", cls=ConfigVerb, short_help="Make text with a checkpoint.")
+@click.argument("checkpoint", shell_complete=configs)
+@OVERRIDES
+@click.option("--prompt", default=None, help="The text to continue.")
+@click.option(
+    "--prompts",
+    type=click.Path(dir_okay=False, exists=True),
+    default=None,
+    metavar="FILE.jsonl",
+    help='Many prompts: lines of {"prompt": "..."}, a text or token ids.',
+)
+@click.option("-o", "--out", type=click.Path(dir_okay=False), default=None, help="Write answers to a JSONL file.")
+@click.option("--samples", type=click.IntRange(min=1), default=1, show_default=True, help="Answers to each prompt.")
+@click.option("--tokens", type=click.IntRange(min=1), default=128, show_default=True, help="Tokens to make.")
+@click.option(
+    "--temperature", type=click.FloatRange(min=0), default=0.8, show_default=True, help="0: always the likeliest token."
+)
+@click.option("--top-k", type=click.IntRange(min=0), default=0, show_default=True, help="Of so many tokens; 0: of all.")
+@click.option(
+    "--top-p",
+    type=click.FloatRange(min=0, max=1, min_open=True),
+    default=1.0,
+    show_default=True,
+    help="Of the likeliest tokens that together have this probability.",
+)
+@click.option(
+    "--min-p",
+    type=click.FloatRange(min=0, max=1),
+    default=0.0,
+    show_default=True,
+    help="Of tokens with this part of the likeliest one's probability.",
+)
+@click.option("--stop", multiple=True, metavar="TEXT", help="End before this text (may be given several times).")
+@click.option("--seed", type=click.IntRange(min=0), default=0, show_default=True, help="Another seed, another text.")
+@RANKS
+def generate(checkpoint: str, overrides: tuple[str, ...], **asked: Any) -> None:
+    """Continue prompts with the model in CHECKPOINT: a run folder (its newest), a checkpoint of any layout, or a
+    Hugging Face folder.
+
+    One text appears as it is made; Ctrl-C ends it (exit code 130). It ends early with the document, or where the
+    model has no more positions.
+
+    \b
+      phalanx generate runs/first --prompt "Once upon a time"
+      phalanx generate runs/first --prompts p.jsonl -o out.jsonl --samples 4 layout.tp=2 --ranks 2
+    """
+    from phalanx.cli.ranks import run_ranks
+    from phalanx.cli.setup import arguments, prepare_loaded
+    from phalanx.config.read import read
+    from phalanx.config.write import to_dict
+    from phalanx.data.config import DataConfig
+    from phalanx.inference.load import run_of_folder, weights_alone, weights_folder
+    from phalanx.launch.env import describe_machine
+
+    if (asked["prompt"] is None) == (asked["prompts"] is None):
+        raise click.UsageError('give one of --prompt "TEXT" and --prompts FILE.jsonl')
+    refuse_others(overrides)
+    say_ignored(checkpoint)
+    one = asked["prompt"] is not None and asked["samples"] == 1 and asked["out"] is None
+    if one and not overrides and asked["ranks"] in (None, 1):
+        stream(checkpoint, asked)
+        return
+    folder = weights_folder(checkpoint)
+    run = run_of_folder(folder, describe_machine("auto").device == "cuda")
+    base = to_dict(replace(run, data=DataConfig(mock=True)))  # none is read
+    loaded = read(None, overrides, base, f"the model of {checkpoint}")
+    if loaded.run is not None:
+        layout = loaded.run.layout
+        world = asked["ranks"] or max(1, layout.tp * layout.cp * layout.pp)
+        loaded = replace(loaded, run=weights_alone(loaded.run, world))
+        asked["ranks"] = world
+    ready = prepare_loaded(loaded, asked.pop("ranks"))
+    if asked["out"] is not None:
+        Path(asked["out"]).parent.mkdir(parents=True, exist_ok=True)
+    run_ranks("phalanx.cli.jobs:generate", ready, {**arguments(ready.run), "path": checkpoint, "asked": asked}, None)
+
+
+def stream(checkpoint: str, asked: dict[str, Any]) -> None:
+    """One text on this process, as it is made."""
+    from phalanx.inference.generate import TextStream
+
+    text = TextStream(checkpoint, asked["prompt"], options_of(asked), asked["stop"])
+    click.echo(asked["prompt"], nl=False)
+    try:
+        for piece in text:
+            click.echo(piece, nl=False)
+    finally:
+        click.echo()
+    if text.notice is not None:
+        click.echo(text.notice, err=True)
+
+
+def options_of(asked: dict[str, Any]) -> SamplingOptions:
+    from phalanx.inference.request import SamplingOptions
+
+    return SamplingOptions(**{name: asked[name] for name in SAMPLING})
+
+
+def refuse_others(overrides: tuple[str, ...]) -> None:
+    """ConfigError for overrides that would do nothing."""
+    from phalanx.base.errors import ConfigError, Problem
+
+    rule = "does nothing to generation, which reads " + ", ".join(f"{key}*" if key[-1] == "." else key for key in TAKEN)
+    keys = [word.partition("=") for word in overrides]
+    wrong = [Problem(key, value, rule, {}, (), "command line") for key, _, value in keys if not key.startswith(TAKEN)]
+    if wrong:
+        raise ConfigError(wrong)
