@@ -124,7 +124,9 @@ def test_parts_of_the_keys_are_joined_by_their_log_sum_exp(window):
 def test_batch_invariant_bits_depend_on_the_sequence_alone(monkeypatch, kernels):
     """A prompt in one piece, in several, and by single tokens, beside other sequences; fewer heads, as over tp."""
     if kernels == "triton":
-        monkeypatch.setattr(importlib.import_module("phalanx.ops.attention.paged_kernel"), "INVARIANT_KEYS", 64)
+        kernel = importlib.import_module("phalanx.ops.attention.paged_kernel")
+        monkeypatch.setattr(kernel, "INVARIANT_KEYS", 32)  # parts of 32 keys, from position 64 on of 64
+        monkeypatch.setattr(kernel, "INVARIANT_PARTS", 4)
     kind, length = AttentionKind(window=70, sinks=True), 90
     q, k, v, sinks = (x.float() for x in drawn(PagedExample(((length, length),), 16), 2, 2, 16, 16))
     found = []
