@@ -25,10 +25,10 @@ from phalanx.ops.experts import grouped_kernel
 from phalanx.ops.experts.permute import PERMUTE, Gathered
 from phalanx.ops.experts.rows import ExpertRows
 from phalanx.ops.quantized import grouped_gemm_kernel, quantize_grouped_kernel
-from phalanx.ops.quantized.experts import ExpertQuantizer, tiles_for
+from phalanx.ops.quantized.expert_quantizer import ExpertQuantizer, tiles_for
 from phalanx.ops.quantized.grouped_gemm_kernel import GroupedGemmTiles
-from phalanx.ops.quantized.linear import DY, X
 from phalanx.ops.quantized.quantize_tile import CastTiles
+from phalanx.ops.quantized.quantizer import DY, X
 from phalanx.ops.quantized.recipes import COUNTS, E4M3, E5M2, RECIPES, SLOTS
 
 GPU = torch.cuda.is_available()

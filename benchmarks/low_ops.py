@@ -41,11 +41,11 @@ from phalanx.ops.quantized.cublaslt import (
     layouts,
     scales_in_order,
 )
-from phalanx.ops.quantized.experts import ExpertQuantizer
+from phalanx.ops.quantized.expert_quantizer import ExpertQuantizer
 from phalanx.ops.quantized.gemm import fast_product
 from phalanx.ops.quantized.gemm_kernel import GemmTiles
-from phalanx.ops.quantized.linear import DY, WeightQuantizer, X
 from phalanx.ops.quantized.quantize_tile import CastTiles
+from phalanx.ops.quantized.quantizer import DY, WeightQuantizer, X
 from phalanx.ops.quantized.recipes import COUNTS, E4M3, RECIPES, SLOTS, Scaled
 
 TOKENS = 8192

@@ -3,8 +3,8 @@ sent and kept.
 
 A scale belongs to a block of a matrix, which may be split between shards of a bucket. The largest value of each block
 is compared over the ranks that hold shards, so the quantized values are bit for bit those of the whole weight cast at
-once. After they have arrived, each matrix is transposed, for the gradient of the input. ops.quantized.linear and
-ops.quantized.experts define how a linear scales its weight.
+once. After they have arrived, each matrix is transposed, for the gradient of the input. ops.quantized.quantizer and
+ops.quantized.expert_quantizer define how a linear scales its weight.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from phalanx.base.dtypes import Precision
 from phalanx.data_parallel.storage import BucketShare, StorageFormat, allocate, let_go, write_range
 from phalanx.layout.buckets import Slot
 from phalanx.nn.parameter import Parameter, Quantizer
-from phalanx.ops.quantized.linear import WeightQuantizer
+from phalanx.ops.quantized.quantizer import WeightQuantizer
 from phalanx.ops.quantized.recipes import COUNTS, SLOTS, multipliers
 from phalanx.ops.quantized.scale_blocks import Blocks
 

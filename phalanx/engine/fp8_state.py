@@ -19,7 +19,7 @@ from phalanx.config.run import Fp8Config
 from phalanx.data_parallel.flat import FlatBucket
 from phalanx.data_parallel.quantized import CastGroup, QuantizedStorage, cast_groups
 from phalanx.nn.parameter import Parameter
-from phalanx.ops.quantized.linear import DY, TENSORS, W, WeightQuantizer
+from phalanx.ops.quantized.quantizer import DY, TENSORS, W, WeightQuantizer
 from phalanx.ops.quantized.recipes import COUNTED, COUNTS, FLOOR, SLOTS, Recipe
 
 TOTALS = ("amax", "ranks", *COUNTED)  # of each tensor: sum of the ranks' amaxes, number of ranks that have it, counts

@@ -39,7 +39,7 @@ from phalanx.nn.dry_run import (
 from phalanx.nn.module import Block
 from phalanx.nn.recompute import Recompute
 from phalanx.nn.run_block import run_block
-from phalanx.ops.quantized.linear import WeightQuantizer
+from phalanx.ops.quantized.quantizer import WeightQuantizer
 from phalanx.optim.optimizer import optimizers_of
 from phalanx.optim.sharded import state_bytes
 from phalanx.planning.blocks import BlockFacts

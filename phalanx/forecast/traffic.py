@@ -11,7 +11,7 @@ from phalanx.comm.dry import ring_bytes
 from phalanx.layout.buckets import Bucket
 from phalanx.layout.param import ParamSpec
 from phalanx.layout.shards import Cut
-from phalanx.ops.quantized.linear import WeightQuantizer
+from phalanx.ops.quantized.quantizer import WeightQuantizer
 from phalanx.planning.plan import Plan
 from phalanx.schedule.actions import Gather, Instruction, Reduce
 from phalanx.schedule.buckets import fullest

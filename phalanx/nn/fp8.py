@@ -17,21 +17,15 @@ from phalanx.nn.linear_method import PLAIN, AnyLinear, FusedOp, LinearMethod, Li
 from phalanx.nn.parameter import Parameter
 from phalanx.ops.experts.grouped import Later
 from phalanx.ops.op import Kernels
-from phalanx.ops.quantized.experts import (
-    ExpertQuantizer,
-    quantized_grouped_matmul,
-    quantized_grouped_mlp,
-    use_quantized_grouped_mlp,
-)
+from phalanx.ops.quantized.expert_quantizer import ExpertQuantizer
+from phalanx.ops.quantized.experts import quantized_grouped_matmul, quantized_grouped_mlp, use_quantized_grouped_mlp
 from phalanx.ops.quantized.linear import (
-    QUANT,
-    Accumulate,
-    WeightQuantizer,
     quantized_gated_mlp,
     quantized_gather_matmul,
     quantized_matmul_scatter,
     use_quantized_gated_mlp,
 )
+from phalanx.ops.quantized.quantizer import QUANT, Accumulate, WeightQuantizer
 from phalanx.ops.quantized.recipes import Recipe
 
 

@@ -12,7 +12,7 @@ from phalanx.ops.dense.grads import GradientQueue
 
 
 class Quantizer(Protocol):
-    """What keeps the quantized values of a weight (for FP8: ops.quantized.linear.WeightQuantizer)."""
+    """What keeps the quantized values of a weight (for FP8: ops.quantized.quantizer.WeightQuantizer)."""
 
     on: bool
     """Whether matmuls use the quantized values; off: the weight itself."""

@@ -184,6 +184,7 @@ class Case:
     params  which inputs are parameters: their gradients are added to `.grad`, in at least fp32
     dtypes  of the inputs. The truth is the reference in float64 on the same values. None: the tests choose
     large   shapes of a real model: only for GPUs
+    exact   the truth is the reference on the same values in their own dtype, to the bit: of quantized values
     """
 
     name: str
@@ -192,6 +193,7 @@ class Case:
     params: tuple[int, ...] = ()
     dtypes: tuple[torch.dtype, ...] | None = None
     large: bool = False
+    exact: bool = False
 
 
 @dataclass(frozen=True, eq=False)

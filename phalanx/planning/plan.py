@@ -26,7 +26,7 @@ from phalanx.nn.parameter import Parameter
 from phalanx.nn.recompute import PRESETS
 from phalanx.ops.attention.context import Form
 from phalanx.ops.experts.grouped import GROUPED
-from phalanx.ops.quantized.linear import WeightQuantizer
+from phalanx.ops.quantized.quantizer import WeightQuantizer
 from phalanx.ops.quantized.recipes import RECIPES
 from phalanx.optim.optimizer import optimizers_of, updater_of
 from phalanx.planning.blocks import BlockFacts, make_blocks, model_facts, whole_linears

@@ -171,6 +171,11 @@ def large_case(op: Op, case: Case, made: Implementation, dtype: torch.dtype) -> 
         pairs = compared(op, case, made, dtype, device)
         if pairs is None:
             return "not for this implementation"
+        if case.exact:
+            for i, (a, b) in enumerate(pairs):
+                if not torch.equal(a.cpu(), b):
+                    raise AssertionError(f"{case.name} {i} differs")
+            return "to the bit"
         bound = min(2.0**-5, ROUNDINGS[dtype]) if dtype.itemsize == 2 else ROUNDINGS[dtype]
         return f"{max(within(f'{case.name} {i}', a, b.cpu(), bound) for i, (a, b) in enumerate(pairs)):.1e}"
 

@@ -8,6 +8,7 @@ from __future__ import annotations
 import math
 import os
 import sys
+from dataclasses import replace
 
 os.environ.pop("TRITON_INTERPRET", None)
 
@@ -204,21 +205,7 @@ def fp8_linears() -> list[tuple]:
             amaxes = dict.fromkeys(("row_amax", "col_amax"), "*fp32" if mode == quantize_tile.GIVEN else "*i32")
             outs = dict(out=code, other="*i32", row_scales="*fp32", col_scales="*fp32", counts="*i64")
             t = quantize_kernel.tiles_of(source, mode)
-            consts = dict(
-                MODE=mode,
-                OTHER=True,
-                TRANSPOSED=True,
-                NOTE=True,
-                MAX=448.0,
-                LEAST=2.0**-10,
-                WIDE_RANGE=wide,
-                ROUND=False,
-                FLOOR=2.0**-100,
-                EVERY=16,
-                SLOTS=32,
-                ROWS=t.rows,
-                COLS=t.columns,
-            )
+            consts = dict(HOW=cast_constants(mode, wide, t))
             given = dict(**pointers, **amaxes, **outs, **sizes)
             found.append((quantize_kernel._kernel_of(source, mode)[0], given, consts | more, dict(num_warps=t.warps)))
             if mode in (quantize_tile.GIVEN, quantize_tile.BLOCKS):
@@ -228,23 +215,13 @@ def fp8_linears() -> list[tuple]:
         outs = dict(
             row_amax="*fp32", col_amax=None, out=code, other=None, row_scales="*fp32", col_scales="*fp32", counts="*i64"
         )
-        consts = dict(
-            MODE=quantize_tile.GIVEN,
-            OTHER=False,
-            TRANSPOSED=False,
-            NOTE=True,
-            MAX=57344.0 if wide else 448.0,
-            LEAST=2.0**-10,
-            WIDE_RANGE=wide,
-            ROUND=False,
-            FLOOR=2.0**-100,
-            EVERY=16,
-            SLOTS=32,
-            ROWS=t.rows,
-            COLS=t.columns,
-            col_amax=None,
-            other=None,
+        how = replace(
+            cast_constants(quantize_tile.GIVEN, wide, t),
+            largest=57344.0 if wide else 448.0,
+            other=False,
+            transposed=False,
         )
+        consts = dict(HOW=how, col_amax=None, other=None)
         outs = {name: kind for name, kind in outs.items() if kind is not None}
         found.append((quantize_kernel._cast, dict(x=BF, **outs, R="i32", C="i32"), consts, dict(num_warps=t.warps)))
         found.append(uncounted(found[-1]))
@@ -285,10 +262,15 @@ def fp8_linears() -> list[tuple]:
     return found + emulated_casts() + expert_quantizer()
 
 
+def cast_constants(mode: int, wide: bool, t: quantize_tile.CastTiles) -> quantize_tile.CastConstants:
+    return quantize_tile.CastConstants(mode, True, 16, t.rows, t.columns, 448.0, 2.0**-10, wide, round=False)
+
+
 def uncounted(cast: tuple) -> tuple:
     """The cast where nobody asks what it loses: there is no tensor to count in."""
     kernel, pointers, consts, options = cast
-    return kernel, {k: v for k, v in pointers.items() if k != "counts"}, consts | dict(NOTE=False, counts=None), options
+    consts = consts | dict(HOW=replace(consts["HOW"], note=False), counts=None)
+    return kernel, {k: v for k, v in pointers.items() if k != "counts"}, consts, options
 
 
 def emulated_casts() -> list[tuple]:
@@ -346,22 +328,8 @@ def expert_quantizer() -> list[tuple]:
                 counts="*i64",
             )
             t = quantize_grouped_kernel.tiles_of(source, mode)
-            consts = dict(
-                MODE=mode,
-                PER_EXPERT=int(mode == quantize_tile.WHOLE),
-                NOTE=True,
-                MAX=448.0,
-                LEAST=2.0**-10,
-                WIDE_RANGE=wide,
-                ROUND=False,
-                FLOOR=2.0**-100,
-                EVERY=16,
-                SLOTS=32,
-                ROWS=t.rows,
-                COLS=t.columns,
-                TILE=128,
-                E_BLOCK=16,
-            )
+            how = replace(cast_constants(mode, wide, t), per_expert=int(mode == quantize_tile.WHOLE))
+            consts = dict(HOW=how, TILE=128, E_BLOCK=16)
             found.append(
                 (
                     quantize_grouped_kernel._cast,

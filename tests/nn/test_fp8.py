@@ -31,7 +31,7 @@ from phalanx.layout.config import LayoutConfig
 from phalanx.models.llama import LlamaConfig
 from phalanx.observe.out_of_memory import held
 from phalanx.ops.op import switches
-from phalanx.ops.quantized.linear import DY
+from phalanx.ops.quantized.quantizer import DY
 from phalanx.ops.quantized.recipes import (
     E2M1,
     E4M3,
@@ -303,7 +303,7 @@ def test_each_collective_matters(ranks):
         truths[name] = parity.truth_of(ranks, run, STEPS, False)
         for result in ranks.run("tests.harness.parity:run_layout", world, run, STEPS, False, None, True):
             for site in map(Site._make, result["sites"]):
-                if site.file in ("ops/quantized/linear.py", "engine/fp8_state.py"):
+                if site.file in ("ops/quantized/linear.py", "ops/quantized/quantizer.py", "engine/fp8_state.py"):
                     homes.setdefault(site, [])
                     homes[site] += [name] if name not in homes[site] else []
     assert {site.op for site in homes} == {"all_reduce", "all_gather", "reduce_scatter"}

@@ -25,17 +25,9 @@ from phalanx.ops.experts.grouped import Later, grouped_matmul
 from phalanx.ops.experts.permute import PERMUTE, Gathered
 from phalanx.ops.experts.rows import ExpertRows
 from phalanx.ops.lazy_tensor import LazyTensor
-from phalanx.ops.quantized.experts import (
-    PLACE,
-    ExpertQuantizer,
-    PaddedRows,
-    quantized_grouped_matmul,
-    quantized_grouped_mlp,
-    tiles_for,
-    use_quantized_grouped_mlp,
-    values,
-)
-from phalanx.ops.quantized.linear import DY, X
+from phalanx.ops.quantized.expert_quantizer import PLACE, ExpertQuantizer, PaddedRows, tiles_for, values
+from phalanx.ops.quantized.experts import quantized_grouped_matmul, quantized_grouped_mlp, use_quantized_grouped_mlp
+from phalanx.ops.quantized.quantizer import DY, X
 from phalanx.ops.quantized.recipes import (
     COUNTS,
     RECIPES,
@@ -75,36 +67,6 @@ def rows_of(count: int = ROWS, width: int = IN, seed: int = 0) -> Tensor:
 
 def stack(seed: int = 1, outer: int = OUT, experts: int = 4) -> Tensor:
     return some(experts * outer, IN, seed=seed).view(experts, outer, IN)
-
-
-def used(q: Scaled, by_places: bool) -> Scaled:
-    """Without what nobody reads: rows past the last end, places past the last tile."""
-    if not by_places:
-        return Scaled(q.quantized[: ENDS[-1]], q.scales[: ENDS[-1]] if len(q.scales) == ROWS else q.scales, q.block)
-    tiles = int(((ENDS.diff(prepend=torch.zeros(1, dtype=torch.int32)) + PLACE - 1) // PLACE).sum())
-    scales = q.scales if q.scales.shape[1] < tiles_for(ROWS, 4) else q.scales[:, :tiles]
-    return Scaled(q.quantized[:, : tiles * PLACE], scales, q.block)
-
-
-def filled(q: Scaled) -> Scaled:
-    """Scales of an expert without rows are anything."""
-    if q.scales.shape[1] != 4:
-        return q
-    scales = q.scales.clone()
-    scales[:, 1] = 1.0
-    return Scaled(q.quantized, scales, q.block)
-
-
-@pytest.mark.parametrize("recipe", GPU_RECIPES)
-def test_casts_are_those_of_the_plain_twin(recipe):
-    for which in (X, DY):
-        low, plain = (experts_of(recipe, implementation, recipe == "delayed") for implementation in ("triton", "plain"))
-        found, exact = (implementation.rows(which, rows_of(), ENDS) for implementation in (low, plain))
-        same(used(found[0], False), used(exact[0], False))
-        same(filled(used(found[1], True)), filled(used(exact[1], True)))
-        seen = low.counts[..., -1].amax(1).int().view(torch.float32)
-        assert torch.equal(seen, plain.amax) and torch.equal(low.counts[..., :-1].sum(1), plain.counts[..., :-1].sum(1))
-        assert low.counts[which].sum(0)[2] == int(ENDS[-1]) * IN
 
 
 @pytest.mark.parametrize("recipe", GPU_RECIPES)
@@ -505,7 +467,7 @@ def test_each_collective_matters(ranks):
         world, run, _ = LAYOUTS[name]
         for result in ranks.run("tests.harness.parity:run_layout", world, run, 1, False, None, True):
             for site in map(Site._make, result["sites"]):
-                if site.file == "ops/quantized/experts.py":
+                if site.file == "ops/quantized/expert_quantizer.py":
                     homes.setdefault(site, [])
                     homes[site] += [name] if name not in homes[site] else []
     assert {site.axis for site in homes} == {"tp", "tp x cp", "etp"}

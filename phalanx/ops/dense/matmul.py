@@ -16,6 +16,7 @@ from torch.autograd import Function
 
 from phalanx.comm.axis import Axis
 from phalanx.ops.dense.grads import add_grad, add_product_grad, lasting
+from phalanx.ops.op import ALL_KERNELS, Case, Implementation, Op
 
 
 class _GatherMatmul(Function):
@@ -70,39 +71,58 @@ class _MatmulScatter(Function):
 
 class _WideMatmul(Function):
     @staticmethod
-    def forward(ctx: Any, x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:  # type: ignore[override]
+    def forward(ctx: Any, x: Tensor, weight: Tensor, bias: Tensor | None, by: Any) -> Tensor:  # type: ignore[override]
         ctx.save_for_backward(x)
-        ctx.weight, ctx.bias = weight, bias
-        if x.is_cpu or x.is_meta or x.dtype in (torch.float32, torch.float64):
-            y = torch.mm(_widened(x), _widened(weight).t())
-        else:
-            y = torch.mm(x, weight.t(), out_dtype=torch.float32)
+        ctx.weight, ctx.bias, ctx.by = weight, bias, by
+        y: Tensor = by.product(x, weight)
         return y if bias is None else y.add_(bias)
 
     @staticmethod
     def backward(ctx: Any, dy: Tensor) -> tuple[Tensor | None, ...]:  # type: ignore[override]
         (x,), weight, bias = ctx.saved_tensors, ctx.weight, ctx.bias
-        need_x, need_w, need_b = ctx.needs_input_grad
-        if x.is_cuda and x.dtype == weight.dtype == torch.bfloat16:
-            dx, dw = _narrow_products(dy, x, weight, need_x, need_w)
-        else:
-            dx = torch.mm(dy, _widened(weight)).to(x.dtype) if need_x else None
-            dw = add_product_grad(weight, dy, _widened(x)) if need_w else None
+        need_x, need_w, need_b, _ = ctx.needs_input_grad
+        dx, dw = ctx.by.gradients(dy, x, weight, need_x, need_w)
         db = add_grad(bias, dy.sum(0, dtype=_wide(bias))) if need_b else None
-        return dx, dw if dw is None else dw.to(weight.dtype), db
+        return dx, dw if dw is None else dw.to(weight.dtype), db, None
 
 
-def _narrow_products(
-    dy: Tensor, x: Tensor, weight: Tensor, need_x: bool, need_w: bool
-) -> tuple[Tensor | None, Tensor | None]:
-    """The gradients of x and weight from bf16 matmuls with fp32 sums: fp32 matmuls run at a tenth of their rate."""
-    parts = pieces(dy)
-    dx = torch.mm(parts, weight.repeat(PIECES, 1)) if need_x else None
-    dw = None
-    if need_w:
-        product = torch.mm(parts.t(), x, out_dtype=torch.float32).view(PIECES, *weight.shape).sum(0)
-        dw = add_grad(weight, product)
-    return dx, dw
+class WideProducts:
+    """The definition: matmuls in fp32 (fp64 for fp64)."""
+
+    @staticmethod
+    def product(x: Tensor, weight: Tensor) -> Tensor:
+        return torch.mm(_widened(x), _widened(weight).t())
+
+    @staticmethod
+    def gradients(
+        dy: Tensor, x: Tensor, weight: Tensor, need_x: bool, need_w: bool
+    ) -> tuple[Tensor | None, Tensor | None]:
+        """Of x, and what a backward must return for the weight, whose gradient it accounts for."""
+        dx = torch.mm(dy, _widened(weight)).to(x.dtype) if need_x else None
+        return dx, add_product_grad(weight, dy, _widened(x)) if need_w else None
+
+
+class NarrowProducts(WideProducts):
+    """Matmuls of 16-bit numbers with fp32 sums."""
+
+    @staticmethod
+    def product(x: Tensor, weight: Tensor) -> Tensor:
+        return torch.mm(x, weight.t(), out_dtype=torch.float32)
+
+
+class PieceProducts(NarrowProducts):
+    """The gradients, too, from bf16 matmuls with fp32 sums: fp32 matmuls run at a tenth of their rate."""
+
+    @staticmethod
+    def gradients(
+        dy: Tensor, x: Tensor, weight: Tensor, need_x: bool, need_w: bool
+    ) -> tuple[Tensor | None, Tensor | None]:
+        parts, dw = pieces(dy), None
+        dx = torch.mm(parts, weight.repeat(PIECES, 1)) if need_x else None
+        if need_w:
+            product = torch.mm(parts.t(), x, out_dtype=torch.float32).view(PIECES, *weight.shape).sum(0)
+            dw = add_grad(weight, product)
+        return dx, dw
 
 
 PIECES = 3  # of 8 bits each: an fp32 number has 24
@@ -134,7 +154,7 @@ def _wide(param: Tensor) -> torch.dtype:
 def wide_matmul(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
     """x (T, in), weight (out, in), whole on each rank -> (T, out) in fp32 (fp64 for fp64 inputs), so that rounding does
     not decide which experts a router chooses."""
-    return _WideMatmul.apply(x, weight, bias)
+    return _WideMatmul.apply(x, weight, bias, WIDE_MATMUL.choose("auto", x))
 
 
 def gather_matmul(x: Tensor, weight: Tensor, tp: Axis, bias: Tensor | None = None) -> Tensor:
@@ -153,3 +173,27 @@ def matmul_scatter(h: Tensor, weight: Tensor, tp: Axis, bias: Tensor | None = No
     The bias is added to this rank's tokens only, so its gradient is a partial sum over tp.
     """
     return _MatmulScatter.apply(h, weight, bias, tp)
+
+
+WIDE_MATMUL = Op(
+    "wide_matmul",
+    "matmuls of routers, in fp32",
+    f"{__name__}:WideProducts",
+    ("product", "gradients"),
+    (
+        Implementation("pieces", f"{__name__}:PieceProducts", "cuda", dtypes=(torch.bfloat16,), modes=ALL_KERNELS),
+        Implementation("narrow", f"{__name__}:NarrowProducts", "cuda", dtypes=(torch.float16,), modes=ALL_KERNELS),
+    ),
+    switches=("route",),
+    cases=tuple(
+        Case(
+            f"64 experts, {dtype}",
+            lambda x, weight, kernels: wide_matmul(x, weight),
+            ((8192, 512), (64, 512)),
+            (1,),
+            dtypes=(dtype,),
+            large=True,
+        )
+        for dtype in (torch.bfloat16, torch.float16)
+    ),
+)

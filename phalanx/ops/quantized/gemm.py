@@ -1,6 +1,6 @@
-"""Scaled matmuls on a GPU: torch's own GEMMs for one scale per tensor or per line, cuBLASLt (ops.quantized.cublaslt)
-for blocks and for adding to a buffer, and a Triton GEMM where neither supports them.
-ops.quantized.recipes.scaled_product is their definition.
+"""Scaled matmuls of two quantized matrices. On a GPU: torch's own GEMMs for one scale per tensor or per line, cuBLASLt
+(ops.quantized.cublaslt) for blocks and for adding to a buffer, and a Triton GEMM where neither supports them; emulated
+recipes multiply dequantized values.
 
 NVIDIA's tensor cores sum FP8 products in registers with about 14 bits of fraction ("fast"). "Precise" moves the sum to
 fp32 at intervals (DeepSeek-V3, 2024, section 3.3.2).
@@ -8,15 +8,66 @@ fp32 at intervals (DeepSeek-V3, 2024, section 3.3.2).
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from dataclasses import replace
-from functools import cache
+from functools import cache, partial
 
 import torch
 from torch import Tensor
 
 from phalanx.base.align import begins_well
+from phalanx.ops.dense.grads import account, add_product_grad
+from phalanx.ops.op import ALL_KERNELS, Case, Implementation, Kernels, Op
 from phalanx.ops.quantized.cublaslt import cublaslt
-from phalanx.ops.quantized.recipes import Scaled
+from phalanx.ops.quantized.recipes import (
+    RECIPES,
+    Scaled,
+    block_amax,
+    dequantize,
+    multipliers,
+    quantize,
+    scaled_product,
+)
+
+
+class ScaledProducts:
+    """The definition."""
+
+    @staticmethod
+    def product(a: Scaled, b: Scaled, dtype: torch.dtype, fast: bool, out: Tensor | None = None) -> Tensor:
+        """a (M, K), b (N, K) -> a b^T (M, N) in `dtype`, in `out` if given. `fast`: sums that tensor cores are fastest
+        at."""
+        y = scaled_product(a, b, dtype)
+        return y if out is None else out.copy_(y)
+
+    @staticmethod
+    def add_grad(weight: Tensor, dy: Scaled, x: Scaled, fast: bool) -> Tensor | None:
+        """Account for dy x^T as the gradient of a weight that has one; what a backward must return for it."""
+        return account(weight, lambda buffer: buffer.add_(scaled_product(dy, x, buffer.dtype)))
+
+
+class DequantizedProducts:
+    """Matmuls of dequantized values, in the weights' dtype."""
+
+    @staticmethod
+    def product(a: Scaled, b: Scaled, dtype: torch.dtype, fast: bool, out: Tensor | None = None) -> Tensor:
+        return torch.mm(dequantize(a, dtype), dequantize(b, dtype).t(), out=out)
+
+    @staticmethod
+    def add_grad(weight: Tensor, dy: Scaled, x: Scaled, fast: bool) -> Tensor | None:
+        return add_product_grad(weight, dequantize(dy, weight.dtype).t(), dequantize(x, weight.dtype).t())
+
+
+class TensorCoreProducts:
+    """FP8 GEMMs."""
+
+    @staticmethod
+    def product(a: Scaled, b: Scaled, dtype: torch.dtype, fast: bool, out: Tensor | None = None) -> Tensor:
+        return fast_product(a, b, dtype, fast, out)
+
+    @staticmethod
+    def add_grad(weight: Tensor, dy: Scaled, x: Scaled, fast: bool) -> Tensor | None:
+        return account(weight, lambda buffer: add_fast_product_(buffer, dy, x, fast))
 
 
 def fast_product(a: Scaled, b: Scaled, dtype: torch.dtype, fast: bool, out: Tensor | None = None) -> Tensor:
@@ -105,3 +156,49 @@ def _torch_has(index: int, squares: bool) -> bool:
     except (RuntimeError, ValueError):
         return False
     return True
+
+
+def _quantized(a: Tensor, b: Tensor, recipe: str, backward: bool) -> tuple[Scaled, Scaled]:
+    """For cases: the operands of a forward matmul or of a weight's gradient."""
+    r = RECIPES[recipe]
+    sides = ((a, r.tokens, r.backward if backward else r.forward), (b, r.tokens if backward else r.weight, r.forward))
+    qa, qb = (quantize(x, block, f, multipliers(block_amax(x, block), f)) for x, block, f in sides)
+    return qa, qb
+
+
+def _cases() -> Iterator[Case]:
+    def product(recipe: str, a: Tensor, b: Tensor, kernels: Kernels) -> tuple[Tensor, ...]:
+        qa, qb = _quantized(a.detach().float(), b.detach().float(), recipe, backward=False)
+        return (QUANT_MATMUL.choose(kernels, qa.quantized, False).product(qa, qb, a.dtype, False),)
+
+    def add(recipe: str, weight: Tensor, dy: Tensor, x: Tensor, kernels: Kernels) -> tuple[Tensor, ...]:
+        qdy, qx = _quantized(dy.detach().float(), x.detach().float(), recipe, backward=True)
+        QUANT_MATMUL.choose(kernels, qdy.quantized, False).add_grad(weight, qdy, qx, False)
+        return (weight.grad,)  # type: ignore[return-value]
+
+    for recipe in ("tensorwise", "rowwise", "blockwise"):
+        for m, n, k in ((256, 512, 1024), (272, 144, 512), (4096, 1024, 2048)):
+            yield Case(f"{recipe}, {m} x {n} x {k}", partial(product, recipe), ((m, k), (n, k)), large=True)
+            shapes = ((m, n), (m, k), (n, k))
+            yield Case(f"{recipe}, {m} x {n} += {k}", partial(add, recipe), shapes, (0,), large=True)
+
+
+QUANT_MATMUL = Op(
+    "quant_matmul",
+    "matmuls of two matrices of FP8 values",
+    f"{__name__}:ScaledProducts",
+    ("product", "add_grad"),
+    (
+        Implementation(
+            "tensor-cores",
+            f"{__name__}:TensorCoreProducts",
+            "cuda",
+            fits=lambda emulated: not emulated,
+            shapes="recipes that are not emulated",
+            modes=ALL_KERNELS,
+        ),
+        Implementation("dequantized", f"{__name__}:DequantizedProducts", "cuda", modes=ALL_KERNELS),
+    ),
+    switches=("quant",),
+    cases=tuple(_cases()),
+)

@@ -1,5 +1,5 @@
 """Matmuls of quantized rows, sorted by expert (quantize_grouped_kernel.py makes them), with experts' matrices;
-ops/quantized/experts.py defines them.
+ops/quantized/expert_quantizer.py defines them.
 
 Which expert a row belongs to is read from `ends` on the device. The summed dim is contiguous in both operands.
 """

@@ -1,5 +1,5 @@
 """Casts to FP8 of rows sorted by expert, in one pass over memory. quantize_tile.py casts a tile;
-ops/quantized/experts.py defines the results.
+ops/quantized/expert_quantizer.py defines the results.
 
 Which expert a row belongs to is read from `ends` on the device. A program handles TILE rows of one expert and some of
 the features. Tile t, counted over all experts, goes to places t TILE and following of the transposed values, so as many
@@ -10,6 +10,7 @@ has the same number.
 from __future__ import annotations
 
 import math
+from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -33,6 +34,7 @@ from phalanx.ops.quantized.quantize_tile import (
     LARGEST,
     LARGEST_LINES,
     LINES,
+    NOTHING,
     SQUARES,
     TILE,
     WHOLE,
@@ -170,18 +172,7 @@ def _cast(
     SHIFT: tl.constexpr,
     CLAMP: tl.constexpr,
     WEIGH: tl.constexpr,
-    MODE: tl.constexpr,
-    PER_EXPERT: tl.constexpr,
-    NOTE: tl.constexpr,
-    MAX: tl.constexpr,
-    LEAST: tl.constexpr,
-    WIDE_RANGE: tl.constexpr,
-    ROUND: tl.constexpr,
-    FLOOR: tl.constexpr,
-    EVERY: tl.constexpr,
-    SLOTS: tl.constexpr,
-    ROWS: tl.constexpr,
-    COLS: tl.constexpr,
+    HOW: tl.constexpr,
     TILE: tl.constexpr,
     E_BLOCK: tl.constexpr,
 ):
@@ -191,12 +182,13 @@ def _cast(
 
     A program handles ROWS of the rows in tile `t`, all of expert e.
     """
-    counting, down, along, padded, cols = place(P, C, NOTE, EVERY, ROWS, COLS)
-    t = down * ROWS // TILE
+    counting, down, along, padded, cols = place(P, C, HOW)
+    to = (row_amax, col_amax, out, other, row_scales, col_scales, counts)
+    t = down * HOW.rows // TILE
     there, e, first, stop = _rows_of(t, ends, E, TILE, E_BLOCK)
-    begin = first + down * ROWS % TILE
+    begin = first + down * HOW.rows % TILE
     if there:
-        rows = begin + 4 * tl.arange(0, ROWS // 4)
+        rows = begin + 4 * tl.arange(0, HOW.rows // 4)
         there_cols = cols < C
         if SOURCE == 0:
             v = read_four(x, rows, cols, C, stop, C)
@@ -211,257 +203,77 @@ def _cast(
             g, u = read_four(x, rows, cols, 2 * C, stop, C), read_four(x + C, rows, cols, 2 * C, stop, C)
             if SOURCE == 2:
                 v = (
-                    _weighed(g[0], u[0], weights, rows, stop, x, ALPHA, LIMIT, SHIFT, CLAMP, WEIGH, ROUND),
-                    _weighed(g[1], u[1], weights, rows + 1, stop, x, ALPHA, LIMIT, SHIFT, CLAMP, WEIGH, ROUND),
-                    _weighed(g[2], u[2], weights, rows + 2, stop, x, ALPHA, LIMIT, SHIFT, CLAMP, WEIGH, ROUND),
-                    _weighed(g[3], u[3], weights, rows + 3, stop, x, ALPHA, LIMIT, SHIFT, CLAMP, WEIGH, ROUND),
+                    _weighed(g[0], u[0], weights, rows, stop, x, ALPHA, LIMIT, SHIFT, CLAMP, WEIGH, HOW.round),
+                    _weighed(g[1], u[1], weights, rows + 1, stop, x, ALPHA, LIMIT, SHIFT, CLAMP, WEIGH, HOW.round),
+                    _weighed(g[2], u[2], weights, rows + 2, stop, x, ALPHA, LIMIT, SHIFT, CLAMP, WEIGH, HOW.round),
+                    _weighed(g[3], u[3], weights, rows + 3, stop, x, ALPHA, LIMIT, SHIFT, CLAMP, WEIGH, HOW.round),
                 )
             else:
                 d = read_four(dy, rows, cols, C, stop, C)
                 if WEIGH:
                     sums += along.to(tl.int64) * R
                 g0, u0 = _slopes(
-                    d[0], g[0], u[0], weights, sums, rows, stop, x, ALPHA, LIMIT, SHIFT, CLAMP, WEIGH, ROUND
+                    d[0], g[0], u[0], weights, sums, rows, stop, x, ALPHA, LIMIT, SHIFT, CLAMP, WEIGH, HOW.round
                 )
                 g1, u1 = _slopes(
-                    d[1], g[1], u[1], weights, sums, rows + 1, stop, x, ALPHA, LIMIT, SHIFT, CLAMP, WEIGH, ROUND
+                    d[1], g[1], u[1], weights, sums, rows + 1, stop, x, ALPHA, LIMIT, SHIFT, CLAMP, WEIGH, HOW.round
                 )
                 g2, u2 = _slopes(
-                    d[2], g[2], u[2], weights, sums, rows + 2, stop, x, ALPHA, LIMIT, SHIFT, CLAMP, WEIGH, ROUND
+                    d[2], g[2], u[2], weights, sums, rows + 2, stop, x, ALPHA, LIMIT, SHIFT, CLAMP, WEIGH, HOW.round
                 )
                 g3, u3 = _slopes(
-                    d[3], g[3], u[3], weights, sums, rows + 3, stop, x, ALPHA, LIMIT, SHIFT, CLAMP, WEIGH, ROUND
+                    d[3], g[3], u[3], weights, sums, rows + 3, stop, x, ALPHA, LIMIT, SHIFT, CLAMP, WEIGH, HOW.round
                 )
-                _emit(
-                    (g0, g1, g2, g3),
-                    counting,
-                    down,
-                    t,
-                    e,
-                    along,
-                    begin,
-                    stop,
-                    cols,
-                    there_cols,
-                    row_amax,
-                    col_amax,
-                    out,
-                    other,
-                    row_scales,
-                    col_scales,
-                    counts,
-                    R,
-                    2 * C,
-                    P,
-                    MODE,
-                    PER_EXPERT,
-                    NOTE,
-                    MAX,
-                    LEAST,
-                    WIDE_RANGE,
-                    ROUND,
-                    FLOOR,
-                    SLOTS,
-                )
+                at = (counting, down, t, e, along, begin, stop, cols, there_cols)
+                _emit((g0, g1, g2, g3), at, to, R, 2 * C, P, HOW)
                 v = (u0, u1, u2, u3)
-                along += tl.cdiv(C, COLS)
+                along += tl.cdiv(C, HOW.columns)
                 cols += C
                 C *= 2
-        _emit(
-            v,
-            counting,
-            down,
-            t,
-            e,
-            along,
-            begin,
-            stop,
-            cols,
-            there_cols,
-            row_amax,
-            col_amax,
-            out,
-            other,
-            row_scales,
-            col_scales,
-            counts,
-            R,
-            C,
-            P,
-            MODE,
-            PER_EXPERT,
-            NOTE,
-            MAX,
-            LEAST,
-            WIDE_RANGE,
-            ROUND,
-            FLOOR,
-            SLOTS,
-        )
+        at = (counting, down, t, e, along, begin, stop, cols, there_cols)
+        _emit(v, at, to, R, C, P, HOW)
 
 
 @triton.jit
-def _emit(
-    v,
-    counting,
-    down,
-    t,
-    e,
-    along,
-    begin,
-    stop,
-    cols,
-    there,
-    row_amax,
-    col_amax,
-    out,
-    other,
-    row_scales,
-    col_scales,
-    counts,
-    R,
-    C,
-    P,
-    MODE: tl.constexpr,
-    PER_EXPERT: tl.constexpr,
-    NOTE: tl.constexpr,
-    MAX: tl.constexpr,
-    LEAST: tl.constexpr,
-    WIDE_RANGE: tl.constexpr,
-    ROUND: tl.constexpr,
-    FLOOR: tl.constexpr,
-    SLOTS: tl.constexpr,
-):
-    """Cast v, four tiles, of columns `cols` and rows `begin` .. `stop`, into out (R, C) and other (C, P). With
-    LARGEST and LARGEST_LINES, only record its amaxes: of rows (R,), of columns (E, C), of everything or, with
-    PER_EXPERT, (E,)."""
+def _emit(v, at, to, R, C, P, HOW: tl.constexpr):
+    """Cast v, four tiles, into out (R, C) and other (C, P). at: whether to count losses only; the tile's number down,
+    its number among the tiles of all experts, its expert, its number along; its rows `begin` .. `stop`, its columns,
+    which of them exist. to: see quantize_kernel._emit. With LARGEST and LARGEST_LINES, only record its amaxes: of rows
+    (R,), of columns (E, C), of everything or, with per_expert, (E,)."""
+    counting, down, t, e, along, begin, stop, cols, there = at
+    row_amax, col_amax, out, other, row_scales, col_scales, counts = to
     rows = begin + 4 * tl.arange(0, v[0].shape[0])
-    if PER_EXPERT:
+    if HOW.per_expert:
         row_amax += e
-    if MODE == _LINES or MODE == _LARGEST_LINES:
+    if HOW.mode == _LINES or HOW.mode == _LARGEST_LINES:
         col_amax += e.to(tl.int64) * C
-    if MODE == _LARGEST or MODE == _LARGEST_LINES:
-        note_amaxes(v, rows, stop, cols, there, row_amax, col_amax, MODE)
-    elif NOTE:
+    to = (row_amax, col_amax, out, other, row_scales, col_scales, counts)
+    if HOW.mode == _LARGEST or HOW.mode == _LARGEST_LINES:
+        note_amaxes(v, rows, stop, cols, there, row_amax, col_amax, HOW)
+    elif HOW.note:
         if counting:
-            count_losses_of_four(v, rows, stop, there, row_amax, counts, MODE, MAX, LEAST, ROUND, FLOOR, SLOTS)
+            count_losses_of_four(v, rows, stop, there, row_amax, counts, HOW)
         else:
-            note_tile(v, along == 0, row_amax, counts, MODE, SLOTS)
-            _write(
-                v,
-                down,
-                t,
-                e,
-                along,
-                begin,
-                stop,
-                rows,
-                cols,
-                there,
-                row_amax,
-                col_amax,
-                out,
-                other,
-                row_scales,
-                col_scales,
-                R,
-                C,
-                P,
-                MODE,
-                PER_EXPERT,
-                MAX,
-                WIDE_RANGE,
-                ROUND,
-                FLOOR,
-            )
+            note_tile(v, along == 0, row_amax, counts, HOW)
+            _write(v, at, to, rows, R, C, P, HOW)
     else:
-        _write(
-            v,
-            down,
-            t,
-            e,
-            along,
-            begin,
-            stop,
-            rows,
-            cols,
-            there,
-            row_amax,
-            col_amax,
-            out,
-            other,
-            row_scales,
-            col_scales,
-            R,
-            C,
-            P,
-            MODE,
-            PER_EXPERT,
-            MAX,
-            WIDE_RANGE,
-            ROUND,
-            FLOOR,
-        )
+        _write(v, at, to, rows, R, C, P, HOW)
 
 
 @triton.jit
-def _write(
-    v,
-    down,
-    t,
-    e,
-    along,
-    begin,
-    stop,
-    rows,
-    cols,
-    there,
-    row_amax,
-    col_amax,
-    out,
-    other,
-    row_scales,
-    col_scales,
-    R,
-    C,
-    P,
-    MODE: tl.constexpr,
-    PER_EXPERT: tl.constexpr,
-    MAX: tl.constexpr,
-    WIDE_RANGE: tl.constexpr,
-    ROUND: tl.constexpr,
-    FLOOR: tl.constexpr,
-):
-    """Store quantized values and scales. row_scales: one, or one for each expert (PER_EXPERT); with LINES (R,); with
+def _write(v, at, to, rows, R, C, P, HOW: tl.constexpr):
+    """Store quantized values and scales. row_scales: one, or one for each expert (per_expert); with LINES (R,); with
     BLOCKS (columns of tiles, R); with SQUARES (tiles, columns of tiles). col_scales: (E, C) or (tiles, C)."""
-    by_row, by_col = write_quantized(
-        v,
-        down,
-        rows,
-        stop,
-        cols,
-        there,
-        row_amax,
-        col_amax,
-        out,
-        other,
-        C,
-        P,
-        MODE,
-        True,
-        True,
-        MAX,
-        WIDE_RANGE,
-        ROUND,
-        FLOOR,
-    )
-    if MODE == _WHOLE or MODE == _GIVEN:
-        tl.store(row_scales + e * PER_EXPERT, reciprocal(by_row))  # every program stores the same value
-    elif MODE == _SQUARES:
+    _, down, t, e, along, begin, stop, cols, there = at
+    _, _, _, _, row_scales, col_scales, _ = to
+    by_row, by_col = write_quantized(v, down, rows, stop, cols, there, to, C, P, HOW)
+    if HOW.mode == _WHOLE or HOW.mode == _GIVEN:
+        tl.store(row_scales + e * HOW.per_expert, reciprocal(by_row))  # every program stores the same value
+    elif HOW.mode == _SQUARES:
         tl.store(row_scales + t * tl.cdiv(C, 128) + along, reciprocal(by_row))
     else:
         each = begin + tl.arange(0, by_row.shape[0])
-        if MODE == _LINES:
+        if HOW.mode == _LINES:
             tl.store(row_scales + each, by_row, mask=(each < stop) & (along == 0))
             tl.store(col_scales + e.to(tl.int64) * C + cols, by_col, mask=there)
         else:
@@ -508,48 +320,27 @@ def sources(x: Source) -> tuple[tuple[Tensor | None, ...], int, dict[str, Any]]:
 
 
 def _launch(
-    x: Source,
-    ends: Tensor,
-    tiles: int,
+    rows: tuple[Source, Tensor, int],
     mode: int,
-    first: Tensor | None,
-    second: Tensor | None,
-    out: Tensor | None = None,
-    other: Tensor | None = None,
-    scales: tuple[Tensor | None, Tensor | None] = (None, None),
-    counts: Tensor | None = None,
+    to: tuple[Tensor | None, ...],
     format: Format | None = None,
     per_expert: bool = False,
     cut: CastTiles | None = None,
 ) -> None:
-    read, columns, more = sources(x)
-    count, padded = len(ends), tiles * TILE
-    programs, constants = plan(x, padded, columns, mode, format, counts, cut or tiles_of(x, mode))
-    _cast[(programs,)](
-        *read,
-        ends,
-        first,
-        second,
-        out,
-        other,
-        *scales,
-        counts,
-        x.shape[0],
-        columns,
-        padded,
-        count,
-        PER_EXPERT=int(per_expert),
-        TILE=TILE,
-        E_BLOCK=triton.next_power_of_2(count),
-        **constants,
-        **more,
-    )
+    """rows: x, ends and tiles, as in `cast_both`. to: see quantize_kernel._emit."""
+    x, ends, tiles = rows
+    (read, columns, more), count, padded = sources(x), len(ends), tiles * TILE
+    cut = cut or tiles_of(x, mode)
+    programs, constants = plan(x, (padded, columns), mode, format, to[-1], cut)
+    more |= dict(HOW=replace(constants, per_expert=int(per_expert)), num_warps=cut.warps)
+    sizes, experts = (x.shape[0], columns, padded, count), triton.next_power_of_2(count)
+    _cast[(programs,)](*read, ends, *to, *sizes, TILE=TILE, E_BLOCK=experts, **more)
 
 
 def amax(x: Source, ends: Tensor, tiles: int, per_expert: bool) -> Tensor:
     """Bits of the largest |x| over all rows (R, C), (1, 1), or over each expert's rows, (E, 1); int32."""
     out = torch.zeros(len(ends) if per_expert else 1, 1, dtype=torch.int32, device=x.device)
-    _launch(x, ends, tiles, LARGEST, out, None, per_expert=per_expert)
+    _launch((x, ends, tiles), LARGEST, (out, *NOTHING), per_expert=per_expert)
     return out
 
 
@@ -558,7 +349,7 @@ def amax_lines(x: Source, ends: Tensor, tiles: int) -> tuple[Tensor, Tensor]:
     (rows, columns), count = x.shape, len(ends)
     both = torch.zeros(rows + count * columns, dtype=torch.int32, device=x.device)
     of_rows, of_columns = both.split((rows, count * columns))
-    _launch(x, ends, tiles, LARGEST_LINES, of_rows, of_columns)
+    _launch((x, ends, tiles), LARGEST_LINES, (of_rows, of_columns, *NOTHING[1:]))
     return of_rows, of_columns.view(count, columns)
 
 
@@ -599,21 +390,8 @@ def cast_both(
         into = _scaled(out, other, row_scales, col_scales, mode)
     else:
         out, other, row_scales, col_scales = into[0].quantized, into[1].quantized, into[0].scales, into[1].scales.t()
-    _launch(
-        x,
-        ends,
-        tiles,
-        mode,
-        first,
-        second,
-        out,
-        other.view(torch.int32),
-        (row_scales, col_scales),
-        counts,
-        format,
-        per_expert,
-        cut,
-    )
+    to = (first, second, out, other.view(torch.int32), row_scales, col_scales, counts)
+    _launch((x, ends, tiles), mode, to, format, per_expert, cut)
     return into
 
 

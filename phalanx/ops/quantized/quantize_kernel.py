@@ -5,6 +5,7 @@ quantize_tile.py casts a tile."""
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -28,6 +29,7 @@ from phalanx.ops.quantized.quantize_tile import (
     LARGEST,
     LARGEST_LINES,
     LINES,
+    NOTHING,
     SQUARES,
     TILE,
     WHOLE,
@@ -81,147 +83,38 @@ def _amax(x, out, n, steps, BLOCK: tl.constexpr):
 
 
 @triton.jit
-def _emit(
-    v,
-    counting,
-    down,
-    along,
-    rows,
-    cols,
-    there,
-    row_amax,
-    col_amax,
-    out,
-    other,
-    row_scales,
-    col_scales,
-    counts,
-    R,
-    C,
-    MODE: tl.constexpr,
-    OTHER: tl.constexpr,
-    TRANSPOSED: tl.constexpr,
-    NOTE: tl.constexpr,
-    MAX: tl.constexpr,
-    LEAST: tl.constexpr,
-    WIDE_RANGE: tl.constexpr,
-    ROUND: tl.constexpr,
-    FLOOR: tl.constexpr,
-    SLOTS: tl.constexpr,
-):
-    """Cast the tile v, number (down, along), of a tensor (R, C). With LARGEST and LARGEST_LINES, only record its
-    amaxes."""
-    if MODE == _LARGEST or MODE == _LARGEST_LINES:
-        note_amaxes(v, rows, R, cols, there, row_amax, col_amax, MODE)
-    elif NOTE:
+def _emit(v, at, to, R, C, HOW: tl.constexpr):
+    """Cast the tile v of a tensor (R, C). at: whether to count losses only; the tile's number down and along, its rows,
+    its columns, which of them exist. to: row_amax, col_amax, out, other, row_scales, col_scales, counts. With LARGEST
+    and LARGEST_LINES, only record its amaxes."""
+    counting, down, along, rows, cols, there = at
+    if HOW.mode == _LARGEST or HOW.mode == _LARGEST_LINES:
+        note_amaxes(v, rows, R, cols, there, to[0], to[1], HOW)
+    elif HOW.note:
         if counting:
-            count_losses_of_four(v, rows, R, there, row_amax, counts, MODE, MAX, LEAST, ROUND, FLOOR, SLOTS)
+            count_losses_of_four(v, rows, R, there, to[0], to[6], HOW)
         else:
-            note_tile(v, (down == 0) & (along == 0), row_amax, counts, MODE, SLOTS)
-            _write(
-                v,
-                down,
-                along,
-                rows,
-                R,
-                cols,
-                there,
-                row_amax,
-                col_amax,
-                out,
-                other,
-                row_scales,
-                col_scales,
-                C,
-                MODE,
-                OTHER,
-                TRANSPOSED,
-                MAX,
-                WIDE_RANGE,
-                ROUND,
-                FLOOR,
-            )
+            note_tile(v, (down == 0) & (along == 0), to[0], to[6], HOW)
+            _write(v, at, to, R, C, HOW)
     else:
-        _write(
-            v,
-            down,
-            along,
-            rows,
-            R,
-            cols,
-            there,
-            row_amax,
-            col_amax,
-            out,
-            other,
-            row_scales,
-            col_scales,
-            C,
-            MODE,
-            OTHER,
-            TRANSPOSED,
-            MAX,
-            WIDE_RANGE,
-            ROUND,
-            FLOOR,
-        )
+        _write(v, at, to, R, C, HOW)
 
 
 @triton.jit
-def _write(
-    v,
-    down,
-    along,
-    rows,
-    R,
-    cols,
-    there,
-    row_amax,
-    col_amax,
-    out,
-    other,
-    row_scales,
-    col_scales,
-    C,
-    MODE: tl.constexpr,
-    OTHER: tl.constexpr,
-    TRANSPOSED: tl.constexpr,
-    MAX: tl.constexpr,
-    WIDE_RANGE: tl.constexpr,
-    ROUND: tl.constexpr,
-    FLOOR: tl.constexpr,
-):
+def _write(v, at, to, R, C, HOW: tl.constexpr):
     """Store quantized values and scales. row_scales: one; with LINES (R,); with BLOCKS (columns of tiles, R); with
     SQUARES (rows of tiles, columns of tiles). col_scales: (C,) or (rows of tiles, C)."""
-    by_row, by_col = write_quantized(
-        v,
-        down,
-        rows,
-        R,
-        cols,
-        there,
-        row_amax,
-        col_amax,
-        out,
-        other,
-        C,
-        R,
-        MODE,
-        OTHER,
-        TRANSPOSED,
-        MAX,
-        WIDE_RANGE,
-        ROUND,
-        FLOOR,
-    )
-    if MODE == _WHOLE or MODE == _GIVEN:
+    _, down, along, rows, cols, there = at
+    _, _, _, _, row_scales, col_scales, _ = to
+    by_row, by_col = write_quantized(v, down, rows, R, cols, there, to, C, R, HOW)
+    if HOW.mode == _WHOLE or HOW.mode == _GIVEN:
         if (down == 0) & (along == 0):
             tl.store(row_scales, reciprocal(by_row))
-    elif MODE == _SQUARES:
+    elif HOW.mode == _SQUARES:
         tl.store(row_scales + down * tl.cdiv(C, 128) + along, reciprocal(by_row))
     else:
         each = down * by_row.shape[0] + tl.arange(0, by_row.shape[0])
-        if MODE == _LINES:
+        if HOW.mode == _LINES:
             tl.store(row_scales + each, by_row, mask=(each < R) & (along == 0))
             tl.store(col_scales + cols, by_col, mask=there & (down == 0))
         else:
@@ -241,51 +134,13 @@ def _cast(
     counts,
     R,
     C,
-    MODE: tl.constexpr,
-    OTHER: tl.constexpr,
-    TRANSPOSED: tl.constexpr,
-    NOTE: tl.constexpr,
-    MAX: tl.constexpr,
-    LEAST: tl.constexpr,
-    WIDE_RANGE: tl.constexpr,
-    ROUND: tl.constexpr,
-    FLOOR: tl.constexpr,
-    EVERY: tl.constexpr,
-    SLOTS: tl.constexpr,
-    ROWS: tl.constexpr,
-    COLS: tl.constexpr,
+    HOW: tl.constexpr,
 ):
     """Quantize x (R, C)."""
-    counting, down, along, rows, cols = place(R, C, NOTE, EVERY, ROWS, COLS)
+    counting, down, along, rows, cols = place(R, C, HOW)
     v = read_four(x, rows, cols, C, R, C)
-    _emit(
-        v,
-        counting,
-        down,
-        along,
-        rows,
-        cols,
-        cols < C,
-        row_amax,
-        col_amax,
-        out,
-        other,
-        row_scales,
-        col_scales,
-        counts,
-        R,
-        C,
-        MODE,
-        OTHER,
-        TRANSPOSED,
-        NOTE,
-        MAX,
-        LEAST,
-        WIDE_RANGE,
-        ROUND,
-        FLOOR,
-        SLOTS,
-    )
+    to = (row_amax, col_amax, out, other, row_scales, col_scales, counts)
+    _emit(v, (counting, down, along, rows, cols, cols < C), to, R, C, HOW)
 
 
 @triton.jit
@@ -306,58 +161,20 @@ def _cast_gated(
     counts,
     R,
     C,
-    MODE: tl.constexpr,
-    OTHER: tl.constexpr,
-    TRANSPOSED: tl.constexpr,
-    NOTE: tl.constexpr,
-    MAX: tl.constexpr,
-    LEAST: tl.constexpr,
-    WIDE_RANGE: tl.constexpr,
-    ROUND: tl.constexpr,
-    FLOOR: tl.constexpr,
-    EVERY: tl.constexpr,
-    SLOTS: tl.constexpr,
-    ROWS: tl.constexpr,
-    COLS: tl.constexpr,
+    HOW: tl.constexpr,
 ):
     """Quantize silu(gate) up (R, C) from x = [gate, up] (R, 2C), rounded to x's dtype as if it were stored in
     memory."""
-    counting, down, along, rows, cols = place(R, C, NOTE, EVERY, ROWS, COLS)
+    counting, down, along, rows, cols = place(R, C, HOW)
     g, u = read_four(x, rows, cols, 2 * C, R, C), read_four(x + C, rows, cols, 2 * C, R, C)
     v = (
-        _gated(g[0], u[0], x, ROUND),
-        _gated(g[1], u[1], x, ROUND),
-        _gated(g[2], u[2], x, ROUND),
-        _gated(g[3], u[3], x, ROUND),
+        _gated(g[0], u[0], x, HOW.round),
+        _gated(g[1], u[1], x, HOW.round),
+        _gated(g[2], u[2], x, HOW.round),
+        _gated(g[3], u[3], x, HOW.round),
     )
-    _emit(
-        v,
-        counting,
-        down,
-        along,
-        rows,
-        cols,
-        cols < C,
-        row_amax,
-        col_amax,
-        out,
-        other,
-        row_scales,
-        col_scales,
-        counts,
-        R,
-        C,
-        MODE,
-        OTHER,
-        TRANSPOSED,
-        NOTE,
-        MAX,
-        LEAST,
-        WIDE_RANGE,
-        ROUND,
-        FLOOR,
-        SLOTS,
-    )
+    to = (row_amax, col_amax, out, other, row_scales, col_scales, counts)
+    _emit(v, (counting, down, along, rows, cols, cols < C), to, R, C, HOW)
 
 
 @triton.jit
@@ -406,56 +223,18 @@ def _cast_half_gated_grad(
     counts,
     R,
     C,
-    MODE: tl.constexpr,
-    OTHER: tl.constexpr,
-    TRANSPOSED: tl.constexpr,
-    NOTE: tl.constexpr,
-    MAX: tl.constexpr,
-    LEAST: tl.constexpr,
-    WIDE_RANGE: tl.constexpr,
-    ROUND: tl.constexpr,
-    FLOOR: tl.constexpr,
-    EVERY: tl.constexpr,
-    SLOTS: tl.constexpr,
-    ROWS: tl.constexpr,
-    COLS: tl.constexpr,
+    HOW: tl.constexpr,
 ):
     """As _cast_gated_grad, for C (R, 2C) with C whole tiles: a tile belongs to gate or to up. What both read comes from
     the L2 cache the second time, and two programs fit on a processor; tiles with 128 x 128 blocks of both gate and up
     would be too large."""
-    counting, down, along, rows, cols = place(R, C, NOTE, EVERY, ROWS, COLS)
-    if 2 * along * COLS < C:
-        d0, d1, d2, d3 = _gate_slopes(dy, x, rows, cols, R, C // 2, ROUND)
+    counting, down, along, rows, cols = place(R, C, HOW)
+    if 2 * along * HOW.columns < C:
+        d0, d1, d2, d3 = _gate_slopes(dy, x, rows, cols, R, C // 2, HOW.round)
     else:
-        d0, d1, d2, d3 = _up_slopes(dy, x, rows, cols - C // 2, R, C // 2, ROUND)
-    _emit(
-        (d0, d1, d2, d3),
-        counting,
-        down,
-        along,
-        rows,
-        cols,
-        cols < C,
-        row_amax,
-        col_amax,
-        out,
-        other,
-        row_scales,
-        col_scales,
-        counts,
-        R,
-        C,
-        MODE,
-        OTHER,
-        TRANSPOSED,
-        NOTE,
-        MAX,
-        LEAST,
-        WIDE_RANGE,
-        ROUND,
-        FLOOR,
-        SLOTS,
-    )
+        d0, d1, d2, d3 = _up_slopes(dy, x, rows, cols - C // 2, R, C // 2, HOW.round)
+    to = (row_amax, col_amax, out, other, row_scales, col_scales, counts)
+    _emit((d0, d1, d2, d3), (counting, down, along, rows, cols, cols < C), to, R, C, HOW)
 
 
 @triton.jit
@@ -471,85 +250,20 @@ def _cast_gated_grad(
     counts,
     R,
     C,
-    MODE: tl.constexpr,
-    OTHER: tl.constexpr,
-    TRANSPOSED: tl.constexpr,
-    NOTE: tl.constexpr,
-    MAX: tl.constexpr,
-    LEAST: tl.constexpr,
-    WIDE_RANGE: tl.constexpr,
-    ROUND: tl.constexpr,
-    FLOOR: tl.constexpr,
-    EVERY: tl.constexpr,
-    SLOTS: tl.constexpr,
-    ROWS: tl.constexpr,
-    COLS: tl.constexpr,
+    HOW: tl.constexpr,
 ):
     """Quantize the gradient (R, 2C) of x = [gate, up] from dy (R, C), rounded in the same way."""
-    counting, down, along, rows, cols = place(R, C, NOTE, EVERY, ROWS, COLS)
+    counting, down, along, rows, cols = place(R, C, HOW)
     d = read_four(dy, rows, cols, C, R, C)
     g, u = read_four(x, rows, cols, 2 * C, R, C), read_four(x + C, rows, cols, 2 * C, R, C)
-    dg0, du0 = _slopes(d[0], g[0], u[0], x, ROUND)
-    dg1, du1 = _slopes(d[1], g[1], u[1], x, ROUND)
-    dg2, du2 = _slopes(d[2], g[2], u[2], x, ROUND)
-    dg3, du3 = _slopes(d[3], g[3], u[3], x, ROUND)
-    _emit(
-        (dg0, dg1, dg2, dg3),
-        counting,
-        down,
-        along,
-        rows,
-        cols,
-        cols < C,
-        row_amax,
-        col_amax,
-        out,
-        other,
-        row_scales,
-        col_scales,
-        counts,
-        R,
-        2 * C,
-        MODE,
-        OTHER,
-        TRANSPOSED,
-        NOTE,
-        MAX,
-        LEAST,
-        WIDE_RANGE,
-        ROUND,
-        FLOOR,
-        SLOTS,
-    )
-    along += tl.cdiv(C, COLS)
-    _emit(
-        (du0, du1, du2, du3),
-        counting,
-        down,
-        along,
-        rows,
-        C + cols,
-        cols < C,
-        row_amax,
-        col_amax,
-        out,
-        other,
-        row_scales,
-        col_scales,
-        counts,
-        R,
-        2 * C,
-        MODE,
-        OTHER,
-        TRANSPOSED,
-        NOTE,
-        MAX,
-        LEAST,
-        WIDE_RANGE,
-        ROUND,
-        FLOOR,
-        SLOTS,
-    )
+    dg0, du0 = _slopes(d[0], g[0], u[0], x, HOW.round)
+    dg1, du1 = _slopes(d[1], g[1], u[1], x, HOW.round)
+    dg2, du2 = _slopes(d[2], g[2], u[2], x, HOW.round)
+    dg3, du3 = _slopes(d[3], g[3], u[3], x, HOW.round)
+    to = (row_amax, col_amax, out, other, row_scales, col_scales, counts)
+    _emit((dg0, dg1, dg2, dg3), (counting, down, along, rows, cols, cols < C), to, R, 2 * C, HOW)
+    along += tl.cdiv(C, HOW.columns)
+    _emit((du0, du1, du2, du3), (counting, down, along, rows, C + cols, cols < C), to, R, 2 * C, HOW)
 
 
 @triton.jit
@@ -572,58 +286,20 @@ def _cast_normed(
     counts,
     R,
     C,
-    MODE: tl.constexpr,
-    OTHER: tl.constexpr,
-    TRANSPOSED: tl.constexpr,
-    NOTE: tl.constexpr,
-    MAX: tl.constexpr,
-    LEAST: tl.constexpr,
-    WIDE_RANGE: tl.constexpr,
-    ROUND: tl.constexpr,
-    FLOOR: tl.constexpr,
-    EVERY: tl.constexpr,
-    SLOTS: tl.constexpr,
-    ROWS: tl.constexpr,
-    COLS: tl.constexpr,
+    HOW: tl.constexpr,
 ):
     """Quantize RMSNorm's output (R, C), from x, the scale of each row (fp32) and the weight (C,), rounded as in
     norm_kernel."""
-    counting, down, along, rows, cols = place(R, C, NOTE, EVERY, ROWS, COLS)
+    counting, down, along, rows, cols = place(R, C, HOW)
     w = tl.load(weight + cols, mask=cols < C, other=0.0).to(tl.float32)[None, :]
     v = (
-        _normed(x, scale, w, rows, cols, R, C, ROUND),
-        _normed(x, scale, w, rows + 1, cols, R, C, ROUND),
-        _normed(x, scale, w, rows + 2, cols, R, C, ROUND),
-        _normed(x, scale, w, rows + 3, cols, R, C, ROUND),
+        _normed(x, scale, w, rows, cols, R, C, HOW.round),
+        _normed(x, scale, w, rows + 1, cols, R, C, HOW.round),
+        _normed(x, scale, w, rows + 2, cols, R, C, HOW.round),
+        _normed(x, scale, w, rows + 3, cols, R, C, HOW.round),
     )
-    _emit(
-        v,
-        counting,
-        down,
-        along,
-        rows,
-        cols,
-        cols < C,
-        row_amax,
-        col_amax,
-        out,
-        other,
-        row_scales,
-        col_scales,
-        counts,
-        R,
-        C,
-        MODE,
-        OTHER,
-        TRANSPOSED,
-        NOTE,
-        MAX,
-        LEAST,
-        WIDE_RANGE,
-        ROUND,
-        FLOOR,
-        SLOTS,
-    )
+    to = (row_amax, col_amax, out, other, row_scales, col_scales, counts)
+    _emit(v, (counting, down, along, rows, cols, cols < C), to, R, C, HOW)
 
 
 @triton.jit
@@ -686,24 +362,12 @@ def _cast_rope_grad(
     Q: tl.constexpr,
     KV: tl.constexpr,
     ROTATE: tl.constexpr,
-    MODE: tl.constexpr,
-    OTHER: tl.constexpr,
-    TRANSPOSED: tl.constexpr,
-    NOTE: tl.constexpr,
-    MAX: tl.constexpr,
-    LEAST: tl.constexpr,
-    WIDE_RANGE: tl.constexpr,
-    ROUND: tl.constexpr,
-    FLOOR: tl.constexpr,
-    EVERY: tl.constexpr,
-    SLOTS: tl.constexpr,
-    ROWS: tl.constexpr,
-    COLS: tl.constexpr,
+    HOW: tl.constexpr,
 ):
     """Quantize the gradient of the packed qkv (R, C) from those of q, k and v, wherever they are in memory: a tile
     belongs to one head."""
-    counting, down, along, rows, cols = place(R, C, NOTE, EVERY, ROWS, COLS)
-    i, none, head, transposed = tl.arange(0, COLS), tl.zeros((), tl.int64), along.to(tl.int64), along < Q + KV
+    counting, down, along, rows, cols = place(R, C, HOW)
+    i, none, head, transposed = tl.arange(0, HOW.columns), tl.zeros((), tl.int64), along.to(tl.int64), along < Q + KV
     if along < Q:
         x, s_seq, s_tok = q + head * q_head, none + q_seq, none + q_tok
     elif along < Q + KV:
@@ -711,39 +375,13 @@ def _cast_rope_grad(
     else:
         x, s_seq, s_tok = v + (head - Q - KV) * v_head, none + v_seq, none + v_tok
     d = (
-        _rotated_back(x, cos, sin, rows, i, length, s_seq, s_tok, R, transposed, ROTATE, COLS, ROUND),
-        _rotated_back(x, cos, sin, rows + 1, i, length, s_seq, s_tok, R, transposed, ROTATE, COLS, ROUND),
-        _rotated_back(x, cos, sin, rows + 2, i, length, s_seq, s_tok, R, transposed, ROTATE, COLS, ROUND),
-        _rotated_back(x, cos, sin, rows + 3, i, length, s_seq, s_tok, R, transposed, ROTATE, COLS, ROUND),
+        _rotated_back(x, cos, sin, rows, i, length, s_seq, s_tok, R, transposed, ROTATE, HOW.columns, HOW.round),
+        _rotated_back(x, cos, sin, rows + 1, i, length, s_seq, s_tok, R, transposed, ROTATE, HOW.columns, HOW.round),
+        _rotated_back(x, cos, sin, rows + 2, i, length, s_seq, s_tok, R, transposed, ROTATE, HOW.columns, HOW.round),
+        _rotated_back(x, cos, sin, rows + 3, i, length, s_seq, s_tok, R, transposed, ROTATE, HOW.columns, HOW.round),
     )
-    _emit(
-        d,
-        counting,
-        down,
-        along,
-        rows,
-        cols,
-        cols < C,
-        row_amax,
-        col_amax,
-        out,
-        other,
-        row_scales,
-        col_scales,
-        counts,
-        R,
-        C,
-        MODE,
-        OTHER,
-        TRANSPOSED,
-        NOTE,
-        MAX,
-        LEAST,
-        WIDE_RANGE,
-        ROUND,
-        FLOOR,
-        SLOTS,
-    )
+    to = (row_amax, col_amax, out, other, row_scales, col_scales, counts)
+    _emit(d, (counting, down, along, rows, cols, cols < C), to, R, C, HOW)
 
 
 @triton.jit
@@ -772,7 +410,7 @@ def amax(x: Source) -> Tensor:
         steps = 8 if x.is_cuda else 2
         _amax[(triton.cdiv(x.numel(), ALL * steps),)](x.contiguous(), out, x.numel(), steps, BLOCK=ALL, num_warps=8)
     else:
-        _launch(x, LARGEST, out, None)
+        _launch(x, LARGEST, (out, *NOTHING))
     return out
 
 
@@ -780,7 +418,7 @@ def amax_lines(x: Source) -> tuple[Tensor, Tensor]:
     """Bits of the largest |x| of each row (R,) and each column (C,), int32."""
     both = torch.zeros(sum(x.shape), dtype=torch.int32, device=x.device)
     rows, columns = both.split(tuple(x.shape))
-    _launch(x, LARGEST_LINES, rows, columns)
+    _launch(x, LARGEST_LINES, (rows, columns, *NOTHING[1:]))
     return rows, columns
 
 
@@ -831,21 +469,17 @@ def _kernel_of(x: Source, mode: int) -> tuple[Any, tuple[Any, ...], tuple[int, i
 def _launch(
     x: Source,
     mode: int,
-    first: Tensor | None,
-    second: Tensor | None,
-    out: Tensor | None = None,
-    other: Tensor | None = None,
-    scales: tuple[Tensor | None, Tensor | None] = (None, None),
-    counts: Tensor | None = None,
-    turn: bool = False,
+    to: tuple[Tensor | None, ...],
     format: Format | None = None,
+    turn: bool = False,
     tiles: CastTiles | None = None,
 ) -> None:
-    """Launch one of the kernels above over all of x."""
-    kernel, sources, (rows, columns), more = _kernel_of(x, mode)
-    programs, constants = plan(x, rows, columns, mode, format, counts, tiles or tiles_of(x, mode))
-    more |= dict(OTHER=other is not None, TRANSPOSED=turn)
-    kernel[(programs,)](*sources, first, second, out, other, *scales, counts, rows, columns, **constants, **more)
+    """Launch one of the kernels above over all of x. to: see `_emit`."""
+    kernel, sources, size, more = _kernel_of(x, mode)
+    tiles = tiles or tiles_of(x, mode)
+    programs, constants = plan(x, size, mode, format, to[-1], tiles)
+    constants = replace(constants, other=to[3] is not None, transposed=turn)
+    kernel[(programs,)](*sources, *to, *size, HOW=constants, num_warps=tiles.warps, **more)
 
 
 def cast_both(
@@ -892,7 +526,7 @@ def cast_both(
     )
     row_scales, col_scales = (torch.empty(n, device=device) for n in sizes)
     written = other.view(torch.int32) if turn and other is not None else other
-    _launch(x, mode, first, second, out, written, (row_scales, col_scales), counts, turn, format, tiles)
+    _launch(x, mode, (first, second, out, written, row_scales, col_scales, counts), format, turn, tiles)
     if into is not None:
         _copy_scales(into, row_scales, col_scales, mode, turn)
         return into

@@ -36,6 +36,9 @@ _WHOLE, _GIVEN, _LINES, _BLOCKS, _SQUARES, _LARGEST, _LARGEST_LINES = (
 )  # the same constants for kernels
 
 
+NOTHING = (None,) * 6  # of a cast that only finds one amax: amaxes of columns, codes twice, scales twice, counts
+
+
 @dataclass(frozen=True)
 class CastTiles:
     """The tile of a program: rows, columns (of gate and up each), and warps. 32 values a thread are four 16-byte reads
@@ -44,6 +47,35 @@ class CastTiles:
     rows: int
     columns: int
     warps: int
+
+
+@dataclass(frozen=True)
+class CastConstants:
+    """Compile-time constants of the kernels that cast tiles.
+
+    mode        how scales are shared, one of the modes above
+    note        whether amaxes and losses are counted; every: of large tensors, in every so-many-th tile of a row
+    rows        of a tile; columns
+    largest     number of the format; least: numbers up to it round to zero; wide_range: E5M2
+    round       whether to round explicitly, for the interpreter
+    other       whether there is a second output, with scales shared along columns; transposed: it is (C, R)
+    per_expert  with WHOLE: each expert has an amax of its own
+    """
+
+    mode: int
+    note: bool
+    every: int
+    rows: int
+    columns: int
+    largest: float
+    least: float
+    wide_range: bool
+    round: bool
+    other: bool = True
+    transposed: bool = True
+    per_expert: int = 0
+    floor: float = FLOOR
+    slots: int = SLOTS
 
 
 def format_constants(format: Format | None, x: Tensor | Any) -> dict[str, Any]:
@@ -60,17 +92,16 @@ def format_constants(format: Format | None, x: Tensor | Any) -> dict[str, Any]:
 
 
 def plan(
-    x: Any, rows: int, columns: int, mode: int, format: Format | None, counts: Tensor | None, t: CastTiles
-) -> tuple[int, dict[str, Any]]:
-    """(programs that cast tiles t of x, programs that only count losses, constants of their kernel). Tiles cover (rows,
-    columns)."""
-    across, down = triton.cdiv(columns, t.columns), triton.cdiv(rows, t.rows)
-    every = min(SAMPLED, across) if x.shape[0] * columns >= LARGE else 1
+    x: Any, size: tuple[int, int], mode: int, format: Format | None, counts: Tensor | None, t: CastTiles
+) -> tuple[int, CastConstants]:
+    """(programs that cast tiles t of x, and programs that only count losses; constants of their kernel). Tiles cover
+    `size`, rows and columns."""
+    across, down = triton.cdiv(size[1], t.columns), triton.cdiv(size[0], t.rows)
+    every = min(SAMPLED, across) if x.shape[0] * size[1] >= LARGE else 1
     counting = 0 if counts is None else down * triton.cdiv(across, every)
-    constants = dict(
-        MODE=mode, NOTE=counts is not None, FLOOR=FLOOR, EVERY=every, ROWS=t.rows, COLS=t.columns, num_warps=t.warps
-    )
-    return down * across + counting, constants | format_constants(format, x)
+    made = format_constants(format, x)
+    casts = (made["MAX"], made["LEAST"], made["WIDE_RANGE"], made["ROUND"])
+    return down * across + counting, CastConstants(mode, counts is not None, every, t.rows, t.columns, *casts)
 
 
 @triton.jit
@@ -80,15 +111,18 @@ def abs_bits(x):
 
 
 @triton.jit
-def place(R, C, NOTE: tl.constexpr, EVERY: tl.constexpr, ROWS: tl.constexpr, COLS: tl.constexpr):
+def place(R, C, HOW: tl.constexpr):
     """(whether this program only counts, its tile's number down and along, every fourth of its rows, its columns).
-    Programs beyond those of all tiles count losses, in every EVERY-th tile of a row of tiles, shifted by one from row
+    Programs beyond those of all tiles count losses, in every `every`-th tile of a row of tiles, shifted by one from row
     to row. This takes no registers from the programs that cast."""
+    ROWS: tl.constexpr = HOW.rows
+    COLS: tl.constexpr = HOW.columns
+    EVERY: tl.constexpr = HOW.every
     across = tl.cdiv(C, COLS)
     more = tl.program_id(0) - across * tl.cdiv(R, ROWS)
     down = tl.program_id(0) // across
     along = tl.program_id(0) % across
-    if NOTE:
+    if HOW.note:
         if more >= 0:
             down = more // tl.cdiv(across, EVERY)
             along = more % tl.cdiv(across, EVERY) * EVERY + (EVERY - down % EVERY) % EVERY
@@ -270,14 +304,14 @@ def _byte(v, MAX: tl.constexpr, WIDE_RANGE: tl.constexpr):
 
 
 @triton.jit
-def _shared_multiplier(v, row_amax, MODE: tl.constexpr, MAX: tl.constexpr, FLOOR: tl.constexpr):
+def _shared_multiplier(v, row_amax, HOW: tl.constexpr):
     """The multiplier of the whole tile in modes where there is only one; otherwise 1."""
-    if MODE == _WHOLE:
-        return multiplier_of(tl.load(row_amax), MAX, FLOOR)
-    elif MODE == _GIVEN:
+    if HOW.mode == _WHOLE:
+        return multiplier_of(tl.load(row_amax), HOW.largest, HOW.floor)
+    elif HOW.mode == _GIVEN:
         return tl.load(row_amax)
-    elif MODE == _SQUARES:
-        return multiplier_of(tl.max(abs_bits(largest_of_four(v))), MAX, FLOOR)
+    elif HOW.mode == _SQUARES:
+        return multiplier_of(tl.max(abs_bits(largest_of_four(v))), HOW.largest, HOW.floor)
     else:
         return 1.0
 
@@ -298,42 +332,42 @@ def _largest_along(v, axis: tl.constexpr, ROUND: tl.constexpr):
 
 
 @triton.jit
-def _row_bits(v, rows, row_amax, R, MODE: tl.constexpr, ROUND: tl.constexpr):
+def _row_bits(v, rows, row_amax, R, HOW: tl.constexpr):
     """Bits of the amaxes from which the scales of a tile's rows are computed, (rows,); none in modes with one shared
     scale."""
-    if MODE == _LINES:
+    if HOW.mode == _LINES:
         return tl.load(row_amax + rows, mask=rows < R, other=0)
-    elif MODE == _BLOCKS:
-        return _largest_along(v, 1, ROUND)
+    elif HOW.mode == _BLOCKS:
+        return _largest_along(v, 1, HOW.round)
     else:
         return 0
 
 
 @triton.jit
-def _column_bits(v, cols, there, col_amax, MODE: tl.constexpr, ROUND: tl.constexpr):
+def _column_bits(v, cols, there, col_amax, HOW: tl.constexpr):
     """The same for columns, over four tiles."""
-    if MODE == _LINES:
+    if HOW.mode == _LINES:
         return tl.load(col_amax + cols, mask=there, other=0)
-    elif MODE == _BLOCKS:
-        return _largest_along(largest_of_four(v), 0, ROUND)
+    elif HOW.mode == _BLOCKS:
+        return _largest_along(largest_of_four(v), 0, HOW.round)
     else:
         return 0
 
 
 @triton.jit
-def _scales(bits, shared, MODE: tl.constexpr, MAX: tl.constexpr, FLOOR: tl.constexpr, ROUND: tl.constexpr):
+def _scales(bits, shared, HOW: tl.constexpr):
     """Multipliers and scales of lines whose amaxes have these bits; or `shared`, twice."""
-    if MODE == _LINES or MODE == _BLOCKS:
-        return scales_of(bits, MAX, FLOOR, ROUND)
+    if HOW.mode == _LINES or HOW.mode == _BLOCKS:
+        return scales_of(bits, HOW.largest, HOW.floor, HOW.round)
     else:
         return shared, shared
 
 
 @triton.jit
-def note_amaxes(v, rows, R, cols, there, row_amax, col_amax, MODE: tl.constexpr):
+def note_amaxes(v, rows, R, cols, there, row_amax, col_amax, HOW: tl.constexpr):
     """LARGEST: raise the bits at row_amax to at least those of the tile's largest |v|. LARGEST_LINES: the same for its
     rows and columns."""
-    if MODE == _LARGEST:
+    if HOW.mode == _LARGEST:
         tl.atomic_max(row_amax, tl.max(abs_bits(largest_of_four(v))), sem="relaxed")
     else:
         for i in tl.static_range(4):
@@ -342,12 +376,12 @@ def note_amaxes(v, rows, R, cols, there, row_amax, col_amax, MODE: tl.constexpr)
 
 
 @triton.jit
-def note_tile(v, first, row_amax, counts, MODE: tl.constexpr, SLOTS: tl.constexpr):
+def note_tile(v, first, row_amax, counts, HOW: tl.constexpr):
     """Record the tile's amax or, with WHOLE, the tensor's if this program is the `first`."""
-    if MODE != _WHOLE:
-        note_largest(tl.max(abs_bits(largest_of_four(v))), counts, SLOTS)
+    if HOW.mode != _WHOLE:
+        note_largest(tl.max(abs_bits(largest_of_four(v))), counts, HOW.slots)
     elif first:
-        note_largest(tl.load(row_amax), counts, SLOTS)
+        note_largest(tl.load(row_amax), counts, HOW.slots)
 
 
 @triton.jit
@@ -358,18 +392,13 @@ def count_losses_of_four(
     there,
     row_amax,
     counts,
-    MODE: tl.constexpr,
-    MAX: tl.constexpr,
-    LEAST: tl.constexpr,
-    ROUND: tl.constexpr,
-    FLOOR: tl.constexpr,
-    SLOTS: tl.constexpr,
+    HOW: tl.constexpr,
 ):
-    shared = _shared_multiplier(v, row_amax, MODE, MAX, FLOOR)
+    shared = _shared_multiplier(v, row_amax, HOW)
     for i in tl.static_range(4):
-        m, _ = _scales(_row_bits(v[i], rows + i, row_amax, R, MODE, ROUND), shared, MODE, MAX, FLOOR, ROUND)
-        scaled = v[i] * (m[:, None] if MODE == _LINES or MODE == _BLOCKS else m)
-        count_losses(v[i], scaled, (rows + i < R)[:, None] & there[None, :], counts, SLOTS, MAX, LEAST)
+        m, _ = _scales(_row_bits(v[i], rows + i, row_amax, R, HOW), shared, HOW)
+        scaled = v[i] * (m[:, None] if HOW.mode == _LINES or HOW.mode == _BLOCKS else m)
+        count_losses(v[i], scaled, (rows + i < R)[:, None] & there[None, :], counts, HOW.slots, HOW.largest, HOW.least)
 
 
 @triton.jit
@@ -384,24 +413,19 @@ def _write_rows(
     out,
     other,
     C,
-    MODE: tl.constexpr,
-    OTHER: tl.constexpr,
-    TRANSPOSED: tl.constexpr,
-    MAX: tl.constexpr,
-    WIDE_RANGE: tl.constexpr,
-    ROUND: tl.constexpr,
+    HOW: tl.constexpr,
 ):
     """Store the quantized values of a tile with rows `rows` of (R, C), multiplied by m. Returns the values from which
     the transposed ones are cast: multiplied by by_col."""
-    mask, own = (rows < R)[:, None] & there[None, :], MODE != _GIVEN
-    if MODE == _LINES or MODE == _BLOCKS:
-        store_quantized(v * m[:, None], out, C, rows, cols, mask, MAX, WIDE_RANGE, ROUND, OWN=own)
+    mask, own = (rows < R)[:, None] & there[None, :], HOW.mode != _GIVEN
+    if HOW.mode == _LINES or HOW.mode == _BLOCKS:
+        store_quantized(v * m[:, None], out, C, rows, cols, mask, HOW.largest, HOW.wide_range, HOW.round, OWN=own)
         scaled = v * by_col[None, :]
-        if OTHER and not TRANSPOSED:
-            store_quantized(scaled, other, C, rows, cols, mask, MAX, WIDE_RANGE, ROUND, OWN=own)
+        if HOW.other and not HOW.transposed:
+            store_quantized(scaled, other, C, rows, cols, mask, HOW.largest, HOW.wide_range, HOW.round, OWN=own)
     else:
         scaled = v * m
-        store_quantized(scaled, out, C, rows, cols, mask, MAX, WIDE_RANGE, ROUND, OWN=own)
+        store_quantized(scaled, out, C, rows, cols, mask, HOW.largest, HOW.wide_range, HOW.round, OWN=own)
     return scaled
 
 
@@ -413,19 +437,10 @@ def write_quantized(
     R,
     cols,
     there,
-    row_amax,
-    col_amax,
-    out,
-    other,
+    to,
     C,
     P,
-    MODE: tl.constexpr,
-    OTHER: tl.constexpr,
-    TRANSPOSED: tl.constexpr,
-    MAX: tl.constexpr,
-    WIDE_RANGE: tl.constexpr,
-    ROUND: tl.constexpr,
-    FLOOR: tl.constexpr,
+    HOW: tl.constexpr,
 ):
     """out (.., C): quantized v, four tiles, of `rows` before R, with scales shared along a row (or the whole tensor).
     other: with scales shared along a column: (.., C) or, if TRANSPOSED, (C, P) as words of four values, of which this
@@ -436,35 +451,28 @@ def write_quantized(
     the bytes takes three times the instructions, and ptxas 12.8 compiled it for sm_90 into code that read registers
     before they were set.
     """
-    shared = _shared_multiplier(v, row_amax, MODE, MAX, FLOOR)
-    m0, s0 = _scales(_row_bits(v[0], rows, row_amax, R, MODE, ROUND), shared, MODE, MAX, FLOOR, ROUND)
-    m1, s1 = _scales(_row_bits(v[1], rows + 1, row_amax, R, MODE, ROUND), shared, MODE, MAX, FLOOR, ROUND)
-    m2, s2 = _scales(_row_bits(v[2], rows + 2, row_amax, R, MODE, ROUND), shared, MODE, MAX, FLOOR, ROUND)
-    m3, s3 = _scales(_row_bits(v[3], rows + 3, row_amax, R, MODE, ROUND), shared, MODE, MAX, FLOOR, ROUND)
-    by_col, col_scales = _scales(_column_bits(v, cols, there, col_amax, MODE, ROUND), shared, MODE, MAX, FLOOR, ROUND)
+    row_amax, col_amax, out, other, _, _, _ = to
+    shared = _shared_multiplier(v, row_amax, HOW)
+    m0, s0 = _scales(_row_bits(v[0], rows, row_amax, R, HOW), shared, HOW)
+    m1, s1 = _scales(_row_bits(v[1], rows + 1, row_amax, R, HOW), shared, HOW)
+    m2, s2 = _scales(_row_bits(v[2], rows + 2, row_amax, R, HOW), shared, HOW)
+    m3, s3 = _scales(_row_bits(v[3], rows + 3, row_amax, R, HOW), shared, HOW)
+    by_col, col_scales = _scales(_column_bits(v, cols, there, col_amax, HOW), shared, HOW)
     transposed = (
-        _write_rows(
-            v[0], m0, by_col, rows, R, cols, there, out, other, C, MODE, OTHER, TRANSPOSED, MAX, WIDE_RANGE, ROUND
-        ),
-        _write_rows(
-            v[1], m1, by_col, rows + 1, R, cols, there, out, other, C, MODE, OTHER, TRANSPOSED, MAX, WIDE_RANGE, ROUND
-        ),
-        _write_rows(
-            v[2], m2, by_col, rows + 2, R, cols, there, out, other, C, MODE, OTHER, TRANSPOSED, MAX, WIDE_RANGE, ROUND
-        ),
-        _write_rows(
-            v[3], m3, by_col, rows + 3, R, cols, there, out, other, C, MODE, OTHER, TRANSPOSED, MAX, WIDE_RANGE, ROUND
-        ),
+        _write_rows(v[0], m0, by_col, rows, R, cols, there, out, other, C, HOW),
+        _write_rows(v[1], m1, by_col, rows + 1, R, cols, there, out, other, C, HOW),
+        _write_rows(v[2], m2, by_col, rows + 2, R, cols, there, out, other, C, HOW),
+        _write_rows(v[3], m3, by_col, rows + 3, R, cols, there, out, other, C, HOW),
     )
-    if OTHER and TRANSPOSED:
-        words = _packed(transposed, MAX, WIDE_RANGE, ROUND, MODE != _GIVEN)
+    if HOW.other and HOW.transposed:
+        words = _packed(transposed, HOW.largest, HOW.wide_range, HOW.round, HOW.mode != _GIVEN)
         fours = down * words.shape[0] + tl.arange(0, words.shape[0])  # rows // 4, but known to be consecutive
         tl.store(
             other + cols.to(tl.int64)[:, None] * (P // 4) + fours[None, :],
             words.T,
             mask=there[:, None] & (fours < P // 4)[None, :],
         )
-    if MODE == _LINES or MODE == _BLOCKS:
+    if HOW.mode == _LINES or HOW.mode == _BLOCKS:
         return tl.reshape(tl.join(tl.join(s0, s2), tl.join(s1, s3)), (4 * s0.shape[0],)), col_scales
     else:
         return shared, shared

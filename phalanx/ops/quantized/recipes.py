@@ -3,7 +3,7 @@ matmuls.
 
 A value x is stored as a value c of a narrow format and a scale s shared by a block of values: x ~ c s. In both operands
 of a GEMM, blocks extend along the summed dim. Which linears use a recipe, and how it works over ranks, is up to
-ops/quantized/linear.py.
+ops/quantized/quantizer.py.
 """
 
 from __future__ import annotations

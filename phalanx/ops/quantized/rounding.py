@@ -2,8 +2,8 @@
 tokens.
 
 NVIDIA, "Pretraining large language models with NVFP4", 2025, section 4. Both are functions of a seed and of the values
-alone. Recipes (ops/quantized/recipes.py) say which tensors use them; linears (ops/quantized/linear.py,
-ops/quantized/experts.py) apply them.
+alone. Recipes (ops/quantized/recipes.py) say which tensors use them; quantizers (ops/quantized/quantizer.py,
+ops/quantized/expert_quantizer.py) apply them.
 
 Random numbers come from a counter (base.rng), and the counter of a block of values is a hash of its contents. Nothing
 needs to know which token or feature it is, or how often it was computed, so every layout, expert, recomputed or resumed
