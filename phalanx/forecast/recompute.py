@@ -315,7 +315,7 @@ def within_budget(plan: Plan, budget: float) -> tuple[frozenset[str], ...]:
                 found[plan.facts[b]] = options(plan, b)
         other = use.total - use.memory["activations"] - use.memory["working"] + OVERHEAD
         other += sum(live[s] * fixed_bytes(plan, s, blocks_kept) for s in plan.stages_of(pp))
-        # for offloaded blocks: one micro-batch is here, one leaves and one comes; what weight gradients wait with is here
+        # for offloaded blocks: one micro-batch is here, one leaves, one comes; what weight gradients need is here
         blocks, in_flight = (
             [found[plan.facts[b]] for b, _ in mine],
             [min(n, 3) if b in plan.offloaded and not plan.waits(b) else n for b, n in mine],
