@@ -23,7 +23,7 @@ from phalanx.nn.env import Env, WeightRules
 from phalanx.nn.recompute import PRESETS
 from phalanx.nn.run_block import run_block
 from phalanx.ops.dense.grads import GradientQueue, add_grad, queue_autograd
-from phalanx.planning.plan import make_blocks
+from phalanx.planning.blocks import make_blocks
 from phalanx.schedule.actions import Backward, Forward, InputGrad, WeightGrad
 from phalanx.sequence.batch import Batch
 from tests.harness.parity import Parts, assemble, base_run, parts_of, random_weights, step_batches
