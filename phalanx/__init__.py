@@ -9,8 +9,9 @@
 
 and `with px.session(run) as s:` for a loop of your own. `px.Family` is for model families of your own, `px.Optimizer`
 and `@px.optimizer` for optimizers, `@px.lr_schedule` for learning rates, `px.TokenObjective`, `px.SequenceObjective`
-and `@px.objective` for losses, `px.Sink` and `@px.sink` for places that numbers go to, `px.DataSource` and
-`@px.source` for samples, `@px.pipeline_schedule` for the order of a pipeline's work, `px.Callback` for programs that
+and `@px.objective` for losses, `px.Adapter` and `@px.adapter` for fine-tuning beside frozen weights, `px.Sink` and
+`@px.sink` for places that numbers go to, `px.DataSource` and `@px.source` for samples, `@px.pipeline_schedule` for the
+order of a pipeline's work, `px.Callback` for programs that
 listen.
 """
 
@@ -28,6 +29,7 @@ if TYPE_CHECKING:
     from phalanx.data.own_source import DataSource, SourceStart, source
     from phalanx.layout.param import Piece
     from phalanx.models.family import BlockMaker, Family
+    from phalanx.nn.adapter import Adapter, LinearPiece, adapter
     from phalanx.nn.objective import SequenceObjective, TokenObjective, objective
     from phalanx.nn.parameter import Parameter
     from phalanx.ops.dense.token_loss import LogitStats
@@ -42,11 +44,13 @@ if TYPE_CHECKING:
 
 PUBLIC = {
     "Action": "phalanx.schedule.actions",
+    "Adapter": "phalanx.nn.adapter",
     "BlockMaker": "phalanx.models.family",
     "Callback": "phalanx.training.callbacks",
     "DataSource": "phalanx.data.own_source",
     "Family": "phalanx.models.family",
     "LRPoint": "phalanx.optim.schedules",
+    "LinearPiece": "phalanx.nn.adapter",
     "LogitStats": "phalanx.ops.dense.token_loss",
     "Moment": "phalanx.ops.optimizer.state",
     "OptimConfig": "phalanx.optim.config",
@@ -65,6 +69,7 @@ PUBLIC = {
     "StreamSpec": "phalanx.sequence.streams",
     "TokenObjective": "phalanx.nn.objective",
     "WholeMatrix": "phalanx.optim.optimizer",
+    "adapter": "phalanx.nn.adapter",
     "check": "phalanx.api",
     "load": "phalanx.api",
     "lr_schedule": "phalanx.optim.schedules",
@@ -79,11 +84,13 @@ PUBLIC = {
 }
 __all__ = [
     "Action",
+    "Adapter",
     "BlockMaker",
     "Callback",
     "DataSource",
     "Family",
     "LRPoint",
+    "LinearPiece",
     "LogitStats",
     "Moment",
     "OptimConfig",
@@ -103,6 +110,7 @@ __all__ = [
     "TokenObjective",
     "WholeMatrix",
     "__version__",
+    "adapter",
     "check",
     "load",
     "lr_schedule",

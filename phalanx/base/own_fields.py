@@ -1,11 +1,12 @@
-"""Own fields of a registered class: values from a config -> its `Config` dataclass."""
+"""Own fields of a registered class: the section of a config that has them, and values from a config -> its `Config`
+dataclass."""
 
 from __future__ import annotations
 
-import dataclasses
 import json
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, fields, is_dataclass, make_dataclass
+from functools import cache
 from typing import Any
 
 from phalanx.base.errors import ConfigError, Problem
@@ -22,7 +23,7 @@ def made_of(config: type, at: str, given: Mapping[str, Any]) -> Any:
     """The dataclass `config` made from these values. ConfigError with every problem. `at`: the key above them."""
     from pydantic import ConfigDict, ValidationError, create_model  # start-up time: most runs have none of these
 
-    known = {f.name: f for f in dataclasses.fields(config)}
+    known = {f.name: f for f in fields(config)}
     hint: Any = config
     section = create_model("Section", __config__=ConfigDict(strict=True, extra="forbid"), fields=(hint, ...))
     try:  # through JSON, because pydantic's strict mode takes lists for tuples only there
@@ -43,3 +44,29 @@ def made_of(config: type, at: str, given: Mapping[str, Any]) -> Any:
                 wanted = hinted if isinstance(hinted, str) else type_text(hinted)
                 problems.append(Problem(field, given.get(name), f"must be {wanted}"))
         raise ConfigError(problems) from error
+
+
+@cache
+def section_of(config: type, base: type) -> type:
+    """The section of what has the fields of the dataclass `config`, beside those of `base`, which all of its seam
+    have."""
+    if config is base or issubclass(config, base):
+        return config
+    if not is_dataclass(config) or not config.__dataclass_params__.frozen:  # type: ignore[attr-defined]
+        raise TypeError(f"{config.__qualname__} must be a frozen dataclass: @dataclass(frozen=True, kw_only=True)")
+    for taken in {f.name for f in fields(config)} & {f.name for f in fields(base)}:
+        seam = vars(base)["seam"]
+        raise TypeError(f"{config.__qualname__} has a field `{taken}`, which is that of the {seam}: call it otherwise")
+
+    def reduced(section: Any) -> tuple[Any, ...]:  # for pickle, which finds classes by their place in a module
+        return _section, (config, base, {f.name: getattr(section, f.name) for f in fields(section)})
+
+    made = make_dataclass(
+        config.__name__, [], bases=(config, base), frozen=True, kw_only=True, namespace={"__reduce__": reduced}
+    )
+    made.__module__, made.__doc__ = config.__module__, config.__doc__
+    return made
+
+
+def _section(config: type, base: type, values: Mapping[str, Any]) -> Any:
+    return section_of(config, base)(**values)

@@ -75,6 +75,7 @@ BUILT_IN: Mapping[str, Mapping[str, str]] = MappingProxyType(
                 "mlp": "phalanx.ops.dense.gated_mlp:MLP",
             }
         ),
+        "adapter": MappingProxyType({"lora": "phalanx.nn.adapters.lora:LoRA"}),
         "objective": MappingProxyType({"pretrain": "phalanx.engine.objectives.pretrain:Pretrain"}),
         "pipeline_schedule": MappingProxyType(
             {
@@ -187,22 +188,22 @@ Section = TypeVar("Section")
 
 
 def completed(section: str, config: Section, base: type, find_named: Callable[[str], Any]) -> Section:
-    """The section with the fields of the member that its `name` refers to, with default values where only shared fields
-    (those of `base`) are given. Its name becomes one by which other processes find it. ConfigError if there is no such
-    member, or the fields are those of another."""
-    name: str = config.name  # type: ignore[attr-defined]
+    """The section with the fields of the member that it names in its field `base.named_by`, with default values where
+    only shared fields (those of `base`) are given. Its name becomes one by which other processes find it. ConfigError
+    if there is no such member, or the fields are those of another."""
+    seam, key = str(vars(base)["seam"]), str(vars(base)["named_by"])
+    name: str = getattr(config, key)
     try:
         cls = find_named(name).Config
     except NotFound as error:
-        raise ConfigError([error.problem(f"{section}.name", name)]) from error
-    seam: str = vars(base)["seam"]
+        raise ConfigError([error.problem(f"{section}.{key}", name)]) from error
     lasting = name if name in BUILT_IN[seam] else path_of(seam, name)
     if type(config) is not cls and type(config) is not base:
         rule = f"takes the fields of {cls.__name__}, not of {type(config).__name__}: set the name of its {seam}"
-        raise ConfigError([Problem(f"{section}.name", name, rule)])
+        raise ConfigError([Problem(f"{section}.{key}", name, rule)])
     if type(config) is cls and name == lasting:
         return config
-    return cls(**{f.name: getattr(config, f.name) for f in fields(config)} | {"name": lasting})  # type: ignore[arg-type]
+    return cls(**{f.name: getattr(config, f.name) for f in fields(config)} | {key: lasting})  # type: ignore[arg-type]
 
 
 def registered(seam: str) -> dict[str, Any]:

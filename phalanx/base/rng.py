@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import hashlib
 import math
+from collections.abc import Callable
 
 import numpy as np
 import torch
@@ -61,14 +62,40 @@ def normal_runs(first: Tensor, length: int, key: tuple[int, int]) -> Tensor:
     return torch.where((first % 2 == 1).unsqueeze(1), both[:, 1 : length + 1], both[:, :length])
 
 
+def uniform_runs(first: Tensor, length: int, key: tuple[int, int]) -> Tensor:
+    """Uniform float64 (R, length) in [0, 1) of elements first[r], first[r] + 1, ...: 53 bits of the words of counter
+    e."""
+    number = first.unsqueeze(1) + torch.arange(length, device=first.device)
+    w0, w1, _, _ = philox((number & MASK, number >> 32, 0, 0), key)
+    return ((w0 << 21) + (w1 >> 11)).double() * 2.0**-53
+
+
+Runs = Callable[[Tensor, int, tuple[int, int]], Tensor]
+
+
 def fill_normal_(out: Tensor, std: float, shape: tuple[int, ...], start: tuple[int, ...], seed: int, name: str) -> None:
     """Fill `out`, the box at `start` of the global tensor `name` of `shape`, with its part of normal(0, std).
 
     Element e of the row-major global tensor has the same bits whichever rank generates it.
     """
+    _fill_runs_(out, lambda *run: normal_runs(*run) * std, shape, start, key_of(seed, "init", name))
+
+
+def fill_uniform_(
+    out: Tensor, bound: float, shape: tuple[int, ...], start: tuple[int, ...], seed: int, name: str
+) -> None:
+    """As fill_normal_, with its part of uniform [-bound, bound)."""
+    key = key_of(seed, "init", name)
+    _fill_runs_(out, lambda *run: (uniform_runs(*run) * 2 - 1) * bound, shape, start, key)
+
+
+def _fill_runs_(
+    out: Tensor, values: Runs, shape: tuple[int, ...], start: tuple[int, ...], key: tuple[int, int]
+) -> None:
+    """`values`: of runs of elements of the global tensor."""
     if out.numel() == 0:
         return
-    key, chunk = key_of(seed, "init", name), CHUNK[out.device.type == "cuda"]
+    chunk = CHUNK[out.device.type == "cuda"]
     flat = out if out.is_contiguous() else torch.empty(out.shape, dtype=out.dtype, device=out.device)
     first = run_starts(shape, start, tuple(out.shape)).to(out.device)
     runs = flat.view(len(first), -1)
@@ -76,7 +103,7 @@ def fill_normal_(out: Tensor, std: float, shape: tuple[int, ...], start: tuple[i
     for r in range(0, len(first), together):
         for a in range(0, length, chunk):
             part = runs[r : r + together, a : a + chunk]
-            part.copy_(normal_runs(first[r : r + together] + a, part.shape[1], key) * std)
+            part.copy_(values(first[r : r + together] + a, part.shape[1], key))
     if flat is not out:
         out.copy_(flat)
 

@@ -58,9 +58,33 @@ def weights_to_save(buffers: Buffers, mesh: Mesh) -> list[Item]:
     found = []
     for f in buffers.flat:
         at, values = f.storage.saved
-        mine = [i for i in items_in(f.bucket, values, at, *f.own, exported=True) if i.piece.is_writer(mesh.at)]
+        mine = [
+            i for i in items_in(f.bucket, values, at, *f.own, exported=True) if i.piece.is_writer(mesh.grid, mesh.at)
+        ]
         found += [replace(i, saved_as=f.weight.dtype) for i in mine]
     return found
+
+
+def adapters_to_save(buffers: Buffers, mesh: Mesh) -> list[Item]:
+    """The same of trained weights that no Hugging Face folder of the model has."""
+    found = []
+    for f in (f for f in buffers.flat if f.bucket.learns):
+        at, values = f.storage.saved
+        mine = [i for i in items_in(f.bucket, values, at, *f.own) if i.piece.is_writer(mesh.grid, mesh.at)]
+        found += [replace(i, saved_as=f.weight.dtype) for i in mine if i.name in _unexported(f.bucket)]
+    return found
+
+
+def adapters_to_load(buffers: Buffers) -> list[Item]:
+    """What their folder gives."""
+    trained = [f for f in buffers.masters if f.bucket.trained]
+    items = [(f, i) for f in trained for i in items_in(f.bucket, f.master, f.lo, f.lo, f.hi)]
+    return [i for f, i in items if i.name in _unexported(f.bucket)]
+
+
+def _unexported(bucket: Bucket) -> frozenset[str]:
+    """Names of the bucket's tensors that no Hugging Face folder of the model has."""
+    return frozenset(p.name for slot in bucket.slots if not slot.spec.exported for p in slot.spec.pieces)
 
 
 def state_to_save(shards: list[Shard], mesh: Mesh) -> list[dict[str, Item]]:
@@ -70,7 +94,7 @@ def state_to_save(shards: list[Shard], mesh: Mesh) -> list[dict[str, Item]]:
     for s in shards:
         items = {kind: items_in(s.bucket, s.values(kind), s.lo, *s.own) for kind in s.kinds}
         boxes = (dict(zip(s.kinds, of_box)) for of_box in zip(*items.values()))
-        found += [box for box in boxes if box[MASTER].piece.is_writer(mesh.at)]
+        found += [box for box in boxes if box[MASTER].piece.is_writer(mesh.grid, mesh.at)]
     return found
 
 
@@ -84,10 +108,21 @@ def state_to_load(shards: list[Shard], values: list[dict[str, Tensor]]) -> dict[
 
 
 def kept_to_save(buffers: Buffers, mesh: Mesh) -> list[Item]:
-    """This rank's share of what is frozen or not trained (it has no moments): its shard of each bucket, whatever the
-    sharding."""
-    untrained = [f for f in buffers.flat if not f.bucket.learns]
-    return [i for f in untrained for i in items_in(f.bucket, f.master, f.lo, *f.own) if i.piece.is_writer(mesh.at)]
+    """This rank's share of what is not trained (it has no moments): its shard of each bucket, whatever the sharding.
+    Frozen weights are kept in the dtype that they are exported in, so `weights/` has every bit of them."""
+    untrained = [f for f in buffers.flat if not f.bucket.learns and not f.bucket.frozen]
+    return [
+        i
+        for f in untrained
+        for i in items_in(f.bucket, f.master, f.lo, *f.own)
+        if i.piece.is_writer(mesh.grid, mesh.at)
+    ]
+
+
+def frozen_names(buffers: Buffers) -> list[str]:
+    """Names of this rank's tensors that `weights/` alone has."""
+    frozen = [slot.spec for f in buffers.flat if f.bucket.frozen for slot in f.bucket.slots]
+    return [piece.name for spec in frozen for piece in spec.pieces]
 
 
 def kept_to_load(buffers: Buffers) -> list[Item]:

@@ -15,7 +15,7 @@ from torch import Tensor
 from phalanx.base.errors import CheckpointError, DamagedCheckpoint
 from phalanx.checkpoint.hf_files import hf_index
 from phalanx.checkpoint.keep import find
-from phalanx.checkpoint.load import kinds_of_names, state_index, state_kinds, weight_receipts
+from phalanx.checkpoint.load import frozen_index, kinds_of_names, state_index, state_kinds, weight_receipts
 from phalanx.checkpoint.manifest import NAME, Manifest, read_manifest
 from phalanx.checkpoint.places import missing, place
 from phalanx.checkpoint.save import key_of
@@ -28,7 +28,10 @@ WEIGHTS = "weights"
 
 class Contents:
     """Tensors by kind: `weights` as they are exported and, in a checkpoint of ours, `state_kinds`: `master` and the
-    optimizer's state (for AdamW `m` and `v`). Files stay open until `close`."""
+    optimizer's state (for AdamW `m` and `v`). Files stay open until `close`.
+
+    untrained   names of tensors that have no gradients; frozen: of those whose masters are the `weights`
+    """
 
     def __init__(self, path: str | Path):
         self.path, self.manifest = _meant(path)
@@ -54,6 +57,7 @@ class Contents:
                 }
                 self._kinds[kind] = (self.path / "state", keyed, self.manifest.receipts("state"))
         self.untrained = frozenset(kept) if self.manifest is not None else frozenset[str]()
+        self.frozen = frozenset(frozen_index(self.path, self.manifest) if self.manifest is not None else ())
 
     @property
     def kinds(self) -> tuple[str, ...]:
@@ -65,7 +69,9 @@ class Contents:
         return MASTER if MASTER in self._kinds else WEIGHTS
 
     def shapes(self, kind: str) -> dict[str, tuple[int, ...]]:
-        return {name: stored.shape for name, stored in self._kinds[kind][1].items()} if kind in self._kinds else {}
+        of_kind = {name: stored.shape for name, stored in self._kinds[kind][1].items()} if kind in self._kinds else {}
+        weights = self._kinds[WEIGHTS][1]
+        return {**of_kind, **{n: weights[n].shape for n in sorted(self.frozen)}} if kind == MASTER else of_kind
 
     def files(self, kind: str) -> dict[str, str]:
         """The file that holds each tensor as a whole, by the tensor's name."""
@@ -73,7 +79,7 @@ class Contents:
 
     def read(self, kind: str, name: str) -> Tensor:
         """A whole global tensor, assembled from the boxes that are stored."""
-        folder, index, receipts = self._kinds[kind]
+        folder, index, receipts = self._kinds[WEIGHTS if kind == MASTER and name in self.frozen else kind]
         stored, whole, found = index[name], None, 0
         for part in stored.parts:
             piece = self._file(folder, part.file, receipts).read(part.key)

@@ -31,11 +31,14 @@ class Job:
 
 @dataclass(frozen=True)
 class File:
-    """Tensors that one rank writes to one file, in this order."""
+    """Tensors that one rank writes to one file, in this order. folder: of the checkpoint, in which it lies; prefix:
+    what the tensors' names begin with in it."""
 
     name: str
     writer: int
     jobs: tuple[Job, ...]
+    folder: str = "weights"
+    prefix: str = ""
 
 
 def plan_files(held: list[list[Offer]], max_bytes: int) -> list[File]:

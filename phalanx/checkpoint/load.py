@@ -12,14 +12,15 @@ import torch
 from torch import Tensor
 
 from phalanx.base.errors import CheckpointError, DamagedCheckpoint
+from phalanx.checkpoint.adapters import FOLDER, adapter_folder, check_wanted
 from phalanx.checkpoint.agree import agree, together
-from phalanx.checkpoint.boxes import Item, kept_to_load, masters_to_load, state_to_load
+from phalanx.checkpoint.boxes import Item, adapters_to_load, kept_to_load, masters_to_load, state_to_load
 from phalanx.checkpoint.hf import differences
-from phalanx.checkpoint.hf_files import HEAD, Shapes, adapt, folder_of, predictors_in, same_in, stored_in
+from phalanx.checkpoint.hf_files import HEAD, Shapes, adapt, folder_of, hf_index, predictors_in, same_in, stored_in
 from phalanx.checkpoint.manifest import NAME, Manifest, read_checked, read_manifest
 from phalanx.checkpoint.names import folded
 from phalanx.checkpoint.places import place
-from phalanx.checkpoint.save import KINDS_OF, TrainingState, key_of
+from phalanx.checkpoint.save import IN_WEIGHTS, KINDS_OF, TrainingState, key_of
 from phalanx.checkpoint.storage import Receipt
 from phalanx.checkpoint.tensors import Index, Stored, StoredBox, check_files, fill
 from phalanx.checkpoint.threads import threads_of_rank
@@ -54,7 +55,7 @@ def load_state(
     masters = [*items.pop(MASTER), *kept]
     wanted = wanted_names(mesh, masters)
     needed = {i.name: s.kinds for s in optimizer.shards for slot in s.bucket.slots for i in slot.spec.pieces}
-    moving, index = together(mesh.world, lambda: _state_index(path, manifest, wanted, optimizer, needed))
+    moving, index, frozen = together(mesh.world, lambda: _state_index(path, manifest, wanted, optimizer, needed))
     for x in (x for of_shard in values for x in of_shard.values()):
         x.zero_()  # padding is zero, whatever the memory held
     for flat in (f for f in buffers.flat if not f.bucket.learns):
@@ -62,10 +63,10 @@ def load_state(
     # tensors that were frozen start with a state of zero
     had = {kind: [i for i in of_kind if i.name in moving] for kind, of_kind in items.items()}
     threads = threads_of_rank(mesh.world)
-    agree(
-        mesh.world,
-        lambda: _fill_state({MASTER: masters, **had}, index, path / "state", manifest.receipts("state"), threads),
-    )
+    stored, weights = {MASTER: [i for i in masters if i.name not in frozen], **had}, path / "weights"
+    exported = [(i, frozen[i.name]) for i in masters if i.name in frozen]
+    agree(mesh.world, lambda: _fill_state(stored, index, path / "state", manifest.receipts("state"), threads))
+    agree(mesh.world, lambda: fill(exported, weights, manifest.receipts("weights"), threads))
     for shard, of_shard in zip(optimizer.shards, values):
         for kind, x in of_shard.items():
             shard.keep(kind, x)
@@ -88,13 +89,26 @@ def load_state(
 
 def _state_index(
     path: Path, manifest: Manifest, wanted: Shapes, optimizer: ShardedOptimizer, needed: dict[str, tuple[str, ...]]
-) -> tuple[frozenset[str], Index]:
-    """Names of the tensors that have optimizer state, and where each box of all tensors in the state is stored.
-    `needed`: the kinds that this rank's tensors require."""
+) -> tuple[frozenset[str], Index, Index]:
+    """Names of the tensors that have optimizer state, where each box of all tensors in the state is stored, and where
+    those are that `weights/` alone has. `needed`: the kinds that this rank's tensors require."""
     check_kinds(path, manifest, optimizer)
     moving, kept = state_index(path, manifest), state_index(path, manifest, "kept")
     check_kinds_of(path, manifest, {name: kinds for name, kinds in needed.items() if name in moving})
-    return frozenset(moving), fitting({**moving, **kept}, wanted, str(path))
+    frozen = frozen_index(path, manifest)
+    return frozenset(moving), fitting({**moving, **kept, **frozen}, wanted, str(path)), frozen
+
+
+def frozen_index(path: Path, manifest: Manifest) -> Index:
+    """Where tensors lie that were frozen, whose values are those of `weights/`."""
+    names = _index_of(path, manifest, lambda index: [str(name) for name in index.get(IN_WEIGHTS, [])])
+    if not names:
+        return {}
+    index = hf_index(path / "weights", manifest.receipts("weights"))
+    lost = [name for name in names if name not in index]
+    if lost:
+        raise DamagedCheckpoint(f"{path / 'weights'} does not hold {lost[0]}")
+    return {name: index[name] for name in names}
 
 
 def read_manifest_for(path: Path, model: ModelConfig | None) -> Manifest:
@@ -138,10 +152,10 @@ def _depths(index: Index, wanted: Shapes) -> list[str]:
 
 
 def check_weights(path: Path, manifest: Manifest, part: int, parts: int, threads: int) -> None:
-    """Check this part of the files that a resume does not read (weights/), so that damage in a checkpoint does not stay
-    undetected."""
-    mine = list(manifest.receipts("weights").items())[part::parts]
-    check_files({path / "weights" / name: receipt for name, receipt in mine}, threads)
+    """Check this part of the files that a resume does not read (weights/, adapter/), so that damage in a checkpoint
+    does not stay undetected."""
+    unread = [name for name in manifest.files if name.startswith(("weights/", f"{FOLDER}/"))]
+    check_files({path / name: manifest.files[name] for name in unread[part::parts]}, threads)
 
 
 def check_kinds(path: Path, manifest: Manifest, optimizer: ShardedOptimizer) -> None:
@@ -239,15 +253,21 @@ def _fill_state(
     fill(pairs, folder, receipts, threads)
 
 
-def load_weights(path: str | Path, buffers: Buffers, mesh: Mesh) -> None:
+def load_weights(path: str | Path, buffers: Buffers, mesh: Mesh) -> bool:
     """Masters and weights from a Hugging Face safetensors folder (or the `weights/` of one of our checkpoints), in any
     dtype, MXFP4, or FP8 with block scales, in one file or several with an index.
 
     CheckpointError on all ranks names every tensor that is missing, unexpected or of another shape: nothing is ever
     left at random values. The optimizer's state is not touched. Tensors of our checkpoints are compared with their
     checksums; a third-party folder has none.
+
+    Adapters saved with these weights are loaded too; returns whether there were any. CheckpointError if there are, and
+    the model has none.
     """
     folder = folder_of(path)
+    beside, adapters = together(mesh.world, lambda: adapter_folder(folder)), adapters_to_load(buffers)
+    wanted_adapters = wanted_names(mesh, adapters)
+    together(mesh.world, lambda: check_wanted(folder, beside, wanted_adapters))
     items = masters_to_load(buffers)
     wanted = wanted_names(mesh, items)
     receipts = together(mesh.world, lambda: weight_receipts(folder))
@@ -256,7 +276,12 @@ def load_weights(path: str | Path, buffers: Buffers, mesh: Mesh) -> None:
         f.master.zero_()
     threads = threads_of_rank(mesh.world)
     agree(mesh.world, lambda: fill([(item, index[item.name]) for item in items], folder, receipts, threads))
+    if beside is not None:
+        known = together(mesh.world, lambda: fitting(beside.index, wanted_adapters, str(beside.path)))
+        pairs = [(item, known[item.name]) for item in adapters]
+        agree(mesh.world, lambda: fill(pairs, beside.path, beside.receipts, threads))
     _publish(buffers)
+    return beside is not None
 
 
 def _weights_index(folder: Path, wanted: Shapes, receipts: dict[str, Receipt] | None) -> Index:

@@ -12,7 +12,7 @@ from typing import Any
 
 from phalanx.checkpoint.manifest import NAME
 from phalanx.checkpoint.places import is_remote
-from phalanx.checkpoint.storage import Storage, remove_tree
+from phalanx.checkpoint.storage import FOLDERS, Storage, remove_tree
 from phalanx.checkpoint.unreachable import ask
 
 
@@ -23,7 +23,7 @@ def storage_for(root: Path) -> Storage:
 class ObjectStorage(Storage):
     """Each operation asks the server and waits; whatever its client raises becomes Unreachable, an OSError."""
 
-    def begin(self, final: Path) -> Path:
+    def begin(self, final: Path, folders: tuple[str, ...] = FOLDERS) -> Path:
         if final.is_dir():  # remains of a killed save, or a damaged checkpoint
             self.retire(final)
         return final

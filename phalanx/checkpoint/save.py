@@ -23,8 +23,16 @@ import torch
 from torch import Tensor
 
 from phalanx.base.errors import CheckpointError, DamagedCheckpoint
+from phalanx.checkpoint.adapters import CONFIG, FILE, FOLDER, PREFIX
 from phalanx.checkpoint.agree import agree
-from phalanx.checkpoint.boxes import Item, kept_to_save, state_to_save, weights_to_save
+from phalanx.checkpoint.boxes import (
+    Item,
+    adapters_to_save,
+    frozen_names,
+    kept_to_save,
+    state_to_save,
+    weights_to_save,
+)
 from phalanx.checkpoint.exchange import offered
 from phalanx.checkpoint.gather import File, gather, plan_files
 from phalanx.checkpoint.hf import generation_config, to_hf
@@ -32,7 +40,7 @@ from phalanx.checkpoint.host import HostCopies
 from phalanx.checkpoint.keep import Keep, held_step, remove_leftovers, retain, step_name, step_of
 from phalanx.checkpoint.manifest import NAME, Manifest, verify
 from phalanx.checkpoint.places import is_remote
-from phalanx.checkpoint.storage import Receipt, Storage, remove_tree, write_file
+from phalanx.checkpoint.storage import FOLDERS, Receipt, Storage, remove_tree, write_file
 from phalanx.checkpoint.tensors import Entry, check_files, write_tensors
 from phalanx.checkpoint.threads import in_threads, threads_of_rank
 from phalanx.comm.axis import Axis
@@ -45,6 +53,7 @@ from phalanx.optim.scaler import LossScaler
 from phalanx.optim.sharded import ShardedOptimizer
 
 MAX_FILE_BYTES = 4 << 30
+IN_WEIGHTS = "in_weights"  # in the index: names of frozen tensors, whose values are those in weights/
 # in the index: the kinds of tensors that do not have all kinds, by name, because optimizers differ in state
 KINDS_OF = "kinds_of"
 # one thread writes each file (a kernel lets only one writer at a time into a file), so a rank needs more files than
@@ -75,6 +84,7 @@ class Snapshot:
     parent      step of the run's previous checkpoint
     source      the Hugging Face folder from which the model comes: its generation settings and chat template are also
                 copied
+    adapters    adapter_config.json of a run with adapters, if PEFT has the method
     """
 
     step: int
@@ -86,6 +96,7 @@ class Snapshot:
     token_ids: dict[str, Any] = field(default_factory=dict)
     parent: int | None = None
     source: Path | None = None
+    adapters: dict[str, Any] | None = None
 
 
 @dataclass(frozen=True)
@@ -142,12 +153,13 @@ class TrainingState(Protocol):
 class Content:
     """This rank's part of a checkpoint.
 
-    files       weight files of all ranks; weights: the tensors of those that this rank writes, in order
+    files       weight and adapter files of all ranks; weights: the tensors of those that this rank writes, in order
     copied      all weights are in memory; otherwise each is gathered when it is requested, and all ranks must request
                 all of theirs
     kinds       everything stored for an element: its master, and the state of each optimizer
     state       this rank's boxes, with master and optimizer state by kind for each; kept: those of what is not trained
     file_bytes  size of a state file, unless a single box is larger
+    frozen      names of this rank's tensors that are stored in the weights alone
     scalars     of the optimizer, the scaler and others; small, and on the device until they are copied
     needed      bytes that this rank will write; gathered: bytes of the weights among them, each in a tensor created for
                 the save
@@ -161,6 +173,7 @@ class Content:
     kinds: tuple[str, ...]
     state: list[dict[str, Item]]
     kept: list[Item]
+    frozen: list[str]
     scalars: dict[str, Tensor]
     needed: int
     gathered: int
@@ -188,8 +201,10 @@ def collect(
         state_to_save(optimizer.shards, mesh),
         kept_to_save(buffers, mesh),
     )
+    adapters = adapters_to_save(buffers, mesh)
     dtype = next(f.weight.dtype for f in buffers.flat if f.bucket.trained)
-    files = files or plan_files(offered(mesh.world, weights), max_file_bytes)
+    files = files or _planned(mesh, weights, adapters, max_file_bytes)
+    weights += adapters
     jobs = [job for file in files if file.writer == mesh.world.index for job in file.jobs]
     return Content(
         snapshot,
@@ -200,6 +215,7 @@ def collect(
         optimizer.kinds,
         boxes,
         kept,
+        frozen_names(buffers),
         {
             "optimizer.step": optimizer.step,
             **{f"scaler.{k}": v for k, v in state.scaler.state().items()},
@@ -211,6 +227,14 @@ def collect(
         sum(Box.full(job.shape).numel * job.dtype.itemsize for job in jobs),
         min(max_file_bytes, STATE_FILE_BYTES),
     )
+
+
+def _planned(mesh: Mesh, weights: list[Item], adapters: list[Item], max_file_bytes: int) -> list[File]:
+    """The files of weights, and the one of adapters if there are any (PEFT reads one)."""
+    files = plan_files(offered(mesh.world, weights), max_file_bytes)
+    offers = offered(mesh.world, adapters)
+    beside = plan_files(offers, 1 << 62) if any(offers) else []
+    return [*files, *(dataclasses.replace(f, name=FILE, folder=FOLDER, prefix=PREFIX) for f in beside)]
 
 
 def copied(content: Content, host: HostCopies) -> Content:
@@ -235,7 +259,7 @@ def write(content: Content, target: Target, axis: Axis) -> Saved:
     """Write what every rank of the axis collected, and tidy up. With a copy, this may run in another thread, with an
     axis of its own."""
     final, storage = target.root / step_name(content.snapshot.step), target.storage
-    folder, warnings = _begin(final, content.needed, target, axis)
+    folder, warnings = _begin(final, content, target, axis)
     if folder is None:
         return Saved(final, False, tuple(warnings))
     threads, began = target.threads or threads_of_rank(axis), time.monotonic()
@@ -262,11 +286,12 @@ def _tidy(target: Target) -> tuple[list[str], list[str]]:
     return removed, left + problems
 
 
-def _begin(final: Path, needed: int, target: Target, axis: Axis) -> tuple[Path | None, list[str]]:
+def _begin(final: Path, content: Content, target: Target, axis: Axis) -> tuple[Path | None, list[str]]:
     """Create the temporary folder (None if a good checkpoint of this step already exists); also returns what could not
     be tidied up before."""
-    needed = sum(agree(axis, lambda: needed))
-    name, warnings = agree(axis, lambda: _make_folder(final, needed, target) if axis.index == 0 else None)[0]
+    needed = sum(agree(axis, lambda: content.needed))
+    folders = tuple(dict.fromkeys((*FOLDERS, *(file.folder for file in content.files))))
+    name, warnings = agree(axis, lambda: _make_folder(final, needed, target, folders) if axis.index == 0 else None)[0]
     if name is None:
         return None, warnings
     folder = final.with_name(name)
@@ -294,7 +319,7 @@ def _put_aside(final: Path, storage: Storage) -> str:
     return f"{final} held another step: it is {aside.name} now"
 
 
-def _make_folder(final: Path, needed: int, target: Target) -> tuple[str | None, list[str]]:
+def _make_folder(final: Path, needed: int, target: Target, folders: tuple[str, ...]) -> tuple[str | None, list[str]]:
     target.check()
     storage = target.storage
     warnings = remove_leftovers(final.parent, storage)
@@ -302,7 +327,7 @@ def _make_folder(final: Path, needed: int, target: Target) -> tuple[str | None, 
         warnings.append(_put_aside(final, storage))
     elif final.exists() and not verify(final):
         return None, warnings  # committed folders are never written to
-    folder = storage.begin(final)
+    folder = storage.begin(final, folders)
     free = storage.free(folder)
     if free is not None and free < needed:
         remove_tree(storage, folder)
@@ -350,12 +375,11 @@ def _write_files(folder: Path, content: Content, axis: Axis, storage: Storage, t
         # the largest first, so that no thread is left with a large one at the end
         in_threads(sorted(files, key=lambda f: -f.size), worker, threads)
         if axis.index == 0:
-            receipts.update(
-                _write_beside_weights(folder / "weights", content.files, content.snapshot, content.dtype, storage)
-            )
+            receipts.update(_write_beside_weights(folder, content, storage))
         tables = {what: {f.name: [_place(i) for i in getattr(f, what)] for f in state} for what in ("boxes", "kept")}
         of_names = {box[MASTER].name: [*box] for box in content.state if tuple(box) != content.kinds}
-        return {"receipts": {name: dataclasses.asdict(r) for name, r in receipts.items()}, **tables, KINDS_OF: of_names}
+        found = {name: dataclasses.asdict(r) for name, r in receipts.items()}
+        return {"receipts": found, **tables, KINDS_OF: of_names, IN_WEIGHTS: content.frozen}
 
     answers = agree(axis, rest)
     found = [{name: Receipt(**r) for name, r in answer["receipts"].items()} for answer in answers]
@@ -368,13 +392,13 @@ def _write_files(folder: Path, content: Content, axis: Axis, storage: Storage, t
 
 
 def _weight_files(content: Content) -> Iterator[NewFile]:
-    """The files of weights. Unless they are copied, the tensors of each must be taken before the next file is
-    requested."""
-    for name, group in groupby(content.weights, lambda pair: pair[0].name):
-        file = next(f for f in content.files if f.name == name)
+    """The files of weights and adapters. Unless they are copied, the tensors of each must be taken before the next file
+    is requested."""
+    for (folder, name), group in groupby(content.weights, lambda pair: (pair[0].folder, pair[0].name)):
+        file = next(f for f in content.files if (f.folder, f.name) == (folder, name))
         tensors = (tensor for _, tensor in group)
-        entries = [(job.name, job.shape, job.dtype) for job in file.jobs]
-        yield NewFile(f"weights/{name}", entries, list(tensors) if content.copied else tensors)
+        entries = [(file.prefix + job.name, job.shape, job.dtype) for job in file.jobs]
+        yield NewFile(f"{folder}/{name}", entries, list(tensors) if content.copied else tensors)
 
 
 def _state_files(content: Content, rank: int) -> list[NewFile]:
@@ -408,10 +432,11 @@ def _state_file(name: str, items: list[tuple[str, Item]], content: Content) -> N
     )
 
 
-def _write_beside_weights(
-    folder: Path, files: list[File], snapshot: Snapshot, dtype: torch.dtype, storage: Storage
-) -> dict[str, Receipt]:
-    """Write what turns the weights into a Hugging Face folder: configs, the index of a sharded model, tokenizer."""
+def _write_beside_weights(folder: Path, content: Content, storage: Storage) -> Receipts:
+    """Write what turns the weights into a Hugging Face folder: configs, the index of a sharded model, tokenizer; and
+    the adapters into one of PEFT."""
+    snapshot, dtype = content.snapshot, content.dtype
+    files = [file for file in content.files if file.folder == "weights"]
     texts: dict[str, bytes] = {
         "generation_config.json": _json(generation_config(snapshot.token_ids)),
         **source_files(snapshot.source),
@@ -423,7 +448,10 @@ def _write_beside_weights(
         where = {job.name: f.name for f in files for job in f.jobs}
         size = sum(Box.full(job.shape).numel * job.dtype.itemsize for f in files for job in f.jobs)
         texts["model.safetensors.index.json"] = _json({"metadata": {"total_size": size}, "weight_map": where})
-    return {f"weights/{name}": write_file(storage, folder / name, [text]) for name, text in texts.items()}
+    named = {f"weights/{name}": text for name, text in texts.items()}
+    if snapshot.adapters is not None:
+        named[f"{FOLDER}/{CONFIG}"] = _json(snapshot.adapters)
+    return {name: write_file(storage, folder / name, [text]) for name, text in named.items()}
 
 
 def _json(value: Any) -> bytes:
@@ -464,12 +492,17 @@ def _write_index(folder: Path, kinds: Sequence[str], answers: list[dict[str, Any
         for table, what in (("files", "boxes"), ("kept", "kept"))
     }
     of_names = {name: has for a in answers for name, has in a[KINDS_OF].items()}
-    return write_file(storage, folder / "state/index.json", [state_index_text(kinds, tables, of_names)])
+    frozen = sorted({name for a in answers for name in a[IN_WEIGHTS]})
+    return write_file(storage, folder / "state/index.json", [state_index_text(kinds, tables, of_names, frozen)])
 
 
-def state_index_text(kinds: Sequence[str], tables: dict[str, Any], of_names: dict[str, list[str]]) -> bytes:
-    """The index of the state: kinds of all of it and of single tensors, tables of boxes by file."""
+def state_index_text(
+    kinds: Sequence[str], tables: dict[str, Any], of_names: dict[str, list[str]], frozen: Sequence[str]
+) -> bytes:
+    """The index of the state: kinds of all of it and of single tensors, tables of boxes by file, and what is in
+    weights/ alone."""
     index = {"kinds": kinds, **tables, **({KINDS_OF: of_names} if of_names else {})}
+    index |= {IN_WEIGHTS: frozen} if frozen else {}
     return json.dumps(index, separators=(",", ":")).encode()
 
 

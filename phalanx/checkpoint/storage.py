@@ -37,20 +37,21 @@ class Storage:
     `sync_folder`.
     """
 
-    def begin(self, final: Path) -> Path:
-        """An empty folder into which the checkpoint `final` is written, under a name that is not mistaken for one."""
+    def begin(self, final: Path, folders: tuple[str, ...] = FOLDERS) -> Path:
+        """An empty folder into which the checkpoint `final` is written, under a name that is not mistaken for one.
+        folders: those inside it."""
         if not final.parent.is_dir():
             final.parent.mkdir(parents=True, exist_ok=True)
             self.sync_folder(final.parent.parent)
         folder = temporary(final, "new")
-        for made in (folder, *(folder / name for name in FOLDERS)):
+        for made in (folder, *(folder / name for name in folders)):
             self.make_folder(made)
         return folder
 
     def commit(self, folder: Path, final: Path) -> None:
         """Everything in the folder is on disk before it gets its name, and the name is on disk before anything older is
         removed."""
-        for made in (*(folder / name for name in FOLDERS), folder):
+        for made in (*sorted(path for path in folder.iterdir() if path.is_dir()), folder):
             self.sync_folder(made)
         if final.exists():  # a damaged one: the saver has checked
             self.rename(final, temporary(final, "bad"))

@@ -12,6 +12,7 @@ import torch
 from torch import Tensor
 
 from phalanx.base.errors import CheckpointError
+from phalanx.checkpoint.adapters import FOLDER, adapter_folder, check_wanted
 from phalanx.checkpoint.contents import WEIGHTS, Contents
 from phalanx.checkpoint.gather import File, plan_whole
 from phalanx.checkpoint.keep import step_name
@@ -19,8 +20,8 @@ from phalanx.checkpoint.manifest import NAME, read_checked
 from phalanx.checkpoint.objects import storage_for
 from phalanx.checkpoint.places import place
 from phalanx.checkpoint.save import MAX_FILE_BYTES, key_of, state_index_text
-from phalanx.checkpoint.storage import Receipt, Storage, remove_tree, write_file
-from phalanx.checkpoint.tensors import Entry, write_tensors
+from phalanx.checkpoint.storage import FOLDERS, Receipt, Storage, remove_tree, write_file
+from phalanx.checkpoint.tensors import CheckedFile, Entry, write_tensors
 from phalanx.layout.box import Box
 from phalanx.ops.optimizer.shard import MASTER
 
@@ -103,6 +104,7 @@ def write_weights(contents: Contents, out: str | Path, value: Any, dtype: torch.
 
     dtype: of the tensors written (those that stay in a wider dtype than the model's, such as router biases, stay so).
     """
+    check_wanted(contents.weights, adapter_folder(contents.weights), {})
     folder, storage = new_folder(out), Storage()
     files = contents.files(WEIGHTS)
     model = contents.read(WEIGHTS, next(iter(files))).dtype
@@ -158,9 +160,11 @@ def reshard(path: str | Path, out: str | Path, files: int, max_file_bytes: int =
         final, storage = root / step_name(manifest.step), storage_for(root)
         if final.exists():
             raise CheckpointError(f"{final} is there already")
-        folder = storage.begin(final)
+        adapters = {name: receipt for name, receipt in manifest.files.items() if name.startswith(f"{FOLDER}/")}
+        folder = storage.begin(final, (*FOLDERS, *([FOLDER] if adapters else [])))
         try:
             receipts = {
+                **{name: _copied(contents.path / name, r, folder / name, storage) for name, r in adapters.items()},
                 **_weights_anew(contents, folder, storage, max_file_bytes),
                 **_state_anew(contents, folder, storage, files),
             }
@@ -175,6 +179,15 @@ def reshard(path: str | Path, out: str | Path, files: int, max_file_bytes: int =
                 remove_tree(storage, folder)
             raise
     return final
+
+
+def _copied(path: Path, receipt: Receipt, to: Path, storage: Storage) -> Receipt:
+    """A file of a checkpoint as it is, checked."""
+    if not receipt.parts:
+        return write_file(storage, to, [read_checked(path, receipt)])
+    with CheckedFile(path, receipt) as tensors:
+        made = {key: tensors.read(key) for key in tensors.keys()}
+    return write_tensors(storage, to, [(key, tuple(t.shape), t.dtype) for key, t in made.items()], made.values())
 
 
 def _weights_anew(contents: Contents, folder: Path, storage: Storage, max_file_bytes: int) -> dict[str, Receipt]:
@@ -207,7 +220,7 @@ def index_text(files: list[File]) -> bytes:
 
 def _state_anew(contents: Contents, folder: Path, storage: Storage, files: int) -> dict[str, Receipt]:
     """Whole tensors, the largest first, each to the file with the least so far."""
-    shapes = contents.shapes(MASTER)
+    shapes = {name: shape for name, shape in contents.shapes(MASTER).items() if name not in contents.frozen}
     shares: list[list[str]] = [[] for _ in range(files)]
     sizes = [0] * files
     for name in sorted(shapes, key=lambda n: -Box.full(shapes[n]).numel):
@@ -230,5 +243,5 @@ def _state_anew(contents: Contents, folder: Path, storage: Storage, files: int) 
         ):
             tables[table][file] = [(n, shapes[n], (0,) * len(shapes[n]), shapes[n]) for n in mine]
     of_names = {name: list(kinds) for name, kinds in contents.kinds_of_names.items()}
-    text = state_index_text(contents.state_kinds, tables, of_names)
+    text = state_index_text(contents.state_kinds, tables, of_names, sorted(contents.frozen))
     return {**found, "state/index.json": write_file(storage, folder / "state/index.json", [text])}

@@ -251,7 +251,7 @@ class Mesh:
 
     def sub(self, replica: Replica) -> Axis:
         """The ranks that share a replica with this one."""
-        whole = {"tp": self.tp, "pp": self.pp, "dp": self.dp}[replica.axis]
+        whole = {"tp": self.tp, "pp": self.pp, "dp": self.dp, "etp": self.model.etp}[replica.axis]
         return whole if len(replica.members) == whole.size else self._subs[replica]
 
     def prepare(self, replicas: set[Replica]) -> None:
@@ -261,7 +261,8 @@ class Mesh:
         Among those of one axis and size, groups without common ranks are created together (such as the groups of tp
         ranks that share a kv head). For pp all ranks are given the same replicas, for tp each rank its own.
         """
-        for axis, size in sorted({(r.axis, len(r.members)) for r in replicas}):
+        parts = {(r.axis, len(r.members)) for r in replicas if r.axis != "etp"}  # an expert view's axis is never cut
+        for axis, size in sorted(parts):
             if size == self.grid.size(axis):
                 continue
             for disjoint in _disjoint(

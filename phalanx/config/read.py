@@ -151,6 +151,7 @@ NAMED = (
     "optim.fallback.name",
     "optim.schedule",
     "task.name",
+    "lora.method",
     "data.source",
 )
 """Keys whose values may be code of a package."""

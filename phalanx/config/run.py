@@ -18,6 +18,7 @@ from phalanx.data.config import DataConfig
 from phalanx.layout.config import LayoutConfig
 from phalanx.models.model_config import ModelConfig
 from phalanx.models.registry import configs
+from phalanx.nn.adapter import AdapterConfig, completed_lora
 from phalanx.nn.objective import TaskConfig, completed_task
 from phalanx.optim.config import OptimConfig
 from phalanx.optim.optimizer import completed
@@ -254,6 +255,8 @@ class Run:
     train: TrainConfig
     layout: LayoutConfig = field(default_factory=LayoutConfig)
     task: TaskConfig = field(default_factory=TaskConfig)
+    lora: AdapterConfig | None = None
+    """Adapters beside frozen weights, such as LoRA; unset: all weights are trained."""
     optim: OptimConfig = field(default_factory=lambda: completed(OptimConfig()))
     data: DataConfig = field(default_factory=DataConfig)
     checkpoint: CheckpointConfig = field(default_factory=CheckpointConfig)
@@ -275,6 +278,7 @@ class Run:
         schedule = lasting(SCHEDULE, self.layout.schedule)
         if schedule != self.layout.schedule:
             object.__setattr__(self, "layout", replace(self.layout, schedule=schedule))
+        object.__setattr__(self, "lora", None if self.lora is None else completed_lora(self.lora))
 
 
 def checkpoints_of(run: Run) -> Path:

@@ -67,14 +67,21 @@ def allow_folders(made: dict[str, Any]) -> None:
 
 
 def allow_named(made: dict[str, Any]) -> None:
-    """An optimizer or objective from the user's own package adds keys that are not known here."""
-    foreign = {"type": "object", "required": ["name"], "properties": {"name": {"type": "string", "pattern": ":"}}}
+    """An optimizer, objective or method of adapters from the user's own package adds keys that are not known here."""
     ours = made["properties"]["optim"]["$ref"]
     fallback = made["$defs"][ours.rpartition("/")[2]]["properties"]["fallback"]
-    fallback["anyOf"] = [{"$ref": ours}, foreign, {"type": "null"}]
+    fallback["anyOf"] = [{"$ref": ours}, foreign(OptimConfig.named_by), {"type": "null"}]
     made["$defs"].pop(OptimConfig.__name__, None)
-    for section in (section for section in NAMED if section != FALLBACK):
-        made["properties"][section] = {"anyOf": [made["properties"][section], foreign]}
+    for section, (base, _) in NAMED.items():
+        if section != FALLBACK:
+            given = made["properties"][section]
+            choices = given.pop("anyOf", None) or [{key: given.pop(key) for key in ("$ref", "default") if key in given}]
+            made["properties"][section] = {**given, "anyOf": [*choices, foreign(base.named_by)]}
+
+
+def foreign(key: str) -> dict[str, Any]:
+    """A section that names code of a package."""
+    return {"type": "object", "required": [key], "properties": {key: {"type": "string", "pattern": ":"}}}
 
 
 def sections_of(cls: type) -> list[type]:

@@ -9,6 +9,12 @@ SYNONYMS: Mapping[str, str] = MappingProxyType(
     {
         "learning_rate": "optim.lr",
         "max_lr": "optim.lr",
+        "lora_r": "lora.rank",
+        "lora_rank": "lora.rank",
+        "lora_alpha": "lora.alpha",
+        "use_rslora": "lora.rank_stabilised",
+        "target_modules": "lora.targets",
+        "lora_target_modules": "lora.targets",
         "optimizer": "optim.name",
         "lr_scheduler": "optim.schedule",
         "lr_decay_style": "optim.schedule",
@@ -132,6 +138,7 @@ SYNONYMS: Mapping[str, str] = MappingProxyType(
 VALUES: Mapping[str, str] = MappingProxyType(
     {
         "fsdp": "FSDP and ZeRO-3 are layout.sharding=3",
+        "peft": "adapters are the section lora: lora.rank=16 trains LoRA",
         "fully_shard": "FSDP and ZeRO-3 are layout.sharding=3",
         "hsdp": "HSDP is layout.sharding=3 with layout.shard_group=RANKS_OF_A_NODE",
         "zero": "ZeRO stages 0 to 3 are layout.sharding=0 to 3",
@@ -145,7 +152,10 @@ VALUES: Mapping[str, str] = MappingProxyType(
 )
 """Settings that are not made by a key of that name: a sentence about each."""
 
-_FULL = "what exists: full training, and train.freeze for tensors that are to stay as they are"
+_LORA = (
+    "what exists: LoRA (lora.rank=16), adapters of your own (lora.method=PACKAGE.MODULE:NAME), full training, and "
+    "train.freeze for tensors that are to stay as they are"
+)
 _ADAMW = (
     "what exists: optim.name=adamw, with moments in fp32, bf16 or fp8 (optim.moments), and optimizers of your own, "
     "element by element or over whole matrices: optim.name=PACKAGE.MODULE:NAME"
@@ -155,10 +165,8 @@ _OBJECTIVE = (
 )
 NOT_BUILT: Mapping[str, str] = MappingProxyType(
     {
-        "lora": f"LoRA is not built yet; {_FULL}",
-        "qlora": f"QLoRA is not built yet; {_FULL}",
-        "dora": f"DoRA is not built yet; {_FULL}",
-        "peft": f"adapters are not built yet; {_FULL}",
+        "qlora": f"QLoRA is not built yet; {_LORA}",
+        "dora": f"DoRA is not built yet; {_LORA}",
         "muon": f"Muon is not built yet; {_ADAMW}",
         "lion": f"Lion is not built yet; {_ADAMW}",
         "sgd": f"SGD is not built yet; {_ADAMW}",

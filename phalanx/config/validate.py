@@ -23,17 +23,19 @@ from phalanx.base.registry import BUILT_IN, NotFound
 from phalanx.config.run import Run
 from phalanx.config.synonyms import NOT_BUILT, SYNONYMS, said_of
 from phalanx.config.write import plain
+from phalanx.nn.adapter import AdapterConfig, find_adapter
 from phalanx.nn.objective import TaskConfig, find_objective
 from phalanx.optim.config import OptimConfig
 from phalanx.optim.optimizer import find_optimizer
 
 FALLBACK = "optim.fallback"
-# sections whose fields depend on a `name` in them: their common class, and how the specific one is found
+# sections whose fields depend on a name in them (`named_by`): their common class, and how the specific one is found
 NAMED: Mapping[str, tuple[Any, Callable[[str], Any]]] = MappingProxyType(
     {
         "optim": (OptimConfig, find_optimizer),
         FALLBACK: (OptimConfig, find_optimizer),
         "task": (TaskConfig, find_objective),
+        "lora": (AdapterConfig, find_adapter),
     }
 )
 NO_MODEL = (
@@ -66,7 +68,8 @@ def _family(section: Any) -> str | None:
 @functools.lru_cache(maxsize=8)
 def _run_schema(named: tuple[tuple[str, type], ...], known: tuple[tuple[str, type], ...]) -> type[BaseModel]:
     fields: dict[str, Any] = {}
-    hints = {**tree.hints(Run), **dict(named)}
+    plain = tree.hints(Run)
+    hints = {**plain, **{name: cls | None if _optional(plain[name]) else cls for name, cls in named}}
     for f in dataclasses.fields(Run):
         hint = hints[f.name]
         if f.name == "model":
@@ -76,6 +79,10 @@ def _run_schema(named: tuple[tuple[str, type], ...], known: tuple[tuple[str, typ
         default = ... if required else (f.default_factory() if f.default_factory is not tree.REQUIRED else f.default)
         fields[f.name] = (hint, default)
     return create_model("Run", __config__=ConfigDict(strict=True, extra="forbid"), **fields)
+
+
+def _optional(hint: Any) -> bool:
+    return type(None) in typing.get_args(hint)
 
 
 @functools.lru_cache(maxsize=8)
@@ -92,7 +99,7 @@ def build(data: dict[str, Any]) -> tuple[Run | None, list[Problem], frozenset[st
     run, errors = (None, []) if nameless else _validate(data, named)
     if nameless:  # without the members that they name, the keys of the sections are unknown
         for section in (p.field.rpartition(".")[0] for p in nameless):
-            shared = set(tree.field_names(NAMED[section][0])) - {"name"}
+            shared = set(tree.field_names(NAMED[section][0])) - {NAMED[section][0].named_by}
             data = _with(data, section, {k: v for k, v in _at(data, section).items() if k in shared})
         errors = _validate(data, named)[1]
     errors += _bools_for_numbers(data)
@@ -111,12 +118,14 @@ def named_sections(data: Mapping[str, Any]) -> tuple[dict[str, type], list[Probl
     classes, problems = dict[str, type](), []
     for section, (base, find) in NAMED.items():
         given = _at(data, section)
-        name = given.get("name", base.name) if isinstance(given, dict) else base.name
+        key = base.named_by
+        default = getattr(base, key)
+        name = given.get(key, default) if isinstance(given, dict) else default
         try:
-            classes[section] = find(name if isinstance(name, str) else base.name).Config
+            classes[section] = find(name if isinstance(name, str) else default).Config
         except NotFound as error:
-            classes[section] = find(base.name).Config
-            found, said = error.problem(f"{section}.name", name), said_of(name)
+            classes[section] = find(default).Config
+            found, said = error.problem(f"{section}.{key}", name), said_of(name)
             problems.append(dataclasses.replace(found, rule=f"{found.rule}; {said}" if said else found.rule))
     return classes, problems
 
@@ -265,7 +274,7 @@ def _unknown(path: str, value: Any, owner: type) -> Problem:
     if others and section in NAMED:
         base, find = NAMED[section]
         known = (n for n in BUILT_IN[base.seam] if find(n).Config in others)
-        rule = f"is a key of {section} only with name {', '.join(known)}"
+        rule = f"is a key of {section} only with {base.named_by} {', '.join(known)}"
         return Problem(path, value, rule, {}, near_keys(name, section, owner))
     if others:
         with_it = ", ".join(f'"{n}"' for n, c in families().items() if c in others)

@@ -273,7 +273,7 @@ class FlatBucket:
             for slot in self.bucket.slots
             if any(p.replicas for p in slot.spec.pieces)
             for p, r in zip(slot.spec.pieces, piece_ranges(slot))
-            if not p.is_writer(self.mesh.at)
+            if not p.is_writer(self.mesh.grid, self.mesh.at)
         )
         for a, b in [*skipped, (hi, hi)]:
             if min(a, hi) > at:

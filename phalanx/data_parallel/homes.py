@@ -124,7 +124,8 @@ class MatrixHome:
 
     def _counts(self, piece: Piece) -> bool:
         """Whether this rank's copy is the one whose gradient is sent; each stage decides for itself."""
-        return all(r.axis == "pp" or getattr(self.mesh.at, r.axis) == r.members[0] for r in piece.replicas)
+        grid, at = self.mesh.grid, self.mesh.at
+        return all(r.axis == "pp" or grid.index(at, r.axis) == r.members[0] for r in piece.replicas)
 
     def write(self, first: int, values: Tensor) -> None:
         """Set masters of elements `first` .. of the bucket."""

@@ -12,7 +12,7 @@ from torch import Tensor
 
 from phalanx.base.dtypes import precision
 from phalanx.base.registry import find
-from phalanx.base.rng import fill_normal_
+from phalanx.base.rng import fill_normal_, fill_uniform_
 from phalanx.comm.mesh import Mesh, Mode
 from phalanx.data_parallel.buffers import Buffers, share_memory
 from phalanx.data_parallel.flat import BufferRules, FlatBucket
@@ -23,7 +23,7 @@ from phalanx.engine.fp8_state import Fp8State
 from phalanx.engine.guard import Guard
 from phalanx.engine.model import Model
 from phalanx.layout.buckets import Bucket, Slot
-from phalanx.layout.param import Piece
+from phalanx.layout.param import ParamSpec, Piece
 from phalanx.layout.shards import Sharding
 from phalanx.nn.head import Head, metric_names
 from phalanx.nn.module import Block
@@ -326,11 +326,11 @@ def build_for_inference(plan: Plan, mesh: Mesh) -> tuple[Buffers, Stages]:
     return buffers, Stages(blocks, plan.segments_per_stage, mesh, plan.borders)
 
 
-def init_weights(model: Model, exported: bool = True) -> None:
-    """Fill masters and weights from (seed, global name, position): the same bits in every layout. Without `exported`,
-    only those that no Hugging Face folder has."""
+def init_weights(model: Model, which: Callable[[ParamSpec], bool] = lambda spec: True) -> None:
+    """Fill masters and weights from (seed, global name, position): the same bits in every layout. which: the
+    parameters to fill."""
     for holder in model.buffers.holders:
-        for slot in (s for s in holder.bucket.slots if exported or not s.spec.exported):
+        for slot in (s for s in holder.bucket.slots if which(s.spec)):
             storage = torch.zeros(slot.spec.shape, dtype=holder.values_dtype, device=holder.master.device)
             for piece in slot.spec.pieces:
                 fill(piece.of(storage), piece, model.plan.run.train.seed)
@@ -341,6 +341,8 @@ def fill(out: Tensor, piece: Piece, seed: int) -> None:
     """Initial values of a piece, `out` in global orientation."""
     if piece.init.kind == "normal":
         fill_normal_(out, piece.init.std, piece.shape, piece.box.start, seed, piece.name)
+    elif piece.init.kind == "uniform":
+        fill_uniform_(out, piece.init.bound, piece.shape, piece.box.start, seed, piece.name)
     else:
         out.fill_(1.0 if piece.init.kind == "ones" else 0.0)
 

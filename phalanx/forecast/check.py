@@ -18,6 +18,7 @@ from phalanx.config.device_check import Facts
 from phalanx.config.limits import check_limits
 from phalanx.config.run import Run
 from phalanx.forecast.decide import make_plan
+from phalanx.planning.adapters import check_adapters
 from phalanx.planning.fp8_check import check_fp8, check_moments
 from phalanx.planning.freeze import check_freeze
 from phalanx.planning.plan import Plan
@@ -52,7 +53,9 @@ def checked_plan(run: Run, world: int) -> Plan:
 def broken_rules(run: Run, facts: Facts) -> list[Problem]:
     found = check_values(run, facts)
     sound = not any(p.field.startswith(("model", "layout", "train.seq", "train.micro")) for p in found)
-    frozen = check_freeze(run) if not any(p.field.startswith("model") for p in found) else []
+    frozen: list[Problem] = []
+    if not any(p.field.startswith("model") for p in found):
+        frozen = check_freeze(run) if run.lora is None else check_adapters(run)
     found = found + frozen + check_moments(run, facts.capability, facts.device_name)
     found += check_fp8(run, facts.capability, facts.device_name, sound)
     return found

@@ -20,6 +20,7 @@ from phalanx.forecast.recompute import Saving, savings_of
 from phalanx.forecast.smaller import Demand, Search, way_out
 from phalanx.layout.grid import Grid
 from phalanx.nn.objective import TaskConfig
+from phalanx.planning.adapters import num_adapters
 from phalanx.planning.freeze import num_frozen
 from phalanx.planning.order import total_samples
 from phalanx.planning.plan import Plan
@@ -140,7 +141,8 @@ def expert_view(run: Run, grid: Grid) -> str:
 
 
 def num_parameters(plan: Plan) -> int:
-    return sum(f.numel for f in plan.facts)
+    """Of the model, and of its adapters."""
+    return sum(f.numel for f in plan.facts) + (0 if plan.run.lora is None else num_adapters(plan.run))
 
 
 def stage_table(plan: Plan) -> str:

@@ -8,14 +8,18 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
+from phalanx.base.errors import ConfigError, Problem
+from phalanx.base.own_fields import made_of
 from phalanx.checkpoint.config import CheckpointConfig
 from phalanx.checkpoint.hf import model_config_from_hf
 from phalanx.checkpoint.keep import find
 from phalanx.checkpoint.load import load_weights
+from phalanx.checkpoint.manifest import NAME, parse
 from phalanx.comm.mesh import Mesh, local_device
 from phalanx.config.run import Run, TrainConfig
 from phalanx.engine.build import build_for_inference
 from phalanx.forecast.decide import make_plan
+from phalanx.nn.adapter import AdapterConfig, find_adapter
 from phalanx.nn.module import Block
 from phalanx.nn.objective import TaskConfig
 from phalanx.pipeline.execute import Stages, execute
@@ -37,7 +41,23 @@ def run_of_folder(folder: Path, gpu: bool) -> Run:
     model = model_config_from_hf(folder)
     length = min(1024, model.max_position_embeddings)
     train = TrainConfig(steps=1, global_batch=1, micro_batch=1, seq_length=length, precision="bf16" if gpu else "fp32")
-    return Run(model=model, train=train)
+    return Run(model=model, train=train, lora=adapters_of(folder))
+
+
+def adapters_of(weights: Path) -> AdapterConfig | None:
+    """The `lora` section of the run whose checkpoint has this folder of weights; None: there is none, or no run.
+    ConfigError for a method of a package: nothing but the user's own word imports that."""
+    if weights.name != "weights" or not (weights.parent / NAME).is_file():
+        return None
+    given = parse(weights.parent).config.get("lora")
+    if given is None:
+        return None
+    name = given["method"]
+    if ":" in name:
+        rule = "is code of a package, which is not imported here; its loss: phalanx eval CHECKPOINT lora.method=..."
+        raise ConfigError([Problem("lora.method", name, rule, where=f"the config of {weights.parent}")])
+    section: AdapterConfig = made_of(find_adapter(name).Config, "lora", given)
+    return section
 
 
 def weights_alone(run: Run, world: int) -> Run:

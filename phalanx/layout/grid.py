@@ -111,6 +111,10 @@ class Grid:
         edp, ep = divmod(rest, self.ep)
         return ExpertCoords(edp, ep, etp)
 
+    def index(self, at: Coords, axis: AxisName | ExpertAxis) -> int:
+        """A rank's number along an axis of either view."""
+        return getattr(self.expert_coords(at) if axis in ("edp", "ep", "etp") else at, axis)
+
     def expert_ranks(self, at: Coords, axes: tuple[ExpertAxis, ...]) -> tuple[int, ...]:
         """Ranks of this stage that differ from `at` only along `axes` of the expert view, in rank order."""
         mine, first = self.expert_coords(at), at.pp * self.stage

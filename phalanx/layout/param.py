@@ -12,7 +12,7 @@ from math import prod
 from typing import Any, Literal, get_args
 
 from phalanx.layout.box import Box
-from phalanx.layout.grid import AxisName, Coords, SumAxis
+from phalanx.layout.grid import AxisName, Coords, Grid, SumAxis
 
 Role = Literal["linear", "expert", "embedding", "head", "norm", "bias", "router", "conv"]
 """The role of a parameter for optimizers: one may take some roles and leave the others to its fallback."""
@@ -21,17 +21,18 @@ ROLES: tuple[Role, ...] = get_args(Role)
 
 @dataclass(frozen=True)
 class Init:
-    """Initial values of a global tensor: normal(0, std), zeros or ones."""
+    """Initial values of a global tensor: normal(0, std), uniform in [-bound, bound), zeros or ones."""
 
-    kind: Literal["normal", "zeros", "ones"]
+    kind: Literal["normal", "uniform", "zeros", "ones"]
     std: float = 0.0
+    bound: float = 0.0
 
 
 @dataclass(frozen=True)
 class Replica:
     """Coordinates along a mesh axis whose ranks hold the same piece; its gradient is the sum over them."""
 
-    axis: AxisName
+    axis: AxisName | Literal["etp"]
     members: tuple[int, ...]
 
 
@@ -70,10 +71,10 @@ class Piece:
         """Number of the piece's first element in a storage of this shape."""
         return sum(s.start * prod(shape[d + 1 :]) for d, s in enumerate(self.slices))
 
-    def is_writer(self, at: Coords) -> bool:
+    def is_writer(self, grid: Grid, at: Coords) -> bool:
         """Whether this rank's copy is the one that counts in norms and is written to checkpoints (the first member of
         each replica axis)."""
-        return all(getattr(at, r.axis) == r.members[0] for r in self.replicas)
+        return all(grid.index(at, r.axis) == r.members[0] for r in self.replicas)
 
 
 @dataclass(frozen=True)

@@ -8,12 +8,13 @@ here, so that a config that names an objective can be read without it.
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Mapping
-from dataclasses import dataclass, fields, is_dataclass, make_dataclass
+from collections.abc import Callable
+from dataclasses import dataclass
 from functools import cache
 from typing import TYPE_CHECKING, Any, ClassVar, TypeVar
 
 from phalanx.base.errors import Problem
+from phalanx.base.own_fields import section_of
 from phalanx.base.registry import NotFound, completed, find, register
 
 if TYPE_CHECKING:  # importing torch takes seconds
@@ -30,6 +31,7 @@ class TaskConfig:
     """The `task` section: the objective's name, and beside it the objective's own fields."""
 
     seam: ClassVar[str] = SEAM  # its members add fields to this section (base/registry.py)
+    named_by: ClassVar[str] = "name"
 
     name: str = "pretrain"
     """What is minimised: pretrain (cross entropy of the next token), or an objective of your own as
@@ -48,7 +50,7 @@ class Objective(ABC):
     def __init_subclass__(cls, **more: Any) -> None:
         super().__init_subclass__(**more)
         if "Config" in vars(cls):
-            cls.Config = section_of(cls.Config)
+            cls.Config = section_of(cls.Config, TaskConfig)
 
     def __init__(self, config: TaskConfig):
         self.config: Any = config
@@ -128,33 +130,6 @@ def cross_entropy(logits: LogitStats) -> Tensor:
     """(T,) negative log-probability of each token's label. Objectives that use this function as `token_loss` run the
     fused op."""
     return logits.log_z - logits.target
-
-
-# ---- the section of an objective
-
-
-@cache
-def section_of(config: type) -> type:
-    """The `task` section of an objective whose own fields are those of the dataclass `config`."""
-    if config is TaskConfig or issubclass(config, TaskConfig):
-        return config
-    if not is_dataclass(config) or not config.__dataclass_params__.frozen:  # type: ignore[attr-defined]
-        raise TypeError(f"{config.__qualname__} must be a frozen dataclass: @dataclass(frozen=True, kw_only=True)")
-    if "name" in {f.name for f in fields(config)}:
-        raise TypeError(f"{config.__qualname__} has a field `name`, which is that of the objective: call it otherwise")
-
-    def reduced(section: Any) -> tuple[Any, ...]:  # for pickle, which finds classes by their place in a module
-        return _section, (config, {f.name: getattr(section, f.name) for f in fields(section)})
-
-    made = make_dataclass(
-        config.__name__, [], bases=(config, TaskConfig), frozen=True, kw_only=True, namespace={"__reduce__": reduced}
-    )
-    made.__module__, made.__doc__ = config.__module__, config.__doc__
-    return made
-
-
-def _section(config: type, values: Mapping[str, Any]) -> Any:
-    return section_of(config)(**values)
 
 
 def completed_task(config: TaskConfig) -> TaskConfig:

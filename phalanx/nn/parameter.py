@@ -30,12 +30,14 @@ class Parameter(nn.Parameter):
     queue        where its gradients wait while the queue is open; None: they are added at once
     extra_grads  parameters that share its values, each with its own gradient: one for every further micro-batch whose
                  gradients are kept separate (train.deterministic)
+    source       number of the micro-batch whose gradients it has; 0 unless it is one of the extra ones
     """
 
     spec: ParamSpec
     quantizer: Quantizer | None
     queue: GradientQueue | None
     extra_grads: list[Parameter]
+    source: int
     grad_dtype: torch.dtype | None  # torch's own, which its stubs lack
 
     def __new__(
@@ -43,6 +45,7 @@ class Parameter(nn.Parameter):
     ) -> Parameter:
         made: Parameter = super().__new__(cls, data, requires_grad)  # type: ignore[assignment]
         made.spec, made.quantizer, made.queue, made.extra_grads = spec, None, queue, []
+        made.source = 0
         return made
 
     def add_extra_grads(self, count: int) -> None:
@@ -50,7 +53,7 @@ class Parameter(nn.Parameter):
         memory (FlatBucket.attach)."""
         for _ in range(count):
             extra = Parameter(torch.empty_like(self), self.spec, self.requires_grad, self.queue)
-            extra.quantizer = self.quantizer
+            extra.quantizer, extra.source = self.quantizer, len(self.extra_grads) + 1
             self.extra_grads.append(extra)
 
     def to_empty(self, device: torch.device) -> None:
@@ -59,4 +62,5 @@ class Parameter(nn.Parameter):
             empty = torch.empty(0, dtype=each.dtype, device=device)
             moved = Parameter(empty, each.spec, each.requires_grad, each.queue)
             moved.quantizer, moved.extra_grads = each.quantizer, each.extra_grads
+            moved.source = each.source
             torch.utils.swap_tensors(each, moved)

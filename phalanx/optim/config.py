@@ -10,6 +10,7 @@ from typing import ClassVar, Literal
 @dataclass(frozen=True, kw_only=True)
 class OptimConfig:
     seam: ClassVar[str] = "optimizer"  # whose members add fields (base/registry.py)
+    named_by: ClassVar[str] = "name"
 
     name: str = "adamw"
     """Optimizer: adamw (AdamW with decoupled weight decay; Loshchilov & Hutter, 2019), or one of your own as

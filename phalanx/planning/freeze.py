@@ -57,7 +57,12 @@ def stored_together(model: ModelConfig) -> list[tuple[str, ...]]:
     return [tuple(piece.name for piece in spec.pieces) for spec in whole_specs(model) if spec.exported]
 
 
+def frozen_by(run: Run) -> tuple[str, ...]:
+    """Globs of names of the weights that stay as they are: with adapters all of the model's own."""
+    return tuple(run.train.freeze) if run.lora is None else ("*",)
+
+
 def num_frozen(run: Run) -> int:
-    """How many parameters train.freeze keeps as they are."""
-    specs = whole_specs(run.model, run.train.freeze)
+    """How many parameters train.freeze, or `lora`, keeps as they are."""
+    specs = whole_specs(run.model, frozen_by(run))
     return sum(global_numel(spec) for spec in specs if spec.frozen and spec.trained)

@@ -18,8 +18,11 @@ from phalanx.layout.homes import whole_matrices
 from phalanx.layout.param import ParamSpec, Replica
 from phalanx.layout.shards import Sharding
 from phalanx.layout.stages import cut_virtual_stages, given_stages
+from phalanx.nn.adapted_linear import AdaptedLinears
+from phalanx.nn.adapter import find_adapter
 from phalanx.nn.env import Env, OpChoices, WeightRules
 from phalanx.nn.fp8 import Fp8Linears
+from phalanx.nn.linear_method import LinearMethods
 from phalanx.nn.module import Block
 from phalanx.nn.objective import Objective, make_objective
 from phalanx.nn.parameter import Parameter
@@ -31,6 +34,7 @@ from phalanx.ops.quantized.recipes import RECIPES
 from phalanx.optim.optimizer import optimizers_of, updater_of
 from phalanx.planning.blocks import BlockFacts, make_blocks, model_facts, whole_linears
 from phalanx.planning.experts import ExpertsPlan, experts_plan
+from phalanx.planning.freeze import frozen_by
 from phalanx.planning.kernels import KernelsPlan, kernels_plan
 from phalanx.schedule.actions import Flow, Program, Schedule, check_order
 from phalanx.schedule.generators import find_pipeline_schedule, generate, resolved
@@ -50,6 +54,11 @@ def fp8_linears(run: Run) -> Fp8Linears | None:
     return Fp8Linears(
         RECIPES[c.recipe], range(c.end_layers, layers - c.end_layers), tuple(c.exclude), c.accumulate, kept
     )
+
+
+def adapted_linears(run: Run, base: LinearMethods | None = None) -> AdaptedLinears | None:
+    """Which linears of a run have adapters, beside the method `base` of the frozen weights."""
+    return None if run.lora is None else AdaptedLinears(find_adapter(run.lora.method), run.lora, base)
 
 
 def grid_of(run: Run, world: int) -> Grid:
@@ -281,7 +290,7 @@ class Plan:
         )
 
     def env(self, at: Coords, axes: ModelAxes | None = None) -> Env:
-        train = self.run.train
+        train, fp8 = self.run.train, fp8_linears(self.run)
         return Env(
             grid=self.grid,
             at=at,
@@ -291,8 +300,8 @@ class Plan:
                 dtype=precision(train.precision).compute,
                 tied_stages=(self.stage_rank[0], self.stage_rank[-1]),
                 mtp_stage=self.mtp_stage,
-                linears=fp8_linears(self.run),
-                freeze=tuple(train.freeze),
+                linears=adapted_linears(self.run, fp8) or fp8,
+                freeze=frozen_by(self.run),
             ),
             ops=self.ops,
             objective=self.objective,
@@ -334,7 +343,7 @@ class Plan:
         for pp in range(self.grid.pp):
             env = self.env(Coords(pp=pp))
             numbers = [b for stage in self.stages_of(pp) for b in self.stages[stage]]
-            plain = replace(env.weights, linears=None)
+            plain = replace(env.weights, linears=adapted_linears(self.run))
             uncut = replace(env, grid=Grid(pp=self.grid.pp), weights=plain, ops=replace(env.ops, sources=0))
             specs = [p.spec for block in make_blocks(self.run.model, uncut, numbers) for p in block.parameters()]
             found.append({n: whole_matrices(s for s in specs if s.learns and of(s).number == n) for n in takers})

@@ -46,6 +46,7 @@ from phalanx.observe.out_of_memory import reported
 from phalanx.observe.sinks import STEP_LINE, Sinks
 from phalanx.observe.starts import note_start
 from phalanx.observe.step_line import StepLines
+from phalanx.planning.adapters import num_adapters
 from phalanx.planning.order import total_samples
 from phalanx.text.cache import use_text
 from phalanx.text.prepare import check_tokenizers
@@ -293,11 +294,13 @@ def start_state(state: State, now: dict[str, Any], log: Log) -> tuple[Counters, 
         log.info(f"continue from {source}")
         return Counters(**{f.name: scalars[f.name] for f in fields(Counters) if f.name in scalars}), source
     if run.init_from:
-        load_weights(run.init_from, state.buffers, state.mesh)
-        init_weights(state.model, exported=False)
-        log.info(f"start from the weights of {run.init_from}")
+        adapters = load_weights(run.init_from, state.buffers, state.mesh)
+        init_weights(state.model, lambda spec: not spec.exported and not (adapters and spec.learns))
+        log.info(f"start from the weights{' and adapters' if adapters else ''} of {run.init_from}")
     else:
         init_weights(state.model)
+        if run.lora is not None:
+            log.warn("the adapters' base has random weights, which stay as they are: init_from=FOLDER names a model's")
     return Counters(), None
 
 
@@ -396,9 +399,10 @@ def describe(state: State, samples: int) -> tuple[str, str]:
     """Lines for the log at the start of a run: the model and how long it trains, and its layout."""
     plan, run = state.plan, state.plan.run
     grid, numel = plan.grid, sum(f.numel for f in plan.facts)
+    adapters = "" if run.lora is None else f" frozen, adapters={num_adapters(run)} trained,"
     model = (
-        f"model {run.model.family} parameters={numel} precision={run.train.precision} device={state.mesh.device.type} "
-        f"steps={run.train.last_step} tokens={samples * run.train.seq_length}"
+        f"model {run.model.family} parameters={numel}{adapters} precision={run.train.precision} "
+        f"device={state.mesh.device.type} steps={run.train.last_step} tokens={samples * run.train.seq_length}"
     )
     layout = (
         f"layout world={grid.world} dp={grid.dp} cp={grid.cp} tp={grid.tp} pp={grid.pp} sharding={run.layout.sharding} "

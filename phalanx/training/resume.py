@@ -47,6 +47,7 @@ CLASSES: tuple[tuple[str, Class], ...] = (
     ("layout.*", "may change"),
     ("optim.*", "may change"),
     ("task.*", "may change"),
+    ("lora*", "must match"),
     ("data.*", "recorded"),
     ("checkpoint.*", "recorded"),
     ("log.*", "recorded"),

@@ -23,6 +23,7 @@ from phalanx.config.run import checkpoints_of
 from phalanx.config.write import to_dict
 from phalanx.engine.build import State
 from phalanx.observe.metrics import Counters
+from phalanx.planning.adapters import peft_config
 from phalanx.text.tokenizers import Tokenizer, is_portable, load_tokenizer
 from phalanx.training.callbacks import Callback
 
@@ -136,4 +137,5 @@ class Saves:
             self.ids,
             self.parent,
             self.source,
+            peft_config(run),
         )

@@ -22,6 +22,8 @@ from phalanx.layout.config import LayoutConfig
 from phalanx.layout.grid import Grid
 from phalanx.models.model_config import ModelConfig, SmallExperts, SmallSizes
 from phalanx.models.registry import family_of
+from phalanx.nn.adapter import AdapterConfig
+from phalanx.planning.adapters import adapted_names
 from phalanx.planning.blocks import num_blocks
 from phalanx.planning.freeze import fits, stored_together
 from phalanx.sequence.shard import SequenceShard
@@ -157,7 +159,8 @@ def copy_of(given: RunOnRanks, wanted: Sequence[Structure], pp: int, dp: int, cp
         freeze=small_freeze(run, model),
         offload_layers=min(run.train.offload_layers, model.num_hidden_layers),
     )
-    small = RunOnRanks(replace(run, model=model, layout=layout, train=train, data=mock_of(run.data)), ranks)
+    data, lora = mock_of(run.data), small_lora(run, model)
+    small = RunOnRanks(replace(run, model=model, layout=layout, train=train, data=data, lora=lora), ranks)
     has = tuple(s for s in wanted if s.has(small))
     return SmallCopy(small.run, ranks, has, describe(given, small))
 
@@ -357,6 +360,15 @@ def small_freeze(run: Run, model: ModelConfig) -> list[str]:
     if run.train.freeze and (not fitting or all(fits(name, fitting) for name in names)):
         return [f"{family_of(model).tensors.layer.format(0)}.*"]
     return fitting
+
+
+def small_lora(run: Run, model: ModelConfig) -> AdapterConfig | None:
+    """The adapters of the linears that its globs fit in the small model, or else of all."""
+    if run.lora is None:
+        return None
+    able = [name for names in adapted_names(model).carriers for name in names]
+    fitting = [glob for glob in run.lora.targets if any(fits(name, [glob]) for name in able)]
+    return replace(run.lora, targets=fitting or ["*"])
 
 
 def describe(given: RunOnRanks, small: RunOnRanks) -> str:

@@ -219,6 +219,7 @@ STRUCTURES = (
     ),
     Structure("several gradient buckets in a stage", 30, lambda r: r.buckets > 1),
     Structure("several blocks in one of several buckets", 5, lambda r: r.shared_buckets),
+    Structure("adapters", 20, lambda r: r.run.lora is not None),
     Structure("frozen tensors", 20, lambda r: bool(r.run.train.freeze)),
     Structure("activations on the host", 20, lambda r: r.run.train.offload_layers > 0),
 )

@@ -108,13 +108,15 @@ def test_every_synonym_is_of_a_key_and_is_none():
         ("layout.ddp=true", ("layout.sharding=0",)),
         ("optim.name=muon", ("Muon is not built yet", "optim.name=adamw")),
         ("optim.muon=true", ("Muon is not built yet",)),
-        ("lora.rank=8", ("LoRA is not built yet", "train.freeze")),
+        ("lora.method=dora", ("DoRA is not built yet", "lora.rank")),
         ("context_parallel_size=2", ("Valid near it: layout.cp",)),
         ("train.gradient_accumulation_steps=4", ("train.global_batch",)),
     ],
 )
 @pytest.mark.trust(
-    26, "layout.fsdp=true, optim.name=muon, lora.rank=8", "says what it is called here, or that it does not exist yet"
+    26,
+    "layout.fsdp=true, optim.name=muon, lora.method=dora",
+    "says what it is called here, or that it does not exist yet",
 )
 def test_words_of_others(config, override, texts):
     found = "\n".join(str(p) for p in read(config, [override]).problems)

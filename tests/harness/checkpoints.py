@@ -65,8 +65,8 @@ def set_state(state: State) -> None:
     for shard in state.optimizer.shards:
         for kind in shard.kinds:
             shard.values(kind).copy_(expected(shard, kind))
-    for flat in (f for f in state.buffers.flat if not f.bucket.trained):
-        flat.master.copy_(values(flat.bucket, "master", flat.master.dtype))
+    for flat in (f for f in state.buffers.flat if not f.bucket.learns):
+        flat.master.copy_(values(flat.bucket, "master", flat.master.dtype)[flat.lo : flat.hi])
     state.optimizer.step.fill_(7)
     state.scaler.scale.fill_(1024.0 / 3)
     state.scaler.good.fill_(41)

@@ -317,7 +317,7 @@ def started(rank: int, world: int, t: Trial, folder: Path | None) -> State:
             flat.storage.weight_kept.fill_(5.0)
             flat.master.fill_(5.0)
         load_weights(folder.parent / "init" / "1" / "step-00000002" / "weights", state.buffers, state.mesh)
-        init_weights(state.model, exported=False)
+        init_weights(state.model, lambda spec: not spec.exported)
     state.model.train()
     return state
 

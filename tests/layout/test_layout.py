@@ -259,4 +259,4 @@ def test_one_writer_of_each_replica():
         replicas=(Replica("tp", (2, 3)), Replica("pp", (0, 1))),
     )
     holders = [c for c in map(grid.coords, range(grid.world)) if c.tp in (2, 3)]
-    assert [c for c in holders if piece.is_writer(c)] == [Coords(pp=0, tp=2)]
+    assert [c for c in holders if piece.is_writer(grid, c)] == [Coords(pp=0, tp=2)]

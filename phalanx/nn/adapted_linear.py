@@ -1,0 +1,285 @@
+"""Linears with adapters: the method that adds what adapters make of a linear's input to its output, and the small
+linears that adapters are made of. What an adapter is, is nn/adapter.py.
+
+Shapes: T tokens, r the rank. An adapter belongs to a global matrix, and its weights are sharded as the matrix is:
+
+the matrix is cut by    down, (r, in)                  between them         up, (out, r)
+outputs (column)        whole on each rank, on its     (T / tp, r) whole    cut by outputs; tokens are gathered
+                        own tokens
+inputs (row)            cut by inputs; summed and      (T / tp, r) whole    whole on each rank, on its own tokens
+                        scattered over tp
+experts, outputs        whole on each rank of etp      (R, r) whole         cut by outputs
+experts, inputs         cut by inputs                  (R, r) a part of     whole: what it adds is a part of the sum
+                                                       the sum over etp     over etp too, as the base's output is
+
+So what travels over tp is r features wide. A weight that several ranks hold whole sees other tokens, or other outputs,
+on each: its gradient is the sum over them (layout.param.Replica).
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, field, replace
+from fnmatch import fnmatchcase
+from typing import Literal
+
+import torch
+from torch import Tensor, nn
+
+from phalanx.comm.axis import Axis
+from phalanx.layout.box import Box, cut
+from phalanx.layout.param import Init, ParamSpec, Piece, Replica
+from phalanx.nn.adapter import Adapter, AdapterConfig, AdapterInit
+from phalanx.nn.env import Env
+from phalanx.nn.linear_method import PLAIN, AnyLinear, LinearMethod, LinearMethods
+from phalanx.nn.module import ZEROS, Module, OutputRows, column_spec, row_spec
+from phalanx.nn.parameter import Parameter
+from phalanx.ops.dense.matmul import gather_matmul, local_matmul, matmul_scatter
+from phalanx.ops.experts.grouped import GROUPED, Later, grouped_matmul
+from phalanx.ops.op import Kernels
+
+Travel = Literal["local", "gather", "scatter", "grouped"]
+
+
+@dataclass(frozen=True)
+class ExpertTokens:
+    """What rows (R, ...) are sorted by: `ends` (experts here,), one past each expert's last row; `source`: number of
+    the micro-batch that their gradients belong to."""
+
+    ends: Tensor
+    source: int
+
+
+@dataclass
+class AdapterCall:
+    """What local linears need to know of the call of their linear that is under way. tokens: of experts; else None."""
+
+    tokens: ExpertTokens | None = None
+
+    @contextmanager
+    def of(self, tokens: ExpertTokens) -> Iterator[None]:
+        self.tokens = tokens
+        try:
+            yield
+        finally:
+            self.tokens = None
+
+
+class AdapterLinear(Module):
+    """One of an adapter's matrices, stored as `spec` says. Its weight is made when it has a name."""
+
+    def __init__(self, env: Env, spec: ParamSpec, travel: Travel, call: AdapterCall):
+        super().__init__(env)
+        self.spec, self.travel, self.call = spec, travel, call
+        self.weight: Parameter | None = None
+
+    def make(self, name: str) -> None:
+        """Make the weight: the pieces of `spec` are called after their base's and this name."""
+        pieces = tuple(replace(p, name=f"{p.name.removesuffix('.weight')}.{name}.weight") for p in self.spec.pieces)
+        self.weight = self.param(replace(self.spec, pieces=pieces))
+        self.weight.add_extra_grads(self.env.ops.sources - 1 if self.travel == "grouped" else 0)
+
+    def forward(self, x: Tensor) -> Tensor:
+        weight = self.weight
+        if weight is None:
+            raise TypeError("what down or up returns must be assigned to an attribute of the adapter")
+        if self.travel == "gather":
+            return gather_matmul(x, weight, self.env.tp)
+        if self.travel == "scatter":
+            return matmul_scatter(x, weight, self.env.tp)
+        if self.travel == "local":
+            return local_matmul(x, weight)
+        tokens = self.call.tokens
+        if tokens is None:
+            raise RuntimeError("an adapter of experts was called outside its linear")
+        own = weight if tokens.source == 0 else weight.extra_grads[tokens.source - 1]
+        return grouped_matmul(x, own, tokens.ends, self.env.kernels_for(GROUPED))
+
+
+@dataclass(frozen=True, eq=False)
+class ShardedPiece:
+    """A phalanx.LinearPiece, and what of the matrix is here.
+
+    by_inputs        whether its inputs are cut over ranks; else its outputs are
+    rows             the runs of its outputs that are here
+    columns          the run of its inputs that is here
+    at               its features in what the linear gives
+    experts          numbers of the experts that are here; None: it is no matrix of experts
+    made             what `down` and `up` have made
+    """
+
+    env: Env
+    name: str
+    outputs: int
+    inputs: int
+    by_inputs: bool
+    rows: tuple[OutputRows, ...]
+    columns: tuple[int, int]
+    at: slice
+    experts: range | None
+    call: AdapterCall
+    made: list[AdapterLinear] = field(default_factory=list)
+
+    def down(self, rank: int, init: AdapterInit) -> AdapterLinear:
+        """inputs -> rank."""
+        start, known = self.columns, init_of(init, self.inputs)
+        if self.experts is not None:
+            box = Box((0, self.columns[0]), (rank, self.columns[1]))
+            return self._local(self._stacked((rank, self.inputs), box, known, whole=not self.by_inputs), "grouped")
+        if self.by_inputs:
+            return self._local(row_spec(self.name, rank, self.inputs, *start, known), "scatter")
+        whole = OutputRows(self.name, rank, 0, rank, self.env.everyone)
+        return self._local(column_spec([whole], self.inputs, known), "local")
+
+    def up(self, rank: int, init: AdapterInit) -> AdapterLinear:
+        """rank -> outputs."""
+        known = init_of(init, rank)
+        if self.experts is not None:
+            (rows,) = self.rows
+            box = Box((rows.start, 0), (rows.stop, rank))
+            return self._local(self._stacked((self.outputs, rank), box, known, whole=self.by_inputs), "grouped")
+        travel: Travel = "local" if self.by_inputs else "gather"
+        return self._local(column_spec([*self.rows], rank, known), travel)
+
+    def _stacked(self, shape: tuple[int, int], box: Box, init: Init, whole: bool) -> ParamSpec:
+        """Storage (experts here, ...) of the same box of a matrix of each; `whole`: all ranks of etp hold it."""
+        experts, etp = self.experts or range(0), self.env.grid.etp
+        replicas = (Replica("etp", tuple(range(etp))),) if whole and etp > 1 else ()
+        stored = (len(experts), *box.shape)
+        local = Box.full(box.shape).slices()
+        pieces = tuple(
+            Piece(self.name.format(e), shape, box, (i, *local), init, replicas=replicas) for i, e in enumerate(experts)
+        )
+        return ParamSpec(stored, pieces, summed_over="edp", role="expert")
+
+    def _local(self, spec: ParamSpec, travel: Travel) -> AdapterLinear:
+        """Hugging Face folders of the model do not have it."""
+        self.made.append(AdapterLinear(self.env, replace(spec, exported=False), travel, self.call))
+        return self.made[-1]
+
+
+def init_of(init: AdapterInit, inputs: int) -> Init:
+    if isinstance(init, Init):
+        return init
+    return ZEROS if init == "zeros" else Init("uniform", bound=1 / math.sqrt(inputs))
+
+
+def pieces_of(linear: AnyLinear, call: AdapterCall | None = None) -> list[ShardedPiece]:
+    """The global matrices of a linear, in the order of its outputs. None of experts that are one global tensor
+    (StackedNames), of which no expert's matrix is a tensor."""
+    call, names = call or AdapterCall(), list(dict.fromkeys(linear.names))
+    if not linear.experts:
+        return [_dense(linear, name, call) for name in names]
+    return [_of_experts(linear, n, call) for n in range(len(names))] if all("{}" in name for name in names) else []
+
+
+def _dense(linear: AnyLinear, name: str, call: AdapterCall) -> ShardedPiece:
+    env: Env = linear.env
+    found = [p for p in linear.weight.spec.pieces if p.name == name]
+    first = found[0]
+    out, inner = (1, 0) if first.transposed else (0, 1)
+    outputs, by_inputs = first.shape[out], linear.cut == 1
+    at = [p.slices[0] for p in found]
+    if any(a.stop != b.start for a, b in zip(at, at[1:])):
+        raise ValueError(f"{name} does not lie in one run of the outputs of its linear")
+    if by_inputs:
+        rows = [OutputRows(name, outputs, 0, outputs, env.everyone)]
+    else:
+        rows = [OutputRows(name, outputs, p.box.start[out], p.box.stop[out], p.replicas) for p in found]
+    columns = first.box.start[inner], first.box.stop[inner]
+    place = slice(at[0].start, at[-1].stop)
+    return ShardedPiece(env, name, outputs, first.shape[inner], by_inputs, tuple(rows), columns, place, None, call)
+
+
+def _of_experts(linear: AnyLinear, number: int, call: AdapterCall) -> ShardedPiece:
+    env: Env = linear.env
+    names = list(dict.fromkeys(linear.names))
+    first = linear.weight.spec.pieces[number]
+    (outputs, inputs), box = first.shape, first.box
+    experts = range(*cut(linear.experts, env.grid.ep)[env.grid.expert_coords(env.at).ep])
+    rows = (OutputRows(names[number], outputs, box.start[0], box.stop[0]),)
+    columns = box.start[1], box.stop[1]
+    at = first.slices[1]
+    by_inputs = linear.cut == 1
+    return ShardedPiece(env, names[number], outputs, inputs, by_inputs, rows, columns, at, experts, call)
+
+
+class AdaptedMethod(Module, LinearMethod):
+    """What another method makes of the frozen weight, and beside it what adapters make of the input."""
+
+    def __init__(
+        self, linear: AnyLinear, base: LinearMethod, adapters: list[tuple[ShardedPiece, Adapter]], call: AdapterCall
+    ):
+        super().__init__(linear.env)
+        self.base, self.adapters, self.call = base, adapters, call
+        self.linears = nn.ModuleList()
+        for piece, adapter in adapters:
+            for name, value in vars(adapter).items():
+                if isinstance(value, AdapterLinear):
+                    value.make(name)
+            self.linears.extend(piece.made)
+
+    def gather_matmul(self, x: Tensor, weight: Parameter, tp: Axis, bias: Tensor | None = None) -> Tensor:
+        return self._added(self.base.gather_matmul(x, weight, tp, bias), x)
+
+    def matmul_scatter(self, h: Tensor, weight: Parameter, tp: Axis, bias: Tensor | None = None) -> Tensor:
+        return self._added(self.base.matmul_scatter(h, weight, tp, bias), h)
+
+    def grouped_matmul(
+        self,
+        x: Tensor,
+        weight: Parameter,
+        ends: Tensor,
+        kernels: Kernels,
+        bias: Tensor | None = None,
+        later: Later | None = None,
+    ) -> Tensor:
+        y = self.base.grouped_matmul(x, weight, ends, kernels, bias, later)
+        with self.call.of(ExpertTokens(ends, weight.source)):
+            return self._added(y, x)
+
+    def is_plain(self, weight: Parameter) -> bool:
+        return False
+
+    def _added(self, y: Tensor, x: Tensor) -> Tensor:
+        """y with each adapter's delta of x added to its features."""
+        parts, at = list[Tensor](), 0
+        for piece, adapter in self.adapters:
+            own = piece.at
+            if at < own.start:
+                parts.append(y[:, at : own.start])
+            parts.append(y[:, own] + adapter.delta(x))
+            at = own.stop
+        if at < y.shape[1]:
+            parts.append(y[:, at:])
+        return parts[0] if len(parts) == 1 else torch.cat(parts, -1)
+
+
+@dataclass(frozen=True)
+class AdaptedLinears:
+    """Which linears have adapters: those with a matrix whose name fits one of `targets`. base: chooses the method of
+    the frozen weights; None: all are plain."""
+
+    method: type[Adapter]
+    config: AdapterConfig
+    base: LinearMethods | None = None
+
+    def takes(self, piece: ShardedPiece) -> bool:
+        return all(fits(name, self.config.targets) for name in names_of(piece))
+
+    def method_of(self, linear: AnyLinear) -> LinearMethod:
+        base, call = PLAIN if self.base is None else self.base.method_of(linear), AdapterCall()
+        taken = [piece for piece in pieces_of(linear, call) if self.takes(piece)]
+        adapters = [(piece, self.method(piece, self.config)) for piece in taken]
+        return AdaptedMethod(linear, base, adapters, call) if adapters else base
+
+
+def names_of(piece: ShardedPiece) -> list[str]:
+    """Global names of the matrices that one adapter is for: one, or that of each expert here."""
+    return [piece.name] if piece.experts is None else [piece.name.format(e) for e in piece.experts]
+
+
+def fits(name: str, globs: list[str]) -> bool:
+    return any(fnmatchcase(name, glob) for glob in globs)

@@ -1,0 +1,116 @@
+"""LoRA against PEFT on the models of transformers, in float64: PEFT reads our adapter folder, and from there on both
+train alike: losses, gradients of A and B, weights; what is saved then is what PEFT has trained."""
+
+from __future__ import annotations
+
+import tempfile
+from dataclasses import replace
+from pathlib import Path
+
+import numpy as np
+import peft
+import pytest
+import torch
+
+from phalanx.checkpoint.adapters import PREFIX
+from phalanx.checkpoint.load import load_weights
+from phalanx.checkpoint.save import Snapshot
+from phalanx.comm.mesh import Mesh
+from phalanx.config.run import Run
+from phalanx.engine.build import State, build, init_weights
+from phalanx.engine.step import accumulate, update
+from phalanx.forecast.decide import make_plan
+from phalanx.nn.adapter import find_adapter
+from phalanx.optim.adamw import AdamWConfig
+from phalanx.planning.adapters import peft_config
+from tests.harness.checkpoints import save
+from tests.harness.parity import assemble, base_run, parts_of, step_batches
+from tests.models.test_twenty_steps import BATCH, MODELS, loss_of, random_model
+
+STEPS, LR = 4, 1e-2
+OPTIM = AdamWConfig(lr=LR, beta1=0.9, beta2=0.95, eps=1e-6, weight_decay=0.3, clip_grad=0.0)
+CASES = {
+    "llama": {"rank": 3, "alpha": 5.0},
+    "gpt2": {"rank": 3, "alpha": 5.0},  # matrices stored as (inputs, outputs), q, k and v as one
+    "qwen2": {"rank": 4, "alpha": 8.0, "rank_stabilised": True, "targets": ["*.[qv]_proj.weight", "*.1.mlp.*"]},
+}
+
+
+def run_of(family: str) -> Run:
+    base = base_run("llama", global_batch=BATCH, steps=STEPS)
+    lora = find_adapter("lora").Config(**CASES[family])
+    return replace(base, model=MODELS[family], optim=OPTIM, lora=lora)
+
+
+def start(run: Run, model: torch.nn.Module) -> State:
+    """With the weights of a model of transformers."""
+    plan = make_plan(run, 1)
+    state = build(plan, Mesh(plan.grid, 0))
+    with tempfile.TemporaryDirectory() as folder:
+        model.save_pretrained(folder)
+        assert not load_weights(folder, state.buffers, state.mesh), "it has no adapters"
+    init_weights(state.model, lambda spec: not spec.exported)
+    state.buffers.publish()
+    state.model.train()
+    return state
+
+
+def save_to(state: State, root: Path, step: int) -> Path:
+    run = state.plan.run
+    snapshot = Snapshot(step, 0, run.model, adapters=peft_config(run))
+    return save(root, snapshot, state).path / "adapter"
+
+
+def read_by_peft(model: torch.nn.Module, folder: Path) -> torch.nn.Module:
+    return peft.PeftModel.from_pretrained(model, folder, is_trainable=True, autocast_adapter_dtype=False).eval()
+
+
+def adapters_of(model: torch.nn.Module) -> dict[str, torch.nn.Parameter]:
+    """By our names."""
+    found = {name.replace(".default.", "."): p for name, p in model.named_parameters() if ".lora_" in name}
+    return {name.removeprefix(PREFIX): p for name, p in found.items()}
+
+
+@pytest.mark.parametrize("family", CASES)
+def test_lora_trains_as_peft_does(family, tmp_path):
+    run, model = run_of(family), random_model(MODELS[family])
+    state = start(run, model)
+    theirs = read_by_peft(model, save_to(state, tmp_path, 0))
+    mine = adapters_of(theirs)
+    first = assemble([parts_of(state, "master")])
+    assert mine.keys() == {name for name in first if ".lora_" in name}
+    for name, p in mine.items():
+        assert np.array_equal(p.detach().numpy(), first[name]), name
+    optimizer = torch.optim.AdamW(mine.values(), LR, (OPTIM.beta1, OPTIM.beta2), OPTIM.eps, OPTIM.weight_decay)
+    for step in range(STEPS):
+        optimizer.zero_grad()
+        loss = loss_of(theirs, step)
+        tokens = accumulate(state, step_batches(run, state.mesh, step, False))
+        grads = assemble([parts_of(state, "grad")])
+        assert grads.keys() == mine.keys()
+        largest = max(p.grad.abs().max().item() for p in mine.values())
+        for name, p in mine.items():
+            np.testing.assert_allclose(grads[name], p.grad, rtol=0, atol=1e-9 * largest, err_msg=f"{step} {name}")
+        assert update(state, tokens, LR).loss.item() == pytest.approx(loss, rel=1e-10)
+        optimizer.step()
+    last = assemble([parts_of(state, "master")])
+    for name, p in mine.items():
+        np.testing.assert_allclose(last[name], p.detach(), rtol=0, atol=1e-9, err_msg=name)
+    folder = save_to(state, tmp_path, STEPS)
+    again = adapters_of(read_by_peft(random_model(MODELS[family]), folder))
+    assert all(np.array_equal(p.detach().numpy(), last[name]) for name, p in again.items())
+
+
+def test_initial_weights_are_drawn_as_peft_draws_them():
+    """A uniform within 1 / sqrt(inputs), B zero: the same bounds and moments; other numbers."""
+    run, model = run_of("llama"), random_model(MODELS["llama"])
+    ours = assemble([parts_of(start(run, model), "master")])
+    config = peft.LoraConfig(r=3, lora_alpha=5.0, target_modules=["q_proj", "down_proj"])
+    for name, p in adapters_of(peft.get_peft_model(model, config)).items():
+        inputs = p.shape[1]
+        if name.endswith("lora_B.weight"):
+            assert not p.any() and not ours[name].any()
+            continue
+        for values in (p.detach().numpy(), ours[name]):
+            assert 0.8 / inputs**0.5 < np.abs(values).max() <= 1 / inputs**0.5
+            assert abs(values.mean()) < 0.25 / inputs**0.5
