@@ -47,3 +47,9 @@ def generate(placement: Placement, config: dict[str, Any], path: str, asked: dic
         out=asked["out"],
     )
     generate_rank(load_run(base=config), placement, what)
+
+
+def serve(placement: Placement, config: dict[str, Any], options: dict[str, Any]) -> None:
+    from phalanx.server.serve_rank import ServeOptions, serve_rank
+
+    serve_rank(load_run(base=config), placement, ServeOptions(**options))

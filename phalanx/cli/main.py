@@ -24,6 +24,7 @@ from phalanx.cli.evaluate import evaluate
 from phalanx.cli.generate import generate
 from phalanx.cli.options import CONFIG, JSON, OVERRIDES, RANKS
 from phalanx.cli.ranks import prepare_text, run_ranks
+from phalanx.cli.serve import serve
 from phalanx.cli.torchrun import explain_end
 from phalanx.cli.verbs import Verbs
 from phalanx.launch.early import listen_early
@@ -408,6 +409,7 @@ def data_verify(what: tuple[str, ...]) -> None:
 
 cli.add_command(evaluate)
 cli.add_command(generate)
+cli.add_command(serve)
 cli.add_command(checkpoint)
 cli.add_command(export)
 cli.add_command(import_)

@@ -55,6 +55,9 @@ class SentencePieceTokenizer(Tokenizer):
                 text += "".join(map(self._core.IdToPiece, run))
         return text
 
+    def token_name(self, token: int) -> str:
+        return self._core.IdToPiece(token)
+
     def save(self, folder: str | os.PathLike[str]) -> Path:
         """Write tokenizer.model. No tokenizer_config.json: what transformers makes of such a file gives other ids
         (docs/data.md)."""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 from array import array
 from collections.abc import Sequence
 from pathlib import Path
@@ -34,6 +35,22 @@ class Tokenizer:
 
     def encode(self, text: str) -> list[int]:
         """Ids of a text. DataError if the vocabulary lacks something in it."""
+        raise NotImplementedError
+
+    def encode_with_special(self, text: str) -> list[int]:
+        """Ids of a text in which the names of special tokens mean those tokens: what a chat template wrote, or a
+        prompt that somebody composed of them. DataError as of `encode`."""
+        ids: list[int] = []
+        names = sorted(self.special_tokens, key=len, reverse=True)
+        for piece in re.split(f"({'|'.join(map(re.escape, names))})", text) if names else [text]:
+            if piece in self.special_tokens:
+                ids.append(self.special_tokens[piece])
+            elif piece:
+                ids += self.encode(piece)
+        return ids
+
+    def token_name(self, token: int) -> str:
+        """How the vocabulary writes a token. IndexError for an id that it lacks."""
         raise NotImplementedError
 
     def encode_batch(self, texts: Sequence[str]) -> list[list[int]]:

@@ -38,6 +38,7 @@ class JsonTokenizer(Tokenizer):
         self._core.no_truncation()
         self.eod_token = eod_token
         self._text = core.to_str()
+        self._special_core: tokenizers.Tokenizer | None = None  # made when it is needed
         eod = core.token_to_id(eod_token) if eod_token is not None else None
         added = core.get_added_tokens_decoder()
         special = {token.content: i for i, token in sorted(added.items()) if token.special}
@@ -54,6 +55,23 @@ class JsonTokenizer(Tokenizer):
 
     def encode(self, text: str) -> list[int]:
         return self._encode_one(text)
+
+    def encode_with_special(self, text: str) -> list[int]:
+        """As the library finds special tokens in a text: with the white space around them that they may swallow."""
+        if self._special_core is None:
+            core = tokenizers.Tokenizer.from_str(self._text)
+            core.encode_special_tokens = False
+            self._special_core = core
+        try:
+            return self._special_core.encode(text, add_special_tokens=False).ids
+        except Exception as error:  # the library raises plain Exception
+            raise DataError(f"the tokenizer cannot encode {text[:60]!r}: {error}") from None
+
+    def token_name(self, token: int) -> str:
+        name = self._core.id_to_token(token)
+        if name is None:
+            raise IndexError(f"no token has the id {token}")
+        return name
 
     def encode_batch(self, texts: Sequence[str]) -> list[list[int]]:
         """Ids of each text, on all cores."""
@@ -140,7 +158,7 @@ def load_tokenizer(path: str | os.PathLike[str]) -> Tokenizer:
     with open(file, "rb") as stream:
         head = stream.read(4096)
     if is_ranks(head):
-        core, eod = from_ranks(file, _byte_characters())
+        core, eod = from_ranks(file, byte_characters())
         return JsonTokenizer(core, eod or _end_of_document(core, file.with_name("tokenizer_config.json")))
     if file.suffix == ".model":
         return SentencePieceTokenizer(file.read_bytes(), str(file))
@@ -179,7 +197,7 @@ def _gpt2_files(folder: Path) -> Tokenizer:
 
 def byte_tokenizer() -> Tokenizer:
     """Ids 0..255 are the bytes of UTF-8, 256 ends a document. Needs no training and no file."""
-    vocab = {character: byte for byte, character in _byte_characters().items()}
+    vocab = {character: byte for byte, character in byte_characters().items()}
     core = tokenizers.Tokenizer(models.BPE(vocab=vocab, merges=[]))
     _make_byte_level(core)
     core.add_special_tokens([END_OF_DOCUMENT])
@@ -258,7 +276,7 @@ def _make_byte_level(core: tokenizers.Tokenizer) -> None:
     core.decoder = decoders.ByteLevel()  # type: ignore[assignment]
 
 
-def _byte_characters() -> dict[int, str]:
+def byte_characters() -> dict[int, str]:
     """The printable character for each byte in byte-level vocabularies (GPT-2's table)."""
     printable = [*range(ord("!"), ord("~") + 1), *range(ord("¡"), ord("¬") + 1), *range(ord("®"), ord("ÿ") + 1)]
     others = [byte for byte in range(256) if byte not in printable]

@@ -14,7 +14,6 @@ import pytest
 from phalanx.base.errors import ConfigError
 from phalanx.inference.generate import TextStream, generate
 from phalanx.inference.request import SamplingOptions
-from phalanx.text.pieces import Pieces
 from phalanx.text.tokenizers import load_tokenizer
 
 ROOT = Path(__file__).parents[2]
@@ -39,24 +38,6 @@ def runs(warm, tmp_path_factory):
         )
         assert done.returncode == 0, done.stderr
     return folder
-
-
-@pytest.mark.parametrize(
-    "text", ["plain words", "h\u00e9llo \u6f22\u5b57 \U0001f642 end", "\U0001f469\u200d\U0001f680"]
-)
-def test_characters_appear_whole(text):
-    """Of a tokenizer whose tokens are bytes, the first bytes of a character show nothing."""
-    tokenizer = load_tokenizer("bytes")
-    pieces = Pieces(tokenizer)
-    shown = [pieces.add(token) for token in tokenizer.encode(text)]
-    assert "".join(shown) == text and pieces.rest() == "" and all("\ufffd" not in piece for piece in shown)
-    assert len([piece for piece in shown if piece]) == len(text)
-
-
-def test_bytes_that_are_no_text_are_shown_at_the_end():
-    pieces = Pieces(load_tokenizer("bytes"))
-    assert pieces.add(0xF0) == "" and pieces.add(ord("a")).endswith("a")
-    assert pieces.add(0xF0) == "" and pieces.rest() == "\ufffd" and pieces.rest() == ""
 
 
 @pytest.mark.trust(

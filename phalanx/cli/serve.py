@@ -1,0 +1,91 @@
+"""`phalanx serve`: from a checkpoint and its options to ranks that serve it."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import click
+
+from phalanx.cli.completion import configs
+from phalanx.cli.generate import refuse_others
+from phalanx.cli.options import OVERRIDES, RANKS
+from phalanx.cli.verbs import ConfigVerb
+
+NEEDED = ("starlette", "uvicorn", "prometheus_client")
+POSITIVE = click.IntRange(min=1)
+
+
+@click.command("serve", cls=ConfigVerb, short_help="Serve a checkpoint: OpenAI's API and a chat page.")
+@click.argument("checkpoint", metavar="CHECKPOINT|RUN", shell_complete=configs)
+@OVERRIDES
+@click.option("--port", type=click.IntRange(0, 65535), default=8000, show_default=True, help="0: any free one.")
+@click.option("--host", default="127.0.0.1", show_default=True, help="Address to listen at; 0.0.0.0: every one.")
+@click.option(
+    "--api-keys",
+    type=click.Path(dir_okay=False),
+    default=None,
+    help="File with a key on each line, for its owner alone (chmod 600).",
+)
+@click.option("--model-name", "name", default=None, help="What clients call the model (default: the folder's name).")
+@click.option("--sequences", type=POSITIVE, default=64, show_default=True, help="Sequences generated at once.")
+@click.option("--queue", type=POSITIVE, default=256, show_default=True, help="Sequences that may run or wait at once.")
+@click.option(
+    "--length", type=POSITIVE, default=None, help="Tokens of a sequence at most (default: the model's positions)."
+)
+@click.option(
+    "--memory-gib",
+    type=click.FloatRange(min=0, min_open=True),
+    default=None,
+    help="For keys and values, on each rank (default: as much as the sequences can use, or is free).",
+)
+@click.option(
+    "--drain-seconds",
+    type=click.FloatRange(min=0),
+    default=60.0,
+    show_default=True,
+    help="Time for running requests to end when the server is stopped.",
+)
+@RANKS
+def serve(checkpoint: str, overrides: tuple[str, ...], ranks: int | None, name: str | None, **options: Any) -> None:
+    """Serve CHECKPOINT to OpenAI's clients and to browsers: a run folder (its newest), a checkpoint, or a Hugging Face
+    folder. SIGTERM or Ctrl-C lets running requests end.
+
+    \b
+      phalanx serve runs/first                          http://127.0.0.1:8000 has a chat page
+      phalanx serve runs/first layout.tp=2 --ranks 2
+      phalanx serve runs/first --host 0.0.0.0 --api-keys keys.txt
+    """
+    from phalanx.cli.ranks import run_ranks
+    from phalanx.cli.setup import arguments, prepare_loaded
+    from phalanx.config.read import read
+    from phalanx.config.write import to_dict
+    from phalanx.data.config import DataConfig
+    from phalanx.data.files import extra
+    from phalanx.evaluation.perplexity import check_folder
+    from phalanx.inference.load import run_of_folder, weights_alone, weights_folder
+    from phalanx.launch.env import describe_machine
+
+    for module in NEEDED:
+        extra(module, "phalanx serve needs", "serve")
+    from phalanx.server.keys import read_keys
+    from phalanx.server.listen import open_socket
+
+    refuse_others(overrides)
+    weights = weights_folder(checkpoint)
+    check_folder(weights)
+    run = run_of_folder(weights, describe_machine("auto").device == "cuda")
+    base = to_dict(replace(run, data=DataConfig(mock=True)))  # none is read
+    loaded = read(None, overrides, base, f"the model of {checkpoint}")
+    if loaded.run is not None:
+        layout = loaded.run.layout
+        ranks = ranks or max(1, layout.tp * layout.cp * layout.pp)
+        loaded = replace(loaded, run=weights_alone(loaded.run, ranks))
+    ready = prepare_loaded(loaded, ranks)
+    if options["api_keys"] is not None:
+        read_keys(options["api_keys"])
+    if ready.placement is None:
+        open_socket(options["host"], options["port"]).close()  # said now, not when the weights are there
+    values = {"weights": str(weights), "name": name or Path(checkpoint).resolve().name, **options}
+    run_ranks("phalanx.cli.jobs:serve", ready, {**arguments(ready.run), "options": values}, None)

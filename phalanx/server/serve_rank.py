@@ -1,0 +1,131 @@
+"""`phalanx serve` on each rank: rank 0 listens and asks, all compute."""
+
+from __future__ import annotations
+
+import signal
+from collections.abc import Sequence
+from contextlib import ExitStack
+from dataclasses import dataclass
+from pathlib import Path
+
+from phalanx.base.log import Log
+from phalanx.base.placement import Placement
+from phalanx.comm.mesh import Mesh, leave_world
+from phalanx.config.run import Run
+from phalanx.data.files import TOKENIZER_FILES
+from phalanx.engine.meeting import device_of, identity, join
+from phalanx.forecast.decide import make_plan
+from phalanx.inference.engine import Engine, EngineOptions
+from phalanx.inference.load import load_model, without_training
+from phalanx.inference.request import Event, SamplingOptions
+from phalanx.server.engine_thread import EngineLoad
+from phalanx.server.keys import read_keys
+from phalanx.server.listen import HttpServer, is_loopback, open_socket
+from phalanx.server.served import ServedModel, end_tokens
+from phalanx.server.service import ServerLimits
+from phalanx.text.chat_template import load_chat_template
+from phalanx.text.tokenizers import load_tokenizer
+
+
+@dataclass(frozen=True, kw_only=True)
+class ServeOptions:
+    """weights: a Hugging Face folder or a checkpoint's. name: that clients ask for. sequences: generated at once;
+    queue: that run or wait at once. length: of a sequence; None: the model's positions. memory_gib: for what is
+    remembered, on each rank. drain_seconds: for running requests when the server is to stop."""
+
+    weights: str
+    name: str
+    host: str = "127.0.0.1"
+    port: int = 8000
+    api_keys: str | None = None
+    sequences: int = 64
+    queue: int = 256
+    length: int | None = None
+    memory_gib: float | None = None
+    drain_seconds: float = 60.0
+
+
+class RunEngine:
+    """The engine as the server asks it."""
+
+    def __init__(self, engine: Engine, name: str):
+        self._engine = engine
+        self.model_name = name
+        self.positions = engine.positions
+
+    @property
+    def idle(self) -> bool:
+        return self._engine.idle
+
+    def submit(
+        self, prompt: Sequence[int], options: SamplingOptions, priority: int = 0, deadline: float | None = None
+    ) -> int:
+        return self._engine.submit(prompt, options, priority, deadline)
+
+    def cancel(self, number: int) -> None:
+        self._engine.cancel(number)
+
+    def step(self) -> list[Event]:
+        return self._engine.step()
+
+    def load(self) -> EngineLoad:
+        """Of rank 0's replica, but for those who wait: of all."""
+        scheduler = self._engine.scheduler
+        pools, running = scheduler.pages.pools, scheduler.num_running
+        waiting = max(0, len(self._engine.open_requests) - running * self._engine.model.mesh.dp.size)
+        pages = sum(pool.num_pages for pool in pools)
+        return EngineLoad(running, waiting, pages - sum(pool.available + 1 for pool in pools), pages)
+
+
+def serve_rank(run: Run, placement: Placement, options: ServeOptions) -> None:
+    """Until it is asked to stop, or the engine fails. ConfigError if the address or the keys cannot be had."""
+    with ExitStack() as after:
+        first = placement.rank == 0
+        listener = after.enter_context(open_socket(options.host, options.port)) if first else None
+        keys = read_keys(options.api_keys) if first and options.api_keys else None
+        after.callback(leave_world)
+        mesh, _ = join(run, placement, identity(run, device_of(run, placement)))
+        after.callback(mesh.close)
+        engine = load_engine(run, mesh, options)
+        if listener is None:
+            for number in (signal.SIGTERM, signal.SIGINT):
+                signal.signal(number, signal.SIG_IGN)  # rank 0 lets requests end, and the others with them
+            engine.follow()
+            return
+        model, log = served_model(options, engine), Log()
+        limits = ServerLimits(sequences=options.queue, drain_seconds=options.drain_seconds)
+        server = HttpServer(model, RunEngine(engine, options.name), listener, log, limits, keys)
+        log.info(f"{options.name} is served at {server.url} (a chat page; OpenAI's API: {server.url}/v1)")
+        for text in notes(model, server, keys is not None):
+            log.info(text)
+        server.run()
+        engine.close()
+
+
+def load_engine(run: Run, mesh: Mesh, options: ServeOptions) -> Engine:
+    """Collective."""
+    model = load_model(Path(options.weights), make_plan(without_training(run, mesh.world.size), mesh.world.size), mesh)
+    wanted = EngineOptions(sequences=options.sequences, length=options.length, memory_gib=options.memory_gib)
+    return Engine(model, wanted, run.train.timeout_s)
+
+
+def served_model(options: ServeOptions, engine: Engine) -> ServedModel:
+    folder = Path(options.weights)
+    has_tokenizer = any((folder / name).exists() for name in TOKENIZER_FILES)
+    tokenizer = load_tokenizer(folder) if has_tokenizer else None
+    template = load_chat_template(folder) if tokenizer else None
+    vocab_size = engine.model.plan.run.model.vocab_size
+    ends = end_tokens(folder, tokenizer, template)
+    return ServedModel(options.name, engine.positions, tokenizer, template, ends, vocab_size)
+
+
+def notes(model: ServedModel, server: HttpServer, has_keys: bool) -> list[str]:
+    """What somebody who starts it should know."""
+    found = []
+    if model.tokenizer is None:
+        found.append("the model's folder holds no tokenizer: token ids alone are served, on /v1/completions")
+    elif model.template is None:
+        found.append("the model's folder holds no chat template: texts are continued, chats are refused")
+    if not is_loopback(server.listener) and not has_keys:
+        found.append("warning: whoever reaches this address may use the model: --api-keys FILE asks for a key")
+    return found

@@ -1,0 +1,220 @@
+"""The model that is served: prompts to tokens, bodies to sampling options, and what it cannot take."""
+
+from __future__ import annotations
+
+import json
+import secrets
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import cached_property
+from pathlib import Path
+from typing import Any
+
+from phalanx.base.errors import DataError
+from phalanx.inference.request import SamplingOptions
+from phalanx.server.errors import ApiError, near
+from phalanx.server.schemas import ChatMessage, SamplingBody, Tool
+from phalanx.server.token_texts import TokenNumbers, TokenTexts
+from phalanx.text.chat_reply import ReplyFormat, reply_format
+from phalanx.text.chat_template import ChatPrompt, ChatTemplate, read_json, token_text
+from phalanx.text.tokenizer_base import Tokenizer
+
+# names of tokens that end a turn, where a template uses them; few folders list all of theirs
+TURN_ENDS = ("<|im_end|>", "<|eot_id|>", "<|eom_id|>", "<end_of_turn>", "<|end|>", "<|return|>", "<|call|>")
+HARMONY_END = "<|end|>"  # ends a message there, not the turn
+OURS = ("messages", "tools", "documents", "add_generation_prompt")  # what requests cannot set in a template
+
+
+@dataclass(frozen=True)
+class ServedModel:
+    """What the endpoints need to know.
+
+    tokenizer   None: token ids are served alone
+    template    None: no chats
+    ends        tokens that end an answer
+    vocab_size  ids are below it; None: unknown
+    """
+
+    name: str
+    positions: int
+    tokenizer: Tokenizer | None = None
+    template: ChatTemplate | None = None
+    ends: tuple[int, ...] = ()
+    vocab_size: int | None = None
+
+    @cached_property
+    def texts(self) -> TokenTexts | TokenNumbers:
+        return TokenTexts(self.tokenizer) if self.tokenizer else TokenNumbers()
+
+    @cached_property
+    def reply_format(self) -> ReplyFormat:
+        return reply_format(self.template.source) if self.template else ReplyFormat()
+
+    def check_name(self, asked: str | None) -> None:
+        """ApiError 404 for another model."""
+        if asked is not None and asked != self.name:
+            hint = near(asked, [self.name]) or f" This server has {self.name}."
+            raise ApiError(404, f"there is no model {asked!r}.{hint}", param="model", code="model_not_found")
+
+    def need_tokenizer(self, field: str) -> Tokenizer:
+        if self.tokenizer is None:
+            raise ApiError(
+                400,
+                f"{field}: this model has no tokenizer (its folder holds none), so texts cannot be read or written; "
+                "send token ids to /v1/completions.",
+                param=field,
+                code="no_tokenizer",
+            )
+        return self.tokenizer
+
+    def prompts(self, value: str | list[Any]) -> list[tuple[int, ...]]:
+        """Token ids of each prompt. An empty one is the end of the document before it."""
+        several = isinstance(value, list) and not isinstance(value[0], int)
+        return [self._prompt(each) for each in (value if several else [value])]
+
+    def _prompt(self, value: str | list[int]) -> tuple[int, ...]:
+        if isinstance(value, str):
+            tokenizer = self.need_tokenizer("prompt")
+            try:
+                ids = tuple(tokenizer.encode_with_special(value))
+            except DataError as error:
+                raise ApiError(400, f"prompt: {error}", param="prompt", code="invalid_value") from None
+        else:
+            self.check_ids(value, "prompt")
+            ids = tuple(value)
+        if ids:
+            return ids
+        if self.tokenizer is None or self.tokenizer.eod is None:
+            rule = "must not be empty: this model has no end-of-document token to begin with"
+            raise ApiError(400, f"prompt: {rule}.", param="prompt", code="invalid_value")
+        return (self.tokenizer.eod,)
+
+    def check_ids(self, ids: Sequence[int], field: str) -> None:
+        limit = self.vocab_size
+        wrong = next((each for each in ids if each < 0 or (limit is not None and each >= limit)), None)
+        if wrong is not None:
+            rule = f"must hold token ids from 0 to {limit - 1}" if limit else "must hold token ids, 0 or more"
+            raise ApiError(400, f"{field}: {rule}, not {wrong}.", param=field, code="invalid_value")
+
+    def room(self, prompt: Sequence[int], tokens: int | None, field: str) -> int:
+        """Tokens that may be made after a prompt. ApiError if there is none, or not room for those asked for."""
+        left = self.positions - len(prompt)
+        if left < (1 if tokens is None else tokens):
+            asked = "" if tokens is None else f", and {tokens} are asked for ({field})"
+            message = f"the model has {self.positions} positions; the prompt takes {len(prompt)} of them{asked}."
+            raise ApiError(400, message, param=field if left > 0 else "prompt", code="context_length_exceeded")
+        return left if tokens is None else tokens
+
+    def chat(
+        self, messages: Sequence[ChatMessage], tools: Sequence[Tool] | None, variables: dict[str, Any]
+    ) -> ChatPrompt:
+        """A chat as the model reads it."""
+        tokenizer = self.need_tokenizer("messages")
+        if self.template is None:
+            raise ApiError(
+                400,
+                "messages: this model has no chat template (its folder holds none); /v1/completions continues texts.",
+                param="messages",
+                code="no_chat_template",
+            )
+        if tools and not self.template.reads("tools"):
+            raise ApiError(
+                400, "tools: this model's chat template has no place for them.", param="tools", code="invalid_value"
+            )
+        self._check_variables(variables)
+        ready = [template_message(number, message) for number, message in enumerate(messages)]
+        offered = [tool.model_dump(exclude_none=True) for tool in tools or ()] or None
+        try:
+            return self.template.prompt(tokenizer, ready, offered, **variables)
+        except DataError as error:
+            raise ApiError(400, f"messages: {error}", param="messages", code="invalid_value") from None
+
+    def _check_variables(self, variables: dict[str, Any]) -> None:
+        for name in variables:
+            if name in OURS or self.template is None or not self.template.reads(name):
+                field = name if name == "reasoning_effort" else f"chat_template_kwargs.{name}"
+                raise ApiError(
+                    400, f"{field}: this model's chat template does not read it.", param=field, code="invalid_value"
+                )
+
+    def sampling(self, body: SamplingBody, tokens: int, sample: int, seed: int) -> SamplingOptions:
+        """Options of one sequence, without log-probabilities."""
+        bias = body.logit_bias or {}
+        self.check_ids(list(bias), "logit_bias")
+        if (body.min_tokens or 0) > tokens:
+            raise ApiError(
+                400,
+                f"min_tokens: must be at most the {tokens} tokens that are made, not {body.min_tokens}.",
+                param="min_tokens",
+                code="invalid_value",
+            )
+        return SamplingOptions(
+            tokens=tokens,
+            temperature=1.0 if body.temperature is None else float(body.temperature),
+            top_k=body.top_k or 0,
+            top_p=1.0 if body.top_p is None else float(body.top_p),
+            min_p=float(body.min_p or 0.0),
+            repetition_penalty=1.0 if body.repetition_penalty is None else float(body.repetition_penalty),
+            presence_penalty=float(body.presence_penalty or 0.0),
+            frequency_penalty=float(body.frequency_penalty or 0.0),
+            bias=tuple((token, float(value)) for token, value in bias.items()),
+            end_tokens=() if body.ignore_eos else self.ends,
+            least_tokens=body.min_tokens or 0,
+            seed=seed,
+            sample=sample,
+        )
+
+
+def seed_of(body: SamplingBody) -> int:
+    """The seed that was asked for, or one that nobody has had."""
+    return secrets.randbits(63) if body.seed is None else body.seed % 2**63
+
+
+def template_message(number: int, message: ChatMessage) -> dict[str, Any]:
+    """A message as templates take them: content as text, arguments of calls as objects."""
+    ready: dict[str, Any] = {"role": message.role, "content": message.content}
+    if isinstance(message.content, list):
+        ready["content"] = "\n".join(part.text for part in message.content)
+    if message.content is None and (message.role != "assistant" or not message.tool_calls):
+        raise bad_message(number, "content", "is missing")
+    if message.tool_calls and message.role != "assistant":
+        raise bad_message(number, "tool_calls", f"are an assistant's, not of role {message.role}")
+    if message.role == "tool" and message.tool_call_id is None:
+        raise bad_message(number, "tool_call_id", "is missing: it names the call that is answered")
+    for name in ("name", "tool_call_id", "reasoning_content"):
+        if getattr(message, name) is not None:
+            ready[name] = getattr(message, name)
+    if message.tool_calls:
+        ready["content"] = ready["content"] or ""
+        ready["tool_calls"] = []
+        for call in message.tool_calls:
+            try:
+                arguments = json.loads(call.function.arguments or "{}")
+            except ValueError:
+                raise bad_message(number, "tool_calls", "has arguments that are not JSON") from None
+            function = {"name": call.function.name, "arguments": arguments}
+            ready["tool_calls"].append({"id": call.id, "type": "function", "function": function})
+    return ready
+
+
+def bad_message(number: int, field: str, rule: str) -> ApiError:
+    place = f"messages[{number}].{field}"
+    return ApiError(400, f"{place}: {rule}.", param=place, code="invalid_value")
+
+
+def end_tokens(folder: Path, tokenizer: Tokenizer | None, template: ChatTemplate | None) -> tuple[int, ...]:
+    """Tokens that end an answer: those of generation_config.json and config.json, the tokenizer's end of a document,
+    and the ends of turns that the template writes."""
+    ends: list[int] = []
+    for name in ("generation_config.json", "config.json"):
+        value = read_json(folder / name).get("eos_token_id")
+        ends += [each for each in (value if isinstance(value, list) else [value]) if isinstance(each, int)]
+    if tokenizer is not None:
+        ends += [] if tokenizer.eod is None else [tokenizer.eod]
+        names = [token_text(read_json(folder / "tokenizer_config.json").get("eos_token"))]
+        if template is not None:
+            in_channels = reply_format(template.source).channels
+            names += [end for end in TURN_ENDS if end in template.source and not (in_channels and end == HARMONY_END)]
+            names += ["<|return|>", "<|call|>"] if in_channels else []
+        ends += [tokenizer.special_tokens[name] for name in names if name in tokenizer.special_tokens]
+    return tuple(dict.fromkeys(ends))
