@@ -30,6 +30,14 @@ class Watched:
     def source(self) -> str:
         return self.made.source
 
+    @property
+    def name(self) -> str:
+        return self.made.name
+
+    @property
+    def features(self) -> frozenset[str] | None:
+        return self.made.features
+
 
 @contextmanager
 def only(op: Op, *made: Any) -> Iterator[None]:
