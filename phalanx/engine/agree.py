@@ -112,7 +112,8 @@ def decide(plan: Plan, everyone: Sequence[LocalFacts]) -> Agreed:
     refused = [p for name, said in memory.items() if (p := insisted(plan, name, said)) is not None]
     if refused:
         raise ConfigError(refused)
-    if plan.experts.dispatch == "push" and plan.run.layout.dispatch == "auto" and memory.get(EXPERTS) != ON:
+    pushes = plan.run.model.routed_experts and plan.experts.dispatch == "push"
+    if pushes and plan.run.layout.dispatch == "auto" and memory.get(EXPERTS) != ON:
         plan = plan.by_all_to_all()
     plan = replace(plan, kernels=agreed_kernels(plan.kernels, everyone))
     graphs = why_no_graphs(plan, everyone) or ON if plan.run.train.cuda_graphs != "off" else ""

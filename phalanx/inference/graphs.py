@@ -143,12 +143,11 @@ def decode_batch(layout: StepLayout, found: dict[str, Tensor], last: Tensor, lim
 
 
 class DecodeGraphs:
-    """Those that steps of one token per sequence are replayed from. There are none on a CPU, nor where stages pass
-    messages (pipelines)."""
+    """Those that steps of one token per sequence are replayed from, if there are any (InferenceModel.capturable)."""
 
     def __init__(self, model: InferenceModel, limits: MemoryLimits, groups: int, last: Tensor):
         self._model, self._limits, self._groups, self._last = model, limits, groups, last
-        usable = last.is_cuda and model.mesh.grid.pp == 1
+        usable = model.capturable
         self.sizes = graph_sizes(limits.most_sequences, model.mesh.grid.tp) if usable else []
         self._graphs: dict[int, DecodeGraph] = {}
         self._pool = torch.cuda.graph_pool_handle() if usable else None

@@ -21,6 +21,7 @@ from phalanx.engine.build import build_for_inference
 from phalanx.forecast.decide import make_plan
 from phalanx.nn.adapter import AdapterConfig, find_adapter
 from phalanx.nn.module import Block
+from phalanx.nn.moe import MoE
 from phalanx.nn.objective import TaskConfig
 from phalanx.pipeline.execute import Stages, execute
 from phalanx.planning.plan import Plan, storing_all
@@ -99,6 +100,26 @@ class InferenceModel:
     mesh: Mesh
     stages: Stages
     programs: dict[int, list[Instruction]] = field(default_factory=dict)  # by number of batches
+
+    def __post_init__(self) -> None:
+        """Where all ranks that share experts compute the same step, all of its tokens go to all of them: they are few,
+        and the host need not wait for how many go where."""
+        if self.mesh.grid.dp == 1:
+            for layer in self.routed:
+                layer.dispatch = "allgather"
+
+    @property
+    def routed(self) -> list[MoE]:
+        """The layers with experts."""
+        return [m for block in self.blocks for m in block.modules() if isinstance(m, MoE)]
+
+    @property
+    def capturable(self) -> bool:
+        """Whether CUDA graphs can hold the forward: no message between stages, nothing that the host waits for, as in
+        the exchange of sizes and in reference implementations."""
+        kernels = self.plan.env(self.mesh.at).ops.kernels != "plain" and self.dtype != torch.float64
+        waits = any(layer.dispatch == "alltoall" for layer in self.routed)
+        return self.mesh.device.type == "cuda" and self.mesh.grid.pp == 1 and kernels and not waits
 
     @property
     def blocks(self) -> list[Block]:

@@ -115,7 +115,7 @@ class HostCopy:
 
     def __init__(self, sampled: Sampled):
         tensors = (sampled.tokens, sampled.logprobs, sampled.likeliest, sampled.likeliest_logprobs)
-        self._copies = [None if t is None else t.to("cpu", non_blocking=True) for t in tensors]
+        self._copies = [None if t is None else to_host(t) for t in tensors]
         self._done = torch.cuda.Event() if sampled.tokens.is_cuda else None
         if self._done is not None:
             self._done.record()
@@ -257,6 +257,12 @@ class Runner:
     def _to_device(self, x: np.ndarray) -> Tensor:
         there = torch.from_numpy(np.ascontiguousarray(x))
         return there if self.mesh.device.type == "cpu" else there.pin_memory().to(self.mesh.device, non_blocking=True)
+
+
+def to_host(x: Tensor) -> Tensor:
+    """A copy on the host, there when the device is through with what was asked of it: only into pinned memory is the
+    host not made to wait."""
+    return x if x.is_cpu else torch.empty(x.shape, dtype=x.dtype, pin_memory=True).copy_(x, non_blocking=True)
 
 
 def widened(logits: Tensor) -> Tensor:

@@ -74,6 +74,12 @@ def test_push_only_where_every_group_has_memory(groups):
         assert ranks_text(r for r in range(8) if groups[r // 4] != ON) in agreed.memory[EXPERTS]
 
 
+def test_the_config_of_a_model_without_experts_stays_as_it_is():
+    """It is recorded in checkpoints, and read again."""
+    plan = make_plan(base_run("llama", device="auto"), 1)
+    assert decide(plan, [opened(GPU)]).plan.run == plan.run
+
+
 @pytest.mark.parametrize(
     ("layout", "use", "field"),
     [

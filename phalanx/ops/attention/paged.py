@@ -196,7 +196,9 @@ def _parts(spans: PagedSpans, heads: int, pages: Pages) -> Iterator[_Part]:
         order = order[len(together) :]
         keys = min(lengths[together[-1]], room)
         step = max(1, min(count, ELEMENTS // max(1, len(together) * keys * heads)))
-        sequences = torch.tensor(together, device=spans.starts.device)
+        first, last = together[0], together[-1]
+        device = spans.starts.device  # there all are alike, so those together are neighbours
+        sequences = torch.tensor(together) if device.type == "cpu" else torch.arange(first, last + 1, device=device)
         for first in range(0, count, step):
             yield _Part(sequences, first, min(first + step, count), keys)
 
