@@ -147,11 +147,11 @@ def ops() -> Rows:
     """Each op of the table with its implementations: which one auto chooses, or why it does not."""
     cuda, rows = torch.cuda.is_available(), []
     for op in table():
-        said = []
+        said: dict[str, list[str]] = {}
         for made in op.implementations:
             why = ("no GPU" if made.device == "cuda" and not cuda else None) or unusable(made)
-            said.append(f"{made.name} ({why or made.shapes or 'runs'})")
-        rows.append((op.name, ", ".join(said)))
+            said.setdefault(why or made.shapes or "runs", []).append(made.name)
+        rows.append((op.name, "; ".join(f"{', '.join(names)} ({why})" for why, names in said.items())))
     return rows
 
 

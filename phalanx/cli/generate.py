@@ -73,7 +73,7 @@ def generate(checkpoint: str, overrides: tuple[str, ...], **asked: Any) -> None:
     from phalanx.config.read import read
     from phalanx.config.write import to_dict
     from phalanx.data.config import DataConfig
-    from phalanx.inference.load import run_of_folder, weights_alone, weights_folder
+    from phalanx.inference.load import check_layout, run_of_folder, weights_alone, weights_folder
     from phalanx.launch.env import describe_machine
 
     if (asked["prompt"] is None) == (asked["prompts"] is None):
@@ -89,6 +89,7 @@ def generate(checkpoint: str, overrides: tuple[str, ...], **asked: Any) -> None:
     base = to_dict(replace(run, data=DataConfig(mock=True)))  # none is read
     loaded = read(None, overrides, base, f"the model of {checkpoint}")
     if loaded.run is not None:
+        check_layout(loaded.run)
         layout = loaded.run.layout
         world = asked["ranks"] or max(1, layout.tp * layout.cp * layout.pp)
         loaded = replace(loaded, run=weights_alone(loaded.run, world))

@@ -64,7 +64,7 @@ def serve(checkpoint: str, overrides: tuple[str, ...], ranks: int | None, name: 
     from phalanx.data.config import DataConfig
     from phalanx.data.files import extra
     from phalanx.evaluation.perplexity import check_folder
-    from phalanx.inference.load import run_of_folder, weights_alone, weights_folder
+    from phalanx.inference.load import check_layout, run_of_folder, weights_alone, weights_folder
     from phalanx.launch.env import describe_machine
 
     for module in NEEDED:
@@ -79,6 +79,7 @@ def serve(checkpoint: str, overrides: tuple[str, ...], ranks: int | None, name: 
     base = to_dict(replace(run, data=DataConfig(mock=True)))  # none is read
     loaded = read(None, overrides, base, f"the model of {checkpoint}")
     if loaded.run is not None:
+        check_layout(loaded.run)
         layout = loaded.run.layout
         ranks = ranks or max(1, layout.tp * layout.cp * layout.pp)
         loaded = replace(loaded, run=weights_alone(loaded.run, ranks))

@@ -20,7 +20,7 @@ import torch
 
 from phalanx.comm.axis import Axis
 from phalanx.comm.host import host_axis
-from phalanx.inference.load import InferenceModel
+from phalanx.inference.load import InferenceModel, check_layout
 from phalanx.inference.memory import (
     MemoryLimits,
     free_bytes,
@@ -140,6 +140,7 @@ class Engine:
 
     def __init__(self, model: InferenceModel, options: EngineOptions | None = None, wait_s: float = 600.0):
         options = options or EngineOptions()
+        check_layout(model.plan.run)
         self.model, self.options = model, options
         mesh, positions = model.mesh, model.plan.run.model.max_position_embeddings
         length = min(options.length or positions, positions)

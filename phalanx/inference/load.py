@@ -92,6 +92,13 @@ def without_training(run: Run, world: int) -> Run:
     return forward_only(weights_alone(run, world))
 
 
+def check_layout(run: Run) -> None:
+    """ConfigError for a layout in which sequences cannot go on from memory."""
+    if run.layout.cp > 1:
+        rule = "must be 1 for generation: what is remembered of a sequence is not cut over ranks of context parallelism"
+        raise ConfigError([Problem("layout.cp", run.layout.cp, rule, {}, (1,), "the layout")])
+
+
 @dataclass(frozen=True)
 class InferenceModel:
     """The weights and blocks of one rank."""

@@ -33,6 +33,7 @@ from phalanx.engine.meeting import Identity, compare, identity, problems
 from phalanx.forecast.check import checked_plan
 from phalanx.layout.config import LayoutConfig
 from phalanx.models.gpt2 import GPT2Config
+from phalanx.nn.adapter import AdapterConfig, completed_lora
 from phalanx.nn.objective import TaskConfig, TokenObjective
 from phalanx.ops.dense.token_loss import LogitStats
 from phalanx.optim.adamw import AdamWConfig
@@ -93,6 +94,8 @@ def changed(base: Run, dice: random.Random) -> tuple[str, Run]:
     """One field of one section, chosen at random, with another value."""
     sections = [name for name in tree.field_names(Run) if name not in NOT_COMPARED]
     section = dice.choice(sections)
+    if section == "lora":  # the base has none
+        return section, replace(base, lora=completed_lora(AdapterConfig(targets=[f"*.{dice.randrange(100)}.*"])))
     fields = [key for key in tree.keys(Run) if key.path.split(".")[0] == section and key.path.count(".") == 1]
     fields = [key for key in fields if section != "model" or key.owner is type(base.model)] or [
         k for k in tree.keys(Run) if k.path == section

@@ -131,6 +131,8 @@ def test_many_prompts_on_ranks_give_the_texts_of_one_process(runs, warm, tmp_pat
     assert found[0][0]["text"] != found[0][1]["text"] and all(a["tokens"] <= 6 for a in found[0])
     refused = warm.phalanx(*words, "optim.lr=1")
     assert refused.returncode == 2 and "optim.lr" in refused.stderr and "layout.*" in refused.stderr
+    refused = warm.phalanx(*words, "layout.cp=2")
+    assert refused.returncode == 2 and "layout.cp=2" in refused.stderr and "generation" in refused.stderr
     prompts.write_text('{"prompt": 3}\n')
     refused = warm.phalanx(*words)
     assert refused.returncode == 3 and "line 1" in refused.stderr

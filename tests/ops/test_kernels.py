@@ -21,7 +21,7 @@ from phalanx.comm.overlap import add_pieces
 from phalanx.comm.sum_kernel import add_pieces_, sum_parts
 from phalanx.ops.dense.cross_entropy import LOSS, linear_cross_entropy
 from phalanx.ops.dense.norm import NORM
-from phalanx.ops.op import Implementation, table, unusable
+from phalanx.ops.op import Case, Implementation, Op, table, unusable
 from phalanx.ops.optimizer.adamw import AdamOptions, AdamRange, adamw_, adamw_reference_
 from phalanx.sequence.batch import IGNORE
 from tests.harness.op_cases import compared, run_case
@@ -65,8 +65,11 @@ COMPARED = [
 def test_equals_its_reference(name, made, dtype):
     """tests/ops/test_ops.py compares the references with formulas. Truth: the reference in float64 on the same rounded
     inputs; within a few roundings."""
-    op, case = CASES[name]
-    [made] = (found for found in op.candidates if found.name == made)
+    compare(*CASES[name], made, dtype)
+
+
+def compare(op: Op, case: Case, name: str, dtype: torch.dtype) -> None:
+    [made] = (found for found in op.candidates if found.name == name)
     pairs = compared(op, case, made, dtype)
     rounding = {torch.float64: 1e-13, torch.float32: 2e-6}.get(dtype, 8 * torch.finfo(dtype).eps)
     assert pairs, f"{made.name} does not take it"

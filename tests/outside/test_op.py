@@ -22,7 +22,7 @@ from phalanx.models.registry import load_family
 from phalanx.ops.op import BadImplementation, Implementation, Op, declare, implement, rows, table
 from tests.harness import checkpoints, parity
 from tests.harness.parity import SEQ, VOCAB
-from tests.ops.test_kernels import DTYPES, compare, runnable
+from tests.ops.test_kernels import DTYPES, compare, runs_here
 
 OUTSIDE = Path(__file__).parent
 if str(OUTSIDE) not in sys.path:
@@ -92,16 +92,16 @@ def test_saved_under_one_layout_and_loaded_under_another(ranks, tmp_path):
 
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
-@pytest.mark.parametrize("kernels", ["triton", "auto"])
+@pytest.mark.parametrize("made", ["triton", "in-place"])
 @pytest.mark.parametrize("case", SQUARED_RELU.cases, ids=lambda case: case.name)
-def test_it_is_compared_as_ours_are(case, kernels, dtype):
-    assert set(runnable(SQUARED_RELU)) == {"triton", "auto"}
-    compare(SQUARED_RELU, case, dtype, kernels)
+def test_it_is_compared_as_ours_are(case, made, dtype):
+    assert {each.name for each in SQUARED_RELU.candidates if runs_here(each)} == {"triton", "in-place"}
+    compare(SQUARED_RELU, case, made, dtype)
 
 
 def test_the_comparison_sees_what_is_wrong():
     with mock.patch.object(InPlace, "backward", lambda dy, x: dy), pytest.raises(AssertionError):
-        compare(SQUARED_RELU, SQUARED_RELU.cases[0], torch.float64, "auto")
+        compare(SQUARED_RELU, SQUARED_RELU.cases[0], "in-place", torch.float64)
 
 
 def test_it_is_chosen_and_switched_off():
