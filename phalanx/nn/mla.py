@@ -104,6 +104,8 @@ class LatentAttention(Module):
         self.kv_norm = RMSNorm(env, f"{at}.kv_a_layernorm", s.kv_rank, EPS)
         self.num_weights = s.num_weights(width, heads)
         self.remembers = PageSpec(1, s.kv_rank + s.rope, s.kv_rank, shared=True, window=kind.window)
+        if not self.kv_up.is_plain:  # adapters have a say in each head's keys and values: these are remembered
+            self.remembers = PageSpec(self.heads, s.query, s.value, window=kind.window)
 
     def forward(self, x: Tensor, batch: Batch) -> Tensor:
         """x (T / tp, D) -> (T / tp, D)."""
@@ -142,7 +144,10 @@ class LatentAttention(Module):
         """-> (T, own heads * value), of sequences that go on: what is remembered of a token is its latent and its
         rotated key, which all heads share. The matrices that would make a head's keys and values of latents are
         multiplied into its queries and its output instead (DeepSeek-V2, 2024, section 2.1.2)."""
-        s, tp = self.sizes, self.env.tp
+        s, tp, kernels = self.sizes, self.env.tp, self.env.kernels_for(ATTENTION)
+        if not self.kv_up.is_plain:
+            q, k, v = (t[0].transpose(0, 1) for t in self._rotated(batch, *self._project(x)))
+            return own_memory(self).attend((q, k, v), paged, self.kind, None, kernels).flatten(1)
         q, latent, k_rope = self._latents(x)
         table = self.rotary.table(batch, q.dtype)
         keys_up, values_up = self._up_matrices()
@@ -151,8 +156,7 @@ class LatentAttention(Module):
         rotated = turn(gather(k_rope, tp).unsqueeze(1), table, self.interleaved)
         k = torch.cat((gather(latent, tp).unsqueeze(1), rotated), -1)
         scale = 1 / math.sqrt(s.query) if self.kind.scale is None else self.kind.scale
-        kind, kernels = replace(self.kind, scale=scale), self.env.kernels_for(ATTENTION)
-        mixed = own_memory(self).attend((q, k, None), paged, kind, None, kernels)
+        mixed = own_memory(self).attend((q, k, None), paged, replace(self.kind, scale=scale), None, kernels)
         return torch.einsum("thr,hvr->thv", mixed, values_up).flatten(1)
 
     def _up_matrices(self) -> tuple[Tensor, Tensor]:

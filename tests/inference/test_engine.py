@@ -9,8 +9,10 @@ import numpy as np
 import pytest
 import torch
 
+from phalanx.config.run import Run
 from phalanx.inference.engine import Engine, EngineOptions, StepMessage
 from phalanx.inference.request import Request, RequestError, SamplingOptions
+from phalanx.nn.adapter import AdapterConfig, completed_lora
 from tests.harness.generation import (
     Answer,
     answers,
@@ -56,9 +58,9 @@ def world_of(layout: dict[str, int]) -> int:
     return max(layout.get("ep", 1), layout.get("tp", 1) * layout.get("pp", 1))
 
 
-def check_against_whole(model: str, prompts: list[list[int]], found: list[Answer]) -> None:
+def check_against_whole(model: str | Run, prompts: list[list[int]], found: list[Answer]) -> None:
     """Greedy tokens are the likeliest, and log-probabilities those of the model computed whole, 1e-10."""
-    whole = random_model(0, 1, run_of(model))
+    whole = random_model(0, 1, run_of(model) if isinstance(model, str) else model)
     for prompt, (tokens, scores, of_prompt, reason) in zip(prompts, found, strict=True):
         logprobs = torch.log_softmax(whole_logits(whole, prompt + tokens), -1)
         places = logprobs[len(prompt) - 1 : -1]
@@ -87,6 +89,17 @@ def test_a_layout_changes_nothing(ranks, model, layout):
     asked = [(p, GREEDY) for p in prompts]
     found = ranks.run("tests.harness.generation:answers", world_of(layout), run_of(model, **layout), asked, SMALL, 2)
     check_against_whole(model, prompts, found[0])
+
+
+@pytest.mark.parametrize("model", ["deepseek_v3", "llama"])
+def test_adapters_go_on_too(ranks, model):
+    """On matrices that latents are multiplied with as well: then each head's keys and values are remembered."""
+    lora = completed_lora(AdapterConfig(targets=["*.kv_b_proj.*", "*.o_proj.*", "*.v_proj.*"]))
+    prompts = sequences_of(LENGTHS, 131)
+    asked = [(p, GREEDY) for p in prompts]
+    split = replace(run_of(model, tp=2), lora=lora)
+    found = ranks.run("tests.harness.generation:answers", 2, split, asked, SMALL, 2)
+    check_against_whole(replace(run_of(model), lora=lora), prompts, found[0])
 
 
 @pytest.mark.parametrize("late", [0, 1])
