@@ -18,6 +18,7 @@ import click
 from phalanx.base.errors import PhalanxError
 from phalanx.base.log import describe, flush_quietly, refusal
 from phalanx.base.version import VERSION
+from phalanx.cli.chat import chat
 from phalanx.cli.checkpoints import checkpoint, export, import_
 from phalanx.cli.completion import keys, use_bash
 from phalanx.cli.evaluate import evaluate
@@ -409,6 +410,7 @@ def data_verify(what: tuple[str, ...]) -> None:
 
 cli.add_command(evaluate)
 cli.add_command(generate)
+cli.add_command(chat)
 cli.add_command(serve)
 cli.add_command(checkpoint)
 cli.add_command(export)

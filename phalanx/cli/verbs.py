@@ -55,6 +55,7 @@ class Verbs(click.Group):
             "bench",
             "eval",
             "generate",
+            "chat",
             "serve",
             "checkpoint",
             "export",

@@ -18,6 +18,7 @@ from phalanx.config.run import Run
 from phalanx.data.files import TOKENIZER_FILES
 from phalanx.engine.meeting import device_of, identity, join
 from phalanx.forecast.decide import make_plan
+from phalanx.inference.ends import end_tokens
 from phalanx.inference.engine import Engine, EngineOptions
 from phalanx.inference.load import InferenceModel, forward_only, load_alone, load_model, weights_folder
 from phalanx.inference.request import EndReason, Event, Finished, NewToken, SamplingOptions, TokenScore
@@ -155,17 +156,6 @@ def tokenizer_of(folder: Path) -> Tokenizer:
             f"{folder} holds no tokenizer, so text cannot be made with it (data.tokenizer was not set in its run)"
         )
     return load_tokenizer(str(folder))
-
-
-def end_tokens(folder: Path, tokenizer: Tokenizer) -> tuple[int, ...]:
-    """After which a text is over: the tokenizer's end of a document, and those that the folder's generation_config.json
-    names (a chat model ends its turn with another)."""
-    found = [] if tokenizer.eod is None else [tokenizer.eod]
-    path = folder / "generation_config.json"
-    if path.is_file():
-        named = json.loads(path.read_text(encoding="utf-8")).get("eos_token_id")
-        found += named if isinstance(named, list) else [] if named is None else [named]
-    return tuple(dict.fromkeys(found))
 
 
 def generate(path: str, prompt: str, options: SamplingOptions | None = None) -> str:

@@ -15,13 +15,14 @@ from phalanx.config.run import Run
 from phalanx.data.files import TOKENIZER_FILES
 from phalanx.engine.meeting import device_of, identity, join
 from phalanx.forecast.decide import make_plan
+from phalanx.inference.ends import end_tokens
 from phalanx.inference.engine import Engine, EngineOptions
 from phalanx.inference.load import load_model, without_training
 from phalanx.inference.request import Event, SamplingOptions
 from phalanx.server.engine_thread import EngineLoad
 from phalanx.server.keys import read_keys
 from phalanx.server.listen import HttpServer, is_loopback, open_socket
-from phalanx.server.served import ServedModel, end_tokens
+from phalanx.server.served import ServedModel
 from phalanx.server.service import ServerLimits
 from phalanx.text.chat_template import load_chat_template
 from phalanx.text.tokenizers import load_tokenizer

@@ -19,9 +19,10 @@ pytest.importorskip("openai", reason="the server is tested with OpenAI's client 
 import openai
 
 from phalanx.base.log import Log
+from phalanx.inference.ends import end_tokens
 from phalanx.server.engine_thread import AnyEngine
 from phalanx.server.listen import HttpServer, open_socket
-from phalanx.server.served import ServedModel, end_tokens
+from phalanx.server.served import ServedModel
 from phalanx.text.chat_template import load_chat_template
 from phalanx.text.tokenizer_base import Tokenizer
 from phalanx.text.tokenizers import load_tokenizer

@@ -1,0 +1,60 @@
+"""`phalanx chat`: a conversation in the terminal."""
+
+from __future__ import annotations
+
+import sys
+from typing import TYPE_CHECKING
+
+import click
+
+from phalanx.cli.checkpoints import say_ignored
+from phalanx.cli.completion import configs
+
+if TYPE_CHECKING:
+    from phalanx.inference.conversation import Conversation
+
+GREETING = "Type a message. Ctrl-C ends an answer, Ctrl-D the chat; /new forgets what was said."
+
+
+@click.command("chat", short_help="Talk to a checkpoint in the terminal.")
+@click.argument("checkpoint", shell_complete=configs)
+@click.option("--system", default=None, metavar="TEXT", help="Instructions that come before all messages.")
+@click.option("--tokens", type=click.IntRange(min=1), default=512, show_default=True, help="Tokens of an answer.")
+@click.option(
+    "--temperature", type=click.FloatRange(min=0), default=0.7, show_default=True, help="0: always the likeliest token."
+)
+@click.option("--seed", type=click.IntRange(min=0), default=0, show_default=True, help="Another seed, other answers.")
+def chat(checkpoint: str, system: str | None, tokens: int, temperature: float, seed: int) -> None:
+    """Talk to the model in CHECKPOINT: a run folder (its newest), a checkpoint, or a Hugging Face folder. Messages are
+    written as its own chat template has them."""
+    from phalanx.inference.conversation import Conversation
+    from phalanx.inference.request import SamplingOptions
+
+    say_ignored(checkpoint)
+    options = SamplingOptions(tokens=tokens, temperature=temperature, seed=seed)
+    talk = Conversation(checkpoint, options, system)
+    terminal = sys.stdin.isatty()
+    if terminal:
+        click.echo(GREETING, err=True)
+    while True:
+        try:
+            message = input("> " if terminal else "")
+        except (EOFError, KeyboardInterrupt):
+            click.echo()
+            return
+        if message.strip() == "/new":
+            talk.forget()
+        elif message.strip():
+            answer(talk, message)
+
+
+def answer(talk: Conversation, message: str) -> None:
+    """Write the answer to a message as it is made."""
+    try:
+        for piece in talk.answer(message):
+            click.echo(piece, nl=False)
+        click.echo()
+    except KeyboardInterrupt:
+        click.echo(" ...")
+    if talk.notice is not None:
+        click.echo(talk.notice, err=True)
