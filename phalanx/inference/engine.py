@@ -1,7 +1,7 @@
 """The engine: requests in, tokens out, on every rank of a layout.
 
 Rank 0 is asked; all ranks decide alike. Each step begins with one message from rank 0, its new requests and its clock,
-after which every replica's scheduler, a pure function of what it was told, makes the same step on all of its ranks.
+after which every replica's scheduler, a pure function of the messages, makes the same step on all of its ranks.
 
     rank 0: submit, cancel ──▶ inbox ──message──▶ scheduler ──Step──▶ runner ──tokens, one step late──▶ events
 """
@@ -23,11 +23,11 @@ from phalanx.comm.host import host_axis
 from phalanx.inference.load import InferenceModel, check_layout
 from phalanx.inference.memory import (
     MemoryLimits,
-    free_bytes,
     give_memory,
     layer_groups,
     pages_that_fit,
     remembering,
+    room_for_pages,
     windows_of,
 )
 from phalanx.inference.pages import GroupSpec
@@ -46,8 +46,6 @@ from phalanx.inference.scheduler import RequestDoesNotFit, Scheduler, SchedulerS
 from phalanx.inference.scores import ScoredPrompt
 from phalanx.ops.attention.paged import FP8
 
-FREE_SHARE = 0.9  # of free memory that pages may take
-
 
 @dataclass(frozen=True, kw_only=True)
 class EngineOptions:
@@ -57,8 +55,8 @@ class EngineOptions:
     tokens      computed in one step of a replica
     length      of a sequence at most, prompt and answer; None: the model's positions
     page_size   tokens in a page of memory
-    memory_gib  for what is remembered, on each rank; None: all that `sequences` of `length` can use, or 90 % of what
-                is free
+    memory_gib  for what is remembered, on each rank; None: all that `sequences` of `length` can use, but at most 90 %
+                of what is free on a GPU, and on a CPU a quarter of it for all ranks together
     pages       dtype of what is remembered: that of the model, or FP8
     late        1: the host reads tokens a step late, so that the device never waits for it; 0: at once
     """
@@ -175,7 +173,8 @@ class Engine:
         layers = remembering(self.model.blocks)
         dtype = FP8 if options.pages == "fp8" else self.model.dtype
         groups = layer_groups(layers, windows_of(self.model.plan), dtype, limits.page_size)
-        free = free_bytes(mesh.device) * FREE_SHARE if options.memory_gib is None else options.memory_gib * 2**30
+        gib = options.memory_gib
+        free = room_for_pages(mesh.device, mesh.world.size) if gib is None else gib * 2**30
         fit = torch.tensor(pages_that_fit(groups, limits, int(free)), device=mesh.world.device)
         pages = mesh.world.all_reduce(fit, op="min").wait().tolist()
         give_memory(layers, groups, pages, limits.page_size, dtype, mesh.device)

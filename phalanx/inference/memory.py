@@ -15,6 +15,7 @@ from phalanx.nn.module import Block, Module
 from phalanx.planning.plan import Plan
 
 NO_LIMIT = 1 << 62  # bytes, where the system does not say
+GPU_SHARE, HOST_SHARE = 0.9, 0.25  # of free memory
 SPARE_PAGES = 2  # of a sequence's window: where it begins and ends inside pages
 
 
@@ -116,9 +117,10 @@ def give_memory(
         layer.memory = LayerMemory(group, spec.allocate(num_pages[group], page_size, dtype, device))
 
 
-def free_bytes(device: torch.device) -> int:
-    """Of the device's memory, what this process may still take."""
+def room_for_pages(device: torch.device, ranks: int) -> float:
+    """Bytes that pages may take on this rank if nobody says how many. A GPU is this rank's own; the memory of a host is
+    shared by its ranks, and by whatever else its user does."""
     if device.type != "cuda":
-        return host_memory() or NO_LIMIT
+        return HOST_SHARE * (host_memory() or NO_LIMIT) / ranks
     free, _ = torch.cuda.mem_get_info(device)
-    return free + torch.cuda.memory_reserved(device) - torch.cuda.memory_allocated(device)
+    return GPU_SHARE * (free + torch.cuda.memory_reserved(device) - torch.cuda.memory_allocated(device))

@@ -41,7 +41,7 @@ class SamplingOptions:
     least_tokens        of end tokens none is drawn before so many are made
     seed, sample        random numbers are a function of (seed, sample, position) alone: `sample` numbers the answers to
                         one prompt
-    logprobs            how many of the likeliest tokens are told with their log-probabilities beside each that was
+    logprobs            how many of the likeliest tokens are returned with their log-probabilities beside each that was
                         made; None: none, nor that of the one made. They are those of the model, before temperature,
                         penalties and bias
     prompt_logprobs     the same of the tokens of the prompt

@@ -54,7 +54,7 @@ class Draws:
     count_rows    (S,) rows of TokenCounts; None: no penalties
     greedy        all rows want the likeliest token
     min_p         some row has one
-    logprobs      likeliest tokens that are told with log-probabilities; None: nothing is told
+    logprobs      likeliest tokens that are returned with log-probabilities; None: none is, nor the drawn one's
     """
 
     values: Tensor

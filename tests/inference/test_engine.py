@@ -9,8 +9,10 @@ import numpy as np
 import pytest
 import torch
 
+from phalanx.base.free_memory import host_memory
 from phalanx.config.run import Run
 from phalanx.inference.engine import Engine, EngineOptions, StepMessage
+from phalanx.inference.memory import room_for_pages
 from phalanx.inference.request import Request, RequestError, SamplingOptions
 from phalanx.nn.adapter import AdapterConfig, completed_lora
 from tests.harness.generation import (
@@ -178,6 +180,14 @@ def test_what_cannot_be_served_is_refused_with_its_numbers():
     with pytest.raises(RequestError, match="16"):
         engine.submit([5] * 4, replace(GREEDY, tokens=13))
     assert engine.idle
+
+
+def test_ranks_on_one_host_share_its_memory():
+    """Nobody asked for memory: together ranks take no more than one alone, and leave most of it."""
+    free = host_memory()
+    assert free is not None
+    alone, one_of_four = (room_for_pages(torch.device("cpu"), ranks) for ranks in (1, 4))
+    assert 4 * one_of_four <= 1.1 * alone and alone < free / 3
 
 
 def test_cancelled_requests_end_and_others_go_on():
