@@ -50,8 +50,10 @@ def near(name: str, names: Iterable[str]) -> str:
 
 
 def engine_lost(error: BaseException) -> ApiError:
-    """What running requests get when the engine has failed."""
-    return ApiError(500, f"the engine failed, and the server ends: {describe(error)}", code="engine_lost")
+    """What running requests get when the engine has failed: which kind of error it is. The rest, such as addresses of
+    other machines, is for whoever runs the server, whose log has it."""
+    kind = describe(error).partition(":")[0]
+    return ApiError(500, f"the engine failed, and the server ends: {kind} (its log says more)", code="engine_lost")
 
 
 def not_finished(reason: str, error: str | None) -> ApiError:
