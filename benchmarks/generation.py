@@ -1,7 +1,7 @@
 """Generation of a Llama of 8 billion parameters with random weights: one sequence, many sequences, prompts, and where a
 decode step's time goes; beside it transformers on the same GPU, in the same call.
 
-python benchmarks/generation.py --rows one,many,prefill,budget --peers
+python benchmarks/generation.py --rows one,many,prefill,arrivals,budget --peers
 python benchmarks/generation.py --tiny            a small model on a CPU: that everything runs
 
 Weights are drawn on the device; a checkpoint's would take the same time. Tokens are greedy and never end early.
@@ -14,7 +14,7 @@ import gc
 import json
 import time
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from statistics import median
 from typing import Any
 
@@ -56,7 +56,8 @@ SIZES = {
 
 @dataclass(frozen=True)
 class Shapes:
-    """Tokens before one sequence; tokens it makes; sequences at once, their prompts and answers; prompts to read."""
+    """Tokens before one sequence; tokens it makes; sequences at once, their prompts and answers; prompts to read;
+    requests a second that arrive, for so many seconds, and tokens that each makes."""
 
     before: int = 1024
     made: int = 256
@@ -64,16 +65,23 @@ class Shapes:
     prompt: int = 512
     answer: int = 512
     reading: tuple[int, int] = (8, 4096)
+    rate: float = 25.0
+    seconds: float = 12.0
+    arriving: int = 128
 
 
 def ours(size: str) -> InferenceModel:
     gpu = torch.cuda.is_available()
     config: Any = SIZES[size]
     train = TrainConfig(steps=1, global_batch=1, micro_batch=1, seq_length=1024, precision="bf16" if gpu else "fp32")
-    plan = make_plan(without_training(Run(model=LlamaConfig(**config), train=train), 1), 1)
-    mesh = Mesh(plan.grid, 0, local_device("cuda" if gpu else "cpu", 0))
+    return with_random_weights(without_training(Run(model=LlamaConfig(**config), train=train), 1))
+
+
+def with_random_weights(run: Run) -> InferenceModel:
+    plan = make_plan(run, 1)
+    mesh = Mesh(plan.grid, 0, local_device("cuda" if torch.cuda.is_available() else "cpu", 0))
     _, stages = build_for_inference(plan, mesh)
-    model = InferenceModel(plan, mesh, stages)
+    model = InferenceModel(plan, mesh, stages, stages.handlers())
     for block in model.blocks:
         for p in block.parameters():
             p.data.normal_(0, 0.02) if p.dim() > 1 else p.data.fill_(1)
@@ -124,7 +132,7 @@ def row_many(model: InferenceModel, shapes: Shapes) -> dict[str, float]:
     vocab = model.plan.run.model.vocab_size
     length = shapes.prompt + shapes.answer
     engine = Engine(model, EngineOptions(sequences=shapes.many, tokens=8192, length=length))
-    generated(engine, prompts_of(2 * shapes.many, shapes.prompt, vocab)[shapes.many :], 16)
+    generated(engine, prompts_of(2 * shapes.many, shapes.prompt, vocab)[shapes.many :], min(16, shapes.answer))
     first, total, made = generated(engine, prompts_of(shapes.many, shapes.prompt, vocab), shapes.answer)
     return {"tok/s out": made / total, "s": total, "first token s": first}
 
@@ -157,6 +165,56 @@ def whole_forward(model: InferenceModel, count: int, length: int) -> float:
         wait()
         times.append(time.perf_counter() - began)
     return min(times)
+
+
+def row_arrivals(model: InferenceModel, shapes: Shapes) -> dict[str, float]:
+    """ms until the first token of requests that arrive at random moments (a Poisson process), and between tokens."""
+    vocab = model.plan.run.model.vocab_size
+    length = shapes.prompt + shapes.arriving
+    wait()
+    began = time.perf_counter()
+    engine = Engine(model, EngineOptions(sequences=shapes.many, tokens=2048, length=length, capture=True))
+    captured = time.perf_counter() - began
+    generated(engine, prompts_of(2 * shapes.many, shapes.prompt, vocab)[shapes.many :], 4)
+    count = int(shapes.rate * shapes.seconds)
+    prompts = prompts_of(count, shapes.prompt, vocab)
+    gaps = torch.empty(count, dtype=torch.float64).exponential_(shapes.rate, generator=torch.Generator().manual_seed(1))
+    moments, options = gaps.cumsum(0).tolist(), SamplingOptions(tokens=shapes.arriving, temperature=0)
+    asked: dict[int, float] = {}
+    first: dict[int, float] = {}
+    last: dict[int, float] = {}
+    began = time.perf_counter()
+    while len(asked) < count or not engine.idle:
+        now = time.perf_counter() - began
+        while len(asked) < count and moments[len(asked)] <= now:
+            at = len(asked)
+            asked[engine.submit(prompts[at], options)] = moments[at]
+        if engine.idle:
+            time.sleep(max(0.0, moments[len(asked)] - now))
+            continue
+        for event in engine.step():
+            if isinstance(event, NewToken):
+                last[event.request] = time.perf_counter() - began
+                first.setdefault(event.request, last[event.request])
+    waits = sorted(1e3 * (first[n] - asked[n]) for n in asked)
+    paces = sorted(1e3 * (last[n] - first[n]) / (shapes.arriving - 1) for n in asked)
+    places = {"p50": count // 2, "p99": min(count - 1, count * 99 // 100)}
+    found = {f"first token ms {p}": waits[i] for p, i in places.items()}
+    return (
+        found
+        | {f"ms a token {p}": paces[i] for p, i in places.items()}
+        | {"requests/s": count / max(last.values()), "s until ready": captured}
+    )
+
+
+def row_invariant(model: InferenceModel, shapes: Shapes) -> dict[str, float]:
+    """ms of a decode step of many sequences without train.batch_invariant and with it, and its kernels."""
+    run = model.plan.run
+    other = with_random_weights(replace(run, train=replace(run.train, batch_invariant=True)))
+    usual = budget(model, shapes, shapes.many, shapes.prompt)["step"]
+    found = budget(other, shapes, shapes.many, shapes.prompt)
+    invariant = found.pop("step")
+    return {"default": usual, "invariant": invariant, "times slower": invariant / usual} | found
 
 
 def row_budget(model: InferenceModel, shapes: Shapes) -> dict[str, float]:
@@ -206,7 +264,7 @@ def kind_of(kernel: str) -> str:
     name = kernel.lower()
     if "attend" in name or "paged" in name or name.startswith(("_decode", "_prompt", "_join")):
         return "attention"
-    if any(part in name for part in ("gemm", "nvjet", "cutlass", "gemv")):
+    if any(part in name for part in ("gemm", "nvjet", "cutlass", "gemv", "_matmul", "_add_parts")):
         return "products"
     return kernel[:36]
 
@@ -215,6 +273,8 @@ ROWS: dict[str, Callable[[InferenceModel, Shapes], dict[str, float]]] = {
     "one": row_one,
     "many": row_many,
     "prefill": row_prefill,
+    "arrivals": row_arrivals,
+    "invariant": row_invariant,
     "budget": row_budget,
     "budget_one": row_budget_one,
 }
@@ -285,9 +345,11 @@ def main() -> None:
     reader.add_argument("--peers", action="store_true")
     reader.add_argument("--tiny", action="store_true")
     reader.add_argument("--only-peers", action="store_true")
+    reader.add_argument("--answer", type=int, help="tokens that each of many sequences makes")
     asked = reader.parse_args()
     size, rows = ("tiny" if asked.tiny else "8b"), asked.rows.split(",")
-    shapes = Shapes(64, 16, 8, 32, 16, (2, 64)) if asked.tiny else Shapes()
+    shapes = Shapes(64, 16, 8, 32, 16, (2, 64), 20.0, 2.0, 8) if asked.tiny else Shapes()
+    shapes = replace(shapes, answer=asked.answer or shapes.answer)
     model = None if asked.only_peers else ours(size)
     for row in rows if model is not None else ():
         with torch.no_grad():

@@ -5,6 +5,7 @@ import contextlib
 import json
 import os
 from collections import Counter
+from collections.abc import Iterable
 from pathlib import Path
 
 os.environ.setdefault("OMP_NUM_THREADS", "1")
@@ -21,9 +22,11 @@ from tests.harness.pool import RankPool, warm_imports
 from tests.harness.soak import table
 from tests.harness.warm import Warm
 
-DURATIONS = Path(__file__).with_name("durations.json")
+TESTS = Path(__file__).parent
+DURATIONS = TESTS / "durations.json"
 """Seconds of each test file in `make test`, as `--record-durations` wrote them. The longest begin first: begun last,
-one would be running long after the other workers are done."""
+one would be running long after the other workers are done. What is not listed takes less than LISTED seconds."""
+LISTED = 5
 
 # Of `make soak`: faults wait for seconds and take up to a minute each, pairs of features take less than one.
 SOAK = ("faults", "mutations", "llama_cpp", "training", "deterministic", "precision", "parity", "support")
@@ -40,7 +43,9 @@ with contextlib.suppress(ImportError):  # GPU machines may lack it
 def pytest_addoption(parser):
     parser.addoption("--table", help="write what was run, file by file, into this file of Markdown")
     parser.addoption(
-        "--record-durations", action="store_true", help=f"write {DURATIONS.name}, by which files are ordered"
+        "--record-durations",
+        action="store_true",
+        help=f"write the seconds of the files that are run into {DURATIONS.name}, by which files are ordered",
     )
 
 
@@ -50,7 +55,7 @@ def pytest_collection_modifyitems(config, items):
         items.sort(key=lambda item: order.get(item.path.stem, len(order)))
     else:
         seconds = json.loads(DURATIONS.read_text(encoding="utf-8"))
-        items.sort(key=lambda item: -seconds.get(item.path.stem, 0))
+        items.sort(key=lambda item: -seconds.get(item.path.relative_to(TESTS).as_posix(), 0))
 
 
 def pytest_collection_finish(session):
@@ -60,15 +65,23 @@ def pytest_collection_finish(session):
 
 def pytest_terminal_summary(terminalreporter, config):
     if config.option.record_durations:
-        seconds = Counter()
-        for report in (r for reports in terminalreporter.stats.values() for r in reports if hasattr(r, "duration")):
-            seconds[Path(report.nodeid.partition("::")[0]).stem] += report.duration
-        longest = {name: round(s) for name, s in seconds.most_common() if s >= 5}
-        DURATIONS.write_text(json.dumps(longest, indent=1) + "\n", encoding="utf-8")
+        reports = [r for found in terminalreporter.stats.values() for r in found if hasattr(r, "duration")]
+        known = json.loads(DURATIONS.read_text(encoding="utf-8"))
+        DURATIONS.write_text(json.dumps(recorded(known, reports), indent=1) + "\n", encoding="utf-8")
     if config.option.table:
         text = table(terminalreporter.stats, config.option.numprocesses or 1)
         Path(config.option.table).write_text(text, encoding="utf-8")
         terminalreporter.write(text)
+
+
+def recorded(known: dict[str, int], reports: Iterable[pytest.TestReport]) -> dict[str, int]:
+    """Files and their seconds, longest first: those that were run as they took, the others as they are known; files
+    that are gone are left out."""
+    seconds = Counter[str]()
+    for report in reports:
+        seconds[report.nodeid.partition("::")[0].removeprefix("tests/")] += report.duration
+    every = Counter({**known, **{name: round(s) for name, s in seconds.items()}})
+    return {name: s for name, s in every.most_common() if s >= LISTED and (TESTS / name).is_file()}
 
 
 @pytest.fixture(autouse=True)

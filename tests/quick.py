@@ -8,6 +8,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from types import MappingProxyType
 
+LAYOUT = "verifying/test_parity.py::test_named_layouts"
 QUICK: Mapping[str, str] = MappingProxyType(
     {
         "layout/test_layout.py": "boxes, grids, stages, buckets, shards: pure, and everything rests on them",
@@ -21,11 +22,11 @@ QUICK: Mapping[str, str] = MappingProxyType(
         "ops/test_kernels.py": "Triton kernels against their references, interpreted",
         "doors/test_house.py": "rooms on floors, no circles, the words of the house",
         "doors/test_doors.py": "files at the root, workflows and this list name what exists",
-        "verifying/test_parity.py::test_named_layouts[tp4 with 2 kv heads, odd vocabulary]": "tensor parallelism",
-        "verifying/test_parity.py::test_named_layouts[interleaved, 3 micro-batches on 2 ranks]": "pipeline stages",
-        "verifying/test_parity.py::test_named_layouts[cp2, heads]": "context parallelism",
-        "verifying/test_parity.py::test_named_layouts[mixtral ep2]": "experts over ranks",
-        "verifying/test_parity.py::test_named_layouts[gpt2 tp2 pp2, pointwise recompute, overlapped]": "tp and pp",
+        f"{LAYOUT}[mistral tp4 with 2 kv heads, overlapped, selective recompute]": "tensor parallelism",
+        f"{LAYOUT}[interleaved, 3 micro-batches on 2 ranks]": "pipeline stages",
+        f"{LAYOUT}[qwen3 cp2 tp2, attention and its inputs again]": "context parallelism",
+        f"{LAYOUT}[deepseek_v3 tp2 ep2, everything again]": "experts over ranks",
+        f"{LAYOUT}[gpt2 tp2 pp2, everything but attention again]": "tp and pp",
         "models/test_round_trip.py::test_there_and_back[llama: tied-{'pp': 2}]": "a checkpoint",
     }
 )

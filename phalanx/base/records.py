@@ -14,7 +14,7 @@ from typing import Any, ClassVar, Literal, TypeVar
 
 from phalanx.base.log import Log
 from phalanx.base.own_fields import NoFields
-from phalanx.base.registry import find, register
+from phalanx.base.registry import find, registers
 
 SEAM = "sink"
 
@@ -121,12 +121,7 @@ T = TypeVar("T", bound=type[Sink])
 
 def sink(name: str) -> Callable[[T], T]:
     """Name a Sink: log.sinks may use that name wherever its module has been imported."""
-
-    def named(cls: T) -> T:
-        register(SEAM, name, cls)
-        return cls
-
-    return named
+    return registers(SEAM, name)
 
 
 def find_sink(name: str) -> type[Sink]:

@@ -56,6 +56,7 @@ BUILT_IN: Mapping[str, Mapping[str, str]] = MappingProxyType(
                 "loss": "phalanx.ops.dense.cross_entropy:LOSS",
                 "adamw": "phalanx.ops.optimizer.adamw:ADAMW",
                 "route": "phalanx.ops.experts.route:ROUTE",
+                "matmul": "phalanx.ops.dense.matmul:MATMUL",
                 "wide_matmul": "phalanx.ops.dense.matmul:WIDE_MATMUL",
                 "permute": "phalanx.ops.experts.permute:PERMUTE",
                 "push": "phalanx.ops.experts.push:PUSH",
@@ -76,7 +77,13 @@ BUILT_IN: Mapping[str, Mapping[str, str]] = MappingProxyType(
             }
         ),
         "adapter": MappingProxyType({"lora": "phalanx.nn.adapters.lora:LoRA"}),
-        "objective": MappingProxyType({"pretrain": "phalanx.engine.objectives.pretrain:Pretrain"}),
+        "objective": MappingProxyType(
+            {
+                "pretrain": "phalanx.engine.objectives.pretrain:Pretrain",
+                "dpo": "phalanx.engine.objectives.dpo:DPO",
+                "distil": "phalanx.engine.objectives.distil:Distil",
+            }
+        ),
         "pipeline_schedule": MappingProxyType(
             {
                 "gpipe": "phalanx.schedule.generators:gpipe",
@@ -133,6 +140,19 @@ def register(seam: str, name: str, value: Any, where: str = "") -> None:
     if before is not None or other != where:
         raise RegisteredTwice(f"{seam} {name!r} is registered twice: by {other} and by {where}; rename one of them")
     _REGISTERED[seam, name] = Registered(value, where)
+
+
+Named = TypeVar("Named")
+
+
+def registers(seam: str, name: str) -> Callable[[Named], Named]:
+    """A decorator that adds a class or function to a seam under a name, and returns it as it is."""
+
+    def named(value: Named) -> Named:
+        register(seam, name, value)
+        return value
+
+    return named
 
 
 def find(seam: str, name: str, protocol: type | None = None) -> Any:

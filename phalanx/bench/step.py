@@ -25,6 +25,7 @@ from phalanx.config.read import load_run
 from phalanx.config.run import Run
 from phalanx.config.write import to_dict
 from phalanx.data.loader import Prefetcher, train_loader
+from phalanx.data.scores import ScoreFile
 from phalanx.engine.build import State, build, init_weights
 from phalanx.engine.meeting import device_of, identity, join
 from phalanx.engine.step import train_step
@@ -111,6 +112,7 @@ def batches_of(run: Run, state: State) -> Iterator[Callable[[], list[Batch]]]:
         seed=t.seed,
         vocab_size=run.model.vocab_size,
         samples=t.last_step * t.global_batch,
+        scores=None if state.plan.objective.scores is None else ScoreFile(state.plan.objective.scores),
     )
     order = micro_batches(run, loader, 0, 0, mesh.dp.size, mesh.dp.index)
     with Prefetcher(

@@ -3,7 +3,7 @@ here."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 
 import torch
@@ -11,28 +11,65 @@ from torch import Tensor
 
 from phalanx.comm.mesh import Mesh
 from phalanx.data_parallel.buffers import Buffers
+from phalanx.data_parallel.flat import FlatBucket
+from phalanx.data_parallel.homes import MatrixHome
 from phalanx.layout.box import Box
 from phalanx.layout.buckets import Bucket
 from phalanx.layout.param import Piece
-from phalanx.layout.strided import boxes_in
+from phalanx.layout.strided import StridedBox, boxes_in
+from phalanx.ops.optimizer.packed import PackedTensor
 from phalanx.ops.optimizer.shard import MASTER, Shard
+
+
+@dataclass(frozen=True)
+class PackedBox:
+    """A box in a packed flat tensor, whose first element has number `base` in the bucket."""
+
+    flat: PackedTensor
+    base: int
+    box: StridedBox
+
+    @property
+    def dtype(self) -> torch.dtype:
+        return self.flat.dtype
+
+    def numbers(self) -> Tensor:
+        """(box.shape) in new memory: of the elements around the box, not of the whole bucket."""
+        start = self.box.offset - self.base
+        stop = start + 1 + sum((n - 1) * s for n, s in zip(self.box.box.shape, self.box.stride))
+        first, flat = self.flat.around(start, stop)
+        return self.box.of(flat, self.base + first)  # type: ignore[no-any-return]
 
 
 @dataclass(frozen=True)
 class Item:
     """`box` of a global tensor; `view` (box.shape) is a strided view of the flat buffer, in global orientation.
 
+    stored      the view, or where it is packed
     saved_as    the dtype in which it is written; None: that of the view
     """
 
     piece: Piece
     box: Box
-    view: Tensor
+    stored: Tensor | PackedBox
     saved_as: torch.dtype | None = None
 
     @property
+    def view(self) -> Tensor:
+        """Of what is packed, the numbers in new memory."""
+        return self.stored.numbers() if isinstance(self.stored, PackedBox) else self.stored
+
+    @property
     def dtype(self) -> torch.dtype:
-        return self.saved_as or self.view.dtype
+        return self.saved_as or self.stored.dtype
+
+    @property
+    def packed(self) -> bool:
+        return isinstance(self.stored, PackedBox)
+
+    @property
+    def nbytes(self) -> int:
+        return self.box.numel * self.dtype.itemsize
 
     @property
     def name(self) -> str:
@@ -43,13 +80,16 @@ class Item:
         return self.piece.shape
 
 
-def items_in(bucket: Bucket, flat: Tensor, base: int, lo: int, hi: int, exported: bool = False) -> Iterator[Item]:
+def items_in(
+    bucket: Bucket, flat: Tensor | PackedTensor, base: int, lo: int, hi: int, exported: bool = False
+) -> Iterator[Item]:
     """Items of elements lo..hi of a bucket. flat[0] is the bucket's element number `base`. Padding is in no item.
 
     exported: only tensors that Hugging Face checkpoints contain.
     """
     for found in boxes_in(bucket, lo, hi, exported):
-        yield Item(found.piece, found.box, found.of(flat, base))
+        stored = PackedBox(flat, base, found) if isinstance(flat, PackedTensor) else found.of(flat, base)
+        yield Item(found.piece, found.box, stored)
 
 
 def weights_to_save(buffers: Buffers, mesh: Mesh) -> list[Item]:
@@ -75,10 +115,13 @@ def adapters_to_save(buffers: Buffers, mesh: Mesh) -> list[Item]:
     return found
 
 
-def adapters_to_load(buffers: Buffers) -> list[Item]:
+Held = tuple[FlatBucket | MatrixHome, Tensor | PackedTensor]
+"""A holder of masters, and these or where they are to be loaded."""
+
+
+def adapters_to_load(held: Iterable[Held]) -> list[Item]:
     """What their folder gives."""
-    trained = [f for f in buffers.masters if f.bucket.trained]
-    items = [(f, i) for f in trained for i in items_in(f.bucket, f.master, f.lo, f.lo, f.hi)]
+    items = [(f, i) for f, x in held if f.bucket.trained for i in items_in(f.bucket, x, f.lo, f.lo, f.hi)]
     return [i for f, i in items if i.name in _unexported(f.bucket)]
 
 
@@ -92,14 +135,16 @@ def state_to_save(shards: list[Shard], mesh: Mesh) -> list[dict[str, Item]]:
     each writes its share."""
     found: list[dict[str, Item]] = []
     for s in shards:
-        items = {kind: items_in(s.bucket, s.values(kind), s.lo, *s.own) for kind in s.kinds}
+        items = {kind: items_in(s.bucket, s.stored(kind), s.lo, *s.own) for kind in s.kinds}
         boxes = (dict(zip(s.kinds, of_box)) for of_box in zip(*items.values()))
         found += [box for box in boxes if box[MASTER].piece.is_writer(mesh.grid, mesh.at)]
     return found
 
 
-def state_to_load(shards: list[Shard], values: list[dict[str, Tensor]]) -> dict[str, list[Item]]:
-    """Everything that this rank's shards hold, copies included, by kind; `values`: for each shard, where to load it."""
+def state_to_load(
+    shards: Sequence[Shard], values: Sequence[Mapping[str, Tensor | PackedTensor]]
+) -> dict[str, list[Item]]:
+    """Everything that these shards hold, copies included, by kind; `values`: for each shard, where to load it."""
     found: dict[str, list[Item]] = {MASTER: []}
     for s, whole in zip(shards, values):
         for kind, x in whole.items():
@@ -129,6 +174,6 @@ def kept_to_load(buffers: Buffers) -> list[Item]:
     return [i for f in buffers.flat if not f.bucket.learns for i in items_in(f.bucket, f.master, f.lo, f.lo, f.hi)]
 
 
-def masters_to_load(buffers: Buffers) -> list[Item]:
+def masters_to_load(held: Iterable[Held]) -> list[Item]:
     """What a Hugging Face folder supplies."""
-    return [i for f in buffers.masters for i in items_in(f.bucket, f.master, f.lo, f.lo, f.hi, exported=True)]
+    return [i for f, x in held for i in items_in(f.bucket, x, f.lo, f.lo, f.hi, exported=True)]

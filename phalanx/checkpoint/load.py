@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Mapping
-from dataclasses import asdict, replace
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import ExitStack, contextmanager
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any, Literal
 
@@ -14,7 +15,7 @@ from torch import Tensor
 from phalanx.base.errors import CheckpointError, DamagedCheckpoint
 from phalanx.checkpoint.adapters import FOLDER, adapter_folder, check_wanted
 from phalanx.checkpoint.agree import agree, together
-from phalanx.checkpoint.boxes import Item, adapters_to_load, kept_to_load, masters_to_load, state_to_load
+from phalanx.checkpoint.boxes import Held, Item, adapters_to_load, kept_to_load, masters_to_load, state_to_load
 from phalanx.checkpoint.hf import differences
 from phalanx.checkpoint.hf_files import HEAD, Shapes, adapt, folder_of, hf_index, predictors_in, same_in, stored_in
 from phalanx.checkpoint.manifest import NAME, Manifest, read_checked, read_manifest
@@ -26,9 +27,12 @@ from phalanx.checkpoint.tensors import Index, Stored, StoredBox, check_files, fi
 from phalanx.checkpoint.threads import threads_of_rank
 from phalanx.comm.mesh import Mesh
 from phalanx.data_parallel.buffers import Buffers
+from phalanx.data_parallel.flat import FlatBucket
+from phalanx.data_parallel.homes import MatrixHome
 from phalanx.layout.box import Box
 from phalanx.models.model_config import ModelConfig
-from phalanx.ops.optimizer.shard import MASTER
+from phalanx.ops.optimizer.packed import PackedTensor
+from phalanx.ops.optimizer.shard import MASTER, Shard
 from phalanx.optim.sharded import ShardedOptimizer
 
 SHOWN = 200  # lines of tensor problems in one error; names that differ only in numbers share a line
@@ -50,26 +54,21 @@ def load_state(
     """
     path, buffers, optimizer, mesh = place(path), state.buffers, state.optimizer, state.mesh
     manifest = together(mesh.world, lambda: read_manifest_for(path, model))
-    values = [{kind: shard.values(kind) for kind in shard.kinds} for shard in optimizer.shards]
-    items, kept = state_to_load(optimizer.shards, values), kept_to_load(buffers)
-    masters = [*items.pop(MASTER), *kept]
-    wanted = wanted_names(mesh, masters)
+    stored = [{kind: shard.stored(kind) for kind in shard.kinds} for shard in optimizer.shards]
+    kept = kept_to_load(buffers)
+    wanted = wanted_names(mesh, [*state_to_load(optimizer.shards, stored)[MASTER], *kept])
     needed = {i.name: s.kinds for s in optimizer.shards for slot in s.bucket.slots for i in slot.spec.pieces}
     moving, index, frozen = together(mesh.world, lambda: _state_index(path, manifest, wanted, optimizer, needed))
-    for x in (x for of_shard in values for x in of_shard.values()):
-        x.zero_()  # padding is zero, whatever the memory held
     for flat in (f for f in buffers.flat if not f.bucket.learns):
-        flat.master.zero_()
-    # tensors that were frozen start with a state of zero
-    had = {kind: [i for i in of_kind if i.name in moving] for kind, of_kind in items.items()}
-    threads = threads_of_rank(mesh.world)
-    stored, weights = {MASTER: [i for i in masters if i.name not in frozen], **had}, path / "weights"
-    exported = [(i, frozen[i.name]) for i in masters if i.name in frozen]
-    agree(mesh.world, lambda: _fill_state(stored, index, path / "state", manifest.receipts("state"), threads))
-    agree(mesh.world, lambda: fill(exported, weights, manifest.receipts("weights"), threads))
-    for shard, of_shard in zip(optimizer.shards, values):
-        for kind, x in of_shard.items():
-            shard.keep(kind, x)
+        flat.master.zero_()  # type: ignore[union-attr]  # padding is zero, whatever the memory held
+    source = StateSource(path, manifest, index, frozen, moving, threads_of_rank(mesh.world))
+
+    def fill_shards() -> None:
+        source.fill([s for s in optimizer.shards if not s.packed], kept)
+        for shard in (s for s in optimizer.shards if s.packed):
+            source.fill([shard], [])
+
+    agree(mesh.world, fill_shards)
     numbers = {name: [float.fromhex(x) for x in text.split()] for name, text in manifest.optimizer.items()}
     optimizer.step.fill_(numbers["optimizer.step"][0])
     for name, value in state.scaler.state().items():
@@ -82,7 +81,7 @@ def load_state(
             numbers[name] if name.partition(".")[0] not in unfit else [0.0] * value.numel(), dtype=torch.float64
         )
         value.copy_(saved.view(value.shape))
-    agree(mesh.world, lambda: check_weights(path, manifest, mesh.world.index, mesh.world.size, threads))
+    agree(mesh.world, lambda: check_weights(path, manifest, mesh.world.index, mesh.world.size, source.threads))
     _publish(buffers)
     return {**manifest.scalars, "step": manifest.step, "consumed_samples": manifest.consumed_samples}
 
@@ -239,18 +238,54 @@ def _is_vocabulary(name: str) -> bool:
     return name.endswith(("embed_tokens.weight", "wte.weight", HEAD))
 
 
-def _fill_state(
-    wanted: dict[str, list[Item]], index: Index, folder: Path, receipts: dict[str, Receipt], threads: int
-) -> None:
-    """Fill all kinds together: all kinds of a box are in the same file."""
-    pairs = list[tuple[Item, Stored]]()
-    for kind, items in wanted.items():
-        keyed = {
-            name: Stored(s.shape, [replace(p, key=key_of(kind, name, p.box)) for p in s.parts])
-            for name, s in index.items()
-        }
-        pairs += [(item, keyed[item.name]) for item in items]
-    fill(pairs, folder, receipts, threads)
+@dataclass(frozen=True)
+class StateSource:
+    """The checkpoint of a state. index: where each box of its tensors is stored; frozen: of those that `weights/` alone
+    has; moving: names of the tensors that have optimizer state."""
+
+    path: Path
+    manifest: Manifest
+    index: Index
+    frozen: Index
+    moving: frozenset[str]
+    threads: int
+
+    def fill(self, shards: Sequence[Shard], kept: Sequence[Item]) -> None:
+        """Load everything that shards hold, and `kept`. What is packed needs memory for its numbers until the end."""
+        with ExitStack() as until_filled:
+            values = [{k: until_filled.enter_context(staged(s.stored(k))) for k in s.kinds} for s in shards]
+            items = state_to_load(shards, values)
+            masters = [*items.pop(MASTER), *kept]
+            # tensors that were frozen start with a state of zero
+            stored = {kind: [i for i in of_kind if i.name in self.moving] for kind, of_kind in items.items()}
+            stored = {MASTER: [i for i in masters if i.name not in self.frozen], **stored}
+            exported = [(i, self.frozen[i.name]) for i in masters if i.name in self.frozen]
+            self._fill(stored)
+            fill(exported, self.path / "weights", self.manifest.receipts("weights"), self.threads)
+
+    def _fill(self, wanted: Mapping[str, Sequence[Item]]) -> None:
+        """All kinds together: all kinds of a box are in the same file."""
+        pairs = list[tuple[Item, Stored]]()
+        for kind, items in wanted.items():
+            found = {name: self.index[name] for name in {i.name for i in items}}
+            keyed = {
+                name: Stored(s.shape, [replace(p, key=key_of(kind, name, p.box)) for p in s.parts])
+                for name, s in found.items()
+            }
+            pairs += [(item, keyed[item.name]) for item in items]
+        fill(pairs, self.path / "state", self.manifest.receipts("state"), self.threads)
+
+
+@contextmanager
+def staged(kept: Tensor | PackedTensor, clear: bool = True) -> Iterator[Tensor]:
+    """(n,) to be filled inside: the tensor itself, or numbers that are packed at the end. clear: they begin as zeros,
+    which padding stays; otherwise as they are."""
+    if isinstance(kept, PackedTensor):
+        numbers = torch.zeros(len(kept), dtype=kept.dtype, device=kept.device) if clear else kept.wide(kept.dtype)
+        yield numbers
+        kept.store_(numbers)
+    else:
+        yield kept.zero_() if clear else kept
 
 
 def load_weights(path: str | Path, buffers: Buffers, mesh: Mesh) -> bool:
@@ -265,23 +300,54 @@ def load_weights(path: str | Path, buffers: Buffers, mesh: Mesh) -> bool:
     the model has none.
     """
     folder = folder_of(path)
-    beside, adapters = together(mesh.world, lambda: adapter_folder(folder)), adapters_to_load(buffers)
-    wanted_adapters = wanted_names(mesh, adapters)
+    beside = together(mesh.world, lambda: adapter_folder(folder))
+    holders = buffers.masters
+    held: list[Held] = [(f, f.master) for f in holders]
+    wanted_adapters = wanted_names(mesh, adapters_to_load(held))
     together(mesh.world, lambda: check_wanted(folder, beside, wanted_adapters))
-    items = masters_to_load(buffers)
-    wanted = wanted_names(mesh, items)
+    wanted = wanted_names(mesh, masters_to_load(held))
     receipts = together(mesh.world, lambda: weight_receipts(folder))
     index = together(mesh.world, lambda: _weights_index(folder, wanted, receipts))
-    for f in buffers.flat:
-        f.master.zero_()
+    known = (
+        {} if beside is None else together(mesh.world, lambda: fitting(beside.index, wanted_adapters, str(beside.path)))
+    )
     threads = threads_of_rank(mesh.world)
-    agree(mesh.world, lambda: fill([(item, index[item.name]) for item in items], folder, receipts, threads))
-    if beside is not None:
-        known = together(mesh.world, lambda: fitting(beside.index, wanted_adapters, str(beside.path)))
-        pairs = [(item, known[item.name]) for item in adapters]
-        agree(mesh.world, lambda: fill(pairs, beside.path, beside.receipts, threads))
+
+    def fill_masters(chosen: Iterable[FlatBucket | MatrixHome]) -> None:
+        with ExitStack() as until_filled:
+            here: list[Held] = [(f, until_filled.enter_context(staged(f.master))) for f in chosen]
+            fill([(item, index[item.name]) for item in masters_to_load(here)], folder, receipts, threads)
+            if beside is not None:
+                found = [(item, known[item.name]) for item in adapters_to_load(here)]
+                fill(found, beside.path, beside.receipts, threads)
+
+    def fill_holders() -> None:
+        for f in (f for f in buffers.flat if f.homed):
+            f.master.zero_()  # type: ignore[union-attr]  # the masters are elsewhere
+        fill_masters(f for f in holders if not isinstance(f.master, PackedTensor))
+        for f in (f for f in holders if isinstance(f.master, PackedTensor)):
+            fill_masters([f])
+
+    agree(mesh.world, fill_holders)
     _publish(buffers)
     return beside is not None
+
+
+def load_adapters(index: Index, receipts: Mapping[str, Receipt | None], buffers: Buffers, mesh: Mesh) -> None:
+    """The weights of adapters from files of their own, which the index names by their whole paths. receipts: by file;
+    None: it has no checksums. CheckpointError as of `load_weights`."""
+    holders = [f for f in buffers.masters if f.bucket.trained]
+    wanted = wanted_names(mesh, adapters_to_load([(f, f.master) for f in holders]))
+    known = together(mesh.world, lambda: fitting(index, wanted, "what adapters add"))
+    threads = threads_of_rank(mesh.world)
+
+    def fill_adapters() -> None:
+        with ExitStack() as until_filled:
+            held: list[Held] = [(f, until_filled.enter_context(staged(f.master, clear=False))) for f in holders]
+            fill([(item, known[item.name]) for item in adapters_to_load(held)], Path(), receipts, threads)
+
+    agree(mesh.world, fill_adapters)
+    _publish(buffers)
 
 
 def _weights_index(folder: Path, wanted: Shapes, receipts: dict[str, Receipt] | None) -> Index:

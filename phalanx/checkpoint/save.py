@@ -161,8 +161,8 @@ class Content:
     file_bytes  size of a state file, unless a single box is larger
     frozen      names of this rank's tensors that are stored in the weights alone
     scalars     of the optimizer, the scaler and others; small, and on the device until they are copied
-    needed      bytes that this rank will write; gathered: bytes of the weights among them, each in a tensor created for
-                the save
+    needed      bytes that this rank will write; gathered: those among them that are in tensors created for the save:
+                weights, and state that is packed
     """
 
     snapshot: Snapshot
@@ -221,10 +221,9 @@ def collect(
             **{f"scaler.{k}": v for k, v in state.scaler.state().items()},
             **(more or {}),
         },
-        sum(
-            i.box.numel * i.dtype.itemsize for items in (weights, kept, *(box.values() for box in boxes)) for i in items
-        ),
-        sum(Box.full(job.shape).numel * job.dtype.itemsize for job in jobs),
+        sum(i.nbytes for items in (weights, kept, *(box.values() for box in boxes)) for i in items),
+        sum(Box.full(job.shape).numel * job.dtype.itemsize for job in jobs)
+        + sum(i.nbytes for box in boxes for i in box.values() if i.packed),
         min(max_file_bytes, STATE_FILE_BYTES),
     )
 
@@ -244,10 +243,10 @@ def copied(content: Content, host: HostCopies) -> Content:
         content,
         weights=[(file, host.copy(tensor, fresh=True)) for file, tensor in content.weights],
         state=[
-            {kind: dataclasses.replace(item, view=host.copy(item.view)) for kind, item in box.items()}
+            {kind: dataclasses.replace(item, stored=host.copy(item.view, item.packed)) for kind, item in box.items()}
             for box in content.state
         ],
-        kept=[dataclasses.replace(item, view=host.copy(item.view)) for item in content.kept],
+        kept=[dataclasses.replace(item, stored=host.copy(item.view)) for item in content.kept],
         scalars={name: host.copy(value) for name, value in content.scalars.items()},
         copied=True,
     )
@@ -407,7 +406,7 @@ def _state_files(content: Content, rank: int) -> list[NewFile]:
     boxes = [[*box.items()] for box in content.state] + [[(MASTER, item)] for item in content.kept]
     files, size = list[list[tuple[str, Item]]](), 0
     for box in boxes:
-        more = sum(item.view.nbytes for _, item in box)
+        more = sum(item.nbytes for _, item in box)
         if not files or size + more > content.file_bytes:
             files.append([])
             size = 0
@@ -421,12 +420,12 @@ def _state_files(content: Content, rank: int) -> list[NewFile]:
 
 def _state_file(name: str, items: list[tuple[str, Item]], content: Content) -> NewFile:
     items = sorted(items, key=lambda pair: content.kinds.index(pair[0]))
-    entries = [(key_of(kind, i.name, i.box), i.box.shape, i.view.dtype) for kind, i in items]
+    entries = [(key_of(kind, i.name, i.box), i.box.shape, i.dtype) for kind, i in items]
     masters, kept_ids = [i for kind, i in items if kind == MASTER], {id(i) for i in content.kept}
     return NewFile(
         f"{name}.safetensors",
         entries,
-        [i.view for _, i in items],
+        (i.view for _, i in items),  # what is packed is unpacked when its turn comes
         [i for i in masters if id(i) not in kept_ids],
         [i for i in masters if id(i) in kept_ids],
     )

@@ -135,12 +135,13 @@ Open = Callable[[str], "Readable"]  # the name of a file -> the file, which stay
 
 
 def fill(
-    wanted: Iterable[tuple[Item, Stored]], folder: Path, receipts: Mapping[str, Receipt] | None, threads: int
+    wanted: Iterable[tuple[Item, Stored]], folder: Path, receipts: Mapping[str, Receipt | None] | None, threads: int
 ) -> None:
     """Copy each item's box from the files that hold it, reading only that. The dtype may change; a value that is not
     stored is an error.
 
-    receipts    by file name: what is read is compared with them. None: third-party files, which have no checksums
+    receipts    by file name: what is read is compared with them. None, or None for a file: third-party files, which
+                have no checksums
     """
     jobs: dict[str, list[Job]] = {}
     for item, stored in wanted:
@@ -256,7 +257,7 @@ def _hand(jobs: list[Job], at: int, rows: Tensor) -> None:
             target[first - where[0].start : stop - where[0].start].copy_(there[(slice(None), *where[1:])])
 
 
-def receipt_of(receipts: Mapping[str, Receipt] | None, folder: Path, file: str) -> Receipt | None:
+def receipt_of(receipts: Mapping[str, Receipt | None] | None, folder: Path, file: str) -> Receipt | None:
     if receipts is None:
         return None
     if file not in receipts:

@@ -9,6 +9,7 @@ import click
 
 from phalanx.cli.checkpoints import say_ignored
 from phalanx.cli.completion import configs
+from phalanx.cli.options import ADAPTER
 
 if TYPE_CHECKING:
     from phalanx.inference.conversation import Conversation
@@ -24,7 +25,8 @@ GREETING = "Type a message. Ctrl-C ends an answer, Ctrl-D the chat; /new forgets
     "--temperature", type=click.FloatRange(min=0), default=0.7, show_default=True, help="0: always the likeliest token."
 )
 @click.option("--seed", type=click.IntRange(min=0), default=0, show_default=True, help="Another seed, other answers.")
-def chat(checkpoint: str, system: str | None, tokens: int, temperature: float, seed: int) -> None:
+@ADAPTER
+def chat(checkpoint: str, system: str | None, tokens: int, temperature: float, seed: int, adapter: str | None) -> None:
     """Talk to the model in CHECKPOINT: a run folder (its newest), a checkpoint, or a Hugging Face folder. Messages are
     written as its own chat template has them."""
     from phalanx.inference.conversation import Conversation
@@ -32,7 +34,7 @@ def chat(checkpoint: str, system: str | None, tokens: int, temperature: float, s
 
     say_ignored(checkpoint)
     options = SamplingOptions(tokens=tokens, temperature=temperature, seed=seed)
-    talk = Conversation(checkpoint, options, system)
+    talk = Conversation(checkpoint, options, system, adapter)
     terminal = sys.stdin.isatty()
     if terminal:
         click.echo(GREETING, err=True)

@@ -23,6 +23,7 @@ OPTIONAL = {
     "triton": "fast implementations of norm, SwiGLU, RoPE, loss and AdamW on a GPU",
     "flash-attn-4": f"attention by its kernels ({EXTRA})",
     "quack-kernels": f"SwiGLU inside the GEMMs ({EXTRA})",
+    "lm-eval": "phalanx eval --tasks (pip install 'phalanx[eval]')",
     "tensorboard": "log.tensorboard=true (pip install 'phalanx[tensorboard]')",
     "wandb": "log.wandb=PROJECT (pip install 'phalanx[wandb]')",
 }

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import sys
 import tempfile
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
@@ -13,22 +14,27 @@ from typing import TYPE_CHECKING, Any
 import click
 
 from phalanx.cli.completion import configs
-from phalanx.cli.options import JSON, OVERRIDES, RANKS
+from phalanx.cli.options import ADAPTER, OVERRIDES, RANKS
 from phalanx.cli.verbs import ConfigVerb
 
 if TYPE_CHECKING:
     from phalanx.config.run import Run
 
 
-@click.command("eval", cls=ConfigVerb, short_help="Measure loss and perplexity of a checkpoint.")
+TASK_OPTIONS = ("limit", "few_shot", "chat_template", "length", "answers", "adapter")
+"""Options that only `--tasks` reads."""
+
+
+@click.command("eval", cls=ConfigVerb, short_help="Score a checkpoint: perplexity, tasks.")
 @click.argument("checkpoint", metavar="CHECKPOINT|RUN", shell_complete=configs)
 @OVERRIDES
 @click.option(
     "--data",
     "data",
     multiple=True,
-    metavar="[NAME=]PREFIX|TEXT",
-    help="Token files or text (default: the run's own validation sets).",
+    metavar="[NAME=]PREFIX|TEXT|FOLDER",
+    help="Token files or text (default: the run's own validation sets). With --tasks: a folder of data sets (default: "
+    "the Hub's cache).",
 )
 @click.option(
     "--samples",
@@ -37,24 +43,135 @@ if TYPE_CHECKING:
     metavar="N",
     help="Sequences of each set (default: all of --data).",
 )
+@click.option(
+    "--tasks",
+    default=None,
+    metavar="A,B,./MINE.yaml",
+    help="Tasks of lm-evaluation-harness, by name or in a file (needs the extra eval).",
+)
+@click.option("--limit", type=click.IntRange(min=1), default=None, metavar="N", help="Questions of each task at most.")
+@click.option(
+    "--few-shot",
+    type=click.IntRange(min=0),
+    default=None,
+    metavar="K",
+    help="Examples before each question (default: as the task says).",
+)
+@click.option("--chat-template", is_flag=True, help="Ask questions as chats, by the model's template.")
+@click.option(
+    "--length",
+    type=click.IntRange(min=2),
+    default=None,
+    metavar="N",
+    help="Tokens of a question and its answer at most (default: the model's positions).",
+)
+@click.option(
+    "--answers",
+    type=click.Path(dir_okay=False),
+    default=None,
+    metavar="FILE.jsonl",
+    help="Keep answers here; what it has is not computed again (default: beside the file of -o).",
+)
+@ADAPTER
 @RANKS
-@JSON
-def evaluate(
-    checkpoint: str,
-    overrides: tuple[str, ...],
-    data: tuple[str, ...],
-    samples: int | None,
-    ranks: int | None,
-    out: str | None,
-) -> None:
-    """Evaluate CHECKPOINT: a run folder (its newest), a checkpoint, or a Hugging Face folder, on any prepared set
-    and at any layout.
+@click.option(
+    "-o", "--json", "out", type=click.Path(dir_okay=False), default=None, help="Write the figures to this file too."
+)
+def evaluate(checkpoint: str, overrides: tuple[str, ...], **asked: Any) -> None:
+    """Evaluate CHECKPOINT: a run folder (its newest), a checkpoint, or a Hugging Face folder, on any prepared set or on
+    tasks of lm-evaluation-harness, and at any layout.
 
     \b
       phalanx eval runs/first                           the run's own validation sets once more
       phalanx eval runs/first --data data/wiki          token files data/wiki.bin and .idx
       phalanx eval runs/first --data notes.txt layout.tp=2 --ranks 2
+      phalanx eval runs/first --tasks arc_easy,gsm8k,./mine.yaml -o out.json
+      phalanx eval runs/first --tasks mmlu --few-shot 5 --data DATASETS layout.pp=2 --ranks 2
     """
+    refuse_without_effect(asked)
+    if asked["tasks"] is None:
+        evaluate_sets(checkpoint, overrides, asked)
+    else:
+        evaluate_tasks(checkpoint, overrides, asked)
+
+
+def refuse_without_effect(asked: dict[str, Any]) -> None:
+    """UsageError for options that would do nothing."""
+    given = [name for name, value in asked.items() if value not in (None, False, ())]
+    wrong = [name for name in given if name in (("samples",) if "tasks" in given else TASK_OPTIONS)]
+    if wrong:
+        options = ", ".join(f"--{name.replace('_', '-')}" for name in wrong)
+        why = "is for token files; of --tasks, --limit says how much" if "tasks" in given else "needs --tasks"
+        raise click.UsageError(f"{options} {why}")
+
+
+def evaluate_tasks(checkpoint: str, overrides: tuple[str, ...], asked: dict[str, Any]) -> None:
+    """On tasks of lm-evaluation-harness."""
+    from phalanx.cli.generate import refuse_others
+    from phalanx.cli.ranks import run_ranks
+    from phalanx.cli.setup import arguments, prepare_loaded
+    from phalanx.config.read import read
+    from phalanx.config.write import to_dict
+    from phalanx.data.config import DataConfig
+    from phalanx.data.files import extra
+    from phalanx.evaluation.perplexity import check_folder
+    from phalanx.inference.adapters import with_adapter
+    from phalanx.inference.load import run_of_folder, weights_alone, weights_folder
+    from phalanx.launch.env import describe_machine
+
+    extra("lm_eval", "phalanx eval --tasks needs", "eval")
+    names, data = names_of(asked["tasks"]), data_folder(asked["data"])
+    refuse_others(overrides)
+    weights = weights_folder(checkpoint)
+    check_folder(weights)
+    run = run_of_folder(weights, describe_machine("auto").device == "cuda")
+    base = to_dict(replace(run, data=DataConfig(mock=True)))  # none is read
+    loaded = read(None, overrides, base, f"the model of {checkpoint}")
+    ranks = asked["ranks"] or _started()
+    if loaded.run is not None:
+        with_adapter(loaded.run, asked["adapter"])  # what is wrong with it is said before ranks start
+        layout = loaded.run.layout
+        ranks = ranks or max(1, layout.tp * layout.cp * layout.pp)
+        loaded = replace(loaded, run=weights_alone(loaded.run, ranks))
+    ready = prepare_loaded(loaded, ranks)
+    what = {
+        "weights": str(weights),
+        "tasks": names,
+        "data": data,
+        "limit": asked["limit"],
+        "few_shot": asked["few_shot"],
+        "chat": asked["chat_template"],
+        "length": asked["length"],
+        "answers": asked["answers"] or (asked["out"] and str(Path(asked["out"]).with_suffix(".answers.jsonl"))),
+        "out": asked["out"],
+        "adapter": asked["adapter"],
+    }
+    if asked["out"] is not None:
+        Path(asked["out"]).parent.mkdir(parents=True, exist_ok=True)
+    if not sys.stderr.isatty():
+        os.environ.update(TQDM_DISABLE="1", HF_DATASETS_DISABLE_PROGRESS_BARS="1")
+    run_ranks("phalanx.cli.jobs:evaluate_tasks", ready, {**arguments(ready.run), "what": what}, None)
+
+
+def names_of(tasks: str) -> tuple[str, ...]:
+    """Of a list with commas."""
+    names = tuple(name.strip() for name in tasks.split(",") if name.strip())
+    if not names:
+        raise click.UsageError("--tasks names no task: --tasks arc_easy,./mine.yaml")
+    return names
+
+
+def data_folder(data: tuple[str, ...]) -> str | None:
+    """The one folder of data sets, if it is given."""
+    if not data:
+        return None
+    if len(data) > 1 or not Path(data[0]).is_dir():
+        raise click.UsageError(f"--data {' --data '.join(data)}: with --tasks it is one folder of data sets")
+    return data[0]
+
+
+def evaluate_sets(checkpoint: str, overrides: tuple[str, ...], asked: dict[str, Any]) -> None:
+    """Loss and perplexity on prepared sets."""
     from phalanx.cli.ranks import prepare_text, run_ranks
     from phalanx.cli.setup import arguments, prepare_loaded
     from phalanx.config.read import read
@@ -69,6 +186,7 @@ def evaluate(
     from phalanx.inference.load import weights_alone, weights_folder
     from phalanx.launch.env import describe_machine
 
+    data, samples, ranks, out = asked["data"], asked["samples"], asked["ranks"], asked["out"]
     weights = weights_folder(checkpoint)
     check_folder(weights)
     need_sets(weights, dict.fromkeys(data, ()))

@@ -10,13 +10,21 @@ import click
 
 from phalanx.cli.checkpoints import say_ignored
 from phalanx.cli.completion import configs
-from phalanx.cli.options import OVERRIDES, RANKS
+from phalanx.cli.options import ADAPTER, OVERRIDES, RANKS, SPECULATE
 from phalanx.cli.verbs import ConfigVerb
 
 if TYPE_CHECKING:
     from phalanx.inference.request import SamplingOptions
 
-TAKEN = ("layout.", "train.precision", "train.device", "train.kernels", "train.plain_ops", "train.timeout_s")
+TAKEN = (
+    "layout.",
+    "train.precision",
+    "train.device",
+    "train.batch_invariant",
+    "train.kernels",
+    "train.plain_ops",
+    "train.timeout_s",
+)
 """Overrides that generation reads; with others it would do nothing."""
 
 SAMPLING = ("tokens", "temperature", "top_k", "top_p", "min_p", "seed")
@@ -56,6 +64,15 @@ SAMPLING = ("tokens", "temperature", "top_k", "top_p", "min_p", "seed")
 )
 @click.option("--stop", multiple=True, metavar="TEXT", help="End before this text (may be given several times).")
 @click.option("--seed", type=click.IntRange(min=0), default=0, show_default=True, help="Another seed, another text.")
+@click.option(
+    "--json-schema",
+    type=click.Path(dir_okay=False, exists=True),
+    default=None,
+    metavar="FILE.json",
+    help="Answers are JSON that keeps to this schema (needs phalanx[serve]).",
+)
+@SPECULATE
+@ADAPTER
 @RANKS
 def generate(checkpoint: str, overrides: tuple[str, ...], **asked: Any) -> None:
     """Continue prompts with the model in CHECKPOINT: a run folder (its newest), a checkpoint of any layout, or a
@@ -73,7 +90,8 @@ def generate(checkpoint: str, overrides: tuple[str, ...], **asked: Any) -> None:
     from phalanx.config.read import read
     from phalanx.config.write import to_dict
     from phalanx.data.config import DataConfig
-    from phalanx.inference.load import check_layout, run_of_folder, weights_alone, weights_folder
+    from phalanx.inference.adapters import with_adapter
+    from phalanx.inference.load import run_of_folder, weights_alone, weights_folder
     from phalanx.launch.env import describe_machine
 
     if (asked["prompt"] is None) == (asked["prompts"] is None):
@@ -89,7 +107,7 @@ def generate(checkpoint: str, overrides: tuple[str, ...], **asked: Any) -> None:
     base = to_dict(replace(run, data=DataConfig(mock=True)))  # none is read
     loaded = read(None, overrides, base, f"the model of {checkpoint}")
     if loaded.run is not None:
-        check_layout(loaded.run)
+        with_adapter(loaded.run, asked["adapter"])  # what is wrong with it is said before ranks start
         layout = loaded.run.layout
         world = asked["ranks"] or max(1, layout.tp * layout.cp * layout.pp)
         loaded = replace(loaded, run=weights_alone(loaded.run, world))
@@ -102,23 +120,29 @@ def generate(checkpoint: str, overrides: tuple[str, ...], **asked: Any) -> None:
 
 def stream(checkpoint: str, asked: dict[str, Any]) -> None:
     """One text on this process, as it is made."""
+    from phalanx.inference.drafter import drafts_named
     from phalanx.inference.generate import TextStream
 
-    text = TextStream(checkpoint, asked["prompt"], options_of(asked), asked["stop"])
+    drafts = drafts_named(asked["speculate"]) if asked["speculate"] else None
+    text = TextStream(checkpoint, asked["prompt"], options_of(asked), asked["stop"], drafts, asked["adapter"])
     click.echo(asked["prompt"], nl=False)
     try:
         for piece in text:
             click.echo(piece, nl=False)
     finally:
         click.echo()
+    if drafts is not None:
+        click.echo(text.draft_counts, err=True)
     if text.notice is not None:
         click.echo(text.notice, err=True)
 
 
 def options_of(asked: dict[str, Any]) -> SamplingOptions:
-    from phalanx.inference.request import SamplingOptions
+    from phalanx.inference.request import Grammar, SamplingOptions
 
-    return SamplingOptions(**{name: asked[name] for name in SAMPLING})
+    schema = asked["json_schema"]
+    grammar = None if schema is None else Grammar("json_schema", Path(schema).read_text(encoding="utf-8"))
+    return SamplingOptions(**{name: asked[name] for name in SAMPLING}, grammar=grammar)
 
 
 def refuse_others(overrides: tuple[str, ...]) -> None:

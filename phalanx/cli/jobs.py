@@ -33,8 +33,21 @@ def evaluate(
     evaluate_rank(load_run(base=config), placement, Evaluation(weights, sets, samples, out))
 
 
+def score(placement: Placement, config: dict[str, Any], what: dict[str, Any]) -> None:
+    from phalanx.evaluation.scoring import TokenScoring, score_rank
+
+    score_rank(load_run(base=config), placement, TokenScoring(**what))
+
+
+def evaluate_tasks(placement: Placement, config: dict[str, Any], what: dict[str, Any]) -> None:
+    from phalanx.evaluation.harness_run import TaskEvaluation, evaluate_tasks_rank
+
+    evaluate_tasks_rank(load_run(base=config), placement, TaskEvaluation(**{**what, "tasks": tuple(what["tasks"])}))
+
+
 def generate(placement: Placement, config: dict[str, Any], path: str, asked: dict[str, Any]) -> None:
     from phalanx.cli.generate import options_of
+    from phalanx.inference.drafter import drafts_named
     from phalanx.inference.generate import Generation, generate_rank, read_prompts
 
     prompts = (asked["prompt"],) if asked["prompts"] is None else read_prompts(asked["prompts"])
@@ -45,11 +58,16 @@ def generate(placement: Placement, config: dict[str, Any], path: str, asked: dic
         samples=asked["samples"],
         stop=tuple(asked["stop"]),
         out=asked["out"],
+        drafts=drafts_named(asked["speculate"]) if asked["speculate"] else None,
+        adapter=asked["adapter"],
     )
     generate_rank(load_run(base=config), placement, what)
 
 
 def serve(placement: Placement, config: dict[str, Any], options: dict[str, Any]) -> None:
+    from phalanx.inference.drafter import drafts_named
     from phalanx.server.serve_rank import ServeOptions, serve_rank
 
-    serve_rank(load_run(base=config), placement, ServeOptions(**options))
+    speculate = options.pop("speculate")
+    drafts = drafts_named(speculate) if speculate else None
+    serve_rank(load_run(base=config), placement, ServeOptions(**options, drafts=drafts))

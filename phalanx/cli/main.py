@@ -25,6 +25,7 @@ from phalanx.cli.evaluate import evaluate
 from phalanx.cli.generate import generate
 from phalanx.cli.options import CONFIG, JSON, OVERRIDES, RANKS
 from phalanx.cli.ranks import prepare_text, run_ranks
+from phalanx.cli.score import data_score
 from phalanx.cli.serve import serve
 from phalanx.cli.torchrun import explain_end
 from phalanx.cli.verbs import Verbs
@@ -115,15 +116,44 @@ def verify(config: str, overrides: tuple[str, ...], ranks: int | None, steps: in
     metavar="NAME",
     help="The GPU it is to fit on, such as H100 (default: says which would do).",
 )
-def plan(config: str, overrides: tuple[str, ...], ranks: int | None, device: str | None) -> None:
-    """Print what the run would do on N ranks: stages, schedule, memory, messages, FLOPs. Needs no GPU and no data."""
+@click.option("--serve", "serving", is_flag=True, help="Of generation (`phalanx serve`): CONFIG may be a checkpoint.")
+@click.option(
+    "--tokens",
+    type=click.IntRange(min=1),
+    default=None,
+    help="With --serve: tokens of a sequence (default: the model's positions).",
+)
+def plan(
+    config: str,
+    overrides: tuple[str, ...],
+    ranks: int | None,
+    device: str | None,
+    serving: bool,
+    tokens: int | None,
+) -> None:
+    """Print what the run would do on N ranks: stages, schedule, memory, messages, FLOPs. Needs no GPU and no data.
+
+    With --serve: what its model takes when it generates, how many sequences fit, and the tokens per second that memory
+    bandwidth allows.
+
+    \b
+      phalanx plan run.yaml layout.tp=2 --ranks 64 --device H100
+      phalanx plan runs/first --serve --tokens 8192
+    """
     from phalanx.base.devices import DEVICES, find_device
     from phalanx.cli.setup import prepare_elsewhere
 
-    ready = prepare_elsewhere(config, overrides, ranks)
     wanted = find_device(device) if device else None
     if device and wanted is None:
         raise click.BadParameter(f"{device!r} is none of {', '.join(d.name for d in DEVICES)}", param_hint="--device")
+    if serving:
+        from phalanx.cli.plan_serving import plan_serving
+
+        click.echo(plan_serving(config, overrides, ranks, wanted, tokens))
+        return
+    if tokens is not None:
+        raise click.UsageError("--tokens says how long served sequences are: it goes with --serve")
+    ready = prepare_elsewhere(config, overrides, ranks)
     from phalanx.forecast.text import plan_report
 
     gc.freeze()  # a large plan sets off collections, which need not go through all that was imported
@@ -318,6 +348,9 @@ def data_pack(config: str, overrides: tuple[str, ...]) -> None:
 
     for line in pack_text(config, overrides):
         click.echo(line)
+
+
+data.add_command(data_score)
 
 
 @data.command("train-tokenizer", short_help="Train a tokenizer on text.")

@@ -16,3 +16,53 @@ RANKS = click.option(
     help="Number of ranks (default: all GPUs; on a CPU what the layout needs).",
 )
 JSON = click.option("--json", "out", type=click.Path(dir_okay=False), default=None, help="Write the figures here too.")
+
+
+def speculation(context: click.Context, option: click.Parameter, value: str | None) -> str | None:
+    """A text that says how tokens are drafted, checked."""
+    if value is not None:
+        from phalanx.inference.drafter import drafts_named  # torch: not for --help
+
+        try:
+            drafts_named(value)
+        except ValueError as error:
+            raise click.BadParameter(str(error)) from None
+    return value
+
+
+ADAPTER = click.option(
+    "--adapter",
+    default=None,
+    metavar="FOLDER|RUN",
+    help="Add a LoRA adapter to the model's weights: a PEFT folder, or a run that trained one.",
+)
+
+
+def named_adapters(context: click.Context, option: click.Parameter, values: tuple[str, ...]) -> dict[str, str]:
+    """Of NAME=FOLDER, each name once."""
+    found: dict[str, str] = {}
+    for value in values:
+        name, _, folder = value.partition("=")
+        if not name or not folder:
+            raise click.BadParameter(f"{value!r}: must be NAME=FOLDER; clients ask for the model NAME")
+        if name in found:
+            raise click.BadParameter(f"{name!r} is given twice")
+        found[name] = folder
+    return found
+
+
+ADAPTERS = click.option(
+    "--adapter",
+    "adapters",
+    multiple=True,
+    metavar="NAME=FOLDER|RUN",
+    callback=named_adapters,
+    help="Serve a LoRA adapter over the model too, as the model NAME (may be given several times).",
+)
+SPECULATE = click.option(
+    "--speculate",
+    default=None,
+    metavar="ngram:N",
+    callback=speculation,
+    help="Draft up to N tokens from what the text repeats, and check them at once; the text stays the same.",
+)

@@ -10,7 +10,7 @@ import click
 
 from phalanx.cli.completion import configs
 from phalanx.cli.generate import refuse_others
-from phalanx.cli.options import OVERRIDES, RANKS
+from phalanx.cli.options import ADAPTERS, OVERRIDES, RANKS, SPECULATE
 from phalanx.cli.verbs import ConfigVerb
 
 NEEDED = ("starlette", "uvicorn", "prometheus_client")
@@ -47,6 +47,8 @@ POSITIVE = click.IntRange(min=1)
     show_default=True,
     help="Time for running requests to end when the server is stopped.",
 )
+@SPECULATE
+@ADAPTERS
 @RANKS
 def serve(checkpoint: str, overrides: tuple[str, ...], ranks: int | None, name: str | None, **options: Any) -> None:
     """Serve CHECKPOINT to OpenAI's clients and to browsers: a run folder (its newest), a checkpoint, or a Hugging Face
@@ -56,6 +58,7 @@ def serve(checkpoint: str, overrides: tuple[str, ...], ranks: int | None, name: 
       phalanx serve runs/first                          http://127.0.0.1:8000 has a chat page
       phalanx serve runs/first layout.tp=2 --ranks 2
       phalanx serve runs/first --host 0.0.0.0 --api-keys keys.txt
+      phalanx serve Llama-3.1-8B --adapter sql=runs/sql --adapter support=lora/support
     """
     from phalanx.cli.ranks import run_ranks
     from phalanx.cli.setup import arguments, prepare_loaded
@@ -64,7 +67,8 @@ def serve(checkpoint: str, overrides: tuple[str, ...], ranks: int | None, name: 
     from phalanx.data.config import DataConfig
     from phalanx.data.files import extra
     from phalanx.evaluation.perplexity import check_folder
-    from phalanx.inference.load import check_layout, run_of_folder, weights_alone, weights_folder
+    from phalanx.inference.adapters import with_adapters
+    from phalanx.inference.load import run_of_folder, weights_alone, weights_folder
     from phalanx.launch.env import describe_machine
 
     for module in NEEDED:
@@ -79,7 +83,7 @@ def serve(checkpoint: str, overrides: tuple[str, ...], ranks: int | None, name: 
     base = to_dict(replace(run, data=DataConfig(mock=True)))  # none is read
     loaded = read(None, overrides, base, f"the model of {checkpoint}")
     if loaded.run is not None:
-        check_layout(loaded.run)
+        with_adapters(loaded.run, options["adapters"])  # what is wrong with them is said before ranks start
         layout = loaded.run.layout
         ranks = ranks or max(1, layout.tp * layout.cp * layout.pp)
         loaded = replace(loaded, run=weights_alone(loaded.run, ranks))
@@ -88,5 +92,8 @@ def serve(checkpoint: str, overrides: tuple[str, ...], ranks: int | None, name: 
         read_keys(options["api_keys"])
     if ready.placement is None:
         open_socket(options["host"], options["port"]).close()  # said now, not when the weights are there
-    values = {"weights": str(weights), "name": name or Path(checkpoint).resolve().name, **options}
+    name = name or Path(checkpoint).resolve().name
+    if name in options["adapters"]:
+        raise click.UsageError(f"--adapter {name}=...: the model itself has that name; give it another (--model-name)")
+    values = {"weights": str(weights), "name": name, **options}
     run_ranks("phalanx.cli.jobs:serve", ready, {**arguments(ready.run), "options": values}, None)

@@ -116,7 +116,8 @@ def data_prefixes(what: str, overrides: tuple[str, ...]) -> list[str]:
             "is not prepared yet: there are no token files to compare; `phalanx train` and `phalanx data "
             "show CONFIG` prepare it"
         )
-        problems = [Problem("data.text", list(run.data.text), rule)]
+        name = "pairs" if run.data.pairs else "text"
+        problems = [Problem(f"data.{name}", list(getattr(run.data, name)), rule)]
     raise_problems(problems)
     return prefixes_of(data or run.data)
 

@@ -348,6 +348,13 @@ class Axis:
             self._run(lambda: dist.broadcast(x, src=self.ranks[source], group=self.group))
         return x
 
+    def post_broadcast(self, x: Tensor, source: int) -> Work:
+        """As broadcast, without waiting: for rank number `source`, which has x already. The others receive it by
+        `broadcast`, when they need it."""
+        if self._local("broadcast", x):
+            return Work(x)
+        return Work(x, self._run(lambda: dist.broadcast(x, src=self.ranks[source], group=self.group, async_op=True)))
+
     def all_gather_text(self, text: str) -> list[str]:
         """Every rank's text, in rank order (as bytes in tensors: nothing is unpickled)."""
         if self.size == 1:

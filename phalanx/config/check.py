@@ -27,16 +27,18 @@ from phalanx.base.rules import (
 from phalanx.checkpoint.check import check as check_checkpoint
 from phalanx.checkpoint.check import check_source
 from phalanx.checkpoint.keep import list_checkpoints
+from phalanx.config.batch_invariant_check import check_batch_invariant
 from phalanx.config.deterministic_check import check_deterministic
 from phalanx.config.device_check import Facts, check_device
 from phalanx.config.limits import OTHERS
 from phalanx.config.model_source import check_weights
+from phalanx.config.optim_check import check_memory
 from phalanx.config.run import BUDGET_AT, LogConfig, Run, checkpoints_of, profiled_steps
 from phalanx.config.schedule_check import check_schedule
+from phalanx.config.task_check import check_task
 from phalanx.data.check import check as check_data
 from phalanx.layout.check import check as check_layout
 from phalanx.models.check import check as check_model
-from phalanx.nn.objective import SequenceObjective, find_objective
 from phalanx.nn.recompute import OPS as RECOMPUTED
 from phalanx.optim.check import check as check_optim
 from phalanx.sequence.shard import SequenceShard
@@ -63,10 +65,13 @@ def check_values(run: Run, facts: Facts) -> list[Problem]:
         *check_schedule(run, facts.world_size),
         *check_train(run),
         *check_deterministic(run, facts.world_size),
+        *check_batch_invariant(run),
         *check_batch(run, facts),
         *check_device(run, facts),
         *check_optim(run.optim, steps=run.train.last_step),
-        *check_task(run),
+        *check_memory(run, facts.world_size),
+        *check_task(run, facts),
+        *check_eval_tasks(run, facts),
         *check_data(run.data, evaluates=evaluates, files=facts.files),
         *check_checkpoint(run.checkpoint, files=facts.files),
         *check_log(run, facts),
@@ -87,27 +92,44 @@ def check_train(run: Run) -> list[Problem]:
     found += check_profile(run)
     if c.eval_interval is None:
         found += no_effect("train", c, ("eval_samples",), "train.eval_interval", {"train.eval_interval": None})
-    return found + check_loss_scale(run) + check_recompute(run)
+    return found + check_samples(run) + check_loss_scale(run) + check_recompute(run)
 
 
-def check_task(run: Run) -> list[Problem]:
-    """The objective's own rules, and what it needs of model and data."""
-    kind, config = find_objective(run.task.name), run.task
-    found = kind.check(config)
-    if not issubclass(kind, SequenceObjective):
-        return found
-    if kind.needs_reference:
-        rule = "needs a reference model beside the one that is trained, which comes with fine-tuning"
-        found.append(problem("task", config, "name", rule, {}, ()))
-    if run.model.predict_layers:
-        rule = "has no loss per token, which multi-token prediction needs: take a model without it"
-        found.append(problem("task", config, "name", rule, {"layers that predict": run.model.predict_layers}, ()))
-    if not run.data.inside_documents:
-        rule = "must be true with an objective that compares documents"
-        found.append(problem("data", run.data, "document_attention", rule, {"task.name": config.name}, (True,)))
-    if run.data.packing != "off":
-        rule = "reorders documents, and the objective compares documents that follow each other"
-        found.append(problem("data", run.data, "packing", rule, {"task.name": config.name}, ("off",)))
+def check_samples(run: Run) -> list[Problem]:
+    """Text that is made during training."""
+    c, own = run.train, ("samples_interval", "samples_tokens", "samples_temperature")
+    if c.samples is None:
+        return no_effect("train", c, own, "train.samples", {"train.samples": None})
+    found = at_least("train", c, 1, "samples_interval", "samples_tokens")
+    found += within("train", c, "samples_temperature", "[0, inf)")
+    if c.samples_interval is None:
+        rule = "must be set with train.samples"
+        found.append(problem("train", c, "samples_interval", rule, {"train.samples": c.samples}, (100,)))
+    if c.samples_tokens >= run.model.max_position_embeddings:
+        rule, positions = "must leave a position for a prompt", run.model.max_position_embeddings
+        because = {"model.max_position_embeddings": positions}
+        found.append(problem("train", c, "samples_tokens", rule, because, (max(1, positions // 2),)))
+    if run.data.tokenizer is None:
+        rule = "needs data.tokenizer, which turns texts into tokens and back"
+        found.append(problem("train", c, "samples", rule, {"data.tokenizer": None}, (None,)))
+    return found
+
+
+def check_eval_tasks(run: Run, facts: Facts) -> list[Problem]:
+    """Tasks of lm-evaluation-harness during training."""
+    c = run.train
+    if not c.eval_tasks:
+        return no_effect("train", c, ("eval_limit", "eval_data"), "train.eval_tasks", {"train.eval_tasks": []})
+    found = at_least("train", c, 1, "eval_limit")
+    if c.eval_interval is None:
+        rule = "must be set with train.eval_tasks"
+        found.append(problem("train", c, "eval_interval", rule, {"train.eval_tasks": c.eval_tasks}, (100,)))
+    if run.data.tokenizer is None:
+        rule = "needs data.tokenizer, which turns texts into tokens and back"
+        found.append(problem("train", c, "eval_tasks", rule, {"data.tokenizer": None}, ([],)))
+    if "lm_eval" in facts.missing:
+        rule = "needs a package: pip install 'phalanx[eval]'"
+        found.append(problem("train", c, "eval_tasks", rule, {"not installed": "lm_eval"}, ([],)))
     return found
 
 

@@ -160,6 +160,10 @@ class TrainConfig:
     """The same bits whatever the data-parallel size, layout.sharding, schedule and number of stages are: gradients are
     added up in one binary tree over the micro-batches of a step (dp a power of two). Takes time and log2(micro-batches
     of a rank) more gradient buffers."""
+    batch_invariant: bool = False
+    """The bits of a token's logits depend on its own sequence alone: not on the rest of the batch, on the pieces in
+    which a prompt is read, or on layout.tp; and training's forward has the same ones as generation. Slower. Dense
+    models with full weights."""
     device: Literal["auto", "cpu", "cuda"] = "auto"
     """Where to train; auto: GPUs if there are any."""
     rampup: RampConfig | None = None
@@ -168,6 +172,22 @@ class TrainConfig:
     """Evaluate every so many steps; unset: never."""
     eval_samples: int = 64
     """Sequences per validation set and evaluation."""
+    eval_tasks: list[str] = field(default_factory=list)
+    """Tasks of lm-evaluation-harness, by name or as YAML files, on which the model is scored too every
+    train.eval_interval steps (needs the extra phalanx[eval])."""
+    eval_limit: int | None = None
+    """Questions of each of train.eval_tasks at most; unset: all."""
+    eval_data: str | None = None
+    """Folder of the tasks' data sets, each under its name on the Hub; unset: the Hub's cache."""
+    samples: str | None = None
+    """JSONL file of prompts that the model continues as it trains: lines of {"prompt": "..."}, a text or token ids;
+    unset: none."""
+    samples_interval: int | None = None
+    """Continue train.samples every so many steps, and after the last one."""
+    samples_tokens: int = 64
+    """Tokens of each continuation at most."""
+    samples_temperature: float = 0.8
+    """Temperature of the continuations, whose random numbers follow from train.seed; 0: always the likeliest token."""
     loss_scale: float = 65536.0
     """fp16: the first loss scale."""
     loss_scale_window: int = 1000

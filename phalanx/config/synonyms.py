@@ -23,6 +23,8 @@ SYNONYMS: Mapping[str, str] = MappingProxyType(
         "clip_grad_norm": "optim.clip_grad",
         "max_grad_norm": "optim.clip_grad",
         "max_norm": "optim.clip_grad",
+        "optimizer_in_bwd": "optim.in_backward",
+        "optim_bits": "optim.moments",
         "betas": "optim.beta1",
         "train_iters": "train.steps",
         "max_steps": "train.steps",
@@ -157,8 +159,8 @@ _LORA = (
     "train.freeze for tensors that are to stay as they are"
 )
 _ADAMW = (
-    "what exists: optim.name=adamw, with moments in fp32, bf16 or fp8 (optim.moments), and optimizers of your own, "
-    "element by element or over whole matrices: optim.name=PACKAGE.MODULE:NAME"
+    "what exists: optim.name=adamw, with moments in fp32, bf16, fp8 or 8 bits (optim.moments), and optimizers of your "
+    "own, element by element or over whole matrices: optim.name=PACKAGE.MODULE:NAME"
 )
 _OBJECTIVE = (
     "what exists: training on all tokens of prepared text, and losses of your own: task.name=PACKAGE.MODULE:NAME"

@@ -13,16 +13,23 @@ from collections.abc import Callable, Iterable, Iterator
 from itertools import chain, islice
 from pathlib import Path
 from types import TracebackType
+from typing import Protocol
 
 from phalanx.base.errors import DataError
 from phalanx.data.checksums import BLOCK, BinFile, FileRange
-from phalanx.data.index import Corpus
 
 RATE = 100e6  # bytes a second at most, while training
 # fraction of a core, at most, while training. A lower priority would not do: the thread would hold Python's lock, for
 # which training waits, for longer
 SHARE = 0.05
 MENDING = "restore it from a copy, or prepare the texts again; `phalanx data verify` names all damage"
+
+
+class CheckedFiles(Protocol):
+    """Files with checksums: token files, or a score file."""
+
+    @property
+    def bin_files(self) -> tuple[BinFile, ...]: ...
 
 
 class BackgroundCheck:
@@ -36,7 +43,7 @@ class BackgroundCheck:
     """
 
     def __init__(
-        self, corpora: Iterable[Corpus], first: float = 0.0, warn: Callable[[str], object] = lambda text: None
+        self, corpora: Iterable[CheckedFiles], first: float = 0.0, warn: Callable[[str], object] = lambda text: None
     ):
         self._files = list(
             {file.path: file for corpus in corpora for file in corpus.bin_files if file.segments}.values()

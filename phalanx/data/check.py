@@ -18,6 +18,7 @@ from phalanx.data.files import BYTES, NULL, TOKENIZER_FILES
 from phalanx.data.index import strip_suffix
 from phalanx.data.mixture import parse_split
 from phalanx.data.own_source import find_source
+from phalanx.data.pairs import pair_files
 
 VALID = "valid"  # name of the validation part of the training corpora
 
@@ -26,7 +27,9 @@ def check(config: DataConfig, *, evaluates: bool, files: bool = True) -> list[Pr
     """evaluates: the run has evaluations. files: check that the files exist (a laptop that only plans may not have
     them)."""
     found = check_source(config) + check_blend(config) + check_sources(config) + check_text(config)
-    found += check_split(config, evaluates) + check_valid(config, evaluates) + check_packing(config)
+    found += (
+        check_split(config, evaluates) + check_valid(config, evaluates) + check_packing(config) + check_pairs(config)
+    )
     found += within("data", config, "max_epochs", "(0, inf)", (1.0, None))
     if config.mock:
         found += no_effect("data", config, ("max_epochs",), "token files", {"data.mock": True})
@@ -35,7 +38,7 @@ def check(config: DataConfig, *, evaluates: bool, files: bool = True) -> list[Pr
 
 def check_source(config: DataConfig) -> list[Problem]:
     """Tokens come from one place: mock data, paths, sources or text."""
-    given = [name for name in ("paths", "sources", "text", "source") if getattr(config, name)]
+    given = [name for name in ("paths", "sources", "text", "pairs", "source") if getattr(config, name)]
     found = []
 
     def shown(name: str) -> Any:
@@ -158,10 +161,26 @@ def check_some_weights(config: DataConfig) -> list[Problem]:
     ]
 
 
+def check_pairs(config: DataConfig) -> list[Problem]:
+    """Pairs are put together by themselves, and need attention inside documents."""
+    if not config.pairs:
+        return []
+    because, found = {"data.pairs": list(config.pairs)}, list[Problem]()
+    if config.packing != "off":
+        rule = "has no effect with data.pairs: whole pairs are packed"
+        found.append(problem("data", config, "packing", rule, because, ("off",)))
+    if config.document_attention is False:
+        rule = "must be true with data.pairs, whose answers must not see each other"
+        found.append(problem("data", config, "document_attention", rule, because, (True,)))
+    return found
+
+
 def check_text(config: DataConfig) -> list[Problem]:
+    if config.pairs:
+        return no_effect("data", config, ("json_keys", "text_errors"), "data.text", {"data.text": []})
     if not config.text:
         return no_effect("data", config, ("json_keys", "text_errors", "cache"), "data.text", {"data.text": []})
-    if config.tokenizer is None:
+    if config.tokenizer is None and config.text:
         rule = "is required with data.text: a tokenizer.json, a folder that holds one, or `bytes`"
         return [problem("data", config, "tokenizer", rule, {"data.text": list(config.text)}, ("bytes",))]
     return []
@@ -238,6 +257,11 @@ def check_files(config: DataConfig) -> list[Problem]:
     for i, path in enumerate(config.text):
         if not (exists(path) or glob.glob(path, recursive=True)):
             found.append(missing_data(f"data.text.{i}", path, "must be a file, a folder or a glob that matches some"))
+    for i, path in enumerate(config.pairs):
+        prepared, weight = path not in pair_files(config.pairs), is_number(path)
+        if not weight and not exists(f"{strip_suffix(path)}.idx" if prepared else path):
+            rule = "must be a .jsonl file, or the prefix of token files prepared from one"
+            found.append(missing_data(f"data.pairs.{i}", path, rule, ".idx" if prepared else ""))
     return found + check_tokenizer(config)
 
 

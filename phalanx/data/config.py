@@ -65,13 +65,17 @@ class DataConfig:
     text: Prefixes = ()
     """Instead of token files: text files, folders or globs, prepared into data.cache with data.tokenizer before
     training."""
+    pairs: Prefixes = ()
+    """Instead of token files: .jsonl files of preferences (prompt, chosen, rejected: texts, or prompt_ids and so on),
+    prepared into data.cache before training; or prefixes of token files prepared from them. Whole pairs are packed into
+    sequences."""
     json_keys: tuple[str, ...] = ("text",)
     """Fields of a .jsonl line or .parquet row of data.text that hold the text."""
     text_errors: Literal["strict", "replace", "skip"] = "strict"
     """Documents of data.text that are not valid text: stop the run, keep them with U+FFFD in place of invalid bytes, or
     skip them."""
     cache: str | None = None
-    """Folder for the token files made of data.text; unset: `data` in the run's folder."""
+    """Folder for the token files made of data.text and data.pairs; unset: `data` in the run's folder."""
     split: str = "98,2,0"
     """Proportions of each corpus for train, validation and test, cut at document borders."""
     valid: dict[str, Prefixes] = field(default_factory=dict)
@@ -97,10 +101,15 @@ class DataConfig:
     @property
     def inside_documents(self) -> bool:
         """Whether attention stays inside documents."""
-        return self.packing != "off" if self.document_attention is None else self.document_attention
+        return self.is_packed if self.document_attention is None else self.document_attention
+
+    @property
+    def is_packed(self) -> bool:
+        """Whether sequences consist of whole documents and padding."""
+        return self.packing != "off" or bool(self.pairs)
 
     def __post_init__(self) -> None:
-        for name in ("paths", "text"):
+        for name in ("paths", "text", "pairs"):
             object.__setattr__(self, name, words(getattr(self, name)))
         if self.source is not None:
             object.__setattr__(self, "source", lasting("source", self.source))
@@ -109,5 +118,5 @@ class DataConfig:
 
 def prefixes_of(config: DataConfig) -> list[str]:
     """Prefixes of all token files that a run reads, each once."""
-    given = (config.paths, *(source.paths for source in config.sources.values()), *config.valid.values())
+    given = (config.paths, config.pairs, *(source.paths for source in config.sources.values()), *config.valid.values())
     return list(dict.fromkeys(prefix for paths in given for prefix in prefixes_and_weights(paths)[0]))

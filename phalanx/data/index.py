@@ -80,7 +80,7 @@ class Corpus:
         self._pointers = np.frombuffer(self._index, np.int64, self.num_sequences, lengths_end)
         self._documents = np.frombuffer(self._index, np.int64, num_indices, lengths_end + 8 * self.num_sequences)
         self.idx_xxh3 = self._hash_index()
-        self.bin_files = self._check_sums(read_sums(self.prefix))
+        self.bin_files: tuple[BinFile, ...] = self._check_sums(read_sums(self.prefix))
         self._maps = [_map(path, np.uint8, 0, size) for path, size in self.bins]
         self._ends = np.cumsum([size for _, size in self.bins]).tolist()
         self._check_documents()
@@ -117,6 +117,10 @@ class Corpus:
     def sequence(self, s: int) -> NDArray[Any]:
         """Sequence number s, as Megatron's `IndexedDataset[s]`."""
         return self._read(int(self._pointers[s]), int(self._lengths[s]))
+
+    def sequence_lengths(self, d: int) -> NDArray[np.int32]:
+        """Tokens of each sequence of document d."""
+        return self._lengths[int(self._documents[d]) : int(self._documents[d + 1])]
 
     def document_start(self, d: int) -> int:
         """Offset in the stream of the first token of document d; num_tokens for d = num_documents."""

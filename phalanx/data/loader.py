@@ -9,7 +9,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from itertools import islice
 from queue import SimpleQueue
 from types import TracebackType
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
@@ -18,6 +18,7 @@ from phalanx.base.errors import DataError
 from phalanx.data.config import DataConfig
 from phalanx.data.mixture import Blend, Weight, parse_split
 from phalanx.data.own_source import SourceStart, open_own
+from phalanx.data.scores import ScoreFile, row_type
 from phalanx.data.sources import Source, SourceUse, check_epochs, open_part, open_whole, use_of_sources
 from phalanx.sequence.batch import IGNORE, PADDING_RUN, Batch, room_for_documents
 from phalanx.sequence.shard import WHOLE, SequenceShard
@@ -101,9 +102,10 @@ class Loader:
         seq_length: int,
         document_attention: bool = False,
         packed: bool = False,
+        scores: ScoreFile | None = None,
     ):
-        """packed: sequences may end in padding. DataError for invalid weights (wrong number of them, negative, all
-        zero, too small)."""
+        """packed: sequences may end in padding. scores: what batches carry of another model. DataError for invalid
+        weights (wrong number of them, negative, all zero, too small)."""
         if len(weights) != len(sources):
             raise DataError(
                 f"data.weights has {len(weights)} entries for {len(sources)} sources: "
@@ -115,6 +117,9 @@ class Loader:
             document_attention,
             packed,
         )
+        self.scores = scores
+        for corpus in [] if scores is None else [corpus for source in sources for corpus in source.corpora]:
+            scores.check_corpus(corpus)  # type: ignore[union-attr]
         self._positions: dict[
             int, torch.Tensor
         ] = {}  # of uniform micro-batches, by number of sequences: always the same
@@ -178,6 +183,7 @@ class Loader:
             window = self.sources[place.source].window(place.window)
             tokens[row] = window[:-1]
             labels[row] = window[1:]
+            labels[row, self.sources[place.source].unlabelled(place.window)] = IGNORE
         real = self._mark_padding(places, labels) if self.packed else None
         samples = np.array([place.sample for place in places], np.int64)
         documents = None
@@ -195,7 +201,38 @@ class Loader:
             documents=documents,
             real=real,
             most_documents=0 if documents is None else room_for_documents(int(documents[-1]) + 1, documents.numel()),
+            **self._scored(places, labels),
         )
+
+    def _scored(self, places: Sequence[Place], labels: np.ndarray) -> dict[str, Any]:
+        """What the score file says of a micro-batch's tokens: `reference`, `target_ids` and `target_log_probs` of its
+        Batch. DataError for a token with a loss that has no score."""
+        scores = self.scores
+        if scores is None:
+            return {}
+        rows = np.zeros(labels.shape, row_type(scores.top))
+        for row, place in enumerate(places):
+            origin = self.sources[place.source].origin(place.window)
+            if origin is None:
+                raise DataError(f"{scores.path}: has no scores of {self.sources[place.source].name}: no file has them")
+            corpus, ranges = origin
+            at = 0
+            for first, count in ranges:
+                rows[row, at : at + count] = scores.rows(corpus, first, count)
+                at += count
+            lacking = np.flatnonzero(np.isnan(rows[row]["label"]) & (labels[row] != IGNORE))
+            if len(lacking):
+                raise DataError(
+                    f"{scores.path}: has no score of {len(lacking)} tokens of sample {place.sample} from "
+                    f"{corpus.prefix}: it was written for other data: phalanx data score CONFIG"
+                )
+        rows["label"] = np.nan_to_num(rows["label"])
+        flat = rows.reshape(-1)
+        found = {"reference": torch.from_numpy(flat["label"].copy())}
+        if scores.top:
+            found["target_ids"] = torch.from_numpy(flat["ids"].astype(np.int64))
+            found["target_log_probs"] = torch.from_numpy(flat["log_probs"].copy())
+        return found
 
     def _mark_padding(self, places: Sequence[Place], labels: np.ndarray) -> torch.Tensor:
         """Which tokens are real (1) and which are padding (0); removes the loss from padding and from the last token of
@@ -234,8 +271,11 @@ class Loader:
         return use_of_sources(self.sources, self.blend, samples, self.seq_length)
 
 
-def train_loader(config: DataConfig, *, seq_length: int, seed: int, vocab_size: int, samples: int) -> Loader:
-    """The loader of a run of `samples` samples. DataError for files that are missing, damaged or too small for it."""
+def train_loader(
+    config: DataConfig, *, seq_length: int, seed: int, vocab_size: int, samples: int, scores: ScoreFile | None = None
+) -> Loader:
+    """The loader of a run of `samples` samples. DataError for files that are missing, damaged or too small for it.
+    `scores`: of its tokens, by another model."""
     if config.source is not None:
         sources: list[Source] = [open_own(config, SourceStart(seq_length, vocab_size, seed, "train"))]
         weights: list[Weight] = [1.0]
@@ -243,40 +283,55 @@ def train_loader(config: DataConfig, *, seq_length: int, seed: int, vocab_size: 
         sources, weights = open_part(
             config, 0, seq_length=seq_length, seed=seed, vocab_size=vocab_size, samples=samples
         )
-    loader = _loader(config, sources, weights, seq_length)
+    loader = _loader(config, sources, weights, seq_length, scores)
     check_epochs(loader.use(samples), config.max_epochs)
     return loader
 
 
-def valid_loaders(config: DataConfig, *, seq_length: int, seed: int, vocab_size: int) -> dict[str, Loader]:
+def valid_loaders(
+    config: DataConfig, *, seq_length: int, seed: int, vocab_size: int, scores: ScoreFile | None = None
+) -> dict[str, Loader]:
     """Validation sets by name, each with samples 0, 1, ... in a fixed order: `valid`, the validation part of the
     training corpora, unless that part of data.split is 0; then the sets of data.valid, used whole."""
     parts: dict[str, tuple[list[Source], list[Weight]]] = {}
     if config.source is not None:
         parts["valid"] = [open_own(config, SourceStart(seq_length, vocab_size, seed, "validation"))], [1.0]
-    elif config.mock or ((config.paths or config.sources) and parse_split(config.split)[1] > 0):
+    elif config.mock or ((config.paths or config.sources or config.pairs) and parse_split(config.split)[1] > 0):
         parts["valid"] = open_part(config, 1, seq_length=seq_length, seed=seed, vocab_size=vocab_size)
-    own = {name: _loader(config, *part, seq_length) for name, part in parts.items()}
-    return own | whole_loaders(config, config.valid, seq_length=seq_length, vocab_size=vocab_size)
+    own = {name: _loader(config, *part, seq_length, scores) for name, part in parts.items()}
+    whole = whole_loaders(config, config.valid, seq_length=seq_length, vocab_size=vocab_size, scores=scores)
+    return own | whole
 
 
 def whole_loaders(
-    config: DataConfig, sets: Mapping[str, Sequence[str]], *, seq_length: int, vocab_size: int
+    config: DataConfig,
+    sets: Mapping[str, Sequence[str]],
+    *,
+    seq_length: int,
+    vocab_size: int,
+    scores: ScoreFile | None = None,
 ) -> dict[str, Loader]:
     """Loaders of whole corpora, in file order: set name -> prefixes (or `0.7 a 0.3 b`)."""
     parts = {
         name: open_whole(config, given, seq_length=seq_length, vocab_size=vocab_size) for name, given in sets.items()
     }
-    return {name: _loader(config, *part, seq_length) for name, part in parts.items()}
+    return {name: _loader(config, *part, seq_length, scores) for name, part in parts.items()}
 
 
-def _loader(config: DataConfig, sources: Sequence[Source], weights: Sequence[Weight], seq_length: int) -> Loader:
+def _loader(
+    config: DataConfig,
+    sources: Sequence[Source],
+    weights: Sequence[Weight],
+    seq_length: int,
+    scores: ScoreFile | None = None,
+) -> Loader:
     return Loader(
         sources,
         weights,
         seq_length=seq_length,
         document_attention=config.inside_documents,
-        packed=config.packing != "off",
+        packed=config.is_packed,
+        scores=scores,
     )
 
 

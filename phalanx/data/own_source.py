@@ -12,12 +12,12 @@ from numpy.typing import NDArray
 
 from phalanx.base.errors import DataError
 from phalanx.base.own_fields import NoFields, made_of
-from phalanx.base.registry import find, register
+from phalanx.base.registry import find, registers
 from phalanx.data.config import DataConfig
 from phalanx.data.index import Corpus
 from phalanx.data.mixture import make_key
 from phalanx.data.packing import Packing
-from phalanx.data.sources import locate
+from phalanx.data.sources import NO_POSITIONS, locate
 
 SEAM = "source"
 
@@ -65,12 +65,7 @@ T = TypeVar("T", bound=type[DataSource])
 
 def source(name: str) -> Callable[[T], T]:
     """Name a DataSource: data.source may be that name wherever its module has been imported."""
-
-    def named(cls: T) -> T:
-        register(SEAM, name, cls)
-        return cls
-
-    return named
+    return registers(SEAM, name)
 
 
 def find_source(name: str) -> type[DataSource]:
@@ -128,6 +123,9 @@ class OwnSource:
 
     def filled(self, w: int) -> int:
         return self.own.start.seq_length
+
+    def unlabelled(self, w: int) -> NDArray[np.int64]:
+        return NO_POSITIONS
 
     def origin(self, w: int) -> tuple[Corpus, list[tuple[int, int]]] | None:
         return None

@@ -18,8 +18,10 @@ from phalanx.data.config import DataConfig, SourceConfig, prefixes_and_weights
 from phalanx.data.index import Corpus, check_vocab
 from phalanx.data.mixture import Blend, Weight, hash64, make_key, parse_split, permute
 from phalanx.data.packing import Packing, make_packing, read_packing
+from phalanx.data.pairs import pack_pairs, pair_starts, prompt_tokens
 
 PARTS = ("train", "validation", "test")
+NO_POSITIONS = np.empty(0, np.int64)
 
 
 class Source(Protocol):
@@ -55,6 +57,10 @@ class Source(Protocol):
 
     def filled(self, w: int) -> int:
         """Number of tokens in window w, of seq_length; the rest is padding."""
+        ...
+
+    def unlabelled(self, w: int) -> NDArray[np.int64]:
+        """Positions of window w whose next token has no loss although its document goes on: those of prompts."""
         ...
 
     def origin(self, w: int) -> tuple[Corpus, list[tuple[int, int]]] | None:
@@ -110,6 +116,9 @@ class FileSource:
 
     def filled(self, w: int) -> int:
         return self.seq_length
+
+    def unlabelled(self, w: int) -> NDArray[np.int64]:
+        return NO_POSITIONS
 
     def origin(self, w: int) -> tuple[Corpus, list[tuple[int, int]]] | None:
         return self.corpus, [(self.start + w * self.seq_length, self.seq_length)]
@@ -176,8 +185,22 @@ class PackedSource:
     def filled(self, w: int) -> int:
         return sum(count for _, count, _ in self.packing.pieces(w))
 
+    def unlabelled(self, w: int) -> NDArray[np.int64]:
+        return NO_POSITIONS
+
     def origin(self, w: int) -> tuple[Corpus, list[tuple[int, int]]] | None:
         return self.corpus, [(first, count) for first, count, _ in self.packing.pieces(w)]
+
+
+@dataclass(frozen=True)
+class PairSource(PackedSource):
+    """Pairs of a corpus: a window holds whole pairs, each of two documents, and padding."""
+
+    def starts(self, w: int) -> NDArray[np.int64]:
+        return pair_starts(self.corpus, self.packing.pieces(w))
+
+    def unlabelled(self, w: int) -> NDArray[np.int64]:
+        return prompt_tokens(self.corpus, self.packing.pieces(w))
 
 
 @dataclass(frozen=True)
@@ -223,6 +246,10 @@ class JoinedSource:
     def filled(self, w: int) -> int:
         part, own = self._part(w)
         return part.filled(own)
+
+    def unlabelled(self, w: int) -> NDArray[np.int64]:
+        part, own = self._part(w)
+        return part.unlabelled(own)
 
     def origin(self, w: int) -> tuple[Corpus, list[tuple[int, int]]] | None:
         part, own = self._part(w)
@@ -289,6 +316,9 @@ class MockSource:
 
     def filled(self, w: int) -> int:
         return int(self.starts(w).max(initial=0)) or self.seq_length if self.packed else self.seq_length
+
+    def unlabelled(self, w: int) -> NDArray[np.int64]:
+        return NO_POSITIONS
 
     def origin(self, w: int) -> tuple[Corpus, list[tuple[int, int]]] | None:
         return None
@@ -390,7 +420,7 @@ def open_part(
         corpus = Corpus(prefix)
         return open_source(config, corpus, *cut_at_documents(corpus, config.split)[part], seq_length, vocab_size, key)
 
-    prefixes, inline = prefixes_and_weights(config.paths)
+    prefixes, inline = prefixes_and_weights(config.paths or config.pairs)
     given = inline or config.weights
     if given and len(given) != len(prefixes):
         raise DataError(f"data.weights has {len(given)} entries, data.paths has {len(prefixes)}")
@@ -417,7 +447,7 @@ def corpus_parts(config: DataConfig, valid: bool) -> list[tuple[Corpus, int, int
     """Each range of tokens from which a run draws samples: the training part of each corpus and, with `valid`, what
     evaluations read."""
     prefixes = [
-        *prefixes_and_weights(config.paths)[0],
+        *prefixes_and_weights(config.paths or config.pairs)[0],
         *(p for source in config.sources.values() for p in source.paths),
     ]
     parts = []
@@ -433,7 +463,9 @@ def corpus_parts(config: DataConfig, valid: bool) -> list[tuple[Corpus, int, int
 def open_source(
     config: DataConfig, corpus: Corpus, start: int, stop: int, seq_length: int, vocab_size: int, key: int | None
 ) -> FileSource | PackedSource:
-    """Tokens [start, stop) of a corpus, both document borders, packed as data.packing says."""
+    """Tokens [start, stop) of a corpus, both document borders, packed as data.packing says, or pairs of them."""
+    if config.pairs:
+        return PairSource(corpus, pack_pairs(corpus, start, stop, seq_length), vocab_size, key)
     if config.packing == "off":
         return FileSource(corpus, start, stop, seq_length, vocab_size, key)
     if config.packing == "offline" and stop > start:

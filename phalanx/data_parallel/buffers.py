@@ -19,7 +19,7 @@ from phalanx.data_parallel.fixed_order import sum_of_squares
 from phalanx.data_parallel.flat import BufferRules, FlatBucket
 from phalanx.data_parallel.homes import MatrixHome
 from phalanx.data_parallel.quantized import QuantizedStorage
-from phalanx.data_parallel.storage import FullPrecision
+from phalanx.data_parallel.storage import FullPrecision, SplitPrecision
 from phalanx.layout.buckets import Bucket
 from phalanx.layout.grid import SumAxis
 from phalanx.layout.param import ParamSpec
@@ -81,7 +81,8 @@ class Buffers:
         self._precision = rules.precision
         memory = _memory_of(slots, rules.precision, mesh.device)
         for bucket in buckets:  # one after the other: with ZeRO-2 and ZeRO-3 no two are ever whole at the same time
-            storage = QuantizedStorage if bucket.coded and rules.training else FullPrecision
+            full = SplitPrecision if rules.split and rules.training else FullPrecision
+            storage = QuantizedStorage if bucket.coded and rules.training else full
             flat = FlatBucket(bucket, mesh, rules, memory(bucket.id), storage)
             flat.attach(params)
             self.flat.append(flat)
@@ -91,6 +92,12 @@ class Buffers:
         shared = [f.groups.inner.shared for f in self.flat]
         for parts in {id(s.parts): s.parts for s in shared if s is not None and s.parts is not None}.values():
             parts.open()
+
+    def settle(self, bucket: int) -> FlatBucket:
+        """Complete the gradients of a bucket that is applied in backward; returns it, ready to be updated."""
+        self.flat[bucket].finish()
+        self.open()
+        return self.flat[bucket]
 
     def handlers(self) -> dict[type, Callable[[Any], None]]:
         """What the executor does for instructions on buckets."""
@@ -150,17 +157,17 @@ class Buffers:
                 f.tree.done_with((stage, segment))
 
     def zero_grads(self) -> None:
-        for f in self.flat:
+        for f in (f for f in self.flat if not f.applied):
             f.grad_kept.zero_()
 
     def zero_rest(self) -> None:
-        for f in self.flat:
+        for f in (f for f in self.flat if not f.applied):
             f.zero_rest()
 
     def finish(self) -> None:
         """Complete all reductions. Those shared between stages come last, by name, so in the same order on each of
         their ranks."""
-        for f in self.flat:
+        for f in (f for f in self.flat if not f.applied):  # these were complete when they were applied
             f.finish()
         for f in sorted((f for f in self.flat if f.between_stages), key=lambda f: f.bucket.slots[0].spec.name):
             f.sum_stages()

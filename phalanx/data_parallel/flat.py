@@ -47,6 +47,7 @@ class BufferRules:
     sources    how many micro-batches experts process at once (ops.experts.exchange); the gradients of all but the first
                are in `FlatBucket.further`
     together   the largest number of users of a weight on one of the stages that share it
+    split      whether masters are stored as the bits that the weights lack (optim.masters=split)
     """
 
     precision: Precision
@@ -55,6 +56,7 @@ class BufferRules:
     leaves: int = 0
     sources: int = 0
     together: int = 1
+    split: bool = False
 
 
 class FlatBucket:
@@ -67,6 +69,8 @@ class FlatBucket:
                    `grad`
     part           elements that this rank keeps of its group's bucket; lo, hi: those that it updates; own: those that
                    only this rank counts
+    applied        whether gradients are applied in backward (optim.in_backward): neither `grad` nor `grad_kept` has
+                   memory before `open` and after `forget`
     homed          whether masters are at the homes of whole matrices instead (data_parallel.homes): `master` is then
                    what arrives from there, the weights themselves
     values_dtype   that of masters, in which initial values are generated
@@ -98,7 +102,8 @@ class FlatBucket:
         share = BucketShare(bucket, self.cut, self.groups, device, self.homed)
         self.level, self.part, self.own = self.cut.level, share.part, share.own
         self.lo, self.hi = share.updated
-        self.grad_comes = self.cut.cuts_gradients and slots[1] is None
+        self.applied = self.cut.applied and self.training
+        self.grad_comes = (self.cut.cuts_gradients or self.applied) and slots[1] is None
         self.storage = storage(share, precision, slots[0])
         self.weight, self.master = self.storage.weight, self.storage.master
         self.grad = memory_at(slots[1], bucket.numel if self.training else 0, precision.master, device)
@@ -107,6 +112,7 @@ class FlatBucket:
             if self.cut.cuts_gradients
             else (0, self.grad)
         )
+        self._own_grad = self._grads(self.lo, self.hi)
         self.sums = self._sums() if self.training else []
         grid, self.together = mesh.grid, rules.together
         # ranks with parts of a micro-batch
@@ -160,6 +166,8 @@ class FlatBucket:
                     extra.grad = self.further[i][view].view(slot.spec.shape)
         if self.grad_comes:
             let_go(self.grad)
+        if self.applied:
+            let_go(self.grad_kept)  # its views stay, but no others can be made until it is open
         self.storage.attach(params)
 
     def write(self, first: int, values: Tensor) -> None:
@@ -173,6 +181,9 @@ class FlatBucket:
         if self.grad_comes:
             allocate(self.grad)
         self.grad.zero_()
+        if self.applied and self.cut.cuts_gradients:
+            allocate(self.grad_kept)
+            self.grad_kept.zero_()
 
     def reduce(self) -> None:
         """Start summing the gradients over the group."""
@@ -211,7 +222,7 @@ class FlatBucket:
         self._reducing = None
         if self.cut.cuts_gradients and summed is not self.grad_kept:
             self.grad_kept.add_(summed)
-        if self.grad_comes:
+        if self.grad_comes and self.cut.cuts_gradients:
             let_go(self.grad)
         if last:
             self._share()
@@ -233,6 +244,11 @@ class FlatBucket:
             self._broadcasting.wait()
             self._broadcasting = None
 
+    def forget(self) -> None:
+        """Free gradients that have been applied."""
+        let_go(self.grad)
+        let_go(self.grad_kept)
+
     def sum_stages(self) -> None:
         """Add up the gradients that stages hold for the same parameters. Their buckets of these are alike, and so are
         the shards of their ranks."""
@@ -253,7 +269,7 @@ class FlatBucket:
     @property
     def own_grad(self) -> Tensor:
         """(hi - lo,) the gradients that the optimizer reads."""
-        return self._grads(self.lo, self.hi)
+        return self._own_grad if self.applied else self._grads(self.lo, self.hi)
 
     def zero_rest(self) -> None:
         """Zero the gradients that are not this rank's to update (the optimizer leaves its own at zero)."""

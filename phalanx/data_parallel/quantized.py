@@ -56,6 +56,8 @@ class QuantizedStorage(StorageFormat):
     changed       whether masters have changed since they were quantized
     """
 
+    master: Tensor
+
     def __init__(self, share: BucketShare, precision: Precision, place: Tensor | None):
         super().__init__(share, place)
         device, numel = share.device, share.bucket.numel

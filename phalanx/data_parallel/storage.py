@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -20,6 +20,7 @@ from phalanx.comm.mesh import Groups
 from phalanx.layout.buckets import Bucket
 from phalanx.layout.shards import Cut, Range
 from phalanx.nn.parameter import Parameter
+from phalanx.ops.optimizer.masters import SplitMaster
 
 
 def allocate(x: Tensor) -> None:
@@ -83,13 +84,13 @@ class StorageFormat(ABC):
     """The weights of one bucket on one rank.
 
     weight   (numel,) in the compute dtype, of which the parameters are views
-    master   (hi - lo,) of the elements that this rank updates
+    master   (hi - lo,) of the elements that this rank updates; they may be split (optim.masters)
     place    memory slot that fetched weights always use, and other buckets use in between; None: memory is allocated
              and freed each time
     """
 
     weight: Tensor
-    master: Tensor
+    master: Tensor | SplitMaster
 
     def __init__(self, share: BucketShare, place: Tensor | None):
         self.share, self.lo, self.hi = share, *share.updated
@@ -163,7 +164,7 @@ class StorageFormat(ABC):
 
     def write_back(self) -> None:
         """Set the weights of this rank's shard from its masters."""
-        if self.out is not None:
+        if self.out is not None and isinstance(self.master, Tensor):
             self.out.copy_(self.master)
 
     def arrive(self) -> None:
@@ -219,7 +220,8 @@ class FullPrecision(StorageFormat):
 
     @property
     def out(self) -> Tensor | None:
-        return None if self._own.data_ptr() == self.master.data_ptr() else self._own
+        alone = isinstance(self.master, Tensor) and self._own.data_ptr() == self.master.data_ptr()
+        return None if alone else self._own
 
     @property
     def separate_masters(self) -> bool:
@@ -255,8 +257,30 @@ class FullPrecision(StorageFormat):
             let_go(self.weight)
 
 
-def write_range(kept: Tensor, at: int, first: int, values: Tensor) -> None:
+class SplitPrecision(FullPrecision):
+    """The same with masters that are stored as the weights and the bits that these lack (optim.masters=split): whoever
+    changes a master changes the weight. Weights in the master dtype are still their own masters."""
+
+    def __init__(self, share: BucketShare, precision: Precision, place: Tensor | None):
+        super().__init__(share, replace(precision, master=precision.compute), place)
+        if precision.compute != precision.master and not share.homed:
+            self.master = SplitMaster.of(self._own)
+
+    @property
+    def out(self) -> Tensor | None:
+        return None
+
+    @property
+    def separate_masters(self) -> bool:
+        return isinstance(self.master, SplitMaster)
+
+
+def write_range(kept: Tensor | SplitMaster, at: int, first: int, values: Tensor) -> None:
     """kept[0] is element number `at`; values[0] is number `first`."""
     a, b = max(at, first), min(at + len(kept), first + len(values))
     if a < b:
-        kept[a - at : b - at] = values[a - first : b - first]
+        part, new = kept[a - at : b - at], values[a - first : b - first]
+        if isinstance(part, SplitMaster):
+            part.store_(new)
+        else:
+            part.copy_(new)

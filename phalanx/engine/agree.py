@@ -32,6 +32,7 @@ ROOM_FOR_POOLS = (
 NO_GRAPHS_GPU = "not a GPU"
 NO_GRAPHS_ROOM = "no room for their pools of memory, by the forecast: train.cuda_graphs=on tries"
 NO_GRAPHS_SHARDS = "layout.sharding >= 2: train.cuda_graphs=on keeps places for what comes and goes"
+NO_GRAPHS_BACKWARD = "optim.in_backward: gradients have no fixed places"
 NO_GRAPHS_OFFLOAD = "train.offload_layers: activations that wait on the host are not captured"
 NO_GRAPHS_SPLIT = "layout.schedule splits backward: weight gradients that wait are not captured"
 NO_GRAPHS_ROWS = (
@@ -190,6 +191,8 @@ def why_no_graphs(plan: Plan, everyone: Sequence[LocalFacts]) -> str:
         return NO_GRAPHS_SIZES
     if plan.counts_rows:
         return NO_GRAPHS_ROWS
+    if plan.run.optim.in_backward:
+        return NO_GRAPHS_BACKWARD
     if plan.buckets_come_and_go:
         return NO_GRAPHS_SHARDS
     one_pool = plan.grid.pp == 1 and not plan.grid.dynamic

@@ -21,6 +21,7 @@ from phalanx.engine.agree import EXPERTS, ON, TP, Agreed, collect, decide, look
 from phalanx.engine.deterministic import be_deterministic
 from phalanx.engine.fp8_state import Fp8State
 from phalanx.engine.guard import Guard
+from phalanx.engine.in_backward import InBackward
 from phalanx.engine.model import Model
 from phalanx.layout.buckets import Bucket, Slot
 from phalanx.layout.param import ParamSpec, Piece
@@ -40,19 +41,20 @@ from phalanx.pipeline.graphs import Eager, Graphs
 from phalanx.pipeline.segments import Cuda
 from phalanx.planning.kernels import KernelsPlan
 from phalanx.planning.plan import Plan, fp8_linears
-from phalanx.schedule.actions import Backward, Ready, WeightGrad
+from phalanx.schedule.actions import Apply, Backward, Ready, WeightGrad
 
 
 @dataclass(slots=True)
 class State:
     """What a rank trains with: a model, and what training adds to it. `before_update` is called before weights or state
-    change, because a copy of them may be under way."""
+    change, because a copy of them may be under way. in_backward: applies gradients during backward, if the run does."""
 
     model: Model
     optimizer: ShardedOptimizer
     scaler: LossScaler
     guard: Guard
     before_update: Callable[[], None] = lambda: None
+    in_backward: InBackward | None = None
 
     @property
     def plan(self) -> Plan:
@@ -92,7 +94,18 @@ def build(plan: Plan, mesh: Mesh) -> State:
     )
     guard = Guard(train.guard.window, train.guard.sigmas, mesh.device)
     mesh.warm_up()
-    return State(model, optimizer, scaler, guard)
+    state = State(model, optimizer, scaler, guard)
+    if plan.run.optim.in_backward:
+        state.in_backward = in_backward(state)
+    return state
+
+
+def in_backward(state: State) -> InBackward:
+    """What applies gradients during backward, known to the model's executor."""
+    model, optim = state.model, state.plan.run.optim
+    made = InBackward(model.buffers, state.optimizer, model.stages, model.mesh.world, optim.clip_grad)
+    model.handlers = {**model.handlers, Apply: made.apply}
+    return made
 
 
 def build_model(plan: Plan, mesh: Mesh) -> Model:
@@ -124,6 +137,7 @@ def build_model(plan: Plan, mesh: Mesh) -> Model:
         leaves=plan.leaves,
         sources=plan.sources,
         together=1 + (plan.run.model.predict_layers > 0),
+        split=plan.run.optim.masters == "split",
     )
     buffers = Buffers(buckets, params, mesh, rules, plan.slots[mesh.at.pp] if plan.slots else None)
     runner = graphs(agreed, mesh, blocks) if agreed.graphs == ON else Eager()
@@ -163,8 +177,8 @@ def sharded_optimizer(plan: Plan, buffers: Buffers, mesh: Mesh) -> ShardedOptimi
         (each, buffers.shards(number, each.state, moment_dtype(each.config)))
         for number, each in enumerate(optimizers_of(plan.run.optim))
     ]
-    kernels_for = plan.env(mesh.at).kernels_for
-    return ShardedOptimizer(made, mesh.device, lambda op: kernels_for(find(SEAM, op, Op)))
+    choices = plan.ops
+    return ShardedOptimizer(made, mesh.device, lambda op: choices.by_config(find(SEAM, op, Op)))
 
 
 def fp8_state(plan: Plan, buffers: Buffers, params: list[Parameter], device: torch.device) -> Fp8State | None:

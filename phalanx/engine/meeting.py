@@ -30,7 +30,9 @@ from phalanx.config.run import Run
 from phalanx.config.write import to_dict
 from phalanx.data.config import DataConfig, is_number
 from phalanx.data.index import Corpus
+from phalanx.data.scores import ScoreFile
 from phalanx.forecast.capacity import DoesNotFit
+from phalanx.nn.objective import make_objective
 from phalanx.planning.plan import grid_of
 from phalanx.text.tokenizers import load_tokenizer
 
@@ -90,6 +92,13 @@ def replace_paths(values: dict[str, Any], run: Run, data: DataConfig) -> dict[st
         contents(given["sources"][name], f"data.sources.{name}.", "paths", token_files(source.paths), source.paths)
     for name, paths in run.data.valid.items():
         contents(given["valid"], "data.valid.", name, token_files(paths), paths)
+    task = make_objective(run.task)
+    if task.scores is not None:
+        name = task.scores_field.removeprefix("task.")
+        contents(values["task"], "task.", name, ScoreFile(task.scores).checksum, task.scores)
+    if run.data.pairs:
+        given["cache"] = None
+        contents(given, "data.", "pairs", token_files(data.pairs), run.data.pairs)
     if run.data.text:
         given["cache"] = None
         contents(

@@ -12,7 +12,9 @@ from torch import Tensor
 from phalanx.base.pairwise import pairwise_sum
 from phalanx.engine.build import State
 from phalanx.engine.guard import NOT_FINITE
+from phalanx.engine.in_backward import InBackward
 from phalanx.engine.model import Model
+from phalanx.engine.reference import with_reference
 from phalanx.engine.shadow import begin_history, gradient_distance, reference
 from phalanx.nn.moe import MISSING, TALLIED
 from phalanx.pipeline.execute import execute
@@ -52,20 +54,41 @@ def train_step(
 ) -> StepResult:
     """`batches`: this rank's micro-batches, or its shard of each, on the device. `stop`: this rank was asked to stop.
     `shadow`: compare the gradients with those in train.precision (train.fp8.shadow_interval)."""
+    if state.in_backward is not None:
+        return applied_in_backward(state, state.in_backward, batches, lr, stop)
     kept = shadow_of(state, batches) if shadow else None
     tokens = accumulate(state, batches)
     distance = gradient_distance(state, kept)
     return replace(update(state, tokens, lr, stop), gradient_distance=distance)
 
 
+def applied_in_backward(
+    state: State, applying: InBackward, batches: Sequence[Batch], lr: float, stop: bool
+) -> StepResult:
+    """A step in which each bucket is updated during backward. `skipped` says whether any bucket was skipped."""
+    tokens = count_tokens(state.model, batches)
+    state.before_update()
+    applying.begin(lr)
+    forward_backward(state, batches, tokens)
+    return end_step(state, tokens, stop, None)
+
+
 def shadow_of(state: State, batches: Sequence[Batch]) -> dict[int, Tensor]:
+    batches = with_reference(state.model, batches)
     tokens = count_tokens(state.model, batches)
     return reference(state, lambda: forward_backward(state, batches, tokens))
 
 
 def accumulate(state: State, batches: Sequence[Batch]) -> Tensor:
-    """Sum the gradients of all micro-batches and reduce them; returns the divisor of the sums (count_tokens)."""
+    """Sum the gradients of all micro-batches and reduce them; returns the divisor of the sums (count_tokens).
+    RuntimeError if the run has no gradients that stay."""
+    if state.in_backward is not None:
+        raise RuntimeError(
+            "with optim.in_backward=true gradients are applied and freed during backward: call train_step(), or set "
+            "optim.in_backward=false"
+        )
     tokens = count_tokens(state.model, batches)
+    batches = with_reference(state.model, batches)
     if state.model.fp8 is not None and state.model.fp8.needs_history:
         begin_history(state, lambda: forward_backward(state, batches, tokens))
     forward_backward(state, batches, tokens)
@@ -115,19 +138,21 @@ def update(state: State, tokens: Tensor, lr: float, stop: bool = False) -> StepR
     return end_step(state, tokens, stop, lambda skip, factor: state.optimizer.update(lr, skip, factor))
 
 
-def end_step(state: State, tokens: Tensor, stop: bool, apply: Callable[[Tensor, Tensor], None]) -> StepResult:
-    """As `update`. apply: called with (skip, factor of the gradients), both (), updates masters."""
+def end_step(state: State, tokens: Tensor, stop: bool, apply: Callable[[Tensor, Tensor], None] | None) -> StepResult:
+    """As `update`. apply: called with (skip, factor of the gradients), both (), updates masters; None: they were
+    updated in backward."""
     state.before_update()
     buffers, scaler, clip = state.buffers, state.scaler, state.plan.run.optim.clip_grad
-    norm = buffers.grad_norm() / scaler.scale
+    norm = (buffers.grad_norm() if state.in_backward is None else state.in_backward.norm) / scaler.scale
     totals = reduce_step_totals(state.model, stop)
     verdict = state.guard.judge(totals.loss / tokens, norm)
     skip = (verdict > 0).float()
-    factor = 1.0 / scaler.scale
-    if clip > 0:
-        factor = factor * torch.clamp(clip / (norm + 1e-6), max=1.0)
-    buffers.open()
-    apply(skip, factor)
+    if apply is not None:
+        factor = 1.0 / scaler.scale
+        if clip > 0:
+            factor = factor * torch.clamp(clip / (norm + 1e-6), max=1.0)
+        buffers.open()
+        apply(skip, factor)
     buffers.gather()
     buffers.zero_rest()
     before = scaler.scale.clone()
@@ -197,18 +222,13 @@ def reduce_step_totals(model: Model, stop: bool = False) -> StepTotals:
     return StepTotals(loss, stops[0], mtp_loss[0], metrics, routing if width else None, of_fp8)
 
 
-def loss_and_stops(model: Model, stop: bool = False) -> tuple[Tensor, Tensor]:
-    """The summed loss, and how many ranks were asked to stop."""
-    totals = reduce_step_totals(model, stop)
-    return totals.loss, totals.stop
-
-
 @torch.no_grad()
 def evaluate_step(model: Model, batches: Sequence[Batch]) -> Tensor:
     """(2 + K,) float64 over all data-parallel ranks of forward-only micro-batches: summed loss, its divisor (tokens),
     and the sums of the objective's metrics."""
     model.train(False)
     tokens = count_tokens(model, batches)
+    batches = with_reference(model, batches)
     zero_metrics(model)
     if model.fp8 is not None:
         model.fp8.begin()

@@ -17,11 +17,9 @@ from phalanx.config.check import check_values
 from phalanx.config.device_check import Facts
 from phalanx.config.limits import check_limits
 from phalanx.config.run import Run
-from phalanx.forecast.decide import make_plan
 from phalanx.planning.adapters import check_adapters
 from phalanx.planning.fp8_check import check_fp8, check_moments
 from phalanx.planning.freeze import check_freeze
-from phalanx.planning.plan import Plan
 
 
 def check(run: Run, facts: Facts) -> list[Problem]:
@@ -42,12 +40,6 @@ def raise_problems(problems: list[Problem]) -> None:
     if len(kinds) == 1 and ConfigError not in kinds:
         raise kinds.pop()("\n".join(str(p).removeprefix("config error: ") for p in problems))
     raise ConfigError(problems)
-
-
-def checked_plan(run: Run, world: int) -> Plan:
-    """The plan of a run on `world` ranks; raises like `raise_problems` if a rule is broken."""
-    raise_problems(check(run, Facts(world_size=world, local_ranks=world, files=False)))
-    return make_plan(run, world)
 
 
 def broken_rules(run: Run, facts: Facts) -> list[Problem]:

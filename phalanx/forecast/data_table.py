@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from typing import Any
 
 from phalanx.checkpoint.keep import find, list_checkpoints, problem_of
 from phalanx.checkpoint.manifest import read_manifest
@@ -12,7 +13,9 @@ from phalanx.data.check import check_files
 from phalanx.data.config import DataConfig
 from phalanx.data.index import Corpus
 from phalanx.data.loader import Loader, Place, micro_batch_samples, train_loader, valid_loaders
+from phalanx.data.scores import ScoreFile
 from phalanx.data.sources import Source
+from phalanx.nn.objective import make_objective
 from phalanx.planning.order import eval_samples, global_batch_at, total_samples, work_of
 from phalanx.sequence.batch import Batch
 from phalanx.sequence.shard import SequenceShard
@@ -24,10 +27,16 @@ SNIPPET = 24  # tokens shown of each end of a sequence
 
 def open_loaders(run: Run, data: DataConfig) -> tuple[Loader, dict[str, Loader]]:
     """The loaders of training and of each validation set. `data`: the run's, with its text made into token files."""
-    length, seed, vocab = run.train.seq_length, run.train.seed, run.model.vocab_size
-    loader = train_loader(data, seq_length=length, seed=seed, vocab_size=vocab, samples=total_samples(run))
-    valid = valid_loaders(data, seq_length=length, seed=seed, vocab_size=vocab) if run.train.eval_interval else {}
-    return loader, valid
+    path = make_objective(run.task).scores
+    scores = None if path is None else ScoreFile(path)
+    how: Any = {
+        "seq_length": run.train.seq_length,
+        "seed": run.train.seed,
+        "vocab_size": run.model.vocab_size,
+        "scores": scores,
+    }
+    loader = train_loader(data, samples=total_samples(run), **how)
+    return loader, valid_loaders(data, **how) if run.train.eval_interval else {}
 
 
 # ---- the table of sources
@@ -72,7 +81,7 @@ def plan_data(run: Run) -> str:
         return f"not here: {', '.join(str(p.value) for p in missing)}"
     data = find_text(run.data, run.dir)
     return (
-        "data.text is not prepared yet; `phalanx train` does it first"
+        "the data is not prepared yet; `phalanx train` does it first"
         if data is None
         else data_table(run, *open_loaders(run, data))
     )

@@ -28,6 +28,7 @@ from phalanx.layout.buckets import Bucket
 from phalanx.layout.grid import Coords
 from phalanx.layout.homes import home_bucket, homes_of
 from phalanx.nn.dry_run import (
+    ElementBytes,
     FusedAttention,
     KnownShapes,
     Use,
@@ -41,7 +42,7 @@ from phalanx.nn.recompute import Recompute
 from phalanx.nn.run_block import run_block
 from phalanx.ops.quantized.quantizer import WeightQuantizer
 from phalanx.optim.optimizer import optimizers_of
-from phalanx.optim.sharded import state_bytes
+from phalanx.optim.sharded import master_bytes, state_bytes
 from phalanx.planning.blocks import BlockFacts
 from phalanx.planning.plan import Plan
 from phalanx.schedule.actions import (
@@ -201,7 +202,8 @@ class DryBlock:
             DryAxis("tp x cp", grid.tp * grid.cp),
         )
         env = plan.env(Coords(), axes)
-        plain = replace(env.ops, kernels="plain")  # kernels cannot run here; they need no more memory than these
+        # kernels cannot run here; they need no more memory than these
+        plain = replace(env.ops, kernels="plain", batch_invariant=False)
         env = replace(env, ops=plain, recompute=recompute or Recompute())
         (block,) = plan.make_blocks(env, range(number, number + 1))
         given, last = plan.border(number) if number else (), number == len(plan.facts) - 1
@@ -276,7 +278,7 @@ def _batch(plan: Plan) -> Batch:
     train = plan.run.train
     ids = torch.empty(train.micro_batch * train.seq_length, dtype=torch.int64, device="meta")
     data = plan.run.data
-    documents, real = ids if data.inside_documents else None, ids if data.packing != "off" else None
+    documents, real = ids if data.inside_documents else None, ids if data.is_packed else None
     seed, late = torch.empty((), device="meta"), not plan.loss_seed
     batch = Batch(
         ids, ids, ids, ids, train.micro_batch, train.seq_length, documents, loss_seed=seed, late=late, real=real
@@ -298,7 +300,7 @@ def _rank_use(
     mine = [b for s in plan.stages_of(pp) for b in plan.stages[s]]
     messages = message_bytes(plan)
     sends = sum(messages[i.value._replace(mb=0)] for i in trace.program.lists[pp] if isinstance(i, Send))
-    rows = 4 + run.data.inside_documents + (run.data.packing != "off")
+    rows = 4 + run.data.inside_documents + run.data.is_packed
     batches = num_micro_batches * 8 * rows * (plan.most_tokens + (whole_tokens(plan) if grid.cp > 1 else 0))
     batches += num_micro_batches * 8 * whole_tokens(plan) * grid.dynamic
     layout = run.layout
@@ -307,14 +309,9 @@ def _rank_use(
         shared += 4 * plan.experts.exchange_bytes
     shared += sum_pieces(plan, buckets, kind.master.itemsize)
     quantized = 2 * sum(prod(spec.shape) for _, spec in quantizers if not spec.coded)
-    held = bucket_bytes(
-        buckets,
-        kind.compute.itemsize,
-        kind.master.itemsize,
-        grid,
-        plan.sharding,
-        state_bytes(run.optim, kind.master.itemsize),
-    )
+    wide = kind.master.itemsize
+    sizes = ElementBytes(kind.compute.itemsize, wide, master_bytes(run.optim, wide), state_bytes(run.optim, wide))
+    held = bucket_bytes(buckets, sizes, grid, plan.sharding)
     at_homes = home_bytes(plan, pp, kind)
     for name in ("masters", "moments"):
         held[name] += at_homes[name]

@@ -308,6 +308,8 @@ def within_budget(plan: Plan, budget: float) -> tuple[frozenset[str], ...]:
     uses, trace = rank_uses(plan, micro_batches, blocks_kept)
     lacking: dict[int, float] = {}
     for pp, use in enumerate(uses):
+        if use.total + OVERHEAD <= budget:
+            continue  # it fits as it is; what is added up below may be more than ever lies there at once
         live = {s: max((c.live for c in trace.live[pp] if c.stage == s), default=0) for s in plan.stages_of(pp)}
         mine = [(b, live[s]) for s in plan.stages_of(pp) for b in plan.stages[s]]
         for b, _ in mine:

@@ -202,7 +202,7 @@ def passing_text(uses: Sequence[RankUse]) -> list[str]:
     if not sum(most.passing.values()):
         return []
     what = " and ".join(f"{name} of {size_text(n)}" for name, n in most.passing.items() if n)
-    return [f"At the fullest moment of a step; of that, blocks at work have {what} for themselves alone."]
+    return [f"At the fullest moment of a step. Of that, only while blocks work: {what}."]
 
 
 def host_text(uses: Sequence[RankUse]) -> str:

@@ -29,9 +29,16 @@ def passing_bytes(
         b.id: b.weight_bytes(kind.compute.itemsize, kind.master.itemsize) + value_bytes(plan, b, kind) for b in buckets
     }
     weights = {b.id: b.numel * here[b.id] for b in buckets if flows[b.id].gathers}
-    gradients = {b.id: b.numel * kind.master.itemsize for b in buckets if flows[b.id].opens}
+    gradients = {b.id: _opened(plan, b) * kind.master.itemsize for b in buckets if flows[b.id].opens}
     gathered, opened = fullest(instructions, weights, gradients)
     return {"weights": gathered, "gradients": opened}
+
+
+def _opened(plan: Plan, bucket: Bucket) -> int:
+    """Elements of the gradients that have memory only while a bucket is open: what is applied in backward is not kept
+    either."""
+    cut = plan.sharding.cut(bucket, plan.grid)
+    return bucket.numel + (bucket.numel // cut.inner if cut.applied and cut.cuts_gradients else 0)
 
 
 def value_bytes(plan: Plan, bucket: Bucket, kind: Precision) -> int:

@@ -22,9 +22,9 @@ class Conversation:
     notice   after an answer: why it ended before it was complete, if that needs a word; else None
     """
 
-    def __init__(self, path: str, options: SamplingOptions, system: str | None = None):
-        """CheckpointError for a model without a chat template."""
-        self._sampler = TextSampler(path, EngineOptions(sequences=1, tokens=TOGETHER))
+    def __init__(self, path: str, options: SamplingOptions, system: str | None = None, adapter: str | None = None):
+        """adapter: folder of a LoRA adapter. CheckpointError for a model without a chat template."""
+        self._sampler = TextSampler(path, EngineOptions(sequences=1, tokens=TOGETHER), adapter=adapter)
         template = load_chat_template(self._sampler.folder)
         if template is None:
             raise CheckpointError(

@@ -31,6 +31,14 @@ class NgramSpec:
             raise ValueError(f"shortest={self.shortest}: must be from 1 to longest={self.longest}")
 
 
+def drafts_named(text: str) -> NgramSpec:
+    """What "ngram:N" means: N tokens at once. ValueError for another text."""
+    kind, _, tokens = text.partition(":")
+    if kind != "ngram" or not tokens.isdecimal():
+        raise ValueError(f"{text!r}: must be ngram:N, such as ngram:4")
+    return NgramSpec(int(tokens))
+
+
 def ngram_drafts(tokens: Sequence[int], spec: NgramSpec) -> list[int]:
     """What came after the last place where as many of the last tokens stood as possible; nothing if fewer than
     `shortest` did. A copy that reaches the end of the sequence goes on with itself, so a period is continued."""
@@ -51,11 +59,12 @@ def ngram_drafts(tokens: Sequence[int], spec: NgramSpec) -> list[int]:
 
 
 def drafts_of(scheduler: Scheduler, spec: NgramSpec) -> dict[int, list[int]]:
-    """Drafts for `Scheduler.schedule`, by request. None for requests with penalties: those of a draft depend on the
-    drafts before it."""
+    """Drafts for `Scheduler.schedule`, by request. None for requests with penalties or a grammar: what these do to the
+    token after a draft depends on the draft."""
     found = {}
     for sequence in scheduler.decoding():
-        if not has_penalties(sequence.request.options):
+        options = sequence.request.options
+        if options.grammar is None and not has_penalties(options):
             drafts = ngram_drafts(sequence.tokens, spec)
             if drafts:
                 found[sequence.number] = drafts

@@ -3,10 +3,14 @@
 from __future__ import annotations
 
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from phalanx.text.chat_reply import reply_format
-from phalanx.text.chat_template import ChatTemplate, read_json, token_text
 from phalanx.text.tokenizer_base import Tokenizer
+from phalanx.text.tokenizer_files import read_json, token_text
+
+if TYPE_CHECKING:
+    from phalanx.text.chat_template import ChatTemplate  # jinja2, which a run need not load
 
 # names of tokens that end a turn, where a template uses them; few folders list all of theirs
 TURN_ENDS = ("<|im_end|>", "<|eot_id|>", "<|eom_id|>", "<end_of_turn>", "<|end|>", "<|return|>", "<|call|>")

@@ -3,7 +3,9 @@
 Rank 0 is asked; all ranks decide alike. Each step begins with one message from rank 0, its new requests and its clock,
 after which every replica's scheduler, a pure function of the messages, makes the same step on all of its ranks.
 
-    rank 0: submit, cancel ──▶ inbox ──message──▶ scheduler ──Step──▶ runner ──tokens, one step late──▶ events
+    rank 0: submit, cancel ──▶ inbox ──message──▶ scheduler ──Step──▶ runner ──tokens, late──▶ events
+
+The stages of a pipeline are busy with several steps at once, of different sequences (SchedulerSpec.in_flight).
 """
 
 from __future__ import annotations
@@ -11,29 +13,40 @@ from __future__ import annotations
 import json
 import threading
 import time
+from collections import deque
 from collections.abc import Sequence
-from dataclasses import asdict, dataclass, field, replace
+from dataclasses import asdict, astuple, dataclass, field, replace
 from typing import Any
 
 import numpy as np
 import torch
 
-from phalanx.comm.axis import Axis
+from phalanx.base.errors import ConfigError, Problem
+from phalanx.base.sizes import size_text
+from phalanx.comm.axis import Axis, Work
 from phalanx.comm.host import host_axis
-from phalanx.inference.load import InferenceModel, check_layout
+from phalanx.inference.drafter import NgramSpec, drafts_of
+from phalanx.inference.grammar import Constraint, GrammarCompiler
+from phalanx.inference.load import InferenceModel
 from phalanx.inference.memory import (
+    LayerGroup,
     MemoryLimits,
     give_memory,
     layer_groups,
+    no_room,
     pages_that_fit,
     remembering,
     room_for_pages,
+    row_bytes,
+    sequence_bytes,
     windows_of,
 )
 from phalanx.inference.pages import GroupSpec
 from phalanx.inference.request import (
+    EngineLoad,
     Event,
     Finished,
+    Grammar,
     NewToken,
     PromptScored,
     Request,
@@ -45,6 +58,7 @@ from phalanx.inference.runner import Drawn, Runner
 from phalanx.inference.scheduler import RequestDoesNotFit, Scheduler, SchedulerSpec, Step
 from phalanx.inference.scores import ScoredPrompt
 from phalanx.ops.attention.paged import FP8
+from phalanx.text.tokenizer_base import Tokenizer
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -54,11 +68,16 @@ class EngineOptions:
     sequences   generated at once, in each replica
     tokens      computed in one step of a replica
     length      of a sequence at most, prompt and answer; None: the model's positions
-    page_size   tokens in a page of memory
+    page_size   tokens in a page of a rank's memory; ranks of context parallelism share pages of cp times as many
     memory_gib  for what is remembered, on each rank; None: all that `sequences` of `length` can use, but at most 90 %
                 of what is free on a GPU, and on a CPU a quarter of it for all ranks together
     pages       dtype of what is remembered: that of the model, or FP8
-    late        1: the host reads tokens a step late, so that the device never waits for it; 0: at once
+    capture     make all CUDA graphs of steps when the engine is made, so that no request waits for one later
+    drafts      of tokens, which the model checks several at a time (speculative decoding); None: none
+    late        1: the host reads a token a step late, so that the device never waits for it; 0: before its sequence
+                goes on. None: 0 with drafts, which are made of known tokens, else 1
+
+    ValueError for drafts with tokens that come late.
     """
 
     sequences: int = 256
@@ -67,7 +86,29 @@ class EngineOptions:
     page_size: int = 16
     memory_gib: float | None = None
     pages: str = "model"
-    late: int = 1
+    capture: bool = False
+    drafts: NgramSpec | None = None
+    late: int | None = None
+
+    def __post_init__(self) -> None:
+        if self.drafts and self.late:
+            raise ValueError(f"late={self.late}: must be 0 with drafts, which are made of known tokens")
+
+    @property
+    def steps_late(self) -> int:
+        return (0 if self.drafts else 1) if self.late is None else self.late
+
+
+@dataclass(frozen=True)
+class DraftCounts:
+    """Of requests that are over: tokens that were drafted, and how many of them the model drew too."""
+
+    drafted: int = 0
+    accepted: int = 0
+
+    def __str__(self) -> str:
+        share = f" ({self.accepted / self.drafted:.0%})" if self.drafted else ""
+        return f"{self.accepted:,} of {self.drafted:,} drafted tokens accepted{share}"
 
 
 @dataclass
@@ -93,6 +134,7 @@ def request_of(plain: dict[str, Any]) -> Request:
     options = dict(plain["options"])
     options["bias"] = tuple((int(token), float(added)) for token, added in options["bias"])
     options["end_tokens"] = tuple(options["end_tokens"])
+    options["grammar"] = None if options["grammar"] is None else Grammar(**options["grammar"])
     return Request(**{**plain, "prompt": tuple(plain["prompt"]), "options": SamplingOptions(**options)})
 
 
@@ -102,11 +144,14 @@ SHORT = 2**12  # bytes of a message that go out at once
 class Messages:
     """From rank 0 to all ranks, over the hosts."""
 
-    def __init__(self, world: Axis, wait_s: float):
+    def __init__(self, world: Axis, wait_s: float, unsent: int = 0):
         self._axis = host_axis(world, meet_s=wait_s, wait_s=wait_s)
+        self._unsent = unsent
+        self._posted: deque[Work] = deque()
 
     def broadcast(self, message: StepMessage | None) -> StepMessage:
-        """Rank 0's message; other ranks give None."""
+        """Rank 0's message; other ranks give None. Rank 0 does not wait for the others, of which those with the last
+        stages of a pipeline come later, but has no more than `unsent` messages on the way."""
         if self._axis.size == 1:
             return message or StepMessage()
         data = b"" if message is None else message.text().encode()
@@ -114,14 +159,26 @@ class Messages:
         if message is not None:
             head = len(data).to_bytes(8, "little") + data[:SHORT]
             first[: len(head)] = torch.frombuffer(bytearray(head), dtype=torch.uint8)
-        self._axis.broadcast(first, source=0)
+        self._pass_on(first)
         received = first.numpy().tobytes()
         size = int.from_bytes(received[:8], "little")
         if size <= SHORT:
             return StepMessage.of(received[8 : 8 + size].decode())
         whole = torch.frombuffer(bytearray(data or bytes(size)), dtype=torch.uint8)
-        self._axis.broadcast(whole, source=0)
+        self._pass_on(whole)
         return StepMessage.of(whole.numpy().tobytes().decode())
+
+    def _pass_on(self, x: torch.Tensor) -> None:
+        if self._axis.index:
+            self._axis.broadcast(x, source=0)
+        else:
+            self._posted.append(self._axis.post_broadcast(x, source=0))
+            self.settle(self._unsent)
+
+    def settle(self, left: int = 0) -> None:
+        """On rank 0: wait until all messages but so many have gone out."""
+        while len(self._posted) > left:
+            self._posted.popleft().wait()
 
     def gather(self, text: str) -> list[str]:
         """Every rank's text."""
@@ -132,53 +189,93 @@ class Messages:
         return bool(self._axis.all_reduce(torch.tensor([int(flag)])).wait().item())
 
 
+def check_pages(model: InferenceModel, pages: str) -> None:
+    """ConfigError for pages that would give other logits than training's forward, where they are to be the same."""
+    if model.batch_invariant and pages == "fp8":
+        rule = "must be that of the model with train.batch_invariant, whose logits are those of training's forward"
+        raise ConfigError([Problem("pages", pages, rule, {"train.batch_invariant": True}, ("model",))])
+
+
 class Engine:
     """Made on all ranks together. Rank 0's caller submits, cancels and steps, from one thread or several; all other
     ranks `follow`."""
 
-    def __init__(self, model: InferenceModel, options: EngineOptions | None = None, wait_s: float = 600.0):
+    def __init__(
+        self,
+        model: InferenceModel,
+        options: EngineOptions | None = None,
+        wait_s: float = 600.0,
+        messages: Messages | None = None,
+        tokenizer: Tokenizer | None = None,
+    ):
+        """messages: those of an engine before this one; None: ranks meet to make them, and wait for each other so many
+        seconds. tokenizer: the model's, for requests with a grammar."""
         options = options or EngineOptions()
-        check_layout(model.plan.run)
+        check_pages(model, options.pages)
         self.model, self.options = model, options
         mesh, positions = model.mesh, model.plan.run.model.max_position_embeddings
         length = min(options.length or positions, positions)
         tokens = max(options.tokens, options.sequences)
-        self.limits = MemoryLimits(options.sequences, tokens, length, options.page_size)
+        self.limits = MemoryLimits(options.sequences, tokens, length, options.page_size * mesh.cp.size, mesh.cp.size)
         self.groups = self._remember(options)
         spec = SchedulerSpec(
             most_sequences=options.sequences,
             most_tokens=tokens,
             longest=length,
-            page_size=options.page_size,
+            page_size=self.limits.page_size,
             groups=self.groups,
-            late=options.late,
+            late=mesh.pp.size - 1 + options.steps_late,
+            in_flight=mesh.pp.size,
         )
         self.scheduler = Scheduler(spec)
-        self.runner = Runner(model, self.limits, len(self.groups))
-        self._messages = Messages(mesh.world, wait_s)
+        self.runner = Runner(model, self.limits, len(self.groups), options.drafts.tokens if options.drafts else 0)
+        if options.capture:
+            self.runner.graphs.capture()
+        self._messages = messages or Messages(mesh.world, wait_s, mesh.pp.size)
         self._lock = threading.Lock()
         self._inbox = StepMessage()
         self._numbers = 0
+        self._other_loads: list[EngineLoad] = [self._own_load()] * (mesh.dp.size - 1)  # rank 0: replicas are alike
         self._open: dict[int, tuple[int, int]] = {}  # rank 0: of requests that are not over, replica and tokens
         self._load = [0] * mesh.dp.size  # rank 0: tokens of those, by replica
+        self.draft_counts = DraftCounts()  # rank 0: of all replicas
+        vocab_size = model.plan.run.model.vocab_size
+        self.grammars = None if tokenizer is None else GrammarCompiler(tokenizer, vocab_size)
+        self._constraints: dict[int, Constraint] = {}
         self._prompts: dict[int, ScoredPrompt] = {}
-        self._behind: tuple[Step, Drawn] | None = None
+        self._behind: deque[tuple[Step, Drawn]] = deque()  # steps whose tokens were not yet read
         self._paused = False
-        grid = mesh.grid
-        self._together = grid.dp > 1 and grid.ep > 1 and bool(model.plan.run.model.routed_experts)
+        self._together = model.in_step
 
     def _remember(self, options: EngineOptions) -> tuple[GroupSpec, ...]:
         """Give layers their pages: the same number on all ranks."""
         mesh, limits = self.model.mesh, self.limits
         layers = remembering(self.model.blocks)
         dtype = FP8 if options.pages == "fp8" else self.model.dtype
-        groups = layer_groups(layers, windows_of(self.model.plan), dtype, limits.page_size)
+        groups = layer_groups(layers, windows_of(self.model.plan), dtype, limits.own_page_size)
         gib = options.memory_gib
-        free = room_for_pages(mesh.device, mesh.world.size) if gib is None else gib * 2**30
+        if gib is None:
+            counted = self.model.plan.run.model.vocab_size if self.model.draws else 0
+            free = room_for_pages(mesh.device, mesh.world.size) - row_bytes(limits, counted)
+        else:
+            free = gib * 2**30
         fit = torch.tensor(pages_that_fit(groups, limits, int(free)), device=mesh.world.device)
         pages = mesh.world.all_reduce(fit, op="min").wait().tolist()
-        give_memory(layers, groups, pages, limits.page_size, dtype, mesh.device)
+        self._check_room(options, groups, pages, int(free))
+        give_memory(layers, groups, pages, limits.own_page_size, dtype, mesh)
         return tuple(GroupSpec(group.window, count) for group, count in zip(groups, pages))
+
+    def _check_room(
+        self, options: EngineOptions, groups: Sequence[LayerGroup], pages: Sequence[int], free: int
+    ) -> None:
+        """ConfigError, on all ranks alike, if there are no pages, or too few for one sequence of the length that is
+        asked for."""
+        full = [count - 1 for group, count in zip(groups, pages) if group.window is None]
+        longest = min(full, default=self.limits.pages_of(self.limits.length)) * self.limits.page_size
+        asked = options.length is not None and longest < self.limits.length
+        if asked or not all(pages):
+            needs = sequence_bytes(groups, self.limits)
+            raise ConfigError([no_room("length", self.limits, needs, max(0, longest), size_text(max(0, free)))])
 
     # ---- what rank 0 is asked ----
 
@@ -188,10 +285,24 @@ class Engine:
         return self.scheduler.spec.room
 
     @property
+    def adapters(self) -> tuple[str, ...]:
+        """Names of those that requests may have."""
+        served = self.model.adapters
+        return () if served is None else tuple(served.folders)
+
+    @property
     def idle(self) -> bool:
         """On rank 0: nothing is asked that is not answered."""
         with self._lock:
             return not self._open
+
+    def load(self) -> EngineLoad:
+        """On rank 0: of all replicas, after the last step; those who wait include what no step has taken in yet."""
+        loads = [self._own_load(), *self._other_loads]
+        running = sum(load.running for load in loads)
+        waiting = max(0, len(self.open_requests) - running)
+        used, pages = sum(load.pages_used for load in loads), sum(load.pages for load in loads)
+        return EngineLoad(running, waiting, used, pages, self.draft_counts.drafted, self.draft_counts.accepted)
 
     @property
     def open_requests(self) -> list[int]:
@@ -224,10 +335,24 @@ class Engine:
         """RequestError if it could never be served."""
         request = Request(number=0, prompt=tuple(prompt), options=options)
         request.check_tokens(self.model.plan.run.model.vocab_size)
+        if options.grammar is not None:
+            self._check_grammar(options.grammar, options)
+        if options.adapter is not None and options.adapter not in self.adapters:
+            has = f"the engine has {', '.join(self.adapters)}" if self.adapters else "the engine has none"
+            raise RequestError("adapter", options.adapter, f"must be the name of an adapter; {has}")
         try:
             self.scheduler.check(request)
         except RequestDoesNotFit as error:
             raise RequestError("prompt", f"{error.prompt} tokens", str(error)) from error
+
+    def _check_grammar(self, grammar: Grammar, options: SamplingOptions) -> None:
+        if self.grammars is None:
+            raise RequestError("grammar", grammar.kind, "needs the model's tokenizer, and its folder holds none")
+        if not options.end_tokens:
+            raise RequestError("grammar", grammar.kind, "needs end tokens: with one of them the text ends")
+        if options.least_tokens:
+            raise RequestError("least_tokens", options.least_tokens, "must be 0 with a grammar, which says when to end")
+        self.grammars.compile(grammar)
 
     def cancel(self, number: int) -> None:
         """A request is no longer wanted; it ends with the next step, unless it is over by then."""
@@ -241,22 +366,22 @@ class Engine:
         """One step of every replica; collective. The events of all of them on rank 0, elsewhere those of its own."""
         message = self._messages.broadcast(self._outbox())
         if message.stop:
+            self._messages.settle()
+            self.runner.settle()
             self._paused = True
             return []
         events = self._take_in(message)
-        step = self.scheduler.schedule(message.now)
+        drafts = drafts_of(self.scheduler, self.options.drafts) if self.options.drafts else None
+        step = self.scheduler.schedule(message.now, drafts)
         events += step.finished
+        self._forget(events)  # of those that are over nothing more is heard
         drawn = None
         if self._messages.any(len(step) > 0) if self._together else len(step):
-            drawn = self.runner.run(step, self._prompts)
-        behind, self._behind = self._behind, None
-        if behind is not None:
-            events += self._observe(*behind)
+            drawn = self.runner.run(step, self._prompts, self._constraints)
         if drawn is not None and len(step):
-            if self.options.late:
-                self._behind = step, drawn
-            else:
-                events += self._observe(step, drawn)
+            self._behind.append((step, drawn))
+        if self._behind and (len(self._behind) > self.scheduler.spec.late or not len(step)):
+            events += self._observe(*self._behind.popleft())
         return self._heard(events)
 
     def follow(self) -> None:
@@ -292,8 +417,15 @@ class Engine:
         for replica, request in message.requests:
             if replica == self.model.mesh.dp.index:
                 self.scheduler.add(request)
-                if request.options.prompt_logprobs is not None:
-                    self._prompts[request.number] = ScoredPrompt(request)
+                options = request.options
+                if options.prompt_logprobs is not None:
+                    prompt = self._prompts[request.number] = ScoredPrompt(request)
+                    if prompt.complete:  # of one token, which has no score
+                        events.append(PromptScored(request.number, tuple(prompt.scores)))
+                        del self._prompts[request.number]
+                if options.grammar is not None and self.grammars is not None:
+                    begun = self.grammars.begin(options.grammar, options.end_tokens)
+                    self._constraints[request.number] = begun
         for number in message.cancelled:
             ended = self.scheduler.cancel(number)
             events += [] if ended is None else [ended]
@@ -312,18 +444,26 @@ class Engine:
         observed = self.scheduler.observe(step, result.tokens)
         for i, kept in enumerate(observed.kept):
             number, scores = int(step.requests[i]), result.scores[i]
+            constraint, wanted = self._constraints.get(number), step.sequences[i].request.options.logprobs
             for place, token in enumerate(result.tokens[i, :kept].tolist()):
-                events.append(NewToken(number, token, scores[place] if scores else None))
+                if constraint is not None:
+                    constraint.add(token)
+                asked = None if wanted is None else scores[place].among(wanted)
+                events.append(NewToken(number, token, asked))
         return events + observed.finished
 
     def _end_broken(self, step: Step, tokens: np.ndarray) -> list[Event]:
-        """End the requests whose logits were not finite, of which no token could be drawn."""
+        """End the requests of which no token could be drawn: their logits were not finite, or their grammar allows
+        none."""
         ended: list[Event] = []
         for i in np.flatnonzero(step.samples & (tokens[:, 0] < 0)).tolist():
             tokens[i, 0] = 0
-            over = self.scheduler.cancel(int(step.requests[i]), "error")
+            number = int(step.requests[i])
+            constraint = self._constraints.get(number)
+            problem = None if constraint is None else constraint.problem
+            over = self.scheduler.cancel(number, "error")
             if over is not None:
-                ended.append(replace(over, error="the model's logits are not finite"))
+                ended.append(replace(over, error=problem or "the model's logits are not finite"))
         return ended
 
     def _heard(self, events: list[Event]) -> list[Event]:
@@ -331,15 +471,30 @@ class Engine:
         mesh = self.model.mesh
         if mesh.dp.size > 1:
             leads = mesh.at.tp == mesh.at.pp == mesh.at.cp == 0 and mesh.rank > 0
-            received = self._messages.gather(json.dumps([plain_event(e) for e in events] if leads else []))
+            mine = [plain_event(e) for e in events], astuple(self._own_load())
+            received = self._messages.gather(json.dumps(mine) if leads else "")
             if mesh.rank == 0:
-                events += [event_of(plain) for text in received[1:] for plain in json.loads(text)]
+                others = [json.loads(text) for text in received[1:] if text]
+                events += [event_of(plain) for plains, _ in others for plain in plains]
+                self._other_loads = [EngineLoad(*load) for _, load in others]
         if mesh.rank == 0:
             self._keep_books(events)
+        self._forget(events)
+        return events
+
+    def _forget(self, events: Sequence[Event]) -> None:
+        """What is kept for requests that are over."""
         for event in events:
             if isinstance(event, Finished):
                 self._prompts.pop(event.request, None)
-        return events
+                self._constraints.pop(event.request, None)
+
+    def _own_load(self) -> EngineLoad:
+        """Of this replica."""
+        pools = self.scheduler.pages.pools
+        pages = sum(pool.num_pages for pool in pools)
+        used = pages - sum(pool.available + 1 for pool in pools)
+        return EngineLoad(self.scheduler.num_running, self.scheduler.num_waiting, used, pages)
 
     def _keep_books(self, events: Sequence[Event]) -> None:
         with self._lock:
@@ -347,6 +502,8 @@ class Engine:
                 if isinstance(event, Finished) and event.request in self._open:
                     replica, tokens = self._open.pop(event.request)
                     self._load[replica] -= tokens
+                    old = self.draft_counts
+                    self.draft_counts = DraftCounts(old.drafted + event.drafted, old.accepted + event.accepted)
 
 
 EVENTS: dict[str, type] = {"token": NewToken, "scored": PromptScored, "finished": Finished}

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import sys
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, field, replace
@@ -18,8 +19,10 @@ from phalanx.config.run import Run
 from phalanx.data.files import TOKENIZER_FILES
 from phalanx.engine.meeting import device_of, identity, join
 from phalanx.forecast.decide import make_plan
+from phalanx.inference.adapters import with_adapter
+from phalanx.inference.drafter import NgramSpec
 from phalanx.inference.ends import end_tokens
-from phalanx.inference.engine import Engine, EngineOptions
+from phalanx.inference.engine import DraftCounts, Engine, EngineOptions
 from phalanx.inference.load import InferenceModel, forward_only, load_alone, load_model, weights_folder
 from phalanx.inference.request import EndReason, Event, Finished, NewToken, SamplingOptions, TokenScore
 from phalanx.text.pieces import Pieces
@@ -44,33 +47,11 @@ class TextAnswer:
     error: str | None = None
 
 
-class TextSampler:
-    """Makes text with a model:
+class TextEngine:
+    """Texts in, texts out, over an engine. ends: tokens that end an answer."""
 
-        with TextSampler("runs/first") as s:
-            for answer in s.generate(["Once upon a time"], SamplingOptions(tokens=64, temperature=0.8)):
-                print(answer.text)
-
-    On several ranks all of them make the same calls, and answers come on rank 0.
-    """
-
-    def __init__(self, path: str, options: EngineOptions | None = None, model: InferenceModel | None = None):
-        """path: a run, a checkpoint or a Hugging Face folder; model: its weights on the ranks of a layout; None: they
-        are loaded here, on this process alone."""
-        self.folder = weights_folder(path)
-        self.tokenizer = tokenizer_of(self.folder)
-        self.ends = end_tokens(self.folder, self.tokenizer)
-        self.engine = Engine(model or load_alone(self.folder), options)
-
-    def __enter__(self) -> TextSampler:
-        return self
-
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
-        """Whatever was still being made is given up. After an error the engine may be amid a step: it is left."""
-        if error is None or isinstance(error, GeneratorExit):
-            self.engine.close()
+    def __init__(self, engine: Engine, tokenizer: Tokenizer, ends: Sequence[int]):
+        self.engine, self.tokenizer, self.ends = engine, tokenizer, tuple(ends)
 
     def ids(self, prompt: str | Sequence[int]) -> list[int]:
         """Of a text; ids stay as they are. An empty text begins a document."""
@@ -115,6 +96,42 @@ class TextSampler:
                 self.engine.cancel(event.request)
             return None
         return live.answer(event) if isinstance(event, Finished) else None
+
+
+class TextSampler(TextEngine):
+    """Makes text with a model:
+
+        with TextSampler("runs/first") as s:
+            for answer in s.generate(["Once upon a time"], SamplingOptions(tokens=64, temperature=0.8)):
+                print(answer.text)
+
+    On several ranks all of them make the same calls, and answers come on rank 0.
+    """
+
+    def __init__(
+        self,
+        path: str,
+        options: EngineOptions | None = None,
+        model: InferenceModel | None = None,
+        adapter: str | None = None,
+    ):
+        """path: a run, a checkpoint or a Hugging Face folder; model: its weights on the ranks of a layout; None: they
+        are loaded here, on this process alone, with a LoRA `adapter` if its folder is given."""
+        self.folder = weights_folder(path)
+        tokenizer = tokenizer_of(self.folder)
+        ends = end_tokens(self.folder, tokenizer)
+        engine = Engine(model or load_alone(self.folder, adapter), options, tokenizer=tokenizer)
+        super().__init__(engine, tokenizer, ends)
+
+    def __enter__(self) -> TextSampler:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        """Whatever was still being made is given up. After an error the engine may be amid a step: it is left."""
+        if error is None or isinstance(error, GeneratorExit):
+            self.engine.close()
 
 
 @dataclass
@@ -168,10 +185,20 @@ class TextStream:
     position for a token.
 
     stop     the text ends before one of these
+    drafts   of tokens, which the model checks several at a time; they change nothing of the text
+    adapter  folder of a LoRA adapter, which is added to the model's weights
     notice   when it is over: why it ended before `options.tokens`, if that needs a word; else None
     """
 
-    def __init__(self, path: str, prompt: str, options: SamplingOptions, stop: Sequence[str] = ()):
+    def __init__(
+        self,
+        path: str,
+        prompt: str,
+        options: SamplingOptions,
+        stop: Sequence[str] = (),
+        drafts: NgramSpec | None = None,
+        adapter: str | None = None,
+    ):
         folder = weights_folder(path)
         tokenizer = tokenizer_of(folder)
         self.positions = model_config_from_hf(folder).max_position_embeddings
@@ -181,9 +208,10 @@ class TextStream:
             raise ConfigError([too_long(prompt, self._first, self.positions)])
         room = self.positions - self._first
         made = room if options.tokens is None else min(options.tokens, room)
-        self._sampler = TextSampler(path, replace(ALONE, length=self._first + made))
+        self._sampler = TextSampler(path, replace(ALONE, length=self._first + made, drafts=drafts), adapter=adapter)
         ends = (*options.end_tokens, *self._sampler.ends)
         self._options, self._stop = replace(options, tokens=made, end_tokens=ends), stop
+        self._sampler.engine.check(self.ids, self._options)
         self.notice: str | None = None
 
     def __iter__(self) -> Iterator[str]:
@@ -211,6 +239,10 @@ class TextStream:
         if ended is not None:
             yield live.answer(ended).text[given:]
             self.notice = self._notice(ended, len(self.ids) - self._first)
+
+    @property
+    def draft_counts(self) -> DraftCounts:
+        return self._sampler.engine.draft_counts
 
     def _notice(self, ended: Finished, made: int) -> str | None:
         if ended.error is not None:
@@ -243,7 +275,8 @@ def too_long(prompt: str, tokens: int, positions: int) -> Problem:
 @dataclass(frozen=True, kw_only=True)
 class Generation:
     """What is to be made. path: of the model. prompts: texts or token ids. samples: of each. out: a JSONL file; None:
-    texts are printed."""
+    texts are printed. drafts: of tokens, which the model checks several at a time. adapter: folder of a LoRA
+    adapter."""
 
     path: str
     prompts: tuple[str | tuple[int, ...], ...]
@@ -251,6 +284,8 @@ class Generation:
     samples: int = 1
     stop: tuple[str, ...] = ()
     out: str | None = None
+    drafts: NgramSpec | None = None
+    adapter: str | None = None
 
 
 def generate_rank(run: Run, placement: Placement, what: Generation) -> None:
@@ -259,9 +294,11 @@ def generate_rank(run: Run, placement: Placement, what: Generation) -> None:
         after.callback(leave_world)
         mesh, _ = join(run, placement, identity(run, device_of(run, placement)))
         after.callback(mesh.close)
-        model = load_model(weights_folder(what.path), make_plan(forward_only(run), mesh.grid.world), mesh)
+        run, adapters = with_adapter(run, what.adapter)
+        model = load_model(weights_folder(what.path), make_plan(forward_only(run), mesh.grid.world), mesh, adapters)
         many = min(256, len(what.prompts) * what.samples)
-        sampler = after.enter_context(TextSampler(what.path, EngineOptions(sequences=max(1, many)), model))
+        room = EngineOptions(sequences=max(1, many), drafts=what.drafts)
+        sampler = after.enter_context(TextSampler(what.path, room, model))
         answers = sampler.generate(what.prompts, what.options, what.samples, what.stop)
         out = after.enter_context(open(what.out, "w", encoding="utf-8")) if what.out and not placement.rank else None
         for answer in in_order(answers, what.samples):
@@ -271,6 +308,8 @@ def generate_rank(run: Run, placement: Placement, what: Generation) -> None:
             else:
                 out.write(json.dumps({"prompt": prompt, **plain_answer(answer)}, ensure_ascii=False) + "\n")
                 out.flush()
+        if what.drafts is not None and not placement.rank:
+            print(sampler.engine.draft_counts, file=sys.stderr)
 
 
 def in_order(answers: Iterable[TextAnswer], samples: int) -> Iterator[TextAnswer]:

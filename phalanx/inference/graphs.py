@@ -1,13 +1,13 @@
-"""CUDA graphs of decode steps: a token of each of some sequences through all blocks, replayed from one small copy of
-what the host knows of the step.
+"""CUDA graphs of the steps that come again and again, replayed from one small copy of what the host knows of a step: a
+token of each of some sequences, or pieces of prompts among them.
 
-A graph is for a number of sequences; a step of fewer fills up with padding. What differs between steps lies in one
-tensor of int32 (`StepLayout`), so a step costs the host one copy and one replay.
+A graph is for numbers of sequences and tokens; a smaller step fills up with padding. What differs between steps lies in
+one tensor of int32 (`StepLayout`), so a step costs the host one copy and one replay. Without a graph the host takes
+about as long to start the kernels of a step as the device takes for 2,000 tokens of a model of 8 billion parameters.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -15,45 +15,68 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from phalanx.comm.axis import Axis
+from phalanx.inference.adapters import TokenAdapters
 from phalanx.inference.load import InferenceModel
 from phalanx.inference.memory import MemoryLimits
+from phalanx.inference.own_tokens import own_batch, own_slots
 from phalanx.inference.scheduler import Step
 from phalanx.pipeline.segments import uncollected
-from phalanx.sequence.batch import IGNORE, Batch
+from phalanx.sequence.batch import Batch
 from phalanx.sequence.paged import PagedSequences, PagedSpans
 
 ALIGNED = 32  # above so many sequences there is a graph for each multiple
+MOST_TOKENS = 2048  # of a step with pieces of prompts; beyond, the device is busy for longer than the host
 BUFFERS = 3  # steps that the host may be ahead of the device, and one more
 
 
-def graph_sizes(most: int, tp: int) -> list[int]:
-    """Numbers of sequences for which there are graphs: powers of two, then multiples of ALIGNED; what tp divides."""
+def graph_sizes(most: int, ranks: int) -> list[int]:
+    """Numbers of sequences for which there are graphs: powers of two, then multiples of ALIGNED; what the ranks of tp
+    and cp divide."""
     sizes = [1 << n for n in range(ALIGNED.bit_length()) if 1 << n <= most]
     sizes += range(2 * ALIGNED, most + 1, ALIGNED)
-    return sorted({-(-size // tp) * tp for size in (*sizes, most)})
+    return sorted({-(-size // ranks) * ranks for size in (*sizes, most)})
+
+
+def token_sizes(most: int, ranks: int) -> list[int]:
+    """Numbers of tokens, with pieces of prompts, for which there are graphs: a quarter apart at the most, what the
+    ranks of tp and cp divide."""
+    sizes = (*range(64, 512, 64), *range(512, 1024, 128), *range(1024, MOST_TOKENS + 1, 256))
+    most = min(most, MOST_TOKENS)
+    return sorted({-(-size // ranks) * ranks for size in (*sizes, most) if size <= most})
 
 
 @dataclass(frozen=True)
 class StepLayout:
-    """Where the numbers of a step of `size` sequences lie in a run of int32.
+    """Where the numbers of a step lie in a run of int32.
 
-    pages  entries of a row of tables; groups: of layers
+    sequences  at most
+    tokens     at most
+    ends       tokens whose logits are wanted, at most
+    pieces     sequences may have several tokens; else each has one
+    pages      entries of a row of tables
+    groups     of layers
     """
 
-    size: int
+    sequences: int
+    tokens: int
+    ends: int
+    pieces: bool
     pages: int
     groups: int
 
     @property
     def sections(self) -> tuple[tuple[str, int], ...]:
-        """Names and lengths. tokens: -1 where the device has the last one; real: 1, and 0 of padding."""
-        each = [(name, self.size) for name in ("rows", "tokens", "positions", "lengths", "real")]
+        """Names and lengths. owners: rows of the sequences of tokens; tokens: -1 where the device has the last one;
+        real: 1, and 0 of padding; ends: places of the tokens whose logits are wanted."""
+        of_tokens = [(name, self.tokens) for name in ("owners", "tokens", "positions", "real")]
+        of_sequences = [("lengths", self.sequences), ("ends", self.ends), ("starts", self.sequences + 1)]
         of_groups = [(f"{name}{g}", n) for g in range(self.groups) for name, n in self._of_group]
-        return (*each, ("starts", self.size + 1), *of_groups)
+        return (*of_tokens, *of_sequences, *of_groups)
 
     @property
     def _of_group(self) -> tuple[tuple[str, int], ...]:
-        return ("slots", self.size), ("table", self.size * self.pages)
+        return ("slots", self.tokens), ("table", self.sequences * self.pages)
 
     def split(self, packed: Tensor) -> dict[str, Tensor]:
         names, lengths = zip(*self.sections)
@@ -64,41 +87,55 @@ class StepLayout:
         return sum(length for _, length in self.sections)
 
     def write(self, out: np.ndarray, step: Step) -> None:
-        """Fill a run (numel,) with a step of at most `size` sequences of a token each."""
-        count, at = len(step), 0
+        """Fill a run (numel,) with a step; what is left of each section with what padding has."""
+        drawing, before_last = step.draws
         values = {
-            "rows": step.rows,
+            "owners": np.repeat(step.rows, step.counts),
             "tokens": step.tokens,
             "positions": step.positions,
+            "real": np.ones(len(step.tokens), np.int32),
             "lengths": step.lengths,
-            "real": np.ones(count, np.int32),
+            "ends": step.starts[1:][drawing] - 1 - before_last,
+            "starts": step.starts,
         }
         values |= {f"slots{g}": slots for g, slots in enumerate(step.slots)}
+        at, count = 0, len(step)
         for name, length in self.sections:
             run = out[at : at + length]
             at += length
-            if name == "starts":
-                np.minimum(np.arange(length), count, out=run)
-            elif name.startswith("table"):
-                table = run.reshape(self.size, self.pages)
+            if name.startswith("table"):
+                table = run.reshape(self.sequences, self.pages)
                 table[:count] = step.tables[int(name.removeprefix("table"))][step.rows, : self.pages]
                 table[count:] = 0
             else:
-                run[:count] = values[name]
-                run[count:] = 0
+                here = len(values[name])
+                run[:here] = values[name]
+                run[here:] = len(step.tokens) if name == "starts" else 0
 
 
-class DecodeGraph:
-    """One graph, captured when it is made. logits (size, vocabulary): of the last replay."""
+class StepGraph:
+    """One graph, captured when it is made. logits (ends, vocabulary): of the last replay."""
 
-    def __init__(self, model: InferenceModel, limits: MemoryLimits, layout: StepLayout, last: Tensor, pool: Any):
+    def __init__(
+        self,
+        model: InferenceModel,
+        limits: MemoryLimits,
+        layout: StepLayout,
+        last: Tensor,
+        adapters: TokenAdapters | None,
+        pool: Any,
+    ):
         self.layout = layout
         self._packed = torch.zeros(layout.numel, dtype=torch.int32, device=last.device)
         self._buffers = [torch.zeros(layout.numel, dtype=torch.int32).pin_memory() for _ in range(BUFFERS)]
         self._turn = 0
 
         def run() -> Tensor:
-            return model.logits([decode_batch(layout, layout.split(self._packed), last, limits)])[0]
+            found = layout.split(self._packed)
+            if adapters is not None:
+                adapters.choose(found["owners"].long())
+            batch = step_batch(layout, found, last, limits, model.mesh.cp, model.batch_invariant)
+            return model.logits([batch])[0]
 
         stream = torch.cuda.Stream(last.device)
         stream.wait_stream(torch.cuda.current_stream(last.device))
@@ -111,60 +148,107 @@ class DecodeGraph:
         torch.cuda.current_stream(last.device).wait_stream(stream)
 
     def replay(self, step: Step) -> Tensor:
-        """(sequences, vocabulary): overwritten by the next replay of any graph."""
+        """(tokens that are drawn, vocabulary): overwritten by the next replay of any graph."""
         buffer = self._buffers[self._turn]
         self._turn = (self._turn + 1) % BUFFERS
         self.layout.write(buffer.numpy(), step)
         self._packed.copy_(buffer, non_blocking=True)
         self._graph.replay()
-        return self.logits[: len(step)]
+        return self.logits[: len(step.draws[0])]
 
 
-def decode_batch(layout: StepLayout, found: dict[str, Tensor], last: Tensor, limits: MemoryLimits) -> Batch:
-    """A token of each sequence, of numbers on the device."""
+def step_batch(
+    layout: StepLayout,
+    found: dict[str, Tensor],
+    last: Tensor,
+    limits: MemoryLimits,
+    cp: Axis,
+    batch_invariant: bool = False,
+) -> Batch:
+    """The tokens of a step, of numbers on the device; of these this rank's."""
     tokens = found["tokens"].long()
-    ids = torch.where(tokens < 0, last[found["rows"].long()], tokens)
+    ids = torch.where(tokens < 0, last[found["owners"].long()], tokens)
     spans = tuple(
         PagedSpans(
             starts=found["starts"],
             lengths=found["lengths"],
-            table=found[f"table{g}"].view(layout.size, layout.pages),
-            page_size=limits.page_size,
-            most_queries=1,
+            table=found[f"table{g}"].view(layout.sequences, layout.pages),
+            page_size=limits.own_page_size,
+            most_queries=layout.tokens if layout.pieces else 1,
             most_keys=limits.length,
+            offset=cp.index,
+            stride=cp.size,
+            batch_invariant=batch_invariant,
         )
         for g in range(layout.groups)
     )
-    ends = torch.arange(layout.size, device=last.device)
-    paged = PagedSequences(spans, tuple(found[f"slots{g}"].long() for g in range(layout.groups)), ends, limits.length)
-    labels, samples = torch.full_like(ids, IGNORE), torch.zeros_like(ids)
-    real = found["real"].long()
-    return Batch(ids, labels, found["positions"].long(), samples, 1, layout.size, real=real, paged=paged)
+    slots = tuple(own_slots(found[f"slots{g}"].long(), cp) for g in range(layout.groups))
+    paged = PagedSequences(spans, slots, found["ends"].long(), limits.length)
+    return own_batch(ids, found["positions"].long(), found["real"].long(), paged, cp)
 
 
-class DecodeGraphs:
-    """Those that steps of one token per sequence are replayed from, if there are any (InferenceModel.capturable)."""
+class StepGraphs:
+    """Those that steps are replayed from, if there are any (InferenceModel.capturable). Each is made when a step first
+    needs it, unless all are asked for before."""
 
-    def __init__(self, model: InferenceModel, limits: MemoryLimits, groups: int, last: Tensor):
-        self._model, self._limits, self._groups, self._last = model, limits, groups, last
-        usable = model.capturable
-        self.sizes = graph_sizes(limits.most_sequences, model.mesh.grid.tp) if usable else []
-        self._graphs: dict[int, DecodeGraph] = {}
-        self._pool = torch.cuda.graph_pool_handle() if usable else None
+    def __init__(
+        self,
+        model: InferenceModel,
+        limits: MemoryLimits,
+        groups: int,
+        last: Tensor,
+        drafts: int = 0,
+        adapters: TokenAdapters | None = None,
+    ):
+        """drafts: of a sequence in a step, at most."""
+        self._model, self._limits, self._groups, self._last, self._drafts = model, limits, groups, last, drafts
+        self._adapters = adapters
+        ranks = model.mesh.grid.tp * model.mesh.cp.size
+        self.usable = model.capturable
+        self._sizes = graph_sizes(limits.most_sequences, ranks)
+        self._token_sizes = token_sizes(limits.most_tokens, ranks)
+        self._graphs: dict[StepLayout, StepGraph] = {}
+        self._pool = torch.cuda.graph_pool_handle() if self.usable else None
 
-    def fits(self, step: Step) -> bool:
-        """Whether a step is one token of each sequence, after which another is drawn."""
-        return bool(self.sizes) and len(step.tokens) == len(step) and bool(step.samples.all())
+    def layout_of(self, step: Step) -> StepLayout | None:
+        """Of the graph for a step, if there is one."""
+        if not self.usable:
+            return None
+        pieces = len(step.tokens) > len(step) or not step.samples.all()
+        if not pieces:
+            sequences = tokens = next(size for size in self._sizes if size >= len(step))
+        elif len(step.tokens) <= self._token_sizes[-1]:
+            sequences = next(size for size in self._few_and_all if size >= len(step))
+            tokens = next(size for size in self._token_sizes if size >= len(step.tokens))
+        else:
+            return None
+        return self._layout(sequences, tokens, pieces)
 
-    def replay(self, step: Step) -> Tensor:
-        size = next(size for size in self.sizes if size >= len(step))
-        if size not in self._graphs:
-            layout = StepLayout(size, self._limits.pages_of(self._limits.length), self._groups)
-            self._graphs[size] = DecodeGraph(self._model, self._limits, layout, self._last, self._pool)
-        return self._graphs[size].replay(step)
+    def _layout(self, sequences: int, tokens: int, pieces: bool) -> StepLayout:
+        ends = min(tokens, sequences * (1 + self._drafts)) if pieces else sequences
+        pages = self._limits.pages_of(self._limits.length)
+        return StepLayout(sequences, tokens, max(ends, sequences), pieces, pages, self._groups)
 
-    def capture(self, sizes: Sequence[int] | None = None) -> None:
-        """Make graphs before they are needed."""
-        for size in reversed(self.sizes if sizes is None else sizes):
-            layout = StepLayout(size, self._limits.pages_of(self._limits.length), self._groups)
-            self._graphs[size] = DecodeGraph(self._model, self._limits, layout, self._last, self._pool)
+    @property
+    def _few_and_all(self) -> tuple[int, int]:
+        """Numbers of sequences with pieces of prompts for which there are graphs."""
+        return ALIGNED, max(ALIGNED, self._sizes[-1])
+
+    def capture(self) -> None:
+        """Make all graphs now, the largest first: a later step never waits for one. Seconds; collective over tp and
+        the ranks that share experts."""
+        if not self.usable:
+            return
+        layouts = [self._layout(size, size, False) for size in self._sizes]
+        layouts += [self._layout(few, size, True) for few in set(self._few_and_all) for size in self._token_sizes]
+        for layout in sorted(layouts, key=lambda layout: (layout.tokens, layout.sequences), reverse=True):
+            self._graph(layout)
+
+    def replay(self, step: Step, layout: StepLayout) -> Tensor:
+        """(tokens that are drawn, vocabulary)."""
+        return self._graph(layout).replay(step)
+
+    def _graph(self, layout: StepLayout) -> StepGraph:
+        if layout not in self._graphs:
+            self._graphs[layout] = StepGraph(self._model, self._limits, layout, self._last, self._adapters, self._pool)
+        return self._graphs[layout]

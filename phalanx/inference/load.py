@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field, replace
 from pathlib import Path
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -13,17 +14,19 @@ from phalanx.base.own_fields import made_of
 from phalanx.checkpoint.config import CheckpointConfig
 from phalanx.checkpoint.hf import model_config_from_hf
 from phalanx.checkpoint.keep import find
-from phalanx.checkpoint.load import load_weights
+from phalanx.checkpoint.load import load_adapters, load_weights
 from phalanx.checkpoint.manifest import NAME, parse
 from phalanx.comm.mesh import Mesh, local_device
 from phalanx.config.run import Run, TrainConfig
 from phalanx.engine.build import build_for_inference
 from phalanx.forecast.decide import make_plan
+from phalanx.inference.adapters import ServedAdapters, with_adapter
+from phalanx.models.model_config import ModelConfig
 from phalanx.nn.adapter import AdapterConfig, find_adapter
 from phalanx.nn.module import Block
 from phalanx.nn.moe import MoE
 from phalanx.nn.objective import TaskConfig
-from phalanx.pipeline.execute import Stages, execute
+from phalanx.pipeline.execute import Handlers, Stages, execute
 from phalanx.planning.plan import Plan, storing_all
 from phalanx.schedule.actions import Instruction
 from phalanx.sequence.batch import Batch
@@ -39,18 +42,29 @@ def weights_folder(path: str) -> Path:
 def run_of_folder(folder: Path, gpu: bool) -> Run:
     """The config of a folder's model as it is run without training: in bf16 on a GPU and in fp32 on a CPU, on one
     rank. Overrides may name another layout and precision."""
-    model = model_config_from_hf(folder)
+    run = run_of_model(model_config_from_hf(folder), adapters_of(folder), gpu)
+    invariant = bool(config_of(folder).get("train", {}).get("batch_invariant", False))
+    return replace(run, train=replace(run.train, batch_invariant=invariant))
+
+
+def run_of_model(model: ModelConfig, lora: AdapterConfig | None, gpu: bool) -> Run:
+    """The same of a model's config."""
     length = min(1024, model.max_position_embeddings)
     train = TrainConfig(steps=1, global_batch=1, micro_batch=1, seq_length=length, precision="bf16" if gpu else "fp32")
-    return Run(model=model, train=train, lora=adapters_of(folder))
+    return Run(model=model, train=train, lora=lora)
+
+
+def config_of(weights: Path) -> dict[str, Any]:
+    """The config of the run whose checkpoint has this folder of weights; empty: there is no run."""
+    if weights.name != "weights" or not (weights.parent / NAME).is_file():
+        return {}
+    return parse(weights.parent).config
 
 
 def adapters_of(weights: Path) -> AdapterConfig | None:
     """The `lora` section of the run whose checkpoint has this folder of weights; None: there is none, or no run.
     ConfigError for a method of a package: nothing but the user's own word imports that."""
-    if weights.name != "weights" or not (weights.parent / NAME).is_file():
-        return None
-    given = parse(weights.parent).config.get("lora")
+    given = config_of(weights).get("lora")
     if given is None:
         return None
     name = given["method"]
@@ -92,28 +106,29 @@ def without_training(run: Run, world: int) -> Run:
     return forward_only(weights_alone(run, world))
 
 
-def check_layout(run: Run) -> None:
-    """ConfigError for a layout in which sequences cannot go on from memory."""
-    if run.layout.cp > 1:
-        rule = "must be 1 for generation: what is remembered of a sequence is not cut over ranks of context parallelism"
-        raise ConfigError([Problem("layout.cp", run.layout.cp, rule, {}, (1,), "the layout")])
-
-
 @dataclass(frozen=True)
 class InferenceModel:
-    """The weights and blocks of one rank."""
+    """The weights and blocks of one rank.
+
+    handlers  of the instructions that it carries out: those of its stages, or of a model that trains
+    trains    the blocks are those of such a model, which has them back afterwards
+    programs  by number of batches
+    adapters  which of several a request may name; None: there are none
+    """
 
     plan: Plan
     mesh: Mesh
     stages: Stages
-    programs: dict[int, list[Instruction]] = field(default_factory=dict)  # by number of batches
+    handlers: Handlers
+    trains: bool = False
+    programs: dict[int, list[Instruction]] = field(default_factory=dict)
+    adapters: ServedAdapters | None = None
 
     def __post_init__(self) -> None:
         """Where all ranks that share experts compute the same step, all of its tokens go to all of them: they are few,
         and the host need not wait for how many go where."""
-        if self.mesh.grid.dp == 1:
-            for layer in self.routed:
-                layer.dispatch = "allgather"
+        for layer in self.routed:
+            layer.dispatch = "allgather" if self.mesh.grid.dp == 1 else "alltoall"
 
     @property
     def routed(self) -> list[MoE]:
@@ -126,7 +141,25 @@ class InferenceModel:
         the exchange of sizes and in reference implementations."""
         kernels = self.plan.env(self.mesh.at).ops.kernels != "plain" and self.dtype != torch.float64
         waits = any(layer.dispatch == "alltoall" for layer in self.routed)
-        return self.mesh.device.type == "cuda" and self.mesh.grid.pp == 1 and kernels and not waits
+        alone = self.mesh.grid.pp == 1 and not self.trains
+        return self.mesh.device.type == "cuda" and alone and kernels and not waits
+
+    @property
+    def in_step(self) -> bool:
+        """Whether replicas must make each step together: they share experts, or parts of weights."""
+        grid, plan = self.mesh.grid, self.plan
+        experts = grid.ep > 1 and bool(plan.run.model.routed_experts)
+        return grid.dp > 1 and (experts or (self.trains and plan.sharding.level == 3))
+
+    @property
+    def draws(self) -> bool:
+        """Whether tokens are drawn here: on the last stage of a pipeline."""
+        return self.mesh.at.pp == self.mesh.grid.pp - 1
+
+    @property
+    def batch_invariant(self) -> bool:
+        """Whether a token's logits are to have the same bits in any batch (train.batch_invariant)."""
+        return self.plan.run.train.batch_invariant
 
     @property
     def blocks(self) -> list[Block]:
@@ -144,15 +177,15 @@ class InferenceModel:
         stages = self.stages
         stages.finish = last_logits
         stages.begin(batches, seed=None)
-        execute(self.program(len(batches)), stages.handlers())
+        execute(self.program(len(batches)), self.handlers)
         stages.end()
         return [stages.outputs[number] for number in sorted(stages.outputs)]
 
     def program(self, count: int) -> list[Instruction]:
         """The instructions of this rank for so many batches."""
         if count not in self.programs:
-            known, proved = self.stages.handlers(), self.plan.proved_program(count, backward=False)
-            self.programs[count] = [i for i in proved.lists[self.mesh.at.pp] if type(i) in known]
+            proved = self.plan.proved_program(count, backward=False)
+            self.programs[count] = [i for i in proved.lists[self.mesh.at.pp] if type(i) in self.handlers]
         return self.programs[count]
 
 
@@ -164,15 +197,18 @@ def last_logits(block: Block, x: Tensor, batch: Batch) -> Tensor:
     return logits
 
 
-def load_model(folder: Path, plan: Plan, mesh: Mesh) -> InferenceModel:
-    """Collective."""
+def load_model(folder: Path, plan: Plan, mesh: Mesh, adapters: ServedAdapters | None = None) -> InferenceModel:
+    """Collective. adapters: those of `with_adapters`, by which the plan was made."""
     buffers, stages = build_for_inference(plan, mesh)
     load_weights(folder, buffers, mesh)
-    return InferenceModel(plan, mesh, stages)
+    if adapters is not None:
+        load_adapters(adapters.index, adapters.receipts, buffers, mesh)
+    return InferenceModel(plan, mesh, stages, stages.handlers(), adapters=adapters)
 
 
-def load_alone(folder: Path) -> InferenceModel:
-    """On this process alone."""
+def load_alone(folder: Path, adapter: str | None = None) -> InferenceModel:
+    """On this process alone. adapter: a folder, whose adapter is added for every request."""
     gpu = torch.cuda.is_available()
-    plan = make_plan(without_training(run_of_folder(folder, gpu), 1), 1)
-    return load_model(folder, plan, Mesh(plan.grid, 0, local_device("cuda" if gpu else "cpu", 0)))
+    run, served = with_adapter(run_of_folder(folder, gpu), adapter)
+    plan = make_plan(without_training(run, 1), 1)
+    return load_model(folder, plan, Mesh(plan.grid, 0, local_device("cuda" if gpu else "cpu", 0)), served)

@@ -3,12 +3,15 @@ the pages themselves. All of it follows from what layers say that they remember 
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
 
 import torch
 
+from phalanx.base.errors import Problem
 from phalanx.base.free_memory import host_memory
+from phalanx.base.sizes import size_text
+from phalanx.comm.mesh import Mesh
 from phalanx.layout.grid import Coords
 from phalanx.nn.memory import LayerMemory, PageSpec
 from phalanx.nn.module import Block, Module
@@ -16,6 +19,8 @@ from phalanx.planning.plan import Plan
 
 NO_LIMIT = 1 << 62  # bytes, where the system does not say
 GPU_SHARE, HOST_SHARE = 0.9, 0.25  # of free memory
+COUNT_BYTES = torch.int32.itemsize + torch.bool.itemsize  # of a token of the vocabulary: how often, and whether at all
+LEAST_PAGES = 2  # of layers that keep everything: the one that nobody has, and one to write
 SPARE_PAGES = 2  # of a sequence's window: where it begins and ends inside pages
 
 
@@ -26,25 +31,34 @@ class MemoryLimits:
     most_sequences  that are generated at once
     most_tokens     of one step
     length          tokens of a sequence at most
-    page_size       tokens in a page
+    page_size       tokens in a page, on all ranks of context parallelism together
+    cp              of which each rank remembers 1 / cp
     """
 
     most_sequences: int
     most_tokens: int
     length: int
     page_size: int = 16
+    cp: int = 1
+
+    @property
+    def own_page_size(self) -> int:
+        """Tokens in a page that this rank remembers."""
+        return self.page_size // self.cp
 
     def pages_of(self, tokens: int) -> int:
         return -(-tokens // self.page_size)
 
     def most_pages(self, window: int | None) -> int:
-        """Pages that are ever in use at once, with the one that nobody has: of a window, as many as it reaches back
-        over, and those that a step writes."""
+        """Pages that are ever in use at once: of a window, as many as it reaches back over."""
         whole = self.pages_of(self.length)
-        if window is None:
-            return 1 + self.most_sequences * whole
-        reached = min(whole, self.pages_of(window) + SPARE_PAGES)
-        return 1 + self.most_sequences * reached + self.pages_of(self.most_tokens)
+        reached = whole if window is None else min(whole, self.pages_of(window) + SPARE_PAGES)
+        return self.most_sequences * reached + self.shared_pages(window)
+
+    def shared_pages(self, window: int | None) -> int:
+        """Of those the ones that are no sequence's own: the one that nobody has, and of a window those that a step
+        writes."""
+        return 1 + (0 if window is None else self.pages_of(self.most_tokens))
 
 
 @dataclass(frozen=True)
@@ -72,7 +86,7 @@ def windows_of(plan: Plan) -> tuple[int | None, ...]:
 def layer_groups(
     layers: Sequence[Module], windows: Sequence[int | None], dtype: torch.dtype, page_size: int
 ) -> tuple[LayerGroup, ...]:
-    """The groups, with what the layers of this rank take of each."""
+    """The groups, with what the layers of this rank take of each. page_size: tokens in a page that it remembers."""
     bytes_of = dict.fromkeys(windows, 0)
     for layer in layers:
         spec = remembered(layer)
@@ -93,12 +107,64 @@ def remembering(blocks: Sequence[Block]) -> list[Module]:
 
 def pages_that_fit(groups: Sequence[LayerGroup], limits: MemoryLimits, free: int) -> tuple[int, ...]:
     """Pages of each group in `free` bytes: of windows as many as are ever used, of all others equally many tokens, as
-    many as fit and are of use. A group that gets less than one sequence needs has too few: who asks checks that."""
-    wanted = [limits.most_pages(group.window) for group in groups]
-    left = free - sum(n * group.page_bytes for n, group in zip(wanted, groups) if group.window is not None)
+    many as fit and are of use. Where windows leave no room for one whole sequence, they get pages for fewer sequences,
+    for one at least. No pages at all if not even that is there."""
+    whole = limits.pages_of(limits.length)
     each = sum(group.page_bytes for group in groups if group.window is None)
-    fit = max(0, left) // each if each else max(wanted)
-    return tuple(n if group.window is not None else min(n, fit) for n, group in zip(wanted, groups))
+
+    def left(count: int) -> int:
+        """Bytes beside the windows of so many sequences."""
+        windows = [group for group in groups if group.window is not None]
+        few = replace(limits, most_sequences=count)
+        return free - sum(few.most_pages(group.window) * group.page_bytes for group in windows)
+
+    count = most_that(limits.most_sequences, lambda count: left(count) >= each * (1 + whole))
+    if count == 0 and left(1) < each * LEAST_PAGES:
+        return (0,) * len(groups)
+    count = max(1, count)
+    fit = left(count) // each if each else 1 + limits.most_sequences * whole
+    few = replace(limits, most_sequences=count)
+    return tuple(
+        min(limits.most_pages(None), fit) if group.window is None else few.most_pages(group.window) for group in groups
+    )
+
+
+def most_that(limit: int, fits: Callable[[int], bool]) -> int:
+    """The largest number up to `limit` that fits, if smaller ones fit where a larger one does; 0: none."""
+    low, high = 0, limit
+    while low < high:
+        middle = (low + high + 1) // 2
+        low, high = (middle, high) if fits(middle) else (low, middle - 1)
+    return low
+
+
+def sequence_bytes(groups: Sequence[LayerGroup], limits: MemoryLimits) -> int:
+    """Bytes of the pages of one sequence of the greatest length."""
+    alone = replace(limits, most_sequences=1)
+    return sum((alone.most_pages(g.window) - alone.shared_pages(g.window)) * g.page_bytes for g in groups)
+
+
+def longest_that_fits(groups: Sequence[LayerGroup], limits: MemoryLimits, free: int) -> int:
+    """Tokens of the longest sequence that has pages in `free` bytes, alone; 0: there is room for none."""
+
+    def fits(length: int) -> bool:
+        one = replace(limits, most_sequences=1, length=length)
+        return sum(one.most_pages(group.window) * group.page_bytes for group in groups) <= free
+
+    return most_that(limits.length, fits)
+
+
+def no_room(field: str, limits: MemoryLimits, needs: int, longest: int, room: str) -> Problem:
+    """A cache that cannot hold one sequence of `limits.length` tokens, which needs so many bytes on a rank; longest:
+    that fits. room: what there is, in words."""
+    rule = f"needs {size_text(needs)} on a rank for what is remembered of one sequence, and there is less"
+    return Problem(field, limits.length, rule, {"room": room}, (longest,) if longest else ())
+
+
+def row_bytes(limits: MemoryLimits, vocabulary: int) -> int:
+    """Bytes that an engine keeps on a rank beside pages: the last token of each sequence, and where tokens are drawn,
+    counts of those of the vocabulary for penalties (if one asks for them)."""
+    return limits.most_sequences * (torch.int64.itemsize + vocabulary * COUNT_BYTES)
 
 
 def give_memory(
@@ -107,14 +173,20 @@ def give_memory(
     num_pages: Sequence[int],
     page_size: int,
     dtype: torch.dtype,
-    device: torch.device,
+    mesh: Mesh,
 ) -> None:
-    """Allocate the pages of these layers."""
+    """Allocate the pages of these layers. page_size: tokens in a page that this rank remembers."""
     number = {group.window: i for i, group in enumerate(groups)}
     for layer in layers:
         spec = remembered(layer)
         group = number[spec.window]
-        layer.memory = LayerMemory(group, spec.allocate(num_pages[group], page_size, dtype, device))
+        layer.memory = LayerMemory(group, spec.allocate(num_pages[group], page_size, dtype, mesh.device), mesh.cp)
+
+
+def forget_memory(blocks: Sequence[Block]) -> None:
+    """Free the pages of these blocks' layers."""
+    for layer in remembering(blocks):
+        layer.memory = None
 
 
 def room_for_pages(device: torch.device, ranks: int) -> float:

@@ -22,8 +22,15 @@ DIGEST = 16  # bytes of a page's key: two of 2**40 pages have one with a probabi
 
 
 def page_key(before: bytes, tokens: bytes) -> bytes:
-    """The key of a full page: a hash of its tokens and of the key of the page before it (b"" of the first)."""
+    """The key of a full page: a hash of its tokens and of the key of the page before it (`first_key` of the first)."""
     return hashlib.blake2b(before + tokens, digest_size=DIGEST).digest()
+
+
+def first_key(adapter: str | None) -> bytes:
+    """What stands before a sequence: with another adapter the same tokens are remembered otherwise."""
+    if adapter is None:
+        return b""
+    return hashlib.blake2b(adapter.encode(), digest_size=DIGEST, person=b"adapter").digest()
 
 
 def pages_of(tokens: int, page_size: int) -> int:

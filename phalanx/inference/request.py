@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass, field
-from typing import Any, Literal
+from dataclasses import dataclass, field, replace
+from typing import Any, Literal, get_args
 
 from phalanx.base.errors import PhalanxError, shortened
 
@@ -20,6 +20,23 @@ class RequestError(PhalanxError):
     def __init__(self, field: str, value: Any, rule: str):
         self.field, self.value, self.rule = field, value, rule
         super().__init__(f"{field}={shortened(repr(value))}: {rule}")
+
+
+GrammarKind = Literal["json_schema", "json_object", "regex", "lark"]
+
+
+@dataclass(frozen=True)
+class Grammar:
+    """What the text of an answer keeps to: a JSON schema, any JSON object (without a text), a regular expression or a
+    Lark grammar, as llguidance reads them. RequestError for another kind."""
+
+    kind: GrammarKind
+    text: str = ""
+
+    def __post_init__(self) -> None:
+        kinds = get_args(GrammarKind)
+        if self.kind not in kinds:
+            raise RequestError("grammar", self.kind, f"must be one of {', '.join(kinds)}")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -45,6 +62,11 @@ class SamplingOptions:
                         made; None: none, nor that of the one made. They are those of the model, before temperature,
                         penalties and bias
     prompt_logprobs     the same of the tokens of the prompt
+    scored_from         of prompt_logprobs: the position of the first token that is scored. What lies before it may be
+                        remembered from another request. If no token is made either, the prompt's last one need not be
+                        computed, and a prompt may be longer by it
+    grammar             only tokens are drawn that its text can go on with; end tokens where it may end
+    adapter             name of the engine's adapter that is added to the model's weights; None: the model alone
     """
 
     tokens: int | None = None
@@ -62,6 +84,9 @@ class SamplingOptions:
     sample: int = 0
     logprobs: int | None = None
     prompt_logprobs: int | None = None
+    scored_from: int = 1
+    grammar: Grammar | None = None
+    adapter: str | None = None
 
     def __post_init__(self) -> None:
         for name in ("temperature", "top_k", "least_tokens"):
@@ -70,6 +95,9 @@ class SamplingOptions:
             self._must(name, getattr(self, name) is None or getattr(self, name) >= 0, "must be at least 0")
         for name in ("presence_penalty", "frequency_penalty"):
             self._must(name, math.isfinite(getattr(self, name)), "must be finite")
+        self._must("scored_from", self.scored_from >= 1, "must be at least 1: nothing precedes the first token")
+        given = self.prompt_logprobs is not None or self.scored_from == 1
+        self._must("scored_from", given, "does nothing without prompt_logprobs")
         self._must("top_p", 0 < self.top_p <= 1, "must be > 0 and <= 1")
         self._must("min_p", 0 <= self.min_p <= 1, "must be from 0 to 1")
         self._must("repetition_penalty", 0 < self.repetition_penalty < math.inf, "must be finite and > 0")
@@ -92,9 +120,20 @@ class Request:
     priority: int = 0
     deadline: float | None = None
 
-    def check_tokens(self, vocabulary: int) -> None:
-        """RequestError if the prompt or an option has a token that the model does not."""
+    @property
+    def computed(self) -> tuple[int, ...]:
+        """The tokens of the prompt that the model reads: all, unless the last is only scored."""
         options = self.options
+        only_scored = options.prompt_logprobs is not None and options.tokens == 0 and len(self.prompt) > 1
+        return self.prompt[:-1] if only_scored else self.prompt
+
+    def check_tokens(self, vocabulary: int) -> None:
+        """RequestError if the prompt or an option has a token that the model does not, or no token of the prompt is
+        scored that should be."""
+        options = self.options
+        if options.scored_from >= max(2, len(self.prompt)):
+            rule = f"must be < {len(self.prompt)}, the number of tokens of the prompt"
+            raise RequestError("scored_from", options.scored_from, rule)
         given = {"prompt": self.prompt, "bias": [t for t, _ in options.bias], "end_tokens": options.end_tokens}
         for name, tokens in given.items():
             wrong = next((token for token in tokens if not 0 <= token < vocabulary), None)
@@ -110,6 +149,10 @@ class TokenScore:
     token: int
     logprob: float
     likeliest: tuple[tuple[int, float], ...] = ()
+
+    def among(self, count: int) -> TokenScore:
+        """With the `count` likeliest tokens: others of a batch may have asked for more."""
+        return self if len(self.likeliest) <= count else replace(self, likeliest=self.likeliest[:count])
 
 
 @dataclass(frozen=True)
@@ -131,12 +174,28 @@ class PromptScored:
 
 @dataclass(frozen=True)
 class Finished:
-    """A request is over. `cached`: tokens of its prompt that needed no computing."""
+    """A request is over. `cached`: tokens of its prompt that needed no computing. `drafted`, `accepted`: tokens that
+    were guessed before the model was asked, and how many of them it drew too."""
 
     request: int
     reason: EndReason
     cached: int = 0
     error: str | None = None
+    drafted: int = 0
+    accepted: int = 0
+
+
+@dataclass(frozen=True)
+class EngineLoad:
+    """What an engine has to do, in all of its replicas: sequences that run and that wait, pages in use and in all. Of
+    sequences that are over: drafted tokens, and how many of them were accepted."""
+
+    running: int
+    waiting: int
+    pages_used: int
+    pages: int
+    drafted: int = 0
+    accepted: int = 0
 
 
 Event = NewToken | PromptScored | Finished

@@ -2,105 +2,154 @@
 tokens that follow are drawn.
 
 A drawn token stays on the device, where the next step reads it; the host is given a copy when it asks. Nothing here
-waits for the device but `Drawn.read`.
+waits for the device but `Drawn.read`. The stages of a pipeline compute several steps at once, of different sequences:
+tokens go from the last stage to the others, which take them only when a step goes on from them.
 """
 
 from __future__ import annotations
 
+from collections import deque
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
-from itertools import pairwise
 
 import numpy as np
 import torch
 from torch import Tensor
 
-from phalanx.inference.graphs import DecodeGraphs
+from phalanx.comm.axis import Axis, Work
+from phalanx.inference.adapters import TokenAdapters, give_tokens
+from phalanx.inference.grammar import Constraint
+from phalanx.inference.graphs import StepGraphs
 from phalanx.inference.load import InferenceModel
 from phalanx.inference.memory import MemoryLimits
+from phalanx.inference.own_tokens import own_batch, own_slots
 from phalanx.inference.request import TokenScore
-from phalanx.inference.sampler import OptionTable, Sampled, TokenCounts, has_penalties, sample
+from phalanx.inference.sampler import Draws, OptionTable, Sampled, TokenCounts, accept_same, has_penalties, sample
 from phalanx.inference.scheduler import NO_TOKEN, SAMPLED, LiveSequence, Step
 from phalanx.inference.scores import ScoredPrompt
-from phalanx.sequence.batch import IGNORE, Batch
+from phalanx.sequence.batch import Batch
 from phalanx.sequence.paged import PagedSequences, PagedSpans
 
 
 @dataclass(frozen=True)
-class StepPart:
-    """Sequences first .. stop of a step, which go through the blocks as one batch.
+class WantedTokens:
+    """The tokens of a step whose logits are wanted.
 
-    ends    (R,) places in the part of the tokens whose logits are wanted, in order
+    ends    (R,) their places in the step, in order
     owners  (R,) the sequence of the step to which each belongs
     draws   (R,) bool: a token is drawn there; elsewhere a prompt's next token is scored
     """
 
-    first: int
-    stop: int
     ends: np.ndarray
     owners: np.ndarray
     draws: np.ndarray
 
-
-def parts_of(step: Step, count: int, scored: Mapping[int, ScoredPrompt]) -> list[StepPart]:
-    """A step in `count` parts of about as many tokens each; some may be empty. scored: prompts, by request, of which
-    all tokens are scored."""
-    marks = np.searchsorted(step.starts, [len(step.tokens) * i / count for i in range(1, count)])
-    edges = [0, *marks.tolist(), len(step)]
-    return [_part(step, a, b, scored) for a, b in pairwise(edges)]
-
-
-def _part(step: Step, first: int, stop: int, scored: Mapping[int, ScoredPrompt]) -> StepPart:
-    begin = step.starts[first]
-    last = step.starts[first + 1 : stop + 1] - begin  # one past each sequence's last token
-    drawing = np.flatnonzero(step.samples[first:stop])
-    if not step.drafts[first:stop].any() and not scored:
-        return StepPart(first, stop, last[drawing] - 1, drawing + first, np.ones(len(drawing), np.bool_))
-    ends: list[int] = []
-    owners: list[int] = []
-    draws: list[bool] = []
-    for i in range(first, stop):
-        end, count = int(last[i - first]), int(step.counts[i])
-        drawn = int(step.drafts[i]) + 1 if step.samples[i] else 0
-        prompt = scored.get(int(step.requests[i]))
-        wanted = drawn if prompt is None else max(drawn, count)
-        ends += range(end - wanted, end)
-        owners += [i] * wanted
-        draws += [place >= wanted - drawn for place in range(wanted)]
-    return StepPart(first, stop, np.array(ends, np.int64), np.array(owners, np.int64), np.array(draws, np.bool_))
+    @staticmethod
+    def of(step: Step, scored: Mapping[int, ScoredPrompt]) -> WantedTokens:
+        """scored: prompts, by request, of which all tokens are scored."""
+        last = step.starts[1:]  # one past each sequence's last token
+        drawing = np.flatnonzero(step.samples)
+        if not step.drafts.any() and not scored:
+            return WantedTokens(last[drawing].astype(np.int64) - 1, drawing, np.ones(len(drawing), np.bool_))
+        ends: list[int] = []
+        owners: list[int] = []
+        draws: list[bool] = []
+        for i in range(len(step)):
+            end, count = int(last[i]), int(step.counts[i])
+            drawn = int(step.drafts[i]) + 1 if step.samples[i] else 0
+            prompt = scored.get(int(step.requests[i]))
+            wanted = drawn if prompt is None else max(drawn, count - prompt.unscored(int(step.firsts[i])))
+            ends += range(end - wanted, end)
+            owners += [i] * wanted
+            draws += [place >= wanted - drawn for place in range(wanted)]
+        return WantedTokens(np.array(ends, np.int64), np.array(owners, np.int64), np.array(draws, np.bool_))
 
 
 class Drawn:
-    """What a step made, on its way to the host.
+    """What a step made, on its way from the last stage of a pipeline to all others, and to the host.
 
     owners   (D,) the sequence of the step that each token was drawn for, in order
+    rows     (D,) of those, on the device
     scored   of tokens of prompts: their requests and positions
+    prompts  their log-probabilities
+
+    On other stages than the last `sampled` and `prompts` are room for what the last one has.
     """
 
-    def __init__(self, step: Step, owners: np.ndarray, sampled: Sampled, scored: list[tuple[int, int]], of: Sampled):
-        self.step, self._owners, self._scored = step, owners, scored
-        self._sampled, self._prompts = HostCopy(sampled), HostCopy(of)
+    def __init__(
+        self,
+        step: Step,
+        owners: np.ndarray,
+        rows: Tensor,
+        sampled: Sampled,
+        scored: list[tuple[int, int]],
+        prompts: Sampled,
+    ):
+        self.step, self.rows, self.tokens = step, rows, sampled.tokens
+        self._owners, self._scored, self._made = owners, scored, (sampled, prompts)
+        self._copies: list[HostCopy] = []
+        self._pp = Axis("pp")
+        self._sent: list[Work] = []
+
+    def send(self, pp: Axis) -> Drawn:
+        """The last stage of a pipeline lets it go out, and waits for nobody. All stages must do so in one order."""
+        self._pp = pp
+        if pp.index == pp.size - 1:
+            self._sent = [pp.post_broadcast(t, source=pp.index) for t in self._tensors]
+        return self
+
+    def arrive(self) -> None:
+        """It is needed here: other stages wait for it."""
+        if self._copies:
+            return
+        for work in self._sent:
+            work.wait()
+        if self._pp.index < self._pp.size - 1:
+            for t in self._tensors:
+                self._pp.broadcast(t, source=self._pp.size - 1)
+        self._copies = [HostCopy(made) for made in self._made]
+
+    @property
+    def _tensors(self) -> list[Tensor]:
+        sampled, prompts = self._made
+        made = (
+            sampled.tokens,
+            *(t for s in (sampled, prompts) for t in (s.logprobs, s.likeliest, s.likeliest_logprobs)),
+        )
+        return [t for t in made if t is not None]
 
     def read(self) -> DrawnTokens:
         """Waits until it is there."""
-        tokens, scores = self._sampled.read()
+        self.arrive()
+        (tokens, scores), (_, prompt_scores) = (copy.read() for copy in self._copies)
         width = int(self.step.drafts.max(initial=0)) + 1
         table = np.full((len(self.step), width), NO_TOKEN, np.int64)
         found: list[list[TokenScore]] = [[] for _ in range(len(self.step))]
         column = np.arange(len(tokens)) - np.searchsorted(self._owners, self._owners)
         table[self._owners, column] = tokens
+        if width > 1:
+            table = accepted_of(self.step, table)
         for owner, score in zip(self._owners.tolist(), scores):
             found[owner].append(score)
-        _, prompt_scores = self._prompts.read()
         prompts = [(request, position, score) for (request, position), score in zip(self._scored, prompt_scores)]
         return DrawnTokens(table, found, prompts)
+
+
+def accepted_of(step: Step, drawn: np.ndarray) -> np.ndarray:
+    """(S, 1 + K): what stays of the tokens drawn after each sequence's last one and after each of its drafts."""
+    drafts = np.zeros((len(step), drawn.shape[1] - 1), np.int64)
+    for i in np.flatnonzero(step.drafts).tolist():
+        count, end = int(step.drafts[i]), int(step.starts[i + 1])
+        drafts[i, :count] = step.tokens[end - count : end]
+    return accept_same(*(torch.from_numpy(x) for x in (drafts, step.drafts, drawn))).numpy()
 
 
 @dataclass(frozen=True)
 class DrawnTokens:
     """Of a step, on the host.
 
-    tokens   (S, 1 + drafts) drawn for each sequence, then NO_TOKEN
+    tokens   (S, 1 + drafts) of each sequence the drafts that were accepted and the token drawn after them, then
+             NO_TOKEN
     scores   of each sequence, those of its tokens, if log-probabilities were asked for
     prompts  request, position and score of tokens of prompts
     """
@@ -136,71 +185,103 @@ class Runner:
     """What one rank keeps on its device for the sequences that run: the last token of each row, and how its tokens are
     drawn."""
 
-    def __init__(self, model: InferenceModel, limits: MemoryLimits, groups: int):
-        """groups: of layers that remember alike."""
+    def __init__(self, model: InferenceModel, limits: MemoryLimits, groups: int, drafts: int = 0):
+        """groups: of layers that remember alike. drafts: of a sequence in a step, at most."""
         self.model, self.limits, self.mesh = model, limits, model.mesh
         self.last = torch.zeros(limits.most_sequences, dtype=torch.int64, device=self.mesh.device)
         self.options = OptionTable(limits.most_sequences)
-        self.counts: TokenCounts | None = None  # made when penalties are asked for
+        self.counts: TokenCounts | None = None  # made where tokens are drawn, when penalties are asked for
         self.vocab = model.plan.run.model.vocab_size
-        self.graphs = DecodeGraphs(model, limits, groups, self.last)
+        self.adapters: TokenAdapters | None = None
+        if model.adapters is not None:
+            self.adapters = TokenAdapters(model.adapters, limits.most_sequences, model.mesh)
+            give_tokens(model.blocks, self.adapters)
+        self.graphs = StepGraphs(model, limits, groups, self.last, drafts, self.adapters)
+        self._coming: deque[Drawn] = deque()  # in the order of their steps
         self._like = torch.empty(0, dtype=wide_dtype(model.dtype), device=self.mesh.device)
 
-    def run(self, step: Step, scored: Mapping[int, ScoredPrompt]) -> Drawn:
-        """Collective over the ranks of a replica. scored: prompts, by request, of which all tokens are scored."""
+    def run(self, step: Step, scored: Mapping[int, ScoredPrompt], constraints: Mapping[int, Constraint]) -> Drawn:
+        """Collective over the ranks of a replica. By request, scored: prompts of which all tokens are scored;
+        constraints: of those with a grammar."""
+        # whatever a step goes on from was drawn so many steps before it (SchedulerSpec.in_flight)
+        while self._coming and self._coming[0].step.number <= step.number - self.mesh.pp.size:
+            self._feed(self._coming.popleft())
         for i in step.admitted:
             self._admit(int(step.rows[i]), step.sequences[i])
-        if not scored and self.graphs.fits(step):
-            sampled = self._draw(self.graphs.replay(step), step.rows, step.lengths, np.ones(len(step), np.bool_))
-            return Drawn(step, np.arange(len(step)), sampled, [], Sampled(sampled.tokens[:0]))
-        parts = parts_of(step, self.mesh.grid.pp, scored)
-        logits = self.model.logits([self._batch(step, part) for part in parts])
-        owners = np.concatenate([part.owners for part in parts]).astype(np.int64)
-        draws = np.concatenate([part.draws for part in parts]).astype(np.bool_)
+        drawn = self._run(step, scored, constraints).send(self.mesh.pp)
+        self._coming.append(drawn)
+        return drawn
+
+    def settle(self) -> None:
+        """All that was drawn is on all stages: none waits for another."""
+        while self._coming:
+            self._feed(self._coming.popleft())
+
+    def _feed(self, drawn: Drawn) -> None:
+        """Tokens are there for the steps that go on from them."""
+        drawn.arrive()
+        self.last[drawn.rows] = drawn.tokens.clamp(min=0)
+
+    def _run(self, step: Step, scored: Mapping[int, ScoredPrompt], constraints: Mapping[int, Constraint]) -> Drawn:
+        layout = None if scored else self.graphs.layout_of(step)
+        if layout is not None:
+            owners, before_last = step.draws
+            replayed, all_draw = self.graphs.replay(step, layout), np.ones(len(owners), np.bool_)
+            how = self._draws(step, owners, step.lengths[owners] - before_last, constraints)
+            rows, sampled = self._draw(replayed, step.rows[owners], all_draw, how)
+            return Drawn(step, owners, rows, sampled, [], Sampled(sampled.tokens[:0]))
+        wanted = WantedTokens.of(step, scored)
+        owners, draws = wanted.owners, wanted.draws
+        made = self.model.logits([self._batch(step, wanted.ends)])
+        logits = made[0] if made else None
         places = step.starts[owners] + step.counts[owners] - 1  # of the last token of each owner
-        wanted = np.concatenate([part.ends + step.starts[part.first] for part in parts]).astype(np.int64)
-        positions = (step.firsts + step.counts)[owners] - (places - wanted)  # of the tokens that come next
-        whole = torch.cat(logits) if logits else None
-        sampled = self._draw(whole, step.rows[owners], positions, draws)
+        positions = (step.firsts + step.counts)[owners] - (places - wanted.ends)  # of the tokens that come next
+        how = self._draws(step, owners[draws], positions[draws], constraints)
+        rows, sampled = self._draw(logits, step.rows[owners], draws, how)
         found = [(int(n), int(p)) for n, p in zip(step.requests[owners[~draws]], positions[~draws])]
-        prompt_scores = self._score(whole, found, draws, scored)
-        return Drawn(step, owners[draws], sampled, found, prompt_scores)
+        return Drawn(step, owners[draws], rows, sampled, found, self._score(logits, found, draws, scored))
 
     def _admit(self, row: int, sequence: LiveSequence) -> None:
         """A sequence has a row: for the first time, or anew with what it has made so far."""
         options = sequence.request.options
         self.options.begin(row, options, sequence.prompt)
-        if has_penalties(options):
+        if self.adapters is not None:
+            self.adapters.begin(row, options.adapter)
+        if has_penalties(options) and self.model.draws:
             if self.counts is None:
                 self.counts = TokenCounts(self.limits.most_sequences, self.vocab, self.mesh.device)
             tokens = self._to_device(np.array(sequence.tokens, np.int64))
             self.counts.begin(row, tokens[: sequence.prompt], tokens[sequence.prompt :])
 
-    def _draw(self, logits: Tensor | None, rows: np.ndarray, positions: np.ndarray, draws: np.ndarray) -> Sampled:
-        """Tokens for the rows of logits that draw: by the last stage of a pipeline, which tells the others."""
-        device, pp = self.mesh.device, self.mesh.pp
-        rows, how = rows[draws], self.options.draws(rows[draws], positions[draws], device)
-        if logits is not None:
-            mine = logits if draws.all() else logits[self._to_device(np.flatnonzero(draws))]
-            sampled = sample(widened(mine), how, self.counts)
-        else:
+    def _draws(
+        self, step: Step, owners: np.ndarray, positions: np.ndarray, constraints: Mapping[int, Constraint]
+    ) -> Draws:
+        """How tokens at these positions are drawn for these sequences of a step. What grammars allow every rank asks,
+        so that all know alike why a text cannot go on."""
+        how = self.options.draws(step.rows[owners], positions, self.mesh.device)
+        asked = [constraints.get(number) for number in step.requests[owners].tolist()] if constraints else []
+        masks = {i: constraint.mask() for i, constraint in enumerate(asked) if constraint is not None}
+        if not masks:
+            return how
+        which, allowed = np.array(list(masks), np.int64), np.stack(list(masks.values()))
+        return replace(how, allowed=(self._to_device(which), self._to_device(allowed)))
+
+    def _draw(self, logits: Tensor | None, rows: np.ndarray, draws: np.ndarray, how: Draws) -> tuple[Tensor, Sampled]:
+        """Tokens for the rows of logits that draw, and these rows on the device. Without logits: room for them."""
+        at = self._to_device(rows[draws])
+        if logits is None:
             width = None if how.logprobs is None else min(how.logprobs, self.vocab)
-            sampled = empty_sample(len(rows), width, self._like)
-        if pp.size > 1:
-            for t in (sampled.tokens, sampled.logprobs, sampled.likeliest, sampled.likeliest_logprobs):
-                if t is not None:
-                    pp.broadcast(t, source=pp.size - 1)
-        at = self._to_device(rows)
-        self.last[at] = sampled.tokens.clamp(min=0)
+            return at, empty_sample(len(at), width, self._like)
+        mine = logits if draws.all() else logits[self._to_device(np.flatnonzero(draws))]
+        sampled = sample(widened(mine), how, self.counts)
         if self.counts is not None:
             self.counts.add(at, sampled.tokens)
-        return sampled
+        return at, sampled
 
     def _score(
         self, logits: Tensor | None, found: list[tuple[int, int]], draws: np.ndarray, scored: Mapping[int, ScoredPrompt]
     ) -> Sampled:
         """Log-probabilities of tokens of prompts, found as (request, position), at the rows that do not draw."""
-        pp = self.mesh.pp
         tokens = self._to_device(np.array([scored[n].tokens[p] for n, p in found], np.int64))
         likeliest = max((scored[n].likeliest for n, _ in found), default=0)
         if not found:
@@ -211,48 +292,47 @@ class Runner:
             logprobs = torch.log_softmax(widened(logits[self._to_device(np.flatnonzero(~draws))]), -1)
             best, which = logprobs.topk(likeliest, -1)
             made = Sampled(tokens, logprobs.gather(1, tokens[:, None])[:, 0], which, best)
-        if pp.size > 1:
-            for t in (made.logprobs, made.likeliest, made.likeliest_logprobs):
-                if t is not None:
-                    pp.broadcast(t, source=pp.size - 1)
         return replace(made, tokens=tokens)
 
-    def _batch(self, step: Step, part: StepPart) -> Batch:
-        """The tokens of a part, filled up to what tp divides."""
-        begin, end = int(step.starts[part.first]), int(step.starts[part.stop])
-        here = end - begin
-        tokens = self.mesh.grid.tp * max(1, -(-here // self.mesh.grid.tp))
-        rows = step.rows[part.first : part.stop]
-        lengths, counts = step.lengths[part.first : part.stop], step.counts[part.first : part.stop]
+    def _batch(self, step: Step, ends: np.ndarray) -> Batch:
+        """The tokens of a step, filled up to what tp x cp divides; of these this rank's. ends: places of those whose
+        logits are wanted."""
+        here, cp = len(step.tokens), self.mesh.cp
+        ranks = self.mesh.grid.tp * cp.size
+        tokens = ranks * max(1, -(-here // ranks))
 
         def filled(x: np.ndarray) -> Tensor:
             out = np.zeros(tokens, np.int64)
-            out[:here] = x[begin:end]
+            out[:here] = x
             return self._to_device(out)
 
-        host = step.tokens[begin:end]
         ids = filled(np.where(step.tokens == SAMPLED, 0, step.tokens))
-        fed = np.flatnonzero(host == SAMPLED)
+        fed = np.flatnonzero(step.tokens == SAMPLED)
         if len(fed):
-            owners = np.searchsorted(step.starts[part.first : part.stop + 1] - begin, fed, side="right") - 1
-            ids[self._to_device(fed)] = self.last[self._to_device(rows[owners])]
-        starts = self._to_device((step.starts[part.first : part.stop + 1] - begin).astype(np.int32))
+            owners = np.searchsorted(step.starts, fed, side="right") - 1
+            ids[self._to_device(fed)] = self.last[self._to_device(step.rows[owners])]
+        if self.adapters is not None:
+            self.adapters.choose(filled(np.repeat(step.rows, step.counts)))
+        starts, most_keys = self._to_device(step.starts), int(step.lengths.max(initial=1))
+        lengths = self._to_device(step.lengths.astype(np.int32))
         spans = tuple(
             PagedSpans(
                 starts=starts,
-                lengths=self._to_device(lengths.astype(np.int32)),
-                table=self._to_device(table[rows, : self.limits.pages_of(int(lengths.max(initial=1)))]),
-                page_size=self.limits.page_size,
-                most_queries=int(counts.max(initial=1)),
-                most_keys=int(lengths.max(initial=1)),
-            )
+                lengths=lengths,
+                table=self._to_device(table[step.rows, : self.limits.pages_of(most_keys)]),
+                page_size=self.limits.own_page_size,
+                most_queries=int(step.counts.max(initial=1)),
+                most_keys=most_keys,
+                offset=cp.index,
+                stride=cp.size,
+                batch_invariant=self.model.batch_invariant,
+            ).with_prompts(step.counts.tolist(), step.lengths.tolist())
             for table in step.tables
         )
-        ends = self._to_device(part.ends)
-        paged = PagedSequences(spans, tuple(filled(slots) for slots in step.slots), ends, self.limits.length)
-        real = None if here == tokens else filled(np.ones(len(step.tokens), np.int64))
-        labels = torch.full_like(ids, IGNORE)
-        return Batch(ids, labels, filled(step.positions), torch.zeros_like(ids), 1, tokens, real=real, paged=paged)
+        slots = tuple(own_slots(filled(slots), cp) for slots in step.slots)
+        paged = PagedSequences(spans, slots, self._to_device(ends), self.limits.length)
+        real = None if here == tokens else filled(np.ones(here, np.int64))
+        return own_batch(ids, filled(step.positions), real, paged, cp)
 
     def _to_device(self, x: np.ndarray) -> Tensor:
         there = torch.from_numpy(np.ascontiguousarray(x))

@@ -49,6 +49,8 @@ class Draws:
     values        (S, FIELDS) float64
     bias          (S', ) rows, (S',) tokens and (S',) what is added to their logits; None: nothing
     forbidden     (S'',) rows and (S'',) tokens that are not drawn; None: nothing
+    allowed       (A,) rows and (A, vocabulary / 8) uint8, bits of the tokens that alone are drawn there, the lowest
+                  first; None: no row has a grammar
     truncated     (R,) rows with top-k or top-p; None: none has
     most_k        the largest top-k if all of those rows have one
     count_rows    (S,) rows of TokenCounts; None: no penalties
@@ -60,6 +62,7 @@ class Draws:
     values: Tensor
     bias: tuple[Tensor, Tensor, Tensor] | None = None
     forbidden: tuple[Tensor, Tensor] | None = None
+    allowed: tuple[Tensor, Tensor] | None = None
     truncated: Tensor | None = None
     most_k: int | None = None
     count_rows: Tensor | None = None
@@ -222,7 +225,7 @@ def sample(logits: Tensor, draws: Draws, counts: TokenCounts | None = None) -> S
 
 
 def adjust(logits: Tensor, draws: Draws, counts: TokenCounts | None = None) -> Tensor:
-    """Logits after bias, penalties (repetition first, as transformers and vLLM do) and forbidden tokens."""
+    """Logits after bias, penalties (repetition first, as transformers and vLLM do), forbidden tokens and grammars."""
     x = logits
     if draws.bias is not None:
         rows, tokens, values = draws.bias
@@ -239,7 +242,16 @@ def adjust(logits: Tensor, draws: Draws, counts: TokenCounts | None = None) -> T
     if draws.forbidden is not None:
         rows, tokens = draws.forbidden
         x = x.index_put((rows, tokens), x.new_full((), -math.inf))
+    if draws.allowed is not None:
+        rows, bits = draws.allowed
+        x = x.index_put((rows,), torch.where(unpacked(bits, x.shape[1]), x[rows], -math.inf))
     return x
+
+
+def unpacked(bits: Tensor, count: int) -> Tensor:
+    """(A, count) bool of (A, bytes) uint8, lowest bits first."""
+    places = torch.arange(8, dtype=torch.uint8, device=bits.device)
+    return ((bits[:, :, None] >> places) & 1).view(len(bits), -1)[:, :count].bool()
 
 
 def weight_bits(vocabulary: int) -> int:

@@ -11,9 +11,10 @@ In each step whoever decodes comes first; prompts, and those who wait, share wha
 higher priority, then earlier arrival. If pages run out, the last by rank gives its pages back and is computed anew from
 its tokens; the first by rank always goes on, so everybody ends.
 
-The host may read tokens one step late (`SchedulerSpec.late`): step n + 1 is scheduled before the tokens of step n are
+The host may read tokens a step late (`SchedulerSpec.late`): step n + 1 is scheduled before the tokens of step n are
 observed. A sequence's next token is then SAMPLED: the device still has it. An end token found late makes the token
-that step n + 1 draws after it surplus; it is dropped.
+that step n + 1 draws after it surplus; it is dropped. A request with a grammar waits until its last token is observed,
+since that token decides which may follow.
 
 Pipeline stages are busy with several steps at once (`SchedulerSpec.in_flight`), of different sequences: those who
 decode take turns.
@@ -26,10 +27,11 @@ from array import array
 from bisect import insort
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import cached_property
 
 import numpy as np
 
-from phalanx.inference.pages import GroupSpec, PageTables, page_key, pages_of, pages_touched
+from phalanx.inference.pages import GroupSpec, PageTables, first_key, page_key, pages_of, pages_touched
 from phalanx.inference.request import EndReason, Finished, Request
 
 SAMPLED = -1
@@ -157,6 +159,15 @@ class Step:
         """(S,) tokens of each so far, those in the batch included."""
         return self.firsts + self.counts
 
+    @cached_property
+    def draws(self) -> tuple[np.ndarray, np.ndarray]:
+        """Of the tokens that are drawn, in order: the sequence of the step that each is for, and how many tokens of
+        that sequence stand between the one it is drawn after and the last one here."""
+        drawing = np.flatnonzero(self.samples)
+        each = 1 + self.drafts[drawing]
+        owners = np.repeat(drawing, each)
+        return owners, np.repeat(np.cumsum(each), each) - np.arange(1, len(owners) + 1)
+
 
 @dataclass(frozen=True)
 class Observed:
@@ -175,8 +186,8 @@ class LiveSequence:
         self.request = request
         self.number = request.number
         self.rank = (-request.priority, request.number)
-        self.prompt = len(request.prompt)
-        self.tokens = array("q", request.prompt)
+        self.prompt = len(request.computed)
+        self.tokens = array("q", request.computed)
         self.most = room if options.tokens is None else self.prompt + options.tokens  # tokens at its end
         self.ends = frozenset(options.end_tokens)
         self.keys: list[bytes] = []  # of its full pages whose tokens are known
@@ -185,7 +196,9 @@ class LiveSequence:
         self.row = -1  # waits
         self.pending = 0  # tokens drawn but not observed when it was preempted
         self.cached: int | None = None  # tokens of the prompt that were there when it first ran
-        self.unscored = options.prompt_logprobs is not None  # all tokens of the prompt are to be computed once
+        self.drafted = 0  # drafts that were in steps
+        self.accepted = 0  # of those, tokens of the sequence now
+        self.scored_from = None if options.prompt_logprobs is None else options.scored_from  # until it is computed
         self.fresh = False  # has a row, but was in no step since
         self.ended = False
 
@@ -219,6 +232,7 @@ class Scheduler:
         self._pending = np.zeros(rows, np.int64)  # tokens drawn but not observed
         self._last = np.zeros(rows, np.int64)  # the token observed last
         self._decodes = np.zeros(rows, np.bool_)  # only the last token is to be computed
+        self._waits = np.zeros(rows, np.bool_)  # until its last token is observed
         self._turn = np.zeros(rows, np.int64)  # number of the step from which the device has the last token
         self._ones = np.ones(rows, np.int64)
         self._zeros = np.zeros(rows, np.int64)
@@ -245,7 +259,7 @@ class Scheduler:
     def check(self, request: Request) -> None:
         """RequestDoesNotFit if a request could never be served."""
         most = 1 if request.options.tokens is None else request.options.tokens
-        if not request.prompt or len(request.prompt) + most > self.spec.room:
+        if not request.prompt or len(request.computed) + most > self.spec.room:
             raise RequestDoesNotFit(request, self.spec.room)
 
     def cancel(self, number: int, reason: EndReason = "cancelled") -> Finished | None:
@@ -276,12 +290,12 @@ class Scheduler:
         return self._live[number].tokens
 
     def schedule(self, now: float = 0.0, drafts: Mapping[int, Sequence[int]] | None = None) -> Step:
-        """The next step. `now`: the engine's clock, in seconds; `drafts` (late=0): of requests, tokens that may follow
-        their last one. ValueError if too many steps have not been observed."""
+        """The next step. `now`: the engine's clock, in seconds; `drafts` (late < in_flight): of requests, tokens that
+        may follow their last one. ValueError if too many steps have not been observed."""
         if self._scheduled - self._observed > self.spec.late:
             raise ValueError(f"step {self._observed} must be observed before another is scheduled")
-        if drafts and self.spec.late:
-            raise ValueError("drafts need late=0: how many are accepted decides where the next step begins")
+        if drafts and self.spec.late >= self.spec.in_flight:
+            raise ValueError("drafts need late < in_flight: how many are accepted decides where the next step begins")
         finished = self._expire(now)
         preempted: list[int] = []
         rows = self._decoding(preempted)
@@ -320,6 +334,7 @@ class Scheduler:
     def _whose_turn(self) -> np.ndarray:
         """Rows of those who decode in this step."""
         decodes = self._decodes & (self._left > 0)
+        decodes &= ~self._waits | (self._pending == 0)
         if self.spec.in_flight == 1:
             return np.flatnonzero(decodes)
         rows = np.flatnonzero(decodes & ((self._pending == 0) | (self._turn <= self._scheduled)))
@@ -388,7 +403,7 @@ class Scheduler:
         samples = False
         if first + count == total:
             self._prompts.remove((sequence.rank, sequence))
-            sequence.unscored = False
+            sequence.scored_from = None
             samples = bool(self._left[row] > 0)
             if samples:
                 self._left[row] -= 1
@@ -415,7 +430,9 @@ class Scheduler:
             if available <= fewest:
                 self._blocked = (sequence.number, available)
                 return False
-        keys = [] if sequence.unscored else self._keys(sequence, (len(sequence.tokens) - 1) // self.spec.page_size)
+        before = len(sequence.tokens) - 1  # tokens that need not be computed, if they are there
+        before = before if sequence.scored_from is None else min(before, sequence.scored_from - 1)
+        keys = self._keys(sequence, before // self.spec.page_size)
         keys = keys[: self.pages.longest_prefix(keys)]
         if not alone and not self._has_room(sequence, keys):
             self._blocked = (sequence.number, available)
@@ -437,6 +454,7 @@ class Scheduler:
         self._pending[row] = 0
         self._last[row] = sequence.tokens[-1]
         self._decodes[row] = False
+        self._waits[row] = sequence.request.options.grammar is not None
         insort(self._prompts, (sequence.rank, sequence))
         return True
 
@@ -573,11 +591,17 @@ class Scheduler:
         if not 1 <= len(accepted) <= count + 1 or accepted[:-1] != given[: len(accepted) - 1]:
             raise ValueError(f"tokens {accepted} are not accepted drafts of {given} and one more")
         row, first = sequence.row, int(step.firsts[index])
+        sequence.drafted += count
+        sequence.pending -= row < 0
         for kept, token in enumerate(accepted, 1):
-            self._next[row] = first + kept
+            if row >= 0:
+                self._next[row] = first + kept
+            sequence.accepted += kept < len(accepted)
             reason = self._keep(sequence, token)
             if reason is not None:
                 return kept, reason
+        if row < 0:
+            return len(accepted), None
         self._last[row] = accepted[-1]
         self._left[row] = sequence.most - len(sequence.tokens)
         self.pages.shrink(row, pages_of(first + len(accepted), self.spec.page_size))
@@ -593,7 +617,7 @@ class Scheduler:
         """Keys of its first full pages."""
         keys, size = sequence.keys, self.spec.page_size
         for n in range(len(keys), count):
-            before = keys[-1] if keys else b""
+            before = keys[-1] if keys else first_key(sequence.request.options.adapter)
             keys.append(page_key(before, sequence.tokens[n * size : (n + 1) * size].tobytes()))
         return keys[:count]
 
@@ -634,7 +658,8 @@ class Scheduler:
             self._leave(sequence)
         sequence.ended = True
         del self._live[sequence.number]
-        return Finished(sequence.number, reason, sequence.cached or 0)
+        cached, drafted, accepted = sequence.cached or 0, sequence.drafted, sequence.accepted
+        return Finished(sequence.number, reason, cached, drafted=drafted, accepted=accepted)
 
     def _expire(self, now: float) -> list[Finished]:
         """Requests whose time is up."""

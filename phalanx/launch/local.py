@@ -257,7 +257,10 @@ def forwarded_signals(folder: Path) -> Iterator[Stops]:
             with contextlib.suppress(ProcessLookupError, ValueError):
                 os.kill(int(path.read_text(encoding="utf-8")), signal.SIGKILL if repeated else signal.SIGTERM)
         if not repeated:
-            print("stopping: waiting for the ranks to save (Ctrl-C again to stop at once)", file=sys.stderr, flush=True)
+            what = "save" if any(folder.glob("rank-*.unsaved")) else "end"
+            print(
+                f"stopping: waiting for the ranks to {what} (Ctrl-C again to stop at once)", file=sys.stderr, flush=True
+            )
 
     if threading.current_thread() is not threading.main_thread():
         yield stops

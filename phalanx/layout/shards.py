@@ -26,6 +26,7 @@ class Cut:
              that are updated as a whole: one rank sends each element to its home (layout.homes)
     in_order gradients are summed over micro-batches before ranks, whatever the level, so they stay whole
     learns   whether there are gradients
+    applied  gradients are applied in backward, and have memory only until then
     """
 
     numel: int
@@ -35,6 +36,7 @@ class Cut:
     outside: bool = False
     in_order: bool = False
     learns: bool = True
+    applied: bool = False
 
     @property
     def cuts_gradients(self) -> bool:
@@ -68,16 +70,17 @@ class Cut:
 @dataclass(frozen=True)
 class Sharding:
     """The sharding that the config asks for. group: number of neighbouring ranks of dp (x cp) over which a bucket is
-    sharded; None: all of them. in_order: as in Cut."""
+    sharded; None: all of them. in_order, applied: as in Cut."""
 
     level: int = 0
     group: int | None = None
     outside: bool = False
     in_order: bool = False
+    applied: bool = False
 
     @staticmethod
-    def of(layout: LayoutConfig, in_order: bool) -> Sharding:
-        return Sharding(layout.sharding, layout.shard_group, layout.shard_across == "optimizer", in_order)
+    def of(layout: LayoutConfig, in_order: bool, applied: bool) -> Sharding:
+        return Sharding(layout.sharding, layout.shard_group, layout.shard_across == "optimizer", in_order, applied)
 
     def group_size(self, axis: SumAxis, grid: Grid) -> int:
         """Ranks in a group. A group for experts consists of ranks of the dense groups: as many edp ranks as there are
@@ -98,4 +101,4 @@ class Sharding:
         if bucket.frozen:
             return Cut(bucket.numel, 3 if inner > 1 else 0, inner, size // inner, learns=False)
         level, outside = self.level if inner > 1 else 0, self.outside or bucket.updater.matrix
-        return Cut(bucket.numel, level, inner, size // inner, outside, self.in_order)
+        return Cut(bucket.numel, level, inner, size // inner, outside, self.in_order, applied=self.applied)

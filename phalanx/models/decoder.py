@@ -106,6 +106,9 @@ class DecoderHead(Block):
     def logits(self, x: Tensor, rows: Tensor) -> Tensor:
         return self.head.logits(self.norm(x), rows)
 
+    def log_probs(self, x: Tensor, batch: Batch, top: int = 0) -> Tensor:
+        return self.head.log_probs(self.norm(x), batch, top)
+
 
 def attention_spec(config: DecoderConfig, layer: int) -> AttentionSpec:
     """The attention of a layer in Llama."""

@@ -118,6 +118,9 @@ class LayerNormHead(Block):
     def logits(self, x: Tensor, rows: Tensor) -> Tensor:
         return self.head.logits(self.norm(x), rows)
 
+    def log_probs(self, x: Tensor, batch: Batch, top: int = 0) -> Tensor:
+        return self.head.log_probs(self.norm(x), batch, top)
+
 
 def layer_norm_blocks(config: Any, env: Env) -> Sequence[BlockMaker]:
     """Embedding, layers, head."""

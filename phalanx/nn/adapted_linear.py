@@ -207,13 +207,15 @@ def _of_experts(linear: AnyLinear, number: int, call: AdapterCall) -> ShardedPie
 
 
 class AdaptedMethod(Module, LinearMethod):
-    """What another method makes of the frozen weight, and beside it what adapters make of the input."""
+    """What another method makes of the frozen weight, and beside it what adapters make of the input, unless they are
+    not `on`."""
 
     def __init__(
         self, linear: AnyLinear, base: LinearMethod, adapters: list[tuple[ShardedPiece, Adapter]], call: AdapterCall
     ):
         super().__init__(linear.env)
         self.base, self.adapters, self.call = base, adapters, call
+        self.on = True
         self.linears = nn.ModuleList()
         for piece, adapter in adapters:
             for name, value in vars(adapter).items():
@@ -245,6 +247,8 @@ class AdaptedMethod(Module, LinearMethod):
 
     def _added(self, y: Tensor, x: Tensor) -> Tensor:
         """y with each adapter's delta of x added to its features."""
+        if not self.on:
+            return y
         parts, at = list[Tensor](), 0
         for piece, adapter in self.adapters:
             own = piece.at

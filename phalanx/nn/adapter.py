@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any, ClassVar, Literal, Protocol, TypeVar
 
 from phalanx.base.errors import Problem
 from phalanx.base.own_fields import section_of
-from phalanx.base.registry import completed, find, register
+from phalanx.base.registry import completed, find, registers
 from phalanx.layout.param import Init
 
 if TYPE_CHECKING:  # importing torch takes seconds
@@ -126,12 +126,7 @@ T = TypeVar("T", bound=type[Adapter])
 
 def adapter(name: str) -> Callable[[T], T]:
     """Name an Adapter, so that `lora.method` may be that name wherever its module has been imported."""
-
-    def named(cls: T) -> T:
-        register(SEAM, name, cls)
-        return cls
-
-    return named
+    return registers(SEAM, name)
 
 
 def find_adapter(name: str) -> type[Adapter]:

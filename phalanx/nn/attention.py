@@ -174,6 +174,7 @@ class Attention(Module):
     def _attend(self, batch: Batch, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
         """-> (T, own heads * K)."""
         if self.dropout > 0 and self.training:
+            self.env.refuse_invariance("dropout of attention's probabilities")
             dropout = ProbabilityDropout(self.dropout, self.env.seed, self.layer, self.first_head)
             return context.attention_with_dropout(q, k, v, batch, self.env.axes, dropout)
         return context.attention(q, k, v, batch, self.plan, self.sinks)

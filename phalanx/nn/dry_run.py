@@ -221,15 +221,24 @@ def leaves(x: Any) -> Any:
     return x
 
 
-def bucket_bytes(
-    buckets: Iterable[Bucket], weight: int, master: int, grid: Grid, sharding: Sharding, state: Sequence[float]
-) -> dict[str, int]:
-    """Bytes by kind that flat buffers hold permanently, sharded as `sharding` says; `weight`, `master` and `state` (of
-    each optimizer: layout.buckets.Updater) are bytes per element.
+@dataclass(frozen=True)
+class ElementBytes:
+    """Bytes of an element of a bucket: of a weight; of a master (and a gradient) as a number; of what is stored of a
+    master beside the weight, if these differ in dtype; of the state of each optimizer (layout.buckets.Updater)."""
+
+    weight: int
+    master: int
+    beside: float
+    state: Sequence[float]
+
+
+def bucket_bytes(buckets: Iterable[Bucket], each: ElementBytes, grid: Grid, sharding: Sharding) -> dict[str, int]:
+    """Bytes by kind that flat buffers hold permanently, sharded as `sharding` says.
 
     Weights in the master dtype are their own masters, as are weights that are frozen or not trained. Masters and state
     of whole matrices are on their home ranks and are not counted here.
     """
+    weight, master = each.weight, each.master
     found = {"weights": 0, "gradients": 0, "masters": 0, "moments": 0}
     for b in buckets:
         cut = sharding.cut(b, grid)
@@ -239,10 +248,11 @@ def bucket_bytes(
             part * b.sent_bytes(weight) if cut.cuts_weights else b.numel * b.weight_bytes(weight, master)
         )
         if b.learns:
-            found["gradients"] += (part if cut.cuts_gradients else b.numel) * master
+            if not cut.applied:  # else they come and go
+                found["gradients"] += (part if cut.cuts_gradients else b.numel) * master
             own = (weight == master or b.updater.matrix) and not b.coded
-            found["masters"] += 0 if own else updated * master
-            found["moments"] += 0 if b.updater.matrix else round(updated * state[b.updater.number])
+            found["masters"] += 0 if own else round(updated * each.beside)
+            found["moments"] += 0 if b.updater.matrix else round(updated * each.state[b.updater.number])
     return found
 
 

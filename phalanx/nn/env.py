@@ -19,7 +19,7 @@ from phalanx.nn.recompute import Recompute
 from phalanx.ops.attention.context import Form
 from phalanx.ops.dense.grads import GradientQueue
 from phalanx.ops.experts.exchange import Dispatch
-from phalanx.ops.op import Kernels, Op
+from phalanx.ops.op import Kernels, NotInvariant, Op
 
 
 @dataclass(frozen=True)
@@ -45,14 +45,20 @@ class WeightRules:
 @dataclass(frozen=True)
 class OpChoices:
     """Which implementations modules ask for. `plain_ops`: ops that run their reference whatever `kernels` says;
-    `dispatch`, `expert_room` and `sources` are those of ops.experts.exchange."""
+    `batch_invariant`: those whose rows have the same bits in any batch and at any tp, or none; `dispatch`,
+    `expert_room` and `sources` are those of ops.experts.exchange."""
 
     kernels: Kernels = "auto"
     plain_ops: tuple[str, ...] = ()
+    batch_invariant: bool = False
     dispatch: Dispatch = "alltoall"
     expert_room: float = math.inf
     sources: int = 0
     cp_attention: Form = "ring"
+
+    def by_config(self, op: Op) -> Kernels:
+        """train.kernels, or "plain" if train.plain_ops names the op."""
+        return "plain" if op.is_plain(self.plain_ops) else self.kernels
 
 
 @dataclass(frozen=True)
@@ -83,8 +89,14 @@ class Env:
         )
 
     def kernels_for(self, op: Op) -> Kernels:
-        """The `kernels` argument for an op: train.kernels, or "plain" if train.plain_ops names the op."""
-        return "plain" if op.is_plain(self.ops.plain_ops) else self.ops.kernels
+        """The `kernels` argument for an op of a module's forward."""
+        return "invariant" if self.ops.batch_invariant else self.ops.by_config(op)
+
+    def refuse_invariance(self, what: str) -> None:
+        """For modules that add up in an order that depends on the batch or the layout: NotInvariant, if bits must
+        not."""
+        if self.ops.batch_invariant:
+            raise NotInvariant(f"{what} is not batch-invariant: set train.batch_invariant=false")
 
     def cut(self, length: int) -> tuple[int, int]:
         """This rank's slice (start, stop) of a length sharded over tp; sizes may differ by one."""

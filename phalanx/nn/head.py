@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 from torch.autograd import Function
 
+from phalanx.comm.axis import Axis
 from phalanx.layout.box import cut
 from phalanx.layout.param import Init, Replica, Role
 from phalanx.nn.embedding import vocabulary_spec
@@ -17,17 +18,21 @@ from phalanx.nn.env import Env
 from phalanx.nn.module import Module
 from phalanx.nn.objective import Objective, SequenceObjective, TokenObjective, cross_entropy
 from phalanx.nn.parameter import Parameter
-from phalanx.nn.sequence_groups import groups_of
+from phalanx.nn.sequence_groups import SequenceGroups, groups_of
 from phalanx.ops.dense.cross_entropy import LOSS, linear_cross_entropy, local_logits
 from phalanx.ops.dense.token_loss import (
     LogitStats,
+    SparseTargets,
     TokenTask,
     VocabularyShard,
     linear_token_loss,
+    logit_stats,
     token_losses,
+    top_log_probs,
     vocabulary_logits,
     widened,
 )
+from phalanx.ops.op import Kernels
 from phalanx.sequence.batch import Batch
 
 TokenFunction = Callable[[LogitStats], Tensor]
@@ -53,16 +58,24 @@ class _WithValue(Function):
 def metric_names(objective: Objective) -> tuple[str, ...]:
     """The names of the metrics that an objective logs, found by calling it with one token or group. TypeError if it
     does not return what it should."""
-    one = torch.zeros(1, dtype=torch.float64)
     if isinstance(objective, SequenceObjective):
-        found: Any = objective.metrics(torch.zeros(1, objective.sequences_per_sample, dtype=torch.float64))
+        zeros = torch.zeros(1, objective.sequences_per_sample, dtype=torch.float64)
+        found: Any = objective.metrics(*[zeros] * (1 + objective.needs_reference))
     elif isinstance(objective, TokenObjective):
-        found = objective.metrics(LogitStats(one, one, lambda: one))
+        found = objective.metrics(_stats_of_one())
     if not isinstance(found, dict) or any(not isinstance(v, Tensor) or v.shape != (1,) for v in found.values()):
         kind = type(objective)
         rule = "must return a dict of tensors, a value for each token or group"
         raise TypeError(f"metrics of {kind.__module__}:{kind.__qualname__} {rule}, not {found!r}")
     return tuple(found)
+
+
+def _stats_of_one() -> LogitStats:
+    """Of one token whose label and target is the one id there is."""
+    zero = torch.zeros(1, dtype=torch.int64)
+    targets = SparseTargets(zero.view(1, 1), torch.ones(1, 1))
+    logits = torch.zeros(1, 1, dtype=torch.float64)
+    return logit_stats(logits, zero, VocabularyShard(0, 1, 1), Axis("tp"), targets)
 
 
 class Head(Module):
@@ -122,12 +135,12 @@ class Head(Module):
 
     def vocabulary_logits(self, x: Tensor) -> Tensor:
         """x (T / tp, D) -> (T, ids of this rank) logits with gradients, for losses that need all of them."""
-        return self.transform(widened(vocabulary_logits(x, self.weight, self.shard, self.env.tp)))
+        return self.transform(widened(vocabulary_logits(x, self.weight, self.shard, self.env.tp, self._kernels)))
 
     def _cross_entropy(self, x: Tensor, batch: Batch, weights: Tensor | None) -> Tensor:
         if self._transform is not None:
             return self._sums(x, batch, self._task(batch, weights))[0]
-        shard, kernels = self.shard, self.env.kernels_for(LOSS)
+        shard, kernels = self.shard, self._kernels
         return linear_cross_entropy(
             x, self.weight, batch.labels, shard.first, shard.count, self.env.tp, self._seed(batch), kernels, weights
         )
@@ -135,23 +148,43 @@ class Head(Module):
     def _sequence_loss(self, x: Tensor, batch: Batch, objective: SequenceObjective) -> Tensor:
         """The first pass gives log-probabilities. The derivative of the loss by them scales each token's loss in the
         second."""
-        groups, kernels = groups_of(batch, objective.sequences_per_sample), self.env.kernels_for(LOSS)
+        groups, kernels = groups_of(batch, objective.sequences_per_sample), self._kernels
         losses = token_losses(x, self.weight, self.shard, self.env.tp, self._task(batch), kernels)
         weights = objective.weights(batch)
         policy = groups.sums(-losses if weights is None else -losses * weights, self.env.axes.cp)
+        reference = [self._reference(batch, groups, weights)] if objective.needs_reference else []
         with torch.enable_grad():
-            of_groups = objective.loss(policy.requires_grad_())
+            of_groups = objective.loss(policy.requires_grad_(), *reference)
             if of_groups.shape != groups.there.shape:
                 shapes = f"{[*groups.there.shape]}, and has shape {[*of_groups.shape]}"
                 raise TypeError(f"loss of {type(objective).__qualname__} must be one value for each group, {shapes}")
             (slopes,) = torch.autograd.grad(torch.where(groups.there, of_groups, 0).sum(), policy)
         with torch.no_grad():
-            self._count([groups.total(v).double().view(1) for v in objective.metrics(policy.detach()).values()])
+            self._count(
+                [groups.total(v).double().view(1) for v in objective.metrics(policy.detach(), *reference).values()]
+            )
             total = groups.total(of_groups.detach())
         if not torch.is_grad_enabled():
             return total
         slopes = -groups.of_tokens(slopes) if weights is None else -groups.of_tokens(slopes) * weights
         return _WithValue.apply(self._cross_entropy(x, batch, slopes), total)
+
+    def _reference(self, batch: Batch, groups: SequenceGroups, weights: Tensor | None) -> Tensor:
+        """(P, n) log-probabilities of the reference model."""
+        if batch.reference is None:
+            raise RuntimeError("the batch carries no log-probabilities of a reference model")
+        known = torch.where(batch.labelled, batch.reference, 0)
+        return groups.sums(known if weights is None else known * weights, self.env.axes.cp)
+
+    @torch.no_grad()
+    def log_probs(self, x: Tensor, batch: Batch, top: int = 0) -> Tensor:
+        """x (T / tp, D) -> (T, 1 + 2 top) float64: the log-probability of each label, 0 where there is none; then the
+        `top` most likely ids and their log-probabilities, descending."""
+        args = (x, self.weight, self.shard, self.env.tp, self._task(batch))
+        if top == 0:
+            return -token_losses(*args, self._kernels).double().unsqueeze(-1)
+        of_labels, ids, values = top_log_probs(*args, top)
+        return torch.cat((of_labels.double().unsqueeze(-1), ids.double(), values.double()), -1)
 
     def _task(
         self,
@@ -160,7 +193,13 @@ class Head(Module):
         loss: TokenFunction = cross_entropy,
         metrics: Callable[[LogitStats], dict[str, Tensor]] = no_metrics,
     ) -> TokenTask:
-        return TokenTask(batch.labels, weights, loss, metrics, self._transform)
+        objective = self.env.objective
+        targets = objective.targets(batch) if isinstance(objective, TokenObjective) else None
+        return TokenTask(batch.labels, weights, loss, metrics, self._transform, self._kernels, targets)
+
+    @property
+    def _kernels(self) -> Kernels:
+        return self.env.kernels_for(LOSS)
 
     @property
     def _transform(self) -> Callable[[Tensor], Tensor] | None:
@@ -179,10 +218,11 @@ class Head(Module):
 
     @torch.no_grad()
     def logits(self, x: Tensor, rows: Tensor) -> Tensor:
-        """Full logits (len(rows), vocab) of a few tokens, for generation; rows are positions in the whole
-        micro-batch."""
-        tp = self.env.tp
-        mine = local_logits(tp.all_gather(x).wait()[rows], self.weight, self.shard.count)
+        """Full logits (len(rows), vocab) of a few tokens, for generation; rows are positions in the whole micro-batch,
+        whose tokens the ranks of cp, and of tp in each, have one after another."""
+        tp, cp = self.env.tp, self.env.axes.cp
+        everyone = cp.all_gather(tp.all_gather(x).wait()).wait()
+        mine = local_logits(everyone[rows], self.weight, self.shard.count, self._kernels)
         parts = tp.all_gather(mine.unsqueeze(0)).wait()
         whole = torch.cat([p[:, : b - a] for p, (a, b) in zip(parts, cut(self.shard.size, tp.size))], -1)
         return self.transform(whole)

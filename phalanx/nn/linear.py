@@ -14,9 +14,10 @@ from torch import Tensor
 from phalanx.comm.axis import Axis
 from phalanx.layout.param import Init, ParamSpec
 from phalanx.nn.env import Env
-from phalanx.nn.linear_method import PLAIN, LinearMethod
+from phalanx.nn.linear_method import INVARIANT, PLAIN, LinearMethod
 from phalanx.nn.module import ZEROS, Module, OutputRows, bias_spec, column_spec, row_spec
 from phalanx.nn.parameter import Parameter
+from phalanx.ops.dense.invariant import parts_of_rank
 from phalanx.ops.experts.grouped import GROUPED, Later
 
 
@@ -35,7 +36,14 @@ class Linear(Module):
         self.names, self.cut, self.experts = tuple(names), cut, experts
         self.weight: Parameter = self.param(weight)
         self.bias: Parameter | None = None
-        self.method: LinearMethod = PLAIN if env.weights.linears is None else env.weights.linears.method_of(self)
+        self.method: LinearMethod = self._method()
+
+    def _method(self) -> LinearMethod:
+        linears = self.env.weights.linears
+        if linears is not None:
+            self.env.refuse_invariance("a linear in FP8 or with adapters")
+            return linears.method_of(self)
+        return INVARIANT if self.env.ops.batch_invariant else PLAIN
 
     @property
     def is_plain(self) -> bool:
@@ -85,6 +93,8 @@ class RowLinear(Linear):
         transposed: bool = False,
         bias: bool = False,
     ):
+        if env.ops.batch_invariant:
+            parts_of_rank(inputs, env.grid.tp)  # refused here, before there are ranks
         super().__init__(env, row_spec(name, outputs, inputs, *own, init, transposed), [name], cut=1)
         if bias:
             self.bias = self.replicated(bias_name(name), outputs, ZEROS)
@@ -99,6 +109,7 @@ class ReplicatedLinear(Module):
 
     def __init__(self, env: Env, rows: list[OutputRows], inputs: int, init: Init):
         super().__init__(env)
+        env.refuse_invariance("a linear that every rank holds whole")
         self.weight = self.param(column_spec(rows, inputs, init))
 
     def forward(self, x: Tensor) -> Tensor:
@@ -113,6 +124,7 @@ class GroupedLinear(Linear):
     def __init__(
         self, env: Env, weight: ParamSpec, names: Sequence[str], cut: int, experts: int, bias: ParamSpec | None = None
     ):
+        env.refuse_invariance("a layer of experts")
         super().__init__(env, weight, names, cut, experts)
         if bias is not None:
             self.bias = self.param(bias)

@@ -72,6 +72,19 @@ class LinearMethod:
 PLAIN = LinearMethod()
 
 
+class InvariantMethod(LinearMethod):
+    """Matmuls whose bits do not depend on the batch or on tp (train.batch_invariant)."""
+
+    def gather_matmul(self, x: Tensor, weight: Parameter, tp: Axis, bias: Tensor | None = None) -> Tensor:
+        return gather_matmul(x, weight, tp, bias, "invariant")
+
+    def matmul_scatter(self, h: Tensor, weight: Parameter, tp: Axis, bias: Tensor | None = None) -> Tensor:
+        return matmul_scatter(h, weight, tp, bias, "invariant")
+
+
+INVARIANT = InvariantMethod()
+
+
 class LinearPlace(Protocol):
     """What a method may know about the rank and the run (nn.env.Env)."""
 

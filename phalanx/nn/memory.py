@@ -3,13 +3,16 @@ allocation follow, and kept in pages that all sequences share."""
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor
 
+from phalanx.comm.axis import Axis
 from phalanx.ops.attention.kind import AttentionKind
-from phalanx.ops.attention.paged import FP8, Pages, paged_attention, store_pages
+from phalanx.ops.attention.paged import FP8, Pages, paged_attention_parts, store_pages
+from phalanx.ops.attention.paged_context import gather_tokens, join_over
+from phalanx.ops.attention.prompts import attend_sequences
 from phalanx.ops.op import Kernels
 from phalanx.sequence.paged import PagedSequences
 
@@ -53,10 +56,15 @@ class PageSpec:
 
 @dataclass(frozen=True)
 class LayerMemory:
-    """The pages of one layer on this rank. group: which spans and slots of a batch are its own (PagedSequences)."""
+    """The pages of one layer on this rank.
+
+    group  which spans and slots of a batch are its own (PagedSequences)
+    cp     the ranks that share every page
+    """
 
     group: int
     pages: Pages
+    cp: Axis
 
     def attend(
         self,
@@ -66,8 +74,13 @@ class LayerMemory:
         sinks: Tensor | None,
         kernels: Kernels,
     ) -> Tensor:
-        """q (T, query heads, key), k (T, heads, key), v (T, heads, value) or None -> (T, query heads, value): writes
-        the keys and values of the tokens that are here, and lets each read those of its sequence up to itself."""
-        q, k, v = heads
+        """q (T / cp, query heads, key), k (T / cp, heads, key), v (T / cp, heads, value) or None -> (T / cp, query
+        heads, value): writes the keys and values of the tokens that are here, and lets each read those of its sequence
+        up to itself."""
+        q, k, v = gather_tokens(heads, self.cp)
         store_pages(k, v, self.pages, paged.slots[self.group], kernels)
-        return paged_attention(q, self.pages, paged.spans[self.group], kind, sinks, kernels)
+        spans = paged.spans[self.group]
+        if self.cp.size == 1:
+            return attend_sequences((q, k, v), self.pages, spans, kind, sinks, kernels)
+        out, lse = paged_attention_parts(q, self.pages, spans, replace(kind, sinks=False), None, kernels)
+        return join_over(out, lse, sinks, self.cp)

@@ -81,6 +81,7 @@ class LatentAttention(Module):
         interleaved: bool = True,
     ):
         super().__init__(env)
+        env.refuse_invariance("attention to latents, which generation multiplies in another order than training,")
         first, last = env.cut(heads)
         self.sizes, self.all_heads, self.heads = sizes, heads, last - first
         self.rotary, self.kind, self.interleaved = Rotary(rotation), supported(kind, env), interleaved

@@ -10,7 +10,7 @@ from phalanx.layout.param import Init
 from phalanx.nn.env import Env
 from phalanx.nn.linear import ColumnLinear, Linear, RowLinear
 from phalanx.nn.module import Module, OutputRows
-from phalanx.ops.dense.activation import GATED, gelu, swiglu
+from phalanx.ops.dense.activation import GATED, gelu, gelu_by_formula, swiglu
 from phalanx.ops.dense.gated_mlp import MLP, gated_mlp
 from phalanx.sequence.batch import Batch
 
@@ -98,7 +98,8 @@ class GeluMLP(Module):
 
     def _of_rows(self, x: Tensor) -> Tensor:
         expanded = self.env.recompute.op("up", self.expand, x)
-        hidden = self.env.recompute.op("activation", lambda x: gelu(x, self.exact), expanded)
+        activate = gelu_by_formula if self.env.ops.batch_invariant else gelu
+        hidden = self.env.recompute.op("activation", lambda x: activate(x, self.exact), expanded)
         return self.project(hidden)
 
     def flops(self, seq_length: int) -> float:

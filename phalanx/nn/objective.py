@@ -15,12 +15,12 @@ from typing import TYPE_CHECKING, Any, ClassVar, TypeVar
 
 from phalanx.base.errors import Problem
 from phalanx.base.own_fields import section_of
-from phalanx.base.registry import NotFound, completed, find, register
+from phalanx.base.registry import NotFound, completed, find, registers
 
 if TYPE_CHECKING:  # importing torch takes seconds
     from torch import Tensor
 
-    from phalanx.ops.dense.token_loss import LogitStats
+    from phalanx.ops.dense.token_loss import LogitStats, SparseTargets
     from phalanx.sequence.batch import Batch
 
 SEAM = "objective"
@@ -34,17 +34,21 @@ class TaskConfig:
     named_by: ClassVar[str] = "name"
 
     name: str = "pretrain"
-    """What is minimised: pretrain (cross entropy of the next token), or an objective of your own as
-    PACKAGE.MODULE:NAME. Its own fields stand beside the name."""
+    """What is minimised: pretrain (cross entropy of the next token), dpo (preferences between pairs of answers),
+    distil (a teacher's distributions), or an objective of your own as PACKAGE.MODULE:NAME. Its own fields stand beside
+    the name."""
 
 
 class Objective(ABC):
     """What is minimised. Derive from TokenObjective or SequenceObjective, and refer to it by `@objective("name")` or by
     `module:NAME`.
 
-    Config      a frozen dataclass of its fields in the `task` section
+    Config        a frozen dataclass of its fields in the `task` section
+    scores_field  the config key of `scores`, for messages; needs_targets: its file must have the likeliest ids
     """
 
+    scores_field: ClassVar[str] = "task"
+    needs_targets: ClassVar[bool] = False
     Config: ClassVar[Any] = TaskConfig  # in a subclass: its dataclass, with `name` added to its fields
 
     def __init_subclass__(cls, **more: Any) -> None:
@@ -63,6 +67,12 @@ class Objective(ABC):
     def weights(self, batch: Batch) -> Tensor | None:
         """(T,) the weight of each token's loss (over sequences: of its log-probability); None: 1. Tokens without a
         label have no loss, whatever their weight. In multi-token prediction `batch` has the labels of one depth."""
+        return None
+
+    @property
+    def scores(self) -> str | None:
+        """The file of `phalanx data score` with another model's log-probabilities that batches are to carry
+        (Batch.reference; Batch.target_ids and Batch.target_log_probs if it has any); None: they carry none."""
         return None
 
     @abstractmethod
@@ -88,6 +98,11 @@ class TokenObjective(Objective):
         """Further values (T,) by name; the log has their weighted means over the step."""
         return {}
 
+    def targets(self, batch: Batch) -> SparseTargets | None:
+        """Targets of each token besides its label, such as a teacher's most likely ids with their probabilities:
+        `logits.soft` is the weighted sum of their logits. None: there are none."""
+        return None
+
     def divisor(self, batch: Batch) -> Tensor:
         """The sum of the weights of tokens with a label."""
         weights, labelled = self.weights(batch), batch.labelled
@@ -104,7 +119,8 @@ class SequenceObjective(Objective):
     and for the gradients.
 
     sequences_per_sample   sequences in a group; n below. P groups
-    needs_reference        also compares with a reference model; refused until several models can be held at once
+    needs_reference        `loss` and `metrics` take a second argument, the log-probabilities of a reference model:
+                           those that batches carry (`scores`), else those of the model without its adapters (`lora`)
     """
 
     sequences_per_sample: ClassVar[int] = 2
@@ -144,12 +160,7 @@ T = TypeVar("T", bound=type[Objective])
 
 def objective(name: str) -> Callable[[T], T]:
     """Name an Objective: `task.name` may be that name wherever its module has been imported."""
-
-    def named(cls: T) -> T:
-        register(SEAM, name, cls)
-        return cls
-
-    return named
+    return registers(SEAM, name)
 
 
 def find_objective(name: str) -> type[Objective]:

@@ -24,6 +24,7 @@ from phalanx.forecast.smaller import way_out as cheapest_change
 from phalanx.forecast.text import contents
 from phalanx.nn.module import Block
 from phalanx.observe.profile import instruction_name
+from phalanx.ops.optimizer.shard import tensors_of
 from phalanx.planning.plan import Plan
 
 PHASES = {  # our functions -> what the run is doing in them; the innermost one that an error passed through counts
@@ -176,8 +177,8 @@ def held(state: State) -> dict[str, int]:
     kinds = {
         "weights": [t for f in flat for t in f.storage.tensors],
         "gradients": gradients,
-        "masters": [f.master for f in flat if f.storage.separate_masters]
-        + [s.master for s in shards if s.home is not None],
+        "masters": [t for f in flat if f.storage.separate_masters for t in tensors_of(f.master)]
+        + [t for s in shards if s.home is not None for t in tensors_of(s.master)],
         "moments": [t for s in shards for t in s.moments],
     }
     return {

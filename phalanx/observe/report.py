@@ -45,11 +45,13 @@ PAGE = """<!doctype html>
 <table>{% for key, value in facts %}<tr><td>{{ key }}</td><td>{{ value }}</td></tr>{% endfor %}</table>
 <h2>Curves</h2><div class="plots">{% for picture in pictures %}{{ picture | safe }}{% endfor %}</div>
 {% if data %}<h2>Data</h2><pre>{{ data }}</pre>{% endif %}
+{% if samples %}<h2>Text made during training</h2>{% for step, texts in samples %}<h3>After step {{ "{:,}".format(step) }}</h3>{% for text in texts %}<pre class="wrap">{{ text }}</pre>{% endfor %}{% endfor %}{% endif %}
 {% if sample %}<h2>Text made by the model</h2><pre class="wrap">{{ sample }}</pre>{% endif %}
 <h2>Config</h2><pre class="wrap">{{ changed }}</pre>
 <details><summary>The whole config, defaults included</summary><pre class="wrap">{{ config }}</pre></details>
 </body></html>
 """  # noqa: E501
+SHOWN_STEPS = 5  # the last ones with text made during training
 SMOOTH = 50  # with at least so many points, a curve is smoothed
 
 
@@ -60,13 +62,14 @@ def write_report(folder: Path, sample: str | None = None) -> Path:
     steps, starts = [r for r in rows if records.is_step(r)], read_starts(folder)
     config = redacted((folder / "config.yaml").read_text(encoding="utf-8"))
     page = Environment(autoescape=True).from_string(PAGE)
-    shown = [*facts(rows, steps), *circumstances(starts, folder)]
+    shown, name = [*facts(rows, steps), *circumstances(starts, folder)], records.SAMPLES.name
     text = page.render(
         title=f"Run {folder}",
         facts=shown,
         pictures=[draw(p) for p in plots(rows, steps)],
         data=starts[-1]["data"] if starts else "",
         sample=sample,
+        samples=[(row["step"], row[name].values()) for row in rows if name in row][-SHOWN_STEPS:],
         changed=what_was_set(config),
         config=config,
     )
@@ -201,7 +204,18 @@ def plots(rows: list[dict[str, Any]], steps: list[dict[str, Any]]) -> list[Plot]
         values = [r[key] for r in steps]
         curves = [Curve(title, at, values)] if key == "lr" else both(title, at, values)
         found.append(Plot(title, "step", curves, end, from_zero=key == "tokens_per_s"))
-    return found + routing_plots([r for r in steps if "experts" in r], end)
+    return found + task_plots(rows, end) + routing_plots([r for r in steps if "experts" in r], end)
+
+
+def task_plots(rows: list[dict[str, Any]], end: int) -> list[Plot]:
+    """For each of train.eval_tasks its scores."""
+    names = dict.fromkeys(key for row in rows for key in row if key.startswith(records.TASKS))
+    by_task: dict[str, list[Curve]] = {}
+    for name in names:
+        task, _, metric = name.removeprefix(records.TASKS).rpartition("/")
+        points = [(row["step"], row[name]) for row in rows if name in row]
+        by_task.setdefault(task, []).append(Curve(metric, [x for x, _ in points], [y for _, y in points], "dots"))
+    return [Plot(f"Task {task}", "step", curves, end) for task, curves in by_task.items()]
 
 
 def both(name: str, x: list[float], y: list[float]) -> list[Curve]:

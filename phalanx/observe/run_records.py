@@ -35,6 +35,7 @@ FP8 = Record("fp8", kind="table", scalars=fp8_scalars)
 FP8_SHADOW = Record("fp8_shadow", kind="table", scalars=shadow_scalars)
 FP8_FELL_BACK = Record("fp8_fell_back", kind="table")
 SLOW = Record("slow", "times the others' time", "table", "max", _slow_scalars)
+SAMPLES = Record("samples", kind="table")
 EXPERTS = Record("experts", kind="table", scalars=routing_scalars)
 
 
@@ -50,6 +51,14 @@ METRIC = "task/"
 def task_metric(name: str) -> Record:
     """The record of a metric that an objective logs."""
     return Record(f"{METRIC}{name}", reduction="mean")
+
+
+TASKS = "tasks/"
+
+
+def task_score(task: str, metric: str) -> Record:
+    """The record of a score of one of train.eval_tasks."""
+    return Record(f"{TASKS}{task}/{metric}")
 
 
 def valid_loss(name: str) -> Record:

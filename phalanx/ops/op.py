@@ -13,6 +13,8 @@ An op is declared once, in the file of its definition, and named in the registry
 
 `NORM.choose(kernels, x)` is the module (or class) whose functions are to run. It is asked where the op is called, once
 for forward and backward. `kernels` is train.kernels, or "plain" where train.plain_ops names the op (Env.kernels_for).
+With train.batch_invariant it is "invariant": only implementations run that have it among their modes, which says that
+the bits of a row of their forward depend on that row alone. An op without one that runs here is refused by name.
 
 An implementation is a module, or a class of one. It is imported when it is first chosen: `*_kernel` modules import
 triton. On the CPU they run in Triton's interpreter (TRITON_INTERPRET=1 before the first import), which is how the tests
@@ -36,11 +38,19 @@ from torch import Tensor
 from phalanx.base.errors import PhalanxError
 from phalanx.base.registry import find, names, register, registered
 
-Kernels = Literal["auto", "plain", "triton", "optional"]
+Kernels = Literal["auto", "plain", "triton", "optional", "invariant"]
+"""What a caller asks for: a value of train.kernels, or, in a run with train.batch_invariant, `invariant`."""
+
 SEAM, ADDED = "op", "implementation"
 NO_FEATURES: frozenset[str] = frozenset()
 ALL_KERNELS: tuple[Kernels, ...] = ("plain", "auto", "triton", "optional")
 EXTRA = "pip install 'phalanx[kernels]'"
+
+
+class NotInvariant(PhalanxError):
+    """train.batch_invariant, and an op has no implementation here whose bits depend on the row alone."""
+
+    exit_code = 2
 
 
 class BadImplementation(PhalanxError):
@@ -73,7 +83,7 @@ class Implementation:
     fits        sizes of this call (as the op's caller passes them to `choose`) -> whether it supports them; None: all
     shapes      the same in words, for people
     features    of those that a call may ask for, the ones that it has; None: all
-    modes       values of train.kernels under which it is taken where it runs
+    modes       values of train.kernels under which it is taken where it runs; `invariant`: its rows are batch-invariant
     insisted    values of train.kernels under which it is taken unasked: a config that cannot have it was refused
     cost        what is slower without it, for people
     """
@@ -127,12 +137,19 @@ class Implementation:
         return "; ".join(part for part in (device + least, package, dtypes, self.shapes) if part)
 
 
-def triton(source: str, **fields: Any) -> Implementation:
+def triton(source: str, invariant: bool = False, **fields: Any) -> Implementation:
     """A Triton implementation: runs on NVIDIA GPUs of compute capability 8.0 and newer, and in Triton's interpreter
-    where train.kernels insists on it."""
+    where train.kernels insists on it. invariant: the bits of a row depend on that row alone."""
     package = Package("triton", "triton")
     insisted: tuple[Kernels, ...] = ("triton", "optional")
-    return Implementation("triton", source, "cuda", (8, 0), None, package, modes=("auto",), insisted=insisted, **fields)
+    modes: tuple[Kernels, ...] = ("auto", "invariant") if invariant else ("auto",)
+    return Implementation("triton", source, "cuda", (8, 0), None, package, modes=modes, insisted=insisted, **fields)
+
+
+def invariant(source: str, device: Literal["cpu", "any"] = "cpu", **fields: Any) -> Implementation:
+    """An implementation for train.batch_invariant alone. A reference may be one: on CPUs, torch's sums over the last
+    dim take one order whatever the number of rows."""
+    return Implementation("invariant", source, device, modes=("invariant",), **fields)
 
 
 @cache
@@ -227,9 +244,18 @@ class Op:
         return (*reversed(added), *self.implementations)
 
     def choose(self, kernels: Kernels, x: Tensor, *sizes: Any) -> Any:
-        """The implementation to run on `x`: the module or class that has the op's members."""
+        """The implementation to run on `x`: the module or class that has the op's members. NotInvariant if it is to be
+        batch-invariant and there is none."""
         found = self.fast(kernels, x, *sizes)
+        if found is None and kernels == "invariant":
+            raise NotInvariant(self.lacks_invariance(x))
         return self.reference if found is None else found
+
+    def lacks_invariance(self, x: Tensor) -> str:
+        """What to say where none of its implementations runs on `x` batch-invariantly."""
+        able = [f"{made.name} ({made.where})" for made in self.candidates if "invariant" in made.modes]
+        what = f"op {self.name} ({self.title}) has no batch-invariant implementation for {x.dtype} on {x.device.type}"
+        return f"{what}; it has {', '.join(able) or 'none'}: set train.batch_invariant=false"
 
     def fast(self, kernels: Kernels, x: Tensor, *sizes: Any, asked: frozenset[str] = NO_FEATURES) -> Any:
         """The same, of the implementations that have the features asked for; None: the reference, if it has them."""

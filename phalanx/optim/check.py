@@ -53,7 +53,18 @@ def _moved(found: Problem, section: str) -> Problem:
     return replace(found, field=found.field.replace("optim.", f"{section}.", 1), because=because)
 
 
-SHARED = ("min_lr", "clip_grad", "schedule", "warmup_steps", "decay_steps", "wsd_decay_steps", "fallback")
+SHARED = (
+    "min_lr",
+    "masters",
+    "clip_grad",
+    "clip_by",
+    "in_backward",
+    "schedule",
+    "warmup_steps",
+    "decay_steps",
+    "wsd_decay_steps",
+    "fallback",
+)
 """Fields of optim that also apply to its fallback."""
 
 

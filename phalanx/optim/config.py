@@ -19,14 +19,25 @@ class OptimConfig:
     """Peak learning rate."""
     min_lr: float = 0.0
     """Learning rate at the end of the decay."""
-    moments: Literal["master", "bf16", "fp8"] = "master"
+    masters: Literal["whole", "split"] = "whole"
+    """How the masters of bf16 weights are stored: whole, as fp32 numbers (4 bytes a parameter beside the weight); or
+    split: only the bits that the weight lacks (2.125 bytes), with the same results to the bit."""
+    moments: Literal["master", "bf16", "fp8", "8bit"] = "master"
     """Dtype of the optimizer's moments: that of the masters (fp32); bf16, which takes half the memory and is rounded at
-    every step; or fp8, which takes a quarter: E4M3 with a power of two for every 32 elements, Adam's second moment as
-    its square root, stochastically rounded."""
+    every step; fp8, which takes a quarter: E4M3 with a power of two for every 32 elements, Adam's second moment as its
+    square root, stochastically rounded; or 8bit, a quarter too: block-wise dynamic quantization (Dettmers et al., 2022)
+    with a scale for every 64 elements, as in bitsandbytes' AdamW8bit."""
     weight_decay: float = 0.1
     """Decoupled weight decay of matrices and embeddings; norms, biases and attention sinks have none."""
     clip_grad: float = 1.0
-    """Largest global gradient norm; 0 turns clipping off."""
+    """Largest gradient norm; 0 turns clipping off."""
+    clip_by: Literal["model", "bucket"] = "model"
+    """Whose gradient norm clip_grad limits: that of the whole model; or, with in_backward, that of each bucket by
+    itself (layout.bucket_mb), which then depends on how parameters are put into buckets."""
+    in_backward: bool = False
+    """Apply the gradients of each bucket (layout.bucket_mb) as soon as they are complete, in the middle of backward,
+    and free them: gradients then take the memory of a bucket instead of 4 bytes a parameter. Needs one micro-batch a
+    step, and clip_by=bucket or clip_grad=0, because the norm of the model is known only when all gradients are."""
     schedule: str = "cosine"
     """Learning-rate schedule after warm-up: constant, linear, cosine, wsd, inverse_sqrt, or one of your own as
     PACKAGE.MODULE:NAME."""

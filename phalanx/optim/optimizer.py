@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any, ClassVar, Literal, TypeVar
 
 from phalanx.base import registry
 from phalanx.base.errors import ConfigError, Problem
-from phalanx.base.registry import BUILT_IN, NotFound, find, path_of, register, registered
+from phalanx.base.registry import BUILT_IN, NotFound, find, path_of, registered, registers
 from phalanx.layout.buckets import Updater
 from phalanx.layout.param import ROLES, ParamSpec, Role
 from phalanx.ops.optimizer.state import Moment
@@ -134,12 +134,7 @@ T = TypeVar("T", bound=type[Optimizer])
 
 def optimizer(name: str) -> Callable[[T], T]:
     """Name an Optimizer: `optim.name` may be that name wherever its module has been imported."""
-
-    def named(cls: T) -> T:
-        register(SEAM, name, cls)
-        return cls
-
-    return named
+    return registers(SEAM, name)
 
 
 def find_optimizer(name: str) -> type[Optimizer]:

@@ -5,6 +5,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from fnmatch import fnmatchcase
+from functools import cached_property
 from math import prod
 
 import torch
@@ -15,6 +16,7 @@ from phalanx.base.align import ELEMENTS, room
 from phalanx.layout.buckets import Bucket
 from phalanx.layout.param import Piece
 from phalanx.ops.op import Kernels
+from phalanx.ops.optimizer import blockwise, masters
 from phalanx.ops.optimizer.moments import BLOCK
 from phalanx.ops.optimizer.shard import MASTER, Shard, StateRange, keep, widened
 from phalanx.optim.config import OptimConfig
@@ -27,7 +29,7 @@ from phalanx.optim.optimizer import (
     optimizers_of,
 )
 
-CHUNK = 1 << 22  # elements per call of an update without a fused form; a multiple of the blocks of FP8 moments
+CHUNK = 1 << 22  # elements per call of an update without a fused form; a multiple of the blocks of packed tensors
 
 
 def group_of(piece: Piece, config: OptimConfig) -> tuple[float, float]:
@@ -59,13 +61,23 @@ def group_ranges(bucket: Bucket, lo: int, hi: int, config: OptimConfig) -> list[
 
 def moment_dtype(config: OptimConfig) -> torch.dtype | None:
     """The dtype of moments; None: that of the masters."""
-    return {"bf16": torch.bfloat16, "fp8": torch.float8_e4m3fn}.get(config.moments)
+    dtypes = {"bf16": torch.bfloat16, "fp8": torch.float8_e4m3fn, "8bit": torch.uint8}
+    return dtypes.get(config.moments)
 
 
 def state_bytes(config: OptimConfig, master: int) -> list[float]:
     """Bytes of an element's whole state, with masters of `master` bytes: of the optimizer, and of its fallback."""
-    moments = {"bf16": 2.0, "fp8": 1.0 + 1.0 / BLOCK}
+    moments = {"bf16": 2.0, "fp8": 1.0 + 1.0 / BLOCK, "8bit": blockwise.BYTES}
     return [len(o.state) * moments.get(o.config.moments, float(master)) for o in optimizers_of(config)]
+
+
+def master_bytes(config: OptimConfig, master: int) -> float:
+    """Bytes of an element's master that are stored beside its weight."""
+    return masters.BYTES if config.masters == "split" else master
+
+
+Groups = dict[tuple[float, float], list[StateRange]]
+"""Ranges by (weight decay, learning-rate factor)."""
 
 
 class UpdateRule:
@@ -73,21 +85,40 @@ class UpdateRule:
 
     def __init__(self, optimizer: Optimizer, shards: list[Shard], rate: float, kernels: Kernels):
         self.optimizer, self.rate, self.kernels = optimizer, rate, kernels
-        self.groups: dict[tuple[float, float], list[StateRange]] = {}
         self.homes = [s for s in shards if s.home is not None]
-        for s in (s for s in shards if s.home is None):
-            for a, b, group in group_ranges(s.bucket, s.lo, s.hi, optimizer.config):
-                self.groups.setdefault(group, []).append(s.range(a - s.lo, b - s.lo))
+        self.shards = [s for s in shards if s.home is None]
+        self._of_bucket: dict[int, Groups] = {}
+
+    @cached_property
+    def groups(self) -> Groups:
+        """Of all shards."""
+        return self._grouped(self.shards)
+
+    def _grouped(self, shards: list[Shard]) -> Groups:
+        found: Groups = {}
+        for s in shards:
+            for a, b, group in group_ranges(s.bucket, s.lo, s.hi, self.optimizer.config):
+                found.setdefault(group, []).append(s.range(a - s.lo, b - s.lo))
+        return found
 
     def update(self, lr: float, scalars: StepScalars) -> None:
         """As ShardedOptimizer.update."""
-        for (decay, scale), ranges in self.groups.items():
+        self._update(self.groups, lr, scalars)
+        for shard in self.homes:
+            update_matrices(self.optimizer, shard, lr * self.rate, scalars)
+
+    def update_bucket(self, bucket: int, lr: float, scalars: StepScalars) -> None:
+        """As ShardedOptimizer.update_bucket."""
+        if bucket not in self._of_bucket:  # made here because gradients without memory have no ranges
+            self._of_bucket[bucket] = self._grouped([s for s in self.shards if s.bucket.id == bucket])
+        self._update(self._of_bucket[bucket], lr, scalars)
+
+    def _update(self, groups: Groups, lr: float, scalars: StepScalars) -> None:
+        for (decay, scale), ranges in groups.items():
             if isinstance(self.optimizer, FusedOptimizer):
                 self.optimizer.update_ranges(ranges, lr * self.rate * scale, decay, scalars, self.kernels)
             else:
                 update_in_chunks(self.optimizer, ranges, lr * self.rate * scale, decay, scalars)
-        for shard in self.homes:
-            update_matrices(self.optimizer, shard, lr * self.rate, scalars)
 
 
 class ShardedOptimizer:
@@ -131,6 +162,13 @@ class ShardedOptimizer:
         for rule in self.rules:
             rule.update(lr, scalars)
 
+    @torch.no_grad()
+    def update_bucket(self, bucket: int, lr: float, skip: Tensor, factor: Tensor) -> None:
+        """As `update`, of one bucket. The count of steps is the caller's to advance (`step`), once for all buckets."""
+        scalars = StepScalars(self.step, factor, skip)
+        for rule in self.rules:
+            rule.update_bucket(bucket, lr, scalars)
+
 
 def rate_of(config: OptimConfig, own: OptimConfig) -> float:
     """The learning rate of one of a config's optimizers relative to the step's, which is that of optim.name."""
@@ -142,7 +180,7 @@ def update_in_chunks(
 ) -> None:
     """One step of an optimizer's `update` on ranges of limited size."""
     for stored in (r[a : a + CHUNK] for r in ranges for a in range(0, len(r.master), CHUNK)):
-        update_copies(optimizer, ParamRange, stored, stored.master.shape, (lr, weight_decay), scalars)
+        update_copies(optimizer, ParamRange, stored, stored.grad.shape, (lr, weight_decay), scalars)
 
 
 def update_matrices(optimizer: Optimizer, shard: Shard, lr: float, scalars: StepScalars) -> None:
@@ -168,20 +206,23 @@ def update_copies(
 ) -> None:
     """One step of an optimizer's `update` on working copies of `shape`, written back unless the step is skipped. Stored
     elements beyond these are padding. rates: learning rate and weight decay."""
-    skipped, dtype, numel = scalars.skip.bool(), stored.master.dtype, prod(shape)
+    skipped, dtype, numel = scalars.skip.bool(), stored.grad.dtype, prod(shape)
     before = {name: widened(kept, dtype) for name, kept in stored.state.items()}
+    master = widened(stored.master, dtype)
     p = made(
-        stored.master[:numel].view(shape).clone(),
+        master[:numel].view(shape).clone(),
         stored.grad[:numel].view(shape) * scalars.factor.to(dtype),
         {name: value[:numel].view(shape).clone() for name, value in before.items()},
         *rates,
         scalars.step,
     )
     optimizer.update(p)
-    stored.master[:numel].copy_(torch.where(skipped, stored.master[:numel], p.master.reshape(-1)))
+    master[:numel].copy_(torch.where(skipped, master[:numel], p.master.reshape(-1)))
+    if master is not stored.master:
+        keep(stored.master, master, scalars.step)
     for name, kept in stored.state.items():
         values = torch.where(skipped, before[name][:numel], p.state[name].reshape(-1))
         keep(kept, values if numel == len(before[name]) else pad(values, (0, len(before[name]) - numel)), scalars.step)
     if stored.out is not None:
-        stored.out.copy_(stored.master)
+        stored.out.copy_(master)
     stored.grad.zero_()

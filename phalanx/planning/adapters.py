@@ -46,6 +46,13 @@ def adapted_names(model: ModelConfig) -> AdaptedNames:
     return AdaptedNames(carriers, cut, tuple(dict.fromkeys(others)))
 
 
+@lru_cache(maxsize=8)
+def linear_shapes(model: ModelConfig) -> dict[str, tuple[int, int]]:
+    """By name, outputs and inputs of a whole model's matrices that can have an adapter; not of experts."""
+    pieces = [piece for linear in linears_in(whole_model(model)) for piece in pieces_of(linear)]
+    return {piece.name: (piece.outputs, piece.inputs) for piece in pieces if piece.experts is None}
+
+
 def linears_in(blocks: Iterable[Block]) -> list[Linear]:
     """Each once."""
     return list({id(m): m for block in blocks for m in block.modules() if isinstance(m, Linear)}.values())

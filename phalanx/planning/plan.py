@@ -96,6 +96,9 @@ class RankPlan:
 class Plan:
     """The decisions of a run.
 
+    A program (what each pipeline rank does in a step) is no field: it also depends on the number of micro-batches,
+    which a growing batch, evaluation and loops of one's own choose. `proved_program` computes it from the plan alone.
+
     stages      the block numbers of each stage
     segments    the blocks of each stage in groups, one for each bucket
     recomputed  for each block, the ops (nn.recompute.OPS) that run again in backward
@@ -136,12 +139,15 @@ class Plan:
 
     @property
     def sharding(self) -> Sharding:
-        return Sharding.of(self.run.layout, self.run.train.deterministic)
+        return Sharding.of(self.run.layout, self.run.train.deterministic, self.run.optim.in_backward)
 
     def flow(self, bucket: Bucket) -> Flow:
         """What the schedule must do for a bucket."""
         cut = self.sharding.cut(bucket, self.grid)
-        return Flow(gathers=cut.cuts_weights, opens=cut.cuts_gradients, closes=cut.cuts_gradients or cut.chained)
+        closes = cut.cuts_gradients or cut.chained
+        if cut.applied:
+            return Flow(cut.cuts_weights, opens=True, closes=cut.inner * cut.outer > 1, applies=True)
+        return Flow(gathers=cut.cuts_weights, opens=cut.cuts_gradients, closes=closes)
 
     @property
     def segments_per_stage(self) -> tuple[int, ...]:
@@ -283,6 +289,7 @@ class Plan:
         return OpChoices(
             kernels=self.kernels.mode,
             plain_ops=self.kernels.plain_ops,
+            batch_invariant=self.run.train.batch_invariant,
             dispatch=self.experts.dispatch,
             expert_room=self.run.layout.expert_room,
             sources=self.sources,

@@ -247,11 +247,14 @@ class Flow:
     gathers   its weights are in memory from Gather to Free only
     opens     its gradients are in memory from Open to Close only, and are reduced after each micro-batch
     closes    it needs a Close when a reduction is complete
+    applies   its gradients are applied and freed when they are complete, in a step of one micro-batch (an Apply instead
+              of the Close; they are in memory from Open to there)
     """
 
     gathers: bool = False
     opens: bool = False
     closes: bool = False
+    applies: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -299,6 +302,14 @@ class Close:
 
 
 @dataclass(frozen=True, slots=True)
+class Apply:
+    """Wait for a bucket's reduction, update what this rank updates of it, and free the gradients. Nothing in the step
+    reads its weights after that."""
+
+    bucket: int
+
+
+@dataclass(frozen=True, slots=True)
 class Offload:
     """Start copying to the host what a segment's forward saved for its backward, and free it on the device."""
 
@@ -316,7 +327,7 @@ class Fetch:
     mb: int
 
 
-Instruction = Compute | Recv | Wait | Send | Gather | Ready | Free | Open | Reduce | Close | Offload | Fetch
+Instruction = Compute | Recv | Wait | Send | Gather | Ready | Free | Open | Reduce | Close | Apply | Offload | Fetch
 
 
 @dataclass(frozen=True)

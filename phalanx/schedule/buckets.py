@@ -2,6 +2,7 @@
 
     Gather ... Ready  first use ... last use  Free                      weights of a sharded bucket (ZeRO-3 / FSDP)
     Open  first add ... last add  Reduce ... Close                      its gradients
+    Open  first add ... last add  Reduce ... Apply                      the same, applied in backward
 
 A use is a Forward, a Backward or an InputGrad; a Backward and a WeightGrad add to gradients.
 
@@ -16,6 +17,7 @@ from collections.abc import Iterator, Mapping, Sequence, Set
 from dataclasses import dataclass, field
 
 from phalanx.schedule.actions import (
+    Apply,
     Backward,
     Buckets,
     Close,
@@ -28,6 +30,7 @@ from phalanx.schedule.actions import (
     Open,
     Ready,
     Reduce,
+    ScheduleError,
     Send,
     WeightGrad,
 )
@@ -126,6 +129,11 @@ def _place_gradients(
     """Reduce after the last add of the step or, if gradients are sharded, of each micro-batch. Each reduction includes
     what other micro-batches have added by then."""
     last_of_mb = {compute[k].mb: k for k in adds}
+    if flow.applies and len(last_of_mb) > 1:
+        raise ScheduleError(
+            f"bucket {bucket}: gradients of {len(last_of_mb)} micro-batches are complete only after the last of them; "
+            "optim.in_backward=true needs one micro-batch a step"
+        )
     is_open = False
     for n, k in enumerate(adds):
         if flow.opens and not is_open:
@@ -135,7 +143,10 @@ def _place_gradients(
         if final or (flow.opens and last_of_mb[compute[k].mb] == k):
             moments.reduces[k].append(Reduce(bucket))
             is_open = False
-            if flow.closes or flow.opens:
+            if flow.applies:
+                at = min(k + (bucket_prefetch if flow.closes else 0), len(compute) - 1)
+                moments.closes[at].append((k, Apply(bucket)))
+            elif flow.closes or flow.opens:
                 latest = len(compute) - 1 if final else adds[n + 1] - 1
                 moments.closes[min(k + bucket_prefetch, latest)].append((k, Close(bucket, final)))
 
@@ -173,7 +184,7 @@ def fullest(
                 gathered -= weights[bucket]
             case Open(bucket):
                 opened += gradients[bucket]
-            case Close(bucket):
+            case Close(bucket) | Apply(bucket):
                 opened -= gradients.get(bucket, 0)
         most = max(most, (gathered, opened), key=sum)
     return most

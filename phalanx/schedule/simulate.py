@@ -20,6 +20,7 @@ from dataclasses import dataclass, field
 from typing import Literal, NoReturn
 
 from phalanx.schedule.actions import (
+    Apply,
     Backward,
     Close,
     Compute,
@@ -198,6 +199,8 @@ class _BucketStates:
         gradients   Open       Backward, WeightGrad        Reduce             Close
               none ──────▶ open ───────────────────▶ added ───────▶ reducing ───────▶ none, or reduced for this step
 
+    Instead of the Close, an Apply ends the reduction and changes the weights: they are not used again in this step.
+
     A bucket whose weights are not sharded has no Gather and no Free, one whose gradients are not sharded has no Open
     (actions.Flow). A Forward adds too if it is early (actions.Program).
     """
@@ -209,14 +212,15 @@ class _BucketStates:
     reducing: set[int] = field(default_factory=set)
     reduced: set[int] = field(default_factory=set)
     """For the last time in this step."""
+    applied: set[int] = field(default_factory=set)
 
-    def step(self, do: Gather | Ready | Free | Open | Reduce | Close, flow: Flow) -> str:
+    def step(self, do: Gather | Ready | Free | Open | Reduce | Close | Apply, flow: Flow) -> str:
         b = do.bucket
         match do:
             case Gather():
                 wrong = (
                     ""
-                    if flow.gathers and b not in self.gathered
+                    if flow.gathers and b not in self.gathered | self.applied
                     else "gathers a bucket that is not cut, or one that is here"
                 )
                 self.gathered.add(b)
@@ -252,6 +256,16 @@ class _BucketStates:
                 self.opened.discard(b)
                 if last:
                     self.reduced.add(b)
+            case Apply():
+                wrong = (
+                    ""
+                    if flow.applies and b in self.reducing and b not in self.gathered
+                    else "applies a bucket that is not being reduced, or whose weights are still in use"
+                )
+                for states in (self.reducing, self.opened, self.ready):
+                    states.discard(b)
+                self.reduced.add(b)
+                self.applied.add(b)
         return wrong
 
     def add(self, bucket: int, flow: Flow) -> str:
@@ -262,8 +276,10 @@ class _BucketStates:
         self.added.add(bucket)
         return ""
 
-    def missing(self, buckets: set[int], trained: bool) -> str:
-        """What is missing at the end of the step, or ""."""
+    def missing(self, buckets: set[int], trained: bool, applying: set[int]) -> str:
+        """What is missing at the end of the step, or "". applying: buckets that are applied in backward."""
+        if trained and self.applied != applying:
+            return f"never applies buckets {sorted(applying - self.applied)}"
         if trained and self.reduced != buckets:
             return f"never reduces buckets {sorted(buckets - self.reduced)} for the last time"
         left = self.gathered | self.opened | self.added
@@ -358,7 +374,7 @@ class _Rank:
                 return self.wait(instruction)
             case Offload() | Fetch():
                 self.move(instruction)
-            case Gather() | Ready() | Free() | Open() | Reduce() | Close():
+            case Gather() | Ready() | Free() | Open() | Reduce() | Close() | Apply():
                 self.require(instruction.bucket in self.buckets, "is about an unknown bucket")
                 wrong = self.bucket_states.step(instruction, self.program.flow(self.rank, instruction.bucket))
                 self.require(not wrong, wrong)
@@ -535,7 +551,9 @@ class _Rank:
             raise ScheduleError(
                 f"rank {self.rank} never waits for {[str(v) for v in sorted(set(self.posted) - self.received)]}"
             )
-        wrong = self.bucket_states.missing(set(self.buckets), self.schedule.has_backward)
+        trained = self.schedule.has_backward
+        applying = {b for b in self.buckets if trained and self.program.flow(self.rank, b).applies}
+        wrong = self.bucket_states.missing(set(self.buckets), trained, applying)
         if wrong:
             raise ScheduleError(f"rank {self.rank} {wrong}")
 

@@ -58,6 +58,8 @@ NUM_REAL = PerBatch[Tensor]()
 SEQUENCE_NUMBERS = PerBatch[Tensor]()
 PLACES = PerBatch[Tensor]()
 PIECES = PerBatch["tuple[Batch, ...]"]()
+# what belongs to tokens and is not in `whole`: other shards never need it
+OWN_ROWS = ("reference", "target_ids", "target_log_probs")
 UNCUT = PerBatch["Batch"]()
 AMONG = PerBatch["Batch"]()
 PLACES_OF_BALANCED = PerBatch[Tensor]()
@@ -99,6 +101,9 @@ class Batch:
     piece       a piece of a balanced batch over which attention is computed separately; its shapes hardly ever repeat
     shared      with balanced: the documents of which this shard has a part, in the order of its tokens; whole documents
                 follow
+    reference   (T,) fp32 or wider: the log-probability that another model gives each label; None: there is none
+    target_ids, target_log_probs  (T, K) int64, fp32: the ids that another model finds most likely at each token, and
+                their log-probabilities; None: there are none
     paged       sequences that continue from what layers remember of them (generation): the tokens here are pieces of
                 several sequences, laid out flat; num_sequences is 1
 
@@ -121,6 +126,9 @@ class Batch:
     balanced: Tensor | None = None
     shared: tuple[SharedDocument, ...] = ()
     piece: bool = False
+    reference: Tensor | None = None
+    target_ids: Tensor | None = None
+    target_log_probs: Tensor | None = None
     paged: PagedSequences | None = None
     _made: dict[tuple[Hashable, ...], Any] = field(default_factory=dict, compare=False, repr=False)
     """By owner (PerBatch)."""
@@ -212,7 +220,9 @@ class Batch:
         shared: tuple[SharedDocument, ...] = ()
         if part.dynamic:
             part, (balanced, shared) = SequenceShard(part.index, part.count), self._balance(part)
-        return replace(self, whole=whole, balanced=balanced, shared=shared)._another(part)
+        other = replace(self, whole=whole, balanced=balanced, shared=shared)._another(part)
+        own: dict[str, Any] = {name: other.take(x) for name in OWN_ROWS if (x := getattr(self, name)) is not None}
+        return replace(other, **own) if own else other
 
     def _balance(self, part: SequenceShard) -> tuple[Tensor | None, tuple[SharedDocument, ...]]:
         """`balanced` and `shared` for a shard of this batch of whole sequences; nothing if documents cannot be assigned
@@ -294,7 +304,7 @@ class Batch:
         batch's."""
         if self.whole is None:
             return self
-        rows: dict[str, Any] = dict(zip(self._rows, self.whole))
+        rows: dict[str, Any] = {**dict(zip(self._rows, self.whole)), **dict.fromkeys(OWN_ROWS)}
         return UNCUT.of(self, lambda: replace(self, **rows, part=WHOLE, whole=None, balanced=None, shared=(), _made={}))
 
     def among(self, run: int) -> Batch:
@@ -309,6 +319,7 @@ class Batch:
     def _another(self, part: SequenceShard) -> Batch:
         """Another shard of the same sequences."""
         taken: dict[str, Any] = dict(zip(self._rows, (self.take(row, part) for row in self.whole)))  # type: ignore[union-attr]
+        taken |= dict.fromkeys(OWN_ROWS)
         return replace(self, **taken, part=part, _made={})
 
     def take(self, x: Tensor, part: SequenceShard | None = None) -> Tensor:

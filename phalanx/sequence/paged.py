@@ -2,13 +2,15 @@
 
 A batch of generation mixes pieces of prompts and single tokens, one sequence after another, as one flat run of tokens.
 What a layer remembers of a sequence lies in pages of `page_size` tokens, scattered over a pool that all sequences
-share; a table says which pages are a sequence's (Kwon et al., "PagedAttention", 2023).
+share; a table says which pages are a sequence's (Kwon et al., "PagedAttention", 2023). Ranks of context parallelism
+share every page: of cp ranks, rank r remembers the tokens at positions r, r + cp, r + 2 cp ... So tables are the same
+on all of them, and a page of cp * n tokens takes the room of n on each.
 """
 
 from __future__ import annotations
 
-from dataclasses import dataclass, fields, replace
-from typing import Any
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor
@@ -27,11 +29,14 @@ class PagedSpans:
                   sequence's n tokens here has position length - n + i
     table         (S, P) int32  numbers of the pages of each sequence, in order; NO_PAGE where its tokens are no longer
                   read (they have left a window) or not there yet
-    page_size     tokens in a page
+    page_size     tokens in a page that are remembered here
     most_queries  a bound on the tokens of one sequence in the batch
     most_keys     a bound on the tokens of one sequence so far
     batch_invariant  the bits of what a token gets depend on its sequence alone, not on who else is in the batch nor on
                   the pieces that a prompt is read in; slower
+    prompts       which of the sequences begin here, if there are some
+    offset        position of the first token of a sequence that is remembered here
+    stride        positions from each such token to the next: 1, if all are
     """
 
     starts: Tensor
@@ -41,21 +46,77 @@ class PagedSpans:
     most_queries: int
     most_keys: int
     batch_invariant: bool = False
+    prompts: PromptSpans | None = None
+    offset: int = 0
+    stride: int = 1
 
     @property
     def num_sequences(self) -> int:
         return len(self.lengths)
 
+    def keys_before(self, position: int) -> int:
+        """Tokens of a sequence before a position that are remembered here."""
+        return max(0, -(-(position - self.offset) // self.stride))
+
+    def with_prompts(self, counts: Sequence[int], lengths: Sequence[int]) -> PagedSpans:
+        """The same, knowing which sequences begin here. counts, lengths: of their tokens here and so far, on the
+        host."""
+        first = len(counts)
+        while first and counts[first - 1] == lengths[first - 1]:
+            first -= 1
+        longest = max(counts[first:], default=0)
+        if longest < 2:
+            return self
+        begin, others = sum(counts[:first]), None
+        if first:
+            others = replace(
+                self,
+                starts=self.starts[: first + 1],
+                lengths=self.lengths[:first],
+                table=self.table[:first],
+                most_queries=max(counts[:first]),
+                most_keys=max(lengths[:first]),
+            )
+        end = begin + sum(counts[first:])
+        return replace(self, prompts=PromptSpans(begin, end, self.starts[first:] - begin, longest, others))
+
+    def to(self, device: torch.device | str) -> PagedSpans:
+        there = {n: getattr(self, n).to(device, non_blocking=True) for n in ("starts", "lengths", "table")}
+        return replace(self, **there, prompts=None if self.prompts is None else self.prompts.to(device))
+
+
+@dataclass(frozen=True)
+class PromptSpans:
+    """The last sequences of a batch, of which no token came before: what they read is in the batch, and need not be
+    fetched from pages.
+
+    begin    their first token in the batch
+    end      one past their last
+    offsets  (n + 1,) int32  the first token of each, counted from `begin`, and one past the last one's
+    longest  a bound on their tokens
+    others   the sequences before them; None: there are none
+    """
+
+    begin: int
+    end: int
+    offsets: Tensor
+    longest: int
+    others: PagedSpans | None
+
+    def to(self, device: torch.device | str) -> PromptSpans:
+        others = None if self.others is None else self.others.to(device)
+        return replace(self, offsets=self.offsets.to(device, non_blocking=True), others=others)
+
 
 @dataclass(frozen=True)
 class PagedSequences:
     """Beside the tokens of a batch: of each group of layers that remember alike (nn.memory), what they read and where
-    they write.
+    they write. With context parallelism a rank's batch has its part of the step's T tokens, and this has all of them.
 
     spans   of each group
     slots   of each group (T,) int64  where what is remembered of a token is written: page * page_size + place in it;
-            of padding inside NO_PAGE
-    ends    (R,) int64  places in the batch of the tokens whose logits are wanted
+            of padding, and of tokens that other ranks remember, inside NO_PAGE
+    ends    (R,) int64  places among the T tokens of those whose logits are wanted
     length  that no sequence may exceed: where angles of rotary embeddings follow the length of a sequence, they are
             those of this one for all tokens, whenever they come
     """
@@ -70,14 +131,6 @@ class PagedSequences:
         return [self.ends, *self.slots, *(t for s in self.spans for t in (s.starts, s.lengths, s.table))]
 
     def to(self, device: torch.device | str) -> PagedSequences:
-        def moved(spans: PagedSpans) -> PagedSpans:
-            values: dict[str, Any] = {f.name: getattr(spans, f.name) for f in fields(spans)}
-            there: dict[str, Any] = {
-                n: v.to(device, non_blocking=True) for n, v in values.items() if isinstance(v, Tensor)
-            }
-            return replace(spans, **there)
-
         slots = tuple(s.to(device, non_blocking=True) for s in self.slots)
-        return replace(
-            self, spans=tuple(map(moved, self.spans)), slots=slots, ends=self.ends.to(device, non_blocking=True)
-        )
+        spans, ends = tuple(s.to(device) for s in self.spans), self.ends.to(device, non_blocking=True)
+        return replace(self, spans=spans, slots=slots, ends=ends)

@@ -145,19 +145,24 @@ def unexpected(service: Service, error: Exception) -> ApiError:
 
 
 async def models(request: Request) -> JSONResponse:
-    return JSONResponse({"object": "list", "data": [model_object(service_of(request))]})
+    service = service_of(request)
+    return JSONResponse({"object": "list", "data": [model_object(service, name) for name in service.model.names]})
 
 
 async def one_model(request: Request) -> JSONResponse:
     service = service_of(request)
-    service.model.check_name(request.path_params["name"])
-    return JSONResponse(model_object(service))
+    name = request.path_params["name"]
+    service.model.check_name(name)
+    return JSONResponse(model_object(service, name))
 
 
-def model_object(service: Service) -> dict[str, Any]:
+def model_object(service: Service, name: str) -> dict[str, Any]:
+    """parent: of a model that is another one with an adapter."""
     model = service.model
+    parent = {} if name == model.name else {"parent": model.name}
     return {
-        "id": model.name,
+        "id": name,
+        **parent,
         "object": "model",
         "created": service.created,
         "owned_by": "phalanx",

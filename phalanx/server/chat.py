@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import time
 import uuid
 from collections.abc import AsyncIterator, Sequence
@@ -12,16 +13,18 @@ from starlette.concurrency import run_in_threadpool
 from starlette.requests import Request
 from starlette.responses import JSONResponse, Response
 
-from phalanx.inference.request import TokenScore
+from phalanx.inference.request import Grammar, TokenScore
 from phalanx.server.choices import ChoiceText, PlacedToken
 from phalanx.server.engine_thread import Answers, SequenceJob
 from phalanx.server.errors import ApiError
+from phalanx.server.forced_calls import call_grammar
 from phalanx.server.metrics import Stopwatch
 from phalanx.server.responses import GONE, EventStream, read_body, unless_gone
-from phalanx.server.schemas import ChatBody, NamedTool, Tool, parse
+from phalanx.server.schemas import ChatBody, NamedTool, ResponseFormat, Tool, parse
 from phalanx.server.served import ServedModel, seed_of
-from phalanx.server.service import Service, finish_reason, note, service_of, steps, usage
+from phalanx.server.service import Service, finish_reason, job_of, note, service_of, steps, usage
 from phalanx.text.chat_reply import Reply, ReplyReader, Said, Thought, ToolCall
+from phalanx.text.chat_template import ChatPrompt
 
 
 @dataclass
@@ -70,16 +73,11 @@ def make_ready(model: ServedModel, body: ChatBody) -> ChatTask:
         raise bad("stream_options", "need stream")
     if body.max_tokens is not None and body.max_completion_tokens is not None:
         raise bad("max_tokens", "is max_completion_tokens by an older name; give one of them")
-    if body.response_format is not None and body.response_format.type != "text":
-        raise bad(
-            "response_format",
-            f"{body.response_format.type} needs an engine that keeps to a grammar, and this one does not; "
-            "ask for JSON in a message and check the answer",
-        )
     variables = dict(body.chat_template_kwargs or {})
     if body.reasoning_effort is not None:
         variables["reasoning_effort"] = body.reasoning_effort
     prompt = model.chat(body.messages, tools, variables)
+    grammar = grammar_of(model, body, tools, prompt)
     asked = body.max_tokens if body.max_completion_tokens is None else body.max_completion_tokens
     tokens = model.room(
         prompt.ids, asked, "max_tokens" if body.max_completion_tokens is None else "max_completion_tokens"
@@ -90,12 +88,53 @@ def make_ready(model: ServedModel, body: ChatBody) -> ChatTask:
     task = ChatTask(body, prompt.ids, [], [])
     seed = seed_of(body)
     for sample in range(body.n or 1):
-        options = replace(model.sampling(body, tokens, sample, seed), logprobs=likeliest)
-        task.jobs.append(SequenceJob(prompt.ids, options))
+        options = replace(model.sampling(body, tokens, sample, seed), logprobs=likeliest, grammar=grammar)
+        task.jobs.append(job_of(body, prompt.ids, options))
         text = ChoiceText(model.tokenizer, body.stop or (), options.end_tokens, shown=shown)
         reader = ReplyReader(model.reply_format, tools is not None, prompt.text)
         task.choices.append(ChatChoice(text, reader))
     return task
+
+
+def grammar_of(model: ServedModel, body: ChatBody, tools: list[Tool] | None, prompt: ChatPrompt) -> Grammar | None:
+    """What the answer keeps to: response_format, or a call that tool_choice demands. ApiError where it could not be an
+    answer of this template."""
+    form = body.response_format
+    chosen = tools is not None and (body.tool_choice == "required" or isinstance(body.tool_choice, NamedTool))
+    if form is not None and form.type != "text":
+        if tools:
+            raise bad("response_format", f"{form.type} leaves no room for calls of tools; set tool_choice to none")
+        field, grammar = "response_format", format_grammar(form)
+    elif tools is not None and chosen:
+        field, grammar = "tool_choice", demanded_call(model, body, tools)
+    else:
+        return None
+    if model.reply_format.channels or ReplyReader(model.reply_format, False, prompt.text).thinking:
+        raise bad(field, "leaves no room for the reasoning that this chat's template begins")
+    if body.ignore_eos or body.min_tokens:
+        raise bad(field, "says when the answer ends; leave out ignore_eos and min_tokens")
+    model.check_grammar(grammar, field)
+    return grammar
+
+
+def format_grammar(form: ResponseFormat) -> Grammar:
+    if form.type == "json_object":
+        return Grammar("json_object")
+    if form.json_schema is None or form.json_schema.schema_ is None:
+        raise bad("response_format.json_schema.schema", "is missing")
+    return Grammar("json_schema", json.dumps(form.json_schema.schema_))
+
+
+def demanded_call(model: ServedModel, body: ChatBody, tools: list[Tool]) -> Grammar:
+    """One call: of the tool that tool_choice names, or of any."""
+    choice = body.tool_choice
+    those = [each for each in tools if not isinstance(choice, NamedTool) or each.function.name == choice.function.name]
+    special = model.tokenizer.special_tokens if model.tokenizer else {}
+    source = model.template.source if model.template else ""
+    grammar = call_grammar(model.reply_format.calls, source, those, special)
+    if grammar is None:
+        raise bad("tool_choice", "cannot force a call in the form that this chat template teaches; use auto")
+    return grammar
 
 
 def offered_tools(body: ChatBody) -> list[Tool] | None:
@@ -103,11 +142,9 @@ def offered_tools(body: ChatBody) -> list[Tool] | None:
     choice = body.tool_choice
     if choice is not None and choice != "none" and not body.tools:
         raise bad("tool_choice", "needs tools")
-    if choice == "required" or isinstance(choice, NamedTool):
-        raise bad(
-            "tool_choice",
-            "cannot force a call: the engine does not keep to a grammar; use auto, and say so in a message",
-        )
+    names = [tool.function.name for tool in body.tools or ()]
+    if isinstance(choice, NamedTool) and choice.function.name not in names:
+        raise bad("tool_choice", f"names {choice.function.name}, and the tools are {', '.join(names)}")
     return body.tools if body.tools and choice != "none" else None
 
 
@@ -148,7 +185,7 @@ async def whole_answer(service: Service, task: ChatTask, answers: Answers, watch
         if task.body.return_token_ids:
             made["token_ids"] = choice.ids
         choices.append({**made, "finish_reason": chat_finish_reason(choice)})
-    return {**head(service, "chat.completion"), "choices": choices, "usage": usage(watch)}
+    return {**head(task.body.model or service.model.name, "chat.completion"), "choices": choices, "usage": usage(watch)}
 
 
 def message_of(found: Sequence[Reply]) -> dict[str, Any]:
@@ -169,7 +206,7 @@ async def chat_chunks(
 ) -> AsyncIterator[dict[str, Any]]:
     """The objects of a stream: the role, pieces, the reason of the end, and the usage if it is asked for."""
     began = time.monotonic()
-    about = head(service, "chat.completion.chunk")
+    about = head(task.body.model or service.model.name, "chat.completion.chunk")
     with_usage = bool(task.body.stream_options and task.body.stream_options.include_usage)
     more = {"usage": None} if with_usage else {}
 
@@ -202,12 +239,12 @@ async def chat_chunks(
         yield {**about, "choices": [], "usage": usage(watch)}
 
 
-def head(service: Service, kind: str) -> dict[str, Any]:
+def head(name: str, kind: str) -> dict[str, Any]:
     return {
         "id": f"chatcmpl-{uuid.uuid4().hex}",
         "object": kind,
         "created": int(time.time()),
-        "model": service.model.name,
+        "model": name,
     }
 
 

@@ -40,6 +40,7 @@ class ChoiceText:
     context     tokens before the first, which its text continues
     shown       special tokens whose names are part of the text
     offset      characters before the text
+    shows_end   whether the token that ends an answer stands among its tokens, where log-probabilities are wanted
     """
 
     def __init__(
@@ -57,6 +58,7 @@ class ChoiceText:
         self._decoded = 0  # characters that tokens have become, held back or not
         self._given = 0
         self.offset = 0
+        self.shows_end = False
         self.made = 0
         self.logprob = 0.0
         self.reason: EndReason | None = None
@@ -73,6 +75,8 @@ class ChoiceText:
         if self._pieces is None:
             return Increment("", [PlacedToken(token, score, 0)], [token])
         if token in self._ends:
+            if self.shows_end:  # after those that are held back
+                self._waiting.append(PlacedToken(token, score, self.offset + self._decoded))
             return Increment("", [], [token])
         self._waiting.append(PlacedToken(token, score, self.offset + self._decoded))
         text = self._pieces.add(token)

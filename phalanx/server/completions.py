@@ -20,7 +20,7 @@ from phalanx.server.metrics import Stopwatch
 from phalanx.server.responses import GONE, EventStream, read_body, unless_gone
 from phalanx.server.schemas import CompletionBody, parse
 from phalanx.server.served import ServedModel, seed_of
-from phalanx.server.service import Service, TextStep, finish_reason, note, service_of, steps, usage
+from phalanx.server.service import Service, TextStep, finish_reason, job_of, note, service_of, steps, usage
 from phalanx.text.pieces import Pieces
 
 DEFAULT_TOKENS = 16  # OpenAI's
@@ -92,9 +92,10 @@ def make_ready(model: ServedModel, body: CompletionBody) -> CompletionTask:
             options = model.sampling(body, tokens, sample, seed)
             prompt_scored = body.logprobs if body.echo else None
             options = replace(options, logprobs=scored, prompt_logprobs=prompt_scored)
-            task.jobs.append(SequenceJob(prompt, options))
+            task.jobs.append(job_of(body, prompt, options))
             choice = ChoiceText(model.tokenizer, body.stop or (), options.end_tokens, context=prompt)
             choice.offset = len(echo.text)
+            choice.shows_end = body.logprobs is not None
             task.choices.append(choice)
     return task
 
@@ -137,7 +138,7 @@ async def whole_completion(
             echo = with_scores(task.echoes[number], scores) if task.body.echo else None
             made = completion_choice(service.model, task, len(choices), total, echo)
             choices.append({**made, "finish_reason": finish_reason(task.choices[index])})
-    return {**head(service), "choices": choices, "usage": usage(watch)}
+    return {**head(task.body.model or service.model.name), "choices": choices, "usage": usage(watch)}
 
 
 def mean_logprob(choice: ChoiceText) -> float:
@@ -149,7 +150,7 @@ async def completion_chunks(
 ) -> AsyncIterator[dict[str, Any]]:
     """The objects of a stream. A prompt that is echoed comes first, with its scores if they are asked for."""
     began = time.monotonic()
-    about = head(service)
+    about = head(task.body.model or service.model.name)
     with_usage = bool(task.body.stream_options and task.body.stream_options.include_usage)
     more = {"usage": None} if with_usage else {}
     scored = task.body.echo and task.body.logprobs is not None
@@ -176,12 +177,12 @@ async def completion_chunks(
         yield {**about, "choices": [], "usage": usage(watch)}
 
 
-def head(service: Service) -> dict[str, Any]:
+def head(name: str) -> dict[str, Any]:
     return {
         "id": f"cmpl-{uuid.uuid4().hex}",
         "object": "text_completion",
         "created": int(time.time()),
-        "model": service.model.name,
+        "model": name,
     }
 
 

@@ -10,20 +10,10 @@ from contextlib import suppress
 from dataclasses import dataclass
 from typing import Protocol
 
-from phalanx.inference.request import Event, Finished, RequestError, SamplingOptions
+from phalanx.inference.request import EngineLoad, Event, Finished, RequestError, SamplingOptions
 from phalanx.server.errors import engine_lost
 
 KEEP_ALIVE = 10.0  # seconds after which an idle engine steps: its other ranks wait for one, and a lost rank is noticed
-
-
-@dataclass(frozen=True)
-class EngineLoad:
-    """What the engine has to do: sequences that run and that wait, pages of the cache in use and in all."""
-
-    running: int
-    waiting: int
-    pages_used: int
-    pages: int
 
 
 class AnyEngine(Protocol):
@@ -54,10 +44,12 @@ class AnyEngine(Protocol):
 
 @dataclass(frozen=True)
 class SequenceJob:
-    """One sequence to be made."""
+    """One sequence to be made. priority: larger ones first. deadline: on time.monotonic()'s clock."""
 
     prompt: tuple[int, ...]
     options: SamplingOptions
+    priority: int = 0
+    deadline: float | None = None
 
 
 class Answers:
@@ -268,7 +260,7 @@ class EngineThread:
         numbers: list[int] = []
         try:
             for job in asked.jobs:
-                numbers.append(self.engine.submit(job.prompt, job.options))
+                numbers.append(self.engine.submit(job.prompt, job.options, job.priority, job.deadline))
         except RequestError as error:
             for number in numbers:
                 self.engine.cancel(number)

@@ -3,8 +3,11 @@
 from __future__ import annotations
 
 import time
+from collections.abc import Iterator
 
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, generate_latest
+from prometheus_client.core import CounterMetricFamily
+from prometheus_client.registry import Collector
 
 from phalanx.inference.request import Event, Finished, NewToken
 from phalanx.server.engine_thread import EngineThread
@@ -45,9 +48,22 @@ class Metrics:
         }
         for name, (text, value) in gauges.items():
             Gauge(name, text, registry=own).set_function(value)
+        own.register(DraftMetrics(engine))
 
     def text(self) -> bytes:
         return generate_latest(self.registry)
+
+
+class DraftMetrics(Collector):
+    """Drafts that the engine has counted."""
+
+    def __init__(self, engine: EngineThread):
+        self._engine = engine
+
+    def collect(self) -> Iterator[CounterMetricFamily]:
+        load = self._engine.load
+        yield CounterMetricFamily("phalanx_drafted_tokens", "Tokens drafted, of sequences that are over.", load.drafted)
+        yield CounterMetricFamily("phalanx_accepted_draft_tokens", "Of those, tokens that were kept.", load.accepted)
 
 
 class Stopwatch:

@@ -14,6 +14,7 @@ from phalanx.server.errors import ApiError, near
 MAX_CHOICES = 128
 MAX_LOGPROBS = 20
 MAX_STOPS = 16
+MAX_SECONDS = 24 * 3600.0
 
 # Parameters of OpenAI's that do nothing here, and what to do instead. Null is taken, as if they were not given.
 NOT_SERVED = {
@@ -100,6 +101,8 @@ class SamplingBody(Body):
     min_tokens: Annotated[int, Field(ge=0)] | None = None
     ignore_eos: bool | None = None
     return_token_ids: bool | None = None
+    priority: Annotated[int, Field(ge=-(2**31), lt=2**31)] | None = None
+    timeout: Annotated[float, Field(gt=0, le=MAX_SECONDS)] | None = None
 
 
 class CompletionBody(SamplingBody):

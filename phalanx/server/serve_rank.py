@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import signal
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from contextlib import ExitStack
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 
 from phalanx.base.log import Log
@@ -15,16 +15,18 @@ from phalanx.config.run import Run
 from phalanx.data.files import TOKENIZER_FILES
 from phalanx.engine.meeting import device_of, identity, join
 from phalanx.forecast.decide import make_plan
+from phalanx.inference.adapters import with_adapters
+from phalanx.inference.drafter import NgramSpec
 from phalanx.inference.ends import end_tokens
 from phalanx.inference.engine import Engine, EngineOptions
 from phalanx.inference.load import load_model, without_training
-from phalanx.inference.request import Event, SamplingOptions
-from phalanx.server.engine_thread import EngineLoad
+from phalanx.inference.request import EngineLoad, Event, SamplingOptions
 from phalanx.server.keys import read_keys
 from phalanx.server.listen import HttpServer, is_loopback, open_socket
 from phalanx.server.served import ServedModel
 from phalanx.server.service import ServerLimits
 from phalanx.text.chat_template import load_chat_template
+from phalanx.text.tokenizer_base import Tokenizer
 from phalanx.text.tokenizers import load_tokenizer
 
 
@@ -32,7 +34,9 @@ from phalanx.text.tokenizers import load_tokenizer
 class ServeOptions:
     """weights: a Hugging Face folder or a checkpoint's. name: that clients ask for. sequences: generated at once;
     queue: that run or wait at once. length: of a sequence; None: the model's positions. memory_gib: for what is
-    remembered, on each rank. drain_seconds: for running requests when the server is to stop."""
+    remembered, on each rank. drain_seconds: for running requests when the server is to stop. drafts: of tokens, which
+    the model checks several at a time. adapters: folders of LoRA adapters, by the names of the models that they
+    make."""
 
     weights: str
     name: str
@@ -44,6 +48,8 @@ class ServeOptions:
     length: int | None = None
     memory_gib: float | None = None
     drain_seconds: float = 60.0
+    drafts: NgramSpec | None = None
+    adapters: Mapping[str, str] = field(default_factory=dict)
 
 
 class RunEngine:
@@ -70,12 +76,7 @@ class RunEngine:
         return self._engine.step()
 
     def load(self) -> EngineLoad:
-        """Of rank 0's replica, but for those who wait: of all."""
-        scheduler = self._engine.scheduler
-        pools, running = scheduler.pages.pools, scheduler.num_running
-        waiting = max(0, len(self._engine.open_requests) - running * self._engine.model.mesh.dp.size)
-        pages = sum(pool.num_pages for pool in pools)
-        return EngineLoad(running, waiting, pages - sum(pool.available + 1 for pool in pools), pages)
+        return self._engine.load()
 
 
 def serve_rank(run: Run, placement: Placement, options: ServeOptions) -> None:
@@ -105,19 +106,33 @@ def serve_rank(run: Run, placement: Placement, options: ServeOptions) -> None:
 
 def load_engine(run: Run, mesh: Mesh, options: ServeOptions) -> Engine:
     """Collective."""
-    model = load_model(Path(options.weights), make_plan(without_training(run, mesh.world.size), mesh.world.size), mesh)
-    wanted = EngineOptions(sequences=options.sequences, length=options.length, memory_gib=options.memory_gib)
-    return Engine(model, wanted, run.train.timeout_s)
+    run, adapters = with_adapters(run, options.adapters)
+    plan = make_plan(without_training(run, mesh.world.size), mesh.world.size)
+    model = load_model(Path(options.weights), plan, mesh, adapters)
+    wanted = EngineOptions(
+        sequences=options.sequences,
+        length=options.length,
+        memory_gib=options.memory_gib,
+        capture=True,
+        drafts=options.drafts,
+    )
+    return Engine(model, wanted, run.train.timeout_s, tokenizer=tokenizer_in(Path(options.weights)))
+
+
+def tokenizer_in(folder: Path) -> Tokenizer | None:
+    """None: the folder holds none."""
+    return load_tokenizer(folder) if any((folder / name).exists() for name in TOKENIZER_FILES) else None
 
 
 def served_model(options: ServeOptions, engine: Engine) -> ServedModel:
     folder = Path(options.weights)
-    has_tokenizer = any((folder / name).exists() for name in TOKENIZER_FILES)
-    tokenizer = load_tokenizer(folder) if has_tokenizer else None
+    tokenizer = tokenizer_in(folder)
     template = load_chat_template(folder) if tokenizer else None
     vocab_size = engine.model.plan.run.model.vocab_size
     ends = end_tokens(folder, tokenizer, template)
-    return ServedModel(options.name, engine.positions, tokenizer, template, ends, vocab_size)
+    return ServedModel(
+        options.name, engine.positions, tokenizer, template, ends, vocab_size, engine.grammars, engine.adapters
+    )
 
 
 def notes(model: ServedModel, server: HttpServer, has_keys: bool) -> list[str]:

@@ -10,12 +10,13 @@ from functools import cached_property
 from typing import Any
 
 from phalanx.base.errors import DataError
-from phalanx.inference.request import SamplingOptions
+from phalanx.inference.grammar import GrammarCompiler
+from phalanx.inference.request import Grammar, RequestError, SamplingOptions
 from phalanx.server.errors import ApiError, near
 from phalanx.server.schemas import ChatMessage, SamplingBody, Tool
-from phalanx.server.token_texts import TokenNumbers, TokenTexts
 from phalanx.text.chat_reply import ReplyFormat, reply_format
 from phalanx.text.chat_template import ChatPrompt, ChatTemplate
+from phalanx.text.token_texts import TokenNumbers, TokenTexts
 from phalanx.text.tokenizer_base import Tokenizer
 
 OURS = ("messages", "tools", "documents", "add_generation_prompt")  # what requests cannot set in a template
@@ -29,6 +30,8 @@ class ServedModel:
     template    None: no chats
     ends        tokens that end an answer
     vocab_size  ids are below it; None: unknown
+    grammars    that answers can keep to; None: none
+    adapters    names of models that are this one with an adapter
     """
 
     name: str
@@ -37,6 +40,8 @@ class ServedModel:
     template: ChatTemplate | None = None
     ends: tuple[int, ...] = ()
     vocab_size: int | None = None
+    grammars: GrammarCompiler | None = None
+    adapters: tuple[str, ...] = ()
 
     @cached_property
     def texts(self) -> TokenTexts | TokenNumbers:
@@ -46,10 +51,15 @@ class ServedModel:
     def reply_format(self) -> ReplyFormat:
         return reply_format(self.template.source) if self.template else ReplyFormat()
 
+    @property
+    def names(self) -> list[str]:
+        """Of the models that clients may ask for."""
+        return [self.name, *self.adapters]
+
     def check_name(self, asked: str | None) -> None:
         """ApiError 404 for another model."""
-        if asked is not None and asked != self.name:
-            hint = near(asked, [self.name]) or f" This server has {self.name}."
+        if asked is not None and asked not in self.names:
+            hint = near(asked, self.names) or f" This server has {', '.join(self.names)}."
             raise ApiError(404, f"there is no model {asked!r}.{hint}", param="model", code="model_not_found")
 
     def need_tokenizer(self, field: str) -> Tokenizer:
@@ -133,6 +143,16 @@ class ServedModel:
                     400, f"{field}: this model's chat template does not read it.", param=field, code="invalid_value"
                 )
 
+    def check_grammar(self, grammar: Grammar, field: str) -> None:
+        """ApiError if answers cannot keep to it. Compiles it, for milliseconds or more: not on the event loop."""
+        if self.grammars is None:
+            rule = "this model has no tokenizer, so answers cannot keep to a grammar"
+            raise ApiError(400, f"{field}: {rule}.", param=field, code="invalid_value")
+        try:
+            self.grammars.compile(grammar)
+        except RequestError as error:
+            raise ApiError(400, f"{field}: {error.rule}.", param=field, code="invalid_value") from None
+
     def sampling(self, body: SamplingBody, tokens: int, sample: int, seed: int) -> SamplingOptions:
         """Options of one sequence, without log-probabilities."""
         bias = body.logit_bias or {}
@@ -158,6 +178,7 @@ class ServedModel:
             least_tokens=body.min_tokens or 0,
             seed=seed,
             sample=sample,
+            adapter=body.model if body.model in self.adapters else None,
         )
 
 

@@ -11,12 +11,13 @@ from typing import Any
 from starlette.requests import Request
 
 from phalanx.base.log import Log
-from phalanx.inference.request import NewToken, PromptScored, RequestError, TokenScore
+from phalanx.inference.request import NewToken, PromptScored, RequestError, SamplingOptions, TokenScore
 from phalanx.server.choices import ChoiceText, Increment
 from phalanx.server.engine_thread import Answers, EngineThread, SequenceJob
 from phalanx.server.errors import ApiError, engine_lost, not_finished
 from phalanx.server.keys import ApiKeys
 from phalanx.server.metrics import Metrics, Stopwatch
+from phalanx.server.schemas import SamplingBody
 from phalanx.server.served import ServedModel
 
 LATEST = 32  # requests whose mean time Retry-After is made from
@@ -117,6 +118,12 @@ async def steps(answers: Answers, choices: Sequence[ChoiceText], watch: Stopwatc
     finally:
         answers.cancel()
         watch.end()
+
+
+def job_of(body: SamplingBody, prompt: tuple[int, ...], options: SamplingOptions) -> SequenceJob:
+    """A sequence of a request that has just come. Smaller numbers of `priority` come first, as in vLLM."""
+    deadline = None if body.timeout is None else time.monotonic() + body.timeout
+    return SequenceJob(prompt, options, -(body.priority or 0), deadline)
 
 
 def finish_reason(choice: ChoiceText) -> str:

@@ -1,5 +1,5 @@
-"""Training that starts from text: `data.text` is turned into token files in a cache, once; `prepare` does the
-encoding."""
+"""Training that starts from text: `data.text` or `data.pairs` is turned into token files in a cache, once; `prepare`
+and `pairs` do the encoding."""
 
 from __future__ import annotations
 
@@ -18,12 +18,15 @@ from phalanx.base.file_lock import FileLock
 from phalanx.data.checksums import SUFFIX as SUMS
 from phalanx.data.config import DataConfig, SourceConfig
 from phalanx.data.files import replacing
+from phalanx.data.pairs import pair_files
+from phalanx.text.pairs import prepare_pairs
 from phalanx.text.prepare import prepare
 from phalanx.text.readers import Hints, find_files
 from phalanx.text.tokenizers import Tokenizer, load_tokenizer
 
 SHUFFLE = 0  # seed for the order of documents, so that the validation part at the end is a random sample
 NAME = "text"
+PAIRS = "pairs"
 LITTLE = 64 << 20  # bytes
 MAX_WORKERS = 8
 HINTS = Hints("data.json_keys={}", "data.text_errors={}")
@@ -38,13 +41,16 @@ def use_text(
     say: Callable[[str], object] = print,
     progress: Callable[[int, int], None] | None = None,
 ) -> DataConfig:
-    """The config with a source in place of `text`: token files in the cache, created now unless they exist.
+    """The config with a source in place of `text`, or of the files of `pairs`: token files in the cache, created now
+    unless they exist.
 
     The cache (data.cache, or `data` in the run's folder) is keyed by the contents of the texts, the tokenizer and how
     they are read. One of the processes that share its file system prepares, under a lock; the others wait, and `say`
     reports it. Call it before any process group exists. vocab_size: of the model. DataError if the tokenizer has more
     ids, or as raised by `prepare`.
     """
+    if pair_files(config.pairs):
+        return _use_pairs(config, run_folder, vocab_size, say)
     if not config.text:
         return config
     tokenizer = load_tokenizer(str(config.tokenizer))
@@ -80,18 +86,48 @@ def use_text(
 
 def find_text(config: DataConfig, run_folder: str | os.PathLike[str]) -> DataConfig | None:
     """As `use_text`, but creates and writes nothing: None if the token files do not exist yet."""
-    if not config.text:
+    names = pair_files(config.pairs)
+    if not config.text and not names:
         return config
-    cache, files = cache_folder(config, run_folder), list(find_files(config.text))
+    cache, files = cache_folder(config, run_folder), list(find_files(config.text)) or [Path(name) for name in names]
     known = _known(cache)
     if any(_stat(file) != known.get(str(file.absolute()), [None])[:-1] for file in files):
         return None
-    prefix = (
-        cache
-        / _key(config, files, load_tokenizer(str(config.tokenizer)), [str(known[str(f.absolute())][-1]) for f in files])
-        / NAME
-    )
+    hashes = [str(known[str(f.absolute())][-1]) for f in files]
+    if names:
+        prefix = cache / _pairs_key(config, hashes) / PAIRS
+        return _with_pairs(config, prefix) if _complete(prefix) else None
+    prefix = cache / _key(config, files, load_tokenizer(str(config.tokenizer)), hashes) / NAME
     return _with_source(config, prefix) if _complete(prefix) else None
+
+
+def _use_pairs(
+    config: DataConfig, run_folder: str | os.PathLike[str], vocab_size: int, say: Callable[[str], object]
+) -> DataConfig:
+    """The config with prepared token files in place of the .jsonl files of data.pairs."""
+    tokenizer = None if config.tokenizer is None else load_tokenizer(config.tokenizer)
+    cache = cache_folder(config, run_folder)
+    cache.mkdir(parents=True, exist_ok=True)
+    with _lock(cache, say):
+        files = [Path(name) for name in pair_files(config.pairs)]
+        prefix = cache / _pairs_key(config, _hashes(cache, files)) / PAIRS
+        if not _complete(prefix):
+            say(f"prepare {', '.join(map(str, files))} into {prefix}")
+            prefix.parent.mkdir(exist_ok=True)
+            count = prepare_pairs(files, prefix, tokenizer, vocab_size)
+            say(f"prepared {len(files)} files: {count} pairs")
+    return _with_pairs(config, prefix)
+
+
+def _with_pairs(config: DataConfig, prefix: Path) -> DataConfig:
+    names = pair_files(config.pairs)
+    others = tuple(path for path in config.pairs if path not in names)
+    return replace(config, cache=None, pairs=(*others, str(prefix)))
+
+
+def _pairs_key(config: DataConfig, hashes: Sequence[str]) -> str:
+    fingerprint = None if config.tokenizer is None else load_tokenizer(config.tokenizer).fingerprint
+    return hashlib.sha256(json.dumps([PAIRS, hashes, fingerprint]).encode()).hexdigest()[:16]
 
 
 def cache_folder(config: DataConfig, run_folder: str | os.PathLike[str]) -> Path:

@@ -121,6 +121,11 @@ class ReplyReader:
         if form.thinks and opening.rstrip().endswith(THINK[0]):
             self._state = "think"
 
+    @property
+    def thinking(self) -> bool:
+        """What comes next is reasoning."""
+        return self._state == "think" or self._channel == "thought"
+
     def add(self, text: str) -> list[Reply]:
         """What is known now that was not before."""
         self._text += text

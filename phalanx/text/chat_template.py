@@ -18,6 +18,7 @@ from jinja2.sandbox import ImmutableSandboxedEnvironment
 
 from phalanx.base.errors import DataError
 from phalanx.text.tokenizer_base import Tokenizer
+from phalanx.text.tokenizer_files import read_json, token_text
 
 FILE = "chat_template.jinja"
 FOLDER = "additional_chat_templates"
@@ -139,22 +140,3 @@ def named_templates(value: Any) -> dict[str, str]:
     if isinstance(value, str):
         return {"default": value}
     return {each["name"]: each["template"] for each in value or ()}
-
-
-def token_text(value: Any) -> str | None:
-    """A token as these files write it: a string, or an object with its content."""
-    text = value.get("content") if isinstance(value, dict) else value
-    return text if isinstance(text, str) else None
-
-
-def read_json(path: Path) -> dict[str, Any]:
-    """The object in a file; an empty one if there is no such file."""
-    if not path.exists():
-        return {}
-    try:
-        value = json.loads(path.read_text(encoding="utf-8"))
-    except ValueError as error:
-        raise DataError(f"{path}: not JSON: {error}") from None
-    if not isinstance(value, dict):
-        raise DataError(f"{path}: must hold a JSON object")
-    return value

@@ -49,6 +49,10 @@ class Tokenizer:
                 ids += self.encode(piece)
         return ids
 
+    def encode_whole(self, text: str) -> list[int]:
+        """As `encode_with_special`, with the tokens that tokenizer.json puts around a text, such as one before it."""
+        return self.encode_with_special(text)
+
     def token_name(self, token: int) -> str:
         """How the vocabulary writes a token. IndexError for an id that it lacks."""
         raise NotImplementedError

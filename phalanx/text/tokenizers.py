@@ -58,12 +58,19 @@ class JsonTokenizer(Tokenizer):
 
     def encode_with_special(self, text: str) -> list[int]:
         """As the library finds special tokens in a text: with the white space around them that they may swallow."""
+        return self._encode_special(text, around=False)
+
+    def encode_whole(self, text: str) -> list[int]:
+        return self._encode_special(text, around=True)
+
+    def _encode_special(self, text: str, around: bool) -> list[int]:
+        """around: with the tokens that the post-processor adds."""
         if self._special_core is None:
             core = tokenizers.Tokenizer.from_str(self._text)
             core.encode_special_tokens = False
             self._special_core = core
         try:
-            return self._special_core.encode(text, add_special_tokens=False).ids
+            return self._special_core.encode(text, add_special_tokens=around).ids
         except Exception as error:  # the library raises plain Exception
             raise DataError(f"the tokenizer cannot encode {text[:60]!r}: {error}") from None
 

@@ -5,11 +5,11 @@ from __future__ import annotations
 from collections.abc import Callable, Generator, Iterator, Sequence
 from dataclasses import dataclass, field
 from math import isfinite
-from typing import Any
+from typing import Any, Protocol
 
 from torch import Tensor
 
-from phalanx.base.errors import NumericalStop, Preempted
+from phalanx.base.errors import NumericalStop, Preempted, shortened
 from phalanx.data.loader import Loader, Prefetcher
 from phalanx.engine.build import State
 from phalanx.engine.evaluate import evaluate
@@ -19,11 +19,12 @@ from phalanx.engine.replicas import check_replicas
 from phalanx.engine.step import StepResult, accumulate, end_step, train_step, update
 from phalanx.observe.metrics import Counters, Pending, Reporter
 from phalanx.observe.record import Recorder
-from phalanx.observe.run_records import FP8_FELL_BACK, valid_loss
+from phalanx.observe.run_records import FP8_FELL_BACK, SAMPLES, task_score, valid_loss
 from phalanx.optim.schedules import learning_rate
 from phalanx.planning.order import global_batch_at, micro_batches
 from phalanx.sequence.batch import Batch
 from phalanx.training.callbacks import Callback
+from phalanx.training.samples import TrainingSamples
 from phalanx.training.saves import Saves
 
 LOOKED_EVERY = 10  # on a GPU, steps between two whose waits for other ranks are timed
@@ -37,6 +38,13 @@ class BadStep(Exception):
         super().__init__(text)
 
 
+class ScoresTasks(Protocol):
+    """Scores the model that trains on tasks. Collective: scores on rank 0, elsewhere nothing."""
+
+    def score(self) -> dict[tuple[str, str], float]:
+        """(task, metric) -> score."""
+
+
 @dataclass
 class Loop:
     """One rank's training from where `counters` are to the end of the run.
@@ -45,6 +53,8 @@ class Loop:
     asked   whether this process was asked to stop (SIGTERM); all ranks then stop after the same step
     go_back loads an earlier checkpoint (before a given step, the n-th newest) and returns its counters
     began   called with the number of each step that begins
+    samples the prompts of train.samples, if there are any
+    tasks   scores train.eval_tasks, if there are any
     step    the step whose micro-batches `steps` yielded last
     """
 
@@ -58,6 +68,8 @@ class Loop:
     go_back: Callable[[int, int], dict[str, Any]]
     began: Callable[[int], None] = lambda step: None
     callbacks: Sequence[Callback] = ()
+    samples: TrainingSamples | None = None
+    tasks: ScoresTasks | None = None
     step: int = 0
     _recorder: Recorder = field(init=False, repr=False)
     _size: int = 0
@@ -145,7 +157,8 @@ class Loop:
                 yield [self._next(batches) for _ in range(micro)]
                 consumed += self._size
                 self._step_is_over()
-                if self._stop or (periodic and (self._save_due(step) or self._eval_due(step))):
+                due = self._save_due(step) or self._eval_due(step) or self._samples_due(step) or self._tasks_due(step)
+                if self._stop or (periodic and due):
                     self._read()
                     self._periodic(step, periodic)
             self._read()
@@ -321,9 +334,22 @@ class Loop:
             and (step % train.eval_interval == 0 or step == train.last_step)
         )
 
+    def _tasks_due(self, step: int) -> bool:
+        train = self.state.plan.run.train
+        interval = train.eval_interval if train.eval_tasks else None
+        return interval is not None and (step % interval == 0 or step == train.last_step)
+
+    def _samples_due(self, step: int) -> bool:
+        train = self.state.plan.run.train
+        return train.samples_interval is not None and (step % train.samples_interval == 0 or step == train.last_step)
+
     def _periodic(self, step: int, periodic: bool) -> None:
         if periodic and self._eval_due(step):
             self.evaluate()
+        if periodic and self._tasks_due(step):
+            self.score_tasks()
+        if periodic and self._samples_due(step):
+            self.make_samples()
         if self._stop or (periodic and self._save_due(step)):
             if self._saved != step:
                 self.saves.save(last=self._stop or step == self.state.plan.run.train.last_step)
@@ -331,6 +357,32 @@ class Loop:
         if self._stop:
             raise Preempted(f"asked to stop: saved step {step}; start the same command again to continue")
         self.reporter.restart_clock()
+
+    def make_samples(self, say: bool = True) -> dict[str, str]:
+        """Number of a prompt of train.samples -> the prompt with its continuation by the weights as they are; on rank
+        0, elsewhere nothing. Written to metrics, and logged if `say`."""
+        self.flush()
+        step, found = self.counters.step, {} if self.samples is None else self.samples.make()
+        for number, text in found.items():
+            if say:
+                self.reporter.log.info(f"sample step={step} prompt={number} text={shortened(repr(text))}")
+        if found:
+            self.reporter.record(step, {SAMPLES: found})
+        self.reporter.restart_clock()
+        return found
+
+    def score_tasks(self, say: bool = True) -> dict[tuple[str, str], float]:
+        """(task, metric) -> score of the weights as they are on train.eval_tasks; on rank 0, elsewhere nothing. Written
+        to metrics, and logged if `say`."""
+        self.flush()
+        step, found = self.counters.step, {} if self.tasks is None else self.tasks.score()
+        if found:
+            if say:
+                text = " ".join(f"{task}/{metric}={value:.4f}" for (task, metric), value in found.items())
+                self.reporter.log.info(f"tasks step={step} {text}")
+            self.reporter.record(step, {task_score(*name): value for name, value in found.items()})
+        self.reporter.restart_clock()
+        return found
 
     def evaluate(self, say: bool = True) -> dict[str, float]:
         """Set name -> mean loss per token over the validation sets; written to metrics, and logged if `say`."""

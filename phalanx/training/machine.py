@@ -63,7 +63,7 @@ def memory_here(run: Run, world: int, placement: Placement | None) -> MachineMem
 
 def describe_machine(wanted: Literal["auto", "cpu", "cuda"]) -> Facts:
     """What this machine can do, for a world of one rank. Imports torch if there may be a GPU."""
-    missing = tuple(name for name in ("tensorboard", "wandb") if importlib.util.find_spec(name) is None)
+    missing = tuple(name for name in ("tensorboard", "wandb", "lm_eval") if importlib.util.find_spec(name) is None)
     if wanted == "cpu":
         return Facts(missing=missing)
     import torch

@@ -33,10 +33,11 @@ from phalanx.comm.mesh import leave_world
 from phalanx.config.model_source import keep
 from phalanx.config.run import Run, checkpoints_of
 from phalanx.config.write import save_run, to_dict
-from phalanx.data.background import BackgroundCheck
+from phalanx.data.background import BackgroundCheck, CheckedFiles
 from phalanx.data.loader import Loader
 from phalanx.engine.build import State, build, choices, init_weights
 from phalanx.engine.meeting import device_of, identity, join
+from phalanx.engine.model import Model
 from phalanx.forecast.data_table import data_table, open_loaders
 from phalanx.forecast.decide import make_plan
 from phalanx.forecast.flops import flops_of, mfu_lines
@@ -52,9 +53,10 @@ from phalanx.text.cache import use_text
 from phalanx.text.prepare import check_tokenizers
 from phalanx.text.tokenizers import load_tokenizer
 from phalanx.training.callbacks import Callback
-from phalanx.training.loop import Loop
+from phalanx.training.loop import Loop, ScoresTasks
 from phalanx.training.machine import check_here, fit_here
 from phalanx.training.resume import check_resume, check_steps, facts, read_of
+from phalanx.training.samples import Prompts, TrainingSamples
 from phalanx.training.saves import Saves, numbers_of
 
 # a terminal or a scheduler signals launcher and ranks at once, and the launcher passes its signal on: that is one
@@ -148,6 +150,8 @@ def opened(
         run = replace(run, data=use_text(run.data, folder, run.model.vocab_size, say=log.info))
         check_tokenizers(run.data)
         loaders = open_loaders(run, run.data)  # problems with the data are reported before the ranks meet
+        prompts = Prompts.read(run)
+        tasks = opened_tasks(run, placement)
         stop = StopRequest(run.train.time_limit_s)
         after.callback(stop.restore)
         after.push(report)  # of files that are closed by then; a signal no longer changes how a run that is done ends
@@ -181,6 +185,10 @@ def opened(
             begin(given, lock, log)
             placement.word.writes(folder)
         loop = loop_of(state, loaders, counters, start, now, log, stop, after)
+        if prompts is not None:
+            loop.samples = TrainingSamples(state.model, prompts, log)
+        if tasks is not None:
+            loop.tasks = tasks(state.model, log)
         hear(loop, callbacks)
         if lock is not None:
             note_start(folder, placement.world_size, mesh.device, command, data_table(run, *loaders), log)
@@ -203,6 +211,17 @@ def opened(
         finish_check(data, state)
         done = "done" if counters.step >= run.train.last_step else "left"
         log.info(f"{done} step={counters.step} folder={folder}")
+
+
+def opened_tasks(run: Run, placement: Placement) -> Callable[[Model, Log], ScoresTasks] | None:
+    """What makes the scorer of train.eval_tasks; None without any. ConfigError and DataError for tasks and data that
+    are not there: before ranks meet."""
+    if not run.train.eval_tasks:
+        return None
+    from phalanx.training.tasks import TaskScorer, TrainingTasks  # of an optional package
+
+    asked = TrainingTasks.read(run) if placement.rank == 0 else None
+    return lambda model, log: TaskScorer(model, asked, log)
 
 
 def hear(loop: Loop, callbacks: Sequence[Callback]) -> None:
@@ -251,7 +270,10 @@ def background_check(
         [source for each in (loader, *valid.values()) for source in each.sources] if placement.local_rank == 0 else []
     )
     first = (placement.rank + step) * GOLDEN % 1
-    return BackgroundCheck((corpus for source in sources for corpus in source.corpora), first, log.warn)
+    checked: list[CheckedFiles] = [corpus for source in sources for corpus in source.corpora]
+    if loader.scores is not None and sources:
+        checked.append(loader.scores)
+    return BackgroundCheck(checked, first, log.warn)
 
 
 def finish_check(data: BackgroundCheck, state: State) -> None:

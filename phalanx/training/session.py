@@ -93,6 +93,16 @@ class Session:
         """Validation set -> mean loss per token, over data.valid's sets; empty without any. Also in metrics.jsonl."""
         return self._loop.evaluate(say=False)
 
+    def make_samples(self) -> dict[str, str]:
+        """Number of a prompt of train.samples -> the prompt and how the model continues it now; on rank 0, elsewhere
+        empty, as without train.samples. Also in metrics.jsonl."""
+        return self._loop.make_samples(say=False)
+
+    def score_tasks(self) -> dict[tuple[str, str], float]:
+        """(task, metric) -> score on train.eval_tasks; on rank 0, elsewhere empty, as without tasks. Also in
+        metrics.jsonl."""
+        return self._loop.score_tasks(say=False)
+
     def save(self) -> None:
         """Save a checkpoint of the last step, in the background where the config allows it."""
         self._loop.save()

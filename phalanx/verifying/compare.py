@@ -29,6 +29,7 @@ from phalanx.engine.model import Model
 from phalanx.engine.step import accumulate, update
 from phalanx.forecast.decide import make_plan
 from phalanx.layout.box import Box
+from phalanx.ops.optimizer.shard import widened
 from phalanx.planning.blocks import whole_specs
 from phalanx.planning.order import global_batch_at, work_of
 from phalanx.planning.plan import storing_all, without_layout
@@ -165,7 +166,7 @@ def boxes_of(state: State, what: Literal["grad", "master"]) -> Boxes:
     found: Boxes = {}
     for flat in (f for f in state.buffers.flat if f.bucket.learns or what == "master"):
         whole = torch.full((flat.bucket.numel,), torch.nan, dtype=torch.float64)
-        whole[flat.lo : flat.hi] = flat.own_grad if what == "grad" else flat.master
+        whole[flat.lo : flat.hi] = flat.own_grad if what == "grad" else widened(flat.master, torch.float64)
         for slot in flat.bucket.slots:
             storage = whole[slot.offset : slot.offset + slot.numel].view(slot.spec.shape)
             for piece in slot.spec.pieces:

@@ -14,6 +14,7 @@ from itertools import product
 from textwrap import fill
 from typing import Any
 
+from phalanx.base.rules import default_of
 from phalanx.config.device_check import Facts
 from phalanx.config.run import RampConfig, Run
 from phalanx.data.config import DataConfig
@@ -71,7 +72,7 @@ def shrink(run: Run, world: int) -> SmallCopy:
 
 def small_copies(run: Run, world: int) -> Copies:
     """The copy with the most structures, then those that have what is still lacking."""
-    given = RunOnRanks(without_budget(run, world), world)
+    given = RunOnRanks(keeping_gradients(without_budget(run, world)), world)
     wanted = tuple(s for s in STRUCTURES if s.has(given))
     grids = [given.grid] if world <= MAX_RANKS else smaller_grids(given.grid)
     made = [copy_of(given, wanted, *sizes_of(grid)) for grid in grids]
@@ -125,6 +126,11 @@ def notes_on(run: Run) -> list[str]:
         notes.append("train.fp8 (small sizes have no whole blocks of scales; tests/nn/test_fp8.py compares it)")
     if run.train.recompute_budget_gib is not None:
         notes.append("recomputation that differs between blocks (what most blocks recompute is used for all)")
+    if run.optim.masters == "split" or run.optim.in_backward:
+        notes.append(
+            "optim.masters=split and optim.in_backward (gradients in float64 are compared before they are applied; "
+            "tests/engine/test_in_backward.py and tests/optim/test_one_gpu.py compare these)"
+        )
     if run.train.device != "cpu":
         notes.append(
             "GPU kernels, CUDA graphs and exchanges through shared GPU memory (CPU ranks run the reference "
@@ -168,7 +174,7 @@ def copy_of(given: RunOnRanks, wanted: Sequence[Structure], pp: int, dp: int, cp
 def mock_of(data: DataConfig) -> DataConfig:
     """Mock tokens in sequences of the same kind: packed ones end in padding."""
     return DataConfig(
-        mock=True, document_attention=data.document_attention, packing="off" if data.packing == "off" else "online"
+        mock=True, document_attention=data.document_attention, packing="online" if data.is_packed else "off"
     )
 
 
@@ -180,6 +186,13 @@ def without_budget(run: Run, world: int) -> Run:
     chosen = Counter(tuple(sorted(names)) for names in RunOnRanks(run, world).plan.recomputed if names)
     most = max(chosen, key=lambda names: chosen[names], default=())
     return replace(run, train=replace(run.train, recompute_budget_gib=None, recompute_ops=list(most)))
+
+
+def keeping_gradients(run: Run) -> Run:
+    """The run whose gradients can be compared, in float64: whole masters, and nothing applied in backward."""
+    optim = run.optim
+    kept = replace(optim, masters="whole", in_backward=False, clip_by=default_of(type(optim), "clip_by"))
+    return replace(run, optim=kept)
 
 
 def small_count(given: RunOnRanks, pp: int, virtual_stages: int) -> int:

@@ -164,7 +164,7 @@ STRUCTURES = (
     Structure("fewer micro-batches than pipeline ranks", 10, lambda r: r.micro_batches < r.grid.pp),
     Structure("a batch that grows", 10, lambda r: r.run.train.rampup is not None),
     Structure("documents inside sequences", 30, lambda r: r.run.data.inside_documents),
-    Structure("padding after packed documents", 20, lambda r: r.run.data.packing != "off"),
+    Structure("padding after packed documents", 20, lambda r: r.run.data.is_packed),
     # ---- pipeline
     Structure("a pipeline rank between the first and the last", 25, lambda r: r.grid.pp > 2),
     Structure("several stages on a pipeline rank", 50, lambda r: r.run.layout.virtual_stages > 1),

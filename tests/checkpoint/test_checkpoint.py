@@ -132,19 +132,26 @@ LAYOUTS_OF_EXPERTS = {
 }
 
 
+PAIRS_OF_EXPERTS = [
+    ("mixtral-full", "bf16", "edp2 ep2", "ep4"),
+    ("mixtral-full", "bf16", "ep4", "pp2 ep2"),
+    ("qwen3_moe", "fp32", "1", "ep2 etp2"),
+    ("qwen3_moe", "bf16", "pp2 ep2", "1"),
+    ("mixtral-full", "fp16", "ep2 etp2", "edp2 ep2"),
+    ("gpt_oss", "bf16", "cp4 ep2", "pp2 ep2"),
+    ("gpt_oss", "bf16", "ep2 etp2", "cp4 ep2"),
+    ("gpt_oss", "fp32", "edp2 ep2", "ep2 etp2"),
+    ("mixtral-full", "bf16", "edp2 ep2 level 3", "ep4"),
+    ("gpt_oss", "bf16", "1", "edp2 ep2 level 3"),
+]
+FAST_OF_EXPERTS = covering({str(number): case for number, case in enumerate(PAIRS_OF_EXPERTS)})
+
+
 @pytest.mark.parametrize(
     "model, precision, saved, loaded",
     [
-        ("mixtral-full", "bf16", "edp2 ep2", "ep4"),
-        ("mixtral-full", "bf16", "ep4", "pp2 ep2"),
-        ("qwen3_moe", "fp32", "1", "ep2 etp2"),
-        ("qwen3_moe", "bf16", "pp2 ep2", "1"),
-        ("mixtral-full", "fp16", "ep2 etp2", "edp2 ep2"),
-        ("gpt_oss", "bf16", "cp4 ep2", "pp2 ep2"),
-        ("gpt_oss", "bf16", "ep2 etp2", "cp4 ep2"),
-        ("gpt_oss", "fp32", "edp2 ep2", "ep2 etp2"),
-        ("mixtral-full", "bf16", "edp2 ep2 level 3", "ep4"),
-        ("gpt_oss", "bf16", "1", "edp2 ep2 level 3"),
+        pytest.param(*case, marks=() if str(number) in FAST_OF_EXPERTS else pytest.mark.soak)
+        for number, case in enumerate(PAIRS_OF_EXPERTS)
     ],
 )
 def test_experts_and_what_is_not_trained_go_from_any_layout_to_any(ranks, root, model, precision, saved, loaded):
@@ -256,10 +263,14 @@ def loads_exactly(ranks, path: Path, name: str) -> None:
         assert wrong == [] and twice == 0, f"rank {rank} under {name}: {wrong[:3]}, {twice} bytes read twice"
 
 
-def test_every_layout_writes_the_same_weight_files(ranks, tmp_path):
+ALL_OPTIONS = ["1", *covering({name: layout for name, (_, layout) in LAYOUTS.items()})]
+
+
+@pytest.mark.parametrize("names", [ALL_OPTIONS, pytest.param(list(LAYOUTS), marks=pytest.mark.soak)], ids=len)
+def test_every_layout_writes_the_same_weight_files(ranks, tmp_path, names):
     """Bytes included: they depend on the model alone. And they are the cast of the masters in `state/`."""
     written = {}
-    for number, (world, layout) in enumerate(LAYOUTS.values()):
+    for number, (world, layout) in enumerate(LAYOUTS[name] for name in names):
         run = make_run("gpt2", **layout)
         ranks.run(
             "tests.harness.checkpoints:save_on_rank", world, run, tmp_path / str(number), {"max_file_bytes": 20000}

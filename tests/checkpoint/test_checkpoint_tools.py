@@ -3,13 +3,14 @@ checkpoints."""
 
 from __future__ import annotations
 
+import importlib.util
 import io
 import json
 import os
 import pickle
 import shutil
 import subprocess
-import sys
+from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path, PurePosixPath
 
@@ -31,6 +32,7 @@ from phalanx.planning.blocks import exported_shapes
 from phalanx.training.main import train
 from tests.harness.checkpoints import make_run, make_state, save_here, set_state
 from tests.harness.sample import rest_in_soak
+from tests.harness.warm import Warm
 from tests.training.test_loop import make_run as small_run
 
 
@@ -347,14 +349,23 @@ HF_CONFIGS["deepseek_v3"] = HF_CONFIGS["deepseek_v3-singleton"] = {
 }
 
 
+@pytest.fixture(scope="module")
+def megatron() -> Iterator[Warm]:
+    """Programs that begin with Megatron-Core imported, which takes longer than what they do with it."""
+    if importlib.util.find_spec("megatron") is None:
+        pytest.skip("Megatron-Core is not installed")
+    server = Warm(("megatron.core.dist_checkpointing", "megatron.core.models.gpt", "safetensors.torch")).start()
+    yield server
+    server.close()
+
+
 @pytest.mark.parametrize("kind", rest_in_soak(HF_CONFIGS, ("gpt2", "mixtral-grouped", "deepseek_v3-singleton")))
-def test_what_megatron_saved_is_imported_with_its_logits(tmp_path, kind):
+def test_what_megatron_saved_is_imported_with_its_logits(megatron, tmp_path, kind):
     """Saved by Megatron-Core itself; imported under a config with fewer rows of vocabulary than Megatron padded it
     to; run by transformers."""
-    pytest.importorskip("megatron.core")
     transformers = pytest.importorskip("transformers")
     env = {**os.environ, "PYTHONPATH": str(Path(__file__).resolve().parents[2]), "OMP_NUM_THREADS": "1"}
-    command = [sys.executable, "-m", "tests.harness.megatron_saves", str(tmp_path / "m"), kind]
+    command = [megatron.python, "-m", "tests.harness.megatron_saves", str(tmp_path / "m"), kind]
     done = subprocess.run(command, env=env, capture_output=True, text=True, timeout=280)
     assert done.returncode == 0, done.stderr[-3000:]
     config = tmp_path / "config"

@@ -395,7 +395,12 @@ def test_a_second_signal_ends_the_ranks_at_once(tmp_path, capsys):
         stops.first -= 62
         os.kill(os.getpid(), signal.SIGTERM)
         assert stops.at_once == signal.SIGTERM and rank.wait(120) == -signal.SIGKILL
-    assert capsys.readouterr().err.count("stopping: waiting") == 1
+    said = capsys.readouterr().err
+    assert said.count("stopping: waiting for the ranks to end") == said.count("stopping") == 1  # nothing is unsaved
+    (tmp_path / "rank-0.unsaved").touch()
+    with forwarded_signals(tmp_path):
+        os.kill(os.getpid(), signal.SIGTERM)
+    assert "stopping: waiting for the ranks to save" in capsys.readouterr().err
 
 
 def test_a_rank_saves_on_the_first_signal_and_ends_at_once_on_a_second():

@@ -26,13 +26,12 @@ from phalanx.cli.main import cli
 from phalanx.config.run import Run
 from phalanx.optim.adamw import AdamWConfig
 from tests.harness.trust import BEGIN, END, with_table
-from tests.harness.warm import Warm
 
 ROOT = Path(__file__).resolve().parents[2]
 ROOT_PAGES = [ROOT / name for name in ("README.md", "CONTRIBUTING.md", "SECURITY.md", "CHANGELOG.md")]
 PAGES = [*ROOT_PAGES, *sorted((ROOT / "docs").rglob("*.md"))]
 BLOCK = re.compile(r"^```(?P<info>[^\n]*)\n(?P<text>.*?)^```$", re.MULTILINE | re.DOTALL)
-MAX_OPTIONS = 126
+MAX_OPTIONS = 142
 
 
 @dataclass(frozen=True)
@@ -61,31 +60,18 @@ def ids(page: Path) -> str:
 # ---- running them --------------------------------------------------------------------------------
 
 
-AS_INSTALLED = (
-    "config",
-    "layout-and-schedule",
-)  # commands import all of ours, as an installed package does; in others it is there already
-
-
-@pytest.fixture(scope="module")
-def installed():
-    server = Warm(("torch",)).start()
-    yield server
-    server.close()
-
-
 @pytest.mark.trust(
     30,
     "follow a page of the docs: 7 of 28 tested claims were stale",
     "commands and what they print are compared page by page",
 )
 @pytest.mark.parametrize("page", [p for p in PAGES if runs(p)], ids=ids)
-def test_the_commands_of_a_page(page, installed, warm, tmp_path):
+def test_the_commands_of_a_page(page, warm, tmp_path):
     for name in ("recipes", "examples"):
         shutil.copytree(
             ROOT / name, tmp_path / name, ignore=shutil.ignore_patterns("__pycache__")
         )  # others compile meanwhile
-    path = f"{(installed if page.stem in AS_INSTALLED else warm).folder}{os.pathsep}{os.environ['PATH']}"
+    path = f"{warm.folder}{os.pathsep}{os.environ['PATH']}"
     env = {**os.environ, "PATH": path, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": ""}
     said = ""
     for block in blocks(page):

@@ -18,6 +18,7 @@ import pytest
 import torch
 from torch import Tensor
 
+import phalanx as px
 from phalanx.base import tree
 from phalanx.base.errors import CheckpointError, ConfigError, DataError, PhalanxError
 from phalanx.base.placement import Placement
@@ -30,7 +31,6 @@ from phalanx.config.write import to_yaml
 from phalanx.data.config import DataConfig, SourceConfig
 from phalanx.data.index import CorpusWriter
 from phalanx.engine.meeting import Identity, compare, identity, problems
-from phalanx.forecast.check import checked_plan
 from phalanx.layout.config import LayoutConfig
 from phalanx.models.gpt2 import GPT2Config
 from phalanx.nn.adapter import AdapterConfig, completed_lora
@@ -366,7 +366,7 @@ def test_python_is_checked_like_the_command_line(warm, tmp_path):
         train(wrong, Placement())
     assert {p.field for p in caught.value.problems} >= {"layout.tp", "optim.lr", "train.tokens"}
     with pytest.raises(ConfigError) as planned:
-        checked_plan(wrong, 1)
+        px.plan(wrong, 1)
     done = warm.phalanx("train", str(tmp_path / "run.yaml"), "--ranks", "1", *WRONG)
     said = [line.partition(" (set in ")[0] for line in done.stderr.splitlines() if line.startswith("config error")]
     assert done.returncode == 2 and said == str(caught.value).splitlines() == str(planned.value).splitlines()
@@ -442,4 +442,4 @@ def test_a_run_of_tokens_trains_resumes_and_reloads(tmp_path, warm):
 
 def test_a_layout_in_python_is_refused_before_ranks_meet():
     with pytest.raises(ConfigError, match="layout.tp"):
-        checked_plan(replace(make_run(Path("run")), layout=LayoutConfig(tp=3)), 1)
+        px.plan(replace(make_run(Path("run")), layout=LayoutConfig(tp=3)), 1)

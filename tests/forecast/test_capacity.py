@@ -33,6 +33,7 @@ from phalanx.launch.env import tasks_on_node
 from phalanx.training import machine
 from phalanx.training.machine import fit_here, memory_here
 from phalanx.training.main import train
+from tests.harness.sample import rest_in_soak
 from tests.harness.support_features import FEATURES, exclude, trial
 
 ROOT = Path(__file__).parents[2]
@@ -58,7 +59,7 @@ def on_cpu(run: Run, ranks: int = 1) -> int:
     return sum(uses[plan.grid.coords(rank).pp].total + PROCESS for rank in range(ranks))
 
 
-@pytest.mark.parametrize("seed", range(12))
+@pytest.mark.parametrize("seed", rest_in_soak(range(12), range(4)))
 def test_what_is_taken_to_fit_without_a_forecast_does(seed):
     """Of random features of the support matrix, in tiny and in wider models, the generous number is above the
     forecast of every rank."""
@@ -74,7 +75,10 @@ def test_what_is_taken_to_fit_without_a_forecast_does(seed):
     )
 
 
-@pytest.mark.parametrize("recipe", sorted(p.name for p in (ROOT / "recipes").glob("*.py")))
+RECIPES = sorted(p.name for p in (ROOT / "recipes").glob("*.py"))
+
+
+@pytest.mark.parametrize("recipe", rest_in_soak(RECIPES, RECIPES[::3]))
 def test_real_models_are_never_taken_to_fit_too_early(recipe):
     run = load_run(ROOT / "recipes" / recipe)
     layout = run.layout
@@ -175,7 +179,7 @@ def test_plan_of_a_device_names_the_change_of_train(warm):
     run = wide("train.micro_batch=64", "train.global_batch=64")
     plan = make_plan(run, 1)
     need = rank_uses(plan, plan.num_micro_batches(run.train.global_batch))[0][0].total + OVERHEAD
-    device = Device("X1", None, None, 1.0, need - 2**25)
+    device = Device("X1", None, None, 1.0, need - 2**25, 1.0)
     report = plan_report(run, 1, device)
     text = " ".join(report.text.split())
     assert not report.fits and "It DOES NOT FIT X1" in text and "lacks 32.0 MiB" in text

@@ -37,6 +37,8 @@ from phalanx.sequence.batch import Batch
 from tests.gpu.checkpoint import checkpoint_checks
 from tests.gpu.context import context_checks
 from tests.gpu.experts import expert_checks
+from tests.gpu.generation import generation_checks
+from tests.gpu.invariant import invariant_checks
 from tests.gpu.low import low_checks
 from tests.gpu.truth import ROUNDINGS, within
 from tests.harness.op_cases import compared
@@ -473,6 +475,8 @@ def all_checks() -> dict[str, Callable[[torch.device], str]]:
         | low_checks()
         | context_checks()
         | checkpoint_checks()
+        | generation_checks()
+        | invariant_checks()
     )
     for length in (1000, 4096):
         for dtype in (torch.bfloat16, torch.float16, torch.float32):

@@ -31,6 +31,7 @@ from phalanx.engine.build import State, build
 from phalanx.forecast.decide import make_plan
 from phalanx.layout.buckets import Bucket
 from phalanx.layout.config import LayoutConfig
+from phalanx.ops.optimizer.packed import PackedTensor
 from phalanx.ops.optimizer.shard import MASTER, Shard
 from tests.harness.parity import base_run
 
@@ -64,7 +65,8 @@ def expected(shard: Shard, kind: str) -> torch.Tensor:
 def set_state(state: State) -> None:
     for shard in state.optimizer.shards:
         for kind in shard.kinds:
-            shard.values(kind).copy_(expected(shard, kind))
+            kept = shard.stored(kind)
+            (kept.store_ if isinstance(kept, PackedTensor) else kept.copy_)(expected(shard, kind))
     for flat in (f for f in state.buffers.flat if not f.bucket.learns):
         flat.master.copy_(values(flat.bucket, "master", flat.master.dtype)[flat.lo : flat.hi])
     state.optimizer.step.fill_(7)
@@ -102,7 +104,8 @@ def load_on_rank(rank: int, world: int, run: Run, path: Path) -> list[str]:
     for flat in state.buffers.flat:
         flat.storage.weight_kept.fill_(5.0)
     for holder in state.buffers.holders:
-        holder.master.fill_(5.0)
+        kept = holder.master
+        (kept.store_ if isinstance(kept, PackedTensor) else kept.copy_)(torch.full((len(kept),), 5.0))
     loop = load_here(state, path, model=run.model)
     wrong = [] if loop == {**SCALARS, "step": 10, "consumed_samples": 80} else [f"scalars {loop}"]
     scaler = [t.item() for t in state.scaler.state().values()]

@@ -19,14 +19,14 @@ from triton.compiler import ASTSource
 
 from phalanx.comm import sum_kernel
 from phalanx.ops.attention import join_kernel, paged_kernel, store_kernel
-from phalanx.ops.dense import gated_kernel, head_norm_kernel, loss_kernel, norm_kernel, rope_kernel
+from phalanx.ops.dense import gated_kernel, head_norm_kernel, invariant_kernel, loss_kernel, norm_kernel, rope_kernel
 from phalanx.ops.dense.activation import Gated, GatedGrad, GatedRows, GatedRowsGrad
 from phalanx.ops.dense.norm import Normed
 from phalanx.ops.dense.rope import RopeGrad
 from phalanx.ops.experts import grouped_kernel, permute_kernel, push_kernel, route_kernel
 from phalanx.ops.experts.permute import Gathered
 from phalanx.ops.experts.rows import ExpertRows
-from phalanx.ops.optimizer import adamw_kernel, moments_kernel
+from phalanx.ops.optimizer import adamw_kernel, blockwise_kernel, moments_kernel
 from phalanx.ops.quantized import (
     emulated,
     gemm_kernel,
@@ -125,14 +125,39 @@ def kernels() -> list[tuple]:
             dict(V=128, V_BLOCK=128, ROWS=16, **wide),
         )
     )
-    found += experts(wide) + fp8_linears() + paged(wide)
-    flat = dict(p="*fp32", g="*fp32", m="*fp32", v="*fp32", out=BF, scalars="*fp64", n="i64")
-    found.append((adamw_kernel._adamw, flat, dict(BETA1=0.9, BETA2=0.95, EPS=1e-8, COPY=True, BLOCK=1024, **wide)))
-    narrow = dict(
-        m="*fp8e4nv", m_exponents="*i8", v="*fp8e4nv", v_exponents="*i8", out=BF, scalars="*fp64", step="*fp32", n="i64"
-    )
-    consts = dict(BETA1=0.9, BETA2=0.95, EPS=1e-8, COPY=True, LEAST=-54, MOST=100, RUN=1024, BLOCK=32, **wide)
-    found.append((moments_kernel._adamw, dict(p="*fp32", g="*fp32", **narrow), consts))
+    found += experts(wide) + fp8_linears() + paged(wide) + invariant(wide)
+    decays = dict(BETA1=0.9, BETA2=0.95, EPS=1e-8, **wide)
+    whole, split = dict(p="*fp32", ties="*fp32"), dict(p="*i16", ties="*u8")
+    step = dict(g="*fp32", out=BF, scalars="*fp64", n="i64")
+    fp8 = dict(m="*fp8e4nv", m_exponents="*i8", v="*fp8e4nv", v_exponents="*i8", step="*fp32")
+    maps = dict.fromkeys(("signed_map", "signed_middles", "unsigned_map", "unsigned_middles"), "*fp32")
+    blockwise = dict(m="*u8", m_scales="*fp32", v="*u8", v_scales="*fp32", **maps)
+    for master in (whole, split):
+        consts = dict(COPY=master is whole, SPLIT=master is split, **decays)
+        flat = dict(m="*fp32", v="*fp32", **master, **step)
+        found.append((adamw_kernel._adamw, flat, dict(BLOCK=1024, **consts)))
+        powers = dict(LEAST=-54, MOST=100, RUN=1024, BLOCK=32, **consts)
+        found.append((moments_kernel._adamw, dict(**fp8, **master, **step), powers))
+        scaled = dict(RUN=1024, BLOCK=64, **consts)
+        found.append((blockwise_kernel._adamw, dict(**blockwise, **master, **step), scaled))
+    return found
+
+
+def invariant(wide: dict) -> list[tuple]:
+    """Batch-invariant matmuls of few rows and of many, by parts and whole."""
+    found: list[tuple] = []
+    for rows, parts, tma in ((64, 1, True), (256, 8, True), (8192, 8, True), (8192, 4, False), (8192, 1, True)):
+        c = invariant_kernel.tiles_of(rows, 4096, 14336, parts, torch.bfloat16)
+        together = parts if c.together else 1
+        pair = dict(x=f"tensordesc<bf16[{c.m},{c.k}]>", weight=f"tensordesc<bf16[{c.n},{c.k}]>")
+        pointers = (pair if tma else dict(x=BF, weight=BF)) | dict(bias=BF, out="*fp32" if together > 1 else BF)
+        consts = dict(BIAS=together == 1, TOGETHER=together, TMA=tma, INTERPRETED=False, **wide)
+        consts |= dict(BM=c.m, BN=c.n, BK=c.k, GROUP=c.group)
+        run = dict(num_warps=c.warps, num_stages=c.stages)
+        found.append(
+            (invariant_kernel._matmul, pointers | dict.fromkeys(("M", "N", "K", "length"), "i32"), consts, run)
+        )
+    found.append((invariant_kernel._add_parts, dict(sums="*fp32", out=BF, count="i32"), dict(PARTS=8, BLOCK=1024)))
     return found
 
 
@@ -154,6 +179,7 @@ def paged(wide: dict) -> list[tuple]:
         rows = min(group, tiles.rows)
         shape = dict(HEADS=8 * group, GROUP=group, GROUP_BLOCK=rows, Q=tiles.rows // rows, M=tiles.rows, N=tiles.keys)
         shape |= dict(WHICH=int(large), SEARCH=large, PAD=3, V=value, PAGE=16, WINDOW=window, CHUNK=0, INVARIANT=fp8)
+        shape |= dict(OFFSET=int(large), STRIDE=1 + large)
         main, rest = paged_kernel.key_blocks(key)
         read = dict(K=key, KV=8, K_MAIN=main, K_REST=rest, V_BLOCK=value, SCALE=0.1, CAP=0.0, SHARED=shared)
         pages = dict(keys=stored, values=None if shared else stored, key_scales=scales, value_scales=scales)

@@ -3,8 +3,11 @@ from memory."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import replace
+from typing import Any
+from unittest import mock
 
 import torch
 from torch import Tensor
@@ -13,14 +16,19 @@ from phalanx.comm.mesh import Mesh
 from phalanx.config.run import Run
 from phalanx.engine.build import build_for_inference, fill
 from phalanx.forecast.decide import make_plan
+from phalanx.inference import graphs
 from phalanx.inference.engine import Engine, EngineOptions
+from phalanx.inference.graphs import step_batch
 from phalanx.inference.load import InferenceModel, without_training
 from phalanx.inference.memory import give_memory, layer_groups, remembering, windows_of
-from phalanx.inference.request import NewToken, PromptScored, SamplingOptions, TokenScore
+from phalanx.inference.request import EngineLoad, NewToken, PromptScored, SamplingOptions, TokenScore
+from phalanx.inference.runner import Drawn
+from phalanx.inference.scheduler import Step
 from phalanx.nn.module import Block
 from phalanx.nn.objective import TaskConfig
 from phalanx.sequence.batch import IGNORE, Batch
 from phalanx.sequence.paged import NO_PAGE, PagedSequences, PagedSpans
+from phalanx.text.tokenizers import byte_tokenizer
 from tests.harness.parity import base_run
 
 
@@ -29,12 +37,21 @@ def run_of(model: str, precision: str = "fp64", **layout) -> Run:
     return replace(run, layout=replace(run.layout, **layout), task=TaskConfig())
 
 
-def random_model(rank: int, world: int, run: Run) -> InferenceModel:
+def invariant_run(model: str, precision: str = "fp32", **layout) -> Run:
+    """With train.batch_invariant: inner features that 8 divides, no dropout."""
+    run = run_of(model, precision, **layout)
+    inner: dict[str, Any] = {"intermediate_size": 40} if run.model.intermediate_size else {}
+    inner |= {name: 0.0 for name in ("dropout", "attention_dropout") if hasattr(run.model, name)}
+    train = replace(run.train, batch_invariant=True)
+    return replace(run, model=replace(run.model, num_hidden_layers=2, **inner), train=train)
+
+
+def random_model(rank: int, world: int, run: Run, device: torch.device | str = "cpu") -> InferenceModel:
     """With random values in every tensor, norms and biases too: the same in every layout."""
     plan = make_plan(without_training(run, world), world)
-    mesh = Mesh(plan.grid, rank)
+    mesh = Mesh(plan.grid, rank, device)
     _, stages = build_for_inference(plan, mesh)
-    model = InferenceModel(plan, mesh, stages)
+    model = InferenceModel(plan, mesh, stages, stages.handlers())
     for block in model.blocks:
         for p in block.parameters():
             storage = torch.zeros(p.spec.shape, dtype=torch.float64)
@@ -57,12 +74,44 @@ def sequences_of(lengths: Sequence[int], vocab: int) -> list[list[int]]:
 
 def whole_logits(model: InferenceModel, tokens: Sequence[int]) -> Tensor:
     """(tokens, vocabulary) computed at once, without memory; on one process."""
-    n = len(tokens)
-    row = torch.tensor(tokens)
-    batch = Batch(row, torch.full_like(row, IGNORE), torch.arange(n), torch.zeros_like(row), 1, n)
+    row = torch.tensor(tokens, device=model.mesh.device)
+    positions = torch.arange(len(row), device=row.device)
+    return forward_logits(
+        model, Batch(row, torch.full_like(row, IGNORE), positions, torch.zeros_like(row), 1, len(row))
+    )
+
+
+def training_logits(
+    rank: int,
+    world: int,
+    run: Run,
+    lengths: Sequence[int],
+    tokens: int | None = None,
+    device: torch.device | str = "cpu",
+) -> list[Tensor] | None:
+    """Those of every token of sequences of these lengths by training's forward: one after another, or together as
+    documents of a batch filled up to `tokens`."""
+    model = random_model(rank, world, run, device)
+    for block in model.blocks:
+        block.train()
+    rows = sequences_of(lengths, run.model.vocab_size)
+    if tokens is None:
+        return [whole_logits(model, row) for row in rows]
+    lengths = [*lengths, tokens - sum(lengths)]
+    row = torch.tensor([token for each in rows for token in each] + [0] * lengths[-1])
+    positions = torch.cat([torch.arange(n) for n in lengths])
+    documents = torch.repeat_interleave(torch.arange(len(lengths)), torch.tensor(lengths))
+    labels = torch.full_like(row, IGNORE)
+    batch = Batch(row, labels, positions, torch.zeros_like(row), 1, tokens, documents)
+    return list(forward_logits(model, batch.to(device)).split(lengths))[:-1]
+
+
+def forward_logits(model: InferenceModel, batch: Batch) -> Tensor:
+    """(T, vocabulary) of a batch of whole sequences; without pipeline stages."""
+    n = batch.num_tokens
 
     def all_logits(block: Block, x: Tensor, batch: Batch) -> Tensor:
-        made: Tensor = block.logits(x, torch.arange(n))  # type: ignore[operator]
+        made: Tensor = block.logits(x, torch.arange(n, device=x.device))  # type: ignore[operator]
         return made
 
     stages = model.stages
@@ -78,9 +127,9 @@ def whole_logits(model: InferenceModel, tokens: Sequence[int]) -> Tensor:
 def remember(model: InferenceModel, sequences: int, length: int, page_size: int) -> list[int | None]:
     """Give each group of layers pages for so many sequences; the windows of the groups."""
     layers = remembering(model.blocks)
-    groups = layer_groups(layers, windows_of(model.plan), torch.float64, page_size)
+    groups = layer_groups(layers, windows_of(model.plan), model.dtype, page_size)
     pages = 1 + sequences * -(-length // page_size)
-    give_memory(layers, groups, [pages] * len(groups), page_size, torch.float64, torch.device("cpu"))
+    give_memory(layers, groups, [pages] * len(groups), page_size, model.dtype, model.mesh)
     for layer in layers:  # what was never written must not be read
         for each in layer.memory.pages.tensors if layer.memory else ():
             each.fill_(torch.nan)
@@ -93,6 +142,7 @@ def piece_batch(
     length: int,
     page_size: int,
     fill_to: int,
+    batch_invariant: bool = False,
 ) -> Batch:
     """Of each sequence (its tokens, the first that is here, how many are). Tables are scattered: page p of sequence s
     is not beside page p + 1."""
@@ -127,6 +177,7 @@ def piece_batch(
             page_size,
             max(n for _, _, n in pieces),
             max(lengths),
+            batch_invariant=batch_invariant,
         )
         for t in tables
     )
@@ -147,17 +198,24 @@ def piece_batch(
 
 
 def cached_logits(
-    rank: int, world: int, run: Run, lengths: Sequence[int], steps: Sequence[Sequence[int]], page_size: int = 4
+    rank: int,
+    world: int,
+    run: Run,
+    lengths: Sequence[int],
+    steps: Sequence[Sequence[int]],
+    page_size: int = 4,
+    device: torch.device | str = "cpu",
 ) -> list[Tensor] | None:
     """The logits of every token of sequences of these lengths, computed in steps: of each step how many tokens of each
     sequence. None on ranks without the last block."""
-    model = random_model(rank, world, run)
+    model = random_model(rank, world, run, device)
     rows, longest = sequences_of(lengths, run.model.vocab_size), max(lengths)
     windows = remember(model, len(rows), longest, page_size)
     done, found = [0] * len(rows), [[] for _ in rows]
     for step in steps:
         pieces = [(row, first, n) for row, first, n in zip(rows, done, step)]
-        outputs = model.logits([piece_batch(pieces, windows, longest, page_size, run.layout.tp)])
+        batch = piece_batch(pieces, windows, longest, page_size, run.layout.tp, model.batch_invariant)
+        outputs = model.logits([batch.to(device)])
         done = [first + n for first, n in zip(done, step)]
         if outputs:
             for each, part in zip(found, outputs[0].split(list(step))):
@@ -175,6 +233,83 @@ def answers(
     """What an engine answers: of each request its tokens, their scores, those of its prompt, and why it ended. arrive:
     so many requests come between two steps. Nothing on ranks other than 0."""
     engine = Engine(random_model(rank, world, run), options, wait_s=60)
+    if rank:
+        engine.follow()
+        return []
+    found = answers_of(engine, asked, arrive)
+    engine.pause()
+    return found
+
+
+def little_room(
+    rank: int, world: int, run: Run, asked: Sequence[Asked], options: EngineOptions
+) -> tuple[int, list[list[Answer]], list[int], list[int]]:
+    """Bytes of this rank's pages. On rank 0: answers, and those to the same prompts once more without their scores;
+    tokens computed for each; requests that have lost their pages."""
+    engine = Engine(random_model(rank, world, run), options, wait_s=60)
+    tensors = [t for layer in remembering(engine.model.blocks) if layer.memory for t in layer.memory.pages.tensors]
+    size, found, computed, preempted = sum(t.nbytes for t in tensors), [], [], []
+    if rank:
+        engine.follow()
+        return size, found, computed, preempted
+    schedule = engine.scheduler.schedule
+
+    def watched(*asked: Any) -> Step:
+        step = schedule(*asked)
+        computed[-1] += len(step.tokens)
+        preempted.extend(step.preempted)
+        return step
+
+    engine.scheduler.schedule = watched
+    for prompt_logprobs in (1, None):
+        computed.append(0)
+        found.append(answers_of(engine, [(p, replace(how, prompt_logprobs=prompt_logprobs)) for p, how in asked], 2))
+    engine.pause()
+    return size, found, computed, preempted
+
+
+class Uncaptured:
+    """Stands for a StepGraph: the same numbers of a step through the same batch. sizes: of the layouts replayed."""
+
+    sizes: set[tuple[int, int, bool]] = set()
+
+    def __init__(self, model, limits, layout, last, pool):
+        self.model, self.limits, self.layout, self.last = model, limits, layout, last
+
+    def replay(self, step: Step) -> Tensor:
+        layout = self.layout
+        self.sizes.add((layout.sequences, layout.tokens, layout.pieces))
+        packed = torch.full((layout.numel,), 77, dtype=torch.int32)  # of an earlier step
+        layout.write(packed.numpy(), step)
+        found = layout.split(packed)
+        assert (found["starts"].diff() >= 0).all()  # kernels search there
+        batch = step_batch(layout, found, self.last, self.limits, self.model.mesh.cp)
+        return self.model.logits([batch])[0][: len(step.draws[0])]
+
+
+@contextmanager
+def uncaptured() -> Iterator[set[tuple[int, int, bool]]]:
+    """Inside, steps go through the numbers that graphs are replayed from; the sizes of those graphs."""
+    Uncaptured.sizes.clear()
+    capturable = mock.patch.object(InferenceModel, "capturable", property(lambda self: True))
+    pool = mock.patch.object(torch.cuda, "graph_pool_handle", lambda: None)
+    with mock.patch.object(graphs, "StepGraph", Uncaptured), capturable, pool:
+        yield Uncaptured.sizes
+
+
+def answers_by_graphs(
+    rank: int, world: int, run: Run, asked: Sequence[Asked], options: EngineOptions, arrive: int
+) -> tuple[list[Answer], set[tuple[int, int, bool]]]:
+    """`answers`, with steps from the numbers that graphs are replayed from, and the sizes of the graphs."""
+    with uncaptured() as sizes:
+        return answers(rank, world, run, asked, options, arrive), sizes
+
+
+def constrained_answers(
+    rank: int, world: int, run: Run, asked: Sequence[Asked], options: EngineOptions, arrive: int = 100
+) -> list[Answer]:
+    """The same of an engine that knows the tokenizer of bytes."""
+    engine = Engine(random_model(rank, world, run), options, 60, tokenizer=byte_tokenizer())
     if rank:
         engine.follow()
         return []
@@ -203,3 +338,69 @@ def answers_of(engine: Engine, asked: Sequence[Asked], arrive: int = 100) -> lis
         ([event.token for event in made], [event.score for event in made], prompts.get(number, ()), reasons[number])
         for number, made in tokens.items()
     ]
+
+
+def stage_events(
+    rank: int, world: int, run: Run, asked: Sequence[Asked], options: EngineOptions
+) -> list[tuple[str, int]]:
+    """In what order this rank computes steps, and waits for the tokens of earlier ones: what, and the step's number."""
+    engine = Engine(random_model(rank, world, run), options, wait_s=60)
+    found: list[tuple[str, int]] = []
+    compute, arrive = engine.runner._run, Drawn.arrive
+
+    def computing(step: Step, *given: Any) -> Drawn:
+        found.append(("compute", step.number))
+        return compute(step, *given)
+
+    def arriving(drawn: Drawn) -> None:
+        found.append(("wait", drawn.step.number))
+        arrive(drawn)
+
+    engine.runner._run = computing
+    with mock.patch.object(Drawn, "arrive", arriving):
+        if rank:
+            engine.follow()
+        else:
+            answers_of(engine, asked)
+            engine.pause()
+    return found
+
+
+def allocated(rank: int, world: int, run: Run, options: EngineOptions) -> tuple[int, int, int]:
+    """Bytes on this rank of weights, of pages, and of what an engine keeps of each sequence beside them, after a
+    request with penalties."""
+    model = random_model(rank, world, run)
+    engine = Engine(model, options, wait_s=60)
+    if rank:
+        engine.follow()
+    else:
+        answers_of(engine, [([1, 2, 3], SamplingOptions(tokens=2, repetition_penalty=1.5))])
+        engine.pause()
+    pages = [t for layer in remembering(model.blocks) if layer.memory for t in layer.memory.pages.tensors]
+    counts = engine.runner.counts
+    kept = [engine.runner.last, *([] if counts is None else [counts.made, counts.prompt])]
+    weights = [p.data for block in model.blocks for p in block.parameters()]
+    return storage_bytes(weights), storage_bytes(pages), storage_bytes(kept)
+
+
+def storage_bytes(tensors: Sequence[Tensor]) -> int:
+    """Bytes of the memory behind tensors, each once."""
+    return sum({t.untyped_storage().data_ptr(): t.untyped_storage().nbytes() for t in tensors}.values())
+
+
+def loads(rank: int, world: int, run: Run, prompts: Sequence[list[int]]) -> tuple[EngineLoad, EngineLoad]:
+    """What an engine of two sequences a replica has to do after its first step, and when all is done."""
+    options = EngineOptions(sequences=2, tokens=32, page_size=4, length=24)
+    engine = Engine(random_model(rank, world, run), options, wait_s=60)
+    if rank:
+        engine.follow()
+        return engine.load(), engine.load()
+    for prompt in prompts:
+        engine.submit(prompt, SamplingOptions(tokens=9))
+    engine.step()
+    amid = engine.load()
+    while not engine.idle:
+        engine.step()
+    after = engine.load()
+    engine.pause()
+    return amid, after

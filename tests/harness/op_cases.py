@@ -26,17 +26,8 @@ class Watched:
         self.taken |= took
         return took
 
-    @property
-    def source(self) -> str:
-        return self.made.source
-
-    @property
-    def name(self) -> str:
-        return self.made.name
-
-    @property
-    def features(self) -> frozenset[str] | None:
-        return self.made.features
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self.made, name)
 
 
 @contextmanager
@@ -56,8 +47,9 @@ def compared(op: Op, case: Case, made: Implementation, dtype: torch.dtype, devic
     it."""
     interpreted = torch.device(device).type == "cpu" and "triton" in made.insisted
     watched = Watched(made)
+    kernels = "triton" if interpreted else "auto" if "auto" in made.modes else made.modes[0]
     with only(op, watched):
-        found = run_case(case, dtype, "triton" if interpreted else "auto", device=device)
+        found = run_case(case, dtype, kernels, device=device)
     if not watched.taken:
         return None
     with only(op):

@@ -25,6 +25,7 @@ from phalanx.models.qwen2 import Qwen2Config
 from phalanx.models.qwen3 import Qwen3Config
 from phalanx.models.qwen3_moe import Qwen3MoEConfig
 from phalanx.models.rope import RopeScaling
+from phalanx.ops.optimizer.shard import widened
 from phalanx.sequence.batch import IGNORE, Batch
 from phalanx.verifying.compare import allowed, random_weights
 
@@ -246,7 +247,7 @@ def parts_of(state: State, what: str) -> Parts:
     found: Parts = []
     for flat in (f for f in state.buffers.flat if f.bucket.learns or what == "master"):
         whole = torch.full((flat.bucket.numel,), torch.nan, dtype=torch.float64)
-        whole[flat.lo : flat.hi] = (flat.own_grad if what == "grad" else flat.master).double()
+        whole[flat.lo : flat.hi] = flat.own_grad.double() if what == "grad" else widened(flat.master, torch.float64)
         for slot in flat.bucket.slots:
             storage = whole[slot.offset : slot.offset + slot.numel].view(slot.spec.shape)
             for piece in slot.spec.pieces:
@@ -318,10 +319,17 @@ def same_tensors(found: dict[str, np.ndarray], truth: dict[str, np.ndarray], wha
         assert off <= bound, f"{what} {name} is off by {off:.3g} (bound {bound:.3g})"
 
 
+_TRUTHS: dict[tuple[str, int, bool], dict] = {}
+
+
 def truth_of(ranks, run: Run, steps: int, documents: bool) -> dict:
-    """The single-process run of the same config."""
+    """The single-process run of the same config, made once for all layouts of it."""
     from phalanx.planning.plan import storing_all, without_layout
 
-    alone = replace(without_layout(run), layout=replace(without_layout(run).layout, sharding=0))
-    (result,) = ranks.run("tests.harness.parity:run_layout", 1, storing_all(alone), steps, documents)
-    return {**result, "grads": [assemble([g]) for g in result["grads"]], "weights": assemble([result["weights"]])}
+    alone = storing_all(replace(without_layout(run), layout=replace(without_layout(run).layout, sharding=0)))
+    key = repr(alone), steps, documents
+    if key not in _TRUTHS:
+        (result,) = ranks.run("tests.harness.parity:run_layout", 1, alone, steps, documents)
+        grads, weights = [assemble([g]) for g in result["grads"]], assemble([result["weights"]])
+        _TRUTHS[key] = {**result, "grads": grads, "weights": weights}
+    return _TRUTHS[key]

@@ -5,6 +5,7 @@ from __future__ import annotations
 import random
 from collections.abc import Hashable, Iterable, Mapping
 from itertools import combinations, product
+from types import MappingProxyType
 
 import pytest
 
@@ -14,14 +15,19 @@ from phalanx.config.run import Run
 OF_TRAIN = ("recompute", "recompute_ops", "precision", "fp8", "freeze", "cuda_graphs", "kernels", "deterministic")
 
 
-def covering(cases: Mapping[str, Iterable[Hashable]], seed: int = 20261122) -> list[str]:
-    """Names of a few cases that together have every feature of any: of the cases in an order drawn by seed, those
-    with one not seen before."""
-    order, seen, chosen = random.Random(seed).sample(sorted(cases), len(cases)), set[Hashable](), set[str]()
-    for name in order:
-        if not seen.issuperset(cases[name]):
-            seen.update(cases[name])
-            chosen.add(name)
+def covering(
+    cases: Mapping[str, Iterable[Hashable]], ranks: Mapping[str, int] = MappingProxyType({}), seed: int = 20261122
+) -> list[str]:
+    """Names of a few cases that together have every feature of any: again and again the one with the most features
+    that are still missing for what it costs, and of several such the first in an order drawn by seed. `ranks` of a
+    case share a machine: one more costs as much as what any case costs."""
+    order = random.Random(seed).sample(sorted(cases), len(cases))
+    own = {name: set(cases[name]) for name in order}
+    missing, chosen = set[Hashable]().union(*own.values()), set[str]()
+    while missing:
+        best = max(order, key=lambda name: len(own[name] & missing) / (1 + ranks.get(name, 1)))
+        chosen.add(best)
+        missing -= own[best]
     return [name for name in cases if name in chosen]
 
 
@@ -37,6 +43,17 @@ def pairs_in_test(*axes: Iterable[Hashable]) -> list:
     cases = {str(number): values for number, values in enumerate(product(*axes))}
     chosen = covering({name: combinations(enumerate(values), 2) for name, values in cases.items()})
     return [pytest.param(*v, marks=() if name in chosen else pytest.mark.soak) for name, v in cases.items()]
+
+
+def each_in_two(cases: Iterable[Hashable], layouts: Iterable[Hashable]) -> list:
+    """All combinations as parameters of a test. `make test` runs each case in the first layout and in one of the
+    others, which take turns; `make soak` runs the rest too."""
+    first, *others = layouts
+    return [
+        pytest.param(case, layout, marks=() if layout in (first, others[n % len(others)]) else pytest.mark.soak)
+        for n, case in enumerate(cases)
+        for layout in (first, *others)
+    ]
 
 
 def features(run: Run) -> set[Hashable]:

@@ -86,7 +86,7 @@ def draw_trace(seed: int) -> Trace:
         groups.append(GroupSpec(window, 1 + least + int(spare * whole * rng.random())))
     draft = rng.choice((0, 0, 1, 3, 5))
     in_flight = rng.choice((1, 1, 1, 2, 4))
-    late = 0 if draft else rng.randint(0, in_flight)
+    late = rng.randint(0, in_flight - 1 if draft else in_flight)
     tokens = sequences + rng.choice((0, 1, rng.randint(0, 40)))
     spec = SchedulerSpec(
         most_sequences=sequences,
@@ -121,10 +121,12 @@ def draw_request(
     length = rng.randint(1, most) if rng.random() < 0.5 else min(most, rng.randint(1, 6))
     same = rng.choice((0, length, rng.randint(0, length)))
     prompt = rng.choice(bases)[:same] + tuple(rng.choices(range(VOCABULARY), k=length - same))
+    scored = rng.random() < 0.1
     options = SamplingOptions(
         tokens=tokens,
         end_tokens=rng.choice(((), (), (3,), (0, 9))),
-        prompt_logprobs=0 if rng.random() < 0.1 else None,
+        prompt_logprobs=0 if scored else None,
+        scored_from=rng.randint(1, max(1, length - 1)) if scored else 1,
     )
     deadline = step + rng.random() * 40 if rng.random() < 0.1 else None
     return Request(number=number, prompt=prompt, options=options, priority=rng.choice((0, 0, 1, 2)), deadline=deadline)
@@ -389,7 +391,8 @@ class Run:
         else:
             assert ended.reason == reason
         assert ended.cached == min(self.first_seen.get(number, 0), len(request.prompt))
-        assert ended.cached < len(request.prompt) and not (request.options.prompt_logprobs is not None and ended.cached)
+        assert ended.cached < len(request.prompt)
+        assert request.options.prompt_logprobs is None or ended.cached < request.options.scored_from
         self.counts["cached"] += ended.cached
 
     def cancel(self, cancels: list[tuple[int, bool, int]], now: int, flying: bool) -> None:

@@ -14,6 +14,7 @@ from collections.abc import Mapping, Sequence
 import numpy as np
 
 from phalanx.inference.request import (
+    EngineLoad,
     Event,
     Finished,
     NewToken,
@@ -22,7 +23,6 @@ from phalanx.inference.request import (
     SamplingOptions,
     TokenScore,
 )
-from phalanx.server.engine_thread import EngineLoad
 from phalanx.text.tokenizer_base import Tokenizer
 
 MEMORY = 3  # tokens that the next one depends on
@@ -47,6 +47,7 @@ class StubEngine:
         self.was_cancelled = threading.Event()
         self.most_at_once = 0
         self.seen: list[tuple[tuple[int, ...], SamplingOptions]] = []
+        self.when: list[tuple[int, float | None]] = []  # priorities and deadlines
         self._tokenizer, self._at_once = tokenizer, at_once
         self._replies = dict(replies or {})
         self._waiting: list[StubSequence] = []
@@ -73,6 +74,7 @@ class StubEngine:
         if options.temperature == 1.5:
             raise RequestError("temperature", 1.5, "is what this engine never takes")
         self.seen.append((tuple(prompt), options))
+        self.when.append((priority, deadline))
         self._number += 1
         self._waiting.append(StubSequence(self._number, list(prompt), options, self._script(prompt)))
         return self._number

@@ -21,6 +21,7 @@ from phalanx.models.qwen2 import Qwen2Config
 from phalanx.models.qwen3 import Qwen3Config
 from phalanx.models.qwen3_moe import Qwen3MoEConfig
 from phalanx.models.rope import RopeScaling
+from phalanx.nn.adapter import find_adapter
 from phalanx.optim.config import OptimConfig
 
 DENSE = ("llama", "qwen3", "mistral", "qwen2")
@@ -86,14 +87,16 @@ class Feature:
     """A change of the run.
 
     families   that have it; the first that both features of a pair have is taken
-    kind       of several features of one kind a run has one model, layout, train, optim, fp8   values of these
-    sections
-    least      sharding level that it needs at least dp, data   ranks of dp, and of dp and cp together, that it needs
-    at least
-    reads      values of the section `data`; documents: several in a sequence ("packed": and padding), where `reads`
-    packs none
-    micro      micro-batches of a rank; budget: of memory for activations, half of what they take
-    unit       sizes of linears are multiples of it; also: what is done beside training
+    kind       of several features of one kind a run has one
+    model, layout, train, optim, fp8, lora   values of these sections
+    least      ZeRO stage that it needs at least
+    dp, data   ranks of dp, and of dp and cp together, that it needs at least
+    reads      values of the section `data`
+    documents  several in a sequence ("packed": and padding), where `reads` packs none
+    micro      micro-batches of a rank
+    budget     of memory for activations: half of what they take
+    unit       sizes of linears are multiples of it
+    also       what is done beside training
     near       compared with float64 as one process in the same precision is, rather than to 1e-9
     """
 
@@ -106,6 +109,7 @@ class Feature:
     train: dict[str, Any] = field(default_factory=dict)
     optim: dict[str, Any] = field(default_factory=dict)
     fp8: dict[str, Any] = field(default_factory=dict)
+    lora: dict[str, Any] = field(default_factory=dict)
     reads: dict[str, Any] = field(default_factory=dict)
     least: int = 0
     dp: int = 1
@@ -187,6 +191,7 @@ FEATURES = (
     ranks("pp, GPipe", "schedule", micro=2, pp=2, schedule="gpipe"),
     ranks("pp, 1F1B", "schedule", micro=2, pp=2),
     ranks("pp, interleaved", "schedule", micro=2, pp=2, virtual_stages=2),
+    ranks("pp, ZB-H1 (split backward)", "schedule", micro=2, pp=2, schedule="zb_h1"),
     ranks("pp, stages given", "stages", micro=2, pp=2, stages=()),
     ranks("dp", "", dp=2),
     replace(ranks("cp of each document (dynamic)", "", cp=2, cp_degree="dynamic"), documents="packed"),
@@ -226,6 +231,7 @@ FEATURES = (
     made_again("frozen attention", kind="freeze", freeze=["*attn*"]),
     made_again("frozen first blocks", ROTARY, "freeze", freeze=["*embed_tokens*", "model.layers.0.*"]),
     made_again("frozen experts", EXPERTS, "freeze", freeze=["*.experts.*"]),
+    Feature("LoRA", "Memory", "freeze", lora={"rank": 3, "alpha": 5.0}),
     made_again("offload", kind="", offload_layers=1),
     Feature("fp32", "Precision", "precision", train={"precision": "fp32"}, near=True),
     Feature("bf16", "Precision", "precision", train={"precision": "bf16"}, near=True),
@@ -266,18 +272,20 @@ class Trial:
 
 
 def exclude(a: Feature, b: Feature) -> str | None:
-    """Why no run can have both, if so: they are values of one setting, or no family has both."""
+    """Why no run can have both, if so: they are values of one setting, no family has both, or nothing is exported."""
     if a is b:
         return None
     given = a.layout.get("sharding"), b.layout.get("sharding")
     if (a.kind and a.kind == b.kind) or any(level is not None and level < max(a.least, b.least) for level in given):
         return "two values of one setting"
+    if (a.lora or b.lora) and "export" in (a.also, b.also):
+        return "adapters are written as a PEFT folder, without an export"
     return None if set(a.families) & set(b.families) else "no family of models has both"
 
 
 def trial(a: Feature, b: Feature) -> Trial:
     """The run with both features, or with one if they are the same."""
-    layout, train, fp8 = ({**getattr(a, part), **getattr(b, part)} for part in ("layout", "train", "fp8"))
+    layout, train, fp8, lora = ({**getattr(a, part), **getattr(b, part)} for part in ("layout", "train", "fp8", "lora"))
     layout = {"bucket_mb": SMALL_BUCKETS, "sharding": max(1, a.least, b.least), **layout}
     tp, cp, pp = (layout.get(axis, 1) for axis in ("tp", "cp", "pp"))
     dp = max(a.dp, b.dp, -(-max(a.data, b.data) // cp))
@@ -310,6 +318,7 @@ def trial(a: Feature, b: Feature) -> Trial:
         train=TrainConfig(**{**options, **train}),
         layout=LayoutConfig(**layout),
         optim=OptimConfig(**{**a.optim, **b.optim}),
+        lora=find_adapter("lora").Config(method="lora", **lora) if lora else None,
         data=data_of({**a.reads, **b.reads}, bool(documents)),
     )
     world = tp * cp * pp * dp
@@ -340,8 +349,10 @@ def every_expert(made: Any) -> Any:
 
 
 def with_budget(run: Run, world: int) -> Run:
-    """A budget half-way between all stored and whole layers recomputed."""
+    """A budget half-way between all stored and whole layers recomputed; for all stored if backward is split, where
+    what weight gradients wait with leaves little to recompute."""
     micro = run.train.global_batch // run.train.micro_batch
     plans = [make_plan(replace(run, train=replace(run.train, recompute=how)), world) for how in ("none", "full")]
     needs = [max(use.total for use in rank_uses(plan, micro)[0]) for plan in plans]
-    return replace(run, train=replace(run.train, recompute_budget_gib=(OVERHEAD + sum(needs) / 2) / 2**30))
+    budget = max(needs) if plans[0].splits_backward else sum(needs) / 2
+    return replace(run, train=replace(run.train, recompute_budget_gib=(OVERHEAD + budget) / 2**30))

@@ -26,6 +26,7 @@ import threading
 import traceback
 from collections.abc import Mapping
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any, NoReturn
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -52,10 +53,16 @@ IMPORTED = (
 
 class Warm:
     """A server and, in `folder`, the programs `python`, `phalanx` and `torchrun` that ask it. `imported`: what their
-    interpreters begin with."""
+    interpreters begin with. `env`: what must be set before that. `inside`: a command that runs the server (and so
+    whatever it starts) in a network namespace."""
 
-    def __init__(self, imported: tuple[str, ...] = IMPORTED) -> None:
-        self._imported = imported
+    def __init__(
+        self,
+        imported: tuple[str, ...] = IMPORTED,
+        env: Mapping[str, str] = MappingProxyType({}),
+        inside: tuple[str, ...] = (),
+    ) -> None:
+        self._imported, self._env, self._inside = imported, env, inside
         self._place = tempfile.TemporaryDirectory(
             prefix="warm-"
         )  # short: the path of a socket has at most 107 characters
@@ -75,9 +82,9 @@ class Warm:
         listener.bind(str(where))
         listener.listen(64)
         code = f"from tests.harness.warm import serve; serve({listener.fileno()}, {self._imported})"
-        env = {**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": ""}
+        env = {**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": "", **self._env}
         self._server = subprocess.Popen(
-            [sys.executable, "-c", code],
+            [*self._inside, sys.executable, "-c", code],
             env=env,
             pass_fds=[listener.fileno()],
             stdin=subprocess.DEVNULL,
@@ -88,12 +95,18 @@ class Warm:
         return self
 
     def phalanx(
-        self, *words: str, cwd: Path | None = None, env: Mapping[str, str] | None = None
+        self, *words: str, cwd: Path | None = None, env: Mapping[str, str] | None = None, typed: str | None = None
     ) -> subprocess.CompletedProcess[str]:
-        """`phalanx WORDS`, with `env` beside this environment."""
-        env = {**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": "", **(env or {})}
+        """`phalanx WORDS`, with `env` beside this environment, and `typed` on its standard input."""
+        own = {"PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": ""}
         return subprocess.run(
-            [self.folder / "phalanx", *words], capture_output=True, text=True, cwd=cwd, env=env, timeout=150
+            [self.folder / "phalanx", *words],
+            capture_output=True,
+            text=True,
+            cwd=cwd,
+            env={**os.environ, **own, **self._env, **(env or {})},
+            input=typed,
+            timeout=150,
         )
 
     def close(self) -> None:

@@ -2,10 +2,6 @@
 
 from __future__ import annotations
 
-import os
-import subprocess
-import sys
-
 import pytest
 
 from phalanx.base.errors import CheckpointError, ConfigError
@@ -60,17 +56,9 @@ def test_a_chat_that_fills_all_positions_is_refused(folder):
         list(talk.answer("x" * 100))
 
 
-def test_chat_in_a_pipe_and_without_a_template(folder, tmp_path):
+def test_chat_in_a_pipe_and_without_a_template(warm, folder, tmp_path):
     words = ["chat", str(folder), "--tokens", "4", "--temperature", "0"]
-    done = subprocess.run(
-        [sys.executable, "-m", "phalanx", *words],
-        input="one\n/new\none\n",
-        capture_output=True,
-        text=True,
-        cwd=ROOT,
-        env={**os.environ, "OMP_NUM_THREADS": "1"},
-        timeout=120,
-    )
+    done = warm.phalanx(*words, cwd=ROOT, typed="one\n/new\none\n")
     assert done.returncode == 0, done.stderr
     with TextSampler(str(folder)) as s:
         answer = next(s.generate(["[user] one\n[assistant] "], SamplingOptions(tokens=4, temperature=0))).text

@@ -53,6 +53,21 @@ def test_generation_stops_where_positions_end(runs, warm):
     )
     done = warm.phalanx("generate", str(runs / "short"), "--prompt", "Arma", "--tokens", "1000", "--seed", "3")
     assert done.returncode == 0 and done.stdout.startswith("Arma") and "max_position_embeddings" in done.stderr
+    again = warm.phalanx(
+        *("generate", str(runs / "short"), "--prompt", "Arma", "--tokens", "1000", "--seed", "3"),
+        "--speculate",
+        "ngram:2",
+    )
+    assert again.stdout == done.stdout and "drafted tokens accepted" in again.stderr
+    refused = warm.phalanx("generate", str(runs / "short"), "--prompt", "Arma", "--speculate", "mtp")
+    assert refused.returncode == 2 and "must be ngram:N" in refused.stderr
+    schema = runs / "schema.json"
+    schema.write_text('{"enum": ["one", {"two": true}]}')
+    kept = warm.phalanx("generate", str(runs / "short"), "--prompt", "Arma", "--json-schema", str(schema))
+    assert kept.stdout in ('Arma"one"\n', 'Arma{"two": true}\n'), kept.stderr
+    schema.write_text('{"type": "two"}')
+    refused = warm.phalanx("generate", str(runs / "short"), "--prompt", "Arma", "--json-schema", str(schema))
+    assert refused.returncode == 2 and "Invalid type: two" in refused.stderr and refused.stdout == ""
     few = TextStream(str(runs / "short"), "Arma", replace(LONG, tokens=3))
     assert list(few) and few.notice is None and len(few.ids) <= 7
 
@@ -117,7 +132,7 @@ def test_many_prompts_on_ranks_give_the_texts_of_one_process(runs, warm, tmp_pat
         "5",
     ]
     found = []
-    for name, more in (("one", []), ("two", ["layout.tp=2", "--ranks", "2"])):
+    for name, more in (("one", []), ("two", ["layout.cp=2", "--ranks", "2"])):
         done = warm.phalanx(*words, "-o", str(tmp_path / name), "train.precision=fp64", *more)
         assert done.returncode == 0, done.stderr
         found.append([json.loads(line) for line in (tmp_path / name).read_text().splitlines()])
@@ -131,8 +146,6 @@ def test_many_prompts_on_ranks_give_the_texts_of_one_process(runs, warm, tmp_pat
     assert found[0][0]["text"] != found[0][1]["text"] and all(a["tokens"] <= 6 for a in found[0])
     refused = warm.phalanx(*words, "optim.lr=1")
     assert refused.returncode == 2 and "optim.lr" in refused.stderr and "layout.*" in refused.stderr
-    refused = warm.phalanx(*words, "layout.cp=2")
-    assert refused.returncode == 2 and "layout.cp=2" in refused.stderr and "generation" in refused.stderr
     prompts.write_text('{"prompt": 3}\n')
     refused = warm.phalanx(*words)
     assert refused.returncode == 3 and "line 1" in refused.stderr

@@ -7,6 +7,7 @@ import math
 import pytest
 
 from phalanx.inference.request import Request, RequestError, SamplingOptions
+from phalanx.inference.scores import ScoredPrompt
 
 
 @pytest.mark.parametrize(
@@ -20,6 +21,8 @@ from phalanx.inference.request import Request, RequestError, SamplingOptions
         ("tokens", -1, "at least 0"),
         ("logprobs", -1, "at least 0"),
         ("prompt_logprobs", -1, "at least 0"),
+        ("scored_from", 0, "at least 1"),
+        ("scored_from", 2, "does nothing without prompt_logprobs"),
         ("presence_penalty", math.nan, "finite"),
         ("frequency_penalty", -math.inf, "finite"),
         ("top_p", 0.0, "> 0 and <= 1"),
@@ -58,3 +61,18 @@ def test_tokens_that_the_model_does_not_have(field, prompt, options):
     request.check_tokens(101) if min(prompt) >= 0 else None
     with pytest.raises(RequestError, match=f"^{field}=-?[01].*< 100, the size of the vocabulary"):
         request.check_tokens(100)
+
+
+def test_tokens_before_the_first_that_is_scored_need_no_logits():
+    """The token before it does: of a piece from position 5 on, all."""
+    options = SamplingOptions(prompt_logprobs=0, scored_from=6)
+    prompt = ScoredPrompt(Request(number=0, prompt=tuple(range(10)), options=options))
+    assert [prompt.unscored(first) for first in (0, 4, 5, 8)] == [5, 1, 0, 0]
+
+
+@pytest.mark.parametrize("prompt, first", (((1, 2, 3), 3), ((1,), 2)))
+def test_a_prompt_of_which_nothing_is_scored(prompt, first):
+    options = SamplingOptions(prompt_logprobs=0, scored_from=first)
+    with pytest.raises(RequestError, match=f"^scored_from={first}.*< {len(prompt)}, the number of tokens"):
+        Request(number=0, prompt=prompt, options=options).check_tokens(100)
+    Request(number=0, prompt=(*prompt, 4, 5), options=options).check_tokens(100)

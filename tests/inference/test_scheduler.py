@@ -160,6 +160,28 @@ def test_prompts_whose_tokens_are_scored_are_computed_whole():
         assert seen.kept == [0] and [f.reason for f in seen.finished] == ["length"]
 
 
+@pytest.mark.parametrize("first, hit", [(1, 0), (4, 0), (5, 4), (8, 4), (9, 8), (10, 8)])
+def test_of_a_scored_prompt_what_lies_before_is_remembered(first, hit):
+    """Whole pages of 4 tokens, and never the token before the first that is scored, whose logits are needed."""
+    scheduler = Scheduler(spec_of())
+    for number in range(2):
+        options = SamplingOptions(tokens=0, prompt_logprobs=0, scored_from=first)
+        scheduler.add(Request(number=number, prompt=(1,) * 11, options=options))
+        step = scheduler.schedule()
+        assert step.firsts.tolist() == [hit * number] and step.lengths.tolist() == [10]
+        scheduler.observe(step, [NO_TOKEN])
+
+
+def test_the_last_token_of_a_prompt_that_is_only_scored_needs_no_room():
+    scheduler = Scheduler(spec_of(longest=8))
+    scheduler.check(Request(number=0, prompt=(1,) * 9, options=SamplingOptions(tokens=0, prompt_logprobs=0)))
+    for options in (SamplingOptions(tokens=0), SamplingOptions(tokens=1, prompt_logprobs=0)):
+        with pytest.raises(RequestDoesNotFit):
+            scheduler.check(Request(number=0, prompt=(1,) * 9, options=options))
+    with pytest.raises(RequestDoesNotFit):
+        scheduler.check(Request(number=0, prompt=(1,) * 10, options=SamplingOptions(tokens=0, prompt_logprobs=0)))
+
+
 def test_pages_that_run_out_are_taken_from_the_last_and_it_ends_the_same():
     scheduler = Scheduler(spec_of(groups=(GroupSpec(None, 7),), longest=20, most_tokens=32))
     for number, priority in enumerate((0, 0, 1)):
@@ -219,7 +241,7 @@ def test_drafts_never_pass_the_length_nor_the_tokens_of_a_step():
 
 
 def test_drafts_are_refused_if_tokens_are_read_late():
-    with pytest.raises(ValueError, match="late=0"):
+    with pytest.raises(ValueError, match="late < in_flight"):
         Scheduler(spec_of(late=1)).schedule(drafts={0: [1]})
 
 

@@ -1,5 +1,5 @@
 """docs/howto-multi-node.md, done: two "nodes" are two network namespaces joined by a cable that exists only in the
-kernel.
+kernel. Each has a server of processes that begin with torch imported (tests/harness/warm.py).
 
 Needs root and `ip` (package iproute2); skipped with the reason where they are missing. Nothing is installed here.
 """
@@ -21,6 +21,7 @@ import pytest
 
 from tests.cli.test_cli import wait_for
 from tests.harness.hostile import listeners
+from tests.harness.warm import Warm
 
 ROOT = Path(__file__).resolve().parents[2]
 CONFIG = {
@@ -47,6 +48,12 @@ class Node:
     name: str
     device: str
     address: str
+    warm: Warm
+
+
+def node_of(letter: str, address: str) -> Node:
+    name = f"phx{os.getpid()}{letter}"
+    return Node(name, f"v{os.getpid()}{letter}", address, Warm(inside=("ip", "netns", "exec", name)))
 
 
 def ip(*words: str, check: bool = True) -> subprocess.CompletedProcess:
@@ -60,15 +67,17 @@ def nodes() -> Iterator[tuple[Node, Node]]:
         pytest.skip("making network namespaces needs root")
     if shutil.which("ip") is None:
         pytest.skip("no `ip` command: install the package iproute2")
-    tag = f"phx{os.getpid()}"
-    pair = Node(f"{tag}a", f"v{os.getpid()}a", "10.77.0.1"), Node(f"{tag}b", f"v{os.getpid()}b", "10.77.0.2")
+    pair = node_of("a", "10.77.0.1"), node_of("b", "10.77.0.2")
     try:
         if refused := connect(pair):
             pytest.skip(f"network namespaces are not allowed here: {refused}")
+        for node in pair:
+            node.warm.start()
         yield pair
     finally:
         for node in pair:
             end_ranks(node)
+            node.warm.close()
             ip("netns", "del", node.name, check=False)
             shutil.rmtree(Path("/etc/netns") / node.name, ignore_errors=True)
 
@@ -100,7 +109,7 @@ def connect(pair: tuple[Node, Node]) -> str:
 
 def run_on(node: Node, words: list[str], **more: str) -> subprocess.Popen:
     env = {**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1", "GLOO_SOCKET_IFNAME": node.device, **more}
-    command = ["ip", "netns", "exec", node.name, sys.executable, "-m", *words]
+    command = [node.warm.python, "-m", *words]
     return subprocess.Popen(command, env=env, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
 
 
@@ -135,13 +144,11 @@ def config(tmp_path_factory) -> Path:
 
 
 @pytest.fixture(scope="module")
-def on_one_node(config, nodes) -> list[tuple[float, float]]:
+def on_one_node(config, nodes, warm) -> list[tuple[float, float]]:
     """The same config on one machine, with the launcher of `phalanx train`. Asks for `nodes` so as not to run for
     nothing."""
     folder = config.parent / "one"
-    command = [sys.executable, "-m", "phalanx", "train", str(config), f"dir={folder}"]
-    env = {**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
-    done = subprocess.run(command, env=env, capture_output=True, text=True, timeout=120)
+    done = warm.phalanx("train", str(config), f"dir={folder}")
     assert done.returncode == 0, done.stdout + done.stderr
     return losses(folder)
 
@@ -213,7 +220,7 @@ def can_reach(node: Node, address: str, port: int) -> bool:
     code = f"import socket; socket.create_connection(({address!r}, {port}), timeout=5)"
     return (
         subprocess.run(
-            ["ip", "netns", "exec", node.name, sys.executable, "-c", code], capture_output=True, timeout=20
+            ["ip", "netns", "exec", node.name, sys.executable, "-S", "-c", code], capture_output=True, timeout=20
         ).returncode
         == 0
     )

@@ -16,7 +16,7 @@ from phalanx.checkpoint.hf import to_hf
 from phalanx.comm.mesh import Mesh
 from phalanx.config.run import Run, TrainConfig
 from phalanx.engine.build import State, build, write_slot
-from phalanx.engine.step import accumulate, loss_and_stops
+from phalanx.engine.step import accumulate, reduce_step_totals
 from phalanx.forecast.decide import make_plan
 from phalanx.layout.config import LayoutConfig
 from phalanx.models.decoder_config import DecoderConfig
@@ -24,11 +24,13 @@ from phalanx.models.deepseek_v3 import DeepseekV3Config
 from phalanx.models.gpt2 import GPT2Config
 from phalanx.models.llama import LlamaConfig
 from phalanx.models.rope import ROPE_FIELDS, RopeScaling
+from phalanx.nn.head import Head
 from phalanx.ops.dense.rope import rotary_table
 from phalanx.ops.dense.rope_scaling import Rotation
 from phalanx.pipeline.execute import execute
 from phalanx.sequence.batch import IGNORE, Batch
 from tests.harness.parity import MODELS, SEQ, assemble, parts_of, sample_batch
+from tests.harness.sample import each_in_two
 
 CASES = {
     "llama: GQA, wide heads, llama3 scaling": MODELS["llama"],
@@ -200,10 +202,15 @@ def load_weights(state: State, weights: dict[str, np.ndarray]) -> None:
             write_slot(flat, slot, storage)
 
 
+def logits_of_own_tokens(head: Head, x: torch.Tensor, batch: Batch) -> torch.Tensor:
+    """The head's rows are those of the whole micro-batch, which the ranks of cp have one after another."""
+    return head.logits(x, head.env.axes.cp.index * batch.num_tokens + torch.arange(batch.num_tokens))
+
+
 def all_logits(state: State, batches: list[Batch]) -> list[np.ndarray]:
     """Logits of every token of each micro-batch, on the ranks of the last stage."""
     state.model.train(False)
-    state.model.stages.finish = lambda head, x, batch: head.logits(x, torch.arange(batch.num_tokens))
+    state.model.stages.finish = logits_of_own_tokens
     state.model.stages.begin(batches, seed=None)
     execute(state.model.program(len(batches), backward=False), state.model.handlers)
     state.model.stages.end()
@@ -217,14 +224,13 @@ def run_model(rank: int, world: int, run: Run, weights: dict[str, np.ndarray], b
     state.model.train()
     tokens = accumulate(state, batches)
     return {
-        "loss": (loss_and_stops(state.model)[0] / tokens).item(),
+        "loss": (reduce_step_totals(state.model, False).loss / tokens).item(),
         "grads": parts_of(state, "grad"),
         "logits": all_logits(state, batches),
     }
 
 
-@pytest.mark.parametrize("layout", LAYOUTS)
-@pytest.mark.parametrize("case", CASES)
+@pytest.mark.parametrize("case, layout", each_in_two(CASES, LAYOUTS))
 def test_equal_to_hugging_face(ranks, case, layout):
     """Truth: transformers in float64 (SDPA attention), to 1e-10 of each tensor's scale; layouts through the pool of
     ranks."""

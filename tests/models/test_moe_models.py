@@ -31,6 +31,7 @@ from phalanx.models.mixtral import MixtralConfig
 from phalanx.sequence.batch import IGNORE, Batch
 from tests.harness.checkpoints import make_run
 from tests.harness.parity import MODELS, SEQ, assemble, parts_of, sample_batch
+from tests.harness.sample import each_in_two
 from tests.models.test_models import all_logits, load_weights, rotation_of
 
 CASES = {
@@ -220,8 +221,7 @@ def run_model(rank: int, world: int, run: Run, weights: dict[str, np.ndarray], b
     }
 
 
-@pytest.mark.parametrize("layout", LAYOUTS)
-@pytest.mark.parametrize("case", CASES)
+@pytest.mark.parametrize("case, layout", each_in_two(CASES, LAYOUTS))
 def test_equal_to_hugging_face(ranks, case, layout):
     """Truth: transformers in float64, to 1e-10 of each tensor's scale."""
     truth, (world, options) = hugging_face(case), LAYOUTS[layout]

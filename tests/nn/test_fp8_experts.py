@@ -69,7 +69,7 @@ def stack(seed: int = 1, outer: int = OUT, experts: int = 4) -> Tensor:
     return some(experts * outer, IN, seed=seed).view(experts, outer, IN)
 
 
-@pytest.mark.parametrize("recipe", GPU_RECIPES)
+@pytest.mark.parametrize("recipe", rest_in_soak(GPU_RECIPES, ("delayed", "rowwise", "blockwise")))
 def test_weights_are_cast_where_they_were(recipe):
     outer = 256 if recipe == "blockwise" else OUT
     low, plain = (experts_of(recipe, implementation, recipe == "delayed") for implementation in ("triton", "plain"))
@@ -147,7 +147,7 @@ PRODUCTS = [f"{recipe} {fast}" for recipe in GPU_RECIPES for fast in (False, Tru
 
 @pytest.mark.parametrize(
     "name",
-    rest_in_soak(PRODUCTS, ("tensorwise True", "rowwise False", "delayed False", "blockwise False", "blockwise True")),
+    rest_in_soak(PRODUCTS, ("tensorwise True", "rowwise False", "blockwise True")),
 )
 def test_products_are_those_of_the_plain_twin(name):
     """Same codes, sums in another order; gradients come on top of what is there; rows that are nobody's are not
@@ -187,7 +187,8 @@ def test_no_rows_at_all(implementation, rows):
 @pytest.mark.parametrize("bad", [math.nan, math.inf])
 @pytest.mark.parametrize("implementation", ["triton", "plain"])
 def test_what_is_no_number_reaches_the_product(bad, implementation):
-    for recipe in GPU_RECIPES:
+    every = implementation == "plain"  # Triton's interpreter takes its time: two recipes see NaN, two infinity
+    for recipe in GPU_RECIPES if every else GPU_RECIPES[math.isinf(bad) :: 2]:
         low, x = experts_of(recipe, implementation, recipe == "delayed"), torch.randn(ROWS, 256)
         x[50, 7] = bad
         forward, by_places = low.rows(X, x, ENDS)

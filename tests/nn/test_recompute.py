@@ -264,6 +264,16 @@ def test_a_budget_is_kept(layout, world):
     assert forecast(make_plan(tall(problem.valid[0], **layout), world)) <= problem.valid[0] * 2**30
 
 
+def test_a_budget_that_needs_no_recompute_has_none():
+    """The forecast itself is the budget, to the byte: with a split backward too, whose blocks kept one by one would add
+    up to more."""
+    layout = {"pp": 2, "schedule": "zb_h1"}
+    budget = forecast(make_plan(tall(None, **layout), 2))
+    assert not any(make_plan(tall(budget / 2**30, **layout), 2).recomputed)
+    with pytest.raises(ConfigError, match="recompute_budget_gib"):
+        make_plan(tall(budget / 2**30 / 2, **layout), 2)
+
+
 def test_a_budget_in_the_plan():
     """Where all fits, nothing is recomputed; where it does not, the plan says what is."""
     run = tall(None)

@@ -2,10 +2,7 @@
 
 from __future__ import annotations
 
-import os
 import re
-import subprocess
-import sys
 from dataclasses import replace
 from pathlib import Path
 from xml.etree import ElementTree
@@ -26,12 +23,11 @@ KEY = "0123456789abcdef" * 2 + "01234567"
 @pytest.mark.trust(
     29, "report.html after a run", "date, machine, versions, command, data, smoothed loss, config that was set"
 )
-def test_what_a_report_says(tmp_path):
+def test_what_a_report_says(warm, tmp_path):
     run = make_run(tmp_path / "run", steps=60, eval_interval=20)
     save_run(replace(run, log=LogConfig()), tmp_path / "run.yaml")
-    env = {**os.environ, "PYTHONPATH": str(ROOT), "WANDB_API_KEY": KEY, "HF_TOKEN": "hf_abcdefghijklmnopqrst"}
-    command = [sys.executable, "-m", "phalanx", "train", str(tmp_path / "run.yaml"), "train.seed=77"]
-    done = subprocess.run(command, env=env, capture_output=True, text=True, timeout=200)
+    secrets = {"WANDB_API_KEY": KEY, "HF_TOKEN": "hf_abcdefghijklmnopqrst"}
+    done = warm.phalanx("train", str(tmp_path / "run.yaml"), "train.seed=77", env=secrets)
     assert done.returncode == 0, done.stderr
     page, [start] = (tmp_path / "run/report.html").read_text(), read_starts(tmp_path / "run")
     assert (

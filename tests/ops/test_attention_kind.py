@@ -120,7 +120,7 @@ def test_keys_are_counted_for_flops():
 
 
 def test_backends_are_told_apart_by_name():
-    assert list(offers()) == ["flash-attn", "torch-flash", "torch", "formula"]
+    assert list(offers("auto")) == ["flash-attn", "torch-flash", "torch", "formula"]
 
 
 # ---- a family of another package whose layers cap their scores -------------------------------------

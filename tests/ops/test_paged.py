@@ -26,6 +26,7 @@ from phalanx.ops.attention.paged import (
     paged_attention_parts,
     store_pages,
 )
+from phalanx.ops.attention.paged_context import joined_parts
 from phalanx.sequence.paged import NO_PAGE
 from tests.ops.test_ops import make_batch, normal
 
@@ -118,6 +119,25 @@ def test_parts_of_the_keys_are_joined_by_their_log_sum_exp(window):
         joint, total = joint * weights[0] + more * weights[1], both
     torch.testing.assert_close((joint, total), (out, lse), rtol=1e-12, atol=1e-12)
     assert (total[:-2] > -torch.inf).all() and (total[-2:] == -torch.inf).all()
+
+
+@pytest.mark.parametrize("name", KINDS)
+@pytest.mark.parametrize("ranks", [2, 3])
+def test_ranks_that_remember_every_so_many_th_token_join_their_parts(name, ranks):
+    """Truth: attention to whole sequences. What no rank has written is NaN."""
+    kind, given = replace(KINDS[name], sinks=False), KINDS[name].sinks
+    examples = [PagedExample(MIXED, 16, kind, padding=2, offset=rank, stride=ranks) for rank in range(ranks)]
+    q, k, v, sinks = drawn(examples[0], 4, 2, 8, 6)
+    found = []
+    for example in examples:
+        (spans, slots), pages = example.laid_out(q.device), example.pages(k, v)
+        store_pages(k, v, pages, slots)
+        assert sum(page.isfinite().all((1, 2)).sum() for page in pages.keys[1:]) == len(slots[slots >= 16])
+        found.append(paged_attention_parts(q, pages, spans, kind))
+    joined = joined_parts(*(torch.stack(each) for each in zip(*found)), sinks if given else None)
+    torch.testing.assert_close(
+        joined, whole(replace(examples[0], kind=KINDS[name]), q, k, v, sinks), rtol=1e-12, atol=1e-12
+    )
 
 
 @pytest.mark.parametrize("kernels", ["plain", "triton"])

@@ -3,10 +3,9 @@
 
 from __future__ import annotations
 
-import os
-import subprocess
 import sys
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 
 import numpy as np
@@ -117,14 +116,9 @@ def test_experts_cut_over_etp_take_linear_methods_alone():
     assert "layout.etp" not in {p.field for p in check(some, facts)}
 
 
-def test_the_program_finds_it_by_path_and_a_checkpoint_does_not_import_it(tmp_path):
+def test_the_program_finds_it_by_path_and_a_checkpoint_does_not_import_it(warm, tmp_path):
     root = Path(__file__).parents[2]
-    environment = {**os.environ, "PYTHONPATH": f"{root}:{OUTSIDE}"}
-
-    def program(*words: str) -> subprocess.CompletedProcess:
-        command = [sys.executable, "-m", "phalanx", *words]
-        return subprocess.run(command, cwd=root, env=environment, capture_output=True, text=True)
-
+    program = partial(warm.phalanx, cwd=root, env={"PYTHONPATH": f"{root}:{OUTSIDE}"})
     run = f"{tmp_path}/run"
     done = program("train", "recipes/tiny_llama.yaml", "train.steps=1", f"lora.method={PARALLEL}", f"dir={run}")
     assert done.returncode == 0, done.stderr

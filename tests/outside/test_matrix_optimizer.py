@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import sys
 from dataclasses import replace
+from functools import cache
 from math import prod
 from pathlib import Path
 
@@ -33,6 +34,7 @@ from phalanx.training.main import train
 from tests.data_parallel.test_quantized_weights import codes_of, low_run
 from tests.harness import checkpoints, parity
 from tests.harness.pool import RanksFailed
+from tests.harness.sample import covering, rest_in_soak
 from tests.training.test_loop import make_run
 
 OUTSIDE = Path(__file__).parent
@@ -76,13 +78,22 @@ LAYOUTS = {
 TAKES_EVERYTHING = ("tied", "stacked", "ep2")
 
 
-@pytest.mark.parametrize("case", LAYOUTS)
+SAMPLE = covering({case: {model, *layout.items()} for case, (model, _, layout) in LAYOUTS.items()})
+
+
+@cache
+def truth_of(ranks, model: str, name: str) -> dict:
+    """One process, whose gradients and weights any layout must have."""
+    [alone] = ranks.run(f"{HERE}:one_rank", 1, model, {"bucket_mb": 0, "sharding": 0}, name)
+    grads = [parity.assemble([g]) for g in alone["grads"]]
+    return {**alone, "grads": grads, "weights": parity.assemble([alone["weights"]])}
+
+
+@pytest.mark.parametrize("case", rest_in_soak(LAYOUTS, SAMPLE))
 def test_it_is_the_same_in_every_layout(ranks, case):
     model, world, layout = LAYOUTS[case]
     name = EVERY if case in TAKES_EVERYTHING else LINEARS
-    [alone] = ranks.run(f"{HERE}:one_rank", 1, model, {"bucket_mb": 0, "sharding": 0}, name)
-    truth = {**alone, "grads": [parity.assemble([g]) for g in alone["grads"]]}
-    truth["weights"] = parity.assemble([alone["weights"]])
+    truth = truth_of(ranks, model, name)
     assert min(truth["norms"]) > CLIP
     parity.compare(ranks.run(f"{HERE}:one_rank", world, model, layout, name), truth, STEPS)
 
@@ -388,9 +399,7 @@ def test_a_loop_with_an_optimizer_of_its_own_is_refused(tmp_path):
 def test_the_exchange_with_homes_matters(ranks):
     """Without what goes over the stage, the comparison with one process fails: each way alone, and both."""
     layout = {"tp": 2, "sharding": 0}
-    [alone] = ranks.run(f"{HERE}:one_rank", 1, "llama", {"sharding": 0}, LINEARS)
-    truth = {**alone, "grads": [parity.assemble([g]) for g in alone["grads"]]}
-    truth["weights"] = parity.assemble([alone["weights"]])
+    truth = truth_of(ranks, "llama", LINEARS)
     for way in ("bring_gradients", "send_weights"):
         with pytest.raises((AssertionError, RanksFailed)):
             parity.compare(ranks.run(f"{HERE}:one_way", 2, layout, way), truth, STEPS)

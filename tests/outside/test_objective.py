@@ -4,9 +4,7 @@ a preference over pairs of documents. Found by `module:NAME`; through the centra
 from __future__ import annotations
 
 import json
-import os
 import pickle
-import subprocess
 import sys
 from dataclasses import replace
 from pathlib import Path
@@ -398,11 +396,10 @@ def test_rules_between_objective_model_and_data():
     assert any(text.startswith("data.packing: reorders documents") for text in problems(packed))
 
 
-def test_the_program_finds_it_by_path(tmp_path):
+def test_the_program_finds_it_by_path(warm, tmp_path):
     root = Path(__file__).parents[2]
-    environment = {**os.environ, "PYTHONPATH": f"{root}:{OUTSIDE}"}
-    command = [sys.executable, "-m", "phalanx", "train", "recipes/tiny_llama.yaml", "train.steps=1"]
-    command += [f"task.name={PREFERENCE}", "task.beta=0.2", "data.document_attention=true", f"dir={tmp_path}/run"]
-    done = subprocess.run(command, cwd=root, env=environment, capture_output=True, text=True)
+    words = ["train", "recipes/tiny_llama.yaml", "train.steps=1"]
+    words += [f"task.name={PREFERENCE}", "task.beta=0.2", "data.document_attention=true", f"dir={tmp_path}/run"]
+    done = warm.phalanx(*words, cwd=root, env={"PYTHONPATH": f"{root}:{OUTSIDE}"})
     assert done.returncode == 0, done.stderr
     assert f"name: {PREFERENCE}" in (tmp_path / "run/config.yaml").read_text(encoding="utf-8")

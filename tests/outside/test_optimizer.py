@@ -3,8 +3,6 @@ the central test, checkpoints, the forecast and the config."""
 
 from __future__ import annotations
 
-import os
-import subprocess
 import sys
 from dataclasses import replace
 from pathlib import Path
@@ -213,11 +211,10 @@ def test_wrong_paths_and_classes_are_refused():
         replace(run_of(), optim=replace(lion(), name="adamw"))
 
 
-def test_the_program_finds_it_by_path(tmp_path):
+def test_the_program_finds_it_by_path(warm, tmp_path):
     root = Path(__file__).parents[2]
-    environment = {**os.environ, "PYTHONPATH": f"{root}:{OUTSIDE}"}
-    command = [sys.executable, "-m", "phalanx", "train", "recipes/tiny_llama.yaml", "train.steps=1"]
-    command += [f"optim.name={LION}", "optim.beta2=0.9", f"dir={tmp_path}/run"]
-    done = subprocess.run(command, cwd=root, env=environment, capture_output=True, text=True)
+    words = ["train", "recipes/tiny_llama.yaml", "train.steps=1"]
+    words += [f"optim.name={LION}", "optim.beta2=0.9", f"dir={tmp_path}/run"]
+    done = warm.phalanx(*words, cwd=root, env={"PYTHONPATH": f"{root}:{OUTSIDE}"})
     assert done.returncode == 0, done.stderr
     assert f"name: {LION}" in (tmp_path / "run/config.yaml").read_text(encoding="utf-8")

@@ -4,9 +4,6 @@ wrong with it ends nothing."""
 from __future__ import annotations
 
 import json
-import os
-import subprocess
-import sys
 from dataclasses import replace
 from pathlib import Path
 
@@ -46,13 +43,12 @@ def numbers_of(folder: Path) -> dict[tuple[int, str], float]:
     return found
 
 
-def test_it_gets_every_record_of_two_ranks(tmp_path):
+def test_it_gets_every_record_of_two_ranks(warm, tmp_path):
     """Tables and evaluations too, once each, and numbers that come from both ranks."""
-    environment = {**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
-    command = [sys.executable, "-m", "phalanx", "train", "recipes/tiny_mixtral.yaml", *SMALL, "--ranks", "2"]
-    command += ["train.device=cpu", "data.mock=true", "data.text=[]", "data.tokenizer=null", f"dir={tmp_path}/run"]
-    command += ["layout.ep=2", f"log.sinks.{TABLE}={{file: mine.tsv}}"]
-    done = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True, timeout=250)
+    words = ["train", "recipes/tiny_mixtral.yaml", *SMALL, "--ranks", "2"]
+    words += ["train.device=cpu", "data.mock=true", "data.text=[]", "data.tokenizer=null", f"dir={tmp_path}/run"]
+    words += ["layout.ep=2", f"log.sinks.{TABLE}={{file: mine.tsv}}"]
+    done = warm.phalanx(*words, cwd=ROOT)
     assert done.returncode == 0, done.stderr
     lines = table_of(tmp_path / "run/mine.tsv")
     wanted = numbers_of(tmp_path / "run")

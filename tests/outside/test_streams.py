@@ -22,6 +22,7 @@ from phalanx.planning.blocks import model_facts
 from phalanx.sequence.streams import HIDDEN
 from phalanx.verifying.shrink import shrink
 from tests.harness.parity import SEQ, VOCAB, compare, random_weights, step_batches, truth_of
+from tests.harness.sample import covering, rest_in_soak
 from tests.outside.memory import GIST, MemoryConfig, MemoryLayer
 from tests.verifying.test_verify import is_valid_and_passes
 
@@ -57,7 +58,13 @@ def run_of(layout: dict[str, object], train: dict[str, object] | None = None) ->
     return Run(model=MODEL, train=train_config, layout=LayoutConfig(**layout), data=DataConfig(mock=True))
 
 
-@pytest.mark.parametrize("name", LAYOUTS)
+SAMPLE = covering(
+    {name: (*layout.items(), *train.items()) for name, (_, layout, train) in LAYOUTS.items()},
+    {name: world for name, (world, *_) in LAYOUTS.items()},
+)
+
+
+@pytest.mark.parametrize("name", rest_in_soak(LAYOUTS, SAMPLE))
 def test_a_layout_changes_nothing(ranks, name):
     world, layout, train = LAYOUTS[name]
     run = run_of(layout, train)

@@ -226,9 +226,9 @@ def _trained(
     ("model", "layout", "recompute"),
     [
         ("llama-tied", dict(cp_ulysses=2), "none"),
-        ("mistral", dict(), "none"),
+        pytest.param("mistral", dict(), "none", marks=pytest.mark.soak),
         ("deepseek_v3-dense", dict(cp_attention="allgather"), "selective"),
-        ("qwen3", dict(sharding=1), "full"),
+        pytest.param("qwen3", dict(sharding=1), "full", marks=pytest.mark.soak),
     ],
 )
 def test_attention_between_graphs_changes_no_bit(ranks, model, layout, recompute):
@@ -270,8 +270,8 @@ def test_experts_between_graphs_change_no_bit(ranks, model, world, layout, train
             2,
             dict(pp=2, schedule="gpipe"),
         ),  # a gradient is received ahead of the last forward, which it depends on
-        ("llama-tied", 4, dict(pp=4)),
-        ("llama-tied", 4, dict(pp=2, virtual_stages=2)),
+        pytest.param("llama-tied", 4, dict(pp=4), marks=pytest.mark.soak),
+        pytest.param("llama-tied", 4, dict(pp=2, virtual_stages=2), marks=pytest.mark.soak),
         ("llama-tied", 4, dict(pp=2, virtual_stages=2, schedule="gpipe", sharding=3)),
         ("mixtral", 4, dict(pp=2, tp=2, ep=2)),
     ],

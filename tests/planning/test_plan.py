@@ -55,6 +55,7 @@ from recipes import (
     gpt_oss_20b,
     gpt_oss_120b,
     llama3_8b,
+    llama3_8b_full_one_gpu,
     llama3_70b,
     mistral_7b,
     mixtral_8x7b,
@@ -426,9 +427,12 @@ def test_weights_kept_as_codes_have_room_for_their_values(fp8, sharding):
     assert forecast[0] == forecast[1] > forecast[2]
 
 
-@pytest.mark.parametrize(
-    "name", rest_in_soak(LAYOUTS, covering({name: features(run) for name, (run, _) in LAYOUTS.items()}))
+SAMPLE = covering(
+    {name: features(run) for name, (run, _) in LAYOUTS.items()}, {name: world for name, (_, world) in LAYOUTS.items()}
 )
+
+
+@pytest.mark.parametrize("name", rest_in_soak(LAYOUTS, SAMPLE))
 def test_bytes_agree_with_a_real_step(ranks, name):
     run, world = LAYOUTS[name]
     plan = make_plan(run, world)
@@ -597,6 +601,7 @@ RECIPES = {
     "llama3_8b on 8": (llama3_8b.run(), 8, 8_030_261_248),
     "llama3_8b on 4": (llama3_8b.run(gpus=4), 4, 8_030_261_248),
     "llama3_8b on 1": (llama3_8b.run(gpus=1), 1, 8_030_261_248),
+    "llama3_8b_full_one_gpu": (llama3_8b_full_one_gpu.run(), 1, 8_030_261_248),
     "llama3_70b on 128": (llama3_70b.run(), 128, 70_553_706_496),
     "llama3_70b, 2 virtual stages": (llama3_70b.run(virtual_stages=2), 128, 70_553_706_496),
     "llama3_70b on 1024": (llama3_70b.run(), 1024, 70_553_706_496),
@@ -628,6 +633,18 @@ def test_recipes(name):
     verdict = "DOES NOT FIT" if name == "llama3_8b on 1" else "fits H200"  # 18 bytes per parameter are 145 GB
     assert verdict in text
     assert all(line == line.rstrip() for line in text.splitlines())
+
+
+def test_all_weights_of_8b_on_one_gpu():
+    """By hand: 2 bytes a weight; 2 and a bit of 8 for its master; 1 and 4 of 64 for each moment; gradients of the
+    embedding, the largest bucket."""
+    text, numel = plan_text(llama3_8b_full_one_gpu.run(), 1, find_device("H100")), 8_030_261_248
+    assert "It fits H100" in text
+    uses, _ = rank_uses(make_plan(llama3_8b_full_one_gpu.run(), 1), 1)
+    memory = uses[0].memory
+    assert memory["weights"] == 2 * numel
+    assert memory["masters"] == memory["moments"] == numel * 17 / 8
+    assert memory["gradients"] == 4 * (128256 * 4096 + 4096)  # with the last norm, in the head's
 
 
 def test_one_gpu_of_the_8b_recipe():

@@ -138,6 +138,7 @@ def start(tokenizer, model_folder) -> Iterator[Callable[..., Serving]]:
             template: bool = True,
             text: bool = True,
             engine: Any = None,
+            adapters: tuple[str, ...] = (),
             **options: Any,
         ) -> Serving:
             made = engine or StubEngine(tokenizer, positions, replies)
@@ -149,6 +150,7 @@ def start(tokenizer, model_folder) -> Iterator[Callable[..., Serving]]:
                 template=chat,
                 ends=end_tokens(model_folder, tokenizer, chat),
                 vocab_size=tokenizer.vocab_size,
+                adapters=adapters,
             )
             return stack.enter_context(serving(made, model, **options))
 

@@ -184,12 +184,13 @@ def test_a_template_may_begin_the_reasoning(start, tokenizer):
 
 
 BAD = [
-    ({"tool_choice": "required", "tools": TOOLS}, "tool_choice", "cannot force a call"),
-    ({"tool_choice": {"type": "function", "function": {"name": "weather"}}, "tools": TOOLS}, "tool_choice", "cannot"),
+    ({"tool_choice": "required", "tools": TOOLS}, "tool_choice", "cannot keep to a grammar"),
+    ({"tool_choice": {"type": "function", "function": {"name": "rain"}}, "tools": TOOLS}, "tool_choice", "names rain"),
     ({"tool_choice": "auto"}, "tool_choice", "needs tools"),
     ({"top_logprobs": 2}, "top_logprobs", "needs logprobs"),
     ({"max_tokens": 2, "max_completion_tokens": 2}, "max_tokens", "give one of them"),
-    ({"response_format": {"type": "json_object"}}, "response_format", "json_object needs an engine"),
+    ({"response_format": {"type": "json_object"}}, "response_format", "cannot keep to a grammar"),
+    ({"response_format": {"type": "xml"}}, "response_format.type", "'json_schema'"),
     ({"reasoning_effort": "high"}, "reasoning_effort", "template does not read it"),
     ({"extra_body": {"chat_template_kwargs": {"colour": 1}}}, "chat_template_kwargs.colour", "does not read it"),
     ({"extra_body": {"chat_template_kwargs": {"messages": []}}}, "chat_template_kwargs.messages", "does not read it"),

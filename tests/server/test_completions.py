@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import time
 
 import openai
 import pytest
@@ -24,7 +25,9 @@ def test_an_end_token_ends_it_and_is_no_text(start):
     client = start(replies={"quick": "brown fox"}).client()
     [choice] = client.completions.create(model="stub", prompt="the quick", max_tokens=50, logprobs=0).choices
     assert (choice.text, choice.finish_reason) == ("brown fox", "stop")
-    assert "".join(choice.logprobs.tokens) == "brown fox" and choice.logprobs.top_logprobs is None
+    assert "".join(choice.logprobs.tokens) == "brown fox<|endoftext|>" and choice.logprobs.top_logprobs is None
+    plain = client.completions.create(model="stub", prompt="the quick", max_tokens=50).choices[0]
+    assert plain.text == "brown fox" and plain.logprobs is None
 
 
 def test_prompts_of_all_four_forms(start, tokenizer):
@@ -186,6 +189,22 @@ def test_options_reach_the_engine(start, tokenizer):
     assert options.end_tokens == (tokenizer.eod, tokenizer.special_tokens["<|im_end|>"])
     server.client().completions.create(model="stub", prompt="a", max_tokens=1, extra_body={"ignore_eos": True})
     assert server.engine.seen[-1][1].end_tokens == ()
+
+
+def test_priority_and_timeout_reach_the_engine(start):
+    """Smaller numbers first, as in vLLM; seconds from now. Chats have them too."""
+    server = start()
+    client, before = server.client(), time.monotonic()
+    client.completions.create(model="stub", prompt="a", max_tokens=2)
+    client.completions.create(model="stub", prompt="a", max_tokens=2, extra_body={"priority": -3, "timeout": 600})
+    message = [{"role": "user", "content": "a"}]
+    client.chat.completions.create(model="stub", messages=message, extra_body={"priority": 5})
+    (first, none), (second, deadline), (third, _) = server.engine.when
+    assert (first, second, third) == (0, 3, -5) and none is None
+    assert before + 600 <= deadline <= time.monotonic() + 600
+    for wrong in ({"priority": 1.5}, {"timeout": 0}, {"timeout": 1e9}):
+        with pytest.raises(openai.BadRequestError, match=next(iter(wrong))):
+            client.completions.create(model="stub", prompt="a", extra_body=wrong)
 
 
 def test_logit_bias_changes_the_answer(start, tokenizer):

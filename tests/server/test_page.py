@@ -157,3 +157,25 @@ def test_a_model_without_a_template_continues_text(start, opened):
     say(page, "Once ")
     page.get_by_text("upon a time").wait_for()
     page.shot("base")
+
+
+def test_one_of_several_models_is_chosen(start, opened):
+    """A model alone is the title; of several one is chosen, which begins a new chat."""
+    server = start(replies=REPLIES, adapters=("sql", "support"))
+    page = opened(server.url)
+    choice = page.get_by_label("Model")
+    choice.wait_for()
+    assert choice.locator("option").all_inner_texts() == ["stub", "sql", "support"]
+    assert page.get_by_role("heading").count() == 0
+    say(page, "hello")
+    page.get_by_text("the quick brown fox", exact=True).wait_for()
+    page.get_by_role("button", name="Send").wait_for()
+    assert server.engine.seen[-1][1].adapter is None
+    choice.select_option("support")
+    page.get_by_text("Ask something.").wait_for()
+    say(page, "hello")
+    page.get_by_text("the quick brown fox", exact=True).wait_for()
+    page.get_by_role("button", name="Send").wait_for()
+    assert server.engine.seen[-1][1].adapter == "support" and page.title() == "support"
+    page.shot("models")
+    assert page.said == []

@@ -341,3 +341,12 @@ def test_same_bytes_as_megatron(tmp_path, lines):
         theirs.add_document(torch.tensor(ids), [len(ids)])
     theirs.finalize(str(tmp_path / "theirs.idx"))
     assert pair(tmp_path / "ours") == pair(tmp_path / "theirs")
+
+
+def test_megatron_reads_a_copied_merge(tmp_path, lines):
+    megatron = pytest.importorskip("megatron.core.datasets.indexed_dataset")
+    for n in range(2):
+        prepare([lines], tmp_path / f"s{n}", byte_tokenizer(), shard=(n, 2), piece_bytes=2000)
+    merge_shards(tmp_path / "m", [tmp_path / "s0", tmp_path / "s1"], copy=True)
+    theirs = megatron.IndexedDataset(str(tmp_path / "m"))
+    assert [bytes(theirs[i][:-1].astype(np.uint8)).decode() for i in range(len(theirs))] == TEXTS

@@ -25,6 +25,7 @@ from phalanx.data.files import replacing
 from phalanx.text import words
 from phalanx.text.merges import ENCODINGS, as_onig
 from phalanx.text.tokenizers import TRAINERS, JsonTokenizer, Tokenizer, byte_tokenizer, load_tokenizer
+from tests.harness.sample import rest_in_soak
 
 CODE = [
     line
@@ -141,9 +142,12 @@ def test_trained_kinds(kind, tmp_path):
         assert [ours.decode(ids) for ids in ids_of(ours, LINES)] == LINES
 
 
-@pytest.mark.parametrize("name", ["LLAMA3", "QWEN2", "CL100K", "O200K"])
-@pytest.mark.parametrize("normalizer", [None, "NFC"])
-def test_published_ways_to_split(bpe, name, normalizer):
+PUBLISHED = [(name, normalizer) for name in ("LLAMA3", "QWEN2", "CL100K", "O200K") for normalizer in (None, "NFC")]
+
+
+@pytest.mark.parametrize("way", rest_in_soak(PUBLISHED, PUBLISHED[1:4:2] + PUBLISHED[4::2]))
+def test_published_ways_to_split(bpe, way):
+    name, normalizer = way
     core = with_pattern(bpe, getattr(words, name))
     core.normalizer = tokenizers.normalizers.NFC() if normalizer else None
     theirs = [e.ids for e in core.encode_batch(LINES, add_special_tokens=False)]
@@ -416,7 +420,12 @@ def test_a_folder_without_a_tokenizer(tmp_path):
 # ---- the way of a tokenizer through a run --------------------------------------------------------
 
 
-@pytest.mark.parametrize("kind", ["bytes", "null:300", "tiktoken", "sentencepiece"])
+KINDS = ("bytes", "null:300", "tiktoken", "sentencepiece")
+
+
+@pytest.mark.parametrize(
+    "kind, model", [*((kind, "unigram") for kind in KINDS), ("sentencepiece", "bpe")], indirect=["model"]
+)
 def test_the_tokenizer_travels_into_checkpoints(kind, bpe, model, tmp_path):
     """From text over a checkpoint to text again; where it is a tokenizer.json, transformers reads the same ids from
     the checkpoint."""

@@ -228,14 +228,11 @@ def test_what_a_full_disk_refuses_is_written_later(small_disk, monkeypatch, caps
 
 @pytest.mark.trust(12, "phalanx train on a disk with 0 bytes left", "exit 4 and what to do; on_error=continue trains")
 @pytest.mark.parametrize("on_error", ["stop", "continue"])
-def test_a_disk_that_is_full_from_the_start(small_disk, tmp_path, on_error):
+def test_a_disk_that_is_full_from_the_start(warm, small_disk, tmp_path, on_error):
     run = on_a_disk(small_disk)
     save_run(replace(run, checkpoint=replace(run.checkpoint, on_error=on_error)), tmp_path / "run.yaml")
     fill(small_disk)
-    command = [sys.executable, "-m", "phalanx", "train", str(tmp_path / "run.yaml")]
-    done = subprocess.run(
-        command, env={**os.environ, "PYTHONPATH": str(ROOT)}, capture_output=True, text=True, timeout=200
-    )
+    done = warm.phalanx("train", str(tmp_path / "run.yaml"))
     assert done.returncode == 4 and "Traceback" not in done.stderr, done.stdout + done.stderr
     assert "No space left on device" in done.stderr
     steps = re.findall(r"step=(\d+) loss", done.stdout)
@@ -267,11 +264,11 @@ def test_a_journal_is_bounded_and_counts(small_disk):
     assert len(said) == 2 and "oldest of them are lost" in said[1], said
 
 
-def test_a_console_that_is_gone_ends_nothing(tmp_path):
+def test_a_console_that_is_gone_ends_nothing(warm, tmp_path):
     """`phalanx train | head -1`."""
     run = make_run(tmp_path / "run", steps=5)
     save_run(run, tmp_path / "run.yaml")
-    code = f"{sys.executable} -m phalanx train {tmp_path}/run.yaml | head -1; exit ${{PIPESTATUS[0]}}"
+    code = f"{warm.python} -m phalanx train {tmp_path}/run.yaml | head -1; exit ${{PIPESTATUS[0]}}"
     done = subprocess.run(
         ["bash", "-c", code], env={**os.environ, "PYTHONPATH": str(ROOT)}, capture_output=True, text=True, timeout=200
     )

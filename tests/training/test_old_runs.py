@@ -7,8 +7,7 @@ import json
 import os
 import re
 import shutil
-import subprocess
-import sys
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -16,6 +15,7 @@ import torch
 
 from phalanx.checkpoint.manifest import read_manifest
 from phalanx.config.read import load_run
+from tests.harness.warm import Warm
 
 ROOT = Path(__file__).parents[2]
 OLD = ROOT / "tests/fixtures/6ff7580"
@@ -25,10 +25,17 @@ SAME_BITS = {"ATEN_CPU_CAPABILITY": "default", "MKL_CBWR": "COMPATIBLE", "ONEDNN
 RECORDED_ON = "AVX512"
 
 
+@pytest.fixture(scope="module")
+def plain_kernels() -> Iterator[Warm]:
+    server = Warm(env=SAME_BITS).start()
+    yield server
+    server.close()
+
+
 @pytest.mark.skipif(not torch.__version__.startswith("2.13."), reason="recorded with torch 2.13, whose sums it needs")
 @pytest.mark.skipif(os.uname().machine != "x86_64", reason="recorded on x86-64")
 @pytest.mark.parametrize("name", THEN)
-def test_an_old_run_goes_on_to_the_same_bits(tmp_path, name):
+def test_an_old_run_goes_on_to_the_same_bits(plain_kernels, tmp_path, name):
     """dense: tp2 in fp64; experts: dp2 with ep2 and ZeRO-2 in bf16. Steps 4 to 6, as the old code made them from
     its own step 3: losses, master weights, both moments and exported weights."""
     if name == "experts" and torch.backends.cpu.get_cpu_capability() != RECORDED_ON:
@@ -38,9 +45,7 @@ def test_an_old_run_goes_on_to_the_same_bits(tmp_path, name):
     shutil.copy(OLD / f"{name}.yaml", tmp_path)
     shutil.copytree(OLD / name, tmp_path / name)
     words = ["train", f"{name}.yaml", "--ranks", "2", "train.steps=6", "checkpoint.interval=6"]
-    env = {**os.environ, **SAME_BITS, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
-    command = [sys.executable, "-m", "phalanx", *words]
-    done = subprocess.run(command, cwd=tmp_path, env=env, capture_output=True, text=True, timeout=240)
+    done = plain_kernels.phalanx(*words, cwd=tmp_path)
     assert done.returncode == 0, done.stderr
     rows = [json.loads(line) for line in (tmp_path / name / "metrics.jsonl").read_text().splitlines()]
     assert [row["step"] for row in rows] == [4, 5, 6]

@@ -1,7 +1,6 @@
 """Whole runs through the command line: killed, stopped and continued runs end as undisturbed ones do.
 
-The run that all are compared with and the one that is killed have interpreters of their own; the others processes of
-tests/harness/warm.py.
+The one that is killed has interpreters of its own; the others are processes of tests/harness/warm.py.
 """
 
 from __future__ import annotations
@@ -127,9 +126,9 @@ def config(tmp_path_factory) -> Path:
 
 
 @pytest.fixture(scope="module")
-def undisturbed(config, tmp_path_factory) -> Path:
+def undisturbed(warm, config, tmp_path_factory) -> Path:
     folder = tmp_path_factory.mktemp("undisturbed") / "run"
-    done = run(config, folder)
+    done = run(config, folder, python=warm.python)
     assert done.returncode == 0, done.stdout + done.stderr
     return folder
 

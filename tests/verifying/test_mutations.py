@@ -92,7 +92,15 @@ def layout(ranks: RankPool, name: str) -> Layout:
     return Layout(ranks, name)
 
 
-FEW = covering({name: {c["model"], *c["layout"]} for name, c in LAYOUTS.items()})
+def options(model: str, layout: dict) -> set:
+    """Its family, the options it sets, and whether the ranks of tp send each expert's tokens."""
+    return {model, *layout, "ep" in layout and "tp" in layout and "dispatch" not in layout}
+
+
+FEW = covering(
+    {name: options(c["model"], c["layout"]) for name, c in LAYOUTS.items()},
+    {name: c["world"] for name, c in LAYOUTS.items()},
+)
 
 
 def homes_of(ranks: RankPool, names: list[str]) -> dict[Site, list[str]]:

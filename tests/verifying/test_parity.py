@@ -508,7 +508,9 @@ def features(c: dict) -> set:
 
 # Eight ranks on two cores take seconds: every other one of those is for `make soak`, and others that no feature needs.
 LARGE = [name for name in NAMED if NAMED[name]["world"] > 6][1::2]
-NAMED_SAMPLE = covering({name: features(c) for name, c in NAMED.items() if name not in LARGE})
+NAMED_SAMPLE = covering(
+    {name: features(c) for name, c in NAMED.items() if name not in LARGE}, {n: c["world"] for n, c in NAMED.items()}
+)
 SAMPLE = random.Random(20261120).sample(sorted(generated()), 5)
 EXPERT_SAMPLE = random.Random(20261121).sample(sorted(generated_experts()), 4)
 CONTEXT_SAMPLE = random.Random(20261122).sample(sorted(generated_context()), 4)

@@ -113,8 +113,13 @@ def rank_sites(rank: int, world: int, run: Run) -> list[Site]:
     return list(mesh.watch.calls)
 
 
+def options(run: Run) -> set:
+    """Its family, and which options it sets: their values are made small."""
+    return {found if isinstance(found, str) else found[0] for found in features(run)}
+
+
 @pytest.mark.parametrize(
-    "name", rest_in_soak(USERS, covering({name: features(run) for name, (run, _) in USERS.items()}))
+    "name", rest_in_soak(USERS, covering({name: options(run) for name, (run, _) in USERS.items()}))
 )
 def test_small_copies_are_valid_and_pass(ranks, name):
     is_valid_and_passes(ranks, shrink(*USERS[name]))

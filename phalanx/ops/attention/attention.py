@@ -22,9 +22,9 @@ from torch import Tensor
 from phalanx.base.rng import keep_mask
 from phalanx.ops.attention.backends import repeated
 from phalanx.ops.attention.flash import FLASH_ATTN, NARROW, TORCH_FLASH, own_precision
-from phalanx.ops.attention.kind import CAUSAL, MASKED, AttentionKind, refuse_unsupported
+from phalanx.ops.attention.kind import CAUSAL, MASKED, PAGED, AttentionKind, refuse_unsupported
 from phalanx.ops.attention.sinks import attention_with_sinks
-from phalanx.ops.op import ALL_KERNELS, Case, Implementation, Kernels, Op
+from phalanx.ops.op import ALL_KERNELS, Case, Implementation, Kernels, Op, invariant
 from phalanx.sequence.batch import Batch, PerBatch, room_for_documents
 
 MASKS, BLOCK_MASKS, VISIBLE = PerBatch[Tensor](), PerBatch[Tensor](), PerBatch[Tensor]()
@@ -55,7 +55,7 @@ def attention(
     sizes = (q.shape[-1], v.shape[-1], q.shape[1] != v.shape[1], hidden)
     chosen = ATTENTION.fast(kernels, q, *sizes, asked=kind.features)
     if chosen is None:
-        refuse_unsupported(kind, offers())
+        refuse_unsupported(kind, offers(kernels))
         chosen = ATTENTION.reference
     out: Tensor = chosen.attend(q, k, v, batch, kind, sinks)
     return out
@@ -97,10 +97,15 @@ class ByTorch:
         return out.transpose(1, 2).reshape(batch.num_tokens, -1)
 
 
-def offers() -> dict[str, frozenset[str]]:
-    """By name of what computes attention over whole sequences, the features that it has."""
-    fast = {made.name: made.features or Formula.features for made in ATTENTION.candidates}
-    return {**fast, "formula": Formula.features}
+def offers(kernels: Kernels) -> dict[str, frozenset[str]]:
+    """By name of what computes attention over whole sequences, the features that it has. With kernels "optional", and
+    "invariant", there is one."""
+    features = {made.name: made.features or Formula.features for made in ATTENTION.candidates}
+    only = {"optional": "flash-attn", "invariant": "invariant"}.get(kernels)
+    if only is not None:
+        return {only: features[only]}
+    asked = {made.name for made in ATTENTION.candidates if made.modes != ("invariant",)}
+    return {**{name: has for name, has in features.items() if name in asked}, "formula": Formula.features}
 
 
 def _case(name: str, kind: AttentionKind, documents: int, shape: tuple[int, ...], **fields: Any) -> Case:
@@ -167,6 +172,7 @@ ATTENTION = Op(
         FLASH_ATTN,
         TORCH_FLASH,
         Implementation("torch", f"{__name__}:ByTorch", features=MASKED, modes=ALL_KERNELS),
+        invariant("phalanx.ops.attention.invariant:FromPages", "any", features=PAGED),
     ),
     cases=tuple(_cases()),
 )

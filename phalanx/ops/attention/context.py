@@ -96,8 +96,7 @@ def offers_of(form: Form, keys_are_cut: bool, dropout: float, kernels: Kernels) 
         return {"attention with dropout": frozenset()}
     if keys_are_cut:
         return {f"context parallelism by {form}": MASKED}
-    offers = whole.offers()
-    return {"flash-attn": offers["flash-attn"]} if kernels == "optional" else offers
+    return whole.offers(kernels)
 
 
 def likes_of(q: Tensor, v: Tensor) -> tuple[tuple[tuple[int, int], torch.dtype]]:

@@ -61,6 +61,9 @@ CAUSAL = AttentionKind()
 MASKED = frozenset(("window", "sinks", "scale"))
 """Features that masks, or kernels with windows, give causal attention."""
 
+PAGED = frozenset(("window", "chunk", "sinks", "soft_cap", "scale"))
+"""Those that attention over pages has."""
+
 
 def refuse_unsupported(kind: AttentionKind, offers: Mapping[str, frozenset[str]]) -> None:
     """UnsupportedAttention, with what each lacks, if none of the offers (name -> features) has all features of a

@@ -14,17 +14,15 @@ from dataclasses import dataclass, replace
 import torch
 from torch import Tensor
 
-from phalanx.ops.attention.kind import CAUSAL, AttentionKind, refuse_unsupported
-from phalanx.ops.op import Case, Kernels, Op, triton
+from phalanx.ops.attention.kind import CAUSAL, PAGED, AttentionKind, refuse_unsupported
+from phalanx.ops.in_order import sum_in_order
+from phalanx.ops.op import Case, Kernels, Op, invariant, triton
 from phalanx.sequence.paged import NO_PAGE, PagedSpans
 
 FP8 = torch.float8_e4m3fn
 LARGEST = torch.finfo(FP8).max
 LEAST_SCALE = 2.0**-126
 """Of what is zero, or nearly so: the least fp32 that no device takes for zero."""
-
-FEATURES = frozenset(("window", "chunk", "sinks", "soft_cap", "scale"))
-"""Of a kind of attention, those that it may have here."""
 
 ELEMENTS = 2**25
 """The reference computes so many sequences and queries at once that it makes about so many elements."""
@@ -100,7 +98,7 @@ def paged_attention_parts(
     """The same, and the log-sum-exp of each query's scores (T, heads) in fp32 (fp64 of fp64), -inf of those that read
     nothing: by it outputs of parts of the keys, such as those of other ranks, are joined. Sinks, where given, are in
     both: of several parts only one may have them."""
-    refuse_unsupported(kind, {"paged attention": FEATURES})
+    refuse_unsupported(kind, {"paged attention": PAGED})
     if kind.sinks != (sinks is not None):
         raise ValueError(f"the kind of attention has sinks={kind.sinks}, and the logits given are {sinks}")
     heads, width = q.shape[1:]
@@ -108,6 +106,8 @@ def paged_attention_parts(
         raise ValueError(f"queries {tuple(q.shape)} do not fit keys {tuple(pages.keys.shape)}: (T, heads, K) reads")
     if pages.page_size != spans.page_size:
         raise ValueError(f"pages have {pages.page_size} tokens, spans count with {spans.page_size}")
+    if kernels == "invariant" and not spans.batch_invariant:
+        raise ValueError("batch-invariant attention needs spans that are (PagedSpans.batch_invariant)")
     by = PAGED_ATTENTION.choose(kernels, q, pages)
     out, lse = by.attend_pages(q, pages, spans, kind, sinks)
     return out, lse
@@ -148,7 +148,8 @@ def in_fp8(x: Tensor) -> tuple[Tensor, Tensor]:
 def attend_pages(
     q: Tensor, pages: Pages, spans: PagedSpans, kind: AttentionKind, sinks: Tensor | None
 ) -> tuple[Tensor, Tensor]:
-    """paged_attention_parts: pages gathered, then a masked softmax in fp32, or fp64 of fp64."""
+    """paged_attention_parts: pages gathered, then a masked softmax in fp32, or fp64 of fp64. Batch-invariant: sums over
+    features and keys are taken element by element, in one order that hangs on positions alone."""
     tokens, heads, _ = q.shape
     dtype = torch.promote_types(q.dtype, torch.float32)
     out = q.new_zeros(tokens + 1, heads, pages.width)  # the last row takes what is no token's
@@ -173,20 +174,16 @@ class _Part:
 
 def _parts(spans: PagedSpans, heads: int, pages: Pages) -> Iterator[_Part]:
     """On the CPU sequences of equally many queries together, the long ones apart: little is padded. Elsewhere all as
-    if they were as long as their bounds: nothing waits for the device. Batch-invariant: each query alone with the keys
-    up to it, which has to wait."""
+    if they were as long as their bounds: nothing waits for the device."""
     per_key = pages.kv_heads * (pages.keys.shape[-1] + pages.width)
+    heads *= pages.keys.shape[-1] + pages.width if spans.batch_invariant else 1  # what is added is there at once
     room = spans.table.shape[1] * spans.page_size
-    if spans.starts.is_cpu or spans.batch_invariant:
+    if spans.starts.is_cpu:
         counts, lengths = spans.starts.diff().tolist(), spans.lengths.tolist()
     else:
         counts = [spans.most_queries] * spans.num_sequences
         lengths = [spans.most_keys] * spans.num_sequences
-    if spans.batch_invariant:
-        for i, (count, length) in enumerate(zip(counts, lengths)):
-            sequence = torch.tensor([i], device=spans.starts.device)
-            yield from (_Part(sequence, q, q + 1, min(length - count + q + 1, room)) for q in range(count))
-        return
+    lengths = [spans.keys_before(length) for length in lengths]
     order = sorted((i for i, n in enumerate(counts) if n), key=lambda i: (counts[i], lengths[i]))
     while order:
         count = counts[order[0]]
@@ -209,7 +206,7 @@ def _attend_part(
     """q (sequences, n, heads, K) -> (sequences, n, heads, V), (sequences, n, heads)."""
     groups = q.shape[2] // pages.kv_heads
     table = spans.table[part.sequences, : -(-part.keys // spans.page_size)].long()
-    places = torch.arange(table.shape[1] * spans.page_size, device=q.device)
+    places = torch.arange(table.shape[1] * spans.page_size, device=q.device) * spans.stride + spans.offset
     lengths = spans.lengths[part.sequences].unsqueeze(1)
     counts = (spans.starts[part.sequences + 1] - spans.starts[part.sequences]).unsqueeze(1)
     there = (table != NO_PAGE).repeat_interleave(spans.page_size, 1) & (places < lengths)  # (sequences, keys)
@@ -221,16 +218,39 @@ def _attend_part(
     seen = there.unsqueeze(1) & _readable(positions.unsqueeze(-1), places, kind)
     split = q.unflatten(2, (-1, groups)).permute(0, 2, 3, 1, 4)  # (sequences, kv_heads, groups, n, K)
     scale = 1 / math.sqrt(q.shape[-1]) if kind.scale is None else kind.scale
-    scores = split.flatten(2, 3) @ k.permute(0, 2, 3, 1) * scale
+    if spans.batch_invariant:
+        scores = sum_in_order(split.flatten(2, 3).unsqueeze(3) * k.transpose(1, 2).unsqueeze(2)) * scale
+    else:
+        scores = split.flatten(2, 3) @ k.permute(0, 2, 3, 1) * scale
     if kind.soft_cap is not None:
         scores = kind.soft_cap * torch.tanh(scores / kind.soft_cap)
     scores = scores.unflatten(2, (groups, -1)).masked_fill(~seen[:, None, None], -torch.inf)
+    if spans.batch_invariant:
+        out, lse = _weighed_in_order(scores, v.transpose(1, 2), sinks)
+        return out.permute(0, 3, 1, 2, 4).flatten(2, 3), lse.permute(0, 3, 1, 2).flatten(2, 3)
     lse = torch.logsumexp(scores, -1)
     if sinks is not None:
         lse = torch.logaddexp(lse, sinks.to(lse.dtype).view(-1, groups, 1))
     probabilities = (scores - lse.masked_fill(lse == -torch.inf, 0).unsqueeze(-1)).exp()
     out = (probabilities.flatten(2, 3) @ v.transpose(1, 2)).unflatten(2, (groups, -1))
     return out.permute(0, 3, 1, 2, 4).flatten(2, 3), lse.permute(0, 3, 1, 2).flatten(2, 3)
+
+
+def _weighed_in_order(scores: Tensor, v: Tensor, sinks: Tensor | None) -> tuple[Tensor, Tensor]:
+    """scores (sequences, kv_heads, groups, n, keys), v (sequences, kv_heads, keys, V) -> (sequences, kv_heads, groups,
+    n, V) and log-sum-exps (sequences, kv_heads, groups, n)."""
+    top = scores.amax(-1)
+    if sinks is not None:
+        logits = sinks.to(top.dtype).view(-1, scores.shape[2], 1)
+        top = torch.maximum(top, logits)
+    top = top.masked_fill(top == -torch.inf, 0)
+    weights = (scores - top.unsqueeze(-1)).exp()
+    total = sum_in_order(weights)
+    if sinks is not None:
+        total = total + (logits - top).exp()
+    sums = sum_in_order(weights.unsqueeze(-2) * v.mT[:, :, None, None])
+    divisor = total.masked_fill(total == 0, 1)
+    return sums / divisor.unsqueeze(-1), top + total.log()
 
 
 def _gathered(pages: Tensor, scales: Tensor | None, table: Tensor, there: Tensor, dtype: torch.dtype) -> Tensor:
@@ -263,6 +283,7 @@ class PagedExample:
     padding    rows after the last sequence's
     shared     values are the first features of keys
     fp8        pages in FP8
+    offset     with stride: only tokens at positions offset, offset + stride ... are remembered
     """
 
     sequences: tuple[tuple[int, int], ...]
@@ -271,6 +292,8 @@ class PagedExample:
     padding: int = 0
     shared: bool = False
     fp8: bool = False
+    offset: int = 0
+    stride: int = 1
 
     @property
     def tokens(self) -> int:
@@ -285,21 +308,23 @@ class PagedExample:
     def laid_out(self, device: torch.device) -> tuple[PagedSpans, Tensor]:
         """The spans, and the slot of each token of all sequences: one after another, each from its first. Pages that
         have left the window are in the slots but not in the table."""
-        needed = [-(-length // self.page_size) for _, length in self.sequences]
+        held = self.page_size * self.stride  # tokens in a page, those that are not remembered included
+        needed = [-(-length // held) for _, length in self.sequences]
         numbers = torch.randperm(sum(needed), generator=torch.Generator().manual_seed(7)) + 1
         table = torch.full((len(needed), max(needed) + 1), NO_PAGE, dtype=torch.int32)
         slots = []
         for row, pages, (here, length) in zip(table, numbers.split(needed), self.sequences):
             places = torch.arange(length)
-            slots.append(pages[places // self.page_size] * self.page_size + places % self.page_size)
-            first = max(0, length - here - (self.kind.window or length) + 1) // self.page_size
+            mine = pages[places // held] * self.page_size + places % held // self.stride
+            slots.append(mine.where(places % self.stride == self.offset, NO_PAGE))
+            first = max(0, length - here - (self.kind.window or length) + 1) // held
             row[first : len(pages)] = pages[first:]
         starts = torch.tensor([0, *(here for here, _ in self.sequences)], dtype=torch.int32).cumsum(0).int()
         lengths = torch.tensor([length for _, length in self.sequences], dtype=torch.int32)
         most_queries, most_keys = (max(numbers) for numbers in zip(*self.sequences))
         starts, lengths, table = (t.to(device) for t in (starts, lengths, table))
         spans = PagedSpans(starts, lengths, table, self.page_size, most_queries, most_keys)
-        return spans, torch.cat(slots).to(device)
+        return replace(spans, offset=self.offset, stride=self.stride), torch.cat(slots).to(device)
 
     def pages(self, k: Tensor, v: Tensor) -> Pages:
         """Pages for them in which nothing is stored: NaN."""
@@ -321,6 +346,7 @@ class PagedExample:
         for part in (slice(0, len(k) // 2), slice(len(k) // 2, None)):
             store_pages(k[part], None if self.shared else v[part], pages, slots[part], kernels)
         given = sinks if self.kind.sinks else None
+        spans = replace(spans, batch_invariant=kernels == "invariant")
         out, lse = paged_attention_parts(q, pages, spans, self.kind, given, kernels)
         return torch.cat((out.to(lse.dtype), lse.masked_fill(lse == -torch.inf, 0).unsqueeze(-1)), -1)
 
@@ -331,6 +357,7 @@ _WINDOWED = replace(_DECODE, page_size=64, kind=AttentionKind(sinks=True, window
 _CHUNKS = PagedExample(((1, 700), (600, 1500), (1, 9), (300, 300)), 32, padding=7)
 _LATENTS = PagedExample(((1, 700), (40, 900), (1, 1500)), 64, AttentionKind(scale=0.07), shared=True)
 _STORED = PagedExample(((1, 40), (3, 9)), 16)
+_WINDOW = replace(_MIXED, kind=AttentionKind(window=48), page_size=32)
 _TWO = (torch.float64, torch.bfloat16)
 _FP8 = (torch.float32, torch.bfloat16)
 
@@ -357,15 +384,24 @@ PAGED_ATTENTION = Op(
     "attention over keys and values in pages",
     __name__,
     ("attend_pages",),
-    (triton("phalanx.ops.attention.paged_kernel", fits=lambda pages: pages.keys.dtype != torch.float64),),
+    (
+        triton(
+            "phalanx.ops.attention.paged_kernel",
+            invariant=True,
+            fits=lambda pages: pages.keys.dtype != torch.float64,
+        ),
+        invariant(__name__, "any"),
+    ),
     cases=(
         _case("pieces of prompts and single tokens", _MIXED, (4, 2), (16, 16), (*_TWO, *_FP8[:1], torch.float16)),
-        _case("one kv head, window", _with(AttentionKind(window=48), 32), (8, 1), (24, 16), _TWO),
+        _case("one kv head, window", _WINDOW, (8, 1), (24, 16), _TWO),
         _case("sinks, chunks", _with(AttentionKind(sinks=True, chunk=64)), (3, 3), (16, 10), _TWO),
         _case("soft cap, scale", _with(AttentionKind(soft_cap=2.0, scale=0.4), 64), (6, 2), (16, 16), _TWO),
         _case("latents", replace(_MIXED, shared=True), (16, 1), (48, 32), _TWO),
         _case("FP8", replace(_MIXED, fp8=True), (4, 2), (16, 16), _FP8),
         _case("latents in FP8", replace(_MIXED, shared=True, fp8=True), (16, 1), (48, 32), _FP8[1:]),
+        _case("every third key", replace(_MIXED, offset=1, stride=3), (4, 2), (16, 16), _TWO),
+        _case("every second key of a window", replace(_WINDOW, offset=1, stride=2), (8, 1), (24, 16), _TWO),
         _case("keys split, sinks", PagedExample(((1, 300),), 128, AttentionKind(sinks=True)), (2, 1), (16, 16), _TWO),
         _case("64 single tokens", _DECODE, (32, 8), (128, 128)),
         _case("a single token", PagedExample(((1, 1024),), 16), (32, 8), (128, 128)),
@@ -380,7 +416,7 @@ STORE_PAGES = Op(
     "keys and values written into pages",
     __name__,
     ("write_pages",),
-    (triton("phalanx.ops.attention.store_kernel"),),
+    (triton("phalanx.ops.attention.store_kernel", invariant=True), invariant(__name__, "any")),
     cases=(
         _case("pages", _STORED, (2, 2), (16, 10), _TWO),
         _case("FP8 pages", replace(_STORED, fp8=True), (3, 3), (16, 10), _FP8),

@@ -37,7 +37,7 @@ MOST_PARTS = 64
 """Programs that share the keys of a row, at most."""
 PROGRAMS = 4
 """Programs for each processor that a launch is split into, where it has keys enough."""
-INVARIANT_KEYS, INVARIANT_PARTS = 128, 16
+INVARIANT_KEYS, INVARIANT_PARTS = 512, 16
 """Batch-invariant: keys of a part, at the least, and parts of a row, at most (two of them for a window's ends)."""
 ALL, FEW, MANY = range(3)
 _FEW, _MANY = tl.constexpr(FEW), tl.constexpr(MANY)
@@ -91,6 +91,15 @@ def _block_of(at, starts, S, per, Q: tl.constexpr, PAD: tl.constexpr, SEARCH: tl
 
 
 @triton.jit
+def _keys_before(position, OFFSET: tl.constexpr, STRIDE: tl.constexpr):
+    """Keys in the pages of a sequence before a position: the first is at OFFSET, each next one STRIDE further on."""
+    if STRIDE > 1:
+        return (position + (STRIDE - 1 - OFFSET)) // STRIDE
+    else:
+        return position
+
+
+@triton.jit
 def _keys_of_block(
     first,
     length,
@@ -98,6 +107,8 @@ def _keys_of_block(
     room,
     Q: tl.constexpr,
     N: tl.constexpr,
+    OFFSET: tl.constexpr,
+    STRIDE: tl.constexpr,
     WINDOW: tl.constexpr,
     CHUNK: tl.constexpr,
     INVARIANT: tl.constexpr,
@@ -111,8 +122,8 @@ def _keys_of_block(
         low = tl.maximum(low, first - WINDOW + 1)
     if CHUNK > 0:
         low = tl.maximum(low, first // CHUNK * CHUNK)
-    low = low // N * N
-    high = tl.minimum(tl.minimum(first + Q, length), room)
+    low = _keys_before(low, OFFSET, STRIDE) // N * N
+    high = tl.minimum(_keys_before(tl.minimum(first + Q, length), OFFSET, STRIDE), room)
     if INVARIANT:
         reach = first
         if WINDOW > 0:
@@ -151,6 +162,8 @@ def _read_keys(
     K_REST: tl.constexpr,
     V_BLOCK: tl.constexpr,
     PAGE: tl.constexpr,
+    OFFSET: tl.constexpr,
+    STRIDE: tl.constexpr,
     WINDOW: tl.constexpr,
     CHUNK: tl.constexpr,
     SCALE: tl.constexpr,
@@ -194,6 +207,7 @@ def _read_keys(
             scores = (CAP * 1.4426950408889634) * (1 - 2 / (tl.exp2(scores * (SCALE * 2 / CAP)) + 1))
         else:
             scores = scores * SCALE
+        key = key * STRIDE + OFFSET
         seen = there[None, :] & (key[None, :] <= position[:, None])
         if WINDOW > 0:
             seen = seen & (position[:, None] - key[None, :] < WINDOW)
@@ -303,6 +317,8 @@ def _attend(
     K_REST: tl.constexpr,
     V_BLOCK: tl.constexpr,
     PAGE: tl.constexpr,
+    OFFSET: tl.constexpr,
+    STRIDE: tl.constexpr,
     WINDOW: tl.constexpr,
     CHUNK: tl.constexpr,
     SCALE: tl.constexpr,
@@ -344,7 +360,7 @@ def _attend(
     here = is_row & (position >= first) & (position < length)
     token = (start + position - first).to(tl.int64)
     low, high, origin, split, num = _keys_of_block(
-        begin, length, parts, P * PAGE, Q, N, WINDOW, CHUNK, INVARIANT, INVARIANT_KEYS, INVARIANT_PARTS
+        begin, length, parts, P * PAGE, Q, N, OFFSET, STRIDE, WINDOW, CHUNK, INVARIANT, INVARIANT_KEYS, INVARIANT_PARTS
     )
     i = tl.arange(0, K_MAIN)
     row = q + token[:, None] * q_tok + head[:, None] * q_head
@@ -376,6 +392,8 @@ def _attend(
             K_REST,
             V_BLOCK,
             PAGE,
+            OFFSET,
+            STRIDE,
             WINDOW,
             CHUNK,
             SCALE,
@@ -418,6 +436,8 @@ def _attend(
                 K_REST,
                 V_BLOCK,
                 PAGE,
+                OFFSET,
+                STRIDE,
                 WINDOW,
                 CHUNK,
                 SCALE,
@@ -460,6 +480,8 @@ def _join_parts(
     V_BLOCKS: tl.constexpr,
     PARTS_BLOCK: tl.constexpr,
     PAGE: tl.constexpr,
+    OFFSET: tl.constexpr,
+    STRIDE: tl.constexpr,
     WINDOW: tl.constexpr,
     CHUNK: tl.constexpr,
     INVARIANT: tl.constexpr,
@@ -481,7 +503,7 @@ def _join_parts(
     if _not_here(count, few, position, length, WHICH) | (query >= Q):
         return
     _, _, _, _, num = _keys_of_block(
-        begin, length, parts, P * PAGE, Q, N, WINDOW, CHUNK, INVARIANT, INVARIANT_KEYS, INVARIANT_PARTS
+        begin, length, parts, P * PAGE, Q, N, OFFSET, STRIDE, WINDOW, CHUNK, INVARIANT, INVARIANT_KEYS, INVARIANT_PARTS
     )
     in_group = head % GROUP
     program = at.to(tl.int64) * (HEADS // GROUP * groups) + head // GROUP * groups + in_group // GROUP_BLOCK
@@ -555,14 +577,16 @@ class _Reading:
         self.out = q.new_empty(self.tokens, self.heads, pages.width)
         self.lse = q.new_empty(self.tokens, self.heads, dtype=wide_of(q.dtype))
         self.cleared = False
-        self.reach = min(spans.most_keys, spans.table.shape[1] * spans.page_size)
+        self.reach = min(triton.cdiv(spans.most_keys, spans.stride), spans.table.shape[1] * spans.page_size)
         for most in (kind.window, kind.chunk):
-            self.reach = self.reach if most is None else min(self.reach, most)
+            self.reach = self.reach if most is None else min(self.reach, triton.cdiv(most, spans.stride))
         self.both: dict[str, Any] = dict(
             HEADS=self.heads,
             GROUP=self.group,
             V=pages.width,
             PAGE=spans.page_size,
+            OFFSET=spans.offset,
+            STRIDE=spans.stride,
             WINDOW=kind.window or 0,
             CHUNK=kind.chunk or 0,
             INVARIANT=spans.batch_invariant,

@@ -3,6 +3,7 @@ forms."""
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -13,7 +14,7 @@ from torch.autograd import Function
 
 from phalanx.ops.dense.gate import CLAMPED_SWIGLU, SWIGLU, Gate
 from phalanx.ops.lazy_tensor import LazySource
-from phalanx.ops.op import Case, Kernels, Op, triton
+from phalanx.ops.op import Case, Kernels, Op, invariant, triton
 
 
 def gated_forward(x: Tensor, gate: Gate, weights: Tensor | None = None, last: Tensor | None = None) -> Tensor:
@@ -42,6 +43,25 @@ def gated_backward(
     du = dy * g * s * (raw_u.abs() <= gate.limit)
     dx = torch.stack((dg, du), -1).flatten(-2) if gate.interleaved else torch.cat((dg, du), -1)
     return dx if last is None else torch.where(_before(last, dx), dx, 0), dweights
+
+
+class GatedByExp:
+    """Batch-invariant on CPUs, where torch's sigmoid and gelu have other last bits in the elements that a vector of the
+    processor does not fill; exp, tanh and erf have the same everywhere."""
+
+    @staticmethod
+    def gated_forward(x: Tensor, gate: Gate, weights: Tensor | None = None, last: Tensor | None = None) -> Tensor:
+        g, u, _ = _clamped(x, gate)
+        y = g * (1 / (1 + torch.exp(-widened(gate.alpha * g)))).to(x.dtype) * (u + gate.shift)
+        y = y if weights is None else (y * weights.unsqueeze(-1)).to(x.dtype)
+        return y if last is None else torch.where(_before(last, y), y, 0)
+
+    gated_backward = staticmethod(gated_backward)
+
+
+def widened(x: Tensor) -> Tensor:
+    """x in at least fp32."""
+    return x if x.dtype == torch.float64 else x.float()
 
 
 def _parts(x: Tensor, gate: Gate) -> tuple[Tensor, Tensor]:
@@ -116,6 +136,7 @@ class GatedRows(LazySource):
         return made
 
 
+ROOT = math.sqrt(2 / math.pi)
 SUMMED = 64  # at least so many features are summed at once for the gradient of the rows' weights
 
 
@@ -159,13 +180,8 @@ class _Gated(Function):
         return dx, dweights, None, None, None
 
 
-def swiglu(x: Tensor, kernels: Kernels = "auto") -> Tensor:
-    """x = [gate, up] (T, 2F) -> silu(gate) * up (T, F)."""
-    return _Gated.apply(x, None, None, SWIGLU, GATED.choose(kernels, x))
-
-
-def clamped_swiglu(x: Tensor, gate: Gate = CLAMPED_SWIGLU, kernels: Kernels = "auto") -> Tensor:
-    """x = [gate, up] (T, 2F), or interleaved pairs of them -> (T, F), with gpt-oss's gate or another."""
+def swiglu(x: Tensor, kernels: Kernels = "auto", gate: Gate = SWIGLU) -> Tensor:
+    """x = [gate, up] (T, 2F) -> silu(gate) * up (T, F), or another gate's: clamped, or of interleaved pairs."""
     return _Gated.apply(x, None, None, gate, GATED.choose(kernels, x))
 
 
@@ -185,6 +201,13 @@ def gelu(x: Tensor, exact: bool = False) -> Tensor:
     return F.gelu(x, approximate="none" if exact else "tanh")
 
 
+def gelu_by_formula(x: Tensor, exact: bool = False) -> Tensor:
+    """The same, batch-invariant on every device (GatedByExp)."""
+    wide = widened(x)
+    inner = torch.erf(wide * math.sqrt(0.5)) if exact else torch.tanh(ROOT * (wide + 0.044715 * wide * wide * wide))
+    return (0.5 * wide * (1 + inner)).to(x.dtype)
+
+
 def _some_rows(x: Tensor, weights: Tensor, kernels: Kernels) -> Tensor:
     """All rows but the last, which is padding."""
     ends = torch.tensor([0, len(x) - 1], dtype=torch.int32, device=x.device)
@@ -199,7 +222,7 @@ GATED = Op(
     "gated activations: SwiGLU, and gpt-oss's clamped one",
     __name__,
     ("gated_forward", "gated_backward"),
-    (triton("phalanx.ops.dense.gated_kernel"),),
+    (triton("phalanx.ops.dense.gated_kernel", invariant=True), invariant(f"{__name__}:GatedByExp")),
     cases=(
         Case("swiglu", swiglu, ((3, 14),)),
         Case("swiglu, wide", swiglu, ((2, 2 * 1030),)),

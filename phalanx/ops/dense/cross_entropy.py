@@ -17,15 +17,22 @@ from torch.autograd import Function
 
 from phalanx.comm.axis import Axis
 from phalanx.ops.dense.grads import add_product_grad
-from phalanx.ops.op import Case, Kernels, Op, triton
+from phalanx.ops.dense.matmul import ALONE, MATMUL
+from phalanx.ops.op import Case, Kernels, Op, invariant, triton
 from phalanx.sequence.batch import IGNORE
 
 CHUNK_ELEMENTS = 1 << 28  # logits of a chunk (1 GiB in fp32)
 
 
-def local_logits(x: Tensor, weight: Tensor, count: int) -> Tensor:
+def logits_of(x: Tensor, weight: Tensor, kernels: Kernels) -> Tensor:
+    """x (T, D), weight (rows, D) -> (T, rows) in the dtype of x, without gradients."""
+    logits: Tensor = MATMUL.choose(kernels, x).gathered(x, weight, None, ALONE)
+    return logits
+
+
+def local_logits(x: Tensor, weight: Tensor, count: int, kernels: Kernels = "auto") -> Tensor:
     """Logits (T, rows) in at least fp32 of this rank's rows; rows past `count` are padding and get -inf."""
-    logits = x @ weight.t()
+    logits = logits_of(x, weight, kernels)
     logits = logits if logits.dtype == torch.float64 else logits.float()
     if count < weight.shape[0]:
         logits[:, count:] = -torch.inf
@@ -87,10 +94,10 @@ class _LinearCrossEntropy(Function):
         count: int,
         tp: Axis,
         seed: Tensor | None,
-        by: Any,
+        kernels: Kernels,
         weights: Tensor | None,
     ) -> Tensor:  # type: ignore[override]
-        x_all = tp.all_gather(x).wait()
+        x_all, by = tp.all_gather(x).wait(), LOSS.choose(kernels, x)
         here = (labels >= first) & (labels < first + count)
         rows, valid = torch.where(here, labels - first, 0), labels != IGNORE
         wide = torch.float64 if x.dtype == torch.float64 else torch.float32
@@ -99,12 +106,12 @@ class _LinearCrossEntropy(Function):
         lse, label_logit = (torch.empty(len(labels), dtype=wide, device=x.device) for _ in range(2))
         grads = HeadGrads(x_all, weight, ctx.needs_input_grad)
         for c in chunks_of(len(labels), weight.shape[0], by.CHUNK_ELEMENTS):
-            logits = x_all[c] @ weight.t()
+            logits = logits_of(x_all[c], weight, kernels)
             everyone = tp.all_gather(by.softmax_stats(logits, rows[c], here[c], count).unsqueeze(0)).wait()
             lse[c], label_logit[c] = torch.logsumexp(everyone[:, 0], 0), everyone[:, 1].sum(0)
             if scale is not None:
                 grads.add(by.softmax_gradient_(logits, rows[c], here[c], lse[c], scale[c], count), c)
-        ctx.weight, ctx.count, ctx.tp, ctx.by, ctx.done = weight, count, tp, by, seed is not None
+        ctx.weight, ctx.count, ctx.tp, ctx.kernels, ctx.done = weight, count, tp, kernels, seed is not None
         if seed is None:
             ctx.save_for_backward(x, rows, here, counted, lse)
         else:
@@ -117,11 +124,12 @@ class _LinearCrossEntropy(Function):
         if ctx.done:
             return *ctx.grads, *(None,) * 7
         (x, rows, here, counted, lse), weight, tp = ctx.saved_tensors, ctx.weight, ctx.tp
-        x_all = tp.all_gather(x).wait()
+        x_all, by = tp.all_gather(x).wait(), LOSS.choose(ctx.kernels, x)
         scale = (dloss * counted).to(lse.dtype)
         grads = HeadGrads(x_all, weight, ctx.needs_input_grad)
-        for c in chunks_of(len(rows), weight.shape[0], ctx.by.CHUNK_ELEMENTS):
-            d = ctx.by.softmax_gradient_(x_all[c] @ weight.t(), rows[c], here[c], lse[c], scale[c], ctx.count)
+        for c in chunks_of(len(rows), weight.shape[0], by.CHUNK_ELEMENTS):
+            logits = logits_of(x_all[c], weight, ctx.kernels)
+            d = by.softmax_gradient_(logits, rows[c], here[c], lse[c], scale[c], ctx.count)
             grads.add(d, c)
         return *grads.results(tp), *(None,) * 7
 
@@ -145,7 +153,7 @@ def linear_cross_entropy(
     weight's is added at once, and backward ignores the gradient that it is given.
     """
     seed = seed if torch.is_grad_enabled() else None
-    return _LinearCrossEntropy.apply(x, weight, labels, first, count, tp, seed, LOSS.choose(kernels, x), weights)
+    return _LinearCrossEntropy.apply(x, weight, labels, first, count, tp, seed, kernels, weights)
 
 
 def _case(x: Tensor, weight: Tensor, kernels: Kernels, known: bool = False, elsewhere: int = 0) -> Tensor:
@@ -163,7 +171,7 @@ LOSS = Op(
     "chunked cross entropy of a linear head, cut over the vocabulary",
     __name__,
     ("softmax_stats", "softmax_gradient_", "CHUNK_ELEMENTS"),
-    (triton("phalanx.ops.dense.loss_kernel"),),
+    (triton("phalanx.ops.dense.loss_kernel", invariant=True), invariant(__name__)),
     cases=(
         Case("cross entropy", _case, ((7, 5), (13, 5)), (1,)),
         Case("cross entropy, many ids", _case, ((4, 3), (4200, 3)), (1,)),

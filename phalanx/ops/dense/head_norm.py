@@ -15,8 +15,9 @@ from torch import Tensor
 from torch.autograd import Function
 
 from phalanx.ops.dense.grads import add_grad
+from phalanx.ops.dense.norm import NORM
 from phalanx.ops.dense.rope import pack_heads, split_heads, table_for, turn
-from phalanx.ops.op import Case, Kernels, Op, triton
+from phalanx.ops.op import Case, Kernels, Op, invariant, triton
 
 Table = tuple[Tensor, Tensor] | None
 
@@ -55,6 +56,22 @@ def backward(
         dw[:, :heads].sum((0, 1)),
         dw[:, heads:].sum((0, 1)),
     )
+
+
+class HeadRows:
+    """Batch-invariant: each head is a row of the op `norm`, whatever the number of heads here. The kernel's sums over a
+    head follow that number, which differs with tp."""
+
+    @staticmethod
+    def forward(qkv: Tensor, heads: int, q_weight: Tensor, k_weight: Tensor, table: Table, eps: float) -> Tensor:
+        kv_heads, by = (qkv.shape[1] - heads) // 2, NORM.choose("invariant", qkv)
+        parts = (qkv[:, :heads], q_weight), (qkv[:, heads : heads + kv_heads], k_weight)
+        normed = [by.norm_forward(x.flatten(0, 1), None, weight, None, eps)[1].view(x.shape) for x, weight in parts]
+        weighed = torch.cat(normed, 1)
+        rotated = weighed if table is None else turn(weighed, table, interleaved=False)
+        return torch.cat((rotated, qkv[:, heads + kv_heads :]), 1)
+
+    backward = staticmethod(backward)
 
 
 class _HeadNorm(Function):
@@ -96,7 +113,7 @@ def norm_rope(
     """The packed qkv (sequences * S, heads + 2 * kv_heads, K) as q, k, v (sequences, heads or kv_heads, S, K). Each
     head of q and k is divided by sqrt(mean(x^2) + eps), multiplied by its weight (K,), then rotated as in
     ops.dense.rope; without a table it is not rotated."""
-    by = NORM_ROPE.choose("plain" if qkv.shape[-1] % 2 else kernels, qkv)
+    by = NORM_ROPE.choose("plain" if qkv.shape[-1] % 2 and kernels != "invariant" else kernels, qkv)
     return _HeadNorm.apply(qkv, q_weight, k_weight, eps, heads, kv_heads, sequences, table, by)
 
 
@@ -115,7 +132,10 @@ NORM_ROPE = Op(
     "RMSNorm of each head, then its rotation",
     __name__,
     ("forward", "backward"),
-    (triton("phalanx.ops.dense.head_norm_kernel", shapes="even widths of heads"),),
+    (
+        triton("phalanx.ops.dense.head_norm_kernel", shapes="even widths of heads"),
+        invariant(f"{__name__}:HeadRows", "any"),
+    ),
     switches=("norm", "rope"),
     cases=(
         Case("norm_rope", _case(3, 2, 2), ((10, 7, 6), (6,), (6,)), (1, 2)),

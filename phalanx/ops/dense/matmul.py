@@ -8,6 +8,7 @@ backward, and the reverse. The tokens are gathered again in backward instead of 
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -16,23 +17,43 @@ from torch.autograd import Function
 
 from phalanx.comm.axis import Axis
 from phalanx.ops.dense.grads import add_grad, add_product_grad, lasting
-from phalanx.ops.op import ALL_KERNELS, Case, Implementation, Op
+from phalanx.ops.op import ALL_KERNELS, Case, Implementation, Kernels, Op, invariant, triton
+
+ALONE = Axis("alone")
 
 
-class _GatherMatmul(Function):
+class PlainMatmuls:
+    """The definition of MATMUL: torch's matmuls."""
+
     @staticmethod
-    def forward(ctx: Any, x: Tensor, weight: Tensor, bias: Tensor | None, tp: Axis) -> Tensor:  # type: ignore[override]
-        ctx.save_for_backward(x)
-        ctx.weight, ctx.bias, ctx.tp = weight, bias, tp  # slots, read again in backward: the values may move
+    def gathered(x: Tensor, weight: Tensor, bias: Tensor | None, tp: Axis) -> Tensor:
+        """The forward of gather_matmul."""
         y = x.new_empty(len(x) * tp.size, weight.shape[0])
         for rows, part in tp.gather(x).parts():
             multiply(part, weight.t(), y[rows], bias)
         return y
 
     @staticmethod
+    def scattered(h: Tensor, weight: Tensor, tp: Axis) -> Tensor:
+        """The forward of matmul_scatter, without bias."""
+        scattering = tp.scatter(len(h), weight.shape[0], h)
+        for rows, out in scattering.parts():
+            torch.mm(h[rows], weight.t(), out=out)
+        return scattering.wait()
+
+
+class _GatherMatmul(Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, weight: Tensor, bias: Tensor | None, tp: Axis, by: Any) -> Tensor:  # type: ignore[override]
+        ctx.save_for_backward(x)
+        ctx.weight, ctx.bias, ctx.tp = weight, bias, tp  # slots, read again in backward: the values may move
+        y: Tensor = by.gathered(x, weight, bias, tp)
+        return y
+
+    @staticmethod
     def backward(ctx: Any, dy: Tensor) -> tuple[Tensor | None, ...]:  # type: ignore[override]
         (x,), weight, bias, tp = ctx.saved_tensors, ctx.weight, ctx.bias, ctx.tp
-        need_x, need_w, need_b, _ = ctx.needs_input_grad
+        need_x, need_w, need_b, *_ = ctx.needs_input_grad
         gathering = tp.gather(x) if need_w else None
         scattering = tp.scatter(len(dy), weight.shape[1], dy) if need_x else None
         if scattering:
@@ -40,33 +61,30 @@ class _GatherMatmul(Function):
                 torch.mm(dy[rows], weight, out=out)
         dw = add_product_grad(weight, dy, lasting(weight, gathering.wait(), tp.size == 1)) if gathering else None
         db = add_grad(bias, dy.sum(0, dtype=_wide(bias))) if need_b else None
-        return scattering.wait() if scattering else None, dw, db, None
+        return scattering.wait() if scattering else None, dw, db, None, None
 
 
 class _MatmulScatter(Function):
     @staticmethod
-    def forward(ctx: Any, h: Tensor, weight: Tensor, bias: Tensor | None, tp: Axis) -> Tensor:  # type: ignore[override]
+    def forward(ctx: Any, h: Tensor, weight: Tensor, bias: Tensor | None, tp: Axis, by: Any) -> Tensor:  # type: ignore[override]
         ctx.save_for_backward(h)
         ctx.weight, ctx.bias, ctx.tp = weight, bias, tp
-        scattering = tp.scatter(len(h), weight.shape[0], h)
-        for rows, out in scattering.parts():
-            torch.mm(h[rows], weight.t(), out=out)
-        y = scattering.wait()
+        y: Tensor = by.scattered(h, weight, tp)
         return y if bias is None else y + bias
 
     @staticmethod
     def backward(ctx: Any, dy: Tensor) -> tuple[Tensor | None, ...]:  # type: ignore[override]
         (h,), weight, bias, tp = ctx.saved_tensors, ctx.weight, ctx.bias, ctx.tp
-        need_h, need_w, need_b, _ = ctx.needs_input_grad
+        need_h, need_w, need_b, *_ = ctx.needs_input_grad
         db = add_grad(bias, dy.sum(0, dtype=_wide(bias))) if need_b else None
         if not (need_h or need_w):
-            return None, None, db, None
+            return None, None, db, None, None
         gathering, dh = tp.gather(dy), torch.empty_like(h) if need_h else None
         if dh is not None:
             for rows, part in gathering.parts():
                 torch.mm(part, weight, out=dh[rows])
         dw = add_product_grad(weight, lasting(weight, gathering.wait(), tp.size == 1), h) if need_w else None
-        return dh, dw, db, None
+        return dh, dw, db, None, None
 
 
 class _WideMatmul(Function):
@@ -157,24 +175,45 @@ def wide_matmul(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor
     return _WideMatmul.apply(x, weight, bias, WIDE_MATMUL.choose("auto", x))
 
 
-def gather_matmul(x: Tensor, weight: Tensor, tp: Axis, bias: Tensor | None = None) -> Tensor:
+def gather_matmul(x: Tensor, weight: Tensor, tp: Axis, bias: Tensor | None = None, kernels: Kernels = "auto") -> Tensor:
     """x (T / tp, in) of each rank, weight (out_local, in) -> y (T, out_local). The bias is sharded like the outputs."""
-    return _GatherMatmul.apply(x, weight, bias, tp)
+    return _GatherMatmul.apply(x, weight, bias, tp, MATMUL.choose(kernels, x))
 
 
-def local_matmul(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
+def local_matmul(x: Tensor, weight: Tensor, bias: Tensor | None = None, kernels: Kernels = "auto") -> Tensor:
     """x (T, in), weight (out, in) -> (T, out) of this rank's own tokens: gather_matmul over one rank."""
-    return _GatherMatmul.apply(x, weight, bias, Axis("alone"))
+    return gather_matmul(x, weight, ALONE, bias, kernels)
 
 
-def matmul_scatter(h: Tensor, weight: Tensor, tp: Axis, bias: Tensor | None = None) -> Tensor:
+def matmul_scatter(
+    h: Tensor, weight: Tensor, tp: Axis, bias: Tensor | None = None, kernels: Kernels = "auto"
+) -> Tensor:
     """h (T, in_local), weight (out, in_local) -> this rank's tokens (T / tp, out) of the sum over tp.
 
     The bias is added to this rank's tokens only, so its gradient is a partial sum over tp.
     """
-    return _MatmulScatter.apply(h, weight, bias, tp)
+    return _MatmulScatter.apply(h, weight, bias, tp, MATMUL.choose(kernels, h))
 
 
+MATMUL = Op(
+    "matmul",
+    "matmuls of linears and of the head, with their exchanges over tp",
+    f"{__name__}:PlainMatmuls",
+    ("gathered", "scattered"),
+    (
+        replace(
+            triton("phalanx.ops.dense.invariant_kernel:TritonMatmuls"),
+            modes=("invariant",),
+            insisted=(),
+            dtypes=(torch.bfloat16, torch.float16, torch.float32),
+        ),
+        invariant("phalanx.ops.dense.invariant:InvariantMatmuls", "any"),
+    ),
+    cases=(
+        Case("outputs sharded", lambda x, w, b, k: gather_matmul(x, w, ALONE, b, k), ((5, 7), (9, 7), (9,)), (1, 2)),
+        Case("inputs sharded", lambda h, w, b, k: matmul_scatter(h, w, ALONE, b, k), ((5, 24), (9, 24), (9,)), (1, 2)),
+    ),
+)
 WIDE_MATMUL = Op(
     "wide_matmul",
     "matmuls of routers, in fp32",

@@ -15,8 +15,9 @@ from torch import Tensor
 from torch.autograd import Function
 
 from phalanx.ops.dense.grads import add_grad
+from phalanx.ops.in_order import sum_in_order
 from phalanx.ops.lazy_tensor import LazySource, LazyTensor
-from phalanx.ops.op import Case, Kernels, Op, triton
+from phalanx.ops.op import Case, Kernels, Op, invariant, triton
 
 
 @dataclass(frozen=True)
@@ -95,6 +96,25 @@ def _norm_grads(
     dx = (dx - g.mean(-1, keepdim=True) if center else dx) * s
     dx = dx if dtotal is None else dx + dtotal
     return dx.to(x.dtype), (dy_wide * n).sum(0), dy_wide.sum(0)
+
+
+class NormInOrder:
+    """Batch-invariant: sums over a row in one order. torch takes another for a few rows than for many."""
+
+    @staticmethod
+    def norm_forward(
+        x: Tensor, delta: Tensor | None, weight: Tensor, bias: Tensor | None, eps: float
+    ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+        total = x if delta is None else x + delta
+        wide, width = _widen(total), x.shape[-1]
+        mean = wide.new_empty(0) if bias is None else sum_in_order(wide) / width
+        centered = wide if bias is None else wide - mean.unsqueeze(-1)
+        scale = 1 / torch.sqrt(sum_in_order(centered * centered) / width + eps)
+        normed = centered * scale.unsqueeze(-1)
+        y = normed.to(x.dtype) * weight if bias is None else (normed * weight + bias).to(x.dtype)
+        return total, y, mean, scale
+
+    norm_backward = staticmethod(norm_backward)
 
 
 class _Norm(Function):
@@ -180,7 +200,7 @@ NORM = Op(
     "RMSNorm and LayerNorm, with the residual addition before them",
     __name__,
     ("norm_forward", "norm_backward"),
-    (triton("phalanx.ops.dense.norm_kernel"),),
+    (triton("phalanx.ops.dense.norm_kernel", invariant=True), invariant(f"{__name__}:NormInOrder", "any")),
     cases=(
         Case("rms_norm", lambda x, w, k: rms_norm(x, w, 1e-3, k), ((5, 7), (7,)), (1,)),
         Case("rms_norm, wide", _rms_norm, ((9, 1100), (1100,)), (1,)),

@@ -14,7 +14,7 @@ from torch.autograd import Function
 
 from phalanx.ops.dense.rope_scaling import inverse_frequencies
 from phalanx.ops.lazy_tensor import LazySource, LazyTensor
-from phalanx.ops.op import Case, Kernels, Op, triton
+from phalanx.ops.op import Case, Kernels, Op, invariant, triton
 
 
 def rotary_table(positions: Tensor, inv: Tensor, dtype: torch.dtype, factor: float = 1.0) -> tuple[Tensor, Tensor]:
@@ -140,7 +140,10 @@ ROPE = Op(
     "rotary position embedding, packed heads taken apart",
     __name__,
     ("pack_heads",),
-    (triton("phalanx.ops.dense.rope_kernel", shapes="even widths of heads"),),
+    (
+        triton("phalanx.ops.dense.rope_kernel", invariant=True, shapes="even widths of heads"),
+        invariant(__name__, "any", shapes="element by element"),
+    ),
     cases=(
         Case("rope", _case(3, 2, 2), ((10, 7, 6),)),
         Case("rope, one head", _case(1, 1, 1), ((5, 3, 64),)),

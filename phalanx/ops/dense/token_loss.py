@@ -2,8 +2,10 @@
 loss over these statistics into gradients in one pass, one chunk of tokens at a time.
 
 With z = logsumexp(logits), t = the label's logit and m = the logits' mean, a loss f(z, t, m) has the gradient df/dz
-softmax + df/dt onehot + df/dm / V. Each rank has its own rows of the vocabulary; z, t and m are the same on all. This
-is the reference for any loss. Cross entropy has faster implementations of its own (cross_entropy.py).
+softmax + df/dt onehot + df/dm / V. A token may have further targets: K ids with weights (a teacher's distribution); the
+weighted sum of their logits has the weights as its gradient. Each rank has its own rows of the vocabulary; all
+statistics are the same on all. This is the reference for any loss. Cross entropy has faster implementations of its own
+(cross_entropy.py).
 """
 
 from __future__ import annotations
@@ -14,11 +16,12 @@ from functools import cached_property
 from typing import Any
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 from torch.autograd import Function
 
 from phalanx.comm.axis import Axis
-from phalanx.ops.dense.cross_entropy import LOSS, HeadGrads, chunks_of, softmax_stats
+from phalanx.ops.dense.cross_entropy import LOSS, HeadGrads, chunks_of, logits_of, softmax_stats
 from phalanx.ops.dense.matmul import gather_matmul
 from phalanx.ops.op import Kernels
 from phalanx.sequence.batch import IGNORE
@@ -43,24 +46,80 @@ def widened(logits: Tensor) -> Tensor:
     return logits if logits.dtype == torch.float64 else logits.float()
 
 
+@dataclass(frozen=True)
+class SparseTargets:
+    """Targets of T tokens over K ids each, such as the most likely ids of a teacher.
+
+    ids      (T, K) int64, the same on all tp ranks
+    weights  (T, K) the share of each id in its token's target
+    """
+
+    ids: Tensor
+    weights: Tensor
+
+    def of(self, tokens: slice) -> SparseTargets:
+        return SparseTargets(self.ids[tokens], self.weights[tokens])
+
+
 class LogitStats:
     """Statistics of T tokens' logits over the whole vocabulary, equal on all tp ranks, in at least fp32.
 
     log_z    (T,) logarithm of the sum of exp(logit)
     target   (T,) logit of the token's label; 0 where it has none
     mean     (T,) mean logit; computed when it is read
+    soft     (T,) sum of weight x logit over the targets that the objective gives; computed when it is read
+    weights  (T, K) the weights of those targets
     """
 
-    def __init__(self, log_z: Tensor, target: Tensor, make_mean: Callable[[], Tensor]):
+    def __init__(
+        self,
+        log_z: Tensor,
+        target: Tensor,
+        make_mean: Callable[[], Tensor],
+        make_soft: Callable[[], Tensor] | None = None,
+        weights: Tensor | None = None,
+        make_at: Callable[[float], LogitStats] | None = None,
+    ):
         self.log_z, self.target, self._make_mean = log_z, target, make_mean
+        self._make_soft, self._weights, self._make_at = make_soft, weights, make_at
+        self._made_at: dict[float, LogitStats] = {}
 
     @cached_property
     def mean(self) -> Tensor:
         return self._make_mean()
 
+    @cached_property
+    def soft(self) -> Tensor:
+        if self._make_soft is None:
+            raise TypeError("the objective gives no targets besides labels: it must override `targets`")
+        return self._make_soft()
+
+    @property
+    def weights(self) -> Tensor:
+        if self._weights is None:
+            raise TypeError("the objective gives no targets besides labels: it must override `targets`")
+        return self._weights
+
+    def at(self, temperature: float) -> LogitStats:
+        """The statistics of the logits divided by a temperature."""
+        if temperature == 1:
+            return self
+        if self._make_at is None:
+            raise TypeError("these statistics were made without their logits")
+        if temperature not in self._made_at:
+            self._made_at[temperature] = self._make_at(temperature)
+        return self._made_at[temperature]
+
     def detach(self) -> LogitStats:
         """The same without gradients."""
-        return LogitStats(self.log_z.detach(), self.target.detach(), lambda: self.mean.detach())
+        return LogitStats(
+            self.log_z.detach(),
+            self.target.detach(),
+            lambda: self.mean.detach(),
+            lambda: self.soft.detach(),
+            self._weights,
+            lambda temperature: self.at(temperature).detach(),
+        )
 
 
 class _LogitStats(Function):
@@ -91,16 +150,54 @@ class _MeanLogit(Function):
         return (dmean / ctx.size).unsqueeze(-1).expand(ctx.shape), None, None
 
 
-def logit_stats(logits: Tensor, labels: Tensor, shard: VocabularyShard, tp: Axis) -> LogitStats:
+class _TargetLogits(Function):
+    @staticmethod
+    def forward(ctx: Any, logits: Tensor, rows: Tensor, here: Tensor, tp: Axis) -> Tensor:  # type: ignore[override]
+        ctx.save_for_backward(rows, here)
+        ctx.shape = logits.shape
+        mine = logits.gather(1, rows) if logits.shape[1] else logits.new_zeros(rows.shape)  # a rank may hold no ids
+        return tp.all_reduce(torch.where(here, mine, 0)).wait()
+
+    @staticmethod
+    def backward(ctx: Any, dfound: Tensor) -> tuple[Tensor | None, ...]:  # type: ignore[override]
+        rows, here = ctx.saved_tensors
+        d = dfound.new_zeros(ctx.shape)
+        return d.scatter_add_(1, rows, dfound * here) if d.shape[1] else d, None, None, None
+
+
+def target_logits(logits: Tensor, ids: Tensor, shard: VocabularyShard, tp: Axis) -> Tensor:
+    """(T, K) the logit of each of ids (T, K), with gradients, from this rank's logits (T, shard.count)."""
+    rows, here = shard.rows_of(ids)
+    found: Tensor = _TargetLogits.apply(logits, rows, here, tp)
+    return found
+
+
+def logit_stats(
+    logits: Tensor, labels: Tensor, shard: VocabularyShard, tp: Axis, targets: SparseTargets | None = None
+) -> LogitStats:
     """Statistics, with gradients, of this rank's logits (T, shard.count), widened to fp32; labels (T,)."""
     wide, (rows, here) = widened(logits), shard.rows_of(labels)
     log_z, target = _LogitStats.apply(wide, rows, here, tp)
-    return LogitStats(log_z, target, lambda: _MeanLogit.apply(wide, shard.size, tp))
+    weights = None if targets is None else targets.weights.to(wide.dtype)
+
+    def soft() -> Tensor:
+        if targets is None or weights is None:
+            raise TypeError("the objective gives no targets besides labels: it must override `targets`")
+        return (target_logits(wide, targets.ids, shard, tp) * weights).sum(-1)
+
+    return LogitStats(
+        log_z,
+        target,
+        lambda: _MeanLogit.apply(wide, shard.size, tp),
+        soft,
+        weights,
+        lambda temperature: logit_stats(wide / temperature, labels, shard, tp, targets),
+    )
 
 
-def vocabulary_logits(x: Tensor, weight: Tensor, shard: VocabularyShard, tp: Axis) -> Tensor:
+def vocabulary_logits(x: Tensor, weight: Tensor, shard: VocabularyShard, tp: Axis, kernels: Kernels = "auto") -> Tensor:
     """x (T / tp, D) of each rank, weight (rows, D) -> this rank's logits (T, shard.count), with gradients."""
-    return gather_matmul(x, weight, tp)[:, : shard.count]
+    return gather_matmul(x, weight, tp, None, kernels)[:, : shard.count]
 
 
 @dataclass(frozen=True)
@@ -113,6 +210,8 @@ class TokenTask:
     metrics     statistics of some tokens -> further values by name
     transform   (tokens, ids) this rank's logits in at least fp32 -> the logits to use, element by element; None: as
                 they are
+    kernels     of the matmul that makes the logits
+    targets     further targets of the T tokens; None: none but labels
     """
 
     labels: Tensor
@@ -120,12 +219,15 @@ class TokenTask:
     loss: Callable[[LogitStats], Tensor]
     metrics: Callable[[LogitStats], Mapping[str, Tensor]]
     transform: Callable[[Tensor], Tensor] | None = None
+    kernels: Kernels = "auto"
+    targets: SparseTargets | None = None
 
     def sums(self, logits: Tensor, tokens: slice, shard: VocabularyShard, tp: Axis) -> Tensor:
         """(1 + K,) from this rank's logits (tokens, ids): the summed loss, with gradients, and the sums of K
         metrics."""
         logits = logits if self.transform is None else self.transform(widened(logits))
-        stats = logit_stats(logits, self.labels[tokens], shard, tp)
+        targets = None if self.targets is None else self.targets.of(tokens)
+        stats = logit_stats(logits, self.labels[tokens], shard, tp, targets)
         values = {"token_loss": self.loss(stats)}
         with torch.no_grad():
             values |= self.metrics(stats.detach())
@@ -169,7 +271,7 @@ class _LinearTokenLoss(Function):
         x_all = tp.all_gather(x).wait()
         grads, sums = HeadGrads(x_all, weight, ctx.needs_input_grad), []
         for c in chunks_of(len(task.labels), weight.shape[0], LOSS.choose("plain", x).CHUNK_ELEMENTS):
-            logits = x_all[c] @ weight.t()
+            logits = logits_of(x_all[c], weight, task.kernels)
             with torch.set_grad_enabled(seed is not None):
                 found = task.sums(logits.requires_grad_(seed is not None)[:, : shard.count], c, shard, tp)
                 scaled = found[0] if seed is None else found[0] * seed
@@ -201,9 +303,32 @@ def token_losses(
     by, labels = LOSS.choose(kernels, x), task.labels
     x_all, (rows, here), found = tp.all_gather(x).wait(), shard.rows_of(labels), []
     for c in chunks_of(len(labels), weight.shape[0], by.CHUNK_ELEMENTS):
-        logits = x_all[c] @ weight.t()
+        logits = logits_of(x_all[c], weight, kernels)
         logits = logits if task.transform is None else task.transform(widened(logits))
         stats = by.softmax_stats(logits, rows[c], here[c], shard.count)
         everyone = tp.all_gather(stats.unsqueeze(0)).wait()
         found.append(torch.logsumexp(everyone[:, 0], 0) - everyone[:, 1].sum(0))
     return torch.where(labels != IGNORE, torch.cat(found), 0)
+
+
+@torch.no_grad()
+def top_log_probs(
+    x: Tensor, weight: Tensor, shard: VocabularyShard, tp: Axis, task: TokenTask, top: int
+) -> tuple[Tensor, Tensor, Tensor]:
+    """(T,) log-probability of each label of a task, 0 where there is none; and the `top` most likely ids (T, top) with
+    their log-probabilities (T, top), descending. The same on all tp ranks; x and weight as in linear_token_loss."""
+    labels, found = task.labels, []
+    x_all, (rows, here) = tp.all_gather(x).wait(), shard.rows_of(labels)
+    for c in chunks_of(len(labels), weight.shape[0], LOSS.choose("plain", x).CHUNK_ELEMENTS):
+        logits = widened(logits_of(x_all[c], weight, task.kernels)[:, : shard.count])
+        logits = logits if task.transform is None else task.transform(logits)
+        everyone = tp.all_gather(softmax_stats(logits, rows[c], here[c], shard.count).unsqueeze(0)).wait()
+        log_z = torch.logsumexp(everyone[:, 0], 0)
+        values, ids = logits.topk(min(top, shard.count), -1)
+        room = (0, top - values.shape[1])  # ranks hold different numbers of ids
+        values, ids = F.pad(values, room, value=-torch.inf), F.pad(ids + shard.first, room)
+        values, ids = (tp.all_gather(t.unsqueeze(0)).wait().transpose(0, 1).flatten(1) for t in (values, ids))
+        values, best = values.topk(top, -1)
+        found.append((everyone[:, 1].sum(0) - log_z, ids.gather(1, best), values - log_z.unsqueeze(-1)))
+    of_labels, ids, values = (torch.cat(parts) for parts in zip(*found))
+    return torch.where(labels != IGNORE, of_labels, 0), ids, values

@@ -196,13 +196,6 @@ def entropy(choice: Choice, real_T: Tensor | None = None) -> Tensor:
     return each.sum() if real_T is None else (each * real_T.unsqueeze(-1)).sum()
 
 
-def load_spread(counts_E: Tensor) -> Tensor:
-    """(2,) fp32: load of the fullest and of the emptiest expert, each over the mean load (1, 1 when balanced); on the
-    device."""
-    load = counts_E.float()
-    return torch.stack((load.max(), load.min())) / load.mean().clamp_min(1e-20)
-
-
 # Capacity.
 
 

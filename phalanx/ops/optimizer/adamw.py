@@ -12,19 +12,21 @@ import torch
 from torch import Tensor
 
 from phalanx.ops.op import Case, Kernels, Op, triton
-from phalanx.ops.optimizer.moments import Narrow
+from phalanx.ops.optimizer.masters import SplitMaster
+from phalanx.ops.optimizer.packed import PackedTensor
 from phalanx.ops.optimizer.shard import keep, widened
 
 
 @dataclass(frozen=True)
 class AdamRange:
     """A range of elements of one parameter group: master, gradient, m and v (n,) in the master dtype; m and v may be in
-    a narrower dtype or in FP8 (rounded after each step); `out` (n,) the weights, if they are stored separately."""
+    a narrower dtype (rounded after each step), and all but the gradient packed; `out` (n,) the weights, if they are
+    stored separately (packed masters store them too)."""
 
-    master: Tensor
+    master: Tensor | SplitMaster
     grad: Tensor
-    m: Tensor | Narrow
-    v: Tensor | Narrow
+    m: Tensor | PackedTensor
+    v: Tensor | PackedTensor
     out: Tensor | None = None
 
 
@@ -48,20 +50,18 @@ def adamw_(
     grad = 0.
     """
     if parts:
-        ADAMW.choose(kernels, parts[0].master).update_(parts, step, options, factor, skip)
+        ADAMW.choose(kernels, parts[0].grad).update_(parts, step, options, factor, skip)
 
 
 def update_(parts: list[AdamRange], step: Tensor, options: AdamOptions, factor: Tensor, skip: Tensor) -> None:
     """As `adamw_`, by torch's fused kernel."""
     o = options
-    ms, vs = (
-        [widened(p.m, p.master.dtype) for p in parts],
-        [widened(p.v, p.master.dtype) for p in parts],
-    )  # the moments themselves, unless they are narrower
+    # the tensors themselves, unless they are narrower or packed
+    masters, ms, vs = ([widened(getattr(p, name), p.grad.dtype) for p in parts] for name in ("master", "m", "v"))
     grads = [p.grad for p in parts]
     torch._foreach_mul_(grads, factor.to(grads[0].dtype))
     torch._fused_adamw_(
-        [p.master for p in parts],
+        masters,
         grads,
         ms,
         vs,
@@ -77,12 +77,12 @@ def update_(parts: list[AdamRange], step: Tensor, options: AdamOptions, factor: 
         grad_scale=None,
         found_inf=skip,
     )
-    for p, m, v in zip(parts, ms, vs):
-        if p.m is not m:
-            keep(p.m, m, step)
-            keep(p.v, v, step)
+    for p, *found in zip(parts, masters, ms, vs):
+        for kept, values in zip((p.master, p.m, p.v), found):
+            if kept is not values:
+                keep(kept, values, step)
         if p.out is not None:
-            p.out.copy_(p.master)
+            p.out.copy_(found[0])
         p.grad.zero_()
 
 
@@ -94,16 +94,16 @@ def adamw_reference_(parts: list[AdamRange], step: Tensor, options: AdamOptions,
         p.grad.zero_()
         if skip.item() == 1:
             continue
-        p.master.mul_(1 - o.lr * o.decay)
+        master = widened(p.master, g.dtype).mul(1 - o.lr * o.decay)
         m, v = (
             widened(p.m, g.dtype).lerp(g, 1 - o.beta1),
             widened(p.v, g.dtype).mul(o.beta2).addcmul_(g, g, value=1 - o.beta2),
         )
-        keep(p.m, m, step)
-        keep(p.v, v, step)
-        p.master.addcdiv_(m / (1 - o.beta1**t), (v / (1 - o.beta2**t)).sqrt_().add_(o.eps), value=-o.lr)
+        master.addcdiv_(m / (1 - o.beta1**t), (v / (1 - o.beta2**t)).sqrt_().add_(o.eps), value=-o.lr)
+        for kept, values in zip((p.master, p.m, p.v), (master, m, v)):
+            keep(kept, values, step)
         if p.out is not None:
-            p.out.copy_(p.master)
+            p.out.copy_(master)
 
 
 def _case(p: Tensor, g: Tensor, m: Tensor, v: Tensor, kernels: Kernels) -> Tensor:

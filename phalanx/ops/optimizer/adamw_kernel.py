@@ -10,6 +10,10 @@ from torch import Tensor
 
 from phalanx.ops.kernel_tools import triton_wide
 from phalanx.ops.optimizer.adamw import AdamOptions, AdamRange
+from phalanx.ops.optimizer.blockwise import Blockwise
+from phalanx.ops.optimizer.blockwise_kernel import adamw_blockwise_
+from phalanx.ops.optimizer.masters import SplitMaster
+from phalanx.ops.optimizer.masters_kernel import joined, split
 from phalanx.ops.optimizer.moments import Narrow
 from phalanx.ops.optimizer.moments_kernel import adamw_narrow_
 
@@ -19,6 +23,7 @@ BLOCK = 1024
 @triton.jit
 def _adamw(
     p,
+    ties,
     g,
     m,
     v,
@@ -29,22 +34,32 @@ def _adamw(
     BETA2: tl.constexpr,
     EPS: tl.constexpr,
     COPY: tl.constexpr,
+    SPLIT: tl.constexpr,
     WIDE: tl.constexpr,
     BLOCK: tl.constexpr,
 ):
-    """scalars = [gradient factor, lr / (1 - beta1^t), 1 / sqrt(1 - beta2^t), 1 - lr * decay, skip]."""
-    i = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
+    """scalars = [gradient factor, lr / (1 - beta1^t), 1 / sqrt(1 - beta2^t), 1 - lr * decay, skip]. SPLIT: p is the
+    rest of masters.SplitMaster, with its ties, and out are its weights; otherwise ties are not read."""
+    first = tl.program_id(0).to(tl.int64) * BLOCK
+    i = first + tl.arange(0, BLOCK)
     mask = i < n
     zero = tl.zeros((BLOCK,), WIDE)
     if tl.load(scalars + 4) == 0:
         grad = tl.load(g + i, mask=mask, other=0.0) * tl.load(scalars).to(WIDE)
         m1 = BETA1 * tl.load(m + i, mask=mask, other=0.0).to(WIDE) + (1.0 - BETA1) * grad
         v1 = BETA2 * tl.load(v + i, mask=mask, other=0.0).to(WIDE) + (1.0 - BETA2) * grad * grad
-        x = tl.load(p + i, mask=mask, other=0.0) * tl.load(scalars + 3).to(WIDE)
+        if SPLIT:
+            x = joined(out, p, ties, i, mask)
+        else:
+            x = tl.load(p + i, mask=mask, other=0.0)
+        x = x * tl.load(scalars + 3).to(WIDE)
         x = x - tl.load(scalars + 1).to(WIDE) * m1 / (tl.sqrt(v1) * tl.load(scalars + 2).to(WIDE) + EPS)
         tl.store(m + i, m1.to(m.dtype.element_ty), mask=mask)
         tl.store(v + i, v1.to(v.dtype.element_ty), mask=mask)
-        tl.store(p + i, x, mask=mask)
+        if SPLIT:
+            split(x, out, p, ties, first, i, mask, n, BLOCK)
+        else:
+            tl.store(p + i, x, mask=mask)
         if COPY:
             tl.store(out + i, x.to(tl.float32).to(out.dtype.element_ty), mask=mask)
     tl.store(g + i, zero, mask=mask)
@@ -56,14 +71,16 @@ def update_(parts: list[AdamRange], step: Tensor, options: AdamOptions, factor: 
     kept = torch.full_like(t, 1 - o.lr * o.decay)
     scalars = torch.stack((factor.double(), o.lr / (1 - o.beta1**t), (1 - o.beta2**t).rsqrt(), kept, skip.double()))
     for p in parts:
-        if isinstance(p.m, Narrow) and isinstance(p.v, Narrow):
+        if isinstance(p.m, Blockwise) and isinstance(p.v, Blockwise):
+            adamw_blockwise_(p.master, p.grad, p.m, p.v, p.out, scalars, o.beta1, o.beta2, o.eps)
+        elif isinstance(p.m, Narrow) and isinstance(p.v, Narrow):
             adamw_narrow_(p.master, p.grad, p.m, p.v, p.out, scalars, step, o.beta1, o.beta2, o.eps)
         else:
             adamw_flat_(p.master, p.grad, p.m, p.v, p.out, scalars, o.beta1, o.beta2, o.eps)  # type: ignore[arg-type]
 
 
 def adamw_flat_(
-    p: Tensor,
+    p: Tensor | SplitMaster,
     g: Tensor,
     m: Tensor,
     v: Tensor,
@@ -73,23 +90,26 @@ def adamw_flat_(
     beta2: float,
     eps: float,
 ) -> None:
-    """All (n,) in the master dtype; m and v may be in bf16; `out` in the compute dtype or None; `scalars` (5,) float64,
-    see `_adamw`."""
-    n = p.numel()
+    """All (n,) in the master dtype, or masters split; m and v may be in bf16; `out` in the compute dtype or None;
+    `scalars` (5,) float64, see `_adamw`."""
+    n = len(p)
     if n:
+        divided = isinstance(p, SplitMaster)
         _adamw[(triton.cdiv(n, BLOCK),)](
-            p,
+            p.rest if isinstance(p, SplitMaster) else p,
+            p.ties if isinstance(p, SplitMaster) else p,
             g,
             m,
             v,
-            out,
+            p.weights if isinstance(p, SplitMaster) else out,
             scalars,
             n,
             BETA1=beta1,
             BETA2=beta2,
             EPS=eps,
-            COPY=out is not None,
-            WIDE=triton_wide(p.dtype),
+            COPY=out is not None and not divided,
+            SPLIT=divided,
+            WIDE=triton_wide(g.dtype),
             BLOCK=BLOCK,
             num_warps=4,
         )

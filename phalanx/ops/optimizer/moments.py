@@ -19,6 +19,8 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from phalanx.ops.optimizer.packed import PackedTensor, check_blocks
+
 BLOCK = 32
 LEAST, MOST = -54, 100  # exponents of blocks; the bounds keep the second moment, a square, within the range of fp32
 MAX = 448.0
@@ -26,7 +28,7 @@ GOLDEN, MIX = 0x9E3779B9, (0x85EBCA6B, 0xC2B2AE35)  # murmur3's finalizer (Apple
 
 
 @dataclass(frozen=True)
-class Narrow:
+class Narrow(PackedTensor):
     """`quantized` (n,) E4M3 and `exponents` (n / BLOCK,) int8. `root`: the numbers are >= 0 and their square roots are
     stored."""
 
@@ -34,21 +36,19 @@ class Narrow:
     exponents: Tensor
     root: bool
 
+    dtype, block, name = torch.bfloat16, BLOCK, "optim.moments=fp8"
+
     @staticmethod
     def zeros(n: int, device: torch.device, root: bool) -> Narrow:
-        if n % BLOCK:
-            raise ValueError(f"{n} elements are no whole blocks of {BLOCK}")
+        check_blocks(n, BLOCK)
         exponents = torch.full((n // BLOCK,), LEAST, dtype=torch.int8, device=device)
         return Narrow(torch.zeros(n, dtype=torch.float8_e4m3fn, device=device), exponents, root)
 
-    def __getitem__(self, run: slice) -> Narrow:
-        if run.start % BLOCK or run.stop % BLOCK:
-            raise ValueError(
-                f"optim.moments=fp8 keeps {BLOCK} elements together, and optim.lr_scale tells matrices apart "
-                "that are stored in one "
-                f"(at element {run.start if run.start % BLOCK else run.stop}); give them one factor"
-            )
-        return Narrow(self.quantized[run], self.exponents[run.start // BLOCK : run.stop // BLOCK], self.root)
+    def __len__(self) -> int:
+        return len(self.quantized)
+
+    def part(self, start: int, stop: int) -> Narrow:
+        return Narrow(self.quantized[start:stop], self.exponents[start // BLOCK : stop // BLOCK], self.root)
 
     @property
     def tensors(self) -> tuple[Tensor, Tensor]:

@@ -8,6 +8,8 @@ import triton.language as tl
 from torch import Tensor
 
 from phalanx.ops.kernel_tools import triton_wide
+from phalanx.ops.optimizer.masters import SplitMaster
+from phalanx.ops.optimizer.masters_kernel import joined, split
 from phalanx.ops.optimizer.moments import BLOCK, LEAST, MOST, Narrow
 
 RUN = 1024
@@ -60,6 +62,7 @@ def _keep(
 @triton.jit
 def _adamw(
     p,
+    ties,
     g,
     m,
     m_exponents,
@@ -73,14 +76,16 @@ def _adamw(
     BETA2: tl.constexpr,
     EPS: tl.constexpr,
     COPY: tl.constexpr,
+    SPLIT: tl.constexpr,
     WIDE: tl.constexpr,
     LEAST: tl.constexpr,
     MOST: tl.constexpr,
     RUN: tl.constexpr,
     BLOCK: tl.constexpr,
 ):
-    """scalars as in adamw_kernel; step () fp32."""
-    blocks = tl.program_id(0).to(tl.int64) * (RUN // BLOCK) + tl.arange(0, RUN // BLOCK)
+    """p, ties, out, scalars as in adamw_kernel; step () fp32."""
+    first = tl.program_id(0).to(tl.int64) * RUN
+    blocks = first // BLOCK + tl.arange(0, RUN // BLOCK)
     i = blocks[:, None] * BLOCK + tl.arange(0, BLOCK)[None, :]
     mask = i < n
     block_mask = blocks * BLOCK < n
@@ -89,19 +94,26 @@ def _adamw(
         root = _wide(v, v_exponents, i, blocks, mask, block_mask).to(WIDE)
         m1 = BETA1 * _wide(m, m_exponents, i, blocks, mask, block_mask).to(WIDE) + (1.0 - BETA1) * grad
         v1 = BETA2 * (root * root) + (1.0 - BETA2) * grad * grad
-        x = tl.load(p + i, mask=mask, other=0.0) * tl.load(scalars + 3).to(WIDE)
+        if SPLIT:
+            x = joined(out, p, ties, i, mask)
+        else:
+            x = tl.load(p + i, mask=mask, other=0.0)
+        x = x * tl.load(scalars + 3).to(WIDE)
         x = x - tl.load(scalars + 1).to(WIDE) * m1 / (tl.sqrt(v1) * tl.load(scalars + 2).to(WIDE) + EPS)
         count = tl.load(step).to(tl.int32)
         _keep(m1.to(tl.float32), m, m_exponents, i, blocks, mask, block_mask, count, 0, LEAST, MOST)
         _keep(tl.sqrt_rn(v1.to(tl.float32)), v, v_exponents, i, blocks, mask, block_mask, count, 1, LEAST, MOST)
-        tl.store(p + i, x, mask=mask)
+        if SPLIT:
+            split(x, out, p, ties, first, i, mask, n, RUN)
+        else:
+            tl.store(p + i, x, mask=mask)
         if COPY:
             tl.store(out + i, x.to(tl.float32).to(out.dtype.element_ty), mask=mask)
     tl.store(g + i, tl.zeros(i.shape, WIDE), mask=mask)
 
 
 def adamw_narrow_(
-    p: Tensor,
+    p: Tensor | SplitMaster,
     g: Tensor,
     m: Narrow,
     v: Narrow,
@@ -113,24 +125,27 @@ def adamw_narrow_(
     eps: float,
 ) -> None:
     """As adamw_kernel.adamw_flat_, with FP8 moments; `step` () fp32."""
-    n = p.numel()
+    n = len(p)
     if n:
+        divided = isinstance(p, SplitMaster)
         _adamw[(triton.cdiv(n, RUN),)](
-            p,
+            p.rest if isinstance(p, SplitMaster) else p,
+            p.ties if isinstance(p, SplitMaster) else p,
             g,
             m.quantized,
             m.exponents,
             v.quantized,
             v.exponents,
-            out,
+            p.weights if isinstance(p, SplitMaster) else out,
             scalars,
             step,
             n,
             BETA1=beta1,
             BETA2=beta2,
             EPS=eps,
-            COPY=out is not None,
-            WIDE=triton_wide(p.dtype),
+            COPY=out is not None and not divided,
+            SPLIT=divided,
+            WIDE=triton_wide(g.dtype),
             LEAST=LEAST,
             MOST=MOST,
             RUN=RUN,

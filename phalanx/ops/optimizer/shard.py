@@ -10,7 +10,10 @@ import torch
 from torch import Tensor
 
 from phalanx.layout.buckets import Bucket
+from phalanx.ops.optimizer.blockwise import Blockwise
+from phalanx.ops.optimizer.masters import SplitMaster
 from phalanx.ops.optimizer.moments import Narrow
+from phalanx.ops.optimizer.packed import PackedTensor
 from phalanx.ops.optimizer.state import Moment
 
 MASTER = "master"  # the name of the masters in checkpoints
@@ -19,12 +22,12 @@ MASTER = "master"  # the name of the masters in checkpoints
 @dataclass(frozen=True)
 class StateRange:
     """A range of elements of one parameter group as they are stored: master and gradient (n,) in the master dtype;
-    state (n,) by name, possibly in a narrower dtype or in FP8; `out` (n,) the weights, if they are stored
-    separately."""
+    state (n,) by name, possibly in a narrower dtype or packed; `out` (n,) the weights, if they are stored separately
+    (packed masters store them too)."""
 
-    master: Tensor
+    master: Tensor | SplitMaster
     grad: Tensor
-    state: Mapping[str, Tensor | Narrow]
+    state: Mapping[str, Tensor | PackedTensor]
     out: Tensor | None = None
 
     def __getitem__(self, run: slice) -> StateRange:
@@ -45,7 +48,7 @@ class HomeExchange(Protocol):
 @dataclass
 class Shard:
     """Elements lo..hi of a bucket. master, grad and each tensor of the state are (hi - lo,) in the master dtype; the
-    state may be in a narrower dtype or in FP8. `out` are the weights, if they are stored separately.
+    state may be in a narrower dtype, and both may be packed. `out` are the weights, if they are stored separately.
 
     own     the elements that no other rank writes to a checkpoint
     home    for whole matrices (layout.homes): brings their gradients before an update, sends their weights after it
@@ -55,9 +58,9 @@ class Shard:
     lo: int
     hi: int
     own: tuple[int, int]
-    master: Tensor
+    master: Tensor | SplitMaster
     grad: Tensor
-    state: Mapping[str, Tensor | Narrow]
+    state: Mapping[str, Tensor | PackedTensor]
     out: Tensor | None = None
     home: HomeExchange | None = None
 
@@ -69,41 +72,53 @@ class Shard:
     def range(self, start: int, stop: int) -> StateRange:
         return StateRange(self.master, self.grad, self.state, self.out)[start:stop]
 
-    def values(self, kind: str) -> Tensor:
-        """The masters, or the state tensor of this name (hi - lo,). State kept in FP8 is returned as its numbers, exact
-        in bf16."""
-        kept = self.master if kind == MASTER else self.state[kind]
-        return kept.wide(torch.bfloat16) if isinstance(kept, Narrow) else kept
+    @property
+    def packed(self) -> bool:
+        """Whether anything of it is."""
+        return any(isinstance(self.stored(kind), PackedTensor) for kind in self.kinds)
 
-    def keep(self, kind: str, values: Tensor) -> None:
-        """Store `values`, after they were loaded."""
-        kept = self.master if kind == MASTER else self.state[kind]
-        if isinstance(kept, Narrow):
-            kept.store_(values)
+    def stored(self, kind: str) -> Tensor | PackedTensor:
+        """The masters, or the state tensor of this name (hi - lo,), as they are stored."""
+        return self.master if kind == MASTER else self.state[kind]
+
+    def values(self, kind: str) -> Tensor:
+        """The same as numbers, in the dtype in which checkpoints have them."""
+        kept = self.stored(kind)
+        return kept.wide(kept.dtype) if isinstance(kept, PackedTensor) else kept
 
     @property
     def moments(self) -> list[Tensor]:
         """The objects that hold the state."""
-        return [t for kept in self.state.values() for t in (kept.tensors if isinstance(kept, Narrow) else (kept,))]
+        return [t for kept in self.state.values() for t in tensors_of(kept)]
 
 
-def zero_state(state: Mapping[str, Moment], master: Tensor, dtype: torch.dtype | None) -> dict[str, Tensor | Narrow]:
-    """The initial state of masters (n,), in `dtype` if given (E4M3: stored as in ops.optimizer.moments)."""
+def zero_state(
+    state: Mapping[str, Moment], master: Tensor | PackedTensor, dtype: torch.dtype | None
+) -> dict[str, Tensor | PackedTensor]:
+    """The initial state of masters (n,), in `dtype` if given (E4M3: stored as in ops.optimizer.moments; uint8: as in
+    ops.optimizer.blockwise)."""
 
-    def zero(moment: Moment) -> Tensor | Narrow:
+    def zero(moment: Moment) -> Tensor | PackedTensor:
         if dtype == torch.float8_e4m3fn:
             return Narrow.zeros(len(master), master.device, moment.nonnegative)
-        return torch.zeros_like(master, dtype=dtype)
+        if dtype == torch.uint8:
+            return Blockwise.zeros(len(master), master.device, not moment.nonnegative)
+        return torch.zeros(len(master), dtype=dtype or master.dtype, device=master.device)
 
     return {name: zero(moment) for name, moment in state.items()}
 
 
-def widened(moment: Tensor | Narrow, dtype: torch.dtype) -> Tensor:
-    return moment.wide(dtype) if isinstance(moment, Narrow) else moment.to(dtype)
+def tensors_of(kept: Tensor | PackedTensor) -> tuple[Tensor, ...]:
+    """The objects that hold it."""
+    return kept.tensors if isinstance(kept, PackedTensor) else (kept,)
 
 
-def keep(moment: Tensor | Narrow, values: Tensor, step: Tensor) -> None:
-    if isinstance(moment, Narrow):
-        moment.store_(values, step)
+def widened(kept: Tensor | PackedTensor, dtype: torch.dtype) -> Tensor:
+    return kept.wide(dtype) if isinstance(kept, PackedTensor) else kept.to(dtype)
+
+
+def keep(kept: Tensor | PackedTensor, values: Tensor, step: Tensor) -> None:
+    if isinstance(kept, PackedTensor):
+        kept.store_(values, step)
     else:
-        moment.copy_(values)
+        kept.copy_(values)

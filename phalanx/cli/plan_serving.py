@@ -1,0 +1,83 @@
+"""`phalanx plan --serve`: from a run, a checkpoint or a config to what its model takes and gives when it generates."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from pathlib import Path
+
+from phalanx.base.devices import DEVICES, Device
+from phalanx.base.errors import ConfigError, Problem
+from phalanx.checkpoint.keep import list_checkpoints
+from phalanx.cli.generate import TAKEN, refuse_others
+from phalanx.cli.setup import all_problems, fail, say_notes
+from phalanx.config.device_check import Facts
+from phalanx.config.read import COMMAND_LINE, read
+from phalanx.config.run import Run, checkpoints_of
+from phalanx.config.write import to_dict
+from phalanx.data.config import DataConfig
+from phalanx.forecast.decide import make_plan
+from phalanx.forecast.text import FITS_ON
+from phalanx.inference.engine import EngineOptions
+from phalanx.inference.load import (
+    forward_only,
+    run_of_folder,
+    run_of_model,
+    weights_alone,
+    weights_folder,
+)
+from phalanx.inference.memory import MemoryLimits
+from phalanx.inference.serving_plan import ServingPlan, check_fits, serving_text
+
+
+def plan_serving(
+    what: str, overrides: tuple[str, ...], ranks: int | None, device: Device | None, tokens: int | None
+) -> str:
+    """The text. ConfigError for a layout that the model does not allow, more tokens than it has positions, or a device
+    that does not hold one sequence."""
+    own = tuple(word for word in overrides if word.startswith("model."))
+    others = tuple(word for word in overrides if not word.startswith("model."))
+    refuse_others(others)
+    base = to_dict(replace(generating(what, own), data=DataConfig(mock=True)))  # none is read
+    loaded = read(None, others, base, f"the model of {what}")
+    if loaded.run is None:
+        return str(fail(loaded.problems, None))
+    layout = loaded.run.layout
+    world = ranks or max(1, layout.tp * layout.cp * layout.pp)
+    loaded = replace(loaded, run=weights_alone(loaded.run, world))
+    problems = all_problems(loaded, Facts(world_size=world, local_ranks=world, files=False))
+    if problems or loaded.run is None:
+        return str(fail(problems, None))
+    say_notes(loaded)
+    positions = loaded.run.model.max_position_embeddings
+    if tokens is not None and tokens > positions:
+        rule = "must not be more than the model has positions"
+        because = {"model.max_position_embeddings": positions}
+        raise ConfigError([Problem("--tokens", tokens, rule, because, (positions,), COMMAND_LINE)])
+    options = EngineOptions()
+    page_size, length = options.page_size * layout.cp, tokens or positions
+    limits = MemoryLimits(options.sequences, options.tokens, length, page_size, layout.cp)
+    serving = ServingPlan.of(make_plan(forward_only(loaded.run), world), limits)
+    if device is not None:
+        check_fits(serving, device, "--tokens")
+    known = sorted((d for d in DEVICES if d.name in FITS_ON), key=lambda d: d.memory)
+    return serving_text(serving, [device] if device is not None else known)
+
+
+def generating(what: str, overrides: tuple[str, ...]) -> Run:
+    """The run that generates with the model of a config, a run, a checkpoint or a Hugging Face folder, on GPUs.
+    ConfigError for overrides of a model that is trained already."""
+    path = Path(what)
+    of_config = what.endswith((".yaml", ".yml", ".py"))
+    if not of_config and (path / "config.yaml").is_file() and not (path / "config.json").is_file():
+        kept = read(what, ())  # a run that has no checkpoint yet is planned by its config
+        of_config = kept.run is None or not list_checkpoints(checkpoints_of(kept.run))
+    if of_config:
+        loaded = read(what, overrides)
+        if loaded.run is None:
+            fail(loaded.problems, None)
+        else:
+            return run_of_model(loaded.run.model, loaded.run.lora, gpu=True)
+    if overrides:
+        rule = f"is that of {what}, whose weights are made for it; of a checkpoint, --serve reads {', '.join(TAKEN)}"
+        raise ConfigError([Problem(word, "", rule, {}, (), COMMAND_LINE) for word in overrides])
+    return run_of_folder(weights_folder(what), gpu=True)

@@ -1,0 +1,93 @@
+"""Rules of the `task` section: the objective's own, what it needs of model and data, and the score file it reads."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from phalanx.base.errors import DataError, Problem
+from phalanx.base.rules import exists, missing_data, problem
+from phalanx.config.device_check import Facts
+from phalanx.config.run import Run
+from phalanx.data.pairs import SEQUENCES
+from phalanx.data.scores import ScoreFile
+from phalanx.nn.objective import Objective, SequenceObjective, find_objective, make_objective
+
+
+def check_task(run: Run, facts: Facts) -> list[Problem]:
+    """The objective's own rules, and what it needs of model and data."""
+    kind, config = find_objective(run.task.name), run.task
+    found = kind.check(config)
+    found += check_scores(run, facts)
+    if not issubclass(kind, SequenceObjective):
+        if run.data.pairs:
+            rule = "needs an objective over pairs, such as task.name=dpo"
+            found.append(problem("data", run.data, "pairs", rule, {"task.name": config.name}, ((),)))
+        return found
+    if kind.needs_reference and run.lora is None and make_objective(config).scores is None:
+        rule = "needs a reference: adapters (lora), whose base it is, or a file of phalanx data score"
+        found.append(problem("task", config, "name", rule, {"lora": None}, ()))
+    if run.model.predict_layers:
+        rule = "has no loss per token, which multi-token prediction needs: take a model without it"
+        found.append(problem("task", config, "name", rule, {"layers that predict": run.model.predict_layers}, ()))
+    if not run.data.inside_documents:
+        rule = "must be true with an objective that compares documents"
+        found.append(problem("data", run.data, "document_attention", rule, {"task.name": config.name}, (True,)))
+    if run.data.pairs and kind.sequences_per_sample != SEQUENCES // 2:
+        rule = "holds groups of two documents, and the objective compares groups of another size"
+        because = {"task.name": config.name, "documents in a group": kind.sequences_per_sample}
+        found.append(problem("data", run.data, "pairs", rule, because, ((),)))
+    if run.data.packing != "off" and not run.data.mock:
+        rule = "reorders documents, and the objective compares documents that follow each other"
+        found.append(problem("data", run.data, "packing", rule, {"task.name": config.name}, ("off",)))
+    return found
+
+
+def check_scores(run: Run, facts: Facts) -> list[Problem]:
+    """An objective that reads another model's scores of the run's tokens."""
+    config, made = run.task, make_objective(run.task)
+    found = list[Problem]()
+    if made.scores is None:
+        return found
+    if run.model.predict_layers and not isinstance(made, SequenceObjective):
+        rule = "reads scores of the next token alone, and multi-token prediction needs further ones: take a model "
+        rule += "without it"
+        found.append(problem("task", config, "name", rule, {"layers that predict": run.model.predict_layers}, ()))
+    if run.data.mock or run.data.source is not None:
+        name = "mock" if run.data.mock else "source"
+        rule = "has no tokens in files, to which the scores that the task reads belong"
+        valid = (False,) if run.data.mock else (None,)
+        found.append(problem("data", run.data, name, rule, {"task.name": config.name}, valid))
+    elif facts.files:
+        found += check_score_file(run, made)
+    return found
+
+
+def check_score_file(run: Run, made: Objective) -> list[Problem]:
+    """The file is there and readable, and was written for these windows and this vocabulary. Which tokens it has is
+    compared when they are opened."""
+    field, path = made.scores_field, str(made.scores)
+    if not exists(path):
+        return [missing_data(field, path, "must be a file of phalanx data score")]
+    try:
+        scores = ScoreFile(path)
+    except DataError as error:
+        return [Problem(field, path, str(error).removeprefix(f"{path}: "))]
+    values = {**scored_windows(run), "model.vocab_size": run.model.vocab_size}
+    found = [
+        Problem(key, values.get(key), rule, {field: path}, (valid,))
+        for key, valid, rule in scores.problems(scored_windows(run), run.model.vocab_size)
+    ]
+    if made.needs_targets and not scores.top:
+        rule = "has log-probabilities of labels alone: write it with --top 64"
+        found.append(Problem(field, path, rule))
+    return found
+
+
+def scored_windows(run: Run) -> dict[str, Any]:
+    """What a token's context depends on, by config key: scores are of these windows alone."""
+    return {
+        "train.seq_length": run.train.seq_length,
+        "data.packing": run.data.packing,
+        "data.document_attention": run.data.inside_documents,
+        "data.split": run.data.split,
+    }

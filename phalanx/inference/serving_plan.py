@@ -1,0 +1,239 @@
+"""What a model takes and gives when it generates, before anything runs: bytes by kind on each rank, sequences that fit
+on a device, and tokens per second that its memory bandwidth allows.
+
+Bytes follow from what the layers say that they remember (nn.memory.PageSpec) and from the numbers by which the engine
+allocates (inference.memory), so both agree to the byte.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+
+import torch
+
+from phalanx.base.devices import Device
+from phalanx.base.dtypes import precision
+from phalanx.base.errors import ConfigError
+from phalanx.base.sizes import size_text
+from phalanx.base.text_table import table
+from phalanx.forecast.memory import OVERHEAD
+from phalanx.inference.memory import (
+    GPU_SHARE,
+    LayerGroup,
+    MemoryLimits,
+    layer_groups,
+    longest_that_fits,
+    most_that,
+    no_room,
+    remembered,
+    remembering,
+    row_bytes,
+    sequence_bytes,
+    windows_of,
+)
+from phalanx.layout.grid import Coords
+from phalanx.nn.embedding import Embedding
+from phalanx.nn.module import Block
+from phalanx.nn.moe import Experts
+from phalanx.nn.mtp import MultiTokenPrediction
+from phalanx.planning.plan import Plan
+
+MOST = 2**16  # sequences at once that are looked for
+
+
+@dataclass(frozen=True)
+class RankServing:
+    """One pipeline rank, at tp rank 0.
+
+    weights      bytes of weights
+    dense        bytes of those that every step reads: all but the embedding's, experts' and multi-token prediction's
+    experts      bytes of experts, of which a step reads those that its tokens choose
+    groups       of layers that remember alike, with their bytes
+    token_bytes  of each group, of a token in all its layers here; of ranks that share a sequence (cp), each one's part
+    vocabulary   tokens that it counts for penalties; 0: it draws none
+    """
+
+    weights: int
+    dense: int
+    experts: int
+    groups: tuple[LayerGroup, ...]
+    token_bytes: tuple[int, ...]
+    vocabulary: int
+
+    def pages(self, num_pages: Sequence[int]) -> int:
+        """Bytes of so many pages of each group."""
+        return sum(count * group.page_bytes for count, group in zip(num_pages, self.groups))
+
+    def read(self, length: int) -> int:
+        """Bytes that a token of a sequence of this length reads of it."""
+        windows = (group.window or length for group in self.groups)
+        return sum(nbytes * min(length, window) for nbytes, window in zip(self.token_bytes, windows))
+
+
+@dataclass(frozen=True)
+class ServingPlan:
+    """A model of a layout that generates sequences of `limits.length` tokens; `dtype`: of what is remembered."""
+
+    plan: Plan
+    limits: MemoryLimits
+    dtype: torch.dtype
+    ranks: tuple[RankServing, ...]
+
+    @staticmethod
+    def of(plan: Plan, limits: MemoryLimits, dtype: torch.dtype | None = None) -> ServingPlan:
+        """dtype: None: that of the model."""
+        dtype = dtype or precision(plan.run.train.precision).compute
+        ranks = tuple(_rank_serving(plan, pp, limits, dtype) for pp in range(plan.grid.pp))
+        return ServingPlan(plan, limits, dtype, ranks)
+
+    def with_sequences(self, count: int) -> MemoryLimits:
+        return replace(self.limits, most_sequences=count, most_tokens=max(count, self.limits.most_tokens))
+
+    def fit(self, memory: float) -> int:
+        """Sequences that fit at once, each at its full length, on devices with so many bytes."""
+
+        def fits(count: int) -> bool:
+            limits = self.with_sequences(count)
+            return all(self._pages_fit(rank, memory, limits) for rank in self.ranks)
+
+        return most_that(MOST, fits)
+
+    def _pages_fit(self, rank: RankServing, memory: float, limits: MemoryLimits) -> bool:
+        wanted = sum(limits.most_pages(group.window) * group.page_bytes for group in rank.groups)
+        return wanted <= room_on(rank, memory, limits)
+
+    def longest(self, memory: float) -> int:
+        """Tokens of the longest sequence that fits, alone; 0: none."""
+        limits = self.with_sequences(1)
+        return min(longest_that_fits(rank.groups, limits, room_on(rank, memory, limits)) for rank in self.ranks)
+
+    def step_bytes(self, rank: RankServing, count: int) -> float:
+        """Bytes that a rank reads in a step of one group of `count` sequences (there is one for each pipeline stage):
+        weights once, and what it remembers of the group."""
+        run, grid = self.plan.run, self.plan.grid
+        chosen, group = 1.0, self.group(count)
+        if rank.experts:
+            tokens = group * max(1, grid.ep * grid.etp // (grid.tp * grid.cp))
+            missed = 1 - run.model.num_experts_per_tok / run.model.routed_experts  # type: ignore[attr-defined]
+            chosen = 1 - missed**tokens
+        return rank.dense + chosen * rank.experts + group * rank.read(self.limits.length)
+
+    def group(self, count: int) -> int:
+        """Sequences in a step, of `count`: those of the fullest group."""
+        return -(-count // self.plan.grid.pp)
+
+    def tokens_per_s(self, count: int, bandwidth: float) -> float:
+        """That memory allows for `count` sequences of each replica, each at its full length. Each stage of a pipeline
+        computes another group; a group goes on when it has been through all of them."""
+        slowest = max(self.step_bytes(rank, count) for rank in self.ranks)
+        seconds = self.plan.grid.pp * slowest / bandwidth
+        return count * self.plan.grid.dp / seconds
+
+
+def room_on(rank: RankServing, memory: float, limits: MemoryLimits) -> int:
+    """Bytes for pages on a device with so many bytes: as inference.memory.room_for_pages finds them there."""
+    return int(GPU_SHARE * (memory - OVERHEAD - rank.weights)) - row_bytes(limits, rank.vocabulary)
+
+
+def _rank_serving(plan: Plan, pp: int, limits: MemoryLimits, dtype: torch.dtype) -> RankServing:
+    segments = plan.blocks_of(Coords(pp=pp))
+    blocks = [block for _, segment in sorted(segments.items()) for block in segment]
+    compute = precision(plan.run.train.precision)
+    buckets, _ = plan.buckets_of(segments)
+    weights = sum(b.numel * (compute.compute if b.trained else compute.master).itemsize for b in buckets)
+    dense, experts = read_bytes(blocks, compute.compute.itemsize)
+    layers, windows = remembering(blocks), windows_of(plan)
+    of_window = {window: [remembered(m) for m in layers if remembered(m).window == window] for window in windows}
+    return RankServing(
+        weights,
+        dense,
+        experts,
+        layer_groups(layers, windows, dtype, limits.own_page_size),
+        tuple(-(-sum(spec.token_bytes(dtype) for spec in of_window[window]) // limits.cp) for window in windows),
+        plan.run.model.vocab_size if pp == plan.grid.pp - 1 else 0,
+    )
+
+
+def read_bytes(blocks: Sequence[Block], itemsize: int) -> tuple[int, int]:
+    """Bytes of weights that every step reads, and of experts."""
+    computed = [block for block in blocks if not isinstance(block, MultiTokenPrediction)]
+    modules = [m for block in computed for m in block.modules()]
+    own = {
+        id(p): p.numel()
+        for m in modules
+        if not isinstance(m, Embedding)
+        for p in m._parameters.values()
+        if p is not None
+    }
+    routed = {id(p): p.numel() for m in modules if isinstance(m, Experts) for p in m.parameters()}
+    experts = sum(routed.values())
+    return (sum(own.values()) - experts) * itemsize, experts * itemsize
+
+
+def serving_text(serving: ServingPlan, devices: Sequence[Device]) -> str:
+    """What a rank needs, and what each of these devices allows."""
+    plan, length = serving.plan, serving.limits.length
+    fullest = max(serving.ranks, key=lambda rank: rank.weights)
+    most = max(sequence_bytes(rank.groups, serving.limits) for rank in serving.ranks)
+    each = max(row_bytes(serving.with_sequences(1), rank.vocabulary) for rank in serving.ranks)
+    model = plan.run.model
+    rows = {
+        "model": f"{model.family}: {model.num_hidden_layers} layers, width {model.hidden_size:,}, vocabulary "
+        f"{model.vocab_size:,}",
+        "ranks": f"{plan.grid.world:,} = {plan.grid.text}",
+        "precision": f"{plan.run.train.precision}, keys and values in {str(serving.dtype).removeprefix('torch.')}",
+        "weights": f"{size_text(fullest.weights)} on the fullest rank",
+        "a sequence": f"{length:,} tokens: {size_text(most)} of keys and values on the fullest rank"
+        + windows_text(serving),
+        "beside it": f"{size_text(each)} for each sequence: its last token, and counts of tokens for penalties",
+    }
+    said = "\n".join(f"{name:<12}{text}" for name, text in rows.items())
+    made = [("device", "memory", "sequences", "one: tokens/s", "all: tokens/s")]
+    for device in devices:
+        count = serving.fit(device.memory)
+        one, all_of_them = (
+            f"{serving.tokens_per_s(n, device.bandwidth):,.0f}" if count else "-" for n in (1, max(1, count))
+        )
+        fits = f"{count * plan.grid.dp:,}" if count < MOST else f">= {MOST:,}"
+        made.append((device.name, size_text(device.memory), fits, one, all_of_them))
+    return f"{said}\n\nSequences of {length:,} tokens at once, and the rate at which memory can be read for them\n" + (
+        table(made, left=(0,)) + "\n" + arithmetic(serving, devices)
+    )
+
+
+def windows_text(serving: ServingPlan) -> str:
+    found = [group.window for group in serving.ranks[0].groups if group.window is not None]
+    return f"; layers with a window remember {', '.join(f'{w:,}' for w in found)} tokens" if found else ""
+
+
+def arithmetic(serving: ServingPlan, devices: Sequence[Device]) -> str:
+    """How the last device that fits got its number, in one line."""
+    fits = [(device, serving.fit(device.memory)) for device in devices]
+    fits = [(device, count) for device, count in fits if count]
+    if not fits:
+        return "None of them holds one sequence beside the weights."
+    device, count = fits[-1]
+    rank = max(serving.ranks, key=lambda rank: serving.step_bytes(rank, count))
+    whole = serving.step_bytes(rank, count)
+    group, pp, dp = serving.group(count), serving.plan.grid.pp, serving.plan.grid.dp
+    remembered_bytes = group * rank.read(serving.limits.length)
+    stages = f", in each of {pp} stages" if pp > 1 else ""
+    replicas = f" x {dp} replicas" if dp > 1 else ""
+    return (
+        f"{device.name}: a step reads {size_text(whole - remembered_bytes)} of weights and {group:,} x "
+        f"{size_text(rank.read(serving.limits.length))} of keys and values at {device.bandwidth / 1e12:.2f} TB/s"
+        f"{stages}: {count / serving.tokens_per_s(count, device.bandwidth) * dp * 1e3:.3g} ms for {count:,} "
+        f"tokens{replicas}"
+    )
+
+
+def check_fits(serving: ServingPlan, device: Device, field: str) -> None:
+    """ConfigError if not even one sequence fits on the device; field: what set its length."""
+    if serving.fit(device.memory):
+        return
+    limits = serving.with_sequences(1)
+    worst = min(serving.ranks, key=lambda rank: room_on(rank, device.memory, limits))
+    room = f"{size_text(max(0, room_on(worst, device.memory, limits)))} on {device.name}, beside the weights"
+    needs = sequence_bytes(worst.groups, limits)
+    raise ConfigError([no_room(field, limits, needs, serving.longest(device.memory), room)])

@@ -1,0 +1,153 @@
+"""`phalanx plan --serve`: its bytes are those that an engine allocates, and its sequences those that an engine runs."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+
+from phalanx.base.devices import Device, find_device
+from phalanx.base.errors import ConfigError
+from phalanx.cli.plan_serving import plan_serving
+from phalanx.config.run import Run
+from phalanx.forecast.decide import make_plan
+from phalanx.forecast.memory import OVERHEAD
+from phalanx.inference.engine import Engine, EngineOptions
+from phalanx.inference.load import without_training
+from phalanx.inference.memory import MemoryLimits, row_bytes, sequence_bytes
+from phalanx.inference.serving_plan import ServingPlan, check_fits, room_on
+from phalanx.layout.grid import Coords
+from phalanx.ops.attention.paged import FP8
+from tests.harness.generation import random_model, run_of
+
+OPTIONS = EngineOptions(sequences=3, tokens=8, page_size=4, length=14)
+LIMITS = MemoryLimits(3, 8, 14, 4)
+CASES = (
+    ("llama", {}, "model"),  # grouped queries
+    ("gpt_oss", {}, "model"),  # windows beside layers that keep everything
+    ("mistral", {}, "model"),  # windows alone
+    ("deepseek_v3", {}, "model"),  # latents
+    ("llama", {}, "fp8"),
+    ("deepseek_v3", {}, "fp8"),
+    ("llama", {"tp": 2}, "model"),
+    ("gpt_oss", {"tp": 2, "pp": 2}, "fp8"),
+    ("deepseek_v3-mtp", {"pp": 2}, "model"),
+    ("qwen3_moe", {"tp": 2, "ep": 2}, "model"),
+    ("gpt_oss", {"cp": 2}, "fp8"),
+)
+
+
+def serving_of(run: Run, world: int, pages: str = "model", limits: MemoryLimits = LIMITS) -> ServingPlan:
+    return ServingPlan.of(make_plan(without_training(run, world), world), limits, FP8 if pages == "fp8" else None)
+
+
+@pytest.mark.parametrize("model, layout, pages", CASES, ids=lambda value: str(value))
+def test_the_forecast_is_what_an_engine_allocates(ranks, model, layout, pages):
+    """Byte for byte, on every rank: weights, pages, and what is kept of each sequence."""
+    run, cp = run_of(model, **layout), layout.get("cp", 1)
+    world, limits = layout.get("tp", 1) * cp * layout.get("pp", 1), replace(LIMITS, page_size=4 * cp, cp=cp)
+    options = replace(OPTIONS, pages=pages)
+    found = ranks.run("tests.harness.generation:allocated", world, run, options)
+    serving = serving_of(run, world, pages, limits)
+    for number, (weights, in_pages, kept) in enumerate(found):
+        rank = serving.ranks[serving.plan.grid.coords(number).pp]
+        assert weights == rank.weights
+        assert in_pages == rank.pages([limits.most_pages(group.window) for group in rank.groups])
+        assert kept == row_bytes(LIMITS, rank.vocabulary)
+
+
+@pytest.mark.parametrize("model", ["llama", "gpt_oss", "mistral"])
+def test_as_many_sequences_fit_as_run_in_the_room(model):
+    """An engine in the room that the forecast leaves on a device has pages for all sequences that it names, and with
+    one sequence more it would not."""
+    serving = serving_of(run_of(model), 1)
+    (rank,) = serving.ranks
+    memory = OVERHEAD + rank.weights + 60 * sequence_bytes(rank.groups, LIMITS) + 40_000
+    count = serving.fit(memory)
+    assert 3 < count < 60
+    for sequences in (count, count + 1):
+        limits = serving.with_sequences(sequences)
+        room = room_on(rank, memory, limits)
+        engine = Engine(
+            random_model(0, 1, run_of(model)), replace(OPTIONS, sequences=sequences, memory_gib=room / 2**30)
+        )
+        wanted = [limits.most_pages(group.window) for group in engine.groups]
+        assert ([group.num_pages for group in engine.groups] == wanted) == (sequences == count)
+
+
+@pytest.mark.parametrize("model", ["llama", "gpt_oss", "mistral"])
+def test_a_length_that_does_not_fit_names_the_longest_that_does(model):
+    serving = serving_of(run_of(model), 1, limits=replace(LIMITS, length=4000, most_tokens=16))
+    (rank,) = serving.ranks
+    small = MemoryLimits(1, 16, 1000, 4)
+    needs = sum(small.most_pages(group.window) * group.page_bytes for group in rank.groups)
+    room = needs + row_bytes(small, rank.vocabulary)
+    device = Device("X1", None, None, 1.0, OVERHEAD + rank.weights + (room + 2) / 0.9, 1e12)
+    if model == "mistral":  # a window alone holds any length
+        check_fits(serving, device, "--tokens")
+        return
+    with pytest.raises(ConfigError) as caught:
+        check_fits(serving, device, "--tokens")
+    (problem,) = caught.value.problems
+    assert (problem.field, problem.value, problem.valid) == ("--tokens", 4000, (1000,))
+    assert "MiB" in str(problem) and "X1" in str(problem)
+    check_fits(replace(serving, limits=replace(serving.limits, length=1000)), device, "--tokens")
+
+
+def test_an_engine_refuses_a_length_that_its_memory_does_not_hold():
+    model = random_model(0, 1, run_of("llama"))
+    page = 4 * 2 * 2 * 6 * 8 * 4  # tokens, keys and values, heads, features, bytes, layers
+    options = replace(OPTIONS, memory_gib=page * 3.5 / 2**30)
+    with pytest.raises(ConfigError, match=r"length=14: needs .* Valid near it: 8\."):
+        Engine(model, options)
+    assert Engine(model, replace(options, length=8)).positions == 8
+    assert Engine(model, replace(options, length=None)).positions == 8  # as many as there is room for
+    with pytest.raises(ConfigError, match="room"):
+        Engine(model, replace(options, length=None, memory_gib=page / 2**30))
+
+
+def test_the_rate_is_that_of_the_bytes_that_a_step_reads(ranks):
+    """One stage: weights but for the embedding once, and each sequence whole, by what an engine has allocated."""
+    run = run_of("llama")
+    serving = serving_of(run, 1)
+    ((weights, _, _),) = ranks.run("tests.harness.generation:allocated", 1, run, OPTIONS)
+    model = random_model(0, 1, run)
+    embedding = model.blocks[0]
+    unread = sum(p.numel() for p in embedding.parameters()) * 8
+    padding = weights - sum(p.numel() for block in model.blocks for p in block.parameters()) * 8
+    whole = weights - padding - unread + 3 * 14 * model.plan.run.model.num_hidden_layers * 2 * 2 * 6 * 8
+    assert serving.tokens_per_s(3, 1e9) == pytest.approx(3 * 1e9 / whole, rel=1e-12)
+
+
+def test_each_stage_computes_another_group():
+    """With two stages of equal bytes five sequences need two steps of three at most; one sequence leaves one stage
+    without work."""
+    serving = serving_of(run_of("llama", pp=2), 2)
+    slowest = max(serving.ranks, key=lambda rank: rank.dense)
+    for count, group in ((1, 1), (2, 1), (5, 3), (6, 3)):
+        whole = 2 * (slowest.dense + group * slowest.read(14))
+        assert serving.tokens_per_s(count, 1e9) == pytest.approx(count * 1e9 / whole, rel=1e-12)
+
+
+def test_experts_are_read_as_tokens_choose_them():
+    """Of E experts with K chosen, one token reads K / E; many read all."""
+    serving = serving_of(run_of("mixtral"), 1)
+    (rank,) = serving.ranks
+    assert serving.step_bytes(rank, 1) == pytest.approx(rank.dense + rank.experts / 4 + rank.read(14))
+    assert serving.step_bytes(rank, 200) == pytest.approx(rank.dense + rank.experts + 200 * rank.read(14))
+    blocks = make_plan(without_training(run_of("mixtral"), 1), 1).blocks_of(Coords())
+    numel = sum(p.numel() for segment in blocks.values() for block in segment for p in block.parameters())
+    assert rank.dense + rank.experts < 8 * numel
+
+
+def test_what_the_command_says():
+    text = plan_serving("recipes/llama3_8b.py", ("layout.tp=2",), None, find_device("H100"), 8192)
+    assert "8,192 tokens: 512.0 MiB of keys and values" in text and "H100" in text and "at 3.35 TB/s" in text
+    everywhere = plan_serving("recipes/llama3_8b.py", (), None, None, 8192)
+    assert all(name in everywhere for name in ("L4", "H200", "B200"))
+    with pytest.raises(ConfigError, match=r"--tokens=200000: .*131072"):
+        plan_serving("recipes/llama3_8b.py", (), None, None, 200_000)
+    with pytest.raises(ConfigError, match=r"train.steps.*does nothing"):
+        plan_serving("recipes/llama3_8b.py", ("train.steps=5",), None, None, None)
+    halved = plan_serving("recipes/llama3_8b.py", ("layout.cp=2", "layout.tp=2"), None, find_device("H100"), 8192)
+    assert "8,192 tokens: 256.0 MiB of keys and values" in halved

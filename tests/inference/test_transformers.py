@@ -1,0 +1,144 @@
+"""transformers as the oracle: its `generate` and its forward, in float64 on the same weights, against the engine."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import replace
+from types import SimpleNamespace
+
+import numpy as np
+import pytest
+import torch
+
+from phalanx.comm.mesh import Mesh
+from phalanx.config.run import Run
+from phalanx.engine.build import build_for_inference
+from phalanx.forecast.decide import make_plan
+from phalanx.inference.engine import Engine, EngineOptions
+from phalanx.inference.load import InferenceModel, without_training
+from phalanx.inference.memory import MemoryLimits, layer_groups, remembering, windows_of
+from phalanx.inference.request import SamplingOptions
+from tests.harness.generation import Answer, answers_of, run_of, sequences_of
+from tests.harness.parity import MODELS
+from tests.models.test_models import load_weights
+from tests.models.test_moe_models import saved
+from tests.models.test_twenty_steps import random_model
+
+FAMILIES = tuple(name for name in MODELS if name not in ("mixtral-full", "deepseek_v3-mtp", "deepseek_v3-mtp-tied"))
+"""All that transformers has: it computes no multi-token prediction, and experts accept all tokens."""
+
+OFTEN = ("gpt_oss", "deepseek_v3", "qwen2")  # windows and sinks, latents, windows in some layers
+ROOM = EngineOptions(
+    sequences=3, tokens=8, page_size=4, memory_gib=0.001
+)  # more sequences than rows; prompts in pieces
+LAYOUTS = {"tp2": (2, {"tp": 2}), "pp2": (2, {"pp": 2}), "tp2 pp2": (4, {"tp": 2, "pp": 2}), "ep2": (2, {"ep": 2})}
+MADE = 6
+GREEDY = SamplingOptions(tokens=MADE, temperature=0, logprobs=2, prompt_logprobs=0)
+
+
+def lengths_of(family: str) -> tuple[int, ...]:
+    """GPT-2 has 16 positions; the others' prompts are longer than their windows, pages and steps."""
+    return (5, 10, 3, 1) if family == "gpt2" else (5, 33, 3, 21, 1)
+
+
+def answers_from(
+    rank: int,
+    world: int,
+    run: Run,
+    weights: dict[str, np.ndarray],
+    prompts: Sequence[list[int]],
+    options: EngineOptions,
+) -> list[Answer]:
+    """The engine's, on these weights."""
+    plan = make_plan(without_training(run, world), world)
+    mesh = Mesh(plan.grid, rank)
+    buffers, stages = build_for_inference(plan, mesh)
+    load_weights(SimpleNamespace(buffers=buffers), weights)
+    engine = Engine(InferenceModel(plan, mesh, stages, stages.handlers()), options, wait_s=60)
+    if rank:
+        engine.follow()
+        return []
+    found = answers_of(engine, [(prompt, GREEDY) for prompt in prompts], arrive=2)
+    engine.pause()
+    return found
+
+
+def check(hf: torch.nn.Module, prompts: Sequence[list[int]], found: Sequence[Answer]) -> None:
+    """Ids of its `generate`, which goes on from a cache of its own; its log-probabilities, which it gives in float32;
+    and those of its whole forward in float64, the prompt's too, to 1e-10."""
+    for prompt, (tokens, scores, of_prompt, _) in zip(prompts, found, strict=True):
+        asked = torch.tensor([prompt])
+        made = hf.generate(
+            asked,
+            attention_mask=torch.ones_like(asked),  # else the padding token would be hidden where a prompt has it
+            max_new_tokens=MADE,
+            do_sample=False,
+            output_logits=True,
+            return_dict_in_generate=True,
+            eos_token_id=None,
+            pad_token_id=0,
+        )
+        assert made.sequences[0].tolist() == prompt + tokens
+        cached = torch.log_softmax(torch.stack(made.logits)[:, 0].double(), -1).gather(1, torch.tensor(tokens)[:, None])
+        logprobs = [score.logprob for score in scores]
+        np.testing.assert_allclose(logprobs, cached[:, 0], rtol=1e-5, atol=1e-5)
+        with torch.no_grad():
+            whole = torch.log_softmax(hf(torch.tensor([prompt + tokens])).logits[0], -1)
+        wanted = whole[:-1].gather(1, torch.tensor([*prompt, *tokens][1:])[:, None])[:, 0]
+        assert whole.dtype == torch.float64
+        every = [score.logprob for score in of_prompt[1:]] + logprobs
+        np.testing.assert_allclose(every, wanted, rtol=0, atol=1e-10)
+        for score, place in zip(scores, whole[len(prompt) - 1 : -1], strict=True):
+            best = place.topk(2)
+            assert [token for token, _ in score.likeliest] == best.indices.tolist()
+            np.testing.assert_allclose([p for _, p in score.likeliest], best.values, rtol=0, atol=1e-10)
+
+
+def config_of(family: str) -> Run:
+    run = run_of(family)
+    dropout = {"dropout": 0.0, "attention_dropout": 0.0} if family == "gpt2" else {}
+    return replace(run, model=replace(run.model, **dropout))
+
+
+def compare(ranks, family: str, world: int, layout: dict[str, int], options: EngineOptions) -> None:
+    run = config_of(family)
+    hf = random_model(run.model)
+    prompts = sequences_of(lengths_of(family), run.model.vocab_size)
+    run = replace(run, layout=replace(run.layout, **layout))
+    found = ranks.run("tests.inference.test_transformers:answers_from", world, run, saved(hf), prompts, options)
+    check(hf, prompts, found[0])
+
+
+@pytest.mark.parametrize(
+    "family", [pytest.param(name, marks=[] if name in OFTEN else pytest.mark.soak) for name in FAMILIES]
+)
+def test_greedy_text_is_that_of_transformers(ranks, family):
+    compare(ranks, family, 1, {}, ROOM)
+
+
+@pytest.mark.soak
+@pytest.mark.parametrize("layout", LAYOUTS)
+@pytest.mark.parametrize("family", FAMILIES)
+def test_greedy_text_on_layouts_is_that_of_transformers(ranks, family, layout):
+    if "ep" in LAYOUTS[layout][1] and not MODELS[family].routed_experts:
+        pytest.skip("it has no experts")
+    compare(ranks, family, *LAYOUTS[layout], ROOM)
+
+
+@pytest.mark.soak
+@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize("late", [0, 1])
+def test_greedy_text_of_sequences_that_lost_their_pages_is_that_of_transformers(ranks, family, late):
+    """Room for little more than one of the longest."""
+    run = config_of(family)
+    longest = max(lengths_of(family)) + MADE
+    compare(ranks, family, 1, {}, replace(ROOM, memory_gib=little_memory(run, longest) / 2**30, late=late))
+
+
+def little_memory(run: Run, longest: int) -> int:
+    """Bytes of one and a half sequences of this length."""
+    plan = make_plan(without_training(run, 1), 1)
+    layers = remembering([block for segment in plan.blocks_of(Mesh(plan.grid, 0).at).values() for block in segment])
+    groups = layer_groups(layers, windows_of(plan), torch.float64, ROOM.page_size)
+    limits = MemoryLimits(1, ROOM.tokens, longest, ROOM.page_size)
+    return sum(limits.most_pages(group.window) * group.page_bytes for group in groups) * 3 // 2
