@@ -3,6 +3,7 @@ decode step's time goes; beside it transformers on the same GPU, in the same cal
 
 python benchmarks/generation.py --rows one,many,prefill,arrivals,budget --peers
 python benchmarks/generation.py --tiny            a small model on a CPU: that everything runs
+torchrun --nproc-per-node 2 benchmarks/generation.py --tp 2 --rows one,many,arrivals
 
 Weights are drawn on the device; a checkpoint's would take the same time. Tokens are greedy and never end early.
 """
@@ -12,6 +13,7 @@ from __future__ import annotations
 import argparse
 import gc
 import json
+import os
 import time
 from collections.abc import Callable
 from dataclasses import dataclass, replace
@@ -20,13 +22,15 @@ from typing import Any
 
 import torch
 
-from phalanx.comm.mesh import Mesh, local_device
+from phalanx.comm.mesh import Mesh, init_world, leave_world, local_device
 from phalanx.config.run import Run, TrainConfig
 from phalanx.engine.build import build_for_inference
 from phalanx.forecast.decide import make_plan
 from phalanx.inference.engine import Engine, EngineOptions
 from phalanx.inference.load import InferenceModel, without_training
 from phalanx.inference.request import NewToken, SamplingOptions
+from phalanx.launch.env import read_placement
+from phalanx.layout.config import LayoutConfig
 from phalanx.models.llama import LlamaConfig
 from phalanx.pipeline.execute import execute
 from phalanx.sequence.batch import IGNORE, Batch
@@ -70,16 +74,19 @@ class Shapes:
     arriving: int = 128
 
 
-def ours(size: str) -> InferenceModel:
+def ours(size: str, tp: int = 1) -> InferenceModel:
     gpu = torch.cuda.is_available()
     config: Any = SIZES[size]
     train = TrainConfig(steps=1, global_batch=1, micro_batch=1, seq_length=1024, precision="bf16" if gpu else "fp32")
-    return with_random_weights(without_training(Run(model=LlamaConfig(**config), train=train), 1))
+    run = Run(model=LlamaConfig(**config), train=train, layout=LayoutConfig(tp=tp))
+    return with_random_weights(without_training(run, tp))
 
 
 def with_random_weights(run: Run) -> InferenceModel:
-    plan = make_plan(run, 1)
-    mesh = Mesh(plan.grid, 0, local_device("cuda" if torch.cuda.is_available() else "cpu", 0))
+    """On this rank of a world that has been joined, of run.layout.tp ranks."""
+    plan = make_plan(run, run.layout.tp)
+    rank = int(os.environ.get("RANK", "0"))
+    mesh = Mesh(plan.grid, rank, local_device("cuda" if torch.cuda.is_available() else "cpu", rank))
     _, stages = build_for_inference(plan, mesh)
     model = InferenceModel(plan, mesh, stages, stages.handlers())
     for block in model.blocks:
@@ -99,7 +106,11 @@ def wait() -> None:
 
 
 def generated(engine: Engine, prompts: list[list[int]], tokens: int) -> tuple[float, float, int]:
-    """Seconds until the first and until the last token, and tokens made."""
+    """Seconds until the first and until the last token, and tokens made; on ranks beyond the first, which are not
+    asked, no figures."""
+    if engine.model.mesh.rank:
+        engine.follow()
+        return 0.0, 1.0, 2
     options = SamplingOptions(tokens=tokens, temperature=0)
     wait()
     began = time.perf_counter()
@@ -112,7 +123,9 @@ def generated(engine: Engine, prompts: list[list[int]], tokens: int) -> tuple[fl
                 made += 1
                 first = first or time.perf_counter() - began
     wait()
-    return first, time.perf_counter() - began, made
+    took = time.perf_counter() - began
+    engine.pause()
+    return first, took, made
 
 
 def row_one(model: InferenceModel, shapes: Shapes) -> dict[str, float]:
@@ -339,22 +352,41 @@ def peers(size: str, rows: list[str], shapes: Shapes) -> dict[str, dict[str, flo
     return found
 
 
+def join(ranks: int) -> None:
+    """The world that torchrun has started."""
+    placement, problems = read_placement(os.environ)
+    if placement is None or placement.world_size != ranks:
+        raise SystemExit(f"start it with torchrun --nproc-per-node {ranks} {'; '.join(map(str, problems))}")
+    device = local_device("cuda" if torch.cuda.is_available() else "cpu", placement.local_rank)
+    init_world(placement.rank, placement.world_size, placement.init_method, device, 120.0)
+
+
 def main() -> None:
     reader = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     reader.add_argument("--rows", default=",".join(ROWS))
     reader.add_argument("--peers", action="store_true")
     reader.add_argument("--tiny", action="store_true")
     reader.add_argument("--only-peers", action="store_true")
+    reader.add_argument("--tp", type=int, default=1, help="ranks, which torchrun starts; rows one and many")
     reader.add_argument("--answer", type=int, help="tokens that each of many sequences makes")
     asked = reader.parse_args()
     size, rows = ("tiny" if asked.tiny else "8b"), asked.rows.split(",")
     shapes = Shapes(64, 16, 8, 32, 16, (2, 64), 20.0, 2.0, 8) if asked.tiny else Shapes()
     shapes = replace(shapes, answer=asked.answer or shapes.answer)
-    model = None if asked.only_peers else ours(size)
+    if asked.tp > 1:
+        if not set(rows) <= {"one", "many"} or asked.peers:
+            reader.error("--tp: rows one and many, without peers")
+        join(asked.tp)
+    model = None if asked.only_peers else ours(size, asked.tp)
     for row in rows if model is not None else ():
         with torch.no_grad():
             figures = ROWS[row](model, shapes)
-        print(json.dumps({"row": row, "by": "phalanx", **{k: round(v, 4) for k, v in figures.items()}}), flush=True)
+        if model is not None and model.mesh.rank:
+            continue
+        print(
+            json.dumps({"row": row, "by": "phalanx", "tp": asked.tp, **{k: round(v, 4) for k, v in figures.items()}}),
+            flush=True,
+        )
         gc.collect()
     if asked.peers or asked.only_peers:
         del model
@@ -365,6 +397,7 @@ def main() -> None:
                 json.dumps({"row": row, "by": "transformers", **{k: round(v, 4) for k, v in figures.items()}}),
                 flush=True,
             )
+    leave_world()
 
 
 if __name__ == "__main__":
