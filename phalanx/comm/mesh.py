@@ -8,6 +8,7 @@ import time
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, replace
 from datetime import timedelta
+from importlib.util import find_spec
 from typing import Literal
 
 import torch
@@ -19,6 +20,7 @@ from phalanx.comm.debug import Watch
 from phalanx.comm.health.waits import Waits
 from phalanx.comm.meeting import SignedStore, open_store, recognise
 from phalanx.comm.overlap import SharedExchange
+from phalanx.comm.small import SmallExchanges
 from phalanx.comm.symmetric import Symmetric, first_line, made_by_all
 from phalanx.layout.grid import ExpertAxis, Grid, SumAxis
 from phalanx.layout.param import Replica
@@ -286,6 +288,19 @@ class Mesh:
 
         def make() -> None:
             axis.memory = Symmetric(axis, whole, self.device)
+
+        self.overlapping[axis.name] = said = self._opened(axis, mode, make)
+        if said != "on":
+            axis.memory = None
+        return said
+
+    def small_exchanges(self, axis: Axis, mode: Mode = "auto") -> str:
+        """The same for exchanges of a few tokens, each of them one kernel (comm.small), which Triton makes."""
+
+        def make() -> None:
+            if not find_spec("triton"):
+                raise OSError("Triton is not installed")
+            axis.memory = SmallExchanges(axis, self.device)
 
         self.overlapping[axis.name] = said = self._opened(axis, mode, make)
         if said != "on":

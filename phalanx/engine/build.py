@@ -337,7 +337,16 @@ def build_for_inference(plan: Plan, mesh: Mesh) -> tuple[Buffers, Stages]:
         for block in segment:
             block.eval()
     buffers = Buffers(buckets, params, mesh, BufferRules(kind, Sharding(), training=False))
+    open_small_exchanges(mesh)
     return buffers, Stages(blocks, plan.segments_per_stage, mesh, plan.borders)
+
+
+def open_small_exchanges(mesh: Mesh) -> None:
+    """For steps of a few tokens over tp, if all ranks have such exchanges: on GPUs of one host."""
+    everyone = mesh.world.all_gather_text(mesh.small_exchanges(mesh.tp))
+    failed = [said for said in everyone if said != ON]
+    if failed:
+        mesh.without_overlap(mesh.tp, failed[0])
 
 
 def init_weights(model: Model, which: Callable[[ParamSpec], bool] = lambda spec: True) -> None:

@@ -17,7 +17,7 @@ import triton
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 
-from phalanx.comm import sum_kernel
+from phalanx.comm import small_kernel, sum_kernel
 from phalanx.ops.attention import join_kernel, paged_kernel, store_kernel
 from phalanx.ops.dense import gated_kernel, head_norm_kernel, invariant_kernel, loss_kernel, norm_kernel, rope_kernel
 from phalanx.ops.dense.activation import Gated, GatedGrad, GatedRows, GatedRowsGrad
@@ -114,6 +114,9 @@ def kernels() -> list[tuple]:
     found.append((sum_kernel._sum, dict(parts=BF, out=BF, n="i32", distance="i32"), dict(COUNT=4, BLOCK=2048, **wide)))
     flat = dict(out="*fp32", own="*fp32", received="*fp32", n="i32", distance="i32")
     found += [(sum_kernel._add, flat, dict(INDEX=index, SIZE=4, ADD=index > 0, BLOCK=2048)) for index in (0, 2)]
+    exchange = dict(x=BF, out=BF, data="*i64", flags="*i64", counts="*i32", n="i32")
+    sizes = dict(INDEX=1, SIZE=4, CHANNELS=512, BLOCK=2048)
+    found += [(small_kernel._gather, exchange, sizes), (small_kernel._scatter, exchange, dict(**sizes, **wide))]
     places = dict.fromkeys(
         ("heads", "length", "first", "count", *(f"{x}_{d}" for x in ("out", "more") for d in ("seq", "head", "tok"))),
         "i32",
