@@ -25,6 +25,7 @@ from phalanx.ops.dense.activation import Gated, GatedGrad
 from phalanx.ops.dense.norm import Normed
 from phalanx.ops.dense.rope import ROPE, RopeGrad, rotary_table
 from phalanx.ops.optimizer import adamw_kernel
+from phalanx.ops.optimizer.adamw import AdamOptions, AdamRange
 from phalanx.ops.quantized import quantize_kernel as kernels
 from phalanx.ops.quantized.recipes import COUNTS, E4M3, E5M2, SLOTS
 from phalanx.ops.quantized.scale_blocks import Blocks
@@ -32,6 +33,7 @@ from phalanx.ops.quantized.stored import STORED
 
 LAYERS, MICRO_BATCHES = 8, 8
 CALLS = 10  # in a graph
+ADAM = AdamOptions(1e-3, 0.9, 0.95, 1e-8, 0.0)
 
 
 @dataclass(frozen=True)
@@ -185,7 +187,7 @@ def weights(s: Sizes, device: torch.device) -> Iterator[Row]:
     yield Row("weights' codes, transposed", lambda: stored.turn_(turned, codes.view(rows, columns)), 2 * n, times)
     g, m, v = (torch.zeros(n, device=device) for _ in range(3))
     scalars = torch.tensor([1.0, 0.0, 1.0, 1.0, 0.0], dtype=torch.float64, device=device)
-    yield Row("Adam", lambda: adamw_kernel.adamw_flat_(master, g, m, v, None, scalars, 0.9, 0.95, 1e-8), 32 * n, times)
+    yield Row("Adam", lambda: adamw_kernel.adamw_flat_(AdamRange(master, g, m, v), scalars, ADAM), 32 * n, times)
 
 
 def seconds(call: Callable[[], Any], device: torch.device) -> float:

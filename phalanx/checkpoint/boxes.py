@@ -22,7 +22,7 @@ from phalanx.ops.optimizer.shard import MASTER, Shard
 
 
 @dataclass(frozen=True)
-class PackedBox:
+class PackedView:
     """A box in a packed flat tensor, whose first element has number `base` in the bucket."""
 
     flat: PackedTensor
@@ -51,13 +51,13 @@ class Item:
 
     piece: Piece
     box: Box
-    stored: Tensor | PackedBox
+    stored: Tensor | PackedView
     saved_as: torch.dtype | None = None
 
     @property
     def view(self) -> Tensor:
         """Of what is packed, the numbers in new memory."""
-        return self.stored.numbers() if isinstance(self.stored, PackedBox) else self.stored
+        return self.stored.numbers() if isinstance(self.stored, PackedView) else self.stored
 
     @property
     def dtype(self) -> torch.dtype:
@@ -65,7 +65,7 @@ class Item:
 
     @property
     def packed(self) -> bool:
-        return isinstance(self.stored, PackedBox)
+        return isinstance(self.stored, PackedView)
 
     @property
     def nbytes(self) -> int:
@@ -88,7 +88,7 @@ def items_in(
     exported: only tensors that Hugging Face checkpoints contain.
     """
     for found in boxes_in(bucket, lo, hi, exported):
-        stored = PackedBox(flat, base, found) if isinstance(flat, PackedTensor) else found.of(flat, base)
+        stored = PackedView(flat, base, found) if isinstance(flat, PackedTensor) else found.of(flat, base)
         yield Item(found.piece, found.box, stored)
 
 

@@ -176,8 +176,6 @@ NOT_BUILT: Mapping[str, str] = MappingProxyType(
         "shampoo": f"Shampoo is not built yet; {_ADAMW}",
         "soap": f"SOAP is not built yet; {_ADAMW}",
         "sft": f"training on instructions (SFT) is not built yet; {_OBJECTIVE}",
-        "dpo": f"DPO is not built yet; {_OBJECTIVE}",
-        "label_smoothing": f"label smoothing is not built in; {_OBJECTIVE}",
         "z_loss": f"a z-loss is not built in; {_OBJECTIVE}",
         "compile": "torch.compile is not used; what exists: train.kernels and train.cuda_graphs",
         "torch_compile": "torch.compile is not used; what exists: train.kernels and train.cuda_graphs",

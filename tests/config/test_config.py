@@ -6,6 +6,7 @@ from __future__ import annotations
 
 import dataclasses
 import os
+import sys
 from dataclasses import replace
 from pathlib import Path
 
@@ -41,7 +42,10 @@ OSS = "model.family=gpt_oss model.num_local_experts=8"
 FP8 = "train.precision=bf16 train.fp8.recipe"
 RECIPES = Path(__file__).parents[2] / "recipes"
 IN_BACKWARD = "optim.in_backward=true optim.clip_by=bucket train.global_batch=2"
-MATRIX = "tests.outside.whole_matrix.orthogonal:OrthogonalMomentum"
+OUTSIDE = str(Path(__file__).parents[1] / "outside")
+if OUTSIDE not in sys.path:
+    sys.path.append(OUTSIDE)
+MATRIX = "whole_matrix.orthogonal:OrthogonalMomentum"
 LATENT = "model.family=deepseek_v3 model.first_k_dense_replace=4"
 GROUPED = "model.family=deepseek_v3 model.first_k_dense_replace=1 model.n_routed_experts=8 model.num_experts_per_tok=2 model.n_group=4 model.topk_group=2"
 LAPTOP = Facts(files=False)

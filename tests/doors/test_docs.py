@@ -31,7 +31,7 @@ ROOT = Path(__file__).resolve().parents[2]
 ROOT_PAGES = [ROOT / name for name in ("README.md", "CONTRIBUTING.md", "SECURITY.md", "CHANGELOG.md")]
 PAGES = [*ROOT_PAGES, *sorted((ROOT / "docs").rglob("*.md"))]
 BLOCK = re.compile(r"^```(?P<info>[^\n]*)\n(?P<text>.*?)^```$", re.MULTILINE | re.DOTALL)
-MAX_OPTIONS = 142
+MAX_OPTIONS = 160
 
 
 @dataclass(frozen=True)

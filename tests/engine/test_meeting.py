@@ -101,6 +101,7 @@ def changed(base: Run, dice: random.Random) -> tuple[str, Run]:
         k for k in tree.keys(Run) if k.path == section
     ]
     fields = [key for key in fields if key.path != "optim.name"]  # others need other classes
+    fields = [key for key in fields if section != "task" or key.owner is type(base.task)]
     key = dice.choice([key for key in fields if len(typing.get_args(key.hint)) != 1 or key.path == "model.family"])
     value = tree.get(base, key.path)
     if key.path == "optim.fallback":

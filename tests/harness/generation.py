@@ -273,7 +273,7 @@ class Uncaptured:
 
     sizes: set[tuple[int, int, bool]] = set()
 
-    def __init__(self, model, limits, layout, last, pool):
+    def __init__(self, model, limits, layout, last, adapters, pool):
         self.model, self.limits, self.layout, self.last = model, limits, layout, last
 
     def replay(self, step: Step) -> Tensor:

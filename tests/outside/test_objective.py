@@ -388,7 +388,7 @@ def test_rules_between_objective_model_and_data():
         "task.smoothing: must be a number in [0, 1)"
     ]
     referred = replace(run_of("preference"), task=task("custom_losses.pairs:Referred"))
-    assert "needs a reference model" in problems(referred)[0]
+    assert "needs a reference: adapters" in problems(referred)[0]
     assert "has no loss per token" in problems(run_of("preference", "deepseek_v3-mtp"))[0]
     without = replace(run_of("preference"), data=DataConfig(mock=True))
     assert "data.document_attention: must be true" in problems(without)[0]

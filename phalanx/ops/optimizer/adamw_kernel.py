@@ -72,44 +72,34 @@ def update_(parts: list[AdamRange], step: Tensor, options: AdamOptions, factor: 
     scalars = torch.stack((factor.double(), o.lr / (1 - o.beta1**t), (1 - o.beta2**t).rsqrt(), kept, skip.double()))
     for p in parts:
         if isinstance(p.m, Blockwise) and isinstance(p.v, Blockwise):
-            adamw_blockwise_(p.master, p.grad, p.m, p.v, p.out, scalars, o.beta1, o.beta2, o.eps)
+            adamw_blockwise_(p, p.m, p.v, scalars, o)
         elif isinstance(p.m, Narrow) and isinstance(p.v, Narrow):
-            adamw_narrow_(p.master, p.grad, p.m, p.v, p.out, scalars, step, o.beta1, o.beta2, o.eps)
+            adamw_narrow_(p, p.m, p.v, scalars, step, o)
         else:
-            adamw_flat_(p.master, p.grad, p.m, p.v, p.out, scalars, o.beta1, o.beta2, o.eps)  # type: ignore[arg-type]
+            adamw_flat_(p, scalars, o)
 
 
-def adamw_flat_(
-    p: Tensor | SplitMaster,
-    g: Tensor,
-    m: Tensor,
-    v: Tensor,
-    out: Tensor | None,
-    scalars: Tensor,
-    beta1: float,
-    beta2: float,
-    eps: float,
-) -> None:
-    """All (n,) in the master dtype, or masters split; m and v may be in bf16; `out` in the compute dtype or None;
-    `scalars` (5,) float64, see `_adamw`."""
+def adamw_flat_(part: AdamRange, scalars: Tensor, options: AdamOptions) -> None:
+    """All (n,) in the master dtype, or masters split; m and v may be in bf16; `scalars` (5,) float64, see `_adamw`."""
+    p = part.master
     n = len(p)
     if n:
         divided = isinstance(p, SplitMaster)
         _adamw[(triton.cdiv(n, BLOCK),)](
             p.rest if isinstance(p, SplitMaster) else p,
             p.ties if isinstance(p, SplitMaster) else p,
-            g,
-            m,
-            v,
-            p.weights if isinstance(p, SplitMaster) else out,
+            part.grad,
+            part.m,
+            part.v,
+            p.weights if isinstance(p, SplitMaster) else part.out,
             scalars,
             n,
-            BETA1=beta1,
-            BETA2=beta2,
-            EPS=eps,
-            COPY=out is not None and not divided,
+            BETA1=options.beta1,
+            BETA2=options.beta2,
+            EPS=options.eps,
+            COPY=part.out is not None and not divided,
             SPLIT=divided,
-            WIDE=triton_wide(g.dtype),
+            WIDE=triton_wide(part.grad.dtype),
             BLOCK=BLOCK,
             num_warps=4,
         )

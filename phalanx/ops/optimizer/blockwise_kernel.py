@@ -8,6 +8,7 @@ import triton.language as tl
 from torch import Tensor
 
 from phalanx.ops.kernel_tools import triton_wide
+from phalanx.ops.optimizer.adamw import AdamOptions, AdamRange
 from phalanx.ops.optimizer.blockwise import BLOCK, Blockwise, dynamic_map, midpoints
 from phalanx.ops.optimizer.masters import SplitMaster
 from phalanx.ops.optimizer.masters_kernel import joined, split
@@ -95,18 +96,9 @@ def _adamw(
     tl.store(g + i, tl.zeros(i.shape, WIDE), mask=mask)
 
 
-def adamw_blockwise_(
-    p: Tensor | SplitMaster,
-    g: Tensor,
-    m: Blockwise,
-    v: Blockwise,
-    out: Tensor | None,
-    scalars: Tensor,
-    beta1: float,
-    beta2: float,
-    eps: float,
-) -> None:
-    """As adamw_kernel.adamw_flat_, with block-wise quantized moments."""
+def adamw_blockwise_(part: AdamRange, m: Blockwise, v: Blockwise, scalars: Tensor, options: AdamOptions) -> None:
+    """As adamw_kernel.adamw_flat_; m and v are the range's moments."""
+    p, g = part.master, part.grad
     n = len(p)
     if n:
         divided = isinstance(p, SplitMaster)
@@ -118,17 +110,17 @@ def adamw_blockwise_(
             m.scales,
             v.quantized,
             v.scales,
-            p.weights if isinstance(p, SplitMaster) else out,
+            p.weights if isinstance(p, SplitMaster) else part.out,
             scalars,
             dynamic_map(True, g.device),
             midpoints(True, g.device),
             dynamic_map(False, g.device),
             midpoints(False, g.device),
             n,
-            BETA1=beta1,
-            BETA2=beta2,
-            EPS=eps,
-            COPY=out is not None and not divided,
+            BETA1=options.beta1,
+            BETA2=options.beta2,
+            EPS=options.eps,
+            COPY=part.out is not None and not divided,
             SPLIT=divided,
             WIDE=triton_wide(g.dtype),
             RUN=RUN,

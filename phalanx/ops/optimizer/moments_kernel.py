@@ -8,6 +8,7 @@ import triton.language as tl
 from torch import Tensor
 
 from phalanx.ops.kernel_tools import triton_wide
+from phalanx.ops.optimizer.adamw import AdamOptions, AdamRange
 from phalanx.ops.optimizer.masters import SplitMaster
 from phalanx.ops.optimizer.masters_kernel import joined, split
 from phalanx.ops.optimizer.moments import BLOCK, LEAST, MOST, Narrow
@@ -112,19 +113,9 @@ def _adamw(
     tl.store(g + i, tl.zeros(i.shape, WIDE), mask=mask)
 
 
-def adamw_narrow_(
-    p: Tensor | SplitMaster,
-    g: Tensor,
-    m: Narrow,
-    v: Narrow,
-    out: Tensor | None,
-    scalars: Tensor,
-    step: Tensor,
-    beta1: float,
-    beta2: float,
-    eps: float,
-) -> None:
-    """As adamw_kernel.adamw_flat_, with FP8 moments; `step` () fp32."""
+def adamw_narrow_(part: AdamRange, m: Narrow, v: Narrow, scalars: Tensor, step: Tensor, options: AdamOptions) -> None:
+    """As adamw_kernel.adamw_flat_; m and v are the range's moments in FP8, `step` () fp32."""
+    p, g = part.master, part.grad
     n = len(p)
     if n:
         divided = isinstance(p, SplitMaster)
@@ -136,14 +127,14 @@ def adamw_narrow_(
             m.exponents,
             v.quantized,
             v.exponents,
-            p.weights if isinstance(p, SplitMaster) else out,
+            p.weights if isinstance(p, SplitMaster) else part.out,
             scalars,
             step,
             n,
-            BETA1=beta1,
-            BETA2=beta2,
-            EPS=eps,
-            COPY=out is not None and not divided,
+            BETA1=options.beta1,
+            BETA2=options.beta2,
+            EPS=options.eps,
+            COPY=part.out is not None and not divided,
             SPLIT=divided,
             WIDE=triton_wide(g.dtype),
             LEAST=LEAST,
