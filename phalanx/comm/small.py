@@ -1,12 +1,13 @@
 """Exchanges of a few tokens between GPUs of one host, each of them one kernel: in a step of generation a collective's
 start takes longer than its bytes.
 
-Every rank pushes its values into the others' memory, raises a flag there, and waits for theirs. An exchange is cut into
-channels of CHANNEL bytes, which know nothing of each other; a channel counts its exchanges on the device, so that a
-CUDA graph can be replayed. Its memory comes in two halves, used in turn. A half is written again two exchanges later:
-by then the others have read it, since they raised the flags of the exchange in between, for which this rank has waited.
+Every rank pushes its values into the others' memory and waits for theirs. An exchange is cut into channels of CHANNEL
+bytes, which know nothing of each other; a channel counts its exchanges on the device, so that a CUDA graph can be
+replayed, and values travel with that number. Its memory comes in two halves, used in turn. A half is written again two
+exchanges later: by then the others have read it, since they have sent the values of the exchange in between, for which
+this rank has waited.
 
-    rank r, channel c:  push values -> raise flags to n -> wait until all flags of c are n -> read what was pushed
+    rank r, channel c, exchange n:  push (value, n) to all -> read until every value has the number n
 """
 
 from __future__ import annotations
@@ -20,8 +21,9 @@ from torch import Tensor
 from phalanx.comm.axis import Axis
 from phalanx.comm.overlap import SharedBuffers
 
-CHANNEL = 2**12  # bytes of one rank's values that a program of the kernels carries
-CHANNELS = 2**9  # what one rank gives or gets in an exchange is at most CHANNEL * CHANNELS bytes: 2 MiB
+CHANNEL = 2**11  # bytes of one rank's values that a program of the kernels carries
+CHANNELS = 2**9  # what one rank gives or gets in an exchange is at most CHANNEL * CHANNELS bytes: 1 MiB
+WORD = 4
 
 
 class SmallExchanges:
@@ -35,18 +37,16 @@ class SmallExchanges:
     def __init__(self, axis: Axis, device: torch.device):
         from phalanx.comm import small_kernel  # Triton: only where this is used
 
-        self.size, self.index, self._kernels = axis.size, axis.index, small_kernel
-        data = 2 * axis.size * CHANNELS * CHANNEL
-        self.nbytes = data + 4 * axis.size * CHANNELS
-        self._memory = SharedBuffers(axis, self.nbytes, device)  # zeros
-        starts = [buffer.data_ptr() for buffer in self._memory.buffers]
-        addresses = torch.tensor(starts, dtype=torch.int64).to(device)
-        counts = torch.zeros(CHANNELS, dtype=torch.int32, device=device)
-        self._places = (addresses, addresses + data, counts)
+        self.size, self.index = axis.size, axis.index
+        self._kernels = small_kernel
+        self.nbytes = 2 * axis.size * CHANNELS * 2 * CHANNEL  # numbers take as much as values
+        self._shared = SharedBuffers(axis, self.nbytes, device)  # zeros: exchanges are numbered from 1
+        starts = torch.tensor([buffer.data_ptr() for buffer in self._shared.buffers], dtype=torch.int64)
+        self._memory = (starts.to(device), torch.zeros(CHANNELS, dtype=torch.int32, device=device))
 
     def fits(self, whole: int) -> bool:
-        """Whether a gathered (or not yet scattered) tensor of `whole` bytes fits."""
-        return whole <= self.size * CHANNEL * CHANNELS
+        """Whether a gathered (or not yet scattered) tensor of `whole` bytes fits: in memory, and into words."""
+        return whole <= self.size * CHANNEL * CHANNELS and whole % (self.size * WORD) == 0
 
     def take_turn(self) -> int:
         return self.turn
@@ -57,7 +57,7 @@ class SmallExchanges:
     def pulled(self, x: Tensor) -> Exchanged:
         """x (n, ...) of all ranks, gathered: (size * n, ...)."""
         out = x.new_empty(self.size * x.shape[0], *x.shape[1:])
-        self._kernels.gather(x.contiguous(), out, self._places, **self._sizes(x))
+        self._kernels.gather(x.contiguous(), out, self._memory, **self._sizes)
         return Exchanged(out)
 
     def pushed(self, tokens: int, width: int, like: Tensor) -> ToSum:
@@ -67,12 +67,12 @@ class SmallExchanges:
     def summed(self, parts: Tensor) -> Tensor:
         """parts (size * n, width) of each rank -> this rank's rows (n, width) of the sum over ranks."""
         out = parts.new_empty(len(parts) // self.size, *parts.shape[1:])
-        self._kernels.scatter(parts, out, self._places, **self._sizes(parts))
+        self._kernels.scatter(parts, out, self._memory, **self._sizes)
         return out
 
-    def _sizes(self, x: Tensor) -> dict[str, int]:
-        block = CHANNEL // x.element_size()
-        return {"INDEX": self.index, "SIZE": self.size, "CHANNELS": CHANNELS, "BLOCK": block}
+    @property
+    def _sizes(self) -> dict[str, int]:
+        return {"INDEX": self.index, "SIZE": self.size, "CHANNELS": CHANNELS, "WORDS": CHANNEL // WORD}
 
     def rows(self, tokens: int, width: int, like: Tensor, back: bool) -> Any:
         raise NotImplementedError("exchanges of experts' rows go through symmetric.Symmetric")

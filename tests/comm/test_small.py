@@ -29,7 +29,7 @@ def exchange(rank: int, world: int, rounds: int) -> list[str]:
 
 
 def one_round(tp, number: int) -> list[str]:
-    dtype, rows, width = DTYPES[number % 3], 1 + number % 2, (5, 700, 1030)[number // 2 % 3]
+    dtype, rows, width = DTYPES[number % 3], 1 + number % 2, (6, 700, 1030)[number // 2 % 3]
     mine = [normal(rows, width, seed=100 * number + r).to(dtype) for r in range(tp.size)]
     products = [normal(tp.size * rows, width, seed=9000 + 100 * number + r).to(dtype) for r in range(tp.size)]
     found = []
@@ -59,7 +59,8 @@ def test_what_is_larger_stays_a_collective():
     most = CHANNEL * CHANNELS
     small = SmallExchanges.__new__(SmallExchanges)
     small.size = 4
-    assert small.fits(4 * most) and not small.fits(4 * most + 1)
+    assert small.fits(4 * most) and not small.fits(4 * most + 16)
+    assert not small.fits(4 * most - 8)  # no whole words of a rank
 
 
 def outcome(rank: int, world: int) -> tuple[str, bool]:

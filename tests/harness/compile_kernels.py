@@ -114,9 +114,11 @@ def kernels() -> list[tuple]:
     found.append((sum_kernel._sum, dict(parts=BF, out=BF, n="i32", distance="i32"), dict(COUNT=4, BLOCK=2048, **wide)))
     flat = dict(out="*fp32", own="*fp32", received="*fp32", n="i32", distance="i32")
     found += [(sum_kernel._add, flat, dict(INDEX=index, SIZE=4, ADD=index > 0, BLOCK=2048)) for index in (0, 2)]
-    exchange = dict(x=BF, out=BF, data="*i64", flags="*i64", counts="*i32", n="i32")
-    sizes = dict(INDEX=1, SIZE=4, CHANNELS=512, BLOCK=2048)
-    found += [(small_kernel._gather, exchange, sizes), (small_kernel._scatter, exchange, dict(**sizes, **wide))]
+    exchange = dict(addresses="*i64", counts="*i32", n="i32")
+    sizes = dict(INDEX=1, SIZE=4, CHANNELS=512, WORDS=512)
+    found.append((small_kernel._gather, dict(x="*i32", out="*i32", **exchange), sizes))
+    summed = dict(x=BF, words_in="*i32", received=BF, words_received="*i32", out=BF, **exchange)
+    found.append((small_kernel._scatter, summed, dict(VALUES=1024, **sizes, **wide)))
     places = dict.fromkeys(
         ("heads", "length", "first", "count", *(f"{x}_{d}" for x in ("out", "more") for d in ("seq", "head", "tok"))),
         "i32",

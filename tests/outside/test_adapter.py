@@ -22,7 +22,7 @@ from tests.harness import checkpoints, parity
 OUTSIDE = Path(__file__).parent
 if str(OUTSIDE) not in sys.path:
     sys.path.append(str(OUTSIDE))
-PARALLEL = "bottleneck.parallel:Parallel"
+PARALLEL = "parallel_adapter.parallel:Parallel"
 STEPS = 2
 LAYOUTS = {
     "tp2": ("llama", 2, {"tp": 2}),
@@ -91,10 +91,20 @@ def test_the_config_has_the_fields_of_the_method():
 @pytest.mark.parametrize(
     "overrides, field, rule, valid",
     [
-        ("lora.method=bottleneck.paralel:Parallel", "lora.method", "there is no module bottleneck.paralel", PARALLEL),
-        ("lora.method=bottleneck.parallel:Paralel", "lora.method", "has no Paralel", PARALLEL),
-        ("lora.method=bottleneck.parallel:Unfinished", "lora.method", "has no delta(self, x: Tensor) -> Tensor", None),
-        ("lora.method=bottleneck.parallel:Elsewhere", "lora.method", "is not derived from phalanx.Adapter", None),
+        (
+            "lora.method=parallel_adapter.paralel:Parallel",
+            "lora.method",
+            "there is no module parallel_adapter.paralel",
+            PARALLEL,
+        ),
+        ("lora.method=parallel_adapter.parallel:Paralel", "lora.method", "has no Paralel", PARALLEL),
+        (
+            "lora.method=parallel_adapter.parallel:Unfinished",
+            "lora.method",
+            "has no delta(self, x: Tensor) -> Tensor",
+            None,
+        ),
+        ("lora.method=parallel_adapter.parallel:Elsewhere", "lora.method", "is not derived from phalanx.Adapter", None),
         ("lora.method=lorra", "lora.method", 'must be one of "lora"', "lora"),
         (f"lora.method={PARALLEL} lora.rank=4", "lora.rank", "is a key of lora only with method lora", None),
         (f"lora.method={PARALLEL} lora.widht=4", "lora.widht", "is not a key of lora", "lora.width"),
