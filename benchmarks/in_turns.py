@@ -39,12 +39,13 @@ def in_turns(who: str, folder: Path, pairs: int, steps: int, words: list[str]) -
             (folder / f"ready-{who}").touch()
         until(folder / f"ready-{other}")
         found = []
-        for pair in range(pairs):
+        for pair in range(pairs + 1):  # the first is left out: the device comes out of a pause
             turn = 2 * pair + (who == "new")
             if turn:
                 until(folder / f"done-{turn - 1}")
             step()
             found.append(plain(state, step, steps))
+            found = found[1:] if pair == 1 else found
             peak = bench.peak_bytes(state)
             if writes:
                 made = {"ms": [1e3 * times.median for times in found], "peak": peak}
@@ -52,8 +53,10 @@ def in_turns(who: str, folder: Path, pairs: int, steps: int, words: list[str]) -
                 (folder / f"done-{turn}").touch()
         return found[-1]
 
+    if who == "new":  # warm-up too: two pipelines at once would wait for each other's time slices
+        until(folder / "ready-old")
     bench.timed_steps = timed_steps
-    total = str(pairs * (steps + 1))  # long enough for the schedule
+    total = str((pairs + 1) * (steps + 1))  # long enough for the schedule
     main(["bench", "step", *words, "--warmup", "5", "--steps", total, *(["--force"] if who == "new" else [])])
 
 
