@@ -102,6 +102,7 @@ class Drawn:
         self.step, self.rows, self.tokens = step, rows, sampled.tokens
         self._owners, self._scored, self._made = owners, scored, (sampled, prompts)
         self.drafts: Tensor | None = None
+        self.known = False  # to the host
         self._copies: list[HostCopy] = []
         self._pp = Axis("pp")
         self._sent: list[Work] = []
@@ -146,6 +147,7 @@ class Drawn:
     def read(self) -> DrawnTokens:
         """Waits until it is there."""
         self.arrive()
+        self.known = True
         (tokens, scores), (_, prompt_scores) = (copy.read() for copy in self._copies)
         width = int(self.step.drafts.max(initial=0)) + 1
         table = np.full((len(self.step), width), NO_TOKEN, np.int64)
@@ -227,8 +229,8 @@ class Runner:
     def run(self, step: Step, scored: Mapping[int, ScoredPrompt], constraints: Mapping[int, Constraint]) -> Drawn:
         """Collective over the ranks of a replica. By request, scored: prompts of which all tokens are scored;
         constraints: of those with a grammar."""
-        # whatever a step goes on from was drawn so many steps before it (SchedulerSpec.in_flight)
-        while self._coming and self._coming[0].step.number <= step.number - self.mesh.pp.size:
+        # whatever a step goes on from was drawn so many steps before it (SchedulerSpec.in_flight), or is known
+        while self._coming and (self._coming[0].known or self._coming[0].step.number <= step.number - self.mesh.pp.size):
             self._feed(self._coming.popleft())
         for i in step.admitted:
             self._admit(int(step.rows[i]), step.sequences[i])

@@ -19,7 +19,7 @@ from phalanx.forecast.decide import make_plan
 from phalanx.inference import graphs
 from phalanx.inference.engine import Engine, EngineOptions
 from phalanx.inference.graphs import step_batch
-from phalanx.inference.load import InferenceModel, without_training
+from phalanx.inference.load import InferenceModel, Outputs, without_training
 from phalanx.inference.memory import give_memory, layer_groups, remembering, windows_of
 from phalanx.inference.request import EngineLoad, NewToken, PromptScored, SamplingOptions, TokenScore
 from phalanx.inference.runner import Drawn
@@ -273,18 +273,21 @@ class Uncaptured:
 
     sizes: set[tuple[int, int, bool]] = set()
 
-    def __init__(self, model, limits, layout, last, adapters, pool):
-        self.model, self.limits, self.layout, self.last = model, limits, layout, last
+    def __init__(self, model, limits, layout, rows, adapters, pool):
+        self.model, self.limits, self.layout, self.rows, self.adapters = model, limits, layout, rows, adapters
 
-    def replay(self, step: Step) -> Tensor:
+    def replay(self, step: Step) -> Outputs:
         layout = self.layout
         self.sizes.add((layout.sequences, layout.tokens, layout.pieces))
         packed = torch.full((layout.numel,), 77, dtype=torch.int32)  # of an earlier step
         layout.write(packed.numpy(), step)
         found = layout.split(packed)
         assert (found["starts"].diff() >= 0).all()  # kernels search there
-        batch = step_batch(layout, found, self.last, self.limits, self.model.mesh.cp)
-        return self.model.logits([batch])[0][: len(step.draws[0])]
+        if self.adapters is not None:
+            self.adapters.choose(found["owners"].long())
+        batch = step_batch(layout, found, self.rows, self.limits, self.model.mesh.cp)
+        made = self.model.outputs([batch])[0]
+        return replace(made, logits=made.logits[: len(step.draws[0])])
 
 
 @contextmanager

@@ -1,0 +1,151 @@
+"""Drafts from multi-token prediction modules: those that the modules make of whole sequences, in any layout; the text
+is the one without them."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import numpy as np
+import pytest
+
+from phalanx.base.errors import ConfigError
+from phalanx.inference.drafter import drafts_named
+from phalanx.inference.engine import DraftCounts, Engine, EngineOptions
+from phalanx.inference.predictor import MtpSpec
+from phalanx.inference.request import SamplingOptions
+from tests.harness.generation import answers, answers_of, random_model, run_of, uncaptured
+from tests.harness.predictor import counted_answers, knowing_model, whole_drafts
+
+PLAIN = EngineOptions(sequences=4, tokens=16, page_size=4, memory_gib=0.001)
+GREEDY = SamplingOptions(tokens=9, temperature=0, logprobs=2)
+SAMPLED = SamplingOptions(tokens=9, temperature=0.8, seed=5, logprobs=2)
+LONG = [1, 2, 3, 1, 2, 3, 1, 2, 9, 8, 7, 6, 5, 4, 3, 2, 1, 7, 7, 7]
+PROMPTS = ([1, 2, 3, 1, 2, 3, 1, 2], [9], LONG, [1, 2, 3, 1, 2, 3, 1, 2, 9, 5], [5] * 23)
+LAYOUTS = (
+    ({"tp": 2}, 2),
+    ({"pp": 2}, 2),
+    ({"cp": 2}, 2),
+    ({"ep": 2}, 2),  # replicas that share experts
+    pytest.param({"tp": 2, "pp": 2}, 4, marks=pytest.mark.soak),
+    pytest.param({"tp": 2, "ep": 2}, 2, marks=pytest.mark.soak),
+    pytest.param({}, 2, marks=pytest.mark.soak),
+)
+
+
+def model_run(modules: int = 2, **layout):
+    run = run_of("deepseek_v3-mtp", **layout)
+    return replace(run, model=replace(run.model, num_nextn_predict_layers=modules))
+
+
+def asked_of(tokens: int = 9) -> list[tuple[list[int], SamplingOptions]]:
+    """Greedy and sampled requests, some with scores of prompts or penalties, which have no drafts."""
+    made = [(p, replace(how, sample=i, tokens=tokens)) for how in (GREEDY, SAMPLED) for i, p in enumerate(PROMPTS)]
+    made.append((PROMPTS[0], replace(GREEDY, prompt_logprobs=1, tokens=tokens)))
+    made.append((PROMPTS[1], replace(SAMPLED, end_tokens=(3, 50, 60), least_tokens=4, bias=((3, 2.0),))))
+    return [*made, (PROMPTS[4], replace(SAMPLED, frequency_penalty=0.5, tokens=tokens))]
+
+
+def same(found, wanted) -> None:
+    for (tokens, scores, of_prompt, reason), (others, theirs, their_prompt, why) in zip(found, wanted, strict=True):
+        assert (tokens, reason) == (others, why)
+        for a, b in zip([*scores, *of_prompt[1:]], [*theirs, *their_prompt[1:]], strict=True):
+            assert (a.token, [t for t, _ in a.likeliest]) == (b.token, [t for t, _ in b.likeliest])
+            np.testing.assert_allclose(a.logprob, b.logprob, rtol=0, atol=1e-10)
+
+
+def watch_drafts(engine: Engine, width: int) -> list[tuple[list[int], list[int]]]:
+    """Drafts that the engine makes from here on, and those that the modules make of the whole sequences."""
+    whole, found, observe = random_model(0, 1, engine.model.plan.run), [], engine._observe
+
+    def observing(step, drawn):
+        events = observe(step, drawn)
+        for i, sequence in enumerate(step.sequences):
+            if step.samples[i] and not sequence.ended:
+                found.append((drawn.drafts[i].tolist(), whole_drafts(whole, list(sequence.tokens), width)))
+        return events
+
+    engine._observe = observing
+    return found
+
+
+@pytest.mark.parametrize("modules, width, page_size", [(1, 1, 4), (2, 2, 4), (3, 2, 4), (1, 3, 64), (2, 4, 64)])
+def test_drafts_are_those_of_the_modules_over_the_whole_sequence(modules, width, page_size):
+    """Of prompts in pieces, of prefixes found in memory, after refused drafts; more drafts than modules too."""
+    options = replace(PLAIN, page_size=page_size, drafts=MtpSpec(width))
+    engine = Engine(random_model(0, 1, model_run(modules)), options)
+    found = watch_drafts(engine, width)
+    answers_of(engine, [(p, replace(GREEDY, tokens=5)) for p in PROMPTS], 2)
+    assert len(found) > 12
+    for made, wanted in found:
+        assert made == wanted
+
+
+def test_drafts_are_right_after_pages_were_lost():
+    page = 4 * 18 * 8 * 4  # tokens, features of a latent, bytes, layers
+    engine = Engine(random_model(0, 1, model_run()), replace(PLAIN, drafts=MtpSpec(), memory_gib=page * 12.5 / 2**30))
+    found, preempted, schedule = watch_drafts(engine, 2), [], engine.scheduler.schedule
+
+    def watched(now, drafts=None):
+        step = schedule(now, drafts)
+        preempted.extend(step.preempted)
+        return step
+
+    engine.scheduler.schedule = watched
+    answers_of(engine, [(p, replace(GREEDY, tokens=7)) for p in PROMPTS], 4)
+    assert preempted and all(made == wanted for made, wanted in found)
+
+
+@pytest.fixture(scope="module")
+def wanted():
+    """Answers without drafts, of one process: of a model with random modules, and of one whose modules know."""
+    return {
+        knows: counted_answers(0, 1, model_run(), asked_of(), PLAIN, 2, knows)[0] for knows in (False, True)
+    }
+
+
+@pytest.mark.parametrize("width", [1, 2, 4])
+def test_modules_that_are_always_right(width, wanted):
+    """Every draft is accepted, greedy or sampled, and the text takes fewer steps."""
+    engine = Engine(knowing_model(0, 1, model_run()), replace(PLAIN, drafts=MtpSpec(width)))
+    steps, step = [], engine.step
+    engine.step = lambda: steps.append(step()) or steps[-1]
+    same(answers_of(engine, asked_of(), 2), wanted[True])
+    counts = engine.draft_counts
+    assert counts.accepted == counts.drafted > 30
+    assert len(steps) < sum(9 for _ in asked_of()) / 4
+
+
+def test_modules_that_are_wrong_change_no_text(wanted):
+    engine = Engine(random_model(0, 1, model_run()), replace(PLAIN, drafts=MtpSpec(3)))
+    same(answers_of(engine, asked_of(), 2), wanted[False])
+    assert engine.draft_counts.accepted < engine.draft_counts.drafted / 4
+
+
+@pytest.mark.parametrize("layout, world", LAYOUTS, ids=str)
+def test_a_layout_changes_neither_text_nor_drafts(ranks, layout, world, wanted):
+    options = replace(PLAIN, drafts=MtpSpec(3), page_size=4 // layout.get("cp", 1))
+    target = "tests.harness.predictor:counted_answers"
+    for knows in (True, False):
+        (found, counts), *_ = ranks.run(target, world, model_run(**layout), asked_of(), options, 2, knows)
+        same(found, wanted[knows])
+        assert (counts.accepted == counts.drafted) == knows and counts.drafted > 30
+
+
+def test_drafts_come_from_the_numbers_that_graphs_are_replayed_from(wanted):
+    asked = [(p, how) for p, how in asked_of() if how.prompt_logprobs is None]
+    plain = [answer for answer, (_, how) in zip(wanted[True], asked_of()) if how.prompt_logprobs is None]
+    with uncaptured() as sizes:
+        engine = Engine(knowing_model(0, 1, model_run()), replace(PLAIN, drafts=MtpSpec()))
+        same(answers_of(engine, asked, 2), plain)
+    assert engine.draft_counts.accepted == engine.draft_counts.drafted > 30
+    assert {pieces for _, _, pieces in sizes} == {True, False}
+
+
+def test_what_cannot_draft_is_refused_by_name():
+    with pytest.raises(ConfigError, match=r"drafts='mtp:2': needs a model with multi-token prediction modules"):
+        Engine(random_model(0, 1, run_of("llama")), replace(PLAIN, drafts=MtpSpec(2)))
+    for text in ("mtp:0", "mtp:x", "mtpx", "ngram", "ngram:0"):
+        with pytest.raises(ValueError, match="tokens=0|must be ngram:N, mtp or mtp:N"):
+            drafts_named(text)
+    assert drafts_named("mtp") == MtpSpec() and drafts_named("mtp:3") == MtpSpec(3)
+    assert DraftCounts(4, 3).accepted == 3 and answers
