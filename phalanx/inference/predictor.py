@@ -63,6 +63,13 @@ class MtpSpec:
         return DraftRoom(self.width(model), states)
 
 
+def rounds(width: int, depths: int) -> list[range]:
+    """Which depths (0 is the first) each round computes; the first of a round makes its draft."""
+    later = [min(n, depths - 1) for n in range(1, width)]
+    needed = [first + 1 if n == width - 1 else depths for n, first in enumerate(later, 1)]  # by later rounds
+    return [range(depths), *map(range, later, needed)]
+
+
 def check_modules(plan: Plan, spec: MtpSpec, field: str) -> None:
     """ConfigError unless the model has modules that can draft in this layout. field: what asked for them."""
     model, value = plan.run.model, "mtp" if spec.tokens is None else f"mtp:{spec.tokens}"
@@ -70,9 +77,22 @@ def check_modules(plan: Plan, spec: MtpSpec, field: str) -> None:
         rule = "needs a model with multi-token prediction modules, and its weights with them; this one has none"
         raise ConfigError([Problem(field, value, rule, {"model.family": model.family}, ("ngram:4",))])
     if plan.mtp_stage != plan.stage_rank[-1]:
-        rule = "needs the modules on the pipeline stage that draws tokens, the last: let its stage have both blocks"
+        sizes = stages_with_modules_last([len(stage) for stage in plan.stages])
+        how = f"layout.stages=[{','.join(map(str, sizes))}]" if sizes[0] > 0 else f"layout.pp={plan.grid.pp - 1}"
+        rule = f"needs the modules on the pipeline stage that draws tokens, the last: set {how}"
         because = {"layout.pp": plan.grid.pp, "stage of the modules": plan.mtp_stage}
         raise ConfigError([Problem(field, value, rule, because, ("ngram:4",))])
+
+
+def stages_with_modules_last(sizes: list[int]) -> list[int]:
+    """Blocks of each stage, where the last one has two, multi-token prediction and the head, and none has none."""
+    found = list(sizes)
+    for stage in range(len(found) - 1, 0, -1):
+        least = 2 if stage == len(found) - 1 else 1
+        missing = max(0, least - found[stage])
+        found[stage] += missing
+        found[stage - 1] -= missing
+    return found
 
 
 @dataclass(frozen=True)
@@ -128,7 +148,7 @@ class Predictor:
         self._block = next(b for b in model.blocks if isinstance(b, MultiTokenPrediction))
         self._mesh, self._limits, self._adapters = model.mesh, limits, adapters
         self._depths = spec.depths(model.plan.run.model)
-        self.width = spec.width(model.plan.run.model)
+        self._rounds = rounds(spec.width(model.plan.run.model), self._depths)
         shape = (self._depths - 1, limits.most_sequences, model.plan.run.model.hidden_size)
         self.states = torch.zeros(shape, dtype=model.dtype, device=model.mesh.device)  # of depths 1 ... M - 1
 
@@ -138,20 +158,19 @@ class Predictor:
         it nothing is drafted, only remembered, and the result is zeros. Collective over tp, cp and the ranks that share
         experts."""
         made = self._go_on(step, hidden)
-        drafts = step.rows.new_zeros(step.count, self.width)
+        drafts = step.rows.new_zeros(step.count, len(self._rounds))
         if how is None:
             return drafts
         drafts[:, 0] = self._drawn(made[0], how, 1)
         last = step.positions[step.ends]
-        for n in range(1, self.width):
-            first = min(n, self._depths - 1)
+        for n, depths in enumerate(self._rounds[1:], 1):
             ids = torch.nn.functional.pad(drafts[:, n - 1], (0, len(step.rows) - step.count))
             before = list(made)
-            for depth in range(first, self._depths if n < self.width - 1 else first + 1):
+            for depth in depths:
                 source = before[depth - 1] if n < self._depths else before[depth]
                 batch = self._single(step, ids, last + n - depth)
                 made[depth] = self._whole(self._block.draft(depth, self._own(source), batch.tokens, batch))
-            drafts[:, n] = self._drawn(made[first], how, 1 + n)
+            drafts[:, n] = self._drawn(made[depths.start], how, 1 + n)
         return drafts
 
     def _go_on(self, step: StepTokens, hidden: Tensor) -> list[Tensor]:

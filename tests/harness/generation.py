@@ -24,7 +24,7 @@ from phalanx.inference.memory import give_memory, layer_groups, remembering, win
 from phalanx.inference.request import EngineLoad, NewToken, PromptScored, SamplingOptions, TokenScore
 from phalanx.inference.runner import Drawn
 from phalanx.inference.scheduler import Step
-from phalanx.nn.module import Block
+from phalanx.nn.module import Block, Module
 from phalanx.nn.objective import TaskConfig
 from phalanx.sequence.batch import IGNORE, Batch
 from phalanx.sequence.paged import NO_PAGE, PagedSequences, PagedSpans
@@ -379,9 +379,11 @@ def allocated(rank: int, world: int, run: Run, options: EngineOptions) -> tuple[
     else:
         answers_of(engine, [([1, 2, 3], SamplingOptions(tokens=2, repetition_penalty=1.5))])
         engine.pause()
-    pages = [t for layer in remembering(model.blocks) if layer.memory for t in layer.memory.pages.tensors]
-    counts = engine.runner.counts
-    kept = [engine.runner.last, *([] if counts is None else [counts.made, counts.prompt])]
+    layers = [m for block in model.blocks for m in block.modules() if isinstance(m, Module) and m.memory]
+    pages = [t for layer in layers for t in layer.memory.pages.tensors]
+    counts, predictor = engine.runner.counts, engine.runner.predictor
+    kept = [engine.runner.rows.last, engine.runner.rows.drafts, *([] if predictor is None else [predictor.states])]
+    kept += [*([] if counts is None else [counts.made, counts.prompt])]
     weights = [p.data for block in model.blocks for p in block.parameters()]
     return storage_bytes(weights), storage_bytes(pages), storage_bytes(kept)
 
