@@ -19,8 +19,8 @@ from torch import Tensor
 
 from phalanx.comm.axis import Axis, Work
 from phalanx.inference.adapters import TokenAdapters, give_tokens
-from phalanx.inference.grammar import Constraint
 from phalanx.inference.drafter import Drafts, NgramSpec, takes_drafts
+from phalanx.inference.grammar import Constraint
 from phalanx.inference.graphs import RowTokens, StepGraphs
 from phalanx.inference.load import InferenceModel
 from phalanx.inference.memory import MemoryLimits
@@ -230,7 +230,8 @@ class Runner:
         """Collective over the ranks of a replica. By request, scored: prompts of which all tokens are scored;
         constraints: of those with a grammar."""
         # whatever a step goes on from was drawn so many steps before it (SchedulerSpec.in_flight), or is known
-        while self._coming and (self._coming[0].known or self._coming[0].step.number <= step.number - self.mesh.pp.size):
+        before = step.number - self.mesh.pp.size
+        while self._coming and (self._coming[0].known or self._coming[0].step.number <= before):
             self._feed(self._coming.popleft())
         for i in step.admitted:
             self._admit(int(step.rows[i]), step.sequences[i])

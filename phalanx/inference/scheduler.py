@@ -38,7 +38,7 @@ SAMPLED = -1
 """In place of a token: the last one that was sampled for this row, which only the device has."""
 
 DRAFTED = -2
-"""In place of a token: the first of the row's drafts, which only the device has; DRAFTED - 1 is the second, and so on."""
+"""In place of a token: the first of the row's drafts, which only the device has; DRAFTED - 1: the second, and so on."""
 
 NO_TOKEN = -1
 """In what is observed: no token here."""

@@ -154,9 +154,7 @@ def room_on(rank: RankServing, memory: float, limits: MemoryLimits) -> int:
     return int(GPU_SHARE * (memory - OVERHEAD - rank.weights)) - row_bytes(limits, rank.vocabulary, rank.drafts)
 
 
-def _rank_serving(
-    plan: Plan, pp: int, limits: MemoryLimits, dtype: torch.dtype, drafts: MtpSpec | None
-) -> RankServing:
+def _rank_serving(plan: Plan, pp: int, limits: MemoryLimits, dtype: torch.dtype, drafts: MtpSpec | None) -> RankServing:
     segments = plan.blocks_of(Coords(pp=pp))
     blocks = [block for _, segment in sorted(segments.items()) for block in segment]
     compute = precision(plan.run.train.precision)
@@ -244,8 +242,8 @@ def drafts_text(serving: ServingPlan, drafts: MtpSpec) -> str:
     """What drafts of multi-token prediction are, and what they may bring."""
     modules, width = drafts.depths(serving.plan.run.model), serving.width
     return (
-        f"{width} of a sequence in a step, by {modules} multi-token prediction module{'s' * (modules > 1)}, whose weights "
-        f"and pages are in these numbers; a rate below is that of no accepted draft, and {1 + width} times as high with all"
+        f"{width} of a sequence in a step, by {modules} multi-token prediction module{'s' * (modules > 1)}, whose "
+        f"weights and pages are counted; rates are those of no accepted draft, with all {1 + width} times as high"
     )
 
 

@@ -2,7 +2,7 @@
 
 What the stub remembers of a token is a hash of all tokens up to it, in the slot the step names. It reads the pages of
 the tables and compares: a wrong, missing or overwritten page shows at once. The token it draws is a function of what it
-read, so a request's answer is known beforehand, whatever else runs (`answer`). With `SchedulerSpec.further` it remembers
+read, so a request's answer is known beforehand, whatever else runs (`answer`). With SchedulerSpec.further it remembers
 beside that, in the same slots, a hash of the tokens up to so many after, as depths of multi-token prediction do.
 """
 

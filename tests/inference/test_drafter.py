@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 import torch
 
-from phalanx.inference.drafter import NgramSpec, ngrams_of, ngram_drafts
+from phalanx.inference.drafter import NgramSpec, ngram_drafts, ngrams_of
 from phalanx.inference.pages import GroupSpec
 from phalanx.inference.request import Request, SamplingOptions
 from phalanx.inference.sampler import accept_same

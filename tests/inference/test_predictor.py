@@ -9,11 +9,13 @@ import numpy as np
 import pytest
 
 from phalanx.base.errors import ConfigError
+from phalanx.forecast.decide import make_plan
 from phalanx.inference.drafter import drafts_named
-from phalanx.inference.engine import DraftCounts, Engine, EngineOptions
-from phalanx.inference.predictor import MtpSpec
+from phalanx.inference.engine import Engine, EngineOptions
+from phalanx.inference.load import without_training
+from phalanx.inference.predictor import MtpSpec, check_modules
 from phalanx.inference.request import SamplingOptions
-from tests.harness.generation import answers, answers_of, random_model, run_of, uncaptured
+from tests.harness.generation import answers_of, random_model, run_of, uncaptured
 from tests.harness.predictor import counted_answers, knowing_model, whole_drafts
 
 PLAIN = EngineOptions(sequences=4, tokens=16, page_size=4, memory_gib=0.001)
@@ -98,9 +100,7 @@ def test_drafts_are_right_after_pages_were_lost():
 @pytest.fixture(scope="module")
 def wanted():
     """Answers without drafts, of one process: of a model with random modules, and of one whose modules know."""
-    return {
-        knows: counted_answers(0, 1, model_run(), asked_of(), PLAIN, 2, knows)[0] for knows in (False, True)
-    }
+    return {knows: counted_answers(0, 1, model_run(), asked_of(), PLAIN, 2, knows)[0] for knows in (False, True)}
 
 
 @pytest.mark.parametrize("width", [1, 2, 4])
@@ -141,6 +141,19 @@ def test_drafts_come_from_the_numbers_that_graphs_are_replayed_from(wanted):
     assert {pieces for _, _, pieces in sizes} == {True, False}
 
 
+@pytest.mark.parametrize("pp, stages", [(4, (1, 1, 1, 2)), (3, (2, 1, 2))])
+def test_modules_on_another_stage_than_the_head_are_refused_with_stages_that_do(pp, stages):
+    def plan_of(**layout):
+        return make_plan(without_training(model_run(pp=pp, **layout), pp), pp)
+
+    with pytest.raises(ConfigError, match="needs the modules on the pipeline stage") as caught:
+        check_modules(plan_of(), MtpSpec(), "--speculate")
+    assert f"layout.stages=[{','.join(map(str, stages))}]" in str(caught.value)
+    check_modules(plan_of(stages=stages), MtpSpec(), "--speculate")
+    with pytest.raises(ConfigError, match="set layout.pp=4,"):
+        check_modules(make_plan(without_training(model_run(pp=5), 5), 5), MtpSpec(), "--speculate")
+
+
 def test_what_cannot_draft_is_refused_by_name():
     with pytest.raises(ConfigError, match=r"drafts='mtp:2': needs a model with multi-token prediction modules"):
         Engine(random_model(0, 1, run_of("llama")), replace(PLAIN, drafts=MtpSpec(2)))
@@ -148,4 +161,3 @@ def test_what_cannot_draft_is_refused_by_name():
         with pytest.raises(ValueError, match="tokens=0|must be ngram:N, mtp or mtp:N"):
             drafts_named(text)
     assert drafts_named("mtp") == MtpSpec() and drafts_named("mtp:3") == MtpSpec(3)
-    assert DraftCounts(4, 3).accepted == 3 and answers
