@@ -152,6 +152,7 @@ class Predictor:
         shape = (self._depths - 1, limits.most_sequences, model.plan.run.model.hidden_size)
         self.states = torch.zeros(shape, dtype=model.dtype, device=model.mesh.device)  # of depths 1 ... M - 1
 
+    @torch.no_grad()
     def draft(self, step: StepTokens, hidden: Tensor, how: Draws | None) -> Tensor:
         """hidden (T / tp / cp, D), the model's normed hidden states of this rank's tokens -> (count, width) int64, what
         may come after the tokens that the step drew; how: `count` tokens at the positions of these are drawn. Without

@@ -25,11 +25,13 @@ def whole_batch(tokens: Sequence[int]) -> Batch:
     return Batch(row, torch.full_like(row, IGNORE), torch.arange(len(row)), torch.zeros_like(row), 1, len(row))
 
 
-def whole_drafts(model: InferenceModel, tokens: list[int], width: int) -> list[int]:
-    """Greedy drafts of what comes after `tokens`, of which the last was drawn: each depth over the whole sequence."""
+def whole_drafts(model: InferenceModel, tokens: list[int], width: int) -> tuple[list[int], Tensor]:
+    """Greedy drafts of what comes after `tokens`, of which the last was drawn, and the hidden states (width, D) that
+    predict them: each depth over the whole sequence."""
     block, j = block_of(model), len(tokens) - 2
     states = [last_hidden(model, tokens[: j + 1])]
     drafts: list[int] = []
+    hidden: list[Tensor] = []
     modules = len(block.depths)
     for n in range(width):
         known = tokens + drafts
@@ -43,7 +45,8 @@ def whole_drafts(model: InferenceModel, tokens: list[int], width: int) -> list[i
             made = whole
         logits = block.head.logits(made, torch.tensor([len(made) - 1]))
         drafts.append(int(logits.argmax()))
-    return drafts
+        hidden.append(made[-1])
+    return drafts, torch.stack(hidden)
 
 
 @torch.no_grad()
@@ -55,11 +58,9 @@ def depth_over(block: MultiTokenPrediction, depth: int, h: Tensor, tokens: Seque
 def last_hidden(model: InferenceModel, tokens: Sequence[int]) -> Tensor:
     """(tokens, D), normed."""
     found: list[Tensor] = []
-    last = model.blocks[-1]
     handle = block_of(model).register_forward_hook(lambda _module, _inputs, out: found.append(out))
     forward_logits(model, whole_batch(tokens))
     handle.remove()
-    assert last is not None
     return found[0]
 
 

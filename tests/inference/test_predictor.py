@@ -7,6 +7,7 @@ from dataclasses import replace
 
 import numpy as np
 import pytest
+import torch
 
 from phalanx.base.errors import ConfigError
 from phalanx.forecast.decide import make_plan
@@ -59,31 +60,37 @@ def same(found, wanted) -> None:
             np.testing.assert_allclose(a.logprob, b.logprob, rtol=0, atol=1e-10)
 
 
-def watch_drafts(engine: Engine, width: int) -> list[tuple[list[int], list[int]]]:
-    """Drafts that the engine makes from here on, and those that the modules make of the whole sequences."""
-    whole, found, observe = random_model(0, 1, engine.model.plan.run), [], engine._observe
+def watch_drafts(engine: Engine, width: int) -> list[int]:
+    """From here on, drafts that the engine makes are compared with those that the modules make of the whole sequences,
+    and the hidden states behind them. How many drafts there were in each place of a step."""
+    whole, places, observe = random_model(0, 1, engine.model.plan.run), list[int](), engine._observe
+    predictor, made = engine.runner.predictor, []
+    drawn_of = predictor._drawn
+    predictor._drawn = lambda states, *how: made.append(states) or drawn_of(states, *how)
 
     def observing(step, drawn):
         events = observe(step, drawn)
         for i, sequence in enumerate(step.sequences):
             if step.samples[i] and not sequence.ended:
-                found.append((drawn.drafts[i].tolist(), whole_drafts(whole, list(sequence.tokens), width)))
+                drafts, hidden = whole_drafts(whole, list(sequence.tokens), width)
+                assert drawn.drafts[i].tolist() == drafts
+                found = torch.stack([states[i] for states in made[-width:]])
+                np.testing.assert_allclose(found, hidden, rtol=0, atol=1e-10)
+                places.append(i)
         return events
 
     engine._observe = observing
-    return found
+    return places
 
 
-@pytest.mark.parametrize("modules, width, page_size", [(1, 1, 4), (2, 2, 4), (3, 2, 4), (1, 3, 64), (2, 4, 64)])
+@pytest.mark.parametrize("modules, width, page_size", [(1, 1, 4), (2, 2, 4), (3, 3, 4), (3, 2, 4), (1, 3, 64), (2, 4, 64)])
 def test_drafts_are_those_of_the_modules_over_the_whole_sequence(modules, width, page_size):
     """Of prompts in pieces, of prefixes found in memory, after refused drafts; more drafts than modules too."""
     options = replace(PLAIN, page_size=page_size, drafts=MtpSpec(width))
     engine = Engine(random_model(0, 1, model_run(modules)), options)
     found = watch_drafts(engine, width)
     answers_of(engine, [(p, replace(GREEDY, tokens=5)) for p in PROMPTS], 2)
-    assert len(found) > 12
-    for made, wanted in found:
-        assert made == wanted
+    assert len(found) > 12 and max(found) > 1
 
 
 def test_drafts_are_right_after_pages_were_lost():
@@ -98,7 +105,7 @@ def test_drafts_are_right_after_pages_were_lost():
 
     engine.scheduler.schedule = watched
     answers_of(engine, [(p, replace(GREEDY, tokens=7)) for p in PROMPTS], 4)
-    assert preempted and all(made == wanted for made, wanted in found)
+    assert preempted and len(found) > 12
 
 
 @pytest.fixture(scope="module")
@@ -130,9 +137,9 @@ def test_a_layout_changes_neither_text_nor_drafts(ranks, case, wanted):
     """Whether modules are always right or hardly ever."""
     (layout, world), knows = LAYOUTS[case[0]], case[1]
     options = replace(PLAIN, drafts=MtpSpec(3), page_size=4 // layout.get("cp", 1))
-    target, asked = "tests.harness.predictor:counted_answers", asked_of()[::2]
-    (found, counts), *_ = ranks.run(target, world, model_run(**layout), asked, options, 2, knows)
-    same(found, wanted[knows][::2])
+    target, some = "tests.harness.predictor:counted_answers", slice(None, None, 1 if knows else 2)
+    (found, counts), *_ = ranks.run(target, world, model_run(**layout), asked_of()[some], options, 2, knows)
+    same(found, wanted[knows][some])
     assert (counts.accepted == counts.drafted) == knows and counts.drafted > 20
 
 
