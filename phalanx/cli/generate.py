@@ -14,6 +14,7 @@ from phalanx.cli.options import ADAPTER, OVERRIDES, RANKS, SPECULATE
 from phalanx.cli.verbs import ConfigVerb
 
 if TYPE_CHECKING:
+    from phalanx.config.run import Run
     from phalanx.inference.request import SamplingOptions
 
 TAKEN = (
@@ -113,6 +114,7 @@ def generate(checkpoint: str, overrides: tuple[str, ...], **asked: Any) -> None:
         loaded = replace(loaded, run=weights_alone(loaded.run, world))
         asked["ranks"] = world
     ready = prepare_loaded(loaded, asked.pop("ranks"))
+    check_speculation(ready.run, ready.ranks, asked["speculate"])
     if asked["out"] is not None:
         Path(asked["out"]).parent.mkdir(parents=True, exist_ok=True)
     run_ranks("phalanx.cli.jobs:generate", ready, {**arguments(ready.run), "path": checkpoint, "asked": asked}, None)
@@ -122,7 +124,9 @@ def stream(checkpoint: str, asked: dict[str, Any]) -> None:
     """One text on this process, as it is made."""
     from phalanx.inference.drafter import drafts_named
     from phalanx.inference.generate import TextStream
+    from phalanx.inference.load import run_of_folder, weights_folder
 
+    check_speculation(run_of_folder(weights_folder(checkpoint), gpu=False), 1, asked["speculate"])
     drafts = drafts_named(asked["speculate"]) if asked["speculate"] else None
     text = TextStream(checkpoint, asked["prompt"], options_of(asked), asked["stop"], drafts, asked["adapter"])
     click.echo(asked["prompt"], nl=False)
@@ -135,6 +139,18 @@ def stream(checkpoint: str, asked: dict[str, Any]) -> None:
         click.echo(text.draft_counts, err=True)
     if text.notice is not None:
         click.echo(text.notice, err=True)
+
+
+def check_speculation(run: Run, world: int, speculate: str | None) -> None:
+    """ConfigError for drafts that the model does not make in its layout, before anything is loaded."""
+    from phalanx.forecast.decide import make_plan
+    from phalanx.inference.drafter import drafts_named
+    from phalanx.inference.load import without_training
+    from phalanx.inference.predictor import MtpSpec, check_modules
+
+    drafts = drafts_named(speculate) if speculate else None
+    if isinstance(drafts, MtpSpec):
+        check_modules(make_plan(without_training(run, world), world), drafts, "--speculate")
 
 
 def options_of(asked: dict[str, Any]) -> SamplingOptions:

@@ -23,7 +23,7 @@ from phalanx.cli.checkpoints import checkpoint, export, import_
 from phalanx.cli.completion import keys, use_bash
 from phalanx.cli.evaluate import evaluate
 from phalanx.cli.generate import generate
-from phalanx.cli.options import CONFIG, JSON, OVERRIDES, RANKS
+from phalanx.cli.options import CONFIG, JSON, OVERRIDES, RANKS, SPECULATE
 from phalanx.cli.ranks import prepare_text, run_ranks
 from phalanx.cli.score import data_score
 from phalanx.cli.serve import serve
@@ -123,13 +123,9 @@ def verify(config: str, overrides: tuple[str, ...], ranks: int | None, steps: in
     default=None,
     help="With --serve: tokens of a sequence (default: the model's positions).",
 )
+@SPECULATE
 def plan(
-    config: str,
-    overrides: tuple[str, ...],
-    ranks: int | None,
-    device: str | None,
-    serving: bool,
-    tokens: int | None,
+    config: str, overrides: tuple[str, ...], ranks: int | None, device: str | None, serving: bool, **served: Any
 ) -> None:
     """Print what the run would do on N ranks: stages, schedule, memory, messages, FLOPs. Needs no GPU and no data.
 
@@ -149,10 +145,11 @@ def plan(
     if serving:
         from phalanx.cli.plan_serving import plan_serving
 
-        click.echo(plan_serving(config, overrides, ranks, wanted, tokens))
+        click.echo(plan_serving(config, overrides, ranks, wanted, **served))
         return
-    if tokens is not None:
-        raise click.UsageError("--tokens says how long served sequences are: it goes with --serve")
+    for name, value in served.items():
+        if value is not None:
+            raise click.UsageError(f"--{name} is of sequences that are served: it goes with --serve")
     ready = prepare_elsewhere(config, overrides, ranks)
     from phalanx.forecast.text import plan_report
 

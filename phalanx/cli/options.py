@@ -62,7 +62,8 @@ ADAPTERS = click.option(
 SPECULATE = click.option(
     "--speculate",
     default=None,
-    metavar="ngram:N",
+    metavar="ngram:N|mtp[:N]",
     callback=speculation,
-    help="Draft up to N tokens from what the text repeats, and check them at once; the text stays the same.",
+    help="Draft up to N tokens from what the text repeats, or by the model's multi-token prediction modules, and check "
+    "them at once; the text stays the same.",
 )

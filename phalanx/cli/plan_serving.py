@@ -17,6 +17,7 @@ from phalanx.config.write import to_dict
 from phalanx.data.config import DataConfig
 from phalanx.forecast.decide import make_plan
 from phalanx.forecast.text import FITS_ON
+from phalanx.inference.drafter import drafts_named
 from phalanx.inference.engine import EngineOptions
 from phalanx.inference.load import (
     forward_only,
@@ -26,14 +27,20 @@ from phalanx.inference.load import (
     weights_folder,
 )
 from phalanx.inference.memory import MemoryLimits
+from phalanx.inference.predictor import MtpSpec
 from phalanx.inference.serving_plan import ServingPlan, check_fits, serving_text
 
 
 def plan_serving(
-    what: str, overrides: tuple[str, ...], ranks: int | None, device: Device | None, tokens: int | None
+    what: str,
+    overrides: tuple[str, ...],
+    ranks: int | None,
+    device: Device | None,
+    tokens: int | None,
+    speculate: str | None = None,
 ) -> str:
-    """The text. ConfigError for a layout that the model does not allow, more tokens than it has positions, or a device
-    that does not hold one sequence."""
+    """The text. speculate: as `phalanx serve` takes it. ConfigError for a layout or drafts that the model does not
+    allow, more tokens than it has positions, or a device that does not hold one sequence."""
     own = tuple(word for word in overrides if word.startswith("model."))
     others = tuple(word for word in overrides if not word.startswith("model."))
     refuse_others(others)
@@ -56,7 +63,9 @@ def plan_serving(
     options = EngineOptions()
     page_size, length = options.page_size * layout.cp, tokens or positions
     limits = MemoryLimits(options.sequences, options.tokens, length, page_size, layout.cp)
-    serving = ServingPlan.of(make_plan(forward_only(loaded.run), world), limits)
+    drafts = drafts_named(speculate) if speculate else None  # n-grams take no memory
+    predicted = drafts if isinstance(drafts, MtpSpec) else None
+    serving = ServingPlan.of(make_plan(forward_only(loaded.run), world), limits, drafts=predicted)
     if device is not None:
         check_fits(serving, device, "--tokens")
     known = sorted((d for d in DEVICES if d.name in FITS_ON), key=lambda d: d.memory)

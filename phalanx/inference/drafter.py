@@ -1,4 +1,5 @@
-"""Drafts without a model: a sequence whose last tokens came before is likely to go on as it did then.
+"""Where drafts come from: the model's multi-token prediction modules (inference.predictor), or no model at all, since a
+sequence whose last tokens came before is likely to go on as it did then.
 
 Prompt lookup (Saxena, "Prompt lookup decoding", 2023). A draft is one token for sure, so `sampler.accept_same` accepts
 it exactly, and the text is the one without drafts.
@@ -11,8 +12,10 @@ from dataclasses import dataclass
 
 import numpy as np
 
+from phalanx.inference.predictor import MtpSpec
+from phalanx.inference.request import SamplingOptions
 from phalanx.inference.sampler import has_penalties
-from phalanx.inference.scheduler import Scheduler
+from phalanx.inference.scheduler import DRAFTED, LiveSequence, Scheduler
 
 
 @dataclass(frozen=True)
@@ -31,12 +34,19 @@ class NgramSpec:
             raise ValueError(f"shortest={self.shortest}: must be from 1 to longest={self.longest}")
 
 
-def drafts_named(text: str) -> NgramSpec:
-    """What "ngram:N" means: N tokens at once. ValueError for another text."""
+Drafts = NgramSpec | MtpSpec
+"""How tokens are drafted."""
+
+
+def drafts_named(text: str) -> Drafts:
+    """What "ngram:N" and "mtp:N" mean: N tokens at once; "mtp": as many as the model has modules. ValueError for
+    another text."""
     kind, _, tokens = text.partition(":")
-    if kind != "ngram" or not tokens.isdecimal():
-        raise ValueError(f"{text!r}: must be ngram:N, such as ngram:4")
-    return NgramSpec(int(tokens))
+    if text == "mtp":
+        return MtpSpec()
+    if kind not in ("ngram", "mtp") or not tokens.isdecimal():
+        raise ValueError(f"{text!r}: must be ngram:N, mtp or mtp:N, such as ngram:4")
+    return NgramSpec(int(tokens)) if kind == "ngram" else MtpSpec(int(tokens))
 
 
 def ngram_drafts(tokens: Sequence[int], spec: NgramSpec) -> list[int]:
@@ -58,14 +68,22 @@ def ngram_drafts(tokens: Sequence[int], spec: NgramSpec) -> list[int]:
     return [found[i % len(found)] for i in range(spec.tokens)]
 
 
-def drafts_of(scheduler: Scheduler, spec: NgramSpec) -> dict[int, list[int]]:
-    """Drafts for `Scheduler.schedule`, by request. None for requests with penalties or a grammar: what these do to the
-    token after a draft depends on the draft."""
-    found = {}
-    for sequence in scheduler.decoding():
-        options = sequence.request.options
-        if options.grammar is None and not has_penalties(options):
-            drafts = ngram_drafts(sequence.tokens, spec)
-            if drafts:
-                found[sequence.number] = drafts
-    return found
+def takes_drafts(options: SamplingOptions) -> bool:
+    """Not with penalties or a grammar: what these do to the token after a draft depends on the draft."""
+    return options.grammar is None and not has_penalties(options)
+
+
+def ngrams_of(scheduler: Scheduler, spec: NgramSpec) -> dict[int, list[int]]:
+    """Drafts for `Scheduler.schedule`, by request."""
+    found = {sequence.number: ngram_drafts(sequence.tokens, spec) for sequence in taking(scheduler)}
+    return {number: drafts for number, drafts in found.items() if drafts}
+
+
+def predicted_of(scheduler: Scheduler, width: int) -> dict[int, list[int]]:
+    """The same of drafts that the device has made with the last token of each sequence."""
+    names = [DRAFTED - place for place in range(width)]
+    return {sequence.number: names for sequence in taking(scheduler)}
+
+
+def taking(scheduler: Scheduler) -> list[LiveSequence]:
+    return [sequence for sequence in scheduler.decoding() if takes_drafts(sequence.request.options)]

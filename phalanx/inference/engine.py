@@ -25,10 +25,11 @@ from phalanx.base.errors import ConfigError, Problem
 from phalanx.base.sizes import size_text
 from phalanx.comm.axis import Axis, Work
 from phalanx.comm.host import host_axis
-from phalanx.inference.drafter import NgramSpec, drafts_of
+from phalanx.inference.drafter import Drafts, ngrams_of, predicted_of
 from phalanx.inference.grammar import Constraint, GrammarCompiler
 from phalanx.inference.load import InferenceModel
 from phalanx.inference.memory import (
+    NO_DRAFTS,
     LayerGroup,
     MemoryLimits,
     give_memory,
@@ -42,6 +43,7 @@ from phalanx.inference.memory import (
     windows_of,
 )
 from phalanx.inference.pages import GroupSpec
+from phalanx.inference.predictor import MtpSpec, check_modules
 from phalanx.inference.request import (
     EngineLoad,
     Event,
@@ -75,7 +77,7 @@ class EngineOptions:
     capture     make all CUDA graphs of steps when the engine is made, so that no request waits for one later
     drafts      of tokens, which the model checks several at a time (speculative decoding); None: none
     late        1: the host reads a token a step late, so that the device never waits for it; 0: before its sequence
-                goes on. None: 0 with drafts, which are made of known tokens, else 1
+                goes on. None: 0 with drafts, else 1: how many are accepted decides where the next step begins
 
     ValueError for drafts with tokens that come late.
     """
@@ -87,12 +89,12 @@ class EngineOptions:
     memory_gib: float | None = None
     pages: str = "model"
     capture: bool = False
-    drafts: NgramSpec | None = None
+    drafts: Drafts | None = None
     late: int | None = None
 
     def __post_init__(self) -> None:
         if self.drafts and self.late:
-            raise ValueError(f"late={self.late}: must be 0 with drafts, which are made of known tokens")
+            raise ValueError(f"late={self.late}: must be 0 with drafts: the next step begins where they end")
 
     @property
     def steps_late(self) -> int:
@@ -196,6 +198,16 @@ def check_pages(model: InferenceModel, pages: str) -> None:
         raise ConfigError([Problem("pages", pages, rule, {"train.batch_invariant": True}, ("model",))])
 
 
+def check_drafts(model: InferenceModel, drafts: Drafts | None) -> None:
+    """ConfigError for drafts that the model does not make here."""
+    if not isinstance(drafts, MtpSpec):
+        return
+    check_modules(model.plan, drafts, "drafts")
+    if model.trains:
+        rule = "must not be made by a model that trains: its samples are few"
+        raise ConfigError([Problem("drafts", "mtp", rule, {}, ("ngram:4",))])
+
+
 class Engine:
     """Made on all ranks together. Rank 0's caller submits, cancels and steps, from one thread or several; all other
     ranks `follow`."""
@@ -212,6 +224,7 @@ class Engine:
         seconds. tokenizer: the model's, for requests with a grammar."""
         options = options or EngineOptions()
         check_pages(model, options.pages)
+        check_drafts(model, options.drafts)
         self.model, self.options = model, options
         mesh, positions = model.mesh, model.plan.run.model.max_position_embeddings
         length = min(options.length or positions, positions)
@@ -226,9 +239,10 @@ class Engine:
             groups=self.groups,
             late=mesh.pp.size - 1 + options.steps_late,
             in_flight=mesh.pp.size,
+            further=self._depths,
         )
         self.scheduler = Scheduler(spec)
-        self.runner = Runner(model, self.limits, len(self.groups), options.drafts.tokens if options.drafts else 0)
+        self.runner = Runner(model, self.limits, len(self.groups), options.drafts)
         if options.capture:
             self.runner.graphs.capture()
         self._messages = messages or Messages(mesh.world, wait_s, mesh.pp.size)
@@ -249,14 +263,16 @@ class Engine:
 
     def _remember(self, options: EngineOptions) -> tuple[GroupSpec, ...]:
         """Give layers their pages: the same number on all ranks."""
-        mesh, limits = self.model.mesh, self.limits
-        layers = remembering(self.model.blocks)
+        mesh, limits, plan = self.model.mesh, self.limits, self.model.plan
+        layers = remembering(self.model.blocks, self._depths)
         dtype = FP8 if options.pages == "fp8" else self.model.dtype
-        groups = layer_groups(layers, windows_of(self.model.plan), dtype, limits.own_page_size)
+        groups = layer_groups(layers, windows_of(plan, self._depths), dtype, limits.own_page_size)
         gib = options.memory_gib
         if gib is None:
-            counted = self.model.plan.run.model.vocab_size if self.model.draws else 0
-            free = room_for_pages(mesh.device, mesh.world.size) - row_bytes(limits, counted)
+            draws, drafts = self.model.draws, options.drafts
+            drafted = drafts.room(plan, draws) if isinstance(drafts, MtpSpec) else NO_DRAFTS
+            kept = row_bytes(limits, plan.run.model.vocab_size if draws else 0, drafted)
+            free = room_for_pages(mesh.device, mesh.world.size) - kept
         else:
             free = gib * 2**30
         fit = torch.tensor(pages_that_fit(groups, limits, int(free)), device=mesh.world.device)
@@ -276,6 +292,21 @@ class Engine:
         if asked or not all(pages):
             needs = sequence_bytes(groups, self.limits)
             raise ConfigError([no_room("length", self.limits, needs, max(0, longest), size_text(max(0, free)))])
+
+    @property
+    def _depths(self) -> int:
+        """Modules of multi-token prediction that draft."""
+        drafts = self.options.drafts
+        return drafts.depths(self.model.plan.run.model) if isinstance(drafts, MtpSpec) else 0
+
+    def _drafts(self) -> dict[int, list[int]]:
+        """For the next step, by request."""
+        drafts = self.options.drafts
+        if drafts is None:
+            return {}
+        if isinstance(drafts, MtpSpec):
+            return predicted_of(self.scheduler, drafts.width(self.model.plan.run.model))
+        return ngrams_of(self.scheduler, drafts)
 
     # ---- what rank 0 is asked ----
 
@@ -371,8 +402,7 @@ class Engine:
             self._paused = True
             return []
         events = self._take_in(message)
-        drafts = drafts_of(self.scheduler, self.options.drafts) if self.options.drafts else None
-        step = self.scheduler.schedule(message.now, drafts)
+        step = self.scheduler.schedule(message.now, self._drafts())
         events += step.finished
         self._forget(events)  # of those that are over nothing more is heard
         drawn = None

@@ -20,7 +20,7 @@ from phalanx.data.files import TOKENIZER_FILES
 from phalanx.engine.meeting import device_of, identity, join
 from phalanx.forecast.decide import make_plan
 from phalanx.inference.adapters import with_adapter
-from phalanx.inference.drafter import NgramSpec
+from phalanx.inference.drafter import Drafts
 from phalanx.inference.ends import end_tokens
 from phalanx.inference.engine import DraftCounts, Engine, EngineOptions
 from phalanx.inference.load import InferenceModel, forward_only, load_alone, load_model, weights_folder
@@ -196,7 +196,7 @@ class TextStream:
         prompt: str,
         options: SamplingOptions,
         stop: Sequence[str] = (),
-        drafts: NgramSpec | None = None,
+        drafts: Drafts | None = None,
         adapter: str | None = None,
     ):
         folder = weights_folder(path)
@@ -284,7 +284,7 @@ class Generation:
     samples: int = 1
     stop: tuple[str, ...] = ()
     out: str | None = None
-    drafts: NgramSpec | None = None
+    drafts: Drafts | None = None
     adapter: str | None = None
 
 

@@ -17,10 +17,10 @@ from torch import Tensor
 
 from phalanx.comm.axis import Axis
 from phalanx.inference.adapters import TokenAdapters
-from phalanx.inference.load import InferenceModel
+from phalanx.inference.load import InferenceModel, Outputs
 from phalanx.inference.memory import MemoryLimits
 from phalanx.inference.own_tokens import own_batch, own_slots
-from phalanx.inference.scheduler import Step
+from phalanx.inference.scheduler import DRAFTED, SAMPLED, Step
 from phalanx.pipeline.segments import uncollected
 from phalanx.sequence.batch import Batch
 from phalanx.sequence.paged import PagedSequences, PagedSpans
@@ -67,8 +67,8 @@ class StepLayout:
 
     @property
     def sections(self) -> tuple[tuple[str, int], ...]:
-        """Names and lengths. owners: rows of the sequences of tokens; tokens: -1 where the device has the last one;
-        real: 1, and 0 of padding; ends: places of the tokens whose logits are wanted."""
+        """Names and lengths. owners: rows of the sequences of tokens; tokens: below 0 where the device has them
+        (RowTokens); real: 1, and 0 of padding; ends: places of the tokens whose logits are wanted."""
         of_tokens = [(name, self.tokens) for name in ("owners", "tokens", "positions", "real")]
         of_sequences = [("lengths", self.sequences), ("ends", self.ends), ("starts", self.sequences + 1)]
         of_groups = [(f"{name}{g}", n) for g in range(self.groups) for name, n in self._of_group]
@@ -113,29 +113,50 @@ class StepLayout:
                 run[here:] = len(step.tokens) if name == "starts" else 0
 
 
+@dataclass(frozen=True)
+class RowTokens:
+    """What the device keeps of each row, for steps that are scheduled before the host knows it.
+
+    last    (rows,) int64  the token drawn last
+    drafts  (rows, width) int64  what may come after it, by multi-token prediction
+    """
+
+    last: Tensor
+    drafts: Tensor
+
+    def ids(self, tokens: Tensor, owners: Tensor) -> Tensor:
+        """tokens (T,) of a step, and the row of each -> their ids: where a token is SAMPLED or DRAFTED, the row's."""
+        ids = torch.where(tokens == SAMPLED, self.last[owners], tokens)
+        width = self.drafts.shape[1]
+        if not width:
+            return ids
+        return torch.where(tokens > DRAFTED, ids, self.drafts[owners, (DRAFTED - tokens).clamp(0, width - 1)])
+
+
 class StepGraph:
-    """One graph, captured when it is made. logits (ends, vocabulary): of the last replay."""
+    """One graph, captured when it is made. made: logits (ends, vocabulary) and hidden states of the last replay."""
 
     def __init__(
         self,
         model: InferenceModel,
         limits: MemoryLimits,
         layout: StepLayout,
-        last: Tensor,
+        rows: RowTokens,
         adapters: TokenAdapters | None,
         pool: Any,
     ):
         self.layout = layout
+        last = rows.last
         self._packed = torch.zeros(layout.numel, dtype=torch.int32, device=last.device)
         self._buffers = [torch.zeros(layout.numel, dtype=torch.int32).pin_memory() for _ in range(BUFFERS)]
         self._turn = 0
 
-        def run() -> Tensor:
+        def run() -> Outputs:
             found = layout.split(self._packed)
             if adapters is not None:
                 adapters.choose(found["owners"].long())
-            batch = step_batch(layout, found, last, limits, model.mesh.cp, model.batch_invariant)
-            return model.logits([batch])[0]
+            batch = step_batch(layout, found, rows, limits, model.mesh.cp, model.batch_invariant)
+            return model.outputs([batch])[0]
 
         stream = torch.cuda.Stream(last.device)
         stream.wait_stream(torch.cuda.current_stream(last.device))
@@ -144,30 +165,30 @@ class StepGraph:
             stream.synchronize()
             self._graph = torch.cuda.CUDAGraph()
             with torch.cuda.graph(self._graph, pool=pool, stream=stream, capture_error_mode="thread_local"):
-                self.logits = run()
+                self.made = run()
         torch.cuda.current_stream(last.device).wait_stream(stream)
 
-    def replay(self, step: Step) -> Tensor:
-        """(tokens that are drawn, vocabulary): overwritten by the next replay of any graph."""
+    def replay(self, step: Step) -> Outputs:
+        """logits (tokens that are drawn, vocabulary) and hidden states of all tokens, padding included: overwritten by
+        the next replay of any graph."""
         buffer = self._buffers[self._turn]
         self._turn = (self._turn + 1) % BUFFERS
         self.layout.write(buffer.numpy(), step)
         self._packed.copy_(buffer, non_blocking=True)
         self._graph.replay()
-        return self.logits[: len(step.draws[0])]
+        return Outputs(self.made.logits[: len(step.draws[0])], self.made.hidden)
 
 
 def step_batch(
     layout: StepLayout,
     found: dict[str, Tensor],
-    last: Tensor,
+    rows: RowTokens,
     limits: MemoryLimits,
     cp: Axis,
     batch_invariant: bool = False,
 ) -> Batch:
     """The tokens of a step, of numbers on the device; of these this rank's."""
-    tokens = found["tokens"].long()
-    ids = torch.where(tokens < 0, last[found["owners"].long()], tokens)
+    ids = rows.ids(found["tokens"].long(), found["owners"].long())
     spans = tuple(
         PagedSpans(
             starts=found["starts"],
@@ -196,12 +217,12 @@ class StepGraphs:
         model: InferenceModel,
         limits: MemoryLimits,
         groups: int,
-        last: Tensor,
+        rows: RowTokens,
         drafts: int = 0,
         adapters: TokenAdapters | None = None,
     ):
         """drafts: of a sequence in a step, at most."""
-        self._model, self._limits, self._groups, self._last, self._drafts = model, limits, groups, last, drafts
+        self._model, self._limits, self._groups, self._rows, self._drafts = model, limits, groups, rows, drafts
         self._adapters = adapters
         ranks = model.mesh.grid.tp * model.mesh.cp.size
         self.usable = model.capturable
@@ -244,11 +265,11 @@ class StepGraphs:
         for layout in sorted(layouts, key=lambda layout: (layout.tokens, layout.sequences), reverse=True):
             self._graph(layout)
 
-    def replay(self, step: Step, layout: StepLayout) -> Tensor:
-        """(tokens that are drawn, vocabulary)."""
+    def replay(self, step: Step, layout: StepLayout) -> Outputs:
+        """logits (tokens that are drawn, vocabulary), and hidden states."""
         return self._graph(layout).replay(step)
 
     def _graph(self, layout: StepLayout) -> StepGraph:
         if layout not in self._graphs:
-            self._graphs[layout] = StepGraph(self._model, self._limits, layout, self._last, self._adapters, self._pool)
+            self._graphs[layout] = StepGraph(self._model, self._limits, layout, self._rows, self._adapters, self._pool)
         return self._graphs[layout]

@@ -107,6 +107,15 @@ def without_training(run: Run, world: int) -> Run:
 
 
 @dataclass(frozen=True)
+class Outputs:
+    """Of a batch: logits (R, vocabulary), and hidden (T / tp / cp, D), the input of the model's last block. With
+    multi-token prediction that is the model's normed hidden state, which the first depth reads."""
+
+    logits: Tensor
+    hidden: Tensor
+
+
+@dataclass(frozen=True)
 class InferenceModel:
     """The weights and blocks of one rank.
 
@@ -170,16 +179,25 @@ class InferenceModel:
         """That the model computes in."""
         return self.plan.env(self.mesh.at).weights.dtype
 
-    @torch.no_grad()
     def logits(self, batches: list[Batch]) -> list[Tensor]:
         """(R, vocabulary) of each batch of sequences that go on, for the tokens at `paged.ends`; nothing on ranks
         without the model's last block. Collective over tp, pp and the ranks that share experts."""
-        stages = self.stages
-        stages.finish = last_logits
+        return [made.logits for made in self.outputs(batches)]
+
+    @torch.no_grad()
+    def outputs(self, batches: list[Batch]) -> list[Outputs]:
+        """The same, with the input of the model's last block."""
+        stages, given = self.stages, dict[int, Tensor]()
+
+        def finish(block: Block, x: Tensor, batch: Batch) -> Tensor:
+            given[len(given)] = x  # the last stage has one batch after another
+            return last_logits(block, x, batch)
+
+        stages.finish = finish
         stages.begin(batches, seed=None)
         execute(self.program(len(batches)), self.handlers)
         stages.end()
-        return [stages.outputs[number] for number in sorted(stages.outputs)]
+        return [Outputs(stages.outputs[number], given[number]) for number in sorted(stages.outputs)]
 
     def program(self, count: int) -> list[Instruction]:
         """The instructions of this rank for so many batches."""

@@ -72,13 +72,14 @@ class LayerGroup:
     page_bytes: int
 
 
-def windows_of(plan: Plan) -> tuple[int | None, ...]:
-    """By which layers are grouped, on all ranks alike; those that keep everything first."""
+def windows_of(plan: Plan, depths: int = 0) -> tuple[int | None, ...]:
+    """By which layers are grouped, on all ranks alike; those that keep everything first. depths: of multi-token
+    prediction, that draft."""
     found = {
         remembered(layer).window
         for pp in range(plan.grid.pp)
         for segment in plan.blocks_of(Coords(pp=pp)).values()
-        for layer in remembering(segment)
+        for layer in remembering(segment, depths)
     }
     return tuple(sorted(found, key=lambda window: (window is not None, window or 0)))
 
@@ -100,9 +101,10 @@ def remembered(layer: Module) -> PageSpec:
     return layer.remembers
 
 
-def remembering(blocks: Sequence[Block]) -> list[Module]:
-    """The layers of these blocks that remember something, in the order of the model."""
-    return [layer for block in blocks for layer in block.remembering()]
+def remembering(blocks: Sequence[Block], depths: int = 0) -> list[Module]:
+    """The layers of these blocks that remember something, in the order of the model. depths: of multi-token
+    prediction, that draft."""
+    return [layer for block in blocks for layer in (*block.remembering(), *block.drafting(depths))]
 
 
 def pages_that_fit(groups: Sequence[LayerGroup], limits: MemoryLimits, free: int) -> tuple[int, ...]:
@@ -161,10 +163,27 @@ def no_room(field: str, limits: MemoryLimits, needs: int, longest: int, room: st
     return Problem(field, limits.length, rule, {"room": room}, (longest,) if longest else ())
 
 
-def row_bytes(limits: MemoryLimits, vocabulary: int) -> int:
-    """Bytes that an engine keeps on a rank beside pages: the last token of each sequence, and where tokens are drawn,
-    counts of those of the vocabulary for penalties (if one asks for them)."""
-    return limits.most_sequences * (torch.int64.itemsize + vocabulary * COUNT_BYTES)
+@dataclass(frozen=True)
+class DraftRoom:
+    """What drafts from multi-token prediction are kept in, for each sequence.
+
+    tokens  drafted at once
+    states  bytes of what depths made of its last token, which the depths after them read in the next step
+    """
+
+    tokens: int = 0
+    states: int = 0
+
+
+NO_DRAFTS = DraftRoom()
+
+
+def row_bytes(limits: MemoryLimits, vocabulary: int, drafts: DraftRoom = NO_DRAFTS) -> int:
+    """Bytes that an engine keeps on a rank beside pages: the last token of each sequence, its drafts, and where tokens
+    are drawn, counts of those of the vocabulary for penalties (if one asks for them)."""
+    token = torch.int64.itemsize
+    each = token * (1 + drafts.tokens) + vocabulary * COUNT_BYTES + drafts.states
+    return limits.most_sequences * each
 
 
 def give_memory(
@@ -185,8 +204,10 @@ def give_memory(
 
 def forget_memory(blocks: Sequence[Block]) -> None:
     """Free the pages of these blocks' layers."""
-    for layer in remembering(blocks):
-        layer.memory = None
+    for block in blocks:
+        for module in block.modules():
+            if isinstance(module, Module):
+                module.memory = None
 
 
 def room_for_pages(device: torch.device, ranks: int) -> float:

@@ -1,8 +1,9 @@
 """Runs the steps of a scheduler on the device: pieces of sequences go through this rank's blocks in batches, then the
 tokens that follow are drawn.
 
-A drawn token stays on the device, where the next step reads it; the host is given a copy when it asks. Nothing here
-waits for the device but `Drawn.read`. The stages of a pipeline compute several steps at once, of different sequences:
+A drawn token stays on the device, where the next step reads it; the host is given a copy when it asks. Which drafts
+stay is decided there too, and drafts of multi-token prediction never leave it. Nothing here waits for the device but
+`Drawn.read`. The stages of a pipeline compute several steps at once, of different sequences:
 tokens go from the last stage to the others, which take them only when a step goes on from them.
 """
 
@@ -18,14 +19,26 @@ from torch import Tensor
 
 from phalanx.comm.axis import Axis, Work
 from phalanx.inference.adapters import TokenAdapters, give_tokens
+from phalanx.inference.drafter import Drafts, NgramSpec, takes_drafts
 from phalanx.inference.grammar import Constraint
-from phalanx.inference.graphs import StepGraphs
+from phalanx.inference.graphs import RowTokens, StepGraphs
 from phalanx.inference.load import InferenceModel
 from phalanx.inference.memory import MemoryLimits
 from phalanx.inference.own_tokens import own_batch, own_slots
+from phalanx.inference.predictor import MtpSpec, Predictor, StepTokens, draft_draws
 from phalanx.inference.request import TokenScore
-from phalanx.inference.sampler import Draws, OptionTable, Sampled, TokenCounts, accept_same, has_penalties, sample
-from phalanx.inference.scheduler import NO_TOKEN, SAMPLED, LiveSequence, Step
+from phalanx.inference.sampler import (
+    Draws,
+    OptionTable,
+    Sampled,
+    TokenCounts,
+    accept_same,
+    has_penalties,
+    sample,
+    wide_dtype,
+    widened,
+)
+from phalanx.inference.scheduler import NO_TOKEN, LiveSequence, Step
 from phalanx.inference.scores import ScoredPrompt
 from phalanx.sequence.batch import Batch
 from phalanx.sequence.paged import PagedSequences, PagedSpans
@@ -72,6 +85,7 @@ class Drawn:
     rows     (D,) of those, on the device
     scored   of tokens of prompts: their requests and positions
     prompts  their log-probabilities
+    drafts   (S, width) what may come after each sequence's last token, once they are made; None: nobody drafts
 
     On other stages than the last `sampled` and `prompts` are room for what the last one has.
     """
@@ -87,6 +101,8 @@ class Drawn:
     ):
         self.step, self.rows, self.tokens = step, rows, sampled.tokens
         self._owners, self._scored, self._made = owners, scored, (sampled, prompts)
+        self.drafts: Tensor | None = None
+        self.known = False  # to the host
         self._copies: list[HostCopy] = []
         self._pp = Axis("pp")
         self._sent: list[Work] = []
@@ -96,17 +112,27 @@ class Drawn:
         self._pp = pp
         if pp.index == pp.size - 1:
             self._sent = [pp.post_broadcast(t, source=pp.index) for t in self._tensors]
+            self._copy()  # before what is drafted: the host need not wait for that
         return self
+
+    def send_drafts(self, drafts: Tensor) -> None:
+        """The same of drafts, after all others; on other stages than the last, room for them."""
+        self.drafts = drafts
+        if self._pp.index == self._pp.size - 1:
+            self._sent.append(self._pp.post_broadcast(drafts, source=self._pp.index))
 
     def arrive(self) -> None:
         """It is needed here: other stages wait for it."""
-        if self._copies:
-            return
         for work in self._sent:
             work.wait()
-        if self._pp.index < self._pp.size - 1:
-            for t in self._tensors:
-                self._pp.broadcast(t, source=self._pp.size - 1)
+        self._sent = []
+        if self._copies:
+            return
+        for t in (*self._tensors, *([] if self.drafts is None else [self.drafts])):
+            self._pp.broadcast(t, source=self._pp.size - 1)
+        self._copy()
+
+    def _copy(self) -> None:
         self._copies = [HostCopy(made) for made in self._made]
 
     @property
@@ -121,27 +147,17 @@ class Drawn:
     def read(self) -> DrawnTokens:
         """Waits until it is there."""
         self.arrive()
+        self.known = True
         (tokens, scores), (_, prompt_scores) = (copy.read() for copy in self._copies)
         width = int(self.step.drafts.max(initial=0)) + 1
         table = np.full((len(self.step), width), NO_TOKEN, np.int64)
         found: list[list[TokenScore]] = [[] for _ in range(len(self.step))]
         column = np.arange(len(tokens)) - np.searchsorted(self._owners, self._owners)
         table[self._owners, column] = tokens
-        if width > 1:
-            table = accepted_of(self.step, table)
         for owner, score in zip(self._owners.tolist(), scores):
             found[owner].append(score)
         prompts = [(request, position, score) for (request, position), score in zip(self._scored, prompt_scores)]
         return DrawnTokens(table, found, prompts)
-
-
-def accepted_of(step: Step, drawn: np.ndarray) -> np.ndarray:
-    """(S, 1 + K): what stays of the tokens drawn after each sequence's last one and after each of its drafts."""
-    drafts = np.zeros((len(step), drawn.shape[1] - 1), np.int64)
-    for i in np.flatnonzero(step.drafts).tolist():
-        count, end = int(step.drafts[i]), int(step.starts[i + 1])
-        drafts[i, :count] = step.tokens[end - count : end]
-    return accept_same(*(torch.from_numpy(x) for x in (drafts, step.drafts, drawn))).numpy()
 
 
 @dataclass(frozen=True)
@@ -185,10 +201,16 @@ class Runner:
     """What one rank keeps on its device for the sequences that run: the last token of each row, and how its tokens are
     drawn."""
 
-    def __init__(self, model: InferenceModel, limits: MemoryLimits, groups: int, drafts: int = 0):
-        """groups: of layers that remember alike. drafts: of a sequence in a step, at most."""
+    def __init__(self, model: InferenceModel, limits: MemoryLimits, groups: int, drafts: Drafts | None = None):
+        """groups: of layers that remember alike."""
         self.model, self.limits, self.mesh = model, limits, model.mesh
-        self.last = torch.zeros(limits.most_sequences, dtype=torch.int64, device=self.mesh.device)
+        config, device = model.plan.run.model, self.mesh.device
+        self._predicts = drafts.width(config) if isinstance(drafts, MtpSpec) else 0
+        self.rows = RowTokens(
+            torch.zeros(limits.most_sequences, dtype=torch.int64, device=device),
+            torch.zeros(limits.most_sequences, self._predicts, dtype=torch.int64, device=device),
+        )
+        self._begins = np.zeros(limits.most_sequences, np.int64)  # by row, the first position that was computed
         self.options = OptionTable(limits.most_sequences)
         self.counts: TokenCounts | None = None  # made where tokens are drawn, when penalties are asked for
         self.vocab = model.plan.run.model.vocab_size
@@ -196,19 +218,28 @@ class Runner:
         if model.adapters is not None:
             self.adapters = TokenAdapters(model.adapters, limits.most_sequences, model.mesh)
             give_tokens(model.blocks, self.adapters)
-        self.graphs = StepGraphs(model, limits, groups, self.last, drafts, self.adapters)
+        self.predictor: Predictor | None = None
+        if isinstance(drafts, MtpSpec) and model.draws:
+            self.predictor = Predictor(model, limits, drafts, self.adapters)
+        most = drafts.tokens if isinstance(drafts, NgramSpec) else self._predicts
+        self.graphs = StepGraphs(model, limits, groups, self.rows, most, self.adapters)
         self._coming: deque[Drawn] = deque()  # in the order of their steps
         self._like = torch.empty(0, dtype=wide_dtype(model.dtype), device=self.mesh.device)
 
     def run(self, step: Step, scored: Mapping[int, ScoredPrompt], constraints: Mapping[int, Constraint]) -> Drawn:
         """Collective over the ranks of a replica. By request, scored: prompts of which all tokens are scored;
         constraints: of those with a grammar."""
-        # whatever a step goes on from was drawn so many steps before it (SchedulerSpec.in_flight)
-        while self._coming and self._coming[0].step.number <= step.number - self.mesh.pp.size:
+        # whatever a step goes on from was drawn so many steps before it (SchedulerSpec.in_flight), or is known
+        before = step.number - self.mesh.pp.size
+        while self._coming and (self._coming[0].known or self._coming[0].step.number <= before):
             self._feed(self._coming.popleft())
         for i in step.admitted:
             self._admit(int(step.rows[i]), step.sequences[i])
-        drawn = self._run(step, scored, constraints).send(self.mesh.pp)
+            self._begins[step.rows[i]] = step.firsts[i]
+        drawn, hidden, ends = self._run(step, scored, constraints)
+        drawn.send(self.mesh.pp)
+        if self._predicts:
+            drawn.send_drafts(self._draft(step, drawn, hidden, ends))
         self._coming.append(drawn)
         return drawn
 
@@ -220,26 +251,110 @@ class Runner:
     def _feed(self, drawn: Drawn) -> None:
         """Tokens are there for the steps that go on from them."""
         drawn.arrive()
-        self.last[drawn.rows] = drawn.tokens.clamp(min=0)
+        self.rows.last[drawn.rows] = drawn.tokens.clamp(min=0)
+        if drawn.drafts is not None:
+            self.rows.drafts[self._to_device(drawn.step.rows)] = drawn.drafts
 
-    def _run(self, step: Step, scored: Mapping[int, ScoredPrompt], constraints: Mapping[int, Constraint]) -> Drawn:
+    def _run(
+        self, step: Step, scored: Mapping[int, ScoredPrompt], constraints: Mapping[int, Constraint]
+    ) -> tuple[Drawn, Tensor | None, np.ndarray]:
+        """What is drawn; where that happens, the model's hidden states; places in the step of the tokens after which it
+        is drawn."""
         layout = None if scored else self.graphs.layout_of(step)
         if layout is not None:
             owners, before_last = step.draws
             replayed, all_draw = self.graphs.replay(step, layout), np.ones(len(owners), np.bool_)
             how = self._draws(step, owners, step.lengths[owners] - before_last, constraints)
-            rows, sampled = self._draw(replayed, step.rows[owners], all_draw, how)
-            return Drawn(step, owners, rows, sampled, [], Sampled(sampled.tokens[:0]))
+            rows, sampled = self._draw(replayed.logits, step.rows[owners], all_draw, how)
+            sampled = self._accepted(step, sampled)
+            ends = step.starts[owners + 1] - 1 - before_last
+            return Drawn(step, owners, rows, sampled, [], Sampled(sampled.tokens[:0])), replayed.hidden, ends
         wanted = WantedTokens.of(step, scored)
         owners, draws = wanted.owners, wanted.draws
-        made = self.model.logits([self._batch(step, wanted.ends)])
-        logits = made[0] if made else None
+        made = self.model.outputs([self._batch(step, wanted.ends)])
+        logits, hidden = (made[0].logits, made[0].hidden) if made else (None, None)
         places = step.starts[owners] + step.counts[owners] - 1  # of the last token of each owner
         positions = (step.firsts + step.counts)[owners] - (places - wanted.ends)  # of the tokens that come next
         how = self._draws(step, owners[draws], positions[draws], constraints)
         rows, sampled = self._draw(logits, step.rows[owners], draws, how)
+        if logits is not None:
+            sampled = self._accepted(step, sampled)
         found = [(int(n), int(p)) for n, p in zip(step.requests[owners[~draws]], positions[~draws])]
-        return Drawn(step, owners[draws], rows, sampled, found, self._score(logits, found, draws, scored))
+        scores = self._score(logits, found, draws, scored)
+        return Drawn(step, owners[draws], rows, sampled, found, scores), hidden, wanted.ends[draws]
+
+    def _accepted(self, step: Step, sampled: Sampled) -> Sampled:
+        """With NO_TOKEN for tokens that were drawn after a draft that is refused."""
+        if not step.drafts.any():
+            return sampled
+        owners, before_last = step.draws
+        drawing, column = np.flatnonzero(step.samples), step.drafts[owners] - before_last
+        counts, width = step.drafts[drawing], int(step.drafts.max())
+        first = np.cumsum(1 + counts) - (1 + counts)
+        given = np.zeros((len(drawing), width), np.int64)
+        for i, (count, end) in enumerate(zip(counts.tolist(), step.starts[drawing + 1].tolist())):
+            given[i, :count] = step.tokens[end - count : end]
+        rows = np.repeat(step.rows[drawing], width)
+        drafts = self.rows.ids(*(self._to_device(x) for x in (given.reshape(-1), rows))).view(-1, width)
+        places = np.minimum(first[:, None] + np.arange(1 + width), len(owners) - 1)
+        at = self._to_device(np.searchsorted(drawing, owners)), self._to_device(column)
+        stay = accept_same(drafts, self._to_device(counts), sampled.tokens[self._to_device(places)])
+        return replace(sampled, tokens=stay[at])
+
+    def _draft(self, step: Step, drawn: Drawn, hidden: Tensor | None, ends: np.ndarray) -> Tensor:
+        """(S, width) drafts of what comes after the tokens of a step; without hidden states, room for them."""
+        if self.predictor is None or hidden is None:
+            return self.rows.drafts.new_zeros(len(step), self._predicts)
+        tokens = self._step_tokens(step, drawn, hidden, ends)
+        takes = [takes_drafts(s.request.options) for s, draws in zip(step.sequences, step.samples) if draws]
+        how = None
+        if any(takes) or self.model.in_step:  # replicas that share experts draft together
+            host = self.options.draws(step.rows, step.lengths, self.mesh.device)
+            how = draft_draws(host, tokens.positions[tokens.ends[: len(step)]] + 1)
+        return self.predictor.draft(tokens, hidden, how)
+
+    def _step_tokens(self, step: Step, drawn: Drawn, hidden: Tensor, ends: np.ndarray) -> StepTokens:
+        """ends: places of the tokens after which others were drawn."""
+        ranks, here, count = self.mesh.grid.tp * self.mesh.cp.size, len(step.tokens), len(step)
+        total, sequences = len(hidden) * ranks, ranks * max(1, -(-count // ranks))
+        following = np.zeros(total, np.int64)
+        following[: max(0, here - 1)] = step.tokens[1:]
+        for i, (sequence, end) in enumerate(zip(step.sequences, (step.firsts + step.counts).tolist())):
+            following[step.starts[i + 1] - 1] = sequence.tokens[end] if end < len(sequence.tokens) else 0
+        after = self._to_device(following.clip(min=0))
+        after[self._to_device(ends)] = drawn.tokens.clamp(min=0)
+        stays = torch.ones(sequences, dtype=torch.int64, device=self.mesh.device)
+        owners, _ = step.draws
+        if step.drafts.any():
+            there = (drawn.tokens != NO_TOKEN).to(torch.int64)
+            stays = stays.new_zeros(sequences).index_add_(0, self._to_device(owners), there).clamp_(min=1)
+        starts = self._filled(step.starts, sequences + 1, here).to(torch.int32)
+        last = self._filled(step.starts[1:] - 1 - step.drafts, sequences)
+        return StepTokens(
+            count=count,
+            rows=self._filled(step.rows, sequences),
+            begins=self._filled(self._begins[step.rows], sequences),
+            starts=starts,
+            lengths=self._filled(step.lengths, sequences).to(torch.int32),
+            tables=tuple(self._table(table, step.rows, sequences) for table in step.tables),
+            owners=self._filled(np.repeat(np.arange(count), step.counts), total),
+            positions=self._filled(step.positions, total),
+            real=self._filled(np.ones(here, np.int64), total),
+            following=after,
+            ends=last + stays - 1,
+            most=int(step.counts.max(initial=1)),
+        )
+
+    def _filled(self, x: np.ndarray, length: int, padding: int = 0) -> Tensor:
+        """int64 on the device, with padding up to a length."""
+        out = np.full(length, padding, np.int64)
+        out[: len(x)] = x
+        return self._to_device(out)
+
+    def _table(self, table: np.ndarray, rows: np.ndarray, sequences: int) -> Tensor:
+        out = np.zeros((sequences, table.shape[1]), np.int32)
+        out[: len(rows)] = table[rows]
+        return self._to_device(out)
 
     def _admit(self, row: int, sequence: LiveSequence) -> None:
         """A sequence has a row: for the first time, or anew with what it has made so far."""
@@ -302,15 +417,11 @@ class Runner:
         tokens = ranks * max(1, -(-here // ranks))
 
         def filled(x: np.ndarray) -> Tensor:
-            out = np.zeros(tokens, np.int64)
-            out[:here] = x
-            return self._to_device(out)
+            return self._filled(x, tokens)
 
-        ids = filled(np.where(step.tokens == SAMPLED, 0, step.tokens))
-        fed = np.flatnonzero(step.tokens == SAMPLED)
-        if len(fed):
-            owners = np.searchsorted(step.starts, fed, side="right") - 1
-            ids[self._to_device(fed)] = self.last[self._to_device(step.rows[owners])]
+        ids = filled(step.tokens)
+        if (step.tokens < 0).any():
+            ids = self.rows.ids(ids, filled(np.repeat(step.rows, step.counts)))
         if self.adapters is not None:
             self.adapters.choose(filled(np.repeat(step.rows, step.counts)))
         starts, most_keys = self._to_device(step.starts), int(step.lengths.max(initial=1))
@@ -343,15 +454,6 @@ def to_host(x: Tensor) -> Tensor:
     """A copy on the host, there when the device is through with what was asked of it: only into pinned memory is the
     host not made to wait."""
     return x if x.is_cpu else torch.empty(x.shape, dtype=x.dtype, pin_memory=True).copy_(x, non_blocking=True)
-
-
-def widened(logits: Tensor) -> Tensor:
-    """In fp32 at least."""
-    return logits.to(wide_dtype(logits.dtype))
-
-
-def wide_dtype(dtype: torch.dtype) -> torch.dtype:
-    return torch.promote_types(dtype, torch.float32)
 
 
 def empty_sample(rows: int, width: int | None, like: Tensor) -> Sampled:

@@ -13,7 +13,7 @@ their sums are about eight passes. Sorting is for top-p without top-k alone, and
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import numpy as np
 import torch
@@ -74,6 +74,16 @@ class Draws:
         """(S, 1) float64."""
         i = COLUMN[name]
         return self.values[:, i : i + 1]
+
+    def at(self, positions: Tensor) -> Draws:
+        """The same of tokens at other positions (S,), which the device knows."""
+        values = self.values.clone()
+        values[:, COLUMN["position"]] = positions.to(values.dtype)
+        return replace(self, values=values)
+
+    def later(self, tokens: int) -> Draws:
+        """The same of tokens so many positions later."""
+        return self.at(self.values[:, COLUMN["position"]] + tokens)
 
 
 @dataclass(frozen=True)
@@ -207,6 +217,15 @@ class TokenCounts:
         """Tokens (S,) were made in rows (S,), each there once; NO_TOKEN: none."""
         more = (tokens != NO_TOKEN).to(torch.int32)
         self.made.index_put_((rows, tokens.clamp(min=0)), more, accumulate=True)
+
+
+def widened(logits: Tensor) -> Tensor:
+    """In fp32 at least."""
+    return logits.to(wide_dtype(logits.dtype))
+
+
+def wide_dtype(dtype: torch.dtype) -> torch.dtype:
+    return torch.promote_types(dtype, torch.float32)
 
 
 def sample(logits: Tensor, draws: Draws, counts: TokenCounts | None = None) -> Sampled:

@@ -37,6 +37,9 @@ from phalanx.inference.request import EndReason, Finished, Request
 SAMPLED = -1
 """In place of a token: the last one that was sampled for this row, which only the device has."""
 
+DRAFTED = -2
+"""In place of a token: the first of the row's drafts, which only the device has; DRAFTED - 1: the second, and so on."""
+
 NO_TOKEN = -1
 """In what is observed: no token here."""
 
@@ -53,6 +56,8 @@ class SchedulerSpec:
     late            tokens of a step are observed after so many more are scheduled; at most in_flight
     in_flight       steps that are computed at once (pipeline stages): a sequence whose last token has not been observed
                     is in each in_flight-th step at most, and of those who decode each step has its part
+    further         tokens after a page on which what is remembered in it hangs too (multi-token prediction): a prefix
+                    is known by them, and known when the last of them is
     """
 
     most_sequences: int
@@ -62,6 +67,7 @@ class SchedulerSpec:
     groups: tuple[GroupSpec, ...]
     late: int = 1
     in_flight: int = 1
+    further: int = 0
 
     def __post_init__(self) -> None:
         if not 0 <= self.late <= self.in_flight:
@@ -123,7 +129,7 @@ class Step:
     counts     (S,) tokens of each
     samples    (S,) bool: a token is drawn after its last one, or one after each of its drafts' and the one before
     drafts     (S,) the last so many of its tokens are drafts
-    tokens     (T,) token ids; SAMPLED: the one sampled last for the row
+    tokens     (T,) token ids; SAMPLED: the one sampled last for the row; DRAFTED and less: its drafts
     positions  (T,)
     starts     (S + 1,) int32: where each begins in the batch
     slots      of each group (T,): where tokens are written
@@ -181,8 +187,8 @@ class Observed:
 class LiveSequence:
     """A request that waits or runs: its tokens, and where it stands."""
 
-    def __init__(self, request: Request, room: int, page_size: int):
-        options = request.options
+    def __init__(self, request: Request, spec: SchedulerSpec):
+        options, room = request.options, spec.room
         self.request = request
         self.number = request.number
         self.rank = (-request.priority, request.number)
@@ -192,7 +198,7 @@ class LiveSequence:
         self.ends = frozenset(options.end_tokens)
         self.keys: list[bytes] = []  # of its full pages whose tokens are known
         self.known = 0  # pages of those that the pools know
-        self.next_key = page_size  # tokens from which there is one more
+        self.next_key = spec.page_size + spec.further  # tokens from which there is one more
         self.row = -1  # waits
         self.pending = 0  # tokens drawn but not observed when it was preempted
         self.cached: int | None = None  # tokens of the prompt that were there when it first ran
@@ -250,7 +256,7 @@ class Scheduler:
             raise ValueError(f"request {request.number}: numbers must grow, and the last was {self._last_number}")
         self.check(request)
         self._last_number = request.number
-        sequence = LiveSequence(request, self.spec.room, self.spec.page_size)
+        sequence = LiveSequence(request, self.spec)
         self._live[sequence.number] = sequence
         heapq.heappush(self._waiting, (sequence.rank, sequence))
         if request.deadline is not None:
@@ -432,6 +438,7 @@ class Scheduler:
                 return False
         before = len(sequence.tokens) - 1  # tokens that need not be computed, if they are there
         before = before if sequence.scored_from is None else min(before, sequence.scored_from - 1)
+        before = min(before, max(0, len(sequence.tokens) - self.spec.further))
         keys = self._keys(sequence, before // self.spec.page_size)
         keys = keys[: self.pages.longest_prefix(keys)]
         if not alone and not self._has_room(sequence, keys):
@@ -444,7 +451,7 @@ class Scheduler:
         sequence.row = row
         sequence.fresh = True
         sequence.known = len(keys)
-        sequence.next_key = (len(keys) + 1) * self.spec.page_size
+        sequence.next_key = (len(keys) + 1) * self.spec.page_size + self.spec.further
         if sequence.cached is None:
             sequence.cached = min(len(keys) * self.spec.page_size, sequence.prompt)
         self._row_of[row] = sequence
@@ -588,7 +595,8 @@ class Scheduler:
         accepted = drawn[drawn != NO_TOKEN].tolist()
         begin, count = int(step.starts[index]) + 1, int(step.drafts[index])
         given = step.tokens[begin : begin + count].tolist()
-        if not 1 <= len(accepted) <= count + 1 or accepted[:-1] != given[: len(accepted) - 1]:
+        known = [token for token in given if token > DRAFTED]  # others only the device can compare
+        if not 1 <= len(accepted) <= count + 1 or (known and accepted[:-1] != given[: len(accepted) - 1]):
             raise ValueError(f"tokens {accepted} are not accepted drafts of {given} and one more")
         row, first = sequence.row, int(step.firsts[index])
         sequence.drafted += count
@@ -615,22 +623,24 @@ class Scheduler:
 
     def _keys(self, sequence: LiveSequence, count: int) -> list[bytes]:
         """Keys of its first full pages."""
-        keys, size = sequence.keys, self.spec.page_size
+        keys, size, further = sequence.keys, self.spec.page_size, self.spec.further
         for n in range(len(keys), count):
             before = keys[-1] if keys else first_key(sequence.request.options.adapter)
-            keys.append(page_key(before, sequence.tokens[n * size : (n + 1) * size].tobytes()))
+            keys.append(page_key(before, sequence.tokens[n * size : (n + 1) * size + further].tobytes()))
         return keys[:count]
 
     def _know(self, sequence: LiveSequence) -> None:
         """Pages whose tokens are known and in a step already are known from now on."""
-        row, size = sequence.row, self.spec.page_size
-        full = min(len(sequence.tokens), int(self._next[row])) // size
+        row, size, further = sequence.row, self.spec.page_size, self.spec.further
+        # the last depth of multi-token prediction is further - 1 positions behind
+        computed = int(self._next[row]) - max(0, further - 1)
+        full = max(0, min(len(sequence.tokens) - further, computed)) // size
         if full > sequence.known:
             keys = self._keys(sequence, full)
             for index in range(sequence.known, full):
                 self.pages.know(row, index, keys[index])
             sequence.known = full
-            sequence.next_key = (full + 1) * size
+            sequence.next_key = (full + 1) * size + further
 
     def _leave(self, sequence: LiveSequence) -> None:
         """A sequence gives back its row and its pages; those that are full stay known."""

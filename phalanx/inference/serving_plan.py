@@ -11,6 +11,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
 import torch
+from torch import nn
 
 from phalanx.base.devices import Device
 from phalanx.base.dtypes import precision
@@ -20,6 +21,8 @@ from phalanx.base.text_table import table
 from phalanx.forecast.memory import OVERHEAD
 from phalanx.inference.memory import (
     GPU_SHARE,
+    NO_DRAFTS,
+    DraftRoom,
     LayerGroup,
     MemoryLimits,
     layer_groups,
@@ -32,6 +35,7 @@ from phalanx.inference.memory import (
     sequence_bytes,
     windows_of,
 )
+from phalanx.inference.predictor import MtpSpec, check_modules, rounds
 from phalanx.layout.grid import Coords
 from phalanx.nn.embedding import Embedding
 from phalanx.nn.module import Block
@@ -47,11 +51,13 @@ class RankServing:
     """One pipeline rank, at tp rank 0.
 
     weights      bytes of weights
-    dense        bytes of those that every step reads: all but the embedding's, experts' and multi-token prediction's
+    dense        bytes of those that every step reads: all but the embedding's, experts' and those of modules of
+                 multi-token prediction that draft nothing
     experts      bytes of experts, of which a step reads those that its tokens choose
     groups       of layers that remember alike, with their bytes
     token_bytes  of each group, of a token in all its layers here; of ranks that share a sequence (cp), each one's part
     vocabulary   tokens that it counts for penalties; 0: it draws none
+    drafts       what it keeps of each sequence for drafts
     """
 
     weights: int
@@ -60,6 +66,7 @@ class RankServing:
     groups: tuple[LayerGroup, ...]
     token_bytes: tuple[int, ...]
     vocabulary: int
+    drafts: DraftRoom = NO_DRAFTS
 
     def pages(self, num_pages: Sequence[int]) -> int:
         """Bytes of so many pages of each group."""
@@ -73,19 +80,30 @@ class RankServing:
 
 @dataclass(frozen=True)
 class ServingPlan:
-    """A model of a layout that generates sequences of `limits.length` tokens; `dtype`: of what is remembered."""
+    """A model of a layout that generates sequences of `limits.length` tokens; `dtype`: of what is remembered; `drafts`:
+    of multi-token prediction."""
 
     plan: Plan
     limits: MemoryLimits
     dtype: torch.dtype
     ranks: tuple[RankServing, ...]
+    drafts: MtpSpec | None = None
 
     @staticmethod
-    def of(plan: Plan, limits: MemoryLimits, dtype: torch.dtype | None = None) -> ServingPlan:
-        """dtype: None: that of the model."""
+    def of(
+        plan: Plan, limits: MemoryLimits, dtype: torch.dtype | None = None, drafts: MtpSpec | None = None
+    ) -> ServingPlan:
+        """dtype: None: that of the model. ConfigError for drafts that the model does not make in this layout."""
+        if drafts is not None:
+            check_modules(plan, drafts, "--speculate")
         dtype = dtype or precision(plan.run.train.precision).compute
-        ranks = tuple(_rank_serving(plan, pp, limits, dtype) for pp in range(plan.grid.pp))
-        return ServingPlan(plan, limits, dtype, ranks)
+        ranks = tuple(_rank_serving(plan, pp, limits, dtype, drafts) for pp in range(plan.grid.pp))
+        return ServingPlan(plan, limits, dtype, ranks, drafts)
+
+    @property
+    def width(self) -> int:
+        """Drafts of a sequence in one step."""
+        return 0 if self.drafts is None else self.drafts.width(self.plan.run.model)
 
     def with_sequences(self, count: int) -> MemoryLimits:
         return replace(self.limits, most_sequences=count, most_tokens=max(count, self.limits.most_tokens))
@@ -133,17 +151,21 @@ class ServingPlan:
 
 def room_on(rank: RankServing, memory: float, limits: MemoryLimits) -> int:
     """Bytes for pages on a device with so many bytes: as inference.memory.room_for_pages finds them there."""
-    return int(GPU_SHARE * (memory - OVERHEAD - rank.weights)) - row_bytes(limits, rank.vocabulary)
+    return int(GPU_SHARE * (memory - OVERHEAD - rank.weights)) - row_bytes(limits, rank.vocabulary, rank.drafts)
 
 
-def _rank_serving(plan: Plan, pp: int, limits: MemoryLimits, dtype: torch.dtype) -> RankServing:
+def _rank_serving(plan: Plan, pp: int, limits: MemoryLimits, dtype: torch.dtype, drafts: MtpSpec | None) -> RankServing:
     segments = plan.blocks_of(Coords(pp=pp))
     blocks = [block for _, segment in sorted(segments.items()) for block in segment]
     compute = precision(plan.run.train.precision)
     buckets, _ = plan.buckets_of(segments)
     weights = sum(b.numel * (compute.compute if b.trained else compute.master).itemsize for b in buckets)
+    depths, draws = 0 if drafts is None else drafts.depths(plan.run.model), pp == plan.grid.pp - 1
     dense, experts = read_bytes(blocks, compute.compute.itemsize)
-    layers, windows = remembering(blocks), windows_of(plan)
+    if drafts is not None:
+        more = draft_bytes(blocks, compute.compute.itemsize, rounds(drafts.width(plan.run.model), depths))
+        dense, experts = dense + more[0], experts + more[1]
+    layers, windows = remembering(blocks, depths), windows_of(plan, depths)
     of_window = {window: [remembered(m) for m in layers if remembered(m).window == window] for window in windows}
     return RankServing(
         weights,
@@ -151,11 +173,23 @@ def _rank_serving(plan: Plan, pp: int, limits: MemoryLimits, dtype: torch.dtype)
         experts,
         layer_groups(layers, windows, dtype, limits.own_page_size),
         tuple(-(-sum(spec.token_bytes(dtype) for spec in of_window[window]) // limits.cp) for window in windows),
-        plan.run.model.vocab_size if pp == plan.grid.pp - 1 else 0,
+        plan.run.model.vocab_size if draws else 0,
+        NO_DRAFTS if drafts is None else drafts.room(plan, draws),
     )
 
 
-def read_bytes(blocks: Sequence[Block], itemsize: int) -> tuple[int, int]:
+def draft_bytes(blocks: Sequence[Block], itemsize: int, depths: Sequence[range]) -> tuple[int, int]:
+    """The same of drafts: in each round those of its depths, and the head."""
+    dense = experts = 0
+    for block in blocks:
+        if isinstance(block, MultiTokenPrediction):
+            read = [module for each in depths for module in (block.head, *(block.depths[n] for n in each))]
+            found = [read_bytes([module], itemsize) for module in read]
+            dense, experts = dense + sum(a for a, _ in found), experts + sum(b for _, b in found)
+    return dense, experts
+
+
+def read_bytes(blocks: Sequence[nn.Module], itemsize: int) -> tuple[int, int]:
     """Bytes of weights that every step reads, and of experts."""
     computed = [block for block in blocks if not isinstance(block, MultiTokenPrediction)]
     modules = [m for block in computed for m in block.modules()]
@@ -176,7 +210,7 @@ def serving_text(serving: ServingPlan, devices: Sequence[Device]) -> str:
     plan, length = serving.plan, serving.limits.length
     fullest = max(serving.ranks, key=lambda rank: rank.weights)
     most = max(sequence_bytes(rank.groups, serving.limits) for rank in serving.ranks)
-    each = max(row_bytes(serving.with_sequences(1), rank.vocabulary) for rank in serving.ranks)
+    each = max(row_bytes(serving.with_sequences(1), rank.vocabulary, rank.drafts) for rank in serving.ranks)
     model = plan.run.model
     rows = {
         "model": f"{model.family}: {model.num_hidden_layers} layers, width {model.hidden_size:,}, vocabulary "
@@ -188,6 +222,8 @@ def serving_text(serving: ServingPlan, devices: Sequence[Device]) -> str:
         + windows_text(serving),
         "beside it": f"{size_text(each)} for each sequence: its last token, and counts of tokens for penalties",
     }
+    if serving.drafts is not None:
+        rows["drafts"] = drafts_text(serving, serving.drafts)
     said = "\n".join(f"{name:<12}{text}" for name, text in rows.items())
     made = [("device", "memory", "sequences", "one: tokens/s", "all: tokens/s")]
     for device in devices:
@@ -199,6 +235,15 @@ def serving_text(serving: ServingPlan, devices: Sequence[Device]) -> str:
         made.append((device.name, size_text(device.memory), fits, one, all_of_them))
     return f"{said}\n\nSequences of {length:,} tokens at once, and the rate at which memory can be read for them\n" + (
         table(made, left=(0,)) + "\n" + arithmetic(serving, devices)
+    )
+
+
+def drafts_text(serving: ServingPlan, drafts: MtpSpec) -> str:
+    """What drafts of multi-token prediction are, and what they may bring."""
+    modules, width = drafts.depths(serving.plan.run.model), serving.width
+    return (
+        f"{width} of a sequence in a step, by {modules} multi-token prediction module{'s' * (modules > 1)}, whose "
+        f"weights and pages are counted; rates are those of no accepted draft, with all {1 + width} times as high"
     )
 
 

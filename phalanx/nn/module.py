@@ -118,6 +118,10 @@ class Block(Module):
         """The modules in it that remember something while sequences go on, in the order of the model."""
         return [m for m in self.modules() if isinstance(m, Module) and m.remembers is not None]
 
+    def drafting(self, depths: int) -> list[Module]:
+        """The same of modules that only draft tokens: of the first so many depths of multi-token prediction."""
+        return []
+
     def streams(self, given: Border) -> Border:
         """The streams that leave this block if it takes these. The first block takes "hidden"."""
         return given

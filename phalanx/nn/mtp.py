@@ -79,8 +79,18 @@ class MultiTokenPrediction(Block):
         return Attach.apply(h, loss, share, partial(self._count, loss.detach()))
 
     def remembering(self) -> list[Module]:
-        """Depths are for training."""
+        """Nothing that the model's own tokens need: depths train it, and draft."""
         return []
+
+    def drafting(self, depths: int) -> list[Module]:
+        """What the first so many depths remember while they draft."""
+        return [m for depth in self.depths[:depths] for m in depth.modules() if isinstance(m, Module) and m.remembers]
+
+    def draft(self, depth: int, h: Tensor, tokens: Tensor, batch: Batch) -> Tensor:
+        """What a depth (0 is the first) makes of h (T / tp, D), of the depth before or normed of the model, and of
+        tokens (T,), each the last one that it reads: of sequences that go on (Batch.paged)."""
+        made: Tensor = self.depths[depth](h, self.embed(tokens), batch)
+        return made
 
     def _hidden(self, depth: nn.Module, h: Tensor, next_embedding: Tensor, batch: Batch) -> Tensor:
         return self.env.recompute.whole(partial(depth, batch=batch), h, next_embedding)

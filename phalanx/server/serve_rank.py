@@ -16,7 +16,7 @@ from phalanx.data.files import TOKENIZER_FILES
 from phalanx.engine.meeting import device_of, identity, join
 from phalanx.forecast.decide import make_plan
 from phalanx.inference.adapters import with_adapters
-from phalanx.inference.drafter import NgramSpec
+from phalanx.inference.drafter import Drafts
 from phalanx.inference.ends import end_tokens
 from phalanx.inference.engine import Engine, EngineOptions
 from phalanx.inference.load import load_model, without_training
@@ -48,7 +48,7 @@ class ServeOptions:
     length: int | None = None
     memory_gib: float | None = None
     drain_seconds: float = 60.0
-    drafts: NgramSpec | None = None
+    drafts: Drafts | None = None
     adapters: Mapping[str, str] = field(default_factory=dict)
 
 

@@ -19,12 +19,12 @@ from phalanx.forecast.decide import make_plan
 from phalanx.inference import graphs
 from phalanx.inference.engine import Engine, EngineOptions
 from phalanx.inference.graphs import step_batch
-from phalanx.inference.load import InferenceModel, without_training
+from phalanx.inference.load import InferenceModel, Outputs, without_training
 from phalanx.inference.memory import give_memory, layer_groups, remembering, windows_of
 from phalanx.inference.request import EngineLoad, NewToken, PromptScored, SamplingOptions, TokenScore
 from phalanx.inference.runner import Drawn
 from phalanx.inference.scheduler import Step
-from phalanx.nn.module import Block
+from phalanx.nn.module import Block, Module
 from phalanx.nn.objective import TaskConfig
 from phalanx.sequence.batch import IGNORE, Batch
 from phalanx.sequence.paged import NO_PAGE, PagedSequences, PagedSpans
@@ -273,18 +273,21 @@ class Uncaptured:
 
     sizes: set[tuple[int, int, bool]] = set()
 
-    def __init__(self, model, limits, layout, last, adapters, pool):
-        self.model, self.limits, self.layout, self.last = model, limits, layout, last
+    def __init__(self, model, limits, layout, rows, adapters, pool):
+        self.model, self.limits, self.layout, self.rows, self.adapters = model, limits, layout, rows, adapters
 
-    def replay(self, step: Step) -> Tensor:
+    def replay(self, step: Step) -> Outputs:
         layout = self.layout
         self.sizes.add((layout.sequences, layout.tokens, layout.pieces))
         packed = torch.full((layout.numel,), 77, dtype=torch.int32)  # of an earlier step
         layout.write(packed.numpy(), step)
         found = layout.split(packed)
         assert (found["starts"].diff() >= 0).all()  # kernels search there
-        batch = step_batch(layout, found, self.last, self.limits, self.model.mesh.cp)
-        return self.model.logits([batch])[0][: len(step.draws[0])]
+        if self.adapters is not None:
+            self.adapters.choose(found["owners"].long())
+        batch = step_batch(layout, found, self.rows, self.limits, self.model.mesh.cp)
+        made = self.model.outputs([batch])[0]
+        return replace(made, logits=made.logits[: len(step.draws[0])])
 
 
 @contextmanager
@@ -376,9 +379,11 @@ def allocated(rank: int, world: int, run: Run, options: EngineOptions) -> tuple[
     else:
         answers_of(engine, [([1, 2, 3], SamplingOptions(tokens=2, repetition_penalty=1.5))])
         engine.pause()
-    pages = [t for layer in remembering(model.blocks) if layer.memory for t in layer.memory.pages.tensors]
-    counts = engine.runner.counts
-    kept = [engine.runner.last, *([] if counts is None else [counts.made, counts.prompt])]
+    layers = [m for block in model.blocks for m in block.modules() if isinstance(m, Module) and m.memory]
+    pages = [t for layer in layers for t in layer.memory.pages.tensors]
+    counts, predictor = engine.runner.counts, engine.runner.predictor
+    kept = [engine.runner.rows.last, engine.runner.rows.drafts, *([] if predictor is None else [predictor.states])]
+    kept += [*([] if counts is None else [counts.made, counts.prompt])]
     weights = [p.data for block in model.blocks for p in block.parameters()]
     return storage_bytes(weights), storage_bytes(pages), storage_bytes(kept)
 

@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 import torch
 
-from phalanx.inference.drafter import NgramSpec, drafts_of, ngram_drafts
+from phalanx.inference.drafter import NgramSpec, ngram_drafts, ngrams_of
 from phalanx.inference.pages import GroupSpec
 from phalanx.inference.request import Request, SamplingOptions
 from phalanx.inference.sampler import accept_same
@@ -64,7 +64,7 @@ def run(scheduler: Scheduler, spec: NgramSpec | None) -> tuple[dict[int, list[in
     answers: dict[int, list[int]] = {}
     steps = 0
     while not scheduler.idle:
-        step = scheduler.schedule(drafts=drafts_of(scheduler, spec) if spec else None)
+        step = scheduler.schedule(drafts=ngrams_of(scheduler, spec) if spec else None)
         observed = scheduler.observe(step, drawn_of(scheduler, step))
         for number, sequence in zip(step.requests.tolist(), step.sequences):
             answers[number] = list(sequence.tokens)
@@ -107,6 +107,6 @@ def test_answers_are_those_without_drafts_in_fewer_steps():
 def test_requests_with_penalties_have_no_drafts():
     scheduler = scheduler_of(presence_penalty=0.5)
     while not scheduler.idle:
-        assert drafts_of(scheduler, NgramSpec(4, 2, 1)) == {}
+        assert ngrams_of(scheduler, NgramSpec(4, 2, 1)) == {}
         step = scheduler.schedule()
         scheduler.observe(step, [1] * len(step))

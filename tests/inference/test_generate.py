@@ -59,8 +59,10 @@ def test_generation_stops_where_positions_end(runs, warm):
         "ngram:2",
     )
     assert again.stdout == done.stdout and "drafted tokens accepted" in again.stderr
-    refused = warm.phalanx("generate", str(runs / "short"), "--prompt", "Arma", "--speculate", "mtp")
-    assert refused.returncode == 2 and "must be ngram:N" in refused.stderr
+    refused = warm.phalanx("generate", str(runs / "short"), "--prompt", "Arma", "--speculate", "mtq")
+    assert refused.returncode == 2 and "must be ngram:N, mtp or mtp:N" in refused.stderr
+    refused = warm.phalanx("generate", str(runs / "short"), "--prompt", "Arma", "--speculate", "mtp:2")
+    assert refused.returncode == 2 and "needs a model with multi-token prediction modules" in refused.stderr
     schema = runs / "schema.json"
     schema.write_text('{"enum": ["one", {"two": true}]}')
     kept = warm.phalanx("generate", str(runs / "short"), "--prompt", "Arma", "--json-schema", str(schema))

@@ -10,7 +10,7 @@ import pytest
 
 from phalanx.inference.pages import GroupSpec
 from phalanx.inference.request import Request, SamplingOptions
-from phalanx.inference.scheduler import NO_TOKEN, SAMPLED, RequestDoesNotFit, Scheduler, SchedulerSpec, Step
+from phalanx.inference.scheduler import DRAFTED, NO_TOKEN, SAMPLED, RequestDoesNotFit, Scheduler, SchedulerSpec, Step
 from tests.harness.sample import rest_in_soak
 from tests.harness.scheduler_traces import Run, draw_trace
 
@@ -147,6 +147,39 @@ def test_an_answer_is_a_prefix_of_the_next_prompt():
         scheduler.observe(step, [3] * len(step))
     scheduler.add(Request(number=1, prompt=(*range(6), *[3] * 7, 1), options=SamplingOptions(tokens=1)))
     assert scheduler.schedule().firsts.tolist() == [12]
+
+
+@pytest.mark.parametrize("further, hit", [(0, 8), (1, 8), (2, 4), (5, 4), (6, 0)])
+def test_a_page_is_known_when_all_depths_are_through_it(further, hit):
+    """Depth k is k - 1 tokens behind; of eight computed tokens the first pages are whole."""
+    scheduler = Scheduler(spec_of(most_tokens=8, further=further))
+    for number in range(2):
+        scheduler.add(Request(number=number, prompt=tuple(range(20)), options=SamplingOptions(tokens=1)))
+        assert scheduler.schedule().firsts.tolist() == [hit * number]
+        scheduler.cancel(number)
+        scheduler._observed = scheduler._scheduled  # nobody hears of it
+
+
+@pytest.mark.parametrize("further, hit", [(0, 12), (1, 12), (2, 8), (3, 8), (6, 4)])
+def test_an_answer_is_a_prefix_where_the_tokens_after_a_page_are_the_same(further, hit):
+    """Thirteen tokens of a request are known, and the prompt of the next differs in the thirteenth's successor."""
+    scheduler = Scheduler(spec_of(further=further))
+    scheduler.add(request(0, prompt=6, tokens=7))
+    while not scheduler.idle:
+        step = scheduler.schedule()
+        scheduler.observe(step, [3] * len(step))
+    scheduler.add(Request(number=1, prompt=(*range(6), *[3] * 7, 1, 1), options=SamplingOptions(tokens=1)))
+    assert scheduler.schedule().firsts.tolist() == [hit]
+
+
+def test_drafts_that_only_the_device_has():
+    scheduler = Scheduler(spec_of())
+    scheduler.add(request(0, prompt=5, tokens=7, end_tokens=(99,)))
+    scheduler.observe(scheduler.schedule(), [10])
+    step = scheduler.schedule(drafts={0: [DRAFTED, DRAFTED - 1]})
+    assert step.tokens.tolist() == [10, DRAFTED, DRAFTED - 1]
+    assert scheduler.observe(step, [[11, 12, NO_TOKEN]]).kept == [2]
+    assert list(scheduler.tokens_of(0))[5:] == [10, 11, 12] and scheduler.schedule().firsts.tolist() == [7]
 
 
 def test_prompts_whose_tokens_are_scored_are_computed_whole():

@@ -59,13 +59,18 @@ MUTATIONS = {
     "all of a prompt is shared": (scheduler, "before = len(sequence.tokens) - 1", "before = len(sequence.tokens)"),
     "pages are known before they are full": (
         scheduler,
-        "int(self._next[row])) // size",
-        "int(self._next[row]) + 1) // size",
+        "further, computed)) // size",
+        "further, computed) + 1) // size",
     ),
     "pages are known before they are computed": (
         scheduler,
-        "min(len(sequence.tokens), int(self._next[row]))",
-        "len(sequence.tokens)",
+        "min(len(sequence.tokens) - further, computed)",
+        "len(sequence.tokens) - further",
+    ),
+    "a prefix is known without the tokens after it": (
+        scheduler,
+        "(n + 1) * size + further].tobytes()",
+        "(n + 1) * size].tobytes()",
     ),
     "pages of rejected drafts are kept": (scheduler, "self.pages.shrink(row,", "max(row,"),
     "a rejected draft is not written over": (scheduler, "self._next[row] = first + kept", "pass"),

@@ -12,11 +12,15 @@ from phalanx.cli.plan_serving import plan_serving
 from phalanx.config.run import Run
 from phalanx.forecast.decide import make_plan
 from phalanx.forecast.memory import OVERHEAD
+from phalanx.inference.drafter import drafts_named
 from phalanx.inference.engine import Engine, EngineOptions
 from phalanx.inference.load import without_training
 from phalanx.inference.memory import MemoryLimits, row_bytes, sequence_bytes
+from phalanx.inference.predictor import MtpSpec
 from phalanx.inference.serving_plan import ServingPlan, check_fits, room_on
 from phalanx.layout.grid import Coords
+from phalanx.nn.module import Module
+from phalanx.nn.mtp import MultiTokenPrediction
 from phalanx.ops.attention.paged import FP8
 from tests.harness.generation import random_model, run_of
 
@@ -32,13 +36,18 @@ CASES = (
     ("llama", {"tp": 2}, "model"),
     ("gpt_oss", {"tp": 2, "pp": 2}, "fp8"),
     ("deepseek_v3-mtp", {"pp": 2}, "model"),
+    ("deepseek_v3-mtp", {"tp": 2, "pp": 2}, "mtp:3"),  # pages of modules that draft, and what they keep
+    ("deepseek_v3-mtp", {}, "mtp:1"),
     ("qwen3_moe", {"tp": 2, "ep": 2}, "model"),
     ("gpt_oss", {"cp": 2}, "fp8"),
 )
 
 
-def serving_of(run: Run, world: int, pages: str = "model", limits: MemoryLimits = LIMITS) -> ServingPlan:
-    return ServingPlan.of(make_plan(without_training(run, world), world), limits, FP8 if pages == "fp8" else None)
+def serving_of(
+    run: Run, world: int, pages: str = "model", limits: MemoryLimits = LIMITS, drafts: MtpSpec | None = None
+) -> ServingPlan:
+    plan = make_plan(without_training(run, world), world)
+    return ServingPlan.of(plan, limits, FP8 if pages == "fp8" else None, drafts)
 
 
 @pytest.mark.parametrize("model, layout, pages", CASES, ids=lambda value: str(value))
@@ -46,14 +55,15 @@ def test_the_forecast_is_what_an_engine_allocates(ranks, model, layout, pages):
     """Byte for byte, on every rank: weights, pages, and what is kept of each sequence."""
     run, cp = run_of(model, **layout), layout.get("cp", 1)
     world, limits = layout.get("tp", 1) * cp * layout.get("pp", 1), replace(LIMITS, page_size=4 * cp, cp=cp)
-    options = replace(OPTIONS, pages=pages)
+    drafts = drafts_named(pages) if pages.startswith("mtp") else None
+    options = replace(OPTIONS, pages="model" if drafts else pages, drafts=drafts)
     found = ranks.run("tests.harness.generation:allocated", world, run, options)
-    serving = serving_of(run, world, pages, limits)
+    serving = serving_of(run, world, pages, limits, drafts)
     for number, (weights, in_pages, kept) in enumerate(found):
         rank = serving.ranks[serving.plan.grid.coords(number).pp]
         assert weights == rank.weights
         assert in_pages == rank.pages([limits.most_pages(group.window) for group in rank.groups])
-        assert kept == row_bytes(LIMITS, rank.vocabulary)
+        assert kept == row_bytes(LIMITS, rank.vocabulary, rank.drafts)
 
 
 @pytest.mark.parametrize("model", ["llama", "gpt_oss", "mistral"])
@@ -138,6 +148,22 @@ def test_experts_are_read_as_tokens_choose_them():
     blocks = make_plan(without_training(run_of("mixtral"), 1), 1).blocks_of(Coords())
     numel = sum(p.numel() for segment in blocks.values() for block in segment for p in block.parameters())
     assert rank.dense + rank.experts < 8 * numel
+
+
+def test_drafts_read_their_modules_and_the_head_once_a_round():
+    """Two drafts of two depths: both depths, then the second for the first draft, each time with the head."""
+    run = run_of("deepseek_v3-mtp")
+    (plain,), (drafting,) = serving_of(run, 1).ranks, serving_of(run, 1, drafts=MtpSpec(2)).ranks
+    blocks = make_plan(without_training(run, 1), 1).blocks_of(Coords())
+    (mtp,) = (b for segment in blocks.values() for b in segment if isinstance(b, MultiTokenPrediction))
+
+    def nbytes(module: Module) -> int:
+        return 8 * sum(p.numel() for p in module.parameters())
+
+    first, second = mtp.depths
+    more = drafting.dense + drafting.experts - plain.dense - plain.experts
+    assert more == nbytes(first) + 2 * nbytes(second) + 2 * nbytes(mtp.head)
+    assert drafting.weights == plain.weights and drafting.token_bytes[0] == 2 * plain.token_bytes[0]
 
 
 def test_what_the_command_says():

@@ -12,6 +12,7 @@ from scipy.stats import chisquare
 
 from phalanx.inference.drafter import NgramSpec
 from phalanx.inference.engine import Engine, EngineOptions
+from phalanx.inference.predictor import MtpSpec
 from phalanx.inference.request import Finished, SamplingOptions
 from tests.harness.generation import answers, answers_of, random_model, run_of, whole_logits
 
@@ -115,16 +116,17 @@ def test_a_text_that_repeats_itself_takes_fewer_steps():
     assert (end.drafted, end.accepted) == (11, 11) and end.reason == "length"
 
 
-def test_the_distribution_is_that_of_the_model():
+@pytest.mark.parametrize("name, drafts", [("llama", NgramSpec(2, 2, 1)), ("deepseek_v3-mtp", MtpSpec(2))])
+def test_the_distribution_is_that_of_the_model(name, drafts):
     """Of pairs of tokens over many samples, against probabilities of the model computed whole; with drafts that are
     accepted and refused."""
     samples, prompt = 600, [5, 6, 5, 6, 5, 9, 5]
     how = SamplingOptions(tokens=3, temperature=1.3, top_k=3, seed=11, bias=((5, 8.0), (6, 8.0), (9, 8.0)))
-    model = random_model(0, 1, run_of("llama"))
-    options = replace(DRAFTING, sequences=64, tokens=512, memory_gib=0.01, drafts=NgramSpec(2, 2, 1))
+    model = random_model(0, 1, run_of(name))
+    options = replace(DRAFTING, sequences=64, tokens=512, memory_gib=0.01, drafts=drafts)
     engine = Engine(model, options)
     found = answers_of(engine, [(prompt, replace(how, sample=i)) for i in range(samples)], samples)
-    whole = random_model(0, 1, run_of("llama"))
+    whole = random_model(0, 1, run_of(name))
 
     def chances(tokens: list[int]) -> dict[int, float]:
         logits = whole_logits(whole, tokens)[-1].clone()
