@@ -106,17 +106,18 @@ def data_prefixes(what: str, overrides: tuple[str, ...]) -> list[str]:
     from phalanx.data.check import check_files
     from phalanx.data.config import prefixes_of
     from phalanx.forecast.check import raise_problems
+    from phalanx.nn.objective import make_objective
     from phalanx.text.cache import find_text
 
     run = prepare_elsewhere(what, overrides, None).run
     problems = check_files(run.data)
-    data = None if problems else find_text(run.data, run.dir)
+    data = None if problems else find_text(run.data, run.dir, make_objective(run.task).train_on)
     if data is None and not problems:
         rule = (
             "is not prepared yet: there are no token files to compare; `phalanx train` and `phalanx data "
             "show CONFIG` prepare it"
         )
-        name = "pairs" if run.data.pairs else "text"
+        name = next(name for name in ("pairs", "chats", "text") if getattr(run.data, name))
         problems = [Problem(f"data.{name}", list(getattr(run.data, name)), rule)]
     raise_problems(problems)
     return prefixes_of(data or run.data)
@@ -213,6 +214,7 @@ def run_data_text(
     from phalanx.data.check import check_files
     from phalanx.forecast.check import raise_problems
     from phalanx.forecast.data_table import data_table, open_loaders, step_data, step_text
+    from phalanx.nn.objective import make_objective
     from phalanx.planning.plan import grid_of
     from phalanx.text.cache import use_text
     from phalanx.text.prepare import check_tokenizers
@@ -235,7 +237,12 @@ def run_data_text(
     raise_problems([*wrong, *check_files(run.data)])
     with progress("prepare") as show:
         data = use_text(
-            run.data, run.dir, run.model.vocab_size, say=lambda text: click.echo(text, err=True), progress=show
+            run.data,
+            run.dir,
+            run.model.vocab_size,
+            train_on=make_objective(run.task).train_on,
+            say=lambda text: click.echo(text, err=True),
+            progress=show,
         )
     check_tokenizers(data)
     loader, valid = open_loaders(run, data)
@@ -256,13 +263,19 @@ def pack_text(config: str, overrides: tuple[str, ...]) -> Iterator[str]:
     from phalanx.data.packing import make_packing, packing_path, write_packing
     from phalanx.data.sources import corpus_parts
     from phalanx.forecast.check import raise_problems
+    from phalanx.nn.objective import make_objective
     from phalanx.text.cache import use_text
 
     run = prepare_elsewhere(config, (*overrides, "data.packing=offline"), None).run
     raise_problems(check_files(run.data))
     with progress("prepare") as show:
         data = use_text(
-            run.data, run.dir, run.model.vocab_size, say=lambda text: click.echo(text, err=True), progress=show
+            run.data,
+            run.dir,
+            run.model.vocab_size,
+            train_on=make_objective(run.task).train_on,
+            say=lambda text: click.echo(text, err=True),
+            progress=show,
         )
     length = run.train.seq_length
     for corpus, start, stop in corpus_parts(data, valid=run.train.eval_interval is not None):

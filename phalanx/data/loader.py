@@ -296,7 +296,9 @@ def valid_loaders(
     parts: dict[str, tuple[list[Source], list[Weight]]] = {}
     if config.source is not None:
         parts["valid"] = [open_own(config, SourceStart(seq_length, vocab_size, seed, "validation"))], [1.0]
-    elif config.mock or ((config.paths or config.sources or config.pairs) and parse_split(config.split)[1] > 0):
+    elif config.mock or (
+        (config.paths or config.sources or config.pairs or config.chats) and parse_split(config.split)[1] > 0
+    ):
         parts["valid"] = open_part(config, 1, seq_length=seq_length, seed=seed, vocab_size=vocab_size)
     own = {name: _loader(config, *part, seq_length, scores) for name, part in parts.items()}
     whole = whole_loaders(config, config.valid, seq_length=seq_length, vocab_size=vocab_size, scores=scores)

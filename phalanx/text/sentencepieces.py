@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import os
+import re
 from collections.abc import Sequence
 from itertools import groupby
 from pathlib import Path
@@ -45,6 +46,20 @@ class SentencePieceTokenizer(Tokenizer):
 
     def encode_batch(self, texts: Sequence[str]) -> list[list[int]]:
         return self._core.Encode(list(texts), num_threads=1)
+
+    def encode_offsets(self, text: str) -> tuple[list[int], list[tuple[int, int]]]:
+        ids, offsets, at = list[int](), list[tuple[int, int]](), 0
+        names = sorted(self.special_tokens, key=len, reverse=True)
+        for part in re.split(f"({'|'.join(map(re.escape, names))})", text) if names else [text]:
+            if part in self.special_tokens:
+                ids.append(self.special_tokens[part])
+                offsets.append((at, at + len(part)))
+            elif part:
+                pieces = self._core.Encode(part, out_type="immutable_proto").pieces
+                ids += [piece.id for piece in pieces]
+                offsets += [(at + piece.begin, at + piece.end) for piece in pieces]
+            at += len(part)
+        return ids, offsets
 
     def decode(self, ids: Sequence[int], skip_special_tokens: bool = False) -> str:
         text = ""

@@ -41,6 +41,7 @@ from phalanx.engine.model import Model
 from phalanx.forecast.data_table import data_table, open_loaders
 from phalanx.forecast.decide import make_plan
 from phalanx.forecast.flops import flops_of, mfu_lines
+from phalanx.nn.objective import make_objective
 from phalanx.observe.failures import Failures
 from phalanx.observe.metrics import Counters, Reporter, Speed
 from phalanx.observe.out_of_memory import reported
@@ -147,7 +148,8 @@ def opened(
             log.warn(lock.warning)
         if lock is not None and lock.took_over:
             log.info(f"the folder was left by {lock.took_over}, which was killed: this run takes over")
-        run = replace(run, data=use_text(run.data, folder, run.model.vocab_size, say=log.info))
+        train_on = make_objective(run.task).train_on
+        run = replace(run, data=use_text(run.data, folder, run.model.vocab_size, train_on=train_on, say=log.info))
         check_tokenizers(run.data)
         loaders = open_loaders(run, run.data)  # problems with the data are reported before the ranks meet
         prompts = Prompts.read(run)
