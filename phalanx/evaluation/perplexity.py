@@ -31,8 +31,8 @@ from phalanx.engine.evaluate import summed
 from phalanx.engine.meeting import device_of, identity, join
 from phalanx.forecast.decide import make_plan
 from phalanx.inference.load import forward_only, run_of_folder
-from phalanx.pipeline.execute import Stages, execute
 from phalanx.nn.objective import make_objective
+from phalanx.pipeline.execute import Stages, execute
 from phalanx.planning.order import eval_samples
 from phalanx.planning.plan import Plan
 from phalanx.sequence.batch import IGNORE, Batch

@@ -15,8 +15,8 @@ from typing import Any
 
 from phalanx.base.errors import DataError
 from phalanx.base.file_lock import FileLock
+from phalanx.data.chats import chat_files, is_chat_file
 from phalanx.data.checksums import SUFFIX as SUMS
-from phalanx.data.chats import LINES, chat_files, is_chat_file
 from phalanx.data.config import DataConfig, SourceConfig, prefixes_and_weights
 from phalanx.data.files import replacing
 from phalanx.data.pairs import pair_files

@@ -49,13 +49,13 @@ class Sample:
 
 @dataclass(frozen=True)
 class Turn:
-    """An answer at message `number`, from 0: `text` is written up to its end, and it begins at character `start`."""
+    """The answer at message `number`, from 0: the text up to its end, and the ranges of characters that are trained."""
 
     number: int
     text: str
-    start: int
+    spans: tuple[Span, ...]
     ends: bool
-    """Whether a special token ends it."""
+    """Whether nothing more has to end it."""
 
 
 class ChatEncoder:
@@ -155,32 +155,57 @@ class _Rendered:
 
     def samples(self) -> list[Sample]:
         how = self.encoder.train_on
-        answers = self.chat.answers[-1:] if how == "last_answer" else self.chat.answers
         if how == "all":
             return [self._whole()]
-        if self.template.marks_answers(self.chat.tools):
-            return [self._marked(answers)]
-        made, left = list[Sample](), [self._turn(number) for number in answers]
+        answers = self.chat.answers[-1:] if how == "last_answer" else self.chat.answers
+        turn = self._marked_turn if self.template.marks_answers(self.chat.tools) else self._turn
+        made, left = list[Sample](), [turn(number) for number in answers]
         while left:
             last = left[-1]
-            here = [turn for turn in left if last.text.startswith(turn.text)]
+            made.append(self._sample(last, [turn for turn in left if last.text.startswith(turn.text)]))
             left = [turn for turn in left if not last.text.startswith(turn.text)]
-            made.append(self._sample(last, here))
         if len(made) > 1:
             self.encoder.note(REWRITTEN)
         return made[::-1]
 
+    def _sample(self, last: Turn, turns: Sequence[Turn]) -> Sample:
+        """The text up to the answer `last`, in which `turns` are trained."""
+        self._check_whole(last.text, last.number)
+        spans = [span for turn in turns for span in self._spans(turn, last.text)]
+        found = self.encoder.encode(last.text, spans)
+        if not last.ends:
+            self.encoder.note(NO_END)
+        return self.encoder.finished(list(found.ids), list(found.spans), last.ends)
+
+    def _spans(self, turn: Turn, whole: str) -> list[Span]:
+        """Those of an answer in the text of a later one: with the special token that follows it if none ends it, which
+        is then what the model must say to stop."""
+        after = None if turn.ends else self.encoder.special.match(whole, len(turn.text))
+        first, stop = turn.spans[-1]
+        return [*turn.spans[:-1], (first, after.end() if after else stop)]
+
+    def _whole(self) -> Sample:
+        """All of the chat, in ranges that end where answers end."""
+        last = len(self.messages) - 1
+        written = self._text_of(last + 1)[0].rstrip()
+        self._check_whole(written, last)
+        upto = [self._text_of(number + 1)[0].rstrip() for number in self.chat.answers]
+        borders = [0, *(len(text) for text in upto if written.startswith(text) and text != written), len(written)]
+        found = self.encoder.encode(written, list(zip(borders, borders[1:])))
+        ends = self._ends_special(written)
+        if not ends:
+            self.encoder.note(NO_END)
+        return self.encoder.finished(list(found.ids), list(found.spans), ends)
+
     # ---- what turns add
 
     def _turn(self, number: int) -> Turn:
-        """The answer at message `number`."""
         written = self._write(number + 1, number)
         prompt = self._write(number, number, begins=True)
         start = len(prompt) if written.startswith(prompt) else self._start(number, prompt, written)
-        found = list(self.encoder.special.finditer(written, start))
-        ends = bool(found) and not written[found[-1].end() :].strip()
-        turn = Turn(number, written[: found[-1].end()] if ends else written, start, ends)
-        self._check_turn(turn)
+        end = self._end(number, start, written)
+        turn = Turn(number, written[: end or len(written)], ((start, end or len(written)),), end is not None)
+        self._check_turn(number, turn.text[start:])
         return turn
 
     def _start(self, number: int, prompt: str, written: str) -> int:
@@ -201,79 +226,64 @@ class _Rendered:
         self.encoder.note(OTHER_PROMPT.format(repr(prompt[start:])))
         return start
 
-    def _check_turn(self, turn: Turn) -> None:
+    def _end(self, number: int, start: int, written: str) -> int | None:
+        """Where an answer ends: after the last special token, if white space alone follows; None without one. What a
+        template writes at the end of a chat alone, such as a second token, is not the answer's."""
+        tail = self._special_tail(written, start)
+        if len(tail) > 1:
+            more: list[Message] = [*self.messages[: number + 1], {"role": "user", "content": PROBE}]
+            try:
+                shared = os.path.commonprefix([written, self._render(more, number)])
+            except BadChat:  # a template may want another message here
+                shared = ""
+            tail = [end for end in tail if end <= len(shared)] or tail
+        return tail[-1] if tail else None
+
+    def _special_tail(self, text: str, start: int) -> list[int]:
+        """Ends of the special tokens at the end of a text, with nothing but white space between and after them."""
+        ends, last = list[int](), len(text)
+        for found in reversed(list(self.encoder.special.finditer(text, start))):
+            if text[found.end() : last].strip():
+                break
+            ends, last = [found.end(), *ends], found.start()
+        return ends
+
+    def _marked_turn(self, number: int) -> Turn:
+        """Of what the template marks, what this message adds."""
+        written, marks = self._text_of(number + 1)
+        before, marks_before = self._text_of(number) if number else ("", [])
+        if written.startswith(before):
+            mine = [span for span in marks if span[0] >= len(before)]
+        else:
+            mine = marks[len(marks_before) :]
+        mine = [span for span in mine if written[slice(*span)]]
+        if not mine:
+            rule = "the template marks nothing of this answer: its {% generation %} is for others"
+            raise BadChat("nothing to train on", rule, number + 1)
+        text = written[: mine[-1][1]]
+        self._check_turn(number, "".join(text[slice(*span)] for span in mine))
+        if not self._ends_special(text.rstrip()):
+            self.encoder.note(MARKED_SHORT)
+        return Turn(number, text, tuple(mine), True)
+
+    def _check_turn(self, number: int, trained: str) -> None:
         """What the message says must be in what is trained."""
-        message, written = self.messages[turn.number], turn.text[turn.start :]
+        message = self.messages[number]
         content = message["content"].split("</think>")[-1].strip()
-        lacking = ["the answer's text"] if content and content not in written else []
+        lacking = ["the answer's text"] if content not in trained else []
         thought = message.get("reasoning_content", "").strip()
-        lacking += ["its reasoning"] if thought and thought not in written else []
+        lacking += ["its reasoning"] if thought not in trained else []
         names = [call["function"]["name"] for call in message.get("tool_calls", ())]
-        lacking += [f"its call of {name}" for name in names if name not in written]
+        lacking += [f"its call of {name}" for name in names if name not in trained]
         if lacking:
             raise BadChat(
                 "left out by the template",
-                f"the template does not write {' and '.join(lacking)}; of this answer it writes {_shown(written, 0)}",
-                turn.number + 1,
+                f"the template does not write {' and '.join(lacking)}; of this answer it writes {_shown(trained, 0)}",
+                number + 1,
             )
 
-    def _sample(self, last: Turn, turns: Sequence[Turn]) -> Sample:
-        """The text up to the answer `last`, in which `turns` are trained."""
-        self._check_whole(last.text, last.number)
-        if all(turn.ends for turn in turns):
-            spans = [(turn.start, len(turn.text)) for turn in turns]
-        else:
-            spans = [(turn.start, self._end(turn, last.text)) for turn in turns]
-        found = self.encoder.encode(last.text, spans)
-        if not last.ends:
-            self.encoder.note(NO_END)
-        return self._finished(found, [turn.number for turn in turns], last.ends)
-
-    def _end(self, turn: Turn, whole: str) -> int:
-        """The end of an answer in the text of a later one: with the special token that follows it, which is what the
-        model must say to stop."""
-        after = None if turn.ends else self.encoder.special.match(whole, len(turn.text))
-        return after.end() if after else len(turn.text)
-
-    def _whole(self) -> Sample:
-        """All of the chat, in ranges that end where answers end."""
-        last = len(self.messages) - 1
-        written = unmarked(self._write(last + 1, last))[0].rstrip()
-        self._check_whole(written, last)
-        upto = [unmarked(self._write(number + 1, number))[0].rstrip() for number in self.chat.answers]
-        borders = [0, *(len(text) for text in upto if written.startswith(text) and text != written), len(written)]
-        found = self.encoder.encode(written, list(zip(borders, borders[1:])))
-        ends = re.search(f"(?:{self.encoder.special.pattern})$", written) is not None
-        if not ends:
-            self.encoder.note(NO_END)
-        return self._finished(found, [], ends)
-
-    def _finished(self, found: Sample, numbers: Sequence[int], ends: bool) -> Sample:
-        for (first, stop), number in zip(found.spans, numbers):
-            if first >= stop:
-                raise BadChat("no answer", "the answer has no tokens", number + 1)
-        return self.encoder.finished(list(found.ids), list(found.spans), ends)
-
-    # ---- what a template marks
-
-    def _marked(self, answers: Sequence[int]) -> Sample:
-        last = answers[-1]
-        plain, spans = unmarked(self._write(last + 1, last))
-        self._check_whole(plain, last)
-        everyone = tuple(i for i in range(last + 1) if self.messages[i]["role"] == "assistant")
-        if everyone != tuple(answers):
-            spans = [span for number in answers for span in self._marks_of(number, spans)]
-        spans = [span for span in spans if plain[slice(*span)]]
-        if not spans:
-            raise BadChat("nothing to train on", "the template marks nothing of its answers: its {% generation %}")
-        if not all(re.search(f"(?:{self.encoder.special.pattern})\\s*$", plain[slice(*span)]) for span in spans):
-            self.encoder.note(MARKED_SHORT)
-        return self._finished(self.encoder.encode(plain, spans), [], True)
-
-    def _marks_of(self, number: int, spans: Sequence[Span]) -> Sequence[Span]:
-        """Those of the message `number`: the marks that it adds."""
-        before = self._write(number, number).count(ANSWER) if number else 0
-        return spans[before : self._write(number + 1, number).count(ANSWER)]
+    def _ends_special(self, text: str) -> bool:
+        return bool(tail := self._special_tail(text, 0)) and tail[-1] == len(text)
 
     # ---- rendering
 
@@ -286,6 +296,10 @@ class _Rendered:
         for tool in self.tools or ():
             if (name := tool_name(tool)) and name not in written:
                 raise BadChat("tools", f"has the tool {name}, and the template writes no tools")
+
+    def _text_of(self, count: int) -> tuple[str, list[Span]]:
+        """The first `count` messages, and what of them is marked."""
+        return unmarked(self._write(count, count - 1))
 
     def _write(self, count: int, turn: int, begins: bool = False) -> str:
         """The first `count` messages. begins: and the beginning of an answer."""
