@@ -4,8 +4,11 @@ from __future__ import annotations
 
 import hashlib
 import os
+import shutil
+import sys
 from collections import defaultdict
 from collections.abc import Iterator, Sequence
+from itertools import islice
 from pathlib import Path
 from statistics import median
 from typing import TYPE_CHECKING
@@ -17,6 +20,7 @@ from phalanx.cli.progress import decimal_bytes
 
 if TYPE_CHECKING:
     from phalanx.data.index import Corpus
+    from phalanx.data.loader import Loader
     from phalanx.text.prepare import Summary
     from phalanx.text.tokenizer_base import Tokenizer
 
@@ -206,8 +210,10 @@ def run_data_text(
     ranks: int | None,
     rank: int | None,
     tokenizer: str | None,
+    samples: int | None = None,
 ) -> str:
-    """For a config: the table of its sources or, given a step, the tokens that make it up (on all ranks, or on one)."""
+    """For a config: the table of its sources or, given a step, the tokens that make it up (on all ranks, or on one).
+    samples: so many documents in the order of training, with what of them is trained."""
     from phalanx.base.errors import Problem
     from phalanx.cli.progress import progress
     from phalanx.cli.setup import prepare_elsewhere
@@ -246,13 +252,24 @@ def run_data_text(
         )
     check_tokenizers(data)
     loader, valid = open_loaders(run, data)
+    names = tokenizer or run.data.tokenizer
+    if samples is not None:
+        return samples_text(loader, load_tokenizer(names) if names else None, samples)
     if step is None:
         return data_table(run, loader, valid)
-    names = tokenizer or run.data.tokenizer
     which = None if rank is None else [grid.coords(rank).dp]
     return step_text(
         run, step_data(run, loader, step, grid.dp, which), grid.dp, load_tokenizer(names) if names else None
     )
+
+
+def samples_text(loader: Loader, tokenizer: Tokenizer | None, count: int) -> str:
+    """Documents in the order of training. In colour on a terminal."""
+    from phalanx.forecast.sample_text import document_lines, documents_of
+
+    width, colour = shutil.get_terminal_size().columns, sys.stdout.isatty()
+    shown = islice(documents_of(loader, 0), count)
+    return "\n\n".join("\n".join(document_lines(document, tokenizer, width, colour)) for document in shown)
 
 
 def pack_text(config: str, overrides: tuple[str, ...]) -> Iterator[str]:

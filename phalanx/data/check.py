@@ -56,8 +56,8 @@ def check_source(config: DataConfig) -> list[Problem]:
         )
     if not config.mock and not given:
         rule = (
-            "needs a path to token files (or data.text for text files, data.chats for chats, data.mock=true for made-up "
-            "tokens)"
+            "needs a path to token files (or data.text for text files, data.chats for chats, data.mock=true for "
+            "made-up tokens)"
         )
         found.append(problem("data", config, "paths", rule))
     return found + check_own(config)
@@ -291,8 +291,8 @@ def check_files(config: DataConfig) -> list[Problem]:
         if not weight and not exists(f"{strip_suffix(path)}.idx" if prepared else path):
             rule = "must be a .jsonl file, or the prefix of token files prepared from one"
             found.append(missing_data(f"data.pairs.{i}", path, rule, ".idx" if prepared else ""))
-    if config.template is not None and not exists(config.template):
-        found.append(missing_data("data.template", config.template, "must be a Jinja file, or a folder that holds one"))
+    if config.template is not None and not os.path.isfile(config.template):
+        found.append(missing_data("data.template", config.template, "must be a Jinja file with a chat template"))
     return found + check_tokenizer(config)
 
 

@@ -74,7 +74,8 @@ class DataConfig:
     prefixes of token files prepared from them. `0.7 a.jsonl 0.3 b.jsonl` also gives weights. Whole chats are packed
     into sequences."""
     template: str | None = None
-    """Chat template for data.chats: a Jinja file, or a folder that holds one; unset: that of the tokenizer's folder."""
+    """Jinja file with the chat template for data.chats, which checkpoints then carry; unset: that of the tokenizer's
+    folder."""
     bad_chats: Literal["stop", "skip"] = "stop"
     """Chats that cannot be trained on, such as one without an answer: stop and name them, or leave them out and count
     them."""

@@ -153,6 +153,10 @@ class Loader:
             windows[mine] = self.sources[i].locate(found[mine, 1])
         return [Place(*row) for row in zip(samples, found[:, 0].tolist(), found[:, 1].tolist(), windows.tolist())]
 
+    def filled(self, samples: Sequence[int]) -> int:
+        """Tokens of these samples that are not padding."""
+        return sum(self.sources[place.source].filled(place.window) for place in self.locate(samples))
+
     def pairs(self, samples: Sequence[int]) -> list[int]:
         """Number of (query, key) pairs that attention computes in each sample, only inside documents where it stays
         there; padding is not counted."""

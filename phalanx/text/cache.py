@@ -249,7 +249,7 @@ def _with_chats(config: DataConfig, made: Mapping[tuple[str, ...], str]) -> Data
         return (*others, made[files]) if files else others
 
     valid = {name: ready(paths) for name, paths in config.valid.items()}
-    return replace(config, cache=None, template=None, chats=ready(config.chats), valid=valid)
+    return replace(config, cache=None, chats=ready(config.chats), valid=valid)
 
 
 def cache_folder(config: DataConfig, run_folder: str | os.PathLike[str]) -> Path:

@@ -60,9 +60,6 @@ class ChatTemplate:
     def __reduce__(self) -> tuple[Any, ...]:
         return ChatTemplate, (self._texts, self.variables, self._where, self.moment)
 
-    def with_variables(self, variables: Mapping[str, str]) -> ChatTemplate:
-        return ChatTemplate(self._texts, variables, self._where, self.moment)
-
     @property
     def fingerprint(self) -> str:
         """SHA-256 of templates and variables."""
@@ -195,25 +192,21 @@ def token_variables(folder: Path) -> dict[str, str]:
     return {name: text for name, text in variables.items() if text}
 
 
-def template_for(tokenizer: Tokenizer, given: str, path: str | None) -> ChatTemplate | None:
-    """The template of chats to train on: that of `path`, a file or a folder, or else the one beside the tokenizer,
-    which was loaded from `given`; None if there is none. DataError if it cannot be read.
+def template_for(tokenizer: Tokenizer, given: str, file: str | None) -> ChatTemplate | None:
+    """The template of chats to train on: that of a Jinja file, or else the one beside the tokenizer, which was loaded
+    from `given`; None if there is none. DataError if it cannot be read.
 
     Special tokens are those of the tokenizer's folder. A tokenizer without a folder has its end of a document alone.
     """
     folder = Path(given) if os.path.isdir(given) else Path(given).parent if os.path.isfile(given) else None
-    if path is None:
+    if file is None:
         return None if folder is None else load_chat_template(folder)
     ends = {} if tokenizer.eod_token is None else dict.fromkeys(("bos_token", "eos_token"), tokenizer.eod_token)
-    variables = ends if folder is None else token_variables(folder)
-    if os.path.isdir(path):
-        found = load_chat_template(path)
-        return None if found is None else found.with_variables(variables)
     try:
-        text = must_exist(path).read_text(encoding="utf-8")
-    except UnicodeDecodeError as error:
-        raise DataError(f"{path}: not a chat template: {error}") from None
-    return ChatTemplate({"default": text}, variables, path)
+        text = must_exist(file).read_text(encoding="utf-8")
+    except (UnicodeDecodeError, IsADirectoryError) as error:
+        raise DataError(f"{file}: not a chat template: {error}") from None
+    return ChatTemplate({"default": text}, ends if folder is None else token_variables(folder), file)
 
 
 def named_templates(value: Any) -> dict[str, str]:

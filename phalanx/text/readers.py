@@ -67,8 +67,8 @@ class Hints:
 
 @dataclass(frozen=True)
 class ReadOptions:
-    """How texts are found: keys of a JSON line or a Parquet row (`a.b` is b inside a; none: all of them, for `records`),
-    and what to do with bad ones."""
+    """How texts are found: keys of a JSON line or a Parquet row (`a.b` is b inside a; for `records` none, which are
+    all), and what to do with bad ones."""
 
     keys: tuple[str, ...] = ("text",)
     errors: Errors = "strict"

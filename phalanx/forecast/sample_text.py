@@ -1,0 +1,147 @@
+"""Documents as training reads them, for people: which tokens are trained, read, and cut off."""
+
+from __future__ import annotations
+
+import unicodedata
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from itertools import groupby
+
+import numpy as np
+from numpy.typing import NDArray
+
+from phalanx.data.chats import origin_text
+from phalanx.data.index import Corpus
+from phalanx.data.loader import Loader
+from phalanx.forecast.data_table import row_of
+from phalanx.sequence.batch import IGNORE
+from phalanx.text.pieces import Pieces
+from phalanx.text.tokenizer_base import Tokenizer
+
+TRAINED, READ, CUT = "trained", "read", "cut off"
+# of every second token in a brighter shade, so that one sees where tokens end
+COLOURS = {TRAINED: ("32", "92"), READ: ("2", "0"), CUT: ("31", "91")}
+LABEL = 7  # columns of the names above
+LINE_END = "↵"
+LEAST = 20  # columns of text
+
+
+@dataclass(frozen=True)
+class ShownDocument:
+    """A document of a sequence (or the part of one in a window), with what is cut off after it.
+
+    sample, at  the sequence, and the document's first token in it
+    kinds       of each token
+    """
+
+    source: str
+    sample: int
+    at: int
+    tokens: tuple[int, ...]
+    kinds: tuple[str, ...]
+
+    @property
+    def title(self) -> str:
+        counts = [(self.kinds.count(kind), kind) for kind in (TRAINED, READ, CUT)]
+        parts = ", ".join(f"{count:,} {kind}" for count, kind in counts if count)
+        return f"{self.source}, {len(self.tokens):,} tokens ({parts}), in sequence {self.sample:,} from {self.at:,}"
+
+
+def documents_of(loader: Loader, sample: int) -> Iterator[ShownDocument]:
+    """The documents from sequence `sample` on, in the order of training."""
+    while True:
+        [place] = loader.locate([sample])
+        batch, row = loader.read([place]), row_of(loader, place)
+        tokens, labels = batch.tokens.numpy(), batch.labels.numpy()
+        trained = np.append(False, labels[:-1] != IGNORE)
+        origin = loader.sources[place.source].origin(place.window)
+        if origin is None:
+            source = loader.sources[place.source].name
+            yield _shown(source, sample, 0, tokens[: row.filled], trained[: row.filled], tokens[:0])
+        for passage in row.passages if origin is not None else ():
+            corpus: Corpus = origin[0]
+            here = slice(passage.at, passage.at + passage.count)
+            start, stop = corpus.document_start(passage.document), corpus.document_start(passage.document + 1)
+            cut = corpus.tokens(start + passage.count, stop) if loader.packed and passage.offset == 0 else tokens[:0]
+            name = origin_text(corpus, passage.document)
+            yield _shown(name, sample, passage.at, tokens[here], trained[here], cut)
+        sample += 1
+
+
+def _shown(
+    source: str,
+    sample: int,
+    at: int,
+    tokens: NDArray[np.int64],
+    trained: NDArray[np.bool_],
+    cut: NDArray[np.int64],
+) -> ShownDocument:
+    kinds = [TRAINED if each else READ for each in trained.tolist()] + [CUT] * len(cut)
+    return ShownDocument(source, sample, at, (*tokens.tolist(), *cut.tolist()), tuple(kinds))
+
+
+def document_lines(
+    document: ShownDocument, tokenizer: Tokenizer | None, width: int, colour: bool, most: int | None = None
+) -> list[str]:
+    """A title, and the text in lines of `width` columns that begin with what its tokens are. most: lines at most, of
+    which the middle ones are left out."""
+    lines = list(_lines(document, tokenizer, max(LEAST, width - LABEL - 3), colour))
+    if most is not None and len(lines) > most:
+        left_out = len(lines) - most + 1
+        first = (most - 1) // 2
+        lines = [*lines[:first], f"{'...':>{LABEL}} | {left_out} lines more", *lines[first + left_out :]]
+    return [document.title, *lines]
+
+
+def _lines(document: ShownDocument, tokenizer: Tokenizer | None, width: int, colour: bool) -> Iterator[str]:
+    texts = _texts(document.tokens, tokenizer)
+    numbered = list(zip(document.kinds, range(len(texts)), texts))
+    for kind, group in groupby(numbered, key=lambda each: each[0]):
+        label = kind
+        for line in _wrapped([(number, text) for _, number, text in group], width):
+            shown = "".join(_painted(text, COLOURS[kind][number % 2]) if colour else text for number, text in line)
+            yield f"{label:>{LABEL}} | {shown}"
+            label = ""
+
+
+def _painted(text: str, code: str) -> str:
+    return f"\x1b[{code}m{text}\x1b[0m"
+
+
+def _wrapped(pieces: Sequence[tuple[int, str]], width: int) -> Iterator[list[tuple[int, str]]]:
+    """Lines of at most `width` columns; the end of a line of the text ends one too."""
+    line, used = list[tuple[int, str]](), 0
+    for number, text in pieces:
+        for character in text:
+            columns = 2 if unicodedata.east_asian_width(character) in "WF" else 1
+            if used + columns > width:
+                yield line
+                line, used = [], 0
+            if line and line[-1][0] == number:
+                line[-1] = (number, line[-1][1] + character)
+            else:
+                line.append((number, character))
+            used += columns
+            if character == LINE_END:
+                yield line
+                line, used = [], 0
+    if line:
+        yield line
+
+
+def _texts(tokens: Sequence[int], tokenizer: Tokenizer | None) -> list[str]:
+    """What each token adds to the text; a character of several tokens is the last one's."""
+    if tokenizer is None:
+        return [f"{token} " for token in tokens]
+    pieces = Pieces(tokenizer, shown=[*tokenizer.special_tokens.values(), -1])
+    texts = [pieces.add(token) for token in tokens]
+    if texts:
+        texts[-1] += pieces.rest()
+    return ["".join(map(_visible, text)) for text in texts]
+
+
+def _visible(character: str) -> str:
+    """Control characters, which a terminal would obey, as Python writes them."""
+    if character == "\n":
+        return LINE_END
+    return character if character.isprintable() else repr(character)[1:-1]
