@@ -428,7 +428,7 @@ def data_show(
     if is_config(what):
         if samples is not None and (step is not None or rank is not None):
             raise click.UsageError("--samples shows the beginning of a run: it goes without --step and --rank")
-        ask = {"step": step, "ranks": ranks, "rank": rank, "tokenizer": tokenizer, "samples": samples}
+        ask: Any = {"step": step, "ranks": ranks, "rank": rank, "tokenizer": tokenizer, "samples": samples}
         click.echo(run_data_text(what, overrides, **ask))
     elif overrides or any(given is not None for given in (step, rank, ranks, samples)):
         raise click.UsageError(

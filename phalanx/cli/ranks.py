@@ -49,8 +49,8 @@ def run_ranks(target: str, ready: Any, values: dict[str, Any], logs: str | None)
 
 
 def prepare_text(ready: Any) -> None:
-    """Prepare the token files of data.text, data.pairs or data.chats before any rank starts, so that ranks find them. For ranks
-    started by others, one per machine reports."""
+    """Prepare the token files of data.text, data.pairs or data.chats before any rank starts, so that ranks find them.
+    For ranks started by others, one per machine reports."""
     from phalanx.cli.progress import progress
     from phalanx.nn.objective import make_objective
     from phalanx.text.cache import use_text

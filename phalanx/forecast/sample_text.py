@@ -6,13 +6,14 @@ import unicodedata
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from itertools import groupby
+from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 
 from phalanx.data.chats import origin_text
-from phalanx.data.index import Corpus
 from phalanx.data.loader import Loader
+from phalanx.data.sources import ChatSource
 from phalanx.forecast.data_table import row_of
 from phalanx.sequence.batch import IGNORE
 from phalanx.text.pieces import Pieces
@@ -50,22 +51,26 @@ class ShownDocument:
 def documents_of(loader: Loader, sample: int) -> Iterator[ShownDocument]:
     """The documents from sequence `sample` on, in the order of training."""
     while True:
-        [place] = loader.locate([sample])
-        batch, row = loader.read([place]), row_of(loader, place)
-        tokens, labels = batch.tokens.numpy(), batch.labels.numpy()
-        trained = np.append(False, labels[:-1] != IGNORE)
-        origin = loader.sources[place.source].origin(place.window)
-        if origin is None:
-            source = loader.sources[place.source].name
-            yield _shown(source, sample, 0, tokens[: row.filled], trained[: row.filled], tokens[:0])
-        for passage in row.passages if origin is not None else ():
-            corpus: Corpus = origin[0]
-            here = slice(passage.at, passage.at + passage.count)
-            start, stop = corpus.document_start(passage.document), corpus.document_start(passage.document + 1)
-            cut = corpus.tokens(start + passage.count, stop) if loader.packed and passage.offset == 0 else tokens[:0]
-            name = origin_text(corpus, passage.document)
-            yield _shown(name, sample, passage.at, tokens[here], trained[here], cut)
+        yield from _documents_in(loader, sample)
         sample += 1
+
+
+def _documents_in(loader: Loader, sample: int) -> Iterator[ShownDocument]:
+    [place] = loader.locate([sample])
+    batch, row = loader.read([place]), row_of(loader, place)
+    tokens, source = batch.tokens.numpy(), loader.sources[place.source]
+    trained = np.append(False, batch.labels.numpy()[:-1] != IGNORE)
+    origin, nothing = source.origin(place.window), tokens[:0]
+    if origin is None:
+        yield _shown(source.name, sample, 0, tokens[: row.filled], trained[: row.filled], nothing)
+        return
+    corpus, _ = origin
+    for passage in row.passages:
+        here = slice(passage.at, passage.at + passage.count)
+        stop = corpus.document_start(passage.document + 1)
+        first = corpus.document_start(passage.document) + passage.count
+        cut = corpus.tokens(first, stop) if isinstance(source, ChatSource) else nothing
+        yield _shown(origin_text(corpus, passage.document), sample, passage.at, tokens[here], trained[here], cut)
 
 
 def _shown(
@@ -74,7 +79,7 @@ def _shown(
     at: int,
     tokens: NDArray[np.int64],
     trained: NDArray[np.bool_],
-    cut: NDArray[np.int64],
+    cut: NDArray[Any],
 ) -> ShownDocument:
     kinds = [TRAINED if each else READ for each in trained.tolist()] + [CUT] * len(cut)
     return ShownDocument(source, sample, at, (*tokens.tolist(), *cut.tolist()), tuple(kinds))

@@ -73,11 +73,11 @@ class ChatEncoder:
         return ChatEncoder, (self.tokenizer, self.template, self.train_on)
 
     def samples(self, given: Chat | Completion) -> list[Sample]:
-        """BadChat for what cannot be trained on."""
+        """BadChat for what cannot be trained on; DataError without a template for messages."""
         if isinstance(given, Completion):
             return [self._completion(given)]
         if self.template is None:
-            raise BadChat("no template", "has messages, which need a chat template: data.template=FILE.jinja")
+            raise DataError("has messages, which need a chat template: data.template=FILE.jinja")
         return _Rendered(self, self.template, given).samples()
 
     def note(self, what: str) -> None:

@@ -143,9 +143,11 @@ def _encode(shared: tuple[ChatEncoder, dict[str, int]], parts: list[FileSlice]) 
                 if isinstance(record, Bad):
                     raise BadChat(record.reason, str(record))
                 samples = encoder.samples(read_record(without_none(record) if is_table else record))
+            except DataError as error:
+                raise DataError(f"{part.path}:{line}: {error}") from None
             except BadChat as error:
                 piece.skipped[error.reason] += 1
-                where = f"{part.path} row {line}" if is_table else f"{part.path}:{line}"
+                where = f"{part.path}:{line}"
                 piece.bad += [(error.reason, f"{where}: {error}")] if len(piece.bad) < SHOWN else []
                 continue
             for sample in samples:
