@@ -282,6 +282,7 @@ def test_marks_that_leave_out_the_end_are_noted(words):
     assert encoder.notes[MARKED_SHORT] == 3
 
 
+UNMARKED = "{% if 0 %}{% generation %}{% endgeneration %}{% endif %}"
 LEFT_OUT = "{% for m in messages %}{{ m.content[:9] }}<eos>{% endfor %}"
 CHANGES = "{{ messages | length }}{% for m in messages %}<|im_start|>{{ m.role }} {{ m.content }}<eos>{% endfor %}"
 
@@ -294,19 +295,14 @@ CHANGES = "{{ messages | length }}{% for m in messages %}<|im_start|>{{ m.role }
             INST,
             [TALK[0], {**TALK[1], "reasoning_content": "Hm."}],
             {},
-            "turn 2: the template does not write its reason",
+            "turn 2: the template does not write its rea",
         ),
         (INST, TALK[:2], {"tools": [TOOL]}, "has the tool add, and the template writes no tools"),
         (INST, TOOLS, {}, "turn 2: the template does not write its call of add"),
         (CHANGES, TALK[:2], {}, "turn 2: where this answer begins cannot be told: inference would go on from '1"),
         ("{{ raise_exception('no') }}", TALK[:2], {}, "turn 2: the template refuses the chat up to here: no"),
         (INST.replace("m.content", "m.content[:3]", 1), TALK[:2], {}, "turn 1: the template leaves out this message"),
-        (
-            "{% for m in messages %}{{ m.content }}{% if 0 %}{% generation %}{% endgeneration %}{% endif %}{% endfor %}",
-            TALK[:2],
-            {},
-            "turn 2: the template marks nothing of this answer",
-        ),
+        (UNMARKED + INST, TALK[:2], {}, "turn 2: the template marks nothing of this answer"),
     ],
 )
 def test_what_cannot_be_told_is_shown(template, messages, more, rule, words):
