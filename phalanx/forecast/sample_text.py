@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import textwrap
 import unicodedata
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
@@ -95,7 +96,7 @@ def document_lines(
         left_out = len(lines) - most + 1
         first = (most - 1) // 2
         lines = [*lines[:first], f"{'...':>{LABEL}} | {left_out} lines more", *lines[first + left_out :]]
-    return [document.title, *lines]
+    return [*textwrap.wrap(document.title, width, subsequent_indent="  ", break_long_words=False), *lines]
 
 
 def _lines(document: ShownDocument, tokenizer: Tokenizer | None, width: int, colour: bool) -> Iterator[str]:

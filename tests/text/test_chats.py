@@ -116,7 +116,7 @@ def test_calls_and_tools_in_all_their_forms():
         ({"messages": [{**ASKED, "content": [{}]}, SAID]}, "turn 1: content has a part of type None"),
         ({"messages": [{**ASKED, "tool_calls": [CALL]}, SAID]}, "turn 1: tool_calls are an assistant's"),
         ({"messages": [{**ASKED, "thinking": "a"}, SAID]}, "turn 1: reasoning is an assistant's"),
-        ({"messages": [ASKED, {**SAID, "tool_calls": [{"name": "f", "arguments": "{"}]}]}, "turn 2: arguments of f must"),
+        ({"messages": [ASKED, {**SAID, "tool_calls": [{"name": "f", "arguments": "{"}]}]}, "turn 2: arguments of f mu"),
         ({"messages": [ASKED, {**SAID, "tool_calls": [{"function": {}}]}]}, "turn 2: a call needs the name of a"),
         ({"messages": [ASKED, SAID], "tools": [{}]}, "tools must be a list of functions with names"),
         ({"messages": [ASKED, SAID], "tools": "["}, "tools must be JSON"),
