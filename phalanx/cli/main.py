@@ -423,13 +423,15 @@ def data_show(
 ) -> None:
     """Show what is in the token files PREFIX.bin and PREFIX.idx, or what a run of CONFIG (or a run's folder) trains
     on."""
-    from phalanx.cli.show import data_text, is_config, run_data_text
+    from phalanx.cli.show import data_text, is_config, run_data_text, samples_text
 
     if is_config(what):
-        if samples is not None and (step is not None or rank is not None):
-            raise click.UsageError("--samples shows the beginning of a run: it goes without --step and --rank")
-        ask: Any = {"step": step, "ranks": ranks, "rank": rank, "tokenizer": tokenizer, "samples": samples}
-        click.echo(run_data_text(what, overrides, **ask))
+        if samples is None:
+            click.echo(run_data_text(what, overrides, step=step, ranks=ranks, rank=rank, tokenizer=tokenizer))
+        elif any(given is not None for given in (step, rank, ranks)):
+            raise click.UsageError("--samples shows the beginning of a run: it goes without --step, --rank and --ranks")
+        else:
+            click.echo(samples_text(what, overrides, samples, tokenizer))
     elif overrides or any(given is not None for given in (step, rank, ranks, samples)):
         raise click.UsageError(
             f"--step, --rank, --ranks, --samples and a.b=c belong to a CONFIG; {what} is a PREFIX of token files"

@@ -19,6 +19,7 @@ from phalanx.base.errors import CheckpointError, DataError
 from phalanx.cli.progress import decimal_bytes
 
 if TYPE_CHECKING:
+    from phalanx.config.run import Run
     from phalanx.data.index import Corpus
     from phalanx.data.loader import Loader
     from phalanx.text.prepare import Summary
@@ -210,20 +211,14 @@ def run_data_text(
     ranks: int | None,
     rank: int | None,
     tokenizer: str | None,
-    samples: int | None = None,
 ) -> str:
-    """For a config: the table of its sources or, given a step, the tokens that make it up (on all ranks, or on one).
-    samples: so many documents in the order of training, with what of them is trained."""
+    """For a config: the table of its sources or, given a step, the tokens that make it up (on all ranks, or on one)."""
     from phalanx.base.errors import Problem
-    from phalanx.cli.progress import progress
     from phalanx.cli.setup import prepare_elsewhere
     from phalanx.data.check import check_files
     from phalanx.forecast.check import raise_problems
-    from phalanx.forecast.data_table import data_table, open_loaders, step_data, step_text
-    from phalanx.nn.objective import make_objective
+    from phalanx.forecast.data_table import data_table, step_data, step_text
     from phalanx.planning.plan import grid_of
-    from phalanx.text.cache import use_text
-    from phalanx.text.prepare import check_tokenizers
     from phalanx.text.tokenizers import load_tokenizer
 
     ready = prepare_elsewhere(config, overrides, ranks)
@@ -241,6 +236,24 @@ def run_data_text(
     if rank is not None and not 0 <= rank < grid.world:
         wrong.append(Problem("--rank", rank, "must be one of the ranks", {"--ranks": grid.world}, (0, grid.world - 1)))
     raise_problems([*wrong, *check_files(run.data)])
+    loader, valid = prepared_loaders(run)
+    if step is None:
+        return data_table(run, loader, valid)
+    names = tokenizer or run.data.tokenizer
+    which = None if rank is None else [grid.coords(rank).dp]
+    return step_text(
+        run, step_data(run, loader, step, grid.dp, which), grid.dp, load_tokenizer(names) if names else None
+    )
+
+
+def prepared_loaders(run: Run) -> tuple[Loader, dict[str, Loader]]:
+    """The loaders of training and of validation sets; texts are prepared first, as training does."""
+    from phalanx.cli.progress import progress
+    from phalanx.forecast.data_table import open_loaders
+    from phalanx.nn.objective import make_objective
+    from phalanx.text.cache import use_text
+    from phalanx.text.prepare import check_tokenizers
+
     with progress("prepare") as show:
         data = use_text(
             run.data,
@@ -251,25 +264,25 @@ def run_data_text(
             progress=show,
         )
     check_tokenizers(data)
-    loader, valid = open_loaders(run, data)
-    names = tokenizer or run.data.tokenizer
-    if samples is not None:
-        return samples_text(loader, load_tokenizer(names) if names else None, samples)
-    if step is None:
-        return data_table(run, loader, valid)
-    which = None if rank is None else [grid.coords(rank).dp]
-    return step_text(
-        run, step_data(run, loader, step, grid.dp, which), grid.dp, load_tokenizer(names) if names else None
-    )
+    return open_loaders(run, data)
 
 
-def samples_text(loader: Loader, tokenizer: Tokenizer | None, count: int) -> str:
-    """Documents in the order of training. In colour on a terminal."""
+def samples_text(config: str, overrides: tuple[str, ...], count: int, tokenizer: str | None) -> str:
+    """Documents in the order of training, with what of them is trained. In colour on a terminal."""
+    from phalanx.cli.setup import prepare_elsewhere
+    from phalanx.data.check import check_files
+    from phalanx.forecast.check import raise_problems
     from phalanx.forecast.sample_text import document_lines, documents_of
+    from phalanx.text.tokenizers import load_tokenizer
 
+    run = prepare_elsewhere(config, overrides, None).run
+    raise_problems(check_files(run.data))
+    loader, _ = prepared_loaders(run)
+    names = tokenizer or run.data.tokenizer
+    words = load_tokenizer(names) if names else None
     width, colour = shutil.get_terminal_size().columns, sys.stdout.isatty()
     shown = islice(documents_of(loader, 0), count)
-    return "\n\n".join("\n".join(document_lines(document, tokenizer, width, colour)) for document in shown)
+    return "\n\n".join("\n".join(document_lines(document, words, width, colour)) for document in shown)
 
 
 def pack_text(config: str, overrides: tuple[str, ...]) -> Iterator[str]:

@@ -215,11 +215,11 @@ class _Rendered:
         probe: list[Message] = [*self.messages[:number], {"role": "assistant", "content": PROBE}]
         start = len(os.path.commonprefix([prompt, self._render(probe, number)]))
         if start < len(before) or written[:start] != prompt[:start] or not prompt.startswith(before):
-            apart = len(os.path.commonprefix([prompt, written]))
+            differ = len(os.path.commonprefix([prompt, written]))
             raise BadChat(
                 "ambiguous turn",
-                f"where this answer begins cannot be told: inference would go on from {_shown(prompt, apart)}, and the "
-                f"template writes {_shown(written, apart)}: mark answers in the template with {{% generation %}} "
+                f"where this answer begins cannot be told: inference would go on from {_shown(prompt, differ)}, the "
+                f"template writes {_shown(written, differ)}: mark answers in the template with {{% generation %}} "
                 "(data.template)",
                 number + 1,
             )
