@@ -13,6 +13,7 @@ several samples, so that each answer is trained once, after exactly what the mod
 
 from __future__ import annotations
 
+import json
 import os
 import re
 from bisect import bisect_left, bisect_right
@@ -65,6 +66,7 @@ class ChatEncoder:
         self.tokenizer, self.template, self.train_on = tokenizer, template, train_on
         self.special = special_names(tokenizer)
         self.notes = Counter[str]()
+        self._noted = set[str]()  # of the chat at hand
         self._before = tokens_before(tokenizer)
         bos = None if template is None else template.variables.get("bos_token")
         self._bos = None if bos is None else tokenizer.special_tokens.get(bos)
@@ -74,6 +76,12 @@ class ChatEncoder:
 
     def samples(self, given: Chat | Completion) -> list[Sample]:
         """BadChat for what cannot be trained on; DataError without a template for messages."""
+        self._noted.clear()
+        made = self._samples(given)
+        self.notes.update(self._noted)
+        return made
+
+    def _samples(self, given: Chat | Completion) -> list[Sample]:
         if isinstance(given, Completion):
             return [self._completion(given)]
         if self.template is None:
@@ -81,7 +89,7 @@ class ChatEncoder:
         return _Rendered(self, self.template, given).samples()
 
     def note(self, what: str) -> None:
-        self.notes[what] += 1
+        self._noted.add(what)
 
     def _completion(self, given: Completion) -> Sample:
         prompt = without_private(given.prompt)
@@ -152,6 +160,8 @@ class _Rendered:
         self.messages = broken(chat.messages, encoder.special)
         self.tools = broken(chat.tools, encoder.special)
         self.variables = broken(chat.variables, encoder.special)
+        if any("tool_calls" in message for message in self.messages):
+            self.messages = self._with_arguments()
 
     def samples(self) -> list[Sample]:
         how = self.encoder.train_on
@@ -287,6 +297,18 @@ class _Rendered:
 
     # ---- rendering
 
+    def _with_arguments(self) -> Sequence[Message]:
+        """The messages with arguments of calls as the template takes them: objects, or their JSON as text."""
+        last = len(self.messages) - 1
+        calls = [call["function"] for message in self.messages for call in message.get("tool_calls", ())]
+        try:
+            written = self._write(last + 1, last)
+        except BadChat:
+            written = None
+        if written is not None and not any(repr(each["arguments"]) in written for each in calls if each["arguments"]):
+            return self.messages
+        return [_with_text_arguments(message) for message in self.messages]
+
     def _check_whole(self, written: str, last: int) -> None:
         """What people wrote up to the message `last`, and tools, must be there."""
         for number, message in enumerate(self.messages[: last + 1]):
@@ -314,6 +336,14 @@ class _Rendered:
             raise BadChat(
                 "refused by the template", f"the template refuses the chat up to here: {text}", turn + 1
             ) from None
+
+
+def _with_text_arguments(message: Message) -> Message:
+    calls = [
+        {**call, "function": {**call["function"], "arguments": json.dumps(call["function"]["arguments"])}}
+        for call in message.get("tool_calls", ())
+    ]
+    return {**message, "tool_calls": calls} if calls else message
 
 
 def unmarked(written: str) -> tuple[str, list[Span]]:

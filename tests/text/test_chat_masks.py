@@ -239,6 +239,23 @@ def test_no_end_of_a_turn(words):
     assert folder.tokenizer.decode(sample.ids) == folder.text(talk) + "<eos>"
 
 
+def test_arguments_as_a_template_takes_them(words):
+    """As text where it joins texts, or would write an object as Python does; else as objects, such as for tojson."""
+    talk = [dict(each) for each in TOOLS]
+    for call, expected in (
+        ("'[' + c.function.name + c.function.arguments + ']'", '[add{"a": 1}]<eos>'),
+        ("c.function.name ~ c.function.arguments", 'add{"a": 1}<eos>'),
+        ("c.function.name ~ c.function.arguments.a", "add1<eos>"),
+    ):
+        text = INST.replace(
+            "{{ m.content }}{{ eos",
+            f"{{% for c in m.tool_calls or [] %}}{{{{ {call} }}}}{{% endfor %}}{{{{ m.content }}}}{{{{ eos",
+        )
+        folder = own(words, text)
+        samples = folder.encoder().samples(read_record({"messages": talk}))
+        assert trained_texts(folder, samples)[0].strip() == expected
+
+
 def test_one_bos(words):
     folder = own(words, INST)
     [sample] = folder.encoder().samples(read_record({"messages": TALK}))
@@ -279,7 +296,7 @@ def test_marks_that_leave_out_the_end_are_noted(words):
     text = INST.replace("{{ m.content }}{{ eos", "{% generation %}{{ m.content }}{% endgeneration %}{{ eos")
     encoder = own(words, text).encoder()
     encoder.samples(read_record({"messages": TALK}))
-    assert encoder.notes[MARKED_SHORT] == 3
+    assert encoder.notes == {MARKED_SHORT: 1}
 
 
 UNMARKED = "{% if 0 %}{% generation %}{% endgeneration %}{% endif %}"
