@@ -80,6 +80,7 @@ BUILT_IN: Mapping[str, Mapping[str, str]] = MappingProxyType(
         "objective": MappingProxyType(
             {
                 "pretrain": "phalanx.engine.objectives.pretrain:Pretrain",
+                "sft": "phalanx.engine.objectives.sft:SFT",
                 "dpo": "phalanx.engine.objectives.dpo:DPO",
                 "distil": "phalanx.engine.objectives.distil:Distil",
             }

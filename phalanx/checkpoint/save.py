@@ -59,6 +59,7 @@ KINDS_OF = "kinds_of"
 # one thread writes each file (a kernel lets only one writer at a time into a file), so a rank needs more files than
 # threads
 STATE_FILE_BYTES = 1 << 30
+CHAT_TEMPLATE = "chat_template.jinja"
 TOKENIZER_FILES = (
     "tokenizer.json",
     "tokenizer_config.json",
@@ -68,7 +69,7 @@ TOKENIZER_FILES = (
     "merges.txt",
     "vocab.txt",
     "tokenizer.model",
-    "chat_template.jinja",
+    CHAT_TEMPLATE,
     "chat_template.json",
 )
 
@@ -85,6 +86,7 @@ class Snapshot:
     source      the Hugging Face folder from which the model comes: its generation settings and chat template are also
                 copied
     adapters    adapter_config.json of a run with adapters, if PEFT has the method
+    template    the chat template on which the model is trained, where it is not the tokenizer's own
     """
 
     step: int
@@ -97,6 +99,7 @@ class Snapshot:
     parent: int | None = None
     source: Path | None = None
     adapters: dict[str, Any] | None = None
+    template: bytes | None = None
 
 
 @dataclass(frozen=True)
@@ -440,6 +443,7 @@ def _write_beside_weights(folder: Path, content: Content, storage: Storage) -> R
         "generation_config.json": _json(generation_config(snapshot.token_ids)),
         **source_files(snapshot.source),
         **tokenizer_files(snapshot.tokenizer),
+        **({} if snapshot.template is None else {CHAT_TEMPLATE: snapshot.template}),
     }
     # the source's own config.json has another dtype
     texts["config.json"] = _json(to_hf(snapshot.model, dtype, snapshot.token_ids))

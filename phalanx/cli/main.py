@@ -399,6 +399,13 @@ def data_train_tokenizer(inputs: tuple[str, ...], out: str, vocab_size: int, kin
     help="Which tokens make step K of CONFIG (default: a table of its sources).",
 )
 @click.option("--rank", type=int, default=None, metavar="R", help="Only what this rank reads in step K.")
+@click.option(
+    "--samples",
+    type=click.IntRange(min=1),
+    default=None,
+    metavar="N",
+    help="The first N chats (or documents) that CONFIG trains on, with what of them is trained, read and cut off.",
+)
 @RANKS
 def data_show(
     what: str,
@@ -408,17 +415,23 @@ def data_show(
     start: int,
     step: int | None,
     rank: int | None,
+    samples: int | None,
     ranks: int | None,
 ) -> None:
     """Show what is in the token files PREFIX.bin and PREFIX.idx, or what a run of CONFIG (or a run's folder) trains
     on."""
-    from phalanx.cli.show import data_text, is_config, run_data_text
+    from phalanx.cli.show import data_text, is_config, run_data_text, samples_text
 
     if is_config(what):
-        click.echo(run_data_text(what, overrides, step=step, ranks=ranks, rank=rank, tokenizer=tokenizer))
-    elif overrides or step is not None or rank is not None or ranks is not None:
+        if samples is None:
+            click.echo(run_data_text(what, overrides, step=step, ranks=ranks, rank=rank, tokenizer=tokenizer))
+        elif any(given is not None for given in (step, rank, ranks)):
+            raise click.UsageError("--samples shows the beginning of a run: it goes without --step, --rank and --ranks")
+        else:
+            click.echo(samples_text(what, overrides, samples, tokenizer))
+    elif overrides or any(given is not None for given in (step, rank, ranks, samples)):
         raise click.UsageError(
-            f"--step, --rank, --ranks and a.b=c belong to a CONFIG; {what} is a PREFIX of token files"
+            f"--step, --rank, --ranks, --samples and a.b=c belong to a CONFIG; {what} is a PREFIX of token files"
         )
     else:
         click.echo(data_text(what, tokenizer, documents, start))

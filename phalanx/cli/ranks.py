@@ -49,9 +49,10 @@ def run_ranks(target: str, ready: Any, values: dict[str, Any], logs: str | None)
 
 
 def prepare_text(ready: Any) -> None:
-    """Prepare the token files of data.text or data.pairs before any rank starts, so that ranks find them. For ranks
-    started by others, one per machine reports."""
+    """Prepare the token files of data.text, data.pairs or data.chats before any rank starts, so that ranks find them.
+    For ranks started by others, one per machine reports."""
     from phalanx.cli.progress import progress
+    from phalanx.nn.objective import make_objective
     from phalanx.text.cache import use_text
 
     run = ready.run
@@ -61,6 +62,7 @@ def prepare_text(ready: Any) -> None:
             run.data,
             run.dir,
             run.model.vocab_size,
+            train_on=make_objective(run.task).train_on,
             say=lambda text: click.echo(text) if speaks else None,
             progress=show,
         )

@@ -4,8 +4,11 @@ from __future__ import annotations
 
 import hashlib
 import os
+import shutil
+import sys
 from collections import defaultdict
 from collections.abc import Iterator, Sequence
+from itertools import islice
 from pathlib import Path
 from statistics import median
 from typing import TYPE_CHECKING
@@ -16,7 +19,9 @@ from phalanx.base.errors import CheckpointError, DataError
 from phalanx.cli.progress import decimal_bytes
 
 if TYPE_CHECKING:
+    from phalanx.config.run import Run
     from phalanx.data.index import Corpus
+    from phalanx.data.loader import Loader
     from phalanx.text.prepare import Summary
     from phalanx.text.tokenizer_base import Tokenizer
 
@@ -106,17 +111,18 @@ def data_prefixes(what: str, overrides: tuple[str, ...]) -> list[str]:
     from phalanx.data.check import check_files
     from phalanx.data.config import prefixes_of
     from phalanx.forecast.check import raise_problems
+    from phalanx.nn.objective import make_objective
     from phalanx.text.cache import find_text
 
     run = prepare_elsewhere(what, overrides, None).run
     problems = check_files(run.data)
-    data = None if problems else find_text(run.data, run.dir)
+    data = None if problems else find_text(run.data, run.dir, make_objective(run.task).train_on)
     if data is None and not problems:
         rule = (
             "is not prepared yet: there are no token files to compare; `phalanx train` and `phalanx data "
             "show CONFIG` prepare it"
         )
-        name = "pairs" if run.data.pairs else "text"
+        name = next(name for name in ("pairs", "chats", "text") if getattr(run.data, name))
         problems = [Problem(f"data.{name}", list(getattr(run.data, name)), rule)]
     raise_problems(problems)
     return prefixes_of(data or run.data)
@@ -208,14 +214,11 @@ def run_data_text(
 ) -> str:
     """For a config: the table of its sources or, given a step, the tokens that make it up (on all ranks, or on one)."""
     from phalanx.base.errors import Problem
-    from phalanx.cli.progress import progress
     from phalanx.cli.setup import prepare_elsewhere
     from phalanx.data.check import check_files
     from phalanx.forecast.check import raise_problems
-    from phalanx.forecast.data_table import data_table, open_loaders, step_data, step_text
+    from phalanx.forecast.data_table import data_table, step_data, step_text
     from phalanx.planning.plan import grid_of
-    from phalanx.text.cache import use_text
-    from phalanx.text.prepare import check_tokenizers
     from phalanx.text.tokenizers import load_tokenizer
 
     ready = prepare_elsewhere(config, overrides, ranks)
@@ -233,12 +236,7 @@ def run_data_text(
     if rank is not None and not 0 <= rank < grid.world:
         wrong.append(Problem("--rank", rank, "must be one of the ranks", {"--ranks": grid.world}, (0, grid.world - 1)))
     raise_problems([*wrong, *check_files(run.data)])
-    with progress("prepare") as show:
-        data = use_text(
-            run.data, run.dir, run.model.vocab_size, say=lambda text: click.echo(text, err=True), progress=show
-        )
-    check_tokenizers(data)
-    loader, valid = open_loaders(run, data)
+    loader, valid = prepared_loaders(run)
     if step is None:
         return data_table(run, loader, valid)
     names = tokenizer or run.data.tokenizer
@@ -246,6 +244,45 @@ def run_data_text(
     return step_text(
         run, step_data(run, loader, step, grid.dp, which), grid.dp, load_tokenizer(names) if names else None
     )
+
+
+def prepared_loaders(run: Run) -> tuple[Loader, dict[str, Loader]]:
+    """The loaders of training and of validation sets; texts are prepared first, as training does."""
+    from phalanx.cli.progress import progress
+    from phalanx.forecast.data_table import open_loaders
+    from phalanx.nn.objective import make_objective
+    from phalanx.text.cache import use_text
+    from phalanx.text.prepare import check_tokenizers
+
+    with progress("prepare") as show:
+        data = use_text(
+            run.data,
+            run.dir,
+            run.model.vocab_size,
+            train_on=make_objective(run.task).train_on,
+            say=lambda text: click.echo(text, err=True),
+            progress=show,
+        )
+    check_tokenizers(data)
+    return open_loaders(run, data)
+
+
+def samples_text(config: str, overrides: tuple[str, ...], count: int, tokenizer: str | None) -> str:
+    """Documents in the order of training, with what of them is trained. In colour on a terminal."""
+    from phalanx.cli.setup import prepare_elsewhere
+    from phalanx.data.check import check_files
+    from phalanx.forecast.check import raise_problems
+    from phalanx.forecast.sample_text import document_lines, documents_of
+    from phalanx.text.tokenizers import load_tokenizer
+
+    run = prepare_elsewhere(config, overrides, None).run
+    raise_problems(check_files(run.data))
+    loader, _ = prepared_loaders(run)
+    names = tokenizer or run.data.tokenizer
+    words = load_tokenizer(names) if names else None
+    width, colour = shutil.get_terminal_size().columns, sys.stdout.isatty()
+    shown = islice(documents_of(loader, 0), count)
+    return "\n\n".join("\n".join(document_lines(document, words, width, colour)) for document in shown)
 
 
 def pack_text(config: str, overrides: tuple[str, ...]) -> Iterator[str]:
@@ -256,13 +293,19 @@ def pack_text(config: str, overrides: tuple[str, ...]) -> Iterator[str]:
     from phalanx.data.packing import make_packing, packing_path, write_packing
     from phalanx.data.sources import corpus_parts
     from phalanx.forecast.check import raise_problems
+    from phalanx.nn.objective import make_objective
     from phalanx.text.cache import use_text
 
     run = prepare_elsewhere(config, (*overrides, "data.packing=offline"), None).run
     raise_problems(check_files(run.data))
     with progress("prepare") as show:
         data = use_text(
-            run.data, run.dir, run.model.vocab_size, say=lambda text: click.echo(text, err=True), progress=show
+            run.data,
+            run.dir,
+            run.model.vocab_size,
+            train_on=make_objective(run.task).train_on,
+            say=lambda text: click.echo(text, err=True),
+            progress=show,
         )
     length = run.train.seq_length
     for corpus, start, stop in corpus_parts(data, valid=run.train.eval_interval is not None):

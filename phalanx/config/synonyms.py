@@ -116,6 +116,11 @@ SYNONYMS: Mapping[str, str] = MappingProxyType(
         "data_path": "data.paths",
         "dataset": "data.paths",
         "train_files": "data.text",
+        "chat_template": "data.template",
+        "chat_template_path": "data.template",
+        "train_on_inputs": "task.train_on",
+        "assistant_only_loss": "task.train_on",
+        "completion_only_loss": "task.train_on",
         "tokenizer_model": "data.tokenizer",
         "tokenizer_path": "data.tokenizer",
         "packed": "data.packing",
@@ -140,6 +145,8 @@ SYNONYMS: Mapping[str, str] = MappingProxyType(
 VALUES: Mapping[str, str] = MappingProxyType(
     {
         "fsdp": "FSDP and ZeRO-3 are layout.sharding=3",
+        "sft": "supervised fine-tuning on chats is task.name=sft with data.chats",
+        "dpo": "preferences are task.name=dpo with data.pairs",
         "peft": "adapters are the section lora: lora.rank=16 trains LoRA",
         "fully_shard": "FSDP and ZeRO-3 are layout.sharding=3",
         "hsdp": "HSDP is layout.sharding=3 with layout.shard_group=RANKS_OF_A_NODE",
@@ -163,7 +170,7 @@ _ADAMW = (
     "own, element by element or over whole matrices: optim.name=PACKAGE.MODULE:NAME"
 )
 _OBJECTIVE = (
-    "what exists: training on all tokens of prepared text, and losses of your own: task.name=PACKAGE.MODULE:NAME"
+    "what exists: task.name=pretrain, sft, dpo and distil, and losses of your own: task.name=PACKAGE.MODULE:NAME"
 )
 NOT_BUILT: Mapping[str, str] = MappingProxyType(
     {
@@ -175,7 +182,6 @@ NOT_BUILT: Mapping[str, str] = MappingProxyType(
         "adafactor": f"Adafactor is not built yet; {_ADAMW}",
         "shampoo": f"Shampoo is not built yet; {_ADAMW}",
         "soap": f"SOAP is not built yet; {_ADAMW}",
-        "sft": f"training on instructions (SFT) is not built yet; {_OBJECTIVE}",
         "z_loss": f"a z-loss is not built in; {_OBJECTIVE}",
         "compile": "torch.compile is not used; what exists: train.kernels and train.cuda_graphs",
         "torch_compile": "torch.compile is not used; what exists: train.kernels and train.cuda_graphs",

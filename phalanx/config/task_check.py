@@ -17,7 +17,7 @@ def check_task(run: Run, facts: Facts) -> list[Problem]:
     """The objective's own rules, and what it needs of model and data."""
     kind, config = find_objective(run.task.name), run.task
     found = kind.check(config)
-    found += check_scores(run, facts)
+    found += check_scores(run, facts) + check_chats(run)
     if not issubclass(kind, SequenceObjective):
         if run.data.pairs:
             rule = "needs an objective over pairs, such as task.name=dpo"
@@ -40,6 +40,18 @@ def check_task(run: Run, facts: Facts) -> list[Problem]:
         rule = "reorders documents, and the objective compares documents that follow each other"
         found.append(problem("data", run.data, "packing", rule, {"task.name": config.name}, ("off",)))
     return found
+
+
+def check_chats(run: Run) -> list[Problem]:
+    """Chats and the objectives that train on them go together."""
+    config, train_on = run.task, make_objective(run.task).train_on
+    if run.data.chats and train_on is None:
+        rule = "needs an objective that trains on chats, such as task.name=sft"
+        return [problem("data", run.data, "chats", rule, {"task.name": config.name}, ((),))]
+    if train_on is not None and not (run.data.chats or run.data.mock):
+        rule = "is required: files of chats, such as data.chats=train.jsonl"
+        return [problem("data", run.data, "chats", rule, {"task.name": config.name}, ())]
+    return []
 
 
 def check_scores(run: Run, facts: Facts) -> list[Problem]:

@@ -13,6 +13,7 @@ from phalanx.base.errors import ConfigError, Problem
 from phalanx.base.own_fields import made_of
 from phalanx.base.registry import NotFound
 from phalanx.base.rules import default_of, exists, missing_data, no_effect, problem, within
+from phalanx.data.chats import chat_files, is_chat_file
 from phalanx.data.config import DataConfig, is_number, prefixes_and_weights
 from phalanx.data.files import BYTES, NULL, TOKENIZER_FILES
 from phalanx.data.index import strip_suffix
@@ -30,6 +31,7 @@ def check(config: DataConfig, *, evaluates: bool, files: bool = True) -> list[Pr
     found += (
         check_split(config, evaluates) + check_valid(config, evaluates) + check_packing(config) + check_pairs(config)
     )
+    found += check_chats(config)
     found += within("data", config, "max_epochs", "(0, inf)", (1.0, None))
     if config.mock:
         found += no_effect("data", config, ("max_epochs",), "token files", {"data.mock": True})
@@ -38,7 +40,7 @@ def check(config: DataConfig, *, evaluates: bool, files: bool = True) -> list[Pr
 
 def check_source(config: DataConfig) -> list[Problem]:
     """Tokens come from one place: mock data, paths, sources or text."""
-    given = [name for name in ("paths", "sources", "text", "pairs", "source") if getattr(config, name)]
+    given = [name for name in ("paths", "sources", "text", "pairs", "chats", "source") if getattr(config, name)]
     found = []
 
     def shown(name: str) -> Any:
@@ -53,7 +55,10 @@ def check_source(config: DataConfig) -> list[Problem]:
             problem("data", config, name, f"excludes data.{given[0]}", because, (default_of(DataConfig, name),))
         )
     if not config.mock and not given:
-        rule = "needs a path to token files (or data.text for text files, data.mock=true for made-up tokens)"
+        rule = (
+            "needs a path to token files (or data.text for text files, data.chats for chats, data.mock=true for "
+            "made-up tokens)"
+        )
         found.append(problem("data", config, "paths", rule))
     return found + check_own(config)
 
@@ -175,8 +180,26 @@ def check_pairs(config: DataConfig) -> list[Problem]:
     return found
 
 
+def check_chats(config: DataConfig) -> list[Problem]:
+    """Chats are put together by themselves, and need attention inside documents; files of them need a tokenizer."""
+    if not config.chats:
+        return no_effect("data", config, ("template", "bad_chats", "too_long"), "data.chats", {"data.chats": []})
+    because, found = {"data.chats": list(config.chats)}, check_words("data.chats", config.chats)
+    if config.packing != "off":
+        rule = "has no effect with data.chats: whole chats are packed"
+        found.append(problem("data", config, "packing", rule, because, ("off",)))
+    if config.document_attention is False:
+        rule = "must be true with data.chats, which must not see each other"
+        found.append(problem("data", config, "document_attention", rule, because, (True,)))
+    read = chat_files((*config.chats, *(path for paths in config.valid.values() for path in paths)))
+    if read and config.tokenizer is None:
+        rule = "is required with data.chats: a tokenizer.json, a folder that holds one, or `bytes`"
+        found.append(problem("data", config, "tokenizer", rule, because, ("bytes",)))
+    return found
+
+
 def check_text(config: DataConfig) -> list[Problem]:
-    if config.pairs:
+    if config.pairs or config.chats:
         return no_effect("data", config, ("json_keys", "text_errors"), "data.text", {"data.text": []})
     if not config.text:
         return no_effect("data", config, ("json_keys", "text_errors", "cache"), "data.text", {"data.text": []})
@@ -245,9 +268,15 @@ def check_files(config: DataConfig) -> list[Problem]:
     sets |= {f"data.sources.{name}.paths": source.paths for name, source in config.sources.items()}
     sets |= {f"data.valid.{name}": paths for name, paths in config.valid.items()}
     found: list[Problem] = []
+    sets |= {"data.chats": config.chats}
     for field, given in sets.items():
         prefixes, weights = prefixes_and_weights(given)
         for i, path in enumerate(prefixes):
+            if config.chats and is_chat_file(path):
+                if not (exists(path) or glob.glob(path, recursive=True)):
+                    rule = "must be a file of chats (.jsonl, .parquet), or a pattern that matches some"
+                    found.append(missing_data(f"{field}.{2 * i + 1 if weights else i}", path, rule))
+                continue
             prefix = strip_suffix(path)
             suffixes = (".bins" if exists(prefix + ".bins") else ".bin", ".idx")  # .bins: a merged set
             absent = [prefix + suffix for suffix in suffixes if not exists(prefix + suffix)]
@@ -262,6 +291,8 @@ def check_files(config: DataConfig) -> list[Problem]:
         if not weight and not exists(f"{strip_suffix(path)}.idx" if prepared else path):
             rule = "must be a .jsonl file, or the prefix of token files prepared from one"
             found.append(missing_data(f"data.pairs.{i}", path, rule, ".idx" if prepared else ""))
+    if config.template is not None and not os.path.isfile(config.template):
+        found.append(missing_data("data.template", config.template, "must be a Jinja file with a chat template"))
     return found + check_tokenizer(config)
 
 

@@ -69,17 +69,31 @@ class DataConfig:
     """Instead of token files: .jsonl files of preferences (prompt, chosen, rejected: texts, or prompt_ids and so on),
     prepared into data.cache before training; or prefixes of token files prepared from them. Whole pairs are packed into
     sequences."""
+    chats: Prefixes = ()
+    """Instead of token files: files of chats (.jsonl, .parquet; patterns), prepared into data.cache before training; or
+    prefixes of token files prepared from them. `0.7 a.jsonl 0.3 b.jsonl` also gives weights. Whole chats are packed
+    into sequences."""
+    template: str | None = None
+    """Jinja file with the chat template for data.chats, which checkpoints then carry; unset: that of the tokenizer's
+    folder."""
+    bad_chats: Literal["stop", "skip"] = "stop"
+    """Chats that cannot be trained on, such as one without an answer: stop and name them, or leave them out and count
+    them."""
+    too_long: Literal["stop", "cut", "drop"] = "stop"
+    """Chats longer than train.seq_length: stop and name them, cut them after the last answer that fits, or drop them;
+    both are counted."""
     json_keys: tuple[str, ...] = ("text",)
     """Fields of a .jsonl line or .parquet row of data.text that hold the text."""
     text_errors: Literal["strict", "replace", "skip"] = "strict"
     """Documents of data.text that are not valid text: stop the run, keep them with U+FFFD in place of invalid bytes, or
     skip them."""
     cache: str | None = None
-    """Folder for the token files made of data.text and data.pairs; unset: `data` in the run's folder."""
+    """Folder for the token files made of data.text, data.pairs and data.chats; unset: `data` in the run's folder."""
     split: str = "98,2,0"
     """Proportions of each corpus for train, validation and test, cut at document borders."""
     valid: dict[str, Prefixes] = field(default_factory=dict)
-    """More named validation sets: name -> prefixes (or `0.7 a 0.3 b`), used whole."""
+    """More named validation sets: name -> prefixes (or `0.7 a 0.3 b`), used whole; files of chats beside
+    data.chats."""
     source: str | None = None
     """Instead of token files: samples from a class of your own, by name or PACKAGE.MODULE:NAME."""
     source_config: dict[str, Any] = field(default_factory=dict)
@@ -106,10 +120,10 @@ class DataConfig:
     @property
     def is_packed(self) -> bool:
         """Whether sequences consist of whole documents and padding."""
-        return self.packing != "off" or bool(self.pairs)
+        return self.packing != "off" or bool(self.pairs or self.chats)
 
     def __post_init__(self) -> None:
-        for name in ("paths", "text", "pairs"):
+        for name in ("paths", "text", "pairs", "chats"):
             object.__setattr__(self, name, words(getattr(self, name)))
         if self.source is not None:
             object.__setattr__(self, "source", lasting("source", self.source))
@@ -118,5 +132,6 @@ class DataConfig:
 
 def prefixes_of(config: DataConfig) -> list[str]:
     """Prefixes of all token files that a run reads, each once."""
-    given = (config.paths, config.pairs, *(source.paths for source in config.sources.values()), *config.valid.values())
+    sources = (source.paths for source in config.sources.values())
+    given = (config.paths, config.pairs, config.chats, *sources, *config.valid.values())
     return list(dict.fromkeys(prefix for paths in given for prefix in prefixes_and_weights(paths)[0]))

@@ -122,6 +122,10 @@ class Corpus:
         """Tokens of each sequence of document d."""
         return self._lengths[int(self._documents[d]) : int(self._documents[d + 1])]
 
+    def sequence_counts(self, first: int, last: int) -> NDArray[np.int64]:
+        """Sequences of each of the documents first .. last - 1."""
+        return np.diff(self._documents[first : last + 1]) if last > first else np.empty(0, np.int64)
+
     def document_start(self, d: int) -> int:
         """Offset in the stream of the first token of document d; num_tokens for d = num_documents."""
         s = int(self._documents[d])

@@ -153,6 +153,10 @@ class Loader:
             windows[mine] = self.sources[i].locate(found[mine, 1])
         return [Place(*row) for row in zip(samples, found[:, 0].tolist(), found[:, 1].tolist(), windows.tolist())]
 
+    def filled(self, samples: Sequence[int]) -> int:
+        """Tokens of these samples that are not padding."""
+        return sum(self.sources[place.source].filled(place.window) for place in self.locate(samples))
+
     def pairs(self, samples: Sequence[int]) -> list[int]:
         """Number of (query, key) pairs that attention computes in each sample, only inside documents where it stays
         there; padding is not counted."""
@@ -296,7 +300,9 @@ def valid_loaders(
     parts: dict[str, tuple[list[Source], list[Weight]]] = {}
     if config.source is not None:
         parts["valid"] = [open_own(config, SourceStart(seq_length, vocab_size, seed, "validation"))], [1.0]
-    elif config.mock or ((config.paths or config.sources or config.pairs) and parse_split(config.split)[1] > 0):
+    elif config.mock or (
+        (config.paths or config.sources or config.pairs or config.chats) and parse_split(config.split)[1] > 0
+    ):
         parts["valid"] = open_part(config, 1, seq_length=seq_length, seed=seed, vocab_size=vocab_size)
     own = {name: _loader(config, *part, seq_length, scores) for name, part in parts.items()}
     whole = whole_loaders(config, config.valid, seq_length=seq_length, vocab_size=vocab_size, scores=scores)

@@ -12,6 +12,7 @@ from __future__ import annotations
 import mmap
 import struct
 import zlib
+from collections.abc import Iterable
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
@@ -28,6 +29,7 @@ MAGIC = b"PHXPACK\x00"
 # magic, version, capacity, first token, stop, pieces, bins, checksums of borders and pieces
 HEADER = struct.Struct("<8sQQQQQQII")
 VERSION = 1
+Pieces = tuple[NDArray[np.int64], NDArray[np.int64], NDArray[np.uint8]]
 WINDOW = 16384  # neighbouring documents packed together: with more, sequences are hardly fuller and it takes longer
 
 
@@ -119,10 +121,28 @@ def make_packing(
     decreasing  the longest of a group first, which fills sequences better; otherwise in file order
     A document longer than `capacity` is cut into pieces of that length and a last one. Empty documents are left out.
     """
+    borders = _borders(corpus, start, stop)
+    groups = (_cut(borders[at : at + window + 1], capacity) for at in range(0, len(borders) - 1, window))
+    return _pack(groups, capacity, decreasing)
+
+
+def pack_documents(
+    starts: NDArray[np.int64], lengths: NDArray[np.int64], capacity: int, window: int = WINDOW
+) -> Packing:
+    """Pack documents that begin at these tokens of a corpus and have these lengths, at most `capacity`, as
+    `make_packing` does. Those of length 0 are left out."""
+    kept = np.flatnonzero(lengths)
+    starts, lengths = starts[kept], lengths[kept]
+    slices = [slice(at, at + window) for at in range(0, len(starts), window)]
+    groups = ((starts[each], lengths[each], np.zeros(len(lengths[each]), np.uint8)) for each in slices)
+    return _pack(groups, capacity, decreasing=False)
+
+
+def _pack(groups: Iterable[Pieces], capacity: int, decreasing: bool) -> Packing:
+    """groups: (starts, lengths, goes_on) of pieces that are packed together."""
     made: list[tuple[NDArray[Any], ...]] = []
-    borders, bins = _borders(corpus, start, stop), 0
-    for at in range(0, len(borders) - 1, window):
-        starts, lengths, goes_on = _cut(borders[at : at + window + 1], capacity)
+    bins = 0
+    for starts, lengths, goes_on in groups:
         order = np.argsort(-lengths, kind="stable") if decreasing else np.arange(len(lengths))
         found = np.empty(len(lengths), np.int64)
         found[order] = first_fit(lengths[order], capacity)
@@ -142,7 +162,7 @@ def _borders(corpus: Corpus, start: int, stop: int) -> NDArray[np.int64]:
     return np.append(corpus.document_starts(start, stop), stop) if stop > start else np.empty(0, np.int64)
 
 
-def _cut(borders: NDArray[np.int64], capacity: int) -> tuple[NDArray[np.int64], NDArray[np.int64], NDArray[np.uint8]]:
+def _cut(borders: NDArray[np.int64], capacity: int) -> Pieces:
     """(starts, lengths, goes_on) of the pieces of the documents between borders."""
     sizes = np.diff(borders)
     count = -(-sizes // capacity)

@@ -14,6 +14,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from phalanx.base.errors import DataError
+from phalanx.data.chats import LongChats, pack_chats, read_tokens
 from phalanx.data.config import DataConfig, SourceConfig, prefixes_and_weights
 from phalanx.data.index import Corpus, check_vocab
 from phalanx.data.mixture import Blend, Weight, hash64, make_key, parse_split, permute
@@ -201,6 +202,16 @@ class PairSource(PackedSource):
 
     def unlabelled(self, w: int) -> NDArray[np.int64]:
         return prompt_tokens(self.corpus, self.packing.pieces(w))
+
+
+@dataclass(frozen=True)
+class ChatSource(PackedSource):
+    """Chats of a corpus: a window holds whole chats, or what of them fits, and padding."""
+
+    long: LongChats
+
+    def unlabelled(self, w: int) -> NDArray[np.int64]:
+        return read_tokens(self.corpus, self.packing.pieces(w))
 
 
 @dataclass(frozen=True)
@@ -420,7 +431,7 @@ def open_part(
         corpus = Corpus(prefix)
         return open_source(config, corpus, *cut_at_documents(corpus, config.split)[part], seq_length, vocab_size, key)
 
-    prefixes, inline = prefixes_and_weights(config.paths or config.pairs)
+    prefixes, inline = prefixes_and_weights(config.paths or config.pairs or config.chats)
     given = inline or config.weights
     if given and len(given) != len(prefixes):
         raise DataError(f"data.weights has {len(given)} entries, data.paths has {len(prefixes)}")
@@ -447,7 +458,7 @@ def corpus_parts(config: DataConfig, valid: bool) -> list[tuple[Corpus, int, int
     """Each range of tokens from which a run draws samples: the training part of each corpus and, with `valid`, what
     evaluations read."""
     prefixes = [
-        *prefixes_and_weights(config.paths or config.pairs)[0],
+        *prefixes_and_weights(config.paths or config.pairs or config.chats)[0],
         *(p for source in config.sources.values() for p in source.paths),
     ]
     parts = []
@@ -463,7 +474,11 @@ def corpus_parts(config: DataConfig, valid: bool) -> list[tuple[Corpus, int, int
 def open_source(
     config: DataConfig, corpus: Corpus, start: int, stop: int, seq_length: int, vocab_size: int, key: int | None
 ) -> FileSource | PackedSource:
-    """Tokens [start, stop) of a corpus, both document borders, packed as data.packing says, or pairs of them."""
+    """Tokens [start, stop) of a corpus, both document borders, packed as data.packing says, or pairs or chats of
+    them."""
+    if config.chats:
+        packing, long = pack_chats(corpus, start, stop, seq_length, config.too_long, config.bad_chats)
+        return ChatSource(corpus, packing, vocab_size, key, long)
     if config.pairs:
         return PairSource(corpus, pack_pairs(corpus, start, stop, seq_length), vocab_size, key)
     if config.packing == "off":

@@ -31,6 +31,7 @@ from phalanx.engine.evaluate import summed
 from phalanx.engine.meeting import device_of, identity, join
 from phalanx.forecast.decide import make_plan
 from phalanx.inference.load import forward_only, run_of_folder
+from phalanx.nn.objective import make_objective
 from phalanx.pipeline.execute import Stages, execute
 from phalanx.planning.order import eval_samples
 from phalanx.planning.plan import Plan
@@ -130,7 +131,8 @@ class ForwardOnly:
 def evaluate_rank(run: Run, placement: Placement, what: Evaluation) -> None:
     """One rank's share; rank 0 prints the table and writes the file."""
     with ExitStack() as after:
-        run = replace(run, data=use_text(run.data, run.dir, run.model.vocab_size))
+        train_on = make_objective(run.task).train_on
+        run = replace(run, data=use_text(run.data, run.dir, run.model.vocab_size, train_on=train_on))
         loaders = open_sets(run, what)  # problems with the data are reported before the ranks meet
         after.callback(leave_world)
         mesh, _ = join(run, placement, identity(run, device_of(run, placement)))

@@ -14,7 +14,7 @@ from phalanx.data.config import DataConfig
 from phalanx.data.index import Corpus
 from phalanx.data.loader import Loader, Place, micro_batch_samples, train_loader, valid_loaders
 from phalanx.data.scores import ScoreFile
-from phalanx.data.sources import Source
+from phalanx.data.sources import ChatSource, Source
 from phalanx.nn.objective import make_objective
 from phalanx.planning.order import eval_samples, global_batch_at, total_samples, work_of
 from phalanx.sequence.batch import Batch
@@ -67,10 +67,12 @@ def data_table(run: Run, loader: Loader, valid: dict[str, Loader]) -> str:
 
 
 def packing_lines(loader: Loader, valid: dict[str, Loader]) -> list[str]:
-    """How full the sequences of each packed corpus are."""
+    """How full the sequences of each packed corpus are, and what became of chats that are longer than one."""
     named = [(source.name, source) for source in loader.sources]
     named += [(f"validation {name}", source) for name, other in valid.items() for source in other.sources]
-    return [f"packed {name}: {packing.text}" for name, source in named for packing in source.packings]
+    lines = [f"packed {name}: {packing.text}" for name, source in named for packing in source.packings]
+    longer = [(name, source.long.text) for name, source in named if isinstance(source, ChatSource)]
+    return lines + [f"chats {name}: {text(loader.seq_length)}" for name, text in longer if text(loader.seq_length)]
 
 
 def plan_data(run: Run) -> str:
@@ -79,7 +81,7 @@ def plan_data(run: Run) -> str:
     missing = check_files(run.data)
     if missing:
         return f"not here: {', '.join(str(p.value) for p in missing)}"
-    data = find_text(run.data, run.dir)
+    data = find_text(run.data, run.dir, make_objective(run.task).train_on)
     return (
         "the data is not prepared yet; `phalanx train` does it first"
         if data is None

@@ -11,7 +11,7 @@ from abc import ABC, abstractmethod
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import cache
-from typing import TYPE_CHECKING, Any, ClassVar, TypeVar
+from typing import TYPE_CHECKING, Any, ClassVar, Literal, TypeVar
 
 from phalanx.base.errors import Problem
 from phalanx.base.own_fields import section_of
@@ -34,9 +34,9 @@ class TaskConfig:
     named_by: ClassVar[str] = "name"
 
     name: str = "pretrain"
-    """What is minimised: pretrain (cross entropy of the next token), dpo (preferences between pairs of answers),
-    distil (a teacher's distributions), or an objective of your own as PACKAGE.MODULE:NAME. Its own fields stand beside
-    the name."""
+    """What is minimised: pretrain (cross entropy of the next token), sft (supervised fine-tuning on the answers of
+    chats), dpo (preferences between pairs of answers), distil (a teacher's distributions), or an objective of your own
+    as PACKAGE.MODULE:NAME. Its own fields stand beside the name."""
 
 
 class Objective(ABC):
@@ -73,6 +73,11 @@ class Objective(ABC):
     def scores(self) -> str | None:
         """The file of `phalanx data score` with another model's log-probabilities that batches are to carry
         (Batch.reference; Batch.target_ids and Batch.target_log_probs if it has any); None: they carry none."""
+        return None
+
+    @property
+    def train_on(self) -> Literal["answers", "last_answer", "all"] | None:
+        """What of chats has a label (data.chats); None: the objective is not over chats."""
         return None
 
     @abstractmethod

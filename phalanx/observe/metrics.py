@@ -6,7 +6,7 @@ import resource
 import sys
 import time
 from collections import deque
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from statistics import median
 from typing import Any
@@ -163,6 +163,8 @@ class Reporter:
         self.stepped: Callable[[float, float], None] = lambda work_s, step_s: None
         self.slow: Callable[[], dict[int, tuple[str, Slow]]] = dict  # ranks for which the others are waiting now
         self._named: set[int] = set()
+        # of chats: the tokens of some samples that are not padding; None: neither these nor trained tokens are recorded
+        self.filled: Callable[[Sequence[int]], int] | None = None
 
     def restart_clock(self) -> None:
         """Do not count the time since the last step (evaluation, saving) as part of the next."""
@@ -171,7 +173,7 @@ class Reporter:
 
     def finished(self, pending: Pending, samples: int) -> bool:
         """Account for a step of `samples` sequences; returns whether any rank was asked to stop."""
-        loss, norm, skipped, _, stop = pending.read()
+        loss, norm, skipped, trained, stop = pending.read()
         seconds, self.mark = pending.moment.seconds_since(self.mark), pending.moment
         self.last_s = seconds
         if pending.waited is not None:
@@ -182,7 +184,7 @@ class Reporter:
         c.tokens += samples * self.speed.seq_length
         c.skipped += skipped > 0
         c.skipped_in_a_row = c.skipped_in_a_row + 1 if skipped else 0
-        values = self._values(pending, loss, norm, samples, seconds)
+        values = self._values(pending, loss, norm, samples, seconds) | self._chat_values(trained, samples)
         self.record(pending.step, values)
         self.heard(Row(pending.step, values).plain())
         return stop
@@ -231,6 +233,14 @@ class Reporter:
             **{records.task_metric(name): value for name, value in pending.metrics().items()},
             **({} if routing is None else {records.EXPERTS: routing}),
         }
+
+    def _chat_values(self, trained: int, samples: int) -> dict[Record, Any]:
+        """Of the step whose samples were consumed last."""
+        if self.filled is None:
+            return {}
+        stop = self.counters.consumed_samples
+        padding = 1 - self.filled(range(stop - samples, stop)) / (samples * self.speed.seq_length)
+        return {records.TRAINED_TOKENS: trained, records.PADDING: padding}
 
     def _fp8_values(self, pending: Pending) -> dict[Record, Any]:
         """What casts lost: the worst tensor at every step, all of them now and then."""

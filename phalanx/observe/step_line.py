@@ -35,6 +35,8 @@ def _fields(v: dict[str, Any], gpu: bool, ranks: int) -> list[tuple[int, str]]:
         (4, f"lr={v['lr']:.3e}"),
         (2, f"tok/s={short(v['tokens_per_s'])}"),
     ]
+    if "trained_tokens" in v:
+        fields += [(2, f"trained={short(v['trained_tokens'])}"), (3, f"padding={100 * v['padding']:.1f}%")]
     if gpu and ranks > 1:
         fields.append((6, f"tok/s/gpu={short(v['tokens_per_s_per_gpu'])}"))
     if gpu and v["mfu"] is None:

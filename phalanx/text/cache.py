@@ -1,5 +1,5 @@
-"""Training that starts from text: `data.text` or `data.pairs` is turned into token files in a cache, once; `prepare`
-and `pairs` do the encoding."""
+"""Training that starts from text: `data.text`, `data.pairs` or `data.chats` is turned into token files in a cache,
+once; `prepare`, `pairs` and `chats` do the encoding."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ import hashlib
 import json
 import os
 import socket
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
@@ -15,18 +15,24 @@ from typing import Any
 
 from phalanx.base.errors import DataError
 from phalanx.base.file_lock import FileLock
+from phalanx.data.chats import chat_files, is_chat_file
 from phalanx.data.checksums import SUFFIX as SUMS
-from phalanx.data.config import DataConfig, SourceConfig
+from phalanx.data.config import DataConfig, SourceConfig, prefixes_and_weights
 from phalanx.data.files import replacing
 from phalanx.data.pairs import pair_files
+from phalanx.text.chat_masks import ChatEncoder, TrainOn
+from phalanx.text.chat_template import ChatTemplate, template_for
+from phalanx.text.chats import prepare_chats
 from phalanx.text.pairs import prepare_pairs
-from phalanx.text.prepare import prepare
+from phalanx.text.prepare import prepare, read_manifest
 from phalanx.text.readers import Hints, find_files
 from phalanx.text.tokenizers import Tokenizer, load_tokenizer
 
 SHUFFLE = 0  # seed for the order of documents, so that the validation part at the end is a random sample
 NAME = "text"
 PAIRS = "pairs"
+CHATS = "chats"
+CHATS_VERSION = 1  # of what is made of chats: with another one they are prepared again
 LITTLE = 64 << 20  # bytes
 MAX_WORKERS = 8
 HINTS = Hints("data.json_keys={}", "data.text_errors={}")
@@ -38,11 +44,12 @@ def use_text(
     run_folder: str | os.PathLike[str],
     vocab_size: int,
     *,
+    train_on: TrainOn | None = None,
     say: Callable[[str], object] = print,
     progress: Callable[[int, int], None] | None = None,
 ) -> DataConfig:
-    """The config with a source in place of `text`, or of the files of `pairs`: token files in the cache, created now
-    unless they exist.
+    """The config with a source in place of `text`, or of the files of `pairs` or `chats`: token files in the cache,
+    created now unless they exist. train_on: what of chats is trained (Objective.train_on).
 
     The cache (data.cache, or `data` in the run's folder) is keyed by the contents of the texts, the tokenizer and how
     they are read. One of the processes that share its file system prepares, under a lock; the others wait, and `say`
@@ -51,14 +58,17 @@ def use_text(
     """
     if pair_files(config.pairs):
         return _use_pairs(config, run_folder, vocab_size, say)
+    if config.chats:
+        if sets := chat_sets(config):
+            chats = _Chats(config, train_on)
+            _check_size(config, chats.encoder.tokenizer, vocab_size)
+            config = _use_chats(config, Path(run_folder), sets, chats, say, progress)
+        check_train_on(config, train_on)
+        return config
     if not config.text:
         return config
     tokenizer = load_tokenizer(str(config.tokenizer))
-    if tokenizer.vocab_size > vocab_size:
-        raise DataError(
-            f"data.tokenizer {config.tokenizer} has {tokenizer.vocab_size} ids, the model has "
-            f"model.vocab_size={vocab_size}"
-        )
+    _check_size(config, tokenizer, vocab_size)
     cache = cache_folder(config, run_folder)
     cache.mkdir(parents=True, exist_ok=True)
     with _lock(cache, say):
@@ -84,8 +94,20 @@ def use_text(
     return _with_source(config, prefix)
 
 
-def find_text(config: DataConfig, run_folder: str | os.PathLike[str]) -> DataConfig | None:
+def _check_size(config: DataConfig, tokenizer: Tokenizer, vocab_size: int) -> None:
+    if tokenizer.vocab_size > vocab_size:
+        raise DataError(
+            f"data.tokenizer {config.tokenizer} has {tokenizer.vocab_size} ids, the model has "
+            f"model.vocab_size={vocab_size}"
+        )
+
+
+def find_text(
+    config: DataConfig, run_folder: str | os.PathLike[str], train_on: TrainOn | None = None
+) -> DataConfig | None:
     """As `use_text`, but creates and writes nothing: None if the token files do not exist yet."""
+    if chat_sets(config):
+        return _find_chats(config, Path(run_folder), _Chats(config, train_on))
     names = pair_files(config.pairs)
     if not config.text and not names:
         return config
@@ -128,6 +150,106 @@ def _with_pairs(config: DataConfig, prefix: Path) -> DataConfig:
 def _pairs_key(config: DataConfig, hashes: Sequence[str]) -> str:
     fingerprint = None if config.tokenizer is None else load_tokenizer(config.tokenizer).fingerprint
     return hashlib.sha256(json.dumps([PAIRS, hashes, fingerprint]).encode()).hexdigest()[:16]
+
+
+# ---- chats
+
+
+class _Chats:
+    """How the chats of a config are prepared."""
+
+    def __init__(self, config: DataConfig, train_on: TrainOn | None):
+        if train_on is None:
+            raise DataError("data.chats needs an objective that trains on chats, such as task.name=sft")
+        given = str(config.tokenizer)
+        tokenizer = load_tokenizer(given)
+        template: ChatTemplate | None = template_for(tokenizer, given, config.template)
+        self.encoder = ChatEncoder(tokenizer, template, train_on)
+        deciding = [CHATS_VERSION, tokenizer.fingerprint, template and template.fingerprint, train_on]
+        self._deciding = [*deciding, config.bad_chats]
+
+    def key(self, files: Sequence[Path], hashes: Sequence[str]) -> str:
+        """Names are part of it, because messages say from which file a chat comes."""
+        contents = [(str(file), sha256) for file, sha256 in zip(files, hashes)]
+        return hashlib.sha256(json.dumps([CHATS, contents, self._deciding]).encode()).hexdigest()[:16]
+
+
+def chat_sets(config: DataConfig) -> list[tuple[str, ...]]:
+    """Files of chats that are prepared together, as they are given: all of data.chats, or each that has a weight, and
+    those of each set of data.valid."""
+    if not config.chats:
+        return []
+    given = [config.chats, *config.valid.values()]
+    sets = list[tuple[str, ...]]()
+    for paths in given:
+        prefixes, weights = prefixes_and_weights(paths)
+        sets += [(path,) for path in chat_files(prefixes)] if weights else [chat_files(prefixes)]
+    return [one for one in dict.fromkeys(sets) if one]
+
+
+def _use_chats(
+    config: DataConfig,
+    run_folder: Path,
+    sets: Sequence[tuple[str, ...]],
+    chats: _Chats,
+    say: Callable[[str], object],
+    progress: Callable[[int, int], None] | None,
+) -> DataConfig:
+    cache = cache_folder(config, run_folder)
+    cache.mkdir(parents=True, exist_ok=True)
+    made = dict[tuple[str, ...], str]()
+    with _lock(cache, say):
+        for names in sets:
+            files = list(find_files(names))
+            prefix = cache / chats.key(files, _hashes(cache, files)) / CHATS
+            if not _complete(prefix):
+                say(f"prepare {', '.join(names)} into {prefix}")
+                prefix.parent.mkdir(exist_ok=True)
+                summary = prepare_chats(files, prefix, chats.encoder, config.bad_chats, _workers(files), progress)
+                for line in summary.lines:
+                    say(line)
+            made[names] = str(prefix)
+    return _with_chats(config, made)
+
+
+def _find_chats(config: DataConfig, run_folder: Path, chats: _Chats) -> DataConfig | None:
+    cache = cache_folder(config, run_folder)
+    known, made = _known(cache), dict[tuple[str, ...], str]()
+    for names in chat_sets(config):
+        files = list(find_files(names))
+        if any(_stat(file) != known.get(str(file.absolute()), [None])[:-1] for file in files):
+            return None
+        prefix = cache / chats.key(files, [str(known[str(file.absolute())][-1]) for file in files]) / CHATS
+        if not _complete(prefix):
+            return None
+        made[names] = str(prefix)
+    return _with_chats(config, made)
+
+
+def check_train_on(config: DataConfig, train_on: TrainOn | None) -> None:
+    """DataError for token files of chats in which something else is trained."""
+    for prefix in prefixes_and_weights(config.chats)[0]:
+        found = read_manifest(prefix).get("train_on")
+        if found is not None and found != train_on:
+            raise DataError(
+                f"{prefix}: prepared with task.train_on={found}, and the run has {train_on}: name the files of chats "
+                "in data.chats, and they are prepared again"
+            )
+
+
+def _with_chats(config: DataConfig, made: Mapping[tuple[str, ...], str]) -> DataConfig:
+    """Prepared token files, by the files that they were made of, in the place of these."""
+
+    def ready(paths: tuple[str, ...]) -> tuple[str, ...]:
+        prefixes, weights = prefixes_and_weights(paths)
+        if weights:
+            return tuple(made[path,] if is_chat_file(path) else path for path in paths)
+        files = chat_files(prefixes)
+        others = tuple(path for path in prefixes if path not in files)
+        return (*others, made[files]) if files else others
+
+    valid = {name: ready(paths) for name, paths in config.valid.items()}
+    return replace(config, cache=None, chats=ready(config.chats), valid=valid)
 
 
 def cache_folder(config: DataConfig, run_folder: str | os.PathLike[str]) -> Path:

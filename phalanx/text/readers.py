@@ -31,7 +31,7 @@ TABLES = (".parquet", ".arrow")
 VALUES = (".csv", ".tsv")  # not read
 USUAL = ("text", "content", "body", "document", "article")  # names of text, the commonest first
 CHATS = ("messages", "conversations")
-CHATS_LATER = "; these are chats, and chat data is not supported yet"
+CHATS_ELSEWHERE = "; these are chats: data.chats reads them (docs/fine-tuning.md)"
 HUB = re.compile(r"[A-Za-z0-9][\w.-]*/[\w.-]+")
 ROWS = 256  # of a table, made into Python objects at a time
 BLOCK = 1 << 16  # of compressed input: it expands to at most a thousand times as much
@@ -67,7 +67,8 @@ class Hints:
 
 @dataclass(frozen=True)
 class ReadOptions:
-    """How texts are found: keys of a JSON line or a Parquet row (`a.b` is b inside a), and what to do with bad ones."""
+    """How texts are found: keys of a JSON line or a Parquet row (`a.b` is b inside a; for `records` none, which are
+    all), and what to do with bad ones."""
 
     keys: tuple[str, ...] = ("text",)
     errors: Errors = "strict"
@@ -192,6 +193,34 @@ def texts(part: FileSlice, reading: ReadOptions, counts: Counter[str]) -> Iterat
         _refuse(bad, part, row + 1, offset, reading, counts)
 
 
+def records(part: FileSlice) -> Iterator[tuple[int, dict[str, Any] | Bad]]:
+    """(line or row, record or what is wrong with it) of a part of a file of JSON lines or of a table. Lines count from
+    1, rows from 0."""
+    path = Path(part.path)
+    lines, row, reading = _suffixes(path)[0] in LINES, -1, ReadOptions(keys=())
+    first = _first_line(part) if lines else 0
+    try:
+        for row, offset, record in _records(part, reading):
+            if isinstance(record, dict):
+                yield row, record
+                continue
+            try:
+                text = _decode(record, offset, "strict", Counter())
+                if row == part.start == 0 and text.lstrip().startswith("["):
+                    raise Bad("not lines", f"an array, not lines of JSON: jq -c '.[]' {path.name} > {path.stem}.jsonl")
+                yield first + row, _parse(text, record)
+            except Bad as bad:
+                if bad.reason != "blank":
+                    yield first + row, bad
+    except Bad as bad:  # the file itself is truncated, so nothing follows
+        yield first + row + 1, bad
+
+
+def is_records(path: Path) -> bool:
+    """Whether a file of this name is one of JSON lines or a table."""
+    return _suffixes(path)[0] in (*LINES, *TABLES)
+
+
 def _refuse(bad: Bad, part: FileSlice, row: int, offset: int, reading: ReadOptions, counts: Counter[str]) -> None:
     if bad.reason == "blank":
         return
@@ -309,7 +338,7 @@ def _meant(row: dict[str, Any], key: str, hints: Hints) -> str:
     """What to type if a record has no text under a key."""
     texts = [name for name, value in row.items() if isinstance(value, str)]
     if any(isinstance(row.get(name), list) for name in CHATS):
-        return CHATS_LATER
+        return CHATS_ELSEWHERE
     return _try(key, sorted(texts, key=lambda name: -len(row[name])), hints)
 
 
@@ -439,10 +468,10 @@ def _cut_table(name: str, total: int, size: int) -> Iterator[FileSlice]:
 
 def _rows(part: FileSlice, reading: ReadOptions) -> Iterator[dict[str, Any]]:
     table = _open_table(part.path)
-    columns = [key if key in table.names else key.split(".")[0] for key in reading.keys]
+    columns = [key if key in table.names else key.split(".")[0] for key in reading.keys] or table.names
     if missing := [column for column in columns if column not in table.names]:
         chats = any(name in CHATS for name in table.names)
-        hint = CHATS_LATER if chats else _try(missing[0], table.texts(), reading.hints)
+        hint = CHATS_ELSEWHERE if chats else _try(missing[0], table.texts(), reading.hints)
         raise DataError(f"{part.path}: no column {missing[0]!r}; columns: {', '.join(table.names)}{hint}")
     try:
         for batch in table.batches(part.groups, list(dict.fromkeys(columns))):

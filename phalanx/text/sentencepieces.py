@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import os
+import re
 from collections.abc import Sequence
 from itertools import groupby
 from pathlib import Path
@@ -14,6 +15,7 @@ from phalanx.data.files import extra, replacing
 from phalanx.text.tokenizer_base import Tokenizer
 
 FILE = "tokenizer.model"
+WIDE = "\N{SNOWMAN}"  # a character of several bytes
 
 
 class SentencePieceTokenizer(Tokenizer):
@@ -29,6 +31,9 @@ class SentencePieceTokenizer(Tokenizer):
             self._core.LoadFromSerializedProto(model)
         except Exception as error:  # the library raises RuntimeError, or TypeError for nothing at all
             raise DataError(f"{path}: neither a SentencePiece model nor a file of tiktoken ranks: {error}") from None
+        # its name in version 0.2.0, and in later ones, which count bytes
+        self._with_places = getattr(self._core, "EncodeAsImmutableProto", None) or self._core.EncodeAsProto
+        self._counts_bytes = max((piece.end for piece in self._with_places(WIDE).pieces), default=1) > len(WIDE)
         self._model, size = model, self._core.GetPieceSize()
         special = {
             self._core.IdToPiece(i): i for i in range(size) if self._core.IsControl(i) or self._core.IsUnknown(i)
@@ -45,6 +50,27 @@ class SentencePieceTokenizer(Tokenizer):
 
     def encode_batch(self, texts: Sequence[str]) -> list[list[int]]:
         return self._core.Encode(list(texts), num_threads=1)
+
+    def encode_offsets(self, text: str) -> tuple[list[int], list[tuple[int, int]]]:
+        ids, offsets, at = list[int](), list[tuple[int, int]](), 0
+        names = sorted(self.special_tokens, key=len, reverse=True)
+        for part in re.split(f"({'|'.join(map(re.escape, names))})", text) if names else [text]:
+            if part in self.special_tokens:
+                ids.append(self.special_tokens[part])
+                offsets.append((at, at + len(part)))
+            elif part:
+                pieces = self._with_places(part).pieces
+                ids += [piece.id for piece in pieces]
+                to_character = self._characters(part)
+                offsets += [(at + to_character[piece.begin], at + to_character[piece.end]) for piece in pieces]
+            at += len(part)
+        return ids, offsets
+
+    def _characters(self, text: str) -> Sequence[int]:
+        """The character at each place that the library counts, and the end."""
+        if not self._counts_bytes:
+            return range(len(text) + 1)
+        return [i for i, character in enumerate(text) for _ in character.encode()] + [len(text)]
 
     def decode(self, ids: Sequence[int], skip_special_tokens: bool = False) -> str:
         text = ""

@@ -49,6 +49,10 @@ class Tokenizer:
                 ids += self.encode(piece)
         return ids
 
+    def encode_offsets(self, text: str) -> tuple[list[int], list[tuple[int, int]]]:
+        """As `encode_with_special`, with the characters that each token stands for: from, and up to."""
+        raise NotImplementedError
+
     def encode_whole(self, text: str) -> list[int]:
         """As `encode_with_special`, with the tokens that tokenizer.json puts around a text, such as one before it."""
         return self.encode_with_special(text)

@@ -38,7 +38,8 @@ class JsonTokenizer(Tokenizer):
         self._core.no_truncation()
         self.eod_token = eod_token
         self._text = core.to_str()
-        self._special_core: tokenizers.Tokenizer | None = None  # made when it is needed
+        self._special_core: tokenizers.Tokenizer | None = None  # these two are made when they are needed
+        self._bare_core: tokenizers.Tokenizer | None = None
         eod = core.token_to_id(eod_token) if eod_token is not None else None
         added = core.get_added_tokens_decoder()
         special = {token.content: i for i, token in sorted(added.items()) if token.special}
@@ -63,16 +64,17 @@ class JsonTokenizer(Tokenizer):
     def encode_whole(self, text: str) -> list[int]:
         return self._encode_special(text, around=True)
 
+    def encode_offsets(self, text: str) -> tuple[list[int], list[tuple[int, int]]]:
+        if self._bare_core is None:  # without a post-processor, which may leave white space out of offsets
+            self._bare_core = _finds_special({**json.loads(self._text), "post_processor": None})
+        found = _encoded(self._bare_core, text, around=False)
+        return found.ids, found.offsets
+
     def _encode_special(self, text: str, around: bool) -> list[int]:
         """around: with the tokens that the post-processor adds."""
         if self._special_core is None:
-            core = tokenizers.Tokenizer.from_str(self._text)
-            core.encode_special_tokens = False
-            self._special_core = core
-        try:
-            return self._special_core.encode(text, add_special_tokens=around).ids
-        except Exception as error:  # the library raises plain Exception
-            raise DataError(f"the tokenizer cannot encode {text[:60]!r}: {error}") from None
+            self._special_core = _finds_special(json.loads(self._text))
+        return _encoded(self._special_core, text, around).ids
 
     def token_name(self, token: int) -> str:
         name = self._core.id_to_token(token)
@@ -142,6 +144,19 @@ class NullTokenizer(JsonTokenizer):
     document (Megatron's tokenizer of this name)."""
 
     kind = "null"
+
+
+def _finds_special(sections: dict[str, Any]) -> tokenizers.Tokenizer:
+    core = tokenizers.Tokenizer.from_str(json.dumps(sections))
+    core.encode_special_tokens = False
+    return core
+
+
+def _encoded(core: tokenizers.Tokenizer, text: str, around: bool) -> tokenizers.Encoding:
+    try:
+        return core.encode(text, add_special_tokens=around)
+    except Exception as error:  # the library raises plain Exception
+        raise DataError(f"the tokenizer cannot encode {text[:60]!r}: {error}") from None
 
 
 def _from_text(kind: type[JsonTokenizer], text: str, eod_token: str | None) -> JsonTokenizer:

@@ -41,6 +41,8 @@ from phalanx.engine.model import Model
 from phalanx.forecast.data_table import data_table, open_loaders
 from phalanx.forecast.decide import make_plan
 from phalanx.forecast.flops import flops_of, mfu_lines
+from phalanx.forecast.sample_text import document_lines, documents_of
+from phalanx.nn.objective import make_objective
 from phalanx.observe.failures import Failures
 from phalanx.observe.metrics import Counters, Reporter, Speed
 from phalanx.observe.out_of_memory import reported
@@ -64,6 +66,7 @@ from phalanx.training.saves import Saves, numbers_of
 SAME_S = 1.0
 
 GOLDEN = 0.618034  # its multiples are spread evenly between whole numbers
+FIRST_WIDTH, FIRST_LINES = 100, 13  # of the first chat in the log
 FINISH_S = 300.0  # for the rest of the background check at the end of a run
 
 
@@ -147,7 +150,8 @@ def opened(
             log.warn(lock.warning)
         if lock is not None and lock.took_over:
             log.info(f"the folder was left by {lock.took_over}, which was killed: this run takes over")
-        run = replace(run, data=use_text(run.data, folder, run.model.vocab_size, say=log.info))
+        train_on = make_objective(run.task).train_on
+        run = replace(run, data=use_text(run.data, folder, run.model.vocab_size, train_on=train_on, say=log.info))
         check_tokenizers(run.data)
         loaders = open_loaders(run, run.data)  # problems with the data are reported before the ranks meet
         prompts = Prompts.read(run)
@@ -382,6 +386,8 @@ def loop_of(
             log.info(line)
         log.info(choices(state))
         log.info(data_table(run, loader, valid))
+        if run.data.chats:
+            log_first(loader, run, counters.consumed_samples, log)
         for line in mfu_lines(run, mesh.grid.world, device, name):
             log.info(line)
         sinks = Sinks(run.log, SinkStart(folder, counters.step, to_dict(run), log))
@@ -390,6 +396,7 @@ def loop_of(
     reporter = Reporter(
         log, sinks, speed, counters, mesh.device, state.model.fp8.names if state.model.fp8 is not None else ()
     )
+    reporter.filled = loader.filled if run.data.chats else None
     reporter.remaining = lambda: (
         total_samples(run, counters.consumed_samples, counters.step) - counters.consumed_samples
     )
@@ -410,6 +417,14 @@ def loop_of(
         return scalars
 
     return Loop(state, loader, valid, reporter, counters, saves, stop.asked, go_back)
+
+
+def log_first(loader: Loader, run: Run, consumed: int, log: Log) -> None:
+    """Print the first chat of the steps to come, with what of it is trained."""
+    tokenizer = None if run.data.tokenizer is None else load_tokenizer(run.data.tokenizer)
+    first = next(documents_of(loader, consumed))
+    for line in document_lines(first, tokenizer, FIRST_WIDTH, colour=False, most=FIRST_LINES):
+        log.info(line)
 
 
 def forget(paths: list[Path]) -> None:

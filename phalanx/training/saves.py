@@ -50,6 +50,7 @@ class Saves:
         self.run, self.counters, self.log, self.facts = run, counters, log, facts
         self.parent = step_of(start) if start else None
         self.tokenizer, self.ids = self._tokenizer(state.mesh.rank)
+        self.template = None if run.data.template is None else Path(run.data.template).read_bytes()
         root, config = checkpoints_of(run), run.checkpoint
         target = Target(root, storage_for(root), Keep(config.keep_last, config.keep_every), (start,) if start else ())
         if state.mesh.rank == 0:
@@ -138,4 +139,5 @@ class Saves:
             self.parent,
             self.source,
             peft_config(run),
+            self.template,
         )

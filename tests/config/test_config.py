@@ -61,7 +61,66 @@ def _in_tmp(tmp_path, monkeypatch):
 
 
 # overrides, world size, field, value, part of the rule, names in `because`, suggestions
+CHATS = "data.chats=a.jsonl data.mock=false data.split=100,0,0 task.name=sft"
 RULES = [
+    # chats
+    (
+        "data.chats=a.jsonl data.mock=false data.tokenizer=bytes",
+        1,
+        "data.chats",
+        ("a.jsonl",),
+        "needs an objective that trains on chats",
+        {"task.name"},
+        ((),),
+    ),
+    (
+        "data.paths=a data.mock=false task.name=sft",
+        1,
+        "data.chats",
+        (),
+        "is required: files of chats",
+        {"task.name"},
+        (),
+    ),
+    (
+        f"{CHATS} data.tokenizer=null",
+        1,
+        "data.tokenizer",
+        None,
+        "is required with data.chats",
+        {"data.chats"},
+        ("bytes",),
+    ),
+    (
+        f"{CHATS} data.tokenizer=bytes data.packing=online",
+        1,
+        "data.packing",
+        "online",
+        "has no effect with data.chats",
+        {"data.chats"},
+        ("off",),
+    ),
+    (
+        f"{CHATS} data.tokenizer=bytes data.document_attention=false",
+        1,
+        "data.document_attention",
+        False,
+        "must be true with data.chats",
+        {"data.chats"},
+        (True,),
+    ),
+    (
+        "data.template=t.jinja",
+        1,
+        "data.template",
+        "t.jinja",
+        "has no effect without data.chats",
+        {"data.chats"},
+        (None,),
+    ),
+    ("data.bad_chats=skip", 1, "data.bad_chats", "skip", "has no effect without data.chats", {"data.chats"}, ("stop",)),
+    ("data.too_long=cut", 1, "data.too_long", "cut", "has no effect without data.chats", {"data.chats"}, ("stop",)),
+    (f"{CHATS} data.paths=b", 1, "data.chats", ("a.jsonl",), "excludes data.paths", {"data.paths"}, ((),)),
     # world and tensor parallelism (rows 1, 2, 4, 5)
     (
         "layout.tp=3 model.num_attention_heads=12 model.hidden_size=96 train.micro_batch=3 train.global_batch=24",

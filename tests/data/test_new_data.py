@@ -86,10 +86,10 @@ def test_a_wrong_key_of_a_run(tmp_path):
 def test_chats_are_told_from_texts(tmp_path):
     chat = [{"role": "user", "content": "x"}]
     (tmp_path / "a.jsonl").write_text(json.dumps({"messages": chat}) + "\n")
-    assert "chat data is not supported yet" in refused(tmp_path, tmp_path / "a.jsonl")
+    assert "data.chats reads them" in refused(tmp_path, tmp_path / "a.jsonl")
     pa, parquet = pytest.importorskip("pyarrow"), pytest.importorskip("pyarrow.parquet")
     parquet.write_table(pa.table({"messages": [chat]}), tmp_path / "a.parquet")
-    assert "chat data is not supported yet" in refused(tmp_path, tmp_path / "a.parquet")
+    assert "data.chats reads them" in refused(tmp_path, tmp_path / "a.parquet")
 
 
 @pytest.mark.trust(

@@ -54,8 +54,10 @@ from recipes import (
     gpt3_175b,
     gpt_oss_20b,
     gpt_oss_120b,
+    llama3_2_1b_sft,
     llama3_8b,
     llama3_8b_full_one_gpu,
+    llama3_8b_sft_lora,
     llama3_70b,
     mistral_7b,
     mixtral_8x7b,
@@ -597,11 +599,16 @@ SPARSE = LATENT + 257 * EXPERT + 256 * 7168
 DEEPSEEK_V3 = 2 * 129280 * 7168 + 7168 + 3 * (LATENT + 3 * 7168 * 18432) + 58 * SPARSE  # the published 671 B
 DEEPSEEK_V3 += SPARSE + 2 * 7168**2 + 3 * 7168  # the module that predicts one token further
 
+# of the matrices of a layer of Llama 3 8B: q and o, k and v, gate, up and down
+LORA_INPUTS_AND_OUTPUTS = 2 * (4096 + 4096) + 2 * (4096 + 1024) + 3 * (4096 + 14336)
+
 RECIPES = {
     "llama3_8b on 8": (llama3_8b.run(), 8, 8_030_261_248),
     "llama3_8b on 4": (llama3_8b.run(gpus=4), 4, 8_030_261_248),
     "llama3_8b on 1": (llama3_8b.run(gpus=1), 1, 8_030_261_248),
     "llama3_8b_full_one_gpu": (llama3_8b_full_one_gpu.run(), 1, 8_030_261_248),
+    "llama3_2_1b_sft": (llama3_2_1b_sft.run(), 1, 1_235_814_400),
+    "llama3_8b_sft_lora": (llama3_8b_sft_lora.run(), 1, 8_030_261_248 + 32 * 16 * LORA_INPUTS_AND_OUTPUTS),
     "llama3_70b on 128": (llama3_70b.run(), 128, 70_553_706_496),
     "llama3_70b, 2 virtual stages": (llama3_70b.run(virtual_stages=2), 128, 70_553_706_496),
     "llama3_70b on 1024": (llama3_70b.run(), 1024, 70_553_706_496),

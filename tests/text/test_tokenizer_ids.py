@@ -367,6 +367,12 @@ def test_sentencepiece(model, tmp_path):
     assert ours.decode([*ours.encode("a b"), ours.eod], skip_special_tokens=True) == "a b"
     saved = load_tokenizer(ours.save(tmp_path / "saved"))
     assert saved.fingerprint == ours.fingerprint and ids_of(saved, LINES[:500]) == expected[:500]
+    for text in ("a b</s>c \N{SNOWMAN} d", LINES[0]):
+        ids, places = ours.encode_offsets(text)
+        assert ids == ours.encode_with_special(text) and places[-1][1] >= len(text.rstrip())
+        assert all(first <= after for (first, _), (after, _) in zip(places, places[1:]))
+    ids, places = ours.encode_offsets("a b</s>c")
+    assert [text for i, text in zip(ids, places) if i == ours.eod] == [(3, 7)]
 
 
 def test_sentencepiece_errors(tmp_path, monkeypatch):
