@@ -145,9 +145,12 @@ class BaseStorage(StorageFormat):
             allocate(self.weight)
         if self._padded:
             self.weight.zero_()
-        BASE_DECODE.choose(self._kernels, self.weight).decode_(self.weight, self.whole, self._decoded)
+        self.decode()
         if self.whole is not self.kept:
             let_go(self.whole)
+
+    def decode(self) -> None:
+        BASE_DECODE.choose(self._kernels, self.weight).decode_(self.weight, self.whole, self._decoded)
 
     def free(self) -> None:
         if self.weight_comes:
@@ -161,11 +164,15 @@ class RoundedBase(FullPrecision):
     def __init__(self, share: BucketShare, precision: Precision, place: Tensor | None):
         super().__init__(share, precision, place)
         self.lo = self.hi = 0
-        self.matrices = encoded_bucket(share.bucket).matrices
+        self.matrices, self.master = encoded_bucket(share.bucket).matrices, self.weight[:0]
 
     @property
     def own(self) -> Range:
         return 0, 0
+
+    @property
+    def out(self) -> Tensor | None:
+        return None
 
     def wants(self, matrix: BaseMatrix) -> bool:
         """As BaseStorage.wants."""

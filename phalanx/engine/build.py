@@ -33,6 +33,7 @@ from phalanx.nn.mtp import MultiTokenPrediction
 from phalanx.nn.parameter import Parameter
 from phalanx.ops.dense.grads import queue_autograd
 from phalanx.ops.op import SEAM, Op, packaged, unusable
+from phalanx.ops.quantized.base_bucket import BaseMatrix
 from phalanx.ops.quantized.base_weights import BASE_DECODE
 from phalanx.optim.optimizer import optimizers_of
 from phalanx.optim.scaler import LossScaler
@@ -373,10 +374,14 @@ def draw_weights(
             write_slot(holder, slot, storage)
     for keeper, matrix in buffers.encoded:
         if which(matrix.slot.spec):
-            weight, piece = keeper.weight, matrix.source_piece
-            values = torch.zeros(piece.box.shape, dtype=weight.dtype, device=weight.device)
-            draw(values, piece)
-            keeper.encode(matrix, values)
+            keeper.encode(matrix, drawn(matrix, keeper.weight, draw))  # no name holds it while the next is drawn
+
+
+def drawn(matrix: BaseMatrix, like: Tensor, draw: Callable[[Tensor, Piece], None]) -> Tensor:
+    piece = matrix.source_piece
+    values = torch.zeros(piece.box.shape, dtype=like.dtype, device=like.device)
+    draw(values, piece)
+    return values
 
 
 def fill(out: Tensor, piece: Piece, seed: int) -> None:
