@@ -29,14 +29,12 @@ def check_base_there(index: Index, wanted: Shapes, folder: Path, ours: bool) -> 
     lost = [name for name in wanted if name not in index]
     if lost and ours:
         raise CheckpointError(
-            f"{folder} does not hold {lost[0]}{f' and {len(lost) - 1} more' * (len(lost) > 1)}: the base of these adapters "
-            "is kept as quantized values (lora.base), and a checkpoint does not hold it"
+            f"{folder} does not hold {lost[0]}{f' and {len(lost) - 1} more' * (len(lost) > 1)}: the base of these "
+            "adapters is kept as quantized values (lora.base), and a checkpoint does not hold it"
         )
 
 
-def encode_from(
-    buffers: Buffers, index: Index, folder: Path, receipts: Mapping[str, Receipt | None] | None
-) -> None:
+def encode_from(buffers: Buffers, index: Index, folder: Path, receipts: Mapping[str, Receipt | None] | None) -> None:
     """All such weights of this rank, from the files of a folder. index, receipts: as of checkpoint.tensors.fill.
     CheckpointError for a weight that is not finite."""
     device = next((keeper.weight.device for keeper, _ in buffers.encoded), torch.device("cpu"))

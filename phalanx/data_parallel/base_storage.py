@@ -46,7 +46,7 @@ class BaseStorage(StorageFormat):
         self.matrices, self._decoded = encoded.matrices, encoded.decoded
         self.weight_comes = place is None
         self.weight = memory_at(place, share.bucket.numel, precision.compute, share.device)
-        self.master = torch.zeros(0, dtype=precision.compute, device=share.device)
+        self.master: Tensor = torch.zeros(0, dtype=precision.compute, device=share.device)
         total = stored_bytes(share.bucket, shards)
         part, index = total // shards, share.groups.inner.index if shards > 1 else 0
         self.first, self._kernels = part * index, kernels
@@ -72,11 +72,11 @@ class BaseStorage(StorageFormat):
 
     @property
     def weight_kept(self) -> Tensor:
-        return self.master
+        return self.weight.new_zeros(0)
 
     @property
     def saved(self) -> tuple[int, Tensor]:
-        return 0, self.master
+        return 0, self.weight_kept
 
     @property
     def resident(self) -> tuple[int, Tensor]:

@@ -22,8 +22,8 @@ from phalanx.comm.mesh import Mesh
 from phalanx.config.device_check import Facts
 from phalanx.config.read import load_run
 from phalanx.config.run import Fp8Config, Run, TrainConfig
-from phalanx.data_parallel.base_storage import BaseStorage
 from phalanx.data.loader import train_loader
+from phalanx.data_parallel.base_storage import BaseStorage
 from phalanx.engine.agree import ROOM_FOR_POOLS, room_for_pools
 from phalanx.engine.build import build, init_weights
 from phalanx.engine.step import shadow_of, train_step

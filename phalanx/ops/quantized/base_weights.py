@@ -31,8 +31,8 @@ class NotFinite(ValueError):
 
 
 def encode(x: Tensor, encoded: EncodedBox) -> Tensor:
-    """(nbytes,) uint8 of a box of a matrix, from the values x of `encoded.source`, in any float dtype and memory layout.
-    float64 is rounded to fp32 first. NotFinite if a block that is stored holds Inf or NaN."""
+    """(nbytes,) uint8 of a box of a matrix, from the values x of `encoded.source`, in any float dtype and memory
+    layout. float64 is rounded to fp32 first. NotFinite if a block that is stored holds Inf or NaN."""
     format, box, source = encoded.format, encoded.box, encoded.source
     out = torch.zeros(encoded.nbytes, dtype=torch.uint8, device=x.device)
     largest = torch.cat([block_amax(rows.float(), format.block) for _, rows in _slices(x, format.block[0])])
@@ -204,7 +204,9 @@ def _case(name: str, boxes: Sequence[MatrixBox], transposed: bool = False, large
         return (out,)  # type: ignore[return-value]
 
     size = f"{len(boxes)} box{'es' * (len(boxes) > 1)} of {rows} x {columns}{', transposed' * transposed}"
-    dtypes = (torch.bfloat16,) if large else (torch.float16, torch.float32, torch.float64)  # interpreted, casts to bf16 cut bits off
+    dtypes = (
+        (torch.bfloat16,) if large else (torch.float16, torch.float32, torch.float64)
+    )  # interpreted, casts to bf16 cut bits off
     return Case(f"{name}, {size}", call, ((rows, columns),), dtypes=dtypes, large=large, exact=True)
 
 
