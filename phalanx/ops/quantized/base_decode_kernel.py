@@ -41,13 +41,17 @@ def _decode(
     WIDE: tl.constexpr,
 ):
     """stored (bytes,) uint8, and the same memory as scales (in their dtype) and as fp32 `groups`; programs (P, 2)
-    int32: of each program, its matrix and its first group. ALIGNED: no group of ROW values lies in two blocks."""
+    int32: of each program, its matrix and its first group. ALIGNED: no group of ROW values lies in two blocks, and each
+    is written to neighbouring elements, so that a group is loaded and stored at once."""
     own = tl.program_id(0)
     m = matrices + tl.load(programs + 2 * own).to(tl.int64) * FIELDS
     first = tl.load(programs + 2 * own + 1)
     values_at, scales_at, groups_at, out_at = tl.load(m), tl.load(m + 1), tl.load(m + 2), tl.load(m + 3)
     down, across = tl.load(m + 4), tl.load(m + 5)
     rows, columns = tl.load(m + 6).to(tl.int32), tl.load(m + 7).to(tl.int32)
+    values_at = tl.multiple_of(values_at, 16)
+    if ALIGNED:
+        out_at, down, columns = tl.multiple_of(out_at, ROW), tl.multiple_of(down, ROW), tl.multiple_of(columns, ROW)
     row, column = tl.load(m + 8).to(tl.int32), tl.load(m + 9).to(tl.int32)
     top, left = tl.load(m + 10).to(tl.int32), tl.load(m + 11).to(tl.int32)
     blocks, all_blocks = tl.load(m + 12).to(tl.int32), tl.load(m + 13)
@@ -81,9 +85,12 @@ def _decode(
             high[:, None], wide, mask, scales, groups, scale_values, scales_at, groups_at, blocks, all_blocks, top,
             left, group, offset_at, DOUBLE,
         )  # fmt: skip
-    y = v.to(WIDE) * s.to(WIDE)
-    where = out_at + r.to(tl.int64)[:, None] * down + c.to(tl.int64) * across
-    tl.store(out + where, y.to(out.dtype.element_ty), mask=mask)
+    y = (v.to(WIDE) * s.to(WIDE)).to(out.dtype.element_ty)
+    row_at = out_at + r.to(tl.int64)[:, None] * down
+    if ALIGNED:
+        tl.store(out + row_at + c, y, mask=there[:, None])
+    else:
+        tl.store(out + row_at + c.to(tl.int64) * across, y, mask=mask)
 
 
 @triton.jit
@@ -106,7 +113,7 @@ def decode_(out: Tensor, stored: Tensor, what: EncodedMatrices) -> None:
     if key not in what.made:
         what.made[key] = _tables(what, out.device)
     matrices, programs = what.made[key]
-    format, aligned = what.format, all(m.encoded.box.start[1] % ROW == 0 for m in what.matrices)
+    format, aligned = what.format, all(map(_aligned, what.matrices))
     scales = stored if format.double else stored.view(format.scale)
     _decode[(len(programs),)](
         stored,
@@ -138,6 +145,11 @@ def _tables(what: EncodedMatrices, device: torch.device) -> tuple[Tensor, Tensor
     of_program = torch.arange(len(counts)).repeat_interleave(torch.tensor(counts))
     first = torch.cat([torch.arange(count) for count in counts]) * GROUPS
     return fields.to(device), torch.stack((of_program, first), 1).int().to(device)
+
+
+def _aligned(m: EncodedMatrix) -> bool:
+    box, (down, across) = m.encoded.box, m.stride
+    return across == 1 and not any(n % ROW for n in (box.start[1], box.size[1], m.offset, down))
 
 
 def _groups(m: EncodedMatrix) -> int:

@@ -186,19 +186,20 @@ def laid_out(encoded: Sequence[EncodedBox]) -> tuple[list[int], int]:
 def _case(name: str, boxes: Sequence[MatrixBox], transposed: bool = False, large: bool = False) -> Case:
     """Boxes of one matrix, encoded, and decoded in one call; some elements of the output belong to no box."""
     format, (rows, columns) = FORMATS[name], boxes[0].shape
+    aligned = not any(n % ROW for box in boxes for n in (*box.start, *box.stop))
 
     def call(x: Tensor, kernels: Kernels) -> Tensor:
         given = x.detach()
         encoded = [EncodedBox(format, box) for box in boxes]
         at, total = laid_out(encoded)
         stored = torch.zeros(total, dtype=torch.uint8, device=x.device)
-        matrices, offset = [], 5
+        matrices, offset = [], 0 if aligned else 5
         for each, first in zip(encoded, at):
             source, (high, wide) = each.source, each.box.size
             box = given[source.start[0] : source.stop[0], source.start[1] : source.stop[1]]
             stored[first : first + each.nbytes] = encode(box, each)
             matrices.append(EncodedMatrix(each, first, offset, (1, high) if transposed else (wide, 1)))
-            offset += high * wide + 3
+            offset += high * wide + (0 if aligned else 3)
         out = torch.ones(offset, dtype=x.dtype, device=x.device)
         BASE_DECODE.choose(kernels, out).decode_(out, stored, EncodedMatrices(format, tuple(matrices)))
         return (out,)  # type: ignore[return-value]
