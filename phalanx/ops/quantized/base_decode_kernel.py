@@ -76,15 +76,41 @@ def _decode(
     if ALIGNED:
         wide = (column + (g - r * per_row) * ROW) // WIDE_BLOCK - left
         s = _scales(
-            high, wide, there, scales, groups, scale_values, scales_at, groups_at, blocks, all_blocks, top, left, group,
-            offset_at, DOUBLE,
-        )[:, None]  # fmt: skip
+            high,
+            wide,
+            there,
+            scales,
+            groups,
+            scale_values,
+            scales_at,
+            groups_at,
+            blocks,
+            all_blocks,
+            top,
+            left,
+            group,
+            offset_at,
+            DOUBLE,
+        )[:, None]
     else:
         wide = (column + c) // WIDE_BLOCK - left
         s = _scales(
-            high[:, None], wide, mask, scales, groups, scale_values, scales_at, groups_at, blocks, all_blocks, top,
-            left, group, offset_at, DOUBLE,
-        )  # fmt: skip
+            high[:, None],
+            wide,
+            mask,
+            scales,
+            groups,
+            scale_values,
+            scales_at,
+            groups_at,
+            blocks,
+            all_blocks,
+            top,
+            left,
+            group,
+            offset_at,
+            DOUBLE,
+        )
     y = (v.to(WIDE) * s.to(WIDE)).to(out.dtype.element_ty)
     row_at = out_at + r.to(tl.int64)[:, None] * down
     if ALIGNED:
@@ -95,9 +121,22 @@ def _decode(
 
 @triton.jit
 def _scales(
-    high, wide, mask, scales, groups, scale_values, scales_at, groups_at, blocks, all_blocks, top, left, group,
-    offset_at, DOUBLE: tl.constexpr,
-):  # fmt: skip
+    high,
+    wide,
+    mask,
+    scales,
+    groups,
+    scale_values,
+    scales_at,
+    groups_at,
+    blocks,
+    all_blocks,
+    top,
+    left,
+    group,
+    offset_at,
+    DOUBLE: tl.constexpr,
+):
     """fp32: the scales of blocks (high, wide) of a box."""
     s = tl.load(scales + scales_at + high * blocks + wide, mask=mask, other=0)
     if DOUBLE:
