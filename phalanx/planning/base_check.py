@@ -11,6 +11,5 @@ def check_base(run: Run) -> list[Problem]:
     lora, fp8 = run.lora, run.train.fp8
     if lora is None or lora.base == "bf16" or fp8 is None:
         return []
-    rule = "must be bf16 with train.fp8, whose matmuls quantize weights themselves: a decoded base is multiplied in "
-    rule += "train.precision"
+    rule = "must be bf16 with train.fp8, which quantizes weights itself"
     return [problem("lora", lora, "base", rule, {"train.fp8.recipe": fp8.recipe}, ("bf16",))]

@@ -151,7 +151,7 @@ class Plan:
         """What the schedule must do for a bucket."""
         cut = self.sharding.cut(bucket, self.grid)
         if bucket.base_format is not None:
-            return Flow(gathers=True)  # decoded for each use, whatever is sharded
+            return Flow(gathers=True, ahead=cut.cuts_weights)  # decoded for each use, whatever is sharded
         closes = cut.cuts_gradients or cut.chained
         if cut.applied:
             return Flow(cut.cuts_weights, opens=True, closes=cut.inner * cut.outer > 1, applies=True)
@@ -260,8 +260,11 @@ class Plan:
     @property
     def buckets_come_and_go(self) -> bool:
         """Whether weights or gradients are whole only while they are needed (ZeRO-2, ZeRO-3, a quantized base)."""
-        if quantized_base(self.run) is not None:
-            return True
+        return quantized_base(self.run) is not None or self.shards_come_and_go
+
+    @property
+    def shards_come_and_go(self) -> bool:
+        """The same of what is sharded."""
         axes: tuple[SumAxis, ...] = ("dp", "edp") if self.run.model.routed_experts else ("dp",)
         return self.sharding.level >= 2 and any(self.sharding.group_size(axis, self.grid) > 1 for axis in axes)
 
@@ -406,8 +409,11 @@ class Plan:
 
     @property
     def fixed_slots(self) -> bool:
-        """Whether buckets that are fetched and freed always use the same memory slot, as CUDA graphs require."""
-        return self.buckets_come_and_go and self.run.train.cuda_graphs == "on"
+        """Whether buckets that are fetched and freed always use the same memory slot, as CUDA graphs require. A
+        quantized base alone needs one, for the largest segment: it has it always."""
+        if not self.buckets_come_and_go:
+            return False
+        return self.run.train.cuda_graphs == "on" or not (self.shards_come_and_go or self.run.optim.in_backward)
 
     @cached_property
     def slots(self) -> tuple[MemorySlots, ...]:

@@ -85,9 +85,8 @@ def with_buckets(
         uses = sorted(k for user in users for k in numbers.get(user, ()))
         if not uses:
             continue
-        _place_weights(
-            moments, bucket, flow, [k for k in uses if not isinstance(compute[k], WeightGrad)], bucket_prefetch, keep
-        )
+        needed = [k for k in uses if not isinstance(compute[k], WeightGrad)]
+        _place_weights(moments, bucket, flow, needed, bucket_prefetch if flow.ahead else 0, keep)
         adds = [k for k in uses if _adds(compute[k], early)] if trains else []
         if adds:
             _place_gradients(moments, bucket, flow, adds, compute, bucket_prefetch)

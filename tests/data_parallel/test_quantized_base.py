@@ -7,8 +7,14 @@ from dataclasses import replace
 
 import numpy as np
 import pytest
+import torch
 
+from phalanx.comm.mesh import Mesh
 from phalanx.config.run import Run
+from phalanx.data_parallel.base_storage import BaseStorage
+from phalanx.engine.build import build
+from phalanx.engine.step import accumulate, update
+from phalanx.forecast.decide import make_plan
 from phalanx.layout.config import LayoutConfig
 from phalanx.nn.adapter import find_adapter
 from tests.harness import parity
@@ -47,3 +53,33 @@ def test_the_same_in_every_layout(ranks, model, base, world, layout, train):
     start = parity.truth_of(ranks, run, 0, False)["weights"]
     for name, value in truth["weights"].items():
         assert np.array_equal(value, start[name]) or ".lora_" in name, name
+
+
+def bytes_on_rank(rank: int, world: int, run: Run) -> tuple[bool, list[tuple[int, int]]]:
+    """Whether some steps leave this rank's bytes of the base as they were; and of each bucket of it, the bytes that
+    decoded weights and gathered values have memory for afterwards."""
+    plan = make_plan(run, world)
+    mesh = Mesh(plan.grid, rank)
+    state = build(plan, mesh)
+    parity.random_weights(state.model)
+    base = [f.storage for f in state.buffers.flat if isinstance(f.storage, BaseStorage)]
+    before = [s.kept.clone() for s in base]
+    for step in range(STEPS):
+        update(state, accumulate(state, parity.step_batches(run, mesh, step, False)), lr=1e-2)
+    same = all(torch.equal(s.kept, b) and b.any() for s, b in zip(base, before))
+    gathered = [0 if s.whole is s.kept else s.whole.untyped_storage().nbytes() for s in base]
+    return same, list(zip([s.weight.untyped_storage().nbytes() for s in base], gathered))
+
+
+@pytest.mark.parametrize("base", FORMATS)
+def test_bytes_of_the_base_stay(ranks, base):
+    """And between uses nothing else of it is there: at ZeRO-3 no memory, below it the one place of all segments."""
+    run = based(replace(parity.base_run("llama", precision="fp32"), layout=LayoutConfig(bucket_mb=0)), base)
+    [(same, sizes)] = ranks.run("tests.data_parallel.test_quantized_base:bytes_on_rank", 1, run)
+    assert same and len(sizes) > 1 and len(set(sizes)) == 1
+    for same, sizes in ranks.run(
+        "tests.data_parallel.test_quantized_base:bytes_on_rank",
+        2,
+        replace(run, layout=LayoutConfig(sharding=3, bucket_mb=0)),
+    ):
+        assert same and set(sizes) == {(0, 0)}
