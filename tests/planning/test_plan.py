@@ -44,6 +44,7 @@ from phalanx.nn.env import Env, WeightRules
 from phalanx.nn.recompute import PRESETS
 from phalanx.nn.run_block import run_block
 from phalanx.observe.out_of_memory import held
+from phalanx.ops.quantized.base_bucket import stored_bytes
 from phalanx.ops.quantized.base_formats import FORMATS
 from phalanx.planning import blocks as planned
 from phalanx.planning import plan as planning
@@ -59,7 +60,9 @@ from recipes import (
     gpt_oss_120b,
     llama3_8b,
     llama3_8b_full_one_gpu,
+    llama3_8b_qlora,
     llama3_70b,
+    llama3_70b_qlora,
     mistral_7b,
     mixtral_8x7b,
     qwen2_5_7b,
@@ -640,11 +643,16 @@ SPARSE = LATENT + 257 * EXPERT + 256 * 7168
 DEEPSEEK_V3 = 2 * 129280 * 7168 + 7168 + 3 * (LATENT + 3 * 7168 * 18432) + 58 * SPARSE  # the published 671 B
 DEEPSEEK_V3 += SPARSE + 2 * 7168**2 + 3 * 7168  # the module that predicts one token further
 
+# rank 16 x (inputs + outputs) of q, k, v, o, gate, up and down
+LORA_8B = 32 * 16 * (2 * 8192 + 2 * (4096 + 1024) + 3 * (4096 + 14336))
+LORA_70B = 80 * 16 * (2 * 16384 + 2 * (8192 + 1024) + 3 * (8192 + 28672))
 RECIPES = {
     "llama3_8b on 8": (llama3_8b.run(), 8, 8_030_261_248),
     "llama3_8b on 4": (llama3_8b.run(gpus=4), 4, 8_030_261_248),
     "llama3_8b on 1": (llama3_8b.run(gpus=1), 1, 8_030_261_248),
     "llama3_8b_full_one_gpu": (llama3_8b_full_one_gpu.run(), 1, 8_030_261_248),
+    "llama3_8b_qlora": (llama3_8b_qlora.run(), 1, 8_030_261_248 + LORA_8B),
+    "llama3_70b_qlora": (llama3_70b_qlora.run(), 1, 70_553_706_496 + LORA_70B),
     "llama3_70b on 128": (llama3_70b.run(), 128, 70_553_706_496),
     "llama3_70b, 2 virtual stages": (llama3_70b.run(virtual_stages=2), 128, 70_553_706_496),
     "llama3_70b on 1024": (llama3_70b.run(), 1024, 70_553_706_496),
@@ -688,6 +696,23 @@ def test_all_weights_of_8b_on_one_gpu():
     assert memory["weights"] == 2 * numel
     assert memory["masters"] == memory["moments"] == numel * 17 / 8
     assert memory["gradients"] == 4 * (128256 * 4096 + 4096)  # with the last norm, in the head's
+
+
+def test_base_of_4_bits():
+    """By hand: 4 bits a weight, 8 of 64 and 32 of 64 x 256 for scales; of 8B the embedding, head and norms in bf16. 70B
+    on one GPU of 80 GB; on four, a rank keeps a fourth of the base."""
+    linears, rest = 32 * (4096 * (4096 + 1024) * 2 + 3 * 4096 * 14336), 2 * 128256 * 4096 + 65 * 4096
+    assert linears + rest == 8_030_261_248
+    plan = make_plan(llama3_8b_qlora.run(), 1)
+    kept = [b for b in plan.rank(0).buckets if b.base_format is not None]
+    by_hand = linears * (4 + 8 / 64 + 32 / (64 * 256)) / 8 + 4 * 32 * 7  # and an offset for each matrix
+    assert sum(map(stored_bytes, kept)) == pytest.approx(by_hand, abs=32 * (7 * 16 + 64))  # alignment
+    uses, _ = rank_uses(plan, 16)
+    segment = max(b.numel for b in kept)
+    assert uses[0].memory["weights"] == sum(map(stored_bytes, kept)) + 2 * (segment + rest + LORA_8B)
+    text = plan_text(llama3_70b_qlora.run(), 1, find_device("H100"))
+    assert "linears in nf4, 4.13 bits a weight, 32.91 GiB per rank" in text and "It fits H100" in text
+    assert "8.23 GiB per rank" in plan_text(llama3_70b_qlora.run(gpus=4), 4, find_device("H100"))
 
 
 def test_one_gpu_of_the_8b_recipe():
