@@ -67,6 +67,7 @@ BUILT_IN: Mapping[str, Mapping[str, str]] = MappingProxyType(
                 "quant_rows": "phalanx.ops.quantized.expert_quantizer:QUANT_ROWS",
                 "quant_products": "phalanx.ops.quantized.expert_quantizer:QUANT_PRODUCTS",
                 "stored": "phalanx.ops.quantized.stored:STORED",
+                "base_decode": "phalanx.ops.quantized.base_weights:BASE_DECODE",
                 "attention": "phalanx.ops.attention.attention:ATTENTION",
                 "attention_block": "phalanx.ops.attention.backends:BLOCKS",
                 "attention_segments": "phalanx.ops.attention.segments:SEGMENTS",

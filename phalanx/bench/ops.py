@@ -29,6 +29,7 @@ from phalanx.bench.timing import Times, measure
 from phalanx.comm.axis import Axis, ModelAxes, Work
 from phalanx.comm.mesh import Mesh
 from phalanx.config.run import Run
+from phalanx.data_parallel.base_storage import BaseStorage
 from phalanx.engine.build import build, init_weights
 from phalanx.engine.step import update
 from phalanx.forecast.decide import make_plan
@@ -36,7 +37,7 @@ from phalanx.layout.grid import Coords
 from phalanx.nn.linear import Linear
 from phalanx.ops.attention.kind import CAUSAL, AttentionKind
 from phalanx.planning.blocks import make_blocks, num_blocks
-from phalanx.planning.plan import Plan, without_layout
+from phalanx.planning.plan import Plan, quantized_base, without_layout
 from phalanx.sequence.batch import Batch
 
 
@@ -125,6 +126,8 @@ def bench_ops(
     plan = make_plan(run, ranks)
     rows = [time_call(call, run, device, ceilings, repeats) for call in calls_of(plan, device)]
     rows.append(time_update(run, device, ceilings, repeats))
+    if quantized_base(run) is not None:
+        rows.append(time_decoding(run, device, ceilings, repeats))
     name = torch.cuda.get_device_name(device) if device.type == "cuda" else "CPU"
     t = run.train
     say(
@@ -314,6 +317,24 @@ def time_update(run: Run, device: torch.device, ceilings: Ceilings, repeats: int
     return OpTiming(
         "update", f"{numel} parameters", times, None, 0.0, round(copies * wide * numel), False, ceilings.copy, 0.0
     )
+
+
+def time_decoding(run: Run, device: torch.device, ceilings: Ceilings, repeats: int) -> OpTiming:
+    """What a quantized base costs in the forward, and again in the backward, of each micro-batch: the weights of one
+    layer from their quantized values. nbytes: quantized values read, weights written."""
+    plan = make_plan(replace(without_layout(run), model=replace(run.model, num_hidden_layers=1)), 1)
+    state = build(plan, Mesh(plan.grid, 0, device))
+    init_weights(state.model)
+    base = [f.storage for f in state.buffers.flat if isinstance(f.storage, BaseStorage)]
+
+    def decode() -> None:
+        for storage in base:
+            storage.fetch()
+            storage.ready()
+
+    times, numel = measure(decode, device, repeats=repeats), sum(s.weight.numel() for s in base)
+    nbytes = sum(s.whole.nbytes + s.weight.nbytes for s in base)
+    return OpTiming("base_decode", f"{numel} weights", times, None, 0.0, nbytes, False, ceilings.copy, 0.0)
 
 
 def forward_flop(call: OpCall, run: Run, forward: Callable[[], Any]) -> float:

@@ -165,8 +165,10 @@ def kept_to_save(buffers: Buffers, mesh: Mesh) -> list[Item]:
 
 
 def frozen_names(buffers: Buffers) -> list[str]:
-    """Names of this rank's tensors that `weights/` alone has."""
-    frozen = [slot.spec for f in buffers.flat if f.bucket.frozen for slot in f.bucket.slots]
+    """Names of this rank's tensors that `weights/` alone has; of those that are kept as quantized values, a checkpoint
+    has nothing."""
+    kept = [f for f in buffers.flat if f.bucket.frozen and f.bucket.base_format is None]
+    frozen = [slot.spec for f in kept for slot in f.bucket.slots]
     return [piece.name for spec in frozen for piece in spec.pieces]
 
 

@@ -7,6 +7,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any, Literal
 
 import torch
@@ -16,6 +17,7 @@ from phalanx.base.errors import CheckpointError, DamagedCheckpoint
 from phalanx.checkpoint.adapters import FOLDER, adapter_folder, check_wanted
 from phalanx.checkpoint.agree import agree, together
 from phalanx.checkpoint.boxes import Held, Item, adapters_to_load, kept_to_load, masters_to_load, state_to_load
+from phalanx.checkpoint.encode import check_base_there, encode_from, encoded_shapes
 from phalanx.checkpoint.hf import differences
 from phalanx.checkpoint.hf_files import HEAD, Shapes, adapt, folder_of, hf_index, predictors_in, same_in, stored_in
 from phalanx.checkpoint.manifest import NAME, Manifest, read_checked, read_manifest
@@ -119,11 +121,11 @@ def read_manifest_for(path: Path, model: ModelConfig | None) -> Manifest:
     return manifest
 
 
-def wanted_names(mesh: Mesh, items: list[Item]) -> Shapes:
-    """Names and shapes of the whole model's tensors: those of which any rank holds a part."""
+def wanted_names(mesh: Mesh, items: list[Item], more: Mapping[str, tuple[int, ...]] = MappingProxyType({})) -> Shapes:
+    """Names and shapes of the whole model's tensors: those of which any rank holds a part. more: of other tensors."""
     return {
         name: tuple(shape)
-        for rank in agree(mesh.world, lambda: {i.name: i.shape for i in items})
+        for rank in agree(mesh.world, lambda: {**{i.name: i.shape for i in items}, **more})
         for name, shape in rank.items()
     }
 
@@ -305,9 +307,10 @@ def load_weights(path: str | Path, buffers: Buffers, mesh: Mesh) -> bool:
     held: list[Held] = [(f, f.master) for f in holders]
     wanted_adapters = wanted_names(mesh, adapters_to_load(held))
     together(mesh.world, lambda: check_wanted(folder, beside, wanted_adapters))
-    wanted = wanted_names(mesh, masters_to_load(held))
+    base = wanted_names(mesh, [], encoded_shapes(buffers))
+    wanted = {**wanted_names(mesh, masters_to_load(held)), **base}
     receipts = together(mesh.world, lambda: weight_receipts(folder))
-    index = together(mesh.world, lambda: _weights_index(folder, wanted, receipts))
+    index = together(mesh.world, lambda: _weights_index(folder, wanted, receipts, base))
     known = (
         {} if beside is None else together(mesh.world, lambda: fitting(beside.index, wanted_adapters, str(beside.path)))
     )
@@ -329,8 +332,20 @@ def load_weights(path: str | Path, buffers: Buffers, mesh: Mesh) -> bool:
             fill_masters([f])
 
     agree(mesh.world, fill_holders)
+    agree(mesh.world, lambda: encode_from(buffers, index, folder, receipts))
     _publish(buffers)
     return beside is not None
+
+
+def load_base(path: str | Path, buffers: Buffers, mesh: Mesh) -> None:
+    """Of the weights in a folder, as of `load_weights`, those alone that are kept as quantized values (lora.base): the
+    base of adapters whose checkpoint has been loaded."""
+    folder = folder_of(path)
+    base = wanted_names(mesh, [], encoded_shapes(buffers))
+    wanted = {**wanted_names(mesh, masters_to_load([(f, f.master) for f in buffers.masters])), **base}
+    receipts = together(mesh.world, lambda: weight_receipts(folder))
+    index = together(mesh.world, lambda: _weights_index(folder, wanted, receipts, base))
+    agree(mesh.world, lambda: encode_from(buffers, index, folder, receipts))
 
 
 def load_adapters(index: Index, receipts: Mapping[str, Receipt | None], buffers: Buffers, mesh: Mesh) -> None:
@@ -350,8 +365,9 @@ def load_adapters(index: Index, receipts: Mapping[str, Receipt | None], buffers:
     _publish(buffers)
 
 
-def _weights_index(folder: Path, wanted: Shapes, receipts: dict[str, Receipt] | None) -> Index:
+def _weights_index(folder: Path, wanted: Shapes, receipts: dict[str, Receipt] | None, base: Shapes) -> Index:
     index = adapt(stored_in(folder, receipts), wanted, str(folder), same_in(folder, receipts))
+    check_base_there(index, base, folder, receipts is not None)
     return fitting(index, wanted, str(folder))
 
 

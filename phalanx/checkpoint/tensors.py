@@ -145,12 +145,8 @@ def fill(
     """
     jobs: dict[str, list[Job]] = {}
     for item, stored in wanted:
-        try:
-            found = transfers(item.box, [(part, part.box) for part in stored.parts])
-        except NotCovered as error:
-            raise DamagedCheckpoint(f"{folder}: {item.name}: {error}") from error
-        for t in found:
-            jobs.setdefault(t.holder.file, []).append((t.holder, t.source, item.view[t.target]))
+        for job in _jobs(item, stored, folder):
+            jobs.setdefault(job[0].file, []).append(job)
 
     def opener(name: str) -> CheckedFile | PlainFile:
         return open_tensors(folder / name, receipt_of(receipts, folder, name))
@@ -164,6 +160,49 @@ def fill(
                 _read_once(group, files, memory)
 
     in_threads((group for file in sorted(jobs) for group in _runs(jobs[file])), worker, threads)
+
+
+@contextmanager
+def reader(
+    folder: Path, receipts: Mapping[str, Receipt | None] | None, device: torch.device
+) -> Iterator[Callable[[Item, Stored], None]]:
+    """What fills one item at a time, in this thread: as `fill`, for tensors that are not all there at once. Of a file,
+    about PIECE bytes are read at a time."""
+
+    def opener(name: str) -> CheckedFile | PlainFile:
+        return open_tensors(folder / name, receipt_of(receipts, folder, name))
+
+    with torch.no_grad(), lately(opener) as files, StagingBuffers([device]).one() as memory:
+
+        def read(item: Item, stored: Stored) -> None:
+            jobs = _jobs(item, stored, folder)
+            for file in sorted({holder.file for holder, _, _ in jobs}):
+                for group in _runs([job for job in jobs if job[0].file == file]):
+                    for rows in _by_rows(group):
+                        _read_once(rows, files, memory)
+
+        yield read
+
+
+def _by_rows(group: list[Job]) -> Iterator[list[Job]]:
+    """The same boxes in slices of rows of about PIECE bytes each. Boxes of checked files stay whole: those are read so
+    anyway."""
+    if len(group) > 1 or not group[0][1]:
+        yield group
+        return
+    ((part, where, target),) = group
+    step = max(1, PIECE // max(1, target[:1].nbytes))
+    for a in range(0, len(target), step):
+        b = min(a + step, len(target))
+        yield [(part, (slice(where[0].start + a, where[0].start + b), *where[1:]), target[a:b])]
+
+
+def _jobs(item: Item, stored: Stored, folder: Path) -> list[Job]:
+    try:
+        found = transfers(item.box, [(part, part.box) for part in stored.parts])
+    except NotCovered as error:
+        raise DamagedCheckpoint(f"{folder}: {item.name}: {error}") from error
+    return [(t.holder, t.source, item.view[t.target]) for t in found]
 
 
 K = TypeVar("K")

@@ -13,6 +13,8 @@ SYNONYMS: Mapping[str, str] = MappingProxyType(
         "lora_rank": "lora.rank",
         "lora_alpha": "lora.alpha",
         "use_rslora": "lora.rank_stabilised",
+        "bnb_4bit_quant_type": "lora.base",
+        "quantize_base": "lora.base",
         "target_modules": "lora.targets",
         "lora_target_modules": "lora.targets",
         "optimizer": "optim.name",
@@ -148,6 +150,9 @@ VALUES: Mapping[str, str] = MappingProxyType(
         "sft": "supervised fine-tuning on chats is task.name=sft with data.chats",
         "dpo": "preferences are task.name=dpo with data.pairs",
         "peft": "adapters are the section lora: lora.rank=16 trains LoRA",
+        "qlora": "QLoRA is lora.base=nf4: adapters over a base of 4 bits",
+        "load_in_4bit": "a base of 4 bits under adapters is lora.base=nf4 (QLoRA) or int4",
+        "load_in_8bit": "a base of 8 bits under adapters is lora.base=int8 or fp8",
         "fully_shard": "FSDP and ZeRO-3 are layout.sharding=3",
         "hsdp": "HSDP is layout.sharding=3 with layout.shard_group=RANKS_OF_A_NODE",
         "zero": "ZeRO stages 0 to 3 are layout.sharding=0 to 3",
@@ -174,7 +179,6 @@ _OBJECTIVE = (
 )
 NOT_BUILT: Mapping[str, str] = MappingProxyType(
     {
-        "qlora": f"QLoRA is not built yet; {_LORA}",
         "dora": f"DoRA is not built yet; {_LORA}",
         "muon": f"Muon is not built yet; {_ADAMW}",
         "lion": f"Lion is not built yet; {_ADAMW}",

@@ -8,6 +8,7 @@ Single buckets are handled in `flat`, and in `quantized` if their weights are FP
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
+from functools import partial
 from typing import Any
 
 import torch
@@ -15,11 +16,12 @@ from torch import Tensor
 
 from phalanx.base.dtypes import Precision
 from phalanx.comm.mesh import Mesh, Mode
+from phalanx.data_parallel.base_storage import BaseStorage, RoundedBase
 from phalanx.data_parallel.fixed_order import sum_of_squares
 from phalanx.data_parallel.flat import BufferRules, FlatBucket
 from phalanx.data_parallel.homes import MatrixHome
 from phalanx.data_parallel.quantized import QuantizedStorage
-from phalanx.data_parallel.storage import FullPrecision, SplitPrecision
+from phalanx.data_parallel.storage import BucketShare, FullPrecision, SplitPrecision, StorageFormat
 from phalanx.layout.buckets import Bucket
 from phalanx.layout.grid import SumAxis
 from phalanx.layout.param import ParamSpec
@@ -28,6 +30,7 @@ from phalanx.nn.dry_run import pulled_bytes, summed_bytes
 from phalanx.nn.parameter import Parameter
 from phalanx.ops.optimizer.shard import Shard, zero_state
 from phalanx.ops.optimizer.state import Moment
+from phalanx.ops.quantized.base_bucket import BaseMatrix
 from phalanx.schedule.actions import Close, Free, Gather, Open, Ready, Reduce
 from phalanx.schedule.memory_slots import MemorySlots
 
@@ -63,6 +66,15 @@ def share_memory(
     return found
 
 
+def storage_of(bucket: Bucket, rules: BufferRules) -> Callable[[BucketShare, Precision, Tensor | None], StorageFormat]:
+    """How the weights of a bucket are stored."""
+    if bucket.base_format is not None:
+        return partial(BaseStorage, kernels=rules.decoding) if rules.training else RoundedBase
+    if bucket.coded and rules.training:
+        return QuantizedStorage
+    return SplitPrecision if rules.split and rules.training else FullPrecision
+
+
 class Buffers:
     """All buckets of one rank."""
 
@@ -81,9 +93,7 @@ class Buffers:
         self._precision = rules.precision
         memory = _memory_of(slots, rules.precision, mesh.device)
         for bucket in buckets:  # one after the other: with ZeRO-2 and ZeRO-3 no two are ever whole at the same time
-            full = SplitPrecision if rules.split and rules.training else FullPrecision
-            storage = QuantizedStorage if bucket.coded and rules.training else full
-            flat = FlatBucket(bucket, mesh, rules, memory(bucket.id), storage)
+            flat = FlatBucket(bucket, mesh, rules, memory(bucket.id), storage_of(bucket, rules))
             flat.attach(params)
             self.flat.append(flat)
 
@@ -121,6 +131,12 @@ class Buffers:
     def holders(self) -> list[FlatBucket | MatrixHome]:
         """Everything that holds weights or masters."""
         return [*self.flat, *self.homes.values()]
+
+    @property
+    def encoded(self) -> list[tuple[BaseStorage | RoundedBase, BaseMatrix]]:
+        """Frozen matrices of lora.base of which this rank keeps anything, each with what keeps it."""
+        base = [f.storage for f in self.flat if isinstance(f.storage, BaseStorage | RoundedBase)]
+        return [(storage, m) for storage in base for m in storage.matrices if storage.wants(m)]
 
     @property
     def separate_masters(self) -> bool:

@@ -33,6 +33,7 @@ from phalanx.layout.buckets import Bucket, piece_ranges
 from phalanx.layout.param import Replica
 from phalanx.layout.shards import Sharding
 from phalanx.nn.parameter import Parameter
+from phalanx.ops.op import Kernels
 
 
 @dataclass(frozen=True)
@@ -48,6 +49,7 @@ class BufferRules:
                are in `FlatBucket.further`
     together   the largest number of users of a weight on one of the stages that share it
     split      whether masters are stored as the bits that the weights lack (optim.masters=split)
+    decoding   which implementation decodes frozen weights of lora.base
     """
 
     precision: Precision
@@ -57,6 +59,7 @@ class BufferRules:
     sources: int = 0
     together: int = 1
     split: bool = False
+    decoding: Kernels = "auto"
 
 
 class FlatBucket:
@@ -100,12 +103,12 @@ class FlatBucket:
         self.axis, self.cut = mesh.along(bucket.axis), rules.sharding.cut(bucket, mesh.grid, rules.training)
         self.groups = mesh.groups(bucket.axis) if self.cut.inner > 1 else Groups(mesh.alone, self.axis, mesh.alone)
         share = BucketShare(bucket, self.cut, self.groups, device, self.homed)
-        self.level, self.part, self.own = self.cut.level, share.part, share.own
-        self.lo, self.hi = share.updated
+        self.level, self.part = self.cut.level, share.part
         self.applied = self.cut.applied and self.training
         self.grad_comes = (self.cut.cuts_gradients or self.applied) and slots[1] is None
         self.storage = storage(share, precision, slots[0])
         self.weight, self.master = self.storage.weight, self.storage.master
+        self.lo, self.hi, self.own = self.storage.lo, self.storage.hi, self.storage.own
         self.grad = memory_at(slots[1], bucket.numel if self.training else 0, precision.master, device)
         self.grad_at, self.grad_kept = (
             (self.part[0], torch.zeros_like(self.grad[slice(*self.part)]))

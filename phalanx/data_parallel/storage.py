@@ -17,7 +17,7 @@ from torch import Tensor
 from phalanx.base.dtypes import Precision
 from phalanx.comm.axis import Work
 from phalanx.comm.mesh import Groups
-from phalanx.layout.buckets import Bucket
+from phalanx.layout.buckets import Bucket, Slot
 from phalanx.layout.shards import Cut, Range
 from phalanx.nn.parameter import Parameter
 from phalanx.ops.optimizer.masters import SplitMaster
@@ -105,6 +105,16 @@ class StorageFormat(ABC):
     # ---- what is stored on this rank
 
     @property
+    def own(self) -> Range:
+        """Elements of weights that only this rank counts, and writes to checkpoints."""
+        return self.share.own
+
+    def values(self) -> tuple[int, Tensor | SplitMaster]:
+        """Number of the first element, and values of what this rank updates, or of what it keeps for others. Where
+        quantized values stand for them, these are gathered: to be called on all ranks that hold shards."""
+        return self.lo, self.master
+
+    @property
     @abstractmethod
     def weight_at(self) -> int:
         """Element number of the first of `weight_kept`."""
@@ -124,6 +134,11 @@ class StorageFormat(ABC):
     def resident(self) -> tuple[int, Tensor]:
         """Number of the first element, and the stored form of weights that always stays here: the same on ranks that
         keep the same elements."""
+
+    def resident_of(self, slot: Slot) -> Tensor:
+        """The part of `resident` that belongs to a parameter."""
+        first, values = self.resident
+        return values[max(slot.offset - first, 0) : max(slot.offset + slot.numel - first, 0)]
 
     @property
     @abstractmethod

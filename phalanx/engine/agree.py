@@ -193,7 +193,7 @@ def why_no_graphs(plan: Plan, everyone: Sequence[LocalFacts]) -> str:
         return NO_GRAPHS_ROWS
     if plan.run.optim.in_backward:
         return NO_GRAPHS_BACKWARD
-    if plan.buckets_come_and_go:
+    if plan.buckets_come_and_go and not plan.fixed_slots:
         return NO_GRAPHS_SHARDS
     one_pool = plan.grid.pp == 1 and not plan.grid.dynamic
     return "" if one_pool or room_for_pools(plan, smallest(everyone)) else NO_GRAPHS_ROOM

@@ -33,6 +33,8 @@ from phalanx.nn.mtp import MultiTokenPrediction
 from phalanx.nn.parameter import Parameter
 from phalanx.ops.dense.grads import queue_autograd
 from phalanx.ops.op import SEAM, Op, packaged, unusable
+from phalanx.ops.quantized.base_bucket import BaseMatrix
+from phalanx.ops.quantized.base_weights import BASE_DECODE
 from phalanx.optim.optimizer import optimizers_of
 from phalanx.optim.scaler import LossScaler
 from phalanx.optim.sharded import ShardedOptimizer, moment_dtype
@@ -138,6 +140,7 @@ def build_model(plan: Plan, mesh: Mesh) -> Model:
         sources=plan.sources,
         together=1 + (plan.run.model.predict_layers > 0),
         split=plan.run.optim.masters == "split",
+        decoding=plan.ops.by_config(BASE_DECODE),
     )
     buffers = Buffers(buckets, params, mesh, rules, plan.slots[mesh.at.pp] if plan.slots else None)
     runner = graphs(agreed, mesh, blocks) if agreed.graphs == ON else Eager()
@@ -352,12 +355,33 @@ def open_small_exchanges(mesh: Mesh) -> None:
 def init_weights(model: Model, which: Callable[[ParamSpec], bool] = lambda spec: True) -> None:
     """Fill masters and weights from (seed, global name, position): the same bits in every layout. which: the
     parameters to fill."""
-    for holder in model.buffers.holders:
+    seed = model.plan.run.train.seed
+    draw_weights(model.buffers, lambda out, piece: fill(out, piece, seed), which)
+
+
+def draw_weights(
+    buffers: Buffers, draw: Callable[[Tensor, Piece], None], which: Callable[[ParamSpec], bool] = lambda spec: True
+) -> None:
+    """Fill masters and weights with what `draw` writes: it is given zeros for a piece, in global orientation. Of frozen
+    weights that are kept as quantized values, one matrix at a time is there as a whole."""
+    for holder in buffers.holders:
+        if isinstance(holder, FlatBucket) and holder.bucket.base_format is not None:
+            continue
         for slot in (s for s in holder.bucket.slots if which(s.spec)):
             storage = torch.zeros(slot.spec.shape, dtype=holder.values_dtype, device=holder.master.device)
             for piece in slot.spec.pieces:
-                fill(piece.of(storage), piece, model.plan.run.train.seed)
+                draw(piece.of(storage), piece)
             write_slot(holder, slot, storage)
+    for keeper, matrix in buffers.encoded:
+        if which(matrix.slot.spec):
+            keeper.encode(matrix, drawn(matrix, keeper.weight, draw))  # no name holds it while the next is drawn
+
+
+def drawn(matrix: BaseMatrix, like: Tensor, draw: Callable[[Tensor, Piece], None]) -> Tensor:
+    piece = matrix.source_piece
+    values = torch.zeros(piece.box.shape, dtype=like.dtype, device=like.device)
+    draw(values, piece)
+    return values
 
 
 def fill(out: Tensor, piece: Piece, seed: int) -> None:

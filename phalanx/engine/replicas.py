@@ -104,8 +104,11 @@ def _named(state: State, odd: dict[tuple[int, ...], list[int]]) -> list[str]:
 
 
 def _slots_that_differ(flat: FlatBucket, what: str, x: Tensor, peers: Axis) -> list[str]:
-    first = flat.storage.resident[0] if what == "weight" else flat.lo
-    ends = [(max(slot.offset - first, 0), max(slot.offset + slot.numel - first, 0)) for slot in flat.bucket.slots]
-    all_ = peers.all_gather(torch.stack([fold(x[a:b]) for a, b in ends])).wait().view(peers.size, -1)
+    if what == "weight":
+        parts = [flat.storage.resident_of(slot) for slot in flat.bucket.slots]
+    else:
+        ends = [(max(s.offset - flat.lo, 0), max(s.offset + s.numel - flat.lo, 0)) for s in flat.bucket.slots]
+        parts = [x[a:b] for a, b in ends]
+    all_ = peers.all_gather(torch.stack([fold(part) for part in parts])).wait().view(peers.size, -1)
     differs = (all_ != all_[0]).any(0).tolist()
     return [slot.spec.name for slot, bad in zip(flat.bucket.slots, differs) if bad]

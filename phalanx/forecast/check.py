@@ -18,6 +18,7 @@ from phalanx.config.device_check import Facts
 from phalanx.config.limits import check_limits
 from phalanx.config.run import Run
 from phalanx.planning.adapters import check_adapters
+from phalanx.planning.base_check import check_base
 from phalanx.planning.fp8_check import check_fp8, check_moments
 from phalanx.planning.freeze import check_freeze
 
@@ -47,7 +48,7 @@ def broken_rules(run: Run, facts: Facts) -> list[Problem]:
     sound = not any(p.field.startswith(("model", "layout", "train.seq", "train.micro")) for p in found)
     frozen: list[Problem] = []
     if not any(p.field.startswith("model") for p in found):
-        frozen = check_freeze(run) if run.lora is None else check_adapters(run)
+        frozen = check_freeze(run) if run.lora is None else check_adapters(run) + check_base(run)
     found = found + frozen + check_moments(run, facts.capability, facts.device_name)
     found += check_fp8(run, facts.capability, facts.device_name, sound)
     return found

@@ -19,11 +19,13 @@ from phalanx.forecast.memory import OVERHEAD, BlockUse, RankUse, block_uses, ran
 from phalanx.forecast.recompute import Saving, savings_of
 from phalanx.forecast.smaller import Demand, Search, way_out
 from phalanx.layout.grid import Grid
+from phalanx.nn.dry_run import base_bytes
 from phalanx.nn.objective import TaskConfig
+from phalanx.ops.quantized.base_formats import FORMATS
 from phalanx.planning.adapters import num_adapters
 from phalanx.planning.freeze import num_frozen
 from phalanx.planning.order import total_samples
-from phalanx.planning.plan import Plan
+from phalanx.planning.plan import Plan, quantized_base
 from phalanx.schedule.draw import draw
 from phalanx.schedule.simulate import ScheduleTrace
 from phalanx.sequence.balance import degrees_of
@@ -91,6 +93,7 @@ def summary(plan: Plan, m: int, trace: ScheduleTrace) -> str:
         "ranks": f"{grid.world:,} = {grid.text}, sharding {sharding_text(run)}{expert_view(run, grid)}",
         **({"context": context_text(plan)} if grid.cp > 1 else {}),
         "precision": f"{train.precision}{fp8_text(plan)}, recompute {recompute_text(run)}",
+        **({"base": base_text(plan)} if quantized_base(run) is not None else {}),
         **({"kernels": plan.kernels.text} if plan.kernels.text != "auto" else {}),
         "step": f"{train.global_batch:,} sequences x {train.seq_length:,} = {step_tokens:,} tokens{ramp}",
         "micro-batches": f"{m:,} of {train.micro_batch} x {train.seq_length:,} tokens per rank, bubble "
@@ -114,6 +117,19 @@ def task_text(config: TaskConfig) -> str:
 def fp8_text(plan: Plan) -> str:
     fp8 = plan.run.train.fp8
     return f", {len(plan.fp8_names)} linears in train.fp8.recipe={fp8.recipe}" if fp8 else ""
+
+
+def base_text(plan: Plan) -> str:
+    """How the frozen weights of linears are kept, and in how many bytes on the fullest rank."""
+    format = FORMATS[str(plan.run.lora.base)]  # type: ignore[union-attr]
+    of_ranks = [
+        sum(base_bytes(b, plan.sharding.cut(b, plan.grid)) for b in rank.buckets if b.base_format is not None)
+        for rank in plan.ranks()
+    ]
+    return (
+        f"linears in {format.name}, {format.bits_per_weight:.2f} bits a weight, {size_text(max(of_ranks))} "
+        "per rank; decoded for each use"
+    )
 
 
 def sharding_text(run: Run) -> str:

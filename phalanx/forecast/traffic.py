@@ -11,27 +11,35 @@ from phalanx.comm.dry import ring_bytes
 from phalanx.layout.buckets import Bucket
 from phalanx.layout.param import ParamSpec
 from phalanx.layout.shards import Cut
+from phalanx.ops.quantized.base_bucket import stored_bytes
 from phalanx.ops.quantized.quantizer import WeightQuantizer
 from phalanx.planning.plan import Plan
-from phalanx.schedule.actions import Gather, Instruction, Reduce
+from phalanx.schedule.actions import Free, Gather, Instruction, Ready, Reduce
 from phalanx.schedule.buckets import fullest
 
 
 def passing_bytes(
     plan: Plan, buckets: Sequence[Bucket], instructions: Sequence[Instruction], kind: Precision
 ) -> dict[str, int]:
-    """Weights gathered and gradients open at the moment when together they are largest (ZeRO-2 and ZeRO-3); none with
-    fixed slots."""
-    if plan.fixed_slots:
-        return {"weights": 0, "gradients": 0}
-    flows = {b.id: plan.flow(b) for b in buckets}
+    """Weights gathered and gradients open at the moment when together they are largest (ZeRO-2, ZeRO-3, a quantized
+    base); with fixed slots, the quantized values of a base alone, until they are decoded into one."""
+    flows, fixed = {b.id: plan.flow(b) for b in buckets}, plan.fixed_slots
     here = {
         b.id: b.weight_bytes(kind.compute.itemsize, kind.master.itemsize) + value_bytes(plan, b, kind) for b in buckets
     }
-    weights = {b.id: b.numel * here[b.id] for b in buckets if flows[b.id].gathers}
-    gradients = {b.id: _opened(plan, b) * kind.master.itemsize for b in buckets if flows[b.id].opens}
-    gathered, opened = fullest(instructions, weights, gradients)
+    weights = {b.id: 0 if fixed else b.numel * here[b.id] for b in buckets if flows[b.id].gathers}
+    gradients = {b.id: _opened(plan, b) * kind.master.itemsize for b in buckets if flows[b.id].opens and not fixed}
+    coming = {b.id: coming_bytes(plan, b) for b in buckets if b.base_format is not None}
+    if fixed:
+        instructions = [x for x in instructions if isinstance(x, Gather | Ready | Free)]
+    gathered, opened = fullest(instructions, weights, gradients, coming)
     return {"weights": gathered, "gradients": opened}
+
+
+def coming_bytes(plan: Plan, bucket: Bucket) -> int:
+    """Bytes of a bucket's quantized base values while they are gathered; below ZeRO-3 all of them stay on the rank."""
+    cut = plan.sharding.cut(bucket, plan.grid)
+    return stored_bytes(bucket, cut.inner) if cut.cuts_weights else 0
 
 
 def _opened(plan: Plan, bucket: Bucket) -> int:
@@ -89,6 +97,9 @@ def bucket_sends(
     sent = dict.fromkeys(("dp", "tp", "pp"), 0.0)
     for b in (b for b in buckets if b.trained):
         cut, reduces = plan.sharding.cut(b, plan.grid), calls[Reduce(b.id)]
+        if b.base_format is not None:
+            sent["dp"] += calls[Gather(b.id)] * ring_bytes("all_gather", coming_bytes(plan, b), cut.inner)
+            continue
         if b.frozen:
             sent["dp"] += calls[Gather(b.id)] * _gathered(cut, kind.compute.itemsize)
             continue

@@ -44,6 +44,8 @@ class Bucket:
     users    (stage, segment) pairs
     coded    weights are FP8 values (data_parallel.quantized)
     updater  of all its parameters, if they learn
+    base_format  of frozen weights that are kept as quantized values, and decoded where a segment fetches them
+             (data_parallel.base_storage)
 
     layout.shards says how it is sharded.
     """
@@ -57,6 +59,7 @@ class Bucket:
     frozen: bool = False
     coded: bool = False
     updater: Updater = Updater()
+    base_format: str | None = None
 
     @property
     def learns(self) -> bool:
@@ -97,20 +100,22 @@ def make_buckets(
 ) -> list[Bucket]:
     """Buckets for parameters given with their users, in model order. Those with equal users, kind, updater and pp
     replicas share one."""
-    groups: dict[tuple[Users, SumAxis, bool, bool, bool, frozenset[Replica], Updater], list[int]] = {}
+    groups: dict[tuple[Users, SumAxis, bool, bool, bool, frozenset[Replica], Updater, str | None], list[int]] = {}
     for i, (spec, users) in enumerate(params):
         tied = frozenset(r for p in spec.pieces for r in p.replicas if r.axis == "pp")
         updater = updater_of(spec) if spec.learns else Updater()
-        groups.setdefault((users, spec.summed_over, spec.trained, spec.frozen, spec.coded, tied, updater), []).append(i)
+        kind = (spec.trained, spec.frozen, spec.coded)
+        groups.setdefault((users, spec.summed_over, *kind, tied, updater, spec.base_format), []).append(i)
     buckets: list[Bucket] = []
-    for (users, axis, trained, frozen, coded, _, updater), members in groups.items():
+    for (users, axis, trained, frozen, coded, _, updater, base_format), members in groups.items():
         offset, slots = 0, list[Slot]()
         for i in members:
             numel = prod(params[i][0].shape)
             slots.append(Slot(i, offset, numel, params[i][0]))
             offset += room(numel, ELEMENTS)
         numel = room(max(offset, 1), ELEMENTS * grid.sum_size(axis))
-        buckets.append(Bucket(len(buckets), tuple(slots), numel, users, axis, trained, frozen, coded, updater))
+        of_all = (users, axis, trained, frozen, coded, updater, base_format)
+        buckets.append(Bucket(len(buckets), tuple(slots), numel, *of_all))
     return buckets
 
 

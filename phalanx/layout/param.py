@@ -88,6 +88,7 @@ class ParamSpec:
     exported      whether Hugging Face checkpoints contain it
     frozen        not updated (train.freeze): its weights are stored like others, but it has no gradient and no moments
     coded         whether its weights are stored as FP8 values of their masters
+    base_format   of frozen weights that are stored as quantized values (lora.base): the name of the format
     role          its role for optimizers; a weight has one role on all ranks (a tied head is an embedding)
     """
 
@@ -98,6 +99,7 @@ class ParamSpec:
     exported: bool = True
     frozen: bool = False
     coded: bool = False
+    base_format: str | None = None
     role: Role = "linear"
 
     @property

@@ -67,6 +67,10 @@ class AdapterConfig:
     targets: list[str] = field(default_factory=lambda: ["*"])
     """Globs of Hugging Face names of linears' weights that get an adapter, such as "*.q_proj.weight"; of what else they
     fit, nothing is trained."""
+    base: Literal["bf16", "int8", "fp8", "int4", "nf4"] = "bf16"
+    """How the frozen weights of linears are kept in memory: bf16 (as train.precision computes with them), or
+    quantized, and decoded while a layer runs (QLoRA): int8, fp8 (E4M3), int4, nf4 (QLoRA's, with double
+    quantization)."""
 
 
 class Adapter(ABC):

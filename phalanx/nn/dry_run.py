@@ -25,6 +25,7 @@ from phalanx.layout.shards import Cut, Sharding
 from phalanx.nn.parameter import Parameter
 from phalanx.ops.attention.backends import fused_gradients
 from phalanx.ops.dense.grads import GradientQueue
+from phalanx.ops.quantized.base_bucket import stored_bytes
 
 
 class Allocations(TorchDispatchMode):
@@ -244,6 +245,9 @@ def bucket_bytes(buckets: Iterable[Bucket], each: ElementBytes, grid: Grid, shar
         cut = sharding.cut(b, grid)
         part = b.numel // cut.inner
         updated = part // cut.outer if cut.outside else part
+        if b.base_format is not None:  # the weights themselves come and go
+            found["weights"] += base_bytes(b, cut)
+            continue
         found["weights"] += (
             part * b.sent_bytes(weight) if cut.cuts_weights else b.numel * b.weight_bytes(weight, master)
         )
@@ -256,11 +260,19 @@ def bucket_bytes(buckets: Iterable[Bucket], each: ElementBytes, grid: Grid, shar
     return found
 
 
+def base_bytes(bucket: Bucket, cut: Cut) -> int:
+    """Bytes of a bucket's quantized base values (lora.base) that stay on a rank."""
+    shards = cut.inner if cut.cuts_weights else 1
+    return stored_bytes(bucket, shards) // shards
+
+
 def pulled_bytes(bucket: Bucket, cut: Cut, weight: int) -> int:
     """Bytes of a bucket's weights that always stay in shared memory, so that neighbours can pull their shards from
     there."""
     if cut.level == 0:
         return 0
+    if bucket.base_format is not None:
+        return base_bytes(bucket, cut)
     if cut.cuts_weights:
         return cut.numel // cut.inner * bucket.sent_bytes(weight)
     return cut.numel * (2 if bucket.coded else weight)

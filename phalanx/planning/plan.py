@@ -20,6 +20,7 @@ from phalanx.layout.shards import Sharding
 from phalanx.layout.stages import cut_virtual_stages, given_stages
 from phalanx.nn.adapted_linear import AdaptedLinears
 from phalanx.nn.adapter import find_adapter
+from phalanx.nn.base_linears import BaseLinears
 from phalanx.nn.env import Env, OpChoices, WeightRules
 from phalanx.nn.fp8 import Fp8Linears
 from phalanx.nn.linear_method import LinearMethods
@@ -54,6 +55,11 @@ def fp8_linears(run: Run) -> Fp8Linears | None:
     return Fp8Linears(
         RECIPES[c.recipe], range(c.end_layers, layers - c.end_layers), tuple(c.exclude), c.accumulate, kept
     )
+
+
+def quantized_base(run: Run) -> BaseLinears | None:
+    """What keeps the frozen weights of a run with adapters as quantized values (lora.base)."""
+    return None if run.lora is None or run.lora.base == "bf16" else BaseLinears(run.lora.base)
 
 
 def adapted_linears(run: Run, base: LinearMethods | None = None) -> AdaptedLinears | None:
@@ -144,6 +150,8 @@ class Plan:
     def flow(self, bucket: Bucket) -> Flow:
         """What the schedule must do for a bucket."""
         cut = self.sharding.cut(bucket, self.grid)
+        if bucket.base_format is not None:
+            return Flow(gathers=True, ahead=cut.cuts_weights)  # decoded for each use, whatever is sharded
         closes = cut.cuts_gradients or cut.chained
         if cut.applied:
             return Flow(cut.cuts_weights, opens=True, closes=cut.inner * cut.outer > 1, applies=True)
@@ -251,7 +259,12 @@ class Plan:
 
     @property
     def buckets_come_and_go(self) -> bool:
-        """Whether weights or gradients are whole only while they are needed (ZeRO-2 and ZeRO-3)."""
+        """Whether weights or gradients are whole only while they are needed (ZeRO-2, ZeRO-3, a quantized base)."""
+        return quantized_base(self.run) is not None or self.shards_come_and_go
+
+    @property
+    def shards_come_and_go(self) -> bool:
+        """The same of what is sharded."""
         axes: tuple[SumAxis, ...] = ("dp", "edp") if self.run.model.routed_experts else ("dp",)
         return self.sharding.level >= 2 and any(self.sharding.group_size(axis, self.grid) > 1 for axis in axes)
 
@@ -297,7 +310,7 @@ class Plan:
         )
 
     def env(self, at: Coords, axes: ModelAxes | None = None) -> Env:
-        train, fp8 = self.run.train, fp8_linears(self.run)
+        train, own = self.run.train, fp8_linears(self.run) or quantized_base(self.run)
         return Env(
             grid=self.grid,
             at=at,
@@ -307,7 +320,7 @@ class Plan:
                 dtype=precision(train.precision).compute,
                 tied_stages=(self.stage_rank[0], self.stage_rank[-1]),
                 mtp_stage=self.mtp_stage,
-                linears=adapted_linears(self.run, fp8) or fp8,
+                linears=adapted_linears(self.run, own) or own,
                 freeze=frozen_by(self.run),
             ),
             ops=self.ops,
@@ -396,8 +409,11 @@ class Plan:
 
     @property
     def fixed_slots(self) -> bool:
-        """Whether buckets that are fetched and freed always use the same memory slot, as CUDA graphs require."""
-        return self.buckets_come_and_go and self.run.train.cuda_graphs == "on"
+        """Whether buckets that are fetched and freed always use the same memory slot, as CUDA graphs require. A
+        quantized base alone needs one, for the largest segment: it has it always."""
+        if not self.buckets_come_and_go:
+            return False
+        return self.run.train.cuda_graphs == "on" or not (self.shards_come_and_go or self.run.optim.in_backward)
 
     @cached_property
     def slots(self) -> tuple[MemorySlots, ...]:

@@ -249,12 +249,14 @@ class Flow:
     closes    it needs a Close when a reduction is complete
     applies   its gradients are applied and freed when they are complete, in a step of one micro-batch (an Apply instead
               of the Close; they are in memory from Open to there)
+    ahead     its weights are gathered ahead of their use; else right before it, as there is nothing to send
     """
 
     gathers: bool = False
     opens: bool = False
     closes: bool = False
     applies: bool = False
+    ahead: bool = True
 
 
 @dataclass(frozen=True, slots=True)

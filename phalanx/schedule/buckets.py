@@ -85,9 +85,8 @@ def with_buckets(
         uses = sorted(k for user in users for k in numbers.get(user, ()))
         if not uses:
             continue
-        _place_weights(
-            moments, bucket, flow, [k for k in uses if not isinstance(compute[k], WeightGrad)], bucket_prefetch, keep
-        )
+        needed = [k for k in uses if not isinstance(compute[k], WeightGrad)]
+        _place_weights(moments, bucket, flow, needed, bucket_prefetch if flow.ahead else 0, keep)
         adds = [k for k in uses if _adds(compute[k], early)] if trains else []
         if adds:
             _place_gradients(moments, bucket, flow, adds, compute, bucket_prefetch)
@@ -170,16 +169,24 @@ def _woven(program: Sequence[Instruction], moments: _Moments) -> Iterator[Instru
 
 
 def fullest(
-    instructions: Sequence[Instruction], weights: Mapping[int, int], gradients: Mapping[int, int]
+    instructions: Sequence[Instruction],
+    weights: Mapping[int, int],
+    gradients: Mapping[int, int],
+    coming: Mapping[int, int],
 ) -> tuple[int, int]:
     """(gathered weights, open gradients) in bytes, at the moment when their sum is largest. `weights`, `gradients`:
-    bytes of each bucket."""
+    bytes of each bucket. coming: of those whose weights have memory only when they are ready, bytes from Gather to the
+    end of Ready."""
     gathered = opened = 0
     most = (0, 0)
     for x in instructions:
         match x:
             case Gather(bucket):
+                gathered += coming.get(bucket, weights[bucket])
+            case Ready(bucket) if bucket in coming:
                 gathered += weights[bucket]
+                most = max(most, (gathered, opened), key=sum)
+                gathered -= coming[bucket]
             case Free(bucket):
                 gathered -= weights[bucket]
             case Open(bucket):

@@ -22,7 +22,7 @@ from phalanx.base.placement import SECRET, Placement
 from phalanx.base.records import SinkStart
 from phalanx.checkpoint.agree import agree, together
 from phalanx.checkpoint.keep import candidates, list_checkpoints, misnamed, newest_first, none_good, step_of
-from phalanx.checkpoint.load import load_state, load_weights
+from phalanx.checkpoint.load import load_base, load_state, load_weights
 from phalanx.checkpoint.lock import FolderLock
 from phalanx.checkpoint.manifest import read_manifest
 from phalanx.checkpoint.objects import storage_for
@@ -312,6 +312,7 @@ def start_state(state: State, now: dict[str, Any], log: Log) -> tuple[Counters, 
     sources = own or (choose(state, lambda: candidates(load)) if load else [])
     if sources:
         source, scalars = load_newest(state, sources, now, log)
+        restore_base(state, source, log)
         if scalars.get("train.precision") != run.train.precision:
             before = state.scaler.scale.clone()
             state.scaler.reset()  # a loss scale belongs to its precision
@@ -328,6 +329,26 @@ def start_state(state: State, now: dict[str, Any], log: Log) -> tuple[Counters, 
         if run.lora is not None:
             log.warn("the adapters' base has random weights, which stay as they are: init_from=FOLDER names a model's")
     return Counters(), None
+
+
+def restore_base(state: State, source: Path, log: Log) -> None:
+    """Quantize the base of a run with lora.base again, which its checkpoints do not hold: from the folder that
+    init_from names, now or when the run began, or, of a run without one, the same random values."""
+    run, buffers, world = state.plan.run, state.buffers, state.mesh.world
+    if not any(agree(world, lambda: bool(buffers.encoded))):
+        return
+    began = together(world, lambda: read_manifest(source).config.get("init_from"))
+    if began is None and run.init_from is not None:
+        raise CheckpointError(
+            f"the base of the adapters in {source} was drawn at random, which init_from={run.init_from} would replace: "
+            "leave init_from out, or choose another dir for a run of its own"
+        )
+    folder = run.init_from or began
+    if folder is None:
+        init_weights(state.model, lambda spec: spec.base_format is not None)
+    else:
+        load_base(folder, buffers, state.mesh)
+    log.info(f"base quantized to {run.lora.base if run.lora else ''} from {folder or 'its random values'}")
 
 
 def choose(state: State, look: Callable[[], list[Path]]) -> list[Path]:

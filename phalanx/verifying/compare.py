@@ -24,11 +24,12 @@ from phalanx.comm.debug import Site
 from phalanx.comm.mesh import Mesh, init_world, leave_world
 from phalanx.config.run import Run
 from phalanx.data.loader import Loader, micro_batch_samples, train_loader
-from phalanx.engine.build import State, build, write_slot
+from phalanx.engine.build import State, build, draw_weights
 from phalanx.engine.model import Model
 from phalanx.engine.step import accumulate, update
 from phalanx.forecast.decide import make_plan
 from phalanx.layout.box import Box
+from phalanx.layout.param import Piece
 from phalanx.ops.optimizer.shard import widened
 from phalanx.planning.blocks import whole_specs
 from phalanx.planning.order import global_batch_at, work_of
@@ -151,14 +152,12 @@ def with_fewer_labels(batch: Batch, parts: list[float]) -> Batch:
 
 def random_weights(model: Model) -> None:
     """Random values for every tensor, norms and biases too: ones and zeros would hide errors."""
-    for holder in model.buffers.holders:
-        for slot in holder.bucket.slots:
-            storage = torch.zeros(slot.spec.shape, dtype=holder.values_dtype)
-            for piece in slot.spec.pieces:
-                view = piece.of(storage)
-                fill_normal_(view, 0.3, piece.shape, piece.box.start, 7, piece.name)
-                view.add_(1.0 if piece.init.kind == "ones" else 0.0)
-            write_slot(holder, slot, storage)
+
+    def draw(out: Tensor, piece: Piece) -> None:
+        fill_normal_(out, 0.3, piece.shape, piece.box.start, 7, piece.name)
+        out.add_(1.0 if piece.init.kind == "ones" else 0.0)
+
+    draw_weights(model.buffers, draw)
 
 
 def boxes_of(state: State, what: Literal["grad", "master"]) -> Boxes:
@@ -166,7 +165,8 @@ def boxes_of(state: State, what: Literal["grad", "master"]) -> Boxes:
     found: Boxes = {}
     for flat in (f for f in state.buffers.flat if f.bucket.learns or what == "master"):
         whole = torch.full((flat.bucket.numel,), torch.nan, dtype=torch.float64)
-        whole[flat.lo : flat.hi] = flat.own_grad if what == "grad" else widened(flat.master, torch.float64)
+        first, values = (flat.lo, flat.own_grad) if what == "grad" else flat.storage.values()
+        whole[first : first + len(values)] = widened(values, torch.float64)
         for slot in flat.bucket.slots:
             storage = whole[slot.offset : slot.offset + slot.numel].view(slot.spec.shape)
             for piece in slot.spec.pieces:

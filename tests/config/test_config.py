@@ -1141,6 +1141,24 @@ RULES = [
     ),
     # low precision
     (
+        f"{FP8}=tensorwise lora.rank=2 lora.base=nf4",
+        1,
+        "lora.base",
+        "nf4",
+        "must be bf16 with train.fp8",
+        {"train.fp8.recipe"},
+        ("bf16",),
+    ),
+    (
+        "lora.base=nf4 train.freeze=['*norm*']",
+        1,
+        "train.freeze",
+        ["*norm*"],
+        "has no effect with lora",
+        {"lora.method"},
+        ([],),
+    ),
+    (
         f"{FP8}=tensorwise train.fp8.history=8",
         1,
         "train.fp8.history",

@@ -28,6 +28,7 @@ from phalanx.ops.experts.permute import Gathered
 from phalanx.ops.experts.rows import ExpertRows
 from phalanx.ops.optimizer import adamw_kernel, blockwise_kernel, moments_kernel
 from phalanx.ops.quantized import (
+    base_decode_kernel,
     emulated,
     gemm_kernel,
     grouped_gemm_kernel,
@@ -36,6 +37,7 @@ from phalanx.ops.quantized import (
     quantize_tile,
     stored_kernel,
 )
+from phalanx.ops.quantized.base_formats import FORMATS
 
 BF = "*bf16"
 
@@ -276,6 +278,7 @@ def fp8_linears() -> list[tuple]:
     noted = dict(NOTE=True, LARGEST=True, MAX=448.0, LEAST=2.0**-10, WIDE_RANGE=False, ROUND=False, EVERY=16, SLOTS=32)
     outs = dict(quantized="*fp8e4nv", multiplier="*fp32", counts="*i64", bits="*i32")
     found.append((stored_kernel._cast_run, dict(x="*fp32", **outs, **run_of), groups | noted, run))
+    found += base_decode()
     numbers = dict.fromkeys(("M", "N", "K", "a_row", "a_col", "b_row", "b_col"), "i32")
     for kinds, out, add in (((0, 0), "*fp32", True), ((0, 0), BF, False), ((1, 2), BF, False), ((1, 1), "*fp32", True)):
         c = gemm_kernel.WHOLE_TILES if kinds == (0, 0) else gemm_kernel.BLOCK_TILES
@@ -302,6 +305,23 @@ def uncounted(cast: tuple) -> tuple:
     kernel, pointers, consts, options = cast
     consts = consts | dict(HOW=replace(consts["HOW"], note=False), counts=None)
     return kernel, {k: v for k, v in pointers.items() if k != "counts"}, consts, options
+
+
+def base_decode() -> list[tuple]:
+    """Of each format of lora.base; groups of values that lie in one block, and others."""
+    import triton.language as tl
+
+    k, found = base_decode_kernel, list[tuple]()
+    for f in FORMATS.values():
+        scales = "*u8" if f.double else {torch.float32: "*fp32", torch.bfloat16: BF}[f.scale]
+        pointers = dict(stored="*u8", scales=scales, groups="*fp32", out=BF, values="*fp32", scale_values="*fp32")
+        tables = dict(matrices="*i64", programs="*i32")
+        sizes = dict(BITS=f.bits, HIGH=f.block[0], WIDE_BLOCK=f.block[1], DOUBLE=f.double, WIDE=tl.float32)
+        tiles = dict(FIELDS=k.FIELDS, GROUPS=k.GROUPS, ROW=k.ROW)
+        for aligned in (True, False):
+            consts = sizes | tiles | dict(ALIGNED=aligned)
+            found.append((k._decode, pointers | tables, consts, dict(num_warps=k.WARPS, enable_fp_fusion=False)))
+    return found
 
 
 def emulated_casts() -> list[tuple]:

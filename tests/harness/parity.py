@@ -247,7 +247,8 @@ def parts_of(state: State, what: str) -> Parts:
     found: Parts = []
     for flat in (f for f in state.buffers.flat if f.bucket.learns or what == "master"):
         whole = torch.full((flat.bucket.numel,), torch.nan, dtype=torch.float64)
-        whole[flat.lo : flat.hi] = flat.own_grad.double() if what == "grad" else widened(flat.master, torch.float64)
+        first, values = (flat.lo, flat.own_grad) if what == "grad" else flat.storage.values()
+        whole[first : first + len(values)] = widened(values, torch.float64)
         for slot in flat.bucket.slots:
             storage = whole[slot.offset : slot.offset + slot.numel].view(slot.spec.shape)
             for piece in slot.spec.pieces:

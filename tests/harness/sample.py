@@ -67,4 +67,5 @@ def features(run: Run) -> set[Hashable]:
         for section, c, name in options
         if getattr(c, name) != default_of(type(c), name)
     }
-    return {run.model.family, *changed}
+    base = set() if run.lora is None else {("lora.base", run.lora.base)}
+    return {run.model.family, *changed, *base}

@@ -78,6 +78,7 @@ ALLOWED = (
         "excludes a schedule that splits backward: type train.cuda_graphs=off or layout.schedule=auto",
     ),
     ("train.cuda_graphs", "excludes train.offload_layers: type train.cuda_graphs=off or train.offload_layers=0"),
+    ("lora.base", "must be bf16 with train.fp8, which quantizes weights itself"),
 )
 """The refusals that there are; another one fails a test."""
 

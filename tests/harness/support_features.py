@@ -232,6 +232,7 @@ FEATURES = (
     made_again("frozen first blocks", ROTARY, "freeze", freeze=["*embed_tokens*", "model.layers.0.*"]),
     made_again("frozen experts", EXPERTS, "freeze", freeze=["*.experts.*"]),
     Feature("LoRA", "Memory", "freeze", lora={"rank": 3, "alpha": 5.0}),
+    Feature("QLoRA (NF4)", "Memory", "freeze", lora={"rank": 3, "alpha": 5.0, "base": "nf4"}),
     made_again("offload", kind="", offload_layers=1),
     Feature("fp32", "Precision", "precision", train={"precision": "fp32"}, near=True),
     Feature("bf16", "Precision", "precision", train={"precision": "bf16"}, near=True),
@@ -280,6 +281,8 @@ def exclude(a: Feature, b: Feature) -> str | None:
         return "two values of one setting"
     if (a.lora or b.lora) and "export" in (a.also, b.also):
         return "adapters are written as a PEFT folder, without an export"
+    if (a.lora | b.lora).get("base", "bf16") != "bf16" and "init" in (a.also, b.also):
+        return "a checkpoint does not hold a quantized base"
     return None if set(a.families) & set(b.families) else "no family of models has both"
 
 

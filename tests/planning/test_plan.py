@@ -23,6 +23,7 @@ from phalanx.config.device_check import Facts
 from phalanx.config.read import load_run
 from phalanx.config.run import Fp8Config, Run, TrainConfig
 from phalanx.data.loader import train_loader
+from phalanx.data_parallel.base_storage import BaseStorage
 from phalanx.engine.agree import ROOM_FOR_POOLS, room_for_pools
 from phalanx.engine.build import build, init_weights
 from phalanx.engine.step import shadow_of, train_step
@@ -37,11 +38,14 @@ from phalanx.models.gpt2 import GPT2Config
 from phalanx.models.llama import LlamaConfig
 from phalanx.models.qwen2 import Qwen2Config
 from phalanx.models.qwen3 import Qwen3Config
+from phalanx.nn.adapter import find_adapter
 from phalanx.nn.dry_run import Allocations, FusedAttention, KnownShapes, measure
 from phalanx.nn.env import Env, WeightRules
 from phalanx.nn.recompute import PRESETS
 from phalanx.nn.run_block import run_block
 from phalanx.observe.out_of_memory import held
+from phalanx.ops.quantized.base_bucket import stored_bytes
+from phalanx.ops.quantized.base_formats import FORMATS
 from phalanx.planning import blocks as planned
 from phalanx.planning import plan as planning
 from phalanx.planning.blocks import make_blocks, num_blocks
@@ -58,7 +62,9 @@ from recipes import (
     llama3_8b,
     llama3_8b_full_one_gpu,
     llama3_8b_sft_lora,
+    llama3_8b_qlora,
     llama3_70b,
+    llama3_70b_qlora,
     mistral_7b,
     mixtral_8x7b,
     qwen2_5_7b,
@@ -279,6 +285,19 @@ def rank_reality(rank: int, world: int, run: Run) -> tuple[dict[str, int], dict[
         return run
 
     state.model.handlers = {kind: watched(handler) for kind, handler in state.model.handlers.items()}
+
+    def decoding(storage) -> None:
+        decode(storage)
+        most.append(held(state))  # while gathered bytes are still there
+
+    decode, BaseStorage.decode = BaseStorage.decode, decoding
+    try:
+        return one_real_step(run, state, mesh, loader, most)
+    finally:
+        BaseStorage.decode = decode
+
+
+def one_real_step(run, state, mesh, loader, most):
     fp8, batches = run.train.fp8, step_batches(run, loader, mesh, 0)
     shadow = shadow_of(state, batches) if fp8 is not None and fp8.shadow_interval is not None else {}
     if state.model.fp8 is not None and fp8 is not None:
@@ -297,6 +316,10 @@ def rank_reality(rank: int, world: int, run: Run) -> tuple[dict[str, int], dict[
             sent[axis] = sent.get(axis, 0.0) + (nbytes if site.op in ("send", "hop") else ring_bytes(site.op, whole, n))
     kept = {"shadow": sum(t.nbytes for t in shadow.values())} if shadow else {}
     return {**held(state), **kept}, {**max(most, key=lambda h: sum(h.values())), **kept}, sent
+
+
+def based(run: Run, base: str) -> Run:
+    return replace(run, lora=find_adapter("lora").Config(rank=4, base=base))
 
 
 def frozen(run: Run, *globs: str) -> Run:
@@ -409,6 +432,26 @@ LAYOUTS = {
         small("bf16", "full", sharding=3, shard_group=2, shard_across="optimizer", bucket_mb=0),
         4,
     ),
+    **{
+        f"level {level}, {base} base": (based(small("bf16", sharding=level, bucket_mb=0), base), 2)
+        for base in FORMATS
+        for level in (0, 3)
+    },
+    "level 3, nf4 base, kept until the step's end": (
+        based(small("bf16", tp=2, sharding=3, bucket_mb=0, reshard_after_forward=False), "nf4"),
+        4,
+    ),
+    "level 3, nf4 base, places of CUDA graphs": (placed(based(small("bf16", sharding=3, bucket_mb=0), "nf4")), 2),
+    "level 1, pp2, int8 base, places of CUDA graphs": (
+        placed(based(small("bf16", pp=2, sharding=1, bucket_mb=0), "int8")),
+        4,
+    ),
+    "level 3, nf4 base of mixtral, ep2": (
+        based(
+            replace(load_run("recipes/tiny_mixtral.yaml"), layout=LayoutConfig(ep=2, sharding=3, bucket_mb=0)), "nf4"
+        ),
+        4,
+    ),
     "level 3, mixtral edp2 x ep2, tp2": (
         replace(load_run("recipes/tiny_mixtral.yaml"), layout=LayoutConfig(tp=2, ep=2, sharding=3, bucket_mb=0)),
         4,
@@ -445,7 +488,10 @@ def test_bytes_agree_with_a_real_step(ranks, name):
             use = uses[at.pp]
             assert {k: use.memory[k] for k in most} == most
             assert {k: use.memory[k] - use.passing.get(k, 0) for k in rest} == rest
-            assert (run.layout.sharding < 2 or plan.fixed_slots) == (rest == most)
+            stays = run.layout.sharding < 2 or plan.fixed_slots
+            if run.lora is not None:  # of quantized weights, what is decoded has slots; gathered bytes have none
+                stays = plan.fixed_slots and run.layout.sharding < 3
+            assert stays == (rest == most)
             if run.train.fp8 is not None and run.train.fp8.last_steps:
                 continue  # what is sent is forecast of steps in the recipe
             for axis, nbytes in use.sent.items():
@@ -599,16 +645,18 @@ SPARSE = LATENT + 257 * EXPERT + 256 * 7168
 DEEPSEEK_V3 = 2 * 129280 * 7168 + 7168 + 3 * (LATENT + 3 * 7168 * 18432) + 58 * SPARSE  # the published 671 B
 DEEPSEEK_V3 += SPARSE + 2 * 7168**2 + 3 * 7168  # the module that predicts one token further
 
-# of the matrices of a layer of Llama 3 8B: q and o, k and v, gate, up and down
-LORA_INPUTS_AND_OUTPUTS = 2 * (4096 + 4096) + 2 * (4096 + 1024) + 3 * (4096 + 14336)
-
+# rank 16 x (inputs + outputs) of q, k, v, o, gate, up and down
+LORA_8B = 32 * 16 * (2 * 8192 + 2 * (4096 + 1024) + 3 * (4096 + 14336))
+LORA_70B = 80 * 16 * (2 * 16384 + 2 * (8192 + 1024) + 3 * (8192 + 28672))
 RECIPES = {
     "llama3_8b on 8": (llama3_8b.run(), 8, 8_030_261_248),
     "llama3_8b on 4": (llama3_8b.run(gpus=4), 4, 8_030_261_248),
     "llama3_8b on 1": (llama3_8b.run(gpus=1), 1, 8_030_261_248),
     "llama3_8b_full_one_gpu": (llama3_8b_full_one_gpu.run(), 1, 8_030_261_248),
     "llama3_2_1b_sft": (llama3_2_1b_sft.run(), 1, 1_235_814_400),
-    "llama3_8b_sft_lora": (llama3_8b_sft_lora.run(), 1, 8_030_261_248 + 32 * 16 * LORA_INPUTS_AND_OUTPUTS),
+    "llama3_8b_sft_lora": (llama3_8b_sft_lora.run(), 1, 8_030_261_248 + LORA_8B),
+    "llama3_8b_qlora": (llama3_8b_qlora.run(), 1, 8_030_261_248 + LORA_8B),
+    "llama3_70b_qlora": (llama3_70b_qlora.run(), 1, 70_553_706_496 + LORA_70B),
     "llama3_70b on 128": (llama3_70b.run(), 128, 70_553_706_496),
     "llama3_70b, 2 virtual stages": (llama3_70b.run(virtual_stages=2), 128, 70_553_706_496),
     "llama3_70b on 1024": (llama3_70b.run(), 1024, 70_553_706_496),
@@ -652,6 +700,23 @@ def test_all_weights_of_8b_on_one_gpu():
     assert memory["weights"] == 2 * numel
     assert memory["masters"] == memory["moments"] == numel * 17 / 8
     assert memory["gradients"] == 4 * (128256 * 4096 + 4096)  # with the last norm, in the head's
+
+
+def test_base_of_4_bits():
+    """By hand: 4 bits a weight, 8 of 64 and 32 of 64 x 256 for scales; of 8B the embedding, head and norms in bf16. 70B
+    on one GPU of 80 GB; on four, a rank keeps a fourth of the base."""
+    linears, rest = 32 * (4096 * (4096 + 1024) * 2 + 3 * 4096 * 14336), 2 * 128256 * 4096 + 65 * 4096
+    assert linears + rest == 8_030_261_248
+    plan = make_plan(llama3_8b_qlora.run(), 1)
+    kept = [b for b in plan.rank(0).buckets if b.base_format is not None]
+    by_hand = linears * (4 + 8 / 64 + 32 / (64 * 256)) / 8 + 4 * 32 * 7  # and an offset for each matrix
+    assert sum(map(stored_bytes, kept)) == pytest.approx(by_hand, abs=32 * (7 * 16 + 64))  # alignment
+    uses, _ = rank_uses(plan, 16)
+    segment = max(b.numel for b in kept)
+    assert uses[0].memory["weights"] == sum(map(stored_bytes, kept)) + 2 * (segment + rest + LORA_8B)
+    text = plan_text(llama3_70b_qlora.run(), 1, find_device("H100"))
+    assert "linears in nf4, 4.13 bits a weight, 32.91 GiB per rank" in text and "It fits H100" in text
+    assert "8.23 GiB per rank" in plan_text(llama3_70b_qlora.run(gpus=4), 4, find_device("H100"))
 
 
 def test_one_gpu_of_the_8b_recipe():

@@ -651,11 +651,11 @@ def test_calls_of_sharded_buckets(m: int, segments: int) -> None:
         gathers = [sum(i == Gather(b) for i in order) for b in range(segments)]
         assert gathers == [m + 1, *[2 * m] * (segments - 2), m]
         assert [sum(i == Reduce(b) for i in order) for b in range(segments)] == [m] * segments
-        weights, gradients = fullest(order, sizes, sizes)
+        weights, gradients = fullest(order, sizes, sizes, {})
         assert (weights, gradients) == (100 * (1 + bucket_prefetch), 100 * (1 + bucket_prefetch))
     (order,) = of(1, keep=True).lists
     assert [sum(i == Gather(b) for i in order) for b in range(segments)] == [1] * segments
-    assert fullest(order, sizes, dict.fromkeys(range(segments), 0)) == (100 * segments, 0)
+    assert fullest(order, sizes, dict.fromkeys(range(segments), 0), {}) == (100 * segments, 0)
 
 
 def test_neighbouring_stages_on_one_rank_exchange_nothing() -> None:

@@ -1,0 +1,23 @@
+"""Which linears keep their frozen weights as quantized values (lora.base): all whose weights are frozen.
+
+They compute as plain linears: a segment's weights are decoded before it runs (data_parallel.base_storage).
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+
+from phalanx.nn.linear_method import PLAIN, AnyLinear, LinearMethod
+
+
+@dataclass(frozen=True)
+class BaseLinears:
+    """format: its name in ops.quantized.base_formats.FORMATS."""
+
+    format: str
+
+    def method_of(self, linear: AnyLinear) -> LinearMethod:
+        weight = linear.weight
+        if weight.spec.frozen:
+            weight.spec = replace(weight.spec, base_format=self.format)
+        return PLAIN
