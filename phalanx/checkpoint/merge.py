@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable, Iterable
+from contextlib import AbstractContextManager, ExitStack, nullcontext
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -25,6 +26,7 @@ from phalanx.checkpoint.storage import Storage, write_file
 from phalanx.checkpoint.tensors import write_tensors
 from phalanx.checkpoint.tools import copy_small, index_text, new_folder
 from phalanx.nn.adapter import Adapter, AdapterConfig, find_adapter
+from phalanx.ops.quantized.base_weights import stored_values
 
 
 @dataclass(frozen=True)
@@ -34,6 +36,7 @@ class Merging:
     shapes      of the model's tensors, by name
     transposed  names of the matrices that are stored as (inputs, outputs)
     wide        names of tensors that are kept in a wider dtype than weights, such as routers' biases
+    quantized   names of those that are kept as quantized values (lora.base)
     """
 
     method: type[Adapter]
@@ -41,6 +44,7 @@ class Merging:
     shapes: Shapes
     transposed: frozenset[str]
     wide: frozenset[str]
+    quantized: frozenset[str]
 
     @torch.no_grad()
     def merged(self, name: str, weight: Tensor, own: dict[str, Tensor]) -> Tensor:
@@ -68,13 +72,16 @@ def merge(path: str | Path, out: str | Path, merging: Merging, dtype: str | None
     """The weights of a checkpoint with its adapters merged into them, as a Hugging Face folder; computed in float64
     from the masters and rounded once to `dtype` (default: that of the run). Its report compares what was written, read
     back, with what was computed."""
-    with Contents(path) as contents:
-        beside, shapes = _adapters(contents), contents.shapes(WEIGHTS)
+    with Contents(path) as contents, ExitStack() as opened:
+        beside, shapes = _adapters(contents), dict(merging.shapes)
         adapters = by_matrix(name for name in contents.shapes(contents.best) if name not in shapes)
         _check_matrices(adapters, shapes, beside.path)
         narrow = _stated_dtype(contents.weights)
+        read = opened.enter_context(_base_of(contents, merging))
 
         def trained_on(name: str) -> Tensor:
+            if name in merging.quantized:
+                return stored_values(read(name).to(narrow), merging.config.base)
             if name in contents.frozen and name not in merging.wide:
                 return contents.read(WEIGHTS, name).to(narrow)
             return contents.read(contents.best, name)
@@ -84,6 +91,19 @@ def merge(path: str | Path, out: str | Path, merging: Merging, dtype: str | None
 
         what = BaseAndAdapters(shapes, trained_on, own, narrow, f"{contents.path}, merged")
         return _write(what, contents, out, merging, dtype)
+
+
+def _base_of(contents: Contents, merging: Merging) -> AbstractContextManager[Callable[[str], Tensor]]:
+    """What reads the weights that the checkpoint has not, because the run kept them as quantized values."""
+    base = None if contents.manifest is None else contents.manifest.base
+    if not merging.quantized:
+        return nullcontext(lambda name: contents.read(WEIGHTS, name))
+    if base is None:
+        raise CheckpointError(
+            f"{contents.path}: the base was drawn at random and kept as quantized values, "
+            f"lora.base={merging.config.base}, so it is in no file to merge into"
+        )
+    return reading(base.folder, dict(merging.shapes))
 
 
 def merge_folder(adapter: str, base: str, out: str | Path, merging: Merging, dtype: str | None = None) -> Path:

@@ -19,6 +19,8 @@ from phalanx.layout.box import Box
 from phalanx.layout.buckets import Slot
 from phalanx.layout.param import Piece
 from phalanx.nn.adapter import find_adapter
+from phalanx.ops.quantized.base_weights import stored_values
+from phalanx.planning.adapters import quantized_names
 from phalanx.planning.blocks import whole_specs
 
 ReadTensor = Callable[[str], Tensor]  # by its global name, a whole global tensor
@@ -45,6 +47,8 @@ class Starts:
         self._run, self._read, self._device = model.plan.run, read, model.mesh.device
         self._dtype = model.plan.env(model.mesh.at).weights.dtype
         self._pieces = {piece.name: piece for spec in whole_specs(self._run.model) for piece in spec.pieces}
+        lora = self._run.lora
+        self._quantized = frozenset[str]() if lora is None else quantized_names(self._run.model, lora)
         self._known: tuple[str, dict[str, Tensor]] = ("", {})
 
     def set(self, holder: FlatBucket | MatrixHome, slot: Slot) -> None:
@@ -67,9 +71,13 @@ class Starts:
 
     def _of(self, matrix: str) -> dict[str, Tensor]:
         lora = self._run.lora
-        stored = self._read(matrix).to(self._device, self._dtype).double()
-        oriented = stored.mT if self._pieces[matrix].transposed else stored
-        return find_adapter(lora.method).start(lora, matrix.removesuffix(".weight"), oriented)  # type: ignore[union-attr]
+        if lora is None:
+            return {}
+        stored = self._read(matrix).to(self._device, self._dtype)
+        if matrix in self._quantized:
+            stored = stored_values(stored, lora.base)
+        oriented = stored.double().mT if self._pieces[matrix].transposed else stored.double()
+        return find_adapter(lora.method).start(lora, matrix.removesuffix(".weight"), oriented)
 
 
 def initial_tensors(run: Run) -> ReadTensor:

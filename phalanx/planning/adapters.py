@@ -16,6 +16,7 @@ from phalanx.config.run import Run
 from phalanx.models.model_config import ModelConfig
 from phalanx.nn.adapted_linear import fits, names_of, pieces_of
 from phalanx.nn.adapter import AdapterConfig, find_adapter
+from phalanx.nn.base_linears import BaseLinears
 from phalanx.nn.env import Env, WeightRules
 from phalanx.nn.linear import Linear, ReplicatedLinear
 from phalanx.nn.module import Block
@@ -73,6 +74,16 @@ def num_adapters(run: Run) -> int:
     return sum(global_numel(spec) for spec in specs.values() if spec.learns)
 
 
+def quantized_names(model: ModelConfig, lora: AdapterConfig) -> frozenset[str]:
+    """Names of the weights that lora.base quantizes."""
+    if lora.base == "bf16":
+        return frozenset()
+    env = Env(weights=WeightRules(linears=BaseLinears(lora.base), freeze=("*",), also=tuple(lora.also)))
+    blocks = make_blocks(model, env, range(num_blocks(model)))
+    specs = (p.spec for block in blocks for p in block.parameters() if p.spec.base_format is not None)
+    return frozenset(piece.name for spec in specs for piece in spec.pieces)
+
+
 def saved_peft_config(run: Run, base: str | None = None) -> dict[str, Any] | None:
     """`peft_config` of a run whose checkpoints hold adapters as PEFT reads them; None of others."""
     lora = run.lora
@@ -114,7 +125,7 @@ def merging_of(model: ModelConfig, lora: AdapterConfig) -> Merging:
     specs, shapes = [spec for spec in whole_specs(model) if spec.exported], exported_shapes(model)
     transposed = frozenset(piece.name for spec in specs for piece in spec.pieces if piece.transposed)
     wide = frozenset(piece.name for spec in specs for piece in spec.pieces if not spec.trained)
-    return Merging(method, lora, shapes, transposed, wide)
+    return Merging(method, lora, shapes, transposed, wide, quantized_names(model, lora))
 
 
 def section_of_folder(folder: str) -> tuple[AdapterConfig, str | None]:

@@ -60,9 +60,9 @@ def base(tmp_path_factory) -> Path:
     return folder
 
 
-def run_over(base: Path, folder: Path, steps: int = 4, **fields) -> Run:
+def run_over(over: Path, folder: Path, steps: int = 4, **fields) -> Run:
     lora = find_adapter(fields.get("method", "lora")).Config(**{**FIELDS, **fields})
-    run = replace(make_run(folder, steps=steps, precision="fp64"), init_from=str(base), lora=lora)
+    run = replace(make_run(folder, steps=steps, precision="fp64"), init_from=str(over), lora=lora)
     return replace(run, checkpoint=CheckpointConfig(interval=2))
 
 
@@ -122,10 +122,7 @@ def test_generate_applies_base_and_adapters_as_peft_does(checkpoint, base, tmp_p
     """Truth: PEFT over transformers, in float64, which also reads what is exported for it."""
     wanted = logits_of(with_peft(base, as_peft_reads(checkpoint, tmp_path)))
     assert (wanted - logits_of(folder_model(base))).abs().max() > 1e-3
-    engine = Engine(load_alone(checkpoint / "weights"), EngineOptions(sequences=1, tokens=16, memory_gib=0.01))
-    options = SamplingOptions(tokens=1, temperature=0, prompt_logprobs=1)
-    ((_, _, scores, _),) = answers_of(engine, [(IDS[0], options)])
-    found = torch.tensor([score.logprob for score in scores[1:] if score])
+    found = logprobs_of(checkpoint / "weights")
     torch.testing.assert_close(found, wanted[range(10), IDS[0][1:]].float(), rtol=0, atol=2e-5)
 
 
@@ -142,6 +139,27 @@ def test_merged_weights_do_what_base_and_adapters_do(checkpoint, base, tmp_path)
     assert named == str(base)
     again = merge_folder(str(alone), str(base), tmp_path / "again", merging_of(MODEL, section))
     torch.testing.assert_close(logits_of(folder_model(again)), wanted, rtol=0, atol=1e-12)
+
+
+@pytest.mark.parametrize("method", ["lora", "dora"])
+def test_adapters_of_a_quantized_base_are_merged_into_the_values_that_it_stands_for(method, base, tmp_path):
+    """Truth: what the run generates with, which decodes its base."""
+    fields = {**FIELDS, "base": "int8", "method": method}
+    checkpoint = trained(run_over(base, tmp_path / "run", **fields))
+    section = find_adapter(method).Config(**fields)
+    folder = merge(checkpoint, tmp_path / "merged", merging_of(MODEL, section))
+    found = logprobs_of(checkpoint / "weights")
+    torch.testing.assert_close(found, logprobs_of(folder), rtol=0, atol=2e-5)
+    plain = trained(run_over(base, tmp_path / "plain", **{**fields, "base": "bf16"}))
+    assert (found - logprobs_of(plain / "weights")).abs().max() > 1e-4
+
+
+def logprobs_of(weights: Path) -> torch.Tensor:
+    """Of the ids but the first, as they are generated with, in fp32."""
+    engine = Engine(load_alone(weights), EngineOptions(sequences=1, tokens=16, memory_gib=0.01))
+    options = SamplingOptions(tokens=1, temperature=0, prompt_logprobs=1)
+    ((_, _, scores, _),) = answers_of(engine, [(IDS[0], options)])
+    return torch.tensor([score.logprob for score in scores[1:] if score])
 
 
 def test_it_is_written_anew_and_compared(checkpoint, tmp_path):
