@@ -5,5 +5,9 @@ from setuptools import find_packages, setup
 setup(
     packages=[*find_packages(include=["phalanx", "phalanx.*"]), "phalanx.recipes"],
     package_dir={"phalanx.recipes": "recipes"},
-    package_data={"phalanx": ["py.typed"], "phalanx.server": ["page.html"], "phalanx.recipes": ["*.yaml", "deployment/*"]},
+    package_data={
+        "phalanx": ["py.typed"],
+        "phalanx.server": ["page.html"],
+        "phalanx.recipes": ["*.yaml", "deployment/*"],
+    },
 )

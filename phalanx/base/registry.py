@@ -77,7 +77,7 @@ BUILT_IN: Mapping[str, Mapping[str, str]] = MappingProxyType(
                 "mlp": "phalanx.ops.dense.gated_mlp:MLP",
             }
         ),
-        "adapter": MappingProxyType({"lora": "phalanx.nn.adapters.lora:LoRA"}),
+        "adapter": MappingProxyType({"lora": "phalanx.nn.adapters.lora:LoRA", "dora": "phalanx.nn.adapters.dora:DoRA"}),
         "objective": MappingProxyType(
             {
                 "pretrain": "phalanx.engine.objectives.pretrain:Pretrain",

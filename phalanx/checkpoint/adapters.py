@@ -7,12 +7,15 @@ adapter_config.json         what PEFT reads them by; not there of a method that 
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
+from torch import Tensor
+
 from phalanx.base.errors import CheckpointError
 from phalanx.checkpoint.hf_files import Shapes
+from phalanx.checkpoint.keep import find
 from phalanx.checkpoint.manifest import NAME, read_checked, read_manifest
 from phalanx.checkpoint.storage import Receipt
 from phalanx.checkpoint.tensors import Index, Stored, StoredBox, open_tensors
@@ -26,11 +29,35 @@ PREFIX = "base_model.model."  # of names in PEFT's files
 
 @dataclass(frozen=True)
 class AdapterFolder:
-    """The adapters of one of our checkpoints. index: of its tensors, by their global names."""
+    """A folder of adapters. index: of its tensors, by their global names; receipts: of its files, in one of our
+    checkpoints."""
 
     path: Path
     receipts: dict[str, Receipt]
     index: Index
+
+    @property
+    def placed(self) -> Index:
+        """The index, with whole paths of files."""
+        whole = str((self.path / FILE).absolute())
+        return {n: Stored(s.shape, [replace(p, file=whole) for p in s.parts]) for n, s in self.index.items()}
+
+    @property
+    def files(self) -> dict[str, Receipt | None]:
+        """Receipts by those paths; None: the file has none."""
+        return {str((self.path / FILE).absolute()): self.receipts.get(FILE)}
+
+    def read(self, name: str) -> Tensor:
+        """A whole tensor, compared with its checksum."""
+        with open_tensors(self.path / FILE, self.receipts.get(FILE)) as tensors:
+            return tensors.read(self.index[name].parts[0].key)
+
+
+def module_of(name: str) -> tuple[str, str]:
+    """Of an adapter's tensor, such as `...q_proj.lora_A.weight`: the name of the matrix that it belongs to,
+    `...q_proj.weight`, and its attribute there."""
+    module, _, attribute = name.removesuffix(".weight").rpartition(".")
+    return f"{module}.weight", attribute
 
 
 def adapter_folder(weights: Path) -> AdapterFolder | None:
@@ -43,7 +70,22 @@ def adapter_folder(weights: Path) -> AdapterFolder | None:
     folder = weights.parent / FOLDER
     for name in receipts.keys() - {FILE}:
         read_checked(folder / name, receipts[name])
-    with open_tensors(folder / FILE, receipts[FILE]) as tensors:
+    return _read(folder, receipts)
+
+
+def adapter_source(given: str) -> AdapterFolder:
+    """The adapters of a folder of PEFT, or of a run or checkpoint. CheckpointError if there are none."""
+    path = Path(given)
+    if (path / FILE).is_file():
+        return _read(path, {})
+    found = adapter_folder(find(given) / "weights")
+    if found is None:
+        raise CheckpointError(f"{given} holds no adapters: neither {FILE} nor {FOLDER}/{FILE}")
+    return found
+
+
+def _read(folder: Path, receipts: dict[str, Receipt]) -> AdapterFolder:
+    with open_tensors(folder / FILE, receipts.get(FILE)) as tensors:
         shapes = {key: tensors.shape(key) for key in tensors.keys()}
     index = {key.removeprefix(PREFIX): Stored(s, [StoredBox(FILE, key, Box.full(s))]) for key, s in shapes.items()}
     return AdapterFolder(folder, receipts, index)
@@ -54,20 +96,28 @@ def check_wanted(weights: Path, found: AdapterFolder | None, wanted: Shapes) -> 
     if found is not None and not wanted:
         raise CheckpointError(
             f"{weights} is the base of adapters, which would be left out: take them along with the `lora` section of "
-            f"the run that made them; merge them into the weights with PEFT ({found.path} is its format); or copy "
-            f"{weights} elsewhere to have the base alone"
+            f"the run that made them, or merge them into the weights: phalanx export {weights.parent} --merge -o FOLDER"
         )
 
 
-def peft_text(own: dict[str, Any], base: str | None, modules: list[str], fan_in_fan_out: bool) -> dict[str, Any]:
-    """adapter_config.json. own: keys of the method, its peft_type among them; modules: those that have an adapter;
-    fan_in_fan_out: whether the base's matrices are stored as (inputs, outputs)."""
+@dataclass(frozen=True)
+class Modules:
+    """Names of a model's modules. targets: those that have an adapter; whole: those whose weights are trained."""
+
+    targets: list[str]
+    whole: list[str]
+
+
+def peft_text(own: dict[str, Any], base: str | None, modules: Modules, fan_in_fan_out: bool) -> dict[str, Any]:
+    """adapter_config.json. own: keys of the method, its peft_type among them; fan_in_fan_out: whether the base's
+    matrices are stored as (inputs, outputs)."""
     return {
         **own,
         "base_model_name_or_path": base,
         "bias": "none",
         "fan_in_fan_out": fan_in_fan_out,
         "inference_mode": True,
-        "target_modules": modules,
+        "target_modules": modules.targets,
+        "modules_to_save": modules.whole or None,
         "task_type": "CAUSAL_LM",
     }

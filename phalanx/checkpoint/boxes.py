@@ -105,13 +105,15 @@ def weights_to_save(buffers: Buffers, mesh: Mesh) -> list[Item]:
     return found
 
 
-def adapters_to_save(buffers: Buffers, mesh: Mesh) -> list[Item]:
-    """The same of trained weights that no Hugging Face folder of the model has."""
+def adapters_to_save(buffers: Buffers, mesh: Mesh, exported: bool = False) -> list[Item]:
+    """The same of adapters' weights, which no Hugging Face folder of the model has; exported: also of what is trained
+    of those that it has."""
     found = []
-    for f in (f for f in buffers.flat if f.bucket.learns):
+    for f in (f for f in buffers.flat if f.bucket.trained):
         at, values = f.storage.saved
         mine = [i for i in items_in(f.bucket, values, at, *f.own) if i.piece.is_writer(mesh.grid, mesh.at)]
-        found += [replace(i, saved_as=f.weight.dtype) for i in mine if i.name in _unexported(f.bucket)]
+        whole, own = exported and f.bucket.learns, _unexported(f.bucket)
+        found += [replace(i, saved_as=f.weight.dtype) for i in mine if whole or i.name in own]
     return found
 
 
@@ -119,10 +121,10 @@ Held = tuple[FlatBucket | MatrixHome, Tensor | PackedTensor]
 """A holder of masters, and these or where they are to be loaded."""
 
 
-def adapters_to_load(held: Iterable[Held]) -> list[Item]:
-    """What their folder gives."""
+def adapters_to_load(held: Iterable[Held], exported: bool = False) -> list[Item]:
+    """What their folder gives; exported: besides, the weights of the model itself that are trained (lora.also)."""
     items = [(f, i) for f, x in held if f.bucket.trained for i in items_in(f.bucket, x, f.lo, f.lo, f.hi)]
-    return [i for f, i in items if i.name in _unexported(f.bucket)]
+    return [i for f, i in items if i.name in _unexported(f.bucket) or (exported and f.bucket.learns)]
 
 
 def _unexported(bucket: Bucket) -> frozenset[str]:
@@ -165,8 +167,9 @@ def kept_to_save(buffers: Buffers, mesh: Mesh) -> list[Item]:
 
 
 def frozen_names(buffers: Buffers) -> list[str]:
-    """Names of this rank's tensors that `weights/` alone has; of those that are kept as quantized values, a checkpoint
-    has nothing."""
+    """Names of this rank's tensors that are not in the state: the base has them (`weights/`, or the folder that the
+    manifest names) or, of adapters', `adapter/`. Of those that are kept as quantized values, a checkpoint has
+    nothing."""
     kept = [f for f in buffers.flat if f.bucket.frozen and f.bucket.base_format is None]
     frozen = [slot.spec for f in kept for slot in f.bucket.slots]
     return [piece.name for spec in frozen for piece in spec.pieces]

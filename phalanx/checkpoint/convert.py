@@ -24,9 +24,10 @@ import torch
 from torch import Tensor
 
 from phalanx.base.errors import CheckpointError
+from phalanx.checkpoint.adapters import adapter_folder, check_wanted
 from phalanx.checkpoint.contents import WEIGHTS, Contents
 from phalanx.checkpoint.gather import plan_whole
-from phalanx.checkpoint.hf_files import adapt, read_config, same_values
+from phalanx.checkpoint.hf_files import INDEX, adapt, read_config, same_values
 from phalanx.checkpoint.load import fitting
 from phalanx.checkpoint.manifest import inside
 from phalanx.checkpoint.places import missing, place
@@ -74,6 +75,7 @@ def export(path: str | Path, out: str | Path, dtype: str | None = None) -> Path:
     Its report compares what was written, read back, with the masters.
     """
     with Contents(path) as contents:
+        check_wanted(contents.weights, adapter_folder(contents.weights), {})
 
         def rounded(name: str, like: Tensor) -> Tensor:
             return contents.read(contents.best, name).to(like.dtype)
@@ -149,7 +151,7 @@ def import_weights(
                 Storage(), folder / file.name, [(job.name, job.shape, job.dtype) for job in file.jobs], tensors
             )
         if len(files) > 1:
-            write_file(Storage(), folder / "model.safetensors.index.json", [index_text(files)])
+            write_file(Storage(), folder / INDEX, [index_text(files)])
         plain = {key: value for key, value in config_json.items() if key != "quantization_config"}
         write_file(Storage(), folder / "config.json", [json.dumps(plain, indent=2).encode()])
         for name in ("generation_config.json", *TOKENIZER_FILES):

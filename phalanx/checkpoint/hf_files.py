@@ -33,6 +33,7 @@ from phalanx.models.registry import families, of_model_type
 
 Shapes = dict[str, tuple[int, ...]]
 HEAD = "lm_head.weight"
+INDEX = "model.safetensors.index.json"  # of the tensors of a model in several files
 COMPARED = 1 << 24  # elements of two tensors compared at a time
 
 
@@ -57,7 +58,7 @@ def read_json(path: Path) -> dict[str, Any]:
 
 def has_weights(folder: Path) -> bool:
     """Whether a folder holds safetensors files, or says that it does."""
-    return any((folder / name).is_file() for name in ("model.safetensors", "model.safetensors.index.json"))
+    return any((folder / name).is_file() for name in ("model.safetensors", INDEX))
 
 
 def stored_in(folder: Path, receipts: dict[str, Receipt] | None) -> Index:
@@ -86,7 +87,7 @@ def hf_files(folder: Path) -> list[str]:
     refused."""
     if not folder.is_dir():
         raise CheckpointError(missing(folder, "folder"))
-    table = folder / "model.safetensors.index.json"
+    table = folder / INDEX
     if not table.is_file():
         if (folder / "model.safetensors").is_file():
             return ["model.safetensors"]

@@ -16,16 +16,17 @@ from torch import Tensor
 from phalanx.base.errors import CheckpointError, DamagedCheckpoint
 from phalanx.checkpoint.adapters import FOLDER, adapter_folder, check_wanted
 from phalanx.checkpoint.agree import agree, together
+from phalanx.checkpoint.base import WeightsAt, agree_on, base_at, base_index, check_base
 from phalanx.checkpoint.boxes import Held, Item, adapters_to_load, kept_to_load, masters_to_load, state_to_load
 from phalanx.checkpoint.encode import check_base_there, encode_from, encoded_shapes
 from phalanx.checkpoint.hf import differences
-from phalanx.checkpoint.hf_files import HEAD, Shapes, adapt, folder_of, hf_index, predictors_in, same_in, stored_in
-from phalanx.checkpoint.manifest import NAME, Manifest, read_checked, read_manifest
+from phalanx.checkpoint.hf_files import HEAD, Shapes, folder_of, hf_index, predictors_in
+from phalanx.checkpoint.manifest import Manifest, read_checked, read_manifest
 from phalanx.checkpoint.names import folded
 from phalanx.checkpoint.places import place
 from phalanx.checkpoint.save import IN_WEIGHTS, KINDS_OF, TrainingState, key_of
 from phalanx.checkpoint.storage import Receipt
-from phalanx.checkpoint.tensors import Index, Stored, StoredBox, check_files, fill
+from phalanx.checkpoint.tensors import Index, Stored, StoredBox, TensorFolder, check_files, fill
 from phalanx.checkpoint.threads import threads_of_rank
 from phalanx.comm.mesh import Mesh
 from phalanx.data_parallel.buffers import Buffers
@@ -45,6 +46,7 @@ def load_state(
     state: TrainingState,
     model: ModelConfig | None = None,
     more: Mapping[str, Tensor] | None = None,
+    base: str | None = None,
 ) -> dict[str, Any]:
     """Masters, the optimizer's state and step, and the loss scale, bit for bit as saved in any layout; then weights =
     masters, cast.
@@ -52,7 +54,8 @@ def load_state(
     Returns the loop's scalars with `step` and `consumed_samples`. Called by all ranks. CheckpointError on all of them
     if the checkpoint is missing or is of another model (given `model`, every differing field is listed, old -> new);
     DamagedCheckpoint if a byte that a rank reads is not what was saved. more: small tensors that were saved along;
-    those of one owner (the part of the name before the dot) become zero if any of them does not fit.
+    those of one owner (the part of the name before the dot) become zero if any of them does not fit. base: where the
+    base of adapters is, if not where it was when they were saved.
     """
     path, buffers, optimizer, mesh = place(path), state.buffers, state.optimizer, state.mesh
     manifest = together(mesh.world, lambda: read_manifest_for(path, model))
@@ -60,7 +63,9 @@ def load_state(
     kept = kept_to_load(buffers)
     wanted = wanted_names(mesh, [*state_to_load(optimizer.shards, stored)[MASTER], *kept])
     needed = {i.name: s.kinds for s in optimizer.shards for slot in s.bucket.slots for i in slot.spec.pieces}
-    moving, index, frozen = together(mesh.world, lambda: _state_index(path, manifest, wanted, optimizer, needed))
+    at = together(mesh.world, lambda: frozen_at(path, manifest, base))
+    check_base(at, mesh.world)
+    moving, index, frozen = together(mesh.world, lambda: _state_index(path, manifest, wanted, optimizer, needed, at))
     for flat in (f for f in buffers.flat if not f.bucket.learns):
         flat.master.zero_()  # type: ignore[union-attr]  # padding is zero, whatever the memory held
     source = StateSource(path, manifest, index, frozen, moving, threads_of_rank(mesh.world))
@@ -89,27 +94,51 @@ def load_state(
 
 
 def _state_index(
-    path: Path, manifest: Manifest, wanted: Shapes, optimizer: ShardedOptimizer, needed: dict[str, tuple[str, ...]]
-) -> tuple[frozenset[str], Index, Index]:
+    path: Path,
+    manifest: Manifest,
+    wanted: Shapes,
+    optimizer: ShardedOptimizer,
+    needed: dict[str, tuple[str, ...]],
+    at: WeightsAt,
+) -> tuple[frozenset[str], Index, list[TensorFolder]]:
     """Names of the tensors that have optimizer state, where each box of all tensors in the state is stored, and where
-    those are that `weights/` alone has. `needed`: the kinds that this rank's tensors require."""
+    frozen ones are, of which the weights are `at` a place. `needed`: the kinds that this rank's tensors require."""
     check_kinds(path, manifest, optimizer)
     moving, kept = state_index(path, manifest), state_index(path, manifest, "kept")
     check_kinds_of(path, manifest, {name: kinds for name, kinds in needed.items() if name in moving})
-    frozen = frozen_index(path, manifest)
-    return frozenset(moving), fitting({**moving, **kept, **frozen}, wanted, str(path)), frozen
+    frozen = frozen_tensors(path, manifest, at, wanted)
+    indices = (moving, kept, *(folder.index for folder in frozen))
+    whole = {name: stored for index in indices for name, stored in index.items()}
+    return frozenset(moving), fitting(whole, wanted, str(path)), frozen
 
 
-def frozen_index(path: Path, manifest: Manifest) -> Index:
-    """Where tensors lie that were frozen, whose values are those of `weights/`."""
-    names = _index_of(path, manifest, lambda index: [str(name) for name in index.get(IN_WEIGHTS, [])])
+def frozen_at(path: Path, manifest: Manifest, moved: str | None = None) -> WeightsAt:
+    """Where the values of a checkpoint's frozen tensors lie. moved: as of `base_at`."""
+    if manifest.base is not None:
+        return base_at(path, manifest.base, moved)
+    return WeightsAt(path / "weights", manifest.receipts("weights"))
+
+
+def frozen_tensors(path: Path, manifest: Manifest, at: WeightsAt, wanted: Shapes) -> list[TensorFolder]:
+    """Where tensors lie that were frozen: those of adapters in their folder, weights `at` a place. wanted: the model's
+    tensors."""
+    names = frozen_names_of(path, manifest)
     if not names:
-        return {}
-    index = hf_index(path / "weights", manifest.receipts("weights"))
-    lost = [name for name in names if name not in index]
+        return []
+    beside = adapter_folder(path / "weights")
+    small = {} if beside is None else {name: beside.index[name] for name in names if name in beside.index}
+    index = hf_index(at.folder, at.receipts) if at.base is None else base_index(at, wanted)
+    lost = [name for name in names if name not in index and name not in small]
     if lost:
-        raise DamagedCheckpoint(f"{path / 'weights'} does not hold {lost[0]}")
-    return {name: index[name] for name in names}
+        raise DamagedCheckpoint(f"{at.folder} does not hold {lost[0]}")
+    weights = {name: index[name] for name in names if name not in small}
+    found = [TensorFolder(at.folder, weights, at.receipts)]
+    return found if beside is None else [*found, TensorFolder(beside.path, small, beside.receipts)]
+
+
+def frozen_names_of(path: Path, manifest: Manifest) -> list[str]:
+    """Names of tensors that were frozen, whose values are those of the weights."""
+    return _index_of(path, manifest, lambda index: [str(name) for name in index.get(IN_WEIGHTS, [])])
 
 
 def read_manifest_for(path: Path, model: ModelConfig | None) -> Manifest:
@@ -242,13 +271,13 @@ def _is_vocabulary(name: str) -> bool:
 
 @dataclass(frozen=True)
 class StateSource:
-    """The checkpoint of a state. index: where each box of its tensors is stored; frozen: of those that `weights/` alone
-    has; moving: names of the tensors that have optimizer state."""
+    """The checkpoint of a state. index: where each box of its tensors is stored; frozen: where those are that are not
+    in the state; moving: names of the tensors that have optimizer state."""
 
     path: Path
     manifest: Manifest
     index: Index
-    frozen: Index
+    frozen: Sequence[TensorFolder]
     moving: frozenset[str]
     threads: int
 
@@ -260,10 +289,12 @@ class StateSource:
             masters = [*items.pop(MASTER), *kept]
             # tensors that were frozen start with a state of zero
             stored = {kind: [i for i in of_kind if i.name in self.moving] for kind, of_kind in items.items()}
-            stored = {MASTER: [i for i in masters if i.name not in self.frozen], **stored}
-            exported = [(i, self.frozen[i.name]) for i in masters if i.name in self.frozen]
+            elsewhere = {name for folder in self.frozen for name in folder.index}
+            stored = {MASTER: [i for i in masters if i.name not in elsewhere], **stored}
             self._fill(stored)
-            fill(exported, self.path / "weights", self.manifest.receipts("weights"), self.threads)
+            for folder in self.frozen:
+                found = [(i, folder.index[i.name]) for i in masters if i.name in folder.index]
+                fill(found, folder.folder, folder.receipts, self.threads)
 
     def _fill(self, wanted: Mapping[str, Sequence[Item]]) -> None:
         """All kinds together: all kinds of a box are in the same file."""
@@ -298,8 +329,8 @@ def load_weights(path: str | Path, buffers: Buffers, mesh: Mesh) -> bool:
     left at random values. The optimizer's state is not touched. Tensors of our checkpoints are compared with their
     checksums; a third-party folder has none.
 
-    Adapters saved with these weights are loaded too; returns whether there were any. CheckpointError if there are, and
-    the model has none.
+    Adapters saved with these weights are loaded too, and the weights of the model that were trained beside them;
+    returns whether there were any. CheckpointError if there are, and the model has none.
     """
     folder = folder_of(path)
     beside = together(mesh.world, lambda: adapter_folder(folder))
@@ -309,19 +340,22 @@ def load_weights(path: str | Path, buffers: Buffers, mesh: Mesh) -> bool:
     together(mesh.world, lambda: check_wanted(folder, beside, wanted_adapters))
     base = wanted_names(mesh, [], encoded_shapes(buffers))
     wanted = {**wanted_names(mesh, masters_to_load(held)), **base}
-    receipts = together(mesh.world, lambda: weight_receipts(folder))
-    index = together(mesh.world, lambda: _weights_index(folder, wanted, receipts, base))
-    known = (
-        {} if beside is None else together(mesh.world, lambda: fitting(beside.index, wanted_adapters, str(beside.path)))
-    )
+    at = agree_on(mesh.world, str(path))
+    check_base(at, mesh.world)
+    index = together(mesh.world, lambda: _weights_index(at, wanted, base))
+    known = Index()
+    if beside is not None:
+        wanted_beside = wanted_names(mesh, adapters_to_load(held, exported=True))
+        known = together(mesh.world, lambda: fitting(beside.index, wanted_beside, str(beside.path)))
     threads = threads_of_rank(mesh.world)
 
     def fill_masters(chosen: Iterable[FlatBucket | MatrixHome]) -> None:
         with ExitStack() as until_filled:
             here: list[Held] = [(f, until_filled.enter_context(staged(f.master))) for f in chosen]
-            fill([(item, index[item.name]) for item in masters_to_load(here)], folder, receipts, threads)
+            plain = [(item, index[item.name]) for item in masters_to_load(here) if item.name not in known]
+            fill(plain, at.folder, at.receipts, threads)
             if beside is not None:
-                found = [(item, known[item.name]) for item in adapters_to_load(here)]
+                found = [(item, known[item.name]) for item in adapters_to_load(here, exported=True)]
                 fill(found, beside.path, beside.receipts, threads)
 
     def fill_holders() -> None:
@@ -332,7 +366,7 @@ def load_weights(path: str | Path, buffers: Buffers, mesh: Mesh) -> bool:
             fill_masters([f])
 
     agree(mesh.world, fill_holders)
-    agree(mesh.world, lambda: encode_from(buffers, index, folder, receipts))
+    agree(mesh.world, lambda: encode_from(buffers, index, at.folder, at.receipts))
     _publish(buffers)
     return beside is not None
 
@@ -340,47 +374,36 @@ def load_weights(path: str | Path, buffers: Buffers, mesh: Mesh) -> bool:
 def load_base(path: str | Path, buffers: Buffers, mesh: Mesh) -> None:
     """Of the weights in a folder, as of `load_weights`, those alone that are kept as quantized values (lora.base): the
     base of adapters whose checkpoint has been loaded."""
-    folder = folder_of(path)
     base = wanted_names(mesh, [], encoded_shapes(buffers))
     wanted = {**wanted_names(mesh, masters_to_load([(f, f.master) for f in buffers.masters])), **base}
-    receipts = together(mesh.world, lambda: weight_receipts(folder))
-    index = together(mesh.world, lambda: _weights_index(folder, wanted, receipts, base))
-    agree(mesh.world, lambda: encode_from(buffers, index, folder, receipts))
+    at = agree_on(mesh.world, str(path))
+    check_base(at, mesh.world)
+    index = together(mesh.world, lambda: _weights_index(at, wanted, base))
+    agree(mesh.world, lambda: encode_from(buffers, index, at.folder, at.receipts))
 
 
 def load_adapters(index: Index, receipts: Mapping[str, Receipt | None], buffers: Buffers, mesh: Mesh) -> None:
     """The weights of adapters from files of their own, which the index names by their whole paths. receipts: by file;
     None: it has no checksums. CheckpointError as of `load_weights`."""
     holders = [f for f in buffers.masters if f.bucket.trained]
-    wanted = wanted_names(mesh, adapters_to_load([(f, f.master) for f in holders]))
+    wanted = wanted_names(mesh, adapters_to_load([(f, f.master) for f in holders], exported=True))
     known = together(mesh.world, lambda: fitting(index, wanted, "what adapters add"))
     threads = threads_of_rank(mesh.world)
 
     def fill_adapters() -> None:
         with ExitStack() as until_filled:
             held: list[Held] = [(f, until_filled.enter_context(staged(f.master, clear=False))) for f in holders]
-            fill([(item, known[item.name]) for item in adapters_to_load(held)], Path(), receipts, threads)
+            items = adapters_to_load(held, exported=True)
+            fill([(item, known[item.name]) for item in items], Path(), receipts, threads)
 
     agree(mesh.world, fill_adapters)
     _publish(buffers)
 
 
-def _weights_index(folder: Path, wanted: Shapes, receipts: dict[str, Receipt] | None, base: Shapes) -> Index:
-    index = adapt(stored_in(folder, receipts), wanted, str(folder), same_in(folder, receipts))
-    check_base_there(index, base, folder, receipts is not None)
-    return fitting(index, wanted, str(folder))
-
-
-def weight_receipts(folder: Path) -> dict[str, Receipt] | None:
-    """Receipts of the weights folder of one of our checkpoints, whose small files are compared right away; None: a
-    third-party folder."""
-    if folder.name != "weights" or not (folder.parent / NAME).is_file():
-        return None
-    receipts = read_manifest(folder.parent).receipts("weights")
-    for name, receipt in receipts.items():
-        if not receipt.parts:
-            read_checked(folder / name, receipt)
-    return receipts
+def _weights_index(at: WeightsAt, wanted: Shapes, base: Shapes) -> Index:
+    index = base_index(at, wanted)
+    check_base_there(index, base, at.folder, at.receipts is not None)
+    return fitting(index, wanted, str(at.folder))
 
 
 @torch.no_grad()

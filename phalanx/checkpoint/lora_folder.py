@@ -5,7 +5,6 @@ from __future__ import annotations
 
 import json
 import math
-import re
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -17,6 +16,7 @@ from phalanx.checkpoint.adapters import CONFIG, FILE, FOLDER, PREFIX, adapter_fo
 from phalanx.checkpoint.keep import find
 from phalanx.checkpoint.storage import Receipt
 from phalanx.checkpoint.tensors import open_tensors
+from phalanx.nn.adapter import by_pattern
 
 DOWN, UP = ".lora_A.weight", ".lora_B.weight"
 NEEDS_OTHER_BASE = ("pissa", "olora", "corda", "eva", "loftq", "lora_ga")  # starts that change the base's weights
@@ -57,7 +57,7 @@ def read_lora_folder(given: str) -> LoRAFolder:
     """Of a PEFT folder, or of a run or checkpoint that has an adapter, whose files are compared with their checksums.
     CheckpointError for what is missing, or is no plain LoRA."""
     path, receipt = _folder(given)
-    config = _config(path)
+    config = read_peft_config(path)
     with open_tensors(path / FILE, receipt) as tensors:
         shapes = {key: tensors.shape(key) for key in tensors.keys()}
     down = {key.removesuffix(DOWN): shape for key, shape in shapes.items() if key.endswith(DOWN)}
@@ -104,7 +104,11 @@ def _folder(given: str) -> tuple[Path, Receipt | None]:
     return found.path, found.receipts[FILE]
 
 
-def _config(path: Path) -> dict[str, Any]:
+STARTED_FROM = ("use_dora", "modules_to_save")  # of MUST_BE_UNSET, what a run can start from although it is not served
+
+
+def read_peft_config(path: Path, but: tuple[str, ...] = ()) -> dict[str, Any]:
+    """adapter_config.json of a folder with LoRA. CheckpointError for what is not known; but: keys that may be set."""
     try:
         config = json.loads((path / CONFIG).read_text(encoding="utf-8"))
     except ValueError as error:
@@ -113,7 +117,7 @@ def _config(path: Path) -> dict[str, Any]:
         kind = config.get("peft_type") if isinstance(config, dict) else None
         raise CheckpointError(f"{path / CONFIG}: peft_type={kind!r}: only LORA is served")
     for key, why in MUST_BE_UNSET.items():
-        if config.get(key):
+        if config.get(key) and key not in but:
             raise CheckpointError(f"{path / CONFIG}: {key}={config[key]!r}: {why}")
     if config.get("bias", "none") != "none":
         raise CheckpointError(f"{path / CONFIG}: bias={config['bias']!r}: trained biases are not served")
@@ -129,7 +133,5 @@ def _config(path: Path) -> dict[str, Any]:
 def _scale(config: dict[str, Any], module: str, rank: int) -> float:
     """alpha / rank, or alpha / sqrt(rank). The first of alpha_pattern's regular expressions that fits the end of the
     module's name counts, as in PEFT."""
-    patterns = config.get("alpha_pattern") or {}
-    fits = (alpha for pattern, alpha in patterns.items() if re.match(rf"(.*\.)?({pattern})$", module))
-    alpha = next(fits, config["lora_alpha"])
+    alpha = by_pattern(config.get("alpha_pattern") or {}, module, config["lora_alpha"])
     return float(alpha / (math.sqrt(rank) if config.get("use_rslora") else rank))

@@ -19,8 +19,18 @@ from phalanx.checkpoint.tensors import CheckedFile
 from phalanx.checkpoint.unreachable import Unreachable
 
 FORMAT = 2
+NAMES_BASE = 3  # of a checkpoint that names its base: versions that know FORMAT alone would not find its weights
 NAME = "manifest.json"
 SEAL = ',\n "sha256": "'
+
+
+@dataclass(frozen=True)
+class Base:
+    """The weights that the adapters of a checkpoint belong to, if they are not in it. files: size and checksum of those
+    of the folder that hold weights."""
+
+    folder: str
+    files: dict[str, Receipt]
 
 
 @dataclass(frozen=True)
@@ -34,6 +44,7 @@ class Manifest:
     optimizer                numbers of the optimizer, the loss scaler and the guard, as `float.hex`, separated by
                              spaces
     files                    path inside the checkpoint -> receipt
+    base                     the weights of adapters, if they are not in the checkpoint
     """
 
     step: int
@@ -45,6 +56,7 @@ class Manifest:
     scalars: dict[str, Any] = field(default_factory=dict)
     optimizer: dict[str, str] = field(default_factory=dict)
     files: dict[str, Receipt] = field(default_factory=dict)
+    base: Base | None = None
     format: int = FORMAT
     program: str = "phalanx"
 
@@ -99,28 +111,34 @@ def parse(path: Path) -> Manifest:
         version = body["format"]
     except (ValueError, RecursionError, KeyError, TypeError) as error:
         raise DamagedCheckpoint(f"{path / NAME} is damaged: {type(error).__name__}: {error}") from error
-    if version != FORMAT:
+    if version not in (FORMAT, NAMES_BASE):
         known = (
-            f"{path / NAME} has format {version!r}; this version of phalanx reads format "
-            f"{FORMAT}{way_out(version, path)}"
+            f"{path / NAME} has format {version!r}; this version of phalanx reads formats "
+            f"{FORMAT} and {NAMES_BASE}{way_out(version, path)}"
         )
         raise CheckpointError(known) if good else DamagedCheckpoint(f"{known} (and its checksum is wrong)")
     if not good:
         raise DamagedCheckpoint(f"{path / NAME} is damaged: its checksum is wrong")
     try:
-        body["files"] = {name: Receipt(**receipt) for name, receipt in body["files"].items()}
+        body["files"] = _receipts(body["files"])
+        if body.get("base") is not None:
+            body["base"] = Base(body["base"]["folder"], _receipts(body["base"]["files"]))
         manifest = Manifest(**{k: v for k, v in body.items() if k not in ("sha256", "config_sha256")})
     except (TypeError, AttributeError, KeyError) as error:
         raise DamagedCheckpoint(f"{path / NAME} is damaged: {error}") from error
-    for name in manifest.files:
+    for name in (*manifest.files, *(manifest.base.files if manifest.base is not None else ())):
         if not inside(name):
             raise CheckpointError(f"{path / NAME} names a file outside the checkpoint: {name!r}")
     return manifest
 
 
+def _receipts(table: dict[str, dict[str, Any]]) -> dict[str, Receipt]:
+    return {name: Receipt(**receipt) for name, receipt in table.items()}
+
+
 def way_out(version: Any, path: Path) -> str:
     """What can be done with a checkpoint of another format."""
-    if type(version) is int and version > FORMAT:
+    if type(version) is int and version > NAMES_BASE:
         return ": continue with the newer version that wrote it"
     return (
         f": its weights are a Hugging Face folder all the same: copy {path / 'weights'} elsewhere, and "

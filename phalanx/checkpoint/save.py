@@ -36,9 +36,10 @@ from phalanx.checkpoint.boxes import (
 from phalanx.checkpoint.exchange import offered
 from phalanx.checkpoint.gather import File, gather, plan_files
 from phalanx.checkpoint.hf import generation_config, to_hf
+from phalanx.checkpoint.hf_files import INDEX
 from phalanx.checkpoint.host import HostCopies
 from phalanx.checkpoint.keep import Keep, held_step, remove_leftovers, retain, step_name, step_of
-from phalanx.checkpoint.manifest import NAME, Manifest, verify
+from phalanx.checkpoint.manifest import FORMAT, NAME, NAMES_BASE, Base, Manifest, verify
 from phalanx.checkpoint.places import is_remote
 from phalanx.checkpoint.storage import FOLDERS, Receipt, Storage, remove_tree, write_file
 from phalanx.checkpoint.tensors import Entry, check_files, write_tensors
@@ -87,6 +88,8 @@ class Snapshot:
                 copied
     adapters    adapter_config.json of a run with adapters, if PEFT has the method
     template    the chat template on which the model is trained, where it is not the tokenizer's own
+    separate    whether all that is trained goes to the adapters' folder: weights of the model (lora.also), too
+    base        the weights that stay as they are, if they lie elsewhere: they are not written
     """
 
     step: int
@@ -100,6 +103,8 @@ class Snapshot:
     source: Path | None = None
     adapters: dict[str, Any] | None = None
     template: bytes | None = None
+    separate: bool = False
+    base: Base | None = None
 
 
 @dataclass(frozen=True)
@@ -199,12 +204,9 @@ def collect(
     """
     buffers, optimizer, mesh = state.buffers, state.optimizer, state.mesh
     buffers.ready()
-    weights, boxes, kept = (
-        weights_to_save(buffers, mesh),
-        state_to_save(optimizer.shards, mesh),
-        kept_to_save(buffers, mesh),
-    )
-    adapters = adapters_to_save(buffers, mesh)
+    boxes, kept = state_to_save(optimizer.shards, mesh), kept_to_save(buffers, mesh)
+    weights = weights_to_save(buffers, mesh) if snapshot.base is None else []
+    adapters = adapters_to_save(buffers, mesh, exported=snapshot.separate)
     dtype = next(f.weight.dtype for f in buffers.flat if f.bucket.trained)
     files = files or _planned(mesh, weights, adapters, max_file_bytes)
     weights += adapters
@@ -232,10 +234,10 @@ def collect(
 
 
 def _planned(mesh: Mesh, weights: list[Item], adapters: list[Item], max_file_bytes: int) -> list[File]:
-    """The files of weights, and the one of adapters if there are any (PEFT reads one)."""
-    files = plan_files(offered(mesh.world, weights), max_file_bytes)
-    offers = offered(mesh.world, adapters)
-    beside = plan_files(offers, 1 << 62) if any(offers) else []
+    """The files of weights, and the one of adapters (PEFT reads one), if there are any."""
+    offers, beside_offers = offered(mesh.world, weights), offered(mesh.world, adapters)
+    files = plan_files(offers, max_file_bytes) if any(offers) else []
+    beside = plan_files(beside_offers, 1 << 62) if any(beside_offers) else []
     return [*files, *(dataclasses.replace(f, name=FILE, folder=FOLDER, prefix=PREFIX) for f in beside)]
 
 
@@ -450,7 +452,7 @@ def _write_beside_weights(folder: Path, content: Content, storage: Storage) -> R
     if len(files) > 1:
         where = {job.name: f.name for f in files for job in f.jobs}
         size = sum(Box.full(job.shape).numel * job.dtype.itemsize for f in files for job in f.jobs)
-        texts["model.safetensors.index.json"] = _json({"metadata": {"total_size": size}, "weight_map": where})
+        texts[INDEX] = _json({"metadata": {"total_size": size}, "weight_map": where})
     named = {f"weights/{name}": text for name, text in texts.items()}
     if snapshot.adapters is not None:
         named[f"{FOLDER}/{CONFIG}"] = _json(snapshot.adapters)
@@ -540,6 +542,8 @@ def _manifest(content: Content, files: dict[str, Receipt]) -> Manifest:
         scalars=snapshot.scalars,
         optimizer={name: hex_of(value) for name, value in content.scalars.items()},
         files=dict(sorted(files.items())),
+        base=snapshot.base,
+        format=FORMAT if snapshot.base is None else NAMES_BASE,
     )
 
 

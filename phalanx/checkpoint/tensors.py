@@ -131,6 +131,17 @@ class Stored:
 
 
 Index = dict[str, Stored]
+
+
+@dataclass(frozen=True)
+class TensorFolder:
+    """Where tensors lie in a folder. receipts: of its files; None: they have none."""
+
+    folder: Path
+    index: Index
+    receipts: dict[str, Receipt] | None
+
+
 Open = Callable[[str], "Readable"]  # the name of a file -> the file, which stays open while more is read from it
 
 

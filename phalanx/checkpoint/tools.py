@@ -15,6 +15,7 @@ from phalanx.base.errors import CheckpointError
 from phalanx.checkpoint.adapters import FOLDER, adapter_folder, check_wanted
 from phalanx.checkpoint.contents import WEIGHTS, Contents
 from phalanx.checkpoint.gather import File, plan_whole
+from phalanx.checkpoint.hf_files import INDEX
 from phalanx.checkpoint.keep import step_name
 from phalanx.checkpoint.manifest import NAME, read_checked
 from phalanx.checkpoint.objects import storage_for
@@ -77,6 +78,8 @@ def average(paths: list[str], out: str | Path) -> Path:
         raise CheckpointError("an average needs at least two checkpoints")
     opened = [Contents(path) for path in paths]
     try:
+        for contents in opened:
+            check_wanted(contents.weights, adapter_folder(contents.weights), {})
         for other in opened[1:]:
             if other.shapes(WEIGHTS) != opened[0].shapes(WEIGHTS):
                 lines = list(changes(_listed(opened[0]), _listed(other)))[:20]
@@ -104,7 +107,6 @@ def write_weights(contents: Contents, out: str | Path, value: Any, dtype: torch.
 
     dtype: of the tensors written (those that stay in a wider dtype than the model's, such as router biases, stay so).
     """
-    check_wanted(contents.weights, adapter_folder(contents.weights), {})
     folder, storage = new_folder(out), Storage()
     files = contents.files(WEIGHTS)
     model = contents.read(WEIGHTS, next(iter(files))).dtype
@@ -116,15 +118,21 @@ def write_weights(contents: Contents, out: str | Path, value: Any, dtype: torch.
         write_tensors(
             storage, folder / file, entries, (value(name, tensor.to(kinds[name])) for name, tensor in made.items())
         )
+    copy_small(contents, folder, dtype, frozenset(files.values()))
+    return folder
+
+
+def copy_small(contents: Contents, folder: Path, dtype: torch.dtype | None, but: frozenset[str]) -> None:
+    """The files beside the weights, for weights of another dtype if one is given. but: names of those left out."""
+    storage = Storage()
     for path in sorted(contents.weights.iterdir()):
-        if path.is_file() and path.name not in files.values():
+        if path.is_file() and path.name not in but:
             data = (
                 path.read_bytes()
                 if contents.manifest is None
                 else read_checked(path, contents.manifest.files.get(f"{WEIGHTS}/{path.name}"))
             )
             write_file(storage, folder / path.name, [_with_dtype(path.name, data, dtype)])
-    return folder
 
 
 def _with_dtype(name: str, data: bytes, dtype: torch.dtype | None) -> bytes:
@@ -162,10 +170,12 @@ def reshard(path: str | Path, out: str | Path, files: int, max_file_bytes: int =
             raise CheckpointError(f"{final} is there already")
         adapters = {name: receipt for name, receipt in manifest.files.items() if name.startswith(f"{FOLDER}/")}
         folder = storage.begin(final, (*FOLDERS, *([FOLDER] if adapters else [])))
+        own = {name: r for name, r in manifest.files.items() if name.startswith(f"{WEIGHTS}/")}
+        kept = adapters if manifest.base is None else {**adapters, **own}  # the base is where it was
         try:
             receipts = {
-                **{name: _copied(contents.path / name, r, folder / name, storage) for name, r in adapters.items()},
-                **_weights_anew(contents, folder, storage, max_file_bytes),
+                **{name: _copied(contents.path / name, r, folder / name, storage) for name, r in kept.items()},
+                **(_weights_anew(contents, folder, storage, max_file_bytes) if manifest.base is None else {}),
                 **_state_anew(contents, folder, storage, files),
             }
             write_file(
@@ -204,7 +214,7 @@ def _weights_anew(contents: Contents, folder: Path, storage: Storage, max_file_b
         if not name.endswith(".index.json")
     }
     if len(files) > 1:
-        texts["model.safetensors.index.json"] = index_text(files)
+        texts[INDEX] = index_text(files)
     return {
         **found,
         **{f"{WEIGHTS}/{name}": write_file(storage, folder / WEIGHTS / name, [text]) for name, text in texts.items()},

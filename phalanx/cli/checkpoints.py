@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from pathlib import Path
+
 import click
 
 from phalanx.cli.verbs import Verbs
@@ -38,14 +40,16 @@ def list_(run: str) -> None:
 @checkpoint.command(short_help="Compare every byte with the manifest.")
 @click.argument("path")
 def verify(path: str) -> None:
-    """Read every byte of a checkpoint (or of the newest of the run PATH) and compare it with its manifest."""
+    """Read every byte of a checkpoint (or of the newest of the run PATH), and of the base that its adapters belong to,
+    and compare it with its manifest."""
     from phalanx.base.errors import CheckpointError
+    from phalanx.checkpoint.base import base_problems
     from phalanx.checkpoint.keep import candidates
     from phalanx.checkpoint.manifest import verify as problems_of
 
     say_ignored(path)
     found = candidates(path)[0]
-    problems = problems_of(found)
+    problems = problems_of(found) or base_problems(found)
     if problems:
         raise CheckpointError("\n".join([f"{found} is damaged:", *problems]))
     click.echo(f"{found} good")
@@ -120,14 +124,118 @@ def pin(path: str, remove: bool) -> None:
     default=None,
     help="Of the weights (default: that of the run).",
 )
-def export(path: str, out: str, dtype: str | None) -> None:
+@click.option("--merge", is_flag=True, help="Merge adapters (of a run with `lora`) into the weights.")
+@click.option(
+    "--base",
+    metavar="FOLDER",
+    default=None,
+    help="With --merge, of a folder of PEFT: the weights that it belongs to (default: the folder that it names).",
+)
+@click.option(
+    "--to",
+    type=click.Choice(["hf", "peft"]),
+    default="hf",
+    show_default=True,
+    help="hf: a Hugging Face folder of weights; peft: the adapters alone, as a folder of PEFT.",
+)
+def export(path: str, out: str, dtype: str | None, merge: bool, base: str | None, to: str) -> None:
     """Write the weights of a checkpoint as a Hugging Face folder, rounded once from the masters, with a report of
-    what was compared."""
+    what was compared.
+
+    \b
+      phalanx export runs/sft --merge -o merged       # base and adapters, as one model
+      phalanx export runs/sft --to peft -o adapter    # the adapters alone
+      phalanx export adapter --merge --base Llama-3.1-8B -o merged
+    """
     from phalanx.checkpoint.convert import REPORT
     from phalanx.checkpoint.convert import export as write
 
+    if base is not None and not (merge and is_adapter(path)):
+        raise click.UsageError("--base belongs to --merge of a folder of PEFT; a run knows its base")
+    if not is_adapter(path):
+        say_ignored(path)
+    if to == "peft":
+        for option in ("--merge",) * merge + ("--dtype",) * (dtype is not None):
+            raise click.UsageError(
+                f"{option} has no effect with --to peft, which writes the adapters as they were saved"
+            )
+        click.echo(f"{adapter_alone(path, out)} holds the adapters, for PEFT")
+    elif merge:
+        folder = merged_folder(path, base, out, dtype) if is_adapter(path) else merged(path, out, dtype)
+        click.echo(f"{folder} compared with base and adapters: {REPORT}")
+    else:
+        click.echo(f"{write(path, out, dtype)} compared with the masters: {REPORT}")
+
+
+def is_adapter(path: str) -> bool:
+    """Whether it is a folder of PEFT."""
+    from phalanx.checkpoint.adapters import CONFIG
+
+    return (Path(path) / CONFIG).is_file()
+
+
+def merged_folder(path: str, base: str | None, out: str, dtype: str | None) -> Path:
+    """Merge a folder of PEFT into the weights that it belongs to."""
+    from phalanx.checkpoint.hf import model_config_from_hf
+    from phalanx.checkpoint.merge import merge_folder
+    from phalanx.inference.load import weights_folder
+    from phalanx.planning.adapters import merging_of, section_of_folder
+
+    section, named = section_of_folder(path)
+    given = base or named
+    if given is None or not Path(given).is_dir():
+        raise click.UsageError(
+            f"{path} belongs to {given or 'a base that it does not name'}: give its folder as --base"
+        )
+    weights = weights_folder(given)
+    return merge_folder(path, str(weights), out, merging_of(model_config_from_hf(weights), section), dtype)
+
+
+def adapter_alone(path: str, out: str) -> Path:
+    """Write the adapters of a checkpoint as a folder of PEFT."""
+    from phalanx.base.errors import CheckpointError
+    from phalanx.checkpoint.manifest import parse
+    from phalanx.checkpoint.merge import export_adapter
+    from phalanx.inference.load import run_of_folder, weights_folder
+    from phalanx.planning.adapters import peft_config
+    from phalanx.planning.blocks import exported_shapes
+
+    weights = weights_folder(path)
+    run = run_of_folder(weights, gpu=False)
+    if run.lora is None:
+        raise CheckpointError(f"{path} holds no adapters that a run trained")
+    base = parse(weights.parent).base
+    config = peft_config(run, str(weights) if base is None else base.folder)
+    return export_adapter(path, out, run.lora, config, exported_shapes(run.model))
+
+
+def merged(path: str, out: str, dtype: str | None) -> Path:
+    """Write the weights of a checkpoint with its adapters merged into them."""
+    from phalanx.base.errors import CheckpointError
+    from phalanx.checkpoint.hf import model_config_from_hf
+    from phalanx.checkpoint.merge import merge
+    from phalanx.inference.load import adapters_of, weights_folder
+    from phalanx.planning.adapters import merging_of
+
+    weights = weights_folder(path)
+    lora = adapters_of(weights)
+    if lora is None:
+        raise CheckpointError(f"{path} holds no adapters that a run trained: there is nothing to merge")
+    return merge(path, out, merging_of(model_config_from_hf(weights), lora), dtype)
+
+
+@checkpoint.command(short_help="Name another place of the base of adapters.")
+@click.argument("path")
+@click.argument("base")
+def rebase(path: str, base: str) -> None:
+    """Write into the checkpoint PATH of a run with adapters that their base is now in the folder BASE. The checksums of
+    its files must be those that the adapters were saved with."""
+    from phalanx.checkpoint.base import rebase as name_anew
+    from phalanx.checkpoint.keep import find
+
     say_ignored(path)
-    click.echo(f"{write(path, out, dtype)} compared with the masters: {REPORT}")
+    found = find(path)
+    click.echo(f"{found} names {name_anew(found, base)} as its base")
 
 
 @click.command("import", short_help="Make a Hugging Face folder of third-party weights.")

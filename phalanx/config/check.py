@@ -27,6 +27,8 @@ from phalanx.base.rules import (
 from phalanx.checkpoint.check import check as check_checkpoint
 from phalanx.checkpoint.check import check_source
 from phalanx.checkpoint.keep import list_checkpoints
+from phalanx.checkpoint.manifest import parse
+from phalanx.checkpoint.places import is_remote
 from phalanx.config.batch_invariant_check import check_batch_invariant
 from phalanx.config.deterministic_check import check_deterministic
 from phalanx.config.device_check import Facts, check_device
@@ -418,6 +420,8 @@ def check_wandb(log: LogConfig) -> list[Problem]:
 
 
 def check_start(run: Run, facts: Facts) -> list[Problem]:
+    if facts.files and run.lora is not None and (moved := check_base_of_run(run)):
+        return moved
     if run.init_from is None:
         return []
     if run.checkpoint.load is not None:
@@ -428,6 +432,24 @@ def check_start(run: Run, facts: Facts) -> list[Problem]:
     if not exists(run.init_from):
         return [missing_checkpoint("init_from", run.init_from)]
     return check_source(run.init_from, run.model.family) or check_weights(run)
+
+
+def check_base_of_run(run: Run) -> list[Problem]:
+    """The base that the newest checkpoint of a run with adapters names is where it was, or where init_from says."""
+    try:
+        newest = list_checkpoints(checkpoints_of(run))[-1:]
+        base = parse(newest[0]).base if newest else None
+    except (OSError, PhalanxError):  # said when it is loaded
+        return []
+    if (
+        base is None
+        or is_remote(base.folder)
+        or exists(base.folder)
+        or (run.init_from is not None and exists(run.init_from))
+    ):
+        return []
+    rule = "must say where the base of the run's adapters is now"
+    return [Problem("init_from", run.init_from, rule, {"it is no longer": base.folder})]
 
 
 def continues(run: Run) -> bool:

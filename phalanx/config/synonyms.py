@@ -15,6 +15,9 @@ SYNONYMS: Mapping[str, str] = MappingProxyType(
         "use_rslora": "lora.rank_stabilised",
         "bnb_4bit_quant_type": "lora.base",
         "quantize_base": "lora.base",
+        "modules_to_save": "lora.also",
+        "use_dora": "lora.method",
+        "init_lora_weights": "lora.start",
         "target_modules": "lora.targets",
         "lora_target_modules": "lora.targets",
         "optimizer": "optim.name",
@@ -166,10 +169,6 @@ VALUES: Mapping[str, str] = MappingProxyType(
 )
 """Settings that are not made by a key of that name: a sentence about each."""
 
-_LORA = (
-    "what exists: LoRA (lora.rank=16), adapters of your own (lora.method=PACKAGE.MODULE:NAME), full training, and "
-    "train.freeze for tensors that are to stay as they are"
-)
 _ADAMW = (
     "what exists: optim.name=adamw, with moments in fp32, bf16, fp8 or 8 bits (optim.moments), and optimizers of your "
     "own, element by element or over whole matrices: optim.name=PACKAGE.MODULE:NAME"
@@ -179,7 +178,6 @@ _OBJECTIVE = (
 )
 NOT_BUILT: Mapping[str, str] = MappingProxyType(
     {
-        "dora": f"DoRA is not built yet; {_LORA}",
         "muon": f"Muon is not built yet; {_ADAMW}",
         "lion": f"Lion is not built yet; {_ADAMW}",
         "sgd": f"SGD is not built yet; {_ADAMW}",

@@ -13,11 +13,11 @@ from typing import Any
 from phalanx.base import tree
 from phalanx.base.errors import ConfigError, Problem
 from phalanx.base.rules import MissingPath
-from phalanx.config.check import check_values
+from phalanx.config.check import check_values, continues
 from phalanx.config.device_check import Facts
 from phalanx.config.limits import check_limits
 from phalanx.config.run import Run
-from phalanx.planning.adapters import check_adapters
+from phalanx.planning.adapter_check import check_adapter_source, check_adapters
 from phalanx.planning.base_check import check_base
 from phalanx.planning.fp8_check import check_fp8, check_moments
 from phalanx.planning.freeze import check_freeze
@@ -49,6 +49,8 @@ def broken_rules(run: Run, facts: Facts) -> list[Problem]:
     frozen: list[Problem] = []
     if not any(p.field.startswith("model") for p in found):
         frozen = check_freeze(run) if run.lora is None else check_adapters(run) + check_base(run)
+        if facts.files and not continues(run):
+            frozen += check_adapter_source(run)
     found = found + frozen + check_moments(run, facts.capability, facts.device_name)
     found += check_fp8(run, facts.capability, facts.device_name, sound)
     return found

@@ -22,6 +22,7 @@ from phalanx.engine.build import build_for_inference
 from phalanx.forecast.decide import make_plan
 from phalanx.inference.adapters import ServedAdapters, with_adapter
 from phalanx.models.model_config import ModelConfig
+from phalanx.nn.adapted_linear import AdaptedMethod
 from phalanx.nn.adapter import AdapterConfig, find_adapter
 from phalanx.nn.module import Block
 from phalanx.nn.moe import MoE
@@ -81,7 +82,8 @@ def weights_alone(run: Run, world: int) -> Run:
     layout = run.layout
     dp = max(1, world // (layout.tp * layout.cp * layout.pp))
     train = replace(run.train, global_batch=run.train.micro_batch * dp, rampup=None)
-    return replace(run, train=train, init_from=None, checkpoint=CheckpointConfig(interval=1))
+    lora = None if run.lora is None else replace(run.lora, init_from=None)
+    return replace(run, train=train, lora=lora, init_from=None, checkpoint=CheckpointConfig(interval=1))
 
 
 def forward_only(run: Run) -> Run:
@@ -221,7 +223,11 @@ def load_model(folder: Path, plan: Plan, mesh: Mesh, adapters: ServedAdapters | 
     load_weights(folder, buffers, mesh)
     if adapters is not None:
         load_adapters(adapters.index, adapters.receipts, buffers, mesh)
-    return InferenceModel(plan, mesh, stages, stages.handlers(), adapters=adapters)
+    model = InferenceModel(plan, mesh, stages, stages.handlers(), adapters=adapters)
+    with torch.no_grad():
+        for method in (m for block in model.blocks for m in block.modules() if isinstance(m, AdaptedMethod)):
+            method.settle()
+    return model
 
 
 def load_alone(folder: Path, adapter: str | None = None) -> InferenceModel:

@@ -6,6 +6,8 @@ Shapes: T tokens, r the rank. An adapter belongs to a global matrix, and its wei
 the matrix is cut by    down, (r, in)                  between them         up, (out, r)
 outputs (column)        whole on each rank, on its     (T / tp, r) whole    cut by outputs; tokens are gathered
                         own tokens
+nothing                 whole on each rank, on its     (T / tp, r) whole    whole on each rank, on its own tokens
+                        own tokens
 inputs (row)            cut by inputs; summed and      (T / tp, r) whole    whole on each rank, on its own tokens
                         scattered over tp
 experts, outputs        whole on each rank of etp      (R, r) whole         cut by outputs
@@ -34,7 +36,7 @@ from phalanx.layout.param import Init, ParamSpec, Piece, Replica
 from phalanx.nn.adapter import Adapter, AdapterConfig, AdapterInit
 from phalanx.nn.env import Env
 from phalanx.nn.linear_method import PLAIN, AnyLinear, LinearMethod, LinearMethods
-from phalanx.nn.module import ZEROS, Module, OutputRows, column_spec, row_spec
+from phalanx.nn.module import ZEROS, Module, OutputRows, bias_spec, column_spec, row_spec
 from phalanx.nn.parameter import Parameter
 from phalanx.ops.dense.matmul import gather_matmul, local_matmul, matmul_scatter
 from phalanx.ops.experts.grouped import GROUPED, Later, grouped_matmul
@@ -58,6 +60,11 @@ class AdapterCall:
 
     tokens: ExpertTokens | None = None
 
+    def gradient_of(self, weight: Parameter) -> Parameter:
+        """The parameter with the weight's values that has the gradients of the call's micro-batch."""
+        source = 0 if self.tokens is None else self.tokens.source
+        return weight if source == 0 else weight.extra_grads[source - 1]
+
     @contextmanager
     def of(self, tokens: ExpertTokens) -> Iterator[None]:
         self.tokens = tokens
@@ -73,18 +80,22 @@ class AdapterLinear(Module):
     def __init__(self, env: Env, spec: ParamSpec, travel: Travel, call: AdapterCall):
         super().__init__(env)
         self.spec, self.travel, self.call = spec, travel, call
-        self.weight: Parameter | None = None
+        self._weight: Parameter | None = None
 
     def make(self, name: str) -> None:
         """Make the weight: the pieces of `spec` are called after their base's and this name."""
         pieces = tuple(replace(p, name=f"{p.name.removesuffix('.weight')}.{name}.weight") for p in self.spec.pieces)
-        self.weight = self.param(replace(self.spec, pieces=pieces))
-        self.weight.add_extra_grads(self.env.ops.sources - 1 if self.travel == "grouped" else 0)
+        self._weight = self.param(replace(self.spec, pieces=pieces))
+        self._weight.add_extra_grads(self.env.ops.sources - 1 if self.travel == "grouped" else 0)
+
+    @property
+    def weight(self) -> Parameter:
+        if self._weight is None:
+            raise TypeError("what down or up returns must be assigned to an attribute of the adapter")
+        return self.call.gradient_of(self._weight)
 
     def forward(self, x: Tensor) -> Tensor:
         weight = self.weight
-        if weight is None:
-            raise TypeError("what down or up returns must be assigned to an attribute of the adapter")
         if self.travel == "gather":
             return gather_matmul(x, weight, self.env.tp)
         if self.travel == "scatter":
@@ -94,23 +105,47 @@ class AdapterLinear(Module):
         tokens = self.call.tokens
         if tokens is None:
             raise RuntimeError("an adapter of experts was called outside its linear")
-        own = weight if tokens.source == 0 else weight.extra_grads[tokens.source - 1]
-        return grouped_matmul(x, own, tokens.ends, self.env.kernels_for(GROUPED))
+        return grouped_matmul(x, weight, tokens.ends, self.env.kernels_for(GROUPED))
+
+
+class AdapterVector(Module):
+    """One number for each of a matrix's outputs, stored as `spec` says. Its weight is made when it has a name."""
+
+    def __init__(self, env: Env, spec: ParamSpec, call: AdapterCall):
+        super().__init__(env)
+        self.spec, self.call = spec, call
+        self._weight: Parameter | None = None
+
+    def make(self, name: str) -> None:
+        """As AdapterLinear's, but the name has no `.weight` at its end."""
+        pieces = tuple(replace(p, name=f"{p.name.removesuffix('.weight')}.{name}") for p in self.spec.pieces)
+        self._weight = self.param(replace(self.spec, pieces=pieces))
+        self._weight.add_extra_grads(self.env.ops.sources - 1 if self.spec.summed_over == "edp" else 0)
+
+    @property
+    def weight(self) -> Parameter:
+        if self._weight is None:
+            raise TypeError("what per_output returns must be assigned to an attribute of the adapter")
+        return self.call.gradient_of(self._weight)
+
+
+Made = AdapterLinear | AdapterVector
 
 
 @dataclass(frozen=True, eq=False)
 class ShardedPiece:
     """A phalanx.LinearPiece, and what of the matrix is here.
 
+    linear           that has it
     by_inputs        whether its inputs are cut over ranks; else its outputs are
     rows             the runs of its outputs that are here
     columns          the run of its inputs that is here
     at               its features in what the linear gives
     experts          numbers of the experts that are here; None: it is no matrix of experts
-    made             what `down` and `up` have made
+    made             what `down`, `up` and `per_output` have made
     """
 
-    env: Env
+    linear: AnyLinear
     name: str
     outputs: int
     inputs: int
@@ -120,33 +155,73 @@ class ShardedPiece:
     at: slice
     experts: range | None
     call: AdapterCall
-    made: list[AdapterLinear] = field(default_factory=list)
+    made: list[Made] = field(default_factory=list)
 
-    def down(self, rank: int, init: AdapterInit) -> AdapterLinear:
+    @property
+    def env(self) -> Env:
+        found: Env = self.linear.env
+        return found
+
+    @property
+    def weight(self) -> Tensor:
+        """(outputs here, inputs here); of experts (experts here, ...)."""
+        stored: Tensor = self.linear.weight
+        return stored[self.at] if self.experts is None else stored[:, self.at]
+
+    @torch.no_grad()
+    def sum_over_inputs(self, x: Tensor) -> Tensor:
+        if not self.by_inputs:
+            return x
+        axes = self.env.axes
+        return (axes.tp if self.experts is None else axes.etp).all_reduce(x).wait()
+
+    def spread(self, x: Tensor, like: Tensor) -> Tensor:
+        """Padding rows, past the last expert's, get zeros."""
+        if self.experts is None:
+            return x
+        tokens = self.call.tokens
+        if tokens is None:
+            raise RuntimeError("an adapter of experts was called outside its linear")
+        rows = torch.arange(len(like), device=like.device)
+        expert = torch.searchsorted(tokens.ends.to(rows.dtype), rows, right=True)
+        padding = (expert == len(x)).unsqueeze(-1)
+        return torch.where(padding, 0, x[expert.clamp(max=len(x) - 1)])
+
+    def per_output(self, init: Init) -> AdapterVector:
+        spec = bias_spec([*self.rows], init) if self.experts is None else self._stacked_vector(init)
+        made = AdapterVector(self.env, replace(spec, exported=False), self.call)
+        self.made.append(made)
+        return made
+
+    def down(self, rank: int, init: AdapterInit, trained: bool = True) -> AdapterLinear:
         """inputs -> rank."""
-        start, known = self.columns, init_of(init, self.inputs)
+        spec, travel = self._down(rank, init_of(init, self.inputs))
+        return self._local(replace(spec, frozen=not trained), travel)
+
+    def up(self, rank: int, init: AdapterInit, trained: bool = True) -> AdapterLinear:
+        """rank -> outputs."""
+        spec, travel = self._up(rank, init_of(init, rank))
+        return self._local(replace(spec, frozen=not trained), travel)
+
+    def _down(self, rank: int, init: Init) -> tuple[ParamSpec, Travel]:
         if self.experts is not None:
             box = Box((0, self.columns[0]), (rank, self.columns[1]))
-            return self._local(self._stacked((rank, self.inputs), box, known, whole=not self.by_inputs), "grouped")
+            return self._stacked((rank, self.inputs), box, init, whole=not self.by_inputs), "grouped"
         if self.by_inputs:
-            return self._local(row_spec(self.name, rank, self.inputs, *start, known), "scatter")
+            return row_spec(self.name, rank, self.inputs, *self.columns, init), "scatter"
         whole = OutputRows(self.name, rank, 0, rank, self.env.everyone)
-        return self._local(column_spec([whole], self.inputs, known), "local")
+        return column_spec([whole], self.inputs, init), "local"
 
-    def up(self, rank: int, init: AdapterInit) -> AdapterLinear:
-        """rank -> outputs."""
-        known = init_of(init, rank)
+    def _up(self, rank: int, init: Init) -> tuple[ParamSpec, Travel]:
         if self.experts is not None:
             (rows,) = self.rows
             box = Box((rows.start, 0), (rows.stop, rank))
-            return self._local(self._stacked((self.outputs, rank), box, known, whole=self.by_inputs), "grouped")
-        travel: Travel = "local" if self.by_inputs else "gather"
-        return self._local(column_spec([*self.rows], rank, known), travel)
+            return self._stacked((self.outputs, rank), box, init, whole=self.by_inputs), "grouped"
+        return column_spec([*self.rows], rank, init), "gather" if self.linear.cut == 0 else "local"
 
     def _stacked(self, shape: tuple[int, int], box: Box, init: Init, whole: bool) -> ParamSpec:
         """Storage (experts here, ...) of the same box of a matrix of each; `whole`: all ranks of etp hold it."""
-        experts, etp = self.experts or range(0), self.env.grid.etp
-        replicas = (Replica("etp", tuple(range(etp))),) if whole and etp > 1 else ()
+        experts, replicas = self.experts or range(0), self._everyone_of(whole)
         stored = (len(experts), *box.shape)
         local = Box.full(box.shape).slices()
         pieces = tuple(
@@ -154,10 +229,27 @@ class ShardedPiece:
         )
         return ParamSpec(stored, pieces, summed_over="edp", role="expert")
 
+    def _stacked_vector(self, init: Init) -> ParamSpec:
+        """Storage (experts here, outputs here)."""
+        (rows,), experts = self.rows, self.experts or range(0)
+        count, box = rows.stop - rows.start, Box((rows.start,), (rows.stop,))
+        pieces = tuple(
+            Piece(self.name.format(e), (rows.size,), box, (i, slice(0, count)), init, False, False, replicas)
+            for replicas in (self._everyone_of(self.by_inputs),)
+            for i, e in enumerate(experts)
+        )
+        return ParamSpec((len(experts), count), pieces, summed_over="edp", role="bias")
+
+    def _everyone_of(self, whole: bool) -> tuple[Replica, ...]:
+        """Replicas of what all ranks of etp hold, if they do."""
+        etp = self.env.grid.etp
+        return (Replica("etp", tuple(range(etp))),) if whole and etp > 1 else ()
+
     def _local(self, spec: ParamSpec, travel: Travel) -> AdapterLinear:
         """Hugging Face folders of the model do not have it."""
-        self.made.append(AdapterLinear(self.env, replace(spec, exported=False), travel, self.call))
-        return self.made[-1]
+        made = AdapterLinear(self.env, replace(spec, exported=False), travel, self.call)
+        self.made.append(made)
+        return made
 
 
 def init_of(init: AdapterInit, inputs: int) -> Init:
@@ -190,7 +282,7 @@ def _dense(linear: AnyLinear, name: str, call: AdapterCall) -> ShardedPiece:
         rows = [OutputRows(name, outputs, p.box.start[out], p.box.stop[out], p.replicas) for p in found]
     columns = first.box.start[inner], first.box.stop[inner]
     place = slice(at[0].start, at[-1].stop)
-    return ShardedPiece(env, name, outputs, first.shape[inner], by_inputs, tuple(rows), columns, place, None, call)
+    return ShardedPiece(linear, name, outputs, first.shape[inner], by_inputs, tuple(rows), columns, place, None, call)
 
 
 def _of_experts(linear: AnyLinear, number: int, call: AdapterCall) -> ShardedPiece:
@@ -203,7 +295,7 @@ def _of_experts(linear: AnyLinear, number: int, call: AdapterCall) -> ShardedPie
     columns = box.start[1], box.stop[1]
     at = first.slices[1]
     by_inputs = linear.cut == 1
-    return ShardedPiece(env, names[number], outputs, inputs, by_inputs, rows, columns, at, experts, call)
+    return ShardedPiece(linear, names[number], outputs, inputs, by_inputs, rows, columns, at, experts, call)
 
 
 class AdaptedMethod(Module, LinearMethod):
@@ -216,18 +308,21 @@ class AdaptedMethod(Module, LinearMethod):
         super().__init__(linear.env)
         self.base, self.adapters, self.call = base, adapters, call
         self.on = True
+        self.combines = any(adapter.combines() for _, adapter in adapters)
         self.linears = nn.ModuleList()
         for piece, adapter in adapters:
             for name, value in vars(adapter).items():
-                if isinstance(value, AdapterLinear):
+                if isinstance(value, Made):
                     value.make(name)
             self.linears.extend(piece.made)
 
     def gather_matmul(self, x: Tensor, weight: Parameter, tp: Axis, bias: Tensor | None = None) -> Tensor:
-        return self._added(self.base.gather_matmul(x, weight, tp, bias), x)
+        first, last = self._biases(bias)
+        return self._joined(self.base.gather_matmul(x, weight, tp, first), x, last)
 
     def matmul_scatter(self, h: Tensor, weight: Parameter, tp: Axis, bias: Tensor | None = None) -> Tensor:
-        return self._added(self.base.matmul_scatter(h, weight, tp, bias), h)
+        first, last = self._biases(bias)
+        return self._joined(self.base.matmul_scatter(h, weight, tp, first), h, last)
 
     def grouped_matmul(
         self,
@@ -240,13 +335,23 @@ class AdaptedMethod(Module, LinearMethod):
     ) -> Tensor:
         y = self.base.grouped_matmul(x, weight, ends, kernels, bias, later)
         with self.call.of(ExpertTokens(ends, weight.source)):
-            return self._added(y, x)
+            return self._joined(y, x)
 
     def is_plain(self, weight: Parameter) -> bool:
         return False
 
-    def _added(self, y: Tensor, x: Tensor) -> Tensor:
-        """y with each adapter's delta of x added to its features."""
+    def settle(self) -> None:
+        """Weights will not change again."""
+        for _, adapter in self.adapters:
+            adapter.settle()
+
+    def _biases(self, bias: Tensor | None) -> tuple[Tensor | None, Tensor | None]:
+        """The bias that the base adds, and the one that is added at the end: what `combine` overrides gets is without
+        it."""
+        return (None, bias) if self.combines and self.on else (bias, None)
+
+    def _joined(self, y: Tensor, x: Tensor, bias: Tensor | None = None) -> Tensor:
+        """y with each adapter's delta of x combined with its features, and the bias."""
         if not self.on:
             return y
         parts, at = list[Tensor](), 0
@@ -254,11 +359,12 @@ class AdaptedMethod(Module, LinearMethod):
             own = piece.at
             if at < own.start:
                 parts.append(y[:, at : own.start])
-            parts.append(y[:, own] + adapter.delta(x))
+            parts.append(adapter.combine(y[:, own], adapter.delta(x)))
             at = own.stop
         if at < y.shape[1]:
             parts.append(y[:, at:])
-        return parts[0] if len(parts) == 1 else torch.cat(parts, -1)
+        made = parts[0] if len(parts) == 1 else torch.cat(parts, -1)
+        return made if bias is None else made + bias
 
 
 @dataclass(frozen=True)

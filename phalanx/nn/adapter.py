@@ -7,8 +7,9 @@ How the weights are sharded, what travels between ranks and where they are saved
 
 from __future__ import annotations
 
+import re
 from abc import ABC, abstractmethod
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, ClassVar, Literal, Protocol, TypeVar
 
@@ -26,7 +27,20 @@ AdapterInit = Literal["kaiming", "zeros"] | Init
 zeros, or an Init."""
 
 
-LocalLinear = Callable[["Tensor"], "Tensor"]
+class LocalLinear(Protocol):
+    """What `down` and `up` make. weight: what is here of its matrix."""
+
+    @property
+    def weight(self) -> Tensor: ...
+
+    def __call__(self, x: Tensor, /) -> Tensor: ...
+
+
+class LocalVector(Protocol):
+    """What `per_output` makes. weight: its numbers that are here."""
+
+    @property
+    def weight(self) -> Tensor: ...
 
 
 class LinearPiece(Protocol):
@@ -45,12 +59,31 @@ class LinearPiece(Protocol):
     @property
     def inputs(self) -> int: ...
 
-    def down(self, rank: int, init: AdapterInit) -> LocalLinear:
+    def down(self, rank: int, init: AdapterInit, trained: bool = True) -> LocalLinear:
         """As Adapter.down."""
         ...
 
-    def up(self, rank: int, init: AdapterInit) -> LocalLinear:
+    def up(self, rank: int, init: AdapterInit, trained: bool = True) -> LocalLinear:
         """As Adapter.up."""
+        ...
+
+    def per_output(self, init: Init) -> LocalVector:
+        """As Adapter.per_output."""
+        ...
+
+    @property
+    def weight(self) -> Tensor:
+        """What is here of the frozen matrix: (outputs here, inputs here); of experts (experts here, ...)."""
+        ...
+
+    def spread(self, x: Tensor, like: Tensor) -> Tensor:
+        """x (outputs here,), or of experts (experts here, outputs here), -> what each row of `like` (T, outputs here)
+        has of it. Called from `delta` or `combine`."""
+        ...
+
+    def sum_over_inputs(self, x: Tensor) -> Tensor:
+        """The sum of x over the ranks among which the matrix's inputs are cut: one all-reduce, and none where they are
+        whole. No gradient flows through it."""
         ...
 
 
@@ -67,6 +100,11 @@ class AdapterConfig:
     targets: list[str] = field(default_factory=lambda: ["*"])
     """Globs of Hugging Face names of linears' weights that get an adapter, such as "*.q_proj.weight"; of what else they
     fit, nothing is trained."""
+    also: list[str] = field(default_factory=list)
+    """Globs of names of the model's own weights that are trained whole, such as "*norm*" (PEFT's modules_to_save)."""
+    init_from: str | None = None
+    """Adapters that the run starts from: a folder of PEFT, or a run or checkpoint with adapters of the same shapes;
+    unset: new ones."""
     base: Literal["bf16", "int8", "fp8", "int4", "nf4"] = "bf16"
     """How the frozen weights of linears are kept in memory: bf16 (as train.precision computes with them), or
     quantized, and decoded while a layer runs (QLoRA): int8, fp8 (E4M3), int4, nf4 (QLoRA's, with double
@@ -81,14 +119,21 @@ class Adapter(ABC):
     to: `self.lora_A` of `...q_proj.weight` is the global tensor `...q_proj.lora_A.weight`.
 
     Config      a frozen dataclass of its fields in the `lora` section
+    Methods that can be merged into the weights override `merge`. `combine` says how `delta` joins what the frozen
+    matrix gives: it is added, unless overridden.
+
     linear      whether `delta` is linear in x. Experts whose width is cut over ranks (layout.etp) need that: what
                 `down` gives of their output matrices is one rank's part of a sum
     peft_type   of PEFT's adapter_config.json, where PEFT has this method with weights of these names; else None
+    reads_base  whether `combine` reads the frozen matrix (`piece.weight`): it must be there as plain numbers then
+    started     the attributes whose initial values `start` gives
     """
 
     Config: ClassVar[Any] = AdapterConfig  # of a subclass: its dataclass, with the shared fields beside its own
     linear: ClassVar[bool] = False
     peft_type: ClassVar[str | None] = None
+    reads_base: ClassVar[bool] = False
+    started: ClassVar[tuple[str, ...]] = ()
 
     def __init_subclass__(cls, **more: Any) -> None:
         super().__init_subclass__(**more)
@@ -105,24 +150,102 @@ class Adapter(ABC):
         return []
 
     @classmethod
+    def check_module(cls, config: Any, module: str, outputs: int, inputs: int) -> list[Problem]:
+        """What is wrong with them for a matrix of this size. module: its name without `.weight`."""
+        return []
+
+    @classmethod
+    def patterns(cls, config: Any) -> dict[str, list[str]]:
+        """Regular expressions for the ends of modules' names, by the field that has them: each must fit a target, and
+        the experts of a layer all or none."""
+        return {}
+
+    @classmethod
     def peft_config(cls, config: Any) -> dict[str, Any]:
         """The keys of adapter_config.json that are the method's own."""
         return {}
+
+    @classmethod
+    def start(cls, config: Any, module: str, weight: Tensor) -> dict[str, Tensor]:
+        """Initial values that depend on the frozen matrix: of whole global tensors, by the attribute that has them, of
+        those in `started`. Others are initialized as `down` and `up` were told. module: the matrix's name without
+        `.weight`; weight (outputs, inputs) as the run uses it, in float64."""
+        return {}
+
+    @classmethod
+    def merge(cls, config: Any, module: str, weight: Tensor, own: Mapping[str, Tensor]) -> Tensor:
+        """The matrix (outputs, inputs) that does what the frozen `weight` and the adapter do together. own: the
+        adapter's global tensors by attribute; all in float64. NotImplementedError, unless overridden."""
+        raise NotImplementedError(f"{cls.__qualname__} cannot be merged into the weights")
+
+    @classmethod
+    def merges(cls) -> bool:
+        """Whether it can be merged."""
+        return cls.merge.__func__ is not Adapter.merge.__func__  # type: ignore[attr-defined]
+
+    @classmethod
+    def combines(cls) -> bool:
+        """Whether it overrides `combine`."""
+        return cls.combine is not Adapter.combine
+
+    def combine(self, base: Tensor, delta: Tensor) -> Tensor:
+        """What the linear gives, without its bias: (T, outputs here) of what the frozen matrix gives, and of `delta`.
+        It must be linear in both. Where the inputs of experts' matrices are cut over ranks, both are parts of a
+        sum."""
+        return base + delta
+
+    @classmethod
+    def for_peft(cls, config: Any, own: Mapping[str, Tensor]) -> Mapping[str, Tensor]:
+        """The tensors of a matrix's adapter, by attribute, as PEFT reads them with `peft_config`, where that is not how
+        they are saved."""
+        return own
+
+    @classmethod
+    def as_peft_reads(cls, config: Any) -> bool:
+        """Whether they are saved as PEFT reads them."""
+        return cls.peft_type is not None
+
+    @classmethod
+    def from_peft(cls, config: Mapping[str, Any]) -> dict[str, Any]:
+        """Fields of the `lora` section that adapters of such an adapter_config.json need, as far as it says."""
+        return {}
+
+    def settle(self) -> None:
+        """Called where weights will not change again (generation), on all ranks that share the matrix: what depends on
+        them alone may be computed once."""
+        return None
 
     @abstractmethod
     def delta(self, x: Tensor) -> Tensor:
         """What is added to the linear's output: (T, outputs here) of x (T, inputs here), made by calling what `down`
         and `up` returned. Do not ask the device for values (`item`, `if tensor`): that makes the host wait."""
 
-    def down(self, piece: LinearPiece, rank: int, init: AdapterInit = "kaiming") -> LocalLinear:
+    def down(self, piece: LinearPiece, rank: int, init: AdapterInit = "kaiming", trained: bool = True) -> LocalLinear:
         """A linear from the matrix's inputs to `rank` features, sharded as the inputs are: what it gives is whole, of
-        some of the tokens."""
-        return piece.down(rank, init)
+        some of the tokens. One that is not `trained` keeps its initial weight."""
+        return piece.down(rank, init, trained)
 
-    def up(self, piece: LinearPiece, rank: int, init: AdapterInit = "zeros") -> LocalLinear:
+    def up(self, piece: LinearPiece, rank: int, init: AdapterInit = "zeros", trained: bool = True) -> LocalLinear:
         """A linear from `rank` features, of the tokens that `down` gives, to the matrix's outputs, sharded as these
         are."""
-        return piece.up(rank, init)
+        return piece.up(rank, init, trained)
+
+    def per_output(self, piece: LinearPiece, init: Init) -> LocalVector:
+        """A trained number for each of the matrix's outputs, sharded as these are. Its name has no `.weight` at the
+        end."""
+        return piece.per_output(init)
+
+
+V = TypeVar("V")
+
+
+def by_pattern(patterns: Mapping[str, V], module: str, otherwise: V) -> V:
+    """The value of the first pattern that fits the end of a module's name, after a dot or whole, as in PEFT."""
+    return next((value for pattern, value in patterns.items() if fits_module(pattern, module)), otherwise)
+
+
+def fits_module(pattern: str, module: str) -> bool:
+    return re.match(rf"(.*\.)?({pattern})$", module) is not None
 
 
 T = TypeVar("T", bound=type[Adapter])

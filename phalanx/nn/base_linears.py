@@ -1,4 +1,5 @@
-"""Which linears keep their frozen weights as quantized values (lora.base): all whose weights are frozen.
+"""Which linears keep their frozen weights as quantized values (lora.base): all whose weights are frozen, but for those
+that each rank holds whole.
 
 They compute as plain linears: a segment's weights are decoded before it runs (data_parallel.base_storage).
 """
@@ -18,6 +19,6 @@ class BaseLinears:
 
     def method_of(self, linear: AnyLinear) -> LinearMethod:
         weight = linear.weight
-        if weight.spec.frozen:
+        if weight.spec.frozen and linear.cut is not None:
             weight.spec = replace(weight.spec, base_format=self.format)
         return PLAIN

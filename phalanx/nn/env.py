@@ -30,7 +30,8 @@ class WeightRules:
     tied_stages   the pipeline ranks that hold the input embedding and the head
     mtp_stage     the rank of multi-token prediction, which shares weights with both; None: the model has none
     linears       chooses the method of each linear; None: all are plain
-    freeze        the globs of train.freeze
+    freeze        globs of names that are frozen (train.freeze; with adapters, all); also: of those among them that are
+                  trained all the same (lora.also)
     gradients     the queue that weight gradients go through
     """
 
@@ -39,6 +40,7 @@ class WeightRules:
     mtp_stage: int | None = None
     linears: LinearMethods | None = None
     freeze: tuple[str, ...] = ()
+    also: tuple[str, ...] = ()
     gradients: GradientQueue = field(default_factory=GradientQueue, compare=False, repr=False)
 
 
@@ -61,6 +63,10 @@ class OpChoices:
         return "plain" if op.is_plain(self.plain_ops) else self.kernels
 
 
+def _fits(name: str, globs: tuple[str, ...]) -> bool:
+    return any(fnmatchcase(name, glob) for glob in globs)
+
+
 @dataclass(frozen=True)
 class Env:
     """What modules are built with, on the meta device. `objective` defines the loss of the head."""
@@ -79,13 +85,13 @@ class Env:
         return self.axes.tp
 
     def freezes(self, spec: ParamSpec) -> bool:
-        """Whether train.freeze matches the names of all global tensors in it (the config check ensures that it matches
-        all or none)."""
-        names = [piece.name for piece in spec.pieces]
+        """Whether all global tensors in it are frozen by their names (the config check ensures that all or none
+        are)."""
+        names, rules = [piece.name for piece in spec.pieces], self.weights
         return (
             spec.exported
             and bool(names)
-            and all(any(fnmatchcase(name, glob) for glob in self.weights.freeze) for name in names)
+            and all(_fits(name, rules.freeze) and not (spec.trained and _fits(name, rules.also)) for name in names)
         )
 
     def kernels_for(self, op: Op) -> Kernels:

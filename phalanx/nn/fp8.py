@@ -124,7 +124,7 @@ class Fp8Linears:
         return (layer is None or layer in self.layers) and not any(fnmatchcase(name, glob) for glob in self.exclude)
 
     def method_of(self, linear: AnyLinear) -> LinearMethod:
-        if not self.takes(matrices_of(linear)):
+        if linear.cut is None or not self.takes(matrices_of(linear)):
             return PLAIN
         weight, place = linear.weight, linear.env
         quantizer = self._quantizer(joint_name(linear), linear.cut, linear.experts > 0, place)

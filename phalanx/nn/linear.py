@@ -105,15 +105,21 @@ class RowLinear(Linear):
 
 class ReplicatedLinear(Module):
     """x (T / tp, in) -> (T / tp, out) of this rank's own tokens. Each tp rank holds all of the matrices, stacked. Meant
-    for narrow outputs, and always a plain matmul."""
+    for narrow outputs: never in FP8."""
+
+    cut: int | None = None
+    experts: int = 0
 
     def __init__(self, env: Env, rows: list[OutputRows], inputs: int, init: Init):
         super().__init__(env)
         env.refuse_invariance("a linear that every rank holds whole")
+        self.names = tuple(r.name for r in rows)
         self.weight = self.param(column_spec(rows, inputs, init))
+        linears = env.weights.linears
+        self.method: LinearMethod = PLAIN if linears is None else linears.method_of(self)
 
     def forward(self, x: Tensor) -> Tensor:
-        return PLAIN.gather_matmul(x, self.weight, Axis("alone"))
+        return self.method.gather_matmul(x, self.weight, Axis("alone"))
 
 
 class GroupedLinear(Linear):

@@ -101,15 +101,17 @@ class AnyLinear(Protocol):
     """The properties of a linear by which its method is chosen.
 
     names    of its global matrices; for experts, `{}` stands for the expert's number
-    cut      the dim of a matrix that is sharded: 0 its outputs, 1 its inputs
+    cut      the dim of a matrix that is sharded: 0 its outputs, 1 its inputs; None: each rank of tp has it whole
     experts  number of experts in the layer; 0: not a layer of experts
     """
 
     weight: Parameter
     names: tuple[str, ...]
-    cut: int
     experts: int
     env: Any  # a LinearPlace
+
+    @property
+    def cut(self) -> int | None: ...
 
 
 class LinearMethods(Protocol):

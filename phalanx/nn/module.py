@@ -38,7 +38,7 @@ class Module(nn.Module):
         self.memory: LayerMemory | None = None
 
     def param(self, spec: ParamSpec) -> Parameter:
-        spec = replace(spec, frozen=self.env.freezes(spec))
+        spec = replace(spec, frozen=spec.frozen or self.env.freezes(spec))
         empty = torch.empty(spec.shape, dtype=self.env.weights.dtype, device="meta")
         return Parameter(empty, spec, spec.learns, self.env.weights.gradients)
 

@@ -1,5 +1,4 @@
-"""Which tensors of a model carry adapters, and the rules of `lora`: every glob fits a linear's weight, and what the
-method needs of the layout."""
+"""Which tensors of a model carry adapters, what PEFT is told of them, and how they are merged."""
 
 from __future__ import annotations
 
@@ -9,18 +8,19 @@ from dataclasses import dataclass
 from functools import lru_cache
 from typing import Any
 
-from phalanx.base.errors import Problem
-from phalanx.base.registry import near
-from phalanx.base.rules import problem
-from phalanx.checkpoint.adapters import peft_text
+from phalanx.base.errors import CheckpointError
+from phalanx.checkpoint.adapters import Modules, adapter_source, peft_text
+from phalanx.checkpoint.lora_folder import STARTED_FROM, read_peft_config
+from phalanx.checkpoint.merge import Merging
 from phalanx.config.run import Run
 from phalanx.models.model_config import ModelConfig
 from phalanx.nn.adapted_linear import fits, names_of, pieces_of
-from phalanx.nn.adapter import find_adapter
+from phalanx.nn.adapter import AdapterConfig, find_adapter
+from phalanx.nn.base_linears import BaseLinears
 from phalanx.nn.env import Env, WeightRules
-from phalanx.nn.linear import Linear
+from phalanx.nn.linear import Linear, ReplicatedLinear
 from phalanx.nn.module import Block
-from phalanx.planning.blocks import global_numel, make_blocks, num_blocks, whole_model
+from phalanx.planning.blocks import exported_shapes, global_numel, make_blocks, num_blocks, whole_model, whole_specs
 from phalanx.planning.freeze import stored_together
 from phalanx.planning.plan import adapted_linears
 
@@ -28,10 +28,12 @@ from phalanx.planning.plan import adapted_linears
 @dataclass(frozen=True)
 class AdaptedNames:
     """Global names of a model's tensors. carriers: linears' weights, which can have adapters, those of the experts of a
-    layer together; by_inputs: of experts' output matrices among them; others: all that cannot have one."""
+    layer together; by_inputs: of experts' output matrices among them; shapes: (outputs, inputs) of each carrier;
+    others: all that cannot have one."""
 
     carriers: tuple[tuple[str, ...], ...]
     by_inputs: tuple[tuple[str, ...], ...]
+    shapes: tuple[tuple[int, int], ...]
     others: tuple[str, ...]
 
 
@@ -39,11 +41,11 @@ class AdaptedNames:
 def adapted_names(model: ModelConfig) -> AdaptedNames:
     """Of a whole model."""
     pieces = [piece for linear in linears_in(whole_model(model)) for piece in pieces_of(linear)]
-    carriers = tuple(dict.fromkeys(tuple(names_of(piece)) for piece in pieces))
+    carriers = {tuple(names_of(piece)): (piece.outputs, piece.inputs) for piece in pieces}
     cut = tuple(tuple(names_of(piece)) for piece in pieces if piece.by_inputs and piece.experts is not None)
     able = {name for names in carriers for name in names}
     others = (name for matrix in stored_together(model) for name in matrix if name not in able)
-    return AdaptedNames(carriers, cut, tuple(dict.fromkeys(others)))
+    return AdaptedNames(tuple(carriers), cut, tuple(carriers.values()), tuple(dict.fromkeys(others)))
 
 
 @lru_cache(maxsize=8)
@@ -53,57 +55,10 @@ def linear_shapes(model: ModelConfig) -> dict[str, tuple[int, int]]:
     return {piece.name: (piece.outputs, piece.inputs) for piece in pieces if piece.experts is None}
 
 
-def linears_in(blocks: Iterable[Block]) -> list[Linear]:
+def linears_in(blocks: Iterable[Block]) -> list[Linear | ReplicatedLinear]:
     """Each once."""
-    return list({id(m): m for block in blocks for m in block.modules() if isinstance(m, Linear)}.values())
-
-
-def check_adapters(run: Run) -> list[Problem]:
-    """Of a run whose model has no problem of its own."""
-    lora = run.lora
-    if lora is None:
-        return []
-    method, names = find_adapter(lora.method), adapted_names(run.model)
-    if run.train.freeze:
-        rule = "has no effect with lora, which keeps all weights of the model as they are"
-        return [problem("train", run.train, "freeze", rule, {"lora.method": lora.method}, ([],))]
-    able = [name for of_one in names.carriers for name in of_one]
-    found = [each for glob in lora.targets for each in _check_glob(run, glob, able, names)]
-    if not lora.targets:
-        found = [problem("lora", lora, "targets", "must name linears", {"linears": kinds(able)}, (["*"],))]
-    torn = [of_one for of_one in names.carriers if len({fits(name, lora.targets) for name in of_one}) > 1]
-    if torn and not found:
-        missing = [name for of_one in torn for name in of_one if not fits(name, lora.targets)]
-        whole = list(dict.fromkeys(re.sub(r"\.\d+\.", ".*.", name) for name in missing))
-        rule = "must fit all or none of the experts of a layer"
-        found = [problem("lora", lora, "targets", rule, {"fits not": missing[0]}, ([*lora.targets, *whole],))]
-    cut = [of_one[0] for of_one in names.by_inputs if fits(of_one[0], lora.targets)]
-    if run.layout.etp > 1 and cut and not method.linear:
-        rule = "must be 1 for a method that is not linear, on experts' output matrices"
-        found.append(problem("layout", run.layout, "etp", rule, {"lora.method": lora.method, "such as": cut[0]}, (1,)))
-    return found + method.check(lora)
-
-
-def _check_glob(run: Run, glob: str, able: list[str], names: AdaptedNames) -> list[Problem]:
-    """A problem if it fits no linear."""
-    if any(fits(name, [glob]) for name in able):
-        return []
-    lora = run.lora
-    others = [name for name in names.others if fits(name, [glob])]
-    rest = [g for g in lora.targets if g != glob]  # type: ignore[union-attr]
-    if others:
-        rule = (
-            "must fit weights of linears that can carry an adapter; embeddings, norms, routers, biases, the head and "
-        )
-        rule += "experts that are one tensor cannot"
-        return [problem("lora", lora, "targets", rule, {"fits only": kinds(others)}, (rest or ["*"],))]
-    like = near(glob, tuple(dict.fromkeys(re.sub(r".*\.(?=\w+\.weight$)", "*.", name) for name in able)))
-    valid = tuple([*rest, each] for each in like) or ((rest or ["*"]),)
-    return [
-        problem(
-            "lora", lora, "targets", "must fit names of tensors", {"fits none": glob, "linears": kinds(able)}, valid
-        )
-    ]
+    kinds = (Linear, ReplicatedLinear)
+    return list({id(m): m for block in blocks for m in block.modules() if isinstance(m, kinds)}.values())
 
 
 def kinds(names: Iterable[str]) -> str:
@@ -119,17 +74,39 @@ def num_adapters(run: Run) -> int:
     return sum(global_numel(spec) for spec in specs.values() if spec.learns)
 
 
-def peft_config(run: Run) -> dict[str, Any] | None:
-    """adapter_config.json of a run's adapters; None: it has none, or PEFT does not have the method."""
+def quantized_names(model: ModelConfig, lora: AdapterConfig) -> frozenset[str]:
+    """Names of the weights that lora.base quantizes."""
+    if lora.base == "bf16":
+        return frozenset()
+    env = Env(weights=WeightRules(linears=BaseLinears(lora.base), freeze=("*",), also=tuple(lora.also)))
+    blocks = make_blocks(model, env, range(num_blocks(model)))
+    specs = (p.spec for block in blocks for p in block.parameters() if p.spec.base_format is not None)
+    return frozenset(piece.name for spec in specs for piece in spec.pieces)
+
+
+def saved_peft_config(run: Run, base: str | None = None) -> dict[str, Any] | None:
+    """`peft_config` of a run whose checkpoints hold adapters as PEFT reads them; None of others."""
+    lora = run.lora
+    reads = lora is not None and find_adapter(lora.method).as_peft_reads(lora)
+    return peft_config(run, base) if reads else None
+
+
+def peft_config(run: Run, base: str | None = None) -> dict[str, Any] | None:
+    """adapter_config.json of a run's adapters; None: it has none, or PEFT does not have the method. base: the folder of
+    the weights that they belong to, if it is known better than from the config."""
     lora = run.lora
     method = None if lora is None else find_adapter(lora.method)
     if lora is None or method is None or method.peft_type is None:
         return None
-    transposed = any(p.transposed for m in linears_in(whole_model(run.model)) for p in m.weight.spec.pieces)
     able = [name.removesuffix(".weight") for of_one in adapted_names(run.model).carriers for name in of_one]
     own = {"peft_type": method.peft_type, **method.peft_config(lora)}
     taken = [name for name in able if fits(f"{name}.weight", lora.targets)]
-    return peft_text(own, run.init_from, target_modules(taken, able), transposed)
+    pieces = (piece for linear in linears_in(whole_model(run.model)) for piece in linear.weight.spec.pieces)
+    transposed = any(piece.transposed and piece.name.removesuffix(".weight") in taken for piece in pieces)
+    names = [name for matrix in stored_together(run.model) for name in matrix]
+    also = dict.fromkeys(name.rpartition(".")[0] for name in names if fits(name, lora.also))
+    where = base or run.init_from
+    return peft_text(own, where, Modules(target_modules(taken, able), list(also)), transposed)
 
 
 def target_modules(taken: list[str], able: list[str]) -> list[str]:
@@ -138,3 +115,23 @@ def target_modules(taken: list[str], able: list[str]) -> list[str]:
     left = {name.rpartition(".")[2] for name in set(able) - set(taken)}
     last = {name: name.rpartition(".")[2] for name in taken}
     return list(dict.fromkeys(name if last[name] in left else last[name] for name in taken))
+
+
+def merging_of(model: ModelConfig, lora: AdapterConfig) -> Merging:
+    """How adapters of this section are merged into a model's weights. CheckpointError for a method that cannot be."""
+    method = find_adapter(lora.method)
+    if not method.merges():
+        raise CheckpointError(f"adapters of the method {lora.method} cannot be merged: it has no `merge`")
+    specs, shapes = [spec for spec in whole_specs(model) if spec.exported], exported_shapes(model)
+    transposed = frozenset(piece.name for spec in specs for piece in spec.pieces if piece.transposed)
+    wide = frozenset(piece.name for spec in specs for piece in spec.pieces if not spec.trained)
+    return Merging(method, lora, shapes, transposed, wide, quantized_names(model, lora))
+
+
+def section_of_folder(folder: str) -> tuple[AdapterConfig, str | None]:
+    """The `lora` section that says what the adapters of a folder of PEFT do, and the base that the folder names."""
+    found = adapter_source(folder)
+    stated = read_peft_config(found.path, STARTED_FROM)
+    fields = find_adapter("lora").from_peft(stated)
+    base = stated.get("base_model_name_or_path")
+    return find_adapter(fields["method"]).Config(**fields), None if base is None else str(base)

@@ -83,10 +83,11 @@ def global_numel(spec: ParamSpec) -> int:
     return sum(piece.box.numel for piece in spec.pieces)
 
 
-def whole_specs(model: ModelConfig, freeze: Iterable[str] = ()) -> list[ParamSpec]:
-    """The spec of each parameter of the unsharded model, once, in model order. `freeze`: globs of train.freeze."""
+def whole_specs(model: ModelConfig, freeze: Iterable[str] = (), also: Iterable[str] = ()) -> list[ParamSpec]:
+    """The spec of each parameter of the unsharded model, once, in model order. `freeze`, `also`: as in
+    nn.env.WeightRules."""
     once = {id(p): p.spec for block in whole_model(model) for p in block.parameters()}
-    rules = Env(weights=WeightRules(freeze=tuple(freeze)))
+    rules = Env(weights=WeightRules(freeze=tuple(freeze), also=tuple(also)))
     return [replace(spec, frozen=rules.freezes(spec)) for spec in once.values()] if freeze else list(once.values())
 
 

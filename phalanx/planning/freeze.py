@@ -58,11 +58,17 @@ def stored_together(model: ModelConfig) -> list[tuple[str, ...]]:
 
 
 def frozen_by(run: Run) -> tuple[str, ...]:
-    """Globs of names of the weights that stay as they are: with adapters all of the model's own."""
+    """Globs of names of the weights that stay as they are: with adapters all of the model's own, but for
+    `trained_also`."""
     return tuple(run.train.freeze) if run.lora is None else ("*",)
+
+
+def trained_also(run: Run) -> tuple[str, ...]:
+    """Globs of names of weights that are trained whole beside adapters."""
+    return () if run.lora is None else tuple(run.lora.also)
 
 
 def num_frozen(run: Run) -> int:
     """How many parameters train.freeze, or `lora`, keeps as they are."""
-    specs = whole_specs(run.model, frozen_by(run))
+    specs = whole_specs(run.model, frozen_by(run), trained_also(run))
     return sum(global_numel(spec) for spec in specs if spec.frozen and spec.trained)

@@ -35,7 +35,7 @@ from phalanx.ops.quantized.recipes import RECIPES
 from phalanx.optim.optimizer import optimizers_of, updater_of
 from phalanx.planning.blocks import BlockFacts, make_blocks, model_facts, whole_linears
 from phalanx.planning.experts import ExpertsPlan, experts_plan
-from phalanx.planning.freeze import frozen_by
+from phalanx.planning.freeze import frozen_by, trained_also
 from phalanx.planning.kernels import KernelsPlan, kernels_plan
 from phalanx.schedule.actions import Flow, Program, Schedule, check_order
 from phalanx.schedule.generators import find_pipeline_schedule, generate, resolved
@@ -322,6 +322,7 @@ class Plan:
                 mtp_stage=self.mtp_stage,
                 linears=adapted_linears(self.run, own) or own,
                 freeze=frozen_by(self.run),
+                also=trained_also(self.run),
             ),
             ops=self.ops,
             objective=self.objective,

@@ -20,9 +20,11 @@ from phalanx.base.errors import CheckpointError, DamagedCheckpoint, DataError, N
 from phalanx.base.log import Log
 from phalanx.base.placement import SECRET, Placement
 from phalanx.base.records import SinkStart
+from phalanx.checkpoint.adapters import adapter_source
 from phalanx.checkpoint.agree import agree, together
+from phalanx.checkpoint.base import base_at, reading
 from phalanx.checkpoint.keep import candidates, list_checkpoints, misnamed, newest_first, none_good, step_of
-from phalanx.checkpoint.load import load_base, load_state, load_weights
+from phalanx.checkpoint.load import load_adapters, load_base, load_state, load_weights
 from phalanx.checkpoint.lock import FolderLock
 from phalanx.checkpoint.manifest import read_manifest
 from phalanx.checkpoint.objects import storage_for
@@ -35,6 +37,7 @@ from phalanx.config.run import Run, checkpoints_of
 from phalanx.config.write import save_run, to_dict
 from phalanx.data.background import BackgroundCheck, CheckedFiles
 from phalanx.data.loader import Loader
+from phalanx.engine.adapter_start import initial_tensors, start_adapters
 from phalanx.engine.build import State, build, choices, init_weights
 from phalanx.engine.meeting import device_of, identity, join
 from phalanx.engine.model import Model
@@ -50,6 +53,7 @@ from phalanx.observe.sinks import STEP_LINE, Sinks
 from phalanx.observe.starts import note_start
 from phalanx.observe.step_line import StepLines
 from phalanx.planning.adapters import num_adapters
+from phalanx.planning.blocks import exported_shapes
 from phalanx.planning.order import total_samples
 from phalanx.text.cache import use_text
 from phalanx.text.prepare import check_tokenizers
@@ -320,15 +324,34 @@ def start_state(state: State, now: dict[str, Any], log: Log) -> tuple[Counters, 
                 state.model.fp8.rescale(state.scaler.scale / before)
         log.info(f"continue from {source}")
         return Counters(**{f.name: scalars[f.name] for f in fields(Counters) if f.name in scalars}), source
+    start_anew(state, log)
+    return Counters(), None
+
+
+def start_anew(state: State, log: Log) -> None:
+    """Weights of init_from, or initial values; adapters of lora.init_from, or those saved with the weights, or new
+    ones."""
+    run, world = state.plan.run, state.mesh.world
+    saved = False
     if run.init_from:
-        adapters = load_weights(run.init_from, state.buffers, state.mesh)
-        init_weights(state.model, lambda spec: not spec.exported and not (adapters and spec.learns))
-        log.info(f"start from the weights{' and adapters' if adapters else ''} of {run.init_from}")
+        saved = load_weights(run.init_from, state.buffers, state.mesh)
+        init_weights(state.model, lambda spec: not spec.exported and not (saved and spec.trained))
+        log.info(f"start from the weights{' and adapters' if saved else ''} of {run.init_from}")
     else:
         init_weights(state.model)
         if run.lora is not None:
             log.warn("the adapters' base has random weights, which stay as they are: init_from=FOLDER names a model's")
-    return Counters(), None
+    if run.lora is None or saved:
+        return
+    if run.lora.init_from is not None:
+        source = together(world, lambda: adapter_source(str(run.lora.init_from)))  # type: ignore[union-attr]
+        load_adapters(source.placed, source.files, state.buffers, state.mesh)
+        log.info(f"start from the adapters of {run.lora.init_from}")
+    elif run.init_from:
+        with reading(run.init_from, exported_shapes(run.model)) as read:
+            agree(world, lambda: start_adapters(state.model, read))
+    else:
+        start_adapters(state.model, initial_tensors(run))
 
 
 def restore_base(state: State, source: Path, log: Log) -> None:
@@ -337,13 +360,16 @@ def restore_base(state: State, source: Path, log: Log) -> None:
     run, buffers, world = state.plan.run, state.buffers, state.mesh.world
     if not any(agree(world, lambda: bool(buffers.encoded))):
         return
-    began = together(world, lambda: read_manifest(source).config.get("init_from"))
+    manifest = together(world, lambda: read_manifest(source))
+    began = manifest.config.get("init_from")
     if began is None and run.init_from is not None:
         raise CheckpointError(
             f"the base of the adapters in {source} was drawn at random, which init_from={run.init_from} would replace: "
             "leave init_from out, or choose another dir for a run of its own"
         )
     folder = run.init_from or began
+    if manifest.base is not None:  # compared with its checksums when the state was loaded
+        folder = str(base_at(source, manifest.base, run.init_from).folder)
     if folder is None:
         init_weights(state.model, lambda spec: spec.base_format is not None)
     else:
@@ -369,7 +395,8 @@ def load_newest(state: State, sources: list[Path], now: dict[str, Any], log: Log
         try:
             check_steps(run, together(state.mesh.world, lambda path=path: read_manifest(path)).step, path)  # type: ignore[misc]
             together(state.mesh.world, lambda path=path: check_resume(run, now, read_manifest(path), path, log))  # type: ignore[misc]
-            scalars = load_state(path, state, run.model, numbers_of(state))
+            moved = run.init_from if run.lora is not None else None
+            scalars = load_state(path, state, run.model, numbers_of(state), moved)
             if state.model.fp8 is not None:
                 state.model.fp8.loaded()
             return path, scalars

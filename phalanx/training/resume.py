@@ -47,6 +47,7 @@ CLASSES: tuple[tuple[str, Class], ...] = (
     ("layout.*", "may change"),
     ("optim.*", "may change"),
     ("task.*", "may change"),
+    ("lora.init_from", "recorded"),
     ("lora*", "must match"),
     ("data.*", "recorded"),
     ("checkpoint.*", "recorded"),
@@ -155,7 +156,7 @@ def changed_keys(old: Any, new: Any, path: str = "") -> Iterator[tuple[str, Any,
 
 def _is_map(path: str) -> bool:
     """Fields whose keys are the user's own; they are compared as one value."""
-    return path in ("optim.lr_scale", "data.valid")
+    return path in ("optim.lr_scale", "data.valid", "lora.rank_pattern", "lora.alpha_pattern")
 
 
 def _shown(found: tuple[str, Any, Any]) -> str:

@@ -4,7 +4,7 @@ them."""
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
 
@@ -12,8 +12,11 @@ from torch import Tensor
 
 from phalanx.base.errors import CheckpointError
 from phalanx.base.log import Log
+from phalanx.checkpoint.agree import agree
+from phalanx.checkpoint.base import base_at, lasting, name_base
 from phalanx.checkpoint.hf import read_folder
 from phalanx.checkpoint.keep import Keep, remove_leftovers, step_of
+from phalanx.checkpoint.manifest import Base, parse
 from phalanx.checkpoint.objects import storage_for
 from phalanx.checkpoint.save import Snapshot, Target
 from phalanx.checkpoint.saver import SaveOutcome, Saver
@@ -23,7 +26,7 @@ from phalanx.config.run import checkpoints_of
 from phalanx.config.write import to_dict
 from phalanx.engine.build import State
 from phalanx.observe.metrics import Counters
-from phalanx.planning.adapters import peft_config
+from phalanx.planning.adapters import saved_peft_config
 from phalanx.text.tokenizers import Tokenizer, is_portable, load_tokenizer
 from phalanx.training.callbacks import Callback
 
@@ -51,6 +54,7 @@ class Saves:
         self.parent = step_of(start) if start else None
         self.tokenizer, self.ids = self._tokenizer(state.mesh.rank)
         self.template = None if run.data.template is None else Path(run.data.template).read_bytes()
+        self.base = self._base(state, start)
         root, config = checkpoints_of(run), run.checkpoint
         target = Target(root, storage_for(root), Keep(config.keep_last, config.keep_every), (start,) if start else ())
         if state.mesh.rank == 0:
@@ -84,6 +88,23 @@ class Saves:
             raise CheckpointError(
                 f"the tokenizer that checkpoints carry cannot be written to {folder}: {error.strerror or error}"
             ) from error
+
+    def _base(self, state: State, start: Path | None) -> Base | None:
+        """The base of adapters, which checkpoints name; None: they hold all weights."""
+        run, made = self.run, list[Base | None]()
+        if run.lora is None:
+            return None
+        if start is None:
+            return None if run.init_from is None else name_base(run.init_from, state.mesh.world)
+
+        def known() -> None:
+            base = parse(start).base
+            if base is not None:
+                base = replace(base, folder=lasting(base_at(start, base, run.init_from).folder))
+            made.append(base)
+
+        agree(state.mesh.world, known)
+        return made[0]
 
     def save(self, last: bool = False) -> None:
         """Save the finished step. `last`: nothing follows, so it is waited for and must not fail."""
@@ -138,6 +159,8 @@ class Saves:
             self.ids,
             self.parent,
             self.source,
-            peft_config(run),
+            saved_peft_config(run, None if self.base is None else self.base.folder),
             self.template,
+            separate=run.lora is not None,
+            base=self.base,
         )

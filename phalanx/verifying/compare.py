@@ -29,9 +29,9 @@ from phalanx.engine.model import Model
 from phalanx.engine.step import accumulate, update
 from phalanx.forecast.decide import make_plan
 from phalanx.layout.box import Box
+from phalanx.layout.grid import Coords
 from phalanx.layout.param import Piece
 from phalanx.ops.optimizer.shard import widened
-from phalanx.planning.blocks import whole_specs
 from phalanx.planning.order import global_batch_at, work_of
 from phalanx.planning.plan import storing_all, without_layout
 from phalanx.sequence.batch import IGNORE, Batch
@@ -236,10 +236,10 @@ def compare(run: Run, rank: int, world: int, steps: int = 2, drop: Site | None =
 
 
 def global_shapes(alone: Run, untrained: bool = False) -> dict[str, tuple[int, ...]]:
-    """Every global tensor in model order; those updated from statistics, which have no gradient, only if
-    `untrained`."""
-    specs = whole_specs(alone.model, alone.train.freeze)
-    return {piece.name: piece.shape for spec in specs if spec.learns or untrained for piece in spec.pieces}
+    """Every global tensor in model order, adapters included; those without a gradient only if `untrained`."""
+    segments = make_plan(alone, 1).blocks_of(Coords()).values()
+    once = {id(p): p.spec for segment in segments for block in segment for p in block.parameters()}
+    return {piece.name: piece.shape for spec in once.values() if spec.learns or untrained for piece in spec.pieces}
 
 
 def compare_tensors(

@@ -381,7 +381,9 @@ def small_lora(run: Run, model: ModelConfig) -> AdapterConfig | None:
         return None
     able = [name for names in adapted_names(model).carriers for name in names]
     fitting = [glob for glob in run.lora.targets if any(fits(name, [glob]) for name in able)]
-    return replace(run.lora, targets=fitting or ["*"])
+    names = [name for matrix in stored_together(model) for name in matrix]
+    also = [glob for glob in run.lora.also if any(fits(name, [glob]) for name in names)]
+    return replace(run.lora, targets=fitting or ["*"], also=also, init_from=None)
 
 
 def describe(given: RunOnRanks, small: RunOnRanks) -> str:

@@ -108,14 +108,14 @@ def test_every_synonym_is_of_a_key_and_is_none():
         ("layout.ddp=true", ("layout.sharding=0",)),
         ("optim.name=muon", ("Muon is not built yet", "optim.name=adamw")),
         ("optim.muon=true", ("Muon is not built yet",)),
-        ("lora.method=dora", ("DoRA is not built yet", "lora.rank")),
+        ("lora.use_dora=true", ("Valid near it: lora.method",)),
         ("context_parallel_size=2", ("Valid near it: layout.cp",)),
         ("train.gradient_accumulation_steps=4", ("train.global_batch",)),
     ],
 )
 @pytest.mark.trust(
     26,
-    "layout.fsdp=true, optim.name=muon, lora.method=dora",
+    "layout.fsdp=true, optim.name=muon, lora.use_dora=true",
     "says what it is called here, or that it does not exist yet",
 )
 def test_words_of_others(config, override, texts):

@@ -1,5 +1,5 @@
-"""LoRA against PEFT on the models of transformers, in float64: PEFT reads our adapter folder, and from there on both
-train alike: losses, gradients of A and B, weights; what is saved then is what PEFT has trained."""
+"""LoRA and DoRA against PEFT on the models of transformers, in float64: PEFT reads our adapter folder, and from there
+on both train alike: losses, gradients, weights; what is saved then is what PEFT has trained."""
 
 from __future__ import annotations
 
@@ -13,32 +13,54 @@ import pytest
 import torch
 
 from phalanx.checkpoint.adapters import PREFIX
+from phalanx.checkpoint.base import reading
 from phalanx.checkpoint.load import load_weights
 from phalanx.checkpoint.save import Snapshot
 from phalanx.comm.mesh import Mesh
 from phalanx.config.run import Run
+from phalanx.engine.adapter_start import start_adapters
 from phalanx.engine.build import State, build, init_weights
 from phalanx.engine.step import accumulate, update
 from phalanx.forecast.decide import make_plan
 from phalanx.nn.adapter import find_adapter
 from phalanx.optim.adamw import AdamWConfig
 from phalanx.planning.adapters import peft_config
+from phalanx.planning.blocks import exported_shapes
 from tests.harness.checkpoints import save
 from tests.harness.parity import assemble, base_run, parts_of, step_batches
 from tests.models.test_twenty_steps import BATCH, MODELS, loss_of, random_model
 
 STEPS, LR = 4, 1e-2
 OPTIM = AdamWConfig(lr=LR, beta1=0.9, beta2=0.95, eps=1e-6, weight_decay=0.3, clip_grad=0.0)
+SMALL = {"rank": 3, "alpha": 5.0}
+PATTERNS = {
+    "rank_pattern": {"0.self_attn.q_proj": 2, r"layers\.\d\.mlp\.down_proj": 5},
+    "alpha_pattern": {"v_proj": 3.0, "down_proj": 9.0},
+}
+SOME = {"targets": ["*.[qv]_proj.weight", "*.1.mlp.*"]}
+DORA = {**SMALL, "method": "dora"}
+ATTENTION = {"targets": ["*.self_attn.*"]}  # experts of transformers 5 are one tensor, which PEFT wraps otherwise
 CASES = {
-    "llama": {"rank": 3, "alpha": 5.0},
-    "gpt2": {"rank": 3, "alpha": 5.0},  # matrices stored as (inputs, outputs), q, k and v as one
-    "qwen2": {"rank": 4, "alpha": 8.0, "rank_stabilised": True, "targets": ["*.[qv]_proj.weight", "*.1.mlp.*"]},
+    "llama": ("llama", SMALL),
+    "gpt2": ("gpt2", SMALL),  # matrices stored as (inputs, outputs), q, k and v as one
+    "qwen2 rsLoRA": ("qwen2", {"rank": 4, "alpha": 8.0, "rank_stabilised": True, **SOME}),
+    "llama patterns": ("llama", {**SMALL, **PATTERNS}),
+    "llama dora": ("llama", {**DORA, **PATTERNS, "also": ["*embed_tokens*", "lm_head.weight"]}),
+    "gpt2 dora": ("gpt2", {**DORA, "also": ["*.ln_f.*"]}),
+    "qwen2 dora": ("qwen2", {**DORA, "rank_stabilised": True, **SOME}),  # with biases
+    "mixtral dora": ("mixtral", {**DORA, **ATTENTION}),
+    "deepseek_v3 dora": ("deepseek_v3", {**DORA, **ATTENTION}),
+}
+EVERY = {
+    f"{family} {method}": (family, {**SMALL, "method": method, **(ATTENTION if MODELS[family].routed_experts else {})})
+    for family in MODELS
+    for method in ("lora", "dora")
 }
 
 
-def run_of(family: str) -> Run:
+def run_of(family: str, fields: dict) -> Run:
     base = base_run("llama", global_batch=BATCH, steps=STEPS)
-    lora = find_adapter("lora").Config(**CASES[family])
+    lora = find_adapter(fields.get("method", "lora")).Config(**fields)
     return replace(base, model=MODELS[family], optim=OPTIM, lora=lora)
 
 
@@ -49,7 +71,9 @@ def start(run: Run, model: torch.nn.Module) -> State:
     with tempfile.TemporaryDirectory() as folder:
         model.save_pretrained(folder)
         assert not load_weights(folder, state.buffers, state.mesh), "it has no adapters"
-    init_weights(state.model, lambda spec: not spec.exported)
+        init_weights(state.model, lambda spec: not spec.exported)
+        with reading(folder, exported_shapes(run.model)) as read:
+            start_adapters(state.model, read)
     state.buffers.publish()
     state.model.train()
     return state
@@ -57,7 +81,7 @@ def start(run: Run, model: torch.nn.Module) -> State:
 
 def save_to(state: State, root: Path, step: int) -> Path:
     run = state.plan.run
-    snapshot = Snapshot(step, 0, run.model, adapters=peft_config(run))
+    snapshot = Snapshot(step, 0, run.model, adapters=peft_config(run), separate=True)
     return save(root, snapshot, state).path / "adapter"
 
 
@@ -67,21 +91,44 @@ def read_by_peft(model: torch.nn.Module, folder: Path) -> torch.nn.Module:
 
 def adapters_of(model: torch.nn.Module) -> dict[str, torch.nn.Parameter]:
     """By our names."""
-    found = {name.replace(".default.", "."): p for name, p in model.named_parameters() if ".lora_" in name}
-    return {name.removeprefix(PREFIX): p for name, p in found.items()}
+    found = {}
+    for name, p in (pair for pair in model.named_parameters() if pair[1].requires_grad):
+        ours = name.replace(".modules_to_save.default.", ".").replace(".default.", ".").removeprefix(PREFIX)
+        found[ours.removesuffix(".weight") if "magnitude" in ours else ours] = p
+    return found
 
 
-@pytest.mark.parametrize("family", CASES)
-def test_lora_trains_as_peft_does(family, tmp_path):
-    run, model = run_of(family), random_model(MODELS[family])
+def decayed(name: str) -> bool:
+    """Matrices are."""
+    return not name.endswith(("magnitude_vector", "bias")) and "norm" not in name and ".ln_" not in name
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_adapters_train_as_those_of_peft(name, tmp_path):
+    compare(*CASES[name], tmp_path)
+
+
+@pytest.mark.soak
+@pytest.mark.parametrize("name", EVERY)
+def test_adapters_of_each_family_train_as_those_of_peft(name, tmp_path):
+    compare(*EVERY[name], tmp_path)
+
+
+def compare(family: str, fields: dict, tmp_path: Path) -> None:
+    run, model = run_of(family, fields), random_model(MODELS[family])
     state = start(run, model)
     theirs = read_by_peft(model, save_to(state, tmp_path, 0))
     mine = adapters_of(theirs)
     first = assemble([parts_of(state, "master")])
-    assert mine.keys() == {name for name in first if ".lora_" in name}
+    grads = assemble([parts_of(state, "grad")])
+    assert mine.keys() == grads.keys() and any(".lora_" in name for name in mine)
     for name, p in mine.items():
         assert np.array_equal(p.detach().numpy(), first[name]), name
-    optimizer = torch.optim.AdamW(mine.values(), LR, (OPTIM.beta1, OPTIM.beta2), OPTIM.eps, OPTIM.weight_decay)
+    groups = [
+        {"params": [p for name, p in mine.items() if decayed(name) == decays], "weight_decay": decay}
+        for decays, decay in ((True, OPTIM.weight_decay), (False, 0.0))
+    ]
+    optimizer = torch.optim.AdamW(groups, LR, (OPTIM.beta1, OPTIM.beta2), OPTIM.eps)
     for step in range(STEPS):
         optimizer.zero_grad()
         loss = loss_of(theirs, step)
@@ -103,7 +150,7 @@ def test_lora_trains_as_peft_does(family, tmp_path):
 
 def test_initial_weights_are_drawn_as_peft_draws_them():
     """A uniform within 1 / sqrt(inputs), B zero: the same bounds and moments; other numbers."""
-    run, model = run_of("llama"), random_model(MODELS["llama"])
+    run, model = run_of("llama", SMALL), random_model(MODELS["llama"])
     ours = assemble([parts_of(start(run, model), "master")])
     config = peft.LoraConfig(r=3, lora_alpha=5.0, target_modules=["q_proj", "down_proj"])
     for name, p in adapters_of(peft.get_peft_model(model, config)).items():

@@ -7,10 +7,12 @@ from dataclasses import replace
 import numpy as np
 import pytest
 
+from phalanx.comm.debug import Site
 from phalanx.config.run import Run
 from phalanx.layout.config import LayoutConfig
 from phalanx.nn.adapter import find_adapter
 from tests.harness import parity
+from tests.harness.pool import RanksFailed
 
 STEPS = 2
 
@@ -46,6 +48,69 @@ def test_lora_is_the_same_in_every_layout(ranks, model, world, layout):
     start = parity.truth_of(ranks, run, 0, False)["weights"]
     for name, value in truth["weights"].items():
         assert np.array_equal(value, start[name]) or name in mine, name
+
+
+DORA = [
+    ("qwen2", 2, {"tp": 2}),  # biases of q, k and v
+    ("llama", 4, {"tp": 4}),  # two key/value heads
+    ("llama-tied", 4, {"tp": 2, "pp": 2}),
+    ("gpt2", 2, {"tp": 2}),  # q, k and v as one matrix
+    ("qwen3", 2, {"sharding": 3, "bucket_mb": 0}),
+    ("mistral", 2, {"cp": 2}),
+    ("deepseek_v3", 4, {"tp": 2, "ep": 2}),
+    ("mixtral", 4, {"tp": 2, "ep": 2, "etp": 2}),
+    ("qwen3_moe", 4, {"ep": 2, "etp": 2, "sharding": 3}),
+    ("mixtral", 2, {"ep": 2, "dispatch": "push"}),
+]
+EACH = ["*norm*", "*embed_tokens*"]
+CHOSEN = {  # what is trained whole
+    "gpt2": ["*.ln_*", "*wte*"],
+    "deepseek_v3": ["*layernorm*"],
+    "llama": [*EACH, "lm_head.weight"],
+}
+
+
+@pytest.mark.parametrize("model, world, layout", DORA, ids=[f"{m} {lay}" for m, _, lay in DORA])
+def test_dora_is_the_same_in_every_layout(ranks, model, world, layout):
+    """Truth: one process in float64. Norms, embedding and head are trained whole beside it."""
+    run = replace(parity.base_run(model), layout=LayoutConfig(**layout))
+    run = lora(run, "dora", rank=3, alpha=5.0, also=CHOSEN.get(model, EACH))
+    truth = parity.truth_of(ranks, run, STEPS, False)
+    grads = truth["grads"][0]
+    assert any(name.endswith("lora_magnitude_vector") for name in grads)
+    assert any("norm" in name or ".ln_" in name for name in grads)
+    assert all(np.any(value) for name, value in grads.items() if ".experts." not in name)  # some get no token
+    parity.compare(ranks.run("tests.harness.parity:run_layout", world, run, STEPS, False), truth, STEPS)
+    start = parity.truth_of(ranks, run, 0, False)["weights"]
+    for name, value in truth["weights"].items():
+        assert np.array_equal(value, start[name]) or name in grads, name
+
+
+PISSA = [("qwen3", 2, {"tp": 2, "sharding": 3}), ("mixtral", 4, {"tp": 2, "ep": 2, "etp": 2}), ("gpt2", 2, {"pp": 2})]
+
+
+@pytest.mark.parametrize("model, world, layout", PISSA, ids=[f"{m} {lay}" for m, _, lay in PISSA])
+def test_pissa_is_the_same_in_every_layout(ranks, model, world, layout):
+    """Truth: one process in float64, in which the four matrices are random. Two of them stay as they are."""
+    run = lora(replace(parity.base_run(model), layout=LayoutConfig(**layout)), rank=3, start="pissa")
+    truth = parity.truth_of(ranks, run, STEPS, False)
+    assert truth["grads"][0] and not any(".start_" in name for name in truth["grads"][0])
+    parity.compare(ranks.run("tests.harness.parity:run_layout", world, run, STEPS, False), truth, STEPS)
+    start = parity.truth_of(ranks, run, 0, False)["weights"]
+    assert all(np.array_equal(value, start[n]) for n, value in truth["weights"].items() if ".start_" in n)
+
+
+def test_the_sum_over_cut_inputs_matters(ranks):
+    """Dropping the one collective of adapters' own makes the comparison with one process fail."""
+    run = replace(parity.base_run("qwen3", global_batch=2), layout=LayoutConfig(tp=2))
+    run = lora(run, "dora", rank=3, targets=["*.down_proj.weight"])
+    truth = parity.truth_of(ranks, run, 1, False)
+    results = ranks.run("tests.harness.parity:run_layout", 2, run, 1, False, None, True)
+    sites = {Site(*site) for result in results for site in result["sites"]}
+    (mine,) = {site for site in sites if "adapted_linear" in site.file}
+    assert (mine.axis, mine.op) == ("tp", "all_reduce")
+    with pytest.raises((AssertionError, RanksFailed)):
+        parity.compare(ranks.run("tests.harness.parity:run_layout", 2, run, 1, False, mine), truth, 1)
 
 
 @pytest.mark.parametrize(

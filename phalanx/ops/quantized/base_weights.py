@@ -143,6 +143,16 @@ def decode_(out: Tensor, stored: Tensor, what: EncodedMatrices) -> None:
             rows.copy_(decoded(stored[m.at : m.at + m.encoded.nbytes], m.encoded, start, start + len(rows), out.dtype))
 
 
+def stored_values(weight: Tensor, format: str) -> Tensor:
+    """The values that a whole weight (..., rows, columns) stands for once it is stored in a format, in its dtype."""
+    found, shape = torch.empty_like(weight, memory_format=torch.contiguous_format), weight.shape[-2:]
+    encoded = EncodedBox(FORMATS[format], MatrixBox.whole((shape[0], shape[1])))
+    what = EncodedMatrices(FORMATS[format], (EncodedMatrix(encoded, 0, 0, (shape[1], 1)),))
+    for matrix, out in zip(weight.reshape(-1, *shape), found.view(-1, *shape)):
+        decode_(out, encode(matrix, encoded), what)
+    return found
+
+
 def decoded(stored: Tensor, encoded: EncodedBox, start: int, stop: int, dtype: torch.dtype) -> Tensor:
     """Rows start..stop of an encoded box, in fp32; for float64, in that."""
     format, box = encoded.format, encoded.box

@@ -1,0 +1,145 @@
+"""The rules of `lora`: every glob and pattern fits something, what is trained whole has no adapter, and what the method
+needs of targets, layout and run."""
+
+from __future__ import annotations
+
+import re
+
+from phalanx.base.errors import CheckpointError, Problem
+from phalanx.base.registry import near
+from phalanx.base.rules import problem
+from phalanx.checkpoint.adapters import CONFIG, adapter_source
+from phalanx.checkpoint.lora_folder import STARTED_FROM, read_peft_config
+from phalanx.config.run import Run
+from phalanx.nn.adapted_linear import fits
+from phalanx.nn.adapter import AdapterConfig, find_adapter, fits_module
+from phalanx.nn.objective import SequenceObjective, find_objective, make_objective
+from phalanx.planning.adapters import AdaptedNames, adapted_names, kinds
+from phalanx.planning.freeze import stored_together
+
+
+def check_adapters(run: Run) -> list[Problem]:
+    """Of a run whose model has no problem of its own."""
+    lora = run.lora
+    if lora is None:
+        return []
+    method, names = find_adapter(lora.method), adapted_names(run.model)
+    if run.train.freeze:
+        rule = "has no effect with lora, which keeps all weights of the model as they are"
+        return [problem("train", run.train, "freeze", rule, {"lora.method": lora.method}, ([],))]
+    able = [name for of_one in names.carriers for name in of_one]
+    found = [each for glob in lora.targets for each in _check_glob(lora, glob, able, names)]
+    if not lora.targets:
+        found = [problem("lora", lora, "targets", "must name linears", {"linears": kinds(able)}, (["*"],))]
+    torn = [of_one for of_one in names.carriers if len({fits(name, lora.targets) for name in of_one}) > 1]
+    if torn and not found:
+        missing = [name for of_one in torn for name in of_one if not fits(name, lora.targets)]
+        whole = list(dict.fromkeys(re.sub(r"\.\d+\.", ".*.", name) for name in missing))
+        rule = "must fit all or none of the experts of a layer"
+        found = [problem("lora", lora, "targets", rule, {"fits not": missing[0]}, ([*lora.targets, *whole],))]
+    cut = [of_one[0] for of_one in names.by_inputs if fits(of_one[0], lora.targets)]
+    if run.layout.etp > 1 and cut and not method.linear:
+        rule = "must be 1 for a method that is not linear, on experts' output matrices"
+        found.append(problem("layout", run.layout, "etp", rule, {"lora.method": lora.method, "such as": cut[0]}, (1,)))
+    return found + _check_method(run, lora, names) + _check_also(run, lora, able) + method.check(lora)
+
+
+def _check_method(run: Run, lora: AdapterConfig, names: AdaptedNames) -> list[Problem]:
+    """What the method needs of its targets and of the run."""
+    method, found = find_adapter(lora.method), list[Problem]()
+    targets = [(of_one, s) for of_one, s in zip(names.carriers, names.shapes) if fits(of_one[0], lora.targets)]
+    if run.train.fp8 is not None and method.reads_base:
+        rule = "must be null: the method reads the frozen weights, of which only FP8 values may be there"
+        found.append(problem("train", run.train, "fp8", rule, {"lora.method": lora.method}, (None,)))
+    modules = [[name.removesuffix(".weight") for name in of_one] for of_one, _ in targets]
+    for field, patterns in method.patterns(lora).items():
+        found += [each for pattern in patterns for each in _check_pattern(lora, field, pattern, modules)]
+    sizes = ((name, shape) for of_one, (_, shape) in zip(modules, targets) for name in of_one)
+    wrong = (each for name, shape in sizes for each in method.check_module(lora, name, *shape))
+    return found + [*wrong][:1]
+
+
+def _check_pattern(lora: AdapterConfig, field: str, pattern: str, modules: list[list[str]]) -> list[Problem]:
+    """A regular expression fits a target; of the experts of a layer, which stand together in `modules`, all or none."""
+    fitting = [[name for name in of_one if fits_module(pattern, name)] for of_one in modules]
+    rest = {key: value for key, value in getattr(lora, field).items() if key != pattern}
+    if not any(fitting):
+        rule = "must have patterns that fit the end of a target's name"
+        return [problem("lora", lora, field, rule, {"fits none": pattern}, (rest,))]
+    torn = next((some for some, of_one in zip(fitting, modules) if some and len(some) != len(of_one)), None)
+    if torn is None:
+        return []
+    rule = "must have patterns that fit all or none of the experts of a layer"
+    return [problem("lora", lora, field, rule, {"fits only": torn[0]}, (rest,))]
+
+
+def _check_also(run: Run, lora: AdapterConfig, able: list[str]) -> list[Problem]:
+    """Weights that are trained whole: they are there, all of what is stored as one, and have no adapter."""
+    together = stored_together(run.model)
+    if not lora.also:
+        return []
+    names = [name for matrix in together for name in matrix]
+    idle = [glob for glob in lora.also if not any(fits(name, [glob]) for name in names)]
+    rest = [glob for glob in lora.also if glob not in idle]
+    if idle:
+        like = near(idle[0], tuple(dict.fromkeys(kinds([name]) for name in names)))
+        valid = tuple([*rest, each] for each in like) or (rest,)
+        because = {"fits none": ", ".join(idle), "tensors": kinds(names)}
+        return [problem("lora", lora, "also", "must fit names of tensors", because, valid)]
+    both = [name for name in able if fits(name, lora.also) and fits(name, lora.targets)]
+    if both:
+        free = [glob for glob in lora.also if not any(fits(name, [glob]) for name in both)]
+        rule = "must fit no matrix that has an adapter: it is trained whole or has one"
+        return [problem("lora", lora, "also", rule, {"lora.targets": lora.targets, "such as": both[0]}, (free,))]
+    torn = [matrix for matrix in together if len({fits(name, lora.also) for name in matrix}) > 1]
+    if torn:
+        missing = [name for matrix in torn for name in matrix if not fits(name, lora.also)]
+        rule = "must fit all or none of the tensors that are stored as one matrix"
+        valid = ([*lora.also, *dict.fromkeys(kinds([name]) for name in missing)],)
+        return [problem("lora", lora, "also", rule, {"fits not": missing[0]}, valid)]
+    kind = find_objective(run.task.name)
+    if issubclass(kind, SequenceObjective) and kind.needs_reference and make_objective(run.task).scores is None:
+        rule = "must be empty for an objective whose reference is the base with adapters off"
+        return [problem("lora", lora, "also", rule, {"task.name": run.task.name}, ([],))]
+    return []
+
+
+def _check_glob(lora: AdapterConfig, glob: str, able: list[str], names: AdaptedNames) -> list[Problem]:
+    """A problem if it fits no linear."""
+    if any(fits(name, [glob]) for name in able):
+        return []
+    others = [name for name in names.others if fits(name, [glob])]
+    rest = [g for g in lora.targets if g != glob]
+    if others:
+        rule = (
+            "must fit weights of linears that can carry an adapter; embeddings, norms, routers, biases, the head and "
+        )
+        rule += "experts that are one tensor cannot"
+        return [problem("lora", lora, "targets", rule, {"fits only": kinds(others)}, (rest or ["*"],))]
+    like = near(glob, tuple(dict.fromkeys(re.sub(r".*\.(?=\w+\.weight$)", "*.", name) for name in able)))
+    valid = tuple([*rest, each] for each in like) or ((rest or ["*"]),)
+    return [
+        problem(
+            "lora", lora, "targets", "must fit names of tensors", {"fits none": glob, "linears": kinds(able)}, valid
+        )
+    ]
+
+
+def check_adapter_source(run: Run) -> list[Problem]:
+    """What lora.init_from names holds adapters, and they do what this section says of them. Their shapes are compared
+    when they are loaded."""
+    lora = run.lora
+    if lora is None or lora.init_from is None or run.checkpoint.load is not None:
+        return []
+    try:
+        found = adapter_source(lora.init_from)
+        stated = read_peft_config(found.path, STARTED_FROM) if (found.path / CONFIG).is_file() else None
+    except CheckpointError as error:
+        return [problem("lora", lora, "init_from", f"must hold adapters ({error})", {}, (None,))]
+    wanted = {} if stated is None else find_adapter(lora.method).from_peft(stated)
+    rule = "must be that of the adapters that the run starts from"
+    return [
+        problem("lora", lora, name, rule, {"lora.init_from": lora.init_from}, (value,))
+        for name, value in wanted.items()
+        if getattr(lora, name) != value
+    ]

@@ -1,0 +1,247 @@
+"""Runs with `lora` over a folder: checkpoints name the folder and its checksums and hold none of its bytes; whatever
+reads them finds it; adapters are merged, exported and started from."""
+
+from __future__ import annotations
+
+import json
+import shutil
+from dataclasses import replace
+from pathlib import Path
+
+import numpy as np
+import peft
+import pytest
+import torch
+import transformers
+from safetensors.numpy import load_file, save_file
+
+from phalanx.base.errors import CheckpointError, ConfigError
+from phalanx.base.placement import Placement
+from phalanx.checkpoint.base import rebase
+from phalanx.checkpoint.contents import Contents
+from phalanx.checkpoint.manifest import NAMES_BASE, read_manifest, verify
+from phalanx.checkpoint.merge import merge, merge_folder
+from phalanx.checkpoint.tools import diff, reshard
+from phalanx.cli.checkpoints import adapter_alone
+from phalanx.config.run import CheckpointConfig, Run
+from phalanx.forecast.check import Facts, check
+from phalanx.inference.engine import Engine, EngineOptions
+from phalanx.inference.load import load_alone
+from phalanx.inference.request import SamplingOptions
+from phalanx.nn.adapter import find_adapter
+from phalanx.planning.adapters import merging_of, section_of_folder
+from phalanx.training.main import train
+from tests.harness.generation import answers_of
+from tests.models.test_twenty_steps import random_model
+from tests.training.test_adapter_runs import same
+from tests.training.test_loop import MODEL, make_run
+
+FIELDS = {"rank": 3, "alpha": 7.0, "targets": ["*.q_proj.weight", "*.v_proj.weight", "*.down_proj.weight"]}
+METHODS = {
+    "lora": FIELDS,
+    "dora": {**FIELDS, "method": "dora", "also": ["*norm*", "lm_head.weight"]},
+    "patterns": {
+        **FIELDS,
+        "rank_pattern": {"0.self_attn.q_proj": 2, "down_proj": 5},
+        "alpha_pattern": {r"layers\.1\..*v_proj": 3.0},
+        "rank_stabilised": True,
+    },
+    "pissa": {**FIELDS, "start": "pissa", "rank_pattern": {"down_proj": 5}, "rank_stabilised": True},
+}
+IDS = [list(range(3, 14))]
+
+
+@pytest.fixture(scope="module")
+def base(tmp_path_factory) -> Path:
+    """A Hugging Face folder in several files, in float64."""
+    folder = tmp_path_factory.mktemp("hf") / "base"
+    random_model(MODEL).save_pretrained(folder, max_shard_size="20KB")
+    assert len(list(folder.glob("*.safetensors"))) > 2
+    return folder
+
+
+def run_over(over: Path, folder: Path, steps: int = 4, **fields) -> Run:
+    lora = find_adapter(fields.get("method", "lora")).Config(**{**FIELDS, **fields})
+    run = replace(make_run(folder, steps=steps, precision="fp64"), init_from=str(over), lora=lora)
+    return replace(run, checkpoint=CheckpointConfig(interval=2))
+
+
+def trained(run: Run) -> Path:
+    """Its last checkpoint."""
+    train(run, Placement())
+    return Path(run.dir) / "checkpoints" / f"step-{run.train.last_step:08d}"
+
+
+@pytest.fixture(scope="module", params=METHODS)
+def checkpoint(request, base, tmp_path_factory) -> Path:
+    return trained(run_over(base, tmp_path_factory.mktemp("run"), **METHODS[request.param]))
+
+
+def logits_of(model: torch.nn.Module) -> torch.Tensor:
+    with torch.no_grad():
+        return model(torch.tensor(IDS)).logits[0].log_softmax(-1)
+
+
+def folder_model(folder: Path) -> torch.nn.Module:
+    return transformers.AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float64).eval()
+
+
+def with_peft(base: Path, adapter: Path) -> torch.nn.Module:
+    return peft.PeftModel.from_pretrained(folder_model(base), adapter, autocast_adapter_dtype=False).eval()
+
+
+def as_peft_reads(checkpoint: Path, tmp_path: Path) -> Path:
+    """The adapters of a checkpoint: in it, or exported."""
+    inside = checkpoint / "adapter"
+    if (inside / "adapter_config.json").is_file():
+        return inside
+    return adapter_alone(str(checkpoint), str(tmp_path / "for_peft"))
+
+
+def test_a_checkpoint_holds_no_byte_of_the_base(checkpoint, base):
+    manifest = read_manifest(checkpoint)
+    assert manifest.format == NAMES_BASE and manifest.base.folder == str(base)
+    assert {path.name for path in base.iterdir() if "safetensors" in path.name} == manifest.base.files.keys()
+    assert not verify(checkpoint) and not list((checkpoint / "weights").glob("*.safetensors"))
+    assert (checkpoint / "weights/config.json").is_file(), "tokenizer and config stay with it"
+    held = {key for file in checkpoint.rglob("*.safetensors") for key in load_file(file)}
+    mine = ("lora_", "start_", "norm", "lm_head")
+    assert held and all(any(word in key for word in mine) for key in held)
+
+
+def test_it_goes_on_to_the_same_bits(checkpoint, tmp_path):
+    """Truth: the run that was never interrupted."""
+    shutil.copytree(checkpoint.parents[1], tmp_path / "run")
+    shutil.rmtree(tmp_path / "run/checkpoints" / checkpoint.name)
+    manifest = read_manifest(checkpoint)
+    section = {k: v for k, v in manifest.config["lora"].items()}
+    assert same(checkpoint, trained(run_over(Path(manifest.base.folder), tmp_path / "run", **section)))
+
+
+def test_generate_applies_base_and_adapters_as_peft_does(checkpoint, base, tmp_path):
+    """Truth: PEFT over transformers, in float64, which also reads what is exported for it."""
+    wanted = logits_of(with_peft(base, as_peft_reads(checkpoint, tmp_path)))
+    assert (wanted - logits_of(folder_model(base))).abs().max() > 1e-3
+    found = logprobs_of(checkpoint / "weights")
+    torch.testing.assert_close(found, wanted[range(10), IDS[0][1:]].float(), rtol=0, atol=2e-5)
+
+
+def test_merged_weights_do_what_base_and_adapters_do(checkpoint, base, tmp_path):
+    model = read_manifest(checkpoint).config["lora"]
+    section = find_adapter(model["method"]).Config(**model)
+    folder = merge(checkpoint, tmp_path / "merged", merging_of(MODEL, section))
+    wanted = logits_of(with_peft(base, as_peft_reads(checkpoint, tmp_path)))
+    torch.testing.assert_close(logits_of(folder_model(folder)), wanted, rtol=0, atol=1e-12)
+    assert json.loads((folder / "parity.json").read_text())["exact"]
+    alone = adapter_alone(str(checkpoint), str(tmp_path / "adapter"))
+    torch.testing.assert_close(logits_of(with_peft(base, alone)), wanted, rtol=0, atol=1e-12)
+    section, named = section_of_folder(str(alone))
+    assert named == str(base)
+    again = merge_folder(str(alone), str(base), tmp_path / "again", merging_of(MODEL, section))
+    torch.testing.assert_close(logits_of(folder_model(again)), wanted, rtol=0, atol=1e-12)
+
+
+@pytest.mark.parametrize("method", ["lora", "dora"])
+def test_adapters_of_a_quantized_base_are_merged_into_the_values_that_it_stands_for(method, base, tmp_path):
+    """Truth: what the run generates with, which decodes its base."""
+    fields = {**FIELDS, "base": "int8", "method": method}
+    checkpoint = trained(run_over(base, tmp_path / "run", **fields))
+    section = find_adapter(method).Config(**fields)
+    folder = merge(checkpoint, tmp_path / "merged", merging_of(MODEL, section))
+    found = logprobs_of(checkpoint / "weights")
+    torch.testing.assert_close(found, logprobs_of(folder), rtol=0, atol=2e-5)
+    plain = trained(run_over(base, tmp_path / "plain", **{**fields, "base": "bf16"}))
+    assert (found - logprobs_of(plain / "weights")).abs().max() > 1e-4
+
+
+def logprobs_of(weights: Path) -> torch.Tensor:
+    """Of the ids but the first, as they are generated with, in fp32."""
+    engine = Engine(load_alone(weights), EngineOptions(sequences=1, tokens=16, memory_gib=0.01))
+    options = SamplingOptions(tokens=1, temperature=0, prompt_logprobs=1)
+    ((_, _, scores, _),) = answers_of(engine, [(IDS[0], options)])
+    return torch.tensor([score.logprob for score in scores[1:] if score])
+
+
+def test_it_is_written_anew_and_compared(checkpoint, tmp_path):
+    anew = reshard(checkpoint, tmp_path / "anew", files=2)
+    assert not list(diff(checkpoint, anew)) and read_manifest(anew).base == read_manifest(checkpoint).base
+    with Contents(checkpoint) as contents, Contents(checkpoint.with_name("step-00000002")) as before:
+        assert contents.shapes("weights") == before.shapes("weights")
+        assert all(torch.equal(contents.read("master", n), before.read("master", n)) for n in contents.frozen)
+
+
+def test_a_run_starts_from_adapters_of_a_folder(checkpoint, base, tmp_path):
+    """Truth: the files. With a rate of zero the first step changes nothing."""
+    section = read_manifest(checkpoint).config["lora"]
+    for number, source in enumerate((checkpoint, as_peft_reads(checkpoint, tmp_path))):
+        if source.name == "for_peft":
+            section = {
+                **section,
+                "start": "random",
+                "rank": 6,
+                "alpha": 7.0 * 2**0.5,
+                "rank_pattern": {"down_proj": 10},
+            }
+        run = run_over(base, tmp_path / str(number), steps=1, **{**section, "init_from": str(source)})
+        assert not check(run, Facts())
+        last = trained(replace(run, optim=replace(run.optim, lr=0.0)))
+        before = source / "adapter" if source == checkpoint else source
+        files = [load_file(path / "adapter_model.safetensors") for path in (before, last / "adapter")]
+        assert files[0].keys() == files[1].keys()
+        assert all(np.array_equal(files[0][name], files[1][name]) for name in files[0])
+
+
+# ---- what is refused
+
+
+@pytest.fixture
+def copied(base, tmp_path) -> tuple[Path, Path]:
+    """A base, and the checkpoint of a run over it."""
+    folder = shutil.copytree(base, tmp_path / "base")
+    return folder, trained(run_over(folder, tmp_path / "run", steps=2))
+
+
+def test_a_base_that_moved_is_found_where_it_is_said_to_be(copied, tmp_path):
+    folder, checkpoint = copied
+    new = folder.rename(tmp_path / "elsewhere")
+    run = run_over(folder, tmp_path / "run")
+    (found,) = check(run, Facts())
+    assert found.field == "init_from" and "where the base of the run's adapters is now" in found.rule
+    with pytest.raises(CheckpointError, match="is not where it was.*init_from=FOLDER.*phalanx checkpoint rebase"):
+        load_alone(checkpoint / "weights")
+    last = trained(replace(run, init_from=str(new)))
+    assert read_manifest(last).base.folder == str(new)
+    rebase(checkpoint, str(new))
+    assert not verify(checkpoint) and read_manifest(checkpoint).base == read_manifest(last).base
+    load_alone(checkpoint / "weights")
+
+
+def test_another_base_is_refused_with_both_checksums(copied, tmp_path):
+    folder, checkpoint = copied
+    file = sorted(folder.glob("*.safetensors"))[0]
+    before = read_manifest(checkpoint).base.files[file.name]
+    save_file({name: value + 1 for name, value in load_file(file).items()}, file)
+    for work in (
+        lambda: load_alone(checkpoint / "weights"),
+        lambda: train(run_over(folder, tmp_path / "run"), Placement()),
+        lambda: rebase(checkpoint, str(folder)),
+        lambda: Contents(checkpoint),
+    ):
+        with pytest.raises(CheckpointError, match=f"{file.name} has .* checksum .*{before.xxh3}") as error:
+            work()
+        assert str(error.value).count("checksum") == 2
+
+
+def test_what_does_not_fit_a_folder_of_adapters_is_said(copied, base, tmp_path):
+    _, checkpoint = copied
+    run = run_over(base, tmp_path / "other", rank=2, init_from=str(checkpoint / "adapter"))
+    (found,) = check(run, Facts())
+    assert found.field == "lora.rank" and found.valid == (3,)
+    run = run_over(base, tmp_path / "other", init_from=str(tmp_path / "nowhere"))
+    (found,) = check(run, Facts())
+    assert found.field == "lora.init_from" and "must hold adapters" in found.rule
+    run = run_over(base, tmp_path / "other", targets=["*.q_proj.weight"], init_from=str(checkpoint))
+    with pytest.raises(CheckpointError, match="not in the model: .*lora_A"):
+        train(run, Placement())
+    with pytest.raises(ConfigError):
+        train(run_over(base, tmp_path / "other", method="dora", init_from=str(checkpoint)), Placement())
