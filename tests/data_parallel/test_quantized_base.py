@@ -18,6 +18,8 @@ from phalanx.forecast.decide import make_plan
 from phalanx.layout.config import LayoutConfig
 from phalanx.nn.adapter import find_adapter
 from tests.harness import parity
+from tests.inference.test_beside import PROMPTS, ROOM, same_answers, same_training
+from tests.inference.test_engine import GREEDY
 
 STEPS = 2
 FORMATS = ("int8", "fp8", "int4", "nf4")
@@ -83,3 +85,14 @@ def test_bytes_of_the_base_stay(ranks, base):
         replace(run, layout=LayoutConfig(sharding=3, bucket_mb=0)),
     ):
         assert same and set(sizes) == {(0, 0)}
+
+
+def test_text_beside_training(ranks):
+    """Truth: one process with the same format, which decodes for each step of the engine too; and training's bits are
+    those without any text."""
+    run = based(replace(parity.base_run("llama"), layout=LayoutConfig(sharding=3, bucket_mb=0)), "nf4")
+    asked, train = [(prompt, GREEDY) for prompt in PROMPTS], "tests.harness.beside:train_and_answer"
+    [alone], both = (ranks.run(train, world, run, asked, ROOM) for world in (1, 2))
+    for found, wanted in zip(both[0]["texts"], alone["texts"], strict=True):
+        same_answers(found, wanted)
+    same_training(both, ranks.run(train, 2, run, [], ROOM))
