@@ -92,6 +92,7 @@ def test_bytes_of_the_base_stay(ranks, base):
         assert same and set(sizes) == {(0, 0)}
 
 
+@pytest.mark.soak
 def test_text_beside_training(ranks):
     """Truth: one process with the same format, which decodes for each step of the engine too; and training's bits are
     those without any text."""

@@ -216,7 +216,7 @@ def _case(name: str, boxes: Sequence[MatrixBox], transposed: bool = False, large
 
     size = f"{len(boxes)} box{'es' * (len(boxes) > 1)} of {rows} x {columns}{', transposed' * transposed}"
     dtypes = (
-        (torch.bfloat16,) if large else (torch.float16, torch.float32, torch.float64)
+        (torch.bfloat16,) if large else (torch.float16, torch.float64)
     )  # interpreted, casts to bf16 cut bits off
     return Case(f"{name}, {size}", call, ((rows, columns),), dtypes=dtypes, large=large, exact=True)
 
