@@ -151,7 +151,7 @@ class Plan:
         """What the schedule must do for a bucket."""
         cut = self.sharding.cut(bucket, self.grid)
         if bucket.base_format is not None:
-            return Flow(gathers=True, ahead=cut.cuts_weights)  # decoded for each use, whatever is sharded
+            return Flow(gathers=True, prefetched=cut.cuts_weights)  # decoded for each use, whatever is sharded
         closes = cut.cuts_gradients or cut.chained
         if cut.applied:
             return Flow(cut.cuts_weights, opens=True, closes=cut.inner * cut.outer > 1, applies=True)

@@ -244,19 +244,19 @@ class Send:
 class Flow:
     """Which instructions a bucket needs besides its reduction; it follows from how the bucket is sharded.
 
-    gathers   its weights are in memory from Gather to Free only
-    opens     its gradients are in memory from Open to Close only, and are reduced after each micro-batch
-    closes    it needs a Close when a reduction is complete
-    applies   its gradients are applied and freed when they are complete, in a step of one micro-batch (an Apply instead
-              of the Close; they are in memory from Open to there)
-    ahead     its weights are gathered ahead of their use; else right before it, as there is nothing to send
+    gathers     its weights are in memory from Gather to Free only
+    opens       its gradients are in memory from Open to Close only, and are reduced after each micro-batch
+    closes      it needs a Close when a reduction is complete
+    applies     its gradients are applied and freed when they are complete, in a step of one micro-batch (an Apply
+                instead of the Close; they are in memory from Open to there)
+    prefetched  its weights are gathered some time before their use; else right before it: there is nothing to send
     """
 
     gathers: bool = False
     opens: bool = False
     closes: bool = False
     applies: bool = False
-    ahead: bool = True
+    prefetched: bool = True
 
 
 @dataclass(frozen=True, slots=True)

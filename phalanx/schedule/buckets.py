@@ -86,7 +86,7 @@ def with_buckets(
         if not uses:
             continue
         needed = [k for k in uses if not isinstance(compute[k], WeightGrad)]
-        _place_weights(moments, bucket, flow, needed, bucket_prefetch if flow.ahead else 0, keep)
+        _place_weights(moments, bucket, flow, needed, bucket_prefetch if flow.prefetched else 0, keep)
         adds = [k for k in uses if _adds(compute[k], early)] if trains else []
         if adds:
             _place_gradients(moments, bucket, flow, adds, compute, bucket_prefetch)

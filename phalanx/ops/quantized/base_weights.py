@@ -215,9 +215,7 @@ def _case(name: str, boxes: Sequence[MatrixBox], transposed: bool = False, large
         return (out,)  # type: ignore[return-value]
 
     size = f"{len(boxes)} box{'es' * (len(boxes) > 1)} of {rows} x {columns}{', transposed' * transposed}"
-    dtypes = (
-        (torch.bfloat16,) if large else (torch.float16, torch.float64)
-    )  # interpreted, casts to bf16 cut bits off
+    dtypes = (torch.bfloat16,) if large else (torch.float16, torch.float64)  # interpreted, casts to bf16 cut bits off
     return Case(f"{name}, {size}", call, ((rows, columns),), dtypes=dtypes, large=large, exact=True)
 
 
