@@ -99,7 +99,6 @@ def test_losses_fall(tmp_path):
     assert losses(base)[-1] < 0.7 * losses(base)[0]
     before = (weights_of(base) / "model.safetensors").read_bytes()
     run = tuned(tmp_path, base, 30, 6e-3, adapters=True)
-    print(losses(run)[0], losses(run)[-1], losses(base)[0], losses(base)[-1])
     assert losses(run)[-1] < 0.8 * losses(run)[0]
     assert (weights_of(base) / "model.safetensors").read_bytes() == before
     assert (weights_of(run) / "model.safetensors").read_bytes() == before
