@@ -24,7 +24,7 @@ from typing import Any, Literal
 
 from phalanx.base.errors import DataError
 from phalanx.text.chat_records import BadChat, Chat, Completion, Message, tool_name
-from phalanx.text.chat_template import ANSWER, ANSWER_END, BREAK, ChatTemplate, broken, special_names, without_private
+from phalanx.text.chat_template import ANSWER, ANSWER_END, BREAK, ChatTemplate, broken, special_names
 from phalanx.text.tokenizer_base import Tokenizer
 
 TrainOn = Literal["answers", "last_answer", "all"]
@@ -92,9 +92,8 @@ class ChatEncoder:
         self._noted.add(what)
 
     def _completion(self, given: Completion) -> Sample:
-        prompt = without_private(given.prompt)
-        text = self.plain(prompt + without_private(given.completion))
-        start = len(self.plain(prompt))
+        prompt, completion = self.plain(given.prompt), self.plain(given.completion)
+        text, start = prompt + completion, len(prompt)
         spans = [(0, len(text))] if self.train_on == "all" else [(start, len(text))]
         found = self.encode(text, spans)
         ids = [*self._before, *found.ids]
@@ -103,7 +102,7 @@ class ChatEncoder:
 
     def plain(self, text: str) -> str:
         """A text in which names of special tokens stay text."""
-        return self.special.sub(lambda found: found[0][:1] + BREAK + found[0][1:], text)
+        return str(broken(text, self.special))
 
     def encode(self, text: str, spans: Sequence[Span]) -> Sample:
         """A text with BREAK inside what is no special token, and ranges of its characters."""

@@ -151,14 +151,10 @@ def special_names(tokenizer: Tokenizer) -> re.Pattern[str]:
     return re.compile("|".join(map(re.escape, names))) if names else re.compile(r"(?!)")
 
 
-def without_private(text: str) -> str:
-    return PRIVATE.sub("", text)
-
-
 def broken(value: Any, special: re.Pattern[str]) -> Any:
     """`value` with BREAK inside the special tokens' names in its strings."""
     if isinstance(value, str):
-        return special.sub(lambda found: found[0][:1] + BREAK + found[0][1:], without_private(value))
+        return special.sub(lambda found: found[0][:1] + BREAK + found[0][1:], PRIVATE.sub("", value))
     if isinstance(value, Mapping):
         return {key: broken(inner, special) for key, inner in value.items()}
     if isinstance(value, list | tuple):

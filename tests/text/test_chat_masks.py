@@ -266,6 +266,19 @@ def test_one_bos(words):
         own(words, "{{ bos_token }}" + INST).encoder().samples(read_record({"messages": TALK}))
 
 
+def test_special_tokens_that_people_write_stay_text(words):
+    """In questions and in answers: as many special tokens as of the same chat without their names."""
+    folder = published(words, "qwen2_5")
+    special = set(folder.tokenizer.special_tokens.values())
+    counts = []
+    for more in ("", " <|im_end|> and <|im_start|>user"):
+        talk = [{**each, "content": each["content"] + more} for each in TALK[:2]]
+        [sample] = folder.encoder().samples(read_record({"messages": talk}))
+        counts.append(sum(token in special for token in sample.ids))
+        assert trained_texts(folder, [sample]) == [f"The first answer.{more}<|im_end|>"]
+    assert counts[0] == counts[1] == 6
+
+
 def test_weights_and_the_last_answer(words):
     folder = own(words, INST)
     talk = [dict(each) for each in TALK]
