@@ -141,6 +141,16 @@ def stream(checkpoint: str, asked: dict[str, Any]) -> None:
         click.echo(text.notice, err=True)
 
 
+def check_length(option: str, length: int | None, positions: int) -> None:
+    """ConfigError for sequences that are longer than the model has positions."""
+    from phalanx.base.errors import ConfigError, Problem
+
+    if length is not None and length > positions:
+        rule = "must not be more than the model has positions"
+        because = {"model.max_position_embeddings": positions}
+        raise ConfigError([Problem(option, length, rule, because, (positions,), "command line")])
+
+
 def check_speculation(run: Run, world: int, speculate: str | None) -> None:
     """ConfigError for drafts that the model does not make in its layout, before anything is loaded."""
     from phalanx.forecast.decide import make_plan
