@@ -8,7 +8,7 @@ from pathlib import Path
 from phalanx.base.devices import DEVICES, Device
 from phalanx.base.errors import ConfigError, Problem
 from phalanx.checkpoint.keep import list_checkpoints
-from phalanx.cli.generate import TAKEN, check_length, refuse_others
+from phalanx.cli.generate import check_length
 from phalanx.cli.setup import all_problems, fail, say_notes
 from phalanx.config.device_check import Facts
 from phalanx.config.read import COMMAND_LINE, read
@@ -27,6 +27,7 @@ from phalanx.inference.load import (
     weights_folder,
 )
 from phalanx.inference.memory import MemoryLimits
+from phalanx.inference.overrides import TAKEN, refuse_others
 from phalanx.inference.predictor import MtpSpec
 from phalanx.inference.serving_plan import ServingPlan, check_fits, serving_text
 

@@ -9,9 +9,10 @@ from typing import Any
 import click
 
 from phalanx.cli.completion import configs
-from phalanx.cli.generate import check_length, check_speculation, refuse_others
+from phalanx.cli.generate import check_length, check_speculation
 from phalanx.cli.options import ADAPTERS, OVERRIDES, RANKS, SPECULATE
 from phalanx.cli.verbs import ConfigVerb
+from phalanx.inference.overrides import refuse_others
 
 NEEDED = ("starlette", "uvicorn", "prometheus_client")
 POSITIVE = click.IntRange(min=1)
