@@ -7,11 +7,11 @@
     print(px.plan(run, ranks=8))   # stages, memory, messages, FLOPs; needs no GPU
     px.train(run)
 
-and `with px.session(run) as s:` for a loop of your own. `px.Family` is for model families of your own, `px.Optimizer`
-and `@px.optimizer` for optimizers, `@px.lr_schedule` for learning rates, `px.TokenObjective`, `px.SequenceObjective`
-and `@px.objective` for losses, `px.Adapter` and `@px.adapter` for fine-tuning beside frozen weights, `px.Sink` and
-`@px.sink` for places that numbers go to, `px.DataSource` and `@px.source` for samples, `@px.pipeline_schedule` for the
-order of a pipeline's work, `px.Callback` for programs that
+and `with px.session(run) as s:` for a loop of your own; `with px.sampler("runs/first") as s:` for text. `px.Family` is
+for model families of your own, `px.Optimizer` and `@px.optimizer` for optimizers, `@px.lr_schedule` for learning rates,
+`px.TokenObjective`, `px.SequenceObjective` and `@px.objective` for losses, `px.Adapter` and `@px.adapter` for
+fine-tuning beside frozen weights, `px.Sink` and `@px.sink` for places that numbers go to, `px.DataSource` and
+`@px.source` for samples, `@px.pipeline_schedule` for the order of a pipeline's work, `px.Callback` for programs that
 listen.
 """
 
@@ -23,7 +23,7 @@ from typing import TYPE_CHECKING, Any
 from phalanx.base.version import VERSION as __version__
 
 if TYPE_CHECKING:
-    from phalanx.api import check, load, plan, session, train
+    from phalanx.api import check, load, plan, sampler, session, train
     from phalanx.base.records import Record, Row, Sink, SinkStart, sink
     from phalanx.config.run import Run
     from phalanx.data.own_source import DataSource, SourceStart, source
@@ -77,6 +77,7 @@ PUBLIC = {
     "optimizer": "phalanx.optim.optimizer",
     "pipeline_schedule": "phalanx.schedule.generators",
     "plan": "phalanx.api",
+    "sampler": "phalanx.api",
     "session": "phalanx.api",
     "sink": "phalanx.base.records",
     "source": "phalanx.data.own_source",
@@ -118,6 +119,7 @@ __all__ = [
     "optimizer",
     "pipeline_schedule",
     "plan",
+    "sampler",
     "session",
     "sink",
     "source",

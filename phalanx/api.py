@@ -1,6 +1,6 @@
 """The public API: `import phalanx as px`. The same checks as on the command line, the same errors as exceptions.
 
-`train` and `session` run on the ranks that this process belongs to and never start processes.
+`train`, `session` and `sampler` run on the ranks that this process belongs to and never start processes.
 """
 
 from __future__ import annotations
@@ -20,6 +20,8 @@ from phalanx.config.run import Run
 
 if TYPE_CHECKING:  # they import torch
     from phalanx.forecast.text import PlanReport
+    from phalanx.inference.engine import EngineOptions
+    from phalanx.inference.generate import TextSampler
     from phalanx.training.callbacks import Callback
     from phalanx.training.session import Session
 
@@ -94,6 +96,41 @@ def session(run: Run, callbacks: Sequence[Callback] = ()) -> Iterator[Session]:
         yield s
 
 
+@contextmanager
+def sampler(
+    path: str | Path, *overrides: str, options: EngineOptions | None = None, adapter: str | None = None
+) -> Iterator[TextSampler]:
+    """Text from a run, a checkpoint of any layout or a Hugging Face folder, on any layout:
+
+        with px.sampler("runs/first", "layout.tp=2") as s:
+            for answer in s.generate(["Once upon a time"], SamplingOptions(tokens=64)):
+                print(answer.text)
+
+    On the ranks that this process belongs to: all make the same calls, and answers come on rank 0. overrides: those
+    that `phalanx generate` takes. options: room for sequences, and drafts; adapter: folder of a LoRA adapter, for
+    everything.
+
+    Raises ConfigError.
+    """
+    import torch
+
+    from phalanx.config.write import to_dict
+    from phalanx.data.config import DataConfig
+    from phalanx.inference.generate import sampler_on_ranks
+    from phalanx.inference.load import run_of_folder, weights_alone, weights_folder
+    from phalanx.inference.overrides import refuse_others
+    from phalanx.training.machine import check_here
+
+    refuse_others(overrides, "px.sampler")
+    base = run_of_folder(weights_folder(str(path)), torch.cuda.is_available())
+    run = load_run(None, overrides, to_dict(replace(base, data=DataConfig(mock=True))))  # none is read
+    here = _here(run, "phalanx generate CHECKPOINT --prompts FILE.jsonl")
+    run = weights_alone(run, here.world_size)
+    check_here(run, here)
+    with sampler_on_ranks(str(path), run, here, options, adapter) as s:
+        yield s
+
+
 def _placement() -> Placement | None:
     from phalanx.launch.env import read_placement
 
@@ -103,8 +140,8 @@ def _placement() -> Placement | None:
     return placement
 
 
-def _here(run: Run) -> Placement:
-    """This process among the ranks of the run."""
+def _here(run: Run, command: str = "phalanx train CONFIG") -> Placement:
+    """This process among the ranks of the run. command: that starts as many."""
     from phalanx.launch.local import SingleRank
     from phalanx.launch.network import settle
 
@@ -114,7 +151,7 @@ def _here(run: Run) -> Placement:
         rule = (
             f"needs {needed} ranks, and nobody started others than this process; type "
             f"torchrun --nproc-per-node {needed} {Path(sys.argv[0]).name or 'SCRIPT'}, "
-            f"or phalanx train CONFIG --ranks {needed}"
+            f"or {command} --ranks {needed}"
         )
         key, *others = layout
         raise ConfigError([Problem(key, layout[key], rule, {name: layout[name] for name in others})])

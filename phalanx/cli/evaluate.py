@@ -107,7 +107,7 @@ def refuse_without_effect(asked: dict[str, Any]) -> None:
 
 def evaluate_tasks(checkpoint: str, overrides: tuple[str, ...], asked: dict[str, Any]) -> None:
     """On tasks of lm-evaluation-harness."""
-    from phalanx.cli.generate import refuse_others
+    from phalanx.cli.generate import check_length
     from phalanx.cli.ranks import run_ranks
     from phalanx.cli.setup import arguments, prepare_loaded
     from phalanx.config.read import read
@@ -117,6 +117,7 @@ def evaluate_tasks(checkpoint: str, overrides: tuple[str, ...], asked: dict[str,
     from phalanx.evaluation.perplexity import check_folder
     from phalanx.inference.adapters import with_adapter
     from phalanx.inference.load import run_of_folder, weights_alone, weights_folder
+    from phalanx.inference.overrides import refuse_others
     from phalanx.launch.env import describe_machine
 
     extra("lm_eval", "phalanx eval --tasks needs", "eval")
@@ -134,6 +135,7 @@ def evaluate_tasks(checkpoint: str, overrides: tuple[str, ...], asked: dict[str,
         ranks = ranks or max(1, layout.tp * layout.cp * layout.pp)
         loaded = replace(loaded, run=weights_alone(loaded.run, ranks))
     ready = prepare_loaded(loaded, ranks)
+    check_length("--length", asked["length"], ready.run.model.max_position_embeddings)
     what = {
         "weights": str(weights),
         "tasks": names,

@@ -12,21 +12,11 @@ from phalanx.cli.checkpoints import say_ignored
 from phalanx.cli.completion import configs
 from phalanx.cli.options import ADAPTER, OVERRIDES, RANKS, SPECULATE
 from phalanx.cli.verbs import ConfigVerb
+from phalanx.inference.overrides import refuse_others
 
 if TYPE_CHECKING:
     from phalanx.config.run import Run
     from phalanx.inference.request import SamplingOptions
-
-TAKEN = (
-    "layout.",
-    "train.precision",
-    "train.device",
-    "train.batch_invariant",
-    "train.kernels",
-    "train.plain_ops",
-    "train.timeout_s",
-)
-"""Overrides that generation reads; with others it would do nothing."""
 
 SAMPLING = ("tokens", "temperature", "top_k", "top_p", "min_p", "seed")
 
@@ -141,6 +131,16 @@ def stream(checkpoint: str, asked: dict[str, Any]) -> None:
         click.echo(text.notice, err=True)
 
 
+def check_length(option: str, length: int | None, positions: int) -> None:
+    """ConfigError for sequences that are longer than the model has positions."""
+    from phalanx.base.errors import ConfigError, Problem
+
+    if length is not None and length > positions:
+        rule = "must not be more than the model has positions"
+        because = {"model.max_position_embeddings": positions}
+        raise ConfigError([Problem(option, length, rule, because, (positions,), "command line")])
+
+
 def check_speculation(run: Run, world: int, speculate: str | None) -> None:
     """ConfigError for drafts that the model does not make in its layout, before anything is loaded."""
     from phalanx.forecast.decide import make_plan
@@ -159,14 +159,3 @@ def options_of(asked: dict[str, Any]) -> SamplingOptions:
     schema = asked["json_schema"]
     grammar = None if schema is None else Grammar("json_schema", Path(schema).read_text(encoding="utf-8"))
     return SamplingOptions(**{name: asked[name] for name in SAMPLING}, grammar=grammar)
-
-
-def refuse_others(overrides: tuple[str, ...]) -> None:
-    """ConfigError for overrides that would do nothing."""
-    from phalanx.base.errors import ConfigError, Problem
-
-    rule = "does nothing to generation, which reads " + ", ".join(f"{key}*" if key[-1] == "." else key for key in TAKEN)
-    keys = [word.partition("=") for word in overrides]
-    wrong = [Problem(key, value, rule, {}, (), "command line") for key, _, value in keys if not key.startswith(TAKEN)]
-    if wrong:
-        raise ConfigError(wrong)

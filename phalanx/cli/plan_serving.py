@@ -8,7 +8,7 @@ from pathlib import Path
 from phalanx.base.devices import DEVICES, Device
 from phalanx.base.errors import ConfigError, Problem
 from phalanx.checkpoint.keep import list_checkpoints
-from phalanx.cli.generate import TAKEN, refuse_others
+from phalanx.cli.generate import check_length
 from phalanx.cli.setup import all_problems, fail, say_notes
 from phalanx.config.device_check import Facts
 from phalanx.config.read import COMMAND_LINE, read
@@ -27,6 +27,7 @@ from phalanx.inference.load import (
     weights_folder,
 )
 from phalanx.inference.memory import MemoryLimits
+from phalanx.inference.overrides import TAKEN, refuse_others
 from phalanx.inference.predictor import MtpSpec
 from phalanx.inference.serving_plan import ServingPlan, check_fits, serving_text
 
@@ -56,10 +57,7 @@ def plan_serving(
         return str(fail(problems, None))
     say_notes(loaded)
     positions = loaded.run.model.max_position_embeddings
-    if tokens is not None and tokens > positions:
-        rule = "must not be more than the model has positions"
-        because = {"model.max_position_embeddings": positions}
-        raise ConfigError([Problem("--tokens", tokens, rule, because, (positions,), COMMAND_LINE)])
+    check_length("--tokens", tokens, positions)
     options = EngineOptions()
     page_size, length = options.page_size * layout.cp, tokens or positions
     limits = MemoryLimits(options.sequences, options.tokens, length, page_size, layout.cp)

@@ -9,9 +9,10 @@ from typing import Any
 import click
 
 from phalanx.cli.completion import configs
-from phalanx.cli.generate import check_speculation, refuse_others
+from phalanx.cli.generate import check_length, check_speculation
 from phalanx.cli.options import ADAPTERS, OVERRIDES, RANKS, SPECULATE
 from phalanx.cli.verbs import ConfigVerb
+from phalanx.inference.overrides import refuse_others
 
 NEEDED = ("starlette", "uvicorn", "prometheus_client")
 POSITIVE = click.IntRange(min=1)
@@ -88,6 +89,7 @@ def serve(checkpoint: str, overrides: tuple[str, ...], ranks: int | None, name: 
         ranks = ranks or max(1, layout.tp * layout.cp * layout.pp)
         loaded = replace(loaded, run=weights_alone(loaded.run, ranks))
     ready = prepare_loaded(loaded, ranks)
+    check_length("--length", options["length"], ready.run.model.max_position_embeddings)
     check_speculation(ready.run, ready.ranks, options["speculate"])
     if options["api_keys"] is not None:
         read_keys(options["api_keys"])

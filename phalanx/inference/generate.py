@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import sys
 from collections.abc import Iterable, Iterator, Sequence
-from contextlib import ExitStack
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from types import TracebackType
@@ -288,17 +288,26 @@ class Generation:
     adapter: str | None = None
 
 
-def generate_rank(run: Run, placement: Placement, what: Generation) -> None:
-    """One rank's part; rank 0 writes the answers, in the order of the prompts."""
+@contextmanager
+def sampler_on_ranks(
+    path: str, run: Run, placement: Placement, options: EngineOptions | None = None, adapter: str | None = None
+) -> Iterator[TextSampler]:
+    """A model on the ranks of a layout, of which this process is one. run: as weights_alone has it. Collective."""
     with ExitStack() as after:
         after.callback(leave_world)
         mesh, _ = join(run, placement, identity(run, device_of(run, placement)))
         after.callback(mesh.close)
-        run, adapters = with_adapter(run, what.adapter)
-        model = load_model(weights_folder(what.path), make_plan(forward_only(run), mesh.grid.world), mesh, adapters)
-        many = min(256, len(what.prompts) * what.samples)
-        room = EngineOptions(sequences=max(1, many), drafts=what.drafts)
-        sampler = after.enter_context(TextSampler(what.path, room, model))
+        run, adapters = with_adapter(run, adapter)
+        model = load_model(weights_folder(path), make_plan(forward_only(run), mesh.grid.world), mesh, adapters)
+        yield after.enter_context(TextSampler(path, options, model))
+
+
+def generate_rank(run: Run, placement: Placement, what: Generation) -> None:
+    """One rank's part; rank 0 writes the answers, in the order of the prompts."""
+    many = min(256, len(what.prompts) * what.samples)
+    room = EngineOptions(sequences=max(1, many), drafts=what.drafts)
+    with ExitStack() as after:
+        sampler = after.enter_context(sampler_on_ranks(what.path, run, placement, room, what.adapter))
         answers = sampler.generate(what.prompts, what.options, what.samples, what.stop)
         out = after.enter_context(open(what.out, "w", encoding="utf-8")) if what.out and not placement.rank else None
         for answer in in_order(answers, what.samples):

@@ -317,39 +317,44 @@ class Runner:
         """ends: places of the tokens after which others were drawn."""
         ranks, here, count = self.mesh.grid.tp * self.mesh.cp.size, len(step.tokens), len(step)
         total, sequences = len(hidden) * ranks, ranks * max(1, -(-count // ranks))
-        following = np.zeros(total, np.int64)
-        following[: max(0, here - 1)] = step.tokens[1:]
+        following = np.zeros(here, np.int64)
+        following[:-1] = step.tokens[1:]
         for i, (sequence, end) in enumerate(zip(step.sequences, (step.firsts + step.counts).tolist())):
             following[step.starts[i + 1] - 1] = sequence.tokens[end] if end < len(sequence.tokens) else 0
-        after = self._to_device(following.clip(min=0))
-        after[self._to_device(ends)] = drawn.tokens.clamp(min=0)
-        stays = torch.ones(sequences, dtype=torch.int64, device=self.mesh.device)
-        owners, _ = step.draws
+        numbers = {
+            "rows": padded(step.rows, sequences),
+            "begins": padded(self._begins[step.rows], sequences),
+            "starts": padded(step.starts, sequences + 1, here),
+            "lengths": padded(step.lengths, sequences),
+            "last": padded(step.starts[1:] - 1 - step.drafts, sequences),
+            "owners": padded(np.repeat(np.arange(count), step.counts), total),
+            "positions": padded(step.positions, total),
+            "real": padded(np.ones(here, np.int64), total),
+            "following": padded(following.clip(min=0), total),
+            "ends": ends.astype(np.int64),
+            "drawing": step.draws[0],
+        }
+        packed = self._to_device(np.concatenate(list(numbers.values()))).split([len(x) for x in numbers.values()])
+        there = dict(zip(numbers, packed))
+        there["following"][there["ends"]] = drawn.tokens.clamp(min=0)
+        stays = torch.ones_like(there["rows"])
         if step.drafts.any():
-            there = (drawn.tokens != NO_TOKEN).to(torch.int64)
-            stays = stays.new_zeros(sequences).index_add_(0, self._to_device(owners), there).clamp_(min=1)
-        starts = self._filled(step.starts, sequences + 1, here).to(torch.int32)
-        last = self._filled(step.starts[1:] - 1 - step.drafts, sequences)
+            kept = (drawn.tokens != NO_TOKEN).to(torch.int64)
+            stays = torch.zeros_like(stays).index_add_(0, there["drawing"], kept).clamp_(min=1)
         return StepTokens(
             count=count,
-            rows=self._filled(step.rows, sequences),
-            begins=self._filled(self._begins[step.rows], sequences),
-            starts=starts,
-            lengths=self._filled(step.lengths, sequences).to(torch.int32),
+            rows=there["rows"],
+            begins=there["begins"],
+            starts=there["starts"].to(torch.int32),
+            lengths=there["lengths"].to(torch.int32),
             tables=tuple(self._table(table, step.rows, sequences) for table in step.tables),
-            owners=self._filled(np.repeat(np.arange(count), step.counts), total),
-            positions=self._filled(step.positions, total),
-            real=self._filled(np.ones(here, np.int64), total),
-            following=after,
-            ends=last + stays - 1,
+            owners=there["owners"],
+            positions=there["positions"],
+            real=there["real"],
+            following=there["following"],
+            ends=there["last"] + stays - 1,
             most=int(step.counts.max(initial=1)),
         )
-
-    def _filled(self, x: np.ndarray, length: int, padding: int = 0) -> Tensor:
-        """int64 on the device, with padding up to a length."""
-        out = np.full(length, padding, np.int64)
-        out[: len(x)] = x
-        return self._to_device(out)
 
     def _table(self, table: np.ndarray, rows: np.ndarray, sequences: int) -> Tensor:
         out = np.zeros((sequences, table.shape[1]), np.int32)
@@ -417,7 +422,7 @@ class Runner:
         tokens = ranks * max(1, -(-here // ranks))
 
         def filled(x: np.ndarray) -> Tensor:
-            return self._filled(x, tokens)
+            return self._to_device(padded(x, tokens))
 
         ids = filled(step.tokens)
         if (step.tokens < 0).any():
@@ -448,6 +453,13 @@ class Runner:
     def _to_device(self, x: np.ndarray) -> Tensor:
         there = torch.from_numpy(np.ascontiguousarray(x))
         return there if self.mesh.device.type == "cpu" else there.pin_memory().to(self.mesh.device, non_blocking=True)
+
+
+def padded(x: np.ndarray, length: int, padding: int = 0) -> np.ndarray:
+    """(length,) int64: x, and padding behind it."""
+    out = np.full(length, padding, np.int64)
+    out[: len(x)] = x
+    return out
 
 
 def to_host(x: Tensor) -> Tensor:

@@ -21,6 +21,7 @@ PUBLIC = {
     "plan",
     "train",
     "session",
+    "sampler",
     "verify",
     "generate",
     "chat",

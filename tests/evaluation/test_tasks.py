@@ -228,6 +228,7 @@ def test_the_program(warm, run_folder, tasks, truth, tmp_path):
         (("--limit", "3"), 2, "--limit needs --tasks"),
         (("--tasks", "TASK", "--samples", "3"), 2, "--samples is for token files"),
         (("--tasks", "TASK", "train.lr=1"), 2, "does nothing to generation"),
+        (("--tasks", "TASK", "--length", "99999"), 2, "--length=99999: must not be more than the model has positions"),
         (("--tasks", "TASK", "--data", "gone"), 2, "one folder of data sets"),
     ],
 )

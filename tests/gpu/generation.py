@@ -8,9 +8,11 @@ from dataclasses import replace
 import torch
 
 from phalanx.inference.engine import Engine, EngineOptions
+from phalanx.inference.predictor import MtpSpec
 from phalanx.inference.request import SamplingOptions
 from tests.gpu.truth import ROUNDINGS, off, within
 from tests.harness.generation import answers_of, random_model, run_of, sequences_of, whole_logits
+from tests.harness.predictor import knowing_model
 
 PRECISIONS = {"fp64": torch.float64, "fp32": torch.float32, "bf16": torch.bfloat16}
 LENGTHS, TOKENS = (5, 9, 3, 11, 2, 7, 30, 41), 5
@@ -48,9 +50,33 @@ def engine_check(model: str, precision: str) -> Callable[[torch.device], str]:
     return check
 
 
+def drafts_check(precision: str) -> Callable[[torch.device], str]:
+    """Drafts of modules that are always right are all accepted, greedy and sampled, more than there are modules too;
+    texts are those without drafts; with captured graphs and without."""
+
+    def check(device: torch.device) -> str:
+        model = knowing_model(0, 1, run_of("deepseek_v3-mtp", precision), device)
+        how = SamplingOptions(tokens=TOKENS + 6, temperature=0)
+        asked = [(p, replace(how, temperature=t)) for t in (0, 0.7) for p in sequences_of(LENGTHS, 131)]
+        room = EngineOptions(sequences=6, tokens=64, page_size=16, memory_gib=0.01)
+        wanted = [tokens for tokens, *_ in answers_of(Engine(model, room), asked, 2)]
+        for graphs, drafts in ((True, 1), (True, 3), (False, 3)):
+            engine = Engine(model, replace(room, drafts=MtpSpec(drafts)))
+            engine.runner.graphs.usable &= graphs
+            found, counts = [tokens for tokens, *_ in answers_of(engine, asked, 2)], engine.draft_counts
+            if found != wanted:
+                raise AssertionError(f"drafts={drafts}, graphs={graphs}: another text")
+            if not counts.drafted or counts.accepted != counts.drafted:
+                raise AssertionError(f"drafts={drafts}, graphs={graphs}: {counts}")
+        return str(counts)
+
+    return check
+
+
 def generation_checks() -> dict[str, Callable[[torch.device], str]]:
     """In bf16 without routers, whose choices flip."""
     models = ("llama", "gpt2", "gpt_oss", "deepseek_v3", "mixtral")
     wanted = [(model, precision) for model in models for precision in ("fp64", "fp32")]
     wanted += [("llama", "bf16"), ("gpt2", "bf16")]
-    return {f"{model}: engine, {precision}": engine_check(model, precision) for model, precision in wanted}
+    made = {f"{model}: engine, {precision}": engine_check(model, precision) for model, precision in wanted}
+    return made | {f"drafts by modules, {precision}": drafts_check(precision) for precision in ("fp64", "fp32")}

@@ -64,9 +64,9 @@ def last_hidden(model: InferenceModel, tokens: Sequence[int]) -> Tensor:
     return found[0]
 
 
-def knowing_model(rank: int, world: int, run: Run) -> InferenceModel:
+def knowing_model(rank: int, world: int, run: Run, device: torch.device | str = "cpu") -> InferenceModel:
     """Its next token follows from the last one alone, and each module knows that."""
-    model = random_model(rank, world, run)
+    model = random_model(rank, world, run, device)
     for block in model.blocks:
         for p in block.parameters():
             for piece in p.spec.pieces:

@@ -4,12 +4,14 @@ Every request ends, pages are conserved, and texts are those of the same request
 from __future__ import annotations
 
 import random
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import pytest
 
+from phalanx.inference.drafter import Drafts, NgramSpec
 from phalanx.inference.engine import Engine, EngineOptions
 from phalanx.inference.load import InferenceModel
+from phalanx.inference.predictor import MtpSpec
 from phalanx.inference.request import Finished, NewToken, PromptScored, SamplingOptions
 from tests.harness.generation import random_model, run_of
 
@@ -17,6 +19,7 @@ pytestmark = pytest.mark.soak
 
 TRACES, PART = 200, 20
 FAMILIES = ("llama", "gpt_oss", "mistral", "deepseek_v3", "gpt2")
+DRAFTING = {"llama": NgramSpec(3, 2, 1), "deepseek_v3-mtp": MtpSpec(3)}
 LONGEST, PAGE, VOCAB = 16, 4, 131
 
 
@@ -106,8 +109,9 @@ def run(engine: Engine, asked: list[Asked]) -> dict[int, tuple[str, tuple[int, .
     return {place: (reason, tuple(tokens[place])) for place, reason in ended.items()}
 
 
-def check(model: InferenceModel, number: int) -> None:
+def check(model: InferenceModel, number: int, drafts: Drafts | None = None) -> None:
     options, asked = trace(number)
+    options = options if drafts is None else replace(options, drafts=drafts, late=None)
     engine = Engine(model, options)
     asked = [each for each in asked if fits(engine, each)]
     found = run(engine, asked)
@@ -127,5 +131,16 @@ def test_random_traces_on_the_real_engine(family, part):
     for number in range(part * PART, (part + 1) * PART):
         try:
             check(model, number)
+        except AssertionError as error:
+            raise AssertionError(f"trace {number}: {error}") from error
+
+
+@pytest.mark.parametrize("part", range(TRACES // PART))
+@pytest.mark.parametrize("family", DRAFTING)
+def test_random_traces_with_drafts(family, part):
+    model = random_model(0, 1, run_of(family))
+    for number in range(part * PART, (part + 1) * PART):
+        try:
+            check(model, number, DRAFTING[family])
         except AssertionError as error:
             raise AssertionError(f"trace {number}: {error}") from error

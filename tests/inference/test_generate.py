@@ -11,10 +11,13 @@ from pathlib import Path
 
 import pytest
 
+import phalanx as px
 from phalanx.base.errors import ConfigError
+from phalanx.inference.engine import EngineOptions
 from phalanx.inference.generate import TextStream, generate
 from phalanx.inference.request import SamplingOptions
 from phalanx.text.tokenizers import load_tokenizer
+from tests.training.test_example import started
 
 ROOT = Path(__file__).parents[2]
 POSITIONS = 48
@@ -151,6 +154,46 @@ def test_many_prompts_on_ranks_give_the_texts_of_one_process(runs, warm, tmp_pat
     prompts.write_text('{"prompt": 3}\n')
     refused = warm.phalanx(*words)
     assert refused.returncode == 3 and "line 1" in refused.stderr
+
+
+SCRIPT = """
+import json, sys
+import phalanx as px
+from phalanx.inference.engine import EngineOptions
+from phalanx.inference.request import SamplingOptions
+
+how = SamplingOptions(tokens=6, temperature=0.8, seed=5)
+room = EngineOptions(sequences=2, length=32)
+with px.sampler(sys.argv[1], "train.precision=fp64", *sys.argv[2:], options=room) as s:
+    found = {(a.prompt, a.sample): a.text for a in s.generate(["Arma virumque", [65, 66]], how, samples=2)}
+    if found:
+        print(json.dumps([found[key] for key in sorted(found)]))
+"""
+
+
+OWN = SamplingOptions(tokens=6, temperature=0.8, seed=5)
+
+
+def test_a_program_of_ones_own_makes_text(runs):
+    folder = str(runs / "long")
+    with px.sampler(folder, "train.precision=fp64", options=EngineOptions(sequences=2, length=32)) as s:
+        found = {a.text for a in s.generate(["Arma virumque", [65, 66]], OWN, samples=2)}
+    assert len(found) > 2
+    for words, text in ((["layout.tp=2"], "needs 2 ranks.*phalanx generate"), (["optim.lr=1"], "does nothing to gen")):
+        with pytest.raises(ConfigError, match=text), px.sampler(folder, *words):
+            pass
+
+
+@pytest.mark.soak
+def test_a_program_of_ones_own_makes_the_same_texts_on_ranks(runs, warm, tmp_path):
+    """As torchrun starts it."""
+    script = tmp_path / "mine.py"
+    script.write_text(SCRIPT)
+    [alone] = started(warm.python, script, str(runs / "long"))
+    texts = json.loads(alone.splitlines()[-1])
+    assert len(set(texts)) > 2
+    first, second = started(warm.python, script, str(runs / "long"), "layout.tp=2", ranks=2)
+    assert json.loads(first.splitlines()[-1]) == texts and not second
 
 
 def test_a_stop_string_ends_a_text_before_it(runs):

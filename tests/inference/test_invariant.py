@@ -12,13 +12,13 @@ import torch
 
 from phalanx.base.errors import ConfigError
 from phalanx.checkpoint.manifest import NAME, seal
-from phalanx.cli.generate import TAKEN
 from phalanx.config.device_check import Facts
 from phalanx.config.run import Fp8Config
 from phalanx.forecast.check import check
 from phalanx.inference.drafter import NgramSpec
 from phalanx.inference.engine import Engine, EngineOptions
 from phalanx.inference.load import run_of_folder
+from phalanx.inference.overrides import TAKEN
 from phalanx.inference.request import SamplingOptions
 from phalanx.nn.adapter import AdapterConfig, completed_lora
 from phalanx.ops.op import NotInvariant

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import random
 from collections import Counter
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -31,6 +33,35 @@ def test_traces(part):
             raise AssertionError(f"trace {seed}: {error!r}") from error
         counts.update(run.counts)
     assert min(counts.values()) > 10, counts
+
+
+@pytest.mark.parametrize("requests", [1_000, pytest.param(100_000, marks=pytest.mark.soak)])
+def test_one_scheduler_leaks_nothing_over_many_requests(requests):
+    """Requests of random traces, one trace after another on the same scheduler, which is never quite idle between."""
+    spec = spec_of(most_sequences=8, most_tokens=40, longest=72, groups=(GroupSpec(None, 60), GroupSpec(9, 40)), late=1)
+    scheduler, dice, number, seed, ended = Scheduler(spec), random.Random(5), 0, 0, 0
+    flying: list[Step] = []
+    while number < requests or not scheduler.idle:
+        while number < requests and scheduler.num_waiting < 20:
+            for _, drawn in draw_trace(seed).arrivals:
+                if len(drawn.prompt) + (drawn.options.tokens or 1) <= spec.room:
+                    scheduler.add(replace(drawn, number=number, deadline=None if dice.random() < 0.9 else seed + 3.0))
+                    number += 1
+            seed += 1
+            ended += dice.random() < 0.3 and scheduler.cancel(dice.randrange(number)) is not None
+        step = scheduler.schedule(float(seed))
+        ended += len(step.finished)
+        flying += [step] if len(step) else []
+        if flying and (len(flying) > spec.late or not len(step)):
+            first = flying.pop(0)
+            ended += len(scheduler.observe(first, [dice.randrange(16) for _ in range(len(first))]).finished)
+    for pool in scheduler.pages.pools:
+        pool.check()
+        assert pool.available == pool.num_pages - 1
+    assert ended == number >= requests and scheduler.num_running == scheduler.num_waiting == 0
+    assert (
+        not scheduler._live and len(scheduler._waiting) + len(scheduler._deadlines) < 100
+    )  # what is over is forgotten
 
 
 def spec_of(**changes: Any) -> SchedulerSpec:

@@ -32,6 +32,7 @@ ROOM = EngineOptions(
     sequences=3, tokens=8, page_size=4, memory_gib=0.001
 )  # more sequences than rows; prompts in pieces
 LAYOUTS = {"tp2": (2, {"tp": 2}), "pp2": (2, {"pp": 2}), "tp2 pp2": (4, {"tp": 2, "pp": 2}), "ep2": (2, {"ep": 2})}
+LAYOUTS["cp2"] = (2, {"cp": 2})
 MADE = 6
 GREEDY = SamplingOptions(tokens=MADE, temperature=0, logprobs=2, prompt_logprobs=0)
 

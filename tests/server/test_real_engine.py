@@ -333,10 +333,12 @@ BAD = [
     (["--api-keys", "nothing"], "--api-keys='nothing': must be a file"),
     (["--host", "203.0.113.7"], "--host='203.0.113.7': must be an address of this machine"),
     (["layout.tp=3"], "layout.tp=3"),
+    (["--length", "97"], "--length=97: must not be more than the model has positions"),
+    (["--speculate", "mtp"], "--speculate='mtp': needs a model with multi-token prediction modules"),
 ]
 
 
-@pytest.mark.parametrize("words, rule", BAD, ids=["keys", "host", "layout"])
+@pytest.mark.parametrize("words, rule", BAD, ids=["keys", "host", "layout", "length", "drafts"])
 def test_bad_options_end_it_before_weights_are_read(warm, folder, words, rule):
     done = warm.phalanx("serve", str(folder), *words, cwd=folder)
     assert done.returncode == 2 and rule in done.stderr and "Traceback" not in done.stderr

@@ -1,0 +1,27 @@
+"""Which overrides of a config generation reads; others would do nothing, and are refused."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from phalanx.base.errors import ConfigError, Problem
+
+TAKEN = (
+    "layout.",
+    "train.precision",
+    "train.device",
+    "train.batch_invariant",
+    "train.kernels",
+    "train.plain_ops",
+    "train.timeout_s",
+)
+"""With others it would do nothing."""
+
+
+def refuse_others(overrides: Sequence[str], where: str = "command line") -> None:
+    """ConfigError for overrides that would do nothing."""
+    rule = "does nothing to generation, which reads " + ", ".join(f"{key}*" if key[-1] == "." else key for key in TAKEN)
+    keys = [word.partition("=") for word in overrides]
+    wrong = [Problem(key, value, rule, {}, (), where) for key, _, value in keys if not key.startswith(TAKEN)]
+    if wrong:
+        raise ConfigError(wrong)
