@@ -33,9 +33,10 @@ from torch import Tensor, nn
 from phalanx.comm.axis import Axis
 from phalanx.layout.box import Box, cut
 from phalanx.layout.param import Init, ParamSpec, Piece, Replica
+from phalanx.nn.adapted_embedding import AdaptedEmbedding
 from phalanx.nn.adapter import Adapter, AdapterConfig, AdapterInit
 from phalanx.nn.env import Env
-from phalanx.nn.linear_method import PLAIN, AnyLinear, LinearMethod, LinearMethods
+from phalanx.nn.linear_method import PLAIN, AnyEmbedding, AnyLinear, LinearMethod, LinearMethods, RowsAdapter
 from phalanx.nn.module import ZEROS, Module, OutputRows, bias_spec, column_spec, row_spec
 from phalanx.nn.parameter import Parameter
 from phalanx.ops.dense.matmul import gather_matmul, local_matmul, matmul_scatter
@@ -156,6 +157,7 @@ class ShardedPiece:
     experts: range | None
     call: AdapterCall
     made: list[Made] = field(default_factory=list)
+    is_embedding: bool = False
 
     @property
     def env(self) -> Env:
@@ -384,6 +386,16 @@ class AdaptedLinears:
         taken = [piece for piece in pieces_of(linear, call) if self.takes(piece)]
         adapters = [(piece, self.method(piece, self.config)) for piece in taken]
         return AdaptedMethod(linear, base, adapters, call) if adapters else base
+
+    def rows_of(self, embedding: AnyEmbedding) -> RowsAdapter | None:
+        if not fits_embedding(embedding.weight.spec.name, self.config.targets):
+            return None
+        return AdaptedEmbedding(embedding, self.method, self.config)
+
+
+def fits_embedding(name: str, globs: list[str]) -> bool:
+    """Whether a glob names an embedding: "*" means the linears of the layers."""
+    return fits(name, [glob for glob in globs if glob.strip("*.") not in ("", "weight")])
 
 
 def names_of(piece: ShardedPiece) -> list[str]:

@@ -47,7 +47,8 @@ class LinearPiece(Protocol):
     """A global matrix that an adapter belongs to.
 
     name             its global name; of experts `{}` stands for the number
-    outputs, inputs  its whole size
+    outputs, inputs  its whole size; of an embedding, width and vocabulary
+    is_embedding     whether its inputs are ids: `delta` gets these, and `down` looks them up
     """
 
     @property
@@ -58,6 +59,9 @@ class LinearPiece(Protocol):
 
     @property
     def inputs(self) -> int: ...
+
+    @property
+    def is_embedding(self) -> bool: ...
 
     def down(self, rank: int, init: AdapterInit, trained: bool = True) -> LocalLinear:
         """As Adapter.down."""
@@ -127,6 +131,7 @@ class Adapter(ABC):
     peft_type   of PEFT's adapter_config.json, where PEFT has this method with weights of these names; else None
     reads_base  whether `combine` reads the frozen matrix (`piece.weight`): it must be there as plain numbers then
     started     the attributes whose initial values `start` gives
+    embeds      whether it can belong to an embedding
     """
 
     Config: ClassVar[Any] = AdapterConfig  # of a subclass: its dataclass, with the shared fields beside its own
@@ -134,6 +139,7 @@ class Adapter(ABC):
     peft_type: ClassVar[str | None] = None
     reads_base: ClassVar[bool] = False
     started: ClassVar[tuple[str, ...]] = ()
+    embeds: ClassVar[bool] = False
 
     def __init_subclass__(cls, **more: Any) -> None:
         super().__init_subclass__(**more)

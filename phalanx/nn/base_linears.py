@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, replace
 
-from phalanx.nn.linear_method import PLAIN, AnyLinear, LinearMethod
+from phalanx.nn.linear_method import PLAIN, AnyEmbedding, AnyLinear, LinearMethod
 
 
 @dataclass(frozen=True)
@@ -22,3 +22,6 @@ class BaseLinears:
         if weight.spec.frozen and linear.cut is not None:
             weight.spec = replace(weight.spec, base_format=self.format)
         return PLAIN
+
+    def rows_of(self, embedding: AnyEmbedding) -> None:
+        return None

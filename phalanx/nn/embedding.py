@@ -61,7 +61,10 @@ class Embedding(Module):
             if weight is not None
             else self.param(vocabulary_spec(env, name, vocab, width, Init("normal", std), replicas))
         )
+        linears = env.weights.linears
+        self.rows = None if linears is None or weight is not None else linears.rows_of(self)
 
     def forward(self, ids: Tensor) -> Tensor:
         """ids (T,) of the whole micro-batch -> this rank's tokens (T / tp, D)."""
-        return embedding(ids, self.weight, self.first, self.count, self.env.tp)
+        rows = embedding(ids, self.weight, self.first, self.count, self.env.tp)
+        return rows if self.rows is None else self.rows(rows, ids)

@@ -13,7 +13,7 @@ from functools import partial
 from torch import Tensor
 
 from phalanx.comm.axis import Axis
-from phalanx.nn.linear_method import PLAIN, AnyLinear, FusedOp, LinearMethod, LinearPlace
+from phalanx.nn.linear_method import PLAIN, AnyEmbedding, AnyLinear, FusedOp, LinearMethod, LinearPlace
 from phalanx.nn.parameter import Parameter
 from phalanx.ops.experts.grouped import Later
 from phalanx.ops.op import Kernels
@@ -132,6 +132,9 @@ class Fp8Linears:
         coded = self.kept and weight.spec.learns and quantizer.keeps_quantized(weight.spec.shape)
         weight.spec = replace(weight.spec, coded=coded)
         return FP8
+
+    def rows_of(self, embedding: AnyEmbedding) -> None:
+        return None
 
     def _quantizer(self, name: str, cut: int, experts: bool, place: LinearPlace) -> WeightQuantizer:
         kind = ExpertQuantizer if experts else WeightQuantizer

@@ -114,7 +114,23 @@ class AnyLinear(Protocol):
     def cut(self) -> int | None: ...
 
 
+class AnyEmbedding(Protocol):
+    """An embedding: ids first .. first + count - 1 are here."""
+
+    weight: Parameter
+    first: int
+    count: int
+    env: Any  # a LinearPlace
+
+
+RowsAdapter = Callable[[Tensor, Tensor], Tensor]
+"""The rows of an embedding that were looked up, and the ids -> the rows to use."""
+
+
 class LinearMethods(Protocol):
-    """Chooses the method of each linear while a model is built (WeightRules.linears)."""
+    """Chooses the method of each linear while a model is built (WeightRules.linears), and what an embedding has besides
+    its matrix."""
 
     def method_of(self, linear: AnyLinear) -> LinearMethod: ...
+
+    def rows_of(self, embedding: AnyEmbedding) -> RowsAdapter | None: ...

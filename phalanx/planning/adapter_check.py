@@ -11,7 +11,7 @@ from phalanx.base.rules import problem
 from phalanx.checkpoint.adapters import CONFIG, adapter_source
 from phalanx.checkpoint.lora_folder import STARTED_FROM, read_peft_config
 from phalanx.config.run import Run
-from phalanx.nn.adapted_linear import fits
+from phalanx.nn.adapted_linear import fits, fits_embedding
 from phalanx.nn.adapter import AdapterConfig, find_adapter, fits_module
 from phalanx.nn.objective import SequenceObjective, find_objective, make_objective
 from phalanx.planning.adapters import AdaptedNames, adapted_names, kinds
@@ -41,7 +41,30 @@ def check_adapters(run: Run) -> list[Problem]:
     if run.layout.etp > 1 and cut and not method.linear:
         rule = "must be 1 for a method that is not linear, on experts' output matrices"
         found.append(problem("layout", run.layout, "etp", rule, {"lora.method": lora.method, "such as": cut[0]}, (1,)))
-    return found + _check_method(run, lora, names) + _check_also(run, lora, able) + method.check(lora)
+    found += _check_method(run, lora, names) + _check_embedding(run, lora, names)
+    return found + _check_also(run, lora, able) + method.check(lora)
+
+
+def _check_embedding(run: Run, lora: AdapterConfig, names: AdaptedNames) -> list[Problem]:
+    """Whether an embedding that a glob names can have an adapter."""
+    named = [name for name in names.embeddings if fits_embedding(name, lora.targets)]
+    if not named:
+        return []
+    model, method = run.model, find_adapter(lora.method)
+    tied = getattr(model, "tie_word_embeddings", False)
+    why = {
+        f"the method {lora.method} has no form for it": not method.embeds,
+        "PiSSA has no form for it": getattr(lora, "start", "random") == "pissa",
+        "it is the head too, which would be another matrix": tied,
+        "multi-token prediction reads it too": model.predict_layers > 0,
+        "it is trained whole (lora.also)": any(fits(name, lora.also) for name in named),
+    }
+    rest = [glob for glob in lora.targets if not any(fits_embedding(name, [glob]) for name in named)] or ["*"]
+    return [
+        problem("lora", lora, "targets", f"must not name the embedding: {reason}", {"names": named[0]}, (rest,))
+        for reason, broken in why.items()
+        if broken
+    ][:1]
 
 
 def _check_method(run: Run, lora: AdapterConfig, names: AdaptedNames) -> list[Problem]:
@@ -105,16 +128,16 @@ def _check_also(run: Run, lora: AdapterConfig, able: list[str]) -> list[Problem]
 
 
 def _check_glob(lora: AdapterConfig, glob: str, able: list[str], names: AdaptedNames) -> list[Problem]:
-    """A problem if it fits no linear."""
-    if any(fits(name, [glob]) for name in able):
+    """A problem if it fits no linear and names no embedding."""
+    if any(fits(name, [glob]) for name in able) or any(fits_embedding(name, [glob]) for name in names.embeddings):
         return []
     others = [name for name in names.others if fits(name, [glob])]
     rest = [g for g in lora.targets if g != glob]
     if others:
         rule = (
-            "must fit weights of linears that can carry an adapter; embeddings, norms, routers, biases, the head and "
+            "must fit weights of linears that can carry an adapter; norms, routers, biases, the head and experts that "
         )
-        rule += "experts that are one tensor cannot"
+        rule += "are one tensor cannot (lora.also trains weights whole)"
         return [problem("lora", lora, "targets", rule, {"fits only": kinds(others)}, (rest or ["*"],))]
     like = near(glob, tuple(dict.fromkeys(re.sub(r".*\.(?=\w+\.weight$)", "*.", name) for name in able)))
     valid = tuple([*rest, each] for each in like) or ((rest or ["*"]),)

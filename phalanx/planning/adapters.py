@@ -14,9 +14,10 @@ from phalanx.checkpoint.lora_folder import STARTED_FROM, read_peft_config
 from phalanx.checkpoint.merge import Merging
 from phalanx.config.run import Run
 from phalanx.models.model_config import ModelConfig
-from phalanx.nn.adapted_linear import fits, names_of, pieces_of
+from phalanx.nn.adapted_linear import fits, fits_embedding, names_of, pieces_of
 from phalanx.nn.adapter import AdapterConfig, find_adapter
 from phalanx.nn.base_linears import BaseLinears
+from phalanx.nn.embedding import Embedding
 from phalanx.nn.env import Env, WeightRules
 from phalanx.nn.linear import Linear, ReplicatedLinear
 from phalanx.nn.module import Block
@@ -29,11 +30,12 @@ from phalanx.planning.plan import adapted_linears
 class AdaptedNames:
     """Global names of a model's tensors. carriers: linears' weights, which can have adapters, those of the experts of a
     layer together; by_inputs: of experts' output matrices among them; shapes: (outputs, inputs) of each carrier;
-    others: all that cannot have one."""
+    embeddings: those of tokens, which have one where a glob names them; others: all that cannot have one."""
 
     carriers: tuple[tuple[str, ...], ...]
     by_inputs: tuple[tuple[str, ...], ...]
     shapes: tuple[tuple[int, int], ...]
+    embeddings: tuple[str, ...]
     others: tuple[str, ...]
 
 
@@ -43,9 +45,10 @@ def adapted_names(model: ModelConfig) -> AdaptedNames:
     pieces = [piece for linear in linears_in(whole_model(model)) for piece in pieces_of(linear)]
     carriers = {tuple(names_of(piece)): (piece.outputs, piece.inputs) for piece in pieces}
     cut = tuple(tuple(names_of(piece)) for piece in pieces if piece.by_inputs and piece.experts is not None)
-    able = {name for names in carriers for name in names}
+    embeddings = tuple(dict.fromkeys(m.weight.spec.name for m in embeddings_in(whole_model(model))))
+    able = {*embeddings, *(name for names in carriers for name in names)}
     others = (name for matrix in stored_together(model) for name in matrix if name not in able)
-    return AdaptedNames(tuple(carriers), cut, tuple(carriers.values()), tuple(dict.fromkeys(others)))
+    return AdaptedNames(tuple(carriers), cut, tuple(carriers.values()), embeddings, tuple(dict.fromkeys(others)))
 
 
 @lru_cache(maxsize=8)
@@ -59,6 +62,10 @@ def linears_in(blocks: Iterable[Block]) -> list[Linear | ReplicatedLinear]:
     """Each once."""
     kinds = (Linear, ReplicatedLinear)
     return list({id(m): m for block in blocks for m in block.modules() if isinstance(m, kinds)}.values())
+
+
+def embeddings_in(blocks: Iterable[Block]) -> list[Embedding]:
+    return [m for block in blocks for m in block.modules() if isinstance(m, Embedding)]
 
 
 def kinds(names: Iterable[str]) -> str:
@@ -98,7 +105,9 @@ def peft_config(run: Run, base: str | None = None) -> dict[str, Any] | None:
     method = None if lora is None else find_adapter(lora.method)
     if lora is None or method is None or method.peft_type is None:
         return None
-    able = [name.removesuffix(".weight") for of_one in adapted_names(run.model).carriers for name in of_one]
+    known = adapted_names(run.model)
+    able = [name.removesuffix(".weight") for of_one in known.carriers for name in of_one]
+    rows = [name.removesuffix(".weight") for name in known.embeddings if fits_embedding(name, lora.targets)]
     own = {"peft_type": method.peft_type, **method.peft_config(lora)}
     taken = [name for name in able if fits(f"{name}.weight", lora.targets)]
     pieces = (piece for linear in linears_in(whole_model(run.model)) for piece in linear.weight.spec.pieces)
@@ -106,7 +115,7 @@ def peft_config(run: Run, base: str | None = None) -> dict[str, Any] | None:
     names = [name for matrix in stored_together(run.model) for name in matrix]
     also = dict.fromkeys(name.rpartition(".")[0] for name in names if fits(name, lora.also))
     where = base or run.init_from
-    return peft_text(own, where, Modules(target_modules(taken, able), list(also)), transposed)
+    return peft_text(own, where, Modules([*target_modules(taken, able), *rows], list(also)), transposed)
 
 
 def target_modules(taken: list[str], able: list[str]) -> list[str]:
@@ -124,6 +133,7 @@ def merging_of(model: ModelConfig, lora: AdapterConfig) -> Merging:
         raise CheckpointError(f"adapters of the method {lora.method} cannot be merged: it has no `merge`")
     specs, shapes = [spec for spec in whole_specs(model) if spec.exported], exported_shapes(model)
     transposed = frozenset(piece.name for spec in specs for piece in spec.pieces if piece.transposed)
+    transposed |= frozenset(adapted_names(model).embeddings)  # (vocabulary, width)
     wide = frozenset(piece.name for spec in specs for piece in spec.pieces if not spec.trained)
     return Merging(method, lora, shapes, transposed, wide, quantized_names(model, lora))
 

@@ -48,6 +48,7 @@ CASES = {
     "llama dora": ("llama", {**DORA, **PATTERNS, "also": ["*embed_tokens*", "lm_head.weight"]}),
     "gpt2 dora": ("gpt2", {**DORA, "also": ["*.ln_f.*"]}),
     "qwen2 dora": ("qwen2", {**DORA, "rank_stabilised": True, **SOME}),  # with biases
+    "llama embedding": ("llama", {**SMALL, "targets": ["*_proj.weight", "*embed_tokens*"]}),
     "mixtral dora": ("mixtral", {**DORA, **ATTENTION}),
     "deepseek_v3 dora": ("deepseek_v3", {**DORA, **ATTENTION}),
 }
@@ -93,7 +94,12 @@ def adapters_of(model: torch.nn.Module) -> dict[str, torch.nn.Parameter]:
     """By our names."""
     found = {}
     for name, p in (pair for pair in model.named_parameters() if pair[1].requires_grad):
-        ours = name.replace(".modules_to_save.default.", ".").replace(".default.", ".").removeprefix(PREFIX)
+        ours = (
+            name.replace(".modules_to_save.default.", ".")
+            .replace(".default.", ".")
+            .removeprefix(PREFIX)
+            .removesuffix(".default")
+        )
         found[ours.removesuffix(".weight") if "magnitude" in ours else ours] = p
     return found
 

@@ -50,6 +50,17 @@ def test_lora_is_the_same_in_every_layout(ranks, model, world, layout):
         assert np.array_equal(value, start[name]) or name in mine, name
 
 
+@pytest.mark.parametrize("layout", [{"tp": 2}, {"pp": 2}, {"cp": 2, "sharding": 3}])
+def test_an_embedding_has_an_adapter_where_it_is_named(ranks, layout):
+    """Truth: one process in float64."""
+    run = replace(parity.base_run("qwen2"), layout=LayoutConfig(**layout))
+    run = lora(run, rank=3, targets=["*.v_proj.weight", "*embed_tokens*"])
+    truth = parity.truth_of(ranks, run, STEPS, False)
+    mine = [name for name in truth["grads"][0] if "lora_embedding_" in name]
+    assert len(mine) == 2 and all(np.any(truth["grads"][0][name]) for name in mine)
+    parity.compare(ranks.run("tests.harness.parity:run_layout", 2, run, STEPS, False), truth, STEPS)
+
+
 DORA = [
     ("qwen2", 2, {"tp": 2}),  # biases of q, k and v
     ("llama", 4, {"tp": 4}),  # two key/value heads

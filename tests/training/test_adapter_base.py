@@ -46,6 +46,7 @@ METHODS = {
         "alpha_pattern": {r"layers\.1\..*v_proj": 3.0},
         "rank_stabilised": True,
     },
+    "embedding": {**FIELDS, "targets": [*FIELDS["targets"], "*embed_tokens*"]},
     "pissa": {**FIELDS, "start": "pissa", "rank_pattern": {"down_proj": 5}, "rank_stabilised": True},
 }
 IDS = [list(range(3, 14))]

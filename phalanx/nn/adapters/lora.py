@@ -19,6 +19,7 @@ from typing import TYPE_CHECKING, Any, ClassVar, Literal
 
 from phalanx.base.errors import Problem
 from phalanx.base.rules import at_least, problem, within
+from phalanx.layout.param import Init
 from phalanx.nn.adapter import Adapter, LinearPiece, adapter, by_pattern, fits_module
 
 if TYPE_CHECKING:
@@ -55,19 +56,25 @@ def scale_of(config: Any, module: str, rank: int) -> float:
 
 @adapter("lora")
 class LoRA(Adapter):
-    """A as PEFT makes it, uniform within 1 / sqrt(inputs), and B zero: the first step begins at the base model."""
+    """A as PEFT makes it, uniform within 1 / sqrt(inputs), and B zero: the first step begins at the base model. Of an
+    embedding A is zero and B normal."""
 
     Config: ClassVar[Any] = LoRAConfig
     linear = True
     peft_type = "LORA"
+    embeds: ClassVar[bool] = True
     started: ClassVar[tuple[str, ...]] = ("lora_A", "lora_B", "start_A", "start_B")
 
     def __init__(self, piece: LinearPiece, config: Any):
         super().__init__(piece, config)
         module = piece.name.removesuffix(".weight").format(0)  # the experts of a layer are alike
         rank = self.rank_of(config, module)
-        self.lora_A = self.down(piece, rank, init="kaiming")
-        self.lora_B = self.up(piece, rank, init="zeros")
+        if piece.is_embedding:
+            self.lora_embedding_A = self.down(piece, rank, init="zeros")
+            self.lora_embedding_B = self.up(piece, rank, init=Init("normal", std=1.0))
+        else:
+            self.lora_A = self.down(piece, rank, init="kaiming")
+            self.lora_B = self.up(piece, rank, init="zeros")
         self.scale = scale_of(config, module, rank)
         self.pissa = is_pissa(config)
         if self.pissa:
@@ -75,6 +82,8 @@ class LoRA(Adapter):
             self.start_B = self.up(piece, rank, init="zeros", trained=False)
 
     def delta(self, x: Tensor) -> Tensor:
+        if self.piece.is_embedding:
+            return self.lora_embedding_B(self.lora_embedding_A(x)) * self.scale
         low = self.lora_B(self.lora_A(x))
         return (low - self.start_B(self.start_A(x)) if self.pissa else low) * self.scale
 
@@ -132,7 +141,7 @@ class LoRA(Adapter):
 
     @classmethod
     def for_peft(cls, config: Any, own: Mapping[str, Tensor]) -> Mapping[str, Tensor]:
-        if not is_pissa(config):
+        if not is_pissa(config) or "lora_A" not in own:
             return own
         import torch  # a config that names a method is read without it
 
@@ -191,6 +200,9 @@ def principal(weight: Tensor, rank: int, scale: float) -> tuple[Tensor, Tensor]:
 
 def product_of(config: Any, module: str, own: Mapping[str, Tensor]) -> Tensor:
     """(outputs, inputs) that the two small matrices add to a matrix."""
+    if "lora_embedding_A" in own:
+        first, second = own["lora_embedding_A"], own["lora_embedding_B"]
+        return scale_of(config, module, len(first)) * (second @ first)
     product = own["lora_B"] @ own["lora_A"]
     if is_pissa(config):
         product = product - own["start_B"] @ own["start_A"]
