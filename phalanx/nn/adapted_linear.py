@@ -21,7 +21,7 @@ on each: its gradient is the sum over them (layout.param.Replica).
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from fnmatch import fnmatchcase
@@ -34,12 +34,13 @@ from phalanx.comm.axis import Axis
 from phalanx.layout.box import Box, cut
 from phalanx.layout.param import Init, ParamSpec, Piece, Replica
 from phalanx.nn.adapted_embedding import AdaptedEmbedding
-from phalanx.nn.adapter import Adapter, AdapterConfig, AdapterInit
+from phalanx.nn.adapter import Adapter, AdapterConfig, AdapterInit, LowRankAdapter
 from phalanx.nn.env import Env
 from phalanx.nn.linear_method import PLAIN, AnyEmbedding, AnyLinear, LinearMethod, LinearMethods, RowsAdapter
 from phalanx.nn.module import ZEROS, Module, OutputRows, bias_spec, column_spec, row_spec
 from phalanx.nn.parameter import Parameter
-from phalanx.ops.dense.matmul import gather_matmul, local_matmul, matmul_scatter
+from phalanx.ops.dense.low_rank import add_low_rank, enter_low_rank
+from phalanx.ops.dense.matmul import ALONE, gather_matmul, local_matmul, matmul_scatter
 from phalanx.ops.experts.grouped import GROUPED, Later, grouped_matmul
 from phalanx.ops.op import Kernels
 
@@ -107,6 +108,15 @@ class AdapterLinear(Module):
         if tokens is None:
             raise RuntimeError("an adapter of experts was called outside its linear")
         return grouped_matmul(x, weight, tokens.ends, self.env.kernels_for(GROUPED))
+
+    def beside(self, x: Tensor) -> tuple[Tensor, Tensor]:
+        """What the linear is to read in place of x, and what this one gives of x, which x's gradient gets back in the
+        memory of the linear's."""
+        return enter_low_rank(x, self.weight, self.env.tp if self.travel == "scatter" else ALONE)
+
+    def onto(self, y: Tensor, h: Tensor, at: slice, scale: float) -> Tensor:
+        """y, whose features `at` get scale times what this one gives of h, in place."""
+        return add_low_rank(y, h, self.weight, at, scale, self.env.tp if self.travel == "gather" else ALONE)
 
 
 class AdapterVector(Module):
@@ -311,6 +321,10 @@ class AdaptedMethod(Module, LinearMethod):
         self.base, self.adapters, self.call = base, adapters, call
         self.on = True
         self.combines = any(adapter.combines() for _, adapter in adapters)
+        self.adds_terms = all(
+            isinstance(adapter, LowRankAdapter) and adapter.adds_terms() and piece.experts is None
+            for piece, adapter in adapters
+        )
         self.linears = nn.ModuleList()
         for piece, adapter in adapters:
             for name, value in vars(adapter).items():
@@ -320,10 +334,14 @@ class AdaptedMethod(Module, LinearMethod):
 
     def gather_matmul(self, x: Tensor, weight: Parameter, tp: Axis, bias: Tensor | None = None) -> Tensor:
         first, last = self._biases(bias)
+        if self.on and self.adds_terms:
+            return self._with_terms(x, lambda x: self.base.gather_matmul(x, weight, tp, first))
         return self._joined(self.base.gather_matmul(x, weight, tp, first), x, last)
 
     def matmul_scatter(self, h: Tensor, weight: Parameter, tp: Axis, bias: Tensor | None = None) -> Tensor:
         first, last = self._biases(bias)
+        if self.on and self.adds_terms:
+            return self._with_terms(h, lambda h: self.base.matmul_scatter(h, weight, tp, first))
         return self._joined(self.base.matmul_scatter(h, weight, tp, first), h, last)
 
     def grouped_matmul(
@@ -338,6 +356,18 @@ class AdaptedMethod(Module, LinearMethod):
         y = self.base.grouped_matmul(x, weight, ends, kernels, bias, later)
         with self.call.of(ExpertTokens(ends, weight.source)):
             return self._joined(y, x)
+
+    def _with_terms(self, x: Tensor, base: Callable[[Tensor], Tensor]) -> Tensor:
+        """What the base gives of x, with all terms added in its memory."""
+        entered = list[Tensor]()
+        terms = [(piece.at, term) for piece, adapter in self.adapters for term in adapter.terms()]  # type: ignore[attr-defined]
+        for _, term in terms:
+            x, h = term.down.beside(x)
+            entered.append(h)
+        y = base(x)
+        for (at, term), h in zip(terms, entered):
+            y = term.up.onto(y, h, at, term.scale)
+        return y
 
     def is_plain(self, weight: Parameter) -> bool:
         return False

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import re
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, ClassVar, Literal, Protocol, TypeVar
 
@@ -240,6 +240,37 @@ class Adapter(ABC):
         """A trained number for each of the matrix's outputs, sharded as these are. Its name has no `.weight` at the
         end."""
         return piece.per_output(init)
+
+
+@dataclass(frozen=True)
+class LowRankTerm:
+    """scale * up(down(x)), of what the adapter's `down` and `up` have made."""
+
+    down: LocalLinear
+    up: LocalLinear
+    scale: float
+
+
+class LowRankAdapter(Adapter):
+    """One whose delta is a sum of terms, which are added to the linear's output in its own memory
+    (ops/dense/low_rank.py) where `combine` is not overridden either."""
+
+    linear = True
+
+    @abstractmethod
+    def terms(self) -> Sequence[LowRankTerm]: ...
+
+    def delta(self, x: Tensor) -> Tensor:
+        first, *others = self.terms()
+        found = first.up(first.down(x)) * first.scale
+        for term in others:
+            found = found + term.up(term.down(x)) * term.scale
+        return found
+
+    @classmethod
+    def adds_terms(cls) -> bool:
+        """Whether nothing but its terms is added."""
+        return cls.delta is LowRankAdapter.delta and not cls.combines()
 
 
 V = TypeVar("V")

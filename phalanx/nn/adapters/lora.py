@@ -20,7 +20,7 @@ from typing import TYPE_CHECKING, Any, ClassVar, Literal
 from phalanx.base.errors import Problem
 from phalanx.base.rules import at_least, problem, within
 from phalanx.layout.param import Init
-from phalanx.nn.adapter import Adapter, LinearPiece, adapter, by_pattern, fits_module
+from phalanx.nn.adapter import LinearPiece, LowRankAdapter, LowRankTerm, adapter, by_pattern, fits_module
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -55,12 +55,11 @@ def scale_of(config: Any, module: str, rank: int) -> float:
 
 
 @adapter("lora")
-class LoRA(Adapter):
+class LoRA(LowRankAdapter):
     """A as PEFT makes it, uniform within 1 / sqrt(inputs), and B zero: the first step begins at the base model. Of an
     embedding A is zero and B normal."""
 
     Config: ClassVar[Any] = LoRAConfig
-    linear = True
     peft_type = "LORA"
     embeds: ClassVar[bool] = True
     started: ClassVar[tuple[str, ...]] = ("lora_A", "lora_B", "start_A", "start_B")
@@ -81,11 +80,11 @@ class LoRA(Adapter):
             self.start_A = self.down(piece, rank, init="zeros", trained=False)
             self.start_B = self.up(piece, rank, init="zeros", trained=False)
 
-    def delta(self, x: Tensor) -> Tensor:
+    def terms(self) -> list[LowRankTerm]:
         if self.piece.is_embedding:
-            return self.lora_embedding_B(self.lora_embedding_A(x)) * self.scale
-        low = self.lora_B(self.lora_A(x))
-        return (low - self.start_B(self.start_A(x)) if self.pissa else low) * self.scale
+            return [LowRankTerm(self.lora_embedding_A, self.lora_embedding_B, self.scale)]
+        found = [LowRankTerm(self.lora_A, self.lora_B, self.scale)]
+        return [*found, LowRankTerm(self.start_A, self.start_B, -self.scale)] if self.pissa else found
 
     @classmethod
     def start(cls, config: Any, module: str, weight: Tensor) -> dict[str, Tensor]:
