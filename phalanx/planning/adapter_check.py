@@ -74,6 +74,8 @@ def _check_method(run: Run, lora: AdapterConfig, names: AdaptedNames) -> list[Pr
     if run.train.fp8 is not None and method.reads_base:
         rule = "must be null: the method reads the frozen weights, of which only FP8 values may be there"
         found.append(problem("train", run.train, "fp8", rule, {"lora.method": lora.method}, (None,)))
+    if method.check(lora):  # what is wrong alone comes first: it may not even be a pattern
+        return found
     modules = [[name.removesuffix(".weight") for name in of_one] for of_one, _ in targets]
     for field, patterns in method.patterns(lora).items():
         found += [each for pattern in patterns for each in _check_pattern(lora, field, pattern, modules)]

@@ -111,6 +111,19 @@ def test_pissa_is_the_same_in_every_layout(ranks, model, world, layout):
     assert all(np.array_equal(value, start[n]) for n, value in truth["weights"].items() if ".start_" in n)
 
 
+@pytest.mark.soak
+@pytest.mark.parametrize("method", ["lora", "dora"])
+@pytest.mark.parametrize("model", ["llama", "mixtral", "gpt2"])
+def test_frozen_bytes_stay_through_many_steps(ranks, model, method):
+    run = lora(replace(parity.base_run(model, precision="bf16"), layout=LayoutConfig(tp=2)), method, rank=3)
+    first, last = (
+        parity.assemble([r["weights"] for r in ranks.run("tests.harness.parity:run_layout", 2, run, steps)])
+        for steps in (0, 50)
+    )
+    same = {name for name, value in last.items() if np.array_equal(value, first[name])}
+    assert same == {name for name in last if ".lora_" not in name}
+
+
 def test_the_sum_over_cut_inputs_matters(ranks):
     """Dropping the one collective of adapters' own makes the comparison with one process fail."""
     run = replace(parity.base_run("qwen3", global_batch=2), layout=LayoutConfig(tp=2))

@@ -17,6 +17,7 @@ from safetensors.numpy import load_file, save_file
 
 from phalanx.base.errors import CheckpointError, ConfigError
 from phalanx.base.placement import Placement
+from phalanx.checkpoint.adapters import adapter_source
 from phalanx.checkpoint.base import rebase
 from phalanx.checkpoint.contents import Contents
 from phalanx.checkpoint.manifest import NAMES_BASE, read_manifest, verify
@@ -161,6 +162,14 @@ def logprobs_of(weights: Path) -> torch.Tensor:
     options = SamplingOptions(tokens=1, temperature=0, prompt_logprobs=1)
     ((_, _, scores, _),) = answers_of(engine, [(IDS[0], options)])
     return torch.tensor([score.logprob for score in scores[1:] if score])
+
+
+def test_what_peft_saves_again_is_read_as_before(checkpoint, base, tmp_path):
+    given = as_peft_reads(checkpoint, tmp_path)
+    with_peft(base, given).save_pretrained(tmp_path / "again")
+    before, after = adapter_source(str(given)), adapter_source(str(tmp_path / "again"))
+    assert before.index.keys() == after.index.keys()
+    assert all(torch.equal(before.read(name), after.read(name)) for name in before.index)
 
 
 def test_it_is_written_anew_and_compared(checkpoint, tmp_path):

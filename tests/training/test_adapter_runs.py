@@ -22,7 +22,7 @@ from phalanx.checkpoint.convert import export
 from phalanx.checkpoint.manifest import Manifest
 from phalanx.checkpoint.tools import average, diff, reshard
 from phalanx.comm.mesh import Mesh
-from phalanx.config.run import CheckpointConfig, Run
+from phalanx.config.run import CheckpointConfig, Fp8Config, Run
 from phalanx.engine.build import build
 from phalanx.evaluation.perplexity import ForwardOnly
 from phalanx.forecast.check import Facts, check
@@ -39,7 +39,7 @@ from phalanx.planning.freeze import num_frozen
 from phalanx.training.main import train
 from tests.harness.generation import answers_of
 from tests.harness.parity import base_run, sample_batch
-from tests.training.test_loop import make_run
+from tests.training.test_loop import MODEL, make_run
 
 LORA = {"rank": 3, "alpha": 7.0, "targets": ["*.q_proj.weight", "*.v_proj.weight", "*.down_proj.weight"]}
 
@@ -199,6 +199,7 @@ def test_the_plan_counts_what_is_trained():
     assert num_frozen(run) == num_parameters(plain) and num_parameters(plan) == num_parameters(plain) + trained
 
 
+SMALLEST = MODEL.hidden_size  # side of a target
 RULES = [
     ({"targets": ["*.w_proj.weight"]}, "lora.targets", "must fit names of tensors", ["*.v_proj.weight"]),
     ({"targets": ["*norm*"]}, "lora.targets", "must fit weights of linears that can carry an adapter", ["*"]),
@@ -207,6 +208,18 @@ RULES = [
     ({"rank": 0}, "lora.rank", "must be an integer >= 1", 1),
     ({"alpha": 0.0}, "lora.alpha", "must be a number in (0, inf)", 32.0),
     ({"alpha": float("nan")}, "lora.alpha", "must be a number in (0, inf)", 32.0),
+    ({"rank": 4096}, "lora.rank", "at most the smaller side of each matrix", SMALLEST),
+    ({"rank_pattern": {"v_proj": 0}}, "lora.rank_pattern", "must have integers >= 1", {}),
+    ({"rank_pattern": {"(": 2}}, "lora.rank_pattern", "by regular expressions", {}),
+    ({"rank_pattern": {"v_proj": 4096}}, "lora.rank_pattern", "at most the smaller side", {"v_proj": SMALLEST}),
+    ({"rank_pattern": {"v_porj": 2}}, "lora.rank_pattern", "must have patterns that fit the end of a target", {}),
+    ({"alpha_pattern": {"o_proj": 2.0}}, "lora.alpha_pattern", "must have patterns that fit the end of a target", {}),
+    ({"alpha_pattern": {"v_proj": -1.0}}, "lora.alpha_pattern", "must have numbers > 0", {}),
+    ({"also": ["*nrom*"]}, "lora.also", "must fit names of tensors", []),
+    ({"also": ["*.v_proj.weight"]}, "lora.also", "must fit no matrix that has an adapter", []),
+    ({"also": ["*.up_proj.weight"]}, "lora.also", "that are stored as one matrix", None),
+    ({"targets": ["*", "*embed_tokens*"], "start": "pissa"}, "lora.targets", "PiSSA has no form for it", ["*"]),
+    ({"targets": ["*", "*embed*"], "also": ["*embed*"]}, "lora.targets", "it is trained whole", ["*"]),
 ]
 
 
@@ -214,7 +227,7 @@ RULES = [
 def test_rules(fields, field, rule, valid):
     """Each suggested value makes the problem go away (forecast.check tries them)."""
     (found,) = check(replace(with_lora(make_run(Path("unused")), **fields)), Facts(files=False))
-    assert found.field == field and rule in found.rule and valid in found.valid
+    assert found.field == field and rule in found.rule and (valid in found.valid or (valid is None and found.valid))
 
 
 def test_more_rules():
@@ -225,6 +238,19 @@ def test_more_rules():
     some = with_lora(replace(run, model=base_run("mixtral").model), targets=["*.experts.1.w1.weight"])
     (found,) = check(some, facts)
     assert "must fit all or none of the experts of a layer" in found.rule
+    torn = with_lora(replace(run, model=base_run("mixtral").model), targets=["*"], rank_pattern={"experts.1.w1": 2})
+    (found,) = check(torn, facts)
+    assert "patterns that fit all or none of the experts" in found.rule and found.valid == ({},)
+    dora = replace(run, lora=find_adapter("dora").Config(method="dora", rank=3, targets=["*", "*embed_tokens*"]))
+    (found,) = check(dora, facts)
+    assert "the method dora has no form for it" in found.rule and found.valid == (["*"],)
+    tied = with_lora(replace(run, model=replace(run.model, tie_word_embeddings=True)), targets=["*embed_tokens*"])
+    (found,) = check(tied, facts)
+    assert "it is the head too" in found.rule and found.valid == (["*"],)
+    both = replace(
+        dora, lora=replace(dora.lora, targets=["*"]), train=replace(run.train, fp8=Fp8Config(recipe="mxfp8"))
+    )
+    assert "the method reads the frozen weights" in next(p.rule for p in check(both, facts) if p.field == "train.fp8")
     stacked = with_lora(replace(run, model=base_run("gpt_oss").model), targets=["*.experts.*"])
     (found,) = check(stacked, facts)
     assert "experts that are one tensor cannot" in found.rule
