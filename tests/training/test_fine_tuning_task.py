@@ -105,6 +105,7 @@ def test_losses_fall(tmp_path):
 
 
 @pytest.mark.soak
+@pytest.mark.timeout(1800)
 def test_instructions_are_learned(tmp_path):
     """From below 5 % to above 90 % with all weights, and above 80 % with LoRA of rank 16, under which the base is what
     it was, and as good at symbols."""
