@@ -144,7 +144,7 @@ class StubModel:
         self.used = [[0] * g.num_pages for g in self.spec.groups]  # how often a page was taken
         self.written = [np.full(g.num_pages * self.spec.page_size, -1, np.int64) for g in self.spec.groups]
         self.full = next((g for g, group in enumerate(self.spec.groups) if group.window is None), None)
-        self.ahead = [-1] * (0 if self.full is None else len(self.memory[self.full]))
+        self.of_depths = [-1] * (0 if self.full is None else len(self.memory[self.full]))
         self.begins = [0] * self.spec.most_sequences
         self.last = [NO_TOKEN] * self.spec.most_sequences
         self.last_at = [0] * self.spec.most_sequences  # the step in which it was drawn
@@ -173,18 +173,18 @@ class StubModel:
                 assert self.spec.late and i not in step.admitted
                 assert step.number >= self.last_at[row] + self.spec.in_flight, "a token is not there yet"
                 tokens[begin] = self.last[row]
-        self.check_ahead(step, told)
+        self.check_depths(step, told)
         written = self.write(step, tokens, known, told)
         made = self.read(step, tokens, written)
-        self.write_ahead(step, told, made)
+        self.write_depths(step, told, made)
         return made
 
-    def slots_ahead(self, step: Step, index: int, first: int, end: int) -> list[int]:
+    def slots_of_depths(self, step: Step, index: int, first: int, end: int) -> list[int]:
         """Of positions first .. end - 1 of a sequence of the step, in the group that keeps everything."""
         at, size = np.arange(first, end), self.spec.page_size
         return (step.tables[self.full][step.rows[index], at // size].astype(np.int64) * size + at % size).tolist()
 
-    def check_ahead(self, step: Step, told: dict[int, list[int]]) -> None:
+    def check_depths(self, step: Step, told: dict[int, list[int]]) -> None:
         """What depths find of a sequence is of its own tokens, those after each included. Of sequences that begin here
         somebody may have it in this step: those are looked at in the next."""
         further = self.spec.further
@@ -193,11 +193,11 @@ class StubModel:
                 self.begins[row] = int(step.firsts[i])
             elif further and self.full is not None:
                 end = max(0, int(step.firsts[i]) + 1 - further)
-                found = [self.ahead[slot] for slot in self.slots_ahead(step, i, 0, end)]
+                found = [self.of_depths[slot] for slot in self.slots_of_depths(step, i, 0, end)]
                 wanted = remembered_of(told[int(step.requests[i])])
                 assert found == wanted[further : end + further], "tokens after a page are others"
 
-    def write_ahead(self, step: Step, told: dict[int, list[int]], made: list[list[int]]) -> None:
+    def write_depths(self, step: Step, told: dict[int, list[int]], made: list[list[int]]) -> None:
         further = self.spec.further
         for i, row in enumerate(step.rows.tolist() if further and self.full is not None else ()):
             tokens = told[int(step.requests[i])] + made[i]
@@ -205,8 +205,8 @@ class StubModel:
             stop = min(int(step.firsts[i]) + here + 1, len(tokens)) - further
             begin = max(self.begins[row], int(step.firsts[i]) + 1 - further)
             remembered = remembered_of(tokens)
-            for position, slot in zip(range(begin, stop), self.slots_ahead(step, i, begin, max(begin, stop))):
-                self.ahead[slot] = remembered[position + further]
+            for position, slot in zip(range(begin, stop), self.slots_of_depths(step, i, begin, max(begin, stop))):
+                self.of_depths[slot] = remembered[position + further]
 
     def write(
         self, step: Step, tokens: list[int], known: list[set[tuple[int, int]]], told: dict[int, list[int]]
