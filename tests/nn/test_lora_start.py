@@ -86,3 +86,16 @@ def test_the_start_is_the_same_in_every_layout(ranks, fields):
     found = assemble(ranks.run("tests.nn.test_lora_start:starts_on_rank", 4, cut))
     assert found.keys() == truth.keys() and any("start_A" in name or "magnitude" in name for name in found)
     assert all(np.array_equal(found[name], truth[name]) for name in truth)
+
+
+@pytest.mark.parametrize("fields", [{"start": "pissa"}, {"method": "dora"}])
+def test_over_a_quantized_base_too(fields):
+    """Truth: LoRA over the same base, whose B is zero. DoRA starts at the lengths of what the base stands for."""
+    base, losses = replace(base_run("llama", global_batch=2), layout=LayoutConfig(sharding=0)), []
+    for each in (fields, {}):
+        lora = find_adapter(each.get("method", "lora")).Config(rank=3, base="int4", **each)
+        state = state_of(replace(base, lora=lora))
+        state.model.train()
+        tokens = accumulate(state, step_batches(base, state.mesh, 0, False))
+        losses.append(update(state, tokens, 0.0).loss.item())
+    assert losses[0] == pytest.approx(losses[1], rel=1e-12)
