@@ -35,13 +35,13 @@ class SmallExchanges:
     turn = 0  # of buffers: the device counts
 
     def __init__(self, axis: Axis, device: torch.device):
-        from phalanx.comm import small_kernel  # Triton: only where this is used
-
         self.size, self.index = axis.size, axis.index
-        self._kernels = small_kernel
         self.nbytes = 2 * axis.size * CHANNELS * 2 * CHANNEL  # numbers take as much as values
         self._shared = SharedBuffers(axis, self.nbytes, device)  # zeros: exchanges are numbered from 1
         starts = torch.tensor([buffer.data_ptr() for buffer in self._shared.buffers], dtype=torch.int64)
+        from phalanx.comm import small_kernel  # Triton. After the memory: all ranks must meet there, whoever lacks it
+
+        self._kernels = small_kernel
         self._memory = (starts.to(device), torch.zeros(CHANNELS, dtype=torch.int32, device=device))
 
     def fits(self, whole: int) -> bool:
