@@ -11,7 +11,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from phalanx.base.errors import DataError
 from phalanx.base.file_lock import FileLock
@@ -20,13 +20,13 @@ from phalanx.data.checksums import SUFFIX as SUMS
 from phalanx.data.config import DataConfig, SourceConfig, prefixes_and_weights
 from phalanx.data.files import replacing
 from phalanx.data.pairs import pair_files
-from phalanx.text.chat_masks import ChatEncoder, TrainOn
-from phalanx.text.chat_template import ChatTemplate, template_for
-from phalanx.text.chats import prepare_chats
 from phalanx.text.pairs import prepare_pairs
 from phalanx.text.prepare import prepare, read_manifest
 from phalanx.text.readers import Hints, find_files
 from phalanx.text.tokenizers import Tokenizer, load_tokenizer
+
+if TYPE_CHECKING:
+    from phalanx.text.chat_masks import TrainOn
 
 SHUFFLE = 0  # seed for the order of documents, so that the validation part at the end is a random sample
 NAME = "text"
@@ -161,9 +161,12 @@ class _Chats:
     def __init__(self, config: DataConfig, train_on: TrainOn | None):
         if train_on is None:
             raise DataError("data.chats needs an objective that trains on chats, such as task.name=sft")
+        from phalanx.text.chat_masks import ChatEncoder  # jinja2: start-up time of runs without chats
+        from phalanx.text.chat_template import template_for
+
         given = str(config.tokenizer)
         tokenizer = load_tokenizer(given)
-        template: ChatTemplate | None = template_for(tokenizer, given, config.template)
+        template = template_for(tokenizer, given, config.template)
         self.encoder = ChatEncoder(tokenizer, template, train_on)
         deciding = [CHATS_VERSION, tokenizer.fingerprint, template and template.fingerprint, train_on]
         self._deciding = [*deciding, config.bad_chats]
@@ -195,6 +198,8 @@ def _use_chats(
     say: Callable[[str], object],
     progress: Callable[[int, int], None] | None,
 ) -> DataConfig:
+    from phalanx.text.chats import prepare_chats  # jinja2: start-up time of runs without chats
+
     cache = cache_folder(config, run_folder)
     cache.mkdir(parents=True, exist_ok=True)
     made = dict[tuple[str, ...], str]()
