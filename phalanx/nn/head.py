@@ -13,7 +13,7 @@ from torch.autograd import Function
 from phalanx.comm.axis import Axis
 from phalanx.layout.box import cut
 from phalanx.layout.param import Init, Replica, Role
-from phalanx.nn.embedding import vocabulary_spec
+from phalanx.nn.embedding import vocabulary_bias_spec, vocabulary_spec
 from phalanx.nn.env import Env
 from phalanx.nn.module import Module
 from phalanx.nn.objective import Objective, SequenceObjective, TokenObjective, cross_entropy
@@ -82,6 +82,8 @@ class Head(Module):
     """`weight` may be passed in: the input embedding's, if both are tied and on one rank. `role` applies to a weight
     created here: "embedding" if both are tied.
 
+    bias   name of a bias of the logits; None: there is none
+
     tally (K,) float64 accumulates the sums of the objective's K metrics over micro-batches; the training engine creates
     it.
     """
@@ -96,6 +98,7 @@ class Head(Module):
         replicas: tuple[Replica, ...] = (),
         weight: Parameter | None = None,
         role: Role = "head",
+        bias: str | None = None,
     ):
         super().__init__(env)
         first, stop = env.cut(vocab)
@@ -105,6 +108,7 @@ class Head(Module):
             if weight is not None
             else self.param(vocabulary_spec(env, name, vocab, width, Init("normal", std), replicas, role))
         )
+        self.bias = None if bias is None else self.param(vocabulary_bias_spec(env, bias, vocab))
         self.tally: Tensor | None = None
 
     def transform(self, logits: Tensor) -> Tensor:
@@ -135,14 +139,25 @@ class Head(Module):
 
     def vocabulary_logits(self, x: Tensor) -> Tensor:
         """x (T / tp, D) -> (T, ids of this rank) logits with gradients, for losses that need all of them."""
-        return self.transform(widened(vocabulary_logits(x, self.weight, self.shard, self.env.tp, self._kernels)))
+        return self.transform(widened(self._local_logits(x)))
+
+    def _local_logits(self, x: Tensor) -> Tensor:
+        return vocabulary_logits(x, self.weight, self.shard, self.env.tp, self._kernels, self.bias)
 
     def _cross_entropy(self, x: Tensor, batch: Batch, weights: Tensor | None) -> Tensor:
         if self._transform is not None:
             return self._sums(x, batch, self._task(batch, weights))[0]
-        shard, kernels = self.shard, self._kernels
         return linear_cross_entropy(
-            x, self.weight, batch.labels, shard.first, shard.count, self.env.tp, self._seed(batch), kernels, weights
+            x,
+            self.weight,
+            batch.labels,
+            self.shard.first,
+            self.shard.count,
+            self.env.tp,
+            self._seed(batch),
+            self._kernels,
+            weights,
+            self.bias,
         )
 
     def _sequence_loss(self, x: Tensor, batch: Batch, objective: SequenceObjective) -> Tensor:
@@ -195,7 +210,7 @@ class Head(Module):
     ) -> TokenTask:
         objective = self.env.objective
         targets = objective.targets(batch) if isinstance(objective, TokenObjective) else None
-        return TokenTask(batch.labels, weights, loss, metrics, self._transform, self._kernels, targets)
+        return TokenTask(batch.labels, weights, loss, metrics, self._transform, self._kernels, targets, self.bias)
 
     @property
     def _kernels(self) -> Kernels:
@@ -222,7 +237,7 @@ class Head(Module):
         whose tokens the ranks of cp, and of tp in each, have one after another."""
         tp, cp = self.env.tp, self.env.axes.cp
         everyone = cp.all_gather(tp.all_gather(x).wait()).wait()
-        mine = local_logits(everyone[rows], self.weight, self.shard.count, self._kernels)
+        mine = local_logits(everyone[rows], self.weight, self.shard.count, self._kernels, self.bias)
         parts = tp.all_gather(mine.unsqueeze(0)).wait()
         whole = torch.cat([p[:, : b - a] for p, (a, b) in zip(parts, cut(self.shard.size, tp.size))], -1)
         return self.transform(whole)

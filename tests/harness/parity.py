@@ -15,6 +15,7 @@ from phalanx.engine.build import State, build
 from phalanx.engine.step import accumulate, update
 from phalanx.forecast.decide import make_plan
 from phalanx.layout.box import Box
+from phalanx.models.bert import BertConfig
 from phalanx.models.deepseek_v3 import DeepseekV3Config
 from phalanx.models.gpt2 import GPT2Config
 from phalanx.models.gpt_oss import GptOssConfig
@@ -184,6 +185,14 @@ MODELS = {
         attention_dropout=0.1,
     ),
 }
+MODELS["bert"] = BertConfig(
+    **SIZES,
+    intermediate_size=42,
+    num_hidden_layers=3,
+    num_attention_heads=4,
+    max_position_embeddings=SEQ,
+    dropout=0.1,
+)
 MODELS["deepseek_v3-mtp-tied"] = replace(MODELS["deepseek_v3-mtp"], tie_word_embeddings=True)
 
 

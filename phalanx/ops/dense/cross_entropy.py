@@ -1,9 +1,9 @@
 """Chunked, vocabulary-parallel linear cross entropy: the full logits never exist on any rank.
 
-loss_t = logsumexp_v(x_t . w_v) - x_t . w_label. Each rank computes the logits of its own rows of the vocabulary, one
-chunk of tokens at a time. When the gradient of the loss is known beforehand (`seed`), forward turns each chunk's logits
-into their gradient and multiplies on, so logits are computed once. Otherwise backward computes each chunk's logits a
-second time.
+loss_t = logsumexp_v(x_t . w_v + b_v) - x_t . w_label - b_label, with or without a bias b. Each rank computes the logits
+of its own rows of the vocabulary, one chunk of tokens at a time. When the gradient of the loss is known beforehand
+(`seed`), forward turns each chunk's logits into their gradient and multiplies on, so logits are computed once.
+Otherwise backward computes each chunk's logits a second time.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from torch import Tensor
 from torch.autograd import Function
 
 from phalanx.comm.axis import Axis
-from phalanx.ops.dense.grads import add_product_grad
+from phalanx.ops.dense.grads import add_grad, add_product_grad
 from phalanx.ops.dense.matmul import ALONE, MATMUL
 from phalanx.ops.op import Case, Kernels, Op, invariant, triton
 from phalanx.sequence.batch import IGNORE
@@ -24,15 +24,17 @@ from phalanx.sequence.batch import IGNORE
 CHUNK_ELEMENTS = 1 << 28  # logits of a chunk (1 GiB in fp32)
 
 
-def logits_of(x: Tensor, weight: Tensor, kernels: Kernels) -> Tensor:
-    """x (T, D), weight (rows, D) -> (T, rows) in the dtype of x, without gradients."""
-    logits: Tensor = MATMUL.choose(kernels, x).gathered(x, weight, None, ALONE)
+def logits_of(x: Tensor, weight: Tensor, kernels: Kernels, bias: Tensor | None = None) -> Tensor:
+    """x (T, D), weight (rows, D), bias (rows,) -> (T, rows) in the dtype of x, without gradients."""
+    logits: Tensor = MATMUL.choose(kernels, x).gathered(x, weight, bias, ALONE)
     return logits
 
 
-def local_logits(x: Tensor, weight: Tensor, count: int, kernels: Kernels = "auto") -> Tensor:
+def local_logits(
+    x: Tensor, weight: Tensor, count: int, kernels: Kernels = "auto", bias: Tensor | None = None
+) -> Tensor:
     """Logits (T, rows) in at least fp32 of this rank's rows; rows past `count` are padding and get -inf."""
-    logits = logits_of(x, weight, kernels)
+    logits = logits_of(x, weight, kernels, bias)
     logits = logits if logits.dtype == torch.float64 else logits.float()
     if count < weight.shape[0]:
         logits[:, count:] = -torch.inf
@@ -65,12 +67,14 @@ def chunks_of(tokens: int, rows: int, elements: int) -> list[slice]:
 
 
 class HeadGrads:
-    """Computes the gradients of all tokens (T, D) and of the weight from those of the logits, chunk by chunk."""
+    """Computes the gradients of all tokens (T, D), of the weight and of the bias from those of the logits, chunk by
+    chunk. needed: whether each of the three has one."""
 
-    def __init__(self, x_all: Tensor, weight: Tensor, needed: tuple[bool, ...]):
-        self.x_all, self.weight, self.need_w = x_all, weight, needed[1]
+    def __init__(self, x_all: Tensor, weight: Tensor, bias: Tensor | None, needed: tuple[bool, ...]):
+        self.x_all, self.weight, self.bias, self.need_w = x_all, weight, bias, needed[1]
         self.dx_all = torch.empty_like(x_all) if needed[0] else None
         self.dw: Tensor | None = None
+        self.db = torch.zeros_like(bias, dtype=widest(bias.dtype)) if bias is not None and needed[2] else None
 
     def add(self, d: Tensor, chunk: slice) -> None:
         if self.dx_all is not None:
@@ -78,9 +82,17 @@ class HeadGrads:
         if self.need_w:
             part = add_product_grad(self.weight, d, self.x_all[chunk])
             self.dw = part if self.dw is None or part is None else self.dw + part
+        if self.db is not None:
+            self.db += d.sum(0, dtype=self.db.dtype)
 
-    def results(self, tp: Axis) -> tuple[Tensor | None, Tensor | None]:
-        return None if self.dx_all is None else tp.reduce_scatter(self.dx_all).wait(), self.dw
+    def results(self, tp: Axis) -> tuple[Tensor | None, Tensor | None, Tensor | None]:
+        dx = None if self.dx_all is None else tp.reduce_scatter(self.dx_all).wait()
+        return dx, self.dw, add_grad(self.bias, self.db) if self.bias is not None and self.db is not None else None
+
+
+def widest(dtype: torch.dtype) -> torch.dtype:
+    """In which sums over tokens are made."""
+    return dtype if dtype == torch.float64 else torch.float32
 
 
 class _LinearCrossEntropy(Function):
@@ -89,6 +101,7 @@ class _LinearCrossEntropy(Function):
         ctx: Any,
         x: Tensor,
         weight: Tensor,
+        bias: Tensor | None,
         labels: Tensor,
         first: int,
         count: int,
@@ -104,14 +117,15 @@ class _LinearCrossEntropy(Function):
         counted = valid if weights is None else torch.where(valid, weights.to(wide), 0)
         scale = None if seed is None else (seed * counted).to(wide)
         lse, label_logit = (torch.empty(len(labels), dtype=wide, device=x.device) for _ in range(2))
-        grads = HeadGrads(x_all, weight, ctx.needs_input_grad)
+        grads = HeadGrads(x_all, weight, bias, ctx.needs_input_grad)
         for c in chunks_of(len(labels), weight.shape[0], by.CHUNK_ELEMENTS):
-            logits = logits_of(x_all[c], weight, kernels)
+            logits = logits_of(x_all[c], weight, kernels, bias)
             everyone = tp.all_gather(by.softmax_stats(logits, rows[c], here[c], count).unsqueeze(0)).wait()
             lse[c], label_logit[c] = torch.logsumexp(everyone[:, 0], 0), everyone[:, 1].sum(0)
             if scale is not None:
                 grads.add(by.softmax_gradient_(logits, rows[c], here[c], lse[c], scale[c], count), c)
-        ctx.weight, ctx.count, ctx.tp, ctx.kernels, ctx.done = weight, count, tp, kernels, seed is not None
+        ctx.weight, ctx.bias, ctx.count, ctx.tp, ctx.kernels = weight, bias, count, tp, kernels
+        ctx.done = seed is not None
         if seed is None:
             ctx.save_for_backward(x, rows, here, counted, lse)
         else:
@@ -123,12 +137,12 @@ class _LinearCrossEntropy(Function):
     def backward(ctx: Any, dloss: Tensor) -> tuple[Tensor | None, ...]:  # type: ignore[override]
         if ctx.done:
             return *ctx.grads, *(None,) * 7
-        (x, rows, here, counted, lse), weight, tp = ctx.saved_tensors, ctx.weight, ctx.tp
+        (x, rows, here, counted, lse), weight, bias, tp = ctx.saved_tensors, ctx.weight, ctx.bias, ctx.tp
         x_all, by = tp.all_gather(x).wait(), LOSS.choose(ctx.kernels, x)
         scale = (dloss * counted).to(lse.dtype)
-        grads = HeadGrads(x_all, weight, ctx.needs_input_grad)
+        grads = HeadGrads(x_all, weight, bias, ctx.needs_input_grad)
         for c in chunks_of(len(rows), weight.shape[0], by.CHUNK_ELEMENTS):
-            logits = logits_of(x_all[c], weight, ctx.kernels)
+            logits = logits_of(x_all[c], weight, ctx.kernels, bias)
             d = by.softmax_gradient_(logits, rows[c], here[c], lse[c], scale[c], ctx.count)
             grads.add(d, c)
         return *grads.results(tp), *(None,) * 7
@@ -144,26 +158,38 @@ def linear_cross_entropy(
     seed: Tensor | None = None,
     kernels: Kernels = "auto",
     weights: Tensor | None = None,
+    bias: Tensor | None = None,
 ) -> Tensor:
-    """Sum over tokens of the cross entropy of x W^T against labels: a scalar, the same on every tp rank.
+    """Sum over tokens of the cross entropy of x W^T + bias against labels: a scalar, the same on every tp rank.
 
-    x (T / tp, D) this rank's tokens; weight (rows, D) holding ids first..first+count-1, the other rows padding; labels
-    (T,) of all tokens, IGNORE where there is no loss. `weights` (T,): what each token's loss is multiplied by; None: 1.
-    `seed` (): the gradient of the returned sum, if it is known beforehand. Then the gradients are computed here, the
-    weight's is added at once, and backward ignores the gradient that it is given.
+    x (T / tp, D) this rank's tokens; weight (rows, D) holding ids first..first+count-1, the other rows padding; bias
+    (rows,) alike; labels (T,) of all tokens, IGNORE where there is no loss. `weights` (T,): what each token's loss is
+    multiplied by; None: 1. `seed` (): the gradient of the returned sum, if it is known beforehand. Then the gradients
+    are computed here, the weight's is added at once, and backward ignores the gradient that it is given.
     """
     seed = seed if torch.is_grad_enabled() else None
-    return _LinearCrossEntropy.apply(x, weight, labels, first, count, tp, seed, kernels, weights)
+    return _LinearCrossEntropy.apply(x, weight, bias, labels, first, count, tp, seed, kernels, weights)
 
 
-def _case(x: Tensor, weight: Tensor, kernels: Kernels, known: bool = False, elsewhere: int = 0) -> Tensor:
+def _biased(x: Tensor, weight: Tensor, bias: Tensor, kernels: Kernels) -> Tensor:
+    return _case(x, weight, kernels, known=True, bias=bias)
+
+
+def _case(
+    x: Tensor,
+    weight: Tensor,
+    kernels: Kernels,
+    known: bool = False,
+    elsewhere: int = 0,
+    bias: Tensor | None = None,
+) -> Tensor:
     """The last three rows are padding. `known`: the gradient of the loss is known beforehand. `elsewhere`: ids on other
     ranks."""
     count = len(weight) - 3
     labels = torch.arange(len(x), device=x.device) * 7 % (count + elsewhere)
     labels[::3] = IGNORE
     seed = torch.tensor(0.37, dtype=torch.float64, device=x.device) if known else None
-    return linear_cross_entropy(x, weight, labels, 0, count, Axis("tp"), seed, kernels)
+    return linear_cross_entropy(x, weight, labels, 0, count, Axis("tp"), seed, kernels, bias=bias)
 
 
 LOSS = Op(
@@ -177,6 +203,7 @@ LOSS = Op(
         Case("cross entropy, many ids", _case, ((4, 3), (4200, 3)), (1,)),
         Case("cross entropy, ids held elsewhere", partial(_case, elsewhere=9), ((8, 5), (13, 5)), (1,)),
         Case("cross entropy, gradient in forward", partial(_case, known=True), ((7, 5), (13, 5)), (1,)),
+        Case("cross entropy, with a bias", _biased, ((7, 5), (13, 5), (13,)), (1, 2)),
         Case(
             "cross entropy over 32,061 ids",
             lambda x, w, k: _case(x * 0.1, w, k, known=True),

@@ -195,9 +195,17 @@ def logit_stats(
     )
 
 
-def vocabulary_logits(x: Tensor, weight: Tensor, shard: VocabularyShard, tp: Axis, kernels: Kernels = "auto") -> Tensor:
-    """x (T / tp, D) of each rank, weight (rows, D) -> this rank's logits (T, shard.count), with gradients."""
-    return gather_matmul(x, weight, tp, None, kernels)[:, : shard.count]
+def vocabulary_logits(
+    x: Tensor,
+    weight: Tensor,
+    shard: VocabularyShard,
+    tp: Axis,
+    kernels: Kernels = "auto",
+    bias: Tensor | None = None,
+) -> Tensor:
+    """x (T / tp, D) of each rank, weight (rows, D), bias (rows,) -> this rank's logits (T, shard.count), with
+    gradients."""
+    return gather_matmul(x, weight, tp, bias, kernels)[:, : shard.count]
 
 
 @dataclass(frozen=True)
@@ -212,6 +220,7 @@ class TokenTask:
                 they are
     kernels     of the matmul that makes the logits
     targets     further targets of the T tokens; None: none but labels
+    bias        (rows,) what is added to the logits, sharded like the weight; None: nothing
     """
 
     labels: Tensor
@@ -221,6 +230,7 @@ class TokenTask:
     transform: Callable[[Tensor], Tensor] | None = None
     kernels: Kernels = "auto"
     targets: SparseTargets | None = None
+    bias: Tensor | None = None
 
     def sums(self, logits: Tensor, tokens: slice, shard: VocabularyShard, tp: Axis) -> Tensor:
         """(1 + K,) from this rank's logits (tokens, ids): the summed loss, with gradients, and the sums of K
@@ -247,7 +257,14 @@ class TokenTask:
 class _LinearTokenLoss(Function):
     @staticmethod
     def forward(  # type: ignore[override]
-        ctx: Any, x: Tensor, weight: Tensor, shard: VocabularyShard, tp: Axis, task: TokenTask, seed: Tensor | None
+        ctx: Any,
+        x: Tensor,
+        weight: Tensor,
+        bias: Tensor | None,
+        shard: VocabularyShard,
+        tp: Axis,
+        task: TokenTask,
+        seed: Tensor | None,
     ) -> Tensor:
         ctx.weight, ctx.shard, ctx.tp, ctx.task, ctx.done = weight, shard, tp, task, seed is not None
         sums, grads = _LinearTokenLoss.work(ctx, x, seed)
@@ -265,13 +282,13 @@ class _LinearTokenLoss(Function):
         return *_LinearTokenLoss.work(ctx, x, dsums[0])[1], *(None,) * 4
 
     @staticmethod
-    def work(ctx: Any, x: Tensor, seed: Tensor | None) -> tuple[Tensor, tuple[Tensor | None, Tensor | None]]:
-        """The sums, and with a `seed` also the gradients of x and of the weight."""
+    def work(ctx: Any, x: Tensor, seed: Tensor | None) -> tuple[Tensor, tuple[Tensor | None, ...]]:
+        """The sums, and with a `seed` also the gradients of x, of the weight and of the bias."""
         weight, shard, tp, task = ctx.weight, ctx.shard, ctx.tp, ctx.task
         x_all = tp.all_gather(x).wait()
-        grads, sums = HeadGrads(x_all, weight, ctx.needs_input_grad), []
+        grads, sums = HeadGrads(x_all, weight, task.bias, ctx.needs_input_grad), []
         for c in chunks_of(len(task.labels), weight.shape[0], LOSS.choose("plain", x).CHUNK_ELEMENTS):
-            logits = logits_of(x_all[c], weight, task.kernels)
+            logits = logits_of(x_all[c], weight, task.kernels, task.bias)
             with torch.set_grad_enabled(seed is not None):
                 found = task.sums(logits.requires_grad_(seed is not None)[:, : shard.count], c, shard, tp)
                 scaled = found[0] if seed is None else found[0] * seed
@@ -279,7 +296,7 @@ class _LinearTokenLoss(Function):
             if seed is not None:
                 (d,) = torch.autograd.grad(scaled, logits)
                 grads.add(d, c)
-        return torch.stack(sums).sum(0), grads.results(tp) if seed is not None else (None, None)
+        return torch.stack(sums).sum(0), grads.results(tp) if seed is not None else (None,) * 3
 
 
 def linear_token_loss(
@@ -291,7 +308,7 @@ def linear_token_loss(
     linear_cross_entropy. Only the loss has gradients.
     """
     seed = seed if torch.is_grad_enabled() else None
-    return _LinearTokenLoss.apply(x, weight, shard, tp, task, seed)
+    return _LinearTokenLoss.apply(x, weight, task.bias, shard, tp, task, seed)
 
 
 @torch.no_grad()
@@ -303,7 +320,7 @@ def token_losses(
     by, labels = LOSS.choose(kernels, x), task.labels
     x_all, (rows, here), found = tp.all_gather(x).wait(), shard.rows_of(labels), []
     for c in chunks_of(len(labels), weight.shape[0], by.CHUNK_ELEMENTS):
-        logits = logits_of(x_all[c], weight, kernels)
+        logits = logits_of(x_all[c], weight, kernels, task.bias)
         logits = logits if task.transform is None else task.transform(widened(logits))
         stats = by.softmax_stats(logits, rows[c], here[c], shard.count)
         everyone = tp.all_gather(stats.unsqueeze(0)).wait()
@@ -320,7 +337,7 @@ def top_log_probs(
     labels, found = task.labels, []
     x_all, (rows, here) = tp.all_gather(x).wait(), shard.rows_of(labels)
     for c in chunks_of(len(labels), weight.shape[0], LOSS.choose("plain", x).CHUNK_ELEMENTS):
-        logits = widened(logits_of(x_all[c], weight, task.kernels)[:, : shard.count])
+        logits = widened(logits_of(x_all[c], weight, task.kernels, task.bias)[:, : shard.count])
         logits = logits if task.transform is None else task.transform(logits)
         everyone = tp.all_gather(softmax_stats(logits, rows[c], here[c], shard.count).unsqueeze(0)).wait()
         log_z = torch.logsumexp(everyone[:, 0], 0)
