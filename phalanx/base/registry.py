@@ -38,6 +38,7 @@ BUILT_IN: Mapping[str, Mapping[str, str]] = MappingProxyType(
                 "deepseek_v3": "phalanx.models.deepseek_v3:FAMILY",
                 "gpt2": "phalanx.models.gpt2:FAMILY",
                 "bert": "phalanx.models.bert:FAMILY",
+                "modernbert": "phalanx.models.modernbert:FAMILY",
             }
         ),
         "optimizer": MappingProxyType({"adamw": "phalanx.optim.adamw:AdamW"}),

@@ -96,17 +96,16 @@ class BertLayer(Dropping):
         return x
 
 
-class ModernBertEmbedding(Dropping):
+class ModernBertEmbedding(Block):
     def __init__(self, config: Any, env: Env):
         super().__init__(env)
         c, at = config, "model.embeddings"
-        self.p = c.embedding_dropout
         name = f"{at}.tok_embeddings.weight"
         self.embed = Embedding(env, name, c.vocab_size, c.hidden_size, c.initializer_range, env.tied())
         self.norm = LayerNorm(env, f"{at}.norm", c.hidden_size, c.norm_eps, c.norm_bias)
 
     def forward(self, x: Tensor, batch: Batch) -> Tensor:
-        return self.drop(self.norm(self.embed(batch.tokens)), batch, self.p, 0, 1)
+        return self.norm(self.embed(batch.tokens))
 
 
 class ModernBertLayer(Block):
@@ -128,7 +127,6 @@ class ModernBertLayer(Block):
             std_out=std_out,
             rotation=Rotation(head_dim, c.rope_base(layer), None, c.max_position_embeddings),
             bias="all" if c.attention_bias else "none",
-            dropout=c.attention_dropout,
             layer=layer,
             kind=AttentionKind(direction="both", window=window),
         )

@@ -96,7 +96,17 @@ FAMILIES: dict[str, dict[str, Any]] = {
         moe_intermediate_size=12,
     ),
     "gpt2": dict(vocab_size=VOCAB, n_positions=32, n_embd=32, n_layer=2, n_head=4, n_inner=40),
+    "bert": dict(COMMON),
+    "modernbert": dict(
+        COMMON,
+        local_attention=6,
+        layer_types=["full_attention", "sliding_attention"],
+        pad_token_id=0,
+        **dict.fromkeys(("bos_token_id", "cls_token_id"), 1),
+        **dict.fromkeys(("eos_token_id", "sep_token_id"), 2),
+    ),
 }
+ENCODERS = ("bert", "modernbert")
 YARN = dict(rope_type="yarn", factor=4.0, original_max_position_embeddings=8)
 ROPES: tuple[dict[str, Any], ...] = (
     {},
@@ -260,6 +270,27 @@ POOL: dict[str, tuple[Any, ...]] = {
     "final_logit_softcapping": (3.0,),
     "attention_multiplier": (2.0,),
     "top_k": (3,),
+    "local_attention": (4, 8, 5, 1, 100),
+    "global_attn_every_n_layers": (1, 2, 3, 0),
+    "global_rope_theta": (100.0, 7),
+    "local_rope_theta": (50.0,),
+    "norm_bias": (True, False),
+    "mlp_bias": (True,),
+    "decoder_bias": (False, True),
+    "classifier_bias": (True,),
+    "hidden_activation": ("gelu_new", "gelu_pytorch_tanh", "relu", "silu"),
+    "classifier_activation": ("gelu_new", "relu"),
+    "norm_eps": (1e-3, 0.1),
+    "layer_norm_eps": (1e-3, 0.1),
+    "mlp_dropout": (0.1, 0.0),
+    "embedding_dropout": (0.1,),
+    "hidden_dropout_prob": (0.0, 0.3),
+    "attention_probs_dropout_prob": (0.0, 0.3),
+    "type_vocab_size": (1, 3),
+    "is_decoder": (True, False),
+    "position_embedding_type": ("relative_key", "absolute"),
+    "sparse_prediction": (True,),
+    "classifier_pooling": ("mean",),
 }
 ANY = (None, "x", -1, 0, 1, 1.5, True, False, [], {}, [1])
 # what is refused although transformers reads it, and why
@@ -321,11 +352,18 @@ def wide() -> Iterator[None]:
 
 @cache
 def import_families() -> None:
-    from transformers import AutoConfig, AutoModelForCausalLM
+    from transformers import AutoConfig
 
     for family in FAMILIES:
         with torch.device("meta"):
-            AutoModelForCausalLM.from_config(AutoConfig.for_model(family, **FAMILIES[family]))
+            auto_class(family).from_config(AutoConfig.for_model(family, **FAMILIES[family]))
+
+
+def auto_class(family: str) -> Any:
+    """The class of transformers that makes models of a family with a head over the vocabulary."""
+    import transformers
+
+    return transformers.AutoModelForMaskedLM if family in ENCODERS else transformers.AutoModelForCausalLM
 
 
 def base_config(family: str, old: bool) -> dict[str, Any]:
@@ -337,6 +375,9 @@ def base_config(family: str, old: bool) -> dict[str, Any]:
     found = {k: v for k, v in found.items() if k not in drop and not k.startswith("summary_")}
     if old and "rope_parameters" in found:
         rope = found.pop("rope_parameters")
+        if "rope_theta" not in rope:  # one for each kind of layer
+            found |= {f"{name}_rope_theta": rope[kind]["rope_theta"] for name, kind in zip(("local", "global"), TYPES)}
+            return json.loads(json.dumps(found, default=str))
         found["rope_theta"] = rope.pop("rope_theta")
         found["rope_scaling"] = None if rope["rope_type"] == "default" else rope
     return json.loads(json.dumps(found, default=str))
@@ -378,17 +419,18 @@ def randomise(model: Any) -> None:
 def write_weights(config: dict[str, Any], folder: Path, seed: int) -> bool:
     """Random weights that fit a config as transformers reads it. False: it refuses the config, or the model is too
     large to be tried."""
-    from transformers import AutoConfig, AutoModelForCausalLM
+    from transformers import AutoConfig
 
     (folder / "config.json").write_text(json.dumps(config))
     try:
         theirs = AutoConfig.from_pretrained(folder)
+        made_by = auto_class(theirs.model_type)
         with torch.device("meta"):
-            size = sum(p.numel() for p in AutoModelForCausalLM.from_config(theirs).parameters())
+            size = sum(p.numel() for p in made_by.from_config(theirs).parameters())
         if size > LARGEST:
             return False
         torch.manual_seed(seed)
-        model = AutoModelForCausalLM.from_config(AutoConfig.from_pretrained(folder), dtype=torch.float64)
+        model = made_by.from_config(AutoConfig.from_pretrained(folder), dtype=torch.float64)
         randomise(model)
         model.save_pretrained(folder)
     except Exception:  # whatever a config does to it: that is what is tried
@@ -420,14 +462,14 @@ def tokens_of(vocab: int) -> torch.Tensor:
 
 def their_logits(folder: Path) -> torch.Tensor | str:
     """(BATCH x SEQ, vocab), or why there are none."""
-    from transformers import AutoConfig, AutoModelForCausalLM
+    from transformers import AutoConfig
 
     try:
         config = AutoConfig.from_pretrained(folder)
         with torch.device("meta"):
-            if sum(p.numel() for p in AutoModelForCausalLM.from_config(config).parameters()) > LARGEST:
+            if sum(p.numel() for p in auto_class(config.model_type).from_config(config).parameters()) > LARGEST:
                 return "too large to be tried"
-        model, info = AutoModelForCausalLM.from_pretrained(
+        model, info = auto_class(config.model_type).from_pretrained(
             folder,
             dtype=torch.float64,
             attn_implementation="eager",
@@ -438,7 +480,8 @@ def their_logits(folder: Path) -> torch.Tensor | str:
         missing = [n for n in info["missing_keys"] if n not in parameters or parameters[n].numel()]
         if missing:
             return f"random weights for {missing[0]}"
-        out = model.eval()(tokens_of(VOCAB), use_cache=False, return_dict=True).logits
+        cached = {} if config.model_type in ENCODERS else {"use_cache": False}
+        out = model.eval()(tokens_of(VOCAB), return_dict=True, **cached).logits
     except Exception as error:  # whatever a config does to it: that is what is tried
         return f"{type(error).__name__}: {error}"
     return out.detach().flatten(0, 1) if out.isfinite().all() else "not finite"

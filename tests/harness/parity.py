@@ -22,6 +22,7 @@ from phalanx.models.gpt_oss import GptOssConfig
 from phalanx.models.llama import LlamaConfig
 from phalanx.models.mistral import MistralConfig
 from phalanx.models.mixtral import MixtralConfig
+from phalanx.models.modernbert import ModernBertConfig
 from phalanx.models.qwen2 import Qwen2Config
 from phalanx.models.qwen3 import Qwen3Config
 from phalanx.models.qwen3_moe import Qwen3MoEConfig
@@ -192,6 +193,14 @@ MODELS["bert"] = BertConfig(
     num_attention_heads=4,
     max_position_embeddings=SEQ,
     dropout=0.1,
+)
+MODELS["modernbert"] = ModernBertConfig(
+    **SIZES,
+    intermediate_size=42,
+    num_hidden_layers=4,
+    num_attention_heads=4,
+    max_position_embeddings=SEQ,
+    local_attention=6,
 )
 MODELS["deepseek_v3-mtp-tied"] = replace(MODELS["deepseek_v3-mtp"], tie_word_embeddings=True)
 

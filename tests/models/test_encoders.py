@@ -22,6 +22,7 @@ from phalanx.layout.config import LayoutConfig
 from phalanx.models.model_config import ModelConfig
 from phalanx.models.registry import family_of
 from phalanx.sequence.batch import IGNORE, Batch
+from tests.harness import hf_fuzz
 from tests.harness.parity import MODELS, SEQ, assemble, sample_batch
 from tests.harness.sample import each_in_two
 from tests.models.test_models import all_logits, load_weights, run_model
@@ -30,6 +31,21 @@ CASES = {
     "bert": replace(MODELS["bert"], dropout=0.0),
     "bert: tanh, one segment": replace(
         MODELS["bert"], dropout=0.0, hidden_act="gelu_new", type_vocab_size=1, num_hidden_layers=2
+    ),
+    "modernbert": MODELS["modernbert"],
+    "modernbert: biases, tanh, types": replace(
+        MODELS["modernbert"],
+        norm_bias=True,
+        attention_bias=True,
+        mlp_bias=True,
+        classifier_bias=True,
+        decoder_bias=False,
+        hidden_activation="gelu_new",
+        classifier_activation="gelu_new",
+        layer_types=("sliding_attention", "full_attention", "sliding_attention"),
+        num_hidden_layers=3,
+        global_rope_theta=500.0,
+        local_rope_theta=50.0,
     ),
 }
 LAYOUTS = {"one rank": {}, "tp2": dict(tp=2), "pp2": dict(pp=2), "tp2 pp2": dict(tp=2, pp=2)}
@@ -64,12 +80,14 @@ def theirs(config: ModelConfig) -> Any:
 def hugging_face(case: str) -> dict[str, Any]:
     """Weights, and Hugging Face's logits, loss and gradients."""
     config = CASES[case]
-    model, batches = theirs(config), batches_of(config)
+    batches = batches_of(config)
     tokens, labels = (torch.cat([getattr(b, n) for b in batches]) for n in ("tokens", "labels"))
     more = {}
     if batches[0].segments is not None:
         more["token_type_ids"] = torch.cat([b.segments for b in batches]).view(-1, SEQ)
-    logits = model(tokens.view(-1, SEQ), **more).logits.flatten(0, 1)
+    with hf_fuzz.wide():
+        model = theirs(config)
+        logits = model(tokens.view(-1, SEQ), **more).logits.flatten(0, 1)
     loss = F.cross_entropy(logits, labels, ignore_index=IGNORE, reduction="sum") / (labels != IGNORE).sum()
     loss.backward()
     named = {k: p for k, p in model.named_parameters() if p.grad is not None}
@@ -127,7 +145,7 @@ def test_packed_documents_do_not_read_each_other(case):
         [after] = all_logits(state, [replace(batch, tokens=tokens)])
         assert np.array_equal(before[~mine], after[~mine])
         assert (before[mine] != after[mine]).any(-1).all()  # every token of it reads every other
-    with torch.no_grad():
+    with torch.no_grad(), hf_fuzz.wide():
         model, places = theirs_with(case), np.flatnonzero(numbers == numbers[5])
         alone = model(batch.tokens[places][None]).logits[0].numpy()
     assert np.abs(before[places] - alone).max() <= 1e-10 * np.abs(alone).max()
