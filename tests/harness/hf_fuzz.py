@@ -275,7 +275,6 @@ POOL: dict[str, tuple[Any, ...]] = {
     "global_rope_theta": (100.0, 7),
     "local_rope_theta": (50.0,),
     "norm_bias": (True, False),
-    "mlp_bias": (True,),
     "decoder_bias": (False, True),
     "classifier_bias": (True,),
     "hidden_activation": ("gelu_new", "gelu_pytorch_tanh", "relu", "silu"),
@@ -310,6 +309,7 @@ REASONS: dict[str, str] = {
     "heads that do not divide": r"must divide|must be a multiple|num_key_value_heads=|head_dim=",
     "modules of multi-token prediction": r"num_nextn_predict_layers",
     "experts or groups that do not fit": r"must be <= ",
+    "an encoder made a decoder, or with scaled angles": r"(is_decoder|position_embedding_type|rope_scaling)=",
     "layer types that we do not have": r"layer_types=|layer_types with|one kind per layer",
 }
 

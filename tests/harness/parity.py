@@ -189,10 +189,11 @@ MODELS = {
 MODELS["bert"] = BertConfig(
     **SIZES,
     intermediate_size=42,
-    num_hidden_layers=3,
+    num_hidden_layers=4,
     num_attention_heads=4,
     max_position_embeddings=SEQ,
     dropout=0.1,
+    attention_dropout=0.1,
 )
 MODELS["modernbert"] = ModernBertConfig(
     **SIZES,

@@ -28,9 +28,14 @@ from tests.harness.sample import each_in_two
 from tests.models.test_models import all_logits, load_weights, run_model
 
 CASES = {
-    "bert": replace(MODELS["bert"], dropout=0.0),
+    "bert": replace(MODELS["bert"], dropout=0.0, attention_dropout=0.0),
     "bert: tanh, one segment": replace(
-        MODELS["bert"], dropout=0.0, hidden_act="gelu_new", type_vocab_size=1, num_hidden_layers=2
+        MODELS["bert"],
+        dropout=0.0,
+        attention_dropout=0.0,
+        hidden_act="gelu_new",
+        type_vocab_size=1,
+        num_hidden_layers=2,
     ),
     "modernbert": MODELS["modernbert"],
     "modernbert: biases, tanh, types": replace(

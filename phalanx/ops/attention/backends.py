@@ -406,7 +406,15 @@ BLOCKS = Op(
         _block_case("bias, mask", "mask", 4, 2, 9, 13, (6, 6), more={"bias": True}),
         *(
             _block_case(
-                f"{seen}, bias, heads of {width}", seen, 8, 8, 512, 1088, (width, width), more={"bias": True}, large=True
+                f"{seen}, bias, heads of {width}",
+                seen,
+                8,
+                8,
+                512,
+                1088,
+                (width, width),
+                more={"bias": True},
+                large=True,
             )
             for seen, width in (("all", 64), ("mask", 128))
         ),
