@@ -48,8 +48,8 @@ from phalanx.sequence.shard import SequenceShard
 
 def check_values(run: Run, facts: Facts) -> list[Problem]:
     """All rules that values alone can break. Call `config.limits.check_limits` first."""
-    more = 2 + (run.model.predict_layers > 0)
-    blocks = max(run.model.num_hidden_layers, 1) + more
+    more = run.model.num_blocks - len(run.model.layer_blocks)
+    blocks = max(len(run.model.layer_blocks), 1) + more
     evaluates = run.train.eval_interval is not None
     return [
         *facts.env,
@@ -181,16 +181,16 @@ def check_recompute(run: Run) -> list[Problem]:
 
 def check_offload(run: Run) -> list[Problem]:
     """At most as many layers as there are; with CUDA graphs, no activations are offloaded."""
-    c, layers = run.train, run.model.num_hidden_layers
+    c, layers = run.train, len(run.model.layer_blocks)
     found = []
     if c.cuda_graphs == "on" and c.offload_layers > 0:
         rule = "excludes train.offload_layers: type train.cuda_graphs=off or train.offload_layers=0"
         because = {"train.offload_layers": c.offload_layers}
         found.append(problem("train", c, "cuda_graphs", rule, because, ("off",)))
     if not 0 <= c.offload_layers <= max(layers, 0):
-        because = {"model.num_hidden_layers": layers}
+        because = {"model.num_hidden_layers": run.model.num_hidden_layers}
         found.append(
-            problem("train", c, "offload_layers", "must be an integer in [0, num_hidden_layers]", because, (0, layers))
+            problem("train", c, "offload_layers", "must be an integer in [0, layers]", because, (0, layers))
         )
     return found
 

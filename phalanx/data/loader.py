@@ -398,7 +398,7 @@ class Prefetcher:
         try:
             for places in self._places():
                 batch = self._loader.read(places).cut(self._part)
-                batch = _pinned(batch) if self._pin_memory else batch
+                batch = batch.map(torch.Tensor.pin_memory) if self._pin_memory else batch
                 self._room.get()
                 if self._closed:
                     break
@@ -426,8 +426,3 @@ def _take(lists: Iterator[Sequence[int]], wanted: int) -> list[Sequence[int]]:
         if wanted <= 0:
             break
     return taken
-
-
-def _pinned(batch: Batch) -> Batch:
-    tensors = {name: value.pin_memory() for name, value in vars(batch).items() if isinstance(value, torch.Tensor)}
-    return Batch(**{**vars(batch), **tensors})

@@ -8,7 +8,7 @@ here, so that a config that names an objective can be read without it.
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from functools import cache
 from typing import TYPE_CHECKING, Any, ClassVar, Literal, TypeVar
@@ -74,6 +74,11 @@ class Objective(ABC):
         """The file of `phalanx data score` with another model's log-probabilities that batches are to carry
         (Batch.reference; Batch.target_ids and Batch.target_log_probs if it has any); None: they carry none."""
         return None
+
+    @property
+    def beside(self) -> Mapping[str, int]:
+        """Streams of tokens that batches carry beside the text (Batch.beside), by name: tokens in a sequence."""
+        return {}
 
     @property
     def train_on(self) -> Literal["answers", "last_answer", "all"] | None:
