@@ -84,6 +84,7 @@ BUILT_IN: Mapping[str, Mapping[str, str]] = MappingProxyType(
                 "sft": "phalanx.engine.objectives.sft:SFT",
                 "dpo": "phalanx.engine.objectives.dpo:DPO",
                 "distil": "phalanx.engine.objectives.distil:Distil",
+                "mlm": "phalanx.engine.objectives.mlm:MLM",
             }
         ),
         "pipeline_schedule": MappingProxyType(

@@ -43,6 +43,12 @@ class ModelConfig:
         return True
 
     @property
+    def both_ways(self) -> bool:
+        """Whether tokens read what follows them (encoders). Such a model generates no text, and the next token is no
+        task for it."""
+        return False
+
+    @property
     def gated_mlp(self) -> bool:
         """Whether the dense MLP has a gate, stored in one matrix with its input projection (SwiGLU)."""
         return True
