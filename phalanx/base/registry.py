@@ -37,6 +37,7 @@ BUILT_IN: Mapping[str, Mapping[str, str]] = MappingProxyType(
                 "gpt_oss": "phalanx.models.gpt_oss:FAMILY",
                 "deepseek_v3": "phalanx.models.deepseek_v3:FAMILY",
                 "gpt2": "phalanx.models.gpt2:FAMILY",
+                "t5": "phalanx.models.t5:FAMILY",
             }
         ),
         "optimizer": MappingProxyType({"adamw": "phalanx.optim.adamw:AdamW"}),
@@ -85,6 +86,7 @@ BUILT_IN: Mapping[str, Mapping[str, str]] = MappingProxyType(
                 "dpo": "phalanx.engine.objectives.dpo:DPO",
                 "distil": "phalanx.engine.objectives.distil:Distil",
                 "mlm": "phalanx.engine.objectives.mlm:MLM",
+                "span": "phalanx.engine.objectives.span:SpanCorruption",
             }
         ),
         "pipeline_schedule": MappingProxyType(

@@ -83,6 +83,11 @@ class ModelConfig:
         """The streams of tokens that it reads beside the text (Batch.beside); the task makes them."""
         return ()
 
+    @property
+    def decoder_start(self) -> int | None:
+        """The token with which texts of a decoder begin; None: it has none beside an encoder."""
+        return None
+
     def has_experts(self, layer: int) -> bool:
         """Whether a layer has experts or a dense MLP."""
         return False

@@ -97,6 +97,10 @@ class T5Config(ModelConfig):
         return self.num_hidden_layers + self.decoder_layers + 3
 
     @property
+    def decoder_start(self) -> int | None:
+        return self.decoder_start_token_id
+
+    @property
     def reads_beside(self) -> tuple[str, ...]:
         return ("encoder",)
 

@@ -13,11 +13,11 @@ from torch import Tensor
 
 from phalanx.sequence.balance import assign, degrees_of
 from phalanx.sequence.paged import PagedSequences
+from phalanx.sequence.sample import ENCODER as ENCODER
 from phalanx.sequence.sample import IGNORE as IGNORE
 from phalanx.sequence.shard import WHOLE, SequenceShard
 
 TEXT = "text"  # the name of a batch's own tokens, where its streams of tokens are named
-ENCODER = "encoder"  # in Batch.beside, the text that an encoder reads
 PADDING_RUN = 512  # the largest number of tokens in a document of padding
 # of `whole`, those that there are, in this order
 ROWS = (

@@ -36,7 +36,7 @@ class SpanCorruption(TokenObjective):
     """Cross entropy of the decoder's tokens: for each span its sentinel and its tokens, and the end of the text."""
 
     Config = SpanConfig
-    both_ways = False
+    makes_beside = (ENCODER,)
     token_loss = staticmethod(cross_entropy)  # identifies the fused op for the head
 
     @classmethod
@@ -54,6 +54,9 @@ class SpanCorruption(TokenObjective):
 
     def transform(self, facts: SampleFacts) -> SampleTransform:
         vocabulary, c = facts.vocabulary, self.config
+        start = facts.decoder_start
+        if start is None:
+            raise DataError(f"{NAME} is for models with an encoder and a decoder")
         made = Corruption(
             facts.seed,
             Spans(c.noise, c.mean_length),
@@ -61,7 +64,7 @@ class SpanCorruption(TokenObjective):
             Marks(
                 tuple(vocabulary.sentinels),
                 vocabulary.role("eos", NAME),
-                facts.decoder_start,
+                start,
                 vocabulary.roles.get("pad", 0),
             ),
         )
