@@ -49,7 +49,10 @@ def run_of_folder(folder: Path, gpu: bool) -> Run:
 
 
 def run_of_model(model: ModelConfig, lora: AdapterConfig | None, gpu: bool) -> Run:
-    """The same of a model's config."""
+    """The same of a model's config. ConfigError for a model that cannot be run without training."""
+    if model.reads_beside:
+        rule = f"has a decoder that reads an {model.reads_beside[0]}'s memory, from which nothing is generated yet"
+        raise ConfigError([Problem("model.family", model.family, rule)])
     length = min(1024, model.max_position_embeddings)
     train = TrainConfig(steps=1, global_batch=1, micro_batch=1, seq_length=length, precision="bf16" if gpu else "fp32")
     return Run(model=model, train=train, lora=lora)

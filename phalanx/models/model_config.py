@@ -3,7 +3,7 @@ that a family and its readers exchange."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
@@ -82,6 +82,11 @@ class ModelConfig:
     def reads_beside(self) -> tuple[str, ...]:
         """The streams of tokens that it reads beside the text (Batch.beside); the task makes them."""
         return ()
+
+    @property
+    def trained_with(self) -> Mapping[str, object]:
+        """Fields that Hugging Face folders may have with any value -> the only one with which training is built."""
+        return {}
 
     @property
     def decoder_start(self) -> int | None:

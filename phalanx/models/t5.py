@@ -4,7 +4,7 @@ Raffel et al., "Exploring the limits of transfer learning with a unified text-to
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any, Literal
 
@@ -95,6 +95,10 @@ class T5Config(ModelConfig):
     @property
     def num_blocks(self) -> int:
         return self.num_hidden_layers + self.decoder_layers + 3
+
+    @property
+    def trained_with(self) -> Mapping[str, object]:
+        return {"dropout_rate": 0.0}
 
     @property
     def decoder_start(self) -> int | None:

@@ -21,15 +21,19 @@ from phalanx.models.gpt_oss import GptOssConfig
 from phalanx.models.llama import LlamaConfig
 from phalanx.models.mistral import MistralConfig
 from phalanx.models.mixtral import MixtralConfig
+from phalanx.models.model_config import ModelConfig
 from phalanx.models.qwen2 import Qwen2Config
 from phalanx.models.qwen3 import Qwen3Config
 from phalanx.models.qwen3_moe import Qwen3MoEConfig
 from phalanx.models.rope import RopeScaling
+from phalanx.models.t5 import T5Config
+from phalanx.nn.objective import TaskConfig, find_objective
 from phalanx.ops.optimizer.shard import widened
-from phalanx.sequence.batch import IGNORE, Batch
+from phalanx.sequence.batch import ENCODER, IGNORE, Batch
 from phalanx.verifying.compare import allowed, random_weights
 
 SEQ, VOCAB = 16, 131
+ENCODER_SEQ = 24  # tokens of a sequence that an encoder reads
 
 SIZES = {"vocab_size": VOCAB, "hidden_size": 32}
 HEADS = {"num_attention_heads": 4, "num_key_value_heads": 2}
@@ -184,6 +188,17 @@ MODELS = {
         attention_dropout=0.1,
     ),
 }
+MODELS["t5"] = T5Config(
+    **SIZES,
+    intermediate_size=42,
+    num_hidden_layers=2,
+    num_decoder_layers=3,
+    num_attention_heads=4,
+    head_dim=6,
+    relative_attention_num_buckets=8,
+    relative_attention_max_distance=10,
+)
+MODELS["t5-tied"] = replace(MODELS["t5"], feed_forward_proj="relu", tie_word_embeddings=True, num_decoder_layers=None)
 MODELS["deepseek_v3-mtp-tied"] = replace(MODELS["deepseek_v3-mtp"], tie_word_embeddings=True)
 
 
@@ -196,7 +211,15 @@ def base_run(model: str, global_batch: int = 8, micro_batch: int = 1, **train) -
         "precision": "fp64",
         **train,
     }
-    return Run(model=MODELS[model], train=TrainConfig(**options))
+    return Run(model=MODELS[model], train=TrainConfig(**options), task=task_of(MODELS[model]))
+
+
+def task_of(model: ModelConfig) -> TaskConfig:
+    """The task of a model's runs: what makes the streams that it reads."""
+    if not model.reads_beside:
+        return TaskConfig()
+    config: TaskConfig = find_objective("span").Config(name="span", encoder_length=ENCODER_SEQ)
+    return config
 
 
 def sample_batch(ids: list[int], documents: bool | str, length: int = SEQ) -> Batch:
@@ -230,11 +253,38 @@ def sample_batch(ids: list[int], documents: bool | str, length: int = SEQ) -> Ba
     return Batch(tokens[:, :-1].reshape(-1), labels.reshape(-1), positions, samples, len(ids), length, docs, real=real)
 
 
+def with_encoder(batch: Batch, ids: list[int], documents: bool | str) -> Batch:
+    """The batch and the texts of an encoder, longer ones, also made from the sample ids alone. Documents have other
+    lengths than the decoder's and the same numbers; padding, where there is any, reads padding."""
+    made = sample_batch([1000 + i for i in ids], False, ENCODER_SEQ)
+    docs = real = None
+    positions = made.positions
+    if documents:
+        cuts = torch.tensor(
+            [[(t >= 2 + i % 6) + (t >= 11) + (t >= 17 + i % 3) for t in range(ENCODER_SEQ)] for i in ids]
+        )
+        real = (cuts < 3).long().reshape(-1) if documents == "packed" else None
+        docs = (cuts + torch.arange(len(ids)).unsqueeze(1) * 4).reshape(-1)
+        first = torch.cat([torch.tensor([True]), docs[1:] != docs[:-1]])
+        place = torch.arange(len(docs))
+        positions = place - place.where(first, 0).cummax(0).values
+    samples = torch.tensor(ids).repeat_interleave(ENCODER_SEQ)
+    labels = torch.full_like(made.tokens, IGNORE)
+    changed = {"labels": labels, "positions": positions, "documents": docs, "real": real, "samples": samples}
+    return replace(batch, beside={ENCODER: replace(made, **changed)})
+
+
+def batch_of(run: Run, ids: list[int], documents: bool | str) -> Batch:
+    """A micro-batch of a run."""
+    batch = sample_batch(ids, documents, run.train.seq_length)
+    return with_encoder(batch, ids, documents) if run.model.reads_beside else batch
+
+
 def step_batches(run: Run, mesh: Mesh, step: int, documents: bool | str) -> list[Batch]:
     n, size, dp = run.train.global_batch, run.train.micro_batch, mesh.dp.size
-    first, length = step * n + mesh.dp.index * (n // dp), run.train.seq_length
+    first = step * n + mesh.dp.index * (n // dp)
     return [
-        sample_batch(list(range(i, i + size)), documents, length).cut(mesh.part)
+        batch_of(run, list(range(i, i + size)), documents).cut(mesh.part)
         for i in range(first, first + n // dp, size)
     ]
 
