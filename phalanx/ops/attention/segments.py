@@ -158,11 +158,11 @@ SEGMENTS = Op(
         replace(
             FLASH_ATTN,
             source=f"{__name__}:FlashAttnSegments",
-            features=None,
+            features=frozenset(),
             modes=("auto", "optional"),
             insisted=(),
         ),
-        replace(TORCH_FLASH, source=f"{__name__}:TorchSegments", features=None),
+        replace(TORCH_FLASH, source=f"{__name__}:TorchSegments", features=frozenset()),
     ),
     switches=("attention",),
     cases=tuple(
