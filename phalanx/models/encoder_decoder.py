@@ -17,6 +17,7 @@ from torch import Tensor
 from phalanx.layout.param import Init, Replica, Role
 from phalanx.models.family import BlockMaker
 from phalanx.models.t5 import T5Config
+from phalanx.nn.attention import Attention, AttentionSpec
 from phalanx.nn.embedding import Embedding
 from phalanx.nn.env import Env
 from phalanx.nn.head import Head
@@ -25,6 +26,8 @@ from phalanx.nn.mlp import run_mlp
 from phalanx.nn.module import Block, Module, OutputRows
 from phalanx.nn.norm import RMSNorm
 from phalanx.nn.parameter import Parameter
+from phalanx.nn.relative_bias import BiasSpec, RelativeBiasTable
+from phalanx.ops.attention.kind import AttentionKind, Direction, RelativeBias
 from phalanx.ops.dense.activation import gelu, gelu_by_formula
 from phalanx.sequence.batch import ENCODER, TEXT, Batch
 from phalanx.sequence.streams import HIDDEN, Border, Streams, StreamSpec
@@ -192,6 +195,63 @@ class T5Head(Block):
 
     def log_probs(self, x: Tensor, batch: Batch, top: int = 0) -> Tensor:
         return self.head.log_probs(self.read(x), batch, top)
+
+
+class _Stopgap(Module):
+    def __init__(self, config: T5Config, env: Env, layer: int):
+        super().__init__(env)
+        spec = attention_spec(config, f"decoder.block.{layer}.layer.1.EncDecAttention", layer)
+        h, k = spec.heads, spec.head_dim
+        a, b = env.cut(h)
+        self.h, self.k = b - a, k
+        rows = [OutputRows(n, h * k, a * k, b * k) for n in spec.names[:3]]
+        self.q = ColumnLinear(env, rows[:1], spec.width, Init("normal", spec.std_q))
+        self.kv = ColumnLinear(env, rows[1:], spec.width, Init("normal", spec.std))
+        self.out = RowLinear(env, spec.names[3], spec.width, h * k, (a * k, b * k), Init("normal", spec.std_out))
+
+    def forward(self, x, memory, batch, theirs):
+        q = self.q(x).view(batch.num_sequences, -1, self.h, self.k).transpose(1, 2)
+        k, v = (t.reshape(batch.num_sequences, -1, self.h, self.k).transpose(1, 2) for t in self.kv(memory).chunk(2, -1))
+        scores = q @ k.mT
+        if batch.documents is not None:
+            mine, other = batch.documents.view(batch.num_sequences, 1, -1, 1), theirs.documents.view(batch.num_sequences, 1, 1, -1)
+            scores = scores.masked_fill(mine != other, -1e30)
+        return self.out((scores.softmax(-1) @ v).transpose(1, 2).reshape(-1, self.h * self.k))
+
+
+def cross_attention(config, env, layer):
+    return _Stopgap(config, env, layer)
+
+
+def self_attention(config: T5Config, env: Env, stack: str, layer: int, made: Made) -> Attention:
+    """Of a layer of the encoder, both ways, or of the decoder. All layers of a stack share its first layer's table."""
+    own = config.encoder_blocks if stack == "encoder" else config.decoder_blocks
+    buckets, farthest = config.relative_attention_num_buckets, config.relative_attention_max_distance
+    first = f"{stack}.block.0.layer.0.SelfAttention.relative_attention_bias.weight"
+    bias = RelativeBias(buckets, farthest, bidirectional=stack == "encoder")
+    std = config.initializer_range * config.hidden_size**-0.5
+    table = RelativeBiasTable(
+        env, BiasSpec(first, config.num_attention_heads, bias, std), env.shared_by(own), made
+    )
+    direction: Direction = "both" if stack == "encoder" else "causal"
+    spec = attention_spec(config, f"{stack}.block.{layer}.layer.0.SelfAttention", layer)
+    return Attention(env, replace(spec, kind=AttentionKind(direction=direction, scale=1.0)), table)
+
+
+def attention_spec(config: T5Config, at: str, layer: int) -> AttentionSpec:
+    c, factor = config, config.initializer_range
+    return AttentionSpec(
+        names=(f"{at}.q.weight", f"{at}.k.weight", f"{at}.v.weight", f"{at}.o.weight"),
+        width=c.hidden_size,
+        heads=c.num_attention_heads,
+        kv_heads=c.num_attention_heads,
+        head_dim=c.head_dim,
+        std=factor * c.hidden_size**-0.5,
+        std_q=factor * (c.hidden_size * c.head_dim) ** -0.5,
+        std_out=factor * (c.num_attention_heads * c.head_dim) ** -0.5,
+        layer=layer,
+        kind=AttentionKind(direction="both", scale=1.0),
+    )
 
 
 def t5_norm(config: T5Config, env: Env, name: str) -> RMSNorm:

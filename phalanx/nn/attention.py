@@ -69,7 +69,7 @@ class AttentionSpec:
     names       global names of q, k, v and output matrices; equal q, k, v names mean one fused global matrix (GPT-2's
                 c_attn)
     width       of the model; head_dim: of a head
-    std         of the initial weights; std_out: of the output matrix, if it differs
+    std         of the initial weights; std_out: of the output matrix, std_q: of the query matrix, if they differ
     rotation    rotary embedding, if any
     bias        which projections have one
     transposed  matrices are stored as (inputs, outputs)
@@ -87,6 +87,7 @@ class AttentionSpec:
     head_dim: int
     std: float
     std_out: float | None = None
+    std_q: float | None = None
     rotation: Rotation | None = None
     bias: Literal["none", "qkv", "all"] = "none"
     transposed: bool = False
@@ -114,6 +115,8 @@ class Attention(Module):
         kind = replace(spec.kind, sinks=spec.sinks is not None, bias=None if table is None else table.bias)
         self.kind, self.table = supported(kind, env, spec.dropout), table
         rows = self._rows(spec.names, own, heads * head_dim, spec.kv_heads * head_dim)
+        if spec.std_q is not None:
+            rows[0] = replace(rows[0], init=Init("normal", spec.std_q))
         init, transposed = Init("normal", spec.std), spec.transposed
         init_out = init if spec.std_out is None else Init("normal", spec.std_out)
         self.qkv = ColumnLinear(env, rows, spec.width, init, transposed=transposed, bias=spec.bias != "none")

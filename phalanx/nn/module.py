@@ -134,13 +134,15 @@ class Block(Module):
 
 @dataclass(frozen=True)
 class OutputRows:
-    """A slice of output features of one global matrix: `start..stop` of `size`, also held by `replicas`."""
+    """A slice of output features of one global matrix: `start..stop` of `size`, also held by `replicas`. `init`: its
+    initial values, if they differ from those of the other matrices."""
 
     name: str
     size: int
     start: int
     stop: int
     replicas: tuple[Replica, ...] = ()
+    init: Init | None = None
 
 
 def column_spec(rows: list[OutputRows], inputs: int, init: Init, transposed: bool = False) -> ParamSpec:
@@ -153,7 +155,7 @@ def column_spec(rows: list[OutputRows], inputs: int, init: Init, transposed: boo
         if transposed:
             shape, box = (inputs, r.size), Box((0, r.start), (inputs, r.stop))
         pieces.append(
-            Piece(r.name, shape, box, (slice(at, at + n), slice(0, inputs)), init, True, transposed, r.replicas)
+            Piece(r.name, shape, box, (slice(at, at + n), slice(0, inputs)), r.init or init, True, transposed, r.replicas)
         )
         at += n
     return ParamSpec((at, inputs), tuple(pieces))
