@@ -85,7 +85,7 @@ def summary(plan: Plan, m: int, trace: ScheduleTrace) -> str:
     flops = flops_of(run)
     ramp = f", from {train.rampup.start:,} at the start" if train.rampup else ""
     rows = {
-        "model": f"{run.model.family}: {run.model.num_hidden_layers} layers, width "
+        "model": f"{run.model.family}: {len(run.model.layer_blocks)} layers, width "
         f"{run.model.hidden_size:,}, vocabulary {run.model.vocab_size:,}",
         **({"task": task_text(run.task)} if run.task != TaskConfig() else {}),
         "parameters": f"{num_parameters(plan):,}"
@@ -188,7 +188,10 @@ def contents(plan: Plan, blocks: range) -> str:
     others = {*blocks} - {*model.layer_blocks, 0, last}
     between = f"layer {layers[0]}" if len(layers) == 1 else f"layers {layers[0]}-{layers[-1]}" if layers else ""
     other = "multi-token prediction" if model.predict_layers else "the decoder's embedding"
-    names = ("embedding" if 0 in blocks else "", between, other if others else "", "head" if last in blocks else "")
+    inner = [between, other if others else ""]
+    if others and layers and min(others) < min(set(blocks) & {*model.layer_blocks}):
+        inner.reverse()
+    names = ("embedding" if 0 in blocks else "", *inner, "head" if last in blocks else "")
     return ", ".join(n for n in names if n)
 
 

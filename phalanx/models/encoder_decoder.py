@@ -178,7 +178,8 @@ class T5Head(Block):
         role: Role = "embedding" if tied else "head"
         self.norm = t5_norm(config, env, "decoder.final_layer_norm")
         replicas = embedding_replicas(c, env) if tied else ()
-        std = c.initializer_range
+        # of an untied head as T5X draws it: logits begin near 0
+        std = c.initializer_range * (1.0 if tied else c.hidden_size**-0.5)
         self.head = Head(env, name, c.vocab_size, c.hidden_size, std, replicas, made.get(name), role)
         self.scale = c.hidden_size**-0.5 if c.scales_outputs else 1.0
 

@@ -87,6 +87,11 @@ class Objective(ABC):
         next tokens as labels. DataError if the tokenizer lacks what it needs."""
         return None
 
+    @classmethod
+    def shrunk(cls, config: Any, seq_length: int) -> Any:
+        """`config` for a small copy of a run (phalanx verify), whose sequences have so many tokens."""
+        return config
+
     @property
     def beside(self) -> Mapping[str, int]:
         """Streams of tokens that batches carry beside the text (Batch.beside), by name: tokens in a sequence."""

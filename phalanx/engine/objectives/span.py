@@ -48,6 +48,10 @@ class SpanCorruption(TokenObjective):
             found.append(problem("task", config, "encoder_length", rule, {}, (512,)))
         return found
 
+    @classmethod
+    def shrunk(cls, config: Any, seq_length: int) -> Any:
+        return replace(config, encoder_length=2 * seq_length)
+
     @property
     def beside(self) -> Mapping[str, int]:
         return {ENCODER: self.config.encoder_length or 1}
