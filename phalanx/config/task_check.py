@@ -71,13 +71,13 @@ def check_beside(run: Run) -> list[Problem]:
         rule = "must be on: the task makes two texts of each document, and pads sequences"
         return [problem("data", run.data, name, rule, {"task.name": run.task.name}, valid)]
     known = [name for name in names(SEAM) if set(find_objective(name).makes_beside) == set(read)]
-    because = {"model.family": run.model.family}
+    because = {"model.family": run.model.family, "tasks for this model": ", ".join(sorted(known))}
     rule = (
         f"makes no {' and '.join(read)} text, which the model reads beside its own"
         if read
-        else f"makes a text of {' and '.join(made)} beside the model's own, which this model does not read"
+        else f"makes a text of the {' and the '.join(made)} beside the model's own, which this model does not read"
     )
-    return [problem("task", run.task, "name", rule, because, known[:1])]
+    return [problem("task", run.task, "name", rule, because)]
 
 
 def check_transform(run: Run) -> list[Problem]:

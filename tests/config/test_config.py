@@ -1652,7 +1652,51 @@ GPT2_RULES = [
         (64, 68),
     ),
 ]
-TABLE = [(BASE, *row) for row in RULES] + [(GPT2_BASE, *row) for row in GPT2_RULES]
+T5_RULES = [
+    ("task.encoder_length=null", 1, "task.encoder_length", None, "is required", set(), (512,)),
+    ("task.encoder_length=91 layout.tp=4", 4, "task.encoder_length", 91, "must be a multiple of tp",
+     {"train.micro_batch", "layout.tp"}, (90, 92)),
+    ("task.noise=1.0", 1, "task.noise", 1.0, "must be a number in (0, 1)", set(), (0.15, 0.5)),
+    ("task.mean_length=0.5", 1, "task.mean_length", 0.5, "must be a number in [1, inf)", set(), (3.0,)),
+    ("task={}", 1, "task.name", "pretrain", "makes no encoder text", {"model.family", "tasks for this model"}, ()),
+    ("data.packing=off", 1, "data.packing", "off", "makes two texts of each document", {"task.name"}, ("online",)),
+    ("data.document_attention=false", 1, "data.document_attention", False, "makes two texts of each document",
+     {"task.name"}, (True, None)),
+    ("model.dropout_rate=0.1", 1, "model.dropout_rate", 0.1, "must be 0.0 in training", {"model.family"}, (0.0,)),
+    ("model.relative_attention_num_buckets=7", 1, "model.relative_attention_num_buckets", 7, "must be an even integer",
+     set(), (32,)),
+    ("model.relative_attention_max_distance=16", 1, "model.relative_attention_max_distance", 16, "must be beyond",
+     {"model.relative_attention_num_buckets"}, (128,)),
+    ("model.decoder_start_token_id=256", 1, "model.decoder_start_token_id", 256, "must be < vocab_size",
+     {"model.vocab_size"}, (0,)),
+    ("train.deterministic=true", 1, "train.deterministic", True, "needs a model whose layers share no weight",
+     {"model.family"}, (False,)),
+    ("layout.cp=2 layout.cp_degree=dynamic", 2, "layout.cp_degree", "dynamic", "balances the documents of one text",
+     {"model.family"}, ("fixed",)),
+    ("train.offload_layers=7", 1, "train.offload_layers", 7, "[0, layers]", {"model.num_hidden_layers"}, (6,)),
+]
+T5 = {
+    "family": "t5",
+    "vocab_size": 256,
+    "hidden_size": 64,
+    "intermediate_size": 96,
+    "num_hidden_layers": 2,
+    "num_decoder_layers": 4,
+    "num_attention_heads": 4,
+}
+T5_BASE = {
+    "model": T5,
+    "train": TRAIN,
+    "task": {"name": "span", "encoder_length": 128},
+    "data": {"mock": True, "packing": "online"},
+}
+TABLE = [
+    *((BASE, *row) for row in RULES),
+    *((GPT2_BASE, *row) for row in GPT2_RULES),
+    *((T5_BASE, *row) for row in T5_RULES),
+    (BASE, "task={name: span, encoder_length: 64}", 1, "task.name", "span", "which this model does not read",
+     {"model.family", "tasks for this model"}, ()),
+]
 
 
 @pytest.mark.parametrize(

@@ -7,16 +7,25 @@ import json
 import math
 from dataclasses import replace
 from functools import lru_cache
+from pathlib import Path
 
 import numpy as np
 import pytest
 import torch
 import torch.nn.functional as F
+from safetensors.torch import load_file
 
-from phalanx.checkpoint.hf import from_hf, to_hf
+from phalanx.checkpoint.convert import export
+from phalanx.checkpoint.hf import from_hf, model_config_from_hf, resolved, to_hf
+from phalanx.checkpoint.keep import latest
+from phalanx.checkpoint.load import load_weights
+from phalanx.comm.mesh import Mesh
 from phalanx.config.run import Run, TrainConfig
+from phalanx.engine.build import build
+from phalanx.forecast.decide import make_plan
 from phalanx.layout.config import LayoutConfig
 from phalanx.sequence.batch import ENCODER, IGNORE, Batch
+from tests.harness.checkpoints import save_here
 from tests.harness.parity import ENCODER_SEQ, MODELS, SEQ, assemble, base_run, batch_of, task_of
 from tests.models.test_models import run_model
 
@@ -177,3 +186,39 @@ def test_a_document_sees_no_other(side):
     )
     assert (before[~here] == after[~here]).all() and (before[here] != after[here]).any()
     assert len(after) == 2 * SEQ and other.beside[ENCODER].num_tokens == 2 * ENCODER_SEQ
+
+
+def load_and_save(rank: int, world: int, run: Run, folder: Path, root: Path) -> None:
+    mesh = Mesh(make_plan(run, world).grid, rank)
+    state = build(make_plan(run, world), mesh)
+    load_weights(folder, state.buffers, mesh)
+    save_here(state, root)
+
+
+@pytest.mark.parametrize(
+    ("case", "layout"), [("1.1: gated, untied, a deeper decoder", "pp2"), ("1.0: relu, tied, scaled", "tp2")]
+)
+def test_a_folder_there_and_back_is_the_same_to_the_byte(ranks, tmp_path, case, layout):
+    """Saved by transformers, read, saved in a layout and exported; transformers then finds all it looks for and nothing
+    else."""
+    import transformers
+
+    theirs = transformers_model(case).float()
+    theirs.save_pretrained(tmp_path / "theirs")
+    model = model_config_from_hf(tmp_path / "theirs")
+    assert resolved(vars(model)) == resolved(vars(replace(CASES[case], max_position_embeddings=512)))
+    train = TrainConfig(steps=1, global_batch=4, micro_batch=2, seq_length=SEQ, precision="fp32")
+    run = Run(model=model, train=train, layout=LayoutConfig(**LAYOUTS[layout]), task=task_of(model))
+    ranks.run("tests.models.test_t5:load_and_save", 2, run, tmp_path / "theirs", tmp_path / "run")
+    back = export(latest(tmp_path / "run"), tmp_path / "exported", "fp32")
+    before, after = (load_file(folder / "model.safetensors") for folder in (tmp_path / "theirs", back))
+    assert before.keys() == after.keys()
+    for name, tensor in before.items():
+        assert tensor.numpy().tobytes() == after[name].numpy().tobytes(), name
+    again, info = transformers.T5ForConditionalGeneration.from_pretrained(back, output_loading_info=True)
+    assert not any(info.values())
+    assert again.config.scale_decoder_outputs == CASES[case].scales_outputs
+    tokens = torch.arange(2, 12)[None]
+    with torch.no_grad():
+        found, expected = (m.eval()(input_ids=tokens, decoder_input_ids=tokens).logits for m in (again, theirs))
+    assert torch.allclose(found, expected, rtol=1e-3, atol=1e-2)
