@@ -18,6 +18,7 @@ from phalanx.layout.param import Init, Replica, Role
 from phalanx.models.family import BlockMaker
 from phalanx.models.t5 import T5Config
 from phalanx.nn.attention import Attention, AttentionSpec
+from phalanx.nn.cross_attention import CrossAttention
 from phalanx.nn.embedding import Embedding
 from phalanx.nn.env import Env
 from phalanx.nn.head import Head
@@ -163,9 +164,14 @@ class T5DecoderLayer(Block):
         x, memory = streams[HIDDEN], streams[MEMORY]
         x, normed = self.norm1.add(x)
         x, normed = self.norm2.add(x, self.attention(normed, batch))
-        x, normed = self.norm3.add(x, self.reading(normed, memory, batch, batch.beside[ENCODER]))
+        x, normed = self.norm3.add(x, self.reading(normed, memory, batch))
         x = x + self.mlp(normed)
         return {HIDDEN: x} if self.last else {HIDDEN: x, MEMORY: memory}
+
+    def flops_per_token(self, lengths: Mapping[str, int], mixing: bool = True) -> float:
+        length = lengths[TEXT]
+        own = self.attention.flops(length if mixing else 0) + self.mlp.flops(length)
+        return own + self.reading.flops_beside(length, lengths[ENCODER], mixing)
 
 
 class T5Head(Block):
@@ -198,30 +204,14 @@ class T5Head(Block):
         return self.head.log_probs(self.read(x), batch, top)
 
 
-class _Stopgap(Module):
-    def __init__(self, config: T5Config, env: Env, layer: int):
-        super().__init__(env)
-        spec = attention_spec(config, f"decoder.block.{layer}.layer.1.EncDecAttention", layer)
-        h, k = spec.heads, spec.head_dim
-        a, b = env.cut(h)
-        self.h, self.k = b - a, k
-        rows = [OutputRows(n, h * k, a * k, b * k) for n in spec.names[:3]]
-        self.q = ColumnLinear(env, rows[:1], spec.width, Init("normal", spec.std_q))
-        self.kv = ColumnLinear(env, rows[1:], spec.width, Init("normal", spec.std))
-        self.out = RowLinear(env, spec.names[3], spec.width, h * k, (a * k, b * k), Init("normal", spec.std_out))
-
-    def forward(self, x, memory, batch, theirs):
-        q = self.q(x).view(batch.num_sequences, -1, self.h, self.k).transpose(1, 2)
-        k, v = (t.reshape(batch.num_sequences, -1, self.h, self.k).transpose(1, 2) for t in self.kv(memory).chunk(2, -1))
-        scores = q @ k.mT
-        if batch.documents is not None:
-            mine, other = batch.documents.view(batch.num_sequences, 1, -1, 1), theirs.documents.view(batch.num_sequences, 1, 1, -1)
-            scores = scores.masked_fill(mine != other, -1e30)
-        return self.out((scores.softmax(-1) @ v).transpose(1, 2).reshape(-1, self.h * self.k))
+def encoder_text(batch: Batch) -> Batch:
+    return batch.beside[ENCODER]
 
 
-def cross_attention(config, env, layer):
-    return _Stopgap(config, env, layer)
+def cross_attention(config: T5Config, env: Env, layer: int) -> CrossAttention:
+    """Of a layer of the decoder, to the memory."""
+    spec = attention_spec(config, f"decoder.block.{layer}.layer.1.EncDecAttention", layer)
+    return CrossAttention(env, spec, encoder_text)
 
 
 def self_attention(config: T5Config, env: Env, stack: str, layer: int, made: Made) -> Attention:

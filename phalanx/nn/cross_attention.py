@@ -45,7 +45,8 @@ class CrossAttention(Module):
         init_out = init if spec.std_out is None else Init("normal", spec.std_out)
         first, last = own.q0 * head_dim, own.q1 * head_dim
         biased = spec.bias != "none"
-        queries = [OutputRows(spec.names[0], heads * head_dim, first, last)]
+        init_q = None if spec.std_q is None else Init("normal", spec.std_q)
+        queries = [OutputRows(spec.names[0], heads * head_dim, first, last, init=init_q)]
         keys = (spec.kv_heads * head_dim, own.k0 * head_dim, own.k1 * head_dim, own.replicas)
         self.q = ColumnLinear(env, queries, spec.width, init, transposed=transposed, bias=biased)
         rows = [OutputRows(name, *keys) for name in spec.names[1:3]]

@@ -301,8 +301,8 @@ def segments_of(batch: Batch, source: SequenceShard, block: QueryKeyBlock) -> tu
 def _find_segments(batch: Batch, source: SequenceShard, block: QueryKeyBlock) -> tuple[Tensor, Tensor, Tensor]:
     theirs = batch.take(batch.uncut.documents, source)  # type: ignore[arg-type]
     sides = ((batch.documents, block.queries), (theirs, block.keys))
-    queries, keys = (doc.view(batch.num_sequences, -1)[:, run].flatten() for doc, run in sides)  # type:
-    ignore[union-attr] counts = [_counts(side, batch.room_for_documents) for side in (queries, keys)]
+    queries, keys = (doc.view(batch.num_sequences, -1)[:, run].flatten() for doc, run in sides)  # type: ignore[union-attr]
+    counts = [_counts(side, batch.room_for_documents) for side in (queries, keys)]
     ends = [F.pad(each.cumsum(0), (1, 0)).int() for each in counts]
     return ends[0], ends[1], (counts[1][queries] == 0).view(batch.num_sequences, 1, -1)
 

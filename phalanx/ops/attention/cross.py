@@ -100,8 +100,7 @@ class _InSegments(Function):
     """By kernels that have no masks. `blind` (sequences, 1, L): queries that read nothing."""
 
     @staticmethod
-    def forward(ctx: Any, q: Tensor, k: Tensor, v: Tensor, by: Any, how: Scoring, blind: Tensor) -> Tensor:  # type:
-    ignore[override]
+    def forward(ctx: Any, q: Tensor, k: Tensor, v: Tensor, by: Any, how: Scoring, blind: Tensor) -> Tensor:  # type: ignore[override]
         out, lse, *kept = by.forward(q, k, v, how)
         out, lse = out.masked_fill(blind.unsqueeze(-1), 0), lse.masked_fill(blind, 0)
         ctx.save_for_backward(q, k, v, out, lse)
@@ -135,8 +134,8 @@ def _dropped(
     rows = tuple(t.view(len(q), -1) for t in (batch.samples, batch.places))
     numbers = range(dropout.first_head, dropout.first_head + q.shape[1])
     key = (dropout.p, dropout.seed, dropout.layer, dropout.site)
-    keep = torch.stack([keep_mask(*key, rows, memory.seq_length, head) for head in numbers], 1)  # type:
-    ignore[arg-type] keep = keep.repeat(1, 1, 1, k.shape[2] // memory.seq_length)
+    keep = torch.stack([keep_mask(*key, rows, memory.seq_length, head) for head in numbers], 1)  # type: ignore[arg-type]
+    keep = keep.repeat(1, 1, 1, k.shape[2] // memory.seq_length)
     out = (probs * keep / (1.0 - dropout.p)).to(v.dtype) @ repeated(v, q.shape[1])
     return out.masked_fill(blind.unsqueeze(-1), 0)
 
