@@ -57,6 +57,8 @@ LAYOUTS = {
     "mixtral ep2 of dp8 in fours, level 2, optimizer over both": case(
         "mixtral", 8, ep=2, sharding=2, shard_group=4, shard_across="optimizer", global_batch=8
     ),
+    "t5 tied tp2 pp3, packed": case("t5-tied", 6, tp=2, pp=3, documents="packed", global_batch=2),
+    "t5 cp2, all-gather": case("t5", 2, cp=2, cp_attention="allgather", global_batch=2),
     "gpt2 tp2, gpipe pp2": case("gpt2", 4, tp=2, pp=2, schedule="gpipe", global_batch=4),
 }
 

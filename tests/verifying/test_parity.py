@@ -248,6 +248,12 @@ NAMED = {
     ),
     "t5 tied dp4, level 3, pointwise recompute": case("t5-tied", 4, sharding=3, recompute="pointwise"),
     "t5 tp4, overlapped": case("t5", 4, tp=4, tp_overlap="on"),
+    "t5 cp2, ring, level 3": case("t5", 2, cp=2, cp_attention="ring", sharding=3),
+    "t5 tied cp2 tp2, all-gather, packed": case(
+        "t5-tied", 4, cp=2, tp=2, cp_attention="allgather", documents="packed", micro_batch=2
+    ),
+    "t5 cp2 pp2, heads, full recompute": case("t5", 4, cp=2, cp_ulysses=2, pp=2, recompute="full"),
+    "t5 cp3 in uneven parts, documents": case("t5", 3, cp=3, documents=True, micro_batch=2),
     "uneven stages": case("llama", 4, pp=4, stages=(1, 1, 3, 1)),
     "gpipe": case("gpt2", 2, pp=2, schedule="gpipe"),
     "split backward pp2, a segment per block": case("llama", 2, pp=2, schedule="zb_h1"),
