@@ -39,7 +39,14 @@ BUILT_IN: Mapping[str, Mapping[str, str]] = MappingProxyType(
                 "gpt2": "phalanx.models.gpt2:FAMILY",
             }
         ),
-        "optimizer": MappingProxyType({"adamw": "phalanx.optim.adamw:AdamW"}),
+        "optimizer": MappingProxyType(
+            {
+                "adamw": "phalanx.optim.adamw:AdamW",
+                "lion": "phalanx.optim.lion:Lion",
+                "muon": "phalanx.optim.muon:Muon",
+                "sgd": "phalanx.optim.sgd:SGD",
+            }
+        ),
         "sink": MappingProxyType(
             {
                 "jsonl": "phalanx.observe.metrics_file:MetricsFile",
