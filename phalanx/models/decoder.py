@@ -90,6 +90,22 @@ class DecoderLayer(Block):
         return x + self.mlp(normed, batch)
 
 
+class PostNormLayer(Block):
+    """Norms after attention and MLP, none before them; `make_attention` as in DecoderLayer."""
+
+    def __init__(self, config: DecoderConfig, env: Env, layer: int, make_attention: MakePart | None = None):
+        super().__init__(env)
+        c, at = config, f"model.layers.{layer}"
+        self.attention = (make_attention or attention)(config, env, layer)
+        self.norm1 = RMSNorm(env, f"{at}.post_attention_layernorm", c.hidden_size, c.rms_norm_eps)
+        self.mlp = dense_mlp(config, env, layer)
+        self.norm2 = RMSNorm(env, f"{at}.post_feedforward_layernorm", c.hidden_size, c.rms_norm_eps)
+
+    def forward(self, x: Tensor, batch: Batch) -> Tensor:
+        x = x + self.norm1(self.attention(x, batch))
+        return x + self.norm2(self.mlp(x, batch))
+
+
 class DecoderHead(Block):
     """`normed`: the block before it has applied the model's last norm."""
 
@@ -143,6 +159,12 @@ def head_norm_attention(config: DecoderConfig, env: Env, layer: int) -> Attentio
     """Attention with an RMSNorm on every query and key head."""
     at = f"model.layers.{layer}.self_attn"
     return attention(config, env, layer, head_norm=(f"{at}.q_norm", f"{at}.k_norm", config.rms_norm_eps))
+
+
+def width_norm_attention(config: DecoderConfig, env: Env, layer: int) -> Attention:
+    """Attention with an RMSNorm over all query heads together, and one over all key heads."""
+    at = f"model.layers.{layer}.self_attn"
+    return attention(config, env, layer, width_norm=(f"{at}.q_norm", f"{at}.k_norm", config.rms_norm_eps))
 
 
 def router_of(config: ExpertsConfig, renormalize: bool = True, order: Literal["before", "after"] = "before") -> Router:

@@ -61,6 +61,7 @@ FAMILIES: dict[str, dict[str, Any]] = {
     ),
     "qwen2": dict(COMMON, num_key_value_heads=2, **WINDOW),
     "qwen3": dict(COMMON, num_key_value_heads=2, head_dim=10, **WINDOW),
+    "olmo2": dict(COMMON, num_key_value_heads=2),
     "mixtral": dict(
         COMMON, num_key_value_heads=2, num_local_experts=4, num_experts_per_tok=2, head_dim=8, sliding_window=6
     ),

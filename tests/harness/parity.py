@@ -21,6 +21,7 @@ from phalanx.models.gpt_oss import GptOssConfig
 from phalanx.models.llama import LlamaConfig
 from phalanx.models.mistral import MistralConfig
 from phalanx.models.mixtral import MixtralConfig
+from phalanx.models.olmo2 import Olmo2Config
 from phalanx.models.qwen2 import Qwen2Config
 from phalanx.models.qwen3 import Qwen3Config
 from phalanx.models.qwen3_moe import Qwen3MoEConfig
@@ -55,6 +56,13 @@ MODELS = {
         tie_word_embeddings=True,
     ),
     "qwen3": Qwen3Config(
+        **SIZES,
+        **HEADS,
+        intermediate_size=42,
+        num_hidden_layers=3,
+        head_dim=10,
+    ),
+    "olmo2": Olmo2Config(
         **SIZES,
         **HEADS,
         intermediate_size=42,

@@ -156,6 +156,7 @@ NEW = {
         tie_word_embeddings=False,
         activation_function="gelu",
     ),
+    "olmo2: biases": replace(MODELS["olmo2"], attention_bias=True),
     "mixtral: window": replace(MODELS["mixtral"], sliding_window=5),
     "qwen3_moe: window, biases": replace(MODELS["qwen3_moe"], sliding_window=5, attention_bias=True),
     "gpt_oss: no biases of attention": replace(MODELS["gpt_oss"], attention_bias=False),

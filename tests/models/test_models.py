@@ -23,6 +23,7 @@ from phalanx.models.decoder_config import DecoderConfig
 from phalanx.models.deepseek_v3 import DeepseekV3Config
 from phalanx.models.gpt2 import GPT2Config
 from phalanx.models.llama import LlamaConfig
+from phalanx.models.olmo2 import Olmo2Config
 from phalanx.models.rope import ROPE_FIELDS, RopeScaling
 from phalanx.nn.head import Head
 from phalanx.ops.dense.rope import rotary_table
@@ -40,6 +41,10 @@ CASES = {
     ),
     "qwen3": MODELS["qwen3"],
     "qwen3: tied, MQA": replace(MODELS["qwen3"], num_key_value_heads=1, head_dim=8, tie_word_embeddings=True),
+    "olmo2": MODELS["olmo2"],
+    "olmo2: tied, MQA, biases": replace(
+        MODELS["olmo2"], num_key_value_heads=1, head_dim=8, tie_word_embeddings=True, attention_bias=True
+    ),
     "mistral: window, yarn": MODELS["mistral"],
     "mistral: no window, MQA, tied": replace(
         MODELS["mistral"],
@@ -92,8 +97,8 @@ def hf_config(config: LlamaConfig | GPT2Config):
             attn_pdrop=0,
             **options,
         )
-    if isinstance(c, DeepseekV3Config):
-        return transformers.DeepseekV3Config(**to_hf(c, torch.float64) | options)
+    if isinstance(c, DeepseekV3Config | Olmo2Config):
+        return getattr(transformers, type(c).__name__)(**to_hf(c, torch.float64) | options)
     same = (
         "hidden_size",
         "intermediate_size",

@@ -40,6 +40,7 @@ TRIPS = [
     ("llama: GQA, wide heads, llama3 scaling", dict(tp=2)),
     ("llama: tied", dict(pp=2)),
     ("qwen3: tied, MQA", dict(tp=2)),
+    ("olmo2", dict(tp=2)),
     ("mistral: window, yarn", dict(pp=2)),
     ("qwen2: window in upper layers", dict(tp=2)),
     ("deepseek_v3: latents, yarn", dict(tp=2)),

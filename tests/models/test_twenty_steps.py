@@ -54,6 +54,7 @@ MODELS = {
     "mistral": test_models.CASES["mistral: window, yarn"],
     "qwen2": test_models.CASES["qwen2: window in upper layers"],
     "qwen3": test_models.CASES["qwen3"],
+    "olmo2": test_models.CASES["olmo2"],
     "gpt2": replace(test_models.CASES["gpt2"], num_hidden_layers=3),
     "mixtral": test_moe_models.CASES["mixtral"],
     "qwen3_moe": test_moe_models.CASES["qwen3_moe: some layers dense"],
