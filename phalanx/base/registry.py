@@ -33,6 +33,7 @@ BUILT_IN: Mapping[str, Mapping[str, str]] = MappingProxyType(
                 "qwen2": "phalanx.models.qwen2:FAMILY",
                 "qwen3": "phalanx.models.qwen3:FAMILY",
                 "olmo2": "phalanx.models.olmo2:FAMILY",
+                "gemma2": "phalanx.models.gemma2:FAMILY",
                 "mixtral": "phalanx.models.mixtral:FAMILY",
                 "qwen3_moe": "phalanx.models.qwen3_moe:FAMILY",
                 "gpt_oss": "phalanx.models.gpt_oss:FAMILY",

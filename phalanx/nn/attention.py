@@ -76,6 +76,7 @@ class AttentionSpec:
     dropout     of the probabilities; layer: the layer number, a key of its random numbers
     head_norm   names of the RMSNorms of query heads and of key heads (one weight for all heads), and their epsilon
     width_norm  the same of RMSNorms over all query heads at once, and over all key heads
+    norm        the class of norms of heads
     kind        what is read and how; its `sinks` decides whether there are sinks
     sinks       global name of the sinks: one logit for each query head that joins the softmax
     """
@@ -94,6 +95,7 @@ class AttentionSpec:
     layer: int = 0
     head_norm: tuple[str, str, float] | None = None
     width_norm: tuple[str, str, float] | None = None
+    norm: type[RMSNorm] = RMSNorm
     kind: AttentionKind = CAUSAL
     sinks: str | None = None
 
@@ -154,8 +156,8 @@ class Attention(Module):
         logits = [OutputRows(spec.sinks, heads, own.q0, own.q1)] if spec.sinks else []
         self.sinks = self.param(bias_spec(logits, init)) if logits else None
         norms = spec.head_norm
-        self.q_norm = RMSNorm(env, norms[0], head_dim, norms[2]) if norms else None
-        self.k_norm = RMSNorm(env, norms[1], head_dim, norms[2]) if norms else None
+        self.q_norm = spec.norm(env, norms[0], head_dim, norms[2]) if norms else None
+        self.k_norm = spec.norm(env, norms[1], head_dim, norms[2]) if norms else None
         self.width_norm = WidthNorm(env, spec, own) if spec.width_norm else None
         self.num_weights = spec.width * (2 * heads + 2 * spec.kv_heads) * head_dim
         self.remembers = PageSpec(self.kv_heads, head_dim, head_dim, window=self.kind.window)
@@ -192,7 +194,7 @@ class Attention(Module):
         if self.q_norm is not None and self.k_norm is not None:
             kernels = self.env.kernels_for(NORM_ROPE)
             qkv = qkv.view(len(qkv), self.heads + 2 * self.kv_heads, self.head_dim)
-            return norm_rope(qkv, self.q_norm.weight, self.k_norm.weight, self.q_norm.eps, *shape, table, kernels)
+            return norm_rope(qkv, self.q_norm.factor, self.k_norm.factor, self.q_norm.eps, *shape, table, kernels)
         if self.width_norm is not None:
             return rope(self.width_norm(qkv), *shape, table, self.env.kernels_for(ROPE))
         lazy_grad = self.qkv.bias is None and self.qkv.takes_lazy(qkv)  # a bias needs the values of the gradient

@@ -102,9 +102,7 @@ class SumsInOrder:
 
 class _WidthNorm(Function):
     @staticmethod
-    def forward(
-        ctx: Any, qkv: Tensor, weight: Tensor, shard: HeadShard, eps: float, tp: Axis, by: Any
-    ) -> Tensor:  # type: ignore[override]
+    def forward(ctx: Any, qkv: Tensor, weight: Tensor, shard: HeadShard, eps: float, tp: Axis, by: Any) -> Tensor:  # type: ignore[override]
         rows = weight.detach().view(shard.heads + shard.kv_heads, shard.width)
         out, scale = by.forward(qkv, rows, shard, eps, tp)
         ctx.save_for_backward(qkv, scale)
