@@ -12,7 +12,7 @@ from types import UnionType
 from typing import Any, ClassVar, Literal, TypeVar, Union, get_args, get_origin, get_type_hints
 
 from phalanx.base.errors import Problem
-from phalanx.base.rules import at_least, divisors, no_effect, problem, within
+from phalanx.base.rules import at_least, divisors, multiples, no_effect, problem, within
 from phalanx.models.config_json import (
     LIST_OR_NULL,
     NEEDED,
@@ -72,12 +72,15 @@ class DecoderConfig(ModelConfig):
     initializer_range: float = 0.02
     """Standard deviation of initial weights."""
     attention_bias: bool = False
-    """llama, qwen3, qwen3_moe, gpt_oss: the projections of attention (q, k, v and output) have biases."""
+    """llama, qwen3, qwen3_moe, gpt_oss, olmo2, gemma2: the projections of attention (q, k, v and output) have
+    biases."""
     mlp_bias: bool = False
     """llama: the three projections of the MLP have biases."""
 
     biases: ClassVar[tuple[str, ...]] = ()
     """Which of attention_bias and mlp_bias the family reads."""
+    offset_norms: ClassVar[bool] = False
+    """Whether weights of RMSNorms are stored as their distance from one."""
 
     @property
     def kv_heads(self) -> int:
@@ -87,6 +90,16 @@ class DecoderConfig(ModelConfig):
     def head_widths(self) -> tuple[int, int]:
         width = self.head_dim or self.hidden_size // max(1, self.num_attention_heads)
         return width, width
+
+    @property
+    def embedding_scale(self) -> float:
+        """What the input embedding is multiplied by."""
+        return 1.0
+
+    @property
+    def logit_soft_cap(self) -> float | None:
+        """The cap c of logits, which become c * tanh(logit / c)."""
+        return None
 
     @property
     def rotated_features(self) -> int:
@@ -119,9 +132,36 @@ class UpperWindowConfig(DecoderConfig):
         return self.sliding_window if slides else None
 
 
+@dataclass(frozen=True, kw_only=True)
+class MixedWindowConfig(DecoderConfig):
+    """Llama's fields, and layers with and without a window that follow each other in a pattern."""
+
+    sliding_window: int = 4096
+    """In a layer with a window, a token reads this many tokens: itself and those before it."""
+    layer_types: tuple[LayerType, ...] | None = None
+    """Whether each layer has the window; unset: in the family's pattern."""
+
+    period: ClassVar[int] = 2
+    """Of so many layers in a row the last has no window."""
+
+    def window(self, layer: int) -> int | None:
+        return self.sliding_window if self.types[layer] == "sliding_attention" else None
+
+    @property
+    def types(self) -> tuple[LayerType, ...]:
+        """The kind of each layer."""
+        return pattern(self.num_hidden_layers, self.period) if self.layer_types is None else self.layer_types
+
+
+def pattern(layers: int, period: int) -> tuple[LayerType, ...]:
+    """The kinds of layers if each `period`-th has no window."""
+    return tuple("sliding_attention" if (i + 1) % period else "full_attention" for i in range(layers))
+
+
 # ---- rules ---------------------------------------------------------------------------------------
 
-WITH_ATTENTION_BIAS = "llama or qwen3 or qwen3_moe or gpt_oss"  # of our families, those that have the switch
+# of our families, those that have the switch
+WITH_ATTENTION_BIAS = "llama or qwen3 or qwen3_moe or gpt_oss or olmo2 or gemma2"
 
 
 def decoder_rules(config: DecoderConfig, seq_length: int) -> list[Problem]:
@@ -154,6 +194,15 @@ def check_heads(config: DecoderConfig) -> list[Problem]:
         return []
     because, rule = {"model.num_attention_heads": heads}, "must divide num_attention_heads"
     return [problem("model", config, "num_key_value_heads", rule, because, divisors(kv_heads, heads))]
+
+
+def check_divided_width(config: DecoderConfig) -> list[Problem]:
+    """For families whose folders transformers reads only if the heads divide the width, however wide they are."""
+    heads, width = config.num_attention_heads, config.hidden_size
+    if width % heads == 0:
+        return []
+    rule, because = "must be a multiple of num_attention_heads", {"model.num_attention_heads": heads}
+    return [problem("model", config, "hidden_size", rule, because, multiples(width, heads))]
 
 
 def check_window(config: DecoderConfig) -> list[Problem]:
@@ -295,6 +344,16 @@ def check_types(found: ConfigJson, types: Sequence[str], window: int | None) -> 
             "use_sliding_window=true)"
         )
     return slides
+
+
+def mixed_window_fields(found: ConfigJson, types: list[str] | None, period: int) -> dict[str, Any]:
+    """The window, and which layers have it unless they follow the family's pattern. `types`: from `layer_types_of`."""
+    window = found.values["sliding_window"]
+    usual: list[str] = [*pattern(found.values["num_hidden_layers"], period)]
+    types = usual if types is None else types
+    slides = check_types(found, types, window)
+    said = {} if types == usual else {"layer_types": tuple(types)}
+    return {**said, **({"sliding_window": window} if any(slides) else {})}
 
 
 def upper_window_fields(found: ConfigJson, types: list[str] | None) -> dict[str, Any]:
@@ -461,6 +520,8 @@ def small_window(config: DecoderConfig, small: SmallSizes) -> dict[str, Any]:
     given, types = getattr(config, "sliding_window", None), getattr(config, "layer_types", None)
     if given is not None:
         changed["sliding_window"] = 5 if given < small.given_length else given
+    if isinstance(config, MixedWindowConfig):
+        types = config.types
     if types:
         changed["layer_types"] = small_types(types, small.layers)
     if isinstance(config, UpperWindowConfig) and given is not None and not types:

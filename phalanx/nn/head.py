@@ -19,7 +19,7 @@ from phalanx.nn.module import Module
 from phalanx.nn.objective import Objective, SequenceObjective, TokenObjective, cross_entropy
 from phalanx.nn.parameter import Parameter
 from phalanx.nn.sequence_groups import SequenceGroups, groups_of
-from phalanx.ops.dense.cross_entropy import LOSS, linear_cross_entropy, local_logits
+from phalanx.ops.dense.cross_entropy import LOSS, linear_cross_entropy, local_logits, soft_capped
 from phalanx.ops.dense.token_loss import (
     LogitStats,
     SparseTargets,
@@ -80,7 +80,7 @@ def _stats_of_one() -> LogitStats:
 
 class Head(Module):
     """`weight` may be passed in: the input embedding's, if both are tied and on one rank. `role` applies to a weight
-    created here: "embedding" if both are tied.
+    created here: "embedding" if both are tied. `soft_cap`: logits become cap * tanh(logit / cap).
 
     tally (K,) float64 accumulates the sums of the objective's K metrics over micro-batches; the training engine creates
     it.
@@ -96,6 +96,7 @@ class Head(Module):
         replicas: tuple[Replica, ...] = (),
         weight: Parameter | None = None,
         role: Role = "head",
+        soft_cap: float | None = None,
     ):
         super().__init__(env)
         first, stop = env.cut(vocab)
@@ -106,11 +107,12 @@ class Head(Module):
             else self.param(vocabulary_spec(env, name, vocab, width, Init("normal", std), replicas, role))
         )
         self.tally: Tensor | None = None
+        self.soft_cap = soft_cap
 
     def transform(self, logits: Tensor) -> Tensor:
-        """Logits (tokens, ids) in at least fp32 -> the logits to use, element by element: for families that cap
-        them."""
-        return logits
+        """Logits (tokens, ids) in at least fp32 -> the logits to use, element by element: for families that change
+        them otherwise than by a cap."""
+        return soft_capped(logits, self.soft_cap)
 
     def loss(self, x: Tensor, batch: Batch) -> Tensor:
         """x (T / tp, D) -> summed loss of the objective, the same on every tp rank."""
@@ -138,11 +140,20 @@ class Head(Module):
         return self.transform(widened(vocabulary_logits(x, self.weight, self.shard, self.env.tp, self._kernels)))
 
     def _cross_entropy(self, x: Tensor, batch: Batch, weights: Tensor | None) -> Tensor:
-        if self._transform is not None:
+        if self._own_transform:
             return self._sums(x, batch, self._task(batch, weights))[0]
         shard, kernels = self.shard, self._kernels
         return linear_cross_entropy(
-            x, self.weight, batch.labels, shard.first, shard.count, self.env.tp, self._seed(batch), kernels, weights
+            x,
+            self.weight,
+            batch.labels,
+            shard.first,
+            shard.count,
+            self.env.tp,
+            self._seed(batch),
+            kernels,
+            weights,
+            self.soft_cap,
         )
 
     def _sequence_loss(self, x: Tensor, batch: Batch, objective: SequenceObjective) -> Tensor:
@@ -203,7 +214,12 @@ class Head(Module):
 
     @property
     def _transform(self) -> Callable[[Tensor], Tensor] | None:
-        return None if type(self).transform is Head.transform else self.transform
+        return self.transform if self._own_transform or self.soft_cap is not None else None
+
+    @property
+    def _own_transform(self) -> bool:
+        """Whether a family's class changes logits in a way that the fused op does not know."""
+        return type(self).transform is not Head.transform
 
     def _sums(self, x: Tensor, batch: Batch, task: TokenTask) -> Tensor:
         return linear_token_loss(x, self.weight, self.shard, self.env.tp, task, self._seed(batch))

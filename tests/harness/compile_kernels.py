@@ -72,8 +72,9 @@ def kernels() -> list[tuple]:
         )
         found.append((norm_kernel._norm_backward, pointers, dict(ADD=True, CENTER=center, BLOCK=1024, TILE=4, **wide)))
     for gate in (
-        dict(ALPHA=1.0, LIMIT=math.inf, SHIFT=0.0, CLAMP=False),
-        dict(ALPHA=1.702, LIMIT=7.0, SHIFT=1.0, CLAMP=True),
+        dict(ALPHA=1.0, CUBIC=0.0, LIMIT=math.inf, SHIFT=0.0, CLAMP=False),
+        dict(ALPHA=1.702, CUBIC=0.0, LIMIT=7.0, SHIFT=1.0, CLAMP=True),
+        dict(ALPHA=1.596, CUBIC=0.044715, LIMIT=math.inf, SHIFT=0.0, CLAMP=False),
     ):
         gate["PAIRS"] = gate["CLAMP"]
         some = dict(weights="*fp32", last="*i32")
@@ -103,16 +104,10 @@ def kernels() -> list[tuple]:
     )
     found.append((head_norm_kernel._backward, dict(**normed, **more), dict(EPS=1e-6, ROTATE=True, **heads)))
     rows = dict(row_of_label="*i64", here="*i1", lse="*fp32")
-    found.append(
-        (
-            loss_kernel._stats,
-            dict(logits=BF, **rows, label_logit="*fp32", V="i32", stride="i32"),
-            dict(BLOCK=4096, **wide),
-        )
-    )
-    found.append(
-        (loss_kernel._gradient, dict(logits=BF, **rows, scale="*fp32", V="i32", stride="i32"), dict(BLOCK=4096, **wide))
-    )
+    for cap in (0.0, 30.0):
+        chunk, constants = dict(logits=BF, **rows, V="i32", stride="i32"), dict(CAP=cap, BLOCK=4096, **wide)
+        found.append((loss_kernel._stats, dict(**chunk, label_logit="*fp32"), constants))
+        found.append((loss_kernel._gradient, dict(**chunk, scale="*fp32"), constants))
     found.append((sum_kernel._sum, dict(parts=BF, out=BF, n="i32", distance="i32"), dict(COUNT=4, BLOCK=2048, **wide)))
     flat = dict(out="*fp32", own="*fp32", received="*fp32", n="i32", distance="i32")
     found += [(sum_kernel._add, flat, dict(INDEX=index, SIZE=4, ADD=index > 0, BLOCK=2048)) for index in (0, 2)]

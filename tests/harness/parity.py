@@ -16,11 +16,13 @@ from phalanx.engine.step import accumulate, update
 from phalanx.forecast.decide import make_plan
 from phalanx.layout.box import Box
 from phalanx.models.deepseek_v3 import DeepseekV3Config
+from phalanx.models.gemma2 import Gemma2Config
 from phalanx.models.gpt2 import GPT2Config
 from phalanx.models.gpt_oss import GptOssConfig
 from phalanx.models.llama import LlamaConfig
 from phalanx.models.mistral import MistralConfig
 from phalanx.models.mixtral import MixtralConfig
+from phalanx.models.olmo2 import Olmo2Config
 from phalanx.models.qwen2 import Qwen2Config
 from phalanx.models.qwen3 import Qwen3Config
 from phalanx.models.qwen3_moe import Qwen3MoEConfig
@@ -60,6 +62,24 @@ MODELS = {
         intermediate_size=42,
         num_hidden_layers=3,
         head_dim=10,
+    ),
+    "olmo2": Olmo2Config(
+        **SIZES,
+        **HEADS,
+        intermediate_size=42,
+        num_hidden_layers=3,
+        head_dim=10,
+    ),
+    "gemma2": Gemma2Config(
+        **SIZES | {"hidden_size": 36},
+        **HEADS,
+        intermediate_size=42,
+        num_hidden_layers=3,
+        head_dim=10,
+        sliding_window=5,
+        query_pre_attn_scalar=7,
+        attn_logit_softcapping=2.0,
+        final_logit_softcapping=3.0,
     ),
     "mixtral": MixtralConfig(
         **SIZES,

@@ -4,6 +4,7 @@ by name."""
 from __future__ import annotations
 
 import math
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import replace
 from functools import lru_cache
 
@@ -21,14 +22,17 @@ from phalanx.forecast.decide import make_plan
 from phalanx.layout.config import LayoutConfig
 from phalanx.models.decoder_config import DecoderConfig
 from phalanx.models.deepseek_v3 import DeepseekV3Config
+from phalanx.models.gemma2 import Gemma2Config
 from phalanx.models.gpt2 import GPT2Config
 from phalanx.models.llama import LlamaConfig
+from phalanx.models.olmo2 import Olmo2Config
 from phalanx.models.rope import ROPE_FIELDS, RopeScaling
 from phalanx.nn.head import Head
 from phalanx.ops.dense.rope import rotary_table
 from phalanx.ops.dense.rope_scaling import Rotation
 from phalanx.pipeline.execute import execute
 from phalanx.sequence.batch import IGNORE, Batch
+from tests.harness import hf_fuzz
 from tests.harness.parity import MODELS, SEQ, assemble, parts_of, sample_batch
 from tests.harness.sample import each_in_two
 
@@ -40,6 +44,20 @@ CASES = {
     ),
     "qwen3": MODELS["qwen3"],
     "qwen3: tied, MQA": replace(MODELS["qwen3"], num_key_value_heads=1, head_dim=8, tie_word_embeddings=True),
+    "olmo2": MODELS["olmo2"],
+    "olmo2: tied, MQA, biases": replace(
+        MODELS["olmo2"], num_key_value_heads=1, head_dim=8, tie_word_embeddings=True, attention_bias=True
+    ),
+    "gemma2": MODELS["gemma2"],
+    "gemma2: untied, MQA, biases, windows elsewhere, no caps": replace(
+        MODELS["gemma2"],
+        num_key_value_heads=1,
+        tie_word_embeddings=False,
+        attention_bias=True,
+        layer_types=("full_attention", "sliding_attention", "sliding_attention"),
+        attn_logit_softcapping=None,
+        final_logit_softcapping=None,
+    ),
     "mistral: window, yarn": MODELS["mistral"],
     "mistral: no window, MQA, tied": replace(
         MODELS["mistral"],
@@ -71,6 +89,7 @@ CASES = {
         MODELS["gpt2"], dropout=0.0, attention_dropout=0.0, intermediate_size=37, num_hidden_layers=2
     ),
 }
+WIDE = (Gemma2Config,)  # of these, transformers computes more in float32 than `widen` knows
 LAYOUTS = {"one rank": {}, "tp2": dict(tp=2), "pp2": dict(pp=2), "tp2 pp2": dict(tp=2, pp=2), "tp4": dict(tp=4)}
 BATCHES = [sample_batch([1, 2], documents=False), sample_batch([3, 4], documents=False)]
 
@@ -92,8 +111,10 @@ def hf_config(config: LlamaConfig | GPT2Config):
             attn_pdrop=0,
             **options,
         )
-    if isinstance(c, DeepseekV3Config):
-        return transformers.DeepseekV3Config(**to_hf(c, torch.float64) | options)
+    if isinstance(c, WIDE):
+        options["attn_implementation"] = "eager"
+    if isinstance(c, (DeepseekV3Config, Olmo2Config, *WIDE)):
+        return getattr(transformers, type(c).__name__)(**to_hf(c, torch.float64) | options)
     same = (
         "hidden_size",
         "intermediate_size",
@@ -166,6 +187,11 @@ def widen(model, config: DecoderConfig) -> None:
     model.model.rotary_emb.forward = rotary
 
 
+def wide_modules(config: DecoderConfig | GPT2Config) -> AbstractContextManager[None]:
+    """For families with more in float32 than `widen` knows: float64 in its place, wherever transformers writes it."""
+    return hf_fuzz.wide() if isinstance(config, WIDE) else nullcontext()
+
+
 @lru_cache
 def hugging_face(case: str) -> dict:
     """Weights, and Hugging Face's logits, loss and gradients on BATCHES."""
@@ -174,14 +200,15 @@ def hugging_face(case: str) -> dict:
     config = CASES[case]
     cls = getattr(transformers, to_hf(config, torch.float64)["architectures"][0])
     torch.manual_seed(0)
-    model = cls(hf_config(config)).double().eval()
-    with torch.no_grad():
-        for p in model.parameters():
-            p.normal_(0.0, 0.3).add_(1.0 if p.dim() == 1 else 0.0)
-    if isinstance(config, DecoderConfig):
-        widen(model, config)
     tokens, labels = (torch.cat([getattr(b, n) for b in BATCHES]) for n in ("tokens", "labels"))
-    logits = model(tokens.view(-1, SEQ)).logits.flatten(0, 1)
+    with wide_modules(config):
+        model = cls(hf_config(config)).double().eval()
+        with torch.no_grad():
+            for p in model.parameters():
+                p.normal_(0.0, 0.3).add_(1.0 if p.dim() == 1 and not isinstance(config, WIDE) else 0.0)
+        if isinstance(config, DecoderConfig) and not isinstance(config, WIDE):
+            widen(model, config)
+        logits = model(tokens.view(-1, SEQ)).logits.flatten(0, 1)
     loss = F.cross_entropy(logits, labels, ignore_index=IGNORE, reduction="sum") / (labels != IGNORE).sum()
     loss.backward()
     named = dict(model.named_parameters())

@@ -33,8 +33,8 @@ def _normed(qkv: Tensor, heads: int, kv_heads: int, eps: float) -> tuple[Tensor,
 def forward(qkv: Tensor, heads: int, q_weight: Tensor, k_weight: Tensor, table: Table, eps: float) -> Tensor:
     """The packed qkv (T, heads + 2 * kv_heads, K) with q and k normalized, scaled and rotated."""
     kv_heads = (qkv.shape[1] - heads) // 2
-    n = _normed(qkv, heads, kv_heads, eps)[1].to(qkv.dtype)
-    weighed = torch.cat((n[:, :heads] * q_weight, n[:, heads:] * k_weight), 1)
+    n = _normed(qkv, heads, kv_heads, eps)[1].to(q_weight.dtype)
+    weighed = torch.cat((n[:, :heads] * q_weight, n[:, heads:] * k_weight), 1).to(qkv.dtype)
     rotated = weighed if table is None else turn(weighed, table, interleaved=False)
     return torch.cat((rotated, qkv[:, heads + kv_heads :]), 1)
 

@@ -81,10 +81,10 @@ def _forward_part(
     a, b = _load(src, 2 * HALF, HEADS, BLOCK, HALF, HALF_BLOCK, WIDE)
     scale = (1.0 / tl.sqrt((tl.sum(a * a, 1) + tl.sum(b * b, 1)) / (2 * HALF) + EPS))[:, None]
     w_a, w_b = _halves(weight, HALF, HALF_BLOCK, WIDE)
-    a = (a * scale).to(src.dtype.element_ty).to(
+    a = (a * scale).to(weight.dtype.element_ty).to(
         WIDE
     ) * w_a  # rounded before the weight, as the reference implementation and Hugging Face do
-    b = (b * scale).to(src.dtype.element_ty).to(WIDE) * w_b
+    b = (b * scale).to(weight.dtype.element_ty).to(WIDE) * w_b
     _store(out, a * cos - b * sin, b * cos + a * sin, HEADS, BLOCK, HALF, HALF_BLOCK)
 
 

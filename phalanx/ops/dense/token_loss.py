@@ -21,7 +21,7 @@ from torch import Tensor
 from torch.autograd import Function
 
 from phalanx.comm.axis import Axis
-from phalanx.ops.dense.cross_entropy import LOSS, HeadGrads, chunks_of, logits_of, softmax_stats
+from phalanx.ops.dense.cross_entropy import LOSS, Columns, HeadGrads, chunks_of, logits_of, softmax_stats
 from phalanx.ops.dense.matmul import gather_matmul
 from phalanx.ops.op import Kernels
 from phalanx.sequence.batch import IGNORE
@@ -125,7 +125,7 @@ class LogitStats:
 class _LogitStats(Function):
     @staticmethod
     def forward(ctx: Any, logits: Tensor, rows: Tensor, here: Tensor, tp: Axis) -> tuple[Tensor, Tensor]:  # type: ignore[override]
-        everyone = tp.all_gather(softmax_stats(logits, rows, here, logits.shape[1]).unsqueeze(0)).wait()
+        everyone = tp.all_gather(softmax_stats(logits, rows, here, Columns(logits.shape[1])).unsqueeze(0)).wait()
         log_z, target = torch.logsumexp(everyone[:, 0], 0), everyone[:, 1].sum(0)
         ctx.save_for_backward(logits, rows, here, log_z)
         return log_z, target
@@ -305,7 +305,7 @@ def token_losses(
     for c in chunks_of(len(labels), weight.shape[0], by.CHUNK_ELEMENTS):
         logits = logits_of(x_all[c], weight, kernels)
         logits = logits if task.transform is None else task.transform(widened(logits))
-        stats = by.softmax_stats(logits, rows[c], here[c], shard.count)
+        stats = by.softmax_stats(logits, rows[c], here[c], Columns(shard.count))
         everyone = tp.all_gather(stats.unsqueeze(0)).wait()
         found.append(torch.logsumexp(everyone[:, 0], 0) - everyone[:, 1].sum(0))
     return torch.where(labels != IGNORE, torch.cat(found), 0)
@@ -322,7 +322,8 @@ def top_log_probs(
     for c in chunks_of(len(labels), weight.shape[0], LOSS.choose("plain", x).CHUNK_ELEMENTS):
         logits = widened(logits_of(x_all[c], weight, task.kernels)[:, : shard.count])
         logits = logits if task.transform is None else task.transform(logits)
-        everyone = tp.all_gather(softmax_stats(logits, rows[c], here[c], shard.count).unsqueeze(0)).wait()
+        stats = softmax_stats(logits, rows[c], here[c], Columns(shard.count))
+        everyone = tp.all_gather(stats.unsqueeze(0)).wait()
         log_z = torch.logsumexp(everyone[:, 0], 0)
         values, ids = logits.topk(min(top, shard.count), -1)
         room = (0, top - values.shape[1])  # ranks hold different numbers of ids

@@ -267,9 +267,9 @@ def _cast_gated_grad(
 
 
 @triton.jit
-def _normed(x, scale, w, rows, cols, R, C, INTERPRETED: tl.constexpr):
+def _normed(x, scale, weight, w, rows, cols, R, C, INTERPRETED: tl.constexpr):
     v = read_rows(x, rows, cols, C, R, C) * tl.load(scale + rows, mask=rows < R, other=0.0)[:, None]
-    return rounded(rounded(v, x, INTERPRETED) * w, x, INTERPRETED)
+    return rounded(rounded(v, weight, INTERPRETED) * w, x, INTERPRETED)
 
 
 @triton.jit
@@ -293,10 +293,10 @@ def _cast_normed(
     counting, down, along, rows, cols = place(R, C, HOW)
     w = tl.load(weight + cols, mask=cols < C, other=0.0).to(tl.float32)[None, :]
     v = (
-        _normed(x, scale, w, rows, cols, R, C, HOW.round),
-        _normed(x, scale, w, rows + 1, cols, R, C, HOW.round),
-        _normed(x, scale, w, rows + 2, cols, R, C, HOW.round),
-        _normed(x, scale, w, rows + 3, cols, R, C, HOW.round),
+        _normed(x, scale, weight, w, rows, cols, R, C, HOW.round),
+        _normed(x, scale, weight, w, rows + 1, cols, R, C, HOW.round),
+        _normed(x, scale, weight, w, rows + 2, cols, R, C, HOW.round),
+        _normed(x, scale, weight, w, rows + 3, cols, R, C, HOW.round),
     )
     to = (row_amax, col_amax, out, other, row_scales, col_scales, counts)
     _emit(v, (counting, down, along, rows, cols, cols < C), to, R, C, HOW)
