@@ -103,9 +103,11 @@ class AnyLinear(Protocol):
     names    of its global matrices; for experts, `{}` stands for the expert's number
     cut      the dim of a matrix that is sharded: 0 its outputs, 1 its inputs; None: each rank of tp has it whole
     experts  number of experts in the layer; 0: not a layer of experts
+    training whether the model trains, as torch's modules have it
     """
 
     weight: Parameter
+    training: bool
     names: tuple[str, ...]
     experts: int
     env: Any  # a LinearPlace

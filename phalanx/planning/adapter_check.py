@@ -7,7 +7,7 @@ import re
 
 from phalanx.base.errors import CheckpointError, Problem
 from phalanx.base.registry import near
-from phalanx.base.rules import problem
+from phalanx.base.rules import no_effect, problem
 from phalanx.checkpoint.adapters import CONFIG, adapter_source
 from phalanx.checkpoint.lora_folder import STARTED_FROM, read_peft_config
 from phalanx.config.run import Run
@@ -76,6 +76,11 @@ def _check_method(run: Run, lora: AdapterConfig, names: AdaptedNames) -> list[Pr
         found.append(problem("train", run.train, "fp8", rule, {"lora.method": lora.method}, (None,)))
     if method.check(lora):  # what is wrong alone comes first: it may not even be a pattern
         return found
+    if not targets and hasattr(lora, "dropout"):
+        because = {"lora.targets": lora.targets}
+        found += no_effect("lora", lora, ("dropout",), "a target that is a linear", because)
+    experts = next((of_one[0] for of_one in names.experts if fits(of_one[0], lora.targets)), None)
+    found += [] if experts is None else method.check_experts(lora, experts.removesuffix(".weight"))
     modules = [[name.removesuffix(".weight") for name in of_one] for of_one, _ in targets]
     for field, patterns in method.patterns(lora).items():
         found += [each for pattern in patterns for each in _check_pattern(lora, field, pattern, modules)]

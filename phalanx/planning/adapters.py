@@ -29,10 +29,12 @@ from phalanx.planning.plan import adapted_linears
 @dataclass(frozen=True)
 class AdaptedNames:
     """Global names of a model's tensors. carriers: linears' weights, which can have adapters, those of the experts of a
-    layer together; by_inputs: of experts' output matrices among them; shapes: (outputs, inputs) of each carrier;
-    embeddings: those of tokens, which have one where a glob names them; others: all that cannot have one."""
+    layer together; experts: those of experts among them; by_inputs: of their output matrices; shapes: (outputs, inputs)
+    of each carrier; embeddings: those of tokens, which have one where a glob names them; others: all that cannot have
+    one."""
 
     carriers: tuple[tuple[str, ...], ...]
+    experts: tuple[tuple[str, ...], ...]
     by_inputs: tuple[tuple[str, ...], ...]
     shapes: tuple[tuple[int, int], ...]
     embeddings: tuple[str, ...]
@@ -44,11 +46,13 @@ def adapted_names(model: ModelConfig) -> AdaptedNames:
     """Of a whole model."""
     pieces = [piece for linear in linears_in(whole_model(model)) for piece in pieces_of(linear)]
     carriers = {tuple(names_of(piece)): (piece.outputs, piece.inputs) for piece in pieces}
-    cut = tuple(tuple(names_of(piece)) for piece in pieces if piece.by_inputs and piece.experts is not None)
+    stacked = {tuple(names_of(piece)): piece.by_inputs for piece in pieces if piece.experts is not None}
+    cut = tuple(names for names, by_inputs in stacked.items() if by_inputs)
     embeddings = tuple(dict.fromkeys(m.weight.spec.name for m in embeddings_in(whole_model(model))))
     able = {*embeddings, *(name for names in carriers for name in names)}
     others = (name for matrix in stored_together(model) for name in matrix if name not in able)
-    return AdaptedNames(tuple(carriers), cut, tuple(carriers.values()), embeddings, tuple(dict.fromkeys(others)))
+    shapes, rest = tuple(carriers.values()), tuple(dict.fromkeys(others))
+    return AdaptedNames(tuple(carriers), tuple(stacked), cut, shapes, embeddings, rest)
 
 
 @lru_cache(maxsize=8)
