@@ -85,6 +85,7 @@ BUILT_IN: Mapping[str, Mapping[str, str]] = MappingProxyType(
                 "store_pages": "phalanx.ops.attention.paged:STORE_PAGES",
                 "join": "phalanx.ops.attention.context:JOIN",
                 "mlp": "phalanx.ops.dense.gated_mlp:MLP",
+                "dropout": "phalanx.ops.dense.dropout:DROPOUT",
             }
         ),
         "adapter": MappingProxyType({"lora": "phalanx.nn.adapters.lora:LoRA", "dora": "phalanx.nn.adapters.dora:DoRA"}),

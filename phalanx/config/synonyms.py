@@ -12,6 +12,7 @@ SYNONYMS: Mapping[str, str] = MappingProxyType(
         "lora_r": "lora.rank",
         "lora_rank": "lora.rank",
         "lora_alpha": "lora.alpha",
+        "lora_dropout": "lora.dropout",
         "use_rslora": "lora.rank_stabilised",
         "bnb_4bit_quant_type": "lora.base",
         "quantize_base": "lora.base",
