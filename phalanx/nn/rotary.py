@@ -31,5 +31,7 @@ class Rotary:
         """cos and sin (T, dim / 2) of the batch's positions, times the scaling's factor."""
         length = batch.seq_length if batch.paged is None else batch.paged.length
         inv, factor = self.frequencies(length, batch.positions.device)
-        pairs = self.rotation.interleaved
-        return TABLES.of(batch, lambda: rotary_table(batch.positions, inv, dtype, factor, pairs), self.rotation, dtype)
+        interleaved = self.rotation.interleaved
+        return TABLES.of(
+            batch, lambda: rotary_table(batch.positions, inv, dtype, factor, interleaved), self.rotation, dtype
+        )

@@ -127,7 +127,21 @@ def _forward(
     out += t * (Q + 2 * KV) * 2 * HALF
     cos, sin = angles(cos_table, sin_table, t, tl.arange(0, HALF_BLOCK)[None, :], PAIRS, ROTATE, WIDE)
     _forward_part(qkv, out, q_weight, cos, sin, Q, Q_BLOCK, HALF, HALF_BLOCK, EPS, PAIRS, NEIGHBOURS, WIDE)
-    _forward_part(qkv + Q * 2 * HALF, out + Q * 2 * HALF, k_weight, cos, sin, KV, KV_BLOCK, HALF, HALF_BLOCK, EPS, PAIRS, NEIGHBOURS, WIDE)
+    _forward_part(
+        qkv + Q * 2 * HALF,
+        out + Q * 2 * HALF,
+        k_weight,
+        cos,
+        sin,
+        KV,
+        KV_BLOCK,
+        HALF,
+        HALF_BLOCK,
+        EPS,
+        PAIRS,
+        NEIGHBOURS,
+        WIDE,
+    )
     values = (Q + KV) * 2 * HALF
     a, b = _load(qkv + values, 2 * HALF, KV, KV_BLOCK, HALF, HALF_BLOCK, PAIRS, NEIGHBOURS, WIDE)
     _store(out + values, a, b, KV, KV_BLOCK, HALF, HALF_BLOCK, PAIRS, NEIGHBOURS)
@@ -270,8 +284,8 @@ def _backward(
 def _constants(
     heads: int, kv_heads: int, eps: float, table: Angles | None, x: Tensor, per_warp: int
 ) -> dict[str, object]:
-    """x: the packed qkv. per_warp: pairs of features of q that one warp holds. For 256 of them in forward, ptxas needs 64 registers a
-    thread; for 128 in backward, 100."""
+    """x: the packed qkv. per_warp: pairs of features of q that one warp holds. For 256 of them in forward, ptxas needs
+    64 registers a thread; for 128 in backward, 100."""
     power, width = triton.next_power_of_2, x.shape[-1]
     half = width // 2
     warps = max(1, min(16, power(heads) * power(half) // per_warp))
@@ -289,9 +303,7 @@ def _constants(
     )
 
 
-def forward(
-    qkv: Tensor, heads: int, q_weight: Tensor, k_weight: Tensor, table: Angles | None, eps: float
-) -> Tensor:
+def forward(qkv: Tensor, heads: int, q_weight: Tensor, k_weight: Tensor, table: Angles | None, eps: float) -> Tensor:
     """qkv (T, heads + 2 * kv_heads, K), K even -> the same with q and k normalized, scaled and, with a table, rotated
     by its angles."""
     qkv = qkv.contiguous()

@@ -182,7 +182,8 @@ def _pack(
 def pack_heads(q: Tensor, k: Tensor, v: Tensor, table: Angles | None, back: bool = False) -> Tensor:
     """q (sequences, heads, S, K), k and v (sequences, kv_heads, S, K) -> (sequences * S, heads + 2 * kv_heads, K).
 
-    With a table, its pairs of features of q and k are rotated (backwards with `back`). The last dim must be contiguous and even.
+    With a table, its pairs of features of q and k are rotated (backwards with `back`). The last dim must be contiguous
+    and even.
     """
     sequences, heads, length, width = q.shape
     kv_heads, half = k.shape[1], width // 2
