@@ -73,9 +73,9 @@ class DecoderConfig(ModelConfig):
     initializer_range: float = 0.02
     """Standard deviation of initial weights."""
     attention_bias: bool = False
-    """llama, qwen3, qwen3_moe, gpt_oss: the projections of attention (q, k, v and output) have biases."""
+    """llama, qwen3, qwen3_moe, gpt_oss, smollm3: the projections of attention (q, k, v and output) have biases."""
     mlp_bias: bool = False
-    """llama: the three projections of the MLP have biases."""
+    """llama, smollm3: the three projections of the MLP have biases."""
 
     biases: ClassVar[tuple[str, ...]] = ()
     """Which of attention_bias and mlp_bias the family reads."""
@@ -138,7 +138,7 @@ class UpperWindowConfig(DecoderConfig):
 
 # ---- rules ---------------------------------------------------------------------------------------
 
-WITH_ATTENTION_BIAS = "llama or qwen3 or qwen3_moe or gpt_oss"  # of our families, those that have the switch
+WITH_ATTENTION_BIAS = "llama or qwen3 or qwen3_moe or gpt_oss or smollm3"  # of our families, those that have the switch
 
 
 def decoder_rules(config: DecoderConfig, seq_length: int) -> list[Problem]:
@@ -233,7 +233,7 @@ def check_biases(config: DecoderConfig) -> list[Problem]:
     if "attention_bias" not in config.biases:
         found += no_effect("model", config, ["attention_bias"], f"model.family {WITH_ATTENTION_BIAS}", because)
     if "mlp_bias" not in config.biases:
-        found += no_effect("model", config, ["mlp_bias"], "model.family llama", because)
+        found += no_effect("model", config, ["mlp_bias"], "model.family llama or smollm3", because)
     return found
 
 
@@ -466,6 +466,7 @@ decoder_tensors = TensorNames(
 # ---- a small copy --------------------------------------------------------------------------------
 
 Decoder = TypeVar("Decoder", bound=DecoderConfig)
+Kind = TypeVar("Kind")  # of a layer
 
 
 def shrink_decoder(config: Decoder, small: SmallSizes) -> Decoder:
@@ -512,7 +513,7 @@ def small_window(config: DecoderConfig, small: SmallSizes) -> dict[str, Any]:
     return changed
 
 
-def small_types(types: Sequence[str], layers: int) -> tuple[str, ...]:
+def small_types(types: Sequence[Kind], layers: int) -> tuple[Kind, ...]:
     """The kinds of the first layers; the last is of another kind if all would be the same."""
     kept = list(types[:layers])
     others = [kind for kind in types if kind not in kept]
