@@ -18,8 +18,7 @@ from phalanx.comm.mesh import Mesh
 from phalanx.layout.box import cut
 from phalanx.layout.grid import Grid
 from phalanx.nn.dry_run import Allocations
-from phalanx.ops.attention import backends
-from phalanx.ops.attention import one_block
+from phalanx.ops.attention import backends, one_block
 from phalanx.ops.attention.attention import ProbabilityDropout, attention, attention_with_dropout
 from phalanx.ops.attention.kind import CAUSAL, NOTHING, AttentionKind, Learned, RelativeBias
 from phalanx.ops.dense import cross_entropy
@@ -133,7 +132,11 @@ def plain_attention(
         ]
         sees = [j for j in sees if kind.window is None or abs(t - j) < kind.window]
         if kind.chunk is not None:  # counted from the document's first token
-            start = min(j for j in range(s * length, t + 1) if batch.documents is None or batch.documents[j] == batch.documents[t])
+            start = min(
+                j
+                for j in range(s * length, t + 1)
+                if batch.documents is None or batch.documents[j] == batch.documents[t]
+            )
             sees = [j for j in sees if (j - start) // kind.chunk == (t - start) // kind.chunk]
         out = []
         for h in range(heads):
@@ -214,9 +217,7 @@ def attending(heads: int, kv_heads: int, name: str, width: int, p: float | None 
 
     def plain(x: Tensor, *given: Tensor) -> Tensor:
         given = dict(zip(shapes, given))
-        return plain_attention(
-            x, heads, kv_heads, batch, kind=kind, sinks=given.get("sinks"), table=given.get("bias")
-        )
+        return plain_attention(x, heads, kv_heads, batch, kind=kind, sinks=given.get("sinks"), table=given.get("bias"))
 
     packed = (batch.num_tokens, heads + 2 * kv_heads, width)
     return Op(op, plain, (packed, *shapes.values()), tuple(range(1, 1 + len(shapes))))
@@ -319,7 +320,9 @@ OPS = {
     "attention, chunks, documents": attending(4, 2, "PACKED", 2, chunk=2),
     "attention, chunks, window, sinks": attending(4, 2, "ODD_PACKED", 2, chunk=4, window=2, sinks=True),
     "attention, both directions, window, blocks": attending(4, 2, "ODD", 2, direction="both", window=2),
-    "attention, both directions, window, blocks, documents": attending(4, 2, "ODD_PACKED", 2, direction="both", window=2),
+    "attention, both directions, window, blocks, documents": attending(
+        4, 2, "ODD_PACKED", 2, direction="both", window=2
+    ),
     "attention, both directions, sinks": attending(2, 1, "UNIFORM", 3, direction="both", sinks=True),
     "attention, both directions, soft cap": attending(4, 2, "PACKED", 3, direction="both", soft_cap=0.7),
     "attention, prefix": attending(4, 2, "PREFIXED", 2, direction="prefix"),
@@ -334,7 +337,9 @@ OPS = {
     "attention, p = 0, both directions, bias": attending(
         4, 2, "PACKED", 2, 0.0, direction="both", bias=RelativeBias(8, 5, True)
     ),
-    "attention, p = 0, chunks, sinks, soft cap": attending(4, 2, "ODD_PACKED", 2, 0.0, chunk=3, sinks=True, soft_cap=0.9),
+    "attention, p = 0, chunks, sinks, soft cap": attending(
+        4, 2, "ODD_PACKED", 2, 0.0, chunk=3, sinks=True, soft_cap=0.9
+    ),
     "attention, sinks": attending(4, 2, "UNIFORM", 3, sinks=True),
     "attention, sinks, documents": attending(6, 2, "PACKED", 2, sinks=True, scale=0.8),
     "attention, sinks, window": attending(2, 2, "UNIFORM", 3, sinks=True, window=4),

@@ -1,5 +1,5 @@
-"""Attention over q, k, v of whole sequences: causal or both ways, inside documents, windows and chunks, with sinks, soft
-caps and relative bias.
+"""Attention over q, k, v of whole sequences: causal or both ways, inside documents, windows and chunks, with sinks,
+soft caps and relative bias.
 
 The definition that every backend must match is softmax(q k^T * scale) v. torch's scaled_dot_product_attention computes
 it. On GPUs it picks cuDNN or flash kernels where there is no mask, and memory-efficient or cuDNN kernels with one; the
@@ -286,8 +286,8 @@ def _with_neighbours(x: Tensor, both: bool, value: int = 0) -> Tensor:
 
 
 def _make_block_mask(batch: Batch, window: int, both: bool, dtype: torch.dtype) -> Tensor:
-    """(sequences * blocks, 1, window, 2 or 3 * window): query a of a block reads keys a + 1 .. a + window of the pair of
-    blocks, or .. a + 2 window - 1 of three."""
+    """(sequences * blocks, 1, window, 2 or 3 * window): query a of a block reads keys a + 1 .. a + window of the pair
+    of blocks, or .. a + 2 window - 1 of three."""
     device, length = batch.tokens.device, batch.seq_length
     doc = torch.zeros_like(batch.tokens) if batch.documents is None else batch.documents
     doc = F.pad(doc.view(batch.num_sequences, length), (0, -length % window), value=-1).unflatten(1, (-1, window))
@@ -300,16 +300,21 @@ def _make_block_mask(batch: Batch, window: int, both: bool, dtype: torch.dtype) 
 @dataclass(frozen=True)
 class ProbabilityDropout:
     """Dropout of attention's probabilities, keyed by (seed, sample, query position, layer, global head, key position):
-    `first_head` is the number of the first head that is here."""
+    `first_head` is the number of the first head that is here; `site` tells apart the attentions of a layer."""
 
     p: float
     seed: int
     layer: int
     first_head: int
+    site: int = 0
 
 
 def attention_with_dropout(
-    heads: tuple[Tensor, Tensor, Tensor], batch: Batch, kind: AttentionKind, learned: Learned, dropout: ProbabilityDropout
+    heads: tuple[Tensor, Tensor, Tensor],
+    batch: Batch,
+    kind: AttentionKind,
+    learned: Learned,
+    dropout: ProbabilityDropout,
 ) -> Tensor:
     """`attention` with dropout of the probabilities. heads: q, k, v.
 
@@ -325,7 +330,7 @@ def attention_with_dropout(
     probs = _probabilities(q, k, *by_documents(batch, kind), learned)
     rows = tuple(t.view(len(q), -1) for t in (batch.samples, batch.places))
     numbers = range(dropout.first_head, dropout.first_head + q.shape[1])
-    key = (dropout.p, dropout.seed, dropout.layer, 0)
+    key = (dropout.p, dropout.seed, dropout.layer, dropout.site)
     keep = torch.stack([keep_mask(*key, rows, batch.seq_length, head) for head in numbers], 1)  # type: ignore[arg-type]
     keep = keep.repeat(1, 1, 1, k.shape[2] // batch.seq_length)
     out = (probs * keep / (1.0 - dropout.p)).to(v.dtype) @ repeated(v, q.shape[1])
@@ -333,8 +338,8 @@ def attention_with_dropout(
 
 
 def _mask(batch: Batch, window: int | None, direction: Direction, dtype: torch.dtype) -> Tensor:
-    """(sequences or 1, 1, L, S) for the L local queries of each sequence and all S keys: 0 where query i may read key j,
-    -inf elsewhere."""
+    """(sequences or 1, 1, L, S) for the L local queries of each sequence and all S keys: 0 where query i may read key
+    j, -inf elsewhere."""
     return MASKS.of(batch, lambda: _additive(_visible(batch, window, direction), dtype), window, direction, dtype)
 
 

@@ -8,9 +8,9 @@ or all at once (Llama team, "The Llama 3 herd of models", 2024, section 3.3.2). 
 is computed separately. The outputs are then joined by their log-sum-exp, and each kernel's backward is given the joint
 one (ops/attention/backends.py).
 
-Shards are assigned in zig-zag order (sequence/shard.py), so that a causal mask gives every rank the same work; both ways
-they have the same work in any order. Only the chunks of a shard that somebody reads are sent, and no kernel runs where
-nothing is read. Backward sends the keys and
+Shards are assigned in zig-zag order (sequence/shard.py), so that a causal mask gives every rank the same work; both
+ways they have the same work in any order. Only the chunks of a shard that somebody reads are sent, and no kernel runs
+where nothing is read. Backward sends the keys and
 values again instead of storing them, and sends each shard's gradients home.
 
 Shapes: L local tokens of a sequence, S tokens of a whole sequence, K and V the widths of a query and a value.
@@ -75,9 +75,7 @@ class AttentionPlan:
     keep: Callable[..., Tensor] = _at_once
 
 
-def attention(
-    q: Tensor, k: Tensor, v: Tensor, batch: Batch, plan: AttentionPlan, learned: Learned = NOTHING
-) -> Tensor:
+def attention(q: Tensor, k: Tensor, v: Tensor, batch: Batch, plan: AttentionPlan, learned: Learned = NOTHING) -> Tensor:
     """As ops.attention.attention, of this rank's part of each sequence: q (sequences, heads, L, K), k, v alike ->
     (T, heads * V)."""
     kind, axes = plan.kind, plan.axes
@@ -90,9 +88,7 @@ def attention(
     q, k, v = to_heads(q, k, v, batch, axes.heads)
     batch_of_heads, learned = batch.among(axes.heads.size), own_heads(learned, axes.heads)
     if axes.keys.size == 1:
-        out = plan.keep(
-            lambda q, k, v: whole.attention(q, k, v, batch_of_heads, kind, learned, plan.kernels), q, k, v
-        )
+        out = plan.keep(lambda q, k, v: whole.attention(q, k, v, batch_of_heads, kind, learned, plan.kernels), q, k, v)
     else:
         inside, kind = by_documents(batch_of_heads, kind.within(batch.seq_length))
         scale = 1 / math.sqrt(q.shape[-1]) if kind.scale is None else kind.scale
@@ -504,7 +500,11 @@ def how_to_read(
         if by_segments is not None:
             own = source == reading.axis.index
             segments, blind = segments_of(reading.batch, theirs, block)
-            return by_segments(segments), how._replace(causal=own and kind.direction == "causal"), None if own else blind
+            return (
+                by_segments(segments),
+                how._replace(causal=own and kind.direction == "causal"),
+                None if own else blind,
+            )
     mask, blind = mask_of(reading.batch, theirs, block, kind, q.dtype)
     how = how._replace(mask=mask)
     return block_backend(q, v, how, kernels), how, blind

@@ -12,7 +12,6 @@ from torch import Tensor
 from phalanx.base.errors import PhalanxError
 from phalanx.sequence.batch import Batch
 
-
 Direction = Literal["causal", "both", "prefix"]
 
 

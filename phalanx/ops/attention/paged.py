@@ -81,8 +81,8 @@ def paged_attention(
 ) -> Tensor:
     """q (T, heads, K) -> (T, heads, V): what each query reads of its sequence's pages.
 
-    Query head h reads kv head h // (heads / kv_heads). Keys on NO_PAGE are not read. Rows after the last sequence's, and
-    queries that read nothing, get zeros. UnsupportedAttention for a kind that is not causal.
+    Query head h reads kv head h // (heads / kv_heads). Keys on NO_PAGE are not read. Rows after the last sequence's,
+    and queries that read nothing, get zeros. UnsupportedAttention for a kind that is not causal.
     """
     return paged_attention_parts(q, pages, spans, kind, learned, kernels)[0]
 

@@ -76,8 +76,8 @@ def _rectangle(table: Tensor, bias: RelativeBias, q: range, k: range) -> Tensor:
 
 
 def _diagonal_sums(x: Tensor) -> Tensor:
-    """(heads, Q, K) -> (heads, Q + K - 1): sums of equal distances. Padded by Q, rows that are read as one row less wide
-    are each shifted by one."""
+    """(heads, Q, K) -> (heads, Q + K - 1): sums of equal distances. Padded by Q, rows that are read as one row less
+    wide are each shifted by one."""
     heads, q, k = x.shape
     shifted = F.pad(x.flip(1), (0, q)).flatten(1)[:, : q * (k + q - 1)]
     return shifted.view(heads, q, k + q - 1).sum(1)
