@@ -15,10 +15,11 @@ from phalanx.nn.linear import ColumnLinear, RowLinear
 from phalanx.nn.memory import PageSpec
 from phalanx.nn.module import ONES, Module, OutputRows, bias_spec, own_memory
 from phalanx.nn.norm import RMSNorm
+from phalanx.nn.relative_bias import RelativeBiasTable
 from phalanx.nn.rotary import Rotary
 from phalanx.ops.attention import context
 from phalanx.ops.attention.attention import ATTENTION, ProbabilityDropout
-from phalanx.ops.attention.kind import CAUSAL, AttentionKind, refuse_unsupported
+from phalanx.ops.attention.kind import CAUSAL, AttentionKind, Learned, refuse_unsupported
 from phalanx.ops.dense.head_norm import NORM_ROPE, norm_rope
 from phalanx.ops.dense.rope import ROPE, rope
 from phalanx.ops.dense.rope_scaling import Rotation
@@ -77,7 +78,8 @@ class AttentionSpec:
     head_norm   names of the RMSNorms of query heads and of key heads (one weight for all heads), and their epsilon
     width_norm  the same of RMSNorms over all query heads at once, and over all key heads
     norm        the class of norms of heads
-    kind        what is read and how; its `sinks` decides whether there are sinks
+    kind        what is read and how; whether there are sinks and a bias is said by `sinks` and by the table that the
+                layer is given
     sinks       global name of the sinks: one logit for each query head that joins the softmax
     """
 
@@ -126,18 +128,21 @@ class WidthNorm(Module):
 
 class Attention(Module):
     """qkv -> norm of heads, or of all at once (if any) -> rotary (if any) -> attention as `kind` says -> output
-    projection."""
+    projection.
+
+    table: of a relative bias, which becomes part of the kind."""
 
     first_in_memory = ("qkv.weight", "out.weight", "qkv.bias", "out.bias", "sinks")
 
-    def __init__(self, env: Env, spec: AttentionSpec):
+    def __init__(self, env: Env, spec: AttentionSpec, table: RelativeBiasTable | None = None):
         super().__init__(env)
         heads, head_dim = spec.heads, spec.head_dim
         own = Heads.of(env, heads, spec.kv_heads)
         self.heads, self.kv_heads, self.head_dim, self.all_heads = own.q1 - own.q0, own.k1 - own.k0, head_dim, heads
         self.first_head, self.dropout, self.layer = own.q0, spec.dropout, spec.layer
         self.rotary = None if spec.rotation is None else Rotary(spec.rotation)
-        self.kind = supported(replace(spec.kind, sinks=spec.sinks is not None), env, spec.dropout)
+        kind = replace(spec.kind, sinks=spec.sinks is not None, bias=None if table is None else table.bias)
+        self.kind, self.table = supported(kind, env, spec.dropout), table
         rows = self._rows(spec.names, own, heads * head_dim, spec.kv_heads * head_dim)
         init, transposed = Init("normal", spec.std), spec.transposed
         init_out = init if spec.std_out is None else Init("normal", spec.std_out)
@@ -200,6 +205,11 @@ class Attention(Module):
         lazy_grad = self.qkv.bias is None and self.qkv.takes_lazy(qkv)  # a bias needs the values of the gradient
         return rope(qkv, *shape, table, self.env.kernels_for(ROPE), lazy_grad)
 
+    @property
+    def learned(self) -> Learned:
+        """Its parameters beside the matrices."""
+        return Learned(self.sinks, None if self.table is None else self.table.weight)
+
     @cached_property
     def plan(self) -> context.AttentionPlan:
         return attention_plan(self.env, self.kind)
@@ -209,13 +219,13 @@ class Attention(Module):
         if self.dropout > 0 and self.training:
             self.env.refuse_invariance("dropout of attention's probabilities")
             dropout = ProbabilityDropout(self.dropout, self.env.seed, self.layer, self.first_head)
-            return context.attention_with_dropout(q, k, v, batch, self.env.axes, dropout)
-        return context.attention(q, k, v, batch, self.plan, self.sinks)
+            return context.attention_with_dropout((q, k, v), batch, self.plan, self.learned, dropout)
+        return context.attention(q, k, v, batch, self.plan, self.learned)
 
     def _attend_memory(self, paged: PagedSequences, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
         """The same of sequences that go on from what is remembered of them."""
         heads = q[0].transpose(0, 1), k[0].transpose(0, 1), v[0].transpose(0, 1)
-        mixed = own_memory(self).attend(heads, paged, self.kind, self.sinks, self.env.kernels_for(ATTENTION))
+        mixed = own_memory(self).attend(heads, paged, self.kind, self.learned, self.env.kernels_for(ATTENTION))
         return mixed.flatten(1)
 
     def flops(self, seq_length: int) -> float:

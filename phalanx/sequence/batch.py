@@ -25,6 +25,7 @@ ROWS = (
     "samples",
     "documents",
     "real",
+    "prefix",
 )
 
 
@@ -62,6 +63,7 @@ PIECES = PerBatch["tuple[Batch, ...]"]()
 OWN_ROWS = ("reference", "target_ids", "target_log_probs")
 UNCUT = PerBatch["Batch"]()
 AMONG = PerBatch["Batch"]()
+CHUNKED = PerBatch["Batch"]()
 PLACES_OF_BALANCED = PerBatch[Tensor]()
 
 
@@ -87,13 +89,15 @@ class Batch:
     seq_length  tokens of a whole sequence
     documents   (T,) int64  number of the document that each token belongs to; None: attention spans the sequence
     real        (T,) int64  1 for tokens, 0 for padding, which belongs to no document and has no loss; None: no padding
+    prefix      (T,) int64  1 for the first tokens of each document (or sequence), as many as read each other whatever
+                their order, where attention has prefixes; None: there are none
     loss_seed   () gradient of the summed loss, if the step knows it before forward: the head then computes its
                 gradients in forward
     late        the head computes them in backward all the same
     most_documents  an upper bound on the number of documents in the whole sequences, where they are counted; 0: as many
                     as tokens
     part        which positions of each sequence this shard holds
-    whole       (4 to 6, num_sequences * seq_length) int64 the same rows for whole sequences, in the order of ROWS; None
+    whole       (4 to 7, num_sequences * seq_length) int64 the same rows for whole sequences, in the order of ROWS; None
                 if these are whole
     balanced    (num_sequences * seq_length,) int64  if documents are balanced over shards: the positions, in the whole
                 micro-batch, of the first shard's tokens, then of the second's and so on; None: each shard has its
@@ -123,6 +127,7 @@ class Batch:
     part: SequenceShard = WHOLE
     whole: Tensor | None = None
     real: Tensor | None = None
+    prefix: Tensor | None = None
     balanced: Tensor | None = None
     shared: tuple[SharedDocument, ...] = ()
     piece: bool = False
@@ -286,13 +291,15 @@ class Batch:
         return PIECES.of(self, self._make_pieces)
 
     def _make_pieces(self) -> tuple[Batch, ...]:
+        rows: dict[str, Any]
         pieces, at = [], 0
         for doc in self.shared:
-            tokens, labels, positions, samples, *_ = self.whole[:, doc.start : doc.start + doc.length]  # type: ignore[index]
-            pieces.append(Batch(tokens, labels, positions, samples, 1, doc.length, piece=True).cut(doc.part))
+            here = dict(zip(self._rows, self.whole[:, doc.start : doc.start + doc.length]))  # type: ignore[index]
+            rows = {name: here[name] for name in self._rows if name not in ("documents", "real")}
+            pieces.append(Batch(**rows, num_sequences=1, seq_length=doc.length, piece=True).cut(doc.part))
             at += pieces[-1].num_tokens
         if at < self.num_tokens:
-            rows: dict[str, Any] = {name: getattr(self, name)[at:] for name in self._rows}
+            rows = {name: getattr(self, name)[at:] for name in self._rows}
             number, count = self.runs  # the number of sequences, where attention spans them
             rows |= {"documents": number[at:], "most_documents": count}
             pieces.append(Batch(**rows, num_sequences=1, seq_length=self.num_tokens - at, piece=True))
@@ -315,6 +322,25 @@ class Batch:
         return (
             self.uncut if run == self.part.count else AMONG.of(self, lambda: self._another(self.part.among(run)), run)
         )
+
+    def chunked(self, size: int) -> Batch:
+        """The same tokens with a document for every `size` tokens, counted from the first token of each document (or
+        sequence): attention inside chunks. What is derived from it is kept together with this batch's."""
+        return CHUNKED.of(self, lambda: self._make_chunks(size), size)
+
+    def _make_chunks(self, size: int) -> Batch:
+        whole = self.uncut
+        place = torch.arange(self.all_tokens, device=self.tokens.device)
+        number, count = whole.runs
+        first = (place % self.seq_length == 0) | (number != number.roll(1))
+        start = place.where(first, 0).cummax(0).values
+        chunks = (first | ((place - start) % size == 0)).cumsum(0) - 1
+        room = min(self.all_tokens, count + self.num_sequences + self.all_tokens // size)
+        if self.whole is None:
+            return replace(self, documents=chunks, most_documents=room, _made={})
+        rows = {**dict(zip(self._rows, self.whole)), "documents": chunks}
+        both = torch.stack([rows[name] for name in ROWS if name in rows])
+        return replace(self, documents=self.take(chunks), most_documents=room, whole=both, _made={})
 
     def _another(self, part: SequenceShard) -> Batch:
         """Another shard of the same sequences."""
