@@ -35,11 +35,14 @@ from phalanx.engine.step import update
 from phalanx.forecast.decide import make_plan
 from phalanx.layout.grid import Coords
 from phalanx.nn.linear import Linear
+from phalanx.nn.module import Block
+from phalanx.nn.run_block import run_block
 from phalanx.ops.attention.context import AttentionPlan
 from phalanx.ops.attention.kind import CAUSAL, AttentionKind
 from phalanx.planning.blocks import make_blocks, num_blocks
 from phalanx.planning.plan import Plan, quantized_base, without_layout
 from phalanx.sequence.batch import Batch
+from phalanx.sequence.streams import hidden
 
 
 class LocalAxis(Axis):
@@ -161,12 +164,12 @@ def calls_of(plan: Plan, device: torch.device) -> list[OpCall]:
     with noted(found):
         x = torch.empty(0, dtype=dtype, device=device)
         for block in blocks:
-            x = block(x.detach().requires_grad_(x.numel() > 0), batch)
+            x = hidden(run_block(block, x.detach().requires_grad_(x.numel() > 0), batch))
     seen: set[tuple[str, str]] = set()
     return [c for c in found if not ((c.name, c.shape) in seen or seen.add((c.name, c.shape)))]  # type: ignore[func-returns-value]
 
 
-def block_samples(plan: Plan, device: torch.device) -> list[nn.Module]:
+def block_samples(plan: Plan, device: torch.device) -> list[Block]:
     """Embedding, first layer and head of tp rank 0, with random weights and gradient buffers as in training."""
     n = num_blocks(plan.run.model)
     grid = plan.grid

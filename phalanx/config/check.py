@@ -218,9 +218,7 @@ def check_offload(run: Run) -> list[Problem]:
         found.append(problem("train", c, "cuda_graphs", rule, because, ("off",)))
     if not 0 <= c.offload_layers <= max(layers, 0):
         because = {"model.num_hidden_layers": run.model.num_hidden_layers}
-        found.append(
-            problem("train", c, "offload_layers", "must be an integer in [0, layers]", because, (0, layers))
-        )
+        found.append(problem("train", c, "offload_layers", "must be an integer in [0, layers]", because, (0, layers)))
     return found
 
 

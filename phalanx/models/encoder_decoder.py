@@ -221,9 +221,7 @@ def self_attention(config: T5Config, env: Env, stack: str, layer: int, made: Mad
     first = f"{stack}.block.0.layer.0.SelfAttention.relative_attention_bias.weight"
     bias = RelativeBias(buckets, farthest, bidirectional=stack == "encoder")
     std = config.initializer_range * config.hidden_size**-0.5
-    table = RelativeBiasTable(
-        env, BiasSpec(first, config.num_attention_heads, bias, std), env.shared_by(own), made
-    )
+    table = RelativeBiasTable(env, BiasSpec(first, config.num_attention_heads, bias, std), env.shared_by(own), made)
     direction: Direction = "both" if stack == "encoder" else "causal"
     spec = attention_spec(config, f"{stack}.block.{layer}.layer.0.SelfAttention", layer)
     return Attention(env, replace(spec, kind=AttentionKind(direction=direction, scale=1.0)), table)

@@ -13,7 +13,7 @@ from phalanx.layout.param import Init, Replica
 from phalanx.nn.env import Env
 from phalanx.nn.linear import ColumnLinear, RowLinear
 from phalanx.nn.memory import PageSpec
-from phalanx.nn.module import Module, OutputRows, bias_spec, own_memory
+from phalanx.nn.module import ONES, Module, OutputRows, bias_spec, own_memory
 from phalanx.nn.norm import RMSNorm
 from phalanx.nn.relative_bias import RelativeBiasTable
 from phalanx.nn.rotary import Rotary
@@ -23,6 +23,7 @@ from phalanx.ops.attention.kind import CAUSAL, AttentionKind, Learned, refuse_un
 from phalanx.ops.dense.head_norm import NORM_ROPE, norm_rope
 from phalanx.ops.dense.rope import ROPE, rope
 from phalanx.ops.dense.rope_scaling import Rotation
+from phalanx.ops.dense.width_norm import WIDTH_NORM, HeadShard, width_norm
 from phalanx.sequence.batch import Batch
 from phalanx.sequence.paged import PagedSequences
 
@@ -75,6 +76,8 @@ class AttentionSpec:
     transposed  matrices are stored as (inputs, outputs)
     dropout     of the probabilities; layer: the layer number, a key of its random numbers
     head_norm   names of the RMSNorms of query heads and of key heads (one weight for all heads), and their epsilon
+    width_norm  the same of RMSNorms over all query heads at once, and over all key heads
+    norm        the class of norms of heads
     kind        what is read and how; whether there are sinks and a bias is said by `sinks` and by the table that the
                 layer is given
     sinks       global name of the sinks: one logit for each query head that joins the softmax
@@ -94,12 +97,39 @@ class AttentionSpec:
     dropout: float = 0.0
     layer: int = 0
     head_norm: tuple[str, str, float] | None = None
+    width_norm: tuple[str, str, float] | None = None
+    norm: type[RMSNorm] = RMSNorm
     kind: AttentionKind = CAUSAL
     sinks: str | None = None
 
 
+class WidthNorm(Module):
+    """RMSNorm of all query heads at once, and of all key heads, both weights in one parameter."""
+
+    def __init__(self, env: Env, spec: AttentionSpec, own: Heads):
+        super().__init__(env)
+        if spec.width_norm is None:
+            raise TypeError("the layer has no norm over all heads")
+        q_name, k_name, self.eps = spec.width_norm
+        heads, kv_heads, width = spec.heads, spec.kv_heads, spec.head_dim
+        rows = [
+            OutputRows(f"{q_name}.weight", heads * width, own.q0 * width, own.q1 * width),
+            OutputRows(f"{k_name}.weight", kv_heads * width, own.k0 * width, own.k1 * width, own.replicas),
+        ]
+        self.weight = self.param(replace(bias_spec(rows, ONES), role="norm"))
+        copies = len(own.replicas[0].members) if own.replicas else 1
+        self.shard = HeadShard(own.q1 - own.q0, own.k1 - own.k0, heads, kv_heads, width, copies)
+
+    def forward(self, qkv: Tensor) -> Tensor:
+        """qkv (T, (heads + 2 * kv_heads) * K) of this rank -> the same with q and k normalized, (T, heads + 2 *
+        kv_heads, K)."""
+        packed = qkv.unflatten(-1, (-1, self.shard.width))
+        return width_norm(packed, self.weight, self.shard, self.eps, self.env.tp, self.env.kernels_for(WIDTH_NORM))
+
+
 class Attention(Module):
-    """qkv -> norm of heads (if any) -> rotary (if any) -> attention as `kind` says -> output projection.
+    """qkv -> norm of heads, or of all at once (if any) -> rotary (if any) -> attention as `kind` says -> output
+    projection.
 
     table: of a relative bias, which becomes part of the kind."""
 
@@ -134,8 +164,9 @@ class Attention(Module):
         logits = [OutputRows(spec.sinks, heads, own.q0, own.q1)] if spec.sinks else []
         self.sinks = self.param(bias_spec(logits, init)) if logits else None
         norms = spec.head_norm
-        self.q_norm = RMSNorm(env, norms[0], head_dim, norms[2]) if norms else None
-        self.k_norm = RMSNorm(env, norms[1], head_dim, norms[2]) if norms else None
+        self.q_norm = spec.norm(env, norms[0], head_dim, norms[2]) if norms else None
+        self.k_norm = spec.norm(env, norms[1], head_dim, norms[2]) if norms else None
+        self.width_norm = WidthNorm(env, spec, own) if spec.width_norm else None
         self.num_weights = spec.width * (2 * heads + 2 * spec.kv_heads) * head_dim
         self.remembers = PageSpec(self.kv_heads, head_dim, head_dim, window=self.kind.window)
 
@@ -171,7 +202,9 @@ class Attention(Module):
         if self.q_norm is not None and self.k_norm is not None:
             kernels = self.env.kernels_for(NORM_ROPE)
             qkv = qkv.view(len(qkv), self.heads + 2 * self.kv_heads, self.head_dim)
-            return norm_rope(qkv, self.q_norm.weight, self.k_norm.weight, self.q_norm.eps, *shape, table, kernels)
+            return norm_rope(qkv, self.q_norm.factor, self.k_norm.factor, self.q_norm.eps, *shape, table, kernels)
+        if self.width_norm is not None:
+            return rope(self.width_norm(qkv), *shape, table, self.env.kernels_for(ROPE))
         lazy_grad = self.qkv.bias is None and self.qkv.takes_lazy(qkv)  # a bias needs the values of the gradient
         return rope(qkv, *shape, table, self.env.kernels_for(ROPE), lazy_grad)
 

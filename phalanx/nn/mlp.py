@@ -1,4 +1,4 @@
-"""MLPs sharded over tp by their inner features (of any width: ranks may differ by one): SwiGLU and GELU."""
+"""MLPs sharded over tp by their inner features (of any width: ranks may differ by one): SwiGLU, GeGLU and GELU."""
 
 from __future__ import annotations
 
@@ -11,6 +11,7 @@ from phalanx.nn.env import Env
 from phalanx.nn.linear import ColumnLinear, Linear, RowLinear
 from phalanx.nn.module import Module, OutputRows
 from phalanx.ops.dense.activation import GATED, gelu, gelu_by_formula, swiglu
+from phalanx.ops.dense.gate import GEGLU, SWIGLU
 from phalanx.ops.dense.gated_mlp import MLP, gated_mlp
 from phalanx.sequence.batch import Batch
 
@@ -24,8 +25,12 @@ def run_mlp(mlp: Module, make: Callable[[Tensor], Tensor], x: Tensor, *linears: 
 
 
 class SwiGLU(Module):
-    """down(silu(gate x) * up x), gate and up stacked in one matrix; `bias`: all three have one."""
+    """down(silu(gate x) * up x), gate and up stacked in one matrix; `bias`: all three have one.
 
+    gate   the activation; a subclass may have another, which the fused MLPs do not compute
+    """
+
+    gate = SWIGLU
     first_in_memory = ("gate_up.weight", "down.weight", "gate_up.bias", "down.bias")
 
     def __init__(self, env: Env, names: tuple[str, str, str], width: int, inner: int, std: float, bias: bool = False):
@@ -42,7 +47,7 @@ class SwiGLU(Module):
 
     def _of_rows(self, x: Tensor) -> Tensor:
         up, down, recomputes = self.gate_up, self.down, self.env.recompute.recomputes
-        if up.bias is not None or recomputes("up"):  # one op cannot be recomputed in part
+        if up.bias is not None or self.gate != SWIGLU or recomputes("up"):  # one op cannot be recomputed in part
             return self._in_ops(x)
         if up.is_plain and down.is_plain:
             gemms = MLP.fast(self.env.kernels_for(MLP), x, *down.weight.shape)
@@ -56,7 +61,9 @@ class SwiGLU(Module):
 
     def _in_ops(self, x: Tensor) -> Tensor:
         gate_up = self.env.recompute.op("up", self.gate_up, x)
-        hidden = self.env.recompute.op("activation", lambda x: swiglu(x, self.env.kernels_for(GATED)), gate_up)
+        hidden = self.env.recompute.op(
+            "activation", lambda x: swiglu(x, self.env.kernels_for(GATED), self.gate), gate_up
+        )
         return self.down(hidden)
 
     def takes_lazy(self, x: Tensor) -> bool:
@@ -64,6 +71,12 @@ class SwiGLU(Module):
 
     def flops(self, seq_length: int) -> float:
         return 2.0 * self.num_weights
+
+
+class GeGLU(SwiGLU):
+    """The same with GELU in its tanh form."""
+
+    gate = GEGLU
 
 
 class GeluMLP(Module):

@@ -155,7 +155,9 @@ def column_spec(rows: list[OutputRows], inputs: int, init: Init, transposed: boo
         if transposed:
             shape, box = (inputs, r.size), Box((0, r.start), (inputs, r.stop))
         pieces.append(
-            Piece(r.name, shape, box, (slice(at, at + n), slice(0, inputs)), r.init or init, True, transposed, r.replicas)
+            Piece(
+                r.name, shape, box, (slice(at, at + n), slice(0, inputs)), r.init or init, True, transposed, r.replicas
+            )
         )
         at += n
     return ParamSpec((at, inputs), tuple(pieces))

@@ -61,6 +61,10 @@ FAMILIES: dict[str, dict[str, Any]] = {
     ),
     "qwen2": dict(COMMON, num_key_value_heads=2, **WINDOW),
     "qwen3": dict(COMMON, num_key_value_heads=2, head_dim=10, **WINDOW),
+    "olmo2": dict(COMMON, num_key_value_heads=2),
+    "gemma2": dict(
+        COMMON, hidden_size=36, num_key_value_heads=2, head_dim=10, sliding_window=5, query_pre_attn_scalar=7
+    ),
     "mixtral": dict(
         COMMON, num_key_value_heads=2, num_local_experts=4, num_experts_per_tok=2, head_dim=8, sliding_window=6
     ),
@@ -94,6 +98,9 @@ FAMILIES: dict[str, dict[str, Any]] = {
         num_experts_per_tok=3,
         first_k_dense_replace=1,
         moe_intermediate_size=12,
+    ),
+    "smollm3": dict(
+        COMMON, num_key_value_heads=2, no_rope_layers=[0, 1], use_sliding_window=True, sliding_window=5, pad_token_id=0
     ),
     "gpt2": dict(vocab_size=VOCAB, n_positions=32, n_embd=32, n_layer=2, n_head=4, n_inner=40),
 }
@@ -157,6 +164,10 @@ ROPES: tuple[dict[str, Any], ...] = (
 )
 TYPES = ("full_attention", "sliding_attention")
 POOL: dict[str, tuple[Any, ...]] = {
+    "hidden_activation": ("gelu", "gelu_pytorch_tanh", "silu"),
+    "query_pre_attn_scalar": (1, 9, 2.5),
+    "attn_logit_softcapping": (2.0, 1.5, None),
+    "use_bidirectional_attention": (True, False),
     "hidden_act": ("gelu", "swish", "silu", "relu", "gelu_new"),
     "activation_function": ("gelu", "gelu_pytorch_tanh", "relu", "gelu_fast"),
     "attention_bias": (True, False),
@@ -225,6 +236,8 @@ POOL: dict[str, tuple[Any, ...]] = {
     "rope_interleave": (True, False),
     "num_nextn_predict_layers": (0, 1, 2),
     "num_mtp_layers": (0, 1),
+    "no_rope_layers": ([1, 0], [0, 0, 1], [1], [], [2, 0], None),
+    "no_rope_layer_interval": (1, 2, 4, 0),
     "scale_attn_weights": (True, False),
     "scale_attn_by_inverse_layer_idx": (True, False),
     "reorder_and_upcast_attn": (True, False),
@@ -257,7 +270,7 @@ POOL: dict[str, tuple[Any, ...]] = {
     "tokenizer_class": ("X",),
     "rope_scaling": ROPES,
     "rope_parameters": ROPES,
-    "final_logit_softcapping": (3.0,),
+    "final_logit_softcapping": (3.0, None),
     "attention_multiplier": (2.0,),
     "top_k": (3,),
 }

@@ -16,16 +16,19 @@ from phalanx.engine.step import accumulate, update
 from phalanx.forecast.decide import make_plan
 from phalanx.layout.box import Box
 from phalanx.models.deepseek_v3 import DeepseekV3Config
+from phalanx.models.gemma2 import Gemma2Config
 from phalanx.models.gpt2 import GPT2Config
 from phalanx.models.gpt_oss import GptOssConfig
 from phalanx.models.llama import LlamaConfig
 from phalanx.models.mistral import MistralConfig
 from phalanx.models.mixtral import MixtralConfig
 from phalanx.models.model_config import ModelConfig
+from phalanx.models.olmo2 import Olmo2Config
 from phalanx.models.qwen2 import Qwen2Config
 from phalanx.models.qwen3 import Qwen3Config
 from phalanx.models.qwen3_moe import Qwen3MoEConfig
 from phalanx.models.rope import RopeScaling
+from phalanx.models.smollm3 import SmolLM3Config
 from phalanx.models.t5 import T5Config
 from phalanx.nn.objective import TaskConfig, find_objective
 from phalanx.ops.optimizer.shard import widened
@@ -64,6 +67,24 @@ MODELS = {
         intermediate_size=42,
         num_hidden_layers=3,
         head_dim=10,
+    ),
+    "olmo2": Olmo2Config(
+        **SIZES,
+        **HEADS,
+        intermediate_size=42,
+        num_hidden_layers=3,
+        head_dim=10,
+    ),
+    "gemma2": Gemma2Config(
+        **SIZES | {"hidden_size": 36},
+        **HEADS,
+        intermediate_size=42,
+        num_hidden_layers=3,
+        head_dim=10,
+        sliding_window=5,
+        query_pre_attn_scalar=7,
+        attn_logit_softcapping=2.0,
+        final_logit_softcapping=3.0,
     ),
     "mixtral": MixtralConfig(
         **SIZES,
@@ -199,6 +220,15 @@ MODELS["t5"] = T5Config(
     relative_attention_max_distance=10,
 )
 MODELS["t5-tied"] = replace(MODELS["t5"], feed_forward_proj="relu", tie_word_embeddings=True, num_decoder_layers=None)
+MODELS["smollm3"] = SmolLM3Config(
+    **SIZES,
+    **HEADS,
+    intermediate_size=42,
+    num_hidden_layers=3,
+    no_rope_layer_interval=2,
+    sliding_window=5,
+    tie_word_embeddings=False,
+)
 MODELS["deepseek_v3-mtp-tied"] = replace(MODELS["deepseek_v3-mtp"], tie_word_embeddings=True)
 
 
@@ -284,8 +314,7 @@ def step_batches(run: Run, mesh: Mesh, step: int, documents: bool | str) -> list
     n, size, dp = run.train.global_batch, run.train.micro_batch, mesh.dp.size
     first = step * n + mesh.dp.index * (n // dp)
     return [
-        batch_of(run, list(range(i, i + size)), documents).cut(mesh.part)
-        for i in range(first, first + n // dp, size)
+        batch_of(run, list(range(i, i + size)), documents).cut(mesh.part) for i in range(first, first + n // dp, size)
     ]
 
 

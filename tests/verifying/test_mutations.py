@@ -43,6 +43,7 @@ LAYOUTS = {
         "llama-tied", 4, cp=4, cp_ulysses=4, cp_degree="dynamic", documents="packed"
     ),
     "gpt2 cp2, dropout": case("gpt2", 2, cp=2, global_batch=2),
+    "olmo2 tp2, norms over all heads": case("olmo2", 2, tp=2, global_batch=2),
     "mixtral cp2, ep2, capacity": case("mixtral-full", 2, cp=2, ep=2, global_batch=2),
     "gpt2 tied pp2 dp2, level 2": case("gpt2", 4, pp=2, sharding=2, global_batch=4),
     "llama dp4 in pairs, level 3, optimizer over both": case(

@@ -58,6 +58,11 @@ NAMED = {
     "qwen3 tp4 with 2 kv heads, overlapped, pointwise recompute, documents": case(
         "qwen3", 4, tp=4, tp_overlap="on", recompute="pointwise", documents=True
     ),
+    "olmo2 tp4 with 2 kv heads, overlapped, selective recompute, documents": case(
+        "olmo2", 4, tp=4, tp_overlap="on", recompute="selective", documents=True
+    ),
+    "gemma2 tp2 pp2 dp2, tied, documents": case("gemma2", 8, tp=2, pp=2, documents=True),
+    "gemma2 dp2, level 3, pointwise recompute": case("gemma2", 2, sharding=3, recompute="pointwise"),
     "mistral tp2 pp2 dp2, documents": case("mistral", 8, tp=2, pp=2, documents=True),
     "mistral tp4 with 2 kv heads, overlapped, selective recompute": case(
         "mistral", 4, tp=4, tp_overlap="on", recompute="selective"

@@ -21,7 +21,7 @@ from torch import Tensor
 from torch.autograd import Function
 
 from phalanx.comm.axis import Axis
-from phalanx.ops.dense.cross_entropy import LOSS, HeadGrads, chunks_of, logits_of, softmax_stats
+from phalanx.ops.dense.cross_entropy import LOSS, Columns, HeadGrads, HeadMatrix, chunks_of, softmax_stats
 from phalanx.ops.dense.matmul import gather_matmul
 from phalanx.ops.op import Kernels
 from phalanx.sequence.batch import IGNORE
@@ -125,7 +125,7 @@ class LogitStats:
 class _LogitStats(Function):
     @staticmethod
     def forward(ctx: Any, logits: Tensor, rows: Tensor, here: Tensor, tp: Axis) -> tuple[Tensor, Tensor]:  # type: ignore[override]
-        everyone = tp.all_gather(softmax_stats(logits, rows, here, logits.shape[1]).unsqueeze(0)).wait()
+        everyone = tp.all_gather(softmax_stats(logits, rows, here, Columns(logits.shape[1])).unsqueeze(0)).wait()
         log_z, target = torch.logsumexp(everyone[:, 0], 0), everyone[:, 1].sum(0)
         ctx.save_for_backward(logits, rows, here, log_z)
         return log_z, target
@@ -195,9 +195,14 @@ def logit_stats(
     )
 
 
-def vocabulary_logits(x: Tensor, weight: Tensor, shard: VocabularyShard, tp: Axis, kernels: Kernels = "auto") -> Tensor:
+def vocabulary_logits(
+    x: Tensor, weight: Tensor | HeadMatrix, shard: VocabularyShard, tp: Axis, kernels: Kernels = "auto"
+) -> Tensor:
     """x (T / tp, D) of each rank, weight (rows, D) -> this rank's logits (T, shard.count), with gradients."""
-    return gather_matmul(x, weight, tp, None, kernels)[:, : shard.count]
+    matrix = HeadMatrix.of(weight)
+    own, beside = matrix.split(x)
+    logits = gather_matmul(own, matrix.weight, tp, None, kernels)[:, : shard.count]
+    return logits if matrix.up is None else logits + gather_matmul(beside, matrix.up, tp)
 
 
 @dataclass(frozen=True)
@@ -247,9 +252,16 @@ class TokenTask:
 class _LinearTokenLoss(Function):
     @staticmethod
     def forward(  # type: ignore[override]
-        ctx: Any, x: Tensor, weight: Tensor, shard: VocabularyShard, tp: Axis, task: TokenTask, seed: Tensor | None
+        ctx: Any,
+        x: Tensor,
+        weight: Tensor,
+        up: Tensor | None,
+        shard: VocabularyShard,
+        tp: Axis,
+        task: TokenTask,
+        seed: Tensor | None,
     ) -> Tensor:
-        ctx.weight, ctx.shard, ctx.tp, ctx.task, ctx.done = weight, shard, tp, task, seed is not None
+        ctx.matrix, ctx.shard, ctx.tp, ctx.task, ctx.done = HeadMatrix(weight, up), shard, tp, task, seed is not None
         sums, grads = _LinearTokenLoss.work(ctx, x, seed)
         if seed is None:
             ctx.save_for_backward(x)
@@ -265,13 +277,13 @@ class _LinearTokenLoss(Function):
         return *_LinearTokenLoss.work(ctx, x, dsums[0])[1], *(None,) * 4
 
     @staticmethod
-    def work(ctx: Any, x: Tensor, seed: Tensor | None) -> tuple[Tensor, tuple[Tensor | None, Tensor | None]]:
-        """The sums, and with a `seed` also the gradients of x and of the weight."""
-        weight, shard, tp, task = ctx.weight, ctx.shard, ctx.tp, ctx.task
+    def work(ctx: Any, x: Tensor, seed: Tensor | None) -> tuple[Tensor, tuple[Tensor | None, ...]]:
+        """The sums, and with a `seed` also the gradients of x and of the matrix."""
+        matrix, shard, tp, task = ctx.matrix, ctx.shard, ctx.tp, ctx.task
         x_all = tp.all_gather(x).wait()
-        grads, sums = HeadGrads(x_all, weight, ctx.needs_input_grad), []
-        for c in chunks_of(len(task.labels), weight.shape[0], LOSS.choose("plain", x).CHUNK_ELEMENTS):
-            logits = logits_of(x_all[c], weight, task.kernels)
+        grads, sums = HeadGrads(x_all, matrix, ctx.needs_input_grad), []
+        for c in chunks_of(len(task.labels), matrix.rows, LOSS.choose("plain", x).CHUNK_ELEMENTS):
+            logits = matrix.logits(x_all[c], task.kernels)
             with torch.set_grad_enabled(seed is not None):
                 found = task.sums(logits.requires_grad_(seed is not None)[:, : shard.count], c, shard, tp)
                 scaled = found[0] if seed is None else found[0] * seed
@@ -279,33 +291,43 @@ class _LinearTokenLoss(Function):
             if seed is not None:
                 (d,) = torch.autograd.grad(scaled, logits)
                 grads.add(d, c)
-        return torch.stack(sums).sum(0), grads.results(tp) if seed is not None else (None, None)
+        return torch.stack(sums).sum(0), grads.results(tp) if seed is not None else (None, None, None)
 
 
 def linear_token_loss(
-    x: Tensor, weight: Tensor, shard: VocabularyShard, tp: Axis, task: TokenTask, seed: Tensor | None = None
+    x: Tensor,
+    weight: Tensor | HeadMatrix,
+    shard: VocabularyShard,
+    tp: Axis,
+    task: TokenTask,
+    seed: Tensor | None = None,
 ) -> Tensor:
     """(1 + K,) over all tokens, the same on every tp rank: the summed loss of a task, and the sums of its K metrics.
 
-    x (T / tp, D) this rank's tokens; weight (rows, D) with the ids of `shard`, the other rows padding. `seed` as in
-    linear_cross_entropy. Only the loss has gradients.
+    x (T / tp, D) this rank's tokens; weight (rows, D) with the ids of `shard`, the other rows padding. Both, and
+    `seed`, as in linear_cross_entropy. Only the loss has gradients.
     """
     seed = seed if torch.is_grad_enabled() else None
-    return _LinearTokenLoss.apply(x, weight, shard, tp, task, seed)
+    return _LinearTokenLoss.apply(x, *HeadMatrix.of(weight), shard, tp, task, seed)
 
 
 @torch.no_grad()
 def token_losses(
-    x: Tensor, weight: Tensor, shard: VocabularyShard, tp: Axis, task: TokenTask, kernels: Kernels = "auto"
+    x: Tensor,
+    weight: Tensor | HeadMatrix,
+    shard: VocabularyShard,
+    tp: Axis,
+    task: TokenTask,
+    kernels: Kernels = "auto",
 ) -> Tensor:
     """(T,) cross entropy of each label of a task, 0 where there is none; x and weight as in linear_token_loss. Without
     gradients."""
-    by, labels = LOSS.choose(kernels, x), task.labels
+    by, labels, matrix = LOSS.choose(kernels, x), task.labels, HeadMatrix.of(weight)
     x_all, (rows, here), found = tp.all_gather(x).wait(), shard.rows_of(labels), []
-    for c in chunks_of(len(labels), weight.shape[0], by.CHUNK_ELEMENTS):
-        logits = logits_of(x_all[c], weight, kernels)
+    for c in chunks_of(len(labels), matrix.rows, by.CHUNK_ELEMENTS):
+        logits = matrix.logits(x_all[c], kernels)
         logits = logits if task.transform is None else task.transform(widened(logits))
-        stats = by.softmax_stats(logits, rows[c], here[c], shard.count)
+        stats = by.softmax_stats(logits, rows[c], here[c], Columns(shard.count))
         everyone = tp.all_gather(stats.unsqueeze(0)).wait()
         found.append(torch.logsumexp(everyone[:, 0], 0) - everyone[:, 1].sum(0))
     return torch.where(labels != IGNORE, torch.cat(found), 0)
@@ -313,16 +335,17 @@ def token_losses(
 
 @torch.no_grad()
 def top_log_probs(
-    x: Tensor, weight: Tensor, shard: VocabularyShard, tp: Axis, task: TokenTask, top: int
+    x: Tensor, weight: Tensor | HeadMatrix, shard: VocabularyShard, tp: Axis, task: TokenTask, top: int
 ) -> tuple[Tensor, Tensor, Tensor]:
     """(T,) log-probability of each label of a task, 0 where there is none; and the `top` most likely ids (T, top) with
     their log-probabilities (T, top), descending. The same on all tp ranks; x and weight as in linear_token_loss."""
-    labels, found = task.labels, []
+    labels, found, matrix = task.labels, [], HeadMatrix.of(weight)
     x_all, (rows, here) = tp.all_gather(x).wait(), shard.rows_of(labels)
-    for c in chunks_of(len(labels), weight.shape[0], LOSS.choose("plain", x).CHUNK_ELEMENTS):
-        logits = widened(logits_of(x_all[c], weight, task.kernels)[:, : shard.count])
+    for c in chunks_of(len(labels), matrix.rows, LOSS.choose("plain", x).CHUNK_ELEMENTS):
+        logits = widened(matrix.logits(x_all[c], task.kernels)[:, : shard.count])
         logits = logits if task.transform is None else task.transform(logits)
-        everyone = tp.all_gather(softmax_stats(logits, rows[c], here[c], shard.count).unsqueeze(0)).wait()
+        stats = softmax_stats(logits, rows[c], here[c], Columns(shard.count))
+        everyone = tp.all_gather(stats.unsqueeze(0)).wait()
         log_z = torch.logsumexp(everyone[:, 0], 0)
         values, ids = logits.topk(min(top, shard.count), -1)
         room = (0, top - values.shape[1])  # ranks hold different numbers of ids

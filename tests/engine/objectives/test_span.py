@@ -28,7 +28,9 @@ from tests.harness.parity import MODELS
 MARKS = Marks(tuple(range(9999, 9899, -1)), end=1, start=0, padding=0)
 
 
-def corruption(noise: float = 0.15, mean: float = 3.0, rooms: tuple[int, int] = (512, 256), seed: int = 1) -> Corruption:
+def corruption(
+    noise: float = 0.15, mean: float = 3.0, rooms: tuple[int, int] = (512, 256), seed: int = 1
+) -> Corruption:
     return Corruption(seed, Spans(noise, mean), Rooms(*rooms), MARKS)
 
 
@@ -161,7 +163,10 @@ def rows_of(batch) -> dict[int, tuple]:
             each = [t.view(batch.num_sequences, -1)[row] for t in (stream.tokens, stream.positions, stream.real)]
             numbers = stream.documents.view(batch.num_sequences, -1)[row]
             texts.append([*(t.tolist() for t in each), (numbers - numbers[0]).tolist()])
-        found[int(batch.samples[row * batch.length])] = (texts, batch.labels.view(batch.num_sequences, -1)[row].tolist())
+        found[int(batch.samples[row * batch.length])] = (
+            texts,
+            batch.labels.view(batch.num_sequences, -1)[row].tolist(),
+        )
     return found
 
 
