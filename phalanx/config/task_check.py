@@ -85,8 +85,7 @@ def check_transform(run: Run) -> list[Problem]:
     from phalanx.text.vocabulary import sample_facts  # takes time to import
 
     t = run.train
-    sizes = {"vocab_size": run.model.vocab_size, "decoder_start": run.model.decoder_start}
-    facts = sample_facts(run.data, seq_length=t.seq_length, seed=t.seed, **sizes)
+    facts = sample_facts(run.data, run.model, seq_length=t.seq_length, seed=t.seed)
     try:
         make_objective(run.task).transform(facts)
     except DataError as error:

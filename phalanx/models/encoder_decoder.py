@@ -1,5 +1,5 @@
-"""Blocks of T5: an encoder and a decoder as one chain. The encoder's last norm makes the memory, which then travels beside
-the decoder's layers; each of them reads it.
+"""Blocks of T5: an encoder and a decoder as one chain. The encoder's last norm makes the memory, which then travels
+beside the decoder's layers; each of them reads it. `config` has T5's fields.
 
     embedding ─▶ encoder layers ──hidden──▶ decoder's embedding ──hidden, memory──▶ decoder layers ──hidden──▶ head
      encoder's text                           decoder's text                            both
@@ -16,7 +16,6 @@ from torch import Tensor
 
 from phalanx.layout.param import Init, Replica, Role
 from phalanx.models.family import BlockMaker
-from phalanx.models.t5 import T5Config
 from phalanx.nn.attention import Attention, AttentionSpec
 from phalanx.nn.cross_attention import CrossAttention
 from phalanx.nn.embedding import Embedding
@@ -42,7 +41,7 @@ def encoder_rows(batch: Batch, tp: int) -> int:
     return batch.beside[ENCODER].num_tokens // tp
 
 
-def shared_embedding(config: T5Config, env: Env, made: Made) -> Embedding:
+def shared_embedding(config: Any, env: Env, made: Made) -> Embedding:
     """The input embedding, which the encoder, the decoder and a tied head share."""
     c, name = config, "shared.weight"
     return Embedding(
@@ -50,7 +49,7 @@ def shared_embedding(config: T5Config, env: Env, made: Made) -> Embedding:
     )
 
 
-def embedding_replicas(config: T5Config, env: Env) -> tuple[Replica, ...]:
+def embedding_replicas(config: Any, env: Env) -> tuple[Replica, ...]:
     readers = [0, config.encoder_blocks.stop]
     return env.shared_by([*readers, -1] if config.tie_word_embeddings else readers)
 
@@ -60,7 +59,7 @@ class T5MLP(Module):
 
     first_in_memory = ("up.weight", "down.weight")
 
-    def __init__(self, config: T5Config, env: Env, at: str):
+    def __init__(self, config: Any, env: Env, at: str):
         super().__init__(env)
         width, inner, factor = config.hidden_size, config.intermediate_size, config.initializer_range
         first, stop = env.cut(inner)
@@ -94,7 +93,7 @@ class T5MLP(Module):
 class T5Embedding(Block):
     """Of the encoder's text, in the model's first block."""
 
-    def __init__(self, config: T5Config, env: Env, made: Made):
+    def __init__(self, config: Any, env: Env, made: Made):
         super().__init__(env)
         self.embed, self.width = shared_embedding(config, env, made), config.hidden_size
 
@@ -106,7 +105,7 @@ class T5Embedding(Block):
 
 
 class T5EncoderLayer(Block):
-    def __init__(self, config: T5Config, env: Env, layer: int, made: Made):
+    def __init__(self, config: Any, env: Env, layer: int, made: Made):
         super().__init__(env)
         at, norm = f"encoder.block.{layer}.layer", partial(t5_norm, config, env)
         self.norm1 = norm(f"{at}.0.layer_norm")
@@ -129,7 +128,7 @@ class T5DecoderEmbedding(Block):
 
     takes_streams = True
 
-    def __init__(self, config: T5Config, env: Env, made: Made):
+    def __init__(self, config: Any, env: Env, made: Made):
         super().__init__(env)
         self.norm = t5_norm(config, env, "encoder.final_layer_norm")
         self.embed, self.width = shared_embedding(config, env, made), config.hidden_size
@@ -146,7 +145,7 @@ class T5DecoderLayer(Block):
 
     takes_streams = True
 
-    def __init__(self, config: T5Config, env: Env, layer: int, made: Made):
+    def __init__(self, config: Any, env: Env, layer: int, made: Made):
         super().__init__(env)
         at, norm = f"decoder.block.{layer}.layer", partial(t5_norm, config, env)
         self.norm1 = norm(f"{at}.0.layer_norm")
@@ -177,7 +176,7 @@ class T5DecoderLayer(Block):
 class T5Head(Block):
     recomputable = False
 
-    def __init__(self, config: T5Config, env: Env, made: Made):
+    def __init__(self, config: Any, env: Env, made: Made):
         super().__init__(env)
         c, tied = config, config.tie_word_embeddings
         name = "shared.weight" if tied else "lm_head.weight"
@@ -208,13 +207,13 @@ def encoder_text(batch: Batch) -> Batch:
     return batch.beside[ENCODER]
 
 
-def cross_attention(config: T5Config, env: Env, layer: int) -> CrossAttention:
+def cross_attention(config: Any, env: Env, layer: int) -> CrossAttention:
     """Of a layer of the decoder, to the memory."""
     spec = attention_spec(config, f"decoder.block.{layer}.layer.1.EncDecAttention", layer)
     return CrossAttention(env, spec, encoder_text)
 
 
-def self_attention(config: T5Config, env: Env, stack: str, layer: int, made: Made) -> Attention:
+def self_attention(config: Any, env: Env, stack: str, layer: int, made: Made) -> Attention:
     """Of a layer of the encoder, both ways, or of the decoder. All layers of a stack share its first layer's table."""
     own = config.encoder_blocks if stack == "encoder" else config.decoder_blocks
     buckets, farthest = config.relative_attention_num_buckets, config.relative_attention_max_distance
@@ -227,7 +226,7 @@ def self_attention(config: T5Config, env: Env, stack: str, layer: int, made: Mad
     return Attention(env, replace(spec, kind=AttentionKind(direction=direction, scale=1.0)), table)
 
 
-def attention_spec(config: T5Config, at: str, layer: int) -> AttentionSpec:
+def attention_spec(config: Any, at: str, layer: int) -> AttentionSpec:
     c, factor = config, config.initializer_range
     return AttentionSpec(
         names=(f"{at}.q.weight", f"{at}.k.weight", f"{at}.v.weight", f"{at}.o.weight"),
@@ -243,11 +242,11 @@ def attention_spec(config: T5Config, at: str, layer: int) -> AttentionSpec:
     )
 
 
-def t5_norm(config: T5Config, env: Env, name: str) -> RMSNorm:
+def t5_norm(config: Any, env: Env, name: str) -> RMSNorm:
     return RMSNorm(env, name, config.hidden_size, config.layer_norm_epsilon)
 
 
-def t5_blocks(config: T5Config, env: Env) -> Sequence[BlockMaker]:
+def t5_blocks(config: Any, env: Env) -> Sequence[BlockMaker]:
     """Embedding, encoder layers, the decoder's embedding, decoder layers, head."""
 
     def make(block: Any, made: Made) -> Block:

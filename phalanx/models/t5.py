@@ -52,7 +52,7 @@ class T5Config(ModelConfig):
     decoder_start_token_id: int = 0
     """The token with which every text of the decoder begins."""
     dropout_rate: float = 0.0
-    """Dropout, which is written to Hugging Face folders and not trained with: 0 in training, as T5 1.1 was pretrained."""
+    """Dropout, written to Hugging Face folders and not trained with: 0 in training, as T5 1.1 was pretrained."""
     max_position_embeddings: int = 512
     """Longest sequence the model is meant for; positions are relative, so it is no limit."""
     initializer_range: float = 1.0

@@ -51,8 +51,8 @@ def whole_model(model: ModelConfig) -> tuple[Block, ...]:
 @dataclass(frozen=True)
 class BlockFacts:
     """Facts about one whole, unsharded block: its parameters, how many of them belong to experts, forward FLOPs per
-    token of the text, the FLOPs of heads among them, the FLOPs without attention to other tokens, and the streams that it takes and
-    passes on."""
+    token of the text, the FLOPs of heads among them, the FLOPs without attention to other tokens, and the streams that
+    it takes and passes on."""
 
     name: str
     numel: int

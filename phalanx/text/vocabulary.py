@@ -14,6 +14,7 @@ from numpy.typing import NDArray
 from phalanx.base.errors import DataError
 from phalanx.data.config import DataConfig
 from phalanx.data.files import tokenizer_file
+from phalanx.models.model_config import ModelConfig
 from phalanx.sequence.sample import SampleFacts, Vocabulary
 from phalanx.text.tokenizer_base import Tokenizer
 from phalanx.text.tokenizers import load_tokenizer
@@ -30,11 +31,9 @@ MOCK_SENTINELS = 100  # of the vocabulary of mock tokens, as many as T5 has
 SPACES = ("Ġ", "Ċ", "▁", "ĉ", "č", " ")  # how byte-level vocabularies and SentencePiece write white space
 
 
-def sample_facts(
-    data: DataConfig, *, seq_length: int, seed: int, vocab_size: int, decoder_start: int | None = None
-) -> SampleFacts:
+def sample_facts(data: DataConfig, model: ModelConfig, *, seq_length: int, seed: int) -> SampleFacts:
     """What a task's transform of this data may know. Its vocabulary is read when it is asked for."""
-    return SampleFacts(seed, seq_length, partial(vocabulary_of_data, data, vocab_size), decoder_start)
+    return SampleFacts(seed, seq_length, partial(vocabulary_of_data, data, model.vocab_size), model.decoder_start)
 
 
 def vocabulary_of_data(data: DataConfig, vocab_size: int) -> Vocabulary:

@@ -63,7 +63,7 @@ class SpanCorruption(TokenObjective):
             raise DataError(f"{NAME} is for models with an encoder and a decoder")
         made = Corruption(
             facts.seed,
-            Spans(c.noise, c.mean_length),
+            SpanRates(c.noise, c.mean_length),
             Rooms(c.encoder_length, facts.seq_length),
             Marks(
                 tuple(vocabulary.sentinels),
@@ -72,12 +72,12 @@ class SpanCorruption(TokenObjective):
                 vocabulary.roles.get("pad", 0),
             ),
         )
-        most = made.spans.of(made.longest).count
+        most = made.spans.of(made.longest).spans
         if len(made.marks.sentinels) < most:
             there = len(made.marks.sentinels)
             raise DataError(
-                f"{vocabulary.source} has {there or 'no'} sentinels (<extra_id_0>, <extra_id_1>, ...), and a document of "
-                f"{made.longest} tokens may have {most} spans, each with one of its own, with {NAME}: take a tokenizer "
+                f"{vocabulary.source} has {there or 'no'} sentinels (<extra_id_0>, <extra_id_1>, ...), and with {NAME} "
+                f"a document of {made.longest} tokens may have {most} spans, each with one of its own: take a tokenizer "
                 "that has them, or longer spans (task.mean_length), less noise (task.noise) or a smaller "
                 "task.encoder_length"
             )
@@ -87,12 +87,12 @@ class SpanCorruption(TokenObjective):
 class Counts(NamedTuple):
     """Of one document: tokens that are hidden, and spans in which they lie."""
 
-    noise: int
-    count: int
+    hidden: int
+    spans: int
 
 
 @dataclass(frozen=True)
-class Spans:
+class SpanRates:
     """How much of a document is hidden: a fixed number of tokens and of spans, given its length."""
 
     noise: float
@@ -101,14 +101,14 @@ class Spans:
     def of(self, length: int) -> Counts:
         """Of a document of at least LEAST tokens. Something stays, something goes, and each span follows on something
         that stays."""
-        noise = min(max(int(np.round(length * self.noise)), 1), length - 1)
-        count = max(int(np.round(noise / self.mean_length)), 1)
-        return Counts(noise, min(count, noise, length - noise))
+        hidden = min(max(int(np.round(length * self.noise)), 1), length - 1)
+        spans = max(int(np.round(hidden / self.mean_length)), 1)
+        return Counts(hidden, min(spans, hidden, length - hidden))
 
     def sizes(self, length: int) -> tuple[int, int]:
         """Tokens of the encoder's and of the decoder's text: a sentinel for each span, and an end."""
-        noise, count = self.of(length)
-        return length - noise + count + 1, noise + count + 1
+        hidden, spans = self.of(length)
+        return length - hidden + spans + 1, hidden + spans + 1
 
 
 class Rooms(NamedTuple):
@@ -139,7 +139,7 @@ class Corruption(SampleTransform):
     lie is drawn by (seed, sample, document)."""
 
     seed: int
-    spans: Spans
+    spans: SpanRates
     rooms: Rooms
     marks: Marks
 
@@ -204,9 +204,9 @@ class Corruption(SampleTransform):
         return found
 
 
-def _longest(spans: Spans, rooms: Rooms, length: int) -> int:
-    """The largest number of tokens, up to `length`, whose texts fit into the rooms: sizes never shrink with length. 0 if
-    not even LEAST do."""
+def _longest(spans: SpanRates, rooms: Rooms, length: int) -> int:
+    """The largest number of tokens, up to `length`, whose texts fit into the rooms: sizes never shrink with length. 0
+    if not even LEAST do."""
     low, high = LEAST - 1, max(length, LEAST - 1)
     while low < high:
         middle = (low + high + 1) // 2
@@ -216,14 +216,13 @@ def _longest(spans: Spans, rooms: Rooms, length: int) -> int:
 
 def noise_mask(counts: Counts, length: int, draws: tuple[Ids, Ids]) -> NDArray[np.bool_]:
     """(length,) which tokens are hidden: spans of what stays and of what goes take turns, beginning with what stays.
-    All ways to cut each of both into `count` spans of at least one token are equally likely."""
-    noise, count = counts
-    stays = segment_lengths(length - noise, count, draws[0])
-    goes = segment_lengths(noise, count, draws[1])
-    return np.repeat(np.tile([False, True], count), np.stack((stays, goes), 1).reshape(-1))
+    All ways to cut each of both into spans of at least one token are equally likely."""
+    stays = segment_lengths(length - counts.hidden, counts.spans, draws[0])
+    goes = segment_lengths(counts.hidden, counts.spans, draws[1])
+    return np.repeat(np.tile([False, True], counts.spans), np.stack((stays, goes), 1).reshape(-1))
 
 
 def segment_lengths(items: int, count: int, draws: Ids) -> Ids:
-    """(count,) lengths >= 1 that sum to `items`: the borders with the smallest draws, of the items - 1 that there are."""
+    """(count,) lengths >= 1 that sum to `items`: of the items - 1 borders, those with the smallest draws."""
     borders = np.sort(np.argsort(draws[: items - 1], kind="stable")[: count - 1]) + 1
     return np.diff(np.concatenate([[0], borders, [items]]))

@@ -17,7 +17,7 @@ from phalanx.base.errors import DataError
 from phalanx.config.run import Run, TrainConfig
 from phalanx.data.config import DataConfig
 from phalanx.data.loader import Loader, Reading, micro_batch_samples, train_loader
-from phalanx.engine.objectives.span import Corruption, Marks, Rooms, SpanConfig, Spans, noise_mask
+from phalanx.engine.objectives.span import Corruption, Marks, Rooms, SpanConfig, SpanRates, noise_mask
 from phalanx.nn.objective import find_objective, make_objective
 from phalanx.planning.reading import reading_of
 from phalanx.sequence.batch import ENCODER, IGNORE
@@ -31,7 +31,7 @@ MARKS = Marks(tuple(range(9999, 9899, -1)), end=1, start=0, padding=0)
 def corruption(
     noise: float = 0.15, mean: float = 3.0, rooms: tuple[int, int] = (512, 256), seed: int = 1
 ) -> Corruption:
-    return Corruption(seed, Spans(noise, mean), Rooms(*rooms), MARKS)
+    return Corruption(seed, SpanRates(noise, mean), Rooms(*rooms), MARKS)
 
 
 def sample_of(lengths: list[int], number: int = 0, room: int = 600) -> Sample:
