@@ -77,8 +77,8 @@ class SpanCorruption(TokenObjective):
             there = len(made.marks.sentinels)
             raise DataError(
                 f"{vocabulary.source} has {there or 'no'} sentinels (<extra_id_0>, <extra_id_1>, ...), and with {NAME} "
-                f"a document of {made.longest} tokens may have {most} spans, each with one of its own: take a tokenizer "
-                "that has them, or longer spans (task.mean_length), less noise (task.noise) or a smaller "
+                f"a document of {made.longest} tokens may have {most} spans, each with one of its own: take a "
+                "tokenizer that has them, or longer spans (task.mean_length), less noise (task.noise) or a smaller "
                 "task.encoder_length"
             )
         return made
