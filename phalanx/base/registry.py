@@ -40,6 +40,8 @@ BUILT_IN: Mapping[str, Mapping[str, str]] = MappingProxyType(
                 "deepseek_v3": "phalanx.models.deepseek_v3:FAMILY",
                 "gpt2": "phalanx.models.gpt2:FAMILY",
                 "smollm3": "phalanx.models.smollm3:FAMILY",
+                "bert": "phalanx.models.bert:FAMILY",
+                "modernbert": "phalanx.models.modernbert:FAMILY",
             }
         ),
         "optimizer": MappingProxyType(
@@ -96,6 +98,7 @@ BUILT_IN: Mapping[str, Mapping[str, str]] = MappingProxyType(
                 "sft": "phalanx.engine.objectives.sft:SFT",
                 "dpo": "phalanx.engine.objectives.dpo:DPO",
                 "distil": "phalanx.engine.objectives.distil:Distil",
+                "mlm": "phalanx.engine.objectives.mlm:MLM",
             }
         ),
         "pipeline_schedule": MappingProxyType(

@@ -5,19 +5,23 @@ from __future__ import annotations
 from typing import Any
 
 from phalanx.base.errors import DataError, Problem
+from phalanx.base.registry import names
 from phalanx.base.rules import exists, missing_data, problem
 from phalanx.config.device_check import Facts
 from phalanx.config.run import Run
+from phalanx.data.check import check_tokenizer
 from phalanx.data.pairs import SEQUENCES
 from phalanx.data.scores import ScoreFile
-from phalanx.nn.objective import Objective, SequenceObjective, find_objective, make_objective
+from phalanx.nn.objective import SEAM, Objective, SequenceObjective, find_objective, make_objective
 
 
 def check_task(run: Run, facts: Facts) -> list[Problem]:
     """The objective's own rules, and what it needs of model and data."""
     kind, config = find_objective(run.task.name), run.task
     found = kind.check(config)
-    found += check_scores(run, facts) + check_chats(run)
+    found += check_direction(run) + check_scores(run, facts) + check_chats(run)
+    if facts.files and not found and not check_tokenizer(run.data):
+        found += check_transform(run)
     if not issubclass(kind, SequenceObjective):
         if run.data.pairs:
             rule = "needs an objective over pairs, such as task.name=dpo"
@@ -40,6 +44,35 @@ def check_task(run: Run, facts: Facts) -> list[Problem]:
         rule = "reorders documents, and the objective compares documents that follow each other"
         found.append(problem("data", run.data, "packing", rule, {"task.name": config.name}, ("off",)))
     return found
+
+
+def check_direction(run: Run) -> list[Problem]:
+    """A model that reads what follows needs labels that do not stand there; for the others there is the next token."""
+    both, kind = run.model.both_ways, find_objective(run.task.name)
+    if both == kind.both_ways:
+        return []
+    known = [name for name in names(SEAM) if find_objective(name).both_ways == both]
+    because = {"model.family": run.model.family}
+    rule = (
+        "predicts the next token, which a model that reads both ways sees"
+        if both
+        else "is for models that read both ways, and this one reads what comes before"
+    )
+    return [problem("task", run.task, "name", rule, because, known[:1])]
+
+
+def check_transform(run: Run) -> list[Problem]:
+    """What the task makes of samples, if the tokenizer has what it needs."""
+    from phalanx.text.vocabulary import sample_facts  # takes time to import
+
+    t = run.train
+    facts = sample_facts(run.data, seq_length=t.seq_length, seed=t.seed, vocab_size=run.model.vocab_size)
+    try:
+        make_objective(run.task).transform(facts)
+    except DataError as error:
+        because = {"task.name": run.task.name}
+        return [problem("data", run.data, "tokenizer", str(error), because, ())]
+    return []
 
 
 def check_chats(run: Run) -> list[Problem]:

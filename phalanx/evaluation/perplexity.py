@@ -35,6 +35,7 @@ from phalanx.nn.objective import make_objective
 from phalanx.pipeline.execute import Stages, execute
 from phalanx.planning.order import eval_samples
 from phalanx.planning.plan import Plan
+from phalanx.planning.reading import reading_of
 from phalanx.sequence.batch import IGNORE, Batch
 from phalanx.text.cache import use_text
 from phalanx.text.prepare import check_tokenizer, read_manifest
@@ -154,11 +155,15 @@ def results_of(run: Run, mesh: Mesh, what: Evaluation, loaders: Mapping[str, Loa
 
 
 def open_sets(run: Run, what: Evaluation) -> dict[str, Loader]:
-    length, vocab = run.train.seq_length, run.model.vocab_size
+    how: Any = {
+        "seq_length": run.train.seq_length,
+        "vocab_size": run.model.vocab_size,
+        "reading": replace(reading_of(run), scores=None),
+    }
     if what.sets:
-        loaders = whole_loaders(run.data, what.sets, seq_length=length, vocab_size=vocab)
+        loaders = whole_loaders(run.data, what.sets, **how)
     else:
-        loaders = valid_loaders(run.data, seq_length=length, seed=run.train.seed, vocab_size=vocab)
+        loaders = valid_loaders(run.data, seed=run.train.seed, **how)
     if not loaders:
         raise DataError(
             "the run has no validation set (data.split has no second part, data.valid is empty): name one "

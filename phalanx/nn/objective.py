@@ -22,6 +22,7 @@ if TYPE_CHECKING:  # importing torch takes seconds
 
     from phalanx.ops.dense.token_loss import LogitStats, SparseTargets
     from phalanx.sequence.batch import Batch
+    from phalanx.sequence.sample import SampleFacts, SampleTransform
 
 SEAM = "objective"
 
@@ -35,8 +36,9 @@ class TaskConfig:
 
     name: str = "pretrain"
     """What is minimised: pretrain (cross entropy of the next token), sft (supervised fine-tuning on the answers of
-    chats), dpo (preferences between pairs of answers), distil (a teacher's distributions), or an objective of your own
-    as PACKAGE.MODULE:NAME. Its own fields stand beside the name."""
+    chats), dpo (preferences between pairs of answers), distil (a teacher's distributions), mlm (hidden tokens, for
+    models that read both ways), or an objective of your own as PACKAGE.MODULE:NAME. Its own fields stand beside the
+    name."""
 
 
 class Objective(ABC):
@@ -45,10 +47,13 @@ class Objective(ABC):
 
     Config        a frozen dataclass of its fields in the `task` section
     scores_field  the config key of `scores`, for messages; needs_targets: its file must have the likeliest ids
+    both_ways     its labels cannot be read off a token's own context, so models that read both ways can be trained on
+                  it; False: labels are next tokens, which such models see
     """
 
     scores_field: ClassVar[str] = "task"
     needs_targets: ClassVar[bool] = False
+    both_ways: ClassVar[bool] = False
     Config: ClassVar[Any] = TaskConfig  # in a subclass: its dataclass, with `name` added to its fields
 
     def __init_subclass__(cls, **more: Any) -> None:
@@ -73,6 +78,11 @@ class Objective(ABC):
     def scores(self) -> str | None:
         """The file of `phalanx data score` with another model's log-probabilities that batches are to carry
         (Batch.reference; Batch.target_ids and Batch.target_log_probs if it has any); None: they carry none."""
+        return None
+
+    def transform(self, facts: SampleFacts) -> SampleTransform | None:
+        """How samples of the data become inputs and labels (sequence/sample.py); None: they stay as they are, with the
+        next tokens as labels. DataError if the tokenizer lacks what it needs."""
         return None
 
     @property

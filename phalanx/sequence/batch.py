@@ -13,9 +13,9 @@ from torch import Tensor
 
 from phalanx.sequence.balance import assign, degrees_of
 from phalanx.sequence.paged import PagedSequences
+from phalanx.sequence.sample import IGNORE as IGNORE
 from phalanx.sequence.shard import WHOLE, SequenceShard
 
-IGNORE = -100  # label of a token without loss, as in torch's cross entropy
 PADDING_RUN = 512  # the largest number of tokens in a document of padding
 # of `whole`, those that there are, in this order
 ROWS = (
@@ -60,7 +60,7 @@ SEQUENCE_NUMBERS = PerBatch[Tensor]()
 PLACES = PerBatch[Tensor]()
 PIECES = PerBatch["tuple[Batch, ...]"]()
 # what belongs to tokens and is not in `whole`: other shards never need it
-OWN_ROWS = ("reference", "target_ids", "target_log_probs")
+OWN_ROWS = ("reference", "target_ids", "target_log_probs", "segments")
 UNCUT = PerBatch["Batch"]()
 AMONG = PerBatch["Batch"]()
 CHUNKED = PerBatch["Batch"]()
@@ -83,7 +83,7 @@ class Batch:
     each sequence.
 
     tokens      (T,) int64  input ids
-    labels      (T,) int64  the next token of each, or IGNORE
+    labels      (T,) int64  what is predicted at each token (the next token, or what the task says), or IGNORE
     positions   (T,) int64  position inside the sequence (or inside the document, when attention stays inside documents)
     samples     (T,) int64  global sample id of each token: a key of dropout, the same in every layout
     seq_length  tokens of a whole sequence
@@ -108,6 +108,7 @@ class Batch:
     reference   (T,) fp32 or wider: the log-probability that another model gives each label; None: there is none
     target_ids, target_log_probs  (T, K) int64, fp32: the ids that another model finds most likely at each token, and
                 their log-probabilities; None: there are none
+    segments    (T,) int64: which text of its document a token belongs to (BERT's token types); None: all to the first
     paged       sequences that continue from what layers remember of them (generation): the tokens here are pieces of
                 several sequences, laid out flat; num_sequences is 1
 
@@ -134,6 +135,7 @@ class Batch:
     reference: Tensor | None = None
     target_ids: Tensor | None = None
     target_log_probs: Tensor | None = None
+    segments: Tensor | None = None
     paged: PagedSequences | None = None
     _made: dict[tuple[Hashable, ...], Any] = field(default_factory=dict, compare=False, repr=False)
     """By owner (PerBatch)."""

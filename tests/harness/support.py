@@ -55,6 +55,7 @@ from phalanx.forecast.check import check
 from phalanx.forecast.decide import make_plan
 from phalanx.inference.load import load_alone
 from phalanx.planning.plan import storing_all, without_layout
+from phalanx.planning.reading import reading_of
 from phalanx.sequence.batch import Batch
 from phalanx.training.saves import numbers_of
 from tests.harness.generation import whole_logits
@@ -376,7 +377,12 @@ def batches_of(t: Trial, run: Run, mesh: Mesh, step: int) -> list[Batch]:
         return step_batches(run, mesh, step, t.documents)
     train, size = run.train, run.train.global_batch
     loader = train_loader(
-        run.data, seq_length=train.seq_length, seed=train.seed, vocab_size=run.model.vocab_size, samples=size
+        run.data,
+        seq_length=train.seq_length,
+        seed=train.seed,
+        vocab_size=run.model.vocab_size,
+        samples=size,
+        reading=reading_of(run),
     )
     samples = micro_batch_samples(step * size, size, train.micro_batch, mesh.dp.size, mesh.dp.index)
     return [loader.batch(each).cut(mesh.part) for each in samples]
