@@ -41,6 +41,8 @@ BUILT_IN: Mapping[str, Mapping[str, str]] = MappingProxyType(
                 "gpt2": "phalanx.models.gpt2:FAMILY",
                 "t5": "phalanx.models.t5:FAMILY",
                 "smollm3": "phalanx.models.smollm3:FAMILY",
+                "bert": "phalanx.models.bert:FAMILY",
+                "modernbert": "phalanx.models.modernbert:FAMILY",
             }
         ),
         "optimizer": MappingProxyType(

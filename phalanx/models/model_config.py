@@ -4,7 +4,7 @@ that a family and its readers exchange."""
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
 from phalanx.base.errors import Problem
@@ -107,19 +107,32 @@ class TensorNames:
     """What readers of Hugging Face folders need to know about names, beyond those that the modules define.
 
     prefix      of all tensors but the head; a base model saved without its head omits it
-    embedding   the input embedding; the head of an untied model is always lm_head.weight
+    embedding   the input embedding
     layer       of the tensors of layer {}
+    head        the output matrix of an untied model
     copies      a regular expression: further copies of the embedding and the head in published folders
     predictors  a regular expression with a group for the number: tensors of each multi-token prediction module
     constants   suffixes of tensor names that are not weights
+    others      a regular expression: tensors of heads for other tasks, which a model without them leaves out
+    renames     former ends of tensor names in published folders -> those of today
     """
 
     prefix: str
     embedding: str
     layer: str
+    head: str = "lm_head.weight"
     copies: str | None = None
     predictors: str | None = None
     constants: tuple[str, ...] = ()
+    others: str | None = None
+    renames: Mapping[str, str] = field(default_factory=dict)
+
+    def today(self, name: str) -> str:
+        """The name of a tensor, if it was written under a former one."""
+        for former, now in self.renames.items():
+            if name.endswith(former):
+                return name.removesuffix(former) + now
+        return name
 
 
 @dataclass(frozen=True)

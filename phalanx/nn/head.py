@@ -13,7 +13,7 @@ from torch.autograd import Function
 from phalanx.comm.axis import Axis
 from phalanx.layout.box import cut
 from phalanx.layout.param import Init, Replica, Role
-from phalanx.nn.embedding import vocabulary_spec
+from phalanx.nn.embedding import vocabulary_bias_spec, vocabulary_spec
 from phalanx.nn.env import Env
 from phalanx.nn.module import Module
 from phalanx.nn.objective import Objective, SequenceObjective, TokenObjective, cross_entropy
@@ -82,6 +82,8 @@ class Head(Module):
     """`weight` may be passed in: the input embedding's, if both are tied and on one rank. `role` applies to a weight
     created here: "embedding" if both are tied. `soft_cap`: logits become cap * tanh(logit / cap).
 
+    bias   name of a bias of the logits; None: there is none
+
     tally (K,) float64 accumulates the sums of the objective's K metrics over micro-batches; the training engine creates
     it.
     """
@@ -97,6 +99,7 @@ class Head(Module):
         weight: Parameter | None = None,
         role: Role = "head",
         soft_cap: float | None = None,
+        bias: str | None = None,
     ):
         super().__init__(env)
         first, stop = env.cut(vocab)
@@ -110,14 +113,15 @@ class Head(Module):
         self.cut, self.experts = 0, 0
         linears = env.weights.linears
         self.adapted = None if linears is None or weight is not None else linears.logits_of(self)
+        self.bias = None if bias is None else self.param(vocabulary_bias_spec(env, bias, vocab))
         self.tally: Tensor | None = None
         self.soft_cap = soft_cap
 
     def _entered(self, x: Tensor) -> tuple[Tensor, HeadMatrix]:
         """What is multiplied: x (T / tp, D), with an adapter's features beside it, and the matrix."""
         if self.adapted is None:
-            return x, HeadMatrix(self.weight)
-        return self.adapted.enter(x), self.adapted.matrix(self.weight)
+            return x, HeadMatrix(self.weight, bias=self.bias)
+        return self.adapted.enter(x), self.adapted.matrix(self.weight)._replace(bias=self.bias)
 
     def transform(self, logits: Tensor) -> Tensor:
         """Logits (tokens, ids) in at least fp32 -> the logits to use, element by element: for families that change

@@ -9,9 +9,9 @@ from phalanx.base.errors import CheckpointError, Problem
 from phalanx.base.registry import near
 from phalanx.base.rules import no_effect, problem
 from phalanx.checkpoint.adapters import CONFIG, adapter_source
-from phalanx.checkpoint.hf_files import HEAD
 from phalanx.checkpoint.lora_folder import STARTED_FROM, read_peft_config
 from phalanx.config.run import Run
+from phalanx.models.registry import family_of
 from phalanx.nn.adapted_linear import fits, fits_outside
 from phalanx.nn.adapter import AdapterConfig, find_adapter, fits_module
 from phalanx.nn.objective import SequenceObjective, find_objective, make_objective
@@ -143,9 +143,10 @@ def _check_glob(run: Run, lora: AdapterConfig, glob: str, names: AdaptedNames) -
         return []
     others = [name for name in names.others if fits(name, [glob])]
     rest = [g for g in lora.targets if g != glob]
-    if not names.heads and fits(HEAD, [glob]):
+    head = family_of(run.model).tensors.head
+    if not names.heads and fits(head, [glob]):
         rule = "must not name the head: it is the embedding too, which would be another matrix"
-        return [problem("lora", lora, "targets", rule, {"names": HEAD}, (rest or ["*"],))]
+        return [problem("lora", lora, "targets", rule, {"names": head}, (rest or ["*"],))]
     if others:
         rule = "must fit weights of linears that can carry an adapter; norms, routers, biases and experts that "
         rule += "are one tensor cannot (lora.also trains weights whole)"

@@ -15,6 +15,7 @@ from phalanx.engine.build import State, build
 from phalanx.engine.step import accumulate, update
 from phalanx.forecast.decide import make_plan
 from phalanx.layout.box import Box
+from phalanx.models.bert import BertConfig
 from phalanx.models.deepseek_v3 import DeepseekV3Config
 from phalanx.models.gemma2 import Gemma2Config
 from phalanx.models.gpt2 import GPT2Config
@@ -23,6 +24,7 @@ from phalanx.models.llama import LlamaConfig
 from phalanx.models.mistral import MistralConfig
 from phalanx.models.mixtral import MixtralConfig
 from phalanx.models.model_config import ModelConfig
+from phalanx.models.modernbert import ModernBertConfig
 from phalanx.models.olmo2 import Olmo2Config
 from phalanx.models.qwen2 import Qwen2Config
 from phalanx.models.qwen3 import Qwen3Config
@@ -228,6 +230,23 @@ MODELS["smollm3"] = SmolLM3Config(
     no_rope_layer_interval=2,
     sliding_window=5,
     tie_word_embeddings=False,
+)
+MODELS["bert"] = BertConfig(
+    **SIZES,
+    intermediate_size=42,
+    num_hidden_layers=4,
+    num_attention_heads=4,
+    max_position_embeddings=SEQ,
+    dropout=0.1,
+    attention_dropout=0.1,
+)
+MODELS["modernbert"] = ModernBertConfig(
+    **SIZES,
+    intermediate_size=42,
+    num_hidden_layers=4,
+    num_attention_heads=4,
+    max_position_embeddings=SEQ,
+    local_attention=6,
 )
 MODELS["deepseek_v3-mtp-tied"] = replace(MODELS["deepseek_v3-mtp"], tie_word_embeddings=True)
 

@@ -139,6 +139,14 @@ NAMED = {
     ),
     "gpt_oss etp2 x edp2, level 0, full recompute": case("gpt_oss", 4, etp=2, sharding=0, recompute="full"),
     "gpt_oss dp2 ep2, pointwise recompute, tp2": case("gpt_oss", 4, tp=2, ep=2, recompute="pointwise", micro_batch=2),
+    "bert tp2 pp2 dp2, documents, dropout, pointwise recompute": case(
+        "bert", 8, tp=2, pp=2, documents="packed", recompute="pointwise"
+    ),
+    "bert dp2 pp2, level 3, dropout, full recompute": case("bert", 4, pp=2, sharding=3, recompute="full"),
+    "modernbert tp4, overlapped, documents, selective recompute": case(
+        "modernbert", 4, tp=4, tp_overlap="on", documents="packed", recompute="selective"
+    ),
+    "modernbert pp2, split backward, dp2": case("modernbert", 4, pp=2, schedule="zb_h1", documents=True),
     "cp2": case("llama", 2, cp=2),
     "cp4, ring, tp2": case("llama", 8, cp=4, tp=2, cp_attention="ring", micro_batch=2),
     "cp4, all-gather, pp2": case("llama", 8, cp=4, pp=2, cp_attention="allgather"),
@@ -405,7 +413,7 @@ def sharding(pick: random.Random, dp: int, tp: int = 1, experts: int = 1) -> dic
 def generated() -> dict[str, dict]:
     """Factorisations of up to 8 ranks over pp, dp, tp; schedules; sharding levels; recompute; bucket sizes."""
     cases = {}
-    models = ("llama", "llama-tied", "gpt2", "mistral", "qwen2", "deepseek_v3-dense")
+    models = ("llama", "llama-tied", "gpt2", "mistral", "qwen2", "deepseek_v3-dense", "bert", "modernbert")
     for model, (pp, dp, tp) in itertools.product(models, itertools.product((1, 2, 4), (1, 2, 4, 8), (1, 2, 4))):
         if not 1 < pp * dp * tp <= 8:
             continue

@@ -1,7 +1,8 @@
 """Chunked, vocabulary-parallel linear cross entropy: the full logits never exist on any rank.
 
-loss_t = logsumexp_v(x_t . w_v) - x_t . w_label. Each rank computes the logits of its own rows of the vocabulary, one
-chunk of tokens at a time. Logits may be capped (`soft_capped`). When the gradient of the loss is known beforehand
+loss_t = logsumexp_v(x_t . w_v + b_v) - x_t . w_label - b_label, with or without a bias b. Each rank computes the logits
+of its own rows of the vocabulary, one chunk of tokens at a time. Logits may be capped (`soft_capped`). When the
+gradient of the loss is known beforehand
 (`seed`), forward turns each chunk's logits into their gradient and multiplies on, so logits are computed once.
 Otherwise backward computes each chunk's logits a second time.
 """
@@ -17,7 +18,7 @@ from torch import Tensor
 from torch.autograd import Function
 
 from phalanx.comm.axis import Axis
-from phalanx.ops.dense.grads import add_product_grad
+from phalanx.ops.dense.grads import add_grad, add_product_grad
 from phalanx.ops.dense.matmul import ALONE, MATMUL
 from phalanx.ops.op import Case, Kernels, Op, invariant, triton
 from phalanx.sequence.batch import IGNORE
@@ -25,18 +26,14 @@ from phalanx.sequence.batch import IGNORE
 CHUNK_ELEMENTS = 1 << 28  # logits of a chunk (1 GiB in fp32)
 
 
-def logits_of(x: Tensor, weight: Tensor, kernels: Kernels) -> Tensor:
-    """x (T, D), weight (rows, D) -> (T, rows) in the dtype of x, without gradients."""
-    logits: Tensor = MATMUL.choose(kernels, x).gathered(x, weight, None, ALONE)
-    return logits
-
-
 class HeadMatrix(NamedTuple):
     """What a head multiplies by: `weight` (rows, D) and, if an adapter adds to the logits, `up` (ids, r) of the first
-    rows. x then has r more features: logits = x[:, :D] weight^T + x[:, D:] up^T."""
+    rows. x then has r more features: logits = x[:, :D] weight^T + x[:, D:] up^T + bias. bias (rows,); None: there is
+    none."""
 
     weight: Tensor
     up: Tensor | None = None
+    bias: Tensor | None = None
 
     @staticmethod
     def of(given: Tensor | HeadMatrix) -> HeadMatrix:
@@ -54,7 +51,7 @@ class HeadMatrix(NamedTuple):
     def logits(self, x: Tensor, kernels: Kernels) -> Tensor:
         """x (T, D + r) -> (T, rows) in the dtype of x, without gradients."""
         own, beside = self.split(x)
-        logits = logits_of(own, self.weight, kernels)
+        logits: Tensor = MATMUL.choose(kernels, own).gathered(own, self.weight, self.bias, ALONE)
         if self.up is not None:
             logits[:, : len(self.up)].addmm_(beside, self.up.t())
         return logits
@@ -123,13 +120,15 @@ class HeadGrads:
     """Computes the gradients of all tokens (T, D + r) and of the matrix from those of the logits, chunk by chunk."""
 
     def __init__(self, x_all: Tensor, matrix: HeadMatrix, needed: tuple[bool, ...]):
-        """needed: whether x, weight and up have gradients."""
+        """needed: whether x, weight, up and bias have gradients."""
         self.x_all, self.matrix, self.needed = x_all, matrix, needed[1:3]
         self.dx_all = torch.empty_like(x_all) if needed[0] else None
         self.dw: list[Tensor | None] = [None, None]
+        bias = matrix.bias if needed[3] else None
+        self.db = None if bias is None else torch.zeros_like(bias, dtype=widest(bias.dtype))
 
     def add(self, d: Tensor, chunk: slice) -> None:
-        (weight, up), of_all = self.matrix, self.matrix.split(self.x_all[chunk])
+        (weight, up, _), of_all = self.matrix, self.matrix.split(self.x_all[chunk])
         of_up = d if up is None else d[:, : len(up)]
         if self.dx_all is not None:
             own, beside = self.matrix.split(self.dx_all[chunk])
@@ -140,10 +139,19 @@ class HeadGrads:
             if self.needed[n] and part is not None:
                 made, before = add_product_grad(part, of_part, of_all[n]), self.dw[n]
                 self.dw[n] = made if before is None or made is None else before + made
+        if self.db is not None:
+            self.db += d.sum(0, dtype=self.db.dtype)
 
     def results(self, tp: Axis) -> tuple[Tensor | None, ...]:
-        """Of x, weight and up."""
-        return None if self.dx_all is None else tp.reduce_scatter(self.dx_all).wait(), *self.dw
+        """Of x, weight, up and bias."""
+        dx = None if self.dx_all is None else tp.reduce_scatter(self.dx_all).wait()
+        bias = self.matrix.bias
+        return dx, *self.dw, None if bias is None or self.db is None else add_grad(bias, self.db)
+
+
+def widest(dtype: torch.dtype) -> torch.dtype:
+    """In which sums over tokens are made."""
+    return dtype if dtype == torch.float64 else torch.float32
 
 
 class _LinearCrossEntropy(Function):
@@ -153,6 +161,7 @@ class _LinearCrossEntropy(Function):
         x: Tensor,
         weight: Tensor,
         up: Tensor | None,
+        bias: Tensor | None,
         labels: Tensor,
         first: int,
         count: int,
@@ -162,7 +171,7 @@ class _LinearCrossEntropy(Function):
         weights: Tensor | None,
         cap: float | None,
     ) -> Tensor:  # type: ignore[override]
-        columns, matrix = Columns(count, cap), HeadMatrix(weight, up)
+        columns, matrix = Columns(count, cap), HeadMatrix(weight, up, bias)
         x_all, by = tp.all_gather(x).wait(), LOSS.choose(kernels, x)
         here = (labels >= first) & (labels < first + count)
         rows, valid = torch.where(here, labels - first, 0), labels != IGNORE
@@ -212,24 +221,33 @@ def linear_cross_entropy(
     weights: Tensor | None = None,
     cap: float | None = None,
 ) -> Tensor:
-    """Sum over tokens of the cross entropy of x W^T against labels: a scalar, the same on every tp rank.
+    """Sum over tokens of the cross entropy of x W^T + bias against labels: a scalar, the same on every tp rank.
 
     x (T / tp, D) this rank's tokens; weight (rows, D) holding ids first..first+count-1, the other rows padding, or a
-    HeadMatrix, which says what else x has; labels (T,) of all tokens, IGNORE where there is no loss. `weights` (T,):
-    what each token's loss is multiplied by; None: 1. `cap`: logits become cap * tanh(logit / cap); None: they stay as
-    they are. `seed` (): the gradient of the returned sum, if it is known beforehand. Then the gradients are computed
-    here, the weight's is added at once, and backward ignores the gradient that it is given.
+    HeadMatrix, which says what else x has, and a bias; labels (T,) of all tokens, IGNORE where there is no loss.
+    `weights` (T,): what each token's loss is multiplied by; None: 1. `cap`: logits become cap * tanh(logit / cap);
+    None: they stay as they are. `seed` (): the gradient of the returned sum, if it is known beforehand. Then the
+    gradients are computed here, the weight's is added at once, and backward ignores the gradient that it is given.
     """
     seed = seed if torch.is_grad_enabled() else None
     return _LinearCrossEntropy.apply(x, *HeadMatrix.of(weight), labels, first, count, tp, seed, kernels, weights, cap)
 
 
+def _biased(x: Tensor, weight: Tensor, bias: Tensor, kernels: Kernels) -> Tensor:
+    return _case(x, HeadMatrix(weight, bias=bias), kernels, known=True)
+
+
 def _case(
-    x: Tensor, weight: Tensor, kernels: Kernels, known: bool = False, elsewhere: int = 0, cap: float | None = None
+    x: Tensor,
+    weight: Tensor | HeadMatrix,
+    kernels: Kernels,
+    known: bool = False,
+    elsewhere: int = 0,
+    cap: float | None = None,
 ) -> Tensor:
     """The last three rows are padding. `known`: the gradient of the loss is known beforehand. `elsewhere`: ids on other
     ranks."""
-    count = len(weight) - 3
+    count = HeadMatrix.of(weight).rows - 3
     labels = torch.arange(len(x), device=x.device) * 7 % (count + elsewhere)
     labels[::3] = IGNORE
     seed = torch.tensor(0.37, dtype=torch.float64, device=x.device) if known else None
@@ -251,6 +269,7 @@ LOSS = Op(
         Case(
             "cross entropy of capped logits, many ids", partial(_case, known=True, cap=3.0), ((4, 3), (4200, 3)), (1,)
         ),
+        Case("cross entropy, with a bias", _biased, ((7, 5), (13, 5), (13,)), (1, 2)),
         Case(
             "cross entropy over 32,061 ids",
             lambda x, w, k: _case(x * 0.1, w, k, known=True),

@@ -201,7 +201,7 @@ def vocabulary_logits(
     """x (T / tp, D) of each rank, weight (rows, D) -> this rank's logits (T, shard.count), with gradients."""
     matrix = HeadMatrix.of(weight)
     own, beside = matrix.split(x)
-    logits = gather_matmul(own, matrix.weight, tp, None, kernels)[:, : shard.count]
+    logits = gather_matmul(own, matrix.weight, tp, matrix.bias, kernels)[:, : shard.count]
     return logits if matrix.up is None else logits + gather_matmul(beside, matrix.up, tp)
 
 
@@ -256,12 +256,14 @@ class _LinearTokenLoss(Function):
         x: Tensor,
         weight: Tensor,
         up: Tensor | None,
+        bias: Tensor | None,
         shard: VocabularyShard,
         tp: Axis,
         task: TokenTask,
         seed: Tensor | None,
     ) -> Tensor:
-        ctx.matrix, ctx.shard, ctx.tp, ctx.task, ctx.done = HeadMatrix(weight, up), shard, tp, task, seed is not None
+        ctx.matrix, ctx.done = HeadMatrix(weight, up, bias), seed is not None
+        ctx.shard, ctx.tp, ctx.task = shard, tp, task
         sums, grads = _LinearTokenLoss.work(ctx, x, seed)
         if seed is None:
             ctx.save_for_backward(x)
@@ -291,7 +293,7 @@ class _LinearTokenLoss(Function):
             if seed is not None:
                 (d,) = torch.autograd.grad(scaled, logits)
                 grads.add(d, c)
-        return torch.stack(sums).sum(0), grads.results(tp) if seed is not None else (None, None, None)
+        return torch.stack(sums).sum(0), grads.results(tp) if seed is not None else (None,) * 4
 
 
 def linear_token_loss(
