@@ -34,9 +34,18 @@ from phalanx.comm.axis import Axis
 from phalanx.layout.box import Box, cut
 from phalanx.layout.param import Init, ParamSpec, Piece, Replica
 from phalanx.nn.adapted_embedding import AdaptedEmbedding
+from phalanx.nn.adapted_head import AdaptedHead
 from phalanx.nn.adapter import Adapter, AdapterConfig, AdapterInit, LowRankAdapter
 from phalanx.nn.env import Env
-from phalanx.nn.linear_method import PLAIN, AnyEmbedding, AnyLinear, LinearMethod, LinearMethods, RowsAdapter
+from phalanx.nn.linear_method import (
+    PLAIN,
+    AnyEmbedding,
+    AnyLinear,
+    LinearMethod,
+    LinearMethods,
+    LogitsAdapter,
+    RowsAdapter,
+)
 from phalanx.nn.module import ZEROS, Module, OutputRows, bias_spec, column_spec, row_spec
 from phalanx.nn.parameter import Parameter
 from phalanx.ops.dense.dropout import DROPOUT, TokenDropout, token_dropout
@@ -345,10 +354,7 @@ class AdaptedMethod(Module, LinearMethod):
         )
         self.linears = nn.ModuleList()
         for piece, adapter in adapters:
-            for name, value in vars(adapter).items():
-                if isinstance(value, Made):
-                    value.make(name)
-            self.linears.extend(piece.made)
+            self.linears.extend(make(piece, adapter))
 
     def gather_matmul(self, x: Tensor, weight: Parameter, tp: Axis, bias: Tensor | None = None) -> Tensor:
         first, last = self._biases(bias)
@@ -436,13 +442,32 @@ class AdaptedLinears:
         return AdaptedMethod(linear, base, adapters, call) if adapters else base
 
     def rows_of(self, embedding: AnyEmbedding) -> RowsAdapter | None:
-        if not fits_embedding(embedding.weight.spec.name, self.config.targets):
+        if not fits_outside(embedding.weight.spec.name, self.config.targets):
             return None
         return AdaptedEmbedding(embedding, self.method, self.config)
 
+    def logits_of(self, head: AnyLinear) -> LogitsAdapter | None:
+        (name,) = head.names
+        if not fits_outside(name, self.config.targets):
+            return None
+        (piece,) = pieces_of(head)
+        adapter = self.method(piece, self.config)
+        if not isinstance(adapter, LowRankAdapter):
+            raise TypeError(f"{self.config.method} has no form for a head, which takes a LowRankAdapter")
+        make(piece, adapter)
+        return AdaptedHead(head.env, piece, adapter)
 
-def fits_embedding(name: str, globs: list[str]) -> bool:
-    """Whether a glob names an embedding: "*" means the linears of the layers."""
+
+def make(piece: ShardedPiece, adapter: Adapter) -> list[Made]:
+    """Make the weights of an adapter of this matrix, named by its attributes."""
+    for name, value in vars(adapter).items():
+        if isinstance(value, Made):
+            value.make(name)
+    return piece.made
+
+
+def fits_outside(name: str, globs: list[str]) -> bool:
+    """Whether a glob names an embedding or a head: "*" means the linears of the layers."""
     return fits(name, [glob for glob in globs if glob.strip("*.") not in ("", "weight")])
 
 

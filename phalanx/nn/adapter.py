@@ -142,6 +142,7 @@ class Adapter(ABC):
     reads_base  whether `combine` reads the frozen matrix (`piece.weight`): it must be there as plain numbers then
     started     the attributes whose initial values `start` gives
     embeds      whether it can belong to an embedding
+    heads       whether it can belong to the head: a LowRankAdapter of one term
     """
 
     Config: ClassVar[Any] = AdapterConfig  # of a subclass: its dataclass, with the shared fields beside its own
@@ -150,6 +151,7 @@ class Adapter(ABC):
     reads_base: ClassVar[bool] = False
     started: ClassVar[tuple[str, ...]] = ()
     embeds: ClassVar[bool] = False
+    heads: ClassVar[bool] = False
 
     def __init_subclass__(cls, **more: Any) -> None:
         super().__init_subclass__(**more)

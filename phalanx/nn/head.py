@@ -19,7 +19,7 @@ from phalanx.nn.module import Module
 from phalanx.nn.objective import Objective, SequenceObjective, TokenObjective, cross_entropy
 from phalanx.nn.parameter import Parameter
 from phalanx.nn.sequence_groups import SequenceGroups, groups_of
-from phalanx.ops.dense.cross_entropy import LOSS, linear_cross_entropy, local_logits
+from phalanx.ops.dense.cross_entropy import LOSS, HeadMatrix, linear_cross_entropy, local_logits
 from phalanx.ops.dense.token_loss import (
     LogitStats,
     SparseTargets,
@@ -105,7 +105,17 @@ class Head(Module):
             if weight is not None
             else self.param(vocabulary_spec(env, name, vocab, width, Init("normal", std), replicas, role))
         )
+        self.names: tuple[str, ...] = (name,)  # as a linear, for its adapter
+        self.cut, self.experts = 0, 0
+        linears = env.weights.linears
+        self.adapted = None if linears is None or weight is not None else linears.logits_of(self)
         self.tally: Tensor | None = None
+
+    def _entered(self, x: Tensor) -> tuple[Tensor, HeadMatrix]:
+        """What is multiplied: x (T / tp, D), with an adapter's features beside it, and the matrix."""
+        if self.adapted is None:
+            return x, HeadMatrix(self.weight)
+        return self.adapted.enter(x), self.adapted.matrix(self.weight)
 
     def transform(self, logits: Tensor) -> Tensor:
         """Logits (tokens, ids) in at least fp32 -> the logits to use, element by element: for families that cap
@@ -135,21 +145,22 @@ class Head(Module):
 
     def vocabulary_logits(self, x: Tensor) -> Tensor:
         """x (T / tp, D) -> (T, ids of this rank) logits with gradients, for losses that need all of them."""
-        return self.transform(widened(vocabulary_logits(x, self.weight, self.shard, self.env.tp, self._kernels)))
+        return self.transform(widened(vocabulary_logits(*self._entered(x), self.shard, self.env.tp, self._kernels)))
 
     def _cross_entropy(self, x: Tensor, batch: Batch, weights: Tensor | None) -> Tensor:
         if self._transform is not None:
             return self._sums(x, batch, self._task(batch, weights))[0]
-        shard, kernels = self.shard, self._kernels
+        shard, kernels, (x, matrix) = self.shard, self._kernels, self._entered(x)
         return linear_cross_entropy(
-            x, self.weight, batch.labels, shard.first, shard.count, self.env.tp, self._seed(batch), kernels, weights
+            x, matrix, batch.labels, shard.first, shard.count, self.env.tp, self._seed(batch), kernels, weights
         )
 
     def _sequence_loss(self, x: Tensor, batch: Batch, objective: SequenceObjective) -> Tensor:
         """The first pass gives log-probabilities. The derivative of the loss by them scales each token's loss in the
         second."""
         groups, kernels = groups_of(batch, objective.sequences_per_sample), self._kernels
-        losses = token_losses(x, self.weight, self.shard, self.env.tp, self._task(batch), kernels)
+        with torch.no_grad():
+            losses = token_losses(*self._entered(x), self.shard, self.env.tp, self._task(batch), kernels)
         weights = objective.weights(batch)
         policy = groups.sums(-losses if weights is None else -losses * weights, self.env.axes.cp)
         reference = [self._reference(batch, groups, weights)] if objective.needs_reference else []
@@ -180,7 +191,7 @@ class Head(Module):
     def log_probs(self, x: Tensor, batch: Batch, top: int = 0) -> Tensor:
         """x (T / tp, D) -> (T, 1 + 2 top) float64: the log-probability of each label, 0 where there is none; then the
         `top` most likely ids and their log-probabilities, descending."""
-        args = (x, self.weight, self.shard, self.env.tp, self._task(batch))
+        args = (*self._entered(x), self.shard, self.env.tp, self._task(batch))
         if top == 0:
             return -token_losses(*args, self._kernels).double().unsqueeze(-1)
         of_labels, ids, values = top_log_probs(*args, top)
@@ -206,7 +217,7 @@ class Head(Module):
         return None if type(self).transform is Head.transform else self.transform
 
     def _sums(self, x: Tensor, batch: Batch, task: TokenTask) -> Tensor:
-        return linear_token_loss(x, self.weight, self.shard, self.env.tp, task, self._seed(batch))
+        return linear_token_loss(*self._entered(x), self.shard, self.env.tp, task, self._seed(batch))
 
     def _seed(self, batch: Batch) -> Tensor | None:
         """The gradient of the summed loss, if gradients are computed in forward."""
@@ -221,8 +232,9 @@ class Head(Module):
         """Full logits (len(rows), vocab) of a few tokens, for generation; rows are positions in the whole micro-batch,
         whose tokens the ranks of cp, and of tp in each, have one after another."""
         tp, cp = self.env.tp, self.env.axes.cp
+        x, matrix = self._entered(x)
         everyone = cp.all_gather(tp.all_gather(x).wait()).wait()
-        mine = local_logits(everyone[rows], self.weight, self.shard.count, self._kernels)
+        mine = local_logits(everyone[rows], matrix, self.shard.count, self._kernels)
         parts = tp.all_gather(mine.unsqueeze(0)).wait()
         whole = torch.cat([p[:, : b - a] for p, (a, b) in zip(parts, cut(self.shard.size, tp.size))], -1)
         return self.transform(whole)

@@ -379,7 +379,8 @@ def small_lora(run: Run, model: ModelConfig) -> AdapterConfig | None:
     """The adapters of the linears that its globs fit in the small model, or else of all."""
     if run.lora is None:
         return None
-    able = [name for names in adapted_names(model).carriers for name in names]
+    known = adapted_names(model)
+    able = [name for names in known.carriers for name in names] + [*known.embeddings, *known.heads]
     fitting = [glob for glob in run.lora.targets if any(fits(name, [glob]) for name in able)]
     names = [name for matrix in stored_together(model) for name in matrix]
     also = [glob for glob in run.lora.also if any(fits(name, [glob]) for name in names)]

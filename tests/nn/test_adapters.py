@@ -66,6 +66,24 @@ def test_an_embedding_has_an_adapter_where_it_is_named(ranks, layout):
     parity.compare(ranks.run("tests.harness.parity:run_layout", 2, run, STEPS, False), truth, STEPS)
 
 
+HEADS = [
+    ("llama", 2, {"tp": 2}, {}, {}),
+    ("qwen3", 4, {"tp": 2, "pp": 2}, {"deterministic": True}, {}),  # gradients of the head are made in backward
+    ("mistral", 2, {"cp": 2, "sharding": 3}, {}, {"dropout": 0.4}),
+]
+
+
+@pytest.mark.parametrize("model, world, layout, train, fields", HEADS, ids=[f"{m} {lay}" for m, _, lay, *_ in HEADS])
+def test_the_head_has_an_adapter_where_it_is_named(ranks, model, world, layout, train, fields):
+    """Truth: one process in float64. (tests/models/test_peft.py compares with PEFT.)"""
+    run = replace(parity.base_run(model, **train), layout=LayoutConfig(**layout))
+    run = lora(run, rank=3, targets=["*.v_proj.weight", "lm_head.weight"], **fields)
+    truth = parity.truth_of(ranks, run, STEPS, False)
+    mine = [name for name in truth["grads"][0] if name.startswith("lm_head.lora_")]
+    assert len(mine) == 2 and all(np.any(truth["grads"][0][name]) for name in mine)
+    parity.compare(ranks.run("tests.harness.parity:run_layout", world, run, STEPS, False), truth, STEPS)
+
+
 DROPPED = [
     ("qwen3", 4, {"tp": 2, "pp": 2}, {"recompute": "full"}),
     ("gpt2", 2, {"cp": 2}, {}),  # which has dropout of its own

@@ -27,6 +27,7 @@ class DoRA(LoRA):
     Config = LowRankConfig
     reads_base = True
     embeds = False
+    heads = False
     started = ("lora_magnitude_vector",)
 
     def __init__(self, piece: LinearPiece, config: Any):

@@ -65,6 +65,7 @@ class LoRA(LowRankAdapter):
     Config: ClassVar[Any] = LoRAConfig
     peft_type = "LORA"
     embeds: ClassVar[bool] = True
+    heads: ClassVar[bool] = True
     started: ClassVar[tuple[str, ...]] = ("lora_A", "lora_B", "start_A", "start_B")
 
     def __init__(self, piece: LinearPiece, config: Any):

@@ -9,7 +9,7 @@ second time.
 from __future__ import annotations
 
 from functools import partial
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -30,11 +30,41 @@ def logits_of(x: Tensor, weight: Tensor, kernels: Kernels) -> Tensor:
     return logits
 
 
-def local_logits(x: Tensor, weight: Tensor, count: int, kernels: Kernels = "auto") -> Tensor:
+class HeadMatrix(NamedTuple):
+    """What a head multiplies by: `weight` (rows, D) and, if an adapter adds to the logits, `up` (ids, r) of the first
+    rows. x then has r more features: logits = x[:, :D] weight^T + x[:, D:] up^T."""
+
+    weight: Tensor
+    up: Tensor | None = None
+
+    @staticmethod
+    def of(given: Tensor | HeadMatrix) -> HeadMatrix:
+        return given if isinstance(given, HeadMatrix) else HeadMatrix(given)
+
+    @property
+    def rows(self) -> int:
+        return self.weight.shape[0]
+
+    def split(self, x: Tensor) -> tuple[Tensor, Tensor]:
+        """The features that each of both multiplies."""
+        width = self.weight.shape[1]
+        return x[:, :width], x[:, width:]
+
+    def logits(self, x: Tensor, kernels: Kernels) -> Tensor:
+        """x (T, D + r) -> (T, rows) in the dtype of x, without gradients."""
+        own, beside = self.split(x)
+        logits = logits_of(own, self.weight, kernels)
+        if self.up is not None:
+            logits[:, : len(self.up)].addmm_(beside, self.up.t())
+        return logits
+
+
+def local_logits(x: Tensor, weight: Tensor | HeadMatrix, count: int, kernels: Kernels = "auto") -> Tensor:
     """Logits (T, rows) in at least fp32 of this rank's rows; rows past `count` are padding and get -inf."""
-    logits = logits_of(x, weight, kernels)
+    matrix = HeadMatrix.of(weight)
+    logits = matrix.logits(x, kernels)
     logits = logits if logits.dtype == torch.float64 else logits.float()
-    if count < weight.shape[0]:
+    if count < matrix.rows:
         logits[:, count:] = -torch.inf
     return logits
 
@@ -65,22 +95,30 @@ def chunks_of(tokens: int, rows: int, elements: int) -> list[slice]:
 
 
 class HeadGrads:
-    """Computes the gradients of all tokens (T, D) and of the weight from those of the logits, chunk by chunk."""
+    """Computes the gradients of all tokens (T, D + r) and of the matrix from those of the logits, chunk by chunk."""
 
-    def __init__(self, x_all: Tensor, weight: Tensor, needed: tuple[bool, ...]):
-        self.x_all, self.weight, self.need_w = x_all, weight, needed[1]
+    def __init__(self, x_all: Tensor, matrix: HeadMatrix, needed: tuple[bool, ...]):
+        """needed: whether x, weight and up have gradients."""
+        self.x_all, self.matrix, self.needed = x_all, matrix, needed[1:3]
         self.dx_all = torch.empty_like(x_all) if needed[0] else None
-        self.dw: Tensor | None = None
+        self.dw: list[Tensor | None] = [None, None]
 
     def add(self, d: Tensor, chunk: slice) -> None:
+        (weight, up), of_all = self.matrix, self.matrix.split(self.x_all[chunk])
+        of_up = d if up is None else d[:, : len(up)]
         if self.dx_all is not None:
-            torch.mm(d, self.weight, out=self.dx_all[chunk])
-        if self.need_w:
-            part = add_product_grad(self.weight, d, self.x_all[chunk])
-            self.dw = part if self.dw is None or part is None else self.dw + part
+            own, beside = self.matrix.split(self.dx_all[chunk])
+            torch.mm(d, weight, out=own)
+            if up is not None:
+                torch.mm(of_up, up, out=beside)
+        for n, (part, of_part) in enumerate(((weight, d), (up, of_up))):
+            if self.needed[n] and part is not None:
+                made, before = add_product_grad(part, of_part, of_all[n]), self.dw[n]
+                self.dw[n] = made if before is None or made is None else before + made
 
-    def results(self, tp: Axis) -> tuple[Tensor | None, Tensor | None]:
-        return None if self.dx_all is None else tp.reduce_scatter(self.dx_all).wait(), self.dw
+    def results(self, tp: Axis) -> tuple[Tensor | None, ...]:
+        """Of x, weight and up."""
+        return None if self.dx_all is None else tp.reduce_scatter(self.dx_all).wait(), *self.dw
 
 
 class _LinearCrossEntropy(Function):
@@ -89,6 +127,7 @@ class _LinearCrossEntropy(Function):
         ctx: Any,
         x: Tensor,
         weight: Tensor,
+        up: Tensor | None,
         labels: Tensor,
         first: int,
         count: int,
@@ -97,21 +136,21 @@ class _LinearCrossEntropy(Function):
         kernels: Kernels,
         weights: Tensor | None,
     ) -> Tensor:  # type: ignore[override]
-        x_all, by = tp.all_gather(x).wait(), LOSS.choose(kernels, x)
+        x_all, matrix, by = tp.all_gather(x).wait(), HeadMatrix(weight, up), LOSS.choose(kernels, x)
         here = (labels >= first) & (labels < first + count)
         rows, valid = torch.where(here, labels - first, 0), labels != IGNORE
         wide = torch.float64 if x.dtype == torch.float64 else torch.float32
         counted = valid if weights is None else torch.where(valid, weights.to(wide), 0)
         scale = None if seed is None else (seed * counted).to(wide)
         lse, label_logit = (torch.empty(len(labels), dtype=wide, device=x.device) for _ in range(2))
-        grads = HeadGrads(x_all, weight, ctx.needs_input_grad)
-        for c in chunks_of(len(labels), weight.shape[0], by.CHUNK_ELEMENTS):
-            logits = logits_of(x_all[c], weight, kernels)
+        grads = HeadGrads(x_all, matrix, ctx.needs_input_grad)
+        for c in chunks_of(len(labels), matrix.rows, by.CHUNK_ELEMENTS):
+            logits = matrix.logits(x_all[c], kernels)
             everyone = tp.all_gather(by.softmax_stats(logits, rows[c], here[c], count).unsqueeze(0)).wait()
             lse[c], label_logit[c] = torch.logsumexp(everyone[:, 0], 0), everyone[:, 1].sum(0)
             if scale is not None:
                 grads.add(by.softmax_gradient_(logits, rows[c], here[c], lse[c], scale[c], count), c)
-        ctx.weight, ctx.count, ctx.tp, ctx.kernels, ctx.done = weight, count, tp, kernels, seed is not None
+        ctx.matrix, ctx.count, ctx.tp, ctx.kernels, ctx.done = matrix, count, tp, kernels, seed is not None
         if seed is None:
             ctx.save_for_backward(x, rows, here, counted, lse)
         else:
@@ -123,12 +162,12 @@ class _LinearCrossEntropy(Function):
     def backward(ctx: Any, dloss: Tensor) -> tuple[Tensor | None, ...]:  # type: ignore[override]
         if ctx.done:
             return *ctx.grads, *(None,) * 7
-        (x, rows, here, counted, lse), weight, tp = ctx.saved_tensors, ctx.weight, ctx.tp
+        (x, rows, here, counted, lse), matrix, tp = ctx.saved_tensors, ctx.matrix, ctx.tp
         x_all, by = tp.all_gather(x).wait(), LOSS.choose(ctx.kernels, x)
         scale = (dloss * counted).to(lse.dtype)
-        grads = HeadGrads(x_all, weight, ctx.needs_input_grad)
-        for c in chunks_of(len(rows), weight.shape[0], by.CHUNK_ELEMENTS):
-            logits = logits_of(x_all[c], weight, ctx.kernels)
+        grads = HeadGrads(x_all, matrix, ctx.needs_input_grad)
+        for c in chunks_of(len(rows), matrix.rows, by.CHUNK_ELEMENTS):
+            logits = matrix.logits(x_all[c], ctx.kernels)
             d = by.softmax_gradient_(logits, rows[c], here[c], lse[c], scale[c], ctx.count)
             grads.add(d, c)
         return *grads.results(tp), *(None,) * 7
@@ -136,7 +175,7 @@ class _LinearCrossEntropy(Function):
 
 def linear_cross_entropy(
     x: Tensor,
-    weight: Tensor,
+    weight: Tensor | HeadMatrix,
     labels: Tensor,
     first: int,
     count: int,
@@ -147,13 +186,14 @@ def linear_cross_entropy(
 ) -> Tensor:
     """Sum over tokens of the cross entropy of x W^T against labels: a scalar, the same on every tp rank.
 
-    x (T / tp, D) this rank's tokens; weight (rows, D) holding ids first..first+count-1, the other rows padding; labels
-    (T,) of all tokens, IGNORE where there is no loss. `weights` (T,): what each token's loss is multiplied by; None: 1.
-    `seed` (): the gradient of the returned sum, if it is known beforehand. Then the gradients are computed here, the
-    weight's is added at once, and backward ignores the gradient that it is given.
+    x (T / tp, D) this rank's tokens; weight (rows, D) holding ids first..first+count-1, the other rows padding, or a
+    HeadMatrix, which says what else x has; labels (T,) of all tokens, IGNORE where there is no loss. `weights` (T,):
+    what each token's loss is multiplied by; None: 1. `seed` (): the gradient of the returned sum, if it is known
+    beforehand. Then the gradients are computed here, the weight's is added at once, and backward ignores the gradient
+    that it is given.
     """
     seed = seed if torch.is_grad_enabled() else None
-    return _LinearCrossEntropy.apply(x, weight, labels, first, count, tp, seed, kernels, weights)
+    return _LinearCrossEntropy.apply(x, *HeadMatrix.of(weight), labels, first, count, tp, seed, kernels, weights)
 
 
 def _case(x: Tensor, weight: Tensor, kernels: Kernels, known: bool = False, elsewhere: int = 0) -> Tensor:
