@@ -22,7 +22,6 @@ from phalanx.engine.build import build_for_inference
 from phalanx.forecast.decide import make_plan
 from phalanx.inference.adapters import ServedAdapters, with_adapter
 from phalanx.models.model_config import ModelConfig
-from phalanx.nn.adapted_linear import AdaptedMethod
 from phalanx.nn.adapter import AdapterConfig, find_adapter
 from phalanx.nn.module import Block
 from phalanx.nn.moe import MoE
@@ -227,9 +226,9 @@ def load_model(folder: Path, plan: Plan, mesh: Mesh, adapters: ServedAdapters | 
     if adapters is not None:
         load_adapters(adapters.index, adapters.receipts, buffers, mesh)
     model = InferenceModel(plan, mesh, stages, stages.handlers(), adapters=adapters)
-    with torch.no_grad():
-        for method in (m for block in model.blocks for m in block.modules() if isinstance(m, AdaptedMethod)):
-            method.settle()
+    for where in stages.segments:
+        stages.settle(where)
+    stages.settles = False  # their weights do not change again
     return model
 
 

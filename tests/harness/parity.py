@@ -379,8 +379,9 @@ def run_layout(
         losses.append((result.loss.item(), mtp_loss, *(value.item() for value in result.metrics.values())))
         norms.append(result.grad_norm.item())
     state.buffers.ready()
-    sites = list(mesh.watch.calls)
-    return {"losses": losses, "norms": norms, "grads": grads, "weights": parts_of(state, "master"), "sites": sites}
+    made = {"losses": losses, "norms": norms, "grads": grads, "weights": parts_of(state, "master")}
+    counts = {site: count for site, (count, _) in mesh.watch.calls.items()}
+    return {**made, "sites": list(counts), "counts": list(counts.values())}
 
 
 def assemble(parts: list[Parts]) -> dict[str, np.ndarray]:
