@@ -15,6 +15,7 @@ from phalanx.nn.linear import ColumnLinear, RowLinear
 from phalanx.nn.memory import PageSpec
 from phalanx.nn.module import ONES, Module, OutputRows, bias_spec, own_memory
 from phalanx.nn.norm import RMSNorm
+from phalanx.nn.query_temperature import QueryTemperature
 from phalanx.nn.relative_bias import RelativeBiasTable
 from phalanx.nn.rotary import Rotary
 from phalanx.ops.attention import context
@@ -80,6 +81,7 @@ class AttentionSpec:
     norm        the class of norms of heads
     kind        what is read and how; whether there are sinks and a bias is said by `sinks` and by the table that the
                 layer is given
+    temperature of queries by position, after the rotation
     sinks       global name of the sinks: one logit for each query head that joins the softmax
     """
 
@@ -100,6 +102,7 @@ class AttentionSpec:
     width_norm: tuple[str, str, float] | None = None
     norm: type[RMSNorm] = RMSNorm
     kind: AttentionKind = CAUSAL
+    temperature: QueryTemperature | None = None
     sinks: str | None = None
 
 
@@ -141,6 +144,7 @@ class Attention(Module):
         own = Heads.of(env, heads, spec.kv_heads)
         self.heads, self.kv_heads, self.head_dim, self.all_heads = own.q1 - own.q0, own.k1 - own.k0, head_dim, heads
         self.first_head, self.dropout, self.layer = own.q0, spec.dropout, spec.layer
+        self.temperature = spec.temperature
         self.rotary = None if spec.rotation is None else Rotary(spec.rotation)
         kind = replace(spec.kind, sinks=spec.sinks is not None, bias=None if table is None else table.bias)
         self.kind, self.table = supported(kind, env, spec.dropout), table
@@ -185,7 +189,7 @@ class Attention(Module):
         """x (T / tp, D) -> (T / tp, D)."""
         recompute = self.env.recompute
         qkv = recompute.op("qkv", self.qkv, x)
-        q, k, v = recompute.op("rope", partial(self._rotated, batch), qkv)
+        q, k, v = recompute.op("rope", partial(self._heads, batch), qkv)
         if batch.paged is not None:
             return self.out(self._attend_memory(batch.paged, q, k, v))
         mixed = recompute.by_batch("attention", self._attend, batch, context.likes_of(q, v), q, k, v)
@@ -193,6 +197,11 @@ class Attention(Module):
 
     def takes_lazy(self, x: Tensor) -> bool:
         return not any(map(self.env.recompute.recomputes, ("norm", "qkv"))) and self.qkv.takes_lazy(x)
+
+    def _heads(self, batch: Batch, qkv: Tensor) -> tuple[Tensor, ...]:
+        """q, k and v as attention reads them."""
+        q, k, v = self._rotated(batch, qkv)
+        return q if self.temperature is None else self.temperature.applied(q, batch), k, v
 
     def _rotated(self, batch: Batch, qkv: Tensor) -> tuple[Tensor, ...]:
         """qkv (T, (heads + 2 * kv_heads) * K) -> q, k, v (sequences, heads or kv_heads, S, K), normalized and

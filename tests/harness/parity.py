@@ -299,7 +299,9 @@ def sample_batch(ids: list[int], documents: bool | str, length: int = SEQ) -> Ba
             torch.arange(len(docs)) - starts[torch.searchsorted(starts, torch.arange(len(docs)), right=True) - 1]
         )
     samples = torch.tensor(ids).repeat_interleave(length)
-    return Batch(tokens[:, :-1].reshape(-1), labels.reshape(-1), positions, samples, len(ids), length, docs, real=real)
+    prefix = (positions < 2 + samples % 3).long() if documents == "prefix" else None
+    rows = (tokens[:, :-1].reshape(-1), labels.reshape(-1), positions, samples)
+    return Batch(*rows, len(ids), length, docs, real=real, prefix=prefix)
 
 
 def with_encoder(batch: Batch, ids: list[int], documents: bool | str) -> Batch:
