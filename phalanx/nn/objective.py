@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any, ClassVar, Literal, TypeVar
 
 from phalanx.base.errors import Problem
 from phalanx.base.own_fields import section_of
-from phalanx.base.registry import NotFound, completed, find, registers
+from phalanx.base.registry import NotFound, completed, find, names, registers
 
 if TYPE_CHECKING:  # importing torch takes seconds
     from torch import Tensor
@@ -205,6 +205,12 @@ def make_objective(config: TaskConfig) -> Objective:
     """The objective of a `task` section."""
     made: Objective = find_objective(config.name)(config)
     return made
+
+
+def usual_task(both_ways: bool) -> TaskConfig:
+    """The first of our objectives for models that read both ways, or for the others."""
+    name = next(name for name in names(SEAM) if find_objective(name).both_ways == both_ways)
+    return completed_task(TaskConfig(name=name))
 
 
 @cache
