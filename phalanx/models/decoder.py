@@ -171,6 +171,14 @@ class DecoderHead(Block):
         return self.head.log_probs(self.norm(x), batch, top)
 
 
+def rotation(config: DecoderConfig, layer: int) -> Rotation | None:
+    """The rotary embedding of a layer, as the config's `rope` says."""
+    rope = config.rope(layer)
+    if rope is None:
+        return None
+    return Rotation(rope.features, rope.theta, rope.scaling, config.max_position_embeddings, rope.interleaved)
+
+
 def attention_spec(config: DecoderConfig, layer: int) -> AttentionSpec:
     """The attention of a layer in Llama."""
     c, at = config, f"model.layers.{layer}.self_attn"
@@ -182,7 +190,7 @@ def attention_spec(config: DecoderConfig, layer: int) -> AttentionSpec:
         kv_heads=c.num_key_value_heads or c.num_attention_heads,
         head_dim=head_dim,
         std=c.initializer_range,
-        rotation=Rotation(head_dim, c.rope_theta, c.rope_scaling, c.max_position_embeddings),
+        rotation=rotation(c, layer),
         bias="all" if c.attention_bias else "none",
         layer=layer,
         kind=AttentionKind(window=c.window(layer)),

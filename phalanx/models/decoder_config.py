@@ -28,6 +28,7 @@ from phalanx.models.config_json import (
 )
 from phalanx.models.model_config import ModelConfig, SmallSizes, TensorNames, check_head_dim
 from phalanx.models.rope import (
+    LayerRope,
     RopeOf,
     RopeScaling,
     check_rope_base,
@@ -72,10 +73,10 @@ class DecoderConfig(ModelConfig):
     initializer_range: float = 0.02
     """Standard deviation of initial weights."""
     attention_bias: bool = False
-    """llama, qwen3, qwen3_moe, gpt_oss, olmo2, gemma2: the projections of attention (q, k, v and output) have
+    """llama, qwen3, qwen3_moe, gpt_oss, smollm3, olmo2, gemma2: the projections of attention (q, k, v and output) have
     biases."""
     mlp_bias: bool = False
-    """llama: the three projections of the MLP have biases."""
+    """llama, smollm3: the three projections of the MLP have biases."""
 
     biases: ClassVar[tuple[str, ...]] = ()
     """Which of attention_bias and mlp_bias the family reads."""
@@ -105,6 +106,22 @@ class DecoderConfig(ModelConfig):
     def rotated_features(self) -> int:
         """Features of a head that are rotated."""
         return self.head_dim or self.hidden_size // self.num_attention_heads
+
+    def rope(self, layer: int) -> LayerRope | None:
+        """The rotary embedding of a layer; None: it has none."""
+        return LayerRope(self.rope_theta, self.rope_scaling, self.rotated_features)
+
+
+@dataclass(frozen=True, kw_only=True)
+class PartialRotaryConfig(DecoderConfig):
+    """Llama's fields, and a part of each head that is not rotated."""
+
+    partial_rotary_factor: float = 1.0
+    """The fraction of each head that is rotated, its first features; the rest carries no position."""
+
+    @property
+    def rotated_features(self) -> int:
+        return int(super().rotated_features * self.partial_rotary_factor)
 
 
 LayerType = Literal["sliding_attention", "full_attention"]
@@ -161,7 +178,7 @@ def pattern(layers: int, period: int) -> tuple[LayerType, ...]:
 # ---- rules ---------------------------------------------------------------------------------------
 
 # of our families, those that have the switch
-WITH_ATTENTION_BIAS = "llama or qwen3 or qwen3_moe or gpt_oss or olmo2 or gemma2"
+WITH_ATTENTION_BIAS = "llama or qwen3 or qwen3_moe or gpt_oss or smollm3 or olmo2 or gemma2"
 
 
 def decoder_rules(config: DecoderConfig, seq_length: int) -> list[Problem]:
@@ -173,13 +190,30 @@ def with_head_rules(config: DecoderConfig, found: list[Problem]) -> list[Problem
     """Rules for heads that have one width, added if nothing else is wrong."""
     if found or min(config.hidden_size, config.num_attention_heads) < 1:
         return found
-    return check_heads(config) + check_head_dim(config)
+    return check_heads(config) + (check_head_dim(config) or check_part(config))
+
+
+def check_part(config: DecoderConfig) -> list[Problem]:
+    """For families that may rotate a part of each head: pairs of features, at least one."""
+    if not isinstance(config, PartialRotaryConfig) or (
+        config.rotated_features >= 2 and not config.rotated_features % 2
+    ):
+        return []
+    width = config.head_widths[0]
+    features = [n for n in multiples(config.rotated_features, 2) if 2 <= n <= width]
+    rule = "must give an even number of rotated features of a head, at least 2"
+    because = {"rotated features": config.rotated_features, "head_dim": width}
+    return [
+        problem("model", config, "partial_rotary_factor", rule, because, tuple(n / width for n in features) or (1.0,))
+    ]
 
 
 def common_rules(config: DecoderConfig) -> list[Problem]:
     """Rules that do not depend on how heads are defined."""
     found = at_least("model", config, 1, "num_key_value_heads", "head_dim")
     found += within("model", config, "rms_norm_eps", "(0, inf)") + within("model", config, "rope_theta", "(0, inf)")
+    if isinstance(config, PartialRotaryConfig):
+        found += within("model", config, "partial_rotary_factor", "(0, 1]", (0.5, 1.0))
     heads_known = min(config.hidden_size, config.num_attention_heads) >= 1
     if config.rope_scaling is not None:
         found += check_rope_scaling(config.rope_scaling, config.rotated_features if heads_known else 0)
@@ -248,7 +282,7 @@ def check_biases(config: DecoderConfig) -> list[Problem]:
     if "attention_bias" not in config.biases:
         found += no_effect("model", config, ["attention_bias"], f"model.family {WITH_ATTENTION_BIAS}", because)
     if "mlp_bias" not in config.biases:
-        found += no_effect("model", config, ["mlp_bias"], "model.family llama", because)
+        found += no_effect("model", config, ["mlp_bias"], "model.family llama or smollm3", because)
     return found
 
 
@@ -292,27 +326,34 @@ def sizes_from_hf(found: ConfigJson, of: RopeOf, default_rope: dict[str, Any] | 
     """Sizes and rotary embedding."""
     rope = read_rope(found.stated, of, default_rope)
     found.odd += rope.odd
-    return {**found.pick(*SIZES), "rope_theta": rope.theta, "rope_scaling": rope.scaling}
+    part = {} if of.partial is None else {"partial_rotary_factor": rope.partial}
+    return {**found.pick(*SIZES), "rope_theta": rope.theta, "rope_scaling": rope.scaling, **part}
 
 
-def rope_of(found: ConfigJson, theta: float, head_dim: int, scores: bool = False) -> RopeOf:
+def rope_of(
+    found: ConfigJson, theta: float, head_dim: int, scores: bool = False, partial: float | None = None
+) -> RopeOf:
     types = found.stated.get("layer_types")
     longest = found.values["max_position_embeddings"]
-    return RopeOf(theta, head_dim, longest, types if isinstance(types, list) else [], scores)
+    return RopeOf(theta, head_dim, longest, types if isinstance(types, list) else [], scores, partial)
 
 
 def decoder_fields(
-    found: ConfigJson, theta: float = 10000.0, default_rope: dict[str, Any] | None = None
+    found: ConfigJson,
+    theta: float = 10000.0,
+    default_rope: dict[str, Any] | None = None,
+    partial: float | None = None,
 ) -> dict[str, Any]:
     """Fields of a model whose heads have one width, with derived values filled in.
 
     theta, default_rope   the family's base and scaling if the file has none
+    partial               for a PartialRotaryConfig: the rotated part of each head if the file has none
     """
     v = found.values
     heads = max(1, v["num_attention_heads"])
     head_dim = v["hidden_size"] // heads if v["head_dim"] is None else v["head_dim"]
     kv_heads = heads if v["num_key_value_heads"] is None else v["num_key_value_heads"]
-    same = sizes_from_hf(found, rope_of(found, theta, head_dim), default_rope)
+    same = sizes_from_hf(found, rope_of(found, theta, head_dim, partial=partial), default_rope)
     return {**same, "num_key_value_heads": kv_heads, "head_dim": head_dim}
 
 
@@ -382,7 +423,7 @@ def decoder_to_hf(config: DecoderConfig) -> dict[str, Any]:
         "num_key_value_heads": config.num_key_value_heads or config.num_attention_heads,
         "max_position_embeddings": config.max_position_embeddings,
         "rms_norm_eps": config.rms_norm_eps,
-        **rope_to_hf(config.rope_theta, config.rope_scaling),
+        **rope_to_hf(config.rope_theta, config.rope_scaling, getattr(config, "partial_rotary_factor", None)),
         "tie_word_embeddings": config.tie_word_embeddings,
         "initializer_range": config.initializer_range,
         "hidden_act": "silu",
@@ -457,8 +498,9 @@ def key_of(f: Field[Any], hint: Any) -> HfKey:
 def fields_from_hf(found: ConfigJson) -> Any:
     """The config of a family that does not define from_hf."""
     values = found.pick(*(f.name for f in own_fields(found.config)))
+    partial = values.pop("partial_rotary_factor") if issubclass(found.config, PartialRotaryConfig) else None
     own = {name: tuple(value) if isinstance(value, list) else value for name, value in values.items()}
-    same = decoder_fields(found)
+    same = decoder_fields(found, partial=partial)
     return None if found.odd else found.config(family=found.family, **same, **own)
 
 
@@ -483,15 +525,17 @@ decoder_tensors = TensorNames(
 # ---- a small copy --------------------------------------------------------------------------------
 
 Decoder = TypeVar("Decoder", bound=DecoderConfig)
+Kind = TypeVar("Kind")  # of a layer
 
 
 def shrink_decoder(config: Decoder, small: SmallSizes) -> Decoder:
     """A head width that is set is kept; windows and scaled rotary embeddings keep their relation to the sequence
     length."""
     own = config.head_dim is not None and config.head_dim * config.num_attention_heads != config.hidden_size
+    part = getattr(config, "partial_rotary_factor", 1.0)
     own_dim = None
     if own:
-        own_dim = small.head_dim + 2 if small.head_dim == 4 else small.head_dim
+        own_dim = small.head_dim + 2 if small.head_dim == 4 and part == 1.0 else small.head_dim
     scaling = small_scaling(config.rope_scaling, small.seq_length, small.given_length)
     return replace(
         config,
@@ -502,7 +546,7 @@ def shrink_decoder(config: Decoder, small: SmallSizes) -> Decoder:
         num_attention_heads=small.heads,
         num_key_value_heads=small.kv_heads,
         head_dim=own_dim,
-        rope_scaling=with_factors(scaling, (own_dim or small.head_dim) // 2),
+        rope_scaling=with_factors(scaling, int((own_dim or small.head_dim) * part) // 2),
         **small_positions(config, small),
         **small_window(config, small),
     )
@@ -530,7 +574,7 @@ def small_window(config: DecoderConfig, small: SmallSizes) -> dict[str, Any]:
     return changed
 
 
-def small_types(types: Sequence[str], layers: int) -> tuple[str, ...]:
+def small_types(types: Sequence[Kind], layers: int) -> tuple[Kind, ...]:
     """The kinds of the first layers; the last is of another kind if all would be the same."""
     kept = list(types[:layers])
     others = [kind for kind in types if kind not in kept]

@@ -38,6 +38,7 @@ BASE = {"model": LLAMA, "train": TRAIN, "data": {"mock": True}}
 GPT2_BASE = {**BASE, "model": GPT2}
 MIXTRAL = "model.family=mixtral model.num_local_experts=8"
 QWEN3_MOE = "model.family=qwen3_moe model.num_experts=8 model.moe_intermediate_size=32 model.num_experts_per_tok=2"
+SMOLLM3 = "model.family=smollm3"
 OSS = "model.family=gpt_oss model.num_local_experts=8"
 FP8 = "train.precision=bf16 train.fp8.recipe"
 RECIPES = Path(__file__).parents[2] / "recipes"
@@ -63,6 +64,44 @@ def _in_tmp(tmp_path, monkeypatch):
 # overrides, world size, field, value, part of the rule, names in `because`, suggestions
 CHATS = "data.chats=a.jsonl data.mock=false data.split=100,0,0 task.name=sft"
 RULES = [
+    # layers without rotary embedding
+    (f"{SMOLLM3} model.no_rope_layer_interval=0", 1, "model.no_rope_layer_interval", 0, ">= 1", set(), (1, 2)),
+    (
+        f"{SMOLLM3} model.no_rope_layers=[1,0]",
+        1,
+        "model.no_rope_layers",
+        (1, 0),
+        "must have a 0 or a 1 for each layer",
+        {"model.num_hidden_layers"},
+        (None,),
+    ),
+    (
+        f"{SMOLLM3} model.no_rope_layers=[1,0,1,2]",
+        1,
+        "model.no_rope_layers",
+        (1, 0, 1, 2),
+        "must have a 0 or a 1 for each layer",
+        {"model.num_hidden_layers"},
+        (None,),
+    ),
+    (
+        f"{SMOLLM3} model.no_rope_layers=[1,0,1,0] model.no_rope_layer_interval=2",
+        1,
+        "model.no_rope_layer_interval",
+        2,
+        "has no effect without model.no_rope_layers=null",
+        {"model.no_rope_layers"},
+        (4,),
+    ),
+    (
+        f"{SMOLLM3} model.no_rope_layer_interval=5 model.sliding_window=8",
+        1,
+        "model.sliding_window",
+        8,
+        "has no effect without a layer without rotary embedding",
+        {"model.no_rope_layer_interval"},
+        (None,),
+    ),
     # chats
     (
         "data.chats=a.jsonl data.mock=false data.tokenizer=bytes",

@@ -88,9 +88,12 @@ def kernels() -> list[tuple]:
             )
         )
     pointers = dict(q=BF, k=BF, v=BF, out=BF, cos_table=BF, sin_table=BF, length="i32", **dict.fromkeys(strides, "i32"))
-    found.append((rope_kernel._pack, pointers, dict(SIGN=1.0, ROTATE=True, **heads)))
+    whole = dict(ROTATE=True, PAIRS=heads["HALF"], NEIGHBOURS=False)
+    pairings = (whole, whole | dict(PAIRS=heads["HALF"] // 2), whole | dict(NEIGHBOURS=True))
     normed = dict(qkv=BF, q_weight=BF, k_weight=BF, cos_table=BF, sin_table=BF)
-    found.append((head_norm_kernel._forward, dict(**normed, out=BF), dict(EPS=1e-6, ROTATE=True, **heads)))
+    for pairs in pairings:
+        found.append((rope_kernel._pack, pointers, dict(SIGN=1.0, **pairs, **heads)))
+        found.append((head_norm_kernel._forward, dict(**normed, out=BF), dict(EPS=1e-6, **pairs, **heads)))
     more = dict(
         dq=BF,
         dk=BF,
@@ -102,7 +105,8 @@ def kernels() -> list[tuple]:
         programs="i32",
         **dict.fromkeys(strides, "i32"),
     )
-    found.append((head_norm_kernel._backward, dict(**normed, **more), dict(EPS=1e-6, ROTATE=True, **heads)))
+    for pairs in pairings:
+        found.append((head_norm_kernel._backward, dict(**normed, **more), dict(EPS=1e-6, **pairs, **heads)))
     rows = dict(row_of_label="*i64", here="*i1", lse="*fp32")
     for cap in (0.0, 30.0):
         chunk, constants = dict(logits=BF, **rows, V="i32", stride="i32"), dict(CAP=cap, BLOCK=4096, **wide)

@@ -99,6 +99,9 @@ FAMILIES: dict[str, dict[str, Any]] = {
         first_k_dense_replace=1,
         moe_intermediate_size=12,
     ),
+    "smollm3": dict(
+        COMMON, num_key_value_heads=2, no_rope_layers=[0, 1], use_sliding_window=True, sliding_window=5, pad_token_id=0
+    ),
     "gpt2": dict(vocab_size=VOCAB, n_positions=32, n_embd=32, n_layer=2, n_head=4, n_inner=40),
 }
 YARN = dict(rope_type="yarn", factor=4.0, original_max_position_embeddings=8)
@@ -233,6 +236,8 @@ POOL: dict[str, tuple[Any, ...]] = {
     "rope_interleave": (True, False),
     "num_nextn_predict_layers": (0, 1, 2),
     "num_mtp_layers": (0, 1),
+    "no_rope_layers": ([1, 0], [0, 0, 1], [1], [], [2, 0], None),
+    "no_rope_layer_interval": (1, 2, 4, 0),
     "scale_attn_weights": (True, False),
     "scale_attn_by_inverse_layer_idx": (True, False),
     "reorder_and_upcast_attn": (True, False),

@@ -27,6 +27,7 @@ from phalanx.models.qwen2 import Qwen2Config
 from phalanx.models.qwen3 import Qwen3Config
 from phalanx.models.qwen3_moe import Qwen3MoEConfig
 from phalanx.models.rope import RopeScaling
+from phalanx.models.smollm3 import SmolLM3Config
 from phalanx.ops.optimizer.shard import widened
 from phalanx.sequence.batch import IGNORE, Batch
 from phalanx.verifying.compare import allowed, random_weights
@@ -204,6 +205,15 @@ MODELS = {
         attention_dropout=0.1,
     ),
 }
+MODELS["smollm3"] = SmolLM3Config(
+    **SIZES,
+    **HEADS,
+    intermediate_size=42,
+    num_hidden_layers=3,
+    no_rope_layer_interval=2,
+    sliding_window=5,
+    tie_word_embeddings=False,
+)
 MODELS["deepseek_v3-mtp-tied"] = replace(MODELS["deepseek_v3-mtp"], tie_word_embeddings=True)
 
 

@@ -164,6 +164,9 @@ NEW = {
         attention_bias=True,
         layer_types=("full_attention", "full_attention", "sliding_attention"),
     ),
+    "smollm3: windows in other layers": replace(
+        MODELS["smollm3"], layer_types=("sliding_attention", "full_attention", "full_attention"), attention_bias=True
+    ),
     "mixtral: window": replace(MODELS["mixtral"], sliding_window=5),
     "qwen3_moe: window, biases": replace(MODELS["qwen3_moe"], sliding_window=5, attention_bias=True),
     "gpt_oss: no biases of attention": replace(MODELS["gpt_oss"], attention_bias=False),

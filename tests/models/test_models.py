@@ -20,12 +20,12 @@ from phalanx.engine.build import State, build, write_slot
 from phalanx.engine.step import accumulate, reduce_step_totals
 from phalanx.forecast.decide import make_plan
 from phalanx.layout.config import LayoutConfig
+from phalanx.models.decoder import rotation
 from phalanx.models.decoder_config import DecoderConfig
 from phalanx.models.deepseek_v3 import DeepseekV3Config
 from phalanx.models.gemma2 import Gemma2Config
 from phalanx.models.gpt2 import GPT2Config
 from phalanx.models.llama import LlamaConfig
-from phalanx.models.olmo2 import Olmo2Config
 from phalanx.models.rope import ROPE_FIELDS, RopeScaling
 from phalanx.nn.head import Head
 from phalanx.ops.dense.rope import rotary_table
@@ -84,6 +84,15 @@ CASES = {
         rope_scaling=None,
     ),
     "deepseek_v3: llama3 scaling": replace(MODELS["deepseek_v3-dense"], rope_scaling=MODELS["llama"].rope_scaling),
+    "smollm3: window where nothing is rotated": MODELS["smollm3"],
+    "smollm3: tied, biases, layers by number": replace(
+        MODELS["smollm3"],
+        no_rope_layer_interval=4,
+        no_rope_layers=(0, 1, 1),
+        sliding_window=None,
+        tie_word_embeddings=True,
+        mlp_bias=True,
+    ),
     "gpt2": replace(MODELS["gpt2"], dropout=0.0, attention_dropout=0.0),
     "gpt2: narrow mlp": replace(
         MODELS["gpt2"], dropout=0.0, attention_dropout=0.0, intermediate_size=37, num_hidden_layers=2
@@ -113,8 +122,9 @@ def hf_config(config: LlamaConfig | GPT2Config):
         )
     if isinstance(c, WIDE):
         options["attn_implementation"] = "eager"
-    if isinstance(c, (DeepseekV3Config, Olmo2Config, *WIDE)):
-        return getattr(transformers, type(c).__name__)(**to_hf(c, torch.float64) | options)
+    if type(c).__name__ not in BY_HAND:
+        written = to_hf(c, torch.float64)
+        return transformers.CONFIG_MAPPING[written["model_type"]](**written | options)
     same = (
         "hidden_size",
         "intermediate_size",
@@ -138,13 +148,17 @@ def hf_config(config: LlamaConfig | GPT2Config):
     )
 
 
+BY_HAND = ("LlamaConfig", "MistralConfig", "Qwen2Config", "Qwen3Config")  # written here, whatever to_hf writes
+
+
 def head_dim_of(config: DecoderConfig) -> int:
     return config.head_dim or config.hidden_size // config.num_attention_heads
 
 
 def rotation_of(config: DecoderConfig) -> Rotation:
-    dim = config.qk_rope_head_dim if isinstance(config, DeepseekV3Config) else head_dim_of(config)
-    return Rotation(dim, config.rope_theta, config.rope_scaling, config.max_position_embeddings)
+    if isinstance(config, DeepseekV3Config):
+        return Rotation(config.qk_rope_head_dim, config.rope_theta, config.rope_scaling, config.max_position_embeddings)
+    return next(r for r in (rotation(config, i) for i in range(config.num_hidden_layers)) if r is not None)
 
 
 def hf_inverse_frequencies(config: DecoderConfig) -> torch.Tensor:
@@ -184,7 +198,7 @@ def widen(model, config: DecoderConfig) -> None:
             module.forward = lambda h, m=module: (
                 m.weight * (h * torch.rsqrt(h.pow(2).mean(-1, keepdim=True) + m.variance_epsilon))
             )
-    model.model.rotary_emb.forward = rotary
+    model.base_model.rotary_emb.forward = rotary
 
 
 def wide_modules(config: DecoderConfig | GPT2Config) -> AbstractContextManager[None]:

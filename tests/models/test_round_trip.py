@@ -45,6 +45,7 @@ TRIPS = [
     ("mistral: window, yarn", dict(pp=2)),
     ("qwen2: window in upper layers", dict(tp=2)),
     ("deepseek_v3: latents, yarn", dict(tp=2)),
+    ("smollm3: window where nothing is rotated", dict(tp=2)),
     ("gpt2", dict(tp=2)),
     ("mixtral", dict(ep=2)),
     ("mixtral", dict(tp=2, etp=2)),

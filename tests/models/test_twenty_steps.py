@@ -22,6 +22,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 
+from phalanx.checkpoint.hf import to_hf
 from phalanx.comm.mesh import Mesh
 from phalanx.config.run import Run
 from phalanx.engine.build import build
@@ -56,6 +57,7 @@ MODELS = {
     "qwen3": test_models.CASES["qwen3"],
     "olmo2": test_models.CASES["olmo2"],
     "gemma2": test_models.CASES["gemma2"],
+    "smollm3": test_models.CASES["smollm3: window where nothing is rotated"],
     "gpt2": replace(test_models.CASES["gpt2"], num_hidden_layers=3),
     "mixtral": test_moe_models.CASES["mixtral"],
     "qwen3_moe": test_moe_models.CASES["qwen3_moe: some layers dense"],
@@ -143,7 +145,7 @@ def random_model(config: Any) -> torch.nn.Module:
     if config.routed_experts:
         model = test_moe_models.hf_model(config).double().eval()
     else:
-        name = {"gpt2": "GPT2LMHeadModel"}.get(config.family, type(config).__name__.replace("Config", "ForCausalLM"))
+        name = to_hf(config, torch.float64)["architectures"][0]
         model = getattr(transformers, name)(test_models.hf_config(config)).double().eval()
     with torch.no_grad():
         for p in model.parameters():

@@ -424,11 +424,13 @@ def amax_lines(x: Source) -> tuple[Tensor, Tensor]:
 
 def takes(x: Source, block: tuple[int, int]) -> bool:
     """Whether x can be quantized by the kernel that computes it: no tile, and no block of columns, spans gate and up or
-    two heads."""
+    two heads, and all of a head is rotated, feature i with i + half."""
     if isinstance(x, GatedGrad):
         return block[1] < 2 or x.dy.shape[1] % block[1] == 0
     if isinstance(x, RopeGrad):
         width = x.dq.shape[-1]
+        if x.table is not None and (x.table.interleaved or 2 * x.table.pairs != width):
+            return False
         return width >= 16 and width == triton.next_power_of_2(width) and (block[1] < 2 or width == block[1])
     return True
 
@@ -459,7 +461,7 @@ def _kernel_of(x: Source, mode: int) -> tuple[Any, tuple[Any, ...], tuple[int, i
         return _cast_normed, (x.x, x.scale, x.weight), x.shape, {}
     if isinstance(x, RopeGrad):
         parts = [t if t.stride(-1) == 1 else t.contiguous() for t in (x.dq, x.dk, x.dv)]
-        cos, sin = x.table or (parts[0], parts[0])
+        cos, sin = (parts[0], parts[0]) if x.table is None else (x.table.cos, x.table.sin)
         strides = [t.stride(d) for t in parts for d in (0, 1, 2)]
         heads = dict(Q=x.dq.shape[1], KV=x.dk.shape[1], ROTATE=x.table is not None)
         return _cast_rope_grad, (*parts, cos, sin, x.dq.shape[2], *strides), x.shape, heads
