@@ -58,6 +58,7 @@ MODELS = {
     "olmo2": test_models.CASES["olmo2"],
     "gemma2": test_models.CASES["gemma2"],
     "smollm3": test_models.CASES["smollm3: window where nothing is rotated"],
+    "gpt_neox": test_models.CASES["gpt_neox: half of each head rotated"],
     "gpt2": replace(test_models.CASES["gpt2"], num_hidden_layers=3),
     "mixtral": test_moe_models.CASES["mixtral"],
     "qwen3_moe": test_moe_models.CASES["qwen3_moe: some layers dense"],
