@@ -99,6 +99,18 @@ FAMILIES: dict[str, dict[str, Any]] = {
         first_k_dense_replace=1,
         moe_intermediate_size=12,
     ),
+    "glm4_moe": dict(
+        COMMON,
+        num_key_value_heads=2,
+        head_dim=12,
+        use_qk_norm=True,
+        n_routed_experts=8,
+        num_experts_per_tok=3,
+        moe_intermediate_size=12,
+        n_group=2,
+        first_k_dense_replace=1,
+        num_mtp_layers=0,
+    ),
     "gpt_neox": dict(COMMON, rope_parameters=dict(partial_rotary_factor=0.5)),
     "smollm3": dict(
         COMMON, num_key_value_heads=2, no_rope_layers=[0, 1], use_sliding_window=True, sliding_window=5, pad_token_id=0
@@ -249,6 +261,7 @@ POOL: dict[str, tuple[Any, ...]] = {
     "num_mtp_layers": (0, 1),
     "no_rope_layers": ([1, 0], [0, 0, 1], [1], [], [2, 0], None),
     "no_rope_layer_interval": (1, 2, 4, 0),
+    "use_qk_norm": (True, False),
     "hidden_dropout": (0.1, 0.0),
     "use_parallel_residual": (True, False),
     "layer_norm_eps": (0.3, 1e-2),

@@ -167,6 +167,13 @@ NEW = {
     "smollm3: windows in other layers": replace(
         MODELS["smollm3"], layer_types=("sliding_attention", "full_attention", "full_attention"), attention_bias=True
     ),
+    "glm4_moe: biases, yarn, no shared experts": replace(
+        MODELS["glm4_moe"],
+        attention_bias=True,
+        use_qk_norm=False,
+        n_shared_experts=0,
+        rope_scaling=RopeScaling(rope_type="yarn", factor=4.0, original_max_position_embeddings=8),
+    ),
     "gpt_neox: one after the other, a whole head rotated": replace(
         MODELS["gpt_neox"], use_parallel_residual=False, partial_rotary_factor=1.0, tie_word_embeddings=True
     ),

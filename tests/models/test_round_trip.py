@@ -54,6 +54,7 @@ TRIPS = [
     ("qwen3_moe: renormalised", dict(pp=2)),
     ("deepseek_v3", dict(ep=2)),
     ("deepseek_v3", dict(pp=2)),
+    ("glm4_moe", dict(ep=2)),
     ("gpt_oss", dict(ep=2)),
     ("gpt_oss", dict(tp=2)),
 ]
