@@ -1,4 +1,4 @@
-"""GLM-4.5: grouped-query attention with half of each head rotated, and DeepSeek-V3's experts and multi-token prediction.
+"""GLM-4.5: grouped-query attention with half of each head rotated, DeepSeek-V3's experts and multi-token prediction.
 GLM-4.5 Team, "GLM-4.5: Agentic, reasoning, and coding (ARC) foundation models", 2025."""
 
 from __future__ import annotations

@@ -24,7 +24,6 @@ from phalanx.engine.build import build
 from phalanx.engine.step import accumulate, reduce_step_totals
 from phalanx.forecast.decide import make_plan
 from phalanx.layout.config import LayoutConfig
-from phalanx.models.deepseek_v3 import DeepseekV3Config
 from phalanx.models.experts import ExpertsConfig
 from phalanx.models.gpt_oss import GptOssConfig
 from phalanx.models.mixtral import MixtralConfig
