@@ -264,7 +264,6 @@ POOL: dict[str, tuple[Any, ...]] = {
     "use_qk_norm": (True, False),
     "hidden_dropout": (0.1, 0.0),
     "use_parallel_residual": (True, False),
-    "layer_norm_eps": (0.3, 1e-2),
     "rotary_emb_base": (100.0, 5000),
     "scale_attn_weights": (True, False),
     "scale_attn_by_inverse_layer_idx": (True, False),
