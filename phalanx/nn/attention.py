@@ -68,8 +68,9 @@ def attention_plan(env: Env, kind: AttentionKind) -> context.AttentionPlan:
 class AttentionSpec:
     """Everything that defines a layer of attention.
 
-    names       global names of q, k, v and output matrices; equal q, k, v names mean one fused global matrix (GPT-2's
-                c_attn)
+    names       global names of q, k, v and output matrices; equal q, k, v names mean one fused global matrix
+    fused_by    what comes first in a fused one: all queries, keys, values ("kind", GPT-2's c_attn), or each head's q, k
+                and v ("head", GPT-NeoX's query_key_value; as many key heads as query heads)
     width       of the model; head_dim: of a head
     std         of the initial weights; std_out: of the output matrix, std_q: of the query matrix, if they differ
     rotation    rotary embedding, if any
@@ -93,6 +94,7 @@ class AttentionSpec:
     std: float
     std_out: float | None = None
     std_q: float | None = None
+    fused_by: Literal["kind", "head"] = "kind"
     rotation: Rotation | None = None
     bias: Literal["none", "qkv", "all"] = "none"
     transposed: bool = False
@@ -148,7 +150,7 @@ class Attention(Module):
         self.rotary = None if spec.rotation is None else Rotary(spec.rotation)
         kind = replace(spec.kind, sinks=spec.sinks is not None, bias=None if table is None else table.bias)
         self.kind, self.table = supported(kind, env, spec.dropout), table
-        rows = self._rows(spec.names, own, heads * head_dim, spec.kv_heads * head_dim)
+        rows = self._rows(spec, own)
         if spec.std_q is not None:
             rows[0] = replace(rows[0], init=Init("normal", spec.std_q))
         init, transposed = Init("normal", spec.std), spec.transposed
@@ -174,11 +176,17 @@ class Attention(Module):
         self.num_weights = spec.width * (2 * heads + 2 * spec.kv_heads) * head_dim
         self.remembers = PageSpec(self.kv_heads, head_dim, head_dim, window=self.kind.window)
 
-    def _rows(self, names: tuple[str, str, str, str], own: Heads, q_size: int, kv_size: int) -> list[OutputRows]:
-        fused = names[0] == names[1]
-        sizes = (q_size, kv_size, kv_size)
+    def _rows(self, spec: AttentionSpec, own: Heads) -> list[OutputRows]:
+        names, fused = spec.names, spec.names[0] == spec.names[1]
+        sizes = tuple(n * spec.head_dim for n in (spec.heads, spec.kv_heads, spec.kv_heads))
         runs = ((own.q0, own.q1, ()), (own.k0, own.k1, own.replicas), (own.k0, own.k1, own.replicas))
         rows = []
+        if fused and spec.fused_by == "head":
+            places = [3 * head + i for i in range(3) for head in range(own.q0, own.q1)]
+            return [
+                OutputRows(names[0], sum(sizes), at * self.head_dim, (at + 1) * self.head_dim, own.replicas)
+                for at in places
+            ]
         for i, (first, last, replicas) in enumerate(runs):
             base = sum(sizes[:i]) if fused else 0
             size = sum(sizes) if fused else sizes[i]

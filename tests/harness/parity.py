@@ -18,7 +18,9 @@ from phalanx.layout.box import Box
 from phalanx.models.bert import BertConfig
 from phalanx.models.deepseek_v3 import DeepseekV3Config
 from phalanx.models.gemma2 import Gemma2Config
+from phalanx.models.glm4_moe import Glm4MoEConfig
 from phalanx.models.gpt2 import GPT2Config
+from phalanx.models.gpt_neox import GPTNeoXConfig
 from phalanx.models.gpt_oss import GptOssConfig
 from phalanx.models.llama import LlamaConfig
 from phalanx.models.mistral import MistralConfig
@@ -247,6 +249,29 @@ MODELS["modernbert"] = ModernBertConfig(
     num_attention_heads=4,
     max_position_embeddings=SEQ,
     local_attention=6,
+)
+MODELS["glm4_moe"] = Glm4MoEConfig(
+    **SIZES,
+    **HEADS,
+    intermediate_size=42,
+    num_hidden_layers=3,
+    head_dim=12,
+    use_qk_norm=True,
+    first_k_dense_replace=1,
+    n_routed_experts=8,
+    num_experts_per_tok=3,
+    moe_intermediate_size=14,
+    n_group=2,
+    topk_group=1,
+    routed_scaling_factor=1.5,
+    router_bias_update_rate=0.05,
+    router_aux_loss_coef=0.1,
+)
+MODELS["glm4_moe-mtp"] = replace(
+    MODELS["glm4_moe"], num_hidden_layers=2, use_qk_norm=False, attention_bias=True, num_nextn_predict_layers=1
+)
+MODELS["gpt_neox"] = GPTNeoXConfig(
+    **SIZES, intermediate_size=42, num_hidden_layers=3, num_attention_heads=4, partial_rotary_factor=0.5
 )
 MODELS["deepseek_v3-mtp-tied"] = replace(MODELS["deepseek_v3-mtp"], tie_word_embeddings=True)
 
