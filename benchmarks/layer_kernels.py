@@ -23,7 +23,7 @@ from phalanx.bench.timing import measure
 from phalanx.ops.dense import loss_kernel, norm_kernel, rope_kernel
 from phalanx.ops.dense.activation import Gated, GatedGrad
 from phalanx.ops.dense.norm import Normed
-from phalanx.ops.dense.rope import ROPE, RopeGrad, rotary_table
+from phalanx.ops.dense.rope import ROPE, Angles, RopeGrad, rotary_table
 from phalanx.ops.optimizer import adamw_kernel
 from phalanx.ops.optimizer.adamw import AdamOptions, AdamRange
 from phalanx.ops.quantized import quantize_kernel as kernels
@@ -82,7 +82,7 @@ def sources(s: Sizes, device: torch.device) -> Iterator[tuple[str, Any, bool, in
     yield "cast of RoPE's gradient", rope_grad, True, 2 * s.tokens * s.qkv, 1
 
 
-def table(s: Sizes, device: torch.device) -> tuple[torch.Tensor, torch.Tensor]:
+def table(s: Sizes, device: torch.device) -> Angles:
     features = s.heads[2]
     return rotary_table(
         torch.arange(s.tokens, device=device),

@@ -32,16 +32,29 @@ BUILT_IN: Mapping[str, Mapping[str, str]] = MappingProxyType(
                 "mistral": "phalanx.models.mistral:FAMILY",
                 "qwen2": "phalanx.models.qwen2:FAMILY",
                 "qwen3": "phalanx.models.qwen3:FAMILY",
+                "olmo2": "phalanx.models.olmo2:FAMILY",
+                "gemma2": "phalanx.models.gemma2:FAMILY",
                 "mixtral": "phalanx.models.mixtral:FAMILY",
                 "qwen3_moe": "phalanx.models.qwen3_moe:FAMILY",
                 "gpt_oss": "phalanx.models.gpt_oss:FAMILY",
                 "deepseek_v3": "phalanx.models.deepseek_v3:FAMILY",
                 "gpt2": "phalanx.models.gpt2:FAMILY",
+                "t5": "phalanx.models.t5:FAMILY",
+                "glm4_moe": "phalanx.models.glm4_moe:FAMILY",
+                "gpt_neox": "phalanx.models.gpt_neox:FAMILY",
+                "smollm3": "phalanx.models.smollm3:FAMILY",
                 "bert": "phalanx.models.bert:FAMILY",
                 "modernbert": "phalanx.models.modernbert:FAMILY",
             }
         ),
-        "optimizer": MappingProxyType({"adamw": "phalanx.optim.adamw:AdamW"}),
+        "optimizer": MappingProxyType(
+            {
+                "adamw": "phalanx.optim.adamw:AdamW",
+                "lion": "phalanx.optim.lion:Lion",
+                "muon": "phalanx.optim.muon:Muon",
+                "sgd": "phalanx.optim.sgd:SGD",
+            }
+        ),
         "sink": MappingProxyType(
             {
                 "jsonl": "phalanx.observe.metrics_file:MetricsFile",
@@ -55,6 +68,7 @@ BUILT_IN: Mapping[str, Mapping[str, str]] = MappingProxyType(
                 "swiglu": "phalanx.ops.dense.activation:GATED",
                 "rope": "phalanx.ops.dense.rope:ROPE",
                 "norm_rope": "phalanx.ops.dense.head_norm:NORM_ROPE",
+                "width_norm": "phalanx.ops.dense.width_norm:WIDTH_NORM",
                 "loss": "phalanx.ops.dense.cross_entropy:LOSS",
                 "adamw": "phalanx.ops.optimizer.adamw:ADAMW",
                 "route": "phalanx.ops.experts.route:ROUTE",
@@ -77,6 +91,7 @@ BUILT_IN: Mapping[str, Mapping[str, str]] = MappingProxyType(
                 "store_pages": "phalanx.ops.attention.paged:STORE_PAGES",
                 "join": "phalanx.ops.attention.context:JOIN",
                 "mlp": "phalanx.ops.dense.gated_mlp:MLP",
+                "dropout": "phalanx.ops.dense.dropout:DROPOUT",
             }
         ),
         "adapter": MappingProxyType({"lora": "phalanx.nn.adapters.lora:LoRA", "dora": "phalanx.nn.adapters.dora:DoRA"}),
@@ -87,6 +102,7 @@ BUILT_IN: Mapping[str, Mapping[str, str]] = MappingProxyType(
                 "dpo": "phalanx.engine.objectives.dpo:DPO",
                 "distil": "phalanx.engine.objectives.distil:Distil",
                 "mlm": "phalanx.engine.objectives.mlm:MLM",
+                "span": "phalanx.engine.objectives.span:SpanCorruption",
             }
         ),
         "pipeline_schedule": MappingProxyType(

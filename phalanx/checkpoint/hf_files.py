@@ -123,7 +123,8 @@ def adapt(index: Index, wanted: Shapes, where: str, same: Callable[[Stored, Stor
     # transformers writes shared experts of width 0
     kept = {name: s for name, s in kept.items() if name in wanted or 0 not in s.shape}
     kept = {own.today(name): s for name, s in kept.items()}
-    prefix = next((p for p in dict.fromkeys(one.prefix for one in names) if any(n.startswith(p) for n in wanted)), "")
+    prefixes = sorted({one.prefix for one in names}, key=len, reverse=True)  # some families have none
+    prefix = next((p for p in prefixes if any(n.startswith(p) for n in wanted)), "")
     if prefix and not any(n.startswith(prefix) for n in kept):
         kept = {n if n == own.head else prefix + n: s for n, s in kept.items()}
     if own.others is not None:

@@ -6,7 +6,7 @@ from __future__ import annotations
 import hashlib
 import threading
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import islice
 from queue import SimpleQueue
 from types import TracebackType
@@ -111,6 +111,11 @@ class Reading:
 AS_IT_IS = Reading()
 
 
+def _documents_of(sample: Sample) -> int:
+    """Documents of a sample, those of its padding included."""
+    return 1 + len(sample.starts) + max(0, -(-(len(sample.tokens) - sample.filled) // PADDING_RUN) - 1)
+
+
 class Loader:
     """Micro-batches from a blend of sources. It holds no position, so any sample can be requested at any time, from any
     thread."""
@@ -204,28 +209,36 @@ class Loader:
 
     def read(self, places: Sequence[Place]) -> Batch:
         """The micro-batch of samples that `locate` found."""
-        count, length = len(places), self.seq_length
-        tokens, labels = np.empty((count, length), np.int64), np.empty((count, length), np.int64)
         samples = [self.sample(place) for place in places]
+        batch = self._stream(samples)
+        streams = {name: [sample.beside[name] for sample in samples] for name in samples[0].beside}
+        beside = {name: self._stream(stream, samples) for name, stream in streams.items()}
+        labels = batch.labels.view(len(samples), -1).numpy()
+        return replace(batch, beside=beside, segments=self._segments(samples), **self._scored(places, labels))
+
+    def _stream(self, samples: Sequence[Sample], text: Sequence[Sample] | None = None) -> Batch:
+        """Samples one after another. `text`: those beside which they are, whose documents number theirs."""
+        count, length = len(samples), len(samples[0].tokens)
+        tokens, labels = np.empty((count, length), np.int64), np.empty((count, length), np.int64)
         for row, sample in enumerate(samples):
             tokens[row], labels[row] = sample.tokens, sample.labels
-        documents = None
+        documents, room = None, 0
         if self.document_attention:
-            positions, documents = self._cut_into_documents(samples)
+            positions, documents = self._cut_into_documents(samples, samples if text is None else text)
+            room = room_for_documents(int(documents[-1]) + 1, documents.numel())
         else:
             positions = self._uniform_positions(count)
+        numbers = np.array([sample.number for sample in samples], np.int64)
         return Batch(
             tokens=torch.from_numpy(tokens.reshape(-1)),
             labels=torch.from_numpy(labels.reshape(-1)),
             positions=positions,
-            samples=torch.from_numpy(np.repeat(np.array([place.sample for place in places], np.int64), length)),
+            samples=torch.from_numpy(np.repeat(numbers, length)),
             num_sequences=count,
             seq_length=length,
             documents=documents,
             real=self._mark_padding(samples) if self.packed else None,
-            most_documents=0 if documents is None else room_for_documents(int(documents[-1]) + 1, documents.numel()),
-            segments=self._segments(samples),
-            **self._scored(places, labels),
+            most_documents=room,
         )
 
     def sample(self, place: Place) -> Sample:
@@ -275,7 +288,7 @@ class Loader:
 
     def _mark_padding(self, samples: Sequence[Sample]) -> torch.Tensor:
         """Which tokens are real (1) and which are padding (0)."""
-        real = np.zeros((len(samples), self.seq_length), np.int64)
+        real = np.zeros((len(samples), len(samples[0].tokens)), np.int64)
         for row, sample in enumerate(samples):
             real[row, : sample.filled] = 1
         return torch.from_numpy(real.reshape(-1))
@@ -292,17 +305,22 @@ class Loader:
             self._positions[count] = torch.arange(self.seq_length).repeat(count)
         return self._positions[count]
 
-    def _cut_into_documents(self, samples: Sequence[Sample]) -> tuple[torch.Tensor, torch.Tensor]:
-        """Positions and document numbers of a micro-batch."""
-        length, firsts = self.seq_length, []
-        for row, sample in enumerate(samples):
+    def _cut_into_documents(
+        self, samples: Sequence[Sample], numbered: Sequence[Sample]
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """Positions and document numbers of a micro-batch. `numbered`: the same samples as the text has them. So that
+        documents of all streams have the text's numbers, a sample has as many as the stream with most padding needs."""
+        length, firsts, numbers, following = len(samples[0].tokens), [], [], 0
+        for row, (sample, text) in enumerate(zip(samples, numbered)):
             padding = np.arange(sample.filled + PADDING_RUN, length, PADDING_RUN)
             # a sequence counts as a start
             firsts.append(row * length + np.concatenate([[0], sample.starts, padding]))
+            numbers.append(following + np.arange(len(firsts[-1])))
+            following += max(map(_documents_of, (text, *text.beside.values())))
         first, size = np.concatenate(firsts), len(samples) * length
         lengths = np.diff(first, append=size)
         positions = np.arange(size) - np.repeat(first, lengths)
-        return torch.from_numpy(positions), torch.from_numpy(np.repeat(np.arange(len(first)), lengths))
+        return torch.from_numpy(positions), torch.from_numpy(np.repeat(np.concatenate(numbers), lengths))
 
     def use(self, samples: int) -> list[SourceUse]:
         """The table of sources for a run of `samples` samples: tokens available and used, epochs."""
@@ -431,7 +449,7 @@ class Prefetcher:
         try:
             for places in self._places():
                 batch = self._loader.read(places).cut(self._part)
-                batch = _pinned(batch) if self._pin_memory else batch
+                batch = batch.map(torch.Tensor.pin_memory) if self._pin_memory else batch
                 self._room.get()
                 if self._closed:
                     break
@@ -459,8 +477,3 @@ def _take(lists: Iterator[Sequence[int]], wanted: int) -> list[Sequence[int]]:
         if wanted <= 0:
             break
     return taken
-
-
-def _pinned(batch: Batch) -> Batch:
-    tensors = {name: value.pin_memory() for name, value in vars(batch).items() if isinstance(value, torch.Tensor)}
-    return Batch(**{**vars(batch), **tensors})

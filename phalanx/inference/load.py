@@ -22,7 +22,6 @@ from phalanx.engine.build import build_for_inference
 from phalanx.forecast.decide import make_plan
 from phalanx.inference.adapters import ServedAdapters, with_adapter
 from phalanx.models.model_config import ModelConfig
-from phalanx.nn.adapted_linear import AdaptedMethod
 from phalanx.nn.adapter import AdapterConfig, find_adapter
 from phalanx.nn.module import Block
 from phalanx.nn.moe import MoE
@@ -49,7 +48,10 @@ def run_of_folder(folder: Path, gpu: bool) -> Run:
 
 
 def run_of_model(model: ModelConfig, lora: AdapterConfig | None, gpu: bool) -> Run:
-    """The same of a model's config."""
+    """The same of a model's config. ConfigError for a model that cannot be run without training."""
+    if model.reads_beside:
+        rule = f"has a decoder that reads an {model.reads_beside[0]}'s memory, from which nothing is generated yet"
+        raise ConfigError([Problem("model.family", model.family, rule)])
     length = min(1024, model.max_position_embeddings)
     train = TrainConfig(steps=1, global_batch=1, micro_batch=1, seq_length=length, precision="bf16" if gpu else "fp32")
     return Run(model=model, train=train, lora=lora, task=usual_task(model.both_ways))
@@ -232,9 +234,9 @@ def load_model(folder: Path, plan: Plan, mesh: Mesh, adapters: ServedAdapters | 
     if adapters is not None:
         load_adapters(adapters.index, adapters.receipts, buffers, mesh)
     model = InferenceModel(plan, mesh, stages, stages.handlers(), adapters=adapters)
-    with torch.no_grad():
-        for method in (m for block in model.blocks for m in block.modules() if isinstance(m, AdaptedMethod)):
-            method.settle()
+    for where in stages.segments:
+        stages.settle(where)
+    stages.settles = False  # their weights do not change again
     return model
 
 

@@ -8,6 +8,7 @@ from dataclasses import replace
 from functools import partial
 from typing import Any, Literal
 
+import torch
 from torch import Tensor, nn
 
 from phalanx.layout.param import Replica, Role
@@ -22,7 +23,7 @@ from phalanx.nn.mlp import SwiGLU
 from phalanx.nn.module import Block, Module
 from phalanx.nn.moe import Balance
 from phalanx.nn.mtp import MultiTokenPrediction
-from phalanx.nn.norm import RMSNorm
+from phalanx.nn.norm import OffsetRMSNorm, RMSNorm
 from phalanx.nn.parameter import Parameter
 from phalanx.ops.attention.kind import AttentionKind
 from phalanx.ops.dense.rope_scaling import Rotation
@@ -50,19 +51,33 @@ def make_head(
     name = decoder_tensors.embedding if tied else "lm_head.weight"
     replicas = embedding_replicas(c, env) if tied else env.shared(env.weights.tied_stages[1], env.weights.mtp_stage)
     role: Role = "embedding" if tied else "head"
-    return head(env, name, c.vocab_size, c.hidden_size, c.initializer_range, replicas, made.get(name), role, **more)
+    sizes = c.vocab_size, c.hidden_size, c.initializer_range
+    if c.logit_soft_cap is not None:
+        more["soft_cap"] = c.logit_soft_cap
+    return head(env, name, *sizes, replicas, made.get(name), role, **more)
+
+
+def norm(config: DecoderConfig, env: Env, name: str) -> RMSNorm:
+    """A norm of the residual stream, or of what joins it."""
+    return norm_class(config)(env, name, config.hidden_size, config.rms_norm_eps)
+
+
+def norm_class(config: DecoderConfig) -> type[RMSNorm]:
+    return OffsetRMSNorm if config.offset_norms else RMSNorm
 
 
 class DecoderEmbedding(Block):
     def __init__(self, config: DecoderConfig, env: Env):
         super().__init__(env)
         c, replicas = config, embedding_replicas(config, env)
+        self.scale = config.embedding_scale
         self.embed = Embedding(
             env, decoder_tensors.embedding, c.vocab_size, c.hidden_size, c.initializer_range, replicas
         )
 
     def forward(self, x: Tensor, batch: Batch) -> Tensor:
-        return self.embed(batch.tokens)
+        x = self.embed(batch.tokens)
+        return x if self.scale == 1.0 else x * torch.tensor(self.scale, dtype=x.dtype)
 
 
 class DecoderLayer(Block):
@@ -78,9 +93,9 @@ class DecoderLayer(Block):
     ):
         super().__init__(env)
         c, at = config, f"model.layers.{layer}"
-        self.norm1 = RMSNorm(env, f"{at}.input_layernorm", c.hidden_size, c.rms_norm_eps)
+        self.norm1 = norm(c, env, f"{at}.input_layernorm")
         self.attention = (make_attention or attention)(config, env, layer)
-        self.norm2 = RMSNorm(env, f"{at}.post_attention_layernorm", c.hidden_size, c.rms_norm_eps)
+        self.norm2 = norm(c, env, f"{at}.post_attention_layernorm")
         self.mlp = (make_mlp or dense_mlp)(config, env, layer)
 
     def forward(self, x: Tensor, batch: Batch) -> Tensor:
@@ -90,6 +105,52 @@ class DecoderLayer(Block):
         return x + self.mlp(normed, batch)
 
 
+class PostNormLayer(Block):
+    """Norms after attention and MLP, none before them; `make_attention` as in DecoderLayer."""
+
+    def __init__(self, config: DecoderConfig, env: Env, layer: int, make_attention: MakePart | None = None):
+        super().__init__(env)
+        c, at = config, f"model.layers.{layer}"
+        self.attention = (make_attention or attention)(config, env, layer)
+        self.norm1 = norm(c, env, f"{at}.post_attention_layernorm")
+        self.mlp = dense_mlp(config, env, layer)
+        self.norm2 = norm(c, env, f"{at}.post_feedforward_layernorm")
+
+    def forward(self, x: Tensor, batch: Batch) -> Tensor:
+        x = x + self.norm1(self.attention(x, batch))
+        return x + self.norm2(self.mlp(x, batch))
+
+
+class SandwichLayer(Block):
+    """Norms before and after attention and MLP. Ding et al., "CogView", 2021; Gemma 2.
+
+    make_attention, make_mlp   what a family has instead of Llama's
+    """
+
+    def __init__(
+        self,
+        config: DecoderConfig,
+        env: Env,
+        layer: int,
+        make_attention: MakePart | None = None,
+        make_mlp: MakePart | None = None,
+    ):
+        super().__init__(env)
+        c, at = config, f"model.layers.{layer}"
+        self.norm1 = norm(c, env, f"{at}.input_layernorm")
+        self.attention = (make_attention or attention)(config, env, layer)
+        self.after1 = norm(c, env, f"{at}.post_attention_layernorm")
+        self.norm2 = norm(c, env, f"{at}.pre_feedforward_layernorm")
+        self.mlp = (make_mlp or dense_mlp)(config, env, layer)
+        self.after2 = norm(c, env, f"{at}.post_feedforward_layernorm")
+
+    def forward(self, x: Tensor, batch: Batch) -> Tensor:
+        x, normed = self.norm1.add(x, reader=self.attention)
+        delta = self.after1(self.attention(normed, batch))
+        x, normed = self.norm2.add(x, delta, reader=self.mlp)
+        return x + self.after2(self.mlp(normed, batch))
+
+
 class DecoderHead(Block):
     """`normed`: the block before it has applied the model's last norm."""
 
@@ -97,7 +158,7 @@ class DecoderHead(Block):
 
     def __init__(self, config: DecoderConfig, env: Env, head: Head, normed: bool = False):
         super().__init__(env)
-        self.norm = nn.Identity() if normed else RMSNorm(env, "model.norm", config.hidden_size, config.rms_norm_eps)
+        self.norm = nn.Identity() if normed else norm(config, env, "model.norm")
         self.head = head
 
     def forward(self, x: Tensor, batch: Batch) -> Tensor:
@@ -108,6 +169,14 @@ class DecoderHead(Block):
 
     def log_probs(self, x: Tensor, batch: Batch, top: int = 0) -> Tensor:
         return self.head.log_probs(self.norm(x), batch, top)
+
+
+def rotation(config: DecoderConfig, layer: int) -> Rotation | None:
+    """The rotary embedding of a layer, as the config's `rope` says."""
+    rope = config.rope(layer)
+    if rope is None:
+        return None
+    return Rotation(rope.features, rope.theta, rope.scaling, config.max_position_embeddings, rope.interleaved)
 
 
 def attention_spec(config: DecoderConfig, layer: int) -> AttentionSpec:
@@ -121,7 +190,7 @@ def attention_spec(config: DecoderConfig, layer: int) -> AttentionSpec:
         kv_heads=c.num_key_value_heads or c.num_attention_heads,
         head_dim=head_dim,
         std=c.initializer_range,
-        rotation=Rotation(head_dim, c.rope_theta, c.rope_scaling, c.max_position_embeddings),
+        rotation=rotation(c, layer),
         bias="all" if c.attention_bias else "none",
         layer=layer,
         kind=AttentionKind(window=c.window(layer)),
@@ -133,16 +202,23 @@ def attention(config: DecoderConfig, env: Env, layer: int, **changes: Any) -> At
     return Attention(env, replace(attention_spec(config, layer), **changes))
 
 
-def dense_mlp(config: DecoderConfig, env: Env, layer: int) -> SwiGLU:
-    """The dense MLP of a layer."""
+def dense_mlp(config: DecoderConfig, env: Env, layer: int, mlp: type[SwiGLU] = SwiGLU) -> SwiGLU:
+    """The dense MLP of a layer; `mlp`: another class."""
     names = tuple(f"model.layers.{layer}.mlp.{n}_proj.weight" for n in ("gate", "up", "down"))
-    return SwiGLU(env, names, config.hidden_size, config.intermediate_size, config.initializer_range, config.mlp_bias)  # type: ignore[arg-type]
+    return mlp(env, names, config.hidden_size, config.intermediate_size, config.initializer_range, config.mlp_bias)  # type: ignore[arg-type]
 
 
-def head_norm_attention(config: DecoderConfig, env: Env, layer: int) -> Attention:
+def head_norm_attention(config: DecoderConfig, env: Env, layer: int, **changes: Any) -> Attention:
     """Attention with an RMSNorm on every query and key head."""
     at = f"model.layers.{layer}.self_attn"
-    return attention(config, env, layer, head_norm=(f"{at}.q_norm", f"{at}.k_norm", config.rms_norm_eps))
+    names = f"{at}.q_norm", f"{at}.k_norm"
+    return attention(config, env, layer, head_norm=(*names, config.rms_norm_eps), norm=norm_class(config), **changes)
+
+
+def width_norm_attention(config: DecoderConfig, env: Env, layer: int) -> Attention:
+    """Attention with an RMSNorm over all query heads together, and one over all key heads."""
+    at = f"model.layers.{layer}.self_attn"
+    return attention(config, env, layer, width_norm=(f"{at}.q_norm", f"{at}.k_norm", config.rms_norm_eps))
 
 
 def router_of(config: ExpertsConfig, renormalize: bool = True, order: Literal["before", "after"] = "before") -> Router:

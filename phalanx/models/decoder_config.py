@@ -12,7 +12,7 @@ from types import UnionType
 from typing import Any, ClassVar, Literal, TypeVar, Union, get_args, get_origin, get_type_hints
 
 from phalanx.base.errors import Problem
-from phalanx.base.rules import at_least, divisors, no_effect, problem, within
+from phalanx.base.rules import at_least, divisors, multiples, no_effect, problem, within
 from phalanx.models.config_json import (
     LIST_OR_NULL,
     NEEDED,
@@ -28,6 +28,7 @@ from phalanx.models.config_json import (
 )
 from phalanx.models.model_config import ModelConfig, SmallSizes, TensorNames, check_head_dim
 from phalanx.models.rope import (
+    LayerRope,
     RopeOf,
     RopeScaling,
     check_rope_base,
@@ -72,12 +73,14 @@ class DecoderConfig(ModelConfig):
     initializer_range: float = 0.02
     """Standard deviation of initial weights."""
     attention_bias: bool = False
-    """llama, qwen3, qwen3_moe, gpt_oss: the projections of attention (q, k, v and output) have biases."""
+    """The projections of attention (q, k, v and output) have biases, in families that have this switch."""
     mlp_bias: bool = False
-    """llama: the three projections of the MLP have biases."""
+    """The three projections of the MLP have biases, in families that have this switch."""
 
     biases: ClassVar[tuple[str, ...]] = ()
     """Which of attention_bias and mlp_bias the family reads."""
+    offset_norms: ClassVar[bool] = False
+    """Whether weights of RMSNorms are stored as their distance from one."""
 
     @property
     def kv_heads(self) -> int:
@@ -89,9 +92,35 @@ class DecoderConfig(ModelConfig):
         return width, width
 
     @property
+    def embedding_scale(self) -> float:
+        """What the input embedding is multiplied by."""
+        return 1.0
+
+    @property
+    def logit_soft_cap(self) -> float | None:
+        """The cap c of logits, which become c * tanh(logit / c)."""
+        return None
+
+    @property
     def rotated_features(self) -> int:
         """Features of a head that are rotated."""
         return self.head_dim or self.hidden_size // self.num_attention_heads
+
+    def rope(self, layer: int) -> LayerRope | None:
+        """The rotary embedding of a layer; None: it has none."""
+        return LayerRope(self.rope_theta, self.rope_scaling, self.rotated_features)
+
+
+@dataclass(frozen=True, kw_only=True)
+class PartialRotaryConfig(DecoderConfig):
+    """Llama's fields, and a part of each head that is not rotated."""
+
+    partial_rotary_factor: float = 1.0
+    """The fraction of each head that is rotated, its first features; the rest carries no position."""
+
+    @property
+    def rotated_features(self) -> int:
+        return int(super().rotated_features * self.partial_rotary_factor)
 
 
 LayerType = Literal["sliding_attention", "full_attention"]
@@ -119,9 +148,35 @@ class UpperWindowConfig(DecoderConfig):
         return self.sliding_window if slides else None
 
 
+@dataclass(frozen=True, kw_only=True)
+class MixedWindowConfig(DecoderConfig):
+    """Llama's fields, and layers with and without a window that follow each other in a pattern."""
+
+    sliding_window: int = 4096
+    """In a layer with a window, a token reads this many tokens: itself and those before it."""
+    layer_types: tuple[LayerType, ...] | None = None
+    """Whether each layer has the window; unset: in the family's pattern."""
+
+    period: ClassVar[int] = 2
+    """Of so many layers in a row the last has no window."""
+
+    def window(self, layer: int) -> int | None:
+        return self.sliding_window if self.types[layer] == "sliding_attention" else None
+
+    @property
+    def types(self) -> tuple[LayerType, ...]:
+        """The kind of each layer."""
+        return pattern(self.num_hidden_layers, self.period) if self.layer_types is None else self.layer_types
+
+
+def pattern(layers: int, period: int) -> tuple[LayerType, ...]:
+    """The kinds of layers if each `period`-th has no window."""
+    return tuple("sliding_attention" if (i + 1) % period else "full_attention" for i in range(layers))
+
+
 # ---- rules ---------------------------------------------------------------------------------------
 
-WITH_ATTENTION_BIAS = "llama or qwen3 or qwen3_moe or gpt_oss"  # of our families, those that have the switch
+WITH_SWITCH = "a model.family that has this switch, such as llama"
 
 
 def decoder_rules(config: DecoderConfig, seq_length: int) -> list[Problem]:
@@ -133,13 +188,30 @@ def with_head_rules(config: DecoderConfig, found: list[Problem]) -> list[Problem
     """Rules for heads that have one width, added if nothing else is wrong."""
     if found or min(config.hidden_size, config.num_attention_heads) < 1:
         return found
-    return check_heads(config) + check_head_dim(config)
+    return check_heads(config) + (check_head_dim(config) or check_part(config))
+
+
+def check_part(config: DecoderConfig) -> list[Problem]:
+    """For families that may rotate a part of each head: pairs of features, at least one."""
+    if not isinstance(config, PartialRotaryConfig) or (
+        config.rotated_features >= 2 and not config.rotated_features % 2
+    ):
+        return []
+    width = config.head_widths[0]
+    features = [n for n in multiples(config.rotated_features, 2) if 2 <= n <= width]
+    rule = "must give an even number of rotated features of a head, at least 2"
+    because = {"rotated features": config.rotated_features, "head_dim": width}
+    return [
+        problem("model", config, "partial_rotary_factor", rule, because, tuple(n / width for n in features) or (1.0,))
+    ]
 
 
 def common_rules(config: DecoderConfig) -> list[Problem]:
     """Rules that do not depend on how heads are defined."""
     found = at_least("model", config, 1, "num_key_value_heads", "head_dim")
     found += within("model", config, "rms_norm_eps", "(0, inf)") + within("model", config, "rope_theta", "(0, inf)")
+    if isinstance(config, PartialRotaryConfig):
+        found += within("model", config, "partial_rotary_factor", "(0, 1]", (0.5, 1.0))
     heads_known = min(config.hidden_size, config.num_attention_heads) >= 1
     if config.rope_scaling is not None:
         found += check_rope_scaling(config.rope_scaling, config.rotated_features if heads_known else 0)
@@ -154,6 +226,15 @@ def check_heads(config: DecoderConfig) -> list[Problem]:
         return []
     because, rule = {"model.num_attention_heads": heads}, "must divide num_attention_heads"
     return [problem("model", config, "num_key_value_heads", rule, because, divisors(kv_heads, heads))]
+
+
+def check_divided_width(config: DecoderConfig) -> list[Problem]:
+    """For families whose folders transformers reads only if the heads divide the width, however wide they are."""
+    heads, width = config.num_attention_heads, config.hidden_size
+    if width % heads == 0:
+        return []
+    rule, because = "must be a multiple of num_attention_heads", {"model.num_attention_heads": heads}
+    return [problem("model", config, "hidden_size", rule, because, multiples(width, heads))]
 
 
 def check_window(config: DecoderConfig) -> list[Problem]:
@@ -197,9 +278,9 @@ def check_biases(config: DecoderConfig) -> list[Problem]:
     because = {"model.family": config.family}
     found = []
     if "attention_bias" not in config.biases:
-        found += no_effect("model", config, ["attention_bias"], f"model.family {WITH_ATTENTION_BIAS}", because)
+        found += no_effect("model", config, ["attention_bias"], WITH_SWITCH, because)
     if "mlp_bias" not in config.biases:
-        found += no_effect("model", config, ["mlp_bias"], "model.family llama", because)
+        found += no_effect("model", config, ["mlp_bias"], WITH_SWITCH, because)
     return found
 
 
@@ -243,27 +324,34 @@ def sizes_from_hf(found: ConfigJson, of: RopeOf, default_rope: dict[str, Any] | 
     """Sizes and rotary embedding."""
     rope = read_rope(found.stated, of, default_rope)
     found.odd += rope.odd
-    return {**found.pick(*SIZES), "rope_theta": rope.theta, "rope_scaling": rope.scaling}
+    part = {} if of.partial is None else {"partial_rotary_factor": rope.partial}
+    return {**found.pick(*SIZES), "rope_theta": rope.theta, "rope_scaling": rope.scaling, **part}
 
 
-def rope_of(found: ConfigJson, theta: float, head_dim: int, scores: bool = False) -> RopeOf:
+def rope_of(
+    found: ConfigJson, theta: float, head_dim: int, scores: bool = False, partial: float | None = None
+) -> RopeOf:
     types = found.stated.get("layer_types")
     longest = found.values["max_position_embeddings"]
-    return RopeOf(theta, head_dim, longest, types if isinstance(types, list) else [], scores)
+    return RopeOf(theta, head_dim, longest, types if isinstance(types, list) else [], scores, partial)
 
 
 def decoder_fields(
-    found: ConfigJson, theta: float = 10000.0, default_rope: dict[str, Any] | None = None
+    found: ConfigJson,
+    theta: float = 10000.0,
+    default_rope: dict[str, Any] | None = None,
+    partial: float | None = None,
 ) -> dict[str, Any]:
     """Fields of a model whose heads have one width, with derived values filled in.
 
     theta, default_rope   the family's base and scaling if the file has none
+    partial               for a PartialRotaryConfig: the rotated part of each head if the file has none
     """
     v = found.values
     heads = max(1, v["num_attention_heads"])
     head_dim = v["hidden_size"] // heads if v["head_dim"] is None else v["head_dim"]
     kv_heads = heads if v["num_key_value_heads"] is None else v["num_key_value_heads"]
-    same = sizes_from_hf(found, rope_of(found, theta, head_dim), default_rope)
+    same = sizes_from_hf(found, rope_of(found, theta, head_dim, partial=partial), default_rope)
     return {**same, "num_key_value_heads": kv_heads, "head_dim": head_dim}
 
 
@@ -297,6 +385,16 @@ def check_types(found: ConfigJson, types: Sequence[str], window: int | None) -> 
     return slides
 
 
+def mixed_window_fields(found: ConfigJson, types: list[str] | None, period: int) -> dict[str, Any]:
+    """The window, and which layers have it unless they follow the family's pattern. `types`: from `layer_types_of`."""
+    window = found.values["sliding_window"]
+    usual: list[str] = [*pattern(found.values["num_hidden_layers"], period)]
+    types = usual if types is None else types
+    slides = check_types(found, types, window)
+    said = {} if types == usual else {"layer_types": tuple(types)}
+    return {**said, **({"sliding_window": window} if any(slides) else {})}
+
+
 def upper_window_fields(found: ConfigJson, types: list[str] | None) -> dict[str, Any]:
     """The window and the layers that have it, in the shortest form. `types`: from `layer_types_of`."""
     v = found.values
@@ -323,7 +421,7 @@ def decoder_to_hf(config: DecoderConfig) -> dict[str, Any]:
         "num_key_value_heads": config.num_key_value_heads or config.num_attention_heads,
         "max_position_embeddings": config.max_position_embeddings,
         "rms_norm_eps": config.rms_norm_eps,
-        **rope_to_hf(config.rope_theta, config.rope_scaling),
+        **rope_to_hf(config.rope_theta, config.rope_scaling, getattr(config, "partial_rotary_factor", None)),
         "tie_word_embeddings": config.tie_word_embeddings,
         "initializer_range": config.initializer_range,
         "hidden_act": "silu",
@@ -398,8 +496,9 @@ def key_of(f: Field[Any], hint: Any) -> HfKey:
 def fields_from_hf(found: ConfigJson) -> Any:
     """The config of a family that does not define from_hf."""
     values = found.pick(*(f.name for f in own_fields(found.config)))
+    partial = values.pop("partial_rotary_factor") if issubclass(found.config, PartialRotaryConfig) else None
     own = {name: tuple(value) if isinstance(value, list) else value for name, value in values.items()}
-    same = decoder_fields(found)
+    same = decoder_fields(found, partial=partial)
     return None if found.odd else found.config(family=found.family, **same, **own)
 
 
@@ -424,15 +523,17 @@ decoder_tensors = TensorNames(
 # ---- a small copy --------------------------------------------------------------------------------
 
 Decoder = TypeVar("Decoder", bound=DecoderConfig)
+Kind = TypeVar("Kind")  # of a layer
 
 
 def shrink_decoder(config: Decoder, small: SmallSizes) -> Decoder:
     """A head width that is set is kept; windows and scaled rotary embeddings keep their relation to the sequence
     length."""
     own = config.head_dim is not None and config.head_dim * config.num_attention_heads != config.hidden_size
+    part = getattr(config, "partial_rotary_factor", 1.0)
     own_dim = None
     if own:
-        own_dim = small.head_dim + 2 if small.head_dim == 4 else small.head_dim
+        own_dim = small.head_dim + 2 if small.head_dim == 4 and part == 1.0 else small.head_dim
     scaling = small_scaling(config.rope_scaling, small.seq_length, small.given_length)
     return replace(
         config,
@@ -443,7 +544,7 @@ def shrink_decoder(config: Decoder, small: SmallSizes) -> Decoder:
         num_attention_heads=small.heads,
         num_key_value_heads=small.kv_heads,
         head_dim=own_dim,
-        rope_scaling=with_factors(scaling, (own_dim or small.head_dim) // 2),
+        rope_scaling=with_factors(scaling, int((own_dim or small.head_dim) * part) // 2),
         **small_positions(config, small),
         **small_window(config, small),
     )
@@ -461,6 +562,8 @@ def small_window(config: DecoderConfig, small: SmallSizes) -> dict[str, Any]:
     given, types = getattr(config, "sliding_window", None), getattr(config, "layer_types", None)
     if given is not None:
         changed["sliding_window"] = 5 if given < small.given_length else given
+    if isinstance(config, MixedWindowConfig):
+        types = config.types
     if types:
         changed["layer_types"] = small_types(types, small.layers)
     if isinstance(config, UpperWindowConfig) and given is not None and not types:
@@ -469,7 +572,7 @@ def small_window(config: DecoderConfig, small: SmallSizes) -> dict[str, Any]:
     return changed
 
 
-def small_types(types: Sequence[str], layers: int) -> tuple[str, ...]:
+def small_types(types: Sequence[Kind], layers: int) -> tuple[Kind, ...]:
     """The kinds of the first layers; the last is of another kind if all would be the same."""
     kept = list(types[:layers])
     others = [kind for kind in types if kind not in kept]

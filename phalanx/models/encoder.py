@@ -19,7 +19,7 @@ from phalanx.nn.embedding import Embedding
 from phalanx.nn.env import Env
 from phalanx.nn.head import Head
 from phalanx.nn.linear import ReplicatedLinear
-from phalanx.nn.mlp import GeGLU, GeGLUSpec, GeluMLP
+from phalanx.nn.mlp import FusedGeGLU, FusedGeGLUSpec, GeluMLP
 from phalanx.nn.module import Block, OutputRows
 from phalanx.nn.norm import LayerNorm
 from phalanx.nn.parameter import Parameter
@@ -134,7 +134,7 @@ class ModernBertLayer(Block):
         self.norm1 = norm(f"{at}.attn_norm") if layer else None
         self.attention = Attention(env, spec)
         self.norm2 = norm(f"{at}.mlp_norm")
-        mlp = GeGLUSpec(
+        mlp = FusedGeGLUSpec(
             names=(f"{at}.mlp.Wi.weight", f"{at}.mlp.Wo.weight"),
             width=width,
             inner=c.intermediate_size,
@@ -143,7 +143,7 @@ class ModernBertLayer(Block):
             exact=c.hidden_activation == "gelu",
             bias=c.mlp_bias,
         )
-        self.mlp = GeGLU(env, mlp)
+        self.mlp = FusedGeGLU(env, mlp)
 
     def forward(self, x: Tensor, batch: Batch) -> Tensor:
         normed = x

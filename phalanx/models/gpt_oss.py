@@ -14,13 +14,12 @@ from phalanx.models.config_json import LIST_OR_NULL, ConfigJson, integer, intege
 from phalanx.models.decoder_config import (
     DECODER_KEYS,
     DECODER_ONLY,
-    LAYER_TYPES,
     LayerType,
-    check_types,
     common_rules,
     decoder_fields,
     heads_to_hf,
     layer_types_of,
+    mixed_window_fields,
     types_to_hf,
     with_head_rules,
 )
@@ -132,21 +131,11 @@ ROPE = {"rope_type": "yarn", "factor": 32.0, "original_max_position_embeddings":
 
 def from_hf(found: ConfigJson) -> GptOssConfig | None:
     types = layer_types_of(found)
-    same, window = decoder_fields(found, theta=150000.0, default_rope=ROPE), window_fields(found, types)
+    same, window = decoder_fields(found, theta=150000.0, default_rope=ROPE), mixed_window_fields(found, types, 2)
     own = found.pick("attention_bias", "swiglu_alpha", "swiglu_limit", "num_experts_per_tok", "num_local_experts")
     if found.values["output_router_logits"]:  # without those no loss is made of it; the published configs say 0.9
         own |= found.pick("router_aux_loss_coef")
     return None if found.odd else GptOssConfig(**same, **own, **window)
-
-
-def window_fields(found: ConfigJson, types: list[str] | None) -> dict[str, Any]:
-    """The window, and which layers have it unless they alternate."""
-    window = found.values["sliding_window"]
-    turns = [LAYER_TYPES[i % 2] for i in range(found.values["num_hidden_layers"])]
-    types = turns if types is None else types
-    slides = check_types(found, types, window)
-    said = {} if types == turns else {"layer_types": tuple(types)}
-    return {**said, **({"sliding_window": window} if any(slides) else {})}
 
 
 def to_hf(config: GptOssConfig) -> dict[str, Any]:

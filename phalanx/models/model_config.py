@@ -3,7 +3,7 @@ that a family and its readers exchange."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
@@ -67,6 +67,31 @@ class ModelConfig:
     def predict_layers(self) -> int:
         """Depths of multi-token prediction, layers after the last one, all in one block; 0 if there are none."""
         return 0
+
+    @property
+    def layer_blocks(self) -> Sequence[int]:
+        """The numbers, among all blocks, of those that are transformer layers."""
+        return range(1, self.num_hidden_layers + 1)
+
+    @property
+    def num_blocks(self) -> int:
+        """Blocks, in order: embedding, layers, multi-token prediction (if any), head."""
+        return self.num_hidden_layers + 2 + (self.predict_layers > 0)
+
+    @property
+    def reads_beside(self) -> tuple[str, ...]:
+        """The streams of tokens that it reads beside the text (Batch.beside); the task makes them."""
+        return ()
+
+    @property
+    def trained_with(self) -> Mapping[str, object]:
+        """Fields that Hugging Face folders may have with any value -> the only one with which training is built."""
+        return {}
+
+    @property
+    def decoder_start(self) -> int | None:
+        """The token with which texts of a decoder begin; None: it has none beside an encoder."""
+        return None
 
     def has_experts(self, layer: int) -> bool:
         """Whether a layer has experts or a dense MLP."""

@@ -48,6 +48,17 @@ class RopeScaling:
     """proportional: the fraction of each head that is rotated, from 0 to 1; the rest carries no position."""
 
 
+@dataclass(frozen=True)
+class LayerRope:
+    """The rotary embedding of one layer: base, scaling, how many features of a head are rotated (the first ones), and
+    whether features 2i and 2i + 1 are a pair (`interleaved`) or i and i + half."""
+
+    theta: float
+    scaling: RopeScaling | None
+    features: int
+    interleaved: bool = False
+
+
 # fields of RopeScaling that each type requires, and those that it accepts
 ROPE_FIELDS: dict[str, tuple[tuple[str, ...], tuple[str, ...]]] = {
     "linear": (("factor",), ()),
@@ -68,10 +79,12 @@ OPTIONAL_NULL = ("attention_factor", "mscale", "mscale_all_dim", "beta_fast", "b
 
 @dataclass(frozen=True)
 class RopeOf:
-    """What reading depends on besides the file: the family's base, the rotated features of a head, the longest
-    sequence, kinds of layers.
+    """What reading depends on besides the file: the family's base, the features of a head (that are rotated, unless
+    `partial`), the longest sequence, kinds of layers.
 
-    scores: whether the family scales its scores by `mscale_all_dim` (DeepSeek).
+    scores   whether the family scales its scores by `mscale_all_dim` (DeepSeek)
+    partial  for a family that may rotate a part of each head: the part if the file does not say; None for others
+    names    of the base and of that part beside `rope_parameters`
     """
 
     theta: float
@@ -79,6 +92,8 @@ class RopeOf:
     longest: int
     layer_types: Collection[Any] = ()
     scores: bool = False
+    partial: float | None = None
+    names: tuple[str, str] = ("rope_theta", "partial_rotary_factor")
 
 
 @dataclass(frozen=True)
@@ -86,6 +101,7 @@ class RopeFound:
     theta: float
     scaling: RopeScaling | None
     odd: list[str]
+    partial: float = 1.0
 
 
 def read_rope(config: dict[str, Any], of: RopeOf, default: dict[str, Any] | None = None) -> RopeFound:
@@ -98,9 +114,10 @@ def read_rope(config: dict[str, Any], of: RopeOf, default: dict[str, Any] | None
     given = default if given is None and default is not None else given
     if not isinstance(given or {}, dict):
         return RopeFound(of.theta, None, [f"rope_scaling={given!r} (it must be an object)"])
-    rope = {"rope_theta": config.get("rope_theta", of.theta), **(given or {})}
-    if config.get("partial_rotary_factor") is not None:
-        rope.setdefault("partial_rotary_factor", config["partial_rotary_factor"])
+    rope = {"rope_theta": config.get(of.names[0], of.theta), **(given or {})}
+    beside = config.get(of.names[1], of.partial)
+    if beside is not None:
+        rope.setdefault("partial_rotary_factor", beside)
     kind = rope.setdefault("rope_type", rope.get("type", "default"))
     nested = [key for key in rope if key in of.layer_types]
     odd = _lost(config, rope) + [
@@ -110,14 +127,33 @@ def read_rope(config: dict[str, Any], of: RopeOf, default: dict[str, Any] | None
         odd.append(f"rope_theta={rope['rope_theta']!r} (it must be a number)")
     if not isinstance(kind, str) or kind not in ("default", *ROPE_FIELDS):
         odd.append(f"rope_type={kind!r} (supported: {', '.join(map(repr, ('default', *ROPE_FIELDS)))})")
+    part, lost = (1.0, []) if of.partial is None else _part(rope, kind)
+    odd += lost
     if odd or kind == "default":
-        return RopeFound(of.theta if odd else float(rope["rope_theta"]), None, odd)
+        return RopeFound(of.theta if odd else float(rope["rope_theta"]), None, odd, part)
     if kind in WITH_ORIGINAL:
         rope.setdefault("original_max_position_embeddings", of.longest)
         if "original_max_position_embeddings" in config:
             rope["original_max_position_embeddings"] = config["original_max_position_embeddings"]
     odd = _odd_values(rope, kind, of)
-    return RopeFound(float(rope["rope_theta"]), None if odd else _scaling(rope, kind, of), odd)
+    return RopeFound(float(rope["rope_theta"]), None if odd else _scaling(rope, kind, of), odd, part)
+
+
+def of_layer_type(config: dict[str, Any], layer_type: str) -> dict[str, Any]:
+    """config.json with the rotary embedding of this kind of layer alone, if it has one for each kind."""
+    given = config.get("rope_parameters")
+    nested = given.get(layer_type) if isinstance(given, dict) else None
+    return config if nested is None else {**config, "rope_parameters": nested}
+
+
+def _part(rope: dict[str, Any], kind: Any) -> tuple[float, list[str]]:
+    """The part of each head that is rotated, and why it cannot be."""
+    part = rope.get("partial_rotary_factor", 1.0)
+    if not _is_number(part):
+        return 1.0, [f"partial_rotary_factor={part!r} (it must be a number)"]
+    if kind == "proportional":
+        return 1.0, ["rope_type='proportional' (supported: any other, with a partial_rotary_factor)"]
+    return float(part), []
 
 
 def _lost(config: dict[str, Any], rope: dict[str, Any]) -> list[str]:
@@ -152,7 +188,11 @@ def _odd_values(rope: dict[str, Any], kind: str, of: RopeOf) -> list[str]:
         elif not (_is_number(value) or (value is None and null)):
             odd.append(f"{name}={value!r} (it must be a number)")
     partial = rope.get("partial_rotary_factor", 1.0)
-    if kind != "proportional" and not (_is_number(partial) and int(of.head_dim * partial) == of.head_dim):
+    if (
+        of.partial is None
+        and kind != "proportional"
+        and not (_is_number(partial) and int(of.head_dim * partial) == of.head_dim)
+    ):
         odd.append(
             f"partial_rotary_factor={partial!r} with rope_type {kind!r} (supported: 1.0, or rope_type 'proportional')"
         )
@@ -187,9 +227,10 @@ def _is_number(value: Any) -> bool:
     return isinstance(value, int | float) and not isinstance(value, bool)
 
 
-def rope_to_hf(theta: float, scaling: RopeScaling | None) -> dict[str, Any]:
-    """Rotary parameters in both spellings: transformers 5 reads `rope_parameters`, others `rope_theta` and
-    `rope_scaling`."""
+def rope_to_hf(theta: float, scaling: RopeScaling | None, partial: float | None = None) -> dict[str, Any]:
+    """Rotary parameters in both spellings: transformers 5 reads `rope_parameters`, others `rope_theta`, `rope_scaling`
+    and, for families that have it, `partial_rotary_factor`."""
+    part = {} if partial is None else {"partial_rotary_factor": partial}
     used = (
         {} if scaling is None else {k: getattr(scaling, k) for names in ROPE_FIELDS[scaling.rope_type] for k in names}
     )
@@ -198,7 +239,8 @@ def rope_to_hf(theta: float, scaling: RopeScaling | None) -> dict[str, Any]:
     return {
         "rope_theta": theta,
         "rope_scaling": old,
-        "rope_parameters": {"rope_theta": theta, **(old or {"rope_type": "default"})},
+        "rope_parameters": {"rope_theta": theta, **part, **(old or {"rope_type": "default"})},
+        **part,
     }
 
 

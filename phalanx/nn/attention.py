@@ -13,8 +13,9 @@ from phalanx.layout.param import Init, Replica
 from phalanx.nn.env import Env
 from phalanx.nn.linear import ColumnLinear, RowLinear
 from phalanx.nn.memory import PageSpec
-from phalanx.nn.module import Module, OutputRows, bias_spec, own_memory
+from phalanx.nn.module import ONES, Module, OutputRows, bias_spec, own_memory
 from phalanx.nn.norm import RMSNorm
+from phalanx.nn.query_temperature import QueryTemperature
 from phalanx.nn.relative_bias import RelativeBiasTable
 from phalanx.nn.rotary import Rotary
 from phalanx.ops.attention import context
@@ -23,6 +24,7 @@ from phalanx.ops.attention.kind import CAUSAL, AttentionKind, Learned, refuse_un
 from phalanx.ops.dense.head_norm import NORM_ROPE, norm_rope
 from phalanx.ops.dense.rope import ROPE, rope
 from phalanx.ops.dense.rope_scaling import Rotation
+from phalanx.ops.dense.width_norm import WIDTH_NORM, HeadShard, width_norm
 from phalanx.sequence.batch import Batch
 from phalanx.sequence.paged import PagedSequences
 
@@ -66,17 +68,21 @@ def attention_plan(env: Env, kind: AttentionKind) -> context.AttentionPlan:
 class AttentionSpec:
     """Everything that defines a layer of attention.
 
-    names       global names of q, k, v and output matrices; equal q, k, v names mean one fused global matrix (GPT-2's
-                c_attn)
+    names       global names of q, k, v and output matrices; equal q, k, v names mean one fused global matrix
+    fused_by    what comes first in a fused one: all queries, keys, values ("kind", GPT-2's c_attn), or each head's q, k
+                and v ("head", GPT-NeoX's query_key_value; as many key heads as query heads)
     width       of the model; head_dim: of a head
-    std         of the initial weights; std_out: of the output matrix, if it differs
+    std         of the initial weights; std_out: of the output matrix, std_q: of the query matrix, if they differ
     rotation    rotary embedding, if any
     bias        which projections have one
     transposed  matrices are stored as (inputs, outputs)
     dropout     of the probabilities; layer: the layer number, a key of its random numbers
     head_norm   names of the RMSNorms of query heads and of key heads (one weight for all heads), and their epsilon
+    width_norm  the same of RMSNorms over all query heads at once, and over all key heads
+    norm        the class of norms of heads
     kind        what is read and how; whether there are sinks and a bias is said by `sinks` and by the table that the
                 layer is given
+    temperature of queries by position, after the rotation
     sinks       global name of the sinks: one logit for each query head that joins the softmax
     """
 
@@ -87,18 +93,48 @@ class AttentionSpec:
     head_dim: int
     std: float
     std_out: float | None = None
+    std_q: float | None = None
+    fused_by: Literal["kind", "head"] = "kind"
     rotation: Rotation | None = None
     bias: Literal["none", "qkv", "all"] = "none"
     transposed: bool = False
     dropout: float = 0.0
     layer: int = 0
     head_norm: tuple[str, str, float] | None = None
+    width_norm: tuple[str, str, float] | None = None
+    norm: type[RMSNorm] = RMSNorm
     kind: AttentionKind = CAUSAL
+    temperature: QueryTemperature | None = None
     sinks: str | None = None
 
 
+class WidthNorm(Module):
+    """RMSNorm of all query heads at once, and of all key heads, both weights in one parameter."""
+
+    def __init__(self, env: Env, spec: AttentionSpec, own: Heads):
+        super().__init__(env)
+        if spec.width_norm is None:
+            raise TypeError("the layer has no norm over all heads")
+        q_name, k_name, self.eps = spec.width_norm
+        heads, kv_heads, width = spec.heads, spec.kv_heads, spec.head_dim
+        rows = [
+            OutputRows(f"{q_name}.weight", heads * width, own.q0 * width, own.q1 * width),
+            OutputRows(f"{k_name}.weight", kv_heads * width, own.k0 * width, own.k1 * width, own.replicas),
+        ]
+        self.weight = self.param(replace(bias_spec(rows, ONES), role="norm"))
+        copies = len(own.replicas[0].members) if own.replicas else 1
+        self.shard = HeadShard(own.q1 - own.q0, own.k1 - own.k0, heads, kv_heads, width, copies)
+
+    def forward(self, qkv: Tensor) -> Tensor:
+        """qkv (T, (heads + 2 * kv_heads) * K) of this rank -> the same with q and k normalized, (T, heads + 2 *
+        kv_heads, K)."""
+        packed = qkv.unflatten(-1, (-1, self.shard.width))
+        return width_norm(packed, self.weight, self.shard, self.eps, self.env.tp, self.env.kernels_for(WIDTH_NORM))
+
+
 class Attention(Module):
-    """qkv -> norm of heads (if any) -> rotary (if any) -> attention as `kind` says -> output projection.
+    """qkv -> norm of heads, or of all at once (if any) -> rotary (if any) -> attention as `kind` says -> output
+    projection.
 
     table: of a relative bias, which becomes part of the kind."""
 
@@ -110,10 +146,13 @@ class Attention(Module):
         own = Heads.of(env, heads, spec.kv_heads)
         self.heads, self.kv_heads, self.head_dim, self.all_heads = own.q1 - own.q0, own.k1 - own.k0, head_dim, heads
         self.first_head, self.dropout, self.layer = own.q0, spec.dropout, spec.layer
+        self.temperature = spec.temperature
         self.rotary = None if spec.rotation is None else Rotary(spec.rotation)
         kind = replace(spec.kind, sinks=spec.sinks is not None, bias=None if table is None else table.bias)
         self.kind, self.table = supported(kind, env, spec.dropout), table
-        rows = self._rows(spec.names, own, heads * head_dim, spec.kv_heads * head_dim)
+        rows = self._rows(spec, own)
+        if spec.std_q is not None:
+            rows[0] = replace(rows[0], init=Init("normal", spec.std_q))
         init, transposed = Init("normal", spec.std), spec.transposed
         init_out = init if spec.std_out is None else Init("normal", spec.std_out)
         self.qkv = ColumnLinear(env, rows, spec.width, init, transposed=transposed, bias=spec.bias != "none")
@@ -131,16 +170,23 @@ class Attention(Module):
         logits = [OutputRows(spec.sinks, heads, own.q0, own.q1)] if spec.sinks else []
         self.sinks = self.param(bias_spec(logits, init)) if logits else None
         norms = spec.head_norm
-        self.q_norm = RMSNorm(env, norms[0], head_dim, norms[2]) if norms else None
-        self.k_norm = RMSNorm(env, norms[1], head_dim, norms[2]) if norms else None
+        self.q_norm = spec.norm(env, norms[0], head_dim, norms[2]) if norms else None
+        self.k_norm = spec.norm(env, norms[1], head_dim, norms[2]) if norms else None
+        self.width_norm = WidthNorm(env, spec, own) if spec.width_norm else None
         self.num_weights = spec.width * (2 * heads + 2 * spec.kv_heads) * head_dim
         self.remembers = PageSpec(self.kv_heads, head_dim, head_dim, window=self.kind.window)
 
-    def _rows(self, names: tuple[str, str, str, str], own: Heads, q_size: int, kv_size: int) -> list[OutputRows]:
-        fused = names[0] == names[1]
-        sizes = (q_size, kv_size, kv_size)
+    def _rows(self, spec: AttentionSpec, own: Heads) -> list[OutputRows]:
+        names, fused = spec.names, spec.names[0] == spec.names[1]
+        sizes = tuple(n * spec.head_dim for n in (spec.heads, spec.kv_heads, spec.kv_heads))
         runs = ((own.q0, own.q1, ()), (own.k0, own.k1, own.replicas), (own.k0, own.k1, own.replicas))
         rows = []
+        if fused and spec.fused_by == "head":
+            places = [3 * head + i for i in range(3) for head in range(own.q0, own.q1)]
+            return [
+                OutputRows(names[0], sum(sizes), at * self.head_dim, (at + 1) * self.head_dim, own.replicas)
+                for at in places
+            ]
         for i, (first, last, replicas) in enumerate(runs):
             base = sum(sizes[:i]) if fused else 0
             size = sum(sizes) if fused else sizes[i]
@@ -151,7 +197,7 @@ class Attention(Module):
         """x (T / tp, D) -> (T / tp, D)."""
         recompute = self.env.recompute
         qkv = recompute.op("qkv", self.qkv, x)
-        q, k, v = recompute.op("rope", partial(self._rotated, batch), qkv)
+        q, k, v = recompute.op("rope", partial(self._heads, batch), qkv)
         if batch.paged is not None:
             return self.out(self._attend_memory(batch.paged, q, k, v))
         mixed = recompute.by_batch("attention", self._attend, batch, context.likes_of(q, v), q, k, v)
@@ -159,6 +205,11 @@ class Attention(Module):
 
     def takes_lazy(self, x: Tensor) -> bool:
         return not any(map(self.env.recompute.recomputes, ("norm", "qkv"))) and self.qkv.takes_lazy(x)
+
+    def _heads(self, batch: Batch, qkv: Tensor) -> tuple[Tensor, ...]:
+        """q, k and v as attention reads them."""
+        q, k, v = self._rotated(batch, qkv)
+        return q if self.temperature is None else self.temperature.applied(q, batch), k, v
 
     def _rotated(self, batch: Batch, qkv: Tensor) -> tuple[Tensor, ...]:
         """qkv (T, (heads + 2 * kv_heads) * K) -> q, k, v (sequences, heads or kv_heads, S, K), normalized and
@@ -168,7 +219,9 @@ class Attention(Module):
         if self.q_norm is not None and self.k_norm is not None:
             kernels = self.env.kernels_for(NORM_ROPE)
             qkv = qkv.view(len(qkv), self.heads + 2 * self.kv_heads, self.head_dim)
-            return norm_rope(qkv, self.q_norm.weight, self.k_norm.weight, self.q_norm.eps, *shape, table, kernels)
+            return norm_rope(qkv, self.q_norm.factor, self.k_norm.factor, self.q_norm.eps, *shape, table, kernels)
+        if self.width_norm is not None:
+            return rope(self.width_norm(qkv), *shape, table, self.env.kernels_for(ROPE))
         lazy_grad = self.qkv.bias is None and self.qkv.takes_lazy(qkv)  # a bias needs the values of the gradient
         return rope(qkv, *shape, table, self.env.kernels_for(ROPE), lazy_grad)
 

@@ -1,5 +1,4 @@
-"""MLPs sharded over tp by their inner features (of any width: ranks may differ by one): SwiGLU, GELU, and GELU with a
-gate."""
+"""MLPs sharded over tp by their inner features (of any width: ranks may differ by one): SwiGLU, GeGLU and GELU."""
 
 from __future__ import annotations
 
@@ -14,6 +13,7 @@ from phalanx.nn.env import Env
 from phalanx.nn.linear import ColumnLinear, Linear, RowLinear
 from phalanx.nn.module import Module, OutputRows
 from phalanx.ops.dense.activation import GATED, geglu, gelu, gelu_by_formula, swiglu
+from phalanx.ops.dense.gate import GEGLU, SWIGLU
 from phalanx.ops.dense.gated_mlp import MLP, gated_mlp
 from phalanx.sequence.batch import Batch
 
@@ -27,8 +27,12 @@ def run_mlp(mlp: Module, make: Callable[[Tensor], Tensor], x: Tensor, *linears: 
 
 
 class SwiGLU(Module):
-    """down(silu(gate x) * up x), gate and up stacked in one matrix; `bias`: all three have one."""
+    """down(silu(gate x) * up x), gate and up stacked in one matrix; `bias`: all three have one.
 
+    gate   the activation; a subclass may have another, which the fused MLPs do not compute
+    """
+
+    gate = SWIGLU
     first_in_memory = ("gate_up.weight", "down.weight", "gate_up.bias", "down.bias")
 
     def __init__(self, env: Env, names: tuple[str, str, str], width: int, inner: int, std: float, bias: bool = False):
@@ -45,7 +49,7 @@ class SwiGLU(Module):
 
     def _of_rows(self, x: Tensor) -> Tensor:
         up, down, recomputes = self.gate_up, self.down, self.env.recompute.recomputes
-        if up.bias is not None or recomputes("up"):  # one op cannot be recomputed in part
+        if up.bias is not None or self.gate != SWIGLU or recomputes("up"):  # one op cannot be recomputed in part
             return self._in_ops(x)
         if up.is_plain and down.is_plain:
             gemms = MLP.fast(self.env.kernels_for(MLP), x, *down.weight.shape)
@@ -59,7 +63,9 @@ class SwiGLU(Module):
 
     def _in_ops(self, x: Tensor) -> Tensor:
         gate_up = self.env.recompute.op("up", self.gate_up, x)
-        hidden = self.env.recompute.op("activation", lambda x: swiglu(x, self.env.kernels_for(GATED)), gate_up)
+        hidden = self.env.recompute.op(
+            "activation", lambda x: swiglu(x, self.env.kernels_for(GATED), self.gate), gate_up
+        )
         return self.down(hidden)
 
     def takes_lazy(self, x: Tensor) -> bool:
@@ -67,6 +73,12 @@ class SwiGLU(Module):
 
     def flops(self, seq_length: int) -> float:
         return 2.0 * self.num_weights
+
+
+class GeGLU(SwiGLU):
+    """The same with GELU in its tanh form."""
+
+    gate = GEGLU
 
 
 class GeluMLP(Module):
@@ -111,7 +123,7 @@ class GeluMLP(Module):
 
 
 @dataclass(frozen=True, kw_only=True)
-class GeGLUSpec:
+class FusedGeGLUSpec:
     """names: of the fused input matrix, whose first half of the outputs is activated and whose second half is the gate,
     and of the output matrix. std, std_out: of their initial weights. exact: GELU itself, not its tanh form. bias: both
     have one."""
@@ -125,12 +137,13 @@ class GeGLUSpec:
     bias: bool = False
 
 
-class GeGLU(Module):
-    """down(gelu(input x) * gate x), as ModernBERT has it (Shazeer, "GLU variants improve transformer", 2020)."""
+class FusedGeGLU(Module):
+    """down(gelu(input x) * gate x), with input and gate in one matrix, as ModernBERT has it (Shazeer, "GLU variants
+    improve transformer", 2020)."""
 
     first_in_memory = ("gate_up.weight", "down.weight", "gate_up.bias", "down.bias")
 
-    def __init__(self, env: Env, spec: GeGLUSpec):
+    def __init__(self, env: Env, spec: FusedGeGLUSpec):
         super().__init__(env)
         (fused, out), inner, (a, b) = spec.names, spec.inner, env.cut(spec.inner)
         rows = [OutputRows(fused, 2 * inner, first + a, first + b) for first in (0, inner)]

@@ -8,7 +8,7 @@ here, so that a config that names an objective can be read without it.
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from functools import cache
 from typing import TYPE_CHECKING, Any, ClassVar, Literal, TypeVar
@@ -49,11 +49,13 @@ class Objective(ABC):
     scores_field  the config key of `scores`, for messages; needs_targets: its file must have the likeliest ids
     both_ways     its labels cannot be read off a token's own context, so models that read both ways can be trained on
                   it; False: labels are next tokens, which such models see
+    makes_beside  the streams of tokens that its transform makes beside the text (Sample.beside); `beside` has lengths
     """
 
     scores_field: ClassVar[str] = "task"
     needs_targets: ClassVar[bool] = False
     both_ways: ClassVar[bool] = False
+    makes_beside: ClassVar[tuple[str, ...]] = ()
     Config: ClassVar[Any] = TaskConfig  # in a subclass: its dataclass, with `name` added to its fields
 
     def __init_subclass__(cls, **more: Any) -> None:
@@ -84,6 +86,16 @@ class Objective(ABC):
         """How samples of the data become inputs and labels (sequence/sample.py); None: they stay as they are, with the
         next tokens as labels. DataError if the tokenizer lacks what it needs."""
         return None
+
+    @classmethod
+    def shrunk(cls, config: Any, seq_length: int) -> Any:
+        """`config` for a small copy of a run (phalanx verify), whose sequences have so many tokens."""
+        return config
+
+    @property
+    def beside(self) -> Mapping[str, int]:
+        """Streams of tokens that batches carry beside the text (Batch.beside), by name: tokens in a sequence."""
+        return {}
 
     @property
     def train_on(self) -> Literal["answers", "last_answer", "all"] | None:

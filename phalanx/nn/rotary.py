@@ -6,11 +6,11 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from phalanx.ops.dense.rope import rotary_table
+from phalanx.ops.dense.rope import Angles, rotary_table
 from phalanx.ops.dense.rope_scaling import Rotation
 from phalanx.sequence.batch import Batch, PerBatch
 
-TABLES = PerBatch[tuple[Tensor, Tensor]]()
+TABLES = PerBatch[Angles]()
 
 
 class Rotary:
@@ -27,8 +27,11 @@ class Rotary:
             self._made[key] = inv.to(device), factor
         return self._made[key]
 
-    def table(self, batch: Batch, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
+    def table(self, batch: Batch, dtype: torch.dtype) -> Angles:
         """cos and sin (T, dim / 2) of the batch's positions, times the scaling's factor."""
         length = batch.seq_length if batch.paged is None else batch.paged.length
         inv, factor = self.frequencies(length, batch.positions.device)
-        return TABLES.of(batch, lambda: rotary_table(batch.positions, inv, dtype, factor), self.rotation, dtype)
+        interleaved = self.rotation.interleaved
+        return TABLES.of(
+            batch, lambda: rotary_table(batch.positions, inv, dtype, factor, interleaved), self.rotation, dtype
+        )

@@ -12,6 +12,6 @@ from phalanx.text.vocabulary import sample_facts
 def reading_of(run: Run) -> Reading:
     """DataError if the score file is unreadable, or the tokenizer lacks what the task needs."""
     objective, t = make_objective(run.task), run.train
-    facts = sample_facts(run.data, seq_length=t.seq_length, seed=t.seed, vocab_size=run.model.vocab_size)
+    facts = sample_facts(run.data, run.model, seq_length=t.seq_length, seed=t.seed)
     scores = None if objective.scores is None else ScoreFile(objective.scores)
     return Reading(scores, objective.transform(facts))

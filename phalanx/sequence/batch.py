@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Hashable, Iterable, Sequence
+from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, fields, replace
 from typing import Any, Generic, TypeVar
 
@@ -13,9 +13,11 @@ from torch import Tensor
 
 from phalanx.sequence.balance import assign, degrees_of
 from phalanx.sequence.paged import PagedSequences
+from phalanx.sequence.sample import ENCODER as ENCODER
 from phalanx.sequence.sample import IGNORE as IGNORE
 from phalanx.sequence.shard import WHOLE, SequenceShard
 
+TEXT = "text"  # the name of a batch's own tokens, where its streams of tokens are named
 PADDING_RUN = 512  # the largest number of tokens in a document of padding
 # of `whole`, those that there are, in this order
 ROWS = (
@@ -111,6 +113,8 @@ class Batch:
     segments    (T,) int64: which text of its document a token belongs to (BERT's token types); None: all to the first
     paged       sequences that continue from what layers remember of them (generation): the tokens here are pieces of
                 several sequences, laid out flat; num_sequences is 1
+    beside      further streams of tokens by name (an encoder's text): each a batch of the same sequences with tokens,
+                positions and a length of its own, without labels. Documents with one number belong together
 
     The ints are known on the host: whether a batch is uniform is never read from the device.
     """
@@ -137,24 +141,44 @@ class Batch:
     target_log_probs: Tensor | None = None
     segments: Tensor | None = None
     paged: PagedSequences | None = None
+    beside: Mapping[str, Batch] = field(default_factory=dict)
     _made: dict[tuple[Hashable, ...], Any] = field(default_factory=dict, compare=False, repr=False)
     """By owner (PerBatch)."""
 
     def forget(self) -> None:
         """Free what was computed from it; called when the last block of this rank is done with the batch."""
         self._made.clear()
+        for other in self.beside.values():
+            other.forget()
 
     @property
     def tensors(self) -> list[Tensor]:
         """All tensors that it holds: its own and those computed from it."""
         own = [t for f in fields(self) if isinstance(t := getattr(self, f.name), Tensor)]
         made = [t for made in self._made.values() for t in (made if isinstance(made, tuple) else (made,))]
+        own += [t for other in self.beside.values() for t in other.tensors]
         return own + [t for m in made for t in (m.tensors if isinstance(m, Batch) else [m]) if isinstance(t, Tensor)]
 
     @property
     def derived_bytes(self) -> int:
         tensors = [t for made in self._made.values() for t in (made if isinstance(made, tuple) else (made,))]
-        return sum(t.derived_bytes if isinstance(t, Batch) else t.nbytes for t in tensors)
+        beside = sum(other.derived_bytes for other in self.beside.values())
+        return beside + sum(t.derived_bytes if isinstance(t, Batch) else t.nbytes for t in tensors)
+
+    def map(self, change: Callable[[Tensor], Tensor]) -> Batch:
+        """The same with each of its tensors changed, those of `beside` too; nothing computed from it is kept."""
+        values = {f.name: getattr(self, f.name) for f in fields(self)}
+        changed: dict[str, Any] = {name: change(v) for name, v in values.items() if isinstance(v, Tensor)}
+        return replace(self, **changed, beside={n: b.map(change) for n, b in self.beside.items()}, _made={})
+
+    def copy_from(self, other: Batch) -> None:
+        """Overwrite its tensors, except the gradient of the loss, with those of a batch of the same shapes."""
+        for f in fields(self):
+            mine, value = getattr(self, f.name), getattr(other, f.name)
+            if isinstance(value, Tensor) and f.name != "loss_seed":
+                mine.copy_(value)
+        for name, mine in self.beside.items():
+            mine.copy_from(other.beside[name])
 
     def with_loss(self, labels: Tensor, seed: Tensor | None) -> Batch:
         """The same tokens with other labels (T,) and another gradient of their summed loss; derived values are not
@@ -223,6 +247,9 @@ class Batch:
         """This shard of a batch of whole sequences."""
         if part.count == 1:
             return self
+        if self.beside:
+            alone = replace(self, beside={}).cut(part)
+            return replace(alone, beside={name: other.cut(part) for name, other in self.beside.items()})
         whole, balanced = torch.stack([getattr(self, name) for name in self._rows]), None
         shared: tuple[SharedDocument, ...] = ()
         if part.dynamic:
@@ -385,7 +412,5 @@ class Batch:
         return [torch.cat((chunks[i], chunks[-1 - i]), 1).flatten(0, 1) for i in range(len(parts))]
 
     def to(self, device: torch.device | str) -> Batch:
-        values = {f.name: getattr(self, f.name) for f in fields(self)}
-        moved: dict[str, Any] = {k: v.to(device, non_blocking=True) for k, v in values.items() if isinstance(v, Tensor)}
         paged = None if self.paged is None else self.paged.to(device)
-        return replace(self, **moved, paged=paged, _made={})
+        return replace(self.map(lambda t: t.to(device, non_blocking=True)), paged=paged)

@@ -19,6 +19,7 @@ from numpy.typing import NDArray
 
 from phalanx.base.errors import DataError
 
+ENCODER = "encoder"  # the name, beside a sample's own tokens, of the text that an encoder reads
 IGNORE = -100  # label of a token without loss, as in torch's cross entropy
 
 
@@ -33,6 +34,7 @@ class Sample:
               does not stay inside documents and sequences are not packed
     filled    tokens that are not padding
     segments  (n,) int64, which text of its document each token belongs to (BERT's token types); None: all to the first
+    beside    further streams of tokens (Batch.beside), by name: each a sample of as many documents, without labels
     """
 
     number: int
@@ -41,6 +43,7 @@ class Sample:
     starts: NDArray[np.int64]
     filled: int
     segments: NDArray[np.int64] | None = None
+    beside: Mapping[str, Sample] = field(default_factory=dict)
 
     @property
     def documents(self) -> list[tuple[int, int]]:
@@ -85,6 +88,15 @@ class Vocabulary:
     source: str = "data.tokenizer"
 
     @cached_property
+    def sentinels(self) -> tuple[int, ...]:
+        """The special tokens that stand for spans of a text: <extra_id_0>, <extra_id_1> and so on, as far as there are
+        any. T5 counts them from the top of its vocabulary."""
+        found = list[int]()
+        while f"<extra_id_{len(found)}>" in self.special:
+            found.append(self.special[f"<extra_id_{len(found)}>"])
+        return tuple(found)
+
+    @cached_property
     def is_text(self) -> NDArray[np.bool_]:
         """(size,) by id."""
         found = np.zeros(self.size, np.bool_)
@@ -115,12 +127,14 @@ class Vocabulary:
 
 @dataclass(frozen=True)
 class SampleFacts:
-    """What an objective knows when it makes its transform: the run's seed and sequence length, and the vocabulary,
-    which is read from the tokenizer when it is asked for (DataError if there is none)."""
+    """What an objective knows when it makes its transform: the run's seed and sequence length, the vocabulary, which is
+    read from the tokenizer when it is asked for (DataError if there is none), and the token with which the texts of the
+    model's decoder begin (None: it has no decoder beside an encoder)."""
 
     seed: int
     seq_length: int
     read_vocabulary: Callable[[], Vocabulary]
+    decoder_start: int | None = None
 
     @cached_property
     def vocabulary(self) -> Vocabulary:

@@ -14,6 +14,7 @@ from numpy.typing import NDArray
 from phalanx.base.errors import DataError
 from phalanx.data.config import DataConfig
 from phalanx.data.files import tokenizer_file
+from phalanx.models.model_config import ModelConfig
 from phalanx.sequence.sample import SampleFacts, Vocabulary
 from phalanx.text.tokenizer_base import Tokenizer
 from phalanx.text.tokenizers import load_tokenizer
@@ -24,13 +25,15 @@ ROLES = {
     "cls": ("[CLS]", "<s>", "<|cls|>"),
     "sep": ("[SEP]", "</s>", "<|sep|>"),
     "pad": ("[PAD]", "<pad>", "<|pad|>", "<|padding|>"),
+    "eos": ("</s>", "<|endoftext|>", "<eos>", "[EOS]", "<|end_of_text|>"),
 }
+MOCK_SENTINELS = 100  # of the vocabulary of mock tokens, as many as T5 has
 SPACES = ("Ġ", "Ċ", "▁", "ĉ", "č", " ")  # how byte-level vocabularies and SentencePiece write white space
 
 
-def sample_facts(data: DataConfig, *, seq_length: int, seed: int, vocab_size: int) -> SampleFacts:
+def sample_facts(data: DataConfig, model: ModelConfig, *, seq_length: int, seed: int) -> SampleFacts:
     """What a task's transform of this data may know. Its vocabulary is read when it is asked for."""
-    return SampleFacts(seed, seq_length, partial(vocabulary_of_data, data, vocab_size))
+    return SampleFacts(seed, seq_length, partial(vocabulary_of_data, data, model.vocab_size), model.decoder_start)
 
 
 def vocabulary_of_data(data: DataConfig, vocab_size: int) -> Vocabulary:
@@ -41,7 +44,9 @@ def vocabulary_of_data(data: DataConfig, vocab_size: int) -> Vocabulary:
     if not data.mock:
         raise DataError("data.tokenizer is required by the task: name the tokenizer that made the token files")
     roles = {name: vocab_size - 1 - i for i, name in enumerate(ROLES) if vocab_size > len(ROLES)}
-    return Vocabulary(vocab_size, np.arange(vocab_size - len(roles)), roles=roles, source="data.mock")
+    text = vocab_size - len(roles)
+    sentinels = {f"<extra_id_{i}>": text - 1 - i for i in range(min(MOCK_SENTINELS, text // 4))}
+    return Vocabulary(vocab_size, np.arange(text - len(sentinels)), sentinels, roles, source="data.mock")
 
 
 def vocabulary_of(path: str, vocab_size: int) -> Vocabulary:

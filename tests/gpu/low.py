@@ -22,7 +22,7 @@ from phalanx.ops.dense.activation import (
 )
 from phalanx.ops.dense.gate import CLAMPED_SWIGLU, SWIGLU
 from phalanx.ops.dense.norm import Normed
-from phalanx.ops.dense.rope import ROPE, RopeGrad, rotary_table
+from phalanx.ops.dense.rope import ROPE, Angles, RopeGrad, rotary_table
 from phalanx.ops.experts.permute import PERMUTE, Gathered, combine_rows, gather_rows, plan_rows
 from phalanx.ops.experts.rows import ExpertRows
 from phalanx.ops.quantized import quantize_kernel as kernels
@@ -242,7 +242,7 @@ def lazy_casts(recipe: str) -> Callable[[torch.device], str]:
             q, k, v = (
                 spread_out(2 * length * n, width, seed=n).view(2, length, n, width).transpose(1, 2) for n in (6, 2, 2)
             )
-            cos, sin = rotary_table(
+            cos, sin, _ = rotary_table(
                 torch.arange(2 * length) % length, 1e4 ** (-torch.arange(width // 2) * 2 / width), torch.bfloat16
             )
             c, s = (t.float().view(2, 1, length, -1) for t in (cos, sin))
@@ -252,7 +252,7 @@ def lazy_casts(recipe: str) -> Callable[[torch.device], str]:
             ]
             truth = torch.cat((*back, v), 1).transpose(1, 2).reshape(2 * length, -1)
             by = ROPE.choose("triton", q)
-            source = RopeGrad(*(t.to(device) for t in (q, k, v)), (cos.to(device), sin.to(device)), by)
+            source = RopeGrad(*(t.to(device) for t in (q, k, v)), Angles(cos.to(device), sin.to(device)), by)
             if recipe != "blockwise" or width == 128:
                 told(recipe, f"rope {length} {width}", DY, source, truth, device)
         return "to the bit"

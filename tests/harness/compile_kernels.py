@@ -19,7 +19,15 @@ from triton.compiler import ASTSource
 
 from phalanx.comm import small_kernel, sum_kernel
 from phalanx.ops.attention import join_kernel, paged_kernel, store_kernel
-from phalanx.ops.dense import gated_kernel, head_norm_kernel, invariant_kernel, loss_kernel, norm_kernel, rope_kernel
+from phalanx.ops.dense import (
+    dropout_kernel,
+    gated_kernel,
+    head_norm_kernel,
+    invariant_kernel,
+    loss_kernel,
+    norm_kernel,
+    rope_kernel,
+)
 from phalanx.ops.dense.activation import Gated, GatedGrad, GatedRows, GatedRowsGrad
 from phalanx.ops.dense.norm import Normed
 from phalanx.ops.dense.rope import RopeGrad
@@ -72,8 +80,9 @@ def kernels() -> list[tuple]:
         )
         found.append((norm_kernel._norm_backward, pointers, dict(ADD=True, CENTER=center, BLOCK=1024, TILE=4, **wide)))
     for gate in (
-        dict(ALPHA=1.0, LIMIT=math.inf, SHIFT=0.0, CLAMP=False),
-        dict(ALPHA=1.702, LIMIT=7.0, SHIFT=1.0, CLAMP=True),
+        dict(ALPHA=1.0, CUBIC=0.0, LIMIT=math.inf, SHIFT=0.0, CLAMP=False),
+        dict(ALPHA=1.702, CUBIC=0.0, LIMIT=7.0, SHIFT=1.0, CLAMP=True),
+        dict(ALPHA=1.596, CUBIC=0.044715, LIMIT=math.inf, SHIFT=0.0, CLAMP=False),
     ):
         gate["PAIRS"] = gate["CLAMP"]
         some = dict(weights="*fp32", last="*i32")
@@ -86,10 +95,16 @@ def kernels() -> list[tuple]:
                 dict(BLOCKS=3, **gate),
             )
         )
+    sizes = dict.fromkeys(("width", "stride", "first", "key0", "key1", "least"), "i32")
+    tokens = dict(samples="*i64", positions="*i64", **sizes)
+    found.append((dropout_kernel._drop, dict(x=BF, y=BF, **tokens), dict(SCALE=1.25, LANES=256, **wide)))
     pointers = dict(q=BF, k=BF, v=BF, out=BF, cos_table=BF, sin_table=BF, length="i32", **dict.fromkeys(strides, "i32"))
-    found.append((rope_kernel._pack, pointers, dict(SIGN=1.0, ROTATE=True, **heads)))
+    whole = dict(ROTATE=True, PAIRS=heads["HALF"], NEIGHBOURS=False)
+    pairings = (whole, whole | dict(PAIRS=heads["HALF"] // 2), whole | dict(NEIGHBOURS=True))
     normed = dict(qkv=BF, q_weight=BF, k_weight=BF, cos_table=BF, sin_table=BF)
-    found.append((head_norm_kernel._forward, dict(**normed, out=BF), dict(EPS=1e-6, ROTATE=True, **heads)))
+    for pairs in pairings:
+        found.append((rope_kernel._pack, pointers, dict(SIGN=1.0, **pairs, **heads)))
+        found.append((head_norm_kernel._forward, dict(**normed, out=BF), dict(EPS=1e-6, **pairs, **heads)))
     more = dict(
         dq=BF,
         dk=BF,
@@ -101,18 +116,13 @@ def kernels() -> list[tuple]:
         programs="i32",
         **dict.fromkeys(strides, "i32"),
     )
-    found.append((head_norm_kernel._backward, dict(**normed, **more), dict(EPS=1e-6, ROTATE=True, **heads)))
+    for pairs in pairings:
+        found.append((head_norm_kernel._backward, dict(**normed, **more), dict(EPS=1e-6, **pairs, **heads)))
     rows = dict(row_of_label="*i64", here="*i1", lse="*fp32")
-    found.append(
-        (
-            loss_kernel._stats,
-            dict(logits=BF, **rows, label_logit="*fp32", V="i32", stride="i32"),
-            dict(BLOCK=4096, **wide),
-        )
-    )
-    found.append(
-        (loss_kernel._gradient, dict(logits=BF, **rows, scale="*fp32", V="i32", stride="i32"), dict(BLOCK=4096, **wide))
-    )
+    for cap in (0.0, 30.0):
+        chunk, constants = dict(logits=BF, **rows, V="i32", stride="i32"), dict(CAP=cap, BLOCK=4096, **wide)
+        found.append((loss_kernel._stats, dict(**chunk, label_logit="*fp32"), constants))
+        found.append((loss_kernel._gradient, dict(**chunk, scale="*fp32"), constants))
     found.append((sum_kernel._sum, dict(parts=BF, out=BF, n="i32", distance="i32"), dict(COUNT=4, BLOCK=2048, **wide)))
     flat = dict(out="*fp32", own="*fp32", received="*fp32", n="i32", distance="i32")
     found += [(sum_kernel._add, flat, dict(INDEX=index, SIZE=4, ADD=index > 0, BLOCK=2048)) for index in (0, 2)]

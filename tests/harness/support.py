@@ -79,6 +79,9 @@ ALLOWED = (
         "excludes a schedule that splits backward: type train.cuda_graphs=off or layout.schedule=auto",
     ),
     ("train.cuda_graphs", "excludes train.offload_layers: type train.cuda_graphs=off or train.offload_layers=0"),
+    ("train.fp8", "is not built for a model with an encoder beside its decoder"),
+    ("train.deterministic", "needs a model whose layers share no weight: their sums have no fixed order"),
+    ("layout.cp_degree", "balances the documents of one text, and the model reads two: take fixed"),
     ("lora.base", "must be bf16 with train.fp8, which quantizes weights itself"),
 )
 """The refusals that there are; another one fails a test."""
@@ -159,7 +162,7 @@ def confirm(ranks: RankPool, t: Trial) -> None:
                     ranks.run("tests.harness.support:resume", n, what, Path(folder) / source),
                     truth["more"],
                 )
-        if "export" in t.also and t.near:
+        if "export" in t.also and (t.near or t.run.model.reads_beside):  # nothing generates from an encoder's memory
             for source, savers in saved.items():
                 exports_weights(Path(folder) / source, savers)
         elif "export" in t.also:

@@ -224,7 +224,7 @@ def bias_on_rank_0_alone(function: str) -> list[Change]:
 
 
 def padding_of_the_vocabulary() -> list[Change]:
-    def stats(logits: torch.Tensor, rows: torch.Tensor, here: torch.Tensor, count: int) -> torch.Tensor:
+    def stats(logits: torch.Tensor, rows: torch.Tensor, here: torch.Tensor, columns: object) -> torch.Tensor:
         label = torch.where(here, logits.gather(1, rows.unsqueeze(-1))[:, 0], 0)
         return torch.stack((torch.logsumexp(logits, -1), label))
 

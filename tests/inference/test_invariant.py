@@ -49,7 +49,7 @@ def differing(found, wanted) -> int:
     return sum(int((a.view(torch.uint8) != b.view(torch.uint8)).sum()) for a, b in zip(found, wanted))
 
 
-@pytest.mark.parametrize("model", ["llama", "qwen2", "qwen3", "mistral", "gpt2"])
+@pytest.mark.parametrize("model", ["llama", "qwen2", "qwen3", "olmo2", "gemma2", "mistral", "gpt2"])
 @pytest.mark.parametrize("precision", ["fp32", "bf16", "fp64"])
 def test_pieces_and_batches_of_any_size_have_the_bits_of_training(model, precision):
     run = invariant_run(model, precision)
@@ -73,7 +73,10 @@ def test_a_sequence_has_one_set_of_bits_in_batches_of_any_size(count):
     assert found is not None and differing(found[:1], alone) == 0
 
 
-@pytest.mark.parametrize("model, layout", [("llama", {"tp": 2}), ("gpt2", {"tp": 2}), ("qwen3", {"tp": 2, "pp": 2})])
+@pytest.mark.parametrize(
+    "model, layout",
+    [("llama", {"tp": 2}), ("gpt2", {"tp": 2}), ("qwen3", {"tp": 2, "pp": 2}), ("olmo2", {"tp": 2})],
+)
 def test_tensor_parallelism_changes_no_bit(ranks, model, layout):
     """Of generation, and of training's forward with sequence parallelism."""
     run, split = invariant_run(model), invariant_run(model, **layout)

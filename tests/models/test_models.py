@@ -4,6 +4,7 @@ by name."""
 from __future__ import annotations
 
 import math
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import replace
 from functools import lru_cache
 
@@ -19,16 +20,21 @@ from phalanx.engine.build import State, build, write_slot
 from phalanx.engine.step import accumulate, reduce_step_totals
 from phalanx.forecast.decide import make_plan
 from phalanx.layout.config import LayoutConfig
+from phalanx.models.decoder import rotation
 from phalanx.models.decoder_config import DecoderConfig
 from phalanx.models.deepseek_v3 import DeepseekV3Config
+from phalanx.models.gemma2 import Gemma2Config
 from phalanx.models.gpt2 import GPT2Config
 from phalanx.models.llama import LlamaConfig
+from phalanx.models.model_config import ModelConfig
+from phalanx.models.registry import family_of
 from phalanx.models.rope import ROPE_FIELDS, RopeScaling
 from phalanx.nn.head import Head
 from phalanx.ops.dense.rope import rotary_table
 from phalanx.ops.dense.rope_scaling import Rotation
 from phalanx.pipeline.execute import execute
 from phalanx.sequence.batch import IGNORE, Batch
+from tests.harness import hf_fuzz
 from tests.harness.parity import MODELS, SEQ, assemble, parts_of, sample_batch
 from tests.harness.sample import each_in_two
 
@@ -40,6 +46,20 @@ CASES = {
     ),
     "qwen3": MODELS["qwen3"],
     "qwen3: tied, MQA": replace(MODELS["qwen3"], num_key_value_heads=1, head_dim=8, tie_word_embeddings=True),
+    "olmo2": MODELS["olmo2"],
+    "olmo2: tied, MQA, biases": replace(
+        MODELS["olmo2"], num_key_value_heads=1, head_dim=8, tie_word_embeddings=True, attention_bias=True
+    ),
+    "gemma2": MODELS["gemma2"],
+    "gemma2: untied, MQA, biases, windows elsewhere, no caps": replace(
+        MODELS["gemma2"],
+        num_key_value_heads=1,
+        tie_word_embeddings=False,
+        attention_bias=True,
+        layer_types=("full_attention", "sliding_attention", "sliding_attention"),
+        attn_logit_softcapping=None,
+        final_logit_softcapping=None,
+    ),
     "mistral: window, yarn": MODELS["mistral"],
     "mistral: no window, MQA, tied": replace(
         MODELS["mistral"],
@@ -66,11 +86,30 @@ CASES = {
         rope_scaling=None,
     ),
     "deepseek_v3: llama3 scaling": replace(MODELS["deepseek_v3-dense"], rope_scaling=MODELS["llama"].rope_scaling),
+    "smollm3: window where nothing is rotated": MODELS["smollm3"],
+    "smollm3: tied, biases, layers by number": replace(
+        MODELS["smollm3"],
+        no_rope_layer_interval=4,
+        no_rope_layers=(0, 1, 1),
+        sliding_window=None,
+        tie_word_embeddings=True,
+        mlp_bias=True,
+    ),
+    "gpt_neox: half of each head rotated": MODELS["gpt_neox"],
+    "gpt_neox: one after the other, tied, no biases, linear scaling": replace(
+        MODELS["gpt_neox"],
+        use_parallel_residual=False,
+        tie_word_embeddings=True,
+        attention_bias=False,
+        activation_function="gelu_new",
+        rope_scaling=RopeScaling(rope_type="linear", factor=2.0),
+    ),
     "gpt2": replace(MODELS["gpt2"], dropout=0.0, attention_dropout=0.0),
     "gpt2: narrow mlp": replace(
         MODELS["gpt2"], dropout=0.0, attention_dropout=0.0, intermediate_size=37, num_hidden_layers=2
     ),
 }
+WIDE = (Gemma2Config,)  # of these, transformers computes more in float32 than `widen` knows
 LAYOUTS = {"one rank": {}, "tp2": dict(tp=2), "pp2": dict(pp=2), "tp2 pp2": dict(tp=2, pp=2), "tp4": dict(tp=4)}
 BATCHES = [sample_batch([1, 2], documents=False), sample_batch([3, 4], documents=False)]
 
@@ -92,8 +131,11 @@ def hf_config(config: LlamaConfig | GPT2Config):
             attn_pdrop=0,
             **options,
         )
-    if isinstance(c, DeepseekV3Config):
-        return transformers.DeepseekV3Config(**to_hf(c, torch.float64) | options)
+    if isinstance(c, WIDE):
+        options["attn_implementation"] = "eager"
+    if type(c).__name__ not in BY_HAND:
+        written = to_hf(c, torch.float64)
+        return transformers.CONFIG_MAPPING[written["model_type"]](**written | options)
     same = (
         "hidden_size",
         "intermediate_size",
@@ -117,13 +159,17 @@ def hf_config(config: LlamaConfig | GPT2Config):
     )
 
 
+BY_HAND = ("LlamaConfig", "MistralConfig", "Qwen2Config", "Qwen3Config")  # written here, whatever to_hf writes
+
+
 def head_dim_of(config: DecoderConfig) -> int:
     return config.head_dim or config.hidden_size // config.num_attention_heads
 
 
 def rotation_of(config: DecoderConfig) -> Rotation:
-    dim = config.qk_rope_head_dim if isinstance(config, DeepseekV3Config) else head_dim_of(config)
-    return Rotation(dim, config.rope_theta, config.rope_scaling, config.max_position_embeddings)
+    if isinstance(config, DeepseekV3Config):
+        return Rotation(config.qk_rope_head_dim, config.rope_theta, config.rope_scaling, config.max_position_embeddings)
+    return next(r for r in (rotation(config, i) for i in range(config.num_hidden_layers)) if r is not None)
 
 
 def hf_inverse_frequencies(config: DecoderConfig) -> torch.Tensor:
@@ -163,7 +209,12 @@ def widen(model, config: DecoderConfig) -> None:
             module.forward = lambda h, m=module: (
                 m.weight * (h * torch.rsqrt(h.pow(2).mean(-1, keepdim=True) + m.variance_epsilon))
             )
-    model.model.rotary_emb.forward = rotary
+    model.base_model.rotary_emb.forward = rotary
+
+
+def wide_modules(config: DecoderConfig | GPT2Config) -> AbstractContextManager[None]:
+    """For families with more in float32 than `widen` knows: float64 in its place, wherever transformers writes it."""
+    return hf_fuzz.wide() if isinstance(config, WIDE) else nullcontext()
 
 
 @lru_cache
@@ -174,23 +225,29 @@ def hugging_face(case: str) -> dict:
     config = CASES[case]
     cls = getattr(transformers, to_hf(config, torch.float64)["architectures"][0])
     torch.manual_seed(0)
-    model = cls(hf_config(config)).double().eval()
-    with torch.no_grad():
-        for p in model.parameters():
-            p.normal_(0.0, 0.3).add_(1.0 if p.dim() == 1 else 0.0)
-    if isinstance(config, DecoderConfig):
-        widen(model, config)
     tokens, labels = (torch.cat([getattr(b, n) for b in BATCHES]) for n in ("tokens", "labels"))
-    logits = model(tokens.view(-1, SEQ)).logits.flatten(0, 1)
+    with wide_modules(config):
+        model = cls(hf_config(config)).double().eval()
+        with torch.no_grad():
+            for p in model.parameters():
+                p.normal_(0.0, 0.3).add_(1.0 if p.dim() == 1 and not isinstance(config, WIDE) else 0.0)
+        if isinstance(config, DecoderConfig) and not isinstance(config, WIDE):
+            widen(model, config)
+        logits = model(tokens.view(-1, SEQ)).logits.flatten(0, 1)
     loss = F.cross_entropy(logits, labels, ignore_index=IGNORE, reduction="sum") / (labels != IGNORE).sum()
     loss.backward()
-    named = dict(model.named_parameters())
+    named = by_file_names(model, config)
     return {
         "weights": {k: p.detach().numpy() for k, p in named.items()},
         "grads": {k: p.grad.numpy() for k, p in named.items()},
         "logits": logits.detach().numpy(),
         "loss": loss.item(),
     }
+
+
+def by_file_names(model: torch.nn.Module, config: ModelConfig) -> dict[str, torch.nn.Parameter]:
+    """The model's parameters under the names of its files, which for GPT-NeoX's head is another one."""
+    return {family_of(config).tensors.today(name): p for name, p in model.named_parameters()}
 
 
 def load_weights(state: State, weights: dict[str, np.ndarray]) -> None:

@@ -40,9 +40,13 @@ TRIPS = [
     ("llama: GQA, wide heads, llama3 scaling", dict(tp=2)),
     ("llama: tied", dict(pp=2)),
     ("qwen3: tied, MQA", dict(tp=2)),
+    ("olmo2", dict(tp=2)),
+    ("gemma2", dict(tp=2)),
     ("mistral: window, yarn", dict(pp=2)),
     ("qwen2: window in upper layers", dict(tp=2)),
     ("deepseek_v3: latents, yarn", dict(tp=2)),
+    ("smollm3: window where nothing is rotated", dict(tp=2)),
+    ("gpt_neox: half of each head rotated", dict(tp=2)),
     ("gpt2", dict(tp=2)),
     ("mixtral", dict(ep=2)),
     ("mixtral", dict(tp=2, etp=2)),
@@ -50,6 +54,7 @@ TRIPS = [
     ("qwen3_moe: renormalised", dict(pp=2)),
     ("deepseek_v3", dict(ep=2)),
     ("deepseek_v3", dict(pp=2)),
+    ("glm4_moe", dict(ep=2)),
     ("gpt_oss", dict(ep=2)),
     ("gpt_oss", dict(tp=2)),
 ]
@@ -71,18 +76,21 @@ def theirs(folder: Path, config) -> dict:
     """Logits and gradients of transformers' model of a folder, by its own names."""
     from transformers import AutoModelForCausalLM
 
-    options = (
-        {"experts_implementation": "eager"} if isinstance(config, ExpertsConfig) else {"attn_implementation": "sdpa"}
-    )
-    model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float64, **options).eval()
+    wide = isinstance(config, test_models.WIDE)
+    options = {"attn_implementation": "eager" if wide else "sdpa"}
+    if isinstance(config, ExpertsConfig):
+        options = {"experts_implementation": "eager"}
     experts = isinstance(config, ExpertsConfig) and config.routed_experts
-    if isinstance(config, DecoderConfig):
-        (test_moe_models if experts else test_models).widen(model, config)
     tokens, labels = (torch.cat([getattr(b, n) for b in BATCHES]) for n in ("tokens", "labels"))
-    logits = model(tokens.view(-1, SEQ)).logits.flatten(0, 1)
+    with test_models.wide_modules(config):
+        model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float64, **options).eval()
+        if isinstance(config, DecoderConfig) and not wide:
+            (test_moe_models if experts else test_models).widen(model, config)
+        logits = model(tokens.view(-1, SEQ)).logits.flatten(0, 1)
     (F.cross_entropy(logits, labels, ignore_index=IGNORE, reduction="sum") / (labels != IGNORE).sum()).backward()
     if not experts:
-        return {"grads": {k: p.grad.numpy() for k, p in model.named_parameters()}, "logits": logits.detach().numpy()}
+        named = test_models.by_file_names(model, config)
+        return {"grads": {k: p.grad.numpy() for k, p in named.items()}, "logits": logits.detach().numpy()}
     with torch.no_grad():
         for p in model.parameters():
             p.copy_(p.grad)

@@ -58,6 +58,11 @@ NAMED = {
     "qwen3 tp4 with 2 kv heads, overlapped, pointwise recompute, documents": case(
         "qwen3", 4, tp=4, tp_overlap="on", recompute="pointwise", documents=True
     ),
+    "olmo2 tp4 with 2 kv heads, overlapped, selective recompute, documents": case(
+        "olmo2", 4, tp=4, tp_overlap="on", recompute="selective", documents=True
+    ),
+    "gemma2 tp2 pp2 dp2, tied, documents": case("gemma2", 8, tp=2, pp=2, documents=True),
+    "gemma2 dp2, level 3, pointwise recompute": case("gemma2", 2, sharding=3, recompute="pointwise"),
     "mistral tp2 pp2 dp2, documents": case("mistral", 8, tp=2, pp=2, documents=True),
     "mistral tp4 with 2 kv heads, overlapped, selective recompute": case(
         "mistral", 4, tp=4, tp_overlap="on", recompute="selective"
@@ -243,6 +248,27 @@ NAMED = {
     "dynamic cp4, qwen3_moe by document, ep2 x etp2": case(
         "qwen3_moe", 4, cp=4, ep=2, etp=2, cp_degree="dynamic", documents="packed"
     ),
+    "t5 tp2, documents, level 0": case("t5", 2, tp=2, documents=True, sharding=0),
+    "t5 pp2 x 3 virtual stages, packed": case("t5", 2, pp=2, virtual_stages=3, documents="packed"),
+    "t5 pp3 x 2 virtual stages, long recompute": case("t5", 3, pp=3, virtual_stages=2, recompute="long"),
+    "t5 pp4 x 2 virtual stages, a stage per block": case("t5", 4, pp=4, virtual_stages=2),
+    "t5 tied pp4, gpipe, full recompute, documents": case(
+        "t5-tied", 4, pp=4, schedule="gpipe", recompute="full", documents=True
+    ),
+    "t5 tied tp2 pp2 dp2, level 1, selective recompute": case(
+        "t5-tied", 8, tp=2, pp=2, sharding=1, recompute="selective"
+    ),
+    "t5 pp2 dp2, level 2, split backward, packed": case(
+        "t5", 4, pp=2, schedule="zb_h1", sharding=2, documents="packed", micro_batch=2
+    ),
+    "t5 tied dp4, level 3, pointwise recompute": case("t5-tied", 4, sharding=3, recompute="pointwise"),
+    "t5 tp4, overlapped": case("t5", 4, tp=4, tp_overlap="on"),
+    "t5 cp2, ring, level 3": case("t5", 2, cp=2, cp_attention="ring", sharding=3),
+    "t5 tied cp2 tp2, all-gather, packed": case(
+        "t5-tied", 4, cp=2, tp=2, cp_attention="allgather", documents="packed", micro_batch=2
+    ),
+    "t5 cp2 pp2, heads, full recompute": case("t5", 4, cp=2, cp_ulysses=2, pp=2, recompute="full"),
+    "t5 cp3 in uneven parts, documents": case("t5", 3, cp=3, documents=True, micro_batch=2),
     "uneven stages": case("llama", 4, pp=4, stages=(1, 1, 3, 1)),
     "gpipe": case("gpt2", 2, pp=2, schedule="gpipe"),
     "split backward pp2, a segment per block": case("llama", 2, pp=2, schedule="zb_h1"),

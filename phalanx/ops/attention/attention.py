@@ -300,12 +300,13 @@ def _make_block_mask(batch: Batch, window: int, both: bool, dtype: torch.dtype) 
 @dataclass(frozen=True)
 class ProbabilityDropout:
     """Dropout of attention's probabilities, keyed by (seed, sample, query position, layer, global head, key position):
-    `first_head` is the number of the first head that is here."""
+    `first_head` is the number of the first head that is here; `site` tells apart the attentions of a layer."""
 
     p: float
     seed: int
     layer: int
     first_head: int
+    site: int = 0
 
 
 def attention_with_dropout(
@@ -329,7 +330,7 @@ def attention_with_dropout(
     probs = _probabilities(q, k, *by_documents(batch, kind), learned)
     rows = tuple(t.view(len(q), -1) for t in (batch.samples, batch.places))
     numbers = range(dropout.first_head, dropout.first_head + q.shape[1])
-    key = (dropout.p, dropout.seed, dropout.layer, 0)
+    key = (dropout.p, dropout.seed, dropout.layer, dropout.site)
     keep = torch.stack([keep_mask(*key, rows, batch.seq_length, head) for head in numbers], 1)  # type: ignore[arg-type]
     keep = keep.repeat(1, 1, 1, k.shape[2] // batch.seq_length)
     out = (probs * keep / (1.0 - dropout.p)).to(v.dtype) @ repeated(v, q.shape[1])

@@ -245,10 +245,10 @@ def _dry_forward(q: Tensor, k: Tensor, v: Tensor, how: Scoring) -> tuple[Tensor,
 
 def _dry_backward(dout: Tensor, saved: SavedBlock, how: Scoring) -> Gradients:
     """The gradient of a bias is made for each sequence, then summed."""
+    found = Gradients(*fused_gradients(*saved[:3]))
     if how.bias is None:
-        return Gradients(*fused_gradients(*saved[:3]))
-    dbias = how.bias.new_empty(len(saved.q), *how.bias.shape)
-    return Gradients(*fused_gradients(*saved[:3]), dbias.sum(0))
+        return found
+    return found._replace(bias=how.bias.new_empty(len(saved.q), *how.bias.shape).sum(0))
 
 
 def fused_gradients(*inputs: Tensor) -> tuple[Tensor, ...]:

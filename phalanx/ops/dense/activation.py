@@ -1,10 +1,11 @@
-"""Activations of MLPs: gated ones over stacked gate and up (SwiGLU and gpt-oss's clamped form), and GELU in both
+"""Activations of MLPs: gated ones over stacked gate and up (SwiGLU, gpt-oss's clamped form, GeGLU), and GELU in both
 forms."""
 
 from __future__ import annotations
 
 import math
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any
 
 import torch
@@ -12,7 +13,7 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.autograd import Function
 
-from phalanx.ops.dense.gate import CLAMPED_SWIGLU, SWIGLU, Gate
+from phalanx.ops.dense.gate import CLAMPED_SWIGLU, GEGLU, SWIGLU, Gate
 from phalanx.ops.lazy_tensor import LazySource
 from phalanx.ops.op import Case, Kernels, Op, invariant, triton
 
@@ -28,9 +29,9 @@ def gated_forward(x: Tensor, gate: Gate, weights: Tensor | None = None, last: Te
 def gated_backward(
     dy: Tensor, x: Tensor, gate: Gate, weights: Tensor | None = None, last: Tensor | None = None
 ) -> tuple[Tensor, Tensor | None]:
-    """With s = sigmoid(alpha g): d(g s)/dg = s (1 + alpha g (1 - s)). Clamping passes the gradient up to and including
-    the limit. torch's own clamp passes it at the limit before version 2.15 and not since; here it is the same with
-    every version."""
+    """With s = sigmoid(h), h = alpha (g + cubic g^3): d(g s)/dg = s (1 + g h' (1 - s)). Clamping passes the
+    gradient up to and including the limit. torch's own clamp passes it at the limit before version 2.15 and not since;
+    here it is the same with every version."""
     g, u, s = _clamped(x, gate)
     raw_g, raw_u = _parts(x, gate)
     u = u + gate.shift
@@ -39,7 +40,7 @@ def gated_backward(
         products = ((g * s * u).to(weights.dtype) * dy.to(weights.dtype)).sum(-1)
         dweights = products if last is None else torch.where(_before(last, products), products, 0)
         dy = (dy * weights.unsqueeze(-1)).to(x.dtype)
-    dg = dy * u * s * (1 + gate.alpha * g * (1 - s)) * (raw_g <= gate.limit)
+    dg = dy * u * s * (1 + gate.slope(g) * (1 - s)) * (raw_g <= gate.limit)
     du = dy * g * s * (raw_u.abs() <= gate.limit)
     dx = torch.stack((dg, du), -1).flatten(-2) if gate.interleaved else torch.cat((dg, du), -1)
     return dx if last is None else torch.where(_before(last, dx), dx, 0), dweights
@@ -52,7 +53,7 @@ class GatedByExp:
     @staticmethod
     def gated_forward(x: Tensor, gate: Gate, weights: Tensor | None = None, last: Tensor | None = None) -> Tensor:
         g, u, _ = _clamped(x, gate)
-        y = g * (1 / (1 + torch.exp(-widened(gate.alpha * g)))).to(x.dtype) * (u + gate.shift)
+        y = g * (1 / (1 + torch.exp(-widened(gate.inner(g))))).to(x.dtype) * (u + gate.shift)
         y = y if weights is None else (y * weights.unsqueeze(-1)).to(x.dtype)
         return y if last is None else torch.where(_before(last, y), y, 0)
 
@@ -71,10 +72,10 @@ def _parts(x: Tensor, gate: Gate) -> tuple[Tensor, Tensor]:
 
 
 def _clamped(x: Tensor, gate: Gate) -> tuple[Tensor, Tensor, Tensor]:
-    """Clamped gate, clamped up, sigmoid(alpha gate)."""
+    """Clamped gate, clamped up, and the sigmoid by which the gate is multiplied."""
     g, u = _parts(x, gate)
     g, u = g.clamp(max=gate.limit), u.clamp(-gate.limit, gate.limit)
-    return g, u, torch.sigmoid(gate.alpha * g)
+    return g, u, torch.sigmoid(gate.inner(g))
 
 
 def _before(last: Tensor, rows: Tensor) -> Tensor:
@@ -181,7 +182,7 @@ class _Gated(Function):
 
 
 def swiglu(x: Tensor, kernels: Kernels = "auto", gate: Gate = SWIGLU) -> Tensor:
-    """x = [gate, up] (T, 2F) -> silu(gate) * up (T, F), or another gate's: clamped, or of interleaved pairs."""
+    """x = [gate, up] (T, 2F) -> silu(gate) * up (T, F), or another gate's: clamped, of interleaved pairs, GeGLU's."""
     return _Gated.apply(x, None, None, gate, GATED.choose(kernels, x))
 
 
@@ -225,7 +226,7 @@ def _some_rows(x: Tensor, weights: Tensor, kernels: Kernels) -> Tensor:
 
 GATED = Op(
     "swiglu",
-    "gated activations: SwiGLU, and gpt-oss's clamped one",
+    "gated activations: SwiGLU, gpt-oss's clamped one, GeGLU",
     __name__,
     ("gated_forward", "gated_backward"),
     (triton("phalanx.ops.dense.gated_kernel", invariant=True), invariant(f"{__name__}:GatedByExp")),
@@ -233,6 +234,7 @@ GATED = Op(
         Case("swiglu", swiglu, ((3, 14),)),
         Case("swiglu, wide", swiglu, ((2, 2 * 1030),)),
         Case("rows of experts, clamped and weighed", _some_rows, ((5, 20), (5,))),
+        Case("geglu", partial(swiglu, gate=GEGLU), ((3, 14),)),
         Case("swiglu of 14336", swiglu, ((1030, 2 * 14336),), large=True),
     ),
 )

@@ -46,10 +46,30 @@ def gated(gate, up, ALPHA: tl.constexpr, INTERPRETED: tl.constexpr):
 
 
 @triton.jit
-def gated_slopes(d, gate, up, s, raw_gate, raw_up, ALPHA: tl.constexpr, LIMIT: tl.constexpr, CLAMP: tl.constexpr):
-    """Gradients of gate and up from that of the activation; s = sigmoid(alpha gate)."""
+def plus_cube(gate, CUBIC: tl.constexpr):
+    """gate + CUBIC * gate^3."""
+    if CUBIC == 0.0:
+        return gate
+    else:
+        return gate + CUBIC * gate * gate * gate
+
+
+@triton.jit
+def gated_slopes(
+    d,
+    gate,
+    up,
+    s,
+    raw_gate,
+    raw_up,
+    ALPHA: tl.constexpr,
+    LIMIT: tl.constexpr,
+    CLAMP: tl.constexpr,
+    CUBIC: tl.constexpr = 0.0,
+):
+    """Gradients of gate and up from that of the activation; s is the sigmoid of alpha times `plus_cube`."""
     through = d * s
-    dgate = through * up * (1.0 + ALPHA * gate * (1.0 - s))
+    dgate = through * up * (1.0 + ALPHA * plus_cube(gate, 3.0 * CUBIC) * (1.0 - s))
     dup = through * gate
     if CLAMP:
         dgate = tl.where(raw_gate <= LIMIT, dgate, 0.0)
@@ -83,6 +103,7 @@ def _forward(
     y,
     F,
     ALPHA: tl.constexpr,
+    CUBIC: tl.constexpr,
     LIMIT: tl.constexpr,
     SHIFT: tl.constexpr,
     CLAMP: tl.constexpr,
@@ -103,7 +124,7 @@ def _forward(
     raw_gate = tl.load(x + at_gate, mask=mask, other=0.0).to(WIDE)
     raw_up = tl.load(x + at_up, mask=mask, other=0.0).to(WIDE)
     gate, up = clamped(raw_gate, raw_up, LIMIT, SHIFT, CLAMP)
-    out = gated(gate, up, ALPHA, INTERPRETED)
+    out = gate * sigmoid(plus_cube(gate, CUBIC), ALPHA, INTERPRETED) * up
     if WEIGH:
         out = out * tl.load(weights + row).to(WIDE)
     tl.store(y + row * F + cols, out.to(y.dtype.element_ty), mask=mask)
@@ -119,6 +140,7 @@ def _backward(
     dweights,
     F,
     ALPHA: tl.constexpr,
+    CUBIC: tl.constexpr,
     LIMIT: tl.constexpr,
     SHIFT: tl.constexpr,
     CLAMP: tl.constexpr,
@@ -148,11 +170,11 @@ def _backward(
         raw_gate = tl.load(x + at_gate, mask=mask, other=0.0).to(WIDE)
         raw_up = tl.load(x + at_up, mask=mask, other=0.0).to(WIDE)
         gate, up = clamped(raw_gate, raw_up, LIMIT, SHIFT, CLAMP)
-        s = sigmoid(gate, ALPHA, INTERPRETED)
+        s = sigmoid(plus_cube(gate, CUBIC), ALPHA, INTERPRETED)
         if WEIGH:
             sums += d * gate * s * up
             d = d * weight
-        dgate, dup = gated_slopes(d, gate, up, s, raw_gate, raw_up, ALPHA, LIMIT, CLAMP)
+        dgate, dup = gated_slopes(d, gate, up, s, raw_gate, raw_up, ALPHA, LIMIT, CLAMP, CUBIC)
         tl.store(dx + at_gate, dgate.to(dx.dtype.element_ty), mask=mask)
         tl.store(dx + at_up, dup.to(dx.dtype.element_ty), mask=mask)
     if WEIGH:
@@ -162,6 +184,7 @@ def _backward(
 def _constants(gate: Gate, weights: Tensor | None, last: Tensor | None, x: Tensor) -> dict:
     return dict(
         ALPHA=gate.alpha,
+        CUBIC=gate.cubic,
         LIMIT=gate.limit,
         SHIFT=gate.shift,
         CLAMP=math.isfinite(gate.limit),

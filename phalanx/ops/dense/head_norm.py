@@ -16,10 +16,10 @@ from torch.autograd import Function
 
 from phalanx.ops.dense.grads import add_grad
 from phalanx.ops.dense.norm import NORM
-from phalanx.ops.dense.rope import pack_heads, split_heads, table_for, turn
+from phalanx.ops.dense.rope import Angles, pack_heads, rotate, split_heads, table_for
 from phalanx.ops.op import Case, Kernels, Op, invariant, triton
 
-Table = tuple[Tensor, Tensor] | None
+Table = Angles | None
 
 
 def _normed(qkv: Tensor, heads: int, kv_heads: int, eps: float) -> tuple[Tensor, Tensor, Tensor]:
@@ -33,9 +33,9 @@ def _normed(qkv: Tensor, heads: int, kv_heads: int, eps: float) -> tuple[Tensor,
 def forward(qkv: Tensor, heads: int, q_weight: Tensor, k_weight: Tensor, table: Table, eps: float) -> Tensor:
     """The packed qkv (T, heads + 2 * kv_heads, K) with q and k normalized, scaled and rotated."""
     kv_heads = (qkv.shape[1] - heads) // 2
-    n = _normed(qkv, heads, kv_heads, eps)[1].to(qkv.dtype)
-    weighed = torch.cat((n[:, :heads] * q_weight, n[:, heads:] * k_weight), 1)
-    rotated = weighed if table is None else turn(weighed, table, interleaved=False)
+    n = _normed(qkv, heads, kv_heads, eps)[1].to(q_weight.dtype)
+    weighed = torch.cat((n[:, :heads] * q_weight, n[:, heads:] * k_weight), 1).to(qkv.dtype)
+    rotated = weighed if table is None else rotate(weighed, table)
     return torch.cat((rotated, qkv[:, heads + kv_heads :]), 1)
 
 
@@ -68,7 +68,7 @@ class HeadRows:
         parts = (qkv[:, :heads], q_weight), (qkv[:, heads : heads + kv_heads], k_weight)
         normed = [by.norm_forward(x.flatten(0, 1), None, weight, None, eps)[1].view(x.shape) for x, weight in parts]
         weighed = torch.cat(normed, 1)
-        rotated = weighed if table is None else turn(weighed, table, interleaved=False)
+        rotated = weighed if table is None else rotate(weighed, table)
         return torch.cat((rotated, qkv[:, heads + kv_heads :]), 1)
 
     backward = staticmethod(backward)
@@ -117,11 +117,14 @@ def norm_rope(
     return _HeadNorm.apply(qkv, q_weight, k_weight, eps, heads, kv_heads, sequences, table, by)
 
 
-def _case(heads: int, kv_heads: int, sequences: int, rotate: bool = True) -> Callable[..., Tensor]:
-    """The outputs of norm_rope, packed again."""
+def _case(
+    heads: int, kv_heads: int, sequences: int, features: int | None = None, interleaved: bool = False
+) -> Callable[..., Tensor]:
+    """The outputs of norm_rope, packed again. features: rotated ones, if not all."""
 
     def call(x: Tensor, q: Tensor, k: Tensor, kernels: Kernels) -> Tensor:
-        made = norm_rope(x, q, k, 1e-3, heads, kv_heads, sequences, table_for(x) if rotate else None, kernels)
+        table = None if features == 0 else table_for(x, features, interleaved)
+        made = norm_rope(x, q, k, 1e-3, heads, kv_heads, sequences, table, kernels)
         return torch.cat(made, 1).transpose(1, 2).flatten(0, 1)
 
     return call
@@ -140,7 +143,10 @@ NORM_ROPE = Op(
     cases=(
         Case("norm_rope", _case(3, 2, 2), ((10, 7, 6), (6,), (6,)), (1, 2)),
         Case("norm_rope, one head", _case(1, 1, 1), ((5, 3, 64), (64,), (64,)), (1, 2)),
-        Case("norm_rope, no angles", _case(5, 1, 3, rotate=False), ((9, 7, 20), (20,), (20,)), (1, 2)),
+        Case("norm_rope, part of a head", _case(3, 2, 2, features=6), ((10, 7, 20), (20,), (20,)), (1, 2)),
+        Case("norm_rope, neighbours", _case(2, 1, 1, 4, interleaved=True), ((5, 4, 10), (10,), (10,)), (1, 2)),
+        Case("norm_rope, no angles", _case(5, 1, 3, features=0), ((9, 7, 20), (20,), (20,)), (1, 2)),
         Case("norm_rope of 32 heads of 128", _case(32, 8, 1), ((1030, 48, 128), (128,), (128,)), (1, 2), large=True),
+        Case("norm_rope of half a head", _case(32, 8, 1, 64), ((1030, 48, 128), (128,), (128,)), (1, 2), large=True),
     ),
 )

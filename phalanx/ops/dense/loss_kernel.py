@@ -8,6 +8,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from phalanx.ops.dense.cross_entropy import Columns
 from phalanx.ops.kernel_tools import triton_wide, wide_of
 
 BLOCK = 2048
@@ -15,7 +16,29 @@ CHUNK_ELEMENTS = 1 << 30  # logits of a chunk, 2 GiB in bf16: each chunk reads a
 
 
 @triton.jit
-def _stats(logits, row_of_label, here, lse, label_logit, V, stride, WIDE: tl.constexpr, BLOCK: tl.constexpr):
+def _capped(x, CAP: tl.constexpr):
+    """CAP * tanh(x / CAP), or x where CAP is 0. tanh comes from an exponential that never overflows."""
+    if CAP == 0.0:
+        return x
+    else:
+        shrunk = tl.exp(-2.0 / CAP * tl.abs(x))
+        capped = CAP * (1.0 - shrunk) / (1.0 + shrunk)
+        return tl.where(x < 0.0, -capped, capped)
+
+
+@triton.jit
+def _stats(
+    logits,
+    row_of_label,
+    here,
+    lse,
+    label_logit,
+    V,
+    stride,
+    CAP: tl.constexpr,
+    WIDE: tl.constexpr,
+    BLOCK: tl.constexpr,
+):
     """Log-sum-exp of the first V logits of a row, and the label's logit, in one pass."""
     t = tl.program_id(0).to(tl.int64)
     lanes = tl.arange(0, BLOCK)
@@ -24,6 +47,8 @@ def _stats(logits, row_of_label, here, lse, label_logit, V, stride, WIDE: tl.con
     total = tl.zeros((BLOCK,), WIDE)
     for start in range(0, V, BLOCK):
         x = tl.load(logits + t * stride + start + lanes, mask=start + lanes < V, other=float("-inf")).to(WIDE)
+        if CAP != 0.0:
+            x = tl.where(start + lanes < V, _capped(x, CAP), float("-inf"))
         shrunk = tl.exp(
             -tl.abs(x - top)
         )  # the smaller of the two relative to the larger: one exp instead of two, and exp is the bottleneck
@@ -34,12 +59,14 @@ def _stats(logits, row_of_label, here, lse, label_logit, V, stride, WIDE: tl.con
     tl.store(lse + t, tl.log(sum_all) + highest)
     held = tl.load(here + t)
     value = tl.load(logits + t * stride + tl.load(row_of_label + t), mask=held, other=0.0).to(WIDE)
-    tl.store(label_logit + t, value)
+    tl.store(label_logit + t, _capped(value, CAP))
 
 
 @triton.jit
-def _gradient(logits, row_of_label, here, lse, scale, V, stride, WIDE: tl.constexpr, BLOCK: tl.constexpr):
-    """Replace logits by (softmax - one hot of the label) * scale, 0 in the padding."""
+def _gradient(
+    logits, row_of_label, here, lse, scale, V, stride, CAP: tl.constexpr, WIDE: tl.constexpr, BLOCK: tl.constexpr
+):
+    """Replace logits by (softmax - one hot of the label) * scale, times the slope of the cap; 0 in the padding."""
     t = tl.program_id(0).to(tl.int64)
     lanes = tl.arange(0, BLOCK)
     norm = tl.load(lse + t)
@@ -48,28 +75,35 @@ def _gradient(logits, row_of_label, here, lse, scale, V, stride, WIDE: tl.conste
     for start in range(0, stride, BLOCK):
         cols = start + lanes
         x = tl.load(logits + t * stride + cols, mask=cols < V, other=float("-inf")).to(WIDE)
+        if CAP != 0.0:
+            x = _capped(x, CAP)
         d = tl.exp(x - norm)
         d = tl.where(cols == label, d - 1.0, d) * factor
+        if CAP != 0.0:
+            d = tl.where(cols < V, d * (1.0 - (x / CAP) * (x / CAP)), 0.0)
         tl.store(logits + t * stride + cols, d.to(logits.dtype.element_ty), mask=cols < stride)
 
 
-def softmax_stats(logits: Tensor, rows: Tensor, here: Tensor, count: int) -> Tensor:
-    """(2, T) in at least fp32: log-sum-exp over the first `count` columns of logits (T, V); logit of column rows[t],
-    0 where not `here`."""
+def _constants(logits: Tensor, columns: Columns) -> dict[str, object]:
+    return dict(CAP=columns.cap or 0.0, WIDE=triton_wide(logits.dtype), BLOCK=BLOCK, num_warps=8)
+
+
+def softmax_stats(logits: Tensor, rows: Tensor, here: Tensor, columns: Columns) -> Tensor:
+    """(2, T) in at least fp32: log-sum-exp over the columns of logits (T, V) that are ids; logit of column rows[t],
+    0 where not `here`; of capped logits."""
     tokens, stride = logits.shape
     out = torch.empty(2, tokens, dtype=wide_of(logits.dtype), device=logits.device)
     if tokens:
-        _stats[(tokens,)](
-            logits, rows, here, out[0], out[1], count, stride, WIDE=triton_wide(logits.dtype), BLOCK=BLOCK, num_warps=8
-        )
+        _stats[(tokens,)](logits, rows, here, out[0], out[1], columns.count, stride, **_constants(logits, columns))
     return out
 
 
-def softmax_gradient_(logits: Tensor, rows: Tensor, here: Tensor, lse: Tensor, scale: Tensor, count: int) -> Tensor:
-    """logits (T, V), contiguous, are replaced in place by (softmax - one hot) * scale[t]."""
+def softmax_gradient_(
+    logits: Tensor, rows: Tensor, here: Tensor, lse: Tensor, scale: Tensor, columns: Columns
+) -> Tensor:
+    """logits (T, V), contiguous, are replaced in place by (softmax - one hot) * scale[t], times the slope of the
+    cap."""
     tokens, stride = logits.shape
     if tokens:
-        _gradient[(tokens,)](
-            logits, rows, here, lse, scale, count, stride, WIDE=triton_wide(logits.dtype), BLOCK=BLOCK, num_warps=8
-        )
+        _gradient[(tokens,)](logits, rows, here, lse, scale, columns.count, stride, **_constants(logits, columns))
     return logits

@@ -22,14 +22,19 @@ from phalanx.ops.op import Case, Kernels, Op, invariant, triton
 
 @dataclass(frozen=True)
 class Normed(LazySource):
-    """x (T, D) scale (T,), rounded to x's dtype, times weight (D,): the output of RMSNorm, not in memory."""
+    """x (T, D) scale (T,), rounded to the weight's dtype, times weight (D,): the output of RMSNorm, not in memory."""
 
     x: Tensor
     scale: Tensor
     weight: Tensor
 
     def tensor(self) -> Tensor:
-        return (_widen(self.x) * self.scale.unsqueeze(-1)).to(self.x.dtype) * self.weight
+        return _times(_widen(self.x) * self.scale.unsqueeze(-1), self.weight, self.x.dtype)
+
+
+def _times(normed: Tensor, weight: Tensor, dtype: torch.dtype) -> Tensor:
+    """A wide norm, rounded to the weight's dtype, times the weight, in `dtype`."""
+    return (normed.to(weight.dtype) * weight).to(dtype)
 
 
 def _widen(x: Tensor) -> Tensor:
@@ -63,7 +68,7 @@ def _norm_of(x: Tensor, weight: Tensor, bias: Tensor | None, eps: float) -> tupl
     wide = _widen(x)
     if bias is None:
         scale = torch.rsqrt(wide.square().mean(-1) + eps)
-        return (wide * scale.unsqueeze(-1)).to(x.dtype) * weight, scale.new_empty(0), scale
+        return _times(wide * scale.unsqueeze(-1), weight, x.dtype), scale.new_empty(0), scale
     mean = wide.mean(-1)
     scale = torch.rsqrt(wide.var(-1, unbiased=False) + eps)
     normed = (wide - mean.unsqueeze(-1)) * scale.unsqueeze(-1)
@@ -111,7 +116,7 @@ class NormInOrder:
         centered = wide if bias is None else wide - mean.unsqueeze(-1)
         scale = 1 / torch.sqrt(sum_in_order(centered * centered) / width + eps)
         normed = centered * scale.unsqueeze(-1)
-        y = normed.to(x.dtype) * weight if bias is None else (normed * weight + bias).to(x.dtype)
+        y = _times(normed, weight, x.dtype) if bias is None else (normed * weight + bias).to(x.dtype)
         return total, y, mean, scale
 
     norm_backward = staticmethod(norm_backward)
@@ -153,9 +158,27 @@ class _Norm(Function):
         return dx, dx if ctx.added else None, dw_out, db_out, None, None, None
 
 
+class _PlusOne(Function):
+    @staticmethod
+    def forward(ctx: Any, weight: Tensor) -> Tensor:  # type: ignore[override]
+        ctx.weight = weight
+        return _widen(weight) + 1
+
+    @staticmethod
+    def backward(ctx: Any, d: Tensor) -> Tensor | None:  # type: ignore[override]
+        return add_grad(ctx.weight, d)
+
+
+def plus_one(weight: Tensor) -> Tensor:
+    """weight (D,) + 1 in at least fp32, for norms whose weights are stored as their distance from one: near one, bf16
+    is too coarse for them."""
+    made: Tensor = _PlusOne.apply(weight)
+    return made
+
+
 def rms_norm(x: Tensor, weight: Tensor, eps: float, kernels: Kernels = "auto") -> Tensor:
-    """x (T, D) / sqrt(mean(x^2) + eps) * weight (D,). Zhang & Sennrich, "Root mean square layer normalization",
-    2019."""
+    """x (T, D) / sqrt(mean(x^2) + eps) * weight (D,), whose dtype may be wider than x's. Zhang & Sennrich, "Root mean
+    square layer normalization", 2019."""
     return _Norm.apply(x, None, weight, None, eps, NORM.choose(kernels, x))[1]
 
 

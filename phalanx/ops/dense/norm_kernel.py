@@ -49,7 +49,7 @@ def _norm_forward(
         if CENTER:
             out = v * scale * w + tl.load(bias + cols, mask=mask, other=0.0).to(WIDE)
         else:
-            out = (v * scale).to(x.dtype.element_ty).to(
+            out = (v * scale).to(weight.dtype.element_ty).to(
                 WIDE
             ) * w  # rounded before the weight, as the reference implementation and Hugging Face do
         tl.store(y + row * D + cols, out.to(y.dtype.element_ty), mask=mask)

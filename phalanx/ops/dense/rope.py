@@ -6,7 +6,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass
 from math import prod
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -17,36 +17,63 @@ from phalanx.ops.lazy_tensor import LazySource, LazyTensor
 from phalanx.ops.op import Case, Kernels, Op, invariant, triton
 
 
-def rotary_table(positions: Tensor, inv: Tensor, dtype: torch.dtype, factor: float = 1.0) -> tuple[Tensor, Tensor]:
-    """cos and sin (T, K / 2) of positions (T,), times `factor`, in `dtype`, computed in float64."""
+class Angles(NamedTuple):
+    """cos and sin (T, pairs) of the angles by which pairs of features are rotated: features i and i + pairs of a head,
+    or `interleaved` 2i and 2i + 1. Further features of a head are not rotated."""
+
+    cos: Tensor
+    sin: Tensor
+    interleaved: bool = False
+
+    @property
+    def pairs(self) -> int:
+        return self.cos.shape[-1]
+
+    @property
+    def members(self) -> tuple[slice, slice]:
+        """Where the first and the second features of the pairs are."""
+        n = self.pairs
+        return (slice(0, 2 * n, 2), slice(1, 2 * n, 2)) if self.interleaved else (slice(0, n), slice(n, 2 * n))
+
+
+def rotary_table(
+    positions: Tensor, inv: Tensor, dtype: torch.dtype, factor: float = 1.0, interleaved: bool = False
+) -> Angles:
+    """cos and sin (T, pairs) of positions (T,), times `factor`, in `dtype`, computed in float64."""
     angle = positions.to(torch.float64).unsqueeze(-1) * inv.to(positions.device)
-    return (angle.cos() * factor).to(dtype), (angle.sin() * factor).to(dtype)
+    return Angles((angle.cos() * factor).to(dtype), (angle.sin() * factor).to(dtype), interleaved)
 
 
-def turn(x: Tensor, table: tuple[Tensor, Tensor], interleaved: bool) -> Tensor:
-    """x (T, heads, K) rotated by the table's angles. `interleaved`: features 2i and 2i + 1 are a pair (DeepSeek's
-    weights) and are returned as features i and i + K/2. Otherwise features i and i + K/2 are a pair, as in other
-    models. Scores do not depend on which, as long as queries and keys use the same order."""
-    cos, sin = (t.unsqueeze(1) for t in table)
+def turn(x: Tensor, table: Angles, interleaved: bool) -> Tensor:
+    """x (T, heads, K) with all of its features rotated by the table's angles. `interleaved`: features 2i and 2i + 1 are
+    a pair (DeepSeek's weights) and are returned as features i and i + K/2. Otherwise features i and i + K/2 are a pair.
+    Scores do not depend on which, as long as queries and keys use the same order."""
+    cos, sin = table.cos.unsqueeze(1), table.sin.unsqueeze(1)
     a, b = (x[..., 0::2], x[..., 1::2]) if interleaved else x.chunk(2, -1)
     return torch.cat((a * cos - b * sin, b * cos + a * sin), -1)
 
 
-def pack_heads(q: Tensor, k: Tensor, v: Tensor, table: tuple[Tensor, Tensor] | None, back: bool = False) -> Tensor:
+def rotate(x: Tensor, table: Angles, back: bool = False) -> Tensor:
+    """x (T, heads, K) with the pairs of the table rotated by its angles, or rotated `back`, where they are."""
+    cos, sin = table.cos.unsqueeze(1), table.sin.unsqueeze(1)
+    sin = -sin if back else sin
+    first, second = table.members
+    out = x.clone()
+    a, b = x[..., first], x[..., second]
+    out[..., first] = a * cos - b * sin
+    out[..., second] = b * cos + a * sin
+    return out
+
+
+def pack_heads(q: Tensor, k: Tensor, v: Tensor, table: Angles | None, back: bool = False) -> Tensor:
     """q (sequences, heads, S, K), k and v (sequences, kv_heads, S, K) packed into (sequences * S, heads + 2 * kv_heads,
     K), with q and k rotated by the table's angles, or rotated `back`."""
     sequences, heads, length, width = q.shape
     packed = torch.cat((q, k, v), 1).transpose(1, 2).reshape(sequences * length, -1, width)
     if table is None:
         return packed
-    cos, sin = (t.unsqueeze(1) for t in table)
-    sin = -sin if back else sin
-    rotated, half = heads + k.shape[1], width // 2
-    out = packed.clone()
-    a, b = packed[:, :rotated, :half], packed[:, :rotated, half:]
-    out[:, :rotated, :half] = a * cos - b * sin
-    out[:, :rotated, half:] = b * cos + a * sin
-    return out
+    rotated = heads + k.shape[1]
+    return torch.cat((rotate(packed[:, :rotated], table, back), packed[:, rotated:]), 1)
 
 
 def split_heads(qkv: Tensor, heads: int, kv_heads: int, sequences: int) -> tuple[Tensor, Tensor, Tensor]:
@@ -64,7 +91,7 @@ class RopeGrad(LazySource):
     dq: Tensor
     dk: Tensor
     dv: Tensor
-    table: tuple[Tensor, Tensor] | None
+    table: Angles | None
     by: Any
 
     @property
@@ -104,13 +131,13 @@ def rope(
     heads: int,
     kv_heads: int,
     sequences: int,
-    table: tuple[Tensor, Tensor] | None,
+    table: Angles | None,
     kernels: Kernels = "auto",
     lazy_grad: bool = False,
 ) -> tuple[Tensor, ...]:
     """The packed qkv (sequences * S, heads + 2 * kv_heads, K), or its last two dims merged, as q, k, v (sequences,
-    heads or kv_heads, S, K), with q and k rotated by the table's angles: feature i pairs with i + K/2. Without a table
-    they are only split.
+    heads or kv_heads, S, K), with the pairs of features of q and k that the table has rotated by its angles. Without a
+    table they are only split.
 
     Backward packs the three gradients in one pass. With `lazy_grad`, for qkv (T, (heads + 2 * kv_heads) K), it passes a
     lazy tensor (ops.lazy_tensor) to the linear that produced qkv.
@@ -120,16 +147,19 @@ def rope(
     return _Rope.apply(qkv, heads, kv_heads, sequences, table, by, lazy_grad)
 
 
-def table_for(x: Tensor) -> tuple[Tensor, Tensor]:
-    """Angles for test cases of qkv (T, heads, K)."""
-    return rotary_table(torch.arange(len(x), device=x.device) * 7, inverse_frequencies(x.shape[-1], 100.0), x.dtype)
+def table_for(x: Tensor, features: int | None = None, interleaved: bool = False) -> Angles:
+    """Angles for test cases of qkv (T, heads, K), for all features or the first so many."""
+    inv = inverse_frequencies(features or x.shape[-1], 100.0)
+    return rotary_table(torch.arange(len(x), device=x.device) * 7, inv, x.dtype, interleaved=interleaved)
 
 
-def _case(heads: int, kv_heads: int, sequences: int, rotate: bool = True) -> Callable[[Tensor, Kernels], Tensor]:
-    """The outputs of rope, packed again."""
+def _case(
+    heads: int, kv_heads: int, sequences: int, features: int | None = None, interleaved: bool = False
+) -> Callable[[Tensor, Kernels], Tensor]:
+    """The outputs of rope, packed again. features: rotated ones, if not all."""
 
     def call(x: Tensor, kernels: Kernels) -> Tensor:
-        table = table_for(x) if rotate else None
+        table = None if features == 0 else table_for(x, features, interleaved)
         return torch.cat(rope(x, heads, kv_heads, sequences, table, kernels), 1).transpose(1, 2).flatten(0, 1)
 
     return call
@@ -147,7 +177,12 @@ ROPE = Op(
     cases=(
         Case("rope", _case(3, 2, 2), ((10, 7, 6),)),
         Case("rope, one head", _case(1, 1, 1), ((5, 3, 64),)),
-        Case("taking heads apart", _case(4, 4, 3, rotate=False), ((6, 12, 8),)),
+        Case("rope, part of a head", _case(3, 2, 2, features=6), ((10, 7, 20),)),
+        Case("rope, pairs of neighbours", _case(2, 1, 2, interleaved=True), ((6, 4, 12),)),
+        Case("rope, part of a head, pairs of neighbours", _case(3, 2, 2, features=4, interleaved=True), ((10, 7, 10),)),
+        Case("taking heads apart", _case(4, 4, 3, features=0), ((6, 12, 8),)),
         Case("rope of 32 heads of 128", _case(32, 8, 1), ((1030, 48, 128),), large=True),
+        Case("rope of half of 96 heads of 128", _case(96, 8, 1, features=64), ((1030, 112, 128),), large=True),
+        Case("rope of 40 heads of 128, neighbours", _case(40, 8, 1, interleaved=True), ((1030, 56, 128),), large=True),
     ),
 )

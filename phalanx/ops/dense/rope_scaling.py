@@ -17,13 +17,14 @@ from torch import Tensor
 
 @dataclass(frozen=True)
 class Rotation:
-    """What the frequencies depend on: `dim` rotated features per head, base `theta`, a scaling or None, and the
-    model's longest sequence."""
+    """What the angles depend on: `dim` rotated features (the first of a head), base `theta`, a scaling or None, and the
+    model's longest sequence. `interleaved`: features 2i and 2i + 1 are a pair, not i and i + dim / 2."""
 
     dim: int
     theta: float
     scaling: Any = None
     max_positions: int = 0
+    interleaved: bool = False
 
     @property
     def by_length(self) -> bool:

@@ -302,6 +302,8 @@ def sources(x: Source) -> tuple[tuple[Tensor | None, ...], int, dict[str, Any]]:
     """What the kernel reads (x, dy, source, weights, sums), the columns that its tiles cover, and constants."""
     if isinstance(x, GatedRows):
         gate, kind = x.gate, 3 if isinstance(x, GatedRowsGrad) else 2
+        if gate.cubic:
+            raise TypeError("experts in FP8 have SwiGLU's gates: the cast does not compute GELU")
         more = dict(
             SOURCE=kind,
             ALPHA=gate.alpha,

@@ -267,9 +267,9 @@ def _cast_gated_grad(
 
 
 @triton.jit
-def _normed(x, scale, w, rows, cols, R, C, INTERPRETED: tl.constexpr):
+def _normed(x, scale, weight, w, rows, cols, R, C, INTERPRETED: tl.constexpr):
     v = read_rows(x, rows, cols, C, R, C) * tl.load(scale + rows, mask=rows < R, other=0.0)[:, None]
-    return rounded(rounded(v, x, INTERPRETED) * w, x, INTERPRETED)
+    return rounded(rounded(v, weight, INTERPRETED) * w, x, INTERPRETED)
 
 
 @triton.jit
@@ -293,10 +293,10 @@ def _cast_normed(
     counting, down, along, rows, cols = place(R, C, HOW)
     w = tl.load(weight + cols, mask=cols < C, other=0.0).to(tl.float32)[None, :]
     v = (
-        _normed(x, scale, w, rows, cols, R, C, HOW.round),
-        _normed(x, scale, w, rows + 1, cols, R, C, HOW.round),
-        _normed(x, scale, w, rows + 2, cols, R, C, HOW.round),
-        _normed(x, scale, w, rows + 3, cols, R, C, HOW.round),
+        _normed(x, scale, weight, w, rows, cols, R, C, HOW.round),
+        _normed(x, scale, weight, w, rows + 1, cols, R, C, HOW.round),
+        _normed(x, scale, weight, w, rows + 2, cols, R, C, HOW.round),
+        _normed(x, scale, weight, w, rows + 3, cols, R, C, HOW.round),
     )
     to = (row_amax, col_amax, out, other, row_scales, col_scales, counts)
     _emit(v, (counting, down, along, rows, cols, cols < C), to, R, C, HOW)
@@ -424,11 +424,13 @@ def amax_lines(x: Source) -> tuple[Tensor, Tensor]:
 
 def takes(x: Source, block: tuple[int, int]) -> bool:
     """Whether x can be quantized by the kernel that computes it: no tile, and no block of columns, spans gate and up or
-    two heads."""
+    two heads, and all of a head is rotated, feature i with i + half."""
     if isinstance(x, GatedGrad):
         return block[1] < 2 or x.dy.shape[1] % block[1] == 0
     if isinstance(x, RopeGrad):
         width = x.dq.shape[-1]
+        if x.table is not None and (x.table.interleaved or 2 * x.table.pairs != width):
+            return False
         return width >= 16 and width == triton.next_power_of_2(width) and (block[1] < 2 or width == block[1])
     return True
 
@@ -459,7 +461,7 @@ def _kernel_of(x: Source, mode: int) -> tuple[Any, tuple[Any, ...], tuple[int, i
         return _cast_normed, (x.x, x.scale, x.weight), x.shape, {}
     if isinstance(x, RopeGrad):
         parts = [t if t.stride(-1) == 1 else t.contiguous() for t in (x.dq, x.dk, x.dv)]
-        cos, sin = x.table or (parts[0], parts[0])
+        cos, sin = (parts[0], parts[0]) if x.table is None else (x.table.cos, x.table.sin)
         strides = [t.stride(d) for t in parts for d in (0, 1, 2)]
         heads = dict(Q=x.dq.shape[1], KV=x.dk.shape[1], ROTATE=x.table is not None)
         return _cast_rope_grad, (*parts, cos, sin, x.dq.shape[2], *strides), x.shape, heads
