@@ -501,7 +501,9 @@ def generated_context() -> dict[str, dict]:
         layout: dict = {"pp": pp, "cp": cp, "tp": tp, "sharding": pick.choice([0, 1, 1, 2, 3])}
         layout["cp_ulysses"] = pick.choice([u for u in range(1, cp + 1) if cp % u == 0 and each % u == 0])
         if layout["cp_ulysses"] < cp:
-            layout["cp_attention"] = pick.choice(["allgather"] if model in ("gpt2", "bert") else ["ring", "ring", "allgather"])
+            layout["cp_attention"] = pick.choice(
+                ["allgather"] if model in ("gpt2", "bert") else ["ring", "ring", "allgather"]
+            )
         if pp > 1:
             layout["virtual_stages"] = pick.choice([1, 2] if model in ("llama-tied", "gpt2") else [1])
         if tp > 1:
