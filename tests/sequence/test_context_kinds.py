@@ -1,5 +1,5 @@
-"""Attention of every kind over ranks of context parallelism: by ring, by all-gather, by heads, and over documents that are
-balanced over ranks."""
+"""Attention of every kind over ranks of context parallelism: by ring, by all-gather, by heads, and over documents that
+are balanced over ranks."""
 
 from __future__ import annotations
 
