@@ -22,8 +22,8 @@ class MLMConfig:
     rate: float = 0.15
     """mlm: share of the tokens (with whole_words, of the words) that are to be predicted. ModernBERT took 0.3."""
     replace: Literal["mixed", "mask"] = "mixed"
-    """mlm: what stands in their place: mixed (the mask token for 80 %, any token for 10 %, the token itself for 10 %),
-    or mask (the mask token for all)."""
+    """mlm: what stands in their place: mixed (as in BERT: the mask token for 80 %, any token for 10 %, the token
+    itself for 10 %), or mask (the mask token for all)."""
     whole_words: bool = False
     """mlm: hide all pieces of a word or none. Words begin where the tokenizer's pieces say so."""
 
