@@ -170,7 +170,7 @@ def _case(name: str, kind: AttentionKind, documents: int, shape: tuple[int, ...]
         return attention(q, k, v[..., :wide_v], batch, kind, Learned(**dict(zip(params, given))), kernels)
 
     packed = (tokens, heads + 2 * kv_heads, wide_k)
-    return Case(name, call, (packed, *params.values()), tuple(range(1, 1 + len(params))), **fields)
+    return Case(name, call, (packed, *params.values()), tuple(range(1, 1 + len(params))), asked=kind.features, **fields)
 
 
 def _cases() -> Iterator[Case]:
