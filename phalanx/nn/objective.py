@@ -49,12 +49,14 @@ class Objective(ABC):
     scores_field  the config key of `scores`, for messages; needs_targets: its file must have the likeliest ids
     both_ways     its labels cannot be read off a token's own context, so models that read both ways can be trained on
                   it; False: labels are next tokens, which such models see
+    makes_prefix  its batches say which first tokens of each document read each other (Batch.prefix)
     makes_beside  the streams of tokens that its transform makes beside the text (Sample.beside); `beside` has lengths
     """
 
     scores_field: ClassVar[str] = "task"
     needs_targets: ClassVar[bool] = False
     both_ways: ClassVar[bool] = False
+    makes_prefix: ClassVar[bool] = False
     makes_beside: ClassVar[tuple[str, ...]] = ()
     Config: ClassVar[Any] = TaskConfig  # in a subclass: its dataclass, with `name` added to its fields
 

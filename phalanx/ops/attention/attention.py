@@ -31,6 +31,7 @@ from phalanx.ops.attention.kind import (
     Direction,
     Learned,
     RelativeBias,
+    UnsupportedAttention,
     by_documents,
     refuse_unsupported,
 )
@@ -76,9 +77,12 @@ def attention(
 
 
 def check_prefix(batch: Batch, kind: AttentionKind) -> None:
-    """ValueError if attention has prefixes and the batch has none."""
+    """UnsupportedAttention if attention has prefixes and the batch has none: known when memory is forecast."""
     if kind.direction == "prefix" and batch.prefix is None:
-        raise ValueError("attention with prefixes needs Batch.prefix: use a task that makes prefixes")
+        raise UnsupportedAttention(
+            "attention with prefixes needs batches that say how long they are (Batch.prefix): set task.name to an "
+            "objective that makes them (Objective.makes_prefix)"
+        )
 
 
 class Formula:

@@ -182,7 +182,7 @@ def _rows_backward(dout: Tensor, saved: SavedBlock, how: Scoring) -> Gradients:
         dq.append(found.q)
         dk[:, :, keys] += found.k
         dv[:, :, keys] += found.v
-        if dbias is not None:
+        if dbias is not None and found.bias is not None:
             dbias[:, rows, keys] = found.bias
     return Gradients(torch.cat(dq, 2), dk.to(k.dtype), dv.to(v.dtype), dbias)
 
