@@ -101,6 +101,9 @@ def check_train(run: Run) -> list[Problem]:
     return found + check_samples(run) + check_loss_scale(run) + check_recompute(run)
 
 
+NO_TEXT = "needs a model that continues text, and this one reads both ways"
+
+
 def check_samples(run: Run) -> list[Problem]:
     """Text that is made during training."""
     c, own = run.train, ("samples_interval", "samples_tokens", "samples_temperature")
@@ -118,6 +121,8 @@ def check_samples(run: Run) -> list[Problem]:
     if run.data.tokenizer is None:
         rule = "needs data.tokenizer, which turns texts into tokens and back"
         found.append(problem("train", c, "samples", rule, {"data.tokenizer": None}, (None,)))
+    if run.model.both_ways:
+        found.append(problem("train", c, "samples", NO_TEXT, {"model.family": run.model.family}, (None,)))
     return found
 
 
@@ -133,6 +138,8 @@ def check_eval_tasks(run: Run, facts: Facts) -> list[Problem]:
     if run.data.tokenizer is None:
         rule = "needs data.tokenizer, which turns texts into tokens and back"
         found.append(problem("train", c, "eval_tasks", rule, {"data.tokenizer": None}, ([],)))
+    if run.model.both_ways:
+        found.append(problem("train", c, "eval_tasks", NO_TEXT, {"model.family": run.model.family}, ([],)))
     if "lm_eval" in facts.missing:
         rule = "needs a package: pip install 'phalanx[eval]'"
         found.append(problem("train", c, "eval_tasks", rule, {"not installed": "lm_eval"}, ([],)))

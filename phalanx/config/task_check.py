@@ -5,14 +5,13 @@ from __future__ import annotations
 from typing import Any
 
 from phalanx.base.errors import DataError, Problem
-from phalanx.base.registry import names
 from phalanx.base.rules import exists, missing_data, problem
 from phalanx.config.device_check import Facts
 from phalanx.config.run import Run
 from phalanx.data.check import check_tokenizer
 from phalanx.data.pairs import SEQUENCES
 from phalanx.data.scores import ScoreFile
-from phalanx.nn.objective import SEAM, Objective, SequenceObjective, find_objective, make_objective
+from phalanx.nn.objective import Objective, SequenceObjective, find_objective, make_objective, usual_task
 
 
 def check_task(run: Run, facts: Facts) -> list[Problem]:
@@ -51,14 +50,13 @@ def check_direction(run: Run) -> list[Problem]:
     both, kind = run.model.both_ways, find_objective(run.task.name)
     if both == kind.both_ways:
         return []
-    known = [name for name in names(SEAM) if find_objective(name).both_ways == both]
-    because = {"model.family": run.model.family}
     rule = (
-        "predicts the next token, which a model that reads both ways sees"
+        "predicts the next token, which a model that reads both ways sees: take an objective for such models"
         if both
-        else "is for models that read both ways, and this one reads what comes before"
+        else "is for models that read both ways, and this one reads what comes before: take one for it"
     )
-    return [problem("task", run.task, "name", rule, because, known[:1])]
+    rule += f", such as task.name={usual_task(both).name}"
+    return [problem("task", run.task, "name", rule, {"model.family": run.model.family}, ())]
 
 
 def check_beside(run: Run) -> list[Problem]:
@@ -70,8 +68,7 @@ def check_beside(run: Run) -> list[Problem]:
         name, valid = ("packing", ("online",)) if not run.data.is_packed else ("document_attention", (True, None))
         rule = "must be on: the task makes two texts of each document, and pads sequences"
         return [problem("data", run.data, name, rule, {"task.name": run.task.name}, valid)]
-    known = [name for name in names(SEAM) if set(find_objective(name).makes_beside) == set(read)]
-    because = {"model.family": run.model.family, "tasks for this model": ", ".join(sorted(known))}
+    because = {"model.family": run.model.family, "a task for it": usual_task(run.model.both_ways, read).name}
     rule = (
         f"makes no {' and '.join(read)} text, which the model reads beside its own"
         if read

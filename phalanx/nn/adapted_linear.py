@@ -396,8 +396,9 @@ class AdaptedMethod(Module, LinearMethod):
     def is_plain(self, weight: Parameter) -> bool:
         return False
 
+    @torch.no_grad()
     def settle(self) -> None:
-        """Weights will not change again."""
+        """Before the first use of weights that have changed."""
         for _, adapter in self.adapters:
             adapter.settle()
 

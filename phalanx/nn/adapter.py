@@ -234,8 +234,9 @@ class Adapter(ABC):
         return {}
 
     def settle(self) -> None:
-        """Called where weights will not change again (generation), on all ranks that share the matrix: what depends on
-        them alone may be computed once."""
+        """Called before the first use of weights that have changed, on all ranks that share the matrix, while its
+        weights are there: in training once in each step, for generation once. What depends on the weights alone may be
+        computed here instead of in each forward. CUDA graphs read it, so it keeps its place in memory."""
         return None
 
     @abstractmethod

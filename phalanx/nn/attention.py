@@ -15,6 +15,7 @@ from phalanx.nn.linear import ColumnLinear, RowLinear
 from phalanx.nn.memory import PageSpec
 from phalanx.nn.module import ONES, Module, OutputRows, bias_spec, own_memory
 from phalanx.nn.norm import RMSNorm
+from phalanx.nn.query_temperature import QueryTemperature
 from phalanx.nn.relative_bias import RelativeBiasTable
 from phalanx.nn.rotary import Rotary
 from phalanx.ops.attention import context
@@ -67,8 +68,9 @@ def attention_plan(env: Env, kind: AttentionKind) -> context.AttentionPlan:
 class AttentionSpec:
     """Everything that defines a layer of attention.
 
-    names       global names of q, k, v and output matrices; equal q, k, v names mean one fused global matrix (GPT-2's
-                c_attn)
+    names       global names of q, k, v and output matrices; equal q, k, v names mean one fused global matrix
+    fused_by    what comes first in a fused one: all queries, keys, values ("kind", GPT-2's c_attn), or each head's q, k
+                and v ("head", GPT-NeoX's query_key_value; as many key heads as query heads)
     width       of the model; head_dim: of a head
     std         of the initial weights; std_out: of the output matrix, std_q: of the query matrix, if they differ
     rotation    rotary embedding, if any
@@ -80,6 +82,7 @@ class AttentionSpec:
     norm        the class of norms of heads
     kind        what is read and how; whether there are sinks and a bias is said by `sinks` and by the table that the
                 layer is given
+    temperature of queries by position, after the rotation
     sinks       global name of the sinks: one logit for each query head that joins the softmax
     """
 
@@ -91,6 +94,7 @@ class AttentionSpec:
     std: float
     std_out: float | None = None
     std_q: float | None = None
+    fused_by: Literal["kind", "head"] = "kind"
     rotation: Rotation | None = None
     bias: Literal["none", "qkv", "all"] = "none"
     transposed: bool = False
@@ -100,6 +104,7 @@ class AttentionSpec:
     width_norm: tuple[str, str, float] | None = None
     norm: type[RMSNorm] = RMSNorm
     kind: AttentionKind = CAUSAL
+    temperature: QueryTemperature | None = None
     sinks: str | None = None
 
 
@@ -141,10 +146,11 @@ class Attention(Module):
         own = Heads.of(env, heads, spec.kv_heads)
         self.heads, self.kv_heads, self.head_dim, self.all_heads = own.q1 - own.q0, own.k1 - own.k0, head_dim, heads
         self.first_head, self.dropout, self.layer = own.q0, spec.dropout, spec.layer
+        self.temperature = spec.temperature
         self.rotary = None if spec.rotation is None else Rotary(spec.rotation)
         kind = replace(spec.kind, sinks=spec.sinks is not None, bias=None if table is None else table.bias)
         self.kind, self.table = supported(kind, env, spec.dropout), table
-        rows = self._rows(spec.names, own, heads * head_dim, spec.kv_heads * head_dim)
+        rows = self._rows(spec, own)
         if spec.std_q is not None:
             rows[0] = replace(rows[0], init=Init("normal", spec.std_q))
         init, transposed = Init("normal", spec.std), spec.transposed
@@ -170,11 +176,17 @@ class Attention(Module):
         self.num_weights = spec.width * (2 * heads + 2 * spec.kv_heads) * head_dim
         self.remembers = PageSpec(self.kv_heads, head_dim, head_dim, window=self.kind.window)
 
-    def _rows(self, names: tuple[str, str, str, str], own: Heads, q_size: int, kv_size: int) -> list[OutputRows]:
-        fused = names[0] == names[1]
-        sizes = (q_size, kv_size, kv_size)
+    def _rows(self, spec: AttentionSpec, own: Heads) -> list[OutputRows]:
+        names, fused = spec.names, spec.names[0] == spec.names[1]
+        sizes = tuple(n * spec.head_dim for n in (spec.heads, spec.kv_heads, spec.kv_heads))
         runs = ((own.q0, own.q1, ()), (own.k0, own.k1, own.replicas), (own.k0, own.k1, own.replicas))
         rows = []
+        if fused and spec.fused_by == "head":
+            places = [3 * head + i for i in range(3) for head in range(own.q0, own.q1)]
+            return [
+                OutputRows(names[0], sum(sizes), at * self.head_dim, (at + 1) * self.head_dim, own.replicas)
+                for at in places
+            ]
         for i, (first, last, replicas) in enumerate(runs):
             base = sum(sizes[:i]) if fused else 0
             size = sum(sizes) if fused else sizes[i]
@@ -185,7 +197,7 @@ class Attention(Module):
         """x (T / tp, D) -> (T / tp, D)."""
         recompute = self.env.recompute
         qkv = recompute.op("qkv", self.qkv, x)
-        q, k, v = recompute.op("rope", partial(self._rotated, batch), qkv)
+        q, k, v = recompute.op("rope", partial(self._heads, batch), qkv)
         if batch.paged is not None:
             return self.out(self._attend_memory(batch.paged, q, k, v))
         mixed = recompute.by_batch("attention", self._attend, batch, context.likes_of(q, v), q, k, v)
@@ -193,6 +205,11 @@ class Attention(Module):
 
     def takes_lazy(self, x: Tensor) -> bool:
         return not any(map(self.env.recompute.recomputes, ("norm", "qkv"))) and self.qkv.takes_lazy(x)
+
+    def _heads(self, batch: Batch, qkv: Tensor) -> tuple[Tensor, ...]:
+        """q, k and v as attention reads them."""
+        q, k, v = self._rotated(batch, qkv)
+        return q if self.temperature is None else self.temperature.applied(q, batch), k, v
 
     def _rotated(self, batch: Batch, qkv: Tensor) -> tuple[Tensor, ...]:
         """qkv (T, (heads + 2 * kv_heads) * K) -> q, k, v (sequences, heads or kv_heads, S, K), normalized and

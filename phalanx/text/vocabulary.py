@@ -100,7 +100,7 @@ def _word_borders(
         return None
     for token, name in names.items():
         continues[token] = _is_letter(name[:1])
-        leaves_open[token] = _is_letter(name[-1:])
+        leaves_open[token] = _is_letter(name[-1:]) or name[-1:] in SPACES  # a space may be a piece of its own
     return continues, leaves_open
 
 

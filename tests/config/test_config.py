@@ -39,6 +39,7 @@ GPT2_BASE = {**BASE, "model": GPT2}
 MIXTRAL = "model.family=mixtral model.num_local_experts=8"
 QWEN3_MOE = "model.family=qwen3_moe model.num_experts=8 model.moe_intermediate_size=32 model.num_experts_per_tok=2"
 SMOLLM3 = "model.family=smollm3"
+NEOX = "model.family=gpt_neox"
 OSS = "model.family=gpt_oss model.num_local_experts=8"
 FP8 = "train.precision=bf16 train.fp8.recipe"
 RECIPES = Path(__file__).parents[2] / "recipes"
@@ -64,6 +65,38 @@ def _in_tmp(tmp_path, monkeypatch):
 # overrides, world size, field, value, part of the rule, names in `because`, suggestions
 CHATS = "data.chats=a.jsonl data.mock=false data.split=100,0,0 task.name=sft"
 RULES = [
+    # a part of each head rotated
+    (f"{NEOX} model.partial_rotary_factor=0", 1, "model.partial_rotary_factor", 0, "(0, 1]", set(), (0.5, 1.0)),
+    (f"{NEOX} model.partial_rotary_factor=1.5", 1, "model.partial_rotary_factor", 1.5, "(0, 1]", set(), (0.5, 1.0)),
+    (
+        f"{NEOX} model.partial_rotary_factor=0.2",
+        1,
+        "model.partial_rotary_factor",
+        0.2,
+        "must give an even number of rotated features",
+        {"rotated features", "head_dim"},
+        (0.125, 0.25),
+    ),
+    (
+        f"{NEOX} model.head_dim=8 model.num_key_value_heads=2",
+        1,
+        "model.num_key_value_heads",
+        2,
+        "has no effect without another family",
+        set(),
+        (None,),
+    ),
+    (
+        f"{NEOX} model.rms_norm_eps=0.1",
+        1,
+        "model.rms_norm_eps",
+        0.1,
+        "has no effect without another family",
+        set(),
+        (1e-5,),
+    ),
+    (f"{NEOX} model.layer_norm_eps=0", 1, "model.layer_norm_eps", 0, "(0, inf)", set(), (1e-5,)),
+    (f"{NEOX} model.dropout=1", 1, "model.dropout", 1, "[0, 1)", set(), (0.0, 0.1)),
     # layers without rotary embedding
     (f"{SMOLLM3} model.no_rope_layer_interval=0", 1, "model.no_rope_layer_interval", 0, ">= 1", set(), (1, 2)),
     (
@@ -1723,7 +1756,7 @@ T5_RULES = [
     ),
     ("task.noise=1.0", 1, "task.noise", 1.0, "must be a number in (0, 1)", set(), (0.15, 0.5)),
     ("task.mean_length=0.5", 1, "task.mean_length", 0.5, "must be a number in [1, inf)", set(), (3.0,)),
-    ("task={}", 1, "task.name", "pretrain", "makes no encoder text", {"model.family", "tasks for this model"}, ()),
+    ("task={}", 1, "task.name", "pretrain", "makes no encoder text", {"model.family", "a task for it"}, ()),
     ("data.packing=off", 1, "data.packing", "off", "makes two texts of each document", {"task.name"}, ("online",)),
     (
         "data.document_attention=false",
@@ -1808,7 +1841,7 @@ TABLE = [
         "task.name",
         "span",
         "which this model does not read",
-        {"model.family", "tasks for this model"},
+        {"model.family", "a task for it"},
         (),
     ),
 ]

@@ -99,6 +99,19 @@ FAMILIES: dict[str, dict[str, Any]] = {
         first_k_dense_replace=1,
         moe_intermediate_size=12,
     ),
+    "glm4_moe": dict(
+        COMMON,
+        num_key_value_heads=2,
+        head_dim=12,
+        use_qk_norm=True,
+        n_routed_experts=8,
+        num_experts_per_tok=3,
+        moe_intermediate_size=12,
+        n_group=2,
+        first_k_dense_replace=1,
+        num_mtp_layers=0,
+    ),
+    "gpt_neox": dict(COMMON, rope_parameters=dict(partial_rotary_factor=0.5)),
     "smollm3": dict(
         COMMON, num_key_value_heads=2, no_rope_layers=[0, 1], use_sliding_window=True, sliding_window=5, pad_token_id=0
     ),
@@ -248,6 +261,10 @@ POOL: dict[str, tuple[Any, ...]] = {
     "num_mtp_layers": (0, 1),
     "no_rope_layers": ([1, 0], [0, 0, 1], [1], [], [2, 0], None),
     "no_rope_layer_interval": (1, 2, 4, 0),
+    "use_qk_norm": (True, False),
+    "hidden_dropout": (0.1, 0.0),
+    "use_parallel_residual": (True, False),
+    "rotary_emb_base": (100.0, 5000),
     "scale_attn_weights": (True, False),
     "scale_attn_by_inverse_layer_idx": (True, False),
     "reorder_and_upcast_attn": (True, False),
@@ -314,7 +331,7 @@ REASONS: dict[str, str] = {
     "GPT-2 scores scaled otherwise, or cross attention": r"(scale_attn_weights|scale_attn_by_inverse_layer_idx|add_cross_attention)=",  # noqa: E501
     "keys of DeepSeek's own code that transformers ignores": r"(scoring_func|topk_method|moe_layer_freq|attention_bias)=",  # noqa: E501
     "rope_scaling would drop the base of rope_parameters": r"of rope_parameters beside rope_scaling",
-    "weights that the config has no place for, or lacks": r"does not fit the model|has no lm_head|has a lm_head",
+    "weights that the config has no place for, or lacks": r"does not fit the model|has (no|a) (lm_head|embed_out)",
     "quantised or heterogeneous": r"(quantization_config|per_layer_config)=",
     "rope parameters that transformers only warns of": r"rope_type|partial_rotary_factor|original_max_position|high_freq_factor|short_factor",  # noqa: E501
     "no layer has experts": r"must leave a layer with experts",
@@ -454,16 +471,17 @@ def write_weights(config: dict[str, Any], folder: Path, seed: int) -> bool:
 def change_head(folder: Path, dice: random.Random) -> str:
     """The head and the embedding in the files: as saved, one more, one less, a copy."""
     tensors = load_file(folder / "model.safetensors")
-    embedding = next((n for n in tensors if n.endswith(("embed_tokens.weight", "wte.weight"))), None)
+    embedding = next((n for n in tensors if n.endswith(("embed_tokens.weight", "wte.weight", "embed_in.weight"))), None)
     if embedding is None or dice.random() < 0.7:
         return ""
+    head = "embed_out.weight" if "embed_in" in embedding else HEAD
     what = dice.choice(("copy", "other", "none", "alone"))
     if what == "none":
-        tensors.pop(HEAD, None)
+        tensors.pop(head, None)
     elif what == "alone":
-        tensors[HEAD] = tensors.pop(embedding)
+        tensors[head] = tensors.pop(embedding)
     else:
-        tensors[HEAD] = tensors[embedding] + (0.0 if what == "copy" else torch.randn_like(tensors[embedding]) * 0.1)
+        tensors[head] = tensors[embedding] + (0.0 if what == "copy" else torch.randn_like(tensors[embedding]) * 0.1)
     save_file({n: t.contiguous() for n, t in tensors.items()}, folder / "model.safetensors", metadata={"format": "pt"})
     return f"head: {what}"
 

@@ -18,7 +18,9 @@ from phalanx.layout.box import Box
 from phalanx.models.bert import BertConfig
 from phalanx.models.deepseek_v3 import DeepseekV3Config
 from phalanx.models.gemma2 import Gemma2Config
+from phalanx.models.glm4_moe import Glm4MoEConfig
 from phalanx.models.gpt2 import GPT2Config
+from phalanx.models.gpt_neox import GPTNeoXConfig
 from phalanx.models.gpt_oss import GptOssConfig
 from phalanx.models.llama import LlamaConfig
 from phalanx.models.mistral import MistralConfig
@@ -248,6 +250,29 @@ MODELS["modernbert"] = ModernBertConfig(
     max_position_embeddings=SEQ,
     local_attention=6,
 )
+MODELS["glm4_moe"] = Glm4MoEConfig(
+    **SIZES,
+    **HEADS,
+    intermediate_size=42,
+    num_hidden_layers=3,
+    head_dim=12,
+    use_qk_norm=True,
+    first_k_dense_replace=1,
+    n_routed_experts=8,
+    num_experts_per_tok=3,
+    moe_intermediate_size=14,
+    n_group=2,
+    topk_group=1,
+    routed_scaling_factor=1.5,
+    router_bias_update_rate=0.05,
+    router_aux_loss_coef=0.1,
+)
+MODELS["glm4_moe-mtp"] = replace(
+    MODELS["glm4_moe"], num_hidden_layers=2, use_qk_norm=False, attention_bias=True, num_nextn_predict_layers=1
+)
+MODELS["gpt_neox"] = GPTNeoXConfig(
+    **SIZES, intermediate_size=42, num_hidden_layers=3, num_attention_heads=4, partial_rotary_factor=0.5
+)
 MODELS["deepseek_v3-mtp-tied"] = replace(MODELS["deepseek_v3-mtp"], tie_word_embeddings=True)
 
 
@@ -299,7 +324,9 @@ def sample_batch(ids: list[int], documents: bool | str, length: int = SEQ) -> Ba
             torch.arange(len(docs)) - starts[torch.searchsorted(starts, torch.arange(len(docs)), right=True) - 1]
         )
     samples = torch.tensor(ids).repeat_interleave(length)
-    return Batch(tokens[:, :-1].reshape(-1), labels.reshape(-1), positions, samples, len(ids), length, docs, real=real)
+    prefix = (positions < 2 + samples % 3).long() if documents == "prefix" else None
+    rows = (tokens[:, :-1].reshape(-1), labels.reshape(-1), positions, samples)
+    return Batch(*rows, len(ids), length, docs, real=real, prefix=prefix)
 
 
 def with_encoder(batch: Batch, ids: list[int], documents: bool | str) -> Batch:
@@ -379,8 +406,9 @@ def run_layout(
         losses.append((result.loss.item(), mtp_loss, *(value.item() for value in result.metrics.values())))
         norms.append(result.grad_norm.item())
     state.buffers.ready()
-    sites = list(mesh.watch.calls)
-    return {"losses": losses, "norms": norms, "grads": grads, "weights": parts_of(state, "master"), "sites": sites}
+    made = {"losses": losses, "norms": norms, "grads": grads, "weights": parts_of(state, "master")}
+    counts = {site: count for site, (count, _) in mesh.watch.calls.items()}
+    return {**made, "sites": list(counts), "counts": list(counts.values())}
 
 
 def assemble(parts: list[Parts]) -> dict[str, np.ndarray]:

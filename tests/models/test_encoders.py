@@ -4,16 +4,23 @@ by name; documents that are packed together do not read each other."""
 from __future__ import annotations
 
 import math
+import shutil
 from dataclasses import replace
 from functools import lru_cache
+from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
 import torch
 import torch.nn.functional as F
+from safetensors.torch import load_file, save_file
 
-from phalanx.checkpoint.hf import to_hf
+from phalanx.base.errors import CheckpointError
+from phalanx.checkpoint.convert import export
+from phalanx.checkpoint.hf import read_folder, to_hf
+from phalanx.checkpoint.keep import latest
+from phalanx.checkpoint.load import load_weights as load_weights_of
 from phalanx.comm.mesh import Mesh
 from phalanx.config.run import Run, TrainConfig
 from phalanx.engine.build import build
@@ -23,6 +30,7 @@ from phalanx.models.model_config import ModelConfig
 from phalanx.models.registry import family_of
 from phalanx.sequence.batch import IGNORE, Batch
 from tests.harness import hf_fuzz
+from tests.harness.checkpoints import save_here
 from tests.harness.parity import MODELS, SEQ, assemble, sample_batch
 from tests.harness.sample import each_in_two
 from tests.models.test_models import all_logits, load_weights, run_model
@@ -161,3 +169,71 @@ def theirs_with(case: str) -> Any:
     weights = hugging_face(case)["weights"]
     model.load_state_dict({k: torch.from_numpy(v) for k, v in weights.items()}, strict=False)
     return model
+
+
+# ---- folders
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_a_folder_there_and_back(tmp_path, case):
+    """Written by transformers, loaded, saved and exported: each tensor to the byte, and the same config."""
+    from transformers import AutoConfig
+
+    config = CASES[case]
+    theirs(config).save_pretrained(tmp_path / "theirs")
+    assert read_folder(tmp_path / "theirs").model == config
+    out = saved_again(tmp_path / "theirs", config, tmp_path)
+    before, after = load_file(tmp_path / "theirs/model.safetensors"), load_file(out / "model.safetensors")
+    assert before.keys() == after.keys() and all(torch.equal(before[name], after[name]) for name in before)
+    cls = type(theirs(config))
+    model, info = cls.from_pretrained(out, output_loading_info=True)
+    assert not any(info[name] for name in ("missing_keys", "unexpected_keys", "mismatched_keys"))
+    found = [AutoConfig.from_pretrained(folder).to_dict() for folder in (tmp_path / "theirs", out)]
+    assert {k for k in found[0] if found[0][k] != found[1].get(k)} <= {"_name_or_path", "transformers_version"}
+
+
+def saved_again(folder: Path, config: ModelConfig, root: Path) -> Path:
+    plan = make_plan(run_of(config), 1)
+    mesh = Mesh(plan.grid, 0)
+    state = build(plan, mesh)
+    load_weights_of(folder, state.buffers, mesh)
+    save_here(state, root / "run")
+    return export(latest(root / "run"), root / "out", "fp64")
+
+
+def test_published_bert_folders_with_other_heads_and_former_names(tmp_path):
+    """google-bert's files: pooler and next sentence beside the head, norms with gamma and beta, copies of the
+    decoder."""
+    config = CASES["bert"]
+    theirs(config).save_pretrained(tmp_path / "plain")
+    tensors = load_file(tmp_path / "plain/model.safetensors")
+    wanted = saved_again(tmp_path / "plain", config, tmp_path)
+    old = {
+        name.replace("LayerNorm.weight", "LayerNorm.gamma").replace("LayerNorm.bias", "LayerNorm.beta"): tensor
+        for name, tensor in tensors.items()
+    }
+    width = config.hidden_size
+    old["bert.pooler.dense.weight"], old["bert.pooler.dense.bias"] = torch.ones(width, width), torch.ones(width)
+    old["cls.seq_relationship.weight"], old["cls.seq_relationship.bias"] = torch.ones(2, width), torch.ones(2)
+    old["bert.embeddings.position_ids"] = torch.arange(SEQ)[None]
+    old["cls.predictions.decoder.bias"] = old["cls.predictions.bias"].clone()
+    decoder = old["bert.embeddings.word_embeddings.weight"].clone()
+    shutil.copytree(tmp_path / "plain", tmp_path / "old")
+    save_file({**old, "cls.predictions.decoder.weight": decoder}, tmp_path / "old/model.safetensors")
+    found = saved_again(tmp_path / "old", config, tmp_path / "again")
+    assert (found / "model.safetensors").read_bytes() == (wanted / "model.safetensors").read_bytes()
+    save_file({**old, "cls.predictions.decoder.weight": decoder + 1}, tmp_path / "old/model.safetensors")
+    with pytest.raises(CheckpointError, match="must be true|differs from its|decoder.weight"):
+        read_folder(tmp_path / "old")
+        saved_again(tmp_path / "old", config, tmp_path / "other")
+
+
+def test_an_encoder_without_a_head_lacks_it(tmp_path):
+    """BertModel's folder: names without a prefix, a pooler, and no head, which is said tensor by tensor."""
+    import transformers
+
+    config = CASES["bert"]
+    transformers.BertModel(theirs(config).config).double().save_pretrained(tmp_path / "base")
+    with pytest.raises(CheckpointError) as error:
+        saved_again(tmp_path / "base", config, tmp_path)
+    assert "missing: cls.predictions.bias" in str(error.value) and "not in the model" not in str(error.value)

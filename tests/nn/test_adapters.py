@@ -186,13 +186,16 @@ def test_frozen_bytes_stay_through_many_steps(ranks, model, method):
 
 def test_the_sum_over_cut_inputs_matters(ranks):
     """Dropping the one collective of adapters' own makes the comparison with one process fail."""
-    run = replace(parity.base_run("qwen3", global_batch=2), layout=LayoutConfig(tp=2))
+    run = replace(parity.base_run("qwen3", global_batch=2, recompute="full"), layout=LayoutConfig(tp=2))
     run = lora(run, "dora", rank=3, targets=["*.down_proj.weight"])
     truth = parity.truth_of(ranks, run, 1, False)
     results = ranks.run("tests.harness.parity:run_layout", 2, run, 1, False, None, True)
     sites = {Site(*site) for result in results for site in result["sites"]}
     (mine,) = {site for site in sites if "adapted_linear" in site.file}
     assert (mine.axis, mine.op) == ("tp", "all_reduce")
+    for result in results:  # of each matrix once, for two micro-batches that are recomputed
+        counts = dict(zip(map(Site._make, result["sites"]), result["counts"]))
+        assert counts[mine] == run.model.num_hidden_layers
     with pytest.raises((AssertionError, RanksFailed)):
         parity.compare(ranks.run("tests.harness.parity:run_layout", 2, run, 1, False, mine), truth, 1)
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import replace
 
 import pytest
@@ -14,13 +15,14 @@ from phalanx.layout.grid import Grid
 from phalanx.models.registry import load_family
 from phalanx.nn.attention import Attention, AttentionSpec
 from phalanx.nn.env import Env, OpChoices
+from phalanx.nn.query_temperature import QueryTemperature
 from phalanx.ops.attention.attention import ATTENTION, attention, offers
 from phalanx.ops.attention.kind import CAUSAL, AttentionKind, Learned, RelativeBias, UnsupportedAttention
 from tests.harness.parity import SEQ, VOCAB, compare, truth_of
 from tests.ops.test_ops import UNIFORM, normal
 from tests.outside.plain import PlainConfig
 
-CAPPED = "tests.outside.soft_cap:FAMILY"
+KINDS = "tests.outside.kinds:FAMILY"
 BIAS = RelativeBias(8, 9)
 
 
@@ -130,14 +132,14 @@ def test_backends_are_told_apart_by_name():
     assert list(offers("auto")) == ["flash-attn", "torch-flash", "torch", "formula"]
 
 
-# ---- a family of another package whose layers cap their scores -------------------------------------
+# ---- a family of another package whose layers attend in different ways ----------------------------
 
 
 def run_of(**layout: object) -> Run:
-    load_family(CAPPED)
+    load_family(KINDS)
     train = TrainConfig(steps=10, global_batch=8, micro_batch=1, seq_length=SEQ, precision="fp64")
     sizes = dict(hidden_size=32, intermediate_size=42, num_hidden_layers=4, num_attention_heads=4, head_dim=8)
-    model = PlainConfig(family=CAPPED, vocab_size=VOCAB, num_key_value_heads=2, final_logit_softcapping=0.01, **sizes)
+    model = PlainConfig(family=KINDS, vocab_size=VOCAB, num_key_value_heads=2, **sizes)
     return Run(model=model, train=train, layout=LayoutConfig(**layout), data=DataConfig(mock=True))
 
 
@@ -148,18 +150,34 @@ LAYOUTS = {
     "cp2 by heads": {"cp": 2, "cp_ulysses": 2},
     "cp2 by ring": {"cp": 2, "cp_attention": "ring"},
     "cp2 by all-gather": {"cp": 2, "cp_attention": "allgather"},
+    "dynamic cp2": {"cp": 2, "cp_degree": "dynamic"},
 }
 
 
-@pytest.mark.parametrize("documents", [False, True])
 @pytest.mark.parametrize("name", LAYOUTS)
-def test_a_layout_changes_nothing(ranks, name, documents):
+def test_a_layout_changes_nothing(ranks, name):
+    """With prefixes, inside documents."""
     run = run_of(**LAYOUTS[name])
-    truth = truth_of(ranks, run, 2, documents)
-    compare(ranks.run("tests.harness.parity:run_layout", 2, run, 2, documents), truth, 2)
+    truth = truth_of(ranks, run, 2, "prefix")
+    compare(ranks.run("tests.harness.parity:run_layout", 2, run, 2, "prefix"), truth, 2)
 
 
 def test_saved_under_one_layout_and_loaded_under_another(ranks, tmp_path):
     assert all(ranks.run("tests.harness.checkpoints:save_on_rank", 2, run_of(tp=2), tmp_path, {}))
     (path,) = tmp_path.glob("step-*")
     assert ranks.run("tests.harness.checkpoints:load_on_rank", 2, run_of(sharding=3), path) == [[], []]
+
+
+def test_queries_have_a_temperature_by_position():
+    """Truth: Llama 4's formula, one position at a time; positions restart at documents."""
+    positions = torch.tensor([0, 1, 2, 3, 4, 5, 0, 1, 2, 11])
+    batch = replace(UNIFORM, positions=positions)
+    q = normal(2, 3, 5, 4)
+    found = QueryTemperature(3, 0.4).applied(q, batch)
+    for t, position in enumerate(positions.tolist()):
+        factor = math.log(math.floor((position + 1) / 3) + 1) * 0.4 + 1
+        torch.testing.assert_close(found[t // 5, :, t % 5], q[t // 5, :, t % 5] * factor, rtol=1e-14, atol=0)
+    low = QueryTemperature(3, 0.4).applied(q.bfloat16(), batch)
+    assert low.dtype == torch.bfloat16 and torch.equal(low, (q.bfloat16().float() * (found / q).float()).bfloat16())
+    with pytest.raises(ValueError, match="must be positive"):
+        QueryTemperature(0, 0.1)

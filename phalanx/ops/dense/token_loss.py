@@ -13,7 +13,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from functools import cached_property
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 import torch.nn.functional as F
@@ -249,41 +249,18 @@ class TokenTask:
         return torch.where(labels != IGNORE, value, 0).sum()
 
 
-class _LinearTokenLoss(Function):
-    @staticmethod
-    def forward(  # type: ignore[override]
-        ctx: Any,
-        x: Tensor,
-        weight: Tensor,
-        up: Tensor | None,
-        bias: Tensor | None,
-        shard: VocabularyShard,
-        tp: Axis,
-        task: TokenTask,
-        seed: Tensor | None,
-    ) -> Tensor:
-        ctx.matrix, ctx.done = HeadMatrix(weight, up, bias), seed is not None
-        ctx.shard, ctx.tp, ctx.task = shard, tp, task
-        sums, grads = _LinearTokenLoss.work(ctx, x, seed)
-        if seed is None:
-            ctx.save_for_backward(x)
-        else:
-            ctx.grads = grads
-        return sums
+class _Work(NamedTuple):
+    shard: VocabularyShard
+    tp: Axis
+    task: TokenTask
 
-    @staticmethod
-    def backward(ctx: Any, dsums: Tensor) -> tuple[Tensor | None, ...]:  # type: ignore[override]
-        if ctx.done:
-            return *ctx.grads, *(None,) * 4
-        (x,) = ctx.saved_tensors
-        return *_LinearTokenLoss.work(ctx, x, dsums[0])[1], *(None,) * 4
-
-    @staticmethod
-    def work(ctx: Any, x: Tensor, seed: Tensor | None) -> tuple[Tensor, tuple[Tensor | None, ...]]:
+    def sums(
+        self, x: Tensor, matrix: HeadMatrix, needed: tuple[bool, ...], seed: Tensor | None
+    ) -> tuple[Tensor, tuple[Tensor | None, ...]]:
         """The sums, and with a `seed` also the gradients of x and of the matrix."""
-        matrix, shard, tp, task = ctx.matrix, ctx.shard, ctx.tp, ctx.task
+        shard, tp, task = self
         x_all = tp.all_gather(x).wait()
-        grads, sums = HeadGrads(x_all, matrix, ctx.needs_input_grad), []
+        grads, sums = HeadGrads(x_all, matrix, needed), []
         for c in chunks_of(len(task.labels), matrix.rows, LOSS.choose("plain", x).CHUNK_ELEMENTS):
             logits = matrix.logits(x_all[c], task.kernels)
             with torch.set_grad_enabled(seed is not None):
@@ -294,6 +271,25 @@ class _LinearTokenLoss(Function):
                 (d,) = torch.autograd.grad(scaled, logits)
                 grads.add(d, c)
         return torch.stack(sums).sum(0), grads.results(tp) if seed is not None else (None,) * 4
+
+
+class _LinearTokenLoss(Function):
+    @staticmethod
+    def forward(ctx: Any, work: _Work, seed: Tensor | None, x: Tensor, *matrix: Tensor | None) -> Tensor:  # type: ignore[override]
+        ctx.matrix, ctx.work, ctx.done = HeadMatrix(*matrix), work, seed is not None  # type: ignore[arg-type]
+        sums, grads = work.sums(x, ctx.matrix, ctx.needs_input_grad[2:], seed)
+        if seed is None:
+            ctx.save_for_backward(x)
+        else:
+            ctx.grads = grads
+        return sums
+
+    @staticmethod
+    def backward(ctx: Any, dsums: Tensor) -> tuple[Tensor | None, ...]:  # type: ignore[override]
+        if ctx.done:
+            return None, None, *ctx.grads
+        (x,) = ctx.saved_tensors
+        return None, None, *ctx.work.sums(x, ctx.matrix, ctx.needs_input_grad[2:], dsums[0])[1]
 
 
 def linear_token_loss(
@@ -310,7 +306,7 @@ def linear_token_loss(
     `seed`, as in linear_cross_entropy. Only the loss has gradients.
     """
     seed = seed if torch.is_grad_enabled() else None
-    return _LinearTokenLoss.apply(x, *HeadMatrix.of(weight), shard, tp, task, seed)
+    return _LinearTokenLoss.apply(_Work(shard, tp, task), seed, x, *HeadMatrix.of(weight))
 
 
 @torch.no_grad()
