@@ -45,10 +45,12 @@ class Objective(ABC):
 
     Config        a frozen dataclass of its fields in the `task` section
     scores_field  the config key of `scores`, for messages; needs_targets: its file must have the likeliest ids
+    needs_chats   whether it trains on chats and on nothing else
     """
 
     scores_field: ClassVar[str] = "task"
     needs_targets: ClassVar[bool] = False
+    needs_chats: ClassVar[bool] = False
     Config: ClassVar[Any] = TaskConfig  # in a subclass: its dataclass, with `name` added to its fields
 
     def __init_subclass__(cls, **more: Any) -> None:
@@ -77,7 +79,7 @@ class Objective(ABC):
 
     @property
     def train_on(self) -> Literal["answers", "last_answer", "all"] | None:
-        """What of chats has a label (data.chats); None: the objective is not over chats."""
+        """What of chats has a label, where the data is chats (data.chats); None: the objective takes none."""
         return None
 
     @abstractmethod
