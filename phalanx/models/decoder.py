@@ -208,12 +208,11 @@ def dense_mlp(config: DecoderConfig, env: Env, layer: int, mlp: type[SwiGLU] = S
     return mlp(env, names, config.hidden_size, config.intermediate_size, config.initializer_range, config.mlp_bias)  # type: ignore[arg-type]
 
 
-def head_norm_attention(config: DecoderConfig, env: Env, layer: int) -> Attention:
-    """Attention with an RMSNorm on every query and key head."""
+def head_norm_attention(config: DecoderConfig, env: Env, layer: int, **changes: Any) -> Attention:
+    """Attention with an RMSNorm on every query and key head; `changes` as in `attention`."""
     at = f"model.layers.{layer}.self_attn"
-    return attention(
-        config, env, layer, head_norm=(f"{at}.q_norm", f"{at}.k_norm", config.rms_norm_eps), norm=norm_class(config)
-    )
+    norms = (f"{at}.q_norm", f"{at}.k_norm", config.rms_norm_eps)
+    return attention(config, env, layer, head_norm=norms, norm=norm_class(config), **changes)
 
 
 def width_norm_attention(config: DecoderConfig, env: Env, layer: int) -> Attention:
