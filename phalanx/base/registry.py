@@ -41,10 +41,22 @@ BUILT_IN: Mapping[str, Mapping[str, str]] = MappingProxyType(
                 "gpt_oss": "phalanx.models.gpt_oss:FAMILY",
                 "deepseek_v3": "phalanx.models.deepseek_v3:FAMILY",
                 "gpt2": "phalanx.models.gpt2:FAMILY",
+                "t5": "phalanx.models.t5:FAMILY",
+                "glm4_moe": "phalanx.models.glm4_moe:FAMILY",
+                "gpt_neox": "phalanx.models.gpt_neox:FAMILY",
                 "smollm3": "phalanx.models.smollm3:FAMILY",
+                "bert": "phalanx.models.bert:FAMILY",
+                "modernbert": "phalanx.models.modernbert:FAMILY",
             }
         ),
-        "optimizer": MappingProxyType({"adamw": "phalanx.optim.adamw:AdamW"}),
+        "optimizer": MappingProxyType(
+            {
+                "adamw": "phalanx.optim.adamw:AdamW",
+                "lion": "phalanx.optim.lion:Lion",
+                "muon": "phalanx.optim.muon:Muon",
+                "sgd": "phalanx.optim.sgd:SGD",
+            }
+        ),
         "sink": MappingProxyType(
             {
                 "jsonl": "phalanx.observe.metrics_file:MetricsFile",
@@ -81,6 +93,7 @@ BUILT_IN: Mapping[str, Mapping[str, str]] = MappingProxyType(
                 "store_pages": "phalanx.ops.attention.paged:STORE_PAGES",
                 "join": "phalanx.ops.attention.context:JOIN",
                 "mlp": "phalanx.ops.dense.gated_mlp:MLP",
+                "dropout": "phalanx.ops.dense.dropout:DROPOUT",
             }
         ),
         "adapter": MappingProxyType({"lora": "phalanx.nn.adapters.lora:LoRA", "dora": "phalanx.nn.adapters.dora:DoRA"}),
@@ -90,6 +103,8 @@ BUILT_IN: Mapping[str, Mapping[str, str]] = MappingProxyType(
                 "sft": "phalanx.engine.objectives.sft:SFT",
                 "dpo": "phalanx.engine.objectives.dpo:DPO",
                 "distil": "phalanx.engine.objectives.distil:Distil",
+                "mlm": "phalanx.engine.objectives.mlm:MLM",
+                "span": "phalanx.engine.objectives.span:SpanCorruption",
             }
         ),
         "pipeline_schedule": MappingProxyType(

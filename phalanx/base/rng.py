@@ -131,10 +131,20 @@ def keep_mask(
     site, extra), the counter (column, position, sample): the same bits in every layout and from every implementation of
     an op.
     """
+    word = (layer << 20) | (site << 16) | extra
+    return keep_columns(p, key_of(int(seed), "dropout"), rows, range(columns), word)
+
+
+def keep_columns(p: float, key: tuple[int, int], rows: tuple[Tensor, Tensor], columns: range, word: int = 0) -> Tensor:
+    """The same of some neighbouring columns, by a key and the last word of the counter."""
     samples, positions = rows
-    key = key_of(int(seed), "dropout")
-    lanes = torch.arange((columns + 3) // 4, device=samples.device)
-    site_word = (layer << 20) | (site << 16) | extra
-    words = philox((lanes, positions.unsqueeze(-1), samples.unsqueeze(-1) & MASK, site_word), key)
-    flat = torch.stack(torch.broadcast_tensors(*words), dim=-1).flatten(-2)[..., :columns]
-    return flat >= int(p * 2.0**32)
+    lanes = torch.arange(columns.start // 4, (columns.stop + 3) // 4, device=samples.device)
+    words = philox((lanes, positions.unsqueeze(-1), samples.unsqueeze(-1) & MASK, word), key)
+    first = columns.start % 4
+    flat = torch.stack(torch.broadcast_tensors(*words), dim=-1).flatten(-2)[..., first : first + len(columns)]
+    return flat >= threshold(p)
+
+
+def threshold(p: float) -> int:
+    """32-bit words below it drop what they are drawn for."""
+    return int(p * 2.0**32)

@@ -35,10 +35,14 @@ from phalanx.engine.step import update
 from phalanx.forecast.decide import make_plan
 from phalanx.layout.grid import Coords
 from phalanx.nn.linear import Linear
+from phalanx.nn.module import Block
+from phalanx.nn.run_block import run_block
+from phalanx.ops.attention.context import AttentionPlan
 from phalanx.ops.attention.kind import CAUSAL, AttentionKind
 from phalanx.planning.blocks import make_blocks, num_blocks
 from phalanx.planning.plan import Plan, quantized_base, without_layout
 from phalanx.sequence.batch import Batch
+from phalanx.sequence.streams import hidden
 
 
 class LocalAxis(Axis):
@@ -72,7 +76,7 @@ class OpCall:
     @property
     def shape(self) -> str:
         """Shapes of the first two tensors."""
-        tensors = [t for t in (*self.args, *self.kwargs.values()) if isinstance(t, Tensor)]
+        tensors = _tensors([*self.args, *self.kwargs.values()])
         return " ".join("x".join(map(str, t.shape)) or "()" for t in tensors[:2])
 
 
@@ -160,12 +164,12 @@ def calls_of(plan: Plan, device: torch.device) -> list[OpCall]:
     with noted(found):
         x = torch.empty(0, dtype=dtype, device=device)
         for block in blocks:
-            x = block(x.detach().requires_grad_(x.numel() > 0), batch)
+            x = hidden(run_block(block, x.detach().requires_grad_(x.numel() > 0), batch))
     seen: set[tuple[str, str]] = set()
     return [c for c in found if not ((c.name, c.shape) in seen or seen.add((c.name, c.shape)))]  # type: ignore[func-returns-value]
 
 
-def block_samples(plan: Plan, device: torch.device) -> list[nn.Module]:
+def block_samples(plan: Plan, device: torch.device) -> list[Block]:
     """Embedding, first layer and head of tp rank 0, with random weights and gradient buffers as in training."""
     n = num_blocks(plan.run.model)
     grid = plan.grid
@@ -252,6 +256,8 @@ def _noting(function: Callable[..., Any], found: list[OpCall]) -> Callable[..., 
 def _own(x: Any) -> Any:
     """The value detached from the graph; parameters are returned as they are, because their gradients go into their
     buffers."""
+    if isinstance(x, tuple):
+        return tuple(map(_own, x))
     if not isinstance(x, Tensor) or isinstance(x, nn.Parameter):
         return x
     return x.detach().requires_grad_(x.requires_grad)
@@ -341,9 +347,12 @@ def forward_flop(call: OpCall, run: Run, forward: Callable[[], Any]) -> float:
     """FLOP of matmuls in forward, counted by torch as they happen; of attention by its formula, half the square or
     the window."""
     if "attention" in call.name:
-        q, _, v, *others = call.args
-        kind = next((a for a in others if isinstance(a, AttentionKind)), CAUSAL)
-        return 2.0 * q.shape[:-1].numel() * (q.shape[-1] + v.shape[-1]) * kind.keys_per_query(q.shape[2])
+        first, *others = call.args
+        q, k, v = first if isinstance(first, tuple) else call.args[:3]
+        kinds = (a.kind if isinstance(a, AttentionPlan) else a for a in others)
+        kind = next((a for a in kinds if isinstance(a, AttentionKind)), CAUSAL)
+        keys = k.shape[2] if call.name == "cross_attention" else kind.keys_per_query(q.shape[2])
+        return 2.0 * q.shape[:-1].numel() * (q.shape[-1] + v.shape[-1]) * keys
     if call.name == "gated_mlp":  # not torch's GEMMs
         return 2.0 * len(call.args[0]) * run.layout.tp * (call.args[1].numel() + call.args[2].numel())
     with FlopCounterMode(display=False) as counter:

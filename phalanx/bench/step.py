@@ -25,7 +25,6 @@ from phalanx.config.read import load_run
 from phalanx.config.run import Run
 from phalanx.config.write import to_dict
 from phalanx.data.loader import Prefetcher, train_loader
-from phalanx.data.scores import ScoreFile
 from phalanx.engine.build import State, build, init_weights
 from phalanx.engine.meeting import device_of, identity, join
 from phalanx.engine.step import train_step
@@ -35,6 +34,7 @@ from phalanx.observe.out_of_memory import held, reported
 from phalanx.observe.profile import Recording
 from phalanx.observe.step_budget import Budget, advice, read_budget
 from phalanx.planning.order import micro_batches
+from phalanx.planning.reading import reading_of
 from phalanx.sequence.batch import Batch
 
 LR = 1e-5  # small, because mock tokens teach nothing and every step should do the same work
@@ -112,7 +112,7 @@ def batches_of(run: Run, state: State) -> Iterator[Callable[[], list[Batch]]]:
         seed=t.seed,
         vocab_size=run.model.vocab_size,
         samples=t.last_step * t.global_batch,
-        scores=None if state.plan.objective.scores is None else ScoreFile(state.plan.objective.scores),
+        reading=reading_of(run),
     )
     order = micro_batches(run, loader, 0, 0, mesh.dp.size, mesh.dp.index)
     with Prefetcher(

@@ -29,10 +29,10 @@ from phalanx.checkpoint.tensors import (
     receipt_of,
 )
 from phalanx.layout.box import Box
+from phalanx.models.decoder_config import decoder_tensors
 from phalanx.models.registry import families, of_model_type
 
 Shapes = dict[str, tuple[int, ...]]
-HEAD = "lm_head.weight"
 INDEX = "model.safetensors.index.json"  # of the tensors of a model in several files
 COMPARED = 1 << 24  # elements of two tensors compared at a time
 
@@ -105,13 +105,14 @@ def hf_files(folder: Path) -> list[str]:
 
 
 def adapt(index: Index, wanted: Shapes, where: str, same: Callable[[Stored, Stored], bool]) -> Index:
-    """The index under the model's names: a missing base prefix is added; constants, copies and empty tensors are
-    dropped; the head is resolved.
+    """The index under the model's names: a missing base prefix is added; constants, copies, empty tensors and heads for
+    other tasks are dropped; the head is resolved.
 
     where   the folder with the config.json, for messages
     same    whether two stored tensors hold the same numbers
     """
     names = [family.tensors for family in families().values()]
+    own = next((one for one in names if one.embedding in wanted), decoder_tensors)
     constants = tuple(end for one in names for end in one.constants)
     copies = [one.copies for one in names if one.copies is not None]
     kept = {
@@ -121,32 +122,36 @@ def adapt(index: Index, wanted: Shapes, where: str, same: Callable[[Stored, Stor
     }
     # transformers writes shared experts of width 0
     kept = {name: s for name, s in kept.items() if name in wanted or 0 not in s.shape}
-    prefix = next((p for p in dict.fromkeys(one.prefix for one in names) if any(n.startswith(p) for n in wanted)), "")
+    kept = {own.today(name): s for name, s in kept.items()}
+    prefixes = sorted({one.prefix for one in names}, key=len, reverse=True)  # some families have none
+    prefix = next((p for p in prefixes if any(n.startswith(p) for n in wanted)), "")
     if prefix and not any(n.startswith(prefix) for n in kept):
-        kept = {n if n == HEAD else prefix + n: s for n, s in kept.items()}
-    if HEAD in wanted and HEAD not in kept:
+        kept = {n if n == own.head else prefix + n: s for n, s in kept.items()}
+    if own.others is not None:
+        kept = {n: s for n, s in kept.items() if n in wanted or not re.fullmatch(own.others, n)}
+    head = own.head
+    if head in wanted and head not in kept:
         raise CheckpointError(
-            f"{where} has no {HEAD}: it uses the input embedding as head; set model.tie_word_embeddings=true"
+            f"{where} has no {head}: it uses the input embedding as head; set model.tie_word_embeddings=true"
         )
-    if HEAD in kept and HEAD not in wanted:
-        head = kept.pop(HEAD)
-        _check_tied(where)
-        embedding = next((one.embedding for one in names if one.embedding in wanted), HEAD)
-        if embedding not in kept:  # both are one tensor, saved under the other name
-            kept[embedding] = head
-        elif not same(kept[embedding], head):
-            differs = f"{where} has a {HEAD} that differs from its {embedding}, although its config.json ties the two"
+    if head in kept and head not in wanted:
+        matrix = kept.pop(head)
+        _check_tied(where, head)
+        if own.embedding not in kept:  # both are one tensor, saved under the other name
+            kept[own.embedding] = matrix
+        elif not same(kept[own.embedding], matrix):
+            differs = f"{where} has a {head} that differs from its {own.embedding}, although its config.json ties them"
             raise CheckpointError(f"{differs}; set model.tie_word_embeddings=false to keep both, as transformers does")
     return kept
 
 
-def _check_tied(where: str) -> None:
+def _check_tied(where: str, head: str) -> None:
     """A head beside a tied embedding must be a copy of it; in an untied model it is weights that must not get lost."""
     config = read_config(where) if (Path(where) / "config.json").is_file() else {}
     found = of_model_type(config.get("model_type"))
     by_default = "model_type" not in config if found is None else found[1].json_keys["tie_word_embeddings"].default
     if not config.get("tie_word_embeddings", by_default):
-        raise CheckpointError(f"{where} has a {HEAD} of its own; set model.tie_word_embeddings=false")
+        raise CheckpointError(f"{where} has a {head} of its own; set model.tie_word_embeddings=false")
 
 
 def same_in(folder: Path, receipts: dict[str, Receipt] | None = None) -> Callable[[Stored, Stored], bool]:
@@ -180,9 +185,9 @@ def two_heads(index: Index, same: Callable[[Stored, Stored], bool]) -> bool:
     """Whether the files of a folder whose config ties head and embedding hold two different ones; transformers then
     does not tie them."""
     kinds = [family.tensors for family in families().values()]
-    names = [*(one.embedding for one in kinds), *(one.embedding.removeprefix(one.prefix) for one in kinds)]
-    embedding = next((index[name] for name in names if name in index), None)
-    return HEAD in index and embedding is not None and not same(embedding, index[HEAD])
+    names = [(name, one.head) for one in kinds for name in (one.embedding, one.embedding.removeprefix(one.prefix))]
+    found = next(((index[name], index.get(head)) for name, head in names if name in index), None)
+    return found is not None and found[1] is not None and not same(found[0], found[1])
 
 
 def depths_in(index: Index) -> int:

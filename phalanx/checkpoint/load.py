@@ -20,7 +20,7 @@ from phalanx.checkpoint.base import WeightsAt, agree_on, base_at, base_index, ch
 from phalanx.checkpoint.boxes import Held, Item, adapters_to_load, kept_to_load, masters_to_load, state_to_load
 from phalanx.checkpoint.encode import check_base_there, encode_from, encoded_shapes
 from phalanx.checkpoint.hf import differences
-from phalanx.checkpoint.hf_files import HEAD, Shapes, folder_of, hf_index, predictors_in
+from phalanx.checkpoint.hf_files import Shapes, folder_of, hf_index, predictors_in
 from phalanx.checkpoint.manifest import Manifest, read_checked, read_manifest
 from phalanx.checkpoint.names import folded
 from phalanx.checkpoint.places import place
@@ -34,6 +34,7 @@ from phalanx.data_parallel.flat import FlatBucket
 from phalanx.data_parallel.homes import MatrixHome
 from phalanx.layout.box import Box
 from phalanx.models.model_config import ModelConfig
+from phalanx.models.registry import families
 from phalanx.ops.optimizer.packed import PackedTensor
 from phalanx.ops.optimizer.shard import MASTER, Shard
 from phalanx.optim.sharded import ShardedOptimizer
@@ -266,7 +267,8 @@ def mismatches(index: Index, wanted: Shapes) -> list[str]:
 
 
 def _is_vocabulary(name: str) -> bool:
-    return name.endswith(("embed_tokens.weight", "wte.weight", HEAD))
+    kinds = [family.tensors for family in families().values()]
+    return any(name in (one.embedding, one.head) for one in kinds)
 
 
 @dataclass(frozen=True)

@@ -116,7 +116,7 @@ def evaluate_tasks(checkpoint: str, overrides: tuple[str, ...], asked: dict[str,
     from phalanx.data.files import extra
     from phalanx.evaluation.perplexity import check_folder
     from phalanx.inference.adapters import with_adapter
-    from phalanx.inference.load import run_of_folder, weights_alone, weights_folder
+    from phalanx.inference.load import check_generates, run_of_folder, weights_alone, weights_folder
     from phalanx.inference.overrides import refuse_others
     from phalanx.launch.env import describe_machine
 
@@ -126,6 +126,7 @@ def evaluate_tasks(checkpoint: str, overrides: tuple[str, ...], asked: dict[str,
     weights = weights_folder(checkpoint)
     check_folder(weights)
     run = run_of_folder(weights, describe_machine("auto").device == "cuda")
+    check_generates(run.model)
     base = to_dict(replace(run, data=DataConfig(mock=True)))  # none is read
     loaded = read(None, overrides, base, f"the model of {checkpoint}")
     ranks = asked["ranks"] or _started()

@@ -82,7 +82,7 @@ def generate(checkpoint: str, overrides: tuple[str, ...], **asked: Any) -> None:
     from phalanx.config.write import to_dict
     from phalanx.data.config import DataConfig
     from phalanx.inference.adapters import with_adapter
-    from phalanx.inference.load import run_of_folder, weights_alone, weights_folder
+    from phalanx.inference.load import check_generates, run_of_folder, weights_alone, weights_folder
     from phalanx.launch.env import describe_machine
 
     if (asked["prompt"] is None) == (asked["prompts"] is None):
@@ -95,6 +95,7 @@ def generate(checkpoint: str, overrides: tuple[str, ...], **asked: Any) -> None:
         return
     folder = weights_folder(checkpoint)
     run = run_of_folder(folder, describe_machine("auto").device == "cuda")
+    check_generates(run.model)
     base = to_dict(replace(run, data=DataConfig(mock=True)))  # none is read
     loaded = read(None, overrides, base, f"the model of {checkpoint}")
     if loaded.run is not None:

@@ -20,6 +20,7 @@ from phalanx.forecast.text import FITS_ON
 from phalanx.inference.drafter import drafts_named
 from phalanx.inference.engine import EngineOptions
 from phalanx.inference.load import (
+    check_generates,
     forward_only,
     run_of_folder,
     run_of_model,
@@ -56,6 +57,7 @@ def plan_serving(
     if problems or loaded.run is None:
         return str(fail(problems, None))
     say_notes(loaded)
+    check_generates(loaded.run.model)
     positions = loaded.run.model.max_position_embeddings
     check_length("--tokens", tokens, positions)
     options = EngineOptions()

@@ -69,7 +69,7 @@ def serve(checkpoint: str, overrides: tuple[str, ...], ranks: int | None, name: 
     from phalanx.data.files import extra
     from phalanx.evaluation.perplexity import check_folder
     from phalanx.inference.adapters import with_adapters
-    from phalanx.inference.load import run_of_folder, weights_alone, weights_folder
+    from phalanx.inference.load import check_generates, run_of_folder, weights_alone, weights_folder
     from phalanx.launch.env import describe_machine
 
     for module in NEEDED:
@@ -81,6 +81,7 @@ def serve(checkpoint: str, overrides: tuple[str, ...], ranks: int | None, name: 
     weights = weights_folder(checkpoint)
     check_folder(weights)
     run = run_of_folder(weights, describe_machine("auto").device == "cuda")
+    check_generates(run.model)
     base = to_dict(replace(run, data=DataConfig(mock=True)))  # none is read
     loaded = read(None, overrides, base, f"the model of {checkpoint}")
     if loaded.run is not None:

@@ -9,6 +9,7 @@ from __future__ import annotations
 import errno
 import math
 import os
+from typing import Any
 
 from phalanx.base.errors import ConfigError, PhalanxError, Problem
 from phalanx.base.own_fields import made_of
@@ -41,6 +42,7 @@ from phalanx.config.task_check import check_task
 from phalanx.data.check import check as check_data
 from phalanx.layout.check import check as check_layout
 from phalanx.models.check import check as check_model
+from phalanx.nn.objective import find_objective
 from phalanx.nn.recompute import OPS as RECOMPUTED
 from phalanx.optim.check import check as check_optim
 from phalanx.sequence.shard import SequenceShard
@@ -48,12 +50,14 @@ from phalanx.sequence.shard import SequenceShard
 
 def check_values(run: Run, facts: Facts) -> list[Problem]:
     """All rules that values alone can break. Call `config.limits.check_limits` first."""
-    more = 2 + (run.model.predict_layers > 0)
-    blocks = max(run.model.num_hidden_layers, 1) + more
+    more = run.model.num_blocks - len(run.model.layer_blocks)
+    blocks = max(len(run.model.layer_blocks), 1) + more
     evaluates = run.train.eval_interval is not None
     return [
         *facts.env,
         *check_model(run.model, tp=run.layout.tp, seq_length=run.train.seq_length),
+        *check_trained_with(run),
+        *check_beside(run),
         *check_layout(
             run.layout,
             world_size=facts.world_size,
@@ -97,6 +101,9 @@ def check_train(run: Run) -> list[Problem]:
     return found + check_samples(run) + check_loss_scale(run) + check_recompute(run)
 
 
+NO_TEXT = "needs a model that continues text, and this one reads both ways"
+
+
 def check_samples(run: Run) -> list[Problem]:
     """Text that is made during training."""
     c, own = run.train, ("samples_interval", "samples_tokens", "samples_temperature")
@@ -114,6 +121,8 @@ def check_samples(run: Run) -> list[Problem]:
     if run.data.tokenizer is None:
         rule = "needs data.tokenizer, which turns texts into tokens and back"
         found.append(problem("train", c, "samples", rule, {"data.tokenizer": None}, (None,)))
+    if run.model.both_ways:
+        found.append(problem("train", c, "samples", NO_TEXT, {"model.family": run.model.family}, (None,)))
     return found
 
 
@@ -129,6 +138,8 @@ def check_eval_tasks(run: Run, facts: Facts) -> list[Problem]:
     if run.data.tokenizer is None:
         rule = "needs data.tokenizer, which turns texts into tokens and back"
         found.append(problem("train", c, "eval_tasks", rule, {"data.tokenizer": None}, ([],)))
+    if run.model.both_ways:
+        found.append(problem("train", c, "eval_tasks", NO_TEXT, {"model.family": run.model.family}, ([],)))
     if "lm_eval" in facts.missing:
         rule = "needs a package: pip install 'phalanx[eval]'"
         found.append(problem("train", c, "eval_tasks", rule, {"not installed": "lm_eval"}, ([],)))
@@ -179,19 +190,42 @@ def check_recompute(run: Run) -> list[Problem]:
     return found + check_offload(run)
 
 
+def check_trained_with(run: Run) -> list[Problem]:
+    """Fields of models that folders may have with values for which training is not built."""
+    model = run.model
+    return [
+        problem("model", model, name, f"must be {value} in training", {"model.family": model.family}, (value,))
+        for name, value in model.trained_with.items()
+        if getattr(model, name) != value
+    ]
+
+
+def check_beside(run: Run) -> list[Problem]:
+    """What is not built for models that read streams of tokens beside the text."""
+    if not run.model.reads_beside:
+        return []
+    because = {"model.family": run.model.family}
+    found = []
+    if run.train.fp8 is not None:
+        rule = "is not built for a model with an encoder beside its decoder"
+        found.append(problem("train", run.train, "fp8", rule, because, (None,)))
+    if run.layout.cp_degree == "dynamic":
+        rule = "balances the documents of one text, and the model reads two: take fixed"
+        found.append(problem("layout", run.layout, "cp_degree", rule, because, ("fixed",)))
+    return found
+
+
 def check_offload(run: Run) -> list[Problem]:
     """At most as many layers as there are; with CUDA graphs, no activations are offloaded."""
-    c, layers = run.train, run.model.num_hidden_layers
+    c, layers = run.train, len(run.model.layer_blocks)
     found = []
     if c.cuda_graphs == "on" and c.offload_layers > 0:
         rule = "excludes train.offload_layers: type train.cuda_graphs=off or train.offload_layers=0"
         because = {"train.offload_layers": c.offload_layers}
         found.append(problem("train", c, "cuda_graphs", rule, because, ("off",)))
     if not 0 <= c.offload_layers <= max(layers, 0):
-        because = {"model.num_hidden_layers": layers}
-        found.append(
-            problem("train", c, "offload_layers", "must be an integer in [0, num_hidden_layers]", because, (0, layers))
-        )
+        because = {"model.num_hidden_layers": run.model.num_hidden_layers}
+        found.append(problem("train", c, "offload_layers", "must be an integer in [0, layers]", because, (0, layers)))
     return found
 
 
@@ -268,31 +302,32 @@ def check_batch(run: Run, facts: Facts) -> list[Problem]:
 
 
 def check_sequences(run: Run) -> list[Problem]:
-    """Every shard of a micro-batch is divided along tokens over tp; every rank has both chunks of each sequence."""
-    c, tp, cp = run.train, run.layout.tp, run.layout.cp
-    if c.seq_length < 2 * cp:
-        return [
-            problem(
-                "train",
-                c,
-                "seq_length",
-                "must be >= 2 * cp: each rank has two chunks of a sequence",
-                {"layout.cp": cp},
-                (2 * cp,),
-            )
-        ]
+    """Every shard of a micro-batch is divided along tokens over tp; every rank has both chunks of each sequence. The
+    same holds for each stream of tokens beside the text, whose length is a field of the task."""
+    found = check_lengths(run, "train", run.train, "seq_length")
+    for stream in find_objective(run.task.name).makes_beside:
+        if (getattr(run.task, f"{stream}_length", None) or 0) >= 1:
+            found += check_lengths(run, "task", run.task, f"{stream}_length")
+    return found
+
+
+def check_lengths(run: Run, at: str, section: Any, name: str) -> list[Problem]:
+    c, tp, cp, length = run.train, run.layout.tp, run.layout.cp, getattr(section, name)
+    if length < 2 * cp:
+        rule = "must be >= 2 * cp: each rank has two chunks of a sequence"
+        return [problem(at, section, name, rule, {"layout.cp": cp}, (2 * cp,))]
     unit = tp // math.gcd(tp, c.micro_batch)
-    if all(part.size(c.seq_length) % unit == 0 for part in SequenceShard(0, cp).all):
+    if all(part.size(length) % unit == 0 for part in SequenceShard(0, cp).all):
         return []
     because = {"train.micro_batch": c.micro_batch, "layout.tp": tp}
     if cp == 1:
-        rule = "micro_batch * seq_length must be a multiple of tp"
-        return [problem("train", c, "seq_length", rule, because, multiples(c.seq_length, unit))]
+        rule = f"micro_batch * {name} must be a multiple of tp"
+        return [problem(at, section, name, rule, because, multiples(length, unit))]
     rule, because = (
         "micro_batch * a rank's tokens of each sequence must be a multiple of tp",
         {**because, "layout.cp": cp},
     )
-    return [problem("train", c, "seq_length", rule, because, multiples(c.seq_length, cp * unit))]
+    return [problem(at, section, name, rule, because, multiples(length, cp * unit))]
 
 
 def check_guard(run: Run) -> list[Problem]:

@@ -29,6 +29,9 @@ def check_deterministic(run: Run, world: int) -> list[Problem]:
             "the same sequences",
             because,
         )
+    if model.reads_beside:
+        rule = "needs a model whose layers share no weight: their sums have no fixed order"
+        needs(rule, {"model.family": model.family})
     experts, dense = layout.ep * layout.etp, layout.tp * layout.cp
     if model.routed_experts and max(experts, dense) % max(1, min(experts, dense)):
         because = {"layout.ep * layout.etp": experts, "layout.tp * layout.cp": dense}

@@ -12,6 +12,7 @@ SYNONYMS: Mapping[str, str] = MappingProxyType(
         "lora_r": "lora.rank",
         "lora_rank": "lora.rank",
         "lora_alpha": "lora.alpha",
+        "lora_dropout": "lora.dropout",
         "use_rslora": "lora.rank_stabilised",
         "bnb_4bit_quant_type": "lora.base",
         "quantize_base": "lora.base",
@@ -164,26 +165,26 @@ VALUES: Mapping[str, str] = MappingProxyType(
         "dp": "the data-parallel size is what the other sizes leave of --ranks",
         "data_parallel_size": "the data-parallel size is what the other sizes leave of --ranks",
         "sequence_parallel": "sequence parallelism comes with layout.tp",
+        "muon": "Muon is an optimizer: optim.name=muon",
+        "lion": "Lion is an optimizer: optim.name=lion",
+        "sgd": "SGD is an optimizer: optim.name=sgd",
         "gradient_accumulation_steps": "micro-batches follow from train.global_batch, train.micro_batch and the ranks",
     }
 )
 """Settings that are not made by a key of that name: a sentence about each."""
 
-_ADAMW = (
-    "what exists: optim.name=adamw, with moments in fp32, bf16, fp8 or 8 bits (optim.moments), and optimizers of your "
-    "own, element by element or over whole matrices: optim.name=PACKAGE.MODULE:NAME"
+_OPTIMIZERS = (
+    "what exists: optim.name=adamw, muon, lion and sgd, with moments in fp32, bf16, fp8 or 8 bits (optim.moments), and "
+    "optimizers of your own, element by element or over whole matrices: optim.name=PACKAGE.MODULE:NAME"
 )
 _OBJECTIVE = (
     "what exists: task.name=pretrain, sft, dpo and distil, and losses of your own: task.name=PACKAGE.MODULE:NAME"
 )
 NOT_BUILT: Mapping[str, str] = MappingProxyType(
     {
-        "muon": f"Muon is not built yet; {_ADAMW}",
-        "lion": f"Lion is not built yet; {_ADAMW}",
-        "sgd": f"SGD is not built yet; {_ADAMW}",
-        "adafactor": f"Adafactor is not built yet; {_ADAMW}",
-        "shampoo": f"Shampoo is not built yet; {_ADAMW}",
-        "soap": f"SOAP is not built yet; {_ADAMW}",
+        "adafactor": f"Adafactor is not built yet; {_OPTIMIZERS}",
+        "shampoo": f"Shampoo is not built yet; {_OPTIMIZERS}",
+        "soap": f"SOAP is not built yet; {_OPTIMIZERS}",
         "z_loss": f"a z-loss is not built in; {_OBJECTIVE}",
         "compile": "torch.compile is not used; what exists: train.kernels and train.cuda_graphs",
         "torch_compile": "torch.compile is not used; what exists: train.kernels and train.cuda_graphs",

@@ -8,16 +8,19 @@ from phalanx.base.errors import DataError, Problem
 from phalanx.base.rules import exists, missing_data, problem
 from phalanx.config.device_check import Facts
 from phalanx.config.run import Run
+from phalanx.data.check import check_tokenizer
 from phalanx.data.pairs import SEQUENCES
 from phalanx.data.scores import ScoreFile
-from phalanx.nn.objective import Objective, SequenceObjective, find_objective, make_objective
+from phalanx.nn.objective import Objective, SequenceObjective, find_objective, make_objective, usual_task
 
 
 def check_task(run: Run, facts: Facts) -> list[Problem]:
     """The objective's own rules, and what it needs of model and data."""
     kind, config = find_objective(run.task.name), run.task
     found = kind.check(config)
-    found += check_scores(run, facts) + check_chats(run)
+    found += check_direction(run) + check_beside(run) + check_scores(run, facts) + check_chats(run)
+    if facts.files and not found and not check_tokenizer(run.data):
+        found += check_transform(run)
     if not issubclass(kind, SequenceObjective):
         if run.data.pairs:
             rule = "needs an objective over pairs, such as task.name=dpo"
@@ -40,6 +43,53 @@ def check_task(run: Run, facts: Facts) -> list[Problem]:
         rule = "reorders documents, and the objective compares documents that follow each other"
         found.append(problem("data", run.data, "packing", rule, {"task.name": config.name}, ("off",)))
     return found
+
+
+def check_direction(run: Run) -> list[Problem]:
+    """A model that reads what follows needs labels that do not stand there; for the others there is the next token."""
+    both, kind = run.model.both_ways, find_objective(run.task.name)
+    if both == kind.both_ways:
+        return []
+    rule = (
+        "predicts the next token, which a model that reads both ways sees: take an objective for such models"
+        if both
+        else "is for models that read both ways, and this one reads what comes before: take one for it"
+    )
+    rule += f", such as task.name={usual_task(both).name}"
+    return [problem("task", run.task, "name", rule, {"model.family": run.model.family}, ())]
+
+
+def check_beside(run: Run) -> list[Problem]:
+    """What a model reads beside its text is what the task makes, of whole documents."""
+    made, read = find_objective(run.task.name).makes_beside, run.model.reads_beside
+    if set(made) == set(read):
+        if not made or (run.data.is_packed and run.data.inside_documents):
+            return []
+        name, valid = ("packing", ("online",)) if not run.data.is_packed else ("document_attention", (True, None))
+        rule = "must be on: the task makes two texts of each document, and pads sequences"
+        return [problem("data", run.data, name, rule, {"task.name": run.task.name}, valid)]
+    known = [name for name in names(SEAM) if set(find_objective(name).makes_beside) == set(read)]
+    because = {"model.family": run.model.family, "tasks for this model": ", ".join(sorted(known))}
+    rule = (
+        f"makes no {' and '.join(read)} text, which the model reads beside its own"
+        if read
+        else f"makes a text of the {' and the '.join(made)} beside the model's own, which this model does not read"
+    )
+    return [problem("task", run.task, "name", rule, because)]
+
+
+def check_transform(run: Run) -> list[Problem]:
+    """What the task makes of samples, if the tokenizer has what it needs."""
+    from phalanx.text.vocabulary import sample_facts  # takes time to import
+
+    t = run.train
+    facts = sample_facts(run.data, run.model, seq_length=t.seq_length, seed=t.seed)
+    try:
+        make_objective(run.task).transform(facts)
+    except DataError as error:
+        because = {"task.name": run.task.name}
+        return [problem("data", run.data, "tokenizer", str(error), because, ())]
+    return []
 
 
 def check_chats(run: Run) -> list[Problem]:

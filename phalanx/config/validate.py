@@ -163,7 +163,9 @@ def _validate(data: dict[str, Any], named: Mapping[str, type]) -> tuple[Run | No
         return None, errors
     values = {name: getattr(made, name) for name in tree.field_names(Run)}
     if isinstance(given, dict):
-        values["optim"] = dataclasses.replace(values["optim"], fallback=inner.fallback)
+        taken = {name: value for name, value in values["optim"].for_fallback.items() if name not in given}
+        fallback = dataclasses.replace(inner.fallback, **taken)
+        values["optim"] = dataclasses.replace(values["optim"], fallback=fallback)
     return Run(**values), []
 
 

@@ -6,6 +6,7 @@ from __future__ import annotations
 import hashlib
 import threading
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
 from itertools import islice
 from queue import SimpleQueue
 from types import TracebackType
@@ -21,6 +22,7 @@ from phalanx.data.own_source import SourceStart, open_own
 from phalanx.data.scores import ScoreFile, row_type
 from phalanx.data.sources import Source, SourceUse, check_epochs, open_part, open_whole, use_of_sources
 from phalanx.sequence.batch import IGNORE, PADDING_RUN, Batch, room_for_documents
+from phalanx.sequence.sample import Sample, SampleTransform
 from phalanx.sequence.shard import WHOLE, SequenceShard
 
 LOOKED_UP = (
@@ -90,6 +92,30 @@ class Place(NamedTuple):
     window: int
 
 
+@dataclass(frozen=True)
+class Reading:
+    """How a task reads the data.
+
+    scores     what batches carry of another model; None: nothing
+    transform  what becomes of samples; None: they stay as the data has them
+    """
+
+    scores: ScoreFile | None = None
+    transform: SampleTransform | None = None
+
+    def length(self, seq_length: int) -> int:
+        """Tokens of the data in a sample that has `seq_length` for the model."""
+        return seq_length if self.transform is None else self.transform.reads(seq_length)
+
+
+AS_IT_IS = Reading()
+
+
+def _documents_of(sample: Sample) -> int:
+    """Documents of a sample, those of its padding included."""
+    return 1 + len(sample.starts) + max(0, -(-(len(sample.tokens) - sample.filled) // PADDING_RUN) - 1)
+
+
 class Loader:
     """Micro-batches from a blend of sources. It holds no position, so any sample can be requested at any time, from any
     thread."""
@@ -102,10 +128,10 @@ class Loader:
         seq_length: int,
         document_attention: bool = False,
         packed: bool = False,
-        scores: ScoreFile | None = None,
+        reading: Reading = AS_IT_IS,
     ):
-        """packed: sequences may end in padding. scores: what batches carry of another model. DataError for invalid
-        weights (wrong number of them, negative, all zero, too small)."""
+        """seq_length: of batches; windows of the sources have reading.length of it. packed: sequences may end in
+        padding. DataError for invalid weights (wrong number of them, negative, all zero, too small)."""
         if len(weights) != len(sources):
             raise DataError(
                 f"data.weights has {len(weights)} entries for {len(sources)} sources: "
@@ -117,7 +143,8 @@ class Loader:
             document_attention,
             packed,
         )
-        self.scores = scores
+        self.scores, self.transform, self.window_length = reading.scores, reading.transform, reading.length(seq_length)
+        scores = reading.scores
         for corpus in [] if scores is None else [corpus for source in sources for corpus in source.corpora]:
             scores.check_corpus(corpus)  # type: ignore[union-attr]
         self._positions: dict[
@@ -142,7 +169,7 @@ class Loader:
             (source.windows, share, *(packing.checksum for packing in source.packings))
             for source, share in zip(self.sources, self.blend.shares)
         ]
-        return hashlib.sha256(repr([self.seq_length, shares]).encode()).hexdigest()[:16]
+        return hashlib.sha256(repr([self.window_length, shares]).encode()).hexdigest()[:16]
 
     def locate(self, samples: Sequence[int]) -> list[Place]:
         """Where these global sample numbers come from; fastest for many ascending numbers at once."""
@@ -162,7 +189,7 @@ class Loader:
         there; padding is not counted."""
         found = []
         for place in self.locate(samples):
-            source, length = self.sources[place.source], self.seq_length
+            source, length = self.sources[place.source], self.window_length
             filled = source.filled(place.window) if self.packed else length
             starts = source.starts(place.window) if self.document_attention else np.empty(0, np.int64)
             sizes = np.diff(np.concatenate([[0], starts[starts < filled], [filled]]))
@@ -172,41 +199,62 @@ class Loader:
     def batch(self, samples: Sequence[int]) -> Batch:
         """The micro-batch of these global sample numbers, on the CPU (see `sequence.batch.Batch`).
 
-        Labels are the next tokens. With document attention, positions restart at each document, `documents` counts
-        documents through the micro-batch, and the last token of a document has no loss, because what follows does not
-        continue it. The padding of a packed sequence forms documents of its own without loss, short ones, so that
-        attention to them costs nothing; the last token of a packed document never has a loss.
+        Labels are the next tokens, unless the task transforms samples. With document attention, positions restart at
+        each document, `documents` counts documents through the micro-batch, and the last token of a document has no
+        loss, because what follows does not continue it. The padding of a packed sequence forms documents of its own
+        without loss, short ones, so that attention to them costs nothing; the last token of a packed document never has
+        a loss.
         """
         return self.read(self.locate(samples))
 
     def read(self, places: Sequence[Place]) -> Batch:
-        """The micro-batch of samples that `locate` found: windows go from the memory map straight into its tensors."""
-        count, length = len(places), self.seq_length
+        """The micro-batch of samples that `locate` found."""
+        samples = [self.sample(place) for place in places]
+        batch = self._stream(samples)
+        streams = {name: [sample.beside[name] for sample in samples] for name in samples[0].beside}
+        beside = {name: self._stream(stream, samples) for name, stream in streams.items()}
+        labels = batch.labels.view(len(samples), -1).numpy()
+        return replace(batch, beside=beside, segments=self._segments(samples), **self._scored(places, labels))
+
+    def _stream(self, samples: Sequence[Sample], text: Sequence[Sample] | None = None) -> Batch:
+        """Samples one after another. `text`: those beside which they are, whose documents number theirs."""
+        count, length = len(samples), len(samples[0].tokens)
         tokens, labels = np.empty((count, length), np.int64), np.empty((count, length), np.int64)
-        for row, place in enumerate(places):
-            window = self.sources[place.source].window(place.window)
-            tokens[row] = window[:-1]
-            labels[row] = window[1:]
-            labels[row, self.sources[place.source].unlabelled(place.window)] = IGNORE
-        real = self._mark_padding(places, labels) if self.packed else None
-        samples = np.array([place.sample for place in places], np.int64)
-        documents = None
+        for row, sample in enumerate(samples):
+            tokens[row], labels[row] = sample.tokens, sample.labels
+        documents, room = None, 0
         if self.document_attention:
-            positions, documents = self._cut_into_documents(places, labels)
+            positions, documents = self._cut_into_documents(samples, samples if text is None else text)
+            room = room_for_documents(int(documents[-1]) + 1, documents.numel())
         else:
             positions = self._uniform_positions(count)
+        numbers = np.array([sample.number for sample in samples], np.int64)
         return Batch(
             tokens=torch.from_numpy(tokens.reshape(-1)),
             labels=torch.from_numpy(labels.reshape(-1)),
             positions=positions,
-            samples=torch.from_numpy(np.repeat(samples, length)),
+            samples=torch.from_numpy(np.repeat(numbers, length)),
             num_sequences=count,
             seq_length=length,
             documents=documents,
-            real=real,
-            most_documents=0 if documents is None else room_for_documents(int(documents[-1]) + 1, documents.numel()),
-            **self._scored(places, labels),
+            real=self._mark_padding(samples) if self.packed else None,
+            most_documents=room,
         )
+
+    def sample(self, place: Place) -> Sample:
+        """One sample, as the task reads it."""
+        source = self.sources[place.source]
+        window = source.window(place.window)
+        length = len(window) - 1
+        filled = source.filled(place.window) if self.packed else length
+        bordered = self.document_attention or self.packed
+        starts = source.starts(place.window) if bordered else np.empty(0, np.int64)
+        labels = np.array(window[1:], np.int64)
+        labels[source.unlabelled(place.window)] = IGNORE
+        labels[filled:] = IGNORE
+        labels[starts - 1] = IGNORE
+        sample = Sample(place.sample, window[:-1], labels, starts[starts < length], filled)
+        return sample if self.transform is None else self.transform(sample)
 
     def _scored(self, places: Sequence[Place], labels: np.ndarray) -> dict[str, Any]:
         """What the score file says of a micro-batch's tokens: `reference`, `target_ids` and `target_log_probs` of its
@@ -238,74 +286,78 @@ class Loader:
             found["target_log_probs"] = torch.from_numpy(flat["log_probs"].copy())
         return found
 
-    def _mark_padding(self, places: Sequence[Place], labels: np.ndarray) -> torch.Tensor:
-        """Which tokens are real (1) and which are padding (0); removes the loss from padding and from the last token of
-        each document."""
-        real = np.zeros(labels.shape, np.int64)
-        for row, place in enumerate(places):
-            source = self.sources[place.source]
-            filled = source.filled(place.window)
-            real[row, :filled] = 1
-            labels[row, filled:] = IGNORE
-            labels[row, source.starts(place.window) - 1] = IGNORE
+    def _mark_padding(self, samples: Sequence[Sample]) -> torch.Tensor:
+        """Which tokens are real (1) and which are padding (0)."""
+        real = np.zeros((len(samples), len(samples[0].tokens)), np.int64)
+        for row, sample in enumerate(samples):
+            real[row, : sample.filled] = 1
         return torch.from_numpy(real.reshape(-1))
+
+    def _segments(self, samples: Sequence[Sample]) -> torch.Tensor | None:
+        if all(sample.segments is None for sample in samples):
+            return None
+        zeros = np.zeros(self.seq_length, np.int64)
+        rows = [zeros if sample.segments is None else sample.segments for sample in samples]
+        return torch.from_numpy(np.concatenate(rows))
 
     def _uniform_positions(self, count: int) -> torch.Tensor:
         if count not in self._positions:
             self._positions[count] = torch.arange(self.seq_length).repeat(count)
         return self._positions[count]
 
-    def _cut_into_documents(self, places: Sequence[Place], labels: np.ndarray) -> tuple[torch.Tensor, torch.Tensor]:
-        """Positions and document numbers of a micro-batch; removes the loss from the last token of each document."""
-        length, firsts = self.seq_length, []
-        for row, place in enumerate(places):
-            starts = self.sources[place.source].starts(place.window)
-            labels[row, starts - 1] = IGNORE
-            filled = self.sources[place.source].filled(place.window) if self.packed else length
-            padding = np.arange(filled + PADDING_RUN, length, PADDING_RUN)
+    def _cut_into_documents(
+        self, samples: Sequence[Sample], numbered: Sequence[Sample]
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """Positions and document numbers of a micro-batch. `numbered`: the same samples as the text has them. So that
+        documents of all streams have the text's numbers, a sample has as many as the stream with most padding needs."""
+        length, firsts, numbers, following = len(samples[0].tokens), [], [], 0
+        for row, (sample, text) in enumerate(zip(samples, numbered)):
+            padding = np.arange(sample.filled + PADDING_RUN, length, PADDING_RUN)
             # a sequence counts as a start
-            firsts.append(row * length + np.concatenate([[0], starts[starts < length], padding]))
-        first = np.concatenate(firsts)
-        lengths = np.diff(first, append=labels.size)
-        positions = np.arange(labels.size) - np.repeat(first, lengths)
-        return torch.from_numpy(positions), torch.from_numpy(np.repeat(np.arange(len(first)), lengths))
+            firsts.append(row * length + np.concatenate([[0], sample.starts, padding]))
+            numbers.append(following + np.arange(len(firsts[-1])))
+            following += max(map(_documents_of, (text, *text.beside.values())))
+        first, size = np.concatenate(firsts), len(samples) * length
+        lengths = np.diff(first, append=size)
+        positions = np.arange(size) - np.repeat(first, lengths)
+        return torch.from_numpy(positions), torch.from_numpy(np.repeat(np.concatenate(numbers), lengths))
 
     def use(self, samples: int) -> list[SourceUse]:
         """The table of sources for a run of `samples` samples: tokens available and used, epochs."""
-        return use_of_sources(self.sources, self.blend, samples, self.seq_length)
+        return use_of_sources(self.sources, self.blend, samples, self.window_length)
 
 
 def train_loader(
-    config: DataConfig, *, seq_length: int, seed: int, vocab_size: int, samples: int, scores: ScoreFile | None = None
+    config: DataConfig, *, seq_length: int, seed: int, vocab_size: int, samples: int, reading: Reading = AS_IT_IS
 ) -> Loader:
-    """The loader of a run of `samples` samples. DataError for files that are missing, damaged or too small for it.
-    `scores`: of its tokens, by another model."""
+    """The loader of a run of `samples` samples of `seq_length` tokens. DataError for files that are missing, damaged or
+    too small for it."""
+    window = reading.length(seq_length)
     if config.source is not None:
-        sources: list[Source] = [open_own(config, SourceStart(seq_length, vocab_size, seed, "train"))]
+        sources: list[Source] = [open_own(config, SourceStart(window, vocab_size, seed, "train"))]
         weights: list[Weight] = [1.0]
     else:
-        sources, weights = open_part(
-            config, 0, seq_length=seq_length, seed=seed, vocab_size=vocab_size, samples=samples
-        )
-    loader = _loader(config, sources, weights, seq_length, scores)
+        sources, weights = open_part(config, 0, seq_length=window, seed=seed, vocab_size=vocab_size, samples=samples)
+    loader = _loader(config, sources, weights, seq_length, reading)
     check_epochs(loader.use(samples), config.max_epochs)
     return loader
 
 
 def valid_loaders(
-    config: DataConfig, *, seq_length: int, seed: int, vocab_size: int, scores: ScoreFile | None = None
+    config: DataConfig, *, seq_length: int, seed: int, vocab_size: int, reading: Reading = AS_IT_IS
 ) -> dict[str, Loader]:
     """Validation sets by name, each with samples 0, 1, ... in a fixed order: `valid`, the validation part of the
     training corpora, unless that part of data.split is 0; then the sets of data.valid, used whole."""
     parts: dict[str, tuple[list[Source], list[Weight]]] = {}
+    window = reading.length(seq_length)
     if config.source is not None:
-        parts["valid"] = [open_own(config, SourceStart(seq_length, vocab_size, seed, "validation"))], [1.0]
+        parts["valid"] = [open_own(config, SourceStart(window, vocab_size, seed, "validation"))], [1.0]
     elif config.mock or (
         (config.paths or config.sources or config.pairs or config.chats) and parse_split(config.split)[1] > 0
     ):
-        parts["valid"] = open_part(config, 1, seq_length=seq_length, seed=seed, vocab_size=vocab_size)
-    own = {name: _loader(config, *part, seq_length, scores) for name, part in parts.items()}
-    whole = whole_loaders(config, config.valid, seq_length=seq_length, vocab_size=vocab_size, scores=scores)
+        parts["valid"] = open_part(config, 1, seq_length=window, seed=seed, vocab_size=vocab_size)
+    own = {name: _loader(config, *part, seq_length, reading) for name, part in parts.items()}
+    whole = whole_loaders(config, config.valid, seq_length=seq_length, vocab_size=vocab_size, reading=reading)
     return own | whole
 
 
@@ -315,13 +367,12 @@ def whole_loaders(
     *,
     seq_length: int,
     vocab_size: int,
-    scores: ScoreFile | None = None,
+    reading: Reading = AS_IT_IS,
 ) -> dict[str, Loader]:
     """Loaders of whole corpora, in file order: set name -> prefixes (or `0.7 a 0.3 b`)."""
-    parts = {
-        name: open_whole(config, given, seq_length=seq_length, vocab_size=vocab_size) for name, given in sets.items()
-    }
-    return {name: _loader(config, *part, seq_length, scores) for name, part in parts.items()}
+    window = reading.length(seq_length)
+    parts = {name: open_whole(config, given, seq_length=window, vocab_size=vocab_size) for name, given in sets.items()}
+    return {name: _loader(config, *part, seq_length, reading) for name, part in parts.items()}
 
 
 def _loader(
@@ -329,7 +380,7 @@ def _loader(
     sources: Sequence[Source],
     weights: Sequence[Weight],
     seq_length: int,
-    scores: ScoreFile | None = None,
+    reading: Reading,
 ) -> Loader:
     return Loader(
         sources,
@@ -337,7 +388,7 @@ def _loader(
         seq_length=seq_length,
         document_attention=config.inside_documents,
         packed=config.is_packed,
-        scores=scores,
+        reading=reading,
     )
 
 
@@ -398,7 +449,7 @@ class Prefetcher:
         try:
             for places in self._places():
                 batch = self._loader.read(places).cut(self._part)
-                batch = _pinned(batch) if self._pin_memory else batch
+                batch = batch.map(torch.Tensor.pin_memory) if self._pin_memory else batch
                 self._room.get()
                 if self._closed:
                     break
@@ -426,8 +477,3 @@ def _take(lists: Iterator[Sequence[int]], wanted: int) -> list[Sequence[int]]:
         if wanted <= 0:
             break
     return taken
-
-
-def _pinned(batch: Batch) -> Batch:
-    tensors = {name: value.pin_memory() for name, value in vars(batch).items() if isinstance(value, torch.Tensor)}
-    return Batch(**{**vars(batch), **tensors})

@@ -13,6 +13,7 @@ from torch import Tensor
 
 from phalanx.engine.model import Model
 from phalanx.nn.adapted_embedding import AdaptedEmbedding
+from phalanx.nn.adapted_head import AdaptedHead
 from phalanx.nn.adapted_linear import AdaptedMethod
 from phalanx.nn.module import Block
 from phalanx.nn.objective import Objective, SequenceObjective
@@ -69,7 +70,7 @@ def base_forward(model: Model, batches: Sequence[Batch]) -> dict[int, Tensor]:
 def _base_alone(model: Model) -> Iterator[None]:
     """Inside, adapters add nothing, and tokens travel to their experts by all-to-all, which always has room. Routing
     is not counted."""
-    adapted = [m for m in model.modules.modules() if isinstance(m, AdaptedMethod | AdaptedEmbedding)]
+    adapted = [m for m in model.modules.modules() if isinstance(m, AdaptedMethod | AdaptedEmbedding | AdaptedHead)]
     dispatch: list[Any] = [layer.dispatch for layer in model.routed]
     for method in adapted:
         method.on = False

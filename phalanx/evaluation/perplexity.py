@@ -17,6 +17,7 @@ from torch import Tensor
 from phalanx.base.errors import CheckpointError, ConfigError, DataError, Problem
 from phalanx.base.pairwise import pairwise_sum
 from phalanx.base.placement import Placement
+from phalanx.base.registry import BUILT_IN
 from phalanx.base.text_table import table
 from phalanx.checkpoint.load import load_weights
 from phalanx.checkpoint.manifest import NAME, parse
@@ -31,10 +32,11 @@ from phalanx.engine.evaluate import summed
 from phalanx.engine.meeting import device_of, identity, join
 from phalanx.forecast.decide import make_plan
 from phalanx.inference.load import forward_only, run_of_folder
-from phalanx.nn.objective import make_objective
+from phalanx.nn.objective import SEAM, find_objective, make_objective
 from phalanx.pipeline.execute import Stages, execute
 from phalanx.planning.order import eval_samples
 from phalanx.planning.plan import Plan
+from phalanx.planning.reading import reading_of
 from phalanx.sequence.batch import IGNORE, Batch
 from phalanx.text.cache import use_text
 from phalanx.text.prepare import check_tokenizer, read_manifest
@@ -70,10 +72,19 @@ def base_config(weights: Path, gpu: bool) -> dict[str, Any]:
     """The config with which a checkpoint was made or, for a Hugging Face folder, one with its model. weights: the
     folder of tensors."""
     if weights.name == "weights" and (weights.parent / NAME).is_file():
-        config = {name: section for name, section in parse(weights.parent).config.items() if name != "task"}
+        config = {name: section for name, section in parse(weights.parent).config.items() if _is_read(name, section)}
         if config:  # an evaluation writes to none of the run's sinks
             return {**config, "log": {k: v for k, v in config.get("log", {}).items() if k != "sinks"}}
     return to_dict(run_of_folder(weights, gpu))
+
+
+def _is_read(name: str, section: Any) -> bool:
+    """Of a run's config: all but its task. A task of models that read both ways stays, because it says what is
+    asked."""
+    if name != "task":
+        return True
+    task = section.get("name", "") if isinstance(section, dict) else ""
+    return task in BUILT_IN[SEAM] and find_objective(task).both_ways
 
 
 def tokenizer_of(weights: Path) -> str | None:
@@ -154,11 +165,15 @@ def results_of(run: Run, mesh: Mesh, what: Evaluation, loaders: Mapping[str, Loa
 
 
 def open_sets(run: Run, what: Evaluation) -> dict[str, Loader]:
-    length, vocab = run.train.seq_length, run.model.vocab_size
+    how: Any = {
+        "seq_length": run.train.seq_length,
+        "vocab_size": run.model.vocab_size,
+        "reading": replace(reading_of(run), scores=None),
+    }
     if what.sets:
-        loaders = whole_loaders(run.data, what.sets, seq_length=length, vocab_size=vocab)
+        loaders = whole_loaders(run.data, what.sets, **how)
     else:
-        loaders = valid_loaders(run.data, seq_length=length, seed=run.train.seed, vocab_size=vocab)
+        loaders = valid_loaders(run.data, seed=run.train.seed, **how)
     if not loaders:
         raise DataError(
             "the run has no validation set (data.split has no second part, data.valid is empty): name one "

@@ -101,7 +101,8 @@ def generous_bytes(run: Run, world: int) -> float:
     weights = 64.0 * sum(block.numel for block in plan.facts)
     heads = model.num_attention_heads
     elements = sum(8.0 * block.flops / (2.0 * model.hidden_size / heads) for block in plan.facts)
-    elements += 8.0 * heads * train.seq_length * model.num_hidden_layers  # scores, where attention is not one kernel
+    longest = max(plan.lengths.values())  # of the streams of tokens; below, scores where attention is not one kernel
+    elements += 8.0 * heads * longest * len(model.layer_blocks) * longest / train.seq_length
     tokens = train.micro_batch * train.seq_length * plan.num_micro_batches(train.global_batch)
     return weights + 8.0 * tokens * elements * layout.ep * layout.etp
 

@@ -13,10 +13,10 @@ from phalanx.data.check import check_files
 from phalanx.data.config import DataConfig
 from phalanx.data.index import Corpus
 from phalanx.data.loader import Loader, Place, micro_batch_samples, train_loader, valid_loaders
-from phalanx.data.scores import ScoreFile
 from phalanx.data.sources import ChatSource, Source
 from phalanx.nn.objective import make_objective
 from phalanx.planning.order import eval_samples, global_batch_at, total_samples, work_of
+from phalanx.planning.reading import reading_of
 from phalanx.sequence.batch import Batch
 from phalanx.sequence.shard import SequenceShard
 from phalanx.text.cache import find_text
@@ -27,13 +27,11 @@ SNIPPET = 24  # tokens shown of each end of a sequence
 
 def open_loaders(run: Run, data: DataConfig) -> tuple[Loader, dict[str, Loader]]:
     """The loaders of training and of each validation set. `data`: the run's, with its text made into token files."""
-    path = make_objective(run.task).scores
-    scores = None if path is None else ScoreFile(path)
     how: Any = {
         "seq_length": run.train.seq_length,
         "seed": run.train.seed,
         "vocab_size": run.model.vocab_size,
-        "scores": scores,
+        "reading": reading_of(run),
     }
     loader = train_loader(data, samples=total_samples(run), **how)
     return loader, valid_loaders(data, **how) if run.train.eval_interval else {}

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 
 from phalanx.base.devices import Device
 from phalanx.config.run import Run
-from phalanx.planning.blocks import model_facts
+from phalanx.planning.blocks import facts_of
 
 
 @dataclass(frozen=True)
@@ -41,7 +41,7 @@ def flops_of(run: Run) -> Flops:
     """Read from the real modules: without attention to other tokens (S = 0), a block takes 2 FLOPs per weight and
     token."""
     length = run.train.seq_length
-    facts = model_facts(run.model, length)
+    facts = facts_of(run)
     without, whole = sum(f.alone for f in facts), sum(f.flops for f in facts)
     return Flops(without / 2, (whole - without) / (2 * length), length)
 

@@ -60,7 +60,7 @@ from phalanx.schedule.actions import (
 )
 from phalanx.schedule.lower import lower
 from phalanx.schedule.simulate import Costs, LiveChange, ScheduleTrace, simulate
-from phalanx.sequence.batch import Batch
+from phalanx.sequence.batch import TEXT, Batch
 from phalanx.sequence.shard import SequenceShard
 from phalanx.sequence.streams import HIDDEN, Border, Streams, check_shapes, hidden, pack, unpack
 
@@ -275,19 +275,22 @@ def _batch(plan: Plan) -> Batch:
 
     Its tensors exist once per micro-batch of a step, as do those of the whole sequences with context parallelism.
     """
-    train = plan.run.train
-    ids = torch.empty(train.micro_batch * train.seq_length, dtype=torch.int64, device="meta")
-    data = plan.run.data
-    documents, real = ids if data.inside_documents else None, ids if data.is_packed else None
     seed, late = torch.empty((), device="meta"), not plan.loss_seed
-    batch = Batch(
-        ids, ids, ids, ids, train.micro_batch, train.seq_length, documents, loss_seed=seed, late=late, real=real
-    )
+    streams = {name: _stream(plan, length) for name, length in plan.lengths.items()}
+    batch = replace(streams.pop(TEXT), loss_seed=seed, late=late, beside=streams)
     parts = [
         batch.cut(replace(part, dynamic=plan.grid.dynamic, heads=plan.grid.ulysses))
         for part in SequenceShard(0, plan.grid.cp).all
     ]
     return max(reversed(parts), key=lambda b: b.num_tokens)
+
+
+def _stream(plan: Plan, length: int) -> Batch:
+    """A stream of tokens of a micro-batch whose sequences have this length."""
+    count, data = plan.run.train.micro_batch, plan.run.data
+    ids = torch.empty(count * length, dtype=torch.int64, device="meta")
+    documents, real = ids if data.inside_documents else None, ids if data.is_packed else None
+    return Batch(ids, ids, ids, ids, count, length, documents, real=real)
 
 
 def _rank_use(
@@ -301,7 +304,9 @@ def _rank_use(
     messages = message_bytes(plan)
     sends = sum(messages[i.value._replace(mb=0)] for i in trace.program.lists[pp] if isinstance(i, Send))
     rows = 4 + run.data.inside_documents + run.data.is_packed
-    batches = num_micro_batches * 8 * rows * (plan.most_tokens + (whole_tokens(plan) if grid.cp > 1 else 0))
+    lengths = plan.lengths.values()
+    tokens = sum(plan.most_tokens_of(n) + (run.train.micro_batch * n if grid.cp > 1 else 0) for n in lengths)
+    batches = num_micro_batches * 8 * rows * tokens
     batches += num_micro_batches * 8 * whole_tokens(plan) * grid.dynamic
     layout = run.layout
     shared = 4 * plan.exchange_bytes if grid.tp > 1 and layout.tp_overlap != "off" else 0  # comm.symmetric

@@ -92,7 +92,7 @@ def less_offload(run: Run) -> Iterator[tuple[dict[str, object], str]]:
 
 
 def more_offload(run: Run) -> Iterator[tuple[dict[str, object], str]]:
-    layers, now = run.model.num_hidden_layers, run.train.offload_layers
+    layers, now = len(run.model.layer_blocks), run.train.offload_layers
     no_graphs: dict[str, object] = {"train.cuda_graphs": "off"} if run.train.cuda_graphs == "on" else {}
     cost = "activations are copied to the host and back" + (", without CUDA graphs" if no_graphs else "")
     for count in dict.fromkeys((layers // 2, layers)):

@@ -85,7 +85,7 @@ def summary(plan: Plan, m: int, trace: ScheduleTrace) -> str:
     flops = flops_of(run)
     ramp = f", from {train.rampup.start:,} at the start" if train.rampup else ""
     rows = {
-        "model": f"{run.model.family}: {run.model.num_hidden_layers} layers, width "
+        "model": f"{run.model.family}: {len(run.model.layer_blocks)} layers, width "
         f"{run.model.hidden_size:,}, vocabulary {run.model.vocab_size:,}",
         **({"task": task_text(run.task)} if run.task != TaskConfig() else {}),
         "parameters": f"{num_parameters(plan):,}"
@@ -184,12 +184,14 @@ def stage_table(plan: Plan) -> str:
 def contents(plan: Plan, blocks: range) -> str:
     """Such as "embedding, layers 0-17"."""
     model, last = plan.run.model, len(plan.facts) - 1
-    layers = range(max(blocks.start, 1) - 1, min(blocks.stop - 1, model.num_hidden_layers))
-    mtp = "multi-token prediction" if model.predict_layers and last - 1 in blocks else ""
-    between = (
-        f"layer {layers.start}" if len(layers) == 1 else f"layers {layers.start}-{layers.stop - 1}" if layers else ""
-    )
-    names = ("embedding" if 0 in blocks else "", between, mtp, "head" if last in blocks else "")
+    layers = [number for number, block in enumerate(model.layer_blocks) if block in blocks]
+    others = {*blocks} - {*model.layer_blocks, 0, last}
+    between = f"layer {layers[0]}" if len(layers) == 1 else f"layers {layers[0]}-{layers[-1]}" if layers else ""
+    other = "multi-token prediction" if model.predict_layers else "the decoder's embedding"
+    inner = [between, other if others else ""]
+    if others and layers and min(others) < min(set(blocks) & {*model.layer_blocks}):
+        inner.reverse()
+    names = ("embedding" if 0 in blocks else "", *inner, "head" if last in blocks else "")
     return ", ".join(n for n in names if n)
 
 

@@ -27,7 +27,7 @@ from phalanx.comm.axis import Axis, Work
 from phalanx.comm.host import host_axis
 from phalanx.inference.drafter import Drafts, ngrams_of, predicted_of
 from phalanx.inference.grammar import Constraint, GrammarCompiler
-from phalanx.inference.load import InferenceModel
+from phalanx.inference.load import InferenceModel, check_generates
 from phalanx.inference.memory import (
     NO_DRAFTS,
     LayerGroup,
@@ -223,6 +223,7 @@ class Engine:
         """messages: those of an engine before this one; None: ranks meet to make them, and wait for each other so many
         seconds. tokenizer: the model's, for requests with a grammar."""
         options = options or EngineOptions()
+        check_generates(model.plan.run.model)
         check_pages(model, options.pages)
         check_drafts(model, options.drafts)
         self.model, self.options = model, options

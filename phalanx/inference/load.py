@@ -22,11 +22,10 @@ from phalanx.engine.build import build_for_inference
 from phalanx.forecast.decide import make_plan
 from phalanx.inference.adapters import ServedAdapters, with_adapter
 from phalanx.models.model_config import ModelConfig
-from phalanx.nn.adapted_linear import AdaptedMethod
 from phalanx.nn.adapter import AdapterConfig, find_adapter
 from phalanx.nn.module import Block
 from phalanx.nn.moe import MoE
-from phalanx.nn.objective import TaskConfig
+from phalanx.nn.objective import TaskConfig, usual_task
 from phalanx.pipeline.execute import Handlers, Stages, execute
 from phalanx.planning.plan import Plan, storing_all
 from phalanx.schedule.actions import Instruction
@@ -49,10 +48,21 @@ def run_of_folder(folder: Path, gpu: bool) -> Run:
 
 
 def run_of_model(model: ModelConfig, lora: AdapterConfig | None, gpu: bool) -> Run:
-    """The same of a model's config."""
+    """The same of a model's config. ConfigError for a model that cannot be run without training."""
+    if model.reads_beside:
+        rule = f"has a decoder that reads an {model.reads_beside[0]}'s memory, from which nothing is generated yet"
+        raise ConfigError([Problem("model.family", model.family, rule)])
     length = min(1024, model.max_position_embeddings)
     train = TrainConfig(steps=1, global_batch=1, micro_batch=1, seq_length=length, precision="bf16" if gpu else "fp32")
-    return Run(model=model, train=train, lora=lora)
+    return Run(model=model, train=train, lora=lora, task=usual_task(model.both_ways))
+
+
+def check_generates(model: ModelConfig) -> None:
+    """ConfigError for a model that generates no text: its tokens read what follows them."""
+    if model.both_ways:
+        rule = "reads both ways, so it does not continue text: take a decoder; of an encoder there are its loss "
+        rule += "(phalanx eval) and the tasks of docs/encoders.md"
+        raise ConfigError([Problem("model.family", model.family, rule)])
 
 
 def config_of(weights: Path) -> dict[str, Any]:
@@ -224,9 +234,9 @@ def load_model(folder: Path, plan: Plan, mesh: Mesh, adapters: ServedAdapters | 
     if adapters is not None:
         load_adapters(adapters.index, adapters.receipts, buffers, mesh)
     model = InferenceModel(plan, mesh, stages, stages.handlers(), adapters=adapters)
-    with torch.no_grad():
-        for method in (m for block in model.blocks for m in block.modules() if isinstance(m, AdaptedMethod)):
-            method.settle()
+    for where in stages.segments:
+        stages.settle(where)
+    stages.settles = False  # their weights do not change again
     return model
 
 

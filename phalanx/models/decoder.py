@@ -209,10 +209,10 @@ def dense_mlp(config: DecoderConfig, env: Env, layer: int, mlp: type[SwiGLU] = S
 
 
 def head_norm_attention(config: DecoderConfig, env: Env, layer: int, **changes: Any) -> Attention:
-    """Attention with an RMSNorm on every query and key head; `changes` as in `attention`."""
+    """Attention with an RMSNorm on every query and key head."""
     at = f"model.layers.{layer}.self_attn"
-    norms = (f"{at}.q_norm", f"{at}.k_norm", config.rms_norm_eps)
-    return attention(config, env, layer, head_norm=norms, norm=norm_class(config), **changes)
+    names = f"{at}.q_norm", f"{at}.k_norm"
+    return attention(config, env, layer, head_norm=(*names, config.rms_norm_eps), norm=norm_class(config), **changes)
 
 
 def width_norm_attention(config: DecoderConfig, env: Env, layer: int) -> Attention:

@@ -73,10 +73,9 @@ class DecoderConfig(ModelConfig):
     initializer_range: float = 0.02
     """Standard deviation of initial weights."""
     attention_bias: bool = False
-    """llama, qwen3, qwen3_moe, gpt_oss, smollm3, olmo2, gemma2: the projections of attention (q, k, v and output) have
-    biases."""
+    """The projections of attention (q, k, v and output) have biases, in families that have this switch."""
     mlp_bias: bool = False
-    """llama, smollm3: the three projections of the MLP have biases."""
+    """The three projections of the MLP have biases, in families that have this switch."""
 
     biases: ClassVar[tuple[str, ...]] = ()
     """Which of attention_bias and mlp_bias the family reads."""
@@ -151,8 +150,7 @@ class UpperWindowConfig(DecoderConfig):
 
 # ---- rules ---------------------------------------------------------------------------------------
 
-# of our families, those that have the switch
-WITH_ATTENTION_BIAS = "llama or qwen3 or qwen3_moe or gpt_oss or smollm3 or olmo2 or gemma2"
+WITH_SWITCH = "a model.family that has this switch, such as llama"
 
 
 def decoder_rules(config: DecoderConfig, seq_length: int) -> list[Problem]:
@@ -254,9 +252,9 @@ def check_biases(config: DecoderConfig) -> list[Problem]:
     because = {"model.family": config.family}
     found = []
     if "attention_bias" not in config.biases:
-        found += no_effect("model", config, ["attention_bias"], f"model.family {WITH_ATTENTION_BIAS}", because)
+        found += no_effect("model", config, ["attention_bias"], WITH_SWITCH, because)
     if "mlp_bias" not in config.biases:
-        found += no_effect("model", config, ["mlp_bias"], "model.family llama or smollm3", because)
+        found += no_effect("model", config, ["mlp_bias"], WITH_SWITCH, because)
     return found
 
 

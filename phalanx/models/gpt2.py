@@ -58,7 +58,7 @@ class GPT2Config(ModelConfig):
 def blocks(config: GPT2Config, env: Env) -> Sequence[BlockMaker]:
     from phalanx.models.layer_norm_decoder import layer_norm_blocks  # imports torch, which reading a config need not
 
-    return layer_norm_blocks(config, env)
+    return layer_norm_blocks(config, env, FAMILY.tensors)
 
 
 def rules(config: GPT2Config, seq_length: int) -> list[Problem]:

@@ -1,5 +1,5 @@
-"""Blocks of GPT-2-like decoders: LayerNorm, learned positions, GELU, biases and dropout. `config` has GPT-2's
-fields."""
+"""Blocks of decoders with LayerNorm, GELU, biases and dropout: GPT-2's, with learned positions, and GPT-NeoX's, with
+rotary ones and sub-layers side by side. `config` has the fields of the one or the other."""
 
 from __future__ import annotations
 
@@ -12,7 +12,9 @@ from torch import Tensor
 
 from phalanx.layout.box import Box
 from phalanx.layout.param import Init, ParamSpec, Piece, Role
+from phalanx.models.decoder import rotation
 from phalanx.models.family import BlockMaker
+from phalanx.models.model_config import TensorNames
 from phalanx.nn.attention import Attention, AttentionSpec
 from phalanx.nn.embedding import Embedding
 from phalanx.nn.env import Env
@@ -103,12 +105,14 @@ class LayerNormLayer(Dropping):
 class LayerNormHead(Block):
     recomputable = False
 
-    def __init__(self, config: Any, env: Env, made: Mapping[str, Parameter]):
+    """`names`: of the input embedding, which is the head of a tied model, and of the head of an untied one."""
+
+    def __init__(self, config: Any, env: Env, made: Mapping[str, Parameter], norm: LayerNorm, names: TensorNames):
         super().__init__(env)
         c = config
-        self.norm = LayerNorm(env, "transformer.ln_f", c.hidden_size, c.layer_norm_epsilon)
+        self.norm = norm
         tied = c.tie_word_embeddings
-        name, replicas = ("transformer.wte.weight", env.tied()) if tied else ("lm_head.weight", ())
+        name, replicas = (names.embedding, env.tied()) if tied else (names.head, ())
         role: Role = "embedding" if tied else "head"
         self.head = Head(env, name, c.vocab_size, c.hidden_size, c.initializer_range, replicas, made.get(name), role)
 
@@ -122,14 +126,90 @@ class LayerNormHead(Block):
         return self.head.log_probs(self.norm(x), batch, top)
 
 
-def layer_norm_blocks(config: Any, env: Env) -> Sequence[BlockMaker]:
-    """Embedding, layers, head."""
+def layer_norm_blocks(config: Any, env: Env, names: TensorNames) -> Sequence[BlockMaker]:
+    """GPT-2's embedding, layers, head."""
 
     def layer(number: int, made: Mapping[str, Parameter]) -> Block:
         return LayerNormLayer(config, env, number)
 
+    def head(made: Mapping[str, Parameter]) -> Block:
+        norm = LayerNorm(env, "transformer.ln_f", config.hidden_size, config.layer_norm_epsilon)
+        return LayerNormHead(config, env, made, norm, names)
+
     return [
         lambda made: LearnedEmbedding(config, env),
         *(partial(layer, i) for i in range(config.num_hidden_layers)),
-        lambda made: LayerNormHead(config, env, made),
+        head,
+    ]
+
+
+class DroppedEmbedding(Dropping):
+    """The input embedding, with dropout and without positions."""
+
+    def __init__(self, config: Any, env: Env, name: str):
+        super().__init__(env)
+        c = config
+        replicas = env.tied() if c.tie_word_embeddings else ()
+        self.p = c.dropout
+        self.embed = Embedding(env, name, c.vocab_size, c.hidden_size, c.initializer_range, replicas)
+
+    def forward(self, x: Tensor, batch: Batch) -> Tensor:
+        return self.drop(self.embed(batch.tokens), batch, self.p, 0, 1)
+
+
+class ParallelLayer(Dropping):
+    """Attention and MLP side by side, each of the layer's input through a LayerNorm of its own; or one after the
+    other, without `use_parallel_residual`."""
+
+    def __init__(self, config: Any, env: Env, layer: int):
+        super().__init__(env)
+        c, at = config, f"gpt_neox.layers.{layer}"
+        self.p, self.layer, self.parallel = c.dropout, layer, c.use_parallel_residual
+        std, fused = c.initializer_range, f"{at}.attention.query_key_value.weight"
+        self.norm1 = LayerNorm(env, f"{at}.input_layernorm", c.hidden_size, c.layer_norm_eps)
+        spec = AttentionSpec(
+            names=(fused, fused, fused, f"{at}.attention.dense.weight"),
+            fused_by="head",
+            width=c.hidden_size,
+            heads=c.num_attention_heads,
+            kv_heads=c.num_attention_heads,
+            head_dim=c.hidden_size // c.num_attention_heads,
+            std=std,
+            rotation=rotation(c, layer),
+            bias="all" if c.attention_bias else "none",
+            dropout=c.attention_dropout,
+            layer=layer,
+        )
+        self.attention = Attention(env, spec)
+        self.norm2 = LayerNorm(env, f"{at}.post_attention_layernorm", c.hidden_size, c.layer_norm_eps)
+        names = (f"{at}.mlp.dense_h_to_4h", f"{at}.mlp.dense_4h_to_h")
+        self.mlp = GeluMLP(
+            env, names, c.hidden_size, c.intermediate_size, std, std, c.activation_function, transposed=False
+        )
+
+    def forward(self, x: Tensor, batch: Batch) -> Tensor:
+        x, normed = self.norm1.add(x)
+        delta = self.drop(self.attention(normed, batch), batch, self.p, self.layer, 2)
+        if self.parallel:
+            _, normed = self.norm2.add(x)
+            x = x + delta
+        else:
+            x, normed = self.norm2.add(x, delta)
+        return x + self.drop(self.mlp(normed), batch, self.p, self.layer, 3)
+
+
+def parallel_blocks(config: Any, env: Env, names: TensorNames) -> Sequence[BlockMaker]:
+    """GPT-NeoX's embedding, layers, head."""
+
+    def layer(number: int, made: Mapping[str, Parameter]) -> Block:
+        return ParallelLayer(config, env, number)
+
+    def head(made: Mapping[str, Parameter]) -> Block:
+        norm = LayerNorm(env, "gpt_neox.final_layer_norm", config.hidden_size, config.layer_norm_eps)
+        return LayerNormHead(config, env, made, norm, names)
+
+    return [
+        lambda made: DroppedEmbedding(config, env, names.embedding),
+        *(partial(layer, i) for i in range(config.num_hidden_layers)),
+        head,
     ]

@@ -3,7 +3,8 @@ that a family and its readers exchange."""
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
 from phalanx.base.errors import Problem
@@ -42,6 +43,12 @@ class ModelConfig:
         return True
 
     @property
+    def both_ways(self) -> bool:
+        """Whether tokens read what follows them (encoders). Such a model generates no text, and the next token is no
+        task for it."""
+        return False
+
+    @property
     def gated_mlp(self) -> bool:
         """Whether the dense MLP has a gate, stored in one matrix with its input projection (SwiGLU)."""
         return True
@@ -61,6 +68,31 @@ class ModelConfig:
         """Depths of multi-token prediction, layers after the last one, all in one block; 0 if there are none."""
         return 0
 
+    @property
+    def layer_blocks(self) -> Sequence[int]:
+        """The numbers, among all blocks, of those that are transformer layers."""
+        return range(1, self.num_hidden_layers + 1)
+
+    @property
+    def num_blocks(self) -> int:
+        """Blocks, in order: embedding, layers, multi-token prediction (if any), head."""
+        return self.num_hidden_layers + 2 + (self.predict_layers > 0)
+
+    @property
+    def reads_beside(self) -> tuple[str, ...]:
+        """The streams of tokens that it reads beside the text (Batch.beside); the task makes them."""
+        return ()
+
+    @property
+    def trained_with(self) -> Mapping[str, object]:
+        """Fields that Hugging Face folders may have with any value -> the only one with which training is built."""
+        return {}
+
+    @property
+    def decoder_start(self) -> int | None:
+        """The token with which texts of a decoder begin; None: it has none beside an encoder."""
+        return None
+
     def has_experts(self, layer: int) -> bool:
         """Whether a layer has experts or a dense MLP."""
         return False
@@ -75,19 +107,32 @@ class TensorNames:
     """What readers of Hugging Face folders need to know about names, beyond those that the modules define.
 
     prefix      of all tensors but the head; a base model saved without its head omits it
-    embedding   the input embedding; the head of an untied model is always lm_head.weight
+    embedding   the input embedding
     layer       of the tensors of layer {}
+    head        the output matrix of an untied model
     copies      a regular expression: further copies of the embedding and the head in published folders
     predictors  a regular expression with a group for the number: tensors of each multi-token prediction module
     constants   suffixes of tensor names that are not weights
+    others      a regular expression: tensors of heads for other tasks, which a model without them leaves out
+    renames     former ends of tensor names in published folders -> those of today
     """
 
     prefix: str
     embedding: str
     layer: str
+    head: str = "lm_head.weight"
     copies: str | None = None
     predictors: str | None = None
     constants: tuple[str, ...] = ()
+    others: str | None = None
+    renames: Mapping[str, str] = field(default_factory=dict)
+
+    def today(self, name: str) -> str:
+        """The name of a tensor, if it was written under a former one."""
+        for former, now in self.renames.items():
+            if name.endswith(former):
+                return name.removesuffix(former) + now
+        return name
 
 
 @dataclass(frozen=True)

@@ -85,6 +85,13 @@ class EmbeddingPiece:
     def spread(self, x: Tensor, like: Tensor) -> Tensor:
         return x
 
+    def dropping(self, p: float) -> None:
+        """Ids have no dropout, as in PEFT."""
+        return None
+
+    def dropout(self, x: Tensor, p: float) -> Tensor:
+        return x
+
     def sum_over_inputs(self, x: Tensor) -> Tensor:
         raise TypeError(f"{self.name} is an embedding, whose weight adapters do not read")
 

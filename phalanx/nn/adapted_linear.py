@@ -34,12 +34,22 @@ from phalanx.comm.axis import Axis
 from phalanx.layout.box import Box, cut
 from phalanx.layout.param import Init, ParamSpec, Piece, Replica
 from phalanx.nn.adapted_embedding import AdaptedEmbedding
+from phalanx.nn.adapted_head import AdaptedHead
 from phalanx.nn.adapter import Adapter, AdapterConfig, AdapterInit, LowRankAdapter
 from phalanx.nn.env import Env
-from phalanx.nn.linear_method import PLAIN, AnyEmbedding, AnyLinear, LinearMethod, LinearMethods, RowsAdapter
+from phalanx.nn.linear_method import (
+    PLAIN,
+    AnyEmbedding,
+    AnyLinear,
+    LinearMethod,
+    LinearMethods,
+    LogitsAdapter,
+    RowsAdapter,
+)
 from phalanx.nn.module import ZEROS, Module, OutputRows, bias_spec, column_spec, row_spec
 from phalanx.nn.parameter import Parameter
-from phalanx.ops.dense.low_rank import add_low_rank, enter_low_rank
+from phalanx.ops.dense.dropout import DROPOUT, TokenDropout, token_dropout
+from phalanx.ops.dense.low_rank import Drop, add_low_rank, enter_low_rank
 from phalanx.ops.dense.matmul import ALONE, gather_matmul, local_matmul, matmul_scatter
 from phalanx.ops.experts.grouped import GROUPED, Later, grouped_matmul
 from phalanx.ops.op import Kernels
@@ -109,10 +119,10 @@ class AdapterLinear(Module):
             raise RuntimeError("an adapter of experts was called outside its linear")
         return grouped_matmul(x, weight, tokens.ends, self.env.kernels_for(GROUPED))
 
-    def beside(self, x: Tensor) -> tuple[Tensor, Tensor]:
-        """What the linear is to read in place of x, and what this one gives of x, which x's gradient gets back in the
-        memory of the linear's."""
-        return enter_low_rank(x, self.weight, self.env.tp if self.travel == "scatter" else ALONE)
+    def beside(self, x: Tensor, drop: Drop | None) -> tuple[Tensor, Tensor]:
+        """What the linear is to read in place of x, and what this one gives of x (or of what `drop` leaves of it),
+        which x's gradient gets back in the memory of the linear's."""
+        return enter_low_rank(x, self.weight, self.env.tp if self.travel == "scatter" else ALONE, drop)
 
     def onto(self, y: Tensor, h: Tensor, at: slice, scale: float) -> Tensor:
         """y, whose features `at` get scale times what this one gives of h, in place."""
@@ -179,6 +189,23 @@ class ShardedPiece:
         """(outputs here, inputs here); of experts (experts here, ...)."""
         stored: Tensor = self.linear.weight
         return stored[self.at] if self.experts is None else stored[:, self.at]
+
+    def dropping(self, p: float) -> TokenDropout | None:
+        """A matrix cut by inputs reads some features of all tokens of the micro-batch, another all features of this
+        rank's."""
+        if p == 0.0 or not self.linear.training:
+            return None
+        batch = self.env.recompute.batch
+        if batch is None or self.experts is not None:
+            raise RuntimeError(f"dropout of the input of {self.name}: its tokens are not known here")
+        a, b = (0, batch.num_tokens) if self.by_inputs else self.env.cut(batch.num_tokens)
+        rows = (batch.samples[a:b], batch.places[a:b])
+        kernels = self.env.kernels_for(DROPOUT)
+        return TokenDropout.of(p, self.env.seed, self.name, rows, first=self.columns[0], kernels=kernels)
+
+    def dropout(self, x: Tensor, p: float) -> Tensor:
+        how = self.dropping(p)
+        return x if how is None else token_dropout(x, how)
 
     @torch.no_grad()
     def sum_over_inputs(self, x: Tensor) -> Tensor:
@@ -327,10 +354,7 @@ class AdaptedMethod(Module, LinearMethod):
         )
         self.linears = nn.ModuleList()
         for piece, adapter in adapters:
-            for name, value in vars(adapter).items():
-                if isinstance(value, Made):
-                    value.make(name)
-            self.linears.extend(piece.made)
+            self.linears.extend(make(piece, adapter))
 
     def gather_matmul(self, x: Tensor, weight: Parameter, tp: Axis, bias: Tensor | None = None) -> Tensor:
         first, last = self._biases(bias)
@@ -360,20 +384,21 @@ class AdaptedMethod(Module, LinearMethod):
     def _with_terms(self, x: Tensor, base: Callable[[Tensor], Tensor]) -> Tensor:
         """What the base gives of x, with all terms added in its memory."""
         entered = list[Tensor]()
-        terms = [(piece.at, term) for piece, adapter in self.adapters for term in adapter.terms()]  # type: ignore[attr-defined]
-        for _, term in terms:
-            x, h = term.down.beside(x)
+        terms = [(piece, term) for piece, adapter in self.adapters for term in adapter.terms()]  # type: ignore[attr-defined]
+        for piece, term in terms:
+            x, h = term.down.beside(x, piece.dropping(term.dropout))
             entered.append(h)
         y = base(x)
-        for (at, term), h in zip(terms, entered):
-            y = term.up.onto(y, h, at, term.scale)
+        for (piece, term), h in zip(terms, entered):
+            y = term.up.onto(y, h, piece.at, term.scale)
         return y
 
     def is_plain(self, weight: Parameter) -> bool:
         return False
 
+    @torch.no_grad()
     def settle(self) -> None:
-        """Weights will not change again."""
+        """Before the first use of weights that have changed."""
         for _, adapter in self.adapters:
             adapter.settle()
 
@@ -418,13 +443,32 @@ class AdaptedLinears:
         return AdaptedMethod(linear, base, adapters, call) if adapters else base
 
     def rows_of(self, embedding: AnyEmbedding) -> RowsAdapter | None:
-        if not fits_embedding(embedding.weight.spec.name, self.config.targets):
+        if not fits_outside(embedding.weight.spec.name, self.config.targets):
             return None
         return AdaptedEmbedding(embedding, self.method, self.config)
 
+    def logits_of(self, head: AnyLinear) -> LogitsAdapter | None:
+        (name,) = head.names
+        if not fits_outside(name, self.config.targets):
+            return None
+        (piece,) = pieces_of(head)
+        adapter = self.method(piece, self.config)
+        if not isinstance(adapter, LowRankAdapter):
+            raise TypeError(f"{self.config.method} has no form for a head, which takes a LowRankAdapter")
+        make(piece, adapter)
+        return AdaptedHead(head.env, piece, adapter)
 
-def fits_embedding(name: str, globs: list[str]) -> bool:
-    """Whether a glob names an embedding: "*" means the linears of the layers."""
+
+def make(piece: ShardedPiece, adapter: Adapter) -> list[Made]:
+    """Make the weights of an adapter of this matrix, named by its attributes."""
+    for name, value in vars(adapter).items():
+        if isinstance(value, Made):
+            value.make(name)
+    return piece.made
+
+
+def fits_outside(name: str, globs: list[str]) -> bool:
+    """Whether a glob names an embedding or a head: "*" means the linears of the layers."""
     return fits(name, [glob for glob in globs if glob.strip("*.") not in ("", "weight")])
 
 

@@ -85,6 +85,16 @@ class LinearPiece(Protocol):
         has of it. Called from `delta` or `combine`."""
         ...
 
+    def dropping(self, p: float) -> Callable[[Tensor], Tensor] | None:
+        """Dropout of the matrix's input (T, inputs here), without gradients, by a mask that is a function of the seed,
+        the matrix and the tokens: the same at each call and in every layout. None: nothing is dropped now, as outside
+        of training. Called from `delta` or `terms`; not of experts, whose tokens only their own rank knows."""
+        ...
+
+    def dropout(self, x: Tensor, p: float) -> Tensor:
+        """What `dropping` gives of x, with gradients; x, where nothing is dropped."""
+        ...
+
     def sum_over_inputs(self, x: Tensor) -> Tensor:
         """The sum of x over the ranks among which the matrix's inputs are cut: one all-reduce, and none where they are
         whole. No gradient flows through it."""
@@ -132,6 +142,7 @@ class Adapter(ABC):
     reads_base  whether `combine` reads the frozen matrix (`piece.weight`): it must be there as plain numbers then
     started     the attributes whose initial values `start` gives
     embeds      whether it can belong to an embedding
+    heads       whether it can belong to the head: a LowRankAdapter of one term
     """
 
     Config: ClassVar[Any] = AdapterConfig  # of a subclass: its dataclass, with the shared fields beside its own
@@ -140,6 +151,7 @@ class Adapter(ABC):
     reads_base: ClassVar[bool] = False
     started: ClassVar[tuple[str, ...]] = ()
     embeds: ClassVar[bool] = False
+    heads: ClassVar[bool] = False
 
     def __init_subclass__(cls, **more: Any) -> None:
         super().__init_subclass__(**more)
@@ -158,6 +170,11 @@ class Adapter(ABC):
     @classmethod
     def check_module(cls, config: Any, module: str, outputs: int, inputs: int) -> list[Problem]:
         """What is wrong with them for a matrix of this size. module: its name without `.weight`."""
+        return []
+
+    @classmethod
+    def check_experts(cls, config: Any, module: str) -> list[Problem]:
+        """What is wrong with them for experts. module: name of one of their matrices, without `.weight`."""
         return []
 
     @classmethod
@@ -217,8 +234,9 @@ class Adapter(ABC):
         return {}
 
     def settle(self) -> None:
-        """Called where weights will not change again (generation), on all ranks that share the matrix: what depends on
-        them alone may be computed once."""
+        """Called before the first use of weights that have changed, on all ranks that share the matrix, while its
+        weights are there: in training once in each step, for generation once. What depends on the weights alone may be
+        computed here instead of in each forward. CUDA graphs read it, so it keeps its place in memory."""
         return None
 
     @abstractmethod
@@ -244,11 +262,12 @@ class Adapter(ABC):
 
 @dataclass(frozen=True)
 class LowRankTerm:
-    """scale * up(down(x)), of what the adapter's `down` and `up` have made."""
+    """scale * up(down(x)), of what the adapter's `down` and `up` have made; x with dropout in training."""
 
     down: LocalLinear
     up: LocalLinear
     scale: float
+    dropout: float = 0.0
 
 
 class LowRankAdapter(Adapter):
@@ -262,10 +281,14 @@ class LowRankAdapter(Adapter):
 
     def delta(self, x: Tensor) -> Tensor:
         first, *others = self.terms()
-        found = first.up(first.down(x)) * first.scale
+        found = self._of(first, x)
         for term in others:
-            found = found + term.up(term.down(x)) * term.scale
+            found = found + self._of(term, x)
         return found
+
+    def _of(self, term: LowRankTerm, x: Tensor) -> Tensor:
+        x = self.piece.dropout(x, term.dropout) if term.dropout else x
+        return term.up(term.down(x)) * term.scale
 
     @classmethod
     def adds_terms(cls) -> bool:

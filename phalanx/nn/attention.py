@@ -15,10 +15,12 @@ from phalanx.nn.linear import ColumnLinear, RowLinear
 from phalanx.nn.memory import PageSpec
 from phalanx.nn.module import ONES, Module, OutputRows, bias_spec, own_memory
 from phalanx.nn.norm import RMSNorm
+from phalanx.nn.query_temperature import QueryTemperature
+from phalanx.nn.relative_bias import RelativeBiasTable
 from phalanx.nn.rotary import Rotary
 from phalanx.ops.attention import context
 from phalanx.ops.attention.attention import ATTENTION, ProbabilityDropout
-from phalanx.ops.attention.kind import CAUSAL, AttentionKind, refuse_unsupported
+from phalanx.ops.attention.kind import CAUSAL, AttentionKind, Learned, refuse_unsupported
 from phalanx.ops.dense.head_norm import NORM_ROPE, norm_rope
 from phalanx.ops.dense.rope import ROPE, rope
 from phalanx.ops.dense.rope_scaling import Rotation
@@ -66,10 +68,11 @@ def attention_plan(env: Env, kind: AttentionKind) -> context.AttentionPlan:
 class AttentionSpec:
     """Everything that defines a layer of attention.
 
-    names       global names of q, k, v and output matrices; equal q, k, v names mean one fused global matrix (GPT-2's
-                c_attn)
+    names       global names of q, k, v and output matrices; equal q, k, v names mean one fused global matrix
+    fused_by    what comes first in a fused one: all queries, keys, values ("kind", GPT-2's c_attn), or each head's q, k
+                and v ("head", GPT-NeoX's query_key_value; as many key heads as query heads)
     width       of the model; head_dim: of a head
-    std         of the initial weights; std_out: of the output matrix, if it differs
+    std         of the initial weights; std_out: of the output matrix, std_q: of the query matrix, if they differ
     rotation    rotary embedding, if any
     bias        which projections have one
     transposed  matrices are stored as (inputs, outputs)
@@ -77,7 +80,9 @@ class AttentionSpec:
     head_norm   names of the RMSNorms of query heads and of key heads (one weight for all heads), and their epsilon
     width_norm  the same of RMSNorms over all query heads at once, and over all key heads
     norm        the class of norms of heads
-    kind        what is read and how; its `sinks` decides whether there are sinks
+    kind        what is read and how; whether there are sinks and a bias is said by `sinks` and by the table that the
+                layer is given
+    temperature of queries by position, after the rotation
     sinks       global name of the sinks: one logit for each query head that joins the softmax
     """
 
@@ -88,6 +93,8 @@ class AttentionSpec:
     head_dim: int
     std: float
     std_out: float | None = None
+    std_q: float | None = None
+    fused_by: Literal["kind", "head"] = "kind"
     rotation: Rotation | None = None
     bias: Literal["none", "qkv", "all"] = "none"
     transposed: bool = False
@@ -97,6 +104,7 @@ class AttentionSpec:
     width_norm: tuple[str, str, float] | None = None
     norm: type[RMSNorm] = RMSNorm
     kind: AttentionKind = CAUSAL
+    temperature: QueryTemperature | None = None
     sinks: str | None = None
 
 
@@ -126,19 +134,25 @@ class WidthNorm(Module):
 
 class Attention(Module):
     """qkv -> norm of heads, or of all at once (if any) -> rotary (if any) -> attention as `kind` says -> output
-    projection."""
+    projection.
+
+    table: of a relative bias, which becomes part of the kind."""
 
     first_in_memory = ("qkv.weight", "out.weight", "qkv.bias", "out.bias", "sinks")
 
-    def __init__(self, env: Env, spec: AttentionSpec):
+    def __init__(self, env: Env, spec: AttentionSpec, table: RelativeBiasTable | None = None):
         super().__init__(env)
         heads, head_dim = spec.heads, spec.head_dim
         own = Heads.of(env, heads, spec.kv_heads)
         self.heads, self.kv_heads, self.head_dim, self.all_heads = own.q1 - own.q0, own.k1 - own.k0, head_dim, heads
         self.first_head, self.dropout, self.layer = own.q0, spec.dropout, spec.layer
+        self.temperature = spec.temperature
         self.rotary = None if spec.rotation is None else Rotary(spec.rotation)
-        self.kind = supported(replace(spec.kind, sinks=spec.sinks is not None), env, spec.dropout)
-        rows = self._rows(spec.names, own, heads * head_dim, spec.kv_heads * head_dim)
+        kind = replace(spec.kind, sinks=spec.sinks is not None, bias=None if table is None else table.bias)
+        self.kind, self.table = supported(kind, env, spec.dropout), table
+        rows = self._rows(spec, own)
+        if spec.std_q is not None:
+            rows[0] = replace(rows[0], init=Init("normal", spec.std_q))
         init, transposed = Init("normal", spec.std), spec.transposed
         init_out = init if spec.std_out is None else Init("normal", spec.std_out)
         self.qkv = ColumnLinear(env, rows, spec.width, init, transposed=transposed, bias=spec.bias != "none")
@@ -162,11 +176,17 @@ class Attention(Module):
         self.num_weights = spec.width * (2 * heads + 2 * spec.kv_heads) * head_dim
         self.remembers = PageSpec(self.kv_heads, head_dim, head_dim, window=self.kind.window)
 
-    def _rows(self, names: tuple[str, str, str, str], own: Heads, q_size: int, kv_size: int) -> list[OutputRows]:
-        fused = names[0] == names[1]
-        sizes = (q_size, kv_size, kv_size)
+    def _rows(self, spec: AttentionSpec, own: Heads) -> list[OutputRows]:
+        names, fused = spec.names, spec.names[0] == spec.names[1]
+        sizes = tuple(n * spec.head_dim for n in (spec.heads, spec.kv_heads, spec.kv_heads))
         runs = ((own.q0, own.q1, ()), (own.k0, own.k1, own.replicas), (own.k0, own.k1, own.replicas))
         rows = []
+        if fused and spec.fused_by == "head":
+            places = [3 * head + i for i in range(3) for head in range(own.q0, own.q1)]
+            return [
+                OutputRows(names[0], sum(sizes), at * self.head_dim, (at + 1) * self.head_dim, own.replicas)
+                for at in places
+            ]
         for i, (first, last, replicas) in enumerate(runs):
             base = sum(sizes[:i]) if fused else 0
             size = sum(sizes) if fused else sizes[i]
@@ -177,7 +197,7 @@ class Attention(Module):
         """x (T / tp, D) -> (T / tp, D)."""
         recompute = self.env.recompute
         qkv = recompute.op("qkv", self.qkv, x)
-        q, k, v = recompute.op("rope", partial(self._rotated, batch), qkv)
+        q, k, v = recompute.op("rope", partial(self._heads, batch), qkv)
         if batch.paged is not None:
             return self.out(self._attend_memory(batch.paged, q, k, v))
         mixed = recompute.by_batch("attention", self._attend, batch, context.likes_of(q, v), q, k, v)
@@ -185,6 +205,11 @@ class Attention(Module):
 
     def takes_lazy(self, x: Tensor) -> bool:
         return not any(map(self.env.recompute.recomputes, ("norm", "qkv"))) and self.qkv.takes_lazy(x)
+
+    def _heads(self, batch: Batch, qkv: Tensor) -> tuple[Tensor, ...]:
+        """q, k and v as attention reads them."""
+        q, k, v = self._rotated(batch, qkv)
+        return q if self.temperature is None else self.temperature.applied(q, batch), k, v
 
     def _rotated(self, batch: Batch, qkv: Tensor) -> tuple[Tensor, ...]:
         """qkv (T, (heads + 2 * kv_heads) * K) -> q, k, v (sequences, heads or kv_heads, S, K), normalized and
@@ -200,6 +225,11 @@ class Attention(Module):
         lazy_grad = self.qkv.bias is None and self.qkv.takes_lazy(qkv)  # a bias needs the values of the gradient
         return rope(qkv, *shape, table, self.env.kernels_for(ROPE), lazy_grad)
 
+    @property
+    def learned(self) -> Learned:
+        """Its parameters beside the matrices."""
+        return Learned(self.sinks, None if self.table is None else self.table.weight)
+
     @cached_property
     def plan(self) -> context.AttentionPlan:
         return attention_plan(self.env, self.kind)
@@ -209,13 +239,13 @@ class Attention(Module):
         if self.dropout > 0 and self.training:
             self.env.refuse_invariance("dropout of attention's probabilities")
             dropout = ProbabilityDropout(self.dropout, self.env.seed, self.layer, self.first_head)
-            return context.attention_with_dropout(q, k, v, batch, self.env.axes, dropout)
-        return context.attention(q, k, v, batch, self.plan, self.sinks)
+            return context.attention_with_dropout((q, k, v), batch, self.plan, self.learned, dropout)
+        return context.attention(q, k, v, batch, self.plan, self.learned)
 
     def _attend_memory(self, paged: PagedSequences, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
         """The same of sequences that go on from what is remembered of them."""
         heads = q[0].transpose(0, 1), k[0].transpose(0, 1), v[0].transpose(0, 1)
-        mixed = own_memory(self).attend(heads, paged, self.kind, self.sinks, self.env.kernels_for(ATTENTION))
+        mixed = own_memory(self).attend(heads, paged, self.kind, self.learned, self.env.kernels_for(ATTENTION))
         return mixed.flatten(1)
 
     def flops(self, seq_length: int) -> float:

@@ -25,3 +25,6 @@ class BaseLinears:
 
     def rows_of(self, embedding: AnyEmbedding) -> None:
         return None
+
+    def logits_of(self, head: AnyLinear) -> None:
+        return None

@@ -7,11 +7,16 @@ from torch import Tensor
 from phalanx.layout.box import Box, cut
 from phalanx.layout.param import Init, ParamSpec, Piece, Replica, Role
 from phalanx.nn.env import Env
-from phalanx.nn.module import Module
+from phalanx.nn.module import ZEROS, Module
 from phalanx.nn.parameter import Parameter
 from phalanx.ops.dense.embedding import embedding
 
 ROW_MULTIPLE = 64  # rows of storage are padded to a multiple of this, so that GEMMs over the vocabulary stay aligned
+
+
+def vocabulary_rows(env: Env, vocab: int) -> int:
+    """Rows of storage of each rank, padding included."""
+    return -(-cut(vocab, env.grid.tp)[0][1] // ROW_MULTIPLE) * ROW_MULTIPLE
 
 
 def vocabulary_spec(
@@ -26,7 +31,7 @@ def vocabulary_spec(
     """Storage (padded rows, width) for this rank's rows of a (vocab, width) matrix. Every rank has the same number of
     rows."""
     first, stop = env.cut(vocab)
-    rows = -(-cut(vocab, env.grid.tp)[0][1] // ROW_MULTIPLE) * ROW_MULTIPLE
+    rows = vocabulary_rows(env, vocab)
     piece = Piece(
         name,
         (vocab, width),
@@ -38,6 +43,14 @@ def vocabulary_spec(
         replicas,
     )
     return ParamSpec((rows, width), (piece,), role=role)
+
+
+def vocabulary_bias_spec(env: Env, name: str, vocab: int) -> ParamSpec:
+    """A number for each row of `vocabulary_spec`; no weight decay."""
+    first, stop = env.cut(vocab)
+    rows = vocabulary_rows(env, vocab)
+    piece = Piece(name, (vocab,), Box((first,), (stop,)), (slice(0, stop - first),), ZEROS, False)
+    return ParamSpec((rows,), (piece,), role="bias")
 
 
 class Embedding(Module):

@@ -4,6 +4,7 @@ no process groups."""
 from __future__ import annotations
 
 import math
+from collections.abc import Iterable
 from dataclasses import dataclass, field
 from fnmatch import fnmatchcase
 
@@ -27,7 +28,7 @@ class WeightRules:
     """How parameters are created.
 
     dtype         of the weights used in computation
-    tied_stages   the pipeline ranks that hold the input embedding and the head
+    stages        the pipeline rank of each block
     mtp_stage     the rank of multi-token prediction, which shares weights with both; None: the model has none
     linears       chooses the method of each linear; None: all are plain
     freeze        globs of names that are frozen (train.freeze; with adapters, all); also: of those among them that are
@@ -36,12 +37,17 @@ class WeightRules:
     """
 
     dtype: torch.dtype = torch.float32
-    tied_stages: tuple[int, int] = (0, 0)
+    stages: tuple[int, ...] = (0,)
     mtp_stage: int | None = None
     linears: LinearMethods | None = None
     freeze: tuple[str, ...] = ()
     also: tuple[str, ...] = ()
     gradients: GradientQueue = field(default_factory=GradientQueue, compare=False, repr=False)
+
+    @property
+    def tied_stages(self) -> tuple[int, int]:
+        """The pipeline ranks that hold the input embedding and the head."""
+        return self.stages[0], self.stages[-1]
 
 
 @dataclass(frozen=True)
@@ -116,6 +122,11 @@ class Env:
     def tied(self) -> tuple[Replica, ...]:
         """Replicas of a parameter that the first and the last stage share."""
         return self.shared(*self.weights.tied_stages)
+
+    def shared_by(self, blocks: Iterable[int]) -> tuple[Replica, ...]:
+        """Replicas of a parameter that the blocks with these numbers share."""
+        stages = self.weights.stages
+        return self.shared(*(stages[b] for b in blocks)) if len(stages) > 1 else ()
 
     def shared(self, *stages: int | None) -> tuple[Replica, ...]:
         """Replicas of a parameter that blocks on these pipeline ranks share. None stands for a block that does not

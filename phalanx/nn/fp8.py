@@ -136,6 +136,9 @@ class Fp8Linears:
     def rows_of(self, embedding: AnyEmbedding) -> None:
         return None
 
+    def logits_of(self, head: AnyLinear) -> None:
+        return None
+
     def _quantizer(self, name: str, cut: int, experts: bool, place: LinearPlace) -> WeightQuantizer:
         kind = ExpertQuantizer if experts else WeightQuantizer
         return kind(self.recipe, name, cut, place.axes, place.kernels_for(QUANT), self.accumulate, place.seed)

@@ -13,13 +13,13 @@ from torch.autograd import Function
 from phalanx.comm.axis import Axis
 from phalanx.layout.box import cut
 from phalanx.layout.param import Init, Replica, Role
-from phalanx.nn.embedding import vocabulary_spec
+from phalanx.nn.embedding import vocabulary_bias_spec, vocabulary_spec
 from phalanx.nn.env import Env
 from phalanx.nn.module import Module
 from phalanx.nn.objective import Objective, SequenceObjective, TokenObjective, cross_entropy
 from phalanx.nn.parameter import Parameter
 from phalanx.nn.sequence_groups import SequenceGroups, groups_of
-from phalanx.ops.dense.cross_entropy import LOSS, linear_cross_entropy, local_logits, soft_capped
+from phalanx.ops.dense.cross_entropy import LOSS, HeadMatrix, linear_cross_entropy, local_logits, soft_capped
 from phalanx.ops.dense.token_loss import (
     LogitStats,
     SparseTargets,
@@ -82,6 +82,8 @@ class Head(Module):
     """`weight` may be passed in: the input embedding's, if both are tied and on one rank. `role` applies to a weight
     created here: "embedding" if both are tied. `soft_cap`: logits become cap * tanh(logit / cap).
 
+    bias   name of a bias of the logits; None: there is none
+
     tally (K,) float64 accumulates the sums of the objective's K metrics over micro-batches; the training engine creates
     it.
     """
@@ -97,6 +99,7 @@ class Head(Module):
         weight: Parameter | None = None,
         role: Role = "head",
         soft_cap: float | None = None,
+        bias: str | None = None,
     ):
         super().__init__(env)
         first, stop = env.cut(vocab)
@@ -106,8 +109,19 @@ class Head(Module):
             if weight is not None
             else self.param(vocabulary_spec(env, name, vocab, width, Init("normal", std), replicas, role))
         )
+        self.names: tuple[str, ...] = (name,)  # as a linear, for its adapter
+        self.cut, self.experts = 0, 0
+        linears = env.weights.linears
+        self.adapted = None if linears is None or weight is not None else linears.logits_of(self)
+        self.bias = None if bias is None else self.param(vocabulary_bias_spec(env, bias, vocab))
         self.tally: Tensor | None = None
         self.soft_cap = soft_cap
+
+    def _entered(self, x: Tensor) -> tuple[Tensor, HeadMatrix]:
+        """What is multiplied: x (T / tp, D), with an adapter's features beside it, and the matrix."""
+        if self.adapted is None:
+            return x, HeadMatrix(self.weight, bias=self.bias)
+        return self.adapted.enter(x), self.adapted.matrix(self.weight)._replace(bias=self.bias)
 
     def transform(self, logits: Tensor) -> Tensor:
         """Logits (tokens, ids) in at least fp32 -> the logits to use, element by element: for families that change
@@ -137,15 +151,15 @@ class Head(Module):
 
     def vocabulary_logits(self, x: Tensor) -> Tensor:
         """x (T / tp, D) -> (T, ids of this rank) logits with gradients, for losses that need all of them."""
-        return self.transform(widened(vocabulary_logits(x, self.weight, self.shard, self.env.tp, self._kernels)))
+        return self.transform(widened(vocabulary_logits(*self._entered(x), self.shard, self.env.tp, self._kernels)))
 
     def _cross_entropy(self, x: Tensor, batch: Batch, weights: Tensor | None) -> Tensor:
         if self._own_transform:
             return self._sums(x, batch, self._task(batch, weights))[0]
-        shard, kernels = self.shard, self._kernels
+        shard, kernels, (x, matrix) = self.shard, self._kernels, self._entered(x)
         return linear_cross_entropy(
             x,
-            self.weight,
+            matrix,
             batch.labels,
             shard.first,
             shard.count,
@@ -160,7 +174,8 @@ class Head(Module):
         """The first pass gives log-probabilities. The derivative of the loss by them scales each token's loss in the
         second."""
         groups, kernels = groups_of(batch, objective.sequences_per_sample), self._kernels
-        losses = token_losses(x, self.weight, self.shard, self.env.tp, self._task(batch), kernels)
+        with torch.no_grad():
+            losses = token_losses(*self._entered(x), self.shard, self.env.tp, self._task(batch), kernels)
         weights = objective.weights(batch)
         policy = groups.sums(-losses if weights is None else -losses * weights, self.env.axes.cp)
         reference = [self._reference(batch, groups, weights)] if objective.needs_reference else []
@@ -191,7 +206,7 @@ class Head(Module):
     def log_probs(self, x: Tensor, batch: Batch, top: int = 0) -> Tensor:
         """x (T / tp, D) -> (T, 1 + 2 top) float64: the log-probability of each label, 0 where there is none; then the
         `top` most likely ids and their log-probabilities, descending."""
-        args = (x, self.weight, self.shard, self.env.tp, self._task(batch))
+        args = (*self._entered(x), self.shard, self.env.tp, self._task(batch))
         if top == 0:
             return -token_losses(*args, self._kernels).double().unsqueeze(-1)
         of_labels, ids, values = top_log_probs(*args, top)
@@ -222,7 +237,7 @@ class Head(Module):
         return type(self).transform is not Head.transform
 
     def _sums(self, x: Tensor, batch: Batch, task: TokenTask) -> Tensor:
-        return linear_token_loss(x, self.weight, self.shard, self.env.tp, task, self._seed(batch))
+        return linear_token_loss(*self._entered(x), self.shard, self.env.tp, task, self._seed(batch))
 
     def _seed(self, batch: Batch) -> Tensor | None:
         """The gradient of the summed loss, if gradients are computed in forward."""
@@ -237,8 +252,9 @@ class Head(Module):
         """Full logits (len(rows), vocab) of a few tokens, for generation; rows are positions in the whole micro-batch,
         whose tokens the ranks of cp, and of tp in each, have one after another."""
         tp, cp = self.env.tp, self.env.axes.cp
+        x, matrix = self._entered(x)
         everyone = cp.all_gather(tp.all_gather(x).wait()).wait()
-        mine = local_logits(everyone[rows], self.weight, self.shard.count, self._kernels)
+        mine = local_logits(everyone[rows], matrix, self.shard.count, self._kernels)
         parts = tp.all_gather(mine.unsqueeze(0)).wait()
         whole = torch.cat([p[:, : b - a] for p, (a, b) in zip(parts, cut(self.shard.size, tp.size))], -1)
         return self.transform(whole)

@@ -104,22 +104,24 @@ class RowLinear(Linear):
 
 
 class ReplicatedLinear(Module):
-    """x (T / tp, in) -> (T / tp, out) of this rank's own tokens. Each tp rank holds all of the matrices, stacked. Meant
-    for narrow outputs: never in FP8."""
+    """x (T / tp, in) -> (T / tp, out) of this rank's own tokens. Each tp rank holds all of the matrices, stacked, and
+    their biases, if they have any. Meant for narrow outputs, and for what normalizes them: never in FP8."""
 
     cut: int | None = None
     experts: int = 0
 
-    def __init__(self, env: Env, rows: list[OutputRows], inputs: int, init: Init):
+    def __init__(self, env: Env, rows: list[OutputRows], inputs: int, init: Init, bias: bool = False):
         super().__init__(env)
         env.refuse_invariance("a linear that every rank holds whole")
         self.names = tuple(r.name for r in rows)
         self.weight = self.param(column_spec(rows, inputs, init))
+        biases = [OutputRows(bias_name(r.name), r.size, r.start, r.stop, r.replicas) for r in rows] if bias else []
+        self.bias = self.param(bias_spec(biases)) if bias else None
         linears = env.weights.linears
         self.method: LinearMethod = PLAIN if linears is None else linears.method_of(self)
 
     def forward(self, x: Tensor) -> Tensor:
-        return self.method.gather_matmul(x, self.weight, Axis("alone"))
+        return self.method.gather_matmul(x, self.weight, Axis("alone"), self.bias)
 
 
 class GroupedLinear(Linear):

@@ -14,6 +14,7 @@ from torch import Tensor
 
 from phalanx.comm.axis import Axis, ModelAxes
 from phalanx.nn.parameter import Parameter
+from phalanx.ops.dense.cross_entropy import HeadMatrix
 from phalanx.ops.dense.matmul import gather_matmul, matmul_scatter
 from phalanx.ops.experts.grouped import Later, grouped_matmul
 from phalanx.ops.op import Kernels, Op
@@ -103,9 +104,11 @@ class AnyLinear(Protocol):
     names    of its global matrices; for experts, `{}` stands for the expert's number
     cut      the dim of a matrix that is sharded: 0 its outputs, 1 its inputs; None: each rank of tp has it whole
     experts  number of experts in the layer; 0: not a layer of experts
+    training whether the model trains, as torch's modules have it
     """
 
     weight: Parameter
+    training: bool
     names: tuple[str, ...]
     experts: int
     env: Any  # a LinearPlace
@@ -127,10 +130,24 @@ RowsAdapter = Callable[[Tensor, Tensor], Tensor]
 """The rows of an embedding that were looked up, and the ids -> the rows to use."""
 
 
+class LogitsAdapter(Protocol):
+    """What a head has besides its matrix."""
+
+    def enter(self, x: Tensor) -> Tensor:
+        """x (T / tp, D) -> what the head is to multiply."""
+        ...
+
+    def matrix(self, weight: Tensor) -> HeadMatrix:
+        """The matrix by which it does."""
+        ...
+
+
 class LinearMethods(Protocol):
-    """Chooses the method of each linear while a model is built (WeightRules.linears), and what an embedding has besides
-    its matrix."""
+    """Chooses the method of each linear while a model is built (WeightRules.linears), and what an embedding and a head
+    have besides their matrices."""
 
     def method_of(self, linear: AnyLinear) -> LinearMethod: ...
 
     def rows_of(self, embedding: AnyEmbedding) -> RowsAdapter | None: ...
+
+    def logits_of(self, head: AnyLinear) -> LogitsAdapter | None: ...

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from phalanx.comm.axis import Axis
-from phalanx.ops.attention.kind import AttentionKind
+from phalanx.ops.attention.kind import AttentionKind, Learned
 from phalanx.ops.attention.paged import FP8, Pages, paged_attention_parts, store_pages
 from phalanx.ops.attention.paged_context import gather_tokens, join_over
 from phalanx.ops.attention.prompts import attend_sequences
@@ -71,7 +71,7 @@ class LayerMemory:
         heads: tuple[Tensor, Tensor, Tensor | None],
         paged: PagedSequences,
         kind: AttentionKind,
-        sinks: Tensor | None,
+        learned: Learned,
         kernels: Kernels,
     ) -> Tensor:
         """q (T / cp, query heads, key), k (T / cp, heads, key), v (T / cp, heads, value) or None -> (T / cp, query
@@ -81,6 +81,7 @@ class LayerMemory:
         store_pages(k, v, self.pages, paged.slots[self.group], kernels)
         spans = paged.spans[self.group]
         if self.cp.size == 1:
-            return attend_sequences((q, k, v), self.pages, spans, kind, sinks, kernels)
-        out, lse = paged_attention_parts(q, self.pages, spans, replace(kind, sinks=False), None, kernels)
-        return join_over(out, lse, sinks, self.cp)
+            return attend_sequences((q, k, v), self.pages, spans, kind, learned, kernels)
+        alone = replace(learned, sinks=None)
+        out, lse = paged_attention_parts(q, self.pages, spans, replace(kind, sinks=False), alone, kernels)
+        return join_over(out, lse, learned.sinks, self.cp)

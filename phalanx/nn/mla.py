@@ -25,7 +25,7 @@ from phalanx.nn.norm import RMSNorm
 from phalanx.nn.rotary import Rotary
 from phalanx.ops.attention import context
 from phalanx.ops.attention.attention import ATTENTION
-from phalanx.ops.attention.kind import AttentionKind
+from phalanx.ops.attention.kind import NOTHING, AttentionKind
 from phalanx.ops.dense.rope import turn
 from phalanx.ops.dense.rope_scaling import Rotation
 from phalanx.ops.experts.exchange import gather
@@ -148,7 +148,7 @@ class LatentAttention(Module):
         s, tp, kernels = self.sizes, self.env.tp, self.env.kernels_for(ATTENTION)
         if not self.kv_up.is_plain:
             q, k, v = (t[0].transpose(0, 1) for t in self._rotated(batch, *self._project(x)))
-            return own_memory(self).attend((q, k, v), paged, self.kind, None, kernels).flatten(1)
+            return own_memory(self).attend((q, k, v), paged, self.kind, NOTHING, kernels).flatten(1)
         q, latent, k_rope = self._latents(x)
         table = self.rotary.table(batch, q.dtype)
         keys_up, values_up = self._up_matrices()
@@ -157,7 +157,7 @@ class LatentAttention(Module):
         rotated = turn(gather(k_rope, tp).unsqueeze(1), table, self.interleaved)
         k = torch.cat((gather(latent, tp).unsqueeze(1), rotated), -1)
         scale = 1 / math.sqrt(s.query) if self.kind.scale is None else self.kind.scale
-        mixed = own_memory(self).attend((q, k, None), paged, replace(self.kind, scale=scale), None, kernels)
+        mixed = own_memory(self).attend((q, k, None), paged, replace(self.kind, scale=scale), NOTHING, kernels)
         return torch.einsum("thr,hvr->thv", mixed, values_up).flatten(1)
 
     def _up_matrices(self) -> tuple[Tensor, Tensor]:

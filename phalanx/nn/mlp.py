@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
 
 from torch import Tensor
 
@@ -10,7 +12,7 @@ from phalanx.layout.param import Init
 from phalanx.nn.env import Env
 from phalanx.nn.linear import ColumnLinear, Linear, RowLinear
 from phalanx.nn.module import Module, OutputRows
-from phalanx.ops.dense.activation import GATED, gelu, gelu_by_formula, swiglu
+from phalanx.ops.dense.activation import GATED, geglu, gelu, gelu_by_formula, swiglu
 from phalanx.ops.dense.gate import GEGLU, SWIGLU
 from phalanx.ops.dense.gated_mlp import MLP, gated_mlp
 from phalanx.sequence.batch import Batch
@@ -80,9 +82,10 @@ class GeGLU(SwiGLU):
 
 
 class GeluMLP(Module):
-    """project(gelu(expand x)), with biases; matrices are stored transposed in checkpoints (GPT-2's Conv1D).
+    """project(gelu(expand x)), with biases.
 
     activation   gelu_new (the tanh form) or gelu (exact)
+    transposed   matrices are stored as (inputs, outputs) in checkpoints (GPT-2's Conv1D)
     """
 
     def __init__(
@@ -94,14 +97,14 @@ class GeluMLP(Module):
         std: float,
         std_out: float,
         activation: str = "gelu_new",
+        transposed: bool = True,
     ):
         super().__init__(env)
         a, b = env.cut(inner)
         rows = [OutputRows(f"{names[0]}.weight", inner, a, b)]
-        self.expand = ColumnLinear(env, rows, width, Init("normal", std), transposed=True, bias=True)
-        self.project = RowLinear(
-            env, f"{names[1]}.weight", width, inner, (a, b), Init("normal", std_out), transposed=True, bias=True
-        )
+        how: Any = {"transposed": transposed, "bias": True}
+        self.expand = ColumnLinear(env, rows, width, Init("normal", std), **how)
+        self.project = RowLinear(env, f"{names[1]}.weight", width, inner, (a, b), Init("normal", std_out), **how)
         self.exact = activation == "gelu"
         self.num_weights = 2 * width * inner
 
@@ -114,6 +117,48 @@ class GeluMLP(Module):
         activate = gelu_by_formula if self.env.ops.batch_invariant else gelu
         hidden = self.env.recompute.op("activation", lambda x: activate(x, self.exact), expanded)
         return self.project(hidden)
+
+    def flops(self, seq_length: int) -> float:
+        return 2.0 * self.num_weights
+
+
+@dataclass(frozen=True, kw_only=True)
+class FusedGeGLUSpec:
+    """names: of the fused input matrix, whose first half of the outputs is activated and whose second half is the gate,
+    and of the output matrix. std, std_out: of their initial weights. exact: GELU itself, not its tanh form. bias: both
+    have one."""
+
+    names: tuple[str, str]
+    width: int
+    inner: int
+    std: float
+    std_out: float
+    exact: bool = True
+    bias: bool = False
+
+
+class FusedGeGLU(Module):
+    """down(gelu(input x) * gate x), with input and gate in one matrix, as ModernBERT has it (Shazeer, "GLU variants
+    improve transformer", 2020)."""
+
+    first_in_memory = ("gate_up.weight", "down.weight", "gate_up.bias", "down.bias")
+
+    def __init__(self, env: Env, spec: FusedGeGLUSpec):
+        super().__init__(env)
+        (fused, out), inner, (a, b) = spec.names, spec.inner, env.cut(spec.inner)
+        rows = [OutputRows(fused, 2 * inner, first + a, first + b) for first in (0, inner)]
+        self.gate_up = ColumnLinear(env, rows, spec.width, Init("normal", spec.std), bias=spec.bias)
+        self.down = RowLinear(env, out, spec.width, inner, (a, b), Init("normal", spec.std_out), bias=spec.bias)
+        self.exact, self.num_weights = spec.exact, 3 * spec.width * inner
+
+    def forward(self, x: Tensor) -> Tensor:
+        """x (T / tp, D) -> (T / tp, D)."""
+        return run_mlp(self, self._of_rows, x, self.gate_up, self.down)
+
+    def _of_rows(self, x: Tensor) -> Tensor:
+        recompute, formula = self.env.recompute, self.env.ops.batch_invariant
+        gate_up = recompute.op("up", self.gate_up, x)
+        return self.down(recompute.op("activation", lambda x: geglu(x, self.exact, formula), gate_up))
 
     def flops(self, seq_length: int) -> float:
         return 2.0 * self.num_weights

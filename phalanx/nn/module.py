@@ -3,7 +3,7 @@ recomputation."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -15,7 +15,7 @@ from phalanx.layout.param import Init, ParamSpec, Piece, Replica, Role
 from phalanx.nn.env import Env
 from phalanx.nn.memory import LayerMemory, PageSpec
 from phalanx.nn.parameter import Parameter
-from phalanx.sequence.batch import Batch
+from phalanx.sequence.batch import TEXT, Batch
 from phalanx.sequence.streams import Border, Streams
 
 ZEROS, ONES = Init("zeros"), Init("ones")
@@ -122,6 +122,11 @@ class Block(Module):
         """The same of modules that only draft tokens: of the first so many depths of multi-token prediction."""
         return []
 
+    def flops_per_token(self, lengths: Mapping[str, int], mixing: bool = True) -> float:
+        """Forward FLOPs for each token of the text, where the sequences of each stream of tokens (sequence.batch: TEXT,
+        and those beside it) have these lengths; not `mixing`: without attention to other tokens."""
+        return self.flops(lengths[TEXT] if mixing else 0)
+
     def streams(self, given: Border) -> Border:
         """The streams that leave this block if it takes these. The first block takes "hidden"."""
         return given
@@ -129,13 +134,15 @@ class Block(Module):
 
 @dataclass(frozen=True)
 class OutputRows:
-    """A slice of output features of one global matrix: `start..stop` of `size`, also held by `replicas`."""
+    """A slice of output features of one global matrix: `start..stop` of `size`, also held by `replicas`. `init`: its
+    initial values, if they differ from those of the other matrices."""
 
     name: str
     size: int
     start: int
     stop: int
     replicas: tuple[Replica, ...] = ()
+    init: Init | None = None
 
 
 def column_spec(rows: list[OutputRows], inputs: int, init: Init, transposed: bool = False) -> ParamSpec:
@@ -148,7 +155,9 @@ def column_spec(rows: list[OutputRows], inputs: int, init: Init, transposed: boo
         if transposed:
             shape, box = (inputs, r.size), Box((0, r.start), (inputs, r.stop))
         pieces.append(
-            Piece(r.name, shape, box, (slice(at, at + n), slice(0, inputs)), init, True, transposed, r.replicas)
+            Piece(
+                r.name, shape, box, (slice(at, at + n), slice(0, inputs)), r.init or init, True, transposed, r.replicas
+            )
         )
         at += n
     return ParamSpec((at, inputs), tuple(pieces))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import torch
 from torch import Tensor
 
 from phalanx.nn.env import Env
@@ -45,17 +46,22 @@ class OffsetRMSNorm(RMSNorm):
 
 
 class LayerNorm(Module):
-    def __init__(self, env: Env, name: str, width: int, eps: float):
+    """`bias`: whether it has one."""
+
+    def __init__(self, env: Env, name: str, width: int, eps: float, bias: bool = True):
         super().__init__(env)
         self.eps = eps
         self.weight = self.replicated(f"{name}.weight", width, ONES, "norm")
-        self.bias = self.replicated(f"{name}.bias", width, ZEROS)
+        self.bias = self.replicated(f"{name}.bias", width, ZEROS) if bias else None
 
     def forward(self, x: Tensor) -> Tensor:
-        return layer_norm(x, self.weight, self.bias, self.eps, self.env.kernels_for(NORM))
+        return layer_norm(x, self.weight, self._shift(), self.eps, self.env.kernels_for(NORM))
+
+    def _shift(self) -> Tensor:
+        return torch.zeros_like(self.weight, requires_grad=False) if self.bias is None else self.bias
 
     def add(self, x: Tensor, delta: Tensor | None = None) -> tuple[Tensor, Tensor]:
         """(x + delta, its norm): the residual stream and the input of the next sub-layer."""
-        x, normed = add_layer_norm(x, delta, self.weight, self.bias, self.eps, self.env.kernels_for(NORM))
+        x, normed = add_layer_norm(x, delta, self.weight, self._shift(), self.eps, self.env.kernels_for(NORM))
         self.env.recompute.output("norm", normed, self.forward, x)
         return x, normed

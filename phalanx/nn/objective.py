@@ -8,20 +8,21 @@ here, so that a config that names an objective can be read without it.
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from functools import cache
 from typing import TYPE_CHECKING, Any, ClassVar, Literal, TypeVar
 
 from phalanx.base.errors import Problem
 from phalanx.base.own_fields import section_of
-from phalanx.base.registry import NotFound, completed, find, registers
+from phalanx.base.registry import NotFound, completed, find, names, registers
 
 if TYPE_CHECKING:  # importing torch takes seconds
     from torch import Tensor
 
     from phalanx.ops.dense.token_loss import LogitStats, SparseTargets
     from phalanx.sequence.batch import Batch
+    from phalanx.sequence.sample import SampleFacts, SampleTransform
 
 SEAM = "objective"
 
@@ -35,8 +36,9 @@ class TaskConfig:
 
     name: str = "pretrain"
     """What is minimised: pretrain (cross entropy of the next token), sft (supervised fine-tuning on the answers of
-    chats), dpo (preferences between pairs of answers), distil (a teacher's distributions), or an objective of your own
-    as PACKAGE.MODULE:NAME. Its own fields stand beside the name."""
+    chats), dpo (preferences between pairs of answers), distil (a teacher's distributions), mlm (hidden tokens, for
+    models that read both ways), or an objective of your own as PACKAGE.MODULE:NAME. Its own fields stand beside the
+    name."""
 
 
 class Objective(ABC):
@@ -45,10 +47,15 @@ class Objective(ABC):
 
     Config        a frozen dataclass of its fields in the `task` section
     scores_field  the config key of `scores`, for messages; needs_targets: its file must have the likeliest ids
+    both_ways     its labels cannot be read off a token's own context, so models that read both ways can be trained on
+                  it; False: labels are next tokens, which such models see
+    makes_beside  the streams of tokens that its transform makes beside the text (Sample.beside); `beside` has lengths
     """
 
     scores_field: ClassVar[str] = "task"
     needs_targets: ClassVar[bool] = False
+    both_ways: ClassVar[bool] = False
+    makes_beside: ClassVar[tuple[str, ...]] = ()
     Config: ClassVar[Any] = TaskConfig  # in a subclass: its dataclass, with `name` added to its fields
 
     def __init_subclass__(cls, **more: Any) -> None:
@@ -74,6 +81,21 @@ class Objective(ABC):
         """The file of `phalanx data score` with another model's log-probabilities that batches are to carry
         (Batch.reference; Batch.target_ids and Batch.target_log_probs if it has any); None: they carry none."""
         return None
+
+    def transform(self, facts: SampleFacts) -> SampleTransform | None:
+        """How samples of the data become inputs and labels (sequence/sample.py); None: they stay as they are, with the
+        next tokens as labels. DataError if the tokenizer lacks what it needs."""
+        return None
+
+    @classmethod
+    def shrunk(cls, config: Any, seq_length: int) -> Any:
+        """`config` for a small copy of a run (phalanx verify), whose sequences have so many tokens."""
+        return config
+
+    @property
+    def beside(self) -> Mapping[str, int]:
+        """Streams of tokens that batches carry beside the text (Batch.beside), by name: tokens in a sequence."""
+        return {}
 
     @property
     def train_on(self) -> Literal["answers", "last_answer", "all"] | None:
@@ -183,6 +205,12 @@ def make_objective(config: TaskConfig) -> Objective:
     """The objective of a `task` section."""
     made: Objective = find_objective(config.name)(config)
     return made
+
+
+def usual_task(both_ways: bool) -> TaskConfig:
+    """The first of our objectives for models that read both ways, or for the others."""
+    name = next(name for name in names(SEAM) if find_objective(name).both_ways == both_ways)
+    return completed_task(TaskConfig(name=name))
 
 
 @cache

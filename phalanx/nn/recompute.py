@@ -249,12 +249,15 @@ class Recompute:
     """What the forward of the current block does not store. All blocks of a rank share one; between blocks it is
     empty.
 
+    batch    that the current block computes, for modules that are not given it and draw random numbers for its tokens;
+             an op that runs again in backward finds the same
     names    of the ops that ran, for planning
     reran    how often each op ran again in backward, for planning
     cuts     while a block is captured as CUDA graphs: takes over the ops that cannot be captured
     """
 
     def __init__(self) -> None:
+        self.batch: Batch | None = None
         self.names: set[str] = set()
         self.reran: Counter[str] = Counter()
         self.cuts: CutPoints | None = None
@@ -277,6 +280,15 @@ class Recompute:
         finally:
             self._recomputed, self._offloaded = frozenset(), None
             self._outputs.clear()
+
+    @contextmanager
+    def of(self, batch: Batch | None) -> Iterator[None]:
+        """Around the forward of a block: the batch that it computes."""
+        outer, self.batch = self.batch, batch
+        try:
+            yield
+        finally:
+            self.batch = outer
 
     def op(self, name: str, make: Callable[..., Any], *inputs: Tensor) -> Any:
         """make(*inputs), a tensor or a tuple of tensors. If the op `name` is recomputed, neither its outputs nor what
@@ -310,6 +322,11 @@ class Recompute:
     def _between(self, make: Callable[..., Any], recomputed: Set[str], *inputs: Any) -> Any:
         """make(*inputs) of an op that runs between the CUDA graphs of its block, with the block's recomputation."""
         with self.block(recomputed):
+            return make(*inputs)
+
+    def _of_batch(self, batch: Batch | None, make: Callable[..., Any], *inputs: Any) -> Any:
+        """make(*inputs) of an op that may run after the forward of its block."""
+        with self.of(batch):
             return make(*inputs)
 
     def output(self, name: str, made: Tensor, make: Callable[..., Tensor], *inputs: Tensor) -> None:
@@ -368,6 +385,7 @@ class Recompute:
 
     def _run_later(self, name: str, make: Callable[..., Any], inputs: tuple[Tensor, ...], *around: Any) -> _Recomputed:
         kept, wanted = tuple(self._pack(t.detach()) for t in inputs), tuple(t.requires_grad for t in inputs)
+        make = partial(self._of_batch, self.batch, make)
         return _Recomputed(name, make, kept, wanted, partial(self.reran.update, (name,)), *around)
 
     def _know(self, recomputed: _Recomputed, made: Any, inputs: tuple[Tensor, ...]) -> None:

@@ -20,7 +20,7 @@ def run_block(
     if not block.takes_streams and not isinstance(x, Tensor):
         return x | {HIDDEN: hidden(run_block(block, x[HIDDEN], batch, offloaded))}
     recompute, recomputed = block.env.recompute, block.recomputed if block.training else frozenset()
-    with recompute.block(recomputed, offloaded if block.offloaded else None):
+    with recompute.of(batch), recompute.block(recomputed, offloaded if block.offloaded else None):
         if block.takes_streams:
             return _with_streams(block, {HIDDEN: x} if isinstance(x, Tensor) else x, batch)
         if not block.recomputable:

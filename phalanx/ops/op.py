@@ -243,10 +243,10 @@ class Op:
         added = [made for name, made in registered(ADDED).items() if name.startswith(f"{self.name}/")]
         return (*reversed(added), *self.implementations)
 
-    def choose(self, kernels: Kernels, x: Tensor, *sizes: Any) -> Any:
-        """The implementation to run on `x`: the module or class that has the op's members. NotInvariant if it is to be
-        batch-invariant and there is none."""
-        found = self.fast(kernels, x, *sizes)
+    def choose(self, kernels: Kernels, x: Tensor, *sizes: Any, asked: frozenset[str] = NO_FEATURES) -> Any:
+        """The implementation to run on `x`: the module or class that has the op's members, and the features that are
+        asked for. NotInvariant if it is to be batch-invariant and there is none."""
+        found = self.fast(kernels, x, *sizes, asked=asked)
         if found is None and kernels == "invariant":
             raise NotInvariant(self.lacks_invariance(x))
         return self.reference if found is None else found

@@ -13,7 +13,8 @@ class OptimConfig:
     named_by: ClassVar[str] = "name"
 
     name: str = "adamw"
-    """Optimizer: adamw (AdamW with decoupled weight decay; Loshchilov & Hutter, 2019), or one of your own as
+    """Optimizer: adamw (AdamW with decoupled weight decay; Loshchilov & Hutter, 2019), muon (orthogonalised momentum of
+    matrices; Jordan et al., 2024), lion (Chen et al., 2023), sgd (with momentum), or one of your own as
     PACKAGE.MODULE:NAME. Its own fields stand beside the shared ones."""
     lr: float = 3e-4
     """Peak learning rate."""
@@ -52,4 +53,10 @@ class OptimConfig:
     counts."""
     fallback: OptimConfig | None = None
     """The optimizer of parameters that the one of optim.name does not take, such as norms and embeddings: its name
-    (unset: adamw), lr, weight_decay, moments, lr_scale and own fields. Its rate follows the same schedule."""
+    (unset: adamw), lr, weight_decay, moments, lr_scale and own fields. lr and weight_decay that are not given are those
+    of optim. Its rate follows the same schedule."""
+
+    @property
+    def for_fallback(self) -> dict[str, float]:
+        """Fields that optim.fallback takes over unless it has its own."""
+        return {"lr": self.lr, "weight_decay": self.weight_decay}

@@ -203,7 +203,7 @@ def completed(config: OptimConfig) -> OptimConfig:
     config = registry.completed("optim", config, OptimConfig, find_optimizer)
     given = config.fallback
     if given is None and set(find_optimizer(config.name).roles) < set(ROLES):
-        given = OptimConfig()
+        given = OptimConfig(**config.for_fallback)  # type: ignore[arg-type]
     if given is not None:
         fallback = registry.completed("optim.fallback", given, OptimConfig, find_optimizer)
         config = config if fallback == config.fallback else replace(config, fallback=fallback)

@@ -20,6 +20,7 @@ from torch import Tensor
 from phalanx.base.pairwise import pairwise_sum
 from phalanx.comm.axis import Axis, Work
 from phalanx.comm.mesh import Mesh
+from phalanx.nn.adapted_linear import AdaptedMethod
 from phalanx.nn.module import Block
 from phalanx.nn.offload import Mover, OffloadedActivations, free_storage
 from phalanx.nn.run_block import run_block
@@ -73,6 +74,8 @@ class Stages:
         self.segments_per_stage = segments_per_stage
         self.mesh, self.borders = mesh, borders
         self.loss_seed = loss_seed
+        self.settles = True  # whether weights may have changed where a step begins
+        self._settled: set[tuple[int, int]] = set()  # segments whose adapters have seen this step's weights
         self.finish: Callable[[Block, Any, Batch], Tensor] | None = None  # computes this in place of the loss
         self.losses = torch.zeros(1, dtype=torch.float64, device=mesh.device)  # of each micro-batch
         # the input of the model's first block
@@ -94,6 +97,8 @@ class Stages:
         self.seed = None if seed is None else self.runner.begin(seed, batches)
         self.batches = [replace(b, loss_seed=self.seed, late=not self.loss_seed) for b in batches]
         self.outputs: dict[int, Tensor] = {}
+        if self.settles:
+            self._settled.clear()
         self.offloaded_bytes = 0
         self.losses = torch.zeros(len(batches), dtype=torch.float64, device=self.mesh.device)
 
@@ -128,8 +133,18 @@ class Stages:
     def is_last(self, stage: int, segment: int) -> bool:
         return stage == len(self.segments_per_stage) - 1 and segment == self.segments_per_stage[stage] - 1
 
+    def settle(self, where: tuple[int, int]) -> None:
+        """Once for a segment, while its weights are there: what adapters compute from weights alone."""
+        if where in self._settled:
+            return
+        self._settled.add(where)
+        for method in (m for block in self.segments[where] for m in block.modules()):
+            if isinstance(method, AdaptedMethod) and method.on:
+                method.settle()
+
     def forward(self, i: Forward) -> None:
         xs, batch, where = self._input(i), self.batches[i.mb], (i.stage, i.segment)
+        self.settle(where)
         if self.seed is not None:
             offloaded = None
             if any(block.offloaded for block in self.segments[where]):

@@ -23,7 +23,7 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Callable, Hashable, Iterator, Sequence, Set
 from contextlib import contextmanager
-from dataclasses import dataclass, field, fields, replace
+from dataclasses import dataclass, field, replace
 from typing import Any, TypeVar
 
 import torch
@@ -51,7 +51,7 @@ T = TypeVar("T")
 
 
 def _kind(batch: Batch) -> int:
-    if batch.most_documents > usual_documents(batch.all_tokens):
+    if any(b.most_documents > usual_documents(b.all_tokens) for b in (batch, *batch.beside.values())):
         return SELDOM
     if batch.balanced is not None:
         return BALANCED
@@ -290,19 +290,11 @@ class Graphs(Eager):
         kind = (stage, batch.num_sequences, batch.seq_length, _kind(batch))
         free = self._free.setdefault(kind, [])
         if not free:
-            tensors = {
-                f.name: getattr(batch, f.name).clone()
-                for f in fields(batch)
-                if isinstance(getattr(batch, f.name), Tensor)
-            }
-            slot = _Slot(replace(batch, **{**tensors, "loss_seed": self._seed, "_made": {}}), self.device.pool())
+            slot = _Slot(replace(batch.map(Tensor.clone), loss_seed=self._seed), self.device.pool())
             self._slots.setdefault(kind, []).append(slot)
             return kind, slot
         slot = free.pop()
-        for f in fields(batch):
-            value = getattr(batch, f.name)
-            if isinstance(value, Tensor) and f.name != "loss_seed":
-                getattr(slot.batch, f.name).copy_(value)
+        slot.batch.copy_from(batch)
         return kind, slot
 
     def _stays(self, slot: _Slot, x: Tensor) -> bool:

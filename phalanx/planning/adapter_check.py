@@ -7,11 +7,12 @@ import re
 
 from phalanx.base.errors import CheckpointError, Problem
 from phalanx.base.registry import near
-from phalanx.base.rules import problem
+from phalanx.base.rules import no_effect, problem
 from phalanx.checkpoint.adapters import CONFIG, adapter_source
 from phalanx.checkpoint.lora_folder import STARTED_FROM, read_peft_config
 from phalanx.config.run import Run
-from phalanx.nn.adapted_linear import fits, fits_embedding
+from phalanx.models.registry import family_of
+from phalanx.nn.adapted_linear import fits, fits_outside
 from phalanx.nn.adapter import AdapterConfig, find_adapter, fits_module
 from phalanx.nn.objective import SequenceObjective, find_objective, make_objective
 from phalanx.planning.adapters import AdaptedNames, adapted_names, kinds
@@ -28,7 +29,7 @@ def check_adapters(run: Run) -> list[Problem]:
         rule = "has no effect with lora, which keeps all weights of the model as they are"
         return [problem("train", run.train, "freeze", rule, {"lora.method": lora.method}, ([],))]
     able = [name for of_one in names.carriers for name in of_one]
-    found = [each for glob in lora.targets for each in _check_glob(lora, glob, able, names)]
+    found = [each for glob in lora.targets for each in _check_glob(run, lora, glob, names)]
     if not lora.targets:
         found = [problem("lora", lora, "targets", "must name linears", {"linears": kinds(able)}, (["*"],))]
     torn = [of_one for of_one in names.carriers if len({fits(name, lora.targets) for name in of_one}) > 1]
@@ -41,30 +42,30 @@ def check_adapters(run: Run) -> list[Problem]:
     if run.layout.etp > 1 and cut and not method.linear:
         rule = "must be 1 for a method that is not linear, on experts' output matrices"
         found.append(problem("layout", run.layout, "etp", rule, {"lora.method": lora.method, "such as": cut[0]}, (1,)))
-    found += _check_method(run, lora, names) + _check_embedding(run, lora, names)
+    found += _check_method(run, lora, names) + _check_outside(run, lora, names)
     return found + _check_also(run, lora, able) + method.check(lora)
 
 
-def _check_embedding(run: Run, lora: AdapterConfig, names: AdaptedNames) -> list[Problem]:
-    """Whether an embedding that a glob names can have an adapter."""
-    named = [name for name in names.embeddings if fits_embedding(name, lora.targets)]
-    if not named:
-        return []
-    model, method = run.model, find_adapter(lora.method)
-    tied = getattr(model, "tie_word_embeddings", False)
-    why = {
-        f"the method {lora.method} has no form for it": not method.embeds,
-        "PiSSA has no form for it": getattr(lora, "start", "random") == "pissa",
-        "it is the head too, which would be another matrix": tied,
-        "multi-token prediction reads it too": model.predict_layers > 0,
-        "it is trained whole (lora.also)": any(fits(name, lora.also) for name in named),
-    }
-    rest = [glob for glob in lora.targets if not any(fits_embedding(name, [glob]) for name in named)] or ["*"]
-    return [
-        problem("lora", lora, "targets", f"must not name the embedding: {reason}", {"names": named[0]}, (rest,))
-        for reason, broken in why.items()
-        if broken
-    ][:1]
+def _check_outside(run: Run, lora: AdapterConfig, names: AdaptedNames) -> list[Problem]:
+    """Whether the embedding and the head can have an adapter where a glob names them."""
+    method, tied = find_adapter(lora.method), getattr(run.model, "tie_word_embeddings", False)
+    found = []
+    for what, of_what, able in (("embedding", names.embeddings, method.embeds), ("head", names.heads, method.heads)):
+        named = [name for name in of_what if fits_outside(name, lora.targets)]
+        why = {
+            f"the method {lora.method} has no form for it": not able,
+            "PiSSA has no form for it": getattr(lora, "start", "random") == "pissa",
+            "it is the head too, which would be another matrix": tied,
+            "multi-token prediction reads it too": run.model.predict_layers > 0,
+            "it is trained whole (lora.also)": any(fits(name, lora.also) for name in named),
+        }
+        rest = [glob for glob in lora.targets if not any(fits_outside(name, [glob]) for name in named)] or ["*"]
+        broken = [reason for reason, is_so in why.items() if is_so] if named else []
+        found += [
+            problem("lora", lora, "targets", f"must not name the {what}: {reason}", {"names": named[0]}, (rest,))
+            for reason in broken[:1]
+        ]
+    return found
 
 
 def _check_method(run: Run, lora: AdapterConfig, names: AdaptedNames) -> list[Problem]:
@@ -76,6 +77,11 @@ def _check_method(run: Run, lora: AdapterConfig, names: AdaptedNames) -> list[Pr
         found.append(problem("train", run.train, "fp8", rule, {"lora.method": lora.method}, (None,)))
     if method.check(lora):  # what is wrong alone comes first: it may not even be a pattern
         return found
+    if not targets and hasattr(lora, "dropout"):
+        because = {"lora.targets": lora.targets}
+        found += no_effect("lora", lora, ("dropout",), "a target that is a linear", because)
+    experts = next((of_one[0] for of_one in names.experts if fits(of_one[0], lora.targets)), None)
+    found += [] if experts is None else method.check_experts(lora, experts.removesuffix(".weight"))
     modules = [[name.removesuffix(".weight") for name in of_one] for of_one, _ in targets]
     for field, patterns in method.patterns(lora).items():
         found += [each for pattern in patterns for each in _check_pattern(lora, field, pattern, modules)]
@@ -129,16 +135,20 @@ def _check_also(run: Run, lora: AdapterConfig, able: list[str]) -> list[Problem]
     return []
 
 
-def _check_glob(lora: AdapterConfig, glob: str, able: list[str], names: AdaptedNames) -> list[Problem]:
-    """A problem if it fits no linear and names no embedding."""
-    if any(fits(name, [glob]) for name in able) or any(fits_embedding(name, [glob]) for name in names.embeddings):
+def _check_glob(run: Run, lora: AdapterConfig, glob: str, names: AdaptedNames) -> list[Problem]:
+    """A problem if it fits no linear and names neither embedding nor head."""
+    able = [name for of_one in names.carriers for name in of_one]
+    outside = (*names.embeddings, *names.heads)
+    if any(fits(name, [glob]) for name in able) or any(fits_outside(name, [glob]) for name in outside):
         return []
     others = [name for name in names.others if fits(name, [glob])]
     rest = [g for g in lora.targets if g != glob]
+    head = family_of(run.model).tensors.head
+    if not names.heads and fits(head, [glob]):
+        rule = "must not name the head: it is the embedding too, which would be another matrix"
+        return [problem("lora", lora, "targets", rule, {"names": head}, (rest or ["*"],))]
     if others:
-        rule = (
-            "must fit weights of linears that can carry an adapter; norms, routers, biases, the head and experts that "
-        )
+        rule = "must fit weights of linears that can carry an adapter; norms, routers, biases and experts that "
         rule += "are one tensor cannot (lora.also trains weights whole)"
         return [problem("lora", lora, "targets", rule, {"fits only": kinds(others)}, (rest or ["*"],))]
     like = near(glob, tuple(dict.fromkeys(re.sub(r".*\.(?=\w+\.weight$)", "*.", name) for name in able)))

@@ -14,11 +14,12 @@ from phalanx.checkpoint.lora_folder import STARTED_FROM, read_peft_config
 from phalanx.checkpoint.merge import Merging
 from phalanx.config.run import Run
 from phalanx.models.model_config import ModelConfig
-from phalanx.nn.adapted_linear import fits, fits_embedding, names_of, pieces_of
+from phalanx.nn.adapted_linear import fits, fits_outside, names_of, pieces_of
 from phalanx.nn.adapter import AdapterConfig, find_adapter
 from phalanx.nn.base_linears import BaseLinears
 from phalanx.nn.embedding import Embedding
 from phalanx.nn.env import Env, WeightRules
+from phalanx.nn.head import Head
 from phalanx.nn.linear import Linear, ReplicatedLinear
 from phalanx.nn.module import Block
 from phalanx.planning.blocks import exported_shapes, global_numel, make_blocks, num_blocks, whole_model, whole_specs
@@ -29,13 +30,16 @@ from phalanx.planning.plan import adapted_linears
 @dataclass(frozen=True)
 class AdaptedNames:
     """Global names of a model's tensors. carriers: linears' weights, which can have adapters, those of the experts of a
-    layer together; by_inputs: of experts' output matrices among them; shapes: (outputs, inputs) of each carrier;
-    embeddings: those of tokens, which have one where a glob names them; others: all that cannot have one."""
+    layer together; experts: those of experts among them; by_inputs: of their output matrices; shapes: (outputs, inputs)
+    of each carrier; embeddings, heads: those of tokens, and those of logits (but for tied ones, which are embeddings),
+    which have one where a glob names them; others: all that cannot have one."""
 
     carriers: tuple[tuple[str, ...], ...]
+    experts: tuple[tuple[str, ...], ...]
     by_inputs: tuple[tuple[str, ...], ...]
     shapes: tuple[tuple[int, int], ...]
     embeddings: tuple[str, ...]
+    heads: tuple[str, ...]
     others: tuple[str, ...]
 
 
@@ -44,11 +48,14 @@ def adapted_names(model: ModelConfig) -> AdaptedNames:
     """Of a whole model."""
     pieces = [piece for linear in linears_in(whole_model(model)) for piece in pieces_of(linear)]
     carriers = {tuple(names_of(piece)): (piece.outputs, piece.inputs) for piece in pieces}
-    cut = tuple(tuple(names_of(piece)) for piece in pieces if piece.by_inputs and piece.experts is not None)
+    stacked = {tuple(names_of(piece)): piece.by_inputs for piece in pieces if piece.experts is not None}
+    cut = tuple(names for names, by_inputs in stacked.items() if by_inputs)
     embeddings = tuple(dict.fromkeys(m.weight.spec.name for m in embeddings_in(whole_model(model))))
-    able = {*embeddings, *(name for names in carriers for name in names)}
+    heads = tuple(dict.fromkeys(m.names[0] for m in heads_in(whole_model(model)) if m.names[0] not in embeddings))
+    able = {*embeddings, *heads, *(name for names in carriers for name in names)}
     others = (name for matrix in stored_together(model) for name in matrix if name not in able)
-    return AdaptedNames(tuple(carriers), cut, tuple(carriers.values()), embeddings, tuple(dict.fromkeys(others)))
+    shapes, rest = tuple(carriers.values()), tuple(dict.fromkeys(others))
+    return AdaptedNames(tuple(carriers), tuple(stacked), cut, shapes, embeddings, heads, rest)
 
 
 @lru_cache(maxsize=8)
@@ -66,6 +73,10 @@ def linears_in(blocks: Iterable[Block]) -> list[Linear | ReplicatedLinear]:
 
 def embeddings_in(blocks: Iterable[Block]) -> list[Embedding]:
     return [m for block in blocks for m in block.modules() if isinstance(m, Embedding)]
+
+
+def heads_in(blocks: Iterable[Block]) -> list[Head]:
+    return [m for block in blocks for m in block.modules() if isinstance(m, Head)]
 
 
 def kinds(names: Iterable[str]) -> str:
@@ -107,7 +118,8 @@ def peft_config(run: Run, base: str | None = None) -> dict[str, Any] | None:
         return None
     known = adapted_names(run.model)
     able = [name.removesuffix(".weight") for of_one in known.carriers for name in of_one]
-    rows = [name.removesuffix(".weight") for name in known.embeddings if fits_embedding(name, lora.targets)]
+    outside = (*known.embeddings, *known.heads)
+    rows = [name.removesuffix(".weight") for name in outside if fits_outside(name, lora.targets)]
     own = {"peft_type": method.peft_type, **method.peft_config(lora)}
     taken = [name for name in able if fits(f"{name}.weight", lora.targets)]
     pieces = (piece for linear in linears_in(whole_model(run.model)) for piece in linear.weight.spec.pieces)

@@ -9,6 +9,7 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
 from functools import lru_cache
 
+from phalanx.config.run import Run
 from phalanx.layout.grid import Grid
 from phalanx.layout.param import ParamSpec
 from phalanx.models.model_config import ModelConfig
@@ -17,7 +18,9 @@ from phalanx.nn.env import Env, WeightRules
 from phalanx.nn.fp8 import joint_name, matrices_of
 from phalanx.nn.linear import Linear
 from phalanx.nn.module import Block
+from phalanx.nn.objective import make_objective
 from phalanx.nn.parameter import Parameter
+from phalanx.sequence.batch import TEXT
 from phalanx.sequence.streams import HIDDEN, Border, StreamSpec, checked
 
 
@@ -36,7 +39,7 @@ def make_blocks(model: ModelConfig, env: Env, which: Sequence[int]) -> list[Bloc
 
 def num_blocks(model: ModelConfig) -> int:
     """Embedding, layers, multi-token prediction (if any), head."""
-    return model.num_hidden_layers + 2 + (model.predict_layers > 0)
+    return model.num_blocks
 
 
 @lru_cache(maxsize=2)
@@ -48,8 +51,8 @@ def whole_model(model: ModelConfig) -> tuple[Block, ...]:
 @dataclass(frozen=True)
 class BlockFacts:
     """Facts about one whole, unsharded block: its parameters, how many of them belong to experts, forward FLOPs per
-    token, the FLOPs of heads among them, the FLOPs without attention to other tokens, and the streams that it takes and
-    passes on."""
+    token of the text, the FLOPs of heads among them, the FLOPs without attention to other tokens, and the streams that
+    it takes and passes on."""
 
     name: str
     numel: int
@@ -61,9 +64,19 @@ class BlockFacts:
     passed: Border = ()
 
 
+def facts_of(run: Run) -> tuple[BlockFacts, ...]:
+    """Facts about the blocks of a run's model."""
+    beside = make_objective(run.task).beside
+    return model_facts(run.model, run.train.seq_length, tuple(beside.items()))
+
+
 @lru_cache(maxsize=8)
-def model_facts(model: ModelConfig, seq_length: int) -> tuple[BlockFacts, ...]:
-    """Facts about the model's blocks, read from the real modules. A tied head counts its FLOPs, not its weights."""
+def model_facts(
+    model: ModelConfig, seq_length: int, beside: tuple[tuple[str, int], ...] = ()
+) -> tuple[BlockFacts, ...]:
+    """Facts about the model's blocks, read from the real modules. A tied head counts its FLOPs, not its weights.
+    `beside`: names and lengths of the streams of tokens beside the text."""
+    lengths = {TEXT: seq_length, **dict(beside)}
     seen: set[int] = set()
     border: Border = (StreamSpec(HIDDEN, model.hidden_size),)
     facts = []
@@ -72,7 +85,8 @@ def model_facts(model: ModelConfig, seq_length: int) -> tuple[BlockFacts, ...]:
         seen.update(id(p) for p in fresh)
         specs = [p.spec for p in fresh if p.spec.trained]
         experts = sum(global_numel(s) for s in specs if s.summed_over == "edp")
-        flops, of_heads, alone = block.flops(seq_length), block.loss_flops(seq_length), block.flops(0)
+        flops, of_heads = block.flops_per_token(lengths), block.loss_flops(seq_length)
+        alone = block.flops_per_token(lengths, mixing=False)
         given, border = border, checked(block.streams(border), type(block).__name__)
         sizes = (sum(map(global_numel, specs)), flops, experts, of_heads, alone)
         facts.append(BlockFacts(type(block).__name__, *sizes, given, border))

@@ -3,7 +3,7 @@ computed on a laptop for any world size."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
 
@@ -33,7 +33,7 @@ from phalanx.ops.experts.grouped import GROUPED
 from phalanx.ops.quantized.quantizer import WeightQuantizer
 from phalanx.ops.quantized.recipes import RECIPES
 from phalanx.optim.optimizer import optimizers_of, updater_of
-from phalanx.planning.blocks import BlockFacts, make_blocks, model_facts, whole_linears
+from phalanx.planning.blocks import BlockFacts, facts_of, make_blocks, whole_linears
 from phalanx.planning.experts import ExpertsPlan, experts_plan
 from phalanx.planning.freeze import frozen_by, trained_also
 from phalanx.planning.kernels import KernelsPlan, kernels_plan
@@ -42,6 +42,7 @@ from phalanx.schedule.generators import find_pipeline_schedule, generate, resolv
 from phalanx.schedule.lower import lower
 from phalanx.schedule.memory_slots import MemorySlots, fits, make_slots, prove
 from phalanx.schedule.simulate import simulate
+from phalanx.sequence.batch import TEXT
 from phalanx.sequence.shard import SequenceShard
 from phalanx.sequence.streams import Border
 
@@ -190,13 +191,18 @@ class Plan:
     def stage_rank(self) -> tuple[int, ...]:
         return self.schedule(1).stage_rank
 
+    @cached_property
+    def rank_of_block(self) -> tuple[int, ...]:
+        """The pipeline rank of each block."""
+        return tuple(rank for stage, rank in zip(self.stages, self.stage_rank) for _ in stage)
+
     def stages_of(self, pp: int) -> list[int]:
         return [s for s, rank in enumerate(self.stage_rank) if rank == pp]
 
     @cached_property
     def offloaded(self) -> frozenset[int]:
         """Blocks whose activations are offloaded to the host: the first layers of each stage."""
-        layers = range(1, self.run.model.num_hidden_layers + 1)
+        layers = self.run.model.layer_blocks
         return frozenset(
             b for stage in self.stages for b in [b for b in stage if b in layers][: self.run.train.offload_layers]
         )
@@ -227,14 +233,23 @@ class Plan:
 
     @property
     def exchange_bytes(self) -> int:
-        """Bytes of a micro-batch's activations between blocks, gathered over tp."""
-        train = self.run.train
-        return self.most_tokens * self.run.model.hidden_size * precision(train.precision).compute.itemsize
+        """Bytes of a micro-batch's activations between blocks, gathered over tp, where they are largest."""
+        most = max(map(self.most_tokens_of, self.lengths.values()))
+        return most * self.run.model.hidden_size * precision(self.run.train.precision).compute.itemsize
+
+    @cached_property
+    def lengths(self) -> Mapping[str, int]:
+        """Tokens of a sequence in each stream of tokens: the text, and those beside it."""
+        return {TEXT: self.run.train.seq_length, **self.objective.beside}
 
     @property
     def most_tokens(self) -> int:
         """Tokens of a micro-batch on the ranks that hold its largest shard."""
-        return self.run.train.micro_batch * SequenceShard(0, self.grid.cp).most(self.run.train.seq_length)
+        return self.most_tokens_of(self.run.train.seq_length)
+
+    def most_tokens_of(self, length: int) -> int:
+        """The same of a stream whose sequences have this length."""
+        return self.run.train.micro_batch * SequenceShard(0, self.grid.cp).most(length)
 
     @cached_property
     def experts(self) -> ExpertsPlan:
@@ -294,7 +309,7 @@ class Plan:
         """The pipeline rank that runs multi-token prediction: the one with the last block but one. None without it."""
         if not self.run.model.predict_layers:
             return None
-        return next(rank for stage, rank in zip(self.stages, self.stage_rank) if len(self.facts) - 2 in stage)
+        return self.rank_of_block[-2]
 
     @property
     def ops(self) -> OpChoices:
@@ -318,7 +333,7 @@ class Plan:
             seed=train.seed,
             weights=WeightRules(
                 dtype=precision(train.precision).compute,
-                tied_stages=(self.stage_rank[0], self.stage_rank[-1]),
+                stages=self.rank_of_block,
                 mtp_stage=self.mtp_stage,
                 linears=adapted_linears(self.run, own) or own,
                 freeze=frozen_by(self.run),
@@ -475,7 +490,7 @@ def plan_of(run: Run, world: int) -> Plan:
     """The plan of a checked config on `world` ranks, with the ops that train.recompute names recomputed. For a
     recompute budget, see `make_plan`."""
     grid = grid_of(run, world)
-    facts = model_facts(run.model, run.train.seq_length)
+    facts = facts_of(run)
     # a block's time: forward and backward are both proportional to its FLOPs; a small constant keeps empty blocks from
     # being free
     costs = [f.flops + 0.01 * facts[1].flops for f in facts]

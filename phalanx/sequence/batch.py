@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Hashable, Iterable, Sequence
+from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, fields, replace
 from typing import Any, Generic, TypeVar
 
@@ -13,9 +13,11 @@ from torch import Tensor
 
 from phalanx.sequence.balance import assign, degrees_of
 from phalanx.sequence.paged import PagedSequences
+from phalanx.sequence.sample import ENCODER as ENCODER
+from phalanx.sequence.sample import IGNORE as IGNORE
 from phalanx.sequence.shard import WHOLE, SequenceShard
 
-IGNORE = -100  # label of a token without loss, as in torch's cross entropy
+TEXT = "text"  # the name of a batch's own tokens, where its streams of tokens are named
 PADDING_RUN = 512  # the largest number of tokens in a document of padding
 # of `whole`, those that there are, in this order
 ROWS = (
@@ -25,6 +27,7 @@ ROWS = (
     "samples",
     "documents",
     "real",
+    "prefix",
 )
 
 
@@ -59,9 +62,10 @@ SEQUENCE_NUMBERS = PerBatch[Tensor]()
 PLACES = PerBatch[Tensor]()
 PIECES = PerBatch["tuple[Batch, ...]"]()
 # what belongs to tokens and is not in `whole`: other shards never need it
-OWN_ROWS = ("reference", "target_ids", "target_log_probs")
+OWN_ROWS = ("reference", "target_ids", "target_log_probs", "segments")
 UNCUT = PerBatch["Batch"]()
 AMONG = PerBatch["Batch"]()
+CHUNKED = PerBatch["Batch"]()
 PLACES_OF_BALANCED = PerBatch[Tensor]()
 
 
@@ -81,19 +85,21 @@ class Batch:
     each sequence.
 
     tokens      (T,) int64  input ids
-    labels      (T,) int64  the next token of each, or IGNORE
+    labels      (T,) int64  what is predicted at each token (the next token, or what the task says), or IGNORE
     positions   (T,) int64  position inside the sequence (or inside the document, when attention stays inside documents)
     samples     (T,) int64  global sample id of each token: a key of dropout, the same in every layout
     seq_length  tokens of a whole sequence
     documents   (T,) int64  number of the document that each token belongs to; None: attention spans the sequence
     real        (T,) int64  1 for tokens, 0 for padding, which belongs to no document and has no loss; None: no padding
+    prefix      (T,) int64  1 for the first tokens of each document (or sequence), as many as read each other whatever
+                their order, where attention has prefixes; None: there are none
     loss_seed   () gradient of the summed loss, if the step knows it before forward: the head then computes its
                 gradients in forward
     late        the head computes them in backward all the same
     most_documents  an upper bound on the number of documents in the whole sequences, where they are counted; 0: as many
                     as tokens
     part        which positions of each sequence this shard holds
-    whole       (4 to 6, num_sequences * seq_length) int64 the same rows for whole sequences, in the order of ROWS; None
+    whole       (4 to 7, num_sequences * seq_length) int64 the same rows for whole sequences, in the order of ROWS; None
                 if these are whole
     balanced    (num_sequences * seq_length,) int64  if documents are balanced over shards: the positions, in the whole
                 micro-batch, of the first shard's tokens, then of the second's and so on; None: each shard has its
@@ -104,8 +110,11 @@ class Batch:
     reference   (T,) fp32 or wider: the log-probability that another model gives each label; None: there is none
     target_ids, target_log_probs  (T, K) int64, fp32: the ids that another model finds most likely at each token, and
                 their log-probabilities; None: there are none
+    segments    (T,) int64: which text of its document a token belongs to (BERT's token types); None: all to the first
     paged       sequences that continue from what layers remember of them (generation): the tokens here are pieces of
                 several sequences, laid out flat; num_sequences is 1
+    beside      further streams of tokens by name (an encoder's text): each a batch of the same sequences with tokens,
+                positions and a length of its own, without labels. Documents with one number belong together
 
     The ints are known on the host: whether a batch is uniform is never read from the device.
     """
@@ -123,31 +132,53 @@ class Batch:
     part: SequenceShard = WHOLE
     whole: Tensor | None = None
     real: Tensor | None = None
+    prefix: Tensor | None = None
     balanced: Tensor | None = None
     shared: tuple[SharedDocument, ...] = ()
     piece: bool = False
     reference: Tensor | None = None
     target_ids: Tensor | None = None
     target_log_probs: Tensor | None = None
+    segments: Tensor | None = None
     paged: PagedSequences | None = None
+    beside: Mapping[str, Batch] = field(default_factory=dict)
     _made: dict[tuple[Hashable, ...], Any] = field(default_factory=dict, compare=False, repr=False)
     """By owner (PerBatch)."""
 
     def forget(self) -> None:
         """Free what was computed from it; called when the last block of this rank is done with the batch."""
         self._made.clear()
+        for other in self.beside.values():
+            other.forget()
 
     @property
     def tensors(self) -> list[Tensor]:
         """All tensors that it holds: its own and those computed from it."""
         own = [t for f in fields(self) if isinstance(t := getattr(self, f.name), Tensor)]
         made = [t for made in self._made.values() for t in (made if isinstance(made, tuple) else (made,))]
+        own += [t for other in self.beside.values() for t in other.tensors]
         return own + [t for m in made for t in (m.tensors if isinstance(m, Batch) else [m]) if isinstance(t, Tensor)]
 
     @property
     def derived_bytes(self) -> int:
         tensors = [t for made in self._made.values() for t in (made if isinstance(made, tuple) else (made,))]
-        return sum(t.derived_bytes if isinstance(t, Batch) else t.nbytes for t in tensors)
+        beside = sum(other.derived_bytes for other in self.beside.values())
+        return beside + sum(t.derived_bytes if isinstance(t, Batch) else t.nbytes for t in tensors)
+
+    def map(self, change: Callable[[Tensor], Tensor]) -> Batch:
+        """The same with each of its tensors changed, those of `beside` too; nothing computed from it is kept."""
+        values = {f.name: getattr(self, f.name) for f in fields(self)}
+        changed: dict[str, Any] = {name: change(v) for name, v in values.items() if isinstance(v, Tensor)}
+        return replace(self, **changed, beside={n: b.map(change) for n, b in self.beside.items()}, _made={})
+
+    def copy_from(self, other: Batch) -> None:
+        """Overwrite its tensors, except the gradient of the loss, with those of a batch of the same shapes."""
+        for f in fields(self):
+            mine, value = getattr(self, f.name), getattr(other, f.name)
+            if isinstance(value, Tensor) and f.name != "loss_seed":
+                mine.copy_(value)
+        for name, mine in self.beside.items():
+            mine.copy_from(other.beside[name])
 
     def with_loss(self, labels: Tensor, seed: Tensor | None) -> Batch:
         """The same tokens with other labels (T,) and another gradient of their summed loss; derived values are not
@@ -216,6 +247,9 @@ class Batch:
         """This shard of a batch of whole sequences."""
         if part.count == 1:
             return self
+        if self.beside:
+            alone = replace(self, beside={}).cut(part)
+            return replace(alone, beside={name: other.cut(part) for name, other in self.beside.items()})
         whole, balanced = torch.stack([getattr(self, name) for name in self._rows]), None
         shared: tuple[SharedDocument, ...] = ()
         if part.dynamic:
@@ -286,13 +320,15 @@ class Batch:
         return PIECES.of(self, self._make_pieces)
 
     def _make_pieces(self) -> tuple[Batch, ...]:
+        rows: dict[str, Any]
         pieces, at = [], 0
         for doc in self.shared:
-            tokens, labels, positions, samples, *_ = self.whole[:, doc.start : doc.start + doc.length]  # type: ignore[index]
-            pieces.append(Batch(tokens, labels, positions, samples, 1, doc.length, piece=True).cut(doc.part))
+            here = dict(zip(self._rows, self.whole[:, doc.start : doc.start + doc.length]))  # type: ignore[index]
+            rows = {name: here[name] for name in self._rows if name not in ("documents", "real")}
+            pieces.append(Batch(**rows, num_sequences=1, seq_length=doc.length, piece=True).cut(doc.part))
             at += pieces[-1].num_tokens
         if at < self.num_tokens:
-            rows: dict[str, Any] = {name: getattr(self, name)[at:] for name in self._rows}
+            rows = {name: getattr(self, name)[at:] for name in self._rows}
             number, count = self.runs  # the number of sequences, where attention spans them
             rows |= {"documents": number[at:], "most_documents": count}
             pieces.append(Batch(**rows, num_sequences=1, seq_length=self.num_tokens - at, piece=True))
@@ -315,6 +351,25 @@ class Batch:
         return (
             self.uncut if run == self.part.count else AMONG.of(self, lambda: self._another(self.part.among(run)), run)
         )
+
+    def chunked(self, size: int) -> Batch:
+        """The same tokens with a document for every `size` tokens, counted from the first token of each document (or
+        sequence): attention inside chunks. What is derived from it is kept together with this batch's."""
+        return CHUNKED.of(self, lambda: self._make_chunks(size), size)
+
+    def _make_chunks(self, size: int) -> Batch:
+        whole = self.uncut
+        place = torch.arange(self.all_tokens, device=self.tokens.device)
+        number, count = whole.runs
+        first = (place % self.seq_length == 0) | (number != number.roll(1))
+        start = place.where(first, 0).cummax(0).values
+        chunks = (first | ((place - start) % size == 0)).cumsum(0) - 1
+        room = min(self.all_tokens, count + self.num_sequences + self.all_tokens // size)
+        if self.whole is None:
+            return replace(self, documents=chunks, most_documents=room, _made={})
+        rows = {**dict(zip(self._rows, self.whole)), "documents": chunks}
+        both = torch.stack([rows[name] for name in ROWS if name in rows])
+        return replace(self, documents=self.take(chunks), most_documents=room, whole=both, _made={})
 
     def _another(self, part: SequenceShard) -> Batch:
         """Another shard of the same sequences."""
@@ -357,7 +412,5 @@ class Batch:
         return [torch.cat((chunks[i], chunks[-1 - i]), 1).flatten(0, 1) for i in range(len(parts))]
 
     def to(self, device: torch.device | str) -> Batch:
-        values = {f.name: getattr(self, f.name) for f in fields(self)}
-        moved: dict[str, Any] = {k: v.to(device, non_blocking=True) for k, v in values.items() if isinstance(v, Tensor)}
         paged = None if self.paged is None else self.paged.to(device)
-        return replace(self, **moved, paged=paged, _made={})
+        return replace(self.map(lambda t: t.to(device, non_blocking=True)), paged=paged)

@@ -22,6 +22,7 @@ from phalanx.text.tokenizer_base import Tokenizer
 from phalanx.text.words import Words, splitter
 
 END_OF_DOCUMENT = "<|endoftext|>"
+BRACKETED = ("unk", "cls", "sep", "mask", "pad")  # of BERT's special tokens: what each is for, by its name
 OTHER_ENDS = ("<|end_of_text|>", "</s>", "<eos>", "<|eot_id|>", "<|im_end|>", "[SEP]")
 MIN_VOCAB_SIZE = 257  # every byte, and the end of a document
 
@@ -107,6 +108,9 @@ class JsonTokenizer(Tokenizer):
             "eos_token": self.eod_token,
             "bos_token": self.eod_token,
             "clean_up_tokenization_spaces": False,
+            **{
+                f"{name}_token": f"[{name.upper()}]" for name in BRACKETED if f"[{name.upper()}]" in self.special_tokens
+            },
         }
         with replacing(folder / "tokenizer.json") as file:
             file.write(self._core.to_str(pretty=True).encode())

@@ -34,6 +34,7 @@ from phalanx.layout.param import Piece
 from phalanx.ops.optimizer.shard import widened
 from phalanx.planning.order import global_batch_at, work_of
 from phalanx.planning.plan import storing_all, without_layout
+from phalanx.planning.reading import reading_of
 from phalanx.sequence.batch import IGNORE, Batch
 from phalanx.verifying.shrink import small_copies
 
@@ -111,6 +112,7 @@ def follow(run: Run, mesh: Mesh, steps: int, drop: Site | None = None) -> Follow
         seed=run.train.seed,
         vocab_size=run.model.vocab_size,
         samples=steps * run.train.global_batch,
+        reading=reading_of(run),
     )
     record, consumed = Followed(), 0
     for step in range(steps):

@@ -24,6 +24,7 @@ from phalanx.layout.grid import Grid
 from phalanx.models.model_config import ModelConfig, SmallExperts, SmallSizes
 from phalanx.models.registry import family_of
 from phalanx.nn.adapter import AdapterConfig
+from phalanx.nn.objective import find_objective
 from phalanx.planning.adapters import adapted_names
 from phalanx.planning.blocks import num_blocks
 from phalanx.planning.freeze import fits, stored_together
@@ -163,10 +164,11 @@ def copy_of(given: RunOnRanks, wanted: Sequence[Structure], pp: int, dp: int, cp
         cuda_graphs="auto",
         fp8=None,
         freeze=small_freeze(run, model),
-        offload_layers=min(run.train.offload_layers, model.num_hidden_layers),
+        offload_layers=min(run.train.offload_layers, len(model.layer_blocks)),
     )
     data, lora = mock_of(run.data), small_lora(run, model)
-    small = RunOnRanks(replace(run, model=model, layout=layout, train=train, data=data, lora=lora), ranks)
+    task = find_objective(run.task.name).shrunk(run.task, seq_length)
+    small = RunOnRanks(replace(run, model=model, layout=layout, train=train, data=data, lora=lora, task=task), ranks)
     has = tuple(s for s in wanted if s.has(small))
     return SmallCopy(small.run, ranks, has, describe(given, small))
 
@@ -379,7 +381,8 @@ def small_lora(run: Run, model: ModelConfig) -> AdapterConfig | None:
     """The adapters of the linears that its globs fit in the small model, or else of all."""
     if run.lora is None:
         return None
-    able = [name for names in adapted_names(model).carriers for name in names]
+    known = adapted_names(model)
+    able = [name for names in known.carriers for name in names] + [*known.embeddings, *known.heads]
     fitting = [glob for glob in run.lora.targets if any(fits(name, [glob]) for name in able)]
     names = [name for matrix in stored_together(model) for name in matrix]
     also = [glob for glob in run.lora.also if any(fits(name, [glob]) for name in names)]
@@ -395,6 +398,6 @@ def _in_words(r: RunOnRanks) -> str:
     model, train, grid = r.run.model, r.run.train, r.grid
     view = f"; {r.experts} experts, edp {grid.edp} x ep {grid.ep} x etp {grid.etp}" if r.experts else ""
     return (
-        f"{r.world} ranks ({grid.text}{view}), {model.num_hidden_layers} layers of width {model.hidden_size}, "
+        f"{r.world} ranks ({grid.text}{view}), {len(model.layer_blocks)} layers of width {model.hidden_size}, "
         f"vocabulary {model.vocab_size}, {train.global_batch} sequences of {train.seq_length} tokens, {train.precision}"
     )

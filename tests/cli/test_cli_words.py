@@ -106,8 +106,9 @@ def test_every_synonym_is_of_a_key_and_is_none():
         ("zero_stage=2", ("layout.sharding",)),
         ("train.zero=3", ("layout.sharding=0 to 3",)),
         ("layout.ddp=true", ("layout.sharding=0",)),
-        ("optim.name=muon", ("Muon is not built yet", "optim.name=adamw")),
-        ("optim.muon=true", ("Muon is not built yet",)),
+        ("optim.name=shampoo", ("Shampoo is not built yet", "optim.name=adamw")),
+        ("optim.soap=true", ("SOAP is not built yet",)),
+        ("optim.muon=true", ("Muon is an optimizer: optim.name=muon",)),
         ("lora.use_dora=true", ("Valid near it: lora.method",)),
         ("context_parallel_size=2", ("Valid near it: layout.cp",)),
         ("train.gradient_accumulation_steps=4", ("train.global_batch",)),
@@ -115,7 +116,7 @@ def test_every_synonym_is_of_a_key_and_is_none():
 )
 @pytest.mark.trust(
     26,
-    "layout.fsdp=true, optim.name=muon, lora.use_dora=true",
+    "layout.fsdp=true, optim.name=shampoo, lora.use_dora=true",
     "says what it is called here, or that it does not exist yet",
 )
 def test_words_of_others(config, override, texts):
@@ -124,14 +125,14 @@ def test_words_of_others(config, override, texts):
 
 
 def test_explain_lists_searches_and_says_all(warm):
-    sections, every, fsdp, warm_up, muon, none = (
+    sections, every, fsdp, warm_up, soap, none = (
         warm.phalanx("explain", *words)
         for words in (
             (),
             ("--all",),
             ("--search", "fsdp"),
             ("--search", "warm-up"),
-            ("--search", "muon"),
+            ("--search", "soap"),
             ("--search", "xyzzy"),
         )
     )
@@ -142,7 +143,7 @@ def test_explain_lists_searches_and_says_all(warm):
     assert (
         fsdp.stdout.startswith("layout.sharding: ")
         and "optim.warmup_steps" in warm_up.stdout
-        and "not built yet" in muon.stdout
+        and "not built yet" in soap.stdout
     )
     assert none.returncode == 2 and "Traceback" not in none.stderr
     both = warm.phalanx("explain", "layout", "--all")

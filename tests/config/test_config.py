@@ -39,6 +39,7 @@ GPT2_BASE = {**BASE, "model": GPT2}
 MIXTRAL = "model.family=mixtral model.num_local_experts=8"
 QWEN3_MOE = "model.family=qwen3_moe model.num_experts=8 model.moe_intermediate_size=32 model.num_experts_per_tok=2"
 SMOLLM3 = "model.family=smollm3"
+NEOX = "model.family=gpt_neox"
 OSS = "model.family=gpt_oss model.num_local_experts=8"
 FP8 = "train.precision=bf16 train.fp8.recipe"
 RECIPES = Path(__file__).parents[2] / "recipes"
@@ -64,6 +65,38 @@ def _in_tmp(tmp_path, monkeypatch):
 # overrides, world size, field, value, part of the rule, names in `because`, suggestions
 CHATS = "data.chats=a.jsonl data.mock=false data.split=100,0,0 task.name=sft"
 RULES = [
+    # a part of each head rotated
+    (f"{NEOX} model.partial_rotary_factor=0", 1, "model.partial_rotary_factor", 0, "(0, 1]", set(), (0.5, 1.0)),
+    (f"{NEOX} model.partial_rotary_factor=1.5", 1, "model.partial_rotary_factor", 1.5, "(0, 1]", set(), (0.5, 1.0)),
+    (
+        f"{NEOX} model.partial_rotary_factor=0.2",
+        1,
+        "model.partial_rotary_factor",
+        0.2,
+        "must give an even number of rotated features",
+        {"rotated features", "head_dim"},
+        (0.125, 0.25),
+    ),
+    (
+        f"{NEOX} model.head_dim=8 model.num_key_value_heads=2",
+        1,
+        "model.num_key_value_heads",
+        2,
+        "has no effect without another family",
+        set(),
+        (None,),
+    ),
+    (
+        f"{NEOX} model.rms_norm_eps=0.1",
+        1,
+        "model.rms_norm_eps",
+        0.1,
+        "has no effect without another family",
+        set(),
+        (1e-5,),
+    ),
+    (f"{NEOX} model.layer_norm_eps=0", 1, "model.layer_norm_eps", 0, "(0, inf)", set(), (1e-5,)),
+    (f"{NEOX} model.dropout=1", 1, "model.dropout", 1, "[0, 1)", set(), (0.0, 0.1)),
     # layers without rotary embedding
     (f"{SMOLLM3} model.no_rope_layer_interval=0", 1, "model.no_rope_layer_interval", 0, ">= 1", set(), (1, 2)),
     (
@@ -647,7 +680,7 @@ RULES = [
         1,
         "train.offload_layers",
         -1,
-        "[0, num_hidden_layers]",
+        "[0, layers]",
         {"model.num_hidden_layers"},
         (0, 4),
     ),
@@ -656,7 +689,7 @@ RULES = [
         1,
         "train.offload_layers",
         5,
-        "[0, num_hidden_layers]",
+        "[0, layers]",
         {"model.num_hidden_layers"},
         (4,),
     ),
@@ -1188,6 +1221,25 @@ RULES = [
         {"train.fp8.recipe"},
         ("bf16",),
     ),
+    ("lora.dropout=1.0", 1, "lora.dropout", 1.0, "must be a number in [0, 1)", set(), (0.0,)),
+    (
+        "lora.dropout=0.1 lora.targets=['*embed_tokens*']",
+        1,
+        "lora.dropout",
+        0.1,
+        "has no effect without a target that is a linear",
+        {"lora.targets"},
+        (0.0,),
+    ),
+    (
+        f"lora.dropout=0.1 {MIXTRAL}",
+        1,
+        "lora.dropout",
+        0.1,
+        "must be 0 on experts",
+        {"such as"},
+        (0.0,),
+    ),
     (
         "lora.base=nf4 train.freeze=['*norm*']",
         1,
@@ -1691,7 +1743,108 @@ GPT2_RULES = [
         (64, 68),
     ),
 ]
-TABLE = [(BASE, *row) for row in RULES] + [(GPT2_BASE, *row) for row in GPT2_RULES]
+T5_RULES = [
+    ("task.encoder_length=null", 1, "task.encoder_length", None, "is required", set(), (512,)),
+    (
+        "task.encoder_length=91 layout.tp=4",
+        4,
+        "task.encoder_length",
+        91,
+        "must be a multiple of tp",
+        {"train.micro_batch", "layout.tp"},
+        (90, 92),
+    ),
+    ("task.noise=1.0", 1, "task.noise", 1.0, "must be a number in (0, 1)", set(), (0.15, 0.5)),
+    ("task.mean_length=0.5", 1, "task.mean_length", 0.5, "must be a number in [1, inf)", set(), (3.0,)),
+    ("task={}", 1, "task.name", "pretrain", "makes no encoder text", {"model.family", "tasks for this model"}, ()),
+    ("data.packing=off", 1, "data.packing", "off", "makes two texts of each document", {"task.name"}, ("online",)),
+    (
+        "data.document_attention=false",
+        1,
+        "data.document_attention",
+        False,
+        "makes two texts of each document",
+        {"task.name"},
+        (True, None),
+    ),
+    ("model.dropout_rate=0.1", 1, "model.dropout_rate", 0.1, "must be 0.0 in training", {"model.family"}, (0.0,)),
+    (
+        "model.relative_attention_num_buckets=7",
+        1,
+        "model.relative_attention_num_buckets",
+        7,
+        "must be an even integer",
+        set(),
+        (32,),
+    ),
+    (
+        "model.relative_attention_max_distance=16",
+        1,
+        "model.relative_attention_max_distance",
+        16,
+        "must be beyond",
+        {"model.relative_attention_num_buckets"},
+        (128,),
+    ),
+    (
+        "model.decoder_start_token_id=256",
+        1,
+        "model.decoder_start_token_id",
+        256,
+        "must be < vocab_size",
+        {"model.vocab_size"},
+        (0,),
+    ),
+    (
+        "train.deterministic=true",
+        1,
+        "train.deterministic",
+        True,
+        "needs a model whose layers share no weight",
+        {"model.family"},
+        (False,),
+    ),
+    (
+        "layout.cp=2 layout.cp_degree=dynamic",
+        2,
+        "layout.cp_degree",
+        "dynamic",
+        "balances the documents of one text",
+        {"model.family"},
+        ("fixed",),
+    ),
+    ("train.offload_layers=7", 1, "train.offload_layers", 7, "[0, layers]", {"model.num_hidden_layers"}, (6,)),
+]
+T5 = {
+    "family": "t5",
+    "vocab_size": 256,
+    "hidden_size": 64,
+    "intermediate_size": 96,
+    "num_hidden_layers": 2,
+    "num_decoder_layers": 4,
+    "num_attention_heads": 4,
+}
+T5_BASE = {
+    "model": T5,
+    "train": TRAIN,
+    "task": {"name": "span", "encoder_length": 128},
+    "data": {"mock": True, "packing": "online"},
+}
+TABLE = [
+    *((BASE, *row) for row in RULES),
+    *((GPT2_BASE, *row) for row in GPT2_RULES),
+    *((T5_BASE, *row) for row in T5_RULES),
+    (
+        BASE,
+        "task={name: span, encoder_length: 64}",
+        1,
+        "task.name",
+        "span",
+        "which this model does not read",
+        {"model.family", "tasks for this model"},
+        (),
+    ),
+]
 
 
 @pytest.mark.parametrize(

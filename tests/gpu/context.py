@@ -10,7 +10,7 @@ import torch
 from phalanx.ops.attention import backends
 from phalanx.ops.attention.context import JOIN, Joint, block_of
 from phalanx.ops.attention.flash import ByTorchFlash
-from phalanx.ops.attention.kind import CAUSAL
+from phalanx.ops.attention.kind import CAUSAL, NOTHING
 from phalanx.sequence.batch import Batch
 from phalanx.sequence.shard import SequenceShard
 from tests.gpu.truth import ROUNDINGS, within
@@ -23,7 +23,7 @@ def one_token_check(device: torch.device) -> str:
         normal(1, heads, 1, 128, seed=heads, dtype=torch.bfloat16).to(device).requires_grad_() for heads in (8, 2, 2)
     )
     ids = torch.zeros(1, dtype=torch.int64, device=device)
-    out = ByTorchFlash.attend(q, k, v, Batch(ids, ids, ids, ids, 1, 1, ids, most_documents=64), CAUSAL, None)
+    out = ByTorchFlash.attend(q, k, v, Batch(ids, ids, ids, ids, 1, 1, ids, most_documents=64), CAUSAL, NOTHING)
     out.sum().backward()
     truth = v.detach().repeat_interleave(4, 1).flatten()
     if not (torch.equal(out.flatten(), truth) and torch.equal(v.grad, torch.full_like(v, 4)) and not q.grad.any()):
@@ -43,7 +43,7 @@ def few_tokens_check(device: torch.device) -> str:
         for mine in parts:
             joint, rows = Joint(JOIN.choose("auto" if name == "FLASH" else "plain", q)), _places(mine)
             for theirs in (mine, *(p for p in parts if p != mine)):
-                block = block_of(mine, theirs, 5, None, False)
+                block = block_of(mine, theirs, 5, CAUSAL, False)
                 if block is not None:
                     queries, keys = rows[block.queries], _places(theirs)[block.keys]
                     read = (q[:, :, queries], k[:, :, keys], v[:, :, keys])

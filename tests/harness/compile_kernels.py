@@ -19,7 +19,15 @@ from triton.compiler import ASTSource
 
 from phalanx.comm import small_kernel, sum_kernel
 from phalanx.ops.attention import join_kernel, paged_kernel, store_kernel
-from phalanx.ops.dense import gated_kernel, head_norm_kernel, invariant_kernel, loss_kernel, norm_kernel, rope_kernel
+from phalanx.ops.dense import (
+    dropout_kernel,
+    gated_kernel,
+    head_norm_kernel,
+    invariant_kernel,
+    loss_kernel,
+    norm_kernel,
+    rope_kernel,
+)
 from phalanx.ops.dense.activation import Gated, GatedGrad, GatedRows, GatedRowsGrad
 from phalanx.ops.dense.norm import Normed
 from phalanx.ops.dense.rope import RopeGrad
@@ -87,6 +95,9 @@ def kernels() -> list[tuple]:
                 dict(BLOCKS=3, **gate),
             )
         )
+    sizes = dict.fromkeys(("width", "stride", "first", "key0", "key1", "least"), "i32")
+    tokens = dict(samples="*i64", positions="*i64", **sizes)
+    found.append((dropout_kernel._drop, dict(x=BF, y=BF, **tokens), dict(SCALE=1.25, LANES=256, **wide)))
     pointers = dict(q=BF, k=BF, v=BF, out=BF, cos_table=BF, sin_table=BF, length="i32", **dict.fromkeys(strides, "i32"))
     whole = dict(ROTATE=True, PAIRS=heads["HALF"], NEIGHBOURS=False)
     pairings = (whole, whole | dict(PAIRS=heads["HALF"] // 2), whole | dict(NEIGHBOURS=True))

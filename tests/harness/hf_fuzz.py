@@ -109,11 +109,34 @@ FAMILIES: dict[str, dict[str, Any]] = {
         first_k_dense_replace=1,
         moe_intermediate_size=12,
     ),
+    "glm4_moe": dict(
+        COMMON,
+        num_key_value_heads=2,
+        head_dim=12,
+        use_qk_norm=True,
+        n_routed_experts=8,
+        num_experts_per_tok=3,
+        moe_intermediate_size=12,
+        n_group=2,
+        first_k_dense_replace=1,
+        num_mtp_layers=0,
+    ),
+    "gpt_neox": dict(COMMON, rope_parameters=dict(partial_rotary_factor=0.5)),
     "smollm3": dict(
         COMMON, num_key_value_heads=2, no_rope_layers=[0, 1], use_sliding_window=True, sliding_window=5, pad_token_id=0
     ),
     "gpt2": dict(vocab_size=VOCAB, n_positions=32, n_embd=32, n_layer=2, n_head=4, n_inner=40),
+    "bert": dict(COMMON),
+    "modernbert": dict(
+        COMMON,
+        local_attention=6,
+        layer_types=["full_attention", "sliding_attention"],
+        pad_token_id=0,
+        **dict.fromkeys(("bos_token_id", "cls_token_id"), 1),
+        **dict.fromkeys(("eos_token_id", "sep_token_id"), 2),
+    ),
 }
+ENCODERS = ("bert", "modernbert")
 YARN = dict(rope_type="yarn", factor=4.0, original_max_position_embeddings=8)
 ROPES: tuple[dict[str, Any], ...] = (
     {},
@@ -180,8 +203,9 @@ BY_KIND: tuple[dict[str, Any], ...] = (
     dict(sliding_attention=dict(rope_theta=9.0), full_attention=None),
 )
 TYPES = ("full_attention", "sliding_attention")
+OLD_BASES = ("global_rope_theta", "local_rope_theta")
 POOL: dict[str, tuple[Any, ...]] = {
-    "hidden_activation": ("gelu", "gelu_pytorch_tanh", "silu"),
+    "hidden_activation": ("gelu", "gelu_new", "gelu_pytorch_tanh", "relu", "silu"),
     "query_pre_attn_scalar": (1, 9, 2.5),
     "rope_local_base_freq": (50.0, 300),
     "sliding_window_pattern": (1, 2, 3, 0),
@@ -257,6 +281,10 @@ POOL: dict[str, tuple[Any, ...]] = {
     "num_mtp_layers": (0, 1),
     "no_rope_layers": ([1, 0], [0, 0, 1], [1], [], [2, 0], None),
     "no_rope_layer_interval": (1, 2, 4, 0),
+    "use_qk_norm": (True, False),
+    "hidden_dropout": (0.1, 0.0),
+    "use_parallel_residual": (True, False),
+    "rotary_emb_base": (100.0, 5000),
     "scale_attn_weights": (True, False),
     "scale_attn_by_inverse_layer_idx": (True, False),
     "reorder_and_upcast_attn": (True, False),
@@ -292,6 +320,25 @@ POOL: dict[str, tuple[Any, ...]] = {
     "final_logit_softcapping": (3.0, None),
     "attention_multiplier": (2.0,),
     "top_k": (3,),
+    "local_attention": (4, 8, 5, 1, 100),
+    "global_attn_every_n_layers": (1, 2, 3, 0),
+    "global_rope_theta": (100.0, 7),
+    "local_rope_theta": (50.0,),
+    "norm_bias": (True, False),
+    "decoder_bias": (False, True),
+    "classifier_bias": (True,),
+    "classifier_activation": ("gelu_new", "relu"),
+    "norm_eps": (1e-3, 0.1),
+    "layer_norm_eps": (1e-3, 0.1),
+    "mlp_dropout": (0.1, 0.0),
+    "embedding_dropout": (0.1,),
+    "hidden_dropout_prob": (0.0, 0.3),
+    "attention_probs_dropout_prob": (0.0, 0.3),
+    "type_vocab_size": (1, 3),
+    "is_decoder": (True, False),
+    "position_embedding_type": ("relative_key", "absolute"),
+    "sparse_prediction": (True,),
+    "classifier_pooling": ("mean",),
 }
 ANY = (None, "x", -1, 0, 1, 1.5, True, False, [], {}, [1])
 # what is refused although transformers reads it, and why
@@ -300,17 +347,18 @@ REASONS: dict[str, str] = {
     "a value of another type": r"\(it must be ",
     "a value beyond what trains (zero widths, windows or epsilons, an odd head)": r"must be (an integer|a "
     r"number|even|numbers|> |>= |<= |true)",
-    "an activation or dropout that we do not have": r"(hidden_act|activation_function|attention_dropout|router_jitter_noise|embd_pdrop)=",  # noqa: E501
+    "an activation or dropout that we do not have": r"(hidden_act|hidden_activation|classifier_activation|mlp_dropout|embedding_dropout|activation_function|attention_dropout|router_jitter_noise|embd_pdrop)=",  # noqa: E501
     "GPT-2 scores scaled otherwise, or cross attention": r"(scale_attn_weights|scale_attn_by_inverse_layer_idx|add_cross_attention)=",  # noqa: E501
     "keys of DeepSeek's own code that transformers ignores": r"(scoring_func|topk_method|moe_layer_freq|attention_bias)=",  # noqa: E501
     "rope_scaling would drop the base of rope_parameters": r"of rope_parameters beside rope_scaling",
-    "weights that the config has no place for, or lacks": r"does not fit the model|has no lm_head|has a lm_head",
+    "weights that the config has no place for, or lacks": r"does not fit the model|has (no|a) (lm_head|embed_out)",
     "quantised or heterogeneous": r"(quantization_config|per_layer_config)=",
     "rope parameters that transformers only warns of": r"rope_type|partial_rotary_factor|original_max_position|high_freq_factor|short_factor",  # noqa: E501
     "no layer has experts": r"must leave a layer with experts",
     "heads that do not divide": r"must divide|must be a multiple|num_key_value_heads=|head_dim=",
     "modules of multi-token prediction": r"num_nextn_predict_layers",
     "experts or groups that do not fit": r"must be <= ",
+    "an encoder made a decoder, or with scaled angles": r"(is_decoder|position_embedding_type|rope_scaling)=",
     "layer types that we do not have": r"layer_types=|layer_types with|one kind per layer",
 }
 
@@ -353,11 +401,18 @@ def wide() -> Iterator[None]:
 
 @cache
 def import_families() -> None:
-    from transformers import AutoConfig, AutoModelForCausalLM
+    from transformers import AutoConfig
 
     for family in FAMILIES:
         with torch.device("meta"):
-            AutoModelForCausalLM.from_config(AutoConfig.for_model(family, **FAMILIES[family]))
+            auto_class(family).from_config(AutoConfig.for_model(family, **FAMILIES[family]))
+
+
+def auto_class(family: str) -> Any:
+    """The class of transformers that makes models of a family with a head over the vocabulary."""
+    import transformers
+
+    return transformers.AutoModelForMaskedLM if family in ENCODERS else transformers.AutoModelForCausalLM
 
 
 def base_config(family: str, old: bool) -> dict[str, Any]:
@@ -369,9 +424,10 @@ def base_config(family: str, old: bool) -> dict[str, Any]:
     found = {k: v for k, v in found.items() if k not in drop and not k.startswith("summary_")}
     if old and "rope_parameters" in found:
         rope = found.pop("rope_parameters")
-        if "full_attention" in rope:  # the bases of both kinds of layers, and the scaling of one
-            found["rope_local_base_freq"] = rope["sliding_attention"]["rope_theta"]
-            rope = rope["full_attention"]
+        if "rope_theta" not in rope:  # one for each kind of layer
+            bases = [rope[kind]["rope_theta"] for kind in TYPES]
+            names = OLD_BASES if family == "modernbert" else ("rope_theta", "rope_local_base_freq")
+            return json.loads(json.dumps(found | dict(zip(names, bases)), default=str))
         found["rope_theta"] = rope.pop("rope_theta")
         found["rope_scaling"] = None if rope["rope_type"] == "default" else rope
     return json.loads(json.dumps(found, default=str))
@@ -413,17 +469,18 @@ def randomise(model: Any) -> None:
 def write_weights(config: dict[str, Any], folder: Path, seed: int) -> bool:
     """Random weights that fit a config as transformers reads it. False: it refuses the config, or the model is too
     large to be tried."""
-    from transformers import AutoConfig, AutoModelForCausalLM
+    from transformers import AutoConfig
 
     (folder / "config.json").write_text(json.dumps(config))
     try:
         theirs = AutoConfig.from_pretrained(folder)
+        made_by = auto_class(theirs.model_type)
         with torch.device("meta"):
-            size = sum(p.numel() for p in AutoModelForCausalLM.from_config(theirs).parameters())
+            size = sum(p.numel() for p in made_by.from_config(theirs).parameters())
         if size > LARGEST:
             return False
         torch.manual_seed(seed)
-        model = AutoModelForCausalLM.from_config(AutoConfig.from_pretrained(folder), dtype=torch.float64)
+        model = made_by.from_config(AutoConfig.from_pretrained(folder), dtype=torch.float64)
         randomise(model)
         model.save_pretrained(folder)
     except Exception:  # whatever a config does to it: that is what is tried
@@ -435,16 +492,17 @@ def write_weights(config: dict[str, Any], folder: Path, seed: int) -> bool:
 def change_head(folder: Path, dice: random.Random) -> str:
     """The head and the embedding in the files: as saved, one more, one less, a copy."""
     tensors = load_file(folder / "model.safetensors")
-    embedding = next((n for n in tensors if n.endswith(("embed_tokens.weight", "wte.weight"))), None)
+    embedding = next((n for n in tensors if n.endswith(("embed_tokens.weight", "wte.weight", "embed_in.weight"))), None)
     if embedding is None or dice.random() < 0.7:
         return ""
+    head = "embed_out.weight" if "embed_in" in embedding else HEAD
     what = dice.choice(("copy", "other", "none", "alone"))
     if what == "none":
-        tensors.pop(HEAD, None)
+        tensors.pop(head, None)
     elif what == "alone":
-        tensors[HEAD] = tensors.pop(embedding)
+        tensors[head] = tensors.pop(embedding)
     else:
-        tensors[HEAD] = tensors[embedding] + (0.0 if what == "copy" else torch.randn_like(tensors[embedding]) * 0.1)
+        tensors[head] = tensors[embedding] + (0.0 if what == "copy" else torch.randn_like(tensors[embedding]) * 0.1)
     save_file({n: t.contiguous() for n, t in tensors.items()}, folder / "model.safetensors", metadata={"format": "pt"})
     return f"head: {what}"
 
@@ -455,14 +513,14 @@ def tokens_of(vocab: int) -> torch.Tensor:
 
 def their_logits(folder: Path) -> torch.Tensor | str:
     """(BATCH x SEQ, vocab), or why there are none."""
-    from transformers import AutoConfig, AutoModelForCausalLM
+    from transformers import AutoConfig
 
     try:
         config = AutoConfig.from_pretrained(folder)
         with torch.device("meta"):
-            if sum(p.numel() for p in AutoModelForCausalLM.from_config(config).parameters()) > LARGEST:
+            if sum(p.numel() for p in auto_class(config.model_type).from_config(config).parameters()) > LARGEST:
                 return "too large to be tried"
-        model, info = AutoModelForCausalLM.from_pretrained(
+        model, info = auto_class(config.model_type).from_pretrained(
             folder,
             dtype=torch.float64,
             attn_implementation="eager",
@@ -473,7 +531,8 @@ def their_logits(folder: Path) -> torch.Tensor | str:
         missing = [n for n in info["missing_keys"] if n not in parameters or parameters[n].numel()]
         if missing:
             return f"random weights for {missing[0]}"
-        out = model.eval()(tokens_of(VOCAB), use_cache=False, return_dict=True).logits
+        cached = {} if config.model_type in ENCODERS else {"use_cache": False}
+        out = model.eval()(tokens_of(VOCAB), return_dict=True, **cached).logits
     except Exception as error:  # whatever a config does to it: that is what is tried
         return f"{type(error).__name__}: {error}"
     return out.detach().flatten(0, 1) if out.isfinite().all() else "not finite"

@@ -15,14 +15,19 @@ from phalanx.engine.build import State, build
 from phalanx.engine.step import accumulate, update
 from phalanx.forecast.decide import make_plan
 from phalanx.layout.box import Box
+from phalanx.models.bert import BertConfig
 from phalanx.models.deepseek_v3 import DeepseekV3Config
 from phalanx.models.gemma2 import Gemma2Config
 from phalanx.models.gemma3_text import Gemma3TextConfig
+from phalanx.models.glm4_moe import Glm4MoEConfig
 from phalanx.models.gpt2 import GPT2Config
+from phalanx.models.gpt_neox import GPTNeoXConfig
 from phalanx.models.gpt_oss import GptOssConfig
 from phalanx.models.llama import LlamaConfig
 from phalanx.models.mistral import MistralConfig
 from phalanx.models.mixtral import MixtralConfig
+from phalanx.models.model_config import ModelConfig
+from phalanx.models.modernbert import ModernBertConfig
 from phalanx.models.olmo2 import Olmo2Config
 from phalanx.models.olmo3 import Olmo3Config
 from phalanx.models.qwen2 import Qwen2Config
@@ -30,11 +35,14 @@ from phalanx.models.qwen3 import Qwen3Config
 from phalanx.models.qwen3_moe import Qwen3MoEConfig
 from phalanx.models.rope import RopeScaling
 from phalanx.models.smollm3 import SmolLM3Config
+from phalanx.models.t5 import T5Config
+from phalanx.nn.objective import TaskConfig, find_objective
 from phalanx.ops.optimizer.shard import widened
-from phalanx.sequence.batch import IGNORE, Batch
+from phalanx.sequence.batch import ENCODER, IGNORE, Batch
 from phalanx.verifying.compare import allowed, random_weights
 
 SEQ, VOCAB = 16, 131
+ENCODER_SEQ = 24  # tokens of a sequence that an encoder reads
 
 SIZES = {"vocab_size": VOCAB, "hidden_size": 32}
 HEADS = {"num_attention_heads": 4, "num_key_value_heads": 2}
@@ -227,6 +235,17 @@ MODELS = {
         attention_dropout=0.1,
     ),
 }
+MODELS["t5"] = T5Config(
+    **SIZES,
+    intermediate_size=42,
+    num_hidden_layers=2,
+    num_decoder_layers=3,
+    num_attention_heads=4,
+    head_dim=6,
+    relative_attention_num_buckets=8,
+    relative_attention_max_distance=10,
+)
+MODELS["t5-tied"] = replace(MODELS["t5"], feed_forward_proj="relu", tie_word_embeddings=True, num_decoder_layers=None)
 MODELS["smollm3"] = SmolLM3Config(
     **SIZES,
     **HEADS,
@@ -235,6 +254,46 @@ MODELS["smollm3"] = SmolLM3Config(
     no_rope_layer_interval=2,
     sliding_window=5,
     tie_word_embeddings=False,
+)
+MODELS["bert"] = BertConfig(
+    **SIZES,
+    intermediate_size=42,
+    num_hidden_layers=4,
+    num_attention_heads=4,
+    max_position_embeddings=SEQ,
+    dropout=0.1,
+    attention_dropout=0.1,
+)
+MODELS["modernbert"] = ModernBertConfig(
+    **SIZES,
+    intermediate_size=42,
+    num_hidden_layers=4,
+    num_attention_heads=4,
+    max_position_embeddings=SEQ,
+    local_attention=6,
+)
+MODELS["glm4_moe"] = Glm4MoEConfig(
+    **SIZES,
+    **HEADS,
+    intermediate_size=42,
+    num_hidden_layers=3,
+    head_dim=12,
+    use_qk_norm=True,
+    first_k_dense_replace=1,
+    n_routed_experts=8,
+    num_experts_per_tok=3,
+    moe_intermediate_size=14,
+    n_group=2,
+    topk_group=1,
+    routed_scaling_factor=1.5,
+    router_bias_update_rate=0.05,
+    router_aux_loss_coef=0.1,
+)
+MODELS["glm4_moe-mtp"] = replace(
+    MODELS["glm4_moe"], num_hidden_layers=2, use_qk_norm=False, attention_bias=True, num_nextn_predict_layers=1
+)
+MODELS["gpt_neox"] = GPTNeoXConfig(
+    **SIZES, intermediate_size=42, num_hidden_layers=3, num_attention_heads=4, partial_rotary_factor=0.5
 )
 MODELS["deepseek_v3-mtp-tied"] = replace(MODELS["deepseek_v3-mtp"], tie_word_embeddings=True)
 
@@ -248,7 +307,15 @@ def base_run(model: str, global_batch: int = 8, micro_batch: int = 1, **train) -
         "precision": "fp64",
         **train,
     }
-    return Run(model=MODELS[model], train=TrainConfig(**options))
+    return Run(model=MODELS[model], train=TrainConfig(**options), task=task_of(MODELS[model]))
+
+
+def task_of(model: ModelConfig) -> TaskConfig:
+    """The task of a model's runs: what makes the streams that it reads."""
+    if not model.reads_beside:
+        return TaskConfig()
+    config: TaskConfig = find_objective("span").Config(name="span", encoder_length=ENCODER_SEQ)
+    return config
 
 
 def sample_batch(ids: list[int], documents: bool | str, length: int = SEQ) -> Batch:
@@ -279,15 +346,43 @@ def sample_batch(ids: list[int], documents: bool | str, length: int = SEQ) -> Ba
             torch.arange(len(docs)) - starts[torch.searchsorted(starts, torch.arange(len(docs)), right=True) - 1]
         )
     samples = torch.tensor(ids).repeat_interleave(length)
-    return Batch(tokens[:, :-1].reshape(-1), labels.reshape(-1), positions, samples, len(ids), length, docs, real=real)
+    prefix = (positions < 2 + samples % 3).long() if documents == "prefix" else None
+    rows = (tokens[:, :-1].reshape(-1), labels.reshape(-1), positions, samples)
+    return Batch(*rows, len(ids), length, docs, real=real, prefix=prefix)
+
+
+def with_encoder(batch: Batch, ids: list[int], documents: bool | str) -> Batch:
+    """The batch and the texts of an encoder, longer ones, also made from the sample ids alone. Documents have other
+    lengths than the decoder's and the same numbers; padding, where there is any, reads padding."""
+    made = sample_batch([1000 + i for i in ids], False, ENCODER_SEQ)
+    docs = real = None
+    positions = made.positions
+    if documents:
+        cuts = torch.tensor(
+            [[(t >= 2 + i % 6) + (t >= 11) + (t >= 17 + i % 3) for t in range(ENCODER_SEQ)] for i in ids]
+        )
+        real = (cuts < 3).long().reshape(-1) if documents == "packed" else None
+        docs = (cuts + torch.arange(len(ids)).unsqueeze(1) * 4).reshape(-1)
+        first = torch.cat([torch.tensor([True]), docs[1:] != docs[:-1]])
+        place = torch.arange(len(docs))
+        positions = place - place.where(first, 0).cummax(0).values
+    samples = torch.tensor(ids).repeat_interleave(ENCODER_SEQ)
+    labels = torch.full_like(made.tokens, IGNORE)
+    changed = {"labels": labels, "positions": positions, "documents": docs, "real": real, "samples": samples}
+    return replace(batch, beside={ENCODER: replace(made, **changed)})
+
+
+def batch_of(run: Run, ids: list[int], documents: bool | str) -> Batch:
+    """A micro-batch of a run."""
+    batch = sample_batch(ids, documents, run.train.seq_length)
+    return with_encoder(batch, ids, documents) if run.model.reads_beside else batch
 
 
 def step_batches(run: Run, mesh: Mesh, step: int, documents: bool | str) -> list[Batch]:
     n, size, dp = run.train.global_batch, run.train.micro_batch, mesh.dp.size
-    first, length = step * n + mesh.dp.index * (n // dp), run.train.seq_length
+    first = step * n + mesh.dp.index * (n // dp)
     return [
-        sample_batch(list(range(i, i + size)), documents, length).cut(mesh.part)
-        for i in range(first, first + n // dp, size)
+        batch_of(run, list(range(i, i + size)), documents).cut(mesh.part) for i in range(first, first + n // dp, size)
     ]
 
 
@@ -333,8 +428,9 @@ def run_layout(
         losses.append((result.loss.item(), mtp_loss, *(value.item() for value in result.metrics.values())))
         norms.append(result.grad_norm.item())
     state.buffers.ready()
-    sites = list(mesh.watch.calls)
-    return {"losses": losses, "norms": norms, "grads": grads, "weights": parts_of(state, "master"), "sites": sites}
+    made = {"losses": losses, "norms": norms, "grads": grads, "weights": parts_of(state, "master")}
+    counts = {site: count for site, (count, _) in mesh.watch.calls.items()}
+    return {**made, "sites": list(counts), "counts": list(counts.values())}
 
 
 def assemble(parts: list[Parts]) -> dict[str, np.ndarray]:

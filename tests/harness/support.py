@@ -55,6 +55,7 @@ from phalanx.forecast.check import check
 from phalanx.forecast.decide import make_plan
 from phalanx.inference.load import load_alone
 from phalanx.planning.plan import storing_all, without_layout
+from phalanx.planning.reading import reading_of
 from phalanx.sequence.batch import Batch
 from phalanx.training.saves import numbers_of
 from tests.harness.generation import whole_logits
@@ -78,6 +79,9 @@ ALLOWED = (
         "excludes a schedule that splits backward: type train.cuda_graphs=off or layout.schedule=auto",
     ),
     ("train.cuda_graphs", "excludes train.offload_layers: type train.cuda_graphs=off or train.offload_layers=0"),
+    ("train.fp8", "is not built for a model with an encoder beside its decoder"),
+    ("train.deterministic", "needs a model whose layers share no weight: their sums have no fixed order"),
+    ("layout.cp_degree", "balances the documents of one text, and the model reads two: take fixed"),
     ("lora.base", "must be bf16 with train.fp8, which quantizes weights itself"),
 )
 """The refusals that there are; another one fails a test."""
@@ -158,7 +162,7 @@ def confirm(ranks: RankPool, t: Trial) -> None:
                     ranks.run("tests.harness.support:resume", n, what, Path(folder) / source),
                     truth["more"],
                 )
-        if "export" in t.also and t.near:
+        if "export" in t.also and (t.near or t.run.model.reads_beside):  # nothing generates from an encoder's memory
             for source, savers in saved.items():
                 exports_weights(Path(folder) / source, savers)
         elif "export" in t.also:
@@ -376,7 +380,12 @@ def batches_of(t: Trial, run: Run, mesh: Mesh, step: int) -> list[Batch]:
         return step_batches(run, mesh, step, t.documents)
     train, size = run.train, run.train.global_batch
     loader = train_loader(
-        run.data, seq_length=train.seq_length, seed=train.seed, vocab_size=run.model.vocab_size, samples=size
+        run.data,
+        seq_length=train.seq_length,
+        seed=train.seed,
+        vocab_size=run.model.vocab_size,
+        samples=size,
+        reading=reading_of(run),
     )
     samples = micro_batch_samples(step * size, size, train.micro_batch, mesh.dp.size, mesh.dp.index)
     return [loader.batch(each).cut(mesh.part) for each in samples]

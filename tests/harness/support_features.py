@@ -21,12 +21,15 @@ from phalanx.models.qwen2 import Qwen2Config
 from phalanx.models.qwen3 import Qwen3Config
 from phalanx.models.qwen3_moe import Qwen3MoEConfig
 from phalanx.models.rope import RopeScaling
+from phalanx.models.t5 import T5Config
 from phalanx.nn.adapter import find_adapter
+from phalanx.nn.objective import TaskConfig, find_objective
 from phalanx.optim.config import OptimConfig
 
 DENSE = ("llama", "qwen3", "mistral", "qwen2")
 EXPERTS = ("mixtral", "qwen3_moe", "gpt_oss", "deepseek_v3")
-FAMILIES = (*DENSE, "gpt2", *EXPERTS)
+DECODERS = (*DENSE, "gpt2", *EXPERTS)
+FAMILIES = (*DECODERS, "t5")
 Also = Literal["evaluate", "resume", "export", "init", "shadow", "replicas", "ramp-up", "skip"]
 
 
@@ -79,6 +82,9 @@ def model_of(family: str, unit: int, length: int) -> Any:
                 topk_group=1,
                 router_bias_update_rate=0.05,
             )
+        case "t5":
+            own = dict(intermediate_size=2 * unit, num_attention_heads=8, head_dim=unit // 2, num_decoder_layers=3)
+            return T5Config(**common, **own, relative_attention_num_buckets=8, relative_attention_max_distance=10)
     raise KeyError(family)
 
 
@@ -143,7 +149,8 @@ def ranks(
 
 
 def packed(name: str, **reads: Any) -> Feature:
-    return Feature(name, "Data", "documents", reads=reads)
+    """T5 packs whatever it reads, and needs a tokenizer for files."""
+    return Feature(name, "Data", "documents", DECODERS, reads=reads)
 
 
 def sharded(name: str, kind: str = "level", least: int = 0, data: int = 2, **layout: Any) -> Feature:
@@ -164,7 +171,7 @@ def beside(name: str, also: Also, **changes: Any) -> Feature:
     return Feature(name, "Beside training", "beside", also=also, **changes)
 
 
-ROTARY = tuple(f for f in FAMILIES if f != "gpt2")
+ROTARY = tuple(f for f in DECODERS if f != "gpt2")
 KEYS = (*DENSE, "mixtral", "qwen3_moe", "gpt_oss")  # families with heads of keys and values of their own number
 YARN = RopeScaling(rope_type="yarn", factor=4.0, original_max_position_embeddings=8)
 
@@ -175,7 +182,7 @@ SMALL_BUCKETS = (
 
 FEATURES = (
     *(family(name) for name in FAMILIES),
-    model("tied embeddings", (*DENSE, "gpt2", *EXPERTS), tie_word_embeddings=True),
+    model("tied embeddings", FAMILIES, tie_word_embeddings=True),
     model("one key-value head", KEYS, num_key_value_heads=1),
     model("sliding window", ("mistral", "qwen2", "gpt_oss")),
     model("attention sinks", ("gpt_oss",)),
@@ -215,7 +222,7 @@ FEATURES = (
     sharded("groups, optimizer over all", "groups", 1, 4, shard_group=2, shard_across="optimizer"),
     Feature("places for CUDA graphs", "Sharding", train={"cuda_graphs": "on"}, least=2, data=2, micro=2),
     Feature("large buckets", "Sharding", layout={"bucket_mb": 100}),
-    Feature("attention inside documents", "Data", "documents", documents=True),
+    Feature("attention inside documents", "Data", "documents", DECODERS, documents=True),
     packed("packing, online", packing="online"),
     packed("packing, offline", packing="offline"),
     packed("packing, attention across", packing="online", document_attention=False),
@@ -228,7 +235,7 @@ FEATURES = (
     made_again("recompute by op", recompute_ops=["norm", "qkv", "up"]),
     made_again("recompute experts", EXPERTS, recompute_ops=["experts"]),
     made_again("recompute by budget", budget=True),
-    made_again("frozen attention", kind="freeze", freeze=["*attn*"]),
+    made_again("frozen attention", DECODERS, "freeze", freeze=["*attn*"]),
     made_again("frozen first blocks", ROTARY, "freeze", freeze=["*embed_tokens*", "model.layers.0.*"]),
     made_again("frozen experts", EXPERTS, "freeze", freeze=["*.experts.*"]),
     Feature("LoRA", "Memory", "freeze", lora={"rank": 3, "alpha": 5.0}),
@@ -255,7 +262,7 @@ FEATURES = (
     beside("save, resume on one rank", "resume"),
     beside("export", "export"),
     beside("start from Hugging Face", "init"),
-    beside("FP8 shadow steps", "shadow", fp8={"shadow_interval": 1}, unit=16),
+    beside("FP8 shadow steps", "shadow", families=DECODERS, fp8={"shadow_interval": 1}, unit=16),
     beside("comparing replicas", "replicas"),
     beside("a bad step skipped", "skip"),
 )
@@ -305,7 +312,7 @@ def trial(a: Feature, b: Feature) -> Trial:
     sequences = train.get("micro_batch", 1)
     made = changed_model(a, b, unit, length, near or other_codes)
     if "stages" in layout:  # all but one have one block
-        blocks, count = made.num_hidden_layers + 2 + (made.predict_layers > 0), pp * layout.get("virtual_stages", 1)
+        blocks, count = made.num_blocks, pp * layout.get("virtual_stages", 1)
         layout["stages"] = (*(1,) * (count - 1), blocks - count + 1)
     micro = max(a.micro, b.micro) * (2 if "ramp-up" in also else 1)
     options = {
@@ -322,14 +329,25 @@ def trial(a: Feature, b: Feature) -> Trial:
         layout=LayoutConfig(**layout),
         optim=OptimConfig(**{**a.optim, **b.optim}),
         lora=find_adapter("lora").Config(method="lora", **lora) if lora else None,
-        data=data_of({**a.reads, **b.reads}, bool(documents)),
+        data=data_of({**a.reads, **b.reads}, bool(documents), bool(made.reads_beside)),
+        task=task_of(made, length),
     )
     world = tp * cp * pp * dp
     return Trial(with_budget(run, world) if a.budget or b.budget else run, world, documents, also, near or other_codes)
 
 
-def data_of(reads: dict[str, Any], documents: bool) -> DataConfig:
-    """Documents that are packed lie in a file; others are made up."""
+def task_of(model: Any, length: int) -> TaskConfig:
+    """What makes the streams that a model reads."""
+    if not model.reads_beside:
+        return TaskConfig()
+    task: TaskConfig = find_objective("span").Config(name="span", encoder_length=length * 3 // 2)
+    return task
+
+
+def data_of(reads: dict[str, Any], documents: bool, beside: bool) -> DataConfig:
+    """Documents that are packed lie in a file; others are made up, and packed where texts are made `beside` them."""
+    if beside:
+        return DataConfig(mock=True, packing="online")
     return (
         DataConfig(paths=(CORPUS,), split="1,0,0", **reads)
         if reads

@@ -87,7 +87,7 @@ def test_missing_keys_are_what_transformers_takes(family):
     if family != "gpt2":
         short |= {
             "num_attention_heads": 128,
-            "hidden_size": 256,
+            "hidden_size": 1024,
         }  # as many as DeepSeek has heads of keys where it says none
     theirs = json.loads(json.dumps(transformers.AutoConfig.for_model(**short).to_dict(), default=str))
     theirs.pop("num_nextn_predict_layers", None)  # 1 whatever the folder holds
@@ -179,6 +179,16 @@ NEW = {
     ),
     "smollm3: windows in other layers": replace(
         MODELS["smollm3"], layer_types=("sliding_attention", "full_attention", "full_attention"), attention_bias=True
+    ),
+    "glm4_moe: biases, yarn, no shared experts": replace(
+        MODELS["glm4_moe"],
+        attention_bias=True,
+        use_qk_norm=False,
+        n_shared_experts=0,
+        rope_scaling=RopeScaling(rope_type="yarn", factor=4.0, original_max_position_embeddings=8),
+    ),
+    "gpt_neox: one after the other, a whole head rotated": replace(
+        MODELS["gpt_neox"], use_parallel_residual=False, partial_rotary_factor=1.0, tie_word_embeddings=True
     ),
     "mixtral: window": replace(MODELS["mixtral"], sliding_window=5),
     "qwen3_moe: window, biases": replace(MODELS["qwen3_moe"], sliding_window=5, attention_bias=True),

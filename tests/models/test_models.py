@@ -27,7 +27,9 @@ from phalanx.models.gemma2 import Gemma2Config
 from phalanx.models.gemma3_text import Gemma3TextConfig
 from phalanx.models.gpt2 import GPT2Config
 from phalanx.models.llama import LlamaConfig
+from phalanx.models.model_config import ModelConfig
 from phalanx.models.olmo3 import Olmo3Config
+from phalanx.models.registry import family_of
 from phalanx.models.rope import ROPE_FIELDS, RopeScaling
 from phalanx.nn.head import Head
 from phalanx.ops.dense.rope import rotary_table
@@ -106,6 +108,15 @@ CASES = {
         sliding_window=None,
         tie_word_embeddings=True,
         mlp_bias=True,
+    ),
+    "gpt_neox: half of each head rotated": MODELS["gpt_neox"],
+    "gpt_neox: one after the other, tied, no biases, linear scaling": replace(
+        MODELS["gpt_neox"],
+        use_parallel_residual=False,
+        tie_word_embeddings=True,
+        attention_bias=False,
+        activation_function="gelu_new",
+        rope_scaling=RopeScaling(rope_type="linear", factor=2.0),
     ),
     "gpt2": replace(MODELS["gpt2"], dropout=0.0, attention_dropout=0.0),
     "gpt2: narrow mlp": replace(
@@ -243,13 +254,18 @@ def hugging_face(case: str) -> dict:
         logits = model(tokens.view(-1, SEQ)).logits.flatten(0, 1)
     loss = F.cross_entropy(logits, labels, ignore_index=IGNORE, reduction="sum") / (labels != IGNORE).sum()
     loss.backward()
-    named = dict(model.named_parameters())
+    named = by_file_names(model, config)
     return {
         "weights": {k: p.detach().numpy() for k, p in named.items()},
         "grads": {k: p.grad.numpy() for k, p in named.items()},
         "logits": logits.detach().numpy(),
         "loss": loss.item(),
     }
+
+
+def by_file_names(model: torch.nn.Module, config: ModelConfig) -> dict[str, torch.nn.Parameter]:
+    """The model's parameters under the names of its files, which for GPT-NeoX's head is another one."""
+    return {family_of(config).tensors.today(name): p for name, p in model.named_parameters()}
 
 
 def load_weights(state: State, weights: dict[str, np.ndarray]) -> None:

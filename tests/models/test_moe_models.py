@@ -24,7 +24,6 @@ from phalanx.engine.build import build
 from phalanx.engine.step import accumulate, reduce_step_totals
 from phalanx.forecast.decide import make_plan
 from phalanx.layout.config import LayoutConfig
-from phalanx.models.deepseek_v3 import DeepseekV3Config
 from phalanx.models.experts import ExpertsConfig
 from phalanx.models.gpt_oss import GptOssConfig
 from phalanx.models.mixtral import MixtralConfig
@@ -62,6 +61,19 @@ CASES = {
         n_shared_experts=1,
         first_k_dense_replace=0,
     ),
+    "glm4_moe": replace(MODELS["glm4_moe"], router_aux_loss_coef=0.0),
+    "glm4_moe: one group, biases, tied, no norm of heads, all layers with experts": replace(
+        MODELS["glm4_moe"],
+        router_aux_loss_coef=0.0,
+        n_group=1,
+        topk_group=1,
+        use_qk_norm=False,
+        attention_bias=True,
+        tie_word_embeddings=True,
+        norm_topk_prob=False,
+        n_shared_experts=2,
+        first_k_dense_replace=0,
+    ),
     "gpt_oss": replace(MODELS["gpt_oss"], router_aux_loss_coef=0.0, router_z_loss_coef=0.0),
     "gpt_oss: layers of a kind, tied, no scaling": replace(
         MODELS["gpt_oss"],
@@ -94,9 +106,11 @@ def hf_model(config: ExpertsConfig):
     import transformers
 
     c = config
-    if isinstance(c, DeepseekV3Config):
+    if type(c).__name__ not in BY_HAND:
         options = dict(attn_implementation="sdpa", experts_implementation="eager", bos_token_id=0, eos_token_id=0)
-        return transformers.DeepseekV3ForCausalLM(transformers.DeepseekV3Config(**to_hf(c, torch.float64) | options))
+        written = to_hf(c, torch.float64)
+        made = transformers.CONFIG_MAPPING[written["model_type"]](**written | options)
+        return getattr(transformers, written["architectures"][0])(made)
     same = (
         "vocab_size",
         "hidden_size",
@@ -125,6 +139,9 @@ def hf_model(config: ExpertsConfig):
     more = ("num_experts", "moe_intermediate_size", "norm_topk_prob", "decoder_sparse_step")
     options |= {k: getattr(c, k) for k in more} | dict(mlp_only_layers=list(c.mlp_only_layers))
     return transformers.Qwen3MoeForCausalLM(transformers.Qwen3MoeConfig(**options))
+
+
+BY_HAND = ("MixtralConfig", "Qwen3MoEConfig", "GptOssConfig")  # written here, whatever to_hf writes
 
 
 def widen(model, config: ExpertsConfig) -> None:
@@ -163,9 +180,9 @@ def widen(model, config: ExpertsConfig) -> None:
             module.forward = lambda h, m=module: (
                 m.weight * (h * torch.rsqrt(h.pow(2).mean(-1, keepdim=True) + m.variance_epsilon))
             )
-        if kind == "DeepseekV3TopkRouter":
+        if kind in ("DeepseekV3TopkRouter", "Glm4MoeTopkRouter"):
             module.forward = lambda h, m=module: route_in_groups(h, m)
-        if kind.endswith("TopKRouter") and not isinstance(config, GptOssConfig):
+        if kind in ("MixtralTopKRouter", "Qwen3MoeTopKRouter") and not isinstance(config, GptOssConfig):
             module.forward = lambda h, m=module: route(h, m, getattr(m, "norm_topk_prob", True))
     model.model.rotary_emb.forward = rotary
 

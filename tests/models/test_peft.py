@@ -1,5 +1,6 @@
-"""LoRA and DoRA against PEFT on the models of transformers, in float64: PEFT reads our adapter folder, and from there
-on both train alike: losses, gradients, weights; what is saved then is what PEFT has trained."""
+"""LoRA (with the masks of its dropout given) and DoRA against PEFT on the models of transformers, in float64: PEFT
+reads our adapter folder, and from there on both train alike: losses, gradients, weights; what is saved then is what
+PEFT has trained."""
 
 from __future__ import annotations
 
@@ -11,7 +12,9 @@ import numpy as np
 import peft
 import pytest
 import torch
+from peft.tuners.lora import LoraLayer
 
+from phalanx.base.rng import keep_columns, key_of
 from phalanx.checkpoint.adapters import PREFIX
 from phalanx.checkpoint.base import reading
 from phalanx.checkpoint.load import load_weights
@@ -49,6 +52,9 @@ CASES = {
     "gpt2 dora": ("gpt2", {**DORA, "also": ["*.ln_f.*"]}),
     "qwen2 dora": ("qwen2", {**DORA, "rank_stabilised": True, **SOME}),  # with biases
     "llama embedding": ("llama", {**SMALL, "targets": ["*_proj.weight", "*embed_tokens*"]}),
+    "qwen2 dropout": ("qwen2", {**SMALL, "dropout": 0.3, **SOME}),
+    "gpt2 dropout": ("gpt2", {**SMALL, "dropout": 0.6}),
+    "llama head": ("llama", {**SMALL, "targets": ["*_proj.weight", "lm_head.weight"], "dropout": 0.2}),
     "mixtral dora": ("mixtral", {**DORA, **ATTENTION}),
     "deepseek_v3 dora": ("deepseek_v3", {**DORA, **ATTENTION}),
 }
@@ -90,6 +96,30 @@ def read_by_peft(model: torch.nn.Module, folder: Path) -> torch.nn.Module:
     return peft.PeftModel.from_pretrained(model, folder, is_trainable=True, autocast_adapter_dtype=False).eval()
 
 
+class Dropout(torch.nn.Module):
+    """Dropout of the input of a matrix, by the mask that counters give for the samples of a step."""
+
+    def __init__(self, run: Run, name: str):
+        super().__init__()
+        self.p, self.key, self.step = run.lora.dropout, key_of(run.train.seed, "dropout", name), 0
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        """x (samples, tokens, features)."""
+        samples, places = torch.arange(self.step * BATCH, (self.step + 1) * BATCH), torch.arange(x.shape[1])
+        rows = (samples.unsqueeze(1).expand(x.shape[:2]), places.expand(x.shape[:2]))
+        return x * keep_columns(self.p, self.key, rows, range(x.shape[2])) / (1 - self.p)
+
+
+def with_our_masks(model: torch.nn.Module, run: Run) -> list[Dropout]:
+    made = []
+    for name, module in model.named_modules():
+        if isinstance(module, LoraLayer) and getattr(run.lora, "dropout", 0.0):
+            assert module.lora_dropout["default"].p == run.lora.dropout, "adapter_config.json says so"
+            made.append(Dropout(run, f"{name.removeprefix(PREFIX)}.weight"))
+            module.lora_dropout["default"] = made[-1]
+    return made
+
+
 def adapters_of(model: torch.nn.Module) -> dict[str, torch.nn.Parameter]:
     """By our names."""
     found = {}
@@ -124,7 +154,7 @@ def compare(family: str, fields: dict, tmp_path: Path) -> None:
     run, model = run_of(family, fields), random_model(MODELS[family])
     state = start(run, model)
     theirs = read_by_peft(model, save_to(state, tmp_path, 0))
-    mine = adapters_of(theirs)
+    mine, dropped = adapters_of(theirs), with_our_masks(theirs, run)
     first = assemble([parts_of(state, "master")])
     grads = assemble([parts_of(state, "grad")])
     assert mine.keys() == grads.keys() and any(".lora_" in name for name in mine)
@@ -137,6 +167,8 @@ def compare(family: str, fields: dict, tmp_path: Path) -> None:
     optimizer = torch.optim.AdamW(groups, LR, (OPTIM.beta1, OPTIM.beta2), OPTIM.eps)
     for step in range(STEPS):
         optimizer.zero_grad()
+        for each in dropped:
+            each.step = step
         loss = loss_of(theirs, step)
         tokens = accumulate(state, step_batches(run, state.mesh, step, False))
         grads = assemble([parts_of(state, "grad")])

@@ -48,6 +48,7 @@ TRIPS = [
     ("qwen2: window in upper layers", dict(tp=2)),
     ("deepseek_v3: latents, yarn", dict(tp=2)),
     ("smollm3: window where nothing is rotated", dict(tp=2)),
+    ("gpt_neox: half of each head rotated", dict(tp=2)),
     ("gpt2", dict(tp=2)),
     ("mixtral", dict(ep=2)),
     ("mixtral", dict(tp=2, etp=2)),
@@ -55,6 +56,7 @@ TRIPS = [
     ("qwen3_moe: renormalised", dict(pp=2)),
     ("deepseek_v3", dict(ep=2)),
     ("deepseek_v3", dict(pp=2)),
+    ("glm4_moe", dict(ep=2)),
     ("gpt_oss", dict(ep=2)),
     ("gpt_oss", dict(tp=2)),
 ]
@@ -89,7 +91,8 @@ def theirs(folder: Path, config) -> dict:
         logits = model(tokens.view(-1, SEQ)).logits.flatten(0, 1)
     (F.cross_entropy(logits, labels, ignore_index=IGNORE, reduction="sum") / (labels != IGNORE).sum()).backward()
     if not experts:
-        return {"grads": {k: p.grad.numpy() for k, p in model.named_parameters()}, "logits": logits.detach().numpy()}
+        named = test_models.by_file_names(model, config)
+        return {"grads": {k: p.grad.numpy() for k, p in named.items()}, "logits": logits.detach().numpy()}
     with torch.no_grad():
         for p in model.parameters():
             p.copy_(p.grad)

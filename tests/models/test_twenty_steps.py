@@ -60,10 +60,12 @@ MODELS = {
     "gemma2": test_models.CASES["gemma2"],
     "gemma3_text": test_models.CASES["gemma3_text: five windows of six, linear scaling in the sixth"],
     "smollm3": test_models.CASES["smollm3: window where nothing is rotated"],
+    "gpt_neox": test_models.CASES["gpt_neox: half of each head rotated"],
     "gpt2": replace(test_models.CASES["gpt2"], num_hidden_layers=3),
     "mixtral": test_moe_models.CASES["mixtral"],
     "qwen3_moe": test_moe_models.CASES["qwen3_moe: some layers dense"],
     "gpt_oss": test_moe_models.CASES["gpt_oss"],
+    "glm4_moe": replace(test_moe_models.CASES["glm4_moe"], router_bias_update_rate=0.0),
     "deepseek_v3": replace(test_moe_models.CASES["deepseek_v3"], router_bias_update_rate=0.0),
 }
 DENSE = {"tp2": dict(tp=2), "pp2": dict(pp=2), "dp2, sharding 3": dict(sharding=3, bucket_mb=0), "cp2": dict(cp=2)}

@@ -8,9 +8,14 @@ import numpy as np
 import pytest
 
 from phalanx.comm.debug import Site
+from phalanx.comm.mesh import Mesh
 from phalanx.config.run import Run
+from phalanx.engine.build import build
+from phalanx.engine.step import accumulate, evaluate_step, update
+from phalanx.forecast.decide import make_plan
 from phalanx.layout.config import LayoutConfig
 from phalanx.nn.adapter import find_adapter
+from phalanx.verifying.compare import random_weights
 from tests.harness import parity
 from tests.harness.pool import RanksFailed
 
@@ -59,6 +64,61 @@ def test_an_embedding_has_an_adapter_where_it_is_named(ranks, layout):
     mine = [name for name in truth["grads"][0] if "lora_embedding_" in name]
     assert len(mine) == 2 and all(np.any(truth["grads"][0][name]) for name in mine)
     parity.compare(ranks.run("tests.harness.parity:run_layout", 2, run, STEPS, False), truth, STEPS)
+
+
+HEADS = [
+    ("llama", 2, {"tp": 2}, {}, {}),
+    ("qwen3", 4, {"tp": 2, "pp": 2}, {"deterministic": True}, {}),  # gradients of the head are made in backward
+    ("mistral", 2, {"cp": 2, "sharding": 3}, {}, {"dropout": 0.4}),
+]
+
+
+@pytest.mark.parametrize("model, world, layout, train, fields", HEADS, ids=[f"{m} {lay}" for m, _, lay, *_ in HEADS])
+def test_the_head_has_an_adapter_where_it_is_named(ranks, model, world, layout, train, fields):
+    """Truth: one process in float64. (tests/models/test_peft.py compares with PEFT.)"""
+    run = replace(parity.base_run(model, **train), layout=LayoutConfig(**layout))
+    run = lora(run, rank=3, targets=["*.v_proj.weight", "lm_head.weight"], **fields)
+    truth = parity.truth_of(ranks, run, STEPS, False)
+    mine = [name for name in truth["grads"][0] if name.startswith("lm_head.lora_")]
+    assert len(mine) == 2 and all(np.any(truth["grads"][0][name]) for name in mine)
+    parity.compare(ranks.run("tests.harness.parity:run_layout", world, run, STEPS, False), truth, STEPS)
+
+
+DROPPED = [
+    ("qwen3", 4, {"tp": 2, "pp": 2}, {"recompute": "full"}),
+    ("gpt2", 2, {"cp": 2}, {}),  # which has dropout of its own
+    ("deepseek_v3-dense", 2, {"tp": 2}, {"recompute": "selective"}),  # whose down-projections are whole on each rank
+    ("mistral", 2, {"sharding": 3, "bucket_mb": 0}, {"recompute_ops": ["qkv", "up"]}),
+]
+
+
+@pytest.mark.parametrize("model, world, layout, train", DROPPED, ids=[f"{m} {lay}" for m, _, lay, _ in DROPPED])
+def test_dropout_of_the_input_is_the_same_in_every_layout(ranks, model, world, layout, train):
+    """Truth: one process in float64 that recomputes nothing. (tests/models/test_peft.py has the formula.)"""
+    plain = replace(parity.base_run(model), layout=LayoutConfig(**layout))
+    run = lora(plain, rank=3, dropout=0.4)
+    truth = parity.truth_of(ranks, run, STEPS, False)
+    without = parity.truth_of(ranks, lora(plain, rank=3), STEPS, False)
+    assert all(abs(a[0] - b[0]) > 1e-6 for a, b in zip(truth["losses"], without["losses"]))
+    run = replace(run, train=replace(run.train, **train))
+    parity.compare(ranks.run("tests.harness.parity:run_layout", world, run, STEPS, False), truth, STEPS)
+
+
+def test_nothing_is_dropped_in_evaluation():
+    """Truth: the same run without dropout. Its training loss differs."""
+    found = {}
+    for dropout in (0.0, 0.5):
+        run = lora(parity.base_run("qwen3"), rank=3, dropout=dropout)
+        mesh = Mesh(make_plan(run, 1).grid, 0)
+        state = build(make_plan(run, 1), mesh)
+        random_weights(state.model)
+        batches = parity.step_batches(run, mesh, 0, False)
+        found[dropout] = evaluate_step(state.model, batches)[0].item()
+        state.model.train()
+        tokens = accumulate(state, batches)
+        trained = update(state, tokens, 0.0).loss.item() * tokens.item()
+        assert (trained == pytest.approx(found[dropout])) == (dropout == 0.0)
+    assert found[0.0] == found[0.5]
 
 
 DORA = [
@@ -126,13 +186,16 @@ def test_frozen_bytes_stay_through_many_steps(ranks, model, method):
 
 def test_the_sum_over_cut_inputs_matters(ranks):
     """Dropping the one collective of adapters' own makes the comparison with one process fail."""
-    run = replace(parity.base_run("qwen3", global_batch=2), layout=LayoutConfig(tp=2))
+    run = replace(parity.base_run("qwen3", global_batch=2, recompute="full"), layout=LayoutConfig(tp=2))
     run = lora(run, "dora", rank=3, targets=["*.down_proj.weight"])
     truth = parity.truth_of(ranks, run, 1, False)
     results = ranks.run("tests.harness.parity:run_layout", 2, run, 1, False, None, True)
     sites = {Site(*site) for result in results for site in result["sites"]}
     (mine,) = {site for site in sites if "adapted_linear" in site.file}
     assert (mine.axis, mine.op) == ("tp", "all_reduce")
+    for result in results:  # of each matrix once, for two micro-batches that are recomputed
+        counts = dict(zip(map(Site._make, result["sites"]), result["counts"]))
+        assert counts[mine] == run.model.num_hidden_layers
     with pytest.raises((AssertionError, RanksFailed)):
         parity.compare(ranks.run("tests.harness.parity:run_layout", 2, run, 1, False, mine), truth, 1)
 

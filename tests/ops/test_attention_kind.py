@@ -2,27 +2,28 @@
 
 from __future__ import annotations
 
+import math
+from dataclasses import replace
+
 import pytest
 import torch
 
-from phalanx.comm.axis import Axis, ModelAxes
 from phalanx.config.run import Run, TrainConfig
 from phalanx.data.config import DataConfig
-from phalanx.forecast.decide import make_plan
-from phalanx.forecast.memory import rank_uses
 from phalanx.layout.config import LayoutConfig
 from phalanx.layout.grid import Grid
 from phalanx.models.registry import load_family
 from phalanx.nn.attention import Attention, AttentionSpec
 from phalanx.nn.env import Env, OpChoices
-from phalanx.ops.attention import context
+from phalanx.nn.query_temperature import QueryTemperature
 from phalanx.ops.attention.attention import ATTENTION, attention, offers
-from phalanx.ops.attention.kind import CAUSAL, AttentionKind, UnsupportedAttention
+from phalanx.ops.attention.kind import CAUSAL, AttentionKind, Learned, RelativeBias, UnsupportedAttention
 from tests.harness.parity import SEQ, VOCAB, compare, truth_of
 from tests.ops.test_ops import UNIFORM, normal
 from tests.outside.plain import PlainConfig
 
-CAPPED = "tests.outside.soft_cap:FAMILY"
+KINDS = "tests.outside.kinds:FAMILY"
+BIAS = RelativeBias(8, 9)
 
 
 def chosen(kind: AttentionKind, kernels: str = "auto", dtype: torch.dtype = torch.float32) -> str:
@@ -34,26 +35,33 @@ def chosen(kind: AttentionKind, kernels: str = "auto", dtype: torch.dtype = torc
 def test_a_kind_is_computed_by_the_first_backend_that_has_it():
     for kind in (CAUSAL, AttentionKind(window=3), AttentionKind(sinks=True, scale=0.1)):
         assert chosen(kind) == chosen(kind, "plain") == "ByTorch"
-    for kind in (AttentionKind(soft_cap=5.0), AttentionKind(direction="both"), AttentionKind(chunk=4, window=2)):
-        assert chosen(kind) == chosen(kind, "optional") == "Formula"
+    for kind in (AttentionKind(soft_cap=5.0), AttentionKind(direction="prefix"), AttentionKind(bias=BIAS)):
+        assert chosen(kind, dtype=torch.bfloat16) == "ByTorch" and chosen(kind, "invariant") == (
+            "FromPages" if kind.soft_cap else "Formula"
+        )
+    assert chosen(AttentionKind("both", chunk=4), "optional", torch.bfloat16) == "ByFlashAttn"
     assert chosen(CAUSAL, "optional", torch.bfloat16) == "ByFlashAttn"  # insisted on; the config was checked before
 
 
 def test_features_are_what_differs_from_plain_causal_attention():
     assert CAUSAL.features == set()
     assert AttentionKind(window=3, soft_cap=1.0, sinks=True).features == {"window", "soft_cap", "sinks"}
+    assert AttentionKind("both").features == {"direction"} and AttentionKind("prefix").features == {"prefix"}
 
 
 def test_a_kind_that_nobody_has_is_refused_by_name():
-    q = torch.empty(2, 2, 5, 3)
+    q, kind = torch.empty(2, 2, 5, 3), AttentionKind(direction="both", bias=BIAS)
     with pytest.raises(UnsupportedAttention) as error:
-        attention(q, q, q, UNIFORM, AttentionKind(bias="alibi", soft_cap=5.0))
+        attention(q, q, q, UNIFORM, kind, Learned(bias=torch.zeros(8, 2)), "invariant")
     assert str(error.value) == (
-        "no backend computes attention with bias, soft_cap: flash-attn has no bias, no soft_cap; torch-flash has no "
-        "bias, no soft_cap; torch has no bias, no soft_cap; formula has no bias"
+        "no backend computes attention with bias, direction: invariant has no bias, no direction"
     )
     with pytest.raises(ValueError, match="sinks=False"):
-        attention(q, q, q, UNIFORM, CAUSAL, torch.zeros(2))
+        attention(q, q, q, UNIFORM, CAUSAL, Learned(torch.zeros(2)))
+    with pytest.raises(ValueError, match="no row for each of 8 buckets"):
+        attention(q, q, q, UNIFORM, AttentionKind(bias=BIAS), Learned(bias=torch.zeros(7, 2)))
+    with pytest.raises(ValueError, match="use a task that makes prefixes"):
+        attention(q, q, q, UNIFORM, AttentionKind("prefix"))
 
 
 def layer(
@@ -79,35 +87,36 @@ def layer(
 
 
 def test_a_layer_is_refused_when_it_is_built():
-    assert layer(AttentionKind(soft_cap=5.0)).kind.soft_cap == 5.0
-    assert layer(AttentionKind(window=3), sinks="sinks").kind.sinks
-    assert layer(AttentionKind(soft_cap=5.0), grid=Grid(cp=2, ulysses=2)).kind.soft_cap == 5.0  # whole sequences
-    assert layer(AttentionKind(window=3), "sinks", grid=Grid(cp=2)).kind.window == 3
-    with pytest.raises(UnsupportedAttention, match="context parallelism by ring has no soft_cap"):
-        layer(AttentionKind(soft_cap=5.0), grid=Grid(cp=2))
-    with pytest.raises(UnsupportedAttention, match="flash-attn has no chunk"):
-        layer(AttentionKind(chunk=4), ops=OpChoices(kernels="optional"))
-    assert layer(AttentionKind(chunk=4), ops=OpChoices(kernels="optional", plain_ops=("attention",))).kind.chunk == 4
-    with pytest.raises(UnsupportedAttention, match="attention with dropout has no window"):
-        layer(AttentionKind(window=4), dropout=0.1)
-
-
-def test_the_ring_refuses_what_it_lacks():
-    q = torch.empty(2, 2, 5, 3)
-    axes = ModelAxes(keys=Axis("cp keys", (0, 1)))
-    with pytest.raises(UnsupportedAttention, match="context parallelism by allgather has no direction"):
-        plan = context.AttentionPlan(AttentionKind(direction="both"), axes, "allgather")
-        context.attention(q, q, q, UNIFORM, plan)
+    everything = AttentionKind("both", window=3, chunk=4, soft_cap=5.0)
+    for grid in (Grid(), Grid(cp=2, ulysses=2), Grid(cp=2)):
+        assert layer(everything, "sinks", 0.1, grid).kind == replace(everything, sinks=True)
+    for kind, lacking in ((AttentionKind(soft_cap=5.0), "soft_cap"), (AttentionKind("prefix"), "prefix")):
+        with pytest.raises(UnsupportedAttention, match=f"flash-attn has no {lacking}"):
+            layer(kind, ops=OpChoices(kernels="optional"))
+        assert layer(kind, ops=OpChoices(kernels="optional", plain_ops=("attention",))).kind == kind
+    with pytest.raises(UnsupportedAttention, match="invariant has no direction"):
+        layer(AttentionKind("both"), ops=OpChoices(batch_invariant=True))
 
 
 @pytest.mark.parametrize(
-    "kind", [AttentionKind(soft_cap=0.7), AttentionKind(chunk=3), AttentionKind(sinks=True)], ids=str
+    "kind",
+    [
+        AttentionKind(soft_cap=0.7),
+        AttentionKind(chunk=3),
+        AttentionKind(sinks=True),
+        AttentionKind(bias=BIAS),
+        AttentionKind("both"),
+        AttentionKind("prefix"),
+    ],
+    ids=str,
 )
 def test_each_feature_changes_the_result(kind):
     """A backend that left it out would be seen."""
     q, k, v = (normal(2, 2, 5, 3, seed=i) for i in range(3))
     sinks = torch.zeros(2, dtype=torch.float64) if kind.sinks else None
-    assert not torch.allclose(attention(q, k, v, UNIFORM, kind, sinks), attention(q, k, v, UNIFORM))
+    bias = normal(8, 2) if kind.bias else None
+    batch = replace(UNIFORM, prefix=torch.tensor([1, 1, 0, 0, 0] * 2))
+    assert not torch.allclose(attention(q, k, v, batch, kind, Learned(sinks, bias)), attention(q, k, v, UNIFORM))
 
 
 def test_keys_are_counted_for_flops():
@@ -123,14 +132,14 @@ def test_backends_are_told_apart_by_name():
     assert list(offers("auto")) == ["flash-attn", "torch-flash", "torch", "formula"]
 
 
-# ---- a family of another package whose layers cap their scores -------------------------------------
+# ---- a family of another package whose layers attend in different ways ----------------------------
 
 
 def run_of(**layout: object) -> Run:
-    load_family(CAPPED)
+    load_family(KINDS)
     train = TrainConfig(steps=10, global_batch=8, micro_batch=1, seq_length=SEQ, precision="fp64")
     sizes = dict(hidden_size=32, intermediate_size=42, num_hidden_layers=4, num_attention_heads=4, head_dim=8)
-    model = PlainConfig(family=CAPPED, vocab_size=VOCAB, num_key_value_heads=2, final_logit_softcapping=0.01, **sizes)
+    model = PlainConfig(family=KINDS, vocab_size=VOCAB, num_key_value_heads=2, **sizes)
     return Run(model=model, train=train, layout=LayoutConfig(**layout), data=DataConfig(mock=True))
 
 
@@ -139,15 +148,18 @@ LAYOUTS = {
     "pp2": {"pp": 2},
     "dp2, sharding 3": {"sharding": 3},
     "cp2 by heads": {"cp": 2, "cp_ulysses": 2},
+    "cp2 by ring": {"cp": 2, "cp_attention": "ring"},
+    "cp2 by all-gather": {"cp": 2, "cp_attention": "allgather"},
+    "dynamic cp2": {"cp": 2, "cp_degree": "dynamic"},
 }
 
 
-@pytest.mark.parametrize("documents", [False, True])
 @pytest.mark.parametrize("name", LAYOUTS)
-def test_a_layout_changes_nothing(ranks, name, documents):
+def test_a_layout_changes_nothing(ranks, name):
+    """With prefixes, inside documents."""
     run = run_of(**LAYOUTS[name])
-    truth = truth_of(ranks, run, 2, documents)
-    compare(ranks.run("tests.harness.parity:run_layout", 2, run, 2, documents), truth, 2)
+    truth = truth_of(ranks, run, 2, "prefix")
+    compare(ranks.run("tests.harness.parity:run_layout", 2, run, 2, "prefix"), truth, 2)
 
 
 def test_saved_under_one_layout_and_loaded_under_another(ranks, tmp_path):
@@ -156,6 +168,16 @@ def test_saved_under_one_layout_and_loaded_under_another(ranks, tmp_path):
     assert ranks.run("tests.harness.checkpoints:load_on_rank", 2, run_of(sharding=3), path) == [[], []]
 
 
-def test_a_plan_says_what_the_ring_lacks():
-    with pytest.raises(UnsupportedAttention, match="context parallelism by ring has no soft_cap"):
-        rank_uses(make_plan(run_of(cp=2), 2), 8)
+def test_queries_have_a_temperature_by_position():
+    """Truth: Llama 4's formula, one position at a time; positions restart at documents."""
+    positions = torch.tensor([0, 1, 2, 3, 4, 5, 0, 1, 2, 11])
+    batch = replace(UNIFORM, positions=positions)
+    q = normal(2, 3, 5, 4)
+    found = QueryTemperature(3, 0.4).applied(q, batch)
+    for t, position in enumerate(positions.tolist()):
+        factor = math.log(math.floor((position + 1) / 3) + 1) * 0.4 + 1
+        torch.testing.assert_close(found[t // 5, :, t % 5], q[t // 5, :, t % 5] * factor, rtol=1e-14, atol=0)
+    low = QueryTemperature(3, 0.4).applied(q.bfloat16(), batch)
+    assert low.dtype == torch.bfloat16 and torch.equal(low, (q.bfloat16().float() * (found / q).float()).bfloat16())
+    with pytest.raises(ValueError, match="must be positive"):
+        QueryTemperature(0, 0.1)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import pytest
@@ -18,10 +18,9 @@ from phalanx.comm.mesh import Mesh
 from phalanx.layout.box import cut
 from phalanx.layout.grid import Grid
 from phalanx.nn.dry_run import Allocations
-from phalanx.ops.attention import backends
-from phalanx.ops.attention import sinks as sink_ops
+from phalanx.ops.attention import backends, one_block
 from phalanx.ops.attention.attention import ProbabilityDropout, attention, attention_with_dropout
-from phalanx.ops.attention.kind import CAUSAL, AttentionKind
+from phalanx.ops.attention.kind import CAUSAL, NOTHING, AttentionKind, Learned, RelativeBias
 from phalanx.ops.dense import cross_entropy
 from phalanx.ops.dense.activation import gelu, swiglu
 from phalanx.ops.dense.cross_entropy import linear_cross_entropy
@@ -105,6 +104,7 @@ UNIFORM, PACKED = (
     make_batch(2, 5, [0, 0, 1, 1, 1, 1, 2, 3, 3, 3]),
 )  # document 1 runs on into sequence 2 by number
 ODD, ODD_PACKED = make_batch(2, 7), make_batch(1, 8, [0, 0, 0, 0, 0, 1, 2, 2])
+PREFIXED = replace(PACKED, prefix=torch.tensor([1, 0, 1, 1, 0, 0, 0, 1, 1, 1]))  # the last document is all prefix
 
 
 def plain_attention(
@@ -116,26 +116,36 @@ def plain_attention(
     p: float = 0.0,
     kind: AttentionKind = CAUSAL,
     sinks: Tensor | None = None,
+    table: Tensor | None = None,
 ) -> Tensor:
     """softmax(q k^T scale) v token by token; `keep` (sequences, heads, S, S); a sink is one more score, whose value
-    is zero."""
+    is zero; `table` (buckets, heads): bias of distances."""
     rows, length = [], batch.seq_length
     scale = 1 / math.sqrt(qkv.shape[-1]) if kind.scale is None else kind.scale
     for t in range(batch.num_tokens):
         s, i = divmod(t, length)
         sees = [
             s * length + j
-            for j in range(i + 1 if kind.direction == "causal" else length)
+            for j in range(length)
+            if kind.direction == "both" or j <= i or (kind.direction == "prefix" and batch.prefix[s * length + j])
             if batch.documents is None or batch.documents[s * length + j] == batch.documents[t]
         ]
         sees = [j for j in sees if kind.window is None or abs(t - j) < kind.window]
-        sees = [j for j in sees if kind.chunk is None or j % length // kind.chunk == i // kind.chunk]
+        if kind.chunk is not None:  # counted from the document's first token
+            start = min(
+                j
+                for j in range(s * length, t + 1)
+                if batch.documents is None or batch.documents[j] == batch.documents[t]
+            )
+            sees = [j for j in sees if (j - start) // kind.chunk == (t - start) // kind.chunk]
         out = []
         for h in range(heads):
             g = h // (heads // kv_heads)
             scores = torch.stack([qkv[t, h] @ qkv[j, heads + g] for j in sees]) * scale
             if kind.soft_cap is not None:
                 scores = kind.soft_cap * torch.tanh(scores / kind.soft_cap)
+            if table is not None:
+                scores = scores + torch.stack([table[plain_bucket(j - t, kind.bias), h] for j in sees])
             more = [] if sinks is None else [sinks[h : h + 1]]
             probs = torch.softmax(torch.cat([scores, *more]), 0)[: len(sees)]
             if keep is not None:
@@ -143,6 +153,20 @@ def plain_attention(
             out.append(sum(a * qkv[j, heads + kv_heads + g] for a, j in zip(probs, sees)))
         rows.append(torch.cat(out))
     return torch.stack(rows)
+
+
+def plain_bucket(distance: int, bias: RelativeBias) -> int:
+    """T5's bucket of a key so many tokens after its query, from the paper's words: one side's nearer half of the
+    distances have a bucket each, the others share some by logarithm up to the largest."""
+    side, first = bias.buckets, 0
+    if bias.bidirectional:
+        side, first = side // 2, side // 2 if distance > 0 else 0
+    n = abs(distance) if bias.bidirectional else max(0, -distance)
+    exact = side // 2
+    if n < exact:
+        return first + n
+    grown = math.log(n / exact) / math.log(bias.max_distance / exact) * (side - exact)
+    return first + min(side - 1, exact + int(grown + 1e-9))
 
 
 def rotated(
@@ -173,27 +197,43 @@ def plain_norm_rope(x: Tensor, q: Tensor, k: Tensor) -> Tensor:
 
 
 def attend(
-    x: Tensor, heads: int, kv_heads: int, batch: Batch, kind: AttentionKind = CAUSAL, sinks: Tensor | None = None
+    x: Tensor, heads: int, kv_heads: int, batch: Batch, kind: AttentionKind = CAUSAL, learned: Learned = NOTHING
 ) -> Tensor:
-    return attention(*rope(x, heads, kv_heads, batch.num_sequences, None), batch, kind, sinks)
+    return attention(*rope(x, heads, kv_heads, batch.num_sequences, None), batch, kind, learned)
 
 
-def attending(heads: int, kv_heads: int, name: str, width: int, sinks: bool = False, **kind) -> Op:
-    """Attention of one kind; documents and odd lengths come with the batch, a global of this module."""
+def attending(heads: int, kv_heads: int, name: str, width: int, p: float | None = None, **kind) -> Op:
+    """Attention of one kind; documents and odd lengths come with the batch, a global of this module. p: of dropout, by
+    its formula."""
+    kind, batch = AttentionKind(**kind), globals()[name]
+    shapes = {"sinks": (heads,)} if kind.sinks else {}
+    shapes |= {} if kind.bias is None else {"bias": (kind.bias.buckets, heads)}
 
-    def op(x: Tensor, s: Tensor | None = None) -> Tensor:
-        return attend(x, heads, kv_heads, globals()[name], AttentionKind(sinks=sinks, **kind), s)
+    def op(x: Tensor, *given: Tensor) -> Tensor:
+        learned = Learned(**dict(zip(shapes, given)))
+        if p is None:
+            return attend(x, heads, kv_heads, batch, kind, learned)
+        return attend_dropping(x, heads, kv_heads, batch, p, 1, 2, 0, kind=kind, learned=learned)
 
-    def plain(x: Tensor, s: Tensor | None = None) -> Tensor:
-        return plain_attention(x, heads, kv_heads, globals()[name], kind=AttentionKind(**kind), sinks=s)
+    def plain(x: Tensor, *given: Tensor) -> Tensor:
+        given = dict(zip(shapes, given))
+        return plain_attention(x, heads, kv_heads, batch, kind=kind, sinks=given.get("sinks"), table=given.get("bias"))
 
-    shapes = ((globals()[name].num_tokens, heads + 2 * kv_heads, width), *([(heads,)] if sinks else []))
-    return Op(op, plain, shapes, (1,) if sinks else ())
+    packed = (batch.num_tokens, heads + 2 * kv_heads, width)
+    return Op(op, plain, (packed, *shapes.values()), tuple(range(1, 1 + len(shapes))))
 
 
-def attend_dropping(x: Tensor, heads: int, kv_heads: int, batch: Batch, *dropout: Any) -> Tensor:
+def attend_dropping(
+    x: Tensor,
+    heads: int,
+    kv_heads: int,
+    batch: Batch,
+    *dropout: Any,
+    kind: AttentionKind = CAUSAL,
+    learned: Learned = NOTHING,
+) -> Tensor:
     heads_of = rope(x, heads, kv_heads, batch.num_sequences, None)
-    return attention_with_dropout(*heads_of, batch, ProbabilityDropout(*dropout))
+    return attention_with_dropout(heads_of, batch, kind, learned, ProbabilityDropout(*dropout))
 
 
 def plain_add_norm(x: Tensor, delta: Tensor, w: Tensor) -> Tensor:
@@ -277,6 +317,29 @@ OPS = {
     "attention, both directions, documents, window": attending(4, 2, "PACKED", 2, direction="both", window=2),
     "attention, chunks": attending(4, 2, "ODD", 2, chunk=3),
     "attention, chunks, both directions, documents": attending(2, 2, "ODD_PACKED", 2, chunk=3, direction="both"),
+    "attention, chunks, documents": attending(4, 2, "PACKED", 2, chunk=2),
+    "attention, chunks, window, sinks": attending(4, 2, "ODD_PACKED", 2, chunk=4, window=2, sinks=True),
+    "attention, both directions, window, blocks": attending(4, 2, "ODD", 2, direction="both", window=2),
+    "attention, both directions, window, blocks, documents": attending(
+        4, 2, "ODD_PACKED", 2, direction="both", window=2
+    ),
+    "attention, both directions, sinks": attending(2, 1, "UNIFORM", 3, direction="both", sinks=True),
+    "attention, both directions, soft cap": attending(4, 2, "PACKED", 3, direction="both", soft_cap=0.7),
+    "attention, prefix": attending(4, 2, "PREFIXED", 2, direction="prefix"),
+    "attention, prefix, window, soft cap": attending(4, 2, "PREFIXED", 2, direction="prefix", window=2, soft_cap=0.7),
+    "attention, bias": attending(4, 2, "UNIFORM", 3, bias=RelativeBias(6, 5), scale=1.0),
+    "attention, bias, both directions": attending(4, 4, "ODD", 2, direction="both", bias=RelativeBias(8, 5, True)),
+    "attention, bias, documents, sinks": attending(4, 2, "PACKED", 2, bias=RelativeBias(6, 5), sinks=True),
+    "attention, bias, window, blocks": attending(4, 2, "ODD_PACKED", 2, bias=RelativeBias(4, 3), window=2),
+    "attention, bias, both, window, blocks, soft cap": attending(
+        4, 2, "ODD_PACKED", 2, direction="both", bias=RelativeBias(8, 3, True), window=2, soft_cap=0.8
+    ),
+    "attention, p = 0, both directions, bias": attending(
+        4, 2, "PACKED", 2, 0.0, direction="both", bias=RelativeBias(8, 5, True)
+    ),
+    "attention, p = 0, chunks, sinks, soft cap": attending(
+        4, 2, "ODD_PACKED", 2, 0.0, chunk=3, sinks=True, soft_cap=0.9
+    ),
     "attention, sinks": attending(4, 2, "UNIFORM", 3, sinks=True),
     "attention, sinks, documents": attending(6, 2, "PACKED", 2, sinks=True, scale=0.8),
     "attention, sinks, window": attending(2, 2, "UNIFORM", 3, sinks=True, window=4),
@@ -410,14 +473,15 @@ def test_plain_sinks(name, monkeypatch):
 @pytest.mark.parametrize(
     "backend, masked", [("FLASH", False), ("CUDNN", False), ("EFFICIENT", False), ("EFFICIENT", True)]
 )
-def test_gpu_backends_of_sinks_take_what_torch_wants(backend, masked):
+def test_gpu_backends_of_sinks_take_what_torch_wants(monkeypatch, backend, masked):
     """On the meta device: torch checks types and number of arguments and gives the shapes that its kernels would."""
     shape = (2, 8, 40, 64)
     q, k, v = (torch.empty(shape, dtype=torch.bfloat16, device="meta", requires_grad=True) for _ in range(3))
     s = torch.empty(8, dtype=torch.bfloat16, device="meta", requires_grad=True)
     mask = torch.empty(1, 1, 40, 40, dtype=torch.bfloat16, device="meta") if masked else None
     how = backends.Scoring(mask, mask is None, 0.1)
-    y = sink_ops._SinkAttention.apply(q, k, v, s, how, getattr(backends, backend))
+    monkeypatch.setattr(one_block, "block_backend", lambda *_: getattr(backends, backend))
+    y = one_block.attend_block(q, k, v, Learned(s), how, None)
     y.backward(torch.empty_like(y))
     assert y.shape == q.grad.shape == k.grad.shape == v.grad.shape == shape and s.grad.shape == (8,)
 

@@ -16,7 +16,7 @@ from torch import Tensor
 from phalanx.nn.memory import PageSpec
 from phalanx.ops.attention import paged
 from phalanx.ops.attention.attention import attention
-from phalanx.ops.attention.kind import CAUSAL, AttentionKind, UnsupportedAttention
+from phalanx.ops.attention.kind import CAUSAL, NOTHING, AttentionKind, Learned, UnsupportedAttention
 from phalanx.ops.attention.paged import (
     FP8,
     PagedExample,
@@ -56,7 +56,7 @@ def whole(example: PagedExample, q: Tensor, k: Tensor, v: Tensor, sinks: Tensor)
             keys, values = (x[before : before + length].transpose(0, 1).unsqueeze(0) for x in (k, v))
             queries = q.new_zeros(1, q.shape[1], length, q.shape[2])
             queries[0, :, length - here :] = q[first : first + here].transpose(0, 1)
-            given = sinks if example.kind.sinks else None
+            given = Learned(sinks) if example.kind.sinks else NOTHING
             made = attention(queries, keys, values, make_batch(1, length), example.kind, given)
             out[first : first + here] = made.view(length, q.shape[1], -1)[length - here :]
         first, before = first + here, before + length
@@ -106,12 +106,12 @@ def test_parts_of_the_keys_are_joined_by_their_log_sum_exp(window):
     q, k, v, sinks = drawn(example, 4, 2, 8, 8)
     (spans, slots), pages = example.laid_out(q.device), example.pages(k, v)
     store_pages(k, v, pages, slots)
-    out, lse = paged_attention_parts(q, pages, spans, example.kind, sinks)
+    out, lse = paged_attention_parts(q, pages, spans, example.kind, Learned(sinks))
     joint, total = torch.zeros_like(out), torch.full_like(lse, -torch.inf)
     for part in range(3):
         mine = spans.table.where(torch.arange(spans.table.shape[1]) % 3 == part, NO_PAGE)
-        given = sinks if part == 0 else None
-        kind = replace(example.kind, sinks=given is not None)
+        given = Learned(sinks) if part == 0 else NOTHING
+        kind = replace(example.kind, sinks=part == 0)
         more, more_lse = paged_attention_parts(q, pages, replace(spans, table=mine), kind, given)
         assert more.isfinite().all()
         both = torch.logaddexp(total, more_lse)
@@ -161,12 +161,12 @@ def test_batch_invariant_bits_depend_on_the_sequence_alone(monkeypatch, kernels)
             keys, values = (torch.cat((x[:remembered] * 3, x[: done + size])) for x in (k, v))
             pages = example.pages(keys, values)
             store_pages(keys, values, pages, slots)
-            out = paged_attention_parts(queries, pages, spans, kind, sinks, kernels)
+            out = paged_attention_parts(queries, pages, spans, kind, Learned(sinks), kernels)
             parts.append([t[before : before + size] for t in out])
             done += size
         if not others:  # the second half of the heads alone
             half = Pages(pages.keys[:, :, 1:].clone(), pages.values[:, :, 1:].clone(), 16)
-            alone = paged_attention_parts(queries[:, 1:], half, spans, kind, sinks[1:], kernels)
+            alone = paged_attention_parts(queries[:, 1:], half, spans, kind, Learned(sinks[1:]), kernels)
             assert all(torch.equal(a[:length], b[:, 1:]) for a, b in zip(alone, parts[0]))
         found.append([torch.cat(pieces) for pieces in zip(*parts)])
     assert all(torch.equal(a[: len(b)], b) for pieces in found[1:] for a, b in zip(found[0], pieces))
@@ -237,9 +237,9 @@ def test_what_is_stored_and_what_is_refused():
         Pages(pages.keys, pages.values, 4)
     spans, _ = PagedExample(((3, 3),), 16).laid_out(k.device)
     q = torch.zeros(3, 4, 4)
-    refused = "paged attention has no bias, no direction"
+    refused = "paged attention has no direction"
     with pytest.raises(UnsupportedAttention, match=refused):
-        paged_attention(q, pages, spans, AttentionKind(bias="alibi", direction="both"))
+        paged_attention(q, pages, spans, AttentionKind(direction="both"))
     with pytest.raises(ValueError, match="sinks=True"):
         paged_attention(q, pages, spans, AttentionKind(sinks=True))
     with pytest.raises(ValueError, match="do not fit keys"):

@@ -328,7 +328,7 @@ def test_the_fallback_in_the_config():
         ("optim.fallback.beta1=1.5", "optim.fallback.beta1", "must be a number in [0, 1)", 0.9),
         ("optim.fallback.clip_grad=2.0", "optim.fallback.clip_grad", "has no effect without an optimizer that", 1.0),
         ("optim.name=adamw optim.fallback.lr=1", "optim.fallback", "has no effect without an optimizer that", None),
-        ("optim.lr=0", "optim.lr", "must be > 0 where optim.fallback.lr is", 3e-4),
+        ("optim.lr=0 optim.fallback.lr=3e-4", "optim.lr", "must be > 0 where optim.fallback.lr is", 3e-4),
     ],
 )
 def test_a_wrong_fallback_is_refused(overrides, field, rule, valid):

@@ -23,7 +23,7 @@ from phalanx.layout.config import LayoutConfig
 from phalanx.layout.grid import Grid
 from phalanx.ops.attention import attention as whole
 from phalanx.ops.attention import backends, context, join_kernel
-from phalanx.ops.attention.kind import AttentionKind
+from phalanx.ops.attention.kind import CAUSAL, AttentionKind, Learned
 from phalanx.ops.attention.segments import MaskedSegments
 from phalanx.sequence.batch import Batch
 from phalanx.sequence.shard import SequenceShard
@@ -106,7 +106,8 @@ def test_blocks_hold_what_is_read(length, count, window):
     nothing is read there is none."""
     reads = brute_force(length, count, window)
     for mine, theirs in product(SequenceShard(0, count).all, repeat=2):
-        block = context.block_of(mine, theirs, length, window if window is None or window < length else None, False)
+        kind = AttentionKind(window=window).within(length)
+        block = context.block_of(mine, theirs, length, kind, False)
         assert (block is None) == (reads[mine.index, theirs.index] == 0)
         if block is None:
             continue
@@ -133,7 +134,7 @@ def test_every_rank_computes_as_much(length, count):
     assert sum(pairs) == length * (length + 1) // 2
     given = []
     for mine in SequenceShard(0, count).all:
-        blocks = [context.block_of(mine, theirs, length, None, False) for theirs in mine.all]
+        blocks = [context.block_of(mine, theirs, length, CAUSAL, False) for theirs in mine.all]
         area = [
             (b.queries.stop - b.queries.start) * (b.keys.stop - b.keys.start) / (2 if b.how == "causal" else 1)
             for b in blocks
@@ -180,7 +181,9 @@ def attention_on_ranks(
     mine = [t.to(dtype) for t in inputs]
     q, k, v = (batch.take(t).unflatten(0, (2, -1)).transpose(1, 2).requires_grad_() for t in mine[:3])
     s = mine[3].requires_grad_() if sinks else None
-    out = context.attention(q, k, v, batch, context.AttentionPlan(replace(kind, sinks=sinks), mesh.model, form), s)
+    out = context.attention(
+        q, k, v, batch, context.AttentionPlan(replace(kind, sinks=sinks), mesh.model, form), Learned(s)
+    )
     out.backward(batch.take(dout).to(dtype))
     flat = [t.grad.transpose(1, 2).flatten(0, 1) for t in (q, k, v)]
     return [t.detach().double() for t in (out, *flat)] + ([s.grad.double()] if sinks else [])
@@ -225,7 +228,7 @@ def test_attention_over_ranks(ranks, world, ulysses, form, kind, value, sinks, d
     batch, inputs, dout = attention_inputs(value, sinks, documents)
     q, k, v = (t.unflatten(0, (2, -1)).transpose(1, 2).requires_grad_() for t in inputs[:3])
     s = inputs[3].requires_grad_() if sinks else None
-    out = whole.attention(q, k, v, batch, replace(KINDS[kind], sinks=sinks), s)
+    out = whole.attention(q, k, v, batch, replace(KINDS[kind], sinks=sinks), Learned(s))
     out.backward(dout)
     truth = [out.detach(), *(t.grad.transpose(1, 2).flatten(0, 1) for t in (q, k, v))]
     for dtype, bound in ((torch.float64, 1e-12), (torch.bfloat16, 0.04)):
@@ -249,11 +252,11 @@ def test_segments_read_what_the_mask_shows(length, count):
     flat = torch.arange(2 * length)
     batch = Batch(flat, flat, flat % length, flat // length, 2, length, rows, most_documents=len(rows.unique()) + 3)
     for mine, source in product(SequenceShard(0, count).all, SequenceShard(0, count).all):
-        block = context.block_of(mine, source, length, None, True)
+        block = context.block_of(mine, source, length, CAUSAL, True)
         if block is None:
             continue
         part = batch.cut(mine)
-        mask, blind = context.mask_of(part, source, block, None, torch.float64)
+        mask, blind = context.mask_of(part, source, block, CAUSAL, torch.float64)
         segments, found_blind = context.segments_of(part, source, block)
         queries, keys = (
             torch.searchsorted(ends, torch.arange(int(ends[-1])), right=True)
@@ -383,7 +386,7 @@ def attention_twice(rank: int, world: int, ulysses: int, form: str) -> list[np.n
         other = [torch.where(changed.view(-1, 1, 1), t * factor, t) for t in inputs[:3]]
         q, k, v = (mine.take(t).unflatten(0, (2, -1)).transpose(1, 2) for t in other)
         plan = context.AttentionPlan(AttentionKind(window=7, sinks=True), mesh.model, form)
-        found.append(context.attention(q, k, v, mine, plan, inputs[3]).numpy())
+        found.append(context.attention(q, k, v, mine, plan, Learned(inputs[3])).numpy())
     return found
 
 

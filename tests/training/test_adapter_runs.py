@@ -41,7 +41,11 @@ from tests.harness.generation import answers_of
 from tests.harness.parity import base_run, sample_batch
 from tests.training.test_loop import MODEL, make_run
 
-LORA = {"rank": 3, "alpha": 7.0, "targets": ["*.q_proj.weight", "*.v_proj.weight", "*.down_proj.weight"]}
+LORA = {
+    "rank": 3,
+    "alpha": 7.0,
+    "targets": ["*.q_proj.weight", "*.v_proj.weight", "*.down_proj.weight", "lm_head.weight"],
+}
 
 
 def with_lora(run: Run, **fields) -> Run:
@@ -83,7 +87,7 @@ def test_a_checkpoint_holds_the_base_once(checkpoint):
     """In weights/, with the bits of its first step; state/ has what is trained."""
     with Contents(checkpoint) as contents, Contents(checkpoint.with_name("step-00000002")) as before:
         mine = [name for name in contents.shapes("master") if ".lora_" in name]
-        assert len(mine) == 2 * 3 * 2 and set(contents.shapes("m")) == set(mine)
+        assert len(mine) == 2 * 3 * 2 + 2 and set(contents.shapes("m")) == set(mine)
         assert contents.shapes("weights").keys() == contents.frozen
         assert all(torch.equal(t, before.read("weights", name)) for name, t in contents.pairs("weights"))
     stored = [key for file in (checkpoint / "state").glob("*.safetensors") for key in load_file(file)]
@@ -195,7 +199,7 @@ def test_the_plan_counts_what_is_trained():
     """Truth: rank times (inputs + outputs) of each target, by hand."""
     run = with_lora(base_run("llama"))
     plan, plain = make_plan(run, 1), make_plan(replace(run, lora=None), 1)
-    trained = 4 * 3 * ((32 + 48) + (32 + 12) + (42 + 32))
+    trained = 4 * 3 * ((32 + 48) + (32 + 12) + (42 + 32)) + 3 * (32 + 131)
     assert num_frozen(run) == num_parameters(plain) and num_parameters(plan) == num_parameters(plain) + trained
 
 
@@ -203,7 +207,7 @@ SMALLEST = MODEL.hidden_size  # side of a target
 RULES = [
     ({"targets": ["*.w_proj.weight"]}, "lora.targets", "must fit names of tensors", ["*.v_proj.weight"]),
     ({"targets": ["*norm*"]}, "lora.targets", "must fit weights of linears that can carry an adapter", ["*"]),
-    ({"targets": ["lm_head.weight", "*.q_proj.weight"]}, "lora.targets", "can carry an adapter", ["*.q_proj.weight"]),
+    ({"targets": ["*norm*", "*.q_proj.weight"]}, "lora.targets", "can carry an adapter", ["*.q_proj.weight"]),
     ({"targets": []}, "lora.targets", "must name linears", ["*"]),
     ({"rank": 0}, "lora.rank", "must be an integer >= 1", 1),
     ({"alpha": 0.0}, "lora.alpha", "must be a number in (0, inf)", 32.0),
@@ -220,6 +224,8 @@ RULES = [
     ({"also": ["*.up_proj.weight"]}, "lora.also", "that are stored as one matrix", None),
     ({"targets": ["*", "*embed_tokens*"], "start": "pissa"}, "lora.targets", "PiSSA has no form for it", ["*"]),
     ({"targets": ["*", "*embed*"], "also": ["*embed*"]}, "lora.targets", "it is trained whole", ["*"]),
+    ({"targets": ["*", "lm_head*"], "start": "pissa"}, "lora.targets", "the head: PiSSA has no form for it", ["*"]),
+    ({"targets": ["*", "lm_head*"], "also": ["lm_head*"]}, "lora.targets", "the head: it is trained whole", ["*"]),
 ]
 
 
@@ -247,6 +253,9 @@ def test_more_rules():
     tied = with_lora(replace(run, model=replace(run.model, tie_word_embeddings=True)), targets=["*embed_tokens*"])
     (found,) = check(tied, facts)
     assert "it is the head too" in found.rule and found.valid == (["*"],)
+    tied = replace(tied, lora=replace(tied.lora, targets=["*", "lm_head.weight"]))
+    (found,) = check(tied, facts)
+    assert "must not name the head: it is the embedding too" in found.rule and found.valid == (["*"],)
     both = replace(
         dora, lora=replace(dora.lora, targets=["*"]), train=replace(run.train, fp8=Fp8Config(recipe="mxfp8"))
     )

@@ -6,11 +6,15 @@ The sites are traced, not listed: a new collective is tested as soon as it is wr
 from __future__ import annotations
 
 import random
+from dataclasses import replace
 from functools import lru_cache
+from pathlib import Path
 
 import pytest
 
 from phalanx.comm.debug import Site
+from phalanx.nn.adapters.dora import DoRA
+from phalanx.nn.adapters.lora import LoRA
 from tests.harness.parity import compare, truth_of
 from tests.harness.pool import RankPool, RanksFailed
 from tests.harness.sample import covering
@@ -58,8 +62,24 @@ LAYOUTS = {
     "mixtral ep2 of dp8 in fours, level 2, optimizer over both": case(
         "mixtral", 8, ep=2, sharding=2, shard_group=4, shard_across="optimizer", global_batch=8
     ),
+    "t5 tied tp2 pp3, packed": case("t5-tied", 6, tp=2, pp=3, documents="packed", global_batch=2),
+    "t5 cp2, all-gather": case("t5", 2, cp=2, cp_attention="allgather", global_batch=2),
     "gpt2 tp2, gpipe pp2": case("gpt2", 4, tp=2, pp=2, schedule="gpipe", global_batch=4),
+    "mixtral tp2, ep2 x etp2, LoRA": case("mixtral", 4, tp=2, ep=2, etp=2, global_batch=2),
+    "mixtral tp2, ep2 x etp2, DoRA": case("mixtral", 4, tp=2, ep=2, etp=2, global_batch=2),
 }
+EVERYWHERE = ["*", "*embed_tokens*", "lm_head.weight"]
+ADAPTERS = {
+    "mixtral tp2, ep2 x etp2, LoRA": LoRA.Config(method="lora", rank=3, targets=EVERYWHERE),
+    "mixtral tp2, ep2 x etp2, DoRA": DoRA.Config(method="dora", rank=3),
+}
+
+
+def sums_of_adapters(site: Site) -> bool:
+    """Whether a site is in a file of adapters, looks ids up in or adds to one of their matrices, or sums the gradients
+    of those that several ranks hold whole."""
+    places = ("adapted_", "low_rank", "dense/embedding", "sum_together", "cross_entropy.py results")
+    return any(place in f"{site.file} {site.function}" for place in places)
 
 
 class Layout:
@@ -67,7 +87,8 @@ class Layout:
     starts)."""
 
     def __init__(self, ranks: RankPool, name: str):
-        self.ranks, self.name, self.world, self.run = ranks, name, LAYOUTS[name]["world"], build_run(LAYOUTS[name])
+        self.ranks, self.name, self.world = ranks, name, LAYOUTS[name]["world"]
+        self.run = replace(build_run(LAYOUTS[name]), lora=ADAPTERS.get(name))
         self.documents = LAYOUTS[name]["documents"]
         self.truth = truth_of(ranks, self.run, STEPS, self.documents)
         results = self.train(watch=True)
@@ -98,9 +119,10 @@ def options(model: str, layout: dict) -> set:
     return {model, *layout, "ep" in layout and "tp" in layout and "dispatch" not in layout}
 
 
+PLAIN = {name: c for name, c in LAYOUTS.items() if name not in ADAPTERS}
 FEW = covering(
-    {name: options(c["model"], c["layout"]) for name, c in LAYOUTS.items()},
-    {name: c["world"] for name, c in LAYOUTS.items()},
+    {name: options(c["model"], c["layout"]) for name, c in PLAIN.items()},
+    {name: c["world"] for name, c in PLAIN.items()},
 )
 
 
@@ -153,6 +175,16 @@ def test_each_site_matters(ranks):
         for name, site in sites.items()
         if name in few and layout(ranks, pick.choice(smallest(homes[site]))).survives(site)
     ]
+    assert not survivors, f"dropped without notice: {survivors}"
+
+
+@pytest.mark.parametrize("name", ADAPTERS)
+def test_each_sum_of_adapters_matters(ranks, name):
+    """Linears of attention and of experts, rows and columns; with LoRA the embedding and the head too."""
+    mine = [site for site in layout(ranks, name).sites if sums_of_adapters(site)]
+    assert {"tp", "etp"} <= {site.axis for site in mine}
+    assert {"adapted_linear" if "DoRA" in name else "low_rank", "flat"} <= {Path(site.file).stem for site in mine}
+    survivors = [site for site in mine if layout(ranks, name).survives(site)]
     assert not survivors, f"dropped without notice: {survivors}"
 
 

@@ -143,6 +143,14 @@ NAMED = {
     ),
     "gpt_oss etp2 x edp2, level 0, full recompute": case("gpt_oss", 4, etp=2, sharding=0, recompute="full"),
     "gpt_oss dp2 ep2, pointwise recompute, tp2": case("gpt_oss", 4, tp=2, ep=2, recompute="pointwise", micro_batch=2),
+    "bert tp2 pp2 dp2, documents, dropout, pointwise recompute": case(
+        "bert", 8, tp=2, pp=2, documents="packed", recompute="pointwise"
+    ),
+    "bert dp2 pp2, level 3, dropout, full recompute": case("bert", 4, pp=2, sharding=3, recompute="full"),
+    "modernbert tp4, overlapped, documents, selective recompute": case(
+        "modernbert", 4, tp=4, tp_overlap="on", documents="packed", recompute="selective"
+    ),
+    "modernbert pp2, split backward, dp2": case("modernbert", 4, pp=2, schedule="zb_h1", documents=True),
     "cp2": case("llama", 2, cp=2),
     "cp4, ring, tp2": case("llama", 8, cp=4, tp=2, cp_attention="ring", micro_batch=2),
     "cp4, all-gather, pp2": case("llama", 8, cp=4, pp=2, cp_attention="allgather"),
@@ -242,6 +250,27 @@ NAMED = {
     "dynamic cp4, qwen3_moe by document, ep2 x etp2": case(
         "qwen3_moe", 4, cp=4, ep=2, etp=2, cp_degree="dynamic", documents="packed"
     ),
+    "t5 tp2, documents, level 0": case("t5", 2, tp=2, documents=True, sharding=0),
+    "t5 pp2 x 3 virtual stages, packed": case("t5", 2, pp=2, virtual_stages=3, documents="packed"),
+    "t5 pp3 x 2 virtual stages, long recompute": case("t5", 3, pp=3, virtual_stages=2, recompute="long"),
+    "t5 pp4 x 2 virtual stages, a stage per block": case("t5", 4, pp=4, virtual_stages=2),
+    "t5 tied pp4, gpipe, full recompute, documents": case(
+        "t5-tied", 4, pp=4, schedule="gpipe", recompute="full", documents=True
+    ),
+    "t5 tied tp2 pp2 dp2, level 1, selective recompute": case(
+        "t5-tied", 8, tp=2, pp=2, sharding=1, recompute="selective"
+    ),
+    "t5 pp2 dp2, level 2, split backward, packed": case(
+        "t5", 4, pp=2, schedule="zb_h1", sharding=2, documents="packed", micro_batch=2
+    ),
+    "t5 tied dp4, level 3, pointwise recompute": case("t5-tied", 4, sharding=3, recompute="pointwise"),
+    "t5 tp4, overlapped": case("t5", 4, tp=4, tp_overlap="on"),
+    "t5 cp2, ring, level 3": case("t5", 2, cp=2, cp_attention="ring", sharding=3),
+    "t5 tied cp2 tp2, all-gather, packed": case(
+        "t5-tied", 4, cp=2, tp=2, cp_attention="allgather", documents="packed", micro_batch=2
+    ),
+    "t5 cp2 pp2, heads, full recompute": case("t5", 4, cp=2, cp_ulysses=2, pp=2, recompute="full"),
+    "t5 cp3 in uneven parts, documents": case("t5", 3, cp=3, documents=True, micro_batch=2),
     "uneven stages": case("llama", 4, pp=4, stages=(1, 1, 3, 1)),
     "gpipe": case("gpt2", 2, pp=2, schedule="gpipe"),
     "split backward pp2, a segment per block": case("llama", 2, pp=2, schedule="zb_h1"),
@@ -388,7 +417,7 @@ def sharding(pick: random.Random, dp: int, tp: int = 1, experts: int = 1) -> dic
 def generated() -> dict[str, dict]:
     """Factorisations of up to 8 ranks over pp, dp, tp; schedules; sharding levels; recompute; bucket sizes."""
     cases = {}
-    models = ("llama", "llama-tied", "gpt2", "mistral", "qwen2", "deepseek_v3-dense")
+    models = ("llama", "llama-tied", "gpt2", "mistral", "qwen2", "deepseek_v3-dense", "bert", "modernbert")
     for model, (pp, dp, tp) in itertools.product(models, itertools.product((1, 2, 4), (1, 2, 4, 8), (1, 2, 4))):
         if not 1 < pp * dp * tp <= 8:
             continue

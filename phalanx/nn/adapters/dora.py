@@ -27,28 +27,30 @@ class DoRA(LoRA):
     Config = LowRankConfig
     reads_base = True
     embeds = False
+    heads = False
     started = ("lora_magnitude_vector",)
 
     def __init__(self, piece: LinearPiece, config: Any):
         super().__init__(piece, config)
         self.lora_magnitude_vector = self.per_output(piece, Init("ones"))
-        self._settled: Tensor | None = None
+        self._lengths: Tensor | None = None
 
     def combine(self, base: Tensor, delta: Tensor) -> Tensor:
-        factors = self._factors() if self._settled is None else self._settled
+        """Each output is multiplied by a factor, which is computed in at least fp32."""
+        length = self._made_lengths() if self._lengths is None else self._lengths
+        factors = self.lora_magnitude_vector.weight.to(length.dtype) / length
         return (base + delta) * self.piece.spread(factors.to(base.dtype), base)
 
     def settle(self) -> None:
-        self._settled = self._factors().detach()
+        """Where the inputs are cut over ranks this is an all-reduce of one number for each output."""
+        made = self._made_lengths()
+        if self._lengths is None:
+            self._lengths = made
+        else:  # where CUDA graphs read it
+            self._lengths.copy_(made)
 
-    def _factors(self) -> Tensor:
-        """What each output is multiplied by, (outputs here,) in at least fp32; of experts (experts here, ...)."""
-        length = self._lengths()
-        return self.lora_magnitude_vector.weight.to(length.dtype) / length
-
-    def _lengths(self) -> Tensor:
-        """Of the rows of W + scale * B A. Where the inputs are cut over ranks this is an all-reduce of one number for
-        each output."""
+    def _made_lengths(self) -> Tensor:
+        """Of the rows of W + scale * B A: (outputs here,); of experts (experts here, ...)."""
         weight, a, b = (_wide(t.detach()) for t in (self.piece.weight, self.lora_A.weight, self.lora_B.weight))
         whole = weight + (b @ a).mul_(self.scale)
         return self.piece.sum_over_inputs((whole * whole).sum(-1)).sqrt()

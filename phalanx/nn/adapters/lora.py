@@ -46,6 +46,9 @@ class LoRAConfig(LowRankConfig):
     start: Literal["random", "pissa"] = "random"
     """random: A as PEFT draws it and B zero; pissa: the largest singular values of each matrix with their vectors,
     which the adapter first takes out of the matrix and then trains (Meng et al., 2024)."""
+    dropout: float = 0.0
+    """Probability with which each feature of an adapter's input is dropped in training; of pissa, of what is trained.
+    An embedding's input has none, and experts cannot have it."""
 
 
 def scale_of(config: Any, module: str, rank: int) -> float:
@@ -62,6 +65,7 @@ class LoRA(LowRankAdapter):
     Config: ClassVar[Any] = LoRAConfig
     peft_type = "LORA"
     embeds: ClassVar[bool] = True
+    heads: ClassVar[bool] = True
     started: ClassVar[tuple[str, ...]] = ("lora_A", "lora_B", "start_A", "start_B")
 
     def __init__(self, piece: LinearPiece, config: Any):
@@ -76,6 +80,7 @@ class LoRA(LowRankAdapter):
             self.lora_B = self.up(piece, rank, init="zeros")
         self.scale = scale_of(config, module, rank)
         self.pissa = is_pissa(config)
+        self.dropout = config.dropout if isinstance(config, LoRAConfig) else 0.0
         if self.pissa:
             self.start_A = self.down(piece, rank, init="zeros", trained=False)
             self.start_B = self.up(piece, rank, init="zeros", trained=False)
@@ -83,7 +88,7 @@ class LoRA(LowRankAdapter):
     def terms(self) -> list[LowRankTerm]:
         if self.piece.is_embedding:
             return [LowRankTerm(self.lora_embedding_A, self.lora_embedding_B, self.scale)]
-        found = [LowRankTerm(self.lora_A, self.lora_B, self.scale)]
+        found = [LowRankTerm(self.lora_A, self.lora_B, self.scale, self.dropout)]
         return [*found, LowRankTerm(self.start_A, self.start_B, -self.scale)] if self.pissa else found
 
     @classmethod
@@ -105,6 +110,7 @@ class LoRA(LowRankAdapter):
     @classmethod
     def check(cls, config: Any) -> list[Problem]:
         found = [*at_least("lora", config, 1, "rank"), *within("lora", config, "alpha", "(0, inf)")]
+        found += within("lora", config, "dropout", "[0, 1)") if isinstance(config, LoRAConfig) else []
         for name, least, rule in (
             ("rank_pattern", 1, "must have integers >= 1"),
             ("alpha_pattern", 0, "must have numbers > 0"),
@@ -129,6 +135,13 @@ class LoRA(LowRankAdapter):
         patterns = {k: min(v, outputs, inputs) if fits_module(k, module) else v for k, v in config.rank_pattern.items()}
         rule = "must have ranks of at most the smaller side of each matrix"
         return [problem("lora", config, "rank_pattern", rule, because, (patterns,))]
+
+    @classmethod
+    def check_experts(cls, config: Any, module: str) -> list[Problem]:
+        if not isinstance(config, LoRAConfig) or config.dropout == 0.0:
+            return []
+        rule = "must be 0 on experts: a mask follows from the numbers of the tokens, which are not sent to them"
+        return [problem("lora", config, "dropout", rule, {"such as": module}, (0.0,))]
 
     @classmethod
     def patterns(cls, config: Any) -> dict[str, list[str]]:
@@ -167,6 +180,7 @@ class LoRA(LowRankAdapter):
         return {
             "r": ranks * config.rank,
             "lora_alpha": alphas * config.alpha,
+            "lora_dropout": config.dropout if isinstance(config, LoRAConfig) else 0.0,
             "use_rslora": config.rank_stabilised,
             "rank_pattern": {key: ranks * value for key, value in config.rank_pattern.items()},
             "alpha_pattern": {key: alphas * value for key, value in config.alpha_pattern.items()},

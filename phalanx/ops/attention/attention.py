@@ -1,11 +1,11 @@
-"""Causal attention over q, k, v of whole sequences: full, with a sliding window or with sinks, and inside documents if
-the batch has them.
+"""Attention over q, k, v of whole sequences: causal or both ways, inside documents, windows and chunks, with sinks,
+soft caps and relative bias.
 
 The definition that every backend must match is softmax(q k^T * scale) v. torch's scaled_dot_product_attention computes
 it. On GPUs it picks cuDNN or flash kernels where there is no mask, and memory-efficient or cuDNN kernels with one; the
-kernels of ops/attention/flash.py need no mask. Dropout of probabilities uses the explicit formula. Masks are additive
-(0 and -inf, in the dtype of q). They are built once for each micro-batch and kind, and all layers read them without
-widening them.
+kernels of ops/attention/flash.py need no mask. What its public call has no gradients for runs in the kernels behind it
+(ops/attention/one_block.py). Dropout of probabilities uses the explicit formula. Masks are additive (0 and -inf, in the
+dtype of q). They are built once for each micro-batch and kind, and all layers read them without widening them.
 """
 
 from __future__ import annotations
@@ -20,14 +20,27 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from phalanx.base.rng import keep_mask
-from phalanx.ops.attention.backends import repeated
+from phalanx.ops.attention.backends import Scoring, repeated
 from phalanx.ops.attention.flash import FLASH_ATTN, NARROW, TORCH_FLASH, own_precision
-from phalanx.ops.attention.kind import CAUSAL, MASKED, PAGED, AttentionKind, refuse_unsupported
-from phalanx.ops.attention.sinks import attention_with_sinks
+from phalanx.ops.attention.kind import (
+    CAUSAL,
+    EVERYTHING,
+    NOTHING,
+    PAGED,
+    AttentionKind,
+    Direction,
+    Learned,
+    RelativeBias,
+    by_documents,
+    refuse_unsupported,
+)
+from phalanx.ops.attention.one_block import Biased, attend_block
+from phalanx.ops.attention.relative_bias import Runs, bucket_of
 from phalanx.ops.op import ALL_KERNELS, Case, Implementation, Kernels, Op, invariant
 from phalanx.sequence.batch import Batch, PerBatch, room_for_documents
 
-MASKS, BLOCK_MASKS, VISIBLE = PerBatch[Tensor](), PerBatch[Tensor](), PerBatch[Tensor]()
+MASKS, BLOCK_MASKS = PerBatch[Tensor](), PerBatch[Tensor]()
+VISIBLE, BUCKETS = PerBatch[Tensor](), PerBatch[Tensor]()
 
 
 def attention(
@@ -36,64 +49,87 @@ def attention(
     v: Tensor,
     batch: Batch,
     kind: AttentionKind = CAUSAL,
-    sinks: Tensor | None = None,
+    learned: Learned = NOTHING,
     kernels: Kernels = "plain",
 ) -> Tensor:
     """q (sequences, heads, S, K), k (sequences, kv_heads, S, K), v (sequences, kv_heads, S, V) -> (T, heads * V).
 
-    Query head h reads kv head h // (heads / kv_heads). `sinks` (heads,): a logit for each head that joins the softmax's
-    denominator.
+    Query head h reads kv head h // (heads / kv_heads).
 
     Memory besides q, k, v and the output: none without documents and window, and none where flash kernels run (bf16 and
     fp16 on GPUs). Otherwise one mask for each micro-batch, of S * S elements (times sequences, with documents), or of T
-    * 2 * window elements plus a copy of k and v of twice their length, where that is smaller.
+    * 2 * window elements plus a copy of k and v of twice their length, where that is smaller (three times, both ways).
+    A bias has as many for each head, and so have soft-capped scores without flash-attn.
     """
-    if kind.sinks != (sinks is not None):
-        raise ValueError(f"the kind of attention has sinks={kind.sinks}, and the logits given are {sinks}")
+    learned.check(kind)
+    check_prefix(batch, kind)
     kind = kind.within(batch.seq_length)
-    hidden = batch.documents is not None or kind.window is not None or bool(batch.piece)  # cuDNN prepares for lengths
+    inside = batch.documents is not None or bool(batch.piece)
+    hidden = inside or kind.window is not None or kind.chunk is not None  # cuDNN prepares for lengths
     sizes = (q.shape[-1], v.shape[-1], q.shape[1] != v.shape[1], hidden)
     chosen = ATTENTION.fast(kernels, q, *sizes, asked=kind.features)
     if chosen is None:
         refuse_unsupported(kind, offers(kernels))
         chosen = ATTENTION.reference
-    out: Tensor = chosen.attend(q, k, v, batch, kind, sinks)
+    out: Tensor = chosen.attend(q, k, v, batch, kind, learned)
     return out
+
+
+def check_prefix(batch: Batch, kind: AttentionKind) -> None:
+    """ValueError if attention has prefixes and the batch has none."""
+    if kind.direction == "prefix" and batch.prefix is None:
+        raise ValueError("attention with prefixes needs Batch.prefix: use a task that makes prefixes")
 
 
 class Formula:
     """The definition, which makes the square of scores."""
 
-    features = MASKED | {"direction", "chunk", "soft_cap"}
+    features = EVERYTHING
 
     @staticmethod
-    def attend(q: Tensor, k: Tensor, v: Tensor, batch: Batch, kind: AttentionKind, sinks: Tensor | None) -> Tensor:
+    def attend(q: Tensor, k: Tensor, v: Tensor, batch: Batch, kind: AttentionKind, learned: Learned) -> Tensor:
         """As `attention`; a window is narrower than the sequences."""
-        k, v = repeated(k, q.shape[1]), repeated(v, q.shape[1])
-        scores = (q @ k.mT).to(torch.promote_types(q.dtype, torch.float32))
-        scores = scores / math.sqrt(q.shape[-1]) if kind.scale is None else scores * kind.scale
-        if kind.soft_cap is not None:
-            scores = kind.soft_cap * torch.tanh(scores / kind.soft_cap)
-        hidden = (kind.window, kind.direction, kind.chunk)
-        visible = VISIBLE.of(batch, lambda: _visible(batch, *hidden), *hidden)
-        scores = scores.masked_fill(~visible, -torch.inf)
-        if sinks is not None:
-            more = own_precision(sinks).to(scores.dtype).view(-1, 1, 1).expand(len(q), -1, scores.shape[2], 1)
-            scores = torch.cat((scores, more), -1)
-        probabilities = torch.softmax(scores, -1)[..., : k.shape[2]]
-        return (probabilities.to(v.dtype) @ v).transpose(1, 2).reshape(batch.num_tokens, -1)
+        batch, kind = by_documents(batch, kind)
+        probabilities = _probabilities(q, k, batch, kind, learned)
+        out = probabilities.to(v.dtype) @ repeated(v, q.shape[1])
+        return out.transpose(1, 2).reshape(batch.num_tokens, -1)
+
+
+def _probabilities(q: Tensor, k: Tensor, batch: Batch, kind: AttentionKind, learned: Learned) -> Tensor:
+    """(sequences, heads, L, S) in at least fp32. q: of this shard of the sequences; k: of whole sequences."""
+    scores = (q @ repeated(k, q.shape[1]).mT).to(torch.promote_types(q.dtype, torch.float32))
+    scores = scores / math.sqrt(q.shape[-1]) if kind.scale is None else scores * kind.scale
+    if kind.soft_cap is not None:
+        scores = kind.soft_cap * torch.tanh(scores / kind.soft_cap)
+    if kind.bias is not None and learned.bias is not None:
+        bias = kind.bias
+        bucket = BUCKETS.of(batch, lambda: bucket_of(_distances(batch), bias), bias)
+        scores = scores + own_precision(learned.bias).to(scores.dtype)[bucket].permute(2, 0, 1)
+    visible = VISIBLE.of(batch, lambda: _visible(batch, kind.window, kind.direction), kind.window, kind.direction)
+    scores = scores.masked_fill(~visible, -torch.inf)
+    if learned.sinks is not None:
+        more = own_precision(learned.sinks).to(scores.dtype).view(-1, 1, 1).expand(len(q), -1, scores.shape[2], 1)
+        scores = torch.cat((scores, more), -1)
+    return torch.softmax(scores, -1)[..., : k.shape[2]]
 
 
 class ByTorch:
-    """scaled_dot_product_attention; with a mask where something is hidden beside what is later."""
+    """scaled_dot_product_attention, or the kernels behind it where there is more to learn; with a mask where something
+    is hidden beside what is later."""
+
+    features = EVERYTHING
 
     @staticmethod
-    def attend(q: Tensor, k: Tensor, v: Tensor, batch: Batch, kind: AttentionKind, sinks: Tensor | None) -> Tensor:
-        if kind.window is not None and 2 * kind.window < batch.seq_length:
-            out = _in_blocks(q, k, v, batch, kind, sinks)
+    def attend(q: Tensor, k: Tensor, v: Tensor, batch: Batch, kind: AttentionKind, learned: Learned) -> Tensor:
+        batch, kind = by_documents(batch, kind)
+        blocks = 0 if kind.window is None or kind.direction == "prefix" else 3 if kind.direction == "both" else 2
+        if kind.window is not None and 0 < blocks * kind.window < batch.seq_length:
+            out = _in_blocks(q, k, v, batch, kind, learned)
         else:
-            mask = None if batch.documents is None and kind.window is None else _mask(batch, kind.window, q.dtype)
-            out = _attend(q, k, v, mask, kind.scale, sinks)
+            hides = batch.documents is not None or kind.window is not None or kind.direction == "prefix"
+            mask = _mask(batch, kind.window, kind.direction, q.dtype) if hides else None
+            place = (range(batch.seq_length),)
+            out = _attend(q, k, v, kind, learned, _Block(mask, not hides and kind.direction == "causal", place, place))
         return out.transpose(1, 2).reshape(batch.num_tokens, -1)
 
 
@@ -113,9 +149,12 @@ def _case(name: str, kind: AttentionKind, documents: int, shape: tuple[int, ...]
     token each. shape: sequences, tokens of each, heads, kv heads, widths of a query and of a value."""
     sequences, length, heads, kv_heads, wide_k, wide_v = shape
     tokens = sequences * length
+    params = {"sinks": (heads,)} if kind.sinks else {}
+    if kind.bias is not None:
+        params["bias"] = (kind.bias.buckets, heads)  # type: ignore[assignment]
 
     def call(packed: Tensor, *rest: Any) -> Tensor:
-        *sinks, kernels = rest
+        *given, kernels = rest
         ids = torch.arange(tokens, device=packed.device)
         batch = Batch(ids, ids, ids % length, ids // length, sequences, length)
         if documents:
@@ -124,12 +163,14 @@ def _case(name: str, kind: AttentionKind, documents: int, shape: tuple[int, ...]
             numbers = starts.cumsum(0) - 1
             room = room_for_documents(int(numbers[-1]) + 1, tokens)
             batch = replace(batch, documents=numbers.to(packed.device), most_documents=room)
+        if kind.direction == "prefix":
+            batch = replace(batch, prefix=(ids % length % 150 < length // 3).long())
         each = packed.view(sequences, length, -1, wide_k).transpose(1, 2)
         q, k, v = each.split((heads, kv_heads, kv_heads), 1)
-        return attention(q, k, v[..., :wide_v], batch, kind, sinks[0] if sinks else None, kernels)
+        return attention(q, k, v[..., :wide_v], batch, kind, Learned(**dict(zip(params, given))), kernels)
 
     packed = (tokens, heads + 2 * kv_heads, wide_k)
-    return Case(name, call, (packed, (heads,)) if kind.sinks else (packed,), (1,) if kind.sinks else (), **fields)
+    return Case(name, call, (packed, *params.values()), tuple(range(1, 1 + len(params))), **fields)
 
 
 def _cases() -> Iterator[Case]:
@@ -143,10 +184,18 @@ def _cases() -> Iterator[Case]:
         "documents, window": (AttentionKind(window=100), 150),
         "documents, window, sinks": (AttentionKind(window=100, sinks=True), 150),
         "window, sinks": (AttentionKind(window=128, sinks=True), 0),
+        "both ways": (AttentionKind("both"), 0),
+        "both ways, documents, window": (AttentionKind("both", window=100), 150),
+        "chunks": (AttentionKind(chunk=300), 0),
+        "chunks, documents": (AttentionKind(chunk=100), 150),
+        "prefix, documents": (AttentionKind("prefix"), 150),
+        "soft cap, documents": (AttentionKind(soft_cap=2.0), 150),
+        "bias": (AttentionKind("both", bias=RelativeBias(32, 128, True), scale=1.0), 0),
+        "bias, documents, window": (AttentionKind(bias=RelativeBias(32, 128), window=100), 150),
     }
     for name, (kind, documents) in kinds.items():
-        window = kind.window and kind.window // 25
-        yield _case(name, replace(kind, window=window), documents // 25, (2, 21, 4, 2, 6, 6))
+        small = replace(kind, window=kind.window and kind.window // 25, chunk=kind.chunk and kind.chunk // 25)
+        yield _case(name, small, documents // 25, (2, 21, 4, 2, 6, 6))
         for wide_k, wide_v in ((40, 40), (64, 64), (128, 128), (192, 128)):
             if wide_k == wide_v or not kind.sinks:
                 kv_heads = 2 if wide_k == wide_v else 8
@@ -171,114 +220,156 @@ ATTENTION = Op(
     (
         FLASH_ATTN,
         TORCH_FLASH,
-        Implementation("torch", f"{__name__}:ByTorch", features=MASKED, modes=ALL_KERNELS),
-        invariant("phalanx.ops.attention.invariant:FromPages", "any", features=PAGED),
+        Implementation("torch", f"{__name__}:ByTorch", features=EVERYTHING, modes=ALL_KERNELS),
+        invariant("phalanx.ops.attention.invariant:FromPages", "any", features=PAGED - {"bias"}),
     ),
     cases=tuple(_cases()),
 )
 
 
-def _attend(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, scale: float | None, sinks: Tensor | None) -> Tensor:
-    """Without a mask, causal."""
-    if sinks is not None:
-        return attention_with_sinks(q, k, v, sinks, mask, scale)
-    return F.scaled_dot_product_attention(
-        q, k, v, attn_mask=mask, is_causal=mask is None, scale=scale, enable_gqa=q.shape[1] != k.shape[1]
-    )
+@dataclass(frozen=True)
+class _Block:
+    """What queries read of keys: by a mask, those up to themselves (causal), or all; and the places of both, as far as
+    their distance goes."""
+
+    mask: Tensor | None
+    causal: bool
+    queries: Runs
+    keys: Runs
 
 
-def _in_blocks(q: Tensor, k: Tensor, v: Tensor, batch: Batch, kind: AttentionKind, sinks: Tensor | None) -> Tensor:
-    """Queries in blocks of `window` tokens, each with its own and the block before as keys: no square of the
-    sequence is made.
+def _attend(q: Tensor, k: Tensor, v: Tensor, kind: AttentionKind, learned: Learned, seen: _Block) -> Tensor:
+    """What is hidden by `kind` is in `seen` already."""
+    if kind.soft_cap is None and learned == NOTHING:
+        return F.scaled_dot_product_attention(
+            q,
+            k,
+            v,
+            attn_mask=seen.mask,
+            is_causal=seen.causal,
+            scale=kind.scale,
+            enable_gqa=q.shape[1] != k.shape[1],
+        )
+    scale = 1 / math.sqrt(q.shape[-1]) if kind.scale is None else kind.scale
+    biased = None if kind.bias is None else Biased(kind.bias, seen.queries, seen.keys)
+    return attend_block(q, k, v, learned, Scoring(seen.mask, seen.causal, scale, kind.soft_cap), biased)
+
+
+def _in_blocks(q: Tensor, k: Tensor, v: Tensor, batch: Batch, kind: AttentionKind, learned: Learned) -> Tensor:
+    """Queries in blocks of `window` tokens, each with its own and the block before as keys, and both ways also the one
+    after: no square of the sequence is made.
 
     The sequence is padded to fill the last block. Padding tokens are read by themselves alone and cut off at the end.
     """
     window: int = kind.window  # type: ignore[assignment]
+    both = kind.direction == "both"
     blocks = -(-batch.seq_length // window)
     q, k, v = (
         F.pad(t, (0, 0, 0, blocks * window - batch.seq_length)).unflatten(2, (blocks, window)).transpose(1, 2)
         for t in (q, k, v)
     )
-    k, v = (
-        torch.cat((F.pad(t[:, :-1], (0, 0, 0, 0, 0, 0, 1, 0)), t), -2).flatten(0, 1) for t in (k, v)
-    )  # the block before and the block itself
-    mask = BLOCK_MASKS.of(batch, lambda: _make_block_mask(batch, window, q.dtype), window, q.dtype)
-    out = _attend(q.flatten(0, 1), k, v, mask, kind.scale, sinks)
+    k, v = (_with_neighbours(t, both).flatten(0, 1) for t in (k, v))
+    mask = BLOCK_MASKS.of(batch, lambda: _make_block_mask(batch, window, both, q.dtype), window, both, q.dtype)
+    seen = _Block(mask, False, (range(window, 2 * window),), (range(k.shape[2]),))
+    out = _attend(q.flatten(0, 1), k, v, kind, learned, seen)
     return out.unflatten(0, (-1, blocks)).transpose(1, 2).flatten(2, 3)[:, :, : batch.seq_length]
 
 
-def _make_block_mask(batch: Batch, window: int, dtype: torch.dtype) -> Tensor:
-    """(sequences * blocks, 1, window, 2 * window): query a of a block reads keys a + 1 .. a + window of the pair of
-    blocks."""
+def _with_neighbours(x: Tensor, both: bool, value: int = 0) -> Tensor:
+    """(sequences, blocks, ..., window, K) -> the same with each block after the one before it and, if `both`, before
+    the one after it. Where there is none, `value`."""
+    around = (0, 0) * (x.dim() - 2)
+    parts = [F.pad(x[:, :-1], (*around, 1, 0), value=value), x]
+    if both:
+        parts.append(F.pad(x[:, 1:], (*around, 0, 1), value=value))
+    return torch.cat(parts, -2)
+
+
+def _make_block_mask(batch: Batch, window: int, both: bool, dtype: torch.dtype) -> Tensor:
+    """(sequences * blocks, 1, window, 2 or 3 * window): query a of a block reads keys a + 1 .. a + window of the pair
+    of blocks, or .. a + 2 window - 1 of three."""
     device, length = batch.tokens.device, batch.seq_length
     doc = torch.zeros_like(batch.tokens) if batch.documents is None else batch.documents
     doc = F.pad(doc.view(batch.num_sequences, length), (0, -length % window), value=-1).unflatten(1, (-1, window))
-    before = F.pad(doc[:, :-1], (0, 0, 1, 0), value=-2)  # before the first block there is nothing to read
-    band = torch.ones(window, 2 * window, dtype=torch.bool, device=device).triu(1).tril(window)
-    return (
-        _additive(band & (doc.unsqueeze(-1) == torch.cat((before, doc), -1).unsqueeze(-2)), dtype)
-        .flatten(0, 1)
-        .unsqueeze(1)
-    )
+    keys = _with_neighbours(doc.unsqueeze(-1), both, -2).squeeze(-1)
+    last = 2 * window - 1 if both else window
+    band = torch.ones(window, keys.shape[-1], dtype=torch.bool, device=device).triu(1).tril(last)
+    return _additive(band & (doc.unsqueeze(-1) == keys.unsqueeze(-2)), dtype).flatten(0, 1).unsqueeze(1)
 
 
 @dataclass(frozen=True)
 class ProbabilityDropout:
     """Dropout of attention's probabilities, keyed by (seed, sample, query position, layer, global head, key position):
-    `first_head` is the number of the first head that is here."""
+    `first_head` is the number of the first head that is here; `site` tells apart the attentions of a layer."""
 
     p: float
     seed: int
     layer: int
     first_head: int
+    site: int = 0
 
 
-def attention_with_dropout(q: Tensor, k: Tensor, v: Tensor, batch: Batch, dropout: ProbabilityDropout) -> Tensor:
-    """Full causal attention with dropout of the probabilities.
+def attention_with_dropout(
+    heads: tuple[Tensor, Tensor, Tensor],
+    batch: Batch,
+    kind: AttentionKind,
+    learned: Learned,
+    dropout: ProbabilityDropout,
+) -> Tensor:
+    """`attention` with dropout of the probabilities. heads: q, k, v.
 
     q of this rank's shard of the sequences, k and v of whole sequences. In a batch whose documents are balanced over
     ranks, the queries of a shard may belong to any sequence: each query is given the keys of all sequences and reads
     those of its own document.
     """
-    heads = q.shape[1]
+    q, k, v = heads
+    learned.check(kind)
+    check_prefix(batch, kind)
     if batch.balanced is not None:
         q, k, v = (t.transpose(1, 2).flatten(0, 1).unsqueeze(0).transpose(1, 2) for t in (q, k, v))
-    k, v = (t.repeat_interleave(heads // t.shape[1], dim=1) for t in (k, v))
-    scores = q @ k.transpose(-1, -2) / math.sqrt(q.shape[-1]) + _mask(batch, None, q.dtype)
-    probs = torch.softmax(scores if scores.dtype == torch.float64 else scores.float(), -1)
+    probs = _probabilities(q, k, *by_documents(batch, kind), learned)
     rows = tuple(t.view(len(q), -1) for t in (batch.samples, batch.places))
-    numbers = range(dropout.first_head, dropout.first_head + heads)
-    key = (dropout.p, dropout.seed, dropout.layer, 0)
+    numbers = range(dropout.first_head, dropout.first_head + q.shape[1])
+    key = (dropout.p, dropout.seed, dropout.layer, dropout.site)
     keep = torch.stack([keep_mask(*key, rows, batch.seq_length, head) for head in numbers], 1)  # type: ignore[arg-type]
     keep = keep.repeat(1, 1, 1, k.shape[2] // batch.seq_length)
-    out = (probs * keep / (1.0 - dropout.p)).to(v.dtype) @ v
+    out = (probs * keep / (1.0 - dropout.p)).to(v.dtype) @ repeated(v, q.shape[1])
     return out.transpose(1, 2).reshape(batch.num_tokens, -1)
 
 
-def _mask(batch: Batch, window: int | None, dtype: torch.dtype) -> Tensor:
-    """(sequences or 1, 1, L, S) for the L local queries of each sequence and all S keys: 0 where query i may read key j
-    (j <= i, i - j < window, and the same document), -inf elsewhere."""
-    return MASKS.of(batch, lambda: _additive(_visible(batch, window), dtype), window, dtype)
+def _mask(batch: Batch, window: int | None, direction: Direction, dtype: torch.dtype) -> Tensor:
+    """(sequences or 1, 1, L, S) for the L local queries of each sequence and all S keys: 0 where query i may read key
+    j, -inf elsewhere."""
+    return MASKS.of(batch, lambda: _additive(_visible(batch, window, direction), dtype), window, direction, dtype)
 
 
 def _additive(visible: Tensor, dtype: torch.dtype) -> Tensor:
     return torch.zeros(visible.shape, dtype=dtype, device=visible.device).masked_fill_(~visible, -torch.inf)
 
 
-def _visible(batch: Batch, window: int | None, direction: str = "causal", chunk: int | None = None) -> Tensor:
+def _distances(batch: Batch) -> Tensor:
+    """(L, S): places of the S keys less those of the L local queries. Of a balanced batch all tokens of the micro-batch
+    are keys."""
+    device = batch.tokens.device
     if batch.balanced is not None:
-        keys = torch.arange(batch.all_tokens, device=batch.tokens.device)
-        return ((keys <= batch.take(keys).unsqueeze(-1)) & (batch.runs[0].unsqueeze(-1) == batch.uncut.runs[0]))[
-            None, None
-        ]
-    keys = torch.arange(batch.seq_length, device=batch.tokens.device)
-    queries = torch.cat([keys[run.start : run.stop] for run in batch.part.runs(batch.seq_length)]).unsqueeze(-1)
-    seen = keys <= queries if direction == "causal" else torch.ones_like(keys <= queries)
+        keys = torch.arange(batch.all_tokens, device=device)
+        return keys - batch.take(keys).unsqueeze(-1)
+    keys = torch.arange(batch.seq_length, device=device)
+    return keys - torch.cat([keys[run.start : run.stop] for run in batch.part.runs(batch.seq_length)]).unsqueeze(-1)
+
+
+def _visible(batch: Batch, window: int | None, direction: Direction) -> Tensor:
+    """(sequences or 1, 1, L, S): which keys each query reads: of its document, in the window, and none that is later
+    unless both directions are read or both belong to the prefix (no query before a key of the prefix is beyond it)."""
+    distance, rows = _distances(batch), 1 if batch.balanced is not None else batch.num_sequences
+    seen = torch.ones_like(distance, dtype=torch.bool) if direction == "both" else distance <= 0
+    if direction == "prefix" and batch.uncut.prefix is not None:
+        seen = seen | (batch.uncut.prefix.view(rows, 1, 1, -1) > 0)
     if window is not None:
-        seen &= (queries - keys).abs() < window
-    if chunk is not None:
-        seen &= queries // chunk == keys // chunk
+        seen = seen & (distance.abs() < window)
+    if batch.balanced is not None:
+        return (seen & (batch.runs[0].unsqueeze(-1) == batch.uncut.runs[0])).view(1, 1, *distance.shape)
     if batch.documents is None or batch.uncut.documents is None:
-        return seen[None, None]
-    of_queries, of_keys = (doc.view(batch.num_sequences, 1, -1) for doc in (batch.documents, batch.uncut.documents))
+        return seen if seen.dim() == 4 else seen[None, None]
+    of_queries, of_keys = (doc.view(rows, 1, -1) for doc in (batch.documents, batch.uncut.documents))
     return seen & (of_queries.unsqueeze(-1) == of_keys.unsqueeze(-2))

@@ -9,7 +9,7 @@ kv_heads, keys, V).
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, NamedTuple
 
@@ -24,15 +24,32 @@ aten = torch.ops.aten
 
 
 class Scoring(NamedTuple):
-    """Which scores there are, and their scale.
+    """Which scores there are, their scale, and what becomes of them.
 
-    mask    additive, (B or 1, heads or 1, S, keys); None: nothing is hidden by it
-    causal  query i reads keys 0 .. i
+    mask      additive, (B or 1, 1, S, keys); None: nothing is hidden by it
+    causal    query i reads keys 0 .. i
+    soft_cap  scores become cap * tanh(scores / cap)
+    bias      (heads, S, keys): added afterwards; it has a gradient
     """
 
     mask: Tensor | None
     causal: bool
     scale: float
+    soft_cap: float | None = None
+    bias: Tensor | None = None
+
+    @property
+    def features(self) -> frozenset[str]:
+        """What a backend must have, beside masks."""
+        asked = {"soft_cap": self.soft_cap is not None, "bias": self.bias is not None}
+        return frozenset(name for name, wanted in asked.items() if wanted)
+
+    @property
+    def added(self) -> Tensor | None:
+        """Mask and bias as one."""
+        if self.bias is None or self.mask is None:
+            return self.mask if self.bias is None else self.bias[None]
+        return self.mask + self.bias
 
 
 class SavedBlock(NamedTuple):
@@ -48,9 +65,12 @@ class SavedBlock(NamedTuple):
 
 
 class Gradients(NamedTuple):
+    """Those of the inputs, and (heads, S, keys) of the bias, if there is one."""
+
     q: Tensor
     k: Tensor
     v: Tensor
+    bias: Tensor | None = None
 
 
 @dataclass(frozen=True)
@@ -61,10 +81,10 @@ class Backend:
     backward: Callable[[Tensor, SavedBlock, Scoring], Gradients]
 
 
-def block_backend(q: Tensor, v: Tensor, masked: bool, kernels: Kernels = "plain", steady: bool = True) -> Backend:
+def block_backend(q: Tensor, v: Tensor, how: Scoring, kernels: Kernels = "plain", steady: bool = True) -> Backend:
     """The implementation of BLOCKS that is to run. Not `steady`: shapes that hardly ever come again."""
-    sizes = (q.shape[-1], v.shape[-1], q.shape[1] != v.shape[1], masked, steady)
-    found: Backend = BLOCKS.choose(kernels, q, *sizes)
+    sizes = (q.shape[-1], v.shape[-1], q.shape[1] != v.shape[1], how.added is not None, steady)
+    found: Backend = BLOCKS.choose(kernels, q, *sizes, asked=how.features)
     return found
 
 
@@ -81,32 +101,43 @@ def folded(dx: Tensor, kv_heads: int) -> Tensor:
 # ---- the definition ------------------------------------------------------------------------------
 
 
-def _scores(q: Tensor, k: Tensor, how: Scoring) -> Tensor:
-    scores = q @ repeated(k, q.shape[1]).mT * how.scale
-    if how.mask is not None:
-        scores = scores + how.mask
+def _scores(q: Tensor, k: Tensor, how: Scoring) -> tuple[Tensor, Tensor | None]:
+    """In at least fp32, and the tanh of capped ones."""
+    scores = (q @ repeated(k, q.shape[1]).mT).to(torch.promote_types(q.dtype, torch.float32)) * how.scale
+    capped = None
+    if how.soft_cap is not None:
+        capped = torch.tanh(scores / how.soft_cap)
+        scores = capped * how.soft_cap
+    if how.added is not None:
+        scores = scores + how.added
     if how.causal:
         scores = scores.masked_fill(
             ~torch.ones(scores.shape[-2:], dtype=torch.bool, device=q.device).tril(), -torch.inf
         )
-    return scores if scores.dtype == torch.float64 else scores.float()
+    return scores, capped
 
 
 def _plain_forward(q: Tensor, k: Tensor, v: Tensor, how: Scoring) -> tuple[Tensor, Tensor]:
-    scores = _scores(q, k, how)
+    scores, _ = _scores(q, k, how)
     lse = scores.logsumexp(-1)
     return (scores - lse.unsqueeze(-1)).exp().to(v.dtype) @ repeated(v, q.shape[1]), lse
 
 
 def _plain_backward(dout: Tensor, saved: SavedBlock, how: Scoring) -> Gradients:
-    """With P the probabilities: dv = P^T dout, dscores = P * (dout v^T - dout . out)."""
+    """With P the probabilities: dv = P^T dout, dscores = P * (dout v^T - dout . out), and of scores cap * t before the
+    cap (1 - t^2) times as much."""
     q, k, v, out, lse, _ = saved
     heads, kv_heads = q.shape[1], k.shape[1]
-    probs = (_scores(q, k, how) - lse.unsqueeze(-1)).exp()
+    scores, capped = _scores(q, k, how)
+    probs = (scores - lse.unsqueeze(-1)).exp()
     dprobs = dout @ repeated(v, heads).mT - (dout * out).sum(-1, keepdim=True)
-    dscores = (probs * dprobs * how.scale).to(q.dtype)
+    dscores = probs * dprobs
+    dbias = None if how.bias is None else dscores.sum(0)
+    if capped is not None:
+        dscores = dscores * (1 - capped * capped)
+    dscores = (dscores * how.scale).to(q.dtype)
     dq, dk, dv = dscores @ repeated(k, heads), dscores.mT @ q, probs.to(q.dtype).mT @ dout
-    return Gradients(dq, folded(dk, kv_heads), folded(dv, kv_heads))
+    return Gradients(dq, folded(dk, kv_heads), folded(dv, kv_heads), dbias)
 
 
 # ---- torch's kernels -----------------------------------------------------------------------------
@@ -150,7 +181,7 @@ def _cudnn_backward(dout: Tensor, saved: SavedBlock, how: Scoring) -> Gradients:
 def _efficient_forward(q: Tensor, k: Tensor, v: Tensor, how: Scoring) -> tuple[Any, ...]:
     """Its log-sum-exp is padded."""
     call, heads = aten._scaled_dot_product_efficient_attention, q.shape[1]
-    given = (q, repeated(k, heads), repeated(v, heads), _aligned(how.mask, q))
+    given = (q, repeated(k, heads), repeated(v, heads), _aligned(how.added, q))
     out, lse, *more = call(*given, True, 0.0, how.causal, scale=how.scale)
     return out, lse[..., : q.shape[2]], lse.shape[-1] - q.shape[2], *more
 
@@ -158,10 +189,11 @@ def _efficient_forward(q: Tensor, k: Tensor, v: Tensor, how: Scoring) -> tuple[A
 def _efficient_backward(dout: Tensor, saved: SavedBlock, how: Scoring) -> Gradients:
     q, k, v, out, lse, (padding, seed, offset) = saved
     call, heads, kv_heads = aten._scaled_dot_product_efficient_attention_backward, q.shape[1], k.shape[1]
-    given = (dout, q, repeated(k, heads), repeated(v, heads), _aligned(how.mask, q), out, F.pad(lse, (0, padding)))
-    wanted = [True, True, True, False]
-    dq, dk, dv, _ = call(*given, seed, offset, 0.0, wanted, how.causal, scale=how.scale)
-    return Gradients(dq, folded(dk, kv_heads), folded(dv, kv_heads))
+    given = (dout, q, repeated(k, heads), repeated(v, heads), _aligned(how.added, q), out, F.pad(lse, (0, padding)))
+    wanted = [True, True, True, how.bias is not None]
+    dq, dk, dv, added = call(*given, seed, offset, 0.0, wanted, how.causal, scale=how.scale)
+    dbias = None if how.bias is None else added.sum(0, dtype=torch.float32)
+    return Gradients(dq, folded(dk, kv_heads), folded(dv, kv_heads), dbias)
 
 
 def _aligned(mask: Tensor | None, q: Tensor) -> Tensor | None:
@@ -212,7 +244,11 @@ def _dry_forward(q: Tensor, k: Tensor, v: Tensor, how: Scoring) -> tuple[Tensor,
 
 
 def _dry_backward(dout: Tensor, saved: SavedBlock, how: Scoring) -> Gradients:
-    return Gradients(*fused_gradients(*saved[:3]))
+    """The gradient of a bias is made for each sequence, then summed."""
+    found = Gradients(*fused_gradients(*saved[:3]))
+    if how.bias is None:
+        return found
+    return found._replace(bias=how.bias.new_empty(len(saved.q), *how.bias.shape).sum(0))
 
 
 def fused_gradients(*inputs: Tensor) -> tuple[Tensor, ...]:
@@ -267,7 +303,7 @@ def beside_more(backend: Any, given: Sequence[Tensor], how: Scoring, blind: Tens
     whole = torch.logaddexp(lse, more_lse.to(lse.dtype))
     out = out * (lse - whole).exp().unsqueeze(-1) + more * (more_lse - whole).exp().unsqueeze(-1)
     saved = SavedBlock(q, k, v, out.to(q.dtype), whole.contiguous(), tuple(kept))
-    return saved.out, whole, *backend.backward(dout, saved, how)
+    return saved.out, whole, *(grad for grad in backend.backward(dout, saved, how) if grad is not None)
 
 
 def case_shapes(
@@ -279,21 +315,31 @@ def case_shapes(
     return q, k, (*v[:3], widths[1]), out, out, q[:3]
 
 
-def _block_case(name: str, seen: str, *shape: Any, large: bool = False, dtypes: Any = None) -> Case:
-    """seen: "all", "causal", or "mask"."""
+def _block_case(
+    name: str,
+    seen: str,
+    *shape: Any,
+    more: Mapping[str, Any] | None = None,
+    large: bool = False,
+    dtypes: Any = None,
+) -> Case:
+    """seen: "all", "causal", or "mask". more: a soft cap; "bias": a bias of the scores, the last input."""
+    soft_cap, biased = (more or {}).get("soft_cap"), bool((more or {}).get("bias"))
 
     def call(*given: Any) -> tuple[Tensor, ...]:
         *tensors, kernels = given
         q, k, v = tensors[:3]
-        mask = None
+        mask, bias = None, tensors.pop().detach() if biased else None
         if seen == "mask":
             places = (torch.arange(x.shape[2], device=x.device) for x in (q, k))
             later = next(places)[:, None] * 2 < next(places)  # every query reads the first key
             mask = torch.zeros_like(later, dtype=q.dtype).masked_fill_(later, -torch.inf)[None, None]
-        how = Scoring(mask, seen == "causal", q.shape[-1] ** -0.5)
-        return beside_more(block_backend(q, v, mask is not None, kernels), tensors, how, None)
+        how = Scoring(mask, seen == "causal", q.shape[-1] ** -0.5, soft_cap, bias)
+        return beside_more(block_backend(q, v, how, kernels), tensors, how, None)
 
-    return Case(name, call, case_shapes(*shape), dtypes=dtypes, large=large)
+    heads, _, queries, keys, _ = shape
+    shapes = case_shapes(*shape) + (((heads, queries, keys),) if biased else ())
+    return Case(name, call, shapes, dtypes=dtypes, large=large)
 
 
 BLOCKS = Op(
@@ -306,7 +352,7 @@ BLOCKS = Op(
             FLASH_ATTN,
             source=f"{__name__}:HEADS_LAST",
             fits=_flash_attn_fits,
-            features=None,
+            features=frozenset(),
             modes=("auto", "optional"),
             insisted=(),
         ),
@@ -317,6 +363,7 @@ BLOCKS = Op(
             (9, 0),
             NARROW,
             fits=_cudnn_fits,
+            features=frozenset(),
             shapes="heads of at most 128, in multiples of 8, no mask",
         ),
         Implementation(
@@ -325,6 +372,7 @@ BLOCKS = Op(
             "cuda",
             dtypes=NARROW,
             fits=_flash_block_fits,
+            features=frozenset(),
             shapes="values as wide as queries, in multiples of 8, no mask",
             modes=ALL_KERNELS,
         ),
@@ -334,19 +382,42 @@ BLOCKS = Op(
             "cuda",
             dtypes=(*NARROW, torch.float32),
             fits=_efficient_fits,
+            features=frozenset(("bias",)),
             shapes="heads in multiples of 8",
             modes=ALL_KERNELS,
         ),
         Implementation(
-            "cpu", f"{__name__}:CPU", "cpu", fits=_cpu_fits, shapes="values as wide as queries", modes=ALL_KERNELS
+            "cpu",
+            f"{__name__}:CPU",
+            "cpu",
+            fits=_cpu_fits,
+            shapes="values as wide as queries",
+            features=frozenset(),
+            modes=ALL_KERNELS,
         ),
-        Implementation("dry", f"{__name__}:DRY", "meta", modes=ALL_KERNELS),
+        Implementation("dry", f"{__name__}:DRY", "meta", features=frozenset(("bias",)), modes=ALL_KERNELS),
     ),
     switches=("attention",),
     cases=(
         _block_case("all keys", "all", 4, 2, 9, 13, (6, 6)),
         _block_case("causal", "causal", 4, 4, 11, 11, (6, 6)),
         _block_case("mask", "mask", 4, 1, 9, 13, (6, 6)),
+        _block_case("soft cap", "causal", 4, 2, 11, 11, (6, 6), more={"soft_cap": 0.8}),
+        _block_case("bias, mask", "mask", 4, 2, 9, 13, (6, 6), more={"bias": True}),
+        *(
+            _block_case(
+                f"{seen}, bias, heads of {width}",
+                seen,
+                8,
+                8,
+                512,
+                1088,
+                (width, width),
+                more={"bias": True},
+                large=True,
+            )
+            for seen, width in (("all", 64), ("mask", 128))
+        ),
         *(
             _block_case(
                 f"{seen}, {kv_heads} kv heads of {wide} and {value}",

@@ -8,8 +8,9 @@ or all at once (Llama team, "The Llama 3 herd of models", 2024, section 3.3.2). 
 is computed separately. The outputs are then joined by their log-sum-exp, and each kernel's backward is given the joint
 one (ops/attention/backends.py).
 
-Shards are assigned in zig-zag order (sequence/shard.py), so that a causal mask gives every rank the same work. Only the
-chunks of a shard that somebody reads are sent, and no kernel runs where nothing is read. Backward sends the keys and
+Shards are assigned in zig-zag order (sequence/shard.py), so that a causal mask gives every rank the same work; both
+ways they have the same work in any order. Only the chunks of a shard that somebody reads are sent, and no kernel runs
+where nothing is read. Backward sends the keys and
 values again instead of storing them, and sends each shard's gradients home.
 
 Shapes: L local tokens of a sequence, S tokens of a whole sequence, K and V the widths of a query and a value.
@@ -29,9 +30,18 @@ from torch.autograd import Function
 
 from phalanx.comm.axis import Axis, ModelAxes, Work
 from phalanx.ops.attention import attention as whole
-from phalanx.ops.attention.attention import ProbabilityDropout
+from phalanx.ops.attention.attention import ProbabilityDropout, check_prefix
 from phalanx.ops.attention.backends import SavedBlock, Scoring, block_backend
-from phalanx.ops.attention.kind import CAUSAL, MASKED, AttentionKind, refuse_unsupported
+from phalanx.ops.attention.kind import (
+    CAUSAL,
+    EVERYTHING,
+    NOTHING,
+    AttentionKind,
+    Learned,
+    by_documents,
+    refuse_unsupported,
+)
+from phalanx.ops.attention.one_block import Biased
 from phalanx.ops.attention.segments import SEGMENTS, Segments
 from phalanx.ops.attention.sinks import join_sinks, sinks_grad
 from phalanx.ops.dense.grads import add_grad
@@ -65,26 +75,27 @@ class AttentionPlan:
     keep: Callable[..., Tensor] = _at_once
 
 
-def attention(
-    q: Tensor, k: Tensor, v: Tensor, batch: Batch, plan: AttentionPlan, sinks: Tensor | None = None
-) -> Tensor:
+def attention(q: Tensor, k: Tensor, v: Tensor, batch: Batch, plan: AttentionPlan, learned: Learned = NOTHING) -> Tensor:
     """As ops.attention.attention, of this rank's part of each sequence: q (sequences, heads, L, K), k, v alike ->
     (T, heads * V)."""
     kind, axes = plan.kind, plan.axes
-    if not kind.features <= MASKED and (batch.balanced is not None or axes.keys.size > 1):
+    learned.check(kind)
+    check_prefix(batch, kind)
+    if batch.balanced is not None or axes.keys.size > 1:
         refuse_unsupported(kind, offers_of(plan.form, True, 0.0, plan.kernels))
     if batch.balanced is not None:
-        return _of_pieces(q, k, v, batch, plan, sinks)
+        return _of_pieces(q, k, v, batch, plan, learned)
     q, k, v = to_heads(q, k, v, batch, axes.heads)
-    batch_of_heads, sinks = batch.among(axes.heads.size), None if sinks is None else own_heads(sinks, axes.heads)
+    batch_of_heads, learned = batch.among(axes.heads.size), own_heads(learned, axes.heads)
     if axes.keys.size == 1:
-        out = plan.keep(lambda q, k, v: whole.attention(q, k, v, batch_of_heads, kind, sinks, plan.kernels), q, k, v)
+        out = plan.keep(lambda q, k, v: whole.attention(q, k, v, batch_of_heads, kind, learned, plan.kernels), q, k, v)
     else:
+        inside, kind = by_documents(batch_of_heads, kind.within(batch.seq_length))
         scale = 1 / math.sqrt(q.shape[-1]) if kind.scale is None else kind.scale
-        window = kind.within(batch.seq_length).window
-        reading = ContextAttention(batch_of_heads, axes.keys, plan.form, window, scale, plan.kernels)
+        reading = ContextAttention(inside, axes.keys, plan.form, replace(kind, scale=scale), plan.kernels)
+        given = (learned.sinks, learned.bias, reading)
         out = plan.keep(
-            lambda q, k, v: _ReadParts.apply(q, k, v, sinks, reading).transpose(1, 2).flatten(2).flatten(0, 1), q, k, v
+            lambda q, k, v: _ReadParts.apply(q, k, v, *given).transpose(1, 2).flatten(2).flatten(0, 1), q, k, v
         )
     return to_tokens(out, batch, axes.heads)
 
@@ -93,9 +104,9 @@ def offers_of(form: Form, keys_are_cut: bool, dropout: float, kernels: Kernels) 
     """By name of what could run a layer's attention, the features that it has, known when the layer is built.
     `keys_are_cut`: ranks of context parallelism read each other's keys."""
     if dropout > 0:
-        return {"attention with dropout": frozenset()}
+        return {"attention with dropout": EVERYTHING}
     if keys_are_cut:
-        return {f"context parallelism by {form}": MASKED}
+        return {f"context parallelism by {form}": EVERYTHING}
     return whole.offers(kernels)
 
 
@@ -104,7 +115,7 @@ def likes_of(q: Tensor, v: Tensor) -> tuple[tuple[tuple[int, int], torch.dtype]]
     return (((q.shape[0] * q.shape[2], q.shape[1] * v.shape[-1]), q.dtype),)
 
 
-def _of_pieces(q: Tensor, k: Tensor, v: Tensor, batch: Batch, plan: AttentionPlan, sinks: Tensor | None) -> Tensor:
+def _of_pieces(q: Tensor, k: Tensor, v: Tensor, batch: Batch, plan: AttentionPlan, learned: Learned) -> Tensor:
     """Of a dealt batch: each document that ranks share over those ranks, then all that is whole here. Who shares two
     documents meets for them in one order: those of more ranks first, then as they lie in the micro-batch."""
     pieces = batch.pieces
@@ -113,23 +124,30 @@ def _of_pieces(q: Tensor, k: Tensor, v: Tensor, batch: Batch, plan: AttentionPla
     for piece, *rows in zip(pieces, *flat):
         q, k, v = (t.unsqueeze(0).transpose(1, 2) for t in rows)
         among = replace(plan, axes=plan.axes.among(piece.part.count))
-        mixed.append(attention(q, k, v, piece, among, sinks))
+        mixed.append(attention(q, k, v, piece, among, learned))
     return torch.cat(mixed)
 
 
 def attention_with_dropout(
-    q: Tensor, k: Tensor, v: Tensor, batch: Batch, axes: ModelAxes, dropout: ProbabilityDropout
+    heads: tuple[Tensor, Tensor, Tensor],
+    batch: Batch,
+    plan: AttentionPlan,
+    learned: Learned,
+    dropout: ProbabilityDropout,
 ) -> Tensor:
     """As ops.attention_with_dropout, for this rank's shard of each sequence. The probabilities of a query are computed
     together, over all keys."""
+    q, k, v = heads
+    axes = plan.axes
     if batch.balanced is not None:
         k, v = gather_keys(k, v, batch, axes.cp)
-        return whole.attention_with_dropout(q, k, v, batch, dropout)
+        return whole.attention_with_dropout((q, k, v), batch, plan.kind, learned, dropout)
     q, k, v = to_heads(q, k, v, batch, axes.heads)
-    batch_of_heads = batch.among(axes.heads.size)
+    batch_of_heads, learned = batch.among(axes.heads.size), own_heads(learned, axes.heads)
     dropout = replace(dropout, first_head=dropout.first_head + axes.heads.index * q.shape[1])
     k, v = gather_keys(k, v, batch_of_heads, axes.keys)
-    return to_tokens(whole.attention_with_dropout(q, k, v, batch_of_heads, dropout), batch, axes.heads)
+    mixed = whole.attention_with_dropout((q, k, v), batch_of_heads, plan.kind, learned, dropout)
+    return to_tokens(mixed, batch, axes.heads)
 
 
 # ---- heads for tokens ----------------------------------------------------------------------------
@@ -167,22 +185,24 @@ def _neighbours(batch: Batch, n: int) -> tuple[tuple[SequenceShard, ...], list[i
     return parts, [batch.num_sequences * part.size(batch.seq_length) for part in parts]
 
 
-def own_heads(x: Tensor, axis: Axis) -> Tensor:
-    """This rank's slice of a parameter with one number for each head, in at least fp32."""
-    return x if axis.size == 1 else _OwnHeads.apply(x, axis)
+def own_heads(learned: Learned, axis: Axis) -> Learned:
+    """This rank's slice of parameters with something for each head (the last dim), in at least fp32."""
+    if axis.size == 1:
+        return learned
+    return Learned(*(None if x is None else _OwnHeads.apply(x, axis) for x in (learned.sinks, learned.bias)))
 
 
 class _OwnHeads(Function):
     @staticmethod
     def forward(ctx: Any, x: Tensor, axis: Axis) -> Tensor:  # type: ignore[override]
         ctx.x, ctx.axis = x, axis
-        mine = x.chunk(axis.size)[axis.index]
+        mine = x.chunk(axis.size, -1)[axis.index]
         return mine.clone() if x.dtype == torch.float64 else mine.float()
 
     @staticmethod
     def backward(ctx: Any, dy: Tensor) -> tuple[Tensor | None, None]:  # type: ignore[override]
         dx = dy.new_zeros(ctx.x.shape)
-        dx.chunk(ctx.axis.size)[ctx.axis.index].copy_(dy)
+        dx.chunk(ctx.axis.size, -1)[ctx.axis.index].copy_(dy)
         return add_grad(ctx.x, dx), None
 
 
@@ -200,21 +220,29 @@ class QueryKeyBlock:
 
 
 def block_of(
-    mine: SequenceShard, theirs: SequenceShard, length: int, window: int | None, documents: bool
+    mine: SequenceShard, theirs: SequenceShard, length: int, kind: AttentionKind, documents: bool
 ) -> QueryKeyBlock | None:
     """What the shard `mine` reads of `theirs` in sequences of `length` tokens, in whole chunks; None: nothing."""
     q, k = mine.runs(length), theirs.runs(length)
-    reach = length if window is None else window
-    seen = [(i, j) for i in (0, 1) for j in (0, 1) if k[j].start < q[i].stop and q[i].start - k[j].stop + 1 < reach]
+    reach = length if kind.window is None else kind.window
+    seen = [(i, j) for i in (0, 1) for j in (0, 1) if q[i] and k[j] and _reads(q[i], k[j], reach, kind)]
     if not seen:
         return None
     (i0, i1), (j0, j1) = ((min(side), max(side)) for side in zip(*seen))
-    every = k[j1].stop - 1 <= q[i0].start and q[i1].stop - 1 - k[j0].start < reach
-    if documents or not (every or (mine == theirs and window is None)):
+    before, after = q[i1].stop - 1 - k[j0].start, k[j1].stop - 1 - q[i0].start  # the furthest keys
+    every = before < reach and after < (reach if kind.direction == "both" else 1)
+    causal = mine == theirs and kind.window is None and kind.direction == "causal"
+    if documents or not (every or causal):
         how: Literal["all", "causal", "mask"] = "mask"
     else:
         how = "all" if every else "causal"
     return QueryKeyBlock(_rows(q, i0, i1), _rows(k, j0, j1), how)
+
+
+def _reads(q: range, k: range, reach: int, kind: AttentionKind) -> bool:
+    """Whether some of these queries may read some of these keys."""
+    near = q.start - k.stop + 1 < reach and k.start - q.stop + 1 < reach
+    return near and (kind.direction != "causal" or k.start < q.stop)
 
 
 def _rows(chunks: tuple[range, range], first: int, last: int) -> slice:
@@ -228,15 +256,16 @@ SEGMENTS_BY_SOURCE = PerBatch[tuple[Tensor, Tensor, Tensor]]()
 
 
 def mask_of(
-    batch: Batch, source: SequenceShard, block: QueryKeyBlock, window: int | None, dtype: torch.dtype
+    batch: Batch, source: SequenceShard, block: QueryKeyBlock, kind: AttentionKind, dtype: torch.dtype
 ) -> tuple[Tensor, Tensor]:
     """The additive mask (sequences or 1, 1, queries, keys) of a block, and which of its queries (sequences or 1, 1,
     queries) read nothing."""
-    return MASKS_BY_SOURCE.of(batch, lambda: _make_mask(batch, source, block, window, dtype), source, window, dtype)
+    by = (source, kind.window, kind.direction, dtype)
+    return MASKS_BY_SOURCE.of(batch, lambda: _make_mask(batch, source, block, kind, dtype), *by)
 
 
 def _make_mask(
-    batch: Batch, source: SequenceShard, block: QueryKeyBlock, window: int | None, dtype: torch.dtype
+    batch: Batch, source: SequenceShard, block: QueryKeyBlock, kind: AttentionKind, dtype: torch.dtype
 ) -> tuple[Tensor, Tensor]:
     places = torch.arange(batch.seq_length, device=batch.tokens.device)
     q, k = (
@@ -244,9 +273,12 @@ def _make_mask(
         for part in (batch.part, source)
     )
     distance = q[block.queries].unsqueeze(-1) - k[block.keys]
-    seen = (distance >= 0)[None, None]
-    if window is not None:
-        seen = seen & (distance < window)
+    seen = (torch.ones_like(distance, dtype=torch.bool) if kind.direction == "both" else distance >= 0)[None, None]
+    if kind.direction == "prefix":
+        prefix = batch.take(batch.uncut.prefix, source).view(batch.num_sequences, 1, 1, -1)  # type: ignore[arg-type]
+        seen = seen | (prefix[..., block.keys] > 0)
+    if kind.window is not None:
+        seen = seen & (distance.abs() < kind.window)
     if batch.documents is not None:
         theirs = batch.take(batch.uncut.documents, source)  # type: ignore[arg-type]
         mine, theirs = (doc.view(batch.num_sequences, 1, -1) for doc in (batch.documents, theirs))
@@ -257,9 +289,9 @@ def _make_mask(
 def segments_of(batch: Batch, source: SequenceShard, block: QueryKeyBlock) -> tuple[Segments, Tensor]:
     """The documents of a block as segments, and which of its queries (sequences, 1, queries) read nothing in it.
 
-    A shard keeps the order of the sequence, so its tokens of one document are contiguous. From another shard, a block
-    holds only keys that come before all of its queries (zig-zag); so only in the rank's own block can keys inside a
-    document be hidden.
+    A shard keeps the order of the sequence, so its tokens of one document are contiguous. From another shard, a causal
+    block holds only keys that come before all of its queries (zig-zag); so only in the rank's own block can keys inside
+    a document be hidden.
     """
     of_queries, of_keys, blind = SEGMENTS_BY_SOURCE.of(batch, lambda: _find_segments(batch, source, block), source)
     sizes = (block.queries.stop - block.queries.start, block.keys.stop - block.keys.start)
@@ -288,20 +320,33 @@ def _counts(documents: Tensor, room: int) -> Tensor:
 @dataclass(frozen=True)
 class ContextAttention:
     """One attention over the shards of a batch: the axis over which they are spread (this rank's is batch.part), how
-    they travel and what is read."""
+    they travel and what is read (with a scale, without chunks)."""
 
     batch: Batch
     axis: Axis
     form: Form
-    window: int | None
-    scale: float
+    kind: AttentionKind
     kernels: Kernels
 
     def block(self, reader: int, source: int) -> QueryKeyBlock | None:
         parts = self.batch.part.all
         return block_of(
-            parts[reader], parts[source], self.batch.seq_length, self.window, self.batch.documents is not None
+            parts[reader], parts[source], self.batch.seq_length, self.kind, self.batch.documents is not None
         )
+
+    def biased(self, source: int, block: QueryKeyBlock) -> Biased | None:
+        """How the bias of a block's scores is read in its table; None: there is none."""
+        if self.kind.bias is None:
+            return None
+        length = self.batch.seq_length
+        queries = _chosen(self.batch.part.runs(length), block.queries)
+        return Biased(self.kind.bias, queries, _chosen(self.batch.part.all[source].runs(length), block.keys))
+
+
+def _chosen(chunks: tuple[range, range], rows: slice) -> tuple[range, ...]:
+    """Those of a shard's chunks that lie in these rows of it."""
+    first, second = (0, len(chunks[0])), (len(chunks[0]), len(chunks[0]) + len(chunks[1]))
+    return tuple(c for c, (a, b) in zip(chunks, (first, second)) if rows.start <= a and b <= rows.stop and c)
 
 
 class Ring:
@@ -387,17 +432,19 @@ TRAVEL: dict[Form, type[Ring] | type[KeyValueGather]] = {"ring": Ring, "allgathe
 
 
 class _ReadParts(Function):
-    """q (sequences, heads, L, K), k and v (sequences, kv_heads, L, ...) of this shard -> (sequences, heads, L, V)."""
+    """q (sequences, heads, L, K), k and v (sequences, kv_heads, L, ...) of this shard, sinks, table of the bias ->
+    (sequences, heads, L, V)."""
 
     @staticmethod
-    def forward(ctx: Any, q: Tensor, k: Tensor, v: Tensor, sinks: Tensor | None, reading: ContextAttention) -> Tensor:  # type: ignore[override]
+    def forward(ctx: Any, *given: Any) -> Tensor:  # type: ignore[override]
+        q, k, v, sinks, table, reading = given
         kv, joint = packed(k, v), Joint(JOIN.choose(reading.kernels, q))
         ctx.kept = {}
         for source, arrived in TRAVEL[reading.form](kv, reading).arrivals():
             block = reading.block(reading.axis.index, source)
             if block is not None:
                 queries = q[:, :, block.queries]
-                backend, how, blind = how_to_read(reading, source, block, queries, v)
+                backend, how, blind = how_to_read(reading, source, block, queries, v, table)
                 out, lse, *ctx.kept[source] = backend.forward(queries, *unpacked(arrived, k), how)
                 joint.add(block.queries, out, lse, blind)
         out, lse = joint.out, joint.lse
@@ -405,49 +452,62 @@ class _ReadParts(Function):
             out, lse = join_sinks(out, lse, sinks)
         out = out.to(q.dtype)
         ctx.save_for_backward(q, k, v, out, lse)
-        ctx.sinks, ctx.reading = sinks, reading
+        ctx.sinks, ctx.table, ctx.reading = sinks, table, reading
         return out
 
     @staticmethod
     def backward(ctx: Any, dout: Tensor) -> tuple[Tensor | None, ...]:  # type: ignore[override]
         (q, k, v, out, lse), reading = ctx.saved_tensors, ctx.reading
         travel = TRAVEL[reading.form](packed(k, v), reading)
-        dq, own = torch.zeros_like(q, dtype=lse.dtype), torch.empty(0)
+        dq, own, dtable = torch.zeros_like(q, dtype=lse.dtype), torch.empty(0), None
         for source, arrived in travel.arrivals():
             block = reading.block(reading.axis.index, source)
             grad = None
             if block is not None:
                 douts, queries, outs, lses = (t[:, :, block.queries] for t in (dout, q, out, lse))
-                backend, how, _ = how_to_read(reading, source, block, queries, v)
+                backend, how, _ = how_to_read(reading, source, block, queries, v, ctx.table)
                 read = (queries, *unpacked(arrived, k), outs, lses.contiguous())
-                part, dk, dv = backend.backward(douts, SavedBlock(*read, tuple(ctx.kept[source])), how)
-                dq[:, :, block.queries] += part
-                grad = packed(dk, dv)
+                found = backend.backward(douts, SavedBlock(*read, tuple(ctx.kept[source])), how)
+                dq[:, :, block.queries] += found.q
+                grad = packed(found.k, found.v)
+                biased = reading.biased(source, block)
+                if biased is not None:
+                    more = biased.grad(found.bias)
+                    dtable = more if dtable is None else dtable + more
             if source == reading.axis.index:
                 own = grad.to(lse.dtype)  # type: ignore[union-attr]
             else:
                 travel.give_back(source, grad)
         dk, dv = unpacked(travel.collected(own).to(q.dtype), k)
         ds = None if ctx.sinks is None or not ctx.needs_input_grad[3] else sinks_grad(ctx.sinks, dout, out, lse)
-        return dq.to(q.dtype), dk, dv, ds, None
+        dt = None if dtable is None or not ctx.needs_input_grad[4] else add_grad(ctx.table, dtable)
+        return dq.to(q.dtype), dk, dv, ds, dt, None
 
 
 def how_to_read(
-    reading: ContextAttention, source: int, block: QueryKeyBlock, q: Tensor, v: Tensor
+    reading: ContextAttention, source: int, block: QueryKeyBlock, q: Tensor, v: Tensor, table: Tensor | None
 ) -> tuple[Any, Scoring, Tensor | None]:
     """The backend of a block, its scoring, and which of its queries read nothing (or None)."""
-    kernels, theirs = reading.kernels, reading.batch.part.all[source]
+    kernels, kind, theirs = reading.kernels, reading.kind, reading.batch.part.all[source]
+    biased = reading.biased(source, block)
+    bias = None if biased is None or table is None else biased.of(table, q.dtype)
+    how = Scoring(None, block.how == "causal", kind.scale or 0.0, kind.soft_cap, bias)
     if block.how != "mask":
-        backend = block_backend(q, v, False, kernels, not reading.batch.piece)
-        return backend, Scoring(None, block.how == "causal", reading.scale), None
-    if reading.window is None:  # what hides anything is documents alone
-        by_segments = SEGMENTS.fast(kernels, q, q.shape[-1], v.shape[-1], q.shape[1] != v.shape[1])
+        return block_backend(q, v, how, kernels, not reading.batch.piece), how, None
+    if kind.window is None and kind.direction != "prefix":  # what hides anything is documents alone
+        sizes = (q.shape[-1], v.shape[-1], q.shape[1] != v.shape[1])
+        by_segments = SEGMENTS.fast(kernels, q, *sizes, asked=how.features)
         if by_segments is not None:
             own = source == reading.axis.index
             segments, blind = segments_of(reading.batch, theirs, block)
-            return by_segments(segments), Scoring(None, own, reading.scale), None if own else blind
-    mask, blind = mask_of(reading.batch, theirs, block, reading.window, q.dtype)
-    return block_backend(q, v, True, kernels), Scoring(mask, False, reading.scale), blind
+            return (
+                by_segments(segments),
+                how._replace(causal=own and kind.direction == "causal"),
+                None if own else blind,
+            )
+    mask, blind = mask_of(reading.batch, theirs, block, kind, q.dtype)
+    how = how._replace(mask=mask)
+    return block_backend(q, v, how, kernels), how, blind
 
 
 def packed(k: Tensor, v: Tensor) -> Tensor:

@@ -19,7 +19,7 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.autograd import Function
 
-from phalanx.ops.attention.kind import MASKED, AttentionKind
+from phalanx.ops.attention.kind import SPANNED, AttentionKind, Learned, by_documents
 from phalanx.ops.dense.grads import add_grad
 from phalanx.ops.op import Implementation, Package
 from phalanx.sequence.batch import Batch, PerBatch
@@ -55,7 +55,7 @@ FLASH_ATTN = Implementation(
     Package("flash-attn-4", "flash_attn.cute.interface", "4.0.0b36"),
     flash_fits,
     "heads of 64, 128, or 192 with values of 128",
-    MASKED,
+    SPANNED,
     modes=("auto",),
     insisted=("optional",),
     cost="attention is torch's",
@@ -68,7 +68,7 @@ TORCH_FLASH = Implementation(
     NARROW,
     fits=torch_flash_fits,
     shapes="heads of at most 256, in multiples of 8; used inside documents and windows",
-    features=MASKED,
+    features=SPANNED,
 )
 
 
@@ -111,19 +111,21 @@ class ByFlashAttn:
     anyway: nothing is copied for it."""
 
     @staticmethod
-    def attend(q: Tensor, k: Tensor, v: Tensor, batch: Batch, kind: AttentionKind, sinks: Tensor | None) -> Tensor:
+    def attend(q: Tensor, k: Tensor, v: Tensor, batch: Batch, kind: AttentionKind, learned: Learned) -> Tensor:
         from flash_attn.cute.interface import flash_attn_func, flash_attn_varlen_func  # an optional package
 
+        batch, kind = by_documents(batch, kind)
+        causal = kind.direction == "causal"
         spans, heads_last = spans_of(batch), tuple(t.transpose(1, 2) for t in (q, k, v))
         how: dict[str, Any] = {
-            "causal": True,
+            "causal": causal,
             "softmax_scale": kind.scale,
             "deterministic": torch.are_deterministic_algorithms_enabled(),
         }
-        if sinks is not None:
-            how["learnable_sink"] = own_precision(sinks)
+        if learned.sinks is not None:
+            how["learnable_sink"] = own_precision(learned.sinks)
         if kind.window is not None:
-            how["window_size"] = (kind.window - 1, 0)
+            how["window_size"] = (kind.window - 1, 0 if causal else kind.window - 1)
         if spans.whole:
             out = flash_attn_func(*heads_last, **how)[0]
         else:
@@ -136,9 +138,10 @@ class ByTorchFlash:
     """By torch's flash kernels, over flat tokens."""
 
     @staticmethod
-    def attend(q: Tensor, k: Tensor, v: Tensor, batch: Batch, kind: AttentionKind, sinks: Tensor | None) -> Tensor:
+    def attend(q: Tensor, k: Tensor, v: Tensor, batch: Batch, kind: AttentionKind, learned: Learned) -> Tensor:
+        batch, kind = by_documents(batch, kind)
         flat = (t.transpose(1, 2).flatten(0, 1) for t in (q, k, F.pad(v, (0, q.shape[-1] - v.shape[-1]))))
-        out = _TorchFlash.apply(*flat, sinks, spans_of(batch), kind.window, kind.scale)[..., : v.shape[-1]]
+        out = _TorchFlash.apply(*flat, learned.sinks, spans_of(batch), kind)[..., : v.shape[-1]]
         return out.reshape(batch.num_tokens, -1)
 
 
@@ -166,13 +169,14 @@ class _TorchFlash(Function):
     plain kernel."""
 
     @staticmethod
-    def forward(ctx: Any, q: Tensor, k: Tensor, v: Tensor, sinks: Any, spans: Spans, window: Any, scale: Any) -> Tensor:  # type: ignore[override]
-        longest = max(LEAST_BOUND, spans.longest)
-        ctx.shape = (spans.offsets, spans.offsets, longest, longest, 0.0, True)
+    def forward(ctx: Any, q: Tensor, k: Tensor, v: Tensor, sinks: Any, spans: Spans, kind: AttentionKind) -> Tensor:  # type: ignore[override]
+        longest, causal = max(LEAST_BOUND, spans.longest), kind.direction == "causal"
+        ctx.shape = (spans.offsets, spans.offsets, longest, longest, 0.0, causal)
+        reach = None if kind.window is None else kind.window - 1
         ctx.how = {
-            "scale": scale,
-            "window_size_left": None if window is None else window - 1,
-            "window_size_right": 0 if window else None,
+            "scale": kind.scale,
+            "window_size_left": reach,
+            "window_size_right": 0 if causal and reach is not None else reach,
         }
         out, lse, *random, _ = aten._flash_attention_forward(q, k, v, *ctx.shape, False, **ctx.how)  # lse (heads, T)
         if sinks is not None:
@@ -192,4 +196,4 @@ class _TorchFlash(Function):
         if ctx.sinks is not None and ctx.needs_input_grad[3]:
             dot = (dout.float() * out).sum(-1).t()
             ds = add_grad(ctx.sinks, -((ctx.sinks.float().unsqueeze(-1) - lse).exp() * dot).sum(1))
-        return dq, dk, dv, ds, None, None, None
+        return dq, dk, dv, ds, None, None

@@ -9,8 +9,8 @@ import torch
 from torch import Tensor
 from torch.autograd import Function
 
-from phalanx.ops.attention.attention import ByTorch, Formula
-from phalanx.ops.attention.kind import MASKED, PAGED, AttentionKind
+from phalanx.ops.attention.attention import ByTorch
+from phalanx.ops.attention.kind import PAGED, AttentionKind, Learned
 from phalanx.ops.attention.paged import Pages, paged_attention, store_pages
 from phalanx.sequence.batch import Batch, PerBatch
 from phalanx.sequence.paged import NO_PAGE, PagedSpans
@@ -23,11 +23,11 @@ class FromPages:
     """An implementation of ops.attention.attention.ATTENTION. In backward, torch's attention runs again and its
     gradients are taken."""
 
-    features = PAGED
+    features = PAGED - {"bias"}
 
     @staticmethod
-    def attend(q: Tensor, k: Tensor, v: Tensor, batch: Batch, kind: AttentionKind, sinks: Tensor | None) -> Tensor:
-        out: Tensor = _FromPages.apply(q, k, v, sinks, batch, kind)
+    def attend(q: Tensor, k: Tensor, v: Tensor, batch: Batch, kind: AttentionKind, learned: Learned) -> Tensor:
+        out: Tensor = _FromPages.apply(q, k, v, learned.sinks, batch, kind)
         return out
 
 
@@ -45,14 +45,13 @@ class _FromPages(Function):
         store_pages(k, v, pages, slots, "invariant")
         longest = batch.seq_length
         spans = PagedSpans(starts, lengths, table, PAGE, longest, longest, batch_invariant=True)
-        return paged_attention(q, pages, spans, kind, sinks, "invariant").flatten(1)
+        return paged_attention(q, pages, spans, kind, Learned(sinks), "invariant").flatten(1)
 
     @staticmethod
     def backward(ctx: Any, dout: Tensor) -> tuple[Tensor | None, ...]:  # type: ignore[override]
         with torch.enable_grad():
             q, k, v = (x.detach().requires_grad_() for x in ctx.saved_tensors)
-            by = ByTorch if ctx.kind.features <= MASKED else Formula
-            out = by.attend(q, k, v, ctx.batch, ctx.kind, ctx.sinks)
+            out = ByTorch.attend(q, k, v, ctx.batch, ctx.kind, Learned(ctx.sinks))
         inputs = (q, k, v) if ctx.sinks is None else (q, k, v, ctx.sinks)
         dq, dk, dv, *dsinks = torch.autograd.grad(out, inputs, dout, allow_unused=True)
         return dq, dk, dv, dsinks[0] if dsinks else None, None, None

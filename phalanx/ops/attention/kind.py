@@ -7,7 +7,12 @@ from dataclasses import dataclass, fields, replace
 from functools import cached_property
 from typing import Literal
 
+from torch import Tensor
+
 from phalanx.base.errors import PhalanxError
+from phalanx.sequence.batch import Batch
+
+Direction = Literal["causal", "both", "prefix"]
 
 
 class UnsupportedAttention(PhalanxError):
@@ -17,52 +22,106 @@ class UnsupportedAttention(PhalanxError):
 
 
 @dataclass(frozen=True)
+class RelativeBias:
+    """A learned number for each head and bucket of distances is added to the scores (Raffel et al., "T5", 2020).
+
+    buckets        of distances; near ones have a bucket each, far ones share some by their logarithm
+    max_distance   from here on all distances are in the last bucket
+    bidirectional  later keys have half of the buckets; otherwise they share the bucket of distance 0
+    """
+
+    buckets: int
+    max_distance: int
+    bidirectional: bool = False
+
+    def __post_init__(self) -> None:
+        side = self.buckets // 2 if self.bidirectional else self.buckets
+        if side < 2 or self.max_distance <= side // 2 or (self.bidirectional and self.buckets % 2):
+            raise ValueError(f"{self}: at least two buckets a side, and distances beyond half of them")
+
+
+@dataclass(frozen=True)
+class Learned:
+    """The parameters of attention itself, of the heads that are here.
+
+    sinks  (heads,): a logit for each head that joins the softmax's denominator
+    bias   (buckets, heads): what a distance's bucket adds to the scores
+    """
+
+    sinks: Tensor | None = None
+    bias: Tensor | None = None
+
+    def check(self, kind: AttentionKind) -> None:
+        """ValueError if these are not the parameters that a kind of attention has."""
+        if kind.sinks != (self.sinks is not None):
+            raise ValueError(f"the kind of attention has sinks={kind.sinks}, and the logits given are {self.sinks}")
+        if (kind.bias is None) != (self.bias is None):
+            raise ValueError(f"the kind of attention has bias={kind.bias}, and the table given is {self.bias}")
+        if kind.bias is not None and self.bias is not None and len(self.bias) != kind.bias.buckets:
+            raise ValueError(f"a table {tuple(self.bias.shape)} has no row for each of {kind.bias.buckets} buckets")
+
+
+NOTHING = Learned()
+
+
+@dataclass(frozen=True)
 class AttentionKind:
     """What the queries of a layer read, and how scores become probabilities. The default is plain causal attention.
 
-    direction  causal: a query reads no later token; both: it reads its whole document
+    direction  causal: a query reads no later token; both: it reads its whole document; prefix: those of the first
+               tokens of a document (Batch.prefix) read each other, the rest is causal (Liu et al., 2018)
     window     a query reads only tokens less than this far away, and itself (Beltagy et al., "Longformer", 2020)
-    chunk      a query reads only inside its chunk of this many tokens (Meta, "Llama 4", 2025)
+    chunk      a query reads only inside its chunk of this many tokens, counted from the first of its document (Meta,
+               "Llama 4", 2025)
     sinks      each head has a logit that joins the softmax's denominator (Xiao et al., 2024)
     soft_cap   scores become cap * tanh(scores / cap) (Gemma team, "Gemma 2", 2024)
-    bias       what is added to the scores (Press et al., "Train short, test long", 2022)
+    bias       what is added to the scores by distance
     scale      of the scores; None: 1 / sqrt(width of a query)
     """
 
-    direction: Literal["causal", "both"] = "causal"
+    direction: Direction = "causal"
     window: int | None = None
     chunk: int | None = None
     sinks: bool = False
     soft_cap: float | None = None
-    bias: Literal["alibi"] | None = None
+    bias: RelativeBias | None = None
     scale: float | None = None
 
     @cached_property
     def features(self) -> frozenset[str]:
-        """The names of the fields that differ from plain causal attention."""
-        return frozenset(field.name for field in fields(self) if getattr(self, field.name) != field.default)
+        """The names of the fields that differ from plain causal attention; "prefix" for a direction of its own."""
+        found = {field.name for field in fields(self) if getattr(self, field.name) != field.default}
+        return frozenset(found - {"direction"} | {"prefix"} if self.direction == "prefix" else found)
 
     def within(self, length: int) -> AttentionKind:
-        """In sequences of `length` tokens, in which a window as long hides nothing."""
-        return self if self.window is None or self.window < length else replace(self, window=None)
+        """In sequences of `length` tokens, in which a window or chunk as long hides nothing."""
+        window, chunk = (None if size is None or size >= length else size for size in (self.window, self.chunk))
+        return self if (window, chunk) == (self.window, self.chunk) else replace(self, window=window, chunk=chunk)
 
     def keys_per_query(self, length: int) -> float:
         """Mean number of keys that a query reads, for FLOPs: length / 2 for plain causal attention (the diagonal counts
-        half)."""
+        half). How long prefixes are is known from data alone: they are counted as causal."""
         length = length if self.chunk is None else min(self.chunk, length)
         w = length if self.window is None else min(self.window, length)
         before = w - w * w / (2 * length) if length else 0.0
-        return before if self.direction == "causal" else 2 * before
+        return 2 * before if self.direction == "both" else before
 
 
 CAUSAL = AttentionKind()
 
+EVERYTHING = frozenset(("prefix", *(field.name for field in fields(AttentionKind))))
+"""All features."""
 
-MASKED = frozenset(("window", "sinks", "scale"))
-"""Features that masks, or kernels with windows, give causal attention."""
+SPANNED = frozenset(("direction", "window", "chunk", "sinks", "scale"))
+"""Those that kernels inside documents and windows have; a chunk is a document to them."""
 
-PAGED = frozenset(("window", "chunk", "sinks", "soft_cap", "scale"))
+PAGED = frozenset(("window", "chunk", "sinks", "soft_cap", "bias", "scale"))
 """Those that attention over pages has."""
+
+
+def by_documents(batch: Batch, kind: AttentionKind) -> tuple[Batch, AttentionKind]:
+    """The same attention without chunks: they are documents of a batch of the same tokens."""
+    return (batch, kind) if kind.chunk is None else (batch.chunked(kind.chunk), replace(kind, chunk=None))
 
 
 def refuse_unsupported(kind: AttentionKind, offers: Mapping[str, frozenset[str]]) -> None:

@@ -14,7 +14,8 @@ from dataclasses import dataclass, replace
 import torch
 from torch import Tensor
 
-from phalanx.ops.attention.kind import CAUSAL, PAGED, AttentionKind, refuse_unsupported
+from phalanx.ops.attention.kind import CAUSAL, NOTHING, PAGED, AttentionKind, Learned, refuse_unsupported
+from phalanx.ops.attention.relative_bias import bucket_of
 from phalanx.ops.in_order import sum_in_order
 from phalanx.ops.op import Case, Kernels, Op, invariant, triton
 from phalanx.sequence.paged import NO_PAGE, PagedSpans
@@ -75,16 +76,15 @@ def paged_attention(
     pages: Pages,
     spans: PagedSpans,
     kind: AttentionKind = CAUSAL,
-    sinks: Tensor | None = None,
+    learned: Learned = NOTHING,
     kernels: Kernels = "plain",
 ) -> Tensor:
     """q (T, heads, K) -> (T, heads, V): what each query reads of its sequence's pages.
 
-    Query head h reads kv head h // (heads / kv_heads). `sinks` (heads,): a logit per head that joins the softmax's
-    denominator. Keys on NO_PAGE are not read. Rows after the last sequence's, and queries that read nothing, get
-    zeros. UnsupportedAttention for a kind with bias or that is not causal.
+    Query head h reads kv head h // (heads / kv_heads). Keys on NO_PAGE are not read. Rows after the last sequence's,
+    and queries that read nothing, get zeros. UnsupportedAttention for a kind that is not causal.
     """
-    return paged_attention_parts(q, pages, spans, kind, sinks, kernels)[0]
+    return paged_attention_parts(q, pages, spans, kind, learned, kernels)[0]
 
 
 def paged_attention_parts(
@@ -92,15 +92,14 @@ def paged_attention_parts(
     pages: Pages,
     spans: PagedSpans,
     kind: AttentionKind = CAUSAL,
-    sinks: Tensor | None = None,
+    learned: Learned = NOTHING,
     kernels: Kernels = "plain",
 ) -> tuple[Tensor, Tensor]:
     """The same, and the log-sum-exp of each query's scores (T, heads) in fp32 (fp64 of fp64), -inf of those that read
     nothing: by it outputs of parts of the keys, such as those of other ranks, are joined. Sinks, where given, are in
     both: of several parts only one may have them."""
     refuse_unsupported(kind, {"paged attention": PAGED})
-    if kind.sinks != (sinks is not None):
-        raise ValueError(f"the kind of attention has sinks={kind.sinks}, and the logits given are {sinks}")
+    learned.check(kind)
     heads, width = q.shape[1:]
     if width != pages.keys.shape[-1] or heads % pages.kv_heads:
         raise ValueError(f"queries {tuple(q.shape)} do not fit keys {tuple(pages.keys.shape)}: (T, heads, K) reads")
@@ -108,8 +107,8 @@ def paged_attention_parts(
         raise ValueError(f"pages have {pages.page_size} tokens, spans count with {spans.page_size}")
     if kernels == "invariant" and not spans.batch_invariant:
         raise ValueError("batch-invariant attention needs spans that are (PagedSpans.batch_invariant)")
-    by = PAGED_ATTENTION.choose(kernels, q, pages)
-    out, lse = by.attend_pages(q, pages, spans, kind, sinks)
+    by = PAGED_ATTENTION.choose(kernels, q, pages, asked=kind.features)
+    out, lse = by.attend_pages(q, pages, spans, kind, learned)
     return out, lse
 
 
@@ -146,7 +145,7 @@ def in_fp8(x: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def attend_pages(
-    q: Tensor, pages: Pages, spans: PagedSpans, kind: AttentionKind, sinks: Tensor | None
+    q: Tensor, pages: Pages, spans: PagedSpans, kind: AttentionKind, learned: Learned
 ) -> tuple[Tensor, Tensor]:
     """paged_attention_parts: pages gathered, then a masked softmax in fp32, or fp64 of fp64. Batch-invariant: sums over
     features and keys are taken element by element, in one order that hangs on positions alone."""
@@ -157,7 +156,7 @@ def attend_pages(
     for part in _parts(spans, heads, pages):
         rows = spans.starts[part.sequences].unsqueeze(1) + torch.arange(part.first, part.end, device=q.device)
         rows = rows.where(rows < spans.starts[part.sequences + 1].unsqueeze(1), tokens).long()
-        found, found_lse = _attend_part(q[rows.clamp_max(tokens - 1)].to(dtype), part, pages, spans, kind, sinks)
+        found, found_lse = _attend_part(q[rows.clamp_max(tokens - 1)].to(dtype), part, pages, spans, kind, learned)
         out[rows], lse[rows] = found.to(q.dtype), found_lse
     return out[:-1], lse[:-1]
 
@@ -201,10 +200,10 @@ def _parts(spans: PagedSpans, heads: int, pages: Pages) -> Iterator[_Part]:
 
 
 def _attend_part(
-    q: Tensor, part: _Part, pages: Pages, spans: PagedSpans, kind: AttentionKind, sinks: Tensor | None
+    q: Tensor, part: _Part, pages: Pages, spans: PagedSpans, kind: AttentionKind, learned: Learned
 ) -> tuple[Tensor, Tensor]:
     """q (sequences, n, heads, K) -> (sequences, n, heads, V), (sequences, n, heads)."""
-    groups = q.shape[2] // pages.kv_heads
+    groups, sinks = q.shape[2] // pages.kv_heads, learned.sinks
     table = spans.table[part.sequences, : -(-part.keys // spans.page_size)].long()
     places = torch.arange(table.shape[1] * spans.page_size, device=q.device) * spans.stride + spans.offset
     lengths = spans.lengths[part.sequences].unsqueeze(1)
@@ -224,7 +223,11 @@ def _attend_part(
         scores = split.flatten(2, 3) @ k.permute(0, 2, 3, 1) * scale
     if kind.soft_cap is not None:
         scores = kind.soft_cap * torch.tanh(scores / kind.soft_cap)
-    scores = scores.unflatten(2, (groups, -1)).masked_fill(~seen[:, None, None], -torch.inf)
+    scores = scores.unflatten(2, (groups, -1))  # (sequences, kv_heads, groups, n, keys)
+    if kind.bias is not None and learned.bias is not None:
+        bucket = bucket_of(places - positions.unsqueeze(-1), kind.bias)
+        scores = scores + learned.bias.to(scores.dtype)[bucket].unflatten(-1, (-1, groups)).permute(0, 3, 4, 1, 2)
+    scores = scores.masked_fill(~seen[:, None, None], -torch.inf)
     if spans.batch_invariant:
         out, lse = _weighed_in_order(scores, v.transpose(1, 2), sinks)
         return out.permute(0, 3, 1, 2, 4).flatten(2, 3), lse.permute(0, 3, 1, 2).flatten(2, 3)
@@ -345,7 +348,7 @@ class PagedExample:
         pages = self.pages(k, v)
         for part in (slice(0, len(k) // 2), slice(len(k) // 2, None)):
             store_pages(k[part], None if self.shared else v[part], pages, slots[part], kernels)
-        given = sinks if self.kind.sinks else None
+        given = Learned(sinks) if self.kind.sinks else NOTHING
         spans = replace(spans, batch_invariant=kernels == "invariant")
         out, lse = paged_attention_parts(q, pages, spans, self.kind, given, kernels)
         return torch.cat((out.to(lse.dtype), lse.masked_fill(lse == -torch.inf, 0).unsqueeze(-1)), -1)
@@ -388,6 +391,7 @@ PAGED_ATTENTION = Op(
         triton(
             "phalanx.ops.attention.paged_kernel",
             invariant=True,
+            features=PAGED - {"bias"},
             fits=lambda pages: pages.keys.dtype != torch.float64,
         ),
         invariant(__name__, "any"),

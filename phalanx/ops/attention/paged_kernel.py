@@ -23,7 +23,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from phalanx.ops.attention.kind import AttentionKind
+from phalanx.ops.attention.kind import AttentionKind, Learned
 from phalanx.ops.attention.paged import FP8, Pages
 from phalanx.ops.kernel_tools import num_programs, triton_wide, wide_of
 from phalanx.sequence.paged import NO_PAGE, PagedSpans
@@ -533,7 +533,7 @@ def attend_pages(
     pages: Pages,
     spans: PagedSpans,
     kind: AttentionKind,
-    sinks: Tensor | None,
+    learned: Learned,
     tiles: tuple[PagedTiles, PagedTiles] | None = None,
 ) -> tuple[Tensor, Tensor]:
     """As ops.attention.paged has it. tiles: of few queries and of many; None: `tiles_of`."""
@@ -542,7 +542,7 @@ def attend_pages(
     if not all(t.is_contiguous() for t in (*pages.tensors, spans.starts, spans.lengths, spans.table)):
         raise ValueError(f"pages and tables must be contiguous; strides of keys are {pages.keys.stride()}")
     q = q if q.stride(-1) == 1 else q.contiguous()
-    reading = _Reading(q, pages, spans, kind, sinks)
+    reading = _Reading(q, pages, spans, kind, learned.sinks)
     small, large = tiles or tiles_of(reading.group, q.shape[2], q.dtype.itemsize > 2)
     few = reading.queries(small)
     if spans.batch_invariant or spans.most_queries <= few:

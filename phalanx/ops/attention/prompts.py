@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from phalanx.ops.attention.backends import Scoring
-from phalanx.ops.attention.kind import AttentionKind
+from phalanx.ops.attention.kind import AttentionKind, Learned
 from phalanx.ops.attention.paged import Pages, paged_attention
 from phalanx.ops.attention.segments import SEGMENTS, Segments
 from phalanx.ops.op import Kernels
@@ -24,7 +24,7 @@ def attend_sequences(
     pages: Pages,
     spans: PagedSpans,
     kind: AttentionKind,
-    sinks: Tensor | None,
+    learned: Learned,
     kernels: Kernels,
 ) -> Tensor:
     """paged_attention of q (T, heads, K), where k (T, kv_heads, K) and v (T, kv_heads, V) or None are the keys and
@@ -34,10 +34,10 @@ def attend_sequences(
     within = kind if prompts is None else kind.within(prompts.longest)
     stored = v is not None and pages.keys.dtype == k.dtype  # a prompt found in pages of FP8 would read other numbers
     if prompts is None or v is None or not stored or within.features - FEATURES or spans.batch_invariant:
-        return paged_attention(q, pages, spans, kind, sinks, kernels)
+        return paged_attention(q, pages, spans, kind, learned, kernels)
     backend = SEGMENTS.fast(kernels, q, q.shape[-1], v.shape[-1], q.shape[1] != k.shape[1])
     if backend is None:
-        return paged_attention(q, pages, spans, kind, sinks, kernels)
+        return paged_attention(q, pages, spans, kind, learned, kernels)
     here = slice(prompts.begin, prompts.end)
     segments = Segments(prompts.offsets, prompts.offsets, prompts.longest, prompts.longest)
     how = Scoring(None, True, 1 / math.sqrt(q.shape[-1]) if kind.scale is None else kind.scale)
@@ -45,7 +45,7 @@ def attend_sequences(
     read: Tensor = backend(segments).forward(*batched, how)[0][0].transpose(0, 1)
     parts = [read]
     if prompts.others is not None:
-        parts.insert(0, paged_attention(q[: prompts.begin], pages, prompts.others, kind, sinks, kernels))
+        parts.insert(0, paged_attention(q[: prompts.begin], pages, prompts.others, kind, learned, kernels))
     if prompts.end < len(q):
         parts.append(read.new_zeros(len(q) - prompts.end, *read.shape[1:]))
     return parts[0] if len(parts) == 1 else torch.cat(parts)

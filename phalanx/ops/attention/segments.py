@@ -81,7 +81,7 @@ class MaskedSegments:
         q, k, v, out, lse, _ = saved
         flat = SavedBlock(_row(q), _row(k), _row(v), _row(out), _flat_lse(lse)[None])
         made = PLAIN.backward(_row(dout), flat, self._masked(q, k, how))
-        return Gradients(*(_unflat(t[0].transpose(0, 1), q) for t in made))
+        return Gradients(*(_unflat(t[0].transpose(0, 1), q) for t in made[:3]))
 
     def _masked(self, q: Tensor, k: Tensor, how: Scoring) -> Scoring:
         segments = self.segments
@@ -158,11 +158,11 @@ SEGMENTS = Op(
         replace(
             FLASH_ATTN,
             source=f"{__name__}:FlashAttnSegments",
-            features=None,
+            features=frozenset(),
             modes=("auto", "optional"),
             insisted=(),
         ),
-        replace(TORCH_FLASH, source=f"{__name__}:TorchSegments", features=None),
+        replace(TORCH_FLASH, source=f"{__name__}:TorchSegments", features=frozenset()),
     ),
     switches=("attention",),
     cases=tuple(

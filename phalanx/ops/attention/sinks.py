@@ -11,48 +11,10 @@ so ds = -sum over queries of e^(s - M) D.
 
 from __future__ import annotations
 
-import math
-from typing import Any
-
 import torch
 from torch import Tensor
-from torch.autograd import Function
 
-from phalanx.ops.attention.backends import Backend, SavedBlock, Scoring, block_backend
 from phalanx.ops.dense.grads import add_grad
-
-
-def attention_with_sinks(
-    q: Tensor, k: Tensor, v: Tensor, sinks: Tensor, mask: Tensor | None, scale: float | None
-) -> Tensor:
-    """q (B, heads, S, K), k and v (B, kv_heads, keys, K), sinks (heads,), additive mask or None (causal) -> (B, heads,
-    S, K).
-
-    Saved for backward: q, k, v, the output and one number for each query and head.
-    """
-    scale = 1 / math.sqrt(q.shape[-1]) if scale is None else scale
-    return _SinkAttention.apply(
-        q, k, v, sinks, Scoring(mask, mask is None, scale), block_backend(q, v, mask is not None)
-    )
-
-
-class _SinkAttention(Function):
-    @staticmethod
-    def forward(ctx: Any, q: Tensor, k: Tensor, v: Tensor, sinks: Tensor, how: Scoring, backend: Backend) -> Tensor:  # type: ignore[override]
-        out, lse, *kept = backend.forward(q, k, v, how)
-        out, whole = join_sinks(out, lse, sinks)
-        out = out.to(q.dtype)
-        ctx.save_for_backward(q, k, v, out, whole)
-        ctx.sinks, ctx.how, ctx.backend, ctx.kept = sinks, how, backend, tuple(kept)
-        return out
-
-    @staticmethod
-    def backward(ctx: Any, dout: Tensor) -> tuple[Tensor | None, ...]:  # type: ignore[override]
-        q, k, v, out, whole = ctx.saved_tensors
-        saved = SavedBlock(q, k, v, out, whole, ctx.kept)
-        dq, dk, dv = ctx.backend.backward(dout, saved, ctx.how)
-        ds = sinks_grad(ctx.sinks, dout, out, whole) if ctx.needs_input_grad[3] else None
-        return dq, dk, dv, ds, None, None
 
 
 def join_sinks(out: Tensor, lse: Tensor, sinks: Tensor) -> tuple[Tensor, Tensor]:

@@ -209,6 +209,12 @@ def gelu_by_formula(x: Tensor, exact: bool = False) -> Tensor:
     return (0.5 * wide * (1 + inner)).to(x.dtype)
 
 
+def geglu(x: Tensor, exact: bool = False, by_formula: bool = False) -> Tensor:
+    """x (R, 2F) -> (R, F): GELU of the first half, times the second."""
+    activated, gate = x.chunk(2, -1)
+    return (gelu_by_formula if by_formula else gelu)(activated, exact) * gate
+
+
 def _some_rows(x: Tensor, weights: Tensor, kernels: Kernels) -> Tensor:
     """All rows but the last, which is padding."""
     ends = torch.tensor([0, len(x) - 1], dtype=torch.int32, device=x.device)

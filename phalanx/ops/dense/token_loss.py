@@ -13,7 +13,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from functools import cached_property
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 import torch.nn.functional as F
@@ -21,7 +21,7 @@ from torch import Tensor
 from torch.autograd import Function
 
 from phalanx.comm.axis import Axis
-from phalanx.ops.dense.cross_entropy import LOSS, Columns, HeadGrads, chunks_of, logits_of, softmax_stats
+from phalanx.ops.dense.cross_entropy import LOSS, Columns, HeadGrads, HeadMatrix, chunks_of, softmax_stats
 from phalanx.ops.dense.matmul import gather_matmul
 from phalanx.ops.op import Kernels
 from phalanx.sequence.batch import IGNORE
@@ -195,9 +195,14 @@ def logit_stats(
     )
 
 
-def vocabulary_logits(x: Tensor, weight: Tensor, shard: VocabularyShard, tp: Axis, kernels: Kernels = "auto") -> Tensor:
+def vocabulary_logits(
+    x: Tensor, weight: Tensor | HeadMatrix, shard: VocabularyShard, tp: Axis, kernels: Kernels = "auto"
+) -> Tensor:
     """x (T / tp, D) of each rank, weight (rows, D) -> this rank's logits (T, shard.count), with gradients."""
-    return gather_matmul(x, weight, tp, None, kernels)[:, : shard.count]
+    matrix = HeadMatrix.of(weight)
+    own, beside = matrix.split(x)
+    logits = gather_matmul(own, matrix.weight, tp, matrix.bias, kernels)[:, : shard.count]
+    return logits if matrix.up is None else logits + gather_matmul(beside, matrix.up, tp)
 
 
 @dataclass(frozen=True)
@@ -244,13 +249,35 @@ class TokenTask:
         return torch.where(labels != IGNORE, value, 0).sum()
 
 
+class _Work(NamedTuple):
+    shard: VocabularyShard
+    tp: Axis
+    task: TokenTask
+
+    def sums(
+        self, x: Tensor, matrix: HeadMatrix, needed: tuple[bool, ...], seed: Tensor | None
+    ) -> tuple[Tensor, tuple[Tensor | None, ...]]:
+        """The sums, and with a `seed` also the gradients of x and of the matrix."""
+        shard, tp, task = self
+        x_all = tp.all_gather(x).wait()
+        grads, sums = HeadGrads(x_all, matrix, needed), []
+        for c in chunks_of(len(task.labels), matrix.rows, LOSS.choose("plain", x).CHUNK_ELEMENTS):
+            logits = matrix.logits(x_all[c], task.kernels)
+            with torch.set_grad_enabled(seed is not None):
+                found = task.sums(logits.requires_grad_(seed is not None)[:, : shard.count], c, shard, tp)
+                scaled = found[0] if seed is None else found[0] * seed
+            sums.append(found.detach())
+            if seed is not None:
+                (d,) = torch.autograd.grad(scaled, logits)
+                grads.add(d, c)
+        return torch.stack(sums).sum(0), grads.results(tp) if seed is not None else (None,) * 4
+
+
 class _LinearTokenLoss(Function):
     @staticmethod
-    def forward(  # type: ignore[override]
-        ctx: Any, x: Tensor, weight: Tensor, shard: VocabularyShard, tp: Axis, task: TokenTask, seed: Tensor | None
-    ) -> Tensor:
-        ctx.weight, ctx.shard, ctx.tp, ctx.task, ctx.done = weight, shard, tp, task, seed is not None
-        sums, grads = _LinearTokenLoss.work(ctx, x, seed)
+    def forward(ctx: Any, work: _Work, seed: Tensor | None, x: Tensor, *matrix: Tensor | None) -> Tensor:  # type: ignore[override]
+        ctx.matrix, ctx.work, ctx.done = HeadMatrix(*matrix), work, seed is not None  # type: ignore[arg-type]
+        sums, grads = work.sums(x, ctx.matrix, ctx.needs_input_grad[2:], seed)
         if seed is None:
             ctx.save_for_backward(x)
         else:
@@ -260,50 +287,43 @@ class _LinearTokenLoss(Function):
     @staticmethod
     def backward(ctx: Any, dsums: Tensor) -> tuple[Tensor | None, ...]:  # type: ignore[override]
         if ctx.done:
-            return *ctx.grads, *(None,) * 4
+            return None, None, *ctx.grads
         (x,) = ctx.saved_tensors
-        return *_LinearTokenLoss.work(ctx, x, dsums[0])[1], *(None,) * 4
-
-    @staticmethod
-    def work(ctx: Any, x: Tensor, seed: Tensor | None) -> tuple[Tensor, tuple[Tensor | None, Tensor | None]]:
-        """The sums, and with a `seed` also the gradients of x and of the weight."""
-        weight, shard, tp, task = ctx.weight, ctx.shard, ctx.tp, ctx.task
-        x_all = tp.all_gather(x).wait()
-        grads, sums = HeadGrads(x_all, weight, ctx.needs_input_grad), []
-        for c in chunks_of(len(task.labels), weight.shape[0], LOSS.choose("plain", x).CHUNK_ELEMENTS):
-            logits = logits_of(x_all[c], weight, task.kernels)
-            with torch.set_grad_enabled(seed is not None):
-                found = task.sums(logits.requires_grad_(seed is not None)[:, : shard.count], c, shard, tp)
-                scaled = found[0] if seed is None else found[0] * seed
-            sums.append(found.detach())
-            if seed is not None:
-                (d,) = torch.autograd.grad(scaled, logits)
-                grads.add(d, c)
-        return torch.stack(sums).sum(0), grads.results(tp) if seed is not None else (None, None)
+        return None, None, *ctx.work.sums(x, ctx.matrix, ctx.needs_input_grad[2:], dsums[0])[1]
 
 
 def linear_token_loss(
-    x: Tensor, weight: Tensor, shard: VocabularyShard, tp: Axis, task: TokenTask, seed: Tensor | None = None
+    x: Tensor,
+    weight: Tensor | HeadMatrix,
+    shard: VocabularyShard,
+    tp: Axis,
+    task: TokenTask,
+    seed: Tensor | None = None,
 ) -> Tensor:
     """(1 + K,) over all tokens, the same on every tp rank: the summed loss of a task, and the sums of its K metrics.
 
-    x (T / tp, D) this rank's tokens; weight (rows, D) with the ids of `shard`, the other rows padding. `seed` as in
-    linear_cross_entropy. Only the loss has gradients.
+    x (T / tp, D) this rank's tokens; weight (rows, D) with the ids of `shard`, the other rows padding. Both, and
+    `seed`, as in linear_cross_entropy. Only the loss has gradients.
     """
     seed = seed if torch.is_grad_enabled() else None
-    return _LinearTokenLoss.apply(x, weight, shard, tp, task, seed)
+    return _LinearTokenLoss.apply(_Work(shard, tp, task), seed, x, *HeadMatrix.of(weight))
 
 
 @torch.no_grad()
 def token_losses(
-    x: Tensor, weight: Tensor, shard: VocabularyShard, tp: Axis, task: TokenTask, kernels: Kernels = "auto"
+    x: Tensor,
+    weight: Tensor | HeadMatrix,
+    shard: VocabularyShard,
+    tp: Axis,
+    task: TokenTask,
+    kernels: Kernels = "auto",
 ) -> Tensor:
     """(T,) cross entropy of each label of a task, 0 where there is none; x and weight as in linear_token_loss. Without
     gradients."""
-    by, labels = LOSS.choose(kernels, x), task.labels
+    by, labels, matrix = LOSS.choose(kernels, x), task.labels, HeadMatrix.of(weight)
     x_all, (rows, here), found = tp.all_gather(x).wait(), shard.rows_of(labels), []
-    for c in chunks_of(len(labels), weight.shape[0], by.CHUNK_ELEMENTS):
-        logits = logits_of(x_all[c], weight, kernels)
+    for c in chunks_of(len(labels), matrix.rows, by.CHUNK_ELEMENTS):
+        logits = matrix.logits(x_all[c], kernels)
         logits = logits if task.transform is None else task.transform(widened(logits))
         stats = by.softmax_stats(logits, rows[c], here[c], Columns(shard.count))
         everyone = tp.all_gather(stats.unsqueeze(0)).wait()
@@ -313,14 +333,14 @@ def token_losses(
 
 @torch.no_grad()
 def top_log_probs(
-    x: Tensor, weight: Tensor, shard: VocabularyShard, tp: Axis, task: TokenTask, top: int
+    x: Tensor, weight: Tensor | HeadMatrix, shard: VocabularyShard, tp: Axis, task: TokenTask, top: int
 ) -> tuple[Tensor, Tensor, Tensor]:
     """(T,) log-probability of each label of a task, 0 where there is none; and the `top` most likely ids (T, top) with
     their log-probabilities (T, top), descending. The same on all tp ranks; x and weight as in linear_token_loss."""
-    labels, found = task.labels, []
+    labels, found, matrix = task.labels, [], HeadMatrix.of(weight)
     x_all, (rows, here) = tp.all_gather(x).wait(), shard.rows_of(labels)
-    for c in chunks_of(len(labels), weight.shape[0], LOSS.choose("plain", x).CHUNK_ELEMENTS):
-        logits = widened(logits_of(x_all[c], weight, task.kernels)[:, : shard.count])
+    for c in chunks_of(len(labels), matrix.rows, LOSS.choose("plain", x).CHUNK_ELEMENTS):
+        logits = widened(matrix.logits(x_all[c], task.kernels)[:, : shard.count])
         logits = logits if task.transform is None else task.transform(logits)
         stats = softmax_stats(logits, rows[c], here[c], Columns(shard.count))
         everyone = tp.all_gather(stats.unsqueeze(0)).wait()

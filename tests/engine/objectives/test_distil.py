@@ -29,6 +29,8 @@ from phalanx.forecast.data_table import open_loaders
 from phalanx.forecast.decide import make_plan
 from phalanx.inference.load import forward_only
 from phalanx.layout.config import LayoutConfig
+from phalanx.nn.adapted_linear import AdaptedLinears
+from phalanx.nn.adapters.lora import LoRA
 from phalanx.nn.env import Env, WeightRules
 from phalanx.nn.objective import TaskConfig, find_objective, make_objective
 from phalanx.nn.run_block import run_block
@@ -60,8 +62,12 @@ def with_targets(batch: Batch) -> Batch:
 # ---- against plain autograd
 
 
-def seeded(fields: dict[str, Any]) -> tuple[list, Batch]:
-    env = Env(weights=WeightRules(dtype=torch.float64), objective=make_objective(distil(**fields)))
+ON_HEAD = AdaptedLinears(LoRA, LoRA.Config(rank=3, alpha=5.0, targets=["lm_head.weight"]))
+
+
+def seeded(fields: dict[str, Any], linears: AdaptedLinears | None) -> tuple[list, Batch]:
+    weights = WeightRules(dtype=torch.float64, linears=linears)
+    env = Env(weights=weights, objective=make_objective(distil(**fields)))
     config = parity.MODELS["llama"]
     blocks = make_blocks(config, env, range(num_blocks(config)))
     for number, block in enumerate(blocks):
@@ -86,10 +92,11 @@ def expected_of(logits: Tensor, batch: Batch, alpha: float, t: float) -> tuple[T
 
 
 @pytest.mark.parametrize("forward", [False, True])
-@pytest.mark.parametrize("alpha, t", [(1.0, 1.0), (0.3, 2.5)])
-def test_the_loss_is_that_of_torch(alpha, t, forward, monkeypatch):
-    """In one piece, and a few tokens at a time; gradients made in backward, and in forward."""
-    blocks, batch = seeded({"alpha": alpha, "temperature": t})
+@pytest.mark.parametrize("alpha, t, linears", [(1.0, 1.0, None), (0.3, 2.5, None), (0.3, 2.5, ON_HEAD)])
+def test_the_loss_is_that_of_torch(alpha, t, linears, forward, monkeypatch):
+    """In one piece, and a few tokens at a time; gradients made in backward, and in forward; of a head that has an
+    adapter too."""
+    blocks, batch = seeded({"alpha": alpha, "temperature": t}, linears)
     params = [p for block in blocks for p in block.parameters()]
     seed = torch.tensor(0.7, dtype=torch.float64)
     x = torch.empty(0, dtype=torch.float64)
@@ -98,6 +105,9 @@ def test_the_loss_is_that_of_torch(alpha, t, forward, monkeypatch):
     head = blocks[-1].head
     x = blocks[-1].norm(x)
     logits = (x @ head.weight.t())[:, : parity.VOCAB]
+    if head.adapted is not None:
+        first, second = (each.weight for each in head.adapted.linears)
+        logits = logits + 5 / 3 * x @ first.t() @ second.t()
     expected, kl = expected_of(logits, batch, alpha, t)
     truth = torch.autograd.grad(expected * seed, params, retain_graph=True, allow_unused=True)
     for elements in (1 << 28, 5 * parity.VOCAB):

@@ -48,7 +48,8 @@ def lora(**fields: Any) -> Any:
 def run_of(model: str = "llama", layout: dict[str, Any] | None = None, micro_batch: int = 2, **train: Any) -> Run:
     run = parity.base_run(model, micro_batch=micro_batch, **train)
     data = DataConfig(mock=True, document_attention=True)
-    return replace(run, task=dpo(), lora=lora(), layout=LayoutConfig(**(layout or {})), data=data)
+    targets = ["*", "lm_head.weight"]
+    return replace(run, task=dpo(), lora=lora(targets=targets), layout=LayoutConfig(**(layout or {})), data=data)
 
 
 LAYOUTS = [

@@ -1,0 +1,94 @@
+"""Masked language modelling: some tokens are hidden, and the model, which reads both ways, says what they were (Devlin
+et al., "BERT", 2018)."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+from typing import Any, Literal
+
+import numpy as np
+from numpy.typing import NDArray
+
+from phalanx.base.errors import Problem
+from phalanx.base.rules import within
+from phalanx.nn.objective import TokenObjective, cross_entropy, objective
+from phalanx.sequence.sample import IGNORE, Sample, SampleFacts, SampleTransform, Vocabulary
+
+NAME = "task.name=mlm"
+
+
+@dataclass(frozen=True, kw_only=True)
+class MLMConfig:
+    rate: float = 0.15
+    """mlm: share of the tokens (with whole_words, of the words) that are to be predicted. ModernBERT took 0.3."""
+    replace: Literal["bert", "mask"] = "bert"
+    """mlm: what stands in their place: bert (the mask token for 80 %, any token for 10 %, the token itself for 10 %),
+    or mask (the mask token for all)."""
+    whole_words: bool = False
+    """mlm: hide all pieces of a word or none. Words begin where the tokenizer's pieces say so."""
+
+
+@objective("mlm")
+class MLM(TokenObjective):
+    """Cross entropy of the hidden tokens, a mean over those of the step. Special tokens and padding are never
+    hidden."""
+
+    Config = MLMConfig
+    both_ways = True
+    token_loss = staticmethod(cross_entropy)  # identifies the fused op for the head
+
+    @classmethod
+    def check(cls, config: Any) -> list[Problem]:
+        return within("task", config, "rate", "(0, 1]", (0.15, 0.3))
+
+    def transform(self, facts: SampleFacts) -> SampleTransform:
+        vocabulary, c = facts.vocabulary, self.config
+        mask = vocabulary.role("mask", NAME)
+        if c.whole_words:
+            vocabulary.word_starts(np.zeros(0, np.int64))  # refused now if pieces do not say where words begin
+        return Masking(vocabulary, mask, facts.seed, c.rate, c.replace == "bert", c.whole_words)
+
+
+@dataclass(frozen=True)
+class Masking(SampleTransform):
+    """Which tokens are hidden, and by what: drawn by (seed, sample, position); for whole words, by the position at
+    which the word begins.
+
+    some_stay   of the hidden tokens, 10 % become any token of text and 10 % stay
+    """
+
+    vocabulary: Vocabulary
+    mask: int
+    seed: int
+    rate: float
+    some_stay: bool
+    whole_words: bool
+
+    def __call__(self, sample: Sample) -> Sample:
+        tokens = np.array(sample.tokens, np.int64)
+        places = np.arange(len(tokens))
+        choose, how, which, _ = self._words(sample.number, places)
+        by = self._word_starts(sample, tokens) if self.whole_words else places
+        hidden = (choose[by] < int(self.rate * 2.0**32)) & self.vocabulary.is_text[tokens] & (places < sample.filled)
+        labels = np.where(hidden, tokens, IGNORE)
+        masked = hidden & (how < int(0.8 * 2.0**32)) if self.some_stay else hidden
+        other = hidden & ~masked & (how < int(0.9 * 2.0**32)) if self.some_stay else np.zeros_like(hidden)
+        text = self.vocabulary.text
+        tokens = np.where(masked, self.mask, np.where(other, text[which % len(text)], tokens))
+        return replace(sample, tokens=tokens, labels=labels)
+
+    def _word_starts(self, sample: Sample, tokens: NDArray[np.int64]) -> NDArray[np.int64]:
+        """A word ends with its document at the latest."""
+        spans = sample.documents
+        found = [first + self.vocabulary.word_starts(tokens[first:stop]) for first, stop in spans]
+        return np.concatenate([*found, np.arange(sample.filled, len(tokens))])
+
+    def _words(self, number: int, places: NDArray[np.int64]) -> tuple[NDArray[np.int64], ...]:
+        """Four 32-bit words for each position of a sample."""
+        from phalanx.base.rng import key_of, rounds  # start-up time: it imports torch
+
+        low, high = (np.full(1, word, np.int64) for word in (number & 0xFFFFFFFF, number >> 32))
+        found: tuple[NDArray[np.int64], ...] = rounds(
+            (places, low, high, np.zeros(1, np.int64)), key_of(self.seed, "mlm")
+        )
+        return found

@@ -1,0 +1,228 @@
+"""Span corruption: an encoder reads a text with holes, and a decoder says what was there (Raffel et al., "Exploring the
+limits of transfer learning with a unified text-to-text transformer", 2020, section 3.1.4)."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+from functools import cached_property
+from typing import Any, NamedTuple
+
+import numpy as np
+from numpy.typing import NDArray
+
+from phalanx.base.errors import DataError, Problem
+from phalanx.base.rules import problem, within
+from phalanx.nn.objective import TokenObjective, cross_entropy, objective
+from phalanx.sequence.sample import ENCODER, IGNORE, Sample, SampleFacts, SampleTransform
+
+NAME = "task.name=span"
+LEAST = 2  # tokens of a document that can be corrupted: one stays, one goes
+Ids = NDArray[np.int64]
+
+
+@dataclass(frozen=True, kw_only=True)
+class SpanConfig:
+    noise: float = 0.15
+    """span: share of the tokens of each document that the encoder does not see and the decoder says."""
+    mean_length: float = 3.0
+    """span: mean length of the spans in which they lie."""
+    encoder_length: int | None = None
+    """span: tokens of each sequence that the encoder reads; those of the decoder are train.seq_length."""
+
+
+@objective("span")
+class SpanCorruption(TokenObjective):
+    """Cross entropy of the decoder's tokens: for each span its sentinel and its tokens, and the end of the text."""
+
+    Config = SpanConfig
+    makes_beside = (ENCODER,)
+    token_loss = staticmethod(cross_entropy)  # identifies the fused op for the head
+
+    @classmethod
+    def check(cls, config: Any) -> list[Problem]:
+        found = within("task", config, "noise", "(0, 1)", (0.15, 0.5))
+        found += within("task", config, "mean_length", "[1, inf)", (3.0,))
+        if config.encoder_length is None or config.encoder_length < 4:
+            rule = "is required: tokens that the encoder reads of each sequence, at least 4"
+            found.append(problem("task", config, "encoder_length", rule, {}, (512,)))
+        return found
+
+    @classmethod
+    def shrunk(cls, config: Any, seq_length: int) -> Any:
+        return replace(config, encoder_length=2 * seq_length)
+
+    @property
+    def beside(self) -> Mapping[str, int]:
+        return {ENCODER: self.config.encoder_length or 1}
+
+    def transform(self, facts: SampleFacts) -> SampleTransform:
+        vocabulary, c = facts.vocabulary, self.config
+        start = facts.decoder_start
+        if start is None:
+            raise DataError(f"{NAME} is for models with an encoder and a decoder")
+        made = Corruption(
+            facts.seed,
+            SpanRates(c.noise, c.mean_length),
+            Rooms(c.encoder_length, facts.seq_length),
+            Marks(
+                tuple(vocabulary.sentinels),
+                vocabulary.role("eos", NAME),
+                start,
+                vocabulary.roles.get("pad", 0),
+            ),
+        )
+        most = made.spans.of(made.longest).spans
+        if len(made.marks.sentinels) < most:
+            there = len(made.marks.sentinels)
+            raise DataError(
+                f"{vocabulary.source} has {there or 'no'} sentinels (<extra_id_0>, <extra_id_1>, ...), and with {NAME} "
+                f"a document of {made.longest} tokens may have {most} spans, each with one of its own: take a "
+                "tokenizer that has them, or longer spans (task.mean_length), less noise (task.noise) or a smaller "
+                "task.encoder_length"
+            )
+        return made
+
+
+class Counts(NamedTuple):
+    """Of one document: tokens that are hidden, and spans in which they lie."""
+
+    hidden: int
+    spans: int
+
+
+@dataclass(frozen=True)
+class SpanRates:
+    """How much of a document is hidden: a fixed number of tokens and of spans, given its length."""
+
+    noise: float
+    mean_length: float
+
+    def of(self, length: int) -> Counts:
+        """Of a document of at least LEAST tokens. Something stays, something goes, and each span follows on something
+        that stays."""
+        hidden = min(max(int(np.round(length * self.noise)), 1), length - 1)
+        spans = max(int(np.round(hidden / self.mean_length)), 1)
+        return Counts(hidden, min(spans, hidden, length - hidden))
+
+    def sizes(self, length: int) -> tuple[int, int]:
+        """Tokens of the encoder's and of the decoder's text: a sentinel for each span, and an end."""
+        hidden, spans = self.of(length)
+        return length - hidden + spans + 1, hidden + spans + 1
+
+
+class Rooms(NamedTuple):
+    """Tokens for which there is room in a sample."""
+
+    encoder: int
+    decoder: int
+
+    def without(self, sizes: tuple[int, int]) -> Rooms:
+        return Rooms(self.encoder - sizes[0], self.decoder - sizes[1])
+
+    def hold(self, sizes: tuple[int, int]) -> bool:
+        return sizes[0] <= self.encoder and sizes[1] <= self.decoder
+
+
+class Marks(NamedTuple):
+    """Ids that are no text: of spans in order, of the end and the beginning of texts, of padding."""
+
+    sentinels: tuple[int, ...]
+    end: int
+    start: int
+    padding: int
+
+
+@dataclass(frozen=True)
+class Corruption(SampleTransform):
+    """Each document of a sample becomes a text of the encoder and one of the decoder with the same number. Where spans
+    lie is drawn by (seed, sample, document)."""
+
+    seed: int
+    spans: SpanRates
+    rooms: Rooms
+    marks: Marks
+
+    @cached_property
+    def longest(self) -> int:
+        """The length of the longest document whose texts both fit. DataError if none does."""
+        if not self.rooms.hold(self.spans.sizes(LEAST)):
+            raise DataError(f"no document of {LEAST} tokens fits into {self.rooms}: enlarge train.seq_length")
+        return _longest(self.spans, self.rooms, self.rooms.encoder + self.rooms.decoder)
+
+    def reads(self, seq_length: int) -> int:
+        return self.longest
+
+    def __call__(self, sample: Sample) -> Sample:
+        """Documents that find no room at the end of a sample are cut, or left out."""
+        rooms, pairs = self.rooms, list[tuple[Ids, Ids]]()
+        for number, (first, stop) in enumerate(sample.documents):
+            tokens = np.array(sample.tokens[first:stop], np.int64)
+            if len(tokens) and tokens[-1] == self.marks.end:
+                tokens = tokens[:-1]
+            length = _longest(self.spans, rooms, len(tokens))
+            if length < LEAST:
+                continue
+            pairs.append(self.texts(tokens[:length], sample.number, number))
+            rooms = rooms.without(self.spans.sizes(length))
+        encoder, decoder = ([pair[side] for pair in pairs] for side in (0, 1))
+        inputs = [np.concatenate([[self.marks.start], text[:-1]]) for text in decoder]
+        labels = self._filled_up(decoder, self.rooms.decoder, IGNORE)
+        beside = {ENCODER: self._stream(sample, encoder, self.rooms.encoder)}
+        return replace(self._stream(sample, inputs, self.rooms.decoder), labels=labels, beside=beside)
+
+    def texts(self, tokens: Ids, sample: int, document: int) -> tuple[Ids, Ids]:
+        """What the encoder reads of a document, and what the decoder says."""
+        hidden = noise_mask(self.spans.of(len(tokens)), len(tokens), self._draws(len(tokens), sample, document))
+        starts = hidden & ~np.concatenate([[False], hidden[:-1]])
+        sentinels = np.array(self.marks.sentinels, np.int64)[np.cumsum(starts) - 1]
+        seen = np.where(starts, sentinels, tokens)[~hidden | starts]
+        said = np.stack((sentinels, tokens), 1)[np.stack((starts, hidden), 1)]
+        return np.append(seen, self.marks.end), np.append(said, self.marks.end)
+
+    def _draws(self, length: int, sample: int, document: int) -> tuple[Ids, Ids]:
+        """Two 32-bit words for each token of a document."""
+        from phalanx.base.rng import key_of, rounds  # start-up time: it imports torch
+
+        counter = (np.arange(length), *(np.full(1, n, np.int64) for n in (sample & 0xFFFFFFFF, sample >> 32, document)))
+        first, second, _, _ = rounds(counter, key_of(self.seed, "span"))
+        return first, second
+
+    def _stream(self, sample: Sample, texts: Sequence[Ids], room: int) -> Sample:
+        """The texts one after another, as documents, and padding, in `room` tokens without labels."""
+        ends = np.cumsum([len(text) for text in texts], dtype=np.int64)
+        filled = int(ends[-1]) if len(ends) else 0
+        starts = ends[ends < room]
+        labels = np.full(room, IGNORE, np.int64)
+        return Sample(sample.number, self._filled_up(texts, room, self.marks.padding), labels, starts, filled)
+
+    def _filled_up(self, texts: Sequence[Ids], room: int, value: int) -> Ids:
+        found = np.full(room, value, np.int64)
+        if texts:
+            whole = np.concatenate(texts)
+            found[: len(whole)] = whole
+        return found
+
+
+def _longest(spans: SpanRates, rooms: Rooms, length: int) -> int:
+    """The largest number of tokens, up to `length`, whose texts fit into the rooms: sizes never shrink with length. 0
+    if not even LEAST do."""
+    low, high = LEAST - 1, max(length, LEAST - 1)
+    while low < high:
+        middle = (low + high + 1) // 2
+        low, high = (middle, high) if rooms.hold(spans.sizes(middle)) else (low, middle - 1)
+    return low if low >= LEAST else 0
+
+
+def noise_mask(counts: Counts, length: int, draws: tuple[Ids, Ids]) -> NDArray[np.bool_]:
+    """(length,) which tokens are hidden: spans of what stays and of what goes take turns, beginning with what stays.
+    All ways to cut each of both into spans of at least one token are equally likely."""
+    stays = segment_lengths(length - counts.hidden, counts.spans, draws[0])
+    goes = segment_lengths(counts.hidden, counts.spans, draws[1])
+    return np.repeat(np.tile([False, True], counts.spans), np.stack((stays, goes), 1).reshape(-1))
+
+
+def segment_lengths(items: int, count: int, draws: Ids) -> Ids:
+    """(count,) lengths >= 1 that sum to `items`: of the items - 1 borders, those with the smallest draws."""
+    borders = np.sort(np.argsort(draws[: items - 1], kind="stable")[: count - 1]) + 1
+    return np.diff(np.concatenate([[0], borders, [items]]))

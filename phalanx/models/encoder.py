@@ -1,0 +1,228 @@
+"""Blocks of encoders, whose tokens read both ways: BERT's (norms after each sub-layer, learned positions), ModernBERT's
+(norms before it, rotary positions, windows), and the head that says what hidden tokens were."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from functools import partial
+from typing import Any
+
+from torch import Tensor, nn
+
+from phalanx.layout.box import Box
+from phalanx.layout.param import Init, ParamSpec, Piece
+from phalanx.models.family import BlockMaker
+from phalanx.models.layer_norm_decoder import Dropping
+from phalanx.nn.attention import Attention, AttentionSpec
+from phalanx.nn.embedding import Embedding
+from phalanx.nn.env import Env
+from phalanx.nn.head import Head
+from phalanx.nn.linear import ReplicatedLinear
+from phalanx.nn.mlp import FusedGeGLU, FusedGeGLUSpec, GeluMLP
+from phalanx.nn.module import Block, OutputRows
+from phalanx.nn.norm import LayerNorm
+from phalanx.nn.parameter import Parameter
+from phalanx.ops.attention.kind import AttentionKind
+from phalanx.ops.dense.activation import gelu
+from phalanx.ops.dense.embedding import learned_positions
+from phalanx.ops.dense.rope_scaling import Rotation
+from phalanx.sequence.batch import Batch
+
+BOTH = AttentionKind(direction="both")
+
+
+def table_spec(env: Env, name: str, rows: int, width: int, std: float) -> ParamSpec:
+    """A small table (rows, width) that every rank of tp holds whole and reads for its own tokens."""
+    shape = (rows, width)
+    local = (slice(0, rows), slice(0, width))
+    whole = Piece(name, shape, Box.full(shape), local, Init("normal", std), replicas=env.everyone)
+    return ParamSpec(shape, (whole,), role="embedding")
+
+
+class BertEmbedding(Dropping):
+    """Tokens, positions and segments (token types), normalized."""
+
+    def __init__(self, config: Any, env: Env):
+        super().__init__(env)
+        c, at, std = config, "bert.embeddings", config.initializer_range
+        self.p = c.dropout
+        name = f"{at}.word_embeddings.weight"
+        self.embed = Embedding(env, name, c.vocab_size, c.hidden_size, std, env.tied())
+        name, positions = f"{at}.position_embeddings.weight", c.max_position_embeddings
+        self.positions = self.param(table_spec(env, name, positions, c.hidden_size, std))
+        name = f"{at}.token_type_embeddings.weight"
+        self.types = self.param(table_spec(env, name, c.type_vocab_size, c.hidden_size, std))
+        self.norm = LayerNorm(env, f"{at}.LayerNorm", c.hidden_size, c.layer_norm_eps)
+
+    def forward(self, x: Tensor, batch: Batch) -> Tensor:
+        a, b = self.env.cut(batch.num_tokens)
+        segments = batch.tokens.new_zeros(b - a) if batch.segments is None else batch.segments[a:b]
+        x = self.embed(batch.tokens) + learned_positions(segments, self.types)
+        x = self.norm(x + learned_positions(batch.positions[a:b], self.positions))
+        return self.drop(x, batch, self.p, 0, 1)
+
+
+class BertLayer(Dropping):
+    """Each sub-layer's output is added to its input, and the sum is normalized."""
+
+    def __init__(self, config: Any, env: Env, layer: int):
+        super().__init__(env)
+        c, at, width = config, f"bert.encoder.layer.{layer}", config.hidden_size
+        self.p, self.layer = c.dropout, layer
+        q, k, v = (f"{at}.attention.self.{name}.weight" for name in ("query", "key", "value"))
+        spec = AttentionSpec(
+            names=(q, k, v, f"{at}.attention.output.dense.weight"),
+            width=width,
+            heads=c.num_attention_heads,
+            kv_heads=c.num_attention_heads,
+            head_dim=width // c.num_attention_heads,
+            std=c.initializer_range,
+            bias="all",
+            dropout=c.attention_dropout,
+            layer=layer,
+            kind=BOTH,
+        )
+        self.attention = Attention(env, spec)
+        self.norm1 = LayerNorm(env, f"{at}.attention.output.LayerNorm", width, c.layer_norm_eps)
+        names, std = (f"{at}.intermediate.dense", f"{at}.output.dense"), c.initializer_range
+        self.mlp = GeluMLP(env, names, width, c.intermediate_size, std, std, c.hidden_act, transposed=False)
+        self.norm2 = LayerNorm(env, f"{at}.output.LayerNorm", width, c.layer_norm_eps)
+
+    def forward(self, x: Tensor, batch: Batch) -> Tensor:
+        delta = self.drop(self.attention(x, batch), batch, self.p, self.layer, 2)
+        _, x = self.norm1.add(x, delta)
+        _, x = self.norm2.add(x, self.drop(self.mlp(x), batch, self.p, self.layer, 3))
+        return x
+
+
+class ModernBertEmbedding(Block):
+    def __init__(self, config: Any, env: Env):
+        super().__init__(env)
+        c, at = config, "model.embeddings"
+        name = f"{at}.tok_embeddings.weight"
+        self.embed = Embedding(env, name, c.vocab_size, c.hidden_size, c.initializer_range, env.tied())
+        self.norm = LayerNorm(env, f"{at}.norm", c.hidden_size, c.norm_eps, c.norm_bias)
+
+    def forward(self, x: Tensor, batch: Batch) -> Tensor:
+        return self.norm(self.embed(batch.tokens))
+
+
+class ModernBertLayer(Block):
+    """The first layer reads the embedding's norm as it is."""
+
+    def __init__(self, config: Any, env: Env, layer: int):
+        super().__init__(env)
+        c, at, width = config, f"model.layers.{layer}", config.hidden_size
+        std, std_out = c.initializer_range, c.std_out
+        head_dim, window = width // c.num_attention_heads, c.window(layer)
+        fused = f"{at}.attn.Wqkv.weight"
+        spec = AttentionSpec(
+            names=(fused, fused, fused, f"{at}.attn.Wo.weight"),
+            width=width,
+            heads=c.num_attention_heads,
+            kv_heads=c.num_attention_heads,
+            head_dim=head_dim,
+            std=std,
+            std_out=std_out,
+            rotation=Rotation(head_dim, c.rope_base(layer), None, c.max_position_embeddings),
+            bias="all" if c.attention_bias else "none",
+            layer=layer,
+            kind=AttentionKind(direction="both", window=window),
+        )
+        norm = partial(LayerNorm, env, width=width, eps=c.norm_eps, bias=c.norm_bias)
+        self.norm1 = norm(f"{at}.attn_norm") if layer else None
+        self.attention = Attention(env, spec)
+        self.norm2 = norm(f"{at}.mlp_norm")
+        mlp = FusedGeGLUSpec(
+            names=(f"{at}.mlp.Wi.weight", f"{at}.mlp.Wo.weight"),
+            width=width,
+            inner=c.intermediate_size,
+            std=std,
+            std_out=std_out,
+            exact=c.hidden_activation == "gelu",
+            bias=c.mlp_bias,
+        )
+        self.mlp = FusedGeGLU(env, mlp)
+
+    def forward(self, x: Tensor, batch: Batch) -> Tensor:
+        normed = x
+        if self.norm1 is not None:
+            x, normed = self.norm1.add(x)
+        x, normed = self.norm2.add(x, self.attention(normed, batch))
+        return x + self.mlp(normed)
+
+
+@dataclass(frozen=True, kw_only=True)
+class MaskedHeadSpec:
+    """How a family's MaskedHead is made.
+
+    dense, norm  names of its dense layer and of the norm after it
+    embedding    of the input embedding, which is the decoder's matrix
+    bias         of the bias of the logits; None: they have none
+    last         of the model's last norm; None: the layers end with one
+    eps          of the norms, which have a bias if norm_bias
+    dense_bias   whether the dense layer has one; std: the deviation of its initial weights
+    exact        whether its activation is GELU itself, not its tanh form
+    """
+
+    dense: str
+    norm: str
+    embedding: str
+    bias: str | None
+    last: str | None = None
+    eps: float
+    norm_bias: bool = True
+    dense_bias: bool = True
+    std: float
+    exact: bool = True
+
+
+class MaskedHead(Block):
+    """What a token was, from a dense layer over it, normalized, and the input embedding: one logit for each id."""
+
+    recomputable = False
+
+    def __init__(self, config: Any, env: Env, spec: MaskedHeadSpec, made: Mapping[str, Parameter]):
+        super().__init__(env)
+        s, width = spec, config.hidden_size
+        self.exact = s.exact
+        self.last = nn.Identity() if s.last is None else LayerNorm(env, s.last, width, s.eps, s.norm_bias)
+        rows = [OutputRows(f"{s.dense}.weight", width, 0, width, env.everyone)]
+        self.dense = ReplicatedLinear(env, rows, width, Init("normal", s.std), s.dense_bias)
+        self.norm = LayerNorm(env, s.norm, width, s.eps, s.norm_bias)
+        shared: Any = {"weight": made.get(s.embedding), "role": "embedding", "bias": s.bias}
+        vocab, std = config.vocab_size, config.initializer_range
+        self.head = Head(env, s.embedding, vocab, width, std, env.tied(), **shared)
+
+    def forward(self, x: Tensor, batch: Batch) -> Tensor:
+        return self.head.loss(self.transformed(x), batch)
+
+    def transformed(self, x: Tensor) -> Tensor:
+        """What the decoder reads (T / tp, D)."""
+        return self.norm(gelu(self.dense(self.last(x)), self.exact))
+
+    def logits(self, x: Tensor, rows: Tensor) -> Tensor:
+        return self.head.logits(self.transformed(x), rows)
+
+    def log_probs(self, x: Tensor, batch: Batch, top: int = 0) -> Tensor:
+        return self.head.log_probs(self.transformed(x), batch, top)
+
+    def flops(self, seq_length: int) -> float:
+        return super().flops(seq_length) + 2.0 * self.dense.weight.numel()
+
+
+def encoder_blocks(
+    config: Any,
+    env: Env,
+    embedding: Callable[[Any, Env], Block],
+    layer: Callable[[Any, Env, int], Block],
+    head: MaskedHeadSpec,
+) -> Sequence[BlockMaker]:
+    """Embedding, layers, head."""
+
+    def make(number: int, made: Mapping[str, Parameter]) -> Block:
+        return layer(config, env, number)
+
+    layers = (partial(make, i) for i in range(config.num_hidden_layers))
+    return [lambda made: embedding(config, env), *layers, partial(MaskedHead, config, env, head)]

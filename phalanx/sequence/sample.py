@@ -1,0 +1,141 @@
+"""Samples on the host, before they are put into batches, and the SampleTransform protocol: how a task turns the tokens
+of the data into inputs and labels.
+
+    window of tokens ──▶ Sample: tokens, next tokens as labels ──SampleTransform──▶ Sample: inputs, labels ──▶ Batch
+
+A transform is a pure function of (seed, sample), so each layout sees the same samples, and so does a run that resumes.
+Torch is not imported here, so that a config that names a task can be read without it.
+"""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from functools import cached_property
+
+import numpy as np
+from numpy.typing import NDArray
+
+from phalanx.base.errors import DataError
+
+ENCODER = "encoder"  # the name, beside a sample's own tokens, of the text that an encoder reads
+IGNORE = -100  # label of a token without loss, as in torch's cross entropy
+
+
+@dataclass(frozen=True)
+class Sample:
+    """One sample of n tokens.
+
+    number    of the sample in the run; with the run's seed, the key of everything drawn for it
+    tokens    (n,) integers
+    labels    (n,) int64; from the data: the next token of each; IGNORE where there is no loss
+    starts    ascending positions in 1 .. n - 1 at which another document begins, or the padding; none where attention
+              does not stay inside documents and sequences are not packed
+    filled    tokens that are not padding
+    segments  (n,) int64, which text of its document each token belongs to (BERT's token types); None: all to the first
+    beside    further streams of tokens (Batch.beside), by name: each a sample of as many documents, without labels
+    """
+
+    number: int
+    tokens: NDArray[np.integer]
+    labels: NDArray[np.int64]
+    starts: NDArray[np.int64]
+    filled: int
+    segments: NDArray[np.int64] | None = None
+    beside: Mapping[str, Sample] = field(default_factory=dict)
+
+    @property
+    def documents(self) -> list[tuple[int, int]]:
+        """(first token, one past the last) of each document; padding is none."""
+        borders = [0, *(start for start in self.starts.tolist() if start < self.filled), self.filled]
+        return list(zip(borders, borders[1:]))
+
+
+class SampleTransform(ABC):
+    """What a task makes of samples. It is called on the host, from any thread, for whole samples, before batches are
+    cut for ranks. `sample` may be views of the data: make new arrays, and change none in place."""
+
+    def reads(self, seq_length: int) -> int:
+        """Tokens of the data in a sample, if the sample that it becomes is to have `seq_length`."""
+        return seq_length
+
+    @abstractmethod
+    def __call__(self, sample: Sample) -> Sample:
+        """The sample with its inputs as tokens, and their labels. It has train.seq_length tokens."""
+
+
+@dataclass(frozen=True)
+class Vocabulary:
+    """What a transform needs to know about ids.
+
+    size       of the model's vocabulary: ids are 0 .. size - 1
+    text       (ids,) int64, ascending: those that stand for text, neither special nor beyond the tokenizer's
+    special    name -> id, such as "[SEP]"
+    roles      what special tokens are for, such as "mask", "cls", "sep", "pad" -> id; those that are known
+    continues  (size,) whether a piece goes on with the word of the piece before it, if that one `leaves_open`; None:
+               the tokenizer's pieces do not say where words begin
+    leaves_open  (size,) whether a word may go on after this piece
+    source     where it comes from, for messages
+    """
+
+    size: int
+    text: NDArray[np.int64]
+    special: Mapping[str, int] = field(default_factory=dict)
+    roles: Mapping[str, int] = field(default_factory=dict)
+    continues: NDArray[np.bool_] | None = None
+    leaves_open: NDArray[np.bool_] | None = None
+    source: str = "data.tokenizer"
+
+    @cached_property
+    def sentinels(self) -> tuple[int, ...]:
+        """The special tokens that stand for spans of a text: <extra_id_0>, <extra_id_1> and so on, as far as there are
+        any. T5 counts them from the top of its vocabulary."""
+        found = list[int]()
+        while f"<extra_id_{len(found)}>" in self.special:
+            found.append(self.special[f"<extra_id_{len(found)}>"])
+        return tuple(found)
+
+    @cached_property
+    def is_text(self) -> NDArray[np.bool_]:
+        """(size,) by id."""
+        found = np.zeros(self.size, np.bool_)
+        found[self.text] = True
+        return found
+
+    def role(self, name: str, needed: str) -> int:
+        """The id of the special token for this. DataError if there is none; `needed` says what needs it."""
+        if name not in self.roles:
+            known = ", ".join(sorted(self.special)) or "none"
+            raise DataError(
+                f"{self.source} has no {name} token, which {needed} needs (its special tokens: {known}): name it in "
+                f'tokenizer_config.json, such as "{name}_token": "[{name.upper()}]", or take another tokenizer'
+            )
+        return self.roles[name]
+
+    def word_starts(self, tokens: NDArray[np.integer]) -> NDArray[np.int64]:
+        """(n,) the position at which the word of each token begins; special tokens are words of their own. DataError if
+        the tokenizer does not say."""
+        if self.continues is None or self.leaves_open is None:
+            raise DataError(f"{self.source}: its pieces do not say where words begin, which whole words need")
+        text = self.is_text[tokens]
+        goes_on = self.continues[tokens] & text
+        goes_on[1:] &= (self.leaves_open[tokens] & text)[:-1]
+        goes_on[:1] = False
+        return np.maximum.accumulate(np.where(goes_on, 0, np.arange(len(tokens))))
+
+
+@dataclass(frozen=True)
+class SampleFacts:
+    """What an objective knows when it makes its transform: the run's seed and sequence length, the vocabulary, which is
+    read from the tokenizer when it is asked for (DataError if there is none), and the token with which the texts of the
+    model's decoder begin (None: it has no decoder beside an encoder)."""
+
+    seed: int
+    seq_length: int
+    read_vocabulary: Callable[[], Vocabulary]
+    decoder_start: int | None = None
+
+    @cached_property
+    def vocabulary(self) -> Vocabulary:
+        return self.read_vocabulary()

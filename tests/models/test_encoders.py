@@ -1,0 +1,239 @@
+"""Our encoders against Hugging Face's: logits, loss and the gradient of every tensor in float64, from the same weights
+by name; documents that are packed together do not read each other."""
+
+from __future__ import annotations
+
+import math
+import shutil
+from dataclasses import replace
+from functools import lru_cache
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+import torch.nn.functional as F
+from safetensors.torch import load_file, save_file
+
+from phalanx.base.errors import CheckpointError
+from phalanx.checkpoint.convert import export
+from phalanx.checkpoint.hf import read_folder, to_hf
+from phalanx.checkpoint.keep import latest
+from phalanx.checkpoint.load import load_weights as load_weights_of
+from phalanx.comm.mesh import Mesh
+from phalanx.config.run import Run, TrainConfig
+from phalanx.engine.build import build
+from phalanx.forecast.decide import make_plan
+from phalanx.layout.config import LayoutConfig
+from phalanx.models.model_config import ModelConfig
+from phalanx.models.registry import family_of
+from phalanx.sequence.batch import IGNORE, Batch
+from tests.harness import hf_fuzz
+from tests.harness.checkpoints import save_here
+from tests.harness.parity import MODELS, SEQ, assemble, sample_batch
+from tests.harness.sample import each_in_two
+from tests.models.test_models import all_logits, load_weights, run_model
+
+CASES = {
+    "bert": replace(MODELS["bert"], dropout=0.0, attention_dropout=0.0),
+    "bert: tanh, one segment": replace(
+        MODELS["bert"],
+        dropout=0.0,
+        attention_dropout=0.0,
+        hidden_act="gelu_new",
+        type_vocab_size=1,
+        num_hidden_layers=2,
+    ),
+    "modernbert": MODELS["modernbert"],
+    "modernbert: biases, tanh, types": replace(
+        MODELS["modernbert"],
+        norm_bias=True,
+        attention_bias=True,
+        mlp_bias=True,
+        classifier_bias=True,
+        decoder_bias=False,
+        hidden_activation="gelu_new",
+        classifier_activation="gelu_new",
+        layer_types=("sliding_attention", "full_attention", "sliding_attention"),
+        num_hidden_layers=3,
+        global_rope_theta=500.0,
+        local_rope_theta=50.0,
+    ),
+}
+LAYOUTS = {"one rank": {}, "tp2": dict(tp=2), "pp2": dict(pp=2), "tp2 pp2": dict(tp=2, pp=2)}
+
+
+def with_segments(batch: Batch, kinds: int) -> Batch:
+    """Some tokens belong to a second text."""
+    return replace(batch, segments=(batch.positions > 6).long() * (kinds - 1))
+
+
+def batches_of(config: Any) -> list[Batch]:
+    kinds = getattr(config, "type_vocab_size", 1)
+    found = [sample_batch(ids, documents=False) for ids in ([1, 2], [3, 4])]
+    return [with_segments(batch, kinds) if kinds > 1 else batch for batch in found]
+
+
+def theirs(config: ModelConfig) -> Any:
+    """The same model of transformers, in float64, with random weights."""
+    import transformers
+
+    written = to_hf(config, torch.float64)
+    cls = getattr(transformers, family_of(config).architecture)
+    torch.manual_seed(0)
+    model = cls(cls.config_class(**written, attn_implementation="sdpa")).double().eval()
+    with torch.no_grad():
+        for p in model.parameters():
+            p.normal_(0.0, 0.3).add_(1.0 if p.dim() == 1 else 0.0)
+    return model
+
+
+@lru_cache
+def hugging_face(case: str) -> dict[str, Any]:
+    """Weights, and Hugging Face's logits, loss and gradients."""
+    config = CASES[case]
+    batches = batches_of(config)
+    tokens, labels = (torch.cat([getattr(b, n) for b in batches]) for n in ("tokens", "labels"))
+    more = {}
+    if batches[0].segments is not None:
+        more["token_type_ids"] = torch.cat([b.segments for b in batches]).view(-1, SEQ)
+    with hf_fuzz.wide():
+        model = theirs(config)
+        logits = model(tokens.view(-1, SEQ), **more).logits.flatten(0, 1)
+    loss = F.cross_entropy(logits, labels, ignore_index=IGNORE, reduction="sum") / (labels != IGNORE).sum()
+    loss.backward()
+    named = {k: p for k, p in model.named_parameters() if p.grad is not None}
+    return {
+        "weights": {k: p.detach().numpy() for k, p in model.named_parameters()},
+        "grads": {k: p.grad.numpy() for k, p in named.items()},
+        "logits": logits.detach().numpy(),
+        "loss": loss.item(),
+    }
+
+
+def run_of(config: ModelConfig, **layout: int) -> Run:
+    train = TrainConfig(steps=1, global_batch=4, micro_batch=2, seq_length=SEQ, precision="fp64")
+    return Run(model=config, train=train, layout=LayoutConfig(**layout))
+
+
+@pytest.mark.parametrize("case, layout", each_in_two(CASES, LAYOUTS))
+def test_equal_to_hugging_face(ranks, case, layout):
+    """Truth: transformers in float64, to 1e-10 of each tensor's scale; layouts through the pool of ranks."""
+    truth, world = hugging_face(case), math.prod(LAYOUTS[layout].values())
+    arguments = (run_of(CASES[case], **LAYOUTS[layout]), truth["weights"], batches_of(CASES[case]))
+    results = (
+        [run_model(0, 1, *arguments)]
+        if world == 1
+        else ranks.run("tests.models.test_models:run_model", world, *arguments)
+    )
+    for result in results:
+        assert result["loss"] == pytest.approx(truth["loss"], rel=1e-12)
+    logits = [np.concatenate(r["logits"]) for r in results if r["logits"]]
+    assert len(logits) == LAYOUTS[layout].get("tp", 1)
+    for found in logits:
+        assert np.abs(found - truth["logits"]).max() <= 1e-10 * np.abs(truth["logits"]).max()
+    grads = assemble([r["grads"] for r in results])
+    assert grads.keys() == truth["grads"].keys()
+    largest = max(np.abs(g).max() for g in truth["grads"].values())
+    for name, expected in truth["grads"].items():
+        off, bound = np.abs(grads[name] - expected).max(), 1e-10 * max(np.abs(expected).max(), 1e-6 * largest)
+        assert off <= bound, f"gradient of {name} is off by {off:.3g} (bound {bound:.3g})"
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_packed_documents_do_not_read_each_other(case):
+    """Other tokens in one document leave all logits of the others as they are, to the bit; and the logits of a document
+    are those that it has alone."""
+    config = CASES[case]
+    plan = make_plan(run_of(config), 1)
+    state = build(plan, Mesh(plan.grid, 0))
+    load_weights(state, hugging_face(case)["weights"])
+    batch = sample_batch([1, 2], documents="packed")
+    [before] = all_logits(state, [batch])
+    numbers = batch.documents.numpy()
+    for document in np.unique(numbers):
+        mine = numbers == document
+        tokens = torch.where(torch.from_numpy(mine), (batch.tokens + 1) % config.vocab_size, batch.tokens)
+        [after] = all_logits(state, [replace(batch, tokens=tokens)])
+        assert np.array_equal(before[~mine], after[~mine])
+        assert (before[mine] != after[mine]).any(-1).all()  # every token of it reads every other
+    with torch.no_grad(), hf_fuzz.wide():
+        model, places = theirs_with(case), np.flatnonzero(numbers == numbers[5])
+        alone = model(batch.tokens[places][None]).logits[0].numpy()
+    assert np.abs(before[places] - alone).max() <= 1e-10 * np.abs(alone).max()
+
+
+def theirs_with(case: str) -> Any:
+    model = theirs(CASES[case])
+    weights = hugging_face(case)["weights"]
+    model.load_state_dict({k: torch.from_numpy(v) for k, v in weights.items()}, strict=False)
+    return model
+
+
+# ---- folders
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_a_folder_there_and_back(tmp_path, case):
+    """Written by transformers, loaded, saved and exported: each tensor to the byte, and the same config."""
+    from transformers import AutoConfig
+
+    config = CASES[case]
+    theirs(config).save_pretrained(tmp_path / "theirs")
+    assert read_folder(tmp_path / "theirs").model == config
+    out = saved_again(tmp_path / "theirs", config, tmp_path)
+    before, after = load_file(tmp_path / "theirs/model.safetensors"), load_file(out / "model.safetensors")
+    assert before.keys() == after.keys() and all(torch.equal(before[name], after[name]) for name in before)
+    cls = type(theirs(config))
+    model, info = cls.from_pretrained(out, output_loading_info=True)
+    assert not any(info[name] for name in ("missing_keys", "unexpected_keys", "mismatched_keys"))
+    found = [AutoConfig.from_pretrained(folder).to_dict() for folder in (tmp_path / "theirs", out)]
+    assert {k for k in found[0] if found[0][k] != found[1].get(k)} <= {"_name_or_path", "transformers_version"}
+
+
+def saved_again(folder: Path, config: ModelConfig, root: Path) -> Path:
+    plan = make_plan(run_of(config), 1)
+    mesh = Mesh(plan.grid, 0)
+    state = build(plan, mesh)
+    load_weights_of(folder, state.buffers, mesh)
+    save_here(state, root / "run")
+    return export(latest(root / "run"), root / "out", "fp64")
+
+
+def test_published_bert_folders_with_other_heads_and_former_names(tmp_path):
+    """google-bert's files: pooler and next sentence beside the head, norms with gamma and beta, copies of the
+    decoder."""
+    config = CASES["bert"]
+    theirs(config).save_pretrained(tmp_path / "plain")
+    tensors = load_file(tmp_path / "plain/model.safetensors")
+    wanted = saved_again(tmp_path / "plain", config, tmp_path)
+    old = {
+        name.replace("LayerNorm.weight", "LayerNorm.gamma").replace("LayerNorm.bias", "LayerNorm.beta"): tensor
+        for name, tensor in tensors.items()
+    }
+    width = config.hidden_size
+    old["bert.pooler.dense.weight"], old["bert.pooler.dense.bias"] = torch.ones(width, width), torch.ones(width)
+    old["cls.seq_relationship.weight"], old["cls.seq_relationship.bias"] = torch.ones(2, width), torch.ones(2)
+    old["bert.embeddings.position_ids"] = torch.arange(SEQ)[None]
+    old["cls.predictions.decoder.bias"] = old["cls.predictions.bias"].clone()
+    decoder = old["bert.embeddings.word_embeddings.weight"].clone()
+    shutil.copytree(tmp_path / "plain", tmp_path / "old")
+    save_file({**old, "cls.predictions.decoder.weight": decoder}, tmp_path / "old/model.safetensors")
+    found = saved_again(tmp_path / "old", config, tmp_path / "again")
+    assert (found / "model.safetensors").read_bytes() == (wanted / "model.safetensors").read_bytes()
+    save_file({**old, "cls.predictions.decoder.weight": decoder + 1}, tmp_path / "old/model.safetensors")
+    with pytest.raises(CheckpointError, match="must be true|differs from its|decoder.weight"):
+        read_folder(tmp_path / "old")
+        saved_again(tmp_path / "old", config, tmp_path / "other")
+
+
+def test_an_encoder_without_a_head_lacks_it(tmp_path):
+    """BertModel's folder: names without a prefix, a pooler, and no head, which is said tensor by tensor."""
+    import transformers
+
+    config = CASES["bert"]
+    transformers.BertModel(theirs(config).config).double().save_pretrained(tmp_path / "base")
+    with pytest.raises(CheckpointError) as error:
+        saved_again(tmp_path / "base", config, tmp_path)
+    assert "missing: cls.predictions.bias" in str(error.value) and "not in the model" not in str(error.value)

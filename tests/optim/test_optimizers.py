@@ -1,0 +1,215 @@
+"""Muon, Lion and SGD: against torch's and the formulas of the papers, in layouts, from the config."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from functools import cache
+
+import numpy as np
+import pytest
+import torch
+
+from phalanx.config.read import load_run, read
+from phalanx.forecast.check import Facts, check
+from phalanx.layout.config import LayoutConfig
+from phalanx.optim.adamw import AdamWConfig
+from phalanx.optim.muon import POLYNOMIALS, MuonConfig, factor_of, orthogonalized
+from phalanx.optim.optimizer import ParamRange, WholeMatrix, find_optimizer
+from tests.harness import parity
+from tests.harness.sample import covering, rest_in_soak
+
+HERE = __name__
+SHAPES = ((24, 24), (48, 16), (16, 48), (7, 5), (1, 9), (9, 1))
+SMALL = ["model.family=llama", "model.vocab_size=64", "model.hidden_size=16", "model.intermediate_size=32"]
+SMALL += ["model.num_hidden_layers=1", "model.num_attention_heads=2", "train.steps=1", "train.global_batch=1"]
+SMALL += ["train.micro_batch=1", "train.seq_length=8", "data.mock=true"]
+
+
+def stepped(name: str, shape, steps: int, dtype=torch.float64, **fields):
+    """A matrix after so many steps, its state, and the gradients of the steps."""
+    made = find_optimizer(name)
+    optimizer = made(made.Config(name=name, **fields))
+    draw = torch.Generator().manual_seed(sum(shape))
+    first = torch.randn(shape, generator=draw, dtype=torch.float64).to(dtype)
+    grads = [torch.randn(shape, generator=draw, dtype=torch.float64).to(dtype) for _ in range(steps)]
+    kind = WholeMatrix if made.owns == "matrix" else ParamRange
+    state = {key: torch.zeros(shape, dtype=dtype) for key in made.state}
+    p = kind(first.clone(), grads[0], state, 0.02, 0.1, torch.ones(()))
+    for number, grad in enumerate(grads, 1):
+        p.grad, p.step = grad.clone(), torch.tensor(float(number))
+        optimizer.update(p)
+        assert torch.equal(p.grad, grad)
+    return p, first, grads
+
+
+def by_torch(make, first, grads):
+    weight = torch.nn.Parameter(first.clone())
+    optimizer = make([weight])
+    for grad in grads:
+        weight.grad = grad.clone()
+        optimizer.step()
+    return weight.detach()
+
+
+@pytest.mark.parametrize("nesterov", [False, True])
+@pytest.mark.parametrize("adjust", ["match_rms_adamw", "original"])
+@pytest.mark.parametrize("shape", SHAPES, ids=str)
+def test_muon_is_torchs(shape, adjust, nesterov):
+    """Its products are bf16's, and so are ours: fp32 masters differ by the rounding of a bf16 sum at most."""
+    p, first, grads = stepped("muon", shape, 4, torch.float32, adjust=adjust, nesterov=nesterov)
+    truth = by_torch(lambda w: torch.optim.Muon(w, 0.02, 0.1, nesterov=nesterov, adjust_lr_fn=adjust), first, grads)
+    moved = 0.02 * factor_of(first, adjust)
+    assert (p.master - truth).abs().max() < 4 * moved * 2**-7
+    torch.testing.assert_close(p.master.norm(), truth.norm(), rtol=1e-3, atol=0)
+
+
+def by_formula(matrix, polynomials):
+    """Of its singular values, by a decomposition."""
+    u, s, v = np.linalg.svd(matrix.numpy(), full_matrices=False)
+    s = s / np.sqrt((s**2).sum())
+    for a, b, c in polynomials:
+        s = a * s + b * s**3 + c * s**5
+    return torch.from_numpy(u * s @ v)
+
+
+@pytest.mark.parametrize("coefficients", POLYNOMIALS)
+@pytest.mark.parametrize("shape", SHAPES, ids=str)
+def test_muon_is_the_formula(shape, coefficients):
+    given = POLYNOMIALS[coefficients]
+    polynomials = [*given, *[given[-1]] * 9][:7]
+    p, first, grads = stepped("muon", shape, 3, coefficients=coefficients, iterations=7)
+    weight, momentum = first, torch.zeros(shape, dtype=torch.float64)
+    for grad in grads:
+        momentum = 0.95 * momentum + 0.05 * grad
+        update = by_formula(0.05 * grad + 0.95 * momentum, polynomials)
+        weight = weight * (1 - 0.02 * 0.1) - 0.02 * 0.2 * max(shape) ** 0.5 * update
+    torch.testing.assert_close(p.master, weight, rtol=0, atol=1e-12)
+    torch.testing.assert_close(p.momentum, momentum, rtol=0, atol=1e-15)
+
+
+@pytest.mark.parametrize(
+    ("coefficients", "iterations", "least", "most"), [("jordan", 5, 0.65, 1.25), ("polar_express", 8, 0.99, 1.02)]
+)
+def test_singular_values_are_near_one(coefficients, iterations, least, most):
+    """Those from a hundredth of the norm on; and the update is as large as AdamW's, 0.2 an element."""
+    draw = np.random.default_rng(0)
+    u, v = (np.linalg.qr(draw.standard_normal((64, 64)))[0] for _ in range(2))
+    s = np.geomspace(1, 0.05, 64)
+    x = torch.from_numpy(u * s @ v)
+    found = orthogonalized(x, POLYNOMIALS[coefficients], iterations, "master")
+    values = torch.linalg.svdvals(found)
+    assert least < values.min() and values.max() < most
+    assert abs(float((found * factor_of(found, "match_rms_adamw")).square().mean().sqrt()) - 0.2) < 0.04
+
+
+def test_a_matrix_of_zeros_stays():
+    assert not orthogonalized(torch.zeros(4, 6), POLYNOMIALS["jordan"], 5, "bf16").any()
+
+
+@pytest.mark.parametrize("nesterov", [False, True])
+def test_sgd_is_torchs(nesterov):
+    """Which has no decoupled decay: ours is done beside it."""
+    p, first, grads = stepped("sgd", (40,), 5, nesterov=nesterov)
+    weight, velocity = first.clone(), torch.zeros(40, dtype=torch.float64)
+    for grad in grads:
+        one = torch.nn.Parameter(weight * (1 - 0.02 * 0.1))
+        optimizer = torch.optim.SGD([one], 0.02, momentum=0.9, nesterov=nesterov)
+        optimizer.state[one]["momentum_buffer"] = velocity
+        one.grad = grad
+        optimizer.step()
+        weight, velocity = one.detach(), optimizer.state[one]["momentum_buffer"]
+    torch.testing.assert_close(p.master, weight, rtol=0, atol=1e-15)
+
+
+def test_lion_is_its_paper():
+    """Algorithm 2: sign(b1 m + (1 - b1) g), then m = b2 m + (1 - b2) g."""
+    p, first, grads = stepped("lion", (40,), 6, beta1=0.8, beta2=0.95)
+    weight, momentum = first.numpy().copy(), np.zeros(40)
+    for grad in (g.numpy() for g in grads):
+        update = np.sign(0.8 * momentum + 0.2 * grad)
+        momentum = 0.95 * momentum + 0.05 * grad
+        weight -= 0.02 * (update + 0.1 * weight)
+    np.testing.assert_allclose(p.master.numpy(), weight, rtol=0, atol=1e-15)
+
+
+# ---- layouts
+
+
+LAYOUTS = {
+    "tp2": ("llama", 2, {"tp": 2, "sharding": 0}),
+    "pp2 dp2 ZeRO-3": ("llama", 4, {"pp": 2, "sharding": 3}),
+    "cp2 ZeRO-2": ("llama", 2, {"cp": 2, "sharding": 2}),
+    "ep2 tp2 ZeRO-1": ("mixtral", 4, {"ep": 2, "tp": 2, "sharding": 1}),
+    "etp2": ("mixtral", 4, {"ep": 2, "etp": 2, "sharding": 2}),
+    "stacked": ("gpt_oss", 4, {"ep": 2, "tp": 2, "sharding": 3}),
+    "conv1d": ("gpt2", 2, {"tp": 2, "sharding": 0}),
+    "tied": ("llama-tied", 4, {"tp": 2, "pp": 2, "sharding": 1}),
+    "latents": ("deepseek_v3", 4, {"ep": 2, "tp": 2, "sharding": 2}),
+}
+SAMPLE = covering({case: {model, *layout.items()} for case, (model, _, layout) in LAYOUTS.items()})
+STEPS, CLIP = 3, 0.05
+
+
+def run_of(model: str, layout: dict):
+    run = parity.base_run(model, precision="fp64")
+    fallback = AdamWConfig(lr=1e-2)
+    optim = MuonConfig(name="muon", lr=1e-2, clip_grad=CLIP, coefficients="polar_express", fallback=fallback)
+    return replace(run, optim=optim, layout=LayoutConfig(**layout))
+
+
+def one_rank(rank: int, world: int, model: str, layout: dict) -> dict:
+    return parity.run_layout(rank, world, run_of(model, layout), STEPS)
+
+
+@cache
+def truth_of(ranks, model: str) -> dict:
+    [alone] = ranks.run(f"{HERE}:one_rank", 1, model, {"bucket_mb": 0, "sharding": 0})
+    grads = [parity.assemble([g]) for g in alone["grads"]]
+    return {**alone, "grads": grads, "weights": parity.assemble([alone["weights"]])}
+
+
+@pytest.mark.parametrize("case", rest_in_soak(LAYOUTS, SAMPLE))
+def test_muon_is_the_same_in_every_layout(ranks, case):
+    model, world, layout = LAYOUTS[case]
+    parity.compare(ranks.run(f"{HERE}:one_rank", world, model, layout), truth_of(ranks, model), STEPS)
+
+
+# ---- the config
+
+
+def refused(*overrides: str) -> dict[str, str]:
+    loaded = read(None, [*SMALL, *overrides])
+    problems = loaded.problems or check(loaded.run, Facts(1))
+    return {p.field: p.rule for p in problems}
+
+
+def test_one_rate_for_all():
+    """Until the fallback has its own."""
+    run = load_run(None, [*SMALL, "optim.name=muon", "optim.lr=1e-3", "optim.weight_decay=0.05"])
+    assert run.optim.fallback == AdamWConfig(lr=1e-3, weight_decay=0.05)
+    run = load_run(None, [*SMALL, "optim.name=muon", "optim.lr=1e-3", "optim.fallback.beta2=0.9"])
+    assert run.optim.fallback == AdamWConfig(lr=1e-3, beta2=0.9)
+    run = load_run(None, [*SMALL, "optim.name=muon", "optim.lr=1e-3", "optim.fallback.lr=5e-4"])
+    assert run.optim.fallback == AdamWConfig(lr=5e-4)
+
+
+@pytest.mark.parametrize(
+    ("overrides", "field", "rule"),
+    [
+        ("optim.name=muon optim.adjust=original", "optim.fallback.lr", "must be given with optim.adjust=original"),
+        ("optim.name=muon optim.momentum=1", "optim.momentum", "must be a number in [0, 1)"),
+        ("optim.name=muon optim.iterations=0", "optim.iterations", "[1, 100)"),
+        ("optim.name=muon optim.beta1=0.9", "optim.beta1", "is a key of optim only with name adamw, lion"),
+        ("optim.name=adamw optim.nesterov=true", "optim.nesterov", "only with name muon, sgd"),
+        ("optim.name=lion optim.beta2=1", "optim.beta2", "must be a number in [0, 1)"),
+        ("optim.name=sgd optim.momentum=-1", "optim.momentum", "must be a number in [0, 1)"),
+        ("optim.name=muon optim.masters=split", "optim.masters", "of whole matrices"),
+    ],
+)
+def test_refused(overrides, field, rule):
+    found = refused(*overrides.split())
+    assert list(found) == [field] and rule in found[field]
+
+
+def test_its_own_rate_of_the_fallback_is_enough():
+    assert not refused("optim.name=muon", "optim.adjust=original", "optim.lr=0.02", "optim.fallback.lr=3e-4")
