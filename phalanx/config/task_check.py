@@ -68,8 +68,7 @@ def check_beside(run: Run) -> list[Problem]:
         name, valid = ("packing", ("online",)) if not run.data.is_packed else ("document_attention", (True, None))
         rule = "must be on: the task makes two texts of each document, and pads sequences"
         return [problem("data", run.data, name, rule, {"task.name": run.task.name}, valid)]
-    known = [name for name in names(SEAM) if set(find_objective(name).makes_beside) == set(read)]
-    because = {"model.family": run.model.family, "tasks for this model": ", ".join(sorted(known))}
+    because = {"model.family": run.model.family, "a task for it": usual_task(run.model.both_ways, read).name}
     rule = (
         f"makes no {' and '.join(read)} text, which the model reads beside its own"
         if read

@@ -8,7 +8,7 @@ here, so that a config that names an objective can be read without it.
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass
 from functools import cache
 from typing import TYPE_CHECKING, Any, ClassVar, Literal, TypeVar
@@ -207,10 +207,12 @@ def make_objective(config: TaskConfig) -> Objective:
     return made
 
 
-def usual_task(both_ways: bool) -> TaskConfig:
-    """The first of our objectives for models that read both ways, or for the others."""
-    name = next(name for name in names(SEAM) if find_objective(name).both_ways == both_ways)
-    return completed_task(TaskConfig(name=name))
+def usual_task(both_ways: bool, beside: Collection[str] = ()) -> TaskConfig:
+    """The first of our objectives for models that read both ways, or for the others; beside: what such a model reads
+    beside its text."""
+    kinds = ((name, find_objective(name)) for name in names(SEAM))
+    found = (name for name, kind in kinds if kind.both_ways == both_ways and set(kind.makes_beside) == set(beside))
+    return completed_task(TaskConfig(name=next(found)))
 
 
 @cache

@@ -41,7 +41,7 @@ CUT_TOKENS = "an answer begins or ends inside a token: its text is encoded by it
 
 
 @dataclass(frozen=True)
-class Sample:
+class ChatSample:
     """ids, and the ascending ranges of them that are trained, up to the last id."""
 
     ids: tuple[int, ...]
@@ -74,14 +74,14 @@ class ChatEncoder:
     def __reduce__(self) -> tuple[Any, ...]:
         return ChatEncoder, (self.tokenizer, self.template, self.train_on)
 
-    def samples(self, given: Chat | Completion) -> list[Sample]:
+    def samples(self, given: Chat | Completion) -> list[ChatSample]:
         """BadChat for what cannot be trained on; DataError without a template for messages."""
         self._noted.clear()
         made = self._samples(given)
         self.notes.update(self._noted)
         return made
 
-    def _samples(self, given: Chat | Completion) -> list[Sample]:
+    def _samples(self, given: Chat | Completion) -> list[ChatSample]:
         if isinstance(given, Completion):
             return [self._completion(given)]
         if self.template is None:
@@ -91,7 +91,7 @@ class ChatEncoder:
     def note(self, what: str) -> None:
         self._noted.add(what)
 
-    def _completion(self, given: Completion) -> Sample:
+    def _completion(self, given: Completion) -> ChatSample:
         prompt, completion = self.plain(given.prompt), self.plain(given.completion)
         text, start = prompt + completion, len(prompt)
         spans = [(0, len(text))] if self.train_on == "all" else [(start, len(text))]
@@ -104,7 +104,7 @@ class ChatEncoder:
         """A text in which names of special tokens stay text."""
         return str(broken(text, self.special))
 
-    def encode(self, text: str, spans: Sequence[Span]) -> Sample:
+    def encode(self, text: str, spans: Sequence[Span]) -> ChatSample:
         """A text with BREAK inside what is no special token, and ranges of its characters."""
         ids, places = self._encode(text)
         borders = {border for span in spans for border in span}
@@ -117,7 +117,7 @@ class ChatEncoder:
             places = [(first + a, first + b) for first, _, own in parts for a, b in own]
             starts, stops = [first for first, _ in places], [stop for _, stop in places]
         found = [(bisect_left(starts, first), bisect_right(stops, stop)) for first, stop in spans]
-        return Sample(tuple(ids), tuple(found))
+        return ChatSample(tuple(ids), tuple(found))
 
     def _encode(self, text: str) -> tuple[list[int], list[Span]]:
         ids, places, at = list[int](), list[Span](), 0
@@ -128,7 +128,7 @@ class ChatEncoder:
             at += len(part) + 1
         return ids, places
 
-    def finished(self, ids: list[int], spans: list[Span], ends: bool) -> Sample:
+    def finished(self, ids: list[int], spans: list[Span], ends: bool) -> ChatSample:
         """Up to the end of the last span. ends: whether a special token ends it; the end of a document does
         otherwise."""
         first, stop = spans[-1]
@@ -139,7 +139,7 @@ class ChatEncoder:
             raise BadChat("double BOS", f"begins with two tokens {self.tokenizer.token_name(ids[0])}")
         if not any(max(first, 1) < stop for first, stop in spans):
             raise BadChat("nothing to train on", "no token of an answer has another before it: nothing is trained")
-        return Sample(tuple(ids), tuple(span for span in spans if span[0] < span[1]))
+        return ChatSample(tuple(ids), tuple(span for span in spans if span[0] < span[1]))
 
 
 def tokens_before(tokenizer: Tokenizer) -> list[int]:
@@ -162,13 +162,13 @@ class _Rendered:
         if any("tool_calls" in message for message in self.messages):
             self.messages = self._with_arguments()
 
-    def samples(self) -> list[Sample]:
+    def samples(self) -> list[ChatSample]:
         how = self.encoder.train_on
         if how == "all":
             return [self._whole()]
         answers = self.chat.answers[-1:] if how == "last_answer" else self.chat.answers
         turn = self._marked_turn if self.template.marks_answers(self.chat.tools) else self._turn
-        made, left = list[Sample](), [turn(number) for number in answers]
+        made, left = list[ChatSample](), [turn(number) for number in answers]
         while left:
             last = left[-1]
             made.append(self._sample(last, [turn for turn in left if last.text.startswith(turn.text)]))
@@ -177,7 +177,7 @@ class _Rendered:
             self.encoder.note(REWRITTEN)
         return made[::-1]
 
-    def _sample(self, last: Turn, turns: Sequence[Turn]) -> Sample:
+    def _sample(self, last: Turn, turns: Sequence[Turn]) -> ChatSample:
         """The text up to the answer `last`, in which `turns` are trained."""
         self._check_whole(last.text, last.number)
         spans = [span for turn in turns for span in self._spans(turn, last.text)]
@@ -193,7 +193,7 @@ class _Rendered:
         first, stop = turn.spans[-1]
         return [*turn.spans[:-1], (first, after.end() if after else stop)]
 
-    def _whole(self) -> Sample:
+    def _whole(self) -> ChatSample:
         """All of the chat, in ranges that end where answers end."""
         last = len(self.messages) - 1
         written = self._text_of(last + 1)[0].rstrip()

@@ -19,7 +19,7 @@ from phalanx.data.chats import LINES, BadChats
 from phalanx.data.files import replacing
 from phalanx.data.index import Corpus, CorpusWriter
 from phalanx.data.mixture import make_key, permute
-from phalanx.text.chat_masks import ChatEncoder, Sample
+from phalanx.text.chat_masks import ChatEncoder, ChatSample
 from phalanx.text.chat_records import BadChat, read_record, without_none
 from phalanx.text.readers import Bad, FileSlice, cut, records
 from phalanx.text.workers import ordered
@@ -159,7 +159,7 @@ def _encode(shared: tuple[ChatEncoder, dict[str, int]], parts: list[FileSlice]) 
     return piece
 
 
-def sequence_lengths(sample: Sample) -> list[int]:
+def sequence_lengths(sample: ChatSample) -> list[int]:
     """Tokens read and trained, in turns."""
     lengths, at = list[int](), 0
     for first, stop in sample.spans:

@@ -1756,7 +1756,7 @@ T5_RULES = [
     ),
     ("task.noise=1.0", 1, "task.noise", 1.0, "must be a number in (0, 1)", set(), (0.15, 0.5)),
     ("task.mean_length=0.5", 1, "task.mean_length", 0.5, "must be a number in [1, inf)", set(), (3.0,)),
-    ("task={}", 1, "task.name", "pretrain", "makes no encoder text", {"model.family", "tasks for this model"}, ()),
+    ("task={}", 1, "task.name", "pretrain", "makes no encoder text", {"model.family", "a task for it"}, ()),
     ("data.packing=off", 1, "data.packing", "off", "makes two texts of each document", {"task.name"}, ("online",)),
     (
         "data.document_attention=false",
@@ -1841,7 +1841,7 @@ TABLE = [
         "task.name",
         "span",
         "which this model does not read",
-        {"model.family", "tasks for this model"},
+        {"model.family", "a task for it"},
         (),
     ),
 ]

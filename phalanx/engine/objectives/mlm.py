@@ -21,9 +21,9 @@ NAME = "task.name=mlm"
 class MLMConfig:
     rate: float = 0.15
     """mlm: share of the tokens (with whole_words, of the words) that are to be predicted. ModernBERT took 0.3."""
-    replace: Literal["bert", "mask"] = "bert"
-    """mlm: what stands in their place: bert (the mask token for 80 %, any token for 10 %, the token itself for 10 %),
-    or mask (the mask token for all)."""
+    replace: Literal["mixed", "mask"] = "mixed"
+    """mlm: what stands in their place: mixed (as in BERT: the mask token for 80 %, any token for 10 %, the token
+    itself for 10 %), or mask (the mask token for all)."""
     whole_words: bool = False
     """mlm: hide all pieces of a word or none. Words begin where the tokenizer's pieces say so."""
 
@@ -46,7 +46,7 @@ class MLM(TokenObjective):
         mask = vocabulary.role("mask", NAME)
         if c.whole_words:
             vocabulary.word_starts(np.zeros(0, np.int64))  # refused now if pieces do not say where words begin
-        return Masking(vocabulary, mask, facts.seed, c.rate, c.replace == "bert", c.whole_words)
+        return Masking(vocabulary, mask, facts.seed, c.rate, c.replace == "mixed", c.whole_words)
 
 
 @dataclass(frozen=True)
