@@ -5,14 +5,13 @@ from __future__ import annotations
 from typing import Any
 
 from phalanx.base.errors import DataError, Problem
-from phalanx.base.registry import names
 from phalanx.base.rules import exists, missing_data, no_effect, problem
 from phalanx.config.device_check import Facts
 from phalanx.config.run import Run
 from phalanx.data.check import check_tokenizer
 from phalanx.data.pairs import SEQUENCES
 from phalanx.data.scores import ScoreFile
-from phalanx.nn.objective import SEAM, Objective, SequenceObjective, find_objective, make_objective, usual_task
+from phalanx.nn.objective import Objective, SequenceObjective, find_objective, make_objective, usual_task
 
 
 def check_task(run: Run, facts: Facts) -> list[Problem]:

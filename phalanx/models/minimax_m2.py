@@ -76,10 +76,10 @@ def experts(config: MiniMaxM2Config, env: Env, layer: int) -> MoE:
     from phalanx.nn.moe import ExpertNames, MoE
 
     c, at = config, f"model.layers.{layer}.block_sparse_moe"
-    matrices = (f"{at}.experts.{{}}.{w}.weight" for w in ("w1", "w3", "w2"))
+    gate, down, up = (f"{at}.experts.{{}}.{w}.weight" for w in ("w1", "w2", "w3"))
     return MoE(
         env,
-        ExpertNames(f"{at}.gate.weight", *matrices, bias=f"{at}.e_score_correction_bias"),
+        ExpertNames(f"{at}.gate.weight", gate, up, down, bias=f"{at}.e_score_correction_bias"),
         replace(router_of(c), score="sigmoid"),
         c.hidden_size,
         c.intermediate_size,
