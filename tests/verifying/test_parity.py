@@ -61,6 +61,10 @@ NAMED = {
     "olmo2 tp4 with 2 kv heads, overlapped, selective recompute, documents": case(
         "olmo2", 4, tp=4, tp_overlap="on", recompute="selective", documents=True
     ),
+    "olmo3 cp2 tp2, ring, documents": case("olmo3", 4, cp=2, tp=2, documents=True),
+    "gemma3_text cp2 pp2, all-gather, tied, documents": case(
+        "gemma3_text", 4, cp=2, pp=2, cp_attention="allgather", documents=True
+    ),
     "gemma2 tp2 pp2 dp2, tied, documents": case("gemma2", 8, tp=2, pp=2, documents=True),
     "gemma2 dp2, level 3, pointwise recompute": case("gemma2", 2, sharding=3, recompute="pointwise"),
     "mistral tp2 pp2 dp2, documents": case("mistral", 8, tp=2, pp=2, documents=True),
