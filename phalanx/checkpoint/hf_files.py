@@ -136,7 +136,7 @@ def adapt(index: Index, wanted: Shapes, where: str, same: Callable[[Stored, Stor
     if prefix and not any(n.startswith(prefix) for n in kept):
         kept = {n if n == own.head else prefix + n: s for n, s in kept.items()}
     if own.others is not None:
-        kept = {n: s for n, s in kept.items() if n in wanted or not re.fullmatch(own.others, n)}
+        kept = {n: s for n, s in kept.items() if n in wanted or n == own.head or not re.fullmatch(own.others, n)}
     head = own.head
     if head in wanted and head not in kept:
         raise CheckpointError(
