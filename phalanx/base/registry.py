@@ -105,6 +105,7 @@ BUILT_IN: Mapping[str, Mapping[str, str]] = MappingProxyType(
                 "dpo": "phalanx.engine.objectives.dpo:DPO",
                 "distil": "phalanx.engine.objectives.distil:Distil",
                 "mlm": "phalanx.engine.objectives.mlm:MLM",
+                "classify": "phalanx.engine.objectives.classify:Classify",
                 "span": "phalanx.engine.objectives.span:SpanCorruption",
             }
         ),

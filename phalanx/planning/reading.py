@@ -14,4 +14,5 @@ def reading_of(run: Run) -> Reading:
     objective, t = make_objective(run.task), run.train
     facts = sample_facts(run.data, run.model, seq_length=t.seq_length, seed=t.seed)
     scores = None if objective.scores is None else ScoreFile(objective.scores)
-    return Reading(scores, objective.transform(facts))
+    classes = run.model.classes if objective.over_classes else ()
+    return Reading(scores, objective.transform(facts), classes)

@@ -67,6 +67,7 @@ class LogitStats:
     log_z    (T,) logarithm of the sum of exp(logit)
     target   (T,) logit of the token's label; 0 where it has none
     mean     (T,) mean logit; computed when it is read
+    largest  (T,) the largest logit, without gradients; computed when it is read
     soft     (T,) sum of weight x logit over the targets that the objective gives; computed when it is read
     weights  (T, K) the weights of those targets
     """
@@ -79,14 +80,22 @@ class LogitStats:
         make_soft: Callable[[], Tensor] | None = None,
         weights: Tensor | None = None,
         make_at: Callable[[float], LogitStats] | None = None,
+        make_largest: Callable[[], Tensor] | None = None,
     ):
         self.log_z, self.target, self._make_mean = log_z, target, make_mean
         self._make_soft, self._weights, self._make_at = make_soft, weights, make_at
         self._made_at: dict[float, LogitStats] = {}
+        self._make_largest = make_largest
 
     @cached_property
     def mean(self) -> Tensor:
         return self._make_mean()
+
+    @cached_property
+    def largest(self) -> Tensor:
+        if self._make_largest is None:
+            raise TypeError("these statistics were made without their logits")
+        return self._make_largest()
 
     @cached_property
     def soft(self) -> Tensor:
@@ -119,6 +128,7 @@ class LogitStats:
             lambda: self.soft.detach(),
             self._weights,
             lambda temperature: self.at(temperature).detach(),
+            lambda: self.largest,
         )
 
 
@@ -172,6 +182,13 @@ def target_logits(logits: Tensor, ids: Tensor, shard: VocabularyShard, tp: Axis)
     return found
 
 
+@torch.no_grad()
+def largest_logits(logits: Tensor, tp: Axis) -> Tensor:
+    """(T,) the largest over all ranks, each of which has its own ids (T, count), perhaps none."""
+    mine = logits.amax(-1) if logits.shape[1] else logits.new_full(logits.shape[:1], -torch.inf)
+    return tp.all_gather(mine.unsqueeze(0)).wait().amax(0)
+
+
 def logit_stats(
     logits: Tensor, labels: Tensor, shard: VocabularyShard, tp: Axis, targets: SparseTargets | None = None
 ) -> LogitStats:
@@ -192,6 +209,7 @@ def logit_stats(
         soft,
         weights,
         lambda temperature: logit_stats(wide / temperature, labels, shard, tp, targets),
+        lambda: largest_logits(wide, tp),
     )
 
 
