@@ -148,32 +148,6 @@ class UpperWindowConfig(DecoderConfig):
         return self.sliding_window if slides else None
 
 
-@dataclass(frozen=True, kw_only=True)
-class MixedWindowConfig(DecoderConfig):
-    """Llama's fields, and layers with and without a window that follow each other in a pattern."""
-
-    sliding_window: int = 4096
-    """In a layer with a window, a token reads this many tokens: itself and those before it."""
-    layer_types: tuple[LayerType, ...] | None = None
-    """Whether each layer has the window; unset: in the family's pattern."""
-
-    period: ClassVar[int] = 2
-    """Of so many layers in a row the last has no window."""
-
-    def window(self, layer: int) -> int | None:
-        return self.sliding_window if self.types[layer] == "sliding_attention" else None
-
-    @property
-    def types(self) -> tuple[LayerType, ...]:
-        """The kind of each layer."""
-        return pattern(self.num_hidden_layers, self.period) if self.layer_types is None else self.layer_types
-
-
-def pattern(layers: int, period: int) -> tuple[LayerType, ...]:
-    """The kinds of layers if each `period`-th has no window."""
-    return tuple("sliding_attention" if (i + 1) % period else "full_attention" for i in range(layers))
-
-
 # ---- rules ---------------------------------------------------------------------------------------
 
 WITH_SWITCH = "a model.family that has this switch, such as llama"
@@ -385,16 +359,6 @@ def check_types(found: ConfigJson, types: Sequence[str], window: int | None) -> 
     return slides
 
 
-def mixed_window_fields(found: ConfigJson, types: list[str] | None, period: int) -> dict[str, Any]:
-    """The window, and which layers have it unless they follow the family's pattern. `types`: from `layer_types_of`."""
-    window = found.values["sliding_window"]
-    usual: list[str] = [*pattern(found.values["num_hidden_layers"], period)]
-    types = usual if types is None else types
-    slides = check_types(found, types, window)
-    said = {} if types == usual else {"layer_types": tuple(types)}
-    return {**said, **({"sliding_window": window} if any(slides) else {})}
-
-
 def upper_window_fields(found: ConfigJson, types: list[str] | None) -> dict[str, Any]:
     """The window and the layers that have it, in the shortest form. `types`: from `layer_types_of`."""
     v = found.values
@@ -562,8 +526,6 @@ def small_window(config: DecoderConfig, small: SmallSizes) -> dict[str, Any]:
     given, types = getattr(config, "sliding_window", None), getattr(config, "layer_types", None)
     if given is not None:
         changed["sliding_window"] = 5 if given < small.given_length else given
-    if isinstance(config, MixedWindowConfig):
-        types = config.types
     if types:
         changed["layer_types"] = small_types(types, small.layers)
     if isinstance(config, UpperWindowConfig) and given is not None and not types:

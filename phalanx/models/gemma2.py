@@ -11,29 +11,30 @@ from typing import TYPE_CHECKING, Any, ClassVar, Literal
 from phalanx.base.errors import Problem
 from phalanx.base.rules import at_least, within
 from phalanx.models.config_json import (
-    LIST_OR_NULL,
     NONE,
     ConfigJson,
     HfKey,
     integer,
-    integer_or_null,
     number_or_null,
     switch,
     text,
 )
 from phalanx.models.decoder_config import (
     DECODER_KEYS,
-    MixedWindowConfig,
     check_divided_width,
     common_rules,
     decoder_fields,
     heads_to_hf,
-    layer_types_of,
-    mixed_window_fields,
-    types_to_hf,
     with_head_rules,
 )
 from phalanx.models.family import Family
+from phalanx.models.mixed_layers import (
+    MIXED_WINDOW_KEYS,
+    MixedWindowConfig,
+    mixed_window_fields,
+    mixed_window_to_hf,
+    shrink_mixed,
+)
 
 if TYPE_CHECKING:
     from phalanx.models.family import BlockMaker
@@ -110,8 +111,7 @@ KEYS = {
     "attention_bias": switch(False),
     "attention_dropout": number_or_null(0.0),
     "query_pre_attn_scalar": integer(256),
-    "sliding_window": integer_or_null(4096),
-    "layer_types": LIST_OR_NULL,
+    **MIXED_WINDOW_KEYS,
     "attn_logit_softcapping": number_or_null(50.0),
     "final_logit_softcapping": number_or_null(30.0),
     "use_bidirectional_attention": HfKey((bool, NONE), None),
@@ -125,12 +125,16 @@ OWN = ("attention_bias", "query_pre_attn_scalar", "attn_logit_softcapping", "fin
 
 
 def from_hf(found: ConfigJson) -> Gemma2Config | None:
-    types = layer_types_of(found)
-    same, own = decoder_fields(found), mixed_window_fields(found, types, Gemma2Config.period)
+    same, own = decoder_fields(found), mixed_window_fields(found, Gemma2Config.period)
     return None if found.odd else Gemma2Config(**same, **own, **found.pick(*OWN))
 
 
 def to_hf(config: Gemma2Config) -> dict[str, Any]:
+    return {**gemma_to_hf(config), "attn_logit_softcapping": config.attn_logit_softcapping}
+
+
+def gemma_to_hf(config: Any) -> dict[str, Any]:
+    """The keys that Gemma 3 has too."""
     written = heads_to_hf(config)
     del written["hidden_act"]
     return {
@@ -138,9 +142,7 @@ def to_hf(config: Gemma2Config) -> dict[str, Any]:
         "hidden_activation": "gelu_pytorch_tanh",
         "attention_bias": config.attention_bias,
         "query_pre_attn_scalar": config.query_pre_attn_scalar,
-        "sliding_window": config.sliding_window,
-        "layer_types": types_to_hf(config),
-        "attn_logit_softcapping": config.attn_logit_softcapping,
+        **mixed_window_to_hf(config),
         "final_logit_softcapping": config.final_logit_softcapping,
     }
 
@@ -155,4 +157,5 @@ FAMILY = Family(
     only=ONLY,
     from_hf=from_hf,
     to_hf=to_hf,
+    shrink=shrink_mixed,
 )

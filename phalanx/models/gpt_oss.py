@@ -18,13 +18,12 @@ from phalanx.models.decoder_config import (
     common_rules,
     decoder_fields,
     heads_to_hf,
-    layer_types_of,
-    mixed_window_fields,
     types_to_hf,
     with_head_rules,
 )
 from phalanx.models.experts import ROUTER_KEYS, ExpertsConfig, expert_rules, router_to_hf, shrink_local_experts
 from phalanx.models.family import Family
+from phalanx.models.mixed_layers import mixed_window_fields
 
 if TYPE_CHECKING:
     from phalanx.models.family import BlockMaker
@@ -130,8 +129,7 @@ ROPE = {"rope_type": "yarn", "factor": 32.0, "original_max_position_embeddings":
 
 
 def from_hf(found: ConfigJson) -> GptOssConfig | None:
-    types = layer_types_of(found)
-    same, window = decoder_fields(found, theta=150000.0, default_rope=ROPE), mixed_window_fields(found, types, 2)
+    same, window = decoder_fields(found, theta=150000.0, default_rope=ROPE), mixed_window_fields(found, 2)
     own = found.pick("attention_bias", "swiglu_alpha", "swiglu_limit", "num_experts_per_tok", "num_local_experts")
     if found.values["output_router_logits"]:  # without those no loss is made of it; the published configs say 0.9
         own |= found.pick("router_aux_loss_coef")

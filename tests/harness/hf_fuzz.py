@@ -62,6 +62,16 @@ FAMILIES: dict[str, dict[str, Any]] = {
     "qwen2": dict(COMMON, num_key_value_heads=2, **WINDOW),
     "qwen3": dict(COMMON, num_key_value_heads=2, head_dim=10, **WINDOW),
     "olmo2": dict(COMMON, num_key_value_heads=2),
+    "olmo3": dict(COMMON, num_key_value_heads=2, sliding_window=5, num_hidden_layers=4),
+    "gemma3_text": dict(
+        COMMON,
+        hidden_size=36,
+        num_key_value_heads=2,
+        head_dim=10,
+        sliding_window=5,
+        num_hidden_layers=6,
+        query_pre_attn_scalar=7,
+    ),
     "gemma2": dict(
         COMMON, hidden_size=36, num_key_value_heads=2, head_dim=10, sliding_window=5, query_pre_attn_scalar=7
     ),
@@ -98,6 +108,9 @@ FAMILIES: dict[str, dict[str, Any]] = {
         num_experts_per_tok=3,
         first_k_dense_replace=1,
         moe_intermediate_size=12,
+    ),
+    "minimax_m2": dict(
+        COMMON, num_key_value_heads=2, head_dim=12, num_local_experts=4, num_experts_per_tok=2, rotary_dim=6
     ),
     "glm4_moe": dict(
         COMMON,
@@ -185,10 +198,20 @@ ROPES: tuple[dict[str, Any], ...] = (
     dict(full_attention=dict(rope_type="default", rope_theta=9.0)),
     dict(rope_type="linear", factor=2.0, mscale_all_dim=1.0),
 )
+BY_KIND: tuple[dict[str, Any], ...] = (
+    dict(full_attention=dict(YARN, rope_theta=100.0), sliding_attention=dict(rope_type="default", rope_theta=30.0)),
+    dict(full_attention=dict(rope_type="linear", factor=2.0), sliding_attention=dict(rope_theta=30.0)),
+    dict(full_attention=dict(rope_type="default"), sliding_attention=dict(rope_type="linear", factor=2.0)),
+    dict(full_attention=dict(rope_type="llama3", factor=4.0, low_freq_factor=1.0, high_freq_factor=4.0)),
+    dict(sliding_attention=dict(rope_theta=9.0), full_attention=None),
+)
 TYPES = ("full_attention", "sliding_attention")
+OLD_BASES = ("global_rope_theta", "local_rope_theta")
 POOL: dict[str, tuple[Any, ...]] = {
     "hidden_activation": ("gelu", "gelu_new", "gelu_pytorch_tanh", "relu", "silu"),
     "query_pre_attn_scalar": (1, 9, 2.5),
+    "rope_local_base_freq": (50.0, 300),
+    "sliding_window_pattern": (1, 2, 3, 0),
     "attn_logit_softcapping": (2.0, 1.5, None),
     "use_bidirectional_attention": (True, False),
     "hidden_act": ("gelu", "swish", "silu", "relu", "gelu_new"),
@@ -261,6 +284,7 @@ POOL: dict[str, tuple[Any, ...]] = {
     "num_mtp_layers": (0, 1),
     "no_rope_layers": ([1, 0], [0, 0, 1], [1], [], [2, 0], None),
     "no_rope_layer_interval": (1, 2, 4, 0),
+    "rotary_dim": (4, 6, None, 7, 12),
     "use_qk_norm": (True, False),
     "hidden_dropout": (0.1, 0.0),
     "use_parallel_residual": (True, False),
@@ -296,7 +320,7 @@ POOL: dict[str, tuple[Any, ...]] = {
     "num_labels": (5,),
     "tokenizer_class": ("X",),
     "rope_scaling": ROPES,
-    "rope_parameters": ROPES,
+    "rope_parameters": (*ROPES, *BY_KIND),
     "final_logit_softcapping": (3.0, None),
     "attention_multiplier": (2.0,),
     "top_k": (3,),
@@ -405,8 +429,9 @@ def base_config(family: str, old: bool) -> dict[str, Any]:
     if old and "rope_parameters" in found:
         rope = found.pop("rope_parameters")
         if "rope_theta" not in rope:  # one for each kind of layer
-            found |= {f"{name}_rope_theta": rope[kind]["rope_theta"] for name, kind in zip(("global", "local"), TYPES)}
-            return json.loads(json.dumps(found, default=str))
+            bases = [rope[kind]["rope_theta"] for kind in TYPES]
+            names = OLD_BASES if family == "modernbert" else ("rope_theta", "rope_local_base_freq")
+            return json.loads(json.dumps(found | dict(zip(names, bases)), default=str))
         found["rope_theta"] = rope.pop("rope_theta")
         found["rope_scaling"] = None if rope["rope_type"] == "default" else rope
     return json.loads(json.dumps(found, default=str))

@@ -18,16 +18,19 @@ from phalanx.layout.box import Box
 from phalanx.models.bert import BertConfig
 from phalanx.models.deepseek_v3 import DeepseekV3Config
 from phalanx.models.gemma2 import Gemma2Config
+from phalanx.models.gemma3_text import Gemma3TextConfig
 from phalanx.models.glm4_moe import Glm4MoEConfig
 from phalanx.models.gpt2 import GPT2Config
 from phalanx.models.gpt_neox import GPTNeoXConfig
 from phalanx.models.gpt_oss import GptOssConfig
 from phalanx.models.llama import LlamaConfig
+from phalanx.models.minimax_m2 import MiniMaxM2Config
 from phalanx.models.mistral import MistralConfig
 from phalanx.models.mixtral import MixtralConfig
 from phalanx.models.model_config import ModelConfig
 from phalanx.models.modernbert import ModernBertConfig
 from phalanx.models.olmo2 import Olmo2Config
+from phalanx.models.olmo3 import Olmo3Config
 from phalanx.models.qwen2 import Qwen2Config
 from phalanx.models.qwen3 import Qwen3Config
 from phalanx.models.qwen3_moe import Qwen3MoEConfig
@@ -78,6 +81,26 @@ MODELS = {
         intermediate_size=42,
         num_hidden_layers=3,
         head_dim=10,
+    ),
+    "olmo3": Olmo3Config(
+        **SIZES,
+        **HEADS,
+        intermediate_size=42,
+        num_hidden_layers=5,
+        head_dim=10,
+        sliding_window=5,
+        rope_local_base_freq=700.0,
+        rope_scaling=RopeScaling(rope_type="yarn", factor=4.0, original_max_position_embeddings=8),
+    ),
+    "gemma3_text": Gemma3TextConfig(
+        **SIZES | {"hidden_size": 36},
+        **HEADS,
+        intermediate_size=42,
+        num_hidden_layers=7,
+        head_dim=10,
+        sliding_window=5,
+        query_pre_attn_scalar=7,
+        rope_scaling=RopeScaling(rope_type="linear", factor=8.0),
     ),
     "gemma2": Gemma2Config(
         **SIZES | {"hidden_size": 36},
@@ -249,6 +272,17 @@ MODELS["modernbert"] = ModernBertConfig(
     num_attention_heads=4,
     max_position_embeddings=SEQ,
     local_attention=6,
+)
+MODELS["minimax_m2"] = MiniMaxM2Config(
+    **SIZES,
+    **HEADS,
+    intermediate_size=14,
+    num_hidden_layers=3,
+    head_dim=12,
+    num_local_experts=8,
+    num_experts_per_tok=3,
+    router_bias_update_rate=0.05,
+    router_aux_loss_coef=0.1,
 )
 MODELS["glm4_moe"] = Glm4MoEConfig(
     **SIZES,

@@ -157,6 +157,19 @@ NEW = {
         activation_function="gelu",
     ),
     "olmo2: biases": replace(MODELS["olmo2"], attention_bias=True),
+    "olmo3: layer types, scaled": replace(
+        MODELS["olmo3"],
+        num_hidden_layers=3,
+        layer_types=("full_attention", "sliding_attention", "full_attention"),
+        rope_scaling=RopeScaling(rope_type="linear", factor=3.0),
+    ),
+    "gemma3_text: layer types, capped logits": replace(
+        MODELS["gemma3_text"],
+        num_hidden_layers=3,
+        layer_types=("full_attention", "full_attention", "sliding_attention"),
+        rope_local_base_freq=50.0,
+        final_logit_softcapping=3.0,
+    ),
     "gemma2: no caps, biases, layer types": replace(
         MODELS["gemma2"],
         attn_logit_softcapping=None,
@@ -166,6 +179,9 @@ NEW = {
     ),
     "smollm3: windows in other layers": replace(
         MODELS["smollm3"], layer_types=("sliding_attention", "full_attention", "full_attention"), attention_bias=True
+    ),
+    "minimax_m2: a third of each head rotated, tied": replace(
+        MODELS["minimax_m2"], partial_rotary_factor=1 / 3, tie_word_embeddings=True
     ),
     "glm4_moe: biases, yarn, no shared experts": replace(
         MODELS["glm4_moe"],

@@ -24,9 +24,11 @@ from phalanx.models.decoder import rotation
 from phalanx.models.decoder_config import DecoderConfig
 from phalanx.models.deepseek_v3 import DeepseekV3Config
 from phalanx.models.gemma2 import Gemma2Config
+from phalanx.models.gemma3_text import Gemma3TextConfig
 from phalanx.models.gpt2 import GPT2Config
 from phalanx.models.llama import LlamaConfig
 from phalanx.models.model_config import ModelConfig
+from phalanx.models.olmo3 import Olmo3Config
 from phalanx.models.registry import family_of
 from phalanx.models.rope import ROPE_FIELDS, RopeScaling
 from phalanx.nn.head import Head
@@ -49,6 +51,18 @@ CASES = {
     "olmo2": MODELS["olmo2"],
     "olmo2: tied, MQA, biases": replace(
         MODELS["olmo2"], num_key_value_heads=1, head_dim=8, tie_word_embeddings=True, attention_bias=True
+    ),
+    "olmo3: window in three layers of four, yarn in the fourth": MODELS["olmo3"],
+    "gemma3_text: five windows of six, linear scaling in the sixth": MODELS["gemma3_text"],
+    "gemma3_text: untied, MQA, biases, capped logits": replace(
+        MODELS["gemma3_text"],
+        num_hidden_layers=3,
+        num_key_value_heads=1,
+        tie_word_embeddings=False,
+        attention_bias=True,
+        rope_scaling=None,
+        layer_types=("full_attention", "sliding_attention", "full_attention"),
+        final_logit_softcapping=3.0,
     ),
     "gemma2": MODELS["gemma2"],
     "gemma2: untied, MQA, biases, windows elsewhere, no caps": replace(
@@ -109,7 +123,11 @@ CASES = {
         MODELS["gpt2"], dropout=0.0, attention_dropout=0.0, intermediate_size=37, num_hidden_layers=2
     ),
 }
-WIDE = (Gemma2Config,)  # of these, transformers computes more in float32 than `widen` knows
+WIDE = (
+    Gemma2Config,
+    Gemma3TextConfig,
+    Olmo3Config,
+)  # of these, transformers computes more in float32 than `widen` knows
 LAYOUTS = {"one rank": {}, "tp2": dict(tp=2), "pp2": dict(pp=2), "tp2 pp2": dict(tp=2, pp=2), "tp4": dict(tp=4)}
 BATCHES = [sample_batch([1, 2], documents=False), sample_batch([3, 4], documents=False)]
 
@@ -230,7 +248,7 @@ def hugging_face(case: str) -> dict:
         model = cls(hf_config(config)).double().eval()
         with torch.no_grad():
             for p in model.parameters():
-                p.normal_(0.0, 0.3).add_(1.0 if p.dim() == 1 and not isinstance(config, WIDE) else 0.0)
+                p.normal_(0.0, 0.3).add_(1.0 if p.dim() == 1 and not getattr(config, "offset_norms", False) else 0.0)
         if isinstance(config, DecoderConfig) and not isinstance(config, WIDE):
             widen(model, config)
         logits = model(tokens.view(-1, SEQ)).logits.flatten(0, 1)

@@ -56,13 +56,16 @@ MODELS = {
     "qwen2": test_models.CASES["qwen2: window in upper layers"],
     "qwen3": test_models.CASES["qwen3"],
     "olmo2": test_models.CASES["olmo2"],
+    "olmo3": test_models.CASES["olmo3: window in three layers of four, yarn in the fourth"],
     "gemma2": test_models.CASES["gemma2"],
+    "gemma3_text": test_models.CASES["gemma3_text: five windows of six, linear scaling in the sixth"],
     "smollm3": test_models.CASES["smollm3: window where nothing is rotated"],
     "gpt_neox": test_models.CASES["gpt_neox: half of each head rotated"],
     "gpt2": replace(test_models.CASES["gpt2"], num_hidden_layers=3),
     "mixtral": test_moe_models.CASES["mixtral"],
     "qwen3_moe": test_moe_models.CASES["qwen3_moe: some layers dense"],
     "gpt_oss": test_moe_models.CASES["gpt_oss"],
+    "minimax_m2": replace(test_moe_models.CASES["minimax_m2"], router_bias_update_rate=0.0),
     "glm4_moe": replace(test_moe_models.CASES["glm4_moe"], router_bias_update_rate=0.0),
     "deepseek_v3": replace(test_moe_models.CASES["deepseek_v3"], router_bias_update_rate=0.0),
 }
@@ -151,7 +154,7 @@ def random_model(config: Any) -> torch.nn.Module:
         model = getattr(transformers, name)(test_models.hf_config(config)).double().eval()
     with torch.no_grad():
         for p in model.parameters():
-            p.normal_(0.0, 0.3).add_(1.0 if p.dim() == 1 and not isinstance(config, test_models.WIDE) else 0.0)
+            p.normal_(0.0, 0.3).add_(1.0 if p.dim() == 1 and not getattr(config, "offset_norms", False) else 0.0)
     if config.family != "gpt2" and not isinstance(config, test_models.WIDE):
         (test_moe_models if config.routed_experts else test_models).widen(model, config)
     return model
