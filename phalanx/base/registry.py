@@ -107,6 +107,8 @@ BUILT_IN: Mapping[str, Mapping[str, str]] = MappingProxyType(
                 "distil": "phalanx.engine.objectives.distil:Distil",
                 "mlm": "phalanx.engine.objectives.mlm:MLM",
                 "span": "phalanx.engine.objectives.span:SpanCorruption",
+                "ul2": "phalanx.engine.objectives.ul2:UL2",
+                "fim": "phalanx.engine.objectives.fim:FillInTheMiddle",
             }
         ),
         "pipeline_schedule": MappingProxyType(
