@@ -114,7 +114,7 @@ class TensorNames:
     predictors  a regular expression with a group for the number: tensors of each multi-token prediction module
     constants   suffixes of tensor names that are not weights
     others      a regular expression: tensors of heads for other tasks, which a model without them leaves out
-    renames     former ends of tensor names in published folders -> those of today
+    renames     former ends of tensor names in published folders -> those of today; with a dot at the end, beginnings
     """
 
     prefix: str
@@ -130,6 +130,8 @@ class TensorNames:
     def today(self, name: str) -> str:
         """The name of a tensor, if it was written under a former one."""
         for former, now in self.renames.items():
+            if former.endswith(".") and name.startswith(former):
+                return now + name.removeprefix(former)
             if name.endswith(former):
                 return name.removesuffix(former) + now
         return name

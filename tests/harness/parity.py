@@ -23,6 +23,7 @@ from phalanx.models.glm4_moe import Glm4MoEConfig
 from phalanx.models.gpt2 import GPT2Config
 from phalanx.models.gpt_neox import GPTNeoXConfig
 from phalanx.models.gpt_oss import GptOssConfig
+from phalanx.models.kimi_k25 import KimiK25Config
 from phalanx.models.llama import LlamaConfig
 from phalanx.models.minimax_m2 import MiniMaxM2Config
 from phalanx.models.mistral import MistralConfig
@@ -272,6 +273,20 @@ MODELS["modernbert"] = ModernBertConfig(
     num_attention_heads=4,
     max_position_embeddings=SEQ,
     local_attention=6,
+)
+MODELS["kimi_k25"] = KimiK25Config(
+    **SIZES,
+    **LATENTS,
+    intermediate_size=42,
+    num_hidden_layers=3,
+    first_k_dense_replace=1,
+    num_attention_heads=4,
+    q_lora_rank=18,
+    n_routed_experts=8,
+    num_experts_per_tok=3,
+    moe_intermediate_size=14,
+    router_bias_update_rate=0.05,
+    router_aux_loss_coef=0.1,
 )
 MODELS["minimax_m2"] = MiniMaxM2Config(
     **SIZES,

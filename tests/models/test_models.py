@@ -22,7 +22,7 @@ from phalanx.forecast.decide import make_plan
 from phalanx.layout.config import LayoutConfig
 from phalanx.models.decoder import rotation
 from phalanx.models.decoder_config import DecoderConfig
-from phalanx.models.deepseek_v3 import DeepseekV3Config
+from phalanx.models.deepseek_v3 import LatentConfig
 from phalanx.models.gemma2 import Gemma2Config
 from phalanx.models.gemma3_text import Gemma3TextConfig
 from phalanx.models.gpt2 import GPT2Config
@@ -185,7 +185,7 @@ def head_dim_of(config: DecoderConfig) -> int:
 
 
 def rotation_of(config: DecoderConfig) -> Rotation:
-    if isinstance(config, DeepseekV3Config):
+    if isinstance(config, LatentConfig):
         return Rotation(config.qk_rope_head_dim, config.rope_theta, config.rope_scaling, config.max_position_embeddings)
     return next(r for r in (rotation(config, i) for i in range(config.num_hidden_layers)) if r is not None)
 

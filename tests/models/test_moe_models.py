@@ -202,7 +202,7 @@ def widen(model, config: ExpertsConfig) -> None:
             module.forward = lambda h, bias, m=module: route_by_bias(h, m, bias.double())
         if kind in ("MixtralTopKRouter", "Qwen3MoeTopKRouter") and not isinstance(config, GptOssConfig):
             module.forward = lambda h, m=module: route(h, m, getattr(m, "norm_topk_prob", True))
-    model.model.rotary_emb.forward = rotary
+    getattr(model, "model", model).rotary_emb.forward = rotary
 
 
 def saved(model) -> dict[str, np.ndarray]:
