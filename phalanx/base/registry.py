@@ -108,6 +108,7 @@ BUILT_IN: Mapping[str, Mapping[str, str]] = MappingProxyType(
                 "mlm": "phalanx.engine.objectives.mlm:MLM",
                 "span": "phalanx.engine.objectives.span:SpanCorruption",
                 "ul2": "phalanx.engine.objectives.ul2:UL2",
+                "seq2seq": "phalanx.engine.objectives.seq2seq:Seq2Seq",
                 "fim": "phalanx.engine.objectives.fim:FillInTheMiddle",
             }
         ),

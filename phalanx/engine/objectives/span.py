@@ -3,7 +3,7 @@ limits of transfer learning with a unified text-to-text transformer", 2020, sect
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import Any, ClassVar, NamedTuple
@@ -14,7 +14,7 @@ from numpy.typing import NDArray
 from phalanx.base.errors import DataError, Problem
 from phalanx.base.rules import problem, within
 from phalanx.nn.objective import TokenObjective, cross_entropy, objective
-from phalanx.sequence.sample import ENCODER, IGNORE, Sample, SampleFacts, SampleTransform, Vocabulary
+from phalanx.sequence.sample import ENCODER, Sample, SampleFacts, SampleTransform, Vocabulary, two_texts
 
 LONGEST = 2**24  # tokens that an encoder may read, as many as train.seq_length may be
 LEAST = 2  # tokens of a document that can be corrupted: one stays, one goes
@@ -42,17 +42,7 @@ class SpanCorruption(TokenObjective):
     @classmethod
     def check(cls, config: Any) -> list[Problem]:
         found = within("task", config, "noise", "(0, 1)", (0.15, 0.5))
-        return found + within("task", config, "mean_length", "[1, inf)", (3.0,)) + cls.check_length(config)
-
-    @classmethod
-    def check_length(cls, config: Any) -> list[Problem]:
-        found = list[Problem]()
-        if config.encoder_length is None or config.encoder_length < 4:
-            rule = "is required: tokens that the encoder reads of each sequence, at least 4"
-            found.append(problem("task", config, "encoder_length", rule, {}, (512,)))
-        elif config.encoder_length > LONGEST:
-            found.append(problem("task", config, "encoder_length", f"must be <= {LONGEST}", {}, (LONGEST,)))
-        return found
+        return found + within("task", config, "mean_length", "[1, inf)", (3.0,)) + check_encoder_length(config)
 
     @classmethod
     def shrunk(cls, config: Any, seq_length: int) -> Any:
@@ -85,6 +75,16 @@ class SpanCorruption(TokenObjective):
                 "smaller task.encoder_length)"
             )
         return made
+
+
+def check_encoder_length(config: Any) -> list[Problem]:
+    found = list[Problem]()
+    if config.encoder_length is None or config.encoder_length < 4:
+        rule = "is required: tokens that the encoder reads of each sequence, at least 4"
+        found.append(problem("task", config, "encoder_length", rule, {}, (512,)))
+    elif config.encoder_length > LONGEST:
+        found.append(problem("task", config, "encoder_length", f"must be <= {LONGEST}", {}, (LONGEST,)))
+    return found
 
 
 class Counts(NamedTuple):
@@ -179,11 +179,7 @@ class Corruption(SampleTransform):
                 continue
             pairs.append(self.texts(tokens[:length], rates, draws))
             rooms = rooms.without(rates.sizes(length))
-        encoder, decoder = ([pair[side] for pair in pairs] for side in (0, 1))
-        inputs = [np.concatenate([[self.marks.start], text[:-1]]) for text in decoder]
-        labels = self._filled_up(decoder, self.rooms.decoder, IGNORE)
-        beside = {ENCODER: self._stream(sample, encoder, self.rooms.encoder)}
-        return replace(self._stream(sample, inputs, self.rooms.decoder), labels=labels, beside=beside)
+        return two_texts(sample.number, pairs, self.rooms, (self.marks.start, self.marks.padding))
 
     def texts(self, tokens: Ids, rates: SpanRates, draws: tuple[Ids, ...]) -> tuple[Ids, Ids]:
         """What the encoder reads of a document, and what the decoder says."""
@@ -202,21 +198,6 @@ class Corruption(SampleTransform):
         counter = (np.arange(length), *(np.full(1, n, np.int64) for n in (sample & 0xFFFFFFFF, sample >> 32, document)))
         drawn: tuple[Ids, ...] = rounds(counter, key_of(self.seed, "span"))
         return drawn
-
-    def _stream(self, sample: Sample, texts: Sequence[Ids], room: int) -> Sample:
-        """The texts one after another, as documents, and padding, in `room` tokens without labels."""
-        ends = np.cumsum([len(text) for text in texts], dtype=np.int64)
-        filled = int(ends[-1]) if len(ends) else 0
-        starts = ends[ends < room]
-        labels = np.full(room, IGNORE, np.int64)
-        return Sample(sample.number, self._filled_up(texts, room, self.marks.padding), labels, starts, filled)
-
-    def _filled_up(self, texts: Sequence[Ids], room: int, value: int) -> Ids:
-        found = np.full(room, value, np.int64)
-        if texts:
-            whole = np.concatenate(texts)
-            found[: len(whole)] = whole
-        return found
 
 
 def _longest(spans: SpanRates, rooms: Rooms, length: int) -> int:

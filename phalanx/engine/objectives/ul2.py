@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from phalanx.base.errors import DataError, Problem
-from phalanx.engine.objectives.span import SpanCorruption, SpanRates
+from phalanx.engine.objectives.span import SpanCorruption, SpanRates, check_encoder_length
 from phalanx.nn.objective import objective
 from phalanx.sequence.sample import Vocabulary
 
@@ -37,7 +37,7 @@ class UL2(SpanCorruption):
 
     @classmethod
     def check(cls, config: Any) -> list[Problem]:
-        return cls.check_length(config)
+        return check_encoder_length(config)
 
     def rates(self, vocabulary: Vocabulary) -> tuple[SpanRates, ...]:
         with_modes, special = self.config.modes, vocabulary.special
