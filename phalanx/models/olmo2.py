@@ -48,7 +48,7 @@ def from_hf(found: ConfigJson) -> Olmo2Config | None:
     return None if found.odd else Olmo2Config(**same, **found.pick("attention_bias"))
 
 
-def to_hf(config: Olmo2Config) -> dict[str, Any]:
+def to_hf(config: DecoderConfig) -> dict[str, Any]:
     return {**heads_to_hf(config), "attention_bias": config.attention_bias}
 
 

@@ -39,6 +39,7 @@ FAMILIES = (
     "mistral",
     "olmo2",
     "gemma2",
+    "phi3",
     "olmo3",
     "gemma3_text",
     "gpt2",
