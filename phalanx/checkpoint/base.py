@@ -105,9 +105,9 @@ def agree_on(world: Axis, path: str) -> WeightsAt:
     return made[0]
 
 
-def check_base(at: WeightsAt, world: Axis = ALONE) -> None:
+def check_base(at: WeightsAt, world: Axis = ALONE, hint: str = HINT) -> None:
     """Compare the files of a base with the checksums that its adapters were saved with; the ranks divide the work.
-    CheckpointError with both checksums of the first that differs."""
+    CheckpointError with both checksums of the first that differs. hint: how it ends."""
     if at.base is None:
         return
     wanted = at.base.files
@@ -119,8 +119,19 @@ def check_base(at: WeightsAt, world: Axis = ALONE) -> None:
             is_now = "is not there" if have is None else f"has {have.size} bytes with checksum {have.xxh3}"
             raise CheckpointError(
                 f"{at.folder} is not the base of the adapters in {at.owner}: its {name} {is_now}; theirs has "
-                f"{receipt.size} bytes with checksum {receipt.xxh3}{HINT}"
+                f"{receipt.size} bytes with checksum {receipt.xxh3}{hint}"
             )
+
+
+def check_served_base(owner: Path, weights: Path, world: Axis = ALONE) -> None:
+    """The same of weights over which the adapters of the checkpoint `owner` are to be applied, wherever these have
+    their own base."""
+    manifest, own = read_manifest(owner), owner / "weights"
+    receipts = manifest.receipts("weights")
+    files = {name: Receipt(r.size, r.xxh3) for name, r in receipts.items() if r.parts or name == INDEX}
+    base = Base(str(own), files) if manifest.base is None else manifest.base
+    hint = f". Over other weights: phalanx export {owner} --to peft -o FOLDER, whose base is not compared"
+    check_base(replace(weights_at(weights), base=base, owner=owner), world, hint)
 
 
 def base_index(at: WeightsAt, wanted: Shapes) -> Index:

@@ -14,6 +14,7 @@ from phalanx.base.errors import CheckpointError
 from phalanx.base.registry import near
 from phalanx.checkpoint.adapters import CONFIG, FILE, FOLDER, PREFIX, adapter_folder
 from phalanx.checkpoint.keep import find
+from phalanx.checkpoint.manifest import NAME, read_manifest
 from phalanx.checkpoint.storage import Receipt
 from phalanx.checkpoint.tensors import open_tensors
 from phalanx.nn.adapter import by_pattern
@@ -40,6 +41,7 @@ class LoRAFolder:
 
     shapes   of its tensors, by the model's names for them
     receipt  of its file in one of our checkpoints; None: it is from elsewhere
+    owner    that checkpoint
     """
 
     path: Path
@@ -47,6 +49,7 @@ class LoRAFolder:
     scales: dict[str, float]
     shapes: dict[str, tuple[int, ...]]
     receipt: Receipt | None = None
+    owner: Path | None = None
 
     @property
     def file(self) -> str:
@@ -56,7 +59,8 @@ class LoRAFolder:
 def read_lora_folder(given: str) -> LoRAFolder:
     """Of a PEFT folder, or of a run or checkpoint that has an adapter, whose files are compared with their checksums.
     CheckpointError for what is missing, or is no plain LoRA."""
-    path, receipt = _folder(given)
+    path, owner = _folder(given)
+    receipt = None if owner is None else read_manifest(owner).receipts(FOLDER)[FILE]
     config = read_peft_config(path)
     with open_tensors(path / FILE, receipt) as tensors:
         shapes = {key: tensors.shape(key) for key in tensors.keys()}
@@ -72,7 +76,8 @@ def read_lora_folder(given: str) -> LoRAFolder:
     modules = [key.removeprefix(PREFIX) for key in down]
     ranks = {f"{name}.weight": down[PREFIX + name][0] for name in modules}
     scales = {f"{name}.weight": _scale(config, name, ranks[f"{name}.weight"]) for name in modules}
-    return LoRAFolder(path, ranks, scales, {key.removeprefix(PREFIX): s for key, s in shapes.items()}, receipt)
+    own = {key.removeprefix(PREFIX): shape for key, shape in shapes.items()}
+    return LoRAFolder(path, ranks, scales, own, receipt, owner)
 
 
 def check_base(folder: LoRAFolder, linears: Mapping[str, tuple[int, int]]) -> None:
@@ -91,17 +96,18 @@ def check_base(folder: LoRAFolder, linears: Mapping[str, tuple[int, int]]) -> No
             )
 
 
-def _folder(given: str) -> tuple[Path, Receipt | None]:
+def _folder(given: str) -> tuple[Path, Path | None]:
+    """The folder with PEFT's files, and the checkpoint of ours that it is in; None: it is from elsewhere."""
     path = Path(given)
-    if (path / CONFIG).is_file():
+    if (path / CONFIG).is_file() and not (path.name == FOLDER and (path.parent / NAME).is_file()):
         return path, None
-    if (path / FILE).is_file():
+    if (path / FILE).is_file() and not (path / CONFIG).is_file():
         raise CheckpointError(f"{path} has {FILE}, but no {CONFIG} that says how to read it")
-    weights = find(given) / "weights"
+    weights = find(str(path.parent) if (path / CONFIG).is_file() else given) / "weights"
     found = adapter_folder(weights)
     if found is None or not (found.path / CONFIG).is_file():
         raise CheckpointError(f"{given} holds no adapter in PEFT's format ({CONFIG}, or {FOLDER}/{CONFIG})")
-    return found.path, found.receipts[FILE]
+    return found.path, weights.parent
 
 
 STARTED_FROM = ("use_dora", "modules_to_save")  # of MUST_BE_UNSET, what a run can start from although it is not served

@@ -88,6 +88,7 @@ class Snapshot:
                 copied
     adapters    adapter_config.json of a run with adapters, if PEFT has the method
     template    the chat template on which the model is trained, where it is not the tokenizer's own
+    turn_end    the token that ends answers of that template: generation stops at it
     separate    whether all that is trained goes to the adapters' folder: weights of the model (lora.also), too
     base        the weights that stay as they are, if they lie elsewhere: they are not written
     """
@@ -103,6 +104,7 @@ class Snapshot:
     source: Path | None = None
     adapters: dict[str, Any] | None = None
     template: bytes | None = None
+    turn_end: int | None = None
     separate: bool = False
     base: Base | None = None
 
@@ -447,6 +449,8 @@ def _write_beside_weights(folder: Path, content: Content, storage: Storage) -> R
         **tokenizer_files(snapshot.tokenizer),
         **({} if snapshot.template is None else {CHAT_TEMPLATE: snapshot.template}),
     }
+    if snapshot.turn_end is not None:
+        texts["generation_config.json"] = ending_with(snapshot.turn_end, texts["generation_config.json"])
     # the source's own config.json has another dtype
     texts["config.json"] = _json(to_hf(snapshot.model, dtype, snapshot.token_ids))
     if len(files) > 1:
@@ -457,6 +461,17 @@ def _write_beside_weights(folder: Path, content: Content, storage: Storage) -> R
     if snapshot.adapters is not None:
         named[f"{FOLDER}/{CONFIG}"] = _json(snapshot.adapters)
     return {name: write_file(storage, folder / name, [text]) for name, text in named.items()}
+
+
+def ending_with(token: int, text: bytes) -> bytes:
+    """A generation_config.json whose generation also ends with a token; one that says so already stays as it is."""
+    stated = json.loads(text)
+    known = stated.get("eos_token_id")
+    ends = known if isinstance(known, list) else [] if known is None else [known]
+    if token in ends:
+        return text
+    stated.pop("_from_model_config", None)  # transformers would go back to config.json's one token
+    return _json({**stated, "eos_token_id": [token, *ends] if ends else token})
 
 
 def _json(value: Any) -> bytes:

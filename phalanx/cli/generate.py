@@ -115,9 +115,11 @@ def stream(checkpoint: str, asked: dict[str, Any]) -> None:
     """One text on this process, as it is made."""
     from phalanx.inference.drafter import drafts_named
     from phalanx.inference.generate import TextStream
-    from phalanx.inference.load import run_of_folder, weights_folder
+    from phalanx.inference.load import check_generates, run_of_folder, weights_folder
 
-    check_speculation(run_of_folder(weights_folder(checkpoint), gpu=False), 1, asked["speculate"])
+    run = run_of_folder(weights_folder(checkpoint), gpu=False)
+    check_generates(run.model)
+    check_speculation(run, 1, asked["speculate"])
     drafts = drafts_named(asked["speculate"]) if asked["speculate"] else None
     text = TextStream(checkpoint, asked["prompt"], options_of(asked), asked["stop"], drafts, asked["adapter"])
     click.echo(asked["prompt"], nl=False)

@@ -35,17 +35,17 @@ def data_score(config: str, overrides: tuple[str, ...], teacher: str, top: int, 
       phalanx data score dpo.yaml --teacher runs/sft --top 0 -o reference.scores layout.tp=2 --ranks 2
 
     The layout is CONFIG's; it changes no score. Sequences are cut as CONFIG cuts them, so the file serves configs with
-    the same train.seq_length, data.packing, data.document_attention and data.split.
+    the same train.seq_length, data.packing, data.document_attention and data.split. Chats (data.chats) are prepared as
+    CONFIG's task does.
     """
     from phalanx.base.errors import Problem
     from phalanx.cli.ranks import prepare_text, run_ranks
     from phalanx.cli.setup import arguments, prepare_loaded
     from phalanx.config.read import read
     from phalanx.evaluation.perplexity import check_folder
-    from phalanx.evaluation.scoring import SCORED_PAIRS
+    from phalanx.evaluation.scoring import scoring_task
     from phalanx.forecast.check import raise_problems
     from phalanx.inference.load import run_of_folder, weights_alone, weights_folder
-    from phalanx.nn.objective import TaskConfig, find_objective
 
     weights = weights_folder(teacher)
     check_folder(weights)
@@ -59,10 +59,9 @@ def data_score(config: str, overrides: tuple[str, ...], teacher: str, top: int, 
             because = {"ids of the teacher": scorer.model.vocab_size}
             rule = "must not be more than the teacher's ids"
             raise_problems([Problem("--top", top, rule, because, (scorer.model.vocab_size,), "command line")])
-        task = find_objective(SCORED_PAIRS).Config(name=SCORED_PAIRS) if run.data.pairs else TaskConfig()
         world = ranks or max(1, run.layout.tp * run.layout.cp * run.layout.pp)
         train = replace(run.train, freeze=[], fp8=None)
-        run = replace(run, model=scorer.model, lora=scorer.lora, task=task, train=train)
+        run = replace(run, model=scorer.model, lora=scorer.lora, task=scoring_task(run), train=train)
         loaded = replace(loaded, run=weights_alone(run, world))
     ready = prepare_loaded(loaded, ranks)
     prepare_text(ready)

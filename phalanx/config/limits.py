@@ -10,6 +10,7 @@ from phalanx.base import tree
 from phalanx.base.errors import Problem
 from phalanx.base.rules import problem
 from phalanx.config.run import Run
+from phalanx.nn.objective import make_objective
 
 WIDTH, EXPERTS = 2**20, 2**12
 LIMITS = {
@@ -66,18 +67,12 @@ def check_micro_batches(run: Run, world_size: int) -> list[Problem]:
     c, layout = run.train, run.layout
     if min(c.global_batch, c.micro_batch, c.seq_length, layout.tp, layout.cp, layout.pp) < 1:
         return []
-    if c.micro_batch * c.seq_length > TOKENS:
-        because = {"train.seq_length": c.seq_length}
-        return [
-            problem(
-                "train",
-                c,
-                "micro_batch",
-                f"micro_batch * seq_length must be <= {TOKENS}",
-                because,
-                (TOKENS // c.seq_length,),
-            )
-        ]
+    lengths = {"train.seq_length": c.seq_length}
+    lengths |= {f"task.{name}_length": length for name, length in make_objective(run.task).beside.items()}
+    name, longest = max(lengths.items(), key=lambda pair: pair[1])
+    if c.micro_batch * longest > TOKENS:
+        rule = f"micro_batch * {name.split('.')[1]} must be <= {TOKENS}"
+        return [problem("train", c, "micro_batch", rule, {name: longest}, (TOKENS // longest,))]
     dp = max(1, world_size // (layout.tp * layout.cp * layout.pp))
     most = MICRO_BATCHES * c.micro_batch * dp
     if c.global_batch > most:

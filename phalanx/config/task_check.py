@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 from phalanx.base.errors import DataError, Problem
-from phalanx.base.rules import exists, missing_data, problem
+from phalanx.base.rules import exists, missing_data, no_effect, problem
 from phalanx.config.device_check import Facts
 from phalanx.config.run import Run
 from phalanx.data.check import check_tokenizer
@@ -97,10 +97,12 @@ def check_chats(run: Run) -> list[Problem]:
     if run.data.chats and train_on is None:
         rule = "needs an objective that trains on chats, such as task.name=sft"
         return [problem("data", run.data, "chats", rule, {"task.name": config.name}, ((),))]
-    if train_on is not None and not (run.data.chats or run.data.mock):
-        rule = "is required: files of chats, such as data.chats=train.jsonl"
-        return [problem("data", run.data, "chats", rule, {"task.name": config.name}, ())]
-    return []
+    if run.data.chats or run.data.mock or train_on is None:
+        return []
+    if not find_objective(config.name).needs_chats:
+        return no_effect("task", config, ("train_on",), "data.chats", {"data.chats": []})
+    rule = "is required: files of chats, such as data.chats=train.jsonl"
+    return [problem("data", run.data, "chats", rule, {"task.name": config.name}, ())]
 
 
 def check_scores(run: Run, facts: Facts) -> list[Problem]:

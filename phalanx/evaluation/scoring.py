@@ -26,7 +26,7 @@ from phalanx.evaluation.perplexity import ForwardOnly
 from phalanx.forecast.decide import make_plan
 from phalanx.inference.load import forward_only
 from phalanx.nn.module import Block
-from phalanx.nn.objective import SequenceObjective, make_objective
+from phalanx.nn.objective import SequenceObjective, TaskConfig, find_objective, make_objective
 from phalanx.sequence.batch import Batch
 from phalanx.text.cache import use_text
 
@@ -39,6 +39,18 @@ class ScoredPairs(SequenceObjective):
 
 
 SCORED_PAIRS = f"{__name__}:{ScoredPairs.__qualname__}"
+
+
+def scoring_task(run: Run) -> TaskConfig:
+    """The task of a run that scores the tokens which `run` reads: it says how they are prepared."""
+    train_on = make_objective(run.task).train_on
+    if run.data.pairs:
+        pairs: TaskConfig = find_objective(SCORED_PAIRS).Config(name=SCORED_PAIRS)
+        return pairs
+    if run.data.chats and train_on is not None:
+        chats: TaskConfig = find_objective("sft").Config(name="sft", train_on=train_on)
+        return chats
+    return TaskConfig()
 
 
 @dataclass(frozen=True)

@@ -290,7 +290,8 @@ def _stream(plan: Plan, length: int) -> Batch:
     count, data = plan.run.train.micro_batch, plan.run.data
     ids = torch.empty(count * length, dtype=torch.int64, device="meta")
     documents, real = ids if data.inside_documents else None, ids if data.is_packed else None
-    return Batch(ids, ids, ids, ids, count, length, documents, real=real)
+    prefix = ids if plan.objective.makes_prefix else None
+    return Batch(ids, ids, ids, ids, count, length, documents, real=real, prefix=prefix)
 
 
 def _rank_use(
@@ -303,7 +304,7 @@ def _rank_use(
     mine = [b for s in plan.stages_of(pp) for b in plan.stages[s]]
     messages = message_bytes(plan)
     sends = sum(messages[i.value._replace(mb=0)] for i in trace.program.lists[pp] if isinstance(i, Send))
-    rows = 4 + run.data.inside_documents + run.data.is_packed
+    rows = 4 + run.data.inside_documents + run.data.is_packed + plan.objective.makes_prefix
     lengths = plan.lengths.values()
     tokens = sum(plan.most_tokens_of(n) + (run.train.micro_batch * n if grid.cp > 1 else 0) for n in lengths)
     batches = num_micro_batches * 8 * rows * tokens

@@ -11,6 +11,7 @@ from torch import Tensor
 
 from phalanx.base.errors import ConfigError, Problem
 from phalanx.base.own_fields import made_of
+from phalanx.checkpoint.base import check_served_base
 from phalanx.checkpoint.config import CheckpointConfig
 from phalanx.checkpoint.hf import model_config_from_hf
 from phalanx.checkpoint.keep import find
@@ -228,7 +229,11 @@ def last_logits(block: Block, x: Tensor, batch: Batch) -> Tensor:
 
 
 def load_model(folder: Path, plan: Plan, mesh: Mesh, adapters: ServedAdapters | None = None) -> InferenceModel:
-    """Collective. adapters: those of `with_adapters`, by which the plan was made."""
+    """Collective. adapters: those of `with_adapters`, by which the plan was made. CheckpointError for those of one of
+    our checkpoints whose base has other bytes."""
+    for owner in [] if adapters is None else dict.fromkeys(f.owner for f in adapters.folders.values()):
+        if owner is not None:
+            check_served_base(owner, folder, mesh.world)
     buffers, stages = build_for_inference(plan, mesh)
     load_weights(folder, buffers, mesh)
     if adapters is not None:

@@ -8,7 +8,7 @@ from dataclasses import dataclass, replace
 
 import torch
 
-from phalanx.base.errors import Problem
+from phalanx.base.errors import ConfigError, Problem
 from phalanx.base.free_memory import host_memory
 from phalanx.base.sizes import size_text
 from phalanx.comm.mesh import Mesh
@@ -74,13 +74,13 @@ class LayerGroup:
 
 def windows_of(plan: Plan, depths: int = 0) -> tuple[int | None, ...]:
     """By which layers are grouped, on all ranks alike; those that keep everything first. depths: of multi-token
-    prediction, that draft."""
-    found = {
-        remembered(layer).window
-        for pp in range(plan.grid.pp)
-        for segment in plan.blocks_of(Coords(pp=pp)).values()
-        for layer in remembering(segment, depths)
-    }
+    prediction, that draft. ConfigError for a model that takes whole sequences alone."""
+    segments = [segment for pp in range(plan.grid.pp) for segment in plan.blocks_of(Coords(pp=pp)).values()]
+    modules = (module for segment in segments for block in segment for module in block.modules())
+    why = next((m.whole_only for m in modules if isinstance(m, Module) and m.whole_only), None)
+    if why is not None:
+        raise ConfigError([Problem("model.family", plan.run.model.family, f"does not generate text: {why}")])
+    found = {remembered(layer).window for segment in segments for layer in remembering(segment, depths)}
     return tuple(sorted(found, key=lambda window: (window is not None, window or 0)))
 
 

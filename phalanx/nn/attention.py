@@ -20,7 +20,7 @@ from phalanx.nn.relative_bias import RelativeBiasTable
 from phalanx.nn.rotary import Rotary
 from phalanx.ops.attention import context
 from phalanx.ops.attention.attention import ATTENTION, ProbabilityDropout
-from phalanx.ops.attention.kind import CAUSAL, AttentionKind, Learned, refuse_unsupported
+from phalanx.ops.attention.kind import CAUSAL, PAGED, AttentionKind, Learned, refuse_unsupported
 from phalanx.ops.dense.head_norm import NORM_ROPE, norm_rope
 from phalanx.ops.dense.rope import ROPE, rope
 from phalanx.ops.dense.rope_scaling import Rotation
@@ -57,6 +57,13 @@ def supported(kind: AttentionKind, env: Env, dropout: float = 0.0) -> AttentionK
     cut = env.grid.cp > env.grid.ulysses or env.grid.dynamic
     refuse_unsupported(kind, context.offers_of(env.ops.cp_attention, cut, dropout, env.kernels_for(ATTENTION)))
     return kind
+
+
+def whole_only(kind: AttentionKind) -> str | None:
+    """Why attention of a kind takes whole sequences alone; None: what it reads can be remembered while they go on."""
+    lacking = sorted(kind.features - PAGED)
+    later = " (tokens read later ones)" if lacking in (["direction"], ["prefix"]) else ""
+    return f"attention to what is remembered has no {', no '.join(lacking)}{later}" if lacking else None
 
 
 def attention_plan(env: Env, kind: AttentionKind) -> context.AttentionPlan:
@@ -175,6 +182,7 @@ class Attention(Module):
         self.width_norm = WidthNorm(env, spec, own) if spec.width_norm else None
         self.num_weights = spec.width * (2 * heads + 2 * spec.kv_heads) * head_dim
         self.remembers = PageSpec(self.kv_heads, head_dim, head_dim, window=self.kind.window)
+        self.whole_only = whole_only(self.kind)
 
     def _rows(self, spec: AttentionSpec, own: Heads) -> list[OutputRows]:
         names, fused = spec.names, spec.names[0] == spec.names[1]

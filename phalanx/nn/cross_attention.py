@@ -62,13 +62,14 @@ class CrossAttention(Module):
             bias=spec.bias == "all",
         )
         self.plan = attention_plan(env, self.kind)
+        self.whole_only = "cross-attention remembers nothing of what it reads"
         self.reading_weights = 2 * spec.width * heads * head_dim
         self.memory_weights = 2 * spec.width * spec.kv_heads * head_dim
 
     def forward(self, x: Tensor, memory: Tensor, batch: Batch) -> Tensor:
         """x (T / tp, D), memory (M / tp, D) of this rank's tokens of the memory -> (T / tp, D)."""
         if batch.paged is not None:
-            raise UnsupportedAttention("cross-attention remembers nothing: sequences that go on cannot read a memory")
+            raise UnsupportedAttention(f"{self.whole_only}: it takes whole sequences alone")
         recompute = self.env.recompute
         q, kv = recompute.op("qkv", lambda x, memory: (self.q(x), self.kv(memory)), x, memory)
         likes = (((len(q), self.heads * self.head_dim), q.dtype),)

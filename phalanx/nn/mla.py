@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 from phalanx.layout.param import Init
-from phalanx.nn.attention import attention_plan, supported
+from phalanx.nn.attention import attention_plan, supported, whole_only
 from phalanx.nn.env import Env
 from phalanx.nn.linear import ColumnLinear, ReplicatedLinear, RowLinear
 from phalanx.nn.memory import PageSpec
@@ -85,6 +85,7 @@ class LatentAttention(Module):
         first, last = env.cut(heads)
         self.sizes, self.all_heads, self.heads = sizes, heads, last - first
         self.rotary, self.kind, self.interleaved = Rotary(rotation), supported(kind, env), interleaved
+        self.whole_only = whole_only(kind)
         init, s = Init("normal", std), sizes
         kv_down = OutputRows(f"{at}.kv_a_proj_with_mqa.weight", s.kv_rank + s.rope, 0, s.kv_rank + s.rope, env.everyone)
         q_down = [OutputRows(f"{at}.q_a_proj.weight", s.q_rank, 0, s.q_rank, env.everyone)] if s.q_rank else []

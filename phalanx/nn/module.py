@@ -31,6 +31,8 @@ class Module(nn.Module):
     first_in_memory: tuple[str, ...] = ()
     remembers: PageSpec | None = None
     """What it remembers of each token of a sequence that goes on (generation)."""
+    whole_only: str | None = None
+    """Why it takes whole sequences alone; None: they may go on."""
 
     def __init__(self, env: Env):
         super().__init__()

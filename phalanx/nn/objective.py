@@ -49,13 +49,17 @@ class Objective(ABC):
     scores_field  the config key of `scores`, for messages; needs_targets: its file must have the likeliest ids
     both_ways     its labels cannot be read off a token's own context, so models that read both ways can be trained on
                   it; False: labels are next tokens, which such models see
+    makes_prefix  its batches say which first tokens of each document read each other (Batch.prefix)
     makes_beside  the streams of tokens that its transform makes beside the text (Sample.beside); `beside` has lengths
+    needs_chats   whether it trains on chats and on nothing else
     """
 
     scores_field: ClassVar[str] = "task"
     needs_targets: ClassVar[bool] = False
     both_ways: ClassVar[bool] = False
+    makes_prefix: ClassVar[bool] = False
     makes_beside: ClassVar[tuple[str, ...]] = ()
+    needs_chats: ClassVar[bool] = False
     Config: ClassVar[Any] = TaskConfig  # in a subclass: its dataclass, with `name` added to its fields
 
     def __init_subclass__(cls, **more: Any) -> None:
@@ -99,7 +103,7 @@ class Objective(ABC):
 
     @property
     def train_on(self) -> Literal["answers", "last_answer", "all"] | None:
-        """What of chats has a label (data.chats); None: the objective is not over chats."""
+        """What of chats has a label, where the data is chats (data.chats); None: the objective takes none."""
         return None
 
     @abstractmethod

@@ -103,11 +103,15 @@ class Implementation:
 
     def takes(self, kernels: Kernels, x: Tensor, sizes: tuple[Any, ...], asked: frozenset[str] = NO_FEATURES) -> bool:
         """Whether it is to run on `x`, and has the features that are asked for."""
-        if self.features is not None and not asked <= self.features:
+        if not self.has(asked):
             return False
         if kernels in self.insisted:
             return True
         return kernels in self.modes and self.runs_on(x) and (self.fits is None or self.fits(*sizes))
+
+    def has(self, asked: frozenset[str]) -> bool:
+        """Whether it has the features that are asked for."""
+        return self.features is None or asked <= self.features
 
     def runs_on(self, x: Tensor) -> bool:
         """Whether it runs on the device of `x` and has its dtype."""
@@ -202,6 +206,7 @@ class Case:
     dtypes  of the inputs. The truth is the reference in float64 on the same values. None: the tests choose
     large   shapes of a real model: only for GPUs
     exact   the truth is the reference on the same values in their own dtype, to the bit: of quantized values
+    asked   the features that it asks for: implementations that lack one are not compared
     """
 
     name: str
@@ -211,6 +216,7 @@ class Case:
     dtypes: tuple[torch.dtype, ...] | None = None
     large: bool = False
     exact: bool = False
+    asked: frozenset[str] = NO_FEATURES
 
 
 @dataclass(frozen=True, eq=False)

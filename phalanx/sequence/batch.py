@@ -161,9 +161,9 @@ class Batch:
 
     @property
     def derived_bytes(self) -> int:
-        tensors = [t for made in self._made.values() for t in (made if isinstance(made, tuple) else (made,))]
-        beside = sum(other.derived_bytes for other in self.beside.values())
-        return beside + sum(t.derived_bytes if isinstance(t, Batch) else t.nbytes for t in tensors)
+        made = [t for made in self._made.values() for t in (made if isinstance(made, tuple) else (made,))]
+        batches = [*self.beside.values(), *(b for b in made if isinstance(b, Batch))]
+        return sum(b.derived_bytes for b in batches) + sum(t.nbytes for t in made if isinstance(t, Tensor))
 
     def map(self, change: Callable[[Tensor], Tensor]) -> Batch:
         """The same with each of its tensors changed, those of `beside` too; nothing computed from it is kept."""

@@ -142,6 +142,18 @@ class ChatEncoder:
         return ChatSample(tuple(ids), tuple(span for span in spans if span[0] < span[1]))
 
 
+def turn_end(encoder: ChatEncoder) -> int | None:
+    """The token with which answers end as they are trained, found in a chat of two words; None: it is no special token,
+    or the template has no place for such a chat."""
+    words: tuple[Message, ...] = ({"role": "user", "content": "a"}, {"role": "assistant", "content": "b"})
+    try:
+        [sample] = encoder.samples(Chat(words, None, (1,)))
+    except (BadChat, DataError, ValueError):
+        return None
+    last, tokenizer = sample.ids[-1], encoder.tokenizer
+    return last if last == tokenizer.eod or last in tokenizer.special_tokens.values() else None
+
+
 def tokens_before(tokenizer: Tokenizer) -> list[int]:
     """The tokens that the tokenizer puts before a text."""
     try:

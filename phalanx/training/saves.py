@@ -24,6 +24,7 @@ from phalanx.comm.host import host_axis
 from phalanx.config.model_source import has_tokenizer, source_of
 from phalanx.config.run import checkpoints_of
 from phalanx.config.write import to_dict
+from phalanx.data.config import DataConfig
 from phalanx.engine.build import State
 from phalanx.observe.metrics import Counters
 from phalanx.planning.adapters import saved_peft_config
@@ -37,6 +38,17 @@ def numbers_of(state: State) -> dict[str, Tensor]:
     """Small tensors of a run's state that do not belong to its optimizer."""
     fp8 = {} if state.model.fp8 is None else state.model.fp8.state()
     return {**{f"guard.{k}": v for k, v in state.guard.state().items()}, **{f"fp8.{k}": v for k, v in fp8.items()}}
+
+
+def turn_end_of(data: DataConfig) -> int | None:
+    """The token that ends answers of a run on chats; None: it has none."""
+    if not data.chats or data.tokenizer is None:
+        return None
+    from phalanx.text.chat_masks import ChatEncoder, turn_end  # jinja2: start-up time of runs without chats
+    from phalanx.text.chat_template import template_for
+
+    tokenizer = load_tokenizer(data.tokenizer)
+    return turn_end(ChatEncoder(tokenizer, template_for(tokenizer, data.tokenizer, data.template), "answers"))
 
 
 class Saves:
@@ -54,6 +66,7 @@ class Saves:
         self.parent = step_of(start) if start else None
         self.tokenizer, self.ids = self._tokenizer(state.mesh.rank)
         self.template = None if run.data.template is None else Path(run.data.template).read_bytes()
+        self.turn_end = turn_end_of(run.data)
         self.base = self._base(state, start)
         root, config = checkpoints_of(run), run.checkpoint
         target = Target(root, storage_for(root), Keep(config.keep_last, config.keep_every), (start,) if start else ())
@@ -161,6 +174,7 @@ class Saves:
             self.source,
             saved_peft_config(run, None if self.base is None else self.base.folder),
             self.template,
+            self.turn_end,
             separate=run.lora is not None,
             base=self.base,
         )

@@ -170,6 +170,8 @@ def large_case(op: Op, case: Case, made: Implementation, dtype: torch.dtype) -> 
             return f"not run: not for a {device.type}"
         if device.type == "cuda" and (why := unusable(made, device.index or 0)):
             return f"not run: {why}"
+        if not made.has(case.asked):
+            return "not for this implementation"
         pairs = compared(op, case, made, dtype, device)
         if pairs is None:
             return "not for this implementation"

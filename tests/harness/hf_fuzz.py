@@ -110,6 +110,9 @@ FAMILIES: dict[str, dict[str, Any]] = {
         first_k_dense_replace=1,
         moe_intermediate_size=12,
     ),
+    "minimax_m2": dict(
+        COMMON, num_key_value_heads=2, head_dim=12, num_local_experts=4, num_experts_per_tok=2, rotary_dim=6
+    ),
     "glm4_moe": dict(
         COMMON,
         num_key_value_heads=2,
@@ -282,6 +285,7 @@ POOL: dict[str, tuple[Any, ...]] = {
     "num_mtp_layers": (0, 1),
     "no_rope_layers": ([1, 0], [0, 0, 1], [1], [], [2, 0], None),
     "no_rope_layer_interval": (1, 2, 4, 0),
+    "rotary_dim": (4, 6, None, 7, 12),
     "use_qk_norm": (True, False),
     "hidden_dropout": (0.1, 0.0),
     "use_parallel_residual": (True, False),

@@ -24,6 +24,7 @@ from phalanx.models.gpt2 import GPT2Config
 from phalanx.models.gpt_neox import GPTNeoXConfig
 from phalanx.models.gpt_oss import GptOssConfig
 from phalanx.models.llama import LlamaConfig
+from phalanx.models.minimax_m2 import MiniMaxM2Config
 from phalanx.models.mistral import MistralConfig
 from phalanx.models.mixtral import MixtralConfig
 from phalanx.models.model_config import ModelConfig
@@ -287,6 +288,17 @@ MODELS["modernbert"] = ModernBertConfig(
     num_attention_heads=4,
     max_position_embeddings=SEQ,
     local_attention=6,
+)
+MODELS["minimax_m2"] = MiniMaxM2Config(
+    **SIZES,
+    **HEADS,
+    intermediate_size=14,
+    num_hidden_layers=3,
+    head_dim=12,
+    num_local_experts=8,
+    num_experts_per_tok=3,
+    router_bias_update_rate=0.05,
+    router_aux_loss_coef=0.1,
 )
 MODELS["glm4_moe"] = Glm4MoEConfig(
     **SIZES,

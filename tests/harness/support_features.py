@@ -240,6 +240,8 @@ FEATURES = (
     made_again("frozen experts", EXPERTS, "freeze", freeze=["*.experts.*"]),
     Feature("LoRA", "Memory", "freeze", lora={"rank": 3, "alpha": 5.0}),
     Feature("QLoRA (NF4)", "Memory", "freeze", lora={"rank": 3, "alpha": 5.0, "base": "nf4"}),
+    Feature("DoRA", "Memory", "freeze", lora={"rank": 3, "alpha": 5.0, "method": "dora"}),
+    Feature("LoRA with dropout", "Memory", "freeze", (*DENSE, "gpt2"), lora={"rank": 3, "alpha": 5.0, "dropout": 0.3}),
     made_again("offload", kind="", offload_layers=1),
     Feature("fp32", "Precision", "precision", train={"precision": "fp32"}, near=True),
     Feature("bf16", "Precision", "precision", train={"precision": "bf16"}, near=True),
@@ -328,7 +330,7 @@ def trial(a: Feature, b: Feature) -> Trial:
         train=TrainConfig(**{**options, **train}),
         layout=LayoutConfig(**layout),
         optim=OptimConfig(**{**a.optim, **b.optim}),
-        lora=find_adapter("lora").Config(method="lora", **lora) if lora else None,
+        lora=find_adapter(lora.get("method", "lora")).Config(**{"method": "lora", **lora}) if lora else None,
         data=data_of({**a.reads, **b.reads}, bool(documents), bool(made.reads_beside)),
         task=task_of(made, length),
     )

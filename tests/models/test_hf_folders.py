@@ -183,6 +183,9 @@ NEW = {
     "smollm3: windows in other layers": replace(
         MODELS["smollm3"], layer_types=("sliding_attention", "full_attention", "full_attention"), attention_bias=True
     ),
+    "minimax_m2: a third of each head rotated, tied": replace(
+        MODELS["minimax_m2"], partial_rotary_factor=1 / 3, tie_word_embeddings=True
+    ),
     "glm4_moe: biases, yarn, no shared experts": replace(
         MODELS["glm4_moe"],
         attention_bias=True,

@@ -27,6 +27,7 @@ from phalanx.layout.config import LayoutConfig
 from phalanx.models.experts import ExpertsConfig
 from phalanx.models.gpt_oss import GptOssConfig
 from phalanx.models.mixtral import MixtralConfig
+from phalanx.models.rope import RopeScaling
 from phalanx.sequence.batch import IGNORE, Batch
 from tests.harness.checkpoints import make_run
 from tests.harness.parity import MODELS, SEQ, assemble, parts_of, sample_batch
@@ -60,6 +61,15 @@ CASES = {
         norm_topk_prob=False,
         n_shared_experts=1,
         first_k_dense_replace=0,
+    ),
+    "minimax_m2": replace(MODELS["minimax_m2"], router_aux_loss_coef=0.0),
+    "minimax_m2: tied, one key head, all of a head rotated, linear scaling": replace(
+        MODELS["minimax_m2"],
+        router_aux_loss_coef=0.0,
+        tie_word_embeddings=True,
+        num_key_value_heads=1,
+        partial_rotary_factor=1.0,
+        rope_scaling=RopeScaling(rope_type="linear", factor=2.0),
     ),
     "glm4_moe": replace(MODELS["glm4_moe"], router_aux_loss_coef=0.0),
     "glm4_moe: one group, biases, tied, no norm of heads, all layers with experts": replace(
@@ -174,6 +184,12 @@ def widen(model, config: ExpertsConfig) -> None:
         weights = weights / weights.sum(-1, keepdim=True) if m.norm_topk_prob else weights
         return logits, weights * m.routed_scaling_factor, experts
 
+    def route_by_bias(h, m, bias):
+        logits = F.linear(h.reshape(-1, h.shape[-1]), m.weight)
+        experts = (logits.sigmoid() + bias).topk(m.top_k, -1).indices
+        weights = logits.sigmoid().gather(1, experts)
+        return logits, weights / weights.sum(-1, keepdim=True), experts
+
     for module in model.modules():
         kind = type(module).__name__
         if kind.endswith("RMSNorm"):
@@ -182,6 +198,8 @@ def widen(model, config: ExpertsConfig) -> None:
             )
         if kind in ("DeepseekV3TopkRouter", "Glm4MoeTopkRouter"):
             module.forward = lambda h, m=module: route_in_groups(h, m)
+        if kind == "MiniMaxM2TopKRouter":
+            module.forward = lambda h, bias, m=module: route_by_bias(h, m, bias.double())
         if kind in ("MixtralTopKRouter", "Qwen3MoeTopKRouter") and not isinstance(config, GptOssConfig):
             module.forward = lambda h, m=module: route(h, m, getattr(m, "norm_topk_prob", True))
     model.model.rotary_emb.forward = rotary

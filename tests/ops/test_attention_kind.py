@@ -8,13 +8,18 @@ from dataclasses import replace
 import pytest
 import torch
 
+from phalanx.base.errors import ConfigError
 from phalanx.config.run import Run, TrainConfig
 from phalanx.data.config import DataConfig
+from phalanx.forecast.decide import make_plan
+from phalanx.forecast.memory import rank_uses
+from phalanx.inference.memory import windows_of
 from phalanx.layout.config import LayoutConfig
 from phalanx.layout.grid import Grid
 from phalanx.models.registry import load_family
 from phalanx.nn.attention import Attention, AttentionSpec
 from phalanx.nn.env import Env, OpChoices
+from phalanx.nn.objective import TaskConfig
 from phalanx.nn.query_temperature import QueryTemperature
 from phalanx.ops.attention.attention import ATTENTION, attention, offers
 from phalanx.ops.attention.kind import CAUSAL, AttentionKind, Learned, RelativeBias, UnsupportedAttention
@@ -60,7 +65,7 @@ def test_a_kind_that_nobody_has_is_refused_by_name():
         attention(q, q, q, UNIFORM, CAUSAL, Learned(torch.zeros(2)))
     with pytest.raises(ValueError, match="no row for each of 8 buckets"):
         attention(q, q, q, UNIFORM, AttentionKind(bias=BIAS), Learned(bias=torch.zeros(7, 2)))
-    with pytest.raises(ValueError, match="use a task that makes prefixes"):
+    with pytest.raises(UnsupportedAttention, match="set task.name to an objective that makes them"):
         attention(q, q, q, UNIFORM, AttentionKind("prefix"))
 
 
@@ -90,10 +95,10 @@ def test_a_layer_is_refused_when_it_is_built():
     everything = AttentionKind("both", window=3, chunk=4, soft_cap=5.0)
     for grid in (Grid(), Grid(cp=2, ulysses=2), Grid(cp=2)):
         assert layer(everything, "sinks", 0.1, grid).kind == replace(everything, sinks=True)
-    for kind, lacking in ((AttentionKind(soft_cap=5.0), "soft_cap"), (AttentionKind("prefix"), "prefix")):
-        with pytest.raises(UnsupportedAttention, match=f"flash-attn has no {lacking}"):
-            layer(kind, ops=OpChoices(kernels="optional"))
-        assert layer(kind, ops=OpChoices(kernels="optional", plain_ops=("attention",))).kind == kind
+    kind = AttentionKind("prefix", soft_cap=5.0)
+    with pytest.raises(UnsupportedAttention, match="flash-attn has no prefix"):
+        layer(kind, ops=OpChoices(kernels="optional"))
+    assert layer(kind, ops=OpChoices(kernels="optional", plain_ops=("attention",))).kind == kind
     with pytest.raises(UnsupportedAttention, match="invariant has no direction"):
         layer(AttentionKind("both"), ops=OpChoices(batch_invariant=True))
 
@@ -126,6 +131,7 @@ def test_keys_are_counted_for_flops():
         counted = sum(min(i % chunk + 0.5, window) if window < chunk else i % chunk + 0.5 for i in range(32)) / 32
         assert kind.keys_per_query(32) == pytest.approx(counted, rel=0.02)
         assert AttentionKind("both", kind.window, kind.chunk).keys_per_query(32) == 2 * kind.keys_per_query(32)
+        assert AttentionKind("prefix", kind.window, kind.chunk).keys_per_query(32) == kind.keys_per_query(32)
 
 
 def test_backends_are_told_apart_by_name():
@@ -137,10 +143,11 @@ def test_backends_are_told_apart_by_name():
 
 def run_of(**layout: object) -> Run:
     load_family(KINDS)
+    task = TaskConfig(name="tests.outside.kinds:Prefixed")
     train = TrainConfig(steps=10, global_batch=8, micro_batch=1, seq_length=SEQ, precision="fp64")
     sizes = dict(hidden_size=32, intermediate_size=42, num_hidden_layers=4, num_attention_heads=4, head_dim=8)
     model = PlainConfig(family=KINDS, vocab_size=VOCAB, num_key_value_heads=2, **sizes)
-    return Run(model=model, train=train, layout=LayoutConfig(**layout), data=DataConfig(mock=True))
+    return Run(model=model, train=train, layout=LayoutConfig(**layout), data=DataConfig(mock=True), task=task)
 
 
 LAYOUTS = {
@@ -166,6 +173,27 @@ def test_saved_under_one_layout_and_loaded_under_another(ranks, tmp_path):
     assert all(ranks.run("tests.harness.checkpoints:save_on_rank", 2, run_of(tp=2), tmp_path, {}))
     (path,) = tmp_path.glob("step-*")
     assert ranks.run("tests.harness.checkpoints:load_on_rank", 2, run_of(sharding=3), path) == [[], []]
+
+
+@pytest.mark.parametrize("layout", [{"tp": 2}, {"cp": 2}], ids=str)
+def test_memory_is_forecast(layout):
+    """Of every kind. A bias is made again in backward: a layer keeps no square of it."""
+    run = run_of(**layout)
+    long = replace(run, train=replace(run.train, seq_length=1024, precision="bf16"))
+    uses, _ = rank_uses(make_plan(long, 2), 2)
+    square = 2 * 1024 * 1024 * 2  # bytes of the bias of this rank's heads, or queries
+    assert all(0 < use.memory["activations"] < square for use in uses)
+
+
+def test_what_cannot_be_remembered_is_refused_for_generation():
+    with pytest.raises(ConfigError) as error:
+        windows_of(make_plan(run_of(), 1))
+    said = "does not generate text: attention to what is remembered has no prefix (tokens read later ones)"
+    assert f"model.family='{KINDS}': {said}" in str(error.value)
+    assert layer(AttentionKind(soft_cap=3.0, chunk=4)).whole_only is None
+    assert layer(AttentionKind("both")).whole_only == (
+        "attention to what is remembered has no direction (tokens read later ones)"
+    )
 
 
 def test_queries_have_a_temperature_by_position():

@@ -56,7 +56,7 @@ COMPARED = [
     (name, made.name, dtype)
     for name, (op, case) in CASES.items()
     for made in op.candidates
-    if runs_here(made)
+    if runs_here(made) and made.has(case.asked)
     for dtype in case.dtypes or DTYPES
 ]
 

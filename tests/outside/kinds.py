@@ -14,6 +14,7 @@ from phalanx.nn.attention import Attention
 from phalanx.nn.env import Env
 from phalanx.nn.module import Block
 from phalanx.nn.norm import RMSNorm
+from phalanx.nn.objective import TokenObjective, cross_entropy
 from phalanx.nn.parameter import Parameter
 from phalanx.nn.query_temperature import QueryTemperature
 from phalanx.nn.relative_bias import BiasSpec, RelativeBiasTable
@@ -54,6 +55,13 @@ def blocks(config: PlainConfig, env: Env) -> Sequence[BlockMaker]:
 
     head: BlockMaker = lambda made: DecoderHead(config, env, make_head(config, env, made))  # noqa: E731
     return [lambda made: DecoderEmbedding(config, env), *map(layer, range(len(LAYERS))), head]
+
+
+class Prefixed(TokenObjective):
+    """The next token, of batches with prefixes."""
+
+    makes_prefix = True
+    token_loss = staticmethod(cross_entropy)
 
 
 FAMILY = Family("kinds", PlainConfig, blocks, architecture="KindsForCausalLM")

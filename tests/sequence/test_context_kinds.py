@@ -180,10 +180,13 @@ def test_blocks_hold_what_is_read_both_ways(length, count, window):
             assert inside.sum() == near.sum() and (block.how == "mask") == (not inside.all())
 
 
+@pytest.mark.parametrize("name", ["PLAIN", "ROWS"])
 @pytest.mark.parametrize("causal", [True, False])
-def test_the_reference_block_caps_scores_and_adds_a_bias(causal):
+def test_blocks_cap_scores_and_add_a_bias(monkeypatch, causal, name):
     """Truth: softmax written out and autograd through it. Given the log-sum-exp and output of more keys, backward
     returns a share."""
+    monkeypatch.setattr(backends, "ROW_ELEMENTS", 2 * 4 * 5 * 2)  # two queries at a time
+    backend = getattr(backends, name)
     shapes = ((2, 4, 5, 6), (2, 2, 5, 6), (2, 2, 5, 6), (4, 5, 5), (2, 2, 3, 6), (2, 2, 3, 6))
     q, k, v, bias, more_k, more_v = (normal(*shape, seed=i).requires_grad_() for i, shape in enumerate(shapes))
 
@@ -198,8 +201,11 @@ def test_the_reference_block_caps_scores_and_adds_a_bias(causal):
     truth = torch.autograd.grad(joint, (q, k, v, bias), dout)
     with torch.no_grad():
         how, more = backends.Scoring(None, causal, 0.4, 0.7, bias), backends.Scoring(None, False, 0.4, 0.7)
+        out, lse = backend.forward(q, k, v, how)
+        torch.testing.assert_close(lse, first.logsumexp(-1), rtol=1e-12, atol=1e-12)
+        torch.testing.assert_close(out, torch.softmax(first, -1) @ v.repeat_interleave(2, 1), rtol=1e-12, atol=1e-12)
         whole = (joint, every.logsumexp(-1))
-        found = backends.PLAIN.backward(dout, backends.SavedBlock(q, k, v, *whole), how)
-        other = backends.PLAIN.backward(dout, backends.SavedBlock(q, more_k, more_v, *whole), more)
+        found = backend.backward(dout, backends.SavedBlock(q, k, v, *whole), how)
+        other = backend.backward(dout, backends.SavedBlock(q, more_k, more_v, *whole), more)
     for mine, expected in zip((found.q + other.q, *found[1:]), truth, strict=True):
         torch.testing.assert_close(mine, expected, rtol=1e-12, atol=1e-12)

@@ -16,7 +16,7 @@ import tokenizers
 import transformers
 import trl
 
-from phalanx.text.chat_masks import CUT_TOKENS, MARKED_SHORT, NO_END, OTHER_PROMPT, REWRITTEN, ChatEncoder
+from phalanx.text.chat_masks import CUT_TOKENS, MARKED_SHORT, NO_END, OTHER_PROMPT, REWRITTEN, ChatEncoder, turn_end
 from phalanx.text.chat_records import BadChat, read_record
 from phalanx.text.chat_template import ChatTemplate
 from phalanx.text.tokenizers import JsonTokenizer, Tokenizer, byte_tokenizer, train_bpe
@@ -108,6 +108,16 @@ class Folder:
 
 def published(words: Tokenizer, name: str) -> Folder:
     return Folder(words, name, (FOLDER / f"{name}.jinja").read_text())
+
+
+@pytest.mark.parametrize("name", PUBLISHED)
+def test_generation_ends_where_answers_do(words, name):
+    """Truth: what ends an answer of the text that transformers makes; where it is nothing, the end of a document."""
+    folder = published(words, name)
+    text = folder.text([{"role": "user", "content": "a first"}, {"role": "assistant", "content": "one"}])
+    ends = [found[0] for found in re.finditer(PUBLISHED[name][1], text[text.rindex("one") :])]
+    found = turn_end(folder.encoder())
+    assert found is not None and (ends[0] or "<eos>").endswith(folder.tokenizer.token_name(found))
 
 
 def loaded(messages: list[dict[str, Any]]) -> list[dict[str, Any]]:

@@ -22,6 +22,7 @@ from phalanx.checkpoint.base import rebase
 from phalanx.checkpoint.contents import Contents
 from phalanx.checkpoint.manifest import NAMES_BASE, read_manifest, verify
 from phalanx.checkpoint.merge import merge, merge_folder
+from phalanx.checkpoint.storage import sum_of
 from phalanx.checkpoint.tools import diff, reshard
 from phalanx.cli.checkpoints import adapter_alone
 from phalanx.config.run import CheckpointConfig, Run
@@ -240,6 +241,24 @@ def test_another_base_is_refused_with_both_checksums(copied, tmp_path):
         with pytest.raises(CheckpointError, match=f"{file.name} has .* checksum .*{before.xxh3}") as error:
             work()
         assert str(error.value).count("checksum") == 2
+
+
+def test_adapters_over_another_base_of_the_same_shapes_are_refused(copied, tmp_path):
+    """By `--adapter` too, with both checksums; over a copy of the base, or without a checkpoint, they are applied."""
+    base, step = copied
+    run, other = tmp_path / "run", shutil.copytree(base, tmp_path / "other")
+    for adapter in (run, step / "adapter"):
+        load_alone(other, str(adapter))
+    file = sorted(other.glob("*.safetensors"))[1]
+    tensors = load_file(file)
+    save_file({name: value + 1 for name, value in tensors.items()}, file, {"format": "pt"})
+    wanted = read_manifest(step).base.files[file.name].xxh3
+    for adapter in (run, step / "adapter"):
+        with pytest.raises(CheckpointError, match="is not the base of the adapters") as caught:
+            load_alone(other, str(adapter))
+        assert wanted in str(caught.value) and sum_of(file) in str(caught.value)
+        assert "--to peft" in str(caught.value)
+    load_alone(other, adapter_alone(str(run), str(tmp_path / "alone")))
 
 
 def test_what_does_not_fit_a_folder_of_adapters_is_said(copied, base, tmp_path):

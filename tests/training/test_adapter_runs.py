@@ -20,9 +20,11 @@ from phalanx.base.placement import Placement
 from phalanx.checkpoint.contents import Contents
 from phalanx.checkpoint.convert import export
 from phalanx.checkpoint.manifest import Manifest
+from phalanx.checkpoint.merge import merge
 from phalanx.checkpoint.tools import average, diff, reshard
 from phalanx.comm.mesh import Mesh
 from phalanx.config.run import CheckpointConfig, Fp8Config, Run
+from phalanx.data.config import DataConfig
 from phalanx.engine.build import build
 from phalanx.evaluation.perplexity import ForwardOnly
 from phalanx.forecast.check import Facts, check
@@ -34,9 +36,13 @@ from phalanx.inference.load import adapters_of, forward_only, load_alone
 from phalanx.inference.request import SamplingOptions
 from phalanx.layout.config import LayoutConfig
 from phalanx.nn.adapter import find_adapter
+from phalanx.nn.objective import find_objective
 from phalanx.observe.out_of_memory import held
+from phalanx.planning.adapters import merging_of
 from phalanx.planning.freeze import num_frozen
+from phalanx.text.tokenizers import load_tokenizer
 from phalanx.training.main import train
+from tests.harness.chat_model import chat_folder
 from tests.harness.generation import answers_of
 from tests.harness.parity import base_run, sample_batch
 from tests.training.test_loop import MODEL, make_run
@@ -124,6 +130,26 @@ def test_generate_and_eval_apply_the_adapters(checkpoint):
     with torch.no_grad():
         logits = model(batch.tokens.view(1, -1)).logits[0]
     assert loss / tokens == pytest.approx(torch.nn.functional.cross_entropy(logits, batch.labels).item(), rel=1e-6)
+
+
+def test_a_run_on_chats_says_where_answers_end(tmp_path):
+    """As transformers reads the checkpoint, and the folder that it is exported to: generation ends with the turn, or
+    with a document."""
+    folder, chats = chat_folder(tmp_path), tmp_path / "chats.jsonl"
+    turns = [{"role": "user", "content": "the weather?"}, {"role": "assistant", "content": "fine"}]
+    chats.write_text(json.dumps({"messages": turns}) + "\n")
+    run = with_lora(make_run(tmp_path / "run", steps=1, seq_length=48))
+    data = DataConfig(chats=(str(chats),), tokenizer=str(folder), split="100,0,0")
+    run = replace(run, data=data, task=find_objective("sft").Config(name="sft"), model=replace(MODEL, vocab_size=400))
+    train(run, Placement())
+    step = tmp_path / "run/checkpoints/step-00000001"
+    merged = merge(step, tmp_path / "merged", merging_of(run.model, run.lora))
+    tokenizer = load_tokenizer(folder)
+    for weights in (step / "weights", merged):
+        found = transformers.GenerationConfig.from_pretrained(weights).eos_token_id
+        assert found == [tokenizer.special_tokens["<|im_end|>"], tokenizer.eod]
+    model = transformers.AutoModelForCausalLM.from_pretrained(merged)
+    assert model.generation_config.eos_token_id == found
 
 
 def test_who_would_leave_the_adapters_out_says_so(checkpoint, tmp_path):

@@ -153,6 +153,8 @@ NAMED = {
         "modernbert", 4, tp=4, tp_overlap="on", documents="packed", recompute="selective"
     ),
     "modernbert pp2, split backward, dp2": case("modernbert", 4, pp=2, schedule="zb_h1", documents=True),
+    "bert cp2 pp2, all-gather, dropout": case("bert", 4, cp=2, pp=2, cp_attention="allgather", global_batch=2),
+    "modernbert cp4, ring, documents": case("modernbert", 4, cp=4, documents="packed", global_batch=2),
     "cp2": case("llama", 2, cp=2),
     "cp4, ring, tp2": case("llama", 8, cp=4, tp=2, cp_attention="ring", micro_batch=2),
     "cp4, all-gather, pp2": case("llama", 8, cp=4, pp=2, cp_attention="allgather"),
@@ -485,6 +487,8 @@ OF_CONTEXT = (
     "deepseek_v3-mtp",
     "mixtral",
     "gpt_oss",
+    "bert",
+    "modernbert",
 )
 
 
@@ -503,7 +507,9 @@ def generated_context() -> dict[str, dict]:
         layout: dict = {"pp": pp, "cp": cp, "tp": tp, "sharding": pick.choice([0, 1, 1, 2, 3])}
         layout["cp_ulysses"] = pick.choice([u for u in range(1, cp + 1) if cp % u == 0 and each % u == 0])
         if layout["cp_ulysses"] < cp:
-            layout["cp_attention"] = pick.choice(["allgather"] if model == "gpt2" else ["ring", "ring", "allgather"])
+            layout["cp_attention"] = pick.choice(
+                ["allgather"] if model in ("gpt2", "bert") else ["ring", "ring", "allgather"]
+            )
         if pp > 1:
             layout["virtual_stages"] = pick.choice([1, 2] if model in ("llama-tied", "gpt2") else [1])
         if tp > 1:

@@ -4,7 +4,7 @@ file, beside the labels (Hinton et al., "Distilling the knowledge in a neural ne
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Literal
 
 from phalanx.base.errors import Problem
 from phalanx.base.rules import problem, within
@@ -26,6 +26,8 @@ class DistilConfig:
     temperature: float = 1.0
     """distil: what the logits of teacher and student are divided by in the divergence, which is multiplied by its
     square."""
+    train_on: Literal["answers", "last_answer", "all"] = "answers"
+    """distil: with data.chats, tokens with a loss, as in sft."""
 
 
 @objective("distil")
@@ -53,6 +55,10 @@ class Distil(TokenObjective):
     @property
     def scores(self) -> str | None:
         return self.config.teacher or None
+
+    @property
+    def train_on(self) -> Any:
+        return self.config.train_on
 
     def targets(self, batch: Batch) -> SparseTargets:
         from phalanx.ops.dense.token_loss import SparseTargets  # start-up time: it imports torch

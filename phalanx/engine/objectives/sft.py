@@ -19,6 +19,7 @@ class SFT(TokenObjective):
     """Weights come from the data: tokens that are only read have no label there."""
 
     Config = SFTConfig
+    needs_chats = True
     token_loss = staticmethod(cross_entropy)  # identifies the fused op for the head
 
     @property

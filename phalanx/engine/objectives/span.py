@@ -17,6 +17,7 @@ from phalanx.nn.objective import TokenObjective, cross_entropy, objective
 from phalanx.sequence.sample import ENCODER, IGNORE, Sample, SampleFacts, SampleTransform
 
 NAME = "task.name=span"
+LONGEST = 2**24  # tokens that an encoder may read, as many as train.seq_length may be
 LEAST = 2  # tokens of a document that can be corrupted: one stays, one goes
 Ids = NDArray[np.int64]
 
@@ -46,6 +47,8 @@ class SpanCorruption(TokenObjective):
         if config.encoder_length is None or config.encoder_length < 4:
             rule = "is required: tokens that the encoder reads of each sequence, at least 4"
             found.append(problem("task", config, "encoder_length", rule, {}, (512,)))
+        elif config.encoder_length > LONGEST:
+            found.append(problem("task", config, "encoder_length", f"must be <= {LONGEST}", {}, (LONGEST,)))
         return found
 
     @classmethod

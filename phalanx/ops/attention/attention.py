@@ -31,6 +31,7 @@ from phalanx.ops.attention.kind import (
     Direction,
     Learned,
     RelativeBias,
+    UnsupportedAttention,
     by_documents,
     refuse_unsupported,
 )
@@ -76,9 +77,12 @@ def attention(
 
 
 def check_prefix(batch: Batch, kind: AttentionKind) -> None:
-    """ValueError if attention has prefixes and the batch has none."""
+    """UnsupportedAttention if attention has prefixes and the batch has none: known when memory is forecast."""
     if kind.direction == "prefix" and batch.prefix is None:
-        raise ValueError("attention with prefixes needs Batch.prefix: use a task that makes prefixes")
+        raise UnsupportedAttention(
+            "attention with prefixes needs batches that say how long they are (Batch.prefix): set task.name to an "
+            "objective that makes them (Objective.makes_prefix)"
+        )
 
 
 class Formula:
@@ -170,7 +174,7 @@ def _case(name: str, kind: AttentionKind, documents: int, shape: tuple[int, ...]
         return attention(q, k, v[..., :wide_v], batch, kind, Learned(**dict(zip(params, given))), kernels)
 
     packed = (tokens, heads + 2 * kv_heads, wide_k)
-    return Case(name, call, (packed, *params.values()), tuple(range(1, 1 + len(params))), **fields)
+    return Case(name, call, (packed, *params.values()), tuple(range(1, 1 + len(params))), asked=kind.features, **fields)
 
 
 def _cases() -> Iterator[Case]:

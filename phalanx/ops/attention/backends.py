@@ -9,7 +9,7 @@ kv_heads, keys, V).
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, NamedTuple
 
@@ -140,6 +140,53 @@ def _plain_backward(dout: Tensor, saved: SavedBlock, how: Scoring) -> Gradients:
     return Gradients(dq, folded(dk, kv_heads), folded(dv, kv_heads), dbias)
 
 
+# ---- the same by rows ------------------------------------------------------------------------------
+
+ROW_ELEMENTS = 2**26
+"""So many scores are there at once."""
+
+
+def _in_rows(q: Tensor, k: Tensor, how: Scoring) -> Iterator[tuple[slice, slice, Scoring]]:
+    """Queries, a part of them at a time, the keys that they may read, and their scoring."""
+    count = max(1, ROW_ELEMENTS // (len(q) * q.shape[1] * k.shape[2]))
+    for first in range(0, q.shape[2], count):
+        rows = slice(first, min(first + count, q.shape[2]))
+        keys = slice(0, min(rows.stop, k.shape[2]) if how.causal else k.shape[2])
+        mask = None if how.mask is None else how.mask[..., rows, keys]
+        if how.causal:
+            later = torch.arange(rows.start, rows.stop, device=q.device).unsqueeze(-1) < torch.arange(
+                keys.stop, device=q.device
+            )
+            hidden = torch.zeros_like(later, dtype=q.dtype).masked_fill_(later, -torch.inf)[None, None]
+            mask = hidden if mask is None else mask + hidden
+        bias = None if how.bias is None else how.bias[:, rows, keys]
+        yield rows, keys, Scoring(mask, False, how.scale, how.soft_cap, bias)
+
+
+def _rows_forward(q: Tensor, k: Tensor, v: Tensor, how: Scoring) -> tuple[Tensor, Tensor]:
+    parts = [
+        _plain_forward(q[:, :, rows], k[:, :, keys], v[:, :, keys], each) for rows, keys, each in _in_rows(q, k, how)
+    ]
+    return torch.cat([out for out, _ in parts], 2), torch.cat([lse for _, lse in parts], 2)
+
+
+def _rows_backward(dout: Tensor, saved: SavedBlock, how: Scoring) -> Gradients:
+    q, k, v, out, lse, _ = saved
+    wide = torch.promote_types(q.dtype, torch.float32)
+    dk, dv = (torch.zeros_like(x, dtype=wide) for x in (k, v))
+    dbias = None if how.bias is None else torch.zeros_like(how.bias, dtype=wide)
+    dq = []
+    for rows, keys, each in _in_rows(q, k, how):
+        part = SavedBlock(q[:, :, rows], k[:, :, keys], v[:, :, keys], out[:, :, rows], lse[:, :, rows])
+        found = _plain_backward(dout[:, :, rows], part, each)
+        dq.append(found.q)
+        dk[:, :, keys] += found.k
+        dv[:, :, keys] += found.v
+        if dbias is not None and found.bias is not None:
+            dbias[:, rows, keys] = found.bias
+    return Gradients(torch.cat(dq, 2), dk.to(k.dtype), dv.to(v.dtype), dbias)
+
+
 # ---- torch's kernels -----------------------------------------------------------------------------
 
 
@@ -211,7 +258,8 @@ def flash_attn_forward(q: Tensor, k: Tensor, v: Tensor, how: Scoring, **ends: An
     """q, k, v with tokens before heads."""
     from flash_attn.cute.interface import _flash_attn_fwd  # an optional package
 
-    out, lse, *_ = _flash_attn_fwd(q, k, v, **ends, softmax_scale=how.scale, causal=how.causal, return_lse=True)
+    more = {"softmax_scale": how.scale, "causal": how.causal, "softcap": how.soft_cap or 0.0}
+    out, lse, *_ = _flash_attn_fwd(q, k, v, **ends, **more, return_lse=True)
     return out, lse
 
 
@@ -220,7 +268,8 @@ def flash_attn_backward(lse: Tensor, tensors: tuple[Tensor, ...], how: Scoring, 
     from flash_attn.cute.interface import _flash_attn_bwd  # an optional package
 
     fixed = torch.are_deterministic_algorithms_enabled()
-    made = _flash_attn_bwd(*tensors, lse, **ends, softmax_scale=how.scale, causal=how.causal, deterministic=fixed)
+    more = {"softmax_scale": how.scale, "causal": how.causal, "softcap": how.soft_cap or 0.0}
+    made = _flash_attn_bwd(*tensors, lse, **ends, **more, deterministic=fixed)
     return tuple(made[:3])
 
 
@@ -263,6 +312,7 @@ def fused_gradients(*inputs: Tensor) -> tuple[Tensor, ...]:
 # ---- the op: attention to one block of keys ------------------------------------------------------
 
 PLAIN = Backend(_plain_forward, _plain_backward)
+ROWS = Backend(_rows_forward, _rows_backward)
 CPU = Backend(_cpu_forward, _cpu_backward)
 FLASH = Backend(_flash_forward, _flash_backward)
 CUDNN = Backend(_cudnn_forward, _cudnn_backward)
@@ -339,7 +389,8 @@ def _block_case(
 
     heads, _, queries, keys, _ = shape
     shapes = case_shapes(*shape) + (((heads, queries, keys),) if biased else ())
-    return Case(name, call, shapes, dtypes=dtypes, large=large)
+    asked = frozenset(feature for feature, given in (("soft_cap", soft_cap), ("bias", biased)) if given)
+    return Case(name, call, shapes, dtypes=dtypes, large=large, asked=asked)
 
 
 BLOCKS = Op(
@@ -352,7 +403,7 @@ BLOCKS = Op(
             FLASH_ATTN,
             source=f"{__name__}:HEADS_LAST",
             fits=_flash_attn_fits,
-            features=frozenset(),
+            features=frozenset(("soft_cap",)),
             modes=("auto", "optional"),
             insisted=(),
         ),
@@ -396,6 +447,7 @@ BLOCKS = Op(
             modes=ALL_KERNELS,
         ),
         Implementation("dry", f"{__name__}:DRY", "meta", features=frozenset(("bias",)), modes=ALL_KERNELS),
+        Implementation("rows", f"{__name__}:ROWS", modes=ALL_KERNELS),
     ),
     switches=("attention",),
     cases=(

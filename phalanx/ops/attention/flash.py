@@ -55,7 +55,7 @@ FLASH_ATTN = Implementation(
     Package("flash-attn-4", "flash_attn.cute.interface", "4.0.0b36"),
     flash_fits,
     "heads of 64, 128, or 192 with values of 128",
-    SPANNED,
+    SPANNED | {"soft_cap"},
     modes=("auto",),
     insisted=("optional",),
     cost="attention is torch's",
@@ -120,6 +120,7 @@ class ByFlashAttn:
         how: dict[str, Any] = {
             "causal": causal,
             "softmax_scale": kind.scale,
+            "softcap": kind.soft_cap or 0.0,
             "deterministic": torch.are_deterministic_algorithms_enabled(),
         }
         if learned.sinks is not None:

@@ -23,7 +23,7 @@ from phalanx.config.task_check import scored_windows
 from phalanx.data.config import DataConfig
 from phalanx.data.index import Corpus, CorpusWriter
 from phalanx.data.scores import ScoreFile, ScoreWriter
-from phalanx.evaluation.scoring import TokenScoring, loaders_of, score
+from phalanx.evaluation.scoring import TokenScoring, loaders_of, score, scoring_task
 from phalanx.forecast.check import Facts, check
 from phalanx.forecast.data_table import open_loaders
 from phalanx.forecast.decide import make_plan
@@ -37,8 +37,10 @@ from phalanx.nn.run_block import run_block
 from phalanx.optim.config import OptimConfig
 from phalanx.planning.blocks import make_blocks, num_blocks
 from phalanx.sequence.batch import IGNORE, Batch
+from phalanx.text.cache import use_text
 from phalanx.training.main import train
 from tests.harness import parity
+from tests.harness.chat_model import chat_folder
 from tests.harness.weights import with_memory
 from tests.models.test_twenty_steps import MODELS, random_model
 from tests.training.test_loop import make_run
@@ -262,6 +264,38 @@ def test_a_run_learns_from_its_teacher_and_goes_on(ranks, teacher, tmp_path):
     assert [row["task/kl"] for row in again if "task/kl" in row] == kl
 
 
+def test_chats_are_distilled(ranks, tmp_path):
+    """Scores of whole chats, as transformers gives them; the loss is of the answers, and falls."""
+    folder, chats, out = chat_folder(tmp_path), tmp_path / "chats.jsonl", str(tmp_path / "teacher.scores")
+    talks = [[("user", f"what is {n}?"), ("assistant", "fine, the lazy dog")] for n in range(12)]
+    records = [{"messages": [{"role": role, "content": text} for role, text in talk]} for talk in talks]
+    chats.write_text("".join(json.dumps(record) + "\n" for record in records))
+    config = replace(MODELS["llama"], vocab_size=400)
+    model = random_model(config)
+    model.save_pretrained(tmp_path / "teacher")
+    data = DataConfig(chats=(str(chats),), tokenizer=str(folder), split="100,0,0")
+    optim = OptimConfig(lr=0.03, schedule="constant")
+    run = make_run(tmp_path / "run", steps=6, seq_length=64, global_batch=2, micro_batch=1)
+    run = replace(run, data=data, model=config, optim=optim, task=distil(teacher=out, alpha=1.0))
+    scored = replace(run, task=scoring_task(run), data=use_text(data, run.dir, 400, train_on="answers"))
+    assert scored.task.train_on == "answers"
+    where = "tests.engine.objectives.test_distil:score_on_rank"
+    ranks.run(where, 2, replace(scored, layout=LayoutConfig(tp=2)), TokenScoring(str(tmp_path / "teacher"), TOP, out))
+    [loader] = loaders_of(scored)
+    batch = replace_scores(loader, ScoreFile(out)).batch([0, 1])
+    assert batch.documents is not None and 0 < batch.labelled.sum() < (batch.real > 0).sum()
+    for document in batch.documents[batch.real > 0].unique():
+        mine = (batch.documents == document) & (batch.real > 0)
+        with torch.no_grad():
+            wanted = model(batch.tokens[mine].unsqueeze(0)).logits[0].log_softmax(-1)
+        torch.testing.assert_close(batch.target_log_probs[mine].double(), wanted.topk(TOP).values, atol=1e-4, rtol=0)
+    assert not check(run, Facts())
+    train(run, Placement())
+    rows = [json.loads(line) for line in (tmp_path / "run/metrics.jsonl").read_text().splitlines()]
+    kl = [row["task/kl"] for row in rows if "task/kl" in row]
+    assert len(kl) == 6 and kl[-1] < kl[0]
+
+
 # ---- what is refused
 
 
@@ -296,6 +330,8 @@ def test_a_file_that_does_not_fit_is_refused_at_once(tmp_path):
     assert "must be as it was when the scores were written" in found["data.packing"]
     assert "is required" in problems(replace(run, task=distil(teacher="")))["task.teacher"]
     assert "must be a file" in problems(replace(run, task=distil(teacher=str(tmp_path / "no"))))["task.teacher"]
+    found = problems(replace(run, task=distil(teacher=out, train_on="all")))
+    assert list(found) == ["task.train_on"] and "has no effect without data.chats" in found["task.train_on"]
     none = some_scores(tmp_path, run, top=0)
     assert "write it with --top" in problems(replace(run, task=distil(teacher=none)))["task.teacher"]
     mocked = replace(run, task=distil(teacher=out), data=DataConfig(mock=True))
