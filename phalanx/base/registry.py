@@ -43,6 +43,7 @@ BUILT_IN: Mapping[str, Mapping[str, str]] = MappingProxyType(
                 "deepseek_v3": "phalanx.models.deepseek_v3:FAMILY",
                 "gpt2": "phalanx.models.gpt2:FAMILY",
                 "t5": "phalanx.models.t5:FAMILY",
+                "llama4_text": "phalanx.models.llama4_text:FAMILY",
                 "kimi_k25": "phalanx.models.kimi_k25:FAMILY",
                 "minimax_m2": "phalanx.models.minimax_m2:FAMILY",
                 "glm4_moe": "phalanx.models.glm4_moe:FAMILY",

@@ -25,6 +25,7 @@ from phalanx.models.gpt_neox import GPTNeoXConfig
 from phalanx.models.gpt_oss import GptOssConfig
 from phalanx.models.kimi_k25 import KimiK25Config
 from phalanx.models.llama import LlamaConfig
+from phalanx.models.llama4_text import Llama4TextConfig
 from phalanx.models.minimax_m2 import MiniMaxM2Config
 from phalanx.models.mistral import MistralConfig
 from phalanx.models.mixtral import MixtralConfig
@@ -289,6 +290,20 @@ MODELS["modernbert"] = ModernBertConfig(
     num_attention_heads=4,
     max_position_embeddings=SEQ,
     local_attention=6,
+)
+MODELS["llama4_text"] = Llama4TextConfig(
+    **SIZES,
+    **HEADS,
+    intermediate_size=14,
+    intermediate_size_mlp=42,
+    num_hidden_layers=4,
+    head_dim=10,
+    no_rope_layer_interval=3,
+    num_local_experts=8,
+    interleave_moe_layer_step=2,
+    attention_chunk_size=5,
+    floor_scale=3,
+    router_aux_loss_coef=0.1,
 )
 MODELS["kimi_k25"] = KimiK25Config(
     **SIZES,

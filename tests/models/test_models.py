@@ -27,6 +27,7 @@ from phalanx.models.gemma2 import Gemma2Config
 from phalanx.models.gemma3_text import Gemma3TextConfig
 from phalanx.models.gpt2 import GPT2Config
 from phalanx.models.llama import LlamaConfig
+from phalanx.models.llama4_text import Llama4TextConfig
 from phalanx.models.model_config import ModelConfig
 from phalanx.models.olmo3 import Olmo3Config
 from phalanx.models.phi3 import Phi3Config
@@ -137,6 +138,7 @@ CASES = {
 WIDE = (
     Gemma2Config,
     Gemma3TextConfig,
+    Llama4TextConfig,
     Olmo3Config,
     Phi3Config,
 )
