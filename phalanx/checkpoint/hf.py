@@ -111,6 +111,10 @@ def from_hf(config: dict[str, Any], where: str = "config.json") -> ModelConfig:
     if found is None:
         raise CheckpointError(f"{where}: {unknown_family(config.get('model_type'))}")
     name, family = found
+    try:
+        config = family.text_keys(config)
+    except CheckpointError as error:
+        raise CheckpointError(f"{where}: {error}") from error
     if block_of(config) is not None or _is_packed(config, family):  # these are unpacked while they are read
         config = {**config, "quantization_config": None}
     values = values_of(config, family.json_keys, family.other_names, where)

@@ -110,7 +110,8 @@ def _folder(given: str) -> tuple[Path, Path | None]:
     return found.path, weights.parent
 
 
-STARTED_FROM = ("use_dora", "modules_to_save")  # of MUST_BE_UNSET, what a run can start from although it is not served
+# of MUST_BE_UNSET, what a run can start from although it is not served
+STARTED_FROM = ("use_dora", "modules_to_save", "target_parameters")
 
 
 def read_peft_config(path: Path, but: tuple[str, ...] = ()) -> dict[str, Any]:

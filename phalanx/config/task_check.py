@@ -98,8 +98,7 @@ def check_transform(run: Run) -> list[Problem]:
     """What the task makes of samples, if the tokenizer has what it needs."""
     from phalanx.text.vocabulary import sample_facts  # takes time to import
 
-    t = run.train
-    facts = sample_facts(run.data, run.model, seq_length=t.seq_length, seed=t.seed)
+    facts = sample_facts(run.data, run.model, seq_length=run.train.seq_length, seed=run.train.seed)
     try:
         make_objective(run.task).transform(facts)
     except DataError as error:

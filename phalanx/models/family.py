@@ -35,6 +35,10 @@ def _no_problems(config: Any, tp: int) -> list[Problem]:
     return []
 
 
+def _all_keys(config: dict[str, Any]) -> dict[str, Any]:
+    return config
+
+
 def _two_layers(config: Any) -> int:
     return 2
 
@@ -56,6 +60,7 @@ class Family:
     only             key -> the values that the model computes; a folder with another one is refused
     from_hf          config.json -> the config, or None if something in it is not supported
     to_hf            the config -> keys of config.json; those of every family are added
+    text_keys        config.json -> the keys of the text model, where it holds other models too
     also             other names of `model_type` that are read as this family
     packed           quant_method of config.json that the readers unpack while reading
     fill             fields as plain values -> the same with derived fields filled in
@@ -80,6 +85,7 @@ class Family:
     only: Mapping[str, tuple[Any, ...]] = field(default_factory=lambda: DECODER_ONLY)
     from_hf: Callable[[ConfigJson], ModelConfig | None] = fields_from_hf
     to_hf: Callable[[Any], dict[str, Any]] = fields_to_hf
+    text_keys: Callable[[dict[str, Any]], dict[str, Any]] = _all_keys
     also: tuple[str, ...] = ()
     packed: tuple[str, ...] = ()
     fill: Callable[[dict[str, Any]], dict[str, Any]] = fill_heads

@@ -120,7 +120,7 @@ class TensorNames:
     constants   suffixes of tensor names that are not weights
     others      a regular expression: tensors of heads. A model leaves out those of other tasks, and begins with new
                 ones where a folder that it starts from lacks its own
-    renames     former ends of tensor names in published folders -> those of today
+    renames     former ends of tensor names in published folders -> those of today; with a dot at the end, beginnings
     """
 
     prefix: str
@@ -136,6 +136,8 @@ class TensorNames:
     def today(self, name: str) -> str:
         """The name of a tensor, if it was written under a former one."""
         for former, now in self.renames.items():
+            if former.endswith(".") and name.startswith(former):
+                return now + name.removeprefix(former)
             if name.endswith(former):
                 return name.removesuffix(former) + now
         return name

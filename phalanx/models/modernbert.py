@@ -244,14 +244,15 @@ def from_hf(found: ConfigJson) -> ModernBertConfig | None:
         found.odd.append(f"classifier_pooling={pooling!r} (supported: 'cls')")
     if found.odd:
         return None
-    said = {"global_attn_every_n_layers": every} if types is None else shortest(types)
+    said = {"global_attn_every_n_layers": every} if types is None else shortest(types, every)
     same: dict[str, Any] = found.pick(*SAME)
     return ModernBertConfig(**same, **said, **bases, **gelus, **classes)  # type: ignore[arg-type]
 
 
-def shortest(types: list[str]) -> dict[str, Any]:
-    """The fields that say which layers have the window: every so many, or each."""
-    for every in (3, *range(1, len(types) + 1)):  # 3: the default
+def shortest(types: list[str], said: int) -> dict[str, Any]:
+    """The fields that say which layers have the window: every so many (as many as are `said`, if that fits), or
+    each."""
+    for every in (*([said] if said >= 1 else []), *range(1, len(types) + 1)):
         if types == [LOCAL if i % every else GLOBAL for i in range(len(types))]:
             return {"global_attn_every_n_layers": every}
     return {"layer_types": tuple(types)}

@@ -37,8 +37,9 @@ class TaskConfig:
     name: str = "pretrain"
     """What is minimised: pretrain (cross entropy of the next token), sft (supervised fine-tuning on the answers of
     chats), dpo (preferences between pairs of answers), distil (a teacher's distributions), mlm (hidden tokens, for
-    models that read both ways), classify (classes of texts or tokens), or an objective of your own as
-    PACKAGE.MODULE:NAME. Its own fields stand beside the name."""
+    models that read both ways), classify (classes of texts or tokens), span and ul2 (hidden spans, for
+    encoder-decoders), seq2seq (answers of chats, for encoder-decoders), fim (fill-in-the-middle), or an objective of
+    your own as PACKAGE.MODULE:NAME. Its own fields stand beside the name."""
 
 
 class Objective(ABC):

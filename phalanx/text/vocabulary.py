@@ -25,6 +25,9 @@ ROLES = {
     "cls": ("[CLS]", "<s>", "<|cls|>"),
     "sep": ("[SEP]", "</s>", "<|sep|>"),
     "pad": ("[PAD]", "<pad>", "<|pad|>", "<|padding|>"),
+    "fim_prefix": ("<fim_prefix>", "<|fim_prefix|>", "<PRE>", "▁<PRE>", "<fim-prefix>"),
+    "fim_middle": ("<fim_middle>", "<|fim_middle|>", "<MID>", "▁<MID>", "<fim-middle>"),
+    "fim_suffix": ("<fim_suffix>", "<|fim_suffix|>", "<SUF>", "▁<SUF>", "<fim-suffix>"),
     "eos": ("</s>", "<|endoftext|>", "<eos>", "[EOS]", "<|end_of_text|>"),
 }
 MOCK_SENTINELS = 100  # of the vocabulary of mock tokens, as many as T5 has

@@ -448,7 +448,8 @@ def loop_of(
     reporter = Reporter(
         log, sinks, speed, counters, mesh.device, state.model.fp8.names if state.model.fp8 is not None else ()
     )
-    reporter.filled = loader.filled if run.data.chats else None
+    one_text = run.data.chats and not run.model.reads_beside  # of several the padding is not one number
+    reporter.filled = loader.filled if one_text else None
     reporter.remaining = lambda: (
         total_samples(run, counters.consumed_samples, counters.step) - counters.consumed_samples
     )

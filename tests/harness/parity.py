@@ -23,7 +23,9 @@ from phalanx.models.glm4_moe import Glm4MoEConfig
 from phalanx.models.gpt2 import GPT2Config
 from phalanx.models.gpt_neox import GPTNeoXConfig
 from phalanx.models.gpt_oss import GptOssConfig
+from phalanx.models.kimi_k25 import KimiK25Config
 from phalanx.models.llama import LlamaConfig
+from phalanx.models.llama4_text import Llama4TextConfig
 from phalanx.models.minimax_m2 import MiniMaxM2Config
 from phalanx.models.mistral import MistralConfig
 from phalanx.models.mixtral import MixtralConfig
@@ -31,6 +33,7 @@ from phalanx.models.model_config import ModelConfig
 from phalanx.models.modernbert import ModernBertConfig
 from phalanx.models.olmo2 import Olmo2Config
 from phalanx.models.olmo3 import Olmo3Config
+from phalanx.models.phi3 import Phi3Config
 from phalanx.models.qwen2 import Qwen2Config
 from phalanx.models.qwen3 import Qwen3Config
 from phalanx.models.qwen3_moe import Qwen3MoEConfig
@@ -112,6 +115,21 @@ MODELS = {
         query_pre_attn_scalar=7,
         attn_logit_softcapping=2.0,
         final_logit_softcapping=3.0,
+    ),
+    "phi3": Phi3Config(
+        **SIZES,
+        **HEADS,
+        intermediate_size=42,
+        num_hidden_layers=3,
+        sliding_window=9,
+        partial_rotary_factor=0.75,
+        max_position_embeddings=64,
+        rope_scaling=RopeScaling(
+            rope_type="longrope",
+            short_factor=(1.0, 1.5, 2.0),
+            long_factor=(2.0, 3.0, 4.0),
+            original_max_position_embeddings=8,
+        ),
     ),
     "mixtral": MixtralConfig(
         **SIZES,
@@ -272,6 +290,34 @@ MODELS["modernbert"] = ModernBertConfig(
     num_attention_heads=4,
     max_position_embeddings=SEQ,
     local_attention=6,
+)
+MODELS["llama4_text"] = Llama4TextConfig(
+    **SIZES,
+    **HEADS,
+    intermediate_size=14,
+    intermediate_size_mlp=42,
+    num_hidden_layers=4,
+    head_dim=10,
+    no_rope_layer_interval=3,
+    num_local_experts=8,
+    interleave_moe_layer_step=2,
+    attention_chunk_size=5,
+    floor_scale=3,
+    router_aux_loss_coef=0.1,
+)
+MODELS["kimi_k25"] = KimiK25Config(
+    **SIZES,
+    **LATENTS,
+    intermediate_size=42,
+    num_hidden_layers=3,
+    first_k_dense_replace=1,
+    num_attention_heads=4,
+    q_lora_rank=18,
+    n_routed_experts=8,
+    num_experts_per_tok=3,
+    moe_intermediate_size=14,
+    router_bias_update_rate=0.05,
+    router_aux_loss_coef=0.1,
 )
 MODELS["minimax_m2"] = MiniMaxM2Config(
     **SIZES,

@@ -20,6 +20,7 @@ from phalanx.models.mixtral import MixtralConfig
 from phalanx.models.qwen2 import Qwen2Config
 from phalanx.models.qwen3 import Qwen3Config
 from phalanx.models.qwen3_moe import Qwen3MoEConfig
+from phalanx.models.registry import load_family
 from phalanx.models.rope import RopeScaling
 from phalanx.models.t5 import T5Config
 from phalanx.nn.adapter import find_adapter
@@ -28,8 +29,10 @@ from phalanx.optim.config import OptimConfig
 
 DENSE = ("llama", "qwen3", "mistral", "qwen2")
 EXPERTS = ("mixtral", "qwen3_moe", "gpt_oss", "deepseek_v3")
-DECODERS = (*DENSE, "gpt2", *EXPERTS)
+DECODERS = (*DENSE, "gpt2", *EXPERTS, "kinds")
 FAMILIES = (*DECODERS, "t5")
+FAMILY_NAMES = {"kinds": "chunks, caps, bias, both ways"}
+"""Of a family that is not ours, whose layers attend in other ways: the ways."""
 Also = Literal["evaluate", "resume", "export", "init", "shadow", "replicas", "ramp-up", "skip"]
 
 
@@ -82,6 +85,10 @@ def model_of(family: str, unit: int, length: int) -> Any:
                 topk_group=1,
                 router_bias_update_rate=0.05,
             )
+        case "kinds":
+            return load_family("tests.outside.kinds:FAMILY").config(
+                **heads, family="tests.outside.kinds:FAMILY", attends="chunk window"
+            )
         case "t5":
             own = dict(intermediate_size=2 * unit, num_attention_heads=8, head_dim=unit // 2, num_decoder_layers=3)
             return T5Config(**common, **own, relative_attention_num_buckets=8, relative_attention_max_distance=10)
@@ -129,7 +136,7 @@ class Feature:
 
 
 def family(name: str) -> Feature:
-    return Feature(name, "Models", "family", (name,))
+    return Feature(FAMILY_NAMES.get(name, name), "Models", "family", (name,))
 
 
 def model(name: str, families: tuple[str, ...] = FAMILIES, kind: str = "", **changes: Any) -> Feature:

@@ -55,6 +55,7 @@ CASES = {
     "qwen2 dropout": ("qwen2", {**SMALL, "dropout": 0.3, **SOME}),
     "gpt2 dropout": ("gpt2", {**SMALL, "dropout": 0.6}),
     "llama head": ("llama", {**SMALL, "targets": ["*_proj.weight", "lm_head.weight"], "dropout": 0.2}),
+    "gpt_oss experts": ("gpt_oss", {**SMALL, "targets": ["*", "*.experts.*"], "rank_pattern": {"down_proj": 2}}),
     "mixtral dora": ("mixtral", {**DORA, **ATTENTION}),
     "deepseek_v3 dora": ("deepseek_v3", {**DORA, **ATTENTION}),
 }

@@ -42,6 +42,7 @@ TRIPS = [
     ("qwen3: tied, MQA", dict(tp=2)),
     ("olmo2", dict(tp=2)),
     ("gemma2", dict(tp=2)),
+    ("phi3: fused, window, part of heads rotated, longrope", dict(tp=2)),
     ("olmo3: window in three layers of four, yarn in the fourth", dict(pp=2)),
     ("gemma3_text: five windows of six, linear scaling in the sixth", dict(tp=2)),
     ("mistral: window, yarn", dict(pp=2)),
@@ -58,6 +59,7 @@ TRIPS = [
     ("deepseek_v3", dict(pp=2)),
     ("glm4_moe", dict(ep=2)),
     ("minimax_m2", dict(tp=2)),
+    ("llama4_text", dict(ep=2)),
     ("gpt_oss", dict(ep=2)),
     ("gpt_oss", dict(tp=2)),
 ]

@@ -25,7 +25,7 @@ from phalanx.ops.attention.attention import ATTENTION, attention, offers
 from phalanx.ops.attention.kind import CAUSAL, AttentionKind, Learned, RelativeBias, UnsupportedAttention
 from tests.harness.parity import SEQ, VOCAB, compare, truth_of
 from tests.ops.test_ops import UNIFORM, normal
-from tests.outside.plain import PlainConfig
+from tests.outside.kinds import KindsConfig
 
 KINDS = "tests.outside.kinds:FAMILY"
 BIAS = RelativeBias(8, 9)
@@ -146,7 +146,9 @@ def run_of(**layout: object) -> Run:
     task = TaskConfig(name="tests.outside.kinds:Prefixed")
     train = TrainConfig(steps=10, global_batch=8, micro_batch=1, seq_length=SEQ, precision="fp64")
     sizes = dict(hidden_size=32, intermediate_size=42, num_hidden_layers=4, num_attention_heads=4, head_dim=8)
-    model = PlainConfig(family=KINDS, vocab_size=VOCAB, num_key_value_heads=2, **sizes)
+    model = KindsConfig(
+        attends="prefix chunk window both", family=KINDS, vocab_size=VOCAB, num_key_value_heads=2, **sizes
+    )
     return Run(model=model, train=train, layout=LayoutConfig(**layout), data=DataConfig(mock=True), task=task)
 
 
