@@ -61,6 +61,14 @@ class SparseTargets:
         return SparseTargets(self.ids[tokens], self.weights[tokens])
 
 
+class FromLogits(NamedTuple):
+    """What is computed from the logits themselves when it is asked for: the statistics at a temperature, and the
+    largest logit (T,)."""
+
+    at: Callable[[float], LogitStats]
+    largest: Callable[[], Tensor]
+
+
 class LogitStats:
     """Statistics of T tokens' logits over the whole vocabulary, equal on all tp ranks, in at least fp32.
 
@@ -79,23 +87,25 @@ class LogitStats:
         make_mean: Callable[[], Tensor],
         make_soft: Callable[[], Tensor] | None = None,
         weights: Tensor | None = None,
-        make_at: Callable[[float], LogitStats] | None = None,
-        make_largest: Callable[[], Tensor] | None = None,
+        logits: FromLogits | None = None,
     ):
         self.log_z, self.target, self._make_mean = log_z, target, make_mean
-        self._make_soft, self._weights, self._make_at = make_soft, weights, make_at
+        self._make_soft, self._weights, self._logits = make_soft, weights, logits
         self._made_at: dict[float, LogitStats] = {}
-        self._make_largest = make_largest
 
     @cached_property
     def mean(self) -> Tensor:
         return self._make_mean()
 
+    @property
+    def _from_logits(self) -> FromLogits:
+        if self._logits is None:
+            raise TypeError("these statistics were made without their logits")
+        return self._logits
+
     @cached_property
     def largest(self) -> Tensor:
-        if self._make_largest is None:
-            raise TypeError("these statistics were made without their logits")
-        return self._make_largest()
+        return self._from_logits.largest()
 
     @cached_property
     def soft(self) -> Tensor:
@@ -113,10 +123,8 @@ class LogitStats:
         """The statistics of the logits divided by a temperature."""
         if temperature == 1:
             return self
-        if self._make_at is None:
-            raise TypeError("these statistics were made without their logits")
         if temperature not in self._made_at:
-            self._made_at[temperature] = self._make_at(temperature)
+            self._made_at[temperature] = self._from_logits.at(temperature)
         return self._made_at[temperature]
 
     def detach(self) -> LogitStats:
@@ -127,8 +135,7 @@ class LogitStats:
             lambda: self.mean.detach(),
             lambda: self.soft.detach(),
             self._weights,
-            lambda temperature: self.at(temperature).detach(),
-            lambda: self.largest,
+            FromLogits(lambda temperature: self.at(temperature).detach(), lambda: self.largest),
         )
 
 
@@ -208,8 +215,10 @@ def logit_stats(
         lambda: _MeanLogit.apply(wide, shard.size, tp),
         soft,
         weights,
-        lambda temperature: logit_stats(wide / temperature, labels, shard, tp, targets),
-        lambda: largest_logits(wide, tp),
+        FromLogits(
+            lambda temperature: logit_stats(wide / temperature, labels, shard, tp, targets),
+            lambda: largest_logits(wide, tp),
+        ),
     )
 
 
