@@ -104,7 +104,9 @@ UNIFORM, PACKED = (
     make_batch(2, 5, [0, 0, 1, 1, 1, 1, 2, 3, 3, 3]),
 )  # document 1 runs on into sequence 2 by number
 ODD, ODD_PACKED = make_batch(2, 7), make_batch(1, 8, [0, 0, 0, 0, 0, 1, 2, 2])
-PREFIXED = replace(PACKED, prefix=torch.tensor([1, 0, 1, 1, 0, 0, 0, 1, 1, 1]))  # the last document is all prefix
+PREFIXED = replace(
+    PACKED, prefix=torch.tensor([1, 0, 1, 1, 0, 0, 0, 1, 1, 1]), _made={}
+)  # the last document is all prefix
 
 
 def plain_attention(
@@ -317,7 +319,7 @@ OPS = {
     "attention, both directions, documents, window": attending(4, 2, "PACKED", 2, direction="both", window=2),
     "attention, chunks": attending(4, 2, "ODD", 2, chunk=3),
     "attention, chunks, both directions, documents": attending(2, 2, "ODD_PACKED", 2, chunk=3, direction="both"),
-    "attention, chunks, documents": attending(4, 2, "PACKED", 2, chunk=2),
+    "attention, chunks, documents": attending(4, 2, "PACKED", 2, chunk=3),
     "attention, chunks, window, sinks": attending(4, 2, "ODD_PACKED", 2, chunk=4, window=2, sinks=True),
     "attention, both directions, window, blocks": attending(4, 2, "ODD", 2, direction="both", window=2),
     "attention, both directions, window, blocks, documents": attending(
