@@ -20,6 +20,7 @@ from phalanx.layout.grid import Grid
 from phalanx.nn.dry_run import Allocations
 from phalanx.ops.attention import backends, one_block
 from phalanx.ops.attention.attention import ProbabilityDropout, attention, attention_with_dropout
+from phalanx.ops.attention.flash import ByTorchFlash
 from phalanx.ops.attention.kind import CAUSAL, NOTHING, AttentionKind, Learned, RelativeBias
 from phalanx.ops.dense import cross_entropy
 from phalanx.ops.dense.activation import gelu, swiglu
@@ -473,9 +474,18 @@ def test_plain_sinks(name, monkeypatch):
 
 
 @pytest.mark.parametrize(
-    "backend, masked", [("FLASH", False), ("CUDNN", False), ("EFFICIENT", False), ("EFFICIENT", True)]
+    "backend, masked, biased",
+    [
+        ("FLASH", False, False),
+        ("CUDNN", False, False),
+        ("EFFICIENT", False, False),
+        ("EFFICIENT", True, False),
+        ("EFFICIENT", False, True),
+        ("EFFICIENT", True, True),
+        ("DRY", True, True),
+    ],
 )
-def test_gpu_backends_of_sinks_take_what_torch_wants(monkeypatch, backend, masked):
+def test_gpu_backends_take_what_torch_wants(monkeypatch, backend, masked, biased):
     """On the meta device: torch checks types and number of arguments and gives the shapes that its kernels would."""
     shape = (2, 8, 40, 64)
     q, k, v = (torch.empty(shape, dtype=torch.bfloat16, device="meta", requires_grad=True) for _ in range(3))
@@ -483,9 +493,23 @@ def test_gpu_backends_of_sinks_take_what_torch_wants(monkeypatch, backend, maske
     mask = torch.empty(1, 1, 40, 40, dtype=torch.bfloat16, device="meta") if masked else None
     how = backends.Scoring(mask, mask is None, 0.1)
     monkeypatch.setattr(one_block, "block_backend", lambda *_: getattr(backends, backend))
-    y = one_block.attend_block(q, k, v, Learned(s), how, None)
+    bias, place = RelativeBias(32, 128), (range(40),)
+    table = torch.empty(32, 8, dtype=torch.bfloat16, device="meta", requires_grad=True) if biased else None
+    learned, read = Learned(s, table), one_block.Biased(bias, place, place) if biased else None
+    y = one_block.attend_block(q, k, v, learned, how, read)
     y.backward(torch.empty_like(y))
     assert y.shape == q.grad.shape == k.grad.shape == v.grad.shape == shape and s.grad.shape == (8,)
+    assert table is None or table.grad.shape == (32, 8)
+
+
+@pytest.mark.parametrize("kind", [AttentionKind("both"), AttentionKind("both", window=9), AttentionKind(chunk=16)])
+def test_flash_kernels_take_what_torch_wants(kind):
+    """As above, inside documents."""
+    q, k, v = (torch.empty(2, h, 40, 64, dtype=torch.bfloat16, device="meta", requires_grad=True) for h in (8, 2, 2))
+    ids = torch.empty(80, dtype=torch.int64, device="meta")
+    y = ByTorchFlash.attend(q, k, v, Batch(ids, ids, ids, ids, 2, 40, ids, most_documents=9), kind, NOTHING)
+    y.backward(torch.empty_like(y))
+    assert y.shape == (80, 512) and q.grad.shape == q.shape and k.grad.shape == v.grad.shape == k.shape
 
 
 def test_long_windows_make_no_square():
