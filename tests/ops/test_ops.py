@@ -22,6 +22,7 @@ from phalanx.ops.attention import backends, one_block
 from phalanx.ops.attention.attention import ProbabilityDropout, attention, attention_with_dropout
 from phalanx.ops.attention.flash import ByTorchFlash
 from phalanx.ops.attention.kind import CAUSAL, NOTHING, AttentionKind, Learned, RelativeBias
+from phalanx.ops.attention.relative_bias import Biased
 from phalanx.ops.dense import cross_entropy
 from phalanx.ops.dense.activation import gelu, swiglu
 from phalanx.ops.dense.cross_entropy import linear_cross_entropy
@@ -495,7 +496,9 @@ def test_gpu_backends_take_what_torch_wants(monkeypatch, backend, masked, biased
     monkeypatch.setattr(one_block, "block_backend", lambda *_: getattr(backends, backend))
     bias, place = RelativeBias(32, 128), (range(40),)
     table = torch.empty(32, 8, dtype=torch.bfloat16, device="meta", requires_grad=True) if biased else None
-    learned, read = Learned(s, table), one_block.Biased(bias, place, place) if biased else None
+    ids = torch.empty(40, dtype=torch.int64, device="meta")
+    read = Biased.of(Batch(ids, ids, ids, ids, 1, 40), bias, place, place) if biased else None
+    learned = Learned(s, table)
     y = one_block.attend_block(q, k, v, learned, how, read)
     y.backward(torch.empty_like(y))
     assert y.shape == q.grad.shape == k.grad.shape == v.grad.shape == shape and s.grad.shape == (8,)

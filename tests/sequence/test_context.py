@@ -157,6 +157,9 @@ def test_what_packed_parts_read():
     )
     expected = [int(batch.cut(part).take(seen.sum(1)).sum()) for part in SequenceShard(0, 4).all]
     assert pairs_read(batch, SequenceShard(0, 4)) == expected and len(set(expected)) > 1
+    both = (row[:, None] == row) & (batch.documents[:, None] == batch.documents)
+    every = [int(batch.cut(part).take(both.sum(1)).sum()) for part in SequenceShard(0, 4).all]
+    assert pairs_read(batch, SequenceShard(0, 4), True) == every
     assert len(set(pairs_read(sample_batch([5, 6], documents=False), SequenceShard(0, 4)))) == 1
 
 

@@ -465,12 +465,12 @@ BLOCKS = Op(
                 8,
                 8,
                 512,
-                1088,
+                keys,
                 (width, width),
                 more={"bias": True},
                 large=True,
             )
-            for seen, width in (("all", 64), ("mask", 128))
+            for seen, width, keys in (("all", 64, 1088), ("mask", 128, 1003))
         ),
         *(
             _block_case(
