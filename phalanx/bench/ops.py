@@ -257,7 +257,8 @@ def _own(x: Any) -> Any:
     """The value detached from the graph; parameters are returned as they are, because their gradients go into their
     buffers."""
     if isinstance(x, tuple):
-        return tuple(map(_own, x))
+        own = map(_own, x)
+        return type(x)(*own) if hasattr(x, "_fields") else tuple(own)  # a named tuple stays one
     if not isinstance(x, Tensor) or isinstance(x, nn.Parameter):
         return x
     return x.detach().requires_grad_(x.requires_grad)

@@ -156,7 +156,7 @@ def to_hf(model: ModelConfig, dtype: torch.dtype, token_ids: dict[str, Any] | No
         raise CheckpointError(
             f"no config.json is known for {type(model).__name__} (there is one for {known}): give it a Family"
         )
-    kind_of = {"architectures": [family.architecture], "model_type": family.name}
+    kind_of = {"architectures": [family.class_of(model)], "model_type": family.name}
     ids = {name: (token_ids or {}).get(name) for name in TOKEN_IDS}
     kind = str(dtype).removeprefix("torch.")
     return {**kind_of, **family.to_hf(model), **ids, "dtype": kind, "torch_dtype": kind, "use_cache": True}

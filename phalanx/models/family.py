@@ -51,7 +51,7 @@ class Family:
     name             `model_type` of its config.json; for families that come with Phalanx, also model.family
     config           its `model` section: a frozen dataclass, a ModelConfig
     blocks           (config, env) -> a maker of each block: embedding, layers, multi-token prediction (if any), head
-    architecture     the class that config.json names
+    architecture     the class that config.json names, or a function of the config that returns it
     tensors          names of tensors in Hugging Face folders
     rules            (config, sequence length) -> problems, in addition to the rules of every model (models/check.py)
     split_rules      (config, tp) -> problems of a config that has no others
@@ -75,7 +75,7 @@ class Family:
     config: type[ModelConfig]
     blocks: Callable[[Any, Env], Sequence[BlockMaker]]
     _: KW_ONLY
-    architecture: str
+    architecture: str | Callable[[Any], str]
     tensors: TensorNames = decoder_tensors
     rules: Callable[[Any, int], list[Problem]] = decoder_rules
     split_rules: Callable[[Any, int], list[Problem]] = _no_problems
@@ -93,6 +93,10 @@ class Family:
     shrink: Callable[[Any, SmallSizes], ModelConfig] = shrink_decoder
     shrink_experts: Callable[[Any, SmallExperts], ModelConfig] | None = None
     least_layers: Callable[[Any], int] = _two_layers
+
+    def class_of(self, config: ModelConfig) -> str:
+        """The class that config.json names for this model."""
+        return self.architecture if isinstance(self.architecture, str) else self.architecture(config)
 
     @property
     def json_keys(self) -> Mapping[str, HfKey]:

@@ -49,6 +49,11 @@ class ModelConfig:
         return False
 
     @property
+    def classes(self) -> tuple[str, ...]:
+        """The names of the classes that its head is over; none: the head is over the vocabulary."""
+        return ()
+
+    @property
     def gated_mlp(self) -> bool:
         """Whether the dense MLP has a gate, stored in one matrix with its input projection (SwiGLU)."""
         return True
@@ -108,7 +113,8 @@ class TensorNames:
     copies      a regular expression: further copies of the embedding and the head in published folders
     predictors  a regular expression with a group for the number: tensors of each multi-token prediction module
     constants   suffixes of tensor names that are not weights
-    others      a regular expression: tensors of heads for other tasks, which a model without them leaves out
+    others      a regular expression: tensors of heads. A model leaves out those of other tasks, and begins with new
+                ones where a folder that it starts from lacks its own
     renames     former ends of tensor names in published folders -> those of today; with a dot at the end, beginnings
     """
 

@@ -27,7 +27,8 @@ def run_mlp(mlp: Module, make: Callable[[Tensor], Tensor], x: Tensor, *linears: 
 
 
 class SwiGLU(Module):
-    """down(silu(gate x) * up x), gate and up stacked in one matrix; `bias`: all three have one.
+    """down(silu(gate x) * up x), gate and up stacked in one matrix; `bias`: all three have one. Equal names of gate and
+    up mean one fused global matrix, all gates before all ups.
 
     gate   the activation; a subclass may have another, which the fused MLPs do not compute
     """
@@ -39,6 +40,8 @@ class SwiGLU(Module):
         super().__init__(env)
         a, b = env.cut(inner)
         rows, init = [OutputRows(name, inner, a, b) for name in names[:2]], Init("normal", std)
+        if names[0] == names[1]:
+            rows = [OutputRows(names[0], 2 * inner, first + a, first + b) for first in (0, inner)]
         self.gate_up = ColumnLinear(env, rows, width, init, bias=bias)
         self.down = RowLinear(env, names[2], width, inner, (a, b), init, bias=bias)
         self.num_weights = 3 * width * inner

@@ -39,6 +39,7 @@ GPT2_BASE = {**BASE, "model": GPT2}
 MIXTRAL = "model.family=mixtral model.num_local_experts=8"
 QWEN3_MOE = "model.family=qwen3_moe model.num_experts=8 model.moe_intermediate_size=32 model.num_experts_per_tok=2"
 SMOLLM3 = "model.family=smollm3"
+GEMMA2 = "model.family=gemma2"
 NEOX = "model.family=gpt_neox"
 OSS = "model.family=gpt_oss model.num_local_experts=8"
 FP8 = "train.precision=bf16 train.fp8.recipe"
@@ -98,6 +99,44 @@ RULES = [
     (f"{NEOX} model.layer_norm_eps=0", 1, "model.layer_norm_eps", 0, "(0, inf)", set(), (1e-5,)),
     (f"{NEOX} model.dropout=1", 1, "model.dropout", 1, "[0, 1)", set(), (0.0, 0.1)),
     # layers without rotary embedding
+    (f"{GEMMA2} model.query_pre_attn_scalar=0", 1, "model.query_pre_attn_scalar", 0, ">= 1", set(), (1, 2)),
+    (f"{GEMMA2} model.attn_logit_softcapping=0", 1, "model.attn_logit_softcapping", 0, "(0, inf)", set(), (50.0, None)),
+    (
+        f"{GEMMA2} model.final_logit_softcapping=-1",
+        1,
+        "model.final_logit_softcapping",
+        -1,
+        "(0, inf)",
+        set(),
+        (30.0, None),
+    ),
+    (
+        f"{GEMMA2} model.hidden_size=66",
+        1,
+        "model.hidden_size",
+        66,
+        "must be a multiple of num_attention_heads",
+        {"model.num_attention_heads"},
+        (64, 68),
+    ),
+    (
+        "model.family=olmo3 model.rope_local_base_freq=0",
+        1,
+        "model.rope_local_base_freq",
+        0,
+        "(0, inf)",
+        set(),
+        (10000.0,),
+    ),
+    (
+        "model.family=phi3 model.rope_scaling.rope_type=linear model.rope_scaling.factor=2.0",
+        1,
+        "model.rope_scaling.rope_type",
+        "linear",
+        "must be longrope",
+        {"model.family"},
+        (),
+    ),
     (f"{SMOLLM3} model.no_rope_layer_interval=0", 1, "model.no_rope_layer_interval", 0, ">= 1", set(), (1, 2)),
     (
         f"{SMOLLM3} model.no_rope_layers=[1,0]",

@@ -62,6 +62,7 @@ FAMILIES: dict[str, dict[str, Any]] = {
     "qwen2": dict(COMMON, num_key_value_heads=2, **WINDOW),
     "qwen3": dict(COMMON, num_key_value_heads=2, head_dim=10, **WINDOW),
     "olmo2": dict(COMMON, num_key_value_heads=2),
+    "phi3": dict(COMMON, num_key_value_heads=2, sliding_window=5, pad_token_id=0),
     "olmo3": dict(COMMON, num_key_value_heads=2, sliding_window=5, num_hidden_layers=4),
     "gemma3_text": dict(
         COMMON,

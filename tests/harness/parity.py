@@ -32,6 +32,7 @@ from phalanx.models.model_config import ModelConfig
 from phalanx.models.modernbert import ModernBertConfig
 from phalanx.models.olmo2 import Olmo2Config
 from phalanx.models.olmo3 import Olmo3Config
+from phalanx.models.phi3 import Phi3Config
 from phalanx.models.qwen2 import Qwen2Config
 from phalanx.models.qwen3 import Qwen3Config
 from phalanx.models.qwen3_moe import Qwen3MoEConfig
@@ -113,6 +114,21 @@ MODELS = {
         query_pre_attn_scalar=7,
         attn_logit_softcapping=2.0,
         final_logit_softcapping=3.0,
+    ),
+    "phi3": Phi3Config(
+        **SIZES,
+        **HEADS,
+        intermediate_size=42,
+        num_hidden_layers=3,
+        sliding_window=9,
+        partial_rotary_factor=0.75,
+        max_position_embeddings=64,
+        rope_scaling=RopeScaling(
+            rope_type="longrope",
+            short_factor=(1.0, 1.5, 2.0),
+            long_factor=(2.0, 3.0, 4.0),
+            original_max_position_embeddings=8,
+        ),
     ),
     "mixtral": MixtralConfig(
         **SIZES,

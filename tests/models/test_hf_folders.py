@@ -170,6 +170,9 @@ NEW = {
         rope_local_base_freq=50.0,
         final_logit_softcapping=3.0,
     ),
+    "phi3: default rotary embedding of a part": replace(
+        MODELS["phi3"], rope_scaling=None, partial_rotary_factor=0.5, sliding_window=None
+    ),
     "gemma2: no caps, biases, layer types": replace(
         MODELS["gemma2"],
         attn_logit_softcapping=None,

@@ -29,6 +29,7 @@ from phalanx.models.gpt2 import GPT2Config
 from phalanx.models.llama import LlamaConfig
 from phalanx.models.model_config import ModelConfig
 from phalanx.models.olmo3 import Olmo3Config
+from phalanx.models.phi3 import Phi3Config
 from phalanx.models.registry import family_of
 from phalanx.models.rope import ROPE_FIELDS, RopeScaling
 from phalanx.nn.head import Head
@@ -63,6 +64,15 @@ CASES = {
         rope_scaling=None,
         layer_types=("full_attention", "sliding_attention", "full_attention"),
         final_logit_softcapping=3.0,
+    ),
+    "phi3: fused, window, part of heads rotated, longrope": MODELS["phi3"],
+    "phi3: tied, MQA": replace(
+        MODELS["phi3"],
+        num_key_value_heads=1,
+        tie_word_embeddings=True,
+        rope_scaling=None,
+        partial_rotary_factor=1.0,
+        sliding_window=None,
     ),
     "gemma2": MODELS["gemma2"],
     "gemma2: untied, MQA, biases, windows elsewhere, no caps": replace(
@@ -123,11 +133,13 @@ CASES = {
         MODELS["gpt2"], dropout=0.0, attention_dropout=0.0, intermediate_size=37, num_hidden_layers=2
     ),
 }
+# families of which transformers computes more in float32 than `widen` knows
 WIDE = (
     Gemma2Config,
     Gemma3TextConfig,
     Olmo3Config,
-)  # of these, transformers computes more in float32 than `widen` knows
+    Phi3Config,
+)
 LAYOUTS = {"one rank": {}, "tp2": dict(tp=2), "pp2": dict(pp=2), "tp2 pp2": dict(tp=2, pp=2), "tp4": dict(tp=4)}
 BATCHES = [sample_batch([1, 2], documents=False), sample_batch([3, 4], documents=False)]
 

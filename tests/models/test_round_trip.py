@@ -42,6 +42,7 @@ TRIPS = [
     ("qwen3: tied, MQA", dict(tp=2)),
     ("olmo2", dict(tp=2)),
     ("gemma2", dict(tp=2)),
+    ("phi3: fused, window, part of heads rotated, longrope", dict(tp=2)),
     ("olmo3: window in three layers of four, yarn in the fourth", dict(pp=2)),
     ("gemma3_text: five windows of six, linear scaling in the sixth", dict(tp=2)),
     ("mistral: window, yarn", dict(pp=2)),

@@ -57,6 +57,7 @@ MODELS = {
     "qwen3": test_models.CASES["qwen3"],
     "olmo2": test_models.CASES["olmo2"],
     "olmo3": test_models.CASES["olmo3: window in three layers of four, yarn in the fourth"],
+    "phi3": test_models.CASES["phi3: fused, window, part of heads rotated, longrope"],
     "gemma2": test_models.CASES["gemma2"],
     "gemma3_text": test_models.CASES["gemma3_text: five windows of six, linear scaling in the sixth"],
     "smollm3": test_models.CASES["smollm3: window where nothing is rotated"],

@@ -55,6 +55,7 @@ from phalanx.sequence.batch import Batch
 from phalanx.verifying.compare import step_batches
 from recipes import (
     deepseek_v3,
+    gemma3_1b,
     gpt3_175b,
     gpt_oss_20b,
     gpt_oss_120b,
@@ -67,6 +68,8 @@ from recipes import (
     llama3_70b_qlora,
     mistral_7b,
     mixtral_8x7b,
+    olmo2_7b,
+    phi3_mini,
     qwen2_5_7b,
     qwen3_8b,
     qwen3_30b_a3b,
@@ -660,6 +663,9 @@ RECIPES = {
     "llama3_70b on 128": (llama3_70b.run(), 128, 70_553_706_496),
     "llama3_70b, 2 virtual stages": (llama3_70b.run(virtual_stages=2), 128, 70_553_706_496),
     "llama3_70b on 1024": (llama3_70b.run(), 1024, 70_553_706_496),
+    "olmo2_7b on 8": (olmo2_7b.run(), 8, 7_298_617_344),
+    "gemma3_1b on 8": (gemma3_1b.run(), 8, 999_885_952),
+    "phi3_mini on 8": (phi3_mini.run(), 8, 3_821_079_552),
     "qwen3_8b on 8": (qwen3_8b.run(), 8, 8_190_735_360),
     "mistral_7b on 8": (mistral_7b.run(), 8, 7_241_732_096),
     "qwen2_5_7b on 8": (qwen2_5_7b.run(), 8, 7_615_616_512),
