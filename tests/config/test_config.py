@@ -1806,7 +1806,7 @@ T5_RULES = [
         {"task.name"},
         (True, None),
     ),
-    ("model.dropout_rate=0.1", 1, "model.dropout_rate", 0.1, "must be 0.0 in training", {"model.family"}, (0.0,)),
+    ("model.dropout_rate=1.0", 1, "model.dropout_rate", 1.0, "must be a number in [0, 1)", set(), (0.0, 0.1)),
     (
         "model.relative_attention_num_buckets=7",
         1,
