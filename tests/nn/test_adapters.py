@@ -31,6 +31,7 @@ LAYOUTS = [
     ("llama", 4, {"tp": 2, "pp": 2}),
     ("llama", 4, {"tp": 4}),  # two key/value heads
     ("gpt2", 2, {"tp": 2}),  # q, k and v as one matrix
+    ("phi3", 2, {"tp": 2}),  # and gate and up
     ("qwen3", 2, {"sharding": 3, "bucket_mb": 0}),
     ("mistral", 2, {"cp": 2}),
     ("deepseek_v3", 2, {"tp": 2}),
