@@ -108,6 +108,7 @@ BUILT_IN: Mapping[str, Mapping[str, str]] = MappingProxyType(
                 "dpo": "phalanx.engine.objectives.dpo:DPO",
                 "distil": "phalanx.engine.objectives.distil:Distil",
                 "mlm": "phalanx.engine.objectives.mlm:MLM",
+                "classify": "phalanx.engine.objectives.classify:Classify",
                 "span": "phalanx.engine.objectives.span:SpanCorruption",
                 "ul2": "phalanx.engine.objectives.ul2:UL2",
                 "seq2seq": "phalanx.engine.objectives.seq2seq:Seq2Seq",

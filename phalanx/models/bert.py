@@ -10,7 +10,15 @@ from typing import TYPE_CHECKING, Any, Literal
 
 from phalanx.base.errors import Problem
 from phalanx.base.rules import at_least, problem, within
-from phalanx.models.class_heads import CLASS_KEYS, HeadKind, architecture, class_fields, class_rules, classes_to_hf
+from phalanx.models.class_heads import (
+    CLASS_KEYS,
+    HEAD_FIELDS,
+    HeadKind,
+    architecture,
+    class_fields,
+    class_rules,
+    classes_to_hf,
+)
 from phalanx.models.config_json import NEEDED, ConfigJson, integer, integer_or_null, number, shown, switch, text
 from phalanx.models.family import Family
 from phalanx.models.model_config import ModelConfig, SmallSizes, TensorNames, check_head_dim
@@ -239,5 +247,6 @@ FAMILY = Family(
     to_hf=to_hf,
     fill=fill,
     may_change=(),  # positions are learned: their number is a shape
+    head_fields=HEAD_FIELDS,
     shrink=shrink,
 )

@@ -12,6 +12,7 @@ from phalanx.models.config_json import LIST_OR_NULL, NONE, ConfigJson, HfKey
 HeadKind = Literal["masked", "sequence", "token"]
 ARCHITECTURES = {"masked": "MaskedLM", "sequence": "SequenceClassification", "token": "TokenClassification"}
 ONE_LABEL = "single_label_classification"
+HEAD_FIELDS = ("head", "labels", "classifier_dropout")
 
 CLASS_KEYS = {
     "architectures": LIST_OR_NULL,

@@ -65,6 +65,7 @@ class Family:
     packed           quant_method of config.json that the readers unpack while reading
     fill             fields as plain values -> the same with derived fields filled in
     may_change       fields whose value may change when a run continues, because they are not shapes
+    head_fields      fields of a head over classes, in which a model may differ from the folder that it starts from
     without_predictors   the config without multi-token prediction, for a folder that lacks the modules
     shrink           a smaller config of the same structure, for `phalanx verify`
     shrink_experts   the same for its experts; None: it has none
@@ -89,6 +90,7 @@ class Family:
     packed: tuple[str, ...] = ()
     fill: Callable[[dict[str, Any]], dict[str, Any]] = fill_heads
     may_change: tuple[str, ...] = ("max_position_embeddings",)
+    head_fields: tuple[str, ...] = ()
     without_predictors: Callable[[Any], ModelConfig] | None = None
     shrink: Callable[[Any, SmallSizes], ModelConfig] = shrink_decoder
     shrink_experts: Callable[[Any, SmallExperts], ModelConfig] | None = None

@@ -11,7 +11,15 @@ from typing import TYPE_CHECKING, Any, Literal
 
 from phalanx.base.errors import Problem
 from phalanx.base.rules import at_least, problem, within
-from phalanx.models.class_heads import CLASS_KEYS, HeadKind, architecture, class_fields, class_rules, classes_to_hf
+from phalanx.models.class_heads import (
+    CLASS_KEYS,
+    HEAD_FIELDS,
+    HeadKind,
+    architecture,
+    class_fields,
+    class_rules,
+    classes_to_hf,
+)
 from phalanx.models.config_json import (
     LIST_OR_NULL,
     NEEDED,
@@ -333,5 +341,6 @@ FAMILY = Family(
     from_hf=from_hf,
     to_hf=to_hf,
     fill=fill,
+    head_fields=HEAD_FIELDS,
     shrink=shrink,
 )

@@ -14,7 +14,8 @@ def reading_of(run: Run) -> Reading:
     """DataError if the score file is unreadable, or the tokenizer lacks what the task needs."""
     objective = make_objective(run.task)
     scores = None if objective.scores is None else ScoreFile(objective.scores)
-    return Reading(scores, transform_of(run))
+    classes = run.model.classes if objective.over_classes else ()
+    return Reading(scores, transform_of(run), classes)
 
 
 def window_length(run: Run) -> int:

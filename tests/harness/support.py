@@ -165,11 +165,16 @@ def confirm(ranks: RankPool, t: Trial) -> None:
                     ranks.run("tests.harness.support:resume", n, what, Path(folder) / source),
                     truth["more"],
                 )
-        if "export" in t.also and (t.near or t.run.model.reads_beside):  # nothing generates from an encoder's memory
+        if "export" in t.also and (t.near or generates_nothing(t.run.model)):
             for source, savers in saved.items():
                 exports_weights(Path(folder) / source, savers)
         elif "export" in t.also:
             same_exports(Path(folder) / "ranks", Path(folder) / "alone")
+
+
+def generates_nothing(model: Any) -> bool:
+    """Encoders, and decoders that read an encoder's memory."""
+    return bool(model.reads_beside) or model.both_ways
 
 
 def resume_near(ranks: RankPool, t: Trial, alone: Trial, folder: Path, savers: list[dict]) -> None:

@@ -11,12 +11,14 @@ from phalanx.data.config import DataConfig
 from phalanx.forecast.decide import make_plan
 from phalanx.forecast.memory import OVERHEAD, rank_uses
 from phalanx.layout.config import LayoutConfig
+from phalanx.models.bert import BertConfig
 from phalanx.models.deepseek_v3 import DeepseekV3Config
 from phalanx.models.gpt2 import GPT2Config
 from phalanx.models.gpt_oss import GptOssConfig
 from phalanx.models.llama import LlamaConfig
 from phalanx.models.mistral import MistralConfig
 from phalanx.models.mixtral import MixtralConfig
+from phalanx.models.modernbert import ModernBertConfig
 from phalanx.models.qwen2 import Qwen2Config
 from phalanx.models.qwen3 import Qwen3Config
 from phalanx.models.qwen3_moe import Qwen3MoEConfig
@@ -30,7 +32,8 @@ from phalanx.optim.config import OptimConfig
 DENSE = ("llama", "qwen3", "mistral", "qwen2")
 EXPERTS = ("mixtral", "qwen3_moe", "gpt_oss", "deepseek_v3")
 DECODERS = (*DENSE, "gpt2", *EXPERTS, "kinds")
-FAMILIES = (*DECODERS, "t5")
+ENCODERS = ("bert", "modernbert")
+FAMILIES = (*DECODERS, *ENCODERS, "t5")
 FAMILY_NAMES = {"kinds": "chunks, caps, bias, both ways"}
 """Of a family that is not ours, whose layers attend in other ways: the ways."""
 Also = Literal["evaluate", "resume", "export", "init", "shadow", "replicas", "ramp-up", "skip"]
@@ -89,6 +92,12 @@ def model_of(family: str, unit: int, length: int) -> Any:
             return load_family("tests.outside.kinds:FAMILY").config(
                 **heads, family="tests.outside.kinds:FAMILY", attends="chunk window"
             )
+        case "bert":
+            own = dict(intermediate_size=2 * unit, num_attention_heads=4, max_position_embeddings=length)
+            return BertConfig(**common, **own)
+        case "modernbert":
+            own = dict(intermediate_size=2 * unit, num_attention_heads=4, local_attention=6)
+            return ModernBertConfig(**common, **own)
         case "t5":
             own = dict(intermediate_size=2 * unit, num_attention_heads=8, head_dim=unit // 2, num_decoder_layers=3)
             return T5Config(**common, **own, relative_attention_num_buckets=8, relative_attention_max_distance=10)
@@ -347,6 +356,8 @@ def trial(a: Feature, b: Feature) -> Trial:
 
 def task_of(model: Any, length: int) -> TaskConfig:
     """What makes the streams that a model reads."""
+    if model.both_ways:
+        return find_objective("mlm").Config(name="mlm", rate=0.3)
     if not model.reads_beside:
         return TaskConfig()
     task: TaskConfig = find_objective("span").Config(name="span", encoder_length=length * 3 // 2)
