@@ -43,6 +43,8 @@ BUILT_IN: Mapping[str, Mapping[str, str]] = MappingProxyType(
                 "deepseek_v3": "phalanx.models.deepseek_v3:FAMILY",
                 "gpt2": "phalanx.models.gpt2:FAMILY",
                 "t5": "phalanx.models.t5:FAMILY",
+                "llama4_text": "phalanx.models.llama4_text:FAMILY",
+                "kimi_k25": "phalanx.models.kimi_k25:FAMILY",
                 "minimax_m2": "phalanx.models.minimax_m2:FAMILY",
                 "glm4_moe": "phalanx.models.glm4_moe:FAMILY",
                 "gpt_neox": "phalanx.models.gpt_neox:FAMILY",
@@ -106,7 +108,11 @@ BUILT_IN: Mapping[str, Mapping[str, str]] = MappingProxyType(
                 "dpo": "phalanx.engine.objectives.dpo:DPO",
                 "distil": "phalanx.engine.objectives.distil:Distil",
                 "mlm": "phalanx.engine.objectives.mlm:MLM",
+                "classify": "phalanx.engine.objectives.classify:Classify",
                 "span": "phalanx.engine.objectives.span:SpanCorruption",
+                "ul2": "phalanx.engine.objectives.ul2:UL2",
+                "seq2seq": "phalanx.engine.objectives.seq2seq:Seq2Seq",
+                "fim": "phalanx.engine.objectives.fim:FillInTheMiddle",
             }
         ),
         "pipeline_schedule": MappingProxyType(

@@ -102,10 +102,12 @@ def check_wanted(weights: Path, found: AdapterFolder | None, wanted: Shapes) -> 
 
 @dataclass(frozen=True)
 class Modules:
-    """Names of a model's modules. targets: those that have an adapter; whole: those whose weights are trained."""
+    """Names of a model's modules. targets: those that have an adapter; whole: those whose weights are trained;
+    parameters: tensors that have an adapter of their own."""
 
     targets: list[str]
     whole: list[str]
+    parameters: list[str]
 
 
 def peft_text(own: dict[str, Any], base: str | None, modules: Modules, fan_in_fan_out: bool) -> dict[str, Any]:
@@ -118,6 +120,7 @@ def peft_text(own: dict[str, Any], base: str | None, modules: Modules, fan_in_fa
         "fan_in_fan_out": fan_in_fan_out,
         "inference_mode": True,
         "target_modules": modules.targets,
+        "target_parameters": modules.parameters or None,
         "modules_to_save": modules.whole or None,
         "task_type": "CAUSAL_LM",
     }

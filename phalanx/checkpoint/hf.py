@@ -111,6 +111,10 @@ def from_hf(config: dict[str, Any], where: str = "config.json") -> ModelConfig:
     if found is None:
         raise CheckpointError(f"{where}: {unknown_family(config.get('model_type'))}")
     name, family = found
+    try:
+        config = family.text_keys(config)
+    except CheckpointError as error:
+        raise CheckpointError(f"{where}: {error}") from error
     if block_of(config) is not None or _is_packed(config, family):  # these are unpacked while they are read
         config = {**config, "quantization_config": None}
     values = values_of(config, family.json_keys, family.other_names, where)
@@ -152,7 +156,7 @@ def to_hf(model: ModelConfig, dtype: torch.dtype, token_ids: dict[str, Any] | No
         raise CheckpointError(
             f"no config.json is known for {type(model).__name__} (there is one for {known}): give it a Family"
         )
-    kind_of = {"architectures": [family.architecture], "model_type": family.name}
+    kind_of = {"architectures": [family.class_of(model)], "model_type": family.name}
     ids = {name: (token_ids or {}).get(name) for name in TOKEN_IDS}
     kind = str(dtype).removeprefix("torch.")
     return {**kind_of, **family.to_hf(model), **ids, "dtype": kind, "torch_dtype": kind, "use_cache": True}

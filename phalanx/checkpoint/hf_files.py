@@ -30,6 +30,7 @@ from phalanx.checkpoint.tensors import (
 )
 from phalanx.layout.box import Box
 from phalanx.models.decoder_config import decoder_tensors
+from phalanx.models.model_config import TensorNames
 from phalanx.models.registry import families, of_model_type
 
 Shapes = dict[str, tuple[int, ...]]
@@ -104,6 +105,13 @@ def hf_files(folder: Path) -> list[str]:
     return files
 
 
+def tensors_of(wanted: Iterable[str]) -> TensorNames:
+    """What is known about the names of a model's tensors."""
+    there = frozenset(wanted)
+    names = (family.tensors for family in families().values())
+    return next((one for one in names if one.embedding in there), decoder_tensors)
+
+
 def adapt(index: Index, wanted: Shapes, where: str, same: Callable[[Stored, Stored], bool]) -> Index:
     """The index under the model's names: a missing base prefix is added; constants, copies, empty tensors and heads for
     other tasks are dropped; the head is resolved.
@@ -112,7 +120,7 @@ def adapt(index: Index, wanted: Shapes, where: str, same: Callable[[Stored, Stor
     same    whether two stored tensors hold the same numbers
     """
     names = [family.tensors for family in families().values()]
-    own = next((one for one in names if one.embedding in wanted), decoder_tensors)
+    own = tensors_of(wanted)
     constants = tuple(end for one in names for end in one.constants)
     copies = [one.copies for one in names if one.copies is not None]
     kept = {
@@ -128,7 +136,7 @@ def adapt(index: Index, wanted: Shapes, where: str, same: Callable[[Stored, Stor
     if prefix and not any(n.startswith(prefix) for n in kept):
         kept = {n if n == own.head else prefix + n: s for n, s in kept.items()}
     if own.others is not None:
-        kept = {n: s for n, s in kept.items() if n in wanted or not re.fullmatch(own.others, n)}
+        kept = {n: s for n, s in kept.items() if n in wanted or n == own.head or not re.fullmatch(own.others, n)}
     head = own.head
     if head in wanted and head not in kept:
         raise CheckpointError(

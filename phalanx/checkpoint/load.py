@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import asdict, dataclass, replace
@@ -20,7 +21,7 @@ from phalanx.checkpoint.base import WeightsAt, agree_on, base_at, base_index, ch
 from phalanx.checkpoint.boxes import Held, Item, adapters_to_load, kept_to_load, masters_to_load, state_to_load
 from phalanx.checkpoint.encode import check_base_there, encode_from, encoded_shapes
 from phalanx.checkpoint.hf import differences
-from phalanx.checkpoint.hf_files import Shapes, folder_of, hf_index, predictors_in
+from phalanx.checkpoint.hf_files import Shapes, folder_of, hf_index, predictors_in, tensors_of
 from phalanx.checkpoint.manifest import Manifest, read_checked, read_manifest
 from phalanx.checkpoint.names import folded
 from phalanx.checkpoint.places import place
@@ -323,7 +324,17 @@ def staged(kept: Tensor | PackedTensor, clear: bool = True) -> Iterator[Tensor]:
         yield kept.zero_() if clear else kept
 
 
-def load_weights(path: str | Path, buffers: Buffers, mesh: Mesh) -> bool:
+@dataclass(frozen=True)
+class LoadedWeights:
+    """adapters: whether the folder had any. new: names of tensors of a head that it lacks, which are zero now."""
+
+    adapters: bool
+    new: frozenset[str]
+
+
+def load_weights(
+    path: str | Path, buffers: Buffers, mesh: Mesh, new_head: bool = False, encodes: bool = True
+) -> LoadedWeights:
     """Masters and weights from a Hugging Face safetensors folder (or the `weights/` of one of our checkpoints), in any
     dtype, MXFP4, or FP8 with block scales, in one file or several with an index.
 
@@ -331,8 +342,9 @@ def load_weights(path: str | Path, buffers: Buffers, mesh: Mesh) -> bool:
     left at random values. The optimizer's state is not touched. Tensors of our checkpoints are compared with their
     checksums; a third-party folder has none.
 
-    Adapters saved with these weights are loaded too, and the weights of the model that were trained beside them;
-    returns whether there were any. CheckpointError if there are, and the model has none.
+    Adapters saved with these weights are loaded too, and the weights of the model that were trained beside them.
+    CheckpointError if there are any, and the model has none. new_head: the folder may be of a model with the head of
+    another task. encodes: whether weights that are kept as quantized values are read from it too.
     """
     folder = folder_of(path)
     beside = together(mesh.world, lambda: adapter_folder(folder))
@@ -340,10 +352,12 @@ def load_weights(path: str | Path, buffers: Buffers, mesh: Mesh) -> bool:
     held: list[Held] = [(f, f.master) for f in holders]
     wanted_adapters = wanted_names(mesh, adapters_to_load(held))
     together(mesh.world, lambda: check_wanted(folder, beside, wanted_adapters))
-    base = wanted_names(mesh, [], encoded_shapes(buffers))
+    base = wanted_names(mesh, [], encoded_shapes(buffers)) if encodes else {}
     wanted = {**wanted_names(mesh, masters_to_load(held)), **base}
     at = agree_on(mesh.world, str(path))
     check_base(at, mesh.world)
+    new = together(mesh.world, lambda: lacking_head(at, wanted)) if new_head else frozenset[str]()
+    wanted = {name: shape for name, shape in wanted.items() if name not in new}
     index = together(mesh.world, lambda: _weights_index(at, wanted, base))
     known = Index()
     if beside is not None:
@@ -354,7 +368,11 @@ def load_weights(path: str | Path, buffers: Buffers, mesh: Mesh) -> bool:
     def fill_masters(chosen: Iterable[FlatBucket | MatrixHome]) -> None:
         with ExitStack() as until_filled:
             here: list[Held] = [(f, until_filled.enter_context(staged(f.master))) for f in chosen]
-            plain = [(item, index[item.name]) for item in masters_to_load(here) if item.name not in known]
+            plain = [
+                (item, index[item.name])
+                for item in masters_to_load(here)
+                if item.name not in known and item.name in index
+            ]
             fill(plain, at.folder, at.receipts, threads)
             if beside is not None:
                 found = [(item, known[item.name]) for item in adapters_to_load(here, exported=True)]
@@ -368,9 +386,10 @@ def load_weights(path: str | Path, buffers: Buffers, mesh: Mesh) -> bool:
             fill_masters([f])
 
     agree(mesh.world, fill_holders)
-    agree(mesh.world, lambda: encode_from(buffers, index, at.folder, at.receipts))
+    if encodes:
+        agree(mesh.world, lambda: encode_from(buffers, index, at.folder, at.receipts))
     _publish(buffers)
-    return beside is not None
+    return LoadedWeights(beside is not None, new)
 
 
 def load_base(path: str | Path, buffers: Buffers, mesh: Mesh) -> None:
@@ -400,6 +419,12 @@ def load_adapters(index: Index, receipts: Mapping[str, Receipt | None], buffers:
 
     agree(mesh.world, fill_adapters)
     _publish(buffers)
+
+
+def lacking_head(at: WeightsAt, wanted: Shapes) -> frozenset[str]:
+    """Tensors of the model's head that the folder has not."""
+    pattern, there = tensors_of(wanted).others, base_index(at, wanted)
+    return frozenset(name for name in wanted if name not in there and pattern and re.fullmatch(pattern, name))
 
 
 def _weights_index(at: WeightsAt, wanted: Shapes, base: Shapes) -> Index:

@@ -4,7 +4,7 @@ PEFT. One tensor is in memory at a time, whatever layout it was trained on."""
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping
 from contextlib import AbstractContextManager, ExitStack, nullcontext
 from dataclasses import dataclass
 from pathlib import Path
@@ -37,6 +37,7 @@ class Merging:
     transposed  names of the matrices that are stored as (inputs, outputs)
     wide        names of tensors that are kept in a wider dtype than weights, such as routers' biases
     quantized   names of those that are kept as quantized values (lora.base)
+    stacks      tensors that hold all experts of a layer, by the matrix that the names of their adapters speak of
     """
 
     method: type[Adapter]
@@ -45,15 +46,30 @@ class Merging:
     transposed: frozenset[str]
     wide: frozenset[str]
     quantized: frozenset[str]
+    stacks: Mapping[str, str]
 
     @torch.no_grad()
     def merged(self, name: str, weight: Tensor, own: dict[str, Tensor]) -> Tensor:
         """A matrix with its adapter's tensors, by attribute, in float64."""
         exact = {attribute: value.double() for attribute, value in own.items()}
+        if name in self.stacks.values():
+            return self._merged_stack(name, weight.double(), exact)
         flipped = name in self.transposed
         oriented = weight.double().mT if flipped else weight.double()
         made = self.method.merge(self.config, name.removesuffix(".weight"), oriented, exact)
         return made.mT if flipped else made
+
+    def _merged_stack(self, name: str, weight: Tensor, own: dict[str, Tensor]) -> Tensor:
+        """weight (experts, inputs, outputs); own: as PEFT has them (nn.adapted_linear.ShardedPiece)."""
+        count, made = len(weight), list[Tensor]()
+        for e, matrix in enumerate(weight):
+            first, second = own["lora_A"].chunk(count)[e], own["lora_B"][:, e::count]
+            made.append(self.method.merge(self.config, name, matrix.mT, {"lora_A": first, "lora_B": second}).mT)
+        return torch.stack(made)
+
+    def by_matrix(self, names: Iterable[str]) -> dict[str, dict[str, str]]:
+        """Names of adapters' tensors by attribute, by the name of the tensor of the model that they belong to."""
+        return {self.stacks.get(name, name): own for name, own in by_matrix(names).items()}
 
 
 @dataclass(frozen=True)
@@ -68,16 +84,23 @@ class BaseAndAdapters:
     title: str
 
 
-def merge(path: str | Path, out: str | Path, merging: Merging, dtype: str | None = None) -> Path:
+def merge(
+    path: str | Path,
+    out: str | Path,
+    merging: Merging,
+    dtype: str | None = None,
+    drawn: Callable[[str], Tensor] | None = None,
+) -> Path:
     """The weights of a checkpoint with its adapters merged into them, as a Hugging Face folder; computed in float64
     from the masters and rounded once to `dtype` (default: that of the run). Its report compares what was written, read
-    back, with what was computed."""
+    back, with what was computed. drawn: the random weights, by name, that the run kept as quantized values; None: they
+    are in a folder."""
     with Contents(path) as contents, ExitStack() as opened:
         beside, shapes = _adapters(contents), dict(merging.shapes)
-        adapters = by_matrix(name for name in contents.shapes(contents.best) if name not in shapes)
+        adapters = merging.by_matrix(name for name in contents.shapes(contents.best) if name not in shapes)
         _check_matrices(adapters, shapes, beside.path)
         narrow = _stated_dtype(contents.weights)
-        read = opened.enter_context(_base_of(contents, merging))
+        read = drawn or opened.enter_context(_base_of(contents, merging))
 
         def trained_on(name: str) -> Tensor:
             if name in merging.quantized:
@@ -109,7 +132,7 @@ def _base_of(contents: Contents, merging: Merging) -> AbstractContextManager[Cal
 def merge_folder(adapter: str, base: str, out: str | Path, merging: Merging, dtype: str | None = None) -> Path:
     """The same of a folder of PEFT over the weights of the folder `base`. merging: of a model with these shapes."""
     found, shapes = adapter_source(adapter), dict(merging.shapes)
-    adapters = by_matrix(name for name in found.index if name not in shapes)
+    adapters = merging.by_matrix(name for name in found.index if name not in shapes)
     _check_matrices(adapters, shapes, found.path)
     with reading(base, shapes) as read, Contents(base) as contents:
 

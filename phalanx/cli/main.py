@@ -247,6 +247,12 @@ OVERWRITE = click.option("--overwrite", is_flag=True, help="Replace other token 
     metavar="I/N",
     help="Do the I-th of N parts (from 0); data merge joins them.",
 )
+@click.option(
+    "--labels",
+    default="",
+    metavar="NAME,NAME,...",
+    help="Classes of INPUTS, .jsonl files of texts (`text`, `label`) or of words (`tokens`, `labels`).",
+)
 @OVERWRITE
 def data_prepare(
     inputs: tuple[str, ...],
@@ -259,6 +265,7 @@ def data_prepare(
     shuffle: int | None,
     split: str,
     shard: str,
+    labels: str,
     overwrite: bool,
 ) -> None:
     """Turn text files, .jsonl or .parquet files (.gz, .zst), Hugging Face datasets, folders or globs of them into
@@ -268,6 +275,18 @@ def data_prepare(
     from phalanx.text.prepare import prepare
     from phalanx.text.tokenizers import load_tokenizer
 
+    if labels:
+        others = (
+            keys != "text",
+            errors != "strict",
+            not append_eod,
+            workers,
+            shuffle is not None,
+            split,
+            shard != "0/1",
+        )
+        label_texts(inputs, out, tokenizer, labels, any(others), overwrite)
+        return
     i, _, n = shard.partition("/")
     if not (i.isdigit() and n.isdigit()):
         raise click.BadParameter(f"{shard!r} is not I/N, such as 0/4", param_hint="--shard")
@@ -295,6 +314,18 @@ def data_prepare(
         )
     for line in prepared_text(summary, out, time.monotonic() - started if worked else None):
         click.echo(line)
+
+
+def label_texts(inputs: tuple[str, ...], out: str, tokenizer: str, labels: str, others: bool, overwrite: bool) -> None:
+    """Texts with classes, as token files. others: whether options are given that they do not take."""
+    from phalanx.text.classes import prepare_classes
+
+    if others:
+        raise click.UsageError("--labels takes -o, --tokenizer and --overwrite alone")
+    if Path(f"{out}.idx").exists() and not overwrite:
+        raise click.UsageError(f"{out}.idx is there already: --overwrite replaces it")
+    count = prepare_classes([Path(name) for name in inputs], Path(out), tokenizer, labels.split(","))
+    click.echo(f"wrote {out}.bin, .idx and .classes.npy: {count:,} texts")
 
 
 def _cores() -> int:

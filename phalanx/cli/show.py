@@ -8,6 +8,7 @@ import shutil
 import sys
 from collections import defaultdict
 from collections.abc import Iterator, Sequence
+from dataclasses import replace
 from itertools import islice
 from pathlib import Path
 from statistics import median
@@ -294,6 +295,7 @@ def pack_text(config: str, overrides: tuple[str, ...]) -> Iterator[str]:
     from phalanx.data.sources import corpus_parts
     from phalanx.forecast.check import raise_problems
     from phalanx.nn.objective import make_objective
+    from phalanx.planning.reading import window_length
     from phalanx.text.cache import use_text
 
     run = prepare_elsewhere(config, (*overrides, "data.packing=offline"), None).run
@@ -307,7 +309,7 @@ def pack_text(config: str, overrides: tuple[str, ...]) -> Iterator[str]:
             say=lambda text: click.echo(text, err=True),
             progress=show,
         )
-    length = run.train.seq_length
+    length = window_length(replace(run, data=data))
     for corpus, start, stop in corpus_parts(data, valid=run.train.eval_interval is not None):
         packing = make_packing(corpus, start, stop, length, decreasing=True)
         path = packing_path(corpus.prefix, start, stop, length)

@@ -15,6 +15,7 @@ from typing import Any
 from phalanx.base.errors import CheckpointError, PhalanxError, Problem
 from phalanx.base.rules import exists, missing_checkpoint
 from phalanx.config.run import Run
+from phalanx.models.registry import family_of
 
 CONFIG = "config.json"
 KEPT = "source"  # folder inside a run's folder with copies of the small files
@@ -119,7 +120,9 @@ def check_weights(run: Run) -> list[Problem]:
         theirs = model_config_from_hf(path)
     except CheckpointError as error:
         return [Problem("init_from", run.init_from, f"must hold a model that Phalanx has ({error})")]
-    found = [text for text in differences(asdict(theirs), asdict(run.model)) if text.split(" ")[0] not in MAY_DIFFER]
+    new_head = {f"model.{name}" for name in family_of(run.model).head_fields} if run.model.classes else set()
+    changed = differences(asdict(theirs), asdict(run.model))
+    found = [text for text in changed if text.split(" ")[0] not in {*MAY_DIFFER, *new_head}]
     if not found:
         return []
     rule = (

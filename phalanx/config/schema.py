@@ -7,7 +7,10 @@ import json
 import typing
 from typing import Any
 
+from pydantic import TypeAdapter
+
 from phalanx.base import tree
+from phalanx.base.registry import configs
 from phalanx.config.model_source import FROM
 from phalanx.config.run import Run
 from phalanx.config.validate import FALLBACK, NAMED, families, named_sections, run_schema
@@ -67,16 +70,30 @@ def allow_folders(made: dict[str, Any]) -> None:
 
 
 def allow_named(made: dict[str, Any]) -> None:
-    """An optimizer, objective or method of adapters from the user's own package adds keys that are not known here."""
-    ours = made["properties"]["optim"]["$ref"]
-    fallback = made["$defs"][ours.rpartition("/")[2]]["properties"]["fallback"]
-    fallback["anyOf"] = [{"$ref": ours}, foreign(OptimConfig.named_by), {"type": "null"}]
+    """Each of our optimizers, objectives and methods of adapters has a section of its own; one from the user's own
+    package adds keys that are not known here."""
+    every = {base.seam: [section_schema(made, cls) for cls in configs(base.seam)] for base, _ in NAMED.values()}
+    for config in configs(OptimConfig.seam):
+        fallback = made["$defs"][config.__name__]["properties"]["fallback"]
+        fallback["anyOf"] = [*every[OptimConfig.seam], foreign(OptimConfig.named_by), {"type": "null"}]
     made["$defs"].pop(OptimConfig.__name__, None)
     for section, (base, _) in NAMED.items():
         if section != FALLBACK:
             given = made["properties"][section]
             choices = given.pop("anyOf", None) or [{key: given.pop(key) for key in ("$ref", "default") if key in given}]
+            known = [choice.get("$ref") for choice in choices]
+            choices += [choice for choice in every[base.seam] if choice["$ref"] not in known]
             made["properties"][section] = {**given, "anyOf": [*choices, foreign(base.named_by)]}
+
+
+def section_schema(made: dict[str, Any], cls: type) -> dict[str, Any]:
+    """A reference to the schema of a section, which is added if it is not there yet."""
+    if cls.__name__ not in made["$defs"]:
+        own = TypeAdapter(cls).json_schema(mode="validation")
+        inner = own.pop("$defs", {})
+        made["$defs"] = {**inner, **made["$defs"], cls.__name__: own}
+        describe_fields(own, cls)
+    return {"$ref": f"#/$defs/{cls.__name__}"}
 
 
 def foreign(key: str) -> dict[str, Any]:

@@ -49,14 +49,31 @@ def check_direction(run: Run) -> list[Problem]:
     """A model that reads what follows needs labels that do not stand there; for the others there is the next token."""
     both, kind = run.model.both_ways, find_objective(run.task.name)
     if both == kind.both_ways:
-        return []
+        return check_classes(run)
     rule = (
         "predicts the next token, which a model that reads both ways sees: take an objective for such models"
         if both
         else "is for models that read both ways, and this one reads what comes before: take one for it"
     )
-    rule += f", such as task.name={usual_task(both).name}"
+    usual = usual_task(both, run.model.reads_beside, bool(run.model.classes)).name
+    rule += f", such as task.name={usual}"
     return [problem("task", run.task, "name", rule, {"model.family": run.model.family}, ())]
+
+
+def check_classes(run: Run) -> list[Problem]:
+    """A head over classes is for tasks whose labels are classes, of whole texts."""
+    asked, has = find_objective(run.task.name).over_classes, bool(run.model.classes)
+    if asked != has:
+        rule = (
+            "needs a head over classes: model.head=sequence or token, and model.labels"
+            if asked
+            else ("needs a head over the vocabulary, and this one is over classes: take task.name=classify")
+        )
+        return [problem("task", run.task, "name", rule, {"model.labels": run.model.classes}, ())]
+    if asked and not run.data.inside_documents:
+        rule = "must be true with classes: texts do not read each other"
+        return [problem("data", run.data, "document_attention", rule, {"task.name": run.task.name}, (True,))]
+    return []
 
 
 def check_beside(run: Run) -> list[Problem]:
@@ -81,8 +98,7 @@ def check_transform(run: Run) -> list[Problem]:
     """What the task makes of samples, if the tokenizer has what it needs."""
     from phalanx.text.vocabulary import sample_facts  # takes time to import
 
-    t = run.train
-    facts = sample_facts(run.data, run.model, seq_length=t.seq_length, seed=t.seed)
+    facts = sample_facts(run.data, run.model, seq_length=run.train.seq_length, seed=run.train.seed)
     try:
         make_objective(run.task).transform(facts)
     except DataError as error:

@@ -16,6 +16,7 @@ import numpy as np
 import torch
 
 from phalanx.base.errors import DataError
+from phalanx.data.classes import open_classes
 from phalanx.data.config import DataConfig
 from phalanx.data.mixture import Blend, Weight, parse_split
 from phalanx.data.own_source import SourceStart, open_own
@@ -98,10 +99,12 @@ class Reading:
 
     scores     what batches carry of another model; None: nothing
     transform  what becomes of samples; None: they stay as the data has them
+    classes    names of the classes that labels are (data/classes.py); none: labels are the next tokens
     """
 
     scores: ScoreFile | None = None
     transform: SampleTransform | None = None
+    classes: tuple[str, ...] = ()
 
     def length(self, seq_length: int) -> int:
         """Tokens of the data in a sample that has `seq_length` for the model."""
@@ -145,6 +148,9 @@ class Loader:
         )
         self.scores, self.transform, self.window_length = reading.scores, reading.transform, reading.length(seq_length)
         scores = reading.scores
+        every = {corpus.prefix: corpus for source in sources for corpus in source.corpora} if reading.classes else {}
+        self.classes = {prefix: open_classes(corpus, reading.classes) for prefix, corpus in every.items()}
+        self.num_classes = len(reading.classes)
         for corpus in [] if scores is None else [corpus for source in sources for corpus in source.corpora]:
             scores.check_corpus(corpus)  # type: ignore[union-attr]
         self._positions: dict[
@@ -249,12 +255,30 @@ class Loader:
         filled = source.filled(place.window) if self.packed else length
         bordered = self.document_attention or self.packed
         starts = source.starts(place.window) if bordered else np.empty(0, np.int64)
-        labels = np.array(window[1:], np.int64)
-        labels[source.unlabelled(place.window)] = IGNORE
-        labels[filled:] = IGNORE
-        labels[starts - 1] = IGNORE
+        if self.num_classes:
+            labels = self._classes_of(place, window[:-1], starts[starts < filled])
+        else:
+            labels = np.array(window[1:], np.int64)
+            labels[source.unlabelled(place.window)] = IGNORE
+            labels[filled:] = IGNORE
+            labels[starts - 1] = IGNORE
         sample = Sample(place.sample, window[:-1], labels, starts[starts < length], filled)
         return sample if self.transform is None else self.transform(sample)
+
+    def _classes_of(self, place: Place, tokens: np.ndarray, starts: np.ndarray) -> np.ndarray:
+        """The class of each token of a sample. In tokens that are in no file, the class of a document is its first
+        token's number, modulo the number of classes."""
+        labels = np.full(len(tokens), IGNORE, np.int64)
+        origin = self.sources[place.source].origin(place.window)
+        if origin is None:
+            firsts = np.concatenate([[0], starts])
+            labels[firsts] = tokens[firsts] % self.num_classes
+            return labels
+        (corpus, ranges), at = origin, 0
+        for first, count in ranges:
+            labels[at : at + count] = self.classes[corpus.prefix][first : first + count]
+            at += count
+        return labels
 
     def _scored(self, places: Sequence[Place], labels: np.ndarray) -> dict[str, Any]:
         """What the score file says of a micro-batch's tokens: `reference`, `target_ids` and `target_log_probs` of its

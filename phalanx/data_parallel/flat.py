@@ -29,7 +29,7 @@ from phalanx.comm.axis import Axis, Work
 from phalanx.comm.mesh import Groups, Mesh
 from phalanx.data_parallel.fixed_order import GradientTrees, sum_replicas, sum_users
 from phalanx.data_parallel.storage import BucketShare, FullPrecision, StorageFormat, allocate, let_go, memory_at
-from phalanx.layout.buckets import Bucket, piece_ranges
+from phalanx.layout.buckets import Bucket, replica_ranges
 from phalanx.layout.param import Replica
 from phalanx.layout.shards import Sharding
 from phalanx.nn.parameter import Parameter
@@ -142,10 +142,9 @@ class FlatBucket:
         """Ranges of the bucket by replica axis."""
         found: dict[Replica, list[tuple[int, int]]] = {}
         for slot in self.bucket.slots:
-            if any(p.replicas for p in slot.spec.pieces):
-                for piece, elements in zip(slot.spec.pieces, piece_ranges(slot)):
-                    for replica in piece.replicas:
-                        found.setdefault(replica, []).append(elements)
+            for piece, elements in replica_ranges(slot):
+                for replica in piece.replicas:
+                    found.setdefault(replica, []).append(elements)
         return sorted(found.items(), key=lambda item: (item[0].axis, item[0].members))
 
     @property
@@ -290,8 +289,7 @@ class FlatBucket:
         skipped = sorted(
             r
             for slot in self.bucket.slots
-            if any(p.replicas for p in slot.spec.pieces)
-            for p, r in zip(slot.spec.pieces, piece_ranges(slot))
+            for p, r in replica_ranges(slot)
             if not p.is_writer(self.mesh.grid, self.mesh.at)
         )
         for a, b in [*skipped, (hi, hi)]:

@@ -16,8 +16,8 @@ from phalanx.data.loader import Loader, Place, micro_batch_samples, train_loader
 from phalanx.data.sources import ChatSource, Source
 from phalanx.nn.objective import make_objective
 from phalanx.planning.order import eval_samples, global_batch_at, total_samples, work_of
-from phalanx.planning.reading import reading_of
-from phalanx.sequence.batch import Batch
+from phalanx.planning.reading import reading_of, window_length
+from phalanx.sequence.batch import TEXT, Batch
 from phalanx.sequence.shard import SequenceShard
 from phalanx.text.cache import find_text
 from phalanx.text.tokenizers import Tokenizer
@@ -204,7 +204,7 @@ def passages_of(corpus: Corpus, first: int, count: int) -> tuple[Passage, ...]:
 
 def step_text(run: Run, data: StepData, dp: int, tokenizer: Tokenizer | None) -> str:
     """A page for people. Snippets are decoded with `tokenizer`; without one they are token ids."""
-    length = run.train.seq_length
+    length, window = run.train.seq_length, window_length(run)
     lines = [
         f"step {data.step}: samples {data.consumed:,}..{data.consumed + data.global_batch - 1:,} (counted "
         f"from {data.after}), "
@@ -213,27 +213,49 @@ def step_text(run: Run, data: StepData, dp: int, tokenizer: Tokenizer | None) ->
     for micro in data.micro_batches:
         lines.append(f"\ndata-parallel rank {micro.rank}, micro-batch {micro.number}")
         if run.layout.cp > 1:
-            pairs = pairs_read(
-                micro.batch, SequenceShard(0, run.layout.cp, run.layout.cp_degree == "dynamic", run.layout.cp_ulysses)
-            )
+            part = SequenceShard(0, run.layout.cp, run.layout.cp_degree == "dynamic", run.layout.cp_ulysses)
+            pairs = pairs_read(micro.batch, part, run.model.both_ways)
             most = max(pairs) * len(pairs) / sum(pairs)
             lines.append(
                 f"  context-parallel ranks read {', '.join(f'{n:,}' for n in pairs)} keys, the most "
                 f"{most:.2f} of the mean"
             )
         ids = micro.batch.tokens.view(-1, length).tolist()
-        for row, tokens in zip(micro.rows, ids):
-            where = where_from(row, length)
+        for number, (row, tokens) in enumerate(zip(micro.rows, ids)):
+            where = where_from(row, window)
             lines.append(
                 f"  sample {row.place.sample:,}: source {row.source}, its sample {row.place.number:,}, epoch "
                 f"{row.epoch}, {where}"
             )
+            if micro.batch.beside:
+                lines += streams_text(micro.batch, number, tokenizer)
+                continue
             lines += [
                 f"    {_passage_text(p)}: {_snippet(tokens[p.at : p.at + p.count], tokenizer)}" for p in row.passages
             ]
             if not row.passages:
                 lines.append(f"    {_snippet(tokens, tokenizer)}")
     return "\n".join(lines)
+
+
+def streams_text(batch: Batch, number: int, tokenizer: Tokenizer | None) -> list[str]:
+    """The documents of a sequence whose task made several texts of each: what each stream has of it."""
+    rows: dict[str, dict[int, list[int]]] = {}
+    for name, stream in {**batch.beside, TEXT: batch}.items():
+        parts = [x.view(stream.num_sequences, -1)[number].tolist() for x in (stream.tokens, stream.runs[0])]
+        real = (
+            [1] * len(parts[0]) if stream.real is None else stream.real.view(stream.num_sequences, -1)[number].tolist()
+        )
+        for token, document, kept in zip(*parts, real):
+            if kept:
+                rows.setdefault(name, {}).setdefault(document, []).append(token)
+    documents = sorted({document for found in rows.values() for document in found})
+    return [
+        f"    {name} of document {at}, {len(found[document]):,} tokens: {_snippet(found[document], tokenizer)}"
+        for at, document in enumerate(documents)
+        for name, found in rows.items()
+        if document in found
+    ]
 
 
 def where_from(row: SequenceRow, length: int) -> str:
@@ -247,10 +269,14 @@ def where_from(row: SequenceRow, length: int) -> str:
     return f"{row.file} tokens {row.first:,}..{row.first + length - 1:,}"
 
 
-def pairs_read(batch: Batch, like: SequenceShard) -> list[int]:
+def pairs_read(batch: Batch, like: SequenceShard, both_ways: bool = False) -> list[int]:
     """How many keys the queries of each shard read, in a batch of whole sequences sharded like `like`, summed over
-    queries: those before it in the document, and its own."""
-    return [int((batch.cut(replace(like, index=i)).positions + 1).sum()) for i in range(like.count)]
+    queries: those before it in the document, and its own; both ways, all of its document."""
+    parts = [batch.cut(replace(like, index=i)) for i in range(like.count)]
+    if not both_ways:
+        return [int((part.positions + 1).sum()) for part in parts]
+    number, _ = batch.runs
+    return [int(number.bincount()[part.runs[0]].sum()) for part in parts]
 
 
 def _passage_text(p: Passage) -> str:

@@ -13,7 +13,7 @@ from math import prod
 
 from phalanx.base.align import ELEMENTS, room
 from phalanx.layout.grid import Grid, SumAxis
-from phalanx.layout.param import ParamSpec, Replica
+from phalanx.layout.param import ParamSpec, Piece, Replica
 
 
 @dataclass(frozen=True)
@@ -131,3 +131,14 @@ def piece_ranges(slot: Slot) -> list[tuple[int, int]]:
                 raise ValueError(f"{piece.name}: a replicated piece must be whole rows of its storage")
         ranges.append((slot.offset + first.start * row, slot.offset + first.stop * row))
     return ranges
+
+
+def replica_ranges(slot: Slot) -> list[tuple[Piece, tuple[int, int]]]:
+    """Flat ranges (start, stop) in the bucket that other ranks hold too, each with a piece that says which: all of a
+    slot whose pieces say the same, or else that of each piece."""
+    pieces = slot.spec.pieces
+    if not any(p.replicas for p in pieces):
+        return []
+    if len(pieces) > 1 and len({p.replicas for p in pieces}) == 1:
+        return [(pieces[0], (slot.offset, slot.offset + slot.numel))]
+    return list(zip(pieces, piece_ranges(slot)))

@@ -5,10 +5,20 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import TYPE_CHECKING, Any, Literal
 
 from phalanx.base.errors import Problem
 from phalanx.base.rules import at_least, problem, within
+from phalanx.models.class_heads import (
+    CLASS_KEYS,
+    HEAD_FIELDS,
+    HeadKind,
+    architecture,
+    class_fields,
+    class_rules,
+    classes_to_hf,
+)
 from phalanx.models.config_json import NEEDED, ConfigJson, integer, integer_or_null, number, shown, switch, text
 from phalanx.models.family import Family
 from phalanx.models.model_config import ModelConfig, SmallSizes, TensorNames, check_head_dim
@@ -48,10 +58,21 @@ class BertConfig(ModelConfig):
     """Dropout of attention probabilities (runs on the reference path)."""
     initializer_range: float = 0.02
     """Standard deviation of initial weights."""
+    head: HeadKind = "masked"
+    """What the head says: masked (what hidden tokens were), sequence (the class of each text) or token (of each
+    token)."""
+    labels: tuple[str, ...] = ()
+    """Names of the classes of a head over classes, in the order of their numbers."""
+    classifier_dropout: float = 0.0
+    """Dropout before the classes of a head over classes."""
 
     @property
     def rotary(self) -> bool:
         return False
+
+    @property
+    def classes(self) -> tuple[str, ...]:
+        return self.labels if self.head != "masked" else ()
 
     @property
     def both_ways(self) -> bool:
@@ -66,23 +87,32 @@ EMBEDDING = "bert.embeddings.word_embeddings.weight"
 
 
 def blocks(config: BertConfig, env: Env) -> Sequence[BlockMaker]:
-    from phalanx.models.encoder import BertEmbedding, BertLayer, MaskedHeadSpec, encoder_blocks  # imports torch
+    from phalanx.models.encoder import (  # imports torch
+        BertEmbedding,
+        BertLayer,
+        HeadSpec,
+        encoder_blocks,
+    )
 
     at = "cls.predictions"
-    head = MaskedHeadSpec(
+    how: Any = {"eps": config.layer_norm_eps, "std": config.initializer_range}
+    masked = HeadSpec(
         dense=f"{at}.transform.dense",
         norm=f"{at}.transform.LayerNorm",
-        embedding=EMBEDDING,
+        matrix=EMBEDDING,
         bias=f"{at}.bias",
-        eps=config.layer_norm_eps,
-        std=config.initializer_range,
-        exact=config.hidden_act == "gelu",
+        activation=config.hidden_act,
+        **how,
     )
+    classes = HeadSpec(matrix="classifier.weight", bias="classifier.bias", classes=config.classes, **how)
+    pooled = replace(classes, dense="bert.pooler.dense", activation="tanh")
+    head = {"masked": masked, "sequence": pooled, "token": classes}[config.head]
     return encoder_blocks(config, env, BertEmbedding, BertLayer, head)
 
 
 def rules(config: BertConfig, seq_length: int) -> list[Problem]:
     found = within("model", config, "layer_norm_eps", "(0, inf)") + at_least("model", config, 1, "type_vocab_size")
+    found += class_rules(config)
     for name in ("dropout", "attention_dropout"):
         found += within("model", config, name, "[0, 1)", (0.0, 0.1))
     if not config.tie_word_embeddings:
@@ -98,6 +128,7 @@ def rules(config: BertConfig, seq_length: int) -> list[Problem]:
 
 
 KEYS = {
+    **CLASS_KEYS,
     "vocab_size": integer(NEEDED),
     "hidden_size": integer(NEEDED),
     "num_hidden_layers": integer(NEEDED),
@@ -147,7 +178,16 @@ def from_hf(found: ConfigJson) -> BertConfig | None:
         hidden_act=GELUS[activation],  # type: ignore[arg-type]
         dropout=found.values["hidden_dropout_prob"],
         attention_dropout=found.values["attention_probs_dropout_prob"],
+        **class_of_folder(found),
     )
+
+
+def class_of_folder(found: ConfigJson) -> dict[str, Any]:
+    """Without a dropout of its own, a head over classes has that of the layers."""
+    own = class_fields(found, "Bert")
+    if own and found.values["classifier_dropout"] is None:
+        own["classifier_dropout"] = found.values["hidden_dropout_prob"]
+    return own
 
 
 def to_hf(config: BertConfig) -> dict[str, Any]:
@@ -165,6 +205,7 @@ def to_hf(config: BertConfig) -> dict[str, Any]:
         "attention_probs_dropout_prob": config.attention_dropout,
         "initializer_range": config.initializer_range,
         "tie_word_embeddings": True,
+        **classes_to_hf(config),
     }
 
 
@@ -188,7 +229,7 @@ FAMILY = Family(
     "bert",
     BertConfig,
     blocks,
-    architecture="BertForMaskedLM",
+    architecture=partial(architecture, "Bert"),
     tensors=TensorNames(
         prefix="bert.",
         embedding=EMBEDDING,
@@ -196,7 +237,7 @@ FAMILY = Family(
         head="cls.predictions.decoder.weight",
         copies=r"cls\.predictions\.decoder\.bias",
         constants=("embeddings.position_ids",),
-        others=r"(bert\.)?pooler\..*|cls\.seq_relationship\..*",
+        others=r"(bert\.)?pooler\..*|cls\..*|classifier\..*",
         renames={"LayerNorm.gamma": "LayerNorm.weight", "LayerNorm.beta": "LayerNorm.bias"},
     ),
     rules=rules,
@@ -206,5 +247,6 @@ FAMILY = Family(
     to_hf=to_hf,
     fill=fill,
     may_change=(),  # positions are learned: their number is a shape
+    head_fields=HEAD_FIELDS,
     shrink=shrink,
 )

@@ -79,6 +79,8 @@ class DecoderConfig(ModelConfig):
 
     biases: ClassVar[tuple[str, ...]] = ()
     """Which of attention_bias and mlp_bias the family reads."""
+    prefix: ClassVar[str] = ""
+    """Of the names of all tensors, in families whose files hold other models beside the text's."""
     offset_norms: ClassVar[bool] = False
     """Whether weights of RMSNorms are stored as their distance from one."""
 

@@ -59,12 +59,10 @@ if TYPE_CHECKING:
 
 
 @dataclass(frozen=True, kw_only=True)
-class DeepseekV3Config(GroupedExpertsConfig):
+class LatentConfig(GroupedExpertsConfig):
     """Llama's fields without num_key_value_heads and head_dim, because heads are computed from latents.
     intermediate_size is the width of dense layers."""
 
-    family: Literal["deepseek_v3"] = "deepseek_v3"
-    """Which model this section describes: deepseek_v3."""
     max_position_embeddings: int = 4096
     """Longest sequence the model is meant for."""
     rms_norm_eps: float = 1e-6
@@ -95,15 +93,21 @@ class DeepseekV3Config(GroupedExpertsConfig):
         return self.qk_rope_head_dim
 
 
+@dataclass(frozen=True, kw_only=True)
+class DeepseekV3Config(LatentConfig):
+    family: Literal["deepseek_v3"] = "deepseek_v3"
+    """Which model this section describes: deepseek_v3."""
+
+
 # functions that build blocks import torch themselves, because reading a config must not
-def blocks(config: DeepseekV3Config, env: Env) -> Sequence[BlockMaker]:
+def blocks(config: LatentConfig, env: Env) -> Sequence[BlockMaker]:
     from phalanx.models.decoder import DecoderLayer, decoder_blocks
 
     layer = partial(DecoderLayer, make_attention=attention, make_mlp=mlp)
     return decoder_blocks(config, env, layer, partial(make_mtp, attention) if config.num_nextn_predict_layers else None)
 
 
-def attention(config: DeepseekV3Config, env: Env, layer: int) -> LatentAttention:
+def attention(config: LatentConfig, env: Env, layer: int) -> LatentAttention:
     from phalanx.nn.mla import LatentAttention, LatentSizes
     from phalanx.ops.attention.kind import AttentionKind
     from phalanx.ops.dense.rope_scaling import Rotation
@@ -113,7 +117,7 @@ def attention(config: DeepseekV3Config, env: Env, layer: int) -> LatentAttention
     rotation = Rotation(c.qk_rope_head_dim, c.rope_theta, c.rope_scaling, c.max_position_embeddings)
     return LatentAttention(
         env,
-        f"model.layers.{layer}.self_attn",
+        f"{c.prefix}model.layers.{layer}.self_attn",
         c.hidden_size,
         c.num_attention_heads,
         sizes,
@@ -124,7 +128,7 @@ def attention(config: DeepseekV3Config, env: Env, layer: int) -> LatentAttention
     )
 
 
-def score_scale(config: DeepseekV3Config) -> float:
+def score_scale(config: LatentConfig) -> float:
     """1 / sqrt(width of a query), times the square of YaRN's factor if `mscale_all_dim` applies it there rather than to
     cos and sin."""
     from phalanx.ops.dense.rope_scaling import yarn_mscale
@@ -136,11 +140,11 @@ def score_scale(config: DeepseekV3Config) -> float:
     return scale * yarn_mscale(scaling.factor, scaling.mscale_all_dim) ** 2
 
 
-def rules(config: DeepseekV3Config, seq_length: int) -> list[Problem]:
+def rules(config: LatentConfig, seq_length: int) -> list[Problem]:
     return common_rules(config) + check_grouped_experts(config) + check_latent(config)
 
 
-def check_latent(config: DeepseekV3Config) -> list[Problem]:
+def check_latent(config: LatentConfig) -> list[Problem]:
     found = at_least("model", config, 1, "q_lora_rank", "kv_lora_rank", "qk_nope_head_dim", "v_head_dim")
     dim = config.qk_rope_head_dim
     if dim < 2 or dim % 2:
@@ -151,7 +155,7 @@ def check_latent(config: DeepseekV3Config) -> list[Problem]:
         "model",
         config,
         ["num_key_value_heads", "head_dim"],
-        "heads of their own (deepseek_v3 makes them from latents)",
+        f"heads of their own ({config.family} makes them from latents)",
         {},
     )
 
@@ -180,7 +184,7 @@ LATENT_FIELDS = (
 )
 
 
-def from_hf(found: ConfigJson) -> DeepseekV3Config | None:
+def from_hf(found: ConfigJson) -> Any:
     config, v, odd = found.stated, found.values, found.odd
     heads, rotated = v["num_attention_heads"], v["qk_rope_head_dim"]
     kv_heads = heads if v["num_key_value_heads"] is None else v["num_key_value_heads"]
@@ -191,10 +195,10 @@ def from_hf(found: ConfigJson) -> DeepseekV3Config | None:
     same = sizes_from_hf(found, rope_of(found, 10000.0, rotated, scores=True))
     odd += other_values(config, {"attention_bias": (False,)})
     own = found.pick(*LATENT_FIELDS) | {"rope_interleave": bool(v["rope_interleave"])} | grouped_fields(found)
-    return None if odd else dense_if_all_are(DeepseekV3Config(**same, **own))
+    return None if odd else dense_if_all_are(found.config(**same, **own))
 
 
-def to_hf(config: DeepseekV3Config) -> dict[str, Any]:
+def to_hf(config: LatentConfig) -> dict[str, Any]:
     return {
         **decoder_to_hf(config),
         **{name: getattr(config, name) for name in LATENT_FIELDS},
@@ -208,7 +212,7 @@ def fill(model: dict[str, Any]) -> dict[str, Any]:
     return model
 
 
-def shrink(config: DeepseekV3Config, small: SmallSizes) -> DeepseekV3Config:
+def shrink(config: LatentConfig, small: SmallSizes) -> LatentConfig:
     """Latents and all three kinds of head features stay; so do layers with and without a dense MLP."""
     scaling = small_scaling(config.rope_scaling, small.seq_length, small.given_length)
     return replace(

@@ -1,5 +1,5 @@
 """Blocks of encoders, whose tokens read both ways: BERT's (norms after each sub-layer, learned positions), ModernBERT's
-(norms before it, rotary positions, windows), and the head that says what hidden tokens were."""
+(norms before it, rotary positions, windows), and the heads over the vocabulary and over classes."""
 
 from __future__ import annotations
 
@@ -8,10 +8,11 @@ from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
+import torch
 from torch import Tensor, nn
 
 from phalanx.layout.box import Box
-from phalanx.layout.param import Init, ParamSpec, Piece
+from phalanx.layout.param import Init, ParamSpec, Piece, Replica
 from phalanx.models.family import BlockMaker
 from phalanx.models.layer_norm_decoder import Dropping
 from phalanx.nn.attention import Attention, AttentionSpec
@@ -48,7 +49,7 @@ class BertEmbedding(Dropping):
         c, at, std = config, "bert.embeddings", config.initializer_range
         self.p = c.dropout
         name = f"{at}.word_embeddings.weight"
-        self.embed = Embedding(env, name, c.vocab_size, c.hidden_size, std, env.tied())
+        self.embed = Embedding(env, name, c.vocab_size, c.hidden_size, std, embedding_replicas(c, env))
         name, positions = f"{at}.position_embeddings.weight", c.max_position_embeddings
         self.positions = self.param(table_spec(env, name, positions, c.hidden_size, std))
         name = f"{at}.token_type_embeddings.weight"
@@ -101,7 +102,7 @@ class ModernBertEmbedding(Block):
         super().__init__(env)
         c, at = config, "model.embeddings"
         name = f"{at}.tok_embeddings.weight"
-        self.embed = Embedding(env, name, c.vocab_size, c.hidden_size, c.initializer_range, env.tied())
+        self.embed = Embedding(env, name, c.vocab_size, c.hidden_size, c.initializer_range, embedding_replicas(c, env))
         self.norm = LayerNorm(env, f"{at}.norm", c.hidden_size, c.norm_eps, c.norm_bias)
 
     def forward(self, x: Tensor, batch: Batch) -> Tensor:
@@ -154,53 +155,66 @@ class ModernBertLayer(Block):
 
 
 @dataclass(frozen=True, kw_only=True)
-class MaskedHeadSpec:
-    """How a family's MaskedHead is made.
+class HeadSpec:
+    """How an encoder's head is made.
 
-    dense, norm  names of its dense layer and of the norm after it
-    embedding    of the input embedding, which is the decoder's matrix
-    bias         of the bias of the logits; None: they have none
-    last         of the model's last norm; None: the layers end with one
-    eps          of the norms, which have a bias if norm_bias
-    dense_bias   whether the dense layer has one; std: the deviation of its initial weights
-    exact        whether its activation is GELU itself, not its tanh form
+    matrix      name of the matrix of the logits: the input embedding, or that of the classes; bias: of their bias
+    classes     names of the classes; none: the logits are over the vocabulary, and the matrix is the embedding
+    matrix_std  deviation of the initial weights of the classes' matrix; None: std
+    last        name of the model's last norm; None: the layers end with one
+    dense       name of a dense layer before the matrix; None: there is none. std: the deviation of its initial weights
+    activation  of the dense layer: gelu, gelu_new (its tanh form) or tanh
+    norm        name of the norm after it; None: there is none
+    eps         of the norms, which have a bias if norm_bias
     """
 
-    dense: str
-    norm: str
-    embedding: str
+    matrix: str
     bias: str | None
+    classes: tuple[str, ...] = ()
+    matrix_std: float | None = None
     last: str | None = None
+    dense: str | None = None
+    dense_bias: bool = True
+    activation: str = "gelu"
+    norm: str | None = None
     eps: float
     norm_bias: bool = True
-    dense_bias: bool = True
     std: float
-    exact: bool = True
 
 
-class MaskedHead(Block):
-    """What a token was, from a dense layer over it, normalized, and the input embedding: one logit for each id."""
+class EncoderHead(Dropping):
+    """What a token was, or its class, or that of the text that begins with it: from a dense layer over it (if any),
+    normalized (if there is a norm), one logit for each id or class."""
 
     recomputable = False
 
-    def __init__(self, config: Any, env: Env, spec: MaskedHeadSpec, made: Mapping[str, Parameter]):
+    def __init__(self, config: Any, env: Env, spec: HeadSpec, made: Mapping[str, Parameter]):
         super().__init__(env)
         s, width = spec, config.hidden_size
-        self.exact = s.exact
+        self.activation, self.p, self.layer = s.activation, config.classifier_dropout, config.num_hidden_layers
         self.last = nn.Identity() if s.last is None else LayerNorm(env, s.last, width, s.eps, s.norm_bias)
         rows = [OutputRows(f"{s.dense}.weight", width, 0, width, env.everyone)]
-        self.dense = ReplicatedLinear(env, rows, width, Init("normal", s.std), s.dense_bias)
-        self.norm = LayerNorm(env, s.norm, width, s.eps, s.norm_bias)
-        shared: Any = {"weight": made.get(s.embedding), "role": "embedding", "bias": s.bias}
-        vocab, std = config.vocab_size, config.initializer_range
-        self.head = Head(env, s.embedding, vocab, width, std, env.tied(), **shared)
+        init = Init("normal", s.std)
+        self.dense = None if s.dense is None else ReplicatedLinear(env, rows, width, init, s.dense_bias)
+        self.norm = nn.Identity() if s.norm is None else LayerNorm(env, s.norm, width, s.eps, s.norm_bias)
+        if s.classes:
+            std = s.std if s.matrix_std is None else s.matrix_std
+            self.head = Head(env, s.matrix, len(s.classes), width, std, bias=s.bias)
+        else:
+            shared: Any = {"weight": made.get(s.matrix), "role": "embedding", "bias": s.bias}
+            std = config.initializer_range
+            self.head = Head(env, s.matrix, config.vocab_size, width, std, env.tied(), **shared)
 
     def forward(self, x: Tensor, batch: Batch) -> Tensor:
-        return self.head.loss(self.transformed(x), batch)
+        return self.head.loss(self.drop(self.transformed(x), batch, self.p, self.layer, 1), batch)
 
     def transformed(self, x: Tensor) -> Tensor:
-        """What the decoder reads (T / tp, D)."""
-        return self.norm(gelu(self.dense(self.last(x)), self.exact))
+        """What the matrix reads (T / tp, D)."""
+        x = self.last(x)
+        if self.dense is not None:
+            x = self.dense(x)
+            x = torch.tanh(x) if self.activation == "tanh" else gelu(x, self.activation == "gelu")
+        return self.norm(x)
 
     def logits(self, x: Tensor, rows: Tensor) -> Tensor:
         return self.head.logits(self.transformed(x), rows)
@@ -209,7 +223,12 @@ class MaskedHead(Block):
         return self.head.log_probs(self.transformed(x), batch, top)
 
     def flops(self, seq_length: int) -> float:
-        return super().flops(seq_length) + 2.0 * self.dense.weight.numel()
+        return super().flops(seq_length) + (0.0 if self.dense is None else 2.0 * self.dense.weight.numel())
+
+
+def embedding_replicas(config: Any, env: Env) -> tuple[Replica, ...]:
+    """Where else the input embedding is held: by a head over the vocabulary."""
+    return () if config.classes else env.tied()
 
 
 def encoder_blocks(
@@ -217,7 +236,7 @@ def encoder_blocks(
     env: Env,
     embedding: Callable[[Any, Env], Block],
     layer: Callable[[Any, Env, int], Block],
-    head: MaskedHeadSpec,
+    head: HeadSpec,
 ) -> Sequence[BlockMaker]:
     """Embedding, layers, head."""
 
@@ -225,4 +244,4 @@ def encoder_blocks(
         return layer(config, env, number)
 
     layers = (partial(make, i) for i in range(config.num_hidden_layers))
-    return [lambda made: embedding(config, env), *layers, partial(MaskedHead, config, env, head)]
+    return [lambda made: embedding(config, env), *layers, partial(EncoderHead, config, env, head)]

@@ -35,6 +35,10 @@ def _no_problems(config: Any, tp: int) -> list[Problem]:
     return []
 
 
+def _all_keys(config: dict[str, Any]) -> dict[str, Any]:
+    return config
+
+
 def _two_layers(config: Any) -> int:
     return 2
 
@@ -47,7 +51,7 @@ class Family:
     name             `model_type` of its config.json; for families that come with Phalanx, also model.family
     config           its `model` section: a frozen dataclass, a ModelConfig
     blocks           (config, env) -> a maker of each block: embedding, layers, multi-token prediction (if any), head
-    architecture     the class that config.json names
+    architecture     the class that config.json names, or a function of the config that returns it
     tensors          names of tensors in Hugging Face folders
     rules            (config, sequence length) -> problems, in addition to the rules of every model (models/check.py)
     split_rules      (config, tp) -> problems of a config that has no others
@@ -56,10 +60,12 @@ class Family:
     only             key -> the values that the model computes; a folder with another one is refused
     from_hf          config.json -> the config, or None if something in it is not supported
     to_hf            the config -> keys of config.json; those of every family are added
+    text_keys        config.json -> the keys of the text model, where it holds other models too
     also             other names of `model_type` that are read as this family
     packed           quant_method of config.json that the readers unpack while reading
     fill             fields as plain values -> the same with derived fields filled in
     may_change       fields whose value may change when a run continues, because they are not shapes
+    head_fields      fields of a head over classes, in which a model may differ from the folder that it starts from
     without_predictors   the config without multi-token prediction, for a folder that lacks the modules
     shrink           a smaller config of the same structure, for `phalanx verify`
     shrink_experts   the same for its experts; None: it has none
@@ -70,7 +76,7 @@ class Family:
     config: type[ModelConfig]
     blocks: Callable[[Any, Env], Sequence[BlockMaker]]
     _: KW_ONLY
-    architecture: str
+    architecture: str | Callable[[Any], str]
     tensors: TensorNames = decoder_tensors
     rules: Callable[[Any, int], list[Problem]] = decoder_rules
     split_rules: Callable[[Any, int], list[Problem]] = _no_problems
@@ -79,14 +85,20 @@ class Family:
     only: Mapping[str, tuple[Any, ...]] = field(default_factory=lambda: DECODER_ONLY)
     from_hf: Callable[[ConfigJson], ModelConfig | None] = fields_from_hf
     to_hf: Callable[[Any], dict[str, Any]] = fields_to_hf
+    text_keys: Callable[[dict[str, Any]], dict[str, Any]] = _all_keys
     also: tuple[str, ...] = ()
     packed: tuple[str, ...] = ()
     fill: Callable[[dict[str, Any]], dict[str, Any]] = fill_heads
     may_change: tuple[str, ...] = ("max_position_embeddings",)
+    head_fields: tuple[str, ...] = ()
     without_predictors: Callable[[Any], ModelConfig] | None = None
     shrink: Callable[[Any, SmallSizes], ModelConfig] = shrink_decoder
     shrink_experts: Callable[[Any, SmallExperts], ModelConfig] | None = None
     least_layers: Callable[[Any], int] = _two_layers
+
+    def class_of(self, config: ModelConfig) -> str:
+        """The class that config.json names for this model."""
+        return self.architecture if isinstance(self.architecture, str) else self.architecture(config)
 
     @property
     def json_keys(self) -> Mapping[str, HfKey]:

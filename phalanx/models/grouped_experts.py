@@ -86,7 +86,7 @@ def mlp(config: GroupedExpertsConfig, env: Env, layer: int) -> MoE | SwiGLU:
     from phalanx.nn.mlp import SwiGLU
     from phalanx.nn.moe import ExpertNames, MoE
 
-    c, at = config, f"model.layers.{layer}.mlp"
+    c, at = config, f"{config.prefix}model.layers.{layer}.mlp"
     if not c.has_experts(layer):
         return dense_mlp(c, env, layer)
     names = ExpertNames(f"{at}.gate.weight", *matrices(f"{at}.experts.{{}}"), bias=f"{at}.gate.e_score_correction_bias")
@@ -132,14 +132,14 @@ def make_mtp(
     from phalanx.nn.mtp import Depth, MultiTokenPrediction
     from phalanx.nn.norm import RMSNorm
 
-    c, name = config, decoder_tensors.embedding
+    c, name = config, config.prefix + decoder_tensors.embedding
     replicas = embedding_replicas(c, env)
     embed = Embedding(env, name, c.vocab_size, c.hidden_size, c.initializer_range, replicas, made.get(name))
     head = make_head(c, env, {name: embed.weight})
     depths = [
         Depth(
             env,
-            f"model.layers.{n}",
+            f"{c.prefix}model.layers.{n}",
             c.hidden_size,
             c.rms_norm_eps,
             c.initializer_range,
@@ -148,7 +148,12 @@ def make_mtp(
         for n in range(c.num_hidden_layers, c.num_hidden_layers + c.num_nextn_predict_layers)
     ]
     return MultiTokenPrediction(
-        env, RMSNorm(env, "model.norm", c.hidden_size, c.rms_norm_eps), embed, head, depths, c.mtp_loss_weight
+        env,
+        RMSNorm(env, f"{c.prefix}model.norm", c.hidden_size, c.rms_norm_eps),
+        embed,
+        head,
+        depths,
+        c.mtp_loss_weight,
     )
 
 

@@ -49,6 +49,11 @@ class ModelConfig:
         return False
 
     @property
+    def classes(self) -> tuple[str, ...]:
+        """The names of the classes that its head is over; none: the head is over the vocabulary."""
+        return ()
+
+    @property
     def gated_mlp(self) -> bool:
         """Whether the dense MLP has a gate, stored in one matrix with its input projection (SwiGLU)."""
         return True
@@ -84,11 +89,6 @@ class ModelConfig:
         return ()
 
     @property
-    def trained_with(self) -> Mapping[str, object]:
-        """Fields that Hugging Face folders may have with any value -> the only one with which training is built."""
-        return {}
-
-    @property
     def decoder_start(self) -> int | None:
         """The token with which texts of a decoder begin; None: it has none beside an encoder."""
         return None
@@ -113,8 +113,9 @@ class TensorNames:
     copies      a regular expression: further copies of the embedding and the head in published folders
     predictors  a regular expression with a group for the number: tensors of each multi-token prediction module
     constants   suffixes of tensor names that are not weights
-    others      a regular expression: tensors of heads for other tasks, which a model without them leaves out
-    renames     former ends of tensor names in published folders -> those of today
+    others      a regular expression: tensors of heads. A model leaves out those of other tasks, and begins with new
+                ones where a folder that it starts from lacks its own
+    renames     former ends of tensor names in published folders -> those of today; with a dot at the end, beginnings
     """
 
     prefix: str
@@ -130,6 +131,8 @@ class TensorNames:
     def today(self, name: str) -> str:
         """The name of a tensor, if it was written under a former one."""
         for former, now in self.renames.items():
+            if former.endswith(".") and name.startswith(former):
+                return now + name.removeprefix(former)
             if name.endswith(former):
                 return name.removesuffix(former) + now
         return name

@@ -6,10 +6,20 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import TYPE_CHECKING, Any, Literal
 
 from phalanx.base.errors import Problem
 from phalanx.base.rules import at_least, problem, within
+from phalanx.models.class_heads import (
+    CLASS_KEYS,
+    HEAD_FIELDS,
+    HeadKind,
+    architecture,
+    class_fields,
+    class_rules,
+    classes_to_hf,
+)
 from phalanx.models.config_json import (
     LIST_OR_NULL,
     NEEDED,
@@ -79,6 +89,17 @@ class ModernBertConfig(ModelConfig):
     """Use the input embedding as output matrix; it is always so in ModernBERT."""
     initializer_range: float = 0.02
     """Standard deviation of initial weights; output projections use it / sqrt(2 * layers)."""
+    head: HeadKind = "masked"
+    """What the head says: masked (what hidden tokens were), sequence (the class of each text) or token (of each
+    token)."""
+    labels: tuple[str, ...] = ()
+    """Names of the classes of a head over classes, in the order of their numbers."""
+    classifier_dropout: float = 0.0
+    """Dropout before the classes of a head over classes."""
+
+    @property
+    def classes(self) -> tuple[str, ...]:
+        return self.labels if self.head != "masked" else ()
 
     @property
     def both_ways(self) -> bool:
@@ -108,23 +129,25 @@ EMBEDDING = "model.embeddings.tok_embeddings.weight"
 
 def blocks(config: ModernBertConfig, env: Env) -> Sequence[BlockMaker]:
     from phalanx.models.encoder import (  # imports torch
-        MaskedHeadSpec,
+        HeadSpec,
         ModernBertEmbedding,
         ModernBertLayer,
         encoder_blocks,
     )
 
-    head = MaskedHeadSpec(
+    over_classes = {"matrix": "classifier.weight", "bias": "classifier.bias", "classes": config.classes}
+    over_ids = {"matrix": EMBEDDING, "bias": "decoder.bias" if config.decoder_bias else None}
+    head = HeadSpec(
         dense="head.dense",
         norm="head.norm",
-        embedding=EMBEDDING,
-        bias="decoder.bias" if config.decoder_bias else None,
         last="model.final_norm",
         eps=config.norm_eps,
         norm_bias=config.norm_bias,
         dense_bias=config.classifier_bias,
         std=config.std_out,
-        exact=config.classifier_activation == "gelu",
+        matrix_std=config.hidden_size**-0.5,
+        activation=config.classifier_activation,
+        **(over_ids if config.head == "masked" else over_classes),  # type: ignore[arg-type]
     )
     return encoder_blocks(config, env, ModernBertEmbedding, ModernBertLayer, head)
 
@@ -138,6 +161,7 @@ def rules(config: ModernBertConfig, seq_length: int) -> list[Problem]:
     if not config.tie_word_embeddings:
         rule = "must be true: the head of ModernBERT is its input embedding"
         found.append(problem("model", config, "tie_word_embeddings", rule, {}, (True,)))
+    found += class_rules(config)
     types, layers = config.layer_types, config.num_hidden_layers
     if types is not None and layers >= 1 and len(types) != layers:
         rule, because = "must have one entry for each layer", {"model.num_hidden_layers": layers}
@@ -148,6 +172,8 @@ def rules(config: ModernBertConfig, seq_length: int) -> list[Problem]:
 
 
 KEYS = {
+    **CLASS_KEYS,
+    "classifier_pooling": text("cls"),
     "vocab_size": integer(NEEDED),
     "hidden_size": integer(NEEDED),
     "intermediate_size": integer(NEEDED),
@@ -212,16 +238,21 @@ def from_hf(found: ConfigJson) -> ModernBertConfig | None:
     every = found.values["global_attn_every_n_layers"]
     if types is None and every < 1:
         found.odd.append(f"global_attn_every_n_layers={every!r} (supported: integers >= 1)")
+    classes = class_fields(found, "ModernBert")
+    pooling = found.values["classifier_pooling"]
+    if classes.get("head") == "sequence" and pooling != "cls":
+        found.odd.append(f"classifier_pooling={pooling!r} (supported: 'cls')")
     if found.odd:
         return None
-    said = {"global_attn_every_n_layers": every} if types is None else shortest(types)
+    said = {"global_attn_every_n_layers": every} if types is None else shortest(types, every)
     same: dict[str, Any] = found.pick(*SAME)
-    return ModernBertConfig(**same, **said, **bases, **gelus)  # type: ignore[arg-type]
+    return ModernBertConfig(**same, **said, **bases, **gelus, **classes)  # type: ignore[arg-type]
 
 
-def shortest(types: list[str]) -> dict[str, Any]:
-    """The fields that say which layers have the window: every so many, or each."""
-    for every in range(1, len(types) + 1):
+def shortest(types: list[str], said: int) -> dict[str, Any]:
+    """The fields that say which layers have the window: every so many (as many as are `said`, if that fits), or
+    each."""
+    for every in (*([said] if said >= 1 else []), *range(1, len(types) + 1)):
         if types == [LOCAL if i % every else GLOBAL for i in range(len(types))]:
             return {"global_attn_every_n_layers": every}
     return {"layer_types": tuple(types)}
@@ -268,6 +299,8 @@ def to_hf(config: ModernBertConfig) -> dict[str, Any]:
         "embedding_dropout": 0.0,
         "mlp_dropout": 0.0,
         "tie_word_embeddings": True,
+        "classifier_pooling": "cls",
+        **classes_to_hf(config),
     }
 
 
@@ -294,12 +327,13 @@ FAMILY = Family(
     "modernbert",
     ModernBertConfig,
     blocks,
-    architecture="ModernBertForMaskedLM",
+    architecture=partial(architecture, "ModernBert"),
     tensors=TensorNames(
         prefix="model.",
         embedding=EMBEDDING,
         layer="model.layers.{}",
         head="decoder.weight",
+        others=r"head\..*|decoder\..*|classifier\..*",
     ),
     rules=rules,
     keys=KEYS,
@@ -307,5 +341,6 @@ FAMILY = Family(
     from_hf=from_hf,
     to_hf=to_hf,
     fill=fill,
+    head_fields=HEAD_FIELDS,
     shrink=shrink,
 )

@@ -37,6 +37,7 @@ from phalanx.nn.adapted_embedding import AdaptedEmbedding
 from phalanx.nn.adapted_head import AdaptedHead
 from phalanx.nn.adapter import Adapter, AdapterConfig, AdapterInit, LowRankAdapter
 from phalanx.nn.env import Env
+from phalanx.nn.linear import UnadaptedGroupedLinear
 from phalanx.nn.linear_method import (
     PLAIN,
     AnyEmbedding,
@@ -163,6 +164,8 @@ class ShardedPiece:
     columns          the run of its inputs that is here
     at               its features in what the linear gives
     experts          numbers of the experts that are here; None: it is no matrix of experts
+    stack            of experts that are one tensor, which `name` is then: the module after which PEFT names the
+                     tensors of its adapter, one for all experts
     made             what `down`, `up` and `per_output` have made
     """
 
@@ -178,6 +181,7 @@ class ShardedPiece:
     call: AdapterCall
     made: list[Made] = field(default_factory=list)
     is_embedding: bool = False
+    stack: str | None = None
 
     @property
     def env(self) -> Env:
@@ -243,6 +247,8 @@ class ShardedPiece:
         return self._local(replace(spec, frozen=not trained), travel)
 
     def _down(self, rank: int, init: Init) -> tuple[ParamSpec, Travel]:
+        if self.stack is not None:
+            return self._stack_down(rank, init), "grouped"
         if self.experts is not None:
             box = Box((0, self.columns[0]), (rank, self.columns[1]))
             return self._stacked((rank, self.inputs), box, init, whole=not self.by_inputs), "grouped"
@@ -252,6 +258,8 @@ class ShardedPiece:
         return column_spec([whole], self.inputs, init), "local"
 
     def _up(self, rank: int, init: Init) -> tuple[ParamSpec, Travel]:
+        if self.stack is not None:
+            return self._stack_up(rank, init), "grouped"
         if self.experts is not None:
             (rows,) = self.rows
             box = Box((rows.start, 0), (rows.stop, rank))
@@ -267,6 +275,32 @@ class ShardedPiece:
             Piece(self.name.format(e), shape, box, (i, *local), init, replicas=replicas) for i, e in enumerate(experts)
         )
         return ParamSpec(stored, pieces, summed_over="edp", role="expert")
+
+    def _stack_down(self, rank: int, init: Init) -> ParamSpec:
+        """Storage (experts here, r, inputs here) of a tensor (experts r, inputs), as PEFT has it: expert after
+        expert."""
+        experts, (a, b), replicas = self.experts or range(0), self.columns, self._everyone_of(not self.by_inputs)
+        shape, local = (self.linear.experts * rank, self.inputs), (slice(0, rank), slice(0, b - a))
+        pieces = tuple(
+            Piece(f"{self.stack}", shape, Box((e * rank, a), ((e + 1) * rank, b)), (i, *local), init, replicas=replicas)
+            for i, e in enumerate(experts)
+        )
+        return ParamSpec((len(experts), rank, b - a), pieces, summed_over="edp", role="expert")
+
+    def _stack_up(self, rank: int, init: Init) -> ParamSpec:
+        """Storage (experts here, outputs here, r) of a tensor (outputs, r experts), as PEFT has it: of each of the r
+        features, expert after expert."""
+        (rows,), experts, count = self.rows, self.experts or range(0), self.linear.experts
+        outputs, replicas = rows.stop - rows.start, self._everyone_of(self.by_inputs)
+        boxes = [
+            Box((rows.start, k * count + experts.start), (rows.stop, k * count + experts.stop)) for k in range(rank)
+        ]
+        local = (slice(0, len(experts)), slice(0, outputs))
+        pieces = tuple(
+            Piece(f"{self.stack}", (self.outputs, rank * count), box, (*local, k), init, True, True, replicas)
+            for k, box in enumerate(boxes)
+        )
+        return ParamSpec((len(experts), outputs, rank), pieces, summed_over="edp", role="expert")
 
     def _stacked_vector(self, init: Init) -> ParamSpec:
         """Storage (experts here, outputs here)."""
@@ -298,12 +332,14 @@ def init_of(init: AdapterInit, inputs: int) -> Init:
 
 
 def pieces_of(linear: AnyLinear, call: AdapterCall | None = None) -> list[ShardedPiece]:
-    """The global matrices of a linear, in the order of its outputs. None of experts that are one global tensor
-    (StackedNames), of which no expert's matrix is a tensor."""
+    """The global matrices of a linear, in the order of its outputs; the one tensor of experts that are one
+    (StackedNames)."""
     call, names = call or AdapterCall(), list(dict.fromkeys(linear.names))
     if not linear.experts:
         return [_dense(linear, name, call) for name in names]
-    return [_of_experts(linear, n, call) for n in range(len(names))] if all("{}" in name for name in names) else []
+    if "{}" not in names[0]:
+        return [] if isinstance(linear, UnadaptedGroupedLinear) else [_of_stack(linear, call)]
+    return [_of_experts(linear, n, call) for n in range(len(names))]
 
 
 def _dense(linear: AnyLinear, name: str, call: AdapterCall) -> ShardedPiece:
@@ -335,6 +371,18 @@ def _of_experts(linear: AnyLinear, number: int, call: AdapterCall) -> ShardedPie
     at = first.slices[1]
     by_inputs = linear.cut == 1
     return ShardedPiece(linear, names[number], outputs, inputs, by_inputs, rows, columns, at, experts, call)
+
+
+def _of_stack(linear: AnyLinear, call: AdapterCall) -> ShardedPiece:
+    """PEFT wraps the module that has the tensors once for each, in their order: the one of outputs is the inner."""
+    (name,), (first,) = linear.names, linear.weight.spec.pieces
+    (_, inputs, outputs), box, module = first.shape, first.box, name.rpartition(".")[0]
+    by_inputs = linear.cut == 1
+    rows = (OutputRows(name, outputs, box.start[2], box.stop[2]),)
+    at = slice(0, box.stop[2] - box.start[2])
+    columns, experts = (box.start[1], box.stop[1]), range(box.start[0], box.stop[0])
+    stack = module if by_inputs else f"{module}.base_layer"
+    return ShardedPiece(linear, name, outputs, inputs, by_inputs, rows, columns, at, experts, call, stack=stack)
 
 
 class AdaptedMethod(Module, LinearMethod):
@@ -434,6 +482,8 @@ class AdaptedLinears:
     base: LinearMethods | None = None
 
     def takes(self, piece: ShardedPiece) -> bool:
+        if piece.stack is not None:
+            return fits_outside(piece.name, self.config.targets)
         return all(fits(name, self.config.targets) for name in names_of(piece))
 
     def method_of(self, linear: AnyLinear) -> LinearMethod:
@@ -468,13 +518,17 @@ def make(piece: ShardedPiece, adapter: Adapter) -> list[Made]:
 
 
 def fits_outside(name: str, globs: list[str]) -> bool:
-    """Whether a glob names an embedding or a head: "*" means the linears of the layers."""
+    """Whether a glob names an embedding, a head, or experts that are one tensor: "*" means the linears of layers."""
     return fits(name, [glob for glob in globs if glob.strip("*.") not in ("", "weight")])
 
 
 def names_of(piece: ShardedPiece) -> list[str]:
     """Global names of the matrices that one adapter is for: one, or that of each expert here."""
-    return [piece.name] if piece.experts is None else [piece.name.format(e) for e in piece.experts]
+    return (
+        [piece.name]
+        if piece.experts is None or piece.stack is not None
+        else [piece.name.format(e) for e in piece.experts]
+    )
 
 
 def fits(name: str, globs: list[str]) -> bool:

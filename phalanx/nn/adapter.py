@@ -143,6 +143,7 @@ class Adapter(ABC):
     started     the attributes whose initial values `start` gives
     embeds      whether it can belong to an embedding
     heads       whether it can belong to the head: a LowRankAdapter of one term
+    stacks      whether it can belong to experts that are one tensor: `down` and `up` alone, and no `combine`
     """
 
     Config: ClassVar[Any] = AdapterConfig  # of a subclass: its dataclass, with the shared fields beside its own
@@ -152,6 +153,7 @@ class Adapter(ABC):
     started: ClassVar[tuple[str, ...]] = ()
     embeds: ClassVar[bool] = False
     heads: ClassVar[bool] = False
+    stacks: ClassVar[bool] = False
 
     def __init_subclass__(cls, **more: Any) -> None:
         super().__init_subclass__(**more)

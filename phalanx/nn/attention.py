@@ -86,6 +86,7 @@ class AttentionSpec:
     dropout     of the probabilities; layer: the layer number, a key of its random numbers
     head_norm   names of the RMSNorms of query heads and of key heads (one weight for all heads), and their epsilon
     width_norm  the same of RMSNorms over all query heads at once, and over all key heads
+    unit_norm   epsilon of an RMSNorm of every query and key head that has no weight
     norm        the class of norms of heads
     kind        what is read and how; whether there are sinks and a bias is said by `sinks` and by the table that the
                 layer is given
@@ -109,6 +110,7 @@ class AttentionSpec:
     layer: int = 0
     head_norm: tuple[str, str, float] | None = None
     width_norm: tuple[str, str, float] | None = None
+    unit_norm: float | None = None
     norm: type[RMSNorm] = RMSNorm
     kind: AttentionKind = CAUSAL
     temperature: QueryTemperature | None = None
@@ -180,6 +182,7 @@ class Attention(Module):
         self.q_norm = spec.norm(env, norms[0], head_dim, norms[2]) if norms else None
         self.k_norm = spec.norm(env, norms[1], head_dim, norms[2]) if norms else None
         self.width_norm = WidthNorm(env, spec, own) if spec.width_norm else None
+        self.unit_norm = spec.unit_norm
         self.num_weights = spec.width * (2 * heads + 2 * spec.kv_heads) * head_dim
         self.remembers = PageSpec(self.kv_heads, head_dim, head_dim, window=self.kind.window)
         self.whole_only = whole_only(self.kind)
@@ -224,14 +227,23 @@ class Attention(Module):
         rotated."""
         table = self.rotary.table(batch, qkv.dtype) if self.rotary else None
         shape = (self.heads, self.kv_heads, batch.num_sequences)
-        if self.q_norm is not None and self.k_norm is not None:
-            kernels = self.env.kernels_for(NORM_ROPE)
+        head_norm = self._head_norm(qkv)
+        if head_norm is not None:
             qkv = qkv.view(len(qkv), self.heads + 2 * self.kv_heads, self.head_dim)
-            return norm_rope(qkv, self.q_norm.factor, self.k_norm.factor, self.q_norm.eps, *shape, table, kernels)
+            return norm_rope(qkv, *head_norm, *shape, table, self.env.kernels_for(NORM_ROPE))
         if self.width_norm is not None:
             return rope(self.width_norm(qkv), *shape, table, self.env.kernels_for(ROPE))
         lazy_grad = self.qkv.bias is None and self.qkv.takes_lazy(qkv)  # a bias needs the values of the gradient
         return rope(qkv, *shape, table, self.env.kernels_for(ROPE), lazy_grad)
+
+    def _head_norm(self, qkv: Tensor) -> tuple[Tensor, Tensor, float] | None:
+        """What normalized queries and keys are multiplied by, and epsilon; None: heads are not normalized."""
+        if self.unit_norm is not None:
+            ones = qkv.new_ones(self.head_dim)
+            return ones, ones, self.unit_norm
+        if self.q_norm is None or self.k_norm is None:
+            return None
+        return self.q_norm.factor, self.k_norm.factor, self.q_norm.eps
 
     @property
     def learned(self) -> Learned:

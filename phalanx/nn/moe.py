@@ -11,7 +11,7 @@ import math
 from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 from functools import partial
-from typing import Any, Literal
+from typing import Any, ClassVar, Literal
 
 import torch
 from torch import Tensor
@@ -20,7 +20,7 @@ from torch.autograd import Function
 from phalanx.layout.box import Box, cut
 from phalanx.layout.param import Init, ParamSpec, Piece
 from phalanx.nn.env import Env
-from phalanx.nn.linear import GroupedLinear, gradient_of
+from phalanx.nn.linear import GroupedLinear, UnadaptedGroupedLinear, gradient_of
 from phalanx.nn.linear_method import FusedOp
 from phalanx.nn.module import ONES, ZEROS, Module
 from phalanx.nn.objective import Objective
@@ -29,7 +29,7 @@ from phalanx.ops.dense.activation import GATED, gated_rows
 from phalanx.ops.dense.gate import SWIGLU, Gate
 from phalanx.ops.dense.matmul import local_matmul, wide_matmul
 from phalanx.ops.experts import route as ops
-from phalanx.ops.experts.exchange import EXCHANGES, Dispatch
+from phalanx.ops.experts.exchange import EXCHANGES, Dispatch, Weigh, weighed_rows
 from phalanx.ops.experts.grouped import Later
 from phalanx.ops.experts.permute import PERMUTE
 from phalanx.ops.experts.route import BalanceSums, Choice
@@ -77,6 +77,8 @@ class ExpertNames:
     router_bias: str = ""
     down_bias: str = ""
     activation: Gate = field(default=SWIGLU, kw_only=True)
+    weigh: ClassVar[Weigh] = "outputs"
+    linear: ClassVar[type[GroupedLinear]] = GroupedLinear
 
     @property
     def stacks(self) -> tuple[tuple[str, ...], tuple[str, ...]]:
@@ -116,6 +118,8 @@ class StackedNames:
     down_bias: str
     bias: str = ""
     activation: Gate = field(kw_only=True)
+    weigh: ClassVar[Weigh] = "outputs"
+    linear: ClassVar[type[GroupedLinear]] = GroupedLinear
 
     @property
     def stacks(self) -> tuple[tuple[str, ...], tuple[str, ...]]:
@@ -162,28 +166,75 @@ class ExpertShard:
         )
 
 
+@dataclass(frozen=True, kw_only=True)
+class HalvedNames:
+    """The same where one tensor holds all experts of a layer without biases (Llama 4): gate_up (E, D, 2F) with all
+    gates before all ups, down (E, F, D)."""
+
+    router: str
+    gate_up: str
+    down: str
+    weigh: Weigh = "outputs"
+    bias: str = ""
+    router_bias: str = ""
+    down_bias: str = ""
+    activation: Gate = SWIGLU
+    linear: ClassVar[type[GroupedLinear]] = UnadaptedGroupedLinear
+
+    @property
+    def stacks(self) -> tuple[tuple[str, ...], tuple[str, ...]]:
+        return (self.gate_up,), (self.down,)
+
+    def matrices(self, part: ExpertShard, std: float) -> tuple[ParamSpec, ParamSpec, None]:
+        """Storage of this shard of gate and up, (N, 2F, D), with all gates of an expert before its ups, and of down,
+        (N, D, F)."""
+        (e, f), (a, b), width = (part.experts.start, part.experts.stop), (part.first, part.stop), part.width
+        shape, init, rows = (part.count, width, 2 * part.inner), Init("normal", std), b - a
+        halves = [
+            Piece(
+                self.gate_up,
+                shape,
+                Box((e, 0, first + a), (f, width, first + b)),
+                (slice(0, f - e), slice(row, row + rows), slice(0, width)),
+                init,
+                transposed=True,
+            )
+            for first, row in ((0, 0), (part.inner, rows))
+        ]
+        gate_up = ParamSpec((f - e, 2 * rows, width), tuple(halves), summed_over="edp", role="expert")
+        down = _box(self.down, (part.count, part.inner, width), Box((e, a, 0), (f, b, width)), init, transposed=True)
+        return gate_up, down, None
+
+
+AnyNames = ExpertNames | StackedNames | HalvedNames
+
+
 class Experts(Module):
     """This rank's experts: gate and up of each, (N, 2F, D), and down, (N, D, F). Sharded over ep by expert number and
     over etp by width."""
 
     first_in_memory = ("gate_up.weight", "down.weight", "gate_up.bias")
 
-    def __init__(self, env: Env, names: ExpertNames | StackedNames, count: int, width: int, inner: int, std: float):
+    def __init__(self, env: Env, names: AnyNames, count: int, width: int, inner: int, std: float):
         super().__init__(env)
         gate_up, down, bias = names.matrices(ExpertShard.of(env, count, width, inner), std)
         of_up, of_down = names.stacks
-        self.gate_up = GroupedLinear(env, gate_up, of_up, 0, count, bias)
-        self.down = GroupedLinear(env, down, of_down, 1, count)  # MoE adds its bias, once
+        self.gate_up = names.linear(env, gate_up, of_up, 0, count, bias)
+        self.down = names.linear(env, down, of_down, 1, count)  # MoE adds its bias, once
         self.activation: Gate = names.activation
+        self.weigh: Weigh = names.weigh
 
     def forward(
         self, x: Tensor, ends: Tensor, weights: Tensor | None = None, later: Later | None = None, source: int = 0
     ) -> Tensor:
         """x (R, D) sorted by expert, `ends` (N,) one past each expert's last row -> (R, D) times weights (R,); over
-        etp, a partial sum. Gradients go to those of micro-batch number `source` (train.deterministic).
+        etp, a partial sum; or of rows times weights, if experts' inputs are weighed. Gradients go to those of
+        micro-batch number `source` (train.deterministic).
 
         Weights are applied before the last matmul, which is linear, so that backward does not need its output.
         """
+        if self.weigh == "inputs" and weights is not None:
+            x, weights = weighed_rows(x, ends, weights), None
         recompute, inputs = self.env.recompute, () if weights is None else (weights,)
         fused = self._fused(x)
         if fused is not None:
@@ -205,7 +256,7 @@ class Experts(Module):
 
     def takes_lazy(self, x: Tensor) -> bool:
         """For the rows that come in, and for the gradient of the rows that go out."""
-        return self._fused(x) is not None and self.gate_up.takes_lazy(x)
+        return self.weigh == "outputs" and self._fused(x) is not None and self.gate_up.takes_lazy(x)
 
     def _activate(self, ends: Tensor, gate_up: Tensor, weights: Tensor | None = None) -> Tensor:
         return gated_rows(gate_up, ends, weights, self.activation, self.env.kernels_for(GATED))
@@ -239,7 +290,7 @@ class MoE(Module):
     def __init__(
         self,
         env: Env,
-        names: ExpertNames | StackedNames,
+        names: AnyNames,
         router: Router,
         width: int,
         inner: int,
@@ -270,7 +321,8 @@ class MoE(Module):
         # in evaluation nothing repeats a step that ran out of room
         room = self.env.ops.expert_room if self.training else math.inf
         recompute, experts = self.env.recompute, self.router.num_experts
-        begin = partial(EXCHANGES[self.dispatch], axes=self.env.axes, room=room, sources=self.env.ops.sources)
+        sources, weigh = self.env.ops.sources, self.experts.weigh
+        begin = partial(EXCHANGES[self.dispatch], axes=self.env.axes, room=room, sources=sources, weigh=weigh)
         early = (
             None if recompute.recomputes("experts") or recompute.cuts_at("experts") else begin(self._filled(x, batch))
         )

@@ -37,8 +37,9 @@ class TaskConfig:
     name: str = "pretrain"
     """What is minimised: pretrain (cross entropy of the next token), sft (supervised fine-tuning on the answers of
     chats), dpo (preferences between pairs of answers), distil (a teacher's distributions), mlm (hidden tokens, for
-    models that read both ways), or an objective of your own as PACKAGE.MODULE:NAME. Its own fields stand beside the
-    name."""
+    models that read both ways), classify (classes of texts or tokens), span and ul2 (hidden spans, for
+    encoder-decoders), seq2seq (answers of chats, for encoder-decoders), fim (fill-in-the-middle), or an objective of
+    your own as PACKAGE.MODULE:NAME. Its own fields stand beside the name."""
 
 
 class Objective(ABC):
@@ -49,6 +50,7 @@ class Objective(ABC):
     scores_field  the config key of `scores`, for messages; needs_targets: its file must have the likeliest ids
     both_ways     its labels cannot be read off a token's own context, so models that read both ways can be trained on
                   it; False: labels are next tokens, which such models see
+    over_classes  its labels are classes, which stand beside the data; the model's head is over them
     makes_prefix  its batches say which first tokens of each document read each other (Batch.prefix)
     makes_beside  the streams of tokens that its transform makes beside the text (Sample.beside); `beside` has lengths
     needs_chats   whether it trains on chats and on nothing else
@@ -57,6 +59,7 @@ class Objective(ABC):
     scores_field: ClassVar[str] = "task"
     needs_targets: ClassVar[bool] = False
     both_ways: ClassVar[bool] = False
+    over_classes: ClassVar[bool] = False
     makes_prefix: ClassVar[bool] = False
     makes_beside: ClassVar[tuple[str, ...]] = ()
     needs_chats: ClassVar[bool] = False
@@ -211,11 +214,12 @@ def make_objective(config: TaskConfig) -> Objective:
     return made
 
 
-def usual_task(both_ways: bool, beside: Collection[str] = ()) -> TaskConfig:
+def usual_task(both_ways: bool, beside: Collection[str] = (), over_classes: bool = False) -> TaskConfig:
     """The first of our objectives for models that read both ways, or for the others; beside: what such a model reads
-    beside its text."""
+    beside its text; over_classes: its head is over classes."""
     kinds = ((name, find_objective(name)) for name in names(SEAM))
-    found = (name for name, kind in kinds if kind.both_ways == both_ways and set(kind.makes_beside) == set(beside))
+    wanted = (both_ways, set(beside), over_classes)
+    found = (name for name, kind in kinds if (kind.both_ways, set(kind.makes_beside), kind.over_classes) == wanted)
     return completed_task(TaskConfig(name=next(found)))
 
 

@@ -49,14 +49,20 @@ def check_adapters(run: Run) -> list[Problem]:
 def _check_outside(run: Run, lora: AdapterConfig, names: AdaptedNames) -> list[Problem]:
     """Whether the embedding and the head can have an adapter where a glob names them."""
     method, tied = find_adapter(lora.method), getattr(run.model, "tie_word_embeddings", False)
+    stacks = tuple(name for of_layer in names.stacks for name in of_layer)
     found = []
-    for what, of_what, able in (("embedding", names.embeddings, method.embeds), ("head", names.heads, method.heads)):
+    for what, of_what, able in (
+        ("embedding", names.embeddings, method.embeds),
+        ("head", names.heads, method.heads),
+        ("experts that are one tensor", stacks, method.stacks),
+    ):
         named = [name for name in of_what if fits_outside(name, lora.targets)]
+        ends = what in ("embedding", "head")
         why = {
             f"the method {lora.method} has no form for it": not able,
             "PiSSA has no form for it": getattr(lora, "start", "random") == "pissa",
-            "it is the head too, which would be another matrix": tied,
-            "multi-token prediction reads it too": run.model.predict_layers > 0,
+            "it is the head too, which would be another matrix": ends and tied,
+            "multi-token prediction reads it too": ends and run.model.predict_layers > 0,
             "it is trained whole (lora.also)": any(fits(name, lora.also) for name in named),
         }
         rest = [glob for glob in lora.targets if not any(fits_outside(name, [glob]) for name in named)] or ["*"]
@@ -65,6 +71,12 @@ def _check_outside(run: Run, lora: AdapterConfig, names: AdaptedNames) -> list[P
             problem("lora", lora, "targets", f"must not name the {what}: {reason}", {"names": named[0]}, (rest,))
             for reason in broken[:1]
         ]
+    torn = next((both for both in names.stacks if len({fits_outside(n, lora.targets) for n in both}) > 1), None)
+    if torn is not None and not found:
+        both = list(dict.fromkeys(re.sub(r"\.\d+\.", ".*.", name) for name in torn))
+        missing = next(name for name in torn if not fits_outside(name, lora.targets))
+        rule = "must fit both tensors of a layer's experts, or none"
+        found = [problem("lora", lora, "targets", rule, {"fits not": missing}, ([*lora.targets, *both],))]
     return found
 
 
@@ -77,10 +89,12 @@ def _check_method(run: Run, lora: AdapterConfig, names: AdaptedNames) -> list[Pr
         found.append(problem("train", run.train, "fp8", rule, {"lora.method": lora.method}, (None,)))
     if method.check(lora):  # what is wrong alone comes first: it may not even be a pattern
         return found
+    targets += [((name,), s) for name, s in names.stack_shapes.items() if fits_outside(name, lora.targets)]
     if not targets and hasattr(lora, "dropout"):
         because = {"lora.targets": lora.targets}
         found += no_effect("lora", lora, ("dropout",), "a target that is a linear", because)
-    experts = next((of_one[0] for of_one in names.experts if fits(of_one[0], lora.targets)), None)
+    stacked = [name for name in names.stack_shapes if fits_outside(name, lora.targets)]
+    experts = next((of_one[0] for of_one in names.experts if fits(of_one[0], lora.targets)), next(iter(stacked), None))
     found += [] if experts is None else method.check_experts(lora, experts.removesuffix(".weight"))
     modules = [[name.removesuffix(".weight") for name in of_one] for of_one, _ in targets]
     for field, patterns in method.patterns(lora).items():
@@ -138,7 +152,7 @@ def _check_also(run: Run, lora: AdapterConfig, able: list[str]) -> list[Problem]
 def _check_glob(run: Run, lora: AdapterConfig, glob: str, names: AdaptedNames) -> list[Problem]:
     """A problem if it fits no linear and names neither embedding nor head."""
     able = [name for of_one in names.carriers for name in of_one]
-    outside = (*names.embeddings, *names.heads)
+    outside = (*names.embeddings, *names.heads, *names.stack_shapes)
     if any(fits(name, [glob]) for name in able) or any(fits_outside(name, [glob]) for name in outside):
         return []
     others = [name for name in names.others if fits(name, [glob])]

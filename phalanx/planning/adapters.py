@@ -6,6 +6,7 @@ import re
 from collections.abc import Iterable
 from dataclasses import dataclass
 from functools import lru_cache
+from itertools import groupby
 from typing import Any
 
 from phalanx.base.errors import CheckpointError
@@ -31,8 +32,9 @@ from phalanx.planning.plan import adapted_linears
 class AdaptedNames:
     """Global names of a model's tensors. carriers: linears' weights, which can have adapters, those of the experts of a
     layer together; experts: those of experts among them; by_inputs: of their output matrices; shapes: (outputs, inputs)
-    of each carrier; embeddings, heads: those of tokens, and those of logits (but for tied ones, which are embeddings),
-    which have one where a glob names them; others: all that cannot have one."""
+    of each carrier. What has an adapter where a glob names it: embeddings; heads (tied ones are embeddings); stacks,
+    each a tensor that holds all experts of a layer, the two of a layer together, with stack_shapes of an expert's
+    matrices. others: all that cannot have one."""
 
     carriers: tuple[tuple[str, ...], ...]
     experts: tuple[tuple[str, ...], ...]
@@ -40,22 +42,27 @@ class AdaptedNames:
     shapes: tuple[tuple[int, int], ...]
     embeddings: tuple[str, ...]
     heads: tuple[str, ...]
+    stacks: tuple[tuple[str, ...], ...]
+    stack_shapes: dict[str, tuple[int, int]]
     others: tuple[str, ...]
 
 
 @lru_cache(maxsize=8)
 def adapted_names(model: ModelConfig) -> AdaptedNames:
     """Of a whole model."""
-    pieces = [piece for linear in linears_in(whole_model(model)) for piece in pieces_of(linear)]
+    found = [piece for linear in linears_in(whole_model(model)) for piece in pieces_of(linear)]
+    pieces = [piece for piece in found if piece.stack is None]
+    stack_shapes = {piece.name: (piece.outputs, piece.inputs) for piece in found if piece.stack is not None}
+    stacks = tuple(tuple(own) for _, own in groupby(stack_shapes, lambda name: name.rpartition(".")[0]))
     carriers = {tuple(names_of(piece)): (piece.outputs, piece.inputs) for piece in pieces}
     stacked = {tuple(names_of(piece)): piece.by_inputs for piece in pieces if piece.experts is not None}
     cut = tuple(names for names, by_inputs in stacked.items() if by_inputs)
     embeddings = tuple(dict.fromkeys(m.weight.spec.name for m in embeddings_in(whole_model(model))))
     heads = tuple(dict.fromkeys(m.names[0] for m in heads_in(whole_model(model)) if m.names[0] not in embeddings))
-    able = {*embeddings, *heads, *(name for names in carriers for name in names)}
+    able = {*embeddings, *heads, *stack_shapes, *(name for names in carriers for name in names)}
     others = (name for matrix in stored_together(model) for name in matrix if name not in able)
     shapes, rest = tuple(carriers.values()), tuple(dict.fromkeys(others))
-    return AdaptedNames(tuple(carriers), tuple(stacked), cut, shapes, embeddings, heads, rest)
+    return AdaptedNames(tuple(carriers), tuple(stacked), cut, shapes, embeddings, heads, stacks, stack_shapes, rest)
 
 
 @lru_cache(maxsize=8)
@@ -127,14 +134,21 @@ def peft_config(run: Run, base: str | None = None) -> dict[str, Any] | None:
     names = [name for matrix in stored_together(run.model) for name in matrix]
     also = dict.fromkeys(name.rpartition(".")[0] for name in names if fits(name, lora.also))
     where = base or run.init_from
-    return peft_text(own, where, Modules([*target_modules(taken, able), *rows], list(also)), transposed)
+    stacks = list(known.stack_shapes)
+    whole = target_modules([name for name in stacks if fits_outside(name, lora.targets)], stacks, parts=3)
+    modules = Modules([*target_modules(taken, able), *rows], list(also), whole)
+    return peft_text(own, where, modules, transposed)
 
 
-def target_modules(taken: list[str], able: list[str]) -> list[str]:
-    """The modules that have an adapter, as PEFT's target_modules: by the last part of their names where all modules of
+def target_modules(taken: list[str], able: list[str], parts: int = 1) -> list[str]:
+    """The modules that have an adapter, as PEFT's target_modules: by the last parts of their names where all modules of
     that name have one, else whole."""
-    left = {name.rpartition(".")[2] for name in set(able) - set(taken)}
-    last = {name: name.rpartition(".")[2] for name in taken}
+
+    def end(name: str) -> str:
+        return ".".join(name.split(".")[-parts:])
+
+    left = {end(name) for name in set(able) - set(taken)}
+    last = {name: end(name) for name in taken}
     return list(dict.fromkeys(name if last[name] in left else last[name] for name in taken))
 
 
@@ -147,7 +161,9 @@ def merging_of(model: ModelConfig, lora: AdapterConfig) -> Merging:
     transposed = frozenset(piece.name for spec in specs for piece in spec.pieces if piece.transposed)
     transposed |= frozenset(adapted_names(model).embeddings)  # (vocabulary, width)
     wide = frozenset(piece.name for spec in specs for piece in spec.pieces if not spec.trained)
-    return Merging(method, lora, shapes, transposed, wide, quantized_names(model, lora))
+    found = [piece for linear in linears_in(whole_model(model)) for piece in pieces_of(linear)]
+    stacks = {f"{piece.stack}.weight": piece.name for piece in found if piece.stack is not None}
+    return Merging(method, lora, shapes, transposed, wide, quantized_names(model, lora), stacks)
 
 
 def section_of_folder(folder: str) -> tuple[AdapterConfig, str | None]:

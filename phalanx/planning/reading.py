@@ -6,12 +6,24 @@ from phalanx.config.run import Run
 from phalanx.data.loader import Reading
 from phalanx.data.scores import ScoreFile
 from phalanx.nn.objective import make_objective
+from phalanx.sequence.sample import SampleTransform
 from phalanx.text.vocabulary import sample_facts
 
 
 def reading_of(run: Run) -> Reading:
     """DataError if the score file is unreadable, or the tokenizer lacks what the task needs."""
-    objective, t = make_objective(run.task), run.train
-    facts = sample_facts(run.data, run.model, seq_length=t.seq_length, seed=t.seed)
+    objective = make_objective(run.task)
     scores = None if objective.scores is None else ScoreFile(objective.scores)
-    return Reading(scores, objective.transform(facts))
+    classes = run.model.classes if objective.over_classes else ()
+    return Reading(scores, transform_of(run), classes)
+
+
+def window_length(run: Run) -> int:
+    """Tokens of the data in a sample, which documents are packed into."""
+    return Reading(None, transform_of(run)).length(run.train.seq_length)
+
+
+def transform_of(run: Run) -> SampleTransform | None:
+    """What the task makes of samples. DataError if the tokenizer lacks what it needs."""
+    facts = sample_facts(run.data, run.model, seq_length=run.train.seq_length, seed=run.train.seed)
+    return make_objective(run.task).transform(facts)

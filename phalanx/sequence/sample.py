@@ -10,8 +10,8 @@ Torch is not imported here, so that a config that names a task can be read witho
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
 from functools import cached_property
 
 import numpy as np
@@ -50,6 +50,42 @@ class Sample:
         """(first token, one past the last) of each document; padding is none."""
         borders = [0, *(start for start in self.starts.tolist() if start < self.filled), self.filled]
         return list(zip(borders, borders[1:]))
+
+
+def sample_of(number: int, texts: Sequence[NDArray[np.int64]], room: int, padding: int) -> Sample:
+    """Texts one after another, each a document, and padding, in `room` tokens without labels."""
+    ends = np.cumsum([len(text) for text in texts], dtype=np.int64)
+    filled = int(ends[-1]) if len(ends) else 0
+    return Sample(
+        number,
+        filled_up(texts, room, padding),
+        np.full(room, IGNORE, np.int64),
+        ends[ends < room],
+        filled,
+    )
+
+
+def filled_up(texts: Sequence[NDArray[np.int64]], room: int, value: int) -> NDArray[np.int64]:
+    """(room,) texts one after another, and `value` behind them."""
+    found = np.full(room, value, np.int64)
+    whole = np.concatenate([np.empty(0, np.int64), *texts])
+    found[: len(whole)] = whole
+    return found
+
+
+TextPair = tuple[NDArray[np.int64], NDArray[np.int64]]
+"""What the encoder reads of a document, and what the decoder says."""
+
+
+def two_texts(number: int, pairs: Sequence[TextPair], rooms: tuple[int, int], marks: tuple[int, int]) -> Sample:
+    """A sample of an encoder and a decoder. pairs: of each document; rooms: tokens of both in a sample; marks: the
+    token with which the decoder begins, and padding."""
+    start, padding = marks
+    read, said = ([pair[side] for pair in pairs] for side in (0, 1))
+    inputs = [np.concatenate([[start], text[:-1]]) for text in said]
+    made = sample_of(number, inputs, rooms[1], padding)
+    beside = {ENCODER: sample_of(number, read, rooms[0], padding)}
+    return replace(made, labels=filled_up(said, rooms[1], IGNORE), beside=beside)
 
 
 class SampleTransform(ABC):

@@ -25,6 +25,9 @@ ROLES = {
     "cls": ("[CLS]", "<s>", "<|cls|>"),
     "sep": ("[SEP]", "</s>", "<|sep|>"),
     "pad": ("[PAD]", "<pad>", "<|pad|>", "<|padding|>"),
+    "fim_prefix": ("<fim_prefix>", "<|fim_prefix|>", "<PRE>", "▁<PRE>", "<fim-prefix>"),
+    "fim_middle": ("<fim_middle>", "<|fim_middle|>", "<MID>", "▁<MID>", "<fim-middle>"),
+    "fim_suffix": ("<fim_suffix>", "<|fim_suffix|>", "<SUF>", "▁<SUF>", "<fim-suffix>"),
     "eos": ("</s>", "<|endoftext|>", "<eos>", "[EOS]", "<|end_of_text|>"),
 }
 MOCK_SENTINELS = 100  # of the vocabulary of mock tokens, as many as T5 has
@@ -55,11 +58,11 @@ def vocabulary_of(path: str, vocab_size: int) -> Vocabulary:
     special = np.fromiter(tokenizer.special_tokens.values(), np.int64)
     text = np.setdiff1d(np.arange(min(tokenizer.vocab_size, vocab_size)), special)
     continues, leaves_open = _word_borders(tokenizer, text, vocab_size) or (None, None)
-    roles, source = _roles(tokenizer, path), f"data.tokenizer {path}"
+    roles, source = roles_of(tokenizer, path), f"data.tokenizer {path}"
     return Vocabulary(vocab_size, text, tokenizer.special_tokens, roles, continues, leaves_open, source)
 
 
-def _roles(tokenizer: Tokenizer, path: str) -> dict[str, int]:
+def roles_of(tokenizer: Tokenizer, path: str) -> dict[str, int]:
     """The special tokens that tokenizer_config.json names; else those with a usual name."""
     stated = _tokenizer_config(path)
     found = dict[str, int]()

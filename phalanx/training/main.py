@@ -334,8 +334,12 @@ def start_anew(state: State, log: Log) -> None:
     run, world = state.plan.run, state.mesh.world
     saved = False
     if run.init_from:
-        saved = load_weights(run.init_from, state.buffers, state.mesh)
+        loaded = load_weights(run.init_from, state.buffers, state.mesh, new_head=bool(run.model.classes))
+        saved = loaded.adapters
         init_weights(state.model, lambda spec: not spec.exported and not (saved and spec.trained))
+        if loaded.new:
+            init_weights(state.model, lambda spec: any(piece.name in loaded.new for piece in spec.pieces))
+            log.info(f"new, with random weights, because the folder has none: {', '.join(sorted(loaded.new))}")
         log.info(f"start from the weights{' and adapters' if saved else ''} of {run.init_from}")
     else:
         init_weights(state.model)
@@ -444,7 +448,8 @@ def loop_of(
     reporter = Reporter(
         log, sinks, speed, counters, mesh.device, state.model.fp8.names if state.model.fp8 is not None else ()
     )
-    reporter.filled = loader.filled if run.data.chats else None
+    one_text = run.data.chats and not run.model.reads_beside  # of several the padding is not one number
+    reporter.filled = loader.filled if one_text else None
     reporter.remaining = lambda: (
         total_samples(run, counters.consumed_samples, counters.step) - counters.consumed_samples
     )

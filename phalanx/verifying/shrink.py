@@ -382,7 +382,7 @@ def small_lora(run: Run, model: ModelConfig) -> AdapterConfig | None:
     if run.lora is None:
         return None
     known = adapted_names(model)
-    able = [name for names in known.carriers for name in names] + [*known.embeddings, *known.heads]
+    able = [name for names in known.carriers for name in names] + [*known.embeddings, *known.heads, *known.stack_shapes]
     fitting = [glob for glob in run.lora.targets if any(fits(name, [glob]) for name in able)]
     names = [name for matrix in stored_together(model) for name in matrix]
     also = [glob for glob in run.lora.also if any(fits(name, [glob]) for name in names)]

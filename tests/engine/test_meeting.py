@@ -102,6 +102,7 @@ def changed(base: Run, dice: random.Random) -> tuple[str, Run]:
     ]
     fields = [key for key in fields if key.path != "optim.name"]  # others need other classes
     fields = [key for key in fields if section != "task" or key.owner is type(base.task)]
+    fields = [key for key in fields if section != "optim" or key.owner in type(base.optim).__mro__]
     key = dice.choice([key for key in fields if len(typing.get_args(key.hint)) != 1 or key.path == "model.family"])
     value = tree.get(base, key.path)
     if key.path == "optim.fallback":

@@ -23,7 +23,9 @@ from phalanx.models.glm4_moe import Glm4MoEConfig
 from phalanx.models.gpt2 import GPT2Config
 from phalanx.models.gpt_neox import GPTNeoXConfig
 from phalanx.models.gpt_oss import GptOssConfig
+from phalanx.models.kimi_k25 import KimiK25Config
 from phalanx.models.llama import LlamaConfig
+from phalanx.models.llama4_text import Llama4TextConfig
 from phalanx.models.minimax_m2 import MiniMaxM2Config
 from phalanx.models.mistral import MistralConfig
 from phalanx.models.mixtral import MixtralConfig
@@ -262,6 +264,7 @@ MODELS["t5"] = T5Config(
     relative_attention_num_buckets=8,
     relative_attention_max_distance=10,
 )
+MODELS["t5-dropout"] = replace(MODELS["t5"], dropout_rate=0.1)
 MODELS["t5-tied"] = replace(MODELS["t5"], feed_forward_proj="relu", tie_word_embeddings=True, num_decoder_layers=None)
 MODELS["smollm3"] = SmolLM3Config(
     **SIZES,
@@ -288,6 +291,34 @@ MODELS["modernbert"] = ModernBertConfig(
     num_attention_heads=4,
     max_position_embeddings=SEQ,
     local_attention=6,
+)
+MODELS["llama4_text"] = Llama4TextConfig(
+    **SIZES,
+    **HEADS,
+    intermediate_size=14,
+    intermediate_size_mlp=42,
+    num_hidden_layers=4,
+    head_dim=10,
+    no_rope_layer_interval=3,
+    num_local_experts=8,
+    interleave_moe_layer_step=2,
+    attention_chunk_size=5,
+    floor_scale=3,
+    router_aux_loss_coef=0.1,
+)
+MODELS["kimi_k25"] = KimiK25Config(
+    **SIZES,
+    **LATENTS,
+    intermediate_size=42,
+    num_hidden_layers=3,
+    first_k_dense_replace=1,
+    num_attention_heads=4,
+    q_lora_rank=18,
+    n_routed_experts=8,
+    num_experts_per_tok=3,
+    moe_intermediate_size=14,
+    router_bias_update_rate=0.05,
+    router_aux_loss_coef=0.1,
 )
 MODELS["minimax_m2"] = MiniMaxM2Config(
     **SIZES,

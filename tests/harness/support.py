@@ -83,6 +83,7 @@ ALLOWED = (
     ("train.deterministic", "needs a model whose layers share no weight: their sums have no fixed order"),
     ("layout.cp_degree", "balances the documents of one text, and the model reads two: take fixed"),
     ("lora.base", "must be bf16 with train.fp8, which quantizes weights itself"),
+    ("train.fp8", "must be null: the method reads the frozen weights, of which only FP8 values may be there"),
 )
 """The refusals that there are; another one fails a test."""
 
@@ -138,6 +139,8 @@ def mended(t: Trial, problems: list[Problem]) -> tuple[str, Trial]:
         told.append(f"{first.field}={first.valid[0]}")
         t = replace(t, run=tree.replace_at(t.run, first.field, first.valid[0]))
         problems = broken(t)
+    if t.run.train.fp8 is None:
+        t = replace(t, also=tuple(each for each in t.also if each != "shadow"))  # which are steps of FP8
     return " ".join(told), t
 
 
@@ -162,11 +165,16 @@ def confirm(ranks: RankPool, t: Trial) -> None:
                     ranks.run("tests.harness.support:resume", n, what, Path(folder) / source),
                     truth["more"],
                 )
-        if "export" in t.also and (t.near or t.run.model.reads_beside):  # nothing generates from an encoder's memory
+        if "export" in t.also and (t.near or generates_nothing(t.run.model)):
             for source, savers in saved.items():
                 exports_weights(Path(folder) / source, savers)
         elif "export" in t.also:
             same_exports(Path(folder) / "ranks", Path(folder) / "alone")
+
+
+def generates_nothing(model: Any) -> bool:
+    """Encoders, and decoders that read an encoder's memory."""
+    return bool(model.reads_beside) or model.both_ways
 
 
 def resume_near(ranks: RankPool, t: Trial, alone: Trial, folder: Path, savers: list[dict]) -> None:

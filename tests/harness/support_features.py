@@ -11,15 +11,18 @@ from phalanx.data.config import DataConfig
 from phalanx.forecast.decide import make_plan
 from phalanx.forecast.memory import OVERHEAD, rank_uses
 from phalanx.layout.config import LayoutConfig
+from phalanx.models.bert import BertConfig
 from phalanx.models.deepseek_v3 import DeepseekV3Config
 from phalanx.models.gpt2 import GPT2Config
 from phalanx.models.gpt_oss import GptOssConfig
 from phalanx.models.llama import LlamaConfig
 from phalanx.models.mistral import MistralConfig
 from phalanx.models.mixtral import MixtralConfig
+from phalanx.models.modernbert import ModernBertConfig
 from phalanx.models.qwen2 import Qwen2Config
 from phalanx.models.qwen3 import Qwen3Config
 from phalanx.models.qwen3_moe import Qwen3MoEConfig
+from phalanx.models.registry import load_family
 from phalanx.models.rope import RopeScaling
 from phalanx.models.t5 import T5Config
 from phalanx.nn.adapter import find_adapter
@@ -28,8 +31,11 @@ from phalanx.optim.config import OptimConfig
 
 DENSE = ("llama", "qwen3", "mistral", "qwen2")
 EXPERTS = ("mixtral", "qwen3_moe", "gpt_oss", "deepseek_v3")
-DECODERS = (*DENSE, "gpt2", *EXPERTS)
-FAMILIES = (*DECODERS, "t5")
+DECODERS = (*DENSE, "gpt2", *EXPERTS, "kinds")
+ENCODERS = ("bert", "modernbert")
+FAMILIES = (*DECODERS, *ENCODERS, "t5")
+FAMILY_NAMES = {"kinds": "chunks, caps, bias, both ways"}
+"""Of a family that is not ours, whose layers attend in other ways: the ways."""
 Also = Literal["evaluate", "resume", "export", "init", "shadow", "replicas", "ramp-up", "skip"]
 
 
@@ -82,6 +88,16 @@ def model_of(family: str, unit: int, length: int) -> Any:
                 topk_group=1,
                 router_bias_update_rate=0.05,
             )
+        case "kinds":
+            return load_family("tests.outside.kinds:FAMILY").config(
+                **heads, family="tests.outside.kinds:FAMILY", attends="chunk window"
+            )
+        case "bert":
+            own = dict(intermediate_size=2 * unit, num_attention_heads=4, max_position_embeddings=length)
+            return BertConfig(**common, **own)
+        case "modernbert":
+            own = dict(intermediate_size=2 * unit, num_attention_heads=4, local_attention=6)
+            return ModernBertConfig(**common, **own)
         case "t5":
             own = dict(intermediate_size=2 * unit, num_attention_heads=8, head_dim=unit // 2, num_decoder_layers=3)
             return T5Config(**common, **own, relative_attention_num_buckets=8, relative_attention_max_distance=10)
@@ -129,7 +145,7 @@ class Feature:
 
 
 def family(name: str) -> Feature:
-    return Feature(name, "Models", "family", (name,))
+    return Feature(FAMILY_NAMES.get(name, name), "Models", "family", (name,))
 
 
 def model(name: str, families: tuple[str, ...] = FAMILIES, kind: str = "", **changes: Any) -> Feature:
@@ -340,6 +356,8 @@ def trial(a: Feature, b: Feature) -> Trial:
 
 def task_of(model: Any, length: int) -> TaskConfig:
     """What makes the streams that a model reads."""
+    if model.both_ways:
+        return find_objective("mlm").Config(name="mlm", rate=0.3)
     if not model.reads_beside:
         return TaskConfig()
     task: TaskConfig = find_objective("span").Config(name="span", encoder_length=length * 3 // 2)

@@ -12,7 +12,7 @@ import pytest
 
 from phalanx.base.align import ELEMENTS
 from phalanx.layout.box import Box, cut, flat_range_boxes
-from phalanx.layout.buckets import cut_segments, make_buckets, piece_ranges
+from phalanx.layout.buckets import cut_segments, make_buckets, piece_ranges, replica_ranges
 from phalanx.layout.grid import Coords, Grid
 from phalanx.layout.param import Init, ParamSpec, Piece, Replica
 from phalanx.layout.stages import cut_stages, cut_virtual_stages, given_stages
@@ -245,6 +245,13 @@ def test_ranges_of_pieces():
     (bucket,) = make_buckets([(ParamSpec((4, 5), (narrow,)), frozenset())], Grid())
     with pytest.raises(ValueError, match="v: a replicated piece must be whole rows"):
         piece_ranges(bucket.slots[0])
+    everyone = (Replica("tp", (0, 1)),)
+    columns = [
+        Piece("w", (4, 2), Box((0, i), (4, i + 1)), (slice(0, 4), slice(i, i + 1)), Init("zeros"), replicas=everyone)
+        for i in range(2)
+    ]
+    (bucket,) = make_buckets([(ParamSpec((4, 2), tuple(columns)), frozenset())], Grid(tp=2))
+    assert replica_ranges(bucket.slots[0]) == [(columns[0], (0, 8))], "all of it is held by the same ranks"
 
 
 def test_one_writer_of_each_replica():

@@ -183,6 +183,15 @@ NEW = {
     "smollm3: windows in other layers": replace(
         MODELS["smollm3"], layer_types=("sliding_attention", "full_attention", "full_attention"), attention_bias=True
     ),
+    "llama4_text: layers by number, no chunks": replace(
+        MODELS["llama4_text"],
+        attention_chunk_size=None,
+        moe_layers=(0, 3),
+        interleave_moe_layer_step=1,
+        no_rope_layers=(0, 1, 1, 0),
+        no_rope_layer_interval=4,
+        use_qk_norm=False,
+    ),
     "minimax_m2: a third of each head rotated, tied": replace(
         MODELS["minimax_m2"], partial_rotary_factor=1 / 3, tie_word_embeddings=True
     ),

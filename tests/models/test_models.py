@@ -22,11 +22,12 @@ from phalanx.forecast.decide import make_plan
 from phalanx.layout.config import LayoutConfig
 from phalanx.models.decoder import rotation
 from phalanx.models.decoder_config import DecoderConfig
-from phalanx.models.deepseek_v3 import DeepseekV3Config
+from phalanx.models.deepseek_v3 import LatentConfig
 from phalanx.models.gemma2 import Gemma2Config
 from phalanx.models.gemma3_text import Gemma3TextConfig
 from phalanx.models.gpt2 import GPT2Config
 from phalanx.models.llama import LlamaConfig
+from phalanx.models.llama4_text import Llama4TextConfig
 from phalanx.models.model_config import ModelConfig
 from phalanx.models.olmo3 import Olmo3Config
 from phalanx.models.phi3 import Phi3Config
@@ -137,6 +138,7 @@ CASES = {
 WIDE = (
     Gemma2Config,
     Gemma3TextConfig,
+    Llama4TextConfig,
     Olmo3Config,
     Phi3Config,
 )
@@ -197,7 +199,7 @@ def head_dim_of(config: DecoderConfig) -> int:
 
 
 def rotation_of(config: DecoderConfig) -> Rotation:
-    if isinstance(config, DeepseekV3Config):
+    if isinstance(config, LatentConfig):
         return Rotation(config.qk_rope_head_dim, config.rope_theta, config.rope_scaling, config.max_position_embeddings)
     return next(r for r in (rotation(config, i) for i in range(config.num_hidden_layers)) if r is not None)
 

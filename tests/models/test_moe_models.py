@@ -32,7 +32,7 @@ from phalanx.sequence.batch import IGNORE, Batch
 from tests.harness.checkpoints import make_run
 from tests.harness.parity import MODELS, SEQ, assemble, parts_of, sample_batch
 from tests.harness.sample import each_in_two
-from tests.models.test_models import all_logits, load_weights, rotation_of
+from tests.models.test_models import WIDE, all_logits, load_weights, rotation_of, wide_modules
 
 CASES = {
     "mixtral": replace(MODELS["mixtral"], router_aux_loss_coef=0.0, router_z_loss_coef=0.0),
@@ -61,6 +61,22 @@ CASES = {
         norm_topk_prob=False,
         n_shared_experts=1,
         first_k_dense_replace=0,
+    ),
+    "llama4_text": replace(MODELS["llama4_text"], router_aux_loss_coef=0.0),
+    "llama4_text: two experts a token, no norm of heads, no chunks, biases, tied, llama3 scaling": replace(
+        MODELS["llama4_text"],
+        router_aux_loss_coef=0.0,
+        num_experts_per_tok=2,
+        moe_layers=(0, 1),
+        interleave_moe_layer_step=1,
+        use_qk_norm=False,
+        attention_chunk_size=None,
+        attn_temperature_tuning=False,
+        floor_scale=8192,
+        no_rope_layer_interval=5,
+        attention_bias=True,
+        tie_word_embeddings=True,
+        rope_scaling=MODELS["llama"].rope_scaling,
     ),
     "minimax_m2": replace(MODELS["minimax_m2"], router_aux_loss_coef=0.0),
     "minimax_m2: tied, one key head, all of a head rotated, linear scaling": replace(
@@ -202,7 +218,7 @@ def widen(model, config: ExpertsConfig) -> None:
             module.forward = lambda h, bias, m=module: route_by_bias(h, m, bias.double())
         if kind in ("MixtralTopKRouter", "Qwen3MoeTopKRouter") and not isinstance(config, GptOssConfig):
             module.forward = lambda h, m=module: route(h, m, getattr(m, "norm_topk_prob", True))
-    model.model.rotary_emb.forward = rotary
+    getattr(model, "model", model).rotary_emb.forward = rotary
 
 
 def saved(model) -> dict[str, np.ndarray]:
@@ -218,17 +234,19 @@ def saved(model) -> dict[str, np.ndarray]:
 def hugging_face(case: str) -> dict:
     """Weights, and Hugging Face's logits, loss and gradients on BATCHES."""
     config = CASES[case]
-    torch.manual_seed(0)
-    model = hf_model(config).double().eval()
-    with torch.no_grad():
-        for p in model.parameters():
-            p.normal_(0.0, 0.3).add_(1.0 if p.dim() == 1 else 0.0)
-        for name, b in model.named_buffers():
-            if name.endswith("e_score_correction_bias"):
-                b.normal_(0.0, 0.3)
-    widen(model, config)
     tokens, labels = (torch.cat([getattr(b, n) for b in BATCHES]) for n in ("tokens", "labels"))
-    logits = model(tokens.view(-1, SEQ)).logits.flatten(0, 1)
+    with wide_modules(config):
+        torch.manual_seed(0)
+        model = hf_model(config).double().eval()
+        with torch.no_grad():
+            for p in model.parameters():
+                p.normal_(0.0, 0.3).add_(1.0 if p.dim() == 1 else 0.0)
+            for name, b in model.named_buffers():
+                if name.endswith("e_score_correction_bias"):
+                    b.normal_(0.0, 0.3)
+        if not isinstance(config, WIDE):
+            widen(model, config)
+        logits = model(tokens.view(-1, SEQ)).logits.flatten(0, 1)
     loss = F.cross_entropy(logits, labels, ignore_index=IGNORE, reduction="sum") / (labels != IGNORE).sum()
     loss.backward()
     weights = saved(model)

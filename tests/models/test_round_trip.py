@@ -59,6 +59,7 @@ TRIPS = [
     ("deepseek_v3", dict(pp=2)),
     ("glm4_moe", dict(ep=2)),
     ("minimax_m2", dict(tp=2)),
+    ("llama4_text", dict(ep=2)),
     ("gpt_oss", dict(ep=2)),
     ("gpt_oss", dict(tp=2)),
 ]

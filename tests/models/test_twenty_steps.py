@@ -66,6 +66,7 @@ MODELS = {
     "mixtral": test_moe_models.CASES["mixtral"],
     "qwen3_moe": test_moe_models.CASES["qwen3_moe: some layers dense"],
     "gpt_oss": test_moe_models.CASES["gpt_oss"],
+    "llama4_text": test_moe_models.CASES["llama4_text"],
     "minimax_m2": replace(test_moe_models.CASES["minimax_m2"], router_bias_update_rate=0.0),
     "glm4_moe": replace(test_moe_models.CASES["glm4_moe"], router_bias_update_rate=0.0),
     "deepseek_v3": replace(test_moe_models.CASES["deepseek_v3"], router_bias_update_rate=0.0),

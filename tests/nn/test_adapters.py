@@ -85,6 +85,24 @@ def test_the_head_has_an_adapter_where_it_is_named(ranks, model, world, layout, 
     parity.compare(ranks.run("tests.harness.parity:run_layout", world, run, STEPS, False), truth, STEPS)
 
 
+STACKED = [
+    (2, {"tp": 2}, "bf16"),
+    (4, {"tp": 2, "ep": 2, "etp": 2}, "bf16"),
+    (4, {"ep": 2, "sharding": 3, "bucket_mb": 0}, "int4"),
+]
+
+
+@pytest.mark.parametrize("world, layout, base", STACKED, ids=[str(layout) for _, layout, _ in STACKED])
+def test_experts_that_are_one_tensor_have_adapters_where_they_are_named(ranks, world, layout, base):
+    """Truth: one process in float64. Gate and up are interleaved, and have biases."""
+    run = replace(parity.base_run("gpt_oss"), layout=LayoutConfig(**layout))
+    run = lora(run, rank=3, targets=["*.v_proj.weight", "*.experts.*"], base=base)
+    truth = parity.truth_of(ranks, run, STEPS, False)
+    mine = [name for name in truth["grads"][0] if ".experts." in name]
+    assert len(mine) == 4 * run.model.num_hidden_layers and all(np.any(truth["grads"][0][name]) for name in mine)
+    parity.compare(ranks.run("tests.harness.parity:run_layout", world, run, STEPS, False), truth, STEPS)
+
+
 DROPPED = [
     ("qwen3", 4, {"tp": 2, "pp": 2}, {"recompute": "full"}),
     ("gpt2", 2, {"cp": 2}, {}),  # which has dropout of its own

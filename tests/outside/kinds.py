@@ -4,7 +4,7 @@ fields."""
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
 
 from torch import Tensor
 
@@ -22,23 +22,30 @@ from phalanx.ops.attention.kind import AttentionKind, RelativeBias
 from phalanx.sequence.batch import Batch
 from tests.outside.plain import PlainConfig
 
-TABLE = BiasSpec("model.relative_bias.weight", 4, RelativeBias(8, 12, True), 0.5)
-LAYERS = (
-    AttentionKind("prefix", soft_cap=0.5),
-    AttentionKind(chunk=5, soft_cap=0.5),
-    AttentionKind("both", window=6, bias=TABLE.bias),
-    AttentionKind("both", scale=1.0, bias=TABLE.bias),
-)
-"""By the number of the layer."""
-TEMPERATURES = {1: QueryTemperature(3, 0.4)}
+BIAS = RelativeBias(8, 12, True)
+KINDS = {
+    "prefix": AttentionKind("prefix", soft_cap=0.5),
+    "chunk": AttentionKind(chunk=5, soft_cap=0.5),
+    "window": AttentionKind("both", window=6, bias=BIAS),
+    "both": AttentionKind("both", scale=1.0, bias=BIAS),
+}
+TEMPERATURES = {"chunk": QueryTemperature(3, 0.4)}
+
+
+@dataclass(frozen=True, kw_only=True)
+class KindsConfig(PlainConfig):
+    attends: str = "chunk window"
+    """The kinds of its layers, in turn."""
 
 
 class KindsLayer(Block):
-    def __init__(self, config: PlainConfig, env: Env, layer: int, made: Mapping[str, Parameter]):
+    def __init__(self, config: KindsConfig, env: Env, layer: int, made: Mapping[str, Parameter]):
         super().__init__(env)
         at, width, eps = f"model.layers.{layer}", config.hidden_size, config.rms_norm_eps
-        spec = replace(attention_spec(config, layer), kind=LAYERS[layer], temperature=TEMPERATURES.get(layer))
-        table = None if spec.kind.bias is None else RelativeBiasTable(env, TABLE, (), made)
+        kinds = config.attends.split()
+        name = kinds[layer % len(kinds)]
+        spec = replace(attention_spec(config, layer), kind=KINDS[name], temperature=TEMPERATURES.get(name))
+        table = None if spec.kind.bias is None else table_of(config, env, made)
         self.attention_norm = RMSNorm(env, f"{at}.input_layernorm", width, eps)
         self.attention = Attention(env, spec, table)
         self.mlp_norm = RMSNorm(env, f"{at}.post_attention_layernorm", width, eps)
@@ -49,12 +56,20 @@ class KindsLayer(Block):
         return x + self.mlp(self.mlp_norm(x))
 
 
-def blocks(config: PlainConfig, env: Env) -> Sequence[BlockMaker]:
+def table_of(config: KindsConfig, env: Env, made: Mapping[str, Parameter]) -> RelativeBiasTable:
+    """All layers with a bias share one."""
+    kinds, layers = config.attends.split(), range(config.num_hidden_layers)
+    blocks = [1 + layer for layer in layers if KINDS[kinds[layer % len(kinds)]].bias is not None]
+    spec = BiasSpec("model.relative_bias.weight", config.num_attention_heads, BIAS, 0.5)
+    return RelativeBiasTable(env, spec, env.shared_by(blocks), made)
+
+
+def blocks(config: KindsConfig, env: Env) -> Sequence[BlockMaker]:
     def layer(number: int) -> BlockMaker:
         return lambda made: KindsLayer(config, env, number, made)
 
     head: BlockMaker = lambda made: DecoderHead(config, env, make_head(config, env, made))  # noqa: E731
-    return [lambda made: DecoderEmbedding(config, env), *map(layer, range(len(LAYERS))), head]
+    return [lambda made: DecoderEmbedding(config, env), *map(layer, range(config.num_hidden_layers)), head]
 
 
 class Prefixed(TokenObjective):
@@ -64,4 +79,4 @@ class Prefixed(TokenObjective):
     token_loss = staticmethod(cross_entropy)
 
 
-FAMILY = Family("kinds", PlainConfig, blocks, architecture="KindsForCausalLM")
+FAMILY = Family("kinds", KindsConfig, blocks, architecture="KindsForCausalLM")

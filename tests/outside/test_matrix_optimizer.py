@@ -264,12 +264,14 @@ def test_every_parameter_has_its_role(model):
     for name, shape, role in ((p.name, p.shape, spec.role) for spec in specs for p in spec.pieces):
         if name.endswith("bias") or name.endswith("sinks"):
             expected = {"router"} if "e_score_correction" in name else {"bias"}
-        elif any(word in name for word in ("embed_tokens", "wte", "wpe")):
-            expected = {"embedding"}
-        elif "lm_head" in name:
+        elif "lm_head" in name or "embed_out" in name:
             expected = {"head"}
+        elif "relative_attention_bias" in name:
+            expected = {"bias"}
         elif len(shape) == 1:
             expected = {"norm"} if name.endswith("weight") else {"bias", "router"}
+        elif name == "shared.weight" or any(word in name for word in ("embed", "wte", "wpe")):
+            expected = {"embedding"}
         elif any(word in name for word in ("mlp.gate.weight", "block_sparse_moe.gate.weight", "mlp.router.weight")):
             expected = {"router"}
         elif name.endswith("_bias"):

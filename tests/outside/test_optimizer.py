@@ -185,7 +185,7 @@ def refused(*overrides: str) -> dict[str, tuple[str, tuple]]:
 def test_the_config_has_the_fields_of_the_optimizer():
     run = load_run(None, [*SMALL, f"optim.name={LION}", "optim.beta2=0.5", "optim.lr=1e-3"])
     assert run.optim == lion(beta2=0.5, lr=1e-3)
-    assert load_run(None, [*SMALL, "optim.name=lion"]).optim.name == LION, "another process must find it"
+    assert load_run(None, [*SMALL, "optim.name=example_lion"]).optim.name == LION, "another process must find it"
     assert load_run(None, SMALL).optim.name == "adamw"
 
 

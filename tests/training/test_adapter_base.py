@@ -34,7 +34,7 @@ from phalanx.nn.adapter import find_adapter
 from phalanx.planning.adapters import merging_of, section_of_folder
 from phalanx.training.main import train
 from tests.harness.generation import answers_of
-from tests.models.test_twenty_steps import random_model
+from tests.models.test_twenty_steps import MODELS, random_model
 from tests.training.test_adapter_runs import same
 from tests.training.test_loop import MODEL, make_run
 
@@ -86,7 +86,8 @@ def logits_of(model: torch.nn.Module) -> torch.Tensor:
 
 
 def folder_model(folder: Path) -> torch.nn.Module:
-    return transformers.AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float64).eval()
+    options = {"dtype": torch.float64, "experts_implementation": "eager"}
+    return transformers.AutoModelForCausalLM.from_pretrained(folder, **options).eval()
 
 
 def with_peft(base: Path, adapter: Path) -> torch.nn.Module:
@@ -157,9 +158,9 @@ def test_adapters_of_a_quantized_base_are_merged_into_the_values_that_it_stands_
     assert (found - logprobs_of(plain / "weights")).abs().max() > 1e-4
 
 
-def logprobs_of(weights: Path) -> torch.Tensor:
+def logprobs_of(weights: Path, adapter: str | None = None) -> torch.Tensor:
     """Of the ids but the first, as they are generated with, in fp32."""
-    engine = Engine(load_alone(weights), EngineOptions(sequences=1, tokens=16, memory_gib=0.01))
+    engine = Engine(load_alone(weights, adapter), EngineOptions(sequences=1, tokens=16, memory_gib=0.01))
     options = SamplingOptions(tokens=1, temperature=0, prompt_logprobs=1)
     ((_, _, scores, _),) = answers_of(engine, [(IDS[0], options)])
     return torch.tensor([score.logprob for score in scores[1:] if score])
@@ -241,6 +242,39 @@ def test_another_base_is_refused_with_both_checksums(copied, tmp_path):
         with pytest.raises(CheckpointError, match=f"{file.name} has .* checksum .*{before.xxh3}") as error:
             work()
         assert str(error.value).count("checksum") == 2
+
+
+def test_adapters_of_experts_that_are_one_tensor(tmp_path):
+    """Truth: base and adapters as PEFT applies them. Merged, by generation, and from the folder that PEFT reads."""
+    folder, model = tmp_path / "gpt_oss", replace(MODELS["gpt_oss"], vocab_size=67)
+    random_model(model).save_pretrained(folder)
+    run = replace(run_over(folder, tmp_path / "run", steps=2, targets=["*.q_proj.weight", "*.experts.*"]), model=model)
+    step = trained(run)
+    truth = logits_of(with_peft(folder, step / "adapter"))
+    assert (truth - logits_of(folder_model(folder))).abs().max() > 1e-4
+    merged = merge(step, tmp_path / "merged", merging_of(model, run.lora))
+    torch.testing.assert_close(logits_of(folder_model(merged)), truth, rtol=0, atol=1e-12)
+    again = merge_folder(str(step / "adapter"), str(folder), tmp_path / "again", merging_of(model, run.lora))
+    torch.testing.assert_close(logits_of(folder_model(again)), truth, rtol=0, atol=1e-12)
+    scores = logprobs_of(step / "weights")
+    torch.testing.assert_close(scores, truth[range(len(IDS[0]) - 1), IDS[0][1:]].float(), rtol=0, atol=1e-4)
+    new = replace(run, dir=str(tmp_path / "new"), lora=replace(run.lora, init_from=str(step / "adapter")))
+    assert not check(new, Facts())
+    first = trained(replace(new, train=replace(new.train, steps=1)))
+    assert logits_of(with_peft(folder, first / "adapter")).sub(truth).abs().max() < 0.5
+
+
+def test_adapters_of_a_run_are_served_over_its_base(checkpoint, base, tmp_path):
+    """Truth: what the run itself generates with. What is more than an adapter of linears is refused."""
+    lora = read_manifest(checkpoint).config["lora"]
+    if lora["also"] or "*embed_tokens*" in lora["targets"]:
+        with pytest.raises(ConfigError, match="trained whole|are read"):
+            load_alone(base, str(checkpoint))
+        return
+    torch.testing.assert_close(
+        logprobs_of(base, str(checkpoint)), logprobs_of(checkpoint / "weights"), rtol=0, atol=2e-5
+    )
+    assert (logprobs_of(base) - logprobs_of(checkpoint / "weights")).abs().max() > 1e-4
 
 
 def test_adapters_over_another_base_of_the_same_shapes_are_refused(copied, tmp_path):

@@ -286,6 +286,12 @@ def test_more_rules():
         dora, lora=replace(dora.lora, targets=["*"]), train=replace(run.train, fp8=Fp8Config(recipe="mxfp8"))
     )
     assert "the method reads the frozen weights" in next(p.rule for p in check(both, facts) if p.field == "train.fp8")
-    stacked = with_lora(replace(run, model=base_run("gpt_oss").model), targets=["*.experts.*"])
+    stacked = with_lora(replace(run, model=base_run("gpt_oss").model), targets=["*", "*.experts.down_proj"])
     (found,) = check(stacked, facts)
-    assert "experts that are one tensor cannot" in found.rule
+    assert "must fit both tensors of a layer's experts" in found.rule and found.valid
+    stacked = replace(stacked, lora=replace(stacked.lora, targets=["*", "*.experts.*"], dropout=0.1))
+    (found,) = check(stacked, facts)
+    assert found.field == "lora.dropout" and "must be 0 on experts" in found.rule
+    stacked = replace(stacked, lora=replace(dora.lora, targets=["*", "*.experts.*"]))
+    (found,) = check(stacked, facts)
+    assert "must not name the experts that are one tensor: the method dora has no form" in found.rule

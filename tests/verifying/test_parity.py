@@ -270,6 +270,12 @@ NAMED = {
     ),
     "t5 tied dp4, level 3, pointwise recompute": case("t5-tied", 4, sharding=3, recompute="pointwise"),
     "t5 tp4, overlapped": case("t5", 4, tp=4, tp_overlap="on"),
+    "t5 with dropout, tp2 pp2, packed, full recompute": case(
+        "t5-dropout", 4, tp=2, pp=2, documents="packed", recompute="full", micro_batch=2
+    ),
+    "t5 with dropout, cp2 dp2, all-gather, documents": case(
+        "t5-dropout", 4, cp=2, cp_attention="allgather", documents=True
+    ),
     "t5 cp2, ring, level 3": case("t5", 2, cp=2, cp_attention="ring", sharding=3),
     "t5 tied cp2 tp2, all-gather, packed": case(
         "t5-tied", 4, cp=2, tp=2, cp_attention="allgather", documents="packed", micro_batch=2

@@ -3,10 +3,10 @@ limits of transfer learning with a unified text-to-text transformer", 2020, sect
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from functools import cached_property
-from typing import Any, NamedTuple
+from typing import Any, ClassVar, NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
@@ -14,9 +14,8 @@ from numpy.typing import NDArray
 from phalanx.base.errors import DataError, Problem
 from phalanx.base.rules import problem, within
 from phalanx.nn.objective import TokenObjective, cross_entropy, objective
-from phalanx.sequence.sample import ENCODER, IGNORE, Sample, SampleFacts, SampleTransform
+from phalanx.sequence.sample import ENCODER, Sample, SampleFacts, SampleTransform, Vocabulary, two_texts
 
-NAME = "task.name=span"
 LONGEST = 2**24  # tokens that an encoder may read, as many as train.seq_length may be
 LEAST = 2  # tokens of a document that can be corrupted: one stays, one goes
 Ids = NDArray[np.int64]
@@ -36,20 +35,14 @@ class SpanConfig:
 class SpanCorruption(TokenObjective):
     """Cross entropy of the decoder's tokens: for each span its sentinel and its tokens, and the end of the text."""
 
-    Config = SpanConfig
+    Config: ClassVar[Any] = SpanConfig
     makes_beside = (ENCODER,)
     token_loss = staticmethod(cross_entropy)  # identifies the fused op for the head
 
     @classmethod
     def check(cls, config: Any) -> list[Problem]:
         found = within("task", config, "noise", "(0, 1)", (0.15, 0.5))
-        found += within("task", config, "mean_length", "[1, inf)", (3.0,))
-        if config.encoder_length is None or config.encoder_length < 4:
-            rule = "is required: tokens that the encoder reads of each sequence, at least 4"
-            found.append(problem("task", config, "encoder_length", rule, {}, (512,)))
-        elif config.encoder_length > LONGEST:
-            found.append(problem("task", config, "encoder_length", f"must be <= {LONGEST}", {}, (LONGEST,)))
-        return found
+        return found + within("task", config, "mean_length", "[1, inf)", (3.0,)) + check_encoder_length(config)
 
     @classmethod
     def shrunk(cls, config: Any, seq_length: int) -> Any:
@@ -59,32 +52,39 @@ class SpanCorruption(TokenObjective):
     def beside(self) -> Mapping[str, int]:
         return {ENCODER: self.config.encoder_length or 1}
 
+    def rates(self, vocabulary: Vocabulary) -> tuple[SpanRates, ...]:
+        """Those between which documents draw. DataError if the tokenizer lacks a token that they need."""
+        return (SpanRates(self.config.noise, self.config.mean_length),)
+
     def transform(self, facts: SampleFacts) -> SampleTransform:
-        vocabulary, c = facts.vocabulary, self.config
+        vocabulary, name = facts.vocabulary, f"task.name={self.config.name}"
         start = facts.decoder_start
         if start is None:
-            raise DataError(f"{NAME} is for models with an encoder and a decoder")
+            raise DataError(f"{name} is for models with an encoder and a decoder")
         made = Corruption(
             facts.seed,
-            SpanRates(c.noise, c.mean_length),
-            Rooms(c.encoder_length, facts.seq_length),
-            Marks(
-                tuple(vocabulary.sentinels),
-                vocabulary.role("eos", NAME),
-                start,
-                vocabulary.roles.get("pad", 0),
-            ),
+            self.rates(vocabulary),
+            Rooms(self.config.encoder_length, facts.seq_length),
+            Marks(vocabulary.sentinels, vocabulary.role("eos", name), start, vocabulary.roles.get("pad", 0)),
         )
-        most = made.spans.of(made.longest).spans
-        if len(made.marks.sentinels) < most:
-            there = len(made.marks.sentinels)
+        if len(vocabulary.sentinels) < made.most_spans:
             raise DataError(
-                f"{vocabulary.source} has {there or 'no'} sentinels (<extra_id_0>, <extra_id_1>, ...), and with {NAME} "
-                f"a document of {made.longest} tokens may have {most} spans, each with one of its own: take a "
-                "tokenizer that has them, or longer spans (task.mean_length), less noise (task.noise) or a smaller "
-                "task.encoder_length"
+                f"{vocabulary.source} has {len(vocabulary.sentinels) or 'no'} sentinels (<extra_id_0>, <extra_id_1>, "
+                f"...), and with {name} a document of {made.longest} tokens may have {made.most_spans} spans, each "
+                "with one of its own: take a tokenizer that has them, or less to hide (task.noise, task.mean_length, a "
+                "smaller task.encoder_length)"
             )
         return made
+
+
+def check_encoder_length(config: Any) -> list[Problem]:
+    found = list[Problem]()
+    if config.encoder_length is None or config.encoder_length < 4:
+        rule = "is required: tokens that the encoder reads of each sequence, at least 4"
+        found.append(problem("task", config, "encoder_length", rule, {}, (512,)))
+    elif config.encoder_length > LONGEST:
+        found.append(problem("task", config, "encoder_length", f"must be <= {LONGEST}", {}, (LONGEST,)))
+    return found
 
 
 class Counts(NamedTuple):
@@ -96,10 +96,12 @@ class Counts(NamedTuple):
 
 @dataclass(frozen=True)
 class SpanRates:
-    """How much of a document is hidden: a fixed number of tokens and of spans, given its length."""
+    """How much of a document is hidden: a fixed number of tokens and of spans, given its length. One span is at the
+    document's end. `mode`: a token with which the encoder's text begins; None: with the document."""
 
     noise: float
     mean_length: float
+    mode: int | None = None
 
     def of(self, length: int) -> Counts:
         """Of a document of at least LEAST tokens. Something stays, something goes, and each span follows on something
@@ -111,7 +113,7 @@ class SpanRates:
     def sizes(self, length: int) -> tuple[int, int]:
         """Tokens of the encoder's and of the decoder's text: a sentinel for each span, and an end."""
         hidden, spans = self.of(length)
-        return length - hidden + spans + 1, hidden + spans + 1
+        return length - hidden + spans + 1 + (self.mode is not None), hidden + spans + 1
 
 
 class Rooms(NamedTuple):
@@ -138,20 +140,25 @@ class Marks(NamedTuple):
 
 @dataclass(frozen=True)
 class Corruption(SampleTransform):
-    """Each document of a sample becomes a text of the encoder and one of the decoder with the same number. Where spans
-    lie is drawn by (seed, sample, document)."""
+    """Each document of a sample becomes a text of the encoder and one of the decoder with the same number. Which of the
+    rates it has, and where spans lie, is drawn by (seed, sample, document)."""
 
     seed: int
-    spans: SpanRates
+    rates: tuple[SpanRates, ...]
     rooms: Rooms
     marks: Marks
 
     @cached_property
     def longest(self) -> int:
-        """The length of the longest document whose texts both fit. DataError if none does."""
-        if not self.rooms.hold(self.spans.sizes(LEAST)):
+        """The length of the longest document whose texts both fit, at any rates. DataError if none does."""
+        if not all(self.rooms.hold(each.sizes(LEAST)) for each in self.rates):
             raise DataError(f"no document of {LEAST} tokens fits into {self.rooms}: enlarge train.seq_length")
-        return _longest(self.spans, self.rooms, self.rooms.encoder + self.rooms.decoder)
+        return min(_longest(each, self.rooms, self.rooms.encoder + self.rooms.decoder) for each in self.rates)
+
+    @property
+    def most_spans(self) -> int:
+        """Of a document that fits."""
+        return max(each.of(self.longest).spans for each in self.rates)
 
     def reads(self, seq_length: int) -> int:
         return self.longest
@@ -163,48 +170,34 @@ class Corruption(SampleTransform):
             tokens = np.array(sample.tokens[first:stop], np.int64)
             if len(tokens) and tokens[-1] == self.marks.end:
                 tokens = tokens[:-1]
-            length = _longest(self.spans, rooms, len(tokens))
+            if len(tokens) < LEAST:
+                continue
+            draws = self.draws(len(tokens), sample.number, number)
+            rates = self.rates[int(draws[2][0]) * len(self.rates) >> 32]
+            length = _longest(rates, rooms, len(tokens))
             if length < LEAST:
                 continue
-            pairs.append(self.texts(tokens[:length], sample.number, number))
-            rooms = rooms.without(self.spans.sizes(length))
-        encoder, decoder = ([pair[side] for pair in pairs] for side in (0, 1))
-        inputs = [np.concatenate([[self.marks.start], text[:-1]]) for text in decoder]
-        labels = self._filled_up(decoder, self.rooms.decoder, IGNORE)
-        beside = {ENCODER: self._stream(sample, encoder, self.rooms.encoder)}
-        return replace(self._stream(sample, inputs, self.rooms.decoder), labels=labels, beside=beside)
+            pairs.append(self.texts(tokens[:length], rates, draws))
+            rooms = rooms.without(rates.sizes(length))
+        return two_texts(sample.number, pairs, self.rooms, (self.marks.start, self.marks.padding))
 
-    def texts(self, tokens: Ids, sample: int, document: int) -> tuple[Ids, Ids]:
+    def texts(self, tokens: Ids, rates: SpanRates, draws: tuple[Ids, ...]) -> tuple[Ids, Ids]:
         """What the encoder reads of a document, and what the decoder says."""
-        hidden = noise_mask(self.spans.of(len(tokens)), len(tokens), self._draws(len(tokens), sample, document))
+        hidden = noise_mask(rates.of(len(tokens)), len(tokens), draws)
         starts = hidden & ~np.concatenate([[False], hidden[:-1]])
         sentinels = np.array(self.marks.sentinels, np.int64)[np.cumsum(starts) - 1]
         seen = np.where(starts, sentinels, tokens)[~hidden | starts]
         said = np.stack((sentinels, tokens), 1)[np.stack((starts, hidden), 1)]
-        return np.append(seen, self.marks.end), np.append(said, self.marks.end)
+        mode = [] if rates.mode is None else [rates.mode]
+        return np.array([*mode, *seen, self.marks.end], np.int64), np.append(said, self.marks.end)
 
-    def _draws(self, length: int, sample: int, document: int) -> tuple[Ids, Ids]:
-        """Two 32-bit words for each token of a document."""
+    def draws(self, length: int, sample: int, document: int) -> tuple[Ids, ...]:
+        """Four 32-bit words for each token of a document."""
         from phalanx.base.rng import key_of, rounds  # start-up time: it imports torch
 
         counter = (np.arange(length), *(np.full(1, n, np.int64) for n in (sample & 0xFFFFFFFF, sample >> 32, document)))
-        first, second, _, _ = rounds(counter, key_of(self.seed, "span"))
-        return first, second
-
-    def _stream(self, sample: Sample, texts: Sequence[Ids], room: int) -> Sample:
-        """The texts one after another, as documents, and padding, in `room` tokens without labels."""
-        ends = np.cumsum([len(text) for text in texts], dtype=np.int64)
-        filled = int(ends[-1]) if len(ends) else 0
-        starts = ends[ends < room]
-        labels = np.full(room, IGNORE, np.int64)
-        return Sample(sample.number, self._filled_up(texts, room, self.marks.padding), labels, starts, filled)
-
-    def _filled_up(self, texts: Sequence[Ids], room: int, value: int) -> Ids:
-        found = np.full(room, value, np.int64)
-        if texts:
-            whole = np.concatenate(texts)
-            found[: len(whole)] = whole
-        return found
+        drawn: tuple[Ids, ...] = rounds(counter, key_of(self.seed, "span"))
+        return drawn
 
 
 def _longest(spans: SpanRates, rooms: Rooms, length: int) -> int:
@@ -217,7 +210,7 @@ def _longest(spans: SpanRates, rooms: Rooms, length: int) -> int:
     return low if low >= LEAST else 0
 
 
-def noise_mask(counts: Counts, length: int, draws: tuple[Ids, Ids]) -> NDArray[np.bool_]:
+def noise_mask(counts: Counts, length: int, draws: tuple[Ids, ...]) -> NDArray[np.bool_]:
     """(length,) which tokens are hidden: spans of what stays and of what goes take turns, beginning with what stays.
     All ways to cut each of both into spans of at least one token are equally likely."""
     stays = segment_lengths(length - counts.hidden, counts.spans, draws[0])

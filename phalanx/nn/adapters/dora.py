@@ -28,6 +28,7 @@ class DoRA(LoRA):
     reads_base = True
     embeds = False
     heads = False
+    stacks = False
     started = ("lora_magnitude_vector",)
 
     def __init__(self, piece: LinearPiece, config: Any):

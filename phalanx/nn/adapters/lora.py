@@ -66,6 +66,7 @@ class LoRA(LowRankAdapter):
     peft_type = "LORA"
     embeds: ClassVar[bool] = True
     heads: ClassVar[bool] = True
+    stacks: ClassVar[bool] = True
     started: ClassVar[tuple[str, ...]] = ("lora_A", "lora_B", "start_A", "start_B")
 
     def __init__(self, piece: LinearPiece, config: Any):

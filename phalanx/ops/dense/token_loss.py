@@ -61,12 +61,21 @@ class SparseTargets:
         return SparseTargets(self.ids[tokens], self.weights[tokens])
 
 
+class FromLogits(NamedTuple):
+    """What is computed from the logits themselves when it is asked for: the statistics at a temperature, and the
+    largest logit (T,)."""
+
+    at: Callable[[float], LogitStats]
+    largest: Callable[[], Tensor]
+
+
 class LogitStats:
     """Statistics of T tokens' logits over the whole vocabulary, equal on all tp ranks, in at least fp32.
 
     log_z    (T,) logarithm of the sum of exp(logit)
     target   (T,) logit of the token's label; 0 where it has none
     mean     (T,) mean logit; computed when it is read
+    largest  (T,) the largest logit, without gradients; computed when it is read
     soft     (T,) sum of weight x logit over the targets that the objective gives; computed when it is read
     weights  (T, K) the weights of those targets
     """
@@ -78,15 +87,25 @@ class LogitStats:
         make_mean: Callable[[], Tensor],
         make_soft: Callable[[], Tensor] | None = None,
         weights: Tensor | None = None,
-        make_at: Callable[[float], LogitStats] | None = None,
+        logits: FromLogits | None = None,
     ):
         self.log_z, self.target, self._make_mean = log_z, target, make_mean
-        self._make_soft, self._weights, self._make_at = make_soft, weights, make_at
+        self._make_soft, self._weights, self._logits = make_soft, weights, logits
         self._made_at: dict[float, LogitStats] = {}
 
     @cached_property
     def mean(self) -> Tensor:
         return self._make_mean()
+
+    @property
+    def _from_logits(self) -> FromLogits:
+        if self._logits is None:
+            raise TypeError("these statistics were made without their logits")
+        return self._logits
+
+    @cached_property
+    def largest(self) -> Tensor:
+        return self._from_logits.largest()
 
     @cached_property
     def soft(self) -> Tensor:
@@ -104,10 +123,8 @@ class LogitStats:
         """The statistics of the logits divided by a temperature."""
         if temperature == 1:
             return self
-        if self._make_at is None:
-            raise TypeError("these statistics were made without their logits")
         if temperature not in self._made_at:
-            self._made_at[temperature] = self._make_at(temperature)
+            self._made_at[temperature] = self._from_logits.at(temperature)
         return self._made_at[temperature]
 
     def detach(self) -> LogitStats:
@@ -118,7 +135,7 @@ class LogitStats:
             lambda: self.mean.detach(),
             lambda: self.soft.detach(),
             self._weights,
-            lambda temperature: self.at(temperature).detach(),
+            FromLogits(lambda temperature: self.at(temperature).detach(), lambda: self.largest),
         )
 
 
@@ -172,6 +189,13 @@ def target_logits(logits: Tensor, ids: Tensor, shard: VocabularyShard, tp: Axis)
     return found
 
 
+@torch.no_grad()
+def largest_logits(logits: Tensor, tp: Axis) -> Tensor:
+    """(T,) the largest over all ranks, each of which has its own ids (T, count), perhaps none."""
+    mine = logits.amax(-1) if logits.shape[1] else logits.new_full(logits.shape[:1], -torch.inf)
+    return tp.all_gather(mine.unsqueeze(0)).wait().amax(0)
+
+
 def logit_stats(
     logits: Tensor, labels: Tensor, shard: VocabularyShard, tp: Axis, targets: SparseTargets | None = None
 ) -> LogitStats:
@@ -191,7 +215,10 @@ def logit_stats(
         lambda: _MeanLogit.apply(wide, shard.size, tp),
         soft,
         weights,
-        lambda temperature: logit_stats(wide / temperature, labels, shard, tp, targets),
+        FromLogits(
+            lambda temperature: logit_stats(wide / temperature, labels, shard, tp, targets),
+            lambda: largest_logits(wide, tp),
+        ),
     )
 
 

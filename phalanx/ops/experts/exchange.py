@@ -34,9 +34,12 @@ from phalanx.ops.experts.spread import Spread
 from phalanx.ops.op import Kernels
 
 Dispatch = Literal["allgather", "alltoall", "push"]
+Weigh = Literal["outputs", "inputs"]
+"""What the weights of a token's experts multiply: their outputs, or the token as each of them gets it (Llama 4)."""
 Compute = Callable[[Tensor, Tensor, Tensor | None, Later | None, int], Tensor]
-"""(rows (R, D) sorted by expert, ends (N,), factor of each row's output (R,) or None, a list for work that backward may
-defer or None, the micro-batch that the rows belong to) -> (R, D): the output of this rank's experts."""
+"""(rows (R, D) sorted by expert, ends (N,), weight of each row (R,), which `compute` applies, or None, a list for work
+that backward may defer or None, the micro-batch that the rows belong to) -> (R, D): the output of this rank's
+experts."""
 
 
 def sum_scattered(x: Tensor, axis: Axis, in_order: bool) -> Tensor:
@@ -188,7 +191,7 @@ class _Rows:
     are kept separate).
     """
 
-    def __init__(self, x: Tensor, axes: ModelAxes, room: float = math.inf, sources: int = 0):
+    def __init__(self, x: Tensor, axes: ModelAxes, room: float = math.inf, sources: int = 0, weigh: Weigh = "outputs"):
         self.x, self.axes, self.room, self.sources = x, axes, room, sources
         self.coming: Any = None
         self.carrier: Any = None
@@ -227,8 +230,8 @@ class AllGather(_Rows):
     The transfer starts as soon as this object is constructed, so that the router can run meanwhile.
     """
 
-    def __init__(self, x: Tensor, axes: ModelAxes, room: float = math.inf, sources: int = 0):
-        super().__init__(x, axes, room, sources)
+    def __init__(self, x: Tensor, axes: ModelAxes, room: float = math.inf, sources: int = 0, weigh: Weigh = "outputs"):
+        super().__init__(x, axes, room, sources, weigh)
         self.coming = axes.experts.gather(x.detach())
 
     def send(self, experts: Tensor, count: int, kernels: Kernels = "auto") -> None:
@@ -259,8 +262,9 @@ class AllToAll:
     own, S N on every rank.
     """
 
-    def __init__(self, x: Tensor, axes: ModelAxes, room: float = math.inf, sources: int = 0):
+    def __init__(self, x: Tensor, axes: ModelAxes, room: float = math.inf, sources: int = 0, weigh: Weigh = "outputs"):
         self.x, self.axes, self.in_order, self.sources = x, axes, sources > 0, max(1, sources)
+        self.weigh = weigh
 
     def send(self, experts: Tensor, count: int, kernels: Kernels = "auto") -> None:
         """As in the other exchanges; only the sizes are sent here."""
@@ -296,7 +300,10 @@ class AllToAll:
         leaving = replace(
             leaving, source_R=leaving.source_R[: sum(send)], slot_R=leaving.slot_R[: sum(send)]
         )  # dropped pairs are not sent
-        arrived = swap(gather_rows(x, leaving, kernels), ep, send, receive)
+        going = gather_rows(x, leaving, kernels)
+        if self.weigh == "inputs":
+            going = weighed_rows(going, leaving.ends_E, row_weights(weights, leaving))
+        arrived = swap(going, ep, send, receive)
         sorting = plan_rows(_experts_of(self.arriving, sum(receive)), 0, self.sizes.shape[1], sum(receive), kernels)
         rows = gather_rows(arrived, sorting, kernels, lazy)
         ends = sorting.ends_E.view(self.sources, -1)
@@ -308,8 +315,14 @@ class AllToAll:
             ]
         )
         back = swap(combine_rows(made, None, sorting, len(arrived), kernels, lazy), ep, receive, send)
-        y = combine_rows(back, weights, leaving, len(self.experts), kernels)
+        y = combine_rows(back, weights if self.weigh == "outputs" else None, leaving, len(self.experts), kernels)
         return scatter(y, etp, self.in_order), leaving.wanted.new_zeros(())
+
+
+def weighed_rows(x: Tensor, ends: Tensor, weights: Tensor) -> Tensor:
+    """x (R, D) times weights (R,), in at least fp32; zeros from the last of `ends` on, where both are undefined."""
+    here = (torch.arange(len(x), device=x.device) < ends[-1]).unsqueeze(-1)
+    return torch.where(here, x * weights.unsqueeze(-1), 0).to(x.dtype)
 
 
 def parts_of(rows: Tensor, sizes: int | list[int]) -> Any:

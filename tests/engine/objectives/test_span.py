@@ -31,7 +31,7 @@ MARKS = Marks(tuple(range(9999, 9899, -1)), end=1, start=0, padding=0)
 def corruption(
     noise: float = 0.15, mean: float = 3.0, rooms: tuple[int, int] = (512, 256), seed: int = 1
 ) -> Corruption:
-    return Corruption(seed, SpanRates(noise, mean), Rooms(*rooms), MARKS)
+    return Corruption(seed, (SpanRates(noise, mean),), Rooms(*rooms), MARKS)
 
 
 def sample_of(lengths: list[int], number: int = 0, room: int = 600) -> Sample:
@@ -96,7 +96,7 @@ def test_all_ways_to_cut_are_equally_likely(length, noise, mean):
     made = corruption(noise, mean)
     each = 120
     found = Counter(
-        tuple(noise_mask(made.spans.of(length), length, made._draws(length, sample, document)).tolist())
+        tuple(noise_mask(made.rates[0].of(length), length, made.draws(length, sample, document)).tolist())
         for sample, document in itertools.product(range(each * len(ways) // 4), range(4))
     )
     assert set(found) <= ways

@@ -17,7 +17,7 @@ class LionConfig(px.OptimConfig):
     """Decay of the momentum."""
 
 
-@px.optimizer("lion")
+@px.optimizer("example_lion")
 class Lion(px.Optimizer):
     Config = LionConfig
     state = {"momentum": px.Moment()}
