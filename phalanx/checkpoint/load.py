@@ -332,7 +332,9 @@ class LoadedWeights:
     new: frozenset[str]
 
 
-def load_weights(path: str | Path, buffers: Buffers, mesh: Mesh, new_head: bool = False) -> LoadedWeights:
+def load_weights(
+    path: str | Path, buffers: Buffers, mesh: Mesh, new_head: bool = False, encodes: bool = True
+) -> LoadedWeights:
     """Masters and weights from a Hugging Face safetensors folder (or the `weights/` of one of our checkpoints), in any
     dtype, MXFP4, or FP8 with block scales, in one file or several with an index.
 
@@ -342,7 +344,7 @@ def load_weights(path: str | Path, buffers: Buffers, mesh: Mesh, new_head: bool 
 
     Adapters saved with these weights are loaded too, and the weights of the model that were trained beside them.
     CheckpointError if there are any, and the model has none. new_head: the folder may be of a model with the head of
-    another task.
+    another task. encodes: whether weights that are kept as quantized values are read from it too.
     """
     folder = folder_of(path)
     beside = together(mesh.world, lambda: adapter_folder(folder))
@@ -350,7 +352,7 @@ def load_weights(path: str | Path, buffers: Buffers, mesh: Mesh, new_head: bool 
     held: list[Held] = [(f, f.master) for f in holders]
     wanted_adapters = wanted_names(mesh, adapters_to_load(held))
     together(mesh.world, lambda: check_wanted(folder, beside, wanted_adapters))
-    base = wanted_names(mesh, [], encoded_shapes(buffers))
+    base = wanted_names(mesh, [], encoded_shapes(buffers)) if encodes else {}
     wanted = {**wanted_names(mesh, masters_to_load(held)), **base}
     at = agree_on(mesh.world, str(path))
     check_base(at, mesh.world)
@@ -384,7 +386,8 @@ def load_weights(path: str | Path, buffers: Buffers, mesh: Mesh, new_head: bool 
             fill_masters([f])
 
     agree(mesh.world, fill_holders)
-    agree(mesh.world, lambda: encode_from(buffers, index, at.folder, at.receipts))
+    if encodes:
+        agree(mesh.world, lambda: encode_from(buffers, index, at.folder, at.receipts))
     _publish(buffers)
     return LoadedWeights(beside is not None, new)
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import json
 import math
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -20,9 +20,10 @@ from phalanx.checkpoint.tensors import open_tensors
 from phalanx.nn.adapter import by_pattern
 
 DOWN, UP = ".lora_A.weight", ".lora_B.weight"
+START = ".start_A.weight", ".start_B.weight"  # of PiSSA, what it takes out of the matrix (nn/adapters/lora.py)
+LENGTHS = ".lora_magnitude_vector"  # of DoRA, the trained lengths of the matrix' rows
 NEEDS_OTHER_BASE = ("pissa", "olora", "corda", "eva", "loftq", "lora_ga")  # starts that change the base's weights
 MUST_BE_UNSET = {
-    "use_dora": "DoRA is not a sum: merge it into its base with PEFT",
     "modules_to_save": "these modules are trained whole, which only a merged model can have",
     "lora_bias": "biases of adapters are not served",
     "target_parameters": "adapters of experts that are one tensor are not served",
@@ -33,11 +34,21 @@ MUST_BE_UNSET = {
 
 
 @dataclass(frozen=True)
+class LowRank:
+    """Two tensors of an adapter, by the ends of their names, and what their product is multiplied by."""
+
+    down: str
+    up: str
+    rank: int
+    scale: float
+
+
+@dataclass(frozen=True)
 class LoRAFolder:
     """One adapter. By name of the weight that it belongs to:
 
-    ranks    of its matrices
-    scales   what it adds is multiplied by
+    terms    what is added to it: one product; of PiSSA a second
+    lengths  names of those whose rows get trained lengths (DoRA)
 
     shapes   of its tensors, by the model's names for them
     receipt  of its file in one of our checkpoints; None: it is from elsewhere
@@ -45,11 +56,16 @@ class LoRAFolder:
     """
 
     path: Path
-    ranks: dict[str, int]
-    scales: dict[str, float]
+    terms: dict[str, tuple[LowRank, ...]]
+    lengths: frozenset[str]
     shapes: dict[str, tuple[int, ...]]
     receipt: Receipt | None = None
     owner: Path | None = None
+
+    @property
+    def ranks(self) -> dict[str, int]:
+        """Of all terms of a matrix together."""
+        return {name: sum(term.rank for term in terms) for name, terms in self.terms.items()}
 
     @property
     def file(self) -> str:
@@ -61,28 +77,44 @@ def read_lora_folder(given: str) -> LoRAFolder:
     CheckpointError for what is missing, or is no plain LoRA."""
     path, owner = _folder(given)
     receipt = None if owner is None else read_manifest(owner).receipts(FOLDER)[FILE]
-    config = read_peft_config(path)
+    config = read_peft_config(path, ("use_dora",)) if (path / CONFIG).is_file() else _own_config(given, owner)
     with open_tensors(path / FILE, receipt) as tensors:
-        shapes = {key: tensors.shape(key) for key in tensors.keys()}
-    down = {key.removesuffix(DOWN): shape for key, shape in shapes.items() if key.endswith(DOWN)}
-    up = {key.removesuffix(UP): shape for key, shape in shapes.items() if key.endswith(UP)}
-    others = [key for key in shapes if not key.startswith(PREFIX) or not key.endswith((DOWN, UP))]
+        shapes = {key.removeprefix(PREFIX): tensors.shape(key) for key in tensors.keys()}
+        foreign = [key for key in tensors.keys() if not key.startswith(PREFIX)]
+    pairs = ((DOWN, UP), *((START,) if config.get("starts") else ()))
+    ends = [end for pair in pairs for end in pair] + ([LENGTHS] if config.get("use_dora") else [])
+    others = [*foreign, *(key for key in shapes if not key.endswith(tuple(ends)))]
     if others:
-        raise CheckpointError(f"{path / FILE}: {others[0]}: only {PREFIX}...{DOWN} and {UP} are read")
-    torn = [key for key in {**down, **up} if key not in up or key not in down or down[key][0] != up[key][1]]
-    if torn or not down:
-        rule = f"{torn[0]} needs both {DOWN} (rank, inputs) and {UP} (outputs, rank)" if torn else "holds no adapter"
-        raise CheckpointError(f"{path / FILE}: {rule}")
-    modules = [key.removeprefix(PREFIX) for key in down]
-    ranks = {f"{name}.weight": down[PREFIX + name][0] for name in modules}
-    scales = {f"{name}.weight": _scale(config, name, ranks[f"{name}.weight"]) for name in modules}
-    own = {key.removeprefix(PREFIX): shape for key, shape in shapes.items()}
-    return LoRAFolder(path, ranks, scales, own, receipt, owner)
+        raise CheckpointError(f"{path / FILE}: {others[0]}: only {PREFIX}...{' and '.join(ends)} are read")
+    modules = list(dict.fromkeys(key.removesuffix(end) for key in shapes for end in ends if key.endswith(end)))
+    torn = [m for m in modules if any(m + end not in shapes for end in ends) or not _fit(shapes, m, pairs)]
+    if torn or not modules:
+        lacks = f"{torn[0]} needs all of {', '.join(ends)}, of one rank" if torn else "holds no adapter"
+        raise CheckpointError(f"{path / FILE}: {lacks}")
+    terms = {f"{m}.weight": _terms(config, m, shapes, pairs) for m in modules}
+    lengths = frozenset(terms) if config.get("use_dora") else frozenset[str]()
+    return LoRAFolder(path, terms, lengths, shapes, receipt, owner)
+
+
+def _fit(shapes: Mapping[str, tuple[int, ...]], module: str, pairs: Iterable[tuple[str, str]]) -> bool:
+    """Whether both matrices of each pair have the same rank."""
+    return all(shapes[module + down][0] == shapes[module + up][1] for down, up in pairs)
+
+
+def _terms(
+    config: dict[str, Any], module: str, shapes: Mapping[str, tuple[int, ...]], pairs: Iterable[tuple[str, str]]
+) -> tuple[LowRank, ...]:
+    """What is taken out again (PiSSA) has the same scale, with another sign."""
+    made = list[LowRank]()
+    for sign, (down, up) in zip((1.0, -1.0), pairs):
+        rank = shapes[module + down][0]
+        made.append(LowRank(down, up, rank, sign * _scale(config, module, rank)))
+    return tuple(made)
 
 
 def check_base(folder: LoRAFolder, linears: Mapping[str, tuple[int, int]]) -> None:
     """CheckpointError unless all of it belongs to a model with linears of these names, outputs and inputs."""
-    for name in folder.ranks:
+    for name in folder.terms:
         if name not in linears:
             like = near(name, tuple(linears))
             hint = f"; it has {', '.join(like)}" if like else ""
@@ -97,17 +129,28 @@ def check_base(folder: LoRAFolder, linears: Mapping[str, tuple[int, int]]) -> No
 
 
 def _folder(given: str) -> tuple[Path, Path | None]:
-    """The folder with PEFT's files, and the checkpoint of ours that it is in; None: it is from elsewhere."""
+    """The folder with the adapter, and the checkpoint of ours that it is in; None: it is from elsewhere."""
     path = Path(given)
-    if (path / CONFIG).is_file() and not (path.name == FOLDER and (path.parent / NAME).is_file()):
+    inside = path.name == FOLDER and (path.parent / NAME).is_file()
+    if (path / CONFIG).is_file() and not inside:
         return path, None
-    if (path / FILE).is_file() and not (path / CONFIG).is_file():
+    if (path / FILE).is_file() and not inside:
         raise CheckpointError(f"{path} has {FILE}, but no {CONFIG} that says how to read it")
-    weights = find(str(path.parent) if (path / CONFIG).is_file() else given) / "weights"
+    weights = find(str(path.parent) if inside else given) / "weights"
     found = adapter_folder(weights)
-    if found is None or not (found.path / CONFIG).is_file():
+    if found is None:
         raise CheckpointError(f"{given} holds no adapter in PEFT's format ({CONFIG}, or {FOLDER}/{CONFIG})")
     return found.path, weights.parent
+
+
+def _own_config(given: str, owner: Path | None) -> dict[str, Any]:
+    """What adapter_config.json would say of a checkpoint's adapters that PEFT does not read as they are: those of
+    PiSSA."""
+    lora = {} if owner is None else read_manifest(owner).config.get("lora") or {}
+    if lora.get("method") != "lora" or lora.get("start") != "pissa":
+        raise CheckpointError(f"{given} holds adapters of {lora.get('method')}: LoRA, PiSSA and DoRA are served")
+    own = {"lora_alpha": lora["alpha"], "use_rslora": lora["rank_stabilised"], "alpha_pattern": lora["alpha_pattern"]}
+    return {**own, "starts": True}
 
 
 # of MUST_BE_UNSET, what a run can start from although it is not served

@@ -84,16 +84,23 @@ class BaseAndAdapters:
     title: str
 
 
-def merge(path: str | Path, out: str | Path, merging: Merging, dtype: str | None = None) -> Path:
+def merge(
+    path: str | Path,
+    out: str | Path,
+    merging: Merging,
+    dtype: str | None = None,
+    drawn: Callable[[str], Tensor] | None = None,
+) -> Path:
     """The weights of a checkpoint with its adapters merged into them, as a Hugging Face folder; computed in float64
     from the masters and rounded once to `dtype` (default: that of the run). Its report compares what was written, read
-    back, with what was computed."""
+    back, with what was computed. drawn: the random weights, by name, that the run kept as quantized values; None: they
+    are in a folder."""
     with Contents(path) as contents, ExitStack() as opened:
         beside, shapes = _adapters(contents), dict(merging.shapes)
         adapters = merging.by_matrix(name for name in contents.shapes(contents.best) if name not in shapes)
         _check_matrices(adapters, shapes, beside.path)
         narrow = _stated_dtype(contents.weights)
-        read = opened.enter_context(_base_of(contents, merging))
+        read = drawn or opened.enter_context(_base_of(contents, merging))
 
         def trained_on(name: str) -> Tensor:
             if name in merging.quantized:

@@ -214,14 +214,17 @@ def merged(path: str, out: str, dtype: str | None) -> Path:
     from phalanx.base.errors import CheckpointError
     from phalanx.checkpoint.hf import model_config_from_hf
     from phalanx.checkpoint.merge import merge
-    from phalanx.inference.load import adapters_of, weights_folder
+    from phalanx.engine.adapter_start import initial_tensors
+    from phalanx.inference.load import adapters_of, drawn_base, weights_folder
     from phalanx.planning.adapters import merging_of
 
     weights = weights_folder(path)
     lora = adapters_of(weights)
     if lora is None:
         raise CheckpointError(f"{path} holds no adapters that a run trained: there is nothing to merge")
-    return merge(path, out, merging_of(model_config_from_hf(weights), lora), dtype)
+    model, drawn = model_config_from_hf(weights), drawn_base(weights)
+    own = None if drawn is None else initial_tensors(drawn.run_of(model), drawn.dtype)
+    return merge(path, out, merging_of(model, lora), dtype, own)
 
 
 @checkpoint.command(short_help="Name another place of the base of adapters.")

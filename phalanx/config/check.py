@@ -56,7 +56,6 @@ def check_values(run: Run, facts: Facts) -> list[Problem]:
     return [
         *facts.env,
         *check_model(run.model, tp=run.layout.tp, seq_length=run.train.seq_length),
-        *check_trained_with(run),
         *check_beside(run),
         *check_layout(
             run.layout,
@@ -188,16 +187,6 @@ def check_recompute(run: Run) -> list[Problem]:
             "train", c, ("recompute_ops",), "recompute other than full", {"train.recompute": c.recompute}
         )
     return found + check_offload(run)
-
-
-def check_trained_with(run: Run) -> list[Problem]:
-    """Fields of models that folders may have with values for which training is not built."""
-    model = run.model
-    return [
-        problem("model", model, name, f"must be {value} in training", {"model.family": model.family}, (value,))
-        for name, value in model.trained_with.items()
-        if getattr(model, name) != value
-    ]
 
 
 def check_beside(run: Run) -> list[Problem]:

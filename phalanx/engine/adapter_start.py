@@ -80,13 +80,14 @@ class Starts:
         return find_adapter(lora.method).start(lora, matrix.removesuffix(".weight"), oriented)
 
 
-def initial_tensors(run: Run) -> ReadTensor:
-    """The random initial values of a model's tensors."""
+def initial_tensors(run: Run, dtype: torch.dtype | None = None) -> ReadTensor:
+    """The random initial values of a model's tensors, in a dtype; None: in that of the masters."""
+    wide = torch.float64 if run.train.precision == "fp64" else torch.float32
     pieces = {piece.name: piece for spec in whole_specs(run.model) for piece in spec.pieces}
 
     def read(name: str) -> Tensor:
         piece = replace(pieces[name], box=Box.full(pieces[name].shape))
-        whole = torch.zeros(piece.shape, dtype=torch.float64 if run.train.precision == "fp64" else torch.float32)
+        whole = torch.zeros(piece.shape, dtype=dtype or wide)
         fill(whole, piece, run.train.seed)
         return whole
 

@@ -19,7 +19,6 @@ from phalanx.base.pairwise import pairwise_sum
 from phalanx.base.placement import Placement
 from phalanx.base.registry import BUILT_IN
 from phalanx.base.text_table import table
-from phalanx.checkpoint.load import load_weights
 from phalanx.checkpoint.manifest import NAME, parse
 from phalanx.comm.mesh import Mesh, leave_world
 from phalanx.config.run import Run
@@ -31,7 +30,7 @@ from phalanx.engine.build import build_for_inference
 from phalanx.engine.evaluate import summed
 from phalanx.engine.meeting import device_of, identity, join
 from phalanx.forecast.decide import make_plan
-from phalanx.inference.load import forward_only, run_of_folder
+from phalanx.inference.load import forward_only, load_all, run_of_folder
 from phalanx.nn.objective import SEAM, find_objective, make_objective
 from phalanx.pipeline.execute import Stages, execute
 from phalanx.planning.order import eval_samples
@@ -117,7 +116,7 @@ class ForwardOnly:
     def __init__(self, plan: Plan, mesh: Mesh, weights: str | Path):
         self.plan, self.mesh = plan, mesh
         buffers, self.stages = build_for_inference(plan, mesh)
-        load_weights(weights, buffers, mesh)
+        load_all(Path(weights), plan.run.model, buffers, mesh)
 
     @torch.no_grad()
     def __call__(self, batches: list[Batch]) -> Tensor:

@@ -213,9 +213,8 @@ def step_text(run: Run, data: StepData, dp: int, tokenizer: Tokenizer | None) ->
     for micro in data.micro_batches:
         lines.append(f"\ndata-parallel rank {micro.rank}, micro-batch {micro.number}")
         if run.layout.cp > 1:
-            pairs = pairs_read(
-                micro.batch, SequenceShard(0, run.layout.cp, run.layout.cp_degree == "dynamic", run.layout.cp_ulysses)
-            )
+            part = SequenceShard(0, run.layout.cp, run.layout.cp_degree == "dynamic", run.layout.cp_ulysses)
+            pairs = pairs_read(micro.batch, part, run.model.both_ways)
             most = max(pairs) * len(pairs) / sum(pairs)
             lines.append(
                 f"  context-parallel ranks read {', '.join(f'{n:,}' for n in pairs)} keys, the most "
@@ -270,10 +269,14 @@ def where_from(row: SequenceRow, length: int) -> str:
     return f"{row.file} tokens {row.first:,}..{row.first + length - 1:,}"
 
 
-def pairs_read(batch: Batch, like: SequenceShard) -> list[int]:
+def pairs_read(batch: Batch, like: SequenceShard, both_ways: bool = False) -> list[int]:
     """How many keys the queries of each shard read, in a batch of whole sequences sharded like `like`, summed over
-    queries: those before it in the document, and its own."""
-    return [int((batch.cut(replace(like, index=i)).positions + 1).sum()) for i in range(like.count)]
+    queries: those before it in the document, and its own; both ways, all of its document."""
+    parts = [batch.cut(replace(like, index=i)) for i in range(like.count)]
+    if not both_ways:
+        return [int((part.positions + 1).sum()) for part in parts]
+    number, _ = batch.runs
+    return [int(number.bincount()[part.runs[0]].sum()) for part in parts]
 
 
 def _passage_text(p: Passage) -> str:

@@ -21,27 +21,30 @@ from torch import Tensor
 
 from phalanx.base.errors import CheckpointError, ConfigError, Problem
 from phalanx.checkpoint.adapters import PREFIX
-from phalanx.checkpoint.lora_folder import DOWN, UP, LoRAFolder, check_base, read_lora_folder
+from phalanx.checkpoint.lora_folder import DOWN, LENGTHS, UP, LoRAFolder, check_base, read_lora_folder
 from phalanx.checkpoint.storage import Receipt
 from phalanx.checkpoint.tensors import Index, Stored, StoredBox
 from phalanx.comm.mesh import Mesh
 from phalanx.config.run import Run
 from phalanx.layout.box import Box
+from phalanx.layout.param import Init
 from phalanx.nn.adapted_linear import AdaptedMethod
 from phalanx.nn.adapter import Adapter, AdapterConfig, LinearPiece
 from phalanx.nn.module import Block
 from phalanx.planning.adapters import linear_shapes
 
-METHOD = f"{__name__}:StackedLoRA"
+METHOD, WITH_LENGTHS = f"{__name__}:StackedLoRA", f"{__name__}:StackedDoRA"
 NONE = 0  # the number of no adapter
 
 
 @dataclass(frozen=True, kw_only=True)
 class StackedConfig:
-    """Of each adapter, by name of the weight that it belongs to: its rank, and its scale."""
+    """Of each adapter, by name of the weight that it belongs to: ranks and scales of what it adds (of one product, or
+    of several), and the weights whose rows get lengths."""
 
-    ranks: list[dict[str, int]] = field(default_factory=list)
-    scales: list[dict[str, float]] = field(default_factory=list)
+    ranks: list[dict[str, list[int]]] = field(default_factory=list)
+    scales: list[dict[str, list[float]]] = field(default_factory=list)
+    lengths: list[list[str]] = field(default_factory=list)
 
 
 class StackedLoRA(Adapter):
@@ -52,23 +55,77 @@ class StackedLoRA(Adapter):
 
     def __init__(self, piece: LinearPiece, config: Any):
         super().__init__(piece, config)
-        ranks = [of_one.get(piece.name, 0) for of_one in config.ranks]
-        self.lora_A = self.down(piece, sum(ranks))
-        self.lora_B = self.up(piece, sum(ranks))
+        self.ranks = [sum(of_one.get(piece.name, [])) for of_one in config.ranks]
+        self.lora_A = self.down(piece, sum(self.ranks))
+        self.lora_B = self.up(piece, sum(self.ranks))
         self.tokens: TokenAdapters | None = None
-        self.factors = torch.zeros(1 + len(ranks), sum(ranks), dtype=torch.float64)
-        for number, (rank, begin) in enumerate(zip(ranks, starts(ranks))):
-            self.factors[1 + number, begin : begin + rank] = config.scales[number].get(piece.name, 0.0)
+        self.factors = torch.zeros(1 + len(self.ranks), sum(self.ranks), dtype=torch.float64)
+        for number, begin in enumerate(starts(self.ranks)):
+            for rank, scale in zip(*(of_all[number].get(piece.name, []) for of_all in (config.ranks, config.scales))):
+                self.factors[1 + number, begin : begin + rank] = scale
+                begin += rank
 
     def begin(self, tokens: TokenAdapters, like: Tensor) -> None:
         """From now on `tokens` says which token has which; `like`: where, and in which dtype, they are."""
         self.tokens, self.factors = tokens, self.factors.to(like.device, like.dtype)
 
-    def delta(self, x: Tensor) -> Tensor:
+    @property
+    def known_tokens(self) -> TokenAdapters:
         if self.tokens is None:
             raise RuntimeError("adapters of several requests are computed by an engine alone")
+        return self.tokens
+
+    def delta(self, x: Tensor) -> Tensor:
         narrow = self.lora_A(x)
-        return self.lora_B(narrow * self.factors[self.tokens.here])
+        return self.lora_B(narrow * self.factors[self.known_tokens.here])
+
+
+class StackedDoRA(StackedLoRA):
+    """The same, where some have lengths: what a token's adapter gives together with the matrix is multiplied by their
+    ratio to the lengths of the rows of both (nn/adapters/dora.py), which are computed once."""
+
+    Config = StackedConfig
+    reads_base = True
+
+    def __init__(self, piece: LinearPiece, config: Any):
+        super().__init__(piece, config)
+        self.with_lengths = [number for number, names in enumerate(config.lengths) if piece.name in names]
+        for number in self.with_lengths:
+            setattr(self, lengths_of(number), self.per_output(piece, Init("ones")))
+        self._ratios: Tensor | None = None
+
+    def combine(self, base: Tensor, delta: Tensor) -> Tensor:
+        if not self.with_lengths:
+            return base + delta
+        if self._ratios is None:
+            raise RuntimeError("adapters with lengths are settled before they are used")
+        return (base + delta) * self._ratios[self.known_tokens.of(len(base))]
+
+    def settle(self) -> None:
+        """(1 + adapters, outputs here), 1 for those without lengths."""
+        if not self.with_lengths:
+            return
+        weight, first, second = (_wide(t) for t in (self.piece.weight, self.lora_A.weight, self.lora_B.weight))
+        ratios = torch.ones(1 + len(self.ranks), len(weight), dtype=weight.dtype, device=weight.device)
+        begins = starts(self.ranks)
+        for number in self.with_lengths:
+            own = slice(begins[number], begins[number] + self.ranks[number])
+            scales = self.factors[1 + number, own].to(weight.device, weight.dtype)
+            whole = weight + (second[:, own] * scales) @ first[own]
+            length = self.piece.sum_over_inputs((whole * whole).sum(-1)).sqrt()
+            ratios[1 + number] = _wide(getattr(self, lengths_of(number)).weight) / length
+        self._ratios = ratios.to(self.piece.weight.dtype)
+
+
+def lengths_of(number: int) -> str:
+    """The attribute of an adapter's lengths."""
+    return f"lora_magnitude_vector_{number}"
+
+
+def _wide(x: Tensor) -> Tensor:
+    """In fp64 if it is, else in fp32; without gradients."""
+    x = x.detach()
+    return x if x.dtype.itemsize == 8 else x.float()
 
 
 def starts(ranks: Iterable[int]) -> list[int]:
@@ -88,6 +145,7 @@ class TokenAdapters:
         self._numbers = {name: number for number, name in enumerate(served.folders, NONE + 1)}
         self._other = NONE if served.every is None else self._numbers[served.every]
         self.here = torch.zeros(0, dtype=torch.int64, device=mesh.device)
+        self.gathered = self.here  # those of all ranks of tp
         self._mesh = mesh
         self._of_rows = torch.zeros(rows, dtype=torch.int64, device=mesh.device)
         self._known = [NONE] * rows
@@ -102,7 +160,12 @@ class TokenAdapters:
     def choose(self, owners: Tensor) -> None:
         """owners (T,): rows of the sequences of a step's tokens, T what tp and cp divide."""
         mesh = self._mesh
-        self.here = mesh.tp.own_rows(mesh.cp.own_rows(self._of_rows[owners]))
+        self.gathered = mesh.cp.own_rows(self._of_rows[owners])
+        self.here = mesh.tp.own_rows(self.gathered)
+
+    def of(self, count: int) -> Tensor:
+        """Of so many tokens: this rank's, or those that a linear has gathered over tp."""
+        return self.here if count == len(self.here) else self.gathered
 
 
 @dataclass(frozen=True)
@@ -115,10 +178,14 @@ class ServedAdapters:
     @property
     def section(self) -> AdapterConfig:
         """The `lora` section of a run whose linears have them all."""
-        ranks, scales = ([getattr(f, name) for f in self.folders.values()] for name in ("ranks", "scales"))
-        targets = list(dict.fromkeys(name for each in ranks for name in each))
+        folders = self.folders.values()
+        ranks = [{name: [term.rank for term in terms] for name, terms in f.terms.items()} for f in folders]
+        scales = [{name: [term.scale for term in terms] for name, terms in f.terms.items()} for f in folders]
+        targets, lengths = list(dict.fromkeys(name for each in ranks for name in each)), [f.lengths for f in folders]
         config: Any = StackedLoRA.Config  # with the fields that all methods share
-        section: AdapterConfig = config(method=METHOD, targets=targets, ranks=ranks, scales=scales)
+        method = WITH_LENGTHS if any(lengths) else METHOD
+        own = {"ranks": ranks, "scales": scales, "lengths": [sorted(each) for each in lengths]}
+        section: AdapterConfig = config(method=method, targets=targets, **own)
         return section
 
     @property
@@ -126,26 +193,28 @@ class ServedAdapters:
         """Where the values of what is stacked lie."""
         found: Index = {}
         for name in self.section.targets:
-            ranks = [folder.ranks.get(name, 0) for folder in self.folders.values()]
-            for suffix, dim in ((DOWN, 0), (UP, 1)):
-                own = name.removesuffix(".weight") + suffix
-                found[own] = self._stacked(own, ranks, dim)
+            module = name.removesuffix(".weight")
+            found[module + DOWN] = self._stacked(name, 0)
+            found[module + UP] = self._stacked(name, 1)
+            for number, folder in enumerate(self.folders.values()):
+                if name in folder.lengths:
+                    shape = folder.shapes[module + LENGTHS]
+                    part = StoredBox(folder.file, PREFIX + module + LENGTHS, Box.full(shape))
+                    found[f"{module}.{lengths_of(number)}"] = Stored(shape, [part])
         return found
 
-    def _stacked(self, own: str, ranks: list[int], dim: int) -> Stored:
-        width = self._width(own, 1 - dim)
-        parts = []
-        for folder, rank, begin in zip(self.folders.values(), ranks, starts(ranks)):
-            if rank:
+    def _stacked(self, name: str, dim: int) -> Stored:
+        """Of all adapters of a matrix, those of its inputs (dim 0) or of its outputs, by rank one after another."""
+        module, parts, begin, width = name.removesuffix(".weight"), list[StoredBox](), 0, 0
+        for folder in self.folders.values():
+            for term in folder.terms.get(name, ()):
+                own = module + (term.up if dim else term.down)
+                width = folder.shapes[own][1 - dim]
                 low, high = [0, 0], [width, width]
-                low[dim], high[dim] = begin, begin + rank
+                low[dim], high[dim] = begin, begin + term.rank
                 parts.append(StoredBox(folder.file, PREFIX + own, Box(tuple(low), tuple(high))))
-        shape = (sum(ranks), width) if dim == 0 else (width, sum(ranks))
-        return Stored(shape, parts)
-
-    def _width(self, own: str, dim: int) -> int:
-        """Inputs of a matrix A, outputs of a matrix B: of the first adapter that has one."""
-        return next(f.shapes[own][dim] for f in self.folders.values() if own in f.shapes)
+                begin += term.rank
+        return Stored((begin, width) if dim == 0 else (width, begin), parts)
 
     @property
     def receipts(self) -> dict[str, Receipt | None]:

@@ -9,6 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from phalanx.base.dtypes import precision
 from phalanx.base.errors import ConfigError, Problem
 from phalanx.base.own_fields import made_of
 from phalanx.checkpoint.base import check_served_base
@@ -19,6 +20,8 @@ from phalanx.checkpoint.load import load_adapters, load_weights
 from phalanx.checkpoint.manifest import NAME, parse
 from phalanx.comm.mesh import Mesh, local_device
 from phalanx.config.run import Run, TrainConfig
+from phalanx.data_parallel.buffers import Buffers
+from phalanx.engine.adapter_start import initial_tensors
 from phalanx.engine.build import build_for_inference
 from phalanx.forecast.decide import make_plan
 from phalanx.inference.adapters import ServedAdapters, with_adapter
@@ -86,6 +89,40 @@ def adapters_of(weights: Path) -> AdapterConfig | None:
         raise ConfigError([Problem("lora.method", name, rule, where=f"the config of {weights.parent}")])
     section: AdapterConfig = made_of(find_adapter(name).Config, "lora", given)
     return section
+
+
+@dataclass(frozen=True)
+class DrawnBase:
+    """A base of adapters that was drawn at random and kept as quantized values, so that it is in no file. dtype: in
+    which it was quantized."""
+
+    seed: int
+    dtype: torch.dtype
+
+    def run_of(self, model: ModelConfig) -> Run:
+        """A run that draws the same."""
+        run = run_of_model(model, None, False)
+        return replace(run, train=replace(run.train, seed=self.seed))
+
+
+def drawn_base(weights: Path) -> DrawnBase | None:
+    """Of the run whose checkpoint has this folder of weights; None: its base is in a folder, or it has none."""
+    config = config_of(weights)
+    lora, train = config.get("lora") or {}, config.get("train") or {}
+    if lora.get("base", "bf16") == "bf16" or parse(weights.parent).base is not None:
+        return None
+    return DrawnBase(train["seed"], precision(train["precision"]).compute)
+
+
+def load_all(weights: Path, model: ModelConfig, buffers: Buffers, mesh: Mesh) -> None:
+    """Collective: the weights in a folder, and a base that has to be drawn anew."""
+    drawn = drawn_base(weights)
+    load_weights(weights, buffers, mesh, encodes=drawn is None)
+    if drawn is not None:
+        read = initial_tensors(drawn.run_of(model), drawn.dtype)
+        for keeper, matrix in buffers.encoded:
+            piece = matrix.source_piece
+            keeper.encode(matrix, read(piece.name)[piece.box.slices()].to(keeper.weight))
 
 
 def weights_alone(run: Run, world: int) -> Run:
@@ -236,7 +273,7 @@ def load_model(folder: Path, plan: Plan, mesh: Mesh, adapters: ServedAdapters | 
         if owner is not None:
             check_served_base(owner, folder, mesh.world)
     buffers, stages = build_for_inference(plan, mesh)
-    load_weights(folder, buffers, mesh)
+    load_all(folder, plan.run.model, buffers, mesh)
     if adapters is not None:
         load_adapters(adapters.index, adapters.receipts, buffers, mesh)
     model = InferenceModel(plan, mesh, stages, stages.handlers(), adapters=adapters)

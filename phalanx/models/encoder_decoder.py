@@ -7,15 +7,17 @@ beside the decoder's layers; each of them reads it. `config` has T5's fields.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from functools import partial
 from typing import Any
 
 from torch import Tensor
 
+from phalanx.base.rng import keep_columns, key_of
 from phalanx.layout.param import Init, Replica, Role
 from phalanx.models.family import BlockMaker
+from phalanx.models.layer_norm_decoder import Dropping
 from phalanx.nn.attention import Attention, AttentionSpec
 from phalanx.nn.cross_attention import CrossAttention
 from phalanx.nn.embedding import Embedding
@@ -33,6 +35,8 @@ from phalanx.sequence.batch import ENCODER, TEXT, Batch
 from phalanx.sequence.streams import HIDDEN, Border, Streams, StreamSpec
 
 MEMORY = "memory"
+# sites of dropout in a block; those of probabilities are 0 and nn.cross_attention.DROPOUT_SITE
+EMBEDDED, ATTENDED, READ, TRANSFORMED, NORMED, INNER = range(1, 7)
 Made = Mapping[str, Parameter]
 
 
@@ -59,9 +63,11 @@ class T5MLP(Module):
 
     first_in_memory = ("up.weight", "down.weight")
 
-    def __init__(self, config: Any, env: Env, at: str):
+    def __init__(self, config: Any, env: Env, at: str, block: int):
         super().__init__(env)
+        self.p, self.block = config.dropout_rate, block
         width, inner, factor = config.hidden_size, config.intermediate_size, config.initializer_range
+        self.inner = range(*env.cut(inner))
         first, stop = env.cut(inner)
         self.gated = config.feed_forward_proj == "gated-gelu"
         names = ("wi_0", "wi_1") if self.gated else ("wi",)
@@ -71,13 +77,26 @@ class T5MLP(Module):
         self.down = RowLinear(env, f"{at}.wo.weight", width, inner, (first, stop), out)
         self.num_weights = (len(names) + 1) * width * inner
 
-    def forward(self, x: Tensor) -> Tensor:
-        """x (T / tp, D) -> (T / tp, D)."""
+    def forward(self, x: Tensor, batch: Batch) -> Tensor:
+        """x (T / tp, D) -> (T / tp, D). With dropout all tokens at once: masks are of all."""
+        if self.p > 0 and self.training:
+            return self._of_rows(x, partial(self._dropped, batch))
         return run_mlp(self, self._of_rows, x, self.up, self.down)
 
-    def _of_rows(self, x: Tensor) -> Tensor:
+    def _of_rows(self, x: Tensor, drop: Callable[[Tensor], Tensor] | None = None) -> Tensor:
         recompute = self.env.recompute
-        return self.down(recompute.op("activation", self._activated, recompute.op("up", self.up, x)))
+        hidden = recompute.op("activation", self._activated, recompute.op("up", self.up, x))
+        return self.down(hidden if drop is None else drop(hidden))
+
+    def _dropped(self, batch: Batch, x: Tensor) -> Tensor:
+        """x (T, inner features of this rank)."""
+
+        def mask() -> Tensor:
+            key, word = key_of(self.env.seed, "dropout"), (self.block << 20) | (INNER << 16)
+            keep = keep_columns(self.p, key, (batch.samples, batch.places), self.inner, word)
+            return keep.to(x.dtype).mul_(1.0 / (1.0 - self.p))
+
+        return x * self.env.recompute.op("dropout", mask)
 
     def _activated(self, x: Tensor) -> Tensor:
         if not self.gated:
@@ -90,46 +109,51 @@ class T5MLP(Module):
         return 2.0 * self.num_weights
 
 
-class T5Embedding(Block):
+class T5Embedding(Dropping):
     """Of the encoder's text, in the model's first block."""
 
     def __init__(self, config: Any, env: Env, made: Made):
         super().__init__(env)
+        self.p = config.dropout_rate
         self.embed, self.width = shared_embedding(config, env, made), config.hidden_size
 
     def streams(self, given: Border) -> Border:
         return (StreamSpec(HIDDEN, self.width, encoder_rows),)
 
     def forward(self, x: Tensor, batch: Batch) -> Tensor:
-        return self.embed(batch.beside[ENCODER].tokens)
+        encoder = batch.beside[ENCODER]
+        return self.drop(self.embed(encoder.tokens), encoder, self.p, 0, EMBEDDED)
 
 
-class T5EncoderLayer(Block):
+class T5EncoderLayer(Dropping):
     def __init__(self, config: Any, env: Env, layer: int, made: Made):
         super().__init__(env)
         at, norm = f"encoder.block.{layer}.layer", partial(t5_norm, config, env)
+        self.p, self.block = config.dropout_rate, config.encoder_blocks[layer]
         self.norm1 = norm(f"{at}.0.layer_norm")
         self.attention = self_attention(config, env, "encoder", layer, made)
         self.norm2 = norm(f"{at}.1.layer_norm")
-        self.mlp = T5MLP(config, env, f"{at}.1.DenseReluDense")
+        self.mlp = T5MLP(config, env, f"{at}.1.DenseReluDense", self.block)
 
     def forward(self, x: Tensor, batch: Batch) -> Tensor:
+        encoder = batch.beside[ENCODER]
         x, normed = self.norm1.add(x)
-        x, normed = self.norm2.add(x, self.attention(normed, batch.beside[ENCODER]))
-        return x + self.mlp(normed)
+        x, normed = self.norm2.add(x, self.drop(self.attention(normed, encoder), encoder, self.p, self.block, ATTENDED))
+        return x + self.drop(self.mlp(normed, encoder), encoder, self.p, self.block, TRANSFORMED)
 
     def flops_per_token(self, lengths: Mapping[str, int], mixing: bool = True) -> float:
         length = lengths[ENCODER]
         return self.flops(length if mixing else 0) * length / lengths[TEXT]
 
 
-class T5DecoderEmbedding(Block):
+class T5DecoderEmbedding(Dropping):
     """The encoder's last norm, whose output is the memory from here on, and the embedding of the decoder's text."""
 
     takes_streams = True
 
     def __init__(self, config: Any, env: Env, made: Made):
         super().__init__(env)
+        self.p, self.block = config.dropout_rate, config.encoder_blocks.stop
         self.norm = t5_norm(config, env, "encoder.final_layer_norm")
         self.embed, self.width = shared_embedding(config, env, made), config.hidden_size
 
@@ -137,10 +161,12 @@ class T5DecoderEmbedding(Block):
         return StreamSpec(HIDDEN, self.width), StreamSpec(MEMORY, self.width, encoder_rows)
 
     def forward(self, streams: Streams, batch: Batch) -> Streams:
-        return {HIDDEN: self.embed(batch.tokens), MEMORY: self.norm(streams[HIDDEN])}
+        x = self.drop(self.embed(batch.tokens), batch, self.p, self.block, EMBEDDED)
+        memory = self.drop(self.norm(streams[HIDDEN]), batch.beside[ENCODER], self.p, self.block, NORMED)
+        return {HIDDEN: x, MEMORY: memory}
 
 
-class T5DecoderLayer(Block):
+class T5DecoderLayer(Dropping):
     """`last`: no layer after it reads the memory."""
 
     takes_streams = True
@@ -148,12 +174,13 @@ class T5DecoderLayer(Block):
     def __init__(self, config: Any, env: Env, layer: int, made: Made):
         super().__init__(env)
         at, norm = f"decoder.block.{layer}.layer", partial(t5_norm, config, env)
+        self.p, self.block = config.dropout_rate, config.decoder_blocks[layer]
         self.norm1 = norm(f"{at}.0.layer_norm")
         self.attention = self_attention(config, env, "decoder", layer, made)
         self.norm2 = norm(f"{at}.1.layer_norm")
         self.reading = cross_attention(config, env, layer)
         self.norm3 = norm(f"{at}.2.layer_norm")
-        self.mlp = T5MLP(config, env, f"{at}.2.DenseReluDense")
+        self.mlp = T5MLP(config, env, f"{at}.2.DenseReluDense", self.block)
         self.last = layer == config.decoder_layers - 1
 
     def streams(self, given: Border) -> Border:
@@ -162,9 +189,9 @@ class T5DecoderLayer(Block):
     def forward(self, streams: Streams, batch: Batch) -> Streams:
         x, memory = streams[HIDDEN], streams[MEMORY]
         x, normed = self.norm1.add(x)
-        x, normed = self.norm2.add(x, self.attention(normed, batch))
-        x, normed = self.norm3.add(x, self.reading(normed, memory, batch))
-        x = x + self.mlp(normed)
+        x, normed = self.norm2.add(x, self.drop(self.attention(normed, batch), batch, self.p, self.block, ATTENDED))
+        x, normed = self.norm3.add(x, self.drop(self.reading(normed, memory, batch), batch, self.p, self.block, READ))
+        x = x + self.drop(self.mlp(normed, batch), batch, self.p, self.block, TRANSFORMED)
         return {HIDDEN: x} if self.last else {HIDDEN: x, MEMORY: memory}
 
     def flops_per_token(self, lengths: Mapping[str, int], mixing: bool = True) -> float:
@@ -173,11 +200,12 @@ class T5DecoderLayer(Block):
         return own + self.reading.flops_beside(length, lengths[ENCODER], mixing)
 
 
-class T5Head(Block):
+class T5Head(Dropping):
     recomputable = False
 
     def __init__(self, config: Any, env: Env, made: Made):
         super().__init__(env)
+        self.p, self.block = config.dropout_rate, config.num_blocks - 1
         c, tied = config, config.tie_word_embeddings
         name = "shared.weight" if tied else "lm_head.weight"
         role: Role = "embedding" if tied else "head"
@@ -194,7 +222,7 @@ class T5Head(Block):
         return x * self.scale if self.scale != 1.0 else x
 
     def forward(self, x: Tensor, batch: Batch) -> Tensor:
-        return self.head.loss(self.read(x), batch)
+        return self.head.loss(self.drop(self.read(x), batch, self.p, self.block, NORMED), batch)
 
     def logits(self, x: Tensor, rows: Tensor) -> Tensor:
         return self.head.logits(self.read(x), rows)
@@ -209,7 +237,7 @@ def encoder_text(batch: Batch) -> Batch:
 
 def cross_attention(config: Any, env: Env, layer: int) -> CrossAttention:
     """Of a layer of the decoder, to the memory."""
-    spec = attention_spec(config, f"decoder.block.{layer}.layer.1.EncDecAttention", layer)
+    spec = attention_spec(config, f"decoder.block.{layer}.layer.1.EncDecAttention", config.decoder_blocks[layer])
     return CrossAttention(env, spec, encoder_text)
 
 
@@ -222,11 +250,12 @@ def self_attention(config: Any, env: Env, stack: str, layer: int, made: Made) ->
     std = config.initializer_range * config.hidden_size**-0.5
     table = RelativeBiasTable(env, BiasSpec(first, config.num_attention_heads, bias, std), env.shared_by(own), made)
     direction: Direction = "both" if stack == "encoder" else "causal"
-    spec = attention_spec(config, f"{stack}.block.{layer}.layer.0.SelfAttention", layer)
+    spec = attention_spec(config, f"{stack}.block.{layer}.layer.0.SelfAttention", own[layer])
     return Attention(env, replace(spec, kind=AttentionKind(direction=direction, scale=1.0)), table)
 
 
-def attention_spec(config: Any, at: str, layer: int) -> AttentionSpec:
+def attention_spec(config: Any, at: str, block: int) -> AttentionSpec:
+    """`block`: the number of the layer's block, a key of its dropout."""
     c, factor = config, config.initializer_range
     return AttentionSpec(
         names=(f"{at}.q.weight", f"{at}.k.weight", f"{at}.v.weight", f"{at}.o.weight"),
@@ -237,7 +266,8 @@ def attention_spec(config: Any, at: str, layer: int) -> AttentionSpec:
         std=factor * c.hidden_size**-0.5,
         std_q=factor * (c.hidden_size * c.head_dim) ** -0.5,
         std_out=factor * (c.num_attention_heads * c.head_dim) ** -0.5,
-        layer=layer,
+        dropout=c.dropout_rate,
+        layer=block,
         kind=AttentionKind(direction="both", scale=1.0),
     )
 

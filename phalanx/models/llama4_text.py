@@ -164,7 +164,8 @@ def check_kinds_of_layers(config: Llama4TextConfig) -> list[Problem]:
     """What is said of layers with and without rotary embedding, or with experts, has an effect."""
     c, layers = config, range(config.num_hidden_layers)
     rotates, found = [c.rotates(i) for i in layers], list[Problem]()
-    because = {"model.no_rope_layers": c.no_rope_layers, "model.no_rope_layer_interval": c.no_rope_layer_interval}
+    said = "no_rope_layer_interval" if c.no_rope_layers is None else "no_rope_layers"
+    because = {f"model.{said}": getattr(c, said)}
     if layers and not any(rotates):
         found += no_effect(
             "model", c, ["attention_chunk_size", "use_qk_norm"], "a layer with rotary embedding", because
@@ -180,10 +181,10 @@ def check_kinds_of_layers(config: Llama4TextConfig) -> list[Problem]:
         rule, why = "must keep the lengths of queries and keys, which are normalized", {"model.use_qk_norm": True}
         found.append(problem("model.rope_scaling", scaling, "rope_type", rule, why, ("linear",)))
     if layers and not any(map(c.has_experts, layers)):
-        step = {"model.interleave_moe_layer_step": c.interleave_moe_layer_step, "model.num_hidden_layers": len(layers)}
+        layers_in_all = {"model.num_hidden_layers": len(layers)}
         field = "interleave_moe_layer_step" if c.moe_layers is None else "moe_layers"
         valid: tuple[Any, ...] = (1,) if c.moe_layers is None else (None,)
-        found.append(problem("model", c, field, "must leave a layer with experts", step, valid))
+        found.append(problem("model", c, field, "must leave a layer with experts", layers_in_all, valid))
     return found
 
 

@@ -89,11 +89,6 @@ class ModelConfig:
         return ()
 
     @property
-    def trained_with(self) -> Mapping[str, object]:
-        """Fields that Hugging Face folders may have with any value -> the only one with which training is built."""
-        return {}
-
-    @property
     def decoder_start(self) -> int | None:
         """The token with which texts of a decoder begin; None: it has none beside an encoder."""
         return None

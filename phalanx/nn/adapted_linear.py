@@ -37,6 +37,7 @@ from phalanx.nn.adapted_embedding import AdaptedEmbedding
 from phalanx.nn.adapted_head import AdaptedHead
 from phalanx.nn.adapter import Adapter, AdapterConfig, AdapterInit, LowRankAdapter
 from phalanx.nn.env import Env
+from phalanx.nn.linear import UnadaptedGroupedLinear
 from phalanx.nn.linear_method import (
     PLAIN,
     AnyEmbedding,
@@ -337,7 +338,7 @@ def pieces_of(linear: AnyLinear, call: AdapterCall | None = None) -> list[Sharde
     if not linear.experts:
         return [_dense(linear, name, call) for name in names]
     if "{}" not in names[0]:
-        return [_of_stack(linear, call)]
+        return [] if isinstance(linear, UnadaptedGroupedLinear) else [_of_stack(linear, call)]
     return [_of_experts(linear, n, call) for n in range(len(names))]
 
 

@@ -148,6 +148,10 @@ class GroupedLinear(Linear):
         return self.method.grouped_matmul(x, weight, ends, self.env.kernels_for(GROUPED), bias, later)
 
 
+class UnadaptedGroupedLinear(GroupedLinear):
+    """Experts in one tensor whose inputs and outputs PEFT takes for each other: they have no adapters."""
+
+
 def gradient_of(p: Parameter, source: int) -> Parameter:
     """A parameter that shares p's values and whose gradient is that of micro-batch number `source`."""
     return p if source == 0 else p.extra_grads[source - 1]

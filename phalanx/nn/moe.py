@@ -20,7 +20,7 @@ from torch.autograd import Function
 from phalanx.layout.box import Box, cut
 from phalanx.layout.param import Init, ParamSpec, Piece
 from phalanx.nn.env import Env
-from phalanx.nn.linear import GroupedLinear, gradient_of
+from phalanx.nn.linear import GroupedLinear, UnadaptedGroupedLinear, gradient_of
 from phalanx.nn.linear_method import FusedOp
 from phalanx.nn.module import ONES, ZEROS, Module
 from phalanx.nn.objective import Objective
@@ -78,6 +78,7 @@ class ExpertNames:
     down_bias: str = ""
     activation: Gate = field(default=SWIGLU, kw_only=True)
     weigh: ClassVar[Weigh] = "outputs"
+    linear: ClassVar[type[GroupedLinear]] = GroupedLinear
 
     @property
     def stacks(self) -> tuple[tuple[str, ...], tuple[str, ...]]:
@@ -118,6 +119,7 @@ class StackedNames:
     bias: str = ""
     activation: Gate = field(kw_only=True)
     weigh: ClassVar[Weigh] = "outputs"
+    linear: ClassVar[type[GroupedLinear]] = GroupedLinear
 
     @property
     def stacks(self) -> tuple[tuple[str, ...], tuple[str, ...]]:
@@ -177,6 +179,7 @@ class HalvedNames:
     router_bias: str = ""
     down_bias: str = ""
     activation: Gate = SWIGLU
+    linear: ClassVar[type[GroupedLinear]] = UnadaptedGroupedLinear
 
     @property
     def stacks(self) -> tuple[tuple[str, ...], tuple[str, ...]]:
@@ -216,8 +219,8 @@ class Experts(Module):
         super().__init__(env)
         gate_up, down, bias = names.matrices(ExpertShard.of(env, count, width, inner), std)
         of_up, of_down = names.stacks
-        self.gate_up = GroupedLinear(env, gate_up, of_up, 0, count, bias)
-        self.down = GroupedLinear(env, down, of_down, 1, count)  # MoE adds its bias, once
+        self.gate_up = names.linear(env, gate_up, of_up, 0, count, bias)
+        self.down = names.linear(env, down, of_down, 1, count)  # MoE adds its bias, once
         self.activation: Gate = names.activation
         self.weigh: Weigh = names.weigh
 

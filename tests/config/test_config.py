@@ -40,6 +40,8 @@ MIXTRAL = "model.family=mixtral model.num_local_experts=8"
 QWEN3_MOE = "model.family=qwen3_moe model.num_experts=8 model.moe_intermediate_size=32 model.num_experts_per_tok=2"
 SMOLLM3 = "model.family=smollm3"
 GEMMA2 = "model.family=gemma2"
+LLAMA4 = "model.family=llama4_text model.intermediate_size_mlp=96"
+MINIMAX = "model.family=minimax_m2 model.num_local_experts=8"
 NEOX = "model.family=gpt_neox"
 OSS = "model.family=gpt_oss model.num_local_experts=8"
 FP8 = "train.precision=bf16 train.fp8.recipe"
@@ -98,6 +100,91 @@ RULES = [
     ),
     (f"{NEOX} model.layer_norm_eps=0", 1, "model.layer_norm_eps", 0, "(0, inf)", set(), (1e-5,)),
     (f"{NEOX} model.dropout=1", 1, "model.dropout", 1, "[0, 1)", set(), (0.0, 0.1)),
+    # kinds of layers of Llama 4
+    (
+        f"{LLAMA4} model.moe_layers=[1,4]",
+        1,
+        "model.moe_layers",
+        (1, 4),
+        "must be numbers of layers",
+        {"model.num_hidden_layers"},
+        ((1,), None),
+    ),
+    (
+        f"{LLAMA4} model.moe_layers=[1] model.interleave_moe_layer_step=2",
+        1,
+        "model.interleave_moe_layer_step",
+        2,
+        "has no effect without model.moe_layers=null",
+        {"model.moe_layers"},
+        (1,),
+    ),
+    (
+        f"{LLAMA4} model.interleave_moe_layer_step=5",
+        1,
+        "model.interleave_moe_layer_step",
+        5,
+        "must leave a layer with experts",
+        {"model.num_hidden_layers"},
+        (1,),
+    ),
+    (f"{LLAMA4} model.interleave_moe_layer_step=0", 1, "model.interleave_moe_layer_step", 0, ">= 1", set(), (1, 2)),
+    (
+        f"{LLAMA4} model.moe_layers=[]",
+        1,
+        "model.moe_layers",
+        (),
+        "must leave a layer with experts",
+        {"model.num_hidden_layers"},
+        (None,),
+    ),
+    (f"{LLAMA4} model.attention_chunk_size=0", 1, "model.attention_chunk_size", 0, ">= 1", set(), (1, 2)),
+    (f"{LLAMA4} model.attn_scale=-1", 1, "model.attn_scale", -1, "[0, inf)", set(), (0.1,)),
+    (
+        f"{LLAMA4} model.no_rope_layer_interval=1 model.attention_chunk_size=16",
+        1,
+        "model.attention_chunk_size",
+        16,
+        "has no effect without a layer with rotary embedding",
+        {"model.no_rope_layer_interval"},
+        (8192,),
+    ),
+    (
+        f"{LLAMA4} model.no_rope_layer_interval=5 model.floor_scale=16",
+        1,
+        "model.floor_scale",
+        16,
+        "has no effect without a layer without rotary embedding",
+        {"model.no_rope_layer_interval"},
+        (8192,),
+    ),
+    (
+        f"{LLAMA4} model.attn_temperature_tuning=false model.attn_scale=0.3",
+        1,
+        "model.attn_scale",
+        0.3,
+        "has no effect without model.attn_temperature_tuning",
+        {"model.attn_temperature_tuning"},
+        (0.1,),
+    ),
+    (
+        f"{LLAMA4} model.rope_scaling={{rope_type: yarn, factor: 4, original_max_position_embeddings: 32}}",
+        1,
+        "model.rope_scaling.rope_type",
+        "yarn",
+        "must keep the lengths of queries and keys",
+        {"model.use_qk_norm"},
+        ("linear",),
+    ),
+    (
+        f"{MINIMAX} model.router_bias_update_rate=-1",
+        1,
+        "model.router_bias_update_rate",
+        -1,
+        "[0, inf)",
+        set(),
+        (0.001,),
+    ),
     # layers without rotary embedding
     (f"{GEMMA2} model.query_pre_attn_scalar=0", 1, "model.query_pre_attn_scalar", 0, ">= 1", set(), (1, 2)),
     (f"{GEMMA2} model.attn_logit_softcapping=0", 1, "model.attn_logit_softcapping", 0, "(0, inf)", set(), (50.0, None)),
@@ -1806,7 +1893,7 @@ T5_RULES = [
         {"task.name"},
         (True, None),
     ),
-    ("model.dropout_rate=0.1", 1, "model.dropout_rate", 0.1, "must be 0.0 in training", {"model.family"}, (0.0,)),
+    ("model.dropout_rate=1.0", 1, "model.dropout_rate", 1.0, "must be a number in [0, 1)", set(), (0.0, 0.1)),
     (
         "model.relative_attention_num_buckets=7",
         1,

@@ -264,6 +264,7 @@ MODELS["t5"] = T5Config(
     relative_attention_num_buckets=8,
     relative_attention_max_distance=10,
 )
+MODELS["t5-dropout"] = replace(MODELS["t5"], dropout_rate=0.1)
 MODELS["t5-tied"] = replace(MODELS["t5"], feed_forward_proj="relu", tie_word_embeddings=True, num_decoder_layers=None)
 MODELS["smollm3"] = SmolLM3Config(
     **SIZES,

@@ -38,8 +38,8 @@ LAYOUTS = {
 ROOM = EngineOptions(sequences=3, tokens=8, page_size=4, memory_gib=0.001)  # fewer rows than requests, pieces
 GREEDY = SamplingOptions(tokens=5, temperature=0, logprobs=0)
 PROMPT = [5, 11, 2, 7, 93, 17, 4, 61, 30]
-ASKED = ("few", None, "all", "few", "stabilised", None, "all")
-SCORED = 3  # so many of them; the others find the prompt's pages in memory, but only those of the same adapter
+ASKED = ("few", None, "all", "dora", "few", "stabilised", None, "all", "dora")
+SCORED = 4  # so many of them; the others find the prompt's pages in memory, but only those of the same adapter
 
 
 def attention_of(family: str) -> list[str]:
@@ -67,7 +67,8 @@ def adapters_of(family: str) -> dict[str, peft.LoraConfig]:
     last = peft.LoraConfig(
         r=4, lora_alpha=3, use_rslora=True, target_modules=every_of(family)[-1:], fan_in_fan_out=wide
     )
-    return {"few": few, "all": everything, "stabilised": last}
+    dora = peft.LoraConfig(r=2, lora_alpha=3, use_dora=True, target_modules=every_of(family)[-2:], fan_in_fan_out=wide)
+    return {"few": few, "all": everything, "stabilised": last, "dora": dora}
 
 
 def base_of(family: str) -> torch.nn.Module:
@@ -180,7 +181,10 @@ def test_what_cannot_be_served_is_said_at_once(written, tmp_path):
     few = folders["few"]
     (tmp_path / "empty").mkdir()
     asked = {
-        "dora": (changed(few, tmp_path / "dora", use_dora=True), "use_dora=True: DoRA is not a sum"),
+        "dora": (
+            changed(few, tmp_path / "dora", use_dora=True),
+            "needs all of .lora_A.weight, .lora_B.weight, .lora_mag",
+        ),
         "prompt": (changed(few, tmp_path / "prompt", peft_type="PROMPT_TUNING"), "only LORA is served"),
         "start": (changed(few, tmp_path / "start", init_lora_weights="pissa_niter_4"), "not the model's own weights"),
         "bias": (changed(few, tmp_path / "bias", bias="all"), "trained biases are not served"),

@@ -31,6 +31,7 @@ LAYOUTS = [
     ("llama", 4, {"tp": 2, "pp": 2}),
     ("llama", 4, {"tp": 4}),  # two key/value heads
     ("gpt2", 2, {"tp": 2}),  # q, k and v as one matrix
+    ("phi3", 2, {"tp": 2}),  # and gate and up
     ("qwen3", 2, {"sharding": 3, "bucket_mb": 0}),
     ("mistral", 2, {"cp": 2}),
     ("deepseek_v3", 2, {"tp": 2}),
@@ -84,14 +85,18 @@ def test_the_head_has_an_adapter_where_it_is_named(ranks, model, world, layout, 
     parity.compare(ranks.run("tests.harness.parity:run_layout", world, run, STEPS, False), truth, STEPS)
 
 
-STACKED = [(2, {"tp": 2}), (4, {"tp": 2, "ep": 2, "etp": 2}), (4, {"ep": 2, "sharding": 3, "bucket_mb": 0})]
+STACKED = [
+    (2, {"tp": 2}, "bf16"),
+    (4, {"tp": 2, "ep": 2, "etp": 2}, "bf16"),
+    (4, {"ep": 2, "sharding": 3, "bucket_mb": 0}, "int4"),
+]
 
 
-@pytest.mark.parametrize("world, layout", STACKED, ids=[str(layout) for _, layout in STACKED])
-def test_experts_that_are_one_tensor_have_adapters_where_they_are_named(ranks, world, layout):
+@pytest.mark.parametrize("world, layout, base", STACKED, ids=[str(layout) for _, layout, _ in STACKED])
+def test_experts_that_are_one_tensor_have_adapters_where_they_are_named(ranks, world, layout, base):
     """Truth: one process in float64. Gate and up are interleaved, and have biases."""
     run = replace(parity.base_run("gpt_oss"), layout=LayoutConfig(**layout))
-    run = lora(run, rank=3, targets=["*.v_proj.weight", "*.experts.*"])
+    run = lora(run, rank=3, targets=["*.v_proj.weight", "*.experts.*"], base=base)
     truth = parity.truth_of(ranks, run, STEPS, False)
     mine = [name for name in truth["grads"][0] if ".experts." in name]
     assert len(mine) == 4 * run.model.num_hidden_layers and all(np.any(truth["grads"][0][name]) for name in mine)

@@ -17,8 +17,10 @@ from phalanx.layout.grid import Grid
 from phalanx.nn.env import Env, OpChoices, WeightRules
 from phalanx.nn.recompute import PRESETS
 from phalanx.nn.run_block import run_block
+from phalanx.ops.attention.relative_bias import thresholds
 from phalanx.planning.blocks import make_blocks, num_blocks
 from phalanx.sequence.batch import Batch
+from phalanx.sequence.streams import hidden
 from tests.harness.parity import MODELS, SEQ
 
 
@@ -74,12 +76,15 @@ def needs_nothing(config, env: Env, documents: bool, recompute: str) -> None:
         for module in block.modules():
             if getattr(module, "rotary", None) is not None:
                 module.rotary.frequencies(SEQ, torch.device("meta"))
+            if getattr(module, "table", None) is not None:
+                thresholds(module.table.bias)
         for p in block.parameters():
             p.grad = torch.empty_like(p)
     ids = torch.empty(2 * SEQ, dtype=torch.int64, device="meta")
     batch = Batch(ids, ids, ids, ids, 2, SEQ, ids if documents else None, loss_seed=torch.empty((), device="meta"))
+    batch = replace(batch, beside={name: replace(batch, loss_seed=None) for name in config.reads_beside})
     with NoHost():
         x = torch.empty(0, device="meta")
         for block in blocks:
             x = run_block(block, x, replace(batch))
-        x.backward()
+        hidden(x).backward()

@@ -30,7 +30,8 @@ from phalanx.nn.run_block import run_block
 from phalanx.planning.blocks import make_blocks, num_blocks
 from phalanx.planning.plan import Plan
 from phalanx.sequence.batch import Batch, PerBatch
-from tests.harness.parity import MODELS, base_run, sample_batch
+from phalanx.sequence.streams import hidden
+from tests.harness.parity import MODELS, base_run, batch_of, sample_batch
 from tests.harness.weights import with_memory
 from tests.planning.test_plan import MODELS as WIDER
 
@@ -50,12 +51,14 @@ def blocks_of(model: str) -> list[Block]:
 
 
 def loss_and_gradients(model: str, recomputed: frozenset[str]) -> tuple[Tensor, list[Tensor | None], Recompute]:
-    blocks, batch, x = blocks_of(model), sample_batch([3, 4], documents=True), torch.empty(0, dtype=torch.float64)
+    blocks, x = blocks_of(model), torch.empty(0, dtype=torch.float64)
+    batch = batch_of(base_run(model), [3, 4], documents=True)
     for block in blocks:
         block.recomputed = recomputed
         x = run_block(block, x, batch)
-    x.backward()
-    return x.detach(), [p.grad for block in blocks for p in block.parameters()], blocks[0].env.recompute
+    loss = hidden(x)
+    loss.backward()
+    return loss.detach(), [p.grad for block in blocks for p in block.parameters()], blocks[0].env.recompute
 
 
 @pytest.mark.parametrize("model", FAMILIES)

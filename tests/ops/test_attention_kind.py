@@ -18,12 +18,13 @@ from phalanx.layout.config import LayoutConfig
 from phalanx.layout.grid import Grid
 from phalanx.models.registry import load_family
 from phalanx.nn.attention import Attention, AttentionSpec
-from phalanx.nn.env import Env, OpChoices
+from phalanx.nn.env import Env, OpChoices, WeightRules
 from phalanx.nn.objective import TaskConfig
 from phalanx.nn.query_temperature import QueryTemperature
 from phalanx.ops.attention.attention import ATTENTION, attention, offers
 from phalanx.ops.attention.kind import CAUSAL, AttentionKind, Learned, RelativeBias, UnsupportedAttention
 from tests.harness.parity import SEQ, VOCAB, compare, truth_of
+from tests.harness.weights import with_memory
 from tests.ops.test_ops import UNIFORM, normal
 from tests.outside.kinds import KindsConfig
 
@@ -120,7 +121,7 @@ def test_each_feature_changes_the_result(kind):
     q, k, v = (normal(2, 2, 5, 3, seed=i) for i in range(3))
     sinks = torch.zeros(2, dtype=torch.float64) if kind.sinks else None
     bias = normal(8, 2) if kind.bias else None
-    batch = replace(UNIFORM, prefix=torch.tensor([1, 1, 0, 0, 0] * 2))
+    batch = replace(UNIFORM, prefix=torch.tensor([1, 1, 0, 0, 0] * 2), _made={})
     assert not torch.allclose(attention(q, k, v, batch, kind, Learned(sinks, bias)), attention(q, k, v, UNIFORM))
 
 
@@ -201,7 +202,7 @@ def test_what_cannot_be_remembered_is_refused_for_generation():
 def test_queries_have_a_temperature_by_position():
     """Truth: Llama 4's formula, one position at a time; positions restart at documents."""
     positions = torch.tensor([0, 1, 2, 3, 4, 5, 0, 1, 2, 11])
-    batch = replace(UNIFORM, positions=positions)
+    batch = replace(UNIFORM, positions=positions, _made={})
     q = normal(2, 3, 5, 4)
     found = QueryTemperature(3, 0.4).applied(q, batch)
     for t, position in enumerate(positions.tolist()):
@@ -211,3 +212,18 @@ def test_queries_have_a_temperature_by_position():
     assert low.dtype == torch.bfloat16 and torch.equal(low, (q.bfloat16().float() * (found / q).float()).bfloat16())
     with pytest.raises(ValueError, match="must be positive"):
         QueryTemperature(0, 0.1)
+
+
+def test_a_layer_applies_its_temperature():
+    """Truth: where all positions are the same, so is a scale of the scores that is as many times larger."""
+    factor = 1 + 0.4 * math.log(3)
+    env = Env(weights=WeightRules(dtype=torch.float64))
+    batch = replace(UNIFORM, positions=torch.full((10,), 7), _made={})
+    names = dict(names=("q", "k", "v", "o"), width=8, heads=4, kv_heads=4, head_dim=4, std=0.1)
+    found = []
+    for changes in ({"temperature": QueryTemperature(3, 0.4)}, {"kind": AttentionKind(scale=factor / 2)}):
+        made = with_memory(Attention(env, AttentionSpec(**names, **changes)))
+        for i, p in enumerate(made.parameters()):
+            p.data.copy_(normal(*p.shape, seed=i))
+        found.append(made(normal(10, 8, seed=5), batch))
+    torch.testing.assert_close(*found, rtol=1e-12, atol=1e-12)

@@ -20,7 +20,9 @@ from phalanx.layout.grid import Grid
 from phalanx.nn.dry_run import Allocations
 from phalanx.ops.attention import backends, one_block
 from phalanx.ops.attention.attention import ProbabilityDropout, attention, attention_with_dropout
+from phalanx.ops.attention.flash import ByTorchFlash
 from phalanx.ops.attention.kind import CAUSAL, NOTHING, AttentionKind, Learned, RelativeBias
+from phalanx.ops.attention.relative_bias import Biased
 from phalanx.ops.dense import cross_entropy
 from phalanx.ops.dense.activation import gelu, swiglu
 from phalanx.ops.dense.cross_entropy import linear_cross_entropy
@@ -104,7 +106,9 @@ UNIFORM, PACKED = (
     make_batch(2, 5, [0, 0, 1, 1, 1, 1, 2, 3, 3, 3]),
 )  # document 1 runs on into sequence 2 by number
 ODD, ODD_PACKED = make_batch(2, 7), make_batch(1, 8, [0, 0, 0, 0, 0, 1, 2, 2])
-PREFIXED = replace(PACKED, prefix=torch.tensor([1, 0, 1, 1, 0, 0, 0, 1, 1, 1]))  # the last document is all prefix
+PREFIXED = replace(
+    PACKED, prefix=torch.tensor([1, 0, 1, 1, 0, 0, 0, 1, 1, 1]), _made={}
+)  # the last document is all prefix
 
 
 def plain_attention(
@@ -317,7 +321,7 @@ OPS = {
     "attention, both directions, documents, window": attending(4, 2, "PACKED", 2, direction="both", window=2),
     "attention, chunks": attending(4, 2, "ODD", 2, chunk=3),
     "attention, chunks, both directions, documents": attending(2, 2, "ODD_PACKED", 2, chunk=3, direction="both"),
-    "attention, chunks, documents": attending(4, 2, "PACKED", 2, chunk=2),
+    "attention, chunks, documents": attending(4, 2, "PACKED", 2, chunk=3),
     "attention, chunks, window, sinks": attending(4, 2, "ODD_PACKED", 2, chunk=4, window=2, sinks=True),
     "attention, both directions, window, blocks": attending(4, 2, "ODD", 2, direction="both", window=2),
     "attention, both directions, window, blocks, documents": attending(
@@ -471,9 +475,18 @@ def test_plain_sinks(name, monkeypatch):
 
 
 @pytest.mark.parametrize(
-    "backend, masked", [("FLASH", False), ("CUDNN", False), ("EFFICIENT", False), ("EFFICIENT", True)]
+    "backend, masked, biased",
+    [
+        ("FLASH", False, False),
+        ("CUDNN", False, False),
+        ("EFFICIENT", False, False),
+        ("EFFICIENT", True, False),
+        ("EFFICIENT", False, True),
+        ("EFFICIENT", True, True),
+        ("DRY", True, True),
+    ],
 )
-def test_gpu_backends_of_sinks_take_what_torch_wants(monkeypatch, backend, masked):
+def test_gpu_backends_take_what_torch_wants(monkeypatch, backend, masked, biased):
     """On the meta device: torch checks types and number of arguments and gives the shapes that its kernels would."""
     shape = (2, 8, 40, 64)
     q, k, v = (torch.empty(shape, dtype=torch.bfloat16, device="meta", requires_grad=True) for _ in range(3))
@@ -481,9 +494,25 @@ def test_gpu_backends_of_sinks_take_what_torch_wants(monkeypatch, backend, maske
     mask = torch.empty(1, 1, 40, 40, dtype=torch.bfloat16, device="meta") if masked else None
     how = backends.Scoring(mask, mask is None, 0.1)
     monkeypatch.setattr(one_block, "block_backend", lambda *_: getattr(backends, backend))
-    y = one_block.attend_block(q, k, v, Learned(s), how, None)
+    bias, place = RelativeBias(32, 128), (range(40),)
+    table = torch.empty(32, 8, dtype=torch.bfloat16, device="meta", requires_grad=True) if biased else None
+    ids = torch.empty(40, dtype=torch.int64, device="meta")
+    read = Biased.of(Batch(ids, ids, ids, ids, 1, 40), bias, place, place) if biased else None
+    learned = Learned(s, table)
+    y = one_block.attend_block(q, k, v, learned, how, read)
     y.backward(torch.empty_like(y))
     assert y.shape == q.grad.shape == k.grad.shape == v.grad.shape == shape and s.grad.shape == (8,)
+    assert table is None or table.grad.shape == (32, 8)
+
+
+@pytest.mark.parametrize("kind", [AttentionKind("both"), AttentionKind("both", window=9), AttentionKind(chunk=16)])
+def test_flash_kernels_take_what_torch_wants(kind):
+    """As above, inside documents."""
+    q, k, v = (torch.empty(2, h, 40, 64, dtype=torch.bfloat16, device="meta", requires_grad=True) for h in (8, 2, 2))
+    ids = torch.empty(80, dtype=torch.int64, device="meta")
+    y = ByTorchFlash.attend(q, k, v, Batch(ids, ids, ids, ids, 2, 40, ids, most_documents=9), kind, NOTHING)
+    y.backward(torch.empty_like(y))
+    assert y.shape == (80, 512) and q.grad.shape == q.shape and k.grad.shape == v.grad.shape == k.shape
 
 
 def test_long_windows_make_no_square():

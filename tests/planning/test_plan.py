@@ -35,6 +35,7 @@ from phalanx.forecast.text import contents, num_parameters, plan_text
 from phalanx.layout.config import LayoutConfig
 from phalanx.models.deepseek_v3 import DeepseekV3Config
 from phalanx.models.gpt2 import GPT2Config
+from phalanx.models.gpt_neox import GPTNeoXConfig
 from phalanx.models.llama import LlamaConfig
 from phalanx.models.qwen2 import Qwen2Config
 from phalanx.models.qwen3 import Qwen3Config
@@ -160,6 +161,7 @@ MODELS = {
         qk_rope_head_dim=8,
         v_head_dim=16,  # one width: else CPUs have no fused kernel
     ),
+    "gpt_neox": GPTNeoXConfig(**SIZES),
     "gpt2": GPT2Config(
         vocab_size=640, hidden_size=64, num_hidden_layers=3, num_attention_heads=8, max_position_embeddings=128
     ),

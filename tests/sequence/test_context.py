@@ -157,6 +157,9 @@ def test_what_packed_parts_read():
     )
     expected = [int(batch.cut(part).take(seen.sum(1)).sum()) for part in SequenceShard(0, 4).all]
     assert pairs_read(batch, SequenceShard(0, 4)) == expected and len(set(expected)) > 1
+    both = (row[:, None] == row) & (batch.documents[:, None] == batch.documents)
+    every = [int(batch.cut(part).take(both.sum(1)).sum()) for part in SequenceShard(0, 4).all]
+    assert pairs_read(batch, SequenceShard(0, 4), True) == every
     assert len(set(pairs_read(sample_batch([5, 6], documents=False), SequenceShard(0, 4)))) == 1
 
 
@@ -241,8 +244,9 @@ def test_attention_over_ranks(ranks, world, ulysses, form, kind, value, sinks, d
             assert (sum(f[-1] for f in found) - s.grad).abs().max() <= bound * s.grad.abs().max()
 
 
+@pytest.mark.parametrize("kind", [CAUSAL, AttentionKind("both")], ids=["causal", "both"])
 @pytest.mark.parametrize("length, count", [(16, 2), (17, 3), (50, 4)])
-def test_segments_read_what_the_mask_shows(length, count):
+def test_segments_read_what_the_mask_shows(length, count, kind):
     """Documents as runs of queries and of keys, for kernels that have no masks: of every pair of parts, one-token
     documents included."""
     pick = torch.Generator().manual_seed(length)
@@ -252,11 +256,11 @@ def test_segments_read_what_the_mask_shows(length, count):
     flat = torch.arange(2 * length)
     batch = Batch(flat, flat, flat % length, flat // length, 2, length, rows, most_documents=len(rows.unique()) + 3)
     for mine, source in product(SequenceShard(0, count).all, SequenceShard(0, count).all):
-        block = context.block_of(mine, source, length, CAUSAL, True)
+        block = context.block_of(mine, source, length, kind, True)
         if block is None:
             continue
         part = batch.cut(mine)
-        mask, blind = context.mask_of(part, source, block, CAUSAL, torch.float64)
+        mask, blind = context.mask_of(part, source, block, kind, torch.float64)
         segments, found_blind = context.segments_of(part, source, block)
         queries, keys = (
             torch.searchsorted(ends, torch.arange(int(ends[-1])), right=True)
@@ -264,7 +268,8 @@ def test_segments_read_what_the_mask_shows(length, count):
         )
         queries, keys = (side.view(2, -1) for side in (queries, keys))
         seen = queries.unsqueeze(-1) == keys.unsqueeze(-2)
-        if mine == source:
+        causal = mine == source and kind == CAUSAL
+        if causal:
             seen &= torch.ones(seen.shape[1:], dtype=torch.bool).tril()
         assert torch.equal(seen.unsqueeze(1), mask == 0) and torch.equal(found_blind, blind)
         assert (
@@ -273,7 +278,7 @@ def test_segments_read_what_the_mask_shows(length, count):
         )
         given = [torch.randn(2, 2, side.shape[1], 4, generator=pick).double() for side in (queries, keys, keys)]
         by_mask = backends.PLAIN.forward(*given, backends.Scoring(mask, False, 0.5))
-        by_segments = MaskedSegments(segments).forward(*given, backends.Scoring(None, mine == source, 0.5))
+        by_segments = MaskedSegments(segments).forward(*given, backends.Scoring(None, causal, 0.5))
         for found, truth in zip(by_segments, by_mask):
             reads = ~blind.view(*blind.shape, *[1] * (found.dim() - 3)).expand_as(found)
             torch.testing.assert_close(found[reads], truth[reads], rtol=1e-12, atol=1e-12)

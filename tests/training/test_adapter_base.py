@@ -158,9 +158,9 @@ def test_adapters_of_a_quantized_base_are_merged_into_the_values_that_it_stands_
     assert (found - logprobs_of(plain / "weights")).abs().max() > 1e-4
 
 
-def logprobs_of(weights: Path) -> torch.Tensor:
+def logprobs_of(weights: Path, adapter: str | None = None) -> torch.Tensor:
     """Of the ids but the first, as they are generated with, in fp32."""
-    engine = Engine(load_alone(weights), EngineOptions(sequences=1, tokens=16, memory_gib=0.01))
+    engine = Engine(load_alone(weights, adapter), EngineOptions(sequences=1, tokens=16, memory_gib=0.01))
     options = SamplingOptions(tokens=1, temperature=0, prompt_logprobs=1)
     ((_, _, scores, _),) = answers_of(engine, [(IDS[0], options)])
     return torch.tensor([score.logprob for score in scores[1:] if score])
@@ -262,6 +262,19 @@ def test_adapters_of_experts_that_are_one_tensor(tmp_path):
     assert not check(new, Facts())
     first = trained(replace(new, train=replace(new.train, steps=1)))
     assert logits_of(with_peft(folder, first / "adapter")).sub(truth).abs().max() < 0.5
+
+
+def test_adapters_of_a_run_are_served_over_its_base(checkpoint, base, tmp_path):
+    """Truth: what the run itself generates with. What is more than an adapter of linears is refused."""
+    lora = read_manifest(checkpoint).config["lora"]
+    if lora["also"] or "*embed_tokens*" in lora["targets"]:
+        with pytest.raises(ConfigError, match="trained whole|are read"):
+            load_alone(base, str(checkpoint))
+        return
+    torch.testing.assert_close(
+        logprobs_of(base, str(checkpoint)), logprobs_of(checkpoint / "weights"), rtol=0, atol=2e-5
+    )
+    assert (logprobs_of(base) - logprobs_of(checkpoint / "weights")).abs().max() > 1e-4
 
 
 def test_adapters_over_another_base_of_the_same_shapes_are_refused(copied, tmp_path):

@@ -17,19 +17,22 @@ from phalanx.base.errors import CheckpointError
 from phalanx.base.placement import Placement
 from phalanx.checkpoint.contents import Contents
 from phalanx.checkpoint.load import load_weights
+from phalanx.cli.checkpoints import merged
 from phalanx.comm.mesh import Mesh
 from phalanx.config.run import CheckpointConfig, Run
 from phalanx.data_parallel.base_storage import BaseStorage
 from phalanx.engine.build import State, build, build_for_inference, init_weights
 from phalanx.forecast.decide import make_plan
-from phalanx.inference.load import without_training
+from phalanx.inference.load import load_alone, without_training
 from phalanx.layout.config import LayoutConfig
 from phalanx.nn.adapter import find_adapter
 from phalanx.ops.quantized.base_formats import FORMATS
 from phalanx.ops.quantized.base_weights import EncodedMatrices, EncodedMatrix, decode_
 from phalanx.ops.quantized.base_weights import encode as encoded_alone
+from phalanx.optim.config import OptimConfig
 from phalanx.training.main import train
 from tests.harness.checkpoints import error_on_rank
+from tests.harness.generation import whole_logits
 from tests.training.test_loop import make_run
 
 BF16 = "bf16"
@@ -80,6 +83,29 @@ def test_a_run_goes_on_to_the_same_bits_and_holds_no_base(folder, tmp_path, name
     if not named:  # then nothing may take the base's place
         with pytest.raises(CheckpointError, match="drawn at random, which init_from="):
             train(replace(halves, init_from=str(folder), train=replace(halves.train, steps=5)), Placement())
+
+
+@pytest.mark.parametrize("base, precision, near", [("nf4", BF16, 1e-3), ("nf4", "fp32", 1e-5), ("fp8", "fp32", 1e-5)])
+def test_a_base_that_was_drawn_is_merged_and_generated_with(tmp_path, base, precision, near):
+    """Truth: the values that a training rank decodes; adapters add next to nothing to them. Generation on a CPU decodes
+    them in fp32."""
+    run = qlora(make_run(tmp_path / "run", steps=1, precision=precision), base)
+    train(replace(run, optim=OptimConfig(lr=1e-30)), Placement())
+    step = tmp_path / "run/checkpoints/step-00000001"
+    tensors = load_file(merged(str(step), str(tmp_path / "merged"), None) / "model.safetensors")
+    state, seen = state_of(run), set()
+    init_weights(state.model)
+    for flat in (f for f in state.buffers.flat if isinstance(f.storage, BaseStorage)):
+        _, values = flat.storage.values()
+        for slot in flat.bucket.slots:
+            held = values[slot.offset : slot.offset + slot.numel].view(slot.spec.shape)
+            for piece in slot.spec.pieces:
+                assert torch.equal(piece.of(held), tensors[piece.name].to(held.dtype)), piece.name
+                seen.add(piece.name)
+    assert seen == {name for name in tensors if name.endswith("_proj.weight")}
+    found, truth = (load_alone(folder) for folder in (step / "weights", tmp_path / "merged"))
+    prompt = list(range(3, 14))
+    torch.testing.assert_close(whole_logits(found, prompt), whole_logits(truth, prompt), rtol=0, atol=near)
 
 
 @pytest.mark.parametrize("base", FORMATS)

@@ -67,6 +67,7 @@ NAMED = {
     ),
     "phi3 tp4 with 2 kv heads, overlapped, window": case("phi3", 4, tp=4, tp_overlap="on"),
     "phi3 pp2 dp2, level 3, documents": case("phi3", 4, pp=2, sharding=3, documents=True),
+    "gemma2 cp2, ring, capped scores, windows, documents": case("gemma2", 2, cp=2, documents=True),
     "gemma2 tp2 pp2 dp2, tied, documents": case("gemma2", 8, tp=2, pp=2, documents=True),
     "gemma2 dp2, level 3, pointwise recompute": case("gemma2", 2, sharding=3, recompute="pointwise"),
     "mistral tp2 pp2 dp2, documents": case("mistral", 8, tp=2, pp=2, documents=True),
@@ -269,6 +270,12 @@ NAMED = {
     ),
     "t5 tied dp4, level 3, pointwise recompute": case("t5-tied", 4, sharding=3, recompute="pointwise"),
     "t5 tp4, overlapped": case("t5", 4, tp=4, tp_overlap="on"),
+    "t5 with dropout, tp2 pp2, packed, full recompute": case(
+        "t5-dropout", 4, tp=2, pp=2, documents="packed", recompute="full", micro_batch=2
+    ),
+    "t5 with dropout, cp2 dp2, all-gather, documents": case(
+        "t5-dropout", 4, cp=2, cp_attention="allgather", documents=True
+    ),
     "t5 cp2, ring, level 3": case("t5", 2, cp=2, cp_attention="ring", sharding=3),
     "t5 tied cp2 tp2, all-gather, packed": case(
         "t5-tied", 4, cp=2, tp=2, cp_attention="allgather", documents="packed", micro_batch=2

@@ -35,13 +35,15 @@ from phalanx.ops.attention.kind import (
     by_documents,
     refuse_unsupported,
 )
-from phalanx.ops.attention.one_block import Biased, attend_block
-from phalanx.ops.attention.relative_bias import Runs, bucket_of
+from phalanx.ops.attention.one_block import attend_block
+from phalanx.ops.attention.relative_bias import Biased, Runs, bucket_of
 from phalanx.ops.op import ALL_KERNELS, Case, Implementation, Kernels, Op, invariant
 from phalanx.sequence.batch import Batch, PerBatch, room_for_documents
 
 MASKS, BLOCK_MASKS = PerBatch[Tensor](), PerBatch[Tensor]()
-VISIBLE, BUCKETS = PerBatch[Tensor](), PerBatch[Tensor]()
+VISIBLE, PAIR_BUCKETS = PerBatch[Tensor](), PerBatch[Tensor]()
+Heads = tuple[Tensor, Tensor, Tensor]
+"""q, k and v."""
 
 
 def attention(
@@ -107,7 +109,7 @@ def _probabilities(q: Tensor, k: Tensor, batch: Batch, kind: AttentionKind, lear
         scores = kind.soft_cap * torch.tanh(scores / kind.soft_cap)
     if kind.bias is not None and learned.bias is not None:
         bias = kind.bias
-        bucket = BUCKETS.of(batch, lambda: bucket_of(_distances(batch), bias), bias)
+        bucket = PAIR_BUCKETS.of(batch, lambda: bucket_of(_distances(batch), bias), bias)
         scores = scores + own_precision(learned.bias).to(scores.dtype)[bucket].permute(2, 0, 1)
     visible = VISIBLE.of(batch, lambda: _visible(batch, kind.window, kind.direction), kind.window, kind.direction)
     scores = scores.masked_fill(~visible, -torch.inf)
@@ -126,14 +128,14 @@ class ByTorch:
     @staticmethod
     def attend(q: Tensor, k: Tensor, v: Tensor, batch: Batch, kind: AttentionKind, learned: Learned) -> Tensor:
         batch, kind = by_documents(batch, kind)
-        blocks = 0 if kind.window is None or kind.direction == "prefix" else 3 if kind.direction == "both" else 2
-        if kind.window is not None and 0 < blocks * kind.window < batch.seq_length:
+        blocks = {"causal": 2, "both": 3}.get(kind.direction)  # of keys; prefixes are of any length
+        if kind.window is not None and blocks is not None and blocks * kind.window < batch.seq_length:
             out = _in_blocks(q, k, v, batch, kind, learned)
         else:
             hides = batch.documents is not None or kind.window is not None or kind.direction == "prefix"
             mask = _mask(batch, kind.window, kind.direction, q.dtype) if hides else None
-            place = (range(batch.seq_length),)
-            out = _attend(q, k, v, kind, learned, _Block(mask, not hides and kind.direction == "causal", place, place))
+            causal, places = mask is None and kind.direction == "causal", (range(batch.seq_length),)
+            out = _attend((q, k, v), batch, kind, learned, _Block(mask, causal, places, places))
         return out.transpose(1, 2).reshape(batch.num_tokens, -1)
 
 
@@ -242,8 +244,9 @@ class _Block:
     keys: Runs
 
 
-def _attend(q: Tensor, k: Tensor, v: Tensor, kind: AttentionKind, learned: Learned, seen: _Block) -> Tensor:
+def _attend(heads: Heads, batch: Batch, kind: AttentionKind, learned: Learned, seen: _Block) -> Tensor:
     """What is hidden by `kind` is in `seen` already."""
+    q, k, v = heads
     if kind.soft_cap is None and learned == NOTHING:
         return F.scaled_dot_product_attention(
             q,
@@ -255,7 +258,7 @@ def _attend(q: Tensor, k: Tensor, v: Tensor, kind: AttentionKind, learned: Learn
             enable_gqa=q.shape[1] != k.shape[1],
         )
     scale = 1 / math.sqrt(q.shape[-1]) if kind.scale is None else kind.scale
-    biased = None if kind.bias is None else Biased(kind.bias, seen.queries, seen.keys)
+    biased = None if kind.bias is None else Biased.of(batch, kind.bias, seen.queries, seen.keys)
     return attend_block(q, k, v, learned, Scoring(seen.mask, seen.causal, scale, kind.soft_cap), biased)
 
 
@@ -275,7 +278,7 @@ def _in_blocks(q: Tensor, k: Tensor, v: Tensor, batch: Batch, kind: AttentionKin
     k, v = (_with_neighbours(t, both).flatten(0, 1) for t in (k, v))
     mask = BLOCK_MASKS.of(batch, lambda: _make_block_mask(batch, window, both, q.dtype), window, both, q.dtype)
     seen = _Block(mask, False, (range(window, 2 * window),), (range(k.shape[2]),))
-    out = _attend(q.flatten(0, 1), k, v, kind, learned, seen)
+    out = _attend((q.flatten(0, 1), k, v), batch, kind, learned, seen)
     return out.unflatten(0, (-1, blocks)).transpose(1, 2).flatten(2, 3)[:, :, : batch.seq_length]
 
 

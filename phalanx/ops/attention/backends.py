@@ -83,7 +83,8 @@ class Backend:
 
 def block_backend(q: Tensor, v: Tensor, how: Scoring, kernels: Kernels = "plain", steady: bool = True) -> Backend:
     """The implementation of BLOCKS that is to run. Not `steady`: shapes that hardly ever come again."""
-    sizes = (q.shape[-1], v.shape[-1], q.shape[1] != v.shape[1], how.added is not None, steady)
+    masked = how.mask is not None or how.bias is not None
+    sizes = (q.shape[-1], v.shape[-1], q.shape[1] != v.shape[1], masked, steady)
     found: Backend = BLOCKS.choose(kernels, q, *sizes, asked=how.features)
     return found
 
@@ -108,8 +109,9 @@ def _scores(q: Tensor, k: Tensor, how: Scoring) -> tuple[Tensor, Tensor | None]:
     if how.soft_cap is not None:
         capped = torch.tanh(scores / how.soft_cap)
         scores = capped * how.soft_cap
-    if how.added is not None:
-        scores = scores + how.added
+    for added in (how.mask, how.bias):
+        if added is not None:
+            scores = scores + added
     if how.causal:
         scores = scores.masked_fill(
             ~torch.ones(scores.shape[-2:], dtype=torch.bool, device=q.device).tril(), -torch.inf
@@ -463,12 +465,12 @@ BLOCKS = Op(
                 8,
                 8,
                 512,
-                1088,
+                keys,
                 (width, width),
                 more={"bias": True},
                 large=True,
             )
-            for seen, width in (("all", 64), ("mask", 128))
+            for seen, width, keys in (("all", 64, 1088), ("mask", 128, 1003))
         ),
         *(
             _block_case(

@@ -41,7 +41,7 @@ from phalanx.ops.attention.kind import (
     by_documents,
     refuse_unsupported,
 )
-from phalanx.ops.attention.one_block import Biased
+from phalanx.ops.attention.relative_bias import Biased
 from phalanx.ops.attention.segments import SEGMENTS, Segments
 from phalanx.ops.attention.sinks import join_sinks, sinks_grad
 from phalanx.ops.dense.grads import add_grad
@@ -340,7 +340,8 @@ class ContextAttention:
             return None
         length = self.batch.seq_length
         queries = _chosen(self.batch.part.runs(length), block.queries)
-        return Biased(self.kind.bias, queries, _chosen(self.batch.part.all[source].runs(length), block.keys))
+        keys = _chosen(self.batch.part.all[source].runs(length), block.keys)
+        return Biased.of(self.batch, self.kind.bias, queries, keys)
 
 
 def _chosen(chunks: tuple[range, range], rows: slice) -> tuple[range, ...]:
@@ -472,7 +473,7 @@ class _ReadParts(Function):
                 grad = packed(found.k, found.v)
                 biased = reading.biased(source, block)
                 if biased is not None:
-                    more = biased.grad(found.bias)
+                    more = biased.table_grad(found.bias)
                     dtable = more if dtable is None else dtable + more
             if source == reading.axis.index:
                 own = grad.to(lse.dtype)  # type: ignore[union-attr]
@@ -490,7 +491,7 @@ def how_to_read(
     """The backend of a block, its scoring, and which of its queries read nothing (or None)."""
     kernels, kind, theirs = reading.kernels, reading.kind, reading.batch.part.all[source]
     biased = reading.biased(source, block)
-    bias = None if biased is None or table is None else biased.of(table, q.dtype)
+    bias = None if biased is None or table is None else biased.scores(table, q.dtype)
     how = Scoring(None, block.how == "causal", kind.scale or 0.0, kind.soft_cap, bias)
     if block.how != "mask":
         return block_backend(q, v, how, kernels, not reading.batch.piece), how, None

@@ -8,36 +8,16 @@ Saved for backward: q, k, v, the output and one number for each query and head. 
 
 from __future__ import annotations
 
-from dataclasses import dataclass
 from typing import Any
 
 from torch import Tensor
 from torch.autograd import Function
 
 from phalanx.ops.attention.backends import SavedBlock, Scoring, block_backend
-from phalanx.ops.attention.kind import Learned, RelativeBias
-from phalanx.ops.attention.relative_bias import Runs, bias_grad, bias_of
+from phalanx.ops.attention.kind import Learned
+from phalanx.ops.attention.relative_bias import Biased
 from phalanx.ops.attention.sinks import join_sinks, sinks_grad
 from phalanx.ops.dense.grads import add_grad
-
-
-@dataclass(frozen=True)
-class Biased:
-    """Where the bias of a block's scores is read in its table: by the distances of these queries and keys."""
-
-    bias: RelativeBias
-    queries: Runs
-    keys: Runs
-
-    def of(self, table: Tensor, dtype: Any) -> Tensor:
-        """(heads, queries, keys)."""
-        return bias_of(table.to(dtype), self.bias, self.queries, self.keys)
-
-    def grad(self, dbias: Tensor | None) -> Tensor:
-        """The table's gradient, from that of the bias."""
-        if dbias is None:
-            raise RuntimeError("a backend that was given a bias returned no gradient for it")
-        return bias_grad(dbias, self.bias, self.queries, self.keys)
 
 
 def attend_block(q: Tensor, k: Tensor, v: Tensor, learned: Learned, how: Scoring, biased: Biased | None) -> Tensor:
@@ -70,9 +50,9 @@ class _OneBlock(Function):
         if ctx.sinks is not None and ctx.needs_input_grad[3]:
             dsinks = sinks_grad(ctx.sinks, dout, out, lse)
         if ctx.table is not None and ctx.needs_input_grad[4]:
-            dtable = add_grad(ctx.table, ctx.biased.grad(found.bias))
+            dtable = add_grad(ctx.table, ctx.biased.table_grad(found.bias))
         return found.q, found.k, found.v, dsinks, dtable, None, None
 
 
 def _with_bias(how: Scoring, biased: Biased | None, table: Tensor | None, q: Tensor) -> Scoring:
-    return how if biased is None or table is None else how._replace(bias=biased.of(table, q.dtype))
+    return how if biased is None or table is None else how._replace(bias=biased.scores(table, q.dtype))

@@ -9,6 +9,7 @@ its gradient is first summed along the diagonals. The sums have one order on eve
 from __future__ import annotations
 
 import math
+from dataclasses import dataclass
 from functools import lru_cache
 
 import torch
@@ -16,7 +17,9 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from phalanx.ops.attention.kind import RelativeBias
+from phalanx.sequence.batch import Batch, PerBatch
 
+BUCKETS = PerBatch[tuple[Tensor, ...]]()
 Runs = tuple[range, ...]
 """Consecutive positions, one run after another."""
 
@@ -45,34 +48,55 @@ def bucket_of(distance: Tensor, bias: RelativeBias) -> Tensor:
     return bucket + (distance > 0) * (bias.buckets // 2) if bias.bidirectional else bucket
 
 
-def bias_of(table: Tensor, bias: RelativeBias, queries: Runs, keys: Runs) -> Tensor:
-    """table (buckets, heads) -> (heads, queries, keys)."""
-    rows = [torch.cat([_rectangle(table, bias, q, k) for k in keys if k], -1) for q in queries if q]
-    return torch.cat(rows, 1)
+@dataclass(frozen=True)
+class Biased:
+    """The bias of the scores of some queries and keys, as it is read in its table.
 
+    buckets  of the distances of each run of queries and each run of keys, ascending
+    count    rows of the table
+    """
 
-def bias_grad(dbias: Tensor, bias: RelativeBias, queries: Runs, keys: Runs) -> Tensor:
-    """The gradient of the table from that of `bias_of`, in at least fp32."""
-    dtype = torch.promote_types(dbias.dtype, torch.float32)
-    grad = torch.zeros(bias.buckets, len(dbias), dtype=dtype, device=dbias.device)
-    for q, rows in zip(queries, dbias.split([len(q) for q in queries], 1)):
-        for k, block in zip(keys, rows.split([len(k) for k in keys], 2)):
-            if q and k:
-                bucket = bucket_of(_distances(q, k, dbias.device), bias)
-                chosen = F.one_hot(bucket, bias.buckets).to(dtype)
+    queries: Runs
+    keys: Runs
+    buckets: tuple[Tensor, ...]
+    count: int
+
+    @staticmethod
+    def of(batch: Batch, bias: RelativeBias, queries: Runs, keys: Runs) -> Biased:
+        """Buckets are found once for each micro-batch; all layers read them, and backward."""
+        queries, keys = (tuple(run for run in runs if run) for runs in (queries, keys))
+        device = batch.tokens.device
+
+        def find() -> tuple[Tensor, ...]:
+            spans = [(k.start - q.stop + 1, k.stop - q.start) for q in queries for k in keys]
+            return tuple(bucket_of(torch.arange(*span, device=device), bias) for span in spans)
+
+        return Biased(queries, keys, BUCKETS.of(batch, find, bias, queries, keys), bias.buckets)
+
+    def scores(self, table: Tensor, dtype: torch.dtype) -> Tensor:
+        """table (buckets, heads) -> (heads, queries, keys)."""
+        table, buckets = table.to(dtype), iter(self.buckets)
+        rows = [torch.cat([_rectangle(table[next(buckets)].mT, len(k)) for k in self.keys], -1) for _ in self.queries]
+        return torch.cat(rows, 1)
+
+    def table_grad(self, dbias: Tensor | None) -> Tensor:
+        """The table's gradient from that of `scores`, in at least fp32."""
+        if dbias is None:
+            raise RuntimeError("a backend that was given a bias returned no gradient for it")
+        dtype = torch.promote_types(dbias.dtype, torch.float32)
+        grad = torch.zeros(self.count, len(dbias), dtype=dtype, device=dbias.device)
+        buckets = iter(self.buckets)
+        for rows in dbias.split([len(q) for q in self.queries], 1):
+            for block in rows.split([len(k) for k in self.keys], 2):
+                chosen = F.one_hot(next(buckets), self.count).to(dtype)
                 grad += chosen.mT @ _diagonal_sums(block.to(dtype)).mT
-    return grad
+        return grad
 
 
-def _distances(q: range, k: range, device: torch.device) -> Tensor:
-    """Those of two runs, ascending."""
-    return torch.arange(k.start - q.stop + 1, k.stop - q.start, device=device)
-
-
-def _rectangle(table: Tensor, bias: RelativeBias, q: range, k: range) -> Tensor:
-    """Row i of it is a window on the distances that starts one earlier than that of row i - 1."""
-    each = table[bucket_of(_distances(q, k, table.device), bias)].mT
-    return each.unfold(1, len(k), 1).flip(1)
+def _rectangle(each: Tensor, keys: int) -> Tensor:
+    """each (heads, distances) -> (heads, queries, keys): a row is a window on the distances that starts one earlier
+    than that of the row before."""
+    return each.unfold(1, keys, 1).flip(1)
 
 
 def _diagonal_sums(x: Tensor) -> Tensor:

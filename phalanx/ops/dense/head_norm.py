@@ -15,7 +15,7 @@ from torch import Tensor
 from torch.autograd import Function
 
 from phalanx.ops.dense.grads import add_grad
-from phalanx.ops.dense.norm import NORM
+from phalanx.ops.dense.norm import NORM, plus_one
 from phalanx.ops.dense.rope import Angles, pack_heads, rotate, split_heads, table_for
 from phalanx.ops.op import Case, Kernels, Op, invariant, triton
 
@@ -130,6 +130,11 @@ def _case(
     return call
 
 
+def _less_one(x: Tensor, q: Tensor, k: Tensor, kernels: Kernels) -> Tensor:
+    """With weights that are stored less one, so wider than x."""
+    return _case(3, 2, 2)(x, plus_one(q), plus_one(k), kernels)
+
+
 NORM_ROPE = Op(
     "norm_rope",
     "RMSNorm of each head, then its rotation",
@@ -141,6 +146,7 @@ NORM_ROPE = Op(
     ),
     switches=("norm", "rope"),
     cases=(
+        Case("norm_rope, weights less one", _less_one, ((10, 7, 6), (6,), (6,)), (1, 2)),
         Case("norm_rope", _case(3, 2, 2), ((10, 7, 6), (6,), (6,)), (1, 2)),
         Case("norm_rope, one head", _case(1, 1, 1), ((5, 3, 64), (64,), (64,)), (1, 2)),
         Case("norm_rope, part of a head", _case(3, 2, 2, features=6), ((10, 7, 20), (20,), (20,)), (1, 2)),

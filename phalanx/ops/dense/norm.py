@@ -228,6 +228,7 @@ NORM = Op(
         Case("rms_norm", lambda x, w, k: rms_norm(x, w, 1e-3, k), ((5, 7), (7,)), (1,)),
         Case("rms_norm, wide", _rms_norm, ((9, 1100), (1100,)), (1,)),
         Case("rms_norm, several tiles", _rms_norm, ((91, 300), (300,)), (1,)),
+        Case("rms_norm, weights less one", lambda x, w, k: rms_norm(x, plus_one(w), 1e-3, k), ((5, 24), (24,)), (1,)),
         Case("add_rms_norm", _add_rms_norm, ((6, 40), (6, 40), (40,)), (2,)),
         Case(
             "stream and rms_norm",
