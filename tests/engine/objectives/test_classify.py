@@ -84,6 +84,7 @@ def run_of(folder: Path, out: Path, **model: Any) -> Run:
         num_hidden_layers=2,
         num_attention_heads=4,
         max_position_embeddings=32,
+        initializer_range=0.1,
         head="sequence",
         labels=COLOURS,
     )
@@ -94,7 +95,7 @@ def run_of(folder: Path, out: Path, **model: Any) -> Run:
         model=replace(config, **model),
         task=classify(),
         train=TrainConfig(
-            steps=60, global_batch=8, micro_batch=2, seq_length=32, device="cpu", eval_interval=60, eval_samples=8
+            steps=120, global_batch=8, micro_batch=2, seq_length=32, device="cpu", eval_interval=120, eval_samples=8
         ),
         data=data,
         optim=OptimConfig(lr=3e-3),
@@ -227,12 +228,12 @@ def test_a_run_learns_its_classes_and_transformers_reads_them(folder, tmp_path):
     )
     train(start, Placement())
     [weights] = Path(start.dir).glob("checkpoints/step-*2/weights")
-    run = replace(run, init_from=str(weights), checkpoint=CheckpointConfig(interval=60))
+    run = replace(run, init_from=str(weights), checkpoint=CheckpointConfig(interval=120))
     train(run, Placement())
     assert "new, with random weights" in (Path(run.dir) / "log.txt").read_text()
     last = [row for row in rows_of(run) if any("accuracy" in key for key in row)][-1]
     assert max(value for key, value in last.items() if "accuracy" in key) > 0.9
-    [out] = Path(run.dir).glob("checkpoints/step-*60/weights")
+    [out] = Path(run.dir).glob("checkpoints/step-*120/weights")
     model, info = AutoModelForSequenceClassification.from_pretrained(out, output_loading_info=True)
     assert not info["missing_keys"] and not info["unexpected_keys"] and model.config.id2label[2] == "blue"
     tokenizer = AutoTokenizer.from_pretrained(out)
