@@ -99,7 +99,7 @@ def test_masks_are_those_of_a_slow_reading(wordpiece, whole_words, some_stay):
     core = tokenizers.Tokenizer.from_file(f"{wordpiece}/tokenizer.json")
     encoded = [core.encode(text, add_special_tokens=False) for text in TEXT]
     eod = load_tokenizer(wordpiece).eod
-    tokens = [*encoded[0].ids, eod, *encoded[1].ids, eod, 0, 0, 0]
+    tokens = [*encoded[0].ids, eod, *encoded[1].ids, eod, *encoded[0].ids[:3]]
     words = [*((0, w) for w in encoded[0].word_ids), None, *((1, w) for w in encoded[1].word_ids), None, *[None] * 3]
     m = masking(vocabulary, whole_words=whole_words, some_stay=some_stay)
     assert len(set(words)) < len(tokens) - 10  # words of several pieces
@@ -157,6 +157,7 @@ def test_rates_by_chi_square():
     drawn = inputs[hidden & (inputs != 299) & (inputs != tokens)]
     assert chisquare(np.bincount(drawn, minlength=256)[:256]).pvalue > 1e-4
     assert (inputs == np.where(hidden, inputs, tokens)).all()
+    assert not np.array_equal(hidden[0], masking(vocabulary, rate=0.15, seed=6)(sample_of(tokens, 0)).labels != IGNORE)
     alone = masking(vocabulary, rate=0.15, some_stay=False)(sample_of(tokens, 3))
     assert ((alone.tokens == 299) == (alone.labels != IGNORE)).all()
 
