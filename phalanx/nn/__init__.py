@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from phalanx.nn.attention import Attention, AttentionSpec
+    from phalanx.nn.cross_attention import CrossAttention
     from phalanx.nn.embedding import Embedding
     from phalanx.nn.env import Env
     from phalanx.nn.head import Head
@@ -18,10 +19,13 @@ if TYPE_CHECKING:
     from phalanx.nn.mtp import MultiTokenPrediction
     from phalanx.nn.norm import LayerNorm, RMSNorm
     from phalanx.nn.parameter import Parameter
+    from phalanx.nn.query_temperature import QueryTemperature
+    from phalanx.nn.relative_bias import BiasSpec, RelativeBiasTable
     from phalanx.nn.rotary import Rotary
 
 FILES = {
     "attention": ("Attention", "AttentionSpec"),
+    "cross_attention": ("CrossAttention",),
     "embedding": ("Embedding",),
     "env": ("Env",),
     "head": ("Head",),
@@ -33,13 +37,17 @@ FILES = {
     "mtp": ("MultiTokenPrediction",),
     "norm": ("LayerNorm", "RMSNorm"),
     "parameter": ("Parameter",),
+    "query_temperature": ("QueryTemperature",),
+    "relative_bias": ("BiasSpec", "RelativeBiasTable"),
     "rotary": ("Rotary",),
 }
 __all__ = [
     "Attention",
     "AttentionSpec",
+    "BiasSpec",
     "Block",
     "ColumnLinear",
+    "CrossAttention",
     "Embedding",
     "Env",
     "GeluMLP",
@@ -52,7 +60,9 @@ __all__ = [
     "MultiTokenPrediction",
     "OutputRows",
     "Parameter",
+    "QueryTemperature",
     "RMSNorm",
+    "RelativeBiasTable",
     "ReplicatedLinear",
     "Rotary",
     "RowLinear",

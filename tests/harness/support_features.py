@@ -13,12 +13,17 @@ from phalanx.forecast.memory import OVERHEAD, rank_uses
 from phalanx.layout.config import LayoutConfig
 from phalanx.models.bert import BertConfig
 from phalanx.models.deepseek_v3 import DeepseekV3Config
+from phalanx.models.gemma2 import Gemma2Config
+from phalanx.models.gemma3_text import Gemma3TextConfig
 from phalanx.models.gpt2 import GPT2Config
 from phalanx.models.gpt_oss import GptOssConfig
 from phalanx.models.llama import LlamaConfig
 from phalanx.models.mistral import MistralConfig
 from phalanx.models.mixtral import MixtralConfig
 from phalanx.models.modernbert import ModernBertConfig
+from phalanx.models.olmo2 import Olmo2Config
+from phalanx.models.olmo3 import Olmo3Config
+from phalanx.models.phi3 import Phi3Config
 from phalanx.models.qwen2 import Qwen2Config
 from phalanx.models.qwen3 import Qwen3Config
 from phalanx.models.qwen3_moe import Qwen3MoEConfig
@@ -29,13 +34,14 @@ from phalanx.nn.adapter import find_adapter
 from phalanx.nn.objective import TaskConfig, find_objective
 from phalanx.optim.config import OptimConfig
 
-DENSE = ("llama", "qwen3", "mistral", "qwen2")
+DENSE = ("llama", "qwen3", "mistral", "qwen2", "olmo2", "olmo3", "gemma2", "gemma3_text", "phi3")
 EXPERTS = ("mixtral", "qwen3_moe", "gpt_oss", "deepseek_v3")
 DECODERS = (*DENSE, "gpt2", *EXPERTS, "kinds")
 ENCODERS = ("bert", "modernbert")
 FAMILIES = (*DECODERS, *ENCODERS, "t5")
 FAMILY_NAMES = {"kinds": "chunks, caps, bias, both ways"}
 """Of a family that is not ours, whose layers attend in other ways: the ways."""
+MIXED = ("sliding_attention", "full_attention")  # kinds of the two layers
 Also = Literal["evaluate", "resume", "export", "init", "shadow", "replicas", "ramp-up", "skip"]
 
 
@@ -62,6 +68,16 @@ def model_of(family: str, unit: int, length: int) -> Any:
             return MistralConfig(**heads, sliding_window=5)
         case "qwen2":
             return Qwen2Config(**heads, sliding_window=9, max_window_layers=1)
+        case "olmo2":
+            return Olmo2Config(**heads)
+        case "olmo3":
+            return Olmo3Config(**heads, sliding_window=5, layer_types=MIXED, rope_local_base_freq=700.0)
+        case "gemma2":
+            return Gemma2Config(**heads, sliding_window=5, attn_logit_softcapping=2.0, final_logit_softcapping=3.0)
+        case "gemma3_text":
+            return Gemma3TextConfig(**heads, sliding_window=5, layer_types=MIXED)
+        case "phi3":
+            return Phi3Config(**heads, sliding_window=9)
         case "gpt2":
             own = dict(
                 hidden_size=4 * unit, num_attention_heads=8, intermediate_size=2 * unit, max_position_embeddings=length
@@ -200,9 +216,9 @@ FEATURES = (
     *(family(name) for name in FAMILIES),
     model("tied embeddings", FAMILIES, tie_word_embeddings=True),
     model("one key-value head", KEYS, num_key_value_heads=1),
-    model("sliding window", ("mistral", "qwen2", "gpt_oss")),
+    model("sliding window", ("mistral", "qwen2", "gpt_oss", "olmo3", "gemma2", "gemma3_text", "phi3")),
     model("attention sinks", ("gpt_oss",)),
-    model("scaled rotary embedding", ROTARY, rope_scaling=YARN),
+    model("scaled rotary embedding", tuple(f for f in ROTARY if f != "phi3"), rope_scaling=YARN),
     model("further tokens (MTP)", ("deepseek_v3",), num_nextn_predict_layers=1),
     model("capacity of experts", EXPERTS, expert_capacity_factor=1.0, expert_capacity_drop="position"),
     model("balance of each sequence", EXPERTS, "balance", router_aux_loss_scope="sequence"),

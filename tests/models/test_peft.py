@@ -80,7 +80,7 @@ def start(run: Run, model: torch.nn.Module) -> State:
     state = build(plan, Mesh(plan.grid, 0))
     with tempfile.TemporaryDirectory() as folder:
         model.save_pretrained(folder)
-        assert not load_weights(folder, state.buffers, state.mesh), "it has no adapters"
+        assert not load_weights(folder, state.buffers, state.mesh).adapters
         init_weights(state.model, lambda spec: not spec.exported)
         with reading(folder, exported_shapes(run.model)) as read:
             start_adapters(state.model, read)

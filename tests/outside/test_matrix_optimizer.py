@@ -272,7 +272,15 @@ def test_every_parameter_has_its_role(model):
             expected = {"norm"} if name.endswith("weight") else {"bias", "router"}
         elif name == "shared.weight" or any(word in name for word in ("embed", "wte", "wpe")):
             expected = {"embedding"}
-        elif any(word in name for word in ("mlp.gate.weight", "block_sparse_moe.gate.weight", "mlp.router.weight")):
+        elif any(
+            word in name
+            for word in (
+                "mlp.gate.weight",
+                "block_sparse_moe.gate.weight",
+                "mlp.router.weight",
+                "feed_forward.router.weight",
+            )
+        ):
             expected = {"router"}
         elif name.endswith("_bias"):
             expected = {"bias"}

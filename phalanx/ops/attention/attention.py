@@ -42,7 +42,7 @@ from phalanx.sequence.batch import Batch, PerBatch, room_for_documents
 
 MASKS, BLOCK_MASKS = PerBatch[Tensor](), PerBatch[Tensor]()
 VISIBLE, PAIR_BUCKETS = PerBatch[Tensor](), PerBatch[Tensor]()
-Heads = tuple[Tensor, Tensor, Tensor]
+Qkv = tuple[Tensor, Tensor, Tensor]
 """q, k and v."""
 
 
@@ -244,7 +244,7 @@ class _Block:
     keys: Runs
 
 
-def _attend(heads: Heads, batch: Batch, kind: AttentionKind, learned: Learned, seen: _Block) -> Tensor:
+def _attend(heads: Qkv, batch: Batch, kind: AttentionKind, learned: Learned, seen: _Block) -> Tensor:
     """What is hidden by `kind` is in `seen` already."""
     q, k, v = heads
     if kind.soft_cap is None and learned == NOTHING:
@@ -317,11 +317,7 @@ class ProbabilityDropout:
 
 
 def attention_with_dropout(
-    heads: tuple[Tensor, Tensor, Tensor],
-    batch: Batch,
-    kind: AttentionKind,
-    learned: Learned,
-    dropout: ProbabilityDropout,
+    heads: Qkv, batch: Batch, kind: AttentionKind, learned: Learned, dropout: ProbabilityDropout
 ) -> Tensor:
     """`attention` with dropout of the probabilities. heads: q, k, v.
 
