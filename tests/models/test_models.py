@@ -232,6 +232,9 @@ def widen(model, config: DecoderConfig) -> None:
     float64."""
     inv, factor = rotation_of(config).frequencies(SEQ)  # equal to transformers' own: test_scalings_equal_transformers
 
+    theirs = model.base_model.rotary_emb
+    assert len(inv) == len(theirs.inv_freq), "transformers rotates another part of each head"
+
     def rotary(x, position_ids):
         angle = position_ids.double().unsqueeze(-1) * torch.cat([inv, inv])
         return angle.cos() * factor, angle.sin() * factor
@@ -241,7 +244,7 @@ def widen(model, config: DecoderConfig) -> None:
             module.forward = lambda h, m=module: (
                 m.weight * (h * torch.rsqrt(h.pow(2).mean(-1, keepdim=True) + m.variance_epsilon))
             )
-    model.base_model.rotary_emb.forward = rotary
+    theirs.forward = rotary
 
 
 def wide_modules(config: DecoderConfig | GPT2Config) -> AbstractContextManager[None]:
