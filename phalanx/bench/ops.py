@@ -58,7 +58,8 @@ class LocalAxis(Axis):
         return Work(x if self.size == 1 else x.repeat(self.size, *(1,) * (x.dim() - 1)))
 
     def reduce_scatter(self, x: Tensor, async_op: bool = False) -> Work:
-        return Work(x[: x.shape[0] // self.size])
+        # no view, which an op could not write to
+        return Work(x if self.size == 1 else x[: x.shape[0] // self.size].clone())
 
     def all_to_all(self, x: Tensor, send: Sequence[int] | None = None, receive: Sequence[int] | None = None) -> Tensor:
         return x
@@ -66,12 +67,20 @@ class LocalAxis(Axis):
 
 @dataclass(frozen=True)
 class OpCall:
-    """One call of an op: its name, the block that called it, the function, its arguments."""
+    """One call of an op: its name, the block that called it, the function, its arguments, and which of these it writes
+    in place."""
 
     name: str
     function: Callable[..., Any]
     args: tuple[Any, ...]
     kwargs: dict[str, Any]
+    written: frozenset[int] = frozenset()
+
+    def run(self) -> Any:
+        """Call it. What it writes is no leaf with a gradient, which could not be written: the gradient of that goes on
+        as it is."""
+        args = (a.detach() if i in self.written else a for i, a in enumerate(self.args))
+        return self.function(*args, **self.kwargs)
 
     @property
     def shape(self) -> str:
@@ -244,10 +253,11 @@ def _noting(function: Callable[..., Any], found: list[OpCall]) -> Callable[..., 
     def run(*args: Any, **kwargs: Any) -> Any:
         kept = tuple(_own(a) for a in args), {k: _own(v) for k, v in kwargs.items()}
         result = function(*args, **kwargs)
-        if any(t.is_floating_point() for t in _tensors([*args, *kwargs.values()])) and _tensors(
-            result
-        ):  # not what only chooses a twin
-            found.append(OpCall(function.__name__, function, *kept))
+        made = _tensors(result)
+        written = frozenset(i for i, a in enumerate(args) if any(a is y for y in made))
+        # not what only chooses an implementation
+        if any(t.is_floating_point() for t in _tensors([*args, *kwargs.values()])) and made:
+            found.append(OpCall(function.__name__, function, *kept, written))
         return result
 
     return run
@@ -270,9 +280,9 @@ def _own(x: Any) -> Any:
 def time_call(call: OpCall, run: Run, device: torch.device, ceilings: Ceilings, repeats: int) -> OpTiming:
     def forward() -> Any:
         with torch.no_grad():
-            return call.function(*call.args, **call.kwargs)
+            return call.run()
 
-    outputs = _tensors(call.function(*call.args, **call.kwargs))
+    outputs = _tensors(call.run())
     grads = [torch.randn(y.shape, device=device).to(y.dtype) for y in outputs]
     inputs = [t for t in _tensors([*call.args, *call.kwargs.values()])]
 
@@ -280,7 +290,7 @@ def time_call(call: OpCall, run: Run, device: torch.device, ceilings: Ceilings, 
         for x in inputs:
             if not isinstance(x, nn.Parameter):
                 x.grad = None
-        made = _tensors(call.function(*call.args, **call.kwargs))
+        made = _tensors(call.run())
         torch.autograd.backward(made, grads)
 
     backward = any(y.requires_grad for y in outputs)

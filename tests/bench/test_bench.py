@@ -437,6 +437,14 @@ def test_bench_ops_times_fp8_linears_on_tensors_in_memory(config):
     assert not layer.attention.qkv.is_plain and not layer.mlp.down.is_plain
 
 
+@pytest.mark.parametrize("tp", [1, 2])
+def test_bench_ops_times_what_writes_in_place(config, tp):
+    """Adapters' sums are made in the memory of the linear's output."""
+    run = load_run(config, ['lora.targets=["*"]', f"layout.tp={tp}"])
+    rows = {r.name: r for r in bench_ops(run, tp, torch.device("cpu"), 1, None, lambda line: None)}
+    assert rows["add_low_rank"].both is not None and rows["enter_low_rank"].both is not None
+
+
 def test_flop_of_attention_with_a_window_and_values_of_their_own_width(config):
     """Truth: keys counted query by query, the query's own as half, 2 FLOP a feature of key and value."""
     q, k, v = (torch.empty(3, heads, 32, width) for heads, width in ((4, 6), (2, 6), (2, 10)))
