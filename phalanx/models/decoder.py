@@ -70,14 +70,15 @@ class DecoderEmbedding(Block):
     def __init__(self, config: DecoderConfig, env: Env):
         super().__init__(env)
         c, replicas = config, embedding_replicas(config, env)
-        self.scale = config.embedding_scale
+        # rounded to the dtype of the weights, as published models are
+        self.scale = float(torch.tensor(config.embedding_scale, dtype=env.weights.dtype))
         self.embed = Embedding(
             env, c.prefix + decoder_tensors.embedding, c.vocab_size, c.hidden_size, c.initializer_range, replicas
         )
 
     def forward(self, x: Tensor, batch: Batch) -> Tensor:
         x = self.embed(batch.tokens)
-        return x if self.scale == 1.0 else x * torch.tensor(self.scale, dtype=x.dtype)
+        return x if self.scale == 1.0 else x * self.scale
 
 
 class DecoderLayer(Block):

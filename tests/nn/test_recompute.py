@@ -36,6 +36,7 @@ from tests.harness.weights import with_memory
 from tests.planning.test_plan import MODELS as WIDER
 
 FAMILIES = [name for name in MODELS if name not in ("llama-tied", "deepseek_v3-mtp-tied")]
+BEHIND = ("olmo2", "olmo3")  # norms come behind their sub-layers
 
 
 def blocks_of(model: str) -> list[Block]:
@@ -66,10 +67,9 @@ def test_the_same_bits_whatever_is_made_again(model):
     """Each op alone, the presets, chains of ops, all but the whole layer: loss and gradients of the run that stores
     all, dropout included."""
     loss, gradients, recompute = loss_and_gradients(model, frozenset())
-    names = recompute.names
-    assert {"norm", "qkv", "rope", "attention", "up", "activation", "block"} <= names <= set(
-        OPS
-    ) and not recompute.reran
+    names, every = recompute.names, {"norm", "qkv", "rope", "attention", "up", "activation", "block"}
+    # behind its sub-layers, a norm has nobody to read it again
+    assert every - ({"norm"} if model in BEHIND else set()) <= names <= set(OPS) and not recompute.reran
     sets = {frozenset({n}) for n in names - {"mlp"}} | {frozenset(p) - {"mlp"} for p in PRESETS.values()}
     sets |= {frozenset(names - {"block", "mlp"})}
     sets |= {frozenset({"norm", "qkv"}), frozenset({"norm", "qkv", "rope"}), frozenset({"norm", "up", "activation"})}

@@ -115,8 +115,10 @@ def layout(ranks: RankPool, name: str) -> Layout:
 
 
 def options(model: str, layout: dict) -> set:
-    """Its family, the options it sets, and whether the ranks of tp send each expert's tokens."""
-    return {model, *layout, "ep" in layout and "tp" in layout and "dispatch" not in layout}
+    """Its family, the options it sets, whether the ranks of tp send each expert's tokens, and whether those of cp
+    exchange both heads and keys."""
+    both = 1 < layout.get("cp_ulysses", 1) < layout.get("cp", 1) and "keys and heads"
+    return {model, *layout, both, "ep" in layout and "tp" in layout and "dispatch" not in layout}
 
 
 PLAIN = {name: c for name, c in LAYOUTS.items() if name not in ADAPTERS}
