@@ -383,6 +383,9 @@ REASONS: dict[str, str] = {
     "modules of multi-token prediction": r"num_nextn_predict_layers",
     "experts or groups that do not fit": r"must be <= ",
     "an encoder made a decoder, or with scaled angles": r"(is_decoder|position_embedding_type|rope_scaling)=",
+    "a Gemma that reads both ways, or caps that Gemma 3 reads and does not use": r"(use_bidirectional_attention|attn_logit_softcapping)=",  # noqa: E501
+    "an encoder whose head is not its embedding": r"tie_word_embeddings=False \(supported: True\)",
+    "layers without rotary embedding by other numbers than 0 and 1": r"no_rope_layers=",
     "layer types that we do not have": r"layer_types=|layer_types with|one kind per layer",
 }
 

@@ -176,7 +176,7 @@ def widen(model, config: ExpertsConfig) -> None:
     inverse, factor = rotation_of(config).frequencies(
         SEQ
     )  # equal to transformers' own: test_scalings_equal_transformers
-    assert len(inverse) == len(model.model.rotary_emb.inv_freq), "transformers rotates another part of each head"
+    assert len(inverse) == len(model.base_model.rotary_emb.inv_freq), "transformers rotates another part of each head"
     halves = 1 if isinstance(config, GptOssConfig) else 2  # in which its angles are laid out
 
     def rotary(x, position_ids):
