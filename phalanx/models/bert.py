@@ -19,7 +19,7 @@ from phalanx.models.class_heads import (
     class_rules,
     classes_to_hf,
 )
-from phalanx.models.config_json import NEEDED, ConfigJson, integer, integer_or_null, number, shown, switch, text
+from phalanx.models.config_json import GELUS, NEEDED, ConfigJson, integer, integer_or_null, number, shown, switch, text
 from phalanx.models.family import Family
 from phalanx.models.model_config import ModelConfig, SmallSizes, TensorNames, check_head_dim
 
@@ -154,7 +154,6 @@ ONLY: dict[str, tuple[Any, ...]] = {
     "position_embedding_type": ("absolute",),
 }
 # names of each form
-GELUS = {"gelu": "gelu", "gelu_python": "gelu", "gelu_new": "gelu_new", "gelu_pytorch_tanh": "gelu_new"}
 
 
 def from_hf(found: ConfigJson) -> BertConfig | None:

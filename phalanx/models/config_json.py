@@ -9,6 +9,9 @@ from typing import Any
 
 from phalanx.base.errors import CheckpointError
 
+GELUS = {"gelu_new": "gelu_new", "gelu_pytorch_tanh": "gelu_new", "gelu": "gelu", "gelu_python": "gelu"}
+"""Names of GELU in config.json -> its form: exact (gelu), or by tanh (gelu_new)."""
+
 
 @dataclass(frozen=True)
 class HfKey:

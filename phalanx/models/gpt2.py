@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any, Literal
 
 from phalanx.base.errors import Problem
 from phalanx.base.rules import within
-from phalanx.models.config_json import NEEDED, ConfigJson, integer, integer_or_null, number, shown, switch, text
+from phalanx.models.config_json import GELUS, NEEDED, ConfigJson, integer, integer_or_null, number, shown, switch, text
 from phalanx.models.family import Family
 from phalanx.models.model_config import ModelConfig, SmallSizes, TensorNames, check_head_dim
 
@@ -96,13 +96,6 @@ ONLY: dict[str, tuple[Any, ...]] = {
     "scale_attn_weights": (True,),
     "scale_attn_by_inverse_layer_idx": (False,),
     "add_cross_attention": (False,),
-}
-# names of each form
-GELUS = {
-    "gelu_new": "gelu_new",
-    "gelu_pytorch_tanh": "gelu_new",
-    "gelu": "gelu",
-    "gelu_python": "gelu",
 }
 
 

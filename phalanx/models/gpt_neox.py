@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any, ClassVar, Literal
 
 from phalanx.base.errors import Problem
 from phalanx.base.rules import no_effect, within
-from phalanx.models.config_json import ConfigJson, integer, number, shown, switch, text
+from phalanx.models.config_json import GELUS, ConfigJson, integer, number, shown, switch, text
 from phalanx.models.decoder_config import (
     DECODER_KEYS,
     PartialRotaryConfig,
@@ -19,7 +19,6 @@ from phalanx.models.decoder_config import (
     with_head_rules,
 )
 from phalanx.models.family import Family
-from phalanx.models.gpt2 import GELUS
 from phalanx.models.model_config import SmallSizes, TensorNames
 from phalanx.models.rope import read_rope, rope_to_hf, small_scaling, with_factors
 

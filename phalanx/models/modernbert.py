@@ -21,6 +21,7 @@ from phalanx.models.class_heads import (
     classes_to_hf,
 )
 from phalanx.models.config_json import (
+    GELUS,
     LIST_OR_NULL,
     NEEDED,
     NONE,
@@ -208,7 +209,6 @@ ONLY: dict[str, tuple[Any, ...]] = {
     "mlp_dropout": (0.0,),
     "tie_word_embeddings": (True,),
 }
-GELUS = {"gelu": "gelu", "gelu_python": "gelu", "gelu_new": "gelu_new", "gelu_pytorch_tanh": "gelu_new"}
 SAME = (
     "vocab_size",
     "hidden_size",

@@ -92,7 +92,8 @@ class Muon(Optimizer):
         if c.adjust == "original" and c.fallback is not None and c.fallback.lr == c.lr:
             rule = "must be given with optim.adjust=original, whose learning rates are not those of other optimizers"
             because = {"optim.lr": c.lr, "optim.adjust": c.adjust}
-            found.append(problem("optim.fallback", c.fallback, "lr", rule, because, (OptimConfig.lr, c.lr / 10)))
+            usual = next(rate for rate in (OptimConfig.lr, 1e-4) if rate != c.lr)
+            found.append(problem("optim.fallback", c.fallback, "lr", rule, because, (usual,)))
         return found
 
 

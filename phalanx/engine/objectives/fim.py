@@ -30,7 +30,7 @@ class FIMConfig:
 
 @objective("fim")
 class FillInTheMiddle(TokenObjective):
-    """Cross entropy of the next token, of documents some of which are told in another order."""
+    """Cross entropy of the next token, of documents whose parts, in some of them, stand in another order."""
 
     Config = FIMConfig
     token_loss = staticmethod(cross_entropy)  # identifies the fused op for the head
