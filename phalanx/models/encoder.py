@@ -60,7 +60,7 @@ class BertEmbedding(Dropping):
     def forward(self, x: Tensor, batch: Batch) -> Tensor:
         a, b = self.env.cut(batch.num_tokens)
         segments = batch.tokens.new_zeros(b - a) if batch.segments is None else batch.segments[a:b]
-        kernels = self.env.kernels_for(ROWS)
+        kernels = self.env.ops.by_config(ROWS)
         x = self.embed(batch.tokens) + lookup(segments, self.types, kernels)
         x = self.norm(x + learned_positions(batch.positions[a:b], self.positions, kernels))
         return self.drop(x, batch, self.p, 0, 1)

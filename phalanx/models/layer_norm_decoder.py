@@ -63,7 +63,7 @@ class LearnedEmbedding(Dropping):
 
     def forward(self, x: Tensor, batch: Batch) -> Tensor:
         a, b = self.env.cut(batch.num_tokens)
-        positions = learned_positions(batch.positions[a:b], self.positions, self.env.kernels_for(ROWS))
+        positions = learned_positions(batch.positions[a:b], self.positions, self.env.ops.by_config(ROWS))
         x = self.embed(batch.tokens) + positions
         return self.drop(x, batch, self.p, 0, 1)
 

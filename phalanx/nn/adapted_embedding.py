@@ -45,7 +45,7 @@ class EmbeddingAdapterWeight(Module):
 
     def forward(self, x: Tensor) -> Tensor:
         if self.looked_up:
-            return embedding(x, self.weight, self.first, self.count, self.env.tp, self.env.kernels_for(ROWS))
+            return embedding(x, self.weight, self.first, self.count, self.env.tp, self.env.ops.by_config(ROWS))
         return local_matmul(x, self.weight)
 
 

@@ -80,5 +80,5 @@ class Embedding(Module):
 
     def forward(self, ids: Tensor) -> Tensor:
         """ids (T,) of the whole micro-batch -> this rank's tokens (T / tp, D)."""
-        rows = embedding(ids, self.weight, self.first, self.count, self.env.tp, self.env.kernels_for(ROWS))
+        rows = embedding(ids, self.weight, self.first, self.count, self.env.tp, self.env.ops.by_config(ROWS))
         return rows if self.rows is None else self.rows(rows, ids)
