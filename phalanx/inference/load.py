@@ -58,8 +58,7 @@ def run_of_model(model: ModelConfig, lora: AdapterConfig | None, gpu: bool) -> R
         raise ConfigError([Problem("model.family", model.family, rule)])
     length = min(1024, model.max_position_embeddings)
     train = TrainConfig(steps=1, global_batch=1, micro_batch=1, seq_length=length, precision="bf16" if gpu else "fp32")
-    task = usual_task(model.both_ways, model.reads_beside, bool(model.classes))
-    return Run(model=model, train=train, lora=lora, task=task)
+    return Run(model=model, train=train, lora=lora, task=usual_task(model))
 
 
 def check_generates(model: ModelConfig) -> None:
