@@ -64,6 +64,12 @@ def generate(placement: Placement, config: dict[str, Any], path: str, asked: dic
     generate_rank(load_run(base=config), placement, what)
 
 
+def embed(placement: Placement, config: dict[str, Any], what: dict[str, Any]) -> None:
+    from phalanx.retrieval.embedding import EmbedRequest, embed_rank
+
+    embed_rank(load_run(base=config), placement, EmbedRequest(**what))
+
+
 def serve(placement: Placement, config: dict[str, Any], options: dict[str, Any]) -> None:
     from phalanx.inference.drafter import drafts_named
     from phalanx.server.serve_rank import ServeOptions, serve_rank

@@ -21,6 +21,7 @@ from phalanx.base.version import VERSION
 from phalanx.cli.chat import chat
 from phalanx.cli.checkpoints import checkpoint, export, import_
 from phalanx.cli.completion import keys, use_bash
+from phalanx.cli.embed import embed
 from phalanx.cli.evaluate import evaluate
 from phalanx.cli.generate import generate
 from phalanx.cli.options import CONFIG, JSON, OVERRIDES, RANKS, SPECULATE
@@ -486,6 +487,7 @@ cli.add_command(evaluate)
 cli.add_command(generate)
 cli.add_command(chat)
 cli.add_command(serve)
+cli.add_command(embed)
 cli.add_command(checkpoint)
 cli.add_command(export)
 cli.add_command(import_)

@@ -48,6 +48,12 @@ POSITIVE = click.IntRange(min=1)
     show_default=True,
     help="Time for running requests to end when the server is stopped.",
 )
+@click.option(
+    "--pooling",
+    type=click.Choice(["mean", "first", "last"]),
+    default=None,
+    help="Serve embeddings of a model whose folder does not say how they are made.",
+)
 @SPECULATE
 @ADAPTERS
 @RANKS
@@ -60,6 +66,7 @@ def serve(checkpoint: str, overrides: tuple[str, ...], ranks: int | None, name: 
       phalanx serve runs/first layout.tp=2 --ranks 2
       phalanx serve runs/first --host 0.0.0.0 --api-keys keys.txt
       phalanx serve Llama-3.1-8B --adapter sql=runs/sql --adapter support=lora/support
+      phalanx serve runs/retriever                      a run of task.name=embed: /v1/embeddings
     """
     from phalanx.cli.ranks import run_ranks
     from phalanx.cli.setup import arguments, prepare_loaded
@@ -69,6 +76,7 @@ def serve(checkpoint: str, overrides: tuple[str, ...], ranks: int | None, name: 
     from phalanx.data.files import extra
     from phalanx.evaluation.perplexity import check_folder
     from phalanx.inference.adapters import with_adapters
+    from phalanx.inference.embedder import embedder_folder
     from phalanx.inference.load import check_generates, run_of_folder, weights_alone, weights_folder
     from phalanx.launch.env import describe_machine
 
@@ -80,8 +88,13 @@ def serve(checkpoint: str, overrides: tuple[str, ...], ranks: int | None, name: 
     refuse_others(overrides)
     weights = weights_folder(checkpoint)
     check_folder(weights)
-    run = run_of_folder(weights, describe_machine("auto").device == "cuda")
-    check_generates(run.model)
+    gpu = describe_machine("auto").device == "cuda"
+    run = run_of_folder(weights, gpu)
+    if run.model.headless or options["pooling"] is not None:
+        refuse_without_tokens(options)
+        run = embedder_folder(checkpoint, options["pooling"]).run(gpu, options["length"])
+    else:
+        check_generates(run.model)
     base = to_dict(replace(run, data=DataConfig(mock=True)))  # none is read
     loaded = read(None, overrides, base, f"the model of {checkpoint}")
     if loaded.run is not None:
@@ -101,3 +114,11 @@ def serve(checkpoint: str, overrides: tuple[str, ...], ranks: int | None, name: 
         raise click.UsageError(f"--adapter {name}=...: the model itself has that name; give it another (--model-name)")
     values = {"weights": str(weights), "name": name, **options}
     run_ranks("phalanx.cli.jobs:serve", ready, {**arguments(ready.run), "options": values}, None)
+
+
+def refuse_without_tokens(options: dict[str, Any]) -> None:
+    """UsageError for options that do nothing where no tokens are made."""
+    for name in ("speculate", "adapters", "memory_gib"):
+        if options[name]:
+            option = {"adapters": "adapter"}.get(name, name).replace("_", "-")
+            raise click.UsageError(f"--{option} does nothing for a model that makes embeddings")

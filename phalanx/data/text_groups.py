@@ -1,5 +1,5 @@
-"""Groups of texts as token files, for objectives over embeddings: each document is a group, its sequences are the query,
-its positive, and perhaps negatives. So the .idx says where each text is. PREFIX.json says that these are groups of texts.
+"""Groups of texts as token files, for objectives over embeddings: each document is a group, its sequences are the
+query, its positive, and perhaps negatives. So the .idx says where each text is. PREFIX.json says that they are texts.
 
 `text.pairs` writes them from JSONL. Whole groups are packed into sequences, as data.packing=online packs documents.
 """

@@ -21,9 +21,10 @@ from phalanx.comm.axis import Axis
 from phalanx.engine.first_pass import first_pass
 from phalanx.engine.model import Model
 from phalanx.nn.module import Block
-from phalanx.nn.objective import EmbeddingObjective, Pooling, StepTexts
+from phalanx.nn.objective import EmbeddingObjective, StepTexts
 from phalanx.nn.text_rows import num_rows, text_rows
 from phalanx.sequence.batch import Batch
+from phalanx.sequence.sample import Pooling
 
 
 def pooled_texts(block: Block, x: Any, batch: Batch, pooling: Pooling) -> Tensor:

@@ -248,8 +248,9 @@ def encoder_blocks(
     def last(made: Mapping[str, Parameter]) -> Block:
         if head.matrix is not None:
             return EncoderHead(config, env, head, head.matrix, made)
-        width = config.hidden_size
-        return TextStates(env, None if head.last is None else LayerNorm(env, head.last, width, head.eps, head.norm_bias))
+        if head.last is None:
+            return TextStates(env)
+        return TextStates(env, LayerNorm(env, head.last, config.hidden_size, head.eps, head.norm_bias))
 
     layers = (partial(make, i) for i in range(config.num_hidden_layers))
     return [lambda made: embedding(config, env), *layers, last]

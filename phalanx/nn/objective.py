@@ -8,7 +8,7 @@ here, so that a config that names an objective can be read without it.
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Collection, Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from functools import cache
 from typing import TYPE_CHECKING, Any, ClassVar, Literal, TypeVar
@@ -16,6 +16,7 @@ from typing import TYPE_CHECKING, Any, ClassVar, Literal, TypeVar
 from phalanx.base.errors import Problem
 from phalanx.base.own_fields import section_of
 from phalanx.base.registry import NotFound, completed, find, names, registers
+from phalanx.sequence.sample import QUERY, Pooling
 
 if TYPE_CHECKING:  # importing torch takes seconds
     from torch import Tensor
@@ -181,11 +182,6 @@ class SequenceObjective(Objective):
         from phalanx.nn.sequence_groups import groups_of  # start-up time: it imports torch
 
         return groups_of(batch, self.sequences_per_sample).count
-
-
-Pooling = Literal["mean", "first", "last"]
-"""How a text's embedding is made of the hidden states of its tokens."""
-QUERY, POSITIVE = 0, 1
 
 
 @dataclass(frozen=True)

@@ -11,9 +11,10 @@ from torch.autograd import Function
 
 from phalanx.nn.env import Env
 from phalanx.nn.module import Block, Module
-from phalanx.nn.objective import EmbeddingObjective, Pooling
+from phalanx.nn.objective import EmbeddingObjective
 from phalanx.nn.text_rows import num_rows, pooling_weights
 from phalanx.sequence.batch import Batch
+from phalanx.sequence.sample import Pooling
 
 
 class _WithGradient(Function):

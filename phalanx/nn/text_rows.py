@@ -7,8 +7,8 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from phalanx.nn.objective import POSITIVE, QUERY, Pooling
 from phalanx.sequence.batch import Batch, PerBatch
+from phalanx.sequence.sample import POSITIVE, QUERY, Pooling
 
 ROWS = PerBatch[tuple[Tensor, Tensor]]()
 WEIGHTS = PerBatch[Tensor]()

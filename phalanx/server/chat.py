@@ -53,6 +53,7 @@ async def chat_completions(request: Request) -> Response:
     data = await read_body(request, service.limits.body, service.limits.read_seconds)
     body = parse(ChatBody, data)
     service.model.check_name(body.model)
+    service.model.need_generation()
     task = await run_in_threadpool(make_ready, service.model, body)
     answers = await service.start(task.jobs)
     watch = Stopwatch(service.metrics, len(task.prompt))

@@ -51,6 +51,7 @@ async def completions(request: Request) -> Response:
     data = await read_body(request, service.limits.body, service.limits.read_seconds)
     body = parse(CompletionBody, data)
     service.model.check_name(body.model)
+    service.model.need_generation()
     task = await run_in_threadpool(make_ready, service.model, body)
     answers = await service.start(task.jobs)
     watch = Stopwatch(service.metrics, sum(map(len, task.prompts)))

@@ -16,10 +16,20 @@ from phalanx.server.errors import ApiError, near
 from phalanx.server.schemas import ChatMessage, SamplingBody, Tool
 from phalanx.text.chat_reply import ReplyFormat, reply_format
 from phalanx.text.chat_template import ChatPrompt, ChatTemplate
+from phalanx.text.marked import TextMarks
 from phalanx.text.token_texts import TokenNumbers, TokenTexts
 from phalanx.text.tokenizer_base import Tokenizer
 
 OURS = ("messages", "tools", "documents", "add_generation_prompt")  # what requests cannot set in a template
+
+
+@dataclass(frozen=True)
+class ServedEmbedder:
+    """width: of embeddings; normalized: their length is 1; marks: how texts begin and end (None: ids alone)."""
+
+    width: int
+    normalized: bool
+    marks: TextMarks | None
 
 
 @dataclass(frozen=True)
@@ -32,6 +42,7 @@ class ServedModel:
     vocab_size  ids are below it; None: unknown
     grammars    that answers can keep to; None: none
     adapters    names of models that are this one with an adapter
+    embeds      how texts are embedded; None: it generates
     """
 
     name: str
@@ -42,6 +53,7 @@ class ServedModel:
     vocab_size: int | None = None
     grammars: GrammarCompiler | None = None
     adapters: tuple[str, ...] = ()
+    embeds: ServedEmbedder | None = None
 
     @cached_property
     def texts(self) -> TokenTexts | TokenNumbers:
@@ -55,6 +67,19 @@ class ServedModel:
     def names(self) -> list[str]:
         """Of the models that clients may ask for."""
         return [self.name, *self.adapters]
+
+    def need_generation(self) -> None:
+        """ApiError for a model that makes embeddings."""
+        if self.embeds is not None:
+            message = f"{self.name} makes embeddings and no text: POST /v1/embeddings."
+            raise ApiError(400, message, param="model", code="model_embeds")
+
+    def need_embedder(self) -> ServedEmbedder:
+        """ApiError for a model that generates."""
+        if self.embeds is None:
+            message = f"{self.name} generates text and makes no embeddings: serve a model of task.name=embed."
+            raise ApiError(400, message, param="model", code="model_generates")
+        return self.embeds
 
     def check_name(self, asked: str | None) -> None:
         """ApiError 404 for another model."""

@@ -14,6 +14,7 @@ from phalanx.base.errors import CheckpointError
 from phalanx.base.log import Log
 from phalanx.checkpoint.agree import agree
 from phalanx.checkpoint.base import base_at, lasting, name_base
+from phalanx.checkpoint.embedder_files import EmbedderFacts, embedder_files
 from phalanx.checkpoint.hf import read_folder
 from phalanx.checkpoint.keep import Keep, remove_leftovers, step_of
 from phalanx.checkpoint.manifest import Base, parse
@@ -22,10 +23,11 @@ from phalanx.checkpoint.save import Snapshot, Target
 from phalanx.checkpoint.saver import SaveOutcome, Saver
 from phalanx.comm.host import host_axis
 from phalanx.config.model_source import has_tokenizer, source_of
-from phalanx.config.run import checkpoints_of
+from phalanx.config.run import Run, checkpoints_of
 from phalanx.config.write import to_dict
 from phalanx.data.config import DataConfig
 from phalanx.engine.build import State
+from phalanx.nn.objective import EmbeddingObjective, make_objective
 from phalanx.observe.metrics import Counters
 from phalanx.planning.adapters import saved_peft_config
 from phalanx.text.tokenizers import Tokenizer, is_portable, load_tokenizer
@@ -51,6 +53,14 @@ def turn_end_of(data: DataConfig) -> int | None:
     return turn_end(ChatEncoder(tokenizer, template_for(tokenizer, data.tokenizer, data.template), "answers"))
 
 
+def how_embedded(run: Run) -> dict[str, bytes]:
+    """Files that say how embeddings are made of the model's hidden states; none where it is not trained for them."""
+    objective = make_objective(run.task)
+    if not isinstance(objective, EmbeddingObjective):
+        return {}
+    return embedder_files(EmbedderFacts(objective.pooling, True, run.train.seq_length), run.model.hidden_size)
+
+
 class Saves:
     """The saves of one rank; all ranks call each method together.
 
@@ -67,6 +77,7 @@ class Saves:
         self.tokenizer, self.ids = self._tokenizer(state.mesh.rank)
         self.template = None if run.data.template is None else Path(run.data.template).read_bytes()
         self.turn_end = turn_end_of(run.data)
+        self.beside = how_embedded(run)
         self.base = self._base(state, start)
         root, config = checkpoints_of(run), run.checkpoint
         target = Target(root, storage_for(root), Keep(config.keep_last, config.keep_every), (start,) if start else ())
@@ -175,6 +186,7 @@ class Saves:
             saved_peft_config(run, None if self.base is None else self.base.folder),
             self.template,
             self.turn_end,
+            self.beside,
             separate=run.lora is not None,
             base=self.base,
         )

@@ -8,7 +8,8 @@ from typing import TYPE_CHECKING, Any
 
 from phalanx.base.errors import Problem
 from phalanx.base.rules import problem, within
-from phalanx.nn.objective import POSITIVE, EmbeddingObjective, Pooling, StepTexts, objective
+from phalanx.nn.objective import EmbeddingObjective, StepTexts, objective
+from phalanx.sequence.sample import POSITIVE, Pooling
 
 if TYPE_CHECKING:  # importing torch takes seconds
     from torch import Tensor
