@@ -59,9 +59,10 @@ def their_vectors(folder: Path, pooling: str, count: int, prefix: str = "", leng
     """(count, D) float64, normalized: transformers' hidden states of each text by itself, pooled."""
     from transformers import AutoModel
 
+    experts = {"experts_implementation": "eager"} if "experts" in (folder / "config.json").read_text() else {}
     marks, found = TextMarks.of(str(folder)), []
     with hf_fuzz.wide(), torch.no_grad():
-        model = AutoModel.from_pretrained(folder, attn_implementation="eager").double().eval()
+        model = AutoModel.from_pretrained(folder, attn_implementation="eager", **experts).double().eval()
         for number in range(count):
             ids = marks.encode(prefix + text_of(number), length)
             states = model(torch.tensor([ids])).last_hidden_state[0]

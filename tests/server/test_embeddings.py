@@ -22,9 +22,8 @@ COUNT = 40
 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory):
-    return write_folder(
-        tmp_path_factory.mktemp("served") / "modernbert", "modernbert", EmbedderFacts("mean", True, LENGTH)
-    )
+    at = tmp_path_factory.mktemp("served") / "modernbert"
+    return write_folder(at, "modernbert", EmbedderFacts("mean", True, LENGTH))
 
 
 @pytest.fixture(scope="module")
