@@ -24,6 +24,7 @@ from phalanx.cli.completion import keys, use_bash
 from phalanx.cli.embed import embed
 from phalanx.cli.evaluate import evaluate
 from phalanx.cli.generate import generate
+from phalanx.cli.index import index
 from phalanx.cli.options import CONFIG, JSON, OVERRIDES, RANKS, SPECULATE
 from phalanx.cli.ranks import prepare_text, run_ranks
 from phalanx.cli.score import data_score
@@ -488,6 +489,7 @@ cli.add_command(generate)
 cli.add_command(chat)
 cli.add_command(serve)
 cli.add_command(embed)
+cli.add_command(index)
 cli.add_command(checkpoint)
 cli.add_command(export)
 cli.add_command(import_)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import signal
 from collections.abc import Mapping, Sequence
 from contextlib import ExitStack
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 
 from phalanx.base.log import Log
@@ -23,6 +23,8 @@ from phalanx.inference.ends import end_tokens
 from phalanx.inference.engine import Engine, EngineOptions
 from phalanx.inference.load import load_model, without_training
 from phalanx.inference.request import EngineLoad, Event, SamplingOptions
+from phalanx.retrieval.prompting import PassageAdder
+from phalanx.retrieval.retriever import Lookup
 from phalanx.sequence.sample import Pooling
 from phalanx.server.keys import read_keys
 from phalanx.server.listen import HttpServer, is_loopback, open_socket
@@ -40,7 +42,8 @@ class ServeOptions:
     queue: that run or wait at once. length: of a sequence; None: the model's positions. memory_gib: for what is
     remembered, on each rank. drain_seconds: for running requests when the server is to stop. drafts: of tokens, which
     the model checks several at a time. adapters: folders of LoRA adapters, by the names of the models that they
-    make. pooling: of a model whose folder does not say how embeddings are made."""
+    make. pooling: of a model whose folder does not say how embeddings are made. passages: what is looked up for
+    prompts, and the file of the template that puts it there."""
 
     weights: str
     name: str
@@ -55,6 +58,7 @@ class ServeOptions:
     drafts: Drafts | None = None
     adapters: Mapping[str, str] = field(default_factory=dict)
     pooling: Pooling | None = None
+    passages: tuple[Lookup, str | None] | None = None
 
 
 class RunEngine:
@@ -93,13 +97,15 @@ def serve_rank(run: Run, placement: Placement, options: ServeOptions) -> None:
         after.callback(leave_world)
         mesh, _ = join(run, placement, identity(run, device_of(run, placement)))
         after.callback(mesh.close)
+        # before the engine, which takes the memory that is free
+        adder = PassageAdder(*options.passages) if first and options.passages is not None else None
         engine = load_engine(run, mesh, options)
         if listener is None:
             for number in (signal.SIGTERM, signal.SIGINT):
                 signal.signal(number, signal.SIG_IGN)  # rank 0 lets requests end, and the others with them
             engine.follow()
             return
-        model, log = served_model(options, engine), Log()
+        model, log = replace(served_model(options, engine), passages=adder), Log()
         limits = ServerLimits(sequences=options.queue, drain_seconds=options.drain_seconds)
         asked = engine if isinstance(engine, EmbeddingEngine) else RunEngine(engine, options.name)
         server = HttpServer(model, asked, listener, log, limits, keys)
