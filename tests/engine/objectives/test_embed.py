@@ -391,7 +391,7 @@ def test_rules():
     assert "gpt2 cannot leave its head out" in problem.rule
     run = load_run(None, [*SMALL, "task.name=embed", "model.head=none", "task.matryoshka=[8,16]"])
     assert load_run(None, (), to_dict(run)) == run
-    assert "embed" in plan_text(run, 1)
+    assert "embed" in plan_text(run, 1) and "\nfirst pass" in plan_text(run, 1)
 
 
 # ---- a run, and what its checkpoints are
