@@ -13,6 +13,7 @@ from __future__ import annotations
 import argparse
 import json
 import os
+import signal
 import subprocess
 import sys
 import tempfile
@@ -53,8 +54,8 @@ def in_turns(who: str, folder: Path, pairs: int, steps: int, words: list[str]) -
                 (folder / f"done-{turn}").touch()
         return found[-1]
 
-    if who == "new":  # warm-up too: two pipelines at once would wait for each other's time slices
-        until(folder / "ready-old")
+    if who == "new" and any(word.startswith("layout.pp=") for word in words):
+        until(folder / "ready-old")  # warm-up too: two pipelines at once would wait for each other's time slices
     bench.timed_steps = timed_steps
     total = str((pairs + 1) * (steps + 1))  # long enough for the schedule
     main(["bench", "step", *words, "--warmup", "5", "--steps", total, *(["--force"] if who == "new" else [])])
@@ -103,7 +104,14 @@ def run() -> int:
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name)
         both = {who: start(who, package, folder, asked) for who, package in (("old", asked.old), ("new", asked.new))}
-        failed = [who for who, process in both.items() if process.wait()]
+        signal.signal(signal.SIGTERM, lambda *_: sys.exit("stopped before both were done"))
+        try:
+            failed = [who for who, process in both.items() if process.wait()]
+        except (KeyboardInterrupt, SystemExit):
+            for who, process in both.items():
+                process.terminate()
+                print(f"{who}:\n{(folder / f'{who}.log').read_text(encoding='utf-8')[-1000:]}", file=sys.stderr)
+            raise
         for who in failed:
             print(f"{who} failed:\n{(folder / f'{who}.log').read_text(encoding='utf-8')[-2000:]}", file=sys.stderr)
         if not failed:
