@@ -17,9 +17,10 @@ from torch import Tensor
 from torch.nn.functional import normalize
 
 from phalanx.base.errors import CheckpointError, ConfigError, Problem
-from phalanx.checkpoint.base import weight_receipts
+from phalanx.checkpoint.adapters import FOLDER as ADAPTERS
 from phalanx.checkpoint.embedder_files import POOLINGS, EmbedderFacts, is_embedder, read_embedder
 from phalanx.checkpoint.hf import model_config_from_hf, resolved, without_head
+from phalanx.checkpoint.manifest import NAME, read_manifest
 from phalanx.checkpoint.storage import sum_of
 from phalanx.comm.mesh import Mesh, local_device
 from phalanx.config.run import Run
@@ -70,14 +71,25 @@ class EmbedderFolder:
     def fingerprint(self) -> str:
         """What its embeddings depend on: the model, every byte of its weights, its tokenizer, and how states are
         pooled. Equal embedders have equal ones wherever they lie."""
-        receipts = weight_receipts(self.weights)
-        files = sorted(path for path in self.weights.glob("*.safetensors"))
-        sums = [receipts[path.name].xxh3 if receipts else sum_of(path) for path in files]
         marks = None if self.tokenizer is None else TextMarks.of(self.tokenizer)
         text = None if marks is None else [marks.tokenizer.fingerprint, marks.opening, marks.closing]
         model = resolved(asdict(without_head(model_config_from_hf(self.weights))))
         how = [self.facts.pooling, self.facts.normalized]
-        return hashlib.sha256(json.dumps([model, sums, text, how], sort_keys=True).encode()).hexdigest()[:32]
+        known = [model, weight_sums(self.weights), text, how]
+        return hashlib.sha256(json.dumps(known, sort_keys=True).encode()).hexdigest()[:32]
+
+
+def weight_sums(weights: Path) -> list[list[str]]:
+    """Checksums of the files of a model's weights: its own, those of its adapters, and those of the base of these."""
+    if weights.name != "weights" or not (weights.parent / NAME).is_file():
+        return [[sum_of(path) for path in sorted(weights.glob("*.safetensors"))], [], []]
+    manifest = read_manifest(weights.parent)
+    of = [
+        manifest.receipts("weights"),
+        manifest.receipts(ADAPTERS),
+        {} if manifest.base is None else manifest.base.files,
+    ]
+    return [[files[name].xxh3 for name in sorted(files) if name.endswith(".safetensors")] for files in of]
 
 
 def embedder_folder(path: str, pooling: Pooling | None = None) -> EmbedderFolder:

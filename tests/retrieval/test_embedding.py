@@ -14,17 +14,20 @@ from click.testing import CliRunner
 from torch.nn.functional import normalize
 
 from phalanx.base.errors import ConfigError, DataError
+from phalanx.base.placement import Placement
 from phalanx.checkpoint.embedder_files import EmbedderFacts
 from phalanx.cli.main import cli
 from phalanx.comm.mesh import Mesh
+from phalanx.config.read import load_run
 from phalanx.forecast.decide import make_plan
-from phalanx.inference.embedder import embedder_folder, load_embedder, marks_of
+from phalanx.inference.embedder import embedder_alone, embedder_folder, load_embedder, marks_of
 from phalanx.inference.load import without_training
 from phalanx.layout.config import LayoutConfig
 from phalanx.retrieval.documents import PassageFile
 from phalanx.retrieval.vectors import VectorsFolder
 from phalanx.sequence.sample import Pooling
-from tests.harness.embedder import LENGTH, text_of, their_vectors, write_folder, write_texts
+from phalanx.training.main import train
+from tests.harness.embedder import LENGTH, WORDS, text_of, their_vectors, write_folder, write_texts
 
 COUNT = 50
 MODELS: dict[str, Pooling] = {"bert": "first", "modernbert": "mean", "qwen3": "last", "qwen3_moe": "mean"}
@@ -181,3 +184,31 @@ def test_an_embedder_is_known_by_what_it_computes(root, tmp_path):
     data[-1] ^= 1
     weights.write_bytes(data)
     assert embedder_folder(str(tmp_path / "copy")).fingerprint != known
+
+
+def test_adapters_are_part_of_an_embedder(root, tmp_path):
+    """A run with LoRA over a folder: its vectors are those of the merged model, and each step is another embedder."""
+    (tmp_path / "pairs.jsonl").write_text("\n".join(json.dumps({"query": w, "positive": f"the {w}"}) for w in WORDS))
+    words = [f"init_from={root}/qwen3", "task.name=embed", "task.pooling=last", "lora.rank=4", f"dir={tmp_path}/run"]
+    words += [f"data.pairs=[{tmp_path}/pairs.jsonl]", "data.split=1,0,0", "train.steps=4", "train.global_batch=2"]
+    words += [
+        "train.micro_batch=1",
+        "train.seq_length=32",
+        "checkpoint.interval=2",
+        "optim.lr=0.05",
+        "train.device=cpu",
+    ]
+    train(load_run(None, words), Placement())
+    steps = [str(path) for path in sorted((tmp_path / "run/checkpoints").iterdir())]
+    found = [embedder_folder(path).fingerprint for path in steps]
+    assert len(found) == len(set(found)) == 2
+    done = CliRunner().invoke(cli, ["export", steps[-1], "--merge", "-o", str(tmp_path / "merged")])
+    assert done.exit_code == 0, (done.output, done.exception)
+    vectors = []
+    for path in (steps[-1], str(tmp_path / "merged")):
+        folder = embedder_folder(path)
+        embedder, marks = embedder_alone(folder, LENGTH, "fp64"), marks_of(folder)
+        vectors.append(embedder.embed(9, lambda number, marks=marks: marks.encode(text_of(number), LENGTH)))
+    assert (vectors[0] - vectors[1]).abs().max() < 1e-6  # merged in fp32
+    before = their_vectors(root / "qwen3", "last", 9)
+    assert (vectors[0] - before).abs().max() > 1e-3

@@ -6,7 +6,7 @@ from __future__ import annotations
 
 import json
 from dataclasses import replace
-from functools import lru_cache
+from functools import lru_cache, partial
 from pathlib import Path
 from typing import Any
 
@@ -28,8 +28,10 @@ from phalanx.config.run import CheckpointConfig, LogConfig, Run, TrainConfig
 from phalanx.data.config import DataConfig
 from phalanx.data.loader import Loader, train_loader
 from phalanx.engine.build import build
+from phalanx.engine.embeddings import pooled_texts, with_embeddings
 from phalanx.engine.evaluate import evaluate
-from phalanx.engine.step import accumulate, update
+from phalanx.engine.first_pass import first_pass
+from phalanx.engine.step import accumulate, forward_backward, update
 from phalanx.forecast.check import Facts, check
 from phalanx.forecast.decide import make_plan
 from phalanx.forecast.text import plan_text
@@ -207,6 +209,30 @@ def test_a_layout_changes_nothing(ranks, layout):
     task = embed(pooling=pooling, temperature=0.3, matryoshka=(32, 8))
     run = run_of(model, task, micro_batch, axes)
     assert ranks.run("tests.engine.objectives.test_embed:compared", world, run) == [""] * world
+
+
+def test_dropout_is_the_same_in_both_passes():
+    """The embeddings that gradients are made for are those that they flow through."""
+    run = run_of("bert", embed(), 2)
+    plan = make_plan(run, 1)
+    state = build(plan, Mesh(plan.grid, 0))
+    random_weights(state.model)
+    state.model.train()
+    batches = [batch_of_groups([0, 1]), batch_of_groups([2, 3])]
+    known, found = with_embeddings(state.model, batches), list[Tensor]()
+    head = state.model.heads[0]
+    loss = head.loss
+
+    def seen(x: Tensor, batch: Batch) -> Tensor:
+        found.append(head.pooled(x.detach(), batch, "mean"))
+        return loss(x, batch)
+
+    head.loss = seen
+    forward_backward(state, known, torch.ones(()))
+    first = first_pass(state.model, batches, partial(pooled_texts, pooling="mean"))
+    assert all(torch.equal(first[number], found[number]) for number in range(2))
+    state.model.train(False)
+    assert not torch.equal(first_pass(state.model, batches, partial(pooled_texts, pooling="mean"))[0], first[0])
 
 
 EXCHANGES = {
