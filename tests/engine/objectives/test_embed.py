@@ -43,7 +43,8 @@ from phalanx.optim.config import OptimConfig
 from phalanx.planning.reading import reading_of
 from phalanx.sequence.batch import IGNORE, Batch
 from phalanx.text.cache import use_text
-from phalanx.text.tokenizers import load_tokenizer, train_wordpiece
+from phalanx.text.marked import TextMarks
+from phalanx.text.tokenizers import load_tokenizer, train_bpe, train_wordpiece
 from phalanx.training.main import train
 from phalanx.verifying.compare import compare, random_weights
 from tests.harness import hf_fuzz, parity
@@ -436,18 +437,42 @@ def test_a_run_learns_and_its_folder_says_how_embeddings_are_made(folder, tmp_pa
     facts = read_embedder(weights)
     assert (facts.pooling, facts.normalized, facts.most_tokens) == (pooling, True, 48)
     assert read_folder(weights).model == run.model
-    from transformers import AutoModel
+    from transformers import AutoModel, AutoTokenizer
 
     config = json.loads((weights / "config.json").read_text())
     assert config["architectures"] == ["BertModel"]
     model, info = AutoModel.from_pretrained(weights, output_loading_info=True, add_pooling_layer=False)
     assert type(model).__name__ == "BertModel"
     assert not any(info[name] for name in ("missing_keys", "unexpected_keys", "mismatched_keys"))
+    ids = AutoTokenizer.from_pretrained(weights)("rose of the sea").input_ids
+    assert ids == TextMarks.of(str(folder / "tokenizer")).encode("rose of the sea") == marks_of_folder(weights)
     further = replace(run, init_from=str(weights), dir=str(tmp_path / "further"))
     further = replace(further, train=replace(run.train, steps=1, eval_interval=None, eval_samples=64))
     train(further, Placement())
     rows = [json.loads(line) for line in (tmp_path / "further/metrics.jsonl").read_text().splitlines()]
     assert next(row["loss"] for row in rows if "loss" in row) < 0.5 * losses[0]
+
+
+def marks_of_folder(weights: Path) -> list[int]:
+    """As `phalanx embed` reads the folder."""
+    return TextMarks.of(str(weights)).encode("rose of the sea")
+
+
+@pytest.mark.parametrize("kind", ["bytes", "bpe"])
+def test_a_tokenizer_without_marks_ends_texts_in_its_file(tmp_path, kind):
+    """Byte-level vocabularies: what the file has beside (offsets) stays."""
+    from transformers import AutoTokenizer
+
+    made = train_bpe([" ".join(WORDS)] * 3, 300, tmp_path) if kind == "bpe" else load_tokenizer("bytes")
+    made.save(tmp_path)
+    marks, file = TextMarks.of(str(tmp_path)), tmp_path / "tokenizer.json"
+    file.write_bytes(marks.written_into(file.read_bytes()))
+    assert marks.written_into(file.read_bytes()) and made.eod is not None
+    for text in ("rose of the sea", " a  b"):
+        ids = AutoTokenizer.from_pretrained(tmp_path)(text).input_ids
+        assert ids == marks.encode(text) == [*made.encode(text), made.eod]
+    again = TextMarks.of(str(tmp_path))
+    assert again.written_into(file.read_bytes()) == file.read_bytes()
 
 
 def test_it_starts_from_a_model_with_a_head(folder, tmp_path):
