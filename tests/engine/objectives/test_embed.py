@@ -5,6 +5,7 @@ that says how its embeddings are made."""
 from __future__ import annotations
 
 import json
+from collections.abc import Iterable
 from dataclasses import replace
 from functools import lru_cache, partial
 from pathlib import Path
@@ -39,6 +40,7 @@ from phalanx.layout.config import LayoutConfig
 from phalanx.models.bert import BertConfig
 from phalanx.models.registry import family_of
 from phalanx.nn.objective import TaskConfig, find_objective
+from phalanx.nn.text_rows import pooling_weights, text_rows
 from phalanx.optim.config import OptimConfig
 from phalanx.planning.reading import reading_of
 from phalanx.sequence.batch import IGNORE, Batch
@@ -160,7 +162,16 @@ def step_on_rank(rank: int, world: int, run: Run, weights: dict[str, np.ndarray]
     return {"loss": result.loss.item(), "tokens": result.tokens.item(), "metrics": metrics, "grads": grads}
 
 
-@pytest.mark.parametrize("case", CASES)
+OFTEN = ("modernbert, mean", "bert, first, matryoshka", "qwen3, last", "modernbert tp2", "bert pp2, dropout")
+OFTEN += ("modernbert pp2 dp2, sharding 3", "modernbert cp2", "qwen3 dp2, sharding 3")
+
+
+def sampled(names: Iterable[str]) -> list[Any]:
+    """Those of `make test`, and the others in soak."""
+    return [name if name in OFTEN else pytest.param(name, marks=pytest.mark.soak) for name in names]
+
+
+@pytest.mark.parametrize("case", sampled(CASES))
 def test_loss_and_gradients_are_those_of_transformers_and_the_formula(ranks, case):
     """One micro-batch, four of one sequence, and two ranks with two each; to 1e-10 of each tensor's scale."""
     model, task, more = CASES[case]
@@ -180,6 +191,21 @@ def test_loss_and_gradients_are_those_of_transformers_and_the_formula(ranks, cas
         for name, expected in truth["grads"].items():
             off, bound = np.abs(grads[name] - expected).max(), 1e-10 * max(np.abs(expected).max(), 1e-5 * largest)
             assert off <= bound, f"{layout}: gradient of {name} is off by {off:.3g} (bound {bound:.3g})"
+
+
+def test_what_is_no_whole_group_is_not_compared():
+    """Passages before any query of their sequence, queries without a positive, and documents without a label."""
+    roles = [[1, 0, 1, 2, 0, 2], [1, 2, 0, 1, IGNORE, 0]]
+    documents = torch.arange(12).repeat_interleave(2)
+    labels = torch.full((24,), IGNORE)
+    labels[::2] = torch.tensor(roles).flatten()
+    zeros = torch.zeros(24, dtype=torch.int64)
+    batch = Batch(zeros, labels, zeros, zeros, num_sequences=2, seq_length=12, documents=documents, most_documents=12)
+    rows = text_rows(batch)
+    assert rows.query.tolist() == [-1, 1, 1, 1, -1, -1, -1, -1, 8, 8, -1, -1] and rows.count == 2
+    assert rows.role.tolist() == [1, 0, 1, 2, 0, 2, 1, 2, 0, 1, -1, 0]
+    whole = [pooling_weights(batch, pooling) for pooling in ("mean", "first", "last")]
+    assert whole[0].tolist() == [0.5] * 24 and whole[1].tolist() == [1, 0] * 12 and whole[2].tolist() == [0, 1] * 12
 
 
 # ---- layouts
@@ -202,7 +228,7 @@ def compared(rank: int, world: int, run: Run) -> str:
     return "" if verdict.ok else verdict.text
 
 
-@pytest.mark.parametrize("layout", LAYOUTS)
+@pytest.mark.parametrize("layout", sampled(LAYOUTS))
 def test_a_layout_changes_nothing(ranks, layout):
     """Losses, norms, gradients of every global tensor and weights after two steps; dropout is the same in both
     passes."""
@@ -424,7 +450,7 @@ def test_rules():
 # ---- a run, and what its checkpoints are
 
 
-@pytest.mark.parametrize("pooling", ["mean", "first"])
+@pytest.mark.parametrize("pooling", ["mean", pytest.param("first", marks=pytest.mark.soak)])
 def test_a_run_learns_and_its_folder_says_how_embeddings_are_made(folder, tmp_path, pooling):
     run = trained_run(folder, tmp_path / "run", pooling=pooling)
     train(run, Placement())
