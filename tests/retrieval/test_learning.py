@@ -162,7 +162,7 @@ def train_reader(folder: Path, steps: int) -> None:
         num_attention_heads=4,
         num_key_value_heads=4,
         head_dim=24,
-        max_position_embeddings=256,
+        max_position_embeddings=512,
         tie_word_embeddings=True,
     )
     run = Run(

@@ -35,6 +35,7 @@ from phalanx.engine.first_pass import first_pass
 from phalanx.engine.step import accumulate, forward_backward, update
 from phalanx.forecast.check import Facts, check
 from phalanx.forecast.decide import make_plan
+from phalanx.forecast.sample_text import document_lines, documents_of
 from phalanx.forecast.text import plan_text
 from phalanx.layout.config import LayoutConfig
 from phalanx.models.bert import BertConfig
@@ -413,6 +414,23 @@ def test_what_is_wrong_with_lines_and_files_is_said(folder, tmp_path):
     dpo = replace(run, task=find_objective("dpo").Config(name="dpo"))
     with pytest.raises(DataError, match=r'prepared from lines with "query".*, and the task needs lines with "prompt"'):
         loader_of(dpo)
+
+
+def test_groups_are_shown_as_they_are_compared(folder, tmp_path):
+    """`phalanx data show`, and the first lines of a run: tokens of the query, of the passage, of hard negatives."""
+    run, tokenizer = trained_run(folder, tmp_path), load_tokenizer(folder / "tokenizer")
+    shown = next(each for each in documents_of(loader_of(run), 0) if "hard" in each.kinds)
+    texts = [
+        tokenizer.decode([i for i, kind in zip(shown.tokens, shown.kinds) if kind == name], skip_special_tokens=True)
+        for name in ("query", "passage", "hard")
+    ]
+    known = [[x["query"], x["positive"], *x.get("negatives", ())] for x in map(line_of, range(300))]
+    assert texts in known and " passage, " in shown.title
+    assert [line.split(" |")[0].strip() for line in document_lines(shown, tokenizer, 200, False)[1:]] == [
+        "query",
+        "passage",
+        "hard",
+    ]
 
 
 # ---- rules
