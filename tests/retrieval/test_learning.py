@@ -4,6 +4,7 @@ line; with what it finds in its prompt, a small model answers questions that it 
 from __future__ import annotations
 
 import json
+from collections import Counter
 from functools import lru_cache
 from pathlib import Path
 from typing import Any
@@ -21,7 +22,8 @@ from phalanx.models.modernbert import ModernBertConfig
 from phalanx.models.qwen3 import Qwen3Config
 from phalanx.nn.objective import find_objective
 from phalanx.optim.config import OptimConfig
-from phalanx.text.tokenizers import train_wordpiece
+from phalanx.text.tokenizer_base import Tokenizer
+from phalanx.text.tokenizers import load_tokenizer, train_wordpiece
 from phalanx.training.main import train
 from tests.harness.docstrings import Docstring, docstrings
 
@@ -113,66 +115,87 @@ def test_a_retriever_finds_held_out_docstrings(tmp_path):
 
 # ---- questions
 
-SHORT = 12  # words of a passage in a prompt
-NEIGHBOURS = 3
-READER_STEPS = 1500
-LESSONS = 20_000
-TEMPLATE = "{% for p in passages %}{{ p.text }}\n{% endfor %}{{ prompt.splitlines()[-1] }}"
-"""The question is looked up; the reader goes on with its last line."""
+SHORT = 20  # words of a passage in a prompt
+NEIGHBOURS = 4
+TURNS = 6  # questions of a lesson
+LESSONS = 6000
+READER_STEPS = 300
+CHATS = """\
+{% for m in messages %}
+{% if m.role == "assistant" %}
+{% generation %}{{ m.content }}{% endgeneration %}
+
+{% else %}
+{{ m.content }}
+{% endif %}
+{% endfor %}
+"""
+PROMPT = "{% for p in passages %}{{ p.text }}\n{% endfor %}{{ prompt }}"
 
 
-def short_name(each: Docstring) -> str:
-    return each.passage.partition(" (")[0]
+class Questions:
+    """Does the text of a docstring have this word? A word is one token, seldom, and of six letters or more."""
+
+    def __init__(self, tokenizer: Tokenizer, known: list[Docstring]):
+        counts = Counter(word for each in known for word in set(self.words(each)))
+        most = len(known) // 20
+        self.asked = {w for w, n in counts.items() if n <= most and len(w) >= 6 and len(tokenizer.encode(w)) == 1}
+
+    @staticmethod
+    def words(each: Docstring) -> list[str]:
+        return [word for word in cut(each.passage, SHORT).split() if word.isalpha() and word.islower()]
+
+    def about(self, each: Docstring, other: Docstring, yes: bool, dice: np.random.Generator) -> str | None:
+        """A word of the docstring, or one of another that it has not; None: there is no such word."""
+        mine, theirs = ({w for w in self.words(d) if w in self.asked} for d in (each, other))
+        choice = sorted(mine if yes else theirs - set(self.words(each)))
+        return str(dice.choice(choice)) if choice else None
 
 
-def arguments(each: Docstring) -> str:
-    return each.passage.partition(" (")[2].partition(")")[0]
-
-
-def asks(each: Docstring) -> bool:
-    """Whether its arguments are a question: there are some, in few words, and not `self` alone."""
-    found = arguments(each)
-    return 0 < len(found.split()) <= 6 and found != "self" and not set("()[]{}'\"") & set(found)
-
-
-def lesson(names: list[str], signatures: list[str], words: list[str], dice: np.random.Generator) -> str:
-    """Signatures, each with some words, and the signatures once more in another order. Names and arguments come
-    together by chance: there is nothing to know by heart."""
-    said = [f"{name} ({given})" for name, given in zip(names, signatures)]
-    passages = [f"{each} {' '.join(dice.choice(words, 4))}" for each in said]
-    return "\n".join([*passages, *(said[i] for i in dice.permutation(len(said)))])
-
-
-def train_reader(folder: Path, steps: int) -> None:
-    """A small decoder that learns to look up signatures in what it reads."""
-    dice, able = np.random.default_rng(2), [each for each in split()[1] if asks(each)]
-    names, signatures = [short_name(each) for each in able], [arguments(each) for each in able]
-    words = sorted({word for each in able for word in each.passage.split()[-12:] if word.isalpha()})
-    train_wordpiece([f"{d.query} {d.passage}" for d in split()[1]], 1000, folder / "reader-tokenizer")
-    lines = []
-    for _ in range(LESSONS):
-        chosen = [list(dice.choice(given, NEIGHBOURS, replace=False)) for given in (names, signatures)]
-        lines.append(json.dumps({"text": lesson(*chosen, words, dice)}))
-    (folder / "lessons.jsonl").write_text("\n".join(lines))
+def train_reader(folder: Path, steps: int) -> Questions:
+    """A small decoder that learns to look words up in what it reads."""
+    dice, known = np.random.default_rng(2), split()[1]
+    questions = Questions(load_tokenizer(folder / "tokenizer"), known)
+    chats = list[str]()
+    while len(chats) < LESSONS:
+        every = [known[i] for i in dice.choice(len(known), NEIGHBOURS + 2, replace=False)]
+        gold, outside = every[0], every[NEIGHBOURS:]
+        passages = [cut(every[i].passage, SHORT) for i in dice.permutation(NEIGHBOURS)]
+        turns, asked = list[dict[str, str]](), set[str]()
+        for number in range(TURNS):
+            yes = bool(dice.random() < 0.5)
+            word = questions.about(gold, outside[number % 2], yes, dice)
+            if word is None or word in asked:
+                continue
+            asked.add(word)
+            start = "" if turns else "\n".join([*passages, gold.query, ""])
+            turns.append({"role": "user", "content": f"{start}{word} ?"})
+            turns.append({"role": "assistant", "content": "yes" if yes else "no"})
+        if turns:
+            chats.append(json.dumps({"messages": turns}))
+    (folder / "lessons.jsonl").write_text("\n".join(chats))
+    (folder / "chats.jinja").write_text(CHATS)
     model = Qwen3Config(
-        vocab_size=1024,
+        vocab_size=4096,
         hidden_size=96,
         intermediate_size=192,
         num_hidden_layers=2,
         num_attention_heads=4,
         num_key_value_heads=4,
         head_dim=24,
-        max_position_embeddings=512,
+        max_position_embeddings=1024,
         tie_word_embeddings=True,
     )
     run = Run(
         model=model,
-        train=TrainConfig(steps=steps, global_batch=16, micro_batch=16, seq_length=256, device="cpu"),
+        task=find_objective("sft").Config(name="sft", train_on="answers"),
+        train=TrainConfig(steps=steps, global_batch=8, micro_batch=8, seq_length=512, device="cpu"),
         data=DataConfig(
-            text=(str(folder / "lessons.jsonl"),),
-            tokenizer=str(folder / "reader-tokenizer"),
+            chats=(str(folder / "lessons.jsonl"),),
+            template=str(folder / "chats.jinja"),
+            tokenizer=str(folder / "tokenizer"),
             split="100,0,0",
-            packing="online",
+            too_long="drop",
         ),
         optim=OptimConfig(lr=3e-3),
         log=LogConfig(report=False),
@@ -180,58 +203,56 @@ def train_reader(folder: Path, steps: int) -> None:
         dir=str(folder / "reader"),
     )
     train(run, Placement())
+    return questions
 
 
-def answers(folder: Path, asked: list[Docstring], questions: bool, *more: str) -> list[str]:
-    """What the reader says the arguments are. questions: prompts begin with what a function does."""
-    starts = [f"{each.query}\n" if questions else "" for each in asked]
-    lines = [{"prompt": f"{start}{short_name(each)} ("} for start, each in zip(starts, asked)]
-    (folder / "questions.jsonl").write_text("\n".join(map(json.dumps, lines)))
-    words = ["generate", str(folder / "reader"), "--prompts", str(folder / "questions.jsonl"), "--tokens", "24"]
+def answers(folder: Path, prompts: list[str], *more: str) -> list[str]:
+    (folder / "questions.jsonl").write_text("\n".join(json.dumps({"prompt": prompt}) for prompt in prompts))
+    words = ["generate", str(folder / "reader"), "--prompts", str(folder / "questions.jsonl"), "--tokens", "1"]
     words += ["--temperature", "0", "-o", str(folder / "answers.jsonl"), *more]
     done = CliRunner().invoke(cli, words)
     assert done.exit_code == 0, (done.output, done.exception)
-    rows = [json.loads(line) for line in (folder / "answers.jsonl").read_text().splitlines()]
-    return [row["text"].partition(")")[0] for row in rows]
+    return [json.loads(line)["text"].strip() for line in (folder / "answers.jsonl").read_text().splitlines()]
 
 
-def right(said: list[str], asked: list[Docstring]) -> float:
-    same = ["".join(text.split()) == "".join(arguments(each).split()) for text, each in zip(said, asked, strict=True)]
-    return float(np.mean(same))
-
-
-@pytest.mark.soak
-def test_with_passages_a_small_model_answers_what_it_does_not_know(tmp_path):
-    """Signatures of held-out functions, exactly: at least 30 points more with three passages in the prompt."""
-    pytest.importorskip("faiss", reason="indexes need the extra index")
-    train_retriever(tmp_path, 150)
-    train_reader(tmp_path, READER_STEPS)
-    held = split()[0]
-    lines = [
-        {"id": each.name, "text": cut(each.passage, SHORT), "source": each.name.rpartition(".")[0]} for each in held
-    ]
-    (tmp_path / "passages.jsonl").write_text("\n".join(map(json.dumps, lines)))
-    (tmp_path / "passages.jinja").write_text(TEMPLATE)
-    retriever, vectors, index = (str(tmp_path / name) for name in ("retriever", "vectors", "index"))
+def index_held_out(folder: Path) -> list[str]:
+    """An index of the held-out docstrings, and the options that put four of them into a prompt."""
+    lines = [{"id": each.name, "text": cut(each.passage, SHORT)} for each in split()[0]]
+    (folder / "passages.jsonl").write_text("\n".join(map(json.dumps, lines)))
+    (folder / "passages.jinja").write_text(PROMPT)
+    retriever, vectors, index = (str(folder / name) for name in ("retriever", "vectors", "index"))
     for words in (
-        ["embed", retriever, "--input", str(tmp_path / "passages.jsonl"), "-o", vectors],
+        ["embed", retriever, "--input", str(folder / "passages.jsonl"), "-o", vectors],
         ["index", vectors, "-o", index],
     ):
         done = CliRunner().invoke(cli, words)
         assert done.exit_code == 0, (done.output, done.exception)
-    asked = [each for each in held if asks(each)]
-    retrieval = [
-        "--index",
-        index,
-        "--neighbours",
-        str(NEIGHBOURS),
-        "--passage-template",
-        str(tmp_path / "passages.jinja"),
-    ]
-    without = right(answers(tmp_path, asked, False), asked)
-    with_passages = right(answers(tmp_path, asked, True, *retrieval), asked)
-    print(f"{len(asked)} questions: {without:.1%} without passages, {with_passages:.1%} with {NEIGHBOURS}")
+    return ["--index", index, "--neighbours", str(NEIGHBOURS), "--passage-template", str(folder / "passages.jinja")]
+
+
+def asked_of_held_out(questions: Questions) -> tuple[list[str], list[str]]:
+    """Questions and their answers, as many of one kind as of the other."""
+    dice, held = np.random.default_rng(3), split()[0]
+    found: dict[str, list[str]] = {"yes": [], "no": []}
+    for number, each in enumerate(held):
+        for answer, prompts in found.items():
+            word = questions.about(each, held[number - 7], answer == "yes", dice)
+            prompts += [] if word is None else [f"{each.query}\n{word} ?"]
+    count = min(map(len, found.values()))
+    return found["yes"][:count] + found["no"][:count], ["yes"] * count + ["no"] * count
+
+
+def right(said: list[str], expected: list[str]) -> float:
+    return float(np.mean([a == b for a, b in zip(said, expected, strict=True)]))
+
+
+@pytest.mark.soak
+def test_with_passages_a_small_model_answers_what_it_does_not_know(tmp_path):
+    """Whether held-out docstrings have a word: at least 30 points more with four passages in the prompt."""
+    pytest.importorskip("faiss", reason="indexes need the extra index")
+    train_retriever(tmp_path, 150)
+    prompts, expected = asked_of_held_out(train_reader(tmp_path, READER_STEPS))
+    without = right(answers(tmp_path, prompts), expected)
+    with_passages = right(answers(tmp_path, prompts, *index_held_out(tmp_path)), expected)
+    print(f"{len(prompts)} questions: {without:.1%} without passages, {with_passages:.1%} with {NEIGHBOURS}")
     assert with_passages >= without + 0.3
-
-
-READER_STEPS = 600
