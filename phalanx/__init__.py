@@ -9,10 +9,10 @@
 
 and `with px.session(run) as s:` for a loop of your own; `with px.sampler("runs/first") as s:` for text. `px.Family` is
 for model families of your own, `px.Optimizer` and `@px.optimizer` for optimizers, `@px.lr_schedule` for learning rates,
-`px.TokenObjective`, `px.SequenceObjective` and `@px.objective` for losses, `px.Adapter` and `@px.adapter` for
-fine-tuning beside frozen weights, `px.Sink` and `@px.sink` for places that numbers go to, `px.DataSource` and
-`@px.source` for samples, `@px.pipeline_schedule` for the order of a pipeline's work, `px.Callback` for programs that
-listen.
+`px.TokenObjective`, `px.SequenceObjective`, `px.EmbeddingObjective` and `@px.objective` for losses, `px.Adapter` and
+`@px.adapter` for fine-tuning beside frozen weights, `px.Sink` and `@px.sink` for places that numbers go to,
+`px.DataSource` and `@px.source` for samples, `@px.pipeline_schedule` for the order of a pipeline's work, `px.Callback`
+for programs that listen.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ if TYPE_CHECKING:
     from phalanx.layout.param import Piece
     from phalanx.models.family import BlockMaker, Family
     from phalanx.nn.adapter import Adapter, LinearPiece, adapter
-    from phalanx.nn.objective import SequenceObjective, TokenObjective, objective
+    from phalanx.nn.objective import EmbeddingObjective, SequenceObjective, StepTexts, TokenObjective, objective
     from phalanx.nn.parameter import Parameter
     from phalanx.ops.dense.token_loss import LogitStats
     from phalanx.ops.optimizer.state import Moment
@@ -48,6 +48,7 @@ PUBLIC = {
     "BlockMaker": "phalanx.models.family",
     "Callback": "phalanx.training.callbacks",
     "DataSource": "phalanx.data.own_source",
+    "EmbeddingObjective": "phalanx.nn.objective",
     "Family": "phalanx.models.family",
     "LRPoint": "phalanx.optim.schedules",
     "LinearPiece": "phalanx.nn.adapter",
@@ -66,6 +67,7 @@ PUBLIC = {
     "Sink": "phalanx.base.records",
     "SinkStart": "phalanx.base.records",
     "SourceStart": "phalanx.data.own_source",
+    "StepTexts": "phalanx.nn.objective",
     "StreamSpec": "phalanx.sequence.streams",
     "TokenObjective": "phalanx.nn.objective",
     "WholeMatrix": "phalanx.optim.optimizer",
@@ -89,6 +91,7 @@ __all__ = [
     "BlockMaker",
     "Callback",
     "DataSource",
+    "EmbeddingObjective",
     "Family",
     "LRPoint",
     "LinearPiece",
@@ -107,6 +110,7 @@ __all__ = [
     "Sink",
     "SinkStart",
     "SourceStart",
+    "StepTexts",
     "StreamSpec",
     "TokenObjective",
     "WholeMatrix",

@@ -114,6 +114,7 @@ BUILT_IN: Mapping[str, Mapping[str, str]] = MappingProxyType(
                 "ul2": "phalanx.engine.objectives.ul2:UL2",
                 "seq2seq": "phalanx.engine.objectives.seq2seq:Seq2Seq",
                 "fim": "phalanx.engine.objectives.fim:FillInTheMiddle",
+                "embed": "phalanx.engine.objectives.embed:Embed",
             }
         ),
         "pipeline_schedule": MappingProxyType(

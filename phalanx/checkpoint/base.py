@@ -134,16 +134,18 @@ def check_served_base(owner: Path, weights: Path, world: Axis = ALONE) -> None:
     check_base(replace(weights_at(weights), base=base, owner=owner), world, hint)
 
 
-def base_index(at: WeightsAt, wanted: Shapes) -> Index:
-    """Where the model's tensors lie in a folder, under the model's names."""
-    return adapt(stored_in(at.folder, at.receipts), wanted, str(at.folder), same_in(at.folder, at.receipts))
+def base_index(at: WeightsAt, wanted: Shapes, headless: bool = False) -> Index:
+    """Where the model's tensors lie in a folder, under the model's names. headless: as of `adapt`."""
+    same = same_in(at.folder, at.receipts)
+    return adapt(stored_in(at.folder, at.receipts), wanted, str(at.folder), same, headless)
 
 
 @contextmanager
-def reading(path: str, wanted: Shapes) -> Iterator[Callable[[str], Tensor]]:
-    """A function that reads whole tensors of the model at a path, by their names. wanted: those of the whole model."""
+def reading(path: str, wanted: Shapes, headless: bool = False) -> Iterator[Callable[[str], Tensor]]:
+    """A function that reads whole tensors of the model at a path, by their names. wanted: those of the whole model;
+    headless: as of `adapt`."""
     at = weights_at(folder_of(path))
-    index = base_index(at, wanted)
+    index = base_index(at, wanted, headless)
 
     def opener(name: str) -> CheckedFile | PlainFile:
         return open_tensors(at.folder / name, receipt_of(at.receipts, at.folder, name))

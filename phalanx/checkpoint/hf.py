@@ -11,6 +11,7 @@ from typing import Any
 import torch
 
 from phalanx.base.errors import CheckpointError
+from phalanx.checkpoint.embedder_files import is_embedder
 from phalanx.checkpoint.hf_files import (
     depths_in,
     folder_of,
@@ -82,13 +83,16 @@ def read_folder(path: str | Path) -> ModelFolder:
     """The model of a Hugging Face folder (or of one of our checkpoints), from its config.json and the tensors of its
     files.
 
-    A head that differs from the embedding is kept even if the config ties both, and multi-token prediction modules that
-    are in no file are left out: transformers does the same. Code named in the folder is never run. CheckpointError
-    names everything that is not supported.
+    The model of a folder that says how embeddings are made (modules.json) has no head. A head that differs from the
+    embedding is kept even if the config ties both, and multi-token prediction modules that are in no file are left
+    out: transformers does the same. Code named in the folder is never run. CheckpointError names everything that is not
+    supported.
     """
     folder = folder_of(path)
     config = read_config(folder)
     model = from_hf(config, str(folder / "config.json"))
+    if is_embedder(folder):
+        model = without_head(model)
     if not has_weights(folder):
         return ModelFolder(folder, model, config, None)
     index = hf_index(folder)
@@ -98,6 +102,16 @@ def read_folder(path: str | Path) -> ModelFolder:
     if without is not None and model.predict_layers and not depths_in(index):
         model = without(model)
     return ModelFolder(folder, model, config, index)
+
+
+def without_head(model: ModelConfig) -> ModelConfig:
+    """The same model as it ends with its hidden states. CheckpointError for a family whose head cannot be left out."""
+    if not hasattr(model, "head"):
+        raise CheckpointError(
+            f"model.family={model.family} cannot leave its head out, so no embeddings are made of its hidden states"
+        )
+    changed: Any = {"head": "none"} | ({"labels": (), "classifier_dropout": 0.0} if hasattr(model, "labels") else {})
+    return replace(model, **changed)
 
 
 def model_config_from_hf(folder: str | Path) -> ModelConfig:

@@ -112,12 +112,15 @@ def tensors_of(wanted: Iterable[str]) -> TensorNames:
     return next((one for one in names if one.embedding in there), decoder_tensors)
 
 
-def adapt(index: Index, wanted: Shapes, where: str, same: Callable[[Stored, Stored], bool]) -> Index:
+def adapt(
+    index: Index, wanted: Shapes, where: str, same: Callable[[Stored, Stored], bool], headless: bool = False
+) -> Index:
     """The index under the model's names: a missing base prefix is added; constants, copies, empty tensors and heads for
     other tasks are dropped; the head is resolved.
 
     where   the folder with the config.json, for messages
     same    whether two stored tensors hold the same numbers
+    headless   the model has no head: one that the folder has is left out
     """
     names = [family.tensors for family in families().values()]
     own = tensors_of(wanted)
@@ -142,7 +145,9 @@ def adapt(index: Index, wanted: Shapes, where: str, same: Callable[[Stored, Stor
         raise CheckpointError(
             f"{where} has no {head}: it uses the input embedding as head; set model.tie_word_embeddings=true"
         )
-    if head in kept and head not in wanted:
+    if headless and own.embedding in kept:
+        kept.pop(head, None)
+    elif head in kept and head not in wanted:
         matrix = kept.pop(head)
         _check_tied(where, head)
         if own.embedding not in kept:  # both are one tensor, saved under the other name

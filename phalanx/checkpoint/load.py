@@ -324,6 +324,9 @@ def staged(kept: Tensor | PackedTensor, clear: bool = True) -> Iterator[Tensor]:
         yield kept.zero_() if clear else kept
 
 
+HeadWanted = Literal["the folder's", "new", "none"]
+
+
 @dataclass(frozen=True)
 class LoadedWeights:
     """adapters: whether the folder had any. new: names of tensors of a head that it lacks, which are zero now."""
@@ -333,7 +336,7 @@ class LoadedWeights:
 
 
 def load_weights(
-    path: str | Path, buffers: Buffers, mesh: Mesh, new_head: bool = False, encodes: bool = True
+    path: str | Path, buffers: Buffers, mesh: Mesh, head: HeadWanted = "the folder's", encodes: bool = True
 ) -> LoadedWeights:
     """Masters and weights from a Hugging Face safetensors folder (or the `weights/` of one of our checkpoints), in any
     dtype, MXFP4, or FP8 with block scales, in one file or several with an index.
@@ -343,8 +346,9 @@ def load_weights(
     checksums; a third-party folder has none.
 
     Adapters saved with these weights are loaded too, and the weights of the model that were trained beside them.
-    CheckpointError if there are any, and the model has none. new_head: the folder may be of a model with the head of
-    another task. encodes: whether weights that are kept as quantized values are read from it too.
+    CheckpointError if there are any, and the model has none. head: new, the folder may be of a model with the head of
+    another task; none, the folder's is left out. encodes: whether weights that are kept as quantized values are read
+    from it too.
     """
     folder = folder_of(path)
     beside = together(mesh.world, lambda: adapter_folder(folder))
@@ -356,9 +360,9 @@ def load_weights(
     wanted = {**wanted_names(mesh, masters_to_load(held)), **base}
     at = agree_on(mesh.world, str(path))
     check_base(at, mesh.world)
-    new = together(mesh.world, lambda: lacking_head(at, wanted)) if new_head else frozenset[str]()
+    new = together(mesh.world, lambda: lacking_head(at, wanted)) if head == "new" else frozenset[str]()
     wanted = {name: shape for name, shape in wanted.items() if name not in new}
-    index = together(mesh.world, lambda: _weights_index(at, wanted, base))
+    index = together(mesh.world, lambda: _weights_index(at, wanted, base, head == "none"))
     known = Index()
     if beside is not None:
         wanted_beside = wanted_names(mesh, adapters_to_load(held, exported=True))
@@ -427,8 +431,8 @@ def lacking_head(at: WeightsAt, wanted: Shapes) -> frozenset[str]:
     return frozenset(name for name in wanted if name not in there and pattern and re.fullmatch(pattern, name))
 
 
-def _weights_index(at: WeightsAt, wanted: Shapes, base: Shapes) -> Index:
-    index = base_index(at, wanted)
+def _weights_index(at: WeightsAt, wanted: Shapes, base: Shapes, headless: bool = False) -> Index:
+    index = base_index(at, wanted, headless)
     check_base_there(index, base, at.folder, at.receipts is not None)
     return fitting(index, wanted, str(at.folder))
 

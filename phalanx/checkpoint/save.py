@@ -41,7 +41,7 @@ from phalanx.checkpoint.host import HostCopies
 from phalanx.checkpoint.keep import Keep, held_step, remove_leftovers, retain, step_name, step_of
 from phalanx.checkpoint.manifest import FORMAT, NAME, NAMES_BASE, Base, Manifest, verify
 from phalanx.checkpoint.places import is_remote
-from phalanx.checkpoint.storage import FOLDERS, Receipt, Storage, remove_tree, write_file
+from phalanx.checkpoint.storage import FOLDERS, Receipt, Storage, remove_tree, write_file, write_small
 from phalanx.checkpoint.tensors import Entry, check_files, write_tensors
 from phalanx.checkpoint.threads import in_threads, threads_of_rank
 from phalanx.comm.axis import Axis
@@ -89,6 +89,7 @@ class Snapshot:
     adapters    adapter_config.json of a run with adapters, if PEFT has the method
     template    the chat template on which the model is trained, where it is not the tokenizer's own
     turn_end    the token that ends answers of that template: generation stops at it
+    beside      contents of further small files beside the weights, by name
     separate    whether all that is trained goes to the adapters' folder: weights of the model (lora.also), too
     base        the weights that stay as they are, if they lie elsewhere: they are not written
     """
@@ -105,6 +106,7 @@ class Snapshot:
     adapters: dict[str, Any] | None = None
     template: bytes | None = None
     turn_end: int | None = None
+    beside: Mapping[str, bytes] = field(default_factory=dict)
     separate: bool = False
     base: Base | None = None
 
@@ -448,6 +450,7 @@ def _write_beside_weights(folder: Path, content: Content, storage: Storage) -> R
         **source_files(snapshot.source),
         **tokenizer_files(snapshot.tokenizer),
         **({} if snapshot.template is None else {CHAT_TEMPLATE: snapshot.template}),
+        **snapshot.beside,
     }
     if snapshot.turn_end is not None:
         texts["generation_config.json"] = ending_with(snapshot.turn_end, texts["generation_config.json"])
@@ -457,10 +460,12 @@ def _write_beside_weights(folder: Path, content: Content, storage: Storage) -> R
         where = {job.name: f.name for f in files for job in f.jobs}
         size = sum(Box.full(job.shape).numel * job.dtype.itemsize for f in files for job in f.jobs)
         texts[INDEX] = _json({"metadata": {"total_size": size}, "weight_map": where})
-    named = {f"weights/{name}": text for name, text in texts.items()}
+    written = write_small(storage, folder / "weights", texts)
+    receipts = {f"weights/{name}": receipt for name, receipt in written.items()}
     if snapshot.adapters is not None:
-        named[f"{FOLDER}/{CONFIG}"] = _json(snapshot.adapters)
-    return {name: write_file(storage, folder / name, [text]) for name, text in named.items()}
+        name = f"{FOLDER}/{CONFIG}"
+        receipts[name] = write_file(storage, folder / name, [_json(snapshot.adapters)])
+    return receipts
 
 
 def ending_with(token: int, text: bytes) -> bytes:

@@ -8,7 +8,7 @@ from __future__ import annotations
 import os
 import shutil
 import uuid
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
 from errno import ENOSPC
 from pathlib import Path
@@ -181,6 +181,17 @@ def write_file(storage: Storage, path: Path, parts: Iterable[Data]) -> Receipt:
         return output.finish()
     finally:
         output.close()
+
+
+def write_small(storage: Storage, folder: Path, texts: Mapping[str, Data]) -> dict[str, Receipt]:
+    """Whole small files of a folder, by their names in it, some of them in folders of their own."""
+    made = {(folder / name).parent for name in texts} - {folder}
+    for inner in sorted(made):
+        storage.make_folder(inner)
+    receipts = {name: write_file(storage, folder / name, [text]) for name, text in texts.items()}
+    for inner in sorted(made):
+        storage.sync_folder(inner)
+    return receipts
 
 
 def remove_tree(storage: Storage, path: Path) -> None:

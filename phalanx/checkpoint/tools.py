@@ -14,6 +14,7 @@ from torch import Tensor
 from phalanx.base.errors import CheckpointError
 from phalanx.checkpoint.adapters import FOLDER, adapter_folder, check_wanted
 from phalanx.checkpoint.contents import WEIGHTS, Contents
+from phalanx.checkpoint.embedder_files import POOLING
 from phalanx.checkpoint.gather import File, plan_whole
 from phalanx.checkpoint.hf_files import INDEX
 from phalanx.checkpoint.keep import step_name
@@ -21,7 +22,7 @@ from phalanx.checkpoint.manifest import NAME, read_checked
 from phalanx.checkpoint.objects import storage_for
 from phalanx.checkpoint.places import place
 from phalanx.checkpoint.save import MAX_FILE_BYTES, key_of, state_index_text
-from phalanx.checkpoint.storage import FOLDERS, Receipt, Storage, remove_tree, write_file
+from phalanx.checkpoint.storage import FOLDERS, Receipt, Storage, remove_tree, write_file, write_small
 from phalanx.checkpoint.tensors import CheckedFile, Entry, write_tensors
 from phalanx.layout.box import Box
 from phalanx.ops.optimizer.shard import MASTER
@@ -124,15 +125,17 @@ def write_weights(contents: Contents, out: str | Path, value: Any, dtype: torch.
 
 def copy_small(contents: Contents, folder: Path, dtype: torch.dtype | None, but: frozenset[str]) -> None:
     """The files beside the weights, for weights of another dtype if one is given. but: names of those left out."""
-    storage = Storage()
-    for path in sorted(contents.weights.iterdir()):
-        if path.is_file() and path.name not in but:
+    texts = dict[str, bytes]()
+    for path in sorted((*contents.weights.glob("*"), *contents.weights.glob(f"{POOLING}/*"))):
+        name = path.relative_to(contents.weights).as_posix()
+        if path.is_file() and name not in but:
             data = (
                 path.read_bytes()
                 if contents.manifest is None
-                else read_checked(path, contents.manifest.files.get(f"{WEIGHTS}/{path.name}"))
+                else read_checked(path, contents.manifest.files.get(f"{WEIGHTS}/{name}"))
             )
-            write_file(storage, folder / path.name, [_with_dtype(path.name, data, dtype)])
+            texts[name] = _with_dtype(name, data, dtype)
+    write_small(Storage(), folder, texts)
 
 
 def _with_dtype(name: str, data: bytes, dtype: torch.dtype | None) -> bytes:
@@ -215,10 +218,8 @@ def _weights_anew(contents: Contents, folder: Path, storage: Storage, max_file_b
     }
     if len(files) > 1:
         texts[INDEX] = index_text(files)
-    return {
-        **found,
-        **{f"{WEIGHTS}/{name}": write_file(storage, folder / WEIGHTS / name, [text]) for name, text in texts.items()},
-    }
+    small = write_small(storage, folder / WEIGHTS, texts)
+    return {**found, **{f"{WEIGHTS}/{name}": receipt for name, receipt in small.items()}}
 
 
 def index_text(files: list[File]) -> bytes:

@@ -3,16 +3,18 @@
 from __future__ import annotations
 
 import sys
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import click
 
 from phalanx.cli.checkpoints import say_ignored
 from phalanx.cli.completion import configs
 from phalanx.cli.options import ADAPTER
+from phalanx.cli.passages import lookup_of, say_sources, takes_passages
 
 if TYPE_CHECKING:
     from phalanx.inference.conversation import Conversation
+    from phalanx.retrieval.prompting import PassageAdder
 
 GREETING = "Type a message. Ctrl-C ends an answer, Ctrl-D the chat; /new forgets what was said."
 
@@ -25,14 +27,26 @@ GREETING = "Type a message. Ctrl-C ends an answer, Ctrl-D the chat; /new forgets
     "--temperature", type=click.FloatRange(min=0), default=0.7, show_default=True, help="0: always the likeliest token."
 )
 @click.option("--seed", type=click.IntRange(min=0), default=0, show_default=True, help="Another seed, other answers.")
+@takes_passages
 @ADAPTER
-def chat(checkpoint: str, system: str | None, tokens: int, temperature: float, seed: int, adapter: str | None) -> None:
+def chat(
+    checkpoint: str,
+    system: str | None,
+    tokens: int,
+    temperature: float,
+    seed: int,
+    adapter: str | None,
+    **passages: Any,
+) -> None:
     """Talk to the model in CHECKPOINT: a run folder (its newest), a checkpoint, or a Hugging Face folder. Messages are
     written as its own chat template has them."""
     from phalanx.inference.conversation import Conversation
     from phalanx.inference.request import SamplingOptions
+    from phalanx.retrieval.prompting import PassageAdder
 
     say_ignored(checkpoint)
+    lookup = lookup_of(passages)
+    add = None if lookup is None else PassageAdder(*lookup)
     options = SamplingOptions(tokens=tokens, temperature=temperature, seed=seed)
     talk = Conversation(checkpoint, options, system, adapter)
     terminal = sys.stdin.isatty()
@@ -47,13 +61,15 @@ def chat(checkpoint: str, system: str | None, tokens: int, temperature: float, s
         if message.strip() == "/new":
             talk.forget()
         elif message.strip():
-            answer(talk, message)
+            answer(talk, message, add)
 
 
-def answer(talk: Conversation, message: str) -> None:
-    """Write the answer to a message as it is made."""
+def answer(talk: Conversation, message: str, add: PassageAdder | None = None) -> None:
+    """Write the answer to a message as it is made. add: puts passages before it, whose sources are written first."""
+    written, found = (None, []) if add is None else add.one(message)
+    say_sources(found)
     try:
-        for piece in talk.answer(message):
+        for piece in talk.answer(message, written):
             click.echo(piece, nl=False)
         click.echo()
     except KeyboardInterrupt:

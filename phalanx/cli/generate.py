@@ -11,12 +11,14 @@ import click
 from phalanx.cli.checkpoints import say_ignored
 from phalanx.cli.completion import configs
 from phalanx.cli.options import ADAPTER, OVERRIDES, RANKS, SPECULATE
+from phalanx.cli.passages import lookup_of, say_sources, takes_passages, with_passages
 from phalanx.cli.verbs import ConfigVerb
 from phalanx.inference.overrides import refuse_others
 
 if TYPE_CHECKING:
     from phalanx.config.run import Run
     from phalanx.inference.request import SamplingOptions
+    from phalanx.retrieval.retriever import Lookup
 
 SAMPLING = ("tokens", "temperature", "top_k", "top_p", "min_p", "seed")
 
@@ -62,6 +64,7 @@ SAMPLING = ("tokens", "temperature", "top_k", "top_p", "min_p", "seed")
     metavar="FILE.json",
     help="Answers are JSON that keeps to this schema (needs phalanx[serve]).",
 )
+@takes_passages
 @SPECULATE
 @ADAPTER
 @RANKS
@@ -75,6 +78,7 @@ def generate(checkpoint: str, overrides: tuple[str, ...], **asked: Any) -> None:
     \b
       phalanx generate runs/first --prompt "Once upon a time"
       phalanx generate runs/first --prompts p.jsonl -o out.jsonl --samples 4 layout.tp=2 --ranks 2
+      phalanx generate runs/first --prompt "How are paths joined?" --index index --neighbours 4
     """
     from phalanx.cli.ranks import run_ranks
     from phalanx.cli.setup import arguments, prepare_loaded
@@ -89,9 +93,10 @@ def generate(checkpoint: str, overrides: tuple[str, ...], **asked: Any) -> None:
         raise click.UsageError('give one of --prompt "TEXT" and --prompts FILE.jsonl')
     refuse_others(overrides)
     say_ignored(checkpoint)
+    lookup = lookup_of(asked)
     one = asked["prompt"] is not None and asked["samples"] == 1 and asked["out"] is None
     if one and not overrides and asked["ranks"] in (None, 1):
-        stream(checkpoint, asked)
+        stream(checkpoint, asked, lookup)
         return
     folder = weights_folder(checkpoint)
     run = run_of_folder(folder, describe_machine("auto").device == "cuda")
@@ -106,12 +111,27 @@ def generate(checkpoint: str, overrides: tuple[str, ...], **asked: Any) -> None:
         asked["ranks"] = world
     ready = prepare_loaded(loaded, asked.pop("ranks"))
     check_speculation(ready.run, ready.ranks, asked["speculate"])
+    asked["passages"] = None if lookup is None else found_for(asked, lookup)
     if asked["out"] is not None:
         Path(asked["out"]).parent.mkdir(parents=True, exist_ok=True)
     run_ranks("phalanx.cli.jobs:generate", ready, {**arguments(ready.run), "path": checkpoint, "asked": asked}, None)
 
 
-def stream(checkpoint: str, asked: dict[str, Any]) -> None:
+def found_for(asked: dict[str, Any], lookup: tuple[Lookup, str | None]) -> list[dict[str, Any]]:
+    """Of each prompt: the text with its passages, the prompt as it was given, and the passages."""
+    from phalanx.base.errors import DataError
+    from phalanx.inference.generate import read_prompts
+
+    given = (asked["prompt"],) if asked["prompts"] is None else read_prompts(asked["prompts"])
+    texts = [prompt for prompt in given if isinstance(prompt, str)]
+    if len(texts) < len(given):
+        raise DataError(f"{asked['prompts']}: passages are found for texts (--index), and some prompts are token ids")
+    made, found = with_passages(lookup, texts)
+    rows = zip(made, texts, found)
+    return [{"text": text, "prompt": prompt, "passages": [f.plain() for f in each]} for text, prompt, each in rows]
+
+
+def stream(checkpoint: str, asked: dict[str, Any], lookup: tuple[Lookup, str | None] | None) -> None:
     """One text on this process, as it is made."""
     from phalanx.inference.drafter import drafts_named
     from phalanx.inference.generate import TextStream
@@ -121,7 +141,11 @@ def stream(checkpoint: str, asked: dict[str, Any]) -> None:
     check_generates(run.model)
     check_speculation(run, 1, asked["speculate"])
     drafts = drafts_named(asked["speculate"]) if asked["speculate"] else None
-    text = TextStream(checkpoint, asked["prompt"], options_of(asked), asked["stop"], drafts, asked["adapter"])
+    prompt = asked["prompt"]
+    if lookup is not None:
+        [prompt], [passages] = with_passages(lookup, [prompt])
+        say_sources(passages)
+    text = TextStream(checkpoint, prompt, options_of(asked), asked["stop"], drafts, asked["adapter"])
     click.echo(asked["prompt"], nl=False)
     try:
         for piece in text:

@@ -50,7 +50,11 @@ def generate(placement: Placement, config: dict[str, Any], path: str, asked: dic
     from phalanx.inference.drafter import drafts_named
     from phalanx.inference.generate import Generation, generate_rank, read_prompts
 
-    prompts = (asked["prompt"],) if asked["prompts"] is None else read_prompts(asked["prompts"])
+    found = asked["passages"]
+    if found is not None:
+        prompts: tuple[Any, ...] = tuple(row["text"] for row in found)
+    else:
+        prompts = (asked["prompt"],) if asked["prompts"] is None else read_prompts(asked["prompts"])
     what = Generation(
         path=path,
         prompts=prompts,
@@ -60,14 +64,23 @@ def generate(placement: Placement, config: dict[str, Any], path: str, asked: dic
         out=asked["out"],
         drafts=drafts_named(asked["speculate"]) if asked["speculate"] else None,
         adapter=asked["adapter"],
+        shown=None if found is None else tuple({k: row[k] for k in ("prompt", "passages")} for row in found),
     )
     generate_rank(load_run(base=config), placement, what)
 
 
+def embed(placement: Placement, config: dict[str, Any], what: dict[str, Any]) -> None:
+    from phalanx.retrieval.embedding import EmbedRequest, embed_rank
+
+    embed_rank(load_run(base=config), placement, EmbedRequest(**what))
+
+
 def serve(placement: Placement, config: dict[str, Any], options: dict[str, Any]) -> None:
     from phalanx.inference.drafter import drafts_named
+    from phalanx.retrieval.retriever import Lookup
     from phalanx.server.serve_rank import ServeOptions, serve_rank
 
-    speculate = options.pop("speculate")
+    speculate, passages = options.pop("speculate"), options.pop("passages")
+    lookup = None if passages is None else (Lookup(**passages["lookup"]), passages["template"])
     drafts = drafts_named(speculate) if speculate else None
-    serve_rank(load_run(base=config), placement, ServeOptions(**options, drafts=drafts))
+    serve_rank(load_run(base=config), placement, ServeOptions(**options, drafts=drafts, passages=lookup))

@@ -21,8 +21,10 @@ from phalanx.base.version import VERSION
 from phalanx.cli.chat import chat
 from phalanx.cli.checkpoints import checkpoint, export, import_
 from phalanx.cli.completion import keys, use_bash
+from phalanx.cli.embed import embed
 from phalanx.cli.evaluate import evaluate
 from phalanx.cli.generate import generate
+from phalanx.cli.index import index
 from phalanx.cli.options import CONFIG, JSON, OVERRIDES, RANKS, SPECULATE
 from phalanx.cli.ranks import prepare_text, run_ranks
 from phalanx.cli.score import data_score
@@ -486,6 +488,8 @@ cli.add_command(evaluate)
 cli.add_command(generate)
 cli.add_command(chat)
 cli.add_command(serve)
+cli.add_command(embed)
+cli.add_command(index)
 cli.add_command(checkpoint)
 cli.add_command(export)
 cli.add_command(import_)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
+from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
 
@@ -11,6 +11,7 @@ import click
 from phalanx.cli.completion import configs
 from phalanx.cli.generate import check_length, check_speculation
 from phalanx.cli.options import ADAPTERS, OVERRIDES, RANKS, SPECULATE
+from phalanx.cli.passages import lookup_of, takes_passages
 from phalanx.cli.verbs import ConfigVerb
 from phalanx.inference.overrides import refuse_others
 
@@ -48,6 +49,13 @@ POSITIVE = click.IntRange(min=1)
     show_default=True,
     help="Time for running requests to end when the server is stopped.",
 )
+@click.option(
+    "--pooling",
+    type=click.Choice(["mean", "first", "last"]),
+    default=None,
+    help="Serve embeddings of a model whose folder does not say how they are made.",
+)
+@takes_passages
 @SPECULATE
 @ADAPTERS
 @RANKS
@@ -60,6 +68,8 @@ def serve(checkpoint: str, overrides: tuple[str, ...], ranks: int | None, name: 
       phalanx serve runs/first layout.tp=2 --ranks 2
       phalanx serve runs/first --host 0.0.0.0 --api-keys keys.txt
       phalanx serve Llama-3.1-8B --adapter sql=runs/sql --adapter support=lora/support
+      phalanx serve runs/retriever                      a run of task.name=embed: /v1/embeddings
+      phalanx serve runs/first --index index --neighbours 4
     """
     from phalanx.cli.ranks import run_ranks
     from phalanx.cli.setup import arguments, prepare_loaded
@@ -69,6 +79,7 @@ def serve(checkpoint: str, overrides: tuple[str, ...], ranks: int | None, name: 
     from phalanx.data.files import extra
     from phalanx.evaluation.perplexity import check_folder
     from phalanx.inference.adapters import with_adapters
+    from phalanx.inference.embedder import embedder_folder
     from phalanx.inference.load import check_generates, run_of_folder, weights_alone, weights_folder
     from phalanx.launch.env import describe_machine
 
@@ -78,10 +89,16 @@ def serve(checkpoint: str, overrides: tuple[str, ...], ranks: int | None, name: 
     from phalanx.server.listen import open_socket
 
     refuse_others(overrides)
+    lookup = lookup_of(options)
     weights = weights_folder(checkpoint)
     check_folder(weights)
-    run = run_of_folder(weights, describe_machine("auto").device == "cuda")
-    check_generates(run.model)
+    gpu = describe_machine("auto").device == "cuda"
+    run = run_of_folder(weights, gpu)
+    if run.model.headless or options["pooling"] is not None:
+        refuse_without_tokens({**options, "index": lookup})
+        run = embedder_folder(checkpoint, options["pooling"]).run(gpu, options["length"])
+    else:
+        check_generates(run.model)
     base = to_dict(replace(run, data=DataConfig(mock=True)))  # none is read
     loaded = read(None, overrides, base, f"the model of {checkpoint}")
     if loaded.run is not None:
@@ -99,5 +116,14 @@ def serve(checkpoint: str, overrides: tuple[str, ...], ranks: int | None, name: 
     name = name or Path(checkpoint).resolve().name
     if name in options["adapters"]:
         raise click.UsageError(f"--adapter {name}=...: the model itself has that name; give it another (--model-name)")
-    values = {"weights": str(weights), "name": name, **options}
+    found = None if lookup is None else {"lookup": asdict(lookup[0]), "template": lookup[1]}
+    values = {"weights": str(weights), "name": name, "passages": found, **options}
     run_ranks("phalanx.cli.jobs:serve", ready, {**arguments(ready.run), "options": values}, None)
+
+
+def refuse_without_tokens(options: dict[str, Any]) -> None:
+    """UsageError for options that do nothing where no tokens are made."""
+    for name in ("speculate", "adapters", "memory_gib", "index"):
+        if options[name]:
+            option = {"adapters": "adapter"}.get(name, name).replace("_", "-")
+            raise click.UsageError(f"--{option} does nothing for a model that makes embeddings")

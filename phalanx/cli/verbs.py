@@ -57,6 +57,8 @@ class Verbs(click.Group):
             "generate",
             "chat",
             "serve",
+            "embed",
+            "index",
             "checkpoint",
             "export",
             "import",

@@ -125,6 +125,7 @@ class Mesh:
         )
         self._edp: Axis | None = None
         self.pp_hosts: Axis | None = None
+        self.dp_hosts: Axis | None = None
         self._groups: dict[SumAxis, Groups] = {}
         self.alone = Axis("alone", (rank,))
         self.stage = self.alone  # until `prepare_stage`
@@ -154,8 +155,10 @@ class Mesh:
 
     def prepare_hosts(self) -> Axis:
         """The ranks of dp on a communicator of their hosts, for tensors in host memory; no device waits or is waited
-        for."""
-        return self._phase("hosts of dp", self.dp.ranks, backend="gloo")
+        for. Made once."""
+        if self.dp_hosts is None:
+            self.dp_hosts = self._phase("hosts of dp", self.dp.ranks, backend="gloo")
+        return self.dp_hosts
 
     def prepare_pp_hosts(self) -> None:
         """The same for pp, for messages between stages while devices must be idle."""

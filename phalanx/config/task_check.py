@@ -11,7 +11,14 @@ from phalanx.config.run import Run
 from phalanx.data.check import check_tokenizer
 from phalanx.data.pairs import SEQUENCES
 from phalanx.data.scores import ScoreFile
-from phalanx.nn.objective import Objective, SequenceObjective, find_objective, make_objective, usual_task
+from phalanx.nn.objective import (
+    EmbeddingObjective,
+    Objective,
+    SequenceObjective,
+    find_objective,
+    make_objective,
+    usual_task,
+)
 
 
 def check_task(run: Run, facts: Facts) -> list[Problem]:
@@ -21,9 +28,11 @@ def check_task(run: Run, facts: Facts) -> list[Problem]:
     found += check_direction(run) + check_beside(run) + check_scores(run, facts) + check_chats(run)
     if facts.files and not found and not check_tokenizer(run.data):
         found += check_transform(run)
+    if issubclass(kind, EmbeddingObjective):
+        return found + check_embeddings(run, kind)
     if not issubclass(kind, SequenceObjective):
         if run.data.pairs:
-            rule = "needs an objective over pairs, such as task.name=dpo"
+            rule = "needs an objective over pairs, such as task.name=dpo, or over texts, such as task.name=embed"
             found.append(problem("data", run.data, "pairs", rule, {"task.name": config.name}, ((),)))
         return found
     if kind.needs_reference and run.lora is None and make_objective(config).scores is None:
@@ -45,19 +54,53 @@ def check_task(run: Run, facts: Facts) -> list[Problem]:
     return found
 
 
+def check_embeddings(run: Run, kind: type[EmbeddingObjective]) -> list[Problem]:
+    """Groups of texts that do not read each other, and a model whose hidden states nothing else reads."""
+    because, found = {"task.name": run.task.name}, kind.check_model(run.task, run.model)
+    if not run.data.inside_documents:
+        rule = "must be true with an objective over embeddings: texts do not read each other"
+        found.append(problem("data", run.data, "document_attention", rule, because, (True,)))
+    if not run.data.pairs and not run.data.mock and run.data.source is None:
+        rule = "is required: files of queries and passages, such as data.pairs=train.jsonl"
+        found.append(problem("data", run.data, "pairs", rule, because))
+    if run.model.predict_layers:
+        rule = "has no loss per token, which multi-token prediction needs: take a model without it"
+        found.append(problem("task", run.task, "name", rule, {"layers that predict": run.model.predict_layers}, ()))
+    if run.train.deterministic:
+        rule = "has no fixed order of sums over texts of all ranks, which the task needs"
+        found.append(problem("train", run.train, "deterministic", rule, because, (False,)))
+    return found
+
+
 def check_direction(run: Run) -> list[Problem]:
     """A model that reads what follows needs labels that do not stand there; for the others there is the next token."""
     both, kind = run.model.both_ways, find_objective(run.task.name)
-    if both == kind.both_ways:
-        return check_classes(run)
+    if kind.both_ways in (None, both):
+        return check_head(run) or check_classes(run)
     rule = (
         "predicts the next token, which a model that reads both ways sees: take an objective for such models"
         if both
         else "is for models that read both ways, and this one reads what comes before: take one for it"
     )
-    usual = usual_task(both, run.model.reads_beside, bool(run.model.classes)).name
+    usual = usual_task(run.model).name
     rule += f", such as task.name={usual}"
     return [problem("task", run.task, "name", rule, {"model.family": run.model.family}, ())]
+
+
+def check_head(run: Run) -> list[Problem]:
+    """Embeddings are made of hidden states; every other task needs a head."""
+    needs, headless = find_objective(run.task.name).needs_head, run.model.headless
+    if needs != headless:
+        return []
+    if needs:
+        rule = "needs a head, and the model has none: take task.name=embed"
+        return [problem("task", run.task, "name", rule, {"model.head": "none"}, ("embed",))]
+    rule = "makes embeddings of a model without a head"
+    if not hasattr(run.model, "head"):
+        rule += f": {run.model.family} cannot leave its head out, take another family, such as modernbert or qwen3"
+        return [problem("task", run.task, "name", rule, {"model.family": run.model.family}, ())]
+    because = {"task.name": run.task.name}
+    return [problem("model", run.model, "head", f"must be none: the task {rule}", because, ("none",))]
 
 
 def check_classes(run: Run) -> list[Problem]:
@@ -85,7 +128,7 @@ def check_beside(run: Run) -> list[Problem]:
         name, valid = ("packing", ("online",)) if not run.data.is_packed else ("document_attention", (True, None))
         rule = "must be on: the task makes two texts of each document, and pads sequences"
         return [problem("data", run.data, name, rule, {"task.name": run.task.name}, valid)]
-    because = {"model.family": run.model.family, "a task for it": usual_task(run.model.both_ways, read).name}
+    because = {"model.family": run.model.family, "a task for it": usual_task(run.model).name}
     rule = (
         f"makes no {' and '.join(read)} text, which the model reads beside its own"
         if read

@@ -66,9 +66,9 @@ class DataConfig:
     """Instead of token files: text files, folders or globs, prepared into data.cache with data.tokenizer before
     training."""
     pairs: Prefixes = ()
-    """Instead of token files: .jsonl files of preferences (prompt, chosen, rejected: texts, or prompt_ids and so on),
-    prepared into data.cache before training; or prefixes of token files prepared from them. Whole pairs are packed into
-    sequences."""
+    """Instead of token files: .jsonl files of preferences (prompt, chosen, rejected), or of queries with passages
+    (query, positive, negatives) for task.name=embed: texts, or prompt_ids and so on; prepared into data.cache before
+    training; or prefixes of token files prepared from them. Whole pairs are packed into sequences."""
     chats: Prefixes = ()
     """Instead of token files: files of chats (.jsonl, .parquet; patterns), prepared into data.cache before training; or
     prefixes of token files prepared from them. `0.7 a.jsonl 0.3 b.jsonl` also gives weights. Whole chats are packed

@@ -22,6 +22,7 @@ from phalanx.data.mixture import Blend, Weight, parse_split
 from phalanx.data.own_source import SourceStart, open_own
 from phalanx.data.scores import ScoreFile, row_type
 from phalanx.data.sources import Source, SourceUse, check_epochs, open_part, open_whole, use_of_sources
+from phalanx.data.text_groups import check_holds, mock_roles, text_roles
 from phalanx.sequence.batch import IGNORE, PADDING_RUN, Batch, room_for_documents
 from phalanx.sequence.sample import Sample, SampleTransform
 from phalanx.sequence.shard import WHOLE, SequenceShard
@@ -100,11 +101,13 @@ class Reading:
     scores     what batches carry of another model; None: nothing
     transform  what becomes of samples; None: they stay as the data has them
     classes    names of the classes that labels are (data/classes.py); none: labels are the next tokens
+    texts      labels are the numbers of texts in their groups (data/text_groups.py)
     """
 
     scores: ScoreFile | None = None
     transform: SampleTransform | None = None
     classes: tuple[str, ...] = ()
+    texts: bool = False
 
     def length(self, seq_length: int) -> int:
         """Tokens of the data in a sample that has `seq_length` for the model."""
@@ -151,6 +154,9 @@ class Loader:
         every = {corpus.prefix: corpus for source in sources for corpus in source.corpora} if reading.classes else {}
         self.classes = {prefix: open_classes(corpus, reading.classes) for prefix, corpus in every.items()}
         self.num_classes = len(reading.classes)
+        self.of_texts = reading.texts
+        if packed:
+            check_holds((corpus for source in sources for corpus in source.corpora), reading.texts)
         for corpus in [] if scores is None else [corpus for source in sources for corpus in source.corpora]:
             scores.check_corpus(corpus)  # type: ignore[union-attr]
         self._positions: dict[
@@ -255,7 +261,9 @@ class Loader:
         filled = source.filled(place.window) if self.packed else length
         bordered = self.document_attention or self.packed
         starts = source.starts(place.window) if bordered else np.empty(0, np.int64)
-        if self.num_classes:
+        if self.of_texts:
+            labels = self._roles_of(place, length, starts[starts < filled])
+        elif self.num_classes:
             labels = self._classes_of(place, window[:-1], starts[starts < filled])
         else:
             labels = np.array(window[1:], np.int64)
@@ -279,6 +287,14 @@ class Loader:
             labels[at : at + count] = self.classes[corpus.prefix][first : first + count]
             at += count
         return labels
+
+    def _roles_of(self, place: Place, length: int, starts: np.ndarray) -> np.ndarray:
+        """The number of each text of a sample in its group, at its first token."""
+        origin = self.sources[place.source].origin(place.window)
+        if origin is None:
+            return mock_roles(starts, length)
+        corpus, ranges = origin
+        return text_roles(corpus, ranges, length)
 
     def _scored(self, places: Sequence[Place], labels: np.ndarray) -> dict[str, Any]:
         """What the score file says of a micro-batch's tokens: `reference`, `target_ids` and `target_log_probs` of its

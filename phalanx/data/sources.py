@@ -20,6 +20,7 @@ from phalanx.data.index import Corpus, check_vocab
 from phalanx.data.mixture import Blend, Weight, hash64, make_key, parse_split, permute
 from phalanx.data.packing import Packing, make_packing, read_packing
 from phalanx.data.pairs import pack_pairs, pair_starts, prompt_tokens
+from phalanx.data.text_groups import holds_texts, pack_texts, text_ends
 
 PARTS = ("train", "validation", "test")
 NO_POSITIONS = np.empty(0, np.int64)
@@ -202,6 +203,14 @@ class PairSource(PackedSource):
 
     def unlabelled(self, w: int) -> NDArray[np.int64]:
         return prompt_tokens(self.corpus, self.packing.pieces(w))
+
+
+@dataclass(frozen=True)
+class TextGroupSource(PackedSource):
+    """Groups of texts of a corpus: a window holds whole groups, each text a document, and padding."""
+
+    def starts(self, w: int) -> NDArray[np.int64]:
+        return text_ends(self.corpus, self.packing.pieces(w))
 
 
 @dataclass(frozen=True)
@@ -479,6 +488,8 @@ def open_source(
     if config.chats:
         packing, long = pack_chats(corpus, start, stop, seq_length, config.too_long, config.bad_chats)
         return ChatSource(corpus, packing, vocab_size, key, long)
+    if config.pairs and holds_texts(corpus):
+        return TextGroupSource(corpus, pack_texts(corpus, start, stop, seq_length), vocab_size, key)
     if config.pairs:
         return PairSource(corpus, pack_pairs(corpus, start, stop, seq_length), vocab_size, key)
     if config.packing == "off":

@@ -30,7 +30,9 @@ from phalanx.nn.head import Head, metric_names
 from phalanx.nn.module import Block
 from phalanx.nn.moe import TALLIED, MoE
 from phalanx.nn.mtp import MultiTokenPrediction
+from phalanx.nn.objective import EmbeddingObjective
 from phalanx.nn.parameter import Parameter
+from phalanx.nn.pooled_head import PooledHead
 from phalanx.ops.dense.grads import queue_autograd
 from phalanx.ops.op import SEAM, Op, packaged, unusable
 from phalanx.ops.quantized.base_bucket import BaseMatrix
@@ -147,6 +149,8 @@ def build_model(plan: Plan, mesh: Mesh) -> Model:
     mesh.closing.append(runner.close)
     stages = Stages(blocks, plan.segments_per_stage, mesh, plan.borders, runner, plan.loss_seed)
     fp8 = fp8_state(plan, buffers, params, mesh.device)
+    if isinstance(plan.objective, EmbeddingObjective) and mesh.device.type == "cuda":
+        mesh.prepare_hosts()
 
     def ready(i: Ready) -> None:
         buffers.flat[i.bucket].storage.ready()
@@ -245,9 +249,12 @@ def mtp_blocks(blocks: dict[tuple[int, int], list[Block]], device: torch.device)
     return found
 
 
-def counting_heads(blocks: dict[tuple[int, int], list[Block]], count: int, device: torch.device) -> tuple[Head, ...]:
+def counting_heads(
+    blocks: dict[tuple[int, int], list[Block]], count: int, device: torch.device
+) -> tuple[Head | PooledHead, ...]:
     """The heads that are here, each with a tally at zero for the objective's metrics, if it has any."""
-    found = tuple(m for segment in blocks.values() for block in segment for m in block.modules() if isinstance(m, Head))
+    every = (m for segment in blocks.values() for block in segment for m in block.modules())
+    found = tuple(m for m in every if isinstance(m, Head | PooledHead))
     for head in found if count else ():
         head.tally = torch.zeros(count, dtype=torch.float64, device=device)
     return found if count else ()

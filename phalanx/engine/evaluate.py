@@ -13,6 +13,7 @@ from phalanx.config.run import Run
 from phalanx.data.loader import Loader
 from phalanx.engine.model import Model
 from phalanx.engine.step import evaluate_step
+from phalanx.nn.objective import EmbeddingObjective, make_objective
 from phalanx.planning.order import eval_samples
 from phalanx.sequence.batch import IGNORE, Batch
 
@@ -44,7 +45,9 @@ def summed(run: Run, mesh: Mesh, loader: Loader, limit: int, forward: Forward) -
     """(2 + K,) float64 sums, as of `forward`, over the first `limit` samples."""
     size = run.train.micro_batch
     total = torch.zeros((), dtype=torch.float64, device=mesh.device)
-    per_round = size * mesh.dp.size * MICRO_BATCHES
+    # texts are compared inside a round, so its size must not depend on the layout
+    across = isinstance(make_objective(run.task), EmbeddingObjective)
+    per_round = run.train.global_batch if across else size * mesh.dp.size * MICRO_BATCHES
     for first in range(0, limit, per_round):
         count = min(per_round, limit - first)
         micro = -(-count // (size * mesh.dp.size))

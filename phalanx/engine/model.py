@@ -16,6 +16,7 @@ from phalanx.nn.head import Head
 from phalanx.nn.module import Block
 from phalanx.nn.moe import MISSING, MoE
 from phalanx.nn.mtp import MultiTokenPrediction
+from phalanx.nn.pooled_head import PooledHead
 from phalanx.pipeline.execute import Handlers, Stages
 from phalanx.pipeline.graphs import Eager
 from phalanx.planning.plan import Plan
@@ -45,7 +46,7 @@ class Model:
     routed: tuple[MoE, ...] = ()
     mtp: tuple[MultiTokenPrediction, ...] = ()
     metrics: tuple[str, ...] = ()
-    heads: tuple[Head, ...] = ()
+    heads: tuple[Head | PooledHead, ...] = ()
     fp8: Fp8State | None = None
     programs: dict[tuple[int, bool], tuple[Instruction, ...]] = field(default_factory=dict)
 

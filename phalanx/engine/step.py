@@ -11,6 +11,7 @@ from torch import Tensor
 
 from phalanx.base.pairwise import pairwise_sum
 from phalanx.engine.build import State
+from phalanx.engine.embeddings import with_embeddings
 from phalanx.engine.guard import NOT_FINITE
 from phalanx.engine.in_backward import InBackward
 from phalanx.engine.model import Model
@@ -67,6 +68,7 @@ def applied_in_backward(
 ) -> StepResult:
     """A step in which each bucket is updated during backward. `skipped` says whether any bucket was skipped."""
     tokens = count_tokens(state.model, batches)
+    batches = beforehand(state.model, batches)
     state.before_update()
     applying.begin(lr)
     forward_backward(state, batches, tokens)
@@ -74,7 +76,7 @@ def applied_in_backward(
 
 
 def shadow_of(state: State, batches: Sequence[Batch]) -> dict[int, Tensor]:
-    batches = with_reference(state.model, batches)
+    batches = beforehand(state.model, batches)
     tokens = count_tokens(state.model, batches)
     return reference(state, lambda: forward_backward(state, batches, tokens))
 
@@ -88,7 +90,7 @@ def accumulate(state: State, batches: Sequence[Batch]) -> Tensor:
             "optim.in_backward=false"
         )
     tokens = count_tokens(state.model, batches)
-    batches = with_reference(state.model, batches)
+    batches = beforehand(state.model, batches)
     if state.model.fp8 is not None and state.model.fp8.needs_history:
         begin_history(state, lambda: forward_backward(state, batches, tokens))
     forward_backward(state, batches, tokens)
@@ -96,6 +98,11 @@ def accumulate(state: State, batches: Sequence[Batch]) -> Tensor:
         with state.model.by_all_to_all():
             forward_backward(state, batches, tokens)
     return tokens
+
+
+def beforehand(model: Model, batches: Sequence[Batch]) -> Sequence[Batch]:
+    """The batches with what the objective must know before the step's own forward; most need nothing."""
+    return with_embeddings(model, with_reference(model, batches))
 
 
 def forward_backward(state: State, batches: Sequence[Batch], tokens: Tensor) -> None:
@@ -228,7 +235,7 @@ def evaluate_step(model: Model, batches: Sequence[Batch]) -> Tensor:
     and the sums of the objective's metrics."""
     model.train(False)
     tokens = count_tokens(model, batches)
-    batches = with_reference(model, batches)
+    batches = beforehand(model, batches)
     zero_metrics(model)
     if model.fp8 is not None:
         model.fp8.begin()

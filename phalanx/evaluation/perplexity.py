@@ -72,9 +72,19 @@ def base_config(weights: Path, gpu: bool) -> dict[str, Any]:
     folder of tensors."""
     if weights.name == "weights" and (weights.parent / NAME).is_file():
         config = {name: section for name, section in parse(weights.parent).config.items() if _is_read(name, section)}
+        if (config.get("model") or {}).get("head") == "none":
+            raise ConfigError([headless_problem(str(weights))])
         if config:  # an evaluation writes to none of the run's sinks
             return {**config, "log": {k: v for k, v in config.get("log", {}).items() if k != "sinks"}}
-    return to_dict(run_of_folder(weights, gpu))
+    run = run_of_folder(weights, gpu)
+    if run.model.headless:
+        raise ConfigError([headless_problem(str(weights))])
+    return to_dict(run)
+
+
+def headless_problem(given: str) -> Problem:
+    rule = "has no head, so no loss per token: phalanx embed makes its embeddings, train.eval_interval their loss"
+    return Problem("CHECKPOINT", given, rule, {"model.head": "none"}, (), "command line")
 
 
 def _is_read(name: str, section: Any) -> bool:
@@ -83,7 +93,7 @@ def _is_read(name: str, section: Any) -> bool:
     if name != "task":
         return True
     task = section.get("name", "") if isinstance(section, dict) else ""
-    return task in BUILT_IN[SEAM] and find_objective(task).both_ways
+    return task in BUILT_IN[SEAM] and find_objective(task).both_ways is True
 
 
 def tokenizer_of(weights: Path) -> str | None:

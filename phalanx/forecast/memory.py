@@ -38,6 +38,7 @@ from phalanx.nn.dry_run import (
     summed_bytes,
 )
 from phalanx.nn.module import Block
+from phalanx.nn.objective import EmbeddingObjective
 from phalanx.nn.recompute import Recompute
 from phalanx.nn.run_block import run_block
 from phalanx.ops.quantized.quantizer import WeightQuantizer
@@ -68,6 +69,7 @@ MATRIX_COPIES = (
     3  # of a matrix, that an update of whole matrices needs at once besides copies of master, gradient and state
 )
 # Not our tensors: the CUDA context, buffers of NCCL and cuBLAS, what the allocator cannot reuse.
+TEXT_TOKENS = 32  # of a text on average, for objectives over embeddings
 OVERHEAD = 2 * 2**30
 
 
@@ -278,11 +280,38 @@ def _batch(plan: Plan) -> Batch:
     seed, late = torch.empty((), device="meta"), not plan.loss_seed
     streams = {name: _stream(plan, length) for name, length in plan.lengths.items()}
     batch = replace(streams.pop(TEXT), loss_seed=seed, late=late, beside=streams)
+    if isinstance(plan.objective, EmbeddingObjective):
+        batch = with_texts(plan, batch)
     parts = [
         batch.cut(replace(part, dynamic=plan.grid.dynamic, heads=plan.grid.ulysses))
         for part in SequenceShard(0, plan.grid.cp).all
     ]
     return max(reversed(parts), key=lambda b: b.num_tokens)
+
+
+def with_texts(plan: Plan, batch: Batch) -> Batch:
+    """The batch with what a step knows of its texts before it makes gradients."""
+    wide = precision(plan.run.train.precision).master
+    rows = texts_of(batch.num_tokens)
+    gradients = torch.empty(rows, plan.run.model.hidden_size, dtype=wide, device="meta")
+    return replace(batch, text_gradients=gradients, text_sums=torch.empty(1, device="meta"), most_documents=rows)
+
+
+def texts_of(tokens: int) -> int:
+    """The number of texts in so many tokens, if each has TEXT_TOKENS."""
+    return max(1, tokens // TEXT_TOKENS)
+
+
+def text_bytes(plan: Plan, num_micro_batches: int) -> tuple[int, int]:
+    """Bytes of an objective over embeddings: what a step keeps of its texts, and the most that its loss takes before:
+    embeddings of all ranks, their directions and both gradients, and three matrices of scores."""
+    if not isinstance(plan.objective, EmbeddingObjective):
+        return 0, 0
+    train = plan.run.train
+    own = num_micro_batches * texts_of(train.micro_batch * train.seq_length)
+    each, everyone = precision(train.precision).master.itemsize, own * plan.grid.dp
+    width = plan.run.model.hidden_size
+    return own * width * each, each * everyone * (4 * width + 3 * own)
 
 
 def _stream(plan: Plan, length: int) -> Batch:
@@ -359,7 +388,10 @@ def _rank_use(
         "pp": sends + of_buckets["pp"],
         "dp": of_buckets["dp"] + for_scales["dp"],
     }
-    memory["working"] += max(0, at_homes["update"] - activations - working)  # of an update, when these are gone
+    kept_texts, of_texts = text_bytes(plan, num_micro_batches) if pp == plan.rank_of_block[-1] else (0, 0)
+    memory["messages"] += kept_texts
+    other = max(at_homes["update"], of_texts)  # of an update, or of a loss over texts, when these are gone
+    memory["working"] += max(0, other - activations - working)
     away = peak_on_host(program.lists[pp], offloaded)
     pools = 0
     if not plan.offloaded and not plan.splits_backward:  # else there are no CUDA graphs

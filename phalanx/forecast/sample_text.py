@@ -21,8 +21,10 @@ from phalanx.text.pieces import Pieces
 from phalanx.text.tokenizer_base import Tokenizer
 
 TRAINED, READ, CUT = "trained", "read", "cut off"
+TEXTS = ("query", "passage", "hard")  # of groups of texts: the query, its positive, and hard negatives
 # of every second token in a brighter shade, so that one sees where tokens end
 COLOURS = {TRAINED: ("32", "92"), READ: ("2", "0"), CUT: ("31", "91")}
+COLOURS |= dict(zip(TEXTS, (("34", "94"), ("32", "92"), ("31", "91"))))
 LABEL = 7  # columns of the names above
 LINE_END = "↵"
 LEAST = 20  # columns of text
@@ -44,7 +46,7 @@ class ShownDocument:
 
     @property
     def title(self) -> str:
-        counts = [(self.kinds.count(kind), kind) for kind in (TRAINED, READ, CUT)]
+        counts = [(self.kinds.count(kind), kind) for kind in (TRAINED, *TEXTS, READ, CUT)]
         parts = ", ".join(f"{count:,} {kind}" for count, kind in counts if count)
         return f"{self.source}, {len(self.tokens):,} tokens ({parts}), in sequence {self.sample:,} from {self.at:,}"
 
@@ -60,10 +62,12 @@ def _documents_in(loader: Loader, sample: int) -> Iterator[ShownDocument]:
     [place] = loader.locate([sample])
     batch, row = loader.read([place]), row_of(loader, place)
     tokens, source = batch.tokens.numpy(), loader.sources[place.source]
-    trained = np.append(False, batch.labels.numpy()[:-1] != IGNORE)
+    labels = batch.labels.numpy()
+    trained = np.append(False, labels[:-1] != IGNORE)
+    kinds = _texts_of(labels) if loader.of_texts else [TRAINED if each else READ for each in trained.tolist()]
     origin, nothing = source.origin(place.window), tokens[:0]
     if origin is None:
-        yield _shown(source.name, sample, 0, tokens[: row.filled], trained[: row.filled], nothing)
+        yield _shown(source.name, sample, 0, tokens[: row.filled], kinds[: row.filled], nothing)
         return
     corpus, _ = origin
     for passage in row.passages:
@@ -71,7 +75,7 @@ def _documents_in(loader: Loader, sample: int) -> Iterator[ShownDocument]:
         stop = corpus.document_start(passage.document + 1)
         first = corpus.document_start(passage.document) + passage.count
         cut = corpus.tokens(first, stop) if isinstance(source, ChatSource) else nothing
-        yield _shown(origin_text(corpus, passage.document), sample, passage.at, tokens[here], trained[here], cut)
+        yield _shown(origin_text(corpus, passage.document), sample, passage.at, tokens[here], kinds[here], cut)
 
 
 def _shown(
@@ -79,11 +83,16 @@ def _shown(
     sample: int,
     at: int,
     tokens: NDArray[np.int64],
-    trained: NDArray[np.bool_],
+    kinds: Sequence[str],
     cut: NDArray[Any],
 ) -> ShownDocument:
-    kinds = [TRAINED if each else READ for each in trained.tolist()] + [CUT] * len(cut)
-    return ShownDocument(source, sample, at, (*tokens.tolist(), *cut.tolist()), tuple(kinds))
+    return ShownDocument(source, sample, at, (*tokens.tolist(), *cut.tolist()), (*kinds, *[CUT] * len(cut)))
+
+
+def _texts_of(labels: NDArray[np.int64]) -> list[str]:
+    """Of which text of its group each token is; `labels` says so at the first one."""
+    first = np.maximum.accumulate(np.where(labels != IGNORE, np.arange(len(labels)), 0))
+    return [READ if role == IGNORE else TEXTS[min(role, 2)] for role in labels[first].tolist()]
 
 
 def document_lines(

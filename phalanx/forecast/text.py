@@ -20,7 +20,7 @@ from phalanx.forecast.recompute import Saving, savings_of
 from phalanx.forecast.smaller import Demand, Search, way_out
 from phalanx.layout.grid import Grid
 from phalanx.nn.dry_run import base_bytes
-from phalanx.nn.objective import TaskConfig
+from phalanx.nn.objective import EmbeddingObjective, TaskConfig
 from phalanx.ops.quantized.base_formats import FORMATS
 from phalanx.planning.adapters import num_adapters
 from phalanx.planning.freeze import num_frozen
@@ -78,6 +78,9 @@ def plan_report(run: Run, world: int, device: Device | None = None) -> PlanRepor
     return PlanReport(text, device is None or demand_of(uses, device).fits)
 
 
+FIRST_PASS = "a forward of all micro-batches before, for embeddings alone (GradCache); its FLOPs are not counted"
+
+
 def summary(plan: Plan, m: int, trace: ScheduleTrace) -> str:
     run, grid, train = plan.run, plan.grid, plan.run.train
     step_tokens = train.global_batch * train.seq_length
@@ -98,6 +101,7 @@ def summary(plan: Plan, m: int, trace: ScheduleTrace) -> str:
         "step": f"{train.global_batch:,} sequences x {train.seq_length:,} = {step_tokens:,} tokens{ramp}",
         "micro-batches": f"{m:,} of {train.micro_batch} x {train.seq_length:,} tokens per rank, bubble "
         f"{100 * trace.bubble:.1f} %",
+        **({"first pass": FIRST_PASS} if isinstance(plan.objective, EmbeddingObjective) else {}),
         "run": f"{train.last_step:,} steps, {samples:,} sequences, {count(samples * train.seq_length)} tokens",
         "FLOP per step": flops.text(step_tokens),
         "": "(N weights in matmuls, A layers*heads*head_dim, half the square; "

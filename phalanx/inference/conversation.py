@@ -42,9 +42,10 @@ class Conversation:
         """Begin anew."""
         self._messages = list(self._first)
 
-    def answer(self, message: str) -> Iterator[str]:
-        """The answer, piece by piece. What was made of one that is given up stays part of the conversation."""
-        asked = [*self._messages, {"role": "user", "content": message}]
+    def answer(self, message: str, written: str | None = None) -> Iterator[str]:
+        """The answer, piece by piece. What was made of one that is given up stays part of the conversation. written:
+        what the model reads in place of the message, this once."""
+        asked = [*self._messages, {"role": "user", "content": message if written is None else written}]
         prompt = self._template.prompt(self._sampler.tokenizer, asked).ids
         engine, tokens = self._sampler.engine, self._options.tokens
         room = engine.positions - len(prompt)
@@ -73,7 +74,8 @@ class Conversation:
             if not ended:
                 engine.cancel(number)
                 engine.close()
-            self._messages = [*asked, {"role": "assistant", "content": text}]
+            said = [{"role": "user", "content": message}, {"role": "assistant", "content": text}]
+            self._messages = [*self._messages, *said]
 
     def _notice(self, ended: Finished, made: int) -> str | None:
         if ended.error is not None:

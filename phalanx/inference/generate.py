@@ -276,7 +276,7 @@ def too_long(prompt: str, tokens: int, positions: int) -> Problem:
 class Generation:
     """What is to be made. path: of the model. prompts: texts or token ids. samples: of each. out: a JSONL file; None:
     texts are printed. drafts: of tokens, which the model checks several at a time. adapter: folder of a LoRA
-    adapter."""
+    adapter. shown: what answers say of each prompt: its `prompt`, and what else there is; None: the prompt itself."""
 
     path: str
     prompts: tuple[str | tuple[int, ...], ...]
@@ -286,6 +286,7 @@ class Generation:
     out: str | None = None
     drafts: Drafts | None = None
     adapter: str | None = None
+    shown: tuple[dict[str, Any], ...] | None = None
 
 
 @contextmanager
@@ -311,11 +312,12 @@ def generate_rank(run: Run, placement: Placement, what: Generation) -> None:
         answers = sampler.generate(what.prompts, what.options, what.samples, what.stop)
         out = after.enter_context(open(what.out, "w", encoding="utf-8")) if what.out and not placement.rank else None
         for answer in in_order(answers, what.samples):
-            prompt = what.prompts[answer.prompt]
+            about = {"prompt": what.prompts[answer.prompt]} if what.shown is None else what.shown[answer.prompt]
             if out is None:
+                prompt = about["prompt"]
                 print(f"{prompt if isinstance(prompt, str) else ''}{answer.text}", flush=True)
             else:
-                out.write(json.dumps({"prompt": prompt, **plain_answer(answer)}, ensure_ascii=False) + "\n")
+                out.write(json.dumps({**about, **plain_answer(answer)}, ensure_ascii=False) + "\n")
                 out.flush()
         if what.drafts is not None and not placement.rank:
             print(sampler.engine.draft_counts, file=sys.stderr)

@@ -16,7 +16,7 @@ from phalanx.checkpoint.base import check_served_base
 from phalanx.checkpoint.config import CheckpointConfig
 from phalanx.checkpoint.hf import model_config_from_hf
 from phalanx.checkpoint.keep import find
-from phalanx.checkpoint.load import load_adapters, load_weights
+from phalanx.checkpoint.load import HeadWanted, load_adapters, load_weights
 from phalanx.checkpoint.manifest import NAME, parse
 from phalanx.comm.mesh import Mesh, local_device
 from phalanx.config.run import Run, TrainConfig
@@ -58,16 +58,18 @@ def run_of_model(model: ModelConfig, lora: AdapterConfig | None, gpu: bool) -> R
         raise ConfigError([Problem("model.family", model.family, rule)])
     length = min(1024, model.max_position_embeddings)
     train = TrainConfig(steps=1, global_batch=1, micro_batch=1, seq_length=length, precision="bf16" if gpu else "fp32")
-    task = usual_task(model.both_ways, model.reads_beside, bool(model.classes))
-    return Run(model=model, train=train, lora=lora, task=task)
+    return Run(model=model, train=train, lora=lora, task=usual_task(model))
 
 
 def check_generates(model: ModelConfig) -> None:
-    """ConfigError for a model that generates no text: its tokens read what follows them."""
+    """ConfigError for a model that generates no text: its tokens read what follows them, or it has no head."""
     if model.both_ways:
         rule = "reads both ways, so it does not continue text: take a decoder; of an encoder there are its loss "
         rule += "(phalanx eval) and the tasks of docs/encoders.md"
         raise ConfigError([Problem("model.family", model.family, rule)])
+    if model.headless:
+        rule = "leaves out what predicts tokens, so no text is generated: phalanx embed makes embeddings"
+        raise ConfigError([Problem("model.head", "none", rule)])
 
 
 def config_of(weights: Path) -> dict[str, Any]:
@@ -117,7 +119,8 @@ def drawn_base(weights: Path) -> DrawnBase | None:
 def load_all(weights: Path, model: ModelConfig, buffers: Buffers, mesh: Mesh) -> None:
     """Collective: the weights in a folder, and a base that has to be drawn anew."""
     drawn = drawn_base(weights)
-    load_weights(weights, buffers, mesh, encodes=drawn is None)
+    head: HeadWanted = "none" if model.headless else "the folder's"
+    load_weights(weights, buffers, mesh, head, encodes=drawn is None)
     if drawn is not None:
         read = initial_tensors(drawn.run_of(model), drawn.dtype)
         for keeper, matrix in buffers.encoded:

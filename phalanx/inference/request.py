@@ -6,6 +6,9 @@ import math
 from dataclasses import dataclass, field, replace
 from typing import Any, Literal, get_args
 
+import numpy as np
+from numpy.typing import NDArray
+
 from phalanx.base.errors import PhalanxError, shortened
 
 EndReason = Literal["stop", "length", "cancelled", "deadline", "error"]
@@ -198,4 +201,12 @@ class EngineLoad:
     accepted: int = 0
 
 
-Event = NewToken | PromptScored | Finished
+@dataclass(frozen=True)
+class Embedded:
+    """The embedding of a request's text, of an engine that makes these instead of tokens; Finished follows."""
+
+    request: int
+    vector: NDArray[np.float32]
+
+
+Event = NewToken | PromptScored | Embedded | Finished

@@ -59,8 +59,8 @@ class BertConfig(ModelConfig):
     initializer_range: float = 0.02
     """Standard deviation of initial weights."""
     head: HeadKind = "masked"
-    """What the head says: masked (what hidden tokens were), sequence (the class of each text) or token (of each
-    token)."""
+    """What the head says: masked (what hidden tokens were), sequence (the class of each text), token (of each token),
+    or none: the model ends with its hidden states, of which embeddings are made."""
     labels: tuple[str, ...] = ()
     """Names of the classes of a head over classes, in the order of their numbers."""
     classifier_dropout: float = 0.0
@@ -72,7 +72,7 @@ class BertConfig(ModelConfig):
 
     @property
     def classes(self) -> tuple[str, ...]:
-        return self.labels if self.head != "masked" else ()
+        return self.labels if self.head in ("sequence", "token") else ()
 
     @property
     def both_ways(self) -> bool:
@@ -106,7 +106,8 @@ def blocks(config: BertConfig, env: Env) -> Sequence[BlockMaker]:
     )
     classes = HeadSpec(matrix="classifier.weight", bias="classifier.bias", classes=config.classes, **how)
     pooled = replace(classes, dense="bert.pooler.dense", activation="tanh")
-    head = {"masked": masked, "sequence": pooled, "token": classes}[config.head]
+    headless = HeadSpec(matrix=None, bias=None, **how)
+    head = {"masked": masked, "sequence": pooled, "token": classes, "none": headless}[config.head]
     return encoder_blocks(config, env, BertEmbedding, BertLayer, head)
 
 

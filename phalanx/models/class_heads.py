@@ -1,5 +1,5 @@
-"""Heads of encoders: over the vocabulary, for hidden tokens, or over classes of sequences or of tokens; their fields,
-rules, and keys of config.json in both directions."""
+"""Heads of encoders: over the vocabulary, for hidden tokens, or over classes of sequences or of tokens, or none; their
+fields, rules, and keys of config.json in both directions."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from phalanx.base.errors import Problem
 from phalanx.base.rules import problem, within
 from phalanx.models.config_json import LIST_OR_NULL, NONE, ConfigJson, HfKey
 
-HeadKind = Literal["masked", "sequence", "token"]
+HeadKind = Literal["masked", "sequence", "token", "none"]
 ARCHITECTURES = {"masked": "MaskedLM", "sequence": "SequenceClassification", "token": "TokenClassification"}
 ONE_LABEL = "single_label_classification"
 HEAD_FIELDS = ("head", "labels", "classifier_dropout")
@@ -25,19 +25,19 @@ CLASS_KEYS = {
 
 def architecture(prefix: str, config: Any) -> str:
     """transformers' class of the model, such as BertForMaskedLM."""
-    return f"{prefix}For{ARCHITECTURES[config.head]}"
+    return f"{prefix}Model" if config.headless else f"{prefix}For{ARCHITECTURES[config.head]}"
 
 
 def class_rules(config: Any) -> list[Problem]:
     """A head over classes has two or more of them, each with a name of its own."""
     labels, because = config.labels, {"model.head": config.head}
     found = within("model", config, "classifier_dropout", "[0, 1)", (0.0, 0.1))
-    if config.head == "masked":
+    if config.head in ("masked", "none"):
         if labels:
-            rule = "has no effect: the head is over the vocabulary; take model.head=sequence or token"
+            rule = "has no effect: the head is not over classes; take model.head=sequence or token"
             found.append(problem("model", config, "labels", rule, because, ((),)))
         if config.classifier_dropout:
-            rule = "has no effect: the head is over the vocabulary"
+            rule = "has no effect: the head is not over classes"
             found.append(problem("model", config, "classifier_dropout", rule, because, (0.0,)))
     elif len(labels) < 2 or len(set(labels)) < len(labels):
         rule = "must be the names of the classes: two or more, each once"
@@ -66,7 +66,7 @@ def class_fields(found: ConfigJson, prefix: str) -> dict[str, Any]:
 
 
 def classes_to_hf(config: Any) -> dict[str, Any]:
-    if config.head == "masked":
+    if config.head in ("masked", "none"):
         return {}
     return {
         "id2label": {str(i): name for i, name in enumerate(config.labels)},

@@ -25,6 +25,7 @@ from phalanx.nn.moe import Balance
 from phalanx.nn.mtp import MultiTokenPrediction
 from phalanx.nn.norm import OffsetRMSNorm, RMSNorm
 from phalanx.nn.parameter import Parameter
+from phalanx.nn.pooled_head import TextStates
 from phalanx.ops.attention.kind import AttentionKind
 from phalanx.ops.dense.rope_scaling import Rotation
 from phalanx.ops.experts.router import Router
@@ -39,7 +40,8 @@ MakeHead = Callable[[Any, Env, Mapping[str, Parameter]], Head]
 def embedding_replicas(config: DecoderConfig, env: Env) -> tuple[Replica, ...]:
     """Where else the input embedding is held: by a tied head, and by multi-token prediction."""
     first, last = env.weights.tied_stages
-    return env.shared(first, last if config.tie_word_embeddings else None, env.weights.mtp_stage)
+    tied = config.tie_word_embeddings and not config.headless
+    return env.shared(first, last if tied else None, env.weights.mtp_stage)
 
 
 def make_head(
@@ -254,6 +256,8 @@ def decoder_blocks(
         return layer(config, env, number)
 
     def last(made: Mapping[str, Parameter]) -> Block:
+        if config.headless:
+            return TextStates(env, norm(config, env, f"{config.prefix}model.norm"))
         return DecoderHead(config, env, head(config, env, made), normed=make_mtp is not None)
 
     makers: list[BlockMaker] = [lambda made: DecoderEmbedding(config, env)]

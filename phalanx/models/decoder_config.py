@@ -76,6 +76,9 @@ class DecoderConfig(ModelConfig):
     """The projections of attention (q, k, v and output) have biases, in families that have this switch."""
     mlp_bias: bool = False
     """The three projections of the MLP have biases, in families that have this switch."""
+    head: Literal["vocabulary", "none"] = "vocabulary"
+    """What the head says: vocabulary (the next token), or none: the model ends with its hidden states, of which
+    embeddings are made."""
 
     biases: ClassVar[tuple[str, ...]] = ()
     """Which of attention_bias and mlp_bias the family reads."""

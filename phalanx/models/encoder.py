@@ -24,6 +24,7 @@ from phalanx.nn.mlp import FusedGeGLU, FusedGeGLUSpec, GeluMLP
 from phalanx.nn.module import Block, OutputRows
 from phalanx.nn.norm import LayerNorm
 from phalanx.nn.parameter import Parameter
+from phalanx.nn.pooled_head import TextStates
 from phalanx.ops.attention.kind import AttentionKind
 from phalanx.ops.dense.activation import gelu
 from phalanx.ops.dense.embedding import learned_positions
@@ -160,7 +161,8 @@ class ModernBertLayer(Block):
 class HeadSpec:
     """How an encoder's head is made.
 
-    matrix      name of the matrix of the logits: the input embedding, or that of the classes; bias: of their bias
+    matrix      name of the matrix of the logits: the input embedding, or that of the classes; bias: of their bias.
+                None: the model has no head
     classes     names of the classes; none: the logits are over the vocabulary, and the matrix is the embedding
     matrix_std  deviation of the initial weights of the classes' matrix; None: std
     last        name of the model's last norm; None: the layers end with one
@@ -170,7 +172,7 @@ class HeadSpec:
     eps         of the norms, which have a bias if norm_bias
     """
 
-    matrix: str
+    matrix: str | None
     bias: str | None
     classes: tuple[str, ...] = ()
     matrix_std: float | None = None
@@ -190,7 +192,7 @@ class EncoderHead(Dropping):
 
     recomputable = False
 
-    def __init__(self, config: Any, env: Env, spec: HeadSpec, made: Mapping[str, Parameter]):
+    def __init__(self, config: Any, env: Env, spec: HeadSpec, matrix: str, made: Mapping[str, Parameter]):
         super().__init__(env)
         s, width = spec, config.hidden_size
         self.activation, self.p, self.layer = s.activation, config.classifier_dropout, config.num_hidden_layers
@@ -201,11 +203,11 @@ class EncoderHead(Dropping):
         self.norm = nn.Identity() if s.norm is None else LayerNorm(env, s.norm, width, s.eps, s.norm_bias)
         if s.classes:
             std = s.std if s.matrix_std is None else s.matrix_std
-            self.head = Head(env, s.matrix, len(s.classes), width, std, bias=s.bias)
+            self.head = Head(env, matrix, len(s.classes), width, std, bias=s.bias)
         else:
-            shared: Any = {"weight": made.get(s.matrix), "role": "embedding", "bias": s.bias}
+            shared: Any = {"weight": made.get(matrix), "role": "embedding", "bias": s.bias}
             std = config.initializer_range
-            self.head = Head(env, s.matrix, config.vocab_size, width, std, env.tied(), **shared)
+            self.head = Head(env, matrix, config.vocab_size, width, std, env.tied(), **shared)
 
     def forward(self, x: Tensor, batch: Batch) -> Tensor:
         return self.head.loss(self.drop(self.transformed(x), batch, self.p, self.layer, 1), batch)
@@ -230,7 +232,7 @@ class EncoderHead(Dropping):
 
 def embedding_replicas(config: Any, env: Env) -> tuple[Replica, ...]:
     """Where else the input embedding is held: by a head over the vocabulary."""
-    return () if config.classes else env.tied()
+    return () if config.classes or config.headless else env.tied()
 
 
 def encoder_blocks(
@@ -240,10 +242,17 @@ def encoder_blocks(
     layer: Callable[[Any, Env, int], Block],
     head: HeadSpec,
 ) -> Sequence[BlockMaker]:
-    """Embedding, layers, head."""
+    """Embedding, layers, head, or the last states of a model without one."""
 
     def make(number: int, made: Mapping[str, Parameter]) -> Block:
         return layer(config, env, number)
 
+    def last(made: Mapping[str, Parameter]) -> Block:
+        if head.matrix is not None:
+            return EncoderHead(config, env, head, head.matrix, made)
+        if head.last is None:
+            return TextStates(env)
+        return TextStates(env, LayerNorm(env, head.last, config.hidden_size, head.eps, head.norm_bias))
+
     layers = (partial(make, i) for i in range(config.num_hidden_layers))
-    return [lambda made: embedding(config, env), *layers, partial(EncoderHead, config, env, head)]
+    return [lambda made: embedding(config, env), *layers, last]

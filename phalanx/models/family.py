@@ -3,6 +3,7 @@ its FAMILY; models/registry.py finds them, and those of other packages."""
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import KW_ONLY, dataclass, field
 from typing import TYPE_CHECKING, Any
@@ -52,6 +53,7 @@ class Family:
     config           its `model` section: a frozen dataclass, a ModelConfig
     blocks           (config, env) -> a maker of each block: embedding, layers, multi-token prediction (if any), head
     architecture     the class that config.json names, or a function of the config that returns it
+    headless         the same of a model without a head; None: as `architecture`, with Model in the place of the task
     tensors          names of tensors in Hugging Face folders
     rules            (config, sequence length) -> problems, in addition to the rules of every model (models/check.py)
     split_rules      (config, tp) -> problems of a config that has no others
@@ -77,6 +79,7 @@ class Family:
     blocks: Callable[[Any, Env], Sequence[BlockMaker]]
     _: KW_ONLY
     architecture: str | Callable[[Any], str]
+    headless: str | None = None
     tensors: TensorNames = decoder_tensors
     rules: Callable[[Any, int], list[Problem]] = decoder_rules
     split_rules: Callable[[Any, int], list[Problem]] = _no_problems
@@ -98,7 +101,11 @@ class Family:
 
     def class_of(self, config: ModelConfig) -> str:
         """The class that config.json names for this model."""
-        return self.architecture if isinstance(self.architecture, str) else self.architecture(config)
+        if not isinstance(self.architecture, str):
+            return self.architecture(config)
+        if not config.headless:
+            return self.architecture
+        return self.headless or re.sub(r"(For\w+|LMHeadModel)$", "Model", self.architecture)
 
     @property
     def json_keys(self) -> Mapping[str, HfKey]:

@@ -121,6 +121,7 @@ FAMILY = Family(
     Gemma3TextConfig,
     blocks,
     architecture="Gemma3ForCausalLM",
+    headless="Gemma3TextModel",
     rules=rules,
     keys=KEYS,
     only=ONLY,

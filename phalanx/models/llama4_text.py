@@ -302,6 +302,7 @@ FAMILY = Family(
     Llama4TextConfig,
     blocks,
     architecture="Llama4ForCausalLM",
+    headless="Llama4TextModel",
     rules=rules,
     keys=KEYS,
     only={**DECODER_ONLY, "router_jitter_noise": (0.0,)},

@@ -54,6 +54,11 @@ class ModelConfig:
         return ()
 
     @property
+    def headless(self) -> bool:
+        """Whether the model ends with its hidden states, of which embeddings of texts are made (task.name=embed)."""
+        return getattr(self, "head", None) == "none"
+
+    @property
     def gated_mlp(self) -> bool:
         """Whether the dense MLP has a gate, stored in one matrix with its input projection (SwiGLU)."""
         return True

@@ -91,8 +91,8 @@ class ModernBertConfig(ModelConfig):
     initializer_range: float = 0.02
     """Standard deviation of initial weights; output projections use it / sqrt(2 * layers)."""
     head: HeadKind = "masked"
-    """What the head says: masked (what hidden tokens were), sequence (the class of each text) or token (of each
-    token)."""
+    """What the head says: masked (what hidden tokens were), sequence (the class of each text), token (of each token),
+    or none: the model ends with its hidden states, of which embeddings are made."""
     labels: tuple[str, ...] = ()
     """Names of the classes of a head over classes, in the order of their numbers."""
     classifier_dropout: float = 0.0
@@ -100,7 +100,7 @@ class ModernBertConfig(ModelConfig):
 
     @property
     def classes(self) -> tuple[str, ...]:
-        return self.labels if self.head != "masked" else ()
+        return self.labels if self.head in ("sequence", "token") else ()
 
     @property
     def both_ways(self) -> bool:
@@ -136,6 +136,16 @@ def blocks(config: ModernBertConfig, env: Env) -> Sequence[BlockMaker]:
         encoder_blocks,
     )
 
+    if config.headless:
+        states = HeadSpec(
+            matrix=None,
+            bias=None,
+            last="model.final_norm",
+            eps=config.norm_eps,
+            norm_bias=config.norm_bias,
+            std=config.std_out,
+        )
+        return encoder_blocks(config, env, ModernBertEmbedding, ModernBertLayer, states)
     over_classes = {"matrix": "classifier.weight", "bias": "classifier.bias", "classes": config.classes}
     over_ids = {"matrix": EMBEDDING, "bias": "decoder.bias" if config.decoder_bias else None}
     head = HeadSpec(

@@ -16,7 +16,14 @@ from phalanx.layout.param import Init, Replica, Role
 from phalanx.nn.embedding import vocabulary_bias_spec, vocabulary_spec
 from phalanx.nn.env import Env
 from phalanx.nn.module import Module
-from phalanx.nn.objective import Objective, SequenceObjective, TokenObjective, cross_entropy
+from phalanx.nn.objective import (
+    EmbeddingObjective,
+    Objective,
+    SequenceObjective,
+    StepTexts,
+    TokenObjective,
+    cross_entropy,
+)
 from phalanx.nn.parameter import Parameter
 from phalanx.nn.sequence_groups import SequenceGroups, groups_of
 from phalanx.ops.dense.cross_entropy import LOSS, HeadMatrix, linear_cross_entropy, local_logits, soft_capped
@@ -61,6 +68,9 @@ def metric_names(objective: Objective) -> tuple[str, ...]:
     if isinstance(objective, SequenceObjective):
         zeros = torch.zeros(1, objective.sequences_per_sample, dtype=torch.float64)
         found: Any = objective.metrics(*[zeros] * (1 + objective.needs_reference))
+    elif isinstance(objective, EmbeddingObjective):
+        zero = torch.zeros(1, dtype=torch.int64)
+        found = objective.metrics(StepTexts(torch.ones(1, 1, dtype=torch.float64), zero, zero, slice(0, 1)))
     elif isinstance(objective, TokenObjective):
         found = objective.metrics(_stats_of_one())
     if not isinstance(found, dict) or any(not isinstance(v, Tensor) or v.shape != (1,) for v in found.values()):

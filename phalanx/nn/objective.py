@@ -1,5 +1,5 @@
-"""The Objective protocol: what a file must define to add a loss. Per token (TokenObjective), or over groups of
-sequences such as pairs (SequenceObjective).
+"""The Objective protocol: what a file must define to add a loss. Per token (TokenObjective), over groups of sequences
+such as pairs (SequenceObjective), or over the embeddings of all texts of a step (EmbeddingObjective).
 
 An objective does not deal with how logits are computed, sharded and differentiated (nn/head.py). Torch is not imported
 here, so that a config that names an objective can be read without it.
@@ -8,7 +8,7 @@ here, so that a config that names an objective can be read without it.
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Collection, Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from functools import cache
 from typing import TYPE_CHECKING, Any, ClassVar, Literal, TypeVar
@@ -16,6 +16,7 @@ from typing import TYPE_CHECKING, Any, ClassVar, Literal, TypeVar
 from phalanx.base.errors import Problem
 from phalanx.base.own_fields import section_of
 from phalanx.base.registry import NotFound, completed, find, names, registers
+from phalanx.sequence.sample import QUERY, Pooling
 
 if TYPE_CHECKING:  # importing torch takes seconds
     from torch import Tensor
@@ -37,19 +38,20 @@ class TaskConfig:
     name: str = "pretrain"
     """What is minimised: pretrain (cross entropy of the next token), sft (supervised fine-tuning on the answers of
     chats), dpo (preferences between pairs of answers), distil (a teacher's distributions), mlm (hidden tokens, for
-    models that read both ways), classify (classes of texts or tokens), span and ul2 (hidden spans, for
-    encoder-decoders), seq2seq (answers of chats, for encoder-decoders), fim (fill-in-the-middle), or an objective of
-    your own as PACKAGE.MODULE:NAME. Its own fields stand beside the name."""
+    models that read both ways), classify (classes of texts or tokens), embed (embeddings of queries and passages, for
+    retrieval), span and ul2 (hidden spans, for encoder-decoders), seq2seq (answers of chats, for encoder-decoders), fim
+    (fill-in-the-middle), or an objective of your own as PACKAGE.MODULE:NAME. Its own fields stand beside the name."""
 
 
 class Objective(ABC):
-    """What is minimised. Derive from TokenObjective or SequenceObjective, and refer to it by `@objective("name")` or by
-    `module:NAME`.
+    """What is minimised. Derive from TokenObjective, SequenceObjective or EmbeddingObjective, and refer to it by
+    `@objective("name")` or by `module:NAME`.
 
     Config        a frozen dataclass of its fields in the `task` section
     scores_field  the config key of `scores`, for messages; needs_targets: its file must have the likeliest ids
     both_ways     its labels cannot be read off a token's own context, so models that read both ways can be trained on
-                  it; False: labels are next tokens, which such models see
+                  it; False: labels are next tokens, which such models see; None: it trains either kind
+    needs_head    whether the model must have a head; False: it must have none (model.head=none)
     over_classes  its labels are classes, which stand beside the data; the model's head is over them
     makes_prefix  its batches say which first tokens of each document read each other (Batch.prefix)
     makes_beside  the streams of tokens that its transform makes beside the text (Sample.beside); `beside` has lengths
@@ -58,7 +60,8 @@ class Objective(ABC):
 
     scores_field: ClassVar[str] = "task"
     needs_targets: ClassVar[bool] = False
-    both_ways: ClassVar[bool] = False
+    both_ways: ClassVar[bool | None] = False
+    needs_head: ClassVar[bool] = True
     over_classes: ClassVar[bool] = False
     makes_prefix: ClassVar[bool] = False
     makes_beside: ClassVar[tuple[str, ...]] = ()
@@ -76,6 +79,11 @@ class Objective(ABC):
     @classmethod
     def check(cls, config: Any) -> list[Problem]:
         """Problems with the fields of `Config`."""
+        return []
+
+    @classmethod
+    def check_model(cls, config: Any, model: Any) -> list[Problem]:
+        """Problems of these fields with the `model` section (models.model_config.ModelConfig)."""
         return []
 
     def weights(self, batch: Batch) -> Tensor | None:
@@ -176,6 +184,62 @@ class SequenceObjective(Objective):
         return groups_of(batch, self.sequences_per_sample).count
 
 
+@dataclass(frozen=True)
+class StepTexts:
+    """The embeddings of a step's texts: of all micro-batches and all data-parallel ranks.
+
+    embeddings  (N, D) pooled hidden states in at least fp32, not normalized, with gradients
+    role        (N,) int64: QUERY, POSITIVE, or from 2 on the number of a negative; -1: the row is no text
+    query       (N,) int64 row of the query to which the text belongs, of a query its own; -1: it belongs to none
+    mine        the M rows of this rank
+    """
+
+    embeddings: Tensor
+    role: Tensor
+    query: Tensor
+    mine: slice
+
+    @property
+    def is_query(self) -> Tensor:
+        """(N,) whether a row is a query, whose positive is there too."""
+        return (self.role == QUERY) & (self.query >= 0)
+
+
+class EmbeddingObjective(Objective):
+    """A loss over embeddings of texts, each of which may be compared with every other text of the step. The model has
+    no head.
+
+    Texts are documents (data.document_attention) in groups: a query, its positive, and perhaps negatives. The label of
+    a text's first token is its number in its group. Embeddings are computed twice: without gradients, for the loss over
+    all of them and its derivatives; then micro-batch by micro-batch with the gradients that these give (GradCache: Gao
+    et al., "Scaling deep contrastive learning batch size under memory limited setup", 2021). So the loss is that of one
+    process with all texts, however they are cut into micro-batches and over ranks.
+    """
+
+    both_ways = None
+    needs_head = False
+
+    @property
+    @abstractmethod
+    def pooling(self) -> Pooling:
+        """How embeddings are made of hidden states."""
+
+    @abstractmethod
+    def loss(self, texts: StepTexts) -> Tensor:
+        """(M,) losses of this rank's rows, differentiable by all embeddings. Those of rows that are no query are
+        ignored."""
+
+    def metrics(self, texts: StepTexts) -> dict[str, Tensor]:
+        """Further values (M,) by name; the log has their means over the step's queries."""
+        return {}
+
+    def divisor(self, batch: Batch) -> Tensor:
+        """The number of queries, counted on one of the ranks that share them."""
+        from phalanx.nn.text_rows import text_rows  # start-up time: it imports torch
+
+        return text_rows(batch).count
+
+
 def cross_entropy(logits: LogitStats) -> Tensor:
     """(T,) negative log-probability of each token's label. Objectives that use this function as `token_loss` run the
     fused op."""
@@ -200,10 +264,11 @@ def objective(name: str) -> Callable[[T], T]:
 def find_objective(name: str) -> type[Objective]:
     """The objective that `task.name` refers to. NotFound says what is wrong with it."""
     found = find(SEAM, name)
-    kinds = [k for k in (TokenObjective, SequenceObjective) if isinstance(found, type) and issubclass(found, k)]
+    bases = (TokenObjective, SequenceObjective, EmbeddingObjective)
+    kinds = [k for k in bases if isinstance(found, type) and issubclass(found, k)]
     if len(kinds) != 1:
         where = getattr(found, "__qualname__", type(found).__name__)
-        rule = "must be derived from phalanx.TokenObjective or from phalanx.SequenceObjective"
+        rule = "must be derived from one of phalanx.TokenObjective, SequenceObjective, EmbeddingObjective"
         raise NotFound(f"is no Objective: {where} {rule}")
     return find(SEAM, name, kinds[0])
 
@@ -214,12 +279,15 @@ def make_objective(config: TaskConfig) -> Objective:
     return made
 
 
-def usual_task(both_ways: bool, beside: Collection[str] = (), over_classes: bool = False) -> TaskConfig:
-    """The first of our objectives for models that read both ways, or for the others; beside: what such a model reads
-    beside its text; over_classes: its head is over classes."""
-    kinds = ((name, find_objective(name)) for name in names(SEAM))
-    wanted = (both_ways, set(beside), over_classes)
-    found = (name for name, kind in kinds if (kind.both_ways, set(kind.makes_beside), kind.over_classes) == wanted)
+def usual_task(model: Any) -> TaskConfig:
+    """The first of our objectives for models of this kind (models.model_config.ModelConfig): what they read, and what
+    their head is over."""
+
+    def fits(kind: type[Objective]) -> bool:
+        reads = kind.both_ways in (None, model.both_ways) and set(kind.makes_beside) == set(model.reads_beside)
+        return reads and kind.over_classes == bool(model.classes) and kind.needs_head != model.headless
+
+    found = (name for name in names(SEAM) if fits(find_objective(name)))
     return completed_task(TaskConfig(name=next(found)))
 
 

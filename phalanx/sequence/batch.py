@@ -110,6 +110,9 @@ class Batch:
     reference   (T,) fp32 or wider: the log-probability that another model gives each label; None: there is none
     target_ids, target_log_probs  (T, K) int64, fp32: the ids that another model finds most likely at each token, and
                 their log-probabilities; None: there are none
+    text_gradients, text_sums  (R, D) fp32 or wider: the gradient of the step's summed loss by each document's
+                embedding, and (1 + K,) float64: the summed loss and K metrics of the documents here, where the step has
+                computed them beforehand; None: it has not
     segments    (T,) int64: which text of its document a token belongs to (BERT's token types); None: all to the first
     paged       sequences that continue from what layers remember of them (generation): the tokens here are pieces of
                 several sequences, laid out flat; num_sequences is 1
@@ -139,6 +142,8 @@ class Batch:
     reference: Tensor | None = None
     target_ids: Tensor | None = None
     target_log_probs: Tensor | None = None
+    text_gradients: Tensor | None = None
+    text_sums: Tensor | None = None
     segments: Tensor | None = None
     paged: PagedSequences | None = None
     beside: Mapping[str, Batch] = field(default_factory=dict)

@@ -13,6 +13,7 @@ from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
+from typing import Literal
 
 import numpy as np
 from numpy.typing import NDArray
@@ -21,6 +22,10 @@ from phalanx.base.errors import DataError
 
 ENCODER = "encoder"  # the name, beside a sample's own tokens, of the text that an encoder reads
 IGNORE = -100  # label of a token without loss, as in torch's cross entropy
+QUERY, POSITIVE = 0, 1  # labels of texts whose embeddings are compared; from 2 on, those of negatives
+
+Pooling = Literal["mean", "first", "last"]
+"""How a text's embedding is made of the hidden states of its tokens."""
 
 
 @dataclass(frozen=True)

@@ -26,6 +26,7 @@ from phalanx.base.errors import shortened
 from phalanx.base.log import pairs
 from phalanx.server.chat import chat_completions
 from phalanx.server.completions import completions
+from phalanx.server.embeddings import embeddings
 from phalanx.server.errors import ApiError
 from phalanx.server.responses import GONE, read_body
 from phalanx.server.schemas import DetokenizeBody, TokenizeBody, parse
@@ -168,6 +169,7 @@ def model_object(service: Service, name: str) -> dict[str, Any]:
         "owned_by": "phalanx",
         "max_model_len": model.positions,
         "text": model.tokenizer is not None,
+        "embeds": model.embeds is not None,
         "chat": model.template is not None and model.tokenizer is not None,
     }
 
@@ -240,6 +242,7 @@ PATHS: dict[str, tuple[str, Callable[[Request], Any]]] = {
     "/": ("GET", page),
     "/v1/completions": ("POST", completions),
     "/v1/chat/completions": ("POST", chat_completions),
+    "/v1/embeddings": ("POST", embeddings),
     "/v1/models": ("GET", models),
     "/tokenize": ("POST", tokenize),
     "/detokenize": ("POST", detokenize),

@@ -21,7 +21,7 @@ from phalanx.server.forced_calls import call_grammar
 from phalanx.server.metrics import Stopwatch
 from phalanx.server.responses import GONE, EventStream, read_body, unless_gone
 from phalanx.server.schemas import ChatBody, NamedTool, ResponseFormat, Tool, parse
-from phalanx.server.served import ServedModel, seed_of
+from phalanx.server.served import Found, ServedModel, seed_of
 from phalanx.server.service import Service, finish_reason, job_of, note, service_of, steps, usage
 from phalanx.text.chat_reply import Reply, ReplyReader, Said, Thought, ToolCall
 from phalanx.text.chat_template import ChatPrompt
@@ -46,6 +46,7 @@ class ChatTask:
     prompt: tuple[int, ...]
     jobs: list[SequenceJob]
     choices: list[ChatChoice]
+    passages: Found = field(default_factory=list)
 
 
 async def chat_completions(request: Request) -> Response:
@@ -53,6 +54,7 @@ async def chat_completions(request: Request) -> Response:
     data = await read_body(request, service.limits.body, service.limits.read_seconds)
     body = parse(ChatBody, data)
     service.model.check_name(body.model)
+    service.model.need_generation()
     task = await run_in_threadpool(make_ready, service.model, body)
     answers = await service.start(task.jobs)
     watch = Stopwatch(service.metrics, len(task.prompt))
@@ -76,7 +78,8 @@ def make_ready(model: ServedModel, body: ChatBody) -> ChatTask:
     variables = dict(body.chat_template_kwargs or {})
     if body.reasoning_effort is not None:
         variables["reasoning_effort"] = body.reasoning_effort
-    prompt = model.chat(body.messages, tools, variables)
+    messages, passages = model.chat_with_passages(body.messages)
+    prompt = model.chat(messages, tools, variables)
     grammar = grammar_of(model, body, tools, prompt)
     asked = body.max_tokens if body.max_completion_tokens is None else body.max_completion_tokens
     tokens = model.room(
@@ -85,7 +88,7 @@ def make_ready(model: ServedModel, body: ChatBody) -> ChatTask:
     likeliest = (body.top_logprobs or 0) if body.logprobs else None
     special = model.tokenizer.special_tokens if model.tokenizer else {}
     shown = [special[name] for name in model.reply_format.special_names() if name in special]
-    task = ChatTask(body, prompt.ids, [], [])
+    task = ChatTask(body, prompt.ids, [], [], passages)
     seed = seed_of(body)
     for sample in range(body.n or 1):
         options = replace(model.sampling(body, tokens, sample, seed), logprobs=likeliest, grammar=grammar)
@@ -185,7 +188,9 @@ async def whole_answer(service: Service, task: ChatTask, answers: Answers, watch
         if task.body.return_token_ids:
             made["token_ids"] = choice.ids
         choices.append({**made, "finish_reason": chat_finish_reason(choice)})
-    return {**head(task.body.model or service.model.name, "chat.completion"), "choices": choices, "usage": usage(watch)}
+    about = head(task.body.model or service.model.name, "chat.completion")
+    beside = {"passages": task.passages[0]} if task.passages else {}
+    return {**about, "choices": choices, "usage": usage(watch), **beside}
 
 
 def message_of(found: Sequence[Reply]) -> dict[str, Any]:
@@ -219,6 +224,8 @@ async def chat_chunks(
         choice.tokens, choice.ids = [], []
         return {**about, "choices": [made], **more}
 
+    if task.passages:
+        yield {**about, "choices": [], "passages": task.passages[0], **more}
     for index in range(len(task.jobs)):
         yield chunk(index, {"role": "assistant", "content": "", "refusal": None})
     numbers = [0] * len(task.jobs)

@@ -19,7 +19,7 @@ from phalanx.server.errors import ApiError
 from phalanx.server.metrics import Stopwatch
 from phalanx.server.responses import GONE, EventStream, read_body, unless_gone
 from phalanx.server.schemas import CompletionBody, parse
-from phalanx.server.served import ServedModel, seed_of
+from phalanx.server.served import Found, ServedModel, seed_of
 from phalanx.server.service import Service, TextStep, finish_reason, job_of, note, service_of, steps, usage
 from phalanx.text.pieces import Pieces
 
@@ -44,6 +44,7 @@ class CompletionTask:
     jobs: list[SequenceJob]
     choices: list[ChoiceText]
     samples: int  # of each prompt
+    passages: Found = field(default_factory=list)
 
 
 async def completions(request: Request) -> Response:
@@ -51,6 +52,7 @@ async def completions(request: Request) -> Response:
     data = await read_body(request, service.limits.body, service.limits.read_seconds)
     body = parse(CompletionBody, data)
     service.model.check_name(body.model)
+    service.model.need_generation()
     task = await run_in_threadpool(make_ready, service.model, body)
     answers = await service.start(task.jobs)
     watch = Stopwatch(service.metrics, sum(map(len, task.prompts)))
@@ -79,10 +81,11 @@ def make_ready(model: ServedModel, body: CompletionBody) -> CompletionTask:
         raise ApiError(400, "stream_options: need stream.", param="stream_options", code="invalid_value")
     if body.stop:
         model.need_tokenizer("stop")
-    prompts = model.prompts(body.prompt)
+    given, passages = model.with_passages(body.prompt)
+    prompts = model.prompts(given)
     tokens = DEFAULT_TOKENS if body.max_tokens is None else body.max_tokens
     scored = body.logprobs if body.logprobs is not None else 0 if best_of > n else None
-    task = CompletionTask(body, prompts, [], [], [], best_of)
+    task = CompletionTask(body, prompts, [], [], [], best_of, passages)
     seed = seed_of(body)
     for prompt in prompts:
         model.room(prompt, tokens, "max_tokens")
@@ -138,7 +141,8 @@ async def whole_completion(
             echo = with_scores(task.echoes[number], scores) if task.body.echo else None
             made = completion_choice(service.model, task, len(choices), total, echo)
             choices.append({**made, "finish_reason": finish_reason(task.choices[index])})
-    return {**head(task.body.model or service.model.name), "choices": choices, "usage": usage(watch)}
+    more = {"passages": task.passages} if task.passages else {}
+    return {**head(task.body.model or service.model.name), "choices": choices, "usage": usage(watch), **more}
 
 
 def mean_logprob(choice: ChoiceText) -> float:
@@ -159,6 +163,8 @@ async def completion_chunks(
         made = completion_choice(service.model, task, index, increment, echo)
         return {**about, "choices": [{**made, "finish_reason": reason}], **more}
 
+    if task.passages:
+        yield {**about, "choices": [], "passages": task.passages, **more}
     if task.body.echo and not scored:
         for index in range(len(task.jobs)):
             yield chunk(index, Increment(), task.echoes[index // task.samples], None)

@@ -198,6 +198,16 @@ class ChatBody(SamplingBody):
     chat_template_kwargs: dict[str, Any] | None = None
 
 
+class EmbeddingBody(Body):
+    """POST /v1/embeddings."""
+
+    input: Annotated[Any, BeforeValidator(check_prompt)]
+    model: str | None = None
+    dimensions: Annotated[int, Field(ge=1)] | None = None
+    encoding_format: Literal["float", "base64"] | None = None
+    user: str | None = None
+
+
 class TokenizeBody(Body):
     """POST /tokenize: a text, or a chat."""
 

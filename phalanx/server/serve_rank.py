@@ -5,7 +5,7 @@ from __future__ import annotations
 import signal
 from collections.abc import Mapping, Sequence
 from contextlib import ExitStack
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 
 from phalanx.base.log import Log
@@ -17,15 +17,21 @@ from phalanx.engine.meeting import device_of, identity, join
 from phalanx.forecast.decide import make_plan
 from phalanx.inference.adapters import with_adapters
 from phalanx.inference.drafter import Drafts
+from phalanx.inference.embedder import embedder_folder, load_embedder
+from phalanx.inference.embedding_engine import EmbeddingEngine
 from phalanx.inference.ends import end_tokens
 from phalanx.inference.engine import Engine, EngineOptions
 from phalanx.inference.load import load_model, without_training
 from phalanx.inference.request import EngineLoad, Event, SamplingOptions
+from phalanx.retrieval.prompting import PassageAdder
+from phalanx.retrieval.retriever import Lookup
+from phalanx.sequence.sample import Pooling
 from phalanx.server.keys import read_keys
 from phalanx.server.listen import HttpServer, is_loopback, open_socket
-from phalanx.server.served import ServedModel
+from phalanx.server.served import ServedEmbedder, ServedModel
 from phalanx.server.service import ServerLimits
 from phalanx.text.chat_template import load_chat_template
+from phalanx.text.marked import TextMarks
 from phalanx.text.tokenizer_base import Tokenizer
 from phalanx.text.tokenizers import load_tokenizer
 
@@ -36,7 +42,8 @@ class ServeOptions:
     queue: that run or wait at once. length: of a sequence; None: the model's positions. memory_gib: for what is
     remembered, on each rank. drain_seconds: for running requests when the server is to stop. drafts: of tokens, which
     the model checks several at a time. adapters: folders of LoRA adapters, by the names of the models that they
-    make."""
+    make. pooling: of a model whose folder does not say how embeddings are made. passages: what is looked up for
+    prompts, and the file of the template that puts it there."""
 
     weights: str
     name: str
@@ -50,6 +57,8 @@ class ServeOptions:
     drain_seconds: float = 60.0
     drafts: Drafts | None = None
     adapters: Mapping[str, str] = field(default_factory=dict)
+    pooling: Pooling | None = None
+    passages: tuple[Lookup, str | None] | None = None
 
 
 class RunEngine:
@@ -88,24 +97,31 @@ def serve_rank(run: Run, placement: Placement, options: ServeOptions) -> None:
         after.callback(leave_world)
         mesh, _ = join(run, placement, identity(run, device_of(run, placement)))
         after.callback(mesh.close)
+        # before the engine, which takes the memory that is free
+        adder = PassageAdder(*options.passages) if first and options.passages is not None else None
         engine = load_engine(run, mesh, options)
         if listener is None:
             for number in (signal.SIGTERM, signal.SIGINT):
                 signal.signal(number, signal.SIG_IGN)  # rank 0 lets requests end, and the others with them
             engine.follow()
             return
-        model, log = served_model(options, engine), Log()
+        model, log = replace(served_model(options, engine), passages=adder), Log()
         limits = ServerLimits(sequences=options.queue, drain_seconds=options.drain_seconds)
-        server = HttpServer(model, RunEngine(engine, options.name), listener, log, limits, keys)
-        log.info(f"{options.name} is served at {server.url} (a chat page; OpenAI's API: {server.url}/v1)")
+        asked = engine if isinstance(engine, EmbeddingEngine) else RunEngine(engine, options.name)
+        server = HttpServer(model, asked, listener, log, limits, keys)
+        what = "" if model.embeds is not None else "a chat page; "
+        log.info(f"{options.name} is served at {server.url} ({what}OpenAI's API: {server.url}/v1)")
         for text in notes(model, server, keys is not None):
             log.info(text)
         server.run()
         engine.close()
 
 
-def load_engine(run: Run, mesh: Mesh, options: ServeOptions) -> Engine:
-    """Collective."""
+def load_engine(run: Run, mesh: Mesh, options: ServeOptions) -> Engine | EmbeddingEngine:
+    """Collective. Of a model without a head, the engine makes embeddings."""
+    if run.model.headless:
+        folder = embedder_folder(options.weights, options.pooling)
+        return EmbeddingEngine(load_embedder(folder, run, mesh), options.name, run.train.timeout_s)
     run, adapters = with_adapters(run, options.adapters)
     plan = make_plan(without_training(run, mesh.world.size), mesh.world.size)
     model = load_model(Path(options.weights), plan, mesh, adapters)
@@ -124,9 +140,15 @@ def tokenizer_in(folder: Path) -> Tokenizer | None:
     return load_tokenizer(folder) if any((folder / name).exists() for name in TOKENIZER_FILES) else None
 
 
-def served_model(options: ServeOptions, engine: Engine) -> ServedModel:
+def served_model(options: ServeOptions, engine: Engine | EmbeddingEngine) -> ServedModel:
     folder = Path(options.weights)
     tokenizer = tokenizer_in(folder)
+    if isinstance(engine, EmbeddingEngine):
+        embedder = engine.embedder
+        marks = None if tokenizer is None else TextMarks.of(str(folder))
+        embeds = ServedEmbedder(embedder.width, embedder.facts.normalized, marks)
+        vocab_size = embedder.model.plan.run.model.vocab_size
+        return ServedModel(options.name, engine.positions, tokenizer, vocab_size=vocab_size, embeds=embeds)
     template = load_chat_template(folder) if tokenizer else None
     vocab_size = engine.model.plan.run.model.vocab_size
     ends = end_tokens(folder, tokenizer, template)
@@ -139,7 +161,10 @@ def notes(model: ServedModel, server: HttpServer, has_keys: bool) -> list[str]:
     """What somebody who starts it should know."""
     found = []
     if model.tokenizer is None:
-        found.append("the model's folder holds no tokenizer: token ids alone are served, on /v1/completions")
+        where = "/v1/completions" if model.embeds is None else "/v1/embeddings"
+        found.append(f"the model's folder holds no tokenizer: token ids alone are served, on {where}")
+    elif model.embeds is not None:
+        found.append(f"it makes embeddings of {model.embeds.width} features, on /v1/embeddings")
     elif model.template is None:
         found.append("the model's folder holds no chat template: texts are continued, chats are refused")
     if not is_loopback(server.listener) and not has_keys:

@@ -12,14 +12,29 @@ from typing import Any
 from phalanx.base.errors import DataError
 from phalanx.inference.grammar import GrammarCompiler
 from phalanx.inference.request import Grammar, RequestError, SamplingOptions
+from phalanx.retrieval.prompting import PassageAdder
 from phalanx.server.errors import ApiError, near
 from phalanx.server.schemas import ChatMessage, SamplingBody, Tool
 from phalanx.text.chat_reply import ReplyFormat, reply_format
 from phalanx.text.chat_template import ChatPrompt, ChatTemplate
+from phalanx.text.marked import TextMarks
 from phalanx.text.token_texts import TokenNumbers, TokenTexts
 from phalanx.text.tokenizer_base import Tokenizer
 
 OURS = ("messages", "tools", "documents", "add_generation_prompt")  # what requests cannot set in a template
+
+
+Found = list[list[dict[str, Any]]]
+"""The passages of each prompt, as answers have them."""
+
+
+@dataclass(frozen=True)
+class ServedEmbedder:
+    """width: of embeddings; normalized: their length is 1; marks: how texts begin and end (None: ids alone)."""
+
+    width: int
+    normalized: bool
+    marks: TextMarks | None
 
 
 @dataclass(frozen=True)
@@ -32,6 +47,8 @@ class ServedModel:
     vocab_size  ids are below it; None: unknown
     grammars    that answers can keep to; None: none
     adapters    names of models that are this one with an adapter
+    embeds      how texts are embedded; None: it generates
+    passages    puts passages into prompts; None: they stay as they are
     """
 
     name: str
@@ -42,6 +59,8 @@ class ServedModel:
     vocab_size: int | None = None
     grammars: GrammarCompiler | None = None
     adapters: tuple[str, ...] = ()
+    embeds: ServedEmbedder | None = None
+    passages: PassageAdder | None = None
 
     @cached_property
     def texts(self) -> TokenTexts | TokenNumbers:
@@ -55,6 +74,19 @@ class ServedModel:
     def names(self) -> list[str]:
         """Of the models that clients may ask for."""
         return [self.name, *self.adapters]
+
+    def need_generation(self) -> None:
+        """ApiError for a model that makes embeddings."""
+        if self.embeds is not None:
+            message = f"{self.name} makes embeddings and no text: POST /v1/embeddings."
+            raise ApiError(400, message, param="model", code="model_embeds")
+
+    def need_embedder(self) -> ServedEmbedder:
+        """ApiError for a model that generates."""
+        if self.embeds is None:
+            message = f"{self.name} generates text and makes no embeddings: serve a model of task.name=embed."
+            raise ApiError(400, message, param="model", code="model_generates")
+        return self.embeds
 
     def check_name(self, asked: str | None) -> None:
         """ApiError 404 for another model."""
@@ -72,6 +104,28 @@ class ServedModel:
                 code="no_tokenizer",
             )
         return self.tokenizer
+
+    def with_passages(self, value: str | list[Any]) -> tuple[str | list[Any], Found]:
+        """Prompts with passages, and these for each; without an index they stay as they are. ApiError for token ids."""
+        if self.passages is None:
+            return value, []
+        texts = [value] if isinstance(value, str) else value
+        if not all(isinstance(text, str) for text in texts):
+            message = "prompt: passages are found for texts (the server has an --index), not for token ids."
+            raise ApiError(400, message, param="prompt", code="invalid_value")
+        made, found = self.passages.add(texts)
+        return made, [[each.plain() for each in row] for row in found]
+
+    def chat_with_passages(self, messages: Sequence[ChatMessage]) -> tuple[Sequence[ChatMessage], Found]:
+        """Messages, the last of the user's with passages."""
+        last = next((i for i in reversed(range(len(messages))) if messages[i].role == "user"), None)
+        if self.passages is None or last is None:
+            return messages, []
+        content = messages[last].content
+        asked = content if isinstance(content, str) else "\n".join(part.text for part in content or ())
+        text, found = self.passages.one(asked)
+        changed = messages[last].model_copy(update={"content": text})
+        return [*messages[:last], changed, *messages[last + 1 :]], [[each.plain() for each in found]]
 
     def prompts(self, value: str | list[Any]) -> list[tuple[int, ...]]:
         """Token ids of each prompt. An empty one is the end of the document before it."""

@@ -11,7 +11,7 @@ from typing import Any
 from starlette.requests import Request
 
 from phalanx.base.log import Log
-from phalanx.inference.request import NewToken, PromptScored, RequestError, SamplingOptions, TokenScore
+from phalanx.inference.request import Finished, NewToken, PromptScored, RequestError, SamplingOptions, TokenScore
 from phalanx.server.choices import ChoiceText, Increment
 from phalanx.server.engine_thread import Answers, EngineThread, SequenceJob
 from phalanx.server.errors import ApiError, engine_lost, not_finished
@@ -111,10 +111,10 @@ async def steps(answers: Answers, choices: Sequence[ChoiceText], watch: Stopwatc
                 yield TextStep(index, increment, done=choices[index].stopped)
             elif isinstance(event, PromptScored):
                 yield TextStep(index, scores=event.scores)
-            elif event.reason in ("stop", "length"):
+            elif isinstance(event, Finished):
+                if event.reason not in ("stop", "length"):
+                    raise not_finished(event.reason, event.error)
                 yield TextStep(index, choices[index].end(event.reason), done=True)
-            else:
-                raise not_finished(event.reason, event.error)
     finally:
         answers.cancel()
         watch.end()

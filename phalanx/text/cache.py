@@ -127,7 +127,6 @@ def _use_pairs(
     config: DataConfig, run_folder: str | os.PathLike[str], vocab_size: int, say: Callable[[str], object]
 ) -> DataConfig:
     """The config with prepared token files in place of the .jsonl files of data.pairs."""
-    tokenizer = None if config.tokenizer is None else load_tokenizer(config.tokenizer)
     cache = cache_folder(config, run_folder)
     cache.mkdir(parents=True, exist_ok=True)
     with _lock(cache, say):
@@ -136,7 +135,7 @@ def _use_pairs(
         if not _complete(prefix):
             say(f"prepare {', '.join(map(str, files))} into {prefix}")
             prefix.parent.mkdir(exist_ok=True)
-            count = prepare_pairs(files, prefix, tokenizer, vocab_size)
+            count = prepare_pairs(files, prefix, config.tokenizer, vocab_size)
             say(f"prepared {len(files)} files: {count} pairs")
     return _with_pairs(config, prefix)
 

@@ -15,9 +15,8 @@ from phalanx.data.classes import SUFFIX
 from phalanx.data.files import replacing
 from phalanx.data.index import CorpusWriter
 from phalanx.sequence.sample import IGNORE
+from phalanx.text.marked import TextMarks
 from phalanx.text.tokenizer_base import Tokenizer
-from phalanx.text.tokenizers import load_tokenizer
-from phalanx.text.vocabulary import roles_of
 
 SHOWN = 10  # bad lines in an error
 
@@ -30,19 +29,16 @@ def prepare_classes(files: Sequence[Path], prefix: Path, tokenizer: str, names: 
     and ends with its separator or its end of document. The class of a text stands at its first token, that of a word at
     its first piece. DataError names the first bad lines and says how many there are.
     """
-    made, bad, count = load_tokenizer(tokenizer), list[str](), 0
-    roles = roles_of(made, tokenizer)
-    opening = [roles["cls"]] if "cls" in roles else []
-    end = roles.get("sep", made.eod)
-    closing = [] if end is None else [end]
+    marks, bad, count = TextMarks.of(tokenizer), list[str](), 0
+    made = marks.tokenizer
     classes = list[np.ndarray]()
     with CorpusWriter(prefix, made.dtype) as writer:
         for where, line in _lines(files):
             try:
                 record = json.loads(line)
                 ids, labels = _encoded(record, made, names)
-                labels = [*[IGNORE] * len(opening), *labels, *[IGNORE] * len(closing)]
-                ids = [*opening, *ids, *closing]
+                labels = [*[IGNORE] * len(marks.opening), *labels, *[IGNORE] * len(marks.closing)]
+                ids = marks.around(ids)
                 if "text" in record:
                     labels[0] = _number(record.get("label"), names)
             except ValueError as error:

@@ -24,7 +24,7 @@ from phalanx.checkpoint.adapters import adapter_source
 from phalanx.checkpoint.agree import agree, together
 from phalanx.checkpoint.base import base_at, reading
 from phalanx.checkpoint.keep import candidates, list_checkpoints, misnamed, newest_first, none_good, step_of
-from phalanx.checkpoint.load import load_adapters, load_base, load_state, load_weights
+from phalanx.checkpoint.load import HeadWanted, load_adapters, load_base, load_state, load_weights
 from phalanx.checkpoint.lock import FolderLock
 from phalanx.checkpoint.manifest import read_manifest
 from phalanx.checkpoint.objects import storage_for
@@ -45,6 +45,7 @@ from phalanx.forecast.data_table import data_table, open_loaders
 from phalanx.forecast.decide import make_plan
 from phalanx.forecast.flops import flops_of, mfu_lines
 from phalanx.forecast.sample_text import document_lines, documents_of
+from phalanx.models.model_config import ModelConfig
 from phalanx.nn.objective import make_objective
 from phalanx.observe.failures import Failures
 from phalanx.observe.metrics import Counters, Reporter, Speed
@@ -328,13 +329,18 @@ def start_state(state: State, now: dict[str, Any], log: Log) -> tuple[Counters, 
     return Counters(), None
 
 
+def head_wanted(model: ModelConfig) -> HeadWanted:
+    """Which head a model that starts from a folder has."""
+    return "none" if model.headless else "new" if model.classes else "the folder's"
+
+
 def start_anew(state: State, log: Log) -> None:
     """Weights of init_from, or initial values; adapters of lora.init_from, or those saved with the weights, or new
     ones."""
     run, world = state.plan.run, state.mesh.world
     saved = False
     if run.init_from:
-        loaded = load_weights(run.init_from, state.buffers, state.mesh, new_head=bool(run.model.classes))
+        loaded = load_weights(run.init_from, state.buffers, state.mesh, head_wanted(run.model))
         saved = loaded.adapters
         init_weights(state.model, lambda spec: not spec.exported and not (saved and spec.trained))
         if loaded.new:
@@ -352,7 +358,7 @@ def start_anew(state: State, log: Log) -> None:
         load_adapters(source.placed, source.files, state.buffers, state.mesh)
         log.info(f"start from the adapters of {run.lora.init_from}")
     elif run.init_from:
-        with reading(run.init_from, exported_shapes(run.model)) as read:
+        with reading(run.init_from, exported_shapes(run.model), run.model.headless) as read:
             agree(world, lambda: start_adapters(state.model, read))
     else:
         start_adapters(state.model, initial_tensors(run))

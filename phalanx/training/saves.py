@@ -14,20 +14,23 @@ from phalanx.base.errors import CheckpointError
 from phalanx.base.log import Log
 from phalanx.checkpoint.agree import agree
 from phalanx.checkpoint.base import base_at, lasting, name_base
+from phalanx.checkpoint.embedder_files import EmbedderFacts, embedder_files
 from phalanx.checkpoint.hf import read_folder
 from phalanx.checkpoint.keep import Keep, remove_leftovers, step_of
 from phalanx.checkpoint.manifest import Base, parse
 from phalanx.checkpoint.objects import storage_for
-from phalanx.checkpoint.save import Snapshot, Target
+from phalanx.checkpoint.save import Snapshot, Target, tokenizer_files
 from phalanx.checkpoint.saver import SaveOutcome, Saver
 from phalanx.comm.host import host_axis
 from phalanx.config.model_source import has_tokenizer, source_of
-from phalanx.config.run import checkpoints_of
+from phalanx.config.run import Run, checkpoints_of
 from phalanx.config.write import to_dict
 from phalanx.data.config import DataConfig
 from phalanx.engine.build import State
+from phalanx.nn.objective import EmbeddingObjective, make_objective
 from phalanx.observe.metrics import Counters
 from phalanx.planning.adapters import saved_peft_config
+from phalanx.text.marked import TextMarks
 from phalanx.text.tokenizers import Tokenizer, is_portable, load_tokenizer
 from phalanx.training.callbacks import Callback
 
@@ -51,6 +54,19 @@ def turn_end_of(data: DataConfig) -> int | None:
     return turn_end(ChatEncoder(tokenizer, template_for(tokenizer, data.tokenizer, data.template), "answers"))
 
 
+def how_embedded(run: Run, tokenizer: str | None) -> dict[str, bytes]:
+    """Files that say how embeddings are made of the model's hidden states, and a tokenizer.json that begins and ends
+    texts as in training; none where the model is not trained for embeddings."""
+    objective = make_objective(run.task)
+    if not isinstance(objective, EmbeddingObjective):
+        return {}
+    found = embedder_files(EmbedderFacts(objective.pooling, True, run.train.seq_length), run.model.hidden_size)
+    files = {} if tokenizer is None or not Path(tokenizer).exists() else tokenizer_files(tokenizer)
+    if "tokenizer.json" in files and tokenizer is not None:
+        found["tokenizer.json"] = TextMarks.of(tokenizer).written_into(files["tokenizer.json"])
+    return found
+
+
 class Saves:
     """The saves of one rank; all ranks call each method together.
 
@@ -67,6 +83,7 @@ class Saves:
         self.tokenizer, self.ids = self._tokenizer(state.mesh.rank)
         self.template = None if run.data.template is None else Path(run.data.template).read_bytes()
         self.turn_end = turn_end_of(run.data)
+        self.beside = how_embedded(run, self.tokenizer)
         self.base = self._base(state, start)
         root, config = checkpoints_of(run), run.checkpoint
         target = Target(root, storage_for(root), Keep(config.keep_last, config.keep_every), (start,) if start else ())
@@ -175,6 +192,7 @@ class Saves:
             saved_peft_config(run, None if self.base is None else self.base.folder),
             self.template,
             self.turn_end,
+            self.beside,
             separate=run.lora is not None,
             base=self.base,
         )

@@ -36,6 +36,7 @@ from phalanx.nn.run_block import run_block
 from phalanx.planning.blocks import make_blocks, num_blocks
 from phalanx.sequence.batch import IGNORE, Batch
 from phalanx.training.main import train
+from phalanx.verifying.compare import compare
 from tests.harness import checkpoints, parity
 from tests.harness.weights import with_memory
 from tests.training.test_loop import make_run
@@ -44,6 +45,7 @@ OUTSIDE = Path(__file__).parent
 if str(OUTSIDE) not in sys.path:
     sys.path.append(str(OUTSIDE))
 SMOOTHING, PREFERENCE = "custom_losses.smoothing:Smoothing", "custom_losses.pairs:Preference"
+TRIPLET = "custom_losses.embeddings:Triplet"
 STEPS = 2
 LAYOUTS: dict[str, tuple[int, dict[str, Any]]] = {
     "tp2": (2, {"tp": 2}),
@@ -113,6 +115,21 @@ def test_nor_one_over_pairs(ranks):
 
 def test_nor_one_over_pairs_with_experts(ranks):
     in_layouts(ranks, run_of("preference", "mixtral"), {"ep2": (2, {"ep": 2}), "pp2": (2, {"pp": 2})}, documents=True)
+
+
+def compared(rank: int, world: int, run: Run) -> str:
+    verdict = compare(run, rank, world, 2)
+    return "" if verdict.ok else verdict.text
+
+
+def test_nor_one_over_embeddings(ranks):
+    """Texts are those of mock data, whose samples say which they are."""
+    run = replace(parity.base_run("llama"), data=DataConfig(mock=True, document_attention=True))
+    run = replace(run, model=replace(run.model, head="none"), task=task(TRIPLET, margin=0.5))
+    assert problems(run) == []
+    for world, layout in ((2, {"sharding": 3}), (4, {"tp": 2, "pp": 2})):
+        found = ranks.run("tests.outside.test_objective:compared", world, replace(run, layout=LayoutConfig(**layout)))
+        assert found == [""] * world
 
 
 @pytest.mark.parametrize("name", ["smoothing", "preference"])
@@ -364,7 +381,10 @@ def test_wrong_paths_and_classes_are_refused():
             "custom_losses.smoothing:Lossless has no token_loss(self, logits: LogitStats) -> Tensor",
         ),
         ("pairs:Lossless", "custom_losses.pairs:Lossless has no loss(self, policy_P2: Tensor) -> Tensor"),
-        ("smoothing:SmoothingConfig", "must be derived from phalanx.TokenObjective or from phalanx.SequenceObjective"),
+        (
+            "smoothing:SmoothingConfig",
+            "must be derived from one of phalanx.TokenObjective, SequenceObjective, EmbeddingObjective",
+        ),
     ):
         assert text in refused(f"task.name=custom_losses.{name}")["task.name"][0]
     rule, valid = refused(f"task.name={SMOOTHING}", "task.smothing=0.5")["task.smothing"]
