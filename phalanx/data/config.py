@@ -108,6 +108,9 @@ class DataConfig:
     online: packed first-fit when the run starts; offline: as stored by `phalanx data pack`."""
     document_attention: bool | None = None
     """Keep attention inside documents and restart positions at each of them. unset: yes with packing, otherwise no."""
+    room: dict[str, int] = field(default_factory=dict)
+    """Rows of each stream of numbers that a sequence has room for beside its tokens, such as {patches: 4096} for
+    images; the sequences of a micro-batch share theirs. Models that read such a stream need it."""
     max_epochs: float | None = None
     """Refuse a run that would read its data more often than this; unset: no limit (for sources with a number of tokens,
     1)."""

@@ -23,8 +23,9 @@ from phalanx.data.own_source import SourceStart, open_own
 from phalanx.data.scores import ScoreFile, row_type
 from phalanx.data.sources import Source, SourceUse, check_epochs, open_part, open_whole, use_of_sources
 from phalanx.sequence.batch import IGNORE, PADDING_RUN, Batch, room_for_documents
-from phalanx.sequence.sample import Sample, SampleTransform
+from phalanx.sequence.sample import Sample, SampleTransform, UnitRoom, Units
 from phalanx.sequence.shard import WHOLE, SequenceShard
+from phalanx.sequence.units import unit_batch
 
 LOOKED_UP = (
     4096  # samples whose windows the prefetcher looks up at once: numpy's price per call is then small beside them
@@ -100,11 +101,13 @@ class Reading:
     scores     what batches carry of another model; None: nothing
     transform  what becomes of samples; None: they stay as the data has them
     classes    names of the classes that labels are (data/classes.py); none: labels are the next tokens
+    units      the streams of units that the model reads, which the transform makes
     """
 
     scores: ScoreFile | None = None
     transform: SampleTransform | None = None
     classes: tuple[str, ...] = ()
+    units: tuple[UnitRoom, ...] = ()
 
     def length(self, seq_length: int) -> int:
         """Tokens of the data in a sample that has `seq_length` for the model."""
@@ -112,6 +115,12 @@ class Reading:
 
 
 AS_IT_IS = Reading()
+
+
+def _joined(rows: Sequence[np.ndarray | None]) -> torch.Tensor | None:
+    """One after another, if samples have them."""
+    found = [row for row in rows if row is not None]
+    return torch.from_numpy(np.concatenate(found)) if found else None
 
 
 def _documents_of(sample: Sample) -> int:
@@ -151,6 +160,7 @@ class Loader:
         every = {corpus.prefix: corpus for source in sources for corpus in source.corpora} if reading.classes else {}
         self.classes = {prefix: open_classes(corpus, reading.classes) for prefix, corpus in every.items()}
         self.num_classes = len(reading.classes)
+        self.units = reading.units
         for corpus in [] if scores is None else [corpus for source in sources for corpus in source.corpora]:
             scores.check_corpus(corpus)  # type: ignore[union-attr]
         self._positions: dict[
@@ -219,8 +229,15 @@ class Loader:
         batch = self._stream(samples)
         streams = {name: [sample.beside[name] for sample in samples] for name in samples[0].beside}
         beside = {name: self._stream(stream, samples) for name, stream in streams.items()}
+        beside |= {room.stream.name: self._units(samples, room) for room in self.units}
         labels = batch.labels.view(len(samples), -1).numpy()
         return replace(batch, beside=beside, segments=self._segments(samples), **self._scored(places, labels))
+
+    def _units(self, samples: Sequence[Sample], room: UnitRoom) -> Batch:
+        """The rows of a stream of units that samples have; those that have none make no rows."""
+        none = Units.together((), room.stream)
+        found = [sample.units.get(room.stream.name, none) for sample in samples]
+        return unit_batch(found, [sample.number for sample in samples], room)
 
     def _stream(self, samples: Sequence[Sample], text: Sequence[Sample] | None = None) -> Batch:
         """Samples one after another. `text`: those beside which they are, whose documents number theirs."""
@@ -245,6 +262,8 @@ class Loader:
             documents=documents,
             real=self._mark_padding(samples) if self.packed else None,
             most_documents=room,
+            values=_joined([sample.values for sample in samples]),
+            coordinates=_joined([sample.coordinates for sample in samples]),
         )
 
     def sample(self, place: Place) -> Sample:

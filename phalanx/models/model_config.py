@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING
 
 from phalanx.base.errors import Problem
 from phalanx.base.rules import multiples, problem
+from phalanx.sequence.sample import UnitStream
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -86,6 +87,11 @@ class ModelConfig:
     @property
     def reads_beside(self) -> tuple[str, ...]:
         """The streams of tokens that it reads beside the text (Batch.beside); the task makes them."""
+        return ()
+
+    @property
+    def reads_units(self) -> tuple[UnitStream, ...]:
+        """The streams of units (sequence.units) that it reads, such as patches of images."""
         return ()
 
     @property

@@ -21,6 +21,7 @@ from phalanx.nn.module import Block
 from phalanx.nn.objective import make_objective
 from phalanx.nn.parameter import Parameter
 from phalanx.sequence.batch import TEXT
+from phalanx.sequence.sample import UnitRoom
 from phalanx.sequence.streams import HIDDEN, Border, StreamSpec, checked
 
 
@@ -66,8 +67,14 @@ class BlockFacts:
 
 def facts_of(run: Run) -> tuple[BlockFacts, ...]:
     """Facts about the blocks of a run's model."""
-    beside = make_objective(run.task).beside
+    beside = {**make_objective(run.task).beside, **{room.stream.name: room.capacity for room in unit_rooms(run)}}
     return model_facts(run.model, run.train.seq_length, tuple(beside.items()))
+
+
+def unit_rooms(run: Run) -> tuple[UnitRoom, ...]:
+    """The streams of units (sequence.units) that the model reads, with the capacity that data.room gives them."""
+    streams = run.model.reads_units
+    return tuple(UnitRoom(each, run.data.room.get(each.name, 0), f"data.room.{each.name}") for each in streams)
 
 
 @lru_cache(maxsize=8)

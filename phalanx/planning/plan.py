@@ -33,7 +33,7 @@ from phalanx.ops.experts.grouped import GROUPED
 from phalanx.ops.quantized.quantizer import WeightQuantizer
 from phalanx.ops.quantized.recipes import RECIPES
 from phalanx.optim.optimizer import optimizers_of, updater_of
-from phalanx.planning.blocks import BlockFacts, facts_of, make_blocks, whole_linears
+from phalanx.planning.blocks import BlockFacts, facts_of, make_blocks, unit_rooms, whole_linears
 from phalanx.planning.experts import ExpertsPlan, experts_plan
 from phalanx.planning.freeze import frozen_by, trained_also
 from phalanx.planning.kernels import KernelsPlan, kernels_plan
@@ -43,6 +43,7 @@ from phalanx.schedule.lower import lower
 from phalanx.schedule.memory_slots import MemorySlots, fits, make_slots, prove
 from phalanx.schedule.simulate import simulate
 from phalanx.sequence.batch import TEXT
+from phalanx.sequence.sample import UnitRoom
 from phalanx.sequence.shard import SequenceShard
 from phalanx.sequence.streams import Border
 
@@ -241,6 +242,11 @@ class Plan:
     def lengths(self) -> Mapping[str, int]:
         """Tokens of a sequence in each stream of tokens: the text, and those beside it."""
         return {TEXT: self.run.train.seq_length, **self.objective.beside}
+
+    @property
+    def units(self) -> tuple[UnitRoom, ...]:
+        """The streams of units that the model reads, and how many rows of them a sequence has room for."""
+        return unit_rooms(self.run)
 
     @property
     def most_tokens(self) -> int:

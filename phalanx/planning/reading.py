@@ -6,6 +6,7 @@ from phalanx.config.run import Run
 from phalanx.data.loader import Reading
 from phalanx.data.scores import ScoreFile
 from phalanx.nn.objective import make_objective
+from phalanx.planning.blocks import unit_rooms
 from phalanx.sequence.sample import SampleTransform
 from phalanx.text.vocabulary import sample_facts
 
@@ -15,7 +16,7 @@ def reading_of(run: Run) -> Reading:
     objective = make_objective(run.task)
     scores = None if objective.scores is None else ScoreFile(objective.scores)
     classes = run.model.classes if objective.over_classes else ()
-    return Reading(scores, transform_of(run), classes)
+    return Reading(scores, transform_of(run), classes, unit_rooms(run))
 
 
 def window_length(run: Run) -> int:
