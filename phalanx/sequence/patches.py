@@ -1,0 +1,102 @@
+"""Patches of images: how a processed image becomes rows (sequence.units) that a vision tower reads, and how many tokens
+of the text stand for it. Pure numpy; which sizes images are given is up to data/images.py."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import numpy as np
+from numpy.typing import NDArray
+
+from phalanx.sequence.sample import Units, UnitStream
+
+PATCHES = "patches"
+ROW, COLUMN, ROWS, COLUMNS, WINDOW = range(5)
+"""Columns of coordinates: where a patch is in its image, how many rows and columns of patches that has, and the window
+of attention that it is in. A class token has row and column -1."""
+AXES = 5
+
+
+@dataclass(frozen=True)
+class PatchForm:
+    """How an image is divided.
+
+    size      side of a patch, in pixels
+    channels  colours
+    frames    copies of each patch, one after another (Qwen2-VL reads a still image as two frames)
+    side      squares of side x side patches become one feature; they are neighbours among the rows
+    classed   a row for a class token comes first
+    reads_class  the text has a place for the class token too
+    window    side of the windows of attention in patches, a multiple of `side`; rows are sorted by window. None: there
+              are no windows
+    largest   patches of the largest image, for the plan
+    """
+
+    size: int
+    channels: int = 3
+    frames: int = 1
+    side: int = 1
+    classed: bool = False
+    reads_class: bool = False
+    window: int | None = None
+    largest: int = 1
+
+    @property
+    def width(self) -> int:
+        """Numbers in a row: a patch as a convolution's weight has it, (channels, frames, size, size)."""
+        return self.channels * self.frames * self.size**2
+
+    @property
+    def joined(self) -> int:
+        return self.side**2
+
+    @property
+    def stream(self) -> UnitStream:
+        return UnitStream(PATCHES, self.width, AXES, self.joined, self.largest + self.classed)
+
+    @property
+    def multiple(self) -> int:
+        """Heights and widths of images are multiples of so many pixels."""
+        return self.size * self.side
+
+    def rows(self, height: int, width: int) -> int:
+        """Rows of an image of so many pixels."""
+        return height // self.size * (width // self.size) + self.classed
+
+    def tokens(self, height: int, width: int) -> int:
+        """Tokens of the text that stand for it."""
+        return height // self.multiple * (width // self.multiple) + self.reads_class
+
+    def units(self, pixels: NDArray[np.float32], name: str = "") -> Units:
+        """The rows of one image, pixels (channels, height, width); height and width are multiples of `multiple`, which
+        the caller has checked."""
+        _, height, width = pixels.shape
+        down, across, s, p = height // self.multiple, width // self.multiple, self.side, self.size
+        cut = pixels.reshape(self.channels, down, s, p, across, s, p).transpose(1, 4, 2, 5, 0, 3, 6)
+        rows = np.repeat(cut.reshape(down * across, s * s, self.channels, 1, p, p), self.frames, axis=3)
+        values = rows.reshape(down * across, s * s, self.width)
+        coordinates = self._coordinates(down, across)
+        order = np.argsort(coordinates[:, 0, WINDOW], kind="stable")
+        found = np.empty(len(order), np.int64)
+        found[order] = np.arange(len(order))
+        values, coordinates = values[order].reshape(-1, self.width), coordinates[order].reshape(-1, AXES)
+        features = found * s * s
+        if self.classed:
+            first = np.array([[-1, -1, *coordinates[0, [ROWS, COLUMNS, WINDOW]]]], np.int64)
+            values = np.concatenate([np.zeros((1, self.width), values.dtype), values])
+            coordinates = np.concatenate([first, coordinates])
+            features = np.concatenate([[0] if self.reads_class else [], features + 1]).astype(np.int64)
+        return Units(values, coordinates, (len(values),), features, self.joined, (name,))
+
+    def _coordinates(self, down: int, across: int) -> NDArray[np.int64]:
+        """(squares, patches of one, AXES), squares in the order of reading."""
+        s = self.side
+        found = np.empty((down, across, s, s, AXES), np.int64)
+        square_row, square_column, row, column = np.indices((down, across, s, s))
+        found[..., ROW], found[..., COLUMN] = square_row * s + row, square_column * s + column
+        found[..., ROWS], found[..., COLUMNS] = down * s, across * s
+        found[..., WINDOW] = 0
+        if self.window is not None:
+            side = self.window // s
+            found[..., WINDOW] = square_row // side * -(-across // side) + square_column // side
+        return found.reshape(down * across, s * s, AXES)
