@@ -51,6 +51,7 @@ BUILT_IN: Mapping[str, Mapping[str, str]] = MappingProxyType(
                 "smollm3": "phalanx.models.smollm3:FAMILY",
                 "bert": "phalanx.models.bert:FAMILY",
                 "modernbert": "phalanx.models.modernbert:FAMILY",
+                "llava": "phalanx.models.llava:FAMILY",
             }
         ),
         "optimizer": MappingProxyType(

@@ -179,8 +179,8 @@ class ImageSteps:
 
 
 def smart_size(height: int, width: int, multiple: int, least: int, most: int) -> tuple[int, int]:
-    """The sides of an image as multiples of `multiple` with about its ratio, and between `least` and `most` pixels (Wang
-    et al., "Qwen2-VL", 2024). BadImage if one side is more than MAX_RATIO times the other."""
+    """The sides of an image as multiples of `multiple` with about its ratio, and between `least` and `most` pixels
+    (Wang et al., "Qwen2-VL", 2024). BadImage if one side is more than MAX_RATIO times the other."""
     if max(height, width) > MAX_RATIO * min(height, width):
         raise BadImage(f"an image of {width:,} x {height:,} pixels: one side is over {MAX_RATIO} times the other")
     sides = [round(side / multiple) * multiple for side in (height, width)]
@@ -246,8 +246,8 @@ OTHERS = {"qwen2_5_vl": "qwen2vl", "qwen3vl": "qwen2vl", "clipfeatureextractor":
 
 @dataclass(frozen=True)
 class Processor:
-    """A preprocessor_config.json: its steps, and, where it says them, the side of a patch, copies of it, and the side of
-    the squares of patches that become one feature."""
+    """A preprocessor_config.json: its steps, and, where it says them, the side of a patch, copies of it, and the side
+    of the squares of patches that become one feature."""
 
     steps: ImageSteps
     patch: int | None = None

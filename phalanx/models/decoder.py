@@ -38,8 +38,9 @@ MakeHead = Callable[[Any, Env, Mapping[str, Parameter]], Head]
 
 def embedding_replicas(config: DecoderConfig, env: Env) -> tuple[Replica, ...]:
     """Where else the input embedding is held: by a tied head, and by multi-token prediction."""
-    first, last = env.weights.tied_stages
-    return env.shared(first, last if config.tie_word_embeddings else None, env.weights.mtp_stage)
+    stages, block = env.weights.stages, config.embedding_block
+    first = stages[block] if len(stages) > block else stages[0]
+    return env.shared(first, stages[-1] if config.tie_word_embeddings else None, env.weights.mtp_stage)
 
 
 def make_head(

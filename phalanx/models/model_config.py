@@ -75,6 +75,11 @@ class ModelConfig:
         return 0
 
     @property
+    def embedding_block(self) -> int:
+        """The number of the block that embeds the text."""
+        return 0
+
+    @property
     def layer_blocks(self) -> Sequence[int]:
         """The numbers, among all blocks, of those that are transformer layers."""
         return range(1, self.num_hidden_layers + 1)
@@ -112,6 +117,7 @@ class ModelConfig:
 class TensorNames:
     """What readers of Hugging Face folders need to know about names, beyond those that the modules define.
 
+    also        other tensors that each model of the family has, by which it is told from one with the same embedding
     prefix      of all tensors but the head; a base model saved without its head omits it
     embedding   the input embedding
     layer       of the tensors of layer {}
@@ -128,6 +134,7 @@ class TensorNames:
     embedding: str
     layer: str
     head: str = "lm_head.weight"
+    also: tuple[str, ...] = ()
     copies: str | None = None
     predictors: str | None = None
     constants: tuple[str, ...] = ()

@@ -109,7 +109,7 @@ def whole_specs(model: ModelConfig, freeze: Iterable[str] = (), also: Iterable[s
     nn.env.WeightRules."""
     once = {id(p): p.spec for block in whole_model(model) for p in block.parameters()}
     rules = Env(weights=WeightRules(freeze=tuple(freeze), also=tuple(also)))
-    return [replace(spec, frozen=rules.freezes(spec)) for spec in once.values()] if freeze else list(once.values())
+    return [replace(spec, frozen=spec.frozen or rules.freezes(spec)) for spec in once.values()]
 
 
 def exported_shapes(model: ModelConfig) -> dict[str, tuple[int, ...]]:

@@ -68,10 +68,11 @@ class PatchForm:
         return height // self.multiple * (width // self.multiple) + self.reads_class
 
     def units(self, pixels: NDArray[np.float32], name: str = "") -> Units:
-        """The rows of one image, pixels (channels, height, width); height and width are multiples of `multiple`, which
-        the caller has checked."""
+        """The rows of one image, pixels (channels, height, width). What is beyond a multiple of `multiple` is left
+        out, as by a convolution."""
         _, height, width = pixels.shape
         down, across, s, p = height // self.multiple, width // self.multiple, self.side, self.size
+        pixels = pixels[:, : down * s * p, : across * s * p]
         cut = pixels.reshape(self.channels, down, s, p, across, s, p).transpose(1, 4, 2, 5, 0, 3, 6)
         rows = np.repeat(cut.reshape(down * across, s * s, self.channels, 1, p, p), self.frames, axis=3)
         values = rows.reshape(down * across, s * s, self.width)

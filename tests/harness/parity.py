@@ -26,6 +26,7 @@ from phalanx.models.gpt_oss import GptOssConfig
 from phalanx.models.kimi_k25 import KimiK25Config
 from phalanx.models.llama import LlamaConfig
 from phalanx.models.llama4_text import Llama4TextConfig
+from phalanx.models.llava import LlavaConfig
 from phalanx.models.minimax_m2 import MiniMaxM2Config
 from phalanx.models.mistral import MistralConfig
 from phalanx.models.mixtral import MixtralConfig
@@ -40,6 +41,7 @@ from phalanx.models.qwen3_moe import Qwen3MoEConfig
 from phalanx.models.rope import RopeScaling
 from phalanx.models.smollm3 import SmolLM3Config
 from phalanx.models.t5 import T5Config
+from phalanx.models.vision_config import VisionConfig
 from phalanx.nn.objective import TaskConfig, find_objective
 from phalanx.ops.optimizer.shard import widened
 from phalanx.sequence.batch import ENCODER, IGNORE, Batch
@@ -350,6 +352,21 @@ MODELS["glm4_moe"] = Glm4MoEConfig(
 )
 MODELS["glm4_moe-mtp"] = replace(
     MODELS["glm4_moe"], num_hidden_layers=2, use_qk_norm=False, attention_bias=True, num_nextn_predict_layers=1
+)
+MODELS["llava"] = LlavaConfig(
+    **SIZES,
+    **HEADS,
+    intermediate_size=42,
+    num_hidden_layers=3,
+    image_token_id=7,
+    vision=VisionConfig(
+        hidden_size=24,
+        intermediate_size=30,
+        num_hidden_layers=3,
+        num_attention_heads=3,
+        image_size=6,
+        patch_size=3,
+    ),
 )
 MODELS["gpt_neox"] = GPTNeoXConfig(
     **SIZES, intermediate_size=42, num_hidden_layers=3, num_attention_heads=4, partial_rotary_factor=0.5

@@ -209,6 +209,11 @@ def gelu_by_formula(x: Tensor, exact: bool = False) -> Tensor:
     return (0.5 * wide * (1 + inner)).to(x.dtype)
 
 
+def quick_gelu(x: Tensor) -> Tensor:
+    """x * sigmoid(1.702 x), near GELU: what CLIP was trained with."""
+    return x * torch.sigmoid(1.702 * x)
+
+
 def geglu(x: Tensor, exact: bool = False, by_formula: bool = False) -> Tensor:
     """x (R, 2F) -> (R, F): GELU of the first half, times the second."""
     activated, gate = x.chunk(2, -1)
