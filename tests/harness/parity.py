@@ -11,6 +11,7 @@ import torch
 from phalanx.comm.debug import Site
 from phalanx.comm.mesh import Mesh
 from phalanx.config.run import Run, TrainConfig
+from phalanx.data.config import DataConfig
 from phalanx.engine.build import State, build
 from phalanx.engine.step import accumulate, update
 from phalanx.forecast.decide import make_plan
@@ -46,6 +47,7 @@ from phalanx.nn.objective import TaskConfig, find_objective
 from phalanx.ops.optimizer.shard import widened
 from phalanx.sequence.batch import ENCODER, IGNORE, Batch
 from phalanx.verifying.compare import allowed, random_weights
+from tests.harness.pictures import picture_batch
 
 SEQ, VOCAB = 16, 131
 ENCODER_SEQ = 24  # tokens of a sequence that an encoder reads
@@ -383,7 +385,9 @@ def base_run(model: str, global_batch: int = 8, micro_batch: int = 1, **train) -
         "precision": "fp64",
         **train,
     }
-    return Run(model=MODELS[model], train=TrainConfig(**options), task=task_of(MODELS[model]))
+    room = {stream.name: 4 * stream.largest for stream in MODELS[model].reads_units}
+    data = DataConfig(mock=True, room=room) if room else DataConfig()
+    return Run(model=MODELS[model], train=TrainConfig(**options), task=task_of(MODELS[model]), data=data)
 
 
 def task_of(model: ModelConfig) -> TaskConfig:
@@ -451,6 +455,8 @@ def with_encoder(batch: Batch, ids: list[int], documents: bool | str) -> Batch:
 def batch_of(run: Run, ids: list[int], documents: bool | str) -> Batch:
     """A micro-batch of a run."""
     batch = sample_batch(ids, documents, run.train.seq_length)
+    if run.model.reads_units:
+        return picture_batch(run, batch, ids)
     return with_encoder(batch, ids, documents) if run.model.reads_beside else batch
 
 

@@ -5,7 +5,6 @@ from __future__ import annotations
 from dataclasses import replace
 
 import numpy as np
-import torch
 
 from phalanx.config.run import Run
 from phalanx.models.model_config import ModelConfig
@@ -67,7 +66,3 @@ def sizes_of(model: ModelConfig) -> list[tuple[int, int]]:
     """Sizes of images that a small model of the tests reads."""
     vision = model.vision  # type: ignore[attr-defined]
     return [(vision.image_size, vision.image_size)]
-
-
-def merged(batches: list[Batch]) -> torch.Tensor:
-    return torch.cat([batch.tokens for batch in batches])

@@ -3,6 +3,7 @@ see no other; folders in both directions; a frozen tower."""
 
 from __future__ import annotations
 
+import json
 import math
 from dataclasses import replace
 from functools import lru_cache
@@ -11,15 +12,27 @@ import numpy as np
 import pytest
 import torch
 import torch.nn.functional as F
+from safetensors.torch import load_file, save_file
 
-from phalanx.checkpoint.hf import to_hf
+from phalanx.base.errors import CheckpointError
+from phalanx.checkpoint.convert import export
+from phalanx.checkpoint.hf import from_hf, model_config_from_hf, read_folder, resolved, to_hf
+from phalanx.checkpoint.hf_files import adapt, same_in
+from phalanx.checkpoint.keep import latest
+from phalanx.comm.axis import Axis
+from phalanx.comm.mesh import Mesh
 from phalanx.config.run import Run, TrainConfig
 from phalanx.data.config import DataConfig
+from phalanx.engine.build import build
+from phalanx.engine.step import accumulate
+from phalanx.forecast.decide import make_plan
 from phalanx.layout.config import LayoutConfig
 from phalanx.models.llava import LlavaConfig
 from phalanx.models.vision_config import VisionConfig
+from phalanx.planning.blocks import exported_shapes
 from phalanx.sequence.batch import IGNORE, Batch
 from phalanx.sequence.patches import PATCHES
+from phalanx.verifying.compare import random_weights
 from tests.harness.hf_fuzz import wide
 from tests.harness.parity import MODELS, SEQ, assemble, sample_batch
 from tests.harness.pictures import pixels_of, with_images
@@ -155,9 +168,6 @@ def results_of(ranks, model: LlavaConfig, layout: dict, weights: dict, batches: 
 
 def run_cut(rank: int, world: int, run: Run, weights: dict, batches: list[Batch]) -> dict:
     """As run_model, of this rank's shards of the batches."""
-    from phalanx.comm.mesh import Mesh
-    from phalanx.forecast.decide import make_plan
-
     part = Mesh(make_plan(run, world).grid, rank).part
     return run_model(rank, world, run, weights, [batch.cut(part) for batch in batches])
 
@@ -180,3 +190,121 @@ def test_equal_to_transformers(ranks, case, layout):
         for found in (np.concatenate(r["logits"]) for r in results if r["logits"]):
             assert np.abs(found - truth["logits"]).max() <= 1e-10 * np.abs(truth["logits"]).max()
     compare_gradients(assemble([r["grads"] for r in results]), truth["grads"])
+
+
+def test_packed_documents_and_images_see_no_other(ranks):
+    """Another image, or other tokens in a packed document, leave all other documents' logits as they are, to the
+    bit."""
+    model, weights = CASES[FIRST], truth_of(FIRST)["weights"]
+    batches = batches_of(model, "packed")
+    first = batches[0]
+    images = first.beside[PATCHES]
+    here = images.documents == 1
+    assert images.real[here].all()
+    other = replace(images, values=torch.where(here.unsqueeze(1), images.values + 1, images.values))
+    owner = int(images.samples[here][0])
+    at_images = first.tokens == model.image_token_id
+    documents = first.documents[at_images & (first.samples == owner)].unique()
+    spans = torch.isin(first.documents, documents)
+    run = run_of(model, {})
+    before, after = (
+        run_model(0, 1, run, weights, [each, batches[1]])["logits"][0]
+        for each in (first, replace(first, beside={PATCHES: other}))
+    )
+    spans = spans.numpy()
+    assert (before[~spans] == after[~spans]).all() and (before[spans] != after[spans]).any()
+
+
+def test_a_frozen_tower_has_no_gradient_and_no_backward(ranks):
+    model, truth = CASES[FIRST], truth_of(FIRST)
+    run = run_of(model, {}, freeze=["vision_tower.*"])
+    result = run_model(0, 1, run, truth["weights"], batches_of(model))
+    kept = {name: g for name, g in truth["grads"].items() if not name.startswith("vision_tower.")}
+    compare_gradients(assemble([result["grads"]]), kept)
+    for frozen in (True, False):
+        layout = {"pp": 2, "bucket_mb": 0, "stages": (3, 5)}  # the tower, and the rest
+        each = run_of(model, layout, freeze=["vision_tower.*"] if frozen else [])
+        found = ranks.run("tests.models.test_llava:backward_of_tower", 2, each)
+        assert all((blocks == []) == frozen for blocks, _ in found[:1])
+        assert [sent for _, sent in found] == [2, 0 if frozen else 2]
+
+
+def backward_of_tower(rank: int, world: int, run: Run) -> tuple[list[str], int]:
+    """The tower's blocks through which gradients pass on this rank, and messages that it sends: the last rank
+    sends gradients."""
+    plan = make_plan(run, world)
+    state, seen, sent = build(plan, Mesh(plan.grid, rank)), list[str](), list[int]()
+    random_weights(state.model)
+    stages, real = state.model.stages, Axis.send
+    backward = stages.runner.backward
+
+    def watched(where, mb, xs, ys, dys, last):
+        seen.extend(type(b).__name__ for b in stages.segments[where] if any(y.requires_grad for y in ys))
+        return backward(where, mb, xs, ys, dys, last)
+
+    stages.runner.backward = watched
+    Axis.send = lambda axis, x, to: (sent.append(to), real(axis, x, to))[1]
+    state.model.train()
+    try:
+        accumulate(state, batches_of(run.model))
+    finally:
+        Axis.send = real
+    return [name for name in seen if name.startswith("Vision")], len(sent)
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_config_json_in_both_directions(case):
+    written = json.loads(json.dumps(to_hf(CASES[case], torch.float32, {"pad_token_id": 0})))
+    found = from_hf(written)
+    assert resolved(vars(found)) == resolved(vars(CASES[case]))
+    assert to_hf(found, torch.float32, {"pad_token_id": 0}) == written
+
+
+@pytest.mark.parametrize(
+    ("changed", "said"),
+    [
+        ({"projector_hidden_act": "relu"}, "projector_hidden_act='relu'"),
+        ({"vision_feature_layer": [-2, -1]}, "vision_feature_layer=\\[-2, -1\\]"),
+        ({"vision_feature_layer": -9}, "must name the embedding or a layer of the tower"),
+        ({"text_config": {"model_type": "opt"}}, "text_config: model_type='opt'"),
+        ({"vision_config": {"model_type": "pixtral"}}, "vision_config: model_type='pixtral'"),
+        ({"image_token_index": 32000}, "must be a token of the vocabulary"),
+        ({"vision_config": None}, "vision_config=None"),
+    ],
+    ids=str,
+)
+def test_what_cannot_be_computed_is_named(changed, said):
+    with pytest.raises(CheckpointError, match=said):
+        from_hf({**to_hf(CLIP, torch.float32), **changed})
+
+
+@pytest.mark.parametrize(("case", "layout"), [(FIRST, "pp2"), ("SigLIP and Qwen2, tied", "tp2")])
+def test_a_folder_there_and_back_is_the_same_to_the_byte(ranks, tmp_path, case, layout):
+    """Saved by transformers, read, saved in a layout and exported; transformers then finds all it looks for and nothing
+    else."""
+    import transformers
+
+    theirs = transformers_model(CASES[case]).float()
+    theirs.save_pretrained(tmp_path / "theirs")
+    model = model_config_from_hf(tmp_path / "theirs")
+    assert resolved(vars(model)) == resolved(vars(CASES[case]))
+    run = run_of(model, LAYOUTS[layout], precision="fp32")
+    ranks.run("tests.models.test_t5:load_and_save", 2, run, tmp_path / "theirs", tmp_path / "run")
+    back = export(latest(tmp_path / "run"), tmp_path / "exported", "fp32")
+    before, after = (load_file(folder / "model.safetensors") for folder in (tmp_path / "theirs", back))
+    assert before.keys() == after.keys()
+    for name, tensor in before.items():
+        assert tensor.numpy().tobytes() == after[name].numpy().tobytes(), name
+    _, info = transformers.LlavaForConditionalGeneration.from_pretrained(back, output_loading_info=True)
+    assert not any(info.values())
+
+
+def test_former_names_of_published_folders_are_read(tmp_path):
+    theirs = transformers_model(CLIP).float()
+    theirs.save_pretrained(tmp_path)
+    tensors = load_file(tmp_path / "model.safetensors")
+    renamed = {n.replace("vision_tower.", "vision_tower.vision_model.", 1): t for n, t in tensors.items()}
+    save_file(renamed, tmp_path / "model.safetensors")
+    folder = read_folder(tmp_path)
+    found = adapt(folder.index, exported_shapes(folder.model), str(tmp_path), same_in(tmp_path))
+    assert found.keys() == exported_shapes(folder.model).keys()
