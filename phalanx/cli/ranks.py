@@ -63,6 +63,7 @@ def prepare_text(ready: Any) -> None:
             run.dir,
             run.model.vocab_size,
             train_on=make_objective(run.task).train_on,
+            pictures=run.model.pictures,
             say=lambda text: click.echo(text) if speaks else None,
             progress=show,
         )

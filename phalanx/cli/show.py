@@ -117,7 +117,7 @@ def data_prefixes(what: str, overrides: tuple[str, ...]) -> list[str]:
 
     run = prepare_elsewhere(what, overrides, None).run
     problems = check_files(run.data)
-    data = None if problems else find_text(run.data, run.dir, make_objective(run.task).train_on)
+    data = None if problems else find_text(run.data, run.dir, make_objective(run.task).train_on, run.model.pictures)
     if data is None and not problems:
         rule = (
             "is not prepared yet: there are no token files to compare; `phalanx train` and `phalanx data "
@@ -261,6 +261,7 @@ def prepared_loaders(run: Run) -> tuple[Loader, dict[str, Loader]]:
             run.dir,
             run.model.vocab_size,
             train_on=make_objective(run.task).train_on,
+            pictures=run.model.pictures,
             say=lambda text: click.echo(text, err=True),
             progress=show,
         )
@@ -306,6 +307,7 @@ def pack_text(config: str, overrides: tuple[str, ...]) -> Iterator[str]:
             run.dir,
             run.model.vocab_size,
             train_on=make_objective(run.task).train_on,
+            pictures=run.model.pictures,
             say=lambda text: click.echo(text, err=True),
             progress=show,
         )

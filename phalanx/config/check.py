@@ -58,7 +58,7 @@ def check_values(run: Run, facts: Facts) -> list[Problem]:
         *facts.env,
         *check_model(run.model, tp=run.layout.tp, seq_length=run.train.seq_length),
         *check_beside(run),
-        *check_units(run),
+        *check_units(run, facts.files),
         *check_layout(
             run.layout,
             world_size=facts.world_size,

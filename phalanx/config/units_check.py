@@ -3,13 +3,14 @@ read such streams."""
 
 from __future__ import annotations
 
-from phalanx.base.errors import Problem
-from phalanx.base.rules import problem
+from phalanx.base.errors import DataError, Problem
+from phalanx.base.rules import at_least, exists, missing_data, no_effect, problem
 from phalanx.config.run import Run
 
 
-def check_units(run: Run) -> list[Problem]:
-    """A capacity for each stream that the model reads, and for no other."""
+def check_units(run: Run, files: bool) -> list[Problem]:
+    """A capacity for each stream that the model reads, and for no other; a processor that fits. files: whether files
+    are there to be read."""
     read, room = {stream.name: stream for stream in run.model.reads_units}, run.data.room
     because = {"model.family": run.model.family}
     found = []
@@ -22,7 +23,27 @@ def check_units(run: Run) -> list[Problem]:
             rule = f"must say how many rows of {name} a sequence has room for: some multiple of the rows of an image"
             valid = ({**{k: v for k, v in room.items() if k in read}, name: 4 * stream.largest},)
             found.append(problem("data", run.data, "room", rule, because, valid))
-    return found + (check_not_built(run) if read else [])
+    return found + check_images(run, files) + (check_not_built(run) if read else [])
+
+
+def check_images(run: Run, files: bool) -> list[Problem]:
+    """What says how images become numbers, where the model reads any."""
+    data, spec = run.data, run.model.pictures
+    if spec is None:
+        because = {"model.family": run.model.family}
+        return no_effect("data", data, ("processor", "image_workers"), "a model that reads images", because)
+    found = at_least("data", data, 0, "image_workers")
+    if data.processor is None or not files:
+        return found
+    if not exists(data.processor):
+        return [*found, missing_data("data.processor", data.processor, "must be a preprocessor_config.json")]
+    from phalanx.data.pictures import steps_for  # Pillow: start-up time of runs without images
+
+    try:
+        steps_for(spec, data.processor)
+    except DataError as error:
+        found.append(problem("data", data, "processor", str(error), {}, (None,)))
+    return found
 
 
 def check_not_built(run: Run) -> list[Problem]:

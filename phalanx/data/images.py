@@ -172,7 +172,7 @@ class ImageSteps:
         found = np.array(image)
         if self.crop is not None:
             found = _cropped(found, *self.crop)
-        values = found.astype(np.float32) if self.scale is None else (found * self.scale).astype(np.float32)
+        values = np.multiply(found, 1.0 if self.scale is None else self.scale, dtype=np.float64).astype(np.float32)
         if self.mean is not None and self.std is not None:
             values = (values - np.array(self.mean, np.float32)) / np.array(self.std, np.float32)
         return np.ascontiguousarray(values.transpose(2, 0, 1))

@@ -10,7 +10,7 @@ from dataclasses import dataclass, replace
 from itertools import islice
 from queue import SimpleQueue
 from types import TracebackType
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, Protocol
 
 import numpy as np
 import torch
@@ -94,6 +94,14 @@ class Place(NamedTuple):
     window: int
 
 
+class SampleImages(Protocol):
+    """What gives samples their images (data/pictures.py)."""
+
+    def add(self, samples: Sequence[Sample], sources: Sequence[Any]) -> list[Sample]:
+        """sources: the corpus and the ranges of its tokens that each sample was made of; None: none has them."""
+        ...
+
+
 @dataclass(frozen=True)
 class Reading:
     """How a task reads the data.
@@ -101,13 +109,15 @@ class Reading:
     scores     what batches carry of another model; None: nothing
     transform  what becomes of samples; None: they stay as the data has them
     classes    names of the classes that labels are (data/classes.py); none: labels are the next tokens
-    units      the streams of units that the model reads, which the transform makes
+    units      the streams of units that the model reads, which `pictures` or the transform makes
+    pictures   gives samples their images, before they are transformed; None: they have none
     """
 
     scores: ScoreFile | None = None
     transform: SampleTransform | None = None
     classes: tuple[str, ...] = ()
     units: tuple[UnitRoom, ...] = ()
+    pictures: SampleImages | None = None
 
     def length(self, seq_length: int) -> int:
         """Tokens of the data in a sample that has `seq_length` for the model."""
@@ -160,7 +170,7 @@ class Loader:
         every = {corpus.prefix: corpus for source in sources for corpus in source.corpora} if reading.classes else {}
         self.classes = {prefix: open_classes(corpus, reading.classes) for prefix, corpus in every.items()}
         self.num_classes = len(reading.classes)
-        self.units = reading.units
+        self.units, self.pictures = reading.units, reading.pictures
         for corpus in [] if scores is None else [corpus for source in sources for corpus in source.corpora]:
             scores.check_corpus(corpus)  # type: ignore[union-attr]
         self._positions: dict[
@@ -225,7 +235,7 @@ class Loader:
 
     def read(self, places: Sequence[Place]) -> Batch:
         """The micro-batch of samples that `locate` found."""
-        samples = [self.sample(place) for place in places]
+        samples = self.samples(places)
         batch = self._stream(samples)
         streams = {name: [sample.beside[name] for sample in samples] for name in samples[0].beside}
         beside = {name: self._stream(stream, samples) for name, stream in streams.items()}
@@ -266,8 +276,20 @@ class Loader:
             coordinates=_joined([sample.coordinates for sample in samples]),
         )
 
+    def samples(self, places: Sequence[Place]) -> list[Sample]:
+        """Samples as the task reads them."""
+        found = [self._sample(place) for place in places]
+        if self.pictures is not None:
+            origins = [self.sources[place.source].origin(place.window) for place in places]
+            found = self.pictures.add(found, origins)
+        return found if self.transform is None else [self.transform(sample) for sample in found]
+
     def sample(self, place: Place) -> Sample:
         """One sample, as the task reads it."""
+        return self.samples([place])[0]
+
+    def _sample(self, place: Place) -> Sample:
+        """One sample, as the data has it, without images."""
         source = self.sources[place.source]
         window = source.window(place.window)
         length = len(window) - 1
@@ -281,8 +303,7 @@ class Loader:
             labels[source.unlabelled(place.window)] = IGNORE
             labels[filled:] = IGNORE
             labels[starts - 1] = IGNORE
-        sample = Sample(place.sample, window[:-1], labels, starts[starts < length], filled)
-        return sample if self.transform is None else self.transform(sample)
+        return Sample(place.sample, window[:-1], labels, starts[starts < length], filled)
 
     def _classes_of(self, place: Place, tokens: np.ndarray, starts: np.ndarray) -> np.ndarray:
         """The class of each token of a sample. In tokens that are in no file, the class of a document is its first

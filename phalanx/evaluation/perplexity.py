@@ -141,8 +141,8 @@ class ForwardOnly:
 def evaluate_rank(run: Run, placement: Placement, what: Evaluation) -> None:
     """One rank's share; rank 0 prints the table and writes the file."""
     with ExitStack() as after:
-        train_on = make_objective(run.task).train_on
-        run = replace(run, data=use_text(run.data, run.dir, run.model.vocab_size, train_on=train_on))
+        how: Any = {"train_on": make_objective(run.task).train_on, "pictures": run.model.pictures}
+        run = replace(run, data=use_text(run.data, run.dir, run.model.vocab_size, **how))
         loaders = open_sets(run, what)  # problems with the data are reported before the ranks meet
         after.callback(leave_world)
         mesh, _ = join(run, placement, identity(run, device_of(run, placement)))

@@ -8,6 +8,7 @@ from contextlib import ExitStack, nullcontext
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import torch
@@ -65,8 +66,8 @@ class TokenScoring:
 def score_rank(run: Run, placement: Placement, what: TokenScoring) -> None:
     """One rank's share; rank 0 writes the file."""
     with ExitStack() as after:
-        train_on = make_objective(run.task).train_on
-        run = replace(run, data=use_text(run.data, run.dir, run.model.vocab_size, train_on=train_on))
+        how: Any = {"train_on": make_objective(run.task).train_on, "pictures": run.model.pictures}
+        run = replace(run, data=use_text(run.data, run.dir, run.model.vocab_size, **how))
         loaders = loaders_of(run)  # problems with the data are reported before the ranks meet
         after.callback(leave_world)
         mesh, _ = join(run, placement, identity(run, device_of(run, placement), run.data))

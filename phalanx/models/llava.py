@@ -15,8 +15,15 @@ from phalanx.models.config_json import NEEDED, ConfigJson, HfKey, integer, other
 from phalanx.models.decoder_config import DecoderConfig, UpperWindowConfig, decoder_rules, shrink_decoder
 from phalanx.models.family import Family
 from phalanx.models.model_config import SmallSizes, TensorNames
-from phalanx.models.vision_config import VisionConfig, shrink_vision, vision_from_hf, vision_rules, vision_to_hf
-from phalanx.sequence.patches import PatchForm
+from phalanx.models.vision_config import (
+    VisionConfig,
+    shrink_vision,
+    usual_processor,
+    vision_from_hf,
+    vision_rules,
+    vision_to_hf,
+)
+from phalanx.sequence.patches import PatchForm, PictureSpec
 from phalanx.sequence.sample import UnitStream
 
 if TYPE_CHECKING:
@@ -76,6 +83,11 @@ class LlavaConfig(UpperWindowConfig):
         return PatchForm(v.patch_size, classed=v.tower == "clip", reads_class=reads, largest=v.patches)
 
     @property
+    def pictures(self) -> PictureSpec:
+        side = self.vision.image_size
+        return PictureSpec(self.patch_form, self.image_token_id, (side, side), usual_processor(self.vision))
+
+    @property
     def reads_units(self) -> tuple[UnitStream, ...]:
         return (self.patch_form.stream,)
 
@@ -96,8 +108,8 @@ def rules(config: LlavaConfig, seq_length: int) -> list[Problem]:
         rule, because = "must be a token of the vocabulary", {"model.vocab_size": config.vocab_size}
         found.append(problem("model", config, "image_token_id", rule, because, (config.vocab_size - 1,)))
     if config.vision.tower == "siglip" and config.vision_feature_select_strategy == "default":
-        rule, because = "leaves out a class token, and this tower has none", {"model.vision.tower": "siglip"}
-        found.append(problem("model", config, "vision_feature_select_strategy", rule, because, ("full",)))
+        rule, tower = "leaves out a class token, and this tower has none", {"model.vision.tower": "siglip"}
+        found.append(problem("model", config, "vision_feature_select_strategy", rule, tower, ("full",)))
     return found + check_text(config)
 
 

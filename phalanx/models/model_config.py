@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING
 
 from phalanx.base.errors import Problem
 from phalanx.base.rules import multiples, problem
+from phalanx.sequence.patches import PictureSpec
 from phalanx.sequence.sample import UnitStream
 
 
@@ -98,6 +99,11 @@ class ModelConfig:
     def reads_units(self) -> tuple[UnitStream, ...]:
         """The streams of units (sequence.units) that it reads, such as patches of images."""
         return ()
+
+    @property
+    def pictures(self) -> PictureSpec | None:
+        """What is to be known of images in its texts; None: it reads none."""
+        return None
 
     @property
     def decoder_start(self) -> int | None:

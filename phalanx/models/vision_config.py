@@ -69,8 +69,7 @@ def vision_rules(vision: VisionConfig) -> list[Problem]:
         valid = multiples(vision.hidden_size, vision.num_attention_heads)
         found.append(problem(at, vision, "hidden_size", "must be a multiple of num_attention_heads", because, valid))
     if vision.pooling_head and vision.tower != "siglip":
-        because = {f"{at}.tower": vision.tower}
-        found.append(problem(at, vision, "pooling_head", "is SigLIP's", because, (False,)))
+        found.append(problem(at, vision, "pooling_head", "is SigLIP's", {f"{at}.tower": vision.tower}, (False,)))
     return found
 
 
@@ -120,6 +119,15 @@ def vision_from_hf(config: Any, odd: list[str]) -> VisionConfig | None:
     return VisionConfig(tower=tower, pooling_head=values.get("vision_use_head", False), **own)  # type: ignore[arg-type]
 
 
+def usual_processor(vision: VisionConfig) -> dict[str, Any]:
+    """A preprocessor_config.json for a tower that is trained without one."""
+    side = vision.image_size
+    if vision.tower == "siglip":
+        return {"image_processor_type": "SiglipImageProcessor", "size": {"height": side, "width": side}}
+    crop = {"height": side, "width": side}
+    return {"image_processor_type": "CLIPImageProcessor", "size": {"shortest_edge": side}, "crop_size": crop}
+
+
 def vision_to_hf(vision: VisionConfig) -> dict[str, Any]:
     kinds = {tower: kind for kind, tower in TYPES.items()}
     found = {name: getattr(vision, name) for name in OF_TOWER[vision.tower] if hasattr(vision, name)}
@@ -128,13 +136,13 @@ def vision_to_hf(vision: VisionConfig) -> dict[str, Any]:
 
 
 def shrink_vision(vision: VisionConfig, small: SmallSizes) -> VisionConfig:
-    """Images of nine patches; one layer fewer than the text, at least two."""
+    """Images of four patches, and two layers."""
     return replace(
         vision,
         hidden_size=2 * small.head_dim * 2,
         intermediate_size=6 * small.head_dim,
         num_hidden_layers=2,
         num_attention_heads=2,
-        image_size=6,
+        image_size=4,
         patch_size=2,
     )

@@ -3,7 +3,9 @@ of the text stand for it. Pure numpy; which sizes images are given is up to data
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
@@ -72,22 +74,22 @@ class PatchForm:
         out, as by a convolution."""
         _, height, width = pixels.shape
         down, across, s, p = height // self.multiple, width // self.multiple, self.side, self.size
-        pixels = pixels[:, : down * s * p, : across * s * p]
-        cut = pixels.reshape(self.channels, down, s, p, across, s, p).transpose(1, 4, 2, 5, 0, 3, 6)
+        used: NDArray[np.float32] = pixels[:, : down * s * p, : across * s * p]
+        cut = used.reshape(self.channels, down, s, p, across, s, p).transpose(1, 4, 2, 5, 0, 3, 6)
         rows = np.repeat(cut.reshape(down * across, s * s, self.channels, 1, p, p), self.frames, axis=3)
         values = rows.reshape(down * across, s * s, self.width)
         coordinates = self._coordinates(down, across)
         order = np.argsort(coordinates[:, 0, WINDOW], kind="stable")
         found = np.empty(len(order), np.int64)
         found[order] = np.arange(len(order))
-        values, coordinates = values[order].reshape(-1, self.width), coordinates[order].reshape(-1, AXES)
+        flat, coordinates = values[order].reshape(-1, self.width), coordinates[order].reshape(-1, AXES)
         features = found * s * s
         if self.classed:
             first = np.array([[-1, -1, *coordinates[0, [ROWS, COLUMNS, WINDOW]]]], np.int64)
-            values = np.concatenate([np.zeros((1, self.width), values.dtype), values])
+            flat = np.concatenate([np.zeros((1, self.width), values.dtype), flat])
             coordinates = np.concatenate([first, coordinates])
             features = np.concatenate([[0] if self.reads_class else [], features + 1]).astype(np.int64)
-        return Units(values, coordinates, (len(values),), features, self.joined, (name,))
+        return Units(flat, coordinates, (len(flat),), features, self.joined, (name,))
 
     def _coordinates(self, down: int, across: int) -> NDArray[np.int64]:
         """(squares, patches of one, AXES), squares in the order of reading."""
@@ -101,3 +103,24 @@ class PatchForm:
             side = self.window // s
             found[..., WINDOW] = square_row // side * -(-across // side) + square_column // side
         return found.reshape(down * across, s * s, AXES)
+
+
+@dataclass(frozen=True)
+class PictureSpec:
+    """What a model's family says about images in a text.
+
+    form       how an image becomes rows
+    token      the token that stands for a feature
+    size       (height, width) of all images in pixels; None: any, in multiples
+    processor  a preprocessor_config.json, where the run names none
+    rewrites   what a chat template writes for an image, and what the text has there instead, with the token's name
+               once; None: the template writes the token's name once
+    grid_positions  whether tokens of images have positions of their own, by row and column (Qwen2-VL's M-RoPE)
+    """
+
+    form: PatchForm
+    token: int
+    size: tuple[int, int] | None
+    processor: Mapping[str, Any] = field(default_factory=dict, hash=False)
+    rewrites: tuple[str, str] | None = None
+    grid_positions: bool = False

@@ -20,6 +20,7 @@ from phalanx.data.checksums import SUFFIX as SUMS
 from phalanx.data.config import DataConfig, SourceConfig, prefixes_and_weights
 from phalanx.data.files import replacing
 from phalanx.data.pairs import pair_files
+from phalanx.sequence.patches import PictureSpec
 from phalanx.text.pairs import prepare_pairs
 from phalanx.text.prepare import prepare, read_manifest
 from phalanx.text.readers import Hints, find_files
@@ -45,11 +46,13 @@ def use_text(
     vocab_size: int,
     *,
     train_on: TrainOn | None = None,
+    pictures: PictureSpec | None = None,
     say: Callable[[str], object] = print,
     progress: Callable[[int, int], None] | None = None,
 ) -> DataConfig:
     """The config with a source in place of `text`, or of the files of `pairs` or `chats`: token files in the cache,
-    created now unless they exist. train_on: what of chats is trained (Objective.train_on).
+    created now unless they exist. train_on: what of chats is trained (Objective.train_on); pictures: what the model
+    reads of images in them.
 
     The cache (data.cache, or `data` in the run's folder) is keyed by the contents of the texts, the tokenizer and how
     they are read. One of the processes that share its file system prepares, under a lock; the others wait, and `say`
@@ -60,7 +63,7 @@ def use_text(
         return _use_pairs(config, run_folder, vocab_size, say)
     if config.chats:
         if sets := chat_sets(config):
-            chats = _Chats(config, train_on)
+            chats = _Chats(config, train_on, pictures)
             _check_size(config, chats.encoder.tokenizer, vocab_size)
             config = _use_chats(config, Path(run_folder), sets, chats, say, progress)
         check_train_on(config, train_on)
@@ -103,11 +106,14 @@ def _check_size(config: DataConfig, tokenizer: Tokenizer, vocab_size: int) -> No
 
 
 def find_text(
-    config: DataConfig, run_folder: str | os.PathLike[str], train_on: TrainOn | None = None
+    config: DataConfig,
+    run_folder: str | os.PathLike[str],
+    train_on: TrainOn | None = None,
+    pictures: PictureSpec | None = None,
 ) -> DataConfig | None:
     """As `use_text`, but creates and writes nothing: None if the token files do not exist yet."""
     if chat_sets(config):
-        return _find_chats(config, Path(run_folder), _Chats(config, train_on))
+        return _find_chats(config, Path(run_folder), _Chats(config, train_on, pictures))
     names = pair_files(config.pairs)
     if not config.text and not names:
         return config
@@ -158,18 +164,20 @@ def _pairs_key(config: DataConfig, hashes: Sequence[str]) -> str:
 class _Chats:
     """How the chats of a config are prepared."""
 
-    def __init__(self, config: DataConfig, train_on: TrainOn | None):
+    def __init__(self, config: DataConfig, train_on: TrainOn | None, pictures: PictureSpec | None):
         if train_on is None:
             raise DataError("data.chats needs an objective that trains on chats, such as task.name=sft")
         from phalanx.text.chat_masks import ChatEncoder  # jinja2: start-up time of runs without chats
         from phalanx.text.chat_template import template_for
+        from phalanx.text.pictures import PictureText
 
         given = str(config.tokenizer)
         tokenizer = load_tokenizer(given)
         template = template_for(tokenizer, given, config.template)
-        self.encoder = ChatEncoder(tokenizer, template, train_on)
+        written = None if pictures is None else PictureText.of(pictures, config.processor, tokenizer)
+        self.encoder = ChatEncoder(tokenizer, template, train_on, written)
         deciding = [CHATS_VERSION, tokenizer.fingerprint, template and template.fingerprint, train_on]
-        self._deciding = [*deciding, config.bad_chats]
+        self._deciding = [*deciding, config.bad_chats, *([] if written is None else [written.deciding])]
 
     def key(self, files: Sequence[Path], hashes: Sequence[str]) -> str:
         """Names are part of it, because messages say from which file a chat comes."""

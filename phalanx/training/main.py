@@ -155,7 +155,8 @@ def opened(
         if lock is not None and lock.took_over:
             log.info(f"the folder was left by {lock.took_over}, which was killed: this run takes over")
         train_on = make_objective(run.task).train_on
-        run = replace(run, data=use_text(run.data, folder, run.model.vocab_size, train_on=train_on, say=log.info))
+        how: Any = {"train_on": train_on, "pictures": run.model.pictures, "say": log.info}
+        run = replace(run, data=use_text(run.data, folder, run.model.vocab_size, **how))
         check_tokenizers(run.data)
         loaders = open_loaders(run, run.data)  # problems with the data are reported before the ranks meet
         prompts = Prompts.read(run)

@@ -285,7 +285,9 @@ NAMED = {
     "llava pp2 x 2 virtual stages, dp2, level 3, full recompute": case(
         "llava", 4, pp=2, virtual_stages=2, sharding=3, recompute="full", micro_batch=2
     ),
-    "llava tp4, split backward, level 2": case("llava", 4, tp=2, pp=2, schedule="zb_h1", sharding=2, documents=True),
+    "llava tp2 pp2, split backward, level 2": case(
+        "llava", 4, tp=2, pp=2, schedule="zb_h1", sharding=2, documents=True
+    ),
     "llava cp3 in uneven parts, ring": case("llava", 3, cp=3, cp_attention="ring", micro_batch=4),
     "t5 cp3 in uneven parts, documents": case("t5", 3, cp=3, documents=True, micro_batch=2),
     "uneven stages": case("llama", 4, pp=4, stages=(1, 1, 3, 1)),
