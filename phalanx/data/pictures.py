@@ -21,7 +21,7 @@ from phalanx.data.chats import origin_text
 from phalanx.data.images import BadImage, ImageSteps, image_path, open_image, processor_of, read_bytes, read_processor
 from phalanx.data.index import Corpus
 from phalanx.data.picture_notes import PictureNotes
-from phalanx.sequence.patches import PatchForm, PictureSpec
+from phalanx.sequence.patches import PatchForm, PictureSpec, grid_positions
 from phalanx.sequence.sample import IGNORE, Sample, Units
 
 TAR = ".tar"
@@ -225,4 +225,8 @@ def with_pictures(sample: Sample, units: Units, spec: PictureSpec) -> Sample:
             f"sample {sample.number} has {places} tokens of images, and its images {len(units.features)} features: "
             f"{', '.join(units.names) or 'none'}"
         )
-    return replace(sample, units={**sample.units, spec.form.stream.name: units})
+    made = replace(sample, units={**sample.units, spec.form.stream.name: units})
+    if not spec.grid_positions:
+        return made
+    tokens = np.array(sample.tokens, np.int64)
+    return replace(made, coordinates=grid_positions(tokens, sample.documents, units, spec))

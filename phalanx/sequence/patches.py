@@ -3,7 +3,7 @@ of the text stand for it. Pure numpy; which sizes images are given is up to data
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -103,6 +103,32 @@ class PatchForm:
             side = self.window // s
             found[..., WINDOW] = square_row // side * -(-across // side) + square_column // side
         return found.reshape(down * across, s * s, AXES)
+
+
+def grid_positions(
+    tokens: NDArray[np.int64], documents: Sequence[tuple[int, int]], units: Units, spec: PictureSpec
+) -> NDArray[np.int64]:
+    """(n, 3) positions of tokens in time, rows and columns: those of a text are all one number, which goes on after an
+    image by its longer side; those of an image begin with one number, and rows and columns count on from it (Wang et
+    al., "Qwen2-VL", 2024, M-RoPE). They begin anew with each document."""
+    found = np.repeat(np.arange(len(tokens))[:, None], 3, 1)
+    side, starts = spec.form.side, np.cumsum([0, *units.sizes])
+    grids = [tuple((units.coordinates[at, [ROWS, COLUMNS]] // side).tolist()) for at in starts[:-1]]
+    places, image = np.flatnonzero(tokens == spec.token), 0
+    for first, stop in documents:
+        at, position = first, 0
+        for place in places[np.searchsorted(places, first) : np.searchsorted(places, stop)].tolist():
+            if place < at:
+                continue
+            down, across = grids[image]
+            image, end = image + 1, min(place + down * across, len(tokens))
+            found[at:place] = position + np.arange(place - at)[:, None]
+            position += place - at
+            rows, columns = np.divmod(np.arange(end - place), across)
+            found[place:end] = position + np.stack([np.zeros_like(rows), rows, columns], 1)
+            at, position = end, position + max(down, across)
+        found[at:stop] = position + np.arange(max(stop - at, 0))[:, None]
+    return found
 
 
 @dataclass(frozen=True)

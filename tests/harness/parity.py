@@ -37,8 +37,10 @@ from phalanx.models.olmo2 import Olmo2Config
 from phalanx.models.olmo3 import Olmo3Config
 from phalanx.models.phi3 import Phi3Config
 from phalanx.models.qwen2 import Qwen2Config
+from phalanx.models.qwen2_5_vl import Qwen25Vision, Qwen25VLConfig
 from phalanx.models.qwen3 import Qwen3Config
 from phalanx.models.qwen3_moe import Qwen3MoEConfig
+from phalanx.models.qwen3_vl import Qwen3Vision, Qwen3VLConfig
 from phalanx.models.rope import RopeScaling
 from phalanx.models.smollm3 import SmolLM3Config
 from phalanx.models.t5 import T5Config
@@ -369,6 +371,34 @@ MODELS["llava"] = LlavaConfig(
         image_size=6,
         patch_size=3,
     ),
+)
+VL = {
+    "hidden_size": 24,
+    "intermediate_size": 30,
+    "num_hidden_layers": 3,
+    "num_attention_heads": 3,
+    "patch_size": 2,
+}
+MODELS["qwen2_5_vl"] = Qwen25VLConfig(
+    **SIZES,
+    **HEADS,
+    intermediate_size=42,
+    num_hidden_layers=3,
+    image_token_id=7,
+    mrope_section=(2, 1, 1),
+    rope_theta=100.0,
+    vision=Qwen25Vision(**VL, window_size=8, fullatt_block_indexes=(1,)),
+)
+MODELS["qwen3_vl"] = Qwen3VLConfig(
+    **SIZES,
+    **HEADS,
+    intermediate_size=42,
+    num_hidden_layers=3,
+    head_dim=12,
+    image_token_id=7,
+    mrope_section=(2, 2, 2),
+    rope_theta=100.0,
+    vision=Qwen3Vision(**VL, num_position_embeddings=9, deepstack_visual_indexes=(0, 2)),
 )
 MODELS["gpt_neox"] = GPTNeoXConfig(
     **SIZES, intermediate_size=42, num_hidden_layers=3, num_attention_heads=4, partial_rotary_factor=0.5

@@ -5,11 +5,11 @@ from __future__ import annotations
 from dataclasses import replace
 
 import numpy as np
+import torch
 
 from phalanx.config.run import Run
-from phalanx.models.model_config import ModelConfig
 from phalanx.sequence.batch import IGNORE, Batch
-from phalanx.sequence.patches import PatchForm
+from phalanx.sequence.patches import PatchForm, PictureSpec, grid_positions
 from phalanx.sequence.sample import UnitRoom, Units
 from phalanx.sequence.units import unit_batch
 
@@ -29,23 +29,28 @@ def images_of(sample: int, form: PatchForm, sizes: list[tuple[int, int]], most: 
     return Units.together(found, form.stream)
 
 
-def with_images(batch: Batch, ids: list[int], form: PatchForm, token: int, sizes: list[tuple[int, int]]) -> Batch:
-    """The batch with images in some samples: a run of tokens for each, inside one document."""
-    length = batch.seq_length
+def with_images(batch: Batch, ids: list[int], spec: PictureSpec) -> Batch:
+    """The batch with images in some samples: a run of tokens for each."""
+    length, token, form = batch.seq_length, spec.token, spec.form
     tokens = batch.tokens.where(batch.tokens != token, token - 1).view(len(ids), length).clone()
-    found = []
+    found, coordinates = list[Units](), list[np.ndarray]()
+    documents = (torch.zeros_like(batch.tokens) if batch.documents is None else batch.documents).view(len(ids), length)
     for row, sample in enumerate(ids):
-        units = images_of(sample, form, sizes, length - 4)
-        counts = [int(((units.features >= a) & (units.features < a + n)).sum()) for a, n in spans(units)]
+        units = images_of(sample, form, sizes_of(spec), length - 4)
         at = 1 + sample % 2
-        for count in counts:
+        for first, size in spans(units):
+            count = int(((units.features >= first) & (units.features < first + size)).sum())
             tokens[row, at : at + count] = token
             at += count + 1
         found.append(units)
-    labels = batch.labels.where(tokens.flatten() != token, IGNORE)
-    room = UnitRoom(form.stream, 10_000, "data.room.patches")
-    stream = unit_batch(found, ids, room)
-    return replace(batch, tokens=tokens.flatten(), labels=labels, beside={**batch.beside, form.stream.name: stream})
+        starts = [0, *(np.flatnonzero(np.diff(documents[row].numpy())) + 1).tolist(), length]
+        coordinates.append(grid_positions(tokens[row].numpy(), list(zip(starts, starts[1:])), units, spec))
+    flat = tokens.flatten()
+    stream = unit_batch(found, ids, UnitRoom(form.stream, 10_000, "data.room.patches"))
+    own = torch.from_numpy(np.concatenate(coordinates)) if spec.grid_positions else None
+    labels = batch.labels.where(flat != token, IGNORE)
+    beside = {**batch.beside, form.stream.name: stream}
+    return replace(batch, tokens=flat, labels=labels, beside=beside, coordinates=own)
 
 
 def spans(units: Units) -> list[tuple[int, int]]:
@@ -53,16 +58,12 @@ def spans(units: Units) -> list[tuple[int, int]]:
     return list(zip(starts.tolist(), units.sizes))
 
 
-def form_of(model: ModelConfig) -> PatchForm:
-    return model.patch_form  # type: ignore[attr-defined]
-
-
 def picture_batch(run: Run, batch: Batch, ids: list[int]) -> Batch:
-    model = run.model
-    return with_images(batch, ids, form_of(model), model.image_token_id, sizes_of(model))  # type: ignore[attr-defined]
+    assert run.model.pictures is not None
+    return with_images(batch, ids, run.model.pictures)
 
 
-def sizes_of(model: ModelConfig) -> list[tuple[int, int]]:
+def sizes_of(spec: PictureSpec) -> list[tuple[int, int]]:
     """Sizes of images that a small model of the tests reads."""
-    vision = model.vision  # type: ignore[attr-defined]
-    return [(vision.image_size, vision.image_size)]
+    n = spec.form.multiple
+    return [spec.size] if spec.size else [(2 * n, 3 * n), (n, n), (4 * n, 2 * n), (3 * n, 3 * n)]

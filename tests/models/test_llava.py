@@ -94,9 +94,7 @@ def run_of(model: LlavaConfig, layout: dict, **train) -> Run:
 
 
 def batches_of(model: LlavaConfig, documents: bool | str = False, ids=IDS) -> list[Batch]:
-    side = model.vision.image_size
-    form, token = model.patch_form, model.image_token_id
-    return [with_images(sample_batch(list(each), documents), list(each), form, token, [(side, side)]) for each in ids]
+    return [with_images(sample_batch(list(each), documents), list(each), model.pictures) for each in ids]
 
 
 def transformers_model(model: LlavaConfig):
