@@ -93,7 +93,7 @@ def from_hf(found: ConfigJson) -> Qwen25VLConfig | None:
     keys, section = text_with_section(found.stated, (16, 24, 24))
     keys.setdefault("rope_theta", 1000000.0)
     made = inner_config(qwen2.FAMILY, keys, found)
-    width = keys.get("hidden_size")
+    width = keys.get("hidden_size", 0)
     values = vision_values(found.values["vision_config"], VISION_KEYS, {"hidden_act": ("silu",)}, width, found.odd)
     if made is None or found.odd:
         return None

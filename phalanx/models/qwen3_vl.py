@@ -127,7 +127,7 @@ def from_hf(found: ConfigJson) -> Qwen3VLConfig | None:
     keys |= {"max_position_embeddings": keys.get("max_position_embeddings", 128000)}
     made = inner_config(qwen3.FAMILY, keys, found)
     only: dict[str, tuple[Any, ...]] = {"hidden_act": ("gelu_pytorch_tanh",)}
-    values = vision_values(found.values["vision_config"], VISION_KEYS, only, keys.get("hidden_size"), found.odd)
+    values = vision_values(found.values["vision_config"], VISION_KEYS, only, keys.get("hidden_size", 0), found.odd)
     if made is None or found.odd:
         return None
     own = {name: values[name] for name in (*VISION_FIELDS.values(), "num_position_embeddings")}

@@ -112,22 +112,23 @@ def grid_positions(
     image by its longer side; those of an image begin with one number, and rows and columns count on from it (Wang et
     al., "Qwen2-VL", 2024, M-RoPE). They begin anew with each document."""
     found = np.repeat(np.arange(len(tokens))[:, None], 3, 1)
-    side, starts = spec.form.side, np.cumsum([0, *units.sizes])
-    grids = [tuple((units.coordinates[at, [ROWS, COLUMNS]] // side).tolist()) for at in starts[:-1]]
-    places, image = np.flatnonzero(tokens == spec.token), 0
+    firsts = np.cumsum([0, *units.sizes])[:-1]
+    grids = units.coordinates[firsts][:, [ROWS, COLUMNS]] // spec.form.side
+    counts = grids.prod(1)
+    places = np.flatnonzero(tokens == spec.token)[: int(counts.sum())]
+    image = np.repeat(np.arange(len(counts)), counts)[: len(places)]
+    rows, columns = np.divmod(np.arange(len(places)) - (np.cumsum(counts) - counts)[image], grids[image, 1])
     for first, stop in documents:
         at, position = first, 0
-        for place in places[np.searchsorted(places, first) : np.searchsorted(places, stop)].tolist():
-            if place < at:
-                continue
-            down, across = grids[image]
-            image, end = image + 1, min(place + down * across, len(tokens))
-            found[at:place] = position + np.arange(place - at)[:, None]
-            position += place - at
-            rows, columns = np.divmod(np.arange(end - place), across)
-            found[place:end] = position + np.stack([np.zeros_like(rows), rows, columns], 1)
-            at, position = end, position + max(down, across)
-        found[at:stop] = position + np.arange(max(stop - at, 0))[:, None]
+        low, high = np.searchsorted(places, (first, stop))
+        for number in np.unique(image[low:high]).tolist():
+            mine = low + np.flatnonzero(image[low:high] == number)
+            begin, end = int(places[mine[0]]), int(places[mine[-1]]) + 1
+            found[at:begin] = position + np.arange(begin - at)[:, None]
+            position += begin - at
+            found[places[mine]] = position + np.stack([np.zeros_like(mine), rows[mine], columns[mine]], 1)
+            at, position = end, position + int(grids[number].max())
+        found[at:stop] = position + np.arange(stop - at)[:, None]
     return found
 
 
