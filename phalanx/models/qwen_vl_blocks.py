@@ -168,7 +168,7 @@ class QwenVisionLayer(Block):
         self.attention = Attention(self.env, spec)
         self.mlp = self.make_mlp(config, at, std)
         self.windowed = False
-        self.rows_of_window = (v.window or 0) ** 2
+        self.rows_of_window, self.rows_of_image = (v.window or 0) ** 2, config.patch_form.largest
         self.merger: Merger | None = None
         self.number, self.out, self.joined = 0, config.hidden_size, v.spatial_merge_size**2
 
@@ -191,7 +191,7 @@ class QwenVisionLayer(Block):
 
     def flops_per_token(self, lengths: Mapping[str, int], mixing: bool = True) -> float:
         rows = lengths.get(PATCHES, 0)
-        length = min(rows, self.rows_of_window) if self.windowed else rows
+        length = min(rows, self.rows_of_window if self.windowed else self.rows_of_image)
         own = self.attention.flops(length if mixing else 0) + self.mlp.flops(length)
         own += 0.0 if self.merger is None else 2.0 * self.merger.num_weights / self.joined
         return own * rows / lengths[TEXT]

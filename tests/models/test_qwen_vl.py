@@ -82,8 +82,6 @@ def saved_names(case: str, model) -> dict[str, torch.nn.Parameter]:
 def wide():
     """float64 in place of float32, in the shared functions of towers too."""
     from transformers import vision_utils
-    from transformers.models.qwen2_5_vl import modeling_qwen2_5_vl as _  # `hf_fuzz.wide` changes what is imported
-    from transformers.models.qwen3_vl import modeling_qwen3_vl as _  # noqa: F811
 
     before = vision_utils.torch
     with hf_fuzz.wide():
