@@ -68,8 +68,8 @@ def size_of(data: bytes, name: str) -> tuple[int, int]:
     `open_image`."""
     image = _header(data, name)
     with _decoding(name):
-        turned = image.getexif().get(0x0112, 1) in (5, 6, 7, 8)
-    return (image.width, image.height) if turned else (image.height, image.width)
+        sideways = image.getexif().get(0x0112, 1) in (5, 6, 7, 8)
+    return (image.width, image.height) if sideways else (image.height, image.width)
 
 
 def open_image(data: bytes, name: str) -> Image.Image:
@@ -223,17 +223,33 @@ HALF = ((0.5, 0.5, 0.5), (0.5, 0.5, 0.5))
 BILINEAR, BICUBIC = int(Image.Resampling.BILINEAR), int(Image.Resampling.BICUBIC)
 # what each processor does where the file does not say: size, crop, filter, mean and deviation
 DEFAULTS: dict[str, dict[str, Any]] = {
-    "clip": {"size": {"shortest_edge": 224}, "crop_size": 224, "do_center_crop": True, "resample": BICUBIC, "of": CLIP},
-    "llava": {
+    "CLIPImageProcessor": {
         "size": {"shortest_edge": 224},
         "crop_size": 224,
         "do_center_crop": True,
         "resample": BICUBIC,
         "of": CLIP,
     },
-    "siglip": {"size": {"height": 224, "width": 224}, "do_center_crop": False, "resample": BICUBIC, "of": HALF},
-    "gemma3": {"size": {"height": 224, "width": 224}, "do_center_crop": False, "resample": BILINEAR, "of": HALF},
-    "qwen2vl": {
+    "LlavaImageProcessor": {
+        "size": {"shortest_edge": 224},
+        "crop_size": 224,
+        "do_center_crop": True,
+        "resample": BICUBIC,
+        "of": CLIP,
+    },
+    "SiglipImageProcessor": {
+        "size": {"height": 224, "width": 224},
+        "do_center_crop": False,
+        "resample": BICUBIC,
+        "of": HALF,
+    },
+    "Gemma3ImageProcessor": {
+        "size": {"height": 224, "width": 224},
+        "do_center_crop": False,
+        "resample": BILINEAR,
+        "of": HALF,
+    },
+    "Qwen2VLImageProcessor": {
         "size": {"shortest_edge": 56 * 56, "longest_edge": 28 * 28 * 1280},
         "do_center_crop": False,
         "resample": BICUBIC,
@@ -241,7 +257,11 @@ DEFAULTS: dict[str, dict[str, Any]] = {
     },
 }
 # names of classes that only differ in what runs them, or in nothing that matters to images
-OTHERS = {"qwen2_5_vl": "qwen2vl", "qwen3vl": "qwen2vl", "clipfeatureextractor": "clip"}
+OTHERS = {
+    "Qwen25VLImageProcessor": "Qwen2VLImageProcessor",
+    "Qwen3VLImageProcessor": "Qwen2VLImageProcessor",
+    "CLIPFeatureExtractor": "CLIPImageProcessor",
+}
 
 
 @dataclass(frozen=True)
@@ -272,7 +292,7 @@ def read_processor(path: Path) -> Processor:
 def processor_of(config: dict[str, Any], where: str = CONFIG) -> Processor:
     """As transformers 5 reads it. DataError names all that is not supported."""
     kind = str(config.get("image_processor_type") or config.get("feature_extractor_type") or "")
-    name = kind.removesuffix("Fast").removesuffix("Pil").removesuffix("ImageProcessor").lower()
+    name = kind.removesuffix("Fast").removesuffix("Pil").replace("_", "")
     name = OTHERS.get(name, name)
     if name not in DEFAULTS:
         known = "CLIP, Siglip, Llava, Gemma3, Qwen2VL"
@@ -293,13 +313,13 @@ def processor_of(config: dict[str, Any], where: str = CONFIG) -> Processor:
 
     size = dict(asked("size", usual["size"])) if isinstance(asked("size", usual["size"]), dict) else config["size"]
     multiple = 1
-    if name == "qwen2vl":
+    if name == "Qwen2VLImageProcessor":
         multiple = int(asked("patch_size", 14)) * int(asked("merge_size", 2))
         if isinstance(size, dict):
             for key, old in (("shortest_edge", "min_pixels"), ("longest_edge", "max_pixels")):
                 size[key] = asked(old, size.get(key, usual["size"][key]))
     fit, numbers = _fit(size, name, odd) if asked("do_resize", True) else ("none", (0, 0))
-    if name == "qwen2vl" and fit == "none":
+    if name == "Qwen2VLImageProcessor" and fit == "none":
         odd.append("do_resize=False (supported: true: sides must be multiples of patches)")
     crop = None
     if asked("do_center_crop", usual["do_center_crop"]):
@@ -307,7 +327,7 @@ def processor_of(config: dict[str, Any], where: str = CONFIG) -> Processor:
         sides = (given, given) if isinstance(given, int) else (given.get("height"), given.get("width"))
         crop = (int(sides[0] or 0), int(sides[1] or 0))
         odd += [f"crop_size={given!r} (supported: height and width, at least 1)"] if min(crop) < 1 else []
-    if asked("do_pad", False) and name != "llava":
+    if asked("do_pad", False) and name != "LlavaImageProcessor":
         odd.append("do_pad=True (supported: false)")
     resample = asked("resample", usual["resample"])
     if resample not in {int(each) for each in Image.Resampling}:
@@ -319,7 +339,7 @@ def processor_of(config: dict[str, Any], where: str = CONFIG) -> Processor:
         raise DataError(f"{where}: not supported: {'; '.join(odd)}")
     normal = bool(asked("do_normalize", True))
     steps = ImageSteps(
-        square=name == "llava" and bool(asked("do_pad", False)),
+        square=name == "LlavaImageProcessor" and bool(asked("do_pad", False)),
         fit=fit,
         size=numbers,
         multiple=multiple,
@@ -330,22 +350,26 @@ def processor_of(config: dict[str, Any], where: str = CONFIG) -> Processor:
         std=std if normal else None,
     )
     own = {key: config.get(key) for key in ("patch_size", "temporal_patch_size", "merge_size")}
-    if name != "qwen2vl":
+    if name != "Qwen2VLImageProcessor":
         return Processor(steps)
     return Processor(steps, *(int(v or d) for v, d in zip(own.values(), (14, 2, 2))))
 
 
 def _fit(size: Any, name: str, odd: list[str]) -> tuple[Fit, tuple[int, int]]:
     """How images are resized."""
-    given = {"shortest_edge": size} if isinstance(size, int) and name in ("clip", "llava") else size
+    given = (
+        {"shortest_edge": size}
+        if isinstance(size, int) and name in ("CLIPImageProcessor", "LlavaImageProcessor")
+        else size
+    )
     given = {"height": given, "width": given} if isinstance(given, int) else given
     keys = {k: v for k, v in given.items() if v is not None} if isinstance(given, dict) else {}
     whole = all(isinstance(v, int) and v >= 1 for v in keys.values())
-    if whole and name == "qwen2vl" and set(keys) == {"shortest_edge", "longest_edge"}:
+    if whole and name == "Qwen2VLImageProcessor" and set(keys) == {"shortest_edge", "longest_edge"}:
         return "pixels", (keys["shortest_edge"], keys["longest_edge"])
-    if whole and name != "qwen2vl" and set(keys) == {"shortest_edge"}:
+    if whole and name != "Qwen2VLImageProcessor" and set(keys) == {"shortest_edge"}:
         return "shortest", (keys["shortest_edge"], 0)
-    if whole and name != "qwen2vl" and set(keys) == {"height", "width"}:
+    if whole and name != "Qwen2VLImageProcessor" and set(keys) == {"height", "width"}:
         return "exact", (keys["height"], keys["width"])
     odd.append(f"size={size!r} (supported: height and width, or shortest_edge; of Qwen2-VL shortest_ and longest_edge)")
     return "none", (0, 0)

@@ -19,7 +19,7 @@ from phalanx.planning.order import eval_samples, global_batch_at, total_samples,
 from phalanx.planning.reading import reading_of, window_length
 from phalanx.sequence.batch import TEXT, Batch
 from phalanx.sequence.shard import SequenceShard
-from phalanx.text.cache import find_text
+from phalanx.text.cache import ChatUse, find_text
 from phalanx.text.tokenizers import Tokenizer
 
 SNIPPET = 24  # tokens shown of each end of a sequence
@@ -79,7 +79,7 @@ def plan_data(run: Run) -> str:
     missing = check_files(run.data)
     if missing:
         return f"not here: {', '.join(str(p.value) for p in missing)}"
-    data = find_text(run.data, run.dir, make_objective(run.task).train_on, run.model.pictures)
+    data = find_text(run.data, run.dir, ChatUse(make_objective(run.task).train_on, run.model.pictures))
     return (
         "the data is not prepared yet; `phalanx train` does it first"
         if data is None

@@ -11,7 +11,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 from phalanx.base.errors import DataError
 from phalanx.base.file_lock import FileLock
@@ -45,14 +45,13 @@ def use_text(
     run_folder: str | os.PathLike[str],
     vocab_size: int,
     *,
-    train_on: TrainOn | None = None,
-    pictures: PictureSpec | None = None,
+    train_on: TrainOn | ChatUse | None = None,
     say: Callable[[str], object] = print,
     progress: Callable[[int, int], None] | None = None,
 ) -> DataConfig:
     """The config with a source in place of `text`, or of the files of `pairs` or `chats`: token files in the cache,
-    created now unless they exist. train_on: what of chats is trained (Objective.train_on); pictures: what the model
-    reads of images in them.
+    created now unless they exist. train_on: what of chats is trained (Objective.train_on), and what else is to be known
+    of how they are used.
 
     The cache (data.cache, or `data` in the run's folder) is keyed by the contents of the texts, the tokenizer and how
     they are read. One of the processes that share its file system prepares, under a lock; the others wait, and `say`
@@ -63,10 +62,10 @@ def use_text(
         return _use_pairs(config, run_folder, vocab_size, say)
     if config.chats:
         if sets := chat_sets(config):
-            chats = _Chats(config, train_on, pictures)
+            chats = _Chats(config, train_on)
             _check_size(config, chats.encoder.tokenizer, vocab_size)
             config = _use_chats(config, Path(run_folder), sets, chats, say, progress)
-        check_train_on(config, train_on)
+        check_train_on(config, chats_used(train_on).train_on)
         return config
     if not config.text:
         return config
@@ -108,12 +107,11 @@ def _check_size(config: DataConfig, tokenizer: Tokenizer, vocab_size: int) -> No
 def find_text(
     config: DataConfig,
     run_folder: str | os.PathLike[str],
-    train_on: TrainOn | None = None,
-    pictures: PictureSpec | None = None,
+    train_on: TrainOn | ChatUse | None = None,
 ) -> DataConfig | None:
     """As `use_text`, but creates and writes nothing: None if the token files do not exist yet."""
     if chat_sets(config):
-        return _find_chats(config, Path(run_folder), _Chats(config, train_on, pictures))
+        return _find_chats(config, Path(run_folder), _Chats(config, train_on))
     names = pair_files(config.pairs)
     if not config.text and not names:
         return config
@@ -161,10 +159,23 @@ def _pairs_key(config: DataConfig, hashes: Sequence[str]) -> str:
 # ---- chats
 
 
+class ChatUse(NamedTuple):
+    """How chats are used: what of them is trained (Objective.train_on; None: the objective takes none), and what the
+    model reads of images in them (None: nothing)."""
+
+    train_on: TrainOn | None
+    pictures: PictureSpec | None = None
+
+
+def chats_used(given: TrainOn | ChatUse | None) -> ChatUse:
+    return given if isinstance(given, ChatUse) else ChatUse(given)
+
+
 class _Chats:
     """How the chats of a config are prepared."""
 
-    def __init__(self, config: DataConfig, train_on: TrainOn | None, pictures: PictureSpec | None):
+    def __init__(self, config: DataConfig, use: TrainOn | ChatUse | None):
+        train_on, pictures = chats_used(use)
         if train_on is None:
             raise DataError("data.chats needs an objective that trains on chats, such as task.name=sft")
         from phalanx.text.chat_masks import ChatEncoder  # jinja2: start-up time of runs without chats
