@@ -15,6 +15,7 @@ import torch
 from PIL import Image
 
 import phalanx as px
+from phalanx.checkpoint.keep import latest
 from phalanx.config.run import Run, TrainConfig
 from phalanx.data.config import DataConfig
 from phalanx.data.loader import train_loader
@@ -36,10 +37,11 @@ TEMPLATE = (
 )
 SEQ, SIDE = 252, 16  # a sequence has room for some chats; two digits of 8 x 8 in a square
 HELD_OUT = 400
+PROCESSOR = "preprocessor_config.json"
 
 
 def tokenizer_folder(folder: Path) -> Path:
-    """Letters and digits, each a token."""
+    """Letters and digits, each a token, and how images become numbers."""
     folder.mkdir()
     letters = [chr(n) for n in range(32, 127)]
     core = tokenizers.Tokenizer(tokenizers.models.BPE({c: i for i, c in enumerate(letters)}, []))
@@ -47,6 +49,8 @@ def tokenizer_folder(folder: Path) -> Path:
     core.save(str(folder / "tokenizer.json"))
     (folder / "tokenizer_config.json").write_text(json.dumps({"eos_token": "<|end|>"}))
     (folder / "chat_template.jinja").write_text(TEMPLATE)
+    steps = {"size": {"shortest_edge": SIDE}, "crop_size": SIDE, "image_mean": [0.3] * 3, "image_std": [0.4] * 3}
+    (folder / PROCESSOR).write_text(json.dumps({"image_processor_type": "CLIPImageProcessor", **steps}))
     return folder
 
 
@@ -89,9 +93,8 @@ def run_of(folder: Path, pairs: int, steps: int) -> tuple[Run, str]:
         vision_feature_layer=-1,
         initializer_range=0.04,
     )
-    data = DataConfig(
-        chats=(training,), tokenizer=str(tokenizer_folder(folder / "words")), split="100,0,0", room={PATCHES: 17 * 10}
-    )
+    words = str(tokenizer_folder(folder / "words"))
+    data = DataConfig(chats=(training,), tokenizer=words, processor=words, split="100,0,0", room={PATCHES: 17 * 10})
     options: dict[str, Any] = {"steps": steps, "global_batch": 8, "micro_batch": 8, "seq_length": SEQ}
     optim = OptimConfig(lr=0.002, warmup_steps=50, schedule="cosine", weight_decay=0.05)
     task = find_objective("sft").Config(name="sft")
@@ -141,6 +144,8 @@ def test_digits_begin_to_be_read(tmp_path):
     run, _ = run_of(tmp_path, pairs=400, steps=40)
     _, losses = trained(run)
     assert np.mean(losses[-5:]) < 0.5 * np.mean(losses[:5])
+    kept = latest(run.dir) / "weights" / PROCESSOR
+    assert kept.read_text() == (tmp_path / "words" / PROCESSOR).read_text()
 
 
 @pytest.mark.soak
