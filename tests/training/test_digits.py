@@ -96,7 +96,7 @@ def run_of(folder: Path, pairs: int, steps: int) -> tuple[Run, str]:
     words = str(tokenizer_folder(folder / "words"))
     data = DataConfig(chats=(training,), tokenizer=words, processor=words, split="100,0,0", room={PATCHES: 17 * 10})
     options: dict[str, Any] = {"steps": steps, "global_batch": 8, "micro_batch": 8, "seq_length": SEQ}
-    optim = OptimConfig(lr=0.002, warmup_steps=50, schedule="cosine", weight_decay=0.05)
+    optim = OptimConfig(lr=0.002, warmup_steps=min(50, steps // 4), schedule="cosine", weight_decay=0.05)
     task = find_objective("sft").Config(name="sft")
     train = TrainConfig(**options, device="cpu")
     return Run(model=model, train=train, task=task, data=data, optim=optim, dir=str(folder / "run")), held_out
@@ -144,7 +144,7 @@ def test_digits_begin_to_be_read(tmp_path):
     run, _ = run_of(tmp_path, pairs=400, steps=40)
     _, losses = trained(run)
     assert np.mean(losses[-5:]) < 0.5 * np.mean(losses[:5])
-    kept = latest(run.dir) / "weights" / PROCESSOR
+    kept = latest(Path(run.dir) / "checkpoints") / "weights" / PROCESSOR
     assert kept.read_text() == (tmp_path / "words" / PROCESSOR).read_text()
 
 
