@@ -7,6 +7,7 @@ import json
 from contextlib import contextmanager
 from dataclasses import replace
 from functools import lru_cache
+from importlib import import_module
 
 import numpy as np
 import pytest
@@ -83,6 +84,8 @@ def wide():
     """float64 in place of float32, in the shared functions of towers too."""
     from transformers import vision_utils
 
+    for name in ("qwen2_5_vl", "qwen3_vl"):  # `hf_fuzz.wide` changes what is imported
+        import_module(f"transformers.models.{name}.modeling_{name}")
     before = vision_utils.torch
     with hf_fuzz.wide():
         vision_utils.torch = hf_fuzz._Wide()
