@@ -250,3 +250,18 @@ def test_what_does_not_fit_the_model_is_refused(folder, tmp_path):
         loader_of(replace(run, data=replace(run.data, processor=str(tmp_path))))
     with pytest.raises(DataError, match="train.jsonl:1: has images, which this model does not read"):
         use_text(run.data, run.dir, 400, train_on="answers", say=lambda line: None)
+
+
+def test_a_chat_that_is_cut_keeps_the_images_of_what_is_left(folder, tmp_path):
+    asked = [
+        {"role": "user", "content": [image("a.png"), text("what is it?")]},
+        {"role": "assistant", "content": "a fox"},
+    ]
+    later = [
+        {"role": "user", "content": [image("c.png"), text("the dog " * 60)]},
+        {"role": "assistant", "content": "dog"},
+    ]
+    path = write(tmp_path, [{"messages": [*asked, *later]}], FILES)
+    run = run_of(folder, tmp_path, path, too_long="cut")
+    batch = loader_of(run).batch([0])
+    assert batch.beside[PATCHES].values.numpy().tobytes() == expected_rows(run, "a.png").tobytes()
