@@ -51,6 +51,9 @@ BUILT_IN: Mapping[str, Mapping[str, str]] = MappingProxyType(
                 "smollm3": "phalanx.models.smollm3:FAMILY",
                 "bert": "phalanx.models.bert:FAMILY",
                 "modernbert": "phalanx.models.modernbert:FAMILY",
+                "llava": "phalanx.models.llava:FAMILY",
+                "qwen2_5_vl": "phalanx.models.qwen2_5_vl:FAMILY",
+                "qwen3_vl": "phalanx.models.qwen3_vl:FAMILY",
             }
         ),
         "optimizer": MappingProxyType(

@@ -108,8 +108,9 @@ def hf_files(folder: Path) -> list[str]:
 def tensors_of(wanted: Iterable[str]) -> TensorNames:
     """What is known about the names of a model's tensors."""
     there = frozenset(wanted)
-    names = (family.tensors for family in families().values())
-    return next((one for one in names if one.embedding in there), decoder_tensors)
+    names = [family.tensors for family in families().values()]
+    fitting = [one for one in names if one.embedding in there and there.issuperset(one.also)]
+    return max(fitting, key=lambda one: len(one.also), default=decoder_tensors)
 
 
 def adapt(

@@ -72,6 +72,8 @@ TOKENIZER_FILES = (
     "tokenizer.model",
     CHAT_TEMPLATE,
     "chat_template.json",
+    "preprocessor_config.json",  # of images
+    "processor_config.json",
 )
 
 

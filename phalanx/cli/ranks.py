@@ -53,7 +53,7 @@ def prepare_text(ready: Any) -> None:
     For ranks started by others, one per machine reports."""
     from phalanx.cli.progress import progress
     from phalanx.nn.objective import make_objective
-    from phalanx.text.cache import use_text
+    from phalanx.text.cache import ChatUse, use_text
 
     run = ready.run
     speaks = ready.placement is None or ready.placement.local_rank == 0
@@ -62,7 +62,7 @@ def prepare_text(ready: Any) -> None:
             run.data,
             run.dir,
             run.model.vocab_size,
-            train_on=make_objective(run.task).train_on,
+            train_on=ChatUse(make_objective(run.task).train_on, run.model.pictures),
             say=lambda text: click.echo(text) if speaks else None,
             progress=show,
         )

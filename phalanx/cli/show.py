@@ -113,11 +113,12 @@ def data_prefixes(what: str, overrides: tuple[str, ...]) -> list[str]:
     from phalanx.data.config import prefixes_of
     from phalanx.forecast.check import raise_problems
     from phalanx.nn.objective import make_objective
-    from phalanx.text.cache import find_text
+    from phalanx.text.cache import ChatUse, find_text
 
     run = prepare_elsewhere(what, overrides, None).run
     problems = check_files(run.data)
-    data = None if problems else find_text(run.data, run.dir, make_objective(run.task).train_on)
+    use = ChatUse(make_objective(run.task).train_on, run.model.pictures)
+    data = None if problems else find_text(run.data, run.dir, use)
     if data is None and not problems:
         rule = (
             "is not prepared yet: there are no token files to compare; `phalanx train` and `phalanx data "
@@ -252,7 +253,7 @@ def prepared_loaders(run: Run) -> tuple[Loader, dict[str, Loader]]:
     from phalanx.cli.progress import progress
     from phalanx.forecast.data_table import open_loaders
     from phalanx.nn.objective import make_objective
-    from phalanx.text.cache import use_text
+    from phalanx.text.cache import ChatUse, use_text
     from phalanx.text.prepare import check_tokenizers
 
     with progress("prepare") as show:
@@ -260,7 +261,7 @@ def prepared_loaders(run: Run) -> tuple[Loader, dict[str, Loader]]:
             run.data,
             run.dir,
             run.model.vocab_size,
-            train_on=make_objective(run.task).train_on,
+            train_on=ChatUse(make_objective(run.task).train_on, run.model.pictures),
             say=lambda text: click.echo(text, err=True),
             progress=show,
         )
@@ -296,7 +297,7 @@ def pack_text(config: str, overrides: tuple[str, ...]) -> Iterator[str]:
     from phalanx.forecast.check import raise_problems
     from phalanx.nn.objective import make_objective
     from phalanx.planning.reading import window_length
-    from phalanx.text.cache import use_text
+    from phalanx.text.cache import ChatUse, use_text
 
     run = prepare_elsewhere(config, (*overrides, "data.packing=offline"), None).run
     raise_problems(check_files(run.data))
@@ -305,7 +306,7 @@ def pack_text(config: str, overrides: tuple[str, ...]) -> Iterator[str]:
             run.data,
             run.dir,
             run.model.vocab_size,
-            train_on=make_objective(run.task).train_on,
+            train_on=ChatUse(make_objective(run.task).train_on, run.model.pictures),
             say=lambda text: click.echo(text, err=True),
             progress=show,
         )

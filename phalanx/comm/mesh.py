@@ -133,7 +133,8 @@ class Mesh:
     @property
     def part(self) -> SequenceShard:
         """This rank's shard of every sequence."""
-        return SequenceShard(self.at.cp, self.grid.cp, self.grid.dynamic, self.grid.ulysses)
+        grid, at = self.grid, self.at
+        return SequenceShard(at.cp, grid.cp, grid.dynamic, grid.ulysses, rank=at.tp, ranks=grid.tp)
 
     def prepare_experts(self) -> None:
         """Create the axes of the expert view, which only models with experts need; once."""

@@ -39,6 +39,7 @@ from phalanx.config.optim_check import check_memory
 from phalanx.config.run import BUDGET_AT, LogConfig, Run, checkpoints_of, profiled_steps
 from phalanx.config.schedule_check import check_schedule
 from phalanx.config.task_check import check_task
+from phalanx.config.units_check import check_units
 from phalanx.data.check import check as check_data
 from phalanx.layout.check import check as check_layout
 from phalanx.models.check import check as check_model
@@ -57,6 +58,7 @@ def check_values(run: Run, facts: Facts) -> list[Problem]:
         *facts.env,
         *check_model(run.model, tp=run.layout.tp, seq_length=run.train.seq_length),
         *check_beside(run),
+        *check_units(run, facts.files),
         *check_layout(
             run.layout,
             world_size=facts.world_size,

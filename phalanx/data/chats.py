@@ -19,7 +19,7 @@ from numpy.typing import NDArray
 
 from phalanx.base.errors import DataError
 from phalanx.data.index import Corpus
-from phalanx.data.packing import Packing, pack_documents
+from phalanx.data.packing import Packing, Second, pack_documents
 
 LINES = ".lines.npy"
 RECORDS = (".jsonl", ".ndjson", ".json", ".parquet", ".arrow")
@@ -102,11 +102,37 @@ class LongChats:
         return f"longer than train.seq_length={seq_length:,}: {', '.join(parts)}" if parts else ""
 
 
+@dataclass(frozen=True)
+class ChatRoom:
+    """What a sequence has room for: tokens, and, with images, rows of patches, of which `rows` says how many each
+    document of the corpus has. `setting`: what sets their room, for messages."""
+
+    seq_length: int
+    rows: NDArray[np.int64] | None = None
+    capacity: int = 0
+    setting: str = ""
+
+    def second(self, corpus: Corpus, first: int, last: int, kept: NDArray[np.int64]) -> Second | None:
+        """Of documents first .. last - 1, of which those with tokens are kept. DataError for one that is too large."""
+        if self.rows is None:
+            return None
+        rows = np.where(kept > 0, self.rows[first:last], 0)
+        if (large := np.flatnonzero(rows > self.capacity)).size:
+            most = int(rows.max())
+            raise DataError(
+                f"{large.size:,} of {last - first:,} chats have more patches of images than a sequence has room for: "
+                f"{origin_text(corpus, first + int(large[0]))} has {rows[large[0]]:,}, and "
+                f"{self.setting}={self.capacity:,}; {self.setting}={most} has room for all, or take smaller images"
+            )
+        return Second(rows, self.capacity)
+
+
 def pack_chats(
-    corpus: Corpus, start: int, stop: int, seq_length: int, too_long: TooLong, bad: BadChats
+    corpus: Corpus, start: int, stop: int, room: ChatRoom, too_long: TooLong, bad: BadChats
 ) -> tuple[Packing, LongChats]:
     """A packing of the chats of tokens [start, stop) of a corpus, both document borders. DataError if it holds no
     chats, or chats longer than a sequence that nothing is to be done about."""
+    seq_length = room.seq_length
     first = corpus.document_at(start) if stop > start else 0
     last = corpus.document_at(stop - 1) + 1 if stop > start else 0
     counts = corpus.sequence_counts(first, last)
@@ -129,7 +155,8 @@ def pack_chats(
         )
     if too_long == "drop":
         lengths[longer] = 0
-        return pack_documents(starts[:-1], lengths, seq_length), LongChats(dropped=longer.size)
+        second = room.second(corpus, first, last, lengths)
+        return pack_documents(starts[:-1], lengths, seq_length, second=second), LongChats(dropped=longer.size)
     without = list[int]()
     for d in longer.tolist():
         lengths[d] = whole_answers(corpus.sequence_lengths(first + d), seq_length)
@@ -142,7 +169,8 @@ def pack_chats(
             "data.bad_chats=skip or data.too_long=drop"
         )
     cut = LongChats(cut=longer.size - len(without), skipped=len(without))
-    return pack_documents(starts[:-1], lengths, seq_length), cut
+    second = room.second(corpus, first, last, lengths)
+    return pack_documents(starts[:-1], lengths, seq_length, second=second), cut
 
 
 def whole_answers(lengths: NDArray[np.int32], limit: int) -> int:

@@ -108,6 +108,14 @@ class DataConfig:
     online: packed first-fit when the run starts; offline: as stored by `phalanx data pack`."""
     document_attention: bool | None = None
     """Keep attention inside documents and restart positions at each of them. unset: yes with packing, otherwise no."""
+    room: dict[str, int] = field(default_factory=dict)
+    """Rows of each stream of numbers that a sequence has room for beside its tokens, such as {patches: 4096} for
+    images; the sequences of a micro-batch share theirs. Models that read such a stream need it."""
+    processor: str | None = None
+    """A preprocessor_config.json, or a folder that holds one: how images of chats become numbers; unset: as the model's
+    family does it."""
+    image_workers: int = 0
+    """Processes on each rank that decode images of chats ahead of need; 0: the thread that reads data does."""
     max_epochs: float | None = None
     """Refuse a run that would read its data more often than this; unset: no limit (for sources with a number of tokens,
     1)."""

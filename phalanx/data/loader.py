@@ -10,7 +10,7 @@ from dataclasses import dataclass, replace
 from itertools import islice
 from queue import SimpleQueue
 from types import TracebackType
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, Protocol
 
 import numpy as np
 import torch
@@ -24,8 +24,9 @@ from phalanx.data.scores import ScoreFile, row_type
 from phalanx.data.sources import Source, SourceUse, check_epochs, open_part, open_whole, use_of_sources
 from phalanx.data.text_groups import check_holds, mock_roles, text_roles
 from phalanx.sequence.batch import IGNORE, PADDING_RUN, Batch, room_for_documents
-from phalanx.sequence.sample import Sample, SampleTransform
+from phalanx.sequence.sample import Sample, SampleTransform, UnitRoom, Units
 from phalanx.sequence.shard import WHOLE, SequenceShard
+from phalanx.sequence.units import unit_batch
 
 LOOKED_UP = (
     4096  # samples whose windows the prefetcher looks up at once: numpy's price per call is then small beside them
@@ -94,6 +95,14 @@ class Place(NamedTuple):
     window: int
 
 
+class SampleImages(Protocol):
+    """What gives samples their images (data/pictures.py)."""
+
+    def add(self, samples: Sequence[Sample], sources: Sequence[Any]) -> list[Sample]:
+        """sources: the corpus and the ranges of its tokens that each sample was made of; None: none has them."""
+        ...
+
+
 @dataclass(frozen=True)
 class Reading:
     """How a task reads the data.
@@ -102,12 +111,16 @@ class Reading:
     transform  what becomes of samples; None: they stay as the data has them
     classes    names of the classes that labels are (data/classes.py); none: labels are the next tokens
     texts      labels are the numbers of texts in their groups (data/text_groups.py)
+    units      the streams of units that the model reads, which `pictures` or the transform makes
+    pictures   gives samples their images, before they are transformed; None: they have none
     """
 
     scores: ScoreFile | None = None
     transform: SampleTransform | None = None
     classes: tuple[str, ...] = ()
     texts: bool = False
+    units: tuple[UnitRoom, ...] = ()
+    pictures: SampleImages | None = None
 
     def length(self, seq_length: int) -> int:
         """Tokens of the data in a sample that has `seq_length` for the model."""
@@ -115,6 +128,12 @@ class Reading:
 
 
 AS_IT_IS = Reading()
+
+
+def _joined(rows: Sequence[np.ndarray | None]) -> torch.Tensor | None:
+    """One after another, if samples have them."""
+    found = [row for row in rows if row is not None]
+    return torch.from_numpy(np.concatenate(found)) if found else None
 
 
 def _documents_of(sample: Sample) -> int:
@@ -157,6 +176,7 @@ class Loader:
         self.of_texts = reading.texts
         if packed:
             check_holds((corpus for source in sources for corpus in source.corpora), reading.texts)
+        self.units, self.pictures = reading.units, reading.pictures
         for corpus in [] if scores is None else [corpus for source in sources for corpus in source.corpora]:
             scores.check_corpus(corpus)  # type: ignore[union-attr]
         self._positions: dict[
@@ -221,12 +241,19 @@ class Loader:
 
     def read(self, places: Sequence[Place]) -> Batch:
         """The micro-batch of samples that `locate` found."""
-        samples = [self.sample(place) for place in places]
+        samples = self.samples(places)
         batch = self._stream(samples)
         streams = {name: [sample.beside[name] for sample in samples] for name in samples[0].beside}
         beside = {name: self._stream(stream, samples) for name, stream in streams.items()}
+        beside |= {room.stream.name: self._units(samples, room) for room in self.units}
         labels = batch.labels.view(len(samples), -1).numpy()
         return replace(batch, beside=beside, segments=self._segments(samples), **self._scored(places, labels))
+
+    def _units(self, samples: Sequence[Sample], room: UnitRoom) -> Batch:
+        """The rows of a stream of units that samples have; those that have none make no rows."""
+        none = Units.together((), room.stream)
+        found = [sample.units.get(room.stream.name, none) for sample in samples]
+        return unit_batch(found, [sample.number for sample in samples], room)
 
     def _stream(self, samples: Sequence[Sample], text: Sequence[Sample] | None = None) -> Batch:
         """Samples one after another. `text`: those beside which they are, whose documents number theirs."""
@@ -251,10 +278,24 @@ class Loader:
             documents=documents,
             real=self._mark_padding(samples) if self.packed else None,
             most_documents=room,
+            values=_joined([sample.values for sample in samples]),
+            coordinates=_joined([sample.coordinates for sample in samples]),
         )
+
+    def samples(self, places: Sequence[Place]) -> list[Sample]:
+        """Samples as the task reads them."""
+        found = [self._sample(place) for place in places]
+        if self.pictures is not None:
+            origins = [self.sources[place.source].origin(place.window) for place in places]
+            found = self.pictures.add(found, origins)
+        return found if self.transform is None else [self.transform(sample) for sample in found]
 
     def sample(self, place: Place) -> Sample:
         """One sample, as the task reads it."""
+        return self.samples([place])[0]
+
+    def _sample(self, place: Place) -> Sample:
+        """One sample, as the data has it, without images."""
         source = self.sources[place.source]
         window = source.window(place.window)
         length = len(window) - 1
@@ -270,8 +311,7 @@ class Loader:
             labels[source.unlabelled(place.window)] = IGNORE
             labels[filled:] = IGNORE
             labels[starts - 1] = IGNORE
-        sample = Sample(place.sample, window[:-1], labels, starts[starts < length], filled)
-        return sample if self.transform is None else self.transform(sample)
+        return Sample(place.sample, window[:-1], labels, starts[starts < length], filled)
 
     def _classes_of(self, place: Place, tokens: np.ndarray, starts: np.ndarray) -> np.ndarray:
         """The class of each token of a sample. In tokens that are in no file, the class of a document is its first

@@ -12,7 +12,7 @@ from __future__ import annotations
 import mmap
 import struct
 import zlib
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
@@ -33,7 +33,15 @@ Pieces = tuple[NDArray[np.int64], NDArray[np.int64], NDArray[np.uint8]]
 WINDOW = 16384  # neighbouring documents packed together: with more, sequences are hardly fuller and it takes longer
 
 
-def first_fit(lengths: NDArray[np.int64], capacity: int) -> NDArray[np.int64]:
+@dataclass(frozen=True)
+class Second:
+    """A second size of items, such as the patches of their images, and how much of it a bin has room for."""
+
+    sizes: NDArray[np.int64]
+    capacity: int
+
+
+def first_fit(lengths: NDArray[np.int64], capacity: int, second: Second | None = None) -> NDArray[np.int64]:
     """The bin of each item: the first that has room for it, else a new one. Lengths are in 1..capacity; bins are
     numbered from 0.
 
@@ -41,15 +49,19 @@ def first_fit(lengths: NDArray[np.int64], capacity: int) -> NDArray[np.int64]:
     2013), and of items in descending order 11/9 times and 6/9 (Dosa, The tight bound of first fit decreasing, 2007).
     """
     room, bins, used = np.empty(len(lengths), np.int64), np.empty(len(lengths), np.int64), 0
-    since: dict[int, int] = {}  # no bin before this one has room for such a length; rooms only shrink
-    for i, length in enumerate(lengths.tolist()):
-        first = since.get(length, 0)
+    since: dict[tuple[int, int], int] = {}  # no bin before this one has room for such an item; rooms only shrink
+    more, others = np.zeros(len(lengths), np.int64) if second is None else second.sizes, np.zeros_like(room)
+    for i, (length, size) in enumerate(zip(lengths.tolist(), more.tolist())):
+        first = since.get((length, size), 0)
         fits = room[first:used] >= length
+        if size:
+            fits &= others[first:used] >= size
         at = first + int(fits.argmax()) if fits.any() else used
         if at == used:
-            room[used], used = capacity, used + 1
+            room[used], others[used], used = capacity, 0 if second is None else second.capacity, used + 1
         room[at] -= length
-        bins[i] = since[length] = at
+        others[at] -= size
+        bins[i] = since[length, size] = at
     return bins
 
 
@@ -127,25 +139,33 @@ def make_packing(
 
 
 def pack_documents(
-    starts: NDArray[np.int64], lengths: NDArray[np.int64], capacity: int, window: int = WINDOW
+    starts: NDArray[np.int64],
+    lengths: NDArray[np.int64],
+    capacity: int,
+    window: int = WINDOW,
+    second: Second | None = None,
 ) -> Packing:
     """Pack documents that begin at these tokens of a corpus and have these lengths, at most `capacity`, as
-    `make_packing` does. Those of length 0 are left out."""
+    `make_packing` does. Those of length 0 are left out. second: of each document, at most its capacity."""
     kept = np.flatnonzero(lengths)
     starts, lengths = starts[kept], lengths[kept]
     slices = [slice(at, at + window) for at in range(0, len(starts), window)]
     groups = ((starts[each], lengths[each], np.zeros(len(lengths[each]), np.uint8)) for each in slices)
-    return _pack(groups, capacity, decreasing=False)
+    seconds = None if second is None else [Second(second.sizes[kept][each], second.capacity) for each in slices]
+    return _pack(groups, capacity, decreasing=False, seconds=seconds)
 
 
-def _pack(groups: Iterable[Pieces], capacity: int, decreasing: bool) -> Packing:
-    """groups: (starts, lengths, goes_on) of pieces that are packed together."""
+def _pack(
+    groups: Iterable[Pieces], capacity: int, decreasing: bool, seconds: Sequence[Second] | None = None
+) -> Packing:
+    """groups: (starts, lengths, goes_on) of pieces that are packed together; seconds: of each group, in file order."""
     made: list[tuple[NDArray[Any], ...]] = []
     bins = 0
-    for starts, lengths, goes_on in groups:
+    for number, (starts, lengths, goes_on) in enumerate(groups):
+        second = None if seconds is None else seconds[number]
         order = np.argsort(-lengths, kind="stable") if decreasing else np.arange(len(lengths))
         found = np.empty(len(lengths), np.int64)
-        found[order] = first_fit(lengths[order], capacity)
+        found[order] = first_fit(lengths[order], capacity, second)
         by_bin = np.argsort(found, kind="stable")  # inside a bin in file order
         made.append((starts[by_bin], lengths[by_bin].astype(np.int32), goes_on[by_bin], found[by_bin] + bins))
         bins += int(found.max(initial=-1)) + 1

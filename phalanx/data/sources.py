@@ -14,13 +14,15 @@ import numpy as np
 from numpy.typing import NDArray
 
 from phalanx.base.errors import DataError
-from phalanx.data.chats import LongChats, pack_chats, read_tokens
+from phalanx.data.chats import ChatRoom, LongChats, pack_chats, read_tokens
 from phalanx.data.config import DataConfig, SourceConfig, prefixes_and_weights
 from phalanx.data.index import Corpus, check_vocab
 from phalanx.data.mixture import Blend, Weight, hash64, make_key, parse_split, permute
 from phalanx.data.packing import Packing, make_packing, read_packing
 from phalanx.data.pairs import pack_pairs, pair_starts, prompt_tokens
+from phalanx.data.picture_notes import PictureNotes
 from phalanx.data.text_groups import holds_texts, pack_texts, text_ends
+from phalanx.sequence.patches import PATCHES
 
 PARTS = ("train", "validation", "test")
 NO_POSITIONS = np.empty(0, np.int64)
@@ -486,7 +488,8 @@ def open_source(
     """Tokens [start, stop) of a corpus, both document borders, packed as data.packing says, or pairs or chats of
     them."""
     if config.chats:
-        packing, long = pack_chats(corpus, start, stop, seq_length, config.too_long, config.bad_chats)
+        room = chat_room(config, corpus, seq_length)
+        packing, long = pack_chats(corpus, start, stop, room, config.too_long, config.bad_chats)
         return ChatSource(corpus, packing, vocab_size, key, long)
     if config.pairs and holds_texts(corpus):
         return TextGroupSource(corpus, pack_texts(corpus, start, stop, seq_length), vocab_size, key)
@@ -497,6 +500,14 @@ def open_source(
     if config.packing == "offline" and stop > start:
         return PackedSource(corpus, read_packing(corpus, start, stop, seq_length), vocab_size, key)
     return PackedSource(corpus, make_packing(corpus, start, stop, seq_length, decreasing=False), vocab_size, key)
+
+
+def chat_room(config: DataConfig, corpus: Corpus, seq_length: int) -> ChatRoom:
+    """What a sequence of a corpus of chats has room for."""
+    notes = PictureNotes(corpus)
+    if notes.places is None:
+        return ChatRoom(seq_length)
+    return ChatRoom(seq_length, notes.rows(), config.room.get(PATCHES, 0), f"data.room.{PATCHES}")
 
 
 def source_weights(configs: Sequence[SourceConfig], sizes: Sequence[int], total: int | None) -> list[Weight]:

@@ -37,7 +37,7 @@ from phalanx.planning.order import eval_samples
 from phalanx.planning.plan import Plan
 from phalanx.planning.reading import reading_of
 from phalanx.sequence.batch import IGNORE, Batch
-from phalanx.text.cache import use_text
+from phalanx.text.cache import ChatUse, use_text
 from phalanx.text.prepare import check_tokenizer, read_manifest
 from phalanx.text.tokenizers import load_tokenizer
 
@@ -151,8 +151,8 @@ class ForwardOnly:
 def evaluate_rank(run: Run, placement: Placement, what: Evaluation) -> None:
     """One rank's share; rank 0 prints the table and writes the file."""
     with ExitStack() as after:
-        train_on = make_objective(run.task).train_on
-        run = replace(run, data=use_text(run.data, run.dir, run.model.vocab_size, train_on=train_on))
+        use = ChatUse(make_objective(run.task).train_on, run.model.pictures)
+        run = replace(run, data=use_text(run.data, run.dir, run.model.vocab_size, train_on=use))
         loaders = open_sets(run, what)  # problems with the data are reported before the ranks meet
         after.callback(leave_world)
         mesh, _ = join(run, placement, identity(run, device_of(run, placement)))

@@ -28,7 +28,7 @@ from phalanx.inference.load import forward_only
 from phalanx.nn.module import Block
 from phalanx.nn.objective import SequenceObjective, TaskConfig, find_objective, make_objective
 from phalanx.sequence.batch import Batch
-from phalanx.text.cache import use_text
+from phalanx.text.cache import ChatUse, use_text
 
 
 class ScoredPairs(SequenceObjective):
@@ -65,8 +65,8 @@ class TokenScoring:
 def score_rank(run: Run, placement: Placement, what: TokenScoring) -> None:
     """One rank's share; rank 0 writes the file."""
     with ExitStack() as after:
-        train_on = make_objective(run.task).train_on
-        run = replace(run, data=use_text(run.data, run.dir, run.model.vocab_size, train_on=train_on))
+        use = ChatUse(make_objective(run.task).train_on, run.model.pictures)
+        run = replace(run, data=use_text(run.data, run.dir, run.model.vocab_size, train_on=use))
         loaders = loaders_of(run)  # problems with the data are reported before the ranks meet
         after.callback(leave_world)
         mesh, _ = join(run, placement, identity(run, device_of(run, placement), run.data))

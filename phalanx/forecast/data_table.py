@@ -19,7 +19,7 @@ from phalanx.planning.order import eval_samples, global_batch_at, total_samples,
 from phalanx.planning.reading import reading_of, window_length
 from phalanx.sequence.batch import TEXT, Batch
 from phalanx.sequence.shard import SequenceShard
-from phalanx.text.cache import find_text
+from phalanx.text.cache import ChatUse, find_text
 from phalanx.text.tokenizers import Tokenizer
 
 SNIPPET = 24  # tokens shown of each end of a sequence
@@ -79,7 +79,7 @@ def plan_data(run: Run) -> str:
     missing = check_files(run.data)
     if missing:
         return f"not here: {', '.join(str(p.value) for p in missing)}"
-    data = find_text(run.data, run.dir, make_objective(run.task).train_on)
+    data = find_text(run.data, run.dir, ChatUse(make_objective(run.task).train_on, run.model.pictures))
     return (
         "the data is not prepared yet; `phalanx train` does it first"
         if data is None
@@ -227,7 +227,8 @@ def step_text(run: Run, data: StepData, dp: int, tokenizer: Tokenizer | None) ->
                 f"  sample {row.place.sample:,}: source {row.source}, its sample {row.place.number:,}, epoch "
                 f"{row.epoch}, {where}"
             )
-            if micro.batch.beside:
+            lines += images_text(micro.batch, row.place.sample)
+            if any(stream.units is None for stream in micro.batch.beside.values()):
                 lines += streams_text(micro.batch, number, tokenizer)
                 continue
             lines += [
@@ -238,10 +239,22 @@ def step_text(run: Run, data: StepData, dp: int, tokenizer: Tokenizer | None) ->
     return "\n".join(lines)
 
 
+def images_text(batch: Batch, sample: int) -> list[str]:
+    """How many images and patches a sample has."""
+    found = []
+    for name, stream in batch.beside.items():
+        if stream.units is not None and stream.real is not None:
+            here = (stream.samples == sample) & (stream.real > 0)
+            count = len(stream.documents[here].unique()) if stream.documents is not None else 0
+            found.append(f"    {count} images, {int(here.sum()):,} {name}")
+    return found
+
+
 def streams_text(batch: Batch, number: int, tokenizer: Tokenizer | None) -> list[str]:
     """The documents of a sequence whose task made several texts of each: what each stream has of it."""
     rows: dict[str, dict[int, list[int]]] = {}
-    for name, stream in {**batch.beside, TEXT: batch}.items():
+    streams = {name: stream for name, stream in batch.beside.items() if stream.units is None}
+    for name, stream in {**streams, TEXT: batch}.items():
         parts = [x.view(stream.num_sequences, -1)[number].tolist() for x in (stream.tokens, stream.runs[0])]
         real = (
             [1] * len(parts[0]) if stream.real is None else stream.real.view(stream.num_sequences, -1)[number].tolist()

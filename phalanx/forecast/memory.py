@@ -64,6 +64,7 @@ from phalanx.schedule.simulate import Costs, LiveChange, ScheduleTrace, simulate
 from phalanx.sequence.batch import TEXT, Batch
 from phalanx.sequence.shard import SequenceShard
 from phalanx.sequence.streams import HIDDEN, Border, Streams, check_shapes, hidden, pack, unpack
+from phalanx.sequence.units import meta_units
 
 MATRIX_COPIES = (
     3  # of a matrix, that an update of whole matrices needs at once besides copies of master, gradient and state
@@ -279,11 +280,12 @@ def _batch(plan: Plan) -> Batch:
     """
     seed, late = torch.empty((), device="meta"), not plan.loss_seed
     streams = {name: _stream(plan, length) for name, length in plan.lengths.items()}
+    streams |= {r.stream.name: meta_units(r.stream, plan.run.train.micro_batch * r.capacity) for r in plan.units}
     batch = replace(streams.pop(TEXT), loss_seed=seed, late=late, beside=streams)
     if isinstance(plan.objective, EmbeddingObjective):
         batch = with_texts(plan, batch)
     parts = [
-        batch.cut(replace(part, dynamic=plan.grid.dynamic, heads=plan.grid.ulysses))
+        batch.cut(replace(part, dynamic=plan.grid.dynamic, heads=plan.grid.ulysses, ranks=plan.grid.tp))
         for part in SequenceShard(0, plan.grid.cp).all
     ]
     return max(reversed(parts), key=lambda b: b.num_tokens)
@@ -334,10 +336,11 @@ def _rank_use(
     messages = message_bytes(plan)
     sends = sum(messages[i.value._replace(mb=0)] for i in trace.program.lists[pp] if isinstance(i, Send))
     rows = 4 + run.data.inside_documents + run.data.is_packed + plan.objective.makes_prefix
-    lengths = plan.lengths.values()
+    lengths, units = plan.lengths.values(), [each.stream.name for each in plan.units]
     tokens = sum(plan.most_tokens_of(n) + (run.train.micro_batch * n if grid.cp > 1 else 0) for n in lengths)
     batches = num_micro_batches * 8 * rows * tokens
     batches += num_micro_batches * 8 * whole_tokens(plan) * grid.dynamic
+    batches += num_micro_batches * sum(t.nbytes for name in units for t in _batch(plan).beside[name].tensors)
     layout = run.layout
     shared = 4 * plan.exchange_bytes if grid.tp > 1 and layout.tp_overlap != "off" else 0  # comm.symmetric
     if plan.run.model.routed_experts and grid.ep * grid.etp > 1 and plan.experts.in_memory:

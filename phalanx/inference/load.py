@@ -56,6 +56,10 @@ def run_of_model(model: ModelConfig, lora: AdapterConfig | None, gpu: bool) -> R
     if model.reads_beside:
         rule = f"has a decoder that reads an {model.reads_beside[0]}'s memory, from which nothing is generated yet"
         raise ConfigError([Problem("model.family", model.family, rule)])
+    if model.reads_units:
+        rule = f"reads {model.reads_units[0].name} beside its text, and nothing is generated from those yet: export it "
+        rule += "(phalanx export) and generate with transformers"
+        raise ConfigError([Problem("model.family", model.family, rule)])
     length = min(1024, model.max_position_embeddings)
     train = TrainConfig(steps=1, global_batch=1, micro_batch=1, seq_length=length, precision="bf16" if gpu else "fp32")
     return Run(model=model, train=train, lora=lora, task=usual_task(model))

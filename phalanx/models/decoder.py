@@ -12,7 +12,7 @@ import torch
 from torch import Tensor, nn
 
 from phalanx.layout.param import Replica, Role
-from phalanx.models.decoder_config import DecoderConfig, decoder_tensors
+from phalanx.models.decoder_config import DecoderConfig
 from phalanx.models.experts import ExpertsConfig
 from phalanx.models.family import BlockMaker
 from phalanx.nn.attention import Attention, AttentionSpec
@@ -39,9 +39,10 @@ MakeHead = Callable[[Any, Env, Mapping[str, Parameter]], Head]
 
 def embedding_replicas(config: DecoderConfig, env: Env) -> tuple[Replica, ...]:
     """Where else the input embedding is held: by a tied head, and by multi-token prediction."""
-    first, last = env.weights.tied_stages
+    stages, block = env.weights.stages, config.embedding_block
+    first = stages[block] if len(stages) > block else stages[0]
     tied = config.tie_word_embeddings and not config.headless
-    return env.shared(first, last if tied else None, env.weights.mtp_stage)
+    return env.shared(first, stages[-1] if tied else None, env.weights.mtp_stage)
 
 
 def make_head(
@@ -50,7 +51,7 @@ def make_head(
     """`made`: parameters of the blocks on this rank, by global name; the head's (in a tied model, the embedding's) may
     be among them. `head`, `more`: another class, and its additional arguments."""
     c, tied = config, config.tie_word_embeddings
-    name = c.prefix + (decoder_tensors.embedding if tied else "lm_head.weight")
+    name = f"{c.base}embed_tokens.weight" if tied else f"{c.prefix}lm_head.weight"
     replicas = embedding_replicas(c, env) if tied else env.shared(env.weights.tied_stages[1], env.weights.mtp_stage)
     role: Role = "embedding" if tied else "head"
     sizes = c.vocab_size, c.hidden_size, c.initializer_range
@@ -75,7 +76,7 @@ class DecoderEmbedding(Block):
         # rounded to the dtype of the weights, as published models are
         self.scale = float(torch.tensor(config.embedding_scale, dtype=env.weights.dtype))
         self.embed = Embedding(
-            env, c.prefix + decoder_tensors.embedding, c.vocab_size, c.hidden_size, c.initializer_range, replicas
+            env, f"{c.base}embed_tokens.weight", c.vocab_size, c.hidden_size, c.initializer_range, replicas
         )
 
     def forward(self, x: Tensor, batch: Batch) -> Tensor:
@@ -95,7 +96,7 @@ class DecoderLayer(Block):
         make_mlp: MakePart | None = None,
     ):
         super().__init__(env)
-        c, at = config, f"{config.prefix}model.layers.{layer}"
+        c, at = config, f"{config.base}layers.{layer}"
         self.norm1 = norm(c, env, f"{at}.input_layernorm")
         self.attention = (make_attention or attention)(config, env, layer)
         self.norm2 = norm(c, env, f"{at}.post_attention_layernorm")
@@ -113,7 +114,7 @@ class PostNormLayer(Block):
 
     def __init__(self, config: DecoderConfig, env: Env, layer: int, make_attention: MakePart | None = None):
         super().__init__(env)
-        c, at = config, f"{config.prefix}model.layers.{layer}"
+        c, at = config, f"{config.base}layers.{layer}"
         self.attention = (make_attention or attention)(config, env, layer)
         self.norm1 = norm(c, env, f"{at}.post_attention_layernorm")
         self.mlp = dense_mlp(config, env, layer)
@@ -139,7 +140,7 @@ class SandwichLayer(Block):
         make_mlp: MakePart | None = None,
     ):
         super().__init__(env)
-        c, at = config, f"{config.prefix}model.layers.{layer}"
+        c, at = config, f"{config.base}layers.{layer}"
         self.norm1 = norm(c, env, f"{at}.input_layernorm")
         self.attention = (make_attention or attention)(config, env, layer)
         self.after1 = norm(c, env, f"{at}.post_attention_layernorm")
@@ -161,7 +162,7 @@ class DecoderHead(Block):
 
     def __init__(self, config: DecoderConfig, env: Env, head: Head, normed: bool = False):
         super().__init__(env)
-        self.norm = nn.Identity() if normed else norm(config, env, f"{config.prefix}model.norm")
+        self.norm = nn.Identity() if normed else norm(config, env, f"{config.base}norm")
         self.head = head
 
     def forward(self, x: Tensor, batch: Batch) -> Tensor:
@@ -179,12 +180,14 @@ def rotation(config: DecoderConfig, layer: int) -> Rotation | None:
     rope = config.rope(layer)
     if rope is None:
         return None
-    return Rotation(rope.features, rope.theta, rope.scaling, config.max_position_embeddings, rope.interleaved)
+    return Rotation(
+        rope.features, rope.theta, rope.scaling, config.max_position_embeddings, rope.interleaved, axes=rope.axes
+    )
 
 
 def attention_spec(config: DecoderConfig, layer: int) -> AttentionSpec:
     """The attention of a layer in Llama."""
-    c, at = config, f"{config.prefix}model.layers.{layer}.self_attn"
+    c, at = config, f"{config.base}layers.{layer}.self_attn"
     head_dim = c.head_dim or c.hidden_size // c.num_attention_heads
     return AttentionSpec(
         names=(f"{at}.q_proj.weight", f"{at}.k_proj.weight", f"{at}.v_proj.weight", f"{at}.o_proj.weight"),
@@ -207,21 +210,21 @@ def attention(config: DecoderConfig, env: Env, layer: int, **changes: Any) -> At
 
 def dense_mlp(config: DecoderConfig, env: Env, layer: int, mlp: type[SwiGLU] = SwiGLU) -> SwiGLU:
     """The dense MLP of a layer; `mlp`: another class."""
-    at = f"{config.prefix}model.layers.{layer}.mlp"
+    at = f"{config.base}layers.{layer}.mlp"
     names = tuple(f"{at}.{n}_proj.weight" for n in ("gate", "up", "down"))
     return mlp(env, names, config.hidden_size, config.intermediate_size, config.initializer_range, config.mlp_bias)  # type: ignore[arg-type]
 
 
 def head_norm_attention(config: DecoderConfig, env: Env, layer: int, **changes: Any) -> Attention:
     """Attention with an RMSNorm on every query and key head."""
-    at = f"{config.prefix}model.layers.{layer}.self_attn"
+    at = f"{config.base}layers.{layer}.self_attn"
     names = f"{at}.q_norm", f"{at}.k_norm"
     return attention(config, env, layer, head_norm=(*names, config.rms_norm_eps), norm=norm_class(config), **changes)
 
 
 def width_norm_attention(config: DecoderConfig, env: Env, layer: int) -> Attention:
     """Attention with an RMSNorm over all query heads together, and one over all key heads."""
-    at = f"{config.prefix}model.layers.{layer}.self_attn"
+    at = f"{config.base}layers.{layer}.self_attn"
     return attention(config, env, layer, width_norm=(f"{at}.q_norm", f"{at}.k_norm", config.rms_norm_eps))
 
 

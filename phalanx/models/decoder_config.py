@@ -84,8 +84,15 @@ class DecoderConfig(ModelConfig):
     """Which of attention_bias and mlp_bias the family reads."""
     prefix: ClassVar[str] = ""
     """Of the names of all tensors, in families whose files hold other models beside the text's."""
+    body: ClassVar[str] = "model."
+    """What the names of all tensors but the head have after that."""
     offset_norms: ClassVar[bool] = False
     """Whether weights of RMSNorms are stored as their distance from one."""
+
+    @property
+    def base(self) -> str:
+        """How the names of the text's tensors but the head begin."""
+        return self.prefix + self.body
 
     @property
     def kv_heads(self) -> int:

@@ -117,7 +117,7 @@ def attention(config: LatentConfig, env: Env, layer: int) -> LatentAttention:
     rotation = Rotation(c.qk_rope_head_dim, c.rope_theta, c.rope_scaling, c.max_position_embeddings)
     return LatentAttention(
         env,
-        f"{c.prefix}model.layers.{layer}.self_attn",
+        f"{c.base}layers.{layer}.self_attn",
         c.hidden_size,
         c.num_attention_heads,
         sizes,

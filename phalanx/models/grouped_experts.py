@@ -86,7 +86,7 @@ def mlp(config: GroupedExpertsConfig, env: Env, layer: int) -> MoE | SwiGLU:
     from phalanx.nn.mlp import SwiGLU
     from phalanx.nn.moe import ExpertNames, MoE
 
-    c, at = config, f"{config.prefix}model.layers.{layer}.mlp"
+    c, at = config, f"{config.base}layers.{layer}.mlp"
     if not c.has_experts(layer):
         return dense_mlp(c, env, layer)
     names = ExpertNames(f"{at}.gate.weight", *matrices(f"{at}.experts.{{}}"), bias=f"{at}.gate.e_score_correction_bias")
@@ -132,14 +132,14 @@ def make_mtp(
     from phalanx.nn.mtp import Depth, MultiTokenPrediction
     from phalanx.nn.norm import RMSNorm
 
-    c, name = config, config.prefix + decoder_tensors.embedding
+    c, name = config, f"{config.base}embed_tokens.weight"
     replicas = embedding_replicas(c, env)
     embed = Embedding(env, name, c.vocab_size, c.hidden_size, c.initializer_range, replicas, made.get(name))
     head = make_head(c, env, {name: embed.weight})
     depths = [
         Depth(
             env,
-            f"{c.prefix}model.layers.{n}",
+            f"{c.base}layers.{n}",
             c.hidden_size,
             c.rms_norm_eps,
             c.initializer_range,
@@ -149,7 +149,7 @@ def make_mtp(
     ]
     return MultiTokenPrediction(
         env,
-        RMSNorm(env, f"{c.prefix}model.norm", c.hidden_size, c.rms_norm_eps),
+        RMSNorm(env, f"{c.base}norm", c.hidden_size, c.rms_norm_eps),
         embed,
         head,
         depths,

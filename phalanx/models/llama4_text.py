@@ -123,7 +123,7 @@ def make_mlp(config: Llama4TextConfig, env: Env, layer: int) -> MoE | SwiGLU:
     from phalanx.nn.mlp import SwiGLU
     from phalanx.nn.moe import HalvedNames, MoE
 
-    c, at = config, f"{config.prefix}model.layers.{layer}.feed_forward"
+    c, at = config, f"{config.base}layers.{layer}.feed_forward"
     std, width = c.initializer_range, c.hidden_size
     if not c.has_experts(layer):
         return SwiGLU(env, matrices(at), width, c.intermediate_size_mlp, std)

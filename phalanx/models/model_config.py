@@ -9,6 +9,8 @@ from typing import TYPE_CHECKING
 
 from phalanx.base.errors import Problem
 from phalanx.base.rules import multiples, problem
+from phalanx.sequence.patches import PictureSpec
+from phalanx.sequence.sample import UnitStream
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -79,6 +81,11 @@ class ModelConfig:
         return 0
 
     @property
+    def embedding_block(self) -> int:
+        """The number of the block that embeds the text."""
+        return 0
+
+    @property
     def layer_blocks(self) -> Sequence[int]:
         """The numbers, among all blocks, of those that are transformer layers."""
         return range(1, self.num_hidden_layers + 1)
@@ -92,6 +99,16 @@ class ModelConfig:
     def reads_beside(self) -> tuple[str, ...]:
         """The streams of tokens that it reads beside the text (Batch.beside); the task makes them."""
         return ()
+
+    @property
+    def reads_units(self) -> tuple[UnitStream, ...]:
+        """The streams of units (sequence.units) that it reads, such as patches of images."""
+        return ()
+
+    @property
+    def pictures(self) -> PictureSpec | None:
+        """What is to be known of images in its texts; None: it reads none."""
+        return None
 
     @property
     def decoder_start(self) -> int | None:
@@ -111,6 +128,7 @@ class ModelConfig:
 class TensorNames:
     """What readers of Hugging Face folders need to know about names, beyond those that the modules define.
 
+    also        other tensors that each model of the family has, by which it is told from one with the same embedding
     prefix      of all tensors but the head; a base model saved without its head omits it
     embedding   the input embedding
     layer       of the tensors of layer {}
@@ -127,6 +145,7 @@ class TensorNames:
     embedding: str
     layer: str
     head: str = "lm_head.weight"
+    also: tuple[str, ...] = ()
     copies: str | None = None
     predictors: str | None = None
     constants: tuple[str, ...] = ()

@@ -51,12 +51,14 @@ class RopeScaling:
 @dataclass(frozen=True)
 class LayerRope:
     """The rotary embedding of one layer: base, scaling, how many features of a head are rotated (the first ones), and
-    whether features 2i and 2i + 1 are a pair (`interleaved`) or i and i + half."""
+    whether features 2i and 2i + 1 are a pair (`interleaved`) or i and i + half. `axes`: as of ops.dense.rope_scaling's
+    Rotation."""
 
     theta: float
     scaling: RopeScaling | None
     features: int
     interleaved: bool = False
+    axes: tuple[int, ...] = ()
 
 
 # fields of RopeScaling that each type requires, and those that it accepts

@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterable
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from fnmatch import fnmatchcase
 
 import torch
@@ -75,7 +75,8 @@ def _fits(name: str, globs: tuple[str, ...]) -> bool:
 
 @dataclass(frozen=True)
 class Env:
-    """What modules are built with, on the meta device. `objective` defines the loss of the head."""
+    """What modules are built with, on the meta device. `objective` defines the loss of the head. `copies`: other ranks
+    that hold all that is built with it (`whole`)."""
 
     grid: Grid = field(default_factory=Grid)
     at: Coords = field(default_factory=Coords)
@@ -85,6 +86,7 @@ class Env:
     ops: OpChoices = field(default_factory=OpChoices)
     objective: Objective = field(default_factory=pretraining, compare=False)
     recompute: Recompute = field(default_factory=Recompute, compare=False, repr=False)
+    copies: tuple[Replica, ...] = ()
 
     @property
     def tp(self) -> Axis:
@@ -113,6 +115,11 @@ class Env:
     def cut(self, length: int) -> tuple[int, int]:
         """This rank's slice (start, stop) of a length sharded over tp; sizes may differ by one."""
         return cut(length, self.grid.tp)[self.at.tp]
+
+    def whole(self) -> Env:
+        """For modules that every rank of tp and cp holds whole and runs on rows of its own: theirs is a mesh of one
+        rank, and gradients are summed over all."""
+        return replace(self, grid=Grid(), at=Coords(), axes=ModelAxes(), copies=self.everyone)
 
     @property
     def everyone(self) -> tuple[Replica, ...]:

@@ -12,7 +12,7 @@ from phalanx.layout.param import Init
 from phalanx.nn.env import Env
 from phalanx.nn.linear import ColumnLinear, Linear, RowLinear
 from phalanx.nn.module import Module, OutputRows
-from phalanx.ops.dense.activation import GATED, gelu, gelu_by_formula, swiglu
+from phalanx.ops.dense.activation import GATED, gelu, gelu_by_formula, quick_gelu, swiglu
 from phalanx.ops.dense.gate import EXACT_GEGLU, GEGLU, SWIGLU
 from phalanx.ops.dense.gated_mlp import MLP, gated_mlp
 from phalanx.sequence.batch import Batch
@@ -87,7 +87,7 @@ class GeGLU(SwiGLU):
 class GeluMLP(Module):
     """project(gelu(expand x)), with biases.
 
-    activation   gelu_new (the tanh form) or gelu (exact)
+    activation   gelu_new (the tanh form), gelu (exact) or quick_gelu (CLIP's)
     transposed   matrices are stored as (inputs, outputs) in checkpoints (GPT-2's Conv1D)
     """
 
@@ -108,7 +108,7 @@ class GeluMLP(Module):
         how: Any = {"transposed": transposed, "bias": True}
         self.expand = ColumnLinear(env, rows, width, Init("normal", std), **how)
         self.project = RowLinear(env, f"{names[1]}.weight", width, inner, (a, b), Init("normal", std_out), **how)
-        self.exact = activation == "gelu"
+        self.activation = activation
         self.num_weights = 2 * width * inner
 
     def forward(self, x: Tensor) -> Tensor:
@@ -117,9 +117,13 @@ class GeluMLP(Module):
 
     def _of_rows(self, x: Tensor) -> Tensor:
         expanded = self.env.recompute.op("up", self.expand, x)
+        return self.project(self.env.recompute.op("activation", self._activated, expanded))
+
+    def _activated(self, x: Tensor) -> Tensor:
+        if self.activation == "quick_gelu":
+            return quick_gelu(x)
         activate = gelu_by_formula if self.env.ops.batch_invariant else gelu
-        hidden = self.env.recompute.op("activation", lambda x: activate(x, self.exact), expanded)
-        return self.project(hidden)
+        return activate(x, self.activation == "gelu")
 
     def flops(self, seq_length: int) -> float:
         return 2.0 * self.num_weights

@@ -19,6 +19,7 @@ class Rotary:
     def __init__(self, rotation: Rotation):
         self.rotation = rotation
         self._made: dict[tuple[int, torch.device], tuple[Tensor, float]] = {}
+        self._axes: dict[torch.device, Tensor] = {}
 
     def frequencies(self, length: int, device: torch.device) -> tuple[Tensor, float]:
         key = (length if self.rotation.by_length else 0, device)
@@ -33,5 +34,14 @@ class Rotary:
         inv, factor = self.frequencies(length, batch.positions.device)
         interleaved = self.rotation.interleaved
         return TABLES.of(
-            batch, lambda: rotary_table(batch.positions, inv, dtype, factor, interleaved), self.rotation, dtype
+            batch, lambda: rotary_table(self._positions(batch), inv, dtype, factor, interleaved), self.rotation, dtype
         )
+
+    def _positions(self, batch: Batch) -> Tensor:
+        """(T,), or (T, pairs) where tokens have several positions."""
+        if batch.coordinates is None or not self.rotation.axes:
+            return batch.positions
+        device = batch.coordinates.device
+        if device not in self._axes:
+            self._axes[device] = torch.tensor(self.rotation.axes, device=device)
+        return batch.coordinates[:, self._axes[device]]

@@ -69,6 +69,7 @@ class Stages:
         loss_seed: bool = True,
     ):
         self.runner = runner or Eager()
+        self.runner.without_gradient = {(0, 0), *(where for where, border in borders.items() if not border[0].learns)}
         self._ends = min(segments), max(segments)  # the first and the last segment of a micro-batch on this rank
         self.segments = segments
         self.segments_per_stage = segments_per_stage

@@ -69,6 +69,8 @@ class Eager:
 
     reuses_memory = False
     captures = False
+    without_gradient: Set[Where] = frozenset({(0, 0)})
+    """Segments whose inputs get no gradient."""
 
     def begin(self, seed: Tensor, batches: Sequence[Batch]) -> Tensor:
         """Start a step with these micro-batches. `seed` () is the gradient of the summed loss; returns the tensor to
@@ -77,8 +79,8 @@ class Eager:
 
     def forward(self, where: Where, mb: int, xs: Tensors, batch: Batch, compute: Compute) -> tuple[Tensors, Tensors]:
         """(inputs, outputs) of a segment. The inputs are leaves that will get a gradient, except in the model's first
-        segment."""
-        xs = xs if where == (0, 0) else leaves(xs)
+        segment, and where nothing before a segment is trained."""
+        xs = xs if where in self.without_gradient else leaves(xs)
         return xs, outputs_of(xs, batch, compute)
 
     def backward(self, where: Where, mb: int, xs: Tensors, ys: Tensors, dys: Gradients, last: bool) -> Gradients:
@@ -318,7 +320,7 @@ class Graphs(Eager):
         segment.dys = tuple(None if dy is None or dy.data_ptr() in dropped else dy for dy in segment.dys)
 
     def _capture_forward(self, slot: _Slot, where: Where, xs: Tensors, compute: Compute) -> _Captured:
-        if where != (0, 0):
+        if where not in self.without_gradient:
             xs = leaves(tuple(x if self._stays(slot, x) else x.clone() for x in xs))
         made: list[Tensors] = []
 

@@ -21,6 +21,7 @@ from phalanx.nn.module import Block
 from phalanx.nn.objective import make_objective
 from phalanx.nn.parameter import Parameter
 from phalanx.sequence.batch import TEXT
+from phalanx.sequence.sample import UnitRoom
 from phalanx.sequence.streams import HIDDEN, Border, StreamSpec, checked
 
 
@@ -66,8 +67,14 @@ class BlockFacts:
 
 def facts_of(run: Run) -> tuple[BlockFacts, ...]:
     """Facts about the blocks of a run's model."""
-    beside = make_objective(run.task).beside
+    beside = {**make_objective(run.task).beside, **{room.stream.name: room.capacity for room in unit_rooms(run)}}
     return model_facts(run.model, run.train.seq_length, tuple(beside.items()))
+
+
+def unit_rooms(run: Run) -> tuple[UnitRoom, ...]:
+    """The streams of units (sequence.units) that the model reads, with the capacity that data.room gives them."""
+    streams = run.model.reads_units
+    return tuple(UnitRoom(each, run.data.room.get(each.name, 0), f"data.room.{each.name}") for each in streams)
 
 
 @lru_cache(maxsize=8)
@@ -102,7 +109,7 @@ def whole_specs(model: ModelConfig, freeze: Iterable[str] = (), also: Iterable[s
     nn.env.WeightRules."""
     once = {id(p): p.spec for block in whole_model(model) for p in block.parameters()}
     rules = Env(weights=WeightRules(freeze=tuple(freeze), also=tuple(also)))
-    return [replace(spec, frozen=rules.freezes(spec)) for spec in once.values()] if freeze else list(once.values())
+    return [replace(spec, frozen=spec.frozen or rules.freezes(spec)) for spec in once.values()]
 
 
 def exported_shapes(model: ModelConfig) -> dict[str, tuple[int, ...]]:

@@ -33,7 +33,7 @@ from phalanx.ops.experts.grouped import GROUPED
 from phalanx.ops.quantized.quantizer import WeightQuantizer
 from phalanx.ops.quantized.recipes import RECIPES
 from phalanx.optim.optimizer import optimizers_of, updater_of
-from phalanx.planning.blocks import BlockFacts, facts_of, make_blocks, whole_linears
+from phalanx.planning.blocks import BlockFacts, facts_of, make_blocks, num_blocks, unit_rooms, whole_linears
 from phalanx.planning.experts import ExpertsPlan, experts_plan
 from phalanx.planning.freeze import frozen_by, trained_also
 from phalanx.planning.kernels import KernelsPlan, kernels_plan
@@ -43,6 +43,7 @@ from phalanx.schedule.lower import lower
 from phalanx.schedule.memory_slots import MemorySlots, fits, make_slots, prove
 from phalanx.schedule.simulate import simulate
 from phalanx.sequence.batch import TEXT
+from phalanx.sequence.sample import UnitRoom
 from phalanx.sequence.shard import SequenceShard
 from phalanx.sequence.streams import Border
 
@@ -219,8 +220,17 @@ class Plan:
 
     def border(self, block: int) -> Border:
         """The streams that a block takes."""
-        compute = precision(self.run.train.precision).compute
-        return tuple(spec.of(compute) for spec in self.facts[block].given)
+        compute, learns = precision(self.run.train.precision).compute, block > self.frozen_blocks
+        return tuple(replace(spec.of(compute), learns=learns) for spec in self.facts[block].given)
+
+    @cached_property
+    def frozen_blocks(self) -> int:
+        """The first so many blocks have no backward, because nothing in them is trained: a frozen vision tower."""
+        if not self.run.model.reads_units or not (self.run.train.freeze or self.run.lora):
+            return 0
+        blocks = make_blocks(self.run.model, self.env(Coords()), range(num_blocks(self.run.model)))
+        learning = (any(p.spec.learns for p in block.parameters()) for block in blocks)
+        return next((number for number, learns in enumerate(learning) if learns), 0)
 
     @cached_property
     def borders(self) -> dict[tuple[int, int], Border]:
@@ -241,6 +251,11 @@ class Plan:
     def lengths(self) -> Mapping[str, int]:
         """Tokens of a sequence in each stream of tokens: the text, and those beside it."""
         return {TEXT: self.run.train.seq_length, **self.objective.beside}
+
+    @property
+    def units(self) -> tuple[UnitRoom, ...]:
+        """The streams of units that the model reads, and how many rows of them a sequence has room for."""
+        return unit_rooms(self.run)
 
     @property
     def most_tokens(self) -> int:

@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 from phalanx.config.run import Run
-from phalanx.data.loader import Reading
+from phalanx.data.loader import Reading, SampleImages
+from phalanx.data.pictures import MockPictures, Pictures, steps_for
 from phalanx.data.scores import ScoreFile
 from phalanx.nn.objective import EmbeddingObjective, make_objective
+from phalanx.planning.blocks import unit_rooms
 from phalanx.sequence.sample import SampleTransform
 from phalanx.text.vocabulary import sample_facts
 
@@ -15,7 +17,19 @@ def reading_of(run: Run) -> Reading:
     objective = make_objective(run.task)
     scores = None if objective.scores is None else ScoreFile(objective.scores)
     classes = run.model.classes if objective.over_classes else ()
-    return Reading(scores, transform_of(run), classes, isinstance(objective, EmbeddingObjective))
+    texts = isinstance(objective, EmbeddingObjective)
+    return Reading(scores, transform_of(run), classes, texts, unit_rooms(run), pictures_of(run))
+
+
+def pictures_of(run: Run) -> SampleImages | None:
+    """What gives samples their images, where the model reads any; tokens of a run's own source have none. DataError for
+    a processor that does not fit."""
+    spec = run.model.pictures
+    if spec is None or run.data.source is not None:
+        return None
+    if run.data.mock:
+        return MockPictures(spec, run.data.room.get(spec.form.stream.name, 0), run.train.seed)
+    return Pictures(spec, steps_for(spec, run.data.processor), run.data.image_workers)
 
 
 def window_length(run: Run) -> int:

@@ -81,6 +81,17 @@ def assign(lengths: Sequence[int], sizes: Sequence[int], degrees: Sequence[int])
     return None if best is None else [best.found[i] for i in range(len(lengths))]
 
 
+def assign_whole(sizes: Sequence[int], ranks: int) -> list[int]:
+    """The rank of each item, so that sums of sizes are about equal: the largest goes first, each to the rank with the
+    least. Two ranks differ by no more than the largest item that the fuller one has (Graham, Bounds on multiprocessing
+    timing anomalies, 1969)."""
+    found, loads = [0] * len(sizes), [0] * ranks
+    for i in sorted(range(len(sizes)), key=lambda i: (-sizes[i], i)):
+        found[i] = min(range(ranks), key=loads.__getitem__)
+        loads[found[i]] += sizes[i]
+    return found
+
+
 def _fillers(lengths: Sequence[int], order: Sequence[int], count: int) -> Iterator[int]:
     """Documents that may be sharded over all ranks, the shortest first, each at least one and a half times as long as
     the one before."""

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, fields, replace
+from itertools import accumulate
 from typing import Any, Generic, TypeVar
 
 import numpy as np
@@ -11,7 +12,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from phalanx.sequence.balance import assign, degrees_of
+from phalanx.sequence.balance import assign, assign_whole, degrees_of
 from phalanx.sequence.paged import PagedSequences
 from phalanx.sequence.sample import ENCODER as ENCODER
 from phalanx.sequence.sample import IGNORE as IGNORE
@@ -62,11 +63,25 @@ SEQUENCE_NUMBERS = PerBatch[Tensor]()
 PLACES = PerBatch[Tensor]()
 PIECES = PerBatch["tuple[Batch, ...]"]()
 # what belongs to tokens and is not in `whole`: other shards never need it
-OWN_ROWS = ("reference", "target_ids", "target_log_probs", "segments")
+OWN_ROWS = ("reference", "target_ids", "target_log_probs", "segments", "values", "coordinates")
 UNCUT = PerBatch["Batch"]()
 AMONG = PerBatch["Batch"]()
 CHUNKED = PerBatch["Batch"]()
 PLACES_OF_BALANCED = PerBatch[Tensor]()
+
+
+@dataclass(frozen=True)
+class UnitPlaces:
+    """Where the units of a stream are, such as the images of a micro-batch.
+
+    sizes   rows of each unit, in the order of the text; known before they are assigned to ranks, and on the host
+    joined  rows that become one of what the text reads
+    spots   (m,) int64  where each of these is among the ones of all ranks of tp x cp, one rank after another
+    """
+
+    sizes: tuple[int, ...]
+    joined: int
+    spots: Tensor
 
 
 @dataclass(frozen=True)
@@ -116,8 +131,12 @@ class Batch:
     segments    (T,) int64: which text of its document a token belongs to (BERT's token types); None: all to the first
     paged       sequences that continue from what layers remember of them (generation): the tokens here are pieces of
                 several sequences, laid out flat; num_sequences is 1
-    beside      further streams of tokens by name (an encoder's text): each a batch of the same sequences with tokens,
-                positions and a length of its own, without labels. Documents with one number belong together
+    beside      further streams by name. An encoder's text is a batch of the same sequences with tokens, positions and a
+                length of its own, without labels; documents with one number belong together. A stream of units
+                (images) is one sequence of as many rows as the micro-batch happens to have
+    values      (T, features) floats, what the model reads in place of tokens; None: it reads tokens
+    coordinates  (T, axes) int64: where each token is, where one position does not say it; None: it does
+    units       of a stream of units (sequence.units), where they are, for the text; None: it is no such stream
 
     The ints are known on the host: whether a batch is uniform is never read from the device.
     """
@@ -146,6 +165,9 @@ class Batch:
     text_sums: Tensor | None = None
     segments: Tensor | None = None
     paged: PagedSequences | None = None
+    values: Tensor | None = None
+    coordinates: Tensor | None = None
+    units: UnitPlaces | None = None
     beside: Mapping[str, Batch] = field(default_factory=dict)
     _made: dict[tuple[Hashable, ...], Any] = field(default_factory=dict, compare=False, repr=False)
     """By owner (PerBatch)."""
@@ -161,6 +183,7 @@ class Batch:
         """All tensors that it holds: its own and those computed from it."""
         own = [t for f in fields(self) if isinstance(t := getattr(self, f.name), Tensor)]
         made = [t for made in self._made.values() for t in (made if isinstance(made, tuple) else (made,))]
+        own += [] if self.units is None else [self.units.spots]
         own += [t for other in self.beside.values() for t in other.tensors]
         return own + [t for m in made for t in (m.tensors if isinstance(m, Batch) else [m]) if isinstance(t, Tensor)]
 
@@ -174,6 +197,8 @@ class Batch:
         """The same with each of its tensors changed, those of `beside` too; nothing computed from it is kept."""
         values = {f.name: getattr(self, f.name) for f in fields(self)}
         changed: dict[str, Any] = {name: change(v) for name, v in values.items() if isinstance(v, Tensor)}
+        if self.units is not None:
+            changed["units"] = replace(self.units, spots=change(self.units.spots))
         return replace(self, **changed, beside={n: b.map(change) for n, b in self.beside.items()}, _made={})
 
     def copy_from(self, other: Batch) -> None:
@@ -182,6 +207,8 @@ class Batch:
             mine, value = getattr(self, f.name), getattr(other, f.name)
             if isinstance(value, Tensor) and f.name != "loss_seed":
                 mine.copy_(value)
+        if self.units is not None and other.units is not None:
+            self.units.spots.copy_(other.units.spots)
         for name, mine in self.beside.items():
             mine.copy_from(other.beside[name])
 
@@ -250,11 +277,16 @@ class Batch:
 
     def cut(self, part: SequenceShard) -> Batch:
         """This shard of a batch of whole sequences."""
-        if part.count == 1:
+        if part.count == part.ranks == 1:
             return self
+        if self.units is not None:
+            return self._assigned(self.units, part)
         if self.beside:
             alone = replace(self, beside={}).cut(part)
             return replace(alone, beside={name: other.cut(part) for name, other in self.beside.items()})
+        if part.count == 1:
+            return self
+        part = replace(part, rank=0, ranks=1)
         whole, balanced = torch.stack([getattr(self, name) for name in self._rows]), None
         shared: tuple[SharedDocument, ...] = ()
         if part.dynamic:
@@ -262,6 +294,51 @@ class Batch:
         other = replace(self, whole=whole, balanced=balanced, shared=shared)._another(part)
         own: dict[str, Any] = {name: other.take(x) for name in OWN_ROWS if (x := getattr(self, name)) is not None}
         return replace(other, **own) if own else other
+
+    def _assigned(self, units: UnitPlaces, part: SequenceShard) -> Batch:
+        """The rows of the units that are assigned to one of the ranks of tp x cp, each unit whole. All ranks have as
+        many rows as the fullest needs; the rest is padding, documents of its own."""
+        count, here, joined = part.count * part.ranks, part.index * part.ranks + part.rank, units.joined
+        if self.tokens.is_meta:  # the most that may come
+            most = min(self.num_tokens, self.num_tokens // count + max(units.sizes, default=0))
+            return self._of_units([], -(-most // joined) * joined, units)
+        homes, starts = assign_whole(units.sizes, count), [0, *accumulate(units.sizes)]
+        loads, moves = [0] * count, list[int]()
+        for size, start, home in zip(units.sizes, starts, homes):
+            moves.append(loads[home] - start)
+            loads[home] += size
+        rows = max(joined, *loads)
+        moves = [(home * rows + move) // joined for home, move in zip(homes, moves)]
+        unit = torch.bucketize(units.spots * joined, units.spots.new_tensor(starts[1:]), right=True)
+        spots = units.spots + units.spots.new_tensor([*moves, 0])[unit]
+        mine = [(starts[i], starts[i + 1]) for i, home in enumerate(homes) if home == here]
+        return self._of_units(mine, rows, replace(units, spots=spots))
+
+    def _of_units(self, spans: Sequence[tuple[int, int]], rows: int, units: UnitPlaces) -> Batch:
+        """Spans of rows, each a document, and padding, in `rows` rows."""
+        device, found = self.tokens.device, [np.arange(start, stop) for start, stop in spans]
+        at = torch.from_numpy(np.concatenate([np.empty(0, np.int64), *found])).to(device)
+        more, sizes = rows - len(at), [len(span) for span in found]
+        sizes += [min(PADDING_RUN, rows - first) for first in range(len(at), rows, PADDING_RUN)]
+
+        def own(x: Tensor, value: int = 0) -> Tensor:
+            return torch.cat([x[at], x.new_full((more, *x.shape[1:]), value)])
+
+        return replace(
+            self,
+            tokens=own(self.tokens),
+            labels=own(self.labels, IGNORE),
+            positions=own(self.positions),
+            samples=own(self.samples),
+            real=torch.cat([self.tokens.new_ones(len(at)), self.tokens.new_zeros(more)]),
+            documents=torch.from_numpy(np.repeat(np.arange(len(sizes)), sizes)).to(device),
+            most_documents=room_for_documents(len(sizes), rows),
+            values=None if self.values is None else own(self.values),
+            coordinates=None if self.coordinates is None else own(self.coordinates),
+            seq_length=rows,
+            units=units,
+            _made={},
+        )
 
     def _balance(self, part: SequenceShard) -> tuple[Tensor | None, tuple[SharedDocument, ...]]:
         """`balanced` and `shared` for a shard of this batch of whole sequences; nothing if documents cannot be assigned

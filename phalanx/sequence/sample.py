@@ -29,6 +29,60 @@ Pooling = Literal["mean", "first", "last"]
 
 
 @dataclass(frozen=True)
+class Units:
+    """Rows of numbers that a sample has beside its tokens, in units that are never divided: the patches of images.
+
+    values       (n, features) floats
+    coordinates  (n, axes) integers: where each row is in its unit, and what else of it is an integer
+    sizes        rows of each unit, in the order of the text; each a multiple of `joined`
+    features     (m,) ascending rows: those with which what the text reads begins, `joined` rows each
+    joined       rows that become one of what the text reads
+    names        of the units, for messages, such as "a.png (640 x 480)"
+    """
+
+    values: NDArray[np.floating]
+    coordinates: NDArray[np.int64]
+    sizes: tuple[int, ...]
+    features: NDArray[np.int64]
+    joined: int = 1
+    names: tuple[str, ...] = ()
+
+    @staticmethod
+    def together(parts: Sequence[Units], like: UnitStream) -> Units:
+        """One after another; none of them make no rows, of a stream like this."""
+        firsts = np.cumsum([0, *(len(part.values) for part in parts)])
+        return Units(
+            np.concatenate([np.empty((0, like.width), np.float32), *(part.values for part in parts)]),
+            np.concatenate([np.empty((0, like.axes), np.int64), *(part.coordinates for part in parts)]),
+            tuple(size for part in parts for size in part.sizes),
+            np.concatenate([np.empty(0, np.int64), *(part.features + at for part, at in zip(parts, firsts))]),
+            like.joined,
+            tuple(name for part in parts for name in part.names),
+        )
+
+
+@dataclass(frozen=True)
+class UnitStream:
+    """A stream of numbers in units (Units) that a model reads: its name, numbers in a row, integers beside each row,
+    rows that become one of what the text reads, and rows of the largest unit."""
+
+    name: str
+    width: int
+    axes: int
+    joined: int
+    largest: int
+
+
+@dataclass(frozen=True)
+class UnitRoom:
+    """A stream of units, rows of it that a sequence has room for, and the config key that says so."""
+
+    stream: UnitStream
+    capacity: int
+    setting: str
+
+
+@dataclass(frozen=True)
 class Sample:
     """One sample of n tokens.
 
@@ -40,6 +94,10 @@ class Sample:
     filled    tokens that are not padding
     segments  (n,) int64, which text of its document each token belongs to (BERT's token types); None: all to the first
     beside    further streams of tokens (Batch.beside), by name: each a sample of as many documents, without labels
+    values    (n, features) floats, what the model reads in place of tokens, where they stand for numbers (frames of
+              sound); None: it reads tokens
+    coordinates  (n, axes) integers: where each token is, where one position does not say it; None: it does
+    units     streams of numbers of which each sample has another number of rows (images), by name
     """
 
     number: int
@@ -49,6 +107,9 @@ class Sample:
     filled: int
     segments: NDArray[np.int64] | None = None
     beside: Mapping[str, Sample] = field(default_factory=dict)
+    values: NDArray[np.floating] | None = None
+    coordinates: NDArray[np.int64] | None = None
+    units: Mapping[str, Units] = field(default_factory=dict)
 
     @property
     def documents(self) -> list[tuple[int, int]]:

@@ -24,6 +24,8 @@ class SequenceShard:
              positions
     dynamic  documents are assigned to shards by length (sequence.balance), with the usual number of tokens in each
              shard; groups of `heads` shards exchange heads
+    rank, ranks  this rank among those of tp, which share a shard of the tokens; streams of units (sequence.units) are
+             assigned to each of them
     """
 
     index: int = 0
@@ -31,6 +33,8 @@ class SequenceShard:
     dynamic: bool = False
     heads: int = 1
     borders: tuple[int, ...] = ()
+    rank: int = 0
+    ranks: int = 1
 
     @staticmethod
     def of_sizes(sizes: Sequence[int]) -> SequenceShard:

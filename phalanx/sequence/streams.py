@@ -33,12 +33,14 @@ class StreamSpec:
 
     rows     (this rank's batch, size of tp) -> rows on this rank
     dtype    None: the compute dtype. A stream with an integer dtype has no gradient
+    learns   whether anything before this border is trained; if not, the stream has no gradient either
     """
 
     name: str
     width: int
     rows: Callable[[Batch, int], int] = token_rows
     dtype: torch.dtype | None = None
+    learns: bool = True
 
     def of(self, compute: torch.dtype) -> StreamSpec:
         """The same with its dtype filled in."""
@@ -46,7 +48,7 @@ class StreamSpec:
 
     @property
     def has_gradient(self) -> bool:
-        return self.dtype is None or self.dtype.is_floating_point
+        return self.learns and (self.dtype is None or self.dtype.is_floating_point)
 
     def empty(self, batch: Batch, tp: int, device: torch.device | str) -> Tensor:
         """An uninitialized tensor for this stream; the dtype must be filled in."""

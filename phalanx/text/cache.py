@@ -11,7 +11,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 from phalanx.base.errors import DataError
 from phalanx.base.file_lock import FileLock
@@ -20,6 +20,7 @@ from phalanx.data.checksums import SUFFIX as SUMS
 from phalanx.data.config import DataConfig, SourceConfig, prefixes_and_weights
 from phalanx.data.files import replacing
 from phalanx.data.pairs import pair_files
+from phalanx.sequence.patches import PictureSpec
 from phalanx.text.pairs import prepare_pairs
 from phalanx.text.prepare import prepare, read_manifest
 from phalanx.text.readers import Hints, find_files
@@ -44,12 +45,13 @@ def use_text(
     run_folder: str | os.PathLike[str],
     vocab_size: int,
     *,
-    train_on: TrainOn | None = None,
+    train_on: TrainOn | ChatUse | None = None,
     say: Callable[[str], object] = print,
     progress: Callable[[int, int], None] | None = None,
 ) -> DataConfig:
     """The config with a source in place of `text`, or of the files of `pairs` or `chats`: token files in the cache,
-    created now unless they exist. train_on: what of chats is trained (Objective.train_on).
+    created now unless they exist. train_on: what of chats is trained (Objective.train_on), and what else is to be known
+    of how they are used.
 
     The cache (data.cache, or `data` in the run's folder) is keyed by the contents of the texts, the tokenizer and how
     they are read. One of the processes that share its file system prepares, under a lock; the others wait, and `say`
@@ -63,7 +65,7 @@ def use_text(
             chats = _Chats(config, train_on)
             _check_size(config, chats.encoder.tokenizer, vocab_size)
             config = _use_chats(config, Path(run_folder), sets, chats, say, progress)
-        check_train_on(config, train_on)
+        check_train_on(config, chats_used(train_on).train_on)
         return config
     if not config.text:
         return config
@@ -103,7 +105,9 @@ def _check_size(config: DataConfig, tokenizer: Tokenizer, vocab_size: int) -> No
 
 
 def find_text(
-    config: DataConfig, run_folder: str | os.PathLike[str], train_on: TrainOn | None = None
+    config: DataConfig,
+    run_folder: str | os.PathLike[str],
+    train_on: TrainOn | ChatUse | None = None,
 ) -> DataConfig | None:
     """As `use_text`, but creates and writes nothing: None if the token files do not exist yet."""
     if chat_sets(config):
@@ -154,21 +158,36 @@ def _pairs_key(config: DataConfig, hashes: Sequence[str]) -> str:
 # ---- chats
 
 
+class ChatUse(NamedTuple):
+    """How chats are used: what of them is trained (Objective.train_on; None: the objective takes none), and what the
+    model reads of images in them (None: nothing)."""
+
+    train_on: TrainOn | None
+    pictures: PictureSpec | None = None
+
+
+def chats_used(given: TrainOn | ChatUse | None) -> ChatUse:
+    return given if isinstance(given, ChatUse) else ChatUse(given)
+
+
 class _Chats:
     """How the chats of a config are prepared."""
 
-    def __init__(self, config: DataConfig, train_on: TrainOn | None):
+    def __init__(self, config: DataConfig, use: TrainOn | ChatUse | None):
+        train_on, pictures = chats_used(use)
         if train_on is None:
             raise DataError("data.chats needs an objective that trains on chats, such as task.name=sft")
         from phalanx.text.chat_masks import ChatEncoder  # jinja2: start-up time of runs without chats
         from phalanx.text.chat_template import template_for
+        from phalanx.text.pictures import PictureText
 
         given = str(config.tokenizer)
         tokenizer = load_tokenizer(given)
         template = template_for(tokenizer, given, config.template)
-        self.encoder = ChatEncoder(tokenizer, template, train_on)
+        written = None if pictures is None else PictureText.of(pictures, config.processor, tokenizer)
+        self.encoder = ChatEncoder(tokenizer, template, train_on, written)
         deciding = [CHATS_VERSION, tokenizer.fingerprint, template and template.fingerprint, train_on]
-        self._deciding = [*deciding, config.bad_chats]
+        self._deciding = [*deciding, config.bad_chats, *([] if written is None else [written.deciding])]
 
     def key(self, files: Sequence[Path], hashes: Sequence[str]) -> str:
         """Names are part of it, because messages say from which file a chat comes."""

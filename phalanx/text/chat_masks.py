@@ -20,10 +20,10 @@ from bisect import bisect_left, bisect_right
 from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any, Literal
+from typing import Any, Literal, Protocol
 
 from phalanx.base.errors import DataError
-from phalanx.text.chat_records import BadChat, Chat, Completion, Message, tool_name
+from phalanx.text.chat_records import BadChat, Chat, Completion, Message, is_image, tool_name
 from phalanx.text.chat_template import ANSWER, ANSWER_END, BREAK, ChatTemplate, broken, special_names
 from phalanx.text.tokenizer_base import Tokenizer
 
@@ -59,11 +59,26 @@ class Turn:
     """Whether nothing more has to end it."""
 
 
+class WrittenImages(Protocol):
+    """How images stand in texts (text/pictures.py)."""
+
+    @property
+    def written(self) -> str: ...
+
+    def rewritten(self, text: str) -> str: ...
+
+
 class ChatEncoder:
     """Makes samples of chats. `notes` counts chats with something to know about them, by what it is."""
 
-    def __init__(self, tokenizer: Tokenizer, template: ChatTemplate | None, train_on: TrainOn):
-        self.tokenizer, self.template, self.train_on = tokenizer, template, train_on
+    def __init__(
+        self,
+        tokenizer: Tokenizer,
+        template: ChatTemplate | None,
+        train_on: TrainOn,
+        pictures: WrittenImages | None = None,
+    ):
+        self.tokenizer, self.template, self.train_on, self.pictures = tokenizer, template, train_on, pictures
         self.special = special_names(tokenizer)
         self.notes = Counter[str]()
         self._noted = set[str]()  # of the chat at hand
@@ -72,7 +87,7 @@ class ChatEncoder:
         self._bos = None if bos is None else tokenizer.special_tokens.get(bos)
 
     def __reduce__(self) -> tuple[Any, ...]:
-        return ChatEncoder, (self.tokenizer, self.template, self.train_on)
+        return ChatEncoder, (self.tokenizer, self.template, self.train_on, self.pictures)
 
     def samples(self, given: Chat | Completion) -> list[ChatSample]:
         """BadChat for what cannot be trained on; DataError without a template for messages."""
@@ -86,6 +101,8 @@ class ChatEncoder:
             return [self._completion(given)]
         if self.template is None:
             raise DataError("has messages, which need a chat template: data.template=FILE.jinja")
+        if given.images and self.pictures is None:
+            raise BadChat("images", "has images, which this model does not read")
         return _Rendered(self, self.template, given).samples()
 
     def note(self, what: str) -> None:
@@ -323,7 +340,8 @@ class _Rendered:
     def _check_whole(self, written: str, last: int) -> None:
         """What people wrote up to the message `last`, and tools, must be there."""
         for number, message in enumerate(self.messages[: last + 1]):
-            if message["role"] in ASKING and message["content"].strip() not in written:
+            texts = [part["text"] for part in message.get("parts", ()) if not is_image(part)] or [message["content"]]
+            if message["role"] in ASKING and any(text.strip() not in written for text in texts):
                 rule = f"the template leaves out this message of role {message['role']}, or a part of it"
                 raise BadChat("left out by the template", rule, number + 1)
         for tool in self.tools or ():
@@ -341,12 +359,26 @@ class _Rendered:
     def _render(self, messages: Sequence[Message], turn: int, begins: bool = False) -> str:
         try:
             words = {**self.variables, "add_generation_prompt": begins}
-            return self.template.render(messages, self.tools, words)
+            written = self.template.render(self._with_images(messages), self.tools, words)
+            return written if self.encoder.pictures is None else self.encoder.pictures.rewritten(written)
         except Exception as error:  # a template is a program, and this is whatever it raises
             text = str(error) or type(error).__name__
             raise BadChat(
                 "refused by the template", f"the template refuses the chat up to here: {text}", turn + 1
             ) from None
+
+    def _with_images(self, messages: Sequence[Message]) -> list[Message]:
+        """Messages with images as templates take them: a list of parts, or, for a template that knows no images, a
+        text with a placeholder for each."""
+        pictures, found = self.encoder.pictures, list[Message]()
+        for message in messages:
+            parts = message.get("parts")
+            plain = {name: value for name, value in message.items() if name != "parts"}
+            if parts is not None and pictures is not None:
+                texts = (pictures.written if is_image(part) else part["text"] for part in parts)
+                plain["content"] = parts if self.template.reads("image") else "\n".join(texts)
+            found.append(plain)
+        return found
 
 
 def _with_text_arguments(message: Message) -> Message:

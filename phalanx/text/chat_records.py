@@ -42,12 +42,14 @@ class Chat:
     tools      functions that may be called, in OpenAI's form
     answers    numbers, from 0, of the messages that the model is to learn
     variables  others that the template is given (chat_template_kwargs of the record)
+    images     names of files, in the order of the parts of messages that stand for them
     """
 
     messages: tuple[Message, ...]
     tools: tuple[Any, ...] | None
     answers: tuple[int, ...]
     variables: Mapping[str, Any] = field(default_factory=dict)
+    images: tuple[str, ...] = ()
 
 
 @dataclass(frozen=True)
@@ -152,7 +154,26 @@ def chat_of(given: Any, record: Mapping[str, Any], before: int = 0, first_answer
     if not answers:
         why = "no message of the assistant" + (" in completion" if first_answer else "")
         raise BadChat("no answer", f"no answer: {why} has a weight other than 0")
-    return Chat(tuple(messages), _tools(record.get("tools")), tuple(answers), _variables(record))
+    named = [part.pop("image", None) for message in messages for part in message.get("parts", ()) if is_image(part)]
+    images = _images(named, record.get("images"))
+    return Chat(tuple(messages), _tools(record.get("tools")), tuple(answers), _variables(record), images)
+
+
+def is_image(part: Message) -> bool:
+    return part.get("type") == "image"
+
+
+def _images(named: list[Any], beside: Any) -> tuple[str, ...]:
+    """Names of files: each part has its own, or all are in the record's list `images`."""
+    if beside is not None:
+        if not isinstance(beside, list) or len(beside) != len(named) or any(name is not None for name in named):
+            count = len(beside) if isinstance(beside, list) else 0
+            rule = f"messages have {len(named)} images, and the list `images` has {count} names of files"
+            raise BadChat("images", f"{rule}: name each once, in its part or in the list")
+        named = beside
+    if not all(isinstance(name, str) and name for name in named):
+        raise BadChat("images", 'an image has no file: {"type": "image", "image": "a.png"}')
+    return tuple(named)
 
 
 def _list_of_messages(given: Any) -> list[Any]:
@@ -180,6 +201,11 @@ def _message(message: Message, turn: int) -> Message:
     if content is None and not calls:
         raise BadChat("no content", "content is missing", turn)
     message["content"] = "" if content is None else _content(content, turn)
+    message.pop("parts", None)
+    if isinstance(content, list) and any(is_image(part) for part in content):
+        if role not in ("user", "tool"):
+            raise BadChat("images", f"an image is a user's, not of role {role}", turn)
+        message["parts"] = [dict(part) for part in content]
     if role == "assistant" and not (message["content"].strip() or calls or message.get("reasoning_content")):
         raise BadChat("no answer", "the answer is empty", turn)
     return message
@@ -190,10 +216,10 @@ def _content(content: Any, turn: int) -> str:
     if not isinstance(content, list):
         return _text(content, "content", turn)
     for part in content:
-        if not isinstance(part, dict) or part.get("type") != "text":
+        if not isinstance(part, dict) or part.get("type") not in ("text", "image"):
             kind = part.get("type") if isinstance(part, dict) else type(part).__name__
-            raise BadChat("no text", f"content has a part of type {kind!r}: texts alone can be learned", turn)
-    return "\n".join(_text(part.get("text"), "content", turn) for part in content)
+            raise BadChat("no text", f"content has a part of type {kind!r}: texts and images can be learned", turn)
+    return "\n".join(_text(part.get("text"), "content", turn) for part in content if not is_image(part))
 
 
 def _calls(calls: Any, turn: int) -> list[Message]:

@@ -19,8 +19,10 @@ from phalanx.data.chats import LINES, BadChats
 from phalanx.data.files import replacing
 from phalanx.data.index import Corpus, CorpusWriter
 from phalanx.data.mixture import make_key, permute
+from phalanx.data.picture_notes import PictureNote, write_notes
 from phalanx.text.chat_masks import ChatEncoder, ChatSample
-from phalanx.text.chat_records import BadChat, read_record, without_none
+from phalanx.text.chat_records import BadChat, Chat, Completion, is_image, read_record, without_none
+from phalanx.text.pictures import PictureText
 from phalanx.text.readers import Bad, FileSlice, cut, records
 from phalanx.text.workers import ordered
 
@@ -77,6 +79,8 @@ class _Piece:
     skipped: Counter[str] = field(default_factory=Counter)
     """... and how many there are."""
     notes: Counter[str] = field(default_factory=Counter)
+    pictures: list[list[PictureNote]] = field(default_factory=list)
+    """Of each document."""
     size: int = 0
 
 
@@ -99,7 +103,7 @@ def prepare_chats(
     total, done = sum(file.stat().st_size for file in files), 0
     numbers = {str(file): number for number, file in enumerate(files)}
     named, skipped, notes = list[tuple[str, str]](), Counter[str](), Counter[str]()
-    origins = list[tuple[int, int]]()
+    origins, pictures = list[tuple[int, int]](), list[list[PictureNote]]()
     ordered_prefix = prefix.with_name(f"{prefix.name}-in-order")
     with CorpusWriter(ordered_prefix, encoder.tokenizer.dtype) as writer:
         for piece in ordered(_encode, (encoder, numbers), cut(files, PIECE_BYTES, lambda before: True), workers):
@@ -109,6 +113,7 @@ def prepare_chats(
                 at += sum(lengths)
                 summary.trained += sum(lengths[1::2])
             origins += piece.origins
+            pictures += piece.pictures
             named += piece.bad[: SHOWN - len(named)]
             skipped, notes, done = skipped + piece.skipped, notes + piece.notes, done + piece.size
             if progress is not None:
@@ -121,7 +126,8 @@ def prepare_chats(
             why = f", {count:,} bad ones: {named[0][1]}" if named else ""
             raise DataError(f"{', '.join(summary.files)}: no chats{why}")
     try:
-        _shuffle(ordered_prefix, prefix, np.array(origins, np.int64))
+        order = _shuffle(ordered_prefix, prefix, np.array(origins, np.int64))
+        write_notes(prefix, [pictures[document] for document in order])
     finally:
         for suffix in (".bin", ".idx", ".sums"):
             ordered_prefix.with_suffix(suffix).unlink(missing_ok=True)
@@ -142,7 +148,8 @@ def _encode(shared: tuple[ChatEncoder, dict[str, int]], parts: list[FileSlice]) 
             try:
                 if isinstance(record, Bad):
                     raise BadChat(record.reason, str(record))
-                samples = encoder.samples(read_record(without_none(record) if is_table else record))
+                given = read_record(without_none(record) if is_table else record)
+                samples = _with_pictures(encoder, given, encoder.samples(given), Path(part.path).parent)
             except DataError as error:
                 raise DataError(f"{part.path}:{line}: {error}") from None
             except BadChat as error:
@@ -150,13 +157,32 @@ def _encode(shared: tuple[ChatEncoder, dict[str, int]], parts: list[FileSlice]) 
                 where = f"{part.path}:{line}"
                 piece.bad += [(error.reason, f"{where}: {error}")] if len(piece.bad) < SHOWN else []
                 continue
-            for sample in samples:
+            for sample, pictures in samples:
                 tokens += sample.ids
+                piece.pictures.append(pictures)
                 piece.lengths.append(sequence_lengths(sample))
                 piece.origins.append((numbers[part.path], line))
         piece.size += part.size
     piece.tokens, piece.notes = np.array(tokens, encoder.tokenizer.dtype), Counter(encoder.notes)
     return piece
+
+
+def _with_pictures(
+    encoder: ChatEncoder, given: Chat | Completion, samples: Sequence[ChatSample], folder: Path
+) -> list[tuple[ChatSample, list[PictureNote]]]:
+    """The samples of a chat with all tokens of their images, whose files are below the folder."""
+    pictures = encoder.pictures
+    if not isinstance(pictures, PictureText):
+        return [(sample, []) for sample in samples]
+    names = given.images if isinstance(given, Chat) else ()
+    made = [pictures.expanded(sample, names, folder) for sample in samples]
+    if len(made[-1][1]) < len(names) and encoder.train_on != "last_answer":
+        asked = [message for message in given.messages[: given.answers[-1]] if "parts" in message]  # type: ignore[union-attr]
+        wanted = sum(is_image(part) for message in asked for part in message["parts"])
+        if len(made[-1][1]) < wanted:
+            rule = f"the template writes {len(made[-1][1])} placeholders for {wanted} images before the last answer"
+            raise BadChat("images", rule)
+    return made
 
 
 def sequence_lengths(sample: ChatSample) -> list[int]:
@@ -168,8 +194,8 @@ def sequence_lengths(sample: ChatSample) -> list[int]:
     return lengths
 
 
-def _shuffle(source: Path, target: Path, origins: NDArray[np.int64]) -> None:
-    """Copy token files with their chats in another order; the samples of a chat stay together."""
+def _shuffle(source: Path, target: Path, origins: NDArray[np.int64]) -> list[int]:
+    """Copy token files with their chats in another order, which is returned; the samples of a chat stay together."""
     corpus = Corpus(source)
     firsts = np.flatnonzero(np.any(np.diff(origins, axis=0, prepend=-1) != 0, axis=1))
     stops = np.append(firsts[1:], len(origins))
@@ -181,3 +207,5 @@ def _shuffle(source: Path, target: Path, origins: NDArray[np.int64]) -> None:
             writer.add_document(tokens, corpus.sequence_lengths(d).tolist())
     with replacing(target.with_name(target.name + LINES)) as file:
         np.save(file, origins[documents])
+    found: list[int] = documents.tolist()
+    return found

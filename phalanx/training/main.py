@@ -56,7 +56,7 @@ from phalanx.observe.step_line import StepLines
 from phalanx.planning.adapters import num_adapters
 from phalanx.planning.blocks import exported_shapes
 from phalanx.planning.order import total_samples
-from phalanx.text.cache import use_text
+from phalanx.text.cache import ChatUse, use_text
 from phalanx.text.prepare import check_tokenizers
 from phalanx.text.tokenizers import load_tokenizer
 from phalanx.training.callbacks import Callback
@@ -155,8 +155,8 @@ def opened(
             log.warn(lock.warning)
         if lock is not None and lock.took_over:
             log.info(f"the folder was left by {lock.took_over}, which was killed: this run takes over")
-        train_on = make_objective(run.task).train_on
-        run = replace(run, data=use_text(run.data, folder, run.model.vocab_size, train_on=train_on, say=log.info))
+        use = ChatUse(make_objective(run.task).train_on, run.model.pictures)
+        run = replace(run, data=use_text(run.data, folder, run.model.vocab_size, train_on=use, say=log.info))
         check_tokenizers(run.data)
         loaders = open_loaders(run, run.data)  # problems with the data are reported before the ranks meet
         prompts = Prompts.read(run)

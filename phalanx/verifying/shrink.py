@@ -166,18 +166,19 @@ def copy_of(given: RunOnRanks, wanted: Sequence[Structure], pp: int, dp: int, cp
         freeze=small_freeze(run, model),
         offload_layers=min(run.train.offload_layers, len(model.layer_blocks)),
     )
-    data, lora = mock_of(run.data), small_lora(run, model)
+    data, lora = mock_of(run.data, model), small_lora(run, model)
     task = find_objective(run.task.name).shrunk(run.task, seq_length)
     small = RunOnRanks(replace(run, model=model, layout=layout, train=train, data=data, lora=lora, task=task), ranks)
     has = tuple(s for s in wanted if s.has(small))
     return SmallCopy(small.run, ranks, has, describe(given, small))
 
 
-def mock_of(data: DataConfig) -> DataConfig:
-    """Mock tokens in sequences of the same kind: packed ones end in padding."""
-    return DataConfig(
-        mock=True, document_attention=data.document_attention, packing="online" if data.is_packed else "off"
-    )
+def mock_of(data: DataConfig, model: ModelConfig) -> DataConfig:
+    """Mock tokens in sequences of the same kind: packed ones end in padding. With made-up images, if the model reads
+    any, as many as fit."""
+    room = {stream.name: 4 * stream.largest for stream in model.reads_units}
+    packing: Any = "online" if data.is_packed else "off"
+    return DataConfig(mock=True, document_attention=data.document_attention, packing=packing, room=room)
 
 
 def without_budget(run: Run, world: int) -> Run:

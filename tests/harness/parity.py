@@ -11,6 +11,7 @@ import torch
 from phalanx.comm.debug import Site
 from phalanx.comm.mesh import Mesh
 from phalanx.config.run import Run, TrainConfig
+from phalanx.data.config import DataConfig
 from phalanx.engine.build import State, build
 from phalanx.engine.step import accumulate, update
 from phalanx.forecast.decide import make_plan
@@ -26,6 +27,7 @@ from phalanx.models.gpt_oss import GptOssConfig
 from phalanx.models.kimi_k25 import KimiK25Config
 from phalanx.models.llama import LlamaConfig
 from phalanx.models.llama4_text import Llama4TextConfig
+from phalanx.models.llava import LlavaConfig
 from phalanx.models.minimax_m2 import MiniMaxM2Config
 from phalanx.models.mistral import MistralConfig
 from phalanx.models.mixtral import MixtralConfig
@@ -35,15 +37,19 @@ from phalanx.models.olmo2 import Olmo2Config
 from phalanx.models.olmo3 import Olmo3Config
 from phalanx.models.phi3 import Phi3Config
 from phalanx.models.qwen2 import Qwen2Config
+from phalanx.models.qwen2_5_vl import Qwen25Vision, Qwen25VLConfig
 from phalanx.models.qwen3 import Qwen3Config
 from phalanx.models.qwen3_moe import Qwen3MoEConfig
+from phalanx.models.qwen3_vl import Qwen3Vision, Qwen3VLConfig
 from phalanx.models.rope import RopeScaling
 from phalanx.models.smollm3 import SmolLM3Config
 from phalanx.models.t5 import T5Config
+from phalanx.models.vision_config import VisionConfig
 from phalanx.nn.objective import TaskConfig, find_objective
 from phalanx.ops.optimizer.shard import widened
 from phalanx.sequence.batch import ENCODER, IGNORE, Batch
 from phalanx.verifying.compare import allowed, random_weights
+from tests.harness.pictures import picture_batch
 
 SEQ, VOCAB = 16, 131
 ENCODER_SEQ = 24  # tokens of a sequence that an encoder reads
@@ -351,6 +357,49 @@ MODELS["glm4_moe"] = Glm4MoEConfig(
 MODELS["glm4_moe-mtp"] = replace(
     MODELS["glm4_moe"], num_hidden_layers=2, use_qk_norm=False, attention_bias=True, num_nextn_predict_layers=1
 )
+MODELS["llava"] = LlavaConfig(
+    **SIZES,
+    **HEADS,
+    intermediate_size=42,
+    num_hidden_layers=3,
+    image_token_id=7,
+    vision=VisionConfig(
+        hidden_size=24,
+        intermediate_size=30,
+        num_hidden_layers=3,
+        num_attention_heads=3,
+        image_size=6,
+        patch_size=3,
+    ),
+)
+VL = {
+    "hidden_size": 24,
+    "intermediate_size": 30,
+    "num_hidden_layers": 3,
+    "num_attention_heads": 3,
+    "patch_size": 2,
+}
+MODELS["qwen2_5_vl"] = Qwen25VLConfig(
+    **SIZES,
+    **HEADS,
+    intermediate_size=42,
+    num_hidden_layers=3,
+    image_token_id=7,
+    mrope_section=(2, 1, 1),
+    rope_theta=100.0,
+    vision=Qwen25Vision(**VL, window_size=8, fullatt_block_indexes=(1,)),
+)
+MODELS["qwen3_vl"] = Qwen3VLConfig(
+    **SIZES,
+    **HEADS,
+    intermediate_size=42,
+    num_hidden_layers=3,
+    head_dim=12,
+    image_token_id=7,
+    mrope_section=(2, 2, 2),
+    rope_theta=100.0,
+    vision=Qwen3Vision(**VL, num_position_embeddings=9, deepstack_visual_indexes=(0, 2)),
+)
 MODELS["gpt_neox"] = GPTNeoXConfig(
     **SIZES, intermediate_size=42, num_hidden_layers=3, num_attention_heads=4, partial_rotary_factor=0.5
 )
@@ -366,7 +415,9 @@ def base_run(model: str, global_batch: int = 8, micro_batch: int = 1, **train) -
         "precision": "fp64",
         **train,
     }
-    return Run(model=MODELS[model], train=TrainConfig(**options), task=task_of(MODELS[model]))
+    room = {stream.name: 4 * stream.largest for stream in MODELS[model].reads_units}
+    data = DataConfig(mock=True, room=room) if room else DataConfig()
+    return Run(model=MODELS[model], train=TrainConfig(**options), task=task_of(MODELS[model]), data=data)
 
 
 def task_of(model: ModelConfig) -> TaskConfig:
@@ -434,6 +485,8 @@ def with_encoder(batch: Batch, ids: list[int], documents: bool | str) -> Batch:
 def batch_of(run: Run, ids: list[int], documents: bool | str) -> Batch:
     """A micro-batch of a run."""
     batch = sample_batch(ids, documents, run.train.seq_length)
+    if run.model.reads_units:
+        return picture_batch(run, batch, ids)
     return with_encoder(batch, ids, documents) if run.model.reads_beside else batch
 
 

@@ -281,6 +281,21 @@ NAMED = {
         "t5-tied", 4, cp=2, tp=2, cp_attention="allgather", documents="packed", micro_batch=2
     ),
     "t5 cp2 pp2, heads, full recompute": case("t5", 4, cp=2, cp_ulysses=2, pp=2, recompute="full"),
+    "llava tp2 cp2 pp2, packed": case("llava", 8, tp=2, cp=2, pp=2, documents="packed", micro_batch=2),
+    "llava pp2 x 2 virtual stages, dp2, level 3, full recompute": case(
+        "llava", 4, pp=2, virtual_stages=2, sharding=3, recompute="full", micro_batch=2
+    ),
+    "llava tp2 pp2, split backward, level 2": case(
+        "llava", 4, tp=2, pp=2, schedule="zb_h1", sharding=2, documents=True
+    ),
+    "llava cp3 in uneven parts, ring": case("llava", 3, cp=3, cp_attention="ring", micro_batch=4),
+    "qwen3_vl tp2 cp2 pp2, packed": case("qwen3_vl", 8, tp=2, cp=2, pp=2, documents="packed", micro_batch=2),
+    "qwen3_vl pp3 x 2 virtual stages, full recompute": case(
+        "qwen3_vl", 3, pp=3, virtual_stages=2, recompute="full", micro_batch=2
+    ),
+    "qwen2_5_vl tp2 dp2, level 3, long recompute": case(
+        "qwen2_5_vl", 4, tp=2, sharding=3, recompute="long", documents=True
+    ),
     "t5 cp3 in uneven parts, documents": case("t5", 3, cp=3, documents=True, micro_batch=2),
     "uneven stages": case("llama", 4, pp=4, stages=(1, 1, 3, 1)),
     "gpipe": case("gpt2", 2, pp=2, schedule="gpipe"),

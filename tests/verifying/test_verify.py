@@ -17,6 +17,7 @@ from phalanx.forecast.check import check
 from phalanx.forecast.decide import make_plan
 from phalanx.layout.config import LayoutConfig
 from phalanx.planning.plan import grid_of
+from phalanx.planning.reading import reading_of
 from phalanx.sequence.batch import IGNORE
 from phalanx.verifying.compare import compare, follow, verify, with_fewer_labels
 from phalanx.verifying.shrink import MAX_RANKS, shrink, small_copies
@@ -409,3 +410,20 @@ SAMPLE = (
 def test_some_planted_errors_are_found(ranks, name):
     """In the small copies of a larger run: these need a structure that halving every axis would lose."""
     assert copies_find(ranks, name, *PLANTED[name].larger)
+
+
+def test_a_copy_with_images_has_images(ranks):
+    """The tower's weights have gradients in the copy that is compared."""
+    run = load_run("recipes/tiny_llava.yaml", ["layout.tp=2", "layout.pp=2"])
+    copy = shrink(run, 4)
+    loader = train_loader(
+        copy.run.data,
+        seq_length=copy.run.train.seq_length,
+        seed=1,
+        vocab_size=copy.run.model.vocab_size,
+        samples=8,
+        reading=reading_of(copy.run),
+    )
+    images = [len(loader.batch([number]).beside["patches"].units.sizes) for number in range(8)]
+    assert sum(images) >= 4 and min(images) == 0
+    is_valid_and_passes(ranks, copy)

@@ -210,6 +210,11 @@ def gelu_by_formula(x: Tensor, exact: bool = False) -> Tensor:
     return (0.5 * wide * (1 + inner)).to(x.dtype)
 
 
+def quick_gelu(x: Tensor) -> Tensor:
+    """x * sigmoid(1.702 x), near GELU: what CLIP was trained with."""
+    return x * torch.sigmoid(1.702 * x)
+
+
 def _some_rows(x: Tensor, weights: Tensor, kernels: Kernels) -> Tensor:
     """All rows but the last, which is padding."""
     ends = torch.tensor([0, len(x) - 1], dtype=torch.int32, device=x.device)

@@ -39,8 +39,10 @@ class Angles(NamedTuple):
 def rotary_table(
     positions: Tensor, inv: Tensor, dtype: torch.dtype, factor: float = 1.0, interleaved: bool = False
 ) -> Angles:
-    """cos and sin (T, pairs) of positions (T,), times `factor`, in `dtype`, computed in float64."""
-    angle = positions.to(torch.float64).unsqueeze(-1) * inv.to(positions.device)
+    """cos and sin (T, pairs) of positions (T,) or, of each pair, (T, pairs), times `factor`, in `dtype`, computed in
+    float64."""
+    wide = positions.to(torch.float64)
+    angle = (wide if wide.dim() == 2 else wide.unsqueeze(-1)) * inv.to(positions.device)
     return Angles((angle.cos() * factor).to(dtype), (angle.sin() * factor).to(dtype), interleaved)
 
 

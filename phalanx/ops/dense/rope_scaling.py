@@ -18,13 +18,20 @@ from torch import Tensor
 @dataclass(frozen=True)
 class Rotation:
     """What the angles depend on: `dim` rotated features (the first of a head), base `theta`, a scaling or None, and the
-    model's longest sequence. `interleaved`: features 2i and 2i + 1 are a pair, not i and i + dim / 2."""
+    model's longest sequence. `interleaved`: features 2i and 2i + 1 are a pair, not i and i + dim / 2.
+
+    axes   for each pair, the column of a batch's coordinates that is its position, where tokens have several (M-RoPE;
+           Wang et al., "Qwen2-VL", 2024); none: all pairs have the token's position
+    axial  the two halves of the pairs have the same frequencies (rows and columns of an image)
+    """
 
     dim: int
     theta: float
     scaling: Any = None
     max_positions: int = 0
     interleaved: bool = False
+    axes: tuple[int, ...] = ()
+    axial: bool = False
 
     @property
     def by_length(self) -> bool:
@@ -33,6 +40,8 @@ class Rotation:
 
     def frequencies(self, length: int) -> tuple[Tensor, float]:
         """((dim / 2,) float64 angles per position, factor of cos and sin) for sequences of `length` tokens."""
+        if self.axial:
+            return inverse_frequencies(self.dim // 2, self.theta).repeat(2), 1.0
         if self.scaling is None:
             return inverse_frequencies(self.dim, self.theta), 1.0
         return SCALINGS[self.scaling.rope_type](self, self.scaling, length)

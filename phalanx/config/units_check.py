@@ -1,0 +1,70 @@
+"""Rules of streams of units (sequence.units): rows that sequences have room for, and what is not built for models that
+read such streams."""
+
+from __future__ import annotations
+
+from phalanx.base.errors import DataError, Problem
+from phalanx.base.rules import at_least, exists, missing_data, no_effect, problem
+from phalanx.config.run import Run
+
+
+def check_units(run: Run, files: bool) -> list[Problem]:
+    """A capacity for each stream that the model reads, and for no other; a processor that fits. files: whether files
+    are there to be read."""
+    read, room = {stream.name: stream for stream in run.model.reads_units}, run.data.room
+    because = {"model.family": run.model.family}
+    found = []
+    if unknown := sorted(set(room) - set(read)):
+        known = f": this one reads {', '.join(read)}" if read else ", and this model reads none"
+        rule = f"must name streams of numbers that the model reads{known}"
+        found.append(problem("data", run.data, "room", f"{rule} (not {', '.join(unknown)})", because, ({},)))
+    for name, stream in read.items():
+        if room.get(name, 0) < stream.joined:
+            rule = f"must say how many rows of {name} a sequence has room for: some multiple of the rows of an image"
+            valid = ({**{k: v for k, v in room.items() if k in read}, name: 4 * stream.largest},)
+            found.append(problem("data", run.data, "room", rule, because, valid))
+    return found + check_images(run, files) + (check_not_built(run) if read else [])
+
+
+def check_images(run: Run, files: bool) -> list[Problem]:
+    """What says how images become numbers, where the model reads any."""
+    data, spec = run.data, run.model.pictures
+    if spec is None:
+        because = {"model.family": run.model.family}
+        return no_effect("data", data, ("processor", "image_workers"), "a model that reads images", because)
+    found = at_least("data", data, 0, "image_workers")
+    if data.processor is None or not files:
+        return found
+    if not exists(data.processor):
+        return [*found, missing_data("data.processor", data.processor, "must be a preprocessor_config.json")]
+    from phalanx.data.pictures import steps_for  # Pillow: start-up time of runs without images
+
+    try:
+        steps_for(spec, data.processor)
+    except DataError as error:
+        found.append(problem("data", data, "processor", str(error), {}, (None,)))
+    return found
+
+
+def check_not_built(run: Run) -> list[Problem]:
+    because = {"model.family": run.model.family}
+    found = []
+    if run.train.fp8 is not None:
+        rule = "is not built for a model that reads images or sound"
+        found.append(problem("train", run.train, "fp8", rule, because, (None,)))
+    if run.train.cuda_graphs == "on":
+        rule = "needs micro-batches of equal sizes, and a model that reads images or sound has others in each: take off"
+        found.append(problem("train", run.train, "cuda_graphs", rule, because, ("off",)))
+    if run.train.samples is not None:
+        rule = "is not built for a model that reads images or sound: it generates no text here"
+        found.append(problem("train", run.train, "samples", rule, because, (None,)))
+    if run.train.eval_tasks:
+        rule = "is not built for a model that reads images or sound: it generates no text here"
+        found.append(problem("train", run.train, "eval_tasks", rule, because, ([],)))
+    if run.train.batch_invariant:
+        rule = "is not built for a model that reads images or sound"
+        found.append(problem("train", run.train, "batch_invariant", rule, because, (False,)))
+    if run.train.deterministic:
+        rule = "is not built for a model that reads images or sound: which rank has which of them follows tp and cp"
+        found.append(problem("train", run.train, "deterministic", rule, because, (False,)))
+    return found
