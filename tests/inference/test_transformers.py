@@ -25,9 +25,9 @@ from tests.models.test_moe_models import saved
 from tests.models.test_twenty_steps import random_model
 
 OTHERS = ("mixtral-full", "deepseek_v3-mtp", "deepseek_v3-mtp-tied", "glm4_moe-mtp", "kimi_k25")
-FAMILIES = tuple(name for name, model in MODELS.items() if name not in OTHERS and not model.reads_beside)
-"""All that transformers has: it computes no multi-token prediction, experts accept all tokens, and Kimi K2.5 is
-DeepSeek-V3 under other names (tests/models/test_kimi.py)."""
+FAMILIES = tuple(name for name, m in MODELS.items() if name not in OTHERS and not m.reads_beside and not m.both_ways)
+"""All that generate and that transformers has: it computes no multi-token prediction, experts accept all tokens, and
+Kimi K2.5 is DeepSeek-V3 under other names (tests/models/test_kimi.py)."""
 
 OFTEN = ("gpt_oss", "deepseek_v3", "qwen2")  # windows and sinks, latents, windows in some layers
 ROOM = EngineOptions(
