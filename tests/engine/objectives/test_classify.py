@@ -16,23 +16,28 @@ from click.testing import CliRunner
 from phalanx.base.errors import DataError
 from phalanx.base.placement import Placement
 from phalanx.cli.main import cli
+from phalanx.comm.mesh import Mesh
 from phalanx.config.run import CheckpointConfig, LogConfig, Run, TrainConfig
 from phalanx.data.config import DataConfig
 from phalanx.data.index import Corpus
 from phalanx.data.loader import Loader, train_loader
+from phalanx.engine.build import build, init_weights
 from phalanx.engine.objectives.classify import Classify
+from phalanx.engine.step import accumulate, update
 from phalanx.forecast.check import Facts, check
+from phalanx.forecast.decide import make_plan
 from phalanx.layout.config import LayoutConfig
 from phalanx.models.bert import BertConfig
 from phalanx.models.modernbert import ModernBertConfig
 from phalanx.nn.objective import TaskConfig, find_objective
 from phalanx.optim.config import OptimConfig
 from phalanx.planning.reading import reading_of
-from phalanx.sequence.batch import IGNORE
+from phalanx.sequence.batch import IGNORE, Batch
 from phalanx.text.classes import prepare_classes
 from phalanx.text.tokenizers import load_tokenizer, train_wordpiece
 from phalanx.training.main import train
 from tests.harness import parity
+from tests.models.test_models import all_logits
 
 COLOURS = ("red", "green", "blue")
 WORDS = "a the one that this of and with very quite rather stone leaf sea sky rose moss flame".split()
@@ -138,6 +143,21 @@ def test_a_word_has_its_class_at_its_first_piece(folder):
     assert classes.tolist() == [*labels, IGNORE, IGNORE, 2, *[IGNORE] * (len(pieces[3]) - 1), IGNORE]
 
 
+def test_a_word_of_several_pieces_has_its_class_at_the_first(tmp_path):
+    """Of a vocabulary of letters, so that the first is not the last."""
+    train_wordpiece(["abab baba bbaa aabb"], 12, tmp_path / "tokenizer")
+    tokenizer = load_tokenizer(tmp_path / "tokenizer")
+    words, labels = ["abab", "bba", "a"], ["red", "blue", "green"]
+    (tmp_path / "words.jsonl").write_text(json.dumps({"tokens": words, "labels": labels}))
+    prepare_classes([tmp_path / "words.jsonl"], tmp_path / "words", str(tmp_path / "tokenizer"), COLOURS)
+    pieces = [len(tokenizer.encode(word if at == 0 else f" {word}")) for at, word in enumerate(words)]
+    assert pieces[0] > 1 and pieces[1] > 1
+    found = np.load(tmp_path / "words.classes.npy")
+    firsts = 1 + np.cumsum([0, *pieces[:-1]])
+    assert found[firsts].tolist() == [COLOURS.index(label) for label in labels]
+    assert (np.delete(found, firsts) == IGNORE).all()
+
+
 def test_what_is_wrong_with_lines_and_files_is_said(folder, tmp_path):
     bad = [{"text": "a", "label": "purple"}, {"text": "", "label": 0}, {"label": 0}, {"tokens": ["a"], "labels": []}]
     (tmp_path / "bad.jsonl").write_text("\n".join(map(json.dumps, [*bad, {"text": "a", "label": 3}])))
@@ -201,6 +221,42 @@ def test_accuracy_is_how_often_the_likeliest_class_is_right(folder, tmp_path):
     stats = logit_stats(logits, labels, VocabularyShard(0, 3, 3), Axis("tp"))
     found = Classify(classify()).metrics(stats)["accuracy"]
     assert torch.equal(found, (logits.argmax(-1) == labels).double()) and 0 < found.mean() < 1
+
+
+def step_accuracy(rank: int, world: int, run: Run) -> tuple[float | None, list[np.ndarray]]:
+    """The accuracy that a step logs, and the logits of its tokens on the ranks of the last stage."""
+    mesh = Mesh(make_plan(run, world).grid, rank)
+    state = build(make_plan(run, world), mesh)
+    init_weights(state)
+    state.model.train()
+    batches = with_classes(parity.step_batches(run, mesh, 0, True))
+    result = update(state, accumulate(state, batches), lr=0.0)
+    return result.metrics["accuracy"].item(), all_logits(state, batches)
+
+
+def with_classes(batches: list[Batch]) -> list[Batch]:
+    return [replace(b, labels=torch.where(b.labelled, b.tokens % len(COLOURS), IGNORE)) for b in batches]
+
+
+@pytest.mark.parametrize(
+    "layout", [{}, dict(tp=2), dict(tp=4), dict(tp=2, pp=2), dict(cp=2), dict(sharding=3)], ids=str
+)
+def test_accuracy_of_a_step_is_that_of_the_logits(ranks, layout):
+    """Classes are spread over the ranks of tp, of which with four one has none."""
+    size = max(1, layout.get("tp", 1) * layout.get("pp", 1) * layout.get("cp", 1) * (2 if "sharding" in layout else 1))
+    run = replace(
+        parity.base_run("modernbert", 4),
+        model=MODELS["modernbert"],
+        task=classify(),
+        data=DataConfig(mock=True, document_attention=True),
+    )
+    truth, [[alone, logits]] = replace(run, layout=LayoutConfig()), ranks.run(f"{__name__}:step_accuracy", 1, run)
+    labels = with_classes(parity.step_batches(truth, Mesh(make_plan(truth, 1).grid, 0), 0, True))
+    right = [(torch.from_numpy(x).argmax(-1) == b.labels)[b.labelled] for x, b in zip(logits, labels, strict=True)]
+    wanted = torch.cat(right).double().mean().item()
+    assert 0.1 < wanted < 0.9 and alone == pytest.approx(wanted)
+    found = ranks.run(f"{__name__}:step_accuracy", size, replace(run, layout=LayoutConfig(**layout)))
+    assert [accuracy for accuracy, _ in found] == pytest.approx([wanted] * size)
 
 
 # ---- a run
