@@ -55,9 +55,17 @@ def check_direction(run: Run) -> list[Problem]:
         if both
         else "is for models that read both ways, and this one reads what comes before: take one for it"
     )
-    usual = usual_task(both, run.model.reads_beside, bool(run.model.classes)).name
-    rule += f", such as task.name={usual}"
+    rule += f", such as {task_for(run)}"
     return [problem("task", run.task, "name", rule, {"model.family": run.model.family}, ())]
+
+
+def task_for(run: Run) -> str:
+    """The whole section of a task for the run's model, to be typed in the place of this one: with the name alone, other
+    fields would stay, and those that the task needs would be missing."""
+    usual = usual_task(run.model.both_ways, run.model.reads_beside, bool(run.model.classes))
+    needed = {p.field.removeprefix("task."): p.valid[0] for p in find_objective(usual.name).check(usual) if p.valid}
+    fields = {"name": usual.name, **needed}
+    return f"task={{{', '.join(f'{name}: {value}' for name, value in fields.items())}}}"
 
 
 def check_classes(run: Run) -> list[Problem]:
@@ -65,9 +73,12 @@ def check_classes(run: Run) -> list[Problem]:
     asked, has = find_objective(run.task.name).over_classes, bool(run.model.classes)
     if asked != has:
         rule = (
-            "needs a head over classes: model.head=sequence or token, and model.labels"
+            "needs a head over classes: model.head=sequence or token, and model.labels; or take a task for this one, "
+            f"such as {task_for(run)}"
             if asked
-            else ("needs a head over the vocabulary, and this one is over classes: take task.name=classify")
+            else (
+                f"needs a head over the vocabulary, and this one is over classes: take one for it, such as {task_for(run)}"
+            )
         )
         return [problem("task", run.task, "name", rule, {"model.labels": run.model.classes}, ())]
     if asked and not run.data.inside_documents:
@@ -85,12 +96,13 @@ def check_beside(run: Run) -> list[Problem]:
         name, valid = ("packing", ("online",)) if not run.data.is_packed else ("document_attention", (True, None))
         rule = "must be on: the task makes two texts of each document, and pads sequences"
         return [problem("data", run.data, name, rule, {"task.name": run.task.name}, valid)]
-    because = {"model.family": run.model.family, "a task for it": usual_task(run.model.both_ways, read).name}
+    because = {"model.family": run.model.family}
     rule = (
         f"makes no {' and '.join(read)} text, which the model reads beside its own"
         if read
         else f"makes a text of the {' and the '.join(made)} beside the model's own, which this model does not read"
     )
+    rule += f": take one for it, such as {task_for(run)}"
     return [problem("task", run.task, "name", rule, because)]
 
 

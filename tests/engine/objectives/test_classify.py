@@ -181,7 +181,7 @@ def test_heads_and_tasks_go_together(folder, tmp_path):
     [found] = check(masked, Facts(files=False))
     assert found.field == "task.name" and "needs a head over classes" in found.rule
     [found] = check(replace(run, task=find_objective("mlm").Config(name="mlm")), Facts(files=False))
-    assert found.field == "task.name" and "task.name=classify" in found.rule
+    assert found.field == "task.name" and "task={name: classify}" in found.rule
     apart = replace(run, data=replace(run.data, document_attention=False))
     assert [p.field for p in check(apart, Facts(files=False))] == ["data.document_attention"]
 
