@@ -73,13 +73,11 @@ def check_classes(run: Run) -> list[Problem]:
     asked, has = find_objective(run.task.name).over_classes, bool(run.model.classes)
     if asked != has:
         rule = (
-            "needs a head over classes: model.head=sequence or token, and model.labels; or take a task for this one, "
-            f"such as {task_for(run)}"
+            "needs a head over classes: model.head=sequence or token, and model.labels; or take a task for this one"
             if asked
-            else (
-                f"needs a head over the vocabulary, and this one is over classes: take one for it, such as {task_for(run)}"
-            )
+            else "needs a head over the vocabulary, and this one is over classes: take one for it"
         )
+        rule += f", such as {task_for(run)}"
         return [problem("task", run.task, "name", rule, {"model.labels": run.model.classes}, ())]
     if asked and not run.data.inside_documents:
         rule = "must be true with classes: texts do not read each other"

@@ -7,6 +7,7 @@ import hashlib
 import threading
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
+from functools import reduce
 from itertools import islice
 from queue import SimpleQueue
 from types import TracebackType
@@ -23,7 +24,7 @@ from phalanx.data.own_source import SourceStart, open_own
 from phalanx.data.scores import ScoreFile, row_type
 from phalanx.data.sources import Source, SourceUse, check_epochs, open_part, open_whole, use_of_sources
 from phalanx.sequence.batch import IGNORE, PADDING_RUN, Batch, room_for_documents
-from phalanx.sequence.sample import Sample, SampleTransform
+from phalanx.sequence.sample import LostText, Sample, SampleTransform
 from phalanx.sequence.shard import WHOLE, SequenceShard
 
 LOOKED_UP = (
@@ -247,8 +248,21 @@ class Loader:
             most_documents=room,
         )
 
+    def lost(self, samples: Sequence[int]) -> LostText | None:
+        """The text of these global sample numbers that the task finds no room for. None: it has room for all."""
+        if self.transform is None:
+            return None
+        found = [self.transform.lost(self._untransformed(place)) for place in self.locate(samples)]
+        known = [each for each in found if each is not None]
+        return reduce(LostText.plus, known) if known else None
+
     def sample(self, place: Place) -> Sample:
         """One sample, as the task reads it."""
+        sample = self._untransformed(place)
+        return sample if self.transform is None else self.transform(sample)
+
+    def _untransformed(self, place: Place) -> Sample:
+        """One sample, as the data has it."""
         source = self.sources[place.source]
         window = source.window(place.window)
         length = len(window) - 1
@@ -262,8 +276,7 @@ class Loader:
             labels[source.unlabelled(place.window)] = IGNORE
             labels[filled:] = IGNORE
             labels[starts - 1] = IGNORE
-        sample = Sample(place.sample, window[:-1], labels, starts[starts < length], filled)
-        return sample if self.transform is None else self.transform(sample)
+        return Sample(place.sample, window[:-1], labels, starts[starts < length], filled)
 
     def _classes_of(self, place: Place, tokens: np.ndarray, starts: np.ndarray) -> np.ndarray:
         """The class of each token of a sample. In tokens that are in no file, the class of a document is its first

@@ -13,6 +13,7 @@ from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
+from typing import NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
@@ -88,6 +89,20 @@ def two_texts(number: int, pairs: Sequence[TextPair], rooms: tuple[int, int], ma
     return replace(made, labels=filled_up(said, rooms[1], IGNORE), beside=beside)
 
 
+class LostText(NamedTuple):
+    """What a transform finds no room for, of one sample or of several: documents, those of them that are cut at their
+    end or left out, and the tokens of all and of what is lost."""
+
+    documents: int = 0
+    cut: int = 0
+    left_out: int = 0
+    tokens: int = 0
+    lost_tokens: int = 0
+
+    def plus(self, other: LostText) -> LostText:
+        return LostText(*map(sum, zip(self, other)))
+
+
 class SampleTransform(ABC):
     """What a task makes of samples. It is called on the host, from any thread, for whole samples, before batches are
     cut for ranks. `sample` may be views of the data: make new arrays, and change none in place."""
@@ -95,6 +110,10 @@ class SampleTransform(ABC):
     def reads(self, seq_length: int) -> int:
         """Tokens of the data in a sample, if the sample that it becomes is to have `seq_length`."""
         return seq_length
+
+    def lost(self, sample: Sample) -> LostText | None:
+        """The text of a sample that it finds no room for. None: it has room for all, whatever the sample."""
+        return None
 
     @abstractmethod
     def __call__(self, sample: Sample) -> Sample:

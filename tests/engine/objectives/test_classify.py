@@ -18,6 +18,8 @@ from phalanx.base.placement import Placement
 from phalanx.cli.main import cli
 from phalanx.comm.mesh import Mesh
 from phalanx.config.run import CheckpointConfig, LogConfig, Run, TrainConfig
+from phalanx.data.background import BackgroundCheck
+from phalanx.data.checksums import read_sums, write_sums
 from phalanx.data.config import DataConfig
 from phalanx.data.index import Corpus
 from phalanx.data.loader import Loader, train_loader
@@ -173,6 +175,36 @@ def test_what_is_wrong_with_lines_and_files_is_said(folder, tmp_path):
     (folder / "plain.idx").write_bytes((folder / "words.idx").read_bytes())
     with pytest.raises(DataError, match="no token of .*plain has a class"):
         loader_of(replace(run, data=replace(run.data, paths=(str(folder / "plain"),), split="1,0,0")))
+
+
+def test_classes_are_compared_with_their_checksums(folder, tmp_path):
+    """By `data verify` and beside a run; those of an earlier version are unchecked, and lost ones are missed."""
+    for file in folder.glob("words.*"):
+        (tmp_path / file.name).write_bytes(file.read_bytes())
+    prefix, classes = str(tmp_path / "words"), tmp_path / "words.classes.npy"
+    whole, sums = classes.read_bytes(), json.loads((tmp_path / "words.sums").read_text())
+
+    def verify() -> tuple[int, str]:
+        found = CliRunner().invoke(cli, ["data", "verify", prefix])
+        return getattr(found.exception, "exit_code", found.exit_code), found.output
+
+    assert verify()[0] == 0 and "unchecked" not in verify()[1]
+    classes.write_bytes(whole[:-1] + bytes([whole[-1] ^ 1]))
+    code, said = verify()
+    assert code == 3 and f"{classes}: damaged: bytes 0..{len(whole) - 1}" in said
+    with BackgroundCheck([Corpus(prefix)]) as check_:
+        check_.finish(10)
+        with pytest.raises(DataError, match="words.classes.npy: damaged"):
+            check_.look()
+    classes.write_bytes(whole[:-1])
+    assert verify()[0] == 3 and "words.classes.npy: truncated" in verify()[1]
+    classes.unlink()
+    assert verify()[0] == 3 and "words.classes.npy: no such file" in verify()[1]
+    classes.write_bytes(whole)
+    for beside, said in ({}, "unchecked: there are no checksums of"), ({"/../words.bin": []}, "damaged"):
+        write_sums(tmp_path / "words.sums", replace(read_sums(folder / "words"), beside=beside))
+        assert said in verify()[1]
+    assert sums["beside"].keys() == {".classes.npy"}
 
 
 def test_heads_and_tasks_go_together(folder, tmp_path):
