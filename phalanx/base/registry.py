@@ -113,6 +113,7 @@ BUILT_IN: Mapping[str, Mapping[str, str]] = MappingProxyType(
                 "ul2": "phalanx.engine.objectives.ul2:UL2",
                 "seq2seq": "phalanx.engine.objectives.seq2seq:Seq2Seq",
                 "fim": "phalanx.engine.objectives.fim:FillInTheMiddle",
+                "prefix": "phalanx.engine.objectives.prefix:PrefixLM",
             }
         ),
         "pipeline_schedule": MappingProxyType(

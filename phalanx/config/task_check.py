@@ -21,6 +21,9 @@ def check_task(run: Run, facts: Facts) -> list[Problem]:
     found += check_direction(run) + check_beside(run) + check_scores(run, facts) + check_chats(run)
     if facts.files and not found and not check_tokenizer(run.data):
         found += check_transform(run)
+    if kind.makes_prefix and not run.data.inside_documents:
+        rule = "must be true: prefixes are those of documents"
+        found.append(problem("data", run.data, "document_attention", rule, {"task.name": config.name}, (True,)))
     if not issubclass(kind, SequenceObjective):
         if run.data.pairs:
             rule = "needs an objective over pairs, such as task.name=dpo"

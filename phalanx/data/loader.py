@@ -221,7 +221,8 @@ class Loader:
         streams = {name: [sample.beside[name] for sample in samples] for name in samples[0].beside}
         beside = {name: self._stream(stream, samples) for name, stream in streams.items()}
         labels = batch.labels.view(len(samples), -1).numpy()
-        return replace(batch, beside=beside, segments=self._segments(samples), **self._scored(places, labels))
+        rows = {name: self._rows_of(samples, name) for name in ("prefix", "segments")}
+        return replace(batch, beside=beside, **rows, **self._scored(places, labels))
 
     def _stream(self, samples: Sequence[Sample], text: Sequence[Sample] | None = None) -> Batch:
         """Samples one after another. `text`: those beside which they are, whose documents number theirs."""
@@ -330,12 +331,13 @@ class Loader:
             real[row, : sample.filled] = 1
         return torch.from_numpy(real.reshape(-1))
 
-    def _segments(self, samples: Sequence[Sample]) -> torch.Tensor | None:
-        if all(sample.segments is None for sample in samples):
+    def _rows_of(self, samples: Sequence[Sample], name: str) -> torch.Tensor | None:
+        """What some samples say of their tokens, zeros in the others; None if none does."""
+        found = [getattr(sample, name) for sample in samples]
+        if all(row is None for row in found):
             return None
         zeros = np.zeros(self.seq_length, np.int64)
-        rows = [zeros if sample.segments is None else sample.segments for sample in samples]
-        return torch.from_numpy(np.concatenate(rows))
+        return torch.from_numpy(np.concatenate([zeros if row is None else row for row in found]))
 
     def _uniform_positions(self, count: int) -> torch.Tensor:
         if count not in self._positions:

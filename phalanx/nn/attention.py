@@ -53,7 +53,10 @@ class Heads:
 
 
 def supported(kind: AttentionKind, env: Env, dropout: float = 0.0) -> AttentionKind:
-    """Returns the kind. UnsupportedAttention if no backend that could run a layer here supports all of it."""
+    """The kind as a layer here has it: if the task makes prefixes, causal attention has them. UnsupportedAttention if
+    no backend that could run the layer supports all of it."""
+    if env.objective.makes_prefix and kind.direction == "causal":
+        kind = replace(kind, direction="prefix")
     cut = env.grid.cp > env.grid.ulysses or env.grid.dynamic
     refuse_unsupported(kind, context.offers_of(env.ops.cp_attention, cut, dropout, env.kernels_for(ATTENTION)))
     return kind

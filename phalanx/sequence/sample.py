@@ -34,6 +34,7 @@ class Sample:
     starts    ascending positions in 1 .. n - 1 at which another document begins, or the padding; none where attention
               does not stay inside documents and sequences are not packed
     filled    tokens that are not padding
+    prefix    (n,) int64, 1 for the first tokens of each document that read each other (Batch.prefix); None: none do
     segments  (n,) int64, which text of its document each token belongs to (BERT's token types); None: all to the first
     beside    further streams of tokens (Batch.beside), by name: each a sample of as many documents, without labels
     """
@@ -43,6 +44,7 @@ class Sample:
     labels: NDArray[np.int64]
     starts: NDArray[np.int64]
     filled: int
+    prefix: NDArray[np.int64] | None = None
     segments: NDArray[np.int64] | None = None
     beside: Mapping[str, Sample] = field(default_factory=dict)
 
