@@ -18,7 +18,7 @@ def check_task(run: Run, facts: Facts) -> list[Problem]:
     """The objective's own rules, and what it needs of model and data."""
     kind, config = find_objective(run.task.name), run.task
     found = kind.check(config)
-    found += check_direction(run) + check_beside(run) + check_scores(run, facts) + check_chats(run)
+    found += check_direction(run) + check_pairs(run) + check_beside(run) + check_scores(run, facts) + check_chats(run)
     if facts.files and not found and not check_tokenizer(run.data):
         found += check_transform(run)
     if kind.makes_prefix and not run.data.inside_documents:
@@ -86,6 +86,25 @@ def check_classes(run: Run) -> list[Problem]:
         rule = "must be true with classes: texts do not read each other"
         return [problem("data", run.data, "document_attention", rule, {"task.name": run.task.name}, (True,))]
     return []
+
+
+def check_pairs(run: Run) -> list[Problem]:
+    """Pairs of texts are for a head that says their class, and the other way round."""
+    asked, has = make_objective(run.task).makes_pairs, run.model.pair_head
+    if has and not asked:
+        because = {"task.name": run.task.name}
+        rule = "needs a task that makes pairs of texts, such as task={name: mlm, pairs: next}"
+        return [problem("model", run.model, "head", rule, because, ("masked",))]
+    if not asked:
+        return []
+    found, because = list[Problem](), {"task.pairs": run.task.pairs}  # type: ignore[attr-defined]
+    if not has:
+        rule = "needs a head that says the class of pairs: model.head=pretraining, which bert has"
+        found.append(problem("task", run.task, "pairs", rule, {"model.family": run.model.family}, (None,)))
+    if not run.data.inside_documents:
+        rule = "must be true with pairs of texts: they do not read each other"
+        found.append(problem("data", run.data, "document_attention", rule, because, (True,)))
+    return found
 
 
 def check_beside(run: Run) -> list[Problem]:

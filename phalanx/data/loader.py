@@ -32,6 +32,9 @@ LOOKED_UP = (
 )
 
 
+BY_TOKEN = ("prefix", "segments", "pair_labels", "pair_weights")  # what samples may say of their tokens
+
+
 Work = Callable[[Sequence[int]], Sequence[int]]
 """The cost of each of these samples, in addition to that of its tokens."""
 
@@ -221,7 +224,7 @@ class Loader:
         streams = {name: [sample.beside[name] for sample in samples] for name in samples[0].beside}
         beside = {name: self._stream(stream, samples) for name, stream in streams.items()}
         labels = batch.labels.view(len(samples), -1).numpy()
-        rows = {name: self._rows_of(samples, name) for name in ("prefix", "segments")}
+        rows: dict[str, Any] = {name: self._rows_of(samples, name) for name in BY_TOKEN}
         return replace(batch, beside=beside, **rows, **self._scored(places, labels))
 
     def _stream(self, samples: Sequence[Sample], text: Sequence[Sample] | None = None) -> Batch:
@@ -332,12 +335,9 @@ class Loader:
         return torch.from_numpy(real.reshape(-1))
 
     def _rows_of(self, samples: Sequence[Sample], name: str) -> torch.Tensor | None:
-        """What some samples say of their tokens, zeros in the others; None if none does."""
-        found = [getattr(sample, name) for sample in samples]
-        if all(row is None for row in found):
-            return None
-        zeros = np.zeros(self.seq_length, np.int64)
-        return torch.from_numpy(np.concatenate([zeros if row is None else row for row in found]))
+        """What samples say of their tokens; None if the task says nothing of them."""
+        found = [row for sample in samples if (row := getattr(sample, name)) is not None]
+        return torch.from_numpy(np.concatenate(found)) if found else None
 
     def _uniform_positions(self, count: int) -> torch.Tensor:
         if count not in self._positions:

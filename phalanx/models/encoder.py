@@ -226,6 +226,35 @@ class EncoderHead(Dropping):
         return super().flops(seq_length) + (0.0 if self.dense is None else 2.0 * self.dense.weight.numel())
 
 
+class PairHead(EncoderHead):
+    """What hidden tokens were, and of each document the class of its two texts, from a dense layer over its first
+    token. Both losses are added, the second one weighted as the batch says (Batch.pair_weights)."""
+
+    def __init__(self, config: Any, env: Env, spec: HeadSpec, pair: HeadSpec, made: Mapping[str, Parameter]):
+        super().__init__(config, env, spec, made)
+        width = config.hidden_size
+        rows = [OutputRows(f"{pair.dense}.weight", width, 0, width, env.everyone)]
+        self.pooler = ReplicatedLinear(env, rows, width, Init("normal", pair.std), pair.dense_bias)
+        self.pair_head = Head(env, pair.matrix, len(pair.classes), width, pair.std, bias=pair.bias)
+
+    def forward(self, x: Tensor, batch: Batch) -> Tensor:
+        loss = super().forward(x, batch)
+        if batch.pair_labels is None or batch.pair_weights is None:
+            return loss
+        pairs = batch.with_loss(batch.pair_labels, batch.loss_seed)
+        return loss + self.pair_head.weighted_cross_entropy(self.pooled(x), pairs, batch.pair_weights)
+
+    def pooled(self, x: Tensor) -> Tensor:
+        return torch.tanh(self.pooler(x))
+
+    def pair_logits(self, x: Tensor, rows: Tensor) -> Tensor:
+        """(len(rows), 2) of the documents that begin with these tokens."""
+        return self.pair_head.logits(self.pooled(x), rows)
+
+    def flops(self, seq_length: int) -> float:
+        return super().flops(seq_length) + 2.0 * self.pooler.weight.numel()
+
+
 def embedding_replicas(config: Any, env: Env) -> tuple[Replica, ...]:
     """Where else the input embedding is held: by a head over the vocabulary."""
     return () if config.classes else env.tied()
@@ -237,11 +266,13 @@ def encoder_blocks(
     embedding: Callable[[Any, Env], Block],
     layer: Callable[[Any, Env, int], Block],
     head: HeadSpec,
+    pair: HeadSpec | None = None,
 ) -> Sequence[BlockMaker]:
-    """Embedding, layers, head."""
+    """Embedding, layers, head. pair: of the class of pairs of texts."""
 
     def make(number: int, made: Mapping[str, Parameter]) -> Block:
         return layer(config, env, number)
 
     layers = (partial(make, i) for i in range(config.num_hidden_layers))
-    return [lambda made: embedding(config, env), *layers, partial(EncoderHead, config, env, head)]
+    last = partial(EncoderHead, config, env, head) if pair is None else partial(PairHead, config, env, head, pair)
+    return [lambda made: embedding(config, env), *layers, last]

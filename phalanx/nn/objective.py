@@ -107,6 +107,12 @@ class Objective(ABC):
         return {}
 
     @property
+    def makes_pairs(self) -> bool:
+        """Whether documents become pairs of texts, each with a class (Batch.pair_labels), which the model's head says
+        beside what it says of tokens."""
+        return False
+
+    @property
     def train_on(self) -> Literal["answers", "last_answer", "all"] | None:
         """What of chats has a label, where the data is chats (data.chats); None: the objective takes none."""
         return None

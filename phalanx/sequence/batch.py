@@ -62,7 +62,7 @@ SEQUENCE_NUMBERS = PerBatch[Tensor]()
 PLACES = PerBatch[Tensor]()
 PIECES = PerBatch["tuple[Batch, ...]"]()
 # what belongs to tokens and is not in `whole`: other shards never need it
-OWN_ROWS = ("reference", "target_ids", "target_log_probs", "segments")
+OWN_ROWS = ("reference", "target_ids", "target_log_probs", "segments", "pair_labels", "pair_weights")
 UNCUT = PerBatch["Batch"]()
 AMONG = PerBatch["Batch"]()
 CHUNKED = PerBatch["Batch"]()
@@ -111,6 +111,8 @@ class Batch:
     target_ids, target_log_probs  (T, K) int64, fp32: the ids that another model finds most likely at each token, and
                 their log-probabilities; None: there are none
     segments    (T,) int64: which text of its document a token belongs to (BERT's token types); None: all to the first
+    pair_labels, pair_weights  (T,) int64: at the first token of each document that is a pair of texts, its class, else
+                IGNORE, and the weight of its loss; None: there are no pairs
     paged       sequences that continue from what layers remember of them (generation): the tokens here are pieces of
                 several sequences, laid out flat; num_sequences is 1
     beside      further streams of tokens by name (an encoder's text): each a batch of the same sequences with tokens,
@@ -140,6 +142,8 @@ class Batch:
     target_ids: Tensor | None = None
     target_log_probs: Tensor | None = None
     segments: Tensor | None = None
+    pair_labels: Tensor | None = None
+    pair_weights: Tensor | None = None
     paged: PagedSequences | None = None
     beside: Mapping[str, Batch] = field(default_factory=dict)
     _made: dict[tuple[Hashable, ...], Any] = field(default_factory=dict, compare=False, repr=False)

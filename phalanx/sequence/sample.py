@@ -36,6 +36,8 @@ class Sample:
     filled    tokens that are not padding
     prefix    (n,) int64, 1 for the first tokens of each document that read each other (Batch.prefix); None: none do
     segments  (n,) int64, which text of its document each token belongs to (BERT's token types); None: all to the first
+    pair_labels, pair_weights  (n,) int64, at the first token of each document of two texts: its class, else IGNORE, and
+              the weight of its loss (Batch.pair_labels); None: documents are single texts
     beside    further streams of tokens (Batch.beside), by name: each a sample of as many documents, without labels
     """
 
@@ -46,6 +48,8 @@ class Sample:
     filled: int
     prefix: NDArray[np.int64] | None = None
     segments: NDArray[np.int64] | None = None
+    pair_labels: NDArray[np.int64] | None = None
+    pair_weights: NDArray[np.int64] | None = None
     beside: Mapping[str, Sample] = field(default_factory=dict)
 
     @property
