@@ -40,6 +40,7 @@ GPT2_BASE = {**BASE, "model": GPT2}
 MIXTRAL = "model.family=mixtral model.num_local_experts=8"
 QWEN3_MOE = "model.family=qwen3_moe model.num_experts=8 model.moe_intermediate_size=32 model.num_experts_per_tok=2"
 SMOLLM3 = "model.family=smollm3"
+GEMMA4 = "model.family=gemma4_text"
 GEMMA2 = "model.family=gemma2"
 LLAMA4 = "model.family=llama4_text model.intermediate_size_mlp=96"
 MINIMAX = "model.family=minimax_m2 model.num_local_experts=8"
@@ -2051,7 +2052,39 @@ BERT_RULES = [
         (True,),
     ),
 ]
+GEMMA4_RULES = [
+    (f"{GEMMA4} model.global_head_dim=0", 1, "model.global_head_dim", 0, "must be an integer >= 1", set(), (2,)),
+    (f"{GEMMA4} model.global_head_dim=9", 1, "model.global_head_dim", 9, "must be even", set(), (8, 10)),
+    (
+        f"{GEMMA4} model.num_hidden_layers=2 model.layer_types=[full_attention,sliding_attention]",
+        1,
+        "model.layer_types",
+        ("full_attention", "sliding_attention"),
+        "must end with full_attention",
+        set(),
+        (("full_attention", "full_attention"), None),
+    ),
+    (
+        f"{GEMMA4} model.num_attention_heads=8 model.num_key_value_heads=4 model.num_global_key_value_heads=3",
+        1,
+        "model.num_global_key_value_heads",
+        3,
+        "must divide num_attention_heads",
+        {"model.num_attention_heads"},
+        (2, 4),
+    ),
+    (
+        f"{GEMMA4} model.num_attention_heads=12 model.num_key_value_heads=4 model.num_global_key_value_heads=2 layout.tp=6 train.global_batch=12",
+        6,
+        "layout.tp",
+        6,
+        "must divide num_key_value_heads or be a multiple of it",
+        {"model.num_key_value_heads"},
+        (2,),
+    ),
+]
 TABLE = [
+    *((BASE, *row) for row in GEMMA4_RULES),
     *((BERT_BASE, *row) for row in BERT_RULES),
     (BASE, "task={name: mlm}", 1, "task.name", "mlm", "is for models that read both ways", {"model.family"}, ()),
     *((BASE, *row) for row in RULES),

@@ -75,6 +75,19 @@ FAMILIES: dict[str, dict[str, Any]] = {
         num_hidden_layers=6,
         query_pre_attn_scalar=7,
     ),
+    "gemma4_text": dict(
+        COMMON,
+        hidden_size=36,
+        num_key_value_heads=4,
+        head_dim=10,
+        sliding_window=5,
+        num_hidden_layers=3,
+        layer_types=["sliding_attention", "full_attention", "full_attention"],
+        global_head_dim=12,
+        num_global_key_value_heads=2,
+        attention_k_eq_v=True,
+        hidden_size_per_layer_input=0,
+    ),
     "gemma2": dict(
         COMMON, hidden_size=36, num_key_value_heads=2, head_dim=10, sliding_window=5, query_pre_attn_scalar=7
     ),
@@ -380,6 +393,13 @@ POOL: dict[str, tuple[Any, ...]] = {
     "is_decoder": (True, False),
     "position_embedding_type": ("relative_key", "absolute"),
     "sparse_prediction": (True,),
+    "attention_k_eq_v": (True, False),
+    "hidden_size_per_layer_input": (0, 4),
+    "num_kv_shared_layers": (0, 1),
+    "enable_moe_block": (True, False),
+    "use_double_wide_mlp": (True, False),
+    "global_head_dim": (8, 10, 7),
+    "num_global_key_value_heads": (1, 2, None, 3),
     "d_kv": (8, 6, 7),
     "d_ff": (16, 31),
     "d_model": (24, 40),
@@ -413,6 +433,8 @@ REASONS: dict[str, str] = {
     "rope parameters that transformers only warns of": r"rope_type|partial_rotary_factor|original_max_position|high_freq_factor|short_factor",  # noqa: E501
     "T5's MLPs other than relu and gated-gelu": r"feed_forward_proj=",
     "T5's buckets of which not one is of several distances": r"must be beyond the distances that have a bucket each",
+    "a Gemma 4 with inputs of each layer, shared keys or experts": r"(hidden_size_per_layer_input|num_kv_shared_layers|enable_moe_block)=",  # noqa: E501
+    "a base beside Gemma 4's two rotary embeddings": r" beside rope_parameters \(of ",
     "no layer has experts": r"must leave a layer with experts",
     "heads that do not divide": r"must divide|must be a multiple|num_key_value_heads=|head_dim=",
     "modules of multi-token prediction": r"num_nextn_predict_layers",
@@ -486,7 +508,7 @@ def base_config(family: str, old: bool) -> dict[str, Any]:
     found = transformers.AutoConfig.for_model(family, **deepcopy(FAMILIES[family])).to_dict()
     drop = {"transformers_version", "id2label", "label2id", "_name_or_path"}
     found = {k: v for k, v in found.items() if k not in drop and not k.startswith("summary_")}
-    if old and "rope_parameters" in found:
+    if old and "rope_parameters" in found and family != "gemma4_text":  # of which no older versions were
         rope = found.pop("rope_parameters")
         if "rope_theta" not in rope:  # one for each kind of layer
             bases = [rope[kind]["rope_theta"] for kind in TYPES]

@@ -15,6 +15,7 @@ from phalanx.models.bert import BertConfig
 from phalanx.models.deepseek_v3 import DeepseekV3Config
 from phalanx.models.gemma2 import Gemma2Config
 from phalanx.models.gemma3_text import Gemma3TextConfig
+from phalanx.models.gemma4_text import Gemma4TextConfig
 from phalanx.models.glm4_moe import Glm4MoEConfig
 from phalanx.models.gpt2 import GPT2Config
 from phalanx.models.gpt_neox import GPTNeoXConfig
@@ -40,7 +41,19 @@ from phalanx.nn.adapter import find_adapter
 from phalanx.nn.objective import TaskConfig, find_objective
 from phalanx.optim.config import OptimConfig
 
-DENSE = ("llama", "qwen3", "mistral", "qwen2", "olmo2", "olmo3", "gemma2", "gemma3_text", "phi3", "smollm3")
+DENSE = (
+    "llama",
+    "qwen3",
+    "mistral",
+    "qwen2",
+    "olmo2",
+    "olmo3",
+    "gemma2",
+    "gemma3_text",
+    "phi3",
+    "smollm3",
+    "gemma4_text",
+)
 LATENT = ("deepseek_v3", "kimi_k25")
 GROUPED = ("mixtral", "qwen3_moe", "gpt_oss", "llama4_text", "minimax_m2", "glm4_moe")
 EXPERTS = (*GROUPED[:3], *LATENT, *GROUPED[3:])
@@ -92,6 +105,9 @@ def model_of(family: str, unit: int, length: int) -> Any:
             return Gemma2Config(**heads, sliding_window=5, attn_logit_softcapping=2.0, final_logit_softcapping=3.0)
         case "gemma3_text":
             return Gemma3TextConfig(**heads, sliding_window=5, layer_types=MIXED)
+        case "gemma4_text":
+            own = dict(global_head_dim=unit, num_global_key_value_heads=2, attention_k_eq_v=True)
+            return Gemma4TextConfig(**heads, **own, sliding_window=5, layer_types=MIXED)
         case "phi3":
             return Phi3Config(**heads, sliding_window=9)
         case "gpt2":
@@ -237,7 +253,10 @@ FEATURES = (
     *(family(name) for name in FAMILIES),
     model("tied embeddings", FAMILIES, tie_word_embeddings=True),
     model("one key-value head", KEYS, num_key_value_heads=1),
-    model("sliding window", ("mistral", "qwen2", "gpt_oss", "olmo3", "gemma2", "gemma3_text", "phi3", "smollm3")),
+    model(
+        "sliding window",
+        ("mistral", "qwen2", "gpt_oss", "olmo3", "gemma2", "gemma3_text", "phi3", "smollm3", "gemma4_text"),
+    ),
     model("attention sinks", ("gpt_oss",)),
     model("scaled rotary embedding", tuple(f for f in ROTARY if f not in ("phi3", "llama4_text")), rope_scaling=YARN),
     model("further tokens (MTP)", (*LATENT, "glm4_moe"), num_nextn_predict_layers=1),

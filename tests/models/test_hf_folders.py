@@ -83,7 +83,7 @@ def test_rope_scaling_beside_rope_parameters(tmp_path):
 def test_missing_keys_are_what_transformers_takes(family):
     """Truth: the config class of transformers, given the sizes alone."""
     sizes = ("vocab_size", "hidden_size", "intermediate_size", "num_hidden_layers", "n_embd", "n_layer", "n_head")
-    sizes += ("d_model", "d_ff", "num_layers", "num_heads")
+    sizes += ("d_model", "d_ff", "num_layers", "num_heads", "hidden_size_per_layer_input")
     full = hf_fuzz.base_config(family, old=False)
     short = {"model_type": family, **{k: full[k] for k in sizes if k in full}}
     if family not in ("gpt2", "t5"):
@@ -192,6 +192,16 @@ NEW = {
         layer_types=("full_attention", "full_attention", "sliding_attention"),
         rope_local_base_freq=50.0,
         final_logit_softcapping=3.0,
+    ),
+    "gemma4_text: values of their own, default rotary embedding, untied": replace(
+        MODELS["gemma4_text"],
+        attention_k_eq_v=False,
+        num_global_key_value_heads=None,
+        rope_scaling=None,
+        rope_local_base_freq=50.0,
+        tie_word_embeddings=False,
+        attention_bias=True,
+        layer_types=("full_attention", "sliding_attention", "sliding_attention", "full_attention"),
     ),
     "phi3: default rotary embedding of a part": replace(
         MODELS["phi3"], rope_scaling=None, partial_rotary_factor=0.5, sliding_window=None

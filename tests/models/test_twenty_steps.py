@@ -61,6 +61,7 @@ MODELS = {
     "phi3": test_models.CASES["phi3: fused, window, part of heads rotated, longrope"],
     "gemma2": test_models.CASES["gemma2"],
     "gemma3_text": test_models.CASES["gemma3_text: five windows of six, linear scaling in the sixth"],
+    "gemma4_text": test_models.CASES["gemma4_text"],
     "smollm3": test_models.CASES["smollm3: window where nothing is rotated"],
     "gpt_neox": test_models.CASES["gpt_neox: half of each head rotated"],
     "gpt2": replace(test_models.CASES["gpt2"], num_hidden_layers=3),
@@ -162,6 +163,9 @@ def random_model(config: Any) -> torch.nn.Module:
     with torch.no_grad():
         for p in model.parameters():
             p.normal_(0.0, 0.3).add_(1.0 if p.dim() == 1 and not getattr(config, "offset_norms", False) else 0.0)
+        for name, b in model.named_buffers():
+            if name.endswith("layer_scalar"):
+                b.normal_(1.0, 0.3)
     if config.family != "gpt2" and not isinstance(config, test_models.WIDE):
         (test_moe_models if config.routed_experts else test_models).widen(model, config)
     return model
@@ -269,9 +273,11 @@ def with_decay(family: str, changes: Callable[[Piece], bool]) -> list[str]:
 
 
 def kinds_of(family: str) -> list[str]:
-    """Names with a star for the numbers of layers and experts; a rate of 0 keeps the bias of choice where it is."""
+    """Names with a star for the numbers of layers and experts; a rate of 0 keeps the bias of choice where it is, and
+    factors of layers are not trained."""
+    constants = ("e_score_correction_bias", "layer_scalar")
     names = (re.sub(r"\.\d+\.", ".*.", name) for name in truth(family).before)
-    return [kind for kind in dict.fromkeys(names) if not kind.endswith("e_score_correction_bias")]
+    return [kind for kind in dict.fromkeys(names) if not kind.endswith(constants)]
 
 
 def test_decay_of_all_norms_is_found():

@@ -65,6 +65,7 @@ NAMED = {
     "gemma3_text cp2 pp2, all-gather, tied, documents": case(
         "gemma3_text", 4, cp=2, pp=2, cp_attention="allgather", documents=True
     ),
+    "gemma4_text cp2 tp2, ring, documents": case("gemma4_text", 4, cp=2, tp=2, documents=True),
     "phi3 tp4 with 2 kv heads, overlapped, window": case("phi3", 4, tp=4, tp_overlap="on"),
     "phi3 pp2 dp2, level 3, documents": case("phi3", 4, pp=2, sharding=3, documents=True),
     "gemma2 cp2, ring, capped scores, windows, documents": case("gemma2", 2, cp=2, documents=True),
