@@ -4,7 +4,8 @@ linears, all weights, and QLoRA of the 70B. Random weights, made-up tokens, one 
 python benchmarks/fine_tuning.py [--rows lora-8192,peer-lora-8192] [--seconds 500] [--out rows.jsonl]
 python benchmarks/fine_tuning.py --small        models of two layers, on a CPU too: whether it runs
 
-Peers (benchmarks/peers/tune.py) need peft, liger-kernel and bitsandbytes; a row whose packages are missing says so.
+Peers (benchmarks/peers/tune.py) need peft, liger-kernel and bitsandbytes, for all weights torchtune; a row whose
+packages are missing says so.
 Each row is a process of its own. Rows that --seconds leave no time for are named.
 """
 
@@ -40,6 +41,8 @@ PEERS: dict[str, tuple[str, ...]] = {
     "peer-qlora-2048": ("qlora-2048",),
     "peer-lora-2048": ("lora-2048",),
     "peer-lora-8192-recomputed": ("lora-8192",),
+    "peer-all-8192": ("all-8192",),
+    "peer-all-8192-compiled": ("all-8192", "--compile"),
 }
 SMALL = ("model.hidden_size=64", "model.intermediate_size=128", "model.num_hidden_layers=2", "model.vocab_size=512")
 SMALL = (*SMALL, "model.num_attention_heads=4", "model.num_key_value_heads=2", "train.seq_length=64")

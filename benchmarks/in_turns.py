@@ -5,7 +5,8 @@ git archive 6ff7580 phalanx | tar x -C ../old
 python benchmarks/in_turns.py ../old . --ranks 1 --pairs 5 --steps 4 -- benchmarks/configs/w1.yaml
 python benchmarks/in_turns.py ../old . --ranks 2 -- benchmarks/configs/w4.yaml train.global_batch=16 layout.ep=2
 
-Both models must fit beside each other. The old one is a folder with the package `phalanx` of 6ff7580 or later.
+Both models must fit beside each other. The old one is a folder with the package `phalanx` of 6ff7580 or later. With
+`--apart` the versions run one after another, a process for each turn: slower, and clocks may drift between turns.
 """
 
 from __future__ import annotations
@@ -13,6 +14,7 @@ from __future__ import annotations
 import argparse
 import json
 import os
+import signal
 import subprocess
 import sys
 import tempfile
@@ -53,8 +55,8 @@ def in_turns(who: str, folder: Path, pairs: int, steps: int, words: list[str]) -
                 (folder / f"done-{turn}").touch()
         return found[-1]
 
-    if who == "new":  # warm-up too: two pipelines at once would wait for each other's time slices
-        until(folder / "ready-old")
+    if who == "new" and any(word.startswith("layout.pp=") for word in words):
+        until(folder / "ready-old")  # warm-up too: two pipelines at once would wait for each other's time slices
     bench.timed_steps = timed_steps
     total = str((pairs + 1) * (steps + 1))  # long enough for the schedule
     main(["bench", "step", *words, "--warmup", "5", "--steps", total, *(["--force"] if who == "new" else [])])
@@ -78,6 +80,28 @@ def start(who: str, package: Path, folder: Path, asked: argparse.Namespace) -> s
     return subprocess.Popen(command, env={**os.environ, "PYTHONPATH": path}, stdout=log, stderr=log)
 
 
+def one_after_another(folder: Path, asked: argparse.Namespace) -> bool:
+    """Each turn a run of its own of `bench step`; whether all ended well."""
+    found: dict[str, dict[str, Any]] = {who: {"ms": [], "peak": None} for who in ("old", "new")}
+    for _ in range(asked.pairs):
+        for who, package in (("old", asked.old), ("new", asked.new)):
+            out = folder / "step.json"
+            launcher = ["-m", "torch.distributed.run", "--nproc-per-node", str(asked.ranks)]
+            command = [sys.executable, *(launcher if asked.ranks > 1 else []), "-m", "phalanx", "bench", "step"]
+            command += [*asked.words, "--warmup", "3", "--steps", str(asked.steps), "--json", str(out)]
+            path = os.pathsep.join([str(package.resolve()), os.environ.get("PYTHONPATH", "")])
+            done = subprocess.run(command, env={**os.environ, "PYTHONPATH": path}, capture_output=True, text=True)
+            if done.returncode:
+                print(f"{who} failed:\n{(done.stdout + done.stderr)[-2000:]}", file=sys.stderr)
+                return False
+            step = json.loads(out.read_text(encoding="utf-8"))
+            found[who]["ms"].append(1e3 * step["step"]["median"])
+            found[who]["peak"] = step["peak_bytes"]
+    for who, figures in found.items():
+        (folder / f"{who}.json").write_text(json.dumps(figures), encoding="utf-8")
+    return True
+
+
 def report(folder: Path) -> str:
     old, new = (json.loads((folder / f"{who}.json").read_text(encoding="utf-8")) for who in ("old", "new"))
     ratios = [b / a for a, b in zip(old["ms"], new["ms"])]
@@ -97,13 +121,26 @@ def run() -> int:
     parser.add_argument("--ranks", type=int, default=1)
     parser.add_argument("--pairs", type=int, default=5)
     parser.add_argument("--steps", type=int, default=4)
+    parser.add_argument("--apart", action="store_true", help="one after another, not both in memory")
     parser.add_argument("words", nargs="+", help="CONFIG and overrides, after --")
     asked = parser.parse_args()
     asked.words = [str(Path(asked.words[0]).resolve()), *asked.words[1:], "--ranks", str(asked.ranks)]
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name)
+        if asked.apart:
+            well = one_after_another(folder, asked)
+            if well:
+                print(report(folder))
+            return not well
         both = {who: start(who, package, folder, asked) for who, package in (("old", asked.old), ("new", asked.new))}
-        failed = [who for who, process in both.items() if process.wait()]
+        signal.signal(signal.SIGTERM, lambda *_: sys.exit("stopped before both were done"))
+        try:
+            failed = [who for who, process in both.items() if process.wait()]
+        except (KeyboardInterrupt, SystemExit):
+            for who, process in both.items():
+                process.terminate()
+                print(f"{who}:\n{(folder / f'{who}.log').read_text(encoding='utf-8')[-1000:]}", file=sys.stderr)
+            raise
         for who in failed:
             print(f"{who} failed:\n{(folder / f'{who}.log').read_text(encoding='utf-8')[-2000:]}", file=sys.stderr)
         if not failed:

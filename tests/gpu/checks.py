@@ -13,6 +13,7 @@ from typing import Any
 
 import torch
 import torch.nn.functional as F
+from torch import Tensor
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from phalanx.base.rng import fill_normal_, keep_mask
@@ -26,7 +27,7 @@ from phalanx.layout.grid import Grid
 from phalanx.observe.profile import Recording
 from phalanx.observe.step_budget import read_budget
 from phalanx.ops.attention.flash import FLASH_ATTN
-from phalanx.ops.attention.kind import AttentionKind
+from phalanx.ops.attention.kind import AttentionKind, Learned
 from phalanx.ops.dense.cross_entropy import linear_cross_entropy
 from phalanx.ops.dense.embedding import embedding
 from phalanx.ops.dense.gated_mlp import MLP, gated_mlp
@@ -48,7 +49,17 @@ from tests.ops.test_ops import OPS, attend, gradients, make_batch, normal
 
 ONE = Axis("tp")
 # tensors that the ops of tests.ops.test_ops close over
-CONSTANTS = ("IDS", "LABELS", "POSITIONS", "TABLE", "UNIFORM", "PACKED", "ODD", "ODD_PACKED", "SEED")
+CONSTANTS = ("IDS", "LABELS", "POSITIONS", "TABLE", "UNIFORM", "PACKED", "ODD", "ODD_PACKED", "PREFIXED", "SEED")
+
+
+def on_device(value: Any, device: torch.device) -> Any:
+    """Tensors and batches, and tuples with them, on a device; what else a tuple has stays as it is."""
+    if isinstance(value, Tensor | Batch):
+        return value.to(device)
+    if isinstance(value, tuple):
+        made = [on_device(each, device) for each in value]
+        return type(value)(*made) if hasattr(value, "_fields") else tuple(made)
+    return value
 
 
 @contextmanager
@@ -56,9 +67,7 @@ def constants_on(device: torch.device) -> Iterator[None]:
     kept = {name: getattr(test_ops, name) for name in CONSTANTS}
     try:
         for name, value in kept.items():
-            setattr(
-                test_ops, name, tuple(t.to(device) for t in value) if isinstance(value, tuple) else value.to(device)
-            )
+            setattr(test_ops, name, on_device(value, device))
         yield
     finally:
         for name, value in kept.items():
@@ -153,7 +162,7 @@ def sinks_check(length: int, window: int | None, dtype: torch.dtype) -> Callable
                 for i, shape in enumerate(((2 * length, 12, 64), (8,)))
             )
             s.grad_dtype, s.grad = (torch.float64 if kind == torch.float64 else torch.float32), None
-            y = attend(x, 8, 2, make_batch(2, length).to(place), AttentionKind(window=window, sinks=True), s)
+            y = attend(x, 8, 2, make_batch(2, length).to(place), AttentionKind(window=window, sinks=True), Learned(s))
             y.backward(normal(*y.shape, seed=99, dtype=dtype).to(place).to(kind))
             found.append((y.detach(), x.grad, s.grad))
         return f"{max(within(f'sinks {i}', b, a, 4 * ROUNDINGS[dtype]) for i, (a, b) in enumerate(zip(*found))):.1e}"

@@ -25,8 +25,10 @@ from tests.models.test_moe_models import saved
 from tests.models.test_twenty_steps import random_model
 
 OTHERS = ("mixtral-full", "deepseek_v3-mtp", "deepseek_v3-mtp-tied", "glm4_moe-mtp", "kimi_k25")
-FAMILIES = tuple(name for name, m in MODELS.items() if name not in OTHERS and not m.reads_beside and not m.both_ways)
-"""All that generate and that transformers has: it computes no multi-token prediction, experts accept all tokens, and
+FAMILIES = tuple(
+    name for name, model in MODELS.items() if name not in OTHERS and not model.reads_beside and not model.both_ways
+)
+"""All that make text and that transformers has: it computes no multi-token prediction, experts accept all tokens, and
 Kimi K2.5 is DeepSeek-V3 under other names (tests/models/test_kimi.py)."""
 
 OFTEN = ("gpt_oss", "deepseek_v3", "qwen2")  # windows and sinks, latents, windows in some layers
@@ -40,8 +42,10 @@ GREEDY = SamplingOptions(tokens=MADE, temperature=0, logprobs=2, prompt_logprobs
 
 
 def lengths_of(family: str) -> tuple[int, ...]:
-    """GPT-2 has 16 positions; the others' prompts are longer than their windows, pages and steps."""
-    return (5, 10, 3, 1) if family == "gpt2" else (5, 33, 3, 21, 1)
+    """GPT-2 has 16 positions; the others' prompts are longer than their windows, pages and steps. Phi-3's are all
+    longer than the original context (LongRoPE): transformers chooses divisors by each sequence, the engine by its
+    longest."""
+    return {"gpt2": (5, 10, 3, 1), "phi3": (12, 33, 9, 21, 10)}.get(family, (5, 33, 3, 21, 1))
 
 
 def answers_from(
@@ -103,11 +107,18 @@ def config_of(family: str) -> Run:
     return replace(run, model=replace(run.model, **dropout))
 
 
-def compare(ranks, family: str, world: int, layout: dict[str, int], options: EngineOptions) -> None:
+def compare(
+    ranks,
+    family: str,
+    world: int,
+    layout: dict[str, int],
+    options: EngineOptions,
+    lengths: tuple[int, ...] | None = None,
+) -> None:
     run = config_of(family)
     with wide_modules(run.model):
         hf = random_model(run.model)
-        prompts = sequences_of(lengths_of(family), run.model.vocab_size)
+        prompts = sequences_of(lengths or lengths_of(family), run.model.vocab_size)
         run = replace(run, layout=replace(run.layout, **layout))
         found = ranks.run("tests.inference.test_transformers:answers_from", world, run, saved(hf), prompts, options)
         check(hf, prompts, found[0])
@@ -118,6 +129,12 @@ def compare(ranks, family: str, world: int, layout: dict[str, int], options: Eng
 )
 def test_greedy_text_is_that_of_transformers(ranks, family):
     compare(ranks, family, 1, {}, ROOM)
+
+
+def test_longrope_takes_the_divisors_of_the_longest_sequence_that_was_asked_for(ranks):
+    """Within the original context those of short sequences (above, in phi3, those of long ones)."""
+    original = MODELS["phi3"].rope_scaling.original_max_position_embeddings
+    compare(ranks, "phi3", 1, {}, replace(ROOM, length=original), lengths=(original - MADE, 1))
 
 
 @pytest.mark.soak

@@ -209,21 +209,21 @@ def attend(
 def attending(heads: int, kv_heads: int, name: str, width: int, p: float | None = None, **kind) -> Op:
     """Attention of one kind; documents and odd lengths come with the batch, a global of this module. p: of dropout, by
     its formula."""
-    kind, batch = AttentionKind(**kind), globals()[name]
+    kind, tokens = AttentionKind(**kind), globals()[name].num_tokens
     shapes = {"sinks": (heads,)} if kind.sinks else {}
     shapes |= {} if kind.bias is None else {"bias": (kind.bias.buckets, heads)}
 
     def op(x: Tensor, *given: Tensor) -> Tensor:
-        learned = Learned(**dict(zip(shapes, given)))
+        learned, batch = Learned(**dict(zip(shapes, given))), globals()[name]
         if p is None:
             return attend(x, heads, kv_heads, batch, kind, learned)
         return attend_dropping(x, heads, kv_heads, batch, p, 1, 2, 0, kind=kind, learned=learned)
 
     def plain(x: Tensor, *given: Tensor) -> Tensor:
-        given = dict(zip(shapes, given))
+        given, batch = dict(zip(shapes, given)), globals()[name]
         return plain_attention(x, heads, kv_heads, batch, kind=kind, sinks=given.get("sinks"), table=given.get("bias"))
 
-    packed = (batch.num_tokens, heads + 2 * kv_heads, width)
+    packed = (tokens, heads + 2 * kv_heads, width)
     return Op(op, plain, (packed, *shapes.values()), tuple(range(1, 1 + len(shapes))))
 
 
