@@ -21,9 +21,7 @@ def check_task(run: Run, facts: Facts) -> list[Problem]:
     found += check_direction(run) + check_pairs(run) + check_beside(run) + check_scores(run, facts) + check_chats(run)
     if facts.files and not found and not check_tokenizer(run.data):
         found += check_transform(run)
-    if kind.makes_prefix and not run.data.inside_documents:
-        rule = "must be true: prefixes are those of documents"
-        found.append(problem("data", run.data, "document_attention", rule, {"task.name": config.name}, (True,)))
+    found += check_prefix(run) if kind.makes_prefix else []
     if not issubclass(kind, SequenceObjective):
         if run.data.pairs:
             rule = "needs an objective over pairs, such as task.name=dpo"
@@ -104,6 +102,21 @@ def check_pairs(run: Run) -> list[Problem]:
     if not run.data.inside_documents:
         rule = "must be true with pairs of texts: they do not read each other"
         found.append(problem("data", run.data, "document_attention", rule, because, (True,)))
+    return found
+
+
+def check_prefix(run: Run) -> list[Problem]:
+    """Prefixes are those of documents, and not every kernel has them."""
+    because, found = {"task.name": run.task.name}, list[Problem]()
+    if not run.data.inside_documents:
+        rule = "must be true: prefixes are those of documents"
+        found.append(problem("data", run.data, "document_attention", rule, because, (True,)))
+    if run.train.batch_invariant:
+        rule = "has attention without prefixes, which the task makes"
+        found.append(problem("train", run.train, "batch_invariant", rule, because, (False,)))
+    if run.train.kernels == "optional":
+        rule = "has attention without prefixes, which the task makes"
+        found.append(problem("train", run.train, "kernels", rule, because, ("auto",)))
     return found
 
 

@@ -229,6 +229,9 @@ def test_what_does_not_go_with_it():
     assert check(run, facts) == []
     [found] = check(replace(run, data=DataConfig(mock=True)), facts)
     assert found.field == "data.document_attention" and found.valid == (True,)
+    for name, value, valid in (("batch_invariant", True, False), ("kernels", "optional", "auto")):
+        found = [p for p in check(replace(run, train=replace(run.train, **{name: value})), facts) if "prefix" in p.rule]
+        assert [(p.field, p.valid) for p in found] == [(f"train.{name}", (valid,))]
     asked = replace(run.train, eval_tasks=["arc_easy"], eval_interval=5)
     [found] = check(replace(run, train=asked, data=replace(run.data, tokenizer="bytes")), facts)
     assert found.field == "train.eval_tasks" and "needs causal attention" in found.rule and found.valid == ([],)
