@@ -69,9 +69,7 @@ NAMED = {
     "smollm3 cp2 pp2, ring, window where nothing is rotated, documents": case(
         "smollm3", 4, cp=2, pp=2, cp_attention="ring", documents=True, global_batch=4
     ),
-    "gpt_neox tp4, overlapped, selective recompute, documents": case(
-        "gpt_neox", 4, tp=4, tp_overlap="on", recompute="selective", documents=True, global_batch=2
-    ),
+    "gpt_neox tp2, full recompute, documents": case("gpt_neox", 2, tp=2, recompute="full", documents=True),
     "gpt_neox pp3 dp2, level 3, split backward": case(
         "gpt_neox", 6, pp=3, schedule="zb_h1", sharding=2, global_batch=4
     ),
