@@ -184,7 +184,13 @@ LAYOUTS = {
 }
 
 
-@pytest.mark.parametrize("model, layout", [(m, layout) for m, every in LAYOUTS.items() for layout in every], ids=str)
+OFTEN = [("llama", LAYOUTS["llama"][i]) for i in (0, 3)] + [("deepseek_v3", LAYOUTS["deepseek_v3"][0])]
+EVERY = [(model, layout) for model, every in LAYOUTS.items() for layout in every]
+
+
+@pytest.mark.parametrize(
+    "model, layout", [pytest.param(*c, marks=[] if c in OFTEN else pytest.mark.soak) for c in EVERY], ids=str
+)
 def test_a_layout_changes_nothing(ranks, model, layout):
     run = run_of(model, layout, packing="online", document_attention=None)
     found = ranks.run("tests.verifying.test_verify:rank_compare", 2, run, 2)
