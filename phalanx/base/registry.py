@@ -76,6 +76,7 @@ BUILT_IN: Mapping[str, Mapping[str, str]] = MappingProxyType(
                 "rope": "phalanx.ops.dense.rope:ROPE",
                 "norm_rope": "phalanx.ops.dense.head_norm:NORM_ROPE",
                 "width_norm": "phalanx.ops.dense.width_norm:WIDTH_NORM",
+                "rows": "phalanx.ops.dense.rows:ROWS",
                 "loss": "phalanx.ops.dense.cross_entropy:LOSS",
                 "adamw": "phalanx.ops.optimizer.adamw:ADAMW",
                 "route": "phalanx.ops.experts.route:ROUTE",

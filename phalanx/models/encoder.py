@@ -28,6 +28,7 @@ from phalanx.ops.attention.kind import AttentionKind
 from phalanx.ops.dense.activation import gelu
 from phalanx.ops.dense.embedding import learned_positions
 from phalanx.ops.dense.rope_scaling import Rotation
+from phalanx.ops.dense.rows import ROWS, lookup
 from phalanx.sequence.batch import Batch
 
 BOTH = AttentionKind(direction="both")
@@ -59,8 +60,9 @@ class BertEmbedding(Dropping):
     def forward(self, x: Tensor, batch: Batch) -> Tensor:
         a, b = self.env.cut(batch.num_tokens)
         segments = batch.tokens.new_zeros(b - a) if batch.segments is None else batch.segments[a:b]
-        x = self.embed(batch.tokens) + learned_positions(segments, self.types)
-        x = self.norm(x + learned_positions(batch.positions[a:b], self.positions))
+        kernels = self.env.ops.by_config(ROWS)
+        x = self.embed(batch.tokens) + lookup(segments, self.types, kernels)
+        x = self.norm(x + learned_positions(batch.positions[a:b], self.positions, kernels))
         return self.drop(x, batch, self.p, 0, 1)
 
 

@@ -30,7 +30,8 @@ from phalanx.nn.norm import RMSNorm
 from phalanx.nn.parameter import Parameter
 from phalanx.nn.relative_bias import BiasSpec, RelativeBiasTable
 from phalanx.ops.attention.kind import AttentionKind, Direction, RelativeBias
-from phalanx.ops.dense.activation import gelu, gelu_by_formula
+from phalanx.ops.dense.activation import GATED, swiglu
+from phalanx.ops.dense.gate import GEGLU
 from phalanx.sequence.batch import ENCODER, TEXT, Batch
 from phalanx.sequence.streams import HIDDEN, Border, Streams, StreamSpec
 
@@ -101,9 +102,7 @@ class T5MLP(Module):
     def _activated(self, x: Tensor) -> Tensor:
         if not self.gated:
             return x.relu()
-        gate, up = x.chunk(2, -1)
-        activate = gelu_by_formula if self.env.ops.batch_invariant else gelu
-        return activate(gate, False) * up
+        return swiglu(x, self.env.kernels_for(GATED), GEGLU)
 
     def flops(self, seq_length: int) -> float:
         return 2.0 * self.num_weights

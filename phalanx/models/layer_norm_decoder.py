@@ -25,6 +25,7 @@ from phalanx.nn.norm import LayerNorm
 from phalanx.nn.parameter import Parameter
 from phalanx.ops.dense.dropout import dropout_mask
 from phalanx.ops.dense.embedding import learned_positions
+from phalanx.ops.dense.rows import ROWS
 from phalanx.sequence.batch import Batch
 
 
@@ -62,7 +63,8 @@ class LearnedEmbedding(Dropping):
 
     def forward(self, x: Tensor, batch: Batch) -> Tensor:
         a, b = self.env.cut(batch.num_tokens)
-        x = self.embed(batch.tokens) + learned_positions(batch.positions[a:b], self.positions)
+        positions = learned_positions(batch.positions[a:b], self.positions, self.env.ops.by_config(ROWS))
+        x = self.embed(batch.tokens) + positions
         return self.drop(x, batch, self.p, 0, 1)
 
 

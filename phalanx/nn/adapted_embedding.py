@@ -21,6 +21,7 @@ from phalanx.nn.module import Module, OutputRows, column_spec
 from phalanx.nn.parameter import Parameter
 from phalanx.ops.dense.embedding import embedding
 from phalanx.ops.dense.matmul import local_matmul
+from phalanx.ops.dense.rows import ROWS
 
 
 class EmbeddingAdapterWeight(Module):
@@ -44,7 +45,7 @@ class EmbeddingAdapterWeight(Module):
 
     def forward(self, x: Tensor) -> Tensor:
         if self.looked_up:
-            return embedding(x, self.weight, self.first, self.count, self.env.tp)
+            return embedding(x, self.weight, self.first, self.count, self.env.tp, self.env.ops.by_config(ROWS))
         return local_matmul(x, self.weight)
 
 

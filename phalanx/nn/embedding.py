@@ -10,6 +10,7 @@ from phalanx.nn.env import Env
 from phalanx.nn.module import ZEROS, Module
 from phalanx.nn.parameter import Parameter
 from phalanx.ops.dense.embedding import embedding
+from phalanx.ops.dense.rows import ROWS
 
 ROW_MULTIPLE = 64  # rows of storage are padded to a multiple of this, so that GEMMs over the vocabulary stay aligned
 
@@ -79,5 +80,5 @@ class Embedding(Module):
 
     def forward(self, ids: Tensor) -> Tensor:
         """ids (T,) of the whole micro-batch -> this rank's tokens (T / tp, D)."""
-        rows = embedding(ids, self.weight, self.first, self.count, self.env.tp)
+        rows = embedding(ids, self.weight, self.first, self.count, self.env.tp, self.env.ops.by_config(ROWS))
         return rows if self.rows is None else self.rows(rows, ids)

@@ -12,8 +12,8 @@ from phalanx.layout.param import Init
 from phalanx.nn.env import Env
 from phalanx.nn.linear import ColumnLinear, Linear, RowLinear
 from phalanx.nn.module import Module, OutputRows
-from phalanx.ops.dense.activation import GATED, geglu, gelu, gelu_by_formula, swiglu
-from phalanx.ops.dense.gate import GEGLU, SWIGLU
+from phalanx.ops.dense.activation import GATED, gelu, gelu_by_formula, swiglu
+from phalanx.ops.dense.gate import EXACT_GEGLU, GEGLU, SWIGLU
 from phalanx.ops.dense.gated_mlp import MLP, gated_mlp
 from phalanx.sequence.batch import Batch
 
@@ -152,16 +152,16 @@ class FusedGeGLU(Module):
         rows = [OutputRows(fused, 2 * inner, first + a, first + b) for first in (0, inner)]
         self.gate_up = ColumnLinear(env, rows, spec.width, Init("normal", spec.std), bias=spec.bias)
         self.down = RowLinear(env, out, spec.width, inner, (a, b), Init("normal", spec.std_out), bias=spec.bias)
-        self.exact, self.num_weights = spec.exact, 3 * spec.width * inner
+        self.gate, self.num_weights = EXACT_GEGLU if spec.exact else GEGLU, 3 * spec.width * inner
 
     def forward(self, x: Tensor) -> Tensor:
         """x (T / tp, D) -> (T / tp, D)."""
         return run_mlp(self, self._of_rows, x, self.gate_up, self.down)
 
     def _of_rows(self, x: Tensor) -> Tensor:
-        recompute, formula = self.env.recompute, self.env.ops.batch_invariant
+        recompute, kernels = self.env.recompute, self.env.kernels_for(GATED)
         gate_up = recompute.op("up", self.gate_up, x)
-        return self.down(recompute.op("activation", lambda x: geglu(x, self.exact, formula), gate_up))
+        return self.down(recompute.op("activation", lambda x: swiglu(x, kernels, self.gate), gate_up))
 
     def flops(self, seq_length: int) -> float:
         return 2.0 * self.num_weights

@@ -27,6 +27,7 @@ from phalanx.ops.dense import (
     loss_kernel,
     norm_kernel,
     rope_kernel,
+    rows_kernel,
 )
 from phalanx.ops.dense.activation import Gated, GatedGrad, GatedRows, GatedRowsGrad
 from phalanx.ops.dense.norm import Normed
@@ -83,7 +84,9 @@ def kernels() -> list[tuple]:
         dict(ALPHA=1.0, CUBIC=0.0, LIMIT=math.inf, SHIFT=0.0, CLAMP=False),
         dict(ALPHA=1.702, CUBIC=0.0, LIMIT=7.0, SHIFT=1.0, CLAMP=True),
         dict(ALPHA=1.596, CUBIC=0.044715, LIMIT=math.inf, SHIFT=0.0, CLAMP=False),
+        dict(ALPHA=1.0, CUBIC=0.0, LIMIT=math.inf, SHIFT=0.0, CLAMP=False, EXACT=True),
     ):
+        gate = {"EXACT": False, **gate}
         gate["PAIRS"] = gate["CLAMP"]
         some = dict(weights="*fp32", last="*i32")
         gate |= dict(WEIGH=gate["CLAMP"], SOME=gate["CLAMP"], INTERPRETED=False, BLOCK=256, **wide)
@@ -95,6 +98,10 @@ def kernels() -> list[tuple]:
                 dict(BLOCKS=3, **gate),
             )
         )
+    taken = dict(rows="*i64", gradient="*fp32", parts="*fp32", T="i32", D="i32")
+    chunks = dict(CHUNK=rows_kernel.CHUNK, BLOCK=rows_kernel.BLOCK)
+    found.append((rows_kernel._chunks, dict(order="*i64", dy=BF, **taken), dict(**chunks, **wide)))
+    found.append((rows_kernel._rows_over_chunks, dict(ends="*i64", **taken), chunks))
     sizes = dict.fromkeys(("width", "stride", "first", "key0", "key1", "least"), "i32")
     tokens = dict(samples="*i64", positions="*i64", **sizes)
     found.append((dropout_kernel._drop, dict(x=BF, y=BF, **tokens), dict(SCALE=1.25, LANES=256, **wide)))

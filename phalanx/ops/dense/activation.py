@@ -13,7 +13,7 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.autograd import Function
 
-from phalanx.ops.dense.gate import CLAMPED_SWIGLU, GEGLU, SWIGLU, Gate
+from phalanx.ops.dense.gate import CLAMPED_SWIGLU, EXACT_GEGLU, GEGLU, SWIGLU, Gate
 from phalanx.ops.lazy_tensor import LazySource
 from phalanx.ops.op import Case, Kernels, Op, invariant, triton
 
@@ -29,9 +29,8 @@ def gated_forward(x: Tensor, gate: Gate, weights: Tensor | None = None, last: Te
 def gated_backward(
     dy: Tensor, x: Tensor, gate: Gate, weights: Tensor | None = None, last: Tensor | None = None
 ) -> tuple[Tensor, Tensor | None]:
-    """With s = sigmoid(h), h = alpha (g + cubic g^3): d(g s)/dg = s (1 + g h' (1 - s)). Clamping passes the
-    gradient up to and including the limit. torch's own clamp passes it at the limit before version 2.15 and not since;
-    here it is the same with every version."""
+    """Clamping passes the gradient up to and including the limit. torch's own clamp passes it at the limit before
+    version 2.15 and not since; here it is the same with every version."""
     g, u, s = _clamped(x, gate)
     raw_g, raw_u = _parts(x, gate)
     u = u + gate.shift
@@ -40,7 +39,7 @@ def gated_backward(
         products = ((g * s * u).to(weights.dtype) * dy.to(weights.dtype)).sum(-1)
         dweights = products if last is None else torch.where(_before(last, products), products, 0)
         dy = (dy * weights.unsqueeze(-1)).to(x.dtype)
-    dg = dy * u * s * (1 + gate.slope(g) * (1 - s)) * (raw_g <= gate.limit)
+    dg = dy * u * gate.slope(g, s) * (raw_g <= gate.limit)
     du = dy * g * s * (raw_u.abs() <= gate.limit)
     dx = torch.stack((dg, du), -1).flatten(-2) if gate.interleaved else torch.cat((dg, du), -1)
     return dx if last is None else torch.where(_before(last, dx), dx, 0), dweights
@@ -53,7 +52,9 @@ class GatedByExp:
     @staticmethod
     def gated_forward(x: Tensor, gate: Gate, weights: Tensor | None = None, last: Tensor | None = None) -> Tensor:
         g, u, _ = _clamped(x, gate)
-        y = g * (1 / (1 + torch.exp(-widened(gate.inner(g))))).to(x.dtype) * (u + gate.shift)
+        wide = widened(g)
+        s = gate.factor(wide) if gate.exact else 1 / (1 + torch.exp(-gate.inner(wide)))
+        y = g * s.to(x.dtype) * (u + gate.shift)
         y = y if weights is None else (y * weights.unsqueeze(-1)).to(x.dtype)
         return y if last is None else torch.where(_before(last, y), y, 0)
 
@@ -72,10 +73,10 @@ def _parts(x: Tensor, gate: Gate) -> tuple[Tensor, Tensor]:
 
 
 def _clamped(x: Tensor, gate: Gate) -> tuple[Tensor, Tensor, Tensor]:
-    """Clamped gate, clamped up, and the sigmoid by which the gate is multiplied."""
+    """Clamped gate, clamped up, and the factor s by which the gate is multiplied."""
     g, u = _parts(x, gate)
     g, u = g.clamp(max=gate.limit), u.clamp(-gate.limit, gate.limit)
-    return g, u, torch.sigmoid(gate.inner(g))
+    return g, u, gate.factor(g)
 
 
 def _before(last: Tensor, rows: Tensor) -> Tensor:
@@ -209,12 +210,6 @@ def gelu_by_formula(x: Tensor, exact: bool = False) -> Tensor:
     return (0.5 * wide * (1 + inner)).to(x.dtype)
 
 
-def geglu(x: Tensor, exact: bool = False, by_formula: bool = False) -> Tensor:
-    """x (R, 2F) -> (R, F): GELU of the first half, times the second."""
-    activated, gate = x.chunk(2, -1)
-    return (gelu_by_formula if by_formula else gelu)(activated, exact) * gate
-
-
 def _some_rows(x: Tensor, weights: Tensor, kernels: Kernels) -> Tensor:
     """All rows but the last, which is padding."""
     ends = torch.tensor([0, len(x) - 1], dtype=torch.int32, device=x.device)
@@ -235,6 +230,8 @@ GATED = Op(
         Case("swiglu, wide", swiglu, ((2, 2 * 1030),)),
         Case("rows of experts, clamped and weighed", _some_rows, ((5, 20), (5,))),
         Case("geglu", partial(swiglu, gate=GEGLU), ((3, 14),)),
+        Case("geglu with GELU itself", partial(swiglu, gate=EXACT_GEGLU), ((3, 14),)),
+        Case("geglu with GELU itself, of 1152", partial(swiglu, gate=EXACT_GEGLU), ((1030, 2 * 1152),), large=True),
         Case("swiglu of 14336", swiglu, ((1030, 2 * 14336),), large=True),
     ),
 )

@@ -10,16 +10,19 @@ from torch import Tensor
 from torch.autograd import Function
 
 from phalanx.comm.axis import Axis
-from phalanx.ops.dense.grads import add_rows_grad
+from phalanx.ops.dense.rows import add_rows_grad, lookup
+from phalanx.ops.op import Kernels
 
 
 class _Embedding(Function):
     @staticmethod
-    def forward(ctx: Any, ids: Tensor, weight: Tensor, first: int, count: int, tp: Axis) -> Tensor:  # type: ignore[override]
+    def forward(  # type: ignore[override]
+        ctx: Any, ids: Tensor, weight: Tensor, first: int, count: int, tp: Axis, kernels: Kernels
+    ) -> Tensor:
         here = (ids >= first) & (ids < first + count)
         rows = torch.where(here, ids - first, 0)
         ctx.save_for_backward(rows, here)
-        ctx.weight, ctx.tp = weight, tp
+        ctx.weight, ctx.tp, ctx.kernels = weight, tp, kernels
         x = weight[rows].masked_fill_(~here.unsqueeze(-1), 0)
         return tp.reduce_scatter(x).wait()
 
@@ -30,27 +33,14 @@ class _Embedding(Function):
         # the zeros for ids held elsewhere are spread over many rows: additions to one row run one after the other
         spread = torch.arange(len(rows), device=rows.device) % len(weight)
         rows = torch.where(here, rows, spread)
-        return None, add_rows_grad(weight, rows, dx), None, None, None
+        return None, add_rows_grad(weight, rows, dx, ctx.kernels), None, None, None, None
 
 
-def embedding(ids: Tensor, weight: Tensor, first: int, count: int, tp: Axis) -> Tensor:
+def embedding(ids: Tensor, weight: Tensor, first: int, count: int, tp: Axis, kernels: Kernels = "auto") -> Tensor:
     """ids (T,), weight (rows, D) holding ids first..first+count-1 -> this rank's tokens (T / tp, D)."""
-    return _Embedding.apply(ids, weight, first, count, tp)
+    return _Embedding.apply(ids, weight, first, count, tp, kernels)
 
 
-class _Positions(Function):
-    @staticmethod
-    def forward(ctx: Any, positions: Tensor, weight: Tensor) -> Tensor:  # type: ignore[override]
-        ctx.save_for_backward(positions)
-        ctx.weight = weight
-        return weight[positions]
-
-    @staticmethod
-    def backward(ctx: Any, dx: Tensor) -> tuple[Tensor | None, ...]:  # type: ignore[override]
-        (positions,), weight = ctx.saved_tensors, ctx.weight
-        return None, add_rows_grad(weight, positions, dx)
-
-
-def learned_positions(positions: Tensor, weight: Tensor) -> Tensor:
+def learned_positions(positions: Tensor, weight: Tensor, kernels: Kernels = "auto") -> Tensor:
     """positions (T / tp,) of this rank's tokens, weight (max positions, D) -> (T / tp, D)."""
-    return _Positions.apply(positions, weight)
+    return lookup(positions, weight, kernels)

@@ -1,4 +1,4 @@
-"""How the gate of a gated MLP is computed: SwiGLU, its clamped form, and GeGLU."""
+"""How the gate of a gated MLP is computed: SwiGLU, its clamped form, and GeGLU in both forms."""
 
 from __future__ import annotations
 
@@ -6,12 +6,19 @@ import math
 from dataclasses import dataclass
 from typing import Any
 
+import torch
+from torch import Tensor
+
+ROOT_HALF = math.sqrt(0.5)
+
 
 @dataclass(frozen=True)
 class Gate:
-    """y = g sigmoid(alpha (g + cubic g^3)) (u + shift), with g = min(gate, limit), u = up clamped to +-limit.
+    """y = g s(g) (u + shift), with g = min(gate, limit), u = up clamped to +-limit, and s(g) the sigmoid of
+    alpha (g + cubic g^3).
 
-    interleaved: gate and up of a feature lie side by side, not all gates before all ups.
+    interleaved  gate and up of a feature lie side by side, not all gates before all ups
+    exact        s(g) is the normal distribution's (1 + erf(g / sqrt(2))) / 2, which the sigmoid is near: GELU itself
     """
 
     alpha: float = 1.0
@@ -19,14 +26,22 @@ class Gate:
     shift: float = 0.0
     interleaved: bool = False
     cubic: float = 0.0
+    exact: bool = False
+
+    def factor(self, g: Tensor) -> Tensor:
+        """s(g)."""
+        return (1 + torch.erf(g * ROOT_HALF)) / 2 if self.exact else torch.sigmoid(self.inner(g))
 
     def inner(self, g: Any) -> Any:
         """What the sigmoid is of, of a tensor."""
         return self.alpha * (g + self.cubic * g * g * g) if self.cubic else self.alpha * g
 
-    def slope(self, g: Any) -> Any:
-        """g times the derivative of `inner`."""
-        return self.alpha * (g + 3 * self.cubic * g * g * g) if self.cubic else self.alpha * g
+    def slope(self, g: Tensor, s: Tensor) -> Tensor:
+        """The derivative of g s(g), given s(g)."""
+        if self.exact:
+            return s + g * torch.exp(-g * g / 2) / math.sqrt(2 * math.pi)
+        steep = self.alpha * (g + 3 * self.cubic * g * g * g) if self.cubic else self.alpha * g
+        return s * (1 + steep * (1 - s))
 
 
 SWIGLU = Gate()
@@ -36,3 +51,5 @@ CLAMPED_SWIGLU = Gate(1.702, 7.0, 1.0)
 GEGLU = Gate(2 * math.sqrt(2 / math.pi), cubic=0.044715)
 """Shazeer, with the tanh form of GELU: x sigmoid(2 sqrt(2 / pi) (x + 0.044715 x^3)). Hendrycks & Gimpel, "Gaussian
 error linear units", 2016."""
+EXACT_GEGLU = Gate(exact=True)
+"""Shazeer, with GELU itself, as in ModernBERT."""

@@ -46,6 +46,15 @@ def gated(gate, up, ALPHA: tl.constexpr, INTERPRETED: tl.constexpr):
 
 
 @triton.jit
+def factor(gate, ALPHA: tl.constexpr, CUBIC: tl.constexpr, EXACT: tl.constexpr, INTERPRETED: tl.constexpr):
+    """What the gate is multiplied by (Gate.factor)."""
+    if EXACT:
+        return 0.5 * (1.0 + tl.erf(gate * 0.7071067811865476))
+    else:
+        return sigmoid(plus_cube(gate, CUBIC), ALPHA, INTERPRETED)
+
+
+@triton.jit
 def plus_cube(gate, CUBIC: tl.constexpr):
     """gate + CUBIC * gate^3."""
     if CUBIC == 0.0:
@@ -66,10 +75,14 @@ def gated_slopes(
     LIMIT: tl.constexpr,
     CLAMP: tl.constexpr,
     CUBIC: tl.constexpr = 0.0,
+    EXACT: tl.constexpr = False,
 ):
-    """Gradients of gate and up from that of the activation; s is the sigmoid of alpha times `plus_cube`."""
+    """Gradients of gate and up from that of the activation; s is the gate's `factor`."""
     through = d * s
-    dgate = through * up * (1.0 + ALPHA * plus_cube(gate, 3.0 * CUBIC) * (1.0 - s))
+    if EXACT:
+        dgate = d * up * (s + gate * tl.exp(-0.5 * gate * gate) * 0.3989422804014327)
+    else:
+        dgate = through * up * (1.0 + ALPHA * plus_cube(gate, 3.0 * CUBIC) * (1.0 - s))
     dup = through * gate
     if CLAMP:
         dgate = tl.where(raw_gate <= LIMIT, dgate, 0.0)
@@ -108,6 +121,7 @@ def _forward(
     SHIFT: tl.constexpr,
     CLAMP: tl.constexpr,
     PAIRS: tl.constexpr,
+    EXACT: tl.constexpr,
     WEIGH: tl.constexpr,
     SOME: tl.constexpr,
     WIDE: tl.constexpr,
@@ -124,7 +138,7 @@ def _forward(
     raw_gate = tl.load(x + at_gate, mask=mask, other=0.0).to(WIDE)
     raw_up = tl.load(x + at_up, mask=mask, other=0.0).to(WIDE)
     gate, up = clamped(raw_gate, raw_up, LIMIT, SHIFT, CLAMP)
-    out = gate * sigmoid(plus_cube(gate, CUBIC), ALPHA, INTERPRETED) * up
+    out = gate * factor(gate, ALPHA, CUBIC, EXACT, INTERPRETED) * up
     if WEIGH:
         out = out * tl.load(weights + row).to(WIDE)
     tl.store(y + row * F + cols, out.to(y.dtype.element_ty), mask=mask)
@@ -145,6 +159,7 @@ def _backward(
     SHIFT: tl.constexpr,
     CLAMP: tl.constexpr,
     PAIRS: tl.constexpr,
+    EXACT: tl.constexpr,
     WEIGH: tl.constexpr,
     SOME: tl.constexpr,
     WIDE: tl.constexpr,
@@ -170,11 +185,11 @@ def _backward(
         raw_gate = tl.load(x + at_gate, mask=mask, other=0.0).to(WIDE)
         raw_up = tl.load(x + at_up, mask=mask, other=0.0).to(WIDE)
         gate, up = clamped(raw_gate, raw_up, LIMIT, SHIFT, CLAMP)
-        s = sigmoid(plus_cube(gate, CUBIC), ALPHA, INTERPRETED)
+        s = factor(gate, ALPHA, CUBIC, EXACT, INTERPRETED)
         if WEIGH:
             sums += d * gate * s * up
             d = d * weight
-        dgate, dup = gated_slopes(d, gate, up, s, raw_gate, raw_up, ALPHA, LIMIT, CLAMP, CUBIC)
+        dgate, dup = gated_slopes(d, gate, up, s, raw_gate, raw_up, ALPHA, LIMIT, CLAMP, CUBIC, EXACT)
         tl.store(dx + at_gate, dgate.to(dx.dtype.element_ty), mask=mask)
         tl.store(dx + at_up, dup.to(dx.dtype.element_ty), mask=mask)
     if WEIGH:
@@ -189,6 +204,7 @@ def _constants(gate: Gate, weights: Tensor | None, last: Tensor | None, x: Tenso
         SHIFT=gate.shift,
         CLAMP=math.isfinite(gate.limit),
         PAIRS=gate.interleaved,
+        EXACT=gate.exact,
         WEIGH=weights is not None,
         SOME=last is not None,
         WIDE=triton_wide(x.dtype),

@@ -135,12 +135,3 @@ def add_product_(dy: Tensor, x: Tensor, buffer: Tensor) -> None:
         torch.addmm(buffer, dy.t(), x, out_dtype=buffer.dtype, out=buffer)
     else:
         buffer.addmm_(dy.t().to(buffer.dtype), x.to(buffer.dtype))
-
-
-def add_rows_grad(param: Tensor, rows: Tensor, dy: Tensor) -> Tensor | None:
-    """The same for a lookup: dy (T, D) is added to rows (T,) of the parameter's gradient, repeated rows included.
-
-    On a GPU this sums in the order of a stable sort, so equal inputs give equal bits (atomics, or aten's embedding
-    backward, do not).
-    """
-    return account(param, lambda buffer: buffer.index_put_((rows,), dy.to(buffer.dtype), accumulate=True))
