@@ -22,7 +22,7 @@ QUICK: Mapping[str, str] = MappingProxyType(
         "ops/test_kernels.py": "Triton kernels against their references, interpreted",
         "doors/test_house.py": "rooms on floors, no circles, the words of the house",
         "doors/test_doors.py": "files at the root, workflows and this list name what exists",
-        f"{LAYOUT}[mistral tp4 with 2 kv heads, overlapped, selective recompute]": "tensor parallelism",
+        f"{LAYOUT}[olmo2 tp4 with 2 kv heads, overlapped, selective recompute, documents]": "tensor parallelism",
         f"{LAYOUT}[interleaved, 3 micro-batches on 2 ranks]": "pipeline stages",
         f"{LAYOUT}[qwen3 cp2 tp2, attention and its inputs again]": "context parallelism",
         f"{LAYOUT}[deepseek_v3 tp2 ep2, everything again]": "experts over ranks",

@@ -36,6 +36,7 @@ BUILT_IN: Mapping[str, Mapping[str, str]] = MappingProxyType(
                 "olmo3": "phalanx.models.olmo3:FAMILY",
                 "gemma2": "phalanx.models.gemma2:FAMILY",
                 "gemma3_text": "phalanx.models.gemma3_text:FAMILY",
+                "gemma4_text": "phalanx.models.gemma4_text:FAMILY",
                 "phi3": "phalanx.models.phi3:FAMILY",
                 "mixtral": "phalanx.models.mixtral:FAMILY",
                 "qwen3_moe": "phalanx.models.qwen3_moe:FAMILY",
@@ -118,6 +119,7 @@ BUILT_IN: Mapping[str, Mapping[str, str]] = MappingProxyType(
                 "seq2seq": "phalanx.engine.objectives.seq2seq:Seq2Seq",
                 "fim": "phalanx.engine.objectives.fim:FillInTheMiddle",
                 "embed": "phalanx.engine.objectives.embed:Embed",
+                "prefix": "phalanx.engine.objectives.prefix:PrefixLM",
             }
         ),
         "pipeline_schedule": MappingProxyType(

@@ -176,8 +176,11 @@ def to_hf(model: ModelConfig, dtype: torch.dtype, token_ids: dict[str, Any] | No
     return {**kind_of, **family.to_hf(model), **ids, "dtype": kind, "torch_dtype": kind, "use_cache": True}
 
 
-def generation_config(token_ids: dict[str, Any] | None = None) -> dict[str, Any]:
-    return {"_from_model_config": True, **{k: v for k, v in (token_ids or {}).items() if k in TOKEN_IDS}}
+def generation_config(token_ids: dict[str, Any] | None = None, start: int | None = None) -> dict[str, Any]:
+    """generation_config.json. start: the token with which texts of a decoder beside an encoder begin; transformers
+    reads it here."""
+    found = {k: v for k, v in (token_ids or {}).items() if k in TOKEN_IDS}
+    return {"_from_model_config": True, **found, **({} if start is None else {"decoder_start_token_id": start})}
 
 
 def resolved(model: dict[str, Any]) -> dict[str, Any]:

@@ -448,7 +448,7 @@ def _write_beside_weights(folder: Path, content: Content, storage: Storage) -> R
     snapshot, dtype = content.snapshot, content.dtype
     files = [file for file in content.files if file.folder == "weights"]
     texts: dict[str, bytes] = {
-        "generation_config.json": _json(generation_config(snapshot.token_ids)),
+        "generation_config.json": _json(generation_config(snapshot.token_ids, snapshot.model.decoder_start)),
         **source_files(snapshot.source),
         **tokenizer_files(snapshot.tokenizer),
         **({} if snapshot.template is None else {CHAT_TEMPLATE: snapshot.template}),

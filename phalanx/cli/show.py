@@ -56,12 +56,12 @@ def data_text(prefix: str, tokenizer: str | None, documents: int, start: int = 0
 
 
 def _checksums(corpus: Corpus) -> list[str]:
-    if corpus.is_checked:
-        return []
-    return [
-        "unchecked: there are no checksums of "
-        f"{', '.join(str(file.path) for file in corpus.bin_files if file.segments is None)}"
-    ]
+    from phalanx.data.classes import SUFFIX
+
+    lacking = [str(file.path) for file in corpus.bin_files if file.segments is None]
+    classes = corpus.prefix + SUFFIX  # those of an earlier version have none
+    lacking += [classes] if SUFFIX not in corpus.beside and os.path.exists(classes) else []
+    return [f"unchecked: there are no checksums of {', '.join(lacking)}"] if lacking else []
 
 
 def prepared_text(summary: Summary, prefix: str, seconds: float | None) -> Iterator[str]:
@@ -151,7 +151,7 @@ def _compared(corpus: Corpus) -> tuple[list[str], list[str]]:
     from phalanx.cli.progress import decimal_bytes, progress
     from phalanx.data.checksums import compare
 
-    files = [file for file in corpus.bin_files if file.segments is not None]
+    files = [file for file in corpus.checked_files if file.segments is not None]
     total = sum(file.size for file in files)
     with progress(corpus.prefix) as show:
         found = compare(files, min(4, os.cpu_count() or 1), lambda done: show(done, total))

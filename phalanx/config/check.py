@@ -122,9 +122,18 @@ def check_samples(run: Run) -> list[Problem]:
     if run.data.tokenizer is None:
         rule = "needs data.tokenizer, which turns texts into tokens and back"
         found.append(problem("train", c, "samples", rule, {"data.tokenizer": None}, (None,)))
-    if run.model.both_ways:
-        found.append(problem("train", c, "samples", NO_TEXT, {"model.family": run.model.family}, (None,)))
+    found += no_text(run, "samples", None)
     return found
+
+
+def no_text(run: Run, name: str, valid: Any) -> list[Problem]:
+    """A key of `train` that makes the model generate, where it or its task reads both ways."""
+    if run.model.both_ways:
+        return [problem("train", run.train, name, NO_TEXT, {"model.family": run.model.family}, (valid,))]
+    if find_objective(run.task.name).makes_prefix:
+        rule = "needs causal attention: with prefixes, which a prompt would be, no text is generated yet"
+        return [problem("train", run.train, name, rule, {"task.name": run.task.name}, (valid,))]
+    return []
 
 
 def check_eval_tasks(run: Run, facts: Facts) -> list[Problem]:
@@ -139,8 +148,7 @@ def check_eval_tasks(run: Run, facts: Facts) -> list[Problem]:
     if run.data.tokenizer is None:
         rule = "needs data.tokenizer, which turns texts into tokens and back"
         found.append(problem("train", c, "eval_tasks", rule, {"data.tokenizer": None}, ([],)))
-    if run.model.both_ways:
-        found.append(problem("train", c, "eval_tasks", NO_TEXT, {"model.family": run.model.family}, ([],)))
+    found += no_text(run, "eval_tasks", [])
     if "lm_eval" in facts.missing:
         rule = "needs a package: pip install 'phalanx[eval]'"
         found.append(problem("train", c, "eval_tasks", rule, {"not installed": "lm_eval"}, ([],)))

@@ -120,8 +120,8 @@ def check_weights(run: Run) -> list[Problem]:
         theirs = model_config_from_hf(path)
     except CheckpointError as error:
         return [Problem("init_from", run.init_from, f"must hold a model that Phalanx has ({error})")]
-    own_head = ("head", *family_of(run.model).head_fields) if run.model.classes or run.model.headless else ()
-    new_head = {f"model.{name}" for name in own_head}
+    new_head = {f"model.{name}" for name in ("head", *family_of(run.model).head_fields)}
+    new_head = new_head if run.model.classes or run.model.headless or run.model.pair_head else set()
     changed = differences(asdict(theirs), asdict(run.model))
     found = [text for text in changed if text.split(" ")[0] not in {*MAY_DIFFER, *new_head}]
     if not found:

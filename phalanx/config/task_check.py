@@ -25,9 +25,10 @@ def check_task(run: Run, facts: Facts) -> list[Problem]:
     """The objective's own rules, and what it needs of model and data."""
     kind, config = find_objective(run.task.name), run.task
     found = kind.check(config)
-    found += check_direction(run) + check_beside(run) + check_scores(run, facts) + check_chats(run)
+    found += check_direction(run) + check_pairs(run) + check_beside(run) + check_scores(run, facts) + check_chats(run)
     if facts.files and not found and not check_tokenizer(run.data):
         found += check_transform(run)
+    found += check_prefix(run) if kind.makes_prefix else []
     if issubclass(kind, EmbeddingObjective):
         return found + check_embeddings(run, kind)
     if not issubclass(kind, SequenceObjective):
@@ -82,9 +83,17 @@ def check_direction(run: Run) -> list[Problem]:
         if both
         else "is for models that read both ways, and this one reads what comes before: take one for it"
     )
-    usual = usual_task(run.model).name
-    rule += f", such as task.name={usual}"
+    rule += f", such as {task_for(run)}"
     return [problem("task", run.task, "name", rule, {"model.family": run.model.family}, ())]
+
+
+def task_for(run: Run) -> str:
+    """The whole section of a task for the run's model, to be typed in the place of this one: with the name alone, other
+    fields would stay, and those that the task needs would be missing."""
+    usual = usual_task(run.model)
+    needed = {p.field.removeprefix("task."): p.valid[0] for p in find_objective(usual.name).check(usual) if p.valid}
+    fields = {"name": usual.name, **needed}
+    return f"task={{{', '.join(f'{name}: {value}' for name, value in fields.items())}}}"
 
 
 def check_head(run: Run) -> list[Problem]:
@@ -108,15 +117,50 @@ def check_classes(run: Run) -> list[Problem]:
     asked, has = find_objective(run.task.name).over_classes, bool(run.model.classes)
     if asked != has:
         rule = (
-            "needs a head over classes: model.head=sequence or token, and model.labels"
+            "needs a head over classes: model.head=sequence or token, and model.labels; or take a task for this one"
             if asked
-            else ("needs a head over the vocabulary, and this one is over classes: take task.name=classify")
+            else "needs a head over the vocabulary, and this one is over classes: take one for it"
         )
+        rule += f", such as {task_for(run)}"
         return [problem("task", run.task, "name", rule, {"model.labels": run.model.classes}, ())]
     if asked and not run.data.inside_documents:
         rule = "must be true with classes: texts do not read each other"
         return [problem("data", run.data, "document_attention", rule, {"task.name": run.task.name}, (True,))]
     return []
+
+
+def check_pairs(run: Run) -> list[Problem]:
+    """Pairs of texts are for a head that says their class, and the other way round."""
+    asked, has = make_objective(run.task).makes_pairs, run.model.pair_head
+    if has and not asked:
+        because = {"task.name": run.task.name}
+        rule = "needs a task that makes pairs of texts, such as task={name: mlm, pairs: next}"
+        return [problem("model", run.model, "head", rule, because, ("masked",))]
+    if not asked:
+        return []
+    found, because = list[Problem](), {"task.pairs": run.task.pairs}  # type: ignore[attr-defined]
+    if not has:
+        rule = "needs a head that says the class of pairs: model.head=pretraining, which bert has"
+        found.append(problem("task", run.task, "pairs", rule, {"model.family": run.model.family}, (None,)))
+    if not run.data.inside_documents:
+        rule = "must be true with pairs of texts: they do not read each other"
+        found.append(problem("data", run.data, "document_attention", rule, because, (True,)))
+    return found
+
+
+def check_prefix(run: Run) -> list[Problem]:
+    """Prefixes are those of documents, and not every kernel has them."""
+    because, found = {"task.name": run.task.name}, list[Problem]()
+    if not run.data.inside_documents:
+        rule = "must be true: prefixes are those of documents"
+        found.append(problem("data", run.data, "document_attention", rule, because, (True,)))
+    if run.train.batch_invariant:
+        rule = "has attention without prefixes, which the task makes"
+        found.append(problem("train", run.train, "batch_invariant", rule, because, (False,)))
+    if run.train.kernels == "optional":
+        rule = "has attention without prefixes, which the task makes"
+        found.append(problem("train", run.train, "kernels", rule, because, ("auto",)))
+    return found
 
 
 def check_beside(run: Run) -> list[Problem]:
@@ -128,12 +172,13 @@ def check_beside(run: Run) -> list[Problem]:
         name, valid = ("packing", ("online",)) if not run.data.is_packed else ("document_attention", (True, None))
         rule = "must be on: the task makes two texts of each document, and pads sequences"
         return [problem("data", run.data, name, rule, {"task.name": run.task.name}, valid)]
-    because = {"model.family": run.model.family, "a task for it": usual_task(run.model).name}
+    because = {"model.family": run.model.family}
     rule = (
         f"makes no {' and '.join(read)} text, which the model reads beside its own"
         if read
         else f"makes a text of the {' and the '.join(made)} beside the model's own, which this model does not read"
     )
+    rule += f": take one for it, such as {task_for(run)}"
     return [problem("task", run.task, "name", rule, because)]
 
 

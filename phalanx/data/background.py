@@ -1,4 +1,5 @@
-"""The background check of a run: a thread that compares the .bin files of the run with their checksums while it trains.
+"""The background check of a run: a thread that compares the .bin files of the run, and those beside them, with their
+checksums while it trains.
 
 It reads slowly and through a small buffer, so that steps neither wait for it nor lose the file cache to it; at the end
 of a run the rest is read at full speed. The caller decides which rank runs it, and what happens if data is damaged.
@@ -29,7 +30,7 @@ class CheckedFiles(Protocol):
     """Files with checksums: token files, or a score file."""
 
     @property
-    def bin_files(self) -> tuple[BinFile, ...]: ...
+    def checked_files(self) -> tuple[BinFile, ...]: ...
 
 
 class BackgroundCheck:
@@ -46,7 +47,7 @@ class BackgroundCheck:
         self, corpora: Iterable[CheckedFiles], first: float = 0.0, warn: Callable[[str], object] = lambda text: None
     ):
         self._files = list(
-            {file.path: file for corpus in corpora for file in corpus.bin_files if file.segments}.values()
+            {file.path: file for corpus in corpora for file in corpus.checked_files if file.segments}.values()
         )
         self._stats = {file.path: _identity(file.path) for file in self._files}
         count = sum(len(file.segments or ()) for file in self._files)

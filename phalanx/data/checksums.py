@@ -1,7 +1,8 @@
 """Checksums of token files: PREFIX.sums, written with a .bin/.idx pair and compared with it when the pair is read.
 
 The .idx has one XXH3-64 for all its bytes. A .bin has one for each segment of at most SEGMENT bytes, so that damage can
-be located and files can be merged without hashing them again. Megatron's tools ignore this file; a pair without it can
+be located and files can be merged without hashing them again; so have files that stand beside a pair, such as classes
+of its tokens (PREFIX.classes.npy). Megatron's tools ignore this file; a pair without it can
 be read but is not checked. Callers decide what to do about damage.
 """
 
@@ -9,8 +10,9 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import threading
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 from itertools import chain, islice
@@ -93,11 +95,12 @@ class HashedFile:
 
 @dataclass(frozen=True)
 class Checksums:
-    """The contents of PREFIX.sums: the XXH3-64 of the .idx, and the segments of each .bin. None: that file is not
-    checked."""
+    """The contents of PREFIX.sums: the XXH3-64 of the .idx, and the segments of each .bin (None: that file is not
+    checked) and of each file beside the pair, by what follows PREFIX in its name."""
 
     idx: str
     bins: tuple[tuple[Segment, ...] | None, ...]
+    beside: Mapping[str, tuple[Segment, ...]] = field(default_factory=dict)
 
 
 def sums_path(prefix: str | os.PathLike[str]) -> Path:
@@ -105,7 +108,9 @@ def sums_path(prefix: str | os.PathLike[str]) -> Path:
 
 
 def write_sums(path: Path, sums: Checksums) -> None:
-    body = {"version": VERSION, "idx": sums.idx, "bins": [_lines(segments) for segments in sums.bins]}
+    body: dict[str, Any] = {"version": VERSION, "idx": sums.idx, "bins": [_lines(segments) for segments in sums.bins]}
+    if sums.beside:
+        body["beside"] = {suffix: _lines(segments) for suffix, segments in sums.beside.items()}
     with replacing(path) as file:
         file.write(json.dumps({**body, "self": _own_sum(body)}, indent=1).encode())
 
@@ -117,7 +122,8 @@ def read_sums(prefix: str | os.PathLike[str]) -> Checksums | None:
         body = json.loads(path.read_text(encoding="utf-8"))
         own = body.pop("self")
         if body["version"] == VERSION and own == _own_sum(body):
-            return Checksums(body["idx"], tuple(_segments(lines) for lines in body["bins"]))
+            bins = tuple(_segments(lines) for lines in body["bins"])
+            return Checksums(body["idx"], bins, _beside(body.get("beside", {})))
         problem = "damaged" if body["version"] == VERSION else f"version {body['version']}, expected {VERSION}"
     except FileNotFoundError:
         return None
@@ -138,6 +144,13 @@ def _lines(segments: Sequence[Segment] | None) -> list[str] | None:
 
 def _segments(lines: Sequence[str] | None) -> tuple[Segment, ...] | None:
     return None if lines is None else tuple(Segment(int(line.split()[0]), line.split()[1]) for line in lines)
+
+
+def _beside(body: dict[str, list[str]]) -> dict[str, tuple[Segment, ...]]:
+    """ValueError for a name that would lead to another folder."""
+    if not all(re.fullmatch(r"(\.[a-z]+)+", suffix) for suffix in body):
+        raise ValueError
+    return {suffix: _segments(lines) or () for suffix, lines in body.items()}
 
 
 # ---- comparing a .bin with its segments
@@ -187,7 +200,7 @@ class FileRange(NamedTuple):
 
 @dataclass(frozen=True)
 class BinFile:
-    """A .bin with its segments; None: nothing is known about it."""
+    """A .bin, or a file beside it, with its segments; None: nothing is known about it."""
 
     path: Path
     size: int

@@ -31,7 +31,9 @@ from phalanx.data.checksums import (
     BinFile,
     Checksums,
     HashedFile,
+    Segment,
     SegmentSums,
+    cut,
     read_sums,
     sums_path,
     write_sums,
@@ -65,6 +67,7 @@ class Corpus:
 
     idx_xxh3    the XXH3-64 of the .idx
     bin_files   the .bin files with the checksums of their segments, if they have any
+    beside      the files beside them that PREFIX.sums has checksums of, such as classes of tokens, by their suffix
     """
 
     def __init__(self, prefix: str | os.PathLike[str]):
@@ -80,7 +83,9 @@ class Corpus:
         self._pointers = np.frombuffer(self._index, np.int64, self.num_sequences, lengths_end)
         self._documents = np.frombuffer(self._index, np.int64, num_indices, lengths_end + 8 * self.num_sequences)
         self.idx_xxh3 = self._hash_index()
-        self.bin_files: tuple[BinFile, ...] = self._check_sums(read_sums(self.prefix))
+        sums = read_sums(self.prefix)
+        self.bin_files: tuple[BinFile, ...] = self._check_sums(sums)
+        self.beside = {} if sums is None else self._files_beside(sums)
         self._maps = [_map(path, np.uint8, 0, size) for path, size in self.bins]
         self._ends = np.cumsum([size for _, size in self.bins]).tolist()
         self._check_documents()
@@ -92,6 +97,11 @@ class Corpus:
     def is_plain(self) -> bool:
         """Whether the sequences fill the .bin one after another, as our own files do."""
         return self._offsets is None and self._first == 0
+
+    @property
+    def checked_files(self) -> tuple[BinFile, ...]:
+        """The .bin files and those beside them; what has no checksums has none here either."""
+        return (*self.bin_files, *self.beside.values())
 
     @property
     def is_checked(self) -> bool:
@@ -204,6 +214,18 @@ class Corpus:
                 raise DataError(f"{file.path}: {kind}: {file.size} bytes, expected {expected} by {path.name}")
         return found
 
+    def _files_beside(self, sums: Checksums) -> dict[str, BinFile]:
+        """DataError for one that is missing or of another size."""
+        found, path = dict[str, BinFile](), sums_path(self.prefix)
+        for suffix, segments in sums.beside.items():
+            file, expected = must_exist(self.prefix + suffix), sum(segment.size for segment in segments)
+            size = file.stat().st_size
+            if size != expected:
+                kind = "truncated" if size < expected else "too long"
+                raise DataError(f"{file}: {kind}: {size} bytes, expected {expected} by {path.name}")
+            found[suffix] = BinFile(file, size, segments, path)
+        return found
+
     def _check_documents(self) -> None:
         indices = self._documents
         ends = (int(indices[0]), int(indices[-1]))
@@ -276,6 +298,7 @@ class CorpusWriter:
         self._bin_path.parent.mkdir(parents=True, exist_ok=True)
         self._bin_temporary, self._idx_temporary = temporary_name(self._bin_path), temporary_name(self._idx_path)
         self._bin_sums = SegmentSums()
+        self._beside = dict[str, tuple[Segment, ...]]()
         self.idx_xxh3 = ""
 
     def __enter__(self) -> CorpusWriter:
@@ -320,6 +343,12 @@ class CorpusWriter:
             self._bin_temporary.unlink(missing_ok=True)
             self._idx_temporary.unlink(missing_ok=True)
 
+    def write_beside(self, suffix: str, data: bytes) -> None:
+        """Write PREFIX + suffix, whose checksums are kept with those of the tokens."""
+        with replacing(Path(self.prefix + suffix)) as file:
+            file.write(data)
+        self._beside[suffix] = tuple(cut(data))
+
     def _write_bin(self, data: Any) -> None:
         self._bin.write(data)
         self._bin_sums.update(data)
@@ -334,7 +363,7 @@ class CorpusWriter:
         # a crash between the renames must not leave an old .idx beside the new .bin
         self._idx_path.unlink(missing_ok=True)
         os.replace(self._bin_temporary, self._bin_path)
-        write_sums(sums_path(self.prefix), Checksums(self.idx_xxh3, (self._bin_sums.finish(),)))
+        write_sums(sums_path(self.prefix), Checksums(self.idx_xxh3, (self._bin_sums.finish(),), self._beside))
         os.replace(self._idx_temporary, self._idx_path)
         sync_folder(self._bin_path.parent)
 

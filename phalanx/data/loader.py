@@ -7,6 +7,7 @@ import hashlib
 import threading
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
+from functools import reduce
 from itertools import islice
 from queue import SimpleQueue
 from types import TracebackType
@@ -24,13 +25,16 @@ from phalanx.data.scores import ScoreFile, row_type
 from phalanx.data.sources import Source, SourceUse, check_epochs, open_part, open_whole, use_of_sources
 from phalanx.data.text_groups import check_holds, mock_roles, text_roles
 from phalanx.sequence.batch import IGNORE, PADDING_RUN, Batch, room_for_documents
-from phalanx.sequence.sample import Sample, SampleTransform, UnitRoom, Units
+from phalanx.sequence.sample import LostText, Sample, SampleTransform, UnitRoom, Units
 from phalanx.sequence.shard import WHOLE, SequenceShard
 from phalanx.sequence.units import unit_batch
 
 LOOKED_UP = (
     4096  # samples whose windows the prefetcher looks up at once: numpy's price per call is then small beside them
 )
+
+
+BY_TOKEN = ("prefix", "segments", "pair_labels", "pair_weights")  # what samples may say of their tokens
 
 
 Work = Callable[[Sequence[int]], Sequence[int]]
@@ -247,7 +251,8 @@ class Loader:
         beside = {name: self._stream(stream, samples) for name, stream in streams.items()}
         beside |= {room.stream.name: self._units(samples, room) for room in self.units}
         labels = batch.labels.view(len(samples), -1).numpy()
-        return replace(batch, beside=beside, segments=self._segments(samples), **self._scored(places, labels))
+        rows: dict[str, Any] = {name: self._rows_of(samples, name) for name in BY_TOKEN}
+        return replace(batch, beside=beside, **rows, **self._scored(places, labels))
 
     def _units(self, samples: Sequence[Sample], room: UnitRoom) -> Batch:
         """The rows of a stream of units that samples have; those that have none make no rows."""
@@ -282,9 +287,17 @@ class Loader:
             coordinates=_joined([sample.coordinates for sample in samples]),
         )
 
+    def lost(self, samples: Sequence[int]) -> LostText | None:
+        """The text of these global sample numbers that the task finds no room for. None: it has room for all."""
+        if self.transform is None:
+            return None
+        found = [self.transform.lost(self._untransformed(place)) for place in self.locate(samples)]
+        known = [each for each in found if each is not None]
+        return reduce(LostText.plus, known) if known else None
+
     def samples(self, places: Sequence[Place]) -> list[Sample]:
         """Samples as the task reads them."""
-        found = [self._sample(place) for place in places]
+        found = [self._untransformed(place) for place in places]
         if self.pictures is not None:
             origins = [self.sources[place.source].origin(place.window) for place in places]
             found = self.pictures.add(found, origins)
@@ -294,7 +307,7 @@ class Loader:
         """One sample, as the task reads it."""
         return self.samples([place])[0]
 
-    def _sample(self, place: Place) -> Sample:
+    def _untransformed(self, place: Place) -> Sample:
         """One sample, as the data has it, without images."""
         source = self.sources[place.source]
         window = source.window(place.window)
@@ -373,12 +386,10 @@ class Loader:
             real[row, : sample.filled] = 1
         return torch.from_numpy(real.reshape(-1))
 
-    def _segments(self, samples: Sequence[Sample]) -> torch.Tensor | None:
-        if all(sample.segments is None for sample in samples):
-            return None
-        zeros = np.zeros(self.seq_length, np.int64)
-        rows = [zeros if sample.segments is None else sample.segments for sample in samples]
-        return torch.from_numpy(np.concatenate(rows))
+    def _rows_of(self, samples: Sequence[Sample], name: str) -> torch.Tensor | None:
+        """What samples say of their tokens; None if the task says nothing of them."""
+        found = [row for sample in samples if (row := getattr(sample, name)) is not None]
+        return torch.from_numpy(np.concatenate(found)) if found else None
 
     def _uniform_positions(self, count: int) -> torch.Tensor:
         if count not in self._positions:

@@ -86,7 +86,7 @@ class ScoreFile:
         if size != bytes_of_rows + length + TAIL.size:
             raise DataError(f"{self.path}: {size} bytes, expected {bytes_of_rows + length + TAIL.size}: score again")
         segments = tuple(Segment(int(n), xxh3) for n, xxh3 in record["segments"])
-        self.bin_files = (BinFile(self.path, bytes_of_rows, segments, self.path),)
+        self.checked_files = (BinFile(self.path, bytes_of_rows, segments, self.path),)
         self._rows = np.memmap(self.path, row_type(self.top), "r", shape=(rows,)) if rows else np.empty(0)
 
     def check_corpus(self, corpus: Corpus) -> ScoredCorpus:

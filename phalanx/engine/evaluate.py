@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import replace
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -63,6 +64,8 @@ def _batch(loader: Loader, first: int, size: int, limit: int) -> Batch:
     real = max(0, min(size, limit - first)) * batch.seq_length
     if real == batch.num_tokens:
         return batch
-    labels = batch.labels.clone()
-    labels[real:] = IGNORE
-    return replace(batch, labels=labels)
+    labels = {"labels": batch.labels, "pair_labels": batch.pair_labels}
+    cut: dict[str, Any] = {name: each.clone() for name, each in labels.items() if each is not None}
+    for each in cut.values():
+        each[real:] = IGNORE
+    return replace(batch, **cut)

@@ -124,10 +124,11 @@ def token_files(words: Iterable[str]) -> list[str]:
 
 
 def token_file(prefix: str) -> str:
-    """The size of its .bin, the checksum of its .idx, and a digest of the checksums of the .bin if it has any."""
+    """The size of its .bin, the checksum of its .idx, and a digest of the checksums of the .bin and of files
+    beside it, if they have any."""
     corpus = Corpus(prefix)
     size = sum(size for _, size in corpus.bins)
-    sums = [segment for file in corpus.bin_files for segment in file.segments or ()]
+    sums = [segment for file in corpus.checked_files for segment in file.segments or ()]
     known = f", .bin {xxhash.xxh3_64_hexdigest(repr(sums).encode())}" if sums else ""
     return f"{size} bytes, .idx {corpus.idx_xxh3}{known}"
 

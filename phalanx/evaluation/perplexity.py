@@ -88,12 +88,15 @@ def headless_problem(given: str) -> Problem:
 
 
 def _is_read(name: str, section: Any) -> bool:
-    """Of a run's config: all but its task. A task of models that read both ways stays, because it says what is
-    asked."""
+    """Of a run's config: all but its task. One that says what is asked of models that read both ways, or what is read
+    so, stays."""
     if name != "task":
         return True
     task = section.get("name", "") if isinstance(section, dict) else ""
-    return task in BUILT_IN[SEAM] and find_objective(task).both_ways is True
+    if task not in BUILT_IN[SEAM]:
+        return False
+    kind = find_objective(task)
+    return kind.both_ways is True or kind.makes_prefix
 
 
 def tokenizer_of(weights: Path) -> str | None:

@@ -22,6 +22,7 @@ from phalanx.sequence.shard import SequenceShard
 from phalanx.text.cache import ChatUse, find_text
 from phalanx.text.tokenizers import Tokenizer
 
+COUNTED = 100  # sequences in which lost text is counted
 SNIPPET = 24  # tokens shown of each end of a sequence
 
 
@@ -61,7 +62,8 @@ def data_table(run: Run, loader: Loader, valid: dict[str, Loader]) -> str:
     lines = (
         "  ".join(cell.rjust(w) if c else cell.ljust(w) for c, (cell, w) in enumerate(zip(row, widths))) for row in rows
     )
-    return "\n".join([*(line.rstrip() for line in lines), *packing_lines(loader, valid)])
+    lost = lost_lines(run, loader, valid)
+    return "\n".join([*(line.rstrip() for line in lines), *packing_lines(loader, valid), *lost])
 
 
 def packing_lines(loader: Loader, valid: dict[str, Loader]) -> list[str]:
@@ -71,6 +73,25 @@ def packing_lines(loader: Loader, valid: dict[str, Loader]) -> list[str]:
     lines = [f"packed {name}: {packing.text}" for name, source in named for packing in source.packings]
     longer = [(name, source.long.text) for name, source in named if isinstance(source, ChatSource)]
     return lines + [f"chats {name}: {text(loader.seq_length)}" for name, text in longer if text(loader.seq_length)]
+
+
+def lost_lines(run: Run, loader: Loader, valid: dict[str, Loader]) -> list[str]:
+    """How much of the documents the task finds no room for, counted in the first samples of training and of each
+    validation set."""
+    each = [("training", loader, total_samples(run))]
+    each += [(f"validation {name}", other, eval_samples(run, other)) for name, other in valid.items()]
+    lines = list[str]()
+    for name, source, samples in each:
+        count = min(COUNTED, samples)
+        lost = source.lost(range(count))
+        if lost is not None and lost.lost_tokens:
+            share = 100 * lost.lost_tokens / lost.tokens
+            lines.append(
+                f"task.name={run.task.name} {name}: {lost.cut:,} of {lost.documents:,} documents are cut and "
+                f"{lost.left_out:,} left out where sequences end, {share:.2g} % of their tokens (counted in "
+                f"{count:,} sequences)"
+            )
+    return lines
 
 
 def plan_data(run: Run) -> str:

@@ -12,6 +12,7 @@ from torch import Tensor
 from phalanx.base.dtypes import precision
 from phalanx.base.errors import ConfigError, Problem
 from phalanx.base.own_fields import made_of
+from phalanx.base.registry import BUILT_IN
 from phalanx.checkpoint.base import check_served_base
 from phalanx.checkpoint.config import CheckpointConfig
 from phalanx.checkpoint.hf import model_config_from_hf
@@ -29,7 +30,7 @@ from phalanx.models.model_config import ModelConfig
 from phalanx.nn.adapter import AdapterConfig, find_adapter
 from phalanx.nn.module import Block
 from phalanx.nn.moe import MoE
-from phalanx.nn.objective import TaskConfig, usual_task
+from phalanx.nn.objective import SEAM, TaskConfig, find_objective, usual_task
 from phalanx.pipeline.execute import Handlers, Stages, execute
 from phalanx.planning.plan import Plan, storing_all
 from phalanx.schedule.actions import Instruction
@@ -46,8 +47,11 @@ def weights_folder(path: str) -> Path:
 def run_of_folder(folder: Path, gpu: bool) -> Run:
     """The config of a folder's model as it is run without training: in bf16 on a GPU and in fp32 on a CPU, on one
     rank. Overrides may name another layout and precision."""
-    run = run_of_model(model_config_from_hf(folder), adapters_of(folder), gpu)
-    invariant = bool(config_of(folder).get("train", {}).get("batch_invariant", False))
+    run, config = run_of_model(model_config_from_hf(folder), adapters_of(folder), gpu), config_of(folder)
+    invariant = bool(config.get("train", {}).get("batch_invariant", False))
+    task = config.get("task", {}).get("name", "")
+    if task in BUILT_IN[SEAM] and find_objective(task).makes_prefix:  # it says what the layers read
+        run = replace(run, task=find_objective(task).Config(name=task))
     return replace(run, train=replace(run.train, batch_invariant=invariant))
 
 
@@ -143,8 +147,8 @@ def weights_alone(run: Run, world: int) -> Run:
 
 
 def forward_only(run: Run) -> Run:
-    """How it is computed: by cross entropy, whatever the objective; nothing is sharded, recomputed, captured or
-    quantized, and experts accept all tokens."""
+    """How it is computed: by cross entropy, whatever the objective (one that makes prefixes says what is read); nothing
+    is sharded, recomputed, captured or quantized, and experts accept all tokens."""
     layout = replace(
         run.layout,
         sharding=0,
@@ -156,7 +160,8 @@ def forward_only(run: Run) -> Run:
         dispatch="alltoall",
     )
     train = replace(storing_all(run).train, fp8=None, cuda_graphs="off", deterministic=False, freeze=[])
-    return replace(run, task=TaskConfig(), layout=layout, train=train)
+    task = run.task if find_objective(run.task.name).makes_prefix else TaskConfig()
+    return replace(run, task=task, layout=layout, train=train)
 
 
 def without_training(run: Run, world: int) -> Run:

@@ -13,7 +13,7 @@ from phalanx.base.rules import at_least, problem, within
 from phalanx.models.class_heads import (
     CLASS_KEYS,
     HEAD_FIELDS,
-    HeadKind,
+    OVER_CLASSES,
     architecture,
     class_fields,
     class_rules,
@@ -58,9 +58,10 @@ class BertConfig(ModelConfig):
     """Dropout of attention probabilities (runs on the reference path)."""
     initializer_range: float = 0.02
     """Standard deviation of initial weights."""
-    head: HeadKind = "masked"
-    """What the head says: masked (what hidden tokens were), sequence (the class of each text), token (of each token),
-    or none: the model ends with its hidden states, of which embeddings are made."""
+    head: Literal["masked", "pretraining", "sequence", "token", "none"] = "masked"
+    """What the head says: masked (what hidden tokens were), pretraining (that, and the class of each pair of texts),
+    sequence (the class of each text), token (of each token), or none: the model ends with its hidden states, of which
+    embeddings are made."""
     labels: tuple[str, ...] = ()
     """Names of the classes of a head over classes, in the order of their numbers."""
     classifier_dropout: float = 0.0
@@ -72,7 +73,11 @@ class BertConfig(ModelConfig):
 
     @property
     def classes(self) -> tuple[str, ...]:
-        return self.labels if self.head in ("sequence", "token") else ()
+        return self.labels if self.head in OVER_CLASSES else ()
+
+    @property
+    def pair_head(self) -> bool:
+        return self.head == "pretraining"
 
     @property
     def both_ways(self) -> bool:
@@ -83,6 +88,7 @@ class BertConfig(ModelConfig):
         return False
 
 
+PAIRS = ("in order", "not in order")  # the classes of a pair of texts
 EMBEDDING = "bert.embeddings.word_embeddings.weight"
 
 
@@ -107,13 +113,19 @@ def blocks(config: BertConfig, env: Env) -> Sequence[BlockMaker]:
     classes = HeadSpec(matrix="classifier.weight", bias="classifier.bias", classes=config.classes, **how)
     pooled = replace(classes, dense="bert.pooler.dense", activation="tanh")
     headless = HeadSpec(matrix=None, bias=None, **how)
-    head = {"masked": masked, "sequence": pooled, "token": classes, "none": headless}[config.head]
-    return encoder_blocks(config, env, BertEmbedding, BertLayer, head)
+    pair = replace(pooled, matrix="cls.seq_relationship.weight", bias="cls.seq_relationship.bias", classes=PAIRS)
+    heads = {"masked": masked, "pretraining": masked, "sequence": pooled, "token": classes, "none": headless}
+    pairs = pair if config.pair_head else None
+    return encoder_blocks(config, env, BertEmbedding, BertLayer, heads[config.head], pairs)
 
 
 def rules(config: BertConfig, seq_length: int) -> list[Problem]:
     found = within("model", config, "layer_norm_eps", "(0, inf)") + at_least("model", config, 1, "type_vocab_size")
     found += class_rules(config)
+    if config.pair_head and config.type_vocab_size == 1:
+        because: dict[str, Any] = {"model.head": config.head}
+        rule = "must be >= 2: each text of a pair has a token type"
+        found.append(problem("model", config, "type_vocab_size", rule, because, (2,)))
     for name in ("dropout", "attention_dropout"):
         found += within("model", config, name, "[0, 1)", (0.0, 0.1))
     if not config.tie_word_embeddings:
@@ -185,7 +197,7 @@ def from_hf(found: ConfigJson) -> BertConfig | None:
 def class_of_folder(found: ConfigJson) -> dict[str, Any]:
     """Without a dropout of its own, a head over classes has that of the layers."""
     own = class_fields(found, "Bert")
-    if own and found.values["classifier_dropout"] is None:
+    if "labels" in own and found.values["classifier_dropout"] is None:
         own["classifier_dropout"] = found.values["hidden_dropout_prob"]
     return own
 

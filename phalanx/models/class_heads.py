@@ -10,7 +10,14 @@ from phalanx.base.rules import problem, within
 from phalanx.models.config_json import LIST_OR_NULL, NONE, ConfigJson, HfKey
 
 HeadKind = Literal["masked", "sequence", "token", "none"]
-ARCHITECTURES = {"masked": "MaskedLM", "sequence": "SequenceClassification", "token": "TokenClassification"}
+ARCHITECTURES = {
+    "masked": "MaskedLM",
+    "sequence": "SequenceClassification",
+    "token": "TokenClassification",
+    "pretraining": "PreTraining",
+}
+OVER_CLASSES = ("sequence", "token")
+OVER_IDS = ("masked", "pretraining")  # heads over the vocabulary
 ONE_LABEL = "single_label_classification"
 HEAD_FIELDS = ("head", "labels", "classifier_dropout")
 
@@ -32,7 +39,7 @@ def class_rules(config: Any) -> list[Problem]:
     """A head over classes has two or more of them, each with a name of its own."""
     labels, because = config.labels, {"model.head": config.head}
     found = within("model", config, "classifier_dropout", "[0, 1)", (0.0, 0.1))
-    if config.head in ("masked", "none"):
+    if config.head not in OVER_CLASSES:
         if labels:
             rule = "has no effect: the head is not over classes; take model.head=sequence or token"
             found.append(problem("model", config, "labels", rule, because, ((),)))
@@ -51,8 +58,8 @@ def class_fields(found: ConfigJson, prefix: str) -> dict[str, Any]:
     v = found.values
     named = {f"{prefix}For{name}": kind for kind, name in ARCHITECTURES.items()}
     kind = next((named[name] for name in v["architectures"] or () if name in named), "masked")
-    if kind == "masked":
-        return {}
+    if kind in OVER_IDS:
+        return {} if kind == "masked" else {"head": kind}
     if kind == "sequence" and v["problem_type"] not in (None, ONE_LABEL):
         found.odd.append(f"problem_type={v['problem_type']!r} (supported: {ONE_LABEL!r})")
     names = v["id2label"]
@@ -66,7 +73,7 @@ def class_fields(found: ConfigJson, prefix: str) -> dict[str, Any]:
 
 
 def classes_to_hf(config: Any) -> dict[str, Any]:
-    if config.head in ("masked", "none"):
+    if config.head not in OVER_CLASSES:
         return {}
     return {
         "id2label": {str(i): name for i, name in enumerate(config.labels)},

@@ -11,7 +11,8 @@ from typing import Any, Literal
 import torch
 from torch import Tensor, nn
 
-from phalanx.layout.param import Replica, Role
+from phalanx.layout.box import Box
+from phalanx.layout.param import ParamSpec, Piece, Replica, Role
 from phalanx.models.decoder_config import DecoderConfig
 from phalanx.models.experts import ExpertsConfig
 from phalanx.models.family import BlockMaker
@@ -20,7 +21,7 @@ from phalanx.nn.embedding import Embedding
 from phalanx.nn.env import Env
 from phalanx.nn.head import Head
 from phalanx.nn.mlp import SwiGLU
-from phalanx.nn.module import Block, Module
+from phalanx.nn.module import ONES, Block, Module
 from phalanx.nn.moe import Balance
 from phalanx.nn.mtp import MultiTokenPrediction
 from phalanx.nn.norm import OffsetRMSNorm, RMSNorm
@@ -153,6 +154,19 @@ class SandwichLayer(Block):
         delta = self.after1(self.attention(normed, batch))
         x, normed = self.norm2.add(x, delta, reader=self.mlp)
         return x + self.after2(self.mlp(normed, batch))
+
+
+class ScaledLayer(SandwichLayer):
+    """The same, and what comes out is multiplied by a number that is not trained (Gemma 4)."""
+
+    def __init__(self, config: DecoderConfig, env: Env, layer: int, **parts: MakePart):
+        super().__init__(config, env, layer, **parts)
+        name = f"{config.prefix}model.layers.{layer}.layer_scalar"
+        whole = Piece(name, (1,), Box.full((1,)), (slice(0, 1),), ONES, decay=False, replicas=env.everyone)
+        self.scalar = self.param(ParamSpec((1,), (whole,), trained=False, role="norm"))
+
+    def forward(self, x: Tensor, batch: Batch) -> Tensor:
+        return super().forward(x, batch) * self.scalar.to(x.dtype)
 
 
 class DecoderHead(Block):

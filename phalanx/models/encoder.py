@@ -230,6 +230,43 @@ class EncoderHead(Dropping):
         return super().flops(seq_length) + (0.0 if self.dense is None else 2.0 * self.dense.weight.numel())
 
 
+class PairHead(EncoderHead):
+    """What hidden tokens were, and of each document the class of its two texts, from a dense layer over its first
+    token. Both losses are added, the second one weighted as the batch says (Batch.pair_weights)."""
+
+    def __init__(
+        self,
+        config: Any,
+        env: Env,
+        specs: tuple[HeadSpec, HeadSpec],
+        matrices: tuple[str, str],
+        made: Mapping[str, Parameter],
+    ):
+        spec, pair = specs
+        super().__init__(config, env, spec, matrices[0], made)
+        width = config.hidden_size
+        rows = [OutputRows(f"{pair.dense}.weight", width, 0, width, env.everyone)]
+        self.pooler = ReplicatedLinear(env, rows, width, Init("normal", pair.std), pair.dense_bias)
+        self.pair_head = Head(env, matrices[1], len(pair.classes), width, pair.std, bias=pair.bias)
+
+    def forward(self, x: Tensor, batch: Batch) -> Tensor:
+        loss = super().forward(x, batch)
+        if batch.pair_labels is None or batch.pair_weights is None:
+            return loss
+        pairs = batch.with_loss(batch.pair_labels, batch.loss_seed)
+        return loss + self.pair_head.weighted_cross_entropy(self.pooled(x), pairs, batch.pair_weights)
+
+    def pooled(self, x: Tensor) -> Tensor:
+        return torch.tanh(self.pooler(x))
+
+    def pair_logits(self, x: Tensor, rows: Tensor) -> Tensor:
+        """(len(rows), 2) of the documents that begin with these tokens."""
+        return self.pair_head.logits(self.pooled(x), rows)
+
+    def flops(self, seq_length: int) -> float:
+        return super().flops(seq_length) + 2.0 * self.pooler.weight.numel()
+
+
 def embedding_replicas(config: Any, env: Env) -> tuple[Replica, ...]:
     """Where else the input embedding is held: by a head over the vocabulary."""
     return () if config.classes or config.headless else env.tied()
@@ -241,13 +278,16 @@ def encoder_blocks(
     embedding: Callable[[Any, Env], Block],
     layer: Callable[[Any, Env, int], Block],
     head: HeadSpec,
+    pair: HeadSpec | None = None,
 ) -> Sequence[BlockMaker]:
-    """Embedding, layers, head, or the last states of a model without one."""
+    """Embedding, layers, head, or the last states of a model without one. pair: of the class of pairs of texts."""
 
     def make(number: int, made: Mapping[str, Parameter]) -> Block:
         return layer(config, env, number)
 
     def last(made: Mapping[str, Parameter]) -> Block:
+        if head.matrix is not None and pair is not None and pair.matrix is not None:
+            return PairHead(config, env, (head, pair), (head.matrix, pair.matrix), made)
         if head.matrix is not None:
             return EncoderHead(config, env, head, head.matrix, made)
         if head.last is None:

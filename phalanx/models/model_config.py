@@ -61,6 +61,11 @@ class ModelConfig:
         return getattr(self, "head", None) == "none"
 
     @property
+    def pair_head(self) -> bool:
+        """Whether its head also says the class of each pair of texts."""
+        return False
+
+    @property
     def gated_mlp(self) -> bool:
         """Whether the dense MLP has a gate, stored in one matrix with its input projection (SwiGLU)."""
         return True

@@ -10,7 +10,17 @@ from typing import TYPE_CHECKING, Any, Literal
 
 from phalanx.base.errors import Problem
 from phalanx.base.rules import at_least, problem, within
-from phalanx.models.config_json import NEEDED, ConfigJson, HfKey, integer, integer_or_null, number, switch, text
+from phalanx.models.config_json import (
+    GELUS,
+    NEEDED,
+    ConfigJson,
+    HfKey,
+    integer,
+    integer_or_null,
+    number,
+    switch,
+    text,
+)
 from phalanx.models.family import Family
 from phalanx.models.model_config import ModelConfig, SmallSizes, TensorNames
 
@@ -170,6 +180,8 @@ KEYS = {
     "layer_norm_epsilon": number(1e-6),
     "initializer_factor": number(1.0),
     "feed_forward_proj": text("relu"),
+    "dense_act_fn": text(""),
+    "is_gated_act": switch(False),
     "tie_word_embeddings": switch(True),
     "scale_decoder_outputs": HfKey((bool, type(None)), None),
     "decoder_start_token_id": integer_or_null(),
@@ -178,27 +190,49 @@ KEYS = {
     "is_decoder": switch(False),
 }
 ONLY: dict[str, tuple[Any, ...]] = {
-    "feed_forward_proj": ("relu", "gated-gelu"),
     "is_encoder_decoder": (True,),
     "is_decoder": (False,),
 }
 
 
 def from_hf(found: ConfigJson) -> T5Config | None:
-    """Without a decoder_start_token_id the decoder begins with the padding token, as T5's do."""
+    """Without a decoder_start_token_id the decoder begins with the padding token, as T5's do. Whether outputs are
+    scaled is said here, because a head in the files may be another one than tie_word_embeddings says."""
     v = found.values
-    if found.odd:
+    proj = feed_forward(found)
+    if proj is None or found.odd:
         return None
     start = v["decoder_start_token_id"] if v["decoder_start_token_id"] is not None else v["pad_token_id"]
-    scales = None if v["scale_decoder_outputs"] == v["tie_word_embeddings"] else v["scale_decoder_outputs"]
+    said = "scale_decoder_outputs" in found.stated
+    scales = bool(v["scale_decoder_outputs"]) if said else v["tie_word_embeddings"]
     decoder = None if v["num_decoder_layers"] == v["num_layers"] else v["num_decoder_layers"]
     return T5Config(
         **{name: v[key] for key, name in FIELDS.items() if key != "num_decoder_layers"},
         num_decoder_layers=decoder,
-        feed_forward_proj=v["feed_forward_proj"],
+        feed_forward_proj=proj,
         scale_decoder_outputs=scales,
         decoder_start_token_id=start or 0,
     )
+
+
+def feed_forward(found: ConfigJson) -> Literal["relu", "gated-gelu"] | None:
+    """Of feed_forward_proj, or where the file has them (transformers lets them win) dense_act_fn and is_gated_act."""
+    given = found.values["feed_forward_proj"]
+    gated, activation = given.startswith("gated-"), given.removeprefix("gated-")
+    if given == "gated-gelu":
+        activation = "gelu_new"
+    if "dense_act_fn" in found.stated:
+        activation = found.values["dense_act_fn"]
+    if "is_gated_act" in found.stated:
+        gated = found.values["is_gated_act"]
+    activation = GELUS.get(activation, activation)
+    if (gated, activation) == (False, "relu"):
+        return "relu"
+    if (gated, activation) == (True, "gelu_new"):
+        return "gated-gelu"
+    wanted = "supported: 'relu', or 'gated-gelu' with dense_act_fn='gelu_new'"
+    found.odd.append(f"feed_forward_proj={given!r}, is_gated_act={gated}, dense_act_fn={activation!r} ({wanted})")
+    return None
 
 
 def to_hf(config: T5Config) -> dict[str, Any]:

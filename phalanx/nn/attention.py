@@ -7,6 +7,7 @@ from dataclasses import dataclass, replace
 from functools import cached_property, partial
 from typing import Literal
 
+import torch
 from torch import Tensor
 
 from phalanx.layout.param import Init, Replica
@@ -22,6 +23,7 @@ from phalanx.ops.attention import context
 from phalanx.ops.attention.attention import ATTENTION, ProbabilityDropout
 from phalanx.ops.attention.kind import CAUSAL, PAGED, AttentionKind, Learned, refuse_unsupported
 from phalanx.ops.dense.head_norm import NORM_ROPE, norm_rope
+from phalanx.ops.dense.norm import NORM, rms_norm
 from phalanx.ops.dense.rope import ROPE, rope
 from phalanx.ops.dense.rope_scaling import Rotation
 from phalanx.ops.dense.width_norm import WIDTH_NORM, HeadShard, width_norm
@@ -45,6 +47,8 @@ class Heads:
         """With fewer kv heads than tp ranks, tp / kv_heads consecutive ranks share one, and its gradient is summed over
         them."""
         q0, q1 = env.cut(heads)
+        if max(kv_heads, env.grid.tp) % min(kv_heads, env.grid.tp):
+            raise ValueError(f"{kv_heads} key-value heads neither divide layout.tp={env.grid.tp} nor are divided by it")
         if kv_heads >= env.grid.tp:
             return Heads(q0, q1, *env.cut(kv_heads), ())
         ranks_per_head = env.grid.tp // kv_heads
@@ -53,7 +57,10 @@ class Heads:
 
 
 def supported(kind: AttentionKind, env: Env, dropout: float = 0.0) -> AttentionKind:
-    """Returns the kind. UnsupportedAttention if no backend that could run a layer here supports all of it."""
+    """The kind as a layer here has it: if the task makes prefixes, causal attention has them. UnsupportedAttention if
+    no backend that could run the layer supports all of it."""
+    if env.objective.makes_prefix and kind.direction == "causal":
+        kind = replace(kind, direction="prefix")
     cut = env.grid.cp > env.grid.ulysses or env.grid.dynamic
     refuse_unsupported(kind, context.offers_of(env.ops.cp_attention, cut, dropout, env.kernels_for(ATTENTION)))
     return kind
@@ -75,7 +82,8 @@ def attention_plan(env: Env, kind: AttentionKind) -> context.AttentionPlan:
 class AttentionSpec:
     """Everything that defines a layer of attention.
 
-    names       global names of q, k, v and output matrices; equal q, k, v names mean one fused global matrix
+    names       global names of q, k, v and output matrices; equal q, k, v names mean one fused global matrix, equal k
+                and v names that values are the keys, before these are normalized and rotated
     fused_by    what comes first in a fused one: all queries, keys, values ("kind", GPT-2's c_attn), or each head's q, k
                 and v ("head", GPT-NeoX's query_key_value; as many key heads as query heads)
     width       of the model; head_dim: of a head
@@ -87,6 +95,7 @@ class AttentionSpec:
     head_norm   names of the RMSNorms of query heads and of key heads (one weight for all heads), and their epsilon
     width_norm  the same of RMSNorms over all query heads at once, and over all key heads
     unit_norm   epsilon of an RMSNorm of every query and key head that has no weight
+    value_norm  epsilon of an RMSNorm of every value head that has no weight
     norm        the class of norms of heads
     kind        what is read and how; whether there are sinks and a bias is said by `sinks` and by the table that the
                 layer is given
@@ -111,6 +120,7 @@ class AttentionSpec:
     head_norm: tuple[str, str, float] | None = None
     width_norm: tuple[str, str, float] | None = None
     unit_norm: float | None = None
+    value_norm: float | None = None
     norm: type[RMSNorm] = RMSNorm
     kind: AttentionKind = CAUSAL
     temperature: QueryTemperature | None = None
@@ -182,15 +192,17 @@ class Attention(Module):
         self.q_norm = spec.norm(env, norms[0], head_dim, norms[2]) if norms else None
         self.k_norm = spec.norm(env, norms[1], head_dim, norms[2]) if norms else None
         self.width_norm = WidthNorm(env, spec, own) if spec.width_norm else None
-        self.unit_norm = spec.unit_norm
-        self.num_weights = spec.width * (2 * heads + 2 * spec.kv_heads) * head_dim
+        self.unit_norm, self.value_norm = spec.unit_norm, spec.value_norm
+        self.values_are_keys = spec.names[0] != spec.names[1] == spec.names[2]
+        self.num_weights = spec.width * (2 * heads + (2 - self.values_are_keys) * spec.kv_heads) * head_dim
         self.remembers = PageSpec(self.kv_heads, head_dim, head_dim, window=self.kind.window)
         self.whole_only = whole_only(self.kind)
 
     def _rows(self, spec: AttentionSpec, own: Heads) -> list[OutputRows]:
         names, fused = spec.names, spec.names[0] == spec.names[1]
         sizes = tuple(n * spec.head_dim for n in (spec.heads, spec.kv_heads, spec.kv_heads))
-        runs = ((own.q0, own.q1, ()), (own.k0, own.k1, own.replicas), (own.k0, own.k1, own.replicas))
+        keys = own.k0, own.k1, own.replicas
+        both = [keys] if not fused and names[1] == names[2] else [keys, keys]  # values may be the keys
         rows = []
         if fused and spec.fused_by == "head":
             places = [3 * head + i for i in range(3) for head in range(own.q0, own.q1)]
@@ -198,7 +210,7 @@ class Attention(Module):
                 OutputRows(names[0], sum(sizes), at * self.head_dim, (at + 1) * self.head_dim, own.replicas)
                 for at in places
             ]
-        for i, (first, last, replicas) in enumerate(runs):
+        for i, (first, last, replicas) in enumerate([(own.q0, own.q1, ()), *both]):
             base = sum(sizes[:i]) if fused else 0
             size = sum(sizes) if fused else sizes[i]
             rows.append(OutputRows(names[i], size, base + first * self.head_dim, base + last * self.head_dim, replicas))
@@ -223,8 +235,10 @@ class Attention(Module):
         return q if self.temperature is None else self.temperature.applied(q, batch), k, v
 
     def _rotated(self, batch: Batch, qkv: Tensor) -> tuple[Tensor, ...]:
-        """qkv (T, (heads + 2 * kv_heads) * K) -> q, k, v (sequences, heads or kv_heads, S, K), normalized and
-        rotated."""
+        """qkv (T, (heads + 2 * kv_heads) * K), of which the last part may be missing if values are the keys -> q, k, v
+        (sequences, heads or kv_heads, S, K), normalized and rotated."""
+        if self.values_are_keys or self.value_norm is not None:
+            qkv = self._with_values(qkv)
         table = self.rotary.table(batch, qkv.dtype) if self.rotary else None
         shape = (self.heads, self.kv_heads, batch.num_sequences)
         head_norm = self._head_norm(qkv)
@@ -233,8 +247,20 @@ class Attention(Module):
             return norm_rope(qkv, *head_norm, *shape, table, self.env.kernels_for(NORM_ROPE))
         if self.width_norm is not None:
             return rope(self.width_norm(qkv), *shape, table, self.env.kernels_for(ROPE))
-        lazy_grad = self.qkv.bias is None and self.qkv.takes_lazy(qkv)  # a bias needs the values of the gradient
+        whole = not self.values_are_keys and self.value_norm is None
+        lazy_grad = (
+            whole and self.qkv.bias is None and self.qkv.takes_lazy(qkv)
+        )  # a bias needs the values of the gradient
         return rope(qkv, *shape, table, self.env.kernels_for(ROPE), lazy_grad)
+
+    def _with_values(self, qkv: Tensor) -> Tensor:
+        """qkv with values that are the keys, and normalized, where they are to be."""
+        packed, keys = qkv.unflatten(-1, (-1, self.head_dim)), self.heads + self.kv_heads
+        values = packed[:, self.heads : keys] if self.values_are_keys else packed[:, keys:]
+        if self.value_norm is not None:
+            ones, kernels = qkv.new_ones(self.head_dim), self.env.kernels_for(NORM)
+            values = rms_norm(values.flatten(0, 1), ones, self.value_norm, kernels).view_as(values)
+        return torch.cat((packed[:, :keys], values), 1).flatten(1)
 
     def _head_norm(self, qkv: Tensor) -> tuple[Tensor, Tensor, float] | None:
         """What normalized queries and keys are multiplied by, and epsilon; None: heads are not normalized."""

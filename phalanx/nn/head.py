@@ -156,14 +156,15 @@ class Head(Module):
         objective: Any = self.env.objective
         weights = objective.weights(batch)
         if objective.token_loss is cross_entropy:
-            return self._cross_entropy(x, batch, weights)
+            return self.weighted_cross_entropy(x, batch, weights)
         return self._sums(x, batch, self._task(batch, weights, objective.token_loss))[0]
 
     def vocabulary_logits(self, x: Tensor) -> Tensor:
         """x (T / tp, D) -> (T, ids of this rank) logits with gradients, for losses that need all of them."""
         return self.transform(widened(vocabulary_logits(*self._entered(x), self.shard, self.env.tp, self._kernels)))
 
-    def _cross_entropy(self, x: Tensor, batch: Batch, weights: Tensor | None) -> Tensor:
+    def weighted_cross_entropy(self, x: Tensor, batch: Batch, weights: Tensor | None) -> Tensor:
+        """x (T / tp, D) -> summed cross entropy of the labels, each times its weight (T,), if there are any."""
         if self._own_transform:
             return self._sums(x, batch, self._task(batch, weights))[0]
         shard, kernels, (x, matrix) = self.shard, self._kernels, self._entered(x)
@@ -203,7 +204,7 @@ class Head(Module):
         if not torch.is_grad_enabled():
             return total
         slopes = -groups.of_tokens(slopes) if weights is None else -groups.of_tokens(slopes) * weights
-        return _WithValue.apply(self._cross_entropy(x, batch, slopes), total)
+        return _WithValue.apply(self.weighted_cross_entropy(x, batch, slopes), total)
 
     def _reference(self, batch: Batch, groups: SequenceGroups, weights: Tensor | None) -> Tensor:
         """(P, n) log-probabilities of the reference model."""

@@ -85,7 +85,7 @@ class LatentAttention(Module):
         first, last = env.cut(heads)
         self.sizes, self.all_heads, self.heads = sizes, heads, last - first
         self.rotary, self.kind, self.interleaved = Rotary(rotation), supported(kind, env), interleaved
-        self.whole_only = whole_only(kind)
+        self.whole_only = whole_only(self.kind)
         init, s = Init("normal", std), sizes
         kv_down = OutputRows(f"{at}.kv_a_proj_with_mqa.weight", s.kv_rank + s.rope, 0, s.kv_rank + s.rope, env.everyone)
         q_down = [OutputRows(f"{at}.q_a_proj.weight", s.q_rank, 0, s.q_rank, env.everyone)] if s.q_rank else []

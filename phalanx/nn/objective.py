@@ -40,7 +40,8 @@ class TaskConfig:
     chats), dpo (preferences between pairs of answers), distil (a teacher's distributions), mlm (hidden tokens, for
     models that read both ways), classify (classes of texts or tokens), embed (embeddings of queries and passages, for
     retrieval), span and ul2 (hidden spans, for encoder-decoders), seq2seq (answers of chats, for encoder-decoders), fim
-    (fill-in-the-middle), or an objective of your own as PACKAGE.MODULE:NAME. Its own fields stand beside the name."""
+    (fill-in-the-middle), prefix (the rest of a document whose beginning is read both ways), or an objective of your own
+    as PACKAGE.MODULE:NAME. Its own fields stand beside the name."""
 
 
 class Objective(ABC):
@@ -53,7 +54,8 @@ class Objective(ABC):
                   it; False: labels are next tokens, which such models see; None: it trains either kind
     needs_head    whether the model must have a head; False: it must have none (model.head=none)
     over_classes  its labels are classes, which stand beside the data; the model's head is over them
-    makes_prefix  its batches say which first tokens of each document read each other (Batch.prefix)
+    makes_prefix  its batches say which first tokens of each document read each other (Batch.prefix), and causal
+                  attention becomes attention with prefixes
     makes_beside  the streams of tokens that its transform makes beside the text (Sample.beside); `beside` has lengths
     needs_chats   whether it trains on chats and on nothing else
     """
@@ -111,6 +113,12 @@ class Objective(ABC):
     def beside(self) -> Mapping[str, int]:
         """Streams of tokens that batches carry beside the text (Batch.beside), by name: tokens in a sequence."""
         return {}
+
+    @property
+    def makes_pairs(self) -> bool:
+        """Whether documents become pairs of texts, each with a class (Batch.pair_labels), which the model's head says
+        beside what it says of tokens."""
+        return False
 
     @property
     def train_on(self) -> Literal["answers", "last_answer", "all"] | None:

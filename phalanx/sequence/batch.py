@@ -63,7 +63,16 @@ SEQUENCE_NUMBERS = PerBatch[Tensor]()
 PLACES = PerBatch[Tensor]()
 PIECES = PerBatch["tuple[Batch, ...]"]()
 # what belongs to tokens and is not in `whole`: other shards never need it
-OWN_ROWS = ("reference", "target_ids", "target_log_probs", "segments", "values", "coordinates")
+OWN_ROWS = (
+    "reference",
+    "target_ids",
+    "target_log_probs",
+    "segments",
+    "pair_labels",
+    "pair_weights",
+    "values",
+    "coordinates",
+)
 UNCUT = PerBatch["Batch"]()
 AMONG = PerBatch["Batch"]()
 CHUNKED = PerBatch["Batch"]()
@@ -129,6 +138,8 @@ class Batch:
                 embedding, and (1 + K,) float64: the summed loss and K metrics of the documents here, where the step has
                 computed them beforehand; None: it has not
     segments    (T,) int64: which text of its document a token belongs to (BERT's token types); None: all to the first
+    pair_labels, pair_weights  (T,) int64: at the first token of each document that is a pair of texts, its class, else
+                IGNORE, and the weight of its loss; None: there are no pairs
     paged       sequences that continue from what layers remember of them (generation): the tokens here are pieces of
                 several sequences, laid out flat; num_sequences is 1
     beside      further streams by name. An encoder's text is a batch of the same sequences with tokens, positions and a
@@ -164,6 +175,8 @@ class Batch:
     text_gradients: Tensor | None = None
     text_sums: Tensor | None = None
     segments: Tensor | None = None
+    pair_labels: Tensor | None = None
+    pair_weights: Tensor | None = None
     paged: PagedSequences | None = None
     values: Tensor | None = None
     coordinates: Tensor | None = None

@@ -13,7 +13,7 @@ from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
-from typing import Literal
+from typing import Literal, NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
@@ -92,7 +92,10 @@ class Sample:
     starts    ascending positions in 1 .. n - 1 at which another document begins, or the padding; none where attention
               does not stay inside documents and sequences are not packed
     filled    tokens that are not padding
+    prefix    (n,) int64, 1 for the first tokens of each document that read each other (Batch.prefix); None: none do
     segments  (n,) int64, which text of its document each token belongs to (BERT's token types); None: all to the first
+    pair_labels, pair_weights  (n,) int64, at the first token of each document of two texts: its class, else IGNORE, and
+              the weight of its loss (Batch.pair_labels); None: documents are single texts
     beside    further streams of tokens (Batch.beside), by name: each a sample of as many documents, without labels
     values    (n, features) floats, what the model reads in place of tokens, where they stand for numbers (frames of
               sound); None: it reads tokens
@@ -105,7 +108,10 @@ class Sample:
     labels: NDArray[np.int64]
     starts: NDArray[np.int64]
     filled: int
+    prefix: NDArray[np.int64] | None = None
     segments: NDArray[np.int64] | None = None
+    pair_labels: NDArray[np.int64] | None = None
+    pair_weights: NDArray[np.int64] | None = None
     beside: Mapping[str, Sample] = field(default_factory=dict)
     values: NDArray[np.floating] | None = None
     coordinates: NDArray[np.int64] | None = None
@@ -154,6 +160,20 @@ def two_texts(number: int, pairs: Sequence[TextPair], rooms: tuple[int, int], ma
     return replace(made, labels=filled_up(said, rooms[1], IGNORE), beside=beside)
 
 
+class LostText(NamedTuple):
+    """What a transform finds no room for, of one sample or of several: documents, those of them that are cut at their
+    end or left out, and the tokens of all and of what is lost."""
+
+    documents: int = 0
+    cut: int = 0
+    left_out: int = 0
+    tokens: int = 0
+    lost_tokens: int = 0
+
+    def plus(self, other: LostText) -> LostText:
+        return LostText(*map(sum, zip(self, other)))
+
+
 class SampleTransform(ABC):
     """What a task makes of samples. It is called on the host, from any thread, for whole samples, before batches are
     cut for ranks. `sample` may be views of the data: make new arrays, and change none in place."""
@@ -161,6 +181,10 @@ class SampleTransform(ABC):
     def reads(self, seq_length: int) -> int:
         """Tokens of the data in a sample, if the sample that it becomes is to have `seq_length`."""
         return seq_length
+
+    def lost(self, sample: Sample) -> LostText | None:
+        """The text of a sample that it finds no room for. None: it has room for all, whatever the sample."""
+        return None
 
     @abstractmethod
     def __call__(self, sample: Sample) -> Sample:

@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Iterator, Sequence
+from io import BytesIO
 from pathlib import Path
 from typing import Any
 
@@ -52,8 +53,9 @@ def prepare_classes(files: Sequence[Path], prefix: Path, tokenizer: str, names: 
             raise DataError("\n".join(bad[:SHOWN]) + more)
         if not count:
             raise DataError(f"{', '.join(map(str, files))}: no texts")
-    with replacing(Path(f"{prefix}{SUFFIX}")) as file:
-        np.save(file, np.concatenate(classes), allow_pickle=False)
+        whole = BytesIO()
+        np.save(whole, np.concatenate(classes), allow_pickle=False)
+        writer.write_beside(SUFFIX, whole.getvalue())
     record = {"documents": count, "tokenizer": made.fingerprint, "classes": list(names)}
     with replacing(Path(f"{prefix}.json")) as file:
         file.write(json.dumps(record, indent=1).encode())

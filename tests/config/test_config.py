@@ -6,6 +6,7 @@ from __future__ import annotations
 
 import dataclasses
 import os
+import re
 import sys
 from dataclasses import replace
 from pathlib import Path
@@ -39,6 +40,7 @@ GPT2_BASE = {**BASE, "model": GPT2}
 MIXTRAL = "model.family=mixtral model.num_local_experts=8"
 QWEN3_MOE = "model.family=qwen3_moe model.num_experts=8 model.moe_intermediate_size=32 model.num_experts_per_tok=2"
 SMOLLM3 = "model.family=smollm3"
+GEMMA4 = "model.family=gemma4_text"
 GEMMA2 = "model.family=gemma2"
 LLAMA4 = "model.family=llama4_text model.intermediate_size_mlp=96"
 MINIMAX = "model.family=minimax_m2 model.num_local_experts=8"
@@ -1882,7 +1884,7 @@ T5_RULES = [
     ),
     ("task.noise=1.0", 1, "task.noise", 1.0, "must be a number in (0, 1)", set(), (0.15, 0.5)),
     ("task.mean_length=0.5", 1, "task.mean_length", 0.5, "must be a number in [1, inf)", set(), (3.0,)),
-    ("task={}", 1, "task.name", "pretrain", "makes no encoder text", {"model.family", "a task for it"}, ()),
+    ("task={}", 1, "task.name", "pretrain", "makes no encoder text", {"model.family"}, ()),
     ("data.packing=off", 1, "data.packing", "off", "makes two texts of each document", {"task.name"}, ("online",)),
     (
         "data.document_attention=false",
@@ -2184,7 +2186,39 @@ BERT_RULES = [
         (True,),
     ),
 ]
+GEMMA4_RULES = [
+    (f"{GEMMA4} model.global_head_dim=0", 1, "model.global_head_dim", 0, "must be an integer >= 1", set(), (2,)),
+    (f"{GEMMA4} model.global_head_dim=9", 1, "model.global_head_dim", 9, "must be even", set(), (8, 10)),
+    (
+        f"{GEMMA4} model.num_hidden_layers=2 model.layer_types=[full_attention,sliding_attention]",
+        1,
+        "model.layer_types",
+        ("full_attention", "sliding_attention"),
+        "must end with full_attention",
+        set(),
+        (("full_attention", "full_attention"), None),
+    ),
+    (
+        f"{GEMMA4} model.num_attention_heads=8 model.num_key_value_heads=4 model.num_global_key_value_heads=3",
+        1,
+        "model.num_global_key_value_heads",
+        3,
+        "must divide num_attention_heads",
+        {"model.num_attention_heads"},
+        (2, 4),
+    ),
+    (
+        f"{GEMMA4} model.num_attention_heads=12 model.num_key_value_heads=4 model.num_global_key_value_heads=2 layout.tp=6 train.global_batch=12",
+        6,
+        "layout.tp",
+        6,
+        "must divide num_key_value_heads or be a multiple of it",
+        {"model.num_key_value_heads"},
+        (2,),
+    ),
+]
 TABLE = [
+    *((BASE, *row) for row in GEMMA4_RULES),
     *((BERT_BASE, *row) for row in BERT_RULES),
     (BASE, "task={name: mlm}", 1, "task.name", "mlm", "is for models that read both ways", {"model.family"}, ()),
     *((BASE, *row) for row in RULES),
@@ -2200,7 +2234,7 @@ TABLE = [
         "task.name",
         "span",
         "which this model does not read",
-        {"model.family", "a task for it"},
+        {"model.family"},
         (),
     ),
 ]
@@ -2221,6 +2255,29 @@ def test_rule(base, overrides, world, field, value, rule, because, valid):
         after = check(tree.replace_at(run, field, suggestion), facts)
         assert all((p.field, p.rule) != (field, broken.rule) for p in after)
     assert all(name in str(broken) for name in (field, repr(broken.value), *because, *map(str, valid)))
+
+
+OTHER_TASKS = {
+    "an encoder": (BERT_BASE, "task={name: pretrain}"),
+    "an encoder whose task makes two texts": (BERT_BASE, "task={name: span, encoder_length: 64, noise: 0.3}"),
+    "a head over classes": (BERT_BASE, "task={name: mlm, rate: 0.3} model.head=sequence model.labels=[no,yes]"),
+    "a head over the vocabulary": (BERT_BASE, "task={name: classify}"),
+    "a decoder": (BASE, "task={name: mlm, rate: 0.3}"),
+    "a decoder whose task makes two texts": (BASE, "task={name: span, encoder_length: 64}"),
+    "an encoder and a decoder": (T5_BASE, "task={}"),
+    "an encoder and a decoder whose task reads both ways": (T5_BASE, "task={name: mlm, rate: 0.3}"),
+}
+
+
+@pytest.mark.parametrize("case", OTHER_TASKS)
+def test_the_task_that_a_message_names_works_when_it_is_typed(case):
+    """Whatever fields the other task has, and with those that this one needs."""
+    base, overrides = OTHER_TASKS[case]
+    for broken in problems(split(overrides), replace(LAPTOP, world_size=1), base):
+        assert broken.field == "task.name"
+        [typed] = re.findall(r"task=\{.*?\}", broken.rule)
+        after = problems([*split(overrides), typed], replace(LAPTOP, world_size=1), base)
+        assert not [p for p in after if p.field.startswith("task") or p.field in overrides]
 
 
 def split(overrides: str) -> list[str]:

@@ -21,7 +21,7 @@ from collections import Counter
 from collections.abc import Iterator
 from contextlib import contextmanager
 from copy import deepcopy
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cache
 from pathlib import Path
 from typing import Any
@@ -38,8 +38,10 @@ from phalanx.config.run import Run, TrainConfig
 from phalanx.engine.build import build_for_inference
 from phalanx.forecast.decide import make_plan
 from phalanx.models.check import check
+from phalanx.models.model_config import ModelConfig
+from phalanx.nn.objective import TaskConfig, find_objective
 from phalanx.pipeline.execute import execute
-from phalanx.sequence.batch import Batch
+from phalanx.sequence.batch import ENCODER, Batch
 
 SEQ, VOCAB, BATCH = 16, 61, 2
 LARGEST = 3_000_000  # parameters of a model that is built: a deleted size may mean billions
@@ -72,6 +74,19 @@ FAMILIES: dict[str, dict[str, Any]] = {
         sliding_window=5,
         num_hidden_layers=6,
         query_pre_attn_scalar=7,
+    ),
+    "gemma4_text": dict(
+        COMMON,
+        hidden_size=36,
+        num_key_value_heads=4,
+        head_dim=10,
+        sliding_window=5,
+        num_hidden_layers=3,
+        layer_types=["sliding_attention", "full_attention", "full_attention"],
+        global_head_dim=12,
+        num_global_key_value_heads=2,
+        attention_k_eq_v=True,
+        hidden_size_per_layer_input=0,
     ),
     "gemma2": dict(
         COMMON, hidden_size=36, num_key_value_heads=2, head_dim=10, sliding_window=5, query_pre_attn_scalar=7
@@ -142,6 +157,20 @@ FAMILIES: dict[str, dict[str, Any]] = {
         COMMON, num_key_value_heads=2, no_rope_layers=[0, 1], use_sliding_window=True, sliding_window=5, pad_token_id=0
     ),
     "gpt2": dict(vocab_size=VOCAB, n_positions=32, n_embd=32, n_layer=2, n_head=4, n_inner=40),
+    "t5": dict(
+        vocab_size=VOCAB,
+        d_model=32,
+        d_kv=10,
+        d_ff=24,
+        num_layers=2,
+        num_decoder_layers=3,
+        num_heads=4,
+        relative_attention_num_buckets=8,
+        relative_attention_max_distance=12,
+        feed_forward_proj="gated-gelu",
+        decoder_start_token_id=0,
+        tie_word_embeddings=False,
+    ),
     "bert": dict(COMMON),
     "modernbert": dict(
         COMMON,
@@ -153,6 +182,8 @@ FAMILIES: dict[str, dict[str, Any]] = {
     ),
 }
 ENCODERS = ("bert", "modernbert")
+ENCODER_DECODERS = ("t5",)
+ENCODER_SEQ = 24
 YARN = dict(rope_type="yarn", factor=4.0, original_max_position_embeddings=8)
 ROPES: tuple[dict[str, Any], ...] = (
     {},
@@ -362,12 +393,34 @@ POOL: dict[str, tuple[Any, ...]] = {
     "is_decoder": (True, False),
     "position_embedding_type": ("relative_key", "absolute"),
     "sparse_prediction": (True,),
+    "attention_k_eq_v": (True, False),
+    "hidden_size_per_layer_input": (0, 4),
+    "num_kv_shared_layers": (0, 1),
+    "enable_moe_block": (True, False),
+    "use_double_wide_mlp": (True, False),
+    "global_head_dim": (8, 10, 7),
+    "num_global_key_value_heads": (1, 2, None, 3),
+    "d_kv": (8, 6, 7),
+    "d_ff": (16, 31),
+    "d_model": (24, 40),
+    "num_layers": (1, 3),
+    "num_heads": (2, 8, 3),
+    "num_decoder_layers": (1, 2, None),
+    "relative_attention_num_buckets": (4, 6, 16, 7, 2),
+    "relative_attention_max_distance": (20, 6, 3),
+    "feed_forward_proj": ("relu", "gated-gelu", "gated-silu", "gelu", "gated-relu"),
+    "dense_act_fn": ("relu", "silu"),
+    "is_gated_act": (True, False),
+    "dropout_rate": (0.0, 0.3),
+    "initializer_factor": (0.5, 2.0),
+    "scale_decoder_outputs": (True, False, None),
+    "decoder_start_token_id": (0, 3, None),
     "classifier_pooling": ("mean",),
 }
 ANY = (None, "x", -1, 0, 1, 1.5, True, False, [], {}, [1])
 # what is refused although transformers reads it, and why
 REASONS: dict[str, str] = {
-    "a size is missing": r"(vocab_size|hidden_size|intermediate_size|num_hidden_layers|num_attention_heads|n_embd|n_layer|n_head) is missing",  # noqa: E501
+    "a size is missing": r"(vocab_size|hidden_size|intermediate_size|num_hidden_layers|num_attention_heads|n_embd|n_layer|n_head|d_model|d_ff|num_layers|num_heads) is missing",  # noqa: E501
     "a value of another type": r"\(it must be ",
     "a value beyond what trains (zero widths, windows or epsilons, an odd head)": r"must be (an integer|a "
     r"number|even|numbers|> |>= |<= |true)",
@@ -378,6 +431,10 @@ REASONS: dict[str, str] = {
     "weights that the config has no place for, or lacks": r"does not fit the model|has (no|a) (lm_head|embed_out)",
     "quantised or heterogeneous": r"(quantization_config|per_layer_config)=",
     "rope parameters that transformers only warns of": r"rope_type|partial_rotary_factor|original_max_position|high_freq_factor|short_factor",  # noqa: E501
+    "T5's MLPs other than relu and gated-gelu": r"feed_forward_proj=",
+    "T5's buckets of which not one is of several distances": r"must be beyond the distances that have a bucket each",
+    "a Gemma 4 with inputs of each layer, shared keys or experts": r"(hidden_size_per_layer_input|num_kv_shared_layers|enable_moe_block)=",  # noqa: E501
+    "a base beside Gemma 4's two rotary embeddings": r" beside rope_parameters \(of ",
     "no layer has experts": r"must leave a layer with experts",
     "heads that do not divide": r"must divide|must be a multiple|num_key_value_heads=|head_dim=",
     "modules of multi-token prediction": r"num_nextn_predict_layers",
@@ -439,6 +496,8 @@ def auto_class(family: str) -> Any:
     """The class of transformers that makes models of a family with a head over the vocabulary."""
     import transformers
 
+    if family in ENCODER_DECODERS:
+        return transformers.AutoModelForSeq2SeqLM
     return transformers.AutoModelForMaskedLM if family in ENCODERS else transformers.AutoModelForCausalLM
 
 
@@ -449,7 +508,7 @@ def base_config(family: str, old: bool) -> dict[str, Any]:
     found = transformers.AutoConfig.for_model(family, **deepcopy(FAMILIES[family])).to_dict()
     drop = {"transformers_version", "id2label", "label2id", "_name_or_path"}
     found = {k: v for k, v in found.items() if k not in drop and not k.startswith("summary_")}
-    if old and "rope_parameters" in found:
+    if old and "rope_parameters" in found and family != "gemma4_text":  # of which no older versions were
         rope = found.pop("rope_parameters")
         if "rope_theta" not in rope:  # one for each kind of layer
             bases = [rope[kind]["rope_theta"] for kind in TYPES]
@@ -519,7 +578,10 @@ def write_weights(config: dict[str, Any], folder: Path, seed: int) -> bool:
 def change_head(folder: Path, dice: random.Random) -> str:
     """The head and the embedding in the files: as saved, one more, one less, a copy."""
     tensors = load_file(folder / "model.safetensors")
-    embedding = next((n for n in tensors if n.endswith(("embed_tokens.weight", "wte.weight", "embed_in.weight"))), None)
+    embedding = next(
+        (n for n in tensors if n.endswith(("embed_tokens.weight", "wte.weight", "embed_in.weight", "shared.weight"))),
+        None,
+    )
     if embedding is None or dice.random() < 0.7:
         return ""
     head = "embed_out.weight" if "embed_in" in embedding else HEAD
@@ -534,8 +596,8 @@ def change_head(folder: Path, dice: random.Random) -> str:
     return f"head: {what}"
 
 
-def tokens_of(vocab: int) -> torch.Tensor:
-    return torch.randint(0, min(vocab, 50), (BATCH, SEQ), generator=torch.Generator().manual_seed(3))
+def tokens_of(vocab: int, length: int = SEQ) -> torch.Tensor:
+    return torch.randint(0, min(vocab, 50), (BATCH, length), generator=torch.Generator().manual_seed(3))
 
 
 def their_logits(folder: Path) -> torch.Tensor | str:
@@ -559,7 +621,10 @@ def their_logits(folder: Path) -> torch.Tensor | str:
         if missing:
             return f"random weights for {missing[0]}"
         cached = {} if config.model_type in ENCODERS else {"use_cache": False}
-        out = model.eval()(tokens_of(VOCAB), return_dict=True, **cached).logits
+        texts = {"input_ids": tokens_of(VOCAB)}
+        if config.model_type in ENCODER_DECODERS:
+            texts = {"input_ids": tokens_of(VOCAB, ENCODER_SEQ), "decoder_input_ids": tokens_of(VOCAB)}
+        out = model.eval()(**texts, return_dict=True, **cached).logits
     except Exception as error:  # whatever a config does to it: that is what is tried
         return f"{type(error).__name__}: {error}"
     return out.detach().flatten(0, 1) if out.isfinite().all() else "not finite"
@@ -575,18 +640,19 @@ def our_logits(folder: Path) -> torch.Tensor:
         Run(
             model=model,
             train=TrainConfig(steps=1, global_batch=BATCH, micro_batch=BATCH, seq_length=SEQ, precision="fp64"),
+            task=task_of(model),
         ),
         1,
     )
     mesh = Mesh(plan.grid, 0)
     buffers, stages = build_for_inference(plan, mesh)
     load_weights(folder, buffers, mesh)
-    tokens = tokens_of(VOCAB).flatten()
-    if tokens.max() >= model.vocab_size:
+    if tokens_of(VOCAB).max() >= model.vocab_size:
         raise CheckpointError("must be <= vocab_size")
-    zeros = torch.zeros_like(tokens)
-    batch = Batch(tokens, zeros, torch.arange(SEQ).repeat(BATCH), zeros, BATCH, SEQ)
-    stages.finish = lambda head, x, _: head.logits(x, torch.arange(len(tokens)))
+    batch = batch_of(SEQ)
+    if model.reads_beside:
+        batch = replace(batch, beside={ENCODER: batch_of(ENCODER_SEQ)})
+    stages.finish = lambda head, x, _: head.logits(x, torch.arange(batch.num_tokens))
     stages.begin([batch], seed=None)
     with torch.no_grad():
         execute(
@@ -595,6 +661,20 @@ def our_logits(folder: Path) -> torch.Tensor:
         )
     stages.end()
     return stages.outputs[0]
+
+
+def task_of(model: ModelConfig) -> TaskConfig:
+    """The task whose batches have what the model reads."""
+    if not model.reads_beside:
+        return TaskConfig()
+    config: TaskConfig = find_objective("span").Config(name="span", encoder_length=ENCODER_SEQ)
+    return config
+
+
+def batch_of(length: int) -> Batch:
+    tokens = tokens_of(VOCAB, length).flatten()
+    zeros = torch.zeros_like(tokens)
+    return Batch(tokens, zeros, torch.arange(length).repeat(BATCH), zeros, BATCH, length)
 
 
 def loss_of(logits: torch.Tensor) -> float:

@@ -20,6 +20,7 @@ from phalanx.models.bert import BertConfig
 from phalanx.models.deepseek_v3 import DeepseekV3Config
 from phalanx.models.gemma2 import Gemma2Config
 from phalanx.models.gemma3_text import Gemma3TextConfig
+from phalanx.models.gemma4_text import Gemma4TextConfig
 from phalanx.models.glm4_moe import Glm4MoEConfig
 from phalanx.models.gpt2 import GPT2Config
 from phalanx.models.gpt_neox import GPTNeoXConfig
@@ -260,6 +261,21 @@ MODELS = {
         attention_dropout=0.1,
     ),
 }
+MODELS["gemma4_text"] = Gemma4TextConfig(
+    **SIZES | {"hidden_size": 36},
+    num_attention_heads=4,
+    num_key_value_heads=4,
+    intermediate_size=42,
+    num_hidden_layers=4,
+    head_dim=6,
+    global_head_dim=10,
+    num_global_key_value_heads=2,
+    attention_k_eq_v=True,
+    sliding_window=5,
+    layer_types=("sliding_attention", "full_attention", "sliding_attention", "full_attention"),
+    rope_scaling=RopeScaling(rope_type="proportional", partial_rotary_factor=0.5),
+    final_logit_softcapping=3.0,
+)
 MODELS["t5"] = T5Config(
     **SIZES,
     intermediate_size=42,

@@ -15,9 +15,15 @@ from phalanx.models.bert import BertConfig
 from phalanx.models.deepseek_v3 import DeepseekV3Config
 from phalanx.models.gemma2 import Gemma2Config
 from phalanx.models.gemma3_text import Gemma3TextConfig
+from phalanx.models.gemma4_text import Gemma4TextConfig
+from phalanx.models.glm4_moe import Glm4MoEConfig
 from phalanx.models.gpt2 import GPT2Config
+from phalanx.models.gpt_neox import GPTNeoXConfig
 from phalanx.models.gpt_oss import GptOssConfig
+from phalanx.models.kimi_k25 import KimiK25Config
 from phalanx.models.llama import LlamaConfig
+from phalanx.models.llama4_text import Llama4TextConfig
+from phalanx.models.minimax_m2 import MiniMaxM2Config
 from phalanx.models.mistral import MistralConfig
 from phalanx.models.mixtral import MixtralConfig
 from phalanx.models.modernbert import ModernBertConfig
@@ -29,14 +35,29 @@ from phalanx.models.qwen3 import Qwen3Config
 from phalanx.models.qwen3_moe import Qwen3MoEConfig
 from phalanx.models.registry import load_family
 from phalanx.models.rope import RopeScaling
+from phalanx.models.smollm3 import SmolLM3Config
 from phalanx.models.t5 import T5Config
 from phalanx.nn.adapter import find_adapter
 from phalanx.nn.objective import TaskConfig, find_objective
 from phalanx.optim.config import OptimConfig
 
-DENSE = ("llama", "qwen3", "mistral", "qwen2", "olmo2", "olmo3", "gemma2", "gemma3_text", "phi3")
-EXPERTS = ("mixtral", "qwen3_moe", "gpt_oss", "deepseek_v3")
-DECODERS = (*DENSE, "gpt2", *EXPERTS, "kinds")
+DENSE = (
+    "llama",
+    "qwen3",
+    "mistral",
+    "qwen2",
+    "olmo2",
+    "olmo3",
+    "gemma2",
+    "gemma3_text",
+    "phi3",
+    "smollm3",
+    "gemma4_text",
+)
+LATENT = ("deepseek_v3", "kimi_k25")
+GROUPED = ("mixtral", "qwen3_moe", "gpt_oss", "llama4_text", "minimax_m2", "glm4_moe")
+EXPERTS = (*GROUPED[:3], *LATENT, *GROUPED[3:])
+DECODERS = (*DENSE, "gpt2", "gpt_neox", *EXPERTS, "kinds")
 ENCODERS = ("bert", "modernbert")
 FAMILIES = (*DECODERS, *ENCODERS, "t5")
 FAMILY_NAMES = {"kinds": "chunks, caps, bias, both ways"}
@@ -59,6 +80,14 @@ def model_of(family: str, unit: int, length: int) -> Any:
         v_head_dim=unit,
         num_attention_heads=4,
     )
+    grouped = dict(
+        first_k_dense_replace=1,
+        n_routed_experts=4,
+        moe_intermediate_size=2 * unit,
+        n_group=2,
+        topk_group=1,
+        router_bias_update_rate=0.05,
+    )
     match family:
         case "llama":
             return LlamaConfig(**heads)
@@ -76,6 +105,9 @@ def model_of(family: str, unit: int, length: int) -> Any:
             return Gemma2Config(**heads, sliding_window=5, attn_logit_softcapping=2.0, final_logit_softcapping=3.0)
         case "gemma3_text":
             return Gemma3TextConfig(**heads, sliding_window=5, layer_types=MIXED)
+        case "gemma4_text":
+            own = dict(global_head_dim=unit, num_global_key_value_heads=2, attention_k_eq_v=True)
+            return Gemma4TextConfig(**heads, **own, sliding_window=5, layer_types=MIXED)
         case "phi3":
             return Phi3Config(**heads, sliding_window=9)
         case "gpt2":
@@ -83,6 +115,11 @@ def model_of(family: str, unit: int, length: int) -> Any:
                 hidden_size=4 * unit, num_attention_heads=8, intermediate_size=2 * unit, max_position_embeddings=length
             )
             return GPT2Config(**{**common, **own})
+        case "smollm3":
+            return SmolLM3Config(**heads, no_rope_layer_interval=2, sliding_window=5, tie_word_embeddings=False)
+        case "gpt_neox":
+            own = dict(intermediate_size=2 * unit, num_attention_heads=4, partial_rotary_factor=0.5)
+            return GPTNeoXConfig(**common, **own)
         case "mixtral":
             return MixtralConfig(**heads, **chosen, num_local_experts=4)
         case "qwen3_moe":
@@ -92,17 +129,17 @@ def model_of(family: str, unit: int, length: int) -> Any:
         case "gpt_oss":
             return GptOssConfig(**heads, **chosen, num_local_experts=4, sliding_window=5)
         case "deepseek_v3":
-            return DeepseekV3Config(
-                **common,
-                **latent,
-                **chosen,
-                intermediate_size=2 * unit,
-                first_k_dense_replace=1,
-                n_routed_experts=4,
-                moe_intermediate_size=2 * unit,
-                n_group=2,
-                topk_group=1,
-                router_bias_update_rate=0.05,
+            return DeepseekV3Config(**common, **latent, **chosen, **grouped, intermediate_size=2 * unit)
+        case "kimi_k25":
+            return KimiK25Config(**common, **latent, **chosen, **grouped, intermediate_size=2 * unit)
+        case "glm4_moe":
+            return Glm4MoEConfig(**heads, **chosen, **grouped, use_qk_norm=True)
+        case "minimax_m2":
+            return MiniMaxM2Config(**heads, **chosen, num_local_experts=4, router_bias_update_rate=0.05)
+        case "llama4_text":
+            own = dict(num_local_experts=4, intermediate_size_mlp=4 * unit, interleave_moe_layer_step=2)
+            return Llama4TextConfig(
+                **heads, **chosen, **own, no_rope_layer_interval=2, attention_chunk_size=5, floor_scale=3
             )
         case "kinds":
             return load_family("tests.outside.kinds:FAMILY").config(
@@ -204,7 +241,7 @@ def beside(name: str, also: Also, **changes: Any) -> Feature:
 
 
 ROTARY = tuple(f for f in DECODERS if f != "gpt2")
-KEYS = (*DENSE, "mixtral", "qwen3_moe", "gpt_oss")  # families with heads of keys and values of their own number
+KEYS = (*DENSE, *GROUPED)  # families with heads of keys and values of their own number
 YARN = RopeScaling(rope_type="yarn", factor=4.0, original_max_position_embeddings=8)
 
 CORPUS = "documents"  # prefix of the file that a trial with packing gets
@@ -216,15 +253,18 @@ FEATURES = (
     *(family(name) for name in FAMILIES),
     model("tied embeddings", FAMILIES, tie_word_embeddings=True),
     model("one key-value head", KEYS, num_key_value_heads=1),
-    model("sliding window", ("mistral", "qwen2", "gpt_oss", "olmo3", "gemma2", "gemma3_text", "phi3")),
+    model(
+        "sliding window",
+        ("mistral", "qwen2", "gpt_oss", "olmo3", "gemma2", "gemma3_text", "phi3", "smollm3", "gemma4_text"),
+    ),
     model("attention sinks", ("gpt_oss",)),
-    model("scaled rotary embedding", tuple(f for f in ROTARY if f != "phi3"), rope_scaling=YARN),
-    model("further tokens (MTP)", ("deepseek_v3",), num_nextn_predict_layers=1),
+    model("scaled rotary embedding", tuple(f for f in ROTARY if f not in ("phi3", "llama4_text")), rope_scaling=YARN),
+    model("further tokens (MTP)", (*LATENT, "glm4_moe"), num_nextn_predict_layers=1),
     model("capacity of experts", EXPERTS, expert_capacity_factor=1.0, expert_capacity_drop="position"),
     model("balance of each sequence", EXPERTS, "balance", router_aux_loss_scope="sequence"),
     model("balance of the global batch", EXPERTS, "balance", router_aux_loss_scope="global_batch"),
-    model("dropout", ("gpt2",), dropout=0.1),
-    model("attention dropout", ("gpt2",), attention_dropout=0.1),
+    model("dropout", ("gpt2", "gpt_neox"), dropout=0.1),
+    model("attention dropout", ("gpt2", "gpt_neox"), attention_dropout=0.1),
     ranks("tp", "", tp=2),
     ranks("tp in the matmuls", "", tp=2, tp_overlap="on"),
     ranks("pp, GPipe", "schedule", micro=2, pp=2, schedule="gpipe"),
@@ -267,8 +307,8 @@ FEATURES = (
     made_again("recompute by op", recompute_ops=["norm", "qkv", "up"]),
     made_again("recompute experts", EXPERTS, recompute_ops=["experts"]),
     made_again("recompute by budget", budget=True),
-    made_again("frozen attention", DECODERS, "freeze", freeze=["*attn*"]),
-    made_again("frozen first blocks", ROTARY, "freeze", freeze=["*embed_tokens*", "model.layers.0.*"]),
+    made_again("frozen attention", DECODERS, "freeze", freeze=["*att[en]*"]),
+    made_again("frozen first blocks", ROTARY, "freeze", freeze=["*embed_[ti]*", "*layers.0.*"]),
     made_again("frozen experts", EXPERTS, "freeze", freeze=["*.experts.*"]),
     Feature("LoRA", "Memory", "freeze", lora={"rank": 3, "alpha": 5.0}),
     Feature("QLoRA (NF4)", "Memory", "freeze", lora={"rank": 3, "alpha": 5.0, "base": "nf4"}),

@@ -41,11 +41,19 @@ FAMILIES = (
     "gemma2",
     "olmo3",
     "gemma3_text",
+    "gemma4_text",
     "gpt2",
     "mixtral",
     "qwen3_moe",
     "gpt_oss",
     "deepseek_v3",
+    "smollm3",
+    "gpt_neox",
+    "llama4_text",
+    "minimax_m2",
+    "glm4_moe",
+    "glm4_moe-mtp",
+    "kimi_k25",
 )
 LAYOUTS = (
     ("llama", {"tp": 2}),
@@ -54,6 +62,7 @@ LAYOUTS = (
     ("llama", {"tp": 4}),
     ("olmo2", {"tp": 2}),
     ("gemma3_text", {"cp": 2}),
+    ("gemma4_text", {"tp": 2, "cp": 2}),
     ("gpt_oss", {"tp": 2, "pp": 2}),
     ("deepseek_v3", {"tp": 2}),
     ("deepseek_v3-mtp", {"pp": 2}),
@@ -66,6 +75,10 @@ LAYOUTS = (
     ("deepseek_v3", {"cp": 2, "tp": 2}),
     ("gpt2", {"cp": 2, "pp": 2}),
     ("qwen3_moe", {"cp": 2, "ep": 2}),
+    ("smollm3", {"tp": 2, "pp": 2}),
+    ("llama4_text", {"cp": 2, "ep": 2}),
+    ("gpt_neox", {"tp": 2, "cp": 2}),
+    ("glm4_moe-mtp", {"tp": 2}),
 )
 FOUR = (
     *((model, {"cp": 4}) for model in ("llama", "gpt_oss", "deepseek_v3", "mixtral")),

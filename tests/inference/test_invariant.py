@@ -49,7 +49,10 @@ def differing(found, wanted) -> int:
     return sum(int((a.view(torch.uint8) != b.view(torch.uint8)).sum()) for a, b in zip(found, wanted))
 
 
-@pytest.mark.parametrize("model", ["llama", "qwen2", "qwen3", "olmo2", "gemma2", "gemma3_text", "mistral", "gpt2"])
+@pytest.mark.parametrize(
+    "model",
+    ["llama", "qwen2", "qwen3", "olmo2", "gemma2", "gemma3_text", "mistral", "gpt2", "smollm3", "gpt_neox"],
+)
 @pytest.mark.parametrize("precision", ["fp32", "bf16", "fp64"])
 def test_pieces_and_batches_of_any_size_have_the_bits_of_training(model, precision):
     run = invariant_run(model, precision)

@@ -18,7 +18,7 @@ from safetensors.torch import load_file, save_file
 
 from phalanx.base.errors import CheckpointError
 from phalanx.checkpoint.convert import export
-from phalanx.checkpoint.hf import read_folder, to_hf
+from phalanx.checkpoint.hf import from_hf, read_folder, to_hf
 from phalanx.checkpoint.keep import latest
 from phalanx.checkpoint.load import load_weights as load_weights_of
 from phalanx.comm.mesh import Mesh
@@ -63,6 +63,7 @@ CASES = {
 }
 NAMES = ("red", "green", "blue")
 CASES |= {
+    "bert: pairs of texts": replace(CASES["bert"], head="pretraining"),
     "bert: classes of sequences": replace(CASES["bert"], head="sequence", labels=NAMES),
     "bert: classes of tokens": replace(CASES["bert: tanh, one segment"], head="token", labels=NAMES),
     "modernbert: classes of sequences": replace(MODELS["modernbert"], head="sequence", labels=NAMES),
@@ -82,10 +83,38 @@ def classes_of(batch: Batch, head: str) -> torch.Tensor:
     return classes if head == "token" else torch.where(batch.positions == 0, batch.tokens % len(NAMES), IGNORE)
 
 
+def with_pairs(batch: Batch) -> Batch:
+    """A class for each sequence but the last, which weighs as much as its labels."""
+    first = batch.positions == 0
+    number = first.cumsum(0)
+    labels = torch.where(first & (number < number[-1]), batch.tokens % 2, IGNORE)
+    weights = torch.zeros_like(labels)
+    weights[first] = batch.labelled.view(-1, SEQ).sum(1)
+    return replace(batch, pair_labels=labels, pair_weights=weights)
+
+
+def logits_of(out: Any) -> torch.Tensor:
+    return out.prediction_logits if "prediction_logits" in out else out.logits
+
+
+def loss_of(out: Any, labels: torch.Tensor, batches: list[Batch], head: str) -> torch.Tensor:
+    """The mean of tokens (or texts) with a label; to each, the loss of its pair is added."""
+    logits = logits_of(out)
+    logits = logits if head == "sequence" else logits.flatten(0, 1)
+    loss = F.cross_entropy(logits, labels, ignore_index=IGNORE, reduction="sum")
+    if head == "pretraining":
+        classes, weights = (torch.cat([getattr(b, f"pair_{n}") for b in batches])[::SEQ] for n in ("labels", "weights"))
+        each = F.cross_entropy(out.seq_relationship_logits, classes, ignore_index=IGNORE, reduction="none")
+        loss = loss + (each * weights).sum()
+    return loss / (labels != IGNORE).sum()
+
+
 def batches_of(config: Any) -> list[Batch]:
     kinds = getattr(config, "type_vocab_size", 1)
     found = [sample_batch(ids, documents=False) for ids in ([1, 2], [3, 4])]
-    if config.head != "masked":
+    if config.head == "pretraining":
+        found = [with_pairs(batch) for batch in found]
+    elif config.head != "masked":
         found = [replace(batch, labels=classes_of(batch, config.head)) for batch in found]
     return [with_segments(batch, kinds) if kinds > 1 else batch for batch in found]
 
@@ -115,11 +144,11 @@ def hugging_face(case: str) -> dict[str, Any]:
         more["token_type_ids"] = torch.cat([b.segments for b in batches]).view(-1, SEQ)
     with hf_fuzz.wide():
         model = theirs(config)
-        logits = model(tokens.view(-1, SEQ), **more).logits
-    logits = logits if config.head == "sequence" else logits.flatten(0, 1)
+        out = model(tokens.view(-1, SEQ), **more)
     labels = labels[::SEQ] if config.head == "sequence" else labels
-    loss = F.cross_entropy(logits, labels, ignore_index=IGNORE, reduction="sum") / (labels != IGNORE).sum()
+    loss = loss_of(out, labels, batches, config.head)
     loss.backward()
+    logits = logits_of(out) if config.head == "sequence" else logits_of(out).flatten(0, 1)
     named = {k: p for k, p in model.named_parameters() if p.grad is not None}
     return {
         "weights": {k: p.detach().numpy() for k, p in model.named_parameters()},
@@ -179,7 +208,7 @@ def test_packed_documents_do_not_read_each_other(case):
         assert (before[mine] != after[mine]).any(-1).all()  # every token of it reads every other
     with torch.no_grad(), hf_fuzz.wide():
         model, places = theirs_with(case), np.flatnonzero(numbers == numbers[5])
-        alone = model(batch.tokens[places][None]).logits[0].numpy()
+        alone = logits_of(model(batch.tokens[places][None]))[0].numpy()
     places = places[:1] if config.head == "sequence" else places
     assert np.abs(before[places] - alone).max() <= 1e-10 * np.abs(alone).max()
 
@@ -246,6 +275,11 @@ def test_published_bert_folders_with_other_heads_and_former_names(tmp_path):
     with pytest.raises(CheckpointError, match="must be true|differs from its|decoder.weight"):
         read_folder(tmp_path / "old")
         saved_again(tmp_path / "old", config, tmp_path / "other")
+
+
+def test_a_folder_with_dropout_and_a_head_over_pairs_is_read_as_it_was_written():
+    config = replace(MODELS["bert"], head="pretraining")
+    assert from_hf(to_hf(config, torch.float64)) == config
 
 
 def test_an_encoder_without_a_head_lacks_it(tmp_path):

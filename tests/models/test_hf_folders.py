@@ -10,6 +10,7 @@ from dataclasses import dataclass, replace
 import pytest
 import torch
 import transformers
+from safetensors.torch import load_file, save_file
 
 from phalanx.base.errors import CheckpointError
 from phalanx.checkpoint.convert import export
@@ -82,9 +83,10 @@ def test_rope_scaling_beside_rope_parameters(tmp_path):
 def test_missing_keys_are_what_transformers_takes(family):
     """Truth: the config class of transformers, given the sizes alone."""
     sizes = ("vocab_size", "hidden_size", "intermediate_size", "num_hidden_layers", "n_embd", "n_layer", "n_head")
+    sizes += ("d_model", "d_ff", "num_layers", "num_heads", "hidden_size_per_layer_input")
     full = hf_fuzz.base_config(family, old=False)
     short = {"model_type": family, **{k: full[k] for k in sizes if k in full}}
-    if family != "gpt2":
+    if family not in ("gpt2", "t5"):
         short |= {
             "num_attention_heads": 128,
             "hidden_size": 1024,
@@ -121,6 +123,27 @@ def test_a_checkpoint_from_before_a_field_was_added_is_of_the_same_model():
 def test_a_tied_config_with_another_head_is_read_untied(tmp_path):
     folder_of(tmp_path, "llama", tie_word_embeddings=True)
     assert not read_folder(tmp_path).model.tie_word_embeddings and hf_fuzz.outcome(tmp_path).kind == "equal"
+
+
+@pytest.mark.parametrize("scaled", [True, False, None])
+def test_t5s_outputs_are_scaled_as_the_file_says(tmp_path, scaled):
+    """Whatever else it says, and whatever head is in it."""
+    folder_of(tmp_path, "t5", tie_word_embeddings=True, scale_decoder_outputs=scaled)
+    tensors = load_file(tmp_path / "model.safetensors")
+    tensors["lm_head.weight"] = tensors["shared.weight"] + 0.1
+    save_file(tensors, tmp_path / "model.safetensors", metadata={"format": "pt"})
+    model = read_folder(tmp_path).model
+    assert (model.tie_word_embeddings, model.scales_outputs) == (False, bool(scaled))
+    assert hf_fuzz.outcome(tmp_path).kind == "equal"
+
+
+def test_t5s_own_keys_of_its_mlp_go_before_feed_forward_proj(tmp_path):
+    folder_of(tmp_path, "t5", feed_forward_proj="relu")  # beside is_gated_act and dense_act_fn
+    assert read_folder(tmp_path).model.feed_forward_proj == "gated-gelu"
+    assert hf_fuzz.outcome(tmp_path).kind == "equal"
+    folder_of(tmp_path, "t5", dense_act_fn="silu")
+    with pytest.raises(CheckpointError, match="dense_act_fn='silu'"):
+        read_folder(tmp_path)
 
 
 def test_multi_token_prediction_is_seen_from_the_files(tmp_path):
@@ -169,6 +192,16 @@ NEW = {
         layer_types=("full_attention", "full_attention", "sliding_attention"),
         rope_local_base_freq=50.0,
         final_logit_softcapping=3.0,
+    ),
+    "gemma4_text: values of their own, default rotary embedding, untied": replace(
+        MODELS["gemma4_text"],
+        attention_k_eq_v=False,
+        num_global_key_value_heads=None,
+        rope_scaling=None,
+        rope_local_base_freq=50.0,
+        tie_word_embeddings=False,
+        attention_bias=True,
+        layer_types=("full_attention", "sliding_attention", "sliding_attention", "full_attention"),
     ),
     "phi3: default rotary embedding of a part": replace(
         MODELS["phi3"], rope_scaling=None, partial_rotary_factor=0.5, sliding_window=None

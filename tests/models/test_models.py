@@ -25,6 +25,7 @@ from phalanx.models.decoder_config import DecoderConfig
 from phalanx.models.deepseek_v3 import LatentConfig
 from phalanx.models.gemma2 import Gemma2Config
 from phalanx.models.gemma3_text import Gemma3TextConfig
+from phalanx.models.gemma4_text import Gemma4TextConfig
 from phalanx.models.gpt2 import GPT2Config
 from phalanx.models.llama import LlamaConfig
 from phalanx.models.llama4_text import Llama4TextConfig
@@ -85,6 +86,17 @@ CASES = {
         attn_logit_softcapping=None,
         final_logit_softcapping=None,
     ),
+    "gemma4_text": MODELS["gemma4_text"],
+    "gemma4_text: untied, biases, values of their own, heads of one width": replace(
+        MODELS["gemma4_text"],
+        tie_word_embeddings=False,
+        attention_bias=True,
+        attention_k_eq_v=False,
+        global_head_dim=None,
+        num_global_key_value_heads=None,
+        rope_scaling=None,
+        final_logit_softcapping=None,
+    ),
     "mistral: window, yarn": MODELS["mistral"],
     "mistral: no window, MQA, tied": replace(
         MODELS["mistral"],
@@ -138,6 +150,7 @@ CASES = {
 WIDE = (
     Gemma2Config,
     Gemma3TextConfig,
+    Gemma4TextConfig,
     Llama4TextConfig,
     Olmo3Config,
     Phi3Config,
@@ -266,14 +279,18 @@ def hugging_face(case: str) -> dict:
         with torch.no_grad():
             for p in model.parameters():
                 p.normal_(0.0, 0.3).add_(1.0 if p.dim() == 1 and not getattr(config, "offset_norms", False) else 0.0)
+            for name, b in model.named_buffers():
+                if name.endswith("layer_scalar"):
+                    b.normal_(1.0, 0.3)
         if isinstance(config, DecoderConfig) and not isinstance(config, WIDE):
             widen(model, config)
         logits = model(tokens.view(-1, SEQ)).logits.flatten(0, 1)
     loss = F.cross_entropy(logits, labels, ignore_index=IGNORE, reduction="sum") / (labels != IGNORE).sum()
     loss.backward()
     named = by_file_names(model, config)
+    constants = {k: t for k, t in model.state_dict().items() if k.endswith("layer_scalar")}
     return {
-        "weights": {k: p.detach().numpy() for k, p in named.items()},
+        "weights": {k: t.detach().numpy() for k, t in [*named.items(), *constants.items()]},
         "grads": {k: p.grad.numpy() for k, p in named.items()},
         "logits": logits.detach().numpy(),
         "loss": loss.item(),

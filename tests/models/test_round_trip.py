@@ -45,6 +45,7 @@ TRIPS = [
     ("phi3: fused, window, part of heads rotated, longrope", dict(tp=2)),
     ("olmo3: window in three layers of four, yarn in the fourth", dict(pp=2)),
     ("gemma3_text: five windows of six, linear scaling in the sixth", dict(tp=2)),
+    ("gemma4_text", dict(tp=2)),
     ("mistral: window, yarn", dict(pp=2)),
     ("qwen2: window in upper layers", dict(tp=2)),
     ("deepseek_v3: latents, yarn", dict(tp=2)),

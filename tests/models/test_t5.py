@@ -218,6 +218,7 @@ def test_a_folder_there_and_back_is_the_same_to_the_byte(ranks, tmp_path, case, 
     again, info = transformers.T5ForConditionalGeneration.from_pretrained(back, output_loading_info=True)
     assert not any(info.values())
     assert again.config.scale_decoder_outputs == CASES[case].scales_outputs
+    assert again.generation_config.decoder_start_token_id == CASES[case].decoder_start_token_id  # or `generate` fails
     tokens = torch.arange(2, 12)[None]
     with torch.no_grad():
         found, expected = (m.eval()(input_ids=tokens, decoder_input_ids=tokens).logits for m in (again, theirs))

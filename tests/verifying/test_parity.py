@@ -65,6 +65,26 @@ NAMED = {
     "gemma3_text cp2 pp2, all-gather, tied, documents": case(
         "gemma3_text", 4, cp=2, pp=2, cp_attention="allgather", documents=True
     ),
+    "gemma4_text cp2 tp2, ring, documents": case("gemma4_text", 4, cp=2, tp=2, documents=True),
+    "smollm3 cp2 pp2, ring, window where nothing is rotated, documents": case(
+        "smollm3", 4, cp=2, pp=2, cp_attention="ring", documents=True, global_batch=4
+    ),
+    "gpt_neox tp2, full recompute, documents": case("gpt_neox", 2, tp=2, recompute="full", documents=True),
+    "gpt_neox pp3 dp2, level 3, split backward": case(
+        "gpt_neox", 6, pp=3, schedule="zb_h1", sharding=2, global_batch=4
+    ),
+    "llama4_text cp2 ep2, heads, chunks, documents": case(
+        "llama4_text", 2, cp=2, cp_ulysses=2, ep=2, documents=True, global_batch=2
+    ),
+    "llama4_text tp2 pp2, etp2, full recompute": case("llama4_text", 4, tp=2, pp=2, etp=2, recompute="full"),
+    "minimax_m2 tp2 dp2, ep4, level 3": case("minimax_m2", 4, tp=2, ep=4, sharding=3, micro_batch=2, global_batch=4),
+    "glm4_moe tp2 ep2, pointwise recompute, documents": case(
+        "glm4_moe", 2, tp=2, ep=2, recompute="pointwise", documents=True
+    ),
+    "glm4_moe with a further token, pp2 dp2, documents": case("glm4_moe-mtp", 4, pp=2, documents=True),
+    "kimi_k25 cp2 pp2, all-gather, packed": case(
+        "kimi_k25", 4, cp=2, pp=2, cp_attention="allgather", documents="packed", global_batch=2
+    ),
     "phi3 tp4 with 2 kv heads, overlapped, window": case("phi3", 4, tp=4, tp_overlap="on"),
     "phi3 pp2 dp2, level 3, documents": case("phi3", 4, pp=2, sharding=3, documents=True),
     "gemma2 cp2, ring, capped scores, windows, documents": case("gemma2", 2, cp=2, documents=True),

@@ -9,8 +9,16 @@ from typing import Any, Literal
 import numpy as np
 from numpy.typing import NDArray
 
-from phalanx.base.errors import Problem
+from phalanx.base.errors import DataError, Problem
 from phalanx.base.rules import within
+from phalanx.engine.objectives.sentence_pairs import (
+    LEAST,
+    MARKS,
+    PairedMasking,
+    PairKind,
+    PairMarks,
+    SentencePairs,
+)
 from phalanx.nn.objective import TokenObjective, cross_entropy, objective
 from phalanx.sequence.sample import IGNORE, Sample, SampleFacts, SampleTransform, Vocabulary
 
@@ -26,6 +34,10 @@ class MLMConfig:
     itself for 10 %), or mask (the mask token for all)."""
     whole_words: bool = False
     """mlm: hide all pieces of a word or none. Words begin where the tokenizer's pieces say so."""
+    pairs: PairKind | None = None
+    """mlm: cut each document in two texts, [CLS] first [SEP] second [SEP], and let the head say whether the second
+    follows the first (next, as in BERT) or whether they stand in their order (order, as in ALBERT); needs
+    model.head=pretraining."""
 
 
 @objective("mlm")
@@ -41,12 +53,27 @@ class MLM(TokenObjective):
     def check(cls, config: Any) -> list[Problem]:
         return within("task", config, "rate", "(0, 1]", (0.15, 0.3))
 
+    @property
+    def makes_pairs(self) -> bool:
+        return self.config.pairs is not None
+
     def transform(self, facts: SampleFacts) -> SampleTransform:
         vocabulary, c = facts.vocabulary, self.config
         mask = vocabulary.role("mask", NAME)
         if c.whole_words:
             vocabulary.word_starts(np.zeros(0, np.int64))  # refused now if pieces do not say where words begin
-        return Masking(vocabulary, mask, facts.seed, c.rate, c.replace == "mixed", c.whole_words)
+        masking = Masking(vocabulary, mask, facts.seed, c.rate, c.replace == "mixed", c.whole_words)
+        return masking if c.pairs is None else PairedMasking(pairs_of(facts, c.pairs), masking)
+
+
+def pairs_of(facts: SampleFacts, kind: PairKind) -> SentencePairs:
+    """DataError if the tokenizer lacks the special tokens of pairs, or sequences are too short for one."""
+    roles, name = facts.vocabulary.roles, f"task.pairs={kind}"
+    first, end = (facts.vocabulary.role(role, name) for role in ("cls", "sep"))
+    if facts.seq_length < MARKS + LEAST:
+        raise DataError(f"train.seq_length={facts.seq_length}: {name} adds {MARKS} tokens to a document")
+    ends = tuple(roles[role] for role in ("sep", "eos") if role in roles)
+    return SentencePairs(facts.seed, kind, PairMarks(first, end, roles.get("pad", 0), ends))
 
 
 @dataclass(frozen=True)

@@ -3,7 +3,7 @@ limits of transfer learning with a unified text-to-text transformer", 2020, sect
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import Any, ClassVar, NamedTuple
@@ -14,7 +14,7 @@ from numpy.typing import NDArray
 from phalanx.base.errors import DataError, Problem
 from phalanx.base.rules import problem, within
 from phalanx.nn.objective import TokenObjective, cross_entropy, objective
-from phalanx.sequence.sample import ENCODER, Sample, SampleFacts, SampleTransform, Vocabulary, two_texts
+from phalanx.sequence.sample import ENCODER, LostText, Sample, SampleFacts, SampleTransform, Vocabulary, two_texts
 
 LONGEST = 2**24  # tokens that an encoder may read, as many as train.seq_length may be
 LEAST = 2  # tokens of a document that can be corrupted: one stays, one goes
@@ -138,6 +138,16 @@ class Marks(NamedTuple):
     padding: int
 
 
+class Fitted(NamedTuple):
+    """A document (n,) without the token that ends it, the number of its first tokens that find room (0: it is left
+    out), its rates, and the words drawn for its tokens."""
+
+    tokens: Ids
+    kept: int
+    rates: SpanRates
+    draws: tuple[Ids, ...]
+
+
 @dataclass(frozen=True)
 class Corruption(SampleTransform):
     """Each document of a sample becomes a text of the encoder and one of the decoder with the same number. Which of the
@@ -165,21 +175,33 @@ class Corruption(SampleTransform):
 
     def __call__(self, sample: Sample) -> Sample:
         """Documents that find no room at the end of a sample are cut, or left out."""
-        rooms, pairs = self.rooms, list[tuple[Ids, Ids]]()
+        pairs = [self.texts(d.tokens[: d.kept], d.rates, d.draws) for d in self.fitted(sample) if d.kept]
+        return two_texts(sample.number, pairs, self.rooms, (self.marks.start, self.marks.padding))
+
+    def lost(self, sample: Sample) -> LostText:
+        found = [(len(d.tokens), d.kept) for d in self.fitted(sample)]
+        return LostText(
+            documents=len(found),
+            cut=sum(0 < kept < length for length, kept in found),
+            left_out=sum(kept == 0 for _, kept in found),
+            tokens=sum(length for length, _ in found),
+            lost_tokens=sum(length - kept for length, kept in found),
+        )
+
+    def fitted(self, sample: Sample) -> Iterator[Fitted]:
+        """The documents of a sample in order, each with what of it finds room behind those before it."""
+        rooms = self.rooms
         for number, (first, stop) in enumerate(sample.documents):
             tokens = np.array(sample.tokens[first:stop], np.int64)
             if len(tokens) and tokens[-1] == self.marks.end:
                 tokens = tokens[:-1]
-            if len(tokens) < LEAST:
+            if not len(tokens):
                 continue
             draws = self.draws(len(tokens), sample.number, number)
             rates = self.rates[int(draws[2][0]) * len(self.rates) >> 32]
-            length = _longest(rates, rooms, len(tokens))
-            if length < LEAST:
-                continue
-            pairs.append(self.texts(tokens[:length], rates, draws))
-            rooms = rooms.without(rates.sizes(length))
-        return two_texts(sample.number, pairs, self.rooms, (self.marks.start, self.marks.padding))
+            kept = _longest(rates, rooms, len(tokens))
+            yield Fitted(tokens, kept, rates, draws)
+            rooms = rooms.without(rates.sizes(kept)) if kept else rooms
 
     def texts(self, tokens: Ids, rates: SpanRates, draws: tuple[Ids, ...]) -> tuple[Ids, Ids]:
         """What the encoder reads of a document, and what the decoder says."""

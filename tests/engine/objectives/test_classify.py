@@ -16,23 +16,30 @@ from click.testing import CliRunner
 from phalanx.base.errors import DataError
 from phalanx.base.placement import Placement
 from phalanx.cli.main import cli
+from phalanx.comm.mesh import Mesh
 from phalanx.config.run import CheckpointConfig, LogConfig, Run, TrainConfig
+from phalanx.data.background import BackgroundCheck
+from phalanx.data.checksums import read_sums, write_sums
 from phalanx.data.config import DataConfig
 from phalanx.data.index import Corpus
 from phalanx.data.loader import Loader, train_loader
+from phalanx.engine.build import build, init_weights
 from phalanx.engine.objectives.classify import Classify
+from phalanx.engine.step import accumulate, update
 from phalanx.forecast.check import Facts, check
+from phalanx.forecast.decide import make_plan
 from phalanx.layout.config import LayoutConfig
 from phalanx.models.bert import BertConfig
 from phalanx.models.modernbert import ModernBertConfig
 from phalanx.nn.objective import TaskConfig, find_objective
 from phalanx.optim.config import OptimConfig
 from phalanx.planning.reading import reading_of
-from phalanx.sequence.batch import IGNORE
+from phalanx.sequence.batch import IGNORE, Batch
 from phalanx.text.classes import prepare_classes
 from phalanx.text.tokenizers import load_tokenizer, train_wordpiece
 from phalanx.training.main import train
 from tests.harness import parity
+from tests.models.test_models import all_logits
 
 COLOURS = ("red", "green", "blue")
 WORDS = "a the one that this of and with very quite rather stone leaf sea sky rose moss flame".split()
@@ -138,6 +145,21 @@ def test_a_word_has_its_class_at_its_first_piece(folder):
     assert classes.tolist() == [*labels, IGNORE, IGNORE, 2, *[IGNORE] * (len(pieces[3]) - 1), IGNORE]
 
 
+def test_a_word_of_several_pieces_has_its_class_at_the_first(tmp_path):
+    """Of a vocabulary of letters, so that the first is not the last."""
+    train_wordpiece(["abab baba bbaa aabb"], 12, tmp_path / "tokenizer")
+    tokenizer = load_tokenizer(tmp_path / "tokenizer")
+    words, labels = ["abab", "bba", "a"], ["red", "blue", "green"]
+    (tmp_path / "words.jsonl").write_text(json.dumps({"tokens": words, "labels": labels}))
+    prepare_classes([tmp_path / "words.jsonl"], tmp_path / "words", str(tmp_path / "tokenizer"), COLOURS)
+    pieces = [len(tokenizer.encode(word if at == 0 else f" {word}")) for at, word in enumerate(words)]
+    assert pieces[0] > 1 and pieces[1] > 1
+    found = np.load(tmp_path / "words.classes.npy")
+    firsts = 1 + np.cumsum([0, *pieces[:-1]])
+    assert found[firsts].tolist() == [COLOURS.index(label) for label in labels]
+    assert (np.delete(found, firsts) == IGNORE).all()
+
+
 def test_what_is_wrong_with_lines_and_files_is_said(folder, tmp_path):
     bad = [{"text": "a", "label": "purple"}, {"text": "", "label": 0}, {"label": 0}, {"tokens": ["a"], "labels": []}]
     (tmp_path / "bad.jsonl").write_text("\n".join(map(json.dumps, [*bad, {"text": "a", "label": 3}])))
@@ -155,13 +177,43 @@ def test_what_is_wrong_with_lines_and_files_is_said(folder, tmp_path):
         loader_of(replace(run, data=replace(run.data, paths=(str(folder / "plain"),), split="1,0,0")))
 
 
+def test_classes_are_compared_with_their_checksums(folder, tmp_path):
+    """By `data verify` and beside a run; those of an earlier version are unchecked, and lost ones are missed."""
+    for file in folder.glob("words.*"):
+        (tmp_path / file.name).write_bytes(file.read_bytes())
+    prefix, classes = str(tmp_path / "words"), tmp_path / "words.classes.npy"
+    whole, sums = classes.read_bytes(), json.loads((tmp_path / "words.sums").read_text())
+
+    def verify() -> tuple[int, str]:
+        found = CliRunner().invoke(cli, ["data", "verify", prefix])
+        return getattr(found.exception, "exit_code", found.exit_code), found.output
+
+    assert verify()[0] == 0 and "unchecked" not in verify()[1]
+    classes.write_bytes(whole[:-1] + bytes([whole[-1] ^ 1]))
+    code, said = verify()
+    assert code == 3 and f"{classes}: damaged: bytes 0..{len(whole) - 1}" in said
+    with BackgroundCheck([Corpus(prefix)]) as check_:
+        check_.finish(10)
+        with pytest.raises(DataError, match="words.classes.npy: damaged"):
+            check_.look()
+    classes.write_bytes(whole[:-1])
+    assert verify()[0] == 3 and "words.classes.npy: truncated" in verify()[1]
+    classes.unlink()
+    assert verify()[0] == 3 and "words.classes.npy: no such file" in verify()[1]
+    classes.write_bytes(whole)
+    for beside, said in ({}, "unchecked: there are no checksums of"), ({"/../words.bin": []}, "damaged"):
+        write_sums(tmp_path / "words.sums", replace(read_sums(folder / "words"), beside=beside))
+        assert said in verify()[1]
+    assert sums["beside"].keys() == {".classes.npy"}
+
+
 def test_heads_and_tasks_go_together(folder, tmp_path):
     run = run_of(folder, tmp_path)
     masked = replace(run, model=replace(run.model, head="masked", labels=()))
     [found] = check(masked, Facts(files=False))
     assert found.field == "task.name" and "needs a head over classes" in found.rule
     [found] = check(replace(run, task=find_objective("mlm").Config(name="mlm")), Facts(files=False))
-    assert found.field == "task.name" and "task.name=classify" in found.rule
+    assert found.field == "task.name" and "task={name: classify}" in found.rule
     apart = replace(run, data=replace(run.data, document_attention=False))
     assert [p.field for p in check(apart, Facts(files=False))] == ["data.document_attention"]
 
@@ -201,6 +253,42 @@ def test_accuracy_is_how_often_the_likeliest_class_is_right(folder, tmp_path):
     stats = logit_stats(logits, labels, VocabularyShard(0, 3, 3), Axis("tp"))
     found = Classify(classify()).metrics(stats)["accuracy"]
     assert torch.equal(found, (logits.argmax(-1) == labels).double()) and 0 < found.mean() < 1
+
+
+def step_accuracy(rank: int, world: int, run: Run) -> tuple[float | None, list[np.ndarray]]:
+    """The accuracy that a step logs, and the logits of its tokens on the ranks of the last stage."""
+    mesh = Mesh(make_plan(run, world).grid, rank)
+    state = build(make_plan(run, world), mesh)
+    init_weights(state)
+    state.model.train()
+    batches = with_classes(parity.step_batches(run, mesh, 0, True))
+    result = update(state, accumulate(state, batches), lr=0.0)
+    return result.metrics["accuracy"].item(), all_logits(state, batches)
+
+
+def with_classes(batches: list[Batch]) -> list[Batch]:
+    return [replace(b, labels=torch.where(b.labelled, b.tokens % len(COLOURS), IGNORE)) for b in batches]
+
+
+@pytest.mark.parametrize(
+    "layout", [{}, dict(tp=2), dict(tp=4), dict(tp=2, pp=2), dict(cp=2), dict(sharding=3)], ids=str
+)
+def test_accuracy_of_a_step_is_that_of_the_logits(ranks, layout):
+    """Classes are spread over the ranks of tp, of which with four one has none."""
+    size = max(1, layout.get("tp", 1) * layout.get("pp", 1) * layout.get("cp", 1) * (2 if "sharding" in layout else 1))
+    run = replace(
+        parity.base_run("modernbert", 4),
+        model=MODELS["modernbert"],
+        task=classify(),
+        data=DataConfig(mock=True, document_attention=True),
+    )
+    truth, [[alone, logits]] = replace(run, layout=LayoutConfig()), ranks.run(f"{__name__}:step_accuracy", 1, run)
+    labels = with_classes(parity.step_batches(truth, Mesh(make_plan(truth, 1).grid, 0), 0, True))
+    right = [(torch.from_numpy(x).argmax(-1) == b.labels)[b.labelled] for x, b in zip(logits, labels, strict=True)]
+    wanted = torch.cat(right).double().mean().item()
+    assert 0.1 < wanted < 0.9 and alone == pytest.approx(wanted)
+    found = ranks.run(f"{__name__}:step_accuracy", size, replace(run, layout=LayoutConfig(**layout)))
+    assert [accuracy for accuracy, _ in found] == pytest.approx([wanted] * size)
 
 
 # ---- a run

@@ -4,6 +4,7 @@ document, and that batches have the same samples whatever the layout."""
 from __future__ import annotations
 
 import itertools
+import re
 from collections import Counter
 from dataclasses import replace
 
@@ -18,10 +19,11 @@ from phalanx.config.run import Run, TrainConfig
 from phalanx.data.config import DataConfig
 from phalanx.data.loader import Loader, Reading, micro_batch_samples, train_loader
 from phalanx.engine.objectives.span import Corruption, Marks, Rooms, SpanConfig, SpanRates, noise_mask
-from phalanx.nn.objective import find_objective, make_objective
+from phalanx.forecast.data_table import data_table, open_loaders
+from phalanx.nn.objective import TaskConfig, find_objective, make_objective
 from phalanx.planning.reading import reading_of
 from phalanx.sequence.batch import ENCODER, IGNORE
-from phalanx.sequence.sample import Sample, SampleFacts
+from phalanx.sequence.sample import LostText, Sample, SampleFacts
 from phalanx.text.vocabulary import vocabulary_of
 from tests.harness.parity import MODELS
 
@@ -129,6 +131,37 @@ def test_what_finds_no_room_is_cut_at_the_end():
     kept = texts_of(made(given).beside[ENCODER])
     assert len(kept) == 2 and len(kept[0]) > len(kept[1])
     assert made(given).filled <= 20 and made(given).beside[ENCODER].filled <= 40
+
+
+def test_what_is_lost_is_counted():
+    """Against the texts themselves: what both have of a document is what is left of it."""
+    made = corruption(0.15, 3.0, (40, 20))
+    for number, lengths in enumerate([[30, 30, 30], [1, 20], [9, 9, 9], [30, 8, 1, 6]]):
+        given = sample_of(lengths, number, room=100)
+        sample = made(given)
+        kept = [
+            len(put_together(e, sample.labels[a:b].tolist()))
+            for e, (a, b) in zip(texts_of(sample.beside[ENCODER]), sample.documents)
+        ]
+        lost = made.lost(given)
+        assert (lost.documents, lost.tokens) == (len(lengths), sum(lengths))
+        assert lost.left_out == len(lengths) - len(kept) and lost.lost_tokens == sum(lengths) - sum(kept)
+        assert lost.cut == sum(length not in lengths for length in kept)
+    whole = made.lost(sample_of([9, 9]))
+    assert whole == LostText(2, 0, 0, 18, 0) and whole.plus(lost).documents == 6
+
+
+def test_the_table_of_data_says_what_is_lost():
+    """As the log and `phalanx plan` show it; nothing where there is room for all, and nothing of other tasks."""
+    run = run_of(eval_interval=2, eval_samples=8)
+    loader, valid = open_loaders(run, run.data)
+    text = data_table(run, loader, valid)
+    found = re.search(
+        r"task.name=span training: (\d+) of (\d+) documents are cut and (\d+) left out .* in 32 seq", text
+    )
+    lost = loader.lost(range(32))
+    assert found and tuple(map(int, found.groups())) == (lost.cut, lost.documents, lost.left_out) and lost.lost_tokens
+    assert loader_of(replace(run, task=TaskConfig(), model=MODELS["llama"])).lost(range(4)) is None
 
 
 def test_an_end_that_the_document_has_is_not_doubled():
