@@ -27,6 +27,7 @@ from phalanx.engine.agree import (
     NO_GRAPHS_ROOM,
     NO_GRAPHS_ROWS,
     NO_GRAPHS_SIZES,
+    NO_GRAPHS_UNITS,
     ON,
     OVERHEAD,
     ROOM_FOR_POOLS,
@@ -123,6 +124,11 @@ def test_activations_on_the_host_end_graphs():
     assert decide(plan, [opened(GPU)] * 4).graphs == NO_GRAPHS_OFFLOAD
     uses, _ = rank_uses(plan, plan.num_micro_batches(run.train.global_batch))
     assert not any(use.pools for use in uses) and any(use.host for use in uses)
+
+
+def test_models_that_read_images_are_not_captured():
+    """How many rows images have changes from micro-batch to micro-batch; `on` is refused by the config's rules."""
+    assert decide(make_plan(base_run("llava"), 1), [opened(GPU)]).graphs == NO_GRAPHS_UNITS
 
 
 def test_kernels_are_those_that_run_everywhere():
