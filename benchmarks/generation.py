@@ -14,9 +14,11 @@ import argparse
 import gc
 import json
 import os
+import tempfile
 import time
 from collections.abc import Callable
 from dataclasses import dataclass, replace
+from pathlib import Path
 from statistics import median
 from typing import Any
 
@@ -274,8 +276,28 @@ def budget(model: InferenceModel, shapes: Shapes, count: int, prompt_length: int
             kinds[kind] = kinds.get(kind, 0.0) + event.device_time_total / 8e3
         found |= dict(sorted(kinds.items(), key=lambda item: -item[1])[:14])
         found["all kernels"] = sum(kinds.values())
+        found |= {name: ms / 8 for name, ms in idle_ms(seen).items()}
     engine.close()
     return found
+
+
+def idle_ms(seen: Any) -> dict[str, float]:
+    """ms in which the device did nothing: between launches, where it waits for the host, and inside captured graphs,
+    all of whose kernels have the number of the one launch."""
+    with tempfile.TemporaryDirectory() as folder:
+        path = Path(folder) / "trace.json"
+        seen.export_chrome_trace(str(path))
+        events = json.loads(path.read_text(encoding="utf-8"))["traceEvents"]
+    ran = sorted(
+        (e["ts"], e["ts"] + e["dur"], e["args"].get("correlation"))
+        for e in events
+        if e.get("cat") in ("kernel", "gpu_memcpy", "gpu_memset")
+    )
+    idle, until, launch = {"host exposed": 0.0, "gaps in graphs": 0.0}, ran[0][0], ran[0][2]
+    for began, ended, by in ran:
+        idle["gaps in graphs" if by == launch else "host exposed"] += max(0.0, began - until) / 1e3
+        until, launch = max(until, ended), by
+    return idle
 
 
 def kind_of(kernel: str) -> str:
