@@ -50,7 +50,8 @@ class Unread(Module):
     def __init__(self, env: Env, shapes: Mapping[str, Sequence[int]], std: float):
         super().__init__(env)
         for number, (name, shape) in enumerate(shapes.items()):
-            spec = whole_spec(name, shape, Init("normal", std), frozen=True)
+            role: Role = "linear" if len(shape) > 1 else "bias" if name.endswith("bias") else "norm"
+            spec = whole_spec(name, shape, Init("normal", std), role, frozen=True)
             self.register_parameter(f"tensor{number}", self.param(spec))
 
 

@@ -33,6 +33,7 @@ class WeightRules:
     linears       chooses the method of each linear; None: all are plain
     freeze        globs of names that are frozen (train.freeze; with adapters, all); also: of those among them that are
                   trained all the same (lora.also)
+    copies        other ranks that hold all that is built (Env.whole)
     gradients     the queue that weight gradients go through
     """
 
@@ -42,6 +43,7 @@ class WeightRules:
     linears: LinearMethods | None = None
     freeze: tuple[str, ...] = ()
     also: tuple[str, ...] = ()
+    copies: tuple[Replica, ...] = ()
     gradients: GradientQueue = field(default_factory=GradientQueue, compare=False, repr=False)
 
     @property
@@ -75,8 +77,7 @@ def _fits(name: str, globs: tuple[str, ...]) -> bool:
 
 @dataclass(frozen=True)
 class Env:
-    """What modules are built with, on the meta device. `objective` defines the loss of the head. `copies`: other ranks
-    that hold all that is built with it (`whole`)."""
+    """What modules are built with, on the meta device. `objective` defines the loss of the head."""
 
     grid: Grid = field(default_factory=Grid)
     at: Coords = field(default_factory=Coords)
@@ -86,7 +87,6 @@ class Env:
     ops: OpChoices = field(default_factory=OpChoices)
     objective: Objective = field(default_factory=pretraining, compare=False)
     recompute: Recompute = field(default_factory=Recompute, compare=False, repr=False)
-    copies: tuple[Replica, ...] = ()
 
     @property
     def tp(self) -> Axis:
@@ -119,7 +119,8 @@ class Env:
     def whole(self) -> Env:
         """For modules that every rank of tp and cp holds whole and runs on rows of its own: theirs is a mesh of one
         rank, and gradients are summed over all."""
-        return replace(self, grid=Grid(), at=Coords(), axes=ModelAxes(), copies=self.everyone)
+        weights = replace(self.weights, copies=self.everyone)
+        return replace(self, grid=Grid(), at=Coords(), axes=ModelAxes(), weights=weights)
 
     @property
     def everyone(self) -> tuple[Replica, ...]:

@@ -41,7 +41,7 @@ class Module(nn.Module):
 
     def param(self, spec: ParamSpec) -> Parameter:
         spec = replace(spec, frozen=spec.frozen or self.env.freezes(spec))
-        if copies := self.env.copies:
+        if copies := self.env.weights.copies:
             spec = replace(spec, pieces=tuple(replace(p, replicas=(*p.replicas, *copies)) for p in spec.pieces))
         empty = torch.empty(spec.shape, dtype=self.env.weights.dtype, device="meta")
         return Parameter(empty, spec, spec.learns, self.env.weights.gradients)

@@ -172,7 +172,7 @@ def compare(family: str, fields: dict, tmp_path: Path) -> None:
         optimizer.zero_grad()
         for each in dropped:
             each.step = step
-        loss = loss_of(theirs, step)
+        loss = loss_of(theirs, run, step)
         tokens = accumulate(state, step_batches(run, state.mesh, step, False))
         grads = assemble([parts_of(state, "grad")])
         assert grads.keys() == mine.keys()

@@ -21,6 +21,7 @@ from phalanx.ops.attention.relative_bias import thresholds
 from phalanx.planning.blocks import make_blocks, num_blocks
 from phalanx.sequence.batch import Batch
 from phalanx.sequence.streams import hidden
+from phalanx.sequence.units import meta_units
 from tests.harness.parity import MODELS, SEQ
 
 
@@ -82,7 +83,9 @@ def needs_nothing(config, env: Env, documents: bool, recompute: str) -> None:
             p.grad = torch.empty_like(p)
     ids = torch.empty(2 * SEQ, dtype=torch.int64, device="meta")
     batch = Batch(ids, ids, ids, ids, 2, SEQ, ids if documents else None, loss_seed=torch.empty((), device="meta"))
-    batch = replace(batch, beside={name: replace(batch, loss_seed=None) for name in config.reads_beside})
+    beside = {name: replace(batch, loss_seed=None) for name in config.reads_beside}
+    units = {stream.name: meta_units(stream, 4 * stream.largest) for stream in config.reads_units}
+    batch = replace(batch, beside=beside | units)
     with NoHost():
         x = torch.empty(0, device="meta")
         for block in blocks:

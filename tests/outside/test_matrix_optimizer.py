@@ -269,7 +269,7 @@ def test_every_parameter_has_its_role(model):
         elif "relative_attention_bias" in name:
             expected = {"bias"}
         elif len(shape) == 1:
-            expected = {"norm"} if name.endswith("weight") else {"bias", "router"}
+            expected = {"norm"} if name.endswith(("weight", "layer_scalar")) else {"bias", "router"}
         elif name == "shared.weight" or any(word in name for word in ("embed", "wte", "wpe")):
             expected = {"embedding"}
         elif any(

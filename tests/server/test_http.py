@@ -133,7 +133,7 @@ def test_bodies_of_another_type_and_requests_that_are_no_http(start):
 
 def test_paths_and_methods_that_there_are_not(start):
     server = start()
-    assert ask(f"{server.url}/v1/embeddings", b"{}")[0] == 404
+    assert ask(f"{server.url}/v1/images/generations", b"{}")[0] == 404
     assert ask(f"{server.url}/v1/completions")[0] == 405
     assert "invalid_request_error" == ask(f"{server.url}/nothing")[2]["error"]["type"]
 

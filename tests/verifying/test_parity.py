@@ -12,6 +12,7 @@ from phalanx.layout.config import LayoutConfig
 from phalanx.nn.recompute import PRESETS
 from tests.harness.parity import MODELS, base_run, compare, truth_of
 from tests.harness.sample import covering, rest_in_soak
+from tests.quick import QUICK
 
 STEPS = 2
 
@@ -596,9 +597,11 @@ def features(c: dict) -> set:
 
 # Eight ranks on two cores take seconds: every other one of those is for `make soak`, and others that no feature needs.
 LARGE = [name for name in NAMED if NAMED[name]["world"] > 6][1::2]
+OF_QUICK = {entry.partition("[")[2].rstrip("]") for entry in QUICK if "test_named_layouts[" in entry}
 NAMED_SAMPLE = covering(
     {name: features(c) for name, c in NAMED.items() if name not in LARGE}, {n: c["world"] for n, c in NAMED.items()}
 )
+NAMED_SAMPLE += sorted(OF_QUICK - set(NAMED_SAMPLE))
 SAMPLE = random.Random(20261120).sample(sorted(generated()), 5)
 EXPERT_SAMPLE = random.Random(20261121).sample(sorted(generated_experts()), 4)
 CONTEXT_SAMPLE = random.Random(20261122).sample(sorted(generated_context()), 4)

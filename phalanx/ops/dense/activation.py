@@ -39,7 +39,7 @@ def gated_backward(
         products = ((g * s * u).to(weights.dtype) * dy.to(weights.dtype)).sum(-1)
         dweights = products if last is None else torch.where(_before(last, products), products, 0)
         dy = (dy * weights.unsqueeze(-1)).to(x.dtype)
-    dg = dy * u * gate.slope(g, s) * (raw_g <= gate.limit)
+    dg = gate.backward(dy * u, g, s) * (raw_g <= gate.limit)
     du = dy * g * s * (raw_u.abs() <= gate.limit)
     dx = torch.stack((dg, du), -1).flatten(-2) if gate.interleaved else torch.cat((dg, du), -1)
     return dx if last is None else torch.where(_before(last, dx), dx, 0), dweights

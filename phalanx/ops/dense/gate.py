@@ -36,12 +36,12 @@ class Gate:
         """What the sigmoid is of, of a tensor."""
         return self.alpha * (g + self.cubic * g * g * g) if self.cubic else self.alpha * g
 
-    def slope(self, g: Tensor, s: Tensor) -> Tensor:
-        """The derivative of g s(g), given s(g)."""
+    def backward(self, d: Tensor, g: Tensor, s: Tensor) -> Tensor:
+        """The gradient of g from d, that of g s(g)."""
         if self.exact:
-            return s + g * torch.exp(-g * g / 2) / math.sqrt(2 * math.pi)
+            return d * (s + g * torch.exp(-g * g / 2) / math.sqrt(2 * math.pi))
         steep = self.alpha * (g + 3 * self.cubic * g * g * g) if self.cubic else self.alpha * g
-        return s * (1 + steep * (1 - s))
+        return d * s * (1 + steep * (1 - s))
 
 
 SWIGLU = Gate()
