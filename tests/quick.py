@@ -9,6 +9,7 @@ from collections.abc import Mapping
 from types import MappingProxyType
 
 LAYOUT = "verifying/test_parity.py::test_named_layouts"
+KERNEL = "ops/test_kernels.py::test_equals_its_reference"
 QUICK: Mapping[str, str] = MappingProxyType(
     {
         "layout/test_layout.py": "boxes, grids, stages, buckets, shards: pure, and everything rests on them",
@@ -19,7 +20,10 @@ QUICK: Mapping[str, str] = MappingProxyType(
         "planning/test_plan.py": "FLOPs, bytes and plans of every recipe",
         "optim/test_optim.py": "the optimizer and its schedules",
         "ops/test_ops.py": "every op and its gradients against plain PyTorch, in float64",
-        "ops/test_kernels.py": "Triton kernels against their references, interpreted",
+        f"{KERNEL}[norm: add_rms_norm-triton-torch.float32]": "a Triton kernel, interpreted: a norm",
+        f"{KERNEL}[swiglu: swiglu-triton-torch.float32]": "a gated activation",
+        f"{KERNEL}[rope: rope-triton-torch.float32]": "rotary embedding",
+        f"{KERNEL}[rows: rows that repeat-triton-torch.float32]": "the gradient of a lookup",
         "doors/test_house.py": "rooms on floors, no circles, the words of the house",
         "doors/test_doors.py": "files at the root, workflows and this list name what exists",
         f"{LAYOUT}[olmo2 tp4 with 2 kv heads, overlapped, selective recompute, documents]": "tensor parallelism",
