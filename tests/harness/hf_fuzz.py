@@ -424,7 +424,7 @@ REASONS: dict[str, str] = {
     "a value of another type": r"\(it must be ",
     "a value beyond what trains (zero widths, windows or epsilons, an odd head)": r"must be (an integer|a "
     r"number|even|numbers|> |>= |<= |true)",
-    "an activation or dropout that we do not have": r"(hidden_act|hidden_activation|classifier_activation|mlp_dropout|embedding_dropout|activation_function|attention_dropout|router_jitter_noise|embd_pdrop)=",  # noqa: E501
+    "an activation or dropout that we do not have": r"(hidden_act|hidden_activation|classifier_activation|mlp_dropout|embedding_dropout|activation_function|attention_dropout|router_jitter_noise|resid_pdrop|embd_pdrop)=",  # noqa: E501
     "GPT-2 scores scaled otherwise, or cross attention": r"(scale_attn_weights|scale_attn_by_inverse_layer_idx|add_cross_attention)=",  # noqa: E501
     "keys of DeepSeek's own code that transformers ignores": r"(scoring_func|topk_method|moe_layer_freq|attention_bias)=",  # noqa: E501
     "rope_scaling would drop the base of rope_parameters": r"of rope_parameters beside rope_scaling",

@@ -37,11 +37,11 @@ class Gate:
         return self.alpha * (g + self.cubic * g * g * g) if self.cubic else self.alpha * g
 
     def backward(self, d: Tensor, g: Tensor, s: Tensor) -> Tensor:
-        """The gradient of g from d, that of g s(g)."""
+        """The gradient of g from d, that of g s(g); d is overwritten, which saves a buffer of its size."""
         if self.exact:
-            return d * (s + g * torch.exp(-g * g / 2) / math.sqrt(2 * math.pi))
+            return d.mul_(s + g * torch.exp(-g * g / 2) / math.sqrt(2 * math.pi))
         steep = self.alpha * (g + 3 * self.cubic * g * g * g) if self.cubic else self.alpha * g
-        return d * s * (1 + steep * (1 - s))
+        return d.mul_(s).mul_(1 + steep * (1 - s))
 
 
 SWIGLU = Gate()
