@@ -130,6 +130,13 @@ BUILT_IN: Mapping[str, Mapping[str, str]] = MappingProxyType(
                 "zb_h1": "phalanx.schedule.generators:zb_h1",
             }
         ),
+        "config_importer": MappingProxyType(
+            {
+                "megatron": "phalanx.config.importers.megatron:IMPORTER",
+                "torchtitan": "phalanx.config.importers.torchtitan:IMPORTER",
+                "deepspeed": "phalanx.config.importers.deepspeed:IMPORTER",
+            }
+        ),
         "lr_schedule": MappingProxyType(
             {n: f"phalanx.optim.schedules:{n}" for n in ("constant", "linear", "cosine", "wsd", "inverse_sqrt")}
         ),
