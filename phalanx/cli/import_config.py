@@ -35,9 +35,7 @@ def named_values(context: click.Context, option: click.Parameter, values: tuple[
     help="Value of a variable of the script, or of its argument 1, 2, ... (several times).",
 )
 @RANKS
-def import_config(
-    file: str, out: str, framework: str | None, variables: dict[str, str], ranks: int | None
-) -> None:
+def import_config(file: str, out: str, framework: str | None, variables: dict[str, str], ranks: int | None) -> None:
     """Turn a Megatron-LM script, line of arguments or MODEL_ARGS, a torchtitan TOML or a DeepSpeed JSON into a config.
 
     Nothing in FILE is executed. What becomes of each key is printed, and is written in the config as comments.

@@ -474,7 +474,7 @@ RULES = [
         1,
         "model.rope_scaling.high_freq_factor",
         1,
-        "must be > low_freq_factor",
+        "must be >= low_freq_factor",
         {"model.rope_scaling.low_freq_factor"},
         (16,),
     ),

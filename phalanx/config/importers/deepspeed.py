@@ -153,7 +153,6 @@ def precision(t: Translation, ranks: int | None) -> None:
     t.apply({name: BuiltIn("has no effect without fp16") for name in (power, *SCALE)})
     low = "bf16.bf16_master_weights_and_grads"
     t.apply({low: off_or(Missing("masters are fp32; optim.masters=split stores only the bits that weights lack"))})
-    t.apply({"bf16.bf16_optimizer_states": off_or(Becomes("optim.moments", lambda _: "bf16"))})
 
 
 STAGE = "zero_optimization.stage"
@@ -191,41 +190,40 @@ def offload(t: Translation, name: str) -> None:
 
 
 OVERLAP = BuiltIn("exchanges overlap with computation where that is faster")
+FOLDER = BuiltIn("weights/ of each checkpoint is a Hugging Face folder")
 BUCKETS = BuiltIn("weights are gathered by segments of blocks: layout.prefetch")
-ZERO: Mapping[str, Rule] = MappingProxyType(
+ZERO_KEYS: Mapping[str, Rule] = MappingProxyType(
     {
-        f"zero_optimization.{name}": rule
-        for name, rule in {
-            "overlap_comm": OVERLAP,
-            "contiguous_gradients": BuiltIn("gradients are flat buffers"),
-            "reduce_scatter": BuiltIn("gradients are reduced and scattered"),
-            "allgather_partitions": BuiltIn("weights are gathered"),
-            "allgather_bucket_size": BUCKETS,
-            "stage3_prefetch_bucket_size": BUCKETS,
-            "prefetch_bucket_size": BUCKETS,
-            "stage3_max_live_parameters": BUCKETS,
-            "max_live_parameters": BUCKETS,
-            "stage3_max_reuse_distance": BUCKETS,
-            "max_reuse_distance": BUCKETS,
-            "stage3_param_persistence_threshold": BUCKETS,
-            "param_persistence_threshold": BUCKETS,
-            "sub_group_size": BuiltIn("the update is one pass over flat buffers"),
-            "round_robin_gradients": BuiltIn("gradients are reduced where they stay"),
-            "ignore_unused_parameters": BuiltIn("every weight of a model is used"),
-            "stage3_gather_16bit_weights_on_model_save": BuiltIn("weights/ of each checkpoint is a Hugging Face folder"),
-            "stage3_gather_fp16_weights_on_model_save": BuiltIn("weights/ of each checkpoint is a Hugging Face folder"),
-            "gather_16bit_weights_on_model_save": BuiltIn("weights/ of each checkpoint is a Hugging Face folder"),
-            "gather_fp16_weights_on_model_save": BuiltIn("weights/ of each checkpoint is a Hugging Face folder"),
-            "elastic_checkpoint": BuiltIn("a checkpoint has no layout"),
-            "load_from_fp32_weights": BuiltIn("masters are loaded"),
-            "memory_efficient_linear": BuiltIn("weights are read when backward needs them"),
-            "grad_hooks": BuiltIn("no hooks"),
-            "zero_quantized_weights": off_or(Missing("with train.fp8, weights travel as FP8 values")),
-            "zero_quantized_gradients": off_or(Missing("gradients are summed in fp32")),
-            "zero_quantized_nontrainable_weights": off_or(Missing("lora.base=nf4 stores frozen weights quantized")),
-        }.items()
+        "overlap_comm": OVERLAP,
+        "contiguous_gradients": BuiltIn("gradients are flat buffers"),
+        "reduce_scatter": BuiltIn("gradients are reduced and scattered"),
+        "allgather_partitions": BuiltIn("weights are gathered"),
+        "allgather_bucket_size": BUCKETS,
+        "stage3_prefetch_bucket_size": BUCKETS,
+        "prefetch_bucket_size": BUCKETS,
+        "stage3_max_live_parameters": BUCKETS,
+        "max_live_parameters": BUCKETS,
+        "stage3_max_reuse_distance": BUCKETS,
+        "max_reuse_distance": BUCKETS,
+        "stage3_param_persistence_threshold": BUCKETS,
+        "param_persistence_threshold": BUCKETS,
+        "sub_group_size": BuiltIn("the update is one pass over flat buffers"),
+        "round_robin_gradients": BuiltIn("gradients are reduced where they stay"),
+        "ignore_unused_parameters": BuiltIn("every weight of a model is used"),
+        "stage3_gather_16bit_weights_on_model_save": BuiltIn("weights/ of each checkpoint is a Hugging Face folder"),
+        "stage3_gather_fp16_weights_on_model_save": FOLDER,
+        "gather_16bit_weights_on_model_save": FOLDER,
+        "gather_fp16_weights_on_model_save": FOLDER,
+        "elastic_checkpoint": BuiltIn("a checkpoint has no layout"),
+        "load_from_fp32_weights": BuiltIn("masters are loaded"),
+        "memory_efficient_linear": BuiltIn("weights are read when backward needs them"),
+        "grad_hooks": BuiltIn("no hooks"),
+        "zero_quantized_weights": off_or(Missing("with train.fp8, weights travel as FP8 values")),
+        "zero_quantized_gradients": off_or(Missing("gradients are summed in fp32")),
+        "zero_quantized_nontrainable_weights": off_or(Missing("lora.base=nf4 stores frozen weights quantized")),
     }
 )
+ZERO = {f"zero_optimization.{name}": rule for name, rule in ZERO_KEYS.items()}
 TYPE, PARAMS = "optimizer.type", "optimizer.params."
 OPTIMIZERS = {"adam": "adamw", "adamw": "adamw", "lion": "lion", "sgd": "sgd", "muon": "muon"}
 OTHERS = "optimizers here: adamw, muon, lion and sgd"
@@ -259,6 +257,10 @@ def optimizer(t: Translation, ranks: int | None) -> None:
             t.set(f"optim.{name}", lambda i=i: real(t.value(betas, defaults)[i]), betas)  # type: ignore[misc]
     if kind == "adamw":
         t.set("optim.eps", lambda: real(t.value(eps, 1e-8)), eps)
+    slowest = t.setting("optim.beta2")
+    coarse = isinstance(slowest, float) and slowest > 0.99  # bf16 would round smaller changes away
+    eight = Missing("with beta2 > 0.99 bf16 moments would not change; optim.moments=8bit is smaller still")
+    t.apply({"bf16.bf16_optimizer_states": off_or(eight if coarse else Becomes("optim.moments", lambda _: "bf16"))})
     momentum = f"{PARAMS}momentum"
     if kind in ("sgd", "muon"):
         t.set("optim.momentum", lambda: real(t.value(momentum, 0.0 if kind == "sgd" else 0.95)), momentum)

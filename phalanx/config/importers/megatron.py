@@ -31,6 +31,7 @@ from phalanx.config.importers.translation import (
     Refused,
     Rule,
     Translation,
+    Undecided,
     mebibytes,
     number,
     one_of,
@@ -89,7 +90,9 @@ def is_options(script: Script, name: str) -> bool:
     """Whether a variable holds options that no other variable repeats."""
     words = split_words(script.variables[name])
     mine = " ".join(word.text for word in words)
-    others = (" ".join(w.text for w in split_words(found)) for other, found in script.variables.items() if other != name)
+    others = (
+        " ".join(w.text for w in split_words(found)) for other, found in script.variables.items() if other != name
+    )
     return bool(words) and words[0].text.startswith("--") and not any(mine in other for other in others)
 
 
@@ -257,7 +260,9 @@ def surroundings(t: Translation) -> None:
         kind, _, rest = name.partition(" ")
         if kind == "export":
             ours = rest in OURS_TOO or rest.startswith(("NCCL_", "NVTE_", "TORCH_NCCL_"))
-            t.built_in(name, OURS_TOO.get(rest, "of its libraries") if ours else "no option: set it where the run starts")
+            t.built_in(
+                name, OURS_TOO.get(rest, "of its libraries") if ours else "no option: set it where the run starts"
+            )
         elif kind == "launcher":
             what = RANKS.get(rest, "how ranks meet")
             t.built_in(name, f"{what}: phalanx train --ranks N, or torchrun and srun as before")
@@ -279,7 +284,7 @@ def batch_of(t: Translation, ranks: int | None) -> int:
     if t.has(BATCH):
         return whole(t.value(BATCH))
     if ranks is None:
-        raise Refused(f"needs {BATCH}, or --ranks")
+        raise Undecided(f"{BATCH} is not in the text; --ranks gives it, as a micro-batch on each data-parallel rank")
     sizes = [whole(t.value(t.first(*names), 1)) for names in (TP, PP, CP)]
     return whole(t.value(MICRO, 1)) * max(1, ranks // (sizes[0] * sizes[1] * sizes[2]))
 
@@ -341,8 +346,11 @@ def ramp(t: Translation) -> None:
 def evaluation(t: Translation, ranks: int | None) -> None:
     """eval_iters batches of the global size, every eval_interval steps."""
     every, count = "--eval-interval", "--eval-iters"
-    if t.value(count) in ("0", 0):
-        t.apply({name: BuiltIn("no evaluation, as here unless train.eval_interval is set") for name in (every, count)})
+    shares = str(t.value("--split", "")).split(",")
+    nothing = not t.has("--mock-data") and not t.has("--valid-data-path") and [real(n) for n in shares[1:2]] == [0.0]
+    if t.value(count) in ("0", 0) or nothing:
+        says = "--split leaves no tokens for it" if nothing else "no evaluation, as here without train.eval_interval"
+        t.apply({name: BuiltIn(says) for name in (every, count)})
         return
     t.set("train.eval_interval", lambda: whole(t.value(every, 1000)), every)
     if t.has(BATCH) or ranks is not None:
@@ -351,7 +359,13 @@ def evaluation(t: Translation, ranks: int | None) -> None:
         t.by_hand("train.eval_samples", f"{count} * global batch", count)
 
 
-STYLES = {"constant": "constant", "linear": "linear", "cosine": "cosine", "inverse-square-root": "inverse_sqrt", "WSD": "wsd"}
+STYLES = {
+    "constant": "constant",
+    "linear": "linear",
+    "cosine": "cosine",
+    "inverse-square-root": "inverse_sqrt",
+    "WSD": "wsd",
+}
 
 
 def schedule(t: Translation, ranks: int | None) -> None:
@@ -370,7 +384,9 @@ def schedule(t: Translation, ranks: int | None) -> None:
     warmup(t, end, ranks)
     wsd(t, kind, ranks)
     start = "--lr-warmup-init"
-    t.apply({start: ByValue({"0": BuiltIn("warm-up begins at 0"), "0.0": BuiltIn("warm-up begins at 0")}, Missing(FROM_0))})
+    t.apply(
+        {start: ByValue({"0": BuiltIn("warm-up begins at 0"), "0.0": BuiltIn("warm-up begins at 0")}, Missing(FROM_0))}
+    )
 
 
 FROM_0 = "warm-up begins at 0"
@@ -382,23 +398,36 @@ def per_batch(name: str) -> tuple[str, ...]:
 
 
 def decay_steps(t: Translation, end: str, ranks: int | None) -> int:
+    if t.is_open(end):
+        raise Undecided(f"{end} is not known")
     return steps_of(t, end, ranks) if end.endswith("samples") else whole(t.value(end))
 
 
 def warmup(t: Translation, end: str, ranks: int | None) -> None:
     """A fraction of the decay, which by default is the whole run; or steps, or samples."""
     share, steps, samples = "--lr-warmup-fraction", "--lr-warmup-iters", "--lr-warmup-samples"
+
+    def within_run(found: int) -> int:
+        last = t.setting("train.steps")
+        if isinstance(last, int) and found >= last:
+            raise Undecided(f"{found} there, more than the run's {last} steps: its rate only rises")
+        return found
+
     if t.has(share):
         length = end if t.has(end) else t.first("--train-iters", "--train-samples")
 
         def of_decay() -> int:
-            return round(real(t.value(share)) * (decay_steps(t, length, ranks) if t.has(length) else 0))
+            return within_run(round(real(t.value(share)) * (decay_steps(t, length, ranks) if t.has(length) else 0)))
 
         t.set("optim.warmup_steps", of_decay, share, length, *per_batch(length))
     elif t.has(steps):
-        t.set("optim.warmup_steps", lambda: whole(t.value(steps)), steps)
+        t.set("optim.warmup_steps", lambda: within_run(whole(t.value(steps))), steps)
     elif t.has(samples):
-        t.set("optim.warmup_steps", lambda: whole(t.value(samples)) // batch_of(t, ranks), samples, BATCH)
+
+        def of_samples() -> int:
+            return within_run(whole(t.value(samples)) // batch_of(t, ranks))
+
+        t.set("optim.warmup_steps", of_samples, samples, BATCH)
     t.apply({name: BuiltIn("another of its kind is given and counts") for name in (share, steps, samples)})
 
 
@@ -504,7 +533,9 @@ def layout(t: Translation, ranks: int | None) -> None:
         "a2a": Becomes("layout.cp_ulysses", lambda _: whole(t.value(CP[0], 1))),
     }
     with_cp = t.setting("layout.cp") not in (None, 1)
-    t.apply({ring: ByValue(kinds, Missing("layout.cp_ulysses")) if with_cp else BuiltIn("has no effect without cp > 1")})
+    t.apply(
+        {ring: ByValue(kinds, Missing("layout.cp_ulysses")) if with_cp else BuiltIn("has no effect without cp > 1")}
+    )
     bucket = "--ddp-bucket-size"
     t.apply({bucket: Becomes("layout.bucket_mb", lambda value: mebibytes(value, 4))})
 
@@ -512,11 +543,16 @@ def layout(t: Translation, ranks: int | None) -> None:
 EP, ETP = "--expert-model-parallel-size", "--expert-tensor-parallel-size"
 
 
+ZERO = "--zero-stage"
+
+
 def sharding(t: Translation, ranks: int | None) -> None:
     """ZeRO stages: the distributed optimizer is stage 1; Megatron-FSDP says its own."""
     plain, own, torch_own = "--use-distributed-optimizer", "--data-parallel-sharding-strategy", "--use-torch-fsdp2"
     fsdp = t.first("--use-megatron-fsdp", "--use-custom-fsdp")
-    if t.has(torch_own):
+    if t.has(ZERO):  # of Megatron-DeepSpeed
+        t.set("layout.sharding", lambda: whole(t.value(ZERO)), ZERO)
+    elif t.has(torch_own):
         t.set("layout.sharding", 3, torch_own, plain)
     elif t.has(fsdp):
         t.set("layout.sharding", lambda: one_of(STRATEGIES)(t.value(own, "no_shard")), fsdp, own, plain)
@@ -562,11 +598,13 @@ def stages(t: Translation) -> None:
             return uneven_stages(t, layers, first, last)
 
         t.set("layout.stages", uneven, first, last, layers, *PP)
-    t.apply({"--pipeline-model-parallel-layout": ByHand("layout.stages", "blocks of each stage; unset: divided by cost")})
+    t.apply(
+        {"--pipeline-model-parallel-layout": ByHand("layout.stages", "blocks of each stage; unset: divided by cost")}
+    )
 
 
 def uneven_stages(t: Translation, layers: str, first: str, last: str) -> list[int]:
-    """Blocks of each stage: the embedding is the first one's, the head (and what predicts more tokens) the last one's."""
+    """Blocks of each stage: the embedding is the first one's, the head (and multi-token prediction) the last one's."""
     pp, total = whole(t.value(PP[0], 1)), whole(t.value(layers, 0))
     ends = {0: t.value(first), pp - 1: t.value(last)}
     fixed = {at: whole(value) for at, value in ends.items() if value is not None}
@@ -599,7 +637,9 @@ def memory(t: Translation, ranks: int | None) -> None:
         t.apply({short: BuiltIn(f"{kind} counts"), named: BuiltIn("whole layers are recomputed")})
         how, count = "--recompute-method", "--recompute-num-layers"
         whole_layers = {"uniform": BuiltIn("all layers are recomputed")}
-        t.apply({how: ByValue(whole_layers, Missing("all layers are recomputed; a budget: train.recompute_budget_gib"))})
+        t.apply(
+            {how: ByValue(whole_layers, Missing("all layers are recomputed; a budget: train.recompute_budget_gib"))}
+        )
         one: dict[Any, Rule] = {"1": BuiltIn("one layer at a time")}
         t.apply({count: ByValue(one, Missing("one layer at a time; a budget: train.recompute_budget_gib"))})
     elif t.has(short) or t.has(kind):
@@ -671,7 +711,7 @@ def saving(t: Translation, ranks: int | None) -> None:
         t.set("checkpoint.interval", lambda: whole(t.value(every)), every)
     if t.has(keep):
         t.set("checkpoint.keep_every", lambda: whole(t.value(keep)), keep)
-        t.set("checkpoint.keep_last", 1, keep)
+        t.set("checkpoint.keep_last", 2, keep)
     else:
         t.set("checkpoint.keep_last", 0, keep)
     same_place = t.has(load) and same_text(t.value(load), t.value(save)) and t.is_open(load) == t.is_open(save)
@@ -782,6 +822,9 @@ RULES: Mapping[str, Rule] = MappingProxyType(
     {
         "--seed": Becomes("train.seed", whole, 1234),
         "--sequence-parallel": BuiltIn("comes with layout.tp"),
+        "--deepspeed": BuiltIn("there is one engine"),
+        "--deepspeed_config": Missing("import that JSON too: its keys are not read here"),
+        "--no-query-key-layer-scaling": BuiltIn("scores are computed in fp32"),
         "--use-mcore-models": BuiltIn("there is one implementation"),
         "--use-legacy-models": BuiltIn("there is one implementation"),
         "--transformer-impl": KERNELS,
@@ -853,8 +896,12 @@ RULES: Mapping[str, Rule] = MappingProxyType(
         "--start-weight-decay": Missing("weight decay is constant"),
         "--end-weight-decay": Missing("weight decay is constant"),
         "--weight-decay-incr-style": ByValue({"constant": BuiltIn("weight decay is constant")}, Missing()),
-        "--override-opt_param-scheduler": BuiltIn("the config says the schedule, and a change of it is refused or allowed"),
-        "--override-opt-param-scheduler": BuiltIn("the config says the schedule, and a change of it is refused or allowed"),
+        "--override-opt_param-scheduler": BuiltIn(
+            "the config says the schedule, and a change of it is refused or allowed"
+        ),
+        "--override-opt-param-scheduler": BuiltIn(
+            "the config says the schedule, and a change of it is refused or allowed"
+        ),
         "--use-checkpoint-opt_param-scheduler": BuiltIn("a run continues with its schedule"),
         "--use-checkpoint-opt-param-scheduler": BuiltIn("a run continues with its schedule"),
         "--step-batch-size-schedule": Missing("train.rampup grows the batch in equal steps"),

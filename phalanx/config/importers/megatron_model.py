@@ -34,7 +34,7 @@ def traits_of(t: Translation) -> dict[str, Trait]:
     experts = t.has("--num-experts")
     made = {
         "positions": positions(t),
-        "norm": Trait(str(t.value("--normalization", "LayerNorm")), ("--normalization",), "norms"),
+        "norm": norm(t),
         "mlp": activation(t),
         "attention": attention(t),
         "router": router(t),
@@ -46,7 +46,9 @@ def traits_of(t: Translation) -> dict[str, Trait]:
         "groups": groups(t),
         "shared expert": flag(t, "--moe-shared-expert-intermediate-size", "a shared expert"),
         "dropout": dropout(t),
-        "dense layers": Trait(YES if experts and dense_layers(t) else NO, ("--moe-layer-freq",), "layers with no experts"),
+        "dense layers": Trait(
+            YES if experts and dense_layers(t) else NO, ("--moe-layer-freq",), "layers with no experts"
+        ),
         "sinks": Trait(
             NO if t.value("--softmax-type", "vanilla") == "vanilla" else YES, ("--softmax-type",), "attention sinks"
         ),
@@ -57,6 +59,13 @@ def traits_of(t: Translation) -> dict[str, Trait]:
 
 def flag(t: Translation, name: str, says: str, given: str = YES, absent: str = NO) -> Trait:
     return Trait(given if t.has(name) else absent, (name,), says)
+
+
+def norm(t: Translation) -> Trait:
+    """Megatron-DeepSpeed writes it in small letters."""
+    kind = str(t.value("--normalization", "LayerNorm"))
+    known = {"rmsnorm": "RMSNorm", "layernorm": "LayerNorm"}
+    return Trait(known.get(kind.lower(), kind), ("--normalization",), "norms")
 
 
 def positions(t: Translation) -> Trait:
@@ -96,11 +105,13 @@ def fraction(t: Translation) -> float:
 
 
 def groups(t: Translation) -> Trait:
-    keys = ("--group-query-attention", "--num-query-groups")
-    shared = t.has(keys[0]) and t.value(keys[1]) != t.value("--num-attention-heads")
+    keys = ("--group-query-attention", "--num-query-groups", OLD_GROUPS)
+    named = t.value(OLD_GROUPS) if t.has(OLD_GROUPS) else t.value(keys[1], "1")
+    shared = (t.has(keys[0]) or t.has(OLD_GROUPS)) and named != t.value("--num-attention-heads")
     return Trait(YES if shared else NO, keys, "fewer keys than queries")
 
 
+OLD_GROUPS = "--num-key-value-heads"  # of Megatron-DeepSpeed
 DROPOUT = {"--hidden-dropout": "dropout", "--attention-dropout": "attention_dropout"}
 
 
@@ -281,7 +292,7 @@ def lack(t: Translation, trait: Trait, family: str, has: tuple[str, ...]) -> Non
     for key in given:
         t.missing(key, says)
     if not given:
-        t.differ(f"{trait.says}: {trait.value}", says)
+        t.differ(trait.says if trait.value == YES else f"{trait.says}: {trait.value}", says)
 
 
 SIZE_KEYS = (
@@ -329,7 +340,7 @@ def common_sizes(t: Translation, family: str, missing: list[str]) -> None:
     t.set("model.tie_word_embeddings", not t.has(untied), untied)
     t.set("model.initializer_range", lambda: real(t.value("--init-method-std", 0.02)), "--init-method-std")
     if family not in SCALED_OUTPUTS:
-        says = f"{family} draws them like all others, and they grow alike within some hundred steps"
+        says = f"{family} draws all its matrices with one standard deviation"
         t.differ("initial output projections divided by sqrt(2 * layers)", says)
     if "dropout" not in missing:
         set_dropout(t, family)
@@ -380,6 +391,8 @@ def attention_sizes(t: Translation, family: str, missing: list[str]) -> None:
         keys = ("--group-query-attention", "--num-query-groups")
         if t.has(keys[0]):
             t.set("model.num_key_value_heads", lambda: whole(t.value(keys[1], 1)), *keys)
+        elif t.has(OLD_GROUPS):
+            t.set("model.num_key_value_heads", lambda: whole(t.value(OLD_GROUPS)), OLD_GROUPS)
         elif t.has(keys[1]) and not t.settled(keys[1]):
             t.built_in(keys[1], "has no effect without --group-query-attention")
     width = "--kv-channels"
@@ -433,7 +446,9 @@ def norm_and_positions(t: Translation, family: str, missing: list[str]) -> None:
     if has_field(family, "rope_theta"):
         t.set("model.rope_theta", lambda: real(t.value("--rotary-base", 10000)), "--rotary-base")
     else:
-        t.apply({"--rotary-base": BuiltIn("positions are learned"), "--rotary-percent": BuiltIn("positions are learned")})
+        t.apply(
+            {"--rotary-base": BuiltIn("positions are learned"), "--rotary-percent": BuiltIn("positions are learned")}
+        )
     if "rotated part" not in missing and has_field(family, "partial_rotary_factor"):
         t.set("model.partial_rotary_factor", fraction(t), "--rotary-percent")
     rope_scaling(t, family)
@@ -489,7 +504,9 @@ def expert_sizes(t: Translation, family: str, missing: list[str]) -> None:
         if t.has(width):
             t.set("model.moe_intermediate_size", lambda: whole(t.value(width)), width)
         else:
-            t.set("model.moe_intermediate_size", lambda: inner_width(t), "--ffn-hidden-size", origin=f"default of {TITLE}")
+            t.set(
+                "model.moe_intermediate_size", lambda: inner_width(t), "--ffn-hidden-size", origin=f"default of {TITLE}"
+            )
     balance(t)
     which_layers(t, family)
     softmax_order(t, family)
@@ -653,6 +670,8 @@ def bert(t: Translation) -> None:
     binary = "--bert-no-binary-head"
     t.set("model.head", "masked" if t.has(binary) else "pretraining", binary)
     t.set("task.pairs", None if t.has(binary) else "next", binary)
+    if not t.has(binary):
+        t.set("data.document_attention", True, origin="pairs of texts do not read each other")
     t.apply(ENCODER_RULES)
 
 
@@ -667,6 +686,7 @@ def t5(t: Translation) -> None:
     t.set("model.dropout_rate", lambda: real(t.value("--hidden-dropout", 0.1)), "--hidden-dropout")
     t.apply({"--attention-dropout": BuiltIn("dropout_rate holds for attention too")})
     t.set("task.name", "span", origin="the model")
+    t.set("data.packing", "online", origin="the task makes two texts of each document")
     t.set("task.noise", lambda: real(t.value("--mask-prob", 0.15)), "--mask-prob")
     t.set("task.mean_length", 3.0, origin=f"default of {TITLE}")
     length = t.first("--encoder-seq-length", "--seq-length")

@@ -46,7 +46,7 @@ class Word:
     @property
     def shown(self) -> str:
         """As a person would write it."""
-        return MARK.sub(r"\1", self.text)
+        return self.text.replace(OPEN, "").replace(CLOSE, "")
 
     @property
     def unknown(self) -> tuple[str, ...]:
@@ -361,7 +361,7 @@ def _variable(script: Script, name: str, expansion: str) -> list[str]:
 
 
 def unknown(text: str) -> str:
-    return OPEN + MARK.sub(r"\1", text) + CLOSE
+    return OPEN + text.replace(OPEN, "").replace(CLOSE, "") + CLOSE
 
 
 OPERATIONS = {

@@ -33,7 +33,16 @@ from phalanx.config.importers.translation import (
 )
 from phalanx.config.synonyms import NOT_BUILT
 
-TELLING = ("job", "training", "parallelism", "activation_checkpoint", "lr_scheduler", "profiling", "metrics", "experimental")
+TELLING = (
+    "job",
+    "training",
+    "parallelism",
+    "activation_checkpoint",
+    "lr_scheduler",
+    "profiling",
+    "metrics",
+    "experimental",
+)
 """Sections of its TOML; two of them must be there."""
 OLDER = {
     "parallelism.data_parallel_shard_degree": ("training.data_parallel_shard_degree", "training.data_parallel_degree"),
@@ -136,10 +145,13 @@ def model(t: Titan) -> Flavor | None:
         t.by_hand("model.family", says, "model.name", "model.flavor")
         return None
     length = whole(t.value("training.seq_len", 2048))
-    old = t.has("model.tokenizer_path")  # then the vocabulary was the tokenizer's, and rotary embeddings were not scaled
+    old = t.has(
+        "model.tokenizer_path"
+    )  # then the vocabulary was the tokenizer's, and rotary embeddings were not scaled
     for key, value in flavor.sizes.items():
-        if key == "vocab_size" and old and kind == "debugmodel":
-            t.by_hand("model.vocab_size", f"the size of the tokenizer in {t.value('model.tokenizer_path')}")
+        if key in ("vocab_size", "num_hidden_layers") and old and kind == "debugmodel":
+            says = "of its tokenizer" if key == "vocab_size" else "2, 8 or 6 by its version"
+            t.by_hand(f"model.{key}", f"torchtitan's debugmodel has no lasting size: {says}")
         elif not (key == "rope_scaling" and old):
             t.set(f"model.{key}", value, "model.name", "model.flavor")
     t.set("model.max_position_embeddings", length, "training.seq_len")
@@ -207,8 +219,12 @@ ZERO_BUBBLE = "schedules here: gpipe, 1f1b, interleaved and zb_h1"
 
 def stages(t: Titan) -> None:
     name = t.now("parallelism.pipeline_parallel_schedule")
-    more = ("pipeline_parallel_layers_per_stage", "pipeline_parallel_first_stage_less_layers")
-    more += ("pipeline_parallel_last_stage_less_layers", "pipeline_parallel_microbatch_size")
+    more = (
+        "pipeline_parallel_layers_per_stage",
+        "pipeline_parallel_first_stage_less_layers",
+        "pipeline_parallel_last_stage_less_layers",
+        "pipeline_parallel_microbatch_size",
+    )
     if t.setting("layout.pp") in (None, 1):
         t.apply({key: BuiltIn("has no effect without pp > 1") for key in (name, *(f"parallelism.{m}" for m in more))})
         return
@@ -243,7 +259,7 @@ def batches(t: Titan, flavor: Flavor | None, ranks: int | None) -> None:
     dp = data_parallel(t, ranks)
     if dp is None:
         says = f"{whole(t.value(local, 8))} * data-parallel ranks; --ranks computes it"
-        t.by_hand("train.global_batch", says, total)
+        t.by_hand("train.global_batch", says, total, local)
     else:
         t.set("train.global_batch", lambda: whole(t.value(local, 8)) * dp, local, total)
 
@@ -398,7 +414,9 @@ def saving(t: Titan, flavor: Flavor | None, ranks: int | None) -> None:
     on = t.now("checkpoint.enable")
     if t.value(on, False):
         t.set("checkpoint.interval", lambda: whole(t.value("checkpoint.interval", 500)), on, "checkpoint.interval")
-        t.set("checkpoint.keep_last", lambda: whole(t.value("checkpoint.keep_latest_k", 10)), "checkpoint.keep_latest_k")
+        t.set(
+            "checkpoint.keep_last", lambda: whole(t.value("checkpoint.keep_latest_k", 10)), "checkpoint.keep_latest_k"
+        )
         mode = "checkpoint.async_mode"
         t.set("checkpoint.background", t.value(mode, "disabled") != "disabled", mode)
         t.apply(CHECKPOINTS)
@@ -415,7 +433,9 @@ CHECKPOINTS: Mapping[str, Rule] = MappingProxyType(
         "checkpoint.last_save_in_hf": BuiltIn("weights/ of each checkpoint is a Hugging Face folder"),
         "checkpoint.model_weights_only": BuiltIn("weights/ of each checkpoint is a Hugging Face folder"),
         "checkpoint.export_dtype": Missing("phalanx export RUN --dtype writes another one"),
-        "checkpoint.interval_type": ByValue({"steps": BuiltIn("in steps")}, Missing("checkpoints are counted in steps")),
+        "checkpoint.interval_type": ByValue(
+            {"steps": BuiltIn("in steps")}, Missing("checkpoints are counted in steps")
+        ),
     }
 )
 
@@ -454,7 +474,8 @@ RULES: Mapping[str, Rule] = MappingProxyType(
             {"float32": BuiltIn("gradients are summed in fp32")}, Missing("gradients are summed in fp32")
         ),
         "training.dtype": ByValue(
-            {"float32": BuiltIn("masters are fp32")}, Missing("masters are fp32; optim.masters=split stores the missing bits")
+            {"float32": BuiltIn("masters are fp32")},
+            Missing("masters are fp32; optim.masters=split stores the missing bits"),
         ),
         "training.enable_cpu_offload": off_or(Missing("train.offload_layers moves activations to the host")),
         "training.gc_freq": BuiltIn("collected between steps"),

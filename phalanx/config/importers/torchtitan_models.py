@@ -80,6 +80,7 @@ LLAMA3 = {
     "405B": LlamaSizes(16384, 126, 128, 8, 1.2, 4096),
 }
 LLAMA2 = {
+    "debugmodel": LlamaSizes(256, 8, 16, vocab=32000, theta=10000.0),
     "271M": LlamaSizes(1024, 16, 8, vocab=32000, theta=10000.0),
     "1B": LlamaSizes(2048, 18, 16, vocab=32000, theta=10000.0),
     "7B": LlamaSizes(4096, 32, 32, vocab=32000, theta=10000.0),
@@ -109,7 +110,8 @@ def llama4(sizes: Llama4Sizes, chunk: int | None) -> dict[str, Any]:
     }
     whole = int(2 * 4 * c.dim / 3)
     half = int((whole if c.multiplier is None else int(c.multiplier * whole)) / 2)  # one chosen expert, one shared
-    rotary = {"no_rope_layers": [1] * c.layers} if chunk is None else {"no_rope_layer_interval": 4}
+    everywhere = {"no_rope_layers": [1] * c.layers}
+    rotary = everywhere if chunk is None else {"no_rope_layer_interval": 4, "attn_temperature_tuning": False}
     return {
         **c.fields("llama4_text"),
         "intermediate_size": rounded(half, c.unit),
@@ -120,7 +122,6 @@ def llama4(sizes: Llama4Sizes, chunk: int | None) -> dict[str, Any]:
         "router_aux_loss_coef": 0.0,
         "use_qk_norm": False,
         "attention_chunk_size": chunk,
-        "attn_temperature_tuning": False,
         **rotary,
         **({"rope_scaling": scaling} if sizes.scaled else {}),
     }
@@ -303,7 +304,8 @@ def flavors() -> Mapping[tuple[str, str], Flavor]:
         ends = ("_flex_attn", "_varlen_attn") if name == "debugmodel" else ("_flex", "_varlen")
         made |= {("llama3", name): Flavor(same)}
         made |= {("llama3", name + end): Flavor(same, True) for end in ends}
-    made |= {("llama2", name): Flavor(sizes.fields("llama")) for name, sizes in LLAMA2.items()}
+    for name, sizes in LLAMA2.items():  # called llama before there was a third one
+        made[("llama2", name)] = made[("llama", name)] = Flavor(sizes.fields("llama"))
     for name, four in LLAMA4.items():
         chunk = 256 if name == "debugmodel" else 8192
         made[("llama4", name)] = Flavor(llama4(four, None), False, (BIAS,))

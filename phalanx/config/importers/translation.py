@@ -1,7 +1,7 @@
 """What an importer of another framework's config returns: our settings, and what became of every key of theirs.
 
-A key is set, built in (its effect comes by itself here), missing (nothing here does it) or to be set by hand. A key that
-an importer forgets ends up among the missing ones, so none is dropped silently.
+A key is set, built in (its effect comes by itself here), missing (nothing here does it) or to be set by hand. A key
+that an importer forgets ends up among the missing ones, so none is dropped silently.
 """
 
 from __future__ import annotations
@@ -101,6 +101,10 @@ class ConfigImporter(ABC):
 
 class Refused(Exception):
     """A value of theirs that none of ours corresponds to: what is said about it."""
+
+
+class Undecided(Exception):
+    """A value that the text does not decide: what is missing."""
 
 
 def same(value: Any) -> Any:
@@ -212,6 +216,8 @@ class Translation:
             return
         try:
             made = value() if callable(value) else value
+        except Undecided as undecided:
+            return self.by_hand(key, str(undecided), *used)
         except Refused as refused:
             for name in used:
                 self.missing(name, str(refused))
