@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import shlex
 import sys
 from pathlib import Path
@@ -9,6 +10,7 @@ from pathlib import Path
 import click
 
 from phalanx.cli.options import RANKS
+from phalanx.layout.config import LayoutConfig
 
 
 def named_values(context: click.Context, option: click.Parameter, values: tuple[str, ...]) -> dict[str, str]:
@@ -20,6 +22,11 @@ def named_values(context: click.Context, option: click.Parameter, values: tuple[
             raise click.BadParameter(f"{value!r}: must be NAME=VALUE, each name once")
         found[name] = text
     return found
+
+
+def least_ranks(layout: LayoutConfig) -> int:
+    """The smallest world that a layout fits."""
+    return max(1, layout.pp * math.lcm(layout.tp * layout.cp, layout.ep * layout.etp))
 
 
 @click.command("import-config", short_help="Turn another framework's config into a config.")
@@ -53,9 +60,9 @@ def import_config(file: str, out: str, framework: str | None, variables: dict[st
     click.echo(report(imported, out))
     loaded = read(path)
     world = ranks or imported.ranks
-    if loaded.run is not None:
-        layout = loaded.run.layout
-        world = world or max(1, layout.tp * layout.cp * layout.pp)
+    if loaded.run is not None and ranks is None:
+        least = least_ranks(loaded.run.layout)
+        world = world if world and world % least == 0 else least
     found = all_problems(loaded, Facts(world_size=world or 1, local_ranks=world or 1, files=False))
     known = tuple(imported.by_hand)
     left = [p for p in found if not any(p.field == key or key.startswith(f"{p.field}.") for key in known)]

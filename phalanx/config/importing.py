@@ -136,7 +136,7 @@ def listed(imported: Imported) -> dict[str, list[tuple[str, str]]]:
 def shown(outcome: Outcome) -> str:
     """Their key with its value, as far as that is short and no secret."""
     name, value = outcome.key.name, outcome.key.value
-    if value is True or SECRET.search(name) or name.startswith("lines "):
+    if value is True or SECRET.search(name) or name.startswith(("line ", "lines ")):
         return name
     text = value.text if isinstance(value, Open) else value if isinstance(value, str) else json.dumps(value)
     cut = text if len(text) <= LONGEST else text[: LONGEST - 3] + "..."

@@ -41,7 +41,7 @@ TELLING = (
     "steps_per_print",
 )
 """Top-level keys; one of them must be there."""
-AUTO = "auto: the trainer that reads the JSON fills it in"
+AUTO = "the trainer that reads the JSON fills it in"
 
 
 class DeepSpeed(ConfigImporter):

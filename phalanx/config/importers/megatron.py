@@ -154,7 +154,9 @@ def read_text(source: ForeignText) -> tuple[list[ForeignKey], Script, str, int |
     keys = [ForeignKey(f"export {name}", True, line) for name, line in script.exported.items()]
     keys += launcher_keys(before[:-1])
     keys += keys_of(words)
-    keys += [ForeignKey(f"lines {u.first}-{u.last}", u.why, u.first) for u in script.unread]
+    for unread in script.unread:
+        name = f"line {unread.first}" if unread.first == unread.last else f"lines {unread.first}-{unread.last}"
+        keys.append(ForeignKey(name, unread.why, unread.first))
     return keys, script, program, ranks_of(before)
 
 
@@ -266,7 +268,7 @@ def surroundings(t: Translation) -> None:
         elif kind == "launcher":
             what = RANKS.get(rest, "how ranks meet")
             t.built_in(name, f"{what}: phalanx train --ranks N, or torchrun and srun as before")
-        elif kind == "lines":
+        elif kind in ("line", "lines"):
             t.missing(name, f"not read: {t.value(name)}")
         elif kind == "test":
             t.built_in(name, "of the test that runs it")
@@ -648,12 +650,11 @@ def memory(t: Translation, ranks: int | None) -> None:
         ops = list(dict.fromkeys(MODULES[m] for m in modules if m in MODULES and m != "core_attn"))
         preset = "selective" if "core_attn" in modules else "none"
         t.set("train.recompute", preset, kind, short, named)
-        t.set("train.recompute_ops", ops, named)
+        if ops:
+            t.set("train.recompute_ops", ops, named)
     experts = "--moe-layer-recompute"
     if t.has(experts) and t.setting("train.recompute") != "full" and t.setting("train.recompute_ops") is None:
         t.set("train.recompute_ops", ["experts"], experts)
-    elif t.has(experts) and t.setting("train.recompute_ops") == []:
-        t.built_in(experts, "experts are in train.recompute_ops=[experts]")
     t.apply({name: BuiltIn("has no effect without recomputation") for name in RECOMPUTE})
 
 

@@ -1,7 +1,7 @@
 """The `model` section from Megatron-LM's arguments: which family has the same layers, and its sizes.
 
 Where no family has all of a model's traits, the nearest is taken and every trait that it lacks is listed; a model that
-differs in more than one of the traits of ESSENTIAL gets no family.
+differs in more than one of the traits of ESSENTIAL, or in having experts at all, gets no family.
 """
 
 from __future__ import annotations
@@ -12,7 +12,17 @@ from dataclasses import dataclass, fields
 from types import MappingProxyType
 from typing import Any
 
-from phalanx.config.importers.translation import BuiltIn, Missing, Refused, Rule, Translation, number, real, whole
+from phalanx.config.importers.translation import (
+    BuiltIn,
+    ByValue,
+    Missing,
+    Refused,
+    Rule,
+    Translation,
+    number,
+    real,
+    whole,
+)
 from phalanx.config.validate import families
 
 TITLE = "Megatron-LM"
@@ -77,7 +87,7 @@ def positions(t: Translation) -> Trait:
 
 
 def activation(t: Translation) -> Trait:
-    kinds = {"--swiglu": "SwiGLU", "--squared-relu": "squared ReLU", "--quick-geglu": "clamped GLU"}
+    kinds = {"--swiglu": "SwiGLU", "--squared-relu": "squared ReLU", "--quick-geglu": CLAMPED}
     found = [name for name in kinds if t.has(name)]
     return Trait(kinds[found[0]] if found else "GELU", tuple(found[:1]), "the MLP's activation")
 
@@ -152,6 +162,7 @@ def narrow_experts(t: Translation) -> bool:
     return t.has(name) and t.value(name) != t.value("--ffn-hidden-size")
 
 
+CLAMPED = "clamped GLU"
 # what each family has: trait -> values; a trait that is not named may have any value
 LLAMA_LIKE = {
     "positions": ("rope",),
@@ -190,6 +201,16 @@ FAMILIES: Mapping[str, Mapping[str, tuple[str, ...]]] = MappingProxyType(
         "phi3": {**LLAMA_LIKE, "rotated part": (YES,), "window": (YES, NO)},
         "mixtral": {**EXPERTS, "window": (YES, NO), "dense layers": (NO,), "width": (NO,)},
         "qwen3_moe": {**EXPERTS, "head norm": (YES,), "window": (YES, NO)},
+        "gpt_oss": {
+            **EXPERTS,
+            "mlp": (CLAMPED,),
+            "bias": (YES,),
+            "qkv bias": (YES, NO),
+            "window": (YES,),
+            "sinks": (YES,),
+            "dense layers": (NO,),
+            "width": (NO,),
+        },
         "glm4_moe": {
             **LLAMA_LIKE,
             "router": ("sigmoid",),
@@ -214,7 +235,9 @@ def nearest(traits: Mapping[str, Trait]) -> str | None:
 
     def distance(family: str) -> tuple[int, int]:
         missing = lacks(family, traits)
-        return sum(name in ESSENTIAL for name in missing), len(missing)
+        dense = "none" in (*FAMILIES[family]["router"], traits["router"].value)
+        essential = sum(name in ESSENTIAL for name in missing) + ("router" in missing and dense)
+        return essential, len(missing)
 
     best = min(FAMILIES, key=distance)
     return best if distance(best)[0] < 2 else None
@@ -239,7 +262,7 @@ def translate_model(t: Translation, script: str) -> None:
     for name in missing:
         lack(t, traits[name], family, FAMILIES[family][name])
     common_sizes(t, family, missing)
-    for own in (attention_sizes, norm_and_positions, expert_sizes, latent_sizes):
+    for own in (attention_sizes, norm_and_positions, expert_sizes, latent_sizes, clamped_sizes):
         own(t, family, missing)
     t.apply(MODEL_RULES)
 
@@ -477,7 +500,7 @@ def rope_scaling(t: Translation, family: str) -> None:
 
 # ---- experts -------------------------------------------------------------------------------------
 
-COUNT = {"mixtral": "num_local_experts", "qwen3_moe": "num_experts"}
+COUNT = {"mixtral": "num_local_experts", "gpt_oss": "num_local_experts", "qwen3_moe": "num_experts"}
 SCOPES = {"aux_loss": "micro_batch", "seq_aux_loss": "sequence", "global_aux_loss": "global_batch"}
 CAPACITY, DROPS = "--moe-expert-capacity-factor", {"probs": "probability", "position": "position"}
 EXPERT_KEYS = (
@@ -636,6 +659,21 @@ def latent_sizes(t: Translation, family: str, missing: list[str]) -> None:
     else:
         says = "has no effect without a --rotary-scaling-factor"
         t.apply({name: BuiltIn(says) for name in (factor, mscale, everywhere, "--rope-type")})
+
+
+def clamped_sizes(t: Translation, family: str, missing: list[str]) -> None:
+    """gpt-oss: a limit of the MLP's inputs, and a window in every second layer."""
+    if family != "gpt_oss":
+        return
+    limit, every, offset = "--activation-func-clamp-value", "--window-attn-skip-freq", "--glu-linear-offset"
+    if t.has(limit):
+        t.set("model.swiglu_limit", lambda: real(t.value(limit)), limit)
+    second: dict[Any, Rule] = {"2": BuiltIn("every second layer has the window")}
+    one: dict[Any, Rule] = {"1.0": BuiltIn("of the clamped GLU"), "1": BuiltIn("of the clamped GLU")}
+    t.apply(
+        {every: ByValue(second, Missing("every second layer has the window")), offset: ByValue(one, Missing(LACKING))}
+    )
+    t.apply({"--enable-gpt-oss": BuiltIn("the family")})
 
 
 # ---- models of other scripts ---------------------------------------------------------------------

@@ -157,8 +157,8 @@ def model(t: Titan) -> Flavor | None:
     t.set("model.max_position_embeddings", length, "training.seq_len")
     if flavor.yarn is not None and length > YARN_FROM:
         t.set("model.rope_scaling", dict(flavor.yarn), "model.name", "model.flavor")
-    for trait in flavor.lacks:
-        t.differ(trait, "the run trains without")
+    for what, says in flavor.lacks:
+        t.differ(what, says)
     t.differ("initial values: embedding with std 1, head with 1 / sqrt(dim), outputs by depth", "all with one std")
     t.set("data.document_attention", flavor.documents, "model.flavor")
     return flavor

@@ -16,11 +16,11 @@ YARN_FROM = 4096  # longest sequences without YaRN, of the models that have it
 @dataclass(frozen=True)
 class Flavor:
     """sizes: of the model section. documents: attention stays inside documents. lacks: traits of theirs that the family
-    does not have. yarn: the scaling of sequences longer than YARN_FROM."""
+    does not have, and what it has. yarn: the scaling of sequences longer than YARN_FROM."""
 
     sizes: Mapping[str, Any]
     documents: bool = False
-    lacks: tuple[str, ...] = ()
+    lacks: tuple[tuple[str, str], ...] = ()
     yarn: Mapping[str, Any] | None = None
 
 
@@ -132,7 +132,7 @@ LLAMA4 = {
     "17bx16e": Llama4Sizes(LlamaSizes(5120, 48, 40, 8, 1.2, 2048, 202048), 16, 1, True),
     "17bx128e": Llama4Sizes(LlamaSizes(5120, 48, 40, 8, 1.2, 2048, 202048), 128, 2, False),
 }
-BIAS = "experts evened out by a bias of the router, which llama4_text has not"
+BIAS = ("experts evened out by a bias of the router", "llama4_text has no such bias")
 
 
 @dataclass(frozen=True)
@@ -247,7 +247,7 @@ DEEPSEEK = {
     "236B": DeepSeekSizes(5120, 60, 1, 128, 12288, 1536, 160, 2, 6, 102400, (8, 3), 16.0, 1536, mscale=1.0),
     "671B": DeepSeekSizes(7168, 61, 3, 128, 18432, 2048, 256, 1, 8, 129280, (8, 4), 2.5, 1536, True, True, 1.0),
 }
-SOFTMAX = "experts scored by a softmax, where deepseek_v3 has sigmoids"
+SOFTMAX = ("experts scored by a softmax", "deepseek_v3 scores them by sigmoids")
 
 
 def deepseek_flavor(c: DeepSeekSizes) -> Flavor:
@@ -293,7 +293,7 @@ OSS_YARN = {
     "beta_slow": 1.0,
     "truncate": False,
 }
-OSS_BIAS = "experts evened out by a bias of the router, which gpt_oss has not"
+OSS_BIAS = (BIAS[0], "gpt_oss has no such bias")
 
 
 def flavors() -> Mapping[tuple[str, str], Flavor]:
