@@ -9,6 +9,7 @@ from pathlib import Path
 
 import click
 
+from phalanx.base.errors import Problem
 from phalanx.cli.options import RANKS
 from phalanx.layout.config import LayoutConfig
 
@@ -22,6 +23,15 @@ def named_values(context: click.Context, option: click.Parameter, values: tuple[
             raise click.BadParameter(f"{value!r}: must be NAME=VALUE, each name once")
         found[name] = text
     return found
+
+
+FOR_RULES = {"model.vocab_size": 32768, "train.steps": 1_000_000}
+"""Values with which the rules of all other keys can be checked while these are still to be set by hand."""
+
+
+def is_about(problem: Problem, key: str) -> bool:
+    """Whether a problem is one of a key, or of a section that it is in."""
+    return key in problem.because or problem.field == key or key.startswith(f"{problem.field}.")
 
 
 def least_ranks(layout: LayoutConfig) -> int:
@@ -58,13 +68,13 @@ def import_config(file: str, out: str, framework: str | None, variables: dict[st
     path = Path(out)
     write(yaml_text(imported, shlex.join(["phalanx", *sys.argv[1:]]), file), path)
     click.echo(report(imported, out))
-    loaded = read(path)
+    for_rules = [f"{key}={value}" for key, value in FOR_RULES.items() if key in imported.by_hand]
+    loaded = read(path, for_rules)
     world = ranks or imported.ranks
     if loaded.run is not None and ranks is None:
         least = least_ranks(loaded.run.layout)
         world = world if world and world % least == 0 else least
     found = all_problems(loaded, Facts(world_size=world or 1, local_ranks=world or 1, files=False))
-    known = tuple(imported.by_hand)
-    left = [p for p in found if not any(p.field == key or key.startswith(f"{p.field}.") for key in known)]
+    left = [p for p in found if not any(is_about(p, key) for key in imported.by_hand)]
     if left:
         raise ConfigError(left)

@@ -156,9 +156,10 @@ def table(rows: Sequence[tuple[str, str]]) -> Iterator[str]:
     """Two columns; a name too long for the first one has a line of its own."""
     first = min(32, max(len(name) for name, _ in rows))
     for name, says in rows:
-        lines = textwrap.wrap(says, WIDTH - first - 4, **WRAP) or [""]
+        lines = textwrap.wrap(says, WIDTH - first - 4, break_on_hyphens=False) or [""]
         if len(name) > first:
-            yield from textwrap.wrap(name, WIDTH - 2, initial_indent="  ", subsequent_indent="    ")
+            indents = {"initial_indent": "  ", "subsequent_indent": "    "}
+            yield from textwrap.wrap(name, WIDTH, break_on_hyphens=False, **indents)  # type: ignore[arg-type]
             name = ""
         for i, line in enumerate(lines):
             yield f"  {(name if i == 0 else '').ljust(first)}  {line}".rstrip()

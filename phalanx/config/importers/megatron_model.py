@@ -1,7 +1,7 @@
 """The `model` section from Megatron-LM's arguments: which family has the same layers, and its sizes.
 
-Where no family has all of a model's traits, the nearest is taken and every trait that it lacks is listed; a model that
-differs in more than one of the traits of ESSENTIAL, or in having experts at all, gets no family.
+Where no family has all of a model's traits, the nearest is taken and every trait that it lacks is listed. A model that
+differs in more than two traits, in two of those in ESSENTIAL, or in having experts or latent attention, gets no family.
 """
 
 from __future__ import annotations
@@ -221,6 +221,7 @@ FAMILIES: Mapping[str, Mapping[str, tuple[str, ...]]] = MappingProxyType(
         "deepseek_v3": {**LLAMA_LIKE, "attention": ("latent",), "router": ("sigmoid", "none"), "head norm": (YES, NO)},
     }
 )
+MOST_LACKING = 2
 ESSENTIAL = ("positions", "norm", "mlp", "attention", "router")
 
 
@@ -236,11 +237,12 @@ def nearest(traits: Mapping[str, Trait]) -> str | None:
     def distance(family: str) -> tuple[int, int]:
         missing = lacks(family, traits)
         dense = "none" in (*FAMILIES[family]["router"], traits["router"].value)
-        essential = sum(name in ESSENTIAL for name in missing) + ("router" in missing and dense)
-        return essential, len(missing)
+        essential = sum(name in ESSENTIAL for name in missing)
+        return essential + ("attention" in missing) + ("router" in missing and dense), len(missing)
 
     best = min(FAMILIES, key=distance)
-    return best if distance(best)[0] < 2 else None
+    essential, all_of_them = distance(best)
+    return best if essential < 2 and all_of_them <= MOST_LACKING else None
 
 
 # ---- the section ---------------------------------------------------------------------------------
