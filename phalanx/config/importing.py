@@ -12,7 +12,7 @@ from typing import Any
 from phalanx.base.errors import ConfigError, Problem
 from phalanx.base.registry import NotFound, find, names
 from phalanx.base.rules import near_paths
-from phalanx.config.importers.translation import SEAM, ConfigImporter, ForeignText, Imported, Open, Outcome
+from phalanx.config.importers.translation import SEAM, ConfigImporter, ForeignText, Imported, KeyOutcome, OpenValue
 
 MAX_BYTES = 1 << 20  # of a config
 WIDTH = 80
@@ -133,12 +133,12 @@ def listed(imported: Imported) -> dict[str, list[tuple[str, str]]]:
     return {title: rows for title, rows in made.items() if rows}
 
 
-def shown(outcome: Outcome) -> str:
+def shown(outcome: KeyOutcome) -> str:
     """Their key with its value, as far as that is short and no secret."""
     name, value = outcome.key.name, outcome.key.value
     if value is True or SECRET.search(name) or name.startswith(("line ", "lines ")):
         return name
-    text = value.text if isinstance(value, Open) else value if isinstance(value, str) else json.dumps(value)
+    text = value.text if isinstance(value, OpenValue) else value if isinstance(value, str) else json.dumps(value)
     cut = text if len(text) <= LONGEST else text[: LONGEST - 3] + "..."
     return f"{name} {cut}" if name.startswith("--") or " " in name else f"{name}={cut}"
 

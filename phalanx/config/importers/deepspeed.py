@@ -19,7 +19,7 @@ from phalanx.config.importers.translation import (
     ForeignText,
     Imported,
     Missing,
-    Open,
+    OpenValue,
     Refused,
     Rule,
     Translation,
@@ -75,7 +75,7 @@ def keys_of(data: Mapping[str, Any], prefix: str = "") -> Iterator[ForeignKey]:
         if isinstance(value, dict) and value:
             yield from keys_of(value, f"{path}.")
         else:
-            yield ForeignKey(path, Open("auto", AUTO) if value == "auto" else value)
+            yield ForeignKey(path, OpenValue("auto", AUTO) if value == "auto" else value)
 
 
 TOTAL, EACH, STEPS = "train_batch_size", "train_micro_batch_size_per_gpu", "gradient_accumulation_steps"

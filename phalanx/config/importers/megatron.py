@@ -16,7 +16,7 @@ from ruamel.yaml.error import MarkedYAMLError
 from ruamel.yaml.nodes import MappingNode, ScalarNode, SequenceNode
 
 from phalanx.config.importers.megatron_model import TITLE, kind_of, translate_model
-from phalanx.config.importers.shell import Script, UnclosedQuote, Word, expand, read_script
+from phalanx.config.importers.shell import Script, ShellWord, UnclosedQuote, expand, read_script
 from phalanx.config.importers.translation import (
     Becomes,
     BuiltIn,
@@ -27,7 +27,7 @@ from phalanx.config.importers.translation import (
     ForeignText,
     Imported,
     Missing,
-    Open,
+    OpenValue,
     Refused,
     Rule,
     Translation,
@@ -60,7 +60,7 @@ MORE_OPTIONS = re.compile(r"ARG|OPT|EXTRA|FLAG")
 RANKS = {"--nproc_per_node": "ranks of a machine", "--nproc-per-node": "ranks of a machine", "--nnodes": "machines"}
 
 
-def words_of(source: ForeignText, script: Script) -> tuple[list[Word], list[Word]]:
+def words_of(source: ForeignText, script: Script) -> tuple[list[ShellWord], list[ShellWord]]:
     """The words before the program and its arguments, in the last command that has any."""
     for words in reversed(script.commands):
         found = split_command(words)
@@ -71,12 +71,12 @@ def words_of(source: ForeignText, script: Script) -> tuple[list[Word], list[Word
         if PROGRAM.search(text) and " --" in text and name not in script.given:
             last = text.rpartition(";")[2]
             line = script.variables[name][0].line
-            return split_command([Word(word, line) for word in last.split()]) or ([], [])
+            return split_command([ShellWord(word, line) for word in last.split()]) or ([], [])
     held = [name for name in script.variables if is_options(script, name)]
     return [], [word for name in held for word in split_words(script.variables[name])]
 
 
-def split_command(words: list[Word]) -> tuple[list[Word], list[Word]] | None:
+def split_command(words: list[ShellWord]) -> tuple[list[ShellWord], list[ShellWord]] | None:
     """Before the program and after it; None if the command has no options of a program."""
     programs = [i for i, word in enumerate(words) if PROGRAM.fullmatch(word.text)]
     if programs and any(word.text.startswith("--") for word in words[programs[0] :]):
@@ -96,11 +96,11 @@ def is_options(script: Script, name: str) -> bool:
     return bool(words) and words[0].text.startswith("--") and not any(mine in other for other in others)
 
 
-def split_words(words: list[Word]) -> list[Word]:
-    return [Word(text, word.line) for word in words for text in word.text.split()]
+def split_words(words: list[ShellWord]) -> list[ShellWord]:
+    return [ShellWord(text, word.line) for word in words for text in word.text.split()]
 
 
-def keys_of(words: Sequence[Word]) -> list[ForeignKey]:
+def keys_of(words: Sequence[ShellWord]) -> list[ForeignKey]:
     """Arguments as keys: a switch is True, several values are a list. Words that no option takes are keys too."""
     made: list[ForeignKey] = []
     at = 0
@@ -111,36 +111,36 @@ def keys_of(words: Sequence[Word]) -> list[ForeignKey]:
             made.append(ForeignKey(word.shown, opened(word), word.line))
             continue
         name, equals, value = word.text.partition("=")
-        values = [Word(value, word.line)] if equals else []
+        values = [ShellWord(value, word.line)] if equals else []
         while at < len(words) and not words[at].text.startswith("--") and not carries_options(words[at]):
             values.append(words[at])
             at += 1
         found = [opened(v) for v in values]
-        still_open = next((v for v in found if isinstance(v, Open)), None)
+        still_open = next((v for v in found if isinstance(v, OpenValue)), None)
         plain: Any = True if not found else (found[0] if len(found) == 1 else found)
         if still_open is not None:
-            plain = Open(" ".join(v.shown for v in values), still_open.why)
+            plain = OpenValue(" ".join(v.shown for v in values), still_open.why)
         made.append(ForeignKey(name, plain, word.line))
     return made
 
 
-def carries_options(word: Word) -> bool:
+def carries_options(word: ShellWord) -> bool:
     """Whether a word is an unknown variable that by its name holds more options."""
     return not word.known and word.text.startswith("\x01") and bool(MORE_OPTIONS.search(word.text.upper()))
 
 
-def opened(word: Word) -> Any:
+def opened(word: ShellWord) -> Any:
     """The text of a word without the quotes that a shell would keep, or why it is not known."""
     if word.known:
         return word.text[1:-1] if re.fullmatch(r"'[^']*'", word.text) else word.text
     names = ", ".join(dict.fromkeys(word.unknown))
     argument = re.fullmatch(r"\$\{?(\d)\}?", names)
     if argument:
-        return Open(word.shown, f"it is argument {argument[1]} of the script (--var {argument[1]}=VALUE gives it)")
+        return OpenValue(word.shown, f"it is argument {argument[1]} of the script (--var {argument[1]}=VALUE gives it)")
     name = re.fullmatch(r"\$\{?([A-Za-z_]\w*)\}?", names)
     if name:
-        return Open(word.shown, f"nothing in the text sets {name[1]} (--var {name[1]}=VALUE does)")
-    return Open(word.shown, f"{names} is not known before the script runs")
+        return OpenValue(word.shown, f"nothing in the text sets {name[1]} (--var {name[1]}=VALUE does)")
+    return OpenValue(word.shown, f"{names} is not known before the script runs")
 
 
 def read_text(source: ForeignText) -> tuple[list[ForeignKey], Script, str, int | None]:
@@ -160,7 +160,7 @@ def read_text(source: ForeignText) -> tuple[list[ForeignKey], Script, str, int |
     return keys, script, program, ranks_of(before)
 
 
-def launcher_keys(words: list[Word]) -> list[ForeignKey]:
+def launcher_keys(words: list[ShellWord]) -> list[ForeignKey]:
     named = [word for word in words if word.text.startswith("--")]
     if not named:
         return []
@@ -168,7 +168,7 @@ def launcher_keys(words: list[Word]) -> list[ForeignKey]:
     return [ForeignKey(f"launcher {key.name}", key.value, key.line) for key in keys_of(words[first:])]
 
 
-def ranks_of(words: list[Word]) -> int | None:
+def ranks_of(words: list[ShellWord]) -> int | None:
     """Ranks of a machine times machines, if the launcher says both and they are numbers."""
     said = {key.name: key.value for key in keys_of(words)}
     each = said.get("--nproc_per_node", said.get("--nproc-per-node"))
@@ -185,7 +185,7 @@ def read_yaml_arguments(source: ForeignText) -> tuple[list[ForeignKey], Script, 
     except MarkedYAMLError as error:
         mark = error.problem_mark or error.context_mark
         raise source.refuse(f"is not YAML ({error.problem or error.context})", mark.line + 1 if mark else 1) from None
-    script = Script({name: [Word(value, 0)] for name, value in source.variables.items()})
+    script = Script({name: [ShellWord(value, 0)] for name, value in source.variables.items()})
     keys: list[ForeignKey] = []
     for key, value in node.value if isinstance(node, MappingNode) else ():
         inner = value.value if isinstance(value, MappingNode) else ()
@@ -215,7 +215,7 @@ def yaml_key(script: Script, key: Any, value: Any) -> ForeignKey | None:
     else:
         texts = [value.value]
     words = [word for text in texts for word in expand(script, quoted(text), line)]
-    return keys_of([Word(key.value, line), *words])[0]
+    return keys_of([ShellWord(key.value, line), *words])[0]
 
 
 def quoted(text: str) -> str:

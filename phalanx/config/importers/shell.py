@@ -33,7 +33,7 @@ class Token:
 
 
 @dataclass(frozen=True)
-class Word:
+class ShellWord:
     """An expanded word; text may hold marks of what is not known."""
 
     text: str
@@ -54,7 +54,7 @@ class Word:
 
 
 @dataclass(frozen=True)
-class Unread:
+class UnreadLines:
     """Lines whose effect is not known."""
 
     first: int
@@ -74,19 +74,19 @@ class UnclosedQuote(Exception):
 class Script:
     """variables: words of each (one for a plain value). exported: names with their lines. commands: expanded."""
 
-    variables: dict[str, list[Word]] = field(default_factory=dict)
+    variables: dict[str, list[ShellWord]] = field(default_factory=dict)
     arrays: set[str] = field(default_factory=set)
     exported: dict[str, int] = field(default_factory=dict)
-    commands: list[list[Word]] = field(default_factory=list)
-    unread: list[Unread] = field(default_factory=list)
+    commands: list[list[ShellWord]] = field(default_factory=list)
+    unread: list[UnreadLines] = field(default_factory=list)
     given: frozenset[str] = frozenset()
 
 
 def read_script(text: str, variables: Mapping[str, str]) -> Script:
     """Read a script; `variables`: values that the user gives to names, or to arguments by number. UnclosedQuote if it
     cannot be read."""
-    script = Script({name: [Word(value, 0)] for name, value in variables.items()}, given=frozenset(variables))
-    Reader(script, tokens(text)).block(())
+    script = Script({name: [ShellWord(value, 0)] for name, value in variables.items()}, given=frozenset(variables))
+    ShellReader(script, tokens(text)).block(())
     return script
 
 
@@ -234,7 +234,7 @@ class Lexer:
 # ---- expansion -----------------------------------------------------------------------------------
 
 
-def expand(script: Script, raw: str, line: int, depth: int = 0) -> list[Word]:
+def expand(script: Script, raw: str, line: int, depth: int = 0) -> list[ShellWord]:
     """The words that a raw word becomes: quotes removed, variables replaced, and split where they were not quoted."""
     made, current, started = list[str](), "", False
     at = 0
@@ -271,7 +271,7 @@ def expand(script: Script, raw: str, line: int, depth: int = 0) -> list[Word]:
             current, started, at = current + char, True, at + 1
     if started:
         made.append(current)
-    return [Word(text, line) for text in made]
+    return [ShellWord(text, line) for text in made]
 
 
 def _quoted(raw: str, at: int) -> tuple[str, int]:
@@ -399,7 +399,7 @@ def _calculated(node: ast.expr) -> int:
 # ---- statements ----------------------------------------------------------------------------------
 
 
-class Reader:
+class ShellReader:
     """Goes through the statements of a script and records what they do to variables."""
 
     def __init__(self, script: Script, found: list[Token]):
@@ -473,7 +473,7 @@ class Reader:
         inside = self.found[start:end]
         matters = any(t.array is not None or ASSIGNMENT.match(t.text) or "--" in t.text for t in inside)
         if active and matters:
-            self.script.unread.append(Unread(first or inside[0].line, inside[-1].line, why))
+            self.script.unread.append(UnreadLines(first or inside[0].line, inside[-1].line, why))
 
     def _condition(self, found: list[Token]) -> bool | None:
         """Whether a condition holds; None if that is not known."""
@@ -545,7 +545,7 @@ class Reader:
         if assigned[0].text in ("source", "."):
             line = assigned[0].line
             names = " ".join(token.text for token in assigned[1:])
-            self.script.unread.append(Unread(line, line, f"reads another file, {names}"))
+            self.script.unread.append(UnreadLines(line, line, f"reads another file, {names}"))
         elif assigned[0].text == "unset":
             for token in assigned[1:]:
                 self.script.variables.pop(token.text, None)
@@ -562,10 +562,10 @@ class Reader:
             words = [w for t in token.array if t.text != "\n" for w in expand(self.script, t.text, t.line)]
             self.script.arrays.add(name)
         else:
-            words = [Word(" ".join(w.text for w in expand(self.script, raw, token.line)), token.line)]
+            words = [ShellWord(" ".join(w.text for w in expand(self.script, raw, token.line)), token.line)]
         before = self.script.variables.get(name, []) if plus else []
         if before and token.array is None:
-            before, words = [], [Word(before[0].text + words[0].text, token.line)]
+            before, words = [], [ShellWord(before[0].text + words[0].text, token.line)]
         self.script.variables[name] = [*before, *words]
         if exported:
             self.script.exported[name] = token.line

@@ -30,7 +30,7 @@ class ForeignKey:
 
 
 @dataclass(frozen=True)
-class Open:
+class OpenValue:
     """A value that the text leaves open: how it is written, and why it is not known."""
 
     text: str
@@ -38,7 +38,7 @@ class Open:
 
 
 @dataclass(frozen=True)
-class Outcome:
+class KeyOutcome:
     """What became of a key. keys: those of ours that it decides."""
 
     key: ForeignKey
@@ -62,7 +62,7 @@ class Imported:
 
     framework: str
     settings: Mapping[str, Setting]
-    outcomes: tuple[Outcome, ...]
+    outcomes: tuple[KeyOutcome, ...]
     by_hand: Mapping[str, str]
     differs: tuple[tuple[str, str], ...] = ()
     ranks: int | None = None
@@ -168,7 +168,7 @@ class Translation:
         self._all = tuple(keys)
         self._last = {key.name: key for key in keys}  # of a key that is given twice, the last one counts
         self._settings: dict[str, Setting] = {}
-        self._outcomes: dict[str, Outcome] = {}
+        self._outcomes: dict[str, KeyOutcome] = {}
         self._waiting: dict[str, tuple[str, str]] = {}  # known keys of a value that another key leaves open
         self._by_hand: dict[str, str] = {}
         self._differs: list[tuple[str, str]] = []
@@ -179,7 +179,7 @@ class Translation:
         return name in self._last
 
     def is_open(self, name: str) -> bool:
-        return self.has(name) and isinstance(self._last[name].value, Open)
+        return self.has(name) and isinstance(self._last[name].value, OpenValue)
 
     def value(self, name: str, default: Any = None) -> Any:
         """Their value, or `default` if the key is absent or its value is open."""
@@ -264,11 +264,11 @@ class Translation:
         outcomes = tuple(self._outcome(key) for key in self._all)
         return Imported(self.framework, self._settings, outcomes, self._by_hand, tuple(self._differs), ranks)
 
-    def _outcome(self, key: ForeignKey) -> Outcome:
+    def _outcome(self, key: ForeignKey) -> KeyOutcome:
         counts = self._last[key.name]
         if key is counts:
             return self._outcomes[key.name]
-        return Outcome(key, "built in", (), f"given again on line {counts.line}, and the last one counts")
+        return KeyOutcome(key, "built in", (), f"given again on line {counts.line}, and the last one counts")
 
     def _apply(self, name: str, rule: Rule) -> None:
         if isinstance(rule, Becomes):
@@ -295,7 +295,7 @@ class Translation:
             else:
                 raise ValueError(f"{name} is {kind}, but it was {before.kind} already")
         keys = (*(before.keys if before else ()), *((key,) if key else ()))
-        self._outcomes[name] = Outcome(self._last[name], kind, tuple(dict.fromkeys(keys)), says)
+        self._outcomes[name] = KeyOutcome(self._last[name], kind, tuple(dict.fromkeys(keys)), says)
 
 
 # ---- conversions that several importers need
