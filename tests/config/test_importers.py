@@ -546,11 +546,11 @@ BY_HAND = MappingProxyType(
         "train.recompute": "full",
         "train.recompute_budget_gib": "70",
         "optim.name": "adamw",
-        "optim.lr": "1e-4",
+        "optim.lr": "0.0001",
         "optim.weight_decay": "0.1",
         "optim.beta1": "0.9",
         "optim.beta2": "0.95",
-        "optim.eps": "1e-8",
+        "optim.eps": "0.00000001",
         "optim.clip_grad": "1.0",
         "optim.schedule": "constant",
         "optim.warmup_steps": "10",
@@ -579,6 +579,20 @@ def overrides_of(found: Imported) -> list[str]:
     return made
 
 
+def set_by_hand(found: Imported) -> dict[str, Any]:
+    """The same as plain values, section by section."""
+    made: dict[str, Any] = {}
+    yaml = YAML(typ="safe", pure=True)
+    for text in overrides_of(found):
+        key, _, value = text.partition("=")
+        *outer, last = key.split(".")
+        place = made
+        for step in outer:
+            place = place.setdefault(step, {})
+        place[last] = yaml.load(value)
+    return made
+
+
 def written(path: Path, folder: Path, ranks: int | None = None) -> Path:
     out = folder / "run.yaml"
     out.write_text(yaml_text(imported(path, ranks), "phalanx import-config", path.name))
@@ -587,7 +601,7 @@ def written(path: Path, folder: Path, ranks: int | None = None) -> Path:
 
 @pytest.mark.parametrize("path", EVERY, ids=name_of)
 def test_the_config_is_accepted_once_the_rest_is_set(path, tmp_path):
-    loaded = read(written(path, tmp_path), overrides_of(imported(path)))
+    loaded = read(written(path, tmp_path), base=set_by_hand(imported(path)))
     assert loaded.run is not None and not loaded.problems, loaded.problems
     ranks = least_ranks(loaded.run.layout)
     assert all_problems(loaded, Facts(world_size=ranks, local_ranks=ranks, files=False)) == []
