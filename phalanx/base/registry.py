@@ -55,6 +55,7 @@ BUILT_IN: Mapping[str, Mapping[str, str]] = MappingProxyType(
                 "llava": "phalanx.models.llava:FAMILY",
                 "qwen2_5_vl": "phalanx.models.qwen2_5_vl:FAMILY",
                 "qwen3_vl": "phalanx.models.qwen3_vl:FAMILY",
+                "whisper": "phalanx.models.whisper:FAMILY",
             }
         ),
         "optimizer": MappingProxyType(
@@ -117,6 +118,7 @@ BUILT_IN: Mapping[str, Mapping[str, str]] = MappingProxyType(
                 "span": "phalanx.engine.objectives.span:SpanCorruption",
                 "ul2": "phalanx.engine.objectives.ul2:UL2",
                 "seq2seq": "phalanx.engine.objectives.seq2seq:Seq2Seq",
+                "transcribe": "phalanx.engine.objectives.transcribe:Transcribe",
                 "fim": "phalanx.engine.objectives.fim:FillInTheMiddle",
                 "embed": "phalanx.engine.objectives.embed:Embed",
                 "prefix": "phalanx.engine.objectives.prefix:PrefixLM",

@@ -11,7 +11,7 @@ from phalanx.config.run import Run
 def check_units(run: Run, files: bool) -> list[Problem]:
     """A capacity for each stream that the model reads, and for no other; a processor that fits. files: whether files
     are there to be read."""
-    read, room = {stream.name: stream for stream in run.model.reads_units}, run.data.room
+    read, room = {stream.name: stream for stream in run.model.needs_room}, run.data.room
     because = {"model.family": run.model.family}
     found = []
     if unknown := sorted(set(room) - set(read)):
@@ -20,7 +20,7 @@ def check_units(run: Run, files: bool) -> list[Problem]:
         found.append(problem("data", run.data, "room", f"{rule} (not {', '.join(unknown)})", because, ({},)))
     for name, stream in read.items():
         if room.get(name, 0) < stream.joined:
-            rule = f"must say how many rows of {name} a sequence has room for: some multiple of the rows of an image"
+            rule = f"must say how many rows of {name} a sequence has room for: some multiple of those of one file"
             valid = ({**{k: v for k, v in room.items() if k in read}, name: 4 * stream.largest},)
             found.append(problem("data", run.data, "room", rule, because, valid))
     return found + check_images(run, files) + (check_not_built(run) if read else [])
@@ -28,7 +28,7 @@ def check_units(run: Run, files: bool) -> list[Problem]:
 
 def check_images(run: Run, files: bool) -> list[Problem]:
     """What says how images become numbers, where the model reads any."""
-    data, spec = run.data, run.model.pictures
+    data, spec = run.data, run.model.media
     if spec is None:
         because = {"model.family": run.model.family}
         return no_effect("data", data, ("processor", "image_workers"), "a model that reads images", because)

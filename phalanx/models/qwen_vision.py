@@ -100,7 +100,7 @@ class QwenVLConfig(DecoderConfig):
         return PatchForm(v.patch_size, largest=largest, **form)
 
     @property
-    def pictures(self) -> PictureSpec:
+    def media(self) -> PictureSpec:
         return PictureSpec(self.patch_form, self.image_token_id, None, usual_processor(self.vision), None, True)
 
     @property

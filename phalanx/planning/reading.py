@@ -24,7 +24,7 @@ def reading_of(run: Run) -> Reading:
 def pictures_of(run: Run) -> SampleImages | None:
     """What gives samples their images, where the model reads any; tokens of a run's own source have none. DataError for
     a processor that does not fit."""
-    spec = run.model.pictures
+    spec = run.model.media
     if spec is None or run.data.source is not None:
         return None
     if run.data.mock:

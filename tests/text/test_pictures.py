@@ -95,8 +95,8 @@ def run_of(folder: Path, where: Path, chats: str, task: str = "sft", **data: Any
 
 
 def loader_of(run: Run, say=lambda line: None) -> Loader:
-    data = use_text(run.data, run.dir, 400, train_on=ChatUse("answers", run.model.pictures), say=say)
-    assert find_text(run.data, run.dir, ChatUse("answers", run.model.pictures)) == data
+    data = use_text(run.data, run.dir, 400, train_on=ChatUse("answers", run.model.media), say=say)
+    assert find_text(run.data, run.dir, ChatUse("answers", run.model.media)) == data
     run = replace(run, data=data)
     how = {"seq_length": SEQ, "seed": 1, "vocab_size": 400, "samples": 8}
     return train_loader(run.data, **how, reading=reading_of(run))
@@ -113,7 +113,7 @@ RECORDS = [
 
 def expected_rows(run: Run, name: str) -> np.ndarray:
     model = run.model
-    steps = processor_of(dict(model.pictures.processor)).steps
+    steps = processor_of(dict(model.media.processor)).steps
     return model.patch_form.units(steps.pixels(open_image(FILES[name], name))).values
 
 
@@ -189,7 +189,7 @@ def test_sequences_have_room_for_patches(folder, tmp_path):
 
 def test_trained_on_everything_but_images(folder, tmp_path):
     run = run_of(folder, tmp_path, write(tmp_path, RECORDS, FILES))
-    data = use_text(run.data, run.dir, 400, train_on=ChatUse("all", run.model.pictures), say=lambda line: None)
+    data = use_text(run.data, run.dir, 400, train_on=ChatUse("all", run.model.media), say=lambda line: None)
     how = {"seq_length": SEQ, "seed": 1, "vocab_size": 400, "samples": 8}
     batch = train_loader(data, **how, reading=reading_of(replace(run, data=data))).batch([0, 1])
     assert (batch.labels != run.model.image_token_id).all() and (batch.tokens == run.model.image_token_id).any()
