@@ -66,6 +66,9 @@ BUILT_IN: Mapping[str, Mapping[str, str]] = MappingProxyType(
                 "sgd": "phalanx.optim.sgd:SGD",
             }
         ),
+        "media": MappingProxyType(
+            {"image": "phalanx.data.pictures:Pictures", "audio": "phalanx.data.sound:Recordings"}
+        ),
         "sink": MappingProxyType(
             {
                 "jsonl": "phalanx.observe.metrics_file:MetricsFile",

@@ -124,7 +124,9 @@ def rules(config: WhisperConfig, seq_length: int) -> list[Problem]:
     if config.hidden_size % max(1, config.num_attention_heads):
         because = {"model.num_attention_heads": config.num_attention_heads}
         valid = multiples(config.hidden_size, config.num_attention_heads)
-        found.append(problem("model", config, "hidden_size", "must be a multiple of num_attention_heads", because, valid))
+        found.append(
+            problem("model", config, "hidden_size", "must be a multiple of num_attention_heads", because, valid)
+        )
     if config.hidden_size % 2 or config.hidden_size < 4:
         rule = "must be an even number >= 4: half of a fixed position is sines, half cosines"
         found.append(problem("model", config, "hidden_size", rule, {}, (config.hidden_size + 4 & ~3,)))

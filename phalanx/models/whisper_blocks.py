@@ -50,9 +50,7 @@ def sound_of(batch: Batch) -> Batch:
     return batch.beside[SOUND]
 
 
-def everywhere(
-    env: Env, name: str, shape: Sequence[int], init: Init, role: Role, frozen: bool = False
-) -> ParamSpec:
+def everywhere(env: Env, name: str, shape: Sequence[int], init: Init, role: Role, frozen: bool = False) -> ParamSpec:
     """A tensor that each tp rank holds whole, stored as its file has it, and reads with rows of its own."""
     shape, decay = tuple(shape), role not in ("bias", "norm")
     local = tuple(slice(0, n) for n in shape)

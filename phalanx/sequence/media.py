@@ -6,7 +6,7 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
-from typing import Any, ClassVar
+from typing import Any
 
 from phalanx.sequence.sample import Sample, Units, UnitStream
 
@@ -42,12 +42,12 @@ class MediaSpec(ABC):
 class MediaBeside(MediaSpec):
     """Media beside texts: one for each text, in `rows`, the stream that an encoder reads."""
 
-    token: ClassVar[int | None] = None
-    rewrites: ClassVar[tuple[str, str] | None] = None
     kind: str
     rows: UnitStream
     begins: int
     processor: Mapping[str, Any] = field(default_factory=dict, hash=False)
+    token: int | None = None
+    rewrites: tuple[str, str] | None = None
 
     @property
     def stream(self) -> UnitStream:

@@ -5,7 +5,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from typing import Any, ClassVar
+from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
@@ -142,14 +142,14 @@ class PictureSpec(MediaSpec):
     grid_positions  whether tokens of images have positions of their own, by row and column (Qwen2-VL's M-RoPE)
     """
 
-    kind: ClassVar[str] = "image"
-    begins: ClassVar[int | None] = None
     form: PatchForm
     token: int
     size: tuple[int, int] | None
     processor: Mapping[str, Any] = field(default_factory=dict, hash=False)
     rewrites: tuple[str, str] | None = None
     grid_positions: bool = False
+    kind: str = "image"
+    begins: int | None = None
 
     @property
     def stream(self) -> UnitStream:

@@ -1,5 +1,5 @@
-"""Whisper against transformers: logits, loss and every gradient in float64 at several layouts; texts and recordings that
-see no other; folders in both directions."""
+"""Whisper against transformers: logits, loss and every gradient in float64 at several layouts; texts and recordings
+that see no other; folders in both directions."""
 
 from __future__ import annotations
 
@@ -97,9 +97,7 @@ def truth_of(case: str) -> dict:
         found = torch.empty(batch.num_tokens, model.vocab_size, dtype=torch.float64)
         for document in batch.documents.unique().tolist():
             here = batch.documents == document
-            out = theirs(
-                input_features=frames_of(batch, document, model), decoder_input_ids=batch.tokens[here][None]
-            )
+            out = theirs(input_features=frames_of(batch, document, model), decoder_input_ids=batch.tokens[here][None])
             found[here] = out.logits[0]
         loss = loss + F.cross_entropy(found, batch.labels, ignore_index=IGNORE, reduction="sum")
         count += int((batch.labels != IGNORE).sum())
