@@ -112,8 +112,8 @@ class DataConfig:
     """Rows of each stream of numbers that a sequence has room for beside its tokens, such as {patches: 4096} for
     images, whose sequences of a micro-batch share theirs, or {sound: 1500}. Models that read such a stream need it."""
     processor: str | None = None
-    """A preprocessor_config.json, or a folder that holds one: how images or recordings of chats become numbers; unset: as
-    the model's family does it."""
+    """A preprocessor_config.json, or a folder that holds one: how images or recordings of chats become numbers; unset:
+    as the model's family does it."""
     image_workers: int = 0
     """Processes on each rank that decode images and recordings of chats ahead of need; 0: the thread that reads data
     does."""

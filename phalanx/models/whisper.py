@@ -1,4 +1,4 @@
-"""Whisper: an encoder of sound, with two convolutions in front and fixed positions, and a decoder of text that reads it.
+"""Whisper: an encoder of sound, with two convolutions in front and fixed positions, and a decoder of text beside it.
 Radford et al., "Robust speech recognition via large-scale weak supervision", 2022."""
 
 from __future__ import annotations

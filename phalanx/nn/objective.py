@@ -40,8 +40,8 @@ class TaskConfig:
     chats), dpo (preferences between pairs of answers), distil (a teacher's distributions), mlm (hidden tokens, for
     models that read both ways), classify (classes of texts or tokens), embed (embeddings of queries and passages, for
     retrieval), span and ul2 (hidden spans, for encoder-decoders), seq2seq (answers of chats, for encoder-decoders),
-    transcribe (texts of recordings), fim (fill-in-the-middle), prefix (the rest of a document whose beginning is read both ways), or an objective of your own
-    as PACKAGE.MODULE:NAME. Its own fields stand beside the name."""
+    transcribe (texts of recordings), fim (fill-in-the-middle), prefix (the rest of a document whose beginning is read
+    both ways), or an objective of your own as PACKAGE.MODULE:NAME. Its own fields stand beside the name."""
 
 
 class Objective(ABC):

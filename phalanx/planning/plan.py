@@ -257,7 +257,7 @@ class Plan:
 
     @cached_property
     def lengths(self) -> Mapping[str, int]:
-        """Tokens, or rows of numbers, of a sequence in each stream: the text, and those that documents have beside it."""
+        """Tokens, or rows of numbers, of a sequence in each stream: the text, and those beside its documents."""
         return {TEXT: self.run.train.seq_length, **lengths_beside(self.run)}
 
     @property

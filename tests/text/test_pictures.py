@@ -209,7 +209,7 @@ def test_trained_on_everything_but_images(folder, tmp_path):
         (chat(image("a.png"), text("a"), images=["a.png"]), "name each once"),
         (
             chat({"type": "video", "video": "a"}, text("a")),
-            "a part of type 'video': those of text, image, audio can be learned",
+            "a part of type 'video': those of text, image, audio can",
         ),
         (
             {
