@@ -110,7 +110,7 @@ class DataConfig:
     """Keep attention inside documents and restart positions at each of them. unset: yes with packing, otherwise no."""
     room: dict[str, int] = field(default_factory=dict)
     """Rows of each stream of numbers that a sequence has room for beside its tokens, such as {patches: 4096} for
-    images, whose sequences of a micro-batch share theirs, or {sound: 1500}. Models that read such a stream need it."""
+    images, which the sequences of a micro-batch share, or {sound: 1500}. Models that read such a stream need it."""
     processor: str | None = None
     """A preprocessor_config.json, or a folder that holds one: how images or recordings of chats become numbers; unset:
     as the model's family does it."""
