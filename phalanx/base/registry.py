@@ -55,6 +55,7 @@ BUILT_IN: Mapping[str, Mapping[str, str]] = MappingProxyType(
                 "llava": "phalanx.models.llava:FAMILY",
                 "qwen2_5_vl": "phalanx.models.qwen2_5_vl:FAMILY",
                 "qwen3_vl": "phalanx.models.qwen3_vl:FAMILY",
+                "gemma3": "phalanx.models.gemma3:FAMILY",
                 "whisper": "phalanx.models.whisper:FAMILY",
             }
         ),

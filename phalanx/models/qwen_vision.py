@@ -248,10 +248,10 @@ def fields_for(config: type[Any], text: ModelConfig) -> dict[str, Any]:
     return {f.name: getattr(text, f.name) for f in fields(text) if f.name in ours}
 
 
-def text_of(config: QwenVLConfig, family: Family) -> Any:
+def text_of(config: ModelConfig, family: Family) -> Any:
     """The text's config as its own family has it."""
     kind: Any = family.config
-    names = {f.name for f in fields(kind)} & {f.name for f in fields(config)} - {"family"}
+    names = {f.name for f in fields(kind)} & set(vars(config)) - {"family"}
     return kind(**{name: getattr(config, name) for name in sorted(names)})
 
 

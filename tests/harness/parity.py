@@ -19,6 +19,7 @@ from phalanx.layout.box import Box
 from phalanx.models.bert import BertConfig
 from phalanx.models.deepseek_v3 import DeepseekV3Config
 from phalanx.models.gemma2 import Gemma2Config
+from phalanx.models.gemma3 import Gemma3Config
 from phalanx.models.gemma3_text import Gemma3TextConfig
 from phalanx.models.gemma4_text import Gemma4TextConfig
 from phalanx.models.glm4_moe import Glm4MoEConfig
@@ -399,6 +400,31 @@ MODELS["llava"] = LlavaConfig(
         num_attention_heads=3,
         image_size=6,
         patch_size=3,
+    ),
+)
+MODELS["gemma3"] = Gemma3Config(
+    **SIZES | {"hidden_size": 36},
+    **HEADS,
+    intermediate_size=42,
+    num_hidden_layers=3,
+    head_dim=10,
+    sliding_window=3,
+    layer_types=("sliding_attention", "full_attention", "sliding_attention"),
+    query_pre_attn_scalar=7,
+    image_token_id=7,
+    boi_token_id=8,
+    eoi_token_id=9,
+    mm_tokens_per_image=4,
+    vision=VisionConfig(
+        tower="siglip",
+        hidden_size=24,
+        intermediate_size=30,
+        num_hidden_layers=2,
+        num_attention_heads=3,
+        image_size=12,
+        patch_size=3,
+        hidden_act="gelu_pytorch_tanh",
+        layer_norm_eps=1e-6,
     ),
 )
 VL = {
