@@ -68,7 +68,7 @@ ENCODERS = ("bert", "modernbert")
 PICTURES = ("llava", "qwen2_5_vl", "qwen3_vl", "gemma3")
 FAMILIES = (*DECODERS, *ENCODERS, "t5", "embeddings", *PICTURES, "whisper")
 FAMILY_NAMES = {"kinds": "chunks, caps, bias, both ways", "embeddings": "modernbert, embeddings"}
-"""Of a family that is not ours, whose layers attend in other ways: the ways; of a model without a head: what it makes."""
+"""Of a family that is not ours, whose layers attend in other ways: the ways; of one without a head: what it makes."""
 MIXED = ("sliding_attention", "full_attention")  # kinds of the two layers
 TOWER = dict(hidden_size=16, intermediate_size=20, num_hidden_layers=2, num_attention_heads=2)
 Also = Literal["evaluate", "resume", "export", "init", "shadow", "replicas", "ramp-up", "skip"]
@@ -416,8 +416,8 @@ def trial(a: Feature, b: Feature) -> Trial:
         max(layout.get("ep", 1), layout.get("etp", 1)) > 1 or layout.get("cp_degree") == "dynamic"
     )
     length = unit * tp * 2 * cp if fp8 else 16  # each rank's tokens are whole blocks of scales
-    sequences = train.get("micro_batch", 1)
     made = changed_model(a, b, unit, length, near or other_codes)
+    sequences = train.get("micro_batch", 2 if made.headless else 1)  # a step needs a query and a text that answers it
     if "stages" in layout:  # all but one have one block
         blocks, count = made.num_blocks, pp * layout.get("virtual_stages", 1)
         layout["stages"] = (*(1,) * (count - 1), blocks - count + 1)
