@@ -103,6 +103,9 @@ BUILT_IN: Mapping[str, Mapping[str, str]] = MappingProxyType(
                 "join": "phalanx.ops.attention.context:JOIN",
                 "mlp": "phalanx.ops.dense.gated_mlp:MLP",
                 "dropout": "phalanx.ops.dense.dropout:DROPOUT",
+                "conv1d": "phalanx.ops.scan.conv1d:CONV1D",
+                "scan": "phalanx.ops.scan.scan:SCAN",
+                "gated_norm": "phalanx.ops.scan.gated_norm:GATED_NORM",
             }
         ),
         "adapter": MappingProxyType({"lora": "phalanx.nn.adapters.lora:LoRA", "dora": "phalanx.nn.adapters.dora:DoRA"}),
