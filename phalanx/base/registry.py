@@ -51,6 +51,7 @@ BUILT_IN: Mapping[str, Mapping[str, str]] = MappingProxyType(
                 "gpt_neox": "phalanx.models.gpt_neox:FAMILY",
                 "smollm3": "phalanx.models.smollm3:FAMILY",
                 "bert": "phalanx.models.bert:FAMILY",
+                "mamba2": "phalanx.models.mamba2:FAMILY",
                 "modernbert": "phalanx.models.modernbert:FAMILY",
                 "llava": "phalanx.models.llava:FAMILY",
                 "qwen2_5_vl": "phalanx.models.qwen2_5_vl:FAMILY",

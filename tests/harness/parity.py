@@ -29,6 +29,7 @@ from phalanx.models.kimi_k25 import KimiK25Config
 from phalanx.models.llama import LlamaConfig
 from phalanx.models.llama4_text import Llama4TextConfig
 from phalanx.models.llava import LlavaConfig
+from phalanx.models.mamba2 import Mamba2Config
 from phalanx.models.minimax_m2 import MiniMaxM2Config
 from phalanx.models.mistral import MistralConfig
 from phalanx.models.mixtral import MixtralConfig
@@ -418,6 +419,15 @@ MODELS["qwen3_vl"] = Qwen3VLConfig(
 )
 MODELS["gpt_neox"] = GPTNeoXConfig(
     **SIZES, intermediate_size=42, num_hidden_layers=3, num_attention_heads=4, partial_rotary_factor=0.5
+)
+MODELS["mamba2"] = Mamba2Config(
+    **SIZES,
+    num_hidden_layers=4,
+    num_heads=8,
+    head_dim=8,
+    state_size=5,
+    n_groups=2,
+    time_step_limit=(0.01, 2.0),
 )
 MODELS["deepseek_v3-mtp-tied"] = replace(MODELS["deepseek_v3-mtp"], tie_word_embeddings=True)
 

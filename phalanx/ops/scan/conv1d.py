@@ -74,11 +74,11 @@ def conv_backward(
     rows, length, channels = x.shape
     reach = taps - 1
     dpadded = wide.new_zeros(rows, reach + length, channels)
-    there = None if numbers is None else torch.cat((numbers[:, :1].expand(-1, reach), numbers), 1)
     for k in range(taps):
         part = g * w[:, k]
-        if there is not None:
-            part = torch.where((there[:, k : k + length] == numbers).unsqueeze(-1), part, 0)
+        if numbers is not None:
+            there = torch.cat((numbers[:, :1].expand(-1, reach), numbers), 1)[:, k : k + length]
+            part = torch.where((there == numbers).unsqueeze(-1), part, 0)
         dpadded[:, k : k + length] += part
     dbefore = None if before is None else dpadded[:, :reach].to(before.dtype)
     return dpadded[:, reach:].to(x.dtype), dw, g.sum((0, 1)), dbefore
@@ -173,25 +173,33 @@ def last_tokens(x: Tensor, before: Tensor | None, taps: int) -> Tensor:
 
 
 def conv1d_step(
-    x: Tensor, states: Tensor, slots: Tensor, weight: Tensor, bias: Tensor | None, silu: bool = True
+    x: Tensor,
+    states: Tensor,
+    slots: Tensor,
+    weight: Tensor,
+    bias: Tensor | None,
+    silu: bool = True,
+    fresh: Tensor | None = None,
 ) -> Tensor:
     """One token of each of S sequences, x (S, C) -> (S, C). states (slots, K - 1, C): the last inputs of sequences,
-    updated in place at `slots` (S,) int64, which differ."""
-    read = torch.cat((states[slots], x.unsqueeze(1).to(states.dtype)), 1)
+    updated in place at `slots` (S,) int64, which differ. `fresh` (S,) bool: which sequences begin here."""
+    old = states[slots]
+    old = old if fresh is None else torch.where(fresh[:, None, None], 0, old)
+    read = torch.cat((old, x.unsqueeze(1).to(states.dtype)), 1)
     states[slots] = read[:, 1:]
     y = (widened(read) * widened(_flat(weight)).t()).sum(1)
     y = y if bias is None else y + widened(bias.detach())
     return (F.silu(y) if silu else y).to(x.dtype)
 
 
-def _numbers(rows: int, length: int, device: torch.device) -> Tensor:
+def _numbers(x: Tensor) -> Tensor:
     """Documents of 1, 2, 3 ... tokens, one after another, over the borders of rows."""
-    at = torch.arange(rows * length, device=device)
-    return ((torch.sqrt(8.0 * at + 1) - 1) / 2).long().view(rows, length)
+    at = torch.arange(x.shape[0] * x.shape[1], device=x.device)
+    return ((torch.sqrt(8.0 * at + 1) - 1) / 2).long().view(x.shape[:2])
 
 
 def _case(x: Tensor, weight: Tensor, bias: Tensor, before: Tensor, kernels: Kernels) -> Tensor:
-    return conv1d(x, weight, bias, _numbers(*x.shape[:2], x.device), before, True, kernels)
+    return conv1d(x, weight, bias, _numbers(x), before, True, kernels)
 
 
 def _whole(x: Tensor, weight: Tensor, kernels: Kernels) -> Tensor:

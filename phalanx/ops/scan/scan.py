@@ -27,6 +27,7 @@ from phalanx.ops.dense.grads import add_grad
 from phalanx.ops.op import ALL_KERNELS, Case, Implementation, Kernels, Op
 
 CHUNK = 64
+Six = tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]
 
 
 @dataclass(frozen=True)
@@ -91,11 +92,11 @@ def _sums_of(logs: Tensor, seen: Tensor) -> Tensor:
     return logs.cumsum(1) if seen.dim() == 2 else seen @ logs
 
 
-def _pieces(s: ScanInputs, start: int, state: Tensor) -> tuple[list[Tensor], Tensor | None, Tensor]:
+def _pieces(s: ScanInputs, start: int, state: Tensor) -> tuple[Six, Tensor | None, Tensor]:
     """Inputs of the chunk that begins at token `start`, in the dtype of the state; its documents; the state's."""
     rows = slice(start, start + CHUNK)
-    given = [t[:, rows].to(state.dtype) for t in (s.x, s.dt)]
-    given += [s.a.to(state.dtype), *(t[:, rows].to(state.dtype) for t in (s.b, s.c)), state]
+    x, dt, b, c = (t[:, rows].to(state.dtype) for t in (s.x, s.dt, s.b, s.c))
+    given = (x, dt, s.a.to(state.dtype), b, c, state)
     if s.numbers is None:
         return given, None, state
     return given, s.numbers[:, rows], s.numbers[:, max(0, start - 1)].unsqueeze(1)
@@ -133,9 +134,9 @@ def scan_backward(dy: Tensor, dstate: Tensor | None, s: ScanInputs, before: Tens
     starts = range(0, s.x.shape[1], CHUNK)
     for state, start in reversed(list(zip(before, starts))):
         given, numbers, carried = _pieces(s, start, state)
-        leaves = [t.detach().requires_grad_() for t in given]
+        x, dt, a, b, c, first = leaves = tuple(t.detach().requires_grad_() for t in given)
         with torch.enable_grad():
-            y, after = _chunk(*leaves, numbers, carried)
+            y, after = _chunk(x, dt, a, b, c, first, numbers, carried)
         dx, ddt, more, db, dc, dstate = torch.autograd.grad(
             (y, after), leaves, (wide[:, start : start + CHUNK], dstate)
         )
@@ -161,10 +162,10 @@ class DryScan:
 
     @staticmethod
     def scan_backward(dy: Tensor, dstate: Tensor | None, s: ScanInputs, before: Tensor) -> ScanGrads:
-        own = (torch.empty(t.shape, dtype=t.dtype, device="meta") for t in (s.x, s.dt, s.a, s.b, s.c))
+        x, dt, a, b, c = (torch.empty(t.shape, dtype=t.dtype, device="meta") for t in (s.x, s.dt, s.a, s.b, s.c))
         states = torch.empty_like(before)  # the gradients of the states before each chunk
         d, initial = (None if t is None else torch.empty_like(t) for t in (s.d, s.initial))
-        made = ScanGrads(*own, d, initial)
+        made = ScanGrads(x, dt, a, b, c, d, initial)
         del states
         return made
 
@@ -225,13 +226,22 @@ def whole_decay(dt: Tensor, a: Tensor) -> Tensor:
 
 
 def scan_step(
-    x: Tensor, dt: Tensor, a: Tensor, b: Tensor, c: Tensor, d: Tensor | None, states: Tensor, slots: Tensor
+    x: Tensor,
+    dt: Tensor,
+    a: Tensor,
+    b: Tensor,
+    c: Tensor,
+    d: Tensor | None,
+    states: Tensor,
+    slots: Tensor,
+    fresh: Tensor | None = None,
 ) -> Tensor:
     """One token of each of S sequences: x (S, H, P), dt (S, H), b and c (S, G, N) -> (S, H, P). states (slots, H, P, N)
-    are updated in place at `slots` (S,) int64, which differ."""
+    are updated in place at `slots` (S,) int64, which differ. `fresh` (S,) bool: which sequences begin here."""
     each, wide = x.shape[1] // b.shape[1], widened(x)
     b, c = (widened(t).repeat_interleave(each, 1) for t in (b, c))
     old = states[slots].to(wide.dtype)
+    old = old if fresh is None else torch.where(fresh[:, None, None, None], 0, old)
     step = (dt.unsqueeze(-1) * wide).unsqueeze(-1) * b.unsqueeze(2)
     new = (dt * a).exp()[..., None, None] * old + step
     states[slots] = new.to(states.dtype)
@@ -268,17 +278,17 @@ def decay_rates(log: Tensor) -> Tensor:
     return -wide_values(log).exp()
 
 
-def _numbers(rows: int, length: int, device: torch.device) -> Tensor:
+def _numbers(x: Tensor) -> Tensor:
     """Documents of 1, 2, 3 ... tokens, one after another, over the borders of rows."""
-    at = torch.arange(rows * length, device=device)
-    return ((torch.sqrt(8.0 * at + 1) - 1) / 2).long().view(rows, length)
+    at = torch.arange(x.shape[0] * x.shape[1], device=x.device)
+    return ((torch.sqrt(8.0 * at + 1) - 1) / 2).long().view(x.shape[:2])
 
 
 def _case(documents: bool) -> Any:
     def call(
         x: Tensor, dt: Tensor, a: Tensor, b: Tensor, c: Tensor, d: Tensor, initial: Tensor, kernels: Kernels
     ) -> Tensor:
-        numbers = _numbers(*x.shape[:2], x.device) if documents else None
+        numbers = _numbers(x) if documents else None
         steps, rates = F.softplus(widened(dt) - 1), -widened(a).exp()
         y, state = scan(x, steps, rates, b, c, d, numbers, initial if documents else None, kernels)
         return torch.cat((y.flatten(), state.to(y.dtype).flatten()))
