@@ -427,6 +427,7 @@ MODELS["mamba2"] = Mamba2Config(
     head_dim=8,
     state_size=5,
     n_groups=2,
+    conv_kernel=3,  # cp3 and cp4 have chunks of 2 tokens
     time_step_limit=(0.01, 2.0),
 )
 MODELS["deepseek_v3-mtp-tied"] = replace(MODELS["deepseek_v3-mtp"], tie_word_embeddings=True)

@@ -142,7 +142,7 @@ CASES = {
         activation_function="gelu_new",
         rope_scaling=RopeScaling(rope_type="linear", factor=2.0),
     ),
-    "mamba2: limited steps": MODELS["mamba2"],
+    "mamba2: limited steps": replace(MODELS["mamba2"], conv_kernel=4),
     "mamba2: one group, tied, biases, no bias of the convolution": replace(
         MODELS["mamba2"],
         n_groups=1,
