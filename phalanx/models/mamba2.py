@@ -9,7 +9,7 @@ from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any, ClassVar, Literal
 
 from phalanx.base.errors import Problem
-from phalanx.base.rules import at_least, divisors, multiples, problem, within
+from phalanx.base.rules import at_least, divisors, problem, within
 from phalanx.models.config_json import NEEDED, ConfigJson, HfKey, integer, number, shown, switch, text
 from phalanx.models.family import Family
 from phalanx.models.model_config import ModelConfig, SmallSizes, TensorNames
@@ -66,7 +66,6 @@ class Mamba2Config(ModelConfig):
 
     heads_field: ClassVar[str] = "num_heads"
     kv_heads_field: ClassVar[str] = "n_groups"
-    scans: ClassVar[bool] = True
 
     @property  # type: ignore[misc]
     def num_attention_heads(self) -> int:
@@ -88,6 +87,10 @@ class Mamba2Config(ModelConfig):
     @property
     def rotary(self) -> bool:
         return False
+
+    @property
+    def taps(self) -> int:
+        return self.conv_kernel
 
     @property
     def attends(self) -> bool:
@@ -146,11 +149,10 @@ def rules(config: Mamba2Config, seq_length: int) -> list[Problem]:
         found.append(problem("model", c, "n_groups", "must divide num_heads", because, valid))
     if c.num_heads * c.head_dim != c.expand * c.hidden_size:
         because = {"expand * hidden_size": c.expand * c.hidden_size, "model.head_dim": c.head_dim}
-        whole = c.expand * c.hidden_size // c.head_dim
-        valid = tuple(n for n in multiples(whole, c.n_groups) if n * c.head_dim == c.expand * c.hidden_size)
-        found.append(
-            problem("model", c, "num_heads", "num_heads * head_dim must be expand * hidden_size", because, valid)
-        )
+        whole = c.expand * c.hidden_size
+        fits = whole % c.head_dim == 0 and whole // c.head_dim % c.n_groups == 0
+        rule = "num_heads * head_dim must be expand * hidden_size"
+        found.append(problem("model", c, "num_heads", rule, because, (whole // c.head_dim,) if fits else ()))
     return found
 
 
@@ -242,6 +244,7 @@ def shrink(config: Mamba2Config, small: SmallSizes) -> Mamba2Config:
         num_heads=heads,
         head_dim=config.expand * small.hidden_size // heads,
         state_size=min(config.state_size, 6),
+        conv_kernel=min(config.conv_kernel, 3),  # chunks of a short sequence on many ranks have few tokens
         n_groups=small.kv_heads,
     )
 

@@ -32,8 +32,16 @@ class ModelConfig:
     """The field that says how many heads there are, of attention or of a scan."""
     kv_heads_field: ClassVar[str] = "num_key_value_heads"
     """The field that says how many of these share what they read: key-value heads, or groups of a scan."""
-    scans: ClassVar[bool] = False
-    """Whether layers hand a state on from token to token."""
+
+    @property
+    def taps(self) -> int:
+        """Tokens that the convolutions before scans read, the token itself included; 0: no layer has a scan."""
+        return 0
+
+    @property
+    def scans(self) -> bool:
+        """Whether layers hand a state on from token to token."""
+        return self.taps > 0
 
     @property
     def attends(self) -> bool:

@@ -104,6 +104,7 @@ class StateSpace(Module):
 
     def __init__(self, env: Env, spec: StateSpaceSpec):
         super().__init__(env)
+        env.refuse_invariance("a scan")
         s, shard = spec, ScanShard(spec, Heads.of(env, spec.heads, spec.groups))
         self.spec, self.shard = spec, shard
         inner, mixed = s.heads * s.head_dim, s.heads * s.head_dim + 2 * s.groups * s.state

@@ -134,6 +134,22 @@ class StateSpans:
     fresh: Tensor
     pieces: tuple[StatePiece, ...] = ()
 
+    @staticmethod
+    def of(slots: Sequence[int], starts: Sequence[int], firsts: Sequence[int]) -> StateSpans:
+        """Of a batch of S sequences, on the host: their slots, the first token of each in the batch (S + 1), and its
+        position in the sequence."""
+        counts = [stop - start for start, stop in zip(starts, starts[1:])]
+        single = next((i for i, count in enumerate(counts) if count != 1), len(counts))
+        pieces = tuple(
+            StatePiece(starts[i], starts[i + 1], slots[i], firsts[i] == 0)
+            for i in range(single, len(counts))
+            if counts[i] > 0
+        )
+        fresh = [first == 0 for first in firsts[:single]]
+        return StateSpans(
+            torch.tensor(slots[:single], dtype=torch.int64), torch.tensor(fresh, dtype=torch.bool), pieces
+        )
+
     def to(self, device: torch.device | str) -> StateSpans:
         slots, fresh = (t.to(device, non_blocking=True) for t in (self.slots, self.fresh))
         return StateSpans(slots, fresh, self.pieces)
