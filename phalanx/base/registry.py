@@ -52,6 +52,7 @@ BUILT_IN: Mapping[str, Mapping[str, str]] = MappingProxyType(
                 "smollm3": "phalanx.models.smollm3:FAMILY",
                 "bert": "phalanx.models.bert:FAMILY",
                 "mamba2": "phalanx.models.mamba2:FAMILY",
+                "nemotron_h": "phalanx.models.nemotron_h:FAMILY",
                 "modernbert": "phalanx.models.modernbert:FAMILY",
                 "llava": "phalanx.models.llava:FAMILY",
                 "qwen2_5_vl": "phalanx.models.qwen2_5_vl:FAMILY",

@@ -10,9 +10,10 @@ from typing import TYPE_CHECKING, Any, ClassVar, Literal
 
 from phalanx.base.errors import Problem
 from phalanx.base.rules import at_least, divisors, problem, within
-from phalanx.models.config_json import NEEDED, ConfigJson, HfKey, integer, number, shown, switch, text
+from phalanx.models.config_json import NEEDED, ConfigJson, HfKey, integer, number, switch, text
 from phalanx.models.family import Family
 from phalanx.models.model_config import ModelConfig, SmallSizes, TensorNames
+from phalanx.models.scan_fields import check_steps, limits_of
 
 if TYPE_CHECKING:
     from phalanx.models.family import BlockMaker
@@ -133,17 +134,9 @@ def rules(config: Mamba2Config, seq_length: int) -> list[Problem]:
     c = config
     found = at_least("model", c, 1, "num_heads", "head_dim", "state_size", "n_groups", "expand")
     found += at_least("model", c, 2, "conv_kernel") + within("model", c, "layer_norm_epsilon", "(0, inf)")
-    for name in ("time_step_min", "time_step_max", "time_step_floor"):
-        found += within("model", c, name, "(0, inf)")
-    low, high = c.time_step_limit
-    if not 0 <= low < high:
-        rule = "must be two numbers, the first at least 0 and less than the second"
-        found.append(problem("model", c, "time_step_limit", rule, {}, ((0.0, math.inf),)))
+    found += check_steps(c)
     if found:
         return found
-    if c.time_step_min > c.time_step_max:
-        because = {"model.time_step_max": c.time_step_max}
-        found.append(problem("model", c, "time_step_min", "must be <= time_step_max", because, (c.time_step_max,)))
     if c.num_heads % c.n_groups:
         because, valid = {"model.num_heads": c.num_heads}, divisors(c.n_groups, c.num_heads)
         found.append(problem("model", c, "n_groups", "must divide num_heads", because, valid))
@@ -201,20 +194,8 @@ KEYS = {
 
 
 def from_hf(found: ConfigJson) -> Mamba2Config | None:
-    limit = found.values["time_step_limit"]
-    limits = tuple(value for each in limit if (value := number_of(each)) is not None)
-    if len(limit) != 2 or len(limits) != 2:
-        found.odd.append(f"time_step_limit={limit!r} (it must be two numbers; {shown(('Infinity',))} is one)")
-        return None
+    limits = limits_of(found)
     return None if found.odd else Mamba2Config(**found.pick(*SAME), time_step_limit=limits)
-
-
-def number_of(value: Any) -> float | None:
-    """A limit of config.json as a number; transformers writes an infinite one as {"__float__": "Infinity"}."""
-    if isinstance(value, dict) and set(value) == {"__float__"}:
-        value = value["__float__"]
-        return float(value) if value in ("Infinity", "-Infinity") else None
-    return float(value) if isinstance(value, int | float) and not isinstance(value, bool) else None
 
 
 def to_hf(config: Mamba2Config) -> dict[str, Any]:

@@ -35,6 +35,7 @@ from phalanx.models.mistral import MistralConfig
 from phalanx.models.mixtral import MixtralConfig
 from phalanx.models.model_config import ModelConfig
 from phalanx.models.modernbert import ModernBertConfig
+from phalanx.models.nemotron_h import NemotronHConfig
 from phalanx.models.olmo2 import Olmo2Config
 from phalanx.models.olmo3 import Olmo3Config
 from phalanx.models.phi3 import Phi3Config
@@ -429,6 +430,19 @@ MODELS["mamba2"] = Mamba2Config(
     n_groups=2,
     conv_kernel=3,  # cp3 and cp4 have chunks of 2 tokens
     time_step_limit=(0.01, 2.0),
+)
+MODELS["nemotron_h"] = NemotronHConfig(
+    **SIZES,
+    **HEADS,
+    intermediate_size=42,
+    num_hidden_layers=4,
+    layers_block_type=("linear_attention", "mlp", "full_attention", "linear_attention"),
+    head_dim=10,
+    mamba_num_heads=8,
+    mamba_head_dim=3,
+    ssm_state_size=5,
+    n_groups=2,
+    conv_kernel=3,
 )
 MODELS["deepseek_v3-mtp-tied"] = replace(MODELS["deepseek_v3-mtp"], tie_word_embeddings=True)
 

@@ -83,6 +83,10 @@ NAMED = {
     "mamba2 pp2 x 2 virtual stages, dp2, pointwise recompute": case(
         "mamba2", 4, pp=2, virtual_stages=2, recompute="pointwise", documents=True
     ),
+    "nemotron_h cp2 tp2, ring, documents": case("nemotron_h", 4, cp=2, tp=2, documents=True, global_batch=2),
+    "nemotron_h cp2 pp2, heads, packed, full recompute": case(
+        "nemotron_h", 4, cp=2, cp_ulysses=2, pp=2, documents="packed", recompute="full", global_batch=2
+    ),
     "llama4_text cp2 ep2, heads, chunks, documents": case(
         "llama4_text", 2, cp=2, cp_ulysses=2, ep=2, documents=True, global_batch=2
     ),
