@@ -24,7 +24,7 @@ from torch.autograd import Function
 
 from phalanx.ops.dense.activation import widened
 from phalanx.ops.dense.grads import add_grad
-from phalanx.ops.op import ALL_KERNELS, Case, Implementation, Kernels, Op
+from phalanx.ops.op import ALL_KERNELS, Case, Implementation, Kernels, Op, triton
 
 CHUNK = 64
 Six = tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]
@@ -308,7 +308,10 @@ SCAN = Op(
     "Mamba-2's selective scan inside documents, from a first state to the last",
     __name__,
     ("scan_forward", "scan_backward"),
-    (Implementation("dry", f"{__name__}:DryScan", "meta", modes=ALL_KERNELS),),
+    (
+        triton("phalanx.ops.scan.scan_kernel"),
+        Implementation("dry", f"{__name__}:DryScan", "meta", modes=ALL_KERNELS),
+    ),
     cases=(
         Case("scan, documents", _case(True), _shapes(2, 75, 4, 6, 2, 5), (5,), EXACT),
         Case("scan, whole rows", _case(False), _shapes(1, 130, 2, 16, 1, 16), (5,), EXACT),
