@@ -1,9 +1,9 @@
 """The causal depthwise convolution: a program computes a tile of tokens by channels of one row, and reads each tap as a
 shifted tile (the shifts hit the cache).
 
-Backward computes the sums anew from the inputs. A program then holds the gradients of the sums at its own tokens; those
-of the tokens after them, whose taps reach back into the tile, it computes too. Each program keeps its part of the
-weight's gradient; the parts are added up in one order.
+Backward computes the sums anew from the inputs. A program has the gradients of the sums at its own tokens, and computes
+those of the tokens after them, whose taps reach back into the tile. Each program keeps its part of the weight's
+gradient; the parts are added up in one order. The few tokens before a row are left to the reference.
 """
 
 from __future__ import annotations
@@ -14,6 +14,7 @@ import triton.language as tl
 from torch import Tensor
 
 from phalanx.ops.kernel_tools import triton_wide, wide_of
+from phalanx.ops.scan import conv1d
 
 TOKENS, CHANNELS = 64, 32  # of a tile
 
@@ -196,7 +197,6 @@ def _backward(
     numbers,
     before,
     dx,
-    dbefore,
     dw_parts,
     db_parts,
     L,
@@ -222,9 +222,59 @@ def _backward(
     if DOCUMENTS:
         own = tl.load(numbers + row * L + at, mask=here, other=-1)
     part = (row * tl.num_programs(0) + tl.program_id(0)) * C + cols
-    d = tl.zeros((BT, BC), WIDE)
+    g = _gradient(
+        dy,
+        x,
+        weight,
+        bias,
+        numbers,
+        before,
+        row,
+        at,
+        cols,
+        here,
+        inside,
+        own,
+        L,
+        C,
+        x_row,
+        x_tok,
+        dy_row,
+        dy_tok,
+        K,
+        SILU,
+        BIAS,
+        DOCUMENTS,
+        BEFORE,
+        WIDE,
+        BT,
+        BC,
+    )
+    tl.store(db_parts + part, tl.sum(g, 0), mask=inside)
     for k in tl.static_range(K):
-        # the token whose tap k reads `at`
+        tap = _tap(
+            x,
+            before,
+            numbers,
+            row,
+            at - (K - 1) + k,
+            at,
+            cols,
+            here,
+            inside,
+            own,
+            L,
+            C,
+            x_row,
+            x_tok,
+            K,
+            DOCUMENTS,
+            BEFORE,
+            WIDE,
+        )
+        tl.store(dw_parts + part * K + k, tl.sum(g * tap, 0), mask=inside)
+    d = g * tl.load(weight + cols * K + K - 1, mask=inside, other=0.0).to(WIDE)[None, :]
+    for k in range(0, K - 1):  # not unrolled: each turn computes the sums of the tokens that read `at` by tap k anew
         reader = at + (K - 1) - k
         reads = reader < L
         document = reader
@@ -263,79 +313,8 @@ def _backward(
         if DOCUMENTS:
             same = same & (document == own)
         d += tl.where(same[:, None], g * w[None, :], 0.0)
-        if k == K - 1:
-            tl.store(db_parts + part, tl.sum(g, 0), mask=inside)
-            for j in tl.static_range(K):
-                tap = _tap(
-                    x,
-                    before,
-                    numbers,
-                    row,
-                    at - (K - 1) + j,
-                    at,
-                    cols,
-                    here,
-                    inside,
-                    own,
-                    L,
-                    C,
-                    x_row,
-                    x_tok,
-                    K,
-                    DOCUMENTS,
-                    BEFORE,
-                    WIDE,
-                )
-                tl.store(dw_parts + part * K + j, tl.sum(g * tap, 0), mask=inside)
     place = (row * L + at)[:, None] * C + cols[None, :]
     tl.store(dx + place, d.to(dx.dtype.element_ty), mask=here[:, None] & inside[None, :])
-    if BEFORE:
-        if tl.program_id(0) == 0:
-            for old in tl.static_range(K - 1):  # its token is old - (K - 1)
-                total = tl.zeros((BT, BC), WIDE)
-                for k in tl.static_range(K):
-                    # tap k of token old - k reads it; one row of the tile
-                    if old - k >= 0:
-                        reader = tl.full((BT,), old - k, tl.int32)
-                        reads = (tl.arange(0, BT) == 0) & (reader < L)
-                        document = reader
-                        if DOCUMENTS:
-                            document = tl.load(numbers + row * L + reader, mask=reads, other=-1)
-                            reads = reads & (document == tl.load(numbers + row * L))
-                        g = _gradient(
-                            dy,
-                            x,
-                            weight,
-                            bias,
-                            numbers,
-                            before,
-                            row,
-                            reader,
-                            cols,
-                            reads,
-                            inside,
-                            document,
-                            L,
-                            C,
-                            x_row,
-                            x_tok,
-                            dy_row,
-                            dy_tok,
-                            K,
-                            SILU,
-                            BIAS,
-                            DOCUMENTS,
-                            BEFORE,
-                            WIDE,
-                            BT,
-                            BC,
-                        )
-                        total += g * tl.load(weight + cols * K + k, mask=inside, other=0.0).to(WIDE)[None, :]
-                tl.store(
-                    dbefore + (row * (K - 1) + old) * C + cols,
-                    tl.sum(total, 0).to(dbefore.dtype.element_ty),
-                    mask=inside,
-                )
 
 
 def _features_last(x: Tensor) -> Tensor:
@@ -381,7 +360,11 @@ def conv_backward(
     taps, wide = weight.shape[1], wide_of(x.dtype)
     tiles = triton.cdiv(length, TOKENS)
     dx = torch.empty(x.shape, dtype=x.dtype, device=x.device)
-    dbefore = None if before is None else torch.zeros(before.shape, dtype=before.dtype, device=x.device)
+    dbefore = None
+    if before is not None:  # only the first tokens of a row read it
+        few = slice(0, taps - 1)
+        own = None if numbers is None else numbers[:, few]
+        dbefore = conv1d.conv_backward(dy[:, few], x[:, few], weight, bias, own, before, silu)[3]
     dw = torch.zeros(rows * tiles, channels, taps, dtype=wide, device=x.device)
     db = torch.zeros(rows * tiles, channels, dtype=wide, device=x.device)
     if dx.numel():
@@ -393,7 +376,6 @@ def conv_backward(
             numbers,
             None if before is None else before.contiguous(),
             dx,
-            dbefore,
             dw,
             db,
             length,
