@@ -24,7 +24,8 @@ from phalanx.ops.scan.context import chunks_of, states_before, tokens_before
 from phalanx.ops.scan.conv1d import CONV1D, conv1d
 from phalanx.ops.scan.gated_norm import GATED_NORM, NormGroups, gated_norm
 from phalanx.ops.scan.remembered import convolve_remembered, scan_remembered
-from phalanx.ops.scan.scan import SCAN, carried_output, decay_rates, scan, steps_of, whole_decay
+from phalanx.ops.scan.rows import TokenRows
+from phalanx.ops.scan.scan import SCAN, ScanInputs, carried_output, decay_rates, scan, steps_of, whole_decay
 from phalanx.sequence.batch import Batch
 
 
@@ -156,7 +157,7 @@ class StateSpace(Module):
         before = tokens_before(x, batch, self.spec.taps - 1, self.env.axes.cp)
         kernels = self.env.kernels_for(CONV1D)
         made = [
-            conv1d(x[:, chunk.rows], self.conv, self.conv_bias, chunk.numbers, old, True, kernels)
+            conv1d(x[:, chunk.rows], self.conv, self.conv_bias, TokenRows(chunk.numbers, old), True, kernels)
             for chunk, old in zip(chunks_of(batch), before)
         ]
         return torch.cat(made, 1).flatten(0, 1) if len(made) > 1 else made[0].flatten(0, 1)
@@ -175,7 +176,8 @@ class StateSpace(Module):
         chunks, kernels = chunks_of(batch), self.env.kernels_for(SCAN)
         pieces = [(x[:, k.rows], steps[:, k.rows], b[:, k.rows], c[:, k.rows]) for k in chunks]
         found = [
-            scan(x, steps, a, b, c, self.d, k.numbers, None, kernels) for (x, steps, b, c), k in zip(pieces, chunks)
+            scan(ScanInputs(x, steps, a, b, c, self.d, k.numbers), kernels)
+            for (x, steps, b, c), k in zip(pieces, chunks)
         ]
         made = [y for y, _ in found]
         if len(chunks) > 1:
@@ -189,7 +191,7 @@ class StateSpace(Module):
 
     def _normed(self, y: Tensor, gate: Tensor) -> Tensor:
         kernels = self.env.kernels_for(GATED_NORM)
-        return gated_norm(y, gate, self.norm, self.groups, self.spec.eps, self.env.tp, kernels)
+        return gated_norm(y, gate, self.norm, self.groups, self.env.tp, kernels)
 
     def _remembered(self, batch: Batch, mixed: Tensor, dt: Tensor) -> Tensor:
         """(T / cp, features of x, B and C), (T / cp, heads) of sequences that go on -> (T / cp, heads * P)."""
@@ -198,7 +200,9 @@ class StateSpace(Module):
         mixed, dt = memory.all_tokens(mixed), memory.all_tokens(dt)
         mixed = convolve_remembered(mixed, memory.tokens, spans, self.conv, self.conv_bias)
         steps, a = steps_of(dt, self.dt_bias, self.spec.limits), decay_rates(self.a_log)
-        y = scan_remembered(*self._parts(mixed), steps, a, self.d, memory.states, spans, self.env.kernels_for(SCAN))
+        x, b, c = self._parts(mixed)
+        inputs = ScanInputs(x, steps, a, b, c, self.d)
+        y = scan_remembered(inputs, memory.states, spans, self.env.kernels_for(SCAN))
         return memory.own_tokens(y.flatten(1))
 
     def flops(self, seq_length: int) -> float:
@@ -222,4 +226,4 @@ def _conv_spec(rows: list[OutputRows], taps: int) -> ParamSpec:
 def _norm_groups(env: Env, shard: ScanShard) -> NormGroups:
     s, own = shard.spec, shard.own
     width = s.heads * s.head_dim // s.groups
-    return NormGroups(shard.groups, width, own.k0, s.groups, bool(own.replicas), s.gate_first)
+    return NormGroups(shard.groups, width, s.eps, own.k0, s.groups, bool(own.replicas), s.gate_first)

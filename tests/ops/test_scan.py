@@ -3,6 +3,8 @@ last states and every gradient, inside documents."""
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 import torch
 import torch.nn.functional as F
@@ -11,7 +13,8 @@ from torch import Tensor
 from phalanx.comm.axis import Axis
 from phalanx.ops.scan.conv1d import conv1d, conv1d_step, last_tokens
 from phalanx.ops.scan.gated_norm import NormGroups, gated_norm
-from phalanx.ops.scan.scan import carried_output, decay_rates, scan, scan_step, steps_of, whole_decay
+from phalanx.ops.scan.rows import StateSlots, TokenRows
+from phalanx.ops.scan.scan import ScanInputs, carried_output, decay_rates, scan, scan_step, steps_of, whole_decay
 from tests.ops.test_ops import normal
 
 LENGTHS = (1, 2, 3, 63, 64, 65, 127, 128, 129, 257)
@@ -63,7 +66,7 @@ def documents(kind: str, rows: int, length: int) -> Tensor | None:
 
 
 def compared(given: dict[str, Tensor], numbers: Tensor | None) -> None:
-    made = scan(*(given[n] for n in NAMES[:6]), numbers, given["initial"], "plain")
+    made = scan(ScanInputs(**given, numbers=numbers), "plain")
     truth = recurrence(*(given[n] for n in NAMES[:6]), numbers, given["initial"])
     above = [normal(*y.shape, seed=50 + i) for i, y in enumerate(truth)]
     found = torch.autograd.grad(made, list(given.values()), above)
@@ -93,11 +96,11 @@ def test_scan_with_extreme_decays(decay):
 def test_no_state_crosses_a_border():
     """What stands in one document changes no bit of the next."""
     given, numbers = inputs(1, 40), torch.tensor([[0] * 17 + [1] * 23])
-    y, state = scan(*(given[n] for n in NAMES[:6]), numbers, None, "plain")
+    y, state = scan(ScanInputs(**given | {"initial": None}, numbers=numbers), "plain")
     changed = {n: x.detach().clone() for n, x in given.items()}
     for name in ("x", "dt", "b", "c"):
         changed[name][:, :17] = 1e30
-    other, last = scan(*(changed[n] for n in NAMES[:6]), numbers, None, "plain")
+    other, last = scan(ScanInputs(**changed | {"initial": None}, numbers=numbers), "plain")
     assert torch.equal(y[:, 17:], other[:, 17:]) and torch.equal(state, last) and not torch.equal(y, other)
 
 
@@ -106,17 +109,17 @@ def test_a_row_goes_on_from_the_one_before():
     corrected by what came before, are the whole row."""
     given = inputs(1, 50)
     x, dt, a, b, c, d, _ = (given[n].detach() for n in NAMES)
-    whole, last = scan(x, dt, a, b, c, d)
+    whole, last = scan(ScanInputs(x, dt, a, b, c, d))
     state, handed, corrected = None, [], []
     for rows in (slice(0, 7), slice(7, 30), slice(30, 50)):
-        piece = (x[:, rows], dt[:, rows], a, b[:, rows], c[:, rows], d)
-        alone, added = scan(*piece)
+        piece = ScanInputs(x[:, rows], dt[:, rows], a, b[:, rows], c[:, rows], d)
+        alone, added = scan(piece)
         if state is None:
             corrected.append(alone)
             y, state = alone, added
         else:
             corrected.append(carried_output(alone, dt[:, rows], a, c[:, rows], None, state))
-            y, after = scan(*piece, None, state)
+            y, after = scan(replace(piece, initial=state))
             state = added + whole_decay(dt[:, rows], a)[..., None, None] * state
             torch.testing.assert_close(after, state, rtol=1e-12, atol=1e-12)
         handed.append(y)
@@ -129,15 +132,16 @@ def test_single_tokens_are_the_whole_row():
     """The one-token forms of scan and convolution, with states updated in place, at slots in any order."""
     given, slots = inputs(3, 12), torch.tensor([4, 0, 2])
     x, dt, a, b, c, d, _ = (given[n].detach() for n in NAMES)
-    whole, last = scan(x, dt, a, b, c, d)
+    whole, last = scan(ScanInputs(x, dt, a, b, c, d))
     states = torch.zeros(5, HEADS, WIDTH, STATE, dtype=x.dtype)
-    found = [scan_step(x[:, t], dt[:, t], a, b[:, t], c[:, t], d, states, slots) for t in range(12)]
+    kept = StateSlots(states, slots)
+    found = [scan_step(ScanInputs(x[:, t], dt[:, t], a, b[:, t], c[:, t], d), kept) for t in range(12)]
     torch.testing.assert_close(torch.stack(found, 1), whole, rtol=1e-12, atol=1e-12)
     torch.testing.assert_close(states[slots], last, rtol=1e-12, atol=1e-12)
     assert not states[[1, 3]].any()
     x, weight, bias = normal(3, 12, 7), normal(7, 1, 4), normal(7)
     states = torch.zeros(5, 3, 7, dtype=x.dtype)
-    found = [conv1d_step(x[:, t], states, slots, weight, bias) for t in range(12)]
+    found = [conv1d_step(x[:, t], StateSlots(states, slots), weight, bias) for t in range(12)]
     torch.testing.assert_close(torch.stack(found, 1), conv1d(x, weight, bias), rtol=1e-12, atol=1e-12)
     assert torch.equal(states[slots], last_tokens(x, None, 4)) and not states[[1, 3]].any()
 
@@ -164,7 +168,7 @@ def test_conv1d_equals_its_sum(length, kind, silu):
     x, weight, bias = normal(2, length, channels), normal(channels, 1, taps, seed=1), normal(channels, seed=2)
     before = normal(2, taps - 1, channels, seed=3)
     given = [t.requires_grad_() for t in (x, weight, bias, before)]
-    made = conv1d(x, weight, bias, numbers, before, silu)
+    made = conv1d(x, weight, bias, TokenRows(numbers, before), silu)
     if numbers is None:
         joined = torch.cat((before, x), 1).transpose(1, 2)
         truth = F.conv1d(joined, weight, bias, groups=channels).transpose(1, 2)
@@ -192,8 +196,8 @@ def _sum(given: list[Tensor], numbers: Tensor, row: int, token: int) -> Tensor:
 @pytest.mark.parametrize("gate_first", [True, False])
 def test_gated_norm_equals_its_formula(groups, gate_first):
     x, gate, weight = (normal(*shape, seed=i).requires_grad_() for i, shape in enumerate(((5, 12), (5, 12), (12,))))
-    shard = NormGroups(groups, 12 // groups, gate_first=gate_first)
-    made = gated_norm(x, gate, weight, shard, 1e-3, Axis("tp"), "plain")
+    shard = NormGroups(groups, 12 // groups, 1e-3, gate_first=gate_first)
+    made = gated_norm(x, gate, weight, shard, Axis("tp"), "plain")
     u = (x * F.silu(gate) if gate_first else x).view(5, groups, -1)
     normed = (u / torch.sqrt(u.square().mean(-1, keepdim=True) + 1e-3)).view(5, 12) * weight
     truth = normed if gate_first else normed * F.silu(gate)

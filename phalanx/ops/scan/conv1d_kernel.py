@@ -8,6 +8,8 @@ gradient; the parts are added up in one order. The few tokens before a row are l
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import torch
 import triton
 import triton.language as tl
@@ -15,6 +17,7 @@ from torch import Tensor
 
 from phalanx.ops.kernel_tools import triton_wide, wide_of
 from phalanx.ops.scan import conv1d
+from phalanx.ops.scan.conv1d import ConvInputs
 
 TOKENS, CHANNELS = 64, 32  # of a tile
 
@@ -322,83 +325,49 @@ def _features_last(x: Tensor) -> Tensor:
     return x if x.stride(2) == 1 else x.contiguous()
 
 
-def conv_forward(
-    x: Tensor, weight: Tensor, bias: Tensor | None, numbers: Tensor | None, before: Tensor | None, silu: bool
-) -> Tensor:
+def conv_forward(s: ConvInputs) -> Tensor:
     """As the reference."""
-    x, (rows, length, channels) = _features_last(x), x.shape
+    x, (rows, length, channels) = _features_last(s.x), s.x.shape
     y = torch.empty(x.shape, dtype=x.dtype, device=x.device)
     grid = (triton.cdiv(length, TOKENS), triton.cdiv(channels, CHANNELS), rows)
     if y.numel():
-        _forward[grid](
-            x,
-            weight.contiguous(),
-            bias,
-            numbers,
-            None if before is None else before.contiguous(),
-            y,
-            length,
-            channels,
-            x.stride(0),
-            x.stride(1),
-            **_constants(x, weight, bias, numbers, before, silu),
-        )
+        given = (x, s.weight.contiguous(), s.bias, _packed(s.numbers), _packed(s.before))
+        _forward[grid](*given, y, length, channels, x.stride(0), x.stride(1), **_constants(s))
     return y
 
 
-def conv_backward(
-    dy: Tensor,
-    x: Tensor,
-    weight: Tensor,
-    bias: Tensor | None,
-    numbers: Tensor | None,
-    before: Tensor | None,
-    silu: bool,
-) -> tuple[Tensor, Tensor, Tensor, Tensor | None]:
+def conv_backward(dy: Tensor, s: ConvInputs) -> tuple[Tensor, Tensor, Tensor, Tensor | None]:
     """As the reference."""
-    x, dy, (rows, length, channels) = _features_last(x), _features_last(dy), x.shape
-    taps, wide = weight.shape[1], wide_of(x.dtype)
-    tiles = triton.cdiv(length, TOKENS)
+    x, dy, (rows, length, channels) = _features_last(s.x), _features_last(dy), s.x.shape
+    taps, wide, tiles = s.weight.shape[1], wide_of(x.dtype), triton.cdiv(length, TOKENS)
     dx = torch.empty(x.shape, dtype=x.dtype, device=x.device)
-    dbefore = None
-    if before is not None:  # only the first tokens of a row read it
-        few = slice(0, taps - 1)
-        own = None if numbers is None else numbers[:, few]
-        dbefore = conv1d.conv_backward(dy[:, few], x[:, few], weight, bias, own, before, silu)[3]
     dw = torch.zeros(rows * tiles, channels, taps, dtype=wide, device=x.device)
     db = torch.zeros(rows * tiles, channels, dtype=wide, device=x.device)
     if dx.numel():
-        _backward[(tiles, triton.cdiv(channels, CHANNELS), rows)](
-            dy,
-            x,
-            weight.contiguous(),
-            bias,
-            numbers,
-            None if before is None else before.contiguous(),
-            dx,
-            dw,
-            db,
-            length,
-            channels,
-            x.stride(0),
-            x.stride(1),
-            dy.stride(0),
-            dy.stride(1),
-            **_constants(x, weight, bias, numbers, before, silu),
-        )
+        given = (dy, x, s.weight.contiguous(), s.bias, _packed(s.numbers), _packed(s.before))
+        strides = (x.stride(0), x.stride(1), dy.stride(0), dy.stride(1))
+        grid = (tiles, triton.cdiv(channels, CHANNELS), rows)
+        _backward[grid](*given, dx, dw, db, length, channels, *strides, **_constants(s))
+    dbefore = None
+    if s.before is not None:  # only the first tokens of a row read it
+        few = slice(0, taps - 1)
+        first = replace(s, x=s.x[:, few], numbers=None if s.numbers is None else s.numbers[:, few])
+        dbefore = conv1d.conv_backward(dy[:, few], first)[3]
     return dx, dw.sum(0), db.sum(0), dbefore
 
 
-def _constants(
-    x: Tensor, weight: Tensor, bias: Tensor | None, numbers: Tensor | None, before: Tensor | None, silu: bool
-) -> dict[str, object]:
+def _packed(x: Tensor | None) -> Tensor | None:
+    return None if x is None else x.contiguous()
+
+
+def _constants(s: ConvInputs) -> dict[str, object]:
     return dict(
-        K=weight.shape[1],
-        SILU=silu,
-        BIAS=bias is not None,
-        DOCUMENTS=numbers is not None,
-        BEFORE=before is not None,
-        WIDE=triton_wide(wide_of(x.dtype)),
+        K=s.weight.shape[1],
+        SILU=s.silu,
+        BIAS=s.bias is not None,
+        DOCUMENTS=s.numbers is not None,
+        BEFORE=s.before is not None,
+        WIDE=triton_wide(wide_of(s.x.dtype)),
         BT=TOKENS,
         BC=CHANNELS,
     )

@@ -24,10 +24,12 @@ from phalanx.ops.op import Case, Kernels, Op, invariant
 @dataclass(frozen=True)
 class NormGroups:
     """How the features of a rank fall into groups: `here` groups of `width` features each on all ranks together. If a
-    group is spread over ranks of tp, `here` is 1 and number `first` of the `count` groups that tp has."""
+    group is spread over ranks of tp, `here` is 1 and number `first` of the `count` groups that tp has. eps: added to
+    mean squares. gate_first: the gate comes before the norm."""
 
     here: int
     width: int
+    eps: float
     first: int = 0
     count: int = 1
     spread: bool = False
@@ -48,11 +50,9 @@ def _product(x: Tensor, gate: Tensor) -> tuple[Tensor, Tensor]:
     return passed, widened(x) * passed
 
 
-def norm_forward(
-    x: Tensor, gate: Tensor, weight: Tensor, groups: NormGroups, eps: float, tp: Axis
-) -> tuple[Tensor, Tensor]:
+def norm_forward(x: Tensor, gate: Tensor, weight: Tensor, groups: NormGroups, tp: Axis) -> tuple[Tensor, Tensor]:
     """x, gate (T, D) and weight (D,) of this rank -> (T, D) in the dtype of x, and the factors (T, groups here)."""
-    return _forward(x, gate, weight, groups, eps, tp, lambda square: square.sum(-1))
+    return _forward(x, gate, weight, groups, tp, lambda square: square.sum(-1))
 
 
 def _forward(
@@ -60,23 +60,26 @@ def _forward(
     gate: Tensor,
     weight: Tensor,
     groups: NormGroups,
-    eps: float,
     tp: Axis,
     add: Callable[[Tensor], Tensor],
 ) -> tuple[Tensor, Tensor]:
     passed, product = _product(x, gate)
     u = (product if groups.gate_first else widened(x)).unflatten(-1, (groups.here, -1))
-    scale = 1 / torch.sqrt(groups.summed(add(u * u), tp) / groups.width + eps)
+    scale = 1 / torch.sqrt(groups.summed(add(u * u), tp) / groups.width + groups.eps)
     normed = (u * scale.unsqueeze(-1)).flatten(1).to(x.dtype)
     made = normed * weight if groups.gate_first else widened(normed * weight) * passed
     return made.to(x.dtype), scale
 
 
 def norm_backward(
-    dy: Tensor, x: Tensor, gate: Tensor, weight: Tensor, scale: Tensor, groups: NormGroups, tp: Axis
+    dy: Tensor, saved: tuple[Tensor, Tensor, Tensor], weight: Tensor, groups: NormGroups, tp: Axis
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """The gradients of x, of the gate and of the weight. With u = x silu(z), n = u s and g = dy * w: du = s * (g - n *
-    mean(g * n)), dx = du silu(z), dz = du x silu'(z), dw = sum(dy * n); with the gate after the norm accordingly."""
+    """The gradients of x, of the gate and of the weight. saved: x, the gate and the factors s.
+
+    With u = x silu(z), n = u s and g = dy * w: du = s * (g - n * mean(g * n)), dx = du silu(z), dz = du x silu'(z), dw
+    = sum(dy * n); with the gate after the norm accordingly.
+    """
+    x, gate, scale = saved
     passed, product = _product(x, gate)
     wide, d, s = widened(x), widened(dy), scale.unsqueeze(-1)
     by_group = (groups.here, -1)
@@ -97,20 +100,16 @@ class GatedNormInOrder:
     """Batch-invariant: sums over a group in one order."""
 
     @staticmethod
-    def norm_forward(
-        x: Tensor, gate: Tensor, weight: Tensor, groups: NormGroups, eps: float, tp: Axis
-    ) -> tuple[Tensor, Tensor]:
-        return _forward(x, gate, weight, groups, eps, tp, sum_in_order)
+    def norm_forward(x: Tensor, gate: Tensor, weight: Tensor, groups: NormGroups, tp: Axis) -> tuple[Tensor, Tensor]:
+        return _forward(x, gate, weight, groups, tp, sum_in_order)
 
     norm_backward = staticmethod(norm_backward)
 
 
 class _GatedNorm(Function):
     @staticmethod
-    def forward(
-        ctx: Any, x: Tensor, gate: Tensor, weight: Tensor, groups: NormGroups, eps: float, tp: Axis, by: Any
-    ) -> Tensor:  # type: ignore[override]
-        out, scale = by.norm_forward(x, gate, weight.detach(), groups, eps, tp)
+    def forward(ctx: Any, x: Tensor, gate: Tensor, weight: Tensor, groups: NormGroups, tp: Axis, by: Any) -> Tensor:  # type: ignore[override]
+        out, scale = by.norm_forward(x, gate, weight.detach(), groups, tp)
         ctx.save_for_backward(x, gate, scale)
         ctx.weight, ctx.groups, ctx.tp, ctx.by = weight, groups, tp, by
         made: Tensor = out
@@ -118,10 +117,9 @@ class _GatedNorm(Function):
 
     @staticmethod
     def backward(ctx: Any, dy: Tensor) -> tuple[Tensor | None, ...]:  # type: ignore[override]
-        x, gate, scale = ctx.saved_tensors
-        dx, dgate, dw = ctx.by.norm_backward(dy, x, gate, ctx.weight.detach(), scale, ctx.groups, ctx.tp)
+        dx, dgate, dw = ctx.by.norm_backward(dy, ctx.saved_tensors, ctx.weight.detach(), ctx.groups, ctx.tp)
         dw_out = add_grad(ctx.weight, dw) if ctx.needs_input_grad[2] else None
-        return dx, dgate, dw_out, None, None, None, None
+        return dx, dgate, dw_out, None, None, None
 
 
 def gated_norm(
@@ -129,20 +127,19 @@ def gated_norm(
     gate: Tensor,
     weight: Tensor,
     groups: NormGroups,
-    eps: float,
     tp: Axis,
     kernels: Kernels = "auto",
 ) -> Tensor:
     """x (T, D) times silu(gate), normalized by groups and multiplied by weight (D,); without `groups.gate_first` x is
     normalized and multiplied by the weight, then by silu(gate)."""
-    made: Tensor = _GatedNorm.apply(x, gate, weight, groups, eps, tp, GATED_NORM.choose(kernels, x))
+    made: Tensor = _GatedNorm.apply(x, gate, weight, groups, tp, GATED_NORM.choose(kernels, x))
     return made
 
 
 def _case(groups: int, gate_first: bool = True) -> Callable[..., Tensor]:
     def call(x: Tensor, gate: Tensor, weight: Tensor, kernels: Kernels) -> Tensor:
-        shard = NormGroups(groups, x.shape[1] // groups, gate_first=gate_first)
-        return gated_norm(x, gate, weight, shard, 1e-3, Axis("tp"), kernels)
+        shard = NormGroups(groups, x.shape[1] // groups, 1e-3, gate_first=gate_first)
+        return gated_norm(x, gate, weight, shard, Axis("tp"), kernels)
 
     return call
 

@@ -6,12 +6,15 @@ What is remembered lies in slots, one for each sequence (sequence.paged.StateSpa
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import torch
 from torch import Tensor
 
 from phalanx.ops.op import Kernels
 from phalanx.ops.scan.conv1d import conv1d, conv1d_step, last_tokens
-from phalanx.ops.scan.scan import scan, scan_step
+from phalanx.ops.scan.rows import StateSlots, TokenRows
+from phalanx.ops.scan.scan import ScanInputs, scan, scan_step
 from phalanx.sequence.paged import StatePiece, StateSpans
 
 
@@ -22,34 +25,30 @@ def convolve_remembered(
     place."""
     out, singles = torch.zeros_like(x), len(spans.slots)
     if singles:
-        out[:singles] = conv1d_step(x[:singles], tokens, spans.slots, weight, bias, fresh=spans.fresh)
+        slots = StateSlots(tokens, spans.slots, spans.fresh)
+        out[:singles] = conv1d_step(x[:singles], slots, weight, bias)
     for piece in spans.pieces:
         row, before = x[piece.start : piece.stop].unsqueeze(0), _first(tokens, piece).to(x.dtype)
-        out[piece.start : piece.stop] = conv1d(row, weight, bias, None, before, True, kernels)[0]
+        out[piece.start : piece.stop] = conv1d(row, weight, bias, TokenRows(None, before), True, kernels)[0]
         tokens[piece.slot] = last_tokens(row, before, weight.shape[-1])[0]
     return out
 
 
-def scan_remembered(
-    x: Tensor,
-    b: Tensor,
-    c: Tensor,
-    steps: Tensor,
-    a: Tensor,
-    d: Tensor,
-    states: Tensor,
-    spans: StateSpans,
-    kernels: Kernels = "auto",
-) -> Tensor:
-    """x (T, H, P), b and c (T, G, N), steps (T, H) -> (T, H, P). states (slots, H, P, N): updated in place."""
-    out, singles = torch.zeros_like(x), len(spans.slots)
+def scan_remembered(s: ScanInputs, states: Tensor, spans: StateSpans, kernels: Kernels = "auto") -> Tensor:
+    """x (T, H, P), b and c (T, G, N), dt (T, H) -> (T, H, P). states (slots, H, P, N): updated in place."""
+    out, singles = torch.zeros_like(s.x), len(spans.slots)
+
+    def some(rows: slice) -> ScanInputs:
+        return replace(s, x=s.x[rows], dt=s.dt[rows], b=s.b[rows], c=s.c[rows])
+
     if singles:
         own = slice(0, singles)
-        out[own] = scan_step(x[own], steps[own], a, b[own], c[own], d, states, spans.slots, spans.fresh)
+        out[own] = scan_step(some(own), StateSlots(states, spans.slots, spans.fresh))
     for piece in spans.pieces:
         rows = slice(piece.start, piece.stop)
-        row, step, row_b, row_c = (t[rows].unsqueeze(0) for t in (x, steps, b, c))
-        y, state = scan(row, step, a, row_b, row_c, d, None, _first(states, piece), kernels)
+        here = some(rows)
+        x, dt, b, c = (t.unsqueeze(0) for t in (here.x, here.dt, here.b, here.c))
+        y, state = scan(replace(here, x=x, dt=dt, b=b, c=c, initial=_first(states, piece)), kernels)
         out[rows], states[piece.slot] = y[0], state[0].to(states.dtype)
     return out
 

@@ -5,9 +5,9 @@
 Dao & Gu, "Transformers are SSMs", 2024 (state-space duality). The reference implementation works in chunks of Q tokens:
 inside a chunk outputs are a masked matmul, as in attention, and from chunk to chunk only the state is handed on.
 
-Tokens come as rows: R spans of L consecutive tokens each. `numbers` says which document each token belongs to; no state
-crosses from one document into the next. A row may begin with a state, which the document of its first token goes on
-from, and leaves the one after its last token. Saved for backward: the inputs, and the state before each chunk.
+Tokens come as rows (ops.scan.rows). No state crosses from one document into the next. A row may begin with a state,
+which the document of its first token goes on from, and leaves the one after its last token. Saved for backward: the
+inputs, and the state before each chunk.
 
 Shapes: R rows, L tokens of a row, H heads of P features, G groups that share B and C, N features of a state.
 """
@@ -25,9 +25,9 @@ from torch.autograd import Function
 from phalanx.ops.dense.activation import widened
 from phalanx.ops.dense.grads import add_grad
 from phalanx.ops.op import ALL_KERNELS, Case, Implementation, Kernels, Op, triton
+from phalanx.ops.scan.rows import StateSlots, documents_of
 
 CHUNK = 64
-Six = tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]
 
 
 @dataclass(frozen=True)
@@ -44,9 +44,9 @@ class ScanInputs:
     a: Tensor
     b: Tensor
     c: Tensor
-    d: Tensor | None
-    numbers: Tensor | None
-    initial: Tensor | None
+    d: Tensor | None = None
+    numbers: Tensor | None = None
+    initial: Tensor | None = None
 
 
 @dataclass(frozen=True)
@@ -62,17 +62,15 @@ class ScanGrads:
     initial: Tensor | None
 
 
-def _chunk(
-    x: Tensor, dt: Tensor, a: Tensor, b: Tensor, c: Tensor, state: Tensor, numbers: Tensor | None, carried: Tensor
-) -> tuple[Tensor, Tensor]:
-    """Outputs (R, Q, H, P) of one chunk without D, and the state after it; `carried` (R, 1): the document of `state`.
-    All in one dtype."""
-    each = x.shape[2] // b.shape[2]
-    b, c = b.repeat_interleave(each, 2), c.repeat_interleave(each, 2)
+def _chunk(s: ScanInputs, state: Tensor, carried: Tensor) -> tuple[Tensor, Tensor]:
+    """Outputs (R, Q, H, P) of one chunk without D, and the state after it; `carried` (R, 1): the document of `state`,
+    which is read in the place of s.initial. All in one dtype."""
+    x, dt, numbers, each = s.x, s.dt, s.numbers, s.x.shape[2] // s.b.shape[2]
+    b, c = s.b.repeat_interleave(each, 2), s.c.repeat_interleave(each, 2)
     size, steps = x.shape[1], dt.unsqueeze(-1) * x
     seen = torch.ones(size, size, dtype=torch.bool, device=x.device).tril()
     seen = seen if numbers is None else seen & (numbers.unsqueeze(2) == numbers.unsqueeze(1))
-    decays = _sums_of(dt * a, seen if numbers is None else seen.to(x.dtype))
+    decays = _sums_of(dt * s.a, seen if numbers is None else seen.to(x.dtype))
     between = decays.unsqueeze(2) - decays.unsqueeze(1)  # (R, reader, source, H)
     weights = between.masked_fill(~seen.unsqueeze(-1), -torch.inf).exp()
     y = torch.einsum("rthn,rshn,rtsh,rshp->rthp", c, b, weights, steps)
@@ -92,14 +90,13 @@ def _sums_of(logs: Tensor, seen: Tensor) -> Tensor:
     return logs.cumsum(1) if seen.dim() == 2 else seen @ logs
 
 
-def _pieces(s: ScanInputs, start: int, state: Tensor) -> tuple[Six, Tensor | None, Tensor]:
-    """Inputs of the chunk that begins at token `start`, in the dtype of the state; its documents; the state's."""
+def _pieces(s: ScanInputs, start: int, dtype: torch.dtype) -> tuple[ScanInputs, Tensor]:
+    """Inputs of the chunk that begins at token `start`, in a dtype; and the document of the state before it."""
     rows = slice(start, start + CHUNK)
-    x, dt, b, c = (t[:, rows].to(state.dtype) for t in (s.x, s.dt, s.b, s.c))
-    given = (x, dt, s.a.to(state.dtype), b, c, state)
-    if s.numbers is None:
-        return given, None, state
-    return given, s.numbers[:, rows], s.numbers[:, max(0, start - 1)].unsqueeze(1)
+    x, dt, b, c = (t[:, rows].to(dtype) for t in (s.x, s.dt, s.b, s.c))
+    numbers = None if s.numbers is None else s.numbers[:, rows]
+    carried = s.a if s.numbers is None else s.numbers[:, max(0, start - 1)].unsqueeze(1)
+    return ScanInputs(x, dt, s.a.to(dtype), b, c, numbers=numbers), carried
 
 
 def _first_state(s: ScanInputs) -> Tensor:
@@ -116,8 +113,8 @@ def scan_forward(s: ScanInputs) -> tuple[Tensor, Tensor, Tensor]:
     state, made, before = _first_state(s), [], []
     for start in range(0, s.x.shape[1], CHUNK):
         before.append(state)
-        given, numbers, carried = _pieces(s, start, state)
-        y, state = _chunk(*given, numbers, carried)
+        piece, carried = _pieces(s, start, state.dtype)
+        y, state = _chunk(piece, state, carried)
         made.append(y)
     y = torch.cat(made, 1)
     y = y if s.d is None else y + widened(s.d).unsqueeze(-1) * widened(s.x)
@@ -133,10 +130,11 @@ def scan_backward(dy: Tensor, dstate: Tensor | None, s: ScanInputs, before: Tens
     da = torch.zeros_like(s.a, dtype=before.dtype)
     starts = range(0, s.x.shape[1], CHUNK)
     for state, start in reversed(list(zip(before, starts))):
-        given, numbers, carried = _pieces(s, start, state)
+        piece, carried = _pieces(s, start, state.dtype)
+        given = (piece.x, piece.dt, piece.a, piece.b, piece.c, state)
         x, dt, a, b, c, first = leaves = tuple(t.detach().requires_grad_() for t in given)
         with torch.enable_grad():
-            y, after = _chunk(x, dt, a, b, c, first, numbers, carried)
+            y, after = _chunk(ScanInputs(x, dt, a, b, c, numbers=piece.numbers), first, carried)
         dx, ddt, more, db, dc, dstate = torch.autograd.grad(
             (y, after), leaves, (wide[:, start : start + CHUNK], dstate)
         )
@@ -192,20 +190,11 @@ class _Scan(Function):
         return g.x, g.dt, g.a, g.b, g.c, dd, None, g.initial, None
 
 
-def scan(
-    x: Tensor,
-    dt: Tensor,
-    a: Tensor,
-    b: Tensor,
-    c: Tensor,
-    d: Tensor | None = None,
-    numbers: Tensor | None = None,
-    initial: Tensor | None = None,
-    kernels: Kernels = "auto",
-) -> tuple[Tensor, Tensor]:
+def scan(s: ScanInputs, kernels: Kernels = "auto") -> tuple[Tensor, Tensor]:
     """y (R, L, H, P) of the recurrence above, in the dtype of x, and the state (R, H, P, N) after each row, in at least
-    fp32. Arguments as in ScanInputs; `d` may be a parameter."""
-    made: tuple[Tensor, Tensor] = _Scan.apply(x, dt, a, b, c, d, numbers, initial, SCAN.choose(kernels, x))
+    fp32. `s.d` may be a parameter."""
+    by = SCAN.choose(kernels, s.x)
+    made: tuple[Tensor, Tensor] = _Scan.apply(s.x, s.dt, s.a, s.b, s.c, s.d, s.numbers, s.initial, by)
     return made
 
 
@@ -225,29 +214,17 @@ def whole_decay(dt: Tensor, a: Tensor) -> Tensor:
     return (dt.sum(1) * a).exp()
 
 
-def scan_step(
-    x: Tensor,
-    dt: Tensor,
-    a: Tensor,
-    b: Tensor,
-    c: Tensor,
-    d: Tensor | None,
-    states: Tensor,
-    slots: Tensor,
-    fresh: Tensor | None = None,
-) -> Tensor:
-    """One token of each of S sequences: x (S, H, P), dt (S, H), b and c (S, G, N) -> (S, H, P). states (slots, H, P, N)
-    are updated in place at `slots` (S,) int64, which differ. `fresh` (S,) bool: which sequences begin here."""
-    each, wide = x.shape[1] // b.shape[1], widened(x)
-    b, c = (widened(t).repeat_interleave(each, 1) for t in (b, c))
-    old = states[slots].to(wide.dtype)
-    old = old if fresh is None else torch.where(fresh[:, None, None, None], 0, old)
-    step = (dt.unsqueeze(-1) * wide).unsqueeze(-1) * b.unsqueeze(2)
-    new = (dt * a).exp()[..., None, None] * old + step
-    states[slots] = new.to(states.dtype)
+def scan_step(s: ScanInputs, slots: StateSlots) -> Tensor:
+    """One token of each of S sequences: x (S, H, P), dt (S, H), b and c (S, G, N) -> (S, H, P). Kept: (slots, H, P,
+    N)."""
+    each, wide = s.x.shape[1] // s.b.shape[1], widened(s.x)
+    b, c = (widened(t).repeat_interleave(each, 1) for t in (s.b, s.c))
+    step = (s.dt.unsqueeze(-1) * wide).unsqueeze(-1) * b.unsqueeze(2)
+    new = (s.dt * s.a).exp()[..., None, None] * slots.old().to(wide.dtype) + step
+    slots.set(new)
     y = torch.einsum("shpn,shn->shp", new, c)
-    y = y if d is None else y + widened(d.detach()).unsqueeze(-1) * wide
-    return y.to(x.dtype)
+    y = y if s.d is None else y + widened(s.d.detach()).unsqueeze(-1) * wide
+    return y.to(s.x.dtype)
 
 
 class _Wide(Function):
@@ -278,28 +255,22 @@ def decay_rates(log: Tensor) -> Tensor:
     return -wide_values(log).exp()
 
 
-def _numbers(x: Tensor) -> Tensor:
-    """Documents of 1, 2, 3 ... tokens, one after another, over the borders of rows."""
-    at = torch.arange(x.shape[0] * x.shape[1], device=x.device)
-    return ((torch.sqrt(8.0 * at + 1) - 1) / 2).long().view(x.shape[:2])
-
-
 def _case(documents: bool) -> Any:
-    def call(
-        x: Tensor, dt: Tensor, a: Tensor, b: Tensor, c: Tensor, d: Tensor, initial: Tensor, kernels: Kernels
-    ) -> Tensor:
-        numbers = _numbers(x) if documents else None
+    def call(*given: Any) -> Tensor:
+        x, dt, a, b, c, d, initial, kernels = given
+        numbers = documents_of(x) if documents else None
         steps, rates = F.softplus(widened(dt) - 1), -widened(a).exp()
-        y, state = scan(x, steps, rates, b, c, d, numbers, initial if documents else None, kernels)
+        y, state = scan(ScanInputs(x, steps, rates, b, c, d, numbers, initial if documents else None), kernels)
         return torch.cat((y.flatten(), state.to(y.dtype).flatten()))
 
     return call
 
 
-def _shapes(rows: int, length: int, heads: int, width: int, groups: int, state: int) -> tuple[tuple[int, ...], ...]:
-    tokens = (rows, length)
-    small = ((*tokens, heads), (heads,), (*tokens, groups, state), (*tokens, groups, state), (heads,))
-    return (*tokens, heads, width), *small, (rows, heads, width, state)
+def _shapes(tokens: tuple[int, int], head: tuple[int, int], group: tuple[int, int]) -> tuple[tuple[int, ...], ...]:
+    """Of (rows, length), (heads, width) and (groups, features of a state)."""
+    heads, rows = head[0], tokens[0]
+    small = ((*tokens, heads), (heads,), (*tokens, *group), (*tokens, *group), (heads,))
+    return (*tokens, *head), *small, (rows, *head, group[1])
 
 
 EXACT = (torch.float32, torch.float64)
@@ -313,9 +284,9 @@ SCAN = Op(
         Implementation("dry", f"{__name__}:DryScan", "meta", modes=ALL_KERNELS),
     ),
     cases=(
-        Case("scan, documents", _case(True), _shapes(2, 75, 4, 6, 2, 5), (5,), EXACT),
-        Case("scan, whole rows", _case(False), _shapes(1, 130, 2, 16, 1, 16), (5,), EXACT),
-        Case("scan, one token", _case(True), _shapes(3, 1, 2, 4, 1, 3), (5,), EXACT),
-        Case("scan of 80 heads", _case(True), _shapes(1, 4096, 80, 64, 8, 128), (5,), large=True),
+        Case("scan, documents", _case(True), _shapes((2, 75), (4, 6), (2, 5)), (5,), EXACT),
+        Case("scan, whole rows", _case(False), _shapes((1, 130), (2, 16), (1, 16)), (5,), EXACT),
+        Case("scan, one token", _case(True), _shapes((3, 1), (2, 4), (1, 3)), (5,), EXACT),
+        Case("scan of 80 heads", _case(True), _shapes((1, 4096), (80, 64), (8, 128)), (5,), large=True),
     ),
 )
