@@ -42,7 +42,6 @@ class StateSpaceSpec:
     limits      of steps
     std         of the initial weights of the projections
     bias        whether the projections have one; conv_bias: whether the convolution has
-    gate_first  the gate comes before the norm
     """
 
     name: str
@@ -58,7 +57,6 @@ class StateSpaceSpec:
     limits: tuple[float, float] = (0.0, math.inf)
     bias: bool = False
     conv_bias: bool = True
-    gate_first: bool = True
 
 
 @dataclass(frozen=True)
@@ -226,4 +224,4 @@ def _conv_spec(rows: list[OutputRows], taps: int) -> ParamSpec:
 def _norm_groups(env: Env, shard: ScanShard) -> NormGroups:
     s, own = shard.spec, shard.own
     width = s.heads * s.head_dim // s.groups
-    return NormGroups(shard.groups, width, s.eps, own.k0, s.groups, bool(own.replicas), s.gate_first)
+    return NormGroups(shard.groups, width, s.eps, own.k0, s.groups, bool(own.replicas))
