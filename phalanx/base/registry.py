@@ -51,6 +51,8 @@ BUILT_IN: Mapping[str, Mapping[str, str]] = MappingProxyType(
                 "gpt_neox": "phalanx.models.gpt_neox:FAMILY",
                 "smollm3": "phalanx.models.smollm3:FAMILY",
                 "bert": "phalanx.models.bert:FAMILY",
+                "mamba2": "phalanx.models.mamba2:FAMILY",
+                "nemotron_h": "phalanx.models.nemotron_h:FAMILY",
                 "modernbert": "phalanx.models.modernbert:FAMILY",
                 "llava": "phalanx.models.llava:FAMILY",
                 "qwen2_5_vl": "phalanx.models.qwen2_5_vl:FAMILY",
@@ -108,6 +110,9 @@ BUILT_IN: Mapping[str, Mapping[str, str]] = MappingProxyType(
                 "join": "phalanx.ops.attention.context:JOIN",
                 "mlp": "phalanx.ops.dense.gated_mlp:MLP",
                 "dropout": "phalanx.ops.dense.dropout:DROPOUT",
+                "conv1d": "phalanx.ops.scan.conv1d:CONV1D",
+                "scan": "phalanx.ops.scan.scan:SCAN",
+                "gated_norm": "phalanx.ops.scan.gated_norm:GATED_NORM",
             }
         ),
         "adapter": MappingProxyType({"lora": "phalanx.nn.adapters.lora:LoRA", "dora": "phalanx.nn.adapters.dora:DoRA"}),

@@ -400,6 +400,13 @@ def fill(out: Tensor, piece: Piece, seed: int) -> None:
         fill_uniform_(out, piece.init.bound, piece.shape, piece.box.start, seed, piece.name)
     elif piece.init.kind == "sinusoids":
         out.copy_(sinusoids(*piece.shape)[piece.box.slices()])
+    elif piece.init.kind == "log_count":
+        out.copy_(torch.arange(piece.box.start[0] + 1, piece.box.stop[0] + 1, dtype=torch.float64).log())
+    elif piece.init.kind == "time_step":
+        fill_uniform_(out, 1.0, piece.shape, piece.box.start, seed, piece.name)
+        low, high = math.log(piece.init.low), math.log(piece.init.high)
+        step = torch.exp(low + (high - low) * (out + 1) / 2).clamp(min=piece.init.floor)
+        out.copy_(step + torch.log(-torch.expm1(-step)))  # the inverse of softplus
     else:
         out.fill_(1.0 if piece.init.kind == "ones" else 0.0)
 
