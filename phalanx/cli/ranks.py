@@ -32,19 +32,23 @@ def run_ranks(target: str, ready: Any, values: dict[str, Any], logs: str | None)
     """Call a job here if this process is already a rank or the world has only one; otherwise start the ranks."""
     from phalanx.base.placement import Placement
     from phalanx.launch.bus import BusErrors
+    from phalanx.launch.ends import ends_at
     from phalanx.launch.local import SingleRank, start
     from phalanx.launch.network import settle
     from phalanx.launch.worker import find
 
     listen_early()
     allow_files(ready.ranks)
-    if ready.placement is None and ready.ranks > 1:
+    here = ready.placement
+    if here is None and ready.ranks > 1:
         start(target, values, ready.ranks, logs)
+    elif here is not None and here.starts:
+        start(target, values, here.starts, logs, settle(here, os.environ))
     else:
         word = SingleRank()
-        placement = settle(ready.placement or Placement(), os.environ)
+        placement = settle(here or Placement(), os.environ)
         with BusErrors(word.died):
-            find(target)(replace(placement, word=word), **values)
+            find(target)(replace(placement, word=word, ends_at=ends_at(os.environ)), **values)
     deaf()
 
 
