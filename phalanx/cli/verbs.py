@@ -62,6 +62,9 @@ class Verbs(click.Group):
             "checkpoint",
             "export",
             "import",
+            "launch",
+            "status",
+            "logs",
             "explain",
         )
         return sorted(self.commands, key=lambda name: (order.index(name) if name in order else len(order), name))

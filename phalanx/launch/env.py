@@ -31,7 +31,7 @@ WHERE = "the environment"
 
 
 @dataclass(frozen=True)
-class Task:
+class LaunchedTask:
     """What one launcher says of this process: task `number` of `count`, `local` of `local_count` on its node, and where
     the first one is. names: the variables that say so, for messages."""
 
@@ -44,7 +44,7 @@ class Task:
     names: tuple[str, ...]
 
 
-Found = tuple[Task | None, list[Problem]]
+Found = tuple[LaunchedTask | None, list[Problem]]
 
 
 def read_placement(env: Mapping[str, str]) -> tuple[Placement | None, list[Problem]]:
@@ -75,7 +75,7 @@ def _placement(env: Mapping[str, str]) -> tuple[Placement | None, list[Problem]]
     return None, []
 
 
-def _unlike(env: Mapping[str, str], tasks: Mapping[str, Task]) -> list[Problem]:
+def _unlike(env: Mapping[str, str], tasks: Mapping[str, LaunchedTask]) -> list[Problem]:
     """Launchers of as many tasks that number this process differently, or one inside another that is larger."""
     alike = {(task.number, task.count) for name, task in tasks.items() if name != "a host file"}
     if len(alike) < 2 or len({count for _, count in alike}) > 1:
@@ -83,25 +83,25 @@ def _unlike(env: Mapping[str, str], tasks: Mapping[str, Task]) -> list[Problem]:
     return [_contradiction(env, tuple(tasks.values()))]
 
 
-def _contradictions(env: Mapping[str, str], tasks: Mapping[str, Task]) -> list[Problem]:
+def _contradictions(env: Mapping[str, str], tasks: Mapping[str, LaunchedTask]) -> list[Problem]:
     """RANK and WORLD_SIZE, set by hand, against what a launcher of several tasks says. A larger WORLD_SIZE is that of
     ranks inside a task."""
     numbers, _ = _integers(env, "RANK", "WORLD_SIZE")
-    mine = Task(numbers["RANK"], numbers["WORLD_SIZE"], 0, None, "", "", ("RANK", "WORLD_SIZE"))
+    mine = LaunchedTask(numbers["RANK"], numbers["WORLD_SIZE"], 0, None, "", "", ("RANK", "WORLD_SIZE"))
     for task in tasks.values():
         if task.count > 1 and (mine.count < task.count or (mine.count == task.count and mine.number != task.number)):
             return [_contradiction(env, (mine, task))]
     return []
 
 
-def _contradiction(env: Mapping[str, str], tasks: tuple[Task, ...]) -> Problem:
+def _contradiction(env: Mapping[str, str], tasks: tuple[LaunchedTask, ...]) -> Problem:
     there = {name: env[name] for task in tasks for name in task.names if name in env}
     first, *_ = there
     rule = "contradicts what another launcher says of this process; unset the variables that are left from elsewhere"
     return Problem(first, there.pop(first), rule, there, (), WHERE)
 
 
-def _from_task(env: Mapping[str, str], task: Task) -> tuple[Placement | None, list[Problem]]:
+def _from_task(env: Mapping[str, str], task: LaunchedTask) -> tuple[Placement | None, list[Problem]]:
     """A task that is a rank, or one that starts the ranks of its node."""
     numbers, problems = _integers(env, PER_NODE)
     problems += _weak_secret(env)
@@ -193,7 +193,7 @@ def _slurm(env: Mapping[str, str]) -> Found:
     port = env.get("MASTER_PORT", str(15000 + int(job) % 15000))
     local_count = tasks_on_node(env.get("SLURM_STEP_TASKS_PER_NODE", ""), env.get("SLURM_NODEID", ""))
     count = 1 if numbers[size] == 1 else int(local_count) if local_count else None
-    return Task(numbers["SLURM_PROCID"], numbers[size], numbers["SLURM_LOCALID"], count, host, port, names), []
+    return LaunchedTask(numbers["SLURM_PROCID"], numbers[size], numbers["SLURM_LOCALID"], count, host, port, names), []
 
 
 def _first_of_slurm(env: Mapping[str, str]) -> str:
@@ -226,7 +226,7 @@ def _open_mpi(env: Mapping[str, str]) -> Found:
         rule = "must be set, to know where rank 0 is: mpirun -x MASTER_ADDR=HOST, the first host"
         return None, [Problem("MASTER_ADDR", None, rule, {name: env[name] for name in names}, (), WHERE)]
     # mpirun starts one process for each slot; one for each node is said with --map-by ppr:1:node
-    return Task(number, count, local, local_count, host, port, names), []
+    return LaunchedTask(number, count, local, local_count, host, port, names), []
 
 
 def _pod(env: Mapping[str, str]) -> Found:
@@ -245,7 +245,7 @@ def _pod(env: Mapping[str, str]) -> Found:
     problems = problems or _impossible(number, count, numbers)
     if problems:
         return None, problems
-    return Task(numbers[number], numbers[count], 0, 1, env.get(host, ""), env.get(port, ""), names), []
+    return LaunchedTask(numbers[number], numbers[count], 0, 1, env.get(host, ""), env.get(port, ""), names), []
 
 
 def _host_file(env: Mapping[str, str]) -> Found:
@@ -262,7 +262,7 @@ def _host_file(env: Mapping[str, str]) -> Found:
         return None, [Problem(HOST_FILE, env[HOST_FILE], rule, because, (), WHERE)]
     job = re.sub(r"\D", "", env.get("SLURM_JOB_ID", ""))
     port = env.get("MASTER_PORT", str(15000 + int(job) % 15000) if job else str(PORT))
-    return Task(found.number, found.count, 0, 1, env.get("MASTER_ADDR", found.first), port, (HOST_FILE,)), []
+    return LaunchedTask(found.number, found.count, 0, 1, env.get("MASTER_ADDR", found.first), port, (HOST_FILE,)), []
 
 
 # In the order in which they are believed: one that was started inside another comes first.

@@ -22,7 +22,7 @@ from tests.harness.warm import Warm
 
 NODES = ("n1", "n2")
 PROGRAMS = ("sbatch", "slurmctld", "slurmd", "munged")
-WAIT_S = 60.0
+WAIT_S = 150.0
 CPUS = 4  # that each node claims to have
 CONFIG = """\
 ClusterName=test
@@ -83,10 +83,10 @@ def free_ports(count: int) -> list[int]:
         return [s.getsockname()[1] for s in sockets]
 
 
-def until(done: Callable[[], object], what: str, seconds: float = WAIT_S) -> None:
+def until(done: Callable[[], object], what: Callable[[], str], seconds: float = WAIT_S) -> None:
     end = time.monotonic() + seconds
     while not done():
-        assert time.monotonic() < end, f"after {seconds:g} s still not: {what}"
+        assert time.monotonic() < end, f"after {seconds:g} s still not: {what()}"
         time.sleep(0.05)
 
 
@@ -115,7 +115,7 @@ class Slurm:
         self._daemon("slurmctld", "slurmctld", "-D")
         for name in NODES:
             self.start_node(name)
-        until(lambda: self.states() == {"idle": 2}, f"both nodes idle ({self.states()})")
+        until(lambda: self.states() == {"idle": 2}, lambda: f"both nodes idle ({self.states()})")
         return self
 
     def _start_munge(self) -> None:
@@ -126,7 +126,7 @@ class Slurm:
         paths = {"key-file": key, "socket": self.folder / "munge.socket"}
         paths |= {f"{name}-file": self.folder / f"munged.{name}" for name in ("pid", "log", "seed")}
         self._daemon("munged", "munged", "-F", "--force", *(f"--{name}={path}" for name, path in paths.items()))
-        until((self.folder / "munge.socket").exists, "munged listens")
+        until((self.folder / "munge.socket").exists, lambda: "munged listens")
 
     def _daemon(self, name: str, *words: str) -> None:
         with open(self.folder / f"{name}.out", "ab") as out:
@@ -151,6 +151,10 @@ class Slurm:
                 os.kill(pid, signal.SIGKILL)
         daemon.wait()
 
+    def lost(self) -> list[str]:
+        """Nodes whose daemon was killed."""
+        return [name for name in NODES if self._daemons[name].poll() is not None]
+
     def ask(self, *words: str, check: bool = True) -> str:
         done = subprocess.run(
             words, env={**os.environ, **self.env}, capture_output=True, text=True, timeout=30, check=False
@@ -166,13 +170,6 @@ class Slurm:
         """A job as `scontrol show job` shows it."""
         text = self.ask("scontrol", "show", "job", "-o", job, check=False)
         return dict(word.partition("=")[::2] for word in text.split() if "=" in word)
-
-    def until_state(self, job: str, *wanted: str, seconds: float = WAIT_S) -> None:
-        until(
-            lambda: self.job(job).get("JobState") in wanted,
-            f"job {job} {' or '.join(wanted)}: {self.ask('scontrol', 'show', 'job', job, check=False)}",
-            seconds,
-        )
 
     def close(self) -> None:
         self.ask("scancel", "--full", "--signal=KILL", "--user=root", check=False)
