@@ -25,6 +25,7 @@ from urllib.parse import parse_qs, urlsplit
 from phalanx.base.errors import PeerLost, PhalanxError, Preempted
 from phalanx.base.log import describe
 from phalanx.base.placement import MEETING, RANKS, SECRET, Placement, Word
+from phalanx.launch.environment import allowed_cpus, bind
 from phalanx.launch.network import LOOPBACK, stay_inside
 from phalanx.launch.outcome import CAUSES, Ended, RankFailed, read_outcomes, signal_name, verdict
 from phalanx.observe.failures import Taken, note_end, taken
@@ -46,6 +47,7 @@ def start(
     ranks: int,
     logs: str | Path | None = None,
     node: Placement | None = None,
+    cpus: tuple[frozenset[int], ...] | None = None,
 ) -> None:
     """Call `target` (`package.module:function`) as `function(placement, **arguments)` in `ranks` new processes and wait
     for them.
@@ -53,6 +55,7 @@ def start(
     arguments  plain values (they travel as JSON)
     logs       a folder for each rank's output; None: all write where this process writes
     node       where these ranks are in a world of several machines, of which each starts its own (`starts`)
+    cpus       of each rank of such a node; None: all
 
     Raises RankFailed with the exit code of the rank that failed first. SIGTERM, SIGINT, SIGUSR1 and SIGHUP are passed
     on as SIGTERM, and the ranks are waited for. A second signal kills them: Ctrl-C at once, others only if they come a
@@ -63,7 +66,9 @@ def start(
         (folder / "arguments.json").write_text(json.dumps(dict(arguments)), encoding="utf-8")
         if node is not None:
             (folder / NODE).write_text(json.dumps({"refused": node.refused}), encoding="utf-8")
-        world = LocalRanks(0, ranks, ranks) if node is None else LocalRanks(node.rank, ranks, node.world_size)
+        world = LocalRanks(0, ranks, ranks)
+        if node is not None:
+            world = LocalRanks(node.rank, ranks, node.world_size, cpus)
         with forwarded_signals(folder) as stops:
             ended = _run(folder, target, world, None if logs is None else Path(logs), node)
         if stops.at_once:
@@ -108,11 +113,13 @@ class SingleRank(Word):
 
 @dataclass(frozen=True)
 class LocalRanks:
-    """The ranks that this machine starts: `count` from number `first`, of `size` in the whole world."""
+    """The ranks that this machine starts: `count` from number `first`, of `size` in the whole world. cpus: of each;
+    None: all."""
 
     first: int
     count: int
     size: int
+    cpus: tuple[frozenset[int], ...] | None = None
 
     @property
     def numbers(self) -> range:
@@ -164,7 +171,7 @@ def rank_environment(before: Mapping[str, str], ranks: int, world: int | None = 
 
     Ranks of one machine also get a secret for this run, and loopback as their network.
     """
-    threads = str(max(1, usable_cores() // ranks))
+    threads = str(max(1, len(allowed_cpus()) // ranks))
     # the package is found even where it is not installed and the ranks' folder is another
     path = os.pathsep.join(filter(None, (str(Path(__file__).parents[2]), before.get("PYTHONPATH"))))
     env = {
@@ -179,11 +186,6 @@ def rank_environment(before: Mapping[str, str], ranks: int, world: int | None = 
         env[SECRET] = secrets.token_hex(32)
         stay_inside(env)
     return env
-
-
-def usable_cores() -> int:
-    """Cores that this process may use: a scheduler may have given it a part of the machine's."""
-    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
 
 
 class Ranks:
@@ -224,9 +226,11 @@ class Ranks:
         with contextlib.ExitStack() as opened:
             out, err = (opened.enter_context(file) if file else None for file in self._files(rank))
             # a session of its own: Ctrl-C in the terminal comes to this process alone, which passes it on
-            return subprocess.Popen(
+            process = subprocess.Popen(
                 [sys.executable, *self._words], env=env, stdout=out, stderr=err, start_new_session=True
             )
+        bind(process.pid, self._world.cpus, rank - self._world.first)
+        return process
 
     def _files(self, rank: int) -> tuple[TextIO | None, TextIO | None]:
         if self._logs is None:

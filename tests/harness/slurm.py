@@ -171,6 +171,18 @@ class Slurm:
         text = self.ask("scontrol", "show", "job", "-o", job, check=False)
         return dict(word.partition("=")[::2] for word in text.split() if "=" in word)
 
+    def over_on_nodes(self, job: str) -> bool:
+        """Whether no daemon of a step of the job, or of its script, is left on a node."""
+        words = (path.read_bytes() for path in Path("/proc").glob("[0-9]*/cmdline") if path.exists())
+        with contextlib.suppress(OSError):  # one that has just ended
+            return not any(text.startswith(f"slurmstepd: [{job}.".encode()) for text in words)
+        return False
+
+    def what_is_there(self) -> str:
+        """Jobs and nodes, and why they are so, for the message of a test."""
+        jobs = self.ask("squeue", "--states=all", "--format=%i %T %r %S", check=False)
+        return f"{jobs}\n{self.ask('sinfo', '--Node', '--format=%N %T %E', check=False)}"
+
     def close(self) -> None:
         self.ask("scancel", "--full", "--signal=KILL", "--user=root", check=False)
         for name in reversed(self._daemons):

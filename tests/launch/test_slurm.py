@@ -63,7 +63,7 @@ class Launched:
         return [row["step"] for row in rows if "loss" in row]
 
     def until_step(self, step: int) -> None:
-        until(lambda: self.steps()[-1:] >= [step], lambda: f"step {step}\n{self.log()}")
+        until(lambda: self.steps()[-1:] >= [step], lambda: f"step {step}: {self.slurm.what_is_there()}\n{self.log()}")
 
     def until_over(self, job: str, state: str) -> None:
         def over() -> bool:
@@ -74,11 +74,13 @@ class Launched:
         until(over, lambda: f"job {job} {state}: {self.slurm.job(job)}\n{self.log()}")
 
     def again(self, job: str) -> None:
-        """A job that was queued again waits two minutes; here it starts at once."""
+        """A job that was queued again waits two minutes; here it starts as soon as its last start is over everywhere:
+        SLURM would take that one's exit code for the new one's."""
         until(
             lambda: self.slurm.job(job).get("JobState") == "PENDING",
             lambda: f"{job} queued again\n{self.slurm.job(job)}\n{self.log()}",
         )
+        until(lambda: self.slurm.over_on_nodes(job), self.slurm.what_is_there)
         self.slurm.ask("scontrol", "update", f"jobid={job}", "starttime=now")
 
 
@@ -120,7 +122,7 @@ def test_two_nodes_train_and_a_stopped_job_is_queued_again_and_goes_on(run):
 def test_what_the_scheduler_would_never_start_is_refused_before_it_is_submitted(run):
     missing_partition = run.launch("--submit", "-p", "mian", code=2)
     assert "cluster.partition='mian': is no partition of this cluster. Valid near it: main." in missing_partition
-    more = run.launch("--submit", "--nodes", "3", "--time", "3h", code=2)
+    more = run.launch("--submit", "--nodes", "3", "--time", "3h", "train.global_batch=12", code=2)
     assert "--nodes=3: must be <= the nodes of the partition, because partition='main', its nodes=2" in more
     assert "--time='0-03:00:00': must be <= the time limit of the partition" in more and "0-01:00:00" in more
     assert "must be longer than the time that is kept for the last save" in run.launch("--time", "30s", code=2)
@@ -130,15 +132,16 @@ def test_what_the_scheduler_would_never_start_is_refused_before_it_is_submitted(
 
 
 def test_a_job_that_waits_says_why_and_one_that_is_gone_says_so(run):
-    run.slurm.ask("scontrol", "update", "partitionname=main", "state=down")
-    try:
-        job = run.submit("--nodes", "2")
-        until(lambda: run.slurm.job(job).get("Reason") == "PartitionDown", lambda: str(run.slurm.job(job)))
-        said = run.phalanx("status", str(run.folder)).stdout
-    finally:
-        run.slurm.ask("scontrol", "update", "partitionname=main", "state=up")
-    assert f"job {job}  waits  PartitionDown: its partition is down\nrun  {run.folder}\nstep  none yet\n" in said
+    blocks = run.slurm.ask("sbatch", "--parsable", "-N2", "--exclusive", "--output=/dev/null", "--wrap=sleep 600")
+    until(lambda: run.slurm.job(blocks).get("JobState") == "RUNNING", lambda: str(run.slurm.job(blocks)))
+    job = run.submit("--nodes", "2")
+    until(lambda: run.slurm.job(job).get("Reason") == "Resources", lambda: str(run.slurm.job(job)))
+    said = run.phalanx("status", str(run.folder)).stdout
+    why = "Resources: it is next, and waits for nodes to become free"
+    assert said == f"job {job}  waits  {why}\nrun  {run.folder}\nstep  none yet\n"
+    assert f"job {job} (pending) already trains {run.folder}" in run.launch("--submit", code=7)
     run.slurm.ask("scancel", job)
+    assert f"job {job}  cancelled  on no node" in run.phalanx("status", job).stdout
     gone = run.phalanx("status", "4000000")
     assert gone.returncode == 0 and "the scheduler no longer knows it" in gone.stdout
     nothing = run.phalanx("status", "no-such-run")
