@@ -74,14 +74,14 @@ class Launched:
         until(over, lambda: f"job {job} {state}: {self.slurm.job(job)}\n{self.log()}")
 
     def again(self, job: str) -> None:
-        """A job that was queued again waits two minutes; here it starts as soon as its last start is over everywhere:
-        SLURM would take that one's exit code for the new one's."""
+        """A job that was queued again waits two minutes, because a node refuses one that starts in the second in which
+        its last start ended (its credential was revoked); here it waits three seconds."""
         until(
             lambda: self.slurm.job(job).get("JobState") == "PENDING",
             lambda: f"{job} queued again\n{self.slurm.job(job)}\n{self.log()}",
         )
         until(lambda: self.slurm.over_on_nodes(job), self.slurm.what_is_there)
-        self.slurm.ask("scontrol", "update", f"jobid={job}", "starttime=now")
+        self.slurm.ask("scontrol", "update", f"jobid={job}", "starttime=now+3")
 
 
 @pytest.fixture
