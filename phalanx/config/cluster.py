@@ -4,6 +4,7 @@ not compare it."""
 from __future__ import annotations
 
 import re
+from collections.abc import Iterable
 from dataclasses import dataclass, field
 
 from phalanx.base.errors import Problem
@@ -52,7 +53,7 @@ class ClusterConfig:
     """Words that start phalanx on a node, such as "/shared/venv/bin/python -m phalanx"."""
     setup: list[str] = field(default_factory=list)
     """Lines of shell that the job runs first, such as "module load cuda"."""
-    environment: dict[str, str] = field(default_factory=dict)
+    environment: dict[str, str | int | float] = field(default_factory=dict)
     """Environment variables of the job: name and value."""
     secrets: dict[str, str] = field(default_factory=dict)
     """Environment variables whose values are read from a file when the job starts: name and path. Only the path is
@@ -108,7 +109,7 @@ def check_variables(c: ClusterConfig) -> list[Problem]:
     return found
 
 
-def held_secrets(environment: dict[str, str]) -> list[str]:
+def held_secrets(environment: Iterable[str]) -> list[str]:
     return [name for name in environment if SECRET_NAME.search(name)]
 
 

@@ -14,7 +14,7 @@ from phalanx.base.version import VERSION
 from phalanx.config.cluster import ClusterConfig, seconds_of
 from phalanx.config.run import Run
 
-NEVER_AGAIN = (2, 3, 4, 5, 7, 8)  # exit codes of ends that a restart would meet again
+FINAL = (2, 3, 4, 5, 7, 8)  # exit codes of ends that a restart would meet again
 KEPT_SAVES = 2  # times the slowest save: what the trainer keeps for the last one (training/main.py)
 MOST_LAYOUTS = 64  # numbers of nodes in a range, of which each is checked
 

@@ -11,7 +11,7 @@ from jinja2 import Environment, PackageLoader, StrictUndefined
 from phalanx.base.errors import ConfigError, Problem
 from phalanx.config.cluster import seconds_of
 from phalanx.config.validate import close_to
-from phalanx.launch.job import NEVER_AGAIN, ClusterJob
+from phalanx.launch.job import FINAL, ClusterJob
 from phalanx.launch.programs import SchedulerRefused, ask
 
 PROGRAMS = ("sbatch", "squeue", "sinfo", "scontrol", "scancel")
@@ -36,7 +36,7 @@ def write(job: ClusterJob) -> str:
         options=options_of(job),
         logs=logs_of(job.folder),
         step_options=step_options(job),
-        never_again=NEVER_AGAIN,
+        final=FINAL,
     )
 
 
@@ -71,9 +71,12 @@ def options_of(job: ClusterJob) -> list[str]:
 
 
 def step_options(job: ClusterJob) -> str:
-    """Options of srun: CPUs, which since SLURM 22.05 it does not take over from the job, and a container (pyxis)."""
+    """Options of srun: CPUs, which since SLURM 22.05 it does not take over from the job, and a container (pyxis).
+
+    Tasks per node are the step's: asked of the job, they would keep a range of nodes at its fewest.
+    """
     c = job.cluster
-    words = ["--kill-on-bad-exit=0", "--wait=60", "--cpu-bind=none"]
+    words = ["--ntasks-per-node=1", "--kill-on-bad-exit=0", "--wait=60", "--cpu-bind=none"]
     if c.cpus_per_node is not None:
         words.append(f"--cpus-per-task={c.cpus_per_node}")
     if c.image is not None:

@@ -130,7 +130,7 @@ def test_keys_exist(page):
     """Whatever looks like `section.key` in code is a key of the config."""
     sections = "|".join(k.path for k in tree.keys(Run) if "." not in k.path and tree.sections(k.hint))
     found = re.findall(rf"(?<![\w./-])(?:{sections})\.[a-z_][a-z0-9_]*(?:\.[a-z_]+)*(?![\w(]|\.\w|/)", documented(page))
-    assert not {key for key in found if not key.endswith((".py", ".txt", ".md"))} - keys()
+    assert not {key for key in found if not key.endswith((".py", ".txt", ".md", ".yaml"))} - keys()
 
 
 @pytest.mark.parametrize("page", PAGES, ids=ids)

@@ -199,7 +199,7 @@ def test_a_lost_node_is_a_failure_that_is_started_again(run):
     "override, code, said",
     [
         ("checkpoint.load=/no/such/checkpoint", 4, "checkpoint.load='/no/such/checkpoint': does not exist"),
-        ("data.paths=[/no/such/tokens]", 3, "data.paths='/no/such/tokens': "),
+        ("data.paths=[/no/such/tokens]", 3, "/no/such/tokens"),
         ("cluster.environment.MASTER_ADDR=no-such-host", 2, "MASTER_ADDR='no-such-host': must be the name or address"),
     ],
 )
@@ -216,7 +216,7 @@ def test_an_end_that_would_repeat_itself_is_not_queued_again(run, override, code
 def test_a_chain_of_jobs_goes_on_where_the_last_one_stopped_and_ends_with_the_run(run):
     job = run.submit("--nodes", "2", "--chain", "3", "train.steps=150")
     run.until_step(2)
-    run.slurm.ask("scancel", "--signal=TERM", f"{job}_1")
+    run.slurm.ask("scancel", "--signal=TERM", run.slurm.job(f"{job}_1")["JobId"])
     until(lambda: run.steps()[-1:] == [150] and not run.slurm.ask("squeue", "--noheader"), run.log)
     assert run.steps() == list(range(1, 151))
     logs = sorted(path.name for path in (run.folder / "logs").glob("slurm-*.log"))
@@ -236,6 +236,7 @@ def test_a_range_of_nodes_takes_what_is_free_with_a_layout_for_each_number_of_ra
     assert "layout world=2 dp=2 cp=1 tp=1" in run.log()
     run.slurm.ask("scancel", blocks)
     run.until_over(blocks, "CANCELLED")
+    until(lambda: run.slurm.states().get("idle") == 1, run.slurm.what_is_there)
     run.slurm.ask("scancel", "--signal=TERM", job)
     run.again(job)
     stopped = run.steps()[-1]
