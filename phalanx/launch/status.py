@@ -164,9 +164,9 @@ def log_files(what: str) -> list[Path]:
         folder = next((state.folder for state in slurm_states(job) if state.folder is not None), None)
         if folder is None:
             raise PhalanxError(f"the scheduler does not know the run of job {job}: name the folder of the run instead")
-    number = job.partition("_")[0] if job is not None and not Path(what).is_dir() else "*"
-    found = sorted(logs_of(folder or Path(what)).glob(f"slurm-{number}*.log"), key=lambda path: path.stat().st_mtime)
-    exact = [path for path in found if number == "*" or re.fullmatch(rf"slurm-{number}(_\d+)?\.log", path.name)]
+    of_run = Path(what).is_dir()
+    found = sorted(logs_of(folder or Path(what)).glob("slurm-*.log"), key=lambda path: path.stat().st_mtime)
+    exact = [path for path in found if of_run or re.fullmatch(rf"slurm-{job}(_\d+)?\.log", path.name)]
     if not exact:
         raise PhalanxError(f"{logs_of(folder or Path(what))} has no log of {what} yet; phalanx status {what} says why")
     return exact

@@ -53,7 +53,6 @@ def test_the_script_says_what_the_cluster_file_and_the_command_say(place):
     wanted = {"--partition=gpu", "--gpus-per-node=2", "--mem=500G", "--account=me", "--time=0-01:30:00", "--exclusive"}
     wanted |= {
         "--nodes=2-4",
-        "--ntasks-per-node=1",
         "--signal=TERM@120",
         "--requeue",
         "--open-mode=append",
