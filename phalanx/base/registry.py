@@ -55,6 +55,8 @@ BUILT_IN: Mapping[str, Mapping[str, str]] = MappingProxyType(
                 "llava": "phalanx.models.llava:FAMILY",
                 "qwen2_5_vl": "phalanx.models.qwen2_5_vl:FAMILY",
                 "qwen3_vl": "phalanx.models.qwen3_vl:FAMILY",
+                "gemma3": "phalanx.models.gemma3:FAMILY",
+                "whisper": "phalanx.models.whisper:FAMILY",
             }
         ),
         "optimizer": MappingProxyType(
@@ -64,6 +66,9 @@ BUILT_IN: Mapping[str, Mapping[str, str]] = MappingProxyType(
                 "muon": "phalanx.optim.muon:Muon",
                 "sgd": "phalanx.optim.sgd:SGD",
             }
+        ),
+        "media": MappingProxyType(
+            {"image": "phalanx.data.pictures:Pictures", "audio": "phalanx.data.sound:Recordings"}
         ),
         "sink": MappingProxyType(
             {
@@ -117,6 +122,7 @@ BUILT_IN: Mapping[str, Mapping[str, str]] = MappingProxyType(
                 "span": "phalanx.engine.objectives.span:SpanCorruption",
                 "ul2": "phalanx.engine.objectives.ul2:UL2",
                 "seq2seq": "phalanx.engine.objectives.seq2seq:Seq2Seq",
+                "transcribe": "phalanx.engine.objectives.transcribe:Transcribe",
                 "fim": "phalanx.engine.objectives.fim:FillInTheMiddle",
                 "embed": "phalanx.engine.objectives.embed:Embed",
                 "prefix": "phalanx.engine.objectives.prefix:PrefixLM",
@@ -128,6 +134,13 @@ BUILT_IN: Mapping[str, Mapping[str, str]] = MappingProxyType(
                 "1f1b": "phalanx.schedule.generators:one_forward_one_backward",
                 "interleaved": "phalanx.schedule.generators:interleaved",
                 "zb_h1": "phalanx.schedule.generators:zb_h1",
+            }
+        ),
+        "config_importer": MappingProxyType(
+            {
+                "megatron": "phalanx.config.importers.megatron:IMPORTER",
+                "torchtitan": "phalanx.config.importers.torchtitan:IMPORTER",
+                "deepspeed": "phalanx.config.importers.deepspeed:IMPORTER",
             }
         ),
         "lr_schedule": MappingProxyType(

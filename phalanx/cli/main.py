@@ -23,6 +23,7 @@ from phalanx.cli.completion import keys, use_bash
 from phalanx.cli.embed import embed
 from phalanx.cli.evaluate import evaluate
 from phalanx.cli.generate import generate
+from phalanx.cli.import_config import import_config
 from phalanx.cli.index import index
 from phalanx.cli.launch import launch, logs, status
 from phalanx.cli.options import CONFIG, JSON, OVERRIDES, RANKS, SPECULATE, typed
@@ -491,6 +492,7 @@ cli.add_command(logs)
 cli.add_command(checkpoint)
 cli.add_command(export)
 cli.add_command(import_)
+cli.add_command(import_config)
 
 
 @cli.group(cls=Verbs)

@@ -62,6 +62,7 @@ class Verbs(click.Group):
             "checkpoint",
             "export",
             "import",
+            "import-config",
             "launch",
             "status",
             "logs",

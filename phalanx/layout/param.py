@@ -21,9 +21,10 @@ ROLES: tuple[Role, ...] = get_args(Role)
 
 @dataclass(frozen=True)
 class Init:
-    """Initial values of a global tensor: normal(0, std), uniform in [-bound, bound), zeros or ones."""
+    """Initial values of a global tensor: normal(0, std), uniform in [-bound, bound), zeros, ones, or sinusoids of a
+    row's number: sines of falling frequencies, then their cosines (Vaswani et al., 2017)."""
 
-    kind: Literal["normal", "uniform", "zeros", "ones"]
+    kind: Literal["normal", "uniform", "zeros", "ones", "sinusoids"]
     std: float = 0.0
     bound: float = 0.0
 

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING
 
 from phalanx.base.errors import Problem
 from phalanx.base.rules import multiples, problem
-from phalanx.sequence.patches import PictureSpec
+from phalanx.sequence.media import MediaSpec
 from phalanx.sequence.sample import UnitStream
 
 
@@ -106,13 +106,24 @@ class ModelConfig:
         return ()
 
     @property
+    def numbers_beside(self) -> tuple[UnitStream, ...]:
+        """Of `reads_beside`, the streams that have numbers in place of tokens (Sample.values), such as frames of
+        sound."""
+        return ()
+
+    @property
+    def needs_room(self) -> tuple[UnitStream, ...]:
+        """The streams of numbers for which data.room says how many rows a sequence has room for."""
+        return (*self.reads_units, *self.numbers_beside)
+
+    @property
     def reads_units(self) -> tuple[UnitStream, ...]:
         """The streams of units (sequence.units) that it reads, such as patches of images."""
         return ()
 
     @property
-    def pictures(self) -> PictureSpec | None:
-        """What is to be known of images in its texts; None: it reads none."""
+    def media(self) -> MediaSpec | None:
+        """What is to be known of files that its chats name, such as images; None: it reads none."""
         return None
 
     @property

@@ -474,7 +474,7 @@ RULES = [
         1,
         "model.rope_scaling.high_freq_factor",
         1,
-        "must be > low_freq_factor",
+        "must be >= low_freq_factor",
         {"model.rope_scaling.low_freq_factor"},
         (16,),
     ),
@@ -2126,6 +2126,113 @@ LLAVA_RULES = [
         (None,),
     ),
 ]
+WHISPER = {
+    "family": "whisper",
+    "vocab_size": 131,
+    "hidden_size": 64,
+    "intermediate_size": 96,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "num_mel_bins": 8,
+    "max_source_positions": 50,
+    "max_position_embeddings": 64,
+    "decoder_start_token_id": 3,
+}
+WHISPER_BASE = {
+    **BASE,
+    "model": WHISPER,
+    "task": {"name": "transcribe"},
+    "data": {"mock": True, "packing": "online", "room": {"sound": 100}},
+}
+WHISPER_RULES = [
+    (
+        "data.room={}",
+        1,
+        "data.room",
+        {},
+        "how many rows of sound a sequence has room for",
+        {"model.family"},
+        ({"sound": 200},),
+    ),
+    ("model.num_mel_bins=0", 1, "model.num_mel_bins", 0, "must be an integer >= 1", set(), (1, 2)),
+    (
+        "model.decoder_start_token_id=131",
+        1,
+        "model.decoder_start_token_id",
+        131,
+        "must be < vocab_size",
+        {"model.vocab_size"},
+        (0,),
+    ),
+    (
+        "model.max_position_embeddings=4",
+        1,
+        "model.max_position_embeddings",
+        4,
+        "must be >= train.seq_length",
+        {"train.seq_length"},
+        (64,),
+    ),
+    (
+        "model.num_attention_heads=7",
+        1,
+        "model.hidden_size",
+        64,
+        "must be a multiple of num_attention_heads",
+        {"model.num_attention_heads"},
+        (70,),
+    ),
+    (
+        "model.hidden_size=5 model.num_attention_heads=1",
+        1,
+        "model.hidden_size",
+        5,
+        "half of a fixed position",
+        set(),
+        (8,),
+    ),
+    (
+        "task={name: seq2seq, encoder_length: 64}",
+        1,
+        "task.name",
+        "seq2seq",
+        "makes no sound text, which the model reads beside its own",
+        {"model.family"},
+        (),
+    ),
+]
+GEMMA3_BASE = {
+    **LLAVA_BASE,
+    "model": {
+        **LLAVA,
+        "family": "gemma3",
+        "boi_token_id": 8,
+        "eoi_token_id": 9,
+        "mm_tokens_per_image": 4,
+        "vision": {**LLAVA["vision"], "tower": "siglip"},
+    },
+}
+GEMMA3_RULES = [
+    (
+        "model.boi_token_id=500",
+        1,
+        "model.boi_token_id",
+        500,
+        "must be a token of the vocabulary",
+        {"model.vocab_size"},
+        (255,),
+    ),
+    ("model.vision.tower=clip", 1, "model.vision.tower", "clip", "must be siglip", set(), ("siglip",)),
+    (
+        "model.mm_tokens_per_image=3",
+        1,
+        "model.mm_tokens_per_image",
+        3,
+        "must be a square number whose root divides the patches along a side",
+        {"patches"},
+        (4,),
+    ),
+]
 BERT_BASE = {**BASE, "model": BERT, "task": {"name": "mlm"}}
 MODERN = "model.family=modernbert"
 BERT_RULES = [
@@ -2250,8 +2357,19 @@ TABLE = [
     *((GPT2_BASE, *row) for row in GPT2_RULES),
     *((T5_BASE, *row) for row in T5_RULES),
     *((LLAVA_BASE, *row) for row in LLAVA_RULES),
+    *((WHISPER_BASE, *row) for row in WHISPER_RULES),
+    *((GEMMA3_BASE, *row) for row in GEMMA3_RULES),
     (BASE, "data.room={patches: 4}", 1, "data.room", {"patches": 4}, "this model reads none", {"model.family"}, ({},)),
-    (BASE, "data.processor=a", 1, "data.processor", "a", "a model that reads images", {"model.family"}, (None,)),
+    (
+        BASE,
+        "data.processor=a",
+        1,
+        "data.processor",
+        "a",
+        "a model that reads images or sound",
+        {"model.family"},
+        (None,),
+    ),
     (
         BASE,
         "task={name: span, encoder_length: 64}",

@@ -317,6 +317,14 @@ NAMED = {
     "qwen2_5_vl tp2 dp2, level 3, long recompute": case(
         "qwen2_5_vl", 4, tp=2, sharding=3, recompute="long", documents=True
     ),
+    "whisper tp2 pp2 x 2 virtual stages, packed, full recompute": case(
+        "whisper", 4, tp=2, pp=2, virtual_stages=2, documents="packed", recompute="full", micro_batch=2
+    ),
+    "whisper cp2 dp2, level 3, documents": case("whisper", 4, cp=2, sharding=3, documents=True),
+    "gemma3 tp2 cp2 pp2, packed": case("gemma3", 8, tp=2, cp=2, pp=2, documents="packed", micro_batch=2),
+    "gemma3 dynamic cp2, level 3, full recompute": case(
+        "gemma3", 2, cp=2, cp_degree="dynamic", documents="packed", sharding=3, recompute="full", micro_batch=2
+    ),
     "t5 cp3 in uneven parts, documents": case("t5", 3, cp=3, documents=True, micro_batch=2),
     "uneven stages": case("llama", 4, pp=4, stages=(1, 1, 3, 1)),
     "gpipe": case("gpt2", 2, pp=2, schedule="gpipe"),
