@@ -73,9 +73,7 @@ def loss_after(folder: Path, prefix: Path, name: str, lr: float, seed: int, step
 
 def best(folder: Path, prefix: Path, name: str, steps: int) -> tuple[float, float]:
     """(mean loss over the seeds at the best of three rates, that rate)"""
-    found = {
-        lr: mean(loss_after(folder, prefix, name, lr, seed, steps) for seed in SEEDS) for lr in RATES[name]
-    }
+    found = {lr: mean(loss_after(folder, prefix, name, lr, seed, steps) for seed in SEEDS) for lr in RATES[name]}
     print(name, steps, found, flush=True)
     rate = min(found, key=lambda lr: found[lr])
     return found[rate], rate

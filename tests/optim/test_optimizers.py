@@ -12,8 +12,10 @@ import torch
 from phalanx.config.read import load_run, read
 from phalanx.forecast.check import Facts, check
 from phalanx.layout.config import LayoutConfig
+from phalanx.ops.optimizer import orthogonal
+from phalanx.ops.optimizer.orthogonal import orthogonalized
 from phalanx.optim.adamw import AdamWConfig
-from phalanx.optim.muon import POLYNOMIALS, MuonConfig, factor_of, orthogonalized
+from phalanx.optim.muon import POLYNOMIALS, MuonConfig, factor_of, polynomials_of
 from phalanx.optim.optimizer import ParamRange, WholeMatrix, find_optimizer
 from tests.harness import parity
 from tests.harness.sample import covering, rest_in_soak
@@ -54,13 +56,32 @@ def by_torch(make, first, grads):
 @pytest.mark.parametrize("nesterov", [False, True])
 @pytest.mark.parametrize("adjust", ["match_rms_adamw", "original"])
 @pytest.mark.parametrize("shape", SHAPES, ids=str)
-def test_muon_is_torchs(shape, adjust, nesterov):
-    """Its products are bf16's, and so are ours: fp32 masters differ by the rounding of a bf16 sum at most."""
+def test_muon_is_torchs(monkeypatch, shape, adjust, nesterov):
+    """Its products are bf16's, and so are ours: fp32 masters differ by the rounding of a bf16 sum at most. In the
+    direct form, which is torch's for every shape."""
+    monkeypatch.setattr(orthogonal, "TOGETHER", 1)
     p, first, grads = stepped("muon", shape, 4, torch.float32, adjust=adjust, nesterov=nesterov)
     truth = by_torch(lambda w: torch.optim.Muon(w, 0.02, 0.1, nesterov=nesterov, adjust_lr_fn=adjust), first, grads)
-    moved = 0.02 * factor_of(first, adjust)
+    moved = 0.02 * factor_of(first.shape, adjust)
     assert (p.master - truth).abs().max() < 4 * moved * 2**-7
     torch.testing.assert_close(p.master.norm(), truth.norm(), rtol=1e-3, atol=0)
+
+
+@pytest.mark.parametrize("coefficients", POLYNOMIALS)
+@pytest.mark.parametrize("shape", [(48, 16), (16, 48), (96, 64), (30, 120)], ids=str)
+def test_gram_form_rounds_less_than_the_direct_one(monkeypatch, shape, coefficients):
+    """In 16 bits, against the formula in float64, of singular values that span a factor of a thousand."""
+    draw, polynomials = np.random.default_rng(sum(shape)), polynomials_of(coefficients, 6)
+    matrices = []
+    for _ in range(8):
+        u, _, v = np.linalg.svd(draw.standard_normal(shape), full_matrices=False)
+        matrices.append(torch.from_numpy(u * np.geomspace(1, 1e-3, min(shape)) @ v))
+    truth, errors = torch.stack([by_formula(matrix, polynomials) for matrix in matrices]), []
+    for together in (orthogonal.TOGETHER, 1):
+        monkeypatch.setattr(orthogonal, "TOGETHER", together)
+        found = orthogonalized(torch.stack(matrices), polynomials, narrow=True)
+        errors.append((found - truth).norm() / truth.norm())
+    assert errors[0] < 0.5 * errors[1]
 
 
 def by_formula(matrix, polynomials):
@@ -96,14 +117,15 @@ def test_singular_values_are_near_one(coefficients, iterations, least, most):
     u, v = (np.linalg.qr(draw.standard_normal((64, 64)))[0] for _ in range(2))
     s = np.geomspace(1, 0.05, 64)
     x = torch.from_numpy(u * s @ v)
-    found = orthogonalized(x, POLYNOMIALS[coefficients], iterations, "master")
+    [found] = orthogonalized(x[None], polynomials_of(coefficients, iterations), narrow=False)
     values = torch.linalg.svdvals(found)
     assert least < values.min() and values.max() < most
-    assert abs(float((found * factor_of(found, "match_rms_adamw")).square().mean().sqrt()) - 0.2) < 0.04
+    assert abs(float((found * factor_of(found.shape, "match_rms_adamw")).square().mean().sqrt()) - 0.2) < 0.04
 
 
 def test_a_matrix_of_zeros_stays():
-    assert not orthogonalized(torch.zeros(4, 6), POLYNOMIALS["jordan"], 5, "bf16").any()
+    for columns in (4, 6):
+        assert not orthogonalized(torch.zeros(1, 4, columns), polynomials_of("jordan", 5), narrow=True).any()
 
 
 @pytest.mark.parametrize("nesterov", [False, True])
