@@ -287,7 +287,7 @@ class Op:
     def tuned(self, made: Implementation, x: Tensor) -> Any:
         """An implementation as it is to run on the device of `x`; None: it is wrong there, however it is tuned."""
         if made.checked and x.is_cuda:
-            number = first_right(self, made, x.device, x.dtype)
+            number = first_right(self, made, x.device, x.dtype).number
             return None if number is None else with_tuning(self, made.source, made.tunings[number : number + 1])
         return with_tuning(self, made.source, made.tunings[:1])
 
@@ -336,22 +336,43 @@ def title(op: Op, made: Implementation, number: int, dtype: torch.dtype) -> str:
     return f"{op.name}: {made.name}{tuning}, {str(dtype).removeprefix('torch.')}"
 
 
-@cache
-def first_right(op: Op, made: Implementation, device: torch.device, dtype: torch.dtype) -> int | None:
+@dataclass(frozen=True)
+class Checked:
     """The number of the first tuning with which an implementation is right on a device, 0 if it has none; None: there
-    is no such. Those before it are checked too; what is known from earlier runs is read."""
+    is no such, and why the last one is not used."""
+
+    number: int | None
+    why: str = ""
+
+
+@cache
+def first_right(op: Op, made: Implementation, device: torch.device, dtype: torch.dtype) -> Checked:
+    """Tunings are compared with the reference until one is right; what is known from earlier runs is read."""
     checks, setting = proof.checks(), proof.setting_of(device)
     known = {} if checks is None else checks.read().get(setting, {})
-    found, new = None, dict[str, str]()
+    found, new = Checked(None), dict[str, str]()
     for number in range(max(1, len(made.tunings))):
         name = title(op, made, number, dtype)
         if name not in known:
             new[name] = known[name] = why_wrong(op, made, number, device, dtype)
         if not known[name]:
-            found = number
+            found = Checked(number)
             break
+        found = Checked(None, known[name])
     if new and checks is not None:
         checks.add(setting, new)
+    return found
+
+
+def refused(ops: Sequence[Op], device: torch.device, dtype: torch.dtype) -> dict[str, str]:
+    """The ops with an implementation that is not used on a GPU because it is wrong there, and why."""
+    found, x = dict[str, str](), torch.empty(0, dtype=dtype, device=device)
+    for op in ops:
+        for made in op.candidates:
+            if made.checked and made.runs_on(x):
+                checked = first_right(op, made, device, dtype)
+                if checked.number is None:
+                    found[op.name] = f"{made.name}: {checked.why}"
     return found
 
 

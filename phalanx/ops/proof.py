@@ -14,6 +14,7 @@ import hashlib
 import json
 import os
 from collections.abc import Callable, Mapping
+from contextlib import suppress
 from dataclasses import dataclass
 from functools import cache
 from importlib.metadata import PackageNotFoundError, version
@@ -126,7 +127,8 @@ class Checks:
             part.write_text(json.dumps(found, indent=1, sort_keys=True), encoding="utf-8")
             part.replace(self.path)
         except OSError:
-            part.unlink(missing_ok=True)
+            with suppress(OSError):
+                part.unlink()
 
     def refused(self, setting: str) -> dict[str, str]:
         """What was not used under this setting, and why."""
