@@ -207,9 +207,7 @@ def check_kinds(path: Path, manifest: Manifest, optimizer: ShardedOptimizer) -> 
         )
 
 
-def kinds_fit(
-    path: Path, manifest: Manifest, optimizer: ShardedOptimizer, needed: dict[str, tuple[str, ...]]
-) -> bool:
+def kinds_fit(path: Path, manifest: Manifest, optimizer: ShardedOptimizer, needed: dict[str, tuple[str, ...]]) -> bool:
     """Whether the state of all tensors on this rank is that of the optimizer that updates them now."""
     every, of_names = state_kinds(path, manifest), kinds_of_names(path, manifest)
     if set(every) != set(optimizer.kinds):
@@ -230,8 +228,8 @@ def check_kinds_of(path: Path, manifest: Manifest, needed: dict[str, tuple[str, 
     if wrong:
         more = [f"and {len(wrong) - SHOWN} more"] if len(wrong) > SHOWN else []
         raise CheckpointError(
-            f"checkpoint {path} is of a run in which other parameters went to optim.fallback (optim.restart=true begins "
-            "with a state of zero):\n" + "\n".join(folded(wrong)[:SHOWN] + more)
+            f"checkpoint {path} is of a run in which other parameters went to optim.fallback (optim.restart=true: "
+            "begin with a state of zero):\n" + "\n".join(folded(wrong)[:SHOWN] + more)
         )
 
 

@@ -9,16 +9,25 @@ import numpy as np
 import pytest
 import torch
 
+from phalanx.base.errors import CheckpointError
+from phalanx.base.placement import Placement
+from phalanx.checkpoint.load import load_state
+from phalanx.comm.mesh import Mesh
 from phalanx.config.read import load_run, read
+from phalanx.config.run import CheckpointConfig
+from phalanx.engine.build import build
 from phalanx.forecast.check import Facts, check
+from phalanx.forecast.decide import make_plan
 from phalanx.layout.config import LayoutConfig
 from phalanx.ops.optimizer import orthogonal
 from phalanx.ops.optimizer.orthogonal import orthogonalized
 from phalanx.optim.adamw import AdamWConfig
 from phalanx.optim.muon import POLYNOMIALS, MuonConfig, factor_of, polynomials_of
 from phalanx.optim.optimizer import ParamRange, WholeMatrix, find_optimizer
+from phalanx.training.main import train
 from tests.harness import parity
 from tests.harness.sample import covering, rest_in_soak
+from tests.training.test_loop import make_run
 
 HERE = __name__
 SHAPES = ((24, 24), (48, 16), (16, 48), (7, 5), (1, 9), (9, 1))
@@ -157,6 +166,14 @@ def test_lion_is_its_paper():
 # ---- layouts
 
 
+MODELS_OF = {
+    "llama": ({"tp": 2, "pp": 2}, {"tp": 2, "cp": 2}),
+    "llama-tied": ({"tp": 2, "pp": 2}, {"pp": 2}),
+    "gpt2": ({"tp": 2}, {"pp": 2, "tp": 2}),
+    "mixtral": ({"ep": 2, "tp": 2}, {"ep": 2, "etp": 2}),
+    "gpt_oss": ({"ep": 2, "tp": 2}, {"pp": 2, "ep": 2}),
+    "deepseek_v3": ({"ep": 2, "tp": 2}, {"pp": 2}),
+}
 LAYOUTS = {
     "tp2": ("llama", 2, {"tp": 2, "sharding": 0}),
     "pp2 dp2 ZeRO-3": ("llama", 4, {"pp": 2, "sharding": 3}),
@@ -167,15 +184,25 @@ LAYOUTS = {
     "conv1d": ("gpt2", 2, {"tp": 2, "sharding": 0}),
     "tied": ("llama-tied", 4, {"tp": 2, "pp": 2, "sharding": 1}),
     "latents": ("deepseek_v3", 4, {"ep": 2, "tp": 2, "sharding": 2}),
+    "groups": ("llama", 4, {"sharding": 2, "shard_group": 2}),
+    "groups, state over all": ("llama", 4, {"sharding": 3, "shard_group": 2, "shard_across": "optimizer"}),
+    "one bucket each": ("llama", 8, {"tp": 2, "pp": 2, "sharding": 3, "bucket_mb": 0}),
+    "tp4 with 2 kv heads": ("llama", 4, {"tp": 4, "sharding": 0}),
+} | {
+    f"{model} {sizes} ZeRO-{level}": (model, 4, {**sizes, "sharding": level})
+    for model, layouts in MODELS_OF.items()
+    for sizes in layouts
+    for level in ((0, 1, 2, 3) if sizes == layouts[1] else (0, 3))
+    if level in (0, 3) or model in ("llama", "mixtral")
 }
 SAMPLE = covering({case: {model, *layout.items()} for case, (model, _, layout) in LAYOUTS.items()})
 STEPS, CLIP = 3, 0.05
 
 
-def run_of(model: str, layout: dict):
+def run_of(model: str, layout: dict, **fields):
     run = parity.base_run(model, precision="fp64")
-    fallback = AdamWConfig(lr=1e-2)
-    optim = MuonConfig(name="muon", lr=1e-2, clip_grad=CLIP, coefficients="polar_express", fallback=fallback)
+    own = {"coefficients": "polar_express", "fallback": AdamWConfig(lr=1e-2), **fields}
+    optim = MuonConfig(name="muon", lr=1e-2, clip_grad=CLIP, **own)
     return replace(run, optim=optim, layout=LayoutConfig(**layout))
 
 
@@ -235,3 +262,33 @@ def test_refused(overrides, field, rule):
 
 def test_its_own_rate_of_the_fallback_is_enough():
     assert not refused("optim.name=muon", "optim.adjust=original", "optim.lr=0.02", "optim.fallback.lr=3e-4")
+
+
+# ---- a checkpoint of another optimizer
+
+
+def loaded(path, run):
+    plan = make_plan(run, 1)
+    state = build(plan, Mesh(plan.grid, 0))
+    load_state(path, state, run.model)
+    return state.optimizer
+
+
+def test_a_state_of_another_optimizer_begins_anew_if_asked(tmp_path):
+    """Masters are those of the checkpoint. The next checkpoint has the new optimizer's state, which is resumed."""
+    run = make_run(tmp_path, steps=2)
+    run = replace(run, optim=AdamWConfig(lr=3e-3), checkpoint=CheckpointConfig(interval=2))
+    train(run, Placement())
+    muon = MuonConfig(name="muon", lr=3e-3, fallback=AdamWConfig(lr=3e-3))
+    longer = replace(run, train=replace(run.train, steps=4), optim=muon)
+    with pytest.raises(CheckpointError, match="is of adamw, whose state is m, v; muon needs .*optim.restart=true"):
+        train(longer, Placement())
+    longer = replace(longer, optim=replace(muon, restart=True))
+    steps = [tmp_path / "checkpoints" / f"step-0000000{step}" for step in (2, 4)]
+    kept, begun = loaded(steps[0], run), loaded(steps[0], longer)
+    assert begun.step == 0 and not any(s.values(kind).any() for s in begun.shards for kind in s.kinds[1:])
+    of_both = [sum(float(s.values("master").double().square().sum()) for s in o.shards) for o in (kept, begun)]
+    assert of_both[0] == pytest.approx(of_both[1], rel=1e-12)
+    train(longer, Placement())
+    resumed = loaded(steps[1], longer)
+    assert resumed.step == 2 and all(s.values(kind).any() for s in resumed.shards for kind in s.kinds)
