@@ -122,14 +122,16 @@ class Muon(MatrixOptimizer):
         outputs, inputs = matrix.shape
         return (matrix.head if self.config.heads_apart and matrix.head else outputs, inputs)
 
-    def cost(self, matrix: ParamSpec) -> float:
+    def flops(self, matrix: ParamSpec) -> float:
         from phalanx.ops.optimizer.orthogonal import flops  # start-up time: it imports torch
 
-        total = PASSES * math.prod(matrix.shape)
-        for each in matrix.logical:
-            rows, columns = self._shape(each)
-            total += each.shape[0] // rows * flops(rows, columns, self.config.iterations)
-        return total
+        shapes = [(self._shape(each), each.shape[0]) for each in matrix.logical]
+        return sum(
+            outputs // rows * flops(rows, columns, self.config.iterations) for (rows, columns), outputs in shapes
+        )
+
+    def cost(self, matrix: ParamSpec) -> float:
+        return PASSES * math.prod(matrix.shape) + self.flops(matrix)
 
     @classmethod
     def check(cls, config: Any) -> list[Problem]:

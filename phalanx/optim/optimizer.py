@@ -141,6 +141,10 @@ class MatrixOptimizer(Optimizer):
     def update_matrices(self, matrices: Sequence[WholeMatrix], kernels: Kernels) -> None:
         """As `update`, of matrices that agree in shape, logical matrices, rates and step."""
 
+    @abstractmethod
+    def flops(self, matrix: ParamSpec) -> float:
+        """Of the matmuls of an update."""
+
 
 class FusedOptimizer(Optimizer):
     """An optimizer that can also update whole ranges in place, with the same result as its `update`, in fewer passes

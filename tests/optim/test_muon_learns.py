@@ -28,7 +28,7 @@ MODEL = LlamaConfig(
     num_attention_heads=4,
     num_key_value_heads=2,
 )
-RATES = {"adamw": (1.5e-3, 3e-3, 6e-3), "muon": (1.5e-3, 3e-3, 6e-3)}
+RATES = {"adamw": (7.5e-4, 1.5e-3, 3e-3), "muon": (3e-3, 6e-3, 1.2e-2)}
 SEEDS = (1, 2, 3)
 STEPS = 300
 
@@ -86,6 +86,6 @@ def test_fewer_steps_to_the_loss_of_adamw(tmp_path):
     steps Muon is at least where AdamW is."""
     prefix = text(tmp_path)
     loss, rate = best(tmp_path, prefix, "adamw", STEPS)
-    assert rate != RATES["adamw"][0] and loss < 3
+    assert rate == RATES["adamw"][1] and loss < 2.5  # a slower and a faster rate are worse: it is tuned
     fewer, _ = best(tmp_path, prefix, "muon", STEPS * 3 // 4)
     assert fewer <= loss
