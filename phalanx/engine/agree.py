@@ -21,6 +21,7 @@ from phalanx.base.log import ranks_text
 from phalanx.base.registry import find
 from phalanx.comm.axis import Axis
 from phalanx.forecast.memory import OVERHEAD, rank_uses
+from phalanx.layout.grid import Coords
 from phalanx.ops.op import SEAM, Op, packaged, refused, runs_triton, table, unusable
 from phalanx.ops.quantized import cublaslt
 from phalanx.optim.optimizer import FusedOptimizer, MatrixOptimizer, optimizers_of
@@ -111,6 +112,8 @@ def used_ops(plan: Plan) -> list[Op]:
     """The ops that training by this plan may call. Those of generation are compared when they are first called."""
     run, found = plan.run, list[Op]()
     optimizers = {o.op for o in optimizers_of(run.optim) if isinstance(o, FusedOptimizer | MatrixOptimizer)}
+    blocks = (block for segment in plan.blocks_of(Coords()).values() for block in segment)
+    scans = any(p.spec.role == "conv" for block in blocks for p in block.parameters())
     quantized = run.train.fp8 is not None or quantized_base(run) is not None
     for op in table():
         wanted = not op.is_plain(plan.kernels.plain_ops) and not op.definition.startswith("phalanx.ops.attention.paged")
@@ -118,6 +121,7 @@ def used_ops(plan: Plan) -> list[Op]:
             ("experts", run.model.routed_experts > 0),
             ("quantized", quantized),
             ("optimizer", op.name in optimizers),
+            ("scan", scans),
         ):
             wanted &= used or not op.definition.startswith(f"phalanx.ops.{room}.")
         found += [op] if wanted else []

@@ -43,7 +43,7 @@ class Replica:
 
 
 @dataclass(frozen=True)
-class Outputs:
+class MatrixOutputs:
     """`count` outputs of a linear that belong to one matrix of a global tensor which holds several, such as queries of
     a fused q, k and v. heads: whether they are those of one head of attention."""
 
@@ -74,7 +74,7 @@ class Piece:
     decay: bool = True
     transposed: bool = False
     replicas: tuple[Replica, ...] = ()
-    outputs: tuple[Outputs, ...] = ()
+    outputs: tuple[MatrixOutputs, ...] = ()
 
     def of(self, storage: Any) -> Any:
         """This piece of its storage (anything indexed like a tensor), in global orientation."""

@@ -8,7 +8,7 @@ from typing import Any
 
 from torch import Tensor
 
-from phalanx.layout.param import Init, Outputs
+from phalanx.layout.param import Init, MatrixOutputs
 from phalanx.nn.env import Env
 from phalanx.nn.linear import ColumnLinear, Linear, RowLinear
 from phalanx.nn.module import Module, OutputRows
@@ -81,9 +81,9 @@ class SwiGLU(Module):
 
 
 def fused_rows(name: str, inner: int, at: tuple[int, int], matrices: tuple[str, str]) -> list[OutputRows]:
-    """Outputs at[0]..at[1] of both matrices of `inner` outputs that one global matrix holds, one after the other."""
+    """MatrixOutputs at[0]..at[1] of both matrices of `inner` outputs that one global matrix holds, one after the other."""
     return [
-        OutputRows(name, 2 * inner, first + at[0], first + at[1], outputs=(Outputs(matrix, inner),))
+        OutputRows(name, 2 * inner, first + at[0], first + at[1], outputs=(MatrixOutputs(matrix, inner),))
         for first, matrix in zip((0, inner), matrices)
     ]
 

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor, nn
 
 from phalanx.layout.box import Box
-from phalanx.layout.param import Init, Outputs, ParamSpec, Piece, Replica, Role
+from phalanx.layout.param import Init, MatrixOutputs, ParamSpec, Piece, Replica, Role
 from phalanx.nn.env import Env
 from phalanx.nn.memory import LayerMemory, LayerStates, PageSpec, StateSpec
 from phalanx.nn.parameter import Parameter
@@ -161,7 +161,7 @@ class OutputRows:
     stop: int
     replicas: tuple[Replica, ...] = ()
     init: Init | None = None
-    outputs: tuple[Outputs, ...] = ()
+    outputs: tuple[MatrixOutputs, ...] = ()
 
 
 def column_spec(rows: list[OutputRows], inputs: int, init: Init, transposed: bool = False) -> ParamSpec:

@@ -18,7 +18,7 @@ from torch import Tensor
 from torch.autograd import Function
 
 from phalanx.layout.box import Box, cut
-from phalanx.layout.param import Init, Outputs, ParamSpec, Piece
+from phalanx.layout.param import Init, MatrixOutputs, ParamSpec, Piece
 from phalanx.nn.env import Env
 from phalanx.nn.linear import GroupedLinear, UnadaptedGroupedLinear, gradient_of
 from phalanx.nn.linear_method import FusedOp
@@ -140,7 +140,7 @@ class StackedNames:
             Box((e, 0, 2 * a), (f, width, 2 * b)),
             Init("normal", std),
             transposed=True,
-            outputs=(Outputs("gate", 1), Outputs("up", 1)),
+            outputs=(MatrixOutputs("gate", 1), MatrixOutputs("up", 1)),
         )
         down = _box(
             self.down, (count, part.inner, width), Box((e, a, 0), (f, b, width)), Init("normal", std), transposed=True
@@ -199,7 +199,7 @@ class HalvedNames:
                 (slice(0, f - e), slice(row, row + rows), slice(0, width)),
                 init,
                 transposed=True,
-                outputs=(Outputs(matrix, part.inner),),
+                outputs=(MatrixOutputs(matrix, part.inner),),
             )
             for matrix, first, row in (("gate", 0, 0), ("up", part.inner, rows))
         ]
@@ -284,7 +284,7 @@ def _box(
     box: Box,
     init: Init,
     transposed: bool = False,
-    outputs: tuple[Outputs, ...] = (),
+    outputs: tuple[MatrixOutputs, ...] = (),
 ) -> ParamSpec:
     """Storage of one box of a tensor that holds all experts. Vectors have no weight decay."""
     stored = (*box.shape[:-2], box.shape[-1], box.shape[-2]) if transposed else box.shape

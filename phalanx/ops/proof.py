@@ -92,9 +92,9 @@ def difference(case: CaseLike, found: list[Tensor], truth: list[Tensor], dtype: 
                 return f"{what} is not equal to the bit"
             continue
         largest = float(b.double().abs().max()) if b.numel() else 0.0
-        apart = float((a.double() - b.double()).abs().max()) if b.numel() else 0.0
-        if not apart <= bound * largest:  # NaN is not
-            share = apart / largest if largest else float("inf")
+        off = float((a.double() - b.double()).abs().max()) if b.numel() else 0.0
+        if not off <= bound * largest:  # NaN is not
+            share = off / largest if largest else float("inf")
             return f"{what} differs by {share:.2g} of the largest value, rounding is {bound:.2g}"
     return ""
 

@@ -70,7 +70,7 @@ class MuonConfig(OptimConfig):
     about 0.7 and 1.2; polar_express, each the best for what the one before it left."""
     iterations: int = 5
     """Polynomials that are applied."""
-    heads_apart: bool = False
+    per_head: bool = False
     """Queries, keys and values of each head of attention are matrices of their own, instead of those of all heads."""
     products: Literal["bf16", "master"] = "bf16"
     """Dtype in which the update is orthogonalised: bf16, as is usual (fp16 for oblong matrices, which rounds less), or
@@ -120,7 +120,7 @@ class Muon(MatrixOptimizer):
     def _shape(self, matrix: LogicalMatrix) -> tuple[int, int]:
         """(outputs, inputs) of what is orthogonalised as one."""
         outputs, inputs = matrix.shape
-        return (matrix.head if self.config.heads_apart and matrix.head else outputs, inputs)
+        return (matrix.head if self.config.per_head and matrix.head else outputs, inputs)
 
     def flops(self, matrix: ParamSpec) -> float:
         from phalanx.ops.optimizer.orthogonal import flops  # start-up time: it imports torch

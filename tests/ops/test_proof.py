@@ -17,13 +17,13 @@ from phalanx.ops.dense import norm_kernel
 from phalanx.ops.dense.norm import NORM
 from phalanx.ops.op import Case, Checked, Op, first_right, refused, table, triton, why_wrong
 from phalanx.ops.optimizer.symmetric import SYMMETRIC, TILES, SymmetricTiles, symmetric_matmul
-from phalanx.ops.optimizer.symmetric_kernel import Symmetric
+from phalanx.ops.optimizer.symmetric_kernel import SymmetricProducts
 
 CPU = torch.device("cpu")
 
 
 class HalfGradients:
-    """Outputs of norms are right, gradients of their inputs half of what they should be: as some versions of Triton
+    """MatrixOutputs of norms are right, gradients of their inputs half of what they should be: as some versions of Triton
     compiled other kernels (flash-linear-attention, issues 640 and 984)."""
 
     norm_forward = staticmethod(norm_kernel.norm_forward)
@@ -34,7 +34,7 @@ class HalfGradients:
         return (dx / 2, *others)
 
 
-class Miscompiled(Symmetric):
+class Miscompiled(SymmetricProducts):
     """With four warps the mirrored half is missing, with two nothing runs."""
 
     def matmul(self, a: Tensor, b: Tensor, c: Tensor | None, alpha: float, beta: float) -> Tensor:

@@ -95,12 +95,12 @@ def test_each_is_orthogonalised_by_itself(dim, adjust):
     logical = tuple(LogicalMatrix(dim, p, (sum(len(range(*r)) for r in p), 20), 6) for p in parts)
     given = direction.mT.contiguous() if dim else direction
     polynomials = polynomials_of("jordan", 5)
-    for heads_apart in (False, True):
-        found = one_step(logical, given, adjust=adjust, heads_apart=heads_apart)
+    for per_head in (False, True):
+        found = one_step(logical, given, adjust=adjust, per_head=per_head)
         found = found.mT if dim else found
         for matrix in logical:
             rows = direction[outputs_of(matrix)]
-            for head in rows.split(6) if heads_apart else [rows]:
+            for head in rows.split(6) if per_head else [rows]:
                 at = [i for i, row in enumerate(direction) if any(torch.equal(row, own) for own in head)]
                 truth = by_formula(head, polynomials) * factor_of(head.shape, adjust)
                 order = [next(i for i in at if torch.equal(direction[i], own)) for own in head]
@@ -149,7 +149,7 @@ def on_rank(rank: int, world: int, model: str, layout: dict, fields: dict) -> di
 
 
 CASES = {
-    "heads apart": ("gpt2", 2, {"tp": 2, "sharding": 0}, {"optim": {"heads_apart": True}}),
+    "heads apart": ("gpt2", 2, {"tp": 2, "sharding": 0}, {"optim": {"per_head": True}}),
     # two steps, and the coefficients that lift small singular values by less: with matrices of rank 2, of which every
     # singular value becomes 1, each step makes rounding about 1,000 times as large
     "LoRA": (

@@ -66,7 +66,7 @@ SYMMETRIC = Op(
     ("matmul",),
     (
         triton(
-            "phalanx.ops.optimizer.symmetric_kernel:Symmetric",
+            "phalanx.ops.optimizer.symmetric_kernel:SymmetricProducts",
             dtypes=(torch.bfloat16, torch.float16),  # of others torch's are as fast: tensor cores are for these two
             tunings=TILES,
             cost="Muon computes both halves of symmetric products",

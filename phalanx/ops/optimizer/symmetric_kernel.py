@@ -69,7 +69,7 @@ def _symmetric(
         tl.store(out + first + mirrored, tile.T, mask=(s < M)[:, None] & (r < M)[None, :])
 
 
-class Symmetric:
+class SymmetricProducts:
     """The op, cut in this way."""
 
     def __init__(self, tiles: SymmetricTiles):
