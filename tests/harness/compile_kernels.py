@@ -35,7 +35,8 @@ from phalanx.ops.dense.rope import RopeGrad
 from phalanx.ops.experts import grouped_kernel, permute_kernel, push_kernel, route_kernel
 from phalanx.ops.experts.permute import Gathered
 from phalanx.ops.experts.rows import ExpertRows
-from phalanx.ops.optimizer import adamw_kernel, blockwise_kernel, moments_kernel
+from phalanx.ops.optimizer import adamw_kernel, blockwise_kernel, moments_kernel, symmetric_kernel
+from phalanx.ops.optimizer.symmetric import TILES
 from phalanx.ops.quantized import (
     base_decode_kernel,
     emulated,
@@ -150,7 +151,7 @@ def kernels() -> list[tuple]:
             dict(V=128, V_BLOCK=128, ROWS=16, **wide),
         )
     )
-    found += experts(wide) + fp8_linears() + paged(wide) + invariant(wide) + scans(wide)
+    found += experts(wide) + fp8_linears() + paged(wide) + invariant(wide) + scans(wide) + symmetric()
     decays = dict(BETA1=0.9, BETA2=0.95, EPS=1e-8, **wide)
     whole, split = dict(p="*fp32", ties="*fp32"), dict(p="*i16", ties="*u8")
     step = dict(g="*fp32", out=BF, scalars="*fp64", n="i64")
@@ -165,6 +166,19 @@ def kernels() -> list[tuple]:
         found.append((moments_kernel._adamw, dict(**fp8, **master, **step), powers))
         scaled = dict(RUN=1024, BLOCK=64, **consts)
         found.append((blockwise_kernel._adamw, dict(**blockwise, **master, **step), scaled))
+    return found
+
+
+def symmetric() -> list[tuple]:
+    """Symmetric products, with the tuning that is preferred and a smaller one."""
+    import triton.language as tl
+
+    found = []
+    for t in TILES[::3]:
+        read = dict.fromkeys("ab", f"tensordesc<bf16[1,{t.side},{t.k}]>")
+        types = read | dict(c=BF, out=BF, alpha="fp32", beta="fp32")
+        consts = dict(M=4096, K=4096, ADD=True, TMA=True, WIDE=tl.float32, SIDE=t.side, STEP=t.k)
+        found.append((symmetric_kernel._symmetric, types, consts, dict(num_warps=t.warps, num_stages=t.stages)))
     return found
 
 
