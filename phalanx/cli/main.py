@@ -26,6 +26,7 @@ from phalanx.cli.evaluate import evaluate
 from phalanx.cli.generate import generate
 from phalanx.cli.index import index
 from phalanx.cli.options import CONFIG, JSON, OVERRIDES, RANKS, SPECULATE
+from phalanx.cli.preflight import preflight, preflight_node
 from phalanx.cli.ranks import prepare_text, run_ranks
 from phalanx.cli.score import data_score
 from phalanx.cli.serve import serve
@@ -484,6 +485,8 @@ def data_verify(what: tuple[str, ...]) -> None:
         click.echo(line)
 
 
+cli.add_command(preflight)
+cli.add_command(preflight_node)
 cli.add_command(evaluate)
 cli.add_command(generate)
 cli.add_command(chat)
