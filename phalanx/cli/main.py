@@ -127,8 +127,32 @@ def verify(config: str, overrides: tuple[str, ...], ranks: int | None, steps: in
     help="With --serve: tokens of a sequence (default: the model's positions).",
 )
 @SPECULATE
+@click.option(
+    "--hosts", type=click.Path(exists=True, dir_okay=False), default=None, metavar="FILE", help="Its hosts, one a line."
+)
+@click.option(
+    "--topology",
+    type=click.Path(exists=True, dir_okay=False),
+    default=None,
+    metavar="FILE",
+    help="With --hosts: where they are (a cluster file, topology.conf, or the JSON of kubectl get nodes).",
+)
+@click.option(
+    "--write-hosts",
+    type=click.Path(dir_okay=False),
+    default=None,
+    metavar="FILE",
+    help="Write the hosts here, in the order that keeps heavy axes near.",
+)
 def plan(
-    config: str, overrides: tuple[str, ...], ranks: int | None, device: str | None, serving: bool, **served: Any
+    config: str,
+    overrides: tuple[str, ...],
+    ranks: int | None,
+    device: str | None,
+    serving: bool,
+    tokens: int | None,
+    speculate: str | None,
+    **where: Any,
 ) -> None:
     """Print what the run would do on N ranks: stages, schedule, memory, messages, FLOPs. Needs no GPU and no data.
 
@@ -138,8 +162,10 @@ def plan(
     \b
       phalanx plan run.yaml layout.tp=2 --ranks 64 --device H100
       phalanx plan runs/first --serve --tokens 8192
+      phalanx plan run.yaml --ranks 1024 --hosts hosts.txt --topology cluster.yaml
     """
     from phalanx.base.devices import DEVICES, find_device
+    from phalanx.cli.hosts import HostFiles
     from phalanx.cli.setup import prepare_elsewhere
 
     wanted = find_device(device) if device else None
@@ -148,17 +174,20 @@ def plan(
     if serving:
         from phalanx.cli.plan_serving import plan_serving
 
-        click.echo(plan_serving(config, overrides, ranks, wanted, **served))
+        click.echo(plan_serving(config, overrides, ranks, wanted, tokens=tokens, speculate=speculate))
         return
-    for name, value in served.items():
+    for name, value in {"tokens": tokens, "speculate": speculate}.items():
         if value is not None:
             raise click.UsageError(f"--{name} is of sequences that are served: it goes with --serve")
+    files = HostFiles(**where)
     ready = prepare_elsewhere(config, overrides, ranks)
     from phalanx.forecast.text import plan_report
 
     gc.freeze()  # a large plan sets off collections, which need not go through all that was imported
     report = plan_report(ready.run, ready.ranks, wanted)
     click.echo(report.text)
+    if files.hosts is not None:
+        click.echo(f"\n{files.text(ready.run, ready.ranks)}")
     if not report.fits:
         raise SystemExit(2)
 

@@ -18,10 +18,11 @@ from urllib.parse import parse_qs, urlsplit
 
 import click
 
-from phalanx.base.errors import ConfigError, PhalanxError, Problem
+from phalanx.base.errors import BadNode, ConfigError, PhalanxError, Problem
 from phalanx.base.log import describe
 from phalanx.base.placement import Placement
 from phalanx.cli import completion
+from phalanx.cli.hosts import read_hosts
 from phalanx.cli.options import JSON, OVERRIDES
 
 if TYPE_CHECKING:  # they import torch: not for --help
@@ -89,8 +90,6 @@ class Ending:
 
     def show(self, report: PreflightReport) -> int:
         """Print it, write it, and return the exit code."""
-        from phalanx.preflight.report import BadNode
-
         if self.out:
             Path(self.out).write_text(report.as_json(), encoding="utf-8")
         click.echo(report.text, err=self.drop_bad)
@@ -102,25 +101,6 @@ class Ending:
             click.echo(describe(error), err=True)
             return error.exit_code
         return 0
-
-
-def read_hosts(path: str) -> list[str]:
-    """Names of hosts, one a line; SLURM's lists such as gpu[01-16] too; what follows # is a comment."""
-    from phalanx.layout.positions import BadPositions, expand_hosts
-
-    lines = Path(path).read_text(encoding="utf-8").splitlines()
-    try:
-        hosts = [host for line in lines for host in expand_hosts(line.partition("#")[0])]
-    except BadPositions as error:
-        raise click.BadParameter(f"{path}: {error}", param_hint="--hosts") from None
-    twice = sorted({host for host in hosts if hosts.count(host) > 1})
-    if twice or not hosts:
-        why = f"{', '.join(twice)} is listed twice" if twice else "no host is listed"
-        raise click.BadParameter(f"{path}: {why}", param_hint="--hosts")
-    wrong = next((host for host in hosts if host.startswith("-")), None)
-    if wrong is not None:  # ssh would take it for an option
-        raise click.BadParameter(f"{path}: {wrong!r} is no host", param_hint="--hosts")
-    return hosts
 
 
 def agent_start(words: Sequence[str], address: str, interface: str, ranks: int) -> AgentStart:
@@ -136,7 +116,7 @@ def agent_start(words: Sequence[str], address: str, interface: str, ranks: int) 
             refused = "; ".join(str(problem) for problem in loaded.problems)
         except PhalanxError as error:
             refused = describe(error)
-    return AgentStart(address, interface, None if refused else run, refused, words, ranks)
+    return AgentStart(address, interface, None if refused else run, refused, words, ranks, os.environ)
 
 
 # ---- under a scheduler ---------------------------------------------------------------------------

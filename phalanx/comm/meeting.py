@@ -36,6 +36,8 @@ from phalanx.base.placement import MEETING, RANKS, SECRET
 
 LAST_S = 3.0  # how long rank 0 waits until all refused ranks know it
 LONGEST_PAUSE_S = 0.1  # between two polls
+UNREACHABLE_S = 20.0  # after which a wrong address is no longer taken for a host that starts late
+LONGEST_TRY_S, TRY_AGAIN_S = 5.0, 0.2
 SHOWN = 8  # ranks in one message
 
 
@@ -69,10 +71,38 @@ def open_store(init_method: str, rank: int, world_size: int, timeout: timedelta)
         if rank == 0:
             address = parse_qs(parts.query).get("listen", [host])[0]
             return _serve_at(address, port_number)
+        wait_s = timeout.total_seconds()
+        connect(host, port_number, wait_s, min(wait_s, UNREACHABLE_S)).close()  # torch would only say that it waits
         return dist.TCPStore(host, port_number, None, False, timeout)
     store, _, _ = next(dist.rendezvous(init_method, rank, world_size, timeout=timeout))
     store.set_timeout(timeout)
     return store
+
+
+def connect(host: str, port: int, refused_s: float, unreachable_s: float) -> socket.socket:
+    """A connection to host:port, where nothing may listen yet. PeerLost has the last reason.
+
+    It tries for `unreachable_s` while nothing answers at this name or address, and for `refused_s` while its host says
+    that nothing listens there.
+    """
+    began, why = time.monotonic(), "no answer"
+    until = began + max(refused_s, unreachable_s)
+    while (left := until - time.monotonic()) > 0:
+        try:
+            made = socket.create_connection((host, port), timeout=min(left, LONGEST_TRY_S))
+            made.setblocking(True)
+            return made
+        except ConnectionRefusedError:
+            why = "connection refused: nothing listens there yet, or this is another host's address"
+            until = began + refused_s
+        except OSError as error:
+            unresolved = isinstance(error, socket.gaierror)
+            why = f"the name {host} does not resolve ({error.strerror})" if unresolved else error.strerror or str(error)
+            if isinstance(error, TimeoutError):
+                why = "no answer: a firewall, or no host has this address"
+            until = began + unreachable_s
+        time.sleep(min(TRY_AGAIN_S, max(0.0, until - time.monotonic())))
+    raise PeerLost(f"the first host cannot be reached at {host}:{port} within {until - began:.0f} s: {why}")
 
 
 def _serve_at(host: str, port: int) -> dist.TCPStore:

@@ -53,11 +53,11 @@ class Positions:
 
 def expand_hosts(text: str) -> list[str]:
     """SLURM's host lists: `gpu[01-03,7],login` -> gpu01, gpu02, gpu03, gpu7, login. BadPositions for a broken one."""
+    if re.search(r"[\[\]]", re.sub(r"\[[^\[\]]*\]", "", text)):
+        raise BadPositions(f"{text.strip()!r} is no host list: a bracket is not closed")
     names: list[str] = []
     for item in re.findall(r"(?:[^,\[]|\[[^\]]*\])+", text.strip()):
         parts = re.split(r"\[([^\]]*)\]", item)
-        if any("[" in p or "]" in p for p in parts):
-            raise BadPositions(f"{item!r} is no host list: a bracket is not closed")
         made = [parts[0]]
         for inside, after in zip(parts[1::2], parts[2::2]):
             numbers = list(chain.from_iterable(_range(one, item) for one in inside.split(",")))

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import traceback
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
 
 from phalanx.base import registry
 from phalanx.base.errors import PhalanxError
@@ -20,7 +20,7 @@ PATIENCE_S = 120.0  # for the next order; a conductor that is gone longer than t
 @dataclass(frozen=True)
 class AgentStart:
     """What a node knows by itself: where it listens, the run of CONFIG (None without one), why CONFIG cannot be read,
-    and the words of CONFIG and its overrides."""
+    the words of CONFIG and its overrides, the ranks on each node, and the environment variables."""
 
     address: str
     interface: str = ""
@@ -28,6 +28,7 @@ class AgentStart:
     refused: str = ""
     config: Sequence[str] = ()
     ranks: int = 1
+    env: Mapping[str, str] = field(default_factory=dict)
 
 
 def checks(brief: bool = False) -> list[NodeCheck]:
@@ -45,7 +46,9 @@ def serve(channel: Channel, start: AgentStart) -> int:
         channel.send({"port": server.port, "refused": start.refused})
         roster = channel.receive(PATIENCE_S)
         peers = [Peer(number, *of) for number, of in enumerate(roster["peers"])]
-        view = NodeView(roster["you"], peers, token, start.run, start.config, start.interface, start.ranks)
+        view = NodeView(
+            roster["you"], peers, token, start.run, start.config, start.interface, start.ranks, dict(start.env)
+        )
         while True:
             order = channel.receive(PATIENCE_S)
             if "end" in order:

@@ -29,11 +29,11 @@ from typing import Any
 
 from phalanx.base.errors import ConfigError, PhalanxError, Problem
 from phalanx.base.placement import SECRET
+from phalanx.comm.meeting import connect
 from phalanx.preflight.probe import family_of
 
 LONGEST = 1 << 22  # bytes of a line
 HELLO_S = 10.0
-PAUSE_S = 0.2
 SIGNATURE = 64  # characters
 
 
@@ -181,10 +181,9 @@ def welcome(connection: socket.socket, secret: str) -> Welcomed:
 def call(host: str, port: int, caller: Caller, secret: str, limit_s: float) -> Channel:
     """The node's side: a channel to the conductor at host:port, which may not listen yet.
 
-    Raises ChannelLost with the last reason after `limit_s`, ConfigError if the secrets differ.
+    Raises PeerLost with the last reason after `limit_s`, ConfigError if the secrets differ.
     """
-    connection = connect(host, port, limit_s)
-    file = connection.detach()
+    file = connect(host, port, limit_s, limit_s).detach()
     plain = Channel(file, file, None, False)
     theirs = str(plain.receive(limit_s).get("number"))
     mine, who = secrets.token_hex(16), vars(caller)
@@ -196,26 +195,6 @@ def call(host: str, port: int, caller: Caller, secret: str, limit_s: float) -> C
     if not hmac.compare_digest(str(said.get("proof")), _proof(secret, "conductor", numbers)):
         raise refused("of the node where the others meet is another than that here")
     return Channel(file, file, _key(secret, numbers), False)
-
-
-def connect(host: str, port: int, limit_s: float) -> socket.socket:
-    """A connection to host:port, tried until `limit_s` is over; the last reason is in the error."""
-    end, why = time.monotonic() + limit_s, "no answer"
-    while (left := end - time.monotonic()) > 0:
-        try:
-            made = socket.create_connection((host, port), timeout=min(left, 5.0))
-            made.setblocking(True)
-            return made
-        except socket.gaierror as error:
-            why = f"the name {host} does not resolve: {error.strerror}"
-        except TimeoutError:
-            why = "no answer: a firewall, or nothing has this address"
-        except OSError as error:
-            why = error.strerror or str(error)
-            if isinstance(error, ConnectionRefusedError):
-                why += ": nothing listens there, so the first node has not started, or this is another machine"
-        time.sleep(PAUSE_S)
-    raise ChannelLost(f"the first node cannot be reached at {host}:{port} within {limit_s:g} s: {why}")
 
 
 def listener(address: str, port: int) -> socket.socket:

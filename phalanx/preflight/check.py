@@ -35,6 +35,7 @@ class NodeView:
     config     the config file as it was given, and the overrides; empty without one
     interface  the network interface that the node listens at; "" if it is not known
     ranks      of the run on each node
+    env        the environment variables of this node's process
     kept       what a check keeps from one order to its next
     """
 
@@ -45,6 +46,7 @@ class NodeView:
     config: Sequence[str] = ()
     interface: str = ""
     ranks: int = 1
+    env: Mapping[str, str] = field(default_factory=dict)
     kept: dict[str, Any] = field(default_factory=dict)
 
     @property

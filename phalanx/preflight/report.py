@@ -8,19 +8,12 @@ from dataclasses import asdict, dataclass
 from textwrap import wrap
 from typing import Any
 
-from phalanx.base.errors import PhalanxError
+from phalanx.base.errors import BadNode
 from phalanx.preflight.check import Finding, Severity
 
 WIDTH = 80
 MOST_NAMES = 24  # characters of a node's name in the table
 GOOD_SHOWN = 8  # nodes without findings that get a row of their own
-
-
-class BadNode(PhalanxError):
-    """A preflight found a node on which the run should not start."""
-
-    exit_code = 8
-    kind = "preflight: "
 
 
 @dataclass(frozen=True)

@@ -59,6 +59,7 @@ def slow(rates: Mapping[Key, Sequence[float]]) -> dict[Key, float]:
 
 
 def repeat_noise(repeats: Sequence[Sequence[float]]) -> float:
-    """The standard deviation of the logarithm of one measurement, pooled over keys with several repeats."""
-    short = [log(max(of)) - log(v) for of in repeats if len(of) > 1 for v in of]
+    """The standard deviation of the logarithm of one measurement: how far the repeats of a key fall short of its best
+    one, pooled over keys."""
+    short = [log(max(of)) - log(v) for of in repeats for v in sorted(of)[:-1]]
     return NORMAL * median(short) if short else 0.0

@@ -1,8 +1,8 @@
 """A small cluster on one machine: nodes are network namespaces with their own host names and mounts, joined by a switch
 (a bridge in a namespace of its own) over cables of a chosen speed (tc's token bucket).
 
-Needs root and the command `ip`, and Linux' modules for bridges and token buckets. What is done to a node (a full disk, a
-library that lies about the time) happens to its processes alone, and is gone with them.
+Needs root and the command `ip`, and Linux' modules for bridges and token buckets. What is done to a node (a full disk,
+a library that lies about the time) happens to its processes alone, and is gone with them.
 """
 
 from __future__ import annotations
@@ -82,9 +82,7 @@ def cluster(count: int, rate: str = "400mbit") -> Iterator[Cluster]:
         pytest.skip("network namespaces need root and the commands `ip` and `tc` (package iproute2)")
     names = [f"phxc{os.getpid()}{letter}" for letter in "abcdefgh"[:count]]
     switch = f"phxc{os.getpid()}switch"
-    nodes = [
-        ClusterNode(name[-1], f"10.79.0.{number + 1}", name, f"port{number}") for number, name in enumerate(names)
-    ]
+    nodes = [ClusterNode(name[-1], f"10.79.0.{number + 1}", name, f"port{number}") for number, name in enumerate(names)]
     made = Cluster(nodes, switch, rate)
     try:
         try:
@@ -141,10 +139,9 @@ def enter(node: ClusterNode, hosts: str) -> None:
 
 def replace_file(path: str | Path, text: str) -> None:
     """For this process, another text at this path."""
-    with tempfile.NamedTemporaryFile("w", delete=False) as opened:
+    with tempfile.NamedTemporaryFile("w", delete=False) as opened:  # it must stay: something may be mounted on it
         opened.write(text)
     mount(opened.name, path)
-    os.unlink(opened.name)
 
 
 @dataclass
@@ -233,6 +230,7 @@ def begin(made: Cluster, start: Start, number: int) -> int:
     for stream in (1, 2):
         os.dup2(out.fileno(), stream)
     sys.stdout = sys.stderr = out
+    tempfile.tempdir = str(start.folder)
     enter(node, made.hosts)
     os.environ |= {
         "SLURM_JOB_ID": "1",

@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+import fcntl
+import socket
+import struct
 from concurrent.futures import ThreadPoolExecutor
-from pathlib import Path
 from typing import Any
 
 from phalanx.preflight.check import Finding, Looks, NodeCheck, NodeView, differing
 from phalanx.preflight.probe import packet_arrives
 
+GET_MTU = 0x8921  # Linux' SIOCGIFMTU
 LARGEST = 65507  # bytes of a UDP datagram
 ASKED = 4  # neighbours in the order of nodes that are sent a packet
 
@@ -51,8 +54,9 @@ class Mtu(NodeCheck):
 
 def interface_mtu(interface: str) -> int | None:
     """Bytes; None where the system does not say (Linux does)."""
-    path = Path("/sys/class/net") / interface / "mtu"
     try:
-        return int(path.read_text(encoding="ascii")) if interface else None
-    except (OSError, ValueError):
+        with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as any_socket:
+            said = fcntl.ioctl(any_socket, GET_MTU, struct.pack("16si12x", interface.encode(), 0))
+    except (OSError, struct.error):
         return None
+    return int(struct.unpack("16si12x", said)[1])

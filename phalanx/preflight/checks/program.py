@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-import os
 import platform
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -41,7 +40,7 @@ class Program(NodeCheck):
             "python": platform.python_version(),
             "numpy": np.__version__,
             "cuda": str(torch.version.cuda or torch.version.hip or "none"),
-            "settings of NCCL and gloo": settings(),
+            "settings of NCCL and gloo": settings(view.env),
         }
         if view.config:
             found["config"] = config_hash(view.config)
@@ -76,7 +75,7 @@ def config_hash(config: Sequence[str]) -> str:
     return total.hexdigest()
 
 
-def settings() -> str:
+def settings(env: Mapping[str, str]) -> str:
     """Environment variables of NCCL and gloo, except those that differ between nodes for good reasons."""
-    found = {name: value for name, value in os.environ.items() if name.startswith(PREFIXES) and name not in OWN}
+    found = {name: value for name, value in env.items() if name.startswith(PREFIXES) and name not in OWN}
     return " ".join(f"{name}={found[name]}" for name in sorted(found)) or "none"
