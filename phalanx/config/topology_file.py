@@ -88,7 +88,9 @@ def from_section(section: Mapping[str, Any], path: str) -> Topology:
         for key in section
         if key not in KEYS
     ]
-    nodes, levels, links = section.get("nodes") or {}, section.get("levels") or (), section.get("links") or {}
+    nodes, levels, links = (section.get(key) for key in ("nodes", "levels", "links"))
+    levels = () if levels is None else levels
+    links = {} if links is None else links
     if not (isinstance(nodes, dict) and nodes and all(isinstance(of, dict) for of in nodes.values())):
         problems.append(
             Problem("topology.nodes", nodes, "must map hosts to their domains: gpu[01-32]: {block: b0}", {}, (), path)

@@ -20,7 +20,7 @@ from numpy.typing import NDArray
 from phalanx.layout.grid import Coords, Grid
 from phalanx.layout.positions import Positions
 
-EXACT = 20_000  # orders that are all tried; with more, a local search
+EXACT = 40_320  # orders that are all tried, those of 8 hosts at least; with more, a local search
 MOST_SWEEPS = 20  # of the local search, each over all pairs of hosts
 TIE = 1e-3  # weight of the mean group beside the slowest one: among equal orders, the one with fewer slow groups
 Edges = frozenset[tuple[int, int]]

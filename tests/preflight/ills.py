@@ -363,6 +363,8 @@ ILLS = [
     Ill("a data file is shorter", "data", "c", ".bin", node=short_data),
     Ill("the data is missing", "data", "c", "cannot be read", node=no_data),
     Ill("a full disk", "space", "c", "free for", node=full_disk),
+    Ill("a full disk of the first node", "space", "a", "free for", at="a", node=full_disk),
+    Ill("another folder on the first node", "folder", "a", "is not that of the others", at="a", node=other_folder),
     Ill("no inodes left", "space", "c", "no inodes", node=no_files_left),
     Ill("another folder", "folder", "c", "is not the folder of node-a", node=other_folder),
     Ill("a folder that cannot be written", "folder", "c", "Read-only", node=read_only),

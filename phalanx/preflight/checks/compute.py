@@ -15,6 +15,7 @@ from phalanx.preflight.robust import slow
 
 MACHINE = Path("/proc/sys/kernel/random/boot_id")
 REPEATS = 3
+LOOKS = 4
 GPU_SIZE, GPU_CALLS = 8192, 10  # of matrices in bf16, and calls of a measurement
 CPU_SIZE, CPU_S = 384, 0.08  # in fp32, and seconds of a measurement
 COPY = {"cuda": 2**30, "cpu": 2**24}  # bytes
@@ -22,7 +23,8 @@ MEASURES = {"matmuls": ("TFLOP/s", 1e12), "copies": ("GB/s", 1e9)}
 
 
 class Compute(NodeCheck):
-    """Nodes that share a machine (containers) take turns. A slow one is measured a second time before it is named.
+    """Nodes that share a machine (containers) take turns. A slow one is measured again before it is named, up to
+    LOOKS times: something else may have run there.
 
     The first order asks for machines; the others list nodes that measure at the same time.
     """
@@ -34,12 +36,14 @@ class Compute(NodeCheck):
         if not looks.answers:
             return "machine"
         turns = turns_of(looks.of(0))
-        done = len(looks.answers) - 1
-        if done < len(turns):
-            return turns[done]
-        suspects = sorted({node for key in slow_devices(looks) for node in key[:1]})
-        repeated = turns_of({node: looks.of(0)[node] for node in suspects})
-        return repeated[done - len(turns)] if done - len(turns) < len(repeated) and done < 2 * len(turns) else None
+        done = [order for order, _ in looks.answers[1:]]
+        if len(done) < len(turns):
+            return turns[len(done)]
+        count = {node: sum(node in order for order in done) for node in looks.of(0)}
+        suspects = {node for node, _, _ in slow_devices(looks) if count[node] < LOOKS}
+        least = min((count[node] for node in suspects), default=0)
+        repeated = turns_of({node: looks.of(0)[node] for node in suspects if count[node] == least})
+        return repeated[0] if repeated else None
 
     def look(self, view: NodeView, order: Any) -> Any:
         """By device ("0" is the first GPU, "cpu"), by measure: rates of repeats, per second."""

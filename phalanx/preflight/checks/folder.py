@@ -49,13 +49,27 @@ class Folder(NodeCheck):
         }[what]()
 
     def judge(self, looks: Looks) -> list[Finding]:
-        found = {}
-        for number in range(len(looks.answers)):
-            for node, text in looks.of(number).items():
-                if text and node not in found:
-                    severity = "warning" if text.startswith(NO_KERNEL_LOCKS) else "bad"
-                    found[node] = Finding(self.name, (node,), text, severity)  # type: ignore[arg-type]
-        return list(found.values())
+        """Each node's first trouble. If node 0 could not write, or all others miss its file, it is the odd one, and
+        what the others say of its file and lock does not count."""
+        orders = [looks.of(number) for number in range(len(looks.answers))]
+        if not orders or not orders[0]:
+            return []
+        texts = {node: [said[node] for said in orders if node in said] for node in orders[0]}
+        missing = [node for node, said in (orders[1] if len(orders) > 1 else {}).items() if said and node != 0]
+        first = orders[0].get(0, "failed")
+        all_miss = len(missing) > 1 and len(missing) == len(texts) - 1
+        if all_miss or (first and not first.startswith(NO_KERNEL_LOCKS)):
+            wrong = {node: said[:1] for node, said in texts.items()}
+            if all_miss and not first:
+                wrong[0] = ["its folder is not that of the others: none sees the file that it wrote"]
+            texts = wrong
+        found = []
+        for node, said in texts.items():
+            text = next((one for one in said if one), "")
+            if text:
+                severity = "warning" if text.startswith(NO_KERNEL_LOCKS) else "bad"
+                found.append(Finding(self.name, (node,), text, severity))  # type: ignore[arg-type]
+        return found
 
 
 class FolderPlace:
@@ -123,7 +137,10 @@ class FolderPlace:
         """On all nodes but 0, whose lock it is."""
         if self._view.number == self._view.peers[0].number or not self._base.exists():
             return ""
-        said, file = try_lock(self._base)
+        try:
+            said, file = try_lock(self._base)
+        except OSError as error:
+            return f"{self._folder} does not lock: {error.strerror or error}"
         if file is not None:
             os.close(file)
         if said == "taken":
