@@ -88,7 +88,7 @@ def from_section(section: Mapping[str, Any], path: str) -> Topology:
         for key in section
         if key not in KEYS
     ]
-    nodes, levels, links = (section.get(key) for key in ("nodes", "levels", "links"))
+    nodes, levels, links = section.get("nodes", {}), section.get("levels"), section.get("links")
     levels = () if levels is None else levels
     links = {} if links is None else links
     if not (isinstance(nodes, dict) and nodes and all(isinstance(of, dict) for of in nodes.values())):

@@ -55,6 +55,12 @@ class Channel:
         self._ready.register(reads, select.POLLIN)
         self._buffer = b""
 
+    def sign_with(self, key: bytes) -> Channel:
+        """From here on lines are signed; what has already arrived is read so too."""
+        self._key = key
+        self._sent = self._received = 0
+        return self
+
     def send(self, message: Mapping[str, Any]) -> None:
         text = json.dumps(message).encode()
         line = text if self._key is None else self._sign(self._mine, self._sent, text) + text
@@ -172,7 +178,7 @@ def welcome(connection: socket.socket, secret: str) -> Welcomed:
             return Welcomed(rank, why=f"{SECRET} is not that of the first node")
         plain.send({"proof": _proof(secret, "conductor", numbers)})
         caller = Caller(rank, int(who["local_rank"]), *(str(who[key]) for key in ("name", "address", "interface")))
-        return Welcomed(rank, caller, Channel(file, file, _key(secret, numbers), True))
+        return Welcomed(rank, caller, plain.sign_with(_key(secret, numbers)))
     except (ChannelLost, KeyError, TypeError, ValueError) as error:
         plain.close()
         return Welcomed(rank, why=f"it did not introduce itself ({error})")
@@ -194,7 +200,7 @@ def call(host: str, port: int, caller: Caller, secret: str, limit_s: float) -> C
         raise refused(f"of {caller.name} is another than that of the first node; start all with the same one")
     if not hmac.compare_digest(str(said.get("proof")), _proof(secret, "conductor", numbers)):
         raise refused("of the node where the others meet is another than that here")
-    return Channel(file, file, _key(secret, numbers), False)
+    return plain.sign_with(_key(secret, numbers))
 
 
 def listener(address: str, port: int) -> socket.socket:
