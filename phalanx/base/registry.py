@@ -146,6 +146,7 @@ BUILT_IN: Mapping[str, Mapping[str, str]] = MappingProxyType(
                 "compute": "phalanx.preflight.checks.compute:Compute",
                 "links": "phalanx.preflight.checks.links:Links",
                 "axes": "phalanx.preflight.checks.axes:Axes",
+                "placement": "phalanx.preflight.checks.placement:NodeOrder",
             }
         ),
         "lr_schedule": MappingProxyType(

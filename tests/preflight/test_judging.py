@@ -10,14 +10,16 @@ from math import ceil, exp, log2
 import pytest
 
 from phalanx.base.errors import BadNode
+from phalanx.config.read import load_run
 from phalanx.layout.grid import Grid
-from phalanx.preflight.check import Finding, Looks, differing
+from phalanx.preflight.check import Finding, Looks, NodeView, Peer, differing
 from phalanx.preflight.checks.axes import judged as axes_judged
 from phalanx.preflight.checks.axes import links_of
 from phalanx.preflight.checks.clock import skewed
 from phalanx.preflight.checks.gpu import Gpu, read_gpus, read_xids
 from phalanx.preflight.checks.links import Links, Rates, judged
 from phalanx.preflight.checks.names import by_reporter
+from phalanx.preflight.checks.placement import NodeOrder
 from phalanx.preflight.report import PreflightReport
 from phalanx.preflight.robust import slow, threshold, z_scores
 from phalanx.preflight.rounds import disjoint, tournament
@@ -199,3 +201,19 @@ def test_hosts_to_start_with():
     assert report(5, slow, Finding("links", (1, 4), "slow")).starters(1) == ["node-0", "node-2", "node-3", "node-4"]
     with pytest.raises(BadNode, match="only 1 are spares"):
         report(5, Finding("ports", (0,), "closed"), Finding("ports", (3,), "closed")).starters(1)
+
+
+def test_the_order_of_nodes_under_slurm():
+    """Two leaves, and nodes that the scheduler numbered in turns: both stages of a pipeline cross."""
+    check = NodeOrder()
+    run = load_run("recipes/tiny_llama.yaml", ("data.mock=true", "layout.pp=2"))
+    said = {}
+    for number in range(4):
+        peers = [Peer(i, f"n{i}") for i in range(4)]
+        env = {"SLURM_TOPOLOGY_ADDR": f"core.leaf{number % 2}.n{number}"}
+        view = NodeView(number, peers, run=run, env=env)
+        said[number] = json.loads(json.dumps(check.look(view, 0)))
+    [(name, text)] = check.figures(Looks([f"n{i}" for i in range(4)], [(0, said)])).items()
+    assert name == "order of nodes" and "with n0, n2, n1, n3" in text, text
+    assert check.figures(Looks(["n0", "n1"], [(0, {0: said[0]})])) == {}
+    assert check.look(NodeView(0, [Peer(0, "n0")], run=run), 0) is None

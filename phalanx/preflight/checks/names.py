@@ -55,8 +55,7 @@ def by_reporter(check: str, looks: Looks, wrong: Mapping[int, Mapping[str, list[
         number for number, by in said.items() if answered > 2 and len(by) == answered - (1 if number in wrong else 0)
     ]
     found = [
-        Finding(check, (number,), f"{looks.names[number]} on all other nodes: {said[number][0][1]}")
-        for number in blamed
+        Finding(check, (number,), f"{looks.names[number]} from all others: {said[number][0][1]}") for number in blamed
     ]
     for node, of in wrong.items():
         mine = [(name, text) for name, (number, text) in of.items() if number not in blamed]
