@@ -27,8 +27,8 @@ from phalanx.cli.options import JSON, OVERRIDES
 
 if TYPE_CHECKING:  # they import torch: not for --help
     from phalanx.preflight.agent import AgentStart
-    from phalanx.preflight.channel import Caller, Channel, Welcomed
-    from phalanx.preflight.conduct import Conductor, Node
+    from phalanx.preflight.channel import Channel, Handshake, Member
+    from phalanx.preflight.coordinator import Coordinator, Node
     from phalanx.preflight.report import PreflightReport
 
 MEET_S = 25.0  # for all nodes to come
@@ -123,11 +123,11 @@ def agent_start(words: Sequence[str], address: str, interface: str, ranks: int) 
 
 
 def under_scheduler(words: Sequence[str], ending: Ending) -> int:
-    """On the ranks that srun, torchrun or pods started; alone without any. Rank 0 conducts; one rank of each node takes
-    part, the others wait for the exit code."""
+    """On the ranks that srun, torchrun or pods started; alone without any. Rank 0 coordinates; one rank of each node
+    takes part, the others wait for the exit code."""
     from phalanx.launch.env import read_placement
     from phalanx.launch.network import LOOPBACK, interfaces, loopback, settle
-    from phalanx.preflight.channel import Caller, call
+    from phalanx.preflight.channel import Member, call
 
     placement, problems = read_placement(os.environ)
     if problems:
@@ -135,17 +135,17 @@ def under_scheduler(words: Sequence[str], ending: Ending) -> int:
     placement = settle(placement or Placement(), os.environ)
     interface = os.environ.get("GLOO_SOCKET_IFNAME", "") if placement.world_size > 1 else loopback()
     address = next((known for name, known in interfaces() if name == interface), LOOPBACK)
-    caller = Caller(placement.rank, placement.local_rank, socket.gethostname(), address, interface)
+    member = Member(placement.rank, placement.local_rank, socket.gethostname(), address, interface)
     start = agent_start(words, address, interface, placement.local_size or 1)
     if placement.rank == 0:
-        return conduct(placement, caller, start, ending)
+        return coordinate(placement, member, start, ending)
     host, port = meeting_place(placement, address, None)
-    channel = call(host, port, caller, placement.secret, MEET_S)
+    channel = call(host, port, member, placement.secret, MEET_S)
     return take_part(channel, start, placement.local_rank == 0)
 
 
 def meeting_place(placement: Placement, address: str, port: int | None) -> tuple[str, int]:
-    """Where the conductor listens: where rank 0 would serve its store; under torchrun, whose own store is there,
+    """Where the coordinator listens: where rank 0 would serve its store; under torchrun, whose own store is there,
     where rank 0 says in that store (port: its own)."""
     if placement.init_method.startswith("tcp://"):
         parts = urlsplit(placement.init_method)
@@ -165,91 +165,92 @@ def meeting_place(placement: Placement, address: str, port: int | None) -> tuple
 
 
 def take_part(channel: Channel, start: AgentStart, leads: bool) -> int:
-    """This rank's part; returns the exit code that the conductor names."""
+    """This rank's part; returns the exit code that the coordinator names."""
     from phalanx.preflight.agent import serve
 
     return serve(channel, start) if leads else int(channel.receive(None)["end"])
 
 
-def conduct(placement: Placement, caller: Caller, start: AgentStart, ending: Ending) -> int:
+def coordinate(placement: Placement, member: Member, start: AgentStart, ending: Ending) -> int:
     """Rank 0: wait for the others, check, print. Its own node takes part through a pair of sockets."""
     from phalanx.preflight.channel import listener
 
     parts = urlsplit(placement.init_method)
     served = placement.init_method.startswith("tcp://")
     at = parse_qs(parts.query).get("listen", [start.address])[0]
-    door = listener(at, (parts.port or 0) if served else 0)
-    with door:
+    listening = listener(at, (parts.port or 0) if served else 0)
+    with listening:
         if not served and placement.world_size > 1:
-            meeting_place(placement, start.address, door.getsockname()[1])
-        guests = await_guests(door, placement)
+            meeting_place(placement, start.address, listening.getsockname()[1])
+        members = await_members(listening, placement)
     own, other = pair()
     threading.Thread(target=take_part, args=(other, start, True), daemon=True, name="phalanx-node").start()
-    leaders = sorted((g for g in guests.values() if g.caller and g.caller.local_rank == 0), key=lambda g: g.rank)
-    nodes = [node_of(caller, own), *(node_of(g.caller, g.channel) for g in leaders if g.caller)]
-    conductor = conductor_of(nodes, absent_of(guests, placement))
-    report = conductor.run()
+    others = [(joined.member, joined.channel) for _, joined in sorted(members.items()) if joined.member is not None]
+    nodes = [node_of(member, own), *(node_of(who, channel) for who, channel in others if who.local_rank == 0)]
+    coordinator = coordinator_of(nodes, absent_of(members, placement))
+    report = coordinator.run()
     code = ending.show(report)
-    conductor.end(code)
-    for guest in guests.values():
-        if guest.caller is not None and guest.caller.local_rank != 0 and guest.channel is not None:
-            guest.channel.send({"end": code})
+    coordinator.end(code)
+    for who, channel in others:
+        if who.local_rank != 0 and channel is not None:
+            channel.send({"end": code})
     return code
 
 
-def conductor_of(nodes: Sequence[Node], absent: Mapping[str, str]) -> Conductor:
-    from phalanx.preflight.conduct import Conductor
+def coordinator_of(nodes: Sequence[Node], absent: Mapping[str, str]) -> Coordinator:
+    from phalanx.preflight.coordinator import Coordinator
 
     def say(name: str) -> None:
         if sys.stderr.isatty():
             click.echo(f"\r{'checking ' + name:<40}\r", err=True, nl=False)
 
-    return Conductor(nodes, absent, say)
+    return Coordinator(nodes, absent, say)
 
 
-def node_of(caller: Caller, channel: Channel | None) -> Node:
-    from phalanx.preflight.conduct import Node
+def node_of(member: Member, channel: Channel | None) -> Node:
+    from phalanx.preflight.coordinator import Node
 
-    return Node(caller.name, caller.address, channel)
+    return Node(member.name, member.address, channel)
 
 
 def pair() -> tuple[Channel, Channel]:
-    """A channel between two threads of this process: the conductor's end and the node's."""
+    """A channel between two threads of this process: the coordinator's end and the node's."""
     from phalanx.preflight.channel import Channel
 
     one, two = (end.detach() for end in socket.socketpair())
     return Channel(one, one, None, True), Channel(two, two, None, False)
 
 
-def await_guests(door: socket.socket, placement: Placement) -> dict[int, Welcomed]:
+def await_members(listening: socket.socket, placement: Placement) -> dict[int, Handshake]:
     """All ranks that call in time, by rank. Each is talked to by its own thread, so that none holds up the others."""
-    from phalanx.preflight.channel import welcome
+    from phalanx.preflight.channel import handshake_with
 
-    guests: dict[int, Welcomed] = {}
+    members: dict[int, Handshake] = {}
     came = threading.Condition()
 
-    def greet(connection: socket.socket) -> None:
-        guest = welcome(connection, placement.secret)
+    def shake(connection: socket.socket) -> None:
+        joined = handshake_with(connection, placement.secret)
         with came:
-            if 0 < guest.rank < placement.world_size:
-                guests.setdefault(guest.rank, guest)
+            known = members.get(joined.rank)
+            if 0 < joined.rank < placement.world_size and (known is None or known.channel is None):
+                members[joined.rank] = joined  # one that was turned away may have been somebody else
             came.notify()
 
     def accept() -> None:
         while True:
             try:
-                connection, _ = door.accept()
+                connection, _ = listening.accept()
             except OSError:
                 return
-            threading.Thread(target=greet, args=(connection,), daemon=True, name="phalanx-greet").start()
+            threading.Thread(target=shake, args=(connection,), daemon=True, name="phalanx-handshake").start()
 
-    threading.Thread(target=accept, daemon=True, name="phalanx-door").start()
+    threading.Thread(target=accept, daemon=True, name="phalanx-listening").start()
     with came:
-        came.wait_for(lambda: len(guests) >= placement.world_size - 1, timeout=MEET_S)
-        return dict(guests)
+        came.wait_for(lambda: len(members) >= placement.world_size - 1, timeout=MEET_S)
+        return dict(members)
 
 
-def absent_of(guests: Mapping[int, Welcomed], placement: Placement) -> dict[str, str]:
+def absent_of(members: Mapping[int, Handshake], placement: Placement) -> dict[str, str]:
     """Nodes that did not come, or were turned away, and why; named by SLURM's list of hosts where there is one."""
     from phalanx.layout.positions import BadPositions, expand_hosts
 
@@ -260,11 +261,11 @@ def absent_of(guests: Mapping[int, Welcomed], placement: Placement) -> dict[str,
         hosts = []
     absent = {}
     for rank in range(1, placement.world_size):
-        guest = guests.get(rank)
-        if guest is not None and guest.channel is not None:
+        joined = members.get(rank)
+        if joined is not None and joined.channel is not None:
             continue
         name = hosts[rank // each] if len(hosts) * each == placement.world_size else f"rank {rank}"
-        absent[name] = guest.why if guest is not None else f"rank {rank} did not come within {MEET_S:g} s"
+        absent[name] = joined.why if joined is not None else f"rank {rank} did not come within {MEET_S:g} s"
     return absent
 
 
@@ -283,17 +284,17 @@ class Started:
 
 
 def over_ssh(hosts: Sequence[str], ssh: str, words: Sequence[str], ending: Ending) -> int:
-    """Start a node on each host and conduct from here. Nothing but ssh connects to this machine."""
+    """Start a node on each host and coordinate from here. Nothing but ssh connects to this machine."""
     started = [start_on(host, ssh) for host in hosts]
     try:
         with ThreadPoolExecutor(min(AT_ONCE, len(started))) as pool:
-            list(pool.map(lambda one: greet_host(one, words), started))
+            list(pool.map(lambda one: connect_host(one, words), started))
         nodes = [one.node for one in started if one.node is not None]
         absent = {one.host: one.why for one in started if one.node is None}
-        conductor = conductor_of(nodes, absent)
-        report = conductor.run()
+        coordinator = coordinator_of(nodes, absent)
+        report = coordinator.run()
         code = ending.show(report)
-        conductor.end(code)
+        coordinator.end(code)
         return code
     finally:
         for one in started:
@@ -319,10 +320,10 @@ def start_on(host: str, ssh: str) -> Started:
     return made
 
 
-def greet_host(one: Started, words: Sequence[str]) -> None:
+def connect_host(one: Started, words: Sequence[str]) -> None:
     """Wait until the node speaks; its host's shell may print something before."""
     from phalanx.preflight.channel import Channel, ChannelLost
-    from phalanx.preflight.conduct import Node
+    from phalanx.preflight.coordinator import Node
 
     reads, writes = one.process.stdout, one.process.stdin
     if reads is None or writes is None:

@@ -1,4 +1,4 @@
-"""A node's part of a preflight: it serves probes, and answers the conductor's orders with what its checks see."""
+"""A node's part of a preflight: it serves probes, and answers the coordinator's orders with what its checks see."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from phalanx.preflight.channel import Channel
 from phalanx.preflight.check import SEAM, NodeCheck, NodeView, Peer
 from phalanx.preflight.probe import ProbeServer
 
-PATIENCE_S = 120.0  # for the next order; a conductor that is gone longer than that ends the node's part
+PATIENCE_S = 120.0  # for the next order; a coordinator that is gone longer than that ends the node's part
 
 
 @dataclass(frozen=True)
@@ -38,7 +38,7 @@ def checks(brief: bool = False) -> list[NodeCheck]:
 
 
 def serve(channel: Channel, start: AgentStart) -> int:
-    """Answer orders until the conductor says how it ended; returns that exit code. ChannelLost if it is gone."""
+    """Answer orders until the coordinator says how it ended; returns that exit code. ChannelLost if it is gone."""
     begin = channel.receive(PATIENCE_S)
     token = str(begin["token"])
     made = {check.name: check for check in checks()}

@@ -1,13 +1,13 @@
-"""Channels between the node that conducts a preflight and the others: lines of JSON, each signed with the run's secret.
+"""Channels between the coordinator of a preflight and its nodes: lines of JSON, each signed with the run's secret.
 
 Two kinds. Under srun, torchrun or in pods a node connects over TCP to the address where ranks meet. From a list of
-hosts, the conductor starts a process on each through ssh and talks over its standard input and output.
+hosts, the coordinator starts a process on each through ssh and talks over its standard input and output.
 
 Over TCP both sides prove that they have the same secret before anything else is read:
 
-  conductor -> node   a random number of its own
-  node -> conductor   its rank and host, a random number of its own, and both signed
-  conductor -> node   both signed the other way, or the reason of a refusal
+  coordinator -> node   a random number of its own
+  node -> coordinator   its rank and host, a random number of its own, and both signed
+  coordinator -> node   both signed the other way, or the reason of a refusal
 
 From then on each line is its signature (over direction, number and text) and its text. Without a secret the key is
 known to everybody, and the signatures protect from nothing, as in training (docs/howto-multi-node.md).
@@ -47,9 +47,9 @@ class Channel:
     """Messages both ways over two file descriptors, which belong to it. key: of the signatures; None: lines are not
     signed, because the way itself is private (ssh)."""
 
-    def __init__(self, reads: int, writes: int, key: bytes | None, conducts: bool):
+    def __init__(self, reads: int, writes: int, key: bytes | None, coordinates: bool):
         self._reads, self._writes, self._key = reads, writes, key
-        self._mine, self._theirs = (b"c", b"n") if conducts else (b"n", b"c")
+        self._mine, self._theirs = (b"c", b"n") if coordinates else (b"n", b"c")
         self._sent = self._received = 0
         self._ready = select.poll()  # unlike select, it takes file numbers above 1,023
         self._ready.register(reads, select.POLLIN)
@@ -126,7 +126,7 @@ def send_all(number: int, data: bytes) -> None:
 
 
 @dataclass(frozen=True)
-class Caller:
+class Member:
     """Who calls: its rank of the world, its number among the ranks of its node, and the names and addresses of its
     host."""
 
@@ -137,8 +137,8 @@ class Caller:
     interface: str = ""
 
 
-def _proof(secret: str, side: str, numbers: str, caller: str = "") -> str:
-    text = f"phalanx preflight {side} {numbers} {caller}".encode()
+def _proof(secret: str, side: str, numbers: str, member: str = "") -> str:
+    text = f"phalanx preflight {side} {numbers} {member}".encode()
     return hmac.new(secret.encode(), text, hashlib.sha256).hexdigest()
 
 
@@ -152,17 +152,17 @@ def refused(rule: str) -> ConfigError:
 
 
 @dataclass(frozen=True)
-class Welcomed:
+class Handshake:
     """One that called: who it is and a channel to it, or why it is turned away. rank: -1 if it did not even say."""
 
     rank: int = -1
-    caller: Caller | None = None
+    member: Member | None = None
     channel: Channel | None = None
     why: str = ""
 
 
-def welcome(connection: socket.socket, secret: str) -> Welcomed:
-    """The conductor's side with one that connected."""
+def handshake_with(connection: socket.socket, secret: str) -> Handshake:
+    """The coordinator's side with one that connected: both prove that they have the secret."""
     connection.setblocking(True)
     file = connection.detach()
     plain = Channel(file, file, None, True)
@@ -170,35 +170,35 @@ def welcome(connection: socket.socket, secret: str) -> Welcomed:
     try:
         plain.send({"number": mine})
         said = plain.receive(HELLO_S)
-        who = said["caller"]
+        who = said["member"]
         text, numbers, rank = json.dumps(who), f"{mine} {said['number']}", int(who["rank"])
         if not hmac.compare_digest(str(said["proof"]), _proof(secret, "node", numbers, text)):
             plain.send({"refused": True})
             plain.close()
-            return Welcomed(rank, why=f"{SECRET} is not that of the first node")
-        plain.send({"proof": _proof(secret, "conductor", numbers)})
-        caller = Caller(rank, int(who["local_rank"]), *(str(who[key]) for key in ("name", "address", "interface")))
-        return Welcomed(rank, caller, plain.sign_with(_key(secret, numbers)))
+            return Handshake(rank, why=f"{SECRET} is not that of the first node")
+        plain.send({"proof": _proof(secret, "coordinator", numbers)})
+        member = Member(rank, int(who["local_rank"]), *(str(who[key]) for key in ("name", "address", "interface")))
+        return Handshake(rank, member, plain.sign_with(_key(secret, numbers)))
     except (ChannelLost, KeyError, TypeError, ValueError) as error:
         plain.close()
-        return Welcomed(rank, why=f"it did not introduce itself ({error})")
+        return Handshake(rank, why=f"it did not introduce itself ({error})")
 
 
-def call(host: str, port: int, caller: Caller, secret: str, limit_s: float) -> Channel:
-    """The node's side: a channel to the conductor at host:port, which may not listen yet.
+def call(host: str, port: int, member: Member, secret: str, limit_s: float) -> Channel:
+    """The node's side: a channel to the coordinator at host:port, which may not listen yet.
 
     Raises PeerLost with the last reason after `limit_s`, ConfigError if the secrets differ.
     """
     file = connect(host, port, limit_s, limit_s).detach()
     plain = Channel(file, file, None, False)
     theirs = str(plain.receive(limit_s).get("number"))
-    mine, who = secrets.token_hex(16), vars(caller)
+    mine, who = secrets.token_hex(16), vars(member)
     numbers = f"{theirs} {mine}"
-    plain.send({"number": mine, "caller": who, "proof": _proof(secret, "node", numbers, json.dumps(who))})
+    plain.send({"number": mine, "member": who, "proof": _proof(secret, "node", numbers, json.dumps(who))})
     said = plain.receive(limit_s)
     if "refused" in said:
-        raise refused(f"of {caller.name} is another than that of the first node; start all with the same one")
-    if not hmac.compare_digest(str(said.get("proof")), _proof(secret, "conductor", numbers)):
+        raise refused(f"of {member.name} is another than that of the first node; start all with the same one")
+    if not hmac.compare_digest(str(said.get("proof")), _proof(secret, "coordinator", numbers)):
         raise refused("of the node where the others meet is another than that here")
     return plain.sign_with(_key(secret, numbers))
 

@@ -1,4 +1,4 @@
-"""The conductor of a preflight: it gives all nodes the same orders, check by check, and judges what they answer."""
+"""The coordinator of a preflight: it gives all nodes the same orders, check by check, and judges what they answer."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ MEET = "meeting"  # what findings about nodes that do not take part are filed un
 
 @dataclass
 class Node:
-    """A node as the conductor sees it. channel: None once it is lost."""
+    """A node as the coordinator sees it. channel: None once it is lost."""
 
     name: str
     address: str
@@ -29,9 +29,9 @@ class Node:
 
 
 @dataclass
-class Conductor:
-    """Conducts one preflight. absent: names of nodes that should have come and why they did not; say: called with the
-    name of each check as it begins."""
+class Coordinator:
+    """One preflight. absent: names of nodes that should have come and why they did not; say: called with the name of
+    each check as it begins."""
 
     nodes: Sequence[Node]
     absent: Mapping[str, str] = field(default_factory=dict)
