@@ -136,7 +136,7 @@ BUILT_IN: Mapping[str, Mapping[str, str]] = MappingProxyType(
                 "ports": "phalanx.preflight.checks.ports:Ports",
                 "mtu": "phalanx.preflight.checks.mtu:Mtu",
                 "clock": "phalanx.preflight.checks.clock:Clock",
-                "program": "phalanx.preflight.checks.program:Program",
+                "program": "phalanx.preflight.checks.program:ProgramVersions",
                 "data": "phalanx.preflight.checks.data_files:DataFiles",
                 "folder": "phalanx.preflight.checks.folder:Folder",
                 "space": "phalanx.preflight.checks.space:Space",

@@ -150,9 +150,7 @@ def plan(
     ranks: int | None,
     device: str | None,
     serving: bool,
-    tokens: int | None,
-    speculate: str | None,
-    **where: Any,
+    **more: Any,
 ) -> None:
     """Print what the run would do on N ranks: stages, schedule, memory, messages, FLOPs. Needs no GPU and no data.
 
@@ -168,18 +166,21 @@ def plan(
     from phalanx.cli.hosts import HostFiles
     from phalanx.cli.setup import prepare_elsewhere
 
+    served = {name: more.pop(name) for name in ("tokens", "speculate")}
+    files = HostFiles(**more)
     wanted = find_device(device) if device else None
     if device and wanted is None:
         raise click.BadParameter(f"{device!r} is none of {', '.join(d.name for d in DEVICES)}", param_hint="--device")
     if serving:
+        if files.hosts is not None:
+            raise click.UsageError("--hosts is of a run that trains: it goes without --serve")
         from phalanx.cli.plan_serving import plan_serving
 
-        click.echo(plan_serving(config, overrides, ranks, wanted, tokens=tokens, speculate=speculate))
+        click.echo(plan_serving(config, overrides, ranks, wanted, **served))
         return
-    for name, value in {"tokens": tokens, "speculate": speculate}.items():
+    for name, value in served.items():
         if value is not None:
             raise click.UsageError(f"--{name} is of sequences that are served: it goes with --serve")
-    files = HostFiles(**where)
     ready = prepare_elsewhere(config, overrides, ranks)
     from phalanx.forecast.text import plan_report
 

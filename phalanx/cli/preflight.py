@@ -13,7 +13,7 @@ from collections.abc import Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 from urllib.parse import parse_qs, urlsplit
 
 import click
@@ -31,7 +31,7 @@ if TYPE_CHECKING:  # they import torch: not for --help
     from phalanx.preflight.coordinator import Coordinator, Node
     from phalanx.preflight.report import PreflightReport
 
-MEET_S = 25.0  # for all nodes to come
+MEET_S = 20  # for all nodes to come; --wait sets it
 SSH = "ssh -o BatchMode=yes -o ConnectTimeout=10"
 BANNERS = 100  # lines that a host's shell may print before the node speaks
 AT_ONCE = 64
@@ -49,20 +49,21 @@ INTERFACE = "PHALANX_INTERFACE"
     help="Start on the hosts of this file, one a line, by ssh (default: on the ranks that srun or torchrun started).",
 )
 @click.option("--ssh", default=SSH, show_default=True, metavar="COMMAND", help="With --hosts: how a host is reached.")
+@click.option(
+    "--wait",
+    "wait_s",
+    type=click.IntRange(min=1),
+    default=MEET_S,
+    show_default=True,
+    metavar="SECONDS",
+    help="How long the nodes wait for each other to start.",
+)
 @click.option("--drop-bad", is_flag=True, help="Print the hosts to start with; the table goes to standard error.")
 @click.option(
     "--spares", type=click.IntRange(min=0), default=None, metavar="K", help="With --drop-bad: hosts to spare."
 )
 @JSON
-def preflight(
-    config: str | None,
-    overrides: tuple[str, ...],
-    hosts: str | None,
-    ssh: str,
-    drop_bad: bool,
-    spares: int | None,
-    out: str | None,
-) -> None:
+def preflight(config: str | None, overrides: tuple[str, ...], hosts: str | None, ssh: str, **options: Any) -> None:
     """Check all nodes of a run in about 30 s: names, ports, MTU, clocks, programs, data, folder, space, limits, GPUs,
     matmuls and links. A table with a verdict for each node; exits with 8 if one is bad.
 
@@ -71,22 +72,25 @@ def preflight(
       srun --ntasks-per-node=1 phalanx preflight run.yaml
       phalanx preflight run.yaml --hosts hosts.txt --drop-bad --spares 2 > good.txt
     """
-    if spares is not None and not drop_bad:
-        raise click.UsageError("--spares goes with --drop-bad")
+    chosen = PreflightOptions(**options)
     words = () if config is None else (config, *overrides)
-    ending = Ending(drop_bad, spares or 0, out)
-    code = over_ssh(read_hosts(hosts), ssh, words, ending) if hosts else under_scheduler(words, ending)
+    code = over_ssh(read_hosts(hosts), ssh, words, chosen) if hosts else under_scheduler(words, chosen)
     if code:
         raise SystemExit(code)
 
 
 @dataclass(frozen=True)
-class Ending:
-    """What is done with the report."""
+class PreflightOptions:
+    """What is done with the report: the options of the verb. wait_s: how long nodes wait for each other."""
 
     drop_bad: bool
-    spares: int
+    spares: int | None
     out: str | None
+    wait_s: int
+
+    def __post_init__(self) -> None:
+        if self.spares is not None and not self.drop_bad:
+            raise click.UsageError("--spares goes with --drop-bad")
 
     def show(self, report: PreflightReport) -> int:
         """Print it, write it, and return the exit code."""
@@ -96,7 +100,7 @@ class Ending:
         if not self.drop_bad:
             return BadNode.exit_code if report.bad else 0
         try:
-            click.echo("\n".join(report.starters(self.spares)))
+            click.echo("\n".join(report.starters(self.spares or 0)))
         except BadNode as error:
             click.echo(describe(error), err=True)
             return error.exit_code
@@ -122,7 +126,7 @@ def agent_start(words: Sequence[str], address: str, interface: str, ranks: int) 
 # ---- under a scheduler ---------------------------------------------------------------------------
 
 
-def under_scheduler(words: Sequence[str], ending: Ending) -> int:
+def under_scheduler(words: Sequence[str], options: PreflightOptions) -> int:
     """On the ranks that srun, torchrun or pods started; alone without any. Rank 0 coordinates; one rank of each node
     takes part, the others wait for the exit code."""
     from phalanx.launch.env import read_placement
@@ -138,13 +142,13 @@ def under_scheduler(words: Sequence[str], ending: Ending) -> int:
     member = Member(placement.rank, placement.local_rank, socket.gethostname(), address, interface)
     start = agent_start(words, address, interface, placement.local_size or 1)
     if placement.rank == 0:
-        return coordinate(placement, member, start, ending)
-    host, port = meeting_place(placement, address, None)
-    channel = call(host, port, member, placement.secret, MEET_S)
+        return coordinate(placement, member, start, options)
+    host, port = meeting_place(placement, address, None, options.wait_s)
+    channel = call(host, port, member, placement.secret, options.wait_s)
     return take_part(channel, start, placement.local_rank == 0)
 
 
-def meeting_place(placement: Placement, address: str, port: int | None) -> tuple[str, int]:
+def meeting_place(placement: Placement, address: str, port: int | None, wait_s: int) -> tuple[str, int]:
     """Where the coordinator listens: where rank 0 would serve its store; under torchrun, whose own store is there,
     where rank 0 says in that store (port: its own)."""
     if placement.init_method.startswith("tcp://"):
@@ -154,13 +158,13 @@ def meeting_place(placement: Placement, address: str, port: int | None) -> tuple
 
     from phalanx.comm.meeting import open_store  # imports torch
 
-    store = open_store(placement.init_method, placement.rank, placement.world_size, timedelta(seconds=MEET_S))
+    store = open_store(placement.init_method, placement.rank, placement.world_size, timedelta(seconds=wait_s))
     if port is not None:
         store.set("phalanx preflight", f"{address} {port}")
     try:
         host, number = store.get("phalanx preflight").decode().split(" ")
     except RuntimeError as error:
-        raise PhalanxError(f"rank 0 did not say within {MEET_S:g} s where the nodes meet: {error}") from error
+        raise PhalanxError(f"rank 0 did not say within {wait_s} s where the nodes meet: {error}") from error
     return host, int(number)
 
 
@@ -171,7 +175,7 @@ def take_part(channel: Channel, start: AgentStart, leads: bool) -> int:
     return serve(channel, start) if leads else int(channel.receive(None)["end"])
 
 
-def coordinate(placement: Placement, member: Member, start: AgentStart, ending: Ending) -> int:
+def coordinate(placement: Placement, member: Member, start: AgentStart, options: PreflightOptions) -> int:
     """Rank 0: wait for the others, check, print. Its own node takes part through a pair of sockets."""
     from phalanx.preflight.channel import listener
 
@@ -181,15 +185,15 @@ def coordinate(placement: Placement, member: Member, start: AgentStart, ending: 
     listening = listener(at, (parts.port or 0) if served else 0)
     with listening:
         if not served and placement.world_size > 1:
-            meeting_place(placement, start.address, listening.getsockname()[1])
-        members = await_members(listening, placement)
+            meeting_place(placement, start.address, listening.getsockname()[1], options.wait_s)
+        members = await_members(listening, placement, options.wait_s)
     own, other = pair()
     threading.Thread(target=take_part, args=(other, start, True), daemon=True, name="phalanx-node").start()
     others = [(joined.member, joined.channel) for _, joined in sorted(members.items()) if joined.member is not None]
     nodes = [node_of(member, own), *(node_of(who, channel) for who, channel in others if who.local_rank == 0)]
-    coordinator = coordinator_of(nodes, absent_of(members, placement))
+    coordinator = coordinator_of(nodes, absent_of(members, placement, options.wait_s))
     report = coordinator.run()
-    code = ending.show(report)
+    code = options.show(report)
     coordinator.end(code)
     for who, channel in others:
         if who.local_rank != 0 and channel is not None:
@@ -221,7 +225,7 @@ def pair() -> tuple[Channel, Channel]:
     return Channel(one, one, None, True), Channel(two, two, None, False)
 
 
-def await_members(listening: socket.socket, placement: Placement) -> dict[int, Handshake]:
+def await_members(listening: socket.socket, placement: Placement, wait_s: int) -> dict[int, Handshake]:
     """All ranks that call in time, by rank. Each is talked to by its own thread, so that none holds up the others."""
     from phalanx.preflight.channel import handshake_with
 
@@ -246,11 +250,11 @@ def await_members(listening: socket.socket, placement: Placement) -> dict[int, H
 
     threading.Thread(target=accept, daemon=True, name="phalanx-listening").start()
     with came:
-        came.wait_for(lambda: len(members) >= placement.world_size - 1, timeout=MEET_S)
+        came.wait_for(lambda: len(members) >= placement.world_size - 1, timeout=wait_s)
         return dict(members)
 
 
-def absent_of(members: Mapping[int, Handshake], placement: Placement) -> dict[str, str]:
+def absent_of(members: Mapping[int, Handshake], placement: Placement, wait_s: int) -> dict[str, str]:
     """Nodes that did not come, or were turned away, and why; named by SLURM's list of hosts where there is one."""
     from phalanx.layout.positions import BadPositions, expand_hosts
 
@@ -265,7 +269,7 @@ def absent_of(members: Mapping[int, Handshake], placement: Placement) -> dict[st
         if joined is not None and joined.channel is not None:
             continue
         name = hosts[rank // each] if len(hosts) * each == placement.world_size else f"rank {rank}"
-        absent[name] = joined.why if joined is not None else f"rank {rank} did not come within {MEET_S:g} s"
+        absent[name] = joined.why if joined is not None else f"rank {rank} did not come within {wait_s} s"
     return absent
 
 
@@ -283,17 +287,17 @@ class Started:
     said: list[str] = field(default_factory=list)
 
 
-def over_ssh(hosts: Sequence[str], ssh: str, words: Sequence[str], ending: Ending) -> int:
+def over_ssh(hosts: Sequence[str], ssh: str, words: Sequence[str], options: PreflightOptions) -> int:
     """Start a node on each host and coordinate from here. Nothing but ssh connects to this machine."""
     started = [start_on(host, ssh) for host in hosts]
     try:
         with ThreadPoolExecutor(min(AT_ONCE, len(started))) as pool:
-            list(pool.map(lambda one: connect_host(one, words), started))
+            list(pool.map(lambda one: connect_host(one, words, options.wait_s), started))
         nodes = [one.node for one in started if one.node is not None]
         absent = {one.host: one.why for one in started if one.node is None}
         coordinator = coordinator_of(nodes, absent)
         report = coordinator.run()
-        code = ending.show(report)
+        code = options.show(report)
         coordinator.end(code)
         return code
     finally:
@@ -320,7 +324,7 @@ def start_on(host: str, ssh: str) -> Started:
     return made
 
 
-def connect_host(one: Started, words: Sequence[str]) -> None:
+def connect_host(one: Started, words: Sequence[str], wait_s: int) -> None:
     """Wait until the node speaks; its host's shell may print something before."""
     from phalanx.preflight.channel import Channel, ChannelLost
     from phalanx.preflight.coordinator import Node
@@ -329,7 +333,7 @@ def connect_host(one: Started, words: Sequence[str]) -> None:
     if reads is None or writes is None:
         raise RuntimeError("the process was started without pipes")
     channel = Channel(os.dup(reads.fileno()), os.dup(writes.fileno()), None, True)
-    until = time.monotonic() + MEET_S
+    until = time.monotonic() + wait_s
     try:
         channel.send({"name": one.host, "words": list(words)})
         for _ in range(BANNERS):

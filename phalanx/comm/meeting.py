@@ -37,7 +37,7 @@ from phalanx.base.placement import MEETING, RANKS, SECRET
 LAST_S = 3.0  # how long rank 0 waits until all refused ranks know it
 LONGEST_PAUSE_S = 0.1  # between two polls
 UNREACHABLE_S = 20.0  # after which a wrong address is no longer taken for a host that starts late
-LONGEST_TRY_S, TRY_AGAIN_S = 5.0, 0.2
+LONGEST_TRY_S, RETRY_S = 5.0, 0.2
 SHOWN = 8  # ranks in one message
 
 
@@ -101,7 +101,7 @@ def connect(host: str, port: int, refused_s: float, unreachable_s: float) -> soc
             if isinstance(error, TimeoutError):
                 why = "no answer: a firewall, or no host has this address"
             until = began + unreachable_s
-        time.sleep(min(TRY_AGAIN_S, max(0.0, until - time.monotonic())))
+        time.sleep(min(RETRY_S, max(0.0, until - time.monotonic())))
     raise PeerLost(f"the first host cannot be reached at {host}:{port} within {until - began:.0f} s: {why}")
 
 

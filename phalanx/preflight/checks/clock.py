@@ -41,9 +41,9 @@ def skewed(check: str, looks: Looks) -> list[Finding]:
     wrong."""
     answers = looks.of(0)
     offsets = {node: offset for node, (offset, _) in answers.items()}
-    if len(offsets) == 2 and abs(apart := max(offsets.values()) - min(offsets.values())) > HARMFUL_S:
-        text = f"the clocks of {looks.text(list(offsets))} are {apart:.3g} s apart: start NTP on both"
-        return [Finding(check, tuple(offsets), text, "bad", {"seconds": apart})]
+    if len(offsets) == 2 and abs(distance := max(offsets.values()) - min(offsets.values())) > HARMFUL_S:
+        text = f"the clocks of {looks.text(list(offsets))} are {distance:.3g} s apart: start NTP on both"
+        return [Finding(check, tuple(offsets), text, "bad", {"seconds": distance})]
     noise = median(half for _, half in answers.values()) if answers else 0.0
     limit = threshold(len(offsets))
     scores = z_scores(offsets, noise)

@@ -110,9 +110,11 @@ class FolderPlace:
     def _take_first(self) -> str:
         said, file = try_lock(self._base)
         self._view.kept["lock"] = file
-        return f"{self._folder} does not lock: node 0 is refused a free lock" if said == "held" else self._told(said)
+        return (
+            f"{self._folder} does not lock: node 0 is refused a free lock" if said == "held" else self._unlocked(said)
+        )
 
-    def _told(self, said: str) -> str:
+    def _unlocked(self, said: str) -> str:
         """Why the system does not lock, in words; "" if it does."""
         if said in ("held", "taken"):
             return ""
@@ -146,7 +148,7 @@ class FolderPlace:
         if said == "taken":
             first = self._view.peers[0].name
             return f"locks in {self._folder} do not lock: taken here while {first} holds it (mount option nolock?)"
-        return self._told(said)
+        return self._unlocked(said)
 
     def released(self) -> str:
         """Node 0 lets go; the others need not try: that a lock is released follows from closing its file."""

@@ -25,7 +25,7 @@ PREFIXES = ("NCCL_", "TORCH_NCCL_", "GLOO_")
 OWN = ("NCCL_SOCKET_IFNAME", "GLOO_SOCKET_IFNAME", "NCCL_IB_HCA")  # that may differ, because interfaces do
 
 
-class Program(NodeCheck):
+class ProgramVersions(NodeCheck):
     """What each node is about to run."""
 
     name = "program"
