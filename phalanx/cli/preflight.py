@@ -72,6 +72,8 @@ def preflight(config: str | None, overrides: tuple[str, ...], hosts: str | None,
       srun --ntasks-per-node=1 phalanx preflight run.yaml
       phalanx preflight run.yaml --hosts hosts.txt --drop-bad --spares 2 > good.txt
     """
+    if ssh != SSH and hosts is None:
+        raise click.UsageError("--ssh says how the hosts of --hosts are reached: it goes with it")
     chosen = PreflightOptions(**options)
     words = () if config is None else (config, *overrides)
     code = over_ssh(read_hosts(hosts), ssh, words, chosen) if hosts else under_scheduler(words, chosen)
