@@ -16,8 +16,10 @@ from phalanx.preflight.robust import slow
 MACHINE = Path("/proc/sys/kernel/random/boot_id")
 REPEATS = 3
 LOOKS = 4
-GPU_SIZE, GPU_CALLS = 8192, 10  # of matrices in bf16, and calls of a measurement
-CPU_SIZE, CPU_S = 384, 0.08  # in fp32, and seconds of a measurement
+GPU_SIZE = 8192  # of matrices in bf16
+GPU_CALLS = 10  # of a measurement
+CPU_SIZE = 384  # of matrices in fp32
+CPU_S = 0.05  # of a measurement
 COPY = {"cuda": 2**30, "cpu": 2**24}  # bytes
 MEASURES = {"matmuls": ("TFLOP/s", 1e12), "copies": ("GB/s", 1e9)}
 

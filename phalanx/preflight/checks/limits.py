@@ -10,7 +10,8 @@ import torch
 
 from phalanx.preflight.check import Finding, Looks, NodeCheck, NodeView
 
-FILES, FILES_EACH = 1024, 8  # that a rank opens for itself, and for each node that it talks to
+FILES = 512  # that a rank opens for itself
+FILES_EACH = 8  # for each node that it talks to
 INFINIBAND = Path("/sys/class/infiniband")
 UNLIMITED = -1
 
@@ -27,7 +28,6 @@ class Limits(NodeCheck):
         return {
             "files": plain(resource.getrlimit(resource.RLIMIT_NOFILE)[1]),
             "memory": plain(memory),
-            "processes": plain(resource.getrlimit(resource.RLIMIT_NPROC)[0]),
             "rdma": has_rdma(),
             "gpus": torch.cuda.device_count(),
         }
@@ -43,7 +43,7 @@ class Limits(NodeCheck):
             memory = said["memory"]
             if memory == UNLIMITED:
                 continue
-            if said["rdma"]:
+            if said["rdma"] and said["gpus"]:
                 text = (
                     f"a process may lock only {memory // 1024:,} KiB of memory, and RDMA needs all: ulimit -l unlimited"
                 )
