@@ -24,6 +24,7 @@ from phalanx.cli.completion import keys, use_bash
 from phalanx.cli.embed import embed
 from phalanx.cli.evaluate import evaluate
 from phalanx.cli.generate import generate
+from phalanx.cli.import_config import import_config
 from phalanx.cli.index import index
 from phalanx.cli.options import CONFIG, JSON, OVERRIDES, RANKS, SPECULATE
 from phalanx.cli.preflight import preflight, preflight_node
@@ -526,6 +527,7 @@ cli.add_command(index)
 cli.add_command(checkpoint)
 cli.add_command(export)
 cli.add_command(import_)
+cli.add_command(import_config)
 
 
 @cli.group(cls=Verbs)

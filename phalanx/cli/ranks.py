@@ -62,7 +62,7 @@ def prepare_text(ready: Any) -> None:
             run.data,
             run.dir,
             run.model.vocab_size,
-            train_on=ChatUse(make_objective(run.task).train_on, run.model.pictures),
+            train_on=ChatUse(make_objective(run.task).train_on, run.model.media),
             say=lambda text: click.echo(text) if speaks else None,
             progress=show,
         )

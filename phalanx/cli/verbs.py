@@ -63,6 +63,7 @@ class Verbs(click.Group):
             "checkpoint",
             "export",
             "import",
+            "import-config",
             "explain",
         )
         return sorted(self.commands, key=lambda name: (order.index(name) if name in order else len(order), name))

@@ -3,6 +3,7 @@ line."""
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any, TypeVar
@@ -397,8 +398,25 @@ def fill(out: Tensor, piece: Piece, seed: int) -> None:
         fill_normal_(out, piece.init.std, piece.shape, piece.box.start, seed, piece.name)
     elif piece.init.kind == "uniform":
         fill_uniform_(out, piece.init.bound, piece.shape, piece.box.start, seed, piece.name)
+    elif piece.init.kind == "sinusoids":
+        out.copy_(sinusoids(*piece.shape)[piece.box.slices()])
+    elif piece.init.kind == "log_count":
+        out.copy_(torch.arange(piece.box.start[0] + 1, piece.box.stop[0] + 1, dtype=torch.float64).log())
+    elif piece.init.kind == "time_step":
+        fill_uniform_(out, 1.0, piece.shape, piece.box.start, seed, piece.name)
+        low, high = math.log(piece.init.low), math.log(piece.init.high)
+        step = torch.exp(low + (high - low) * (out + 1) / 2).clamp(min=piece.init.floor)
+        out.copy_(step + torch.log(-torch.expm1(-step)))  # the inverse of softplus
     else:
         out.fill_(1.0 if piece.init.kind == "ones" else 0.0)
+
+
+def sinusoids(rows: int, width: int) -> Tensor:
+    """(rows, width) positions as sines and cosines of wave lengths from 2 pi to 10,000 x 2 pi, in the order of
+    Whisper's files."""
+    falling = torch.exp(-math.log(10_000) / (width // 2 - 1) * torch.arange(width // 2))
+    angles = torch.arange(rows).unsqueeze(1) * falling
+    return torch.cat([angles.sin(), angles.cos()], 1)
 
 
 def write_slot(holder: FlatBucket | MatrixHome, slot: Slot, storage: Tensor) -> None:

@@ -279,7 +279,7 @@ def _batch(plan: Plan) -> Batch:
     Its tensors exist once per micro-batch of a step, as do those of the whole sequences with context parallelism.
     """
     seed, late = torch.empty((), device="meta"), not plan.loss_seed
-    streams = {name: _stream(plan, length) for name, length in plan.lengths.items()}
+    streams = {name: _stream(plan, name, length) for name, length in plan.lengths.items()}
     streams |= {r.stream.name: meta_units(r.stream, plan.run.train.micro_batch * r.capacity) for r in plan.units}
     batch = replace(streams.pop(TEXT), loss_seed=seed, late=late, beside=streams)
     if isinstance(plan.objective, EmbeddingObjective):
@@ -316,13 +316,15 @@ def text_bytes(plan: Plan, num_micro_batches: int) -> tuple[int, int]:
     return own * width * each, each * everyone * (4 * width + 3 * own)
 
 
-def _stream(plan: Plan, length: int) -> Batch:
-    """A stream of tokens of a micro-batch whose sequences have this length."""
+def _stream(plan: Plan, name: str, length: int) -> Batch:
+    """A stream of tokens, or of numbers, of a micro-batch whose sequences have this length."""
     count, data = plan.run.train.micro_batch, plan.run.data
     ids = torch.empty(count * length, dtype=torch.int64, device="meta")
     documents, real = ids if data.inside_documents else None, ids if data.is_packed else None
     prefix = ids if plan.objective.makes_prefix else None
-    return Batch(ids, ids, ids, ids, count, length, documents, real=real, prefix=prefix)
+    numbers = next((stream for stream in plan.run.model.numbers_beside if stream.name == name), None)
+    values = None if numbers is None else torch.empty(len(ids), numbers.width, dtype=torch.float32, device="meta")
+    return Batch(ids, ids, ids, ids, count, length, documents, real=real, prefix=prefix, values=values)
 
 
 def _rank_use(
@@ -339,6 +341,8 @@ def _rank_use(
     lengths, units = plan.lengths.values(), [each.stream.name for each in plan.units]
     tokens = sum(plan.most_tokens_of(n) + (run.train.micro_batch * n if grid.cp > 1 else 0) for n in lengths)
     batches = num_micro_batches * 8 * rows * tokens
+    beside = run.model.numbers_beside
+    batches += num_micro_batches * sum(4 * s.width * plan.most_tokens_of(plan.lengths[s.name]) for s in beside)
     batches += num_micro_batches * 8 * whole_tokens(plan) * grid.dynamic
     batches += num_micro_batches * sum(t.nbytes for name in units for t in _batch(plan).beside[name].tensors)
     layout = run.layout

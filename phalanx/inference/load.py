@@ -57,11 +57,11 @@ def run_of_folder(folder: Path, gpu: bool) -> Run:
 
 def run_of_model(model: ModelConfig, lora: AdapterConfig | None, gpu: bool) -> Run:
     """The same of a model's config. ConfigError for a model that cannot be run without training."""
-    if model.reads_beside:
+    if model.reads_beside and not model.numbers_beside:
         rule = f"has a decoder that reads an {model.reads_beside[0]}'s memory, from which nothing is generated yet"
         raise ConfigError([Problem("model.family", model.family, rule)])
-    if model.reads_units:
-        rule = f"reads {model.reads_units[0].name} beside its text, and nothing is generated from those yet: export it "
+    if model.needs_room:
+        rule = f"reads {model.needs_room[0].name} beside its text, and nothing is generated from those yet: export it "
         rule += "(phalanx export) and generate with transformers"
         raise ConfigError([Problem("model.family", model.family, rule)])
     length = min(1024, model.max_position_embeddings)

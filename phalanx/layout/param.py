@@ -21,11 +21,17 @@ ROLES: tuple[Role, ...] = get_args(Role)
 
 @dataclass(frozen=True)
 class Init:
-    """Initial values of a global tensor: normal(0, std), uniform in [-bound, bound), zeros or ones."""
+    """Initial values of a global tensor: normal(0, std); uniform in [-bound, bound); zeros; ones; sinusoids of a row's
+    number: sines of falling frequencies, then their cosines (Vaswani et al., 2017); log_count, the logarithm of each
+    element's number, counted from 1; or time_step, of which softplus is log-uniform from low to high and at least
+    `floor` (Gu & Dao, "Mamba", 2023)."""
 
-    kind: Literal["normal", "uniform", "zeros", "ones"]
+    kind: Literal["normal", "uniform", "zeros", "ones", "sinusoids", "log_count", "time_step"]
     std: float = 0.0
     bound: float = 0.0
+    low: float = 0.0
+    high: float = 0.0
+    floor: float = 0.0
 
 
 @dataclass(frozen=True)

@@ -44,13 +44,12 @@ class CrossAttention(Module):
         init, transposed = Init("normal", spec.std), spec.transposed
         init_out = init if spec.std_out is None else Init("normal", spec.std_out)
         first, last = own.q0 * head_dim, own.q1 * head_dim
-        biased = spec.bias != "none"
         init_q = None if spec.std_q is None else Init("normal", spec.std_q)
         queries = [OutputRows(spec.names[0], heads * head_dim, first, last, init=init_q)]
         keys = (spec.kv_heads * head_dim, own.k0 * head_dim, own.k1 * head_dim, own.replicas)
-        self.q = ColumnLinear(env, queries, spec.width, init, transposed=transposed, bias=biased)
+        self.q = ColumnLinear(env, queries, spec.width, init, transposed=transposed, bias=spec.biased)
         rows = [OutputRows(name, *keys) for name in spec.names[1:3]]
-        self.kv = ColumnLinear(env, rows, spec.width, init, transposed=transposed, bias=biased)
+        self.kv = ColumnLinear(env, rows, spec.width, init, transposed=transposed, bias=spec.biased)
         self.out = RowLinear(
             env,
             spec.names[3],
@@ -59,7 +58,7 @@ class CrossAttention(Module):
             (first, last),
             init_out,
             transposed=transposed,
-            bias=spec.bias == "all",
+            bias=spec.bias in ("all", "not keys"),
         )
         self.plan = attention_plan(env, self.kind)
         self.whole_only = "cross-attention remembers nothing of what it reads"

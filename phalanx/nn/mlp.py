@@ -12,10 +12,12 @@ from phalanx.layout.param import Init
 from phalanx.nn.env import Env
 from phalanx.nn.linear import ColumnLinear, Linear, RowLinear
 from phalanx.nn.module import Module, OutputRows
-from phalanx.ops.dense.activation import GATED, gelu, gelu_by_formula, quick_gelu, swiglu
+from phalanx.ops.dense.activation import GATED, gelu, gelu_by_formula, quick_gelu, relu2, swiglu
 from phalanx.ops.dense.gate import EXACT_GEGLU, GEGLU, SWIGLU
 from phalanx.ops.dense.gated_mlp import MLP, gated_mlp
 from phalanx.sequence.batch import Batch
+
+OTHER_ACTIVATIONS = {"quick_gelu": quick_gelu, "relu2": relu2}
 
 
 def run_mlp(mlp: Module, make: Callable[[Tensor], Tensor], x: Tensor, *linears: Linear) -> Tensor:
@@ -85,9 +87,9 @@ class GeGLU(SwiGLU):
 
 
 class GeluMLP(Module):
-    """project(gelu(expand x)), with biases.
+    """project(gelu(expand x)).
 
-    activation   gelu_new (the tanh form), gelu (exact) or quick_gelu (CLIP's)
+    activation   gelu_new (the tanh form), gelu (exact), quick_gelu (CLIP's) or relu2, the square of ReLU
     transposed   matrices are stored as (inputs, outputs) in checkpoints (GPT-2's Conv1D)
     """
 
@@ -101,18 +103,19 @@ class GeluMLP(Module):
         std_out: float,
         activation: str = "gelu_new",
         transposed: bool = True,
+        bias: bool = True,
     ):
         super().__init__(env)
         a, b = env.cut(inner)
         rows = [OutputRows(f"{names[0]}.weight", inner, a, b)]
-        how: Any = {"transposed": transposed, "bias": True}
+        how: Any = {"transposed": transposed, "bias": bias}
         self.expand = ColumnLinear(env, rows, width, Init("normal", std), **how)
         self.project = RowLinear(env, f"{names[1]}.weight", width, inner, (a, b), Init("normal", std_out), **how)
         self.activation = activation
         self.num_weights = 2 * width * inner
 
-    def forward(self, x: Tensor) -> Tensor:
-        """x (T / tp, D) -> (T / tp, D)."""
+    def forward(self, x: Tensor, batch: Batch | None = None) -> Tensor:
+        """x (T / tp, D) -> (T / tp, D); the batch is not used."""
         return run_mlp(self, self._of_rows, x, self.expand, self.project)
 
     def _of_rows(self, x: Tensor) -> Tensor:
@@ -120,8 +123,8 @@ class GeluMLP(Module):
         return self.project(self.env.recompute.op("activation", self._activated, expanded))
 
     def _activated(self, x: Tensor) -> Tensor:
-        if self.activation == "quick_gelu":
-            return quick_gelu(x)
+        if self.activation in OTHER_ACTIVATIONS:
+            return OTHER_ACTIVATIONS[self.activation](x)
         activate = gelu_by_formula if self.env.ops.batch_invariant else gelu
         return activate(x, self.activation == "gelu")
 

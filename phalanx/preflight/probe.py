@@ -26,7 +26,7 @@ IP_MTU_DISCOVER, IP_PMTUDISC_PROBE = 10, 3  # Linux: set "do not fragment", and 
 IPV6_MTU_DISCOVER, IPV6_DONTFRAG = 23, 62
 HEADERS = {socket.AF_INET: 28, socket.AF_INET6: 48}  # of IP and UDP
 CLOCK = struct.Struct("!d")
-COUNT = struct.Struct("!Qd")
+COUNT = struct.Struct("!Q")
 
 
 def family_of(address: str) -> socket.AddressFamily:
@@ -76,7 +76,7 @@ class ProbeServer:
                     peer.sendall(CLOCK.pack(time.time()))
             elif head[TOKEN:] == b"b":
                 peer.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, SOCKET_BUFFER)
-                peer.sendall(COUNT.pack(*_count(peer)))
+                peer.sendall(COUNT.pack(_count(peer)))
 
     def _datagrams(self) -> None:
         while not self._over:
@@ -99,14 +99,12 @@ def _exactly(peer: socket.socket, count: int) -> bytes:
     return data
 
 
-def _count(peer: socket.socket) -> tuple[int, float]:
-    """Bytes until the sender says that it is done, and the seconds from the first of them."""
-    buffer, total, began, last = bytearray(CHUNK), 0, 0.0, 0.0
+def _count(peer: socket.socket) -> int:
+    """Bytes until the sender says that it is done."""
+    buffer, total = bytearray(CHUNK), 0
     while got := peer.recv_into(buffer):
-        last = time.perf_counter()
-        began = began or last
         total += got
-    return total, last - began
+    return total
 
 
 def _connect(address: str, port: int, token: bytes, command: bytes) -> socket.socket:
@@ -137,16 +135,17 @@ def clock_offset(address: str, port: int, token: bytes) -> tuple[float, float]:
 
 
 def bytes_per_second(address: str, port: int, token: bytes, seconds: float) -> float:
-    """What arrives there, by its count, while this node sends as fast as it can for some seconds."""
+    """What arrives there, by its count, while this node sends as fast as it can for some seconds; the time is that
+    until the other side says that it has everything, so that neither side's buffers count as speed."""
     chunk = bytes(CHUNK)
     with _connect(address, port, token, b"b") as there:
         there.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, SOCKET_BUFFER)
-        end = time.perf_counter() + seconds
-        while time.perf_counter() < end:
+        began = time.perf_counter()
+        while time.perf_counter() < began + seconds:
             there.sendall(chunk)
         there.shutdown(socket.SHUT_WR)
-        total, took = COUNT.unpack(_exactly(there, COUNT.size))
-    return total / took if took > 0 else 0.0
+        (total,) = COUNT.unpack(_exactly(there, COUNT.size))
+        return total / (time.perf_counter() - began)
 
 
 @dataclass(frozen=True)

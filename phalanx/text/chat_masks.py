@@ -23,7 +23,7 @@ from dataclasses import dataclass
 from typing import Any, Literal, Protocol
 
 from phalanx.base.errors import DataError
-from phalanx.text.chat_records import BadChat, Chat, Completion, Message, is_image, tool_name
+from phalanx.text.chat_records import BadChat, Chat, Completion, Message, is_media, tool_name
 from phalanx.text.chat_template import ANSWER, ANSWER_END, BREAK, ChatTemplate, broken, special_names
 from phalanx.text.tokenizer_base import Tokenizer
 
@@ -59,8 +59,11 @@ class Turn:
     """Whether nothing more has to end it."""
 
 
-class WrittenImages(Protocol):
-    """How images stand in texts (text/pictures.py)."""
+class WrittenMedia(Protocol):
+    """How media stand in texts (text/media.py)."""
+
+    @property
+    def kind(self) -> str: ...
 
     @property
     def written(self) -> str: ...
@@ -76,9 +79,9 @@ class ChatEncoder:
         tokenizer: Tokenizer,
         template: ChatTemplate | None,
         train_on: TrainOn,
-        pictures: WrittenImages | None = None,
+        media: WrittenMedia | None = None,
     ):
-        self.tokenizer, self.template, self.train_on, self.pictures = tokenizer, template, train_on, pictures
+        self.tokenizer, self.template, self.train_on, self.media = tokenizer, template, train_on, media
         self.special = special_names(tokenizer)
         self.notes = Counter[str]()
         self._noted = set[str]()  # of the chat at hand
@@ -87,7 +90,7 @@ class ChatEncoder:
         self._bos = None if bos is None else tokenizer.special_tokens.get(bos)
 
     def __reduce__(self) -> tuple[Any, ...]:
-        return ChatEncoder, (self.tokenizer, self.template, self.train_on, self.pictures)
+        return ChatEncoder, (self.tokenizer, self.template, self.train_on, self.media)
 
     def samples(self, given: Chat | Completion) -> list[ChatSample]:
         """BadChat for what cannot be trained on; DataError without a template for messages."""
@@ -99,10 +102,12 @@ class ChatEncoder:
     def _samples(self, given: Chat | Completion) -> list[ChatSample]:
         if isinstance(given, Completion):
             return [self._completion(given)]
+        if given.files and (self.media is None or given.kind != self.media.kind):
+            raise BadChat(str(given.kind), f"has parts of type {given.kind}, which this model does not read")
         if self.template is None:
+            if given.transcript is not None:
+                return [self._completion(Completion("", given.transcript))]
             raise DataError("has messages, which need a chat template: data.template=FILE.jinja")
-        if given.images and self.pictures is None:
-            raise BadChat("images", "has images, which this model does not read")
         return _Rendered(self, self.template, given).samples()
 
     def note(self, what: str) -> None:
@@ -340,7 +345,7 @@ class _Rendered:
     def _check_whole(self, written: str, last: int) -> None:
         """What people wrote up to the message `last`, and tools, must be there."""
         for number, message in enumerate(self.messages[: last + 1]):
-            texts = [part["text"] for part in message.get("parts", ()) if not is_image(part)] or [message["content"]]
+            texts = [part["text"] for part in message.get("parts", ()) if not is_media(part)] or [message["content"]]
             if message["role"] in ASKING and any(text.strip() not in written for text in texts):
                 rule = f"the template leaves out this message of role {message['role']}, or a part of it"
                 raise BadChat("left out by the template", rule, number + 1)
@@ -359,24 +364,24 @@ class _Rendered:
     def _render(self, messages: Sequence[Message], turn: int, begins: bool = False) -> str:
         try:
             words = {**self.variables, "add_generation_prompt": begins}
-            written = self.template.render(self._with_images(messages), self.tools, words)
-            return written if self.encoder.pictures is None else self.encoder.pictures.rewritten(written)
+            written = self.template.render(self._with_media(messages), self.tools, words)
+            return written if self.encoder.media is None else self.encoder.media.rewritten(written)
         except Exception as error:  # a template is a program, and this is whatever it raises
             text = str(error) or type(error).__name__
             raise BadChat(
                 "refused by the template", f"the template refuses the chat up to here: {text}", turn + 1
             ) from None
 
-    def _with_images(self, messages: Sequence[Message]) -> list[Message]:
-        """Messages with images as templates take them: a list of parts, or, for a template that knows no images, a
-        text with a placeholder for each."""
-        pictures, found = self.encoder.pictures, list[Message]()
+    def _with_media(self, messages: Sequence[Message]) -> list[Message]:
+        """Messages with media as templates take them: a list of parts, or, for a template that knows none, a text with
+        a placeholder for each."""
+        media, found = self.encoder.media, list[Message]()
         for message in messages:
             parts = message.get("parts")
             plain = {name: value for name, value in message.items() if name != "parts"}
-            if parts is not None and pictures is not None:
-                texts = (pictures.written if is_image(part) else part["text"] for part in parts)
-                plain["content"] = parts if self.template.reads("image") else "\n".join(texts)
+            if parts is not None and media is not None:
+                texts = (media.written if is_media(part) else part["text"] for part in parts)
+                plain["content"] = parts if self.template.reads(media.kind) else "\n".join(texts)
             found.append(plain)
         return found
 

@@ -156,7 +156,7 @@ def opened(
             log.warn(lock.warning)
         if lock is not None and lock.took_over:
             log.info(f"the folder was left by {lock.took_over}, which was killed: this run takes over")
-        use = ChatUse(make_objective(run.task).train_on, run.model.pictures)
+        use = ChatUse(make_objective(run.task).train_on, run.model.media)
         run = replace(run, data=use_text(run.data, folder, run.model.vocab_size, train_on=use, say=log.info))
         check_tokenizers(run.data)
         loaders = open_loaders(run, run.data)  # problems with the data are reported before the ranks meet

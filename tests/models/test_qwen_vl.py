@@ -105,7 +105,7 @@ def inputs_of(case: str, tokens: torch.Tensor, sample: int) -> dict:
     """What transformers is given: patches in the order of reading, without windows."""
     model = CASES[case]
     form = replace(model.patch_form, window=None)
-    units = images_of(sample, form, sizes_of(model.pictures), tokens.shape[1] - 4)
+    units = images_of(sample, form, sizes_of(model.media), tokens.shape[1] - 4)
     found = {"input_ids": tokens, "mm_token_type_ids": (tokens == model.image_token_id).int()}
     if units.sizes:
         firsts = np.cumsum([0, *units.sizes])[:-1]

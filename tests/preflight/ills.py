@@ -10,12 +10,26 @@ import resource
 import shutil
 import signal
 import subprocess
+import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from tests.harness.cluster import BIND, READ_ONLY, REMOUNT, Cluster, ClusterNode, Start, inside, mount, replace_file
+import torch
+
+from tests.harness.cluster import (
+    BIND,
+    READ_ONLY,
+    REMOUNT,
+    SLOW,
+    Cluster,
+    ClusterNode,
+    Start,
+    inside,
+    mount,
+    replace_file,
+)
 from tests.harness.no_flock import refuse
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -83,7 +97,7 @@ def classful(site: Site, letter: str, rate: str, *match: str) -> Iterator[None]:
     inside(node.namespace, *tc)
     for number, speed in (("1", site.cluster.rate), ("2", rate)):
         words = ["tc", "class", "add", "dev", "eth0", "parent", "1:", "classid", f"1:{number}", "htb", "rate", speed]
-        inside(node.namespace, *words, "burst", "256kb", "quantum", "60000")
+        inside(node.namespace, *words, "burst", "32kb" if speed == SLOW else "256kb", "quantum", "60000")
     filters = ["tc", "filter", "add", "dev", "eth0", "parent", "1:", "protocol", "ip", "u32", *match, "flowid", "1:2"]
     inside(node.namespace, *filters)
     try:
@@ -137,7 +151,7 @@ def black_hole(site: Site) -> Iterator[None]:
 @contextlib.contextmanager
 def slow_cable(site: Site) -> Iterator[None]:
     node = site.cluster["c"]
-    site.cluster.cable(node, "40mbit")
+    site.cluster.cable(node, SLOW)
     try:
         yield
     finally:
@@ -145,7 +159,7 @@ def slow_cable(site: Site) -> Iterator[None]:
 
 
 def slow_link(site: Site) -> contextlib.AbstractContextManager[None]:
-    return classful(site, "b", "40mbit", "match", "ip", "dst", f"{site.cluster['d'].address}/32")
+    return classful(site, "b", SLOW, "match", "ip", "dst", f"{site.cluster['d'].address}/32")
 
 
 SKEW = """
@@ -269,18 +283,29 @@ GROUPS = Path("/sys/fs/cgroup/cpu")
 
 
 def slow_node(site: Site, node: ClusterNode) -> None:
-    """A tenth of a core: in a control group of its own, which the test removes."""
-    group = GROUPS / f"phalanx-{site.scratch.name}-{os.getppid()}"
+    """A hundredth of a core while it computes: in a control group of its own, which the test removes."""
+    from phalanx.preflight.checks import compute
+
+    group = GROUPS / f"phalanx-{site.scratch.parent.name}-{os.getppid()}"
     group.mkdir()
-    (group / "cpu.cfs_period_us").write_text("20000")
-    (group / "cpu.cfs_quota_us").write_text("3000")
-    (group / "tasks").write_text(str(os.getpid()))
+    (group / "cpu.cfs_period_us").write_text("100000")
+    (group / "cpu.cfs_quota_us").write_text("1000")
+    measured = compute.measured
+
+    def slowed(device: torch.device) -> dict[str, list[float]]:
+        (group / "tasks").write_text(str(threading.get_native_id()))
+        try:
+            return measured(device)
+        finally:
+            (GROUPS / "tasks").write_text(str(threading.get_native_id()))
+
+    compute.measured = slowed
 
 
 @contextlib.contextmanager
 def groups_removed(site: Site) -> Iterator[None]:
     yield
-    for group in GROUPS.glob(f"phalanx-{site.scratch.name}-*"):
+    for group in GROUPS.glob(f"phalanx-{site.scratch.parent.name}-*"):
         for _ in range(100):  # its last process is gone a moment after it was waited for
             with contextlib.suppress(OSError):
                 group.rmdir()
