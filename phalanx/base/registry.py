@@ -158,6 +158,8 @@ BUILT_IN: Mapping[str, Mapping[str, str]] = MappingProxyType(
                 "links": "phalanx.preflight.checks.links:Links",
                 "axes": "phalanx.preflight.checks.axes:Axes",
                 "placement": "phalanx.preflight.checks.placement:NodeOrder",
+            }
+        ),
         "config_importer": MappingProxyType(
             {
                 "megatron": "phalanx.config.importers.megatron:IMPORTER",
