@@ -19,7 +19,7 @@ from phalanx.forecast.decide import make_plan
 from phalanx.inference import graphs
 from phalanx.inference.engine import Engine, EngineOptions
 from phalanx.inference.graphs import step_batch
-from phalanx.inference.load import InferenceModel, MatrixOutputs, without_training
+from phalanx.inference.load import InferenceModel, Outputs, without_training
 from phalanx.inference.memory import (
     MemoryLimits,
     give_memory,
@@ -294,7 +294,7 @@ class Uncaptured:
     def __init__(self, model, limits, layout, rows, adapters, pool):
         self.model, self.limits, self.layout, self.rows, self.adapters = model, limits, layout, rows, adapters
 
-    def replay(self, step: Step) -> MatrixOutputs:
+    def replay(self, step: Step) -> Outputs:
         layout = self.layout
         self.sizes.add((layout.sequences, layout.tokens, layout.pieces))
         packed = torch.full((layout.numel,), 77, dtype=torch.int32)  # of an earlier step
