@@ -281,11 +281,11 @@ def arithmetic(serving: ServingPlan, devices: Sequence[Device]) -> str:
     remembered_bytes = group * rank.read(serving.limits.length)
     stages = f", in each of {pp} stages" if pp > 1 else ""
     replicas = f" x {dp} replicas" if dp > 1 else ""
+    milliseconds = count / serving.tokens_per_s(count, device.bandwidth) * dp * 1e3
     return (
         f"{device.name}: a step reads {size_text(whole - remembered_bytes)} of weights and {group:,} x "
         f"{size_text(rank.read(serving.limits.length))} of {remembered_text(rank)} at "
-        f"{device.bandwidth / 1e12:.2f} TB/s{stages}: {count / serving.tokens_per_s(count, device.bandwidth) * dp * 1e3:.3g} ms for {count:,} "
-        f"tokens{replicas}"
+        f"{device.bandwidth / 1e12:.2f} TB/s{stages}: {milliseconds:.3g} ms for {count:,} tokens{replicas}"
     )
 
 
