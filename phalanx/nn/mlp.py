@@ -81,7 +81,7 @@ class SwiGLU(Module):
 
 
 def fused_rows(name: str, inner: int, at: tuple[int, int], matrices: tuple[str, str]) -> list[OutputRows]:
-    """MatrixOutputs at[0]..at[1] of both matrices of `inner` outputs that one global matrix holds, one after the other."""
+    """Outputs at[0]..at[1] of both matrices of `inner` outputs that one global matrix holds, one after the other."""
     return [
         OutputRows(name, 2 * inner, first + at[0], first + at[1], outputs=(MatrixOutputs(matrix, inner),))
         for first, matrix in zip((0, inner), matrices)

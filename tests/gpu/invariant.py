@@ -28,7 +28,7 @@ from tests.harness.generation import (
 LENGTHS = (700, 33, 130, 9, 1, 64, 257)
 VOCABULARY = 1000
 SHAPES = ((6144, 4096, 1), (4096, 4096, PARTS), (4096, 14336, PARTS), (131, 72, PARTS), (200, 1000, 1))
-"""MatrixOutputs, inputs and parts: of Llama-3-8B; such that no tile is full."""
+"""Outputs, inputs and parts: of Llama-3-8B; such that no tile is full."""
 
 
 def same(what: str, found: Tensor, wanted: Tensor) -> None:

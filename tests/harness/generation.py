@@ -294,7 +294,7 @@ class Uncaptured:
     def __init__(self, model, limits, layout, rows, adapters, pool):
         self.model, self.limits, self.layout, self.rows, self.adapters = model, limits, layout, rows, adapters
 
-    def replay(self, step: Step) -> MatrixOutputs:
+    def replay(self, step: Step) -> Outputs:
         layout = self.layout
         self.sizes.add((layout.sequences, layout.tokens, layout.pieces))
         packed = torch.full((layout.numel,), 77, dtype=torch.int32)  # of an earlier step

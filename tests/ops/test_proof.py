@@ -23,7 +23,7 @@ CPU = torch.device("cpu")
 
 
 class HalfGradients:
-    """MatrixOutputs of norms are right, gradients of their inputs half of what they should be: as some versions of Triton
+    """Outputs of norms are right, gradients of their inputs half of what they should be: as some versions of Triton
     compiled other kernels (flash-linear-attention, issues 640 and 984)."""
 
     norm_forward = staticmethod(norm_kernel.norm_forward)

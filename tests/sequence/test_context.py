@@ -177,7 +177,7 @@ def attention_on_ranks(
     documents: bool,
     dtype: torch.dtype,
 ):
-    """MatrixOutputs and gradients of this rank's part, in float64; inputs are made from whole ones."""
+    """Outputs and gradients of this rank's part, in float64; inputs are made from whole ones."""
     mesh = Mesh(Grid(cp=world, ulysses=ulysses), rank)
     batch, inputs, dout = attention_inputs(value, sinks, documents)
     batch = batch.cut(mesh.part)
@@ -381,7 +381,7 @@ def test_documents_do_not_touch_each_other(ranks, model, layout, precision):
 
 
 def attention_twice(rank: int, world: int, ulysses: int, form: str) -> list[np.ndarray]:
-    """MatrixOutputs of this rank's part with sinks and a window, twice: the second time document 2 has other queries, keys
+    """Outputs of this rank's part with sinks and a window, twice: the second time document 2 has other queries, keys
     and values."""
     mesh = Mesh(Grid(cp=world, ulysses=ulysses), rank)
     batch, inputs, _ = attention_inputs(6, True, True)

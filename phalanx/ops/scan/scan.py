@@ -63,7 +63,7 @@ class ScanGrads:
 
 
 def _chunk(s: ScanInputs, state: Tensor, carried: Tensor) -> tuple[Tensor, Tensor]:
-    """MatrixOutputs (R, Q, H, P) of one chunk without D, and the state after it; `carried` (R, 1): the document of `state`,
+    """Outputs (R, Q, H, P) of one chunk without D, and the state after it; `carried` (R, 1): the document of `state`,
     which is read in the place of s.initial. All in one dtype."""
     x, dt, numbers, each = s.x, s.dt, s.numbers, s.x.shape[2] // s.b.shape[2]
     b, c = s.b.repeat_interleave(each, 2), s.c.repeat_interleave(each, 2)
