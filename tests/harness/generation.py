@@ -19,7 +19,7 @@ from phalanx.forecast.decide import make_plan
 from phalanx.inference import graphs
 from phalanx.inference.engine import Engine, EngineOptions
 from phalanx.inference.graphs import step_batch
-from phalanx.inference.load import InferenceModel, MatrixOutputs, without_training
+from phalanx.inference.load import InferenceModel, Outputs, without_training
 from phalanx.inference.memory import (
     MemoryLimits,
     give_memory,
