@@ -142,6 +142,25 @@ BUILT_IN: Mapping[str, Mapping[str, str]] = MappingProxyType(
                 "zb_h1": "phalanx.schedule.generators:zb_h1",
             }
         ),
+        "preflight_check": MappingProxyType(
+            {
+                "names": "phalanx.preflight.checks.names:Names",
+                "ports": "phalanx.preflight.checks.ports:Ports",
+                "mtu": "phalanx.preflight.checks.mtu:Mtu",
+                "clock": "phalanx.preflight.checks.clock:Clock",
+                "program": "phalanx.preflight.checks.program:ProgramVersions",
+                "data": "phalanx.preflight.checks.data_files:DataFiles",
+                "folder": "phalanx.preflight.checks.folder:Folder",
+                "space": "phalanx.preflight.checks.space:Space",
+                "limits": "phalanx.preflight.checks.limits:Limits",
+                "machine": "phalanx.preflight.checks.machine:Machine",
+                "gpu": "phalanx.preflight.checks.gpu:Gpu",
+                "compute": "phalanx.preflight.checks.compute:Compute",
+                "links": "phalanx.preflight.checks.links:Links",
+                "axes": "phalanx.preflight.checks.axes:Axes",
+                "placement": "phalanx.preflight.checks.placement:NodeOrder",
+            }
+        ),
         "config_importer": MappingProxyType(
             {
                 "megatron": "phalanx.config.importers.megatron:IMPORTER",
