@@ -50,6 +50,7 @@ class Verbs(click.Group):
             "doctor",
             "data",
             "plan",
+            "preflight",
             "train",
             "verify",
             "bench",

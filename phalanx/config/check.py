@@ -38,6 +38,7 @@ from phalanx.config.limits import OTHERS
 from phalanx.config.model_source import check_weights
 from phalanx.config.optim_check import check_memory
 from phalanx.config.run import BUDGET_AT, LogConfig, Run, checkpoints_of, profiled_steps
+from phalanx.config.scan_check import check_scans
 from phalanx.config.schedule_check import check_schedule
 from phalanx.config.task_check import check_task
 from phalanx.config.units_check import check_units
@@ -70,6 +71,7 @@ def check_values(run: Run, facts: Facts) -> list[Problem]:
             kv_heads=run.model.kv_heads,
             attention_dropout=getattr(run.model, "attention_dropout", 0.0),
         ),
+        *check_scans(run),
         *check_schedule(run, facts.world_size),
         *check_train(run),
         *check_deterministic(run, facts.world_size),

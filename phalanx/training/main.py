@@ -56,6 +56,7 @@ from phalanx.observe.step_line import StepLines
 from phalanx.planning.adapters import num_adapters
 from phalanx.planning.blocks import exported_shapes
 from phalanx.planning.order import total_samples
+from phalanx.preflight.first_seconds import first_seconds
 from phalanx.text.cache import ChatUse, use_text
 from phalanx.text.prepare import check_tokenizers
 from phalanx.text.tokenizers import load_tokenizer
@@ -176,6 +177,7 @@ def opened(
         mesh, main_folder = join(run, placement, mine)
         run = replace(run, dir=main_folder)
         after.callback(mesh.close)
+        first_seconds(mesh.world, placement, run, log)
         heartbeat = after.enter_context(
             Heartbeat(
                 placement.rank, placement.world_size, run.train.timeout_s, mesh.watch.last, mesh.at.pp, mesh.store
