@@ -137,6 +137,12 @@ def _placement() -> Placement | None:
     placement, problems = read_placement(os.environ)
     if problems:
         raise ConfigError(problems)
+    if placement is not None and placement.starts:
+        rule = (
+            "asks for ranks that this process would have to start, and Python starts none: start one process for each "
+            "rank (srun --ntasks-per-node, torchrun), or use `phalanx train`"
+        )
+        raise ConfigError([Problem("PHALANX_RANKS_PER_NODE", placement.starts, rule, {}, (1,), "the environment")])
     return placement
 
 

@@ -9,8 +9,10 @@ import os
 import socket
 import struct
 import sys
+import threading
 from collections.abc import Mapping, MutableMapping
 from dataclasses import replace
+from typing import Any
 from urllib.parse import urlsplit
 
 from phalanx.base.errors import ConfigError, Problem
@@ -19,6 +21,7 @@ from phalanx.base.placement import Placement
 INTERFACE = "PHALANX_INTERFACE"
 BACKENDS = ("GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME")
 LOOPBACK = "127.0.0.1"
+RESOLVE_S = 15.0  # for which a name service may think
 
 
 def loopback() -> str:
@@ -100,7 +103,7 @@ def _interface(host: str, env: Mapping[str, str], rank: int) -> tuple[str, str]:
 def _own_address(host: str) -> str:
     """The address of this host's interface from which it reaches `host`."""
     try:
-        family, kind, protocol, _, there = socket.getaddrinfo(host, 9, type=socket.SOCK_DGRAM)[0]
+        family, kind, protocol, _, there = _resolved(host)
         with socket.socket(family, kind, protocol) as way:
             way.connect(there)  # nothing is sent
             return str(way.getsockname()[0])
@@ -109,6 +112,26 @@ def _own_address(host: str) -> str:
             f"must be the name or address of rank 0's host, but this host cannot reach it ({error.strerror or error})"
         )
         raise _problem("MASTER_ADDR", host, rule) from error
+
+
+def _resolved(host: str) -> Any:
+    """The first address of a host. OSError, also if the name service does not answer: it may think for minutes."""
+    found: list[Any] = []
+
+    def look_up() -> None:
+        try:
+            found.append(socket.getaddrinfo(host, 9, type=socket.SOCK_DGRAM)[0])
+        except OSError as error:
+            found.append(error)
+
+    thread = threading.Thread(target=look_up, daemon=True, name="look-up")
+    thread.start()
+    thread.join(RESOLVE_S)
+    if not found:
+        raise OSError(f"the name service does not answer within {RESOLVE_S:g} s")
+    if isinstance(found[0], OSError):
+        raise found[0]
+    return found[0]
 
 
 def _problem(name: str, value: str, rule: str, valid: tuple[str, ...] = ()) -> ConfigError:

@@ -146,7 +146,7 @@ class Slurm:
     def kill_node(self, name: str) -> None:
         """As a power cut: the daemon and every process that it or its steps started are killed at once."""
         daemon = self._daemons[name]
-        for pid in [*steps_of(name), daemon.pid]:
+        for pid in [*self._processes(f"SLURMD_NODENAME={name}"), daemon.pid]:
             with contextlib.suppress(ProcessLookupError):
                 os.kill(pid, signal.SIGKILL)
         daemon.wait()
@@ -173,10 +173,21 @@ class Slurm:
 
     def over_on_nodes(self, job: str) -> bool:
         """Whether no daemon of a step of the job, or of its script, is left on a node."""
-        words = (path.read_bytes() for path in Path("/proc").glob("[0-9]*/cmdline") if path.exists())
         with contextlib.suppress(OSError):  # one that has just ended
+            words = [Path(f"/proc/{pid}/cmdline").read_bytes() for pid in self._processes()]
             return not any(text.startswith(f"slurmstepd: [{job}.".encode()) for text in words)
         return False
+
+    def _processes(self, *marks: str) -> list[int]:
+        """Processes of this SLURM, and of no other on this machine, whose environment has the marks: daemons and jobs
+        have its SLURM_CONF, what runs on a node has SLURMD_NODENAME too."""
+        wanted = {mark.encode() for mark in (f"SLURM_CONF={self.env['SLURM_CONF']}", *marks)}
+        found = []
+        for path in Path("/proc").glob("[0-9]*"):
+            with contextlib.suppress(OSError):
+                if wanted <= set((path / "environ").read_bytes().split(b"\0")):
+                    found.append(int(path.name))
+        return found
 
     def what_is_there(self) -> str:
         """Jobs and nodes, and why they are so, for the message of a test."""
@@ -185,23 +196,12 @@ class Slurm:
 
     def close(self) -> None:
         self.ask("scancel", "--full", "--signal=KILL", "--user=root", check=False)
-        for name in reversed(self._daemons):
-            for pid in steps_of(name) if name in NODES else ():
-                with contextlib.suppress(ProcessLookupError):
-                    os.kill(pid, signal.SIGKILL)
-            daemon = self._daemons[name]
+        for pid in self._processes():
+            with contextlib.suppress(ProcessLookupError):
+                os.kill(pid, signal.SIGKILL)
+        for daemon in reversed(self._daemons.values()):
             with contextlib.suppress(ProcessLookupError):
                 os.killpg(daemon.pid, signal.SIGKILL)
             daemon.wait()
         self.warm.close()
         self._place.cleanup()
-
-
-def steps_of(name: str) -> list[int]:
-    """Processes of jobs on a node, by what SLURM puts into their environment, and the daemons of its steps."""
-    mark, found = f"SLURMD_NODENAME={name}\0".encode(), []
-    for path in Path("/proc").glob("[0-9]*"):
-        with contextlib.suppress(OSError):
-            if int(path.name) != os.getpid() and mark in (path / "environ").read_bytes() + b"\0":
-                found.append(int(path.name))
-    return found

@@ -6,18 +6,22 @@ Kubernetes are as its documentation and Kubeflow's name them.
 
 from __future__ import annotations
 
+import re
 import socket
+import time
 import zlib
 from dataclasses import replace
 from pathlib import Path
 
 import pytest
 
+import phalanx as px
 from phalanx.base.errors import ConfigError, PeerLost
 from phalanx.comm import meeting
 from phalanx.launch.env import Placement, read_placement
 from phalanx.launch.environment import allowed_cpus, node_settings, parse_cpus, span_text
 from phalanx.launch.hosts import expand
+from phalanx.training.main import StopRequest
 from tests.harness.pool import free_port
 
 SECRET = "0123456789abcdef"
@@ -180,17 +184,22 @@ def test_lists_of_hosts(text, names):
 # ---- a wrong MASTER_ADDR -------------------------------------------------------------------------
 
 
-def test_a_first_host_that_does_not_resolve_is_named_at_once(warm, tmp_path):
-    config = tmp_path / "run.yaml"
-    config.write_text(
+@pytest.fixture
+def config(tmp_path) -> str:
+    path = tmp_path / "run.yaml"
+    path.write_text(
         "model: {family: llama, vocab_size: 64, hidden_size: 16, intermediate_size: 32, num_hidden_layers: 2, "
-        "num_attention_heads: 2}\ntrain: {steps: 1, global_batch: 2, micro_batch: 1, seq_length: 8, device: cpu}\n"
-        "data: {mock: true}\n"
+        "num_attention_heads: 2}\ntrain: {steps: 9, global_batch: 2, micro_batch: 1, seq_length: 8, device: cpu}\n"
+        "data: {mock: true}\nlog: {report: false}\n"
     )
+    return str(path)
+
+
+def test_a_first_host_that_does_not_resolve_is_named_at_once(warm, config, tmp_path):
     env = {**TWO_NODES, "MASTER_ADDR": "no-such-host.invalid"}
-    done = warm.phalanx("train", str(config), f"dir={tmp_path / 'run'}", env=env)
+    done = warm.phalanx("train", config, f"dir={tmp_path / 'run'}", env=env)
     assert done.returncode == 2 and "MASTER_ADDR='no-such-host.invalid'" in done.stderr, done.stderr
-    assert "this host cannot reach it (Name or service not known)" in done.stderr or "Temporary failure" in done.stderr
+    assert "must be the name or address of rank 0's host, but this host cannot reach it (" in done.stderr
 
 
 def test_a_rank_that_cannot_reach_rank_0_says_where_and_why(monkeypatch, capsys):
@@ -202,6 +211,36 @@ def test_a_rank_that_cannot_reach_rank_0_says_where_and_why(monkeypatch, capsys)
     assert "Is MASTER_ADDR rank 0's host" in capsys.readouterr().err
     with pytest.raises(ConfigError, match=f"MASTER_ADDR='{host}': must be the name or address of rank 0's host"):
         meeting.reach_myself(host, port)
+
+
+# ---- the end of a job ----------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("layout", ["layout.tp=1", "layout.tp=2"])
+def test_a_run_stops_and_saves_before_its_job_ends(warm, config, tmp_path, layout):
+    """In this process, and in ranks that it starts. The job is over already; a step is read when the next is done."""
+    env = {"PHALANX_ENDS_AT": str(int(time.time()) - 1)}
+    done = warm.phalanx("train", config, layout, f"dir={tmp_path / 'run'}", env=env)
+    assert done.returncode == 75 and re.search("saved step [12];", done.stderr), done
+
+
+def test_time_is_kept_for_the_last_save():
+    stop = StopRequest(ends_at=time.time() + 1000)
+    try:
+        assert not stop.asked()
+        stop.reserve = lambda: 990.0
+        assert not stop.asked()
+        stop.reserve = lambda: 1010.0
+        assert stop.asked()
+    finally:
+        stop.restore()
+
+
+def test_python_does_not_start_the_ranks_of_a_node(config, monkeypatch):
+    for name, value in {**TWO_NODES, "PHALANX_RANKS_PER_NODE": "8"}.items():
+        monkeypatch.setenv(name, value)
+    with pytest.raises(ConfigError, match="PHALANX_RANKS_PER_NODE=8: asks for ranks that this process would have to"):
+        px.train(px.load(config))
 
 
 # ---- what the ranks of a node run with -----------------------------------------------------------
