@@ -84,9 +84,8 @@ def generate(checkpoint: str, overrides: tuple[str, ...], **asked: Any) -> None:
     from phalanx.cli.setup import arguments, prepare_loaded
     from phalanx.config.read import read
     from phalanx.config.write import to_dict
-    from phalanx.data.config import DataConfig
     from phalanx.inference.adapters import with_adapter
-    from phalanx.inference.load import check_generates, run_of_folder, weights_alone, weights_folder
+    from phalanx.inference.load import check_generates, run_of_folder, weights_alone, weights_folder, without_data
     from phalanx.launch.env import describe_machine
 
     if (asked["prompt"] is None) == (asked["prompts"] is None):
@@ -101,7 +100,7 @@ def generate(checkpoint: str, overrides: tuple[str, ...], **asked: Any) -> None:
     folder = weights_folder(checkpoint)
     run = run_of_folder(folder, describe_machine("auto").device == "cuda")
     check_generates(run.model)
-    base = to_dict(replace(run, data=DataConfig(mock=True)))  # none is read
+    base = to_dict(without_data(run))
     loaded = read(None, overrides, base, f"the model of {checkpoint}")
     if loaded.run is not None:
         with_adapter(loaded.run, asked["adapter"])  # what is wrong with it is said before ranks start

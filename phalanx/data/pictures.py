@@ -18,7 +18,16 @@ import numpy as np
 
 from phalanx.base.errors import DataError
 from phalanx.data.chats import origin_text
-from phalanx.data.images import BadImage, ImageSteps, image_path, open_image, processor_of, read_bytes, read_processor
+from phalanx.data.images import (
+    BadImage,
+    ImageSteps,
+    Processor,
+    image_path,
+    open_image,
+    processor_of,
+    read_bytes,
+    read_processor,
+)
 from phalanx.data.index import Corpus
 from phalanx.data.picture_notes import PictureNotes
 from phalanx.sequence.patches import PatchForm, PictureSpec, grid_positions
@@ -35,7 +44,12 @@ def steps_for(spec: PictureSpec, processor: str | None) -> ImageSteps:
     """How images become numbers for a model: as data.processor says, or else its family. DataError if its images would
     have another size than the model reads, or other patches."""
     found = processor_of(dict(spec.processor)) if processor is None else read_processor(Path(processor))
-    form, where = spec.form, f"data.processor={processor}"
+    return steps_of(spec, found, f"data.processor={processor}")
+
+
+def steps_of(spec: PictureSpec, found: Processor, where: str) -> ImageSteps:
+    """The same of a processor that is read already; where: it comes from, for messages."""
+    form = spec.form
     asked = (found.patch, found.frames, found.side)
     if found.patch is not None and asked != (form.size, form.frames, form.side):
         raise DataError(

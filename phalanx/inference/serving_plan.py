@@ -25,6 +25,8 @@ from phalanx.inference.memory import (
     DraftRoom,
     LayerGroup,
     MemoryLimits,
+    kept_by,
+    kept_tokens,
     layer_groups,
     longest_that_fits,
     most_that,
@@ -33,7 +35,6 @@ from phalanx.inference.memory import (
     remembering,
     row_bytes,
     sequence_bytes,
-    windows_of,
 )
 from phalanx.inference.predictor import MtpSpec, check_modules, rounds
 from phalanx.layout.grid import Coords
@@ -165,14 +166,14 @@ def _rank_serving(plan: Plan, pp: int, limits: MemoryLimits, dtype: torch.dtype,
     if drafts is not None:
         more = draft_bytes(blocks, compute.compute.itemsize, rounds(drafts.width(plan.run.model), depths))
         dense, experts = dense + more[0], experts + more[1]
-    layers, windows = remembering(blocks, depths), windows_of(plan, depths)
-    of_window = {window: [remembered(m) for m in layers if remembered(m).window == window] for window in windows}
+    layers, kept = remembering(blocks, depths), kept_by(plan, depths)
+    specs = {each: [remembered(m) for m in layers if kept_tokens(m) == each] for each in kept}
     return RankServing(
         weights,
         dense,
         experts,
-        layer_groups(layers, windows, dtype, limits.own_page_size),
-        tuple(-(-sum(spec.token_bytes(dtype) for spec in of_window[window]) // limits.cp) for window in windows),
+        layer_groups(layers, kept, dtype, limits.own_page_size),
+        tuple(-(-sum(spec.token_bytes(dtype) for spec in specs[each]) // limits.cp) for each in kept),
         plan.run.model.vocab_size if draws else 0,
         NO_DRAFTS if drafts is None else drafts.room(plan, draws),
     )
@@ -190,8 +191,13 @@ def draft_bytes(blocks: Sequence[Block], itemsize: int, depths: Sequence[range])
 
 
 def read_bytes(blocks: Sequence[nn.Module], itemsize: int) -> tuple[int, int]:
-    """Bytes of weights that every step reads, and of experts."""
-    computed = [block for block in blocks if not isinstance(block, MultiTokenPrediction)]
+    """Bytes of weights that every step reads, and of experts. Encoders and vision towers are read in the step in which
+    a sequence begins, and in no other."""
+    computed = [
+        block
+        for block in blocks
+        if not isinstance(block, MultiTokenPrediction) and getattr(block, "works_on", None) is None
+    ]
     modules = [m for block in computed for m in block.modules()]
     own = {
         id(p): p.numel()

@@ -109,6 +109,24 @@ class PromptSpans:
 
 
 @dataclass(frozen=True)
+class SourceSpans:
+    """What cross-attention reads: of each sequence an encoder's memory, whose keys and values lie in pages of their
+    own from the step on in which the sequence begins.
+
+    spans  every token of the batch is a sequence of its own, whose last token so far is the source's last: so it reads
+           all of the source
+    slots  (M,) int64  where the keys and values of the encoder's tokens in this step are written; of padding, inside
+           NO_PAGE
+    """
+
+    spans: PagedSpans
+    slots: Tensor
+
+    def to(self, device: torch.device | str) -> SourceSpans:
+        return SourceSpans(self.spans.to(device), self.slots.to(device, non_blocking=True))
+
+
+@dataclass(frozen=True)
 class PagedSequences:
     """Beside the tokens of a batch: of each group of layers that remember alike (nn.memory), what they read and where
     they write. With context parallelism a rank's batch has its part of the step's T tokens, and this has all of them.
@@ -119,18 +137,24 @@ class PagedSequences:
     ends    (R,) int64  places among the T tokens of those whose logits are wanted
     length  that no sequence may exceed: where angles of rotary embeddings follow the length of a sequence, they are
             those of this one for all tokens, whenever they come
+    source  of models with an encoder; None: there is none
     """
 
     spans: tuple[PagedSpans, ...]
     slots: tuple[Tensor, ...]
     ends: Tensor
     length: int
+    source: SourceSpans | None = None
 
     @property
     def tensors(self) -> list[Tensor]:
-        return [self.ends, *self.slots, *(t for s in self.spans for t in (s.starts, s.lengths, s.table))]
+        source = self.source
+        spans = self.spans if source is None else (*self.spans, source.spans)
+        slots = self.slots if source is None else (*self.slots, source.slots)
+        return [self.ends, *slots, *(t for s in spans for t in (s.starts, s.lengths, s.table))]
 
     def to(self, device: torch.device | str) -> PagedSequences:
         slots = tuple(s.to(device, non_blocking=True) for s in self.slots)
         spans, ends = tuple(s.to(device) for s in self.spans), self.ends.to(device, non_blocking=True)
-        return replace(self, spans=spans, slots=slots, ends=ends)
+        source = None if self.source is None else self.source.to(device)
+        return replace(self, spans=spans, slots=slots, ends=ends, source=source)

@@ -20,7 +20,7 @@ from phalanx.inference import graphs
 from phalanx.inference.engine import Engine, EngineOptions
 from phalanx.inference.graphs import step_batch
 from phalanx.inference.load import InferenceModel, Outputs, without_training
-from phalanx.inference.memory import give_memory, layer_groups, remembering, windows_of
+from phalanx.inference.memory import give_memory, layer_groups, remembering, kept_by
 from phalanx.inference.request import EngineLoad, NewToken, PromptScored, SamplingOptions, TokenScore
 from phalanx.inference.runner import Drawn
 from phalanx.inference.scheduler import Step
@@ -127,7 +127,7 @@ def forward_logits(model: InferenceModel, batch: Batch) -> Tensor:
 def remember(model: InferenceModel, sequences: int, length: int, page_size: int) -> list[int | None]:
     """Give each group of layers pages for so many sequences; the windows of the groups."""
     layers = remembering(model.blocks)
-    groups = layer_groups(layers, windows_of(model.plan), model.dtype, page_size)
+    groups = layer_groups(layers, kept_by(model.plan), model.dtype, page_size)
     pages = 1 + sequences * -(-length // page_size)
     give_memory(layers, groups, [pages] * len(groups), page_size, model.dtype, model.mesh)
     for layer in layers:  # what was never written must not be read
