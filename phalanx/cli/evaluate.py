@@ -107,6 +107,7 @@ def refuse_without_effect(asked: dict[str, Any]) -> None:
 
 def evaluate_tasks(checkpoint: str, overrides: tuple[str, ...], asked: dict[str, Any]) -> None:
     """On tasks of lm-evaluation-harness."""
+    from phalanx.base.errors import ConfigError, Problem
     from phalanx.cli.generate import check_length
     from phalanx.cli.ranks import run_ranks
     from phalanx.cli.setup import arguments, prepare_loaded
@@ -126,6 +127,10 @@ def evaluate_tasks(checkpoint: str, overrides: tuple[str, ...], asked: dict[str,
     check_folder(weights)
     run = run_of_folder(weights, describe_machine("auto").device == "cuda")
     check_generates(run.model)
+    if run.model.decoder_start is not None:
+        rule = "has an encoder, whose texts tasks of lm-evaluation-harness are not divided into here: phalanx generate "
+        rule += "makes its answers"
+        raise ConfigError([Problem("model.family", run.model.family, rule)])
     base = to_dict(without_data(run))
     loaded = read(None, overrides, base, f"the model of {checkpoint}")
     ranks = asked["ranks"] or _started()

@@ -32,7 +32,7 @@ SAMPLING = ("tokens", "temperature", "top_k", "top_p", "min_p", "seed")
     type=click.Path(dir_okay=False, exists=True),
     default=None,
     metavar="FILE.jsonl",
-    help='Many prompts: lines of {"prompt": "..."}, a text or token ids.',
+    help='Many prompts: lines of {"prompt": "..."}, a text or token ids, or of {"messages": [...]}, a chat.',
 )
 @click.option("-o", "--out", type=click.Path(dir_okay=False), default=None, help="Write answers to a JSONL file.")
 @click.option("--samples", type=click.IntRange(min=1), default=1, show_default=True, help="Answers to each prompt.")
@@ -124,7 +124,7 @@ def found_for(asked: dict[str, Any], lookup: tuple[Lookup, str | None]) -> list[
     given = (asked["prompt"],) if asked["prompts"] is None else read_prompts(asked["prompts"])
     texts = [prompt for prompt in given if isinstance(prompt, str)]
     if len(texts) < len(given):
-        raise DataError(f"{asked['prompts']}: passages are found for texts (--index), and some prompts are token ids")
+        raise DataError(f"{asked['prompts']}: passages are found for texts (--index), and some prompts are none")
     made, found = with_passages(lookup, texts)
     rows = zip(made, texts, found)
     return [{"text": text, "prompt": prompt, "passages": [f.plain() for f in each]} for text, prompt, each in rows]
@@ -145,7 +145,7 @@ def stream(checkpoint: str, asked: dict[str, Any], lookup: tuple[Lookup, str | N
         [prompt], [passages] = with_passages(lookup, [prompt])
         say_sources(passages)
     text = TextStream(checkpoint, prompt, options_of(asked), asked["stop"], drafts, asked["adapter"])
-    click.echo(asked["prompt"], nl=False)
+    click.echo(asked["prompt"] if text.shown else "", nl=False)
     try:
         for piece in text:
             click.echo(piece, nl=False)

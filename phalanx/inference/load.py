@@ -70,7 +70,8 @@ def without_data(run: Run) -> Run:
     """The run of a model that generates: no data is read, and a step has as much beside its text as its requests
     have."""
     room = {stream.name: 4 * stream.largest for stream in run.model.reads_units}
-    return replace(run, data=DataConfig(mock=True, room=room))
+    texts: dict[str, Any] = {"packing": "online", "document_attention": True} if run.model.reads_beside else {}
+    return replace(run, data=DataConfig(mock=True, room=room, **texts))
 
 
 def refuse_further_streams(model: ModelConfig, what: str) -> None:

@@ -24,7 +24,16 @@ from typing import Any, Literal, Protocol
 
 from phalanx.base.errors import DataError
 from phalanx.text.chat_records import BadChat, Chat, Completion, Message, is_image, tool_name
-from phalanx.text.chat_template import ANSWER, ANSWER_END, BREAK, ChatTemplate, broken, special_names
+from phalanx.text.chat_template import (
+    ANSWER,
+    ANSWER_END,
+    BREAK,
+    ChatTemplate,
+    WrittenImages,
+    broken,
+    special_names,
+    with_images,
+)
 from phalanx.text.tokenizer_base import Tokenizer
 
 TrainOn = Literal["answers", "last_answer", "all"]
@@ -57,15 +66,6 @@ class Turn:
     spans: tuple[Span, ...]
     ends: bool
     """Whether nothing more has to end it."""
-
-
-class WrittenImages(Protocol):
-    """How images stand in texts (text/pictures.py)."""
-
-    @property
-    def written(self) -> str: ...
-
-    def rewritten(self, text: str) -> str: ...
 
 
 class ChatEncoder:
@@ -359,26 +359,14 @@ class _Rendered:
     def _render(self, messages: Sequence[Message], turn: int, begins: bool = False) -> str:
         try:
             words = {**self.variables, "add_generation_prompt": begins}
-            written = self.template.render(self._with_images(messages), self.tools, words)
+            shown = with_images(messages, self.template, self.encoder.pictures)
+            written = self.template.render(shown, self.tools, words)
             return written if self.encoder.pictures is None else self.encoder.pictures.rewritten(written)
         except Exception as error:  # a template is a program, and this is whatever it raises
             text = str(error) or type(error).__name__
             raise BadChat(
                 "refused by the template", f"the template refuses the chat up to here: {text}", turn + 1
             ) from None
-
-    def _with_images(self, messages: Sequence[Message]) -> list[Message]:
-        """Messages with images as templates take them: a list of parts, or, for a template that knows no images, a
-        text with a placeholder for each."""
-        pictures, found = self.encoder.pictures, list[Message]()
-        for message in messages:
-            parts = message.get("parts")
-            plain = {name: value for name, value in message.items() if name != "parts"}
-            if parts is not None and pictures is not None:
-                texts = (pictures.written if is_image(part) else part["text"] for part in parts)
-                plain["content"] = parts if self.template.reads("image") else "\n".join(texts)
-            found.append(plain)
-        return found
 
 
 def _with_text_arguments(message: Message) -> Message:

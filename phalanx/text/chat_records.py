@@ -159,6 +159,30 @@ def chat_of(given: Any, record: Mapping[str, Any], before: int = 0, first_answer
     return Chat(tuple(messages), _tools(record.get("tools")), tuple(answers), _variables(record), images)
 
 
+@dataclass(frozen=True)
+class AskedChat:
+    """A chat whose answer is to be made. images: names of files, in the order of the parts that stand for them."""
+
+    messages: tuple[Message, ...]
+    tools: tuple[Any, ...] | None
+    variables: Mapping[str, Any]
+    images: tuple[str, ...] = ()
+
+
+def asked_chat(record: Mapping[str, Any]) -> AskedChat:
+    """Of {"messages": [...]}, in the form of chats to train on. BadChat for what is none."""
+    unknown = sorted(set(record) - {"messages", "tools", "images", "chat_template_kwargs"})
+    if unknown:
+        raise BadChat("unknown keys", f"has {', '.join(unknown)} beside its messages, which nothing reads")
+    messages = [
+        _message({name: value for name, value in message.items() if value is not None}, turn)
+        for turn, message in enumerate(_list_of_messages(record.get("messages")), 1)
+    ]
+    named = [part.pop("image", None) for message in messages for part in message.get("parts", ()) if is_image(part)]
+    images = _images(named, record.get("images"))
+    return AskedChat(tuple(messages), _tools(record.get("tools")), _variables(record), images)
+
+
 def is_image(part: Message) -> bool:
     return part.get("type") == "image"
 

@@ -11,7 +11,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from datetime import datetime
 from pathlib import Path
-from typing import Any
+from typing import Any, Protocol
 
 from jinja2 import TemplateError, TemplateSyntaxError, nodes
 from jinja2.ext import Extension
@@ -92,11 +92,17 @@ class ChatTemplate:
         tokenizer: Tokenizer,
         messages: Sequence[Mapping[str, Any]],
         tools: Sequence[Any] | None = None,
+        pictures: WrittenImages | None = None,
         **variables: Any,
     ) -> ChatPrompt:
-        """`text` and its tokens. Names of special tokens in messages, tools and variables stay text."""
+        """`text` and its tokens. Names of special tokens in messages, tools and variables stay text. pictures: how
+        images stand in it, which messages have among their `parts` (chat_records)."""
         special = special_names(tokenizer)
-        text = self.text(broken(messages, special), broken(tools, special), **broken(variables, special))
+        asked: Sequence[Mapping[str, Any]] = broken(messages, special)
+        if pictures is not None:
+            asked = with_images(asked, self, pictures)
+        text = self.text(asked, broken(tools, special), **broken(variables, special))
+        text = text if pictures is None else pictures.rewritten(text)
         ids: list[int] = []
         for part in text.split(BREAK):
             ids += tokenizer.encode_with_special(part) if part else []
@@ -114,6 +120,31 @@ class ChatTemplate:
 
     def _time(self, form: str) -> str:
         return (self.moment or datetime.now()).strftime(form)
+
+
+class WrittenImages(Protocol):
+    """How images stand in texts (text/pictures.py)."""
+
+    @property
+    def written(self) -> str: ...
+
+    def rewritten(self, text: str) -> str: ...
+
+
+def with_images(
+    messages: Sequence[Mapping[str, Any]], template: ChatTemplate, pictures: WrittenImages | None
+) -> list[dict[str, Any]]:
+    """Messages whose `parts` became what templates take: a list of parts, or, for a template that knows no images, a
+    text with a placeholder for each."""
+    found = list[dict[str, Any]]()
+    for message in messages:
+        parts = message.get("parts")
+        plain = {name: value for name, value in message.items() if name != "parts"}
+        if parts is not None and pictures is not None:
+            texts = (pictures.written if part.get("type") == "image" else part["text"] for part in parts)
+            plain["content"] = parts if template.reads("image") else "\n".join(texts)
+        found.append(plain)
+    return found
 
 
 @dataclass(frozen=True)

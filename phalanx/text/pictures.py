@@ -31,13 +31,18 @@ class PictureText:
     @staticmethod
     def of(spec: PictureSpec, processor: str | None, tokenizer: Tokenizer) -> PictureText:
         """DataError if the tokenizer has no special token for images, or the processor does not fit."""
+        return PictureText.with_steps(spec, steps_for(spec, processor), tokenizer)
+
+    @staticmethod
+    def with_steps(spec: PictureSpec, steps: ImageSteps, tokenizer: Tokenizer) -> PictureText:
+        """The same of steps that are known."""
         special = {token: name for name, token in tokenizer.special_tokens.items()}
         if spec.token not in special:
             raise DataError(
                 f"model.image_token_id={spec.token} is no special token of data.tokenizer (these are: "
                 f"{', '.join(f'{name} {token}' for token, name in special.items()) or 'none'})"
             )
-        return PictureText(spec, steps_for(spec, processor), special[spec.token])
+        return PictureText(spec, steps, special[spec.token])
 
     @property
     def written(self) -> str:
