@@ -91,9 +91,7 @@ def image_of(talk: Conversation, name: str) -> list[ImageFile]:
     return [found]
 
 
-def answer(
-    talk: Conversation, message: str, add: PassageAdder | None = None, images: Sequence[ImageFile] = ()
-) -> None:
+def answer(talk: Conversation, message: str, add: PassageAdder | None = None, images: Sequence[ImageFile] = ()) -> None:
     """Write the answer to a message, and the images with it, as it is made. add: puts passages before it, whose sources
     are written first."""
     written, found = (None, []) if add is None else add.one(message)

@@ -34,6 +34,7 @@ from phalanx.inference.memory import (
     LayerGroup,
     MemoryLimits,
     give_memory,
+    kept_by,
     layer_groups,
     no_room,
     pages_that_fit,
@@ -41,7 +42,6 @@ from phalanx.inference.memory import (
     room_for_pages,
     row_bytes,
     sequence_bytes,
-    kept_by,
 )
 from phalanx.inference.pages import GroupSpec
 from phalanx.inference.predictor import MtpSpec, check_modules

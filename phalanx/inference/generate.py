@@ -368,7 +368,9 @@ def generate_rank(run: Run, placement: Placement, what: Generation) -> None:
     with ExitStack() as after:
         sampler = after.enter_context(sampler_on_ranks(what.path, run, placement, room, what.adapter))
         first = not placement.rank  # alone asks: its prompts go to the others
-        prompts = [each.prompt(sampler.chats) if isinstance(each, ChatLine) and first else each for each in what.prompts]
+        prompts = [
+            each.prompt(sampler.chats) if isinstance(each, ChatLine) and first else each for each in what.prompts
+        ]
         asked = [each for each in prompts if not isinstance(each, ChatLine)]
         answers = sampler.generate(asked, what.options, what.samples, what.stop)
         out = after.enter_context(open(what.out, "w", encoding="utf-8")) if what.out and not placement.rank else None

@@ -63,7 +63,10 @@ def run_of_model(model: ModelConfig, lora: AdapterConfig | None, gpu: bool) -> R
     """The same of a model's config. ConfigError for a model that cannot be run without training."""
     length = min(1024, model.max_position_embeddings)
     train = TrainConfig(steps=1, global_batch=1, micro_batch=1, seq_length=length, precision="bf16" if gpu else "fp32")
-    return Run(model=model, train=train, lora=lora, task=usual_task(model))
+    task: Any = usual_task(model)
+    if model.reads_beside and getattr(task, "encoder_length", 0) is None:  # required where texts are made for an encoder
+        task = replace(task, encoder_length=length)
+    return Run(model=model, train=train, lora=lora, task=task)
 
 
 def without_data(run: Run) -> Run:

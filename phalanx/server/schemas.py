@@ -5,7 +5,16 @@ from __future__ import annotations
 from typing import Annotated, Any, Literal, TypeVar
 
 import pydantic_core
-from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, StringConstraints, ValidationError
+from pydantic import (
+    BaseModel,
+    BeforeValidator,
+    ConfigDict,
+    Discriminator,
+    Field,
+    StringConstraints,
+    Tag,
+    ValidationError,
+)
 from pydantic_core import PydanticCustomError
 
 from phalanx.base.errors import shortened
@@ -120,6 +129,26 @@ class TextPart(Body):
     text: str
 
 
+class ImageUrl(Body):
+    """url: data:image/png;base64,..., or of another type."""
+
+    url: str
+    detail: Literal["auto"] | None = None
+
+
+class ImagePart(Body):
+    type: Literal["image_url"]
+    image_url: ImageUrl
+
+
+def kind_of_part(value: Any) -> str:
+    kind = value.get("type") if isinstance(value, dict) else getattr(value, "type", None)
+    return kind if isinstance(kind, str) else ""
+
+
+Part = Annotated[Annotated[TextPart, Tag("text")] | Annotated[ImagePart, Tag("image_url")], Discriminator(kind_of_part)]
+
+
 class FunctionCall(Body):
     name: str
     arguments: str
@@ -136,7 +165,7 @@ class ChatMessage(Body):
     """Of any role; what a role needs is checked where it is made ready for the template."""
 
     role: Literal["system", "developer", "user", "assistant", "tool"]
-    content: str | list[TextPart] | None = None
+    content: str | list[Part] | None = None
     name: str | None = None
     tool_calls: list[ChatMessageToolCall] | None = None
     tool_call_id: str | None = None

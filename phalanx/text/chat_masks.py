@@ -20,7 +20,7 @@ from bisect import bisect_left, bisect_right
 from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any, Literal, Protocol
+from typing import Any, Literal
 
 from phalanx.base.errors import DataError
 from phalanx.text.chat_records import BadChat, Chat, Completion, Message, is_image, tool_name

@@ -39,7 +39,9 @@ class Prompts:
             raise DataError(f"train.samples={run.train.samples} cannot be read: {error}") from error
         plain = [each for each in given if not isinstance(each, ChatLine)]
         if len(plain) < len(given):
-            raise DataError(f"train.samples={run.train.samples}: must hold texts or token ids, and some lines are chats")
+            raise DataError(
+                f"train.samples={run.train.samples}: must hold texts or token ids, and some lines are chats"
+            )
         tokenizer = load_tokenizer(run.data.tokenizer)
         encode = tokenizer.encode if run.model.decoder_start is None else tokenizer.encode_whole
         tokens = [tuple(encode(each) or [tokenizer.eod or 0]) if isinstance(each, str) else each for each in plain]

@@ -16,7 +16,7 @@ from phalanx.engine.build import build_for_inference
 from phalanx.forecast.decide import make_plan
 from phalanx.inference.engine import Engine, EngineOptions
 from phalanx.inference.load import InferenceModel, without_training
-from phalanx.inference.memory import MemoryLimits, layer_groups, remembering, kept_by
+from phalanx.inference.memory import MemoryLimits, kept_by, layer_groups, remembering
 from phalanx.inference.request import SamplingOptions
 from tests.harness.generation import Answer, answers_of, run_of, sequences_of
 from tests.harness.parity import MODELS
