@@ -111,8 +111,14 @@ class SchedulerSpec:
 
     @property
     def image_room(self) -> int:
-        """Tokens of the largest image: all of them are computed in one step, beside those who decode."""
-        return max(1, self.most_tokens - self.most_sequences + 1)
+        """Tokens of the largest image: all of them are computed in one step, beside those who decode, with a window
+        before the first of them."""
+        room, size = self.most_tokens - self.most_sequences + 1, self.page_size
+        for group in self.groups:
+            pages = group.num_pages - 1
+            if group.window is not None and pages < pages_of(self.longest, size):
+                room = min(room, (pages - 1) * size - group.window + 2)  # pages_touched(window - 1 + room) <= pages
+        return max(0, room)
 
 
 class RequestDoesNotFit(ValueError):

@@ -91,9 +91,7 @@ def test_a_conversation_keeps_its_images(llava):
 def test_a_terminal_shows_an_image_with_the_next_message(warm, llava):
     folder, _ = llava
     words = ("chat", str(folder), "--tokens", "4", "--temperature", "0")
-    with_image, without = (
-        warm.phalanx(*words, typed=text) for text in (f"/image {folder / '1.png'}\nab\n", "ab\n")
-    )
+    with_image, without = (warm.phalanx(*words, typed=text) for text in (f"/image {folder / '1.png'}\nab\n", "ab\n"))
     assert with_image.returncode == 0 and with_image.stdout != without.stdout, with_image.stderr
     wrong = warm.phalanx(*words, typed=f"/image {folder / 'config.json'}\nab\n")
     assert "no image of a format that is read" in wrong.stderr and wrong.stdout == without.stdout

@@ -19,10 +19,12 @@ from phalanx.engine.build import build_for_inference
 from phalanx.forecast.decide import make_plan
 from phalanx.inference.engine import Engine, EngineOptions
 from phalanx.inference.load import InferenceModel, run_of_model, without_data, without_training
+from phalanx.inference.memory import kept_by, layer_groups, remembering
 from phalanx.inference.pictures import PictureReader
-from phalanx.inference.request import Prompt, SamplingOptions
+from phalanx.inference.request import Finished, NewToken, Prompt, RequestError, SamplingOptions
+from phalanx.inference.streams import encoder_batch
 from phalanx.layout.config import LayoutConfig
-from tests.harness.generation import answers_of, sequences_of
+from tests.harness.generation import answers_of, random_model, sequences_of
 from tests.models import test_llava, test_qwen_vl, test_t5
 from tests.models.test_models import load_weights
 
@@ -171,3 +173,156 @@ def test_texts_with_images_go_on_as_those_of_transformers(ranks, name, layout):
     for answer, each in zip(found, made, strict=True):
         check_answer(answer, *each)
     assert prompts[0].tokens == prompts[4].tokens and found[0] != found[4]
+
+
+# ---- one request beside others
+
+
+def engine_of(name: str, options: EngineOptions) -> Engine:
+    """On this process, with random weights."""
+    model = test_t5.CASES[name] if name in test_t5.CASES else PICTURED[name][1]
+    run = run_of(model, {})
+    made = random_model(0, 1, run)
+    return Engine(replace(made, pictures=PictureReader.of(model)), options)
+
+
+def asked_in_turn(engine: Engine, prompts: Sequence) -> list[tuple[list[float], int]]:
+    """Of each prompt, after the one before it is over: the log-probabilities of its answer, and how many of its tokens
+    were in memory."""
+    found = []
+    for prompt in prompts:
+        engine.submit(prompt, GREEDY)
+        events = [event for _ in iter(lambda: engine.idle, True) for event in engine.step()]
+        over = [event for event in events if isinstance(event, Finished)]
+        found.append(([event.score.logprob for event in events if isinstance(event, NewToken)], over[0].cached))
+    return found
+
+
+@pytest.mark.parametrize("name", ["llava", "qwen3_vl"])
+def test_pages_of_one_image_are_never_read_for_another(name):
+    """The first and the last prompt have the same tokens. What comes before the image is shared, and everything with
+    the same image; a page that ends amid an image is computed anew with it."""
+    reader = PictureReader.of(PICTURED[name][1])
+    prompts = pictured_prompts(reader, PICTURED[name][1].vocab_size)
+    one, other = prompts[0], prompts[4]
+    options = EngineOptions(sequences=2, tokens=32, page_size=2, memory_gib=0.01)
+    engine = engine_of(name, options)
+    (first, none), (second, before), (again, all_of_it) = asked_in_turn(engine, [one, other, one])
+    assert first == pytest.approx(again, abs=1e-10) and first != pytest.approx(second, abs=1e-3)
+    begins = one.tokens.index(reader.spec.token)
+    assert none == 0 and before == begins // 2 * 2 and all_of_it >= begins + one.images[0].tokens
+    [(alone, _)] = asked_in_turn(engine_of(name, options), [other])
+    assert alone == pytest.approx(second, abs=1e-10)
+
+
+def test_an_answer_to_one_source_is_never_read_for_another():
+    """Answers begin alike: what is remembered of them hangs on what the encoder has read."""
+    name = "1.0: relu, tied, scaled"
+    engine = engine_of(name, EngineOptions(sequences=2, tokens=32, page_size=1, memory_gib=0.01))
+    texts = sequences_of((7, 7), 131)
+    (first, _), (second, shared), (again, _) = asked_in_turn(engine, [*texts, texts[0]])
+    assert first == pytest.approx(again, abs=1e-10) and first != pytest.approx(second, abs=1e-3) and shared == 0
+    used = engine.load()
+    assert used.pages_used == 0 and used.pages > 0  # of sources too
+
+
+@pytest.mark.parametrize("late", [0, 1])
+@pytest.mark.parametrize("name", ["llava", "1.1: gated, untied, a deeper decoder"])
+def test_who_lost_their_pages_are_answered_as_if_they_had_not(name, late):
+    """Encoders and towers read them anew: once for each time that a sequence begins."""
+    options = EngineOptions(sequences=3, tokens=16, page_size=2, length=40, late=late)
+    if name == "llava":
+        prompts = pictured_prompts(PictureReader.of(PICTURED[name][1]), 131)[:3]
+    else:
+        prompts = sequences_of((5, 23, 14), 131)
+    how = [(prompt, replace(GREEDY, tokens=12 if name == "llava" else 30)) for prompt in prompts]
+    roomy = engine_of(name, options)
+    wanted = answers_of(roomy, how)
+    tight = engine_of(name, replace(options, memory_gib=little_memory(roomy, 40) / 2**30))
+    lost = []
+    schedule = tight.scheduler.schedule
+
+    def watched(*given):
+        step = schedule(*given)
+        lost.extend(step.preempted)
+        return step
+
+    tight.scheduler.schedule = watched
+    for mine, other in zip(answers_of(tight, how), wanted, strict=True):
+        assert mine[0] == other[0]
+        np.testing.assert_allclose([s.logprob for s in mine[1]], [s.logprob for s in other[1]], rtol=0, atol=1e-10)
+    assert lost
+
+
+def little_memory(engine: Engine, longest: int) -> int:
+    """Bytes of one and a half sequences of this length."""
+    layers = remembering(engine.model.blocks)
+    groups = layer_groups(layers, kept_by(engine.model.plan), torch.float64, engine.limits.own_page_size)
+    one = replace(engine.limits, most_sequences=1, length=longest)
+    return sum(one.most_pages(group.window) * group.page_bytes for group in groups) * 3 // 2
+
+
+def test_a_tower_reads_an_image_once(monkeypatch):
+    """Beside three sequences that decode, in steps that an image does not fit beside another."""
+    read: list[str] = []
+    units = PictureReader.units
+
+    def counted(reader, image):
+        read.append(image.name)
+        return units(reader, image)
+
+    monkeypatch.setattr(PictureReader, "units", counted)
+    prompts = pictured_prompts(PictureReader.of(PICTURED["llava"][1]), 131)
+    answers_of(engine_of("llava", ROOM), [(prompt, GREEDY) for prompt in prompts], 2)
+    assert sorted(read) == sorted(image.name for prompt in prompts for image in prompt.images)
+
+
+def test_an_encoder_reads_a_source_once(monkeypatch):
+    read: list[int] = []
+
+    def counted(texts, multiple):
+        read.extend(map(len, texts))
+        return encoder_batch(texts, multiple)
+
+    monkeypatch.setattr("phalanx.inference.streams.encoder_batch", counted)
+    answers_of(engine_of("1.0: relu, tied, scaled", ROOM), [(text, GREEDY) for text in sequences_of(TEXTS, 131)], 2)
+    assert sorted(read) == sorted(TEXTS)
+
+
+def test_an_image_token_that_is_made_is_no_image():
+    """A model may draw it: its embedding is read then."""
+    token = PICTURED["llava"][1].image_token_id
+    prompts = pictured_prompts(PictureReader.of(PICTURED["llava"][1]), 131)
+    drawn = replace(GREEDY, bias=((token, 1e9),), tokens=4)
+    both = [(prompts[0], drawn), (prompts[3], GREEDY)]
+    apart = [answers_of(engine_of("llava", ROOM), [each])[0] for each in both]
+    together = answers_of(engine_of("llava", ROOM), both, 1)
+    assert [found[0] for found in together] == [found[0] for found in apart] and together[0][0] == [token] * 4
+
+
+def test_what_cannot_be_read_is_refused():
+    pictured, plain = engine_of("llava", ROOM), engine_of("1.0: relu, tied, scaled", ROOM)
+    reader = pictured.model.pictures
+    image = reader.image(png(1, 8, 8), "a.png")
+    token = reader.spec.token
+    for prompt, rule in (
+        (Prompt((1, token), (image,)), "has 4 tokens, which must follow each other"),
+        (Prompt((token, 1, token, token, token), (image,)), "which must follow each other"),
+        (Prompt((1, *[token] * 5), (image,)), "more tokens of images .*than its images"),
+        ((1, token), "more tokens of images"),
+    ):
+        with pytest.raises(RequestError, match=rule):
+            pictured.submit(prompt, GREEDY)
+    with pytest.raises(RequestError, match="there are 1 of them, and the text has 2 placeholders"):
+        reader.prompt([token, 3, token], [image])
+    with pytest.raises(RequestError, match="are not read by t5"):
+        plain.submit(Prompt((1, 2), (image,)), GREEDY)
+    with pytest.raises(RequestError, match="the encoder has nothing to read"):
+        plain.submit((), GREEDY)
+    with pytest.raises(RequestError, match="prompt_logprobs=0: must be none"):
+        plain.submit((1, 2), replace(GREEDY, prompt_logprobs=0))
+    with pytest.raises(RequestError, match="600 tokens for the encoder need more room than there is: 512"):
+        engine_of("1.0: relu, tied, scaled", EngineOptions(sequences=1)).submit([1] * 600, GREEDY)
+    small = engine_of("llava", EngineOptions(sequences=4, tokens=6, page_size=2))
+    with pytest.raises(RequestError, match="an image of 4 tokens is larger than a step has room for: 3"):
+        small.submit(reader.prompt([1, token], [image]), GREEDY)

@@ -21,7 +21,9 @@ from tests.server.conftest import serving
 @pytest.fixture(scope="module")
 def server(llava):
     folder, _ = llava
-    engine = Engine(load_alone(folder), EngineOptions(sequences=4, tokens=64, page_size=4), tokenizer=load_tokenizer(folder))
+    engine = Engine(
+        load_alone(folder), EngineOptions(sequences=4, tokens=64, page_size=4), tokenizer=load_tokenizer(folder)
+    )
     model = served_model(ServeOptions(weights=str(folder), name="llava"), engine)
     with serving(RunEngine(engine, "llava"), model) as server:
         yield server
