@@ -55,7 +55,7 @@ def chat_prompts(folder: Path, tokenizer: Tokenizer, pictures: PictureReader | N
     template = load_chat_template(folder)
     if template is None:
         raise CheckpointError(
-            f"{folder} holds no chat template (chat_template.jinja, or in tokenizer_config.json), so messages cannot be "
-            "written as the model was taught; continue texts with `phalanx generate`"
+            f"{folder} holds no chat template (chat_template.jinja, or in tokenizer_config.json), so messages cannot "
+            "be written as the model was taught; continue texts with `phalanx generate`"
         )
     return ChatPrompts(template, tokenizer, pictures)

@@ -64,7 +64,7 @@ def run_of_model(model: ModelConfig, lora: AdapterConfig | None, gpu: bool) -> R
     length = min(1024, model.max_position_embeddings)
     train = TrainConfig(steps=1, global_batch=1, micro_batch=1, seq_length=length, precision="bf16" if gpu else "fp32")
     task: Any = usual_task(model)
-    if model.reads_beside and getattr(task, "encoder_length", 0) is None:  # required where texts are made for an encoder
+    if model.reads_beside and getattr(task, "encoder_length", 0) is None:  # it makes an encoder's texts
         task = replace(task, encoder_length=length)
     return Run(model=model, train=train, lora=lora, task=task)
 

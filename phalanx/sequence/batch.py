@@ -156,7 +156,7 @@ class Batch:
     values      (T, features) floats, what the model reads in place of tokens; None: it reads tokens
     coordinates  (T, axes) int64: where each token is, where one position does not say it; None: it does
     units       of a stream of units (sequence.units), where they are, for the text; None: it is no such stream
-    idle        of a further stream in generation: it is padding alone, so blocks that only work on it have nothing to do
+    idle        of a further stream in generation: it is padding alone, so blocks that work on it have nothing to do
 
     The ints are known on the host: whether a batch is uniform is never read from the device.
     """

@@ -20,7 +20,8 @@ from phalanx.inference import graphs
 from phalanx.inference.engine import Engine, EngineOptions
 from phalanx.inference.graphs import step_batch
 from phalanx.inference.load import InferenceModel, Outputs, without_training
-from phalanx.inference.memory import give_memory, layer_groups, remembering, kept_by
+from phalanx.inference.memory import give_memory, kept_by, layer_groups, remembering
+from phalanx.inference.pictures import PictureReader
 from phalanx.inference.request import EngineLoad, NewToken, PromptScored, SamplingOptions, TokenScore
 from phalanx.inference.runner import Drawn
 from phalanx.inference.scheduler import Step
@@ -34,7 +35,8 @@ from tests.harness.parity import base_run
 
 def run_of(model: str, precision: str = "fp64", **layout) -> Run:
     run = base_run(model, precision=precision)
-    return replace(run, layout=replace(run.layout, **layout), task=TaskConfig())
+    task = run.task if run.model.reads_beside else TaskConfig()
+    return replace(run, layout=replace(run.layout, **layout), task=task)
 
 
 def invariant_run(model: str, precision: str = "fp32", **layout) -> Run:
@@ -51,7 +53,7 @@ def random_model(rank: int, world: int, run: Run, device: torch.device | str = "
     plan = make_plan(without_training(run, world), world)
     mesh = Mesh(plan.grid, rank, device)
     _, stages = build_for_inference(plan, mesh)
-    model = InferenceModel(plan, mesh, stages, stages.handlers())
+    model = InferenceModel(plan, mesh, stages, stages.handlers(), pictures=PictureReader.of(run.model))
     for block in model.blocks:
         for p in block.parameters():
             storage = torch.zeros(p.spec.shape, dtype=torch.float64)

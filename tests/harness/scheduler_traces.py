@@ -4,8 +4,8 @@ What the stub remembers of a token is a hash of all tokens up to it, in the slot
 the tables and compares: a wrong, missing or overwritten page shows at once. The token it draws is a function of what it
 read, so a request's answer is known beforehand, whatever else runs (`answer`). With SchedulerSpec.further it remembers
 beside that, in the same slots, a hash of the tokens up to so many after, as depths of multi-token prediction do. Some
-prompts have images, whose tokens are all alike; some traces have an encoder, which reads a source for each request: both
-are part of what is remembered.
+prompts have images, whose tokens are all alike; some traces have an encoder, which reads a source for each request:
+both are part of what is remembered.
 """
 
 from __future__ import annotations

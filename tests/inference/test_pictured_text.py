@@ -13,7 +13,6 @@ import torch
 from phalanx.data.images import CONFIG
 from phalanx.inference.conversation import Conversation
 from phalanx.inference.request import SamplingOptions
-from phalanx.text.tokenizers import load_tokenizer
 from tests.harness.chat_model import TEMPLATE, chat_folder
 from tests.inference.test_streams import png
 from tests.models import test_llava, test_t5

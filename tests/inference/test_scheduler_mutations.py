@@ -120,6 +120,7 @@ MUTATIONS = {
         "sequence.between_images(count * size) < count * size or",
         "False or",
     ),
+    "what an image leaves of a step goes to others": (scheduler, "if self._ends_at_image(sequence):", "if False:"),
     "who leaves keeps the pages of its source": (scheduler, "self.sources.release(row)", "row"),
     "a source has no bound": (scheduler, "not self.sources.has_room(len(sequence.request.source))", "False"),
     "tokens of the second image are the first's": (scheduler, "number += image.tokens", "number = image.tokens"),

@@ -182,8 +182,7 @@ def engine_of(name: str, options: EngineOptions) -> Engine:
     """On this process, with random weights."""
     model = test_t5.CASES[name] if name in test_t5.CASES else PICTURED[name][1]
     run = run_of(model, {})
-    made = random_model(0, 1, run)
-    return Engine(replace(made, pictures=PictureReader.of(model)), options)
+    return Engine(random_model(0, 1, run), options)
 
 
 def asked_in_turn(engine: Engine, prompts: Sequence) -> list[tuple[list[float], int]]:
