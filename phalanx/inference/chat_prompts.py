@@ -19,13 +19,26 @@ ImageFile = tuple[str, bytes]
 """A name for messages, and what the file holds."""
 
 
+def encoder_text(tokenizer: Tokenizer, text: str) -> tuple[int, ...]:
+    """What an encoder reads of a text: with the tokens that the tokenizer puts around texts."""
+    return encoder_end(tokenizer, tokenizer.encode_whole(text))
+
+
+def encoder_end(tokenizer: Tokenizer, ids: Sequence[int]) -> tuple[int, ...]:
+    """Ids that an encoder reads, with the end of a text if the tokenizer has one: as in training (task.name=span, ul2,
+    seq2seq)."""
+    end = () if tokenizer.eod is None or tuple(ids[-1:]) == (tokenizer.eod,) else (tokenizer.eod,)
+    return (*ids, *end)
+
+
 @dataclass(frozen=True)
 class ChatPrompts:
-    """Of a model. pictures: reads its images; None: it has none."""
+    """Of a model. pictures: reads its images; None: it has none. encodes: an encoder reads its prompts."""
 
     template: ChatTemplate
     tokenizer: Tokenizer
     pictures: PictureReader | None = None
+    encodes: bool = False
 
     def prompt(
         self,
@@ -41,7 +54,7 @@ class ChatPrompts:
             if images:
                 raise RequestError("images", [name for name, _ in images], "are not read by this model")
             written = self.template.prompt(self.tokenizer, messages, tools, **variables)
-            return written, Prompt(written.ids)
+            return written, Prompt(encoder_end(self.tokenizer, written.ids) if self.encodes else written.ids)
         from phalanx.text.pictures import PictureText  # Pillow: start-up time of models without images
 
         shown = PictureText.with_steps(self.pictures.spec, self.pictures.steps, self.tokenizer)
@@ -50,7 +63,9 @@ class ChatPrompts:
         return replace(written, ids=read.tokens), read
 
 
-def chat_prompts(folder: Path, tokenizer: Tokenizer, pictures: PictureReader | None) -> ChatPrompts:
+def chat_prompts(
+    folder: Path, tokenizer: Tokenizer, pictures: PictureReader | None, encodes: bool = False
+) -> ChatPrompts:
     """Of a Hugging Face folder. CheckpointError for one without a chat template."""
     template = load_chat_template(folder)
     if template is None:
@@ -58,4 +73,4 @@ def chat_prompts(folder: Path, tokenizer: Tokenizer, pictures: PictureReader | N
             f"{folder} holds no chat template (chat_template.jinja, or in tokenizer_config.json), so messages cannot "
             "be written as the model was taught; continue texts with `phalanx generate`"
         )
-    return ChatPrompts(template, tokenizer, pictures)
+    return ChatPrompts(template, tokenizer, pictures, encodes)

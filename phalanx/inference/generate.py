@@ -21,7 +21,7 @@ from phalanx.data.files import TOKENIZER_FILES
 from phalanx.engine.meeting import device_of, identity, join
 from phalanx.forecast.decide import make_plan
 from phalanx.inference.adapters import with_adapter
-from phalanx.inference.chat_prompts import ChatPrompts, ImageFile, chat_prompts
+from phalanx.inference.chat_prompts import ChatPrompts, ImageFile, chat_prompts, encoder_text
 from phalanx.inference.drafter import Drafts
 from phalanx.inference.ends import end_tokens
 from phalanx.inference.engine import DraftCounts, Engine, EngineOptions
@@ -72,8 +72,9 @@ class TextEngine:
             return prompt
         if not isinstance(prompt, str):
             return Prompt(tuple(prompt))
-        encode = self.tokenizer.encode_whole if self.engine.encodes else self.tokenizer.encode
-        return Prompt(tuple(encode(prompt) or [self.tokenizer.eod or 0]))
+        if self.engine.encodes:
+            return Prompt(encoder_text(self.tokenizer, prompt) or (0,))
+        return Prompt(tuple(self.tokenizer.encode(prompt) or [self.tokenizer.eod or 0]))
 
     def generate(
         self,
@@ -143,7 +144,7 @@ class TextSampler(TextEngine):
     @cached_property
     def chats(self) -> ChatPrompts:
         """Writes chats as prompts. CheckpointError for a model without a chat template."""
-        return chat_prompts(self.folder, self.tokenizer, self.engine.model.pictures)
+        return chat_prompts(self.folder, self.tokenizer, self.engine.model.pictures, self.engine.encodes)
 
     def __enter__(self) -> TextSampler:
         return self
@@ -228,8 +229,8 @@ class TextStream:
         tokenizer, model = tokenizer_of(folder), model_config_from_hf(folder)
         encodes = model.decoder_start is not None
         self.positions, self.shown = model.max_position_embeddings, "" if encodes else prompt
-        encode = tokenizer.encode_whole if encodes else tokenizer.encode
-        self.ids = list(encode(prompt)) or [tokenizer.eod or 0]
+        ids = encoder_text(tokenizer, prompt) if encodes else tokenizer.encode(prompt)
+        self.ids = list(ids) or [tokenizer.eod or 0]
         self._prompt, self._tokens = tuple(self.ids), options.tokens
         self._first = 1 if encodes else len(self.ids)  # of what the decoder goes on from
         if len(self.ids) >= self.positions + encodes:

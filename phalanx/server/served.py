@@ -11,7 +11,7 @@ from functools import cached_property
 from typing import TYPE_CHECKING, Any
 
 from phalanx.base.errors import DataError
-from phalanx.inference.chat_prompts import ChatPrompts, ImageFile
+from phalanx.inference.chat_prompts import ChatPrompts, ImageFile, encoder_text
 from phalanx.inference.grammar import GrammarCompiler
 from phalanx.inference.request import Grammar, Prompt, RequestError, SamplingOptions
 from phalanx.retrieval.prompting import PassageAdder
@@ -150,8 +150,7 @@ class ServedModel:
         if isinstance(value, str):
             tokenizer = self.need_tokenizer("prompt")
             try:
-                encode = tokenizer.encode_whole if self.encodes else tokenizer.encode_with_special
-                ids = tuple(encode(value))
+                ids = encoder_text(tokenizer, value) if self.encodes else tuple(tokenizer.encode_with_special(value))
             except DataError as error:
                 raise ApiError(400, f"prompt: {error}", param="prompt", code="invalid_value") from None
         else:
@@ -202,7 +201,7 @@ class ServedModel:
         self._check_variables(variables)
         ready = [template_message(number, message) for number, message in enumerate(messages)]
         offered = [tool.model_dump(exclude_none=True) for tool in tools or ()] or None
-        chats = ChatPrompts(self.template, tokenizer, self.pictures)
+        chats = ChatPrompts(self.template, tokenizer, self.pictures, self.encodes)
         try:
             return chats.prompt(ready, offered, self._images(messages), **variables)
         except DataError as error:

@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from functools import cached_property
+from functools import cached_property, partial
 
 from phalanx.base.errors import ConfigError, DataError
 from phalanx.base.log import Log
 from phalanx.config.run import Run
 from phalanx.engine.model import Model
 from phalanx.inference.beside import TrainedModel
+from phalanx.inference.chat_prompts import encoder_text
 from phalanx.inference.engine import EngineOptions
 from phalanx.inference.generate import ChatLine, TextEngine, read_prompts
 from phalanx.inference.request import SamplingOptions
@@ -43,8 +44,8 @@ class Prompts:
                 f"train.samples={run.train.samples}: must hold texts or token ids, and some lines are chats"
             )
         tokenizer = load_tokenizer(run.data.tokenizer)
-        encode = tokenizer.encode if run.model.decoder_start is None else tokenizer.encode_whole
-        tokens = [tuple(encode(each) or [tokenizer.eod or 0]) if isinstance(each, str) else each for each in plain]
+        encode = tokenizer.encode if run.model.decoder_start is None else partial(encoder_text, tokenizer)
+        tokens = [tuple(encode(each)) or (tokenizer.eod or 0,) if isinstance(each, str) else each for each in plain]
         texts = [each if isinstance(each, str) else tokenizer.decode(list(each)) for each in plain]
         room, vocabulary = run.model.max_position_embeddings - run.train.samples_tokens, run.model.vocab_size
         for number, each in enumerate(tokens):
