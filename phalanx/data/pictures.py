@@ -27,11 +27,14 @@ from phalanx.data.images import (
     processor_of,
     read_bytes,
     read_processor,
+    size_of,
 )
 from phalanx.data.index import Corpus
 from phalanx.data.picture_notes import PictureNotes
+from phalanx.sequence.balance import assign_whole
 from phalanx.sequence.patches import PatchForm, PictureSpec, grid_positions
 from phalanx.sequence.sample import IGNORE, Sample, Units
+from phalanx.sequence.shard import WHOLE, SequenceShard
 
 TAR = ".tar"
 
@@ -106,7 +109,8 @@ def _members(path: str, changed: int, size: int) -> dict[str, tuple[int, int]]:
 
 @dataclass(frozen=True)
 class Task:
-    """An image to read: where it is, how it becomes rows, how many these must be, and its record, for messages."""
+    """An image to read: where it is, how it becomes rows, how many these must be, and its record, for messages. own:
+    whether this rank computes with it; of others the size is enough."""
 
     folder: str
     name: str
@@ -114,15 +118,21 @@ class Task:
     where: str
     steps: ImageSteps
     form: PatchForm
+    own: bool = True
 
 
 def read_units(task: Task) -> Units:
-    """The rows of an image. BadImage, which names file and record."""
+    """The rows of an image; zeros, without decoding it, of one that is another rank's. BadImage, which names file and
+    record."""
     try:
-        image = open_image(image_bytes(Path(task.folder), task.name), task.name)
-        units = task.form.units(
-            task.steps.pixels(image), f"{task.name} ({image.width} x {image.height}) of {task.where}"
-        )
+        data = image_bytes(Path(task.folder), task.name)
+        height, width = size_of(data, task.name)
+        name = f"{task.name} ({width} x {height}) of {task.where}"
+        if task.own:
+            units = task.form.units(task.steps.pixels(open_image(data, task.name)), name)
+        else:
+            units = task.form.blank(*task.steps.size_after(height, width), name)
+            units = replace(units, values=np.zeros((len(units.values), task.form.width), np.float32))
     except BadImage as error:
         raise BadImage(f"{task.where}: {error}") from error
     if len(units.values) != task.rows:
@@ -151,10 +161,16 @@ class Pictures:
         self._notes = dict[str, PictureNotes]()
         self._pool: ProcessPoolExecutor | None = None
 
-    def add(self, samples: Sequence[Sample], sources: Sequence[Origin | None]) -> list[Sample]:
-        """The samples with the images of the documents that they were made of. All are decoded at once."""
+    def add(
+        self, samples: Sequence[Sample], sources: Sequence[Origin | None], part: SequenceShard = WHOLE
+    ) -> list[Sample]:
+        """The samples of a micro-batch with the images of the documents that they were made of. Those that the rank
+        with this part computes with are decoded, all at once."""
         tasks = [[] if origin is None else self._tasks(sample, *origin) for sample, origin in zip(samples, sources)]
-        made = iter(self._read([task for each in tasks for task in each]))
+        every = [task for each in tasks for task in each]
+        homes = assign_whole([task.rows for task in every], part.count * part.ranks)  # as Batch.cut assigns them
+        here = part.index * part.ranks + part.rank
+        made = iter(self._read([replace(task, own=home == here) for task, home in zip(every, homes)]))
         found = []
         for sample, each in zip(samples, tasks):
             units = Units.together([next(made) for _ in each], self.spec.form.stream)
@@ -204,7 +220,7 @@ class MockPictures:
     def __init__(self, spec: PictureSpec, room: int, key: int = 0):
         self.spec, self.room, self.key = spec, room, key
 
-    def add(self, samples: Sequence[Sample], sources: Sequence[Any]) -> list[Sample]:
+    def add(self, samples: Sequence[Sample], sources: Sequence[Any], part: SequenceShard = WHOLE) -> list[Sample]:
         return [self._of(sample) for sample in samples]
 
     def _of(self, sample: Sample) -> Sample:
