@@ -14,6 +14,9 @@ PIP := $(PY) -m pip install --disable-pip-version-check --quiet --no-compile
 
 # Ranks of the tests share few cores: more threads than cores makes them hundreds of times slower.
 export OMP_NUM_THREADS ?= 1
+# Compiled modules are kept where the environment says otherwise too: the tests start hundreds of interpreters, and each
+# would compile torch anew.
+export PYTHONDONTWRITEBYTECODE :=
 # The package is used where it lies; nothing is installed into the environment but what it needs.
 export PYTHONPATH := $(CURDIR)
 
