@@ -262,6 +262,8 @@ class Engine:
         mesh, positions = model.mesh, model.plan.run.model.max_position_embeddings
         length = min(options.length or positions, positions)
         tokens = max(options.tokens, options.sequences)
+        if model.pictures is not None:  # an image is in one step, beside those who decode
+            tokens = max(tokens, options.sequences + min(length, model.pictures.most_tokens))
         self.limits = MemoryLimits(options.sequences, tokens, length, options.page_size * mesh.cp.size, mesh.cp.size)
         self.groups, source = self._remember(options)
         spec = SchedulerSpec(

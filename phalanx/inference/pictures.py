@@ -65,6 +65,14 @@ class PictureReader:
             )
         return PictureReader(spec, steps_for(spec, None))
 
+    @property
+    def most_tokens(self) -> int:
+        """Of the largest image that its steps make."""
+        form, steps = self.spec.form, self.steps
+        if self.spec.size is not None:
+            return form.tokens(*self.spec.size)
+        return max(1, steps.size[1] // form.multiple**2)
+
     def image(self, data: bytes, name: str) -> PromptImage:
         """A file. BadImage for one that is not read."""
         pixels = self._pixels(data, name)

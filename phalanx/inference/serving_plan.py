@@ -224,7 +224,7 @@ def serving_text(serving: ServingPlan, devices: Sequence[Device]) -> str:
         "ranks": f"{plan.grid.world:,} = {plan.grid.text}",
         "precision": f"{plan.run.train.precision}, keys and values in {str(serving.dtype).removeprefix('torch.')}",
         "weights": f"{size_text(fullest.weights)} on the fullest rank",
-        "a sequence": f"{length:,} tokens: {size_text(most)} of keys and values on the fullest rank"
+        "a sequence": f"{asked_text(serving)}: {size_text(most)} of keys and values on the fullest rank"
         + windows_text(serving),
         "beside it": f"{size_text(each)} for each sequence: its last token, and counts of tokens for penalties",
     }
@@ -251,6 +251,12 @@ def drafts_text(serving: ServingPlan, drafts: MtpSpec) -> str:
         f"{width} of a sequence in a step, by {modules} multi-token prediction module{'s' * (modules > 1)}, whose "
         f"weights and pages are counted; rates are those of no accepted draft, with all {1 + width} times as high"
     )
+
+
+def asked_text(serving: ServingPlan) -> str:
+    length = serving.limits.length
+    encodes = any(group.kept.source for group in serving.ranks[0].groups)
+    return f"a prompt and an answer of {length:,} tokens each" if encodes else f"{length:,} tokens"
 
 
 def windows_text(serving: ServingPlan) -> str:

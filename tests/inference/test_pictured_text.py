@@ -135,6 +135,6 @@ def test_an_encoders_prompt_is_answered(warm, t5, tmp_path):
     refused = warm.phalanx(*words, "--prompts", str(prompts), "layout.cp=2", "--ranks", "2")
     assert refused.returncode == 2 and "layout.cp=2" in refused.stderr and "encoder" in refused.stderr
     planned = warm.phalanx("plan", str(folder), "--serve", "--tokens", "64", "--device", "H100")
-    assert planned.returncode == 0 and "a sequence" in planned.stdout, planned.stderr
+    assert planned.returncode == 0 and "a prompt and an answer of 64 tokens each" in planned.stdout, planned.stderr
     refused = warm.phalanx("eval", str(folder), "--tasks", "arc_easy")
     assert refused.returncode == 2 and "has an encoder" in refused.stderr

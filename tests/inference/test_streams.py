@@ -13,10 +13,12 @@ import pytest
 import torch
 from PIL import Image
 
+from phalanx.base.errors import ConfigError
 from phalanx.comm.mesh import Mesh
 from phalanx.config.run import Run
 from phalanx.engine.build import build_for_inference
 from phalanx.forecast.decide import make_plan
+from phalanx.inference.adapters import with_adapter
 from phalanx.inference.engine import Engine, EngineOptions
 from phalanx.inference.load import InferenceModel, run_of_model, without_data, without_training
 from phalanx.inference.memory import kept_by, layer_groups, remembering
@@ -322,6 +324,10 @@ def test_what_cannot_be_read_is_refused():
         plain.submit((1, 2), replace(GREEDY, prompt_logprobs=0))
     with pytest.raises(RequestError, match="600 tokens for the encoder need more room than there is: 512"):
         engine_of("1.0: relu, tied, scaled", EngineOptions(sequences=1)).submit([1] * 600, GREEDY)
-    small = engine_of("llava", EngineOptions(sequences=4, tokens=6, page_size=2))
+    with pytest.raises(ConfigError, match="--adapter='lora'.*encoder or a vision tower"):
+        with_adapter(run_of(PICTURED["llava"][1], {}), "lora")
+    small = engine_of("llava", EngineOptions(sequences=4, tokens=4, page_size=2))  # makes room for an image
+    assert small.scheduler.spec.image_room >= 4
+    small.scheduler.spec = replace(small.scheduler.spec, most_tokens=6)
     with pytest.raises(RequestError, match="an image of 4 tokens is larger than a step has room for: 3"):
         small.submit(reader.prompt([1, token], [image]), GREEDY)
