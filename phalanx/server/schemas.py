@@ -20,6 +20,7 @@ from pydantic_core import PydanticCustomError
 from phalanx.base.errors import shortened
 from phalanx.server.errors import ApiError, near
 
+TYPES = ("str", "NamedTool", "int", "float", "TextPart", "ImagePart")  # names of alternatives, in places of problems
 MAX_CHOICES = 128
 MAX_LOGPROBS = 20
 MAX_STOPS = 16
@@ -143,10 +144,13 @@ class ImagePart(Body):
 
 def kind_of_part(value: Any) -> str:
     kind = value.get("type") if isinstance(value, dict) else getattr(value, "type", None)
-    return kind if isinstance(kind, str) else ""
+    return {"text": "TextPart", "image_url": "ImagePart"}.get(kind or "", "")
 
 
-Part = Annotated[Annotated[TextPart, Tag("text")] | Annotated[ImagePart, Tag("image_url")], Discriminator(kind_of_part)]
+KINDS = Discriminator(
+    kind_of_part, custom_error_type="part", custom_error_message="must be a part of type text or image_url"
+)
+Part = Annotated[Annotated[TextPart, Tag("TextPart")] | Annotated[ImagePart, Tag("ImagePart")], KINDS]
 
 
 class FunctionCall(Body):
@@ -307,6 +311,6 @@ def place(loc: tuple[int | str, ...]) -> str:
     for part in loc:
         if isinstance(part, int):
             text += f"[{part}]"
-        elif part.isidentifier() and part not in ("str", "NamedTool", "int", "float"):
+        elif part.isidentifier() and part not in TYPES:
             text += f".{part}" if text else part
     return text
