@@ -3,9 +3,10 @@ encoder-decoders, and texts with images."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Collection, Iterable, Sequence
 from dataclasses import replace
 from io import BytesIO
+from itertools import product
 from types import SimpleNamespace
 
 import numpy as np
@@ -34,6 +35,11 @@ MADE = 6
 GREEDY = SamplingOptions(tokens=MADE, temperature=0, logprobs=0)
 ROOM = EngineOptions(sequences=3, tokens=16, page_size=4, memory_gib=0.001)
 LAYOUTS = {"one rank": {}, "tp2": {"tp": 2}, "pp2": {"pp": 2}}
+
+
+def sampled(cases: Iterable[tuple[str, str]], often: Collection[tuple[str, str]]) -> list:
+    """Those that are not run often are for `make soak`."""
+    return [pytest.param(*case, marks=[] if case in often else pytest.mark.soak) for case in cases]
 
 
 def run_of(model, layout: dict[str, int]) -> Run:
@@ -71,10 +77,11 @@ def check_answer(found: tuple[list[int], list[float]], made: list[int], whole: t
 
 HOW = {"max_new_tokens": MADE, "do_sample": False, "eos_token_id": None, "pad_token_id": 0}
 TEXTS = (5, 23, 1, 9, 14)
+DEEPER, TIED = list(test_t5.CASES)[:2]
+ENCODED = [(DEEPER, "one rank"), (DEEPER, "tp2"), (TIED, "pp2")]
 
 
-@pytest.mark.parametrize("layout", LAYOUTS)
-@pytest.mark.parametrize("case", list(test_t5.CASES)[:2])
+@pytest.mark.parametrize("case, layout", sampled(product((DEEPER, TIED), LAYOUTS), ENCODED))
 def test_an_encoder_decoder_answers_as_transformers_does(ranks, case, layout):
     """More texts than rows, of unequal lengths, longer than pages and steps."""
     hf = test_t5.transformers_model(case)
@@ -100,6 +107,15 @@ PICTURED = {
     "qwen2_5_vl": (test_qwen_vl, test_qwen_vl.CASES["qwen2_5_vl"]),
     "qwen3_vl": (test_qwen_vl, test_qwen_vl.CASES["qwen3_vl"]),
 }
+SPLIT = {**LAYOUTS, "cp2": {"cp": 2}, "tp2 pp2": {"tp": 2, "pp": 2}}
+SHOWN = [
+    ("llava", "tp2"),
+    ("llava, SigLIP", "one rank"),
+    ("qwen2_5_vl", "one rank"),
+    ("qwen2_5_vl", "cp2"),
+    ("qwen3_vl", "one rank"),
+    ("qwen3_vl", "pp2"),
+]
 SIZES = ((8, 12), (8, 8), (16, 8), (12, 12), (8, 12))
 
 
@@ -164,11 +180,10 @@ def continued(hf, reader: PictureReader, prompt: Prompt) -> tuple[list[int], tor
     return made[len(prompt.tokens) :], logits[len(prompt.tokens) - 1 :]
 
 
-@pytest.mark.parametrize("layout", [*LAYOUTS, "cp2", "tp2 pp2"])
-@pytest.mark.parametrize("name", PICTURED)
+@pytest.mark.parametrize("name, layout", sampled(product(PICTURED, SPLIT), SHOWN))
 def test_texts_with_images_go_on_as_those_of_transformers(ranks, name, layout):
     weights, prompts, made = truth_of(name)
-    split = {**LAYOUTS, "cp2": {"cp": 2}, "tp2 pp2": {"tp": 2, "pp": 2}}[layout]
+    split = SPLIT[layout]
     world = int(np.prod(list(split.values()) or [1]))
     run = run_of(PICTURED[name][1], split)
     found = ranks.run("tests.inference.test_streams:answers_from", world, run, weights, prompts, ROOM)[0]
