@@ -170,6 +170,7 @@ def model_object(service: Service, name: str) -> dict[str, Any]:
         "max_model_len": model.positions,
         "text": model.tokenizer is not None,
         "embeds": model.embeds is not None,
+        "images": model.pictures is not None,
         "chat": model.template is not None and model.tokenizer is not None,
     }
 

@@ -97,6 +97,7 @@ def test_a_model_without_a_tower_says_so(start):
 
 def test_tokens_of_a_chat_count_its_images(server):
     client = server.client()
+    assert client.models.retrieve("llava").images is True
     base = str(client.base_url).removesuffix("/v1/")
     plain, pictured = (
         httpx.post(f"{base}/tokenize", json={"messages": [each]}).json()["count"]
