@@ -10,8 +10,10 @@ import pytest
 import tokenizers
 import torch
 
+from phalanx.base.errors import DataError
 from phalanx.data.images import CONFIG
 from phalanx.inference.conversation import Conversation
+from phalanx.inference.pictures import PictureReader
 from phalanx.inference.request import SamplingOptions
 from tests.harness.chat_model import TEMPLATE, chat_folder
 from tests.inference.test_streams import png
@@ -138,3 +140,19 @@ def test_an_encoders_prompt_is_answered(warm, t5, tmp_path):
     assert planned.returncode == 0 and "a prompt and an answer of 64 tokens each" in planned.stdout, planned.stderr
     refused = warm.phalanx("eval", str(folder), "--tasks", "arc_easy")
     assert refused.returncode == 2 and "has an encoder" in refused.stderr
+
+
+def test_how_images_become_numbers_is_read_where_the_model_is(tmp_path):
+    """In the file of older folders and in that of transformers 5; a run's own setting goes before both."""
+    model, steps = test_llava.CLIP, {"image_processor_type": "CLIPImageProcessor", **STEPS}
+    usual = PictureReader.of(model, tmp_path).steps
+    with pytest.raises(DataError, match="by which the model was trained, is not there, and neither is a preproc"):
+        PictureReader.of(model, tmp_path, str(tmp_path / "gone.json"))
+    (tmp_path / "processor_config.json").write_text(json.dumps({"image_processor": steps}))
+    nested = PictureReader.of(model, tmp_path).steps
+    assert nested.mean == (0.3, 0.3, 0.3) and nested != usual
+    (tmp_path / CONFIG).write_text(json.dumps(steps | {"image_mean": [0.2] * 3}))
+    assert PictureReader.of(model, tmp_path).steps.mean == (0.2, 0.2, 0.2)
+    (tmp_path / "own.json").write_text(json.dumps(steps | {"image_mean": [0.1] * 3}))
+    assert PictureReader.of(model, tmp_path, str(tmp_path / "own.json")).steps.mean == (0.1, 0.1, 0.1)
+    assert PictureReader.of(test_t5.CASES["1.0: relu, tied, scaled"], tmp_path) is None
