@@ -164,6 +164,7 @@ def test_a_rank_decodes_the_images_that_it_computes_with(folder, tmp_path, monke
 
     samples = [0, 1, 2]
     whole = loader_of(run).batch(samples)
+    assert whole.beside[PATCHES].values.any()
     monkeypatch.setattr("phalanx.data.pictures.open_image", counted)
     for parts in ([SequenceShard(rank=rank, ranks=2) for rank in range(2)], SequenceShard(0, 2).all):
         decoded.clear()
