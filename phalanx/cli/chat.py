@@ -79,7 +79,7 @@ def chat(
 def image_of(talk: Conversation, name: str) -> list[ImageFile]:
     """The file, if it is an image that the model can read; else it is said why not."""
     from phalanx.base.errors import DataError
-    from phalanx.data.images import read_bytes
+    from phalanx.data.media import read_bytes
     from phalanx.inference.request import RequestError
 
     try:

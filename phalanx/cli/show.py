@@ -117,7 +117,7 @@ def data_prefixes(what: str, overrides: tuple[str, ...]) -> list[str]:
 
     run = prepare_elsewhere(what, overrides, None).run
     problems = check_files(run.data)
-    use = ChatUse(make_objective(run.task).train_on, run.model.pictures)
+    use = ChatUse(make_objective(run.task).train_on, run.model.media)
     data = None if problems else find_text(run.data, run.dir, use)
     if data is None and not problems:
         rule = (
@@ -261,7 +261,7 @@ def prepared_loaders(run: Run) -> tuple[Loader, dict[str, Loader]]:
             run.data,
             run.dir,
             run.model.vocab_size,
-            train_on=ChatUse(make_objective(run.task).train_on, run.model.pictures),
+            train_on=ChatUse(make_objective(run.task).train_on, run.model.media),
             say=lambda text: click.echo(text, err=True),
             progress=show,
         )
@@ -306,7 +306,7 @@ def pack_text(config: str, overrides: tuple[str, ...]) -> Iterator[str]:
             run.data,
             run.dir,
             run.model.vocab_size,
-            train_on=ChatUse(make_objective(run.task).train_on, run.model.pictures),
+            train_on=ChatUse(make_objective(run.task).train_on, run.model.media),
             say=lambda text: click.echo(text, err=True),
             progress=show,
         )

@@ -69,9 +69,10 @@ def check_micro_batches(run: Run, world_size: int) -> list[Problem]:
         return []
     lengths = {"train.seq_length": c.seq_length}
     lengths |= {f"task.{name}_length": length for name, length in make_objective(run.task).beside.items()}
+    lengths |= {f"data.room.{s.name}": run.data.room.get(s.name, 0) for s in run.model.numbers_beside}
     name, longest = max(lengths.items(), key=lambda pair: pair[1])
     if c.micro_batch * longest > TOKENS:
-        rule = f"micro_batch * {name.split('.')[1]} must be <= {TOKENS}"
+        rule = f"micro_batch * {name.split('.', 1)[1]} must be <= {TOKENS}"
         return [problem("train", c, "micro_batch", rule, {name: longest}, (TOKENS // longest,))]
     dp = max(1, world_size // (layout.tp * layout.cp * layout.pp))
     most = MICRO_BATCHES * c.micro_batch * dp

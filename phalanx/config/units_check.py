@@ -6,12 +6,13 @@ from __future__ import annotations
 from phalanx.base.errors import DataError, Problem
 from phalanx.base.rules import at_least, exists, missing_data, no_effect, problem
 from phalanx.config.run import Run
+from phalanx.data.media import reader_of
 
 
 def check_units(run: Run, files: bool) -> list[Problem]:
     """A capacity for each stream that the model reads, and for no other; a processor that fits. files: whether files
     are there to be read."""
-    read, room = {stream.name: stream for stream in run.model.reads_units}, run.data.room
+    read, room = {stream.name: stream for stream in run.model.needs_room}, run.data.room
     because = {"model.family": run.model.family}
     found = []
     if unknown := sorted(set(room) - set(read)):
@@ -20,29 +21,32 @@ def check_units(run: Run, files: bool) -> list[Problem]:
         found.append(problem("data", run.data, "room", f"{rule} (not {', '.join(unknown)})", because, ({},)))
     for name, stream in read.items():
         if room.get(name, 0) < stream.joined:
-            rule = f"must say how many rows of {name} a sequence has room for: some multiple of the rows of an image"
+            rule = f"must say how many rows of {name} a sequence has room for: some multiple of those of one file"
             valid = ({**{k: v for k, v in room.items() if k in read}, name: 4 * stream.largest},)
             found.append(problem("data", run.data, "room", rule, because, valid))
-    return found + check_images(run, files) + (check_not_built(run) if read else [])
+    return found + check_media(run, files) + (check_not_built(run) if read else [])
 
 
-def check_images(run: Run, files: bool) -> list[Problem]:
-    """What says how images become numbers, where the model reads any."""
-    data, spec = run.data, run.model.pictures
+def check_media(run: Run, files: bool) -> list[Problem]:
+    """What says how images or recordings become numbers, where the model reads any."""
+    data, spec = run.data, run.model.media
     if spec is None:
         because = {"model.family": run.model.family}
-        return no_effect("data", data, ("processor", "image_workers"), "a model that reads images", because)
+        return no_effect("data", data, ("processor", "image_workers"), "a model that reads images or sound", because)
     found = at_least("data", data, 0, "image_workers")
-    if data.processor is None or not files:
+    if not files or data.source is not None:
         return found
-    if not exists(data.processor):
+    if data.processor is not None and not exists(data.processor):
         return [*found, missing_data("data.processor", data.processor, "must be a preprocessor_config.json")]
-    from phalanx.data.pictures import steps_for  # Pillow: start-up time of runs without images
-
     try:
-        steps_for(spec, data.processor)
+        reader = reader_of(spec, data.processor)
     except DataError as error:
-        found.append(problem("data", data, "processor", str(error), {}, (None,)))
+        return [*found, problem("data", data, "processor", str(error), {}, (None,))]
+    if data.chats:
+        try:
+            reader.check_packages()
+        except DataError as error:
+            found.append(problem("data", data, "chats", str(error), {"model.family": run.model.family}, ()))
     return found
 
 

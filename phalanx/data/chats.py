@@ -104,13 +104,13 @@ class LongChats:
 
 @dataclass(frozen=True)
 class ChatRoom:
-    """What a sequence has room for: tokens, and, with images, rows of patches, of which `rows` says how many each
-    document of the corpus has. `setting`: what sets their room, for messages."""
+    """What a sequence has room for: tokens, and, with images or recordings, rows of the stream `name`, of which `rows`
+    says how many each document of the corpus has."""
 
     seq_length: int
     rows: NDArray[np.int64] | None = None
     capacity: int = 0
-    setting: str = ""
+    name: str = ""
 
     def second(self, corpus: Corpus, first: int, last: int, kept: NDArray[np.int64]) -> Second | None:
         """Of documents first .. last - 1, of which those with tokens are kept. DataError for one that is too large."""
@@ -118,11 +118,11 @@ class ChatRoom:
             return None
         rows = np.where(kept > 0, self.rows[first:last], 0)
         if (large := np.flatnonzero(rows > self.capacity)).size:
-            most = int(rows.max())
+            most, setting = int(rows.max()), f"data.room.{self.name}"
             raise DataError(
-                f"{large.size:,} of {last - first:,} chats have more patches of images than a sequence has room for: "
+                f"{large.size:,} of {last - first:,} chats have more rows of {self.name} than a sequence has room for: "
                 f"{origin_text(corpus, first + int(large[0]))} has {rows[large[0]]:,}, and "
-                f"{self.setting}={self.capacity:,}; {self.setting}={most} has room for all, or take smaller images"
+                f"{setting}={self.capacity:,}; {setting}={most} has room for all"
             )
         return Second(rows, self.capacity)
 

@@ -110,12 +110,13 @@ class DataConfig:
     """Keep attention inside documents and restart positions at each of them. unset: yes with packing, otherwise no."""
     room: dict[str, int] = field(default_factory=dict)
     """Rows of each stream of numbers that a sequence has room for beside its tokens, such as {patches: 4096} for
-    images; the sequences of a micro-batch share theirs. Models that read such a stream need it."""
+    images, which the sequences of a micro-batch share, or {sound: 1500}. Models that read such a stream need it."""
     processor: str | None = None
-    """A preprocessor_config.json, or a folder that holds one: how images of chats become numbers; unset: as the model's
-    family does it."""
+    """A preprocessor_config.json, or a folder that holds one: how images or recordings of chats become numbers; unset:
+    as the model's family does it."""
     image_workers: int = 0
-    """Processes on each rank that decode images of chats ahead of need; 0: the thread that reads data does."""
+    """Processes on each rank that decode images and recordings of chats ahead of need; 0: the thread that reads data
+    does."""
     max_epochs: float | None = None
     """Refuse a run that would read its data more often than this; unset: no limit (for sources with a number of tokens,
     1)."""

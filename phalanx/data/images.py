@@ -3,8 +3,8 @@ Qwen2-VL and Qwen3-VL).
 
     bytes ──open_image──▶ PIL image ──ImageSteps.pixels──▶ (3, H, W) fp32 ──PatchForm.units──▶ rows of patches
 
-Image files may come from anybody: which formats are read, how many pixels an image may have, and where files may lie is
-decided here; a file that breaks a rule is a BadImage, which names the file.
+Image files may come from anybody: which formats are read and how many pixels an image may have is decided here (where
+files may lie, in data/media.py); a file that breaks a rule is a BadImage, which names the file.
 """
 
 from __future__ import annotations
@@ -23,44 +23,17 @@ from numpy.typing import NDArray
 from PIL import Image, ImageOps, UnidentifiedImageError
 
 from phalanx.base.errors import DataError
+from phalanx.data.media import BadMedia
 
 CONFIG = "preprocessor_config.json"
 FORMATS = ("JPEG", "PNG", "WEBP", "GIF", "BMP", "TIFF")
 MODES = ("1", "L", "LA", "La", "P", "PA", "RGB", "RGBA", "RGBa", "RGBX", "CMYK", "YCbCr", "HSV", "LAB")
 MAX_PIXELS = 1 << 26
-MAX_BYTES = 1 << 28
 MAX_RATIO = 200  # of a resized image's sides, for Qwen2-VL
 
 
-class BadImage(DataError):
+class BadImage(BadMedia):
     """An image that is not read: damaged, hostile, or of a kind that cannot be used."""
-
-
-# ---- files
-
-
-def image_path(folder: Path, name: str) -> Path:
-    """The file that a record beside `folder` names. BadImage if it is outside the folder, links followed."""
-    asked = Path(name)
-    if not name or "\0" in name or asked.is_absolute() or ".." in asked.parts or "://" in name:
-        raise BadImage(f"{name!r} must be a path below {folder}, where the file that names it is")
-    found, root = (folder / asked).resolve(), folder.resolve()
-    if not found.is_relative_to(root):
-        raise BadImage(f"{name!r} leads out of {folder}: files of images lie below the file that names them")
-    return found
-
-
-def read_bytes(path: Path) -> bytes:
-    """BadImage if it is no file, cannot be read, or is far larger than an image."""
-    try:
-        if not path.is_file():
-            raise BadImage(f"{path}: no such file")
-        size = path.stat().st_size
-        if size > MAX_BYTES:
-            raise BadImage(f"{path}: has {size:,} bytes; an image may have {MAX_BYTES:,}")
-        return path.read_bytes()
-    except OSError as error:
-        raise BadImage(f"{path}: cannot be read: {error}") from error
 
 
 def size_of(data: bytes, name: str) -> tuple[int, int]:

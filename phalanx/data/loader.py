@@ -99,8 +99,8 @@ class Place(NamedTuple):
     window: int
 
 
-class SampleImages(Protocol):
-    """What gives samples their images (data/pictures.py)."""
+class SampleMedia(Protocol):
+    """What gives samples their images or recordings (data/media.py)."""
 
     def add(self, samples: Sequence[Sample], sources: Sequence[Any], part: SequenceShard = WHOLE) -> list[Sample]:
         """To the samples of a micro-batch. sources: the corpus and the ranges of its tokens that each sample was made
@@ -116,8 +116,8 @@ class Reading:
     transform  what becomes of samples; None: they stay as the data has them
     classes    names of the classes that labels are (data/classes.py); none: labels are the next tokens
     texts      labels are the numbers of texts in their groups (data/text_groups.py)
-    units      the streams of units that the model reads, which `pictures` or the transform makes
-    pictures   gives samples their images, before they are transformed; None: they have none
+    units      the streams of units that the model reads, which `media` or the transform makes
+    media      gives samples their images or recordings, before they are transformed; None: they have none
     """
 
     scores: ScoreFile | None = None
@@ -125,7 +125,7 @@ class Reading:
     classes: tuple[str, ...] = ()
     texts: bool = False
     units: tuple[UnitRoom, ...] = ()
-    pictures: SampleImages | None = None
+    media: SampleMedia | None = None
 
     def length(self, seq_length: int) -> int:
         """Tokens of the data in a sample that has `seq_length` for the model."""
@@ -181,7 +181,7 @@ class Loader:
         self.of_texts = reading.texts
         if packed:
             check_holds((corpus for source in sources for corpus in source.corpora), reading.texts)
-        self.units, self.pictures = reading.units, reading.pictures
+        self.units, self.media = reading.units, reading.media
         for corpus in [] if scores is None else [corpus for source in sources for corpus in source.corpora]:
             scores.check_corpus(corpus)  # type: ignore[union-attr]
         self._positions: dict[
@@ -300,9 +300,9 @@ class Loader:
     def samples(self, places: Sequence[Place], part: SequenceShard = WHOLE) -> list[Sample]:
         """Samples as the task reads them; part: as of `read`."""
         found = [self._untransformed(place) for place in places]
-        if self.pictures is not None:
+        if self.media is not None:
             origins = [self.sources[place.source].origin(place.window) for place in places]
-            found = self.pictures.add(found, origins, part)
+            found = self.media.add(found, origins, part)
         return found if self.transform is None else [self.transform(sample) for sample in found]
 
     def sample(self, place: Place) -> Sample:

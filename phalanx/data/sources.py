@@ -17,10 +17,10 @@ from phalanx.base.errors import DataError
 from phalanx.data.chats import ChatRoom, LongChats, pack_chats, read_tokens
 from phalanx.data.config import DataConfig, SourceConfig, prefixes_and_weights
 from phalanx.data.index import Corpus, check_vocab
+from phalanx.data.media_notes import MediaNotes
 from phalanx.data.mixture import Blend, Weight, hash64, make_key, parse_split, permute
 from phalanx.data.packing import Packing, make_packing, read_packing
 from phalanx.data.pairs import pack_pairs, pair_starts, prompt_tokens
-from phalanx.data.picture_notes import PictureNotes
 from phalanx.data.text_groups import holds_texts, pack_texts, text_ends
 from phalanx.sequence.patches import PATCHES
 
@@ -504,10 +504,11 @@ def open_source(
 
 def chat_room(config: DataConfig, corpus: Corpus, seq_length: int) -> ChatRoom:
     """What a sequence of a corpus of chats has room for."""
-    notes = PictureNotes(corpus)
+    notes = MediaNotes(corpus)
     if notes.places is None:
         return ChatRoom(seq_length)
-    return ChatRoom(seq_length, notes.rows(), config.room.get(PATCHES, 0), f"data.room.{PATCHES}")
+    name, capacity = next(iter(config.room.items()), (PATCHES, 0))  # a model reads media of one kind
+    return ChatRoom(seq_length, notes.rows(), capacity, name)
 
 
 def source_weights(configs: Sequence[SourceConfig], sizes: Sequence[int], total: int | None) -> list[Weight]:

@@ -155,7 +155,7 @@ class ForwardOnly:
 def evaluate_rank(run: Run, placement: Placement, what: Evaluation) -> None:
     """One rank's share; rank 0 prints the table and writes the file."""
     with ExitStack() as after:
-        use = ChatUse(make_objective(run.task).train_on, run.model.pictures)
+        use = ChatUse(make_objective(run.task).train_on, run.model.media)
         run = replace(run, data=use_text(run.data, run.dir, run.model.vocab_size, train_on=use))
         loaders = open_sets(run, what)  # problems with the data are reported before the ranks meet
         after.callback(leave_world)

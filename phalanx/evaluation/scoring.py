@@ -65,7 +65,7 @@ class TokenScoring:
 def score_rank(run: Run, placement: Placement, what: TokenScoring) -> None:
     """One rank's share; rank 0 writes the file."""
     with ExitStack() as after:
-        use = ChatUse(make_objective(run.task).train_on, run.model.pictures)
+        use = ChatUse(make_objective(run.task).train_on, run.model.media)
         run = replace(run, data=use_text(run.data, run.dir, run.model.vocab_size, train_on=use))
         loaders = loaders_of(run)  # problems with the data are reported before the ranks meet
         after.callback(leave_world)

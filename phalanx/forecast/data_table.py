@@ -100,7 +100,7 @@ def plan_data(run: Run) -> str:
     missing = check_files(run.data)
     if missing:
         return f"not here: {', '.join(str(p.value) for p in missing)}"
-    data = find_text(run.data, run.dir, ChatUse(make_objective(run.task).train_on, run.model.pictures))
+    data = find_text(run.data, run.dir, ChatUse(make_objective(run.task).train_on, run.model.media))
     return (
         "the data is not prepared yet; `phalanx train` does it first"
         if data is None

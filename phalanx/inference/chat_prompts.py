@@ -55,9 +55,9 @@ class ChatPrompts:
                 raise RequestError("images", [name for name, _ in images], "are not read by this model")
             written = self.template.prompt(self.tokenizer, messages, tools, **variables)
             return written, Prompt(encoder_end(self.tokenizer, written.ids) if self.encodes else written.ids)
-        from phalanx.text.pictures import PictureText  # Pillow: start-up time of models without images
+        from phalanx.text.media import MediaText  # Pillow: start-up time of models without images
 
-        shown = PictureText.with_steps(self.pictures.spec, self.pictures.steps, self.tokenizer)
+        shown = MediaText.with_reader(self.pictures.spec, self.pictures.media, self.tokenizer)
         written = self.template.prompt(self.tokenizer, messages, tools, shown, **variables)
         read = self.pictures.prompt(written.ids, [self.pictures.image(data, name) for name, data in images])
         return replace(written, ids=read.tokens), read

@@ -312,12 +312,12 @@ class ChatLine:
     where: str
 
     def images(self) -> list[ImageFile]:
-        """BadImage for one that cannot be read, or is not below the folder."""
-        if not self.chat.images:
+        """BadMedia for one that cannot be read, or is not below the folder."""
+        if not self.chat.files:
             return []
-        from phalanx.data.pictures import image_bytes  # Pillow: start-up time of prompts without images
+        from phalanx.data.media import media_bytes  # start-up time of prompts without images
 
-        return [(name, image_bytes(Path(self.folder), name)) for name in self.chat.images]
+        return [(name, media_bytes(Path(self.folder), name)) for name in self.chat.files]
 
     def prompt(self, chats: ChatPrompts) -> Prompt:
         """DataError, which names the line, for one that cannot be asked."""
@@ -416,7 +416,7 @@ def shown_prompt(given: GivenPrompt) -> dict[str, Any]:
     if not isinstance(given, ChatLine):
         return {"prompt": given}
     plain = [{name: value for name, value in message.items() if name != "parts"} for message in given.chat.messages]
-    return {"messages": plain, **({"images": list(given.chat.images)} if given.chat.images else {})}
+    return {"messages": plain, **({f"{given.chat.kind}s": list(given.chat.files)} if given.chat.files else {})}
 
 
 def read_prompts(path: str) -> tuple[GivenPrompt, ...]:

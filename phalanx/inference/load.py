@@ -61,6 +61,10 @@ def run_of_folder(folder: Path, gpu: bool) -> Run:
 
 def run_of_model(model: ModelConfig, lora: AdapterConfig | None, gpu: bool) -> Run:
     """The same of a model's config. ConfigError for a model that cannot be run without training."""
+    if model.numbers_beside:
+        rule = f"has an encoder that reads {model.numbers_beside[0].name}, from which nothing is generated yet: export "
+        rule += "it (phalanx export) and generate with transformers"
+        raise ConfigError([Problem("model.family", model.family, rule)])
     length = min(1024, model.max_position_embeddings)
     train = TrainConfig(steps=1, global_batch=1, micro_batch=1, seq_length=length, precision="bf16" if gpu else "fp32")
     task: Any = usual_task(model)
@@ -318,7 +322,7 @@ def load_model(folder: Path, plan: Plan, mesh: Mesh, adapters: ServedAdapters | 
 
 def picture_reader(model: ModelConfig, weights: Path) -> PictureReader | None:
     """What reads the images of a model's prompts; None: it reads none. DataError if what says how does not fit."""
-    if model.pictures is None:
+    if model.media is None:
         return None
     from phalanx.inference.pictures import PictureReader  # Pillow: start-up time of models without images
 

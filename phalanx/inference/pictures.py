@@ -19,7 +19,7 @@ from numpy.typing import NDArray
 
 from phalanx.base.errors import DataError
 from phalanx.data.images import CONFIG, ImageSteps, open_image, processor_of
-from phalanx.data.pictures import steps_for, steps_of
+from phalanx.data.pictures import Pictures, steps_for, steps_of
 from phalanx.inference.request import Prompt, PromptImage, Request, RequestError
 from phalanx.models.model_config import ModelConfig
 from phalanx.sequence.balance import assign_whole
@@ -45,8 +45,8 @@ class PictureReader:
     def of(model: ModelConfig, weights: Path | None = None, processor: str | None = None) -> PictureReader | None:
         """None for a model that reads none. processor: data.processor of the run that trained it; else what is beside
         the weights says how images become numbers, or the family. DataError for what does not fit the model."""
-        spec = model.pictures
-        if spec is None:
+        spec = model.media
+        if not isinstance(spec, PictureSpec):
             return None
         if processor is not None and Path(processor).exists():
             return PictureReader(spec, steps_for(spec, processor))
@@ -64,6 +64,11 @@ class PictureReader:
                 f"in {weights}: put it there"
             )
         return PictureReader(spec, steps_for(spec, None))
+
+    @property
+    def media(self) -> Pictures:
+        """What reads them in training."""
+        return Pictures(self.spec, self.steps)
 
     @property
     def most_tokens(self) -> int:

@@ -59,6 +59,8 @@ class SchedulerSpec:
     late            tokens of a step are observed after so many more are scheduled; at most in_flight
     in_flight       steps that are computed at once (pipeline stages): a sequence whose last token has not been observed
                     is in each in_flight-th step at most, and of those who decode each step has its part
+    prefixes        a sequence may begin with pages that another one has filled; not where layers keep a state, which is
+                    remembered at a sequence's last token alone
     further         tokens after a page on which what is remembered in it hangs too (multi-token prediction): a prefix
                     is known by them, and known when the last of them is
     source          layers that remember what an encoder has read; None: there is no encoder
@@ -72,6 +74,7 @@ class SchedulerSpec:
     late: int = 1
     in_flight: int = 1
     further: int = 0
+    prefixes: bool = True
     source: GroupSpec | None = None
 
     def __post_init__(self) -> None:
@@ -541,7 +544,7 @@ class Scheduler:
         before = before if sequence.scored_from is None else min(before, sequence.scored_from - 1)
         before = min(before, max(0, len(sequence.tokens) - self.spec.further))
         keys = self._keys(sequence, before // self.spec.page_size)
-        keys = self._whole_images(sequence, keys[: self.pages.longest_prefix(keys)])
+        keys = self._whole_images(sequence, keys[: self.pages.longest_prefix(keys)]) if self.spec.prefixes else []
         if not alone and not self._has_room(sequence, keys):
             self._blocked = (sequence.number, available)
             return False

@@ -83,7 +83,7 @@ class LlavaConfig(UpperWindowConfig):
         return PatchForm(v.patch_size, classed=v.tower == "clip", reads_class=reads, largest=v.patches)
 
     @property
-    def pictures(self) -> PictureSpec:
+    def media(self) -> PictureSpec:
         side = self.vision.image_size
         return PictureSpec(self.patch_form, self.image_token_id, (side, side), usual_processor(self.vision))
 

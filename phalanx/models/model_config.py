@@ -5,11 +5,11 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, ClassVar
 
 from phalanx.base.errors import Problem
 from phalanx.base.rules import multiples, problem
-from phalanx.sequence.patches import PictureSpec
+from phalanx.sequence.media import MediaSpec
 from phalanx.sequence.sample import UnitStream
 
 
@@ -28,9 +28,29 @@ class ModelConfig:
         tie_word_embeddings: bool
         initializer_range: float
 
+    heads_field: ClassVar[str] = "num_attention_heads"
+    """The field that says how many heads there are, of attention or of a scan."""
+    kv_heads_field: ClassVar[str] = "num_key_value_heads"
+    """The field that says how many of these share what they read: key-value heads, or groups of a scan."""
+
+    @property
+    def taps(self) -> int:
+        """Tokens that the convolutions before scans read, the token itself included; 0: no layer has a scan."""
+        return 0
+
+    @property
+    def scans(self) -> bool:
+        """Whether layers hand a state on from token to token."""
+        return self.taps > 0
+
+    @property
+    def attends(self) -> bool:
+        """Whether layers have attention."""
+        return True
+
     @property
     def kv_heads(self) -> int:
-        """Key and value heads that attention uses."""
+        """Key and value heads that attention uses, or groups of a scan."""
         return self.num_attention_heads
 
     @property
@@ -106,13 +126,24 @@ class ModelConfig:
         return ()
 
     @property
+    def numbers_beside(self) -> tuple[UnitStream, ...]:
+        """Of `reads_beside`, the streams that have numbers in place of tokens (Sample.values), such as frames of
+        sound."""
+        return ()
+
+    @property
+    def needs_room(self) -> tuple[UnitStream, ...]:
+        """The streams of numbers for which data.room says how many rows a sequence has room for."""
+        return (*self.reads_units, *self.numbers_beside)
+
+    @property
     def reads_units(self) -> tuple[UnitStream, ...]:
         """The streams of units (sequence.units) that it reads, such as patches of images."""
         return ()
 
     @property
-    def pictures(self) -> PictureSpec | None:
-        """What is to be known of images in its texts; None: it reads none."""
+    def media(self) -> MediaSpec | None:
+        """What is to be known of files that its chats name, such as images; None: it reads none."""
         return None
 
     @property

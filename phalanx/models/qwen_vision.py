@@ -100,7 +100,7 @@ class QwenVLConfig(DecoderConfig):
         return PatchForm(v.patch_size, largest=largest, **form)
 
     @property
-    def pictures(self) -> PictureSpec:
+    def media(self) -> PictureSpec:
         return PictureSpec(self.patch_form, self.image_token_id, None, usual_processor(self.vision), None, True)
 
     @property
@@ -248,10 +248,10 @@ def fields_for(config: type[Any], text: ModelConfig) -> dict[str, Any]:
     return {f.name: getattr(text, f.name) for f in fields(text) if f.name in ours}
 
 
-def text_of(config: QwenVLConfig, family: Family) -> Any:
+def text_of(config: ModelConfig, family: Family) -> Any:
     """The text's config as its own family has it."""
     kind: Any = family.config
-    names = {f.name for f in fields(kind)} & {f.name for f in fields(config)} - {"family"}
+    names = {f.name for f in fields(kind)} & set(vars(config)) - {"family"}
     return kind(**{name: getattr(config, name) for name in sorted(names)})
 
 

@@ -156,8 +156,12 @@ def unread_shapes(vision: VisionConfig, layers: int) -> dict[str, tuple[int, ...
     for layer in range(layers, vision.num_hidden_layers):
         found |= layer_shapes(vision, layer)
     found |= norm_shapes(f"{TOWER}.post_layernorm", width)
-    if not vision.pooling_head:
-        return found
+    return found | head_shapes(vision) if vision.pooling_head else found
+
+
+def head_shapes(vision: VisionConfig) -> dict[str, tuple[int, ...]]:
+    """The tensors of SigLIP's pooling head."""
+    width, found = vision.hidden_size, dict[str, tuple[int, ...]]()
     at, inner = f"{TOWER}.head", vision.intermediate_size
     found |= {f"{at}.probe": (1, 1, width)}
     found |= {f"{at}.attention.in_proj_weight": (3 * width, width), f"{at}.attention.in_proj_bias": (3 * width,)}

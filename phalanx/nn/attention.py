@@ -10,7 +10,7 @@ from typing import Literal
 import torch
 from torch import Tensor
 
-from phalanx.layout.param import Init, Replica
+from phalanx.layout.param import Init, MatrixOutputs, Replica
 from phalanx.nn.env import Env
 from phalanx.nn.linear import ColumnLinear, RowLinear
 from phalanx.nn.memory import PageSpec
@@ -69,7 +69,7 @@ def supported(kind: AttentionKind, env: Env, dropout: float = 0.0) -> AttentionK
 def whole_only(kind: AttentionKind) -> str | None:
     """Why attention of a kind takes whole sequences alone; None: what it reads can be remembered while they go on."""
     lacking = sorted(kind.features - PAGED)
-    later = " (tokens read later ones)" if lacking in (["direction"], ["prefix"]) else ""
+    later = " (tokens read later ones)" if lacking in (["direction"], ["prefix"], ["together"]) else ""
     return f"attention to what is remembered has no {', no '.join(lacking)}{later}" if lacking else None
 
 
@@ -89,7 +89,7 @@ class AttentionSpec:
     width       of the model; head_dim: of a head
     std         of the initial weights; std_out: of the output matrix, std_q: of the query matrix, if they differ
     rotation    rotary embedding, if any
-    bias        which projections have one
+    bias        which projections have one; "not keys": all but that of keys (Whisper)
     transposed  matrices are stored as (inputs, outputs)
     dropout     of the probabilities; layer: the layer number, a key of its random numbers
     head_norm   names of the RMSNorms of query heads and of key heads (one weight for all heads), and their epsilon
@@ -113,7 +113,7 @@ class AttentionSpec:
     std_q: float | None = None
     fused_by: Literal["kind", "head"] = "kind"
     rotation: Rotation | None = None
-    bias: Literal["none", "qkv", "all"] = "none"
+    bias: Literal["none", "qkv", "not keys", "all"] = "none"
     transposed: bool = False
     dropout: float = 0.0
     layer: int = 0
@@ -125,6 +125,12 @@ class AttentionSpec:
     kind: AttentionKind = CAUSAL
     temperature: QueryTemperature | None = None
     sinks: str | None = None
+
+    @property
+    def biased(self) -> tuple[str, ...]:
+        """The matrices of q, k and v that have a bias."""
+        q, k, v, _ = self.names
+        return () if self.bias == "none" else (q, v) if self.bias == "not keys" else (q, k, v)
 
 
 class WidthNorm(Module):
@@ -174,7 +180,7 @@ class Attention(Module):
             rows[0] = replace(rows[0], init=Init("normal", spec.std_q))
         init, transposed = Init("normal", spec.std), spec.transposed
         init_out = init if spec.std_out is None else Init("normal", spec.std_out)
-        self.qkv = ColumnLinear(env, rows, spec.width, init, transposed=transposed, bias=spec.bias != "none")
+        self.qkv = ColumnLinear(env, rows, spec.width, init, transposed=transposed, bias=spec.biased)
         features = own.q0 * head_dim, own.q1 * head_dim
         self.out = RowLinear(
             env,
@@ -184,7 +190,7 @@ class Attention(Module):
             features,
             init_out,
             transposed=transposed,
-            bias=spec.bias == "all",
+            bias=spec.bias in ("all", "not keys"),
         )
         logits = [OutputRows(spec.sinks, heads, own.q0, own.q1)] if spec.sinks else []
         self.sinks = self.param(bias_spec(logits, init)) if logits else None
@@ -207,13 +213,22 @@ class Attention(Module):
         if fused and spec.fused_by == "head":
             places = [3 * head + i for i in range(3) for head in range(own.q0, own.q1)]
             return [
-                OutputRows(names[0], sum(sizes), at * self.head_dim, (at + 1) * self.head_dim, own.replicas)
+                OutputRows(
+                    names[0],
+                    sum(sizes),
+                    at * self.head_dim,
+                    (at + 1) * self.head_dim,
+                    own.replicas,
+                    outputs=(MatrixOutputs("qkv"[at % 3], self.head_dim, heads=True),),
+                )
                 for at in places
             ]
         for i, (first, last, replicas) in enumerate([(own.q0, own.q1, ()), *both]):
             base = sum(sizes[:i]) if fused else 0
             size = sum(sizes) if fused else sizes[i]
-            rows.append(OutputRows(names[i], size, base + first * self.head_dim, base + last * self.head_dim, replicas))
+            heads = (MatrixOutputs("qkv"[i], self.head_dim, heads=True),)
+            at = base + first * self.head_dim, base + last * self.head_dim
+            rows.append(OutputRows(names[i], size, *at, replicas, outputs=heads))
         return rows
 
     def forward(self, x: Tensor, batch: Batch) -> Tensor:

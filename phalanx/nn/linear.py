@@ -7,8 +7,9 @@ they are multiplied.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 
+import torch
 from torch import Tensor
 
 from phalanx.comm.axis import Axis
@@ -56,7 +57,8 @@ class Linear(Module):
 
 class ColumnLinear(Linear):
     """x (T / tp, in) of each rank -> (T, this rank's outputs). The weight stacks the slices `rows` of the outputs of
-    its global matrices. The bias is sharded like the outputs and named after the same matrices."""
+    its global matrices. The bias is sharded like the outputs and named after the same matrices; `bias` may name the
+    matrices that have one."""
 
     def __init__(
         self,
@@ -66,15 +68,24 @@ class ColumnLinear(Linear):
         init: Init,
         *,
         transposed: bool = False,
-        bias: bool = False,
+        bias: bool | Collection[str] = False,
     ):
         super().__init__(env, column_spec(rows, inputs, init, transposed), [r.name for r in rows], cut=0)
-        if bias:
-            biases = [OutputRows(bias_name(r.name), r.size, r.start, r.stop, r.replicas) for r in rows]
+        biased = [r for r in rows if bias is True or (bias and r.name in bias)]
+        if biased:
+            biases = [OutputRows(bias_name(r.name), r.size, r.start, r.stop, r.replicas) for r in biased]
             self.bias = self.param(bias_spec(biases))
+        self.spread = None if len(biased) in (0, len(rows)) else [(r.stop - r.start, r in biased) for r in rows]
 
     def forward(self, x: Tensor) -> Tensor:
-        return self.method.gather_matmul(x, self.weight, self.env.tp, self.bias)
+        if self.spread is None or self.bias is None:
+            return self.method.gather_matmul(x, self.weight, self.env.tp, self.bias)
+        return self.method.gather_matmul(x, self.weight, self.env.tp, None) + self._spread(self.bias, self.spread)
+
+    def _spread(self, bias: Tensor, spread: Sequence[tuple[int, bool]]) -> Tensor:
+        """A number for each output: zeros where a matrix has no bias."""
+        parts = iter(bias.split([size for size, biased in spread if biased]))
+        return torch.cat([next(parts) if biased else bias.new_zeros(size) for size, biased in spread])
 
 
 class RowLinear(Linear):

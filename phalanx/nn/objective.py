@@ -39,9 +39,9 @@ class TaskConfig:
     """What is minimised: pretrain (cross entropy of the next token), sft (supervised fine-tuning on the answers of
     chats), dpo (preferences between pairs of answers), distil (a teacher's distributions), mlm (hidden tokens, for
     models that read both ways), classify (classes of texts or tokens), embed (embeddings of queries and passages, for
-    retrieval), span and ul2 (hidden spans, for encoder-decoders), seq2seq (answers of chats, for encoder-decoders), fim
-    (fill-in-the-middle), prefix (the rest of a document whose beginning is read both ways), or an objective of your own
-    as PACKAGE.MODULE:NAME. Its own fields stand beside the name."""
+    retrieval), span and ul2 (hidden spans, for encoder-decoders), seq2seq (answers of chats, for encoder-decoders),
+    transcribe (texts of recordings), fim (fill-in-the-middle), prefix (the rest of a document whose beginning is read
+    both ways), or an objective of your own as PACKAGE.MODULE:NAME. Its own fields stand beside the name."""
 
 
 class Objective(ABC):
@@ -56,7 +56,8 @@ class Objective(ABC):
     over_classes  its labels are classes, which stand beside the data; the model's head is over them
     makes_prefix  its batches say which first tokens of each document read each other (Batch.prefix), and causal
                   attention becomes attention with prefixes
-    makes_beside  the streams of tokens that its transform makes beside the text (Sample.beside); `beside` has lengths
+    makes_beside  the streams that its transform makes beside the text (Sample.beside); `beside` has the lengths of
+                  those of tokens, data.room of those of numbers
     needs_chats   whether it trains on chats and on nothing else
     """
 

@@ -67,8 +67,14 @@ class BlockFacts:
 
 def facts_of(run: Run) -> tuple[BlockFacts, ...]:
     """Facts about the blocks of a run's model."""
-    beside = {**make_objective(run.task).beside, **{room.stream.name: room.capacity for room in unit_rooms(run)}}
+    beside = {**lengths_beside(run), **{room.stream.name: room.capacity for room in unit_rooms(run)}}
     return model_facts(run.model, run.train.seq_length, tuple(beside.items()))
+
+
+def lengths_beside(run: Run) -> dict[str, int]:
+    """Tokens, or rows of numbers, of a sequence in each stream that its documents have beside the text."""
+    numbers = {stream.name: run.data.room.get(stream.name, 0) for stream in run.model.numbers_beside}
+    return {**make_objective(run.task).beside, **numbers}
 
 
 def unit_rooms(run: Run) -> tuple[UnitRoom, ...]:

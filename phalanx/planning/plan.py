@@ -33,7 +33,15 @@ from phalanx.ops.experts.grouped import GROUPED
 from phalanx.ops.quantized.quantizer import WeightQuantizer
 from phalanx.ops.quantized.recipes import RECIPES
 from phalanx.optim.optimizer import optimizers_of, updater_of
-from phalanx.planning.blocks import BlockFacts, facts_of, make_blocks, num_blocks, unit_rooms, whole_linears
+from phalanx.planning.blocks import (
+    BlockFacts,
+    facts_of,
+    lengths_beside,
+    make_blocks,
+    num_blocks,
+    unit_rooms,
+    whole_linears,
+)
 from phalanx.planning.experts import ExpertsPlan, experts_plan
 from phalanx.planning.freeze import frozen_by, trained_also
 from phalanx.planning.kernels import KernelsPlan, kernels_plan
@@ -249,8 +257,8 @@ class Plan:
 
     @cached_property
     def lengths(self) -> Mapping[str, int]:
-        """Tokens of a sequence in each stream of tokens: the text, and those beside it."""
-        return {TEXT: self.run.train.seq_length, **self.objective.beside}
+        """Tokens, or rows of numbers, of a sequence in each stream: the text, and those beside its documents."""
+        return {TEXT: self.run.train.seq_length, **lengths_beside(self.run)}
 
     @property
     def units(self) -> tuple[UnitRoom, ...]:

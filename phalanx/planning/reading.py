@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 from phalanx.config.run import Run
-from phalanx.data.loader import Reading, SampleImages
-from phalanx.data.pictures import MockPictures, Pictures, steps_for
+from phalanx.data.loader import Reading, SampleMedia
+from phalanx.data.media import ChatMedia, MockMedia, reader_of
 from phalanx.data.scores import ScoreFile
 from phalanx.nn.objective import EmbeddingObjective, make_objective
 from phalanx.planning.blocks import unit_rooms
@@ -18,18 +18,20 @@ def reading_of(run: Run) -> Reading:
     scores = None if objective.scores is None else ScoreFile(objective.scores)
     classes = run.model.classes if objective.over_classes else ()
     texts = isinstance(objective, EmbeddingObjective)
-    return Reading(scores, transform_of(run), classes, texts, unit_rooms(run), pictures_of(run))
+    return Reading(scores, transform_of(run), classes, texts, unit_rooms(run), media_of(run))
 
 
-def pictures_of(run: Run) -> SampleImages | None:
-    """What gives samples their images, where the model reads any; tokens of a run's own source have none. DataError for
-    a processor that does not fit."""
-    spec = run.model.pictures
+def media_of(run: Run) -> SampleMedia | None:
+    """What gives samples their images or recordings, where the model reads any; tokens of a run's own source have none.
+    DataError for a processor that does not fit."""
+    spec = run.model.media
     if spec is None or run.data.source is not None:
         return None
+    reader = reader_of(spec, run.data.processor)
     if run.data.mock:
-        return MockPictures(spec, run.data.room.get(spec.form.stream.name, 0), run.train.seed)
-    return Pictures(spec, steps_for(spec, run.data.processor), run.data.image_workers)
+        return MockMedia(spec, reader, run.data.room.get(spec.stream.name, 0), run.train.seed)
+    reader.check_packages()
+    return ChatMedia(spec, reader, run.data.image_workers)
 
 
 def window_length(run: Run) -> int:

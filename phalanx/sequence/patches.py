@@ -10,7 +10,8 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from phalanx.sequence.sample import Units, UnitStream
+from phalanx.sequence.media import MediaSpec
+from phalanx.sequence.sample import Sample, Units, UnitStream
 
 PATCHES = "patches"
 ROW, COLUMN, ROWS, COLUMNS, WINDOW = range(5)
@@ -151,15 +152,11 @@ def positions_between(
 
 
 @dataclass(frozen=True)
-class PictureSpec:
+class PictureSpec(MediaSpec):
     """What a model's family says about images in a text.
 
     form       how an image becomes rows
-    token      the token that stands for a feature
     size       (height, width) of all images in pixels; None: any, in multiples
-    processor  a preprocessor_config.json, where the run names none
-    rewrites   what a chat template writes for an image, and what the text has there instead, with the token's name
-               once; None: the template writes the token's name once
     grid_positions  whether tokens of images have positions of their own, by row and column (Qwen2-VL's M-RoPE)
     """
 
@@ -169,3 +166,16 @@ class PictureSpec:
     processor: Mapping[str, Any] = field(default_factory=dict, hash=False)
     rewrites: tuple[str, str] | None = None
     grid_positions: bool = False
+    kind: str = "image"
+    begins: int | None = None
+
+    @property
+    def stream(self) -> UnitStream:
+        return self.form.stream
+
+    def placed(self, sample: Sample, units: Units) -> Sample:
+        made = super().placed(sample, units)
+        if not self.grid_positions:
+            return made
+        tokens = np.array(sample.tokens, np.int64)
+        return replace(made, coordinates=grid_positions(tokens, sample.documents, units, self))

@@ -21,6 +21,7 @@ from numpy.typing import NDArray
 from phalanx.base.errors import DataError
 
 ENCODER = "encoder"  # the name, beside a sample's own tokens, of the text that an encoder reads
+SOUND = "sound"  # the same of the recordings that an encoder hears
 IGNORE = -100  # label of a token without loss, as in torch's cross entropy
 QUERY, POSITIVE = 0, 1  # labels of texts whose embeddings are compared; from 2 on, those of negatives
 
@@ -255,12 +256,14 @@ class Vocabulary:
 class SampleFacts:
     """What an objective knows when it makes its transform: the run's seed and sequence length, the vocabulary, which is
     read from the tokenizer when it is asked for (DataError if there is none), and the token with which the texts of the
-    model's decoder begin (None: it has no decoder beside an encoder)."""
+    model's decoder begin (None: it has no decoder beside an encoder). room: rows of each stream of numbers that a
+    sequence has room for (data.room)."""
 
     seed: int
     seq_length: int
     read_vocabulary: Callable[[], Vocabulary]
     decoder_start: int | None = None
+    room: Mapping[str, int] = field(default_factory=dict)
 
     @cached_property
     def vocabulary(self) -> Vocabulary:

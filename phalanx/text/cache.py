@@ -20,7 +20,7 @@ from phalanx.data.checksums import SUFFIX as SUMS
 from phalanx.data.config import DataConfig, SourceConfig, prefixes_and_weights
 from phalanx.data.files import replacing
 from phalanx.data.pairs import pair_files
-from phalanx.sequence.patches import PictureSpec
+from phalanx.sequence.media import MediaSpec
 from phalanx.text.pairs import prepare_pairs
 from phalanx.text.prepare import prepare, read_manifest
 from phalanx.text.readers import Hints, find_files
@@ -33,7 +33,7 @@ SHUFFLE = 0  # seed for the order of documents, so that the validation part at t
 NAME = "text"
 PAIRS = "pairs"
 CHATS = "chats"
-CHATS_VERSION = 1  # of what is made of chats: with another one they are prepared again
+CHATS_VERSION = 2  # of what is made of chats: with another one they are prepared again
 LITTLE = 64 << 20  # bytes
 MAX_WORKERS = 8
 HINTS = Hints("data.json_keys={}", "data.text_errors={}")
@@ -160,10 +160,10 @@ def _pairs_key(config: DataConfig, hashes: Sequence[str]) -> str:
 
 class ChatUse(NamedTuple):
     """How chats are used: what of them is trained (Objective.train_on; None: the objective takes none), and what the
-    model reads of images in them (None: nothing)."""
+    model reads of images or recordings in them (None: nothing)."""
 
     train_on: TrainOn | None
-    pictures: PictureSpec | None = None
+    media: MediaSpec | None = None
 
 
 def chats_used(given: TrainOn | ChatUse | None) -> ChatUse:
@@ -174,17 +174,17 @@ class _Chats:
     """How the chats of a config are prepared."""
 
     def __init__(self, config: DataConfig, use: TrainOn | ChatUse | None):
-        train_on, pictures = chats_used(use)
+        train_on, media = chats_used(use)
         if train_on is None:
             raise DataError("data.chats needs an objective that trains on chats, such as task.name=sft")
         from phalanx.text.chat_masks import ChatEncoder  # jinja2: start-up time of runs without chats
         from phalanx.text.chat_template import template_for
-        from phalanx.text.pictures import PictureText
+        from phalanx.text.media import MediaText
 
         given = str(config.tokenizer)
         tokenizer = load_tokenizer(given)
         template = template_for(tokenizer, given, config.template)
-        written = None if pictures is None else PictureText.of(pictures, config.processor, tokenizer)
+        written = None if media is None else MediaText.of(media, config.processor, tokenizer)
         self.encoder = ChatEncoder(tokenizer, template, train_on, written)
         deciding = [CHATS_VERSION, tokenizer.fingerprint, template and template.fingerprint, train_on]
         self._deciding = [*deciding, config.bad_chats, *([] if written is None else [written.deciding])]

@@ -23,16 +23,16 @@ from dataclasses import dataclass
 from typing import Any, Literal
 
 from phalanx.base.errors import DataError
-from phalanx.text.chat_records import BadChat, Chat, Completion, Message, is_image, tool_name
+from phalanx.text.chat_records import BadChat, Chat, Completion, Message, is_media, tool_name
 from phalanx.text.chat_template import (
     ANSWER,
     ANSWER_END,
     BREAK,
     ChatTemplate,
-    WrittenImages,
+    WrittenMedia,
     broken,
     special_names,
-    with_images,
+    with_media,
 )
 from phalanx.text.tokenizer_base import Tokenizer
 
@@ -76,9 +76,9 @@ class ChatEncoder:
         tokenizer: Tokenizer,
         template: ChatTemplate | None,
         train_on: TrainOn,
-        pictures: WrittenImages | None = None,
+        media: WrittenMedia | None = None,
     ):
-        self.tokenizer, self.template, self.train_on, self.pictures = tokenizer, template, train_on, pictures
+        self.tokenizer, self.template, self.train_on, self.media = tokenizer, template, train_on, media
         self.special = special_names(tokenizer)
         self.notes = Counter[str]()
         self._noted = set[str]()  # of the chat at hand
@@ -87,7 +87,7 @@ class ChatEncoder:
         self._bos = None if bos is None else tokenizer.special_tokens.get(bos)
 
     def __reduce__(self) -> tuple[Any, ...]:
-        return ChatEncoder, (self.tokenizer, self.template, self.train_on, self.pictures)
+        return ChatEncoder, (self.tokenizer, self.template, self.train_on, self.media)
 
     def samples(self, given: Chat | Completion) -> list[ChatSample]:
         """BadChat for what cannot be trained on; DataError without a template for messages."""
@@ -99,10 +99,12 @@ class ChatEncoder:
     def _samples(self, given: Chat | Completion) -> list[ChatSample]:
         if isinstance(given, Completion):
             return [self._completion(given)]
+        if given.files and (self.media is None or given.kind != self.media.kind):
+            raise BadChat(str(given.kind), f"has parts of type {given.kind}, which this model does not read")
         if self.template is None:
+            if given.transcript is not None:
+                return [self._completion(Completion("", given.transcript))]
             raise DataError("has messages, which need a chat template: data.template=FILE.jinja")
-        if given.images and self.pictures is None:
-            raise BadChat("images", "has images, which this model does not read")
         return _Rendered(self, self.template, given).samples()
 
     def note(self, what: str) -> None:
@@ -340,7 +342,7 @@ class _Rendered:
     def _check_whole(self, written: str, last: int) -> None:
         """What people wrote up to the message `last`, and tools, must be there."""
         for number, message in enumerate(self.messages[: last + 1]):
-            texts = [part["text"] for part in message.get("parts", ()) if not is_image(part)] or [message["content"]]
+            texts = [part["text"] for part in message.get("parts", ()) if not is_media(part)] or [message["content"]]
             if message["role"] in ASKING and any(text.strip() not in written for text in texts):
                 rule = f"the template leaves out this message of role {message['role']}, or a part of it"
                 raise BadChat("left out by the template", rule, number + 1)
@@ -359,9 +361,9 @@ class _Rendered:
     def _render(self, messages: Sequence[Message], turn: int, begins: bool = False) -> str:
         try:
             words = {**self.variables, "add_generation_prompt": begins}
-            shown = with_images(messages, self.template, self.encoder.pictures)
+            shown = with_media(messages, self.template, self.encoder.media)
             written = self.template.render(shown, self.tools, words)
-            return written if self.encoder.pictures is None else self.encoder.pictures.rewritten(written)
+            return written if self.encoder.media is None else self.encoder.media.rewritten(written)
         except Exception as error:  # a template is a program, and this is whatever it raises
             text = str(error) or type(error).__name__
             raise BadChat(

@@ -8,6 +8,9 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
+from phalanx.base.registry import BUILT_IN, names
+from phalanx.data.media import SEAM
+
 Message = dict[str, Any]
 
 ROLES = ("system", "developer", "user", "assistant", "tool")
@@ -42,14 +45,24 @@ class Chat:
     tools      functions that may be called, in OpenAI's form
     answers    numbers, from 0, of the messages that the model is to learn
     variables  others that the template is given (chat_template_kwargs of the record)
-    images     names of files, in the order of the parts of messages that stand for them
+    files      names of images or recordings, in the order of the parts of messages that stand for them
+    kind       the type of these parts (base.registry, seam "media"); None: there are none
     """
 
     messages: tuple[Message, ...]
     tools: tuple[Any, ...] | None
     answers: tuple[int, ...]
     variables: Mapping[str, Any] = field(default_factory=dict)
-    images: tuple[str, ...] = ()
+    files: tuple[str, ...] = ()
+    kind: str | None = None
+
+    @property
+    def transcript(self) -> str | None:
+        """The answer, if all that it answers is one file without a text. Such a chat needs no template."""
+        if self.answers != (1,) or len(self.messages) != 2 or len(self.files) != 1 or self.messages[0]["content"]:
+            return None
+        said: str = self.messages[1]["content"]
+        return said
 
 
 @dataclass(frozen=True)
@@ -127,11 +140,18 @@ def _instruction(record: Mapping[str, Any]) -> Chat:
     return chat_of(messages, record)
 
 
+def _recording(record: Mapping[str, Any]) -> Chat:
+    """A recording and its text."""
+    heard = {"role": "user", "content": [{"type": "audio", "audio": record["audio"]}]}
+    return chat_of([heard, {"role": "assistant", "content": _text(record["text"], "text", None)}], record)
+
+
 FORMATS: tuple[tuple[tuple[str, ...], Callable[[Mapping[str, Any]], Chat | Completion]], ...] = (
     (("messages",), _messages),
     (("conversations",), _conversations),
     (("prompt", "completion"), _completion),
     (("instruction", "output"), _instruction),
+    (("audio", "text"), _recording),
 )
 
 
@@ -154,50 +174,59 @@ def chat_of(given: Any, record: Mapping[str, Any], before: int = 0, first_answer
     if not answers:
         why = "no message of the assistant" + (" in completion" if first_answer else "")
         raise BadChat("no answer", f"no answer: {why} has a weight other than 0")
-    named = [part.pop("image", None) for message in messages for part in message.get("parts", ()) if is_image(part)]
-    images = _images(named, record.get("images"))
-    return Chat(tuple(messages), _tools(record.get("tools")), tuple(answers), _variables(record), images)
+    files, kind = _files(messages, record)
+    return Chat(tuple(messages), _tools(record.get("tools")), tuple(answers), _variables(record), files, kind)
 
 
 @dataclass(frozen=True)
 class AskedChat:
-    """A chat whose answer is to be made. images: names of files, in the order of the parts that stand for them."""
+    """A chat whose answer is to be made. files: names, in the order of the parts that stand for them; kind: of them."""
 
     messages: tuple[Message, ...]
     tools: tuple[Any, ...] | None
     variables: Mapping[str, Any]
-    images: tuple[str, ...] = ()
+    files: tuple[str, ...] = ()
+    kind: str | None = None
 
 
 def asked_chat(record: Mapping[str, Any]) -> AskedChat:
     """Of {"messages": [...]}, in the form of chats to train on. BadChat for what is none."""
-    unknown = sorted(set(record) - {"messages", "tools", "images", "chat_template_kwargs"})
+    unknown = sorted(
+        set(record) - {"messages", "tools", "chat_template_kwargs", *(f"{each}s" for each in BUILT_IN[SEAM])}
+    )
     if unknown:
         raise BadChat("unknown keys", f"has {', '.join(unknown)} beside its messages, which nothing reads")
     messages = [
         _message({name: value for name, value in message.items() if value is not None}, turn)
         for turn, message in enumerate(_list_of_messages(record.get("messages")), 1)
     ]
-    named = [part.pop("image", None) for message in messages for part in message.get("parts", ()) if is_image(part)]
-    images = _images(named, record.get("images"))
-    return AskedChat(tuple(messages), _tools(record.get("tools")), _variables(record), images)
+    return AskedChat(tuple(messages), _tools(record.get("tools")), _variables(record), *_files(messages, record))
 
 
-def is_image(part: Message) -> bool:
-    return part.get("type") == "image"
+def is_media(part: Message) -> bool:
+    return part.get("type") != "text"
 
 
-def _images(named: list[Any], beside: Any) -> tuple[str, ...]:
-    """Names of files: each part has its own, or all are in the record's list `images`."""
-    if beside is not None:
-        if not isinstance(beside, list) or len(beside) != len(named) or any(name is not None for name in named):
+def _files(messages: Sequence[Message], record: Mapping[str, Any]) -> tuple[tuple[str, ...], str | None]:
+    """Names of files, and their kind: each part has its own, or all are in a list of the record, such as `images`."""
+    parts = [part for message in messages for part in message.get("parts", ()) if is_media(part)]
+    kinds = {str(part["type"]) for part in parts}
+    if len(kinds) > 1:
+        raise BadChat("media", f"has parts of types {', '.join(sorted(kinds))}: models read one of them")
+    kind = kinds.pop() if kinds else None
+    named = [part.pop(part["type"], None) for part in parts]
+    for name in (f"{kind}s",) if kind else [f"{each}s" for each in BUILT_IN[SEAM]]:
+        beside = record.get(name)
+        if beside is None:
+            continue
+        if not isinstance(beside, list) or len(beside) != len(named) or any(one is not None for one in named):
             count = len(beside) if isinstance(beside, list) else 0
-            rule = f"messages have {len(named)} images, and the list `images` has {count} names of files"
-            raise BadChat("images", f"{rule}: name each once, in its part or in the list")
+            rule = f"messages have {len(named)} {name}, and the list `{name}` has {count} names of files"
+            raise BadChat(name, f"{rule}: name each once, in its part or in the list")
         named = beside
     if not all(isinstance(name, str) and name for name in named):
-        raise BadChat("images", 'an image has no file: {"type": "image", "image": "a.png"}')
-    return tuple(named)
+        raise BadChat(f"{kind}s", f'a part of type {kind} has no file: {{"type": "{kind}", "{kind}": "in/a.x"}}')
+    return tuple(named), kind
 
 
 def _list_of_messages(given: Any) -> list[Any]:
@@ -226,9 +255,10 @@ def _message(message: Message, turn: int) -> Message:
         raise BadChat("no content", "content is missing", turn)
     message["content"] = "" if content is None else _content(content, turn)
     message.pop("parts", None)
-    if isinstance(content, list) and any(is_image(part) for part in content):
+    if isinstance(content, list) and any(is_media(part) for part in content):
         if role not in ("user", "tool"):
-            raise BadChat("images", f"an image is a user's, not of role {role}", turn)
+            kind = next(part["type"] for part in content if is_media(part))
+            raise BadChat(f"{kind}s", f"a part of type {kind} is a user's, not of role {role}", turn)
         message["parts"] = [dict(part) for part in content]
     if role == "assistant" and not (message["content"].strip() or calls or message.get("reasoning_content")):
         raise BadChat("no answer", "the answer is empty", turn)
@@ -240,10 +270,11 @@ def _content(content: Any, turn: int) -> str:
     if not isinstance(content, list):
         return _text(content, "content", turn)
     for part in content:
-        if not isinstance(part, dict) or part.get("type") not in ("text", "image"):
-            kind = part.get("type") if isinstance(part, dict) else type(part).__name__
-            raise BadChat("no text", f"content has a part of type {kind!r}: texts and images can be learned", turn)
-    return "\n".join(_text(part.get("text"), "content", turn) for part in content if not is_image(part))
+        kind = part.get("type") if isinstance(part, dict) else type(part).__name__
+        if not isinstance(part, dict) or (kind not in ("text", *BUILT_IN[SEAM]) and kind not in names(SEAM)):
+            known = ", ".join(("text", *names(SEAM)))
+            raise BadChat("no text", f"content has a part of type {kind!r}: those of {known} can be learned", turn)
+    return "\n".join(_text(part.get("text"), "content", turn) for part in content if not is_media(part))
 
 
 def _calls(calls: Any, turn: int) -> list[Message]:

@@ -92,17 +92,17 @@ class ChatTemplate:
         tokenizer: Tokenizer,
         messages: Sequence[Mapping[str, Any]],
         tools: Sequence[Any] | None = None,
-        pictures: WrittenImages | None = None,
+        media: WrittenMedia | None = None,
         **variables: Any,
     ) -> ChatPrompt:
-        """`text` and its tokens. Names of special tokens in messages, tools and variables stay text. pictures: how
-        images stand in it, which messages have among their `parts` (chat_records)."""
+        """`text` and its tokens. Names of special tokens in messages, tools and variables stay text. media: how
+        they stand in it, which messages have among their `parts` (chat_records)."""
         special = special_names(tokenizer)
         asked: Sequence[Mapping[str, Any]] = broken(messages, special)
-        if pictures is not None:
-            asked = with_images(asked, self, pictures)
+        if media is not None:
+            asked = with_media(asked, self, media)
         text = self.text(asked, broken(tools, special), **broken(variables, special))
-        text = text if pictures is None else pictures.rewritten(text)
+        text = text if media is None else media.rewritten(text)
         ids: list[int] = []
         for part in text.split(BREAK):
             ids += tokenizer.encode_with_special(part) if part else []
@@ -122,8 +122,11 @@ class ChatTemplate:
         return (self.moment or datetime.now()).strftime(form)
 
 
-class WrittenImages(Protocol):
-    """How images stand in texts (text/pictures.py)."""
+class WrittenMedia(Protocol):
+    """How media stand in texts (text/media.py)."""
+
+    @property
+    def kind(self) -> str: ...
 
     @property
     def written(self) -> str: ...
@@ -131,18 +134,18 @@ class WrittenImages(Protocol):
     def rewritten(self, text: str) -> str: ...
 
 
-def with_images(
-    messages: Sequence[Mapping[str, Any]], template: ChatTemplate, pictures: WrittenImages | None
+def with_media(
+    messages: Sequence[Mapping[str, Any]], template: ChatTemplate, media: WrittenMedia | None
 ) -> list[dict[str, Any]]:
-    """Messages whose `parts` became what templates take: a list of parts, or, for a template that knows no images, a
+    """Messages whose `parts` became what templates take: a list of parts, or, for a template that knows none, a
     text with a placeholder for each."""
     found = list[dict[str, Any]]()
     for message in messages:
         parts = message.get("parts")
         plain = {name: value for name, value in message.items() if name != "parts"}
-        if parts is not None and pictures is not None:
-            texts = (pictures.written if part.get("type") == "image" else part["text"] for part in parts)
-            plain["content"] = parts if template.reads("image") else "\n".join(texts)
+        if parts is not None and media is not None:
+            texts = (media.written if part.get("type") != "text" else part["text"] for part in parts)
+            plain["content"] = parts if template.reads(media.kind) else "\n".join(texts)
         found.append(plain)
     return found
 

@@ -18,11 +18,11 @@ from phalanx.base.errors import DataError
 from phalanx.data.chats import LINES, BadChats
 from phalanx.data.files import replacing
 from phalanx.data.index import Corpus, CorpusWriter
+from phalanx.data.media_notes import MediaNote, write_notes
 from phalanx.data.mixture import make_key, permute
-from phalanx.data.picture_notes import PictureNote, write_notes
 from phalanx.text.chat_masks import ChatEncoder, ChatSample
-from phalanx.text.chat_records import BadChat, Chat, Completion, is_image, read_record, without_none
-from phalanx.text.pictures import PictureText
+from phalanx.text.chat_records import BadChat, Chat, Completion, is_media, read_record, without_none
+from phalanx.text.media import MediaText
 from phalanx.text.readers import Bad, FileSlice, cut, records
 from phalanx.text.workers import ordered
 
@@ -79,7 +79,7 @@ class _Piece:
     skipped: Counter[str] = field(default_factory=Counter)
     """... and how many there are."""
     notes: Counter[str] = field(default_factory=Counter)
-    pictures: list[list[PictureNote]] = field(default_factory=list)
+    media: list[list[MediaNote]] = field(default_factory=list)
     """Of each document."""
     size: int = 0
 
@@ -103,7 +103,7 @@ def prepare_chats(
     total, done = sum(file.stat().st_size for file in files), 0
     numbers = {str(file): number for number, file in enumerate(files)}
     named, skipped, notes = list[tuple[str, str]](), Counter[str](), Counter[str]()
-    origins, pictures = list[tuple[int, int]](), list[list[PictureNote]]()
+    origins, media = list[tuple[int, int]](), list[list[MediaNote]]()
     ordered_prefix = prefix.with_name(f"{prefix.name}-in-order")
     with CorpusWriter(ordered_prefix, encoder.tokenizer.dtype) as writer:
         for piece in ordered(_encode, (encoder, numbers), cut(files, PIECE_BYTES, lambda before: True), workers):
@@ -113,7 +113,7 @@ def prepare_chats(
                 at += sum(lengths)
                 summary.trained += sum(lengths[1::2])
             origins += piece.origins
-            pictures += piece.pictures
+            media += piece.media
             named += piece.bad[: SHOWN - len(named)]
             skipped, notes, done = skipped + piece.skipped, notes + piece.notes, done + piece.size
             if progress is not None:
@@ -127,7 +127,7 @@ def prepare_chats(
             raise DataError(f"{', '.join(summary.files)}: no chats{why}")
     try:
         order = _shuffle(ordered_prefix, prefix, np.array(origins, np.int64))
-        write_notes(prefix, [pictures[document] for document in order])
+        write_notes(prefix, [media[document] for document in order])
     finally:
         for suffix in (".bin", ".idx", ".sums"):
             ordered_prefix.with_suffix(suffix).unlink(missing_ok=True)
@@ -149,7 +149,7 @@ def _encode(shared: tuple[ChatEncoder, dict[str, int]], parts: list[FileSlice]) 
                 if isinstance(record, Bad):
                     raise BadChat(record.reason, str(record))
                 given = read_record(without_none(record) if is_table else record)
-                samples = _with_pictures(encoder, given, encoder.samples(given), Path(part.path).parent)
+                samples = _with_media(encoder, given, encoder.samples(given), Path(part.path).parent)
             except DataError as error:
                 raise DataError(f"{part.path}:{line}: {error}") from None
             except BadChat as error:
@@ -157,9 +157,9 @@ def _encode(shared: tuple[ChatEncoder, dict[str, int]], parts: list[FileSlice]) 
                 where = f"{part.path}:{line}"
                 piece.bad += [(error.reason, f"{where}: {error}")] if len(piece.bad) < SHOWN else []
                 continue
-            for sample, pictures in samples:
+            for sample, media in samples:
                 tokens += sample.ids
-                piece.pictures.append(pictures)
+                piece.media.append(media)
                 piece.lengths.append(sequence_lengths(sample))
                 piece.origins.append((numbers[part.path], line))
         piece.size += part.size
@@ -167,21 +167,22 @@ def _encode(shared: tuple[ChatEncoder, dict[str, int]], parts: list[FileSlice]) 
     return piece
 
 
-def _with_pictures(
+def _with_media(
     encoder: ChatEncoder, given: Chat | Completion, samples: Sequence[ChatSample], folder: Path
-) -> list[tuple[ChatSample, list[PictureNote]]]:
-    """The samples of a chat with all tokens of their images, whose files are below the folder."""
-    pictures = encoder.pictures
-    if not isinstance(pictures, PictureText):
+) -> list[tuple[ChatSample, list[MediaNote]]]:
+    """The samples of a chat with all tokens of its media, whose files are below the folder."""
+    media = encoder.media
+    if not isinstance(media, MediaText):
         return [(sample, []) for sample in samples]
-    names = given.images if isinstance(given, Chat) else ()
-    made = [pictures.expanded(sample, names, folder) for sample in samples]
+    names = given.files if isinstance(given, Chat) else ()
+    made = [media.expanded(sample, names, folder) for sample in samples]
     if len(made[-1][1]) < len(names) and encoder.train_on != "last_answer":
         asked = [message for message in given.messages[: given.answers[-1]] if "parts" in message]  # type: ignore[union-attr]
-        wanted = sum(is_image(part) for message in asked for part in message["parts"])
+        wanted = sum(is_media(part) for message in asked for part in message["parts"])
         if len(made[-1][1]) < wanted:
-            rule = f"the template writes {len(made[-1][1])} placeholders for {wanted} images before the last answer"
-            raise BadChat("images", rule)
+            plural = media.reader.plural
+            rule = f"the template writes {len(made[-1][1])} placeholders for {wanted} {plural} before the last answer"
+            raise BadChat(plural, rule)
     return made
 
 

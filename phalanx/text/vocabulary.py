@@ -36,7 +36,8 @@ SPACES = ("Ġ", "Ċ", "▁", "ĉ", "č", " ")  # how byte-level vocabularies and
 
 def sample_facts(data: DataConfig, model: ModelConfig, *, seq_length: int, seed: int) -> SampleFacts:
     """What a task's transform of this data may know. Its vocabulary is read when it is asked for."""
-    return SampleFacts(seed, seq_length, partial(vocabulary_of_data, data, model.vocab_size), model.decoder_start)
+    read = partial(vocabulary_of_data, data, model.vocab_size)
+    return SampleFacts(seed, seq_length, read, model.decoder_start, data.room)
 
 
 def vocabulary_of_data(data: DataConfig, vocab_size: int) -> Vocabulary:

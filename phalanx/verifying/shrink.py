@@ -176,7 +176,7 @@ def copy_of(given: RunOnRanks, wanted: Sequence[Structure], pp: int, dp: int, cp
 def mock_of(data: DataConfig, model: ModelConfig) -> DataConfig:
     """Mock tokens in sequences of the same kind: packed ones end in padding. With made-up images, if the model reads
     any, as many as fit."""
-    room = {stream.name: 4 * stream.largest for stream in model.reads_units}
+    room = {stream.name: 4 * stream.largest for stream in model.needs_room}
     packing: Any = "online" if data.is_packed else "off"
     return DataConfig(mock=True, document_attention=data.document_attention, packing=packing, room=room)
 

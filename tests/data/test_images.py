@@ -11,7 +11,8 @@ import pytest
 from PIL import Image
 
 from phalanx.base.errors import DataError
-from phalanx.data.images import BadImage, image_path, open_image, processor_of, read_bytes, read_processor, size_of
+from phalanx.data.images import BadImage, open_image, processor_of, read_processor, size_of
+from phalanx.data.media import BadMedia, media_path, read_bytes
 from phalanx.sequence.patches import COLUMN, ROW, WINDOW, PatchForm
 
 SIZES = [(40, 30), (30, 40), (64, 64), (7, 50), (201, 113), (90, 300)]  # height, width
@@ -201,18 +202,18 @@ def test_no_file_outside_the_folder_is_opened(tmp_path, name):
     (other / "a.png").write_bytes(png(image_of(9, 9)))
     (folder / "link").symlink_to(other)
     (folder / "out.png").symlink_to(other / "a.png")
-    with pytest.raises(BadImage):
-        image_path(folder, name)
+    with pytest.raises(BadMedia):
+        media_path(folder, name)
 
 
 def test_files_beside_are_found_and_others_are_named(tmp_path):
     (tmp_path / "in").mkdir()
     (tmp_path / "in" / "a.png").write_bytes(png(image_of(9, 9)))
-    assert open_image(read_bytes(image_path(tmp_path, "in/a.png")), "a").size == (9, 9)
-    with pytest.raises(BadImage, match="b.png: no such file"):
-        read_bytes(image_path(tmp_path, "b.png"))
-    with pytest.raises(BadImage, match="in: no such file"):
-        read_bytes(image_path(tmp_path, "in"))
+    assert open_image(read_bytes(media_path(tmp_path, "in/a.png")), "a").size == (9, 9)
+    with pytest.raises(BadMedia, match="b.png: no such file"):
+        read_bytes(media_path(tmp_path, "b.png"))
+    with pytest.raises(BadMedia, match="in: no such file"):
+        read_bytes(media_path(tmp_path, "in"))
 
 
 @pytest.mark.parametrize(

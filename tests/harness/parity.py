@@ -19,6 +19,7 @@ from phalanx.layout.box import Box
 from phalanx.models.bert import BertConfig
 from phalanx.models.deepseek_v3 import DeepseekV3Config
 from phalanx.models.gemma2 import Gemma2Config
+from phalanx.models.gemma3 import Gemma3Config
 from phalanx.models.gemma3_text import Gemma3TextConfig
 from phalanx.models.gemma4_text import Gemma4TextConfig
 from phalanx.models.glm4_moe import Glm4MoEConfig
@@ -29,11 +30,13 @@ from phalanx.models.kimi_k25 import KimiK25Config
 from phalanx.models.llama import LlamaConfig
 from phalanx.models.llama4_text import Llama4TextConfig
 from phalanx.models.llava import LlavaConfig
+from phalanx.models.mamba2 import Mamba2Config
 from phalanx.models.minimax_m2 import MiniMaxM2Config
 from phalanx.models.mistral import MistralConfig
 from phalanx.models.mixtral import MixtralConfig
 from phalanx.models.model_config import ModelConfig
 from phalanx.models.modernbert import ModernBertConfig
+from phalanx.models.nemotron_h import NemotronHConfig
 from phalanx.models.olmo2 import Olmo2Config
 from phalanx.models.olmo3 import Olmo3Config
 from phalanx.models.phi3 import Phi3Config
@@ -46,9 +49,11 @@ from phalanx.models.rope import RopeScaling
 from phalanx.models.smollm3 import SmolLM3Config
 from phalanx.models.t5 import T5Config
 from phalanx.models.vision_config import VisionConfig
+from phalanx.models.whisper import WhisperConfig
 from phalanx.nn.objective import TaskConfig, find_objective
 from phalanx.ops.optimizer.shard import widened
 from phalanx.sequence.batch import ENCODER, IGNORE, Batch
+from phalanx.sequence.frames import FRAMES, frame_rows
 from phalanx.verifying.compare import allowed, random_weights
 from tests.harness.pictures import picture_batch
 
@@ -286,6 +291,17 @@ MODELS["t5"] = T5Config(
     relative_attention_num_buckets=8,
     relative_attention_max_distance=10,
 )
+MODELS["whisper"] = WhisperConfig(
+    **SIZES,
+    intermediate_size=42,
+    num_hidden_layers=2,
+    num_decoder_layers=3,
+    num_attention_heads=4,
+    num_mel_bins=5,
+    max_source_positions=6,
+    max_position_embeddings=SEQ,
+    decoder_start_token_id=3,
+)
 MODELS["t5-dropout"] = replace(MODELS["t5"], dropout_rate=0.1)
 MODELS["t5-tied"] = replace(MODELS["t5"], feed_forward_proj="relu", tie_word_embeddings=True, num_decoder_layers=None)
 MODELS["smollm3"] = SmolLM3Config(
@@ -388,6 +404,31 @@ MODELS["llava"] = LlavaConfig(
         patch_size=3,
     ),
 )
+MODELS["gemma3"] = Gemma3Config(
+    **SIZES | {"hidden_size": 36},
+    **HEADS,
+    intermediate_size=42,
+    num_hidden_layers=3,
+    head_dim=10,
+    sliding_window=3,
+    layer_types=("sliding_attention", "full_attention", "sliding_attention"),
+    query_pre_attn_scalar=7,
+    image_token_id=7,
+    boi_token_id=8,
+    eoi_token_id=9,
+    mm_tokens_per_image=4,
+    vision=VisionConfig(
+        tower="siglip",
+        hidden_size=24,
+        intermediate_size=30,
+        num_hidden_layers=2,
+        num_attention_heads=3,
+        image_size=12,
+        patch_size=3,
+        hidden_act="gelu_pytorch_tanh",
+        layer_norm_eps=1e-6,
+    ),
+)
 VL = {
     "hidden_size": 24,
     "intermediate_size": 30,
@@ -419,6 +460,29 @@ MODELS["qwen3_vl"] = Qwen3VLConfig(
 MODELS["gpt_neox"] = GPTNeoXConfig(
     **SIZES, intermediate_size=42, num_hidden_layers=3, num_attention_heads=4, partial_rotary_factor=0.5
 )
+MODELS["mamba2"] = Mamba2Config(
+    **SIZES,
+    num_hidden_layers=4,
+    num_heads=8,
+    head_dim=8,
+    state_size=5,
+    n_groups=2,
+    conv_kernel=3,  # cp3 and cp4 have chunks of 2 tokens
+    time_step_limit=(0.01, 2.0),
+)
+MODELS["nemotron_h"] = NemotronHConfig(
+    **SIZES,
+    **HEADS,
+    intermediate_size=42,
+    num_hidden_layers=4,
+    layers_block_type=("linear_attention", "mlp", "full_attention", "linear_attention"),
+    head_dim=10,
+    mamba_num_heads=8,
+    mamba_head_dim=3,
+    ssm_state_size=5,
+    n_groups=2,
+    conv_kernel=3,
+)
 MODELS["deepseek_v3-mtp-tied"] = replace(MODELS["deepseek_v3-mtp"], tie_word_embeddings=True)
 
 
@@ -431,13 +495,17 @@ def base_run(model: str, global_batch: int = 8, micro_batch: int = 1, **train) -
         "precision": "fp64",
         **train,
     }
-    room = {stream.name: 4 * stream.largest for stream in MODELS[model].reads_units}
-    data = DataConfig(mock=True, room=room) if room else DataConfig()
+    room = {stream.name: 4 * stream.largest for stream in MODELS[model].needs_room}
+    packing = "online" if MODELS[model].numbers_beside else "off"
+    data = DataConfig(mock=True, room=room, packing=packing) if room else DataConfig()
     return Run(model=MODELS[model], train=TrainConfig(**options), task=task_of(MODELS[model]), data=data)
 
 
 def task_of(model: ModelConfig) -> TaskConfig:
     """The task of a model's runs: what makes the streams that it reads."""
+    if model.numbers_beside:
+        made: TaskConfig = find_objective("transcribe").Config(name="transcribe")
+        return made
     if not model.reads_beside:
         return TaskConfig()
     config: TaskConfig = find_objective("span").Config(name="span", encoder_length=ENCODER_SEQ)
@@ -498,11 +566,30 @@ def with_encoder(batch: Batch, ids: list[int], documents: bool | str) -> Batch:
     return replace(batch, beside={ENCODER: replace(made, **changed)})
 
 
+def with_sound(batch: Batch, ids: list[int], model: ModelConfig) -> Batch:
+    """The batch and recordings of noise, one for each document, made from the sample ids alone: four in a sequence, the
+    last of padding where there are three documents. Without documents, a sequence reads its four recordings."""
+    (stream,) = model.numbers_beside
+    size, bands = stream.largest, stream.width // FRAMES
+    rng = [np.random.default_rng(i) for i in ids]
+    clips = [frame_rows(each.normal(size=(2 * size, bands)).astype(np.float32)) for each in rng for _ in range(4)]
+    rows, count = torch.from_numpy(np.concatenate(clips)), 4 * size
+    place = torch.arange(len(rows))
+    docs = None if batch.documents is None else place // size
+    real = None if batch.real is None else (place // size % 4 < 3).long()
+    ids_of = torch.tensor(ids).repeat_interleave(count)
+    zeros, labels = torch.zeros_like(place), torch.full_like(place, IGNORE)
+    made = Batch(zeros, labels, place % size, ids_of, len(ids), count, docs, real=real, values=rows)
+    return replace(batch, beside={stream.name: made})
+
+
 def batch_of(run: Run, ids: list[int], documents: bool | str) -> Batch:
     """A micro-batch of a run."""
     batch = sample_batch(ids, documents, run.train.seq_length)
     if run.model.reads_units:
         return picture_batch(run, batch, ids)
+    if run.model.numbers_beside:
+        return with_sound(batch, ids, run.model)
     return with_encoder(batch, ids, documents) if run.model.reads_beside else batch
 
 

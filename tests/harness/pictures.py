@@ -59,8 +59,8 @@ def spans(units: Units) -> list[tuple[int, int]]:
 
 
 def picture_batch(run: Run, batch: Batch, ids: list[int]) -> Batch:
-    assert run.model.pictures is not None
-    return with_images(batch, ids, run.model.pictures)
+    assert run.model.media is not None
+    return with_images(batch, ids, run.model.media)
 
 
 def sizes_of(spec: PictureSpec) -> list[tuple[int, int]]:

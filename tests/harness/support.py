@@ -81,6 +81,16 @@ ALLOWED = (
     ("train.cuda_graphs", "excludes train.offload_layers: type train.cuda_graphs=off or train.offload_layers=0"),
     ("train.fp8", "is not built for a model with an encoder beside its decoder"),
     ("train.deterministic", "needs a model whose layers share no weight: their sums have no fixed order"),
+    ("train.fp8", "is not built for a model that reads images or sound"),
+    (
+        "train.cuda_graphs",
+        "needs micro-batches of equal sizes, and a model that reads images or sound has others in each: take off",
+    ),
+    (
+        "train.deterministic",
+        "is not built for a model that reads images or sound: which rank has which of them follows tp and cp",
+    ),
+    ("train.deterministic", "has no fixed order of sums over texts of all ranks, which the task needs"),
     ("layout.cp_degree", "balances the documents of one text, and the model reads two: take fixed"),
     ("lora.base", "must be bf16 with train.fp8, which quantizes weights itself"),
     ("train.fp8", "must be null: the method reads the frozen weights, of which only FP8 values may be there"),
@@ -173,8 +183,8 @@ def confirm(ranks: RankPool, t: Trial) -> None:
 
 
 def generates_nothing(model: Any) -> bool:
-    """Encoders, and decoders that read an encoder's memory."""
-    return bool(model.reads_beside) or model.both_ways
+    """Encoders, decoders that read an encoder's memory, and models that read images."""
+    return bool(model.reads_beside or model.needs_room) or model.both_ways
 
 
 def resume_near(ranks: RankPool, t: Trial, alone: Trial, folder: Path, savers: list[dict]) -> None:
@@ -306,7 +316,7 @@ def train_and_more(rank: int, world: int, t: Trial, folder: Path | None) -> dict
     result = steps(state, t, range(STEPS))
     result["beside"] |= beside
     if "evaluate" in t.also:
-        loss, tokens = evaluate_step(state.model, batches_of(t, t.run, state.mesh, 9))
+        loss, tokens, *_ = evaluate_step(state.model, batches_of(t, t.run, state.mesh, 9))
         beside["evaluate"] = np.array([loss.item(), tokens.item()])
     if "replicas" in t.also:
         check_replicas(state)

@@ -14,6 +14,7 @@ from phalanx.layout.config import LayoutConfig
 from phalanx.models.bert import BertConfig
 from phalanx.models.deepseek_v3 import DeepseekV3Config
 from phalanx.models.gemma2 import Gemma2Config
+from phalanx.models.gemma3 import Gemma3Config
 from phalanx.models.gemma3_text import Gemma3TextConfig
 from phalanx.models.gemma4_text import Gemma4TextConfig
 from phalanx.models.glm4_moe import Glm4MoEConfig
@@ -23,6 +24,7 @@ from phalanx.models.gpt_oss import GptOssConfig
 from phalanx.models.kimi_k25 import KimiK25Config
 from phalanx.models.llama import LlamaConfig
 from phalanx.models.llama4_text import Llama4TextConfig
+from phalanx.models.llava import LlavaConfig
 from phalanx.models.minimax_m2 import MiniMaxM2Config
 from phalanx.models.mistral import MistralConfig
 from phalanx.models.mixtral import MixtralConfig
@@ -31,12 +33,16 @@ from phalanx.models.olmo2 import Olmo2Config
 from phalanx.models.olmo3 import Olmo3Config
 from phalanx.models.phi3 import Phi3Config
 from phalanx.models.qwen2 import Qwen2Config
+from phalanx.models.qwen2_5_vl import Qwen25Vision, Qwen25VLConfig
 from phalanx.models.qwen3 import Qwen3Config
 from phalanx.models.qwen3_moe import Qwen3MoEConfig
+from phalanx.models.qwen3_vl import Qwen3Vision, Qwen3VLConfig
 from phalanx.models.registry import load_family
 from phalanx.models.rope import RopeScaling
 from phalanx.models.smollm3 import SmolLM3Config
 from phalanx.models.t5 import T5Config
+from phalanx.models.vision_config import VisionConfig
+from phalanx.models.whisper import WhisperConfig
 from phalanx.nn.adapter import find_adapter
 from phalanx.nn.objective import TaskConfig, find_objective
 from phalanx.optim.config import OptimConfig
@@ -59,10 +65,12 @@ GROUPED = ("mixtral", "qwen3_moe", "gpt_oss", "llama4_text", "minimax_m2", "glm4
 EXPERTS = (*GROUPED[:3], *LATENT, *GROUPED[3:])
 DECODERS = (*DENSE, "gpt2", "gpt_neox", *EXPERTS, "kinds")
 ENCODERS = ("bert", "modernbert")
-FAMILIES = (*DECODERS, *ENCODERS, "t5")
-FAMILY_NAMES = {"kinds": "chunks, caps, bias, both ways"}
-"""Of a family that is not ours, whose layers attend in other ways: the ways."""
+PICTURES = ("llava", "qwen2_5_vl", "qwen3_vl", "gemma3")
+FAMILIES = (*DECODERS, *ENCODERS, "t5", "embeddings", *PICTURES, "whisper")
+FAMILY_NAMES = {"kinds": "chunks, caps, bias, both ways", "embeddings": "modernbert, embeddings"}
+"""Of a family that is not ours, whose layers attend in other ways: the ways; of one without a head: what it makes."""
 MIXED = ("sliding_attention", "full_attention")  # kinds of the two layers
+TOWER = dict(hidden_size=16, intermediate_size=20, num_hidden_layers=2, num_attention_heads=2)
 Also = Literal["evaluate", "resume", "export", "init", "shadow", "replicas", "ramp-up", "skip"]
 
 
@@ -151,6 +159,31 @@ def model_of(family: str, unit: int, length: int) -> Any:
         case "modernbert":
             own = dict(intermediate_size=2 * unit, num_attention_heads=4, local_attention=6)
             return ModernBertConfig(**common, **own)
+        case "embeddings":
+            return replace(model_of("modernbert", unit, length), head="none")
+        case "llava":
+            vision = VisionConfig(**TOWER, image_size=6, patch_size=3)
+            return LlavaConfig(**heads, image_token_id=7, vision=vision)
+        case "qwen2_5_vl":
+            tower = Qwen25Vision(**TOWER, patch_size=2, window_size=8, fullatt_block_indexes=(1,))
+            return Qwen25VLConfig(**{**heads, "head_dim": 8}, image_token_id=7, mrope_section=(2, 1, 1), vision=tower)
+        case "qwen3_vl":
+            own = dict(num_position_embeddings=9, deepstack_visual_indexes=(0, 1))
+            tower = Qwen3Vision(**TOWER, patch_size=2, **own)
+            return Qwen3VLConfig(**{**heads, "head_dim": 8}, image_token_id=7, mrope_section=(2, 1, 1), vision=tower)
+        case "gemma3":
+            vision = VisionConfig(**TOWER, tower="siglip", image_size=12, patch_size=3, hidden_act="gelu_pytorch_tanh")
+            own = dict(image_token_id=7, boi_token_id=8, eoi_token_id=9, mm_tokens_per_image=4, vision=vision)
+            return Gemma3Config(**heads, **own, sliding_window=3, layer_types=MIXED)
+        case "whisper":
+            own = dict(intermediate_size=2 * unit, num_attention_heads=8, num_decoder_layers=3, num_mel_bins=5)
+            return WhisperConfig(
+                **{**common, "hidden_size": 4 * unit},
+                **own,
+                max_source_positions=8,
+                max_position_embeddings=length,
+                decoder_start_token_id=3,
+            )
         case "t5":
             own = dict(intermediate_size=2 * unit, num_attention_heads=8, head_dim=unit // 2, num_decoder_layers=3)
             return T5Config(**common, **own, relative_attention_num_buckets=8, relative_attention_max_distance=10)
@@ -383,8 +416,8 @@ def trial(a: Feature, b: Feature) -> Trial:
         max(layout.get("ep", 1), layout.get("etp", 1)) > 1 or layout.get("cp_degree") == "dynamic"
     )
     length = unit * tp * 2 * cp if fp8 else 16  # each rank's tokens are whole blocks of scales
-    sequences = train.get("micro_batch", 1)
     made = changed_model(a, b, unit, length, near or other_codes)
+    sequences = train.get("micro_batch", 2 if made.headless else 1)  # a step needs a query and a text that answers it
     if "stages" in layout:  # all but one have one block
         blocks, count = made.num_blocks, pp * layout.get("virtual_stages", 1)
         layout["stages"] = (*(1,) * (count - 1), blocks - count + 1)
@@ -403,7 +436,7 @@ def trial(a: Feature, b: Feature) -> Trial:
         layout=LayoutConfig(**layout),
         optim=OptimConfig(**{**a.optim, **b.optim}),
         lora=find_adapter(lora.get("method", "lora")).Config(**{"method": "lora", **lora}) if lora else None,
-        data=data_of({**a.reads, **b.reads}, bool(documents), bool(made.reads_beside)),
+        data=data_of({**a.reads, **b.reads}, bool(documents), made),
         task=task_of(made, length),
     )
     world = tp * cp * pp * dp
@@ -412,18 +445,24 @@ def trial(a: Feature, b: Feature) -> Trial:
 
 def task_of(model: Any, length: int) -> TaskConfig:
     """What makes the streams that a model reads."""
-    if model.both_ways:
+    if model.both_ways and not model.headless:
         return find_objective("mlm").Config(name="mlm", rate=0.3)
-    if not model.reads_beside:
-        return TaskConfig()
+    if model.headless or model.numbers_beside or not model.reads_beside:
+        name = "embed" if model.headless else "transcribe" if model.numbers_beside else "pretrain"
+        made: TaskConfig = find_objective(name).Config(name=name)
+        return made
     task: TaskConfig = find_objective("span").Config(name="span", encoder_length=length * 3 // 2)
     return task
 
 
-def data_of(reads: dict[str, Any], documents: bool, beside: bool) -> DataConfig:
-    """Documents that are packed lie in a file; others are made up, and packed where texts are made `beside` them."""
-    if beside:
-        return DataConfig(mock=True, packing="online")
+def data_of(reads: dict[str, Any], documents: bool, model: Any) -> DataConfig:
+    """Documents that are packed lie in a file; others are made up, and packed where texts are made beside them, or
+    embeddings of them."""
+    room = {stream.name: 4 * stream.largest for stream in model.needs_room}
+    if model.reads_beside or model.headless:
+        return DataConfig(mock=True, packing="online", room=room)
+    if room:
+        return DataConfig(mock=True, document_attention=documents, room=room)
     return (
         DataConfig(paths=(CORPUS,), split="1,0,0", **reads)
         if reads

@@ -60,7 +60,7 @@ def answers_from(
     if rank:
         engine.follow()
         return []
-    pictures = run.model.pictures
+    pictures = run.model.media
     how = GREEDY if pictures is None else replace(GREEDY, bias=((pictures.token, -1e9),))
     found = answers_of(engine, [(prompt, how) for prompt in prompts], arrive=2)
     engine.pause()

@@ -94,7 +94,7 @@ def run_of(model: LlavaConfig, layout: dict, **train) -> Run:
 
 
 def batches_of(model: LlavaConfig, documents: bool | str = False, ids=IDS) -> list[Batch]:
-    return [with_images(sample_batch(list(each), documents), list(each), model.pictures) for each in ids]
+    return [with_images(sample_batch(list(each), documents), list(each), model.media) for each in ids]
 
 
 def transformers_model(model: LlavaConfig):

@@ -50,7 +50,7 @@ IDS = ([1, 2], [3, 4])
 
 
 def batches_of(case: str, documents: bool | str = False) -> list[Batch]:
-    return [with_images(sample_batch(list(ids), documents), list(ids), CASES[case].pictures) for ids in IDS]
+    return [with_images(sample_batch(list(ids), documents), list(ids), CASES[case].media) for ids in IDS]
 
 
 def transformers_model(case: str):
@@ -105,7 +105,7 @@ def inputs_of(case: str, tokens: torch.Tensor, sample: int) -> dict:
     """What transformers is given: patches in the order of reading, without windows."""
     model = CASES[case]
     form = replace(model.patch_form, window=None)
-    units = images_of(sample, form, sizes_of(model.pictures), tokens.shape[1] - 4)
+    units = images_of(sample, form, sizes_of(model.media), tokens.shape[1] - 4)
     found = {"input_ids": tokens, "mm_token_type_ids": (tokens == model.image_token_id).int()}
     if units.sizes:
         firsts = np.cumsum([0, *units.sizes])[:-1]

@@ -85,6 +85,9 @@ def needs_nothing(config, env: Env, documents: bool, recompute: str) -> None:
     batch = Batch(ids, ids, ids, ids, 2, SEQ, ids if documents else None, loss_seed=torch.empty((), device="meta"))
     beside = {name: replace(batch, loss_seed=None) for name in config.reads_beside}
     units = {stream.name: meta_units(stream, 4 * stream.largest) for stream in config.reads_units}
+    for stream in config.numbers_beside:
+        values = torch.empty(2 * SEQ, stream.width, device="meta")
+        beside[stream.name] = replace(beside[stream.name], values=values)
     batch = replace(batch, beside=beside | units)
     with NoHost():
         x = torch.empty(0, device="meta")

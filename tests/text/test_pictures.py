@@ -20,6 +20,7 @@ from phalanx.config.run import Run, TrainConfig
 from phalanx.data.config import DataConfig
 from phalanx.data.images import BadImage, open_image, processor_of
 from phalanx.data.loader import Loader, Prefetcher, train_loader
+from phalanx.data.media import BadMedia
 from phalanx.models.llava import LlavaConfig
 from phalanx.nn.objective import TaskConfig, find_objective
 from phalanx.planning.reading import reading_of
@@ -96,8 +97,8 @@ def run_of(folder: Path, where: Path, chats: str, task: str = "sft", **data: Any
 
 
 def loader_of(run: Run, say=lambda line: None) -> Loader:
-    data = use_text(run.data, run.dir, 400, train_on=ChatUse("answers", run.model.pictures), say=say)
-    assert find_text(run.data, run.dir, ChatUse("answers", run.model.pictures)) == data
+    data = use_text(run.data, run.dir, 400, train_on=ChatUse("answers", run.model.media), say=say)
+    assert find_text(run.data, run.dir, ChatUse("answers", run.model.media)) == data
     run = replace(run, data=data)
     how = {"seq_length": SEQ, "seed": 1, "vocab_size": 400, "samples": 8}
     return train_loader(run.data, **how, reading=reading_of(run))
@@ -114,7 +115,7 @@ RECORDS = [
 
 def expected_rows(run: Run, name: str) -> np.ndarray:
     model = run.model
-    steps = processor_of(dict(model.pictures.processor)).steps
+    steps = processor_of(dict(model.media.processor)).steps
     return model.patch_form.units(steps.pixels(open_image(FILES[name], name))).values
 
 
@@ -217,7 +218,7 @@ def test_sequences_have_room_for_patches(folder, tmp_path):
 
 def test_trained_on_everything_but_images(folder, tmp_path):
     run = run_of(folder, tmp_path, write(tmp_path, RECORDS, FILES))
-    data = use_text(run.data, run.dir, 400, train_on=ChatUse("all", run.model.pictures), say=lambda line: None)
+    data = use_text(run.data, run.dir, 400, train_on=ChatUse("all", run.model.media), say=lambda line: None)
     how = {"seq_length": SEQ, "seed": 1, "vocab_size": 400, "samples": 8}
     batch = train_loader(data, **how, reading=reading_of(replace(run, data=data))).batch([0, 1])
     assert (batch.labels != run.model.image_token_id).all() and (batch.tokens == run.model.image_token_id).any()
@@ -231,10 +232,13 @@ def test_trained_on_everything_but_images(folder, tmp_path):
         (chat(image("/etc/passwd"), text("a")), "must be a path below"),
         (chat(image("bad.png"), text("a")), "bad.png: damaged or cut short"),
         (chat(image("no.png"), text("a")), "no.png: no image of a format that is read"),
-        (chat(image(), text("a")), "an image has no file"),
+        (chat(image(), text("a")), "a part of type image has no file"),
         (chat(image(), image(), text("a"), images=["a.png"]), "have 2 images, and the list `images` has 1 names"),
         (chat(image("a.png"), text("a"), images=["a.png"]), "name each once"),
-        (chat({"type": "video", "video": "a"}, text("a")), "a part of type 'video': texts and images can be learned"),
+        (
+            chat({"type": "video", "video": "a"}, text("a")),
+            "a part of type 'video': those of text, image, audio can",
+        ),
         (
             {
                 "messages": [
@@ -242,7 +246,7 @@ def test_trained_on_everything_but_images(folder, tmp_path):
                     {"role": "assistant", "content": [image("a.png"), text("b")]},
                 ]
             },
-            "an image is a user's, not of role assistant",
+            "a part of type image is a user's, not of role assistant",
         ),
     ],
 )
@@ -265,7 +269,7 @@ def test_a_file_that_changes_later_is_named_with_its_record(folder, tmp_path):
     with pytest.raises(BadImage, match="train.jsonl:1: a.png: damaged or cut short"):
         loader.batch([0])
     (tmp_path / "a.png").unlink()
-    with pytest.raises(BadImage, match="train.jsonl:1: .*a.png: no such file"):
+    with pytest.raises(BadMedia, match="train.jsonl:1: .*a.png: no such file"):
         loader.batch([0])
 
 
@@ -276,7 +280,7 @@ def test_what_does_not_fit_the_model_is_refused(folder, tmp_path):
     (tmp_path / "preprocessor_config.json").write_text(json.dumps({"image_processor_type": "CLIPImageProcessor"}))
     with pytest.raises(DataError, match="makes images of 224 x 224 pixels, and the model reads"):
         loader_of(replace(run, data=replace(run.data, processor=str(tmp_path))))
-    with pytest.raises(DataError, match="train.jsonl:1: has images, which this model does not read"):
+    with pytest.raises(DataError, match="train.jsonl:1: has parts of type image, which this model does not read"):
         use_text(run.data, run.dir, 400, train_on="answers", say=lambda line: None)
 
 

@@ -104,7 +104,7 @@ def run_of(folder: Path, pairs: int, steps: int) -> tuple[Run, str]:
 
 def batches_of(run: Run, chats: str) -> list[Batch]:
     data = replace(run.data, chats=(chats,))
-    data = use_text(data, run.dir, 97, train_on=ChatUse("answers", run.model.pictures), say=lambda line: None)
+    data = use_text(data, run.dir, 97, train_on=ChatUse("answers", run.model.media), say=lambda line: None)
     how = {"seq_length": SEQ, "seed": 1, "vocab_size": 97, "samples": 1, "reading": reading_of(replace(run, data=data))}
     loader = train_loader(data, **how)
     return [loader.batch([number]) for number in range(loader.num_samples)]

@@ -11,7 +11,7 @@ dtype of q). They are built once for each micro-batch and kind, and all layers r
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator
+from collections.abc import Hashable, Iterator
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -28,11 +28,12 @@ from phalanx.ops.attention.kind import (
     NOTHING,
     PAGED,
     AttentionKind,
-    Direction,
     Learned,
     RelativeBias,
     UnsupportedAttention,
     by_documents,
+    groups_together,
+    in_one_group,
     refuse_unsupported,
 )
 from phalanx.ops.attention.one_block import attend_block
@@ -111,7 +112,7 @@ def _probabilities(q: Tensor, k: Tensor, batch: Batch, kind: AttentionKind, lear
         bias = kind.bias
         bucket = PAIR_BUCKETS.of(batch, lambda: bucket_of(_distances(batch), bias), bias)
         scores = scores + own_precision(learned.bias).to(scores.dtype)[bucket].permute(2, 0, 1)
-    visible = VISIBLE.of(batch, lambda: _visible(batch, kind.window, kind.direction), kind.window, kind.direction)
+    visible = VISIBLE.of(batch, lambda: _visible(batch, kind), *_hiding(kind))
     scores = scores.masked_fill(~visible, -torch.inf)
     if learned.sinks is not None:
         more = own_precision(learned.sinks).to(scores.dtype).view(-1, 1, 1).expand(len(q), -1, scores.shape[2], 1)
@@ -129,11 +130,13 @@ class ByTorch:
     def attend(q: Tensor, k: Tensor, v: Tensor, batch: Batch, kind: AttentionKind, learned: Learned) -> Tensor:
         batch, kind = by_documents(batch, kind)
         blocks = {"causal": 2, "both": 3}.get(kind.direction)  # of keys; prefixes are of any length
+        if kind.together is not None:  # of any length, as prefixes are
+            blocks = None
         if kind.window is not None and blocks is not None and blocks * kind.window < batch.seq_length:
             out = _in_blocks(q, k, v, batch, kind, learned)
         else:
             hides = batch.documents is not None or kind.window is not None or kind.direction == "prefix"
-            mask = _mask(batch, kind.window, kind.direction, q.dtype) if hides else None
+            mask = _mask(batch, kind, q.dtype) if hides or kind.together is not None else None
             causal, places = mask is None and kind.direction == "causal", (range(batch.seq_length),)
             out = _attend((q, k, v), batch, kind, learned, _Block(mask, causal, places, places))
         return out.transpose(1, 2).reshape(batch.num_tokens, -1)
@@ -169,6 +172,8 @@ def _case(name: str, kind: AttentionKind, documents: int, shape: tuple[int, ...]
             numbers = starts.cumsum(0) - 1
             room = room_for_documents(int(numbers[-1]) + 1, tokens)
             batch = replace(batch, documents=numbers.to(packed.device), most_documents=room)
+        if kind.together is not None:
+            batch = replace(batch, tokens=ids.where(ids % length % (length // 2) < length // 4, kind.together))
         if kind.direction == "prefix":
             batch = replace(batch, prefix=(ids % length % 150 < length // 3).long())
         each = packed.view(sequences, length, -1, wide_k).transpose(1, 2)
@@ -195,6 +200,8 @@ def _cases() -> Iterator[Case]:
         "chunks": (AttentionKind(chunk=300), 0),
         "chunks, documents": (AttentionKind(chunk=100), 150),
         "prefix, documents": (AttentionKind("prefix"), 150),
+        "together": (AttentionKind(together=-1), 0),
+        "together, documents, window": (AttentionKind(together=-1, window=100), 150),
         "soft cap, documents": (AttentionKind(soft_cap=2.0), 150),
         "bias": (AttentionKind("both", bias=RelativeBias(32, 128, True), scale=1.0), 0),
         "bias, documents, window": (AttentionKind(bias=RelativeBias(32, 128), window=100), 150),
@@ -340,10 +347,15 @@ def attention_with_dropout(
     return out.transpose(1, 2).reshape(batch.num_tokens, -1)
 
 
-def _mask(batch: Batch, window: int | None, direction: Direction, dtype: torch.dtype) -> Tensor:
+def _hiding(kind: AttentionKind) -> tuple[Hashable, ...]:
+    """What of a kind decides which keys a query reads."""
+    return kind.window, kind.direction, kind.together
+
+
+def _mask(batch: Batch, kind: AttentionKind, dtype: torch.dtype) -> Tensor:
     """(sequences or 1, 1, L, S) for the L local queries of each sequence and all S keys: 0 where query i may read key
     j, -inf elsewhere."""
-    return MASKS.of(batch, lambda: _additive(_visible(batch, window, direction), dtype), window, direction, dtype)
+    return MASKS.of(batch, lambda: _additive(_visible(batch, kind), dtype), *_hiding(kind), dtype)
 
 
 def _additive(visible: Tensor, dtype: torch.dtype) -> Tensor:
@@ -361,15 +373,20 @@ def _distances(batch: Batch) -> Tensor:
     return keys - torch.cat([keys[run.start : run.stop] for run in batch.part.runs(batch.seq_length)]).unsqueeze(-1)
 
 
-def _visible(batch: Batch, window: int | None, direction: Direction) -> Tensor:
+def _visible(batch: Batch, kind: AttentionKind) -> Tensor:
     """(sequences or 1, 1, L, S): which keys each query reads: of its document, in the window, and none that is later
-    unless both directions are read or both belong to the prefix (no query before a key of the prefix is beyond it)."""
+    unless both directions are read, both belong to the prefix (no query before a key of the prefix is beyond it), or
+    both to one group of tokens that read each other."""
     distance, rows = _distances(batch), 1 if batch.balanced is not None else batch.num_sequences
-    seen = torch.ones_like(distance, dtype=torch.bool) if direction == "both" else distance <= 0
-    if direction == "prefix" and batch.uncut.prefix is not None:
+    seen = torch.ones_like(distance, dtype=torch.bool) if kind.direction == "both" else distance <= 0
+    if kind.direction == "prefix" and batch.uncut.prefix is not None:
         seen = seen | (batch.uncut.prefix.view(rows, 1, 1, -1) > 0)
-    if window is not None:
-        seen = seen & (distance.abs() < window)
+    if kind.together is not None:
+        keys = groups_together(batch, kind.together)
+        queries = keys if batch.whole is None else batch.take(keys)
+        seen = seen | in_one_group(queries.view(rows, 1, -1, 1), keys.view(rows, 1, 1, -1))
+    if kind.window is not None:
+        seen = seen & ((distance.abs() if kind.together is None else -distance) < kind.window)
     if batch.balanced is not None:
         return (seen & (batch.runs[0].unsqueeze(-1) == batch.uncut.runs[0])).view(1, 1, *distance.shape)
     if batch.documents is None or batch.uncut.documents is None:

@@ -39,6 +39,8 @@ from phalanx.ops.attention.kind import (
     AttentionKind,
     Learned,
     by_documents,
+    groups_together,
+    in_one_group,
     refuse_unsupported,
 )
 from phalanx.ops.attention.relative_bias import Biased
@@ -231,7 +233,7 @@ def block_of(
     (i0, i1), (j0, j1) = ((min(side), max(side)) for side in zip(*seen))
     before, after = q[i1].stop - 1 - k[j0].start, k[j1].stop - 1 - q[i0].start  # the furthest keys
     every = before < reach and after < (reach if kind.direction == "both" else 1)
-    causal = mine == theirs and kind.window is None and kind.direction == "causal"
+    causal = mine == theirs and kind.window is None and not kind.reads_later
     if documents or not (every or causal):
         how: Literal["all", "causal", "mask"] = "mask"
     else:
@@ -241,8 +243,8 @@ def block_of(
 
 def _reads(q: range, k: range, reach: int, kind: AttentionKind) -> bool:
     """Whether some of these queries may read some of these keys."""
-    near = q.start - k.stop + 1 < reach and k.start - q.stop + 1 < reach
-    return near and (kind.direction != "causal" or k.start < q.stop)
+    near = q.start - k.stop + 1 < reach and (kind.together is not None or k.start - q.stop + 1 < reach)
+    return near and (kind.reads_later or k.start < q.stop)
 
 
 def _rows(chunks: tuple[range, range], first: int, last: int) -> slice:
@@ -260,7 +262,7 @@ def mask_of(
 ) -> tuple[Tensor, Tensor]:
     """The additive mask (sequences or 1, 1, queries, keys) of a block, and which of its queries (sequences or 1, 1,
     queries) read nothing."""
-    by = (source, kind.window, kind.direction, dtype)
+    by = (source, kind.window, kind.direction, kind.together, dtype)
     return MASKS_BY_SOURCE.of(batch, lambda: _make_mask(batch, source, block, kind, dtype), *by)
 
 
@@ -277,8 +279,12 @@ def _make_mask(
     if kind.direction == "prefix":
         prefix = batch.take(batch.uncut.prefix, source).view(batch.num_sequences, 1, 1, -1)  # type: ignore[arg-type]
         seen = seen | (prefix[..., block.keys] > 0)
+    if kind.together is not None:
+        groups = groups_together(batch, kind.together)
+        mine, theirs = (batch.take(groups, part).view(batch.num_sequences, 1, -1) for part in (batch.part, source))
+        seen = seen | in_one_group(mine[..., block.queries].unsqueeze(-1), theirs[..., block.keys].unsqueeze(-2))
     if kind.window is not None:
-        seen = seen & (distance.abs() < kind.window)
+        seen = seen & ((distance.abs() if kind.together is None else distance) < kind.window)
     if batch.documents is not None:
         theirs = batch.take(batch.uncut.documents, source)  # type: ignore[arg-type]
         mine, theirs = (doc.view(batch.num_sequences, 1, -1) for doc in (batch.documents, theirs))
@@ -495,7 +501,7 @@ def how_to_read(
     how = Scoring(None, block.how == "causal", kind.scale or 0.0, kind.soft_cap, bias)
     if block.how != "mask":
         return block_backend(q, v, how, kernels, not reading.batch.piece), how, None
-    if kind.window is None and kind.direction != "prefix":  # what hides anything is documents alone
+    if kind.window is None and kind.direction != "prefix" and kind.together is None:  # documents alone hide anything
         sizes = (q.shape[-1], v.shape[-1], q.shape[1] != v.shape[1])
         by_segments = SEGMENTS.fast(kernels, q, *sizes, asked=how.features)
         if by_segments is not None:

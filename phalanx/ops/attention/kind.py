@@ -7,10 +7,11 @@ from dataclasses import dataclass, fields, replace
 from functools import cached_property
 from typing import Literal
 
+import torch
 from torch import Tensor
 
 from phalanx.base.errors import PhalanxError
-from phalanx.sequence.batch import Batch
+from phalanx.sequence.batch import Batch, PerBatch
 
 Direction = Literal["causal", "both", "prefix"]
 
@@ -76,6 +77,9 @@ class AttentionKind:
     sinks      each head has a logit that joins the softmax's denominator (Xiao et al., 2024)
     soft_cap   scores become cap * tanh(scores / cap) (Gemma team, "Gemma 2", 2024)
     bias       what is added to the scores by distance
+    together   the id of a token: where several follow each other in a document, they read each other whatever their
+               order and the window, such as the tokens of an image (Gemma team, "Gemma 3 technical report", 2025). A
+               window then hides only what is before
     scale      of the scores; None: 1 / sqrt(width of a query)
     """
 
@@ -85,7 +89,13 @@ class AttentionKind:
     sinks: bool = False
     soft_cap: float | None = None
     bias: RelativeBias | None = None
+    together: int | None = None
     scale: float | None = None
+
+    @property
+    def reads_later(self) -> bool:
+        """Whether some queries read later tokens."""
+        return self.direction != "causal" or self.together is not None
 
     @cached_property
     def features(self) -> frozenset[str]:
@@ -100,7 +110,8 @@ class AttentionKind:
 
     def keys_per_query(self, length: int) -> float:
         """Mean number of keys that a query reads, for FLOPs: length / 2 for plain causal attention (the diagonal counts
-        half). How long prefixes are is known from data alone: they are counted as causal."""
+        half). How long prefixes are, and tokens that read each other, is known from data alone: they are counted as
+        causal."""
         length = length if self.chunk is None else min(self.chunk, length)
         w = length if self.window is None else min(self.window, length)
         before = w - w * w / (2 * length) if length else 0.0
@@ -117,6 +128,27 @@ SPANNED = frozenset(("direction", "window", "chunk", "sinks", "scale"))
 
 PAGED = frozenset(("window", "chunk", "sinks", "soft_cap", "bias", "scale"))
 """Those that attention over pages has."""
+
+
+TOGETHER = PerBatch[Tensor]()
+
+
+def groups_together(batch: Batch, token: int) -> Tensor:
+    """(tokens of whole sequences,) for each token that is `token`: the number of its group, neighbours in a document
+    that all are it; -1 for others."""
+    return TOGETHER.of(batch, lambda: _find_groups(batch.uncut, token), token)
+
+
+def _find_groups(batch: Batch, token: int) -> Tensor:
+    here, number = batch.tokens == token, batch.runs[0]
+    place = torch.arange(len(here), device=here.device)
+    begins = here & ((place % batch.seq_length == 0) | ~here.roll(1) | (number != number.roll(1)))
+    return (begins.cumsum(0) - 1).where(here, -1)
+
+
+def in_one_group(of_queries: Tensor, of_keys: Tensor) -> Tensor:
+    """Whether queries (..., L, 1) and keys (..., 1, S) are in one group."""
+    return (of_queries == of_keys) & (of_keys >= 0)
 
 
 def by_documents(batch: Batch, kind: AttentionKind) -> tuple[Batch, AttentionKind]:

@@ -1,4 +1,4 @@
-"""The first layer of a vision tower: a convolution whose windows do not overlap, as a matmul over rows of patches."""
+"""Convolutions as matmuls over rows: the first layer of a vision tower, whose windows do not overlap, and Whisper's."""
 
 from __future__ import annotations
 
@@ -23,13 +23,14 @@ class _PatchEmbedding(Function):
     @staticmethod
     def backward(ctx: Any, dy: Tensor) -> tuple[Tensor | None, ...]:  # type: ignore[override]
         (x,), weight, bias = ctx.saved_tensors, ctx.weight, ctx.bias
-        shape, (_, need_w, need_b) = (weight.shape[0], prod(weight.shape[1:])), ctx.needs_input_grad
+        shape, (need_x, need_w, need_b) = (weight.shape[0], prod(weight.shape[1:])), ctx.needs_input_grad
+        dx = dy @ weight.flatten(1) if need_x else None
         dw = account(weight, lambda buffer: add_product_(dy, x, buffer.view(shape))) if need_w else None
         db = add_grad(bias, dy.sum(0)) if need_b else None
-        return None, dw, db
+        return dx, dw, db
 
 
 def patch_embedding(values: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
     """values (N, C * K...) rows of patches in the order of the weight's dims, weight (D, C, K...) of a convolution
-    whose stride is its kernel -> (N, D) in the weight's dtype. Values have no gradient."""
+    whose stride is its kernel, or windows of one that are laid out as rows -> (N, D) in the weight's dtype."""
     return _PatchEmbedding.apply(values, weight, bias)

@@ -1,8 +1,8 @@
-"""Where token files of chats say which images their documents have.
+"""Where token files of chats say which images or recordings their documents have.
 
-PREFIX.pictures.jsonl has a line for each document of PREFIX: a list of [name, rows, tokens] of its images, in the order
-of the text. PREFIX.pictures.npy says where lines begin, and how many rows come before each: (documents + 1, 2) int64.
-Names are of files below the folder of the chats' file, or `shard.tar/name` in a tar file there. `text.pictures` writes
+PREFIX.media.jsonl has a line for each document of PREFIX: a list of [name, rows, tokens] of its files, in the order
+of the text. PREFIX.media.npy says where lines begin, and how many rows come before each: (documents + 1, 2) int64.
+Names are of files below the folder of the chats' file, or `shard.tar/name` in a tar file there. `text.media` writes
 them.
 """
 
@@ -23,18 +23,18 @@ from phalanx.data.chats import origins
 from phalanx.data.files import replacing
 from phalanx.data.index import Corpus
 
-LINES, PLACES = ".pictures.jsonl", ".pictures.npy"
+LINES, PLACES = ".media.jsonl", ".media.npy"
 
 
-class PictureNote(NamedTuple):
-    """An image of a document: its name, its rows, and the tokens that stand for it."""
+class MediaNote(NamedTuple):
+    """An image or a recording of a document: its name, its rows, and the tokens that stand for it."""
 
     name: str
     rows: int
     tokens: int
 
 
-def write_notes(prefix: Path, documents: Sequence[Sequence[PictureNote]]) -> None:
+def write_notes(prefix: Path, documents: Sequence[Sequence[MediaNote]]) -> None:
     """Beside token files with these documents; nothing if no document has an image."""
     if not any(documents):
         return
@@ -49,7 +49,7 @@ def write_notes(prefix: Path, documents: Sequence[Sequence[PictureNote]]) -> Non
         np.save(file, np.array(places, np.int64))
 
 
-class PictureNotes:
+class MediaNotes:
     """The notes of token files; none if they have none."""
 
     def __init__(self, corpus: Corpus):
@@ -67,16 +67,16 @@ class PictureNotes:
             raise DataError(f"{places}: not of these {corpus.num_documents} documents; prepare the chats again")
 
     def rows(self) -> NDArray[np.int64]:
-        """(documents,) rows of the images of each."""
+        """(documents,) rows of the files of each."""
         return np.zeros(self.corpus.num_documents, np.int64) if self.places is None else np.diff(self.places[:, 1])
 
-    def of(self, document: int) -> list[PictureNote]:
+    def of(self, document: int) -> list[MediaNote]:
         if self.places is None:
             return []
         first, stop = self.places[document : document + 2, 0].tolist()
         try:
             found = json.loads(os.pread(self._file.fileno(), stop - first, first))
-            return [PictureNote(str(name), int(rows), int(tokens)) for name, rows, tokens in found]
+            return [MediaNote(str(name), int(rows), int(tokens)) for name, rows, tokens in found]
         except (ValueError, TypeError) as error:
             raise DataError(f"{self.corpus.prefix}{LINES}: damaged: {error}; prepare the chats again") from None
 
