@@ -305,6 +305,7 @@ def over_ssh(hosts: Sequence[str], ssh: str, words: Sequence[str], options: Pref
     finally:
         for one in started:
             one.process.kill()
+            one.process.wait()
 
 
 def start_on(host: str, ssh: str) -> Started:

@@ -8,6 +8,10 @@ import subprocess
 import sys
 from pathlib import Path
 
+import click
+import pytest
+
+from phalanx.cli.hosts import read_hosts
 from tests.harness.cluster import Cluster, cluster
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -35,14 +39,34 @@ def preflight(made: Cluster, folder: Path, *words: str) -> subprocess.CompletedP
     )
 
 
+@pytest.mark.parametrize(
+    "text, said",
+    [
+        ("node-[a-z]", "is no host list"),
+        ("a\nb\na", "a is listed twice"),
+        ("# none", "no host"),
+        ("-oX=y", "is no host"),
+    ],
+)
+def test_files_of_hosts_that_cannot_be_meant(tmp_path, text, said):
+    (tmp_path / "hosts.txt").write_text(f"{text}\n")
+    with pytest.raises(click.BadParameter, match=said):
+        read_hosts(str(tmp_path / "hosts.txt"))
+
+
 def test_two_hosts_and_one_that_is_not_there(tmp_path):
     """The table goes to standard error, the hosts to start with to standard output."""
     with cluster(2) as made:
-        (tmp_path / "hosts.txt").write_text("node-[a-z]\n")
-        broken = preflight(made, tmp_path, "--hosts", str(tmp_path / "hosts.txt"))
-        assert broken.returncode == 2 and "is no host list" in broken.stderr and "Traceback" not in broken.stderr
         (tmp_path / "hosts.txt").write_text("node-a\nnode-z # is switched off\nnode-b\n")
-        words = ["--hosts", str(tmp_path / "hosts.txt"), "--drop-bad", "--json", str(tmp_path / "report.json")]
+        words = [
+            "--hosts",
+            str(tmp_path / "hosts.txt"),
+            "--drop-bad",
+            "--json",
+            str(tmp_path / "report.json"),
+            "--wait",
+            "60",
+        ]
         done = preflight(made, tmp_path, *words, "--spares", "1")
     assert done.returncode == 0 and done.stdout == "node-a\nnode-b\n", done.stderr
     said = json.loads((tmp_path / "report.json").read_text())
