@@ -115,15 +115,14 @@ def sampler(
     import torch
 
     from phalanx.config.write import to_dict
-    from phalanx.data.config import DataConfig
     from phalanx.inference.generate import sampler_on_ranks
-    from phalanx.inference.load import run_of_folder, weights_alone, weights_folder
+    from phalanx.inference.load import run_of_folder, weights_alone, weights_folder, without_data
     from phalanx.inference.overrides import refuse_others
     from phalanx.training.machine import check_here
 
     refuse_others(overrides, "px.sampler")
     base = run_of_folder(weights_folder(str(path)), torch.cuda.is_available())
-    run = load_run(None, overrides, to_dict(replace(base, data=DataConfig(mock=True))))  # none is read
+    run = load_run(None, overrides, to_dict(without_data(base)))
     here = _here(run, "phalanx generate CHECKPOINT --prompts FILE.jsonl")
     run = weights_alone(run, here.world_size)
     check_here(run, here)

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import sys
+from collections.abc import Sequence
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import click
@@ -13,10 +15,15 @@ from phalanx.cli.options import ADAPTER
 from phalanx.cli.passages import lookup_of, say_sources, takes_passages
 
 if TYPE_CHECKING:
+    from phalanx.inference.chat_prompts import ImageFile
     from phalanx.inference.conversation import Conversation
     from phalanx.retrieval.prompting import PassageAdder
 
-GREETING = "Type a message. Ctrl-C ends an answer, Ctrl-D the chat; /new forgets what was said."
+GREETING = (
+    "Type a message. Ctrl-C ends an answer, Ctrl-D the chat; /new forgets what was said; /image FILE shows an image "
+    "with the next message."
+)
+IMAGE = "/image "
 
 
 @click.command("chat", short_help="Talk to a checkpoint in the terminal.")
@@ -52,6 +59,7 @@ def chat(
     terminal = sys.stdin.isatty()
     if terminal:
         click.echo(GREETING, err=True)
+    images: list[ImageFile] = []  # of the next message
     while True:
         try:
             message = input("> " if terminal else "")
@@ -60,16 +68,36 @@ def chat(
             return
         if message.strip() == "/new":
             talk.forget()
+            images.clear()
+        elif message.strip().startswith(IMAGE):
+            images += image_of(talk, message.strip().removeprefix(IMAGE).strip())
         elif message.strip():
-            answer(talk, message, add)
+            answer(talk, message, add, images)
+            images = []
 
 
-def answer(talk: Conversation, message: str, add: PassageAdder | None = None) -> None:
-    """Write the answer to a message as it is made. add: puts passages before it, whose sources are written first."""
+def image_of(talk: Conversation, name: str) -> list[ImageFile]:
+    """The file, if it is an image that the model can read; else it is said why not."""
+    from phalanx.base.errors import DataError
+    from phalanx.data.media import read_bytes
+    from phalanx.inference.request import RequestError
+
+    try:
+        found = name, read_bytes(Path(name).expanduser())
+        talk.check_image(found)
+    except (DataError, RequestError) as error:
+        click.echo(str(error), err=True)
+        return []
+    return [found]
+
+
+def answer(talk: Conversation, message: str, add: PassageAdder | None = None, images: Sequence[ImageFile] = ()) -> None:
+    """Write the answer to a message, and the images with it, as it is made. add: puts passages before it, whose sources
+    are written first."""
     written, found = (None, []) if add is None else add.one(message)
     say_sources(found)
     try:
-        for piece in talk.answer(message, written):
+        for piece in talk.answer(message, written, images):
             click.echo(piece, nl=False)
         click.echo()
     except KeyboardInterrupt:

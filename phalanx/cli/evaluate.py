@@ -107,16 +107,16 @@ def refuse_without_effect(asked: dict[str, Any]) -> None:
 
 def evaluate_tasks(checkpoint: str, overrides: tuple[str, ...], asked: dict[str, Any]) -> None:
     """On tasks of lm-evaluation-harness."""
+    from phalanx.base.errors import ConfigError, Problem
     from phalanx.cli.generate import check_length
     from phalanx.cli.ranks import run_ranks
     from phalanx.cli.setup import arguments, prepare_loaded
     from phalanx.config.read import read
     from phalanx.config.write import to_dict
-    from phalanx.data.config import DataConfig
     from phalanx.data.files import extra
     from phalanx.evaluation.perplexity import check_folder
     from phalanx.inference.adapters import with_adapter
-    from phalanx.inference.load import check_generates, run_of_folder, weights_alone, weights_folder
+    from phalanx.inference.load import check_generates, run_of_folder, weights_alone, weights_folder, without_data
     from phalanx.inference.overrides import refuse_others
     from phalanx.launch.env import describe_machine
 
@@ -127,7 +127,11 @@ def evaluate_tasks(checkpoint: str, overrides: tuple[str, ...], asked: dict[str,
     check_folder(weights)
     run = run_of_folder(weights, describe_machine("auto").device == "cuda")
     check_generates(run.model)
-    base = to_dict(replace(run, data=DataConfig(mock=True)))  # none is read
+    if run.model.decoder_start is not None:
+        rule = "has an encoder, whose texts tasks of lm-evaluation-harness are not divided into here: phalanx generate "
+        rule += "makes its answers"
+        raise ConfigError([Problem("model.family", run.model.family, rule)])
+    base = to_dict(without_data(run))
     loaded = read(None, overrides, base, f"the model of {checkpoint}")
     ranks = asked["ranks"] or _started()
     if loaded.run is not None:

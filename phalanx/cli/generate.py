@@ -32,7 +32,7 @@ SAMPLING = ("tokens", "temperature", "top_k", "top_p", "min_p", "seed")
     type=click.Path(dir_okay=False, exists=True),
     default=None,
     metavar="FILE.jsonl",
-    help='Many prompts: lines of {"prompt": "..."}, a text or token ids.',
+    help='Many prompts: lines of {"prompt": "..."}, a text or token ids, or of {"messages": [...]}, a chat.',
 )
 @click.option("-o", "--out", type=click.Path(dir_okay=False), default=None, help="Write answers to a JSONL file.")
 @click.option("--samples", type=click.IntRange(min=1), default=1, show_default=True, help="Answers to each prompt.")
@@ -84,9 +84,8 @@ def generate(checkpoint: str, overrides: tuple[str, ...], **asked: Any) -> None:
     from phalanx.cli.setup import arguments, prepare_loaded
     from phalanx.config.read import read
     from phalanx.config.write import to_dict
-    from phalanx.data.config import DataConfig
     from phalanx.inference.adapters import with_adapter
-    from phalanx.inference.load import check_generates, run_of_folder, weights_alone, weights_folder
+    from phalanx.inference.load import check_generates, run_of_folder, weights_alone, weights_folder, without_data
     from phalanx.launch.env import describe_machine
 
     if (asked["prompt"] is None) == (asked["prompts"] is None):
@@ -101,7 +100,7 @@ def generate(checkpoint: str, overrides: tuple[str, ...], **asked: Any) -> None:
     folder = weights_folder(checkpoint)
     run = run_of_folder(folder, describe_machine("auto").device == "cuda")
     check_generates(run.model)
-    base = to_dict(replace(run, data=DataConfig(mock=True)))  # none is read
+    base = to_dict(without_data(run))
     loaded = read(None, overrides, base, f"the model of {checkpoint}")
     if loaded.run is not None:
         with_adapter(loaded.run, asked["adapter"])  # what is wrong with it is said before ranks start
@@ -125,7 +124,7 @@ def found_for(asked: dict[str, Any], lookup: tuple[Lookup, str | None]) -> list[
     given = (asked["prompt"],) if asked["prompts"] is None else read_prompts(asked["prompts"])
     texts = [prompt for prompt in given if isinstance(prompt, str)]
     if len(texts) < len(given):
-        raise DataError(f"{asked['prompts']}: passages are found for texts (--index), and some prompts are token ids")
+        raise DataError(f"{asked['prompts']}: passages are found for texts (--index), and some prompts are none")
     made, found = with_passages(lookup, texts)
     rows = zip(made, texts, found)
     return [{"text": text, "prompt": prompt, "passages": [f.plain() for f in each]} for text, prompt, each in rows]
@@ -146,7 +145,7 @@ def stream(checkpoint: str, asked: dict[str, Any], lookup: tuple[Lookup, str | N
         [prompt], [passages] = with_passages(lookup, [prompt])
         say_sources(passages)
     text = TextStream(checkpoint, prompt, options_of(asked), asked["stop"], drafts, asked["adapter"])
-    click.echo(asked["prompt"], nl=False)
+    click.echo(asked["prompt"] if text.shown else "", nl=False)
     try:
         for piece in text:
             click.echo(piece, nl=False)

@@ -14,7 +14,6 @@ from phalanx.config.device_check import Facts
 from phalanx.config.read import COMMAND_LINE, read
 from phalanx.config.run import Run, checkpoints_of
 from phalanx.config.write import to_dict
-from phalanx.data.config import DataConfig
 from phalanx.forecast.decide import make_plan
 from phalanx.forecast.text import FITS_ON
 from phalanx.inference.drafter import drafts_named
@@ -26,6 +25,7 @@ from phalanx.inference.load import (
     run_of_model,
     weights_alone,
     weights_folder,
+    without_data,
 )
 from phalanx.inference.memory import MemoryLimits
 from phalanx.inference.overrides import TAKEN, refuse_others
@@ -46,7 +46,7 @@ def plan_serving(
     own = tuple(word for word in overrides if word.startswith("model."))
     others = tuple(word for word in overrides if not word.startswith("model."))
     refuse_others(others)
-    base = to_dict(replace(generating(what, own), data=DataConfig(mock=True)))  # none is read
+    base = to_dict(without_data(generating(what, own)))
     loaded = read(None, others, base, f"the model of {what}")
     if loaded.run is None:
         return str(fail(loaded.problems, None))

@@ -45,13 +45,14 @@ def data_score(config: str, overrides: tuple[str, ...], teacher: str, top: int, 
     from phalanx.evaluation.perplexity import check_folder
     from phalanx.evaluation.scoring import scoring_task
     from phalanx.forecast.check import raise_problems
-    from phalanx.inference.load import run_of_folder, weights_alone, weights_folder
+    from phalanx.inference.load import refuse_further_streams, run_of_folder, weights_alone, weights_folder
 
     weights = weights_folder(teacher)
     check_folder(weights)
     loaded = read(config, overrides)
     if loaded.run is not None:
         scorer, run = run_of_folder(weights, False), loaded.run
+        refuse_further_streams(scorer.model, "phalanx data score")
         if run.data.mock or run.data.source is not None:
             rule, name = "has no tokens in files, to which scores could belong", "mock" if run.data.mock else "source"
             raise_problems([Problem(f"data.{name}", getattr(run.data, name), rule)])

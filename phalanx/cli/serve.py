@@ -75,12 +75,11 @@ def serve(checkpoint: str, overrides: tuple[str, ...], ranks: int | None, name: 
     from phalanx.cli.setup import arguments, prepare_loaded
     from phalanx.config.read import read
     from phalanx.config.write import to_dict
-    from phalanx.data.config import DataConfig
     from phalanx.data.files import extra
     from phalanx.evaluation.perplexity import check_folder
     from phalanx.inference.adapters import with_adapters
     from phalanx.inference.embedder import embedder_folder
-    from phalanx.inference.load import check_generates, run_of_folder, weights_alone, weights_folder
+    from phalanx.inference.load import check_generates, run_of_folder, weights_alone, weights_folder, without_data
     from phalanx.launch.env import describe_machine
 
     for module in NEEDED:
@@ -99,7 +98,7 @@ def serve(checkpoint: str, overrides: tuple[str, ...], ranks: int | None, name: 
         run = embedder_folder(checkpoint, options["pooling"]).run(gpu, options["length"])
     else:
         check_generates(run.model)
-    base = to_dict(replace(run, data=DataConfig(mock=True)))  # none is read
+    base = to_dict(without_data(run))
     loaded = read(None, overrides, base, f"the model of {checkpoint}")
     if loaded.run is not None:
         with_adapters(loaded.run, options["adapters"])  # what is wrong with them is said before ranks start

@@ -60,10 +60,10 @@ def check_not_built(run: Run) -> list[Problem]:
         rule = "needs micro-batches of equal sizes, and a model that reads images or sound has others in each: take off"
         found.append(problem("train", run.train, "cuda_graphs", rule, because, ("off",)))
     if run.train.samples is not None:
-        rule = "is not built for a model that reads images or sound: it generates no text here"
+        rule = "is not built for a model that reads images or sound: phalanx generate makes text with its checkpoints"
         found.append(problem("train", run.train, "samples", rule, because, (None,)))
     if run.train.eval_tasks:
-        rule = "is not built for a model that reads images or sound: it generates no text here"
+        rule = "is not built for a model that reads images or sound: phalanx generate makes text with its checkpoints"
         found.append(problem("train", run.train, "eval_tasks", rule, because, ([],)))
     if run.train.batch_invariant:
         rule = "is not built for a model that reads images or sound"

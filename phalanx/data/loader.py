@@ -102,8 +102,9 @@ class Place(NamedTuple):
 class SampleMedia(Protocol):
     """What gives samples their images or recordings (data/media.py)."""
 
-    def add(self, samples: Sequence[Sample], sources: Sequence[Any]) -> list[Sample]:
-        """sources: the corpus and the ranges of its tokens that each sample was made of; None: none has them."""
+    def add(self, samples: Sequence[Sample], sources: Sequence[Any], part: SequenceShard = WHOLE) -> list[Sample]:
+        """To the samples of a micro-batch. sources: the corpus and the ranges of its tokens that each sample was made
+        of; None: none has them. part: of a rank, which needs the numbers of its own images alone."""
         ...
 
 
@@ -232,20 +233,21 @@ class Loader:
             found.append(int((sizes * (sizes + 1) // 2).sum()))
         return found
 
-    def batch(self, samples: Sequence[int]) -> Batch:
+    def batch(self, samples: Sequence[int], part: SequenceShard = WHOLE) -> Batch:
         """The micro-batch of these global sample numbers, on the CPU (see `sequence.batch.Batch`).
 
         Labels are the next tokens, unless the task transforms samples. With document attention, positions restart at
         each document, `documents` counts documents through the micro-batch, and the last token of a document has no
         loss, because what follows does not continue it. The padding of a packed sequence forms documents of its own
         without loss, short ones, so that attention to them costs nothing; the last token of a packed document never has
-        a loss.
+        a loss. part: as of `read`.
         """
-        return self.read(self.locate(samples))
+        return self.read(self.locate(samples), part)
 
-    def read(self, places: Sequence[Place]) -> Batch:
-        """The micro-batch of samples that `locate` found."""
-        samples = self.samples(places)
+    def read(self, places: Sequence[Place], part: SequenceShard = WHOLE) -> Batch:
+        """The micro-batch of samples that `locate` found, whole. part: the shard that will be cut from it; images of
+        other ranks are not decoded."""
+        samples = self.samples(places, part)
         batch = self._stream(samples)
         streams = {name: [sample.beside[name] for sample in samples] for name in samples[0].beside}
         beside = {name: self._stream(stream, samples) for name, stream in streams.items()}
@@ -295,12 +297,12 @@ class Loader:
         known = [each for each in found if each is not None]
         return reduce(LostText.plus, known) if known else None
 
-    def samples(self, places: Sequence[Place]) -> list[Sample]:
-        """Samples as the task reads them."""
+    def samples(self, places: Sequence[Place], part: SequenceShard = WHOLE) -> list[Sample]:
+        """Samples as the task reads them; part: as of `read`."""
         found = [self._untransformed(place) for place in places]
         if self.media is not None:
             origins = [self.sources[place.source].origin(place.window) for place in places]
-            found = self.media.add(found, origins)
+            found = self.media.add(found, origins, part)
         return found if self.transform is None else [self.transform(sample) for sample in found]
 
     def sample(self, place: Place) -> Sample:
@@ -539,7 +541,7 @@ class Prefetcher:
         end: BaseException = StopIteration()
         try:
             for places in self._places():
-                batch = self._loader.read(places).cut(self._part)
+                batch = self._loader.read(places, self._part).cut(self._part)
                 batch = batch.map(torch.Tensor.pin_memory) if self._pin_memory else batch
                 self._room.get()
                 if self._closed:

@@ -30,8 +30,10 @@ from phalanx.base.registry import find
 from phalanx.data.chats import origin_text
 from phalanx.data.index import Corpus
 from phalanx.data.media_notes import MediaNotes
+from phalanx.sequence.balance import assign_whole
 from phalanx.sequence.media import MediaSpec
 from phalanx.sequence.sample import IGNORE, Sample, Units
+from phalanx.sequence.shard import WHOLE, SequenceShard
 
 SEAM = "media"
 TAR = ".tar"
@@ -71,6 +73,11 @@ class MediaReader(ABC):
     @abstractmethod
     def units(self, data: bytes, name: str, where: str) -> Units:
         """Its rows: one unit. where: its record, for messages. BadMedia as `sizes`."""
+
+    def blank(self, data: bytes, name: str, where: str) -> Units:
+        """The same with zeros for numbers, of a file that another rank computes with: where a header says enough,
+        nothing is decoded."""
+        return self.units(data, name, where)
 
     @abstractmethod
     def mock(self, number: int, rng: np.random.Generator) -> Units:
@@ -152,19 +159,22 @@ def _members(path: str, changed: int, size: int) -> dict[str, tuple[int, int]]:
 
 @dataclass(frozen=True)
 class Task:
-    """A file to read: where it is, what reads it, how many rows it must become, and its record, for messages."""
+    """A file to read: where it is, what reads it, how many rows it must become, and its record, for messages. own:
+    whether this rank computes with it; of others the size is enough."""
 
     folder: str
     name: str
     rows: int
     where: str
     reader: MediaReader
+    own: bool = True
 
 
 def read_units(task: Task) -> Units:
     """The rows of a file. BadMedia, which names file and record."""
+    read = task.reader.units if task.own else task.reader.blank
     try:
-        units = task.reader.units(media_bytes(Path(task.folder), task.name), task.name, task.where)
+        units = read(media_bytes(Path(task.folder), task.name), task.name, task.where)
     except BadMedia as error:
         raise type(error)(f"{task.where}: {error}") from error
     if len(units.values) != task.rows:
@@ -193,10 +203,18 @@ class ChatMedia:
         self._notes = dict[str, MediaNotes]()
         self._pool: ProcessPoolExecutor | None = None
 
-    def add(self, samples: Sequence[Sample], sources: Sequence[Origin | None]) -> list[Sample]:
-        """The samples with the media of the documents that they were made of. All are decoded at once."""
+    def add(
+        self, samples: Sequence[Sample], sources: Sequence[Origin | None], part: SequenceShard = WHOLE
+    ) -> list[Sample]:
+        """The samples of a micro-batch with the media of the documents that they were made of. Of those that have
+        places in the text, the rank with this part decodes what it computes with; all at once."""
         tasks = [[] if origin is None else self._tasks(sample, *origin) for sample, origin in zip(samples, sources)]
-        made = iter(self._read([task for each in tasks for task in each]))
+        every = [task for each in tasks for task in each]
+        if self.spec.token is not None:
+            homes = assign_whole([task.rows for task in every], part.count * part.ranks)  # as Batch.cut assigns them
+            here = part.index * part.ranks + part.rank
+            every = [replace(task, own=home == here) for task, home in zip(every, homes)]
+        made = iter(self._read(every))
         found = []
         for sample, each in zip(samples, tasks):
             units = Units.together([next(made) for _ in each], self.spec.stream)
@@ -246,7 +264,7 @@ class MockMedia:
     def __init__(self, spec: MediaSpec, reader: MediaReader, room: int, key: int = 0):
         self.spec, self.reader, self.room, self.key = spec, reader, room, key
 
-    def add(self, samples: Sequence[Sample], sources: Sequence[Any]) -> list[Sample]:
+    def add(self, samples: Sequence[Sample], sources: Sequence[Any], part: SequenceShard = WHOLE) -> list[Sample]:
         return [self._of(sample, np.random.default_rng([self.key, sample.number])) for sample in samples]
 
     def _of(self, sample: Sample, rng: np.random.Generator) -> Sample:

@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 import numpy as np
 
 from phalanx.base.errors import DataError
-from phalanx.data.images import ImageSteps, open_image, processor_of, read_processor
+from phalanx.data.images import ImageSteps, Processor, open_image, processor_of, read_processor, size_of
 from phalanx.data.media import MediaReader
 from phalanx.sequence.patches import PictureSpec
 from phalanx.sequence.sample import Units
@@ -37,6 +37,12 @@ class Pictures(MediaReader):
         shown = f"{name} ({image.width} x {image.height}) of {where}"
         return self.spec.form.units(self.steps.pixels(image), shown)
 
+    def blank(self, data: bytes, name: str, where: str) -> Units:
+        height, width = size_of(data, name)
+        form = self.spec.form
+        units = form.blank(*self.steps.size_after(height, width), f"{name} ({width} x {height}) of {where}")
+        return replace(units, values=np.zeros((len(units.values), form.width), np.float32))
+
     def mock(self, number: int, rng: np.random.Generator) -> Units:
         form = self.spec.form
         height, width = self.spec.size or tuple((rng.integers(1, 4, 2) * form.multiple).tolist())
@@ -48,7 +54,12 @@ def steps_for(spec: PictureSpec, processor: str | None) -> ImageSteps:
     """How images become numbers for a model: as data.processor says, or else its family. DataError if its images would
     have another size than the model reads, or other patches."""
     found = processor_of(dict(spec.processor)) if processor is None else read_processor(Path(processor))
-    form, where = spec.form, f"data.processor={processor}"
+    return steps_of(spec, found, f"data.processor={processor}")
+
+
+def steps_of(spec: PictureSpec, found: Processor, where: str) -> ImageSteps:
+    """The same of a processor that is read already; where: it comes from, for messages."""
+    form = spec.form
     asked = (found.patch, found.frames, found.side)
     if found.patch is not None and asked != (form.size, form.frames, form.side):
         raise DataError(

@@ -17,6 +17,7 @@ from phalanx.engine.step import evaluate_step
 from phalanx.nn.objective import EmbeddingObjective, make_objective
 from phalanx.planning.order import eval_samples
 from phalanx.sequence.batch import IGNORE, Batch
+from phalanx.sequence.shard import SequenceShard
 
 MICRO_BATCHES = 16  # of one forward-only schedule
 
@@ -53,14 +54,16 @@ def summed(run: Run, mesh: Mesh, loader: Loader, limit: int, forward: Forward) -
         count = min(per_round, limit - first)
         micro = -(-count // (size * mesh.dp.size))
         mine = first + mesh.dp.index * micro * size
-        batches = [_batch(loader, mine + i * size, size, limit).cut(mesh.part).to(mesh.device) for i in range(micro)]
+        firsts = [mine + i * size for i in range(micro)]
+        batches = [_batch(loader, at, size, limit, mesh.part).cut(mesh.part).to(mesh.device) for at in firsts]
         total = total + forward(batches)
     return total
 
 
-def _batch(loader: Loader, first: int, size: int, limit: int) -> Batch:
-    """Samples first..first+size-1; those from `limit` on only fill the shape and have no loss."""
-    batch = loader.batch([min(i, limit - 1) for i in range(first, first + size)])
+def _batch(loader: Loader, first: int, size: int, limit: int, part: SequenceShard) -> Batch:
+    """Samples first..first+size-1, from which this part will be cut; those from `limit` on only fill the shape and have
+    no loss."""
+    batch = loader.batch([min(i, limit - 1) for i in range(first, first + size)], part)
     real = max(0, min(size, limit - first)) * batch.seq_length
     if real == batch.num_tokens:
         return batch

@@ -30,7 +30,7 @@ from phalanx.engine.build import build_for_inference
 from phalanx.engine.evaluate import summed
 from phalanx.engine.meeting import device_of, identity, join
 from phalanx.forecast.decide import make_plan
-from phalanx.inference.load import forward_only, load_all, run_of_folder
+from phalanx.inference.load import forward_only, load_all, refuse_further_streams, run_of_folder
 from phalanx.nn.objective import SEAM, find_objective, make_objective
 from phalanx.pipeline.execute import Stages, execute
 from phalanx.planning.order import eval_samples
@@ -77,6 +77,7 @@ def base_config(weights: Path, gpu: bool) -> dict[str, Any]:
         if config:  # an evaluation writes to none of the run's sinks
             return {**config, "log": {k: v for k, v in config.get("log", {}).items() if k != "sinks"}}
     run = run_of_folder(weights, gpu)
+    refuse_further_streams(run.model, "the loss of its folder (phalanx eval RUN has that of a run)")
     if run.model.headless:
         raise ConfigError([headless_problem(str(weights))])
     return to_dict(run)

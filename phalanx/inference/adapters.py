@@ -227,6 +227,11 @@ def with_adapters(run: Run, given: Mapping[str, str], every: str | None = None) 
     if not given:
         return run, None
     problems, folders = list[Problem](), dict[str, LoRAFolder]()
+    if run.model.reads_beside or run.model.reads_units:
+        rule = "is not built for a model with an encoder or a vision tower, whose tokens are not the text's: merge it "
+        rule += "(phalanx export ADAPTER --merge --base FOLDER), and name the merged folder"
+        because = {"model.family": run.model.family}
+        raise ConfigError([Problem("--adapter", ", ".join(given), rule, because, where="command line")])
     if run.lora is not None:
         rule = "cannot be given for a run with an adapter of its own: name its base, and the run as --adapter NAME=RUN"
         raise ConfigError([Problem("--adapter", ", ".join(given), rule, where="command line")])

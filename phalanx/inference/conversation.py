@@ -2,15 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import replace
+from typing import Any
 
-from phalanx.base.errors import CheckpointError, ConfigError, Problem
+from phalanx.base.errors import ConfigError, Problem
+from phalanx.inference.chat_prompts import ImageFile
 from phalanx.inference.ends import end_tokens
 from phalanx.inference.engine import EngineOptions
 from phalanx.inference.generate import TextSampler
-from phalanx.inference.request import Finished, NewToken, SamplingOptions
-from phalanx.text.chat_template import load_chat_template
+from phalanx.inference.request import Finished, NewToken, RequestError, SamplingOptions
 from phalanx.text.pieces import Pieces
 
 TOGETHER = 512  # tokens of a prompt that are read in one step
@@ -25,14 +26,8 @@ class Conversation:
     def __init__(self, path: str, options: SamplingOptions, system: str | None = None, adapter: str | None = None):
         """adapter: folder of a LoRA adapter. CheckpointError for a model without a chat template."""
         self._sampler = TextSampler(path, EngineOptions(sequences=1, tokens=TOGETHER), adapter=adapter)
-        template = load_chat_template(self._sampler.folder)
-        if template is None:
-            raise CheckpointError(
-                f"{self._sampler.folder} holds no chat template (chat_template.jinja, or in tokenizer_config.json), so "
-                "messages cannot be written as the model was taught; continue texts with `phalanx generate`"
-            )
-        self._template = template
-        ends = end_tokens(self._sampler.folder, self._sampler.tokenizer, template)
+        self._chats = self._sampler.chats
+        ends = end_tokens(self._sampler.folder, self._sampler.tokenizer, self._chats.template)
         self._options = replace(options, end_tokens=ends)
         self._first = [] if system is None else [{"role": "system", "content": system}]
         self.notice: str | None = None
@@ -40,13 +35,22 @@ class Conversation:
 
     def forget(self) -> None:
         """Begin anew."""
-        self._messages = list(self._first)
+        self._messages: list[dict[str, Any]] = list(self._first)
+        self._images: list[ImageFile] = []
 
-    def answer(self, message: str, written: str | None = None) -> Iterator[str]:
+    def check_image(self, image: ImageFile) -> None:
+        """RequestError if the model reads no images, BadImage if it cannot be read."""
+        if self._chats.pictures is None:
+            raise RequestError("image", image[0], "is not read by this model: it has no vision tower")
+        self._chats.pictures.image(image[1], image[0])
+
+    def answer(self, message: str, written: str | None = None, images: Sequence[ImageFile] = ()) -> Iterator[str]:
         """The answer, piece by piece. What was made of one that is given up stays part of the conversation. written:
-        what the model reads in place of the message, this once."""
-        asked = [*self._messages, {"role": "user", "content": message if written is None else written}]
-        prompt = self._template.prompt(self._sampler.tokenizer, asked).ids
+        what the model reads in place of the message, this once. images: that the message begins with."""
+        asked = [*self._messages, user_message(message if written is None else written, len(images))]
+        shown = [*self._images, *images]
+        _, read = self._chats.prompt(asked, images=shown)
+        prompt = read.tokens
         engine, tokens = self._sampler.engine, self._options.tokens
         room = engine.positions - len(prompt)
         if room < 1:
@@ -55,7 +59,7 @@ class Conversation:
             raise ConfigError([Problem("tokens of the chat", len(prompt), rule, because)])
         made = room if tokens is None else min(tokens, room)
         pieces, text = Pieces(self._sampler.tokenizer, prompt), ""
-        number = engine.submit(prompt, replace(self._options, tokens=made))
+        number = engine.submit(read, replace(self._options, tokens=made))
         self.notice, ended = None, False
         try:
             while not ended:
@@ -74,10 +78,18 @@ class Conversation:
             if not ended:
                 engine.cancel(number)
                 engine.close()
-            said = [{"role": "user", "content": message}, {"role": "assistant", "content": text}]
-            self._messages = [*self._messages, *said]
+            said = [user_message(message, len(images)), {"role": "assistant", "content": text}]
+            self._messages, self._images = [*self._messages, *said], shown
 
     def _notice(self, ended: Finished, made: int) -> str | None:
         if ended.error is not None:
             return f"the answer broke off: {ended.error}"
         return f"the answer was cut off after {made} tokens" if ended.reason == "length" else None
+
+
+def user_message(text: str, images: int) -> dict[str, Any]:
+    """With so many images before its text."""
+    message: dict[str, Any] = {"role": "user", "content": text}
+    if images:
+        message["parts"] = [*({"type": "image"} for _ in range(images)), {"type": "text", "text": text}]
+    return message

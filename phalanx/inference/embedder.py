@@ -32,6 +32,7 @@ from phalanx.inference.load import (
     InferenceModel,
     adapters_of,
     load_model,
+    refuse_further_streams,
     run_of_model,
     weights_folder,
     without_training,
@@ -62,6 +63,7 @@ class EmbedderFolder:
     def run(self, gpu: bool, length: int | None = None) -> Run:
         """The config in which it is computed: a sequence holds the longest text."""
         model = without_head(model_config_from_hf(self.weights))
+        refuse_further_streams(model, "phalanx embed")
         found = run_of_model(model, adapters_of(self.weights), gpu)
         most = min(length or self.facts.most_tokens or found.train.seq_length, model.max_position_embeddings)
         train = replace(found.train, seq_length=most)

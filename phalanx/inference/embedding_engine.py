@@ -13,7 +13,16 @@ from numpy.typing import NDArray
 
 from phalanx.inference.embedder import Embedder
 from phalanx.inference.engine import Messages, StepMessage
-from phalanx.inference.request import Embedded, EngineLoad, Event, Finished, Request, RequestError, SamplingOptions
+from phalanx.inference.request import (
+    Embedded,
+    EngineLoad,
+    Event,
+    Finished,
+    Prompt,
+    Request,
+    RequestError,
+    SamplingOptions,
+)
 
 SEQUENCES = 16  # of packed texts that are embedded together, in each replica
 
@@ -41,10 +50,14 @@ class EmbeddingEngine:
             return not self._waiting and not self._gone
 
     def submit(
-        self, prompt: Sequence[int], options: SamplingOptions, priority: int = 0, deadline: float | None = None
+        self, prompt: Sequence[int] | Prompt, options: SamplingOptions, priority: int = 0, deadline: float | None = None
     ) -> int:
-        """The number of the request. RequestError for a text that is empty or too long, and for ids that the model
-        does not have. Priorities and options of sampling are those of other engines."""
+        """The number of the request. RequestError for a text that is empty or too long, for ids that the model does not
+        have, and for images. Priorities and options of sampling are those of other engines."""
+        if isinstance(prompt, Prompt):
+            if prompt.images:
+                raise RequestError("images", len(prompt.images), "are not embedded")
+            prompt = prompt.tokens
         if not 0 < len(prompt) <= self.positions:
             raise RequestError("input", len(prompt), f"must be texts of 1 to {self.positions} tokens")
         with self._lock:

@@ -13,6 +13,7 @@ from __future__ import annotations
 import json
 import threading
 import time
+from base64 import b64decode, b64encode
 from collections import deque
 from collections.abc import Sequence
 from dataclasses import asdict, astuple, dataclass, field, replace
@@ -35,6 +36,7 @@ from phalanx.inference.memory import (
     give_memory,
     give_states,
     keeping,
+    kept_by,
     layer_groups,
     no_room,
     pages_that_fit,
@@ -43,7 +45,6 @@ from phalanx.inference.memory import (
     row_bytes,
     sequence_bytes,
     state_bytes,
-    windows_of,
 )
 from phalanx.inference.pages import GroupSpec
 from phalanx.inference.predictor import MtpSpec, check_modules
@@ -53,6 +54,8 @@ from phalanx.inference.request import (
     Finished,
     Grammar,
     NewToken,
+    Prompt,
+    PromptImage,
     PromptScored,
     Request,
     RequestError,
@@ -60,7 +63,14 @@ from phalanx.inference.request import (
     TokenScore,
 )
 from phalanx.inference.runner import Drawn, Runner
-from phalanx.inference.scheduler import RequestDoesNotFit, Scheduler, SchedulerSpec, Step
+from phalanx.inference.scheduler import (
+    ImageDoesNotFit,
+    RequestDoesNotFit,
+    Scheduler,
+    SchedulerSpec,
+    SourceDoesNotFit,
+    Step,
+)
 from phalanx.inference.scores import ScoredPrompt
 from phalanx.ops.attention.paged import FP8
 from phalanx.text.tokenizer_base import Tokenizer
@@ -127,7 +137,7 @@ class StepMessage:
     stop: bool = False
 
     def text(self) -> str:
-        return json.dumps([self.now, [[r, asdict(q)] for r, q in self.requests], self.cancelled, self.stop])
+        return json.dumps([self.now, [[r, plain_request(q)] for r, q in self.requests], self.cancelled, self.stop])
 
     @staticmethod
     def of(text: str) -> StepMessage:
@@ -135,12 +145,25 @@ class StepMessage:
         return StepMessage(now, [(r, request_of(q)) for r, q in requests], cancelled, stop)
 
 
+def plain_request(request: Request) -> dict[str, Any]:
+    """As JSON takes it."""
+    plain = asdict(replace(request, images=()))
+    images = [(at, {**vars(image), "data": b64encode(image.data).decode()}) for at, image in request.images]
+    return {**plain, "images": images}
+
+
 def request_of(plain: dict[str, Any]) -> Request:
     options = dict(plain["options"])
     options["bias"] = tuple((int(token), float(added)) for token, added in options["bias"])
     options["end_tokens"] = tuple(options["end_tokens"])
     options["grammar"] = None if options["grammar"] is None else Grammar(**options["grammar"])
-    return Request(**{**plain, "prompt": tuple(plain["prompt"]), "options": SamplingOptions(**options)})
+    images = tuple((at, image_of(image)) for at, image in plain["images"])
+    tokens = {name: tuple(plain[name]) for name in ("prompt", "source")}
+    return Request(**{**plain, **tokens, "images": images, "options": SamplingOptions(**options)})
+
+
+def image_of(plain: dict[str, Any]) -> PromptImage:
+    return PromptImage(**{**plain, "data": b64decode(plain["data"]), "size": tuple(plain["size"])})
 
 
 SHORT = 2**12  # bytes of a message that go out at once
@@ -205,6 +228,14 @@ def check_pages(model: InferenceModel, pages: str) -> None:
         raise ConfigError([Problem("pages", pages, rule, {"train.batch_invariant": True}, ("model",))])
 
 
+def check_shares_text(model: InferenceModel) -> None:
+    """ConfigError for ranks that would share an encoder's text: what it has read is whole on each."""
+    config, cp = model.plan.run.model, model.mesh.cp.size
+    if config.reads_beside and cp > 1:
+        rule = "is not built for generation with an encoder, whose memory every rank of it would need whole"
+        raise ConfigError([Problem("layout.cp", cp, rule, {"model.family": config.family}, (1,))])
+
+
 def check_drafts(model: InferenceModel, drafts: Drafts | None) -> None:
     """ConfigError for drafts that the model does not make here."""
     if drafts is not None and model.plan.run.model.scans:
@@ -245,12 +276,15 @@ class Engine:
         check_generates(model.plan.run.model)
         check_pages(model, options.pages)
         check_drafts(model, options.drafts)
+        check_shares_text(model)
         self.model, self.options = model, options
         mesh, positions = model.mesh, model.plan.run.model.max_position_embeddings
         length = min(options.length or positions, positions)
         tokens = max(options.tokens, options.sequences)
+        if model.pictures is not None:  # an image is in one step, beside those who decode
+            tokens = max(tokens, options.sequences + min(length, model.pictures.most_tokens))
         self.limits = MemoryLimits(options.sequences, tokens, length, options.page_size * mesh.cp.size, mesh.cp.size)
-        self.groups = self._remember(options)
+        self.groups, source = self._remember(options)
         spec = SchedulerSpec(
             most_sequences=options.sequences,
             most_tokens=tokens,
@@ -260,6 +294,7 @@ class Engine:
             late=mesh.pp.size - 1 + options.steps_late,
             in_flight=mesh.pp.size,
             further=self._depths,
+            source=source,
             prefixes=not model.plan.run.model.scans,
         )
         self.scheduler = Scheduler(spec)
@@ -282,12 +317,13 @@ class Engine:
         self._paused = False
         self._together = model.in_step
 
-    def _remember(self, options: EngineOptions) -> tuple[GroupSpec, ...]:
-        """Give layers their pages: the same number on all ranks."""
+    def _remember(self, options: EngineOptions) -> tuple[tuple[GroupSpec, ...], GroupSpec | None]:
+        """Give layers their pages: the same number on all ranks. The groups of those that remember sequences, and that
+        of those that remember sources."""
         mesh, limits, plan = self.model.mesh, self.limits, self.model.plan
         layers = remembering(self.model.blocks, self._depths)
         dtype = FP8 if options.pages == "fp8" else self.model.dtype
-        groups = layer_groups(layers, windows_of(plan, self._depths), dtype, limits.own_page_size)
+        groups = layer_groups(layers, kept_by(plan, self._depths), dtype, limits.own_page_size)
         gib, states = options.memory_gib, keeping(self.model.blocks)
         of_states = state_bytes(states, self.model.dtype)
         if gib is None:
@@ -305,7 +341,9 @@ class Engine:
         self._check_room(options, groups, pages, int(free))
         give_memory(layers, groups, pages, limits.own_page_size, dtype, mesh)
         give_states(states, limits, self.model.dtype, mesh)
-        return tuple(GroupSpec(group.window, count) for group, count in zip(groups, pages))
+        found = [(group.kept.source, GroupSpec(group.window, count)) for group, count in zip(groups, pages)]
+        sources = [group for source, group in found if source]
+        return tuple(group for source, group in found if not source), sources[0] if sources else None
 
     def _check_room(
         self, options: EngineOptions, groups: Sequence[LayerGroup], pages: Sequence[int], free: int
@@ -367,30 +405,49 @@ class Engine:
         with self._lock:
             return list(self._open)
 
+    @property
+    def encodes(self) -> bool:
+        """Whether an encoder reads prompts, so that answers do not go on from them."""
+        return self.model.plan.run.model.decoder_start is not None
+
     def submit(
         self,
-        prompt: Sequence[int],
+        prompt: Sequence[int] | Prompt,
         options: SamplingOptions | None = None,
         priority: int = 0,
         deadline: float | None = None,
     ) -> int:
-        """Its number. deadline: on time.monotonic()'s clock. RequestError for what cannot be served."""
-        options = options or SamplingOptions()
-        self.check(prompt, options)
+        """Its number. prompt: what an encoder reads, if there is one. deadline: on time.monotonic()'s clock.
+        RequestError for what cannot be served."""
+        asked = self.check(prompt, options or SamplingOptions())
+        tokens = len(asked.prompt) + len(asked.source)
         with self._lock:
-            request = Request(
-                number=self._numbers, prompt=tuple(prompt), options=options, priority=priority, deadline=deadline
-            )
+            request = replace(asked, number=self._numbers, priority=priority, deadline=deadline)
             self._numbers += 1
             replica = min(range(len(self._load)), key=self._load.__getitem__)
-            self._load[replica] += len(prompt)
-            self._open[request.number] = replica, len(prompt)
+            self._load[replica] += tokens
+            self._open[request.number] = replica, tokens
             self._inbox.requests.append((replica, request))
         return request.number
 
-    def check(self, prompt: Sequence[int], options: SamplingOptions) -> None:
-        """RequestError if it could never be served."""
-        request = Request(number=0, prompt=tuple(prompt), options=options)
+    def _asked(self, prompt: Sequence[int] | Prompt, options: SamplingOptions) -> Request:
+        """The request for an answer to a prompt, without its number."""
+        given = prompt if isinstance(prompt, Prompt) else Prompt(tuple(prompt))
+        start, pictures = self.model.plan.run.model.decoder_start, self.model.pictures
+        if given.images and pictures is None:
+            rule = f"are not read by {self.model.plan.run.model.family}"
+            raise RequestError("images", [image.name for image in given.images], rule)
+        if start is not None:
+            if options.prompt_logprobs is not None:
+                rule = "must be none: an encoder reads the prompt, and does not predict its tokens"
+                raise RequestError("prompt_logprobs", options.prompt_logprobs, rule)
+            return Request(number=0, prompt=(start,), source=given.tokens, options=options)
+        images = () if pictures is None else pictures.placed(given)
+        return Request(number=0, prompt=given.tokens, images=images, options=options)
+
+    def check(self, prompt: Sequence[int] | Prompt, options: SamplingOptions) -> Request:
+        """The request, without its number. RequestError if it could never be served."""
+        request = self._asked(prompt, options)
         request.check_tokens(self.model.plan.run.model.vocab_size)
         if options.grammar is not None:
             self._check_grammar(options.grammar, options)
@@ -401,6 +458,11 @@ class Engine:
             self.scheduler.check(request)
         except RequestDoesNotFit as error:
             raise RequestError("prompt", f"{error.prompt} tokens", str(error)) from error
+        except SourceDoesNotFit as error:
+            raise RequestError("prompt", f"{error.tokens} tokens", str(error)) from error
+        except ImageDoesNotFit as error:
+            raise RequestError("images", f"{error.tokens} tokens", str(error)) from error
+        return request
 
     def _check_grammar(self, grammar: Grammar, options: SamplingOptions) -> None:
         if self.grammars is None:
@@ -547,7 +609,8 @@ class Engine:
 
     def _own_load(self) -> EngineLoad:
         """Of this replica."""
-        pools = self.scheduler.pages.pools
+        sources = self.scheduler.sources
+        pools = self.scheduler.pages.pools if sources is None else [*self.scheduler.pages.pools, sources.pool]
         pages = sum(pool.num_pages for pool in pools)
         used = pages - sum(pool.available + 1 for pool in pools)
         return EngineLoad(self.scheduler.num_running, self.scheduler.num_waiting, used, pages)

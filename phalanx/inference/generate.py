@@ -7,6 +7,7 @@ import sys
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field, replace
+from functools import cached_property
 from pathlib import Path
 from types import TracebackType
 from typing import Any
@@ -20,11 +21,22 @@ from phalanx.data.files import TOKENIZER_FILES
 from phalanx.engine.meeting import device_of, identity, join
 from phalanx.forecast.decide import make_plan
 from phalanx.inference.adapters import with_adapter
+from phalanx.inference.chat_prompts import ChatPrompts, ImageFile, chat_prompts, encoder_text
 from phalanx.inference.drafter import Drafts
 from phalanx.inference.ends import end_tokens
 from phalanx.inference.engine import DraftCounts, Engine, EngineOptions
 from phalanx.inference.load import InferenceModel, forward_only, load_alone, load_model, weights_folder
-from phalanx.inference.request import EndReason, Event, Finished, NewToken, SamplingOptions, TokenScore
+from phalanx.inference.request import (
+    EndReason,
+    Event,
+    Finished,
+    NewToken,
+    Prompt,
+    RequestError,
+    SamplingOptions,
+    TokenScore,
+)
+from phalanx.text.chat_records import AskedChat, BadChat, asked_chat
 from phalanx.text.pieces import Pieces
 from phalanx.text.stops import StopStrings
 from phalanx.text.tokenizers import Tokenizer, load_tokenizer
@@ -53,13 +65,20 @@ class TextEngine:
     def __init__(self, engine: Engine, tokenizer: Tokenizer, ends: Sequence[int]):
         self.engine, self.tokenizer, self.ends = engine, tokenizer, tuple(ends)
 
-    def ids(self, prompt: str | Sequence[int]) -> list[int]:
-        """Of a text; ids stay as they are. An empty text begins a document."""
-        return (self.tokenizer.encode(prompt) or [self.tokenizer.eod or 0]) if isinstance(prompt, str) else list(prompt)
+    def ready(self, prompt: str | Sequence[int] | Prompt) -> Prompt:
+        """A text as the model reads it: an encoder with the tokens that its tokenizer puts around texts. Ids stay as
+        they are. An empty text begins a document."""
+        if isinstance(prompt, Prompt):
+            return prompt
+        if not isinstance(prompt, str):
+            return Prompt(tuple(prompt))
+        if self.engine.encodes:
+            return Prompt(encoder_text(self.tokenizer, prompt) or (0,))
+        return Prompt(tuple(self.tokenizer.encode(prompt) or [self.tokenizer.eod or 0]))
 
     def generate(
         self,
-        prompts: Sequence[str | Sequence[int]],
+        prompts: Sequence[str | Sequence[int] | Prompt],
         options: SamplingOptions | None = None,
         samples: int = 1,
         stop: Sequence[str] = (),
@@ -72,15 +91,14 @@ class TextEngine:
         options = replace(
             options or SamplingOptions(), end_tokens=(*(options or SamplingOptions()).end_tokens, *self.ends)
         )
-        ids = [self.ids(prompt) for prompt in prompts]
-        for each in ids:
-            self.engine.check(each, options)
+        ready = [self.ready(prompt) for prompt in prompts]
+        before = [self.engine.check(each, options).prompt for each in ready]
         texts: dict[int, LiveText] = {}
-        for place, each in enumerate(ids):
+        for place, (each, context) in enumerate(zip(ready, before)):
             for n in range(samples):
                 number = self.engine.submit(each, replace(options, sample=options.sample + n))
                 texts[number] = LiveText(
-                    place, n, Pieces(self.tokenizer, each), StopStrings(stop), frozenset(options.end_tokens)
+                    place, n, Pieces(self.tokenizer, context), StopStrings(stop), frozenset(options.end_tokens)
                 )
         while not self.engine.idle:
             for event in self.engine.step():
@@ -122,6 +140,11 @@ class TextSampler(TextEngine):
         ends = end_tokens(self.folder, tokenizer)
         engine = Engine(model or load_alone(self.folder, adapter), options, tokenizer=tokenizer)
         super().__init__(engine, tokenizer, ends)
+
+    @cached_property
+    def chats(self) -> ChatPrompts:
+        """Writes chats as prompts. CheckpointError for a model without a chat template."""
+        return chat_prompts(self.folder, self.tokenizer, self.engine.model.pictures, self.engine.encodes)
 
     def __enter__(self) -> TextSampler:
         return self
@@ -176,8 +199,10 @@ def tokenizer_of(folder: Path) -> Tokenizer:
 
 
 def generate(path: str, prompt: str, options: SamplingOptions | None = None) -> str:
-    """`prompt` with its continuation, ended early by the end-of-document token."""
-    return prompt + "".join(TextStream(path, prompt, options or SamplingOptions(tokens=128, temperature=0.8)))
+    """`prompt` with its continuation, ended early by the end-of-document token; of a model whose encoder reads the
+    prompt, the answer alone."""
+    stream = TextStream(path, prompt, options or SamplingOptions(tokens=128, temperature=0.8))
+    return stream.shown + "".join(stream)
 
 
 class TextStream:
@@ -187,6 +212,7 @@ class TextStream:
     stop     the text ends before one of these
     drafts   of tokens, which the model checks several at a time; they change nothing of the text
     adapter  folder of a LoRA adapter, which is added to the model's weights
+    shown    what the continuation goes on from: the prompt; nothing, if an encoder reads that
     notice   when it is over: why it ended before `options.tokens`, if that needs a word; else None
     """
 
@@ -200,18 +226,22 @@ class TextStream:
         adapter: str | None = None,
     ):
         folder = weights_folder(path)
-        tokenizer = tokenizer_of(folder)
-        self.positions = model_config_from_hf(folder).max_position_embeddings
-        self.ids = tokenizer.encode(prompt) or [tokenizer.eod or 0]
-        self._first, self._tokens = len(self.ids), options.tokens
-        if self._first >= self.positions:
-            raise ConfigError([too_long(prompt, self._first, self.positions)])
+        tokenizer, model = tokenizer_of(folder), model_config_from_hf(folder)
+        encodes = model.decoder_start is not None
+        self.positions, self.shown = model.max_position_embeddings, "" if encodes else prompt
+        ids = encoder_text(tokenizer, prompt) if encodes else tokenizer.encode(prompt)
+        self.ids = list(ids) or [tokenizer.eod or 0]
+        self._prompt, self._tokens = tuple(self.ids), options.tokens
+        self._first = 1 if encodes else len(self.ids)  # of what the decoder goes on from
+        if len(self.ids) >= self.positions + encodes:
+            raise ConfigError([too_long(prompt, len(self.ids), self.positions)])
         room = self.positions - self._first
         made = room if options.tokens is None else min(options.tokens, room)
-        self._sampler = TextSampler(path, replace(ALONE, length=self._first + made, drafts=drafts), adapter=adapter)
+        length = max(self._first + made, len(self.ids))
+        self._sampler = TextSampler(path, replace(ALONE, length=length, drafts=drafts), adapter=adapter)
         ends = (*options.end_tokens, *self._sampler.ends)
         self._options, self._stop = replace(options, tokens=made, end_tokens=ends), stop
-        self._sampler.engine.check(self.ids, self._options)
+        self._context = self._sampler.engine.check(self._prompt, self._options).prompt
         self.notice: str | None = None
 
     def __iter__(self) -> Iterator[str]:
@@ -219,11 +249,11 @@ class TextStream:
         live = LiveText(
             0,
             0,
-            Pieces(self._sampler.tokenizer, self.ids),
+            Pieces(self._sampler.tokenizer, self._context),
             StopStrings(self._stop),
             frozenset(self._options.end_tokens),
         )
-        engine.submit(self.ids, self._options)
+        engine.submit(self._prompt, self._options)
         ended: Finished | None = None
         with self._sampler:
             while not engine.idle:
@@ -238,7 +268,7 @@ class TextStream:
                         given = len(live.text)
         if ended is not None:
             yield live.answer(ended).text[given:]
-            self.notice = self._notice(ended, len(self.ids) - self._first)
+            self.notice = self._notice(ended, len(self.ids) - len(self._prompt))
 
     @property
     def draft_counts(self) -> DraftCounts:
@@ -272,14 +302,43 @@ def too_long(prompt: str, tokens: int, positions: int) -> Problem:
 # ---- on ranks ----
 
 
+@dataclass(frozen=True)
+class ChatLine:
+    """A chat of a file, whose answer is to be made. folder: of the file, below which its images are; where: its line,
+    for messages."""
+
+    chat: AskedChat
+    folder: str
+    where: str
+
+    def images(self) -> list[ImageFile]:
+        """BadMedia for one that cannot be read, or is not below the folder."""
+        if not self.chat.files:
+            return []
+        from phalanx.data.media import media_bytes  # start-up time of prompts without images
+
+        return [(name, media_bytes(Path(self.folder), name)) for name in self.chat.files]
+
+    def prompt(self, chats: ChatPrompts) -> Prompt:
+        """DataError, which names the line, for one that cannot be asked."""
+        try:
+            given = self.chat
+            return chats.prompt(given.messages, given.tools, self.images(), **given.variables)[1]
+        except (DataError, RequestError) as error:
+            raise DataError(f"{self.where}: {error}") from error
+
+
+GivenPrompt = str | tuple[int, ...] | ChatLine
+
+
 @dataclass(frozen=True, kw_only=True)
 class Generation:
-    """What is to be made. path: of the model. prompts: texts or token ids. samples: of each. out: a JSONL file; None:
-    texts are printed. drafts: of tokens, which the model checks several at a time. adapter: folder of a LoRA
+    """What is to be made. path: of the model. prompts: texts, token ids or chats. samples: of each. out: a JSONL file;
+    None: texts are printed. drafts: of tokens, which the model checks several at a time. adapter: folder of a LoRA
     adapter. shown: what answers say of each prompt: its `prompt`, and what else there is; None: the prompt itself."""
 
     path: str
-    prompts: tuple[str | tuple[int, ...], ...]
+    prompts: tuple[GivenPrompt, ...]
     options: SamplingOptions
     samples: int = 1
     stop: tuple[str, ...] = ()
@@ -309,13 +368,19 @@ def generate_rank(run: Run, placement: Placement, what: Generation) -> None:
     room = EngineOptions(sequences=max(1, many), drafts=what.drafts)
     with ExitStack() as after:
         sampler = after.enter_context(sampler_on_ranks(what.path, run, placement, room, what.adapter))
-        answers = sampler.generate(what.prompts, what.options, what.samples, what.stop)
+        first = not placement.rank  # alone asks: its prompts go to the others
+        prompts = [
+            each.prompt(sampler.chats) if isinstance(each, ChatLine) and first else each for each in what.prompts
+        ]
+        asked = [each for each in prompts if not isinstance(each, ChatLine)]
+        answers = sampler.generate(asked, what.options, what.samples, what.stop)
         out = after.enter_context(open(what.out, "w", encoding="utf-8")) if what.out and not placement.rank else None
         for answer in in_order(answers, what.samples):
-            about = {"prompt": what.prompts[answer.prompt]} if what.shown is None else what.shown[answer.prompt]
+            given = what.prompts[answer.prompt]
+            about = shown_prompt(given) if what.shown is None else what.shown[answer.prompt]
             if out is None:
-                prompt = about["prompt"]
-                print(f"{prompt if isinstance(prompt, str) else ''}{answer.text}", flush=True)
+                goes_on = isinstance(about.get("prompt"), str) and not sampler.engine.encodes
+                print(f"{about['prompt'] if goes_on else ''}{answer.text}", flush=True)
             else:
                 out.write(json.dumps({**about, **plain_answer(answer)}, ensure_ascii=False) + "\n")
                 out.flush()
@@ -346,22 +411,38 @@ def plain_answer(answer: TextAnswer) -> dict[str, Any]:
     }
 
 
-def read_prompts(path: str) -> tuple[str | tuple[int, ...], ...]:
-    """Of a JSONL file: {"prompt": text or token ids} in each line. DataError names the line that is otherwise."""
-    found: list[str | tuple[int, ...]] = []
+def shown_prompt(given: GivenPrompt) -> dict[str, Any]:
+    """What an answer's line says of its prompt."""
+    if not isinstance(given, ChatLine):
+        return {"prompt": given}
+    plain = [{name: value for name, value in message.items() if name != "parts"} for message in given.chat.messages]
+    return {"messages": plain, **({f"{given.chat.kind}s": list(given.chat.files)} if given.chat.files else {})}
+
+
+def read_prompts(path: str) -> tuple[GivenPrompt, ...]:
+    """Of a JSONL file: {"prompt": text or token ids} or {"messages": [...]} in each line. DataError names the line
+    that is otherwise."""
+    found: list[GivenPrompt] = []
     for number, line in enumerate(Path(path).read_text(encoding="utf-8").splitlines(), 1):
         if not line.strip():
             continue
         try:
-            prompt = json.loads(line)["prompt"]
-        except (ValueError, KeyError, TypeError):
-            prompt = None
-        if isinstance(prompt, list) and prompt and all(type(token) is int for token in prompt):
+            record = json.loads(line)
+        except ValueError:
+            record = None
+        prompt = record.get("prompt") if isinstance(record, dict) else None
+        if isinstance(record, dict) and "messages" in record:
+            where = f"{path}, line {number}"
+            try:
+                found.append(ChatLine(asked_chat(record), str(Path(path).parent), where))
+            except BadChat as error:
+                raise DataError(f"{where}: {error}") from error
+        elif isinstance(prompt, list) and prompt and all(type(token) is int for token in prompt):
             found.append(tuple(prompt))
         elif isinstance(prompt, str):
             found.append(prompt)
         else:
-            wanted = '{"prompt": "..."} or {"prompt": [token ids]}'
+            wanted = '{"prompt": "..."}, {"prompt": [token ids]} or {"messages": [...]}'
             raise DataError(f"{path}, line {number} is not {wanted}: {line[:SHOWN]}")
     if not found:
         raise DataError(f"{path} holds no prompts")

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
@@ -21,6 +21,7 @@ from phalanx.checkpoint.load import HeadWanted, load_adapters, load_weights
 from phalanx.checkpoint.manifest import NAME, parse
 from phalanx.comm.mesh import Mesh, local_device
 from phalanx.config.run import Run, TrainConfig
+from phalanx.data.config import DataConfig
 from phalanx.data_parallel.buffers import Buffers
 from phalanx.engine.adapter_start import initial_tensors
 from phalanx.engine.build import build_for_inference
@@ -35,6 +36,9 @@ from phalanx.pipeline.execute import Handlers, Stages, execute
 from phalanx.planning.plan import Plan, storing_all
 from phalanx.schedule.actions import Instruction
 from phalanx.sequence.batch import Batch
+
+if TYPE_CHECKING:
+    from phalanx.inference.pictures import PictureReader
 
 
 def weights_folder(path: str) -> Path:
@@ -57,16 +61,32 @@ def run_of_folder(folder: Path, gpu: bool) -> Run:
 
 def run_of_model(model: ModelConfig, lora: AdapterConfig | None, gpu: bool) -> Run:
     """The same of a model's config. ConfigError for a model that cannot be run without training."""
-    if model.reads_beside and not model.numbers_beside:
-        rule = f"has a decoder that reads an {model.reads_beside[0]}'s memory, from which nothing is generated yet"
-        raise ConfigError([Problem("model.family", model.family, rule)])
-    if model.needs_room:
-        rule = f"reads {model.needs_room[0].name} beside its text, and nothing is generated from those yet: export it "
-        rule += "(phalanx export) and generate with transformers"
+    if model.numbers_beside:
+        rule = f"has an encoder that reads {model.numbers_beside[0].name}, from which nothing is generated yet: export "
+        rule += "it (phalanx export) and generate with transformers"
         raise ConfigError([Problem("model.family", model.family, rule)])
     length = min(1024, model.max_position_embeddings)
     train = TrainConfig(steps=1, global_batch=1, micro_batch=1, seq_length=length, precision="bf16" if gpu else "fp32")
-    return Run(model=model, train=train, lora=lora, task=usual_task(model))
+    task: Any = usual_task(model)
+    if model.reads_beside and getattr(task, "encoder_length", 0) is None:  # it makes an encoder's texts
+        task = replace(task, encoder_length=length)
+    return Run(model=model, train=train, lora=lora, task=task)
+
+
+def without_data(run: Run) -> Run:
+    """The run of a model that generates: no data is read, and a step has as much beside its text as its requests
+    have."""
+    room = {stream.name: 4 * stream.largest for stream in run.model.reads_units}
+    texts: dict[str, Any] = {"packing": "online", "document_attention": True} if run.model.reads_beside else {}
+    return replace(run, data=DataConfig(mock=True, room=room, **texts))
+
+
+def refuse_further_streams(model: ModelConfig, what: str) -> None:
+    """ConfigError for a model that reads more than a text, where nothing gives it that. what: is to be done with it."""
+    named = [*(f"an {name}'s text" for name in model.reads_beside), *(stream.name for stream in model.reads_units)]
+    if named:
+        rule = f"reads {' and '.join(named)} beside its text, which {what} does not give it"
+        raise ConfigError([Problem("model.family", model.family, rule)])
 
 
 def check_generates(model: ModelConfig) -> None:
@@ -147,8 +167,8 @@ def weights_alone(run: Run, world: int) -> Run:
 
 
 def forward_only(run: Run) -> Run:
-    """How it is computed: by cross entropy, whatever the objective (one that makes prefixes says what is read); nothing
-    is sharded, recomputed, captured or quantized, and experts accept all tokens."""
+    """How it is computed: by cross entropy, whatever the objective (one that makes prefixes, or an encoder's text, says
+    what is read); nothing is sharded, recomputed, captured or quantized, and experts accept all tokens."""
     layout = replace(
         run.layout,
         sharding=0,
@@ -160,7 +180,7 @@ def forward_only(run: Run) -> Run:
         dispatch="alltoall",
     )
     train = replace(storing_all(run).train, fp8=None, cuda_graphs="off", deterministic=False, freeze=[])
-    task = run.task if find_objective(run.task.name).makes_prefix else TaskConfig()
+    task = run.task if find_objective(run.task.name).makes_prefix or run.model.reads_beside else TaskConfig()
     return replace(run, task=task, layout=layout, train=train)
 
 
@@ -186,6 +206,7 @@ class InferenceModel:
     trains    the blocks are those of such a model, which has them back afterwards
     programs  by number of batches
     adapters  which of several a request may name; None: there are none
+    pictures  reads the images of prompts; None: they have none
     """
 
     plan: Plan
@@ -195,6 +216,7 @@ class InferenceModel:
     trains: bool = False
     programs: dict[int, list[Instruction]] = field(default_factory=dict)
     adapters: ServedAdapters | None = None
+    pictures: PictureReader | None = None
 
     def __post_init__(self) -> None:
         """Where all ranks that share experts compute the same step, all of its tokens go to all of them: they are few,
@@ -210,10 +232,11 @@ class InferenceModel:
     @property
     def capturable(self) -> bool:
         """Whether CUDA graphs can hold the forward: no message between stages, nothing that the host waits for, as in
-        the exchange of sizes and in reference implementations."""
+        the exchange of sizes and in reference implementations, and no stream beside the text."""
         kernels = self.plan.env(self.mesh.at).ops.kernels != "plain" and self.dtype != torch.float64
         waits = any(layer.dispatch == "alltoall" for layer in self.routed)
-        alone = self.mesh.grid.pp == 1 and not self.trains
+        config = self.plan.run.model
+        alone = self.mesh.grid.pp == 1 and not self.trains and not config.reads_beside and not config.reads_units
         return self.mesh.device.type == "cuda" and alone and kernels and not waits
 
     @property
@@ -288,16 +311,27 @@ def load_model(folder: Path, plan: Plan, mesh: Mesh, adapters: ServedAdapters | 
     load_all(folder, plan.run.model, buffers, mesh)
     if adapters is not None:
         load_adapters(adapters.index, adapters.receipts, buffers, mesh)
-    model = InferenceModel(plan, mesh, stages, stages.handlers(), adapters=adapters)
+    model = InferenceModel(
+        plan, mesh, stages, stages.handlers(), adapters=adapters, pictures=picture_reader(plan.run.model, folder)
+    )
     for where in stages.segments:
         stages.settle(where)
     stages.settles = False  # their weights do not change again
     return model
 
 
+def picture_reader(model: ModelConfig, weights: Path) -> PictureReader | None:
+    """What reads the images of a model's prompts; None: it reads none. DataError if what says how does not fit."""
+    if model.media is None:
+        return None
+    from phalanx.inference.pictures import PictureReader  # Pillow: start-up time of models without images
+
+    return PictureReader.of(model, weights, config_of(weights).get("data", {}).get("processor"))
+
+
 def load_alone(folder: Path, adapter: str | None = None) -> InferenceModel:
     """On this process alone. adapter: a folder, whose adapter is added for every request."""
     gpu = torch.cuda.is_available()
-    run, served = with_adapter(run_of_folder(folder, gpu), adapter)
+    run, served = with_adapter(without_data(run_of_folder(folder, gpu)), adapter)
     plan = make_plan(without_training(run, 1), 1)
     return load_model(folder, plan, Mesh(plan.grid, 0, local_device("cuda" if gpu else "cpu", 0)), served)

@@ -5,6 +5,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
+from typing import NamedTuple
 
 import torch
 
@@ -61,6 +62,14 @@ class MemoryLimits:
         return 1 + (0 if window is None else self.pages_of(self.most_tokens))
 
 
+class KeptTokens(NamedTuple):
+    """Which tokens a layer remembers of a sequence: those of a window (None: all), or of its source, which an encoder
+    reads."""
+
+    window: int | None = None
+    source: bool = False
+
+
 @dataclass(frozen=True)
 class LayerGroup:
     """Layers that remember the same tokens, so that one table of pages serves them all.
@@ -68,31 +77,40 @@ class LayerGroup:
     page_bytes  of one page, in all layers of this rank together; 0 where none of them is here
     """
 
-    window: int | None
+    kept: KeptTokens
     page_bytes: int
 
+    @property
+    def window(self) -> int | None:
+        return self.kept.window
 
-def windows_of(plan: Plan, depths: int = 0) -> tuple[int | None, ...]:
-    """By which layers are grouped, on all ranks alike; those that keep everything first. depths: of multi-token
-    prediction, that draft. ConfigError for a model that takes whole sequences alone."""
+
+def kept_by(plan: Plan, depths: int = 0) -> tuple[KeptTokens, ...]:
+    """By which layers are grouped, on all ranks alike: those that keep all of the text first, those that keep a source
+    last. depths: of multi-token prediction, that draft. ConfigError for a model that takes whole sequences alone."""
     segments = [segment for pp in range(plan.grid.pp) for segment in plan.blocks_of(Coords(pp=pp)).values()]
-    modules = (module for segment in segments for block in segment for module in block.modules())
+    blocks = [block for segment in segments for block in segment if block.works_on is None]
+    modules = (module for block in blocks for module in block.modules())
     why = next((m.whole_only for m in modules if isinstance(m, Module) and m.whole_only), None)
     if why is not None:
         raise ConfigError([Problem("model.family", plan.run.model.family, f"does not generate text: {why}")])
-    found = {remembered(layer).window for segment in segments for layer in remembering(segment, depths)}
-    return tuple(sorted(found, key=lambda window: (window is not None, window or 0)))
+    found = {kept_tokens(layer) for layer in remembering(blocks, depths)}
+    return tuple(sorted(found, key=lambda kept: (kept.source, kept.window is not None, kept.window or 0)))
 
 
 def layer_groups(
-    layers: Sequence[Module], windows: Sequence[int | None], dtype: torch.dtype, page_size: int
+    layers: Sequence[Module], kept: Sequence[KeptTokens], dtype: torch.dtype, page_size: int
 ) -> tuple[LayerGroup, ...]:
     """The groups, with what the layers of this rank take of each. page_size: tokens in a page that it remembers."""
-    bytes_of = dict.fromkeys(windows, 0)
+    bytes_of = dict.fromkeys(kept, 0)
     for layer in layers:
-        spec = remembered(layer)
-        bytes_of[spec.window] += page_size * spec.token_bytes(dtype)
-    return tuple(LayerGroup(window, size) for window, size in bytes_of.items())
+        bytes_of[kept_tokens(layer)] += page_size * remembered(layer).token_bytes(dtype)
+    return tuple(LayerGroup(each, size) for each, size in bytes_of.items())
+
+
+def kept_tokens(layer: Module) -> KeptTokens:
+    spec = remembered(layer)
+    return KeptTokens(spec.window, spec.source)
 
 
 def remembered(layer: Module) -> PageSpec:
@@ -213,10 +231,9 @@ def give_memory(
     mesh: Mesh,
 ) -> None:
     """Allocate the pages of these layers. page_size: tokens in a page that this rank remembers."""
-    number = {group.window: i for i, group in enumerate(groups)}
+    number = {group.kept: i for i, group in enumerate(groups)}
     for layer in layers:
-        spec = remembered(layer)
-        group = number[spec.window]
+        spec, group = remembered(layer), number[kept_tokens(layer)]
         layer.memory = LayerMemory(group, spec.allocate(num_pages[group], page_size, dtype, mesh.device), mesh.cp)
 
 

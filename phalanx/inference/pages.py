@@ -22,16 +22,17 @@ NO_BOUND = 1 << 62
 DIGEST = 16  # bytes of a page's key: two of 2**40 pages have one with a probability of 2**-49
 
 
-def page_key(before: bytes, tokens: bytes) -> bytes:
-    """The key of a full page: a hash of its tokens and of the key of the page before it (`first_key` of the first)."""
-    return hashlib.blake2b(before + tokens, digest_size=DIGEST).digest()
+def page_key(before: bytes, tokens: bytes, images: bytes = b"") -> bytes:
+    """The key of a full page: a hash of its tokens and of the key of the page before it (`first_key` of the first).
+    images: digests of those for which some of the tokens stand; the tokens alone are the same for all images."""
+    return hashlib.blake2b(before + tokens + images, digest_size=DIGEST).digest()
 
 
-def first_key(adapter: str | None) -> bytes:
-    """What stands before a sequence: with another adapter the same tokens are remembered otherwise."""
-    if adapter is None:
-        return b""
-    return hashlib.blake2b(adapter.encode(), digest_size=DIGEST, person=b"adapter").digest()
+def first_key(adapter: str | None, source: bytes = b"") -> bytes:
+    """What stands before a sequence: with another adapter, or beside another source (an encoder's text), the same
+    tokens are remembered otherwise."""
+    key = b"" if adapter is None else hashlib.blake2b(adapter.encode(), digest_size=DIGEST, person=b"adapter").digest()
+    return key if not source else hashlib.blake2b(key + source, digest_size=DIGEST, person=b"source").digest()
 
 
 def pages_of(tokens: int, page_size: int) -> int:
@@ -270,3 +271,38 @@ class PageTables:
         if page is None:
             raise ValueError("a page of the prefix is not known")
         return page
+
+
+class SourcePages:
+    """The pages of sources, which encoders read: of a sequence in a row all at once, from when it begins to run. What
+    is in them is its own.
+
+    table    (rows, P) int32: pages of each row in order, NO_PAGE behind them
+    lengths  (rows,) int64: tokens of each row's source
+    """
+
+    def __init__(self, group: GroupSpec, rows: int, longest: int, page_size: int):
+        self.group, self.page_size = group, page_size
+        self.pool = PagePool(group.num_pages)
+        self.table = np.full((rows, pages_of(longest, page_size)), NO_PAGE, np.int32)
+        self.lengths = np.zeros(rows, np.int64)
+
+    def has_room(self, tokens: int) -> bool:
+        return pages_of(tokens, self.page_size) <= self.pool.available
+
+    def take(self, row: int, tokens: int) -> None:
+        """Pages for a source of so many tokens. IndexError if they are not available."""
+        count = pages_of(tokens, self.page_size)
+        self.table[row, :count] = [self.pool.take() for _ in range(count)]
+        self.lengths[row] = tokens
+
+    def release(self, row: int) -> None:
+        """Give back all pages of a row."""
+        for page in self.table[row, : pages_of(int(self.lengths[row]), self.page_size)].tolist():
+            self.pool.release(page)
+        self.table[row], self.lengths[row] = NO_PAGE, 0
+
+    def slots(self, row: int) -> np.ndarray:
+        """Where the tokens of a row's source are written, one after another."""
+        indices, places = np.divmod(np.arange(int(self.lengths[row])), self.page_size)
+        return self.table[row, indices].astype(np.int64) * self.page_size + places

@@ -112,16 +112,45 @@ class SamplingOptions:
             raise RequestError(name, getattr(self, name), rule)
 
 
+@dataclass(frozen=True)
+class PromptImage:
+    """An image in a prompt.
+
+    data    the file as it came: JPEG, PNG, ...
+    name    for messages
+    digest  of the pixels that the model reads of it, in hexadecimal
+    size    height and width of these
+    tokens  of the text that stand for it, one after another
+    """
+
+    data: bytes = field(repr=False)
+    name: str
+    digest: str
+    size: tuple[int, int]
+    tokens: int
+
+
+@dataclass(frozen=True)
+class Prompt:
+    """Tokens, and the images for which some of them stand, in order."""
+
+    tokens: tuple[int, ...]
+    images: tuple[PromptImage, ...] = ()
+
+
 @dataclass(frozen=True, kw_only=True)
 class Request:
     """number: the engine's, in order of arrival. priority: larger ones first. deadline: by the engine's clock, in
-    seconds."""
+    seconds. source: tokens of the text that an encoder reads, before the decoder's prompt; of other models none.
+    images: with the position of each one's first token in the prompt."""
 
     number: int
     prompt: tuple[int, ...]
     options: SamplingOptions = field(default_factory=SamplingOptions)
     priority: int = 0
     deadline: float | None = None
+    source: tuple[int, ...] = ()
+    images: tuple[tuple[int, PromptImage], ...] = ()
 
     @property
     def computed(self) -> tuple[int, ...]:
@@ -137,7 +166,8 @@ class Request:
         if options.scored_from >= max(2, len(self.prompt)):
             rule = f"must be < {len(self.prompt)}, the number of tokens of the prompt"
             raise RequestError("scored_from", options.scored_from, rule)
-        given = {"prompt": self.prompt, "bias": [t for t, _ in options.bias], "end_tokens": options.end_tokens}
+        given = {"prompt": (*self.source, *self.prompt)}
+        given |= {"bias": tuple(t for t, _ in options.bias), "end_tokens": options.end_tokens}
         for name, tokens in given.items():
             wrong = next((token for token in tokens if not 0 <= token < vocabulary), None)
             if wrong is not None:

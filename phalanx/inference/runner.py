@@ -40,6 +40,7 @@ from phalanx.inference.sampler import (
 )
 from phalanx.inference.scheduler import NO_TOKEN, LiveSequence, Step
 from phalanx.inference.scores import ScoredPrompt
+from phalanx.inference.streams import StepStreams
 from phalanx.sequence.batch import Batch
 from phalanx.sequence.paged import PagedSequences, PagedSpans, StateSpans
 
@@ -223,6 +224,7 @@ class Runner:
             self.predictor = Predictor(model, limits, drafts, self.adapters)
         most = drafts.tokens if isinstance(drafts, NgramSpec) else self._predicts
         self.graphs = StepGraphs(model, limits, groups, self.rows, most, self.adapters)
+        self.streams = StepStreams(model, limits, self._to_device)
         self._coming: deque[Drawn] = deque()  # in the order of their steps
         self._like = torch.empty(0, dtype=wide_dtype(model.dtype), device=self.mesh.device)
 
@@ -365,6 +367,7 @@ class Runner:
         """A sequence has a row: for the first time, or anew with what it has made so far."""
         options = sequence.request.options
         self.options.begin(row, options, sequence.prompt)
+        self.streams.begin(row, sequence)
         if self.adapters is not None:
             self.adapters.begin(row, options.adapter)
         if has_penalties(options) and self.model.draws:
@@ -452,7 +455,7 @@ class Runner:
             states = states.to(self.mesh.device)
         paged = PagedSequences(spans, slots, self._to_device(ends), self.limits.length, states)
         real = None if here == tokens else filled(np.ones(here, np.int64))
-        return own_batch(ids, filled(step.positions), real, paged, cp)
+        return self.streams.added_to(own_batch(ids, filled(step.positions), real, paged, cp), step, tokens)
 
     def _to_device(self, x: np.ndarray) -> Tensor:
         there = torch.from_numpy(np.ascontiguousarray(x))

@@ -24,21 +24,24 @@ from __future__ import annotations
 
 import heapq
 from array import array
-from bisect import insort
+from bisect import bisect_right, insort
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
 
 import numpy as np
 
-from phalanx.inference.pages import GroupSpec, PageTables, first_key, page_key, pages_of, pages_touched
-from phalanx.inference.request import EndReason, Finished, Request
+from phalanx.inference.pages import GroupSpec, PageTables, SourcePages, first_key, page_key, pages_of, pages_touched
+from phalanx.inference.request import EndReason, Finished, PromptImage, Request
 
 SAMPLED = -1
 """In place of a token: the last one that was sampled for this row, which only the device has."""
 
 DRAFTED = -2
 """In place of a token: the first of the row's drafts, which only the device has; DRAFTED - 1: the second, and so on."""
+
+SOURCE_TOKENS = 2048
+"""Of sources that an encoder reads in one step, unless one alone has more: its attention costs by their square."""
 
 NO_TOKEN = -1
 """In what is observed: no token here."""
@@ -60,6 +63,7 @@ class SchedulerSpec:
                     remembered at a sequence's last token alone
     further         tokens after a page on which what is remembered in it hangs too (multi-token prediction): a prefix
                     is known by them, and known when the last of them is
+    source          layers that remember what an encoder has read; None: there is no encoder
     """
 
     most_sequences: int
@@ -71,6 +75,7 @@ class SchedulerSpec:
     in_flight: int = 1
     further: int = 0
     prefixes: bool = True
+    source: GroupSpec | None = None
 
     def __post_init__(self) -> None:
         if not 0 <= self.late <= self.in_flight:
@@ -100,6 +105,24 @@ class SchedulerSpec:
         full = [(group.num_pages - 1) * self.page_size for group in self.groups if group.window is None]
         return min(self.longest, *full) if full else self.longest
 
+    @property
+    def source_room(self) -> int:
+        """Tokens of the longest text that an encoder reads; 0: there is no encoder."""
+        if self.source is None:
+            return 0
+        return min(self.longest, (self.source.num_pages - 1) * self.page_size)
+
+    @property
+    def image_room(self) -> int:
+        """Tokens of the largest image: all of them are computed in one step, beside those who decode, with a window
+        before the first of them."""
+        room, size = self.most_tokens - self.most_sequences + 1, self.page_size
+        for group in self.groups:
+            pages = group.num_pages - 1
+            if group.window is not None and pages < pages_of(self.longest, size):
+                room = min(room, (pages - 1) * size - group.window + 2)  # pages_touched(window - 1 + room) <= pages
+        return max(0, room)
+
 
 class RequestDoesNotFit(ValueError):
     """A request that no state of the scheduler could serve: tokens of its prompt, tokens it asks for (None: any), and
@@ -116,6 +139,25 @@ class RequestDoesNotFit(ValueError):
         else:
             text = f"{self.prompt} tokens of a prompt and {self.tokens} to be made need more room than there is: {room}"
         super().__init__(text)
+
+
+class SourceDoesNotFit(ValueError):
+    """An encoder's text that no state of the scheduler could hold, or that is empty."""
+
+    def __init__(self, tokens: int, room: int):
+        self.tokens = tokens
+        self.room = room
+        empty = "the encoder has nothing to read; it needs at least one token"
+        super().__init__(f"{tokens} tokens for the encoder need more room than there is: {room}" if tokens else empty)
+
+
+class ImageDoesNotFit(ValueError):
+    """An image with more tokens than a step has beside those who decode."""
+
+    def __init__(self, tokens: int, room: int):
+        self.tokens = tokens
+        self.room = room
+        super().__init__(f"an image of {tokens} tokens is larger than a step has room for: {room}")
 
 
 @dataclass(frozen=True, eq=False)
@@ -135,9 +177,12 @@ class Step:
     tokens     (T,) token ids; SAMPLED: the one sampled last for the row; DRAFTED and less: its drafts
     positions  (T,)
     starts     (S + 1,) int32: where each begins in the batch
+    sources    pages of what an encoder has read, of each row; the scheduler's own, as they are until it is called next;
+               None: there is no encoder
     slots      of each group (T,): where tokens are written
     tables     of each group (rows, P) int32: the scheduler's own, as they are until it is called next
-    admitted   indices (into S) of sequences that have been given their row in this step
+    admitted   indices (into S) of sequences that are in a step for the first time since they have their row: an encoder
+               reads the sources of these
     preempted  numbers of requests that have lost their row
     finished   requests that were over before this step: their time was up
     """
@@ -158,6 +203,7 @@ class Step:
     preempted: tuple[int, ...]
     finished: tuple[Finished, ...]
     sequences: tuple[LiveSequence, ...] = field(repr=False)
+    sources: SourcePages | None = field(default=None, repr=False)
 
     def __len__(self) -> int:
         """Sequences in it. Nothing is run of a step without any, and nothing observed."""
@@ -167,6 +213,28 @@ class Step:
     def lengths(self) -> np.ndarray:
         """(S,) tokens of each so far, those in the batch included."""
         return self.firsts + self.counts
+
+    @cached_property
+    def images(self) -> tuple[PromptImage, ...]:
+        """Those whose tokens are here, in order: each whole."""
+        found: list[PromptImage] = []
+        for i in np.flatnonzero([bool(s.request.images) for s in self.sequences]).tolist():
+            first, stop = int(self.firsts[i]), int(self.firsts[i] + self.counts[i])
+            found += [image for at, image in self.sequences[i].request.images if first <= at < stop]
+        return tuple(found)
+
+    @cached_property
+    def feature_numbers(self) -> np.ndarray:
+        """(T,) of each token, which of the features of `images` it stands for, these counted in order; -1: none."""
+        found, number = np.full(len(self.tokens), -1, np.int64), 0
+        for i in np.flatnonzero([bool(s.request.images) for s in self.sequences]).tolist():
+            first, stop = int(self.firsts[i]), int(self.firsts[i] + self.counts[i])
+            for at, image in self.sequences[i].request.images:
+                if first <= at < stop:
+                    begin = int(self.starts[i]) + at - first
+                    found[begin : begin + image.tokens] = np.arange(number, number + image.tokens)
+                    number += image.tokens
+        return found
 
     @cached_property
     def draws(self) -> tuple[np.ndarray, np.ndarray]:
@@ -207,9 +275,23 @@ class LiveSequence:
         self.cached: int | None = None  # tokens of the prompt that were there when it first ran
         self.drafted = 0  # drafts that were in steps
         self.accepted = 0  # of those, tokens of the sequence now
+        self.images = [(at, at + image.tokens) for at, image in request.images]
+        self.source = np.array(request.source, np.int64).tobytes()
         self.scored_from = None if options.prompt_logprobs is None else options.scored_from  # until it is computed
         self.fresh = False  # has a row, but was in no step since
         self.ended = False
+
+    def between_images(self, position: int) -> int:
+        """The last position up to this one that is not inside an image."""
+        at = bisect_right(self.images, position, key=lambda image: image[0]) - 1
+        if at < 0 or position >= self.images[at][1]:
+            return position
+        return self.images[at][0]
+
+    def image_digests(self, first: int, stop: int) -> bytes:
+        """Of the images that have a token at one of these positions."""
+        found = [each.digest for at, each in self.request.images if at < stop and at + each.tokens > first]
+        return bytes.fromhex("".join(found))
 
 
 @dataclass(frozen=True)
@@ -229,6 +311,7 @@ class Scheduler:
         rows = spec.most_sequences
         self.spec = spec
         self.pages = PageTables(spec.groups, rows, spec.longest, spec.page_size)
+        self.sources = None if spec.source is None else SourcePages(spec.source, rows, spec.longest, spec.page_size)
         self._live: dict[int, LiveSequence] = {}
         self._waiting: list[tuple[tuple[int, int], LiveSequence]] = []  # a heap; those ended are skipped
         self._deadlines: list[tuple[float, int]] = []  # a heap
@@ -270,6 +353,11 @@ class Scheduler:
         most = 1 if request.options.tokens is None else request.options.tokens
         if not request.prompt or len(request.computed) + most > self.spec.room:
             raise RequestDoesNotFit(request, self.spec.room)
+        if self.spec.source is not None and not 1 <= len(request.source) <= self.spec.source_room:
+            raise SourceDoesNotFit(len(request.source), self.spec.source_room)
+        largest = max((image.tokens for _, image in request.images), default=0)
+        if largest > self.spec.image_room:
+            raise ImageDoesNotFit(largest, self.spec.image_room)
 
     def cancel(self, number: int, reason: EndReason = "cancelled") -> Finished | None:
         """A request is over, at any time. None if it is already, or never was."""
@@ -375,7 +463,7 @@ class Scheduler:
         """Of prompts, within a budget of tokens. Nobody is admitted to pages that others had to give back."""
         pieces: list[PromptPiece] = []
         running = [sequence for _, sequence in self._prompts]
-        index = 0
+        index, read = 0, 0  # tokens that an encoder reads
         while budget > 0:
             head = self._head() if admit else None
             if head is not None and (index == len(running) or head.rank < running[index].rank):
@@ -388,11 +476,22 @@ class Scheduler:
                 index += 1
             else:
                 break
+            source = len(sequence.request.source) if sequence.fresh else 0
+            if read and read + source > SOURCE_TOKENS:
+                break
             piece = self._piece(sequence, budget)
             if piece is not None:
                 pieces.append(piece)
                 budget -= piece.count
+                read += source
+            if self._ends_at_image(sequence):
+                break  # what is left of the budget would give pages that it needs to those who come after it
         return pieces
+
+    def _ends_at_image(self, sequence: LiveSequence) -> bool:
+        """Whether more of its prompt must wait, because an image has all of its tokens in one step."""
+        following = int(self._next[sequence.row])
+        return following < len(sequence.tokens) and any(first == following for first, _ in sequence.images)
 
     def _piece(self, sequence: LiveSequence, budget: int) -> PromptPiece | None:
         """The next piece of a prompt; None while others have its pages. There were enough when it was admitted: those
@@ -403,7 +502,9 @@ class Scheduler:
         places = (int(pages.filled[row]) + pages.available()) * size - first
         if places <= 0:
             return None
-        count = min(budget, total - first, places)
+        count = sequence.between_images(first + min(budget, total - first, places)) - first
+        if count <= 0:
+            return None
         more = pages_of(first + count, size) - int(pages.filled[row])
         if more > 0:
             pages.extend(row, more)
@@ -443,7 +544,7 @@ class Scheduler:
         before = before if sequence.scored_from is None else min(before, sequence.scored_from - 1)
         before = min(before, max(0, len(sequence.tokens) - self.spec.further))
         keys = self._keys(sequence, before // self.spec.page_size)
-        keys = keys[: self.pages.longest_prefix(keys)] if self.spec.prefixes else []
+        keys = self._whole_images(sequence, keys[: self.pages.longest_prefix(keys)]) if self.spec.prefixes else []
         if not alone and not self._has_room(sequence, keys):
             self._blocked = (sequence.number, available)
             return False
@@ -451,6 +552,8 @@ class Scheduler:
         heapq.heappop(self._waiting)
         row = heapq.heappop(self._free_rows)
         self.pages.attach(row, keys)
+        if self.sources is not None:
+            self.sources.take(row, len(sequence.request.source))
         sequence.row = row
         sequence.fresh = True
         sequence.known = len(keys)
@@ -468,8 +571,19 @@ class Scheduler:
         insort(self._prompts, (sequence.rank, sequence))
         return True
 
+    def _whole_images(self, sequence: LiveSequence, keys: list[bytes]) -> list[bytes]:
+        """Keys of pages after which no image goes on, and that are known as a prefix."""
+        size, count = self.spec.page_size, len(keys)
+        while count and (
+            sequence.between_images(count * size) < count * size or self.pages.longest_prefix(keys[:count]) < count
+        ):
+            count -= 1
+        return keys[:count]
+
     def _has_room(self, sequence: LiveSequence, keys: list[bytes]) -> bool:
-        """There are pages for all tokens of a sequence whose first pages have these keys."""
+        """There are pages for all tokens of a sequence whose first pages have these keys, and for its source."""
+        if self.sources is not None and not self.sources.has_room(len(sequence.request.source)):
+            return False
         tokens = len(sequence.tokens)
         together = min(tokens, self.spec.most_tokens)
         for g, (group, pool) in enumerate(zip(self.spec.groups, self.pages.pools)):
@@ -529,6 +643,7 @@ class Scheduler:
             preempted=before[0],
             finished=before[1],
             sequences=tuple([self._row_of[row] for row in rows.tolist()]),
+            sources=self.sources,
         )
 
     def _admitted(self, decoding: int, pieces: list[PromptPiece]) -> tuple[int, ...]:
@@ -628,8 +743,10 @@ class Scheduler:
         """Keys of its first full pages."""
         keys, size, further = sequence.keys, self.spec.page_size, self.spec.further
         for n in range(len(keys), count):
-            before = keys[-1] if keys else first_key(sequence.request.options.adapter)
-            keys.append(page_key(before, sequence.tokens[n * size : (n + 1) * size + further].tobytes()))
+            before = keys[-1] if keys else first_key(sequence.request.options.adapter, sequence.source)
+            first, stop = n * size, (n + 1) * size + further
+            images = sequence.image_digests(first, stop) if sequence.images else b""
+            keys.append(page_key(before, sequence.tokens[first:stop].tobytes(), images))
         return keys[:count]
 
     def _know(self, sequence: LiveSequence) -> None:
@@ -650,6 +767,8 @@ class Scheduler:
         row = sequence.row
         self._know(sequence)
         self.pages.release(row)
+        if self.sources is not None:
+            self.sources.release(row)
         sequence.pending = int(self._pending[row])
         sequence.row = -1
         sequence.fresh = False

@@ -26,6 +26,8 @@ from phalanx.inference.memory import (
     LayerGroup,
     MemoryLimits,
     keeping,
+    kept_by,
+    kept_tokens,
     layer_groups,
     longest_that_fits,
     most_that,
@@ -35,7 +37,6 @@ from phalanx.inference.memory import (
     row_bytes,
     sequence_bytes,
     state_bytes,
-    windows_of,
 )
 from phalanx.inference.predictor import MtpSpec, check_modules, rounds
 from phalanx.layout.grid import Coords
@@ -173,14 +174,14 @@ def _rank_serving(plan: Plan, pp: int, limits: MemoryLimits, dtype: torch.dtype,
     if drafts is not None:
         more = draft_bytes(blocks, compute.compute.itemsize, rounds(drafts.width(plan.run.model), depths))
         dense, experts = dense + more[0], experts + more[1]
-    layers, windows = remembering(blocks, depths), windows_of(plan, depths)
-    of_window = {window: [remembered(m) for m in layers if remembered(m).window == window] for window in windows}
+    layers, kept = remembering(blocks, depths), kept_by(plan, depths)
+    specs = {each: [remembered(m) for m in layers if kept_tokens(m) == each] for each in kept}
     return RankServing(
         weights,
         dense,
         experts,
-        layer_groups(layers, windows, dtype, limits.own_page_size),
-        tuple(-(-sum(spec.token_bytes(dtype) for spec in of_window[window]) // limits.cp) for window in windows),
+        layer_groups(layers, kept, dtype, limits.own_page_size),
+        tuple(-(-sum(spec.token_bytes(dtype) for spec in specs[each]) // limits.cp) for each in kept),
         plan.run.model.vocab_size if draws else 0,
         NO_DRAFTS if drafts is None else drafts.room(plan, draws),
         state_bytes(keeping(blocks), compute.compute),
@@ -199,8 +200,13 @@ def draft_bytes(blocks: Sequence[Block], itemsize: int, depths: Sequence[range])
 
 
 def read_bytes(blocks: Sequence[nn.Module], itemsize: int) -> tuple[int, int]:
-    """Bytes of weights that every step reads, and of experts."""
-    computed = [block for block in blocks if not isinstance(block, MultiTokenPrediction)]
+    """Bytes of weights that every step reads, and of experts. Encoders and vision towers are read in the step in which
+    a sequence begins, and in no other."""
+    computed = [
+        block
+        for block in blocks
+        if not isinstance(block, MultiTokenPrediction) and getattr(block, "works_on", None) is None
+    ]
     modules = [m for block in computed for m in block.modules()]
     own = {
         id(p): p.numel()
@@ -221,7 +227,8 @@ def serving_text(serving: ServingPlan, devices: Sequence[Device]) -> str:
     most = max(sequence_bytes(rank.groups, serving.limits) for rank in serving.ranks)
     each = max(row_bytes(serving.with_sequences(1), rank.vocabulary, rank.drafts) for rank in serving.ranks)
     states = max(rank.states for rank in serving.ranks)
-    model, pages = plan.run.model, f"{length:,} tokens: {size_text(most)} of keys and values on the fullest rank"
+    model = plan.run.model
+    pages = f"{asked_text(serving)}: {size_text(most)} of keys and values on the fullest rank"
     rows = {
         "model": f"{model.family}: {model.num_hidden_layers} layers, width {model.hidden_size:,}, vocabulary "
         f"{model.vocab_size:,}",
@@ -255,6 +262,12 @@ def drafts_text(serving: ServingPlan, drafts: MtpSpec) -> str:
         f"{width} of a sequence in a step, by {modules} multi-token prediction module{'s' * (modules > 1)}, whose "
         f"weights and pages are counted; rates are those of no accepted draft, with all {1 + width} times as high"
     )
+
+
+def asked_text(serving: ServingPlan) -> str:
+    length = serving.limits.length
+    encodes = any(group.kept.source for group in serving.ranks[0].groups)
+    return f"a prompt and an answer of {length:,} tokens each" if encodes else f"{length:,} tokens"
 
 
 def remembered_text(rank: RankServing) -> str:

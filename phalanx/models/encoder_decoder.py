@@ -125,6 +125,8 @@ class T5Embedding(Dropping):
 
 
 class T5EncoderLayer(Dropping):
+    works_on = ENCODER
+
     def __init__(self, config: Any, env: Env, layer: int, made: Made):
         super().__init__(env)
         at, norm = f"encoder.block.{layer}.layer", partial(t5_norm, config, env)

@@ -46,6 +46,8 @@ class LlavaEmbedding(DecoderEmbedding):
         return (StreamSpec(HIDDEN, self.width),)
 
     def forward(self, x: Tensor, batch: Batch) -> Tensor:
+        if batch.beside[PATCHES].idle:
+            return super().forward(x, batch)
         recompute = self.env.recompute
         hidden = recompute.op("activation", partial(gelu, exact=True), recompute.op("up", self.linear1, x))
         return self.features.put(super().forward(x, batch), self.linear2(hidden), batch, self.env)

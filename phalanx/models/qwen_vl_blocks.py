@@ -132,7 +132,11 @@ class Merger(Module):
         self.up = ColumnLinear(env, rows, self.merged, init, bias=True)
         name, out = f"{names[2]}.weight", config.hidden_size
         self.down = RowLinear(env, name, out, self.merged, (0, self.merged), init, bias=True)
-        self.num_weights = self.merged * (self.merged + out)
+        self.out, self.num_weights = out, self.merged * (self.merged + out)
+
+    def nothing(self, x: Tensor) -> Tensor:
+        """As many features, of rows that nobody reads: zeros."""
+        return x.new_zeros(x.numel() // self.merged, self.out)
 
     def forward(self, x: Tensor) -> Tensor:
         """x (rows, D of the tower) -> (rows / joined, D of the text)."""
@@ -146,6 +150,8 @@ class QwenVisionLayer(Block):
     """Attention in an image or in windows of it, rotated by rows and columns, and an MLP, each after a norm.
 
     merger: makes features that are added after layer `number` of the text; None: nothing is"""
+
+    works_on = PATCHES
 
     def __init__(self, config: Any, env: Env, base: str, layer: int, norm: type[LayerNorm] | type[RMSNorm]):
         super().__init__(env.whole())
@@ -179,6 +185,9 @@ class QwenVisionLayer(Block):
     def forward(self, x: Tensor | Streams, batch: Batch) -> Tensor | Streams:
         if isinstance(x, Tensor):
             return self._layer(x, batch)
+        if self.is_idle(batch):
+            more = {} if self.merger is None else {deep(self.number): self.merger.nothing(x[HIDDEN])}
+            return {**x, **more}
         hidden = self._layer(x[HIDDEN], batch)
         more = {} if self.merger is None else {deep(self.number): self.merger(hidden)}
         return {**x, HIDDEN: hidden, **more}
@@ -231,6 +240,8 @@ class QwenVLEmbedding(DecoderEmbedding):
         return tuple(StreamSpec(HIDDEN, self.width) if spec.name == HIDDEN else spec for spec in given)
 
     def forward(self, x: Tensor, batch: Batch) -> Tensor:
+        if batch.beside[PATCHES].idle:
+            return super().forward(x, batch)
         return self.features.put(super().forward(x, batch), self.merger(x), batch, self.env)
 
     def flops_per_token(self, lengths: Mapping[str, int], mixing: bool = True) -> float:
@@ -252,6 +263,8 @@ class DeepStackLayer(DecoderLayer):
     def forward(self, streams: Streams, batch: Batch) -> Streams:  # type: ignore[override]
         x = super().forward(streams[HIDDEN], batch)
         rest = {name: each for name, each in streams.items() if name not in (HIDDEN, self.name)}
+        if batch.beside[PATCHES].idle:
+            return {HIDDEN: x, **rest}
         return {HIDDEN: self.features.add(x, streams[self.name], batch, self.env), **rest}
 
 

@@ -97,6 +97,8 @@ class VisionEmbedding(Block):
 class VisionLayer(Block):
     """Attention among all patches of an image, and an MLP, both after a LayerNorm."""
 
+    works_on = PATCHES
+
     def __init__(self, vision: VisionConfig, env: Env, layer: int, std: float):
         super().__init__(env.whole())
         at, width = f"{TOWER}.encoder.layers.{layer}", vision.hidden_size

@@ -11,10 +11,12 @@ from phalanx.layout.param import Init, MatrixOutputs
 from phalanx.nn.attention import AttentionSpec, Heads, attention_plan
 from phalanx.nn.env import Env
 from phalanx.nn.linear import ColumnLinear, RowLinear
-from phalanx.nn.module import Module, OutputRows
+from phalanx.nn.memory import PageSpec
+from phalanx.nn.module import Module, OutputRows, own_memory
 from phalanx.ops.attention.attention import ProbabilityDropout
 from phalanx.ops.attention.cross import FEATURES, cross_attention
 from phalanx.ops.attention.kind import UnsupportedAttention, refuse_unsupported
+from phalanx.ops.attention.paged import PAGED_ATTENTION
 from phalanx.ops.dense.rope import split_heads
 from phalanx.sequence.batch import Batch
 
@@ -62,14 +64,14 @@ class CrossAttention(Module):
             bias=spec.bias in ("all", "not keys"),
         )
         self.plan = attention_plan(env, self.kind)
-        self.whole_only = "cross-attention remembers nothing of what it reads"
+        self.remembers = PageSpec(self.kv_heads, head_dim, head_dim, source=True)
         self.reading_weights = 2 * spec.width * heads * head_dim
         self.memory_weights = 2 * spec.width * spec.kv_heads * head_dim
 
     def forward(self, x: Tensor, memory: Tensor, batch: Batch) -> Tensor:
         """x (T / tp, D), memory (M / tp, D) of this rank's tokens of the memory -> (T / tp, D)."""
         if batch.paged is not None:
-            raise UnsupportedAttention(f"{self.whole_only}: it takes whole sequences alone")
+            return self.out(self._attend_memory(x, memory, batch))
         recompute = self.env.recompute
         q, kv = recompute.op("qkv", lambda x, memory: (self.q(x), self.kv(memory)), x, memory)
         likes = (((len(q), self.heads * self.head_dim), q.dtype),)
@@ -84,6 +86,18 @@ class CrossAttention(Module):
         if self.dropout > 0 and self.training:
             dropout = ProbabilityDropout(self.dropout, self.env.seed, self.layer, self.first_head, DROPOUT_SITE)
         return cross_attention((q, k, v), batch, memory, self.plan, dropout)
+
+    def _attend_memory(self, x: Tensor, memory: Tensor, batch: Batch) -> Tensor:
+        """The same of sequences that go on: keys and values of a memory are computed in the step in which its sequence
+        begins, and remembered -> (T, own heads * K)."""
+        if batch.paged is None or batch.paged.source is None:
+            raise RuntimeError("a batch of generation says where the encoder's memory is")
+        q, keys = self.q(x).unflatten(1, (-1, self.head_dim)), None
+        if not self.memory_of(batch).idle:
+            k, v = self.kv(memory).unflatten(1, (-1, self.head_dim)).split(self.kv_heads, 1)
+            keys = k, v
+        kernels = self.env.kernels_for(PAGED_ATTENTION)
+        return own_memory(self).read(q, keys, batch.paged.source, self.kind, kernels).flatten(1)
 
     def flops(self, seq_length: int) -> float:
         """With a memory as long as the sequence."""

@@ -10,13 +10,13 @@ import torch
 from torch import Tensor
 
 from phalanx.comm.axis import Axis
-from phalanx.ops.attention.kind import AttentionKind, Learned
-from phalanx.ops.attention.paged import FP8, Pages, paged_attention_parts, store_pages
+from phalanx.ops.attention.kind import NOTHING, AttentionKind, Learned
+from phalanx.ops.attention.paged import FP8, Pages, paged_attention, paged_attention_parts, store_pages
 from phalanx.ops.attention.paged_context import gather_tokens, join_over
 from phalanx.ops.attention.prompts import attend_sequences
 from phalanx.ops.op import Kernels
 from phalanx.sequence.batch import Batch
-from phalanx.sequence.paged import PagedSequences, StateSpans
+from phalanx.sequence.paged import PagedSequences, SourceSpans, StateSpans
 
 
 @dataclass(frozen=True)
@@ -28,6 +28,7 @@ class PageSpec:
     value   features of a value
     shared  the value is the first `value` features of the key (a latent is both), and takes no room of its own
     window  a token is read by itself and those less than so many tokens later, then forgotten; None: it is kept
+    source  of each token of the encoder's text, in place of the sequence's own
     """
 
     heads: int
@@ -35,6 +36,7 @@ class PageSpec:
     value: int
     shared: bool = False
     window: int | None = None
+    source: bool = False
 
     @property
     def stored(self) -> tuple[int, ...]:
@@ -87,6 +89,20 @@ class LayerMemory:
         alone = replace(learned, sinks=None)
         out, lse = paged_attention_parts(q, self.pages, spans, replace(kind, sinks=False), alone, kernels)
         return join_over(out, lse, learned.sinks, self.cp)
+
+    def read(
+        self,
+        q: Tensor,
+        keys: tuple[Tensor, Tensor] | None,
+        source: SourceSpans,
+        kind: AttentionKind,
+        kernels: Kernels,
+    ) -> Tensor:
+        """q (T, query heads, key) of cross-attention -> (T, query heads, value). keys: keys and values (M, heads, .)
+        of the encoder's tokens in this step, which are written first; None: there are none."""
+        if keys is not None:
+            store_pages(*keys, self.pages, source.slots, kernels)
+        return paged_attention(q, self.pages, source.spans, replace(kind, direction="causal"), NOTHING, kernels)
 
 
 @dataclass(frozen=True)

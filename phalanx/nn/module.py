@@ -116,9 +116,12 @@ class Block(Module):
 
     takes_streams   it takes all streams (sequence.streams) by name and returns those that go on; other blocks take
                     "hidden", and any further streams pass them by
+    works_on        the stream beside the text (Batch.beside) that is all it works on: an encoder's text, images. It
+                    remembers nothing, and where a step of generation has none of them, it has nothing to do
     """
 
     takes_streams = False
+    works_on: str | None = None
 
     recomputable = True  # False for a block that computes gradients in forward: run again, it would add them twice
     # names of nn.recompute.OPS that are recomputed in backward; set by the plan
@@ -130,7 +133,13 @@ class Block(Module):
 
     def remembering(self) -> list[Module]:
         """The modules in it that remember something while sequences go on, in the order of the model."""
+        if self.works_on is not None:
+            return []
         return [m for m in self.modules() if isinstance(m, Module) and m.remembers is not None]
+
+    def is_idle(self, batch: Batch) -> bool:
+        """Whether the batch has nothing of what it works on."""
+        return self.works_on is not None and batch.beside[self.works_on].idle
 
     def keeping(self) -> list[Module]:
         """The modules in it that keep a state of each sequence that goes on."""

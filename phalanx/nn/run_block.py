@@ -17,6 +17,8 @@ def run_block(
 ) -> Tensor | Streams:
     """block(x, batch). In training, the ops named in `block.recomputed` run again in backward. Everything else that the
     block saves goes to `offloaded`, if the block's activations are offloaded."""
+    if block.is_idle(batch) and not block.takes_streams:
+        return x
     if not block.takes_streams and not isinstance(x, Tensor):
         return x | {HIDDEN: hidden(run_block(block, x[HIDDEN], batch, offloaded))}
     recompute, recomputed = block.env.recompute, block.recomputed if block.training else frozenset()

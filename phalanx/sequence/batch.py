@@ -86,11 +86,19 @@ class UnitPlaces:
     sizes   rows of each unit, in the order of the text; known before they are assigned to ranks, and on the host
     joined  rows that become one of what the text reads
     spots   (m,) int64  where each of these is among the ones of all ranks of tp x cp, one rank after another
+    numbers  (T,) int64  of each token of the text here, which of the m it stands for; -1: none. None: of the whole
+            micro-batch's tokens for units, the k-th stands for the k-th
     """
 
     sizes: tuple[int, ...]
     joined: int
     spots: Tensor
+    numbers: Tensor | None = None
+
+    def map(self, change: Callable[[Tensor], Tensor]) -> UnitPlaces:
+        """The same with each of its tensors changed."""
+        numbers = None if self.numbers is None else change(self.numbers)
+        return replace(self, spots=change(self.spots), numbers=numbers)
 
 
 @dataclass(frozen=True)
@@ -148,6 +156,7 @@ class Batch:
     values      (T, features) floats, what the model reads in place of tokens; None: it reads tokens
     coordinates  (T, axes) int64: where each token is, where one position does not say it; None: it does
     units       of a stream of units (sequence.units), where they are, for the text; None: it is no such stream
+    idle        of a further stream in generation: it is padding alone, so blocks that work on it have nothing to do
 
     The ints are known on the host: whether a batch is uniform is never read from the device.
     """
@@ -181,6 +190,7 @@ class Batch:
     values: Tensor | None = None
     coordinates: Tensor | None = None
     units: UnitPlaces | None = None
+    idle: bool = False
     beside: Mapping[str, Batch] = field(default_factory=dict)
     _made: dict[tuple[Hashable, ...], Any] = field(default_factory=dict, compare=False, repr=False)
     """By owner (PerBatch)."""
@@ -211,7 +221,7 @@ class Batch:
         values = {f.name: getattr(self, f.name) for f in fields(self)}
         changed: dict[str, Any] = {name: change(v) for name, v in values.items() if isinstance(v, Tensor)}
         if self.units is not None:
-            changed["units"] = replace(self.units, spots=change(self.units.spots))
+            changed["units"] = self.units.map(change)
         return replace(self, **changed, beside={n: b.map(change) for n, b in self.beside.items()}, _made={})
 
     def copy_from(self, other: Batch) -> None:

@@ -111,6 +111,24 @@ class PromptSpans:
 
 
 @dataclass(frozen=True)
+class SourceSpans:
+    """What cross-attention reads: of each sequence an encoder's memory, whose keys and values lie in pages of their
+    own from the step on in which the sequence begins.
+
+    spans  every token of the batch is a sequence of its own, whose last token so far is the source's last: so it reads
+           all of the source
+    slots  (M,) int64  where the keys and values of the encoder's tokens in this step are written; of padding, inside
+           NO_PAGE
+    """
+
+    spans: PagedSpans
+    slots: Tensor
+
+    def to(self, device: torch.device | str) -> SourceSpans:
+        return SourceSpans(self.spans.to(device), self.slots.to(device, non_blocking=True))
+
+
+@dataclass(frozen=True)
 class StatePiece:
     """Tokens start .. stop of a batch, those of one sequence; where its state is, and whether it begins here."""
 
@@ -167,6 +185,7 @@ class PagedSequences:
     length  that no sequence may exceed: where angles of rotary embeddings follow the length of a sequence, they are
             those of this one for all tokens, whenever they come
     states  what layers read and write that remember a state; None: there are none
+    source  of models with an encoder; None: there is none
     """
 
     spans: tuple[PagedSpans, ...]
@@ -174,14 +193,19 @@ class PagedSequences:
     ends: Tensor
     length: int
     states: StateSpans | None = None
+    source: SourceSpans | None = None
 
     @property
     def tensors(self) -> list[Tensor]:
+        source = self.source
+        spans = self.spans if source is None else (*self.spans, source.spans)
+        slots = self.slots if source is None else (*self.slots, source.slots)
         of_states = [] if self.states is None else [self.states.slots, self.states.fresh]
-        return [self.ends, *self.slots, *(t for s in self.spans for t in (s.starts, s.lengths, s.table)), *of_states]
+        return [self.ends, *slots, *(t for s in spans for t in (s.starts, s.lengths, s.table)), *of_states]
 
     def to(self, device: torch.device | str) -> PagedSequences:
         slots = tuple(s.to(device, non_blocking=True) for s in self.slots)
         spans, ends = tuple(s.to(device) for s in self.spans), self.ends.to(device, non_blocking=True)
+        source = None if self.source is None else self.source.to(device)
         states = None if self.states is None else self.states.to(device)
-        return replace(self, spans=spans, slots=slots, ends=ends, states=states)
+        return replace(self, spans=spans, slots=slots, ends=ends, source=source, states=states)

@@ -78,19 +78,29 @@ class PatchForm:
         used: NDArray[np.float32] = pixels[:, : down * s * p, : across * s * p]
         cut = used.reshape(self.channels, down, s, p, across, s, p).transpose(1, 4, 2, 5, 0, 3, 6)
         rows = np.repeat(cut.reshape(down * across, s * s, self.channels, 1, p, p), self.frames, axis=3)
-        values = rows.reshape(down * across, s * s, self.width)
-        coordinates = self._coordinates(down, across)
-        order = np.argsort(coordinates[:, 0, WINDOW], kind="stable")
-        found = np.empty(len(order), np.int64)
-        found[order] = np.arange(len(order))
-        flat, coordinates = values[order].reshape(-1, self.width), coordinates[order].reshape(-1, AXES)
-        features = found * s * s
+        values = rows.reshape(down * across, s * s, self.width)[self._order(down, across)].reshape(-1, self.width)
+        if self.classed:
+            values = np.concatenate([np.zeros((1, self.width), values.dtype), values])
+        return replace(self.blank(height, width, name), values=values)
+
+    def blank(self, height: int, width: int, name: str = "") -> Units:
+        """The same without values, for an image of so many pixels."""
+        down, across = height // self.multiple, width // self.multiple
+        order = self._order(down, across)
+        places = np.empty(len(order), np.int64)
+        places[order] = np.arange(len(order))
+        coordinates = self._coordinates(down, across)[order].reshape(-1, AXES)
+        features = places * self.joined
         if self.classed:
             first = np.array([[-1, -1, *coordinates[0, [ROWS, COLUMNS, WINDOW]]]], np.int64)
-            flat = np.concatenate([np.zeros((1, self.width), values.dtype), flat])
             coordinates = np.concatenate([first, coordinates])
             features = np.concatenate([[0] if self.reads_class else [], features + 1]).astype(np.int64)
-        return Units(flat, coordinates, (len(flat),), features, self.joined, (name,))
+        count = len(coordinates)
+        return Units(np.empty((count, 0), np.float32), coordinates, (count,), features, self.joined, (name,))
+
+    def _order(self, down: int, across: int) -> NDArray[np.int64]:
+        """(squares,) which of the squares, in the order of reading, comes first among the rows, and so on."""
+        return np.argsort(self._coordinates(down, across)[:, 0, WINDOW], kind="stable")
 
     def _coordinates(self, down: int, across: int) -> NDArray[np.int64]:
         """(squares, patches of one, AXES), squares in the order of reading."""
@@ -112,11 +122,19 @@ def grid_positions(
     """(n, 3) positions of tokens in time, rows and columns: those of a text are all one number, which goes on after an
     image by its longer side; those of an image begin with one number, and rows and columns count on from it (Wang et
     al., "Qwen2-VL", 2024, M-RoPE). They begin anew with each document."""
-    found = np.repeat(np.arange(len(tokens))[:, None], 3, 1)
     firsts = np.cumsum([0, *units.sizes])[:-1]
     grids = units.coordinates[firsts][:, [ROWS, COLUMNS]] // spec.form.side
+    places = np.flatnonzero(tokens == spec.token)[: int(grids.prod(1).sum())]
+    return positions_between(len(tokens), documents, places, grids)
+
+
+def positions_between(
+    length: int, documents: Sequence[tuple[int, int]], places: NDArray[np.int64], grids: NDArray[np.int64]
+) -> NDArray[np.int64]:
+    """grid_positions of so many tokens. places: of those that images have, one image after another; grids: (images, 2)
+    rows and columns of each."""
+    found = np.repeat(np.arange(length)[:, None], 3, 1)
     counts = grids.prod(1)
-    places = np.flatnonzero(tokens == spec.token)[: int(counts.sum())]
     image = np.repeat(np.arange(len(counts)), counts)[: len(places)]
     rows, columns = np.divmod(np.arange(len(places)) - (np.cumsum(counts) - counts)[image], grids[image, 1])
     for first, stop in documents:

@@ -90,6 +90,9 @@ def _feature_index(batch: Batch, name: str, token: int) -> Tensor:
     units = batch.beside[name].units
     if units is None:
         raise TypeError(f"{name} is no stream of units")
+    if units.numbers is not None:
+        spots = units.spots if len(units.spots) else units.spots.new_zeros(1)
+        return spots[units.numbers.clamp(min=0)].where(units.numbers >= 0, -1)
     stands = batch.uncut.tokens == token
     number = (stands.cumsum(0) - 1).clamp(0, max(len(units.spots) - 1, 0))
     spots = units.spots if len(units.spots) else units.spots.new_zeros(1)

@@ -170,6 +170,7 @@ def model_object(service: Service, name: str) -> dict[str, Any]:
         "max_model_len": model.positions,
         "text": model.tokenizer is not None,
         "embeds": model.embeds is not None,
+        "images": model.pictures is not None,
         "chat": model.template is not None and model.tokenizer is not None,
     }
 
@@ -184,8 +185,8 @@ async def tokenize(request: Request) -> JSONResponse:
     if (body.prompt is None) == (body.messages is None):
         raise ApiError(400, "give one of prompt and messages.", param="prompt", code="invalid_value")
     if body.messages is not None:
-        chat = await run_in_threadpool(model.chat, body.messages, body.tools, body.chat_template_kwargs or {})
-        ids = list(chat.ids)
+        _, read = await run_in_threadpool(model.chat, body.messages, body.tools, body.chat_template_kwargs or {})
+        ids = list(read.tokens)
     else:
         tokenizer = model.need_tokenizer("prompt")
         ids = await run_in_threadpool(tokenizer.encode_with_special, body.prompt or "")

@@ -13,7 +13,7 @@ from starlette.concurrency import run_in_threadpool
 from starlette.requests import Request
 from starlette.responses import JSONResponse, Response
 
-from phalanx.inference.request import Grammar, TokenScore
+from phalanx.inference.request import Grammar, Prompt, TokenScore
 from phalanx.server.choices import ChoiceText, PlacedToken
 from phalanx.server.engine_thread import Answers, SequenceJob
 from phalanx.server.errors import ApiError
@@ -43,7 +43,7 @@ class ChatTask:
     """A request that is ready for the engine."""
 
     body: ChatBody
-    prompt: tuple[int, ...]
+    prompt: Prompt
     jobs: list[SequenceJob]
     choices: list[ChatChoice]
     passages: Found = field(default_factory=list)
@@ -57,7 +57,7 @@ async def chat_completions(request: Request) -> Response:
     service.model.need_generation()
     task = await run_in_threadpool(make_ready, service.model, body)
     answers = await service.start(task.jobs)
-    watch = Stopwatch(service.metrics, len(task.prompt))
+    watch = Stopwatch(service.metrics, len(task.prompt.tokens))
     note(request, watch, body.user)
     if body.stream:
         chunks = chat_chunks(service, task, answers, watch)
@@ -79,20 +79,20 @@ def make_ready(model: ServedModel, body: ChatBody) -> ChatTask:
     if body.reasoning_effort is not None:
         variables["reasoning_effort"] = body.reasoning_effort
     messages, passages = model.chat_with_passages(body.messages)
-    prompt = model.chat(messages, tools, variables)
+    prompt, read = model.chat(messages, tools, variables)
     grammar = grammar_of(model, body, tools, prompt)
     asked = body.max_tokens if body.max_completion_tokens is None else body.max_completion_tokens
     tokens = model.room(
-        prompt.ids, asked, "max_tokens" if body.max_completion_tokens is None else "max_completion_tokens"
+        read.tokens, asked, "max_tokens" if body.max_completion_tokens is None else "max_completion_tokens"
     )
     likeliest = (body.top_logprobs or 0) if body.logprobs else None
     special = model.tokenizer.special_tokens if model.tokenizer else {}
     shown = [special[name] for name in model.reply_format.special_names() if name in special]
-    task = ChatTask(body, prompt.ids, [], [], passages)
+    task = ChatTask(body, read, [], [], passages)
     seed = seed_of(body)
     for sample in range(body.n or 1):
         options = replace(model.sampling(body, tokens, sample, seed), logprobs=likeliest, grammar=grammar)
-        task.jobs.append(job_of(body, prompt.ids, options))
+        task.jobs.append(job_of(body, read if read.images else read.tokens, options))
         text = ChoiceText(model.tokenizer, body.stop or (), options.end_tokens, shown=shown)
         reader = ReplyReader(model.reply_format, tools is not None, prompt.text)
         task.choices.append(ChatChoice(text, reader))

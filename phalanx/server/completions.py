@@ -81,6 +81,9 @@ def make_ready(model: ServedModel, body: CompletionBody) -> CompletionTask:
         raise ApiError(400, "stream_options: need stream.", param="stream_options", code="invalid_value")
     if body.stop:
         model.need_tokenizer("stop")
+    if body.echo and model.encodes:
+        rule = "an encoder reads the prompt, and the answer does not go on from it"
+        raise ApiError(400, f"echo: {rule}.", param="echo", code="invalid_value")
     given, passages = model.with_passages(body.prompt)
     prompts = model.prompts(given)
     tokens = DEFAULT_TOKENS if body.max_tokens is None else body.max_tokens
@@ -96,7 +99,8 @@ def make_ready(model: ServedModel, body: CompletionBody) -> CompletionTask:
             prompt_scored = body.logprobs if body.echo else None
             options = replace(options, logprobs=scored, prompt_logprobs=prompt_scored)
             task.jobs.append(job_of(body, prompt, options))
-            choice = ChoiceText(model.tokenizer, body.stop or (), options.end_tokens, context=prompt)
+            context = () if model.encodes else prompt
+            choice = ChoiceText(model.tokenizer, body.stop or (), options.end_tokens, context=context)
             choice.offset = len(echo.text)
             choice.shows_end = body.logprobs is not None
             task.choices.append(choice)

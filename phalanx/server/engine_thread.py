@@ -10,7 +10,7 @@ from contextlib import suppress
 from dataclasses import dataclass
 from typing import Protocol
 
-from phalanx.inference.request import EngineLoad, Event, Finished, RequestError, SamplingOptions
+from phalanx.inference.request import EngineLoad, Event, Finished, Prompt, RequestError, SamplingOptions
 from phalanx.server.errors import engine_lost
 
 KEEP_ALIVE = 10.0  # seconds after which an idle engine steps: its other ranks wait for one, and a lost rank is noticed
@@ -26,7 +26,7 @@ class AnyEngine(Protocol):
     positions: int
 
     def submit(
-        self, prompt: Sequence[int], options: SamplingOptions, priority: int = 0, deadline: float | None = None
+        self, prompt: Sequence[int] | Prompt, options: SamplingOptions, priority: int = 0, deadline: float | None = None
     ) -> int:
         """The number of the request. RequestError for what cannot be served."""
 
@@ -46,7 +46,7 @@ class AnyEngine(Protocol):
 class SequenceJob:
     """One sequence to be made. priority: larger ones first. deadline: on time.monotonic()'s clock."""
 
-    prompt: tuple[int, ...]
+    prompt: tuple[int, ...] | Prompt
     options: SamplingOptions
     priority: int = 0
     deadline: float | None = None

@@ -5,12 +5,22 @@ from __future__ import annotations
 from typing import Annotated, Any, Literal, TypeVar
 
 import pydantic_core
-from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, StringConstraints, ValidationError
+from pydantic import (
+    BaseModel,
+    BeforeValidator,
+    ConfigDict,
+    Discriminator,
+    Field,
+    StringConstraints,
+    Tag,
+    ValidationError,
+)
 from pydantic_core import PydanticCustomError
 
 from phalanx.base.errors import shortened
 from phalanx.server.errors import ApiError, near
 
+TYPES = ("str", "NamedTool", "int", "float", "TextPart", "ImagePart")  # names of alternatives, in places of problems
 MAX_CHOICES = 128
 MAX_LOGPROBS = 20
 MAX_STOPS = 16
@@ -120,6 +130,29 @@ class TextPart(Body):
     text: str
 
 
+class ImageUrl(Body):
+    """url: data:image/png;base64,..., or of another type."""
+
+    url: str
+    detail: Literal["auto"] | None = None
+
+
+class ImagePart(Body):
+    type: Literal["image_url"]
+    image_url: ImageUrl
+
+
+def kind_of_part(value: Any) -> str:
+    kind = value.get("type") if isinstance(value, dict) else getattr(value, "type", None)
+    return {"text": "TextPart", "image_url": "ImagePart"}.get(kind or "", "")
+
+
+KINDS = Discriminator(
+    kind_of_part, custom_error_type="part", custom_error_message="must be a part of type text or image_url"
+)
+Part = Annotated[Annotated[TextPart, Tag("TextPart")] | Annotated[ImagePart, Tag("ImagePart")], KINDS]
+
+
 class FunctionCall(Body):
     name: str
     arguments: str
@@ -136,7 +169,7 @@ class ChatMessage(Body):
     """Of any role; what a role needs is checked where it is made ready for the template."""
 
     role: Literal["system", "developer", "user", "assistant", "tool"]
-    content: str | list[TextPart] | None = None
+    content: str | list[Part] | None = None
     name: str | None = None
     tool_calls: list[ChatMessageToolCall] | None = None
     tool_call_id: str | None = None
@@ -278,6 +311,6 @@ def place(loc: tuple[int | str, ...]) -> str:
     for part in loc:
         if isinstance(part, int):
             text += f"[{part}]"
-        elif part.isidentifier() and part not in ("str", "NamedTool", "int", "float"):
+        elif part.isidentifier() and part not in TYPES:
             text += f".{part}" if text else part
     return text

@@ -22,7 +22,7 @@ from phalanx.inference.embedding_engine import EmbeddingEngine
 from phalanx.inference.ends import end_tokens
 from phalanx.inference.engine import Engine, EngineOptions
 from phalanx.inference.load import load_model, without_training
-from phalanx.inference.request import EngineLoad, Event, SamplingOptions
+from phalanx.inference.request import EngineLoad, Event, Prompt, SamplingOptions
 from phalanx.retrieval.prompting import PassageAdder
 from phalanx.retrieval.retriever import Lookup
 from phalanx.sequence.sample import Pooling
@@ -74,7 +74,7 @@ class RunEngine:
         return self._engine.idle
 
     def submit(
-        self, prompt: Sequence[int], options: SamplingOptions, priority: int = 0, deadline: float | None = None
+        self, prompt: Sequence[int] | Prompt, options: SamplingOptions, priority: int = 0, deadline: float | None = None
     ) -> int:
         return self._engine.submit(prompt, options, priority, deadline)
 
@@ -153,7 +153,16 @@ def served_model(options: ServeOptions, engine: Engine | EmbeddingEngine) -> Ser
     vocab_size = engine.model.plan.run.model.vocab_size
     ends = end_tokens(folder, tokenizer, template)
     return ServedModel(
-        options.name, engine.positions, tokenizer, template, ends, vocab_size, engine.grammars, engine.adapters
+        options.name,
+        engine.positions,
+        tokenizer,
+        template,
+        ends,
+        vocab_size,
+        engine.grammars,
+        engine.adapters,
+        pictures=engine.model.pictures,
+        encodes=engine.encodes,
     )
 
 

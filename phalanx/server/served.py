@@ -4,23 +4,30 @@ from __future__ import annotations
 
 import json
 import secrets
+from base64 import b64decode
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from phalanx.base.errors import DataError
+from phalanx.inference.chat_prompts import ChatPrompts, ImageFile, encoder_text
 from phalanx.inference.grammar import GrammarCompiler
-from phalanx.inference.request import Grammar, RequestError, SamplingOptions
+from phalanx.inference.request import Grammar, Prompt, RequestError, SamplingOptions
 from phalanx.retrieval.prompting import PassageAdder
 from phalanx.server.errors import ApiError, near
-from phalanx.server.schemas import ChatMessage, SamplingBody, Tool
+from phalanx.server.schemas import ChatMessage, ImagePart, SamplingBody, TextPart, Tool
 from phalanx.text.chat_reply import ReplyFormat, reply_format
 from phalanx.text.chat_template import ChatPrompt, ChatTemplate
 from phalanx.text.marked import TextMarks
 from phalanx.text.token_texts import TokenNumbers, TokenTexts
 from phalanx.text.tokenizer_base import Tokenizer
 
+if TYPE_CHECKING:
+    from phalanx.inference.pictures import PictureReader
+
+MAX_IMAGES = 32  # of a request
+SHOWN = 60  # characters of a URL in a message
 OURS = ("messages", "tools", "documents", "add_generation_prompt")  # what requests cannot set in a template
 
 
@@ -49,6 +56,8 @@ class ServedModel:
     adapters    names of models that are this one with an adapter
     embeds      how texts are embedded; None: it generates
     passages    puts passages into prompts; None: they stay as they are
+    pictures    reads images; None: it has none
+    encodes     an encoder reads prompts, and answers have the positions for themselves
     """
 
     name: str
@@ -61,6 +70,8 @@ class ServedModel:
     adapters: tuple[str, ...] = ()
     embeds: ServedEmbedder | None = None
     passages: PassageAdder | None = None
+    pictures: PictureReader | None = None
+    encodes: bool = False
 
     @cached_property
     def texts(self) -> TokenTexts | TokenNumbers:
@@ -122,9 +133,12 @@ class ServedModel:
         if self.passages is None or last is None:
             return messages, []
         content = messages[last].content
-        asked = content if isinstance(content, str) else "\n".join(part.text for part in content or ())
+        parts = [] if isinstance(content, str) or content is None else content
+        shown = [part for part in parts if isinstance(part, ImagePart)]
+        asked = content if isinstance(content, str) else text_of(parts)
         text, found = self.passages.one(asked)
-        changed = messages[last].model_copy(update={"content": text})
+        made: str | list[Any] = [*shown, TextPart(type="text", text=text)] if shown else text
+        changed = messages[last].model_copy(update={"content": made})
         return [*messages[:last], changed, *messages[last + 1 :]], [[each.plain() for each in found]]
 
     def prompts(self, value: str | list[Any]) -> list[tuple[int, ...]]:
@@ -136,7 +150,7 @@ class ServedModel:
         if isinstance(value, str):
             tokenizer = self.need_tokenizer("prompt")
             try:
-                ids = tuple(tokenizer.encode_with_special(value))
+                ids = encoder_text(tokenizer, value) if self.encodes else tuple(tokenizer.encode_with_special(value))
             except DataError as error:
                 raise ApiError(400, f"prompt: {error}", param="prompt", code="invalid_value") from None
         else:
@@ -158,7 +172,10 @@ class ServedModel:
 
     def room(self, prompt: Sequence[int], tokens: int | None, field: str) -> int:
         """Tokens that may be made after a prompt. ApiError if there is none, or not room for those asked for."""
-        left = self.positions - len(prompt)
+        left = self.positions - (1 if self.encodes else len(prompt))
+        if self.encodes and len(prompt) > self.positions:
+            message = f"the encoder has {self.positions} positions; the prompt takes {len(prompt)}."
+            raise ApiError(400, message, param="prompt", code="context_length_exceeded")
         if left < (1 if tokens is None else tokens):
             asked = "" if tokens is None else f", and {tokens} are asked for ({field})"
             message = f"the model has {self.positions} positions; the prompt takes {len(prompt)} of them{asked}."
@@ -167,8 +184,8 @@ class ServedModel:
 
     def chat(
         self, messages: Sequence[ChatMessage], tools: Sequence[Tool] | None, variables: dict[str, Any]
-    ) -> ChatPrompt:
-        """A chat as the model reads it."""
+    ) -> tuple[ChatPrompt, Prompt]:
+        """A chat as the template writes it, and as the model reads it."""
         tokenizer = self.need_tokenizer("messages")
         if self.template is None:
             raise ApiError(
@@ -184,10 +201,31 @@ class ServedModel:
         self._check_variables(variables)
         ready = [template_message(number, message) for number, message in enumerate(messages)]
         offered = [tool.model_dump(exclude_none=True) for tool in tools or ()] or None
+        chats = ChatPrompts(self.template, tokenizer, self.pictures, self.encodes)
         try:
-            return self.template.prompt(tokenizer, ready, offered, **variables)
+            return chats.prompt(ready, offered, self._images(messages), **variables)
         except DataError as error:
             raise ApiError(400, f"messages: {error}", param="messages", code="invalid_value") from None
+        except RequestError as error:
+            raise ApiError(400, f"messages: {error}", param="messages", code="invalid_value") from None
+
+    def _images(self, messages: Sequence[ChatMessage]) -> list[ImageFile]:
+        """The files in messages, in order. ApiError for what is none, and for a model that reads none."""
+        found: list[ImageFile] = []
+        for number, message in enumerate(messages):
+            for at, part in enumerate(message.content if isinstance(message.content, list) else ()):
+                if not isinstance(part, ImagePart):
+                    continue
+                field = f"content[{at}].image_url"
+                if self.pictures is None:
+                    raise bad_message(number, field, f"{self.name} reads texts alone")
+                if message.role not in ("user", "tool"):
+                    raise bad_message(number, field, f"is a user's, not of role {message.role}")
+                found.append((f"messages[{number}].{field}", image_data(number, f"{field}.url", part.image_url.url)))
+        if len(found) > MAX_IMAGES:
+            rule = f"have {len(found)} images; a request may have {MAX_IMAGES}"
+            raise ApiError(400, f"messages: {rule}.", param="messages", code="too_many_images")
+        return found
 
     def _check_variables(self, variables: dict[str, Any]) -> None:
         for name in variables:
@@ -236,6 +274,27 @@ class ServedModel:
         )
 
 
+def text_of(parts: Sequence[TextPart | ImagePart]) -> str:
+    """The texts among the parts of a message."""
+    return "\n".join(part.text for part in parts if isinstance(part, TextPart))
+
+
+def image_data(number: int, field: str, url: str) -> bytes:
+    """What a data: URL holds. ApiError for another URL: nothing is fetched."""
+    head, comma, body = url.partition(",")
+    scheme, _, kind = head.partition(":")
+    if scheme.lower() != "data" or not comma:
+        shown = url if len(url) <= SHOWN else f"{url[:SHOWN]}..."
+        rule = f"must be a data: URL, such as data:image/png;base64,...: this server fetches nothing ({shown!r})"
+        raise bad_message(number, field, rule)
+    if not kind.lower().startswith("image/") or not kind.lower().endswith(";base64"):
+        raise bad_message(number, field, f"must be an image in base64, and is {kind[:SHOWN]!r}")
+    try:
+        return b64decode(body, validate=True)
+    except ValueError:
+        raise bad_message(number, field, "is no base64") from None
+
+
 def seed_of(body: SamplingBody) -> int:
     """The seed that was asked for, or one that nobody has had."""
     return secrets.randbits(63) if body.seed is None else body.seed % 2**63
@@ -245,7 +304,12 @@ def template_message(number: int, message: ChatMessage) -> dict[str, Any]:
     """A message as templates take them: content as text, arguments of calls as objects."""
     ready: dict[str, Any] = {"role": message.role, "content": message.content}
     if isinstance(message.content, list):
-        ready["content"] = "\n".join(part.text for part in message.content)
+        ready["content"] = text_of(message.content)
+        if any(isinstance(part, ImagePart) for part in message.content):
+            ready["parts"] = [
+                {"type": "text", "text": part.text} if isinstance(part, TextPart) else {"type": "image"}
+                for part in message.content
+            ]
     if message.content is None and (message.role != "assistant" or not message.tool_calls):
         raise bad_message(number, "content", "is missing")
     if message.tool_calls and message.role != "assistant":

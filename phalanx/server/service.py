@@ -11,7 +11,15 @@ from typing import Any
 from starlette.requests import Request
 
 from phalanx.base.log import Log
-from phalanx.inference.request import Finished, NewToken, PromptScored, RequestError, SamplingOptions, TokenScore
+from phalanx.inference.request import (
+    Finished,
+    NewToken,
+    Prompt,
+    PromptScored,
+    RequestError,
+    SamplingOptions,
+    TokenScore,
+)
 from phalanx.server.choices import ChoiceText, Increment
 from phalanx.server.engine_thread import Answers, EngineThread, SequenceJob
 from phalanx.server.errors import ApiError, engine_lost, not_finished
@@ -120,7 +128,7 @@ async def steps(answers: Answers, choices: Sequence[ChoiceText], watch: Stopwatc
         watch.end()
 
 
-def job_of(body: SamplingBody, prompt: tuple[int, ...], options: SamplingOptions) -> SequenceJob:
+def job_of(body: SamplingBody, prompt: tuple[int, ...] | Prompt, options: SamplingOptions) -> SequenceJob:
     """A sequence of a request that has just come. Smaller numbers of `priority` come first, as in vLLM."""
     deadline = None if body.timeout is None else time.monotonic() + body.timeout
     return SequenceJob(prompt, options, -(body.priority or 0), deadline)

@@ -20,11 +20,20 @@ from bisect import bisect_left, bisect_right
 from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any, Literal, Protocol
+from typing import Any, Literal
 
 from phalanx.base.errors import DataError
 from phalanx.text.chat_records import BadChat, Chat, Completion, Message, is_media, tool_name
-from phalanx.text.chat_template import ANSWER, ANSWER_END, BREAK, ChatTemplate, broken, special_names
+from phalanx.text.chat_template import (
+    ANSWER,
+    ANSWER_END,
+    BREAK,
+    ChatTemplate,
+    WrittenMedia,
+    broken,
+    special_names,
+    with_media,
+)
 from phalanx.text.tokenizer_base import Tokenizer
 
 TrainOn = Literal["answers", "last_answer", "all"]
@@ -57,18 +66,6 @@ class Turn:
     spans: tuple[Span, ...]
     ends: bool
     """Whether nothing more has to end it."""
-
-
-class WrittenMedia(Protocol):
-    """How media stand in texts (text/media.py)."""
-
-    @property
-    def kind(self) -> str: ...
-
-    @property
-    def written(self) -> str: ...
-
-    def rewritten(self, text: str) -> str: ...
 
 
 class ChatEncoder:
@@ -364,26 +361,14 @@ class _Rendered:
     def _render(self, messages: Sequence[Message], turn: int, begins: bool = False) -> str:
         try:
             words = {**self.variables, "add_generation_prompt": begins}
-            written = self.template.render(self._with_media(messages), self.tools, words)
+            shown = with_media(messages, self.template, self.encoder.media)
+            written = self.template.render(shown, self.tools, words)
             return written if self.encoder.media is None else self.encoder.media.rewritten(written)
         except Exception as error:  # a template is a program, and this is whatever it raises
             text = str(error) or type(error).__name__
             raise BadChat(
                 "refused by the template", f"the template refuses the chat up to here: {text}", turn + 1
             ) from None
-
-    def _with_media(self, messages: Sequence[Message]) -> list[Message]:
-        """Messages with media as templates take them: a list of parts, or, for a template that knows none, a text with
-        a placeholder for each."""
-        media, found = self.encoder.media, list[Message]()
-        for message in messages:
-            parts = message.get("parts")
-            plain = {name: value for name, value in message.items() if name != "parts"}
-            if parts is not None and media is not None:
-                texts = (media.written if is_media(part) else part["text"] for part in parts)
-                plain["content"] = parts if self.template.reads(media.kind) else "\n".join(texts)
-            found.append(plain)
-        return found
 
 
 def _with_text_arguments(message: Message) -> Message:

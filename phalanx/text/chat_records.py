@@ -178,6 +178,31 @@ def chat_of(given: Any, record: Mapping[str, Any], before: int = 0, first_answer
     return Chat(tuple(messages), _tools(record.get("tools")), tuple(answers), _variables(record), files, kind)
 
 
+@dataclass(frozen=True)
+class AskedChat:
+    """A chat whose answer is to be made. files: names, in the order of the parts that stand for them; kind: of them."""
+
+    messages: tuple[Message, ...]
+    tools: tuple[Any, ...] | None
+    variables: Mapping[str, Any]
+    files: tuple[str, ...] = ()
+    kind: str | None = None
+
+
+def asked_chat(record: Mapping[str, Any]) -> AskedChat:
+    """Of {"messages": [...]}, in the form of chats to train on. BadChat for what is none."""
+    unknown = sorted(
+        set(record) - {"messages", "tools", "chat_template_kwargs", *(f"{each}s" for each in BUILT_IN[SEAM])}
+    )
+    if unknown:
+        raise BadChat("unknown keys", f"has {', '.join(unknown)} beside its messages, which nothing reads")
+    messages = [
+        _message({name: value for name, value in message.items() if value is not None}, turn)
+        for turn, message in enumerate(_list_of_messages(record.get("messages")), 1)
+    ]
+    return AskedChat(tuple(messages), _tools(record.get("tools")), _variables(record), *_files(messages, record))
+
+
 def is_media(part: Message) -> bool:
     return part.get("type") != "text"
 

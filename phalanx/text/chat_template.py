@@ -11,7 +11,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from datetime import datetime
 from pathlib import Path
-from typing import Any
+from typing import Any, Protocol
 
 from jinja2 import TemplateError, TemplateSyntaxError, nodes
 from jinja2.ext import Extension
@@ -92,11 +92,17 @@ class ChatTemplate:
         tokenizer: Tokenizer,
         messages: Sequence[Mapping[str, Any]],
         tools: Sequence[Any] | None = None,
+        media: WrittenMedia | None = None,
         **variables: Any,
     ) -> ChatPrompt:
-        """`text` and its tokens. Names of special tokens in messages, tools and variables stay text."""
+        """`text` and its tokens. Names of special tokens in messages, tools and variables stay text. media: how
+        they stand in it, which messages have among their `parts` (chat_records)."""
         special = special_names(tokenizer)
-        text = self.text(broken(messages, special), broken(tools, special), **broken(variables, special))
+        asked: Sequence[Mapping[str, Any]] = broken(messages, special)
+        if media is not None:
+            asked = with_media(asked, self, media)
+        text = self.text(asked, broken(tools, special), **broken(variables, special))
+        text = text if media is None else media.rewritten(text)
         ids: list[int] = []
         for part in text.split(BREAK):
             ids += tokenizer.encode_with_special(part) if part else []
@@ -114,6 +120,34 @@ class ChatTemplate:
 
     def _time(self, form: str) -> str:
         return (self.moment or datetime.now()).strftime(form)
+
+
+class WrittenMedia(Protocol):
+    """How media stand in texts (text/media.py)."""
+
+    @property
+    def kind(self) -> str: ...
+
+    @property
+    def written(self) -> str: ...
+
+    def rewritten(self, text: str) -> str: ...
+
+
+def with_media(
+    messages: Sequence[Mapping[str, Any]], template: ChatTemplate, media: WrittenMedia | None
+) -> list[dict[str, Any]]:
+    """Messages whose `parts` became what templates take: a list of parts, or, for a template that knows none, a
+    text with a placeholder for each."""
+    found = list[dict[str, Any]]()
+    for message in messages:
+        parts = message.get("parts")
+        plain = {name: value for name, value in message.items() if name != "parts"}
+        if parts is not None and media is not None:
+            texts = (media.written if part.get("type") != "text" else part["text"] for part in parts)
+            plain["content"] = parts if template.reads(media.kind) else "\n".join(texts)
+        found.append(plain)
+    return found
 
 
 @dataclass(frozen=True)

@@ -33,6 +33,11 @@ class MediaText:
         missing."""
         reader = reader_of(spec, processor)
         reader.check_packages()
+        return MediaText.with_reader(spec, reader, tokenizer)
+
+    @staticmethod
+    def with_reader(spec: MediaSpec, reader: MediaReader, tokenizer: Tokenizer) -> MediaText:
+        """The same of a reader that is known."""
         special = {token: name for name, token in tokenizer.special_tokens.items()}
         if spec.token is not None and spec.token not in special:
             raise DataError(

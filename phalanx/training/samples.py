@@ -3,15 +3,16 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from functools import cached_property
+from functools import cached_property, partial
 
 from phalanx.base.errors import ConfigError, DataError
 from phalanx.base.log import Log
 from phalanx.config.run import Run
 from phalanx.engine.model import Model
 from phalanx.inference.beside import TrainedModel
+from phalanx.inference.chat_prompts import encoder_text
 from phalanx.inference.engine import EngineOptions
-from phalanx.inference.generate import TextEngine, read_prompts
+from phalanx.inference.generate import ChatLine, TextEngine, read_prompts
 from phalanx.inference.request import SamplingOptions
 from phalanx.text.tokenizer_base import Tokenizer
 from phalanx.text.tokenizers import load_tokenizer
@@ -37,11 +38,15 @@ class Prompts:
             given = read_prompts(run.train.samples)
         except (OSError, UnicodeDecodeError) as error:
             raise DataError(f"train.samples={run.train.samples} cannot be read: {error}") from error
+        plain = [each for each in given if not isinstance(each, ChatLine)]
+        if len(plain) < len(given):
+            raise DataError(
+                f"train.samples={run.train.samples}: must hold texts or token ids, and some lines are chats"
+            )
         tokenizer = load_tokenizer(run.data.tokenizer)
-        tokens = [
-            tuple(tokenizer.encode(each) or [tokenizer.eod or 0]) if isinstance(each, str) else each for each in given
-        ]
-        texts = [each if isinstance(each, str) else tokenizer.decode(list(each)) for each in given]
+        encode = tokenizer.encode if run.model.decoder_start is None else partial(encoder_text, tokenizer)
+        tokens = [tuple(encode(each)) or (tokenizer.eod or 0,) if isinstance(each, str) else each for each in plain]
+        texts = [each if isinstance(each, str) else tokenizer.decode(list(each)) for each in plain]
         room, vocabulary = run.model.max_position_embeddings - run.train.samples_tokens, run.model.vocab_size
         for number, each in enumerate(tokens):
             where = f"train.samples={run.train.samples}, prompt {number}"
@@ -82,7 +87,8 @@ class TrainingSamples:
             if self._model.mesh.rank == 0:
                 self._log.warn(f"no text of train.samples: {error}")
             return {}
+        between = "" if self._model.plan.run.model.decoder_start is None else "\n"  # an answer to what an encoder reads
         return {
-            str(answer.prompt): prompts.texts[answer.prompt] + answer.text
+            str(answer.prompt): prompts.texts[answer.prompt] + between + answer.text
             for answer in sorted(answers, key=lambda answer: answer.prompt)
         }

@@ -25,10 +25,11 @@ from phalanx.inference.memory import (
     give_memory,
     give_states,
     keeping,
+    kept_by,
     layer_groups,
     remembering,
-    windows_of,
 )
+from phalanx.inference.pictures import PictureReader
 from phalanx.inference.request import EngineLoad, NewToken, PromptScored, SamplingOptions, TokenScore
 from phalanx.inference.runner import Drawn
 from phalanx.inference.scheduler import Step
@@ -42,7 +43,8 @@ from tests.harness.parity import base_run
 
 def run_of(model: str, precision: str = "fp64", **layout) -> Run:
     run = base_run(model, precision=precision)
-    return replace(run, layout=replace(run.layout, **layout), task=TaskConfig())
+    task = run.task if run.model.reads_beside else TaskConfig()
+    return replace(run, layout=replace(run.layout, **layout), task=task)
 
 
 def invariant_run(model: str, precision: str = "fp32", **layout) -> Run:
@@ -59,7 +61,7 @@ def random_model(rank: int, world: int, run: Run, device: torch.device | str = "
     plan = make_plan(without_training(run, world), world)
     mesh = Mesh(plan.grid, rank, device)
     _, stages = build_for_inference(plan, mesh)
-    model = InferenceModel(plan, mesh, stages, stages.handlers())
+    model = InferenceModel(plan, mesh, stages, stages.handlers(), pictures=PictureReader.of(run.model))
     for block in model.blocks:
         for p in block.parameters():
             storage = torch.zeros(p.spec.shape, dtype=torch.float64)
@@ -135,7 +137,7 @@ def forward_logits(model: InferenceModel, batch: Batch) -> Tensor:
 def remember(model: InferenceModel, sequences: int, length: int, page_size: int) -> list[int | None]:
     """Give each group of layers pages for so many sequences; the windows of the groups."""
     layers = remembering(model.blocks)
-    groups = layer_groups(layers, windows_of(model.plan), model.dtype, page_size)
+    groups = layer_groups(layers, kept_by(model.plan), model.dtype, page_size)
     pages = 1 + sequences * -(-length // page_size)
     give_memory(layers, groups, [pages] * len(groups), page_size, model.dtype, model.mesh)
     limits = MemoryLimits(sequences, 1, length)

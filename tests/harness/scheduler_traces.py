@@ -3,7 +3,9 @@
 What the stub remembers of a token is a hash of all tokens up to it, in the slot the step names. It reads the pages of
 the tables and compares: a wrong, missing or overwritten page shows at once. The token it draws is a function of what it
 read, so a request's answer is known beforehand, whatever else runs (`answer`). With SchedulerSpec.further it remembers
-beside that, in the same slots, a hash of the tokens up to so many after, as depths of multi-token prediction do.
+beside that, in the same slots, a hash of the tokens up to so many after, as depths of multi-token prediction do. Some
+prompts have images, whose tokens are all alike; some traces have an encoder, which reads a source for each request:
+both are part of what is remembered.
 """
 
 from __future__ import annotations
@@ -18,11 +20,12 @@ import numpy as np
 
 from phalanx.inference import scheduler as scheduler_module
 from phalanx.inference.pages import GroupSpec
-from phalanx.inference.request import Finished, Request, SamplingOptions
+from phalanx.inference.request import Finished, PromptImage, Request, SamplingOptions
 from phalanx.inference.scheduler import NO_TOKEN, SAMPLED, Scheduler, SchedulerSpec, Step
 from phalanx.sequence.paged import NO_PAGE
 
 VOCABULARY = 16
+IMAGE = 7
 MANY = 1 << 40
 
 
@@ -35,10 +38,11 @@ def drawn(remembered: int) -> int:
     return remembered % 10007 % VOCABULARY
 
 
-def remembered_of(tokens: list[int] | tuple[int, ...]) -> list[int]:
-    found, last = [], 0
-    for token in tokens:
-        last = grown(last, token)
+def remembered_of(tokens: list[int] | tuple[int, ...], request: Request) -> list[int]:
+    found, last = [], hash(request.source)
+    seen = {at + n: int(image.digest, 16) for at, image in request.images for n in range(image.tokens)}
+    for place, token in enumerate(tokens):
+        last = grown(last, token + seen.get(place, 0))
         found.append(last)
     return found
 
@@ -48,7 +52,7 @@ def answer(request: Request, room: int) -> tuple[list[int], str]:
     options = request.options
     most = room if options.tokens is None else len(request.prompt) + options.tokens
     tokens = list(request.prompt)
-    last = remembered_of(tokens)[-1]
+    last = remembered_of(tokens, request)[-1]
     while len(tokens) < most:
         tokens.append(drawn(last))
         if tokens[-1] in options.end_tokens:
@@ -109,7 +113,35 @@ def draw_trace(seed: int) -> Trace:
             if rng.random() < 0.15:
                 cancels.append((step + rng.randint(0, 25), rng.random() < 0.5, number))
     spec = replace(spec, further=rng.choice((0, 0, 1, 2)))
+    spec, arrivals = with_streams(random.Random(MANY + seed), spec, arrivals)
     return Trace(spec, tuple(arrivals), tuple(cancels), draft, seed)
+
+
+def with_streams(
+    rng: random.Random, spec: SchedulerSpec, arrivals: list[tuple[int, Request]]
+) -> tuple[SchedulerSpec, list[tuple[int, Request]]]:
+    """In some traces requests have images, or an encoder reads something."""
+    if rng.random() < 0.3:
+        whole = -(-spec.longest // spec.page_size)
+        spec = replace(spec, source=GroupSpec(None, 1 + whole + int(rng.random() * 2 * whole)))
+    if rng.random() < 0.4 or spec.source is not None:
+        arrivals = [(step, with_own(rng, request, spec)) for step, request in arrivals]
+    return spec, arrivals
+
+
+def with_own(rng: random.Random, request: Request, spec: SchedulerSpec) -> Request:
+    """The request with images here and there, and a source."""
+    prompt, images, at = list(request.prompt), list[tuple[int, PromptImage]](), 0
+    while spec.image_room and rng.random() < 0.6:
+        at += rng.randint(0, 6)
+        tokens = rng.randint(1, min(7, spec.image_room))
+        if at + tokens > len(prompt):
+            break
+        prompt[at : at + tokens] = [IMAGE] * tokens
+        images.append((at, PromptImage(b"", "", rng.choice(("aa", "bb")), (1, tokens), tokens)))
+        at += tokens
+    source = () if spec.source is None else tuple(rng.choices((1, 2), k=rng.randint(1, spec.source_room)))
+    return replace(request, prompt=tuple(prompt), images=tuple(images), source=source)
 
 
 def draw_request(
@@ -145,6 +177,9 @@ class StubModel:
         self.written = [np.full(g.num_pages * self.spec.page_size, -1, np.int64) for g in self.spec.groups]
         self.full = next((g for g, group in enumerate(self.spec.groups) if group.window is None), None)
         self.of_depths = [-1] * (0 if self.full is None else len(self.memory[self.full]))
+        self.of_sources = np.full(
+            0 if self.spec.source is None else self.spec.source.num_pages * self.spec.page_size, -1
+        )
         self.begins = [0] * self.spec.most_sequences
         self.last = [NO_TOKEN] * self.spec.most_sequences
         self.last_at = [0] * self.spec.most_sequences  # the step in which it was drawn
@@ -173,11 +208,42 @@ class StubModel:
                 assert self.spec.late and i not in step.admitted
                 assert step.number >= self.last_at[row] + self.spec.in_flight, "a token is not there yet"
                 tokens[begin] = self.last[row]
+        self.check_streams(step)
         self.check_depths(step, told)
         written = self.write(step, tokens, known, told)
         made = self.read(step, tokens, written)
         self.write_depths(step, told, made)
         return made
+
+    def check_streams(self, step: Step) -> None:
+        """Images are whole, in the order of the step's tokens; sources are written when a sequence begins, and are
+        there as long as it runs."""
+        images, numbers = [], []
+        for i, sequence in enumerate(step.sequences):
+            first, end = int(step.firsts[i]), int(step.firsts[i] + step.counts[i])
+            of_token = [-1] * (end - first)
+            for at, image in sequence.request.images:
+                assert end <= at or at + image.tokens <= first or first <= at < at + image.tokens <= end, "part of one"
+                if first <= at < end:
+                    of_token[at - first : at - first + image.tokens] = [len(images)] * image.tokens
+                    images.append(image)
+            numbers += of_token
+        assert list(step.images) == images
+        sizes = np.array([image.tokens for image in images], np.int64)
+        starts = np.cumsum(sizes) - sizes
+        owners = [
+            -1 if number < 0 else int(np.searchsorted(starts, number, "right")) - 1 for number in step.feature_numbers
+        ]
+        assert owners == numbers, "a token stands for another image"
+        if step.sources is None:
+            return
+        for i in step.admitted:
+            slots = step.sources.slots(int(step.rows[i]))
+            assert (slots >= self.spec.page_size).all() and len(set(slots.tolist())) == len(slots)
+            self.of_sources[slots] = step.sequences[i].request.source
+        for row, sequence in zip(step.rows.tolist(), step.sequences):
+            found = self.of_sources[step.sources.slots(row)].tolist()
+            assert found == list(sequence.request.source), "a source is another one"
 
     def slots_of_depths(self, step: Step, index: int, first: int, end: int) -> list[int]:
         """Of positions first .. end - 1 of a sequence of the step, in the group that keeps everything."""
@@ -194,7 +260,7 @@ class StubModel:
             elif further and self.full is not None:
                 end = max(0, int(step.firsts[i]) + 1 - further)
                 found = [self.of_depths[slot] for slot in self.slots_of_depths(step, i, 0, end)]
-                wanted = remembered_of(told[int(step.requests[i])])
+                wanted = remembered_of(told[int(step.requests[i])], step.sequences[i].request)
                 assert found == wanted[further : end + further], "tokens after a page are others"
 
     def write_depths(self, step: Step, told: dict[int, list[int]], made: list[list[int]]) -> None:
@@ -204,7 +270,7 @@ class StubModel:
             here = int(step.counts[i] - step.drafts[i]) + max(0, len(made[i]) - 1)
             stop = min(int(step.firsts[i]) + here + 1, len(tokens)) - further
             begin = max(self.begins[row], int(step.firsts[i]) + 1 - further)
-            remembered = remembered_of(tokens)
+            remembered = remembered_of(tokens, step.sequences[i].request)
             for position, slot in zip(range(begin, stop), self.slots_of_depths(step, i, begin, max(begin, stop))):
                 self.of_depths[slot] = remembered[position + further]
 
@@ -227,7 +293,7 @@ class StubModel:
             right = told[number]
             first = int(step.firsts[i])
             assert tokens[begin:sure] == right[first : first + sure - begin], "tokens are not those of the sequence"
-            remembered = remembered_of(right[:first] + tokens[begin:end])
+            remembered = remembered_of(right[:first] + tokens[begin:end], step.sequences[i].request)
             for g, slots in enumerate(step.slots):
                 self.memory[g][slots[begin:end]] = remembered[first:]
             all_remembered.append(remembered)
@@ -322,7 +388,8 @@ class Run:
             {(page, self.model.used[g][page]) for page in range(pool.num_pages) if pool.is_known(page)}
             for g, pool in enumerate(pools)
         ]
-        waiting = {n for n in self.tokens if n not in self.finished and self.scheduler._live[n].row < 0}
+        live = [self.scheduler._live[n] for n in self.tokens if n not in self.finished]
+        waiting = {sequence.number for sequence in live if sequence.row < 0 or sequence.fresh}
         step = self.scheduler.schedule(float(now), self.drafts())
         for ended in step.finished:
             self.end(ended, "deadline")
@@ -384,6 +451,13 @@ class Run:
         """Conservation: users of a page are the rows whose tables have it."""
         pages = self.scheduler.pages
         running = {s.row: s for s in self.scheduler._live.values() if s.row >= 0}
+        sources = self.scheduler.sources
+        if sources is not None:
+            sources.pool.check()
+            users = np.bincount(sources.table.ravel(), minlength=sources.pool.num_pages)
+            assert users[1:].tolist() == sources.pool.users[1:], "users of a source's pages are not those of the tables"
+            lengths = [len(running[r].request.source) if r in running else 0 for r in range(self.spec.most_sequences)]
+            assert lengths == sources.lengths.tolist()
         for g, (pool, table) in enumerate(zip(pages.pools, pages.tables)):
             pool.check()
             users = np.bincount(table.ravel(), minlength=pool.num_pages)

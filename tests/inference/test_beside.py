@@ -71,3 +71,14 @@ def test_fp8_training_generates_in_train_precision(ranks):
     with_text = ranks.run(train, 2, run, asked, ROOM)
     assert [len(text[0][0]) for text in with_text[0]["texts"]] == [3, 3, 3]
     same_training(with_text, ranks.run(train, 2, run, [], ROOM))
+
+
+def test_an_encoder_decoder_answers_while_it_trains(ranks):
+    """The same before the first step and after two in a pipeline as on one process, and training's bits are its own."""
+    asked = [(prompt, replace(GREEDY, prompt_logprobs=None)) for prompt in PROMPTS]
+    train, run = "tests.harness.beside:train_and_answer", run_of("t5-dropout", {"pp": 2, "sharding": 1})
+    with_text = ranks.run(train, 2, run, asked, ROOM)
+    (alone,) = ranks.run(train, 1, run_of("t5-dropout", {}), asked, ROOM)
+    for mine, other in zip(with_text[0]["texts"], alone["texts"], strict=True):
+        same_answers(mine, other)
+    same_training(with_text, ranks.run(train, 2, run, [], ROOM))

@@ -40,6 +40,9 @@ CASES = (
     ("deepseek_v3-mtp", {}, "mtp:1"),
     ("qwen3_moe", {"tp": 2, "ep": 2}, "model"),
     ("gpt_oss", {"cp": 2}, "fp8"),
+    ("t5", {"tp": 2, "pp": 2}, "model"),  # pages of what an encoder has read
+    ("t5", {}, "fp8"),
+    ("llava", {"pp": 2}, "model"),  # a tower remembers nothing
 )
 
 

@@ -14,7 +14,7 @@ import torch
 import torch.nn.functional as F
 from safetensors.torch import load_file, save_file
 
-from phalanx.base.errors import CheckpointError, ConfigError
+from phalanx.base.errors import CheckpointError
 from phalanx.checkpoint.convert import export
 from phalanx.checkpoint.hf import from_hf, model_config_from_hf, read_folder, resolved, to_hf
 from phalanx.checkpoint.hf_files import adapt, same_in
@@ -26,7 +26,6 @@ from phalanx.data.config import DataConfig
 from phalanx.engine.build import build
 from phalanx.engine.step import accumulate
 from phalanx.forecast.decide import make_plan
-from phalanx.inference.load import run_of_model
 from phalanx.layout.config import LayoutConfig
 from phalanx.models.llava import LlavaConfig
 from phalanx.models.vision_config import VisionConfig
@@ -307,8 +306,3 @@ def test_former_names_of_published_folders_are_read(tmp_path):
     folder = read_folder(tmp_path)
     found = adapt(folder.index, exported_shapes(folder.model), str(tmp_path), same_in(tmp_path))
     assert found.keys() == exported_shapes(folder.model).keys()
-
-
-def test_text_generation_is_refused_by_name():
-    with pytest.raises(ConfigError, match="llava.*reads patches beside its text, and nothing is generated"):
-        run_of_model(CLIP, None, gpu=False)

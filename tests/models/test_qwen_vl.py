@@ -50,7 +50,7 @@ IDS = ([1, 2], [3, 4])
 
 
 def batches_of(case: str, documents: bool | str = False) -> list[Batch]:
-    return [with_images(sample_batch(list(ids), documents), list(ids), CASES[case].pictures) for ids in IDS]
+    return [with_images(sample_batch(list(ids), documents), list(ids), CASES[case].media) for ids in IDS]
 
 
 def transformers_model(case: str):

@@ -13,7 +13,7 @@ from phalanx.config.run import Run, TrainConfig
 from phalanx.data.config import DataConfig
 from phalanx.forecast.decide import make_plan
 from phalanx.forecast.memory import rank_uses
-from phalanx.inference.memory import windows_of
+from phalanx.inference.memory import kept_by
 from phalanx.layout.config import LayoutConfig
 from phalanx.layout.grid import Grid
 from phalanx.models.registry import load_family
@@ -190,7 +190,7 @@ def test_memory_is_forecast(layout):
 
 def test_what_cannot_be_remembered_is_refused_for_generation():
     with pytest.raises(ConfigError) as error:
-        windows_of(make_plan(run_of(), 1))
+        kept_by(make_plan(run_of(), 1))
     said = "does not generate text: attention to what is remembered has no prefix (tokens read later ones)"
     assert f"model.family='{KINDS}': {said}" in str(error.value)
     assert layer(AttentionKind(soft_cap=3.0, chunk=4)).whole_only is None

@@ -203,8 +203,18 @@ BAD = [
     ({"messages": [{"role": "developer", "content": "a"}]}, "messages", "there are no developers here"),
     (
         {"messages": [{"role": "user", "content": [{"type": "image_url", "image_url": {"url": "x"}}]}]},
-        "messages[0].content[0].type",
-        "should be 'text'",
+        "messages[0].content[0].image_url",
+        "stub reads texts alone",
+    ),
+    (
+        {"messages": [{"role": "user", "content": [{"type": "input_audio", "input_audio": {}}]}]},
+        "messages[0].content[0]",
+        "must be a part of type text or image_url",
+    ),
+    (
+        {"messages": [{"role": "user", "content": [{"type": "image_url", "image_url": {"url": 3}}]}]},
+        "messages[0].content[0].image_url.url",
+        "a valid string",
     ),
     ({"tools": [{"type": "function", "function": {"name": "a b"}}]}, "tools[0].function.name", "pattern"),
 ]

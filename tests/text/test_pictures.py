@@ -26,6 +26,7 @@ from phalanx.nn.objective import TaskConfig, find_objective
 from phalanx.planning.reading import reading_of
 from phalanx.sequence.batch import IGNORE
 from phalanx.sequence.patches import PATCHES
+from phalanx.sequence.shard import SequenceShard
 from phalanx.text.cache import ChatUse, find_text, use_text
 from tests.harness.chat_model import TEMPLATE, chat_folder
 from tests.harness.parity import MODELS
@@ -151,6 +152,33 @@ def test_the_same_batches_after_a_resume_and_beside_each_other(folder, tmp_path)
         for a, b in zip(whole[1:], resumed, strict=True):
             assert torch.equal(a.tokens, b.tokens)
             assert torch.equal(a.beside[PATCHES].values, b.beside[PATCHES].values)
+
+
+def test_a_rank_decodes_the_images_that_it_computes_with(folder, tmp_path, monkeypatch):
+    """What it cuts from the micro-batch is what it would cut if it had decoded all; each image is decoded once."""
+    run = run_of(folder, tmp_path, write(tmp_path, RECORDS, FILES))
+    decoded: list[str] = []
+
+    def counted(data: bytes, name: str) -> Image.Image:
+        decoded.append(name)
+        return open_image(data, name)
+
+    samples = [0, 1, 2]
+    whole = loader_of(run).batch(samples)
+    assert whole.beside[PATCHES].values.any()
+    monkeypatch.setattr("phalanx.data.pictures.open_image", counted)
+    for parts in ([SequenceShard(rank=rank, ranks=2) for rank in range(2)], SequenceShard(0, 2).all):
+        decoded.clear()
+        for part in parts:
+            with Prefetcher(loader_of(run), [samples], part=part) as batches:
+                [mine] = list(batches)
+            wanted = whole.cut(part)
+            pairs = [(mine.beside[PATCHES], wanted.beside[PATCHES])]
+            assert torch.equal(mine.tokens, wanted.tokens)
+            for ours, theirs in pairs:
+                assert torch.equal(ours.values, theirs.values) and torch.equal(ours.coordinates, theirs.coordinates)
+                assert torch.equal(ours.units.spots, theirs.units.spots) and ours.units.sizes == theirs.units.sizes
+        assert len(decoded) == len(whole.beside[PATCHES].units.sizes) > 2
 
 
 def test_images_in_tar_files(folder, tmp_path):

@@ -24,7 +24,7 @@ from phalanx.evaluation.perplexity import base_config
 from phalanx.forecast.check import Facts, check
 from phalanx.forecast.decide import make_plan
 from phalanx.inference.load import run_of_folder, without_training
-from phalanx.inference.memory import windows_of
+from phalanx.inference.memory import kept_by
 from phalanx.layout.config import LayoutConfig
 from phalanx.models.llama import LlamaConfig
 from phalanx.nn.objective import TaskConfig, find_objective
@@ -223,7 +223,7 @@ def test_a_run_learns_and_is_evaluated_as_it_was_trained(tmp_path):
     [weights] = Path(run.dir).glob("checkpoints/step-*30/weights")
     assert base_config(weights, False)["task"]["name"] == "prefix"
     with pytest.raises(ConfigError, match="does not generate text: attention to what is remembered has no prefix"):
-        windows_of(make_plan(without_training(run_of_folder(weights, False), 1), 1))
+        kept_by(make_plan(without_training(run_of_folder(weights, False), 1), 1))
 
 
 # ---- bad input
