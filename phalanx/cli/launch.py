@@ -2,14 +2,19 @@
 
 from __future__ import annotations
 
+import os
+from dataclasses import replace
 from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
 
 import click
 
+from phalanx.base.placement import SECRET
+from phalanx.cli.hosts import read_hosts as host_names
 from phalanx.cli.options import CONFIG, OVERRIDES, typed
 from phalanx.cli.verbs import Verbs
+from phalanx.launch.remote import SSH
 
 
 @click.group(cls=Verbs)
@@ -19,6 +24,7 @@ def launch() -> None:
     \b
       phalanx launch slurm run.yaml --nodes 16 --time 24h -p gpu            # writes and shows run.sbatch
       phalanx launch slurm run.yaml --nodes 16 --time 24h -p gpu --submit
+      phalanx launch ssh run.yaml --hosts hosts.txt
     """
 
 
@@ -80,6 +86,53 @@ def launch_slurm(config: str, overrides: tuple[str, ...], **asked: Any) -> None:
     )
 
 
+@launch.command("ssh", short_help="Hosts without a scheduler, by plain OpenSSH.")
+@CONFIG
+@OVERRIDES
+@click.option(
+    "--hosts",
+    type=click.Path(dir_okay=False, exists=True),
+    required=True,
+    metavar="FILE",
+    help="The hosts, one a line, in the order of the ranks.",
+)
+@click.option("--ssh", default=SSH, show_default=True, metavar="COMMAND", help="How a host is reached.")
+@click.option("--cluster", type=click.Path(dir_okay=False), default=None, help="File of the section `cluster`.")
+@click.option("--dry", is_flag=True, help="Show what would run on each host, and reach none.")
+def launch_ssh(config: str, overrides: tuple[str, ...], hosts: str, ssh: str, cluster: str | None, dry: bool) -> None:
+    """Train CONFIG on the hosts of a file, and show what the first one says and the errors of all.
+
+    Each host needs the same folder and the same Python at the same paths, or what `cluster.program` and `cluster.setup`
+    name. Ctrl-C or SIGTERM saves and exits with 75; the same command goes on from there.
+    """
+    names = host_names(hosts)
+    asked = {"nodes": str(len(names)), "time": None, "partition": None, "chain": None, "at": (), "hosts": None}
+    job = replace(job_asked(config, overrides, {**asked, "cluster": cluster}), hosts=tuple(names))
+    from phalanx.launch.ssh import HostLogs, SshRun, script_of
+    from phalanx.launch.submitted import logs_of
+
+    script = script_of(job)
+    if dry:
+        click.echo(script, nl=False)
+        return
+    logs = HostLogs(logs_of(job.folder), datetime.now(UTC).strftime("%Y%m%d-%H%M%S"), job.hosts)
+    ranks = job.worlds[0]
+    click.echo(f"phalanx: {ranks} ranks on {len(names)} hosts ({', '.join(names)}); logs in {logs.folder}", err=True)
+    try:
+        SshRun(job, ssh, script, os.environ.get(SECRET, ""), logs).run()
+    finally:
+        logs.close()
+
+
+@click.command("launch-node", hidden=True, context_settings={"ignore_unknown_options": True})
+@click.argument("words", nargs=-1, type=click.UNPROCESSED)
+def launch_node(words: tuple[str, ...]) -> None:
+    """A host's part, started by `phalanx launch ssh`: orders on standard input."""
+    from phalanx.launch.node import take_part
+
+    raise SystemExit(take_part(words))
+
+
 def job_asked(config: str, overrides: tuple[str, ...], asked: dict[str, Any]) -> Any:
     """The job of a config and the options of `launch`, checked on every number of ranks that it may have."""
     from phalanx.cli.setup import all_problems, fail
@@ -113,7 +166,7 @@ def submit(job: Any, script: Path) -> str:
     from phalanx.checkpoint.lock import FolderLock
     from phalanx.launch import slurm
     from phalanx.launch.status import running_or_waiting
-    from phalanx.launch.submitted import Submission
+    from phalanx.launch.submitted import Submission, logs_of
 
     def refuse_second() -> None:
         there = running_or_waiting(job.folder)
@@ -126,7 +179,7 @@ def submit(job: Any, script: Path) -> str:
     refuse_second()
     with FolderLock(job.folder) as lock:  # of a run that was not submitted, or a second launch at the same moment
         refuse_second()
-        slurm.logs_of(job.folder).mkdir(parents=True, exist_ok=True)
+        logs_of(job.folder).mkdir(parents=True, exist_ok=True)
         number = slurm.submit(script)
         now = datetime.now(UTC).isoformat(timespec="seconds")
         Submission("slurm", number, str(script.absolute()), job.typed, now).note(job.folder)

@@ -5,37 +5,36 @@ from __future__ import annotations
 import os
 import shlex
 import socket
-import subprocess
 import sys
 import threading
 import time
 from collections.abc import Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 from urllib.parse import parse_qs, urlsplit
 
 import click
 
-from phalanx.base.errors import BadNode, ConfigError, PhalanxError, Problem
+from phalanx.base.errors import BadNode, ConfigError, PhalanxError
 from phalanx.base.log import describe
 from phalanx.base.placement import Placement
 from phalanx.cli import completion
 from phalanx.cli.hosts import read_hosts
 from phalanx.cli.options import JSON, OVERRIDES
+from phalanx.launch.remote import SSH
 
 if TYPE_CHECKING:  # they import torch: not for --help
+    from phalanx.launch.remote import RemoteProcess
     from phalanx.preflight.agent import AgentStart
     from phalanx.preflight.channel import Channel, Handshake, Member
     from phalanx.preflight.coordinator import Coordinator, Node
     from phalanx.preflight.report import PreflightReport
 
 MEET_S = 20  # for all nodes to come; --wait sets it
-SSH = "ssh -o BatchMode=yes -o ConnectTimeout=10"
 BANNERS = 100  # lines that a host's shell may print before the node speaks
 AT_ONCE = 64
-INTERFACE = "PHALANX_INTERFACE"
 
 
 @click.command(short_help="Check the nodes of a run before it starts.")
@@ -280,13 +279,15 @@ def absent_of(members: Mapping[int, Handshake], placement: Placement, wait_s: in
 
 @dataclass
 class Started:
-    """A host on which a node was started: its process here, and the node or why there is none."""
+    """A host on which a node was started: its process, and the node or why there is none."""
 
-    host: str
-    process: subprocess.Popen[bytes]
+    remote: RemoteProcess
     node: Node | None = None
     why: str = ""
-    said: list[str] = field(default_factory=list)
+
+    @property
+    def host(self) -> str:
+        return self.remote.host
 
 
 def over_ssh(hosts: Sequence[str], ssh: str, words: Sequence[str], options: PreflightOptions) -> int:
@@ -304,27 +305,15 @@ def over_ssh(hosts: Sequence[str], ssh: str, words: Sequence[str], options: Pref
         return code
     finally:
         for one in started:
-            one.process.kill()
-            one.process.wait()
+            one.remote.process.kill()
+            one.remote.process.wait()
 
 
 def start_on(host: str, ssh: str) -> Started:
-    """`ssh HOST COMMAND`, where COMMAND is the same Python in the same folder."""
-    path = f"env PYTHONPATH={shlex.quote(os.environ['PYTHONPATH'])} " if os.environ.get("PYTHONPATH") else ""
-    command = f"cd {shlex.quote(os.getcwd())} && exec {path}{shlex.quote(sys.executable)} -m phalanx preflight-node"
-    words = [*shlex.split(ssh), host, command]
-    try:
-        process = subprocess.Popen(words, stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=subprocess.PIPE)
-    except OSError as error:
-        raise PhalanxError(f"{words[0]} cannot be started: {error.strerror}; --ssh names another command") from error
-    made = Started(host, process)
+    """A node in the same folder with the same Python."""
+    from phalanx.launch.remote import same_program, start_remote
 
-    def listen() -> None:
-        for line in process.stderr or ():
-            made.said.append(line.decode(errors="replace").strip())
-
-    threading.Thread(target=listen, daemon=True, name="phalanx-ssh").start()
-    return made
+    return Started(start_remote(host, ssh, f"cd {shlex.quote(os.getcwd())} && exec {same_program()} preflight-node"))
 
 
 def connect_host(one: Started, words: Sequence[str], wait_s: int) -> None:
@@ -332,7 +321,7 @@ def connect_host(one: Started, words: Sequence[str], wait_s: int) -> None:
     from phalanx.preflight.channel import Channel, ChannelLost
     from phalanx.preflight.coordinator import Node
 
-    reads, writes = one.process.stdout, one.process.stdin
+    reads, writes = one.remote.process.stdout, one.remote.process.stdin
     if reads is None or writes is None:
         raise RuntimeError("the process was started without pipes")
     channel = Channel(os.dup(reads.fileno()), os.dup(writes.fileno()), None, True)
@@ -346,13 +335,13 @@ def connect_host(one: Started, words: Sequence[str], wait_s: int) -> None:
                 return
         one.why = "its shell prints too much"
     except ChannelLost as error:
-        last = next((line for line in reversed(one.said) if line), "")
-        one.why = f"ssh: {last or error}"
+        one.why = f"ssh: {one.remote.why(str(error))}"
 
 
 @click.command("preflight-node", hidden=True)
 def preflight_node() -> None:
     """A node's part, started by `phalanx preflight --hosts`: messages on standard input and output."""
+    from phalanx.launch.network import own_address
     from phalanx.preflight.channel import Channel
 
     writes = os.dup(1)
@@ -370,31 +359,3 @@ def gpus_or_one() -> int:
     import torch
 
     return max(1, torch.cuda.device_count())
-
-
-def own_address(name: str) -> tuple[str, str]:
-    """(address, interface) at which this host listens: of PHALANX_INTERFACE, else what its name means, else where ssh
-    came in, else of the first interface."""
-    from phalanx.launch.network import LOOPBACK, interfaces, loopback
-
-    there = [(known, interface) for interface, known in interfaces()]
-    outside = [one for one in there if not one[0].startswith("127.") and one[0] != "::1"]
-    wanted = os.environ.get(INTERFACE)
-    if wanted is not None:
-        chosen = [one for one in there if one[1] == wanted]
-        if not chosen:
-            rule = "must be a network interface of this host that has an address"
-            raise ConfigError([Problem(INTERFACE, wanted, rule, {}, tuple(i for _, i in outside), "the environment")])
-        return chosen[0]
-    try:
-        meant = {str(answer[4][0]) for answer in socket.getaddrinfo(name, None, type=socket.SOCK_STREAM)}
-    except OSError:
-        meant = set()  # which `names` reports
-    came_in = os.environ.get("SSH_CONNECTION", "").split(" ")[2:3]
-    for one in outside:
-        if one[0] in meant:
-            return one
-    for one in outside:
-        if one[0] in came_in:
-            return one
-    return outside[0] if outside else (LOOPBACK, loopback())

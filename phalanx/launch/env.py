@@ -25,7 +25,7 @@ SHORTEST = 16  # characters of a run's secret
 TORCHRUN = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "MASTER_ADDR", "MASTER_PORT")
 AGENT = "TORCHELASTIC_RUN_ID"  # set by torchrun for its own workers
 PER_NODE = "PHALANX_RANKS_PER_NODE"
-NODES = "PHALANX_NODES"
+NODE, NODES = "PHALANX_NODE", "PHALANX_NODES"
 PORT = 29511  # where rank 0 listens if neither MASTER_PORT nor a job's number says it
 WHERE = "the environment"
 
@@ -229,6 +229,11 @@ def _open_mpi(env: Mapping[str, str]) -> Found:
     return LaunchedTask(number, count, local, local_count, host, port, names), []
 
 
+def _node(env: Mapping[str, str]) -> Found:
+    """The process of node PHALANX_NODE of PHALANX_NODES, as `phalanx launch ssh` or a script of one's own starts it."""
+    return _node_by(env, (NODE, NODES, "MASTER_ADDR", "MASTER_PORT")) if NODE in env else (None, [])
+
+
 def _pod(env: Mapping[str, str]) -> Found:
     """A pod of Kubernetes: of an Indexed Job or a JobSet as `phalanx launch k8s` writes them (JOB_COMPLETION_INDEX with
     PHALANX_NODES), or of a TrainJob or PyTorchJob of Kubeflow, which sets torchrun's defaults (PET_*)."""
@@ -238,6 +243,12 @@ def _pod(env: Mapping[str, str]) -> Found:
         names = ("JOB_COMPLETION_INDEX", NODES, "MASTER_ADDR", "MASTER_PORT")
     else:
         return None, []
+    return _node_by(env, names)
+
+
+def _node_by(env: Mapping[str, str], names: tuple[str, str, str, str]) -> Found:
+    """One process for each node. names: the variables with its number, their count, and the first one's host and
+    port."""
     number, count, host, port = names
     wanted = names if env.get(count) != "1" else names[:2]
     numbers, problems = _integers(env, number, count, port)
@@ -266,7 +277,13 @@ def _host_file(env: Mapping[str, str]) -> Found:
 
 
 # In the order in which they are believed: one that was started inside another comes first.
-LAUNCHERS = {"a host file": _host_file, "Open MPI": _open_mpi, "Kubernetes": _pod, "SLURM": _slurm}
+LAUNCHERS = {
+    "a node's number": _node,
+    "a host file": _host_file,
+    "Open MPI": _open_mpi,
+    "Kubernetes": _pod,
+    "SLURM": _slurm,
+}
 
 
 def _tcp(host: str, port: str) -> str:

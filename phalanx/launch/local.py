@@ -69,15 +69,9 @@ def start(
         world = LocalRanks(0, ranks, ranks)
         if node is not None:
             world = LocalRanks(node.rank, ranks, node.world_size, cpus)
-        with forwarded_signals(folder) as stops:
+        with forwarded_signals(partial(_pass_on, folder)) as stops:
             ended = _run(folder, target, world, None if logs is None else Path(logs), node)
-        if stops.at_once:
-            name = "Ctrl-C" if stops.at_once == signal.SIGINT else signal.Signals(stops.at_once).name
-            failed: RankFailed | None = RankFailed(
-                f"stopped at once by a second {name}; the last step is not saved", 128 + stops.at_once
-            )
-        else:
-            failed = verdict(world.size, read_outcomes(folder), ended)
+        failed = stops.ended_at_once() or verdict(world.size, read_outcomes(folder), ended)
         if failed is not None:
             _note_end(folder, failed)
             raise failed
@@ -298,10 +292,18 @@ class Stops:
     first: float | None = None
     at_once: int = 0
 
+    def ended_at_once(self) -> RankFailed | None:
+        """How such a run ended; None if no signal ended it at once."""
+        if not self.at_once:
+            return None
+        name = "Ctrl-C" if self.at_once == signal.SIGINT else signal.Signals(self.at_once).name
+        return RankFailed(f"stopped at once by a second {name}; the last step is not saved", 128 + self.at_once)
+
 
 @contextlib.contextmanager
-def forwarded_signals(folder: Path) -> Iterator[Stops]:
-    """Pass signals on to the ranks as SIGTERM, a second one as SIGKILL. Yields what was received."""
+def forwarded_signals(pass_on: Callable[[bool], str]) -> Iterator[Stops]:
+    """Pass signals on to the ranks. Yields what was received. pass_on: called with whether the ranks are to end at once
+    (a second signal); returns what they are waited for to do."""
     stops = Stops()
 
     def forward(signum: int, frame: FrameType | None) -> None:
@@ -310,12 +312,8 @@ def forwarded_signals(folder: Path) -> Iterator[Stops]:
             return
         stops.at_once = signum if repeated else 0
         stops.first = stops.first if repeated else now
-        (folder / "stop").touch()
-        for path in folder.glob("rank-*.pid"):
-            with contextlib.suppress(ProcessLookupError, ValueError):
-                os.kill(int(path.read_text(encoding="utf-8")), signal.SIGKILL if repeated else signal.SIGTERM)
+        what = pass_on(repeated)
         if not repeated:
-            what = "save" if any(folder.glob("rank-*.unsaved")) else "end"
             print(
                 f"stopping: waiting for the ranks to {what} (Ctrl-C again to stop at once)", file=sys.stderr, flush=True
             )
@@ -329,3 +327,12 @@ def forwarded_signals(folder: Path) -> Iterator[Stops]:
     finally:
         for s, handler in before.items():
             signal.signal(s, handler)
+
+
+def _pass_on(folder: Path, at_once: bool) -> str:
+    """To the ranks of this machine: SIGTERM, or SIGKILL."""
+    (folder / "stop").touch()
+    for path in folder.glob("rank-*.pid"):
+        with contextlib.suppress(ProcessLookupError, ValueError):
+            os.kill(int(path.read_text(encoding="utf-8")), signal.SIGKILL if at_once else signal.SIGTERM)
+    return "save" if any(folder.glob("rank-*.unsaved")) else "end"

@@ -47,7 +47,9 @@ def settle(placement: Placement, env: MutableMapping[str, str]) -> Placement:
         return placement
     host = urlsplit(placement.init_method).hostname or env.get("MASTER_ADDR", "")
     served_here = placement.init_method.startswith("tcp://")  # by rank 0; else torchrun's agent does
-    if placement.starts == placement.world_size or on_one_host(placement.world_size, host, env):
+    if placement.starts == placement.world_size or (
+        not placement.starts and on_one_host(placement.world_size, host, env)
+    ):
         stay_inside(env)
         port = urlsplit(placement.init_method).port
         return replace(placement, init_method=f"tcp://{LOOPBACK}:{port}") if served_here else placement
@@ -140,6 +142,32 @@ def _problem(name: str, value: str, rule: str, valid: tuple[str, ...] = ()) -> C
 
 def _is_loopback(host: str) -> bool:
     return host in ("localhost", "::1") or host.startswith("127.")
+
+
+def own_address(name: str) -> tuple[str, str]:
+    """(address, interface) at which this host listens: of PHALANX_INTERFACE, else what its name means, else where ssh
+    came in, else of the first interface."""
+    there = [(known, interface) for interface, known in interfaces()]
+    outside = [one for one in there if not _is_loopback(one[0])]
+    wanted = os.environ.get(INTERFACE)
+    if wanted is not None:
+        chosen = [one for one in there if one[1] == wanted]
+        if not chosen:
+            rule = "must be a network interface of this host that has an address"
+            raise ConfigError([Problem(INTERFACE, wanted, rule, {}, tuple(i for _, i in outside), "the environment")])
+        return chosen[0]
+    try:
+        meant = {str(answer[4][0]) for answer in socket.getaddrinfo(name, None, type=socket.SOCK_STREAM)}
+    except OSError:
+        meant = set()  # which `names` reports
+    came_in = os.environ.get("SSH_CONNECTION", "").split(" ")[2:3]
+    for one in outside:
+        if one[0] in meant:
+            return one
+    for one in outside:
+        if one[0] in came_in:
+            return one
+    return outside[0] if outside else (LOOPBACK, loopback())
 
 
 class _Interface(ctypes.Structure):

@@ -6,31 +6,21 @@ import shlex
 from dataclasses import dataclass
 from pathlib import Path
 
-from jinja2 import Environment, PackageLoader, StrictUndefined
-
 from phalanx.base.errors import ConfigError, Problem
 from phalanx.config.cluster import seconds_of
 from phalanx.config.validate import close_to
 from phalanx.launch.job import FINAL, ClusterJob
 from phalanx.launch.programs import SchedulerRefused, ask
+from phalanx.launch.submitted import logs_of
+from phalanx.launch.template import template
 
 PROGRAMS = ("sbatch", "squeue", "sinfo", "scontrol", "scancel")
 
 
 def write(job: ClusterJob) -> str:
     """The batch script, to be read and kept."""
-    env = Environment(
-        loader=PackageLoader("phalanx.launch"),
-        trim_blocks=True,
-        lstrip_blocks=True,
-        keep_trailing_newline=True,
-        undefined=StrictUndefined,
-    )
-    env.filters["quote"] = lambda value: shlex.quote(str(value))
-    env.filters["file"] = quoted_path
-    env.filters["join_quoted"] = shlex.join
     nodes = "-".join(map(str, dict.fromkeys(job.nodes)))
-    return env.get_template("slurm.sbatch").render(
+    return template("slurm.sbatch").render(
         job=job,
         nodes=nodes,
         options=options_of(job),
@@ -38,16 +28,6 @@ def write(job: ClusterJob) -> str:
         step_options=step_options(job),
         final=FINAL,
     )
-
-
-def quoted_path(path: str) -> str:
-    """A path for the shell, in which `~` still means the home folder."""
-    return f"~/{shlex.quote(path[2:])}" if path.startswith("~/") else shlex.quote(path)
-
-
-def logs_of(folder: Path) -> Path:
-    """Where the logs of a run's jobs lie."""
-    return folder / "logs"
 
 
 def options_of(job: ClusterJob) -> list[str]:

@@ -9,8 +9,7 @@ from pathlib import Path
 
 from phalanx.base.errors import PhalanxError
 from phalanx.launch.programs import SchedulerRefused, ask, look_for
-from phalanx.launch.slurm import logs_of
-from phalanx.launch.submitted import submission_of
+from phalanx.launch.submitted import logs_of, submission_of
 
 TAIL = 64 * 1024  # bytes of a file's end that are searched for its last line
 OVER = (
@@ -165,8 +164,9 @@ def log_files(what: str) -> list[Path]:
         if folder is None:
             raise PhalanxError(f"the scheduler does not know the run of job {job}: name the folder of the run instead")
     of_run = Path(what).is_dir()
-    found = sorted(logs_of(folder or Path(what)).glob("slurm-*.log"), key=lambda path: path.stat().st_mtime)
+    there = logs_of(folder or Path(what))
+    found = sorted((*there.glob("slurm-*.log"), *there.glob("ssh-*.log")), key=lambda path: path.stat().st_mtime)
     exact = [path for path in found if of_run or re.fullmatch(rf"slurm-{job}(_\d+)?\.log", path.name)]
     if not exact:
-        raise PhalanxError(f"{logs_of(folder or Path(what))} has no log of {what} yet; phalanx status {what} says why")
+        raise PhalanxError(f"{there} has no log of {what} yet; phalanx status {what} says why")
     return exact

@@ -34,3 +34,8 @@ def submission_of(folder: Path) -> Submission | None:
         return Submission(**json.loads((folder / NAME).read_text(encoding="utf-8")))
     except (OSError, ValueError, TypeError):
         return None
+
+
+def logs_of(folder: Path) -> Path:
+    """Where the logs of a run's jobs lie."""
+    return folder / "logs"

@@ -1,0 +1,27 @@
+"""Templates of generated files (templates/), with the filters that quote for the shell."""
+
+from __future__ import annotations
+
+import shlex
+
+from jinja2 import Environment, PackageLoader, StrictUndefined, Template
+
+
+def template(name: str) -> Template:
+    """A template by its file name; a value that it lacks is an error."""
+    env = Environment(
+        loader=PackageLoader("phalanx.launch"),
+        trim_blocks=True,
+        lstrip_blocks=True,
+        keep_trailing_newline=True,
+        undefined=StrictUndefined,
+    )
+    env.filters["quote"] = lambda value: shlex.quote(str(value))
+    env.filters["file"] = quoted_path
+    env.filters["join_quoted"] = shlex.join
+    return env.get_template(name)
+
+
+def quoted_path(path: str) -> str:
+    """A path for the shell, in which `~` still means the home folder."""
+    return f"~/{shlex.quote(path[2:])}" if path.startswith("~/") else shlex.quote(path)
