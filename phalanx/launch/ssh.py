@@ -30,7 +30,7 @@ from phalanx.launch.ends import ENDS_AT
 from phalanx.launch.env import NODE, NODES
 from phalanx.launch.job import FINAL, ClusterJob
 from phalanx.launch.local import forwarded_signals
-from phalanx.launch.outcome import RankFailed
+from phalanx.launch.outcome import RankFailed, signal_name
 from phalanx.launch.remote import LOST, RemoteProcess, same_program, start_remote
 from phalanx.launch.template import template
 
@@ -38,6 +38,7 @@ COME_S = 60.0  # for all hosts to answer
 ALL_NAMED_S = 12.0  # once one cannot be reached: as long as ssh tries (its ConnectTimeout)
 LEFT_S = 60.0  # for the others, once one has ended: they notice a lost peer by themselves
 END_S = 15.0  # from the request to end at once until the way to a host is cut
+KILLED = 128  # what a shell adds to the number of a signal
 AT_ONCE = 64  # hosts that are started at the same time
 NOT_STARTED = "nothing was started; `phalanx preflight --hosts FILE` looks closer"
 LINES_KEPT = 10_000  # of standard error that are shown once
@@ -114,6 +115,7 @@ class HostLogs:
         self._lock = threading.Lock()
         self._shown: dict[str, None] = {}
         self._complained = False
+        self.begun = False  # before that, what hosts say counts only if they cannot take part
         try:
             self.folder.mkdir(parents=True, exist_ok=True)
             names = [re.sub(r"[^\w.-]", "-", host) for host in hosts]
@@ -137,7 +139,7 @@ class HostLogs:
         """A line of standard error."""
         with self._lock:
             self._write(self._files[number], text.encode() + b"\n")
-            if text in self._shown:
+            if text in self._shown or not self.begun:
                 return
             self._shown[text] = None
             if len(self._shown) > LINES_KEPT:
@@ -250,6 +252,7 @@ class SshRun:
         first = self.hosts[0].introduced
         if first is None or self.ended or any(host.introduced is None for host in self.hosts):
             raise self._refused()
+        self.logs.begun = True
         for host, place in zip(self.hosts, places(self.job, first, self.secret)):
             host.send({"environment": place, "grace_s": self.job.cluster.grace_s})
 
@@ -315,6 +318,8 @@ def verdict(hosts: Sequence[SshHost], ended: Sequence[HostEnd], logs: Path) -> R
         if first.code == LOST:
             return RankFailed(f"peer lost: {host.name}: {host.remote.why('ssh ended')}", PeerLost.exit_code)
         who = f"{host.name} (node {first.number} of {len(hosts)})"
+        if first.code > KILLED:
+            return RankFailed(f"peer lost: {who} was killed by {signal_name(first.code - KILLED)}", PeerLost.exit_code)
         return RankFailed(f"{who} ended with exit code {first.code}; all that the hosts said: {logs}", first.code)
     if len(ended) < len(hosts):
         there = {end.number for end in ended}
