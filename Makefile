@@ -3,6 +3,7 @@
 # make test    lint, types, import direction and the fast tests
 # make soak    the large sets of tests; soak.md says what was run (JOBS=44: so many at once)
 # make slurm   install SLURM's packages for the tests of phalanx launch (root, Debian)
+# make sshd    install OpenSSH's server for them (root, Debian in a container)
 # make docs    the pages as a site, in site/
 # make test-gpu  tests that need a GPU
 
@@ -21,7 +22,7 @@ export PYTHONDONTWRITEBYTECODE :=
 # The package is used where it lies; nothing is installed into the environment but what it needs.
 export PYTHONPATH := $(CURDIR)
 
-.PHONY: help env env-dev train quick test fast lint types imports docs soak slurm test-gpu clean
+.PHONY: help env env-dev train quick test fast lint types imports docs soak slurm sshd test-gpu clean
 
 help:
 	@sed -n 's/^# make/make/p' Makefile
@@ -71,6 +72,12 @@ slurm:
 	@if [ "$$(id -u)" = 0 ] && command -v apt-get >/dev/null && ! command -v sbatch >/dev/null; then \
 	  { apt-get update -qq && DEBIAN_FRONTEND=noninteractive apt-get install -qq -y --no-install-recommends slurm-wlm munge; } >/dev/null 2>&1 \
 	  || echo "slurm-wlm and munge cannot be installed: the tests of SLURM will skip"; fi
+
+# What tests/launch/test_ssh.py runs, likewise. Not where systemd runs: it would start the server on port 22.
+sshd:
+	@if [ "$$(id -u)" = 0 ] && command -v apt-get >/dev/null && ! command -v sshd >/dev/null && [ ! -d /run/systemd/system ]; then \
+	  { apt-get update -qq && DEBIAN_FRONTEND=noninteractive apt-get install -qq -y --no-install-recommends openssh-server; } >/dev/null 2>&1 \
+	  || echo "openssh-server cannot be installed: the tests of SSH will skip"; fi
 
 # Strictly: a link or an anchor that leads nowhere is an error.
 docs: $(VENV)/.ready-dev

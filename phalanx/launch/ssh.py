@@ -258,10 +258,10 @@ class SshRun:
 
     def _refused(self) -> HostsRefused:
         """One line for each host with which the run cannot be started."""
-        codes = {end.number: end.code for end in self.ended}
-        bad = [host for host in self.hosts if host.number in codes or (host.introduced is None and not self.ended)]
+        ends = {end.number: end.code for end in self.ended}
+        bad = [host for host in self.hosts if host.number in ends or (host.introduced is None and not self.ended)]
         lines = [f"{host.name}: {host.remote.why(f'no answer within {COME_S:g} s')}" for host in bad]
-        same = {codes.get(host.number) for host in bad}
+        same = {ends.get(host.number) for host in bad}
         code = same.pop() if len(same) == 1 else None
         return HostsRefused("\n".join([*lines, NOT_STARTED]), code if code in FINAL else BadNode.exit_code)
 

@@ -65,6 +65,7 @@ OPEN_MPI = {  # mpirun -n 2, the second process
 }
 MPI_PORT = 15000 + zlib.crc32(b"825425921") % 15000  # the same on all processes of one mpirun
 INDEXED = {"JOB_COMPLETION_INDEX": "1", "PHALANX_NODES": "4", "MASTER_ADDR": "run-0.run", "MASTER_PORT": "29500"}
+BY_HAND = {"PHALANX_NODE": "1", "PHALANX_NODES": "2", "MASTER_ADDR": "10.0.0.1", "MASTER_PORT": "15001"}
 TRAIN_JOB = {
     "PET_NNODES": "2",
     "PET_NODE_RANK": "1",
@@ -95,6 +96,9 @@ def node(number: int, ranks: int, world: int, meeting: str) -> Placement:
         ),  # mpirun inside a step
         (INDEXED, Placement(1, 0, 4, "tcp://run-0.run:29500", local_size=1)),
         ({**INDEXED, "PHALANX_RANKS_PER_NODE": "8"}, node(1, 8, 32, "tcp://run-0.run:29500")),
+        (BY_HAND, Placement(1, 0, 2, "tcp://10.0.0.1:15001", local_size=1)),
+        ({**BY_HAND, "PHALANX_RANKS_PER_NODE": "8"}, node(1, 8, 16, "tcp://10.0.0.1:15001")),
+        ({"PHALANX_NODE": "0", "PHALANX_NODES": "1"}, Placement(local_size=1)),
         ({"JOB_COMPLETION_INDEX": "3"}, None),  # an Indexed Job of runs that have nothing to do with each other
         (TRAIN_JOB, node(1, 8, 16, "tcp://run-node-0-0.run:29400")),
         ({**TRAIN_JOB, "RANK": "1", "WORLD_SIZE": "2"}, node(1, 8, 16, "tcp://run-node-0-0.run:29400")),  # PyTorchJob
@@ -124,6 +128,9 @@ def test_the_secret_is_taken_over_where_ranks_of_several_nodes_meet():
         ({**OPEN_MPI, "OMPI_COMM_WORLD_SIZE": "4"}, "MASTER_ADDR", "OMPI_COMM_WORLD_SIZE"),
         ({"PMIX_RANK": "1"}, "PMIX_RANK", ""),
         ({**INDEXED, "JOB_COMPLETION_INDEX": "4"}, "JOB_COMPLETION_INDEX", "PHALANX_NODES"),
+        ({**BY_HAND, "PHALANX_NODE": "2"}, "PHALANX_NODE", "PHALANX_NODES"),
+        ({k: v for k, v in BY_HAND.items() if k != "MASTER_PORT"}, "MASTER_PORT", "PHALANX_NODE"),
+        ({**BY_HAND, **TWO_NODES, "SLURM_PROCID": "0"}, "PHALANX_NODE", "SLURM_PROCID"),
         ({**TRAIN_JOB, "PET_NPROC_PER_NODE": "some"}, "PET_NPROC_PER_NODE", ""),
         ({**TRAIN_JOB, "PET_NNODES": "1:4"}, "PET_NNODES", ""),
         ({**TWO_NODES, "PHALANX_ENDS_AT": "soon"}, "PHALANX_ENDS_AT", ""),
