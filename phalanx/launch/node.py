@@ -25,6 +25,7 @@ from contextlib import suppress
 from types import FrameType
 from typing import Any, BinaryIO
 
+from phalanx.base.errors import Preempted
 from phalanx.launch.network import own_address
 
 PORTS = range(15000, 30000)  # below those that systems give to connections
@@ -33,17 +34,17 @@ KILL_S = 5.0  # from the request to end at once
 
 
 def take_part(words: Sequence[str]) -> int:
-    """Run `phalanx WORDS` at the place that the launcher names; returns its exit code. 0 if the launcher goes before it
-    has named one."""
+    """Run `phalanx WORDS` at the place that the launcher names; returns its exit code. That of a stop if the launcher
+    goes, or is stopped, before it has named one."""
     orders = open(0, "rb", buffering=0, closefd=False)
     begin = next_order(orders)
-    if begin is None:
-        return 0
+    if begin is None or "name" not in begin:
+        return Preempted.exit_code
     address, _ = own_address(str(begin["name"]))
     print(json.dumps({"address": address, "port": free_port(address)}), flush=True)
     place = next_order(orders)
-    if place is None or "environment" not in place:  # somebody stopped it before all hosts had come
-        return 0
+    if place is None or "environment" not in place:
+        return Preempted.exit_code
     environment = {str(name): str(value) for name, value in place["environment"].items()}
     process = subprocess.Popen(
         [sys.executable, "-m", "phalanx", *words], env={**os.environ, **environment}, stdin=subprocess.DEVNULL

@@ -16,7 +16,7 @@ import shlex
 import sys
 import threading
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
@@ -29,7 +29,7 @@ from phalanx.launch.early import NOTHING_TO_SAVE
 from phalanx.launch.ends import ENDS_AT
 from phalanx.launch.env import NODE, NODES
 from phalanx.launch.job import FINAL, ClusterJob
-from phalanx.launch.local import forwarded_signals
+from phalanx.launch.local import Stops, forwarded_signals
 from phalanx.launch.outcome import RankFailed, signal_name
 from phalanx.launch.remote import LOST, RemoteProcess, same_program, start_remote
 from phalanx.launch.template import template
@@ -132,7 +132,7 @@ class HostLogs:
         """A line of standard output."""
         with self._lock:
             self._write(self._files[number], line)
-            if number == 0:
+            if number == 0 and self.begun:
                 self._show(sys.stdout, line)
 
     def error(self, number: int, host: str, text: str) -> None:
@@ -185,8 +185,8 @@ class SshRun:
         the exit code of the host that failed first."""
         with forwarded_signals(self._pass_on) as stops, self._ending():
             self._start()
-            self._meet(lambda: stops.first is not None)
-            self._follow()
+            self._meet(stops)
+            self._follow(stops)
             failed = stops.ended_at_once() or verdict(self.hosts, self.ended, self.logs.folder)
         if failed is not None:
             raise failed
@@ -239,12 +239,14 @@ class SshRun:
             self.ended.append(end)
         return True
 
-    def _meet(self, stopped: Callable[[], bool]) -> None:
+    def _meet(self, stops: Stops) -> None:
         """Wait until all hosts have come, and tell them their places."""
         until = time.monotonic() + COME_S
-        while any(host.introduced is None for host in self.hosts) and not self.ended and self._wait(until):
-            if stopped():
-                raise Preempted(NOTHING_TO_SAVE)
+        while any(host.introduced is None for host in self.hosts) and not self.ended and stops.first is None:
+            if not self._wait(until):
+                break
+        if stops.first is not None:
+            raise Preempted(NOTHING_TO_SAVE)
         if self.ended:  # others that are as bad are named too
             until = min(until, time.monotonic() + ALL_NAMED_S)
             while any(host.introduced is None and not host.over for host in self.hosts) and self._wait(until):
@@ -265,27 +267,27 @@ class SshRun:
         code = same.pop() if len(same) == 1 else None
         return HostsRefused("\n".join([*lines, NOT_STARTED]), code if code in FINAL else BadNode.exit_code)
 
-    def _follow(self) -> None:
+    def _follow(self, stops: Stops) -> None:
         """Wait for the end of all. When one has ended, the others have a while; then they are ended."""
         until: float | None = None
         while len(self.ended) < len(self.hosts):
             if self.ended and until is None:
                 until = time.monotonic() + LEFT_S
-            if not self._wait(until):
-                late = [host for host in self.hosts if not host.over]
-                names = ", ".join(host.name for host in late)
-                print(f"ending {names}: still there {LEFT_S:g} s after the others", file=sys.stderr, flush=True)
-                self._end(late)
+            if stops.at_once or not self._wait(until):
+                self._end([host for host in self.hosts if not host.over])
                 return
 
     def _end(self, late: Sequence[SshHost]) -> None:
-        """End the ranks of these hosts at once; then cut the way to those that are still there."""
+        """End the ranks of these hosts at once, and wait for that a little; how they end says nothing."""
+        names = ", ".join(host.name for host in late)
+        print(f"ending the ranks on {names}, which are still there", file=sys.stderr, flush=True)
         for host in late:
             host.send({"signal": "SIGTERM"})
             host.send({"signal": "SIGINT"})
         until = time.monotonic() + END_S
-        while len(self.ended) < len(self.hosts) and self._wait(until):
-            pass
+        with suppress(queue.Empty):
+            while not all(host.over for host in late):
+                self._events.get(timeout=max(0.0, until - time.monotonic()))
 
     def _pass_on(self, at_once: bool) -> str:
         """To the ranks of all hosts: a request to save and stop, or to end at once."""

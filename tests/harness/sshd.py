@@ -1,5 +1,5 @@
-"""A real sshd on loopback, with keys and a port of its own, which stands for several hosts. No service of the system is
-used or changed, and no root is needed."""
+"""A real sshd, on loopback unless another address is given, with keys and a port of its own, which stands for several
+hosts. No service of the system is used or changed, and no root is needed."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from tests.harness.slurm import free_ports, until, which
 
 SERVER = """\
 Port {port}
-ListenAddress 127.0.0.1
+ListenAddress {address}
 HostKey {folder}/host
 AuthorizedKeysFile {folder}/user.pub
 PidFile none
@@ -26,7 +26,7 @@ MaxStartups 100
 """
 CLIENT = """\
 Host {names}
-  HostName 127.0.0.1
+  HostName {address}
   Port {port}
   User {user}
   IdentityFile {folder}/user
@@ -45,9 +45,11 @@ def missing() -> str:
 
 
 class Sshd:
-    """`ssh`: the command that reaches the hosts `names`. inside: a command in front of the server's."""
+    """`ssh`: the command that reaches the hosts `names`. address: where it listens; inside: a command in front of the
+    server's."""
 
-    def __init__(self, names: Sequence[str], user: str, inside: Sequence[str] = ()) -> None:
+    def __init__(self, names: Sequence[str], user: str, address: str = "127.0.0.1", inside: Sequence[str] = ()) -> None:
+        self._address = address
         self._place = tempfile.TemporaryDirectory(prefix="sshd-")
         self.folder, self._names, self._user, self._inside = Path(self._place.name), names, user, inside
         self.config = self.folder / "config"
@@ -58,7 +60,13 @@ class Sshd:
             self._key(name)
         (self.folder / "known").write_text(f"phalanx-test {(self.folder / 'host.pub').read_text()}")
         [port] = free_ports(1)
-        values = {"port": port, "folder": self.folder, "names": " ".join(self._names), "user": self._user}
+        values = {
+            "address": self._address,
+            "port": port,
+            "folder": self.folder,
+            "names": " ".join(self._names),
+            "user": self._user,
+        }
         (self.folder / "sshd_config").write_text(SERVER.format(**values))
         self.config.write_text(CLIENT.format(**values))
         if os.geteuid() == 0:

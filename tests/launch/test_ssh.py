@@ -3,12 +3,14 @@ Skipped with the reason where there is none."""
 
 from __future__ import annotations
 
+import contextlib
 import getpass
 import json
 import os
 import signal
 import socket
 import subprocess
+import sys
 import threading
 from collections import deque
 from collections.abc import Iterator
@@ -19,6 +21,7 @@ import pytest
 from phalanx.base.errors import CheckpointError
 from phalanx.launch.remote import RemoteProcess
 from phalanx.launch.ssh import HostEnd, HostLogs, SshHost, verdict
+from tests.harness.cluster import Cluster, ClusterNode, cluster, ip
 from tests.harness.slurm import until
 from tests.harness.sshd import Sshd, missing
 from tests.harness.warm import ROOT, Warm
@@ -205,6 +208,15 @@ def test_hosts_that_cannot_be_reached_are_one_line_each_and_nothing_starts(run):
     assert tail[3].startswith("nothing was started") and not run.steps()
 
 
+def test_a_request_to_stop_that_comes_before_all_hosts_have_come(run):
+    """`read` takes the line on which each host waits."""
+    launcher = run.begin("cluster.setup=[read line]")
+    until(lambda: "phalanx: 2 ranks on 2 hosts (n1, n2)" in run.said(), run.said)
+    launcher.send_signal(signal.SIGTERM)
+    assert launcher.wait(60) == 75, run.said()
+    assert "asked to stop before training began" in run.said() and not run.steps()
+
+
 @pytest.mark.parametrize(
     "override, said",
     [
@@ -225,6 +237,97 @@ def test_what_would_run_is_shown_without_a_secret_and_is_a_script(run):
     assert 'export HF_TOKEN="$(< ~/.hf)"\n' in done.stdout and "export A='b c'\n" in done.stdout
     assert "PHALANX_RUN_SECRET" not in done.stdout and not run.folder.exists()
     assert subprocess.run(["bash", "-n"], input=done.stdout, text=True, capture_output=True).stderr == ""
+
+
+# ---- two hosts with a network between them ----------------------------------------------------
+
+
+@pytest.fixture
+def apart(tmp_path) -> Iterator[tuple[Cluster, str]]:
+    """Two hosts in network namespaces, each with its sshd; what reaches them from the first."""
+    if why := missing():
+        pytest.skip(why)
+    with cluster(2) as made, contextlib.ExitStack() as opened:
+        text = ""
+        for node in made.nodes:
+            inside = ("ip", "netns", "exec", node.namespace)
+            server = Sshd((node.name,), getpass.getuser(), node.address, inside)
+            opened.callback(server.close)
+            text += server.start().config.read_text()
+        (tmp_path / "ssh").write_text(text)
+        (tmp_path / "hosts.txt").write_text("".join(f"{node.name}\n" for node in made.nodes))
+        cluster_file = {"ranks_per_node": 2, "environment": ENV}
+        (tmp_path / "cluster.yaml").write_text(json.dumps(cluster_file))
+        yield made, f"ssh -F {tmp_path / 'ssh'} -o BatchMode=yes -o ConnectTimeout=10 -o ServerAliveInterval=5"
+        for node in made.nodes:
+            for pid in processes_in(node.namespace):
+                with contextlib.suppress(ProcessLookupError):
+                    os.kill(pid, signal.SIGKILL)
+
+
+def processes_in(namespace: str) -> list[int]:
+    done = subprocess.run(["ip", "netns", "pids", namespace], capture_output=True, text=True, check=True)
+    return [int(pid) for pid in done.stdout.split() if "sshd" not in commands(int(pid))]
+
+
+def launch_from(node: ClusterNode, place: Path, ssh: str, *words: str) -> subprocess.Popen[str]:
+    (place / "run.yaml").write_text(CONFIG)
+    command = [sys.executable, "-m", "phalanx", "launch", "ssh", "run.yaml", "--hosts", "hosts.txt", "--ssh", ssh]
+    return subprocess.Popen(
+        ["ip", "netns", "exec", node.namespace, *command, *words],
+        cwd=place,
+        env={**os.environ, **{name: str(value) for name, value in ENV.items()}},
+        stdout=open(place / "out.txt", "w"),
+        stderr=subprocess.STDOUT,
+        text=True,
+    )
+
+
+@pytest.mark.soak
+def test_two_hosts_with_a_network_between_them_train_as_one_does(apart, tmp_path):
+    """The names are known to ssh alone; two ranks on each host, the losses of four on one to the last bit."""
+    made, ssh = apart
+    launcher = launch_from(made["a"], tmp_path, ssh, "train.steps=6", "dir=two")
+    assert launcher.wait(240) == 0, (tmp_path / "out.txt").read_text()
+    assert "layout world=4 dp=4" in (tmp_path / "out.txt").read_text()
+    one = [sys.executable, "-m", "phalanx", "train", "run.yaml", "train.steps=6", "dir=one", "--ranks", "4"]
+    subprocess.run(one, cwd=tmp_path, env={**os.environ, "PYTHONPATH": str(ROOT)}, check=True, timeout=240)
+    rows = [
+        [(row["loss"], row["grad_norm"]) for row in map(json.loads, text.splitlines()) if "loss" in row]
+        for text in ((tmp_path / f"{name}/metrics.jsonl").read_text() for name in ("one", "two"))
+    ]
+    assert len(rows[0]) == 6 and rows[0] == rows[1]
+
+
+@pytest.mark.soak
+def test_a_cable_that_is_pulled_ends_both_sides(apart, tmp_path):
+    made, ssh = apart
+    launcher = launch_from(made["a"], tmp_path, ssh, "dir=run", "train.timeout_s=20")
+    metrics = tmp_path / "run/metrics.jsonl"
+    until(lambda: metrics.exists() and '"step": 3' in metrics.read_text(), (tmp_path / "out.txt").read_text)
+    ip("-n", made.switch, "link", "set", made["b"].port, "down")
+    assert launcher.wait(240) == 6, (tmp_path / "out.txt").read_text()
+    said = (tmp_path / "out.txt").read_text()
+    assert "peer lost" in said and "Traceback" not in said
+    until(lambda: not processes_in(made["b"].namespace), lambda: "the ranks beyond the cable end too")
+
+
+@pytest.mark.soak
+def test_a_second_request_ends_ranks_that_hang(apart, tmp_path):
+    made, ssh = apart
+    launcher = launch_from(made["a"], tmp_path, ssh, "dir=run")
+    metrics, out = tmp_path / "run/metrics.jsonl", tmp_path / "out.txt"
+    until(lambda: metrics.exists() and '"step": 3' in metrics.read_text(), out.read_text)
+    ranks = [pid for pid in processes_in(made["b"].namespace) if "phalanx.launch.worker" in commands(pid)]
+    assert len(ranks) == 2
+    os.kill(ranks[0], signal.SIGSTOP)
+    [launching] = [pid for pid in processes_in(made["a"].namespace) if "launch\0ssh" in commands(pid)]
+    os.kill(launching, signal.SIGTERM)
+    until(lambda: "stopping: waiting for the ranks to save" in out.read_text(), out.read_text)
+    os.kill(launching, signal.SIGINT)
+    assert launcher.wait(60) == 130, out.read_text()
+    assert "stopped at once by a second Ctrl-C; the last step is not saved" in out.read_text()
+    until(lambda: not processes_in(made["b"].namespace), lambda: "the ranks that hang are gone")
 
 
 # ---- without an sshd -----------------------------------------------------------------------------
