@@ -5,7 +5,6 @@ from __future__ import annotations
 
 import gc
 import os
-import shlex
 import sys
 import time
 from collections.abc import Callable
@@ -26,7 +25,8 @@ from phalanx.cli.evaluate import evaluate
 from phalanx.cli.generate import generate
 from phalanx.cli.import_config import import_config
 from phalanx.cli.index import index
-from phalanx.cli.options import CONFIG, JSON, OVERRIDES, RANKS, SPECULATE
+from phalanx.cli.launch import launch, logs, status
+from phalanx.cli.options import CONFIG, JSON, OVERRIDES, RANKS, SPECULATE, typed
 from phalanx.cli.preflight import preflight, preflight_node
 from phalanx.cli.ranks import prepare_text, run_ranks
 from phalanx.cli.score import data_score
@@ -81,11 +81,6 @@ def train(config: str, overrides: tuple[str, ...], ranks: int | None, logs: str 
     ready = check_memory(prepare(config, overrides, ranks), force)
     prepare_text(ready)
     run_ranks("phalanx.cli.jobs:train", ready, {**arguments(ready.run), "command": typed()}, logs)
-
-
-def typed() -> str:
-    """What a person typed to start this program, with its name as they know it."""
-    return shlex.join(["phalanx", *sys.argv[1:]])
 
 
 @cli.command(short_help="Compare a layout with one process.")
@@ -524,6 +519,9 @@ cli.add_command(chat)
 cli.add_command(serve)
 cli.add_command(embed)
 cli.add_command(index)
+cli.add_command(launch)
+cli.add_command(status)
+cli.add_command(logs)
 cli.add_command(checkpoint)
 cli.add_command(export)
 cli.add_command(import_)

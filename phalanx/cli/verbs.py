@@ -64,6 +64,9 @@ class Verbs(click.Group):
             "export",
             "import",
             "import-config",
+            "launch",
+            "status",
+            "logs",
             "explain",
         )
         return sorted(self.commands, key=lambda name: (order.index(name) if name in order else len(order), name))

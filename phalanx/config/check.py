@@ -31,6 +31,7 @@ from phalanx.checkpoint.keep import list_checkpoints
 from phalanx.checkpoint.manifest import parse
 from phalanx.checkpoint.places import is_remote
 from phalanx.config.batch_invariant_check import check_batch_invariant
+from phalanx.config.cluster import check_cluster
 from phalanx.config.deterministic_check import check_deterministic
 from phalanx.config.device_check import Facts, check_device
 from phalanx.config.limits import OTHERS
@@ -84,6 +85,7 @@ def check_values(run: Run, facts: Facts) -> list[Problem]:
         *check_data(run.data, evaluates=evaluates, files=facts.files),
         *check_checkpoint(run.checkpoint, files=facts.files),
         *check_log(run, facts),
+        *check_cluster(run.cluster),
         *check_start(run, facts),
         *(check_folder(run) if facts.files else ()),
     ]

@@ -221,15 +221,14 @@ def serving_text(serving: ServingPlan, devices: Sequence[Device]) -> str:
     most = max(sequence_bytes(rank.groups, serving.limits) for rank in serving.ranks)
     each = max(row_bytes(serving.with_sequences(1), rank.vocabulary, rank.drafts) for rank in serving.ranks)
     states = max(rank.states for rank in serving.ranks)
-    model = plan.run.model
+    model, pages = plan.run.model, f"{length:,} tokens: {size_text(most)} of keys and values on the fullest rank"
     rows = {
         "model": f"{model.family}: {model.num_hidden_layers} layers, width {model.hidden_size:,}, vocabulary "
         f"{model.vocab_size:,}",
         "ranks": f"{plan.grid.world:,} = {plan.grid.text}",
         "precision": f"{plan.run.train.precision}, keys and values in {str(serving.dtype).removeprefix('torch.')}",
         "weights": f"{size_text(fullest.weights)} on the fullest rank",
-        "a sequence": f"{length:,} tokens: {size_text(most)} of keys and values on the fullest rank"
-        + windows_text(serving),
+        **({"a sequence": pages + windows_text(serving)} if most else {}),
         **({"states": f"{size_text(states)} for each sequence, however long it is"} if states else {}),
         "beside it": f"{size_text(each)} for each sequence: its last token, and counts of tokens for penalties",
     }
@@ -258,6 +257,12 @@ def drafts_text(serving: ServingPlan, drafts: MtpSpec) -> str:
     )
 
 
+def remembered_text(rank: RankServing) -> str:
+    """What is remembered of a sequence, in words."""
+    kinds = ["keys and values"] if rank.token_bytes else []
+    return " and ".join([*kinds, *(["states"] if rank.states else [])])
+
+
 def windows_text(serving: ServingPlan) -> str:
     found = [group.window for group in serving.ranks[0].groups if group.window is not None]
     return f"; layers with a window remember {', '.join(f'{w:,}' for w in found)} tokens" if found else ""
@@ -276,11 +281,11 @@ def arithmetic(serving: ServingPlan, devices: Sequence[Device]) -> str:
     remembered_bytes = group * rank.read(serving.limits.length)
     stages = f", in each of {pp} stages" if pp > 1 else ""
     replicas = f" x {dp} replicas" if dp > 1 else ""
+    milliseconds = count / serving.tokens_per_s(count, device.bandwidth) * dp * 1e3
     return (
         f"{device.name}: a step reads {size_text(whole - remembered_bytes)} of weights and {group:,} x "
-        f"{size_text(rank.read(serving.limits.length))} of keys and values at {device.bandwidth / 1e12:.2f} TB/s"
-        f"{stages}: {count / serving.tokens_per_s(count, device.bandwidth) * dp * 1e3:.3g} ms for {count:,} "
-        f"tokens{replicas}"
+        f"{size_text(rank.read(serving.limits.length))} of {remembered_text(rank)} at "
+        f"{device.bandwidth / 1e12:.2f} TB/s{stages}: {milliseconds:.3g} ms for {count:,} tokens{replicas}"
     )
 
 

@@ -43,6 +43,16 @@ class Replica:
 
 
 @dataclass(frozen=True)
+class MatrixOutputs:
+    """`count` outputs of a linear that belong to one matrix of a global tensor which holds several, such as queries of
+    a fused q, k and v. heads: whether they are those of one head of attention."""
+
+    matrix: str
+    count: int
+    heads: bool = False
+
+
+@dataclass(frozen=True)
 class Piece:
     """One box of one global tensor, and where it is in the rank's storage.
 
@@ -52,6 +62,8 @@ class Piece:
     transposed    the last two dims of the storage are those of the global tensor, swapped
     init, decay   initial values; whether weight decay applies
     replicas      other ranks that hold it (besides those of ParamSpec.summed_over, which always do)
+    outputs       to which matrices its outputs belong, for optimizers of matrices: a pattern that repeats. None: all to
+                  one
     """
 
     name: str
@@ -62,6 +74,7 @@ class Piece:
     decay: bool = True
     transposed: bool = False
     replicas: tuple[Replica, ...] = ()
+    outputs: tuple[MatrixOutputs, ...] = ()
 
     def of(self, storage: Any) -> Any:
         """This piece of its storage (anything indexed like a tensor), in global orientation."""
@@ -84,6 +97,22 @@ class Piece:
 
 
 @dataclass(frozen=True)
+class LogicalMatrix:
+    """A matrix as mathematics knows it, in a global tensor that may hold several: queries of a fused q, k and v.
+
+    dim     of the tensor's last two: 0 if its rows are outputs, 1 if its columns are
+    ranges  (start, stop, step) of its outputs, in order
+    shape   (outputs, inputs)
+    head    outputs of a head of attention; 0: it has no heads
+    """
+
+    dim: int
+    ranges: tuple[tuple[int, int, int], ...]
+    shape: tuple[int, int]
+    head: int = 0
+
+
+@dataclass(frozen=True)
 class ParamSpec:
     """The storage of one parameter on one rank: its shape and the pieces in it. Elements outside all pieces are padding
     (zero).
@@ -96,6 +125,7 @@ class ParamSpec:
     coded         whether its weights are stored as FP8 values of their masters
     base_format   of frozen weights that are stored as quantized values (lora.base): the name of the format
     role          its role for optimizers; a weight has one role on all ranks (a tied head is an embedding)
+    logical       of a whole matrix (layout.homes): the matrices in it
     """
 
     shape: tuple[int, ...]
@@ -107,6 +137,7 @@ class ParamSpec:
     coded: bool = False
     base_format: str | None = None
     role: Role = "linear"
+    logical: tuple[LogicalMatrix, ...] = ()
 
     @property
     def learns(self) -> bool:

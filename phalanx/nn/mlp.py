@@ -8,7 +8,7 @@ from typing import Any
 
 from torch import Tensor
 
-from phalanx.layout.param import Init
+from phalanx.layout.param import Init, MatrixOutputs
 from phalanx.nn.env import Env
 from phalanx.nn.linear import ColumnLinear, Linear, RowLinear
 from phalanx.nn.module import Module, OutputRows
@@ -43,7 +43,7 @@ class SwiGLU(Module):
         a, b = env.cut(inner)
         rows, init = [OutputRows(name, inner, a, b) for name in names[:2]], Init("normal", std)
         if names[0] == names[1]:
-            rows = [OutputRows(names[0], 2 * inner, first + a, first + b) for first in (0, inner)]
+            rows = fused_rows(names[0], inner, (a, b), ("gate", "up"))
         self.gate_up = ColumnLinear(env, rows, width, init, bias=bias)
         self.down = RowLinear(env, names[2], width, inner, (a, b), init, bias=bias)
         self.num_weights = 3 * width * inner
@@ -78,6 +78,14 @@ class SwiGLU(Module):
 
     def flops(self, seq_length: int) -> float:
         return 2.0 * self.num_weights
+
+
+def fused_rows(name: str, inner: int, at: tuple[int, int], matrices: tuple[str, str]) -> list[OutputRows]:
+    """Outputs at[0]..at[1] of both matrices of `inner` outputs that one global matrix holds, one after the other."""
+    return [
+        OutputRows(name, 2 * inner, first + at[0], first + at[1], outputs=(MatrixOutputs(matrix, inner),))
+        for first, matrix in zip((0, inner), matrices)
+    ]
 
 
 class GeGLU(SwiGLU):
@@ -156,7 +164,7 @@ class FusedGeGLU(Module):
     def __init__(self, env: Env, spec: FusedGeGLUSpec):
         super().__init__(env)
         (fused, out), inner, (a, b) = spec.names, spec.inner, env.cut(spec.inner)
-        rows = [OutputRows(fused, 2 * inner, first + a, first + b) for first in (0, inner)]
+        rows = fused_rows(fused, inner, (a, b), ("input", "gate"))
         self.gate_up = ColumnLinear(env, rows, spec.width, Init("normal", spec.std), bias=spec.bias)
         self.down = RowLinear(env, out, spec.width, inner, (a, b), Init("normal", spec.std_out), bias=spec.bias)
         self.gate, self.num_weights = EXACT_GEGLU if spec.exact else GEGLU, 3 * spec.width * inner

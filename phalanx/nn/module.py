@@ -11,7 +11,7 @@ import torch
 from torch import Tensor, nn
 
 from phalanx.layout.box import Box
-from phalanx.layout.param import Init, ParamSpec, Piece, Replica, Role
+from phalanx.layout.param import Init, MatrixOutputs, ParamSpec, Piece, Replica, Role
 from phalanx.nn.env import Env
 from phalanx.nn.memory import LayerMemory, LayerStates, PageSpec, StateSpec
 from phalanx.nn.parameter import Parameter
@@ -153,7 +153,7 @@ class Block(Module):
 @dataclass(frozen=True)
 class OutputRows:
     """A slice of output features of one global matrix: `start..stop` of `size`, also held by `replicas`. `init`: its
-    initial values, if they differ from those of the other matrices."""
+    initial values, if they differ from those of the other matrices. `outputs`: as in Piece."""
 
     name: str
     size: int
@@ -161,6 +161,7 @@ class OutputRows:
     stop: int
     replicas: tuple[Replica, ...] = ()
     init: Init | None = None
+    outputs: tuple[MatrixOutputs, ...] = ()
 
 
 def column_spec(rows: list[OutputRows], inputs: int, init: Init, transposed: bool = False) -> ParamSpec:
@@ -172,11 +173,8 @@ def column_spec(rows: list[OutputRows], inputs: int, init: Init, transposed: boo
         shape, box = (r.size, inputs), Box((r.start, 0), (r.stop, inputs))
         if transposed:
             shape, box = (inputs, r.size), Box((0, r.start), (inputs, r.stop))
-        pieces.append(
-            Piece(
-                r.name, shape, box, (slice(at, at + n), slice(0, inputs)), r.init or init, True, transposed, r.replicas
-            )
-        )
+        local = (slice(at, at + n), slice(0, inputs))
+        pieces.append(Piece(r.name, shape, box, local, r.init or init, True, transposed, r.replicas, r.outputs))
         at += n
     return ParamSpec((at, inputs), tuple(pieces))
 

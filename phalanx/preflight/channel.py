@@ -10,7 +10,7 @@ Over TCP both sides prove that they have the same secret before anything else is
   coordinator -> node   both signed the other way, or the reason of a refusal
 
 From then on each line is its signature (over direction, number and text) and its text. Without a secret the key is
-known to everybody, and the signatures protect from nothing, as in training (docs/howto-multi-node.md).
+known to everybody, and the signatures protect from nothing, as in training (docs/clusters.md).
 """
 
 from __future__ import annotations
@@ -27,14 +27,14 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from phalanx.base.errors import ConfigError, PhalanxError, Problem
+from phalanx.base.errors import ConfigError, PeerLost, PhalanxError, Problem
 from phalanx.base.placement import SECRET
-from phalanx.comm.meeting import connect
 from phalanx.preflight.probe import family_of
 
 LONGEST = 1 << 22  # bytes of a line
 HELLO_S = 10.0
 SIGNATURE = 64  # characters
+LONGEST_TRY_S, RETRY_S = 5.0, 0.2
 
 
 class ChannelLost(PhalanxError):
@@ -182,6 +182,32 @@ def handshake_with(connection: socket.socket, secret: str) -> Handshake:
     except (ChannelLost, KeyError, TypeError, ValueError) as error:
         plain.close()
         return Handshake(rank, why=f"it did not introduce itself ({error})")
+
+
+def connect(host: str, port: int, refused_s: float, unreachable_s: float) -> socket.socket:
+    """A connection to host:port, where nothing may listen yet. PeerLost has the last reason.
+
+    It tries for `unreachable_s` while nothing answers at this name or address, and for `refused_s` while its host says
+    that nothing listens there.
+    """
+    began, why = time.monotonic(), "no answer"
+    until = began + max(refused_s, unreachable_s)
+    while (left := until - time.monotonic()) > 0:
+        try:
+            made = socket.create_connection((host, port), timeout=min(left, LONGEST_TRY_S))
+            made.setblocking(True)
+            return made
+        except ConnectionRefusedError:
+            why = "connection refused: nothing listens there yet, or this is another host's address"
+            until = began + refused_s
+        except OSError as error:
+            unresolved = isinstance(error, socket.gaierror)
+            why = f"the name {host} does not resolve ({error.strerror})" if unresolved else error.strerror or str(error)
+            if isinstance(error, TimeoutError):
+                why = "no answer: a firewall, or no host has this address"
+            until = began + unreachable_s
+        time.sleep(min(RETRY_S, max(0.0, until - time.monotonic())))
+    raise PeerLost(f"the first host cannot be reached at {host}:{port} within {until - began:.0f} s: {why}")
 
 
 def call(host: str, port: int, member: Member, secret: str, limit_s: float) -> Channel:

@@ -312,6 +312,56 @@ def test_keys_become_what_the_page_says(path):
     assert seen >= (1 if path.suffix == ".json" else 5)
 
 
+NEEDS_NO_KEY = {
+    "--sequence-parallel",
+    "--use-flash-attn",
+    "--overlap-grad-reduce",
+    "--overlap-param-gather",
+    "--use-mcore-models",
+    "--transformer-impl",
+    "--moe-grouped-gemm",
+    "--calculate-per-token-loss",
+    "--attention-softmax-in-fp32",
+    "--manual-gc",
+    "--ckpt-format",
+    "--log-throughput",
+    "parallelism.enable_async_tensor_parallel",
+    "metrics.save_tb_folder",
+    "model.norm_type",
+    "zero_optimization.overlap_comm",
+    "zero_optimization.contiguous_gradients",
+    "zero_allow_untested_optimizer",
+    "wall_clock_breakdown",
+}
+HAS_NONE = {
+    "--decoupled-lr",
+    "--log-params-norm",
+    "--log-num-zeros-in-grad",
+    "--step-batch-size-schedule",
+    "--no-load-optim",
+    "--grpo-kl-beta",
+    "job.description",
+    "zero_optimization.offload_param.device",
+    "zero_optimization.offload_optimizer.device",
+    "progressive_layer_drop.theta",
+    "sparse_attention.mode",
+    "torch_autocast.dtype",
+}
+
+
+@pytest.mark.parametrize("framework", EXAMPLES)
+def test_what_needs_no_key_and_what_has_none(framework):
+    """In every example that has the key; each key is in at least one."""
+    kinds: dict[str, set[str]] = {}
+    for path in EXAMPLES[framework]:
+        for outcome in imported(path).outcomes:
+            kinds.setdefault(outcome.key.name, set()).add(outcome.kind)
+    needless, missing = NEEDS_NO_KEY & set(kinds), HAS_NONE & set(kinds)
+    assert {name: kinds[name] for name in needless} == dict.fromkeys(needless, {"built in"})
+    assert {name: kinds[name] for name in missing} == dict.fromkeys(missing, {"missing"})
+    assert len(needless) >= 3 and len(missing) >= 1
+
+
 ELSEWHERE = {  # the same key where the plain one would not say it
     ("--load", ("init_from",)),
     ("training.local_batch_size", ("train.global_batch",)),

@@ -52,7 +52,7 @@ def test_it_holds_the_package_and_nothing_else(wheel):
     files = (
         path for path in (ROOT / "phalanx").rglob("*") if path.is_file() and path.parent.name != "__pycache__"
     )  # others compile meanwhile
-    recipes = (path for path in (ROOT / "recipes").rglob("*") if path.is_file())
+    recipes = (path for path in (ROOT / "recipes").rglob("*") if path.is_file() and path.parent.name != "__pycache__")
     assert code == {path.relative_to(ROOT).as_posix() for path in files} | {
         f"phalanx/{p.relative_to(ROOT).as_posix()}" for p in recipes
     }

@@ -461,3 +461,21 @@ def test_scaling_has_all_three_regimes():
     )
     ratio = (plain / ours).round(decimals=12)
     assert (ratio == 1).any() and (ratio == 8).any() and ((ratio > 1) & (ratio < 8)).any()
+
+
+def test_llama4s_scaling_has_nothing_in_between():
+    """Scout's published factors, which are equal, against transformers."""
+    from transformers import LlamaConfig
+    from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
+
+    scaling = {
+        "factor": 16.0,
+        "low_freq_factor": 1.0,
+        "high_freq_factor": 1.0,
+        "original_max_position_embeddings": 8192,
+    }
+    ours = Rotation(128, 500000.0, RopeScaling(rope_type="llama3", **scaling)).frequencies(8)[0]
+    stated = {"rope_type": "llama3", "rope_theta": 500000.0, **scaling}
+    theirs = ROPE_INIT_FUNCTIONS["llama3"](LlamaConfig(head_dim=128, rope_parameters=stated), "cpu")[0]
+    torch.testing.assert_close(ours.float(), theirs)
+    assert 0 < (ours < Rotation(128, 500000.0).frequencies(8)[0]).sum() < 64

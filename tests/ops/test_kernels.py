@@ -23,8 +23,9 @@ from phalanx.ops.dense.cross_entropy import LOSS, linear_cross_entropy
 from phalanx.ops.dense.norm import NORM
 from phalanx.ops.op import Case, Implementation, Op, table, unusable
 from phalanx.ops.optimizer.adamw import AdamOptions, AdamRange, adamw_, adamw_reference_
+from phalanx.ops.proof import run_case
 from phalanx.sequence.batch import IGNORE
-from tests.harness.op_cases import compared, run_case
+from tests.harness.op_cases import compared
 from tests.harness.op_table import with_table
 from tests.harness.sample import rest_in_soak
 from tests.ops.test_ops import normal

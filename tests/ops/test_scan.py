@@ -3,8 +3,6 @@ last states and every gradient, inside documents."""
 
 from __future__ import annotations
 
-from dataclasses import replace
-
 import pytest
 import torch
 import torch.nn.functional as F
@@ -119,7 +117,7 @@ def test_a_row_goes_on_from_the_one_before():
             y, state = alone, added
         else:
             corrected.append(carried_output(alone, dt[:, rows], a, c[:, rows], None, state))
-            y, after = scan(replace(piece, initial=state))
+            y, after = scan(piece._replace(initial=state))
             state = added + whole_decay(dt[:, rows], a)[..., None, None] * state
             torch.testing.assert_close(after, state, rtol=1e-12, atol=1e-12)
         handed.append(y)

@@ -11,8 +11,7 @@ from collections.abc import Callable, Iterator
 import pytest
 
 from phalanx.base.errors import ConfigError, PeerLost
-from phalanx.comm.meeting import connect
-from phalanx.preflight.channel import Channel, ChannelLost, Handshake, Member, call, handshake_with, listener
+from phalanx.preflight.channel import Channel, ChannelLost, Handshake, Member, call, connect, handshake_with, listener
 from phalanx.preflight.probe import TOKEN, ProbeServer, bytes_per_second, clock_offset, packet_arrives
 
 SECRET = "the secret of a run, long enough"

@@ -1,6 +1,6 @@
 """Megatron-LM: a shell script as in its examples, a line of arguments, or the YAML of its functional tests.
 
-Names, defaults and meanings are those of megatron/training/arguments.py (core_v0.11 to core_v0.19).
+Names, defaults and meanings are those of megatron/training/arguments.py (read at core_v0.15.3).
 """
 
 from __future__ import annotations

@@ -6,8 +6,6 @@ What is remembered lies in slots, one for each sequence (sequence.paged.StateSpa
 
 from __future__ import annotations
 
-from dataclasses import replace
-
 import torch
 from torch import Tensor
 
@@ -39,7 +37,7 @@ def scan_remembered(s: ScanInputs, states: Tensor, spans: StateSpans, kernels: K
     out, singles = torch.zeros_like(s.x), len(spans.slots)
 
     def some(rows: slice) -> ScanInputs:
-        return replace(s, x=s.x[rows], dt=s.dt[rows], b=s.b[rows], c=s.c[rows])
+        return s._replace(x=s.x[rows], dt=s.dt[rows], b=s.b[rows], c=s.c[rows])
 
     if singles:
         own = slice(0, singles)
@@ -48,7 +46,7 @@ def scan_remembered(s: ScanInputs, states: Tensor, spans: StateSpans, kernels: K
         rows = slice(piece.start, piece.stop)
         here = some(rows)
         x, dt, b, c = (t.unsqueeze(0) for t in (here.x, here.dt, here.b, here.c))
-        y, state = scan(replace(here, x=x, dt=dt, b=b, c=c, initial=_first(states, piece)), kernels)
+        y, state = scan(here._replace(x=x, dt=dt, b=b, c=c, initial=_first(states, piece)), kernels)
         out[rows], states[piece.slot] = y[0], state[0].to(states.dtype)
     return out
 

@@ -15,7 +15,7 @@ Shapes: R rows, L tokens of a row, H heads of P features, G groups that share B 
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 import torch.nn.functional as F
@@ -30,8 +30,7 @@ from phalanx.ops.scan.rows import StateSlots, documents_of
 CHUNK = 64
 
 
-@dataclass(frozen=True)
-class ScanInputs:
+class ScanInputs(NamedTuple):
     """What a scan reads.
 
     x (R, L, H, P)   dt (R, L, H): steps, at least 0, in at least fp32   a (H,): below 0, in at least fp32
