@@ -2,6 +2,7 @@
 # make quick   while you work: pure rooms, ops, a handful of layouts and a checkpoint; under 2 minutes on 2 cores
 # make test    lint, types, import direction and the fast tests
 # make soak    the large sets of tests; soak.md says what was run (JOBS=44: so many at once)
+# make slurm   install SLURM's packages for the tests of phalanx launch (root, Debian)
 # make docs    the pages as a site, in site/
 # make test-gpu  tests that need a GPU
 
@@ -14,10 +15,13 @@ PIP := $(PY) -m pip install --disable-pip-version-check --quiet --no-compile
 
 # Ranks of the tests share few cores: more threads than cores makes them hundreds of times slower.
 export OMP_NUM_THREADS ?= 1
+# Compiled modules are kept where the environment says otherwise too: the tests start hundreds of interpreters, and each
+# would compile torch anew.
+export PYTHONDONTWRITEBYTECODE :=
 # The package is used where it lies; nothing is installed into the environment but what it needs.
 export PYTHONPATH := $(CURDIR)
 
-.PHONY: help env env-dev train quick test fast lint types imports docs soak test-gpu clean
+.PHONY: help env env-dev train quick test fast lint types imports docs soak slurm test-gpu clean
 
 help:
 	@sed -n 's/^# make/make/p' Makefile
@@ -61,6 +65,12 @@ types: $(VENV)/.ready-dev
 
 imports: $(VENV)/.ready-dev
 	$(VENV)/bin/lint-imports
+
+# What tests/launch/test_slurm.py runs, for machines of CI: a root on Debian. Elsewhere those tests skip, and say why.
+slurm:
+	@if [ "$$(id -u)" = 0 ] && command -v apt-get >/dev/null && ! command -v sbatch >/dev/null; then \
+	  { apt-get update -qq && DEBIAN_FRONTEND=noninteractive apt-get install -qq -y --no-install-recommends slurm-wlm munge; } >/dev/null 2>&1 \
+	  || echo "slurm-wlm and munge cannot be installed: the tests of SLURM will skip"; fi
 
 # Strictly: a link or an anchor that leads nowhere is an error.
 docs: $(VENV)/.ready-dev

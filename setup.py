@@ -8,6 +8,7 @@ setup(
     package_data={
         "phalanx": ["py.typed"],
         "phalanx.server": ["page.html"],
+        "phalanx.launch": ["templates/*"],
         "phalanx.recipes": ["*.yaml", "deployment/*"],
     },
 )

@@ -104,6 +104,13 @@ class FolderInUse(PhalanxError):
     exit_code = 7
 
 
+class BadNode(PhalanxError):
+    """A preflight found a node on which the run should not start."""
+
+    exit_code = 8
+    kind = "preflight: "
+
+
 class Preempted(PhalanxError):
     """The run was asked to stop (SIGTERM), saved its state and can be started again."""
 

@@ -34,6 +34,8 @@ class Placement:
     word        receives reports for the process that started this rank
     local_size  ranks on this machine; None: unknown
     refused     why this machine cannot hold its ranks, which all ranks learn when they meet; empty: it can
+    starts      ranks that this process is to start on its machine, the first of which is `rank`; 0: it is a rank itself
+    ends_at     Unix time at which a scheduler ends this process, whatever it is doing; None: unknown
     """
 
     rank: int = 0
@@ -44,3 +46,5 @@ class Placement:
     word: Word = field(default_factory=Word, compare=False, repr=False)
     local_size: int | None = None
     refused: str = ""
+    starts: int = 0
+    ends_at: float | None = None

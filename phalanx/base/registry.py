@@ -51,6 +51,8 @@ BUILT_IN: Mapping[str, Mapping[str, str]] = MappingProxyType(
                 "gpt_neox": "phalanx.models.gpt_neox:FAMILY",
                 "smollm3": "phalanx.models.smollm3:FAMILY",
                 "bert": "phalanx.models.bert:FAMILY",
+                "mamba2": "phalanx.models.mamba2:FAMILY",
+                "nemotron_h": "phalanx.models.nemotron_h:FAMILY",
                 "modernbert": "phalanx.models.modernbert:FAMILY",
                 "llava": "phalanx.models.llava:FAMILY",
                 "qwen2_5_vl": "phalanx.models.qwen2_5_vl:FAMILY",
@@ -87,6 +89,7 @@ BUILT_IN: Mapping[str, Mapping[str, str]] = MappingProxyType(
                 "rows": "phalanx.ops.dense.rows:ROWS",
                 "loss": "phalanx.ops.dense.cross_entropy:LOSS",
                 "adamw": "phalanx.ops.optimizer.adamw:ADAMW",
+                "symmetric": "phalanx.ops.optimizer.symmetric:SYMMETRIC",
                 "route": "phalanx.ops.experts.route:ROUTE",
                 "matmul": "phalanx.ops.dense.matmul:MATMUL",
                 "wide_matmul": "phalanx.ops.dense.matmul:WIDE_MATMUL",
@@ -108,6 +111,9 @@ BUILT_IN: Mapping[str, Mapping[str, str]] = MappingProxyType(
                 "join": "phalanx.ops.attention.context:JOIN",
                 "mlp": "phalanx.ops.dense.gated_mlp:MLP",
                 "dropout": "phalanx.ops.dense.dropout:DROPOUT",
+                "conv1d": "phalanx.ops.scan.conv1d:CONV1D",
+                "scan": "phalanx.ops.scan.scan:SCAN",
+                "gated_norm": "phalanx.ops.scan.gated_norm:GATED_NORM",
             }
         ),
         "adapter": MappingProxyType({"lora": "phalanx.nn.adapters.lora:LoRA", "dora": "phalanx.nn.adapters.dora:DoRA"}),
@@ -134,6 +140,32 @@ BUILT_IN: Mapping[str, Mapping[str, str]] = MappingProxyType(
                 "1f1b": "phalanx.schedule.generators:one_forward_one_backward",
                 "interleaved": "phalanx.schedule.generators:interleaved",
                 "zb_h1": "phalanx.schedule.generators:zb_h1",
+            }
+        ),
+        "preflight_check": MappingProxyType(
+            {
+                "names": "phalanx.preflight.checks.names:Names",
+                "ports": "phalanx.preflight.checks.ports:Ports",
+                "mtu": "phalanx.preflight.checks.mtu:Mtu",
+                "clock": "phalanx.preflight.checks.clock:Clock",
+                "program": "phalanx.preflight.checks.program:ProgramVersions",
+                "data": "phalanx.preflight.checks.data_files:DataFiles",
+                "folder": "phalanx.preflight.checks.folder:Folder",
+                "space": "phalanx.preflight.checks.space:Space",
+                "limits": "phalanx.preflight.checks.limits:Limits",
+                "machine": "phalanx.preflight.checks.machine:Machine",
+                "gpu": "phalanx.preflight.checks.gpu:Gpu",
+                "compute": "phalanx.preflight.checks.compute:Compute",
+                "links": "phalanx.preflight.checks.links:Links",
+                "axes": "phalanx.preflight.checks.axes:Axes",
+                "placement": "phalanx.preflight.checks.placement:NodeOrder",
+            }
+        ),
+        "config_importer": MappingProxyType(
+            {
+                "megatron": "phalanx.config.importers.megatron:IMPORTER",
+                "torchtitan": "phalanx.config.importers.torchtitan:IMPORTER",
+                "deepspeed": "phalanx.config.importers.deepspeed:IMPORTER",
             }
         ),
         "lr_schedule": MappingProxyType(

@@ -39,6 +39,7 @@ from phalanx.nn.module import Block
 from phalanx.nn.run_block import run_block
 from phalanx.ops.attention.context import AttentionPlan
 from phalanx.ops.attention.kind import CAUSAL, AttentionKind
+from phalanx.optim.optimizer import MatrixOptimizer, optimizers_of
 from phalanx.planning.blocks import make_blocks, num_blocks
 from phalanx.planning.plan import Plan, quantized_base, without_layout
 from phalanx.sequence.batch import Batch
@@ -315,8 +316,8 @@ def time_call(call: OpCall, run: Run, device: torch.device, ceilings: Ceilings, 
 
 
 def time_update(run: Run, device: torch.device, ceilings: Ceilings, repeats: int) -> OpTiming:
-    """What a step does once, after its gradients: norm, clip, AdamW, weights written back, gradients zeroed; for one
-    layer and embeddings.
+    """What a step does once, after its gradients: norm, clip, the optimizers' updates, weights written back, gradients
+    zeroed; for one layer and embeddings. With an optimizer of whole matrices its matmuls are the ceiling.
 
     nbytes is the minimum that must be moved: gradient, master and two moments read; master, moments, weight and zeroed
     gradient written.
@@ -331,9 +332,15 @@ def time_update(run: Run, device: torch.device, ceilings: Ceilings, repeats: int
     wide, narrow = kind.master.itemsize, kind.compute.itemsize
     copies = 8 if wide == narrow else 8 + narrow / wide  # fp32: the weights are their own masters
     times = measure(lambda: update(state, tokens, 1e-5), device, repeats=repeats)
-    return OpTiming(
-        "update", f"{numel} parameters", times, None, 0.0, round(copies * wide * numel), False, ceilings.copy, 0.0
+    optimizers = optimizers_of(run.optim)
+    flop = sum(
+        optimizer.flops(matrix)
+        for updater, matrices in plan.matrices[0].items()
+        for matrix in matrices
+        if isinstance(optimizer := optimizers[updater], MatrixOptimizer)
     )
+    ceiling, nbytes = ceilings.gemm if flop else ceilings.copy, round(copies * wide * numel)
+    return OpTiming("update", f"{numel} parameters", times, None, flop, nbytes, flop > 0, ceiling, 0.0)
 
 
 def time_decoding(run: Run, device: torch.device, ceilings: Ceilings, repeats: int) -> OpTiming:

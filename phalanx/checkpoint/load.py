@@ -67,7 +67,9 @@ def load_state(
     needed = {i.name: s.kinds for s in optimizer.shards for slot in s.bucket.slots for i in slot.spec.pieces}
     at = together(mesh.world, lambda: frozen_at(path, manifest, base))
     check_base(at, mesh.world)
-    moving, index, frozen = together(mesh.world, lambda: _state_index(path, manifest, wanted, optimizer, needed, at))
+    anew = optimizer.config.restart and not all(agree(mesh.world, lambda: kinds_fit(path, manifest, optimizer, needed)))
+    checked = None if anew else needed
+    moving, index, frozen = together(mesh.world, lambda: _state_index(path, manifest, wanted, optimizer, checked, at))
     for flat in (f for f in buffers.flat if not f.bucket.learns):
         flat.master.zero_()  # type: ignore[union-attr]  # padding is zero, whatever the memory held
     source = StateSource(path, manifest, index, frozen, moving, threads_of_rank(mesh.world))
@@ -79,7 +81,7 @@ def load_state(
 
     agree(mesh.world, fill_shards)
     numbers = {name: [float.fromhex(x) for x in text.split()] for name, text in manifest.optimizer.items()}
-    optimizer.step.fill_(numbers["optimizer.step"][0])
+    optimizer.step.fill_(0.0 if anew else numbers["optimizer.step"][0])
     for name, value in state.scaler.state().items():
         value.fill_(numbers[f"scaler.{name}"][0])
     unfit = {
@@ -100,18 +102,20 @@ def _state_index(
     manifest: Manifest,
     wanted: Shapes,
     optimizer: ShardedOptimizer,
-    needed: dict[str, tuple[str, ...]],
+    needed: dict[str, tuple[str, ...]] | None,
     at: WeightsAt,
 ) -> tuple[frozenset[str], Index, list[TensorFolder]]:
-    """Names of the tensors that have optimizer state, where each box of all tensors in the state is stored, and where
-    frozen ones are, of which the weights are `at` a place. `needed`: the kinds that this rank's tensors require."""
-    check_kinds(path, manifest, optimizer)
+    """Names of the tensors whose optimizer state is read, where each box of all tensors in the state is stored, and
+    where frozen ones are, of which the weights are `at` a place. `needed`: the kinds that this rank's tensors require;
+    None: no optimizer state is read."""
     moving, kept = state_index(path, manifest), state_index(path, manifest, "kept")
-    check_kinds_of(path, manifest, {name: kinds for name, kinds in needed.items() if name in moving})
+    if needed is not None:
+        check_kinds(path, manifest, optimizer)
+        check_kinds_of(path, manifest, {name: kinds for name, kinds in needed.items() if name in moving})
     frozen = frozen_tensors(path, manifest, at, wanted)
     indices = (moving, kept, *(folder.index for folder in frozen))
     whole = {name: stored for index in indices for name, stored in index.items()}
-    return frozenset(moving), fitting(whole, wanted, str(path)), frozen
+    return frozenset(moving if needed is not None else ()), fitting(whole, wanted, str(path)), frozen
 
 
 def frozen_at(path: Path, manifest: Manifest, moved: str | None = None) -> WeightsAt:
@@ -198,8 +202,18 @@ def check_kinds(path: Path, manifest: Manifest, optimizer: ShardedOptimizer) -> 
         state = [", ".join(kind for kind in kinds if kind != MASTER) or "nothing" for kinds in (saved, optimizer.kinds)]
         raise CheckpointError(
             f"checkpoint {path} is of {was}, whose state is {state[0]}; {optimizer.config.name} needs {state[1]}. Its "
-            f"weights can be trained on from step 0: init_from={path / 'weights'}, in another dir"
+            f"weights can be trained on from step 0: init_from={path / 'weights'}, in another dir; or from this step, "
+            "with a state that begins at zero: optim.restart=true"
         )
+
+
+def kinds_fit(path: Path, manifest: Manifest, optimizer: ShardedOptimizer, needed: dict[str, tuple[str, ...]]) -> bool:
+    """Whether the state of all tensors on this rank is that of the optimizer that updates them now."""
+    every, of_names = state_kinds(path, manifest), kinds_of_names(path, manifest)
+    if set(every) != set(optimizer.kinds):
+        return False
+    moving = state_index(path, manifest)
+    return all(set(of_names.get(name, every)) == set(kinds) for name, kinds in needed.items() if name in moving)
 
 
 def check_kinds_of(path: Path, manifest: Manifest, needed: dict[str, tuple[str, ...]]) -> None:
@@ -214,8 +228,8 @@ def check_kinds_of(path: Path, manifest: Manifest, needed: dict[str, tuple[str, 
     if wrong:
         more = [f"and {len(wrong) - SHOWN} more"] if len(wrong) > SHOWN else []
         raise CheckpointError(
-            f"checkpoint {path} is of a run in which other parameters went to optim.fallback:\n"
-            + "\n".join(folded(wrong)[:SHOWN] + more)
+            f"checkpoint {path} is of a run in which other parameters went to optim.fallback (optim.restart=true: "
+            "begin with a state of zero):\n" + "\n".join(folded(wrong)[:SHOWN] + more)
         )
 
 

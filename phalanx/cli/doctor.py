@@ -14,6 +14,7 @@ from torch.nn.attention import SDPBackend
 
 from phalanx.base.devices import find_device
 from phalanx.base.version import VERSION
+from phalanx.ops import proof
 from phalanx.ops.op import EXTRA, has_triton, packaged, runs_triton, table, unusable
 from phalanx.ops.quantized import cublaslt
 
@@ -37,6 +38,7 @@ def report() -> str:
         "This machine": machine(),
         "Which implementation of each op runs here": implementations(),
         "Ops that have more than their reference (train.plain_ops takes one back to it)": ops(),
+        "Kernels that differ from their reference here, and are not used": wrong_kernels(),
         "Fast paths": fast_paths(),
         "Optional packages": optional_packages(),
         "Look at these": warnings(),
@@ -153,6 +155,19 @@ def ops() -> Rows:
             why = ("no GPU" if made.device == "cuda" and not cuda else None) or unusable(made)
             said.setdefault(why or made.shapes or "runs", []).append(made.name)
         rows.append((op.name, "; ".join(f"{', '.join(names)} ({why})" for why, names in said.items())))
+    return rows
+
+
+def gpus() -> list[torch.device]:
+    return [torch.device("cuda", i) for i in range(torch.cuda.device_count())] if torch.cuda.is_available() else []
+
+
+def wrong_kernels() -> Rows:
+    """What earlier runs found on these GPUs (phalanx.ops.proof), by the file beside Triton's compiled kernels."""
+    checks, rows = proof.checks(), Rows()
+    for device in gpus() if checks is not None else ():
+        refused = checks.refused(proof.setting_of(device))  # type: ignore[union-attr]
+        rows += [(name, f"{device}: {why}; another tuning or the reference runs") for name, why in refused.items()]
     return rows
 
 

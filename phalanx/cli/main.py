@@ -5,7 +5,6 @@ from __future__ import annotations
 
 import gc
 import os
-import shlex
 import sys
 import time
 from collections.abc import Callable
@@ -24,8 +23,11 @@ from phalanx.cli.completion import keys, use_bash
 from phalanx.cli.embed import embed
 from phalanx.cli.evaluate import evaluate
 from phalanx.cli.generate import generate
+from phalanx.cli.import_config import import_config
 from phalanx.cli.index import index
-from phalanx.cli.options import CONFIG, JSON, OVERRIDES, RANKS, SPECULATE
+from phalanx.cli.launch import launch, logs, status
+from phalanx.cli.options import CONFIG, JSON, OVERRIDES, RANKS, SPECULATE, typed
+from phalanx.cli.preflight import preflight, preflight_node
 from phalanx.cli.ranks import prepare_text, run_ranks
 from phalanx.cli.score import data_score
 from phalanx.cli.serve import serve
@@ -81,11 +83,6 @@ def train(config: str, overrides: tuple[str, ...], ranks: int | None, logs: str 
     run_ranks("phalanx.cli.jobs:train", ready, {**arguments(ready.run), "command": typed()}, logs)
 
 
-def typed() -> str:
-    """What a person typed to start this program, with its name as they know it."""
-    return shlex.join(["phalanx", *sys.argv[1:]])
-
-
 @cli.command(short_help="Compare a layout with one process.")
 @CONFIG
 @OVERRIDES
@@ -126,8 +123,30 @@ def verify(config: str, overrides: tuple[str, ...], ranks: int | None, steps: in
     help="With --serve: tokens of a sequence (default: the model's positions).",
 )
 @SPECULATE
+@click.option(
+    "--hosts", type=click.Path(exists=True, dir_okay=False), default=None, metavar="FILE", help="Its hosts, one a line."
+)
+@click.option(
+    "--topology",
+    type=click.Path(exists=True, dir_okay=False),
+    default=None,
+    metavar="FILE",
+    help="With --hosts: where they are (a cluster file, topology.conf, or the JSON of kubectl get nodes).",
+)
+@click.option(
+    "--write-hosts",
+    type=click.Path(dir_okay=False),
+    default=None,
+    metavar="FILE",
+    help="Write the hosts here, in the order that keeps heavy axes near.",
+)
 def plan(
-    config: str, overrides: tuple[str, ...], ranks: int | None, device: str | None, serving: bool, **served: Any
+    config: str,
+    overrides: tuple[str, ...],
+    ranks: int | None,
+    device: str | None,
+    serving: bool,
+    **more: Any,
 ) -> None:
     """Print what the run would do on N ranks: stages, schedule, memory, messages, FLOPs. Needs no GPU and no data.
 
@@ -137,14 +156,20 @@ def plan(
     \b
       phalanx plan run.yaml layout.tp=2 --ranks 64 --device H100
       phalanx plan runs/first --serve --tokens 8192
+      phalanx plan run.yaml --ranks 1024 --hosts hosts.txt --topology cluster.yaml
     """
     from phalanx.base.devices import DEVICES, find_device
+    from phalanx.cli.hosts import HostFiles
     from phalanx.cli.setup import prepare_elsewhere
 
+    served = {name: more.pop(name) for name in ("tokens", "speculate")}
+    files = HostFiles(**more)
     wanted = find_device(device) if device else None
     if device and wanted is None:
         raise click.BadParameter(f"{device!r} is none of {', '.join(d.name for d in DEVICES)}", param_hint="--device")
     if serving:
+        if files.hosts is not None:
+            raise click.UsageError("--hosts is of a run that trains: it goes without --serve")
         from phalanx.cli.plan_serving import plan_serving
 
         click.echo(plan_serving(config, overrides, ranks, wanted, **served))
@@ -158,6 +183,8 @@ def plan(
     gc.freeze()  # a large plan sets off collections, which need not go through all that was imported
     report = plan_report(ready.run, ready.ranks, wanted)
     click.echo(report.text)
+    if files.hosts is not None:
+        click.echo(f"\n{files.text(ready.run, ready.ranks)}")
     if not report.fits:
         raise SystemExit(2)
 
@@ -484,15 +511,21 @@ def data_verify(what: tuple[str, ...]) -> None:
         click.echo(line)
 
 
+cli.add_command(preflight)
+cli.add_command(preflight_node)
 cli.add_command(evaluate)
 cli.add_command(generate)
 cli.add_command(chat)
 cli.add_command(serve)
 cli.add_command(embed)
 cli.add_command(index)
+cli.add_command(launch)
+cli.add_command(status)
+cli.add_command(logs)
 cli.add_command(checkpoint)
 cli.add_command(export)
 cli.add_command(import_)
+cli.add_command(import_config)
 
 
 @cli.group(cls=Verbs)

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import shlex
+import sys
+
 import click
 
 from phalanx.cli import completion
@@ -28,6 +31,11 @@ def speculation(context: click.Context, option: click.Parameter, value: str | No
         except ValueError as error:
             raise click.BadParameter(str(error)) from None
     return value
+
+
+def typed() -> str:
+    """What a person typed to start this program, with its name as they know it, on one line."""
+    return " ".join(shlex.join(["phalanx", *sys.argv[1:]]).split())
 
 
 ADAPTER = click.option(

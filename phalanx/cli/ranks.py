@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import socket
 from dataclasses import replace
 from typing import Any
 
@@ -32,19 +33,28 @@ def run_ranks(target: str, ready: Any, values: dict[str, Any], logs: str | None)
     """Call a job here if this process is already a rank or the world has only one; otherwise start the ranks."""
     from phalanx.base.placement import Placement
     from phalanx.launch.bus import BusErrors
+    from phalanx.launch.ends import ends_at
+    from phalanx.launch.environment import allowed_cpus, node_settings
     from phalanx.launch.local import SingleRank, start
     from phalanx.launch.network import settle
     from phalanx.launch.worker import find
 
     listen_early()
     allow_files(ready.ranks)
-    if ready.placement is None and ready.ranks > 1:
+    here = ready.placement
+    if here is None and ready.ranks > 1:
         start(target, values, ready.ranks, logs)
+    elif here is not None and here.starts:
+        before = dict(os.environ)
+        node = settle(here, os.environ)
+        settings = node_settings(before, os.environ, here.starts, allowed_cpus())
+        click.echo(settings.text(os.environ.get("SLURMD_NODENAME") or socket.gethostname(), here.rank), err=True)
+        start(target, values, here.starts, logs, node, settings.cpus)
     else:
         word = SingleRank()
-        placement = settle(ready.placement or Placement(), os.environ)
+        placement = settle(here or Placement(), os.environ)
         with BusErrors(word.died):
-            find(target)(replace(placement, word=word), **values)
+            find(target)(replace(placement, word=word, ends_at=ends_at(os.environ)), **values)
     deaf()
 
 

@@ -125,7 +125,7 @@ def check_memory(ready: PreparedRun, force: bool = False) -> PreparedRun:
 
 
 def local_ranks(placement: Placement | None, world: int) -> int:
-    return world if placement is None else placement.local_rank + 1
+    return world if placement is None else placement.starts or placement.local_rank + 1
 
 
 def _rank_problems(ranks: int | None, placement: Placement | None, machine: Facts) -> list[Problem]:

@@ -50,6 +50,7 @@ class Verbs(click.Group):
             "doctor",
             "data",
             "plan",
+            "preflight",
             "train",
             "verify",
             "bench",
@@ -62,6 +63,10 @@ class Verbs(click.Group):
             "checkpoint",
             "export",
             "import",
+            "import-config",
+            "launch",
+            "status",
+            "logs",
             "explain",
         )
         return sorted(self.commands, key=lambda name: (order.index(name) if name in order else len(order), name))

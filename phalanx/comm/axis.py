@@ -5,6 +5,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from functools import partial
 from typing import Any, Protocol
 
 import torch
@@ -19,8 +20,11 @@ from phalanx.comm.health.waits import timed
 class Work:
     """A collective in flight. `wait()` returns its result; on a GPU the current stream waits, the host does not."""
 
-    def __init__(self, result: Tensor, handle: Any = None, finish: Callable[[], None] | None = None):
-        self.result, self._handle, self._finish = result, handle, finish
+    def __init__(
+        self, result: Tensor, handle: Any = None, finish: Callable[[], None] | None = None, kept: Tensor | None = None
+    ):
+        """kept: what is sent, which must not be freed before it has gone."""
+        self.result, self._handle, self._finish, self._kept = result, handle, finish, kept
 
     def over(self) -> bool:
         """Whether it is complete, without waiting."""
@@ -35,6 +39,7 @@ class Work:
                     f"a collective failed, so another rank died or did not answer in time: {error}"
                 ) from error
             self._handle = None
+            self._kept = None
         if self._finish is not None:
             self._finish()
             self._finish = None
@@ -341,6 +346,16 @@ class Axis:
         to, source = None if send is None else list(send), None if receive is None else list(receive)
         self._run(lambda: dist.all_to_all_single(out, x, source, to, group=self.group))
         return out
+
+    def post_all_to_all(self, x: Tensor, send: Sequence[int], receive: Sequence[int]) -> Work:
+        """As all_to_all, without waiting."""
+        if self._local("all_to_all", x):
+            return Work(x if self.size == 1 else x.new_zeros(sum(receive), *x.shape[1:]))
+        x = x.contiguous()
+        out = x.new_empty(sum(receive), *x.shape[1:])
+        to, source = list(send), list(receive)
+        call = partial(dist.all_to_all_single, out, x, source, to, group=self.group, async_op=True)
+        return Work(out, self._run(call), kept=x)
 
     def broadcast(self, x: Tensor, source: int) -> Tensor:
         """x of rank number `source` in the axis, in place."""

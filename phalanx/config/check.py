@@ -31,12 +31,14 @@ from phalanx.checkpoint.keep import list_checkpoints
 from phalanx.checkpoint.manifest import parse
 from phalanx.checkpoint.places import is_remote
 from phalanx.config.batch_invariant_check import check_batch_invariant
+from phalanx.config.cluster import check_cluster
 from phalanx.config.deterministic_check import check_deterministic
 from phalanx.config.device_check import Facts, check_device
 from phalanx.config.limits import OTHERS
 from phalanx.config.model_source import check_weights
 from phalanx.config.optim_check import check_memory
 from phalanx.config.run import BUDGET_AT, LogConfig, Run, checkpoints_of, profiled_steps
+from phalanx.config.scan_check import check_scans
 from phalanx.config.schedule_check import check_schedule
 from phalanx.config.task_check import check_task
 from phalanx.config.units_check import check_units
@@ -69,6 +71,7 @@ def check_values(run: Run, facts: Facts) -> list[Problem]:
             kv_heads=run.model.kv_heads,
             attention_dropout=getattr(run.model, "attention_dropout", 0.0),
         ),
+        *check_scans(run),
         *check_schedule(run, facts.world_size),
         *check_train(run),
         *check_deterministic(run, facts.world_size),
@@ -82,6 +85,7 @@ def check_values(run: Run, facts: Facts) -> list[Problem]:
         *check_data(run.data, evaluates=evaluates, files=facts.files),
         *check_checkpoint(run.checkpoint, files=facts.files),
         *check_log(run, facts),
+        *check_cluster(run.cluster),
         *check_start(run, facts),
         *(check_folder(run) if facts.files else ()),
     ]

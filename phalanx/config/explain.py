@@ -22,6 +22,7 @@ SECTIONS = {
     "data": "token files or text, mixture, split, validation sets, tokenizer",
     "checkpoint": "when to save, what to keep, where to start",
     "log": "step lines, TensorBoard, W&B, report",
+    "cluster": "where `phalanx launch` starts it: nodes, queue, environment",
 }
 
 

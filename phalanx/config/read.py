@@ -100,11 +100,15 @@ def read(
     overrides: list[str] | tuple[str, ...] = (),
     base: Run | Mapping[str, Any] | None = None,
     base_from: str = NOBODY,
+    cluster: str | Path | None = None,
 ) -> Loaded:
     """As `load_run`, but returns the problems, so that those of the rules can be shown with them. `base_from`: where
     messages say that values were set that neither the file nor an override sets. Unless these are the defaults, they
-    may come from anybody, so they must not name code."""
+    may come from anybody, so they must not name code. `cluster`: a YAML file of the section `cluster`, below
+    the config's own."""
     source = ConfigSource(to_dict(base) if isinstance(base, Run) else copied(base or {}))
+    if cluster is not None:
+        source = _merged(source, section_of_file("cluster", cluster))
     if path is not None:
         source = _merged(source, read_file(path))
     for text in overrides:
@@ -256,6 +260,13 @@ def read_file(path: str | Path) -> ConfigSource:
         )
     file = read_yaml(inside)
     return ConfigSource({**file.data, "dir": str(path)}, {**file.origins, "dir": COMMAND_LINE}, file.problems)
+
+
+def section_of_file(section: str, path: str | Path) -> ConfigSource:
+    """A YAML file that holds the keys of one section."""
+    file = read_yaml(path)
+    origins = {f"{section}.{key}": at for key, at in file.origins.items()}
+    return ConfigSource({section: file.data}, origins, file.problems)
 
 
 def read_yaml(path: str | Path) -> ConfigSource:

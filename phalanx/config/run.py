@@ -14,6 +14,7 @@ from phalanx.base.records import SEAM as SINK
 from phalanx.base.registry import lasting
 from phalanx.checkpoint.config import CheckpointConfig
 from phalanx.checkpoint.places import place
+from phalanx.config.cluster import ClusterConfig
 from phalanx.data.config import DataConfig
 from phalanx.layout.config import LayoutConfig
 from phalanx.models.model_config import ModelConfig
@@ -281,6 +282,8 @@ class Run:
     data: DataConfig = field(default_factory=DataConfig)
     checkpoint: CheckpointConfig = field(default_factory=CheckpointConfig)
     log: LogConfig = field(default_factory=LogConfig)
+    cluster: ClusterConfig | None = None
+    """Where and how `phalanx launch` starts the run; unset: by cluster.yaml beside the config."""
     dir: str = "runs/default"
     """Folder of the run: config, metrics, checkpoints, report."""
     init_from: str | None = None

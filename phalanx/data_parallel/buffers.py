@@ -121,11 +121,11 @@ class Buffers:
             Close: lambda i: flat[i.bucket].close(i.last),
         }
 
-    def make_home(self, updater: int, matrices: Sequence[ParamSpec]) -> None:
-        """Assign homes on this stage's ranks to the whole matrices that this optimizer takes; called on all ranks
-        alike."""
+    def make_home(self, updater: int, matrices: Sequence[ParamSpec], cost: Callable[[ParamSpec], float]) -> None:
+        """Assign homes on this stage's ranks to the whole matrices that this optimizer takes, by the cost of updating
+        them; called on all ranks alike."""
         flat = [f for f in self.flat if f.homed and f.bucket.updater.number == updater]
-        self.homes[updater] = MatrixHome(matrices, flat, self.mesh, self._precision)
+        self.homes[updater] = MatrixHome(matrices, flat, self.mesh, self._precision, cost)
 
     @property
     def holders(self) -> list[FlatBucket | MatrixHome]:
@@ -202,10 +202,17 @@ class Buffers:
         return self.mesh.world.all_reduce(total).wait().sqrt()
 
     def gather(self) -> None:
-        """Start sending what ranks have updated to all that keep it."""
-        for f in self.flat:
+        """Start sending what ranks have updated to all that keep it: last what comes from homes, on its way until
+        then."""
+        self._gather([f for f in self.flat if not f.homed])
+        for home in self.homes.values():
+            home.arrive()
+        self._gather([f for f in self.flat if f.homed])
+
+    def _gather(self, flat: Sequence[FlatBucket]) -> None:
+        for f in flat:
             f.storage.gather_groups()
-        for f in self.flat:
+        for f in flat:
             f.storage.gather_parts()
 
     def publish(self) -> None:

@@ -1,23 +1,28 @@
 """MatrixHome: the whole matrices that one rank of a stage updates, and their way there and back.
 
 Buckets of such matrices are reduced like all others; their gradients are then sharded over all ranks that sum them,
-whatever the ZeRO stage (layout.shards). An update begins with one all-to-all over the stage: each rank sends the
-gradient elements that it has to the homes of their matrices, in the master dtype. The home updates master and state,
-which no other rank has. A second all-to-all sends the weights to the ranks that store them, in their own dtype; from
-there they are gathered as after any update. With n elements on a stage of R ranks, a rank sends about n / R gradients,
-and as many weights for each tp rank that holds a copy. Nothing here waits for the device.
+whatever the ZeRO stage (layout.shards). As soon as gradients are complete, one all-to-all over the stage begins: each
+rank sends the gradient elements that it has to the homes of their matrices, in the master dtype. Meanwhile the norm is
+summed and everything else is updated. The home then updates master and state, which no other rank has. A second
+all-to-all sends the weights to the ranks that store them, in their own dtype, while the other weights are gathered;
+from there they are gathered as after any update. With n elements on a stage of R ranks, a rank sends about n / R
+gradients, and as many weights for each tp rank that holds a copy. Nothing here waits for the device.
+
+resting -- begin --> coming -- bring_gradients --> here -- (update of masters), send_weights --> going -- arrive -->
+resting
 """
 
 from __future__ import annotations
 
 import json
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
 from phalanx.base.dtypes import Precision
+from phalanx.comm.axis import Work
 from phalanx.comm.mesh import Mesh
 from phalanx.data_parallel.flat import FlatBucket
 from phalanx.data_parallel.storage import allocate, let_go, write_range
@@ -69,10 +74,19 @@ class MatrixHome:
     lo, hi, own   as in a FlatBucket whose elements are all this rank's
     """
 
-    def __init__(self, matrices: Sequence[ParamSpec], flat: Sequence[FlatBucket], mesh: Mesh, precision: Precision):
-        """`flat`: this rank's buckets of the matrices."""
+    def __init__(
+        self,
+        matrices: Sequence[ParamSpec],
+        flat: Sequence[FlatBucket],
+        mesh: Mesh,
+        precision: Precision,
+        cost: Callable[[ParamSpec], float],
+    ):
+        """`flat`: this rank's buckets of the matrices; `cost` of an update of a matrix."""
         self.mesh, self.stage, self.flat = mesh, mesh.stage, flat
-        homes = homes_of(matrices, self.stage.size)
+        self._coming: Work | None = None  # gradients
+        self._going: list[tuple[MatrixExchange, Work]] = []  # weights
+        homes = homes_of(matrices, self.stage.size, cost)
         mine = [i for i, home in enumerate(homes) if home == self.stage.index]
         self.bucket = home_bucket([matrices[i] for i in mine])
         self.lo, self.hi, self.own = 0, self.bucket.numel, (0, self.bucket.numel)
@@ -131,25 +145,43 @@ class MatrixHome:
         """Set masters of elements `first` .. of the bucket."""
         write_range(self.master, 0, first, values)
 
+    def begin(self) -> None:
+        """Start collecting the gradients of this rank's matrices, which are complete; those in the buckets may still be
+        read."""
+        self._coming = self._posted(self._gradients, self.grad.dtype)
+
     def bring_gradients(self) -> None:
-        """Collect the gradients of this rank's matrices, and set those in the buckets to zero."""
+        """Wait for these gradients, and set those in the buckets to zero."""
+        if self._coming is None:
+            self.begin()
         allocate(self.grad)
         self.grad.zero_()
-        self._exchange(self._gradients, self.grad.dtype)
+        self._place(self._gradients, self._coming.wait())  # type: ignore[union-attr]
+        self._coming = None
         for f in self.flat:
             f.own_grad.zero_()
 
     def send_weights(self) -> None:
-        """Send the weights of all homes to the ranks that store them."""
-        for transfer, dtype in self._weights:
-            self._exchange(transfer, dtype)
+        """Start sending the weights of all homes to the ranks that store them."""
+        self._going = [(transfer, self._posted(transfer, dtype)) for transfer, dtype in self._weights]
         let_go(self.grad)
+        if all(work.over() for _, work in self._going):
+            self.arrive()
+
+    def arrive(self) -> None:
+        """Wait for the weights that other homes send to this rank."""
+        for transfer, work in self._going:
+            self._place(transfer, work.wait())
+        self._going = []
 
     @torch.no_grad()
-    def _exchange(self, transfer: MatrixExchange, dtype: torch.dtype) -> None:
+    def _posted(self, transfer: MatrixExchange, dtype: torch.dtype) -> Work:
         parts = [x.reshape(-1).to(dtype) for x in transfer.send]
         packed = torch.cat(parts) if parts else torch.empty(0, dtype=dtype, device=self.mesh.device)
-        arrived = self.stage.all_to_all(packed, transfer.sizes_to, transfer.sizes_from)
+        return self.stage.post_all_to_all(packed, transfer.sizes_to, transfer.sizes_from)
+
+    @torch.no_grad()
+    def _place(self, transfer: MatrixExchange, arrived: Tensor) -> None:
         if transfer.receive:
             sizes = [x.numel() for x in transfer.receive]
             values = [x.view(to.shape) for x, to in zip(arrived.split(sizes), transfer.receive)]

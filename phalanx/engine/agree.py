@@ -15,14 +15,18 @@ from typing import Any
 
 import torch
 
+from phalanx.base.dtypes import precision
 from phalanx.base.errors import ConfigError, Problem
 from phalanx.base.log import ranks_text
+from phalanx.base.registry import find
 from phalanx.comm.axis import Axis
 from phalanx.forecast.memory import OVERHEAD, rank_uses
-from phalanx.ops.op import packaged, runs_triton, unusable
+from phalanx.layout.grid import Coords
+from phalanx.ops.op import SEAM, Op, packaged, refused, runs_triton, table, unusable
 from phalanx.ops.quantized import cublaslt
+from phalanx.optim.optimizer import FusedOptimizer, MatrixOptimizer, optimizers_of
 from phalanx.planning.kernels import KernelsPlan
-from phalanx.planning.plan import Plan
+from phalanx.planning.plan import Plan, quantized_base
 
 ON = "on"
 EXPERTS, TP = "experts", "tp"  # uses of shared memory; the others are the axes over which buckets are sharded
@@ -40,6 +44,7 @@ NO_GRAPHS_ROWS = (
     "the experts' plain products count their rows on the host: train.cuda_graphs=on runs experts between graphs"
 )
 NO_GRAPHS_SIZES = "layout.dispatch=alltoall: the host waits for sizes; train.cuda_graphs=on runs experts between graphs"
+SLOWER = "the reference is many operators, with memory in between"
 DRIVER = Path("/proc/driver/nvidia/version")
 
 
@@ -50,6 +55,7 @@ class LocalFacts:
     memory       bytes of its GPU; None on a CPU
     triton       whether Triton kernels run
     no_optional_kernels    ops whose kernels from optional packages do not run on its GPU
+    wrong        ops with a kernel that is not used on its GPU because it differs from the reference there, and how
     """
 
     device: str = "CPU"
@@ -60,6 +66,7 @@ class LocalFacts:
     nccl: str = ""
     driver: str = ""
     opened: dict[str, str] = field(default_factory=dict)
+    wrong: dict[str, str] = field(default_factory=dict)
 
     @property
     def on_gpu(self) -> bool:
@@ -78,8 +85,9 @@ class Agreed:
     warnings: tuple[str, ...] = ()
 
 
-def look(device: torch.device, opened: dict[str, str]) -> LocalFacts:
-    """The facts of this rank."""
+def look(device: torch.device, opened: dict[str, str], plan: Plan) -> LocalFacts:
+    """The facts of this rank. The first time on a kind of GPU, the kernels that the plan may use are compared with
+    their references (phalanx.ops.proof)."""
     if device.type != "cuda":
         return LocalFacts(opened=opened)
     version: Any = torch.cuda.nccl.version() if torch.version.hip is None else ()
@@ -92,7 +100,32 @@ def look(device: torch.device, opened: dict[str, str]) -> LocalFacts:
         nccl=".".join(map(str, version)),
         driver=driver_version(),
         opened=opened,
+        wrong={} if plan.kernels.mode == "plain" else refused(used_ops(plan), device, compute_dtype(plan)),
     )
+
+
+def compute_dtype(plan: Plan) -> torch.dtype:
+    return precision(plan.run.train.precision).compute
+
+
+def used_ops(plan: Plan) -> list[Op]:
+    """The ops that training by this plan may call. Those of generation are compared when they are first called."""
+    run, found = plan.run, list[Op]()
+    optimizers = {o.op for o in optimizers_of(run.optim) if isinstance(o, FusedOptimizer | MatrixOptimizer)}
+    blocks = (block for segment in plan.blocks_of(Coords()).values() for block in segment)
+    scans = any(p.spec.role == "conv" for block in blocks for p in block.parameters())
+    quantized = run.train.fp8 is not None or quantized_base(run) is not None
+    for op in table():
+        wanted = not op.is_plain(plan.kernels.plain_ops) and not op.definition.startswith("phalanx.ops.attention.paged")
+        for room, used in (
+            ("experts", run.model.routed_experts > 0),
+            ("quantized", quantized),
+            ("optimizer", op.name in optimizers),
+            ("scan", scans),
+        ):
+            wanted &= used or not op.definition.startswith(f"phalanx.ops.{room}.")
+        found += [op] if wanted else []
+    return found
 
 
 def driver_version() -> str:
@@ -111,15 +144,50 @@ def collect(world: Axis, mine: LocalFacts) -> list[LocalFacts]:
 def decide(plan: Plan, everyone: Sequence[LocalFacts]) -> Agreed:
     """The plan for these ranks. ConfigError if the config insists on something that some of them lack."""
     memory = {name: outcome(name, everyone) for name in sorted({name for facts in everyone for name in facts.opened})}
-    refused = [p for name, said in memory.items() if (p := insisted(plan, name, said)) is not None]
-    if refused:
-        raise ConfigError(refused)
+    problems = [p for name, said in memory.items() if (p := insisted(plan, name, said)) is not None]
+    if problems:
+        raise ConfigError(problems)
     pushes = plan.run.model.routed_experts and plan.experts.dispatch == "push"
     if pushes and plan.run.layout.dispatch == "auto" and memory.get(EXPERTS) != ON:
         plan = plan.by_all_to_all()
     plan = replace(plan, kernels=agreed_kernels(plan.kernels, everyone))
+    wrong = wrong_kernels(everyone)
+    if wrong and plan.kernels.mode in ("triton", "optional"):
+        raise ConfigError([insisted_kernels(plan, wrong)])
+    plain = tuple(dict.fromkeys((*plan.kernels.plain_ops, *(name for op in wrong for name in names_of(op)))))
+    plan = replace(plan, kernels=replace(plan.kernels, plain_ops=plain))
     graphs = why_no_graphs(plan, everyone) or ON if plan.run.train.cuda_graphs != "off" else ""
-    return Agreed(plan, memory, graphs, tuple(differences(everyone)))
+    return Agreed(plan, memory, graphs, (*differences(everyone), *wrong.values()))
+
+
+def wrong_kernels(everyone: Sequence[LocalFacts]) -> dict[str, str]:
+    """A line for each op with a kernel that is wrong on any rank: it runs its reference on all of them."""
+    lines = dict[str, str]()
+    for op in dict.fromkeys(name for facts in everyone for name in facts.wrong):
+        ranks = [rank for rank, facts in enumerate(everyone) if op in facts.wrong]
+        where = "" if len(ranks) == len(everyone) else f" ({ranks_text(ranks)})"
+        costs = "; ".join(made.cost for made in find_op(op).implementations if made.checked and made.cost)
+        lines[op] = (
+            f"op {op} runs its reference, since its kernel differs from it on this GPU{where} "
+            f"({everyone[ranks[0]].wrong[op]}); it costs time: {costs or SLOWER}"
+        )
+    return lines
+
+
+def insisted_kernels(plan: Plan, wrong: dict[str, str]) -> Problem:
+    """The problem of a config that insists on kernels of which some are wrong here."""
+    rule = f"insists on kernels that fail the comparison with their reference on this GPU: {', '.join(wrong)}"
+    return Problem("train.kernels", plan.run.train.kernels, rule, dict(wrong), ("auto", "plain"))
+
+
+def find_op(name: str) -> Op:
+    found: Op = find(SEAM, name, Op)
+    return found
+
+
+def names_of(op: str) -> tuple[str, ...]:
+    """The names in train.plain_ops with which it runs its reference."""
+    return find_op(op).switches or (op,)
 
 
 def outcome(name: str, everyone: Sequence[LocalFacts]) -> str:

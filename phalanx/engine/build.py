@@ -40,7 +40,7 @@ from phalanx.ops.quantized.base_bucket import BaseMatrix
 from phalanx.ops.quantized.base_weights import BASE_DECODE
 from phalanx.optim.optimizer import optimizers_of
 from phalanx.optim.scaler import LossScaler
-from phalanx.optim.sharded import ShardedOptimizer, moment_dtype
+from phalanx.optim.sharded import TOGETHER, ShardedOptimizer, moment_dtype
 from phalanx.pipeline.execute import Stages
 from phalanx.pipeline.graphs import Eager, Graphs
 from phalanx.pipeline.segments import Cuda
@@ -85,8 +85,9 @@ def build(plan: Plan, mesh: Mesh) -> State:
     homes = plan.matrices[mesh.at.pp]
     if homes:
         mesh.prepare_stage()
+    optimizers = optimizers_of(plan.run.optim)
     for updater, matrices in homes.items():
-        model.buffers.make_home(updater, matrices)
+        model.buffers.make_home(updater, matrices, optimizers[updater].cost)
     optimizer = sharded_optimizer(plan, model.buffers, mesh)
     scales = precision(train.precision).loss_scaling
     scaler = LossScaler(
@@ -125,7 +126,7 @@ def build_model(plan: Plan, mesh: Mesh) -> Model:
     blocks = plan.blocks_of(mesh.at, mesh.model)
     buckets, params = plan.buckets_of(blocks)
     opened = open_memory(plan, mesh, buckets)
-    agreed = decide(plan, collect(mesh.world, look(mesh.device, opened)))
+    agreed = decide(plan, collect(mesh.world, look(mesh.device, opened, plan)))
     close_memory(agreed, mesh, opened)
     before, plan = plan, agreed.plan
     if plan.ops != before.ops:
@@ -186,7 +187,8 @@ def sharded_optimizer(plan: Plan, buffers: Buffers, mesh: Mesh) -> ShardedOptimi
         for number, each in enumerate(optimizers_of(plan.run.optim))
     ]
     choices = plan.ops
-    return ShardedOptimizer(made, mesh.device, lambda op: choices.by_config(find(SEAM, op, Op)))
+    most = 0 if plan.run.train.deterministic else TOGETHER  # bits of a matrix would depend on those beside it
+    return ShardedOptimizer(made, mesh.device, lambda op: choices.by_config(find(SEAM, op, Op)), most)
 
 
 def fp8_state(plan: Plan, buffers: Buffers, params: list[Parameter], device: torch.device) -> Fp8State | None:
@@ -400,6 +402,13 @@ def fill(out: Tensor, piece: Piece, seed: int) -> None:
         fill_uniform_(out, piece.init.bound, piece.shape, piece.box.start, seed, piece.name)
     elif piece.init.kind == "sinusoids":
         out.copy_(sinusoids(*piece.shape)[piece.box.slices()])
+    elif piece.init.kind == "log_count":
+        out.copy_(torch.arange(piece.box.start[0] + 1, piece.box.stop[0] + 1, dtype=torch.float64).log())
+    elif piece.init.kind == "time_step":
+        fill_uniform_(out, 1.0, piece.shape, piece.box.start, seed, piece.name)
+        low, high = math.log(piece.init.low), math.log(piece.init.high)
+        step = torch.exp(low + (high - low) * (out + 1) / 2).clamp(min=piece.init.floor)
+        out.copy_(step + torch.log(-torch.expm1(-step)))  # the inverse of softplus
     else:
         out.fill_(1.0 if piece.init.kind == "ones" else 0.0)
 

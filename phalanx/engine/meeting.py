@@ -1,8 +1,8 @@
 """What ranks compare as soon as they have met: one config, one program, the same data. If they differ, no rank trains.
 
 A path stands for its contents: token files, a tokenizer or weights may have different names on different machines. What
-only rank 0 uses (`log`, `model_source`) or decides (`dir`) is not compared. Everything is text: nothing sent by another
-process is unpickled.
+only rank 0 uses (`log`, `model_source`) or decides (`dir`), or a launcher reads (`cluster`), is not compared.
+Everything is text: nothing sent by another process is unpickled.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ from phalanx.nn.objective import make_objective
 from phalanx.planning.plan import grid_of
 from phalanx.text.tokenizers import load_tokenizer
 
-NOT_COMPARED = ("dir", "log", "model_source")
+NOT_COMPARED = ("dir", "log", "model_source", "cluster")
 UNSET = "unset"
 SAMPLES, SAMPLE = 16, 2**12  # of a large file: pieces, and bytes of each
 SMALL = 2**20  # bytes of a file that is read whole

@@ -149,6 +149,8 @@ def end_step(state: State, tokens: Tensor, stop: bool, apply: Callable[[Tensor, 
     """As `update`. apply: called with (skip, factor of the gradients), both (), updates masters; None: they were
     updated in backward."""
     state.before_update()
+    if apply is not None:
+        state.optimizer.begin()
     buffers, scaler, clip = state.buffers, state.scaler, state.plan.run.optim.clip_grad
     norm = (buffers.grad_norm() if state.in_backward is None else state.in_backward.norm) / scaler.scale
     totals = reduce_step_totals(state.model, stop)

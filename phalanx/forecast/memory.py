@@ -42,8 +42,8 @@ from phalanx.nn.objective import EmbeddingObjective
 from phalanx.nn.recompute import Recompute
 from phalanx.nn.run_block import run_block
 from phalanx.ops.quantized.quantizer import WeightQuantizer
-from phalanx.optim.optimizer import optimizers_of
-from phalanx.optim.sharded import master_bytes, state_bytes
+from phalanx.optim.optimizer import MatrixOptimizer, optimizers_of
+from phalanx.optim.sharded import TOGETHER, master_bytes, state_bytes
 from phalanx.planning.blocks import BlockFacts
 from phalanx.planning.plan import Plan
 from phalanx.schedule.actions import (
@@ -66,9 +66,7 @@ from phalanx.sequence.shard import SequenceShard
 from phalanx.sequence.streams import HIDDEN, Border, Streams, check_shapes, hidden, pack, unpack
 from phalanx.sequence.units import meta_units
 
-MATRIX_COPIES = (
-    3  # of a matrix, that an update of whole matrices needs at once besides copies of master, gradient and state
-)
+MATRIX_COPIES = 4  # of matrices, that an update of them needs at once besides copies of master, gradient and state
 # Not our tensors: the CUDA context, buffers of NCCL and cuBLAS, what the allocator cannot reuse.
 TEXT_TOKENS = 32  # of a text on average, for objectives over embeddings
 OVERHEAD = 2 * 2**30
@@ -425,14 +423,17 @@ def message_bytes(plan: Plan) -> dict[Value, int]:
 def home_bytes(plan: Plan, pp: int, kind: Precision) -> dict[str, int]:
     """Bytes of whole matrices at their homes (data_parallel.homes), on the rank with the most of them: masters and
     moments, which stay; update: gradients in transit and at home, weights in transit, and working copies of the largest
-    matrix."""
+    matrix, or of as many as are updated together."""
     found, states = {"masters": 0, "moments": 0, "update": 0}, state_bytes(plan.run.optim, kind.master.itemsize)
     wide, ranks = kind.master.itemsize, plan.grid.stage
     for updater, matrices in plan.matrices[pp].items():
-        homes = homes_of(matrices, ranks)
+        optimizer = optimizers_of(plan.run.optim)[updater]
+        homes = homes_of(matrices, ranks, optimizer.cost)
         loads = [home_bucket([m for m, home in zip(matrices, homes) if home == rank]).numel for rank in range(ranks)]
-        copies = 2 + 2 * len(optimizers_of(plan.run.optim)[updater].state) + MATRIX_COPIES
+        copies = 2 + 2 * len(optimizer.state) + MATRIX_COPIES
         largest = max((prod(m.shape) for m in matrices), default=0)
+        if isinstance(optimizer, MatrixOptimizer):
+            largest = max(largest, min(max(loads), TOGETHER))
         found["masters"] += max(loads) * wide
         found["moments"] += round(max(loads) * states[updater])
         found["update"] = max(found["update"], 3 * max(loads) * wide, (max(loads) + copies * largest) * wide)

@@ -33,6 +33,8 @@ from phalanx.inference.memory import (
     LayerGroup,
     MemoryLimits,
     give_memory,
+    give_states,
+    keeping,
     layer_groups,
     no_room,
     pages_that_fit,
@@ -40,6 +42,7 @@ from phalanx.inference.memory import (
     room_for_pages,
     row_bytes,
     sequence_bytes,
+    state_bytes,
     windows_of,
 )
 from phalanx.inference.pages import GroupSpec
@@ -193,6 +196,10 @@ class Messages:
 
 def check_pages(model: InferenceModel, pages: str) -> None:
     """ConfigError for pages that would give other logits than training's forward, where they are to be the same."""
+    config = model.plan.run.model
+    if pages == "fp8" and not config.attends:
+        rule = "must be that of the model: no layer has attention, and states are not stored in FP8"
+        raise ConfigError([Problem("pages", pages, rule, {"model.family": config.family}, ("model",))])
     if model.batch_invariant and pages == "fp8":
         rule = "must be that of the model with train.batch_invariant, whose logits are those of training's forward"
         raise ConfigError([Problem("pages", pages, rule, {"train.batch_invariant": True}, ("model",))])
@@ -200,12 +207,24 @@ def check_pages(model: InferenceModel, pages: str) -> None:
 
 def check_drafts(model: InferenceModel, drafts: Drafts | None) -> None:
     """ConfigError for drafts that the model does not make here."""
+    if drafts is not None and model.plan.run.model.scans:
+        rule = "must not be made for a model whose layers keep a state: a refused draft cannot be taken out of it"
+        kind = "mtp" if isinstance(drafts, MtpSpec) else f"ngram:{drafts.tokens}"
+        raise ConfigError([Problem("drafts", kind, rule, {"model.family": model.plan.run.model.family})])
     if not isinstance(drafts, MtpSpec):
         return
     check_modules(model.plan, drafts, "drafts")
     if model.trains:
         rule = "must not be made by a model that trains: its samples are few"
         raise ConfigError([Problem("drafts", "mtp", rule, {}, ("ngram:4",))])
+
+
+def check_states(asked: int, fit: int, nbytes: int) -> None:
+    """ConfigError, on all ranks alike, if there is no room for the states of all sequences at once."""
+    if fit < asked:
+        rule = "must have room for the state of each sequence that is generated at once"
+        because = {"bytes of a state": size_text(nbytes)}
+        raise ConfigError([Problem("sequences", asked, rule, because, (fit,) if fit else ())])
 
 
 class Engine:
@@ -241,6 +260,7 @@ class Engine:
             late=mesh.pp.size - 1 + options.steps_late,
             in_flight=mesh.pp.size,
             further=self._depths,
+            prefixes=not model.plan.run.model.scans,
         )
         self.scheduler = Scheduler(spec)
         self.runner = Runner(model, self.limits, len(self.groups), options.drafts)
@@ -268,18 +288,23 @@ class Engine:
         layers = remembering(self.model.blocks, self._depths)
         dtype = FP8 if options.pages == "fp8" else self.model.dtype
         groups = layer_groups(layers, windows_of(plan, self._depths), dtype, limits.own_page_size)
-        gib = options.memory_gib
+        gib, states = options.memory_gib, keeping(self.model.blocks)
+        of_states = state_bytes(states, self.model.dtype)
         if gib is None:
             draws, drafts = self.model.draws, options.drafts
             drafted = drafts.room(plan, draws) if isinstance(drafts, MtpSpec) else NO_DRAFTS
-            kept = row_bytes(limits, plan.run.model.vocab_size if draws else 0, drafted)
+            kept = row_bytes(limits, plan.run.model.vocab_size if draws else 0, drafted, of_states)
             free = room_for_pages(mesh.device, mesh.world.size) - kept
         else:
-            free = gib * 2**30
-        fit = torch.tensor(pages_that_fit(groups, limits, int(free)), device=mesh.world.device)
-        pages = mesh.world.all_reduce(fit, op="min").wait().tolist()
+            free = gib * 2**30 - (limits.most_sequences + 1) * of_states
+        whole = int(free) + (limits.most_sequences + 1) * of_states
+        sequences = limits.most_sequences if free >= 0 or not of_states else max(0, whole // of_states - 1)
+        fit = torch.tensor([*pages_that_fit(groups, limits, int(free)), sequences], device=mesh.world.device)
+        *pages, sequences = mesh.world.all_reduce(fit, op="min").wait().tolist()
+        check_states(limits.most_sequences, sequences, of_states)
         self._check_room(options, groups, pages, int(free))
         give_memory(layers, groups, pages, limits.own_page_size, dtype, mesh)
+        give_states(states, limits, self.model.dtype, mesh)
         return tuple(GroupSpec(group.window, count) for group, count in zip(groups, pages))
 
     def _check_room(

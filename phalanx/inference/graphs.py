@@ -23,7 +23,7 @@ from phalanx.inference.own_tokens import own_batch, own_slots
 from phalanx.inference.scheduler import DRAFTED, SAMPLED, Step
 from phalanx.pipeline.segments import uncollected
 from phalanx.sequence.batch import Batch
-from phalanx.sequence.paged import PagedSequences, PagedSpans
+from phalanx.sequence.paged import NO_SLOT, PagedSequences, PagedSpans, StateSpans
 
 ALIGNED = 32  # above so many sequences there is a graph for each multiple
 MOST_TOKENS = 2048  # of a step with pieces of prompts; beyond, the device is busy for longer than the host
@@ -204,7 +204,10 @@ def step_batch(
         for g in range(layout.groups)
     )
     slots = tuple(own_slots(found[f"slots{g}"].long(), cp) for g in range(layout.groups))
-    paged = PagedSequences(spans, slots, found["ends"].long(), limits.length)
+    # of layers that keep a state: a row's is in the slot after its number, and padding is written to the first
+    own = torch.where(found["real"] > 0, found["owners"] + 1, NO_SLOT).long()
+    states = None if layout.pieces else StateSpans(own, found["positions"] == 0)
+    paged = PagedSequences(spans, slots, found["ends"].long(), limits.length, states)
     return own_batch(ids, found["positions"].long(), found["real"].long(), paged, cp)
 
 
@@ -223,7 +226,7 @@ class StepGraphs:
     ):
         """drafts: of a sequence in a step, at most."""
         self._model, self._limits, self._groups, self._rows, self._drafts = model, limits, groups, rows, drafts
-        self._adapters = adapters
+        self._adapters, self._keeps = adapters, model.plan.run.model.scans  # where its state goes on, the host says
         ranks = model.mesh.grid.tp * model.mesh.cp.size
         self.usable = model.capturable
         self._sizes = graph_sizes(limits.most_sequences, ranks)
@@ -238,7 +241,7 @@ class StepGraphs:
         pieces = len(step.tokens) > len(step) or not step.samples.all()
         if not pieces:
             sequences = tokens = next(size for size in self._sizes if size >= len(step))
-        elif len(step.tokens) <= self._token_sizes[-1]:
+        elif len(step.tokens) <= self._token_sizes[-1] and not self._keeps:
             sequences = next(size for size in self._few_and_all if size >= len(step))
             tokens = next(size for size in self._token_sizes if size >= len(step.tokens))
         else:
@@ -261,7 +264,8 @@ class StepGraphs:
         if not self.usable:
             return
         layouts = [self._layout(size, size, False) for size in self._sizes]
-        layouts += [self._layout(few, size, True) for few in set(self._few_and_all) for size in self._token_sizes]
+        few_and_all = () if self._keeps else set(self._few_and_all)
+        layouts += [self._layout(few, size, True) for few in few_and_all for size in self._token_sizes]
         for layout in sorted(layouts, key=lambda layout: (layout.tokens, layout.sequences), reverse=True):
             self._graph(layout)
 

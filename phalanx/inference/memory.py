@@ -178,12 +178,30 @@ class DraftRoom:
 NO_DRAFTS = DraftRoom()
 
 
-def row_bytes(limits: MemoryLimits, vocabulary: int, drafts: DraftRoom = NO_DRAFTS) -> int:
-    """Bytes that an engine keeps on a rank beside pages: the last token of each sequence, its drafts, and where tokens
-    are drawn, counts of those of the vocabulary for penalties (if one asks for them)."""
+def row_bytes(limits: MemoryLimits, vocabulary: int, drafts: DraftRoom = NO_DRAFTS, states: int = 0) -> int:
+    """Bytes that an engine keeps on a rank beside pages: the last token of each sequence, its drafts, the `states` of
+    recurrent layers (bytes of one sequence, and room for one that nobody has), and where tokens are drawn, counts of
+    those of the vocabulary for penalties (if one asks for them)."""
     token = torch.int64.itemsize
     each = token * (1 + drafts.tokens) + vocabulary * COUNT_BYTES + drafts.states
-    return limits.most_sequences * each
+    return limits.most_sequences * each + (limits.most_sequences + 1) * states
+
+
+def keeping(blocks: Sequence[Block]) -> list[Module]:
+    """The layers of these blocks that keep a state of each sequence."""
+    return [layer for block in blocks for layer in block.keeping()]
+
+
+def state_bytes(layers: Sequence[Module], dtype: torch.dtype) -> int:
+    """Bytes of the states of one sequence in these layers, of a model of this dtype."""
+    return sum(layer.keeps.sequence_bytes(dtype) for layer in layers if layer.keeps is not None)
+
+
+def give_states(layers: Sequence[Module], limits: MemoryLimits, dtype: torch.dtype, mesh: Mesh) -> None:
+    """Allocate the states of these layers: a slot for each sequence, after the one that nobody has (NO_SLOT)."""
+    for layer in layers:
+        if layer.keeps is not None:
+            layer.states = layer.keeps.allocate(1 + limits.most_sequences, dtype, mesh.device, mesh.cp)
 
 
 def give_memory(
@@ -203,11 +221,11 @@ def give_memory(
 
 
 def forget_memory(blocks: Sequence[Block]) -> None:
-    """Free the pages of these blocks' layers."""
+    """Free the pages and states of these blocks' layers."""
     for block in blocks:
         for module in block.modules():
             if isinstance(module, Module):
-                module.memory = None
+                module.memory = module.states = None
 
 
 def room_for_pages(device: torch.device, ranks: int) -> float:

@@ -18,6 +18,7 @@ import numpy as np
 
 from phalanx.sequence.paged import NO_PAGE
 
+NO_BOUND = 1 << 62
 DIGEST = 16  # bytes of a page's key: two of 2**40 pages have one with a probability of 2**-49
 
 
@@ -165,8 +166,8 @@ class PageTables:
         self._leaves = {g: np.full(rows, page_size + window - 1, np.int64) for g, window in self._windows}
 
     def available(self) -> int:
-        """Pages without users in the group that has fewest."""
-        return min(pool.available for pool in self.pools)
+        """Pages without users in the group that has fewest; no bound if there are no groups."""
+        return min((pool.available for pool in self.pools), default=NO_BOUND)
 
     def extend(self, row: int, pages: int) -> None:
         """So many more pages for a row in every group. IndexError if they are not available."""

@@ -41,7 +41,7 @@ from phalanx.inference.sampler import (
 from phalanx.inference.scheduler import NO_TOKEN, LiveSequence, Step
 from phalanx.inference.scores import ScoredPrompt
 from phalanx.sequence.batch import Batch
-from phalanx.sequence.paged import PagedSequences, PagedSpans
+from phalanx.sequence.paged import PagedSequences, PagedSpans, StateSpans
 
 
 @dataclass(frozen=True)
@@ -446,7 +446,11 @@ class Runner:
             for table in step.tables
         )
         slots = tuple(own_slots(filled(slots), cp) for slots in step.slots)
-        paged = PagedSequences(spans, slots, self._to_device(ends), self.limits.length)
+        states = None
+        if self.model.plan.run.model.scans:  # a row's state is in the slot after its number
+            states = StateSpans.of((step.rows + 1).tolist(), step.starts.tolist(), step.firsts.tolist())
+            states = states.to(self.mesh.device)
+        paged = PagedSequences(spans, slots, self._to_device(ends), self.limits.length, states)
         real = None if here == tokens else filled(np.ones(here, np.int64))
         return own_batch(ids, filled(step.positions), real, paged, cp)
 

@@ -56,6 +56,8 @@ class SchedulerSpec:
     late            tokens of a step are observed after so many more are scheduled; at most in_flight
     in_flight       steps that are computed at once (pipeline stages): a sequence whose last token has not been observed
                     is in each in_flight-th step at most, and of those who decode each step has its part
+    prefixes        a sequence may begin with pages that another one has filled; not where layers keep a state, which is
+                    remembered at a sequence's last token alone
     further         tokens after a page on which what is remembered in it hangs too (multi-token prediction): a prefix
                     is known by them, and known when the last of them is
     """
@@ -68,6 +70,7 @@ class SchedulerSpec:
     late: int = 1
     in_flight: int = 1
     further: int = 0
+    prefixes: bool = True
 
     def __post_init__(self) -> None:
         if not 0 <= self.late <= self.in_flight:
@@ -440,7 +443,7 @@ class Scheduler:
         before = before if sequence.scored_from is None else min(before, sequence.scored_from - 1)
         before = min(before, max(0, len(sequence.tokens) - self.spec.further))
         keys = self._keys(sequence, before // self.spec.page_size)
-        keys = keys[: self.pages.longest_prefix(keys)]
+        keys = keys[: self.pages.longest_prefix(keys)] if self.spec.prefixes else []
         if not alone and not self._has_room(sequence, keys):
             self._blocked = (sequence.number, available)
             return False

@@ -25,6 +25,7 @@ from phalanx.inference.memory import (
     DraftRoom,
     LayerGroup,
     MemoryLimits,
+    keeping,
     layer_groups,
     longest_that_fits,
     most_that,
@@ -33,6 +34,7 @@ from phalanx.inference.memory import (
     remembering,
     row_bytes,
     sequence_bytes,
+    state_bytes,
     windows_of,
 )
 from phalanx.inference.predictor import MtpSpec, check_modules, rounds
@@ -56,6 +58,7 @@ class RankServing:
     experts      bytes of experts, of which a step reads those that its tokens choose
     groups       of layers that remember alike, with their bytes
     token_bytes  of each group, of a token in all its layers here; of ranks that share a sequence (cp), each one's part
+    states       bytes of the states of one sequence, in layers that keep one
     vocabulary   tokens that it counts for penalties; 0: it draws none
     drafts       what it keeps of each sequence for drafts
     """
@@ -67,15 +70,18 @@ class RankServing:
     token_bytes: tuple[int, ...]
     vocabulary: int
     drafts: DraftRoom = NO_DRAFTS
+    states: int = 0
 
     def pages(self, num_pages: Sequence[int]) -> int:
         """Bytes of so many pages of each group."""
         return sum(count * group.page_bytes for count, group in zip(num_pages, self.groups))
 
     def read(self, length: int) -> int:
-        """Bytes that a token of a sequence of this length reads of it."""
+        """Bytes that a token of a sequence of this length moves of it: what it reads, and states, which it writes
+        too."""
         windows = (group.window or length for group in self.groups)
-        return sum(nbytes * min(length, window) for nbytes, window in zip(self.token_bytes, windows))
+        pages = sum(nbytes * min(length, window) for nbytes, window in zip(self.token_bytes, windows))
+        return pages + 2 * self.states
 
 
 @dataclass(frozen=True)
@@ -151,7 +157,9 @@ class ServingPlan:
 
 def room_on(rank: RankServing, memory: float, limits: MemoryLimits) -> int:
     """Bytes for pages on a device with so many bytes: as inference.memory.room_for_pages finds them there."""
-    return int(GPU_SHARE * (memory - OVERHEAD - rank.weights)) - row_bytes(limits, rank.vocabulary, rank.drafts)
+    return int(GPU_SHARE * (memory - OVERHEAD - rank.weights)) - row_bytes(
+        limits, rank.vocabulary, rank.drafts, rank.states
+    )
 
 
 def _rank_serving(plan: Plan, pp: int, limits: MemoryLimits, dtype: torch.dtype, drafts: MtpSpec | None) -> RankServing:
@@ -175,6 +183,7 @@ def _rank_serving(plan: Plan, pp: int, limits: MemoryLimits, dtype: torch.dtype,
         tuple(-(-sum(spec.token_bytes(dtype) for spec in of_window[window]) // limits.cp) for window in windows),
         plan.run.model.vocab_size if draws else 0,
         NO_DRAFTS if drafts is None else drafts.room(plan, draws),
+        state_bytes(keeping(blocks), compute.compute),
     )
 
 
@@ -211,15 +220,16 @@ def serving_text(serving: ServingPlan, devices: Sequence[Device]) -> str:
     fullest = max(serving.ranks, key=lambda rank: rank.weights)
     most = max(sequence_bytes(rank.groups, serving.limits) for rank in serving.ranks)
     each = max(row_bytes(serving.with_sequences(1), rank.vocabulary, rank.drafts) for rank in serving.ranks)
-    model = plan.run.model
+    states = max(rank.states for rank in serving.ranks)
+    model, pages = plan.run.model, f"{length:,} tokens: {size_text(most)} of keys and values on the fullest rank"
     rows = {
         "model": f"{model.family}: {model.num_hidden_layers} layers, width {model.hidden_size:,}, vocabulary "
         f"{model.vocab_size:,}",
         "ranks": f"{plan.grid.world:,} = {plan.grid.text}",
         "precision": f"{plan.run.train.precision}, keys and values in {str(serving.dtype).removeprefix('torch.')}",
         "weights": f"{size_text(fullest.weights)} on the fullest rank",
-        "a sequence": f"{length:,} tokens: {size_text(most)} of keys and values on the fullest rank"
-        + windows_text(serving),
+        **({"a sequence": pages + windows_text(serving)} if most else {}),
+        **({"states": f"{size_text(states)} for each sequence, however long it is"} if states else {}),
         "beside it": f"{size_text(each)} for each sequence: its last token, and counts of tokens for penalties",
     }
     if serving.drafts is not None:
@@ -247,6 +257,12 @@ def drafts_text(serving: ServingPlan, drafts: MtpSpec) -> str:
     )
 
 
+def remembered_text(rank: RankServing) -> str:
+    """What is remembered of a sequence, in words."""
+    kinds = ["keys and values"] if rank.token_bytes else []
+    return " and ".join([*kinds, *(["states"] if rank.states else [])])
+
+
 def windows_text(serving: ServingPlan) -> str:
     found = [group.window for group in serving.ranks[0].groups if group.window is not None]
     return f"; layers with a window remember {', '.join(f'{w:,}' for w in found)} tokens" if found else ""
@@ -265,11 +281,11 @@ def arithmetic(serving: ServingPlan, devices: Sequence[Device]) -> str:
     remembered_bytes = group * rank.read(serving.limits.length)
     stages = f", in each of {pp} stages" if pp > 1 else ""
     replicas = f" x {dp} replicas" if dp > 1 else ""
+    milliseconds = count / serving.tokens_per_s(count, device.bandwidth) * dp * 1e3
     return (
         f"{device.name}: a step reads {size_text(whole - remembered_bytes)} of weights and {group:,} x "
-        f"{size_text(rank.read(serving.limits.length))} of keys and values at {device.bandwidth / 1e12:.2f} TB/s"
-        f"{stages}: {count / serving.tokens_per_s(count, device.bandwidth) * dp * 1e3:.3g} ms for {count:,} "
-        f"tokens{replicas}"
+        f"{size_text(rank.read(serving.limits.length))} of {remembered_text(rank)} at "
+        f"{device.bandwidth / 1e12:.2f} TB/s{stages}: {milliseconds:.3g} ms for {count:,} tokens{replicas}"
     )
 
 

@@ -20,10 +20,12 @@ from functools import partial
 from pathlib import Path
 from types import FrameType
 from typing import Any, TextIO
+from urllib.parse import parse_qs, urlsplit
 
 from phalanx.base.errors import PeerLost, PhalanxError, Preempted
 from phalanx.base.log import describe
-from phalanx.base.placement import MEETING, RANKS, SECRET, Word
+from phalanx.base.placement import MEETING, RANKS, SECRET, Placement, Word
+from phalanx.launch.environment import allowed_cpus, bind
 from phalanx.launch.network import LOOPBACK, stay_inside
 from phalanx.launch.outcome import CAUSES, Ended, RankFailed, read_outcomes, signal_name, verdict
 from phalanx.observe.failures import Taken, note_end, taken
@@ -35,15 +37,25 @@ BY_LAUNCHER = (
     -signal.SIGKILL,
     128 + signal.SIGTERM,
 )  # exit statuses of ranks that the launcher told to end
+NODE = "node.json"  # what ranks of several machines need to know of their own
 SAME_S = 1.0  # signals this close together count as one request
 
 
-def start(target: str, arguments: Mapping[str, Any], ranks: int, logs: str | Path | None = None) -> None:
+def start(
+    target: str,
+    arguments: Mapping[str, Any],
+    ranks: int,
+    logs: str | Path | None = None,
+    node: Placement | None = None,
+    cpus: tuple[frozenset[int], ...] | None = None,
+) -> None:
     """Call `target` (`package.module:function`) as `function(placement, **arguments)` in `ranks` new processes and wait
     for them.
 
     arguments  plain values (they travel as JSON)
     logs       a folder for each rank's output; None: all write where this process writes
+    node       where these ranks are in a world of several machines, of which each starts its own (`starts`)
+    cpus       of each rank of such a node; None: all
 
     Raises RankFailed with the exit code of the rank that failed first. SIGTERM, SIGINT, SIGUSR1 and SIGHUP are passed
     on as SIGTERM, and the ranks are waited for. A second signal kills them: Ctrl-C at once, others only if they come a
@@ -52,15 +64,20 @@ def start(target: str, arguments: Mapping[str, Any], ranks: int, logs: str | Pat
     with tempfile.TemporaryDirectory(prefix="phalanx-") as name:
         folder = Path(name)
         (folder / "arguments.json").write_text(json.dumps(dict(arguments)), encoding="utf-8")
+        if node is not None:
+            (folder / NODE).write_text(json.dumps({"refused": node.refused}), encoding="utf-8")
+        world = LocalRanks(0, ranks, ranks)
+        if node is not None:
+            world = LocalRanks(node.rank, ranks, node.world_size, cpus)
         with forwarded_signals(folder) as stops:
-            ended = _run(folder, target, ranks, None if logs is None else Path(logs))
+            ended = _run(folder, target, world, None if logs is None else Path(logs), node)
         if stops.at_once:
             name = "Ctrl-C" if stops.at_once == signal.SIGINT else signal.Signals(stops.at_once).name
             failed: RankFailed | None = RankFailed(
                 f"stopped at once by a second {name}; the last step is not saved", 128 + stops.at_once
             )
         else:
-            failed = verdict(ranks, read_outcomes(folder), ended)
+            failed = verdict(world.size, read_outcomes(folder), ended)
         if failed is not None:
             _note_end(folder, failed)
             raise failed
@@ -94,29 +111,67 @@ class SingleRank(Word):
             note_end(self._run, type(error).__name__, describe(error), self._began)
 
 
-def _run(folder: Path, target: str, ranks: int, logs: Path | None) -> list[Ended]:
-    """Start the ranks, serve the store where they meet, and wait for them. Returns how each ended, in order of time."""
-    listener = socket.create_server((LOOPBACK, 0), backlog=1024)
-    words = [
-        "-u",
-        "-m",
-        "phalanx.launch.worker",
-        str(folder),
-        target,
-        f"{MEETING}{LOOPBACK}:{listener.getsockname()[1]}/{RANKS}",
-    ]
-    with Ranks(folder, ranks, words, logs) as started:
-        from phalanx.comm.meeting import say_died, serve  # imports torch, as the ranks do meanwhile
+@dataclass(frozen=True)
+class LocalRanks:
+    """The ranks that this machine starts: `count` from number `first`, of `size` in the whole world. cpus: of each;
+    None: all."""
 
+    first: int
+    count: int
+    size: int
+    cpus: tuple[frozenset[int], ...] | None = None
+
+    @property
+    def numbers(self) -> range:
+        return range(self.first, self.first + self.count)
+
+
+def _run(folder: Path, target: str, world: LocalRanks, logs: Path | None, node: Placement | None) -> list[Ended]:
+    """Start the ranks, serve the store where they meet unless another machine does, and wait for them. Returns how each
+    ended, in order of time."""
+    listener = _listener(world, node)
+    if node is None or world.count == world.size:
+        host, port = LOOPBACK, listener.getsockname()[1] if listener else 0
+    else:
+        parts = urlsplit(node.init_method)
+        host, port = parts.hostname or "", parts.port or 0
+    words = ["-u", "-m", "phalanx.launch.worker", str(folder), target, f"{MEETING}{host}:{port}/{RANKS}"]
+    with Ranks(folder, world, words, logs) as started:
+        from phalanx.comm.meeting import say_died, say_died_there, serve  # imports torch, as the ranks do meanwhile
+
+        if listener is None:
+            started.died = partial(say_died_there, (host, port), started.secret)
+            return started.wait()
         store = serve(listener)
         started.died = partial(say_died, store, started.secret)
         return started.wait()
 
 
-def rank_environment(before: Mapping[str, str], ranks: int) -> dict[str, str]:
-    """What ranks inherit: this process's environment, their world, a secret for this run, loopback as their network,
-    few threads each."""
-    threads = str(max(1, (os.cpu_count() or 1) // ranks))
+def _listener(world: LocalRanks, node: Placement | None) -> socket.socket | None:
+    """Where the store is to be served: at a free port of loopback for ranks of one machine, at the agreed one of the
+    first machine of several, and None on the others. PeerLost if it cannot listen there."""
+    if node is None or world.count == world.size:
+        return socket.create_server((LOOPBACK, 0), backlog=1024)
+    if world.first:
+        return None
+    parts = urlsplit(node.init_method)
+    address = parse_qs(parts.query)["listen"][0]
+    try:
+        kind = socket.AF_INET6 if ":" in address else socket.AF_INET
+        return socket.create_server((address, parts.port or 0), family=kind, backlog=1024)
+    except OSError as error:
+        raise PeerLost(
+            f"the first node cannot listen at {address}:{parts.port}, where the others are to meet it: {error}"
+        ) from error
+
+
+def rank_environment(before: Mapping[str, str], ranks: int, world: int | None = None) -> dict[str, str]:
+    """What ranks inherit: this process's environment, their world, few threads each. world: how many ranks there are on
+    all machines.
+
+    Ranks of one machine also get a secret for this run, and loopback as their network.
+    """
+    threads = str(max(1, len(allowed_cpus()) // ranks))
     # the package is found even where it is not installed and the ranks' folder is another
     path = os.pathsep.join(filter(None, (str(Path(__file__).parents[2]), before.get("PYTHONPATH"))))
     env = {
@@ -124,11 +179,12 @@ def rank_environment(before: Mapping[str, str], ranks: int) -> dict[str, str]:
         "CUDA_DEVICE_MAX_CONNECTIONS": "32",  # why: comm.mesh.many_queues
         **before,
         "PYTHONPATH": path,
-        "WORLD_SIZE": str(ranks),
+        "WORLD_SIZE": str(world or ranks),
         "LOCAL_WORLD_SIZE": str(ranks),
-        SECRET: secrets.token_hex(32),
     }
-    stay_inside(env)
+    if world in (None, ranks):
+        env[SECRET] = secrets.token_hex(32)
+        stay_inside(env)
     return env
 
 
@@ -138,24 +194,24 @@ class Ranks:
     logs: a folder for the output of each; None: the same as this process's
     """
 
-    def __init__(self, folder: Path, count: int, words: list[str], logs: Path | None):
-        self.folder, self._words, self._logs, self._count = folder, words, logs, count
-        self._env = rank_environment(os.environ, count)
+    def __init__(self, folder: Path, world: LocalRanks, words: list[str], logs: Path | None):
+        self.folder, self._words, self._logs, self._world = folder, words, logs, world
+        self._env = rank_environment(os.environ, world.count, world.size)
         # called for each rank that was killed by a signal not sent from here
         self.died: Callable[[int, str], None] = lambda rank, why: None
-        self._processes: list[subprocess.Popen[bytes]] = []
+        self._processes: dict[int, subprocess.Popen[bytes]] = {}
         self._over: queue.SimpleQueue[tuple[int, int, float]] = queue.SimpleQueue()
         self._reported: set[int] = set()  # to end, by this launcher, because another one failed
         self._deadlines: dict[int, float] = {}  # of those, until they are killed
 
     @property
     def secret(self) -> str:
-        return self._env[SECRET]
+        return self._env.get(SECRET, "")
 
     def __enter__(self) -> Ranks:
         try:
-            for rank in range(self._count):
-                self._processes.append(self._start(rank))
+            for rank in self._world.numbers:
+                self._processes[rank] = self._start(rank)
                 threading.Thread(target=self._watch, args=(rank,), daemon=True, name=f"rank-{rank}").start()
         except BaseException:
             self._kill_all()
@@ -166,13 +222,15 @@ class Ranks:
         self._kill_all()
 
     def _start(self, rank: int) -> subprocess.Popen[bytes]:
-        env = {**self._env, "RANK": str(rank), "LOCAL_RANK": str(rank)}
+        env = {**self._env, "RANK": str(rank), "LOCAL_RANK": str(rank - self._world.first)}
         with contextlib.ExitStack() as opened:
             out, err = (opened.enter_context(file) if file else None for file in self._files(rank))
             # a session of its own: Ctrl-C in the terminal comes to this process alone, which passes it on
-            return subprocess.Popen(
+            process = subprocess.Popen(
                 [sys.executable, *self._words], env=env, stdout=out, stderr=err, start_new_session=True
             )
+        bind(process.pid, self._world.cpus, rank - self._world.first)
+        return process
 
     def _files(self, rank: int) -> tuple[TextIO | None, TextIO | None]:
         if self._logs is None:
@@ -188,7 +246,7 @@ class Ranks:
     def wait(self) -> list[Ended]:
         """Wait until all have ended. When one fails, the others are asked to end, and killed if they do not."""
         ended: list[Ended] = []
-        while len(ended) < self._count:
+        while len(ended) < self._world.count:
             left = min(self._deadlines.values(), default=None)
             try:
                 rank, status, when = self._over.get(timeout=None if left is None else max(0.0, left - time.monotonic()))
@@ -206,7 +264,7 @@ class Ranks:
 
     def _end_others(self, ended: set[int]) -> None:
         (self.folder / "stop").touch()
-        for rank in range(self._count):
+        for rank in self._world.numbers:
             if rank in ended:
                 continue
             self._reported.add(rank)
@@ -228,7 +286,7 @@ class Ranks:
             os.killpg(self._processes[rank].pid, signal.SIGKILL)
 
     def _kill_all(self) -> None:
-        for rank, process in enumerate(self._processes):
+        for rank, process in self._processes.items():
             if process.poll() is None:
                 self._kill(rank)
 

@@ -44,7 +44,7 @@ def settle(placement: Placement, env: MutableMapping[str, str]) -> Placement:
         return placement
     host = urlsplit(placement.init_method).hostname or env.get("MASTER_ADDR", "")
     served_here = placement.init_method.startswith("tcp://")  # by rank 0; else torchrun's agent does
-    if on_one_host(placement.world_size, host, env):
+    if placement.starts == placement.world_size or on_one_host(placement.world_size, host, env):
         stay_inside(env)
         port = urlsplit(placement.init_method).port
         return replace(placement, init_method=f"tcp://{LOOPBACK}:{port}") if served_here else placement

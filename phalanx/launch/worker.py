@@ -15,7 +15,7 @@ import time
 import traceback
 from collections.abc import Callable
 from contextlib import suppress
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from pathlib import Path
 from types import FrameType
 from typing import Any, NoReturn
@@ -25,6 +25,7 @@ from phalanx.base.log import describe, flush_quietly, refusal
 from phalanx.base.placement import SECRET, Placement, Word
 from phalanx.launch.bus import BusErrors
 from phalanx.launch.early import NOTHING_TO_SAVE, STOPS, deaf
+from phalanx.launch.ends import ends_at
 from phalanx.launch.outcome import Outcome
 from phalanx.observe.failures import taken
 
@@ -38,7 +39,13 @@ def main(folder: str, target: str, meeting: str) -> None:
         follow_parent()
         world = int(os.environ["WORLD_SIZE"])
         secret = os.environ.pop(SECRET, "")  # processes started by this rank need not have it
-        placement = Placement(word.rank, word.rank, world, meeting if world > 1 else "", secret, word)
+        local_rank, local_size = int(os.environ["LOCAL_RANK"]), int(os.environ["LOCAL_WORLD_SIZE"])
+        node = Path(folder) / "node.json"
+        more = json.loads(node.read_text(encoding="utf-8")) if node.exists() else {}
+        placement = Placement(
+            word.rank, local_rank, world, meeting if world > 1 else "", secret, word, local_size, **more
+        )
+        placement = replace(placement, ends_at=ends_at(os.environ))
         arguments = json.loads((Path(folder) / "arguments.json").read_text(encoding="utf-8"))
         with BusErrors(word.failed):
             find(target)(placement, **arguments)

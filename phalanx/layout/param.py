@@ -21,12 +21,17 @@ ROLES: tuple[Role, ...] = get_args(Role)
 
 @dataclass(frozen=True)
 class Init:
-    """Initial values of a global tensor: normal(0, std), uniform in [-bound, bound), zeros, ones, or sinusoids of a
-    row's number: sines of falling frequencies, then their cosines (Vaswani et al., 2017)."""
+    """Initial values of a global tensor: normal(0, std); uniform in [-bound, bound); zeros; ones; sinusoids of a row's
+    number: sines of falling frequencies, then their cosines (Vaswani et al., 2017); log_count, the logarithm of each
+    element's number, counted from 1; or time_step, of which softplus is log-uniform from low to high and at least
+    `floor` (Gu & Dao, "Mamba", 2023)."""
 
-    kind: Literal["normal", "uniform", "zeros", "ones", "sinusoids"]
+    kind: Literal["normal", "uniform", "zeros", "ones", "sinusoids", "log_count", "time_step"]
     std: float = 0.0
     bound: float = 0.0
+    low: float = 0.0
+    high: float = 0.0
+    floor: float = 0.0
 
 
 @dataclass(frozen=True)
@@ -35,6 +40,16 @@ class Replica:
 
     axis: AxisName | Literal["etp"]
     members: tuple[int, ...]
+
+
+@dataclass(frozen=True)
+class MatrixOutputs:
+    """`count` outputs of a linear that belong to one matrix of a global tensor which holds several, such as queries of
+    a fused q, k and v. heads: whether they are those of one head of attention."""
+
+    matrix: str
+    count: int
+    heads: bool = False
 
 
 @dataclass(frozen=True)
@@ -47,6 +62,8 @@ class Piece:
     transposed    the last two dims of the storage are those of the global tensor, swapped
     init, decay   initial values; whether weight decay applies
     replicas      other ranks that hold it (besides those of ParamSpec.summed_over, which always do)
+    outputs       to which matrices its outputs belong, for optimizers of matrices: a pattern that repeats. None: all to
+                  one
     """
 
     name: str
@@ -57,6 +74,7 @@ class Piece:
     decay: bool = True
     transposed: bool = False
     replicas: tuple[Replica, ...] = ()
+    outputs: tuple[MatrixOutputs, ...] = ()
 
     def of(self, storage: Any) -> Any:
         """This piece of its storage (anything indexed like a tensor), in global orientation."""
@@ -79,6 +97,22 @@ class Piece:
 
 
 @dataclass(frozen=True)
+class LogicalMatrix:
+    """A matrix as mathematics knows it, in a global tensor that may hold several: queries of a fused q, k and v.
+
+    dim     of the tensor's last two: 0 if its rows are outputs, 1 if its columns are
+    ranges  (start, stop, step) of its outputs, in order
+    shape   (outputs, inputs)
+    head    outputs of a head of attention; 0: it has no heads
+    """
+
+    dim: int
+    ranges: tuple[tuple[int, int, int], ...]
+    shape: tuple[int, int]
+    head: int = 0
+
+
+@dataclass(frozen=True)
 class ParamSpec:
     """The storage of one parameter on one rank: its shape and the pieces in it. Elements outside all pieces are padding
     (zero).
@@ -91,6 +125,7 @@ class ParamSpec:
     coded         whether its weights are stored as FP8 values of their masters
     base_format   of frozen weights that are stored as quantized values (lora.base): the name of the format
     role          its role for optimizers; a weight has one role on all ranks (a tied head is an embedding)
+    logical       of a whole matrix (layout.homes): the matrices in it
     """
 
     shape: tuple[int, ...]
@@ -102,6 +137,7 @@ class ParamSpec:
     coded: bool = False
     base_format: str | None = None
     role: Role = "linear"
+    logical: tuple[LogicalMatrix, ...] = ()
 
     @property
     def learns(self) -> bool:

@@ -5,7 +5,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, ClassVar
 
 from phalanx.base.errors import Problem
 from phalanx.base.rules import multiples, problem
@@ -28,9 +28,29 @@ class ModelConfig:
         tie_word_embeddings: bool
         initializer_range: float
 
+    heads_field: ClassVar[str] = "num_attention_heads"
+    """The field that says how many heads there are, of attention or of a scan."""
+    kv_heads_field: ClassVar[str] = "num_key_value_heads"
+    """The field that says how many of these share what they read: key-value heads, or groups of a scan."""
+
+    @property
+    def taps(self) -> int:
+        """Tokens that the convolutions before scans read, the token itself included; 0: no layer has a scan."""
+        return 0
+
+    @property
+    def scans(self) -> bool:
+        """Whether layers hand a state on from token to token."""
+        return self.taps > 0
+
+    @property
+    def attends(self) -> bool:
+        """Whether layers have attention."""
+        return True
+
     @property
     def kv_heads(self) -> int:
-        """Key and value heads that attention uses."""
+        """Key and value heads that attention uses, or groups of a scan."""
         return self.num_attention_heads
 
     @property

@@ -12,7 +12,7 @@ from phalanx.models.family import Family
 from phalanx.models.model_config import ModelConfig
 
 SEAM = "family"
-# the names by which facts about a model are read; every `model` section has them
+# the names by which facts about a model are read; every `model` section has them, as fields or as properties
 FIELDS = {
     "family": "str",
     "vocab_size": "int",
@@ -58,7 +58,7 @@ def _check(family: Family, name: str) -> None:
     config = family.config
     if not (isinstance(config, type) and issubclass(config, ModelConfig) and is_dataclass(config)):
         raise NotFound(f"is no Family: its config, {config!r}, must be a dataclass derived from ModelConfig")
-    there = {f.name for f in fields(config)}
+    there = {f.name for f in fields(config)} | {n for n in FIELDS if isinstance(getattr(config, n, None), property)}
     lacking = [f"{field}: {kind}" for field, kind in FIELDS.items() if field not in there]
     if lacking:
         raise NotFound(f"is no Family: its config {config.__name__} has no {', no '.join(lacking)}")

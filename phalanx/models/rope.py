@@ -308,10 +308,10 @@ def check_rope_values(config: RopeScaling, dim: int) -> list[Problem]:
             problem(at, config, "original_max_position_embeddings", "must be > 1 (its logarithm divides)", {}, (4096,))
         )
     low, high = config.low_freq_factor, config.high_freq_factor
-    if not found and low is not None and high is not None and high <= low:
+    if not found and low is not None and high is not None and high < low:
         found.append(
             problem(
-                at, config, "high_freq_factor", "must be > low_freq_factor", {f"{at}.low_freq_factor": low}, (4 * low,)
+                at, config, "high_freq_factor", "must be >= low_freq_factor", {f"{at}.low_freq_factor": low}, (4 * low,)
             )
         )
     if not found and config.beta_fast < config.beta_slow:

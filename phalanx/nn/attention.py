@@ -10,7 +10,7 @@ from typing import Literal
 import torch
 from torch import Tensor
 
-from phalanx.layout.param import Init, Replica
+from phalanx.layout.param import Init, MatrixOutputs, Replica
 from phalanx.nn.env import Env
 from phalanx.nn.linear import ColumnLinear, RowLinear
 from phalanx.nn.memory import PageSpec
@@ -213,13 +213,22 @@ class Attention(Module):
         if fused and spec.fused_by == "head":
             places = [3 * head + i for i in range(3) for head in range(own.q0, own.q1)]
             return [
-                OutputRows(names[0], sum(sizes), at * self.head_dim, (at + 1) * self.head_dim, own.replicas)
+                OutputRows(
+                    names[0],
+                    sum(sizes),
+                    at * self.head_dim,
+                    (at + 1) * self.head_dim,
+                    own.replicas,
+                    outputs=(MatrixOutputs("qkv"[at % 3], self.head_dim, heads=True),),
+                )
                 for at in places
             ]
         for i, (first, last, replicas) in enumerate([(own.q0, own.q1, ()), *both]):
             base = sum(sizes[:i]) if fused else 0
             size = sum(sizes) if fused else sizes[i]
-            rows.append(OutputRows(names[i], size, base + first * self.head_dim, base + last * self.head_dim, replicas))
+            heads = (MatrixOutputs("qkv"[i], self.head_dim, heads=True),)
+            at = base + first * self.head_dim, base + last * self.head_dim
+            rows.append(OutputRows(names[i], size, *at, replicas, outputs=heads))
         return rows
 
     def forward(self, x: Tensor, batch: Batch) -> Tensor:

@@ -7,7 +7,7 @@ from collections.abc import Callable
 
 from torch import Tensor
 
-from phalanx.layout.param import Init
+from phalanx.layout.param import Init, MatrixOutputs
 from phalanx.nn.attention import AttentionSpec, Heads, attention_plan
 from phalanx.nn.env import Env
 from phalanx.nn.linear import ColumnLinear, RowLinear
@@ -45,10 +45,11 @@ class CrossAttention(Module):
         init_out = init if spec.std_out is None else Init("normal", spec.std_out)
         first, last = own.q0 * head_dim, own.q1 * head_dim
         init_q = None if spec.std_q is None else Init("normal", spec.std_q)
-        queries = [OutputRows(spec.names[0], heads * head_dim, first, last, init=init_q)]
+        one_head = (MatrixOutputs("", head_dim, heads=True),)
+        queries = [OutputRows(spec.names[0], heads * head_dim, first, last, init=init_q, outputs=one_head)]
         keys = (spec.kv_heads * head_dim, own.k0 * head_dim, own.k1 * head_dim, own.replicas)
         self.q = ColumnLinear(env, queries, spec.width, init, transposed=transposed, bias=spec.biased)
-        rows = [OutputRows(name, *keys) for name in spec.names[1:3]]
+        rows = [OutputRows(name, *keys, outputs=one_head) for name in spec.names[1:3]]
         self.kv = ColumnLinear(env, rows, spec.width, init, transposed=transposed, bias=spec.biased)
         self.out = RowLinear(
             env,

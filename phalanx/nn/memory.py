@@ -1,5 +1,6 @@
 """What a layer remembers of a sequence while it is generated: said by the layer as a pure value, from which bytes and
-allocation follow, and kept in pages that all sequences share."""
+allocation follow. Attention remembers tokens, in pages that all sequences share; a recurrence remembers a state of each
+sequence."""
 
 from __future__ import annotations
 
@@ -14,7 +15,8 @@ from phalanx.ops.attention.paged import FP8, Pages, paged_attention_parts, store
 from phalanx.ops.attention.paged_context import gather_tokens, join_over
 from phalanx.ops.attention.prompts import attend_sequences
 from phalanx.ops.op import Kernels
-from phalanx.sequence.paged import PagedSequences
+from phalanx.sequence.batch import Batch
+from phalanx.sequence.paged import PagedSequences, StateSpans
 
 
 @dataclass(frozen=True)
@@ -85,3 +87,61 @@ class LayerMemory:
         alone = replace(learned, sinks=None)
         out, lse = paged_attention_parts(q, self.pages, spans, replace(kind, sinks=False), alone, kernels)
         return join_over(out, lse, learned.sinks, self.cp)
+
+
+@dataclass(frozen=True)
+class StateSpec:
+    """What a recurrent layer remembers of each sequence, on this rank.
+
+    heads     whose states have `width` x `state` numbers
+    channels  of the convolution before it, which reads `taps` tokens
+    """
+
+    heads: int
+    width: int
+    state: int
+    channels: int
+    taps: int
+
+    def sequence_bytes(self, dtype: torch.dtype) -> int:
+        """Bytes of one sequence of a model of this dtype."""
+        states = self.heads * self.width * self.state * wide_dtype(dtype).itemsize
+        return states + (self.taps - 1) * self.channels * dtype.itemsize
+
+    def allocate(self, slots: int, dtype: torch.dtype, device: torch.device | str, cp: Axis) -> LayerStates:
+        """Zeros."""
+        shape = (slots, self.heads, self.width, self.state)
+        tokens = torch.zeros(slots, self.taps - 1, self.channels, dtype=dtype, device=device)
+        return LayerStates(torch.zeros(shape, dtype=wide_dtype(dtype), device=device), tokens, cp)
+
+
+def wide_dtype(dtype: torch.dtype) -> torch.dtype:
+    """Of states: sums over many tokens."""
+    return torch.float64 if dtype == torch.float64 else torch.float32
+
+
+@dataclass(frozen=True)
+class LayerStates:
+    """The states of one layer on this rank.
+
+    states  (slots, heads, width, state)
+    tokens  (slots, taps - 1, channels): the inputs of the convolution that came last
+    cp      the ranks that share the tokens of a step; each keeps all states
+    """
+
+    states: Tensor
+    tokens: Tensor
+    cp: Axis
+
+    def spans_of(self, batch: Batch) -> StateSpans:
+        if batch.paged is None or batch.paged.states is None:
+            raise RuntimeError("a layer that remembers states is given a batch that does not say whose they are")
+        return batch.paged.states
+
+    def all_tokens(self, x: Tensor) -> Tensor:
+        """(T / cp, ...) -> (T, ...) of all tokens of the step."""
+        return x if self.cp.size == 1 else self.cp.all_gather(x).wait()
+
+    def own_tokens(self, x: Tensor) -> Tensor:
+        """The inverse."""
+        return self.cp.own_rows(x)

@@ -15,7 +15,7 @@ from functools import cached_property, partial
 import torch
 from torch import Tensor
 
-from phalanx.layout.param import Init
+from phalanx.layout.param import Init, MatrixOutputs
 from phalanx.nn.attention import attention_plan, supported, whole_only
 from phalanx.nn.env import Env
 from phalanx.nn.linear import ColumnLinear, ReplicatedLinear, RowLinear
@@ -95,10 +95,12 @@ class LatentAttention(Module):
             heads * s.query,
             first * s.query,
             last * s.query,
+            outputs=(MatrixOutputs("q", s.query, heads=True),),
         )
         self.q_up = ColumnLinear(env, [q_up], s.q_rank or width, init)
         each = s.nope + s.value
-        kv_up = OutputRows(f"{at}.kv_b_proj.weight", heads * each, first * each, last * each)
+        both = (MatrixOutputs("k", s.nope, heads=True), MatrixOutputs("v", s.value, heads=True))
+        kv_up = OutputRows(f"{at}.kv_b_proj.weight", heads * each, first * each, last * each, outputs=both)
         self.kv_up = ColumnLinear(env, [kv_up], s.kv_rank, init)
         values = first * s.value, last * s.value
         self.out = RowLinear(env, f"{at}.o_proj.weight", width, heads * s.value, values, init)

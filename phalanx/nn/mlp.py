@@ -8,14 +8,16 @@ from typing import Any
 
 from torch import Tensor
 
-from phalanx.layout.param import Init
+from phalanx.layout.param import Init, MatrixOutputs
 from phalanx.nn.env import Env
 from phalanx.nn.linear import ColumnLinear, Linear, RowLinear
 from phalanx.nn.module import Module, OutputRows
-from phalanx.ops.dense.activation import GATED, gelu, gelu_by_formula, quick_gelu, swiglu
+from phalanx.ops.dense.activation import GATED, gelu, gelu_by_formula, quick_gelu, relu2, swiglu
 from phalanx.ops.dense.gate import EXACT_GEGLU, GEGLU, SWIGLU
 from phalanx.ops.dense.gated_mlp import MLP, gated_mlp
 from phalanx.sequence.batch import Batch
+
+OTHER_ACTIVATIONS = {"quick_gelu": quick_gelu, "relu2": relu2}
 
 
 def run_mlp(mlp: Module, make: Callable[[Tensor], Tensor], x: Tensor, *linears: Linear) -> Tensor:
@@ -41,7 +43,7 @@ class SwiGLU(Module):
         a, b = env.cut(inner)
         rows, init = [OutputRows(name, inner, a, b) for name in names[:2]], Init("normal", std)
         if names[0] == names[1]:
-            rows = [OutputRows(names[0], 2 * inner, first + a, first + b) for first in (0, inner)]
+            rows = fused_rows(names[0], inner, (a, b), ("gate", "up"))
         self.gate_up = ColumnLinear(env, rows, width, init, bias=bias)
         self.down = RowLinear(env, names[2], width, inner, (a, b), init, bias=bias)
         self.num_weights = 3 * width * inner
@@ -78,6 +80,14 @@ class SwiGLU(Module):
         return 2.0 * self.num_weights
 
 
+def fused_rows(name: str, inner: int, at: tuple[int, int], matrices: tuple[str, str]) -> list[OutputRows]:
+    """Outputs at[0]..at[1] of both matrices of `inner` outputs that one global matrix holds, one after the other."""
+    return [
+        OutputRows(name, 2 * inner, first + at[0], first + at[1], outputs=(MatrixOutputs(matrix, inner),))
+        for first, matrix in zip((0, inner), matrices)
+    ]
+
+
 class GeGLU(SwiGLU):
     """The same with GELU in its tanh form."""
 
@@ -85,9 +95,9 @@ class GeGLU(SwiGLU):
 
 
 class GeluMLP(Module):
-    """project(gelu(expand x)), with biases.
+    """project(gelu(expand x)).
 
-    activation   gelu_new (the tanh form), gelu (exact) or quick_gelu (CLIP's)
+    activation   gelu_new (the tanh form), gelu (exact), quick_gelu (CLIP's) or relu2, the square of ReLU
     transposed   matrices are stored as (inputs, outputs) in checkpoints (GPT-2's Conv1D)
     """
 
@@ -101,18 +111,19 @@ class GeluMLP(Module):
         std_out: float,
         activation: str = "gelu_new",
         transposed: bool = True,
+        bias: bool = True,
     ):
         super().__init__(env)
         a, b = env.cut(inner)
         rows = [OutputRows(f"{names[0]}.weight", inner, a, b)]
-        how: Any = {"transposed": transposed, "bias": True}
+        how: Any = {"transposed": transposed, "bias": bias}
         self.expand = ColumnLinear(env, rows, width, Init("normal", std), **how)
         self.project = RowLinear(env, f"{names[1]}.weight", width, inner, (a, b), Init("normal", std_out), **how)
         self.activation = activation
         self.num_weights = 2 * width * inner
 
-    def forward(self, x: Tensor) -> Tensor:
-        """x (T / tp, D) -> (T / tp, D)."""
+    def forward(self, x: Tensor, batch: Batch | None = None) -> Tensor:
+        """x (T / tp, D) -> (T / tp, D); the batch is not used."""
         return run_mlp(self, self._of_rows, x, self.expand, self.project)
 
     def _of_rows(self, x: Tensor) -> Tensor:
@@ -120,8 +131,8 @@ class GeluMLP(Module):
         return self.project(self.env.recompute.op("activation", self._activated, expanded))
 
     def _activated(self, x: Tensor) -> Tensor:
-        if self.activation == "quick_gelu":
-            return quick_gelu(x)
+        if self.activation in OTHER_ACTIVATIONS:
+            return OTHER_ACTIVATIONS[self.activation](x)
         activate = gelu_by_formula if self.env.ops.batch_invariant else gelu
         return activate(x, self.activation == "gelu")
 
@@ -153,7 +164,7 @@ class FusedGeGLU(Module):
     def __init__(self, env: Env, spec: FusedGeGLUSpec):
         super().__init__(env)
         (fused, out), inner, (a, b) = spec.names, spec.inner, env.cut(spec.inner)
-        rows = [OutputRows(fused, 2 * inner, first + a, first + b) for first in (0, inner)]
+        rows = fused_rows(fused, inner, (a, b), ("input", "gate"))
         self.gate_up = ColumnLinear(env, rows, spec.width, Init("normal", spec.std), bias=spec.bias)
         self.down = RowLinear(env, out, spec.width, inner, (a, b), Init("normal", spec.std_out), bias=spec.bias)
         self.gate, self.num_weights = EXACT_GEGLU if spec.exact else GEGLU, 3 * spec.width * inner

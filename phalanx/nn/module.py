@@ -11,9 +11,9 @@ import torch
 from torch import Tensor, nn
 
 from phalanx.layout.box import Box
-from phalanx.layout.param import Init, ParamSpec, Piece, Replica, Role
+from phalanx.layout.param import Init, MatrixOutputs, ParamSpec, Piece, Replica, Role
 from phalanx.nn.env import Env
-from phalanx.nn.memory import LayerMemory, PageSpec
+from phalanx.nn.memory import LayerMemory, LayerStates, PageSpec, StateSpec
 from phalanx.nn.parameter import Parameter
 from phalanx.sequence.batch import TEXT, Batch
 from phalanx.sequence.streams import Border, Streams
@@ -31,6 +31,8 @@ class Module(nn.Module):
     first_in_memory: tuple[str, ...] = ()
     remembers: PageSpec | None = None
     """What it remembers of each token of a sequence that goes on (generation)."""
+    keeps: StateSpec | None = None
+    """What it remembers of a whole sequence that goes on, however long."""
     whole_only: str | None = None
     """Why it takes whole sequences alone; None: they may go on."""
 
@@ -38,6 +40,7 @@ class Module(nn.Module):
         super().__init__()
         self.env = env
         self.memory: LayerMemory | None = None
+        self.states: LayerStates | None = None
 
     def param(self, spec: ParamSpec) -> Parameter:
         spec = replace(spec, frozen=spec.frozen or self.env.freezes(spec))
@@ -92,6 +95,13 @@ def own_memory(module: Module) -> LayerMemory:
     return module.memory
 
 
+def own_states(module: Module) -> LayerStates:
+    """The states of sequences that go on."""
+    if module.states is None:
+        raise RuntimeError(f"{type(module).__name__} is given sequences that go on, and has no states of them")
+    return module.states
+
+
 def _reordered(found: dict[str, nn.Parameter], path: str, first: tuple[str, ...]) -> dict[str, nn.Parameter]:
     """The same, with the parameters of the module at `path` that are named `first` before its others."""
     at = f"{path}." if path else ""
@@ -122,6 +132,10 @@ class Block(Module):
         """The modules in it that remember something while sequences go on, in the order of the model."""
         return [m for m in self.modules() if isinstance(m, Module) and m.remembers is not None]
 
+    def keeping(self) -> list[Module]:
+        """The modules in it that keep a state of each sequence that goes on."""
+        return [m for m in self.modules() if isinstance(m, Module) and m.keeps is not None]
+
     def drafting(self, depths: int) -> list[Module]:
         """The same of modules that only draft tokens: of the first so many depths of multi-token prediction."""
         return []
@@ -139,7 +153,7 @@ class Block(Module):
 @dataclass(frozen=True)
 class OutputRows:
     """A slice of output features of one global matrix: `start..stop` of `size`, also held by `replicas`. `init`: its
-    initial values, if they differ from those of the other matrices."""
+    initial values, if they differ from those of the other matrices. `outputs`: as in Piece."""
 
     name: str
     size: int
@@ -147,6 +161,7 @@ class OutputRows:
     stop: int
     replicas: tuple[Replica, ...] = ()
     init: Init | None = None
+    outputs: tuple[MatrixOutputs, ...] = ()
 
 
 def column_spec(rows: list[OutputRows], inputs: int, init: Init, transposed: bool = False) -> ParamSpec:
@@ -158,11 +173,8 @@ def column_spec(rows: list[OutputRows], inputs: int, init: Init, transposed: boo
         shape, box = (r.size, inputs), Box((r.start, 0), (r.stop, inputs))
         if transposed:
             shape, box = (inputs, r.size), Box((0, r.start), (inputs, r.stop))
-        pieces.append(
-            Piece(
-                r.name, shape, box, (slice(at, at + n), slice(0, inputs)), r.init or init, True, transposed, r.replicas
-            )
-        )
+        local = (slice(at, at + n), slice(0, inputs))
+        pieces.append(Piece(r.name, shape, box, local, r.init or init, True, transposed, r.replicas, r.outputs))
         at += n
     return ParamSpec((at, inputs), tuple(pieces))
 

@@ -18,7 +18,7 @@ from torch import Tensor
 from torch.autograd import Function
 
 from phalanx.layout.box import Box, cut
-from phalanx.layout.param import Init, ParamSpec, Piece
+from phalanx.layout.param import Init, MatrixOutputs, ParamSpec, Piece
 from phalanx.nn.env import Env
 from phalanx.nn.linear import GroupedLinear, UnadaptedGroupedLinear, gradient_of
 from phalanx.nn.linear_method import FusedOp
@@ -140,6 +140,7 @@ class StackedNames:
             Box((e, 0, 2 * a), (f, width, 2 * b)),
             Init("normal", std),
             transposed=True,
+            outputs=(MatrixOutputs("gate", 1), MatrixOutputs("up", 1)),
         )
         down = _box(
             self.down, (count, part.inner, width), Box((e, a, 0), (f, b, width)), Init("normal", std), transposed=True
@@ -198,8 +199,9 @@ class HalvedNames:
                 (slice(0, f - e), slice(row, row + rows), slice(0, width)),
                 init,
                 transposed=True,
+                outputs=(MatrixOutputs(matrix, part.inner),),
             )
-            for first, row in ((0, 0), (part.inner, rows))
+            for matrix, first, row in (("gate", 0, 0), ("up", part.inner, rows))
         ]
         gate_up = ParamSpec((f - e, 2 * rows, width), tuple(halves), summed_over="edp", role="expert")
         down = _box(self.down, (part.count, part.inner, width), Box((e, a, 0), (f, b, width)), init, transposed=True)
@@ -276,10 +278,18 @@ def _stack(
     return ParamSpec((len(experts), rows, columns), tuple(pieces), summed_over="edp", role="expert")
 
 
-def _box(name: str, shape: tuple[int, ...], box: Box, init: Init, transposed: bool = False) -> ParamSpec:
+def _box(
+    name: str,
+    shape: tuple[int, ...],
+    box: Box,
+    init: Init,
+    transposed: bool = False,
+    outputs: tuple[MatrixOutputs, ...] = (),
+) -> ParamSpec:
     """Storage of one box of a tensor that holds all experts. Vectors have no weight decay."""
     stored = (*box.shape[:-2], box.shape[-1], box.shape[-2]) if transposed else box.shape
-    piece = Piece(name, shape, box, Box.full(stored).slices(), init, decay=transposed, transposed=transposed)
+    how: Any = {"decay": transposed, "transposed": transposed, "outputs": outputs}
+    piece = Piece(name, shape, box, Box.full(stored).slices(), init, **how)
     return ParamSpec(stored, (piece,), summed_over="edp", role="expert" if transposed else "bias")
 
 

@@ -34,9 +34,11 @@ from phalanx.sequence.batch import Batch
 
 OPS = {
     "norm": "the outputs of norms",
-    "qkv": "the projections to queries, keys and values (of latent attention, down and up)",
+    "qkv": "the projections to queries, keys and values (of latent attention, down and up), or to what a scan reads",
     "rope": "norms of heads and the rotation: queries and keys as attention reads them",
     "attention": "the softmax over tokens and its output, all between the projections and the output projection",
+    "conv": "the convolution before a scan, with its activation",
+    "scan": "a scan, the states before its chunks and its output",
     "up": "the MLP's first matmul (gate and up; of experts too)",
     "activation": "the MLP's activation (of experts too)",
     "dropout": "masks of dropout outside attention",
@@ -50,7 +52,7 @@ OPS = {
 PRESETS: dict[str, tuple[str, ...]] = {
     "none": (),
     "pointwise": ("norm", "activation"),
-    "selective": ("rope", "attention"),
+    "selective": ("rope", "attention", "conv", "scan"),
     "long": ("layer", "mlp"),
     "full": ("block",),
 }

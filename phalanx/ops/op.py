@@ -20,14 +20,19 @@ An implementation is a module, or a class of one. It is imported when it is firs
 triton. On the CPU they run in Triton's interpreter (TRITON_INTERPRET=1 before the first import), which is how the tests
 compare them with the references. A package of one's own adds an op by `declare`, and an implementation of ours by
 `implement`.
+
+On a GPU a Triton implementation is used only after it gave the reference's outputs and gradients there, in the op's
+small cases (phalanx.ops.proof). One with several tunings is a class that is made with one of them: the first that
+passes. If none does, the next implementation runs, in the end the reference.
 """
 
 from __future__ import annotations
 
 import importlib
 import importlib.metadata
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, replace
 from functools import cache, cached_property
 from importlib.util import find_spec
 from typing import Any, Literal
@@ -37,6 +42,7 @@ from torch import Tensor
 
 from phalanx.base.errors import PhalanxError
 from phalanx.base.registry import find, names, register, registered
+from phalanx.ops import proof
 
 Kernels = Literal["auto", "plain", "triton", "optional", "invariant"]
 """What a caller asks for: a value of train.kernels, or, in a run with train.batch_invariant, `invariant`."""
@@ -86,6 +92,9 @@ class Implementation:
     modes       values of train.kernels under which it is taken where it runs; `invariant`: its rows are batch-invariant
     insisted    values of train.kernels under which it is taken unasked: a config that cannot have it was refused
     cost        what is slower without it, for people
+    tunings     how it can be cut (block sizes, warps, stages), the preferred one first: `source` is then a class that
+                is made with one of them. None: it has one way for each shape
+    checked     whether it is used on a GPU only after it equalled the reference there
     """
 
     name: str
@@ -100,6 +109,8 @@ class Implementation:
     modes: tuple[Kernels, ...] = ("auto", "triton", "optional")
     insisted: tuple[Kernels, ...] = ()
     cost: str = ""
+    tunings: tuple[Any, ...] = ()
+    checked: bool = False
 
     def takes(self, kernels: Kernels, x: Tensor, sizes: tuple[Any, ...], asked: frozenset[str] = NO_FEATURES) -> bool:
         """Whether it is to run on `x`, and has the features that are asked for."""
@@ -147,7 +158,8 @@ def triton(source: str, invariant: bool = False, **fields: Any) -> Implementatio
     package = Package("triton", "triton")
     insisted: tuple[Kernels, ...] = ("triton", "optional")
     modes: tuple[Kernels, ...] = ("auto", "invariant") if invariant else ("auto",)
-    return Implementation("triton", source, "cuda", (8, 0), None, package, modes=modes, insisted=insisted, **fields)
+    fields = {"dtypes": None, "package": package, "modes": modes, "insisted": insisted, "checked": True, **fields}
+    return Implementation("triton", source, "cuda", (8, 0), **fields)
 
 
 def invariant(source: str, device: Literal["cpu", "any"] = "cpu", **fields: Any) -> Implementation:
@@ -267,8 +279,17 @@ class Op:
         """The same, of the implementations that have the features asked for; None: the reference, if it has them."""
         for made in self.candidates:
             if made.takes(kernels, x, sizes, asked):
-                return loaded(self, made.source)
+                found = self.tuned(made, x)
+                if found is not None:
+                    return found
         return None
+
+    def tuned(self, made: Implementation, x: Tensor) -> Any:
+        """An implementation as it is to run on the device of `x`; None: it is wrong there, however it is tuned."""
+        if made.checked and x.is_cuda:
+            number = first_right(self, made, x.device, x.dtype).number
+            return None if number is None else with_tuning(self, made.source, made.tunings[number : number + 1])
+        return with_tuning(self, made.source, made.tunings[:1])
 
     def is_plain(self, plain_ops: Sequence[str]) -> bool:
         """Whether train.plain_ops makes it run its reference."""
@@ -286,6 +307,110 @@ def loaded(op: Op, source: str) -> Any:
     if lacking:
         raise BadImplementation(f"op {op.name}: {source} has no {', no '.join(lacking)}; {op.definition} has them")
     return found
+
+
+@cache
+def with_tuning(op: Op, source: str, tuning: tuple[Any, ...]) -> Any:
+    """The module or class of an implementation; made with a tuning, if there is one."""
+    found = loaded(op, source)
+    return found(*tuning) if tuning else found
+
+
+# ---- whether it is right on this device
+
+
+@contextmanager
+def only(op: Op, *made: Any) -> Iterator[None]:
+    """Inside it an op has these implementations alone; none: its reference."""
+    kept = op.candidates
+    op.__dict__["candidates"] = made
+    try:
+        yield
+    finally:
+        op.__dict__["candidates"] = kept
+
+
+def title(op: Op, made: Implementation, number: int, dtype: torch.dtype) -> str:
+    """Names a tuning of an implementation in messages and in the file of outcomes."""
+    tuning = f" {made.tunings[number]}" if made.tunings else ""
+    return f"{op.name}: {made.name}{tuning}, {str(dtype).removeprefix('torch.')}"
+
+
+@dataclass(frozen=True)
+class Checked:
+    """The number of the first tuning with which an implementation is right on a device, 0 if it has none; None: there
+    is no such, and why the last one is not used."""
+
+    number: int | None
+    why: str = ""
+
+
+@cache
+def first_right(op: Op, made: Implementation, device: torch.device, dtype: torch.dtype) -> Checked:
+    """Tunings are compared with the reference until one is right; what is known from earlier runs is read."""
+    checks, setting = proof.checks(), proof.setting_of(device)
+    known = {} if checks is None else checks.read().get(setting, {})
+    found, new = Checked(None), dict[str, str]()
+    for number in range(max(1, len(made.tunings))):
+        name = title(op, made, number, dtype)
+        if name not in known:
+            new[name] = known[name] = why_wrong(op, made, number, device, dtype)
+        if not known[name]:
+            found = Checked(number)
+            break
+        found = Checked(None, known[name])
+    if new and checks is not None:
+        checks.add(setting, new)
+    return found
+
+
+def refused(ops: Sequence[Op], device: torch.device, dtype: torch.dtype) -> dict[str, str]:
+    """The ops with an implementation that is not used on a GPU because it is wrong there, and why."""
+    found, x = dict[str, str](), torch.empty(0, dtype=dtype, device=device)
+    for op in ops:
+        for made in op.candidates:
+            if made.checked and made.runs_on(x):
+                checked = first_right(op, made, device, dtype)
+                if checked.number is None:
+                    found[op.name] = f"{made.name}: {checked.why}"
+    return found
+
+
+def why_wrong(op: Op, made: Implementation, number: int, device: torch.device, dtype: torch.dtype) -> str:
+    """How an implementation with a tuning differs from the reference on a device, in the op's small cases; "": it does
+    not. dtype: of the call; cases that do not have it are compared in their own."""
+    tuning = made.tunings[number : number + 1]
+    trial = replace(made, checked=False, tunings=tuning)
+    kernels = "triton" if device.type == "cpu" else "auto" if "auto" in made.modes else made.modes[0]
+    for case in (case for case in op.cases if not case.large and made.has(case.asked)):
+        kind = dtype_of(case, dtype)
+        try:
+            with torch.inference_mode(False), torch.enable_grad():
+                with only(op, trial):
+                    found = proof.run_case(case, kind, kernels, device=device)
+                with only(op):
+                    truth = reference_of(case, kind, found, device)
+        except Exception as error:  # raised by compilers, drivers, and code that is not ours
+            return proof.said(error)
+        why = proof.difference(case, found, truth, kind)
+        if why:
+            return why
+    return ""
+
+
+def dtype_of(case: Case, wanted: torch.dtype) -> torch.dtype:
+    """The dtype in which a case is compared: the one that is wanted, or the first of its own. A case that takes fp16
+    takes bf16 too, though Triton's interpreter cannot."""
+    own = case.dtypes or (wanted,)
+    return wanted if wanted in own or (wanted == torch.bfloat16 and torch.float16 in own and not case.exact) else own[0]
+
+
+def reference_of(case: Case, dtype: torch.dtype, found: list[Tensor], device: torch.device) -> list[Tensor]:
+    """What a case's results are: in float64, or on the CPU in the same dtype where they are compared to the bit. The op
+    must have its reference alone."""
+    if case.exact:
+        return proof.run_case(case, dtype, "plain")
+    return proof.run_case(case, dtype, "plain", exact=True, upstream=found[0].dtype, device=device)
 
 
 def declare(op: Op) -> Op:

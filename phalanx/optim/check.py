@@ -63,6 +63,7 @@ SHARED = (
     "warmup_steps",
     "decay_steps",
     "wsd_decay_steps",
+    "restart",
     "fallback",
 )
 """Fields of optim that also apply to its fallback."""

@@ -51,6 +51,9 @@ class OptimConfig:
     lr_scale: dict[str, float] = field(default_factory=dict)
     """Learning-rate factor for parameters whose name matches a glob, such as {"*embed_tokens*": 0.1}; the first match
     counts."""
+    restart: bool = False
+    """Where a checkpoint that the run goes on from is of another optimizer: begin with a state of zero, and count its
+    steps anew, instead of stopping. Later checkpoints have this optimizer's own state, which is then resumed."""
     fallback: OptimConfig | None = None
     """The optimizer of parameters that the one of optim.name does not take, such as norms and embeddings: its name
     (unset: adamw), lr, weight_decay, moments, lr_scale and own fields. lr and weight_decay that are not given are those

@@ -2,9 +2,8 @@
 values, gates and ups, and each expert are matrices of their own. All that is no matrix of a linear goes to
 optim.fallback.
 
-A matrix U S V^T becomes nearly U V^T by odd polynomials a x + b x^3 + c x^5 of its singular values, which products of
-matrices compute. The coefficients are data: five times the same (Jordan), or others in each iteration, each the best
-for what the one before it left (Amsel et al., "The Polar Express", 2025).
+How is in ops.optimizer.orthogonal. The coefficients of the polynomials are data: five times the same (Jordan), or
+others in each iteration, each the best for what the one before it left (Amsel et al., "The Polar Express", 2025).
 
 Torch is not imported here, so that a config can be read without it.
 """
@@ -12,18 +11,22 @@ Torch is not imported here, so that a config can be read without it.
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 from dataclasses import dataclass
 from types import MappingProxyType
 from typing import TYPE_CHECKING, Any, Literal
 
 from phalanx.base.errors import Problem
 from phalanx.base.rules import problem, within
+from phalanx.layout.param import LogicalMatrix, ParamSpec
 from phalanx.ops.optimizer.state import Moment
 from phalanx.optim.config import OptimConfig
-from phalanx.optim.optimizer import Optimizer, WholeMatrix, optimizer
+from phalanx.optim.optimizer import MatrixOptimizer, WholeMatrix, optimizer
 
 if TYPE_CHECKING:  # importing torch takes seconds
     from torch import Tensor
+
+    from phalanx.ops.op import Kernels
 
 Polynomial = tuple[float, float, float]
 
@@ -46,8 +49,9 @@ POLYNOMIALS = MappingProxyType(
         "polar_express": (*((a / SAFETY, b / SAFETY**3, c / SAFETY**5) for a, b, c in EXPRESS[:-1]), EXPRESS[-1]),
     }
 )
-LEAST = 1e-7  # a matrix of zeros is divided by this
 MATCHED = 0.2  # root mean square of AdamW's updates, as Moonlight measured it
+PASSES = 6000.0
+"""FLOPs of matmuls that take as long as the passes over memory for one element, on an H100 in bf16."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -66,24 +70,68 @@ class MuonConfig(OptimConfig):
     about 0.7 and 1.2; polar_express, each the best for what the one before it left."""
     iterations: int = 5
     """Polynomials that are applied."""
+    per_head: bool = False
+    """Queries, keys and values of each head of attention are matrices of their own, instead of those of all heads."""
     products: Literal["bf16", "master"] = "bf16"
-    """Dtype in which the update is orthogonalised: bf16, as is usual, or that of the masters. In fp64 runs it is
-    fp64."""
+    """Dtype in which the update is orthogonalised: bf16, as is usual (fp16 for oblong matrices, which rounds less), or
+    that of the masters. In fp64 runs it is fp64."""
 
 
 @optimizer("muon")
-class Muon(Optimizer):
+class Muon(MatrixOptimizer):
     Config = MuonConfig
-    owns = "matrix"
     roles = ("linear", "expert")
     state = {"momentum": Moment()}
+    op = "symmetric"
 
-    def update(self, p: WholeMatrix) -> None:
-        c = self.config
-        p.momentum.lerp_(p.grad, 1 - c.momentum)
-        direction = p.grad.lerp(p.momentum, c.momentum) if c.nesterov else p.momentum
-        update = orthogonalized(direction, POLYNOMIALS[c.coefficients], c.iterations, c.products)
-        p.master.mul_(1 - p.lr * p.weight_decay).add_(update, alpha=-p.lr * factor_of(p.master, c.adjust))
+    def update_matrices(self, matrices: Sequence[WholeMatrix], kernels: Kernels) -> None:
+        import torch  # start-up time: see above
+
+        c, first = self.config, matrices[0]
+        for p in matrices:
+            p.momentum.lerp_(p.grad, 1 - c.momentum)
+        directions = torch.stack([p.grad.lerp(p.momentum, c.momentum) if c.nesterov else p.momentum for p in matrices])
+        updates = self._updates(directions, first.logical or (whole(first.master.shape),), kernels)
+        for p, update in zip(matrices, updates):
+            p.master.mul_(1 - p.lr * p.weight_decay).add_(update, alpha=-p.lr)
+
+    def _updates(self, directions: Tensor, logical: tuple[LogicalMatrix, ...], kernels: Kernels) -> Tensor:
+        """(B, rows, columns) -> the same orthogonalised and scaled, each logical matrix by itself."""
+        import torch  # start-up time: see above
+
+        from phalanx.ops.optimizer.orthogonal import orthogonalized
+
+        c, updates = self.config, torch.empty_like(directions)
+        polynomials = polynomials_of(c.coefficients, c.iterations)
+        narrow = c.products == "bf16" and directions.dtype != torch.float64
+        for matrix in logical:
+            outputs = directions.mT if matrix.dim else directions
+            found = torch.cat([outputs[:, start:stop:step] for start, stop, step in matrix.ranges], 1)
+            shape = self._shape(matrix)
+            alone = found.reshape(-1, *shape)
+            made = orthogonalized(alone, polynomials, narrow, kernels).mul(factor_of(shape, c.adjust)).view_as(found)
+            into, at = updates.mT if matrix.dim else updates, 0
+            for one in matrix.ranges:
+                count = len(range(*one))
+                into[:, slice(*one)] = made[:, at : at + count]
+                at += count
+        return updates
+
+    def _shape(self, matrix: LogicalMatrix) -> tuple[int, int]:
+        """(outputs, inputs) of what is orthogonalised as one."""
+        outputs, inputs = matrix.shape
+        return (matrix.head if self.config.per_head and matrix.head else outputs, inputs)
+
+    def flops(self, matrix: ParamSpec) -> float:
+        from phalanx.ops.optimizer.orthogonal import flops  # start-up time: it imports torch
+
+        shapes = [(self._shape(each), each.shape[0]) for each in matrix.logical]
+        return sum(
+            outputs // rows * flops(rows, columns, self.config.iterations) for (rows, columns), outputs in shapes
+        )
+
+    def cost(self, matrix: ParamSpec) -> float:
+        return PASSES * math.prod(matrix.shape) + self.flops(matrix)
 
     @classmethod
     def check(cls, config: Any) -> list[Problem]:
@@ -97,26 +145,19 @@ class Muon(Optimizer):
         return found
 
 
-def factor_of(matrix: Tensor, adjust: Literal["match_rms_adamw", "original"]) -> float:
-    """What the learning rate of a matrix is multiplied by."""
-    rows, columns = matrix.shape
+def whole(shape: Sequence[int]) -> LogicalMatrix:
+    """All rows of a matrix of linears, as outputs."""
+    rows, columns = shape
+    return LogicalMatrix(0, ((0, rows, 1),), (rows, columns))
+
+
+def factor_of(shape: Sequence[int], adjust: Literal["match_rms_adamw", "original"]) -> float:
+    """What the learning rate of a matrix (outputs, inputs) is multiplied by."""
+    rows, columns = shape
     return MATCHED * math.sqrt(max(rows, columns)) if adjust == "match_rms_adamw" else math.sqrt(max(1, rows / columns))
 
 
-def orthogonalized(
-    matrix: Tensor, polynomials: tuple[Polynomial, ...], iterations: int, products: Literal["bf16", "master"]
-) -> Tensor:
-    """The matrix with its singular values near 1, in its dtype. The first polynomials are applied once each, the last
-    one until there were so many iterations."""
-    import torch  # start-up time: see above
-
-    narrow = products == "bf16" and matrix.dtype != torch.float64
-    x = matrix.bfloat16() if narrow else matrix
-    tall = x.shape[0] > x.shape[1]
-    x = x.mT if tall else x  # the square of scores is that of the shorter side
-    x = x / x.norm().clamp(min=LEAST)
-    for number in range(iterations):
-        a, b, c = polynomials[min(number, len(polynomials) - 1)]
-        gram = x @ x.mT
-        x = torch.addmm(x, torch.addmm(gram, gram, gram, beta=b, alpha=c), x, beta=a)
-    return (x.mT if tall else x).to(matrix.dtype)
+def polynomials_of(coefficients: str, iterations: int) -> list[Polynomial]:
+    """As many as there are iterations: each is applied once, the last one until the end."""
+    given = POLYNOMIALS[coefficients]
+    return [given[min(number, len(given) - 1)] for number in range(iterations)]

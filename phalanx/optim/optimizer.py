@@ -15,7 +15,8 @@ from phalanx.base import registry
 from phalanx.base.errors import ConfigError, Problem
 from phalanx.base.registry import BUILT_IN, NotFound, find, path_of, registered, registers
 from phalanx.layout.buckets import Updater
-from phalanx.layout.param import ROLES, ParamSpec, Role
+from phalanx.layout.homes import elements
+from phalanx.layout.param import ROLES, LogicalMatrix, ParamSpec, Role
 from phalanx.ops.optimizer.state import Moment
 from phalanx.optim.config import OptimConfig
 
@@ -63,12 +64,18 @@ class ParamRange:
             raise AttributeError(f"a range has no {name}; an optimizer's state is declared in its `state`")
 
 
+@dataclass
 class WholeMatrix(ParamRange):
     """As ParamRange, for one whole global matrix: master, grad and state are (rows, columns), in the orientation of
-    Hugging Face checkpoints (linears: outputs, inputs). A vector, if an optimizer takes any, is (n,)."""
+    Hugging Face checkpoints (linears: outputs, inputs). A vector, if an optimizer takes any, is (n,).
+
+    logical         the matrices in it: queries, keys and values of a fused one; empty for vectors
+    """
+
+    logical: tuple[LogicalMatrix, ...] = ()
 
 
-RANGE_FIELDS = tuple(f.name for f in fields(ParamRange))
+RANGE_FIELDS = tuple(f.name for f in fields(WholeMatrix))
 
 
 @dataclass(frozen=True)
@@ -111,6 +118,32 @@ class Optimizer(ABC):
     def check(cls, config: Any) -> list[Problem]:
         """Problems with the fields of `Config`."""
         return []
+
+    def cost(self, matrix: ParamSpec) -> float:
+        """What the update of a whole matrix costs relative to others: homes (layout.homes) are given equal sums."""
+        return elements(matrix)
+
+
+class MatrixOptimizer(Optimizer):
+    """An optimizer of whole matrices that can update several of one shape at once, with the same result as one by one
+    but for rounding.
+
+    op      the name in train.plain_ops of what its kernels compute
+    """
+
+    owns = "matrix"
+    op: ClassVar[str]
+
+    def update(self, p: WholeMatrix) -> None:
+        self.update_matrices([p], "plain")
+
+    @abstractmethod
+    def update_matrices(self, matrices: Sequence[WholeMatrix], kernels: Kernels) -> None:
+        """As `update`, of matrices that agree in shape, logical matrices, rates and step."""
+
+    @abstractmethod
+    def flops(self, matrix: ParamSpec) -> float:
+        """Of the matmuls of an update."""
 
 
 class FusedOptimizer(Optimizer):

@@ -7,13 +7,14 @@ from collections.abc import Callable, Sequence
 from fnmatch import fnmatchcase
 from functools import cached_property
 from math import prod
+from typing import Any
 
 import torch
 from torch import Tensor
 from torch.nn.functional import pad
 
 from phalanx.base.align import ELEMENTS, room
-from phalanx.layout.buckets import Bucket
+from phalanx.layout.buckets import Bucket, Slot
 from phalanx.layout.param import Piece
 from phalanx.ops.op import Kernels
 from phalanx.ops.optimizer import blockwise, masters
@@ -22,6 +23,7 @@ from phalanx.ops.optimizer.shard import MASTER, Shard, StateRange, keep, widened
 from phalanx.optim.config import OptimConfig
 from phalanx.optim.optimizer import (
     FusedOptimizer,
+    MatrixOptimizer,
     Optimizer,
     ParamRange,
     StepScalars,
@@ -29,6 +31,7 @@ from phalanx.optim.optimizer import (
     optimizers_of,
 )
 
+TOGETHER = 1 << 24  # elements of equal matrices that are updated at once, if an optimizer can; larger ones are alone
 CHUNK = 1 << 22  # elements per call of an update without a fused form; a multiple of the blocks of packed tensors
 
 
@@ -81,11 +84,12 @@ Groups = dict[tuple[float, float], list[StateRange]]
 
 
 class UpdateRule:
-    """One optimizer and the shards that it updates. rate: its learning rate relative to that of the step."""
+    """One optimizer and the shards that it updates. rate: its learning rate relative to that of the step; together: how
+    many elements of equal matrices it may update at once."""
 
-    def __init__(self, optimizer: Optimizer, shards: list[Shard], rate: float, kernels: Kernels):
+    def __init__(self, optimizer: Optimizer, shards: list[Shard], rate: float, kernels: Kernels, together: int):
         self.optimizer, self.rate, self.kernels = optimizer, rate, kernels
-        self.homes = [s for s in shards if s.home is not None]
+        self.homes = [HomeRule(optimizer, s, kernels, together) for s in shards if s.home is not None]
         self.shards = [s for s in shards if s.home is None]
         self._of_bucket: dict[int, Groups] = {}
 
@@ -101,11 +105,19 @@ class UpdateRule:
                 found.setdefault(group, []).append(s.range(a - s.lo, b - s.lo))
         return found
 
+    def begin(self) -> None:
+        """As ShardedOptimizer.begin."""
+        for home in self.homes:
+            home.exchange.begin()
+
     def update(self, lr: float, scalars: StepScalars) -> None:
-        """As ShardedOptimizer.update."""
+        """What needs no exchange between ranks."""
         self._update(self.groups, lr, scalars)
-        for shard in self.homes:
-            update_matrices(self.optimizer, shard, lr * self.rate, scalars)
+
+    def update_homes(self, lr: float, scalars: StepScalars) -> None:
+        """Whole matrices, with their way there and back."""
+        for home in self.homes:
+            home.update(lr * self.rate, scalars)
 
     def update_bucket(self, bucket: int, lr: float, scalars: StepScalars) -> None:
         """As ShardedOptimizer.update_bucket."""
@@ -130,8 +142,10 @@ class ShardedOptimizer:
         optimizers: Sequence[tuple[Optimizer, list[Shard]]],
         device: torch.device,
         kernels_for: Callable[[str], Kernels] = lambda op: "auto",
+        together: int = TOGETHER,
     ):
-        """kernels_for: the kernels of a fused op (FusedOptimizer.op)."""
+        """kernels_for: the kernels of an op (FusedOptimizer.op, MatrixOptimizer.op). together: how many elements of
+        equal matrices may be updated at once; 0: each alone, whichever others there are."""
         self.config: OptimConfig = optimizers[0][0].config
         self.shards = [shard for _, shards in optimizers for shard in shards]
         self.step = torch.zeros((), dtype=torch.float32, device=device)
@@ -140,7 +154,8 @@ class ShardedOptimizer:
                 optimizer,
                 shards,
                 rate_of(self.config, optimizer.config),
-                kernels_for(optimizer.op) if isinstance(optimizer, FusedOptimizer) else "plain",
+                kernels_for(optimizer.op) if isinstance(optimizer, FusedOptimizer | MatrixOptimizer) else "plain",
+                together,
             )
             for optimizer, shards in optimizers
         ]
@@ -149,6 +164,12 @@ class ShardedOptimizer:
     def kinds(self) -> tuple[str, ...]:
         """What is stored for each element: its master, then the state of each optimizer."""
         return tuple(dict.fromkeys((MASTER, *(name for rule in self.rules for name in rule.optimizer.state))))
+
+    def begin(self) -> None:
+        """Start sending complete gradients to the homes of whole matrices, if there are any. `update` does it
+        otherwise."""
+        for rule in self.rules:
+            rule.begin()
 
     @torch.no_grad()
     def update(self, lr: float, skip: Tensor, factor: Tensor | None = None) -> None:
@@ -161,6 +182,8 @@ class ShardedOptimizer:
         scalars = StepScalars(self.step, factor, skip)
         for rule in self.rules:
             rule.update(lr, scalars)
+        for rule in self.rules:
+            rule.update_homes(lr, scalars)
 
     @torch.no_grad()
     def update_bucket(self, bucket: int, lr: float, skip: Tensor, factor: Tensor) -> None:
@@ -180,49 +203,101 @@ def update_in_chunks(
 ) -> None:
     """One step of an optimizer's `update` on ranges of limited size."""
     for stored in (r[a : a + CHUNK] for r in ranges for a in range(0, len(r.master), CHUNK)):
-        update_copies(optimizer, ParamRange, stored, stored.grad.shape, (lr, weight_decay), scalars)
+        update_copies(optimizer, stored, (lr, weight_decay), scalars)
 
 
-def update_matrices(optimizer: Optimizer, shard: Shard, lr: float, scalars: StepScalars) -> None:
-    """One step of an optimizer's `update` on the whole matrices of a home, including their way there and back."""
-    if shard.home is None:
-        raise TypeError("whole matrices need a home")
-    shard.home.bring_gradients()
-    for slot in shard.bucket.slots:
+class HomeRule:
+    """An optimizer and the whole matrices of one home, in groups that are updated at once."""
+
+    def __init__(self, optimizer: Optimizer, shard: Shard, kernels: Kernels, together: int):
+        if shard.home is None:
+            raise TypeError("whole matrices need a home")
+        self.optimizer, self.shard, self.kernels, self.exchange = optimizer, shard, kernels, shard.home
+        self.groups = grouped_slots(shard.bucket, optimizer, together)
+
+    def update(self, lr: float, scalars: StepScalars) -> None:
+        """One step, including the exchange with the ranks that have gradients and weights."""
+        self.exchange.bring_gradients()
+        for (decay, scale), slots in self.groups:
+            copies = [WorkingCopies.of_matrix(self._stored(s), s, (lr * scale, decay), scalars) for s in slots]
+            if isinstance(self.optimizer, MatrixOptimizer):
+                self.optimizer.update_matrices([c.p for c in copies], self.kernels)  # type: ignore[misc]
+            else:
+                for copy in copies:
+                    self.optimizer.update(copy.p)
+            for copy in copies:
+                copy.keep(scalars)
+        self.exchange.send_weights()
+
+    def _stored(self, slot: Slot) -> StateRange:
+        return self.shard.range(slot.offset, slot.offset + room(slot.numel, ELEMENTS))
+
+
+def grouped_slots(bucket: Bucket, optimizer: Optimizer, together: int) -> list[tuple[tuple[float, float], list[Slot]]]:
+    """The matrices of a bucket in groups that agree in shape, logical matrices and parameter group (which is given), of
+    at most so many elements."""
+    found = dict[Any, list[list[Slot]]]()
+    for slot in bucket.slots:
         (piece,) = slot.spec.pieces
-        decay, scale = group_of(piece, optimizer.config)
-        stored = shard.range(slot.offset, slot.offset + room(slot.numel, ELEMENTS))
-        update_copies(optimizer, WholeMatrix, stored, slot.spec.shape[-2:], (lr * scale, decay), scalars)
-    shard.home.send_weights()
+        group = group_of(piece, optimizer.config)
+        lists = found.setdefault((group, slot.spec.shape[-2:], slot.spec.logical), [[]])
+        most = together // slot.numel if isinstance(optimizer, MatrixOptimizer) else 1
+        if len(lists[-1]) >= max(1, most):
+            lists.append([])
+        lists[-1].append(slot)
+    return [(group, slots) for (group, _, _), lists in found.items() for slots in lists]
 
 
-def update_copies(
-    optimizer: Optimizer,
-    made: type[ParamRange],
-    stored: StateRange,
-    shape: Sequence[int],
-    rates: tuple[float, float],
-    scalars: StepScalars,
-) -> None:
-    """One step of an optimizer's `update` on working copies of `shape`, written back unless the step is skipped. Stored
-    elements beyond these are padding. rates: learning rate and weight decay."""
-    skipped, dtype, numel = scalars.skip.bool(), stored.grad.dtype, prod(shape)
-    before = {name: widened(kept, dtype) for name, kept in stored.state.items()}
-    master = widened(stored.master, dtype)
-    p = made(
-        master[:numel].view(shape).clone(),
-        stored.grad[:numel].view(shape) * scalars.factor.to(dtype),
-        {name: value[:numel].view(shape).clone() for name, value in before.items()},
-        *rates,
-        scalars.step,
-    )
-    optimizer.update(p)
-    master[:numel].copy_(torch.where(skipped, master[:numel], p.master.reshape(-1)))
-    if master is not stored.master:
-        keep(stored.master, master, scalars.step)
-    for name, kept in stored.state.items():
-        values = torch.where(skipped, before[name][:numel], p.state[name].reshape(-1))
-        keep(kept, values if numel == len(before[name]) else pad(values, (0, len(before[name]) - numel)), scalars.step)
-    if stored.out is not None:
-        stored.out.copy_(master)
-    stored.grad.zero_()
+def update_copies(optimizer: Optimizer, stored: StateRange, rates: tuple[float, float], scalars: StepScalars) -> None:
+    """One step of an optimizer's `update` on working copies of a range. rates: learning rate and weight decay."""
+    copies = WorkingCopies(stored, ParamRange, stored.grad.shape, rates, scalars)
+    optimizer.update(copies.p)
+    copies.keep(scalars)
+
+
+class WorkingCopies:
+    """Copies of `stored` in `shape`, as `p`, that an update changes; `keep` writes them back unless the step is
+    skipped. Stored elements beyond `shape` are padding."""
+
+    def __init__(
+        self,
+        stored: StateRange,
+        made: type[ParamRange],
+        shape: Sequence[int],
+        rates: tuple[float, float],
+        scalars: StepScalars,
+        **more: Any,
+    ):
+        dtype, numel = stored.grad.dtype, prod(shape)
+        self.stored, self.numel = stored, numel
+        self.before = {name: widened(kept, dtype) for name, kept in stored.state.items()}
+        self.master = widened(stored.master, dtype)
+        self.p = made(
+            self.master[:numel].view(shape).clone(),
+            stored.grad[:numel].view(shape) * scalars.factor.to(dtype),
+            {name: value[:numel].view(shape).clone() for name, value in self.before.items()},
+            *rates,
+            scalars.step,
+            **more,
+        )
+
+    @classmethod
+    def of_matrix(
+        cls, stored: StateRange, slot: Slot, rates: tuple[float, float], scalars: StepScalars
+    ) -> WorkingCopies:
+        return cls(stored, WholeMatrix, slot.spec.shape[-2:], rates, scalars, logical=slot.spec.logical)
+
+    def keep(self, scalars: StepScalars) -> None:
+        """Write the copies back, and set the gradient to zero."""
+        skipped, stored, master, numel = scalars.skip.bool(), self.stored, self.master, self.numel
+        master[:numel].copy_(torch.where(skipped, master[:numel], self.p.master.reshape(-1)))
+        if master is not stored.master:
+            keep(stored.master, master, scalars.step)
+        for name, kept in stored.state.items():
+            before = self.before[name]
+            values = torch.where(skipped, before[:numel], self.p.state[name].reshape(-1))
+            padded = values if numel == len(before) else pad(values, (0, len(before) - numel))
+            keep(kept, padded, scalars.step)
+        if stored.out is not None:
+            stored.out.copy_(master)
+        stored.grad.zero_()

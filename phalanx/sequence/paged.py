@@ -17,6 +17,8 @@ from torch import Tensor
 
 NO_PAGE = 0
 """The number of the page that no sequence has: padding is written there, and what is no longer read points there."""
+NO_SLOT = 0
+"""The number of the state that no sequence has."""
 
 
 @dataclass(frozen=True)
@@ -109,6 +111,51 @@ class PromptSpans:
 
 
 @dataclass(frozen=True)
+class StatePiece:
+    """Tokens start .. stop of a batch, those of one sequence; where its state is, and whether it begins here."""
+
+    start: int
+    stop: int
+    slot: int
+    fresh: bool
+
+
+@dataclass(frozen=True)
+class StateSpans:
+    """What layers read and write that remember a state of each sequence, however long it is. The first tokens of the
+    batch are those of sequences with one token each.
+
+    slots   (n,) int64  where the states of these sequences are; NO_SLOT: padding
+    fresh   (n,) bool  which of them begin here
+    pieces  the tokens after them, sequence by sequence
+    """
+
+    slots: Tensor
+    fresh: Tensor
+    pieces: tuple[StatePiece, ...] = ()
+
+    @staticmethod
+    def of(slots: Sequence[int], starts: Sequence[int], firsts: Sequence[int]) -> StateSpans:
+        """Of a batch of S sequences, on the host: their slots, the first token of each in the batch (S + 1), and its
+        position in the sequence."""
+        counts = [stop - start for start, stop in zip(starts, starts[1:])]
+        single = next((i for i, count in enumerate(counts) if count != 1), len(counts))
+        pieces = tuple(
+            StatePiece(starts[i], starts[i + 1], slots[i], firsts[i] == 0)
+            for i in range(single, len(counts))
+            if counts[i] > 0
+        )
+        fresh = [first == 0 for first in firsts[:single]]
+        return StateSpans(
+            torch.tensor(slots[:single], dtype=torch.int64), torch.tensor(fresh, dtype=torch.bool), pieces
+        )
+
+    def to(self, device: torch.device | str) -> StateSpans:
+        slots, fresh = (t.to(device, non_blocking=True) for t in (self.slots, self.fresh))
+        return StateSpans(slots, fresh, self.pieces)
+
+
+@dataclass(frozen=True)
 class PagedSequences:
     """Beside the tokens of a batch: of each group of layers that remember alike (nn.memory), what they read and where
     they write. With context parallelism a rank's batch has its part of the step's T tokens, and this has all of them.
@@ -119,18 +166,22 @@ class PagedSequences:
     ends    (R,) int64  places among the T tokens of those whose logits are wanted
     length  that no sequence may exceed: where angles of rotary embeddings follow the length of a sequence, they are
             those of this one for all tokens, whenever they come
+    states  what layers read and write that remember a state; None: there are none
     """
 
     spans: tuple[PagedSpans, ...]
     slots: tuple[Tensor, ...]
     ends: Tensor
     length: int
+    states: StateSpans | None = None
 
     @property
     def tensors(self) -> list[Tensor]:
-        return [self.ends, *self.slots, *(t for s in self.spans for t in (s.starts, s.lengths, s.table))]
+        of_states = [] if self.states is None else [self.states.slots, self.states.fresh]
+        return [self.ends, *self.slots, *(t for s in self.spans for t in (s.starts, s.lengths, s.table)), *of_states]
 
     def to(self, device: torch.device | str) -> PagedSequences:
         slots = tuple(s.to(device, non_blocking=True) for s in self.slots)
         spans, ends = tuple(s.to(device) for s in self.spans), self.ends.to(device, non_blocking=True)
-        return replace(self, spans=spans, slots=slots, ends=ends)
+        states = None if self.states is None else self.states.to(device)
+        return replace(self, spans=spans, slots=slots, ends=ends, states=states)

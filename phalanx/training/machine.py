@@ -57,7 +57,8 @@ def memory_here(run: Run, world: int, placement: Placement | None) -> MachineMem
     if placement is not None and placement.world_size > 1:
         first = max(0, placement.rank - placement.local_rank)
         count = placement.local_size or max(placement.local_rank + 1, min(gpus, world - first))
-    started = placement is not None or world == 1  # one rank runs in this process
+    # one rank runs in this process, unless it is to start those of its node
+    started = world == 1 or (placement is not None and not placement.starts)
     return MachineMemory(range(first, first + count), gpu_memory(min(gpus, count)), host_memory(), started)
 
 

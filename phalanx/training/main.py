@@ -56,6 +56,7 @@ from phalanx.observe.step_line import StepLines
 from phalanx.planning.adapters import num_adapters
 from phalanx.planning.blocks import exported_shapes
 from phalanx.planning.order import total_samples
+from phalanx.preflight.first_seconds import first_seconds
 from phalanx.text.cache import ChatUse, use_text
 from phalanx.text.prepare import check_tokenizers
 from phalanx.text.tokenizers import load_tokenizer
@@ -72,6 +73,8 @@ SAME_S = 1.0
 
 GOLDEN = 0.618034  # its multiples are spread evenly between whole numbers
 FIRST_WIDTH, FIRST_LINES = 100, 13  # of the first chat in the log
+# before a scheduler ends the run, time is kept for the last save and the step in progress, twice what they took so far
+SAVES_KEPT, STEPS_KEPT = 2.0, 2.0
 FINISH_S = 300.0  # for the rest of the background check at the end of a run
 
 
@@ -82,13 +85,17 @@ class StopRequest:
     A second signal ends the process at once, without saving. The previous handlers are restored at the end.
     """
 
-    def __init__(self, limit_s: float | None = None) -> None:
+    def __init__(self, limit_s: float | None = None, ends_at: float | None = None) -> None:
+        """ends_at: Unix time at which a scheduler ends this process. The run stops `reserve()` seconds before it."""
         self._end = math.inf if limit_s is None else time.monotonic() + limit_s
+        self._killed = math.inf if ends_at is None else time.monotonic() + ends_at - time.time()
+        self.reserve: Callable[[], float] = lambda: 0.0
         self._first = math.inf
         self._before = {s: signal.signal(s, self._note) for s in (signal.SIGTERM, signal.SIGUSR1, signal.SIGINT)}
 
     def asked(self) -> bool:
-        return self._first < math.inf or time.monotonic() > self._end
+        now = time.monotonic()
+        return self._first < math.inf or now > self._end or now > self._killed - self.reserve()
 
     def _note(self, signum: int, frame: FrameType | None) -> None:
         if time.monotonic() > self._first + SAME_S:
@@ -161,7 +168,7 @@ def opened(
         loaders = open_loaders(run, run.data)  # problems with the data are reported before the ranks meet
         prompts = Prompts.read(run)
         tasks = opened_tasks(run, placement)
-        stop = StopRequest(run.train.time_limit_s)
+        stop = StopRequest(run.train.time_limit_s, placement.ends_at)
         after.callback(stop.restore)
         after.push(report)  # of files that are closed by then; a signal no longer changes how a run that is done ends
         now = facts(loaders[0], load_tokenizer(run.data.tokenizer).fingerprint if run.data.tokenizer else None)
@@ -170,6 +177,7 @@ def opened(
         mesh, main_folder = join(run, placement, mine)
         run = replace(run, dir=main_folder)
         after.callback(mesh.close)
+        first_seconds(mesh.world, placement, run, log)
         heartbeat = after.enter_context(
             Heartbeat(
                 placement.rank, placement.world_size, run.train.timeout_s, mesh.watch.last, mesh.at.pp, mesh.store
@@ -194,6 +202,7 @@ def opened(
             begin(given, lock, log)
             placement.word.writes(folder)
         loop = loop_of(state, loaders, counters, start, now, log, stop, after)
+        stop.reserve = lambda: SAVES_KEPT * loop.saves.slowest_s + STEPS_KEPT * (loop.reporter.last_s or 0.0)
         if prompts is not None:
             loop.samples = TrainingSamples(state.model, prompts, log)
         if tasks is not None:

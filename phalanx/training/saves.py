@@ -77,6 +77,7 @@ class Saves:
 
     def __init__(self, state: State, counters: Counters, start: Path | None, facts: dict[str, Any], log: Log):
         self.callbacks: Sequence[Callback] = ()
+        self.slowest_s = 0.0  # of the saves so far
         run = state.plan.run
         self.run, self.counters, self.log, self.facts = run, counters, log, facts
         self.parent = step_of(start) if start else None
@@ -166,6 +167,7 @@ class Saves:
     def _tell(self, outcome: SaveOutcome | None) -> None:
         if outcome is None:
             return
+        self.slowest_s = max(self.slowest_s, outcome.took_s)
         waited = f" (in {outcome.took_s:.2f} s; the run waited {outcome.waited_s:.3f} s)"
         self.log.info(f"saved {outcome.saved.path}{waited}")
         if outcome.saved.removed:

@@ -527,9 +527,8 @@ def test_torchrun_and_slurm_worlds():
     assert read_placement({**SLURM, "MASTER_ADDR": "x", "MASTER_PORT": "9"})[0] == Placement(5, 1, 8, "tcp://x:9")
     batch_script = {k: v for k, v in SLURM.items() if k != "SLURM_STEP_ID"}
     assert read_placement(batch_script) == (None, [])
-    assert read_placement({**SLURM, **TORCHRUN})[0] == Placement(
-        3, 1, 4, "tcp://node7:29500"
-    )  # torchrun inside an allocation
+    inside = {**SLURM, **TORCHRUN, "TORCHELASTIC_RUN_ID": "none"}  # torchrun inside an allocation
+    assert read_placement(inside)[0] == Placement(3, 1, 4, "tcp://node7:29500")
 
 
 @pytest.mark.parametrize(

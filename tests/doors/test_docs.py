@@ -130,7 +130,7 @@ def test_keys_exist(page):
     """Whatever looks like `section.key` in code is a key of the config."""
     sections = "|".join(k.path for k in tree.keys(Run) if "." not in k.path and tree.sections(k.hint))
     found = re.findall(rf"(?<![\w./-])(?:{sections})\.[a-z_][a-z0-9_]*(?:\.[a-z_]+)*(?![\w(]|\.\w|/)", documented(page))
-    assert not {key for key in found if not key.endswith((".py", ".txt", ".md"))} - keys()
+    assert not {key for key in found if not key.endswith((".py", ".txt", ".md", ".yaml"))} - keys()
 
 
 @pytest.mark.parametrize("page", PAGES, ids=ids)
@@ -234,9 +234,11 @@ def test_every_key_says_what_it_is():
 
 
 def test_there_are_few_options():
-    """Beside the model section, whose fields are those of the families' published configs, and beside those that only
-    one optimizer, objective or method of adapters has."""
+    """Beside the model section, whose fields are those of the families' published configs, the cluster section, whose
+    are the schedulers', and beside those that only one optimizer, objective or method of adapters has."""
     shared = {f"{section}.{name}" for section, (base, _) in NAMED.items() for name in tree.field_names(base)}
     named = tuple(f"{section}." for section in NAMED)
-    options = {k.path for k in tree.leaves(Run) if k.path in shared or not k.path.startswith(("model.", *named))}
+    options = {
+        k.path for k in tree.leaves(Run) if k.path in shared or not k.path.startswith(("model.", "cluster.", *named))
+    }
     assert len(options) < MAX_OPTIONS

@@ -220,6 +220,10 @@ def test_functions_with_many_parameters_become_fewer():
 # where a family's name may stand outside models/: its path, a tokenizer's published pattern, the demo's own config
 MAY_NAME_A_FAMILY = ("base/registry.py", "text/words.py", "text/merges.py", "text/tokenizers.py", "cli/demo.py")
 MAY_NAME_A_FAMILY += ("checkpoint/embedder_files.py",)  # a file of sentence-transformers
+# which family other frameworks' models are, and what else of theirs goes with it
+MAY_NAME_A_FAMILY += tuple(
+    f"config/importers/{name}.py" for name in ("megatron", "megatron_model", "torchtitan_models")
+)
 
 
 def test_no_code_outside_models_asks_which_family_it_is():

@@ -34,6 +34,7 @@ from phalanx.engine.agree import (
     TP,
     LocalFacts,
     decide,
+    used_ops,
 )
 from phalanx.engine.build import build, choices
 from phalanx.engine.shadow import aside
@@ -43,6 +44,8 @@ from phalanx.forecast.memory import rank_uses
 from phalanx.layout.config import LayoutConfig
 from phalanx.layout.grid import Grid
 from phalanx.observe.record import Recorder
+from phalanx.optim.adamw import AdamWConfig
+from phalanx.optim.muon import MuonConfig
 from tests.harness.parity import base_run, random_weights, step_batches
 
 GPU = LocalFacts(
@@ -60,6 +63,31 @@ def opened(facts: LocalFacts, **said: str) -> LocalFacts:
 
 def moe_plan(**layout):
     return make_plan(replace(base_run("mixtral"), layout=LayoutConfig(ep=4, **layout)), 8)
+
+
+def test_a_kernel_that_is_wrong_on_one_rank_runs_on_none():
+    """It is said with its cost; a config that insists on kernels is refused."""
+    plan, right = make_plan(base_run("llama"), 2), opened(GPU)
+    wrong = replace(right, wrong={"norm": "triton: rms_norm: result 1 differs by 0.5 of the largest value"})
+    found = decide(plan, [right, wrong])
+    assert found.plan.kernels.plain_ops == ("norm",) and found.plan.kernels.triton
+    [said] = found.warnings
+    assert "op norm runs its reference" in said and "rank 1" in said and "costs time" in said
+    assert not decide(plan, [right, right]).plan.kernels.plain_ops
+    run = replace(plan.run, train=replace(plan.run.train, kernels="triton"))
+    with pytest.raises(ConfigError) as error:
+        decide(make_plan(run, 2), [right, wrong])
+    [problem] = error.value.problems
+    assert problem.field == "train.kernels" and "norm" in problem.rule and "plain" in problem.valid
+
+
+def test_the_ops_of_a_run_are_checked():
+    """Not those of other models, formats and optimizers, which it will not call."""
+    names = {op.name for op in used_ops(make_plan(base_run("llama"), 1))}
+    assert {"norm", "rope", "loss", "adamw"} <= names and not names & {"grouped", "quant", "symmetric", "store_pages"}
+    run = base_run("mixtral")
+    run = replace(run, optim=MuonConfig(name="muon", fallback=AdamWConfig()))
+    assert {"grouped", "route", "symmetric", "adamw"} <= {op.name for op in used_ops(make_plan(run, 1))}
 
 
 @pytest.mark.parametrize("groups", product((ON, WHY), repeat=2))

@@ -43,7 +43,7 @@ from tests.harness.pool import free_port
 from tests.training.test_loop import make_run, rows_of
 
 CPU = torch.device("cpu")
-NOT_COMPARED = {"dir", "log", "model_source"}
+NOT_COMPARED = {"dir", "log", "model_source", "cluster"}
 
 
 # ---- ranks of one run ----------------------------------------------------------------------------

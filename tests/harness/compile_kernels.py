@@ -35,7 +35,8 @@ from phalanx.ops.dense.rope import RopeGrad
 from phalanx.ops.experts import grouped_kernel, permute_kernel, push_kernel, route_kernel
 from phalanx.ops.experts.permute import Gathered
 from phalanx.ops.experts.rows import ExpertRows
-from phalanx.ops.optimizer import adamw_kernel, blockwise_kernel, moments_kernel
+from phalanx.ops.optimizer import adamw_kernel, blockwise_kernel, moments_kernel, symmetric_kernel
+from phalanx.ops.optimizer.symmetric import TILES
 from phalanx.ops.quantized import (
     base_decode_kernel,
     emulated,
@@ -47,6 +48,7 @@ from phalanx.ops.quantized import (
     stored_kernel,
 )
 from phalanx.ops.quantized.base_formats import FORMATS
+from phalanx.ops.scan import conv1d_kernel, scan_kernel
 
 BF = "*bf16"
 
@@ -149,7 +151,7 @@ def kernels() -> list[tuple]:
             dict(V=128, V_BLOCK=128, ROWS=16, **wide),
         )
     )
-    found += experts(wide) + fp8_linears() + paged(wide) + invariant(wide)
+    found += experts(wide) + fp8_linears() + paged(wide) + invariant(wide) + scans(wide) + symmetric()
     decays = dict(BETA1=0.9, BETA2=0.95, EPS=1e-8, **wide)
     whole, split = dict(p="*fp32", ties="*fp32"), dict(p="*i16", ties="*u8")
     step = dict(g="*fp32", out=BF, scalars="*fp64", n="i64")
@@ -164,6 +166,64 @@ def kernels() -> list[tuple]:
         found.append((moments_kernel._adamw, dict(**fp8, **master, **step), powers))
         scaled = dict(RUN=1024, BLOCK=64, **consts)
         found.append((blockwise_kernel._adamw, dict(**blockwise, **master, **step), scaled))
+    return found
+
+
+def symmetric() -> list[tuple]:
+    """Symmetric products, with the tuning that is preferred and a smaller one."""
+    import triton.language as tl
+
+    found = []
+    for t in TILES[::3]:
+        read = dict.fromkeys("ab", f"tensordesc<bf16[1,{t.side},{t.k}]>")
+        types = read | dict(c=BF, out=BF, alpha="fp32", beta="fp32")
+        consts = dict(M=4096, K=4096, ADD=True, TMA=True, WIDE=tl.float32, SIDE=t.side, STEP=t.k)
+        found.append((symmetric_kernel._symmetric, types, consts, dict(num_warps=t.warps, num_stages=t.stages)))
+    return found
+
+
+def scans(wide: dict) -> list[tuple]:
+    """The convolution, and scans of Nemotron-H's and of Falcon-H1's heads, with documents and without."""
+    import triton.language as tl
+
+    found: list[tuple] = []
+    strides = dict.fromkeys(("x_row", "x_tok"), "i32")
+    given = dict(x=BF, weight=BF, bias=BF, numbers="*i64", before=BF)
+    conv = dict(K=4, SILU=True, BIAS=True, BT=conv1d_kernel.TOKENS, BC=conv1d_kernel.CHANNELS, **wide)
+    sizes = dict(L="i32", C="i32", **strides)
+    outs = dict(dx=BF, dw_parts="*fp32", db_parts="*fp32")
+    for documents in (True, False):
+        how = dict(DOCUMENTS=documents, BEFORE=documents, **conv)
+        found.append((conv1d_kernel._forward, dict(**given, y=BF, **sizes), how))
+        backward = dict(dy=BF, **given, **outs, **sizes, dy_row="i32", dy_tok="i32")
+        found.append((conv1d_kernel._backward, backward, how))
+    strides |= dict.fromkeys(("b_row", "b_tok", "c_row", "c_tok"), "i32")
+    inputs = dict(x=BF, dt="*fp32", a="*fp32", b=BF, c=BF, d=BF, numbers="*i64", before="*fp32", after="*fp32")
+    options = dict(num_warps=scan_kernel.WARPS)
+    for heads, each, state, documents in ((128, 16, 128, True), (24, 24, 256, False)):
+        shape = dict(H=heads, P=64, N=state, EACH=each, DOCUMENTS=documents, ELEMENT=tl.bfloat16, **wide)
+        shape |= dict(Q=scan_kernel.CHUNK, BP=64, BN=state)
+
+        def some(*names: str, **more: str) -> dict[str, str]:
+            known = {**inputs, **strides, "L": "i32", "chunks": "i32", "dy": BF, **more}
+            return {name: known[name] for name in (*names, *more)}
+
+        tokens = ("x", "dt", "a", "b", "numbers", "L", "chunks", "x_row", "x_tok", "b_row", "b_tok")
+        found.append((scan_kernel._states, some(*tokens, added="*fp32", passed_out="*fp32"), shape, options))
+        every = ("x", "dt", "a", "b", "c", "d", "numbers", "before", "L", *strides)
+        found.append((scan_kernel._outputs, some(*every, y=BF), dict(SKIP=True, **shape), options))
+        above = ("dy", "dt", "a", "c", "numbers", "L", "c_row", "c_tok")
+        found.append((scan_kernel._state_grads, some(*above, asked="*fp32"), shape, options))
+        grads = {name: BF if name == "dx" else "*fp32" for name in ("dx", "ddt", "db", "dc", "da", "dd")}
+        pointers = some("dy", "after", *every, **grads, parts="i32")
+        consts = dict(SKIP=True, TOGETHER=min(scan_kernel.HEADS, each), **shape)
+        found.append((scan_kernel._input_grads, pointers, consts, options))
+    follow = dict(PN=64 * 128, BLOCK=1024, **wide)
+    states = dict(passed="*fp32", chunks="i32", each="i32")
+    there = dict(initial="*fp32", added="*fp32", before="*fp32", final="*fp32", **states)
+    found.append((scan_kernel._pass, there, dict(INITIAL=True, **follow)))
+    back = dict(dfinal="*fp32", asked="*fp32", dinitial="*fp32", **states)
+    found.append((scan_kernel._pass_back, back, dict(FINAL=True, **follow)))
     return found
 
 

@@ -20,14 +20,22 @@ from phalanx.inference import graphs
 from phalanx.inference.engine import Engine, EngineOptions
 from phalanx.inference.graphs import step_batch
 from phalanx.inference.load import InferenceModel, Outputs, without_training
-from phalanx.inference.memory import give_memory, layer_groups, remembering, windows_of
+from phalanx.inference.memory import (
+    MemoryLimits,
+    give_memory,
+    give_states,
+    keeping,
+    layer_groups,
+    remembering,
+    windows_of,
+)
 from phalanx.inference.request import EngineLoad, NewToken, PromptScored, SamplingOptions, TokenScore
 from phalanx.inference.runner import Drawn
 from phalanx.inference.scheduler import Step
 from phalanx.nn.module import Block, Module
 from phalanx.nn.objective import TaskConfig
 from phalanx.sequence.batch import IGNORE, Batch
-from phalanx.sequence.paged import NO_PAGE, PagedSequences, PagedSpans
+from phalanx.sequence.paged import NO_PAGE, PagedSequences, PagedSpans, StateSpans
 from phalanx.text.tokenizers import byte_tokenizer
 from tests.harness.parity import base_run
 
@@ -130,9 +138,15 @@ def remember(model: InferenceModel, sequences: int, length: int, page_size: int)
     groups = layer_groups(layers, windows_of(model.plan), model.dtype, page_size)
     pages = 1 + sequences * -(-length // page_size)
     give_memory(layers, groups, [pages] * len(groups), page_size, model.dtype, model.mesh)
+    limits = MemoryLimits(sequences, 1, length)
+    give_states(keeping(model.blocks), limits, model.dtype, model.mesh)
     for layer in layers:  # what was never written must not be read
         for each in layer.memory.pages.tensors if layer.memory else ():
             each.fill_(torch.nan)
+    for layer in keeping(model.blocks):
+        if layer.states is not None:
+            layer.states.states.fill_(torch.nan)
+            layer.states.tokens.fill_(torch.nan)
     return [group.window for group in groups]
 
 
@@ -182,7 +196,11 @@ def piece_batch(
         for t in tables
     )
     paged = PagedSequences(
-        spans, tuple(torch.tensor(slots + [0] * padding) for _ in windows), torch.arange(here), length
+        spans,
+        tuple(torch.tensor(slots + [0] * padding) for _ in windows),
+        torch.arange(here),
+        length,
+        StateSpans.of(range(1, 1 + count), starts, [first for _, first, _ in pieces]),
     )
     real = torch.cat((torch.ones(here, dtype=torch.int64), torch.zeros(padding, dtype=torch.int64)))
     return Batch(

@@ -1,4 +1,5 @@
-"""A process for which flock does not work: the kernel answers it with an error, as on a file system without locks."""
+"""A process for which flock, or another system call, does not work: the kernel answers it with an error, as on a file
+system that lacks it."""
 
 from __future__ import annotations
 
@@ -9,7 +10,12 @@ import platform
 import struct
 from collections.abc import Callable
 
-CALLS = {"x86_64": 73, "aarch64": 32}  # numbers of flock
+# numbers of system calls; "rename" is what Python's os.rename and os.replace make of it
+CALLS = {
+    "flock": {"x86_64": 73, "aarch64": 32},
+    "fsync": {"x86_64": 74, "aarch64": 82},
+    "rename": {"x86_64": 82, "aarch64": 38},
+}
 NO_NEW_PRIVILEGES, SECCOMP, FILTER = 38, 22, 2  # of prctl
 LOAD, JUMP_IF_EQUAL, RETURN = 0x20, 0x15, 0x06  # of the kernel's packet filters
 ALLOW, ANSWER = 0x7FFF0000, 0x00050000
@@ -21,7 +27,12 @@ class Program(ctypes.Structure):
 
 def without_flock(number: int = errno.ENOLCK) -> None:
     """From now on flock fails in this process, and in those it starts, with this error."""
-    call = CALLS[platform.machine()]
+    refuse("flock", number)
+
+
+def refuse(name: str, number: int) -> None:
+    """The same of a system call. 0: it does nothing, and says that it did."""
+    call = CALLS[name][platform.machine()]
     steps = [(LOAD, 0, 0, 0), (JUMP_IF_EQUAL, 0, 1, call), (RETURN, 0, 0, ANSWER | number), (RETURN, 0, 0, ALLOW)]
     code = ctypes.create_string_buffer(b"".join(struct.pack("=HBBI", *step) for step in steps))
     program = Program(len(steps), ctypes.addressof(code))

@@ -30,11 +30,13 @@ from phalanx.models.kimi_k25 import KimiK25Config
 from phalanx.models.llama import LlamaConfig
 from phalanx.models.llama4_text import Llama4TextConfig
 from phalanx.models.llava import LlavaConfig
+from phalanx.models.mamba2 import Mamba2Config
 from phalanx.models.minimax_m2 import MiniMaxM2Config
 from phalanx.models.mistral import MistralConfig
 from phalanx.models.mixtral import MixtralConfig
 from phalanx.models.model_config import ModelConfig
 from phalanx.models.modernbert import ModernBertConfig
+from phalanx.models.nemotron_h import NemotronHConfig
 from phalanx.models.olmo2 import Olmo2Config
 from phalanx.models.olmo3 import Olmo3Config
 from phalanx.models.phi3 import Phi3Config
@@ -457,6 +459,29 @@ MODELS["qwen3_vl"] = Qwen3VLConfig(
 )
 MODELS["gpt_neox"] = GPTNeoXConfig(
     **SIZES, intermediate_size=42, num_hidden_layers=3, num_attention_heads=4, partial_rotary_factor=0.5
+)
+MODELS["mamba2"] = Mamba2Config(
+    **SIZES,
+    num_hidden_layers=4,
+    num_heads=8,
+    head_dim=8,
+    state_size=5,
+    n_groups=2,
+    conv_kernel=3,  # cp3 and cp4 have chunks of 2 tokens
+    time_step_limit=(0.01, 2.0),
+)
+MODELS["nemotron_h"] = NemotronHConfig(
+    **SIZES,
+    **HEADS,
+    intermediate_size=42,
+    num_hidden_layers=4,
+    layers_block_type=("linear_attention", "mlp", "full_attention", "linear_attention"),
+    head_dim=10,
+    mamba_num_heads=8,
+    mamba_head_dim=3,
+    ssm_state_size=5,
+    n_groups=2,
+    conv_kernel=3,
 )
 MODELS["deepseek_v3-mtp-tied"] = replace(MODELS["deepseek_v3-mtp"], tie_word_embeddings=True)
 

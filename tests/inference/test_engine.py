@@ -54,6 +54,8 @@ FAMILIES = (
     "glm4_moe",
     "glm4_moe-mtp",
     "kimi_k25",
+    "mamba2",
+    "nemotron_h",
 )
 LAYOUTS = (
     ("llama", {"tp": 2}),
@@ -79,6 +81,9 @@ LAYOUTS = (
     ("llama4_text", {"cp": 2, "ep": 2}),
     ("gpt_neox", {"tp": 2, "cp": 2}),
     ("glm4_moe-mtp", {"tp": 2}),
+    ("mamba2", {"tp": 2, "cp": 2}),
+    ("mamba2", {"pp": 2}),
+    ("nemotron_h", {"tp": 2, "cp": 2}),
 )
 FOUR = (
     *((model, {"cp": 4}) for model in ("llama", "gpt_oss", "deepseek_v3", "mixtral")),

@@ -1,4 +1,4 @@
-"""docs/howto-multi-node.md, done: two "nodes" are two network namespaces joined by a cable that exists only in the
+"""docs/clusters.md, done: two "nodes" are two network namespaces joined by a cable that exists only in the
 kernel. Each has a server of processes that begin with torch imported (tests/harness/warm.py).
 
 Needs root and `ip` (package iproute2); skipped with the reason where they are missing. Nothing is installed here.

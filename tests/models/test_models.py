@@ -29,7 +29,9 @@ from phalanx.models.gemma4_text import Gemma4TextConfig
 from phalanx.models.gpt2 import GPT2Config
 from phalanx.models.llama import LlamaConfig
 from phalanx.models.llama4_text import Llama4TextConfig
+from phalanx.models.mamba2 import Mamba2Config
 from phalanx.models.model_config import ModelConfig
+from phalanx.models.nemotron_h import NemotronHConfig
 from phalanx.models.olmo3 import Olmo3Config
 from phalanx.models.phi3 import Phi3Config
 from phalanx.models.registry import family_of
@@ -141,6 +143,19 @@ CASES = {
         activation_function="gelu_new",
         rope_scaling=RopeScaling(rope_type="linear", factor=2.0),
     ),
+    "mamba2: limited steps": replace(MODELS["mamba2"], conv_kernel=4),
+    "mamba2: one group, tied, biases, no bias of the convolution": replace(
+        MODELS["mamba2"],
+        n_groups=1,
+        tie_word_embeddings=True,
+        use_bias=True,
+        use_conv_bias=False,
+        time_step_limit=(0.0, math.inf),
+    ),
+    "nemotron_h": replace(MODELS["nemotron_h"], conv_kernel=4),
+    "nemotron_h: biases, one group, longer steps": replace(
+        MODELS["nemotron_h"], n_groups=1, use_bias=True, mlp_bias=True, time_step_min=0.5, time_step_max=0.7
+    ),
     "gpt2": replace(MODELS["gpt2"], dropout=0.0, attention_dropout=0.0),
     "gpt2: narrow mlp": replace(
         MODELS["gpt2"], dropout=0.0, attention_dropout=0.0, intermediate_size=37, num_hidden_layers=2
@@ -152,6 +167,8 @@ WIDE = (
     Gemma3TextConfig,
     Gemma4TextConfig,
     Llama4TextConfig,
+    Mamba2Config,
+    NemotronHConfig,
     Olmo3Config,
     Phi3Config,
 )
@@ -444,3 +461,21 @@ def test_scaling_has_all_three_regimes():
     )
     ratio = (plain / ours).round(decimals=12)
     assert (ratio == 1).any() and (ratio == 8).any() and ((ratio > 1) & (ratio < 8)).any()
+
+
+def test_llama4s_scaling_has_nothing_in_between():
+    """Scout's published factors, which are equal, against transformers."""
+    from transformers import LlamaConfig
+    from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
+
+    scaling = {
+        "factor": 16.0,
+        "low_freq_factor": 1.0,
+        "high_freq_factor": 1.0,
+        "original_max_position_embeddings": 8192,
+    }
+    ours = Rotation(128, 500000.0, RopeScaling(rope_type="llama3", **scaling)).frequencies(8)[0]
+    stated = {"rope_type": "llama3", "rope_theta": 500000.0, **scaling}
+    theirs = ROPE_INIT_FUNCTIONS["llama3"](LlamaConfig(head_dim=128, rope_parameters=stated), "cpu")[0]
+    torch.testing.assert_close(ours.float(), theirs)
+    assert 0 < (ours < Rotation(128, 500000.0).frequencies(8)[0]).sum() < 64

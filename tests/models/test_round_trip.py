@@ -51,6 +51,8 @@ TRIPS = [
     ("deepseek_v3: latents, yarn", dict(tp=2)),
     ("smollm3: window where nothing is rotated", dict(tp=2)),
     ("gpt_neox: half of each head rotated", dict(tp=2)),
+    ("mamba2: limited steps", dict(tp=2)),
+    ("nemotron_h", dict(tp=2)),
     ("gpt2", dict(tp=2)),
     ("mixtral", dict(ep=2)),
     ("mixtral", dict(tp=2, etp=2)),

@@ -68,10 +68,13 @@ def test_the_same_bits_whatever_is_made_again(model):
     all, dropout included."""
     loss, gradients, recompute = loss_and_gradients(model, frozenset())
     names, every = recompute.names, {"norm", "qkv", "rope", "attention", "up", "activation", "block"}
+    if model == "mamba2":
+        every = {"norm", "qkv", "conv", "scan", "block"}
     # behind its sub-layers, a norm has nobody to read it again
     assert every - ({"norm"} if model in BEHIND else set()) <= names <= set(OPS) and not recompute.reran
     sets = {frozenset({n}) for n in names - {"mlp"}} | {frozenset(p) - {"mlp"} for p in PRESETS.values()}
     sets |= {frozenset(names - {"block", "mlp"})}
+    sets |= {frozenset({"qkv", "conv"}), frozenset({"norm", "qkv", "conv", "scan"})} if "scan" in names else set()
     sets |= {frozenset({"norm", "qkv"}), frozenset({"norm", "qkv", "rope"}), frozenset({"norm", "up", "activation"})}
     for recomputed in sets:
         loss_again, gradients_again, recompute = loss_and_gradients(model, recomputed)

@@ -9,14 +9,25 @@ import numpy as np
 import pytest
 import torch
 
+from phalanx.base.errors import CheckpointError
+from phalanx.base.placement import Placement
+from phalanx.checkpoint.load import load_state
+from phalanx.comm.mesh import Mesh
 from phalanx.config.read import load_run, read
+from phalanx.config.run import CheckpointConfig
+from phalanx.engine.build import build
 from phalanx.forecast.check import Facts, check
+from phalanx.forecast.decide import make_plan
 from phalanx.layout.config import LayoutConfig
+from phalanx.ops.optimizer import orthogonal
+from phalanx.ops.optimizer.orthogonal import orthogonalized
 from phalanx.optim.adamw import AdamWConfig
-from phalanx.optim.muon import POLYNOMIALS, MuonConfig, factor_of, orthogonalized
+from phalanx.optim.muon import POLYNOMIALS, MuonConfig, factor_of, polynomials_of
 from phalanx.optim.optimizer import ParamRange, WholeMatrix, find_optimizer
+from phalanx.training.main import train
 from tests.harness import parity
 from tests.harness.sample import covering, rest_in_soak
+from tests.training.test_loop import make_run
 
 HERE = __name__
 SHAPES = ((24, 24), (48, 16), (16, 48), (7, 5), (1, 9), (9, 1))
@@ -54,13 +65,32 @@ def by_torch(make, first, grads):
 @pytest.mark.parametrize("nesterov", [False, True])
 @pytest.mark.parametrize("adjust", ["match_rms_adamw", "original"])
 @pytest.mark.parametrize("shape", SHAPES, ids=str)
-def test_muon_is_torchs(shape, adjust, nesterov):
-    """Its products are bf16's, and so are ours: fp32 masters differ by the rounding of a bf16 sum at most."""
+def test_muon_is_torchs(monkeypatch, shape, adjust, nesterov):
+    """Its products are bf16's, and so are ours: fp32 masters differ by the rounding of a bf16 sum at most. In the
+    direct form, which is torch's for every shape."""
+    monkeypatch.setattr(orthogonal, "TOGETHER", 1)
     p, first, grads = stepped("muon", shape, 4, torch.float32, adjust=adjust, nesterov=nesterov)
     truth = by_torch(lambda w: torch.optim.Muon(w, 0.02, 0.1, nesterov=nesterov, adjust_lr_fn=adjust), first, grads)
-    moved = 0.02 * factor_of(first, adjust)
+    moved = 0.02 * factor_of(first.shape, adjust)
     assert (p.master - truth).abs().max() < 4 * moved * 2**-7
     torch.testing.assert_close(p.master.norm(), truth.norm(), rtol=1e-3, atol=0)
+
+
+@pytest.mark.parametrize("coefficients", POLYNOMIALS)
+@pytest.mark.parametrize("shape", [(48, 16), (16, 48), (96, 64), (30, 120)], ids=str)
+def test_gram_form_rounds_less_than_the_direct_one(monkeypatch, shape, coefficients):
+    """In 16 bits, against the formula in float64, of singular values that span a factor of a thousand."""
+    draw, polynomials = np.random.default_rng(sum(shape)), polynomials_of(coefficients, 6)
+    matrices = []
+    for _ in range(8):
+        u, _, v = np.linalg.svd(draw.standard_normal(shape), full_matrices=False)
+        matrices.append(torch.from_numpy(u * np.geomspace(1, 1e-3, min(shape)) @ v))
+    truth, errors = torch.stack([by_formula(matrix, polynomials) for matrix in matrices]), []
+    for together in (orthogonal.TOGETHER, 1):
+        monkeypatch.setattr(orthogonal, "TOGETHER", together)
+        found = orthogonalized(torch.stack(matrices), polynomials, narrow=True)
+        errors.append((found - truth).norm() / truth.norm())
+    assert errors[0] < 0.5 * errors[1]
 
 
 def by_formula(matrix, polynomials):
@@ -96,14 +126,15 @@ def test_singular_values_are_near_one(coefficients, iterations, least, most):
     u, v = (np.linalg.qr(draw.standard_normal((64, 64)))[0] for _ in range(2))
     s = np.geomspace(1, 0.05, 64)
     x = torch.from_numpy(u * s @ v)
-    found = orthogonalized(x, POLYNOMIALS[coefficients], iterations, "master")
+    [found] = orthogonalized(x[None], polynomials_of(coefficients, iterations), narrow=False)
     values = torch.linalg.svdvals(found)
     assert least < values.min() and values.max() < most
-    assert abs(float((found * factor_of(found, "match_rms_adamw")).square().mean().sqrt()) - 0.2) < 0.04
+    assert abs(float((found * factor_of(found.shape, "match_rms_adamw")).square().mean().sqrt()) - 0.2) < 0.04
 
 
 def test_a_matrix_of_zeros_stays():
-    assert not orthogonalized(torch.zeros(4, 6), POLYNOMIALS["jordan"], 5, "bf16").any()
+    for columns in (4, 6):
+        assert not orthogonalized(torch.zeros(1, 4, columns), polynomials_of("jordan", 5), narrow=True).any()
 
 
 @pytest.mark.parametrize("nesterov", [False, True])
@@ -135,6 +166,14 @@ def test_lion_is_its_paper():
 # ---- layouts
 
 
+MODELS_OF = {
+    "llama": ({"tp": 2, "pp": 2}, {"tp": 2, "cp": 2}),
+    "llama-tied": ({"tp": 2, "pp": 2}, {"pp": 2}),
+    "gpt2": ({"tp": 2}, {"pp": 2, "tp": 2}),
+    "mixtral": ({"ep": 2, "tp": 2}, {"ep": 2, "etp": 2}),
+    "gpt_oss": ({"ep": 2, "tp": 2}, {"pp": 2, "ep": 2}),
+    "deepseek_v3": ({"ep": 2, "tp": 2}, {"pp": 2}),
+}
 LAYOUTS = {
     "tp2": ("llama", 2, {"tp": 2, "sharding": 0}),
     "pp2 dp2 ZeRO-3": ("llama", 4, {"pp": 2, "sharding": 3}),
@@ -145,15 +184,25 @@ LAYOUTS = {
     "conv1d": ("gpt2", 2, {"tp": 2, "sharding": 0}),
     "tied": ("llama-tied", 4, {"tp": 2, "pp": 2, "sharding": 1}),
     "latents": ("deepseek_v3", 4, {"ep": 2, "tp": 2, "sharding": 2}),
+    "groups": ("llama", 4, {"sharding": 2, "shard_group": 2}),
+    "groups, state over all": ("llama", 4, {"sharding": 3, "shard_group": 2, "shard_across": "optimizer"}),
+    "one bucket each": ("llama", 8, {"tp": 2, "pp": 2, "sharding": 3, "bucket_mb": 0}),
+    "tp4 with 2 kv heads": ("llama", 4, {"tp": 4, "sharding": 0}),
+} | {
+    f"{model} {sizes} ZeRO-{level}": (model, 4, {**sizes, "sharding": level})
+    for model, layouts in MODELS_OF.items()
+    for sizes in layouts
+    for level in ((0, 1, 2, 3) if sizes == layouts[1] else (0, 3))
+    if level in (0, 3) or model in ("llama", "mixtral")
 }
 SAMPLE = covering({case: {model, *layout.items()} for case, (model, _, layout) in LAYOUTS.items()})
 STEPS, CLIP = 3, 0.05
 
 
-def run_of(model: str, layout: dict):
+def run_of(model: str, layout: dict, **fields):
     run = parity.base_run(model, precision="fp64")
-    fallback = AdamWConfig(lr=1e-2)
-    optim = MuonConfig(name="muon", lr=1e-2, clip_grad=CLIP, coefficients="polar_express", fallback=fallback)
+    own = {"coefficients": "polar_express", "fallback": AdamWConfig(lr=1e-2), **fields}
+    optim = MuonConfig(name="muon", lr=1e-2, clip_grad=CLIP, **own)
     return replace(run, optim=optim, layout=LayoutConfig(**layout))
 
 
@@ -213,3 +262,33 @@ def test_refused(overrides, field, rule):
 
 def test_its_own_rate_of_the_fallback_is_enough():
     assert not refused("optim.name=muon", "optim.adjust=original", "optim.lr=0.02", "optim.fallback.lr=3e-4")
+
+
+# ---- a checkpoint of another optimizer
+
+
+def loaded(path, run):
+    plan = make_plan(run, 1)
+    state = build(plan, Mesh(plan.grid, 0))
+    load_state(path, state, run.model)
+    return state.optimizer
+
+
+def test_a_state_of_another_optimizer_begins_anew_if_asked(tmp_path):
+    """Masters are those of the checkpoint. The next checkpoint has the new optimizer's state, which is resumed."""
+    run = make_run(tmp_path, steps=2)
+    run = replace(run, optim=AdamWConfig(lr=3e-3), checkpoint=CheckpointConfig(interval=2))
+    train(run, Placement())
+    muon = MuonConfig(name="muon", lr=3e-3, fallback=AdamWConfig(lr=3e-3))
+    longer = replace(run, train=replace(run.train, steps=4), optim=muon)
+    with pytest.raises(CheckpointError, match="is of adamw, whose state is m, v; muon needs .*optim.restart=true"):
+        train(longer, Placement())
+    longer = replace(longer, optim=replace(muon, restart=True))
+    steps = [tmp_path / "checkpoints" / f"step-0000000{step}" for step in (2, 4)]
+    kept, begun = loaded(steps[0], run), loaded(steps[0], longer)
+    assert begun.step == 0 and not any(s.values(kind).any() for s in begun.shards for kind in s.kinds[1:])
+    of_both = [sum(float(s.values("master").double().square().sum()) for s in o.shards) for o in (kept, begun)]
+    assert of_both[0] == pytest.approx(of_both[1], rel=1e-12)
+    train(longer, Placement())
+    resumed = loaded(steps[1], longer)
+    assert resumed.step == 2 and all(s.values(kind).any() for s in resumed.shards for kind in s.kinds)

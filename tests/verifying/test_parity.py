@@ -74,6 +74,19 @@ NAMED = {
     "gpt_neox pp3 dp2, level 3, split backward": case(
         "gpt_neox", 6, pp=3, schedule="zb_h1", sharding=2, global_batch=4
     ),
+    "mamba2 cp3, documents": case("mamba2", 3, cp=3, documents=True, global_batch=2),
+    "mamba2 cp2 tp2, packed, selective recompute": case(
+        "mamba2", 4, cp=2, tp=2, documents="packed", recompute="selective", global_batch=2
+    ),
+    "mamba2 cp4 pp2, full recompute": case("mamba2", 8, cp=4, pp=2, recompute="full", global_batch=2),
+    "mamba2 tp4 with 2 groups, sharding 3": case("mamba2", 8, tp=4, sharding=3, documents=True, global_batch=4),
+    "mamba2 pp2 x 2 virtual stages, dp2, pointwise recompute": case(
+        "mamba2", 4, pp=2, virtual_stages=2, recompute="pointwise", documents=True
+    ),
+    "nemotron_h cp2 tp2, ring, documents": case("nemotron_h", 4, cp=2, tp=2, documents=True, global_batch=2),
+    "nemotron_h cp2 pp2, heads, packed, full recompute": case(
+        "nemotron_h", 4, cp=2, cp_ulysses=2, pp=2, documents="packed", recompute="full", global_batch=2
+    ),
     "llama4_text cp2 ep2, heads, chunks, documents": case(
         "llama4_text", 2, cp=2, cp_ulysses=2, ep=2, documents=True, global_batch=2
     ),

@@ -215,6 +215,12 @@ def quick_gelu(x: Tensor) -> Tensor:
     return x * torch.sigmoid(1.702 * x)
 
 
+def relu2(x: Tensor) -> Tensor:
+    """The square of ReLU. So et al., "Primer", 2021."""
+    positive = F.relu(x)
+    return positive * positive
+
+
 def _some_rows(x: Tensor, weights: Tensor, kernels: Kernels) -> Tensor:
     """All rows but the last, which is padding."""
     ends = torch.tensor([0, len(x) - 1], dtype=torch.int32, device=x.device)

@@ -72,6 +72,8 @@ def _llama3(r: Rotation, s: Any, length: int) -> tuple[Tensor, float]:
     wavelength = 2 * math.pi / inv
     low = s.original_max_position_embeddings / s.low_freq_factor
     high = s.original_max_position_embeddings / s.high_freq_factor
+    if s.high_freq_factor == s.low_freq_factor:  # as in Llama 4: nothing lies in between
+        return torch.where(wavelength > low, inv / s.factor, inv), 1.0
     smooth = (s.original_max_position_embeddings / wavelength - s.low_freq_factor) / (
         s.high_freq_factor - s.low_freq_factor
     )

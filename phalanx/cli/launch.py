@@ -1,0 +1,155 @@
+"""`phalanx launch`, `status` and `logs`: a run as a job of a scheduler, and what became of it."""
+
+from __future__ import annotations
+
+from datetime import UTC, datetime
+from pathlib import Path
+from typing import Any
+
+import click
+
+from phalanx.cli.options import CONFIG, OVERRIDES, typed
+from phalanx.cli.verbs import Verbs
+
+
+@click.group(cls=Verbs)
+def launch() -> None:
+    """Write the job that trains a run on a cluster, and submit it.
+
+    \b
+      phalanx launch slurm run.yaml --nodes 16 --time 24h -p gpu            # writes and shows run.sbatch
+      phalanx launch slurm run.yaml --nodes 16 --time 24h -p gpu --submit
+    """
+
+
+@launch.command("slurm", short_help="A batch script for SLURM, submitted with --submit.")
+@CONFIG
+@OVERRIDES
+@click.option("--nodes", default="1", show_default=True, metavar="N|N-M", help="Nodes, or a range of them.")
+@click.option("--time", default=None, metavar="TIME", help="Longest time of a job: 24h, 90m, 1-12:00:00.")
+@click.option("-p", "--partition", default=None, help="SLURM partition.")
+@click.option(
+    "--at",
+    multiple=True,
+    metavar="RANKS:a.b=c,...",
+    help="Overrides for a number of ranks, for a range of nodes (may be given several times).",
+)
+@click.option(
+    "--chain",
+    type=click.IntRange(min=2),
+    default=None,
+    metavar="N",
+    help="N jobs one after the other, for clusters where a job may not requeue itself.",
+)
+@click.option(
+    "--hosts",
+    type=click.Path(dir_okay=False, exists=True),
+    default=None,
+    metavar="FILE",
+    help="The nodes to take, one a line, in the order that ranks are to have.",
+)
+@click.option("--cluster", type=click.Path(dir_okay=False), default=None, help="File of the section `cluster`.")
+@click.option("-o", "--out", type=click.Path(dir_okay=False), default=None, help="Script to write.")
+@click.option("--submit", is_flag=True, help="Submit the script.")
+@click.option("--dry", is_flag=True, help="Write it without asking the scheduler anything, as on a laptop.")
+def launch_slurm(config: str, overrides: tuple[str, ...], **asked: Any) -> None:
+    """Write the batch script that trains CONFIG under SLURM, show it, and submit it with --submit.
+
+    The job is queued again until the run is done. Partition, account, GPUs of a node and environment come from the
+    section `cluster` of CONFIG, or from a file cluster.yaml beside it (`phalanx explain cluster`).
+    """
+    from phalanx.launch import slurm
+    from phalanx.launch.programs import here, look_for
+
+    if asked["submit"] and asked["dry"]:
+        raise click.UsageError("--dry submits nothing: give one of --submit and --dry")
+    job = job_asked(config, overrides, asked)
+    script = Path(asked["out"] or f"{Path(config).stem}.sbatch")
+    script.write_text(slurm.write(job), encoding="utf-8")
+    click.echo(script.read_text(encoding="utf-8"), nl=False)
+    if asked["submit"]:
+        look_for("SLURM", *slurm.PROGRAMS)
+    if not asked["dry"] and here(*slurm.PROGRAMS):
+        slurm.check_with_scheduler(job, script)
+    if not asked["submit"]:
+        click.echo(f"wrote {script}; `sbatch {script}`, or the same command with --submit, starts it", err=True)
+        return
+    number = submit(job, script)
+    click.echo(
+        f"submitted job {number}; `phalanx status {number}` shows it, `phalanx logs {number}` what it says", err=True
+    )
+
+
+def job_asked(config: str, overrides: tuple[str, ...], asked: dict[str, Any]) -> Any:
+    """The job of a config and the options of `launch`, checked on every number of ranks that it may have."""
+    from phalanx.cli.setup import all_problems, fail
+    from phalanx.config.cluster import FILE
+    from phalanx.config.device_check import Facts
+    from phalanx.config.read import read
+    from phalanx.launch.hosts import read_hosts
+    from phalanx.launch.job import JobOptions, check_layouts, check_saves, job_of
+
+    beside = Path(config).parent / FILE
+    cluster = asked["cluster"] or (beside if beside.is_file() else None)
+    loaded = read(config, overrides, cluster=cluster)
+    if loaded.run is None:
+        return fail(loaded.problems, None)
+    hosts = tuple(read_hosts(asked["hosts"])) if asked["hosts"] else ()
+    options = JobOptions(asked["nodes"], asked["time"], asked["partition"], asked["chain"], asked["at"], hosts)
+    job = job_of(typed(), (config, *overrides), loaded.run, options)
+
+    def problems(more: tuple[str, ...], world: int) -> Any:
+        one = read(config, (*overrides, *more), cluster=cluster)
+        return all_problems(one, Facts(world_size=world, local_ranks=job.cluster.ranks, files=False))
+
+    check_layouts(job, problems)
+    check_saves(job)
+    return job
+
+
+def submit(job: Any, script: Path) -> str:
+    """Submit a job unless the run has one, or runs already; returns the job's number."""
+    from phalanx.base.errors import FolderInUse
+    from phalanx.checkpoint.lock import FolderLock
+    from phalanx.launch import slurm
+    from phalanx.launch.status import running_or_waiting
+    from phalanx.launch.submitted import Submission
+
+    def refuse_second() -> None:
+        there = running_or_waiting(job.folder)
+        if there is not None:
+            raise FolderInUse(
+                f"job {there.job} ({there.state.lower()}) already trains {job.folder}: cancel it with `scancel "
+                f"{there.job}`, or choose another `dir`"
+            )
+
+    refuse_second()
+    with FolderLock(job.folder) as lock:  # of a run that was not submitted, or a second launch at the same moment
+        refuse_second()
+        slurm.logs_of(job.folder).mkdir(parents=True, exist_ok=True)
+        number = slurm.submit(script)
+        now = datetime.now(UTC).isoformat(timespec="seconds")
+        Submission("slurm", number, str(script.absolute()), job.typed, now).note(job.folder)
+        lock.keep()
+    return number
+
+
+@click.command("status", short_help="Who trains a run, since when, or why it waits.")
+@click.argument("what", metavar="JOB|RUN")
+def status(what: str) -> None:
+    """Show what became of a submitted run: where it runs and since when, its step and the last line of its log, or why
+    it waits. JOB is the scheduler's number, RUN the run's folder."""
+    from phalanx.launch.status import status as describe
+
+    click.echo(describe(what))
+
+
+@click.command("logs", short_help="What a submitted run says.")
+@click.argument("what", metavar="JOB|RUN")
+@click.option("-n", "--lines", type=click.IntRange(min=1), default=None, metavar="N", help="Only the last N lines.")
+def logs(what: str, lines: int | None) -> None:
+    """Print the log of a submitted job, all its starts after each other, or those of all jobs of a run."""
+    from phalanx.launch.status import log_files
+
+    text = "".join(path.read_text(encoding="utf-8", errors="replace") for path in log_files(what))
+    click.echo("\n".join(text.splitlines()[-lines:] if lines else text.splitlines()))

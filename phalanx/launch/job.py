@@ -1,0 +1,180 @@
+"""ClusterJob: what a scheduler is asked for to train a run. Each writer (slurm.py, ...) turns one into a text; nothing
+here asks a scheduler."""
+
+from __future__ import annotations
+
+import re
+import shlex
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, replace
+from pathlib import Path
+
+from phalanx.base.errors import ConfigError, Problem
+from phalanx.base.version import VERSION
+from phalanx.config.cluster import ClusterConfig, seconds_of
+from phalanx.config.run import Run
+
+FINAL = (2, 3, 4, 5, 7, 8)  # exit codes of ends that a restart would meet again
+KEPT_SAVES = 2  # times the slowest save: what the trainer keeps for the last one (training/main.py)
+MOST_LAYOUTS = 64  # numbers of nodes in a range, of which each is checked
+
+
+@dataclass(frozen=True)
+class ClusterJob:
+    """
+    typed       the command that asked for this job, which every generated file begins with
+    folder      of the run, absolute
+    workdir     where relative paths of the config lie
+    words       what is trained: config and overrides, as they were typed
+    nodes       fewest and most
+    layouts     overrides for a number of ranks, where they differ from `words`
+    time_s      longest time of one job; None: the scheduler's default
+    chain       instead of requeueing itself, this many jobs one after the other; None: it requeues itself
+    hosts       the nodes to take, in the order that ranks are to have; empty: the scheduler's choice and order
+    """
+
+    typed: str
+    folder: Path
+    workdir: Path
+    words: tuple[str, ...]
+    nodes: tuple[int, int]
+    cluster: ClusterConfig
+    layouts: Mapping[int, tuple[str, ...]]
+    time_s: int | None = None
+    chain: int | None = None
+    hosts: tuple[str, ...] = ()
+
+    @property
+    def name(self) -> str:
+        return re.sub(r"[^\w.-]", "-", self.folder.name) or "run"
+
+    @property
+    def worlds(self) -> list[int]:
+        """Numbers of ranks that the job may have."""
+        least, most = self.nodes
+        return [nodes * self.cluster.ranks for nodes in range(least, most + 1)]
+
+    @property
+    def command(self) -> str:
+        """The shell words that start one node's ranks."""
+        return f"{self.cluster.program} {shlex.join(('train', *self.words))}"
+
+    @property
+    def header(self) -> list[str]:
+        """The first lines of a generated file, without the mark of a comment."""
+        return [
+            self.typed,
+            f"Written by phalanx {VERSION}. Read it, change it, keep it: it needs nothing of phalanx launch.",
+        ]
+
+
+@dataclass(frozen=True)
+class JobOptions:
+    """What `phalanx launch` was given beside the config; None: the config's section `cluster` says it."""
+
+    nodes: str = "1"
+    time: str | None = None
+    partition: str | None = None
+    chain: int | None = None
+    at: tuple[str, ...] = ()
+    hosts: tuple[str, ...] = ()
+
+
+def job_of(typed: str, words: tuple[str, ...], run: Run, options: JobOptions) -> ClusterJob:
+    """The job that trains `run`. ConfigError with all problems of the options."""
+    cluster = run.cluster or ClusterConfig()
+    if options.partition is not None:
+        cluster = replace(cluster, partition=options.partition)
+    nodes, problems = node_range(options.nodes)
+    time = options.time or cluster.time
+    time_s = None if time is None else seconds_of(time)
+    if options.time is not None and time_s is None:
+        rule = "must be a time with its unit (24h, 90m, 2d) or as SLURM writes it (1-12:00:00, 01:30:00)"
+        problems.append(Problem("--time", options.time, rule, {}, ("24h",), "command line"))
+    elif time_s is not None and time_s <= cluster.grace_s:
+        rule = "must be longer than the time that is kept for the last save"
+        because, near = {"cluster.grace_s": cluster.grace_s}, (f"{2 * cluster.grace_s}s",)
+        problems.append(Problem("--time", time, rule, because, near, "command line"))
+    if options.hosts and nodes != (len(options.hosts),) * 2:
+        rule, because = "must be the number of hosts that are named", {"hosts": len(options.hosts)}
+        problems.append(Problem("--nodes", options.nodes, rule, because, (len(options.hosts),), "command line"))
+    job = ClusterJob(
+        typed,
+        Path(run.dir).absolute(),
+        Path.cwd(),
+        words,
+        nodes,
+        cluster,
+        {},
+        time_s,
+        options.chain,
+        options.hosts,
+    )
+    layouts, wrong = layouts_at(options.at, job)
+    if problems + wrong:
+        raise ConfigError(problems + wrong)
+    return replace(job, layouts=layouts)
+
+
+def node_range(text: str) -> tuple[tuple[int, int], list[Problem]]:
+    """`16` -> (16, 16), `4-8` -> (4, 8)."""
+    found = re.fullmatch(r"(\d+)(?:-(\d+))?", text)
+    least, most = (int(found[1]), int(found[2] or found[1])) if found else (0, 0)
+    if 1 <= least <= most < least + MOST_LAYOUTS:
+        return (least, most), []
+    rule = f"must be a number of nodes, or a range of at most {MOST_LAYOUTS} such as 4-8"
+    return (1, 1), [Problem("--nodes", text, rule, {}, ("1", "4-8"), "command line")]
+
+
+def layouts_at(given: tuple[str, ...], job: ClusterJob) -> tuple[dict[int, tuple[str, ...]], list[Problem]]:
+    """Of `8:layout.tp=2,layout.pp=2`: overrides by number of ranks."""
+    found: dict[int, tuple[str, ...]] = {}
+    problems = []
+    for text in given:
+        ranks, _, overrides = text.partition(":")
+        valid = tuple(f"{world}:layout.tp=2" for world in job.worlds[:3])
+        if not ranks.isdigit() or "=" not in overrides:
+            rule = "must be RANKS:OVERRIDES"
+            problems.append(Problem("--at", text, rule, {}, valid, "command line"))
+        elif int(ranks) not in job.worlds or int(ranks) in found:
+            rule = "must be for a number of ranks that the job may have, once for each"
+            because = {"nodes": "-".join(map(str, dict.fromkeys(job.nodes))), "ranks of a node": job.cluster.ranks}
+            problems.append(Problem("--at", text, rule, because, valid, "command line"))
+        else:
+            found[int(ranks)] = tuple(re.split(r",(?=[A-Za-z_.]+=)", overrides))
+    return found, problems
+
+
+def check_layouts(job: ClusterJob, check: Callable[[tuple[str, ...], int], list[Problem]]) -> None:
+    """ConfigError unless the run can be trained on every number of nodes that the job may have. check: problems of a
+    run with more overrides on a number of ranks."""
+    found: dict[str, Problem] = {}
+    for world in job.worlds:
+        for problem in check(job.layouts.get(world, ()), world):
+            if len(job.worlds) > 1:
+                advice = (
+                    f"on {world} ranks, which the range of nodes allows (--at {world}:... gives them another layout)"
+                )
+                problem = replace(problem, rule=f"{problem.rule} {advice}")
+            found.setdefault(str(problem), problem)
+    if found:
+        raise ConfigError(list(found.values()))
+
+
+def check_saves(job: ClusterJob) -> None:
+    """ConfigError if the job's time is too short for the saves that the run has made so far, by its log."""
+    slowest = slowest_save(job.folder / "log.txt")
+    if job.time_s is not None and job.time_s <= KEPT_SAVES * slowest:
+        rule = "must leave time for the last save"
+        because = {"the slowest save so far, in s": slowest}
+        near = (f"{round(4 * KEPT_SAVES * slowest)}s",)
+        raise ConfigError([Problem("--time", f"{job.time_s}s", rule, because, near, "command line")])
+
+
+def slowest_save(log: Path) -> float:
+    """Seconds of the slowest save that a run's log tells of; 0 if there is none."""
+    try:
+        text = log.read_text(encoding="utf-8", errors="replace")
+    except OSError:
+        return 0.0
+    return max((float(found) for found in re.findall(r" saved \S+ \(in (\d+(?:\.\d+)?) s", text)), default=0.0)

@@ -1,0 +1,163 @@
+"""SLURM: the batch script of a job, what is asked of the scheduler before it is submitted, and its submission."""
+
+from __future__ import annotations
+
+import shlex
+from dataclasses import dataclass
+from pathlib import Path
+
+from jinja2 import Environment, PackageLoader, StrictUndefined
+
+from phalanx.base.errors import ConfigError, Problem
+from phalanx.config.cluster import seconds_of
+from phalanx.config.validate import close_to
+from phalanx.launch.job import FINAL, ClusterJob
+from phalanx.launch.programs import SchedulerRefused, ask
+
+PROGRAMS = ("sbatch", "squeue", "sinfo", "scontrol", "scancel")
+
+
+def write(job: ClusterJob) -> str:
+    """The batch script, to be read and kept."""
+    env = Environment(
+        loader=PackageLoader("phalanx.launch"),
+        trim_blocks=True,
+        lstrip_blocks=True,
+        keep_trailing_newline=True,
+        undefined=StrictUndefined,
+    )
+    env.filters["quote"] = lambda value: shlex.quote(str(value))
+    env.filters["file"] = quoted_path
+    env.filters["join_quoted"] = shlex.join
+    nodes = "-".join(map(str, dict.fromkeys(job.nodes)))
+    return env.get_template("slurm.sbatch").render(
+        job=job,
+        nodes=nodes,
+        options=options_of(job),
+        logs=logs_of(job.folder),
+        step_options=step_options(job),
+        final=FINAL,
+    )
+
+
+def quoted_path(path: str) -> str:
+    """A path for the shell, in which `~` still means the home folder."""
+    return f"~/{shlex.quote(path[2:])}" if path.startswith("~/") else shlex.quote(path)
+
+
+def logs_of(folder: Path) -> Path:
+    """Where the logs of a run's jobs lie."""
+    return folder / "logs"
+
+
+def options_of(job: ClusterJob) -> list[str]:
+    """Lines of #SBATCH that depend on the cluster."""
+    c = job.cluster
+    given = {
+        "partition": c.partition,
+        "account": c.account,
+        "qos": c.qos,
+        "constraint": c.constraint,
+        "gpus-per-node": c.gpus_per_node,
+        "cpus-per-task": c.cpus_per_node,
+        "mem": c.memory,
+        "switches": c.switches,
+        "time": None if job.time_s is None else slurm_time(job.time_s),
+        "nodelist": ",".join(job.hosts) or None,
+        "comment": f"phalanx {job.folder}",
+    }
+    lines = [f"--{name}={shlex.quote(str(value))}" for name, value in given.items() if value is not None]
+    return [*lines, "--exclusive"] if c.exclusive else lines
+
+
+def step_options(job: ClusterJob) -> str:
+    """Options of srun: CPUs, which since SLURM 22.05 it does not take over from the job, and a container (pyxis).
+
+    Tasks per node are the step's: asked of the job, they would keep a range of nodes at its fewest.
+    """
+    c = job.cluster
+    words = ["--ntasks-per-node=1", "--kill-on-bad-exit=0", "--wait=60", "--cpu-bind=none"]
+    if c.cpus_per_node is not None:
+        words.append(f"--cpus-per-task={c.cpus_per_node}")
+    if c.image is not None:
+        mounts = [f"{path}:{path}" for path in dict.fromkeys((job.workdir, job.folder))] + c.mounts
+        words += [f"--container-image={c.image}", f"--container-mounts={','.join(mounts)}"]
+        words.append(f"--container-workdir={job.workdir}")
+    return shlex.join(words)
+
+
+def slurm_time(seconds: int) -> str:
+    """3661 -> 0-01:01:01; SLURM's own form, without rounding."""
+    days, rest = divmod(seconds, 86400)
+    return f"{days}-{rest // 3600:02}:{rest % 3600 // 60:02}:{rest % 60:02}"
+
+
+# ---- asking the scheduler ------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class SlurmPartition:
+    """A partition: its nodes, the longest time of a job (None: any), whether it is the default and takes jobs."""
+
+    name: str
+    nodes: int
+    most_s: int | None
+    default: bool = False
+    up: bool = True
+
+
+def partitions() -> list[SlurmPartition]:
+    """What `sinfo` lists. PhalanxError if it does not answer."""
+    rows: dict[str, SlurmPartition] = {}
+    for line in ask("sinfo", "--noheader", "--format=%P|%a|%D|%l").splitlines():
+        name, state, nodes, limit = (word.strip() for word in line.split("|"))
+        before = rows.get(name)  # a row for each kind of node
+        total = int(nodes) + (before.nodes if before else 0)
+        rows[name] = SlurmPartition(name.rstrip("*"), total, seconds_of(limit), name.endswith("*"), state == "up")
+    return list(rows.values())
+
+
+def check_with_scheduler(job: ClusterJob, script: Path) -> None:
+    """Whether the job can ever start, by what the scheduler says of itself. ConfigError with all problems at once."""
+    known = partitions()
+    wanted = job.cluster.partition
+    found = [p for p in known if (p.default if wanted is None else p.name == wanted)]
+    if wanted is not None and not found:
+        names = tuple(p.name for p in known)
+        rule = "is no partition of this cluster"
+        raise ConfigError([Problem("cluster.partition", wanted, rule, {}, close_to(wanted, names) or names)])
+    problems = [problem for partition in found for problem in check_partition(job, partition)]
+    if not problems:
+        problems = test_only(script)
+    if problems:
+        raise ConfigError(problems)
+
+
+def check_partition(job: ClusterJob, partition: SlurmPartition) -> list[Problem]:
+    because = {"partition": partition.name}
+    found = []
+    least = job.nodes[0]
+    if least > partition.nodes:
+        rule = "must be <= the nodes of the partition"
+        found.append(Problem("--nodes", least, rule, {**because, "its nodes": partition.nodes}, (partition.nodes,)))
+    if job.time_s is not None and partition.most_s is not None and job.time_s > partition.most_s:
+        most = slurm_time(partition.most_s)
+        rule = "must be <= the time limit of the partition (the job is queued again until the run is done)"
+        found.append(Problem("--time", slurm_time(job.time_s), rule, {**because, "its limit": most}, (most,)))
+    if not partition.up:
+        found.append(Problem("cluster.partition", partition.name, "takes no jobs now: it is not up"))
+    return found
+
+
+def test_only(script: Path) -> list[Problem]:
+    """What `sbatch --test-only` refuses: accounts, features, limits of users."""
+    try:
+        ask("sbatch", "--test-only", str(script))
+    except SchedulerRefused as error:
+        return [Problem("sbatch", str(script), f"is refused by the scheduler: {error.said}")]
+    return []
+
+
+def submit(script: Path) -> str:
+    """Submit a script; returns the job's number."""
+    return ask("sbatch", "--parsable", str(script)).partition(";")[0]

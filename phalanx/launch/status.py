@@ -1,0 +1,172 @@
+"""What became of a submitted run: who runs, since when, its step and last line, or why it waits."""
+
+from __future__ import annotations
+
+import json
+import re
+from dataclasses import dataclass
+from pathlib import Path
+
+from phalanx.base.errors import PhalanxError
+from phalanx.launch.programs import SchedulerRefused, ask, look_for
+from phalanx.launch.slurm import logs_of
+from phalanx.launch.submitted import submission_of
+
+TAIL = 64 * 1024  # bytes of a file's end that are searched for its last line
+OVER = (
+    "COMPLETED",
+    "FAILED",
+    "CANCELLED",
+    "TIMEOUT",
+    "NODE_FAIL",
+    "OUT_OF_MEMORY",
+    "BOOT_FAIL",
+    "DEADLINE",
+    "PREEMPTED",
+)
+FIELDS = {"job": "%i", "state": "%T", "reason": "%r", "nodes": "%N", "since": "%S", "left": "%L", "comment": "%k"}
+# squeue(1), JOB REASON CODES: what they mean for somebody who waits
+REASONS = {
+    "Priority": "others are before it in the queue",
+    "Resources": "it is next, and waits for nodes to become free",
+    "Dependency": "it waits for another job (of a chain: the link before it)",
+    "BeginTime": "it may not start yet; SLURM lets a job that was queued again wait two minutes",
+    "JobHeldUser": "it is held: scontrol release JOB",
+    "JobHeldAdmin": "an administrator holds it",
+    "Reservation": "it waits for its reservation",
+    "ReqNodeNotAvail": "nodes that it needs are down, drained or reserved",
+    "PartitionDown": "its partition is down",
+    "PartitionInactive": "its partition takes no jobs now",
+}
+NEVER = {
+    "PartitionTimeLimit": "it asks for more time than its partition allows",
+    "PartitionNodeLimit": "it asks for more nodes than its partition has",
+    "BadConstraints": "no nodes have the features that it asks for",
+    "InvalidAccount": "its account does not exist",
+    "InvalidQOS": "its QOS does not exist",
+    "DependencyNeverSatisfied": "the job that it depends on ended in another way",
+    "AssocMaxNodePerJobLimit": "its account may not use so many nodes in a job",
+    "AssocMaxWallDurationPerJobLimit": "its account may not use so much time in a job",
+    "QOSMaxNodePerJobLimit": "its QOS does not allow so many nodes in a job",
+    "QOSMaxWallDurationPerJobLimit": "its QOS does not allow so much time in a job",
+}
+
+
+@dataclass(frozen=True)
+class SlurmState:
+    """A job, or one task of an array, as squeue lists it."""
+
+    job: str
+    state: str
+    reason: str
+    nodes: str
+    since: str
+    left: str
+    comment: str
+
+    @property
+    def over(self) -> bool:
+        return self.state in OVER
+
+    @property
+    def folder(self) -> Path | None:
+        """The run's, by the comment that `phalanx launch` gives its jobs."""
+        return Path(self.comment.removeprefix("phalanx ")) if self.comment.startswith("phalanx ") else None
+
+    def why(self) -> str:
+        """Why it waits."""
+        name = self.reason.partition(",")[0].strip("()")
+        if name in NEVER:
+            return f"{name}: it will never start: {NEVER[name]}"
+        return f"{name}: {REASONS[name]}" if name in REASONS else self.reason
+
+
+def slurm_states(job: str) -> list[SlurmState]:
+    """The tasks of a job that the scheduler still knows, those that are over included."""
+    try:
+        rows = ask("squeue", "--noheader", "--states=all", f"--jobs={job}", f"--format={'|'.join(FIELDS.values())}")
+    except SchedulerRefused as error:
+        if "Invalid job id" in error.said:
+            return []
+        raise
+    return [SlurmState(*row.split("|")) for row in rows.splitlines()]
+
+
+def running_or_waiting(folder: Path) -> SlurmState | None:
+    """The job of the run's last submission that is not over, if the scheduler still knows one."""
+    before = submission_of(folder)
+    if before is None or before.scheduler != "slurm":
+        return None
+    return next((state for state in slurm_states(before.job) if not state.over), None)
+
+
+def status(what: str) -> str:
+    """The state of a job, by its number, or of the last one of a run, by its folder. PhalanxError if there is none."""
+    folder, job = find(what)
+    states = [] if job is None else slurm_states(job)
+    lines = [line for state in states for line in state_lines(state)]
+    if job is not None and not states:
+        lines.append(f"job {job}: the scheduler no longer knows it, so it is over")
+    folder = folder or next((state.folder for state in states if state.folder is not None), None)
+    return "\n".join([*lines, *([] if folder is None else run_lines(folder))])
+
+
+def find(what: str) -> tuple[Path | None, str | None]:
+    """(folder of the run, number of the job), as far as `what` says them."""
+    if re.fullmatch(r"\d+(_\d+)?", what):
+        look_for("SLURM", "squeue")
+        return None, what
+    folder = Path(what)
+    if not folder.is_dir():
+        raise PhalanxError(f"{what} is neither the number of a job nor the folder of a run")
+    submitted = submission_of(folder)
+    if submitted is not None:
+        look_for("SLURM", "squeue")
+    return folder, None if submitted is None else submitted.job
+
+
+def state_lines(state: SlurmState) -> list[str]:
+    if state.state == "PENDING":
+        return [f"job {state.job}  waits  {state.why()}"]
+    if state.over:
+        return [f"job {state.job}  {state.state.lower()}  on {state.nodes or 'no node'} since {state.since}"]
+    left = f", {state.left} left" if state.left not in ("UNLIMITED", "NOT_SET", "INVALID") else ""
+    return [f"job {state.job}  {state.state.lower()}  on {state.nodes} since {state.since}{left}"]
+
+
+def run_lines(folder: Path) -> list[str]:
+    """What the run itself wrote: its step, and the last line of its log."""
+    row = last_line(folder / "metrics.jsonl")
+    lines = [f"run  {folder}"]
+    try:
+        lines.append(f"step  {json.loads(row)['step']}")
+    except (ValueError, KeyError, TypeError):
+        lines.append("step  none yet")
+    said = last_line(folder / "log.txt")
+    return [*lines, f"last  {said}"] if said else lines
+
+
+def last_line(path: Path) -> str:
+    """The last whole line of a text; empty if there is none."""
+    try:
+        with path.open("rb") as file:
+            file.seek(max(0, path.stat().st_size - TAIL))
+            lines = file.read().decode(errors="replace").splitlines()
+    except OSError:
+        return ""
+    return next((line.strip() for line in reversed(lines) if line.strip()), "")
+
+
+def log_files(what: str) -> list[Path]:
+    """The logs of a job, or of all jobs of a run, the oldest first. PhalanxError if there are none."""
+    folder, job = find(what)
+    if folder is None and job is not None:
+        folder = next((state.folder for state in slurm_states(job) if state.folder is not None), None)
+        if folder is None:
+            raise PhalanxError(f"the scheduler does not know the run of job {job}: name the folder of the run instead")
+    of_run = Path(what).is_dir()
+    found = sorted(logs_of(folder or Path(what)).glob("slurm-*.log"), key=lambda path: path.stat().st_mtime)
+    exact = [path for path in found if of_run or re.fullmatch(rf"slurm-{job}(_\d+)?\.log", path.name)]
+    if not exact:
+        raise PhalanxError(f"{logs_of(folder or Path(what))} has no log of {what} yet; phalanx status {what} says why")
+    return exact

@@ -1,0 +1,36 @@
+"""The note of a run's last submission, launch.json in its folder, so that nobody submits a run twice and `phalanx
+status RUN` knows its job."""
+
+from __future__ import annotations
+
+import json
+import os
+from dataclasses import asdict, dataclass
+from pathlib import Path
+
+NAME = "launch.json"
+
+
+@dataclass(frozen=True)
+class Submission:
+    """scheduler: slurm; job: its number there; script: what was submitted; time: when, in ISO 8601."""
+
+    scheduler: str
+    job: str
+    script: str
+    command: str
+    time: str
+
+    def note(self, folder: Path) -> None:
+        folder.mkdir(parents=True, exist_ok=True)
+        partial = folder / f"{NAME}.partial"
+        partial.write_text(json.dumps(asdict(self), indent=1) + "\n", encoding="utf-8")
+        os.replace(partial, folder / NAME)
+
+
+def submission_of(folder: Path) -> Submission | None:
+    """The last one; None if the run was not submitted, or its note cannot be read."""
+    try:
+        return Submission(**json.loads((folder / NAME).read_text(encoding="utf-8")))
+    except (OSError, ValueError, TypeError):
+        return None

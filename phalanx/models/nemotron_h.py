@@ -1,0 +1,355 @@
+"""Nemotron-H: selective scans, a few layers of attention without positions, and MLPs with a squared ReLU, one to a
+layer. NVIDIA, "Nemotron-H", 2025."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING, Any, Literal, get_args
+
+from phalanx.base.errors import Problem
+from phalanx.base.rules import at_least, divisors, problem, within
+from phalanx.models.config_json import (
+    LIST_OR_NULL,
+    NEEDED,
+    NONE,
+    ConfigJson,
+    HfKey,
+    integer,
+    integer_or_null,
+    number,
+    shown,
+    switch,
+    text,
+)
+from phalanx.models.decoder_config import small_types
+from phalanx.models.family import Family
+from phalanx.models.model_config import ModelConfig, SmallSizes, TensorNames
+from phalanx.models.scan_fields import check_steps
+
+if TYPE_CHECKING:
+    from phalanx.models.family import BlockMaker
+    from phalanx.nn.env import Env
+    from phalanx.nn.module import Module
+
+LayerKind = Literal["linear_attention", "full_attention", "mlp"]
+LETTERS = {"M": "linear_attention", "*": "full_attention", "-": "mlp", "E": "moe"}
+OLD_KINDS = {"mamba": "linear_attention", "attention": "full_attention"}
+
+
+@dataclass(frozen=True, kw_only=True)
+class NemotronHConfig(ModelConfig):
+    family: Literal["nemotron_h"] = "nemotron_h"
+    """Which model this section describes: nemotron_h."""
+    vocab_size: int
+    """Size of the vocabulary; any size at any tp, padding never leaves the ranks."""
+    hidden_size: int
+    """Width of the residual stream."""
+    intermediate_size: int
+    """Width of an MLP."""
+    num_hidden_layers: int
+    """Number of layers."""
+    layers_block_type: tuple[LayerKind, ...]
+    """What each layer is: linear_attention (a selective scan), full_attention or mlp."""
+    num_attention_heads: int
+    """Query heads of a layer of attention."""
+    num_key_value_heads: int = 8
+    """Key/value heads of a layer of attention."""
+    head_dim: int = 128
+    """Width of a head of attention."""
+    mamba_num_heads: int = 128
+    """Heads of a scan."""
+    mamba_head_dim: int = 64
+    """Width of a head of a scan."""
+    ssm_state_size: int = 128
+    """Features of the state of a scan's head."""
+    n_groups: int = 8
+    """Groups of heads of a scan that share what is written to their states and read from them."""
+    conv_kernel: int = 4
+    """Tokens that the convolution before a scan reads: each token and those before it."""
+    layer_norm_epsilon: float = 1e-5
+    """Epsilon of RMSNorm."""
+    use_bias: bool = False
+    """The two projections of a scan's layer have biases."""
+    use_conv_bias: bool = True
+    """The convolution has a bias."""
+    mlp_bias: bool = False
+    """The two projections of an MLP have biases."""
+    time_step_min: float = 0.001
+    """Smallest step of a head, at the start of training and ever after."""
+    time_step_max: float = 0.1
+    """Largest step of a head at the start of training."""
+    time_step_floor: float = 1e-4
+    """Steps at the start of training are at least this."""
+    initializer_range: float = 0.02
+    """Standard deviation of initial weights."""
+    max_position_embeddings: int = 4096
+    """Longest text that is generated or embedded. No layer has positions: this bounds tables, not the model."""
+
+    @property  # type: ignore[misc]
+    def tie_word_embeddings(self) -> bool:
+        """No published model is tied, and transformers has no such form."""
+        return False
+
+    @property
+    def kv_heads(self) -> int:
+        return self.num_key_value_heads
+
+    @property
+    def head_widths(self) -> tuple[int, int]:
+        return self.head_dim, self.head_dim
+
+    @property
+    def rotary(self) -> bool:
+        return False
+
+    @property
+    def attends(self) -> bool:
+        return "full_attention" in self.layers_block_type
+
+    @property
+    def taps(self) -> int:
+        return self.conv_kernel if "linear_attention" in self.layers_block_type else 0
+
+    @property
+    def gated_mlp(self) -> bool:
+        return False
+
+
+# functions that build blocks import torch themselves, because reading a config must not
+def blocks(config: NemotronHConfig, env: Env) -> Sequence[BlockMaker]:
+    from phalanx.models.mixer_decoder import mixer_blocks
+
+    return mixer_blocks(config, env, NAMES, "model.norm_f", mixer)
+
+
+def mixer(config: NemotronHConfig, env: Env, layer: int) -> Module:
+    made = {"linear_attention": scan, "full_attention": attention, "mlp": mlp}
+    return made[config.layers_block_type[layer]](config, env, f"{NAMES.layer.format(layer)}.mixer", layer)
+
+
+def scan(config: NemotronHConfig, env: Env, name: str, layer: int) -> Module:
+    from phalanx.nn.state_space import StateSpace, StateSpaceSpec
+
+    c = config
+    spec = StateSpaceSpec(
+        name=name,
+        width=c.hidden_size,
+        heads=c.mamba_num_heads,
+        head_dim=c.mamba_head_dim,
+        groups=c.n_groups,
+        state=c.ssm_state_size,
+        taps=c.conv_kernel,
+        eps=c.layer_norm_epsilon,
+        std=c.initializer_range,
+        steps=(c.time_step_min, c.time_step_max, c.time_step_floor),
+        limits=(c.time_step_min, math.inf),
+        bias=c.use_bias,
+        conv_bias=c.use_conv_bias,
+    )
+    return StateSpace(env, spec)
+
+
+def attention(config: NemotronHConfig, env: Env, name: str, layer: int) -> Module:
+    from phalanx.nn.attention import Attention, AttentionSpec
+
+    c, (q, k, v, o) = config, (f"{name}.{n}_proj.weight" for n in "qkvo")
+    spec = AttentionSpec(
+        names=(q, k, v, o),
+        width=c.hidden_size,
+        heads=c.num_attention_heads,
+        kv_heads=c.num_key_value_heads,
+        head_dim=c.head_dim,
+        std=c.initializer_range,
+        layer=layer,
+    )
+    return Attention(env, spec)
+
+
+def mlp(config: NemotronHConfig, env: Env, name: str, layer: int) -> Module:
+    from phalanx.nn.mlp import GeluMLP
+
+    c, names = config, (f"{name}.up_proj", f"{name}.down_proj")
+    sizes = c.hidden_size, c.intermediate_size, c.initializer_range, c.initializer_range
+    return GeluMLP(env, names, *sizes, "relu2", transposed=False, bias=c.mlp_bias)
+
+
+def rules(config: NemotronHConfig, seq_length: int) -> list[Problem]:
+    c = config
+    found = at_least("model", c, 1, "num_key_value_heads", "head_dim", "mamba_num_heads", "mamba_head_dim")
+    found += at_least("model", c, 1, "ssm_state_size", "n_groups") + at_least("model", c, 2, "conv_kernel")
+    found += within("model", c, "layer_norm_epsilon", "(0, inf)") + check_steps(c)
+    if found:
+        return found
+    layers, kinds = c.num_hidden_layers, c.layers_block_type
+    if len(kinds) != layers:
+        because = {"kinds": len(kinds), "model.num_hidden_layers": layers}
+        whole = (kinds * layers)[:layers]
+        found.append(
+            problem("model", c, "layers_block_type", "must have one kind per layer", because, (whole,) if whole else ())
+        )
+    for field, heads in (("n_groups", "mamba_num_heads"), ("num_key_value_heads", "num_attention_heads")):
+        own, all_heads = getattr(c, field), getattr(c, heads)
+        if all_heads >= 1 and all_heads % own:
+            because, valid = {f"model.{heads}": all_heads}, divisors(own, all_heads)
+            found.append(problem("model", c, field, f"must divide {heads}", because, valid))
+    return found
+
+
+def split_rules(config: NemotronHConfig, tp: int) -> list[Problem]:
+    """What the heads of scans say; those of attention are every model's."""
+    heads, groups, found = config.mamba_num_heads, config.n_groups, list[Problem]()
+    valid = divisors(tp, heads, config.num_attention_heads)
+    if heads % tp:
+        rule = "must divide mamba_num_heads"
+        found.append(Problem("layout.tp", tp, rule, {"model.mamba_num_heads": heads}, valid))
+    if groups % tp and tp % groups:
+        rule = "must divide n_groups or be a multiple of it"
+        found.append(Problem("layout.tp", tp, rule, {"model.n_groups": groups}, valid))
+    return found
+
+
+SAME = (
+    "vocab_size",
+    "hidden_size",
+    "intermediate_size",
+    "num_attention_heads",
+    "num_key_value_heads",
+    "head_dim",
+    "mamba_num_heads",
+    "mamba_head_dim",
+    "ssm_state_size",
+    "n_groups",
+    "conv_kernel",
+    "layer_norm_epsilon",
+    "use_bias",
+    "use_conv_bias",
+    "mlp_bias",
+    "time_step_min",
+    "time_step_max",
+    "time_step_floor",
+    "initializer_range",
+    "max_position_embeddings",
+)
+KEYS = {
+    "vocab_size": integer(NEEDED),
+    "hidden_size": integer(NEEDED),
+    "intermediate_size": integer(NEEDED),
+    "layers_block_type": LIST_OR_NULL,
+    "hybrid_override_pattern": HfKey((str, NONE), None),
+    "num_attention_heads": integer(NEEDED),
+    "num_key_value_heads": integer_or_null(8),
+    "head_dim": integer(128),
+    "mamba_num_heads": integer(128),
+    "mamba_head_dim": integer(64),
+    "ssm_state_size": integer(128),
+    "n_groups": integer(8),
+    "conv_kernel": integer(4),
+    "layer_norm_epsilon": number(1e-5),
+    "use_bias": switch(False),
+    "use_conv_bias": switch(True),
+    "mlp_bias": switch(False),
+    "mlp_hidden_act": text("relu2"),
+    "mamba_hidden_act": text("silu"),
+    "attention_dropout": number(0.0),
+    "tie_word_embeddings": switch(False),
+    "num_nextn_predict_layers": integer(0),
+    "time_step_min": number(0.001),
+    "time_step_max": number(0.1),
+    "time_step_floor": number(1e-4),
+    "initializer_range": number(0.02),
+    "max_position_embeddings": integer(4096),
+}
+
+
+def from_hf(found: ConfigJson) -> NemotronHConfig | None:
+    v, pattern = found.values, found.values["hybrid_override_pattern"]
+    kinds = v["layers_block_type"]
+    if kinds is None and pattern is not None:
+        kinds = [LETTERS.get(letter, letter) for letter in pattern]
+    kinds = [OLD_KINDS.get(kind, kind) for kind in kinds or ()]
+    known = get_args(LayerKind)
+    bad = next((i for i, kind in enumerate(kinds) if kind not in known), None)
+    if bad is not None or not kinds:
+        what = "there are none" if bad is None else f"layer {bad} is {kinds[bad]!r}"
+        found.odd.append(f"layers_block_type: {what} (supported: {shown(known)})")
+    heads = v["num_attention_heads"] if v["num_key_value_heads"] is None else v["num_key_value_heads"]
+    if found.odd:
+        return None
+    own = found.pick(*SAME) | {"num_key_value_heads": heads}
+    return NemotronHConfig(**own, layers_block_type=tuple(kinds), num_hidden_layers=len(kinds))
+
+
+def to_hf(config: NemotronHConfig) -> dict[str, Any]:
+    return {
+        **{name: getattr(config, name) for name in SAME},
+        "layers_block_type": list(config.layers_block_type),
+        "mlp_hidden_act": "relu2",
+        "mamba_hidden_act": "silu",
+        "attention_dropout": 0.0,
+        "tie_word_embeddings": False,
+        "num_nextn_predict_layers": 0,
+    }
+
+
+def fill(model: dict[str, Any]) -> dict[str, Any]:
+    """All fields are already explicit."""
+    return model
+
+
+def shrink(config: NemotronHConfig, small: SmallSizes) -> NemotronHConfig:
+    """Layers of all kinds stay; heads and groups keep their relation to the ranks."""
+    return replace(
+        config,
+        vocab_size=small.vocab_size,
+        hidden_size=small.hidden_size,
+        intermediate_size=small.intermediate_size,
+        num_hidden_layers=small.layers,
+        layers_block_type=small_types(config.layers_block_type, small.layers),
+        num_attention_heads=small.heads,
+        num_key_value_heads=small.kv_heads,
+        head_dim=small.head_dim,
+        mamba_num_heads=small.heads,
+        mamba_head_dim=small.head_dim,
+        ssm_state_size=min(config.ssm_state_size, 6),
+        n_groups=small.kv_heads,
+        conv_kernel=min(config.conv_kernel, 3),
+    )
+
+
+def least_layers(config: NemotronHConfig) -> int:
+    """Layers until each kind has come once."""
+    kinds = config.layers_block_type
+    return max(kinds.index(kind) for kind in set(kinds)) + 1
+
+
+NAMES = TensorNames(
+    prefix="model.",
+    embedding="model.embeddings.weight",
+    layer="model.layers.{}",
+    renames={"backbone.": "model."},
+)
+FAMILY = Family(
+    "nemotron_h",
+    NemotronHConfig,
+    blocks,
+    architecture="NemotronHForCausalLM",
+    tensors=NAMES,
+    rules=rules,
+    split_rules=split_rules,
+    keys=KEYS,
+    other_names={"layers_block_type": "layer_types"},
+    only={
+        "mlp_hidden_act": ("relu2",),
+        "mamba_hidden_act": ("silu", "swish"),
+        "attention_dropout": (0.0,),
+        "tie_word_embeddings": (False,),
+        "num_nextn_predict_layers": (0,),
+    },
+    from_hf=from_hf,
+    to_hf=to_hf,
+    fill=fill,
+    shrink=shrink,
+    least_layers=least_layers,
+)

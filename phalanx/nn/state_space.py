@@ -1,0 +1,227 @@
+"""Mamba-2's layer: one fused projection, a short convolution, the selective scan, a gated norm and the output
+projection, with heads sharded over tp.
+
+Groups of B and C are shared as key-value heads are: with fewer of them than tp ranks, several ranks hold one.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+from functools import partial
+
+import torch
+from torch import Tensor
+
+from phalanx.layout.box import Box
+from phalanx.layout.param import Init, ParamSpec, Piece
+from phalanx.nn.attention import Heads
+from phalanx.nn.env import Env
+from phalanx.nn.linear import ColumnLinear, RowLinear
+from phalanx.nn.memory import StateSpec
+from phalanx.nn.module import ONES, Module, OutputRows, bias_spec, own_states
+from phalanx.ops.scan.context import chunks_of, states_before, tokens_before
+from phalanx.ops.scan.conv1d import CONV1D, conv1d
+from phalanx.ops.scan.gated_norm import GATED_NORM, NormGroups, gated_norm
+from phalanx.ops.scan.remembered import convolve_remembered, scan_remembered
+from phalanx.ops.scan.rows import TokenRows
+from phalanx.ops.scan.scan import SCAN, ScanInputs, carried_output, decay_rates, scan, steps_of, whole_decay
+from phalanx.sequence.batch import Batch
+
+
+@dataclass(frozen=True, kw_only=True)
+class StateSpaceSpec:
+    """Everything that defines such a layer.
+
+    name        how the names of its tensors begin
+    width       of the model
+    heads       of head_dim features; groups: that share B and C; state: features of a state
+    taps        of the convolution
+    eps         of the gated norm, over the features of a group
+    steps       smallest and largest step at the start, and the least that is drawn
+    limits      of steps
+    std         of the initial weights of the projections
+    bias        whether the projections have one; conv_bias: whether the convolution has
+    """
+
+    name: str
+    width: int
+    heads: int
+    head_dim: int
+    groups: int
+    state: int
+    taps: int
+    eps: float
+    std: float
+    steps: tuple[float, float, float] = (0.001, 0.1, 1e-4)
+    limits: tuple[float, float] = (0.0, math.inf)
+    bias: bool = False
+    conv_bias: bool = True
+
+
+@dataclass(frozen=True)
+class ScanShard:
+    """The features of a rank, and where they are among all: of the gate and of x those of its heads, of B and C those
+    of its groups."""
+
+    spec: StateSpaceSpec
+    own: Heads
+
+    @property
+    def heads(self) -> int:
+        return self.own.q1 - self.own.q0
+
+    @property
+    def groups(self) -> int:
+        return self.own.k1 - self.own.k0
+
+    @property
+    def inner(self) -> int:
+        return self.heads * self.spec.head_dim
+
+    @property
+    def mixed(self) -> int:
+        """Features that are convolved: x, B and C."""
+        return self.inner + 2 * self.groups * self.spec.state
+
+    def of_heads(self, name: str, size: int, at: int, width: int) -> OutputRows:
+        """Rows of this rank's heads in a tensor of `size` rows, where those of all heads begin at `at`."""
+        return OutputRows(name, size, at + self.own.q0 * width, at + self.own.q1 * width)
+
+    def convolved(self, name: str, size: int, at: int) -> list[OutputRows]:
+        """Rows of x, B and C in a tensor of `size` rows, where they begin at `at`."""
+        s, own = self.spec, self.own
+        found, at = [self.of_heads(name, size, at, s.head_dim)], at + s.heads * s.head_dim
+        for first in (at, at + s.groups * s.state):
+            rows = first + own.k0 * s.state, first + own.k1 * s.state
+            found.append(OutputRows(name, size, *rows, own.replicas))
+        return found
+
+
+class StateSpace(Module):
+    """x (T / tp, D) -> (T / tp, D)."""
+
+    def __init__(self, env: Env, spec: StateSpaceSpec):
+        super().__init__(env)
+        env.refuse_invariance("a scan")
+        s, shard = spec, ScanShard(spec, Heads.of(env, spec.heads, spec.groups))
+        self.spec, self.shard = spec, shard
+        inner, mixed = s.heads * s.head_dim, s.heads * s.head_dim + 2 * s.groups * s.state
+        name, size, init = f"{s.name}.in_proj.weight", inner + mixed + s.heads, Init("normal", s.std)
+        rows = [
+            shard.of_heads(name, size, 0, s.head_dim),
+            *shard.convolved(name, size, inner),
+            shard.of_heads(name, size, inner + mixed, 1),
+        ]
+        self.in_proj = ColumnLinear(env, rows, s.width, init, bias=s.bias)
+        self.conv = self.param(_conv_spec(shard.convolved(f"{s.name}.conv1d.weight", mixed, 0), s.taps))
+        biases = shard.convolved(f"{s.name}.conv1d.bias", mixed, 0)
+        self.conv_bias = self.param(bias_spec(biases)) if s.conv_bias else None
+        low, high, floor = s.steps
+        inits = {
+            "A_log": Init("log_count"),
+            "D": ONES,
+            "dt_bias": Init("time_step", low=low, high=high, floor=floor),
+        }
+        vectors = {
+            n: self.param(bias_spec([shard.of_heads(f"{s.name}.{n}", s.heads, 0, 1)], each))
+            for n, each in inits.items()
+        }
+        self.a_log, self.d, self.dt_bias = vectors["A_log"], vectors["D"], vectors["dt_bias"]
+        norm = bias_spec([shard.of_heads(f"{s.name}.norm.weight", inner, 0, s.head_dim)], ONES)
+        self.norm = self.param(ParamSpec(norm.shape, norm.pieces, role="norm"))
+        self.groups = _norm_groups(env, shard)
+        features = shard.own.q0 * s.head_dim, shard.own.q1 * s.head_dim
+        self.out = RowLinear(env, f"{s.name}.out_proj.weight", s.width, inner, features, init, bias=s.bias)
+        self.num_weights = s.width * (size + inner)
+        self.keeps = StateSpec(shard.heads, s.head_dim, s.state, shard.mixed, s.taps)
+
+    def forward(self, x: Tensor, batch: Batch) -> Tensor:
+        recompute = self.env.recompute
+        projected = recompute.op("qkv", self.in_proj, x)
+        gate, mixed, dt = projected.split((self.shard.inner, self.shard.mixed, self.shard.heads), -1)
+        if batch.paged is not None:
+            return self.out(self._normed(self._remembered(batch, mixed, dt), gate))
+        mixed = recompute.op("conv", partial(self._convolved, batch), mixed)
+        y = recompute.op("scan", partial(self._scanned, batch), mixed, dt)
+        return self.out(recompute.op("norm", self._normed, y, gate))
+
+    def takes_lazy(self, x: Tensor) -> bool:
+        return not any(map(self.env.recompute.recomputes, ("norm", "qkv"))) and self.in_proj.takes_lazy(x)
+
+    def _convolved(self, batch: Batch, mixed: Tensor) -> Tensor:
+        """(T, features of x, B and C) -> the same, convolved and activated."""
+        x = mixed.unflatten(0, (batch.num_sequences, -1))
+        before = tokens_before(x, batch, self.spec.taps - 1, self.env.axes.cp)
+        kernels = self.env.kernels_for(CONV1D)
+        made = [
+            conv1d(x[:, chunk.rows], self.conv, self.conv_bias, TokenRows(chunk.numbers, old), True, kernels)
+            for chunk, old in zip(chunks_of(batch), before)
+        ]
+        return torch.cat(made, 1).flatten(0, 1) if len(made) > 1 else made[0].flatten(0, 1)
+
+    def _parts(self, mixed: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        """x (..., H, P), B and C (..., G, N)."""
+        s, shard = self.spec, self.shard
+        x, b, c = mixed.split((shard.inner, *(shard.groups * s.state,) * 2), -1)
+        return x.unflatten(-1, (-1, s.head_dim)), b.unflatten(-1, (-1, s.state)), c.unflatten(-1, (-1, s.state))
+
+    def _scanned(self, batch: Batch, mixed: Tensor, dt: Tensor) -> Tensor:
+        """(T, features of x, B and C), (T, heads) -> (T, heads * P)."""
+        by_sequence = (batch.num_sequences, -1)
+        x, b, c = self._parts(mixed.unflatten(0, by_sequence))
+        steps, a = steps_of(dt, self.dt_bias, self.spec.limits).unflatten(0, by_sequence), decay_rates(self.a_log)
+        chunks, kernels = chunks_of(batch), self.env.kernels_for(SCAN)
+        pieces = [(x[:, k.rows], steps[:, k.rows], b[:, k.rows], c[:, k.rows]) for k in chunks]
+        found = [
+            scan(ScanInputs(x, steps, a, b, c, self.d, k.numbers), kernels)
+            for (x, steps, b, c), k in zip(pieces, chunks)
+        ]
+        made = [y for y, _ in found]
+        if len(chunks) > 1:
+            decays = [whole_decay(steps, a) for _, steps, _, _ in pieces]
+            before = states_before([state for _, state in found], decays, batch, self.env.axes.cp)
+            made = [
+                carried_output(y, steps, a, c, k.numbers, state)
+                for y, (_, steps, _, c), k, state in zip(made, pieces, chunks, before)
+            ]
+        return (torch.cat(made, 1) if len(made) > 1 else made[0]).flatten(2).flatten(0, 1)
+
+    def _normed(self, y: Tensor, gate: Tensor) -> Tensor:
+        kernels = self.env.kernels_for(GATED_NORM)
+        return gated_norm(y, gate, self.norm, self.groups, self.env.tp, kernels)
+
+    def _remembered(self, batch: Batch, mixed: Tensor, dt: Tensor) -> Tensor:
+        """(T / cp, features of x, B and C), (T / cp, heads) of sequences that go on -> (T / cp, heads * P)."""
+        memory = own_states(self)
+        spans = memory.spans_of(batch)
+        mixed, dt = memory.all_tokens(mixed), memory.all_tokens(dt)
+        mixed = convolve_remembered(mixed, memory.tokens, spans, self.conv, self.conv_bias)
+        steps, a = steps_of(dt, self.dt_bias, self.spec.limits), decay_rates(self.a_log)
+        x, b, c = self._parts(mixed)
+        inputs = ScanInputs(x, steps, a, b, c, self.d)
+        y = scan_remembered(inputs, memory.states, spans, self.env.kernels_for(SCAN))
+        return memory.own_tokens(y.flatten(1))
+
+    def flops(self, seq_length: int) -> float:
+        """The recurrence: a state takes a decay and an outer product, and is read once."""
+        s = self.spec
+        mixed = s.heads * s.head_dim + 2 * s.groups * s.state
+        return 2.0 * self.num_weights + 2.0 * s.taps * mixed + 6.0 * s.heads * s.head_dim * s.state
+
+
+def _conv_spec(rows: list[OutputRows], taps: int) -> ParamSpec:
+    """Storage (channels here, 1, taps), as torch.nn.Conv1d has it."""
+    init, pieces, at = Init("uniform", bound=1 / math.sqrt(taps)), [], 0
+    for r in rows:
+        count = r.stop - r.start
+        local, box = (slice(at, at + count), slice(0, 1), slice(0, taps)), Box((r.start, 0, 0), (r.stop, 1, taps))
+        pieces.append(Piece(r.name, (r.size, 1, taps), box, local, init, replicas=r.replicas))
+        at += count
+    return ParamSpec((at, 1, taps), tuple(pieces), role="conv")
+
+
+def _norm_groups(env: Env, shard: ScanShard) -> NormGroups:
+    s, own = shard.spec, shard.own
+    width = s.heads * s.head_dim // s.groups
+    return NormGroups(shard.groups, width, s.eps, own.k0, s.groups, bool(own.replicas))

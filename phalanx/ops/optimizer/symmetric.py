@@ -1,0 +1,81 @@
+"""Batched matmuls whose results are known to be symmetric: only one half is computed, the other is its mirror image."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from phalanx.ops.op import Case, Kernels, Op, triton
+
+
+@dataclass(frozen=True)
+class SymmetricTiles:
+    """How the Triton kernel is cut: the result into tiles of (side, side), the sum into steps of `k`; stages of its
+    pipeline, warps of a program."""
+
+    side: int
+    k: int
+    stages: int
+    warps: int
+
+
+TILES = (
+    SymmetricTiles(128, 64, 3, 8),
+    SymmetricTiles(128, 32, 4, 8),
+    SymmetricTiles(64, 64, 3, 4),
+    SymmetricTiles(64, 32, 2, 4),
+    SymmetricTiles(32, 32, 2, 4),
+)
+"""The preferred ones first. phalanx.ops.proof decides which is taken."""
+
+
+def symmetric_matmul(
+    a: Tensor, b: Tensor, c: Tensor | None = None, alpha: float = 1.0, beta: float = 1.0, kernels: Kernels = "auto"
+) -> Tensor:
+    """alpha a b^T + beta c, (B, M, M), for a and b (B, M, K) and symmetric c (B, M, M), where a b^T is symmetric: b is
+    a, or both are polynomials of one symmetric matrix. Sums are in fp32 or wider; the result is in a's dtype."""
+    return SYMMETRIC.choose(kernels, a).matmul(a, b, c, alpha, beta)  # type: ignore[no-any-return]
+
+
+def matmul(a: Tensor, b: Tensor, c: Tensor | None, alpha: float, beta: float) -> Tensor:
+    """As `symmetric_matmul`, by torch: both halves are computed."""
+    if c is None:
+        return torch.bmm(a, b.mT) if alpha == 1.0 else torch.bmm(a, b.mT).mul_(alpha)
+    return torch.baddbmm(c, a, b.mT, beta=beta, alpha=alpha)
+
+
+def _gram(a: Tensor, kernels: Kernels) -> Tensor:
+    a = a.detach()
+    return symmetric_matmul(a, a, alpha=0.5, kernels=kernels)
+
+
+def _square(a: Tensor, kernels: Kernels) -> Tensor:
+    """A symmetric matrix, its square, and more of it."""
+    a = a.detach()
+    a = (a + a.mT).mul_(0.5)
+    return symmetric_matmul(a, a, a, -4.775, 3.4445, kernels)
+
+
+WIDE = (torch.float16, torch.float32, torch.float64)  # interpreted, tl.dot multiplies bf16 as integers
+SYMMETRIC = Op(
+    "symmetric",
+    "Batched matmuls with symmetric results",
+    __name__,
+    ("matmul",),
+    (
+        triton(
+            "phalanx.ops.optimizer.symmetric_kernel:SymmetricProducts",
+            dtypes=(torch.bfloat16, torch.float16),  # of others torch's are as fast: tensor cores are for these two
+            tunings=TILES,
+            cost="Muon computes both halves of symmetric products",
+        ),
+    ),
+    cases=(
+        Case("gram matrix", _gram, ((2, 70, 136),), dtypes=WIDE),
+        Case("square of a symmetric matrix", _square, ((1, 144, 144),), dtypes=WIDE),
+        Case("gram matrices, odd sizes", _gram, ((3, 37, 51),), dtypes=WIDE),
+        Case("gram matrix of a model", _gram, ((2, 4096, 11008),), dtypes=(torch.bfloat16,), large=True),
+    ),
+)

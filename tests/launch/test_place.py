@@ -1,0 +1,251 @@
+"""Where a process is in a world that somebody else started, by the environments that launchers really set.
+
+Those of SLURM were recorded with `srun` of slurm-wlm 22.05.8, those of Open MPI with `mpirun` 4.1.4; those of
+Kubernetes are as its documentation and Kubeflow's name them.
+"""
+
+from __future__ import annotations
+
+import socket
+import zlib
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+
+from phalanx.base.errors import ConfigError, PeerLost
+from phalanx.comm import meeting
+from phalanx.launch.env import Placement, read_placement
+from phalanx.launch.environment import allowed_cpus, node_settings, parse_cpus, span_text
+from phalanx.launch.hosts import expand
+from tests.harness.pool import free_port
+
+SECRET = "0123456789abcdef"
+TWO_NODES = {  # srun -N2 --ntasks-per-node=1, on the second node
+    "SLURMD_NODENAME": "n2",
+    "SLURM_JOB_ID": "1",
+    "SLURM_LOCALID": "0",
+    "SLURM_NODEID": "1",
+    "SLURM_NODELIST": "n[1-2]",
+    "SLURM_NTASKS": "2",
+    "SLURM_PROCID": "1",
+    "SLURM_STEP_ID": "0",
+    "SLURM_STEP_NODELIST": "n[1-2]",
+    "SLURM_STEP_NUM_NODES": "2",
+    "SLURM_STEP_NUM_TASKS": "2",
+    "SLURM_STEP_TASKS_PER_NODE": "1(x2)",
+}
+HETEROGENEOUS = {  # srun -w n2 -n1 : -w n1 -n2, the last task: the list is sorted, and task 0 is on n2
+    "SLURMD_NODENAME": "n1",
+    "SLURM_HET_SIZE": "2",
+    "SLURM_JOB_ID": "2",
+    "SLURM_JOB_NODELIST": "n[1-2]",
+    "SLURM_JOB_NODELIST_PACK_GROUP_0": "n2",
+    "SLURM_JOB_NODELIST_PACK_GROUP_1": "n1",
+    "SLURM_LOCALID": "1",
+    "SLURM_NODEID": "1",
+    "SLURM_NTASKS": "3",
+    "SLURM_PROCID": "2",
+    "SLURM_STEP_ID": "0",
+    "SLURM_STEP_NODELIST": "n[1-2]",
+    "SLURM_STEP_NUM_TASKS": "3",
+    "SLURM_STEP_TASKS_PER_NODE": "1,2",
+}
+OPEN_MPI = {  # mpirun -n 2, the second process
+    "OMPI_COMM_WORLD_LOCAL_RANK": "1",
+    "OMPI_COMM_WORLD_LOCAL_SIZE": "2",
+    "OMPI_COMM_WORLD_RANK": "1",
+    "OMPI_COMM_WORLD_SIZE": "2",
+    "PMIX_NAMESPACE": "825425921",
+    "PMIX_RANK": "1",
+}
+MPI_PORT = 15000 + zlib.crc32(b"825425921") % 15000  # the same on all processes of one mpirun
+INDEXED = {"JOB_COMPLETION_INDEX": "1", "PHALANX_NODES": "4", "MASTER_ADDR": "run-0.run", "MASTER_PORT": "29500"}
+TRAIN_JOB = {
+    "PET_NNODES": "2",
+    "PET_NODE_RANK": "1",
+    "PET_NPROC_PER_NODE": "8",
+    "PET_MASTER_ADDR": "run-node-0-0.run",
+    "PET_MASTER_PORT": "29400",
+}
+
+
+def node(number: int, ranks: int, world: int, meeting: str) -> Placement:
+    """One that starts the ranks of node `number`."""
+    return Placement(number * ranks, 0, world, meeting, local_size=ranks, starts=ranks)
+
+
+@pytest.mark.parametrize(
+    "env, placement",
+    [
+        (TWO_NODES, Placement(1, 0, 2, "tcp://n1:15001", local_size=1)),
+        ({**TWO_NODES, "PHALANX_RANKS_PER_NODE": "8"}, node(1, 8, 16, "tcp://n1:15001")),
+        ({**TWO_NODES, "SLURM_GPUS_ON_NODE": "4"}, node(1, 4, 8, "tcp://n1:15001")),
+        ({**TWO_NODES, "SLURM_GPUS_ON_NODE": "4", "PHALANX_RANKS_PER_NODE": "1"}, Placement(1, 0, 2, "tcp://n1:15001")),
+        (HETEROGENEOUS, Placement(2, 1, 3, "tcp://n2:15002", local_size=2)),
+        (OPEN_MPI, Placement(1, 1, 2, f"tcp://127.0.0.1:{MPI_PORT}", local_size=2)),
+        ({**OPEN_MPI, "MASTER_ADDR": "a", "MASTER_PORT": "9"}, Placement(1, 1, 2, "tcp://a:9", local_size=2)),
+        (
+            {**TWO_NODES, **OPEN_MPI},
+            Placement(1, 1, 2, f"tcp://127.0.0.1:{MPI_PORT}", local_size=2),
+        ),  # mpirun inside a step
+        (INDEXED, Placement(1, 0, 4, "tcp://run-0.run:29500", local_size=1)),
+        ({**INDEXED, "PHALANX_RANKS_PER_NODE": "8"}, node(1, 8, 32, "tcp://run-0.run:29500")),
+        ({"JOB_COMPLETION_INDEX": "3"}, None),  # an Indexed Job of runs that have nothing to do with each other
+        (TRAIN_JOB, node(1, 8, 16, "tcp://run-node-0-0.run:29400")),
+        ({**TRAIN_JOB, "RANK": "1", "WORLD_SIZE": "2"}, node(1, 8, 16, "tcp://run-node-0-0.run:29400")),  # PyTorchJob
+        ({**TRAIN_JOB, "PET_NNODES": "1", "PET_NODE_RANK": "0"}, node(0, 8, 8, "")),
+    ],
+)
+def test_the_place_of_a_process(env, placement):
+    found, problems = read_placement(env)
+    assert problems == []
+    assert found == (placement if placement is None or placement.local_size else replace(placement, local_size=1))
+
+
+def test_the_secret_is_taken_over_where_ranks_of_several_nodes_meet():
+    found, _ = read_placement({**TWO_NODES, "PHALANX_RANKS_PER_NODE": "8", "PHALANX_RUN_SECRET": SECRET})
+    assert found is not None and found.secret == SECRET
+
+
+@pytest.mark.parametrize(
+    "env, field, because",
+    [
+        # RANK and WORLD_SIZE left in a shell: every task would be rank 0
+        ({**TWO_NODES, "RANK": "0", "WORLD_SIZE": "2", "MASTER_ADDR": "a", "MASTER_PORT": "9"}, "RANK", "SLURM_PROCID"),
+        ({**TWO_NODES, "RANK": "0", "WORLD_SIZE": "1"}, "RANK", "SLURM_STEP_NUM_TASKS"),
+        ({**TWO_NODES, **OPEN_MPI, "SLURM_PROCID": "0"}, "OMPI_COMM_WORLD_RANK", "SLURM_PROCID"),
+        ({**HETEROGENEOUS, "PHALANX_RANKS_PER_NODE": "8"}, "PHALANX_RANKS_PER_NODE", "SLURM_PROCID"),
+        ({k: v for k, v in OPEN_MPI.items() if "LOCAL_SIZE" not in k}, "OMPI_COMM_WORLD_LOCAL_SIZE", "PMIX"),
+        ({**OPEN_MPI, "OMPI_COMM_WORLD_SIZE": "4"}, "MASTER_ADDR", "OMPI_COMM_WORLD_SIZE"),
+        ({"PMIX_RANK": "1"}, "PMIX_RANK", ""),
+        ({**INDEXED, "JOB_COMPLETION_INDEX": "4"}, "JOB_COMPLETION_INDEX", "PHALANX_NODES"),
+        ({**TRAIN_JOB, "PET_NPROC_PER_NODE": "some"}, "PET_NPROC_PER_NODE", ""),
+        ({**TRAIN_JOB, "PET_NNODES": "1:4"}, "PET_NNODES", ""),
+        ({**TWO_NODES, "PHALANX_ENDS_AT": "soon"}, "PHALANX_ENDS_AT", ""),
+    ],
+)
+def test_contradictions_are_one_error_with_all_variables(env, field, because):
+    found, [problem] = read_placement(env)
+    assert found is None and problem.field == field and problem.where == "the environment"
+    assert because in str(problem) or because == "PMIX"
+
+
+def test_torchrun_inside_a_launcher_of_one_task_per_node_is_no_contradiction():
+    inner = {"RANK": "9", "WORLD_SIZE": "16", "LOCAL_RANK": "1", "MASTER_ADDR": "a", "MASTER_PORT": "9"}
+    assert read_placement({**TWO_NODES, **inner, "TORCHELASTIC_RUN_ID": "none"})[0] == Placement(9, 1, 16, "tcp://a:9")
+    assert read_placement({**TWO_NODES, **inner})[0] == Placement(9, 1, 16, "tcp://a:9")  # started by a script
+
+
+def test_a_host_file_gives_nodes_their_order(tmp_path):
+    hosts = tmp_path / "hosts.txt"
+    hosts.write_text("n2 slots=8  # first\n\nn1\n")
+    env = {**TWO_NODES, "PHALANX_HOST_FILE": str(hosts), "PHALANX_RANKS_PER_NODE": "8"}
+    assert read_placement(env)[0] == node(0, 8, 16, "tcp://n2:15001")
+    assert read_placement({**env, "SLURMD_NODENAME": "n1", "SLURM_PROCID": "0"})[0] == node(1, 8, 16, "tcp://n2:15001")
+    hosts.write_text(f"elsewhere\n{socket.gethostname()}\n")  # without a scheduler
+    plain = {"PHALANX_HOST_FILE": str(hosts), "PHALANX_RANKS_PER_NODE": "2"}
+    assert read_placement(plain)[0] == node(1, 2, 4, "tcp://elsewhere:29511")
+
+
+@pytest.mark.parametrize(
+    "text, said",
+    [
+        ("n1\nn2\nn3\n", "names 3 hosts, and must name the 2 nodes on which tasks were started"),
+        ("n2\nn2\n", "must name each host once"),
+        ("n3\nn4\n", "must name this host on one of its lines"),
+        (None, "cannot be read (No such file or directory)"),
+    ],
+)
+def test_a_host_file_that_cannot_be_right(tmp_path, text, said):
+    hosts = tmp_path / "hosts.txt"
+    if text is not None:
+        hosts.write_text(text)
+    found, [problem] = read_placement({**TWO_NODES, "PHALANX_HOST_FILE": str(hosts)})
+    assert found is None and said in problem.rule
+
+
+@pytest.mark.parametrize(
+    "text, names",
+    [
+        ("n[1-3,7],x", ["n1", "n2", "n3", "n7", "x"]),
+        ("n[07-10]", ["n07", "n08", "n09", "n10"]),
+        ("rack[1-2]n[01-02]-ib", ["rack1n01-ib", "rack1n02-ib", "rack2n01-ib", "rack2n02-ib"]),
+    ],
+)
+def test_lists_of_hosts(text, names):
+    assert expand(text) == names
+
+
+# ---- a wrong MASTER_ADDR -------------------------------------------------------------------------
+
+
+def test_a_first_host_that_does_not_resolve_is_named_at_once(warm, tmp_path):
+    config = tmp_path / "run.yaml"
+    config.write_text(
+        "model: {family: llama, vocab_size: 64, hidden_size: 16, intermediate_size: 32, num_hidden_layers: 2, "
+        "num_attention_heads: 2}\ntrain: {steps: 1, global_batch: 2, micro_batch: 1, seq_length: 8, device: cpu}\n"
+        "data: {mock: true}\n"
+    )
+    env = {**TWO_NODES, "MASTER_ADDR": "no-such-host.invalid"}
+    done = warm.phalanx("train", str(config), f"dir={tmp_path / 'run'}", env=env)
+    assert done.returncode == 2 and "MASTER_ADDR='no-such-host.invalid'" in done.stderr, done.stderr
+    assert "this host cannot reach it (Name or service not known)" in done.stderr or "Temporary failure" in done.stderr
+
+
+def test_a_rank_that_cannot_reach_rank_0_says_where_and_why(monkeypatch, capsys):
+    """127.0.0.1 is not waited for, because there a launcher listens first; another name of this machine is."""
+    monkeypatch.setattr(meeting, "SAY_S", 0.05)
+    host, port = socket.gethostname(), free_port()
+    with pytest.raises(PeerLost, match=f"rank 3 on host {host} cannot reach rank 0 at {host}:{port}"):
+        meeting.reach(host, port, 3, 0.5)
+    assert "Is MASTER_ADDR rank 0's host" in capsys.readouterr().err
+    with pytest.raises(ConfigError, match=f"MASTER_ADDR='{host}': must be the name or address of rank 0's host"):
+        meeting.reach_myself(host, port)
+
+
+# ---- what the ranks of a node run with -----------------------------------------------------------
+
+
+def machine(root: Path, gpus: dict[str, str]) -> Path:
+    """/proc and /sys of a machine with NVIDIA's GPUs: address -> CPUs of its NUMA node."""
+    for number, (address, cpus) in enumerate(gpus.items()):
+        about, device = root / "proc/driver/nvidia/gpus" / address, root / "sys/bus/pci/devices" / address
+        about.mkdir(parents=True)
+        device.mkdir(parents=True)
+        (about / "information").write_text(f"Model: \t NVIDIA\nGPU UUID: \t GPU-{number}a\nDevice Minor: \t {number}\n")
+        (device / "local_cpulist").write_text(f"{cpus}\n")
+    return root
+
+
+FOUR = {
+    "0000:18:00.0": "0-7,16-23",
+    "0000:3a:00.0": "0-7,16-23",
+    "0000:86:00.0": "8-15,24-31",
+    "0000:af:00.0": "8-15,24-31",
+}
+
+
+def test_each_rank_has_the_cpus_next_to_its_gpu(tmp_path):
+    root, every = machine(tmp_path, FOUR), frozenset(range(32))
+    found = node_settings({}, {"NCCL_SOCKET_IFNAME": "ib0"}, 4, every, root)
+    assert [span_text(cpus) for cpus in found.cpus] == ["0-3,16-19", "4-7,20-23", "8-11,24-27", "12-15,28-31"]
+    assert found.chosen == {"OMP_NUM_THREADS": "8", "NCCL_SOCKET_IFNAME": "ib0"} and found.given == {}
+    chosen = node_settings({}, {"CUDA_VISIBLE_DEVICES": "2,GPU-0a"}, 2, every, root)
+    assert [span_text(cpus) for cpus in chosen.cpus] == ["8-15,24-31", "0-7,16-23"]
+    part = node_settings({}, {}, 4, parse_cpus("2-5,8-15"), root)
+    assert [span_text(cpus) for cpus in part.cpus] == ["2-3", "4-5", "8-11", "12-15"]
+    assert node_settings({}, {}, 4, frozenset({0, 1}), root).cpus is None  # a rank would have none
+    assert node_settings({}, {}, 5, every, root).cpus is None  # fewer GPUs than ranks
+
+
+def test_what_the_user_has_set_wins_and_is_shown(tmp_path):
+    mine = {"OMP_NUM_THREADS": "3", "OMP_PROC_BIND": "close", "GLOO_SOCKET_IFNAME": "eth1"}
+    found = node_settings(
+        mine, {**mine, "NCCL_SOCKET_IFNAME": "eth0"}, 4, frozenset(range(32)), machine(tmp_path, FOUR)
+    )
+    assert found.cpus is None and found.chosen == {"NCCL_SOCKET_IFNAME": "eth0"} and found.given == mine
+    assert found.text("n1", 8).endswith(
+        "NCCL_SOCKET_IFNAME=eth0; yours: OMP_NUM_THREADS=3; yours: GLOO_SOCKET_IFNAME=eth1; yours: OMP_PROC_BIND=close"
+    )
+    assert allowed_cpus() and node_settings({}, {}, 2, allowed_cpus()).cpus is None  # this machine has no GPU

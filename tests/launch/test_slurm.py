@@ -1,0 +1,256 @@
+"""`phalanx launch slurm` against a real SLURM (tests/harness/slurm.py): its scripts are submitted as they are, and
+train on two nodes of this machine. Skipped with the reason where there can be no SLURM."""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from tests.harness.slurm import Slurm, missing, until
+
+CONFIG = """\
+model: {family: llama, vocab_size: 64, hidden_size: 16, intermediate_size: 32, num_hidden_layers: 2, num_attention_heads: 2}
+train: {steps: 6, global_batch: 8, micro_batch: 1, seq_length: 16, device: cpu, timeout_s: 60}
+data: {mock: true}
+log: {report: false}
+"""  # noqa: E501
+LONG = "train.steps=100000"
+
+
+@pytest.fixture(scope="module")
+def slurm() -> Iterator[Slurm]:
+    if why := missing():
+        pytest.skip(why)
+    made = Slurm()
+    try:
+        yield made.start()
+    finally:
+        made.close()
+
+
+class Launched:
+    """A run of this test: its folder, and `phalanx` on the login node."""
+
+    def __init__(self, slurm: Slurm, place: Path):
+        self.slurm, self.place, self.folder = slurm, place, place / "run"
+        (place / "run.yaml").write_text(CONFIG)
+        cluster = {"ranks_per_node": 1, "interface": "lo", "program": slurm.program, "grace_s": 30}
+        (place / "cluster.yaml").write_text(json.dumps(cluster))
+
+    def phalanx(self, *words: str):
+        return self.slurm.warm.phalanx(*words, cwd=self.place, env=self.slurm.env)
+
+    def launch(self, *words: str, code: int = 0) -> str:
+        done = self.phalanx("launch", "slurm", "run.yaml", f"dir={self.folder}", *words)
+        assert done.returncode == code, done.stdout + done.stderr
+        return done.stdout + done.stderr
+
+    def submit(self, *words: str) -> str:
+        said = self.launch("--submit", *words)
+        return re.search(r"submitted job (\d+)", said)[1]
+
+    def log(self) -> str:
+        return "\n".join(path.read_text() for path in sorted((self.folder / "logs").glob("slurm-*.log")))
+
+    def steps(self) -> list[int]:
+        path = self.folder / "metrics.jsonl"
+        rows = [json.loads(line) for line in path.read_text().splitlines()] if path.exists() else []
+        return [row["step"] for row in rows if "loss" in row]
+
+    def until_step(self, step: int) -> None:
+        until(lambda: self.steps()[-1:] >= [step], lambda: f"step {step}: {self.slurm.what_is_there()}\n{self.log()}")
+
+    def until_over(self, job: str, state: str) -> None:
+        def over() -> bool:
+            now = self.slurm.job(job).get("JobState")
+            assert now in (state, "RUNNING", "COMPLETING", "PENDING", "CONFIGURING"), (now, self.log())
+            return now == state
+
+        until(over, lambda: f"job {job} {state}: {self.slurm.job(job)}\n{self.log()}")
+
+    def again(self, job: str) -> None:
+        """A job that was queued again waits two minutes, because a node refuses one that starts in the second in which
+        its last start ended (its credential was revoked); here it waits three seconds."""
+        until(
+            lambda: self.slurm.job(job).get("JobState") == "PENDING",
+            lambda: f"{job} queued again\n{self.slurm.job(job)}\n{self.log()}",
+        )
+        until(lambda: self.slurm.over_on_nodes(job), self.slurm.what_is_there)
+        self.slurm.ask("scontrol", "update", f"jobid={job}", "starttime=now+3")
+
+
+@pytest.fixture
+def run(slurm, tmp_path) -> Iterator[Launched]:
+    made = Launched(slurm, tmp_path)
+    yield made
+    slurm.ask("scancel", "--user=root", check=False)
+    until(lambda: not slurm.ask("squeue", "--noheader"), lambda: f"no job is left {slurm.ask('squeue')}")
+    for name in slurm.lost():
+        slurm.start_node(name)
+    until(lambda: slurm.states() == {"idle": 2}, lambda: f"both nodes idle again ({slurm.states()})")
+
+
+def test_two_nodes_train_and_a_stopped_job_is_queued_again_and_goes_on(run):
+    """One task on each node starts two ranks. TERM, as --signal sends it: saved, 75, queued again, continued."""
+    job = run.submit("--nodes", "2", "--time", "20m", LONG, "cluster.ranks_per_node=2")
+    run.until_step(3)
+    refused = run.launch("--submit", "--nodes", "1", code=7)
+    assert f"job {job} (running) already trains {run.folder}" in refused
+    run.slurm.ask("scancel", "--signal=TERM", job)
+    run.again(job)
+    stopped = run.steps()[-1]
+    assert f"saved step {stopped}" in run.log()
+    run.until_step(stopped + 2)
+    said = run.phalanx("status", job)
+    assert said.returncode == 0 and re.search(
+        rf"job {job}  running  on n\[1-2\] since 20\S+, \S+ left\n", said.stdout
+    ), said
+    assert re.search(r"\nstep  \d+\nlast  \S+ \S+ step=\d+ loss=", said.stdout), said.stdout
+    run.slurm.ask("scancel", "--full", job)
+    run.until_over(job, "CANCELLED")
+    assert run.steps() == list(range(1, run.steps()[-1] + 1))
+    log = run.phalanx("logs", job).stdout
+    assert "layout world=4 dp=4" in log and log.count("phalanx: start ") == 2 and "Traceback" not in log
+    assert os.environ.get("PHALANX_RUN_SECRET") is None and "PHALANX_RUN_SECRET is not set" not in log
+
+
+def test_what_the_scheduler_would_never_start_is_refused_before_it_is_submitted(run):
+    missing_partition = run.launch("--submit", "-p", "mian", code=2)
+    assert "cluster.partition='mian': is no partition of this cluster. Valid near it: main." in missing_partition
+    more = run.launch("--submit", "--nodes", "3", "--time", "3h", "train.global_batch=12", code=2)
+    assert "--nodes=3: must be <= the nodes of the partition, because partition='main', its nodes=2" in more
+    assert "--time='0-03:00:00': must be <= the time limit of the partition" in more and "0-01:00:00" in more
+    assert "must be longer than the time that is kept for the last save" in run.launch("--time", "30s", code=2)
+    refused = run.launch("--submit", "cluster.cpus_per_node=64", code=2)
+    assert "is refused by the scheduler" in refused and "Traceback" not in refused
+    assert not run.folder.exists() and not run.slurm.ask("squeue", "--noheader")
+
+
+def test_a_job_that_waits_says_why_and_one_that_is_gone_says_so(run):
+    blocks = run.slurm.ask("sbatch", "--parsable", "-N2", "--exclusive", "--output=/dev/null", "--wrap=sleep 600")
+    until(lambda: run.slurm.job(blocks).get("JobState") == "RUNNING", lambda: str(run.slurm.job(blocks)))
+    job = run.submit("--nodes", "2")
+    until(lambda: run.slurm.job(job).get("Reason") == "Resources", lambda: str(run.slurm.job(job)))
+    said = run.phalanx("status", str(run.folder)).stdout
+    why = "Resources: it is next, and waits for nodes to become free"
+    assert said == f"job {job}  waits  {why}\nrun  {run.folder}\nstep  none yet\n"
+    assert f"job {job} (pending) already trains {run.folder}" in run.launch("--submit", code=7)
+    run.slurm.ask("scancel", job)
+    assert f"job {job}  cancelled  on no node" in run.phalanx("status", job).stdout
+    gone = run.phalanx("status", "4000000")
+    assert gone.returncode == 0 and "the scheduler no longer knows it" in gone.stdout
+    nothing = run.phalanx("status", "no-such-run")
+    assert nothing.returncode == 1 and "neither the number of a job nor the folder of a run" in nothing.stderr
+
+
+@pytest.mark.soak
+def test_a_job_whose_time_is_over_has_saved_and_is_queued_again(run):
+    job = run.submit("--nodes", "2", "--time", "1m", LONG)
+    run.until_step(2)
+    run.again(job)
+    stopped = run.steps()[-1]
+    assert f"saved step {stopped}" in run.log() and "exit code 75" in run.log()
+    run.until_step(stopped + 2)
+    run.slurm.ask("scancel", job)
+    run.until_over(job, "CANCELLED")
+    assert run.steps() == list(range(1, run.steps()[-1] + 1))
+
+
+@pytest.mark.soak
+def test_a_preempted_job_has_saved_and_goes_on_afterwards(run):
+    job = run.submit("--nodes", "2", "--time", "30m", LONG)
+    run.until_step(2)
+    above = run.slurm.ask(
+        "sbatch", "--parsable", "-p", "high", "-N2", "--exclusive", "--output=/dev/null", "--wrap=true"
+    )
+    run.again(job)
+    stopped = run.steps()[-1]
+    assert f"saved step {stopped}" in run.log()
+    run.until_over(above, "COMPLETED")
+    run.until_step(stopped + 2)
+    run.slurm.ask("scancel", job)
+    run.until_over(job, "CANCELLED")
+    assert run.steps() == list(range(1, run.steps()[-1] + 1)) and "Traceback" not in run.log()
+
+
+@pytest.mark.soak
+def test_a_lost_node_is_a_failure_that_is_started_again(run):
+    job = run.submit("--nodes", "2", "--time", "30m", LONG, "checkpoint.interval=4")
+    run.until_step(6)
+    run.slurm.kill_node("n2")
+    until(lambda: "failure 1 of at most 10" in run.log(), run.log)
+    assert "peer lost" in run.log()
+    run.slurm.start_node("n2")
+    stopped = run.steps()[-1]
+    run.again(job)
+    run.until_step(stopped + 2)
+    run.slurm.ask("scancel", job)
+    run.until_over(job, "CANCELLED")
+    assert run.steps() == list(range(1, run.steps()[-1] + 1))
+
+
+@pytest.mark.soak
+@pytest.mark.parametrize(
+    "override, code, said",
+    [
+        ("checkpoint.load=/no/such/checkpoint", 4, "checkpoint.load='/no/such/checkpoint': does not exist"),
+        ("data.paths=[/no/such/tokens]", 3, "/no/such/tokens"),
+        ("cluster.environment.MASTER_ADDR=no-such-host", 2, "MASTER_ADDR='no-such-host': must be the name or address"),
+    ],
+)
+def test_an_end_that_would_repeat_itself_is_not_queued_again(run, override, code, said):
+    if code == 3:
+        (run.place / "run.yaml").write_text(CONFIG.replace("data: {mock: true}", ""))
+    job = run.submit("--nodes", "2", override)
+    run.until_over(job, "FAILED")
+    assert run.slurm.job(job)["ExitCode"] == f"{code}:0" and run.slurm.job(job)["Restarts"] == "0"
+    assert said in run.log() and f"exit code {code}: the same start would end in the same way" in run.log()
+
+
+@pytest.mark.soak
+def test_a_chain_of_jobs_goes_on_where_the_last_one_stopped_and_ends_with_the_run(run):
+    job = run.submit("--nodes", "2", "--chain", "3", "train.steps=150")
+    run.until_step(2)
+    run.slurm.ask("scancel", "--signal=TERM", f"{job}_1", check=False)  # it fails if the job ends meanwhile
+    until(lambda: run.steps()[-1:] == [150] and not run.slurm.ask("squeue", "--noheader"), run.log)
+    assert run.steps() == list(range(1, 151))
+    logs = sorted(path.name for path in (run.folder / "logs").glob("slurm-*.log"))
+    assert logs == [f"slurm-{job}_1.log", f"slurm-{job}_2.log"]
+    assert run.phalanx("logs", f"{job}_2").stdout.count("phalanx: start ") == 1
+
+
+@pytest.mark.soak
+def test_a_range_of_nodes_takes_what_is_free_with_a_layout_for_each_number_of_ranks(run):
+    blocks = run.slurm.ask(
+        "sbatch", "--parsable", "-w", "n2", "--exclusive", "--output=/dev/null", "--wrap=sleep 600", "--time=20"
+    )
+    until(lambda: run.slurm.job(blocks).get("JobState") == "RUNNING", lambda: str(run.slurm.job(blocks)))
+    words = ("--nodes", "1-2", "--at", "4:layout.tp=2", "cluster.ranks_per_node=2", LONG)
+    job = run.submit(*words)
+    run.until_step(2)
+    assert "layout world=2 dp=2 cp=1 tp=1" in run.log()
+    run.slurm.ask("scancel", blocks)
+    run.until_over(blocks, "CANCELLED")
+    until(lambda: run.slurm.states().get("idle") == 1, run.slurm.what_is_there)
+    run.slurm.ask("scancel", "--signal=TERM", job)
+    run.again(job)
+    stopped = run.steps()[-1]
+    run.until_step(stopped + 2)
+    assert "layout world=4 dp=2 cp=1 tp=2" in run.log()
+    run.slurm.ask("scancel", job)
+    run.until_over(job, "CANCELLED")
+    assert run.steps() == list(range(1, run.steps()[-1] + 1))
+
+
+@pytest.mark.soak
+def test_ranks_have_the_order_of_the_host_file(run):
+    """The step lines come from rank 0, on the second task, which SLURM started on n2."""
+    (run.place / "hosts.txt").write_text("n2\nn1\n")
+    job = run.submit("--nodes", "2", "--hosts", "hosts.txt", "cluster.environment.SLURM_LABELIO=1")
+    run.until_over(job, "COMPLETED")
+    assert re.search(r"^1: step=6 ", run.log(), re.MULTILINE) and not re.search(r"^0: step=", run.log(), re.MULTILINE)

@@ -1,0 +1,202 @@
+"""The ops of state-space layers against their definitions, recurrences of one token after another in float64: outputs,
+last states and every gradient, inside documents."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from phalanx.comm.axis import Axis
+from phalanx.ops.scan.conv1d import conv1d, conv1d_step, last_tokens
+from phalanx.ops.scan.gated_norm import NormGroups, gated_norm
+from phalanx.ops.scan.rows import StateSlots, TokenRows
+from phalanx.ops.scan.scan import ScanInputs, carried_output, decay_rates, scan, scan_step, steps_of, whole_decay
+from tests.ops.test_ops import normal
+
+LENGTHS = (1, 2, 3, 63, 64, 65, 127, 128, 129, 257)
+HEADS, WIDTH, GROUPS, STATE = 4, 3, 2, 5
+NAMES = ("x", "dt", "a", "b", "c", "d", "initial")
+
+
+def recurrence(
+    x: Tensor, dt: Tensor, a: Tensor, b: Tensor, c: Tensor, d: Tensor, numbers: Tensor | None, initial: Tensor
+) -> tuple[Tensor, Tensor]:
+    """Dao & Gu, 2024, equation 1, one token after another."""
+    each, state, made = x.shape[2] // b.shape[2], initial, []
+    for t in range(x.shape[1]):
+        if numbers is not None and t > 0:
+            same = numbers[:, t] == numbers[:, t - 1]
+            state = torch.where(same[:, None, None, None], state, 0)
+        b_t, c_t = (m[:, t].repeat_interleave(each, 1) for m in (b, c))
+        state = (
+            torch.exp(dt[:, t] * a)[..., None, None] * state
+            + (dt[:, t, :, None] * x[:, t])[..., None] * b_t[:, :, None]
+        )
+        made.append((state * c_t[:, :, None]).sum(-1) + d[:, None] * x[:, t])
+    return torch.stack(made, 1), state
+
+
+def inputs(rows: int, length: int, decay: float = 1.0) -> dict[str, Tensor]:
+    """decay: the mean of -log of what a token leaves of a state."""
+    shapes = {
+        "x": (rows, length, HEADS, WIDTH),
+        "dt": (rows, length, HEADS),
+        "a": (HEADS,),
+        "b": (rows, length, GROUPS, STATE),
+        "c": (rows, length, GROUPS, STATE),
+        "d": (HEADS,),
+        "initial": (rows, HEADS, WIDTH, STATE),
+    }
+    found = {name: normal(*shape, seed=i) for i, (name, shape) in enumerate(shapes.items())}
+    found["dt"], found["a"] = F.softplus(found["dt"]), -decay * found["a"].exp()
+    return {name: x.requires_grad_() for name, x in found.items()}
+
+
+def documents(kind: str, rows: int, length: int) -> Tensor | None:
+    if kind == "none":
+        return None
+    if kind == "tokens":
+        return torch.arange(rows * length).view(rows, length)
+    drawn = torch.rand(rows * length, generator=torch.Generator().manual_seed(length)) < 0.15
+    return drawn.long().cumsum(0).view(rows, length)
+
+
+def compared(given: dict[str, Tensor], numbers: Tensor | None) -> None:
+    made = scan(ScanInputs(**given, numbers=numbers), "plain")
+    truth = recurrence(*(given[n] for n in NAMES[:6]), numbers, given["initial"])
+    above = [normal(*y.shape, seed=50 + i) for i, y in enumerate(truth)]
+    found = torch.autograd.grad(made, list(given.values()), above)
+    wanted = torch.autograd.grad(truth, list(given.values()), above)
+    for name, mine, theirs in zip(("y", "state", *NAMES), (*made, *found), (*truth, *wanted), strict=True):
+        assert (mine - theirs).abs().max() <= 1e-10 * theirs.abs().max().clamp(min=1.0), name
+
+
+@pytest.mark.parametrize("kind", ["none", "tokens", "mixed"])
+@pytest.mark.parametrize("length", LENGTHS)
+def test_scan_equals_its_recurrence(length, kind):
+    """Lengths around the chunk's, a first state, documents of one token and of several."""
+    compared(inputs(2, length), documents(kind, 2, length))
+
+
+@pytest.mark.soak
+@pytest.mark.parametrize("length", range(1, 258))
+def test_scan_of_every_length(length):
+    compared(inputs(2, length), documents("mixed", 2, length))
+
+
+@pytest.mark.parametrize("decay", [1e-9, 1e3], ids=["keeps all", "forgets all"])
+def test_scan_with_extreme_decays(decay):
+    compared(inputs(1, 130, decay), documents("mixed", 1, 130))
+
+
+def test_no_state_crosses_a_border():
+    """What stands in one document changes no bit of the next."""
+    given, numbers = inputs(1, 40), torch.tensor([[0] * 17 + [1] * 23])
+    y, state = scan(ScanInputs(**given | {"initial": None}, numbers=numbers), "plain")
+    changed = {n: x.detach().clone() for n, x in given.items()}
+    for name in ("x", "dt", "b", "c"):
+        changed[name][:, :17] = 1e30
+    other, last = scan(ScanInputs(**changed | {"initial": None}, numbers=numbers), "plain")
+    assert torch.equal(y[:, 17:], other[:, 17:]) and torch.equal(state, last) and not torch.equal(y, other)
+
+
+def test_a_row_goes_on_from_the_one_before():
+    """Three pieces with their states handed on, and three pieces that begin without a state, whose outputs are
+    corrected by what came before, are the whole row."""
+    given = inputs(1, 50)
+    x, dt, a, b, c, d, _ = (given[n].detach() for n in NAMES)
+    whole, last = scan(ScanInputs(x, dt, a, b, c, d))
+    state, handed, corrected = None, [], []
+    for rows in (slice(0, 7), slice(7, 30), slice(30, 50)):
+        piece = ScanInputs(x[:, rows], dt[:, rows], a, b[:, rows], c[:, rows], d)
+        alone, added = scan(piece)
+        if state is None:
+            corrected.append(alone)
+            y, state = alone, added
+        else:
+            corrected.append(carried_output(alone, dt[:, rows], a, c[:, rows], None, state))
+            y, after = scan(piece._replace(initial=state))
+            state = added + whole_decay(dt[:, rows], a)[..., None, None] * state
+            torch.testing.assert_close(after, state, rtol=1e-12, atol=1e-12)
+        handed.append(y)
+    for pieces in (handed, corrected):
+        torch.testing.assert_close(torch.cat(pieces, 1), whole, rtol=1e-12, atol=1e-12)
+    torch.testing.assert_close(state, last, rtol=1e-12, atol=1e-12)
+
+
+def test_single_tokens_are_the_whole_row():
+    """The one-token forms of scan and convolution, with states updated in place, at slots in any order."""
+    given, slots = inputs(3, 12), torch.tensor([4, 0, 2])
+    x, dt, a, b, c, d, _ = (given[n].detach() for n in NAMES)
+    whole, last = scan(ScanInputs(x, dt, a, b, c, d))
+    states = torch.zeros(5, HEADS, WIDTH, STATE, dtype=x.dtype)
+    kept = StateSlots(states, slots)
+    found = [scan_step(ScanInputs(x[:, t], dt[:, t], a, b[:, t], c[:, t], d), kept) for t in range(12)]
+    torch.testing.assert_close(torch.stack(found, 1), whole, rtol=1e-12, atol=1e-12)
+    torch.testing.assert_close(states[slots], last, rtol=1e-12, atol=1e-12)
+    assert not states[[1, 3]].any()
+    x, weight, bias = normal(3, 12, 7), normal(7, 1, 4), normal(7)
+    states = torch.zeros(5, 3, 7, dtype=x.dtype)
+    found = [conv1d_step(x[:, t], StateSlots(states, slots), weight, bias) for t in range(12)]
+    torch.testing.assert_close(torch.stack(found, 1), conv1d(x, weight, bias), rtol=1e-12, atol=1e-12)
+    assert torch.equal(states[slots], last_tokens(x, None, 4)) and not states[[1, 3]].any()
+
+
+@pytest.mark.parametrize("limits", [(0.0, float("inf")), (0.3, 0.9)], ids=str)
+def test_steps_and_rates(limits):
+    """Truth: the formulas in plain torch, gradients of the parameters included."""
+    dt, bias, log = (normal(*shape, seed=i).requires_grad_() for i, shape in enumerate(((6, 4), (4,), (4,))))
+    made = steps_of(dt, bias, limits) * decay_rates(log)
+    truth = torch.clamp(torch.log(1 + torch.exp(dt + bias)), *limits) * -torch.exp(log)
+    torch.testing.assert_close(made, truth, rtol=1e-13, atol=1e-13)
+    given = (dt, bias, log)
+    found, wanted = (torch.autograd.grad(y.square().sum(), given) for y in (made, truth))
+    torch.testing.assert_close(found, wanted, rtol=1e-12, atol=1e-12)
+
+
+@pytest.mark.parametrize("silu", [False, True])
+@pytest.mark.parametrize("kind", ["none", "tokens", "mixed"])
+@pytest.mark.parametrize("length", [1, 2, 3, 4, 70])
+def test_conv1d_equals_its_sum(length, kind, silu):
+    """Truth: for a whole row torch's conv1d; with documents, each token's sum written out."""
+    taps, channels = 4, 3
+    numbers = documents(kind, 2, length)
+    x, weight, bias = normal(2, length, channels), normal(channels, 1, taps, seed=1), normal(channels, seed=2)
+    before = normal(2, taps - 1, channels, seed=3)
+    given = [t.requires_grad_() for t in (x, weight, bias, before)]
+    made = conv1d(x, weight, bias, TokenRows(numbers, before), silu)
+    if numbers is None:
+        joined = torch.cat((before, x), 1).transpose(1, 2)
+        truth = F.conv1d(joined, weight, bias, groups=channels).transpose(1, 2)
+    else:
+        truth = torch.stack([torch.stack([_sum(given, numbers, r, t) for t in range(length)]) for r in range(2)])
+    truth = F.silu(truth) if silu else truth
+    above = normal(*truth.shape, seed=9)
+    found, wanted = (torch.autograd.grad(y, given, above, materialize_grads=True) for y in (made, truth))
+    torch.testing.assert_close([made, *found], [truth, *wanted], rtol=1e-12, atol=1e-12)
+
+
+def _sum(given: list[Tensor], numbers: Tensor, row: int, token: int) -> Tensor:
+    x, weight, bias, before = given
+    total = bias
+    for back in range(weight.shape[-1]):
+        at, w = token - back, weight[:, 0, weight.shape[-1] - 1 - back]
+        if at < 0 and numbers[row, token] == numbers[row, 0]:
+            total = total + w * before[row, at]
+        elif at >= 0 and numbers[row, at] == numbers[row, token]:
+            total = total + w * x[row, at]
+    return total
+
+
+@pytest.mark.parametrize("groups", [1, 3])
+def test_gated_norm_equals_its_formula(groups):
+    x, gate, weight = (normal(*shape, seed=i).requires_grad_() for i, shape in enumerate(((5, 12), (5, 12), (12,))))
+    shard = NormGroups(groups, 12 // groups, 1e-3)
+    made = gated_norm(x, gate, weight, shard, Axis("tp"), "plain")
+    u = (x * F.silu(gate)).view(5, groups, -1)
+    truth = (u / torch.sqrt(u.square().mean(-1, keepdim=True) + 1e-3)).view(5, 12) * weight
+    above = normal(5, 12, seed=9)
+    found, wanted = (torch.autograd.grad(y, (x, gate, weight), above) for y in (made, truth))
+    torch.testing.assert_close([made, *found], [truth, *wanted], rtol=1e-12, atol=1e-12)
