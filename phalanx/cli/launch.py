@@ -124,17 +124,18 @@ def launch_k8s(config: str, overrides: tuple[str, ...], **asked: Any) -> None:
     manifest = Path(asked["out"] or f"{Path(config).stem}.k8s.yaml")
     manifest.write_text(k8s.write(job, asked["kind"], Path(config)), encoding="utf-8")
     click.echo(manifest.read_text(encoding="utf-8"), nl=False)
-    server = None
     if asked["submit"] or (not asked["dry"] and kube_api.here()):
         server = kube_api.connect(job.cluster.namespace)
-        server.check(kube_api.documents_of(manifest.read_text(encoding="utf-8")), job.cluster.queue)
-    if server is None or not asked["submit"]:
-        namespace = f"--namespace {job.cluster.namespace} " if job.cluster.namespace else ""
-        command = f"kubectl apply --server-side {namespace}-f {manifest}"
-        click.echo(f"wrote {manifest}; `{command}`, or the same command with --submit, starts it", err=True)
-        return
-    submitted = server.submit(kube_api.documents_of(manifest.read_text(encoding="utf-8")))
-    click.echo(f"submitted {submitted}; `kubectl logs --follow {submitted}` shows what it says", err=True)
+        documents = kube_api.documents_of(manifest.read_text(encoding="utf-8"))
+        if asked["submit"]:
+            server.refuse_second(documents)
+        server.check(documents, job.cluster.queue)
+        if asked["submit"]:
+            click.echo(f"submitted; `{server.submit(documents)}` shows what it says", err=True)
+            return
+    namespace = f"--namespace {job.cluster.namespace} " if job.cluster.namespace else ""
+    command = f"kubectl apply --server-side {namespace}-f {manifest}"
+    click.echo(f"wrote {manifest}; `{command}`, or the same command with --submit, starts it", err=True)
 
 
 def job_asked(config: str, overrides: tuple[str, ...], cluster_file: str | None, options: Any) -> Any:

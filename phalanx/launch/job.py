@@ -10,7 +10,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 
 from phalanx.base.errors import ConfigError, Problem
-from phalanx.base.rules import default_of, problem
+from phalanx.base.rules import default_of
 from phalanx.base.version import VERSION
 from phalanx.config.cluster import ClusterConfig, seconds_of
 from phalanx.config.run import Run
@@ -92,6 +92,9 @@ def job_of(typed: str, words: tuple[str, ...], run: Run, options: JobOptions) ->
         cluster = replace(cluster, partition=options.partition)
     workdir = working_folder_of_pods(cluster) if options.in_pods else Path.cwd()
     nodes, problems = node_range(options.nodes)
+    if options.in_pods and nodes[0] != nodes[1]:
+        rule = "must be one number: Kubernetes starts all pods of a job"
+        problems.append(Problem("--nodes", options.nodes, rule, {}, nodes, "command line"))
     time = options.time or cluster.time
     time_s = None if time is None else seconds_of(time)
     if options.time is not None and time_s is None:
@@ -134,13 +137,13 @@ def unread(cluster: ClusterConfig, in_pods: bool) -> list[Problem]:
     reads, names, other = ("slurm", KUBERNETES_ONLY, "k8s") if not in_pods else ("k8s", SLURM_ONLY, "slurm")
     found = []
     for name in names:
-        default = default_of(ClusterConfig, name)
-        if getattr(cluster, name) != default:
+        value, default = getattr(cluster, name), default_of(ClusterConfig, name)
+        if value != default:
             rule = (
                 f"is not read by `phalanx launch {reads}`, only by `phalanx launch {other}`; --cluster FILE names "
                 "another file of this section"
             )
-            found.append(problem("cluster", cluster, name, rule, {}, (default,)))
+            found.append(Problem(f"cluster.{name}", value, rule, {}, (default,)))
     return found
 
 

@@ -167,11 +167,6 @@ def check(job: ClusterJob, kind: str, config: Path) -> list[Problem]:
     """What Kubernetes would refuse, or what would be lost with a pod."""
     found = check_names(job, kind, config) + check_volumes(job)
     c = job.cluster
-    if job.nodes[0] != job.nodes[1]:
-        nodes = "-".join(map(str, job.nodes))
-        found.append(
-            Problem("--nodes", nodes, "must be one number: Kubernetes starts all pods of a job", {}, job.nodes)
-        )
     if c.image is None:
         rule = "must be set, by --image or in the config: pods run in an image that holds phalanx"
         found.append(problem("cluster", c, "image", rule, {}, ("registry.example.org/phalanx:1",)))

@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import importlib.util
 import json
+import os
 import secrets
 import tempfile
 from collections.abc import Sequence
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -47,26 +49,28 @@ def connect(namespace: str | None) -> KubeServer:
     except ImportError:
         text = "submission needs the official client of Kubernetes: pip install 'phalanx[k8s]'; --dry does without"
         raise NoScheduler(text) from None
-    settings = client.Configuration()
+    settings, files = client.Configuration(), kubectl_config()
+    settings.retries = False
     try:
-        config.load_config(client_configuration=settings)
+        if files is None:
+            config.load_incluster_config(client_configuration=settings)
+        else:
+            config.load_kube_config(config_file=files, client_configuration=settings)
     except config.ConfigException as error:
         raise NoScheduler(
-            f"Kubernetes is not here: looked for the config of kubectl (KUBECONFIG, ~/.kube/config) and for the "
+            "Kubernetes is not here: looked for the config of kubectl (KUBECONFIG, ~/.kube/config) and for the "
             f"service account of a pod ({error}); --dry writes the manifest without"
         ) from None
-    settings.retries = False
-    return KubeServer(client.ApiClient(settings), namespace or _namespace_of_context())
+    if namespace is None and files is not None:
+        _, active = config.list_kube_config_contexts(config_file=files)
+        namespace = active["context"].get("namespace")
+    return KubeServer(client.ApiClient(settings), namespace or "default")
 
 
-def _namespace_of_context() -> str:
-    from kubernetes import config
-
-    try:
-        _, active = config.list_kube_config_contexts()
-    except config.ConfigException:  # in a pod
-        return "default"
-    return str(active["context"].get("namespace") or "default")
+def kubectl_config() -> str | None:
+    """Where kubectl looks for its config, if there is one; KUBECONFIG may name several files."""
+    files = os.environ.get("KUBECONFIG", str(Path.home() / ".kube" / "config"))
+    return files if any(Path(file).is_file() for file in files.split(os.pathsep)) else None
 
 
 class KubeServer:
@@ -82,7 +86,7 @@ class KubeServer:
 
         version, kind = document["apiVersion"], document["kind"]
         try:
-            return self._kinds().get(api_version=version, kind=kind)
+            return self.ask(self._kinds().get, api_version=version, kind=kind)
         except ResourceNotFoundError:
             rule = f"is no kind of this cluster: nobody has installed {version} there"
             raise ConfigError([Problem("kind", kind, rule)]) from None
@@ -105,8 +109,11 @@ class KubeServer:
         try:
             return call(*words, **more)
         except ApiException as error:
+            if error.status == unless:
+                return None
+            said = said_in(error.body)
             raise SchedulerRefused(
-                f"{error.status} {error.reason}: {said_in(error.body)}", said_in(error.body)
+                f"the API server of Kubernetes: {error.status} {error.reason}: {said}", said
             ) from error
         except HTTPError as error:
             raise SchedulerRefused(f"the API server of Kubernetes does not answer ({error})") from error
@@ -160,7 +167,7 @@ class KubeServer:
         from kubernetes.dynamic.exceptions import ResourceNotFoundError
 
         try:
-            version = self._kinds().get(group=KUEUE, kind="LocalQueue").group_version
+            version = self.ask(self._kinds().get, group=KUEUE, kind="LocalQueue").group_version
         except ResourceNotFoundError:
             return [Problem("cluster.queue", queue, "needs Kueue, which is not installed in this cluster", {}, (None,))]
         names = self.names(version, "LocalQueue")
@@ -170,13 +177,18 @@ class KubeServer:
         near = tuple(close_to(queue, tuple(names)) or names)
         return [Problem("cluster.queue", queue, "is no queue of this namespace", because, near)]
 
+    def refuse_second(self, documents: Sequence[dict[str, Any]]) -> None:
+        """FolderInUse if the run's workload is there already. A kind that is not installed is for `check` to say."""
+        workload = workload_of(documents)
+        with suppress(ConfigError):
+            if self.find(workload) is not None:
+                raise FolderInUse(self._there(workload))
+
     def submit(self, documents: Sequence[dict[str, Any]]) -> str:
-        """Apply a checked manifest, and the run's secret if there is none; returns kind and name of the workload.
-        FolderInUse if it is there already."""
-        [workload] = [document for document in documents if document["kind"] in WORKLOADS]
-        name, kind = workload["metadata"]["name"], workload["kind"]
-        if self.find(workload) is not None:
-            raise FolderInUse(self._there(kind, name))
+        """Apply a checked manifest, and the run's secret if there is none; returns the command that shows its log.
+        FolderInUse if somebody else was faster."""
+        workload = workload_of(documents)
+        name = workload["metadata"]["name"]
         for document in documents:
             if document is not workload:
                 self.apply(document)
@@ -189,14 +201,22 @@ class KubeServer:
             }
         )
         if not self.create(workload):
-            raise FolderInUse(self._there(kind, name))
-        return f"{kind.lower()}/{name}"
+            raise FolderInUse(self._there(workload))
+        pods = f"--selector app.kubernetes.io/instance={name}"
+        return f"kubectl logs --follow --namespace {self._namespace} {pods}"
 
-    def _there(self, kind: str, name: str) -> str:
+    def _there(self, workload: dict[str, Any]) -> str:
+        kind, name = workload["kind"], workload["metadata"]["name"]
         gone = f"kubectl delete {kind.lower()} {name} --namespace {self._namespace}"
         return (
             f"{kind} {name} is in namespace {self._namespace} already: remove it with `{gone}`, or choose another `dir`"
         )
+
+
+def workload_of(documents: Sequence[dict[str, Any]]) -> dict[str, Any]:
+    """The one object of a manifest that starts pods."""
+    [workload] = [document for document in documents if document["kind"] in WORKLOADS]
+    return workload
 
 
 def said_in(body: Any) -> str:

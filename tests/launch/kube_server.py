@@ -51,12 +51,13 @@ class KubeServerStub:
         if path == "/version":
             return {"major": "1", "minor": "37"}
         if path == "/api":
-            return {"kind": "APIVersions", "versions": ["v1"]}
+            return {"kind": "APIVersions", "apiVersion": "v1", "versions": ["v1"]}
         if path == "/apis":
             groups = [version.partition("/")[::2] for version in KINDS if "/" in version]
             rows = [(group, {"groupVersion": f"{group}/{version}", "version": version}) for group, version in groups]
             return {
                 "kind": "APIGroupList",
+                "apiVersion": "v1",
                 "groups": [{"name": group, "versions": [row], "preferredVersion": row} for group, row in rows],
             }
         version = path.removeprefix("/apis/").removeprefix("/api/")
@@ -67,7 +68,7 @@ class KubeServerStub:
             {"name": plural, "singularName": kind.lower(), "namespaced": True, "kind": kind, "verbs": VERBS}
             for kind, plural in kinds.items()
         ]
-        return {"kind": "APIResourceList", "groupVersion": version, "resources": rows}
+        return {"kind": "APIResourceList", "apiVersion": "v1", "groupVersion": version, "resources": rows}
 
     def answer(self, method: str, path: str, query: dict[str, list[str]], body: bytes) -> tuple[int, dict[str, Any]]:
         if method == "GET" and (found := self.discovery(path)) is not None:
@@ -83,7 +84,8 @@ class KubeServerStub:
 
     def _get(self, namespace: str, kind: str, names: list[str]) -> tuple[int, dict[str, Any]]:
         if kind == "LocalQueue" and not names:
-            return 200, {"kind": "LocalQueueList", "items": [{"metadata": {"name": QUEUE}}]}
+            queue = {"apiVersion": "kueue.x-k8s.io/v1beta1", "kind": "LocalQueue", "metadata": {"name": QUEUE}}
+            return 200, {"apiVersion": "kueue.x-k8s.io/v1beta1", "kind": "LocalQueueList", "items": [queue]}
         if names and (namespace, kind, names[0]) in self.kept:
             return 200, self.kept[namespace, kind, names[0]]
         return _status(404, f"{kind} {names} not found")
@@ -113,7 +115,7 @@ class KubeServerStub:
 
 
 def _status(code: int, message: str) -> tuple[int, dict[str, Any]]:
-    return code, {"kind": "Status", "status": "Failure", "message": message, "code": code}
+    return code, {"kind": "Status", "apiVersion": "v1", "status": "Failure", "message": message, "code": code}
 
 
 def _handler(server: KubeServerStub) -> type[BaseHTTPRequestHandler]:
