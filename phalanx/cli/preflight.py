@@ -186,7 +186,7 @@ def coordinate(placement: Placement, member: Member, start: AgentStart, options:
     at = parse_qs(parts.query).get("listen", [start.address])[0]
     listening = listener(at, (parts.port or 0) if served else 0)
     with listening:
-        if not served and placement.world_size > 1:
+        if not served and processes(placement) > 1:
             meeting_place(placement, start.address, listening.getsockname()[1], options.wait_s)
         members = await_members(listening, placement, options.wait_s)
     own, other = pair()
@@ -252,8 +252,13 @@ def await_members(listening: socket.socket, placement: Placement, wait_s: int) -
 
     threading.Thread(target=accept, daemon=True, name="phalanx-listening").start()
     with came:
-        came.wait_for(lambda: len(members) >= placement.world_size - 1, timeout=wait_s)
+        came.wait_for(lambda: len(members) >= processes(placement) - 1, timeout=wait_s)
         return dict(members)
+
+
+def processes(placement: Placement) -> int:
+    """Processes that a scheduler started: one for each rank, or one for each node, which would start its ranks."""
+    return placement.world_size // (placement.starts or 1)
 
 
 def absent_of(members: Mapping[int, Handshake], placement: Placement, wait_s: int) -> dict[str, str]:
@@ -266,7 +271,8 @@ def absent_of(members: Mapping[int, Handshake], placement: Placement, wait_s: in
     except BadPositions:
         hosts = []
     absent = {}
-    for rank in range(1, placement.world_size):
+    step = placement.starts or 1
+    for rank in range(step, placement.world_size, step):
         joined = members.get(rank)
         if joined is not None and joined.channel is not None:
             continue

@@ -39,6 +39,7 @@ SEAM = "media"
 TAR = ".tar"
 MAX_BYTES = 1 << 28
 SHORT = 12  # tokens of documents that hardly have room for an image
+FEW = 6  # tokens of a made-up text that has one beside it
 Origin = tuple[Corpus, list[tuple[int, int]]]
 
 
@@ -272,23 +273,22 @@ class MockMedia:
         return self._beside(sample, rng) if token is None else self._inside(sample, token, rng)
 
     def _beside(self, sample: Sample, rng: np.random.Generator) -> Sample:
-        """One for each document, as far as there is room; the documents behind become padding. Each begins as texts
-        beside media do."""
+        """One for each document. Documents are joined until there is room for theirs, and until they have a few tokens
+        each. Each begins as texts beside media do."""
         found, room, tokens = list[Units](), self.room, np.array(sample.tokens, np.int64)
-        for number, (first, _) in enumerate(sample.documents, 1):
-            units = self.reader.mock(number, rng)
+        most = min(len(sample.documents), max(1, sample.filled // FEW))
+        while len(found) < most:
+            units = self.reader.mock(len(found) + 1, rng)
             if len(units.values) > room:
                 break
             found.append(units)
             room -= len(units.values)
-            if self.spec.begins is not None:
-                tokens[first] = self.spec.begins
-        filled, labels = sample.filled, np.array(sample.labels, np.int64)
-        if len(found) < len(sample.documents):
-            filled = sample.documents[len(found)][0]
-            labels[max(0, filled - 1) :] = IGNORE
-        starts = sample.starts[sample.starts <= filled]
-        made = replace(sample, tokens=tokens, labels=labels, filled=filled, starts=starts)
+        count = max(1, len(found))
+        firsts = [sample.documents[i * len(sample.documents) // count][0] for i in range(count)]
+        if self.spec.begins is not None:
+            tokens[firsts] = self.spec.begins
+        starts = np.array([*firsts[1:], *sample.starts[sample.starts >= sample.filled]], np.int64)
+        made = replace(sample, tokens=tokens, starts=starts)
         return with_media(made, Units.together(found, self.spec.stream), self.spec, self.reader)
 
     def _inside(self, sample: Sample, token: int, rng: np.random.Generator) -> Sample:

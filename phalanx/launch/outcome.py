@@ -12,6 +12,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 
 from phalanx.base.errors import (
+    BadNode,
     CheckpointError,
     ConfigError,
     DataError,
@@ -23,7 +24,7 @@ from phalanx.base.errors import (
 )
 
 # Ends that have a cause of their own; a lost peer is always a consequence.
-CAUSES = (ConfigError, DataError, CheckpointError, NumericalStop, FolderInUse)
+CAUSES = (ConfigError, DataError, CheckpointError, NumericalStop, FolderInUse, BadNode)
 CODES = tuple(cause.exit_code for cause in CAUSES)
 UNCERTAIN = (signal.SIGABRT, signal.SIGTERM)  # the first can follow from a lost peer, the second from a request to stop
 

@@ -365,7 +365,7 @@ def marks_begin(site: Site, node: ClusterNode) -> None:
     real = Names.look
 
     def look(self: Names, view: object, order: object) -> object:
-        (site.run.parent / "out" / "serves").touch()
+        (site.run.parent.parent / "out/serves").touch()
         return real(self, view, order)  # type: ignore[arg-type]
 
     Names.look = look  # type: ignore[method-assign,assignment]
