@@ -14,8 +14,9 @@ FROM python:3.11
 COPY requirements.txt /tmp/requirements.txt
 COPY --from=wheel /wheels /tmp/wheels
 RUN pip install --no-cache-dir --requirement /tmp/requirements.txt /tmp/wheels/*.whl
-RUN useradd --create-home phalanx
-USER phalanx
+# By its number, which is how Kubernetes sees that it is not root.
+RUN useradd --create-home --uid 1000 phalanx
+USER 1000
 WORKDIR /home/phalanx
 ENTRYPOINT ["phalanx"]
 CMD ["doctor"]

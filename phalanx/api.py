@@ -160,7 +160,7 @@ def _here(run: Run, command: str = "phalanx train CONFIG") -> Placement:
         )
         key, *others = layout
         raise ConfigError([Problem(key, layout[key], rule, {name: layout[name] for name in others})])
-    return replace(settle(placement or Placement(), os.environ), word=SingleRank())
+    return replace(settle(placement or Placement(), os.environ, run.train.timeout_s), word=SingleRank())
 
 
 def _needed(run: Run) -> int:

@@ -25,6 +25,7 @@ def launch() -> None:
       phalanx launch slurm run.yaml --nodes 16 --time 24h -p gpu            # writes and shows run.sbatch
       phalanx launch slurm run.yaml --nodes 16 --time 24h -p gpu --submit
       phalanx launch ssh run.yaml --hosts hosts.txt
+      phalanx launch k8s run.yaml --nodes 16 --kind jobset --image IMAGE --queue team-a
     """
 
 
@@ -65,11 +66,16 @@ def launch_slurm(config: str, overrides: tuple[str, ...], **asked: Any) -> None:
     section `cluster` of CONFIG, or from a file cluster.yaml beside it (`phalanx explain cluster`).
     """
     from phalanx.launch import slurm
+    from phalanx.launch.hosts import read_hosts
+    from phalanx.launch.job import JobOptions
     from phalanx.launch.programs import here, look_for
 
     if asked["submit"] and asked["dry"]:
         raise click.UsageError("--dry submits nothing: give one of --submit and --dry")
-    job = job_asked(config, overrides, asked)
+    options = JobOptions(asked["nodes"], asked["time"], asked["partition"], asked["chain"], asked["at"])
+    if asked["hosts"]:
+        options = replace(options, hosts=tuple(read_hosts(asked["hosts"])))
+    job = job_asked(config, overrides, asked["cluster"], options)
     script = Path(asked["out"] or f"{Path(config).stem}.sbatch")
     script.write_text(slurm.write(job), encoding="utf-8")
     click.echo(script.read_text(encoding="utf-8"), nl=False)
@@ -105,9 +111,10 @@ def launch_ssh(config: str, overrides: tuple[str, ...], hosts: str, ssh: str, cl
     Each host needs the same folder and the same Python at the same paths, or what `cluster.program` and `cluster.setup`
     name. Ctrl-C or SIGTERM saves and exits with 75; the same command goes on from there.
     """
+    from phalanx.launch.job import JobOptions
+
     names = host_names(hosts)
-    asked = {"nodes": str(len(names)), "time": None, "partition": None, "chain": None, "at": (), "hosts": None}
-    job = replace(job_asked(config, overrides, {**asked, "cluster": cluster}), hosts=tuple(names))
+    job = replace(job_asked(config, overrides, cluster, JobOptions(str(len(names)))), hosts=tuple(names))
     from phalanx.launch.ssh import HostLogs, SshRun, script_of
     from phalanx.launch.submitted import logs_of
 
@@ -133,22 +140,70 @@ def launch_node(words: tuple[str, ...]) -> None:
     raise SystemExit(take_part(words))
 
 
-def job_asked(config: str, overrides: tuple[str, ...], asked: dict[str, Any]) -> Any:
+@launch.command("k8s", short_help="Manifests for Kubernetes, applied with --submit.")
+@CONFIG
+@OVERRIDES
+@click.option("--nodes", default="1", show_default=True, metavar="N", help="Nodes, each with one pod.")
+@click.option(
+    "--kind",
+    type=click.Choice(["job", "jobset", "trainjob"]),
+    default="job",
+    show_default=True,
+    help="Indexed Job, which every cluster has; JobSet; TrainJob of Kubeflow.",
+)
+@click.option("--image", default=None, help="Container image that holds phalanx (cluster.image).")
+@click.option("--queue", default=None, help="Kueue queue (cluster.queue).")
+@click.option("--cluster", type=click.Path(dir_okay=False), default=None, help="File of the section `cluster`.")
+@click.option("-o", "--out", type=click.Path(dir_okay=False), default=None, help="Manifest to write.")
+@click.option("--submit", is_flag=True, help="Apply the manifest.")
+@click.option("--dry", is_flag=True, help="Write it without asking a server anything, as on a laptop.")
+def launch_k8s(config: str, overrides: tuple[str, ...], **asked: Any) -> None:
+    """Write the manifests that train CONFIG on Kubernetes, show them, and apply them with --submit.
+
+    Volumes, GPUs of a node and environment come from the section `cluster` of CONFIG, or from a file cluster.yaml
+    beside it (`phalanx explain cluster`). The config travels in the manifest; relative paths lie in the first volume.
+    """
+    from phalanx.launch import k8s, kube_api
+    from phalanx.launch.job import JobOptions
+
+    if asked["submit"] and asked["dry"]:
+        raise click.UsageError("--dry submits nothing: give one of --submit and --dry")
+    given = tuple(f"cluster.{name}={asked[name]}" for name in ("image", "queue") if asked[name] is not None)
+    options = JobOptions(asked["nodes"], in_pods=True)
+    job = job_asked(config, (*overrides, *given), asked["cluster"], options)
+    # what a pod trains: the section `cluster` was for the launch, and the config lies elsewhere
+    trained = [word for word in overrides if not word.startswith("cluster.")]
+    job = replace(job, words=(f"{k8s.CONFIGS}/{Path(config).name}", *trained, "cluster=null"))
+    manifest = Path(asked["out"] or f"{Path(config).stem}.k8s.yaml")
+    manifest.write_text(k8s.write(job, asked["kind"], Path(config)), encoding="utf-8")
+    click.echo(manifest.read_text(encoding="utf-8"), nl=False)
+    if asked["submit"] or (not asked["dry"] and kube_api.here()):
+        server = kube_api.connect(job.cluster.namespace)
+        documents = kube_api.documents_of(manifest.read_text(encoding="utf-8"))
+        if asked["submit"]:
+            server.refuse_second(documents)
+        server.check(documents, job.cluster.queue)
+        if asked["submit"]:
+            click.echo(f"submitted; `{server.submit(documents)}` shows what it says", err=True)
+            return
+    namespace = f"--namespace {job.cluster.namespace} " if job.cluster.namespace else ""
+    command = f"kubectl apply --server-side {namespace}-f {manifest}"
+    click.echo(f"wrote {manifest}; `{command}`, or the same command with --submit, starts it", err=True)
+
+
+def job_asked(config: str, overrides: tuple[str, ...], cluster_file: str | None, options: Any) -> Any:
     """The job of a config and the options of `launch`, checked on every number of ranks that it may have."""
     from phalanx.cli.setup import all_problems, fail
     from phalanx.config.cluster import FILE
     from phalanx.config.device_check import Facts
     from phalanx.config.read import read
-    from phalanx.launch.hosts import read_hosts
-    from phalanx.launch.job import JobOptions, check_layouts, check_saves, job_of
+    from phalanx.launch.job import check_layouts, check_saves, job_of
 
     beside = Path(config).parent / FILE
-    cluster = asked["cluster"] or (beside if beside.is_file() else None)
+    cluster = cluster_file or (beside if beside.is_file() else None)
     loaded = read(config, overrides, cluster=cluster)
     if loaded.run is None:
         return fail(loaded.problems, None)
-    hosts = tuple(read_hosts(asked["hosts"])) if asked["hosts"] else ()
-    options = JobOptions(asked["nodes"], asked["time"], asked["partition"], asked["chain"], asked["at"], hosts)
     job = job_of(typed(), (config, *overrides), loaded.run, options)
 
     def problems(more: tuple[str, ...], world: int) -> Any:

@@ -137,7 +137,7 @@ def under_scheduler(words: Sequence[str], options: PreflightOptions) -> int:
     placement, problems = read_placement(os.environ)
     if problems:
         raise ConfigError(problems)
-    placement = settle(placement or Placement(), os.environ)
+    placement = settle(placement or Placement(), os.environ, options.wait_s)
     interface = os.environ.get("GLOO_SOCKET_IFNAME", "") if placement.world_size > 1 else loopback()
     address = next((known for name, known in interfaces() if name == interface), LOOPBACK)
     member = Member(placement.rank, placement.local_rank, socket.gethostname(), address, interface)

@@ -32,6 +32,8 @@ def allow_files(ranks: int) -> None:
 def run_ranks(target: str, ready: Any, values: dict[str, Any], logs: str | None) -> None:
     """Call a job here if this process is already a rank or the world has only one; otherwise start the ranks."""
     from phalanx.base.placement import Placement
+    from phalanx.base.rules import default_of
+    from phalanx.config.run import TrainConfig
     from phalanx.launch.bus import BusErrors
     from phalanx.launch.ends import ends_at
     from phalanx.launch.environment import allowed_cpus, node_settings
@@ -42,17 +44,18 @@ def run_ranks(target: str, ready: Any, values: dict[str, Any], logs: str | None)
     listen_early()
     allow_files(ready.ranks)
     here = ready.placement
+    patience_s = default_of(TrainConfig, "timeout_s") if ready.run is None else ready.run.train.timeout_s
     if here is None and ready.ranks > 1:
         start(target, values, ready.ranks, logs)
     elif here is not None and here.starts:
         before = dict(os.environ)
-        node = settle(here, os.environ)
+        node = settle(here, os.environ, patience_s)
         settings = node_settings(before, os.environ, here.starts, allowed_cpus())
         click.echo(settings.text(os.environ.get("SLURMD_NODENAME") or socket.gethostname(), here.rank), err=True)
         start(target, values, here.starts, logs, node, settings.cpus)
     else:
         word = SingleRank()
-        placement = settle(here or Placement(), os.environ)
+        placement = settle(here or Placement(), os.environ, patience_s)
         with BusErrors(word.died):
             find(target)(replace(placement, word=word, ends_at=ends_at(os.environ)), **values)
     deaf()

@@ -12,6 +12,7 @@ from phalanx.base.rules import at_least, no_effect, problem
 
 FILE = "cluster.yaml"  # beside a config: a file that holds this section alone
 NAME = re.compile(r"[A-Za-z_][A-Za-z0-9_]*")
+RESOURCE = re.compile(r"[a-z0-9][-a-z0-9.]*/[A-Za-z0-9][-A-Za-z0-9_.]*")
 SECRET_NAME = re.compile(r"(?i)secret|passw|credential|api_?key|access_?key|(auth|access|hf|api|wandb)_?(token|key)")
 UNITS_S = {"s": 1, "m": 60, "h": 3600, "d": 86400}
 LEAST_GRACE_S = 5
@@ -37,7 +38,8 @@ class ClusterConfig:
     cpus_per_node: int | None = None
     """CPUs that are asked for on each node; unset: what the scheduler gives."""
     memory: str | None = None
-    """Memory of each node as SLURM writes it, such as 500G; 0: all of it; unset: what the scheduler gives."""
+    """Memory of each node as SLURM writes it, such as 500G; 0 (SLURM alone): all of it; unset: what the scheduler
+    gives."""
     exclusive: bool = True
     """Share nodes with no other job."""
     switches: str | None = None
@@ -56,14 +58,28 @@ class ClusterConfig:
     environment: dict[str, str | int | float] = field(default_factory=dict)
     """Environment variables of the job: name and value."""
     secrets: dict[str, str] = field(default_factory=dict)
-    """Environment variables whose values are read from a file when the job starts: name and path. Only the path is
-    written anywhere."""
+    """Environment variables whose values are looked up when the job starts: name and file, on Kubernetes name and
+    SECRET/KEY of a Secret there. Only the reference is written anywhere."""
     interface: str | None = None
     """Network interface between the nodes (PHALANX_INTERFACE); unset: the one by which rank 0 is reached."""
     image: str | None = None
     """Container image that the ranks run in (SLURM: with the plugin pyxis); unset: none."""
     mounts: list[str] = field(default_factory=list)
-    """Folders of the node inside the container, as HOST:INSIDE."""
+    """Folders of the node inside the container, as HOST:INSIDE; on Kubernetes volumes, as CLAIM:INSIDE. There relative
+    paths of the config lie in the first."""
+    namespace: str | None = None
+    """Kubernetes namespace; unset: that of the context of kubectl."""
+    queue: str | None = None
+    """Kueue queue (LocalQueue) of the namespace; unset: the job is not queued."""
+    topology: str | None = None
+    """Node label, such as topology.kubernetes.io/rack, of which all pods should lie in one value (Kueue's preferred
+    topology); unset: anywhere."""
+    rdma: dict[str, int] = field(default_factory=dict)
+    """RDMA devices of each pod, by the name of the cluster's device plugin, such as {rdma/ib: 8}."""
+    nvlink_domain: bool = False
+    """Let GPUs of all pods reach each other over NVLink (NVIDIA's ComputeDomain: GB200 NVL72 and the like)."""
+    user: int | None = None
+    """Number of the user and group of the processes in a pod; unset: the image's, which must be a number."""
 
     @property
     def ranks(self) -> int:
@@ -77,6 +93,7 @@ def check_cluster(c: ClusterConfig | None) -> list[Problem]:
         return []
     found = at_least("cluster", c, 1, "gpus_per_node", "ranks_per_node", "cpus_per_node")
     found += at_least("cluster", c, 0, "max_restarts") + at_least("cluster", c, LEAST_GRACE_S, "grace_s")
+    found += at_least("cluster", c, 1, "user")  # no pod of ours runs as root
     if c.gpus_per_node is not None and c.ranks_per_node is not None and c.ranks_per_node > c.gpus_per_node >= 1:
         rule, because = "must be <= the GPUs of a node", {"cluster.gpus_per_node": c.gpus_per_node}
         found.append(problem("cluster", c, "ranks_per_node", rule, because, (c.gpus_per_node,)))
@@ -90,6 +107,14 @@ def check_cluster(c: ClusterConfig | None) -> list[Problem]:
         found.append(problem("cluster", c, "program", "must name a program", {}, ("phalanx",)))
     if c.mounts and c.image is None:
         found += no_effect("cluster", c, ("mounts",), "cluster.image", {"cluster.image": None})
+    if c.topology is not None and c.queue is None:
+        found += no_effect("cluster", c, ("topology",), "cluster.queue", {"cluster.queue": None})
+    if c.nvlink_domain and c.gpus_per_node is None:
+        found += no_effect("cluster", c, ("nvlink_domain",), "cluster.gpus_per_node", {"cluster.gpus_per_node": None})
+    for name, devices in c.rdma.items():
+        if devices < 1 or RESOURCE.fullmatch(name) is None:
+            rule = "must be a resource of a device plugin, DOMAIN/NAME, and how many a pod gets"
+            found.append(Problem(f"cluster.rdma.{name}", devices, rule, {}, ("rdma/ib: 1",)))
     return found + check_variables(c)
 
 

@@ -10,12 +10,15 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 
 from phalanx.base.errors import ConfigError, Problem
+from phalanx.base.rules import default_of
 from phalanx.base.version import VERSION
 from phalanx.config.cluster import ClusterConfig, seconds_of
 from phalanx.config.run import Run
 
 FINAL = (2, 3, 4, 5, 7, 8)  # exit codes of ends that a restart would meet again
 KEPT_SAVES = 2  # times the slowest save: what the trainer keeps for the last one (training/main.py)
+SLURM_ONLY = ("partition", "account", "qos", "constraint", "exclusive", "switches", "time")
+KUBERNETES_ONLY = ("namespace", "queue", "topology", "rdma", "nvlink_domain", "user")
 MOST_LAYOUTS = 64  # numbers of nodes in a range, of which each is checked
 
 
@@ -70,7 +73,8 @@ class ClusterJob:
 
 @dataclass(frozen=True)
 class JobOptions:
-    """What `phalanx launch` was given beside the config; None: the config's section `cluster` says it."""
+    """What `phalanx launch` was given beside the config; None: the config's section `cluster` says it. in_pods: the job
+    is one of Kubernetes."""
 
     nodes: str = "1"
     time: str | None = None
@@ -78,6 +82,7 @@ class JobOptions:
     chain: int | None = None
     at: tuple[str, ...] = ()
     hosts: tuple[str, ...] = ()
+    in_pods: bool = False
 
 
 def job_of(typed: str, words: tuple[str, ...], run: Run, options: JobOptions) -> ClusterJob:
@@ -85,7 +90,11 @@ def job_of(typed: str, words: tuple[str, ...], run: Run, options: JobOptions) ->
     cluster = run.cluster or ClusterConfig()
     if options.partition is not None:
         cluster = replace(cluster, partition=options.partition)
+    workdir = working_folder_of_pods(cluster) if options.in_pods else Path.cwd()
     nodes, problems = node_range(options.nodes)
+    if options.in_pods and nodes[0] != nodes[1]:
+        rule = "must be one number: Kubernetes starts all pods of a job"
+        problems.append(Problem("--nodes", options.nodes, rule, {}, nodes, "command line"))
     time = options.time or cluster.time
     time_s = None if time is None else seconds_of(time)
     if options.time is not None and time_s is None:
@@ -98,10 +107,11 @@ def job_of(typed: str, words: tuple[str, ...], run: Run, options: JobOptions) ->
     if options.hosts and nodes != (len(options.hosts),) * 2:
         rule, because = "must be the number of hosts that are named", {"hosts": len(options.hosts)}
         problems.append(Problem("--nodes", options.nodes, rule, because, (len(options.hosts),), "command line"))
+    problems += unread(cluster, options.in_pods)
     job = ClusterJob(
         typed,
-        Path(run.dir).absolute(),
-        Path.cwd(),
+        workdir / run.dir,
+        workdir,
         words,
         nodes,
         cluster,
@@ -114,6 +124,27 @@ def job_of(typed: str, words: tuple[str, ...], run: Run, options: JobOptions) ->
     if problems + wrong:
         raise ConfigError(problems + wrong)
     return replace(job, layouts=layouts)
+
+
+def working_folder_of_pods(cluster: ClusterConfig) -> Path:
+    """Where relative paths of a config lie in a pod: in its first volume."""
+    first = next(iter(cluster.mounts), "")
+    return Path(first.partition(":")[2] or "/")
+
+
+def unread(cluster: ClusterConfig, in_pods: bool) -> list[Problem]:
+    """Keys of the section that are set, and that the scheduler which was asked for has no place for."""
+    reads, names, other = ("slurm", KUBERNETES_ONLY, "k8s") if not in_pods else ("k8s", SLURM_ONLY, "slurm")
+    found = []
+    for name in names:
+        value, default = getattr(cluster, name), default_of(ClusterConfig, name)
+        if value != default:
+            rule = (
+                f"is not read by `phalanx launch {reads}`, only by `phalanx launch {other}`; --cluster FILE names "
+                "another file of this section"
+            )
+            found.append(Problem(f"cluster.{name}", value, rule, {}, (default,)))
+    return found
 
 
 def node_range(text: str) -> tuple[tuple[int, int], list[Problem]]:

@@ -10,6 +10,7 @@ import socket
 import struct
 import sys
 import threading
+import time
 from collections.abc import Mapping, MutableMapping
 from dataclasses import replace
 from typing import Any
@@ -21,7 +22,10 @@ from phalanx.base.placement import Placement
 INTERFACE = "PHALANX_INTERFACE"
 BACKENDS = ("GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME")
 LOOPBACK = "127.0.0.1"
+IN_PODS = ("JOB_COMPLETION_INDEX", "PET_NODE_RANK")  # variables of Indexed Jobs, and of Kubeflow's pods
 RESOLVE_S = 15.0  # for which a name service may think
+SAY_S = 15.0  # for which a pod waits for rank 0's name before it says so
+PAUSE_S = 1.0  # between two questions to it
 
 
 def loopback() -> str:
@@ -37,11 +41,13 @@ def stay_inside(env: MutableMapping[str, str]) -> None:
         env[name] = inside
 
 
-def settle(placement: Placement, env: MutableMapping[str, str]) -> Placement:
+def settle(placement: Placement, env: MutableMapping[str, str], patience_s: float = 0.0) -> Placement:
     """For a rank that somebody else started: choose where it listens, and configure torch's backends through `env`.
 
     On one host that is loopback. Between several it is the interface named by PHALANX_INTERFACE, or else the one by
     which rank 0 is reached; GLOO_SOCKET_IFNAME and NCCL_SOCKET_IFNAME are not changed if they are set.
+
+    patience_s: in a pod of Kubernetes, for how long rank 0's name may be unknown.
     """
     if placement.world_size == 1:
         return placement
@@ -53,6 +59,8 @@ def settle(placement: Placement, env: MutableMapping[str, str]) -> Placement:
         stay_inside(env)
         port = urlsplit(placement.init_method).port
         return replace(placement, init_method=f"tcp://{LOOPBACK}:{port}") if served_here else placement
+    if any(variable in env for variable in IN_PODS):
+        wait_for_name(host, placement.rank, patience_s)
     name, address = _interface(host, env, placement.rank)
     for backend in BACKENDS:
         env.setdefault(backend, name)
@@ -134,6 +142,32 @@ def _resolved(host: str) -> Any:
     if isinstance(found[0], OSError):
         raise found[0]
     return found[0]
+
+
+def wait_for_name(host: str, rank: int, patience_s: float) -> None:
+    """Wait until a pod's name is known, and on rank 0 means this pod: its record is made while the pod starts, and for
+    some seconds after a restart it still is that of the pod before. Says so after SAY_S, and returns after `patience_s`
+    whatever became of it."""
+    began, said = time.monotonic(), False
+    while (why := _not_yet(host, rank)) is not None:
+        waited = time.monotonic() - began
+        if waited >= patience_s:
+            return
+        if waited >= SAY_S and not said:
+            said = True
+            text = f"rank {rank} waits for rank 0's name {host} ({why}); it goes on waiting for {patience_s:.0f} s"
+            print(f"warning: {text}", file=sys.stderr, flush=True)
+        time.sleep(PAUSE_S)
+
+
+def _not_yet(host: str, rank: int) -> str | None:
+    try:
+        address = _resolved(host)[4][0]
+    except OSError as error:
+        return error.strerror or str(error)
+    if rank == 0 and not _is_loopback(address) and address not in {known for _, known in interfaces()}:
+        return f"it means {address}, which is not an address of this pod"
+    return None
 
 
 def _problem(name: str, value: str, rule: str, valid: tuple[str, ...] = ()) -> ConfigError:

@@ -7,6 +7,7 @@ Needs root and `ip` (package iproute2); skipped with the reason where they are m
 from __future__ import annotations
 
 import contextlib
+import ctypes
 import json
 import os
 import shutil
@@ -15,10 +16,14 @@ import subprocess
 import sys
 from collections.abc import Iterator
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 
 import pytest
+import yaml
+from click.testing import CliRunner
 
+from phalanx.cli.main import cli
 from tests.cli.test_cli import wait_for
 from tests.harness.hostile import listeners
 from tests.harness.warm import Warm
@@ -40,6 +45,8 @@ CONFIG = {
     "data": {"mock": True},
     "log": {"report": False},
 }
+IN_OPEN, EVENT_BYTES = 0x20, 16  # of Linux's inotify, for a file
+ASKED = 4  # look-ups of a pod, one a second, after which it is waiting for a name
 PORT = "29511"  # free: nothing else runs in a fresh namespace
 
 
@@ -268,3 +275,102 @@ def test_ranks_of_one_node_cannot_be_reached_from_another(nodes, config, tmp_pat
         said = launcher.communicate(timeout=120)[0]
     assert {address for address, _ in found} == {"127.0.0.1"} and len(found) > 2, found
     assert not any(reached) and launcher.returncode == 75, said
+
+
+# ---- the pods of `phalanx launch k8s`, with what Kubernetes gives them ----------------------------
+
+
+def pods_of(config: Path, folder: Path, kind: str, *overrides: str) -> tuple[list[str], dict[str, str], str]:
+    """(words of a pod's command, its variables, name of the first pod), as the manifest has them. The volume is a
+    folder here, and so is the place of the config."""
+    out = folder / "run.k8s.yaml"
+    words = ["launch", "k8s", str(config), "--kind", kind, "--nodes", "2", "--image", "i", "--dry", "-o", str(out)]
+    settings = [f"cluster.mounts=[runs:{folder}]", "dir=run"]
+    done = CliRunner().invoke(cli, [*words, *settings, *overrides])
+    assert done.exit_code == 0, repr(done.exception)
+    documents = list(yaml.safe_load_all(out.read_text()))
+    [workload] = [document for document in documents if document["kind"] in ("Job", "JobSet")]
+    if kind == "jobset":
+        workload = workload["spec"]["replicatedJobs"][0]["template"]
+    [container] = workload["spec"]["template"]["spec"]["containers"]
+    assert container["workingDir"] == str(folder) and container["command"][0] == "phalanx"
+    command = [word.replace("/etc/phalanx/", f"{config.parent}/") for word in container["command"]]
+    variables = {row["name"]: row["value"] for row in container["env"] if "value" in row}
+    assert [row["name"] for row in container["env"] if "valueFrom" in row] == ["PHALANX_RUN_SECRET"]
+    return command, {**variables, "PHALANX_RUN_SECRET": SECRET}, variables["MASTER_ADDR"]
+
+
+def start_pod(node: Node, index: int, command: list[str], env: dict[str, str]) -> subprocess.Popen:
+    """JOB_COMPLETION_INDEX is what the Job controller adds."""
+    return run_on(node, command, **env, JOB_COMPLETION_INDEX=str(index))
+
+
+def name_hosts(nodes: tuple[Node, Node], name: str) -> None:
+    """The record of the first pod, in the file that a namespace sees as its own."""
+    for node in nodes:
+        with (Path("/etc/netns") / node.name / "hosts").open("a") as hosts:
+            hosts.write(f"{nodes[0].address} {name}\n")
+
+
+class Opened:
+    """How often a namespace has opened its file of names, as the kernel counts it."""
+
+    def __init__(self, node: Node) -> None:
+        self._path, self._times = Path("/etc/netns") / node.name / "hosts", 0
+
+    def __enter__(self) -> Opened:
+        libc = ctypes.CDLL(None)
+        self._events = libc.inotify_init1(os.O_NONBLOCK)
+        assert libc.inotify_add_watch(self._events, bytes(self._path), IN_OPEN) > 0
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        os.close(self._events)
+
+    def times(self) -> int:
+        with contextlib.suppress(BlockingIOError):
+            self._times += len(os.read(self._events, 1 << 16)) // EVENT_BYTES
+        return self._times
+
+
+@pytest.mark.parametrize("kind", ["job", "jobset"])
+def test_pods_meet_under_a_name_that_is_made_while_they_start(nodes, config, on_one_node, tmp_path, monkeypatch, kind):
+    command, env, first = pods_of(config, tmp_path, kind)
+    monkeypatch.chdir(tmp_path)
+    with Opened(nodes[0]) as by_first, Opened(nodes[1]) as by_second:
+        pods = [start_pod(node, i, command, env) for i, node in enumerate(nodes)]
+        try:
+            wait_for(
+                lambda: min(by_first.times(), by_second.times()) >= ASKED or any(p.poll() is not None for p in pods)
+            )
+            assert [pod.poll() for pod in pods] == [None, None], [p.communicate()[0] for p in pods if p.poll()]
+            name_hosts(nodes, first)
+        except BaseException:
+            for pod in pods:
+                pod.kill()
+            raise
+    finish(pods)
+    assert losses(tmp_path / "run") == on_one_node
+
+
+def test_pods_that_are_taken_away_go_on_when_they_are_replaced(nodes, config, tmp_path, monkeypatch):
+    command, env, first = pods_of(config, tmp_path, "job", "train.steps=100000", "checkpoint.interval=1000")
+    name_hosts(nodes, first)
+    monkeypatch.chdir(tmp_path)
+    for start in range(2):
+        until = len(losses(tmp_path / "run")) + 2 if start else 2
+        pods = [start_pod(node, i, command, env) for i, node in enumerate(nodes)]
+        try:
+            wait_for(partial(has_steps, tmp_path / "run", until))
+        finally:
+            for pod in pods:
+                pod.send_signal(signal.SIGTERM)
+            outputs = [pod.communicate(timeout=120)[0] for pod in pods]
+        assert [pod.returncode for pod in pods] == [75, 75], outputs
+    rows = [json.loads(line) for line in (tmp_path / "run/metrics.jsonl").read_text().splitlines()]
+    steps = [row["step"] for row in rows if "loss" in row]
+    assert steps == list(range(1, len(steps) + 1))
+
+
+def has_steps(folder: Path, count: int) -> bool:
+    return (folder / "metrics.jsonl").exists() and len(losses(folder)) >= count
