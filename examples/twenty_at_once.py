@@ -57,7 +57,9 @@ def main() -> None:
         texts = at_once(maker, given.tokens)
         together = len(PROMPTS) * given.tokens / (time.perf_counter() - began)
         began = time.perf_counter()
-        plain = [plain_loop(maker.engine.model, maker.ids(prompt), given.tokens) for prompt in PROMPTS[:PLAIN]]
+        plain = [
+            plain_loop(maker.engine.model, list(maker.ready(prompt).tokens), given.tokens) for prompt in PROMPTS[:PLAIN]
+        ]
         alone = PLAIN * given.tokens / (time.perf_counter() - began)
     same = all(tuple(ids[-given.tokens :]) == text for ids, text in zip(plain, texts))
     print(f"the plain loop: {alone:.0f} tokens/s; {len(PROMPTS)} requests at once: {together:.0f} tokens/s")

@@ -61,12 +61,16 @@ def import_config(file: str, out: str, framework: str | None, variables: dict[st
     from phalanx.cli.setup import all_problems
     from phalanx.config.device_check import Facts
     from phalanx.config.importing import import_config as translate
-    from phalanx.config.importing import read_foreign, report, write, yaml_text
+    from phalanx.config.importing import SECRET, read_foreign, report, write, yaml_text
     from phalanx.config.read import read
 
     imported = translate(read_foreign(file, ranks, variables), framework)
     path = Path(out)
-    write(yaml_text(imported, shlex.join(["phalanx", *sys.argv[1:]]), file), path)
+    words = list(sys.argv[1:])
+    for at, word in enumerate(words):  # the value of a secret is not written into a file
+        name, given, _ = word.partition("=")
+        words[at] = f"{name}=..." if given and SECRET.search(name) else word
+    write(yaml_text(imported, shlex.join(["phalanx", *words]), file), path)
     click.echo(report(imported, out))
     for_rules = [f"{key}={value}" for key, value in FOR_RULES.items() if key in imported.by_hand]
     loaded = read(path, for_rules)

@@ -9,11 +9,11 @@ from typing import TYPE_CHECKING, Any
 
 from phalanx.base.errors import CheckpointError
 from phalanx.inference.request import Prompt, RequestError
-from phalanx.text.chat_template import ChatPrompt, ChatTemplate, load_chat_template
 from phalanx.text.tokenizer_base import Tokenizer
 
 if TYPE_CHECKING:
     from phalanx.inference.pictures import PictureReader
+    from phalanx.text.chat_template import ChatPrompt, ChatTemplate
 
 ImageFile = tuple[str, bytes]
 """A name for messages, and what the file holds."""
@@ -67,6 +67,8 @@ def chat_prompts(
     folder: Path, tokenizer: Tokenizer, pictures: PictureReader | None, encodes: bool = False
 ) -> ChatPrompts:
     """Of a Hugging Face folder. CheckpointError for one without a chat template."""
+    from phalanx.text.chat_template import load_chat_template  # jinja2: start-up time of runs without chats
+
     template = load_chat_template(folder)
     if template is None:
         raise CheckpointError(

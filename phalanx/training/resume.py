@@ -51,6 +51,7 @@ CLASSES: tuple[tuple[str, Class], ...] = (
     ("lora*", "must match"),
     ("data.*", "recorded"),
     ("checkpoint.*", "recorded"),
+    ("cluster*", "recorded"),
     ("log.*", "recorded"),
     ("dir", "recorded"),
     ("init_from", "recorded"),

@@ -23,6 +23,7 @@ from phalanx.data.loader import Loader, Prefetcher, micro_batch_samples, train_l
 from phalanx.data.mixture import Blend, parse_split, permute
 from phalanx.data.sources import FileSource, MockSource, cut_at_documents, nearest_border
 from phalanx.sequence.batch import IGNORE, Batch
+from phalanx.sequence.shard import WHOLE
 from phalanx.text.prepare import demo_data, find_files, prepare, stdlib_files
 from phalanx.text.tokenizers import byte_tokenizer, load_tokenizer, train_bpe
 
@@ -465,12 +466,12 @@ class Tracing(Loader):
         super().__init__([MockSource(4, 10, 1)], [1], seq_length=4)
         self.bad, self.made, self.enough = bad, [], threading.Semaphore(0)
 
-    def read(self, places) -> Batch:
+    def read(self, places, part=WHOLE) -> Batch:
         if self.bad in [place.sample for place in places]:
             raise DataError("bad token in the thread")
         self.made.append(places[0].sample)
         self.enough.release()
-        return super().read(places)
+        return super().read(places, part)
 
 
 def test_prefetch_keeps_order_and_stays_bounded():

@@ -18,7 +18,9 @@ from phalanx.base.errors import CheckpointError, ConfigError
 from phalanx.checkpoint.convert import export
 from phalanx.checkpoint.hf import from_hf, model_config_from_hf, resolved, to_hf
 from phalanx.checkpoint.keep import latest
+from phalanx.forecast.decide import make_plan
 from phalanx.inference.load import run_of_model
+from phalanx.inference.memory import kept_by
 from phalanx.models.gemma3 import BEGIN, END, IMAGE, Gemma3Config
 from phalanx.nn.attention import whole_only
 from phalanx.ops.attention.kind import AttentionKind, UnsupportedAttention
@@ -211,8 +213,8 @@ def test_a_template_writes_one_token_for_an_image():
 
 def test_what_lacks_such_attention_says_so():
     assert "no together (tokens read later ones)" in whole_only(AttentionKind(together=7))
-    with pytest.raises(ConfigError, match="gemma3.*reads patches beside its text, and nothing is generated"):
-        run_of_model(CASES[FIRST], None, gpu=False)
+    with pytest.raises(ConfigError, match="gemma3.*does not generate text: .* no together"):
+        kept_by(make_plan(run_of_model(CASES[FIRST], None, gpu=False), 1))
     from phalanx.nn.env import Env, OpChoices
 
     for kernels in ("optional", "invariant"):

@@ -210,5 +210,5 @@ def test_a_folder_there_and_back_is_the_same_to_the_byte(ranks, tmp_path, case, 
 
 
 def test_text_generation_is_refused_by_name():
-    with pytest.raises(ConfigError, match="whisper.*reads sound beside its text, and nothing is generated"):
+    with pytest.raises(ConfigError, match="whisper.*has an encoder that reads sound, from which nothing is generated"):
         run_of_model(MODELS["whisper"], None, gpu=False)

@@ -284,6 +284,8 @@ def test_every_parameter_has_its_role(model):
             expected = {"router"}
         elif name.endswith("_bias"):
             expected = {"bias"}
+        elif "conv" in name:
+            expected = {"conv"}
         else:
             expected = {"expert"} if "experts." in name and "shared" not in name else {"linear"}
         assert role in expected, (name, shape, role)
