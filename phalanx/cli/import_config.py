@@ -60,8 +60,8 @@ def import_config(file: str, out: str, framework: str | None, variables: dict[st
     from phalanx.base.errors import ConfigError
     from phalanx.cli.setup import all_problems
     from phalanx.config.device_check import Facts
-    from phalanx.config.importing import import_config as translate
     from phalanx.config.importing import SECRET, read_foreign, report, write, yaml_text
+    from phalanx.config.importing import import_config as translate
     from phalanx.config.read import read
 
     imported = translate(read_foreign(file, ranks, variables), framework)
