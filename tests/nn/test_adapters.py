@@ -42,7 +42,16 @@ LAYOUTS = [
 ]
 
 
-@pytest.mark.parametrize("model, world, layout", LAYOUTS, ids=[f"{m} {lay}" for m, _, lay in LAYOUTS])
+def in_test(cases: list, *models: str) -> list:
+    """The cases as parameters; those of other models than these are for `make soak`."""
+    return [pytest.param(*case, marks=() if case[0] in models else pytest.mark.soak) for case in cases]
+
+
+@pytest.mark.parametrize(
+    "model, world, layout",
+    in_test(LAYOUTS, "qwen2", "llama", "gpt2", "qwen3", "qwen3_moe", "deepseek_v3-mtp"),
+    ids=[f"{m} {lay}" for m, _, lay in LAYOUTS],
+)
 def test_lora_is_the_same_in_every_layout(ranks, model, world, layout):
     """Truth: one process in float64: losses, norms, gradients and weights of A and B."""
     run = lora(replace(parity.base_run(model), layout=LayoutConfig(**layout)), rank=3, alpha=5.0)
@@ -160,7 +169,11 @@ CHOSEN = {  # what is trained whole
 }
 
 
-@pytest.mark.parametrize("model, world, layout", DORA, ids=[f"{m} {lay}" for m, _, lay in DORA])
+@pytest.mark.parametrize(
+    "model, world, layout",
+    in_test(DORA, "llama", "gpt2", "mistral", "deepseek_v3", "qwen3_moe"),
+    ids=[f"{m} {lay}" for m, _, lay in DORA],
+)
 def test_dora_is_the_same_in_every_layout(ranks, model, world, layout):
     """Truth: one process in float64. Norms, embedding and head are trained whole beside it."""
     run = replace(parity.base_run(model), layout=LayoutConfig(**layout))
