@@ -66,7 +66,6 @@ def launch_slurm(config: str, overrides: tuple[str, ...], **asked: Any) -> None:
     section `cluster` of CONFIG, or from a file cluster.yaml beside it (`phalanx explain cluster`).
     """
     from phalanx.launch import slurm
-    from phalanx.launch.hosts import read_hosts
     from phalanx.launch.job import JobOptions
     from phalanx.launch.programs import here, look_for
 
@@ -74,7 +73,7 @@ def launch_slurm(config: str, overrides: tuple[str, ...], **asked: Any) -> None:
         raise click.UsageError("--dry submits nothing: give one of --submit and --dry")
     options = JobOptions(asked["nodes"], asked["time"], asked["partition"], asked["chain"], asked["at"])
     if asked["hosts"]:
-        options = replace(options, hosts=tuple(read_hosts(asked["hosts"])))
+        options = replace(options, hosts=tuple(host_names(asked["hosts"])))
     job = job_asked(config, overrides, asked["cluster"], options)
     script = Path(asked["out"] or f"{Path(config).stem}.sbatch")
     script.write_text(slurm.write(job), encoding="utf-8")

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import itertools
-import re
 import socket
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -11,27 +9,18 @@ from pathlib import Path
 
 from phalanx.base.errors import Problem
 from phalanx.launch.network import interfaces
+from phalanx.layout.positions import BadPositions, expand_hosts
 
 HOST_FILE = "PHALANX_HOST_FILE"
-BRACKET = re.compile(r"\[([^\]]*)\]")
 
 
 def expand(nodes: str) -> list[str]:
-    """`gpu[03-05,9],x1` -> gpu03, gpu04, gpu05, gpu9, x1: the names of a SLURM list, in its order."""
-    names: list[str] = []
-    for word in re.findall(r"(?:[^,\[]|\[[^\]]*\])+", nodes):
-        parts = BRACKET.split(word)  # text and contents of brackets in turns
-        choices = [_numbers(part) if i % 2 else [part] for i, part in enumerate(parts)]
-        names += ["".join(chosen) for chosen in itertools.product(*choices)]
-    return names
-
-
-def _numbers(ranges: str) -> list[str]:
-    found = []
-    for one in ranges.split(","):
-        low, _, high = one.partition("-")
-        found += [str(n).zfill(len(low)) for n in range(int(low), int(high or low) + 1)] if low.isdigit() else [one]
-    return found
+    """`gpu[03-05,9],x1` -> gpu03, gpu04, gpu05, gpu9, x1: the names of a SLURM list, in its order. A text that is no
+    list is one name."""
+    try:
+        return expand_hosts(nodes)
+    except BadPositions:
+        return [nodes]
 
 
 def first_host(nodes: str) -> str:

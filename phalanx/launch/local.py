@@ -69,7 +69,7 @@ def start(
         world = LocalRanks(0, ranks, ranks)
         if node is not None:
             world = LocalRanks(node.rank, ranks, node.world_size, cpus)
-        with forwarded_signals(partial(_pass_on, folder)) as stops:
+        with forwarded_signals(partial(signal_ranks, folder)) as stops:
             ended = _run(folder, target, world, None if logs is None else Path(logs), node)
         failed = stops.ended_at_once() or verdict(world.size, read_outcomes(folder), ended)
         if failed is not None:
@@ -329,7 +329,7 @@ def forwarded_signals(pass_on: Callable[[bool], str]) -> Iterator[Stops]:
             signal.signal(s, handler)
 
 
-def _pass_on(folder: Path, at_once: bool) -> str:
+def signal_ranks(folder: Path, at_once: bool) -> str:
     """To the ranks of this machine: SIGTERM, or SIGKILL."""
     (folder / "stop").touch()
     for path in folder.glob("rank-*.pid"):

@@ -9,6 +9,7 @@ import signal
 import subprocess
 import sys
 import time
+from functools import partial
 from pathlib import Path
 
 import pytest
@@ -18,7 +19,7 @@ from phalanx.base.log import Log, describe, pairs
 from phalanx.base.placement import SECRET, Placement
 from phalanx.cli.setup import prepare
 from phalanx.launch.env import first_host, read_placement
-from phalanx.launch.local import forwarded_signals, rank_environment, start
+from phalanx.launch.local import forwarded_signals, rank_environment, signal_ranks, start
 from phalanx.launch.network import loopback
 from phalanx.launch.outcome import Ended, Outcome, RankFailed, verdict
 from tests.harness.pool import free_port
@@ -387,7 +388,7 @@ def test_a_second_signal_ends_the_ranks_at_once(tmp_path, capsys):
     )
     assert rank.stdout.readline() == "ready\n"
     (tmp_path / "rank-0.pid").write_text(str(rank.pid))
-    with forwarded_signals(tmp_path) as stops:
+    with forwarded_signals(partial(signal_ranks, tmp_path)) as stops:
         os.kill(os.getpid(), signal.SIGTERM)
         stops.first += 60  # however slow this machine is, the second comes within a second
         os.kill(os.getpid(), signal.SIGTERM)
@@ -398,7 +399,7 @@ def test_a_second_signal_ends_the_ranks_at_once(tmp_path, capsys):
     said = capsys.readouterr().err
     assert said.count("stopping: waiting for the ranks to end") == said.count("stopping") == 1  # nothing is unsaved
     (tmp_path / "rank-0.unsaved").touch()
-    with forwarded_signals(tmp_path):
+    with forwarded_signals(partial(signal_ranks, tmp_path)):
         os.kill(os.getpid(), signal.SIGTERM)
     assert "stopping: waiting for the ranks to save" in capsys.readouterr().err
 

@@ -63,7 +63,7 @@ def site(four, tmp_path) -> Site:
 
 
 @dataclass
-class Told:
+class Reported:
     """What a preflight said: exit codes, the table, its JSON."""
 
     codes: dict[str, int]
@@ -75,7 +75,7 @@ class Told:
         return {node["name"].removeprefix("node-"): node["verdict"] for node in self.report["nodes"]}
 
 
-def preflight(site: Site, ill: Ill | None = None) -> Told:
+def preflight(site: Site, ill: Ill | None = None) -> Reported:
     out = site.run.parent.parent / "out"
     words = ["preflight", str(site.config), "--json", str(out / "report.json")]
     if ill is None or ill.name != "a node that does not come":
@@ -93,22 +93,22 @@ def preflight(site: Site, ill: Ill | None = None) -> Told:
         ran = run_on(site.cluster, start, ill.meanwhile if ill is not None else lambda start: None)
     report = json.loads((out / "report.json").read_text()) if (out / "report.json").exists() else {}
     print(f"{ill.name if ill else 'none'}: {ran.seconds:.1f} s from the start of all nodes to the end of the last")
-    return Told(ran.codes, ran.said["a"], ran.said, report)
+    return Reported(ran.codes, ran.said["a"], ran.said, report)
 
 
 def found(site: Site, ill: Ill) -> None:
     """The ill is named with its nodes, no other node is, and the exit codes say so."""
     if why := lacking(ill):
         pytest.skip(why)
-    told = preflight(site, ill)
-    assert told.report, told.said
-    named = {name: verdict for name, verdict in told.verdicts().items() if verdict != "ok"}
-    assert named == dict.fromkeys(ill.nodes, ill.severity), told.said
-    reasons = [f for f in told.report["findings"] if f["check"] == ill.check and ill.words in f["text"]]
-    assert reasons and all(set(f["nodes"]) == {f"node-{x}" for x in ill.nodes} for f in reasons), told.said
-    assert f"{ill.check}: " in told.text and max(map(len, told.text.splitlines())) <= 80, told.text
+    reported = preflight(site, ill)
+    assert reported.report, reported.said
+    named = {name: verdict for name, verdict in reported.verdicts().items() if verdict != "ok"}
+    assert named == dict.fromkeys(ill.nodes, ill.severity), reported.said
+    reasons = [f for f in reported.report["findings"] if f["check"] == ill.check and ill.words in f["text"]]
+    assert reasons and all(set(f["nodes"]) == {f"node-{x}" for x in ill.nodes} for f in reasons), reported.said
+    assert f"{ill.check}: " in reported.text and max(map(len, reported.text.splitlines())) <= 80, reported.text
     code = 8 if ill.severity == "bad" else 0
-    assert told.codes["a"] == told.codes["b"] == code, told.said
+    assert reported.codes["a"] == reported.codes["b"] == code, reported.said
     assert not list(site.run.glob(".preflight-*")), "files stay behind"
 
 
@@ -138,8 +138,8 @@ def test_good_nodes_are_called_good_every_time(site, number):
 
 
 def clean(site: Site) -> None:
-    told = preflight(site)
-    assert set(told.verdicts().values()) == {"ok"} and len(told.verdicts()) == 4, told.text
-    assert set(told.codes.values()) == {0}
-    assert not told.report["findings"] and not any(told.said[letter] for letter in "bcd"), told.said
+    reported = preflight(site)
+    assert set(reported.verdicts().values()) == {"ok"} and len(reported.verdicts()) == 4, reported.text
+    assert set(reported.codes.values()) == {0}
+    assert not reported.report["findings"] and not any(reported.said[letter] for letter in "bcd"), reported.said
     assert not list(site.run.iterdir()), "files stay behind"
