@@ -30,9 +30,8 @@ from phalanx.bench.ops import tensors_of
 from phalanx.bench.samples import SAMPLES, Draw, OpSample, conv_sample, scan_sample
 from phalanx.bench.timing import measure
 from phalanx.ops.optimizer import orthogonal
-from phalanx.ops.scan.conv1d import conv1d_step
 from phalanx.ops.scan.rows import StateSlots
-from phalanx.ops.scan.scan import ScanInputs, decay_rates, scan_step, steps_of
+from phalanx.ops.scan.step import StepInputs, conv1d_step, scan_step
 
 Call = Callable[[], Tensor]
 
@@ -98,12 +97,11 @@ def norm_contest(draw: Draw) -> Contest:
 
 
 def delta_contest(draw: Draw) -> Contest:
-    if "delta" not in SAMPLES:
-        raise peers.Missing("this version of phalanx has no delta rule")
     sample = SAMPLES["delta"](draw)
     s = sample.call.args[0]
     given = s.q, s.k, s.v, s.decay, s.beta
-    return Contest(sample, given, (fla(lambda: peers.fla_delta(*given)),) if draw.device.type == "cuda" else ())
+    fast, slow = fla(lambda: peers.fla_delta(*given)), plain(lambda: peers.plain_delta(*given))
+    return Contest(sample, given, (fast if draw.device.type == "cuda" else slow,))
 
 
 CONTESTS: dict[str, Callable[[Draw], Contest]] = {
@@ -232,8 +230,8 @@ class StepLayer:
     def ours(self, slots: Tensor, fresh: Tensor) -> Tensor:
         mixed = conv1d_step(self.mixed, StateSlots(self.kept, slots, fresh), self.weight, self.conv_bias)
         x, b, c = self.parts(mixed)
-        steps, a = steps_of(self.dt, self.bias, (0.0, float("inf"))), decay_rates(self.a_log)
-        return scan_step(ScanInputs(x, steps, a, b, c, self.d), StateSlots(self.states, slots, fresh))
+        inputs = StepInputs(x, self.dt, b, c, self.bias, self.a_log, self.d)
+        return scan_step(inputs, StateSlots(self.states, slots, fresh))
 
     def theirs(self) -> Tensor:
         mixed = peers.fla_conv_step(self.mixed, self.kept_by_channel, self.weight.flatten(1), self.conv_bias)

@@ -138,7 +138,7 @@ def fla_delta(q: Tensor, k: Tensor, v: Tensor, decay: Tensor, beta: Tensor) -> T
     return made[0]  # type: ignore[no-any-return]
 
 
-# ---- the same, token by token in plain torch: for CPUs
+# ---- the same in plain torch, recurrences token by token: for CPUs
 
 
 def plain_scan(s: Steps, _: int = 0) -> Tensor:
@@ -150,6 +150,18 @@ def plain_scan(s: Steps, _: int = 0) -> Tensor:
         step = (dt[:, t, :, None] * s.x[:, t]).unsqueeze(-1) * b[:, t].unsqueeze(2)
         state = (dt[:, t] * s.a).exp()[..., None, None] * state + step
         made.append(torch.einsum("rhpn,rhn->rhp", state, c[:, t]) + s.d[:, None] * s.x[:, t])
+    return torch.stack(made, 1)
+
+
+def plain_delta(q: Tensor, k: Tensor, v: Tensor, decay: Tensor, beta: Tensor) -> Tensor:
+    each = v.shape[2] // k.shape[2]
+    q, k = (F.normalize(t, dim=-1).repeat_interleave(each, 2) for t in (q, k))
+    state, made = v.new_zeros(len(v), *v.shape[2:3], k.shape[-1], v.shape[-1]), []
+    for t in range(v.shape[1]):
+        state = decay[:, t].exp()[..., None, None] * state
+        u = beta[:, t, :, None] * (v[:, t] - torch.einsum("rhk,rhkv->rhv", k[:, t], state))
+        state = state + k[:, t].unsqueeze(-1) * u.unsqueeze(2)
+        made.append(torch.einsum("rhk,rhkv->rhv", q[:, t] * q.shape[-1] ** -0.5, state))
     return torch.stack(made, 1)
 
 

@@ -14,6 +14,7 @@ from torch import Tensor
 
 from phalanx.bench.ops import OpCall
 from phalanx.comm.axis import Axis
+from phalanx.ops.delta.delta import DELTA, DeltaInputs, delta
 from phalanx.ops.op import Op
 from phalanx.ops.optimizer.orthogonal import flops, orthogonalized
 from phalanx.ops.optimizer.symmetric import SYMMETRIC
@@ -84,6 +85,23 @@ def scan_sample(draw: Draw, heads: int = 80, groups: int = 8) -> OpSample:
     return OpSample(OpCall("scan", scan_output, (s,), {}), SCAN, flop, 2 * flop)
 
 
+def delta_sample(draw: Draw, key_heads: int = 16, value_heads: int = 32, width: int = 128) -> OpSample:
+    """Qwen3-Next's heads: normalised keys, one decay of each value head. Of a state, what it holds under a key is
+    looked up, an outer product is added, and it is read: three matmuls of the size of all states."""
+    tokens, width = draw.tokens, draw.size(width)
+    key_heads, value_heads = (max(1, draw.size(n)) for n in (key_heads, value_heads))
+    q, k = (draw.normal(1, tokens, key_heads, width) for _ in range(2))
+    v = draw.normal(1, tokens, value_heads, width)
+    decay, beta = draw.between(-0.1, 0.0, 1, tokens, value_heads), draw.between(0.0, 1.0, 1, tokens, value_heads)
+    s = DeltaInputs(q, k, v, decay, beta, scale=width**-0.5, normalize=True)
+    flop = 6.0 * v.numel() * width
+    return OpSample(OpCall("delta", delta_output, (s,), {}), DELTA, flop, 2 * flop)
+
+
+def delta_output(s: DeltaInputs) -> Tensor:
+    return delta(s)[0]
+
+
 def conv_sample(draw: Draw, channels: int = 5376) -> OpSample:
     """Mamba-2 2.7B's channels: four taps, a bias, silu."""
     channels = draw.size(channels)
@@ -121,6 +139,7 @@ def muon_sample(draw: Draw) -> OpSample:
 
 SAMPLES: dict[str, Callable[[Draw], OpSample]] = {
     "scan": scan_sample,
+    "delta": delta_sample,
     "conv": conv_sample,
     "gated_norm": norm_sample,
     "muon": muon_sample,
