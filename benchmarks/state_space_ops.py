@@ -25,13 +25,19 @@ from torch import Tensor
 sys.path.insert(0, str(Path(__file__).parent / "peers"))
 import kernels as peers
 
-from phalanx.bench.floors import REFERENCE, Floor, Rates, dtype_on, implementations, size_of
+from phalanx.bench.floors import REFERENCE, Floor, Rates, dtype_on, how_often, implementations, size_of
 from phalanx.bench.ops import tensors_of
 from phalanx.bench.samples import SAMPLES, Draw, OpSample, conv_sample, scan_sample
 from phalanx.bench.timing import measure
+from phalanx.ops.delta.delta import DELTA
+from phalanx.ops.op import Op, refused
 from phalanx.ops.optimizer import orthogonal
+from phalanx.ops.optimizer.symmetric import SYMMETRIC
+from phalanx.ops.scan.conv1d import CONV1D
+from phalanx.ops.scan.gated_norm import GATED_NORM
 from phalanx.ops.scan.rows import StateSlots
-from phalanx.ops.scan.step import StepInputs, conv1d_step, scan_step
+from phalanx.ops.scan.scan import SCAN
+from phalanx.ops.scan.step import CONV1D_STEP, SCAN_STEP, StepInputs, conv1d_step, scan_step
 
 Call = Callable[[], Tensor]
 
@@ -113,6 +119,17 @@ CONTESTS: dict[str, Callable[[Draw], Contest]] = {
 }
 
 
+OPS: dict[str, tuple[Op, ...]] = {
+    "scan": (SCAN,),
+    "scan1": (SCAN,),
+    "delta": (DELTA,),
+    "conv": (CONV1D,),
+    "norm": (GATED_NORM,),
+    "step": (CONV1D_STEP, SCAN_STEP),
+    "muon-ops": (SYMMETRIC,),
+}
+
+
 def results_of(call: Call, leaves: Sequence[Tensor], dy: Tensor) -> list[Tensor]:
     """Output and gradients."""
     for leaf in leaves:
@@ -148,19 +165,22 @@ def contest_rows(name: str, draw: Draw, repeats: int, only_compile: bool) -> lis
         truth = results_of(made.ours, made.leaves, dy)
     forward, both = floors_of(made, draw)
     for by, call, alone in calls:
+        if only_compile and by.endswith(REFERENCE):
+            continue
         with alone():
             apart = difference(results_of(call, made.leaves, dy), truth)
             if only_compile:
                 continue
-            few = by.endswith(REFERENCE) and device.type == "cuda"
             row = {"row": name, "by": by, "difference": apart}
-            row |= timed(call, made.leaves, dy, device, 3 if few else repeats)
+            row |= timed(call, made.leaves, dy, device, how_often(by, device, repeats))
         row |= {"forward_floor_ms": 1e3 * forward.seconds, "both_floor_ms": 1e3 * both.seconds, "floor": both.text}
         rows.append(row | {"share": 1e3 * both.seconds / row["both_ms"], "shape": made.sample.call.shape})
     return rows
 
 
-def timed(call: Call, leaves: Sequence[Tensor], dy: Tensor, device: torch.device, repeats: int) -> dict[str, float]:
+def timed(
+    call: Call, leaves: Sequence[Tensor], dy: Tensor, device: torch.device, often: dict[str, int]
+) -> dict[str, float]:
     def forward() -> Tensor:
         with torch.no_grad():
             return call()
@@ -170,7 +190,7 @@ def timed(call: Call, leaves: Sequence[Tensor], dy: Tensor, device: torch.device
             leaf.grad = None
         call().backward(dy)
 
-    one, two = (measure(each, device, repeats=repeats) for each in (forward, both))
+    one, two = (measure(each, device, **often) for each in (forward, both))
     found = {"forward_ms": one.median, "both_ms": two.median, "both_low_ms": two.low, "both_high_ms": two.high}
     return {key: 1e3 * seconds for key, seconds in found.items()}
 
@@ -345,7 +365,7 @@ def muon_rows(draw: Draw, repeats: int, only_compile: bool) -> list[dict[str, An
 
 def main() -> None:
     reader = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    reader.add_argument("row", choices=(*CONTESTS, "step", "muon-ops"))
+    reader.add_argument("row", choices=tuple(OPS))
     reader.add_argument("--without-peers", action="store_true")
     reader.add_argument("--only-compile", action="store_true", help="compile and compare, time nothing")
     reader.add_argument("--repeats", type=int, default=10)
@@ -362,6 +382,11 @@ def main() -> None:
         rows = muon_rows(draw, asked.repeats, asked.only_compile)
     else:
         rows = contest_rows(asked.row, draw, asked.repeats, asked.only_compile)
+    if device.type == "cuda":
+        wrong = refused(OPS[asked.row], device, draw.dtype)
+        rows += [
+            {"row": asked.row, "by": f"phalanx {op}", "failed": f"not used here: {why}"} for op, why in wrong.items()
+        ]
     for row in rows:
         print(json.dumps(row), flush=True)
         if asked.out:

@@ -32,7 +32,6 @@ from phalanx.ops.op import Implementation, Op, only
 from phalanx.ops.op import table as ops_here
 
 REFERENCE = "reference"
-REFERENCE_REPEATS = 3  # on a GPU, where it is many small kernels
 
 
 class UnknownOp(ValueError):
@@ -185,12 +184,19 @@ def time_sample(sample: OpSample, device: torch.device, rates: Rates, repeats: i
     found = []
     for by, alone in implementations(sample.op, first).items():
         with alone():
-            fewer = by == REFERENCE and device.type == "cuda"
-            found.append(_timed(sample, by, device, rates, min(repeats, REFERENCE_REPEATS) if fewer else repeats))
+            found.append(_timed(sample, by, device, rates, how_often(by, device, repeats)))
     return found
 
 
-def _timed(sample: OpSample, by: str, device: torch.device, rates: Rates, repeats: int) -> ImplementationTiming:
+def how_often(by: str, device: torch.device, repeats: int) -> dict[str, int]:
+    """Arguments of `measure`. On a GPU, a reference is thousands of small kernels: seconds."""
+    few = by.endswith(REFERENCE) and device.type == "cuda"
+    return {"warmup": 1, "repeats": min(repeats, 2), "batch": 1} if few else {"repeats": repeats}
+
+
+def _timed(
+    sample: OpSample, by: str, device: torch.device, rates: Rates, often: dict[str, int]
+) -> ImplementationTiming:
     call = sample.call
     inputs = {t.data_ptr(): t for t in tensors_of([*call.args, *call.kwargs.values()])}.values()
     outputs = [y for y in tensors_of(call.run()) if y.is_floating_point()]
@@ -215,9 +221,9 @@ def _timed(sample: OpSample, by: str, device: torch.device, rates: Rates, repeat
         call.name,
         call.shape,
         by,
-        measure(forward, device, repeats=repeats),
+        measure(forward, device, **often),
         floor,
-        measure(both, device, repeats=repeats) if grads else None,
+        measure(both, device, **often) if grads else None,
         Floor(floor.nbytes + more.nbytes, floor.matmuls + more.matmuls),
     )
 
