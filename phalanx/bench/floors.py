@@ -158,7 +158,7 @@ def called_samples(run: Run, ranks: int, device: torch.device) -> list[OpSample]
         ops = by_module.get(call.function.__module__, [])
         if len(ops) == 1:
             with only(ops[0]):  # torch counts the matmuls of the reference
-                flop = forward_flop(call, run, lambda c=call: c.run())
+                flop = forward_flop(call, run, call.run)
             found.append(OpSample(call, ops[0], flop, 2 * flop))
     return found
 

@@ -609,9 +609,11 @@ def bench_ops(
     if only is None:
         measure(ready.run, ready.ranks, device, repeats, out, click.echo)  # type: ignore[union-attr]
         return
-    names = [name.strip() for name in only.split(",")]
+    names, run, world = [name.strip() for name in only.split(",")], None, 1
+    if ready is not None:
+        run, world = ready.run, ready.ranks
     try:
-        bench_only(names, ready and ready.run, ready.ranks if ready else 1, device, repeats, out, click.echo)
+        bench_only(names, run, world, device, repeats, out, click.echo)
     except UnknownOp as error:
         raise click.BadParameter(str(error), param_hint="--only") from None
 

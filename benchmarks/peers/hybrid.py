@@ -2,7 +2,7 @@
 flash-linear-attention: scans and gated norms by the one, convolutions by the other, attention by torch's SDPA, the rest
 compiled by torch.compile. fp32 weights under bf16 autocast, fused AdamW, norm and clip every step: as plain.py.
 
-python3 benchmarks/peers/state_space.py [--small] [--eager] [--out rows.jsonl]
+python3 benchmarks/peers/hybrid.py [--small] [--eager] [--out rows.jsonl]
 """
 
 from __future__ import annotations
