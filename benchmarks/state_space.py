@@ -45,7 +45,7 @@ OPS = ("scan", "scan1", "delta", "conv", "norm", "step", "muon-ops")
 LONG = 131072
 COMPILING_S = 240.0  # at most
 MUON = ("optim.name=muon",)
-EIGHT_B = ("train.seq_length=2048", "train.global_batch=64", "train.micro_batch=4", "layout.sharding=1")
+EIGHT_B = ("train.seq_length=2048", "train.global_batch=64", "train.micro_batch=2", "layout.sharding=1")
 SMALL_LAYERS = ["linear_attention", "mlp", "full_attention"]
 SMALL = {  # overrides that make a model small
     LAYERS: (
@@ -218,9 +218,13 @@ class Runner:
                 if self.until - time.monotonic() < 15:
                     waiting.remove(row)
                     self.keep([{"row": row.name, "by": "", "failed": "no time left"}])
-                elif self.has_room(row) and not (row.compiles and compiling is not None):
+                elif row.compiles and compiling is not None:
+                    continue
+                elif self.has_room(row):
                     waiting.remove(row)
                     self.begin(row)
+                elif row.gpus > 1 and compiling is None:
+                    break  # rows after it would take each GPU that becomes free
             self.collect()
             time.sleep(0.2)
         return self.found
@@ -437,6 +441,7 @@ def main() -> None:
         reader.error(f"no row {', '.join(unknown)}; there are {', '.join(known)}")
     rows = [row for name, row in known.items() if name in wanted]
     gpus = visible_gpus()
+    print(f"{len(gpus)} GPUs: {gpu_names()}", flush=True)
     with tempfile.TemporaryDirectory(prefix="state-space-") as folder:
         found = Runner(asked, gpus, Path(folder)).run(rows)
     print(f"\n{all_figures(found)}")
@@ -449,6 +454,13 @@ def visible_gpus() -> list[int]:
     import torch  # takes seconds, and not for --help
 
     return list(range(torch.cuda.device_count()))
+
+
+def gpu_names() -> str:
+    import torch
+
+    names = {torch.cuda.get_device_name(i) for i in range(torch.cuda.device_count())}
+    return f"{', '.join(sorted(names)) or 'CPU'}, torch {torch.__version__}"
 
 
 if __name__ == "__main__":

@@ -153,7 +153,7 @@ def difference(found: Sequence[Tensor], truth: Sequence[Tensor]) -> float:
 def contest_rows(name: str, draw: Draw, repeats: int, only_compile: bool) -> list[dict[str, Any]]:
     device, rows, made = draw.device, list[dict[str, Any]](), CONTESTS[name](draw)
     dy = torch.randn(made.ours().shape, device=device).to(draw.dtype)
-    own = implementations(made.sample.op, made.leaves[0])
+    own = implementations(made.sample.op, made.sample.given)
     calls: list[tuple[str, Call, Any]] = [(f"phalanx {by}", made.ours, alone) for by, alone in own.items()]
     for peer in made.others:
         try:
@@ -331,7 +331,7 @@ def muon_rows(draw: Draw, repeats: int, only_compile: bool) -> list[dict[str, An
 
     sample, device = SAMPLES["muon"](draw), draw.device
     (matrices,) = sample.call.args
-    own = implementations(sample.op, matrices[0])
+    own = implementations(sample.op, sample.given)
     forms: list[tuple[str, int, str]] = [("phalanx: Gram, symmetric", orthogonal.TOGETHER, next(iter(own)))]
     forms += [("phalanx: symmetric", 1, next(iter(own))), ("phalanx: Gram", orthogonal.TOGETHER, "reference")]
     forms.append(("phalanx: neither", 1, "reference"))

@@ -12,7 +12,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from phalanx.bench.ops import OpCall
+from phalanx.bench.ops import OpCall, tensors_of
 from phalanx.comm.axis import Axis
 from phalanx.ops.delta.delta import DELTA, DeltaInputs, delta
 from phalanx.ops.op import Op
@@ -30,12 +30,20 @@ ITERATIONS = 5  # of Newton-Schulz
 
 @dataclass(frozen=True)
 class OpSample:
-    """A call of an op, and the FLOP of matmuls that no implementation of it can do without, forward and backward."""
+    """A call of an op, and the FLOP of matmuls that no implementation of it can do without, forward and backward.
+    dtype: of what the op itself is given, if the call casts its inputs first."""
 
     call: OpCall
     op: Op
     forward_flop: float = 0.0
     backward_flop: float = 0.0
+    dtype: torch.dtype | None = None
+
+    @property
+    def given(self) -> Tensor:
+        """A tensor of the kind by which the op chooses its implementation."""
+        first = tensors_of([*self.call.args, *self.call.kwargs.values()])[0]
+        return first if self.dtype is None else first.new_empty(0, dtype=self.dtype)
 
 
 @dataclass(frozen=True)
@@ -134,7 +142,7 @@ def muon_sample(draw: Draw) -> OpSample:
     """Orthogonalisation of the matrices of a layer of Llama-3-8B."""
     matrices = matrices_of(draw)
     flop = sum(len(each) * flops(each.shape[1], each.shape[2], ITERATIONS) for each in matrices)
-    return OpSample(OpCall("muon", orthogonal_layer, (matrices,), {}), SYMMETRIC, flop)
+    return OpSample(OpCall("muon", orthogonal_layer, (matrices,), {}), SYMMETRIC, flop, dtype=torch.bfloat16)
 
 
 SAMPLES: dict[str, Callable[[Draw], OpSample]] = {
