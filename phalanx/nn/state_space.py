@@ -26,6 +26,7 @@ from phalanx.ops.scan.gated_norm import GATED_NORM, NormGroups, gated_norm
 from phalanx.ops.scan.remembered import convolve_remembered, scan_remembered
 from phalanx.ops.scan.rows import TokenRows
 from phalanx.ops.scan.scan import SCAN, ScanInputs, carried_output, decay_rates, scan, steps_of, whole_decay
+from phalanx.ops.scan.step import CONV1D_STEP, SCAN_STEP, StepInputs
 from phalanx.sequence.batch import Batch
 
 
@@ -196,11 +197,11 @@ class StateSpace(Module):
         memory = own_states(self)
         spans = memory.spans_of(batch)
         mixed, dt = memory.all_tokens(mixed), memory.all_tokens(dt)
-        mixed = convolve_remembered(mixed, memory.tokens, spans, self.conv, self.conv_bias)
-        steps, a = steps_of(dt, self.dt_bias, self.spec.limits), decay_rates(self.a_log)
+        by_conv, by_scan = self.env.kernels_for(CONV1D_STEP), self.env.kernels_for(SCAN_STEP)
+        mixed = convolve_remembered(mixed, memory.tokens, spans, self.conv, self.conv_bias, by_conv)
         x, b, c = self._parts(mixed)
-        inputs = ScanInputs(x, steps, a, b, c, self.d)
-        y = scan_remembered(inputs, memory.states, spans, self.env.kernels_for(SCAN))
+        inputs = StepInputs(x, dt, b, c, self.dt_bias, self.a_log, self.d, self.spec.limits)
+        y = scan_remembered(inputs, memory.states, spans, by_scan)
         return memory.own_tokens(y.flatten(1))
 
     def flops(self, seq_length: int) -> float:
