@@ -214,7 +214,7 @@ def deltas(wide: dict) -> list[tuple]:
         if by_feature:
             add(delta_kernel._sums, how | shape, of_chunks, {})
         depth = dict(DEPTH=delta_kernel.LEVELS)
-        prepared = dict(BY_FEATURE=by_feature, B=delta_kernel.BLOCK, **depth)
+        prepared = dict(BY_FEATURE=by_feature, B=delta_kernel.BLOCK, JOIN="tf32", **depth)
         add(delta_kernel._prepare, prepared | how | shape, of_chunks)
         add(delta_kernel._pass, dict(INITIAL=True, **of_states), options)
         add(delta_kernel._outputs, of_states | dict(BV=t.outputs), of_chunks)

@@ -16,7 +16,8 @@ what is left of both since a token between them, so that no exponent is above 0:
 since the end of the first half, pairs in different quarters of a half likewise, down to neighbours (LEVELS matmuls).
 
 States are kept transposed, (V, K): then every matmul of the passes has its left operand in registers, from the matmul
-before it. T is computed in at least fp32: by substitution in blocks of 16 tokens, two of which are joined at a time.
+before it. T is computed in fp32 by substitution in blocks of 16 tokens, which are then joined two by two (in TF32 where
+T is rounded to 16 bits afterwards).
 Powers of A, by which it can be had in fewer steps, grow like binomials where keys are alike.
 
 The least that moves, for 32,768 tokens, 16 heads of keys and 32 of values of 128 in bf16: forward reads q, k, v and
@@ -39,6 +40,7 @@ from phalanx.ops.kernel_tools import triton_wide, wide_of
 
 LEAST = 16  # rows and columns of a matmul's operands
 LEVELS = CHUNK.bit_length() - 1
+REGISTERS = 128  # of a thread that computes T: what waits is the substitution, and four programs fit into a processor
 
 
 @triton.jit
@@ -88,7 +90,7 @@ def _inverse(a, C: tl.constexpr, B: tl.constexpr, WIDE: tl.constexpr, PRECISION:
     same = (block[:, None] == other[None, :])[:, None, :, None]
     i, j = tl.arange(0, B)[None, :, None], tl.arange(0, B)[None, None, :]
     own = tl.sum(tl.where(same, tl.reshape(a, (N, B, N, B)), 0.0), 2)
-    made = tl.where(i == j, 1.0, tl.zeros((N, B, B), WIDE))
+    made = tl.where(i == j, 1.0, own * 0)  # so its threads are those of a matmul's result: a warp has a block
     for number in range(1, B):
         weights = tl.sum(tl.where(i == number, own, 0.0), 1)
         line = tl.sum(tl.expand_dims(weights, 2) * made, 1)
@@ -215,6 +217,7 @@ def _prepare(
     ELEMENT: tl.constexpr,
     WIDE: tl.constexpr,
     PRECISION: tl.constexpr,
+    JOIN: tl.constexpr,
     C: tl.constexpr,
     B: tl.constexpr,
     BK: tl.constexpr,
@@ -267,7 +270,7 @@ def _prepare(
     a = tl.where(before, of_pairs * (strength * of_key)[:, None] * of_key[None, :], 0.0)
     to = place * C * C + i[:, None] * C + i[None, :]
     tl.store(weights + to, read_pairs.to(ELEMENT))
-    tl.store(inverse + to, _inverse(a, C, B, WIDE, PRECISION).to(ELEMENT))
+    tl.store(inverse + to, _inverse(a, C, B, WIDE, JOIN).to(ELEMENT))
 
 
 @triton.jit
@@ -776,7 +779,7 @@ class _Call:
         self.numbers = None if s.numbers is None else s.numbers.contiguous()
         (self.rows, self.length, self.heads, self.width), (self.key_heads, self.features) = s.v.shape, s.k.shape[2:]
         self.chunks, self.wide = -(-self.length // CHUNK), wide_of(s.v.dtype)
-        self.by_feature = s.by_feature
+        self.by_feature, self.precision = s.by_feature, "ieee" if self.wide == torch.float64 else "tf32x3"
         of_tokens = (self.rows, self.length, self.heads)
         of_chunks = (self.chunks, self.rows, self.heads)
         self.inverse, self.weights = (self.like(*of_chunks, CHUNK, CHUNK) for _ in range(2))
@@ -801,10 +804,9 @@ class _Call:
 
     @property
     def arithmetic(self) -> dict[str, Any]:
-        precision = "ieee" if self.wide == torch.float64 else "tf32x3"
         block = max(LEAST, triton.next_power_of_2(self.features))
         sizes = dict(H=self.heads, K=self.features, EACH=self.heads // self.key_heads, C=CHUNK, BK=block)
-        return dict(ELEMENT=ELEMENTS[self.v.dtype], WIDE=triton_wide(self.wide), PRECISION=precision, **sizes)
+        return dict(ELEMENT=ELEMENTS[self.v.dtype], WIDE=triton_wide(self.wide), PRECISION=self.precision, **sizes)
 
     @property
     def how(self) -> dict[str, Any]:
@@ -857,9 +859,11 @@ class _Call:
             BY_FEATURE=self.by_feature,
             DEPTH=LEVELS,
             B=BLOCK,
+            JOIN="tf32" if self.v.dtype.itemsize == 2 else self.precision,
             **self.how,
             **self.arithmetic,
             num_warps=4,
+            maxnreg=REGISTERS,
         )
 
     def over_states(self) -> tuple[tuple[int, int, int], dict[str, Any]]:
