@@ -192,7 +192,7 @@ def deltas(wide: dict) -> list[tuple]:
     t = DELTA_TILES[0]
     tokens = dict.fromkeys(("dy", "q", "k", "v", "y", "dq", "dk", "dv", "u_in", "u_out", "dx_out"), BF)
     kept = dict.fromkeys(("inverse", "weights", "states", "before", "after"), BF)
-    wides = ("decay", "beta", "sums", "passed", "passed_out", "initial", "final", "dinitial", "dfinal")
+    wides = ("decay", "beta", "sums", "passed", "passed_out", "initial", "final", "dinitial", "dfinal", "of_reads")
     known = dict(scale="fp32", numbers="*i64", **tokens, **kept, **dict.fromkeys((*wides, "ddecay", "dbeta"), "*fp32"))
     how = dict(NORMALIZE=True, EPSILON=1e-6, DOCUMENTS=True)
     for by_feature in (False, True):
