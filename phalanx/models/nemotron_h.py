@@ -9,7 +9,7 @@ from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any, Literal, get_args
 
 from phalanx.base.errors import Problem
-from phalanx.base.rules import at_least, divisors, problem, within
+from phalanx.base.rules import at_least, problem, within
 from phalanx.models.config_json import (
     LIST_OR_NULL,
     NEEDED,
@@ -26,7 +26,7 @@ from phalanx.models.config_json import (
 from phalanx.models.decoder_config import small_types
 from phalanx.models.family import Family
 from phalanx.models.model_config import ModelConfig, SmallSizes, TensorNames
-from phalanx.models.scan_fields import check_steps
+from phalanx.models.scan_fields import check_scan_ranks, check_shares, check_steps
 
 if TYPE_CHECKING:
     from phalanx.models.family import BlockMaker
@@ -146,6 +146,7 @@ def scan(config: NemotronHConfig, env: Env, name: str, layer: int) -> Module:
         steps=(c.time_step_min, c.time_step_max, c.time_step_floor),
         limits=(c.time_step_min, math.inf),
         bias=c.use_bias,
+        out_bias=c.use_bias,
         conv_bias=c.use_conv_bias,
     )
     return StateSpace(env, spec)
@@ -189,25 +190,12 @@ def rules(config: NemotronHConfig, seq_length: int) -> list[Problem]:
         found.append(
             problem("model", c, "layers_block_type", "must have one kind per layer", because, (whole,) if whole else ())
         )
-    for field, heads in (("n_groups", "mamba_num_heads"), ("num_key_value_heads", "num_attention_heads")):
-        own, all_heads = getattr(c, field), getattr(c, heads)
-        if all_heads >= 1 and all_heads % own:
-            because, valid = {f"model.{heads}": all_heads}, divisors(own, all_heads)
-            found.append(problem("model", c, field, f"must divide {heads}", because, valid))
-    return found
+    return found + check_shares(c, ("n_groups", "mamba_num_heads"), ("num_key_value_heads", "num_attention_heads"))
 
 
 def split_rules(config: NemotronHConfig, tp: int) -> list[Problem]:
     """What the heads of scans say; those of attention are every model's."""
-    heads, groups, found = config.mamba_num_heads, config.n_groups, list[Problem]()
-    valid = divisors(tp, heads, config.num_attention_heads)
-    if heads % tp:
-        rule = "must divide mamba_num_heads"
-        found.append(Problem("layout.tp", tp, rule, {"model.mamba_num_heads": heads}, valid))
-    if groups % tp and tp % groups:
-        rule = "must divide n_groups or be a multiple of it"
-        found.append(Problem("layout.tp", tp, rule, {"model.n_groups": groups}, valid))
-    return found
+    return check_scan_ranks(config, tp, "mamba_num_heads", "n_groups")
 
 
 SAME = (
