@@ -484,6 +484,23 @@ MODELS["nemotron_h"] = NemotronHConfig(
     n_groups=2,
     conv_kernel=3,
 )
+MODELS["nemotron_h-moe"] = replace(
+    MODELS["nemotron_h"],
+    num_hidden_layers=5,
+    layers_block_type=("linear_attention", "moe", "full_attention", "mlp", "moe"),
+    n_routed_experts=8,
+    num_experts_per_tok=3,
+    moe_intermediate_size=22,
+    moe_shared_expert_intermediate_size=14,
+    n_group=4,
+    topk_group=2,
+    routed_scaling_factor=2.5,
+    router_aux_loss_coef=0.01,
+    router_bias_update_rate=0.02,
+)
+MODELS["nemotron_h-latent"] = replace(
+    MODELS["nemotron_h-moe"], moe_latent_size=12, mlp_bias=True, n_group=1, topk_group=1, norm_topk_prob=False
+)
 MODELS["falcon_h1"] = FalconH1Config(
     **SIZES,
     **HEADS,
@@ -507,6 +524,7 @@ MODELS["falcon_h1"] = FalconH1Config(
     ssm_multipliers=(0.375, 0.25, 0.75, 0.5, 0.875),  # transformers rounds them to fp32
     mlp_multipliers=(0.88, 0.58),
 )
+MODELS["falcon_h1-norm"] = replace(MODELS["falcon_h1"], mamba_rms_norm=True, tie_word_embeddings=True)
 MODELS["deepseek_v3-mtp-tied"] = replace(MODELS["deepseek_v3-mtp"], tie_word_embeddings=True)
 
 

@@ -238,6 +238,15 @@ NEW = {
     "gpt_neox: one after the other, a whole head rotated": replace(
         MODELS["gpt_neox"], use_parallel_residual=False, partial_rotary_factor=1.0, tie_word_embeddings=True
     ),
+    "falcon_h1: gate first, tied, linear scaling": replace(
+        MODELS["falcon_h1"],
+        mamba_rms_norm=True,
+        mamba_norm_before_gate=False,
+        mamba_n_groups=1,
+        attention_bias=True,
+        tie_word_embeddings=True,
+        rope_scaling=RopeScaling(rope_type="linear", factor=3.0),
+    ),
     "mixtral: window": replace(MODELS["mixtral"], sliding_window=5),
     "qwen3_moe: window, biases": replace(MODELS["qwen3_moe"], sliding_window=5, attention_bias=True),
     "gpt_oss: no biases of attention": replace(MODELS["gpt_oss"], attention_bias=False),

@@ -53,6 +53,7 @@ TRIPS = [
     ("gpt_neox: half of each head rotated", dict(tp=2)),
     ("mamba2: limited steps", dict(tp=2)),
     ("nemotron_h", dict(tp=2)),
+    ("falcon_h1: norm first, one group, biases, tied, MQA", dict(tp=2)),
     ("gpt2", dict(tp=2)),
     ("mixtral", dict(ep=2)),
     ("mixtral", dict(tp=2, etp=2)),

@@ -87,6 +87,12 @@ NAMED = {
     "nemotron_h cp2 pp2, heads, packed, full recompute": case(
         "nemotron_h", 4, cp=2, cp_ulysses=2, pp=2, documents="packed", recompute="full", global_batch=2
     ),
+    "falcon_h1 tp2 pp2 cp2, packed, sharding 3": case(
+        "falcon_h1", 8, tp=2, pp=2, cp=2, documents="packed", sharding=3, global_batch=2
+    ),
+    "falcon_h1 tp4 with 2 groups, pointwise recompute, documents": case(
+        "falcon_h1-norm", 4, tp=4, recompute="pointwise", documents=True, global_batch=2
+    ),
     "llama4_text cp2 ep2, heads, chunks, documents": case(
         "llama4_text", 2, cp=2, cp_ulysses=2, ep=2, documents=True, global_batch=2
     ),
