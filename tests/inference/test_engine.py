@@ -56,6 +56,7 @@ FAMILIES = (
     "kimi_k25",
     "mamba2",
     "nemotron_h",
+    "nemotron_h-latent",
     "falcon_h1",
 )
 LAYOUTS = (
@@ -85,6 +86,7 @@ LAYOUTS = (
     ("mamba2", {"tp": 2, "cp": 2}),
     ("mamba2", {"pp": 2}),
     ("nemotron_h", {"tp": 2, "cp": 2}),
+    ("nemotron_h-moe", {"tp": 2, "ep": 2}),
     ("falcon_h1", {"tp": 2, "cp": 2}),
     ("falcon_h1-norm", {"pp": 2}),
 )

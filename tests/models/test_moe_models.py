@@ -101,8 +101,8 @@ CASES = {
         n_shared_experts=2,
         first_k_dense_replace=0,
     ),
-    "nemotron_h": replace(MODELS["nemotron_h-moe"], conv_kernel=4, router_aux_loss_coef=0.0),
-    "nemotron_h: latents, biases, one group": replace(
+    "nemotron_h with experts": replace(MODELS["nemotron_h-moe"], conv_kernel=4, router_aux_loss_coef=0.0),
+    "nemotron_h with experts: latents, biases, one group": replace(
         MODELS["nemotron_h-latent"], conv_kernel=4, router_aux_loss_coef=0.0
     ),
     "gpt_oss": replace(MODELS["gpt_oss"], router_aux_loss_coef=0.0, router_z_loss_coef=0.0),

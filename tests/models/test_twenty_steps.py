@@ -66,7 +66,7 @@ MODELS = {
     "gpt_neox": test_models.CASES["gpt_neox: half of each head rotated"],
     "mamba2": test_models.CASES["mamba2: limited steps"],
     "nemotron_h": test_models.CASES["nemotron_h"],
-    "nemotron_h, experts": replace(test_moe_models.CASES["nemotron_h"], router_bias_update_rate=0.0),
+    "nemotron_h, experts": replace(test_moe_models.CASES["nemotron_h with experts"], router_bias_update_rate=0.0),
     "falcon_h1": test_models.CASES["falcon_h1: norm first, one group, biases, tied, MQA"],
     "gpt2": replace(test_models.CASES["gpt2"], num_hidden_layers=3),
     "mixtral": test_moe_models.CASES["mixtral"],
@@ -97,12 +97,7 @@ OFTEN = [
 ]  # in each run of the tests
 
 
-SELDOM = (
-    "modernbert",
-    "t5, tied",
-    "gemma4_text",
-    "mamba2",
-)  # as bert, t5, gemma3_text and falcon_h1: in the soak alone
+SELDOM = ("modernbert", "t5, tied", "gemma4_text", "mamba2", "nemotron_h")  # as others of their kind: in the soak alone
 
 
 def decays(name: str) -> bool:
