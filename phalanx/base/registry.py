@@ -53,6 +53,7 @@ BUILT_IN: Mapping[str, Mapping[str, str]] = MappingProxyType(
                 "bert": "phalanx.models.bert:FAMILY",
                 "mamba2": "phalanx.models.mamba2:FAMILY",
                 "nemotron_h": "phalanx.models.nemotron_h:FAMILY",
+                "falcon_h1": "phalanx.models.falcon_h1:FAMILY",
                 "modernbert": "phalanx.models.modernbert:FAMILY",
                 "llava": "phalanx.models.llava:FAMILY",
                 "qwen2_5_vl": "phalanx.models.qwen2_5_vl:FAMILY",

@@ -193,7 +193,7 @@ def deltas(wide: dict) -> list[tuple]:
     t = DELTA_TILES[0]
     tokens = dict.fromkeys(("dy", "q", "k", "v", "y", "dq", "dk", "dv", "u_in", "u_out", "dx_out"), BF)
     kept = dict.fromkeys(("inverse", "weights", "states", "before", "after"), BF)
-    wides = ("decay", "beta", "sums", "passed", "passed_out", "initial", "final", "dinitial", "dfinal")
+    wides = ("decay", "beta", "sums", "passed", "passed_out", "initial", "final", "dinitial", "dfinal", "of_reads")
     known = dict(scale="fp32", numbers="*i64", **tokens, **kept, **dict.fromkeys((*wides, "ddecay", "dbeta"), "*fp32"))
     how = dict(NORMALIZE=True, EPSILON=1e-6, DOCUMENTS=True)
     for by_feature in (False, True):
@@ -215,7 +215,7 @@ def deltas(wide: dict) -> list[tuple]:
         if by_feature:
             add(delta_kernel._sums, how | shape, of_chunks, {})
         depth = dict(DEPTH=delta_kernel.LEVELS)
-        prepared = dict(BY_FEATURE=by_feature, B=delta_kernel.BLOCK, **depth)
+        prepared = dict(BY_FEATURE=by_feature, B=delta_kernel.BLOCK, JOIN="tf32", **depth)
         add(delta_kernel._prepare, prepared | how | shape, of_chunks)
         add(delta_kernel._pass, dict(INITIAL=True, **of_states), options)
         add(delta_kernel._outputs, of_states | dict(BV=t.outputs), of_chunks)
