@@ -173,8 +173,8 @@ def test_the_table_compares_ours_with_the_best_peer(scripts):
 
     kernel = {"row": "scan", "forward_ms": 1.0, "floor": "1 (bytes)", "share": 0.5}
     found = [
-        {**kernel, "by": "phalanx triton", "both_ms": 4.0},
         {**kernel, "by": "phalanx reference", "both_ms": 900.0},
+        {**kernel, "by": "phalanx triton", "both_ms": 4.0},
         {**kernel, "by": "mamba-ssm, chunks of 256", "both_ms": 5.0},
         {**kernel, "by": "mamba-ssm, chunks of 128", "both_ms": 4.8},
         {"row": "conv", "by": "peer", "missing": "no archive"},
@@ -207,10 +207,11 @@ def test_rows_run_and_what_is_unknown_is_refused(tmp_path):
         "PEERS": str(tmp_path),
     }
     how = {"capture_output": True, "text": True, "timeout": 200, "env": env, "cwd": ROOT}
-    done = subprocess.run([*command, "step"], **how)
+    done = subprocess.run([*command, "step,decode"], **how)
     assert done.returncode == 0, done.stderr
-    missing, ours = map(json.loads, out.read_text().splitlines())
-    assert "no mamba_ssm-*.tar.gz" in missing["missing"] and ours["forward_ms"] > 0
+    missing, *ours = map(json.loads, out.read_text().splitlines())
+    assert "no mamba_ssm-*.tar.gz" in missing["missing"]
+    assert [row["row"] for row in ours] == ["step", "decode"] and all(row["forward_ms"] > 0 for row in ours)
     assert "step: peer missing: " in done.stdout
     done = subprocess.run([*command, "scn"], **how)
     assert done.returncode == 2 and "no row scn; there are " in done.stderr
