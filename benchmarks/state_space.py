@@ -35,6 +35,7 @@ import sys
 import tempfile
 import time
 from collections.abc import Sequence
+from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -157,11 +158,12 @@ def start(command: list[str], gpus: Sequence[int], log: Path) -> subprocess.Pope
 
 
 def stop(process: subprocess.Popen[bytes]) -> None:
-    """It, and the ranks that it has started."""
-    try:
+    """Asks it, which ends the ranks that it has started, then kills what is left."""
+    process.terminate()
+    with suppress(subprocess.TimeoutExpired):
+        process.wait(10)
+    with suppress(ProcessLookupError):
         os.killpg(process.pid, signal.SIGKILL)
-    except ProcessLookupError:
-        pass
     process.wait()
 
 
