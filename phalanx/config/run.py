@@ -135,8 +135,8 @@ class TrainConfig:
     cheap), selective (inside attention), long (all but attention, for long sequences; MLPs in slices), full (whole
     blocks)."""
     recompute_ops: list[str] = field(default_factory=list)
-    """Further ops to recompute, by name: norm, qkv, rope, attention, up, activation, dropout, experts, mlp, layer,
-    block."""
+    """Further ops to recompute, by name: norm, qkv, rope, attention, conv, scan, delta, up, activation, dropout,
+    experts, mlp, layer, block."""
     recompute_budget_gib: float | None = None
     """GiB that a rank may use in total, as forecast by `phalanx plan`: what is recomputed is then chosen block by
     block, at the least cost."""
