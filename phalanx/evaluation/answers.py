@@ -1,4 +1,4 @@
-"""Answers of a model that are kept in a file, so that an evaluation that was ended goes on where it was.
+"""Answers of a model, stored in a file so that an interrupted evaluation continues where it stopped.
 
 One JSON object a line, {"key": ..., "answer": ...}, appended as answers come. The key is a digest of everything that an
 answer depends on: the weights, the precision, the request's tokens and its options.

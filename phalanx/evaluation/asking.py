@@ -1,4 +1,4 @@
-"""Many questions to an engine at once: log-likelihoods of continuations, and texts."""
+"""Asks an engine many questions at once: log-likelihoods of continuations, and generated texts."""
 
 from __future__ import annotations
 

@@ -1,6 +1,7 @@
 """Calibration: whether a model that gives its choice a probability of 70 % is right in 70 % of such cases.
 
-Of multiple-choice questions: the probability of a choice is the softmax over the choices' log-likelihoods. Numpy alone.
+For multiple-choice questions, the probability of a choice is the softmax over the choices' log-likelihoods. Needs only
+numpy.
 """
 
 from __future__ import annotations

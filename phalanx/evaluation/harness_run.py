@@ -1,4 +1,4 @@
-"""`phalanx eval --tasks`: tasks of lm-evaluation-harness on each rank of a layout. Rank 0 asks, all compute."""
+"""`phalanx eval --tasks`: tasks of lm-evaluation-harness on each rank of a layout. Rank 0 asks, all ranks compute."""
 
 from __future__ import annotations
 

@@ -1,5 +1,5 @@
-"""`phalanx data score`: what a teacher (or a reference model) says about the tokens that a run reads, in any layout,
-into a score file (data/scores.py)."""
+"""`phalanx data score`: writes the probabilities that a teacher (or a reference model) gives the tokens of a run, in
+any layout, into a score file (data/scores.py)."""
 
 from __future__ import annotations
 

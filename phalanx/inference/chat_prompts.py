@@ -1,4 +1,4 @@
-"""Chats as prompts: messages written by the model's own template, with the images that are among their parts."""
+"""Chats as prompts: messages written by the model's own template, including the images in them."""
 
 from __future__ import annotations
 

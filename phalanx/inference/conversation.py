@@ -1,4 +1,4 @@
-"""A conversation with a model on this process: messages in, answers out, each as it is made."""
+"""A conversation with a model on this process: messages in, answers out, streamed as they are generated."""
 
 from __future__ import annotations
 

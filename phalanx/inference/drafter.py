@@ -1,5 +1,5 @@
 """Where drafts come from: the model's multi-token prediction modules (inference.predictor), or no model at all, since a
-sequence whose last tokens came before is likely to go on as it did then.
+sequence that repeats earlier tokens is likely to continue as it did then.
 
 Prompt lookup (Saxena, "Prompt lookup decoding", 2023). A draft is one token for sure, so `sampler.accept_same` accepts
 it exactly, and the text is the one without drafts.

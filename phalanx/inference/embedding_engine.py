@@ -1,5 +1,5 @@
-"""An engine that makes embeddings: requests that wait are embedded together, on all ranks of a layout. The server asks
-it as it asks the engine that makes tokens."""
+"""An engine that computes embeddings: waiting requests are embedded together, on all ranks of a layout. The server
+uses it in the same way as the engine that generates tokens."""
 
 from __future__ import annotations
 

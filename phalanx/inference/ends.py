@@ -1,4 +1,4 @@
-"""After which tokens an answer is over."""
+"""The tokens that end an answer."""
 
 from __future__ import annotations
 

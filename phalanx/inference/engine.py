@@ -1,7 +1,8 @@
 """The engine: requests in, tokens out, on every rank of a layout.
 
-Rank 0 is asked; all ranks decide alike. Each step begins with one message from rank 0, its new requests and its clock,
-after which every replica's scheduler, a pure function of the messages, makes the same step on all of its ranks.
+Requests come to rank 0; all ranks make the same decisions. Each step begins with one message from rank 0, its new
+requests and its clock, after which every replica's scheduler, a pure function of the messages, makes the same step on
+all of its ranks.
 
     rank 0: submit, cancel ──▶ inbox ──message──▶ scheduler ──Step──▶ runner ──tokens, late──▶ events
 

@@ -1,4 +1,4 @@
-"""Texts that keep to a grammar: which tokens may come next, by llguidance (Microsoft; Earley's parser over bytes).
+"""Texts that conform to a grammar: which tokens may come next, by llguidance (Microsoft; Earley's parser over bytes).
 
 A request's constraint is advanced by the tokens that the host has read, so such a request is never in a step before its
 last token is known (scheduler.py); others are a step ahead all the same. All ranks of a replica advance alike.

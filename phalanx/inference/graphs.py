@@ -1,5 +1,5 @@
-"""CUDA graphs of the steps that come again and again, replayed from one small copy of what the host knows of a step: a
-token of each of some sequences, or pieces of prompts among them.
+"""CUDA graphs of the common kinds of steps, replayed after one small copy of what the host knows of a step. A step has
+one token of each of some sequences, and perhaps pieces of prompts.
 
 A graph is for numbers of sequences and tokens; a smaller step fills up with padding. What differs between steps lies in
 one tensor of int32 (`StepLayout`), so a step costs the host one copy and one replay. Without a graph the host takes

@@ -1,4 +1,4 @@
-"""A model with weights alone on this rank of a layout: of a run, a checkpoint or a Hugging Face folder."""
+"""Loads a model without training state on this rank of a layout: from a run, a checkpoint or a Hugging Face folder."""
 
 from __future__ import annotations
 

@@ -1,5 +1,5 @@
-"""The memory of sequences that go on, on one rank: which layers remember alike, how many pages there is room for, and
-the pages themselves. All of it follows from what layers say that they remember (nn.memory.PageSpec)."""
+"""The memory of live sequences on one rank: which layers share page tables, how many pages there is room for, and the
+pages themselves. All of it follows from what layers declare that they keep (nn.memory.PageSpec)."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Which overrides of a config generation reads; others would do nothing, and are refused."""
+"""The overrides of a config that generation uses; others would have no effect, and are refused."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The batch that a rank computes of a step: all of its tokens, or its part of them where ranks of context parallelism
+"""The part of a step that a rank computes: all of its tokens, or its part of them where ranks of context parallelism
 share a step."""
 
 from __future__ import annotations

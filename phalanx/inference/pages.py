@@ -1,10 +1,10 @@
 """Which page of memory holds which tokens of which sequence, on the host and without a device: reference counts, and a
 cache of prefixes that several sequences share.
 
-Layers that remember alike are a group (nn.memory): those of full attention, those of one window. Each group has pages
-of its own. A full page is known by a hash of its tokens and of all before them, so a sequence that begins with the
-same tokens uses it too; it is never written again. A page without users stays known until its room is needed, the one
-unused for longest first (Kwon et al., "PagedAttention", 2023).
+Layers that keep the same tokens form a group (nn.memory): those of full attention, those of one window. Each group has
+pages of its own. A full page is known by a hash of its tokens and of all before them, so a sequence that begins with
+the same tokens uses it too; it is never written again. A page without users stays known until its room is needed, the
+one unused for longest first (Kwon et al., "PagedAttention", 2023).
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Images in prompts: read once when they are asked for, and decoded where the rows of their patches are computed.
+"""Images in prompts: read once when a request arrives, and decoded where the rows of their patches are computed.
 
     bytes ──image──▶ PromptImage: size, tokens, digest ──request, to all ranks──▶ scheduler ──step──▶ units of this rank
 

@@ -1,4 +1,4 @@
-"""What is asked of the engine, and what it answers: values without a device, a clock or text."""
+"""Requests to the engine and its answers, as plain values without a device, a clock or text."""
 
 from __future__ import annotations
 

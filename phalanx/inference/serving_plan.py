@@ -1,7 +1,7 @@
-"""What a model takes and gives when it generates, before anything runs: bytes by kind on each rank, sequences that fit
+"""The forecast of generation, before anything runs: bytes by kind on each rank, sequences that fit
 on a device, and tokens per second that its memory bandwidth allows.
 
-Bytes follow from what the layers say that they remember (nn.memory.PageSpec) and from the numbers by which the engine
+Bytes follow from what the layers declare that they keep (nn.memory.PageSpec) and from the numbers by which the engine
 allocates (inference.memory), so both agree to the byte.
 """
 

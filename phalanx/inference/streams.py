@@ -1,5 +1,5 @@
-"""What a model reads beside the text in a step of generation: the texts of an encoder, patches of images, and where
-tokens are whose position is more than one number.
+"""What a model reads beside the text in a step of generation: the texts of an encoder, patches of images, and
+positions that consist of several numbers.
 
 An encoder reads a sequence's source, and a tower an image, in one step alone: that in which the sequence begins, or
 which has the image's tokens. In all other steps these streams are padding, and the blocks that work on them are idle.

@@ -1,5 +1,5 @@
-"""Bus errors in words. A process that reads a mapped file which has been truncated is ended by the system with SIGBUS,
-and would otherwise say nothing."""
+"""Bus errors as messages. If a process reads a mapped file that has been truncated, the system ends it with SIGBUS,
+and without this it would say nothing."""
 
 from __future__ import annotations
 

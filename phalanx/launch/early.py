@@ -1,4 +1,4 @@
-"""Requests to stop that come before there is anything to save. Imports next to nothing, so that it is ready first."""
+"""Requests to stop that arrive before there is anything to save. Imports next to nothing, so that it is ready first."""
 
 from __future__ import annotations
 

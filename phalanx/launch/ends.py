@@ -1,4 +1,5 @@
-"""When a scheduler ends the job that this process belongs to. Imports next to nothing, because ranks read it first."""
+"""The time at which a scheduler will end the job that this process belongs to. Imports next to nothing, because
+ranks read it first."""
 
 from __future__ import annotations
 

@@ -1,7 +1,7 @@
 """The environment of a process: which rank, or which node's starter, torchrun, SLURM, Open MPI, Kubernetes or a host
-file made it, and how ranks meet. Starts nothing.
+file started it, and how ranks meet. Starts nothing.
 
-One process per node is the normal form: it starts the node's ranks itself (`Placement.starts`). One process per rank
+One process per node is the usual form: it starts the node's ranks itself (`Placement.starts`). One process per rank
 works as well.
 """
 

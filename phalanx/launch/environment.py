@@ -1,4 +1,4 @@
-"""What the ranks of a node run with: threads, network interfaces, and the CPUs next to each rank's GPU. A value that
+"""The environment of a node's ranks: threads, network interfaces, and the CPUs next to each rank's GPU. A value that
 the user has set wins. All of it is known, and printed, before CUDA starts."""
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Lists of hosts: SLURM's compressed form, and files with a host a line, in the order of the nodes."""
+"""Lists of hosts: SLURM's compressed form, and files with one host per line, in the order of the nodes."""
 
 from __future__ import annotations
 

@@ -1,5 +1,5 @@
-"""ClusterJob: what a scheduler is asked for to train a run. Each writer (slurm.py, ...) turns one into a text; nothing
-here asks a scheduler."""
+"""ClusterJob: what a run asks of a scheduler. Each writer (slurm.py, ...) turns one into a script or manifest; nothing
+here talks to a scheduler."""
 
 from __future__ import annotations
 

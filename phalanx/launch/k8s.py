@@ -1,4 +1,4 @@
-"""Kubernetes: the manifests of a job as an Indexed Job, a JobSet or a TrainJob of Kubeflow, in text. Asks no server
+"""Kubernetes: the manifests of a job as an Indexed Job, a JobSet or a TrainJob of Kubeflow, as text. Talks to no server
 (kube_api.py does)."""
 
 from __future__ import annotations

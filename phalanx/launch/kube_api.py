@@ -1,4 +1,4 @@
-"""Submission of a manifest to the API server of Kubernetes, by its official client (extra k8s)."""
+"""Submits a manifest to the API server of Kubernetes, through the official client (extra k8s)."""
 
 from __future__ import annotations
 

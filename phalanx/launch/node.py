@@ -2,12 +2,12 @@
 requests to stop, and ends with its exit code.
 
   launcher -> host   {"name": ...}                        a line of JSON, as all of them
-  host -> launcher   {"address": ..., "port": ...}        where the first host could be met by the others
-  launcher -> host   {"environment": ..., "grace_s": ...} once all hosts have come
+  host -> launcher   {"address": ..., "port": ...}        where the others can reach the first host
+  launcher -> host   {"environment": ..., "grace_s": ...} once all hosts have answered
   launcher -> host   {"signal": "SIGTERM"}                as often as somebody asks the run to stop
 
-What the host prints after its line is phalanx's own output. The end of standard input means that nobody listens any
-more: the run is asked to save and stop.
+What the host prints after its line is phalanx's own output. The end of standard input means that the launcher is
+gone: the run is asked to save and stop.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Programs of schedulers: whether they are here, and what they answer."""
+"""The command-line programs of schedulers: whether they are installed, and what they answer."""
 
 from __future__ import annotations
 

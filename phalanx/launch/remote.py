@@ -1,4 +1,4 @@
-"""Processes on other hosts, started by ssh or a command like it, and what is heard of them. What they do is said
+"""Processes on other hosts, started by ssh or a command like it, and their output. What they run is decided
 elsewhere: a preflight (cli/preflight.py) or the ranks of a run (ssh.py)."""
 
 from __future__ import annotations

@@ -1,5 +1,5 @@
-"""SSH: a run on hosts that no scheduler manages. One process on each (node.py) starts the host's ranks; what they say
-comes back, and requests to stop go there. Nothing is started again by itself.
+"""SSH: a run on hosts that no scheduler manages. One process on each (node.py) starts the host's ranks; their output
+comes back, and requests to stop are passed on. Nothing is restarted automatically.
 
 Every host's output goes to `logs/ssh-START/` in the run's folder on this machine. The terminal and `logs/ssh-START.log`
 show what the first host says, and each line that another one says on its standard error once.

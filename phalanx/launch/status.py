@@ -1,4 +1,4 @@
-"""What became of a submitted run: who runs, since when, its step and last line, or why it waits."""
+"""The state of a submitted run: where it runs, since when, its step and last line, or why it waits."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""A node's part of a preflight: it serves probes, and answers the coordinator's orders with what its checks see."""
+"""A node's part of a preflight: it serves probes, and answers the coordinator's requests with what its checks find."""
 
 from __future__ import annotations
 

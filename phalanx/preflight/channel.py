@@ -10,7 +10,7 @@ Over TCP both sides prove that they have the same secret before anything else is
   coordinator -> node   both signed the other way, or the reason of a refusal
 
 From then on each line is its signature (over direction, number and text) and its text. Without a secret the key is
-known to everybody, and the signatures protect from nothing, as in training (docs/clusters.md).
+known to everybody, and the signatures protect nothing, as in training (docs/clusters.md).
 """
 
 from __future__ import annotations

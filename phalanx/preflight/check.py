@@ -1,4 +1,4 @@
-"""NodeCheck: one kind of check, in one file: what each node looks at, and what follows from all nodes' answers."""
+"""NodeCheck: one kind of check, in one file: what each node examines, and the verdict on the answers of all nodes."""
 
 from __future__ import annotations
 

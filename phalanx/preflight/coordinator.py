@@ -1,4 +1,4 @@
-"""The coordinator of a preflight: it gives all nodes the same orders, check by check, and judges what they answer."""
+"""The coordinator of a preflight: it sends all nodes the same requests, check by check, and judges their answers."""
 
 from __future__ import annotations
 

@@ -1,4 +1,5 @@
-"""Who measures with whom: rounds of pairs in which no node is twice, so that no measurement disturbs another."""
+"""Which nodes measure with each other: rounds of pairs in which no node occurs twice, so that no measurement
+disturbs another."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Texts to be found, from JSONL: a line has a `text`, and perhaps an `id` and a `source`."""
+"""Documents to retrieve, from JSONL: a line has a `text`, and optionally an `id` and a `source`."""
 
 from __future__ import annotations
 

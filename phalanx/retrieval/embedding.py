@@ -1,4 +1,4 @@
-"""`phalanx embed` on each rank: texts to a folder of vectors, shard by shard."""
+"""`phalanx embed` on each rank: turns texts into a folder of vectors, shard by shard."""
 
 from __future__ import annotations
 

@@ -1,6 +1,6 @@
-"""An index of vectors, by faiss: every vector compared (exact), or those of the nearest cells alone (an inverted file).
+"""An index of vectors, by faiss: it compares every vector (exact), or only those of the nearest cells (inverted file).
 
-manifest.json            whose vectors, of which form, how many of the true neighbours are found
+manifest.json            the embedder, the kind of index, the share of true neighbours that it finds
 shard-00000.faiss        exact: the vectors of a shard, mapped into memory
 index.faiss, lists.data  inverted file: its cells, and their vectors on disk
 texts-00000.jsonl        the texts

@@ -1,4 +1,4 @@
-"""Prompts with passages: a Jinja template puts what was found, with its sources, before what was asked."""
+"""Prompts with passages: a Jinja template puts the passages, with their sources, before the question."""
 
 from __future__ import annotations
 

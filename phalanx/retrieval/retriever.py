@@ -1,4 +1,4 @@
-"""Passages for a text: its embedding, looked up in an index, by the embedder that the index is of."""
+"""Finds passages for a text: embeds it with the embedder of an index, and looks it up there."""
 
 from __future__ import annotations
 

@@ -1,10 +1,10 @@
 """A folder of vectors: the embeddings of texts in shards, and the texts themselves.
 
-manifest.json         who made them, of what, in which form
+manifest.json         the embedder, the input, the format
 vectors-00000.npy     (texts of the shard, width) fp32, or fp64
 texts-00000.jsonl     the same texts, a line for each
 
-A shard is there as a whole or not at all, so what was interrupted goes on with the first that lacks.
+A shard exists as a whole or not at all, so an interrupted command continues with the first missing one.
 """
 
 from __future__ import annotations

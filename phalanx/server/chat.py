@@ -1,4 +1,4 @@
-"""POST /v1/chat/completions: an answer in a chat, with reasoning and calls of tools."""
+"""POST /v1/chat/completions: an answer in a chat, with reasoning and tool calls."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""One answer while it is made: tokens become text, stop strings end it, log-probabilities stay beside their text."""
+"""One answer while it is generated: tokens become text, stop strings end it, log-probabilities stay with their text."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""POST /v1/completions: texts and tokens continued, and prompts scored."""
+"""POST /v1/completions: continues texts and token ids, and scores prompts."""
 
 from __future__ import annotations
 

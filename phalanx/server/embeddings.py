@@ -1,4 +1,4 @@
-"""POST /v1/embeddings, as OpenAI's clients ask for it."""
+"""POST /v1/embeddings: embeddings, in the format of OpenAI's API."""
 
 from __future__ import annotations
 

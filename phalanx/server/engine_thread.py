@@ -1,4 +1,4 @@
-"""A thread that runs an engine step by step, and hands what it makes to the event loop."""
+"""A thread that runs an engine step by step, and passes its results to the event loop."""
 
 from __future__ import annotations
 

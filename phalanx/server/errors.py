@@ -1,4 +1,4 @@
-"""Errors as OpenAI's clients read them: {"error": {"message", "type", "param", "code"}} with an HTTP status."""
+"""Errors in the format of OpenAI's API: {"error": {"message", "type", "param", "code"}} with an HTTP status."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Calls of tools that a request demands (tool_choice), as a grammar: one call, written as the chat template teaches."""
+"""Tool calls that a request enforces (tool_choice), as a grammar: one call, in the format of the chat template."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Responses that end when the client is gone: one as a whole, or a stream of server-sent events."""
+"""Responses that are cancelled when the client disconnects: whole ones, and streams of server-sent events."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Bodies of requests. What is not listed here is refused by name; nothing is dropped in silence."""
+"""The bodies of requests. Fields that are not listed here are refused by name; none is silently ignored."""
 
 from __future__ import annotations
 

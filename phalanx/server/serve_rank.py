@@ -1,4 +1,4 @@
-"""`phalanx serve` on each rank: rank 0 listens and asks, all compute."""
+"""`phalanx serve` on each rank: rank 0 listens, all ranks compute."""
 
 from __future__ import annotations
 

@@ -1,4 +1,5 @@
-"""The model that is served: prompts to tokens, bodies to sampling options, and what it cannot take."""
+"""The model that is served: turns prompts into tokens and bodies into sampling options, and refuses what it
+cannot do."""
 
 from __future__ import annotations
 

@@ -4,7 +4,7 @@ A rank has two chunks of each sequence (ops.scan.context). What a chunk makes of
 are y + P S, the state after it is N + M S, with the transition M (K, K) of each head. The rule is linear in values and
 in its first state together, so P and M are what it gives for values of zero and the identity as first state: each chunk
 runs once, with K more features of values. One all-gather joins the pairs (M, N) of all chunks; each rank follows the
-states to its own chunks and adds what these read of them. Backward takes the same way round.
+states to its own chunks and adds what these read of them. Backward runs the same exchange in reverse.
 
 A rank sends 2 B HV K (K + V) numbers in at least fp32 to each of the others, however long the B sequences are.
 """

@@ -1,4 +1,4 @@
-"""Delta rules over sequences that go on from what is remembered of them: single tokens update states in place; pieces
+"""Delta rules over sequences that continue from a stored state: single tokens update states in place; pieces
 of prompts run as rows, one after another, and leave their last state."""
 
 from __future__ import annotations

@@ -5,7 +5,7 @@ A rank has two chunks of each sequence (sequence/shard.py). The output of a scan
 chunk runs without one. What each chunk leaves (its last state, and what is left of a state that passes it) is joined
 by one all-gather; each rank then follows the states through all chunks and adds what came before its own. A
 convolution gets the few tokens before a chunk from the rank that has them, by one all-to-all with its neighbours.
-Backward takes the same way round, because both exchanges are differentiable.
+Backward follows automatically, because both exchanges are differentiable.
 
 Shapes: B sequences, n ranks, 2n chunks of a sequence.
 """

@@ -1,7 +1,7 @@
-"""Convolutions and scans of sequences that go on from what is remembered of them: single tokens update states in place;
+"""Convolutions and scans of sequences that continue from a stored state: single tokens update states in place;
 pieces of prompts run as rows, one after another, and leave their last state.
 
-What is remembered lies in slots, one for each sequence (sequence.paged.StateSpans).
+States are stored in slots, one for each sequence (sequence.paged.StateSpans).
 """
 
 from __future__ import annotations

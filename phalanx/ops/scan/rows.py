@@ -1,5 +1,5 @@
-"""How the ops of scans are given tokens: as rows of consecutive tokens, or as one token of each sequence whose state is
-kept."""
+"""How tokens are passed to the ops of scans: as rows of consecutive tokens, or as one token of each sequence whose
+state is kept."""
 
 from __future__ import annotations
 

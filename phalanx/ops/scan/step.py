@@ -1,5 +1,5 @@
-"""One token of each of S sequences: the convolution and the scan as they run while text is generated. What is
-remembered of a sequence lies in a slot and is updated in place.
+"""One token of each of S sequences: the convolution and the scan as they run while text is generated. The
+state of a sequence is stored in a slot and updated in place.
 
 Shapes: S sequences, C channels, K taps, H heads of P features, G groups that share B and C, N features of a state.
 """

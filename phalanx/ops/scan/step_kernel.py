@@ -1,5 +1,5 @@
-"""One token of each sequence: a program has some features of one sequence, and reads and writes what is remembered of
-them once."""
+"""One token of each sequence: a program has some features of one sequence, and reads and writes their stored
+state once."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Axes: rings of the run's grid all groups of an axis at work at once as in a step: what many share shows here."""
+"""Axes: all groups of an axis of the run's grid send in rings at once, as in a step, so that shared links show up."""
 
 from __future__ import annotations
 

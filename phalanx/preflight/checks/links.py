@@ -1,4 +1,4 @@
-"""Links: bytes per second between nodes, in a tournament, so that a slow cable is named and not those that meet it."""
+"""Links: bytes per second between pairs of nodes, so that a slow cable is named and not the nodes that talk over it."""
 
 from __future__ import annotations
 

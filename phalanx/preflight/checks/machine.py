@@ -1,4 +1,4 @@
-"""Machines: cores, memory and GPUs, which are alike on the nodes of a run."""
+"""Machines: cores, memory and GPUs, which should be the same on all nodes of a run."""
 
 from __future__ import annotations
 
