@@ -242,7 +242,7 @@ def steps(wide: dict) -> list[tuple]:
 
 
 def gated_norms(wide: dict) -> list[tuple]:
-    """Nemotron-H's 8 groups, whole and spread over ranks, and Qwen3-Next's heads, which share a weight."""
+    """Nemotron-H's 8 groups, one group whole and spread over ranks, and small groups with the norm first."""
     found: list[tuple] = []
     given = dict(x=BF, gate=BF, weight=BF, scale="*fp32", tokens="i32", x_tok="i32", gate_tok="i32", width="i32")
     grads = dict(dy=BF, sums="*fp32", dx=BF, dgate=BF, dw_parts="*fp32", dy_tok="i32", programs="i32")
@@ -252,7 +252,7 @@ def gated_norms(wide: dict) -> list[tuple]:
         (1, 2560, True, 2),
         (32, 128, False, 0),
     ):
-        sizes = dict(HERE=here, F=features, GATE_FIRST=first, SIGMOID=False, SHARED=not first, PART=part, **wide)
+        sizes = dict(HERE=here, F=features, GATE_FIRST=first, PART=part, **wide)
         sizes |= gated_norm_kernel.tile_of(features)
         options = dict(num_warps=sizes.pop("num_warps"))
         found.append((gated_norm_kernel._forward, dict(**given, y=BF), dict(EPS=1e-5, **sizes), options))
