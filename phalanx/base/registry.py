@@ -117,6 +117,7 @@ BUILT_IN: Mapping[str, Mapping[str, str]] = MappingProxyType(
                 "gated_norm": "phalanx.ops.scan.gated_norm:GATED_NORM",
                 "conv1d_step": "phalanx.ops.scan.step:CONV1D_STEP",
                 "scan_step": "phalanx.ops.scan.step:SCAN_STEP",
+                "delta": "phalanx.ops.delta.delta:DELTA",
             }
         ),
         "adapter": MappingProxyType({"lora": "phalanx.nn.adapters.lora:LoRA", "dora": "phalanx.nn.adapters.dora:DoRA"}),
