@@ -156,7 +156,7 @@ def tile_of(features: int) -> dict[str, int]:
     return dict(TILE=tile, BLOCK=block, num_warps=max(1, min(16, tile * block // PER_WARP)))
 
 
-class _Call:
+class _NormCall:
     """What both kernels of a norm are given."""
 
     def __init__(self, x: Tensor, groups: NormGroups):
@@ -178,7 +178,7 @@ class _Call:
 
 def norm_forward(x: Tensor, gate: Tensor, weight: Tensor, groups: NormGroups, tp: Axis) -> tuple[Tensor, Tensor]:
     """As the reference."""
-    x, gate, call = _features_last(x), _features_last(gate), _Call(x, groups)
+    x, gate, call = _features_last(x), _features_last(gate), _NormCall(x, groups)
     y, scale = torch.empty(x.shape, dtype=x.dtype, device=x.device), call.of_groups()
     grid = (call.tiles, groups.here)
 
@@ -199,7 +199,7 @@ def norm_backward(
 ) -> tuple[Tensor, Tensor, Tensor]:
     """As the reference."""
     dy, x, gate, scale = _features_last(dy), _features_last(saved[0]), _features_last(saved[1]), saved[2]
-    call = _Call(x, groups)
+    call = _NormCall(x, groups)
     programs = min(call.tiles, max(1, num_programs(x, per_processor=4) // groups.here))
     dx, dgate = (torch.empty(t.shape, dtype=t.dtype, device=t.device) for t in (x, gate))
     dw, sums = torch.empty(programs, x.shape[1], dtype=call.wide, device=x.device), call.of_groups()

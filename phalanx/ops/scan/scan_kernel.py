@@ -378,7 +378,7 @@ def _last_two(x: Tensor) -> Tensor:
     return x if x.stride(3) == 1 and x.stride(2) == x.shape[3] else x.contiguous()
 
 
-class _Call:
+class _ScanCall:
     """What all kernels of a scan are given."""
 
     def __init__(self, s: ScanInputs):
@@ -442,7 +442,7 @@ class _Call:
 
 def scan_forward(s: ScanInputs) -> tuple[Tensor, Tensor, Tensor]:
     """As the reference."""
-    call = _Call(s)
+    call = _ScanCall(s)
     added, passed = call.added()
     before, final = torch.empty_like(added), call.empty(*added.shape[1:])
     initial = None if s.initial is None else s.initial.contiguous()
@@ -470,7 +470,7 @@ def scan_forward(s: ScanInputs) -> tuple[Tensor, Tensor, Tensor]:
 
 def scan_backward(dy: Tensor, dstate: Tensor | None, s: ScanInputs, before: Tensor) -> ScanGrads:
     """As the reference."""
-    call, dy = _Call(s), dy.contiguous()
+    call, dy = _ScanCall(s), dy.contiguous()
     added, passed = call.added()
     del added
     after, dinitial = torch.empty_like(before), call.empty(*before.shape[1:])
