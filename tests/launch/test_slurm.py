@@ -12,6 +12,7 @@ from pathlib import Path
 import pytest
 
 from tests.harness.slurm import Slurm, missing, until
+from tests.launch.test_prepare import prepare_here, same_bytes, write_texts
 
 CONFIG = """\
 model: {family: llama, vocab_size: 64, hidden_size: 16, intermediate_size: 32, num_hidden_layers: 2, num_attention_heads: 2}
@@ -146,6 +147,68 @@ def test_a_job_that_waits_says_why_and_one_that_is_gone_says_so(run):
     assert gone.returncode == 0 and "the scheduler no longer knows it" in gone.stdout
     nothing = run.phalanx("status", "no-such-run")
     assert nothing.returncode == 1 and "neither the number of a job nor the folder of a run" in nothing.stderr
+
+
+class Prepared:
+    """Texts that a job array of this test prepares, and one process alone."""
+
+    def __init__(self, run: Launched, files: int, documents: int):
+        self.run, self.place = run, run.place
+        write_texts(self.place / "in", files, documents)
+        prepare_here(str(self.place / "in"), "--tokenizer", "bytes", "-o", str(self.place / "alone"), "--workers", "1")
+
+    def submit(self, *words: str) -> tuple[str, str]:
+        """Numbers of the array's job and of the merge's."""
+        typed = ("data", "prepare", "in", "--tokenizer", "bytes", "-o", "many", "--on", "slurm", *words)
+        done = self.run.phalanx(*typed)
+        assert done.returncode == 0, done.stdout + done.stderr
+        found = re.search(r"submitted \d+ shards as job (\d+), their merge as job (\d+)", done.stderr)
+        return found[1], found[2]
+
+    def log(self) -> str:
+        return "\n".join(path.read_text() for path in sorted((self.place / "many.shards").glob("job-*.log")))
+
+
+def test_an_array_of_shards_and_its_merge_write_the_bytes_of_one_process(run):
+    made = Prepared(run, 3, 300)
+    _, merge = made.submit("--shards", "3")
+    until(
+        lambda: run.slurm.job(merge).get("JobState") == "COMPLETED", lambda: f"{run.slurm.what_is_there()}{made.log()}"
+    )
+    same_bytes(made.place / "many", made.place / "alone")
+
+
+@pytest.mark.soak
+def test_a_shard_whose_node_is_lost_is_done_again_and_one_that_is_no_text_ends_all(run):
+    """What the lost one had finished is kept; the merge waits for it."""
+    made = Prepared(run, 4, 200_000)
+    shards, merge = made.submit("--shards", "12")
+    until(lambda: list((made.place / "many.shards").glob("*.idx")), lambda: f"{run.slurm.what_is_there()}{made.log()}")
+    run.slurm.kill_node("n2")
+    until(lambda: restarts(run.slurm, shards), lambda: f"{run.slurm.what_is_there()}{made.log()}")
+    run.slurm.start_node("n2")
+
+    def merged() -> bool:
+        for job in restarts(run.slurm, shards):
+            if run.slurm.job(job).get("Reason") == "BeginTime" and run.slurm.over_on_nodes(job):
+                run.slurm.ask("scontrol", "update", f"jobid={job}", "starttime=now+3", check=False)
+        return run.slurm.job(merge).get("JobState") == "COMPLETED"
+
+    until(merged, lambda: f"{run.slurm.what_is_there()}{made.log()}")
+    same_bytes(made.place / "many", made.place / "alone")
+    assert restarts(run.slurm, shards)
+    with (made.place / "in" / "0.jsonl").open("a") as file:
+        file.write('{"text": 5}\n')
+    shards, merge = made.submit("--shards", "2", "--overwrite")
+    until(lambda: not run.slurm.ask("squeue", "--noheader"), run.slurm.what_is_there)
+    assert run.slurm.job(merge)["JobState"] == "CANCELLED" and "200002" in made.log().replace(",", "")
+
+
+def restarts(slurm: Slurm, job: str) -> list[str]:
+    """Tasks of an array, by their own numbers, that were queued again."""
+    words = ("--noheader", f"--jobs={job}", "--states=all", "-O", "JobID:|,RestartCnt:|")
+    rows = (row.split("|") for row in slurm.ask("squeue", *words).splitlines())
+    return [number for number, count, *_ in rows if int(count)]
 
 
 @pytest.mark.soak
