@@ -12,7 +12,9 @@ import click
 
 from phalanx.base.placement import SECRET
 from phalanx.cli.hosts import read_hosts as host_names
-from phalanx.cli.options import CONFIG, OVERRIDES, typed
+from phalanx.cli.launch_job import job_asked, launch_manifest, submit_once
+from phalanx.cli.launch_ray import launch_ray
+from phalanx.cli.options import CONFIG, OVERRIDES
 from phalanx.cli.verbs import Verbs
 from phalanx.launch.remote import SSH
 
@@ -26,6 +28,7 @@ def launch() -> None:
       phalanx launch slurm run.yaml --nodes 16 --time 24h -p gpu --submit
       phalanx launch ssh run.yaml --hosts hosts.txt
       phalanx launch k8s run.yaml --nodes 16 --kind jobset --image IMAGE --queue team-a
+      phalanx launch ray run.yaml --nodes 16
     """
 
 
@@ -85,7 +88,7 @@ def launch_slurm(config: str, overrides: tuple[str, ...], **asked: Any) -> None:
     if not asked["submit"]:
         click.echo(f"wrote {script}; `sbatch {script}`, or the same command with --submit, starts it", err=True)
         return
-    number = submit(job, script)
+    number = submit_once(job, "slurm", "", script, lambda: slurm.submit(script))
     click.echo(
         f"submitted job {number}; `phalanx status {number}` shows it, `phalanx logs {number}` what it says", err=True
     )
@@ -113,19 +116,19 @@ def launch_ssh(config: str, overrides: tuple[str, ...], hosts: str, ssh: str, cl
     from phalanx.launch.job import JobOptions
 
     names = host_names(hosts)
-    job = replace(job_asked(config, overrides, cluster, JobOptions(str(len(names)))), hosts=tuple(names))
-    from phalanx.launch.ssh import HostLogs, SshRun, script_of
+    job = replace(job_asked(config, overrides, cluster, JobOptions(str(len(names)), by="ssh")), hosts=tuple(names))
+    from phalanx.launch.ssh import HostLogs, HostsRun, by_ssh, script_of
     from phalanx.launch.submitted import logs_of
 
     script = script_of(job)
     if dry:
         click.echo(script, nl=False)
         return
-    logs = HostLogs(logs_of(job.folder), datetime.now(UTC).strftime("%Y%m%d-%H%M%S"), job.hosts)
+    logs = HostLogs(logs_of(job.folder), f"ssh-{datetime.now(UTC):%Y%m%d-%H%M%S}", job.hosts)
     ranks = job.worlds[0]
     click.echo(f"phalanx: {ranks} ranks on {len(names)} hosts ({', '.join(names)}); logs in {logs.folder}", err=True)
     try:
-        SshRun(job, ssh, script, os.environ.get(SECRET, ""), logs).run()
+        HostsRun(job, by_ssh(ssh), script, os.environ.get(SECRET, ""), logs).run()
     finally:
         logs.close()
 
@@ -162,83 +165,14 @@ def launch_k8s(config: str, overrides: tuple[str, ...], **asked: Any) -> None:
     Volumes, GPUs of a node and environment come from the section `cluster` of CONFIG, or from a file cluster.yaml
     beside it (`phalanx explain cluster`). The config travels in the manifest; relative paths lie in the first volume.
     """
-    from phalanx.launch import k8s, kube_api
     from phalanx.launch.job import JobOptions
 
     if asked["submit"] and asked["dry"]:
         raise click.UsageError("--dry submits nothing: give one of --submit and --dry")
-    given = tuple(f"cluster.{name}={asked[name]}" for name in ("image", "queue") if asked[name] is not None)
-    options = JobOptions(asked["nodes"], in_pods=True)
-    job = job_asked(config, (*overrides, *given), asked["cluster"], options)
-    # what a pod trains: the section `cluster` was for the launch, and the config lies elsewhere
-    trained = [word for word in overrides if not word.startswith("cluster.")]
-    job = replace(job, words=(f"{k8s.CONFIGS}/{Path(config).name}", *trained, "cluster=null"))
-    manifest = Path(asked["out"] or f"{Path(config).stem}.k8s.yaml")
-    manifest.write_text(k8s.write(job, asked["kind"], Path(config)), encoding="utf-8")
-    click.echo(manifest.read_text(encoding="utf-8"), nl=False)
-    if asked["submit"] or (not asked["dry"] and kube_api.here()):
-        server = kube_api.connect(job.cluster.namespace)
-        documents = kube_api.documents_of(manifest.read_text(encoding="utf-8"))
-        if asked["submit"]:
-            server.refuse_second(documents)
-        server.check(documents, job.cluster.queue)
-        if asked["submit"]:
-            click.echo(f"submitted; `{server.submit(documents)}` shows what it says", err=True)
-            return
-    namespace = f"--namespace {job.cluster.namespace} " if job.cluster.namespace else ""
-    command = f"kubectl apply --server-side {namespace}-f {manifest}"
-    click.echo(f"wrote {manifest}; `{command}`, or the same command with --submit, starts it", err=True)
+    launch_manifest(config, overrides, JobOptions(asked["nodes"], by="k8s"), asked)
 
 
-def job_asked(config: str, overrides: tuple[str, ...], cluster_file: str | None, options: Any) -> Any:
-    """The job of a config and the options of `launch`, checked on every number of ranks that it may have."""
-    from phalanx.cli.setup import all_problems, fail
-    from phalanx.config.cluster import FILE
-    from phalanx.config.device_check import Facts
-    from phalanx.config.read import read
-    from phalanx.launch.job import check_layouts, check_saves, job_of
-
-    beside = Path(config).parent / FILE
-    cluster = cluster_file or (beside if beside.is_file() else None)
-    loaded = read(config, overrides, cluster=cluster)
-    if loaded.run is None:
-        return fail(loaded.problems, None)
-    job = job_of(typed(), (config, *overrides), loaded.run, options)
-
-    def problems(more: tuple[str, ...], world: int) -> Any:
-        one = read(config, (*overrides, *more), cluster=cluster)
-        return all_problems(one, Facts(world_size=world, local_ranks=job.cluster.ranks, files=False))
-
-    check_layouts(job, problems)
-    check_saves(job)
-    return job
-
-
-def submit(job: Any, script: Path) -> str:
-    """Submit a job unless the run has one, or runs already; returns the job's number."""
-    from phalanx.base.errors import FolderInUse
-    from phalanx.checkpoint.lock import FolderLock
-    from phalanx.launch import slurm
-    from phalanx.launch.status import running_or_waiting
-    from phalanx.launch.submitted import Submission, logs_of
-
-    def refuse_second() -> None:
-        there = running_or_waiting(job.folder)
-        if there is not None:
-            raise FolderInUse(
-                f"job {there.job} ({there.state.lower()}) already trains {job.folder}: cancel it with `scancel "
-                f"{there.job}`, or choose another `dir`"
-            )
-
-    refuse_second()
-    with FolderLock(job.folder) as lock:  # of a run that was not submitted, or a second launch at the same moment
-        refuse_second()
-        logs_of(job.folder).mkdir(parents=True, exist_ok=True)
-        number = slurm.submit(script)
-        now = datetime.now(UTC).isoformat(timespec="seconds")
-        Submission("slurm", number, str(script.absolute()), job.typed, now).note(job.folder)
-        lock.keep()
-    return number
+launch.add_command(launch_ray)
 
 
 @click.command("status", short_help="Who trains a run, since when, or why it waits.")

@@ -26,6 +26,7 @@ from phalanx.cli.generate import generate
 from phalanx.cli.import_config import import_config
 from phalanx.cli.index import index
 from phalanx.cli.launch import launch, launch_node, logs, status
+from phalanx.cli.launch_ray import launch_on_ray
 from phalanx.cli.options import CONFIG, JSON, OVERRIDES, RANKS, SPECULATE, typed
 from phalanx.cli.preflight import preflight, preflight_node
 from phalanx.cli.ranks import prepare_text, run_ranks
@@ -381,6 +382,7 @@ cli.add_command(embed)
 cli.add_command(index)
 cli.add_command(launch)
 cli.add_command(launch_node)
+cli.add_command(launch_on_ray)
 cli.add_command(status)
 cli.add_command(logs)
 cli.add_command(checkpoint)

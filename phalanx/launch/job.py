@@ -17,8 +17,15 @@ from phalanx.config.run import Run
 
 FINAL = (2, 3, 4, 5, 7, 8)  # exit codes of ends that a restart would meet again
 KEPT_SAVES = 2  # times the slowest save: what the trainer keeps for the last one (training/main.py)
-SLURM_ONLY = ("partition", "account", "qos", "constraint", "exclusive", "switches", "time")
-KUBERNETES_ONLY = ("namespace", "queue", "topology", "rdma", "nvlink_domain", "user")
+# Keys of the section `cluster` that not every way of launching reads, and which do.
+READ_BY = {
+    **dict.fromkeys(("partition", "account", "qos", "constraint", "exclusive", "switches"), ("slurm",)),
+    "time": ("slurm", "ssh", "ray"),
+    **dict.fromkeys(("namespace", "queue"), ("k8s", "rayjob")),
+    **dict.fromkeys(("topology", "rdma", "nvlink_domain", "user"), ("k8s", "rayjob")),
+    **dict.fromkeys(("image", "mounts"), ("slurm", "ssh", "k8s", "rayjob", "sky")),  # ssh says more of it itself
+}
+COMMANDS = {"rayjob": "ray --kind rayjob"}
 MOST_LAYOUTS = 64  # numbers of nodes in a range, of which each is checked
 
 
@@ -73,8 +80,8 @@ class ClusterJob:
 
 @dataclass(frozen=True)
 class JobOptions:
-    """What `phalanx launch` was given beside the config; None: the config's section `cluster` says it. in_pods: the job
-    is one of Kubernetes."""
+    """What `phalanx launch` was given beside the config; None: the section `cluster` says it. by: who launches,
+    a name in READ_BY."""
 
     nodes: str = "1"
     time: str | None = None
@@ -82,7 +89,17 @@ class JobOptions:
     chain: int | None = None
     at: tuple[str, ...] = ()
     hosts: tuple[str, ...] = ()
-    in_pods: bool = False
+    by: str = "slurm"
+
+    @property
+    def in_pods(self) -> bool:
+        """Whether it runs in pods of Kubernetes."""
+        return self.by in ("k8s", "rayjob")
+
+    @property
+    def fixed(self) -> bool:
+        """Whether it takes one number of nodes."""
+        return self.by != "slurm"
 
 
 def job_of(typed: str, words: tuple[str, ...], run: Run, options: JobOptions) -> ClusterJob:
@@ -92,8 +109,8 @@ def job_of(typed: str, words: tuple[str, ...], run: Run, options: JobOptions) ->
         cluster = replace(cluster, partition=options.partition)
     workdir = working_folder_of_pods(cluster) if options.in_pods else Path.cwd()
     nodes, problems = node_range(options.nodes)
-    if options.in_pods and nodes[0] != nodes[1]:
-        rule = "must be one number: Kubernetes starts all pods of a job"
+    if options.fixed and nodes[0] != nodes[1]:
+        rule = f"must be one number: `phalanx launch {command_of(options.by)}` starts all of them together"
         problems.append(Problem("--nodes", options.nodes, rule, {}, nodes, "command line"))
     time = options.time or cluster.time
     time_s = None if time is None else seconds_of(time)
@@ -107,7 +124,7 @@ def job_of(typed: str, words: tuple[str, ...], run: Run, options: JobOptions) ->
     if options.hosts and nodes != (len(options.hosts),) * 2:
         rule, because = "must be the number of hosts that are named", {"hosts": len(options.hosts)}
         problems.append(Problem("--nodes", options.nodes, rule, because, (len(options.hosts),), "command line"))
-    problems += unread(cluster, options.in_pods)
+    problems += unread(cluster, options.by)
     job = ClusterJob(
         typed,
         workdir / run.dir,
@@ -132,16 +149,21 @@ def working_folder_of_pods(cluster: ClusterConfig) -> Path:
     return Path(first.partition(":")[2] or "/")
 
 
-def unread(cluster: ClusterConfig, in_pods: bool) -> list[Problem]:
-    """Keys of the section that are set, and that the scheduler which was asked for has no place for."""
-    reads, names, other = ("slurm", KUBERNETES_ONLY, "k8s") if not in_pods else ("k8s", SLURM_ONLY, "slurm")
+def command_of(by: str) -> str:
+    """What follows `phalanx launch`."""
+    return COMMANDS.get(by, by)
+
+
+def unread(cluster: ClusterConfig, by: str) -> list[Problem]:
+    """Keys of the section that are set, and for which the way that was chosen has no place."""
     found = []
-    for name in names:
+    for name, readers in READ_BY.items():
         value, default = getattr(cluster, name), default_of(ClusterConfig, name)
-        if value != default:
+        if value != default and by not in readers:
+            others = " and ".join(f"`phalanx launch {command_of(reader)}`" for reader in readers)
             rule = (
-                f"is not read by `phalanx launch {reads}`, only by `phalanx launch {other}`; --cluster FILE names "
-                "another file of this section"
+                f"is not read by `phalanx launch {command_of(by)}`, only by {others}; --cluster FILE "
+                "names another file of this section"
             )
             found.append(Problem(f"cluster.{name}", value, rule, {}, (default,)))
     return found

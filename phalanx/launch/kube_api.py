@@ -20,7 +20,7 @@ from phalanx.launch.k8s import RUN_SECRET
 from phalanx.launch.programs import NoScheduler, SchedulerRefused
 
 MANAGER = "phalanx"  # owner of the fields that are applied
-WORKLOADS = ("Job", "JobSet", "TrainJob")
+WORKLOADS = ("Job", "JobSet", "TrainJob", "RayJob")
 KUEUE = "kueue.x-k8s.io"
 PATIENCE_S = 30.0  # for one answer
 SECRET_BYTES = 32

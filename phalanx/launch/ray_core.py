@@ -6,6 +6,7 @@ it. Connect only to one that you trust.
 
 from __future__ import annotations
 
+import logging
 import os
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
@@ -27,7 +28,7 @@ def connected() -> Iterator[Any]:
         raise NoScheduler("Ray is not installed here: pip install 'phalanx[ray]'") from None
     address = os.environ.get(ADDRESS, "auto")
     try:
-        ray.init(address=address, log_to_driver=False, logging_level="error")
+        ray.init(address=address, log_to_driver=False, logging_level=logging.ERROR)
     except (ConnectionError, RuntimeError, ValueError) as error:
         reason = str(error).partition("\n")[0]
         raise NoScheduler(

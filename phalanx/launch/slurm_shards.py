@@ -54,11 +54,14 @@ def words_of(texts: ShardedTexts) -> list[str]:
 
 
 def submit(texts: ShardedTexts, script: Path) -> tuple[str, str]:
-    """Submit both jobs: the numbers of the array and of the merge, which begins when all shards are done and is
-    cancelled if one never will be."""
-    Path(f"{texts.prefix}.shards").mkdir(parents=True, exist_ok=True)  # for the logs
+    """Submit both jobs: the numbers of the array and of the merge, which begins when no shard runs or waits any more.
+    It submits those again that lost their nodes."""
+    folder = Path(f"{texts.prefix}.shards")
+    folder.mkdir(parents=True, exist_ok=True)  # for the logs
+    for code in folder.glob("*.code"):  # of an earlier submission
+        code.unlink()
     shards = number_of(ask("sbatch", "--parsable", f"--array=0-{texts.count - 1}", str(script)))
-    after = (f"--dependency=afterok:{shards}", "--kill-on-invalid-dep=yes")
+    after = (f"--dependency=afterany:{shards}", f"--export=ALL,SHARDS_JOB={shards}")
     return shards, number_of(ask("sbatch", "--parsable", *after, str(script)))
 
 

@@ -1,4 +1,5 @@
-"""A real Ray cluster on this machine: some nodes on loopback, each with processes of its own, in a temporary folder."""
+"""A real Ray cluster on this machine: some nodes, each with processes of its own, in a temporary folder. They listen at
+the address of this machine, which Ray puts in the place of loopback by itself."""
 
 from __future__ import annotations
 
@@ -36,7 +37,6 @@ class RayNodes:
         self._environment = patch.dict(os.environ, QUIET | own | env)
         self._environment.start()
         settings: dict[str, Any] = {"num_cpus": cpus, "object_store_memory": STORE_BYTES}
-        settings["node_ip_address"] = "127.0.0.1"
         head = {**settings, "include_dashboard": jobs}
         if jobs:
             head["dashboard_port"] = 0

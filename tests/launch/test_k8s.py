@@ -295,7 +295,7 @@ def test_a_pod_that_is_taken_away_asks_the_run_once_and_waits_for_it(place, tmp_
 @pytest.mark.parametrize(
     "words, said",
     [
-        (("--nodes", "2-4"), "--nodes='2-4': must be one number: Kubernetes starts all pods of a job"),
+        (("--nodes", "2-4"), "--nodes='2-4': must be one number: `phalanx launch k8s` starts all of them together"),
         (("--nodes", "0"), "--nodes='0': must be a number of nodes"),
         (("cluster.partition=gpu",), "cluster.partition='gpu': is not read by `phalanx launch k8s`"),
         (("cluster.time=24h",), "cluster.time='24h': is not read by `phalanx launch k8s`"),
