@@ -14,6 +14,7 @@ from phalanx.base.placement import SECRET
 from phalanx.cli.hosts import read_hosts as host_names
 from phalanx.cli.launch_job import job_asked, launch_manifest, submit_once
 from phalanx.cli.launch_ray import launch_ray
+from phalanx.cli.launch_sky import launch_sky
 from phalanx.cli.options import CONFIG, OVERRIDES
 from phalanx.cli.verbs import Verbs
 from phalanx.launch.remote import SSH
@@ -29,6 +30,7 @@ def launch() -> None:
       phalanx launch ssh run.yaml --hosts hosts.txt
       phalanx launch k8s run.yaml --nodes 16 --kind jobset --image IMAGE --queue team-a
       phalanx launch ray run.yaml --nodes 16
+      phalanx launch sky run.yaml --gpus 64xH100 --spot
     """
 
 
@@ -173,6 +175,7 @@ def launch_k8s(config: str, overrides: tuple[str, ...], **asked: Any) -> None:
 
 
 launch.add_command(launch_ray)
+launch.add_command(launch_sky)
 
 
 @click.command("status", short_help="Who trains a run, since when, or why it waits.")

@@ -10,7 +10,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 
 from phalanx.base.errors import ConfigError, Problem
-from phalanx.base.rules import default_of
+from phalanx.base.rules import default_of, no_effect
 from phalanx.base.version import VERSION
 from phalanx.config.cluster import ClusterConfig, seconds_of
 from phalanx.config.run import Run
@@ -166,6 +166,8 @@ def unread(cluster: ClusterConfig, by: str) -> list[Problem]:
                 "names another file of this section"
             )
             found.append(Problem(f"cluster.{name}", value, rule, {}, (default,)))
+    if cluster.mounts and cluster.image is None and by != "sky":
+        found += no_effect("cluster", cluster, ("mounts",), "cluster.image", {"cluster.image": None})
     return found
 
 

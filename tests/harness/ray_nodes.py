@@ -7,6 +7,7 @@ import os
 import sys
 import tempfile
 from collections.abc import Mapping
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 from unittest.mock import patch
@@ -51,8 +52,22 @@ class RayNodes:
         [daemon] = self.nodes[number].all_processes["raylet"]
         return [child.pid for child in psutil.Process(daemon.process.pid).children(recursive=True)]
 
-    def kill(self, number: int) -> None:
-        """As a power cut: the node's processes are killed at once."""
+    def working(self) -> list[int]:
+        """Nodes on which a run's ranks are, by what their processes were started with."""
+        return [
+            number for number in range(len(self.nodes)) if any("launch-node" in line for line in self._lines(number))
+        ]
+
+    def _lines(self, number: int) -> list[str]:
+        with suppress(psutil.Error):
+            return [" ".join(psutil.Process(pid).cmdline()) for pid in self.processes(number)]
+        return []
+
+    def kill(self, number: int, at_once: bool = False) -> None:
+        """The node's processes are killed, and those that they started find out; or all at once, as by a power cut."""
+        for pid in self.processes(number) if at_once else ():
+            with suppress(psutil.Error):
+                psutil.Process(pid).kill()
         self.cluster.remove_node(self.nodes[number], allow_graceful=False)
 
     def close(self) -> None:
