@@ -60,6 +60,20 @@ def launch() -> None:
     metavar="FILE",
     help="The nodes to take, one a line, in the order that ranks are to have.",
 )
+@click.option("--preflight", is_flag=True, help="Check the nodes before ranks start; a bad one ends the job with 8.")
+@click.option(
+    "--spares",
+    type=click.IntRange(min=1),
+    default=None,
+    metavar="K",
+    help="With --preflight: ask for K nodes more, and start without bad ones.",
+)
+@click.option(
+    "--topology",
+    default=None,
+    metavar="slurm|FILE",
+    help="Order the nodes so that heavy axes stay near: by SLURM's own topology, or by a file (see phalanx plan).",
+)
 @click.option("--cluster", type=click.Path(dir_okay=False), default=None, help="File of the section `cluster`.")
 @click.option("-o", "--out", type=click.Path(dir_okay=False), default=None, help="Script to write.")
 @click.option("--submit", is_flag=True, help="Submit the script.")
@@ -76,10 +90,15 @@ def launch_slurm(config: str, overrides: tuple[str, ...], **asked: Any) -> None:
 
     if asked["submit"] and asked["dry"]:
         raise click.UsageError("--dry submits nothing: give one of --submit and --dry")
+    if asked["spares"] and not asked["preflight"]:
+        raise click.UsageError("--spares goes with --preflight, which finds the nodes to leave out")
+    if asked["hosts"] and (asked["spares"] or asked["topology"]):
+        raise click.UsageError("--hosts says which nodes in which order: it takes neither --spares nor --topology")
     options = JobOptions(asked["nodes"], asked["time"], asked["partition"], asked["chain"], asked["at"])
+    options = replace(options, preflight=asked["preflight"], spares=asked["spares"] or 0, topology=asked["topology"])
     if asked["hosts"]:
         options = replace(options, hosts=tuple(host_names(asked["hosts"])))
-    job = job_asked(config, overrides, asked["cluster"], options)
+    job = with_switches(job_asked(config, overrides, asked["cluster"], options), not asked["dry"] and here("scontrol"))
     script = Path(asked["out"] or f"{Path(config).stem}.sbatch")
     script.write_text(slurm.write(job), encoding="utf-8")
     click.echo(script.read_text(encoding="utf-8"), nl=False)
@@ -94,6 +113,29 @@ def launch_slurm(config: str, overrides: tuple[str, ...], **asked: Any) -> None:
     click.echo(
         f"submitted job {number}; `phalanx status {number}` shows it, `phalanx logs {number}` what it says", err=True
     )
+
+
+def with_switches(job: Any, ask_now: bool) -> Any:
+    """The job with how few switches its nodes need, as a hint for the scheduler, where the topology is known by now.
+    ConfigError for a file of topology that cannot be read."""
+    from phalanx.config.topology_file import read_topology
+    from phalanx.launch import slurm
+    from phalanx.launch.job import SLURM
+    from phalanx.launch.programs import SchedulerRefused
+
+    if job.topology is None or (job.topology == SLURM and not ask_now):
+        return job
+    if job.topology != SLURM:
+        path = Path(job.topology)
+        positions = read_topology(str(path)).positions
+        job = replace(job, topology=str(path.absolute()))
+    else:
+        try:
+            positions = slurm.topology_now()
+        except (SchedulerRefused, ValueError) as error:
+            click.echo(f"warning: no hint about switches: {error}", err=True)
+            return job
+    return replace(job, switches=slurm.least_switches(positions, job.nodes[1] + job.spares))
 
 
 @launch.command("ssh", short_help="Hosts without a scheduler, by plain OpenSSH.")

@@ -16,6 +16,7 @@ from phalanx.config.cluster import ClusterConfig, seconds_of
 from phalanx.config.run import Run
 
 FINAL = (2, 3, 4, 5, 7, 8)  # exit codes of ends that a restart would meet again
+SLURM = "slurm"  # for a topology: the scheduler is asked
 KEPT_SAVES = 2  # times the slowest save: what the trainer keeps for the last one (training/main.py)
 # Keys of the section `cluster` that not every way of launching reads, and which do.
 READ_BY = {
@@ -41,6 +42,11 @@ class ClusterJob:
     time_s      longest time of one job; None: the scheduler's default
     chain       instead of requeueing itself, this many jobs one after the other; None: it requeues itself
     hosts       the nodes to take, in the order that ranks are to have; empty: the scheduler's choice and order
+    preflight   the nodes are checked before ranks start
+    spares      nodes that are asked for beyond `nodes`: the preflight leaves out bad ones
+    topology    a file that says where nodes are, or SLURM: it is asked when the job starts. None: ranks have the
+                scheduler's order
+    switches    leaf switches that `nodes` need at least, by the topology; None: not known
     """
 
     typed: str
@@ -53,6 +59,10 @@ class ClusterJob:
     time_s: int | None = None
     chain: int | None = None
     hosts: tuple[str, ...] = ()
+    preflight: bool = False
+    spares: int = 0
+    topology: str | None = None
+    switches: int | None = None
 
     @property
     def name(self) -> str:
@@ -89,6 +99,9 @@ class JobOptions:
     chain: int | None = None
     at: tuple[str, ...] = ()
     hosts: tuple[str, ...] = ()
+    preflight: bool = False
+    spares: int = 0
+    topology: str | None = None
     by: str = "slurm"
 
     @property
@@ -125,6 +138,9 @@ def job_of(typed: str, words: tuple[str, ...], run: Run, options: JobOptions) ->
         rule, because = "must be the number of hosts that are named", {"hosts": len(options.hosts)}
         problems.append(Problem("--nodes", options.nodes, rule, because, (len(options.hosts),), "command line"))
     problems += unread(cluster, options.by)
+    if options.spares and nodes[0] != nodes[1]:
+        rule = "is for one number of nodes: a range takes what is free"
+        problems.append(Problem("--spares", options.spares, rule, {"--nodes": options.nodes}, (0,), "command line"))
     job = ClusterJob(
         typed,
         workdir / run.dir,
@@ -136,6 +152,9 @@ def job_of(typed: str, words: tuple[str, ...], run: Run, options: JobOptions) ->
         time_s,
         options.chain,
         options.hosts,
+        options.preflight,
+        options.spares,
+        options.topology,
     )
     layouts, wrong = layouts_at(options.at, job)
     if problems + wrong:

@@ -60,10 +60,11 @@ class Launched:
         rows = [json.loads(line) for line in path.read_text().splitlines()] if path.exists() else []
         return [row for row in rows if "loss" in row]
 
+    def steps(self) -> list[int]:
+        return [row["step"] for row in self.rows()]
+
     def until_step(self, step: int) -> None:
-        until(
-            lambda: [row["step"] for row in self.rows()][-1:] >= [step], lambda: f"step {step}\n{self.said()}", WAIT_S
-        )
+        until(lambda: self.steps()[-1:] >= [step], lambda: f"step {step}\n{self.said()}", WAIT_S)
 
     def job(self) -> tuple[Any, str]:
         """Ray's own client, and the job's number."""
@@ -94,8 +95,12 @@ def cluster() -> Iterator[RayNodes]:
 
 
 @pytest.fixture
-def run(cluster, tmp_path) -> Launched:
-    return Launched(cluster, tmp_path)
+def run(cluster, tmp_path) -> Iterator[Launched]:
+    made = Launched(cluster, tmp_path)
+    yield made
+    client, job = made.job()
+    client.stop_job(job)
+    until(lambda: client.get_job_status(job).is_terminal(), made.said, WAIT_S)
 
 
 @pytest.mark.soak
@@ -109,6 +114,15 @@ def test_two_nodes_train_to_the_bits_of_two_ranks_here(run):
     assert "layout world=2 dp=2" in run.phalanx("logs", str(run.folder)).stdout
     said = run.phalanx("status", str(run.folder)).stdout
     assert re.match(r"job raysubmit_\w+  succeeded since 20\S+\n", said) and "\nstep  6\n" in said
+
+
+@pytest.mark.soak
+@pytest.mark.parametrize("override, code", [("checkpoint.load=/no/such/checkpoint", 4)])
+def test_an_end_that_would_repeat_itself_is_not_started_again(run, override, code):
+    run.submit(override)
+    run.until_over("FAILED")
+    client, job = run.job()
+    assert client.get_job_info(job).driver_exit_code == code and "started again" not in run.said()
 
 
 @pytest.mark.soak
@@ -132,15 +146,6 @@ def test_a_killed_node_is_a_failure_that_is_started_again_and_a_stopped_job_has_
     assert re.search(r"saved step \d+", run.phalanx("logs", str(run.folder)).stdout.split("failure 1")[-1])
     saved = max(int(path.name.removeprefix("step-")) for path in (run.folder / "checkpoints").glob("step-*"))
     assert saved == run.steps()[-1] and set(run.steps()) == set(range(1, saved + 1))
-
-
-@pytest.mark.soak
-@pytest.mark.parametrize("override, code", [("checkpoint.load=/no/such/checkpoint", 4)])
-def test_an_end_that_would_repeat_itself_is_not_started_again(run, override, code):
-    run.submit(override)
-    run.until_over("FAILED")
-    client, job = run.job()
-    assert client.get_job_info(job).driver_exit_code == code and "started again" not in run.said()
 
 
 # ---- the RayJob ----------------------------------------------------------------------------------

@@ -1,5 +1,5 @@
-"""`phalanx launch sky`: its task is read by the parser of SkyPilot itself, which `make soak` installs into an environment
-of its own."""
+"""`phalanx launch sky`: its task is read by the parser of SkyPilot itself, which `make soak` installs into an
+environment of its own."""
 
 from __future__ import annotations
 

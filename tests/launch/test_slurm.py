@@ -6,12 +6,14 @@ from __future__ import annotations
 import json
 import os
 import re
+import sys
 from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 
 from tests.harness.slurm import Slurm, missing, until
+from tests.harness.warm import ROOT
 from tests.launch.test_prepare import prepare_here, same_bytes, write_texts
 
 CONFIG = """\
@@ -307,6 +309,75 @@ def test_a_range_of_nodes_takes_what_is_free_with_a_layout_for_each_number_of_ra
     run.slurm.ask("scancel", job)
     run.until_over(job, "CANCELLED")
     assert run.steps() == list(range(1, run.steps()[-1] + 1))
+
+
+TOPOLOGY = """\
+SwitchName=s1 Nodes=n1,n3
+SwitchName=s2 Nodes=n2,n4,n5
+SwitchName=top Switches=s[1-2]
+"""
+
+
+@pytest.fixture
+def five(tmp_path) -> Iterator[Launched]:
+    """A cluster of its own: five nodes on two switches, of which n4 lets a process open too few files."""
+    if why := missing():
+        pytest.skip(why)
+    made = Slurm(("n1", "n2", "n3", "n4", "n5"), TOPOLOGY, {"n4": 500})
+    try:
+        run = Launched(made.start(), tmp_path)
+        # not the program that other tests have: its processes have the limits of the server that forks them
+        program = f"env PYTHONPATH={ROOT} {sys.executable} -m phalanx"
+        (tmp_path / "cluster.yaml").write_text(json.dumps({"interface": "lo", "program": program, "grace_s": 30}))
+        yield run
+    finally:
+        made.close()
+
+
+@pytest.mark.soak
+@pytest.mark.timeout(900)
+def test_a_preflight_leaves_the_bad_node_out_and_ranks_have_the_order_of_the_topology(five):
+    """SLURM numbers the four that are left n1, n2, n3, n5; tp wants pairs on one switch."""
+    words = (
+        "--preflight",
+        "--spares",
+        "1",
+        "--topology",
+        "slurm",
+        "layout.tp=2",
+        "cluster.environment.SLURM_LABELIO=1",
+    )
+    job = five.submit("--nodes", "4", *words)
+    assert "#SBATCH --nodes=5\n" in (script := (five.place / "run.sbatch").read_text())
+    assert "#SBATCH --switches=2@1:00:00\n" in script
+    until(
+        lambda: five.slurm.job(job).get("JobState") == "COMPLETED",
+        lambda: f"{five.slurm.what_is_there()}{five.log()}",
+        600,
+    )
+    log, [start] = five.log(), list((five.folder / "logs" / f"job-{job}").glob("start-*"))
+    assert re.search(r"n4 .*bad", log) and "a process may open only 500 files" in log
+    assert (start / "good.txt").read_text().split() == ["n1", "n2", "n3", "n5"]
+    order = (start / "hosts.txt").read_text().split()
+    assert sorted(order) == ["n1", "n2", "n3", "n5"] and {frozenset(order[:2]), frozenset(order[2:])} == {
+        frozenset(("n1", "n3")),
+        frozenset(("n2", "n5")),
+    }
+    assert re.search(r"Order of the hosts \(exchanges of a step\)\n.*axis +order given +order found", log), log
+    assert five.steps() == list(range(1, 7)) and "layout world=4 dp=2 cp=1 tp=2" in log
+
+
+@pytest.mark.soak
+@pytest.mark.timeout(900)
+def test_too_few_good_nodes_end_the_job_before_ranks_start(five):
+    job = five.submit("--nodes", "5", "--preflight", "train.global_batch=10")
+    until(
+        lambda: five.slurm.job(job).get("JobState") == "FAILED",
+        lambda: f"{five.slurm.what_is_there()}{five.log()}",
+        600,
+    )
+    assert five.slurm.job(job)["ExitCode"] == "8:0" and "exit code 8: the same start would end" in five.log()
+    assert five.steps() == [] and "n4" in five.log()
 
 
 @pytest.mark.soak
