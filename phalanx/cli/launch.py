@@ -224,7 +224,7 @@ launch.add_command(launch_sky)
 @click.argument("what", metavar="JOB|RUN")
 def status(what: str) -> None:
     """Show what became of a submitted run: where it runs and since when, its step and the last line of its log, or why
-    it waits. JOB is the scheduler's number, RUN the run's folder."""
+    it waits. JOB is SLURM's number, or [NAMESPACE/]KIND/NAME on Kubernetes (job/first-run), RUN the run's folder."""
     from phalanx.launch.status import status as describe
 
     click.echo(describe(what))
@@ -235,7 +235,7 @@ def status(what: str) -> None:
 @click.option("-n", "--lines", type=click.IntRange(min=1), default=None, metavar="N", help="Only the last N lines.")
 def logs(what: str, lines: int | None) -> None:
     """Print the log of a submitted job, all its starts after each other, or those of all jobs of a run."""
-    from phalanx.launch.status import log_files
+    from phalanx.launch.status import log_text
 
-    text = "".join(path.read_text(encoding="utf-8", errors="replace") for path in log_files(what))
+    text = log_text(what)
     click.echo("\n".join(text.splitlines()[-lines:] if lines else text.splitlines()))

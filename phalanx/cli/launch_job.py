@@ -104,7 +104,8 @@ def launch_manifest(config: str, overrides: tuple[str, ...], options: Any, asked
             server.refuse_second(documents)
         server.check(documents, job.cluster.queue)
         if asked["submit"]:
-            click.echo(f"submitted; `{server.submit(documents)}` shows what it says", err=True)
+            name = server.submit(documents)
+            click.echo(f"submitted; `phalanx status {name}` shows it, `phalanx logs {name}` what it says", err=True)
             return
     namespace = f"--namespace {job.cluster.namespace} " if job.cluster.namespace else ""
     command = f"kubectl apply --server-side {namespace}-f {manifest}"

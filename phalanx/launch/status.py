@@ -8,7 +8,8 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from phalanx.base.errors import PhalanxError
-from phalanx.launch import ray_jobs
+from phalanx.launch import kube_status, ray_jobs
+from phalanx.launch.kube_status import kube_job
 from phalanx.launch.programs import SchedulerRefused, ask, look_for
 from phalanx.launch.submitted import logs_of, submission_of
 
@@ -116,8 +117,10 @@ def busy(folder: Path) -> BusyJob | None:
 
 
 def status(what: str) -> str:
-    """The state of a job of SLURM, by its number, or of the last one of a run, by its folder. PhalanxError if there is
-    none."""
+    """The state of a job of SLURM, by its number, of one of Kubernetes, by its kind and name, or of the last one of a
+    run, by its folder. PhalanxError if there is none."""
+    if (kube := kube_job(what)) is not None and not Path(what).exists():
+        return "\n".join(kube_status.status_lines(kube))
     folder, job = find(what)
     submitted = None if folder is None else submission_of(folder)
     if folder is not None and submitted is not None and submitted.scheduler == "ray":
@@ -137,7 +140,9 @@ def find(what: str) -> tuple[Path | None, str | None]:
         return None, what
     folder = Path(what)
     if not folder.is_dir():
-        raise PhalanxError(f"{what} is neither the number of a job nor the folder of a run")
+        raise PhalanxError(
+            f"{what} is neither the number of a job nor the folder of a run, nor KIND/NAME on Kubernetes"
+        )
     submitted = submission_of(folder)
     if submitted is not None and submitted.scheduler == "slurm":
         look_for("SLURM", "squeue")
@@ -174,6 +179,13 @@ def last_line(path: Path) -> str:
     except OSError:
         return ""
     return next((line.strip() for line in reversed(lines) if line.strip()), "")
+
+
+def log_text(what: str) -> str:
+    """What a job, or all jobs of a run, have said. PhalanxError if there is nothing."""
+    if (kube := kube_job(what)) is not None and not Path(what).exists():
+        return kube_status.log_text(kube)
+    return "".join(path.read_text(encoding="utf-8", errors="replace") for path in log_files(what))
 
 
 def log_files(what: str) -> list[Path]:
