@@ -177,6 +177,8 @@ def unread(cluster: ClusterConfig, by: str) -> list[Problem]:
     """Keys of the section that are set, and for which the way that was chosen has no place."""
     found = []
     for name, readers in READ_BY.items():
+        if by == "ssh" and "slurm" in readers:
+            continue  # a file that both share: over ssh nobody is asked for anything
         value, default = getattr(cluster, name), default_of(ClusterConfig, name)
         if value != default and by not in readers:
             others = " and ".join(f"`phalanx launch {command_of(reader)}`" for reader in readers)
