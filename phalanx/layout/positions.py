@@ -80,8 +80,8 @@ def _range(text: str, item: str) -> list[str]:
 
 
 def from_topology_conf(text: str) -> Positions:
-    """Positions from SLURM's topology.conf, or what `scontrol show topology` prints: `SwitchName=` lines (topology/tree)
-    or `BlockName=` lines (topology/block).
+    """Positions from SLURM's topology.conf, or from what `scontrol show topology` prints: lines of `SwitchName=`
+    (topology/tree) or `BlockName=` (topology/block).
 
     A host's domains are the switches from the root to its own; trees of several depths are filled from the outside.
     """
