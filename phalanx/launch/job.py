@@ -21,7 +21,7 @@ KEPT_SAVES = 2  # times the slowest save: what the trainer keeps for the last on
 # Keys of the section `cluster` that not every way of launching reads, and which do.
 READ_BY = {
     **dict.fromkeys(("partition", "account", "qos", "constraint", "exclusive", "switches"), ("slurm",)),
-    "time": ("slurm", "ssh", "ray"),
+    "time": ("slurm", "ssh"),
     **dict.fromkeys(("namespace", "queue"), ("k8s", "rayjob")),
     **dict.fromkeys(("topology", "rdma", "nvlink_domain", "user"), ("k8s", "rayjob")),
     **dict.fromkeys(("image", "mounts"), ("slurm", "ssh", "k8s", "rayjob", "sky")),  # ssh says more of it itself

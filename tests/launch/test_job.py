@@ -100,6 +100,23 @@ def test_a_preflight_with_spares_and_an_order_by_topology(place):
         assert done.exit_code != 0 and said in done.output + str(done.exception)
 
 
+def test_the_section_cluster_stays_with_the_launch(place):
+    """The ranks read the config without the file beside it, where parts of the section could be nonsense."""
+
+    def started() -> str:
+        [last] = [line for line in (place / "run.sbatch").read_text().splitlines() if line.startswith("  ' bash ")]
+        return last
+
+    assert launched("--dry", "cluster.grace_s=30", "train.steps=9", "cluster.environment.A=b").exit_code == 0
+    assert started() == '  \' bash phalanx train run.yaml train.steps=9 "${layout[@]}"'
+    (place / "run.yaml").write_text(f"{CONFIG}cluster: {{time: 60s}}\n")
+    (place / "cluster.yaml").write_text("grace_s: 30")
+    assert launched("--dry", "train.steps=9").exit_code == 0
+    assert started() == '  \' bash phalanx train run.yaml train.steps=9 cluster=null "${layout[@]}"'
+    (place / "cluster.yaml").unlink()
+    assert "cluster.time" in refusal("train.steps=9")
+
+
 def test_no_secret_is_written(place):
     assert (
         launched(

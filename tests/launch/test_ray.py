@@ -284,6 +284,7 @@ def test_a_ray_pod_that_is_taken_away_asks_the_run_and_waits_for_it(place, tmp_p
             ("--kind", "rayjob", "cluster.mounts=[runs:/runs]"),
             "cluster.mounts=['runs:/runs']: has no effect without cluster.image",
         ),
+        (("cluster.time=24h",), "only by `phalanx launch slurm` and `phalanx launch ssh`"),
         (("cluster.user=5",), "only by `phalanx launch k8s` and `phalanx launch ray --kind rayjob`"),
         (("layout.tp=3",), "layout.tp"),
     ],

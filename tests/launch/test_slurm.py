@@ -334,6 +334,16 @@ def five(tmp_path) -> Iterator[Launched]:
         made.close()
 
 
+def until_ended(run: Launched, job: str) -> str:
+    """The state in which it ends; five nodes start a dozen processes each."""
+
+    def state() -> str:
+        return run.slurm.job(job).get("JobState", "")
+
+    until(lambda: state() in ("COMPLETED", "FAILED"), lambda: f"{run.slurm.what_is_there()}{run.log()}", 600)
+    return state()
+
+
 @pytest.mark.soak
 @pytest.mark.timeout(900)
 def test_a_preflight_leaves_the_bad_node_out_and_ranks_have_the_order_of_the_topology(five):
@@ -350,11 +360,7 @@ def test_a_preflight_leaves_the_bad_node_out_and_ranks_have_the_order_of_the_top
     job = five.submit("--nodes", "4", *words)
     assert "#SBATCH --nodes=5\n" in (script := (five.place / "run.sbatch").read_text())
     assert "#SBATCH --switches=2@1:00:00\n" in script
-    until(
-        lambda: five.slurm.job(job).get("JobState") == "COMPLETED",
-        lambda: f"{five.slurm.what_is_there()}{five.log()}",
-        600,
-    )
+    assert until_ended(five, job) == "COMPLETED", five.log()
     log, [start] = five.log(), list((five.folder / "logs" / f"job-{job}").glob("start-*"))
     assert re.search(r"n4 .*bad", log) and "a process may open only 500 files" in log
     assert (start / "good.txt").read_text().split() == ["n1", "n2", "n3", "n5"]
@@ -371,11 +377,7 @@ def test_a_preflight_leaves_the_bad_node_out_and_ranks_have_the_order_of_the_top
 @pytest.mark.timeout(900)
 def test_too_few_good_nodes_end_the_job_before_ranks_start(five):
     job = five.submit("--nodes", "5", "--preflight", "train.global_batch=10")
-    until(
-        lambda: five.slurm.job(job).get("JobState") == "FAILED",
-        lambda: f"{five.slurm.what_is_there()}{five.log()}",
-        600,
-    )
+    assert until_ended(five, job) == "FAILED", five.log()
     assert five.slurm.job(job)["ExitCode"] == "8:0" and "exit code 8: the same start would end" in five.log()
     assert five.steps() == [] and "n4" in five.log()
 
