@@ -458,7 +458,7 @@ def bench_ops(
 ) -> None:
     """Time each op at the shapes of one rank of CONFIG, forward and forward+backward, against ceilings measured in
     the same run."""
-    from phalanx.bench.floors import UnknownOp, bench_only
+    from phalanx.bench.floors import UnknownOp, bench_only, called_samples, draw_for
     from phalanx.bench.ops import bench_ops as measure
     from phalanx.cli.setup import prepare_elsewhere
     from phalanx.comm.mesh import local_device
@@ -471,11 +471,10 @@ def bench_ops(
     if only is None:
         measure(ready.run, ready.ranks, device, repeats, out, click.echo)  # type: ignore[union-attr]
         return
-    names, run, world = [name.strip() for name in only.split(",")], None, 1
-    if ready is not None:
-        run, world = ready.run, ready.ranks
+    called = [] if ready is None else called_samples(ready.run, ready.ranks, device)
+    draw, names = draw_for(ready.run if ready else None, device), [name.strip() for name in only.split(",")]
     try:
-        bench_only(names, run, world, device, repeats, out, click.echo)
+        bench_only(names, called, draw, repeats, out, click.echo)
     except UnknownOp as error:
         raise click.BadParameter(str(error), param_hint="--only") from None
 
