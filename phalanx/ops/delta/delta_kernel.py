@@ -555,9 +555,6 @@ def _grads(
     i, n = tl.arange(0, C), tl.arange(0, BK)
     at, inside = start + i, n < K
     here = at < L
-    own, _ = _documents(numbers, row, start, at, here, L, DOCUMENTS)
-    seen = (i[None, :] <= i[:, None]) & (own[None, :] == own[:, None])
-    earlier = seen & (i[None, :] < i[:, None])
     keys = _tile(k, row, group, start, i, n, here, inside, k_row, k_tok, K)
     queries = _tile(q, row, group, start, i, n, here, inside, q_row, q_tok, K)
     of_key = _per_length(keys.to(WIDE), NORMALIZE, EPSILON)
@@ -596,6 +593,10 @@ def _grads(
             tl.store(dv + corner + to, dvalues.to(ELEMENT), mask=mask)
             dp += _dot(above, tl.trans(u), ELEMENT, WIDE, PRECISION)
             da += _dot(dx, tl.trans(u), ELEMENT, WIDE, PRECISION)
+        # read here, as masks of the chunk would otherwise be in registers all the time
+        own, _ = _documents(numbers, row, start, at, here, L, DOCUMENTS)
+        seen = (i[None, :] <= i[:, None]) & (own[None, :] == own[:, None])
+        earlier = seen & (i[None, :] < i[:, None])
         e = tl.load(sums + token, mask=here, other=0.0)
         between = tl.exp(tl.where(seen, e[:, None] - e[None, :], 0.0)) * of_key[None, :]
         da = tl.where(earlier, -da * between, 0.0) * of_key[:, None]
@@ -643,6 +644,8 @@ def _grads(
         of_write = tl.sum(dkeys * keys.to(WIDE), 1) - along_keys + tl.load(of_reads + token, mask=here, other=0.0)
         of_logs = tl.load(ddecay + token, mask=here, other=0.0) + of_query - of_write
         # A logarithm counts in the sums of its document's later tokens, and in what is left at the end.
+        own, _ = _documents(numbers, row, start, at, here, L, DOCUMENTS)
+        seen = (i[None, :] <= i[:, None]) & (own[None, :] == own[:, None])
         dlogs = tl.sum(tl.where(seen, of_logs[:, None], 0.0), 0)
         at_end = tl.sum(of_write, 0) + tl.load(passed + place) * tl.sum(of_state, 0)
         tl.store(ddecay + token, dlogs + tl.where(own == 0, at_end, 0.0), mask=here)
