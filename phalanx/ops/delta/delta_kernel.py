@@ -832,11 +832,15 @@ class _Call:
         self.by_feature, self.precision = s.by_feature, "ieee" if self.wide == torch.float64 else "tf32x3"
         of_tokens = (self.rows, self.length, self.heads)
         of_chunks = (self.chunks, self.rows, self.heads)
+        self.read: Tensor | None
+        self.write: Tensor | None
+        self.ask: Tensor | None
+        self.reading: Tensor | None
         self.inverse, self.weights = (self.like(*of_chunks, CHUNK, CHUNK) for _ in range(2))
         if self.by_feature:
             self.sums, self.passed = self.empty(*of_tokens, self.features), self.empty(*of_chunks, self.features)
             self.reading, self.writing, self.asking = (self.like(*of_tokens, self.features) for _ in range(3))
-            self.read = self.write = self.ask = None
+            self.read, self.write, self.ask = None, None, None
         else:
             self.sums, self.passed = self.empty(*of_tokens), self.empty(*of_chunks)
             self.read, self.write, self.ask = (self.empty(*of_tokens) for _ in range(3))
