@@ -125,7 +125,7 @@ def _level(sums, row, head, start, i, n, inside, own_sums, number, L, H, K: tl.c
     since the last token of the first half or until then; the pairs (C, C); and which tokens are in a second half."""
     half = C >> (number + 1)
     border = i // (2 * half) * (2 * half) + half - 1
-    since = _tile(sums, row, head, start, border, n, start + border < L, inside, L * H * K, H * K, K)
+    since = _tile(sums, row, head, start, border, n, start + border < L, inside, _long(L) * H * K, H * K, K)
     second = (i // half) % 2 == 1
     between = tl.where(second[:, None], own_sums - since, since - own_sums)
     left = tl.exp(tl.minimum(between, 0.0))
@@ -172,7 +172,7 @@ def _sums(
     here = at < L
     own, carried = _documents(numbers, row, start, at, here, L, DOCUMENTS)
     seen = (i[None, :] <= i[:, None]) & (own[None, :] == own[:, None])
-    logs = _tile(decay, row, head, start, i, n, here, inside, L * H * K, H * K, K).to(WIDE)
+    logs = _tile(decay, row, head, start, i, n, here, inside, _long(L) * H * K, H * K, K).to(WIDE)
     e = _wide_dot(tl.where(seen, 1.0, tl.zeros((C, C), WIDE)), logs, WIDE, PRECISION)
     at_end = own == 0
     end = tl.sum(tl.where(at_end[:, None], logs, 0.0), 0)
@@ -246,7 +246,7 @@ def _prepare(
     strength = tl.load(beta + token, mask=here, other=0.0).to(WIDE)
     place = (chunk * tl.num_programs(2) + row) * H + head
     if BY_FEATURE:
-        e = _tile(sums, row, head, start, i, n, here, inside, L * H * K, H * K, K)
+        e = _tile(sums, row, head, start, i, n, here, inside, _long(L) * H * K, H * K, K)
         wide_keys, wide_queries = keys.to(WIDE), queries.to(WIDE)
         of_pairs = tl.zeros((C, C), WIDE)
         read_pairs = tl.where(i[:, None] == i[None, :], tl.sum(wide_keys * wide_queries, 1)[:, None], 0.0)
@@ -398,7 +398,7 @@ def _outputs(
         out = _dot(queries, tl.trans(state), ELEMENT, WIDE, PRECISION)
         out *= tl.load(ask + (row * L + at) * H + head, mask=here, other=0.0)[:, None]
     p = tl.load(weights + place * C * C + (i[:, None] * C + i[None, :]))
-    u = _tile(u_in, row, head, start, i, m, here, wanted, L * H * V, H * V, V)
+    u = _tile(u_in, row, head, start, i, m, here, wanted, _long(L) * H * V, H * V, V)
     out += _dot(p, u, ELEMENT, WIDE, PRECISION)
     corner = ((row * L + start) * H + head) * V
     to = i[:, None] * (H * V) + m[None, :]
@@ -465,7 +465,7 @@ def _pass_back(
         keys = _tile(k, row, key_head, start, i, n, here, inside, k_row, k_tok, K)
         queries = _tile(q, row, key_head, start, i, n, here, inside, q_row, q_tok, K)
         t, p = tl.load(inverse + matrix), tl.load(weights + matrix)
-        above = _across(dy, row, head, start, i, m, here, wanted, L * H * V, H * V, V)
+        above = _across(dy, row, head, start, i, m, here, wanted, _long(L) * H * V, H * V, V)
         strength = tl.load(beta + token, mask=here, other=0.0).to(WIDE)
         tl.store(after + place * V * K + (m[:, None] * K + n[None, :]), grad.to(ELEMENT), mask=whole)
         du = _dot(grad, tl.trans(keys), ELEMENT, WIDE, PRECISION)
@@ -577,7 +577,7 @@ def _grads(
             wanted = m < V
             whole = wanted[:, None] & inside[None, :]
             state = tl.load(before + place * V * K + (m[:, None] * K + n[None, :]), mask=whole, other=0.0)
-            above = _tile(dy, row, head, start, i, m, here, wanted, L * H * V, H * V, V)
+            above = _tile(dy, row, head, start, i, m, here, wanted, _long(L) * H * V, H * V, V)
             values = _tile(v, row, head, start, i, m, here, wanted, v_row, v_tok, V).to(WIDE)
             corner = ((row * L + start) * H + head) * V
             to = i[:, None] * (H * V) + m[None, :]
@@ -631,11 +631,11 @@ def _grads(
             state = tl.load(before + at_state, mask=whole, other=0.0)
             grad = tl.load(after + at_state, mask=whole, other=0.0)
             of_state += tl.sum(state.to(WIDE) * grad.to(WIDE), 1)
-            above = _tile(dy, row, head, start, i, m, here, wanted, L * H * V, H * V, V).to(WIDE)
+            above = _tile(dy, row, head, start, i, m, here, wanted, _long(L) * H * V, H * V, V).to(WIDE)
             dqueries += _dot(above * asks[:, None], state, ELEMENT, WIDE, PRECISION)
-            dvalues = _tile(dv, row, head, start, i, m, here, wanted, L * H * V, H * V, V).to(WIDE)
+            dvalues = _tile(dv, row, head, start, i, m, here, wanted, _long(L) * H * V, H * V, V).to(WIDE)
             dkeys += _dot(dvalues * -reads[:, None], state, ELEMENT, WIDE, PRECISION)
-            u = _tile(u_out, row, head, start, i, m, here, wanted, L * H * V, H * V, V).to(WIDE)
+            u = _tile(u_out, row, head, start, i, m, here, wanted, _long(L) * H * V, H * V, V).to(WIDE)
             dkeys += _dot(u * writes[:, None], grad, ELEMENT, WIDE, PRECISION)
         # of decays: what was added to the gradients, along queries and keys
         queries = _tile(q, row, group, start, i, n, here, inside, q_row, q_tok, K)
@@ -724,7 +724,7 @@ def _grads_by_feature(
     token = (row * L + at) * H + head
     place = (chunk * tl.num_programs(2) + row) * H + head
     strength = tl.load(beta + token, mask=here, other=0.0).to(WIDE)
-    readers = _tile(reading, row, head, start, i, n, here, inside, L * H * K, H * K, K)
+    readers = _tile(reading, row, head, start, i, n, here, inside, _long(L) * H * K, H * K, K)
     t = tl.load(inverse + place * C * C + (i[:, None] * C + i[None, :]))
     dp = tl.zeros((C, C), WIDE)
     da = tl.zeros((C, C), WIDE)
@@ -740,7 +740,7 @@ def _grads_by_feature(
         whole = wanted[:, None] & inside[None, :]
         state = tl.load(before + at_state, mask=whole, other=0.0)
         grad = tl.load(after + at_state, mask=whole, other=0.0)
-        above = _tile(dy, row, head, start, i, m, here, wanted, L * H * V, H * V, V)
+        above = _tile(dy, row, head, start, i, m, here, wanted, _long(L) * H * V, H * V, V)
         values = _tile(v, row, head, start, i, m, here, wanted, v_row, v_tok, V).to(WIDE)
         corner = ((row * L + start) * H + head) * V
         to = i[:, None] * (H * V) + m[None, :]
@@ -762,7 +762,7 @@ def _grads_by_feature(
     queries = _tile(q, row, head // EACH, start, i, n, here, inside, q_row, q_tok, K).to(WIDE)
     of_key = _per_length(keys, NORMALIZE, EPSILON)
     of_query = _per_length(queries, NORMALIZE, EPSILON)
-    e = _tile(sums, row, head, start, i, n, here, inside, L * H * K, H * K, K)
+    e = _tile(sums, row, head, start, i, n, here, inside, _long(L) * H * K, H * K, K)
     at_end = own == 0
     place_end = tl.minimum(start + C, L) - 1
     end = tl.load(sums + ((row * L + place_end) * H + head) * K + n, mask=inside, other=0.0)
