@@ -263,7 +263,7 @@ def _prepare(
         at_end = own == 0
         end = tl.sum(tl.where(at_end, logs, 0.0), 0)
         reach = tl.where(own == carried, tl.exp(e), 0.0)
-        left = tl.where(at_end, tl.exp(end - e), 0.0)
+        left = tl.where(at_end, tl.exp(tl.minimum(end - e, 0.0)), 0.0)
         tl.store(sums + token, e, mask=here)
         tl.store(read + token, reach * of_key, mask=here)
         tl.store(write + token, left * of_key, mask=here)
