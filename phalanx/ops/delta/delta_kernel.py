@@ -871,8 +871,12 @@ class _Call:
         return self.chunks, self.heads, self.rows
 
     def block(self, most: int) -> int:
-        """Features of values that a program has."""
+        """Features of values that a program has: fewer of 32 bits, as shared memory has room for."""
+        most = most * 2 // max(2, self.v.dtype.itemsize)
         return max(LEAST, min(most, triton.next_power_of_2(self.width)))
+
+    def stages(self, wanted: int) -> int:
+        return wanted if self.v.dtype.itemsize == 2 else 1
 
     def prepare(self) -> None:
         s, strides = self.inputs, self.strides(self.q, self.k)
@@ -924,7 +928,7 @@ class _Call:
         """The grid and sizes of kernels that follow states from chunk to chunk."""
         block = self.block(self.tiles.values)
         sizes = dict(BY_FEATURE=self.by_feature, V=self.width, BV=block, **self.arithmetic)
-        how = dict(num_warps=self.tiles.warps, num_stages=self.tiles.stages)
+        how = dict(num_warps=self.tiles.warps, num_stages=self.stages(self.tiles.stages))
         return (triton.cdiv(self.width, block), self.heads, self.rows), dict(**sizes, **how)
 
 
@@ -1049,7 +1053,7 @@ class DeltaKernels:
             **call.how,
             **call.arithmetic,
             num_warps=self.tiles.grad_warps,
-            num_stages=self.tiles.grad_stages,
+            num_stages=call.stages(self.tiles.grad_stages),
         )
         return dq, dk
 
@@ -1086,7 +1090,7 @@ class DeltaKernels:
             **call.how,
             **call.arithmetic,
             num_warps=self.tiles.grad_warps,
-            num_stages=self.tiles.grad_stages,
+            num_stages=call.stages(self.tiles.grad_stages),
         )
         if each > 1:
             dq, dk = (t.unflatten(2, (call.key_heads, each)).sum(3).to(s.q.dtype) for t in (dq, dk))
