@@ -57,7 +57,7 @@ BF = "*bf16"
 
 
 def aligned(names: list[str], types: dict) -> dict:
-    """What is known of arguments when a kernel is launched: tensors begin at multiples of 16 bytes, and strides of tokens
+    """What is known when a kernel is launched: tensors begin at multiples of 16 bytes, and strides of tokens
     are multiples of 16."""
     known = (i for i, n in enumerate(names) if str(types[n]).startswith("*") or n in ("q_tok", "k_tok", "v_tok"))
     return {(i,): [["tt.divisibility", 16]] for i in known}
