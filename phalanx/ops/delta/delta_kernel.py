@@ -819,7 +819,7 @@ ELEMENTS = {
 }
 
 
-class _Call:
+class DeltaChunks:
     """What the kernels of a delta rule are given, and what is computed for all chunks at once."""
 
     def __init__(self, s: DeltaInputs, tiles: DeltaTiles):
@@ -940,7 +940,7 @@ class DeltaKernels:
 
     def delta_forward(self, s: DeltaInputs) -> tuple[Tensor, Tensor, Tensor]:
         """As the reference; states before chunks are in the dtype of v, as (chunks, R, HV, V, K)."""
-        call = _Call(s, self.tiles)
+        call = DeltaChunks(s, self.tiles)
         states = call.like(call.chunks, call.rows, call.heads, call.width, call.features)
         u = call.like(*s.v.shape)
         final = call.empty(*s.state_shape)
@@ -986,7 +986,7 @@ class DeltaKernels:
 
     def delta_backward(self, dy: Tensor, dstate: Tensor | None, s: DeltaInputs, before: Tensor) -> DeltaGrads:
         """As the reference."""
-        call, dy = _Call(s, self.tiles), dy.contiguous()
+        call, dy = DeltaChunks(s, self.tiles), dy.contiguous()
         after, dv, dinitial = torch.empty_like(before), call.like(*s.v.shape), call.empty(*s.state_shape)
         given = None if dstate is None else dstate.contiguous()
         grid, sizes = call.over_states()
@@ -1018,7 +1018,7 @@ class DeltaKernels:
         return DeltaGrads(dq, dk, dv, ddecay, dbeta, None if s.initial is None else dinitial.to(s.initial.dtype))
 
     def by_head(
-        self, call: _Call, dy: Tensor, before: Tensor, after: Tensor, dv: Tensor, ddecay: Tensor, dbeta: Tensor
+        self, call: DeltaChunks, dy: Tensor, before: Tensor, after: Tensor, dv: Tensor, ddecay: Tensor, dbeta: Tensor
     ) -> tuple[Tensor, Tensor]:
         s = call.inputs
         dq, dk = (torch.empty(t.shape, dtype=t.dtype, device=t.device) for t in (s.q, s.k))
@@ -1058,7 +1058,7 @@ class DeltaKernels:
         return dq, dk
 
     def by_feature(
-        self, call: _Call, dy: Tensor, before: Tensor, after: Tensor, dv: Tensor, ddecay: Tensor, dbeta: Tensor
+        self, call: DeltaChunks, dy: Tensor, before: Tensor, after: Tensor, dv: Tensor, ddecay: Tensor, dbeta: Tensor
     ) -> tuple[Tensor, Tensor]:
         s, each = call.inputs, call.heads // call.key_heads
         of_tokens = (call.rows, call.length, call.heads, call.features)
