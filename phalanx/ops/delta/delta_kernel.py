@@ -28,7 +28,7 @@ ms, matmuls 0.19 and 0.5 ms. What both do not contain is the latency of the pass
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 import triton
@@ -932,6 +932,18 @@ class DeltaChunks:
         return (triton.cdiv(self.width, block), self.heads, self.rows), dict(**sizes, **how)
 
 
+class DeltaBuffers(NamedTuple):
+    """Of a backward: the gradient of y; states before, and gradients of states after chunks; and what the gradients of
+    values (dx so far), decays and beta are written to."""
+
+    dy: Tensor
+    before: Tensor
+    after: Tensor
+    dv: Tensor
+    ddecay: Tensor
+    dbeta: Tensor
+
+
 class DeltaKernels:
     """The op's members with tiles of a kind."""
 
@@ -1014,16 +1026,14 @@ class DeltaKernels:
         )
         ddecay, dbeta = call.empty(*s.decay.shape), call.empty(*s.beta.shape)
         found = self.by_feature if call.by_feature else self.by_head
-        dq, dk = found(call, dy, before, after, dv, ddecay, dbeta)
+        dq, dk = found(call, DeltaBuffers(dy, before, after, dv, ddecay, dbeta))
         return DeltaGrads(dq, dk, dv, ddecay, dbeta, None if s.initial is None else dinitial.to(s.initial.dtype))
 
-    def by_head(
-        self, call: DeltaChunks, dy: Tensor, before: Tensor, after: Tensor, dv: Tensor, ddecay: Tensor, dbeta: Tensor
-    ) -> tuple[Tensor, Tensor]:
+    def by_head(self, call: DeltaChunks, b: DeltaBuffers) -> tuple[Tensor, Tensor]:
         s = call.inputs
         dq, dk = (torch.empty(t.shape, dtype=t.dtype, device=t.device) for t in (s.q, s.k))
         _grads[call.chunks, call.key_heads, call.rows](
-            dy,
+            b.dy,
             call.q,
             call.k,
             call.v,
@@ -1036,15 +1046,15 @@ class DeltaKernels:
             call.write,
             call.ask,
             call.passed,
-            before,
-            after,
+            b.before,
+            b.after,
             call.like(*s.v.shape),
             call.empty(*s.beta.shape),
             dq,
             dk,
-            dv,
-            ddecay,
-            dbeta,
+            b.dv,
+            b.ddecay,
+            b.dbeta,
             s.scale,
             call.length,
             *call.strides(call.q, call.k, call.v),
@@ -1057,14 +1067,12 @@ class DeltaKernels:
         )
         return dq, dk
 
-    def by_feature(
-        self, call: DeltaChunks, dy: Tensor, before: Tensor, after: Tensor, dv: Tensor, ddecay: Tensor, dbeta: Tensor
-    ) -> tuple[Tensor, Tensor]:
+    def by_feature(self, call: DeltaChunks, b: DeltaBuffers) -> tuple[Tensor, Tensor]:
         s, each = call.inputs, call.heads // call.key_heads
         of_tokens = (call.rows, call.length, call.heads, call.features)
         dq, dk = (call.like(*of_tokens) if each == 1 else call.empty(*of_tokens) for _ in range(2))
         _grads_by_feature[call.grid](
-            dy,
+            b.dy,
             call.q,
             call.k,
             call.v,
@@ -1074,13 +1082,13 @@ class DeltaKernels:
             call.inverse,
             call.reading,
             call.passed,
-            before,
-            after,
+            b.before,
+            b.after,
             dq,
             dk,
-            dv,
-            ddecay,
-            dbeta,
+            b.dv,
+            b.ddecay,
+            b.dbeta,
             s.scale,
             call.length,
             *call.strides(call.q, call.k, call.v),
