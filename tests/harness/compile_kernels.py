@@ -56,6 +56,13 @@ from phalanx.ops.scan.step import TILES as STEP_TILES
 BF = "*bf16"
 
 
+def aligned(names: list[str], types: dict) -> dict:
+    """What is known when a kernel is launched: tensors begin at multiples of 16 bytes, and strides of tokens
+    are multiples of 16."""
+    known = (i for i, n in enumerate(names) if str(types[n]).startswith("*") or n in ("q_tok", "k_tok", "v_tok"))
+    return {(i,): [["tt.divisibility", 16]] for i in known}
+
+
 def kernels() -> list[tuple]:
     """(kernel, types of its pointers and integers, its constants[, options of the compiler])"""
     import triton.language as tl
@@ -675,6 +682,8 @@ if __name__ == "__main__":
     for kernel, signature, constants, *options in kernels()[part::parts]:
         types = {**signature, **dict.fromkeys(constants, "constexpr")}
         made = triton.compile(
-            ASTSource(kernel, types, constants), target=GPUTarget("cuda", 90, 32), options=dict(*options)
+            ASTSource(kernel, types, constants, aligned(kernel.arg_names, types)),
+            target=GPUTarget("cuda", 90, 32),
+            options=dict(*options),
         )
         print(f"{kernel.fn.__name__}: sm_90, {len(made.asm['cubin'])} bytes")

@@ -227,7 +227,7 @@ def _state_grads(
     own, carried, last = _documents(numbers, row, start, at, here, L, DOCUMENTS)
     steps = tl.load(dt + (row * L + at) * H + head, mask=here, other=0.0).to(WIDE)
     _, _, reach, _, _ = _decays(steps, tl.load(a + head).to(WIDE), own, carried, last, here, Q)
-    above = _tile(dy, row, head, at, p, here, p < P, L * H * P, H * P, P).to(WIDE) * reach[:, None]
+    above = _tile(dy, row, head, at, p, here, p < P, tl.cast(L, tl.int64) * H * P, H * P, P).to(WIDE) * reach[:, None]
     queries = _tile(c, row, head // EACH, at, n, here, n < N, c_row, c_tok, N)
     place = ((chunk * tl.num_programs(2) + row) * H + head) * P * N
     tl.store(
@@ -329,7 +329,7 @@ def _input_grads(
             seen, e, reach, left, passed = _decays(steps, rate, own, carried, last, here, Q)
             between = tl.where(seen, tl.exp(tl.where(seen, e[:, None] - e[None, :], 0.0)), 0.0)
             values = _tile(x, row, head, at, p, here, p < P, x_row, x_tok, P).to(WIDE)
-            above = _tile(dy, row, head, at, p, here, p < P, L * H * P, H * P, P).to(WIDE)
+            above = _tile(dy, row, head, at, p, here, p < P, tl.cast(L, tl.int64) * H * P, H * P, P).to(WIDE)
             u = values * steps[:, None]
             place = ((chunk * tl.num_programs(2) + row) * H + head) * P * N
             at_state = place + p[:, None] * N + n[None, :]
