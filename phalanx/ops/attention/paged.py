@@ -160,8 +160,7 @@ def attend_pages(
         rows = spans.starts[part.sequences].unsqueeze(1) + torch.arange(part.first, part.end, device=q.device)
         rows = rows.where(rows < spans.starts[part.sequences + 1].unsqueeze(1), tokens).long()
         queries = rows.clamp_max(tokens - 1)
-        reach = None if kind.together is None or spans.together is None else spans.together[queries].long()
-        found, found_lse = _attend_part(q[queries].to(dtype), part, pages, spans, kind, learned, reach)
+        found, found_lse = _attend_part(q[queries].to(dtype), part, pages, spans, kind, learned)
         out[rows], lse[rows] = found.to(q.dtype), found_lse
     return out[:-1], lse[:-1]
 
@@ -205,16 +204,9 @@ def _parts(spans: PagedSpans, heads: int, pages: Pages) -> Iterator[_Part]:
 
 
 def _attend_part(
-    q: Tensor,
-    part: _Part,
-    pages: Pages,
-    spans: PagedSpans,
-    kind: AttentionKind,
-    learned: Learned,
-    reach: Tensor | None = None,
+    q: Tensor, part: _Part, pages: Pages, spans: PagedSpans, kind: AttentionKind, learned: Learned
 ) -> tuple[Tensor, Tensor]:
-    """q (sequences, n, heads, K) -> (sequences, n, heads, V), (sequences, n, heads). reach (sequences, n, 2): the
-    positions of those that each query reads whatever their order, as in PagedSpans.together."""
+    """q (sequences, n, heads, K) -> (sequences, n, heads, V), (sequences, n, heads)."""
     groups, sinks = q.shape[2] // pages.kv_heads, learned.sinks
     table = spans.table[part.sequences, : -(-part.keys // spans.page_size)].long()
     places = torch.arange(table.shape[1] * spans.page_size, device=q.device) * spans.stride + spans.offset
@@ -226,6 +218,10 @@ def _attend_part(
     if pages.values is not None:
         v = _gathered(pages.values, pages.value_scales, table, there, q.dtype)
     positions = lengths - counts + torch.arange(part.first, part.end, device=q.device)  # (sequences, n)
+    reach: Tensor | None = None
+    if kind.together is not None and spans.together is not None:
+        rows = spans.starts[part.sequences].unsqueeze(1) + torch.arange(part.first, part.end, device=q.device)
+        reach = spans.together[rows.clamp_max(len(spans.together) - 1)]
     seen = there.unsqueeze(1) & _readable(positions.unsqueeze(-1), places, kind, reach)
     split = q.unflatten(2, (-1, groups)).permute(0, 2, 3, 1, 4)  # (sequences, kv_heads, groups, n, K)
     scale = 1 / math.sqrt(q.shape[-1]) if kind.scale is None else kind.scale
@@ -277,8 +273,9 @@ def _gathered(pages: Tensor, scales: Tensor | None, table: Tensor, there: Tensor
 
 
 def _readable(positions: Tensor, places: Tensor, kind: AttentionKind, reach: Tensor | None) -> Tensor:
-    """Whether a query at each position reads the key at each place, if that is there. Of those that read each other, a
-    window hides what is before."""
+    """Whether a query at each position reads the key at each place, if that is there. reach (sequences, n, 2): the
+    positions of those that each reads whatever their order (PagedSpans.together); of these a window hides what is
+    before."""
     seen = places <= positions
     if reach is not None:
         seen = seen | ((reach[..., :1] <= places) & (places < reach[..., 1:]))
