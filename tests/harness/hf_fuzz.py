@@ -543,6 +543,7 @@ REASONS: dict[str, str] = {
     "quantised or heterogeneous": r"(quantization_config|per_layer_config)=",
     "rope parameters that transformers only warns of": r"rope_type|partial_rotary_factor|original_max_position|high_freq_factor|short_factor",  # noqa: E501
     "a Whisper whose encoder and decoder have other heads or widths": r"decoder_(attention_heads|ffn_dim)=",
+    "a Whisper whose embeddings are scaled, or whose frames are masked": r"(scale_embedding|apply_spec_augment)=",
     "a text that begins with a token beyond the vocabulary": r"decoder_start_token_id=",
     "T5's MLPs other than relu and gated-gelu": r"feed_forward_proj=",
     "T5's buckets of which not one is of several distances": r"must be beyond the distances that have a bucket each",
