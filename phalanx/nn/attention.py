@@ -69,7 +69,7 @@ def supported(kind: AttentionKind, env: Env, dropout: float = 0.0) -> AttentionK
 def whole_only(kind: AttentionKind) -> str | None:
     """Why attention of a kind takes whole sequences alone; None: what it reads can be remembered while they go on."""
     lacking = sorted(kind.features - PAGED)
-    later = " (tokens read later ones)" if lacking in (["direction"], ["prefix"], ["together"]) else ""
+    later = " (tokens read later ones)" if lacking in (["direction"], ["prefix"]) else ""
     return f"attention to what is remembered has no {', no '.join(lacking)}{later}" if lacking else None
 
 

@@ -89,6 +89,7 @@ def grid_of(run: Run, world: int) -> Grid:
         etp=layout.etp,
         ulysses=layout.cp_ulysses,
         dynamic=layout.cp_degree == "dynamic",
+        media=layout.media_group,
     )
 
 
@@ -601,5 +602,6 @@ def without_layout(run: Run) -> Run:
         stages=None,
         shard_group=None,
         shard_across="nothing",
+        media_group=1,
     )
     return replace(run, layout=layout)

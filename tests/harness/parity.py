@@ -53,10 +53,12 @@ from phalanx.models.vision_config import VisionConfig
 from phalanx.models.whisper import WhisperConfig
 from phalanx.nn.objective import TaskConfig, find_objective
 from phalanx.ops.optimizer.shard import widened
+from phalanx.planning.order import media_group_of
 from phalanx.sequence.batch import ENCODER, IGNORE, Batch
 from phalanx.sequence.frames import FRAMES, frame_rows
+from phalanx.sequence.patches import PictureSpec
 from phalanx.verifying.compare import allowed, random_weights
-from tests.harness.pictures import picture_batch
+from tests.harness.pictures import picture_batch, shared_among
 
 SEQ, VOCAB = 16, 131
 ENCODER_SEQ = 24  # tokens of a sequence that an encoder reads
@@ -637,10 +639,16 @@ def batch_of(run: Run, ids: list[int], documents: bool | str) -> Batch:
 
 def step_batches(run: Run, mesh: Mesh, step: int, documents: bool | str) -> list[Batch]:
     n, size, dp = run.train.global_batch, run.train.micro_batch, mesh.dp.size
-    first = step * n + mesh.dp.index * (n // dp)
-    return [
-        batch_of(run, list(range(i, i + size)), documents).cut(mesh.part) for i in range(first, first + n // dp, size)
-    ]
+    firsts = [step * n + rank * (n // dp) for rank in media_group_of(run, mesh.dp.index)]
+    part, found = mesh.part, list[Batch]()
+    for at in range(0, n // dp, size):
+        ids = [list(range(first + at, first + at + size)) for first in firsts]
+        batch = batch_of(run, ids[part.replica], documents)
+        if part.replicas > 1:
+            assert isinstance(run.model.media, PictureSpec)
+            batch = shared_among(batch, ids, run.model.media, part)
+        found.append(batch.cut(part))
+    return found
 
 
 Parts = list[tuple[str, tuple[int, ...], Box, np.ndarray]]

@@ -326,6 +326,7 @@ FEATURES = (
     ranks("pp, ZB-H1 (split backward)", "schedule", micro=2, pp=2, schedule="zb_h1"),
     ranks("pp, stages given", "stages", micro=2, pp=2, stages=()),
     ranks("dp", "", dp=2),
+    ranks("dp, images of both ranks", "", PICTURES, dp=2, media_group=2),
     replace(ranks("cp of each document (dynamic)", "", cp=2, cp_degree="dynamic"), documents="packed"),
     ranks("cp, ring", "cp", cp=2, cp_attention="ring"),
     ranks("cp, all-gather", "cp", cp=2, cp_attention="allgather"),

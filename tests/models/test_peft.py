@@ -67,6 +67,7 @@ EVERY = {
     f"{family} {method}": (family, {**SMALL, "method": method, **(ATTENTION if MODELS[family].routed_experts else {})})
     for family in MODELS
     if not isinstance(MODELS[family], WIDE)  # of those, transformers computes in float32
+    and not MODELS[family].needs_room
     for method in ("lora", "dora")
 }
 
