@@ -54,6 +54,13 @@ COMMON = dict(
     num_attention_heads=4,
     max_position_embeddings=32,
 )
+DELTA = dict(
+    linear_num_key_heads=2,
+    linear_num_value_heads=4,
+    linear_key_head_dim=5,
+    linear_value_head_dim=6,
+    layer_types=["linear_attention", "full_attention"],
+)
 WINDOW = dict(use_sliding_window=True, sliding_window=5, max_window_layers=1)
 FAMILIES: dict[str, dict[str, Any]] = {
     "llama": dict(COMMON, num_key_value_heads=2),
@@ -105,6 +112,16 @@ FAMILIES: dict[str, dict[str, Any]] = {
         mlp_only_layers=[0],
         use_sliding_window=True,
         sliding_window=5,
+    ),
+    "qwen3_next": dict(
+        COMMON,
+        **DELTA,
+        num_key_value_heads=2,
+        head_dim=16,
+        num_experts=4,
+        num_experts_per_tok=2,
+        moe_intermediate_size=12,
+        shared_expert_intermediate_size=10,
     ),
     "gpt_oss": dict(
         COMMON, num_key_value_heads=2, head_dim=10, num_local_experts=4, num_experts_per_tok=2, sliding_window=5

@@ -44,6 +44,7 @@ from phalanx.models.qwen2 import Qwen2Config
 from phalanx.models.qwen2_5_vl import Qwen25Vision, Qwen25VLConfig
 from phalanx.models.qwen3 import Qwen3Config
 from phalanx.models.qwen3_moe import Qwen3MoEConfig
+from phalanx.models.qwen3_next import Qwen3NextConfig
 from phalanx.models.qwen3_vl import Qwen3Vision, Qwen3VLConfig
 from phalanx.models.rope import RopeScaling
 from phalanx.models.smollm3 import SmolLM3Config
@@ -482,6 +483,30 @@ MODELS["nemotron_h"] = NemotronHConfig(
     ssm_state_size=5,
     n_groups=2,
     conv_kernel=3,
+)
+DELTA = {
+    "linear_num_key_heads": 2,
+    "linear_num_value_heads": 4,
+    "linear_key_head_dim": 5,
+    "linear_value_head_dim": 6,
+    "linear_conv_kernel_dim": 3,
+    "layer_types": ("linear_attention", "full_attention") * 2,
+}
+MODELS["qwen3_next"] = Qwen3NextConfig(
+    **SIZES,
+    **HEADS,
+    **DELTA,
+    intermediate_size=42,
+    num_hidden_layers=4,
+    head_dim=12,
+    partial_rotary_factor=0.5,
+    rope_theta=100.0,
+    num_experts=8,
+    num_experts_per_tok=3,
+    moe_intermediate_size=14,
+    shared_expert_intermediate_size=10,
+    mlp_only_layers=(1,),
+    router_aux_loss_coef=0.1,
 )
 MODELS["deepseek_v3-mtp-tied"] = replace(MODELS["deepseek_v3-mtp"], tie_word_embeddings=True)
 

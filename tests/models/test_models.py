@@ -34,6 +34,7 @@ from phalanx.models.model_config import ModelConfig
 from phalanx.models.nemotron_h import NemotronHConfig
 from phalanx.models.olmo3 import Olmo3Config
 from phalanx.models.phi3 import Phi3Config
+from phalanx.models.qwen3_next import Qwen3NextConfig
 from phalanx.models.registry import family_of
 from phalanx.models.rope import ROPE_FIELDS, RopeScaling
 from phalanx.nn.head import Head
@@ -171,6 +172,7 @@ WIDE = (
     NemotronHConfig,
     Olmo3Config,
     Phi3Config,
+    Qwen3NextConfig,
 )
 LAYOUTS = {"one rank": {}, "tp2": dict(tp=2), "pp2": dict(pp=2), "tp2 pp2": dict(tp=2, pp=2), "tp4": dict(tp=4)}
 BATCHES = [sample_batch([1, 2], documents=False), sample_batch([3, 4], documents=False)]
