@@ -307,6 +307,7 @@ POOL: dict[str, tuple[Any, ...]] = {
         [TYPES[0]] * 2,
         ["attention", TYPES[1]],
         ["linear_attention"] * 2,
+        ["full_attention", "linear_attention"],
         [TYPES[0]],
         "full",
     ),
@@ -433,6 +434,13 @@ POOL: dict[str, tuple[Any, ...]] = {
     "scale_decoder_outputs": (True, False, None),
     "decoder_start_token_id": (0, 3, None),
     "classifier_pooling": ("mean",),
+    "linear_num_key_heads": (1, 4, 2, 3),
+    "linear_num_value_heads": (2, 8, 4, 3),
+    "linear_key_head_dim": (4, 7),
+    "linear_value_head_dim": (8, 3),
+    "linear_conv_kernel_dim": (2, 3, 4, 1),
+    "full_attention_interval": (1, 2, 3, 0),
+    "shared_expert_intermediate_size": (8, 13, 0),
 }
 ANY = (None, "x", -1, 0, 1, 1.5, True, False, [], {}, [1])
 # what is refused although transformers reads it, and why

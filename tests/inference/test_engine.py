@@ -56,6 +56,7 @@ FAMILIES = (
     "kimi_k25",
     "mamba2",
     "nemotron_h",
+    "qwen3_next",
 )
 LAYOUTS = (
     ("llama", {"tp": 2}),
@@ -84,6 +85,7 @@ LAYOUTS = (
     ("mamba2", {"tp": 2, "cp": 2}),
     ("mamba2", {"pp": 2}),
     ("nemotron_h", {"tp": 2, "cp": 2}),
+    ("qwen3_next", {"tp": 2, "cp": 2}),
 )
 FOUR = (
     *((model, {"cp": 4}) for model in ("llama", "gpt_oss", "deepseek_v3", "mixtral")),

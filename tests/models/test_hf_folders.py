@@ -240,6 +240,14 @@ NEW = {
     ),
     "mixtral: window": replace(MODELS["mixtral"], sliding_window=5),
     "qwen3_moe: window, biases": replace(MODELS["qwen3_moe"], sliding_window=5, attention_bias=True),
+    "qwen3_next: attention in the fourth layer, biases, tied, one key head": replace(
+        MODELS["qwen3_next"],
+        layer_types=None,
+        attention_bias=True,
+        tie_word_embeddings=True,
+        norm_topk_prob=False,
+        linear_num_key_heads=1,
+    ),
     "gpt_oss: no biases of attention": replace(MODELS["gpt_oss"], attention_bias=False),
     "deepseek_v3: no shared experts": replace(MODELS["deepseek_v3"], n_shared_experts=0),
 }

@@ -63,6 +63,7 @@ TRIPS = [
     ("glm4_moe", dict(ep=2)),
     ("minimax_m2", dict(tp=2)),
     ("llama4_text", dict(ep=2)),
+    ("qwen3_next", dict(tp=2)),
     ("gpt_oss", dict(ep=2)),
     ("gpt_oss", dict(tp=2)),
 ]
