@@ -116,6 +116,7 @@ BUILT_IN: Mapping[str, Mapping[str, str]] = MappingProxyType(
                 "scan": "phalanx.ops.scan.scan:SCAN",
                 "gated_norm": "phalanx.ops.scan.gated_norm:GATED_NORM",
                 "norm_gate": "phalanx.ops.scan.norm_gate:NORM_GATE",
+                "delta": "phalanx.ops.delta.delta:DELTA",
             }
         ),
         "adapter": MappingProxyType({"lora": "phalanx.nn.adapters.lora:LoRA", "dora": "phalanx.nn.adapters.dora:DoRA"}),
