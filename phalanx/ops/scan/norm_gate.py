@@ -16,7 +16,7 @@ from torch.autograd import Function
 
 from phalanx.ops.dense.activation import widened
 from phalanx.ops.dense.grads import add_grad
-from phalanx.ops.op import Case, Kernels, Op
+from phalanx.ops.op import Case, Kernels, Op, triton
 
 HeadGate = Literal["silu", "sigmoid"]
 
@@ -78,7 +78,10 @@ def norm_gate(
 
 
 def _case(gate: HeadGate) -> Callable[..., Tensor]:
-    def call(x: Tensor, z: Tensor, weight: Tensor, kernels: Kernels) -> Tensor:
+    """The gate lies in rows with other features before it."""
+
+    def call(x: Tensor, rows: Tensor, weight: Tensor, kernels: Kernels) -> Tensor:
+        z = rows[:, 3:].unflatten(-1, x.shape[1:])
         return norm_gate(x, z, weight, 1e-3, gate, kernels)
 
     return call
@@ -89,10 +92,11 @@ NORM_GATE = Op(
     "RMSNorm of each head, and then a gate",
     __name__,
     ("forward", "backward"),
+    (triton("phalanx.ops.scan.norm_gate_kernel"),),
     switches=("norm",),
     cases=(
-        Case("norm_gate", _case("silu"), ((7, 3, 6), (7, 3, 6), (6,)), (2,)),
-        Case("norm_gate, sigmoid", _case("sigmoid"), ((5, 2, 13), (5, 2, 13), (13,)), (2,)),
-        Case("norm_gate of 32 heads", _case("silu"), ((1030, 32, 128), (1030, 32, 128), (128,)), (2,), large=True),
+        Case("norm_gate", _case("silu"), ((7, 3, 6), (7, 21), (6,)), (2,)),
+        Case("norm_gate, sigmoid", _case("sigmoid"), ((5, 2, 13), (5, 29), (13,)), (2,)),
+        Case("norm_gate of 32 heads", _case("silu"), ((1030, 32, 128), (1030, 4099), (128,)), (2,), large=True),
     ),
 )
