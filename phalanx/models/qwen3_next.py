@@ -36,7 +36,7 @@ from phalanx.models.delta_layers import (
 from phalanx.models.experts import ROUTER_KEYS, ExpertsConfig, expert_rules, router_fields, router_to_hf
 from phalanx.models.family import Family
 from phalanx.models.model_config import SmallExperts, SmallSizes
-from phalanx.models.qwen3_moe import check_layers
+from phalanx.models.qwen3_moe import SparseStepConfig, check_layers
 from phalanx.models.qwen3_moe import least_layers as layers_with_experts
 
 if TYPE_CHECKING:
@@ -71,7 +71,7 @@ class GatedExpertsConfig(ExpertsConfig):
 
 
 @dataclass(frozen=True, kw_only=True)
-class Qwen3NextConfig(PartialRotaryConfig, GatedExpertsConfig, DeltaLayersConfig):
+class Qwen3NextConfig(PartialRotaryConfig, SparseStepConfig, GatedExpertsConfig, DeltaLayersConfig):
     """Qwen3's fields, those of linear attention and of experts; intermediate_size is the width of dense layers."""
 
     family: Literal["qwen3_next"] = "qwen3_next"
@@ -84,18 +84,9 @@ class Qwen3NextConfig(PartialRotaryConfig, GatedExpertsConfig, DeltaLayersConfig
     """Epsilon of RMSNorm."""
     rope_theta: float = 10000000.0
     """Base of the rotary embedding."""
-    norm_topk_prob: bool = True
-    """Divide the chosen experts' probabilities by their sum."""
-    decoder_sparse_step: int = 1
-    """Every so many layers, the last one has experts."""
-    mlp_only_layers: tuple[int, ...] = ()
-    """Further layers with a dense MLP."""
 
     biases: ClassVar[tuple[str, ...]] = ("attention_bias",)
     offset_norms: ClassVar[bool] = True
-
-    def has_experts(self, layer: int) -> bool:
-        return layer not in self.mlp_only_layers and (layer + 1) % self.decoder_sparse_step == 0
 
 
 # functions that build blocks import torch themselves, because reading a config must not
@@ -246,7 +237,7 @@ def shrink_experts(config: Qwen3NextConfig, small: SmallExperts) -> Qwen3NextCon
 
 def least_layers(config: Qwen3NextConfig) -> int:
     """Layers of both kinds, and one with experts."""
-    return max(delta_least_layers(config), layers_with_experts(config))  # type: ignore[arg-type]
+    return max(delta_least_layers(config), layers_with_experts(config))
 
 
 FAMILY = Family(

@@ -4,6 +4,10 @@ feature of a key, Kimi Team, "Kimi Linear", 2025.
 
 Key heads are shared by groups of value heads as in grouped-query attention: with fewer of them than tp ranks, several
 ranks hold one. Files hold the matrices fused in different ways; HeadRows says where the rows of each head are.
+
+What is narrow (beta and decays, one number of each head and token, or the latents of which decays and gate are made) is
+computed by each tp rank for its own tokens and all heads, never in FP8. Then it is gathered, and a rank keeps its
+heads.
 """
 
 from __future__ import annotations
@@ -27,6 +31,7 @@ from phalanx.ops.delta.context import delta_over_ranks
 from phalanx.ops.delta.delta import DELTA, DeltaInputs
 from phalanx.ops.delta.remembered import delta_remembered
 from phalanx.ops.dense.activation import widened
+from phalanx.ops.experts.exchange import gather
 from phalanx.ops.scan.norm_gate import NORM_GATE, HeadGate, norm_gate
 from phalanx.ops.scan.remembered import convolve_remembered
 from phalanx.ops.scan.scan import decay_rates, steps_of
@@ -83,8 +88,8 @@ class DeltaRows:
 
 
 @dataclass(frozen=True)
-class NarrowGates:
-    """Decays and gate as projections of narrow latents of the layer's input, one decay for each feature of a key.
+class GateLatents:
+    """Decays and gate as projections of latents of the layer's input, one decay for each feature of a key.
 
     names  of the two matrices that make `width` features of the input, first those of decays
     decay  rows of heads in the matrix that makes decays of the first latent; gate: in the one that makes the gate of
@@ -101,7 +106,7 @@ class NarrowGates:
 class GatedDeltaSpec:
     """Everything that defines such a layer.
 
-    rows         of its tensors in files; narrow: how decays and gate are made, if not of the layer's input
+    rows         of its tensors in files; latents: how decays and gate are made, if not of the layer's input
     out, norm    names of the output matrix and of the norm of heads (without `.weight`)
     rate, shift  names of the logarithms of decay rates, and of what is added to decays before their softplus;
                  rate_shape: of the former, if it is no vector
@@ -116,7 +121,7 @@ class GatedDeltaSpec:
     """
 
     rows: DeltaRows
-    narrow: NarrowGates | None = None
+    latents: GateLatents | None = None
     out: str
     norm: str
     rate: str
@@ -137,7 +142,7 @@ class GatedDeltaSpec:
     @property
     def by_feature(self) -> bool:
         """Whether each feature of a key has a decay of its own."""
-        return self.narrow is not None
+        return self.latents is not None
 
     @property
     def decays(self) -> int:
@@ -152,15 +157,15 @@ class GatedDelta(Module):
         super().__init__(env)
         env.refuse_invariance("a delta rule")
         s, own, rows = spec, Heads.of(env, spec.values, spec.keys), spec.rows
-        self.spec, self.keys, self.values = s, own.k1 - own.k0, own.q1 - own.q0
+        self.spec, self.keys, self.values, self.first = s, own.k1 - own.k0, own.q1 - own.q0, own.q0
         init, keys, values = Init("normal", s.std), (own.k0, own.k1, own.replicas), (own.q0, own.q1)
         mixed = [*rows.query.of("q", *keys), *rows.key.of("k", *keys), *rows.value.of("v", *values)]
         gate = [] if rows.gate is None else rows.gate.of("gate", *values)
-        decay = [] if rows.decay is None else rows.decay.of("decay", *values)
-        self.in_proj = ColumnLinear(env, [*mixed, *gate, *rows.beta.of("beta", *values), *decay], s.width, init)
+        self.in_proj = ColumnLinear(env, [*mixed, *gate], s.width, init)
+        self.narrow = ReplicatedLinear(env, narrow_rows(s, env), s.width, init)
+        self.latents = None if s.latents is None else LatentGates(env, s, s.latents, values)
         q, k, v = rows.convolved
         self.conv = self.param(conv_spec([*q.of("q", *keys), *k.of("k", *keys), *v.of("v", *values)], s.taps))
-        self.narrow = None if s.narrow is None else NarrowProjections(env, s, s.narrow, values)
         rates, shifts = s.init
         count = s.values * s.decays
         shift = [OutputRows(s.shift, count, own.q0 * s.decays, own.q1 * s.decays)]
@@ -181,19 +186,16 @@ class GatedDelta(Module):
         y = recompute.op("delta", partial(self._recurrence, batch), mixed, beta, decay)
         return self.out(recompute.op("norm", self._normed, y, gate))
 
-    def takes_lazy(self, x: Tensor) -> bool:
-        alone = self.narrow is None  # else the projections to latents read x too
-        return alone and not any(map(self.env.recompute.recomputes, ("norm", "qkv"))) and self.in_proj.takes_lazy(x)
-
     def _projected(self, x: Tensor) -> tuple[Tensor, ...]:
         """x (T / tp, D) -> what is convolved (T, channels), gate (T, values * value), beta before its activation (T,
         values), decays before theirs (T, values * decays)."""
-        projected, gated = self.in_proj(x), self.values * self.spec.value
-        if self.narrow is None:
-            mixed, gate, beta, decay = projected.split((self.channels, gated, self.values, self.values), -1)
-            return mixed, gate, beta, decay
-        mixed, beta = projected.split((self.channels, self.values), -1)
-        decay, gate = self.narrow(x)
+        projected, narrow, own = self.in_proj(x), self.narrow(x), slice(self.first, self.first + self.values)
+        if self.latents is not None:
+            latents, beta = narrow.split((narrow.shape[1] - self.spec.values, self.spec.values), -1)
+            decay, gate = self.latents(latents)
+            return projected, gate, gather(beta.contiguous(), self.env.tp)[:, own], decay
+        mixed, gate = projected.split((self.channels, projected.shape[1] - self.channels), -1)
+        beta, decay = gather(narrow, self.env.tp).unflatten(-1, (2, -1))[..., own].unbind(1)
         return mixed, gate, beta, decay
 
     def _convolved(self, batch: Batch, mixed: Tensor) -> Tensor:
@@ -242,28 +244,39 @@ class GatedDelta(Module):
         """The recurrence: a state decays, is read twice (by its key and its query), and takes an outer product."""
         s = self.spec
         channels, gated = 2 * s.keys * s.key + s.values * s.value, s.values * s.value
-        weights = s.width * (channels + 2 * s.values + 2 * gated)
-        if s.narrow is not None:
-            narrow = s.narrow.width
-            weights += 2 * s.width * narrow + narrow * (s.values * s.key + gated) - s.width * (s.values + gated)
+        weights = s.width * (channels + s.values + gated)  # and the output's
+        if s.latents is None:
+            weights += s.width * (gated + s.values)
+        else:
+            weights += 2 * s.width * s.latents.width + s.latents.width * (s.values * s.key + gated)
         return 2.0 * weights + 2.0 * s.taps * channels + 8.0 * s.values * s.key * s.value
 
 
-class NarrowProjections(Module):
-    """x (T / tp, D) -> decays (T, heads * key) and gate (T, heads * value) of the heads start..stop, from a latent
-    each. The latents are whole on each tp rank and of its own tokens."""
+class LatentGates(Module):
+    """Both latents (T / tp, 2 * width) -> decays (T, heads * key) and gate (T, heads * value) of the heads
+    start..stop."""
 
-    def __init__(self, env: Env, spec: GatedDeltaSpec, narrow: NarrowGates, heads: tuple[int, int]):
+    def __init__(self, env: Env, spec: GatedDeltaSpec, latents: GateLatents, heads: tuple[int, int]):
         super().__init__(env)
-        init, width = Init("normal", spec.std), narrow.width
-        rows = [OutputRows(name, width, 0, width, env.everyone) for name in narrow.names]
-        self.down = ReplicatedLinear(env, rows, spec.width, init)
-        self.decay = ColumnLinear(env, narrow.decay.of("decay", *heads), width, init)
-        self.gate = ColumnLinear(env, narrow.gate.of("gate", *heads), width, init)
+        init = Init("normal", spec.std)
+        self.decay = ColumnLinear(env, latents.decay.of("decay", *heads), latents.width, init)
+        self.gate = ColumnLinear(env, latents.gate.of("gate", *heads), latents.width, init)
 
-    def forward(self, x: Tensor) -> tuple[Tensor, Tensor]:
-        decay, gate = self.down(x).chunk(2, -1)
+    def forward(self, latents: Tensor) -> tuple[Tensor, Tensor]:
+        decay, gate = latents.chunk(2, -1)
         return self.decay(decay.contiguous()), self.gate(gate.contiguous())
+
+
+def narrow_rows(spec: GatedDeltaSpec, env: Env) -> list[OutputRows]:
+    """Of all heads: latents of decays and of the gate, if there are such, and beta; or beta and decays."""
+    rows, everyone, heads = spec.rows, env.everyone, (0, spec.values)
+    beta = rows.beta.of("beta", *heads, everyone)
+    if spec.latents is not None:
+        width = spec.latents.width
+        return [*(OutputRows(name, width, 0, width, everyone) for name in spec.latents.names), *beta]
+    if rows.decay is None:
+        raise TypeError("a layer without latents has decays of its input")
+    return [*beta, *rows.decay.of("decay", *heads, everyone)]
 
 
 def _rate_spec(spec: GatedDeltaSpec, heads: tuple[int, int], init: Init) -> ParamSpec:
