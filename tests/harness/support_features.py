@@ -36,6 +36,7 @@ from phalanx.models.qwen2 import Qwen2Config
 from phalanx.models.qwen2_5_vl import Qwen25Vision, Qwen25VLConfig
 from phalanx.models.qwen3 import Qwen3Config
 from phalanx.models.qwen3_moe import Qwen3MoEConfig
+from phalanx.models.qwen3_next import Qwen3NextConfig
 from phalanx.models.qwen3_vl import Qwen3Vision, Qwen3VLConfig
 from phalanx.models.registry import load_family
 from phalanx.models.rope import RopeScaling
@@ -61,7 +62,7 @@ DENSE = (
     "gemma4_text",
 )
 LATENT = ("deepseek_v3", "kimi_k25")
-GROUPED = ("mixtral", "qwen3_moe", "gpt_oss", "llama4_text", "minimax_m2", "glm4_moe")
+GROUPED = ("mixtral", "qwen3_moe", "gpt_oss", "llama4_text", "minimax_m2", "glm4_moe", "qwen3_next")
 EXPERTS = (*GROUPED[:3], *LATENT, *GROUPED[3:])
 DECODERS = (*DENSE, "gpt2", "gpt_neox", *EXPERTS, "kinds")
 ENCODERS = ("bert", "modernbert")
@@ -95,6 +96,14 @@ def model_of(family: str, unit: int, length: int) -> Any:
         n_group=2,
         topk_group=1,
         router_bias_update_rate=0.05,
+    )
+    delta = dict(
+        layer_types=("linear_attention", "full_attention"),
+        linear_num_key_heads=4,
+        linear_num_value_heads=8,
+        linear_key_head_dim=unit // 2,
+        linear_value_head_dim=unit // 2,
+        linear_conv_kernel_dim=3,
     )
     match family:
         case "llama":
@@ -142,6 +151,9 @@ def model_of(family: str, unit: int, length: int) -> Any:
             return KimiK25Config(**common, **latent, **chosen, **grouped, intermediate_size=2 * unit)
         case "glm4_moe":
             return Glm4MoEConfig(**heads, **chosen, **grouped, use_qk_norm=True)
+        case "qwen3_next":
+            own = dict(num_experts=4, moe_intermediate_size=2 * unit, shared_expert_intermediate_size=2 * unit)
+            return Qwen3NextConfig(**heads, **chosen, **own, **delta, partial_rotary_factor=1.0)
         case "minimax_m2":
             return MiniMaxM2Config(**heads, **chosen, num_local_experts=4, router_bias_update_rate=0.05)
         case "llama4_text":
