@@ -19,6 +19,8 @@ from triton.compiler import ASTSource
 
 from phalanx.comm import small_kernel, sum_kernel
 from phalanx.ops.attention import join_kernel, paged_kernel, store_kernel
+from phalanx.ops.delta import delta_kernel
+from phalanx.ops.delta.delta import TILES as DELTA_TILES
 from phalanx.ops.dense import (
     dropout_kernel,
     gated_kernel,
@@ -151,7 +153,7 @@ def kernels() -> list[tuple]:
             dict(V=128, V_BLOCK=128, ROWS=16, **wide),
         )
     )
-    found += experts(wide) + fp8_linears() + paged(wide) + invariant(wide) + scans(wide) + symmetric()
+    found += experts(wide) + fp8_linears() + paged(wide) + invariant(wide) + scans(wide) + deltas(wide) + symmetric()
     decays = dict(BETA1=0.9, BETA2=0.95, EPS=1e-8, **wide)
     whole, split = dict(p="*fp32", ties="*fp32"), dict(p="*i16", ties="*u8")
     step = dict(g="*fp32", out=BF, scalars="*fp64", n="i64")
@@ -179,6 +181,48 @@ def symmetric() -> list[tuple]:
         types = read | dict(c=BF, out=BF, alpha="fp32", beta="fp32")
         consts = dict(M=4096, K=4096, ADD=True, TMA=True, WIDE=tl.float32, SIDE=t.side, STEP=t.k)
         found.append((symmetric_kernel._symmetric, types, consts, dict(num_warps=t.warps, num_stages=t.stages)))
+    return found
+
+
+def deltas(wide: dict) -> list[tuple]:
+    """Delta rules of Qwen3-Next's heads, and of Kimi Linear's, whose decays are by feature; with documents."""
+    import triton.language as tl
+
+    found: list[tuple] = []
+    t = DELTA_TILES[0]
+    tokens = dict.fromkeys(("dy", "q", "k", "v", "y", "dq", "dk", "dv", "u_in", "u_out", "dx_out"), BF)
+    kept = dict.fromkeys(("inverse", "weights", "states", "before", "after"), BF)
+    wides = ("decay", "beta", "sums", "passed", "passed_out", "initial", "final", "dinitial", "dfinal")
+    known = dict(scale="fp32", numbers="*i64", **tokens, **kept, **dict.fromkeys((*wides, "ddecay", "dbeta"), "*fp32"))
+    how = dict(NORMALIZE=True, EPSILON=1e-6, DOCUMENTS=True)
+    for by_feature in (False, True):
+        of_tokens = dict.fromkeys(("read", "write", "ask"), "*fp32")
+        scaled = dict.fromkeys(("reading", "writing", "asking"), BF)
+        absent = of_tokens if by_feature else {"reading": BF}
+        sizes = dict(H=32, K=128, EACH=1 if by_feature else 2, C=delta_kernel.CHUNK, BK=128)
+        shape = dict(ELEMENT=tl.bfloat16, PRECISION="tf32x3", **sizes, **wide)
+        types = {**known, **of_tokens, **scaled}
+
+        def add(kernel, constants: dict, options: dict, absent: dict = absent, types: dict = types) -> None:
+            constants = dict(constants, **{name: None for name in kernel.arg_names if name in absent})
+            given = {name: types.get(name, "i32") for name in kernel.arg_names if name not in constants}
+            found.append((kernel, given, constants, options))
+
+        of_states = dict(BY_FEATURE=by_feature, V=128, BV=t.values, **shape)
+        options = dict(num_warps=t.warps, num_stages=t.stages)
+        of_chunks = dict(num_warps=4)
+        if by_feature:
+            add(delta_kernel._sums, how | shape, of_chunks, {})
+        depth = dict(DEPTH=delta_kernel.LEVELS)
+        prepared = dict(BY_FEATURE=by_feature, B=delta_kernel.BLOCK, **depth)
+        add(delta_kernel._prepare, prepared | how | shape, of_chunks)
+        add(delta_kernel._pass, dict(INITIAL=True, **of_states), options)
+        add(delta_kernel._outputs, of_states | dict(BV=t.outputs), of_chunks)
+        add(delta_kernel._pass_back, dict(FINAL=True, **of_states), options)
+        of_grads = dict(V=128, BV=t.grads) | how | shape
+        kernel = delta_kernel._grads_by_feature if by_feature else delta_kernel._grads
+        more, missing = (depth, {}) if by_feature else ({}, absent)
+        add(kernel, of_grads | more, dict(num_warps=t.grad_warps, num_stages=t.grad_stages), missing)
     return found
 
 

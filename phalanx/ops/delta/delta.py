@@ -34,12 +34,39 @@ from torch import Tensor
 from torch.autograd import Function
 
 from phalanx.ops.dense.activation import widened
-from phalanx.ops.op import ALL_KERNELS, Case, Implementation, Kernels, Op
+from phalanx.ops.op import ALL_KERNELS, Case, Implementation, Kernels, Op, triton
 from phalanx.ops.scan.rows import StateSlots, documents_of
 
 CHUNK = 64
 BLOCK = 16  # tokens; decays by feature are compared token by token inside it
 EPS = 1e-6  # of the squared lengths of queries and keys
+
+
+@dataclass(frozen=True)
+class DeltaTiles:
+    """How the Triton kernels are cut.
+
+    values   features of values of a program that follows states from chunk to chunk; its warps and stages
+    outputs  features of values of a program that computes outputs
+    grads    the same of gradients, at a time; grad_warps and grad_stages: of such a program
+    """
+
+    values: int
+    warps: int
+    stages: int
+    outputs: int
+    grads: int
+    grad_warps: int
+    grad_stages: int
+
+
+TILES = (
+    DeltaTiles(64, 4, 3, 128, 64, 8, 1),
+    DeltaTiles(32, 4, 3, 128, 64, 8, 1),
+    DeltaTiles(32, 2, 2, 64, 32, 4, 1),
+    DeltaTiles(16, 4, 1, 64, 16, 8, 1),
+)
+"""Those with which the Triton kernels are tried on a GPU, in this order."""
 
 
 class DeltaInputs(NamedTuple):
@@ -308,7 +335,15 @@ DELTA = Op(
     "the gated delta rule inside documents, from a first state to the last",
     __name__,
     ("delta_forward", "delta_backward"),
-    (Implementation("dry", f"{__name__}:DryDelta", "meta", modes=ALL_KERNELS),),
+    (
+        triton(
+            "phalanx.ops.delta.delta_kernel:DeltaKernels",
+            tunings=TILES,
+            fits=lambda features: features <= 128,
+            shapes="keys of at most 128 features",
+        ),
+        Implementation("dry", f"{__name__}:DryDelta", "meta", modes=ALL_KERNELS),
+    ),
     cases=(
         Case("delta, documents", _case(True, True), _shapes((2, 75), (2, 5), (4, 6)), dtypes=EXACT),
         Case("delta, whole rows", _case(False, False), _shapes((1, 130), (2, 16), (2, 16)), dtypes=EXACT),
