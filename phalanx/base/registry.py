@@ -54,6 +54,8 @@ BUILT_IN: Mapping[str, Mapping[str, str]] = MappingProxyType(
                 "mamba2": "phalanx.models.mamba2:FAMILY",
                 "nemotron_h": "phalanx.models.nemotron_h:FAMILY",
                 "qwen3_next": "phalanx.models.qwen3_next:FAMILY",
+                "qwen3_5_text": "phalanx.models.qwen3_5_text:FAMILY",
+                "qwen3_5_moe_text": "phalanx.models.qwen3_5_moe_text:FAMILY",
                 "modernbert": "phalanx.models.modernbert:FAMILY",
                 "llava": "phalanx.models.llava:FAMILY",
                 "qwen2_5_vl": "phalanx.models.qwen2_5_vl:FAMILY",

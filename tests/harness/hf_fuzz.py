@@ -123,6 +123,17 @@ FAMILIES: dict[str, dict[str, Any]] = {
         moe_intermediate_size=12,
         shared_expert_intermediate_size=10,
     ),
+    "qwen3_5_text": dict(COMMON, **DELTA, num_key_value_heads=2, head_dim=16),
+    "qwen3_5_moe_text": dict(
+        {k: v for k, v in COMMON.items() if k != "intermediate_size"},
+        **DELTA,
+        num_key_value_heads=2,
+        head_dim=16,
+        num_experts=4,
+        num_experts_per_tok=2,
+        moe_intermediate_size=12,
+        shared_expert_intermediate_size=10,
+    ),
     "gpt_oss": dict(
         COMMON, num_key_value_heads=2, head_dim=10, num_local_experts=4, num_experts_per_tok=2, sliding_window=5
     ),

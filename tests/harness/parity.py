@@ -43,6 +43,8 @@ from phalanx.models.phi3 import Phi3Config
 from phalanx.models.qwen2 import Qwen2Config
 from phalanx.models.qwen2_5_vl import Qwen25Vision, Qwen25VLConfig
 from phalanx.models.qwen3 import Qwen3Config
+from phalanx.models.qwen3_5_moe_text import Qwen35MoETextConfig
+from phalanx.models.qwen3_5_text import Qwen35TextConfig
 from phalanx.models.qwen3_moe import Qwen3MoEConfig
 from phalanx.models.qwen3_next import Qwen3NextConfig
 from phalanx.models.qwen3_vl import Qwen3Vision, Qwen3VLConfig
@@ -492,22 +494,19 @@ DELTA = {
     "linear_conv_kernel_dim": 3,
     "layer_types": ("linear_attention", "full_attention") * 2,
 }
+GATED = {**SIZES, **HEADS, **DELTA, "head_dim": 12, "partial_rotary_factor": 0.5, "rope_theta": 100.0}
+CHOSEN = {
+    "num_experts": 8,
+    "num_experts_per_tok": 3,
+    "moe_intermediate_size": 14,
+    "shared_expert_intermediate_size": 10,
+    "router_aux_loss_coef": 0.1,
+}
 MODELS["qwen3_next"] = Qwen3NextConfig(
-    **SIZES,
-    **HEADS,
-    **DELTA,
-    intermediate_size=42,
-    num_hidden_layers=4,
-    head_dim=12,
-    partial_rotary_factor=0.5,
-    rope_theta=100.0,
-    num_experts=8,
-    num_experts_per_tok=3,
-    moe_intermediate_size=14,
-    shared_expert_intermediate_size=10,
-    mlp_only_layers=(1,),
-    router_aux_loss_coef=0.1,
+    **GATED, **CHOSEN, intermediate_size=42, num_hidden_layers=4, mlp_only_layers=(1,)
 )
+MODELS["qwen3_5_text"] = Qwen35TextConfig(**GATED, intermediate_size=42, num_hidden_layers=4)
+MODELS["qwen3_5_moe_text"] = Qwen35MoETextConfig(**GATED, **CHOSEN, num_hidden_layers=4)
 MODELS["deepseek_v3-mtp-tied"] = replace(MODELS["deepseek_v3-mtp"], tie_word_embeddings=True)
 
 

@@ -57,6 +57,8 @@ FAMILIES = (
     "mamba2",
     "nemotron_h",
     "qwen3_next",
+    "qwen3_5_text",
+    "qwen3_5_moe_text",
 )
 LAYOUTS = (
     ("llama", {"tp": 2}),

@@ -24,11 +24,13 @@ from phalanx.layout.config import LayoutConfig
 from phalanx.models.check import check
 from phalanx.models.registry import family_of
 from phalanx.planning.blocks import exported_shapes, model_facts
+from tests.harness import hf_fuzz
 from tests.harness.checkpoints import make_run, make_state, save_here, set_state
 from tests.harness.parity import MODELS
 
 RECIPES = Path(__file__).parents[2] / "recipes"
-FAMILIES = ("qwen3_next",)
+FAMILIES = ("qwen3_next", "qwen3_5_text", "qwen3_5_moe_text")
+QWEN35 = {"qwen3_5_text": "Qwen3_5", "qwen3_5_moe_text": "Qwen3_5Moe"}
 LINEAR, FULL = "linear_attention", "full_attention"
 
 
@@ -47,7 +49,7 @@ def test_config_there_and_back(family):
     assert from_hf(json.loads(theirs.to_json_string(use_diff=False))) == model
 
 
-@pytest.mark.parametrize("family", ["qwen3_next"])
+@pytest.mark.parametrize("family", ["qwen3_next", *QWEN35])
 def test_layers_by_interval(family):
     """As the first published folders say it."""
     config = {k: v for k, v in written(family).items() if k != "layer_types"}
@@ -117,6 +119,30 @@ def test_a_published_module_of_token_prediction_is_left_out(tmp_path):
     save_file({**tensors, "mtq.fc.weight": torch.ones(4, 4)}, file, metadata={"format": "pt"})
     with pytest.raises(CheckpointError, match="mtq.fc.weight"):
         load_weights(folder, state.buffers, Mesh(state.model.plan.grid, 0))
+
+
+@pytest.mark.parametrize("family", QWEN35)
+@pytest.mark.parametrize("stacked", [False, True], ids=["matrices", "stacks"])
+def test_the_text_of_a_folder_with_a_vision_tower(tmp_path, family, stacked):
+    """Truth: the whole model of transformers, given text, from its own folder. Published folders have the experts of a
+    layer in two stacks."""
+    if stacked and family == "qwen3_5_text":
+        pytest.skip("it has no experts")
+    tower = dict(depth=1, hidden_size=16, intermediate_size=20, num_heads=2, out_hidden_size=32, patch_size=2)
+    with hf_fuzz.wide():
+        config = getattr(transformers, f"{QWEN35[family]}Config")(text_config=written(family), vision_config=tower)
+        torch.manual_seed(0)
+        made_by = getattr(transformers, f"{QWEN35[family]}ForConditionalGeneration")
+        theirs = made_by._from_config(config, experts_implementation="eager").double().eval()
+        hf_fuzz.randomise(theirs)
+        theirs.save_pretrained(tmp_path, save_original_format=not stacked)
+        names = {name for file in tmp_path.glob("*.safetensors") for name in load_file(file)}
+        assert any("visual" in name for name in names)
+        assert any(name.endswith("experts.gate_up_proj") for name in names) == stacked
+        with torch.no_grad():
+            expected = theirs(hf_fuzz.tokens_of(131)).logits.flatten(0, 1)
+    found = hf_fuzz.our_logits(tmp_path)
+    assert (found - expected).abs().max() <= 1e-10 * expected.abs().max()
 
 
 @pytest.mark.soak

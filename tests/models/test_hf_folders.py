@@ -248,6 +248,10 @@ NEW = {
         norm_topk_prob=False,
         linear_num_key_heads=1,
     ),
+    "qwen3_5_text: attention in the fourth layer, tied": replace(
+        MODELS["qwen3_5_text"], layer_types=None, tie_word_embeddings=True, partial_rotary_factor=1.0
+    ),
+    "qwen3_5_moe_text": MODELS["qwen3_5_moe_text"],
     "gpt_oss: no biases of attention": replace(MODELS["gpt_oss"], attention_bias=False),
     "deepseek_v3: no shared experts": replace(MODELS["deepseek_v3"], n_shared_experts=0),
 }

@@ -23,6 +23,7 @@ from phalanx.layout.config import LayoutConfig
 from phalanx.models.decoder import rotation
 from phalanx.models.decoder_config import DecoderConfig
 from phalanx.models.deepseek_v3 import LatentConfig
+from phalanx.models.gated_layers import GatedAttentionConfig
 from phalanx.models.gemma2 import Gemma2Config
 from phalanx.models.gemma3_text import Gemma3TextConfig
 from phalanx.models.gemma4_text import Gemma4TextConfig
@@ -34,7 +35,6 @@ from phalanx.models.model_config import ModelConfig
 from phalanx.models.nemotron_h import NemotronHConfig
 from phalanx.models.olmo3 import Olmo3Config
 from phalanx.models.phi3 import Phi3Config
-from phalanx.models.qwen3_next import Qwen3NextConfig
 from phalanx.models.registry import family_of
 from phalanx.models.rope import ROPE_FIELDS, RopeScaling
 from phalanx.nn.head import Head
@@ -157,6 +157,15 @@ CASES = {
     "nemotron_h: biases, one group, longer steps": replace(
         MODELS["nemotron_h"], n_groups=1, use_bias=True, mlp_bias=True, time_step_min=0.5, time_step_max=0.7
     ),
+    "qwen3_5_text": replace(MODELS["qwen3_5_text"], linear_conv_kernel_dim=4),
+    "qwen3_5_text: one key head, biases, tied, linear scaling": replace(
+        MODELS["qwen3_5_text"],
+        layer_types=("full_attention", "linear_attention", "linear_attention", "full_attention"),
+        linear_num_key_heads=1,
+        attention_bias=True,
+        tie_word_embeddings=True,
+        rope_scaling=RopeScaling(rope_type="linear", factor=2.0),
+    ),
     "gpt2": replace(MODELS["gpt2"], dropout=0.0, attention_dropout=0.0),
     "gpt2: narrow mlp": replace(
         MODELS["gpt2"], dropout=0.0, attention_dropout=0.0, intermediate_size=37, num_hidden_layers=2
@@ -164,6 +173,7 @@ CASES = {
 }
 # families of which transformers computes more in float32 than `widen` knows
 WIDE = (
+    GatedAttentionConfig,
     Gemma2Config,
     Gemma3TextConfig,
     Gemma4TextConfig,
@@ -172,7 +182,6 @@ WIDE = (
     NemotronHConfig,
     Olmo3Config,
     Phi3Config,
-    Qwen3NextConfig,
 )
 LAYOUTS = {"one rank": {}, "tp2": dict(tp=2), "pp2": dict(pp=2), "tp2 pp2": dict(tp=2, pp=2), "tp4": dict(tp=4)}
 BATCHES = [sample_batch([1, 2], documents=False), sample_batch([3, 4], documents=False)]

@@ -113,6 +113,7 @@ CASES = {
         tie_word_embeddings=True,
         rope_scaling=RopeScaling(rope_type="yarn", factor=4.0, original_max_position_embeddings=8),
     ),
+    "qwen3_5_moe_text": replace(MODELS["qwen3_5_moe_text"], router_aux_loss_coef=0.0, linear_conv_kernel_dim=4),
     "gpt_oss": replace(MODELS["gpt_oss"], router_aux_loss_coef=0.0, router_z_loss_coef=0.0),
     "gpt_oss: layers of a kind, tied, no scaling": replace(
         MODELS["gpt_oss"],

@@ -64,6 +64,8 @@ TRIPS = [
     ("minimax_m2", dict(tp=2)),
     ("llama4_text", dict(ep=2)),
     ("qwen3_next", dict(tp=2)),
+    ("qwen3_5_text", dict(tp=2)),
+    ("qwen3_5_moe_text", dict(ep=2)),
     ("gpt_oss", dict(ep=2)),
     ("gpt_oss", dict(tp=2)),
 ]

@@ -13,16 +13,14 @@ from phalanx.layout.config import LayoutConfig
 from tests.harness.parity import MODELS, base_run, sample_batch
 from tests.nn.test_state_space import LENGTH
 
-LINEAR = ("linear_attention",) * 4
 LAYOUTS = {"one rank": {}, "cp3": {"cp": 3}, "tp2 cp2": {"tp": 2, "cp": 2}}
 
 
 def run_of(family: str, **layout: int) -> Run:
-    """All layers with linear attention and a dense MLP: rows of experts are multiplied together, whatever document they
-    are of."""
+    """Layers of both kinds, with dense MLPs: rows of experts are multiplied together, whatever document they are of."""
     run = base_run(family, global_batch=1, seq_length=LENGTH)
     dense = {"mlp_only_layers": (0, 1, 2, 3)} if family == "qwen3_next" else {}
-    model = replace(run.model, layer_types=LINEAR, **dense)
+    model = replace(run.model, **dense)
     return replace(run, model=model, layout=LayoutConfig(**layout))
 
 
@@ -44,13 +42,14 @@ def test_a_document_changes_no_bit_of_another(ranks, layout):
 
 @pytest.mark.parametrize("tp, cp", [(1, 3), (2, 2)])
 def test_bytes_of_exchanges(ranks, tp, cp):
-    """By layer and pass: what two chunks of each sequence leave and how they change a state goes to all ranks, and the
-    tokens before a convolution to each neighbour. On the way back, states are summed, and gradients of tokens return."""
+    """By layer and pass: what two chunks of each sequence leave, and how they change a state, goes to all ranks, and
+    the tokens before a convolution to each neighbour. On the way back, states are summed, and gradients of tokens
+    return."""
     run, sequences = run_of("qwen3_next", tp=tp, cp=cp), 2
     run = replace(run, train=replace(run.train, micro_batch=sequences, global_batch=sequences))
     batch = sample_batch([1, 2], True, LENGTH)
     found = ranks.run("tests.nn.test_state_space:calls_of", tp * cp, run, batch)
-    m, layers = MODELS["qwen3_next"], run.model.num_hidden_layers
+    m, layers = MODELS["qwen3_next"], run.model.types.count("linear_attention")
     keys, values = m.linear_num_key_heads // tp, m.linear_num_value_heads // tp
     key, value = m.linear_key_head_dim, m.linear_value_head_dim
     states = 2 * sequences * values * key * (value + key) * 8

@@ -100,6 +100,18 @@ NAMED = {
     "qwen3_next pp2 x 2 virtual stages, dp2, ep2, pointwise recompute": case(
         "qwen3_next", 4, pp=2, virtual_stages=2, ep=2, recompute="pointwise", documents=True
     ),
+    "qwen3_5_text tp2 cp2, all-gather, packed, selective recompute": case(
+        "qwen3_5_text",
+        4,
+        tp=2,
+        cp=2,
+        cp_attention="allgather",
+        documents="packed",
+        recompute="selective",
+        global_batch=2,
+    ),
+    "qwen3_5_text pp2, dp2, level 3, documents": case("qwen3_5_text", 4, pp=2, sharding=3, documents=True),
+    "qwen3_5_moe_text tp2 pp2, ep2, documents": case("qwen3_5_moe_text", 4, tp=2, pp=2, ep=2, documents=True),
     "llama4_text cp2 ep2, heads, chunks, documents": case(
         "llama4_text", 2, cp=2, cp_ulysses=2, ep=2, documents=True, global_batch=2
     ),
