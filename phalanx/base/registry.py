@@ -56,6 +56,7 @@ BUILT_IN: Mapping[str, Mapping[str, str]] = MappingProxyType(
                 "qwen3_next": "phalanx.models.qwen3_next:FAMILY",
                 "qwen3_5_text": "phalanx.models.qwen3_5_text:FAMILY",
                 "qwen3_5_moe_text": "phalanx.models.qwen3_5_moe_text:FAMILY",
+                "kimi_linear": "phalanx.models.kimi_linear:FAMILY",
                 "modernbert": "phalanx.models.modernbert:FAMILY",
                 "llava": "phalanx.models.llava:FAMILY",
                 "qwen2_5_vl": "phalanx.models.qwen2_5_vl:FAMILY",

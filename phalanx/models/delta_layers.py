@@ -3,8 +3,9 @@ pattern: fields of the `model` section, rules, config.json in both directions, t
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, ClassVar, Literal, get_args
+from typing import TYPE_CHECKING, Any, ClassVar, Literal, NamedTuple, get_args
 
 from phalanx.base.errors import Problem
 from phalanx.base.rules import at_least, divisors, problem
@@ -19,26 +20,29 @@ if TYPE_CHECKING:
 DeltaKind = Literal["linear_attention", "full_attention"]
 
 
+class DeltaSizes(NamedTuple):
+    """Numbers of heads of keys and of values in linear attention, and the widths of a key and of a value."""
+
+    keys: int
+    values: int
+    key: int
+    value: int
+
+
 @dataclass(frozen=True, kw_only=True)
-class DeltaLayersConfig(DecoderConfig):
-    """Llama's fields, and those of layers with linear attention."""
+class LinearLayersConfig(DecoderConfig):
+    """Llama's fields, and which layers have linear attention."""
 
     layer_types: tuple[DeltaKind, ...] | None = None
     """What each layer is: linear_attention (a gated delta rule) or full_attention; unset: of every four layers, the
     last has attention."""
-    linear_num_key_heads: int = 16
-    """Heads of keys and queries in a layer with linear attention."""
-    linear_num_value_heads: int = 32
-    """Heads of values there, each with a state; groups of them share a head of keys and queries."""
-    linear_key_head_dim: int = 128
-    """Width of a head of keys and queries there."""
-    linear_value_head_dim: int = 128
-    """Width of a head of values there."""
     linear_conv_kernel_dim: int = 4
     """Tokens that the convolution before the delta rule reads: each token and those before it."""
 
     period: ClassVar[int] = 4
     """Of so many layers in a row the last has attention."""
+    heads_fields: ClassVar[tuple[str, str]] = ("linear_num_key_heads", "linear_num_value_heads")
+    """The fields that say how many heads of keys and of values linear attention has."""
 
     @property
     def types(self) -> tuple[DeltaKind, ...]:
@@ -53,6 +57,30 @@ class DeltaLayersConfig(DecoderConfig):
     def taps(self) -> int:
         return self.linear_conv_kernel_dim if "linear_attention" in self.types else 0
 
+    @property
+    def delta_sizes(self) -> DeltaSizes:
+        """Heads of linear attention, and their widths."""
+        raise NotImplementedError
+
+
+@dataclass(frozen=True, kw_only=True)
+class DeltaLayersConfig(LinearLayersConfig):
+    """The same, with heads of keys that groups of value heads share."""
+
+    linear_num_key_heads: int = 16
+    """Heads of keys and queries in a layer with linear attention."""
+    linear_num_value_heads: int = 32
+    """Heads of values there, each with a state; groups of them share a head of keys and queries."""
+    linear_key_head_dim: int = 128
+    """Width of a head of keys and queries there."""
+    linear_value_head_dim: int = 128
+    """Width of a head of values there."""
+
+    @property
+    def delta_sizes(self) -> DeltaSizes:
+        keys, values = self.linear_num_key_heads, self.linear_num_value_heads
+        return DeltaSizes(keys, values, self.linear_key_head_dim, self.linear_value_head_dim)
+
 
 def pattern(layers: int, period: int) -> tuple[DeltaKind, ...]:
     """The kinds of layers if each `period`-th has attention."""
@@ -62,7 +90,7 @@ def pattern(layers: int, period: int) -> tuple[DeltaKind, ...]:
 # ---- the layer; functions that build it import torch themselves, because reading a config must not
 
 
-def gated_delta(config: DeltaLayersConfig, env: Env, name: str, rows: DeltaRows, **changes: Any) -> GatedDelta:
+def gated_delta(config: LinearLayersConfig, env: Env, name: str, rows: DeltaRows, **changes: Any) -> GatedDelta:
     """A layer whose tensors' names begin with `name`, as Qwen has it. `changes`: fields of GatedDeltaSpec in which a
     family differs."""
     from phalanx.layout.param import Init
@@ -76,10 +104,7 @@ def gated_delta(config: DeltaLayersConfig, env: Env, name: str, rows: DeltaRows,
         rate=f"{name}.A_log",
         shift=f"{name}.dt_bias",
         width=c.hidden_size,
-        keys=c.linear_num_key_heads,
-        values=c.linear_num_value_heads,
-        key=c.linear_key_head_dim,
-        value=c.linear_value_head_dim,
+        **c.delta_sizes._asdict(),
         taps=c.linear_conv_kernel_dim,
         eps=c.rms_norm_eps,
         std=c.initializer_range,
@@ -92,13 +117,25 @@ def one_after_the_other(config: DeltaLayersConfig, name: str) -> tuple[HeadRows,
     """Queries, keys and values in one tensor: all heads of each, one kind after the other."""
     from phalanx.nn.gated_delta import HeadRows
 
-    c = config
-    keys, values = c.linear_num_key_heads * c.linear_key_head_dim, c.linear_num_value_heads * c.linear_value_head_dim
-    size, of_keys = 2 * keys + values, (c.linear_num_key_heads, c.linear_key_head_dim)
+    s = config.delta_sizes
+    of_keys = s.keys * s.key
+    size = 2 * of_keys + s.values * s.value
     return (
-        HeadRows.whole(name, *of_keys, 0, size),
-        HeadRows.whole(name, *of_keys, keys, size),
-        HeadRows.whole(name, c.linear_num_value_heads, c.linear_value_head_dim, 2 * keys, size),
+        HeadRows.whole(name, s.keys, s.key, 0, size),
+        HeadRows.whole(name, s.keys, s.key, of_keys, size),
+        HeadRows.whole(name, s.values, s.value, 2 * of_keys, size),
+    )
+
+
+def one_tensor_each(config: LinearLayersConfig, names: Sequence[str]) -> tuple[HeadRows, HeadRows, HeadRows]:
+    """Queries, keys and values in tensors of their own, of these names."""
+    from phalanx.nn.gated_delta import HeadRows
+
+    (q, k, v), s = names, config.delta_sizes
+    return (
+        HeadRows.whole(q, s.keys, s.key),
+        HeadRows.whole(k, s.keys, s.key),
+        HeadRows.whole(v, s.values, s.value),
     )
 
 
@@ -108,13 +145,7 @@ SIZES = ("linear_num_key_heads", "linear_num_value_heads", "linear_key_head_dim"
 
 
 def check_delta_layers(config: DeltaLayersConfig) -> list[Problem]:
-    found = at_least("model", config, 1, *SIZES) + at_least("model", config, 2, "linear_conv_kernel_dim")
-    layers, kinds = config.num_hidden_layers, config.layer_types
-    if kinds is not None and len(kinds) != layers >= 1:
-        because = {"kinds": len(kinds), "model.num_hidden_layers": layers}
-        whole = (kinds * layers)[:layers]
-        valid = ((whole,) if whole else ()) + (None,)
-        found.append(problem("model", config, "layer_types", "must have one kind per layer", because, valid))
+    found = at_least("model", config, 1, *SIZES) + check_kinds_of_layers(config)
     keys, values = config.linear_num_key_heads, config.linear_num_value_heads
     if not found and values % keys:
         because, rule = {"model.linear_num_value_heads": values}, "must divide linear_num_value_heads"
@@ -122,18 +153,29 @@ def check_delta_layers(config: DeltaLayersConfig) -> list[Problem]:
     return found
 
 
-def split_delta_heads(config: DeltaLayersConfig, tp: int) -> list[Problem]:
+def check_kinds_of_layers(config: LinearLayersConfig) -> list[Problem]:
+    found = at_least("model", config, 2, "linear_conv_kernel_dim")
+    layers, kinds = config.num_hidden_layers, config.layer_types
+    if kinds is not None and len(kinds) != layers >= 1:
+        because = {"kinds": len(kinds), "model.num_hidden_layers": layers}
+        whole = (kinds * layers)[:layers]
+        valid = ((whole,) if whole else ()) + (None,)
+        found.append(problem("model", config, "layer_types", "must have one kind per layer", because, valid))
+    return found
+
+
+def split_delta_heads(config: LinearLayersConfig, tp: int) -> list[Problem]:
     """What the heads of linear attention say; those of attention are every model's."""
-    keys, values, found = config.linear_num_key_heads, config.linear_num_value_heads, list[Problem]()
+    (keys, values, *_), (of_keys, of_values) = config.delta_sizes, config.heads_fields
+    found = list[Problem]()
     if "linear_attention" not in config.types:
         return found
     valid = divisors(tp, values, config.num_attention_heads)
     if values % tp:
-        because = {"model.linear_num_value_heads": values}
-        found.append(Problem("layout.tp", tp, "must divide linear_num_value_heads", because, valid))
-    if keys % tp and tp % keys:
-        rule = "must divide linear_num_key_heads or be a multiple of it"
-        found.append(Problem("layout.tp", tp, rule, {"model.linear_num_key_heads": keys}, valid))
+        found.append(Problem("layout.tp", tp, f"must divide {of_values}", {f"model.{of_values}": values}, valid))
+    if keys != values and keys % tp and tp % keys:
+        rule = f"must divide {of_keys} or be a multiple of it"
+        found.append(Problem("layout.tp", tp, rule, {f"model.{of_keys}": keys}, valid))
     return found
 
 
@@ -194,6 +236,6 @@ def small_delta(config: DeltaLayersConfig, small: SmallSizes) -> dict[str, Any]:
     }
 
 
-def delta_least_layers(config: DeltaLayersConfig) -> int:
+def delta_least_layers(config: LinearLayersConfig) -> int:
     """Layers until each kind has come once."""
     return max(config.types.index(kind) for kind in set(config.types)) + 1

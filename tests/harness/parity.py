@@ -27,6 +27,7 @@ from phalanx.models.gpt2 import GPT2Config
 from phalanx.models.gpt_neox import GPTNeoXConfig
 from phalanx.models.gpt_oss import GptOssConfig
 from phalanx.models.kimi_k25 import KimiK25Config
+from phalanx.models.kimi_linear import KimiLinearConfig
 from phalanx.models.llama import LlamaConfig
 from phalanx.models.llama4_text import Llama4TextConfig
 from phalanx.models.llava import LlavaConfig
@@ -506,6 +507,22 @@ MODELS["qwen3_next"] = Qwen3NextConfig(
     **GATED, **CHOSEN, intermediate_size=42, num_hidden_layers=4, mlp_only_layers=(1,)
 )
 MODELS["qwen3_5_text"] = Qwen35TextConfig(**GATED, intermediate_size=42, num_hidden_layers=4)
+MODELS["kimi_linear"] = KimiLinearConfig(
+    **SIZES,
+    **LATENTS,
+    intermediate_size=42,
+    num_hidden_layers=4,
+    num_attention_heads=4,
+    layer_types=DELTA["layer_types"],
+    linear_num_heads=4,
+    linear_head_dim=5,
+    linear_conv_kernel_dim=3,
+    n_routed_experts=8,
+    num_experts_per_tok=3,
+    moe_intermediate_size=14,
+    n_group=2,
+    router_aux_loss_coef=0.1,
+)
 MODELS["qwen3_5_moe_text"] = Qwen35MoETextConfig(**GATED, **CHOSEN, num_hidden_layers=4)
 MODELS["deepseek_v3-mtp-tied"] = replace(MODELS["deepseek_v3-mtp"], tie_word_embeddings=True)
 

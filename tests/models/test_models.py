@@ -28,6 +28,7 @@ from phalanx.models.gemma2 import Gemma2Config
 from phalanx.models.gemma3_text import Gemma3TextConfig
 from phalanx.models.gemma4_text import Gemma4TextConfig
 from phalanx.models.gpt2 import GPT2Config
+from phalanx.models.kimi_linear import KimiLinearConfig
 from phalanx.models.llama import LlamaConfig
 from phalanx.models.llama4_text import Llama4TextConfig
 from phalanx.models.mamba2 import Mamba2Config
@@ -177,6 +178,7 @@ WIDE = (
     Gemma2Config,
     Gemma3TextConfig,
     Gemma4TextConfig,
+    KimiLinearConfig,
     Llama4TextConfig,
     Mamba2Config,
     NemotronHConfig,

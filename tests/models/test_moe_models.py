@@ -27,6 +27,7 @@ from phalanx.layout.config import LayoutConfig
 from phalanx.models.experts import ExpertsConfig
 from phalanx.models.gpt_oss import GptOssConfig
 from phalanx.models.mixtral import MixtralConfig
+from phalanx.models.registry import family_of
 from phalanx.models.rope import RopeScaling
 from phalanx.sequence.batch import IGNORE, Batch
 from tests.harness.checkpoints import make_run
@@ -112,6 +113,17 @@ CASES = {
         attention_bias=True,
         tie_word_embeddings=True,
         rope_scaling=RopeScaling(rope_type="yarn", factor=4.0, original_max_position_embeddings=8),
+    ),
+    "kimi_linear": replace(MODELS["kimi_linear"], router_aux_loss_coef=0.0, linear_conv_kernel_dim=4),
+    "kimi_linear: queries from latents, two dense layers, weights as they are, one group": replace(
+        MODELS["kimi_linear"],
+        router_aux_loss_coef=0.0,
+        layer_types=("full_attention", "linear_attention", "linear_attention", "full_attention"),
+        q_lora_rank=6,
+        first_k_dense_replace=2,
+        n_shared_experts=2,
+        norm_topk_prob=False,
+        n_group=1,
     ),
     "qwen3_5_moe_text": replace(MODELS["qwen3_5_moe_text"], router_aux_loss_coef=0.0, linear_conv_kernel_dim=4),
     "gpt_oss": replace(MODELS["gpt_oss"], router_aux_loss_coef=0.0, router_z_loss_coef=0.0),
@@ -264,11 +276,12 @@ def hugging_face(case: str) -> dict:
         logits = model(tokens.view(-1, SEQ)).logits.flatten(0, 1)
     loss = F.cross_entropy(logits, labels, ignore_index=IGNORE, reduction="sum") / (labels != IGNORE).sum()
     loss.backward()
-    weights = saved(model)
+    today = family_of(config).tensors.today
+    weights = {today(name): tensor for name, tensor in saved(model).items()}
     with torch.no_grad():
         for p in model.parameters():
             p.copy_(p.grad)
-    grads = {k: v for k, v in saved(model).items() if not k.endswith("e_score_correction_bias")}
+    grads = {today(k): v for k, v in saved(model).items() if not k.endswith("e_score_correction_bias")}
     return {"weights": weights, "grads": grads, "logits": logits.detach().numpy(), "loss": loss.item()}
 
 
