@@ -35,6 +35,8 @@ from phalanx.models.delta_layers import (
 from phalanx.models.family import Family
 from phalanx.models.grouped_experts import (
     GroupedExpertsConfig,
+    balance_fields,
+    balance_to_hf,
     check_grouped_experts,
     dense_if_all_are,
     matrices,
@@ -214,6 +216,8 @@ KEYS = {
     "moe_router_activation_func": text("sigmoid"),
     "moe_layer_freq": integer(1),
     "num_nextn_predict_layers": integer(0),
+    "aux_loss_alpha": number(0.0),
+    "seq_aux": switch(True),
 }
 PUBLISHED = {
     "max_position_embeddings": "model_max_length",
@@ -251,6 +255,7 @@ def from_hf(found: ConfigJson) -> KimiLinearConfig | None:
         found.odd.append(f"num_key_value_heads={kv_heads!r} (supported: {heads}, as many as query heads)")
     linear, dense = linear_fields(found), dense_layers(found)
     own = found.pick(*SIZES, *LATENT, *OF_EXPERTS) | {"n_routed_experts": v["num_local_experts"]}
+    own |= balance_fields(found)
     if found.odd:
         return None
     return dense_if_all_are(KimiLinearConfig(**own, **linear, first_k_dense_replace=dense))
@@ -317,6 +322,7 @@ def to_hf(config: KimiLinearConfig) -> dict[str, Any]:
         "moe_router_activation_func": "sigmoid",
         "use_grouped_topk": True,
         "num_nextn_predict_layers": 0,
+        **balance_to_hf(c),
     }
 
 

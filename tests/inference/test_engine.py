@@ -59,6 +59,7 @@ FAMILIES = (
     "qwen3_next",
     "qwen3_5_text",
     "qwen3_5_moe_text",
+    "kimi_linear",
 )
 LAYOUTS = (
     ("llama", {"tp": 2}),
@@ -88,6 +89,8 @@ LAYOUTS = (
     ("mamba2", {"pp": 2}),
     ("nemotron_h", {"tp": 2, "cp": 2}),
     ("qwen3_next", {"tp": 2, "cp": 2}),
+    ("kimi_linear", {"tp": 2, "cp": 2}),
+    ("kimi_linear", {"pp": 2}),
 )
 FOUR = (
     *((model, {"cp": 4}) for model in ("llama", "gpt_oss", "deepseek_v3", "mixtral")),

@@ -29,7 +29,7 @@ from tests.harness.checkpoints import make_run, make_state, save_here, set_state
 from tests.harness.parity import MODELS
 
 RECIPES = Path(__file__).parents[2] / "recipes"
-FAMILIES = ("qwen3_next", "qwen3_5_text", "qwen3_5_moe_text")
+FAMILIES = ("qwen3_next", "qwen3_5_text", "qwen3_5_moe_text", "kimi_linear")
 QWEN35 = {"qwen3_5_text": "Qwen3_5", "qwen3_5_moe_text": "Qwen3_5Moe"}
 LINEAR, FULL = "linear_attention", "full_attention"
 
@@ -56,6 +56,20 @@ def test_layers_by_interval(family):
     assert from_hf({**config, "full_attention_interval": 2}) == MODELS[family]
     assert from_hf(config) == replace(MODELS[family], layer_types=None)
     assert from_hf(config).types == (LINEAR,) * 3 + (FULL,)
+
+
+def test_kimis_layers_in_published_forms():
+    """transformers writes the kinds of layers and of MLPs as lists, under names of its own."""
+    config, model = written("kimi_linear"), MODELS["kimi_linear"]
+    assert config["linear_attn_config"]["kda_layers"] == [1, 3]
+    plain = {k: v for k, v in config.items() if k not in ("linear_attn_config", "first_k_dense_replace")}
+    own = {"linear_num_heads": 4, "linear_head_dim": 5, "linear_conv_kernel_dim": 3, "layer_types": [*model.types]}
+    assert from_hf({**plain, **own, "mlp_layer_types": ["dense"] + ["sparse"] * 3}) == model
+    with pytest.raises(CheckpointError, match="mlp_layer_types"):
+        from_hf({**plain, **own, "mlp_layer_types": ["sparse", "dense"] * 2})
+    some = {**config["linear_attn_config"], "kda_layers": [1]}
+    with pytest.raises(CheckpointError, match="layer 2 is 'none'"):
+        from_hf({**config, "linear_attn_config": some})
 
 
 @pytest.mark.parametrize(
@@ -99,6 +113,7 @@ def test_stages_are_cut_by_cost(family):
     """Of equal MLPs, a layer of many wide states costs more than one with attention, and a stage has fewer of them."""
     kinds = (LINEAR,) * 2 + (FULL,) * 6
     wide = dict(linear_num_key_heads=8, linear_num_value_heads=8, linear_key_head_dim=64, linear_value_head_dim=64)
+    wide = dict(linear_num_heads=8, linear_head_dim=64) if family == "kimi_linear" else wide
     model = replace(MODELS[family], num_hidden_layers=8, layer_types=kinds, vocab_size=64, **wide)
     facts = model_facts(model, 16)
     assert facts[1].flops > 5 * facts[5].flops

@@ -88,9 +88,9 @@ def test_missing_keys_are_what_transformers_takes(family):
     short = {"model_type": family, **{k: full[k] for k in sizes if k in full}}
     if family not in ("gpt2", "t5"):
         short |= {
-            "num_attention_heads": 128,
+            "num_attention_heads": 32 if family == "kimi_linear" else 128,
             "hidden_size": 1024,
-        }  # as many as DeepSeek has heads of keys where it says none
+        }  # as many as DeepSeek and Kimi Linear have heads of keys where they say none
     theirs = json.loads(json.dumps(transformers.AutoConfig.for_model(**short).to_dict(), default=str))
     theirs.pop("num_nextn_predict_layers", None)  # 1 whatever the folder holds
     assert from_hf(short) == from_hf(theirs)
@@ -252,6 +252,9 @@ NEW = {
         MODELS["qwen3_5_text"], layer_types=None, tie_word_embeddings=True, partial_rotary_factor=1.0
     ),
     "qwen3_5_moe_text": MODELS["qwen3_5_moe_text"],
+    "kimi_linear: queries from latents, no shared experts, attention in the fourth layer": replace(
+        MODELS["kimi_linear"], layer_types=None, q_lora_rank=6, n_shared_experts=0, first_k_dense_replace=2
+    ),
     "gpt_oss: no biases of attention": replace(MODELS["gpt_oss"], attention_bias=False),
     "deepseek_v3: no shared experts": replace(MODELS["deepseek_v3"], n_shared_experts=0),
 }

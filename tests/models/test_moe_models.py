@@ -27,7 +27,7 @@ from phalanx.layout.config import LayoutConfig
 from phalanx.models.experts import ExpertsConfig
 from phalanx.models.gpt_oss import GptOssConfig
 from phalanx.models.mixtral import MixtralConfig
-from phalanx.models.registry import family_of
+from phalanx.models.registry import of_model_type
 from phalanx.models.rope import RopeScaling
 from phalanx.sequence.batch import IGNORE, Batch
 from tests.harness.checkpoints import make_run
@@ -249,12 +249,14 @@ def widen(model, config: ExpertsConfig) -> None:
 
 
 def saved(model) -> dict[str, np.ndarray]:
-    """The model's tensors under the names of its files."""
+    """The model's tensors under the names of its files, as they are today."""
     from safetensors.numpy import load_file
 
+    found = of_model_type(model.config.model_type)
+    today = (lambda name: name) if found is None else found[1].tensors.today
     with tempfile.TemporaryDirectory() as folder:
         model.save_pretrained(folder)
-        return {k: v for file in Path(folder).glob("*.safetensors") for k, v in load_file(file).items()}
+        return {today(k): v for file in Path(folder).glob("*.safetensors") for k, v in load_file(file).items()}
 
 
 @lru_cache
@@ -276,12 +278,11 @@ def hugging_face(case: str) -> dict:
         logits = model(tokens.view(-1, SEQ)).logits.flatten(0, 1)
     loss = F.cross_entropy(logits, labels, ignore_index=IGNORE, reduction="sum") / (labels != IGNORE).sum()
     loss.backward()
-    today = family_of(config).tensors.today
-    weights = {today(name): tensor for name, tensor in saved(model).items()}
+    weights = saved(model)
     with torch.no_grad():
         for p in model.parameters():
             p.copy_(p.grad)
-    grads = {today(k): v for k, v in saved(model).items() if not k.endswith("e_score_correction_bias")}
+    grads = {k: v for k, v in saved(model).items() if not k.endswith("e_score_correction_bias")}
     return {"weights": weights, "grads": grads, "logits": logits.detach().numpy(), "loss": loss.item()}
 
 

@@ -112,6 +112,16 @@ NAMED = {
     ),
     "qwen3_5_text pp2, dp2, level 3, documents": case("qwen3_5_text", 4, pp=2, sharding=3, documents=True),
     "qwen3_5_moe_text tp2 pp2, ep2, documents": case("qwen3_5_moe_text", 4, tp=2, pp=2, ep=2, documents=True),
+    "kimi_linear cp2 tp2, ring, documents": case("kimi_linear", 4, cp=2, tp=2, documents=True, global_batch=2),
+    "kimi_linear cp3, packed, selective recompute": case(
+        "kimi_linear", 3, cp=3, documents="packed", recompute="selective", global_batch=2
+    ),
+    "kimi_linear tp4, ep4, sharding 3, documents": case(
+        "kimi_linear", 8, tp=4, ep=4, sharding=3, documents=True, global_batch=4
+    ),
+    "kimi_linear pp2 x 2 virtual stages, ep2, full recompute": case(
+        "kimi_linear", 4, pp=2, virtual_stages=2, ep=2, recompute="full"
+    ),
     "llama4_text cp2 ep2, heads, chunks, documents": case(
         "llama4_text", 2, cp=2, cp_ulysses=2, ep=2, documents=True, global_batch=2
     ),
