@@ -57,6 +57,7 @@ BUILT_IN: Mapping[str, Mapping[str, str]] = MappingProxyType(
                 "qwen3_5_text": "phalanx.models.qwen3_5_text:FAMILY",
                 "qwen3_5_moe_text": "phalanx.models.qwen3_5_moe_text:FAMILY",
                 "kimi_linear": "phalanx.models.kimi_linear:FAMILY",
+                "olmo_hybrid": "phalanx.models.olmo_hybrid:FAMILY",
                 "modernbert": "phalanx.models.modernbert:FAMILY",
                 "llava": "phalanx.models.llava:FAMILY",
                 "qwen2_5_vl": "phalanx.models.qwen2_5_vl:FAMILY",

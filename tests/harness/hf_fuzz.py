@@ -139,6 +139,7 @@ FAMILIES: dict[str, dict[str, Any]] = {
         moe_intermediate_size=12,
         pad_token_id=0,
     ),
+    "olmo_hybrid": dict(COMMON, **DELTA, num_key_value_heads=2, pad_token_id=0),
     "qwen3_5_text": dict(COMMON, **DELTA, num_key_value_heads=2, head_dim=16),
     "qwen3_5_moe_text": dict(
         {k: v for k, v in COMMON.items() if k != "intermediate_size"},
@@ -466,6 +467,7 @@ POOL: dict[str, tuple[Any, ...]] = {
     "linear_key_head_dim": (4, 7),
     "linear_value_head_dim": (8, 3),
     "linear_conv_kernel_dim": (2, 3, 4, 1),
+    "linear_allow_neg_eigval": (True, False),
     "full_attention_interval": (1, 2, 3, 0),
     "shared_expert_intermediate_size": (8, 13, 0),
 }

@@ -40,6 +40,7 @@ from phalanx.models.modernbert import ModernBertConfig
 from phalanx.models.nemotron_h import NemotronHConfig
 from phalanx.models.olmo2 import Olmo2Config
 from phalanx.models.olmo3 import Olmo3Config
+from phalanx.models.olmo_hybrid import OlmoHybridConfig
 from phalanx.models.phi3 import Phi3Config
 from phalanx.models.qwen2 import Qwen2Config
 from phalanx.models.qwen2_5_vl import Qwen25Vision, Qwen25VLConfig
@@ -522,6 +523,9 @@ MODELS["kimi_linear"] = KimiLinearConfig(
     moe_intermediate_size=14,
     n_group=2,
     router_aux_loss_coef=0.1,
+)
+MODELS["olmo_hybrid"] = OlmoHybridConfig(
+    **SIZES, **HEADS, **DELTA, intermediate_size=42, num_hidden_layers=4, head_dim=8
 )
 MODELS["qwen3_5_moe_text"] = Qwen35MoETextConfig(**GATED, **CHOSEN, num_hidden_layers=4)
 MODELS["deepseek_v3-mtp-tied"] = replace(MODELS["deepseek_v3-mtp"], tie_word_embeddings=True)

@@ -60,6 +60,7 @@ FAMILIES = (
     "qwen3_5_text",
     "qwen3_5_moe_text",
     "kimi_linear",
+    "olmo_hybrid",
 )
 LAYOUTS = (
     ("llama", {"tp": 2}),

@@ -29,7 +29,7 @@ from tests.harness.checkpoints import make_run, make_state, save_here, set_state
 from tests.harness.parity import MODELS
 
 RECIPES = Path(__file__).parents[2] / "recipes"
-FAMILIES = ("qwen3_next", "qwen3_5_text", "qwen3_5_moe_text", "kimi_linear")
+FAMILIES = ("qwen3_next", "qwen3_5_text", "qwen3_5_moe_text", "kimi_linear", "olmo_hybrid")
 QWEN35 = {"qwen3_5_text": "Qwen3_5", "qwen3_5_moe_text": "Qwen3_5Moe"}
 LINEAR, FULL = "linear_attention", "full_attention"
 
@@ -158,6 +158,29 @@ def test_the_text_of_a_folder_with_a_vision_tower(tmp_path, family, stacked):
             expected = theirs(hf_fuzz.tokens_of(131)).logits.flatten(0, 1)
     found = hf_fuzz.our_logits(tmp_path)
     assert (found - expected).abs().max() <= 1e-10 * expected.abs().max()
+
+
+@pytest.mark.parametrize("parts", [(10, 10, 24), (15, 15, 14)], ids=["published", "by transformers"])
+def test_olmos_folders_in_published_forms(tmp_path, parts):
+    """Norms under other names, and a convolution in three tensors: of queries, of keys and of values; or, as
+    transformers saves it, in three even ones."""
+    state = make_state(make_run("olmo_hybrid", "fp32"))
+    set_state(state)
+    folder = export(save_here(state, tmp_path / "run").path, tmp_path / "out", "fp32")
+    truth = hf_fuzz.our_logits(folder)
+    (file,) = folder.glob("*.safetensors")
+    names = {"input_layernorm": "attention_layer_norm", "post_attention_layernorm": "feedforward_layer_norm"}
+    tensors = {}
+    for name, tensor in load_file(file).items():
+        if name.endswith(".conv1d.weight"):
+            split = zip("qkv", tensor.split(parts), strict=True)
+            tensors |= {name.replace("conv1d", f"{kind}_conv1d"): part.contiguous() for kind, part in split}
+            continue
+        linear = any(f".{i}." in name for i, kind in enumerate(MODELS["olmo_hybrid"].types) if kind == LINEAR)
+        norm = next((n for n in names if linear and n in name), "")
+        tensors[name.replace(norm, names[norm]) if norm else name] = tensor
+    save_file(tensors, file, metadata={"format": "pt"})
+    assert torch.equal(hf_fuzz.our_logits(folder), truth)
 
 
 @pytest.mark.soak

@@ -255,6 +255,10 @@ NEW = {
     "kimi_linear: queries from latents, no shared experts, attention in the fourth layer": replace(
         MODELS["kimi_linear"], layer_types=None, q_lora_rank=6, n_shared_experts=0, first_k_dense_replace=2
     ),
+    "olmo_hybrid: rotated, attention in the fourth layer": replace(
+        MODELS["olmo_hybrid"], layer_types=None, use_rope=True, tie_word_embeddings=True
+    ),
+    "olmo_hybrid": MODELS["olmo_hybrid"],
     "gpt_oss: no biases of attention": replace(MODELS["gpt_oss"], attention_bias=False),
     "deepseek_v3: no shared experts": replace(MODELS["deepseek_v3"], n_shared_experts=0),
 }

@@ -35,6 +35,7 @@ from phalanx.models.mamba2 import Mamba2Config
 from phalanx.models.model_config import ModelConfig
 from phalanx.models.nemotron_h import NemotronHConfig
 from phalanx.models.olmo3 import Olmo3Config
+from phalanx.models.olmo_hybrid import OlmoHybridConfig
 from phalanx.models.phi3 import Phi3Config
 from phalanx.models.registry import family_of
 from phalanx.models.rope import ROPE_FIELDS, RopeScaling
@@ -167,6 +168,17 @@ CASES = {
         tie_word_embeddings=True,
         rope_scaling=RopeScaling(rope_type="linear", factor=2.0),
     ),
+    "olmo_hybrid": replace(MODELS["olmo_hybrid"], linear_conv_kernel_dim=4),
+    "olmo_hybrid: rotated, one key head, beta up to one, biases, tied": replace(
+        MODELS["olmo_hybrid"],
+        use_rope=True,
+        rope_theta=100.0,
+        layer_types=("full_attention", "linear_attention", "linear_attention", "full_attention"),
+        linear_num_key_heads=1,
+        linear_allow_neg_eigval=False,
+        attention_bias=True,
+        tie_word_embeddings=True,
+    ),
     "gpt2": replace(MODELS["gpt2"], dropout=0.0, attention_dropout=0.0),
     "gpt2: narrow mlp": replace(
         MODELS["gpt2"], dropout=0.0, attention_dropout=0.0, intermediate_size=37, num_hidden_layers=2
@@ -183,6 +195,7 @@ WIDE = (
     Mamba2Config,
     NemotronHConfig,
     Olmo3Config,
+    OlmoHybridConfig,
     Phi3Config,
 )
 LAYOUTS = {"one rank": {}, "tp2": dict(tp=2), "pp2": dict(pp=2), "tp2 pp2": dict(tp=2, pp=2), "tp4": dict(tp=4)}

@@ -122,6 +122,10 @@ NAMED = {
     "kimi_linear pp2 x 2 virtual stages, ep2, full recompute": case(
         "kimi_linear", 4, pp=2, virtual_stages=2, ep=2, recompute="full"
     ),
+    "olmo_hybrid cp2 tp2, heads, packed, selective recompute": case(
+        "olmo_hybrid", 4, cp=2, cp_ulysses=2, documents="packed", recompute="selective", global_batch=4
+    ),
+    "olmo_hybrid tp4 pp2, sharding 3, documents": case("olmo_hybrid", 8, tp=4, pp=2, documents=True),
     "llama4_text cp2 ep2, heads, chunks, documents": case(
         "llama4_text", 2, cp=2, cp_ulysses=2, ep=2, documents=True, global_batch=2
     ),
