@@ -58,6 +58,7 @@ BUILT_IN: Mapping[str, Mapping[str, str]] = MappingProxyType(
                 "qwen3_5_moe_text": "phalanx.models.qwen3_5_moe_text:FAMILY",
                 "kimi_linear": "phalanx.models.kimi_linear:FAMILY",
                 "olmo_hybrid": "phalanx.models.olmo_hybrid:FAMILY",
+                "falcon_h1": "phalanx.models.falcon_h1:FAMILY",
                 "modernbert": "phalanx.models.modernbert:FAMILY",
                 "llava": "phalanx.models.llava:FAMILY",
                 "qwen2_5_vl": "phalanx.models.qwen2_5_vl:FAMILY",
@@ -120,6 +121,8 @@ BUILT_IN: Mapping[str, Mapping[str, str]] = MappingProxyType(
                 "scan": "phalanx.ops.scan.scan:SCAN",
                 "gated_norm": "phalanx.ops.scan.gated_norm:GATED_NORM",
                 "norm_gate": "phalanx.ops.scan.norm_gate:NORM_GATE",
+                "conv1d_step": "phalanx.ops.scan.step:CONV1D_STEP",
+                "scan_step": "phalanx.ops.scan.step:SCAN_STEP",
                 "delta": "phalanx.ops.delta.delta:DELTA",
             }
         ),

@@ -1,5 +1,5 @@
-"""OLMo Hybrid: linear attention by the gated delta rule in three layers of four, whose states may change their sign; OLMo
-3's attention, without positions as published, in the fourth. Team OLMo, "OLMo Hybrid", 2026."""
+"""OLMo Hybrid: linear attention by the gated delta rule in three layers of four, whose states may change their sign;
+OLMo 3's attention, without positions as published, in the fourth. Team OLMo, "OLMo Hybrid", 2026."""
 
 from __future__ import annotations
 

@@ -35,6 +35,7 @@ from phalanx.ops.experts.exchange import gather
 from phalanx.ops.scan.norm_gate import NORM_GATE, HeadGate, norm_gate
 from phalanx.ops.scan.remembered import convolve_remembered
 from phalanx.ops.scan.scan import decay_rates, steps_of
+from phalanx.ops.scan.step import CONV1D_STEP
 from phalanx.sequence.batch import Batch
 
 
@@ -229,7 +230,8 @@ class GatedDelta(Module):
         memory = own_states(self)
         spans = memory.spans_of(batch)
         mixed, beta, decay = (memory.all_tokens(t) for t in (mixed, beta, decay))
-        mixed = convolve_remembered(mixed, memory.tokens, spans, self.conv, None)
+        by_conv = self.env.kernels_for(CONV1D_STEP)
+        mixed = convolve_remembered(mixed, memory.tokens, spans, self.conv, None, by_conv)
         y = delta_remembered(self._inputs(mixed, beta, decay), memory.states, spans, self.env.kernels_for(DELTA))
         return memory.own_tokens(y.flatten(1))
 

@@ -61,6 +61,8 @@ FAMILIES = (
     "qwen3_5_moe_text",
     "kimi_linear",
     "olmo_hybrid",
+    "nemotron_h-latent",
+    "falcon_h1",
 )
 LAYOUTS = (
     ("llama", {"tp": 2}),
@@ -92,6 +94,9 @@ LAYOUTS = (
     ("qwen3_next", {"tp": 2, "cp": 2}),
     ("kimi_linear", {"tp": 2, "cp": 2}),
     ("kimi_linear", {"pp": 2}),
+    ("nemotron_h-moe", {"tp": 2, "ep": 2}),
+    ("falcon_h1", {"tp": 2, "cp": 2}),
+    ("falcon_h1-norm", {"pp": 2}),
 )
 FOUR = (
     *((model, {"cp": 4}) for model in ("llama", "gpt_oss", "deepseek_v3", "mixtral")),

@@ -27,7 +27,7 @@ from phalanx.layout.config import LayoutConfig
 from phalanx.models.experts import ExpertsConfig
 from phalanx.models.gpt_oss import GptOssConfig
 from phalanx.models.mixtral import MixtralConfig
-from phalanx.models.registry import of_model_type
+from phalanx.models.registry import load_family
 from phalanx.models.rope import RopeScaling
 from phalanx.sequence.batch import IGNORE, Batch
 from tests.harness.checkpoints import make_run
@@ -126,6 +126,10 @@ CASES = {
         n_group=1,
     ),
     "qwen3_5_moe_text": replace(MODELS["qwen3_5_moe_text"], router_aux_loss_coef=0.0, linear_conv_kernel_dim=4),
+    "nemotron_h with experts": replace(MODELS["nemotron_h-moe"], conv_kernel=4, router_aux_loss_coef=0.0),
+    "nemotron_h with experts: latents, biases, one group": replace(
+        MODELS["nemotron_h-latent"], conv_kernel=4, router_aux_loss_coef=0.0
+    ),
     "gpt_oss": replace(MODELS["gpt_oss"], router_aux_loss_coef=0.0, router_z_loss_coef=0.0),
     "gpt_oss: layers of a kind, tied, no scaling": replace(
         MODELS["gpt_oss"],
@@ -252,11 +256,11 @@ def saved(model) -> dict[str, np.ndarray]:
     """The model's tensors under the names of its files, as they are today."""
     from safetensors.numpy import load_file
 
-    found = of_model_type(model.config.model_type)
-    today = (lambda name: name) if found is None else found[1].tensors.today
     with tempfile.TemporaryDirectory() as folder:
         model.save_pretrained(folder)
-        return {today(k): v for file in Path(folder).glob("*.safetensors") for k, v in load_file(file).items()}
+        found = {k: v for file in Path(folder).glob("*.safetensors") for k, v in load_file(file).items()}
+    tensors = load_family(model.config.model_type).tensors  # some are saved under the names of their own code
+    return {tensors.today(k): v for k, v in found.items()}
 
 
 @lru_cache

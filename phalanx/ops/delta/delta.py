@@ -61,9 +61,9 @@ class DeltaTiles:
 
 
 TILES = (
-    DeltaTiles(64, 4, 3, 128, 64, 8, 1),
-    DeltaTiles(32, 4, 3, 128, 64, 8, 1),
-    DeltaTiles(32, 2, 2, 64, 32, 4, 1),
+    DeltaTiles(64, 4, 2, 128, 64, 4, 1),
+    DeltaTiles(32, 4, 2, 128, 32, 4, 1),
+    DeltaTiles(64, 4, 1, 64, 32, 8, 1),
     DeltaTiles(16, 4, 1, 64, 16, 8, 1),
 )
 """Those with which the Triton kernels are tried on a GPU, in this order."""

@@ -16,7 +16,8 @@ what is left of both since a token between them, so that no exponent is above 0:
 since the end of the first half, pairs in different quarters of a half likewise, down to neighbours (LEVELS matmuls).
 
 States are kept transposed, (V, K): then every matmul of the passes has its left operand in registers, from the matmul
-before it. T is computed in at least fp32: by substitution in blocks of 16 tokens, two of which are joined at a time.
+before it. T is computed in fp32 by substitution in blocks of 16 tokens, which are then joined two by two (in TF32 where
+T is rounded to 16 bits afterwards).
 Powers of A, by which it can be had in fewer steps, grow like binomials where keys are alike.
 
 The least that moves, for 32,768 tokens, 16 heads of keys and 32 of values of 128 in bf16: forward reads q, k, v and
@@ -39,19 +40,20 @@ from phalanx.ops.kernel_tools import triton_wide, wide_of
 
 LEAST = 16  # rows and columns of a matmul's operands
 LEVELS = CHUNK.bit_length() - 1
+REGISTERS = 128  # of a thread that computes T: what waits is the substitution, and four programs fit into a processor
 
 
 @triton.jit
 def _documents(numbers, row, start, at, here, L, DOCUMENTS: tl.constexpr):
-    """The documents of tokens `at` of a row (-1 past its end), of the state before the chunk, and of its last token."""
-    own = tl.zeros_like(at).to(tl.int64)
-    carried = tl.full((), 0, tl.int64)
-    last = tl.full((), 0, tl.int64)
+    """The documents of tokens `at` of a row and of the state before the chunk, counted from that of its last token, and
+    1 past the end of the row."""
+    own = tl.where(here, 0, 1)
+    carried = tl.full((), 0, tl.int32)
     if DOCUMENTS:
-        own = tl.load(numbers + row * L + at, mask=here, other=-1)
-        carried = tl.load(numbers + row * L + tl.maximum(start - 1, 0))
         last = tl.load(numbers + row * L + tl.minimum(start + at.shape[0], L) - 1)
-    return own, carried, last
+        own = (tl.load(numbers + row * L + at, mask=here, other=last + 1) - last).to(tl.int32)
+        carried = (tl.load(numbers + row * L + tl.maximum(start - 1, 0)) - last).to(tl.int32)
+    return own, carried
 
 
 @triton.jit
@@ -88,7 +90,7 @@ def _inverse(a, C: tl.constexpr, B: tl.constexpr, WIDE: tl.constexpr, PRECISION:
     same = (block[:, None] == other[None, :])[:, None, :, None]
     i, j = tl.arange(0, B)[None, :, None], tl.arange(0, B)[None, None, :]
     own = tl.sum(tl.where(same, tl.reshape(a, (N, B, N, B)), 0.0), 2)
-    made = tl.where(i == j, 1.0, tl.zeros((N, B, B), WIDE))
+    made = tl.where(i == j, 1.0, own * 0)  # so its threads are those of a matmul's result: a warp has a block
     for number in range(1, B):
         weights = tl.sum(tl.where(i == number, own, 0.0), 1)
         line = tl.sum(tl.expand_dims(weights, 2) * made, 1)
@@ -162,13 +164,13 @@ def _sums(
     i, n = tl.arange(0, C), tl.arange(0, BK)
     at, inside = start + i, n < K
     here = at < L
-    own, carried, last = _documents(numbers, row, start, at, here, L, DOCUMENTS)
-    seen = (i[None, :] <= i[:, None]) & (own[None, :] == own[:, None]) & here[None, :] & here[:, None]
+    own, carried = _documents(numbers, row, start, at, here, L, DOCUMENTS)
+    seen = (i[None, :] <= i[:, None]) & (own[None, :] == own[:, None])
     logs = _tile(decay, row, head, at, n, here, inside, L * H * K, H * K, K).to(WIDE)
     e = _wide_dot(tl.where(seen, 1.0, tl.zeros((C, C), WIDE)), logs, WIDE, PRECISION)
-    at_end = (own == last) & here
+    at_end = own == 0
     end = tl.sum(tl.where(at_end[:, None], logs, 0.0), 0)
-    reach = tl.where(((own == carried) & here)[:, None], tl.exp(e), 0.0)
+    reach = tl.where((own == carried)[:, None], tl.exp(e), 0.0)
     left = tl.where(at_end[:, None], tl.exp(tl.minimum(end[None, :] - e, 0.0)), 0.0)
     keys = _tile(k, row, head // EACH, at, n, here, inside, k_row, k_tok, K).to(WIDE)
     queries = _tile(q, row, head // EACH, at, n, here, inside, q_row, q_tok, K).to(WIDE)
@@ -181,7 +183,7 @@ def _sums(
     tl.store(writing + to, (keys * left).to(ELEMENT), mask=mask)
     tl.store(asking + to, (queries * reach).to(ELEMENT), mask=mask)
     place = (chunk * tl.num_programs(2) + row) * H + head
-    tl.store(passed_out + place * K + n, tl.where(carried == last, tl.exp(end), 0.0), mask=inside)
+    tl.store(passed_out + place * K + n, tl.where(carried == 0, tl.exp(end), 0.0), mask=inside)
 
 
 @triton.jit
@@ -215,6 +217,7 @@ def _prepare(
     ELEMENT: tl.constexpr,
     WIDE: tl.constexpr,
     PRECISION: tl.constexpr,
+    JOIN: tl.constexpr,
     C: tl.constexpr,
     B: tl.constexpr,
     BK: tl.constexpr,
@@ -226,8 +229,8 @@ def _prepare(
     i, n = tl.arange(0, C), tl.arange(0, BK)
     at, inside = start + i, n < K
     here = at < L
-    own, carried, last = _documents(numbers, row, start, at, here, L, DOCUMENTS)
-    seen = (i[None, :] <= i[:, None]) & (own[None, :] == own[:, None]) & here[None, :] & here[:, None]
+    own, carried = _documents(numbers, row, start, at, here, L, DOCUMENTS)
+    seen = (i[None, :] <= i[:, None]) & (own[None, :] == own[:, None])
     keys = _tile(k, row, head // EACH, at, n, here, inside, k_row, k_tok, K)
     queries = _tile(q, row, head // EACH, at, n, here, inside, q_row, q_tok, K)
     of_key = _per_length(keys.to(WIDE), NORMALIZE, EPSILON)
@@ -250,15 +253,15 @@ def _prepare(
     else:
         logs = tl.load(decay + token, mask=here, other=0.0).to(WIDE)
         e = tl.sum(tl.where(seen, logs[None, :], 0.0), 1)
-        at_end = (own == last) & here
+        at_end = own == 0
         end = tl.sum(tl.where(at_end, logs, 0.0), 0)
-        reach = tl.where((own == carried) & here, tl.exp(e), 0.0)
+        reach = tl.where(own == carried, tl.exp(e), 0.0)
         left = tl.where(at_end, tl.exp(end - e), 0.0)
         tl.store(sums + token, e, mask=here)
         tl.store(read + token, reach * of_key, mask=here)
         tl.store(write + token, left * of_key, mask=here)
         tl.store(ask + token, reach * of_query, mask=here)
-        tl.store(passed_out + place, tl.where(carried == last, tl.exp(end), 0.0))
+        tl.store(passed_out + place, tl.where(carried == 0, tl.exp(end), 0.0))
         between = tl.exp(tl.where(seen, e[:, None] - e[None, :], 0.0))
         of_pairs = _dot(keys, tl.trans(keys), ELEMENT, WIDE, PRECISION) * between
         read_pairs = _dot(queries, tl.trans(keys), ELEMENT, WIDE, PRECISION) * between
@@ -267,7 +270,7 @@ def _prepare(
     a = tl.where(before, of_pairs * (strength * of_key)[:, None] * of_key[None, :], 0.0)
     to = place * C * C + i[:, None] * C + i[None, :]
     tl.store(weights + to, read_pairs.to(ELEMENT))
-    tl.store(inverse + to, _inverse(a, C, B, WIDE, PRECISION).to(ELEMENT))
+    tl.store(inverse + to, _inverse(a, C, B, WIDE, JOIN).to(ELEMENT))
 
 
 @triton.jit
@@ -465,13 +468,13 @@ def _pass_back(
             readers = _tile(reading, row, head, at, n, here, inside, k_row, k_tok, K)
             grad *= tl.load(passed + place * K + n, mask=inside, other=0.0)[None, :]
             grad += _dot(above, queries, ELEMENT, WIDE, PRECISION)
-            grad -= _dot(dx, readers, ELEMENT, WIDE, PRECISION)
+            grad += _dot(-dx, readers, ELEMENT, WIDE, PRECISION)
         else:
             grad *= tl.load(passed + place)
             asked = above.to(WIDE) * tl.load(ask + token, mask=here, other=0.0)[None, :]
             grad += _dot(asked, queries, ELEMENT, WIDE, PRECISION)
             dx *= tl.load(read + token, mask=here, other=0.0)[None, :]
-            grad -= _dot(dx, keys, ELEMENT, WIDE, PRECISION)
+            grad += _dot(-dx, keys, ELEMENT, WIDE, PRECISION)
     tl.store(dinitial + of_row, grad, mask=whole)
 
 
@@ -493,12 +496,15 @@ def _grads(
     numbers,
     sums,
     inverse,
+    weights,
     read,
     write,
     ask,
     passed,
     before,
     after,
+    u_out,
+    of_reads,
     dq,
     dk,
     dv,
@@ -526,20 +532,70 @@ def _grads(
     BK: tl.constexpr,
     BV: tl.constexpr,
 ):
-    """With one decay of each head. A program has a chunk of a key head, and its value heads one after another. dv
-    (R, L, H, V): comes as dx. before, after (chunks, R, H, V, K): states before, gradients of states after chunks."""
+    """With one decay of each head. A program has a chunk of a key head, and its value heads one after another: first
+    what is inside the chunk, then what states add, so that only two large sums are in registers at a time. dv
+    (R, L, H, V): comes as dx. before, after (chunks, R, H, V, K): states before, gradients of states after chunks.
+    Between the two, inverse and weights hold the gradients of A and P, u_out (R, L, H, V) u, and of_reads (R, L, H)
+    what reading keys have of the gradients of decays."""
     chunk, group, row = tl.program_id(0), tl.program_id(1), tl.program_id(2).to(tl.int64)
     start = chunk * C
     i, n = tl.arange(0, C), tl.arange(0, BK)
     at, inside = start + i, n < K
     here = at < L
-    own, _, last = _documents(numbers, row, start, at, here, L, DOCUMENTS)
-    seen = (i[None, :] <= i[:, None]) & (own[None, :] == own[:, None]) & here[None, :] & here[:, None]
+    own, _ = _documents(numbers, row, start, at, here, L, DOCUMENTS)
+    seen = (i[None, :] <= i[:, None]) & (own[None, :] == own[:, None])
     earlier = seen & (i[None, :] < i[:, None])
     keys = _tile(k, row, group, at, n, here, inside, k_row, k_tok, K)
     queries = _tile(q, row, group, at, n, here, inside, q_row, q_tok, K)
     of_key = _per_length(keys.to(WIDE), NORMALIZE, EPSILON)
     of_query = _per_length(queries.to(WIDE), NORMALIZE, EPSILON)
+    # products of tokens inside the chunk, and gradients of values
+    for number in range(0, EACH):
+        head = group * EACH + number
+        token = (row * L + at) * H + head
+        place = (chunk * tl.num_programs(2) + row) * H + head
+        matrix = place * C * C + i[:, None] * C + i[None, :]
+        strength = tl.load(beta + token, mask=here, other=0.0).to(WIDE)
+        reads = tl.load(read + token, mask=here, other=0.0)
+        t = tl.load(inverse + matrix)
+        dp = tl.zeros((C, C), WIDE)
+        da = tl.zeros((C, C), WIDE)
+        dstrength = tl.zeros((C,), WIDE)
+        of_read = tl.zeros((C,), WIDE)
+        for first in range(0, V, BV):
+            m = first + tl.arange(0, BV)
+            wanted = m < V
+            whole = wanted[:, None] & inside[None, :]
+            state = tl.load(before + place * V * K + m[:, None] * K + n[None, :], mask=whole, other=0.0)
+            above = _tile(dy, row, head, at, m, here, wanted, L * H * V, H * V, V)
+            values = _tile(v, row, head, at, m, here, wanted, v_row, v_tok, V).to(WIDE)
+            to = (row * L + at)[:, None] * H * V + head * V + m[None, :]
+            mask = here[:, None] & wanted[None, :]
+            dx = tl.load(dv + to, mask=mask, other=0.0)
+            held = _dot(keys, tl.trans(state), ELEMENT, WIDE, PRECISION) * reads[:, None]
+            rest = values - held
+            u = _dot(t, rest * strength[:, None], ELEMENT, WIDE, PRECISION).to(ELEMENT)
+            dstrength += tl.sum(dx.to(WIDE) * rest, 1)
+            dvalues = dx.to(WIDE) * strength[:, None]
+            of_read += tl.sum(dvalues * held, 1)
+            tl.store(u_out + to, u, mask=mask)
+            tl.store(dv + to, dvalues.to(ELEMENT), mask=mask)
+            dp += _dot(above, tl.trans(u), ELEMENT, WIDE, PRECISION)
+            da += _dot(dx, tl.trans(u), ELEMENT, WIDE, PRECISION)
+        e = tl.load(sums + token, mask=here, other=0.0)
+        between = tl.exp(tl.where(seen, e[:, None] - e[None, :], 0.0)) * of_key[None, :]
+        da = tl.where(earlier, -da * between, 0.0) * of_key[:, None]
+        both = da * _dot(keys, tl.trans(keys), ELEMENT, WIDE, PRECISION)
+        dstrength += tl.sum(both, 1)
+        dp = tl.where(seen, dp, 0.0)
+        both = both * strength[:, None] + tl.where(earlier, dp * tl.load(weights + matrix).to(WIDE), 0.0)
+        tl.store(weights + matrix, (dp * between * (of_query * scale)[:, None]).to(ELEMENT))
+        tl.store(inverse + matrix, (da * strength[:, None]).to(ELEMENT))
+        tl.store(of_reads + token, of_read, mask=here)
+        tl.store(ddecay + token, tl.sum(both, 1) - tl.sum(both, 0) - of_read, mask=here)
+        tl.store(dbeta + token, dstrength, mask=here)
+    tl.debug_barrier()  # what other threads of the program stored is read below
+    # queries, keys and decays
     dkeys = tl.zeros((C, BK), WIDE)
     dqueries = tl.zeros((C, BK), WIDE)
     along_keys = tl.zeros((C,), WIDE)
@@ -548,15 +604,9 @@ def _grads(
         head = group * EACH + number
         token = (row * L + at) * H + head
         place = (chunk * tl.num_programs(2) + row) * H + head
-        strength = tl.load(beta + token, mask=here, other=0.0).to(WIDE)
         reads = tl.load(read + token, mask=here, other=0.0)
         writes = tl.load(write + token, mask=here, other=0.0)
         asks = tl.load(ask + token, mask=here, other=0.0)
-        t = tl.load(inverse + place * C * C + i[:, None] * C + i[None, :])
-        dp = tl.zeros((C, C), WIDE)
-        da = tl.zeros((C, C), WIDE)
-        dstrength = tl.zeros((C,), WIDE)
-        of_read = tl.zeros((C,), WIDE)
         of_state = tl.zeros((BV,), WIDE)
         for first in range(0, V, BV):
             m = first + tl.arange(0, BV)
@@ -565,54 +615,32 @@ def _grads(
             whole = wanted[:, None] & inside[None, :]
             state = tl.load(before + at_state, mask=whole, other=0.0)
             grad = tl.load(after + at_state, mask=whole, other=0.0)
-            above = _tile(dy, row, head, at, m, here, wanted, L * H * V, H * V, V)
-            values = _tile(v, row, head, at, m, here, wanted, v_row, v_tok, V).to(WIDE)
-            to = (row * L + at)[:, None] * H * V + head * V + m[None, :]
-            mask = here[:, None] & wanted[None, :]
-            dx = tl.load(dv + to, mask=mask, other=0.0)
-            held = _dot(keys, tl.trans(state), ELEMENT, WIDE, PRECISION) * reads[:, None]
-            rest = values - held
-            u = _dot(t, rest * strength[:, None], ELEMENT, WIDE, PRECISION)
-            dstrength += tl.sum(dx.to(WIDE) * rest, 1)
-            dvalues = dx.to(WIDE) * strength[:, None]
-            tl.store(dv + to, dvalues.to(ELEMENT), mask=mask)
-            of_read -= tl.sum(dvalues * held, 1)
             of_state += tl.sum(state.to(WIDE) * grad.to(WIDE), 1)
-            dp += _dot(above, tl.trans(u.to(ELEMENT)), ELEMENT, WIDE, PRECISION)
-            da -= _dot(dx, tl.trans(u.to(ELEMENT)), ELEMENT, WIDE, PRECISION)
-            dqueries += _dot(above.to(WIDE) * asks[:, None], state, ELEMENT, WIDE, PRECISION)
-            dkeys -= _dot(dvalues * reads[:, None], state, ELEMENT, WIDE, PRECISION)
+            above = _tile(dy, row, head, at, m, here, wanted, L * H * V, H * V, V).to(WIDE)
+            dqueries += _dot(above * asks[:, None], state, ELEMENT, WIDE, PRECISION)
+            dvalues = _tile(dv, row, head, at, m, here, wanted, L * H * V, H * V, V).to(WIDE)
+            dkeys += _dot(dvalues * -reads[:, None], state, ELEMENT, WIDE, PRECISION)
+            u = _tile(u_out, row, head, at, m, here, wanted, L * H * V, H * V, V).to(WIDE)
             dkeys += _dot(u * writes[:, None], grad, ELEMENT, WIDE, PRECISION)
         # of decays: what was added to the gradients, along queries and keys
-        found = tl.sum(dqueries * queries.to(WIDE), 1)
-        of_logs = found - along_queries
-        found = tl.sum(dkeys * keys.to(WIDE), 1)
-        of_write = found - along_keys - of_read
-        of_logs += of_read - of_write
-        # inside the chunk
-        e = tl.load(sums + token, mask=here, other=0.0)
-        between = tl.exp(tl.where(seen, e[:, None] - e[None, :], 0.0)) * of_key[None, :]
-        dp = tl.where(seen, dp * between, 0.0) * (of_query * scale)[:, None]
-        da = tl.where(earlier, da * between, 0.0) * of_key[:, None]
-        both = da * _dot(keys, tl.trans(keys), ELEMENT, WIDE, PRECISION)
-        dstrength += tl.sum(both, 1)
-        both *= strength[:, None]
-        both += tl.where(earlier, dp * _dot(queries, tl.trans(keys), ELEMENT, WIDE, PRECISION), 0.0)
-        of_logs += tl.sum(both, 1) - tl.sum(both, 0)
-        da *= strength[:, None]
-        dqueries += _dot(dp, keys, ELEMENT, WIDE, PRECISION)
-        dkeys += _dot(tl.trans(dp.to(ELEMENT)), queries, ELEMENT, WIDE, PRECISION)
-        dkeys += _dot(da, keys, ELEMENT, WIDE, PRECISION)
-        dkeys += _dot(tl.trans(da.to(ELEMENT)), keys, ELEMENT, WIDE, PRECISION)
-        along_queries = tl.sum(dqueries * queries.to(WIDE), 1)
-        along_keys = tl.sum(dkeys * keys.to(WIDE), 1)
+        of_query = tl.sum(dqueries * queries.to(WIDE), 1) - along_queries
+        of_write = tl.sum(dkeys * keys.to(WIDE), 1) - along_keys + tl.load(of_reads + token, mask=here, other=0.0)
+        of_logs = tl.load(ddecay + token, mask=here, other=0.0) + of_query - of_write
         # A logarithm counts in the sums of its document's later tokens, and in what is left at the end.
         dlogs = tl.sum(tl.where(seen, of_logs[:, None], 0.0), 0)
         at_end = tl.sum(of_write, 0) + tl.load(passed + place) * tl.sum(of_state, 0)
-        dlogs += tl.where((own == last) & here, at_end, 0.0)
-        tl.store(ddecay + token, dlogs, mask=here)
-        tl.store(dbeta + token, dstrength, mask=here)
-    dqueries = _along(dqueries, queries.to(WIDE), of_query, NORMALIZE)
+        tl.store(ddecay + token, dlogs + tl.where(own == 0, at_end, 0.0), mask=here)
+        matrices = place * C * C
+        dp = tl.load(weights + matrices + i[:, None] * C + i[None, :])
+        da = tl.load(inverse + matrices + i[:, None] * C + i[None, :])
+        across = tl.load(inverse + matrices + i[None, :] * C + i[:, None])
+        dqueries += _dot(dp, keys, ELEMENT, WIDE, PRECISION)
+        dkeys += _dot(tl.trans(dp), queries, ELEMENT, WIDE, PRECISION)
+        dkeys += _dot(da + across, keys, ELEMENT, WIDE, PRECISION)
+        along_queries = tl.sum(dqueries * queries.to(WIDE), 1)
+        along_keys = tl.sum(dkeys * keys.to(WIDE), 1)
+    per_query = _per_length(queries.to(WIDE), NORMALIZE, EPSILON)
+    dqueries = _along(dqueries, queries.to(WIDE), per_query, NORMALIZE)
     dkeys = _along(dkeys, keys.to(WIDE), of_key, NORMALIZE)
     to = ((row * L + at)[:, None] * tl.num_programs(1) + group) * K + n[None, :]
     mask = here[:, None] & inside[None, :]
@@ -668,8 +696,8 @@ def _grads_by_feature(
     i, n = tl.arange(0, C), tl.arange(0, BK)
     at, inside = start + i, n < K
     here = at < L
-    own, carried, last = _documents(numbers, row, start, at, here, L, DOCUMENTS)
-    seen = (i[None, :] <= i[:, None]) & (own[None, :] == own[:, None]) & here[None, :] & here[:, None]
+    own, carried = _documents(numbers, row, start, at, here, L, DOCUMENTS)
+    seen = (i[None, :] <= i[:, None]) & (own[None, :] == own[:, None])
     token = (row * L + at) * H + head
     place = (chunk * tl.num_programs(2) + row) * H + head
     strength = tl.load(beta + token, mask=here, other=0.0).to(WIDE)
@@ -701,9 +729,9 @@ def _grads_by_feature(
         tl.store(dv + to, dvalues.to(ELEMENT), mask=mask)
         of_state += tl.sum(state.to(WIDE) * grad.to(WIDE), 0)
         dp += _dot(above, tl.trans(u.to(ELEMENT)), ELEMENT, WIDE, PRECISION)
-        da -= _dot(dx, tl.trans(u.to(ELEMENT)), ELEMENT, WIDE, PRECISION)
+        da += _dot(-dx, tl.trans(u.to(ELEMENT)), ELEMENT, WIDE, PRECISION)
         dqueries += _dot(above, state, ELEMENT, WIDE, PRECISION)
-        dreaders -= _dot(dvalues, state, ELEMENT, WIDE, PRECISION)
+        dreaders += _dot(-dvalues, state, ELEMENT, WIDE, PRECISION)
         dleft += _dot(u, grad, ELEMENT, WIDE, PRECISION)
     # what is read of the state before the chunk, and what is left at its end
     keys = _tile(k, row, head // EACH, at, n, here, inside, k_row, k_tok, K).to(WIDE)
@@ -711,10 +739,10 @@ def _grads_by_feature(
     of_key = _per_length(keys, NORMALIZE, EPSILON)
     of_query = _per_length(queries, NORMALIZE, EPSILON)
     e = _tile(sums, row, head, at, n, here, inside, L * H * K, H * K, K)
-    at_end = (own == last) & here
+    at_end = own == 0
     place_end = tl.minimum(start + C, L) - 1
     end = tl.load(sums + ((row * L + place_end) * H + head) * K + n, mask=inside, other=0.0)
-    reach = tl.where(((own == carried) & here)[:, None], tl.exp(e), 0.0)
+    reach = tl.where((own == carried)[:, None], tl.exp(e), 0.0)
     dqueries *= reach * (of_query * scale)[:, None]
     dkeys = dreaders * reach * of_key[:, None]
     dlogs = dqueries * queries + dkeys * keys
@@ -776,7 +804,7 @@ class _Call:
         self.numbers = None if s.numbers is None else s.numbers.contiguous()
         (self.rows, self.length, self.heads, self.width), (self.key_heads, self.features) = s.v.shape, s.k.shape[2:]
         self.chunks, self.wide = -(-self.length // CHUNK), wide_of(s.v.dtype)
-        self.by_feature = s.by_feature
+        self.by_feature, self.precision = s.by_feature, "ieee" if self.wide == torch.float64 else "tf32x3"
         of_tokens = (self.rows, self.length, self.heads)
         of_chunks = (self.chunks, self.rows, self.heads)
         self.inverse, self.weights = (self.like(*of_chunks, CHUNK, CHUNK) for _ in range(2))
@@ -801,10 +829,9 @@ class _Call:
 
     @property
     def arithmetic(self) -> dict[str, Any]:
-        precision = "ieee" if self.wide == torch.float64 else "tf32x3"
         block = max(LEAST, triton.next_power_of_2(self.features))
         sizes = dict(H=self.heads, K=self.features, EACH=self.heads // self.key_heads, C=CHUNK, BK=block)
-        return dict(ELEMENT=ELEMENTS[self.v.dtype], WIDE=triton_wide(self.wide), PRECISION=precision, **sizes)
+        return dict(ELEMENT=ELEMENTS[self.v.dtype], WIDE=triton_wide(self.wide), PRECISION=self.precision, **sizes)
 
     @property
     def how(self) -> dict[str, Any]:
@@ -857,9 +884,11 @@ class _Call:
             BY_FEATURE=self.by_feature,
             DEPTH=LEVELS,
             B=BLOCK,
+            JOIN="tf32" if self.v.dtype.itemsize == 2 else self.precision,
             **self.how,
             **self.arithmetic,
             num_warps=4,
+            maxnreg=REGISTERS,
         )
 
     def over_states(self) -> tuple[tuple[int, int, int], dict[str, Any]]:
@@ -969,12 +998,15 @@ class DeltaKernels:
             call.numbers,
             call.sums,
             call.inverse,
+            call.weights,
             call.read,
             call.write,
             call.ask,
             call.passed,
             before,
             after,
+            call.like(*s.v.shape),
+            call.empty(*s.beta.shape),
             dq,
             dk,
             dv,
