@@ -352,5 +352,14 @@ DELTA = Op(
         Case(
             "delta by feature, whole rows", _case(False, False), _shapes((1, 130), (2, 16), (2, 16), True), dtypes=EXACT
         ),
+        Case("delta of 128 features", _case(True, True), _shapes((1, 130), (1, 128), (2, 128)), dtypes=NARROW),
+        Case("delta by 128 features", _case(True, True), _shapes((1, 130), (1, 128), (1, 128), True), dtypes=NARROW),
+        Case("delta of 32 heads", _case(True, True), _shapes((1, 4096), (16, 128), (32, 128)), large=True),
+        Case(
+            "delta of 32 heads by feature",
+            _case(True, True),
+            _shapes((1, 4096), (32, 128), (32, 128), True),
+            large=True,
+        ),
     ),
 )
