@@ -184,7 +184,7 @@ def test_olmos_folders_in_published_forms(tmp_path, parts):
 
 
 @pytest.mark.soak
-@pytest.mark.parametrize("recipe", ["qwen3_next_80b_a3b"])
+@pytest.mark.parametrize("recipe", ["qwen3_next_80b_a3b", "kimi_linear_48b_a3b"])
 def test_recipes_have_the_size_of_the_published_model(recipe):
     """Truth: the parameters of transformers' model of the same config."""
     model = load_run(RECIPES / f"{recipe}.yaml").model
