@@ -9,7 +9,7 @@ conv          the convolution with its activation, 5,376 channels; beside it fla
 norm          the gated norm, 8,192 features in 8 groups; beside it mamba-ssm
 step          one token of 256 sequences: convolution and scan of all layers of Nemotron-H-8B, states in place; both
 decode        the same of the whole model, as generation runs it
-muon-ops      orthogonalisation of a layer's matrices, in each form; beside it torch.optim.Muon's
+muon-ops      orthogonalisation of a layer's matrices, in each form; beside it torch.optim.Muon's, and its whole step
 w1            W1 with AdamW (benchmarks/configs/w1.yaml)
 layers        the first 8 layers of Nemotron-H-8B, 8,192 tokens; peer-layers: the same in PyTorch with peers' kernels
 long1, long2  the same 8 layers, one sequence of 131,072 tokens (--tokens), recomputed whole, on one GPU and with cp on
@@ -35,6 +35,7 @@ import sys
 import tempfile
 import time
 from collections.abc import Sequence
+from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -157,11 +158,12 @@ def start(command: list[str], gpus: Sequence[int], log: Path) -> subprocess.Pope
 
 
 def stop(process: subprocess.Popen[bytes]) -> None:
-    """It, and the ranks that it has started."""
-    try:
+    """Asks it, which ends the ranks that it has started, then kills what is left."""
+    process.terminate()
+    with suppress(subprocess.TimeoutExpired):
+        process.wait(10)
+    with suppress(ProcessLookupError):
         os.killpg(process.pid, signal.SIGKILL)
-    except ProcessLookupError:
-        pass
     process.wait()
 
 
@@ -320,7 +322,7 @@ def all_figures(found: list[dict[str, Any]]) -> str:
             share = each.get("optimizer_share")
             cells = [f"{each['step_ms']:.1f}", f"{each['tokens_per_s']:,.0f}"]
             cells += [f"{each[k]:.1f}" if each.get(k) is not None else "-" for k in ("tflops", "peak_gib")]
-            cells += ["-" if share is None else f"{100 * share:.1f} %"]
+            cells += ["-" if share is None else f"{100 * share:.1f} %, {share * each['step_ms']:.1f} ms"]
             exposed = ", ".join(f"{k.split()[1]} {ms:.1f}" for k, ms in each.get("exposed_ms", {}).items() if ms > 0.05)
             steps.append((each["row"], each["by"], *cells, exposed or "-"))
     return "\n\n".join(

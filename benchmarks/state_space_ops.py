@@ -324,28 +324,25 @@ def graphed(call: Callable[[], Any], device: torch.device) -> Callable[[], Any]:
 
 # ---- orthogonalisation
 
+W1_LAYERS = 8
+
 
 def muon_rows(draw: Draw, repeats: int, only_compile: bool) -> list[dict[str, Any]]:
-    """A layer of W1 in each form, beside torch.optim.Muon's iteration on the same matrices."""
-    from torch.optim import _muon
-
-    sample, device = SAMPLES["muon"](draw), draw.device
+    """A layer of W1 in each form (with symmetric halves where a kernel has them: not by the reference), beside
+    torch.optim.Muon's iteration on the same matrices, and its whole step of as many layers as W1 has."""
+    sample, device, together = SAMPLES["muon"](draw), draw.device, orthogonal.TOGETHER
     (matrices,) = sample.call.args
-    own = implementations(sample.op, sample.given)
-    forms: list[tuple[str, int, str]] = [("phalanx: Gram, symmetric", orthogonal.TOGETHER, next(iter(own)))]
-    forms += [("phalanx: symmetric", 1, next(iter(own))), ("phalanx: Gram", orthogonal.TOGETHER, "reference")]
-    forms.append(("phalanx: neither", 1, "reference"))
-
-    def torchs() -> list[Tensor]:
-        how = ((3.4445, -4.7750, 2.0315), 5, 1e-7)
-        return [_muon._zeropower_via_newtonschulz(each, *how) for group in matrices for each in group]
-
-    truth = [each.float() for each in torchs()]
-    rates = Rates.measured(device, torch.bfloat16)
-    moved = 2.0 * size_of(matrices) / rates.copy
-    rows, together = [], orthogonal.TOGETHER
-    calls: list[tuple[str, Callable[[], Any], int, Any]] = [("torch.optim.Muon", torchs, together, nullcontext)]
-    calls += [(by, lambda: [m for group in sample.call.run() for m in group], n, own[how]) for by, n, how in forms]
+    rates, rows = Rates.measured(device, torch.bfloat16), list[dict[str, Any]]()
+    floor = Floor(2.0 * size_of(matrices) / rates.copy, sample.forward_flop / rates.gemm)
+    calls: list[tuple[str, Callable[[], list[Tensor]], int, Any]] = []
+    for by, alone in implementations(sample.op, sample.given).items():
+        for form, count in (("Gram", together), ("direct", 1)):
+            calls.append((f"phalanx {by}, {form}", lambda: [m for g in sample.call.run() for m in g], count, alone))
+    try:
+        calls.insert(0, ("torch.optim.Muon", torchs_iteration(matrices), together, nullcontext))
+    except Exception as why:  # its name is private
+        rows.append({"row": "muon-ops", "by": "peer", "missing": f"{type(why).__name__}: {why}"[:300]})
+    truth = [each.float() for each in calls[0][1]()]
     for by, call, count, alone in calls:
         orthogonal.TOGETHER = count
         try:
@@ -356,11 +353,30 @@ def muon_rows(draw: Draw, repeats: int, only_compile: bool) -> list[dict[str, An
                 took = measure(call, device, repeats=repeats)
         finally:
             orthogonal.TOGETHER = together
-        floor = Floor(moved, sample.forward_flop / rates.gemm)
         row = {"row": "muon-ops", "by": by, "shape": "a layer of W1", "difference": apart, "floor": floor.text}
         row |= {"forward_ms": 1e3 * took.median, "forward_floor_ms": 1e3 * floor.seconds}
         rows.append(row | {"share": floor.seconds / took.median})
+    if not only_compile:
+        took = measure(torchs_step(matrices), device, warmup=1, repeats=min(repeats, 5), batch=1)
+        whole = Floor(W1_LAYERS * floor.nbytes, W1_LAYERS * floor.matmuls)
+        row = {"row": "muon-step", "by": f"torch.optim.Muon.step, {W1_LAYERS} layers", "floor": whole.text}
+        rows.append(row | {"forward_ms": 1e3 * took.median, "share": whole.seconds / took.median})
     return rows
+
+
+def torchs_iteration(matrices: Sequence[Tensor]) -> Callable[[], list[Tensor]]:
+    from torch.optim._muon import _zeropower_via_newtonschulz as iterate
+
+    how = ((3.4445, -4.7750, 2.0315), 5, 1e-7)
+    return lambda: [iterate(each, *how) for group in matrices for each in group]
+
+
+def torchs_step(matrices: Sequence[Tensor]) -> Callable[[], Any]:
+    params = []
+    for each in [m for _ in range(W1_LAYERS) for group in matrices for m in group]:
+        params.append(torch.nn.Parameter(torch.zeros_like(each)))
+        params[-1].grad = each.clone()
+    return torch.optim.Muon(params, lr=1e-4).step
 
 
 def main() -> None:

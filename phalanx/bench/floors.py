@@ -24,7 +24,7 @@ from phalanx.base.dtypes import precision
 from phalanx.base.text_table import table
 from phalanx.bench.ceilings import copy_rate, gemm_rate
 from phalanx.bench.ops import calls_of, forward_flop, tensors_of
-from phalanx.bench.samples import SAMPLES, Draw, OpSample
+from phalanx.bench.samples import SAMPLES, Draw, OpSample, recurrence_flop
 from phalanx.bench.timing import Times, measure
 from phalanx.config.run import Run
 from phalanx.forecast.decide import make_plan
@@ -90,16 +90,16 @@ class ImplementationTiming:
 
 def bench_only(
     wanted: Sequence[str],
-    run: Run | None,
-    ranks: int,
-    device: torch.device,
+    called: Sequence[OpSample],
+    draw: Draw,
     repeats: int,
     out: str | None,
     say: Callable[[str], None],
 ) -> list[ImplementationTiming]:
-    """Measure the ops of these names, print a table, and write `out` (JSON). UnknownOp if one cannot be timed."""
-    dtype = precision(run.train.precision).compute if run else dtype_on(device)
-    samples = samples_of(wanted, run, ranks, Draw(device, dtype))
+    """Measure the ops of these names, print a table, and write `out` (JSON). called: the calls of a config. UnknownOp
+    if one cannot be timed."""
+    device, dtype = draw.device, draw.dtype
+    samples = samples_of(wanted, called, draw)
     rates = Rates.measured(device, dtype)
     name = torch.cuda.get_device_name(device) if device.type == "cuda" else "CPU"
     say(
@@ -125,9 +125,13 @@ def dtype_on(device: torch.device) -> torch.dtype:
     return torch.bfloat16 if device.type == "cuda" else torch.float32
 
 
-def samples_of(wanted: Sequence[str], run: Run | None, ranks: int, draw: Draw) -> list[OpSample]:
+def draw_for(run: Run | None, device: torch.device) -> Draw:
+    """Inputs in the dtype of a config."""
+    return Draw(device, precision(run.train.precision).compute if run else dtype_on(device))
+
+
+def samples_of(wanted: Sequence[str], called: Sequence[OpSample], draw: Draw) -> list[OpSample]:
     """The config's own calls of each op, or the op at the shapes of a published model."""
-    called = [] if run is None else called_samples(run, ranks, draw.device)
     names = sorted({*SAMPLES, *(sample.op.name for sample in called)})
     found: list[OpSample] = []
     for name in wanted:
@@ -157,8 +161,10 @@ def called_samples(run: Run, ranks: int, device: torch.device) -> list[OpSample]
     for call in calls_of(make_plan(run, ranks), device):
         ops = by_module.get(call.function.__module__, [])
         if len(ops) == 1:
-            with only(ops[0]):  # torch counts the matmuls of the reference
-                flop = forward_flop(call, run, call.run)
+            flop = recurrence_flop(next(iter(call.args), None))
+            if flop is None:
+                with only(ops[0]):  # torch counts the matmuls of the reference
+                    flop = forward_flop(call, run, call.run)
             found.append(OpSample(call, ops[0], flop, 2 * flop))
     return found
 

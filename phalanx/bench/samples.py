@@ -81,28 +81,37 @@ def scan_inputs(draw: Draw, heads: int, groups: int, width: int = 64, state: int
     return ScanInputs(x, steps, rates, b, c, draw.normal(heads))
 
 
+def recurrence_flop(inputs: object) -> float | None:
+    """Forward FLOP that no form of a recurrence can do without: of a scan's states, an outer product for each token and
+    a product with C; of a delta rule's, what a state holds under a key besides. Backward has two products for each.
+    None: it is neither."""
+    if isinstance(inputs, ScanInputs):
+        return 4.0 * inputs.x.numel() * inputs.b.shape[-1]
+    if isinstance(inputs, DeltaInputs):
+        return 6.0 * inputs.v.numel() * inputs.k.shape[-1]
+    return None
+
+
 def scan_output(s: ScanInputs) -> Tensor:
     return scan(s)[0]
 
 
 def scan_sample(draw: Draw, heads: int = 80, groups: int = 8) -> OpSample:
-    """Mamba-2 2.7B's heads, by default with the groups of Nemotron-H-8B. A state takes one outer product and is read
-    once: two matmuls of the size of all states, of which backward has two each."""
+    """Mamba-2 2.7B's heads, by default with the groups of Nemotron-H-8B."""
     s = scan_inputs(draw, heads, groups)
-    flop = 4.0 * s.x.numel() * s.b.shape[-1]
+    flop = recurrence_flop(s) or 0.0
     return OpSample(OpCall("scan", scan_output, (s,), {}), SCAN, flop, 2 * flop)
 
 
 def delta_sample(draw: Draw, key_heads: int = 16, value_heads: int = 32, width: int = 128) -> OpSample:
-    """Qwen3-Next's heads: normalised keys, one decay of each value head. Of a state, what it holds under a key is
-    looked up, an outer product is added, and it is read: three matmuls of the size of all states."""
+    """Qwen3-Next's heads: normalised keys, one decay of each value head."""
     tokens, width = draw.tokens, draw.size(width)
     key_heads, value_heads = (max(1, draw.size(n)) for n in (key_heads, value_heads))
     q, k = (draw.normal(1, tokens, key_heads, width) for _ in range(2))
     v = draw.normal(1, tokens, value_heads, width)
     decay, beta = draw.between(-0.1, 0.0, 1, tokens, value_heads), draw.between(0.0, 1.0, 1, tokens, value_heads)
     s = DeltaInputs(q, k, v, decay, beta, scale=width**-0.5, normalize=True)
-    flop = 6.0 * v.numel() * width
+    flop = recurrence_flop(s) or 0.0
     return OpSample(OpCall("delta", delta_output, (s,), {}), DELTA, flop, 2 * flop)
 
 

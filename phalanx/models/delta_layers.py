@@ -15,7 +15,7 @@ from phalanx.models.model_config import SmallSizes
 
 if TYPE_CHECKING:
     from phalanx.nn.env import Env
-    from phalanx.nn.gated_delta import DeltaRows, GatedDelta, HeadRows
+    from phalanx.nn.gated_delta import DeltaRows, GatedDelta, RowsOfHeads
 
 DeltaKind = Literal["linear_attention", "full_attention"]
 
@@ -113,29 +113,29 @@ def gated_delta(config: LinearLayersConfig, env: Env, name: str, rows: DeltaRows
     return GatedDelta(env, GatedDeltaSpec(**(usual | changes)))
 
 
-def one_after_the_other(config: DeltaLayersConfig, name: str) -> tuple[HeadRows, HeadRows, HeadRows]:
+def one_after_the_other(config: DeltaLayersConfig, name: str) -> tuple[RowsOfHeads, RowsOfHeads, RowsOfHeads]:
     """Queries, keys and values in one tensor: all heads of each, one kind after the other."""
-    from phalanx.nn.gated_delta import HeadRows
+    from phalanx.nn.gated_delta import RowsOfHeads
 
     s = config.delta_sizes
     of_keys = s.keys * s.key
     size = 2 * of_keys + s.values * s.value
     return (
-        HeadRows.whole(name, s.keys, s.key, 0, size),
-        HeadRows.whole(name, s.keys, s.key, of_keys, size),
-        HeadRows.whole(name, s.values, s.value, 2 * of_keys, size),
+        RowsOfHeads.whole(name, s.keys, s.key, 0, size),
+        RowsOfHeads.whole(name, s.keys, s.key, of_keys, size),
+        RowsOfHeads.whole(name, s.values, s.value, 2 * of_keys, size),
     )
 
 
-def one_tensor_each(config: LinearLayersConfig, names: Sequence[str]) -> tuple[HeadRows, HeadRows, HeadRows]:
+def one_tensor_each(config: LinearLayersConfig, names: Sequence[str]) -> tuple[RowsOfHeads, RowsOfHeads, RowsOfHeads]:
     """Queries, keys and values in tensors of their own, of these names."""
-    from phalanx.nn.gated_delta import HeadRows
+    from phalanx.nn.gated_delta import RowsOfHeads
 
     (q, k, v), s = names, config.delta_sizes
     return (
-        HeadRows.whole(q, s.keys, s.key),
-        HeadRows.whole(k, s.keys, s.key),
-        HeadRows.whole(v, s.values, s.value),
+        RowsOfHeads.whole(q, s.keys, s.key),
+        RowsOfHeads.whole(k, s.keys, s.key),
+        RowsOfHeads.whole(v, s.values, s.value),
     )
 
 

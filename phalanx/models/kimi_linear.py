@@ -120,7 +120,7 @@ def blocks(config: KimiLinearConfig, env: Env) -> Sequence[BlockMaker]:
 def mixer(config: KimiLinearConfig, env: Env, layer: int) -> Module:
     """Latent attention, or linear attention with a tensor for each projection."""
     from phalanx.layout.param import Init
-    from phalanx.nn.gated_delta import DeltaRows, GateLatents, HeadRows
+    from phalanx.nn.gated_delta import DeltaRows, GateLatents, RowsOfHeads
     from phalanx.nn.mla import LatentAttention, LatentSizes
     from phalanx.ops.attention.kind import CAUSAL
 
@@ -132,9 +132,9 @@ def mixer(config: KimiLinearConfig, env: Env, layer: int) -> Module:
     rows = DeltaRows(
         *one_tensor_each(c, [f"{at}.{n}_proj.weight" for n in "qkv"]),
         one_tensor_each(c, [f"{at}.{n}_conv1d.weight" for n in "qkv"]),
-        HeadRows.whole(f"{at}.b_proj.weight", heads, 1),
+        RowsOfHeads.whole(f"{at}.b_proj.weight", heads, 1),
     )
-    made = (HeadRows.whole(f"{at}.{n}_b_proj.weight", heads, width) for n in "fg")
+    made = (RowsOfHeads.whole(f"{at}.{n}_b_proj.weight", heads, width) for n in "fg")
     return gated_delta(
         c,
         env,

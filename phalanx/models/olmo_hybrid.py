@@ -115,16 +115,16 @@ def layer(config: OlmoHybridConfig, env: Env, number: int) -> Block:
 
 def linear_attention(config: OlmoHybridConfig, env: Env, number: int) -> GatedDelta:
     from phalanx.layout.param import Init
-    from phalanx.nn.gated_delta import DeltaRows, HeadRows
+    from phalanx.nn.gated_delta import DeltaRows, RowsOfHeads
 
     c, at = config, f"{config.base}layers.{number}.linear_attn"
     values, width = c.linear_num_value_heads, c.linear_value_head_dim
     rows = DeltaRows(
         *one_tensor_each(c, [f"{at}.{n}_proj.weight" for n in "qkv"]),
         one_after_the_other(c, f"{at}.conv1d.weight"),
-        HeadRows.whole(f"{at}.b_proj.weight", values, 1),
-        HeadRows.whole(f"{at}.a_proj.weight", values, 1),
-        HeadRows.whole(f"{at}.g_proj.weight", values, width),
+        RowsOfHeads.whole(f"{at}.b_proj.weight", values, 1),
+        RowsOfHeads.whole(f"{at}.a_proj.weight", values, 1),
+        RowsOfHeads.whole(f"{at}.g_proj.weight", values, width),
     )
     steps = Init("time_step", low=c.linear_dt_min, high=c.linear_dt_max, floor=c.linear_dt_init_floor)
     return gated_delta(

@@ -53,7 +53,7 @@ def blocks(config: Qwen35TextConfig, env: Env) -> Sequence[BlockMaker]:
 
 def mixer(config: GatedAttentionConfig, env: Env, layer: int) -> Module:
     """Gated attention, or linear attention with queries, keys and values in one tensor."""
-    from phalanx.nn.gated_delta import DeltaRows, HeadRows
+    from phalanx.nn.gated_delta import DeltaRows, RowsOfHeads
 
     c, at = config, f"{config.base}layers.{layer}.linear_attn"
     if c.types[layer] == "full_attention":
@@ -62,9 +62,9 @@ def mixer(config: GatedAttentionConfig, env: Env, layer: int) -> Module:
     rows = DeltaRows(
         *one_after_the_other(c, f"{at}.in_proj_qkv.weight"),
         one_after_the_other(c, f"{at}.conv1d.weight"),
-        HeadRows.whole(f"{at}.in_proj_b.weight", heads, 1),
-        HeadRows.whole(f"{at}.in_proj_a.weight", heads, 1),
-        HeadRows.whole(f"{at}.in_proj_z.weight", heads, value),
+        RowsOfHeads.whole(f"{at}.in_proj_b.weight", heads, 1),
+        RowsOfHeads.whole(f"{at}.in_proj_a.weight", heads, 1),
+        RowsOfHeads.whole(f"{at}.in_proj_z.weight", heads, value),
     )
     return gated_delta(c, env, at, rows)
 

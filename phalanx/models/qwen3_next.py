@@ -59,7 +59,7 @@ def blocks(config: Qwen3NextConfig, env: Env) -> Sequence[BlockMaker]:
 def mixer(config: Qwen3NextConfig, env: Env, layer: int) -> Module:
     """Gated attention, or linear attention whose projections two tensors hold, key head after key head: its query, its
     key, and the values and gates of its group; beta and then decays of its group."""
-    from phalanx.nn.gated_delta import DeltaRows, HeadRows
+    from phalanx.nn.gated_delta import DeltaRows, RowsOfHeads
 
     c, at = config, f"{config.base}layers.{layer}.linear_attn"
     if c.types[layer] == "full_attention":
@@ -69,13 +69,13 @@ def mixer(config: Qwen3NextConfig, env: Env, layer: int) -> Module:
     step = 2 * key + 2 * group * value
     projected, gates = (f"{at}.in_proj_qkvz.weight", keys * step), (f"{at}.in_proj_ba.weight", keys * 2 * group)
     rows = DeltaRows(
-        HeadRows(*projected, 0, key, 1, step),
-        HeadRows(*projected, key, key, 1, step),
-        HeadRows(*projected, 2 * key, value, group, step),
+        RowsOfHeads(*projected, 0, key, 1, step),
+        RowsOfHeads(*projected, key, key, 1, step),
+        RowsOfHeads(*projected, 2 * key, value, group, step),
         one_after_the_other(c, f"{at}.conv1d.weight"),
-        HeadRows(*gates, 0, 1, group, 2 * group),
-        HeadRows(*gates, group, 1, group, 2 * group),
-        HeadRows(*projected, 2 * key + group * value, value, group, step),
+        RowsOfHeads(*gates, 0, 1, group, 2 * group),
+        RowsOfHeads(*gates, group, 1, group, 2 * group),
+        RowsOfHeads(*projected, 2 * key + group * value, value, group, step),
     )
     return gated_delta(c, env, at, rows)
 

@@ -3,7 +3,7 @@ the output projection, with heads sharded over tp. Yang et al., "Gated delta net
 feature of a key, Kimi Team, "Kimi Linear", 2025.
 
 Key heads are shared by groups of value heads as in grouped-query attention: with fewer of them than tp ranks, several
-ranks hold one. Files hold the matrices fused in different ways; HeadRows says where the rows of each head are.
+ranks hold one. Files hold the matrices fused in different ways; RowsOfHeads says where the rows of each head are.
 
 What is narrow (beta and decays, one number of each head and token, or the latents of which decays and gate are made) is
 computed by each tp rank for its own tokens and all heads, never in FP8. Then it is gathered, and a rank keeps its
@@ -40,7 +40,7 @@ from phalanx.sequence.batch import Batch
 
 
 @dataclass(frozen=True)
-class HeadRows:
+class RowsOfHeads:
     """Where the rows of heads are in a global tensor of `size` rows.
 
     first  the row with which those of head 0 begin
@@ -56,10 +56,10 @@ class HeadRows:
     step: int
 
     @staticmethod
-    def whole(name: str, heads: int, each: int, first: int = 0, size: int | None = None) -> HeadRows:
+    def whole(name: str, heads: int, each: int, first: int = 0, size: int | None = None) -> RowsOfHeads:
         """Of heads that follow one another, from row `first` of a tensor of `size` rows; None: the tensor has no
         others."""
-        return HeadRows(name, heads * each if size is None else size, first, each, heads, 0)
+        return RowsOfHeads(name, heads * each if size is None else size, first, each, heads, 0)
 
     def of(self, matrix: str, start: int, stop: int, replicas: tuple[Replica, ...] = ()) -> list[OutputRows]:
         """Rows of the heads start..stop, which are of the matrix of this name."""
@@ -79,13 +79,13 @@ class DeltaRows:
     """Where files have the rows of queries, keys and values; of the channels of their convolution; of beta; and, where
     these are projections of the layer's input, of decays and of the gate."""
 
-    query: HeadRows
-    key: HeadRows
-    value: HeadRows
-    convolved: tuple[HeadRows, HeadRows, HeadRows]
-    beta: HeadRows
-    decay: HeadRows | None = None
-    gate: HeadRows | None = None
+    query: RowsOfHeads
+    key: RowsOfHeads
+    value: RowsOfHeads
+    convolved: tuple[RowsOfHeads, RowsOfHeads, RowsOfHeads]
+    beta: RowsOfHeads
+    decay: RowsOfHeads | None = None
+    gate: RowsOfHeads | None = None
 
 
 @dataclass(frozen=True)
@@ -99,8 +99,8 @@ class GateLatents:
 
     names: tuple[str, str]
     width: int
-    decay: HeadRows
-    gate: HeadRows
+    decay: RowsOfHeads
+    gate: RowsOfHeads
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -156,7 +156,7 @@ class LatentAttention(Module):
         q, latent, k_rope = self._latents(x)
         keys_up, values_up = self._up_matrices()
         q_latent = torch.einsum("thn,hnr->thr", q[..., : s.nope], keys_up)
-        q_rope, rotated = self._turned(batch, q[..., s.nope :], gather(k_rope, tp).unsqueeze(1))
+        q_rope, rotated = self._positioned(batch, q[..., s.nope :], gather(k_rope, tp).unsqueeze(1))
         q = torch.cat((q_latent, q_rope), -1)
         k = torch.cat((gather(latent, tp).unsqueeze(1), rotated), -1)
         scale = 1 / math.sqrt(s.query) if self.kind.scale is None else self.kind.scale
@@ -177,12 +177,12 @@ class LatentAttention(Module):
         """The outputs of `_project` -> q, k, v (sequences, heads, S, ...)."""
         s = self.sizes
         k, v = kv.split((s.nope, s.value), -1)
-        q_rope, k_rope = self._turned(batch, q[..., s.nope :], k_rope)
+        q_rope, k_rope = self._positioned(batch, q[..., s.nope :], k_rope)
         q = torch.cat((q[..., : s.nope], q_rope), -1)
         k = torch.cat((k, k_rope.expand(-1, self.heads, -1)), -1)
         return tuple(t.unflatten(0, (batch.num_sequences, batch.length)).transpose(1, 2) for t in (q, k, v))
 
-    def _turned(self, batch: Batch, q_rope: Tensor, k_rope: Tensor) -> tuple[Tensor, Tensor]:
+    def _positioned(self, batch: Batch, q_rope: Tensor, k_rope: Tensor) -> tuple[Tensor, Tensor]:
         """The parts of queries and keys that have positions, rotated if there is a rotary embedding."""
         if self.rotary is None:
             return q_rope, k_rope

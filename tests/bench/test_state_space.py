@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from phalanx.bench.floors import Rates, UnknownOp, bench_only, samples_of, time_sample
+from phalanx.bench.floors import Rates, UnknownOp, bench_only, called_samples, draw_for, samples_of, time_sample
 from phalanx.bench.samples import SAMPLES, TOKENS, Draw
 from phalanx.config.read import load_run
 
@@ -57,7 +57,8 @@ def test_floors_of_a_scan_are_its_bytes_and_matmuls():
 
 def test_ops_of_a_config_have_its_shapes_and_others_a_published_models(tmp_path):
     run, said = load_run(ROOT / "recipes/tiny_mamba2.yaml"), []
-    rows = bench_only(["conv", "gated_norm", "delta"], run, 1, CPU, 1, str(tmp_path / "ops.json"), said.append)
+    called, names = called_samples(run, 1, CPU), ["conv", "gated_norm", "delta"]
+    rows = bench_only(names, called, draw_for(run, CPU), 1, str(tmp_path / "ops.json"), said.append)
     m, t = run.model, run.train
     channels = m.num_heads * m.head_dim + 2 * m.n_groups * m.state_size
     shapes = {row.name: row.shape for row in rows}
@@ -70,7 +71,7 @@ def test_ops_of_a_config_have_its_shapes_and_others_a_published_models(tmp_path)
 
 def test_an_unknown_op_is_refused_with_those_near():
     with pytest.raises(UnknownOp, match="no op 'scn' to time; did you mean scan.*there are conv, delta"):
-        samples_of(["scn"], None, 1, DRAW)
+        samples_of(["scn"], [], DRAW)
 
 
 def test_bench_ops_asks_for_a_config_or_names(warm):
@@ -172,8 +173,8 @@ def test_the_table_compares_ours_with_the_best_peer(scripts):
 
     kernel = {"row": "scan", "forward_ms": 1.0, "floor": "1 (bytes)", "share": 0.5}
     found = [
-        {**kernel, "by": "phalanx triton", "both_ms": 4.0},
         {**kernel, "by": "phalanx reference", "both_ms": 900.0},
+        {**kernel, "by": "phalanx triton", "both_ms": 4.0},
         {**kernel, "by": "mamba-ssm, chunks of 256", "both_ms": 5.0},
         {**kernel, "by": "mamba-ssm, chunks of 128", "both_ms": 4.8},
         {"row": "conv", "by": "peer", "missing": "no archive"},
@@ -206,10 +207,11 @@ def test_rows_run_and_what_is_unknown_is_refused(tmp_path):
         "PEERS": str(tmp_path),
     }
     how = {"capture_output": True, "text": True, "timeout": 200, "env": env, "cwd": ROOT}
-    done = subprocess.run([*command, "step"], **how)
+    done = subprocess.run([*command, "step,decode"], **how)
     assert done.returncode == 0, done.stderr
-    missing, ours = map(json.loads, out.read_text().splitlines())
-    assert "no mamba_ssm-*.tar.gz" in missing["missing"] and ours["forward_ms"] > 0
+    missing, *ours = map(json.loads, out.read_text().splitlines())
+    assert "no mamba_ssm-*.tar.gz" in missing["missing"]
+    assert [row["row"] for row in ours] == ["step", "decode"] and all(row["forward_ms"] > 0 for row in ours)
     assert "step: peer missing: " in done.stdout
     done = subprocess.run([*command, "scn"], **how)
     assert done.returncode == 2 and "no row scn; there are " in done.stderr

@@ -1686,15 +1686,6 @@ RULES = [
     ("cluster.time='90'", 1, "cluster.time", "90", "a time with its unit", set(), ("24h",)),
     ("cluster.time=1m", 1, "cluster.time", "1m", "longer than", {"cluster.grace_s"}, ("240s",)),
     ("cluster.program=''", 1, "cluster.program", "", "must name a program", set(), ("phalanx",)),
-    (
-        "cluster.mounts=[a:b]",
-        1,
-        "cluster.mounts",
-        ["a:b"],
-        "has no effect without cluster.image",
-        {"cluster.image"},
-        ([],),
-    ),
     ("cluster.user=0", 1, "cluster.user", 0, ">= 1", set(), (1, 2)),
     ("cluster.topology=rack", 1, "cluster.topology", "rack", "has no effect without", {"cluster.queue"}, (None,)),
     (

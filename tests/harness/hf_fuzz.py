@@ -569,8 +569,8 @@ REASONS: dict[str, str] = {
     "a size is missing": r"(vocab_size|hidden_size|intermediate_size|num_hidden_layers|num_attention_heads|n_embd|n_layer|n_head|d_model|d_ff|num_layers|num_heads) is missing",  # noqa: E501
     "a value of another type": r"\(it must be ",
     "a value beyond what trains (zero widths, windows or epsilons, an odd head)": r"must be (an integer|a "
-    r"number|even|numbers|> |>= |<= |true)",
-    "an activation or dropout that we do not have": r"(hidden_act|hidden_activation|classifier_activation|mlp_dropout|embedding_dropout|activation_function|attention_dropout|router_jitter_noise|resid_pdrop|embd_pdrop)=",  # noqa: E501
+    r"number|even|numbers|two numbers|> |>= |<= |true)",
+    "an activation or dropout that we do not have": r"(hidden_act|mamba_hidden_act|mlp_hidden_act|hidden_activation|classifier_activation|mlp_dropout|embedding_dropout|activation_function|attention_dropout|router_jitter_noise|resid_pdrop|embd_pdrop)=",  # noqa: E501
     "GPT-2 scores scaled otherwise, or cross attention": r"(scale_attn_weights|scale_attn_by_inverse_layer_idx|add_cross_attention)=",  # noqa: E501
     "keys of DeepSeek's own code that transformers ignores": r"(scoring_func|topk_method|moe_layer_freq|attention_bias)=",  # noqa: E501
     "rope_scaling would drop the base of rope_parameters": r"of rope_parameters beside rope_scaling",
@@ -589,7 +589,8 @@ REASONS: dict[str, str] = {
     "a Gemma that reads both ways, or caps that Gemma 3 reads and does not use": r"(use_bidirectional_attention|attn_logit_softcapping)=",  # noqa: E501
     "an encoder whose head is not its embedding": r"tie_word_embeddings=False \(supported: True\)",
     "layers without rotary embedding by other numbers than 0 and 1": r"no_rope_layers=",
-    "layer types that we do not have": r"layer_types=|layer_types with|one kind per layer",
+    "layer types that we do not have": r"layer_types=|layer_types with|one kind per layer|layers_block_type",
+    "what published hybrids have one form of, or transformers does not read": r"(mamba_use_mlp|attn_layer_indices|n_shared_experts|mlp_bias)=|tie_word_embeddings=True \(supported: False\)",  # noqa: E501
 }
 
 

@@ -19,6 +19,7 @@ from phalanx.ops.op import first_right, triton
 from phalanx.ops.scan.rows import StateSlots
 from phalanx.sequence.batch import Batch
 from phalanx.sequence.paged import StateSpans
+from tests.harness.sample import rest_in_soak
 from tests.ops.test_ops import make_batch, normal
 from tests.ops.test_scan import documents
 
@@ -265,14 +266,20 @@ def interpreted(given: DeltaInputs, dtype: torch.dtype) -> None:
 TRITON = pytest.mark.skipif(not ops.has_triton(), reason="needs triton")
 
 
+DECAYS = {"keeps all": 1e-9, "keeps some": 0.1, "forgets all": 1e3}
+ALL = [(dtype, decay) for dtype in (torch.float64, torch.float32, torch.float16) for decay in DECAYS]
+SOME = {(torch.float64, "keeps some"), (torch.float16, "keeps all"), (torch.float16, "forgets all")}
+
+
 @TRITON
 @BOTH
-@pytest.mark.parametrize("decay", [1e-9, 0.1, 1e3], ids=["keeps all", "keeps some", "forgets all"])
-@pytest.mark.parametrize("dtype", [torch.float64, torch.float16, torch.bfloat16], ids=str)
-def test_kernels_equal_the_reference(dtype, decay, by_feature):
-    """A first state, three chunks of which the last is short, documents of one token and of many."""
-    given = inputs(1, 131, by_feature, decay, normalize=dtype != torch.float64)
-    interpreted(given._replace(numbers=documents("mixed", 1, 131)), dtype)
+@pytest.mark.parametrize("form", rest_in_soak(ALL, SOME), ids=lambda form: f"{form[0]} {form[1]}")
+def test_kernels_equal_the_reference(form, by_feature):
+    """A first state, chunks of which the last is short, documents of one token and of many. In 16 bits fp16, since
+    Triton's interpreter has no matmuls in bf16."""
+    dtype, decay = form
+    given = inputs(1, 80, by_feature, DECAYS[decay], normalize=dtype != torch.float64)
+    interpreted(given._replace(numbers=documents("mixed", 1, 80)), dtype)
 
 
 @TRITON
@@ -282,15 +289,15 @@ def test_kernels_equal_the_reference(dtype, decay, by_feature):
 @pytest.mark.parametrize("length", [*range(1, 67), 127, 128, 129, 191, 192, 193, 256, 257])
 def test_kernels_of_every_length(length, kind, by_feature):
     given = inputs(2, length, by_feature, normalize=length % 2 == 0)
-    interpreted(given._replace(numbers=documents(kind, 2, length)), (torch.float32, torch.bfloat16)[length // 2 % 2])
+    interpreted(given._replace(numbers=documents(kind, 2, length)), (torch.float32, torch.float16)[length // 2 % 2])
 
 
 @TRITON
 @BOTH
 def test_kernels_of_equal_keys(by_feature):
     """As in the reference's test: T has to stay small, in fp32 too."""
-    given = inputs(1, 130, by_feature, 1e-3, normalize=True)
-    given = given._replace(k=given.k.detach()[:, :1].expand(1, 130, KEY_HEADS, KEYS), beta=torch.ones_like(given.beta))
+    given = inputs(1, 70, by_feature, 1e-3, normalize=True)
+    given = given._replace(k=given.k.detach()[:, :1].expand(1, 70, KEY_HEADS, KEYS), beta=torch.ones_like(given.beta))
     interpreted(given, torch.float32)
 
 
@@ -312,6 +319,7 @@ def test_a_wrong_tuning_is_refused(tmp_path, monkeypatch):
     checks = proof.Checks(tmp_path / proof.FILE)
     monkeypatch.setattr(proof, "checks", lambda: checks)
     made = triton(f"{__name__}:planted", tunings=TILES[:2])
+    monkeypatch.setitem(vars(DELTA), "cases", DELTA.cases[:1])
     monkeypatch.setattr(ops, "loaded", lambda op, source: ops.load(source))
     device = torch.device("cpu")
     first_right.cache_clear()

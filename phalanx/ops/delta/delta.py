@@ -338,6 +338,7 @@ DELTA = Op(
     (
         triton(
             "phalanx.ops.delta.delta_kernel:DeltaKernels",
+            dtypes=(torch.bfloat16, torch.float16, torch.float32),
             tunings=TILES,
             fits=lambda features: features <= 128,
             shapes="keys of at most 128 features",

@@ -28,7 +28,7 @@ ms, matmuls 0.19 and 0.5 ms. What both do not contain is the latency of the pass
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 import triton
@@ -263,7 +263,7 @@ def _prepare(
         at_end = own == 0
         end = tl.sum(tl.where(at_end, logs, 0.0), 0)
         reach = tl.where(own == carried, tl.exp(e), 0.0)
-        left = tl.where(at_end, tl.exp(end - e), 0.0)
+        left = tl.where(at_end, tl.exp(tl.minimum(end - e, 0.0)), 0.0)
         tl.store(sums + token, e, mask=here)
         tl.store(read + token, reach * of_key, mask=here)
         tl.store(write + token, left * of_key, mask=here)
@@ -819,7 +819,7 @@ ELEMENTS = {
 }
 
 
-class _Call:
+class DeltaChunks:
     """What the kernels of a delta rule are given, and what is computed for all chunks at once."""
 
     def __init__(self, s: DeltaInputs, tiles: DeltaTiles):
@@ -871,8 +871,12 @@ class _Call:
         return self.chunks, self.heads, self.rows
 
     def block(self, most: int) -> int:
-        """Features of values that a program has."""
+        """Features of values that a program has: fewer of 32 bits, as shared memory has room for."""
+        most = most * 2 // max(2, self.v.dtype.itemsize)
         return max(LEAST, min(most, triton.next_power_of_2(self.width)))
+
+    def stages(self, wanted: int) -> int:
+        return wanted if self.v.dtype.itemsize == 2 else 1
 
     def prepare(self) -> None:
         s, strides = self.inputs, self.strides(self.q, self.k)
@@ -924,8 +928,20 @@ class _Call:
         """The grid and sizes of kernels that follow states from chunk to chunk."""
         block = self.block(self.tiles.values)
         sizes = dict(BY_FEATURE=self.by_feature, V=self.width, BV=block, **self.arithmetic)
-        how = dict(num_warps=self.tiles.warps, num_stages=self.tiles.stages)
+        how = dict(num_warps=self.tiles.warps, num_stages=self.stages(self.tiles.stages))
         return (triton.cdiv(self.width, block), self.heads, self.rows), dict(**sizes, **how)
+
+
+class DeltaBuffers(NamedTuple):
+    """Of a backward: the gradient of y; states before, and gradients of states after chunks; and what the gradients of
+    values (dx so far), decays and beta are written to."""
+
+    dy: Tensor
+    before: Tensor
+    after: Tensor
+    dv: Tensor
+    ddecay: Tensor
+    dbeta: Tensor
 
 
 class DeltaKernels:
@@ -936,7 +952,7 @@ class DeltaKernels:
 
     def delta_forward(self, s: DeltaInputs) -> tuple[Tensor, Tensor, Tensor]:
         """As the reference; states before chunks are in the dtype of v, as (chunks, R, HV, V, K)."""
-        call = _Call(s, self.tiles)
+        call = DeltaChunks(s, self.tiles)
         states = call.like(call.chunks, call.rows, call.heads, call.width, call.features)
         u = call.like(*s.v.shape)
         final = call.empty(*s.state_shape)
@@ -982,7 +998,7 @@ class DeltaKernels:
 
     def delta_backward(self, dy: Tensor, dstate: Tensor | None, s: DeltaInputs, before: Tensor) -> DeltaGrads:
         """As the reference."""
-        call, dy = _Call(s, self.tiles), dy.contiguous()
+        call, dy = DeltaChunks(s, self.tiles), dy.contiguous()
         after, dv, dinitial = torch.empty_like(before), call.like(*s.v.shape), call.empty(*s.state_shape)
         given = None if dstate is None else dstate.contiguous()
         grid, sizes = call.over_states()
@@ -1010,16 +1026,14 @@ class DeltaKernels:
         )
         ddecay, dbeta = call.empty(*s.decay.shape), call.empty(*s.beta.shape)
         found = self.by_feature if call.by_feature else self.by_head
-        dq, dk = found(call, dy, before, after, dv, ddecay, dbeta)
+        dq, dk = found(call, DeltaBuffers(dy, before, after, dv, ddecay, dbeta))
         return DeltaGrads(dq, dk, dv, ddecay, dbeta, None if s.initial is None else dinitial.to(s.initial.dtype))
 
-    def by_head(
-        self, call: _Call, dy: Tensor, before: Tensor, after: Tensor, dv: Tensor, ddecay: Tensor, dbeta: Tensor
-    ) -> tuple[Tensor, Tensor]:
+    def by_head(self, call: DeltaChunks, b: DeltaBuffers) -> tuple[Tensor, Tensor]:
         s = call.inputs
         dq, dk = (torch.empty(t.shape, dtype=t.dtype, device=t.device) for t in (s.q, s.k))
         _grads[call.chunks, call.key_heads, call.rows](
-            dy,
+            b.dy,
             call.q,
             call.k,
             call.v,
@@ -1032,15 +1046,15 @@ class DeltaKernels:
             call.write,
             call.ask,
             call.passed,
-            before,
-            after,
+            b.before,
+            b.after,
             call.like(*s.v.shape),
             call.empty(*s.beta.shape),
             dq,
             dk,
-            dv,
-            ddecay,
-            dbeta,
+            b.dv,
+            b.ddecay,
+            b.dbeta,
             s.scale,
             call.length,
             *call.strides(call.q, call.k, call.v),
@@ -1049,18 +1063,16 @@ class DeltaKernels:
             **call.how,
             **call.arithmetic,
             num_warps=self.tiles.grad_warps,
-            num_stages=self.tiles.grad_stages,
+            num_stages=call.stages(self.tiles.grad_stages),
         )
         return dq, dk
 
-    def by_feature(
-        self, call: _Call, dy: Tensor, before: Tensor, after: Tensor, dv: Tensor, ddecay: Tensor, dbeta: Tensor
-    ) -> tuple[Tensor, Tensor]:
+    def by_feature(self, call: DeltaChunks, b: DeltaBuffers) -> tuple[Tensor, Tensor]:
         s, each = call.inputs, call.heads // call.key_heads
         of_tokens = (call.rows, call.length, call.heads, call.features)
         dq, dk = (call.like(*of_tokens) if each == 1 else call.empty(*of_tokens) for _ in range(2))
         _grads_by_feature[call.grid](
-            dy,
+            b.dy,
             call.q,
             call.k,
             call.v,
@@ -1070,13 +1082,13 @@ class DeltaKernels:
             call.inverse,
             call.reading,
             call.passed,
-            before,
-            after,
+            b.before,
+            b.after,
             dq,
             dk,
-            dv,
-            ddecay,
-            dbeta,
+            b.dv,
+            b.ddecay,
+            b.dbeta,
             s.scale,
             call.length,
             *call.strides(call.q, call.k, call.v),
@@ -1086,7 +1098,7 @@ class DeltaKernels:
             **call.how,
             **call.arithmetic,
             num_warps=self.tiles.grad_warps,
-            num_stages=self.tiles.grad_stages,
+            num_stages=call.stages(self.tiles.grad_stages),
         )
         if each > 1:
             dq, dk = (t.unflatten(2, (call.key_heads, each)).sum(3).to(s.q.dtype) for t in (dq, dk))
