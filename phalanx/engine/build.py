@@ -404,6 +404,10 @@ def fill(out: Tensor, piece: Piece, seed: int) -> None:
         out.copy_(sinusoids(*piece.shape)[piece.box.slices()])
     elif piece.init.kind == "log_count":
         out.copy_(torch.arange(piece.box.start[0] + 1, piece.box.stop[0] + 1, dtype=torch.float64).log())
+    elif piece.init.kind == "log_uniform":
+        fill_uniform_(out, 1.0, piece.shape, piece.box.start, seed, piece.name)
+        low, high = piece.init.low, piece.init.high
+        out.copy_((low + (high - low) * (out + 1) / 2).clamp(min=1e-9).log())  # a draw of exactly 0 has none
     elif piece.init.kind == "time_step":
         fill_uniform_(out, 1.0, piece.shape, piece.box.start, seed, piece.name)
         low, high = math.log(piece.init.low), math.log(piece.init.high)

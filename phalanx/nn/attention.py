@@ -101,6 +101,8 @@ class AttentionSpec:
                 layer is given
     temperature of queries by position, after the rotation
     sinks       global name of the sinks: one logit for each query head that joins the softmax
+    gated       the matrix of queries also makes a gate: after each head's queries as many outputs, whose sigmoid
+                multiplies what the head has read (Qwen3-Next)
     """
 
     names: tuple[str, str, str, str]
@@ -125,6 +127,7 @@ class AttentionSpec:
     kind: AttentionKind = CAUSAL
     temperature: QueryTemperature | None = None
     sinks: str | None = None
+    gated: bool = False
 
     @property
     def biased(self) -> tuple[str, ...]:
@@ -176,6 +179,9 @@ class Attention(Module):
         kind = replace(spec.kind, sinks=spec.sinks is not None, bias=None if table is None else table.bias)
         self.kind, self.table = supported(kind, env, spec.dropout), table
         rows = self._rows(spec, own)
+        self.gate_width = self.heads * head_dim if spec.gated else 0
+        if spec.gated:
+            rows[:1] = gated_rows(spec, own)
         if spec.std_q is not None:
             rows[0] = replace(rows[0], init=Init("normal", spec.std_q))
         init, transposed = Init("normal", spec.std), spec.transposed
@@ -200,7 +206,8 @@ class Attention(Module):
         self.width_norm = WidthNorm(env, spec, own) if spec.width_norm else None
         self.unit_norm, self.value_norm = spec.unit_norm, spec.value_norm
         self.values_are_keys = spec.names[0] != spec.names[1] == spec.names[2]
-        self.num_weights = spec.width * (2 * heads + (2 - self.values_are_keys) * spec.kv_heads) * head_dim
+        of_queries = 3 if spec.gated else 2  # and the output's
+        self.num_weights = spec.width * (of_queries * heads + (2 - self.values_are_keys) * spec.kv_heads) * head_dim
         self.remembers = PageSpec(self.kv_heads, head_dim, head_dim, window=self.kind.window)
         self.whole_only = whole_only(self.kind)
 
@@ -234,15 +241,21 @@ class Attention(Module):
     def forward(self, x: Tensor, batch: Batch) -> Tensor:
         """x (T / tp, D) -> (T / tp, D)."""
         recompute = self.env.recompute
-        qkv = recompute.op("qkv", self.qkv, x)
+        qkv, gate = self._ungated(recompute.op("qkv", self.qkv, x))
         q, k, v = recompute.op("rope", partial(self._heads, batch), qkv)
         if batch.paged is not None:
-            return self.out(self._attend_memory(batch.paged, q, k, v))
+            return self.out(gated(self._attend_memory(batch.paged, q, k, v), gate))
         mixed = recompute.by_batch("attention", self._attend, batch, context.likes_of(q, v), q, k, v)
-        return self.out(mixed)
+        return self.out(gated(mixed, gate))
 
     def takes_lazy(self, x: Tensor) -> bool:
         return not any(map(self.env.recompute.recomputes, ("norm", "qkv"))) and self.qkv.takes_lazy(x)
+
+    def _ungated(self, projected: Tensor) -> tuple[Tensor, Tensor | None]:
+        """What `qkv` makes (T, ...) -> queries, keys and values, and the gate (T, own heads * K) if there is one."""
+        if not self.gate_width:
+            return projected, None
+        return projected[:, self.gate_width :], projected[:, : self.gate_width]
 
     def _heads(self, batch: Batch, qkv: Tensor) -> tuple[Tensor, ...]:
         """q, k and v as attention reads them."""
@@ -311,3 +324,25 @@ class Attention(Module):
 
     def flops(self, seq_length: int) -> float:
         return 2.0 * self.num_weights + 4.0 * self.kind.keys_per_query(seq_length) * self.all_heads * self.head_dim
+
+
+def gated_rows(spec: AttentionSpec, own: Heads) -> list[OutputRows]:
+    """Rows of the gates of this rank's heads, then those of their queries, in the matrix that has a head's queries and
+    its gate one after the other."""
+    width, size = spec.head_dim, 2 * spec.heads * spec.head_dim
+    return [
+        OutputRows(
+            spec.names[0],
+            size,
+            (2 * head + part) * width,
+            (2 * head + part + 1) * width,
+            outputs=(MatrixOutputs(matrix, width, heads=True),),
+        )
+        for part, matrix in ((1, "gate"), (0, "q"))
+        for head in range(own.q0, own.q1)
+    ]
+
+
+def gated(mixed: Tensor, gate: Tensor | None) -> Tensor:
+    """What heads have read (T, own heads * K), times the sigmoid of their gate."""
+    return mixed if gate is None else mixed * torch.sigmoid(gate)

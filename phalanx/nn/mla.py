@@ -65,7 +65,7 @@ class LatentAttention(Module):
     """at: global name of the layer's attention, whose tensors are named as in Hugging Face's deepseek_v3.
 
     kind: window and scale of the scores (scale None: 1 / sqrt(nope + rope)). interleaved: how the weights pair the
-    rotated features.
+    rotated features. rotation None: nothing is rotated (Kimi Linear); the part of keys that all heads share stays.
     """
 
     def __init__(
@@ -76,7 +76,7 @@ class LatentAttention(Module):
         heads: int,
         sizes: LatentSizes,
         std: float,
-        rotation: Rotation,
+        rotation: Rotation | None,
         kind: AttentionKind,
         interleaved: bool = True,
     ):
@@ -84,7 +84,8 @@ class LatentAttention(Module):
         env.refuse_invariance("attention to latents, which generation multiplies in another order than training,")
         first, last = env.cut(heads)
         self.sizes, self.all_heads, self.heads = sizes, heads, last - first
-        self.rotary, self.kind, self.interleaved = Rotary(rotation), supported(kind, env), interleaved
+        self.rotary = None if rotation is None else Rotary(rotation)
+        self.kind, self.interleaved = supported(kind, env), interleaved
         self.whole_only = whole_only(self.kind)
         init, s = Init("normal", std), sizes
         kv_down = OutputRows(f"{at}.kv_a_proj_with_mqa.weight", s.kv_rank + s.rope, 0, s.kv_rank + s.rope, env.everyone)
@@ -153,11 +154,10 @@ class LatentAttention(Module):
             q, k, v = (t[0].transpose(0, 1) for t in self._rotated(batch, *self._project(x)))
             return own_memory(self).attend((q, k, v), paged, self.kind, NOTHING, kernels).flatten(1)
         q, latent, k_rope = self._latents(x)
-        table = self.rotary.table(batch, q.dtype)
         keys_up, values_up = self._up_matrices()
         q_latent = torch.einsum("thn,hnr->thr", q[..., : s.nope], keys_up)
-        q = torch.cat((q_latent, turn(q[..., s.nope :], table, self.interleaved)), -1)
-        rotated = turn(gather(k_rope, tp).unsqueeze(1), table, self.interleaved)
+        q_rope, rotated = self._positioned(batch, q[..., s.nope :], gather(k_rope, tp).unsqueeze(1))
+        q = torch.cat((q_latent, q_rope), -1)
         k = torch.cat((gather(latent, tp).unsqueeze(1), rotated), -1)
         scale = 1 / math.sqrt(s.query) if self.kind.scale is None else self.kind.scale
         mixed = own_memory(self).attend((q, k, None), paged, replace(self.kind, scale=scale), NOTHING, kernels)
@@ -175,11 +175,19 @@ class LatentAttention(Module):
 
     def _rotated(self, batch: Batch, q: Tensor, kv: Tensor, k_rope: Tensor) -> tuple[Tensor, ...]:
         """The outputs of `_project` -> q, k, v (sequences, heads, S, ...)."""
-        s, table = self.sizes, self.rotary.table(batch, q.dtype)
+        s = self.sizes
         k, v = kv.split((s.nope, s.value), -1)
-        q = torch.cat((q[..., : s.nope], turn(q[..., s.nope :], table, self.interleaved)), -1)
-        k = torch.cat((k, turn(k_rope, table, self.interleaved).expand(-1, self.heads, -1)), -1)
+        q_rope, k_rope = self._positioned(batch, q[..., s.nope :], k_rope)
+        q = torch.cat((q[..., : s.nope], q_rope), -1)
+        k = torch.cat((k, k_rope.expand(-1, self.heads, -1)), -1)
         return tuple(t.unflatten(0, (batch.num_sequences, batch.length)).transpose(1, 2) for t in (q, k, v))
+
+    def _positioned(self, batch: Batch, q_rope: Tensor, k_rope: Tensor) -> tuple[Tensor, Tensor]:
+        """The parts of queries and keys that have positions, rotated if there is a rotary embedding."""
+        if self.rotary is None:
+            return q_rope, k_rope
+        table = self.rotary.table(batch, q_rope.dtype)
+        return turn(q_rope, table, self.interleaved), turn(k_rope, table, self.interleaved)
 
     def flops(self, seq_length: int) -> float:
         per_key = 2.0 * self.all_heads * (self.sizes.query + self.sizes.value)

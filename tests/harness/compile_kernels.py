@@ -50,7 +50,7 @@ from phalanx.ops.quantized import (
     stored_kernel,
 )
 from phalanx.ops.quantized.base_formats import FORMATS
-from phalanx.ops.scan import conv1d_kernel, gated_norm_kernel, scan_kernel, step_kernel
+from phalanx.ops.scan import conv1d_kernel, gated_norm_kernel, norm_gate_kernel, scan_kernel, step_kernel
 from phalanx.ops.scan.step import TILES as STEP_TILES
 
 BF = "*bf16"
@@ -235,10 +235,15 @@ def deltas(wide: dict) -> list[tuple]:
 
 
 def scans(wide: dict) -> list[tuple]:
-    """The convolution, and scans of Nemotron-H's heads, with documents."""
+    """The convolution, and scans of Nemotron-H's heads, with documents; the gated norm of Qwen3-Next's."""
     import triton.language as tl
 
     found: list[tuple] = []
+    heads = dict(H=32, K=128, EPS=1e-6, SILU=True, BLOCK=128, TILE=16, **wide)
+    gate = dict(x=BF, z=BF, weight=BF, rows="i32", step="i32")
+    found.append((norm_gate_kernel._forward, dict(**gate, y=BF), heads, dict(num_warps=4)))
+    grads = dict(dy=BF, dx=BF, dz=BF, dw_parts="*fp32", programs="i32")
+    found.append((norm_gate_kernel._backward, dict(**gate, **grads), heads, dict(num_warps=4)))
     strides = dict.fromkeys(("x_row", "x_tok"), "i32")
     given = dict(x=BF, weight=BF, bias=BF, numbers="*i64", before=BF)
     conv = dict(K=4, SILU=True, BIAS=True, BT=conv1d_kernel.TOKENS, BC=conv1d_kernel.CHANNELS, **wide)
@@ -264,8 +269,8 @@ def scans(wide: dict) -> list[tuple]:
     found.append((scan_kernel._outputs, some(*every, y=BF), dict(SKIP=True, **shape), options))
     above = ("dy", "dt", "a", "c", "numbers", "L", "c_row", "c_tok")
     found.append((scan_kernel._state_grads, some(*above, asked="*fp32"), shape, options))
-    grads = {name: BF if name == "dx" else "*fp32" for name in ("dx", "ddt", "db", "dc", "da", "dd")}
-    pointers = some("dy", "after", *every, **grads, parts="i32")
+    of_inputs = {name: BF if name == "dx" else "*fp32" for name in ("dx", "ddt", "db", "dc", "da", "dd")}
+    pointers = some("dy", "after", *every, **of_inputs, parts="i32")
     consts = dict(SKIP=True, TOGETHER=scan_kernel.HEADS, **shape)
     found.append((scan_kernel._input_grads, pointers, consts, options))
     follow = dict(PN=64 * 128, BLOCK=1024, **wide)

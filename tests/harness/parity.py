@@ -28,6 +28,7 @@ from phalanx.models.gpt2 import GPT2Config
 from phalanx.models.gpt_neox import GPTNeoXConfig
 from phalanx.models.gpt_oss import GptOssConfig
 from phalanx.models.kimi_k25 import KimiK25Config
+from phalanx.models.kimi_linear import KimiLinearConfig
 from phalanx.models.llama import LlamaConfig
 from phalanx.models.llama4_text import Llama4TextConfig
 from phalanx.models.llava import LlavaConfig
@@ -40,11 +41,15 @@ from phalanx.models.modernbert import ModernBertConfig
 from phalanx.models.nemotron_h import NemotronHConfig
 from phalanx.models.olmo2 import Olmo2Config
 from phalanx.models.olmo3 import Olmo3Config
+from phalanx.models.olmo_hybrid import OlmoHybridConfig
 from phalanx.models.phi3 import Phi3Config
 from phalanx.models.qwen2 import Qwen2Config
 from phalanx.models.qwen2_5_vl import Qwen25Vision, Qwen25VLConfig
 from phalanx.models.qwen3 import Qwen3Config
+from phalanx.models.qwen3_5_moe_text import Qwen35MoETextConfig
+from phalanx.models.qwen3_5_text import Qwen35TextConfig
 from phalanx.models.qwen3_moe import Qwen3MoEConfig
+from phalanx.models.qwen3_next import Qwen3NextConfig
 from phalanx.models.qwen3_vl import Qwen3Vision, Qwen3VLConfig
 from phalanx.models.rope import RopeScaling
 from phalanx.models.smollm3 import SmolLM3Config
@@ -486,6 +491,46 @@ MODELS["nemotron_h"] = NemotronHConfig(
     n_groups=2,
     conv_kernel=3,
 )
+DELTA = {
+    "linear_num_key_heads": 2,
+    "linear_num_value_heads": 4,
+    "linear_key_head_dim": 5,
+    "linear_value_head_dim": 6,
+    "linear_conv_kernel_dim": 3,
+    "layer_types": ("linear_attention", "full_attention") * 2,
+}
+GATED = {**SIZES, **HEADS, **DELTA, "head_dim": 12, "partial_rotary_factor": 0.5, "rope_theta": 100.0}
+CHOSEN = {
+    "num_experts": 8,
+    "num_experts_per_tok": 3,
+    "moe_intermediate_size": 14,
+    "shared_expert_intermediate_size": 10,
+    "router_aux_loss_coef": 0.1,
+}
+MODELS["qwen3_next"] = Qwen3NextConfig(
+    **GATED, **CHOSEN, intermediate_size=42, num_hidden_layers=4, mlp_only_layers=(1,)
+)
+MODELS["qwen3_5_text"] = Qwen35TextConfig(**GATED, intermediate_size=42, num_hidden_layers=4)
+MODELS["kimi_linear"] = KimiLinearConfig(
+    **SIZES,
+    **LATENTS,
+    intermediate_size=42,
+    num_hidden_layers=4,
+    num_attention_heads=4,
+    layer_types=DELTA["layer_types"],
+    linear_num_heads=4,
+    linear_head_dim=5,
+    linear_conv_kernel_dim=3,
+    n_routed_experts=8,
+    num_experts_per_tok=3,
+    moe_intermediate_size=14,
+    n_group=2,
+    router_aux_loss_coef=0.1,
+)
+MODELS["olmo_hybrid"] = OlmoHybridConfig(
+    **SIZES, **HEADS, **DELTA, intermediate_size=42, num_hidden_layers=4, head_dim=8
+)
+MODELS["qwen3_5_moe_text"] = Qwen35MoETextConfig(**GATED, **CHOSEN, num_hidden_layers=4)
 MODELS["nemotron_h-moe"] = replace(
     MODELS["nemotron_h"],
     num_hidden_layers=5,
