@@ -114,10 +114,10 @@ class UpdateRule:
         """What needs no exchange between ranks."""
         self._update(self.groups, lr, scalars)
 
-    def update_homes(self, lr: float, scalars: StepScalars) -> None:
+    def update_homes(self, lr: float, scalars: StepScalars, updated: Callable[[Shard], None]) -> None:
         """Whole matrices, with their way there and back."""
         for home in self.homes:
-            home.update(lr * self.rate, scalars)
+            home.update(lr * self.rate, scalars, updated)
 
     def update_bucket(self, bucket: int, lr: float, scalars: StepScalars) -> None:
         """As ShardedOptimizer.update_bucket."""
@@ -135,7 +135,8 @@ class UpdateRule:
 
 class ShardedOptimizer:
     """The optimizer of one rank and its fallback: `optimizers`, each with its shards. `step` () counts applied steps on
-    the device; a skipped step does not advance it."""
+    the device; a skipped step does not advance it. `updated` is called with each shard after its update, before its
+    weights are sent to other ranks."""
 
     def __init__(
         self,
@@ -149,6 +150,7 @@ class ShardedOptimizer:
         self.config: OptimConfig = optimizers[0][0].config
         self.shards = [shard for _, shards in optimizers for shard in shards]
         self.step = torch.zeros((), dtype=torch.float32, device=device)
+        self.updated: Callable[[Shard], None] = lambda shard: None
         self.rules = [
             UpdateRule(
                 optimizer,
@@ -182,8 +184,10 @@ class ShardedOptimizer:
         scalars = StepScalars(self.step, factor, skip)
         for rule in self.rules:
             rule.update(lr, scalars)
+            for shard in rule.shards:
+                self.updated(shard)
         for rule in self.rules:
-            rule.update_homes(lr, scalars)
+            rule.update_homes(lr, scalars, self.updated)
 
     @torch.no_grad()
     def update_bucket(self, bucket: int, lr: float, skip: Tensor, factor: Tensor) -> None:
@@ -215,8 +219,9 @@ class HomeRule:
         self.optimizer, self.shard, self.kernels, self.exchange = optimizer, shard, kernels, shard.home
         self.groups = grouped_slots(shard.bucket, optimizer, together)
 
-    def update(self, lr: float, scalars: StepScalars) -> None:
-        """One step, including the exchange with the ranks that have gradients and weights."""
+    def update(self, lr: float, scalars: StepScalars, updated: Callable[[Shard], None]) -> None:
+        """One step, including the exchange with the ranks that have gradients and weights. `updated` is called with the
+        shard before weights are sent."""
         self.exchange.bring_gradients()
         for (decay, scale), slots in self.groups:
             copies = [WorkingCopies.of_matrix(self._stored(s), s, (lr * scale, decay), scalars) for s in slots]
@@ -227,6 +232,7 @@ class HomeRule:
                     self.optimizer.update(copy.p)
             for copy in copies:
                 copy.keep(scalars)
+        updated(self.shard)
         self.exchange.send_weights()
 
     def _stored(self, slot: Slot) -> StateRange:
