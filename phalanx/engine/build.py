@@ -116,8 +116,7 @@ def qk_clip(state: State) -> QKClip:
     """What clips scores after each update, known to the optimizer and to the layers, which measure them."""
     plan, mesh = state.plan, state.mesh
     like = torch.empty((), dtype=precision(plan.run.train.precision).master, device=mesh.device)
-    layers, shards, kernels = state.model.scored, state.optimizer.shards, plan.ops.by_config(LARGEST_SCORES)
-    made = QKClip(plan.run.optim.qk_clip, layers, shards, mesh.stage, like, kernels)
+    made = QKClip(plan.run.optim.qk_clip, state.model.scored, mesh.stage, like, plan.ops.by_config(LARGEST_SCORES))
     state.optimizer.updated = made.apply
     return made
 

@@ -60,7 +60,8 @@ def train_step(
     if state.in_backward is not None:
         return applied_in_backward(state, state.in_backward, batches, lr, stop)
     kept = shadow_of(state, batches) if shadow else None
-    tokens = accumulate(state, batches)
+    with state.buffers.sending_early():
+        tokens = accumulate(state, batches)
     distance = gradient_distance(state, kept)
     return replace(update(state, tokens, lr, stop), gradient_distance=distance)
 

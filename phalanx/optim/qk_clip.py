@@ -12,12 +12,13 @@ measured in forward -- begin --> on the way -- clipped --> here -- settle --> ra
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor
 
 from phalanx.comm.axis import Axis, Work
+from phalanx.layout.buckets import Slot
 from phalanx.layout.strided import boxes_in
 from phalanx.nn.scored_attention import ScoredAttention, ScoreOutputs
 from phalanx.ops.attention.largest_scores import LargestScores
@@ -46,20 +47,14 @@ class ScaledOutputs:
 
 class QKClip:
     """threshold: the largest score that is left alone. layers: those of attention on this rank, which measure from now
-    on; shards: all that it updates. stage: all ranks that hold parts of these layers, or other tokens of them.
+    on. stage: all ranks that hold parts of these layers, or other tokens of them.
 
     largest  (layers, heads) the largest scores of the step so far, or the threshold where none is larger
     ratio    (layers, heads) of the threshold to the largest score, where that is larger; otherwise 1
     """
 
     def __init__(
-        self,
-        threshold: float,
-        layers: Sequence[ScoredAttention],
-        shards: Sequence[Shard],
-        stage: Axis,
-        like: Tensor,
-        kernels: Kernels = "auto",
+        self, threshold: float, layers: Sequence[ScoredAttention], stage: Axis, like: Tensor, kernels: Kernels = "auto"
     ):
         """like: a tensor of the device and the master dtype."""
         self.threshold, self.stage = threshold, stage
@@ -73,7 +68,8 @@ class QKClip:
             layer.largest = LargestScores(mine, threshold, kernels)
             for each in layer.score_outputs:
                 scaled.setdefault(each.name, []).append(ScaledOutputs(number * heads, layer.all_heads, each))
-        self._shards = {id(shard): ScaledShard(shard, scaled, self.ratio) for shard in shards}
+        self._scaled = scaled
+        self._shards: dict[tuple[int, ...], ScaledShard] = {}
 
     def begin(self) -> None:
         """The step's forwards are over: start finding the largest scores of all ranks."""
@@ -93,18 +89,21 @@ class QKClip:
         self.largest.fill_(self.threshold)
 
     @torch.no_grad()
-    def apply(self, shard: Shard) -> None:
-        """Scale the masters of a shard that has been updated, and its weights."""
-        self._shards[id(shard)].scale(self.ratio)
+    def apply(self, shard: Shard, slots: Sequence[Slot]) -> None:
+        """Scale the masters of slots of a shard that have been updated, and their weights."""
+        key = (id(shard), *(slot.offset for slot in slots[:1]))
+        if key not in self._shards:
+            self._shards[key] = ScaledShard(shard, slots, self._scaled, self.ratio)
+        self._shards[key].scale(self.ratio)
 
 
 class ScaledShard:
-    """What some scores are made of in a shard: its boxes, and for each of their outputs, one box after the other, the
-    number of its ratio and the power."""
+    """What some scores are made of in slots of a shard: boxes, and for each of their outputs, one box after the other,
+    the number of its ratio and the power."""
 
-    def __init__(self, shard: Shard, scaled: Mapping[str, list[ScaledOutputs]], like: Tensor):
-        self.shard = shard
-        self.boxes = [box for box in boxes_in(shard.bucket, shard.lo, shard.hi) if box.piece.name in scaled]
+    def __init__(self, shard: Shard, slots: Sequence[Slot], scaled: Mapping[str, list[ScaledOutputs]], like: Tensor):
+        self.shard, these = shard, replace(shard.bucket, slots=tuple(slots))
+        self.boxes = [box for box in boxes_in(these, shard.lo, shard.hi) if box.piece.name in scaled]
         self.dims = [scaled[box.piece.name][0].outputs.dim for box in self.boxes]
         self.sizes = [box.box.shape[dim] for box, dim in zip(self.boxes, self.dims)]
         ratios, powers = torch.zeros(sum(self.sizes), dtype=torch.int64), torch.zeros(sum(self.sizes), dtype=like.dtype)
