@@ -122,6 +122,7 @@ def used_ops(plan: Plan) -> list[Op]:
             ("quantized", quantized),
             ("optimizer", op.name in optimizers),
             ("scan", scans),
+            ("delta", scans),
         ):
             wanted &= used or not op.definition.startswith(f"phalanx.ops.{room}.")
         found += [op] if wanted else []

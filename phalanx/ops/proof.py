@@ -13,8 +13,8 @@ from __future__ import annotations
 import hashlib
 import json
 import os
-from collections.abc import Callable, Mapping
-from contextlib import suppress
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from functools import cache
 from importlib.metadata import PackageNotFoundError, version
@@ -97,6 +97,23 @@ def difference(case: CaseLike, found: list[Tensor], truth: list[Tensor], dtype: 
             share = off / largest if largest else float("inf")
             return f"{what} differs by {share:.2g} of the largest value, rounding is {bound:.2g}"
     return ""
+
+
+@contextmanager
+def may_wait(device: torch.device, name: str) -> Iterator[None]:
+    """Inside it the host may wait for a GPU, though the caller forbade it (torch.cuda.set_sync_debug_mode): a
+    comparison does, once. While a CUDA graph is captured it cannot be made: RuntimeError."""
+    if device.type != "cuda":
+        yield
+        return
+    if torch.cuda.is_current_stream_capturing():
+        raise RuntimeError(f"{name}: not compared with its reference before a CUDA graph was captured")
+    forbidden = torch.cuda.get_sync_debug_mode()
+    torch.cuda.set_sync_debug_mode("default")
+    try:
+        yield
+    finally:
+        torch.cuda.set_sync_debug_mode(forbidden)
 
 
 # ---- the file
