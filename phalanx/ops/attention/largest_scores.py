@@ -77,7 +77,9 @@ class LargestScores:
 
 
 def _case(name: str, kind: AttentionKind, documents: bool, shape: tuple[int, ...], least: float, **fields: Any) -> Case:
-    """shape: sequences, tokens of each, heads, kv heads, width."""
+    """shape: sequences, tokens of each, heads, kv heads, width. With a `least` above 0 all queries and keys have
+    one direction, and later ones are larger: scores are as large as norms allow, and the largest is in the last
+    block."""
     sequences, length, heads, kv_heads, width = shape
 
     def call(packed: Tensor, kernels: Kernels) -> tuple[Tensor, ...]:
@@ -87,6 +89,8 @@ def _case(name: str, kind: AttentionKind, documents: bool, shape: tuple[int, ...
             starts = (ids % length == 0) | (ids % 7 == 3) | (ids % 11 == 0)
             batch = replace(batch, documents=starts.cumsum(0) - 1)
         q, k = packed.unflatten(0, (sequences, length)).transpose(1, 2).split((heads, kv_heads), 1)
+        if least > 0:
+            q = k = q[:, :, :1] * (1 + 2 * torch.arange(length, device=q.device).to(q.dtype).view(-1, 1) / length)
         reach = reach_of(batch, kind)
         return (LARGEST_SCORES.choose(kernels, q).largest_scores(q, k, reach, width**-0.5, least),)
 
