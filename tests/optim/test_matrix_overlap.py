@@ -3,6 +3,7 @@ with the same bits as without."""
 
 from __future__ import annotations
 
+from contextlib import nullcontext
 from dataclasses import replace
 
 import numpy as np
@@ -132,6 +133,28 @@ def test_a_loop_of_ones_own_may_change_gradients(ranks):
     before, after = (parity.assemble([r[way] for r in results]) for way in (0, 1))
     name = "model.layers.0.mlp.down_proj.weight"
     np.testing.assert_allclose(after[name], before[name] * (1 - 1e-2 * 0.1), rtol=1e-6)
+
+
+def repeated(rank: int, world: int) -> list:
+    """Weights after a step whose backward ran twice, of other samples each time, with gradients on their way early and
+    late."""
+    found = []
+    for early in (True, False):
+        run, state = made(rank, world, "llama", {"sharding": 1}, {})
+        with state.buffers.sending_early() if early else nullcontext():
+            for step in (0, 1):
+                tokens = accumulate(state, parity.step_batches(run, state.mesh, step, False))
+        update(state, tokens, 1e-2)
+        state.buffers.ready()
+        found.append(parity.parts_of(state, "master"))
+    return found
+
+
+def test_of_a_repeated_backward_the_last_counts(ranks):
+    """As where experts had too little room for their tokens: what left the first time is replaced."""
+    results = ranks.run(f"{HERE}:repeated", 2)
+    early, late = (parity.assemble([r[way] for r in results]) for way in (0, 1))
+    assert all(np.array_equal(values, late[name]) for name, values in early.items())
 
 
 def test_equal_matrices_are_grouped_within_a_bucket():
