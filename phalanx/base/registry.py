@@ -115,6 +115,7 @@ BUILT_IN: Mapping[str, Mapping[str, str]] = MappingProxyType(
                 "paged_attention": "phalanx.ops.attention.paged:PAGED_ATTENTION",
                 "store_pages": "phalanx.ops.attention.paged:STORE_PAGES",
                 "join": "phalanx.ops.attention.context:JOIN",
+                "largest_scores": "phalanx.ops.attention.largest_scores:LARGEST_SCORES",
                 "mlp": "phalanx.ops.dense.gated_mlp:MLP",
                 "dropout": "phalanx.ops.dense.dropout:DROPOUT",
                 "conv1d": "phalanx.ops.scan.conv1d:CONV1D",

@@ -4,7 +4,7 @@ tensors in checkpoints."""
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
-from functools import cached_property, partial
+from functools import partial
 from typing import Literal
 
 import torch
@@ -12,13 +12,14 @@ from torch import Tensor
 
 from phalanx.layout.param import Init, MatrixOutputs, Replica
 from phalanx.nn.env import Env
-from phalanx.nn.linear import ColumnLinear, RowLinear
+from phalanx.nn.linear import ColumnLinear, RowLinear, bias_name
 from phalanx.nn.memory import PageSpec
 from phalanx.nn.module import ONES, Module, OutputRows, bias_spec, own_memory
 from phalanx.nn.norm import RMSNorm
 from phalanx.nn.query_temperature import QueryTemperature
 from phalanx.nn.relative_bias import RelativeBiasTable
 from phalanx.nn.rotary import Rotary
+from phalanx.nn.scored_attention import ScoredAttention, ScoreOutputs
 from phalanx.ops.attention import context
 from phalanx.ops.attention.attention import ATTENTION, ProbabilityDropout
 from phalanx.ops.attention.kind import CAUSAL, PAGED, AttentionKind, Learned, refuse_unsupported
@@ -71,11 +72,6 @@ def whole_only(kind: AttentionKind) -> str | None:
     lacking = sorted(kind.features - PAGED)
     later = " (tokens read later ones)" if lacking in (["direction"], ["prefix"]) else ""
     return f"attention to what is remembered has no {', no '.join(lacking)}{later}" if lacking else None
-
-
-def attention_plan(env: Env, kind: AttentionKind) -> context.AttentionPlan:
-    """How layers of a kind attend on this rank."""
-    return context.AttentionPlan(kind, env.axes, env.ops.cp_attention, env.kernels_for(ATTENTION), env.recompute.keep)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -136,6 +132,30 @@ class AttentionSpec:
         return () if self.bias == "none" else (q, v) if self.bias == "not keys" else (q, k, v)
 
 
+def score_outputs(spec: AttentionSpec) -> tuple[ScoreOutputs, ...]:
+    """What the scores of its heads are made of. Queries and keys are scaled alike; if heads share a key head, it is
+    left as it is (see nn.scored_attention)."""
+    (q, k, _, _), width, dim = spec.names, spec.head_dim, int(spec.transposed)
+    fused, own_keys = q == k, spec.kv_heads == spec.heads
+    step = 3 * width if fused and spec.fused_by == "head" else width
+    at = 0 if not fused else width if spec.fused_by == "head" else spec.heads * width
+    found = [ScoreOutputs(q, 0, step, width, 0.5 if own_keys else 1.0, dim)]
+    if own_keys:
+        found.append(ScoreOutputs(k, at, step, width, 0.5, dim))
+    return (*found, *(replace(each, name=bias_name(each.name), dim=0) for each in found if each.name in spec.biased))
+
+
+def unclippable(spec: AttentionSpec) -> str | None:
+    """As ScoredAttention.unclippable."""
+    if spec.head_norm or spec.width_norm or spec.unit_norm is not None:
+        return (
+            "queries and keys are normalized after their projections, so scores do not follow the size of the weights"
+        )
+    if spec.dropout > 0:
+        return "attention with dropout of its probabilities does not measure scores"
+    return None
+
+
 class WidthNorm(Module):
     """RMSNorm of all query heads at once, and of all key heads, both weights in one parameter."""
 
@@ -160,7 +180,7 @@ class WidthNorm(Module):
         return width_norm(packed, self.weight, self.shard, self.eps, self.env.tp, self.env.kernels_for(WIDTH_NORM))
 
 
-class Attention(Module):
+class Attention(ScoredAttention):
     """qkv -> norm of heads, or of all at once (if any) -> rotary (if any) -> attention as `kind` says -> output
     projection.
 
@@ -210,6 +230,7 @@ class Attention(Module):
         self.num_weights = spec.width * (of_queries * heads + (2 - self.values_are_keys) * spec.kv_heads) * head_dim
         self.remembers = PageSpec(self.kv_heads, head_dim, head_dim, window=self.kind.window)
         self.whole_only = whole_only(self.kind)
+        self.score_outputs, self.unclippable = score_outputs(spec), unclippable(spec)
 
     def _rows(self, spec: AttentionSpec, own: Heads) -> list[OutputRows]:
         names, fused = spec.names, spec.names[0] == spec.names[1]
@@ -304,17 +325,13 @@ class Attention(Module):
         """Its parameters beside the matrices."""
         return Learned(self.sinks, None if self.table is None else self.table.weight)
 
-    @cached_property
-    def plan(self) -> context.AttentionPlan:
-        return attention_plan(self.env, self.kind)
-
     def _attend(self, batch: Batch, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
         """-> (T, own heads * K)."""
         if self.dropout > 0 and self.training:
             self.env.refuse_invariance("dropout of attention's probabilities")
             dropout = ProbabilityDropout(self.dropout, self.env.seed, self.layer, self.first_head)
             return context.attention_with_dropout((q, k, v), batch, self.plan, self.learned, dropout)
-        return context.attention(q, k, v, batch, self.plan, self.learned)
+        return context.attention(q, k, v, batch, self.plan_here, self.learned)
 
     def _attend_memory(self, paged: PagedSequences, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
         """The same of sequences that go on from what is remembered of them."""

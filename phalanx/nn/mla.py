@@ -10,19 +10,20 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass, replace
-from functools import cached_property, partial
+from functools import partial
 
 import torch
 from torch import Tensor
 
 from phalanx.layout.param import Init, MatrixOutputs
-from phalanx.nn.attention import attention_plan, supported, whole_only
+from phalanx.nn.attention import supported, whole_only
 from phalanx.nn.env import Env
 from phalanx.nn.linear import ColumnLinear, ReplicatedLinear, RowLinear
 from phalanx.nn.memory import PageSpec
-from phalanx.nn.module import Module, OutputRows, own_memory
+from phalanx.nn.module import OutputRows, own_memory
 from phalanx.nn.norm import RMSNorm
 from phalanx.nn.rotary import Rotary
+from phalanx.nn.scored_attention import ScoredAttention, ScoreOutputs
 from phalanx.ops.attention import context
 from phalanx.ops.attention.attention import ATTENTION
 from phalanx.ops.attention.kind import NOTHING, AttentionKind
@@ -61,7 +62,7 @@ class LatentSizes:
         )
 
 
-class LatentAttention(Module):
+class LatentAttention(ScoredAttention):
     """at: global name of the layer's attention, whose tensors are named as in Hugging Face's deepseek_v3.
 
     kind: window and scale of the scores (scale None: 1 / sqrt(nope + rope)). interleaved: how the weights pair the
@@ -83,7 +84,7 @@ class LatentAttention(Module):
         super().__init__(env)
         env.refuse_invariance("attention to latents, which generation multiplies in another order than training,")
         first, last = env.cut(heads)
-        self.sizes, self.all_heads, self.heads = sizes, heads, last - first
+        self.sizes, self.all_heads, self.heads, self.first_head = sizes, heads, last - first, first
         self.rotary = None if rotation is None else Rotary(rotation)
         self.kind, self.interleaved = supported(kind, env), interleaved
         self.whole_only = whole_only(self.kind)
@@ -103,6 +104,12 @@ class LatentAttention(Module):
         both = (MatrixOutputs("k", s.nope, heads=True), MatrixOutputs("v", s.value, heads=True))
         kv_up = OutputRows(f"{at}.kv_b_proj.weight", heads * each, first * each, last * each, outputs=both)
         self.kv_up = ColumnLinear(env, [kv_up], s.kv_rank, init)
+        # all heads share the rotated part of keys, so their queries' takes the whole ratio
+        self.score_outputs = (
+            ScoreOutputs(q_up.name, 0, s.query, s.nope, 0.5),
+            ScoreOutputs(q_up.name, s.nope, s.query, s.rope, 1.0),
+            ScoreOutputs(kv_up.name, 0, each, s.nope, 0.5),
+        )
         values = first * s.value, last * s.value
         self.out = RowLinear(env, f"{at}.o_proj.weight", width, heads * s.value, values, init)
         self.q_norm = RMSNorm(env, f"{at}.q_a_layernorm", s.q_rank, EPS) if s.q_rank else None
@@ -121,12 +128,8 @@ class LatentAttention(Module):
         mixed = recompute.by_batch("attention", self._attend, batch, context.likes_of(q, v), q, k, v)
         return self.out(mixed)
 
-    @cached_property
-    def plan(self) -> context.AttentionPlan:
-        return attention_plan(self.env, self.kind)
-
     def _attend(self, batch: Batch, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-        return context.attention(q, k, v, batch, self.plan)
+        return context.attention(q, k, v, batch, self.plan_here)
 
     def _project(self, x: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         """x (T / tp, D) -> q (T, heads, nope + rope), kv (T, heads, nope + value), the rotated part of keys (T, 1,

@@ -163,7 +163,8 @@ class Plan:
         cut = self.sharding.cut(bucket, self.grid)
         if bucket.base_format is not None:
             return Flow(gathers=True, prefetched=cut.cuts_weights)  # decoded for each use, whatever is sharded
-        closes = cut.cuts_gradients or cut.chained
+        to_homes = bucket.updater.matrix and bucket.learns
+        closes = cut.cuts_gradients or cut.chained or to_homes
         if cut.applied:
             return Flow(cut.cuts_weights, opens=True, closes=cut.inner * cut.outer > 1, applies=True)
         return Flow(gathers=cut.cuts_weights, opens=cut.cuts_gradients, closes=closes)

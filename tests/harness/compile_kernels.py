@@ -18,7 +18,7 @@ from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 
 from phalanx.comm import small_kernel, sum_kernel
-from phalanx.ops.attention import join_kernel, paged_kernel, store_kernel
+from phalanx.ops.attention import join_kernel, largest_scores_kernel, paged_kernel, store_kernel
 from phalanx.ops.delta import delta_kernel
 from phalanx.ops.delta.delta import TILES as DELTA_TILES
 from phalanx.ops.dense import (
@@ -161,6 +161,19 @@ def kernels() -> list[tuple]:
             dict(V=128, V_BLOCK=128, ROWS=16, **wide),
         )
     )
+    numbers = (
+        "heads",
+        "group",
+        "length",
+        "keys",
+        "blocks",
+        *(f"{x}_{d}" for x in "qk" for d in ("seq", "head", "tok")),
+    )
+    given = dict(q=BF, k=BF, first="*i32", stop="*i32", bounds="*fp32", out="*fp32", scale="fp32", least="fp32")
+    sizes = dict(QUERIES=largest_scores_kernel.QUERIES, KEYS=largest_scores_kernel.KEYS, SLACK=1.001, **wide)
+    for width in (64, 128, 192):
+        widths = dict(WIDTH=width, WIDTH_BLOCK=triton.next_power_of_2(width))
+        found.append((largest_scores_kernel._largest, given | dict.fromkeys(numbers, "i32"), sizes | widths))
     found += experts(wide) + fp8_linears() + paged(wide) + invariant(wide) + scans(wide) + deltas(wide) + symmetric()
     decays = dict(BETA1=0.9, BETA2=0.95, EPS=1e-8, **wide)
     whole, split = dict(p="*fp32", ties="*fp32"), dict(p="*i16", ties="*u8")

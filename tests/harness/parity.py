@@ -731,7 +731,8 @@ def run_layout(
     state.model.train()
     losses, norms, grads = [], [], []
     for step in range(steps):
-        tokens = accumulate(state, step_batches(run, mesh, step, documents))
+        with state.buffers.sending_early():
+            tokens = accumulate(state, step_batches(run, mesh, step, documents))
         grads.append(parts_of(state, "grad"))
         result = update(state, tokens, lr=1e-2)
         mtp_loss = 0.0 if result.mtp_loss is None else result.mtp_loss.item()
