@@ -92,6 +92,7 @@ ALLOWED = (
         "is not built for a model that reads images or sound: which rank has which of them follows tp and cp",
     ),
     ("train.deterministic", "has no fixed order of sums over texts of all ranks, which the task needs"),
+    ("layout.cp_degree", "must be fixed: a scan goes through all documents of a sequence in one exchange"),
     ("layout.cp_degree", "balances the documents of one text, and the model reads two: take fixed"),
     ("lora.base", "must be bf16 with train.fp8, which quantizes weights itself"),
     ("train.fp8", "must be null: the method reads the frozen weights, of which only FP8 values may be there"),

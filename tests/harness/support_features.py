@@ -39,6 +39,7 @@ from phalanx.models.qwen2 import Qwen2Config
 from phalanx.models.qwen2_5_vl import Qwen25Vision, Qwen25VLConfig
 from phalanx.models.qwen3 import Qwen3Config
 from phalanx.models.qwen3_moe import Qwen3MoEConfig
+from phalanx.models.qwen3_next import Qwen3NextConfig
 from phalanx.models.qwen3_vl import Qwen3Vision, Qwen3VLConfig
 from phalanx.models.registry import load_family
 from phalanx.models.rope import RopeScaling
@@ -65,9 +66,9 @@ DENSE = (
 )
 LATENT = ("deepseek_v3", "kimi_k25")
 GROUPED = ("mixtral", "qwen3_moe", "gpt_oss", "llama4_text", "minimax_m2", "glm4_moe")
-SCANS = ("mamba2", "nemotron_h", "falcon_h1")
-EXPERTS = (*GROUPED[:3], *LATENT, *GROUPED[3:], "nemotron_h")
-DECODERS = (*DENSE, "gpt2", "gpt_neox", *EXPERTS[:-1], "kinds", *SCANS)
+SCANS = ("mamba2", "nemotron_h", "falcon_h1", "qwen3_next")
+EXPERTS = (*GROUPED[:3], *LATENT, *GROUPED[3:], "nemotron_h", "qwen3_next")
+DECODERS = (*DENSE, "gpt2", "gpt_neox", *EXPERTS[:-2], "kinds", *SCANS)
 ENCODERS = ("bert", "modernbert")
 PICTURES = ("llava", "qwen2_5_vl", "qwen3_vl", "gemma3")
 FAMILIES = (*DECODERS, *ENCODERS, "t5", "embeddings", *PICTURES, "whisper")
@@ -162,6 +163,12 @@ def model_of(family: str, unit: int, length: int) -> Any:
             own = dict(num_hidden_layers=4, layers_block_type=kinds, moe_shared_expert_intermediate_size=2 * unit)
             of_groups = {k: v for k, v in grouped.items() if k != "first_k_dense_replace"}
             return NemotronHConfig(**heads | own, **chosen, **of_groups, **scan)
+        case "qwen3_next":
+            delta = dict(linear_num_key_heads=4, linear_num_value_heads=8, linear_conv_kernel_dim=3)
+            sizes = dict(linear_key_head_dim=unit, linear_value_head_dim=unit, head_dim=2 * unit)
+            own = dict(num_experts=4, moe_intermediate_size=2 * unit, shared_expert_intermediate_size=unit)
+            kinds = ("linear_attention", "full_attention")
+            return Qwen3NextConfig(**heads | sizes, **chosen, **own, **delta, layer_types=kinds)
         case "falcon_h1":
             scan = dict(mamba_n_heads=2 * unit, mamba_d_head=2, mamba_n_groups=4, mamba_d_state=unit, mamba_d_conv=3)
             scales = dict(
