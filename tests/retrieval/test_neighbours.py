@@ -152,6 +152,7 @@ def test_answers_begin_to_be_learned(tmp_path):
 
 
 @pytest.mark.soak
+@pytest.mark.timeout(3600)
 def test_neighbours_answer_questions_about_held_out_docstrings(tmp_path):
     """With passages in the prompt at least 30 points more than without."""
     held_out, known = split()

@@ -12,7 +12,6 @@ from pathlib import Path
 import numpy as np
 import pytest
 import tokenizers
-import torch
 
 import phalanx as px
 from phalanx.config.run import CheckpointConfig, LogConfig, Run, TrainConfig
@@ -68,7 +67,9 @@ def chats(path: Path, words: list[str], most: int | None = None) -> str:
 def tokenizer_folder(folder: Path) -> str:
     """Letters and phonemes, each a token."""
     folder.mkdir()
-    core = tokenizers.Tokenizer(tokenizers.models.BPE({c: i for i, c in enumerate([*LETTERS, *symbols().values()])}, []))
+    core = tokenizers.Tokenizer(
+        tokenizers.models.BPE({c: i for i, c in enumerate([*LETTERS, *symbols().values()])}, [])
+    )
     core.add_special_tokens(["<pad>", "</s>"])
     core.save(str(folder / "tokenizer.json"))
     (folder / "tokenizer_config.json").write_text(json.dumps({"eos_token": "</s>", "pad_token": "<pad>"}))
@@ -121,8 +122,8 @@ def batches_of(run: Run, file: str) -> list[Batch]:
 
 
 def read_right(state: State, batches: list[Batch]) -> dict[str, bool]:
-    """Of each word: whether greedy decoding says one of its pronunciations, which is so if each token of that one is the
-    likeliest after those before it."""
+    """Of each word: whether greedy decoding says one of its pronunciations, which is so if each token of that one is
+    the likeliest after those before it."""
     logits, found = all_logits(state, batches), dict[str, bool]()
     state.model.stages.finish = None
     state.model.train()
@@ -152,6 +153,7 @@ def test_words_begin_to_be_read_aloud(tmp_path):
 
 
 @pytest.mark.soak
+@pytest.mark.timeout(3600)
 def test_words_are_read_aloud(tmp_path):
     """At least half of the words that it has never seen, exactly."""
     run = run_of(tmp_path, 2400, split()[1])
