@@ -83,7 +83,12 @@ def start(who: str, package: Path, folder: Path, asked: argparse.Namespace) -> s
 def one_after_another(folder: Path, asked: argparse.Namespace) -> bool:
     """Each turn a run of its own of `bench step`; whether all ended well."""
     found: dict[str, dict[str, Any]] = {who: {"ms": [], "peak": None} for who in ("old", "new")}
-    for _ in range(asked.pairs):
+    began = time.monotonic()
+    for pair in range(asked.pairs):
+        spent = time.monotonic() - began
+        if pair and spent * (pair + 1) / pair > asked.seconds:
+            print(f"{pair} of {asked.pairs} pairs in {spent:.0f} s; no time for another", file=sys.stderr)
+            break
         for who, package in (("old", asked.old), ("new", asked.new)):
             out = folder / "step.json"
             launcher = ["-m", "torch.distributed.run", "--nproc-per-node", str(asked.ranks)]
@@ -122,6 +127,9 @@ def run() -> int:
     parser.add_argument("--pairs", type=int, default=5)
     parser.add_argument("--steps", type=int, default=4)
     parser.add_argument("--apart", action="store_true", help="one after another, not both in memory")
+    parser.add_argument(
+        "--seconds", type=float, default=float("inf"), help="with --apart: begin no pair that takes longer"
+    )
     parser.add_argument("words", nargs="+", help="CONFIG and overrides, after --")
     asked = parser.parse_args()
     asked.words = [str(Path(asked.words[0]).resolve()), *asked.words[1:], "--ranks", str(asked.ranks)]

@@ -53,6 +53,7 @@ BUILT_IN: Mapping[str, Mapping[str, str]] = MappingProxyType(
                 "bert": "phalanx.models.bert:FAMILY",
                 "mamba2": "phalanx.models.mamba2:FAMILY",
                 "nemotron_h": "phalanx.models.nemotron_h:FAMILY",
+                "falcon_h1": "phalanx.models.falcon_h1:FAMILY",
                 "modernbert": "phalanx.models.modernbert:FAMILY",
                 "llava": "phalanx.models.llava:FAMILY",
                 "qwen2_5_vl": "phalanx.models.qwen2_5_vl:FAMILY",
@@ -114,6 +115,9 @@ BUILT_IN: Mapping[str, Mapping[str, str]] = MappingProxyType(
                 "conv1d": "phalanx.ops.scan.conv1d:CONV1D",
                 "scan": "phalanx.ops.scan.scan:SCAN",
                 "gated_norm": "phalanx.ops.scan.gated_norm:GATED_NORM",
+                "conv1d_step": "phalanx.ops.scan.step:CONV1D_STEP",
+                "scan_step": "phalanx.ops.scan.step:SCAN_STEP",
+                "delta": "phalanx.ops.delta.delta:DELTA",
             }
         ),
         "adapter": MappingProxyType({"lora": "phalanx.nn.adapters.lora:LoRA", "dora": "phalanx.nn.adapters.dora:DoRA"}),

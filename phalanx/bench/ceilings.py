@@ -17,6 +17,7 @@ from phalanx.config.run import Run
 WARM_S = {"cuda": 0.3, "cpu": 0.05}  # how long a GPU is kept busy first: its rate drops to what its power limit allows
 RUN_S = 0.06  # then each measurement lasts about this long
 COPY_BYTES = {"cuda": 2**30, "cpu": 2**26}
+GEMM_SIZE = {"cuda": 8192, "cpu": 512}  # rows, columns and inner size of a matmul that stands for no model
 # of a micro-batch and of a sequence, in what is measured: rates grow no further, memory and time do
 MOST_TOKENS = 2**16
 
@@ -69,6 +70,11 @@ def gemm_shapes(run: Run) -> list[tuple[int, int, int]]:
         (tokens, m.hidden_size, gated * inner // tp),
         (tokens, inner // tp, m.hidden_size),
     ]
+
+
+def gemm_rate(device: torch.device, dtype: torch.dtype) -> float:
+    """FLOP/s of a large square matmul."""
+    return _gemm(*(GEMM_SIZE[device.type],) * 3, dtype, device)
 
 
 def _gemm(tokens: int, inputs: int, outputs: int, dtype: torch.dtype, device: torch.device) -> float:

@@ -86,7 +86,7 @@ class OpCall:
     @property
     def shape(self) -> str:
         """Shapes of the first two tensors."""
-        tensors = _tensors([*self.args, *self.kwargs.values()])
+        tensors = tensors_of([*self.args, *self.kwargs.values()])
         return " ".join("x".join(map(str, t.shape)) or "()" for t in tensors[:2])
 
 
@@ -254,10 +254,10 @@ def _noting(function: Callable[..., Any], found: list[OpCall]) -> Callable[..., 
     def run(*args: Any, **kwargs: Any) -> Any:
         kept = tuple(_own(a) for a in args), {k: _own(v) for k, v in kwargs.items()}
         result = function(*args, **kwargs)
-        made = _tensors(result)
+        made = tensors_of(result)
         written = frozenset(i for i, a in enumerate(args) if any(a is y for y in made))
         # not what only chooses an implementation
-        if any(t.is_floating_point() for t in _tensors([*args, *kwargs.values()])) and made:
+        if any(t.is_floating_point() for t in tensors_of([*args, *kwargs.values()])) and made:
             found.append(OpCall(function.__name__, function, *kept, written))
         return result
 
@@ -283,15 +283,15 @@ def time_call(call: OpCall, run: Run, device: torch.device, ceilings: Ceilings, 
         with torch.no_grad():
             return call.run()
 
-    outputs = _tensors(call.run())
+    outputs = tensors_of(call.run())
     grads = [torch.randn(y.shape, device=device).to(y.dtype) for y in outputs]
-    inputs = [t for t in _tensors([*call.args, *call.kwargs.values()])]
+    inputs = [t for t in tensors_of([*call.args, *call.kwargs.values()])]
 
     def both() -> None:
         for x in inputs:
             if not isinstance(x, nn.Parameter):
                 x.grad = None
-        made = _tensors(call.run())
+        made = tensors_of(call.run())
         torch.autograd.backward(made, grads)
 
     backward = any(y.requires_grad for y in outputs)
@@ -378,7 +378,8 @@ def forward_flop(call: OpCall, run: Run, forward: Callable[[], Any]) -> float:
     return float(counter.get_total_flops())
 
 
-def _tensors(values: Any) -> list[Tensor]:
+def tensors_of(values: Any) -> list[Tensor]:
+    """The tensors among values, and in tuples and lists among them."""
     values = values if isinstance(values, (tuple, list)) else [values]
     flat = [t for v in values for t in (v if isinstance(v, (tuple, list)) else [v])]
     return [t for t in flat if isinstance(t, Tensor)]

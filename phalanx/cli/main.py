@@ -19,7 +19,7 @@ from phalanx.base.log import describe, flush_quietly, refusal
 from phalanx.base.version import VERSION
 from phalanx.cli.chat import chat
 from phalanx.cli.checkpoints import checkpoint, export, import_
-from phalanx.cli.completion import keys, use_bash
+from phalanx.cli.completion import configs, keys, use_bash
 from phalanx.cli.embed import embed
 from phalanx.cli.evaluate import evaluate
 from phalanx.cli.generate import generate
@@ -579,28 +579,42 @@ def bench_step(
 
 
 @bench.command("ops", short_help="Time each op at a config's shapes.")
-@CONFIG
+@click.argument("config", metavar="[CONFIG]", required=False, shell_complete=configs)
 @OVERRIDES
 @RANKS
 @REPEATS
+@click.option(
+    "--only",
+    metavar="OP,...",
+    default=None,
+    help="These ops alone, by each implementation, beside what memory and matmuls take at least. Those that CONFIG "
+    "does not call, and all without CONFIG: at the shapes of a published model.",
+)
 @JSON
-def bench_ops(config: str, overrides: tuple[str, ...], ranks: int | None, repeats: int, out: str | None) -> None:
+def bench_ops(
+    config: str | None, overrides: tuple[str, ...], ranks: int | None, repeats: int, only: str | None, out: str | None
+) -> None:
     """Time each op at the shapes of one rank of CONFIG, forward and forward+backward, against ceilings measured in
     the same run."""
+    from phalanx.bench.floors import UnknownOp, bench_only, called_samples, draw_for
     from phalanx.bench.ops import bench_ops as measure
     from phalanx.cli.setup import prepare_elsewhere
     from phalanx.comm.mesh import local_device
     from phalanx.launch.env import describe_machine
 
-    ready = prepare_elsewhere(config, _with_tokens(config, overrides), ranks)
-    measure(
-        ready.run,
-        ready.ranks,
-        local_device(describe_machine(ready.run.train.device).device, 0),
-        repeats,
-        out,
-        click.echo,
-    )
+    if config is None and only is None:
+        raise click.UsageError("give CONFIG, or name ops: phalanx bench ops --only scan,conv,muon")
+    ready = None if config is None else prepare_elsewhere(config, _with_tokens(config, overrides), ranks)
+    device = local_device(describe_machine(ready.run.train.device if ready else "auto").device, 0)
+    if only is None:
+        measure(ready.run, ready.ranks, device, repeats, out, click.echo)  # type: ignore[union-attr]
+        return
+    called = [] if ready is None else called_samples(ready.run, ready.ranks, device)
+    draw, names = draw_for(ready.run if ready else None, device), [name.strip() for name in only.split(",")]
+    try:
+        bench_only(names, called, draw, repeats, out, click.echo)
+    except UnknownOp as error:
+        raise click.BadParameter(str(error), param_hint="--only") from None
 
 
 @bench.command("comm", short_help="Measure the links between ranks.")

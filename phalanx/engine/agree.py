@@ -8,6 +8,7 @@ own findings alone. `decide` is pure, so that tests can give it any mixture of m
 from __future__ import annotations
 
 import json
+import socket
 from collections.abc import Iterable, Sequence
 from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
@@ -22,6 +23,7 @@ from phalanx.base.registry import find
 from phalanx.comm.axis import Axis
 from phalanx.forecast.memory import OVERHEAD, rank_uses
 from phalanx.layout.grid import Coords
+from phalanx.ops import proof
 from phalanx.ops.op import SEAM, Op, packaged, refused, runs_triton, table, unusable
 from phalanx.ops.quantized import cublaslt
 from phalanx.optim.optimizer import FusedOptimizer, MatrixOptimizer, optimizers_of
@@ -85,11 +87,13 @@ class Agreed:
     warnings: tuple[str, ...] = ()
 
 
-def look(device: torch.device, opened: dict[str, str], plan: Plan) -> LocalFacts:
+def look(world: Axis, device: torch.device, opened: dict[str, str], plan: Plan) -> LocalFacts:
     """The facts of this rank. The first time on a kind of GPU, the kernels that the plan may use are compared with
-    their references (phalanx.ops.proof)."""
+    their references (phalanx.ops.proof): each rank of a machine does a part of them."""
     if device.type != "cuda":
         return LocalFacts(opened=opened)
+    number, count = among_equals(world, device)
+    ops = [] if plan.kernels.mode == "plain" else used_ops(plan)[number::count]
     version: Any = torch.cuda.nccl.version() if torch.version.hip is None else ()
     return LocalFacts(
         device=torch.cuda.get_device_name(device),
@@ -100,8 +104,15 @@ def look(device: torch.device, opened: dict[str, str], plan: Plan) -> LocalFacts
         nccl=".".join(map(str, version)),
         driver=driver_version(),
         opened=opened,
-        wrong={} if plan.kernels.mode == "plain" else refused(used_ops(plan), device, compute_dtype(plan)),
+        wrong=refused(ops, device, compute_dtype(plan)),
     )
+
+
+def among_equals(world: Axis, device: torch.device) -> tuple[int, int]:
+    """This rank's number among the ranks of its machine that have the same kind of GPU, and how many they are."""
+    everyone = world.all_gather_text(f"{socket.gethostname()} {proof.setting_of(device)}")
+    equals = [rank for rank, text in enumerate(everyone) if text == everyone[world.index]]
+    return equals.index(world.index), len(equals)
 
 
 def compute_dtype(plan: Plan) -> torch.dtype:
@@ -122,6 +133,7 @@ def used_ops(plan: Plan) -> list[Op]:
             ("quantized", quantized),
             ("optimizer", op.name in optimizers),
             ("scan", scans),
+            ("delta", scans),
         ):
             wanted &= used or not op.definition.startswith(f"phalanx.ops.{room}.")
         found += [op] if wanted else []

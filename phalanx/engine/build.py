@@ -126,7 +126,7 @@ def build_model(plan: Plan, mesh: Mesh) -> Model:
     blocks = plan.blocks_of(mesh.at, mesh.model)
     buckets, params = plan.buckets_of(blocks)
     opened = open_memory(plan, mesh, buckets)
-    agreed = decide(plan, collect(mesh.world, look(mesh.device, opened, plan)))
+    agreed = decide(plan, collect(mesh.world, look(mesh.world, mesh.device, opened, plan)))
     close_memory(agreed, mesh, opened)
     before, plan = plan, agreed.plan
     if plan.ops != before.ops:

@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from phalanx.layout.box import Box
 from phalanx.layout.param import ParamSpec, Piece, Replica, Role
 from phalanx.models.decoder_config import DecoderConfig
-from phalanx.models.experts import ExpertsConfig
+from phalanx.models.experts import ExpertsConfig, RoutingFields
 from phalanx.models.family import BlockMaker
 from phalanx.nn.attention import Attention, AttentionSpec
 from phalanx.nn.embedding import Embedding
@@ -250,7 +250,7 @@ def router_of(config: ExpertsConfig, renormalize: bool = True, order: Literal["b
     )
 
 
-def balance_of(config: ExpertsConfig) -> Balance:
+def balance_of(config: RoutingFields) -> Balance:
     return Balance(
         aux=config.router_aux_loss_coef,
         scope=config.router_aux_loss_scope,

@@ -13,7 +13,7 @@ from phalanx.models.model_config import SmallExperts
 
 
 @dataclass(frozen=True, kw_only=True)
-class ExpertsConfig(DecoderConfig):
+class RoutingFields:
     """How tokens are distributed over experts; the same for every family."""
 
     num_experts_per_tok: int = 2
@@ -32,6 +32,11 @@ class ExpertsConfig(DecoderConfig):
     """Which tokens a full expert drops: those with the smallest weights (probability), or the last (position)."""
     router_forced_balance: bool = False
     """For benchmarks: experts are drawn at random, all equally likely, instead of chosen."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class ExpertsConfig(RoutingFields, DecoderConfig):
+    """The fields of a Llama-like decoder and those of experts."""
 
     @property
     def expert_size(self) -> int:
@@ -52,7 +57,7 @@ BALANCE = (
 )
 
 
-def expert_rules(config: ExpertsConfig, count: str) -> list[Problem]:
+def expert_rules(config: RoutingFields, count: str) -> list[Problem]:
     """`count`: the field with the number of experts in a layer."""
     c = config
     found = at_least("model", c, 1, count, "num_experts_per_tok")

@@ -105,7 +105,7 @@ def matrices(at: str) -> tuple[str, str, str]:
     return f"{at}.gate_proj.weight", f"{at}.up_proj.weight", f"{at}.down_proj.weight"
 
 
-def router(config: GroupedExpertsConfig) -> Router:
+def router(config: Any) -> Router:
     """Technical report, equations 12 to 16: sigmoid scores; chosen with the bias in the best groups, and weighted
     without it."""
     from phalanx.ops.experts.router import Router
@@ -176,26 +176,31 @@ OF_EXPERTS = (
 
 
 def check_grouped_experts(config: GroupedExpertsConfig) -> list[Problem]:
-    found = expert_rules(config, "n_routed_experts")
-    return found + check_groups(config, found)
+    return check_groups(config, expert_rules(config, "n_routed_experts"))
 
 
 def check_groups(config: GroupedExpertsConfig, before: list[Problem]) -> list[Problem]:
-    """Groups are equal, and the groups that a token chooses have at least as many experts as it goes to."""
+    """Groups are equal, and the groups that a token chooses have at least as many experts as it goes to; added to what
+    is wrong `before`."""
     c = config
     if not c.routed_experts:
         because = {
             "model.first_k_dense_replace": c.first_k_dense_replace,
             "model.num_hidden_layers": c.num_hidden_layers,
         }
-        return no_effect("model", c, OF_EXPERTS, "layers with experts", because)
+        return before + no_effect("model", c, OF_EXPERTS, "layers with experts", because)
+    return check_group_sizes(c, before + at_least("model", c, 0, "first_k_dense_replace", "n_shared_experts"))
+
+
+def check_group_sizes(config: Any, before: list[Problem]) -> list[Problem]:
+    """Rules of groups, added to `before`; those that compare sizes if nothing else is wrong."""
+    c = config
     found = at_least("model", c, 1, "n_group", "topk_group", "moe_intermediate_size")
-    found += at_least("model", c, 0, "first_k_dense_replace", "n_shared_experts")
     found += within("model", c, "routed_scaling_factor", "(0, inf)", (2.5,)) + within(
         "model", c, "router_bias_update_rate", "[0, inf)", (0.001,)
     )
     if found or before:
-        return found
+        return before + found
     experts = {"model.n_routed_experts": c.n_routed_experts}
     if c.n_routed_experts % c.n_group:
         return [
@@ -306,6 +311,7 @@ def grouped_to_hf(config: GroupedExpertsConfig) -> dict[str, Any]:
 
 
 Grouped = TypeVar("Grouped", bound=GroupedExpertsConfig)
+InGroups = TypeVar("InGroups")  # a config whose experts are in groups
 
 
 def dense_if_all_are(config: Grouped) -> Grouped:
@@ -332,12 +338,13 @@ def small_dense_layers(config: GroupedExpertsConfig, small: SmallSizes) -> int:
     return small.layers if whole else min(config.first_k_dense_replace, small.layers - 1)
 
 
-def shrink_experts(config: Grouped, small: SmallExperts) -> Grouped:
+def shrink_experts(config: InGroups, small: SmallExperts) -> InGroups:
     """The number of groups stays."""
+    c: Any = config
     sizes: dict[str, Any] = {"n_routed_experts": small.count, "moe_intermediate_size": small.width}
-    if config.n_group == 1:
-        return replace(config, num_experts_per_tok=small.chosen, **sizes)
+    if c.n_group == 1:
+        return replace(c, num_experts_per_tok=small.chosen, **sizes)
     groups = 2 if small.count % 2 == 0 else small.count
-    top = 1 if config.topk_group < config.n_group else groups
+    top = 1 if c.topk_group < c.n_group else groups
     chosen = max(1, min(small.chosen, small.count // groups * top))
-    return replace(config, n_group=groups, topk_group=top, num_experts_per_tok=chosen, **sizes)
+    return replace(c, n_group=groups, topk_group=top, num_experts_per_tok=chosen, **sizes)

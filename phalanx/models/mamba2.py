@@ -125,6 +125,7 @@ def mixer(config: Mamba2Config, env: Env, layer: int) -> StateSpace:
         steps=(c.time_step_min, c.time_step_max, c.time_step_floor),
         limits=c.time_step_limit,
         bias=c.use_bias,
+        out_bias=c.use_bias,
         conv_bias=c.use_conv_bias,
     )
     return StateSpace(env, spec)

@@ -1,5 +1,5 @@
-"""Nemotron-H: selective scans, a few layers of attention without positions, and MLPs with a squared ReLU, one to a
-layer. NVIDIA, "Nemotron-H", 2025."""
+"""Nemotron-H: selective scans, a few layers of attention without positions, and MLPs or experts with a squared ReLU,
+one to a layer. NVIDIA, "Nemotron-H", 2025; "Nemotron 3 Nano", 2025."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any, Literal, get_args
 
 from phalanx.base.errors import Problem
-from phalanx.base.rules import at_least, divisors, problem, within
+from phalanx.base.rules import at_least, divisors, no_effect, problem, within
 from phalanx.models.config_json import (
     LIST_OR_NULL,
     NEEDED,
@@ -19,27 +19,30 @@ from phalanx.models.config_json import (
     integer,
     integer_or_null,
     number,
+    other_values,
     shown,
     switch,
     text,
 )
 from phalanx.models.decoder_config import small_types
+from phalanx.models.experts import BALANCE, RoutingFields, expert_rules
 from phalanx.models.family import Family
+from phalanx.models.grouped_experts import check_group_sizes, shrink_experts
 from phalanx.models.model_config import ModelConfig, SmallSizes, TensorNames
-from phalanx.models.scan_fields import check_steps
+from phalanx.models.scan_fields import check_scan_ranks, check_shares, check_steps
 
 if TYPE_CHECKING:
     from phalanx.models.family import BlockMaker
     from phalanx.nn.env import Env
     from phalanx.nn.module import Module
 
-LayerKind = Literal["linear_attention", "full_attention", "mlp"]
+LayerKind = Literal["linear_attention", "full_attention", "mlp", "moe"]
 LETTERS = {"M": "linear_attention", "*": "full_attention", "-": "mlp", "E": "moe"}
 OLD_KINDS = {"mamba": "linear_attention", "attention": "full_attention"}
 
 
 @dataclass(frozen=True, kw_only=True)
-class NemotronHConfig(ModelConfig):
+class NemotronHConfig(RoutingFields, ModelConfig):
     family: Literal["nemotron_h"] = "nemotron_h"
     """Which model this section describes: nemotron_h."""
     vocab_size: int
@@ -51,7 +54,7 @@ class NemotronHConfig(ModelConfig):
     num_hidden_layers: int
     """Number of layers."""
     layers_block_type: tuple[LayerKind, ...]
-    """What each layer is: linear_attention (a selective scan), full_attention or mlp."""
+    """What each layer is: linear_attention (a selective scan), full_attention, mlp or moe (experts)."""
     num_attention_heads: int
     """Query heads of a layer of attention."""
     num_key_value_heads: int = 8
@@ -75,7 +78,7 @@ class NemotronHConfig(ModelConfig):
     use_conv_bias: bool = True
     """The convolution has a bias."""
     mlp_bias: bool = False
-    """The two projections of an MLP have biases."""
+    """The two projections of an MLP have biases, those of shared experts and of latents too."""
     time_step_min: float = 0.001
     """Smallest step of a head, at the start of training and ever after."""
     time_step_max: float = 0.1
@@ -86,6 +89,41 @@ class NemotronHConfig(ModelConfig):
     """Standard deviation of initial weights."""
     max_position_embeddings: int = 4096
     """Longest text that is generated or embedded. No layer has positions: this bounds tables, not the model."""
+    n_routed_experts: int = 8
+    """Experts per layer that tokens choose among."""
+    moe_intermediate_size: int = 7688
+    """Width of an expert."""
+    moe_shared_expert_intermediate_size: int = 7688
+    """Width of the expert that every token goes to."""
+    moe_latent_size: int | None = None
+    """Experts work on tokens of this width, to and from which two matrices of the layer project; unset: hidden_size."""
+    n_group: int = 1
+    """Experts are divided into this many equal groups, in order."""
+    topk_group: int = 1
+    """A token chooses its experts in this many groups: those with the highest sum of two scores."""
+    routed_scaling_factor: float = 1.0
+    """Factor of the weights of the chosen experts."""
+    norm_topk_prob: bool = True
+    """Divide the chosen experts' scores by their sum."""
+    router_bias_update_rate: float = 0.001
+    """After a step, the bias by which experts are chosen moves by this: up for experts with less than the mean load,
+    down for the others; 0: it does not move."""
+    router_aux_loss_coef: float = 0.0001
+    """Coefficient of the balancing loss E * sum f_i P_i of each layer; 0: none."""
+    router_aux_loss_scope: Literal["micro_batch", "sequence", "global_batch"] = "sequence"
+    """Tokens whose load the balancing loss evens out: micro_batch, sequence, or global_batch (the load of the whole
+    previous step)."""
+
+    @property
+    def routed_experts(self) -> int:
+        return self.n_routed_experts if "moe" in self.layers_block_type else 0
+
+    @property
+    def expert_size(self) -> int:
+        return self.moe_intermediate_size
+
+    def has_experts(self, layer: int) -> bool:
+        return self.layers_block_type[layer] == "moe"
 
     @property  # type: ignore[misc]
     def tie_word_embeddings(self) -> bool:
@@ -125,7 +163,7 @@ def blocks(config: NemotronHConfig, env: Env) -> Sequence[BlockMaker]:
 
 
 def mixer(config: NemotronHConfig, env: Env, layer: int) -> Module:
-    made = {"linear_attention": scan, "full_attention": attention, "mlp": mlp}
+    made = {"linear_attention": scan, "full_attention": attention, "mlp": mlp, "moe": experts}
     return made[config.layers_block_type[layer]](config, env, f"{NAMES.layer.format(layer)}.mixer", layer)
 
 
@@ -146,6 +184,7 @@ def scan(config: NemotronHConfig, env: Env, name: str, layer: int) -> Module:
         steps=(c.time_step_min, c.time_step_max, c.time_step_floor),
         limits=(c.time_step_min, math.inf),
         bias=c.use_bias,
+        out_bias=c.use_bias,
         conv_bias=c.use_conv_bias,
     )
     return StateSpace(env, spec)
@@ -167,12 +206,30 @@ def attention(config: NemotronHConfig, env: Env, name: str, layer: int) -> Modul
     return Attention(env, spec)
 
 
-def mlp(config: NemotronHConfig, env: Env, name: str, layer: int) -> Module:
+def mlp(config: NemotronHConfig, env: Env, name: str, layer: int, inner: int | None = None) -> Module:
+    """`inner`: its width, if it is another."""
     from phalanx.nn.mlp import GeluMLP
 
     c, names = config, (f"{name}.up_proj", f"{name}.down_proj")
-    sizes = c.hidden_size, c.intermediate_size, c.initializer_range, c.initializer_range
+    sizes = c.hidden_size, inner or c.intermediate_size, c.initializer_range, c.initializer_range
     return GeluMLP(env, names, *sizes, "relu2", transposed=False, bias=c.mlp_bias)
+
+
+def experts(config: NemotronHConfig, env: Env, name: str, layer: int) -> Module:
+    from phalanx.models.decoder import balance_of
+    from phalanx.models.grouped_experts import router
+    from phalanx.nn.moe import Latents, MoE, UngatedNames
+
+    c, each, latents = config, f"{name}.experts.{{}}", None
+    bias = f"{name}.gate.e_score_correction_bias"
+    names = UngatedNames(f"{name}.gate.weight", f"{each}.up_proj.weight", f"{each}.down_proj.weight", bias)
+    if c.moe_latent_size is not None:
+        both = f"{name}.fc1_latent_proj.weight", f"{name}.fc2_latent_proj.weight"
+        latents = Latents(env, both, c.hidden_size, c.moe_latent_size, c.initializer_range, c.mlp_bias)
+    sizes = c.hidden_size, c.moe_intermediate_size, c.initializer_range
+    shared = mlp(c, env, f"{name}.shared_experts", layer, c.moe_shared_expert_intermediate_size)
+    balance = replace(balance_of(c), bias_rate=c.router_bias_update_rate)
+    return MoE(env, names, router(c), *sizes, balance, shared, layer, latents)
 
 
 def rules(config: NemotronHConfig, seq_length: int) -> list[Problem]:
@@ -189,24 +246,23 @@ def rules(config: NemotronHConfig, seq_length: int) -> list[Problem]:
         found.append(
             problem("model", c, "layers_block_type", "must have one kind per layer", because, (whole,) if whole else ())
         )
-    for field, heads in (("n_groups", "mamba_num_heads"), ("num_key_value_heads", "num_attention_heads")):
-        own, all_heads = getattr(c, field), getattr(c, heads)
-        if all_heads >= 1 and all_heads % own:
-            because, valid = {f"model.{heads}": all_heads}, divisors(own, all_heads)
-            found.append(problem("model", c, field, f"must divide {heads}", because, valid))
-    return found
+    found += check_shares(c, ("n_groups", "mamba_num_heads"), ("num_key_value_heads", "num_attention_heads"))
+    if not c.routed_experts:
+        return found + no_effect("model", c, OF_EXPERTS, "layers of moe", {"model.layers_block_type": kinds})
+    widths = at_least("model", c, 1, "moe_shared_expert_intermediate_size", "moe_latent_size")
+    return found + check_group_sizes(c, expert_rules(c, "n_routed_experts") + widths)
 
 
 def split_rules(config: NemotronHConfig, tp: int) -> list[Problem]:
-    """What the heads of scans say; those of attention are every model's."""
-    heads, groups, found = config.mamba_num_heads, config.n_groups, list[Problem]()
-    valid = divisors(tp, heads, config.num_attention_heads)
-    if heads % tp:
-        rule = "must divide mamba_num_heads"
-        found.append(Problem("layout.tp", tp, rule, {"model.mamba_num_heads": heads}, valid))
-    if groups % tp and tp % groups:
-        rule = "must divide n_groups or be a multiple of it"
-        found.append(Problem("layout.tp", tp, rule, {"model.n_groups": groups}, valid))
+    """What the heads of scans and the shared experts say; heads of attention are every model's."""
+    found, inner = (
+        check_scan_ranks(config, tp, "mamba_num_heads", "n_groups"),
+        config.moe_shared_expert_intermediate_size,
+    )
+    if config.routed_experts and inner < tp:
+        because = {"model.moe_shared_expert_intermediate_size": inner}
+        valid = divisors(tp, config.num_attention_heads)
+        found.append(Problem("layout.tp", tp, "must be <= moe_shared_expert_intermediate_size", because, valid))
     return found
 
 
@@ -232,6 +288,18 @@ SAME = (
     "initializer_range",
     "max_position_embeddings",
 )
+EXPERT_SAME = (
+    "n_routed_experts",
+    "num_experts_per_tok",
+    "moe_intermediate_size",
+    "moe_shared_expert_intermediate_size",
+    "moe_latent_size",
+    "n_group",
+    "topk_group",
+    "routed_scaling_factor",
+    "norm_topk_prob",
+)
+OF_EXPERTS = (*EXPERT_SAME, "router_bias_update_rate", *BALANCE)
 KEYS = {
     "vocab_size": integer(NEEDED),
     "hidden_size": integer(NEEDED),
@@ -260,6 +328,18 @@ KEYS = {
     "time_step_floor": number(1e-4),
     "initializer_range": number(0.02),
     "max_position_embeddings": integer(4096),
+    "n_routed_experts": integer(8),
+    "n_shared_experts": integer(1),
+    "num_experts_per_tok": integer(2),
+    "moe_intermediate_size": integer(7688),
+    "moe_shared_expert_intermediate_size": integer(7688),
+    "moe_latent_size": integer_or_null(),
+    "n_group": integer(1),
+    "topk_group": integer(1),
+    "routed_scaling_factor": number(1.0),
+    "norm_topk_prob": switch(True),
+    "aux_loss_alpha": number(0.0),
+    "seq_aux": switch(True),
 }
 
 
@@ -275,15 +355,30 @@ def from_hf(found: ConfigJson) -> NemotronHConfig | None:
         what = "there are none" if bad is None else f"layer {bad} is {kinds[bad]!r}"
         found.odd.append(f"layers_block_type: {what} (supported: {shown(known)})")
     heads = v["num_attention_heads"] if v["num_key_value_heads"] is None else v["num_key_value_heads"]
+    own = found.pick(*SAME) | {"num_key_value_heads": heads}
+    if "moe" in kinds:
+        own |= found.pick(*EXPERT_SAME)
+        found.odd += other_values(v, {"n_shared_experts": (1,)})
+        if "aux_loss_alpha" in found.stated:
+            scope = "sequence" if v["seq_aux"] else "micro_batch"
+            own |= {"router_aux_loss_coef": v["aux_loss_alpha"], "router_aux_loss_scope": scope}
     if found.odd:
         return None
-    own = found.pick(*SAME) | {"num_key_value_heads": heads}
     return NemotronHConfig(**own, layers_block_type=tuple(kinds), num_hidden_layers=len(kinds))
 
 
 def to_hf(config: NemotronHConfig) -> dict[str, Any]:
+    of_experts: dict[str, Any] = {}
+    if config.routed_experts:
+        of_experts = {
+            **{name: getattr(config, name) for name in EXPERT_SAME},
+            "n_shared_experts": 1,
+            "aux_loss_alpha": config.router_aux_loss_coef,
+            "seq_aux": config.router_aux_loss_scope == "sequence",
+        }
     return {
         **{name: getattr(config, name) for name in SAME},
+        **of_experts,
         "layers_block_type": list(config.layers_block_type),
         "mlp_hidden_act": "relu2",
         "mamba_hidden_act": "silu",
@@ -300,8 +395,13 @@ def fill(model: dict[str, Any]) -> dict[str, Any]:
 
 def shrink(config: NemotronHConfig, small: SmallSizes) -> NemotronHConfig:
     """Layers of all kinds stay; heads and groups keep their relation to the ranks."""
+    of_experts: dict[str, Any] = {}
+    if config.routed_experts:
+        latent = None if config.moe_latent_size is None else small.hidden_size // 2
+        of_experts = {"moe_shared_expert_intermediate_size": small.intermediate_size, "moe_latent_size": latent}
     return replace(
         config,
+        **of_experts,
         vocab_size=small.vocab_size,
         hidden_size=small.hidden_size,
         intermediate_size=small.intermediate_size,
@@ -339,7 +439,7 @@ FAMILY = Family(
     rules=rules,
     split_rules=split_rules,
     keys=KEYS,
-    other_names={"layers_block_type": "layer_types"},
+    other_names={"layers_block_type": "layer_types", "n_routed_experts": "num_local_experts"},
     only={
         "mlp_hidden_act": ("relu2",),
         "mamba_hidden_act": ("silu", "swish"),
@@ -351,5 +451,6 @@ FAMILY = Family(
     to_hf=to_hf,
     fill=fill,
     shrink=shrink,
+    shrink_experts=shrink_experts,
     least_layers=least_layers,
 )

@@ -20,12 +20,12 @@ from torch.autograd import Function
 from phalanx.layout.box import Box, cut
 from phalanx.layout.param import Init, MatrixOutputs, ParamSpec, Piece
 from phalanx.nn.env import Env
-from phalanx.nn.linear import GroupedLinear, UnadaptedGroupedLinear, gradient_of
+from phalanx.nn.linear import GroupedLinear, ReplicatedLinear, UnadaptedGroupedLinear, gradient_of
 from phalanx.nn.linear_method import FusedOp
-from phalanx.nn.module import ONES, ZEROS, Module
+from phalanx.nn.module import ONES, ZEROS, Module, OutputRows
 from phalanx.nn.objective import Objective
 from phalanx.nn.parameter import Parameter
-from phalanx.ops.dense.activation import GATED, gated_rows
+from phalanx.ops.dense.activation import GATED, gated_rows, relu2_rows
 from phalanx.ops.dense.gate import SWIGLU, Gate
 from phalanx.ops.dense.matmul import local_matmul, wide_matmul
 from phalanx.ops.experts import route as ops
@@ -208,12 +208,38 @@ class HalvedNames:
         return gate_up, down, None
 
 
-AnyNames = ExpertNames | StackedNames | HalvedNames
+@dataclass(frozen=True)
+class UngatedNames:
+    """Experts without a gate, down(relu(up x)^2), as Nemotron-H has them."""
+
+    router: str
+    up: str
+    down: str
+    bias: str = ""
+    router_bias: ClassVar[str] = ""
+    down_bias: ClassVar[str] = ""
+    activation: ClassVar[Literal["relu2"]] = "relu2"
+    weigh: ClassVar[Weigh] = "outputs"
+    linear: ClassVar[type[GroupedLinear]] = GroupedLinear
+
+    @property
+    def stacks(self) -> tuple[tuple[str, ...], tuple[str, ...]]:
+        return (self.up,), (self.down,)
+
+    def matrices(self, part: ExpertShard, std: float) -> tuple[ParamSpec, ParamSpec, None]:
+        """Storage of this shard of up, (N, F, D), and of down, (N, D, F)."""
+        a, b, width, inner = part.first, part.stop, part.width, part.inner
+        up = _stack(part.experts, [(self.up, 0)], (inner, width), Box((a, 0), (b, width)), b - a, width, std)
+        down = _stack(part.experts, [(self.down, 0)], (width, inner), Box((0, a), (width, b)), width, b - a, std)
+        return up, down, None
+
+
+AnyNames = ExpertNames | StackedNames | HalvedNames | UngatedNames
 
 
 class Experts(Module):
-    """This rank's experts: gate and up of each, (N, 2F, D), and down, (N, D, F). Sharded over ep by expert number and
-    over etp by width."""
+    """This rank's experts: gate and up of each, (N, 2F, D), or up alone, (N, F, D), and down, (N, D, F). Sharded over
+    ep by expert number and over etp by width."""
 
     first_in_memory = ("gate_up.weight", "down.weight", "gate_up.bias")
 
@@ -223,7 +249,7 @@ class Experts(Module):
         of_up, of_down = names.stacks
         self.gate_up = names.linear(env, gate_up, of_up, 0, count, bias)
         self.down = names.linear(env, down, of_down, 1, count)  # MoE adds its bias, once
-        self.activation: Gate = names.activation
+        self.activation: Gate | Literal["relu2"] = names.activation
         self.weigh: Weigh = names.weigh
 
     def forward(
@@ -249,9 +275,9 @@ class Experts(Module):
     def _fused(self, x: Tensor) -> FusedOp | None:
         """All of it as one op, if the method of the linears has one."""
         recomputes = self.env.recompute.recomputes
-        if (
-            self.gate_up.bias is not None or recomputes("up") or recomputes("activation")
-        ):  # one op runs again as a whole
+        if self.activation == "relu2" or self.gate_up.bias is not None:
+            return None
+        if recomputes("up") or recomputes("activation"):  # one op runs again as a whole
             return None
         kernels = self.env.kernels_for(GATED)
         return self.gate_up.method.fused_experts(self.gate_up.weight, self.down.weight, kernels, x)
@@ -261,6 +287,8 @@ class Experts(Module):
         return self.weigh == "outputs" and self._fused(x) is not None and self.gate_up.takes_lazy(x)
 
     def _activate(self, ends: Tensor, gate_up: Tensor, weights: Tensor | None = None) -> Tensor:
+        if self.activation == "relu2":
+            return relu2_rows(gate_up, ends, weights)
         return gated_rows(gate_up, ends, weights, self.activation, self.env.kernels_for(GATED))
 
 
@@ -293,6 +321,19 @@ def _box(
     return ParamSpec(stored, (piece,), summed_over="edp", role="expert" if transposed else "bias")
 
 
+class Latents(Module):
+    """Experts that work on narrower tokens: what makes tokens (T, D) narrow before they travel, and their sums wide
+    again. Every tp rank holds both matrices, whose names come in this order."""
+
+    def __init__(self, env: Env, names: tuple[str, str], width: int, size: int, std: float, bias: bool):
+        super().__init__(env)
+        init, self.size = Init("normal", std), size
+        narrow, wide = (OutputRows(n, rows, 0, rows, env.everyone) for n, rows in zip(names, (size, width)))
+        self.narrow = ReplicatedLinear(env, [narrow], width, init, bias)
+        self.wide = ReplicatedLinear(env, [wide], size, init, bias)
+        self.num_weights = 2 * width * size
+
+
 class MoE(Module):
     """x -> the weighted sum of the chosen experts' outputs (plus the shared expert's). `tally` counts over the
     micro-batches of a step."""
@@ -308,6 +349,7 @@ class MoE(Module):
         balance: Balance,
         shared: Module | None = None,
         layer: int = 0,
+        latents: Latents | None = None,
     ):
         super().__init__(env)
         self.router, self.balance, self.layer, self.inner = router, balance, layer, inner
@@ -320,8 +362,8 @@ class MoE(Module):
         self.bias = self._per_expert(names.bias, ZEROS) if names.bias else None
         load = names.router.removesuffix(".weight") + ".load"  # of the previous step; not a Hugging Face tensor
         self.load = self._per_expert(load, ONES, ours=True) if balance.scope == "global_batch" else None
-        self.experts = Experts(env, names, count, width, inner, std)
-        self.shared = shared
+        self.experts = Experts(env, names, count, width if latents is None else latents.size, inner, std)
+        self.shared, self.latents = shared, latents
         self.dispatch: Dispatch = env.ops.dispatch
         # (E + len(TALLIED),) float64: load of each expert, and sums; created by the training engine
         self.tally: Tensor | None = None
@@ -333,8 +375,11 @@ class MoE(Module):
         recompute, experts = self.env.recompute, self.router.num_experts
         sources, weigh = self.env.ops.sources, self.experts.weigh
         begin = partial(EXCHANGES[self.dispatch], axes=self.env.axes, room=room, sources=sources, weigh=weigh)
+        rows = x if self.latents is None else recompute.op("up", self.latents.narrow, x)
         early = (
-            None if recompute.recomputes("experts") or recompute.cuts_at("experts") else begin(self._filled(x, batch))
+            None
+            if recompute.recomputes("experts") or recompute.cuts_at("experts")
+            else begin(self._filled(rows, batch))
         )
         logits = wide_matmul(x, self.gate, self.gate_bias)
         wanted, real = (
@@ -359,8 +404,9 @@ class MoE(Module):
             y, missing = exchange(self._filled(weights_TK, batch), self.experts, self.env.kernels_for(PERMUTE), lazy)
             return y if len(y) == len(x) else y[: len(x)], missing
 
-        likes = ((x.shape, x.dtype), ((), torch.int64))
-        y, missing = recompute.by_batch("experts", routed, batch, likes, x, choice.weights_TK, chosen)
+        likes = ((rows.shape, rows.dtype), ((), torch.int64))
+        y, missing = recompute.by_batch("experts", routed, batch, likes, rows, choice.weights_TK, chosen)
+        y = y if self.latents is None else self.latents.wide(y)
         if self.down_bias is not None:
             y = y + local_matmul(spread(choice, self.router.num_experts).to(x.dtype), self.down_bias)
         if self.training:
@@ -393,7 +439,10 @@ class MoE(Module):
 
     def flops(self, seq_length: int) -> float:
         count, width = self.gate.shape
-        routed = 2.0 * (count * width + 3 * self.router.top_k * width * self.inner)
+        matrices, latents = 2 if self.experts.activation == "relu2" else 3, self.latents
+        of_expert = matrices * (width if latents is None else latents.size) * self.inner
+        routed = 2.0 * (count * width + self.router.top_k * of_expert)
+        routed += 0.0 if latents is None else 2.0 * latents.num_weights
         return routed + (self.shared.flops(seq_length) if self.shared is not None else 0.0)
 
     def _filled(self, x: Tensor, batch: Batch, value: float = 0) -> Tensor:

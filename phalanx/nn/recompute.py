@@ -39,6 +39,7 @@ OPS = {
     "attention": "the softmax over tokens and its output, all between the projections and the output projection",
     "conv": "the convolution before a scan, with its activation",
     "scan": "a scan, the states before its chunks and its output",
+    "delta": "a delta rule, the states before its chunks and its output",
     "up": "the MLP's first matmul (gate and up; of experts too)",
     "activation": "the MLP's activation (of experts too)",
     "dropout": "masks of dropout outside attention",
@@ -52,7 +53,7 @@ OPS = {
 PRESETS: dict[str, tuple[str, ...]] = {
     "none": (),
     "pointwise": ("norm", "activation"),
-    "selective": ("rope", "attention", "conv", "scan"),
+    "selective": ("rope", "attention", "conv", "scan", "delta"),
     "long": ("layer", "mlp"),
     "full": ("block",),
 }

@@ -9,6 +9,7 @@ from __future__ import annotations
 import math
 from dataclasses import dataclass
 from functools import partial
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -20,13 +21,34 @@ from phalanx.nn.env import Env
 from phalanx.nn.linear import ColumnLinear, RowLinear
 from phalanx.nn.memory import StateSpec
 from phalanx.nn.module import ONES, Module, OutputRows, bias_spec, own_states
+from phalanx.ops.dense.activation import GATED, swiglu
 from phalanx.ops.scan.context import chunks_of, states_before, tokens_before
 from phalanx.ops.scan.conv1d import CONV1D, conv1d
-from phalanx.ops.scan.gated_norm import GATED_NORM, NormGroups, gated_norm
+from phalanx.ops.scan.gated_norm import GATED_NORM, NormGroups, Order, gated_norm
 from phalanx.ops.scan.remembered import convolve_remembered, scan_remembered
 from phalanx.ops.scan.rows import TokenRows
-from phalanx.ops.scan.scan import SCAN, ScanInputs, carried_output, decay_rates, scan, steps_of, whole_decay
+from phalanx.ops.scan.scan import (
+    SCAN,
+    ScanInputs,
+    carried_output,
+    decay_rates,
+    scan,
+    steps_of,
+    whole_decay,
+    wide_values,
+)
+from phalanx.ops.scan.step import CONV1D_STEP, SCAN_STEP, StepInputs
 from phalanx.sequence.batch import Batch
+
+
+class PartScales(NamedTuple):
+    """Numbers that are not trained, one for each part of what the input projection returns."""
+
+    gate: float
+    x: float
+    b: float
+    c: float
+    dt: float
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -37,11 +59,13 @@ class StateSpaceSpec:
     width       of the model
     heads       of head_dim features; groups: that share B and C; state: features of a state
     taps        of the convolution
-    eps         of the gated norm, over the features of a group
+    norm        whether the gate comes before the norm over the features of a group; None: there is only the gate
+    eps         of that norm
     steps       smallest and largest step at the start, and the least that is drawn
     limits      of steps
     std         of the initial weights of the projections
-    bias        whether the projections have one; conv_bias: whether the convolution has
+    scales      what the parts of the input projection's output are multiplied by
+    bias        whether the input projection has one; out_bias: the output projection; conv_bias: the convolution
     """
 
     name: str
@@ -55,7 +79,10 @@ class StateSpaceSpec:
     std: float
     steps: tuple[float, float, float] = (0.001, 0.1, 1e-4)
     limits: tuple[float, float] = (0.0, math.inf)
+    norm: Order | None = "gate first"
+    scales: PartScales | None = None
     bias: bool = False
+    out_bias: bool = False
     conv_bias: bool = True
 
 
@@ -129,10 +156,10 @@ class StateSpace(Module):
         }
         self.a_log, self.d, self.dt_bias = vectors["A_log"], vectors["D"], vectors["dt_bias"]
         norm = bias_spec([shard.of_heads(f"{s.name}.norm.weight", inner, 0, s.head_dim)], ONES)
-        self.norm = self.param(ParamSpec(norm.shape, norm.pieces, role="norm"))
-        self.groups = _norm_groups(env, shard)
+        self.norm = None if s.norm is None else self.param(ParamSpec(norm.shape, norm.pieces, role="norm"))
+        self.groups = None if s.norm is None else _norm_groups(env, shard, s.norm)
         features = shard.own.q0 * s.head_dim, shard.own.q1 * s.head_dim
-        self.out = RowLinear(env, f"{s.name}.out_proj.weight", s.width, inner, features, init, bias=s.bias)
+        self.out = RowLinear(env, f"{s.name}.out_proj.weight", s.width, inner, features, init, bias=s.out_bias)
         self.num_weights = s.width * (size + inner)
         self.keeps = StateSpec(shard.heads, s.head_dim, s.state, shard.mixed, s.taps)
 
@@ -140,6 +167,8 @@ class StateSpace(Module):
         recompute = self.env.recompute
         projected = recompute.op("qkv", self.in_proj, x)
         gate, mixed, dt = projected.split((self.shard.inner, self.shard.mixed, self.shard.heads), -1)
+        if self.spec.scales is not None:  # those of x, B and C are in the convolution's weight
+            gate, dt = gate * self.spec.scales.gate, dt * self.spec.scales.dt
         if batch.paged is not None:
             return self.out(self._normed(self._remembered(batch, mixed, dt), gate))
         mixed = recompute.op("conv", partial(self._convolved, batch), mixed)
@@ -149,13 +178,22 @@ class StateSpace(Module):
     def takes_lazy(self, x: Tensor) -> bool:
         return not any(map(self.env.recompute.recomputes, ("norm", "qkv"))) and self.in_proj.takes_lazy(x)
 
+    @property
+    def _taps(self) -> Tensor:
+        """The convolution's weight, times what its inputs are multiplied by."""
+        s, shard = self.spec, self.shard
+        if s.scales is None:
+            return self.conv
+        parts = wide_values(self.conv).split((shard.inner, *(shard.groups * s.state,) * 2))
+        return torch.cat([part * scale for part, scale in zip(parts, (s.scales.x, s.scales.b, s.scales.c))])
+
     def _convolved(self, batch: Batch, mixed: Tensor) -> Tensor:
         """(T, features of x, B and C) -> the same, convolved and activated."""
         x = mixed.unflatten(0, (batch.num_sequences, -1))
         before = tokens_before(x, batch, self.spec.taps - 1, self.env.axes.cp)
-        kernels = self.env.kernels_for(CONV1D)
+        kernels, weight = self.env.kernels_for(CONV1D), self._taps
         made = [
-            conv1d(x[:, chunk.rows], self.conv, self.conv_bias, TokenRows(chunk.numbers, old), True, kernels)
+            conv1d(x[:, chunk.rows], weight, self.conv_bias, TokenRows(chunk.numbers, old), True, kernels)
             for chunk, old in zip(chunks_of(batch), before)
         ]
         return torch.cat(made, 1).flatten(0, 1) if len(made) > 1 else made[0].flatten(0, 1)
@@ -188,19 +226,20 @@ class StateSpace(Module):
         return (torch.cat(made, 1) if len(made) > 1 else made[0]).flatten(2).flatten(0, 1)
 
     def _normed(self, y: Tensor, gate: Tensor) -> Tensor:
-        kernels = self.env.kernels_for(GATED_NORM)
-        return gated_norm(y, gate, self.norm, self.groups, self.env.tp, kernels)
+        if self.norm is None or self.groups is None:
+            return swiglu(torch.cat((gate, y), -1), self.env.kernels_for(GATED))
+        return gated_norm(y, gate, self.norm, self.groups, self.env.tp, self.env.kernels_for(GATED_NORM))
 
     def _remembered(self, batch: Batch, mixed: Tensor, dt: Tensor) -> Tensor:
         """(T / cp, features of x, B and C), (T / cp, heads) of sequences that go on -> (T / cp, heads * P)."""
         memory = own_states(self)
         spans = memory.spans_of(batch)
         mixed, dt = memory.all_tokens(mixed), memory.all_tokens(dt)
-        mixed = convolve_remembered(mixed, memory.tokens, spans, self.conv, self.conv_bias)
-        steps, a = steps_of(dt, self.dt_bias, self.spec.limits), decay_rates(self.a_log)
+        by_conv, by_scan = self.env.kernels_for(CONV1D_STEP), self.env.kernels_for(SCAN_STEP)
+        mixed = convolve_remembered(mixed, memory.tokens, spans, self._taps, self.conv_bias, by_conv)
         x, b, c = self._parts(mixed)
-        inputs = ScanInputs(x, steps, a, b, c, self.d)
-        y = scan_remembered(inputs, memory.states, spans, self.env.kernels_for(SCAN))
+        inputs = StepInputs(x, dt, b, c, self.dt_bias, self.a_log, self.d, self.spec.limits)
+        y = scan_remembered(inputs, memory.states, spans, by_scan)
         return memory.own_tokens(y.flatten(1))
 
     def flops(self, seq_length: int) -> float:
@@ -221,7 +260,7 @@ def _conv_spec(rows: list[OutputRows], taps: int) -> ParamSpec:
     return ParamSpec((at, 1, taps), tuple(pieces), role="conv")
 
 
-def _norm_groups(env: Env, shard: ScanShard) -> NormGroups:
+def _norm_groups(env: Env, shard: ScanShard, order: Order) -> NormGroups:
     s, own = shard.spec, shard.own
     width = s.heads * s.head_dim // s.groups
-    return NormGroups(shard.groups, width, s.eps, own.k0, s.groups, bool(own.replicas))
+    return NormGroups(shard.groups, width, s.eps, own.k0, s.groups, bool(own.replicas), order)

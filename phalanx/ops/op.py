@@ -354,7 +354,8 @@ def first_right(op: Op, made: Implementation, device: torch.device, dtype: torch
     for number in range(max(1, len(made.tunings))):
         name = title(op, made, number, dtype)
         if name not in known:
-            new[name] = known[name] = why_wrong(op, made, number, device, dtype)
+            with proof.may_wait(device, name):
+                new[name] = known[name] = why_wrong(op, made, number, device, dtype)
         if not known[name]:
             found = Checked(number)
             break
@@ -390,6 +391,8 @@ def why_wrong(op: Op, made: Implementation, number: int, device: torch.device, d
                     found = proof.run_case(case, kind, kernels, device=device)
                 with only(op):
                     truth = reference_of(case, kind, found, device)
+        except torch.OutOfMemoryError:  # says nothing of the kernel
+            raise
         except Exception as error:  # raised by compilers, drivers, and code that is not ours
             return proof.said(error)
         why = proof.difference(case, found, truth, kind)

@@ -10,11 +10,12 @@ differed, or did not run at all, is not used, and `phalanx doctor` lists it.
 
 from __future__ import annotations
 
+import fcntl
 import hashlib
 import json
 import os
-from collections.abc import Callable, Mapping
-from contextlib import suppress
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from functools import cache
 from importlib.metadata import PackageNotFoundError, version
@@ -99,6 +100,23 @@ def difference(case: CaseLike, found: list[Tensor], truth: list[Tensor], dtype: 
     return ""
 
 
+@contextmanager
+def may_wait(device: torch.device, name: str) -> Iterator[None]:
+    """Inside it the host may wait for a GPU, though the caller forbade it (torch.cuda.set_sync_debug_mode): a
+    comparison does, once. While a CUDA graph is captured it cannot be made: RuntimeError."""
+    if device.type != "cuda":
+        yield
+        return
+    if torch.cuda.is_current_stream_capturing():
+        raise RuntimeError(f"{name}: not compared with its reference before a CUDA graph was captured")
+    forbidden = torch.cuda.get_sync_debug_mode()
+    torch.cuda.set_sync_debug_mode("default")
+    try:
+        yield
+    finally:
+        torch.cuda.set_sync_debug_mode(forbidden)
+
+
 # ---- the file
 
 
@@ -117,18 +135,21 @@ class Checks:
             return {}
 
     def add(self, setting: str, outcomes: Mapping[str, str]) -> None:
-        """Replaced as a whole, so that another process never reads half a file. What another adds at the same moment
-        may be lost; it is then checked once more. A folder that cannot be written to costs the same."""
-        found = self.read()
-        found[setting] = {**found.get(setting, {}), **outcomes}
+        """Replaced as a whole, so that another process never reads half a file, and by one process at a time. In a
+        folder that cannot be written to, or has no locks, they may be lost; they are then compared once more."""
         part = self.path.with_name(f"{FILE}.{os.getpid()}")
-        try:
+        with suppress(OSError):
             self.path.parent.mkdir(parents=True, exist_ok=True)
-            part.write_text(json.dumps(found, indent=1, sort_keys=True), encoding="utf-8")
-            part.replace(self.path)
-        except OSError:
-            with suppress(OSError):
-                part.unlink()
+            with self.path.with_name(f"{FILE}.lock").open("a") as lock:
+                with suppress(OSError):
+                    fcntl.flock(lock, fcntl.LOCK_EX)
+                found = self.read()
+                found[setting] = {**found.get(setting, {}), **outcomes}
+                try:
+                    part.write_text(json.dumps(found, indent=1, sort_keys=True), encoding="utf-8")
+                    part.replace(self.path)
+                finally:
+                    part.unlink(missing_ok=True)
 
     def refused(self, setting: str) -> dict[str, str]:
         """What was not used under this setting, and why."""

@@ -14,7 +14,7 @@ from typing import Any
 from phalanx.config.run import Run
 from phalanx.forecast.decide import make_plan
 from phalanx.layout.grid import Grid
-from phalanx.models.experts import ExpertsConfig
+from phalanx.models.experts import RoutingFields
 from phalanx.planning.plan import Plan, grid_of
 from phalanx.sequence.shard import SequenceShard
 
@@ -83,7 +83,7 @@ class RunOnRanks:
         model = self.run.model
         kinds = (
             {model.has_experts(i) for i in range(model.num_hidden_layers)}
-            if isinstance(model, ExpertsConfig)
+            if isinstance(model, RoutingFields)
             else set()
         )
         return len(kinds) > 1

@@ -10,6 +10,7 @@ import tempfile
 from contextlib import ExitStack
 from dataclasses import asdict, replace
 from itertools import product
+from types import SimpleNamespace
 from unittest import mock
 
 import pytest
@@ -33,6 +34,7 @@ from phalanx.engine.agree import (
     ROOM_FOR_POOLS,
     TP,
     LocalFacts,
+    among_equals,
     decide,
     used_ops,
 )
@@ -44,6 +46,7 @@ from phalanx.forecast.memory import rank_uses
 from phalanx.layout.config import LayoutConfig
 from phalanx.layout.grid import Grid
 from phalanx.observe.record import Recorder
+from phalanx.ops.proof import setting_of
 from phalanx.optim.adamw import AdamWConfig
 from phalanx.optim.muon import MuonConfig
 from tests.harness.parity import base_run, random_weights, step_batches
@@ -88,6 +91,21 @@ def test_the_ops_of_a_run_are_checked():
     run = base_run("mixtral")
     run = replace(run, optim=MuonConfig(name="muon", fallback=AdamWConfig()))
     assert {"grouped", "route", "symmetric", "adamw"} <= {op.name for op in used_ops(make_plan(run, 1))}
+
+
+def test_ranks_of_a_machine_share_the_first_comparisons_of_kernels(monkeypatch):
+    """Every rank's number among those of its machine: together they have each op once."""
+    hosts = ["a", "b", "a", "a", "b"]
+    setting = setting_of(torch.device("cpu"))
+    found = []
+    for rank, host in enumerate(hosts):
+        monkeypatch.setattr("socket.gethostname", lambda host=host: host)
+        said = [f"{each} {setting}" for each in hosts]
+        world = SimpleNamespace(
+            index=rank, all_gather_text=lambda text, rank=rank, said=said: said[:rank] + [text] + said[rank + 1 :]
+        )
+        found.append(among_equals(world, torch.device("cpu")))
+    assert found == [(0, 3), (0, 2), (1, 3), (2, 3), (1, 2)]
 
 
 @pytest.mark.parametrize("groups", product((ON, WHY), repeat=2))

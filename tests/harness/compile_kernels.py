@@ -19,6 +19,8 @@ from triton.compiler import ASTSource
 
 from phalanx.comm import small_kernel, sum_kernel
 from phalanx.ops.attention import join_kernel, paged_kernel, store_kernel
+from phalanx.ops.delta import delta_kernel
+from phalanx.ops.delta.delta import TILES as DELTA_TILES
 from phalanx.ops.dense import (
     dropout_kernel,
     gated_kernel,
@@ -48,7 +50,8 @@ from phalanx.ops.quantized import (
     stored_kernel,
 )
 from phalanx.ops.quantized.base_formats import FORMATS
-from phalanx.ops.scan import conv1d_kernel, scan_kernel
+from phalanx.ops.scan import conv1d_kernel, gated_norm_kernel, scan_kernel, step_kernel
+from phalanx.ops.scan.step import TILES as STEP_TILES
 
 BF = "*bf16"
 
@@ -151,7 +154,7 @@ def kernels() -> list[tuple]:
             dict(V=128, V_BLOCK=128, ROWS=16, **wide),
         )
     )
-    found += experts(wide) + fp8_linears() + paged(wide) + invariant(wide) + scans(wide) + symmetric()
+    found += experts(wide) + fp8_linears() + paged(wide) + invariant(wide) + scans(wide) + deltas(wide) + symmetric()
     decays = dict(BETA1=0.9, BETA2=0.95, EPS=1e-8, **wide)
     whole, split = dict(p="*fp32", ties="*fp32"), dict(p="*i16", ties="*u8")
     step = dict(g="*fp32", out=BF, scalars="*fp64", n="i64")
@@ -179,6 +182,48 @@ def symmetric() -> list[tuple]:
         types = read | dict(c=BF, out=BF, alpha="fp32", beta="fp32")
         consts = dict(M=4096, K=4096, ADD=True, TMA=True, WIDE=tl.float32, SIDE=t.side, STEP=t.k)
         found.append((symmetric_kernel._symmetric, types, consts, dict(num_warps=t.warps, num_stages=t.stages)))
+    return found
+
+
+def deltas(wide: dict) -> list[tuple]:
+    """Delta rules of Qwen3-Next's heads, and of Kimi Linear's, whose decays are by feature; with documents."""
+    import triton.language as tl
+
+    found: list[tuple] = []
+    t = DELTA_TILES[0]
+    tokens = dict.fromkeys(("dy", "q", "k", "v", "y", "dq", "dk", "dv", "u_in", "u_out", "dx_out"), BF)
+    kept = dict.fromkeys(("inverse", "weights", "states", "before", "after"), BF)
+    wides = ("decay", "beta", "sums", "passed", "passed_out", "initial", "final", "dinitial", "dfinal", "of_reads")
+    known = dict(scale="fp32", numbers="*i64", **tokens, **kept, **dict.fromkeys((*wides, "ddecay", "dbeta"), "*fp32"))
+    how = dict(NORMALIZE=True, EPSILON=1e-6, DOCUMENTS=True)
+    for by_feature in (False, True):
+        of_tokens = dict.fromkeys(("read", "write", "ask"), "*fp32")
+        scaled = dict.fromkeys(("reading", "writing", "asking"), BF)
+        absent = of_tokens if by_feature else {"reading": BF}
+        sizes = dict(H=32, K=128, EACH=1 if by_feature else 2, C=delta_kernel.CHUNK, BK=128)
+        shape = dict(ELEMENT=tl.bfloat16, PRECISION="tf32x3", **sizes, **wide)
+        types = {**known, **of_tokens, **scaled}
+
+        def add(kernel, constants: dict, options: dict, absent: dict = absent, types: dict = types) -> None:
+            constants = dict(constants, **{name: None for name in kernel.arg_names if name in absent})
+            given = {name: types.get(name, "i32") for name in kernel.arg_names if name not in constants}
+            found.append((kernel, given, constants, options))
+
+        of_states = dict(BY_FEATURE=by_feature, V=128, BV=t.values, **shape)
+        options = dict(num_warps=t.warps, num_stages=t.stages)
+        of_chunks = dict(num_warps=4)
+        if by_feature:
+            add(delta_kernel._sums, how | shape, of_chunks, {})
+        depth = dict(DEPTH=delta_kernel.LEVELS)
+        prepared = dict(BY_FEATURE=by_feature, B=delta_kernel.BLOCK, JOIN="tf32", **depth)
+        add(delta_kernel._prepare, prepared | how | shape, of_chunks)
+        add(delta_kernel._pass, dict(INITIAL=True, **of_states), options)
+        add(delta_kernel._outputs, of_states | dict(BV=t.outputs), of_chunks)
+        add(delta_kernel._pass_back, dict(FINAL=True, **of_states), options)
+        of_grads = dict(V=128, BV=t.grads) | how | shape
+        kernel = delta_kernel._grads_by_feature if by_feature else delta_kernel._grads
+        more, missing = (depth, {}) if by_feature else ({}, absent)
+        add(kernel, of_grads | more, dict(num_warps=t.grad_warps, num_stages=t.grad_stages), missing)
     return found
 
 
@@ -222,6 +267,40 @@ def scans(wide: dict) -> list[tuple]:
     found.append((scan_kernel._pass, there, dict(INITIAL=True, **follow)))
     back = dict(dfinal="*fp32", asked="*fp32", dinitial="*fp32", **states)
     found.append((scan_kernel._pass_back, back, dict(FINAL=True, **follow)))
+    return found + gated_norms(wide) + steps(wide)
+
+
+def steps(wide: dict) -> list[tuple]:
+    """Single tokens of Nemotron-H's scans and convolutions."""
+    found: list[tuple] = []
+    seen = dict(slots="*i64", fresh="*u8")
+    given = dict(x=BF, weight=BF, bias=BF, kept=BF, y=BF, x_seq="i32", C="i32", **seen)
+    sizes = dict(K=4, SILU=True, BIAS=True, FRESH=True, BLOCK=step_kernel.CHANNELS, **wide)
+    found.append((step_kernel._conv_step, given, sizes))
+    given = dict.fromkeys(("x", "dt", "b", "c", "bias", "log", "d", "y"), BF) | dict(kept="*fp32", **seen)
+    given |= dict.fromkeys(("x_seq", "dt_seq", "b_seq", "c_seq"), "i32")
+    sizes = dict(H=128, P=64, N=128, EACH=16, LOW=0.001, HIGH=math.inf, SKIP=True, FRESH=True, BN=128, **wide)
+    for tile in STEP_TILES:
+        found.append((step_kernel._state_step, given, dict(BP=tile.features, **sizes), dict(num_warps=tile.warps)))
+    return found
+
+
+def gated_norms(wide: dict) -> list[tuple]:
+    """Nemotron-H's 8 groups, whole and spread over ranks, and Qwen3-Next's heads, which share a weight."""
+    found: list[tuple] = []
+    given = dict(x=BF, gate=BF, weight=BF, scale="*fp32", tokens="i32", x_tok="i32", gate_tok="i32", width="i32")
+    grads = dict(dy=BF, sums="*fp32", dx=BF, dgate=BF, dw_parts="*fp32", dy_tok="i32", programs="i32")
+    for here, features, first, part in (
+        (8, 1024, True, 0),
+        (1, 2560, True, 1),
+        (1, 2560, True, 2),
+        (32, 128, False, 0),
+    ):
+        sizes = dict(HERE=here, F=features, GATE_FIRST=first, SIGMOID=False, SHARED=not first, PART=part, **wide)
+        sizes |= gated_norm_kernel.tile_of(features)
+        options = dict(num_warps=sizes.pop("num_warps"))
+        found.append((gated_norm_kernel._forward, dict(**given, y=BF), dict(EPS=1e-5, **sizes), options))
+        found.append((gated_norm_kernel._backward, given | grads, sizes, options))
     return found
 
 

@@ -18,6 +18,7 @@ from phalanx.forecast.decide import make_plan
 from phalanx.layout.box import Box
 from phalanx.models.bert import BertConfig
 from phalanx.models.deepseek_v3 import DeepseekV3Config
+from phalanx.models.falcon_h1 import FalconH1Config
 from phalanx.models.gemma2 import Gemma2Config
 from phalanx.models.gemma3 import Gemma3Config
 from phalanx.models.gemma3_text import Gemma3TextConfig
@@ -483,6 +484,47 @@ MODELS["nemotron_h"] = NemotronHConfig(
     n_groups=2,
     conv_kernel=3,
 )
+MODELS["nemotron_h-moe"] = replace(
+    MODELS["nemotron_h"],
+    num_hidden_layers=5,
+    layers_block_type=("linear_attention", "moe", "full_attention", "mlp", "moe"),
+    n_routed_experts=8,
+    num_experts_per_tok=3,
+    moe_intermediate_size=22,
+    moe_shared_expert_intermediate_size=14,
+    n_group=4,
+    topk_group=2,
+    routed_scaling_factor=2.5,
+    router_aux_loss_coef=0.01,
+    router_bias_update_rate=0.02,
+)
+MODELS["nemotron_h-latent"] = replace(
+    MODELS["nemotron_h-moe"], moe_latent_size=12, mlp_bias=True, n_group=1, topk_group=1, norm_topk_prob=False
+)
+MODELS["falcon_h1"] = FalconH1Config(
+    **SIZES,
+    **HEADS,
+    intermediate_size=42,
+    num_hidden_layers=4,
+    head_dim=10,
+    rope_theta=100.0,
+    mamba_n_heads=8,
+    mamba_d_head=3,
+    mamba_d_state=5,
+    mamba_n_groups=2,
+    mamba_d_conv=3,
+    time_step_limit=(0.01, 2.0),
+    embedding_multiplier=5.7,
+    lm_head_multiplier=0.3,
+    key_multiplier=0.6,
+    attention_in_multiplier=1.2,
+    attention_out_multiplier=0.9,
+    ssm_in_multiplier=1.25,
+    ssm_out_multiplier=0.4,
+    ssm_multipliers=(0.375, 0.25, 0.75, 0.5, 0.875),  # transformers rounds them to fp32
+    mlp_multipliers=(0.88, 0.58),
+)
+MODELS["falcon_h1-norm"] = replace(MODELS["falcon_h1"], mamba_rms_norm=True, tie_word_embeddings=True)
 MODELS["deepseek_v3-mtp-tied"] = replace(MODELS["deepseek_v3-mtp"], tie_word_embeddings=True)
 
 

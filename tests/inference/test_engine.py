@@ -56,6 +56,8 @@ FAMILIES = (
     "kimi_k25",
     "mamba2",
     "nemotron_h",
+    "nemotron_h-latent",
+    "falcon_h1",
 )
 LAYOUTS = (
     ("llama", {"tp": 2}),
@@ -84,6 +86,9 @@ LAYOUTS = (
     ("mamba2", {"tp": 2, "cp": 2}),
     ("mamba2", {"pp": 2}),
     ("nemotron_h", {"tp": 2, "cp": 2}),
+    ("nemotron_h-moe", {"tp": 2, "ep": 2}),
+    ("falcon_h1", {"tp": 2, "cp": 2}),
+    ("falcon_h1-norm", {"pp": 2}),
 )
 FOUR = (
     *((model, {"cp": 4}) for model in ("llama", "gpt_oss", "deepseek_v3", "mixtral")),

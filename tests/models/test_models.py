@@ -23,6 +23,7 @@ from phalanx.layout.config import LayoutConfig
 from phalanx.models.decoder import rotation
 from phalanx.models.decoder_config import DecoderConfig
 from phalanx.models.deepseek_v3 import LatentConfig
+from phalanx.models.falcon_h1 import FalconH1Config
 from phalanx.models.gemma2 import Gemma2Config
 from phalanx.models.gemma3_text import Gemma3TextConfig
 from phalanx.models.gemma4_text import Gemma4TextConfig
@@ -156,6 +157,27 @@ CASES = {
     "nemotron_h: biases, one group, longer steps": replace(
         MODELS["nemotron_h"], n_groups=1, use_bias=True, mlp_bias=True, time_step_min=0.5, time_step_max=0.7
     ),
+    "falcon_h1": replace(MODELS["falcon_h1"], mamba_d_conv=4),
+    "falcon_h1: norm first, one group, biases, tied, MQA": replace(
+        MODELS["falcon_h1"],
+        num_key_value_heads=1,
+        mamba_n_groups=1,
+        mamba_rms_norm=True,
+        mamba_proj_bias=True,
+        mamba_conv_bias=False,
+        projectors_bias=True,
+        attention_bias=True,
+        tie_word_embeddings=True,
+    ),
+    "falcon_h1: gate first, no multipliers, long steps": replace(
+        MODELS["falcon_h1"],
+        mamba_rms_norm=True,
+        mamba_norm_before_gate=False,
+        time_step_limit=(0.0, math.inf),
+        ssm_multipliers=(1.0,) * 5,
+        mlp_multipliers=(1.0, 1.0),
+        attention_in_multiplier=1.0,
+    ),
     "gpt2": replace(MODELS["gpt2"], dropout=0.0, attention_dropout=0.0),
     "gpt2: narrow mlp": replace(
         MODELS["gpt2"], dropout=0.0, attention_dropout=0.0, intermediate_size=37, num_hidden_layers=2
@@ -163,6 +185,7 @@ CASES = {
 }
 # families of which transformers computes more in float32 than `widen` knows
 WIDE = (
+    FalconH1Config,
     Gemma2Config,
     Gemma3TextConfig,
     Gemma4TextConfig,

@@ -27,6 +27,7 @@ from phalanx.layout.config import LayoutConfig
 from phalanx.models.experts import ExpertsConfig
 from phalanx.models.gpt_oss import GptOssConfig
 from phalanx.models.mixtral import MixtralConfig
+from phalanx.models.registry import load_family
 from phalanx.models.rope import RopeScaling
 from phalanx.sequence.batch import IGNORE, Batch
 from tests.harness.checkpoints import make_run
@@ -99,6 +100,10 @@ CASES = {
         norm_topk_prob=False,
         n_shared_experts=2,
         first_k_dense_replace=0,
+    ),
+    "nemotron_h with experts": replace(MODELS["nemotron_h-moe"], conv_kernel=4, router_aux_loss_coef=0.0),
+    "nemotron_h with experts: latents, biases, one group": replace(
+        MODELS["nemotron_h-latent"], conv_kernel=4, router_aux_loss_coef=0.0
     ),
     "gpt_oss": replace(MODELS["gpt_oss"], router_aux_loss_coef=0.0, router_z_loss_coef=0.0),
     "gpt_oss: layers of a kind, tied, no scaling": replace(
@@ -228,7 +233,9 @@ def saved(model) -> dict[str, np.ndarray]:
 
     with tempfile.TemporaryDirectory() as folder:
         model.save_pretrained(folder)
-        return {k: v for file in Path(folder).glob("*.safetensors") for k, v in load_file(file).items()}
+        found = {k: v for file in Path(folder).glob("*.safetensors") for k, v in load_file(file).items()}
+    tensors = load_family(model.config.model_type).tensors  # Nemotron-H is saved under the names of its own code
+    return {tensors.today(k): v for k, v in found.items()}
 
 
 @lru_cache

@@ -50,7 +50,9 @@ def test_layers_in_published_forms(said):
 @pytest.mark.parametrize(
     "changed, text",
     [
-        ({"hybrid_override_pattern": "M-E", "layers_block_type": None}, "layer 2 is 'moe'"),
+        ({"hybrid_override_pattern": "M-X", "layers_block_type": None}, "layer 2 is 'X'"),
+        ({"layers_block_type": ["moe"], "n_shared_experts": 2}, "n_shared_experts=2"),
+        ({"layers_block_type": ["moe"], "n_routed_experts": 6, "n_group": 4}, "n_group"),
         ({"layers_block_type": ["linear_attention", "conv"]}, "layer 1 is 'conv'"),
         ({"layers_block_type": []}, "there are none"),
         ({"mlp_hidden_act": "silu"}, "mlp_hidden_act='silu'"),

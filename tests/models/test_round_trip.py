@@ -27,7 +27,6 @@ from phalanx.engine.step import accumulate
 from phalanx.forecast.decide import make_plan
 from phalanx.layout.config import LayoutConfig
 from phalanx.models.decoder_config import DecoderConfig
-from phalanx.models.experts import ExpertsConfig
 from phalanx.planning.blocks import exported_shapes
 from phalanx.sequence.batch import IGNORE
 from tests.harness.checkpoints import save_here
@@ -53,11 +52,13 @@ TRIPS = [
     ("gpt_neox: half of each head rotated", dict(tp=2)),
     ("mamba2: limited steps", dict(tp=2)),
     ("nemotron_h", dict(tp=2)),
+    ("falcon_h1: norm first, one group, biases, tied, MQA", dict(tp=2)),
     ("gpt2", dict(tp=2)),
     ("mixtral", dict(ep=2)),
     ("mixtral", dict(tp=2, etp=2)),
     ("qwen3_moe: some layers dense", dict(ep=2)),
     ("qwen3_moe: renormalised", dict(pp=2)),
+    ("nemotron_h with experts: latents, biases, one group", dict(ep=2)),
     ("deepseek_v3", dict(ep=2)),
     ("deepseek_v3", dict(pp=2)),
     ("glm4_moe", dict(ep=2)),
@@ -86,9 +87,9 @@ def theirs(folder: Path, config) -> dict:
 
     wide = isinstance(config, test_models.WIDE)
     options = {"attn_implementation": "eager" if wide else "sdpa"}
-    if isinstance(config, ExpertsConfig):
-        options = {"experts_implementation": "eager"}
-    experts = isinstance(config, ExpertsConfig) and config.routed_experts
+    experts = config.routed_experts
+    if experts:
+        options["experts_implementation"] = "eager"
     tokens, labels = (torch.cat([getattr(b, n) for b in BATCHES]) for n in ("tokens", "labels"))
     with test_models.wide_modules(config):
         model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float64, **options).eval()

@@ -64,6 +64,10 @@ MODELS = {
     "gemma4_text": test_models.CASES["gemma4_text"],
     "smollm3": test_models.CASES["smollm3: window where nothing is rotated"],
     "gpt_neox": test_models.CASES["gpt_neox: half of each head rotated"],
+    "mamba2": test_models.CASES["mamba2: limited steps"],
+    "nemotron_h": test_models.CASES["nemotron_h"],
+    "nemotron_h, experts": replace(test_moe_models.CASES["nemotron_h with experts"], router_bias_update_rate=0.0),
+    "falcon_h1": test_models.CASES["falcon_h1: norm first, one group, biases, tied, MQA"],
     "gpt2": replace(test_models.CASES["gpt2"], num_hidden_layers=3),
     "mixtral": test_moe_models.CASES["mixtral"],
     "qwen3_moe": test_moe_models.CASES["qwen3_moe: some layers dense"],
@@ -93,13 +97,15 @@ OFTEN = [
 ]  # in each run of the tests
 
 
-SELDOM = ("modernbert", "t5, tied", "gemma4_text")  # as bert, t5 and gemma3_text: in the soak alone
+SELDOM = ("modernbert", "t5, tied", "gemma4_text", "mamba2", "nemotron_h")  # as others of their kind: in the soak alone
 
 
 def decays(name: str) -> bool:
-    """Matrices decay: linears, embeddings, routers. Norms, biases (T5's of distances, too) and attention's sinks do
-    not, however many dims they are stored with."""
-    return not (name.endswith(("bias", "bias.weight", "sinks")) or "norm" in name.lower() or ".ln_" in name)
+    """Matrices decay: linears, embeddings, routers. Norms, biases (T5's of distances, too), attention's sinks and a
+    scan's rates and skips do not, however many dims they are stored with."""
+    return not (
+        name.endswith(("bias", "bias.weight", "sinks", ".A_log", ".D")) or "norm" in name.lower() or ".ln_" in name
+    )
 
 
 @dataclass(frozen=True)

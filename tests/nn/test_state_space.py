@@ -25,11 +25,18 @@ from tests.verifying import test_mutations
 from tests.verifying.test_parity import NAMED
 
 LENGTH = 24  # shards of 2 and of 3 ranks are equally long
-LAYOUTS = {"one rank": {}, "cp3": {"cp": 3}, "tp2 cp2": {"tp": 2, "cp": 2}}
+LAYOUTS = {
+    "one rank": ("mamba2", {}),
+    "cp3": ("mamba2", {"cp": 3}),
+    "tp2 cp2": ("mamba2", {"tp": 2, "cp": 2}),
+    "beside attention": ("falcon_h1", {}),
+    "beside attention, cp2": ("falcon_h1", {"cp": 2}),
+    "beside attention, cp3": ("falcon_h1", {"cp": 3}),
+}
 
 
-def run_of(**layout: int) -> Run:
-    return replace(base_run("mamba2", global_batch=1, seq_length=LENGTH), layout=LayoutConfig(**layout))
+def run_of(model: str = "mamba2", **layout: int) -> Run:
+    return replace(base_run(model, global_batch=1, seq_length=LENGTH), layout=LayoutConfig(**layout))
 
 
 def state_of(run: Run, rank: int, world: int) -> tuple[State, Mesh]:
@@ -53,11 +60,11 @@ def logits_of(rank: int, world: int, run: Run, changed: int | None) -> list[np.n
 
 @pytest.mark.parametrize("layout", LAYOUTS)
 def test_a_document_changes_no_bit_of_another(ranks, layout):
-    sizes = LAYOUTS[layout]
+    model, sizes = LAYOUTS[layout]
     world = sizes.get("tp", 1) * sizes.get("cp", 1)
 
     def found(changed: int | None) -> list[list[np.ndarray]]:
-        return ranks.run("tests.nn.test_state_space:logits_of", world, run_of(**sizes), changed)
+        return ranks.run("tests.nn.test_state_space:logits_of", world, run_of(model, **sizes), changed)
 
     before = found(None)
     for changed in range(3):

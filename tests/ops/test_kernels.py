@@ -9,6 +9,7 @@ from __future__ import annotations
 import math
 import subprocess
 import sys
+from dataclasses import is_dataclass
 from pathlib import Path
 
 import pytest
@@ -117,6 +118,7 @@ def test_cases_reach_every_function_of_a_kernel(monkeypatch, name):
     """A member that no case calls would be compared with nothing."""
     [op] = (op for op in table() if op.name == name)
     by, called = op.choose("triton", torch.ones(1)), set()
+    by = type(by) if is_dataclass(by) else by  # made with a tuning
     for member in op.members:
         function = getattr(by, member)
         if callable(function):

@@ -4,6 +4,8 @@ kernels are interpreted."""
 from __future__ import annotations
 
 import json
+import subprocess
+import sys
 from types import SimpleNamespace
 
 import pytest
@@ -103,6 +105,24 @@ def test_an_outcome_is_kept_beside_the_compiled_kernels(checks, monkeypatch):
     checks.path.write_text("{not json")
     first_right.cache_clear()
     assert first_right(SYMMETRIC, made, CPU, torch.float32) == Checked(1) and len(counted) == 6
+
+
+def test_no_outcome_is_lost_where_processes_write_at_once(tmp_path):
+    """Ranks of a machine compare a part of the kernels each, and read what the others found."""
+    program = (
+        "import sys; from pathlib import Path; from phalanx.ops.proof import Checks\n"
+        "print('ready', flush=True); sys.stdin.read()\n"
+        "for i in range(200): Checks(Path(sys.argv[1])).add('here', {f'{sys.argv[2]} {i}': ''})"
+    )
+    path, ends = tmp_path / proof.FILE, subprocess.PIPE
+    writers = [
+        subprocess.Popen([sys.executable, "-c", program, str(path), str(n)], stdin=ends, stdout=ends) for n in range(3)
+    ]
+    assert all(w.stdout.readline() == b"ready\n" for w in writers)
+    for w in writers:
+        w.stdin.close()
+    assert [w.wait() for w in writers] == [0, 0, 0]
+    assert set(proof.Checks(path).read()["here"]) == {f"{n} {i}" for n in range(3) for i in range(200)}
 
 
 def test_a_folder_that_cannot_be_written_to_costs_only_the_next_check(tmp_path):

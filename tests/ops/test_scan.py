@@ -9,10 +9,13 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from phalanx.comm.axis import Axis
-from phalanx.ops.scan.conv1d import conv1d, conv1d_step, last_tokens
+from phalanx.comm.mesh import Mesh
+from phalanx.layout.grid import Grid
+from phalanx.ops.scan.conv1d import conv1d, last_tokens
 from phalanx.ops.scan.gated_norm import NormGroups, gated_norm
 from phalanx.ops.scan.rows import StateSlots, TokenRows
-from phalanx.ops.scan.scan import ScanInputs, carried_output, decay_rates, scan, scan_step, steps_of, whole_decay
+from phalanx.ops.scan.scan import ScanInputs, carried_output, decay_rates, scan, steps_of, whole_decay
+from phalanx.ops.scan.step import StepInputs, conv1d_step, scan_step
 from tests.ops.test_ops import normal
 
 LENGTHS = (1, 2, 3, 63, 64, 65, 127, 128, 129, 257)
@@ -126,20 +129,25 @@ def test_a_row_goes_on_from_the_one_before():
     torch.testing.assert_close(state, last, rtol=1e-12, atol=1e-12)
 
 
-def test_single_tokens_are_the_whole_row():
-    """The one-token forms of scan and convolution, with states updated in place, at slots in any order."""
-    given, slots = inputs(3, 12), torch.tensor([4, 0, 2])
-    x, dt, a, b, c, d, _ = (given[n].detach() for n in NAMES)
-    whole, last = scan(ScanInputs(x, dt, a, b, c, d))
-    states = torch.zeros(5, HEADS, WIDTH, STATE, dtype=x.dtype)
-    kept = StateSlots(states, slots)
-    found = [scan_step(ScanInputs(x[:, t], dt[:, t], a, b[:, t], c[:, t], d), kept) for t in range(12)]
+@pytest.mark.parametrize("kernels", ["plain", "triton"])
+def test_single_tokens_are_the_whole_row(kernels):
+    """The one-token forms of scan and convolution, with states updated in place, at slots in any order. A state of a
+    sequence that begins is not read."""
+    given, slots, limits = inputs(3, 12), torch.tensor([4, 0, 2]), (0.2, 2.0)
+    x, raw, log, b, c, d, _ = (given[n].detach() for n in NAMES)
+    bias = normal(HEADS, seed=8)
+    whole, last = scan(ScanInputs(x, steps_of(raw, bias, limits), decay_rates(log), b, c, d))
+    states = torch.full((5, HEADS, WIDTH, STATE), torch.nan, dtype=x.dtype)
+    found = []
+    for t in range(12):
+        kept = StateSlots(states, slots, torch.full((3,), True) if t == 0 else None)
+        found.append(scan_step(StepInputs(x[:, t], raw[:, t], b[:, t], c[:, t], bias, log, d, limits), kept, kernels))
     torch.testing.assert_close(torch.stack(found, 1), whole, rtol=1e-12, atol=1e-12)
     torch.testing.assert_close(states[slots], last, rtol=1e-12, atol=1e-12)
-    assert not states[[1, 3]].any()
+    assert states[[1, 3]].isnan().all()
     x, weight, bias = normal(3, 12, 7), normal(7, 1, 4), normal(7)
     states = torch.zeros(5, 3, 7, dtype=x.dtype)
-    found = [conv1d_step(x[:, t], StateSlots(states, slots), weight, bias) for t in range(12)]
+    found = [conv1d_step(x[:, t], StateSlots(states, slots), weight, bias, True, kernels) for t in range(12)]
     torch.testing.assert_close(torch.stack(found, 1), conv1d(x, weight, bias), rtol=1e-12, atol=1e-12)
     assert torch.equal(states[slots], last_tokens(x, None, 4)) and not states[[1, 3]].any()
 
@@ -190,13 +198,52 @@ def _sum(given: list[Tensor], numbers: Tensor, row: int, token: int) -> Tensor:
     return total
 
 
-@pytest.mark.parametrize("groups", [1, 3])
-def test_gated_norm_equals_its_formula(groups):
-    x, gate, weight = (normal(*shape, seed=i).requires_grad_() for i, shape in enumerate(((5, 12), (5, 12), (12,))))
-    shard = NormGroups(groups, 12 // groups, 1e-3)
-    made = gated_norm(x, gate, weight, shard, Axis("tp"), "plain")
-    u = (x * F.silu(gate)).view(5, groups, -1)
-    truth = (u / torch.sqrt(u.square().mean(-1, keepdim=True) + 1e-3)).view(5, 12) * weight
+GATES = {"silu": F.silu, "sigmoid": torch.sigmoid}
+
+
+@pytest.mark.parametrize("gate", GATES)
+@pytest.mark.parametrize("order", ["gate first", "norm first"])
+@pytest.mark.parametrize("groups, shared", [(1, False), (3, False), (3, True)])
+def test_gated_norm_equals_its_formula(groups, shared, order, gate):
+    given = normal(5, 12), normal(5, 12, seed=1), normal(12 // groups if shared else 12, seed=2)
+    x, z, weight = (t.requires_grad_() for t in given)
+    shard = NormGroups(groups, 12 // groups, 1e-3, order=order, gate=gate)
+    made = gated_norm(x, z, weight, shard, Axis("tp"), "plain")
+
+    def normed(u: Tensor) -> Tensor:
+        by_group = u.view(5, groups, -1)
+        whole = weight.repeat(groups) if shared else weight
+        return (by_group / torch.sqrt(by_group.square().mean(-1, keepdim=True) + 1e-3)).view(5, 12) * whole
+
+    truth = normed(x * GATES[gate](z)) if order == "gate first" else normed(x) * GATES[gate](z)
     above = normal(5, 12, seed=9)
-    found, wanted = (torch.autograd.grad(y, (x, gate, weight), above) for y in (made, truth))
+    found, wanted = (torch.autograd.grad(y, (x, z, weight), above) for y in (made, truth))
     torch.testing.assert_close([made, *found], [truth, *wanted], rtol=1e-12, atol=1e-12)
+
+
+def spread_norms(rank: int, world: int, order: str) -> list[list[Tensor]]:
+    """Output and gradients of this rank's half of 12 features in one group, by the reference and by the kernel."""
+    tp = Mesh(Grid(tp=world), rank).tp
+    own = slice(rank * 6, rank * 6 + 6)
+    found = []
+    for kernels in ("plain", "triton"):
+        x, z, weight = (normal(*shape, seed=i)[..., own].requires_grad_() for i, shape in enumerate(HALVES))
+        shard = NormGroups(1, 12, 1e-3, spread=True, order=order)
+        y = gated_norm(x, z, weight, shard, tp, kernels)
+        found.append([y.detach(), *torch.autograd.grad(y, (x, z, weight), normal(5, 12, seed=9)[:, own])])
+    return found
+
+
+HALVES = ((5, 12), (5, 12), (12,))
+
+
+@pytest.mark.parametrize("order", ["gate first", "norm first"])
+def test_gated_norm_of_a_group_on_two_ranks(ranks, order):
+    """The kernel's sums travel as the reference's do, and both are the norm of one rank."""
+    x, z, weight = (normal(*shape, seed=i).requires_grad_() for i, shape in enumerate(HALVES))
+    whole = gated_norm(x, z, weight, NormGroups(1, 12, 1e-3, order=order), Axis("tp"), "plain")
+    truth = [whole.detach(), *torch.autograd.grad(whole, (x, z, weight), normal(5, 12, seed=9))]
+    halves = ranks.run("tests.ops.test_scan:spread_norms", 2, order)
+    for by in (0, 1):
+        made = [torch.cat(parts, -1) for parts in zip(*(half[by] for half in halves))]
+        torch.testing.assert_close(made, truth, rtol=1e-12, atol=1e-12)

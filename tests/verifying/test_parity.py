@@ -87,6 +87,18 @@ NAMED = {
     "nemotron_h cp2 pp2, heads, packed, full recompute": case(
         "nemotron_h", 4, cp=2, cp_ulysses=2, pp=2, documents="packed", recompute="full", global_batch=2
     ),
+    "nemotron_h with experts, ep2 tp2 cp2, packed": case(
+        "nemotron_h-moe", 4, ep=2, tp=2, cp=2, documents="packed", global_batch=2
+    ),
+    "nemotron_h with latents, ep2 x etp2, pp2, sharding 3, pointwise recompute": case(
+        "nemotron_h-latent", 8, ep=2, etp=2, pp=2, sharding=3, recompute="pointwise", documents=True, global_batch=4
+    ),
+    "falcon_h1 tp2 pp2 cp2, packed, sharding 3": case(
+        "falcon_h1", 8, tp=2, pp=2, cp=2, documents="packed", sharding=3, global_batch=2
+    ),
+    "falcon_h1 tp4 with 2 groups, pointwise recompute, documents": case(
+        "falcon_h1-norm", 4, tp=4, recompute="pointwise", documents=True, global_batch=2
+    ),
     "llama4_text cp2 ep2, heads, chunks, documents": case(
         "llama4_text", 2, cp=2, cp_ulysses=2, ep=2, documents=True, global_batch=2
     ),

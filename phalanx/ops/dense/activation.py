@@ -221,6 +221,34 @@ def relu2(x: Tensor) -> Tensor:
     return positive * positive
 
 
+class _Relu2Rows(Function):
+    """Saves its input and the weights, not the square."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, weights: Tensor | None, last: Tensor) -> Tensor:  # type: ignore[override]
+        ctx.save_for_backward(x, weights, last)
+        y = relu2(x)
+        y = y if weights is None else (y * weights.unsqueeze(-1)).to(x.dtype)
+        return torch.where(_before(last, y), y, 0)
+
+    @staticmethod
+    def backward(ctx: Any, dy: Tensor) -> tuple[Tensor | None, ...]:  # type: ignore[override]
+        x, weights, last = ctx.saved_tensors
+        positive, dweights = F.relu(x), None
+        dy = torch.where(_before(last, dy), dy, 0)
+        if weights is not None:
+            products = ((positive * positive).to(weights.dtype) * dy.to(weights.dtype)).sum(-1)
+            dweights = torch.where(_before(last, products), products, 0)
+            dy = (dy * weights.unsqueeze(-1)).to(x.dtype)
+        return 2 * positive * dy, dweights, None
+
+
+def relu2_rows(x_RF: Tensor, ends_E: Tensor, weights_R: Tensor | None = None) -> Tensor:
+    """The square of ReLU of rows sorted by expert, times each row's weight; zero past the last end."""
+    made: Tensor = _Relu2Rows.apply(x_RF, weights_R, ends_E[-1])
+    return made
+
+
 def _some_rows(x: Tensor, weights: Tensor, kernels: Kernels) -> Tensor:
     """All rows but the last, which is padding."""
     ends = torch.tensor([0, len(x) - 1], dtype=torch.int32, device=x.device)

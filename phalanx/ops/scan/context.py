@@ -66,7 +66,7 @@ def _starts(batch: Batch) -> list[int]:
     return [runs[number].start for number in range(count)]
 
 
-def _links(batch: Batch) -> tuple[Tensor, Tensor]:
+def chunk_links(batch: Batch) -> tuple[Tensor, Tensor]:
     """(2n, B) bool: whether each chunk goes on with the document before it, and whether it is all of one document."""
     return LINKS.of(batch, lambda: _make_links(batch))
 
@@ -123,7 +123,7 @@ def states_before(states: list[Tensor], decays: list[Tensor], batch: Batch, axis
     count, shape = batch.part.count, states[0].shape
     packed = torch.stack([torch.cat((s.flatten(2), d.unsqueeze(-1)), -1) for s, d in zip(states, decays)])
     everyone = gather(packed, axis)  # (2n, B, H, P * N + 1), the two chunks of each rank after those of the rank before
-    goes_on, whole = _links(batch)
+    goes_on, whole = chunk_links(batch)
     before = [torch.zeros_like(states[0])]
     for number in range(2 * count - 1):
         at = 2 * number if number < count else 2 * (2 * count - 1 - number) + 1

@@ -20,7 +20,7 @@ from torch.autograd import Function
 from phalanx.ops.dense.activation import widened
 from phalanx.ops.dense.grads import add_grad
 from phalanx.ops.op import ALL_KERNELS, Case, Implementation, Kernels, Op, triton
-from phalanx.ops.scan.rows import WHOLE_ROWS, StateSlots, TokenRows, documents_of
+from phalanx.ops.scan.rows import WHOLE_ROWS, TokenRows, documents_of
 
 
 def _taps(x: Tensor, numbers: Tensor | None, before: Tensor | None, taps: int) -> list[Tensor]:
@@ -148,16 +148,6 @@ def last_tokens(x: Tensor, before: Tensor | None, taps: int) -> Tensor:
     reach = taps - 1
     padded = F.pad(x, (0, 0, reach, 0)) if before is None else torch.cat((before.to(x.dtype), x), 1)
     return padded[:, padded.shape[1] - reach :]
-
-
-def conv1d_step(x: Tensor, slots: StateSlots, weight: Tensor, bias: Tensor | None, silu: bool = True) -> Tensor:
-    """One token of each of S sequences, x (S, C) -> (S, C). Kept (slots, K - 1, C): the last inputs of sequences."""
-    old = slots.old()
-    read = torch.cat((old, x.unsqueeze(1).to(old.dtype)), 1)
-    slots.set(read[:, 1:])
-    y = (widened(read) * widened(_flat(weight)).t()).sum(1)
-    y = y if bias is None else y + widened(bias.detach())
-    return (F.silu(y) if silu else y).to(x.dtype)
 
 
 def _case(x: Tensor, weight: Tensor, bias: Tensor, before: Tensor, kernels: Kernels) -> Tensor:

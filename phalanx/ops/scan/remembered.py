@@ -10,9 +10,10 @@ import torch
 from torch import Tensor
 
 from phalanx.ops.op import Kernels
-from phalanx.ops.scan.conv1d import conv1d, conv1d_step, last_tokens
+from phalanx.ops.scan.conv1d import conv1d, last_tokens
 from phalanx.ops.scan.rows import StateSlots, TokenRows
-from phalanx.ops.scan.scan import ScanInputs, scan, scan_step
+from phalanx.ops.scan.scan import ScanInputs, decay_rates, scan, steps_of
+from phalanx.ops.scan.step import StepInputs, conv1d_step, scan_step
 from phalanx.sequence.paged import StatePiece, StateSpans
 
 
@@ -21,34 +22,40 @@ def convolve_remembered(
 ) -> Tensor:
     """x (T, C) of the sequences of a batch -> (T, C). tokens (slots, K - 1, C): the inputs that came last, updated in
     place."""
-    out, singles = torch.zeros_like(x), len(spans.slots)
+    singles, made = len(spans.slots), list[Tensor]()
     if singles:
         slots = StateSlots(tokens, spans.slots, spans.fresh)
-        out[:singles] = conv1d_step(x[:singles], slots, weight, bias)
+        made.append(conv1d_step(x[:singles], slots, weight, bias, True, kernels))
     for piece in spans.pieces:
         row, before = x[piece.start : piece.stop].unsqueeze(0), _first(tokens, piece).to(x.dtype)
-        out[piece.start : piece.stop] = conv1d(row, weight, bias, TokenRows(None, before), True, kernels)[0]
+        made.append(conv1d(row, weight, bias, TokenRows(None, before), True, kernels)[0])
         tokens[piece.slot] = last_tokens(row, before, weight.shape[-1])[0]
-    return out
+    return _joined(made, x)
 
 
-def scan_remembered(s: ScanInputs, states: Tensor, spans: StateSpans, kernels: Kernels = "auto") -> Tensor:
+def scan_remembered(s: StepInputs, states: Tensor, spans: StateSpans, kernels: Kernels = "auto") -> Tensor:
     """x (T, H, P), b and c (T, G, N), dt (T, H) -> (T, H, P). states (slots, H, P, N): updated in place."""
-    out, singles = torch.zeros_like(s.x), len(spans.slots)
-
-    def some(rows: slice) -> ScanInputs:
-        return s._replace(x=s.x[rows], dt=s.dt[rows], b=s.b[rows], c=s.c[rows])
-
+    singles, made = len(spans.slots), list[Tensor]()
     if singles:
-        own = slice(0, singles)
-        out[own] = scan_step(some(own), StateSlots(states, spans.slots, spans.fresh))
+        slots = StateSlots(states, spans.slots, spans.fresh)
+        made.append(scan_step(s.some(slice(0, singles)), slots, kernels))
     for piece in spans.pieces:
-        rows = slice(piece.start, piece.stop)
-        here = some(rows)
-        x, dt, b, c = (t.unsqueeze(0) for t in (here.x, here.dt, here.b, here.c))
-        y, state = scan(here._replace(x=x, dt=dt, b=b, c=c, initial=_first(states, piece)), kernels)
-        out[rows], states[piece.slot] = y[0], state[0].to(states.dtype)
-    return out
+        here = s.some(slice(piece.start, piece.stop))
+        steps = steps_of(here.dt, s.bias, s.limits)
+        x, dt, b, c = (t.unsqueeze(0) for t in (here.x, steps, here.b, here.c))
+        row = ScanInputs(x, dt, decay_rates(s.log), b, c, s.d, initial=_first(states, piece))
+        y, state = scan(row, kernels)
+        made.append(y[0])
+        states[piece.slot] = state[0].to(states.dtype)
+    return _joined(made, s.x)
+
+
+def _joined(made: list[Tensor], like: Tensor) -> Tensor:
+    """What tokens of a batch became, one sequence after another; zeros for those after the last, which are padding."""
+    if len(made) == 1 and made[0].shape == like.shape:
+        return made[0]
+    padding = like.new_zeros(len(like) - sum(map(len, made)), *like.shape[1:])
+    return torch.cat((*made, padding))
 
 
 def _first(remembered: Tensor, piece: StatePiece) -> Tensor:

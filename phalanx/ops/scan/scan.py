@@ -25,7 +25,7 @@ from torch.autograd import Function
 from phalanx.ops.dense.activation import widened
 from phalanx.ops.dense.grads import add_grad
 from phalanx.ops.op import ALL_KERNELS, Case, Implementation, Kernels, Op, triton
-from phalanx.ops.scan.rows import StateSlots, documents_of
+from phalanx.ops.scan.rows import documents_of
 
 CHUNK = 64
 
@@ -211,19 +211,6 @@ def carried_output(y: Tensor, dt: Tensor, a: Tensor, c: Tensor, numbers: Tensor 
 def whole_decay(dt: Tensor, a: Tensor) -> Tensor:
     """(R, H): what is left of a state that passes a row."""
     return (dt.sum(1) * a).exp()
-
-
-def scan_step(s: ScanInputs, slots: StateSlots) -> Tensor:
-    """One token of each of S sequences: x (S, H, P), dt (S, H), b and c (S, G, N) -> (S, H, P). Kept: (slots, H, P,
-    N)."""
-    each, wide = s.x.shape[1] // s.b.shape[1], widened(s.x)
-    b, c = (widened(t).repeat_interleave(each, 1) for t in (s.b, s.c))
-    step = (s.dt.unsqueeze(-1) * wide).unsqueeze(-1) * b.unsqueeze(2)
-    new = (s.dt * s.a).exp()[..., None, None] * slots.old().to(wide.dtype) + step
-    slots.set(new)
-    y = torch.einsum("shpn,shn->shp", new, c)
-    y = y if s.d is None else y + widened(s.d.detach()).unsqueeze(-1) * wide
-    return y.to(s.x.dtype)
 
 
 class _Wide(Function):

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Mapping
+from contextlib import nullcontext
 from pathlib import Path
 from statistics import median
 from typing import Any
@@ -113,10 +114,11 @@ def measured(device: torch.device) -> dict[str, list[float]]:
     source = torch.zeros(COPY[device.type], dtype=torch.uint8, device=device)
     to = torch.empty_like(source)
     timed = gpu_rates if gpu else cpu_rates
-    return {
-        "matmuls": [2.0 * size**3 * rate for rate in timed(lambda: torch.matmul(x, x, out=out))],
-        "copies": [2.0 * source.numel() * rate for rate in timed(lambda: to.copy_(source))],
-    }
+    with torch.cuda.device(device) if gpu else nullcontext():  # events are recorded on the current device
+        return {
+            "matmuls": [2.0 * size**3 * rate for rate in timed(lambda: torch.matmul(x, x, out=out))],
+            "copies": [2.0 * source.numel() * rate for rate in timed(lambda: to.copy_(source))],
+        }
 
 
 def cpu_rates(call: Callable[[], Any]) -> list[float]:
@@ -133,7 +135,7 @@ def cpu_rates(call: Callable[[], Any]) -> list[float]:
 
 
 def gpu_rates(call: Callable[[], Any]) -> list[float]:
-    """The same by CUDA events."""
+    """The same by CUDA events, on the current device."""
     call()
     found = []
     for _ in range(REPEATS):
