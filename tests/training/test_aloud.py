@@ -156,7 +156,7 @@ def test_words_begin_to_be_read_aloud(tmp_path):
 @pytest.mark.timeout(3600)
 def test_words_are_read_aloud(tmp_path):
     """At least half of the words that it has never seen, exactly."""
-    run = run_of(tmp_path, 2400, split()[1])
+    run = run_of(tmp_path, 1600, split()[1])
     with px.session(run) as session:
         for batches in session.batches():
             session.train_step(batches)
