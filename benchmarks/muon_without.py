@@ -2,14 +2,16 @@
 
 python benchmarks/muon_without.py gram bench step benchmarks/configs/w1.yaml optim.name=muon
 
-gram   iterations work on the matrix itself, also where the Gram matrix of its shorter side is smaller
-homes  matrices go to ranks in turn, whatever their updates cost (ranks are started by torchrun)
+gram     iterations work on the matrix itself, also where the Gram matrix of its shorter side is smaller
+homes    matrices go to ranks in turn, whatever their updates cost (ranks are started by torchrun)
+overlap  gradients go to their homes when backward is over, and weights go back when all are updated
 """
 
 from __future__ import annotations
 
 import sys
 from collections.abc import Callable, Sequence
+from contextlib import nullcontext
 from itertools import cycle, islice
 
 from phalanx.cli.main import main
@@ -29,8 +31,20 @@ def leave_out(technique: str) -> None:
         from phalanx.forecast import memory
 
         exchange.homes_of = memory.homes_of = in_turn
+    elif technique == "overlap":
+        from phalanx.data_parallel.buffers import Buffers
+        from phalanx.data_parallel.homes import MatrixHome
+
+        send = MatrixHome.send_weights
+
+        def all_at_the_end(home: MatrixHome, bucket: int) -> None:
+            for each in home.order if bucket == home.order[-1] else ():
+                send(home, each)
+
+        MatrixHome.send_weights = all_at_the_end
+        Buffers.sending_early = lambda buffers: nullcontext()
     else:
-        raise SystemExit(f"{technique!r} is not gram or homes")
+        raise SystemExit(f"{technique!r} is not gram, homes or overlap")
 
 
 if __name__ == "__main__":

@@ -14,9 +14,10 @@ w1            W1 with AdamW (benchmarks/configs/w1.yaml)
 layers        the first 8 layers of Nemotron-H-8B, 8,192 tokens; peer-layers: the same in PyTorch with peers' kernels
 long1, long2  the same 8 layers, one sequence of 131,072 tokens (--tokens), recomputed whole, on one GPU and with cp on
               two; long2x: 262,144 tokens on two, compared by FLOP, since one H200 does not hold them
-muon          W1 with Muon; muon-direct: without its Gram form; muon-full: without halves of symmetric products
+muon          W1 with Muon; muon-direct: without its Gram form; muon-full: without halves of symmetric products;
+              muon-clip: with QK-clip, whose scores are measured in forward
 muon-8b       Llama-3-8B with Muon on two GPUs, sharding 1, 64 sequences of 2,048; adamw-8b: with AdamW; muon-8b-turn:
-              with homes in turn instead of by cost
+              with homes in turn instead of by cost; muon-8b-late: without exchanges in backward and between updates
 
 Peers come as archives in .whl/, or the folder that PEERS names (benchmarks/peers/README.md). Each row is a process of
 its own, on GPUs of its own; rows run beside each other if there are several GPUs. Kernels of ours and of peers are
@@ -129,7 +130,9 @@ def rows_of(length: int) -> dict[str, Row]:
         Row("decode"),
         Row("muon-direct", W1, MUON, without="gram"),
         Row("muon-full", W1, (*MUON, "train.plain_ops=[symmetric]")),
+        Row("muon-clip", W1, (*MUON, "optim.qk_clip=100")),
         Row("muon-8b-turn", W2, (*EIGHT_B, *MUON), gpus=2, steps=(2, 4), without="homes"),
+        Row("muon-8b-late", W2, (*EIGHT_B, *MUON), gpus=2, steps=(2, 4), without="overlap"),
     ]
     return {row.name: row for row in found}
 
@@ -415,8 +418,13 @@ def goals(f: Figures) -> list[Goal]:
         Goal("  without the Gram form", f.value("muon-direct", "optimizer_share")),
         Goal("  without symmetric halves", f.value("muon-full", "optimizer_share")),
         Goal("  AdamW instead", f.value("w1", "optimizer_share")),
+        Goal(
+            "Muon on W1 with QK-clip: tokens/s, times without",
+            f.ratio(("muon-clip", "tokens_per_s"), ("muon", "tokens_per_s")),
+        ),
         Goal("Muon on the 8B: optimizer's share of the step", f.value("muon-8b", "optimizer_share"), 0.06, 0.04, True),
         Goal("  homes in turn", f.value("muon-8b-turn", "optimizer_share")),
+        Goal("  exchanges at the end", f.value("muon-8b-late", "optimizer_share")),
         Goal("  AdamW instead", f.value("adamw-8b", "optimizer_share")),
         Goal("Muon on the 8B: exposed ms of all exchanges", eight and sum(eight["exposed_ms"].values()), None, 0, True),
     ]

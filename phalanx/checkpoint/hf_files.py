@@ -15,7 +15,9 @@ from phalanx.base.errors import CheckpointError
 from phalanx.checkpoint.manifest import inside
 from phalanx.checkpoint.places import missing, place
 from phalanx.checkpoint.readers.fp8 import with_scaled
+from phalanx.checkpoint.readers.joined_convolutions import joined
 from phalanx.checkpoint.readers.mxfp4 import with_packed
+from phalanx.checkpoint.readers.stacked_experts import unstacked
 from phalanx.checkpoint.storage import Receipt
 from phalanx.checkpoint.tensors import (
     CheckedFile,
@@ -117,7 +119,7 @@ def adapt(
     index: Index, wanted: Shapes, where: str, same: Callable[[Stored, Stored], bool], headless: bool = False
 ) -> Index:
     """The index under the model's names: a missing base prefix is added; constants, copies, empty tensors and heads for
-    other tasks are dropped; the head is resolved.
+    other tasks are dropped; experts in stacks are told apart and convolutions joined; the head is resolved.
 
     where   the folder with the config.json, for messages
     same    whether two stored tensors hold the same numbers
@@ -139,6 +141,7 @@ def adapt(
     prefix = next((p for p in prefixes if any(n.startswith(p) for n in wanted)), "")
     if prefix and not any(n.startswith(prefix) for n in kept):
         kept = {n if n == own.head else prefix + n: s for n, s in kept.items()}
+    kept = joined(unstacked(kept, wanted), wanted)
     if own.others is not None:
         kept = {n: s for n, s in kept.items() if n in wanted or n == own.head or not re.fullmatch(own.others, n)}
     head = own.head

@@ -85,7 +85,14 @@ def generate(checkpoint: str, overrides: tuple[str, ...], **asked: Any) -> None:
     from phalanx.config.read import read
     from phalanx.config.write import to_dict
     from phalanx.inference.adapters import with_adapter
-    from phalanx.inference.load import check_generates, run_of_folder, weights_alone, weights_folder, without_data
+    from phalanx.inference.load import (
+        check_generates,
+        refuse_sound,
+        run_of_folder,
+        weights_alone,
+        weights_folder,
+        without_data,
+    )
     from phalanx.launch.env import describe_machine
 
     if (asked["prompt"] is None) == (asked["prompts"] is None):
@@ -100,6 +107,8 @@ def generate(checkpoint: str, overrides: tuple[str, ...], **asked: Any) -> None:
     folder = weights_folder(checkpoint)
     run = run_of_folder(folder, describe_machine("auto").device == "cuda")
     check_generates(run.model)
+    if asked["prompt"] is not None:
+        refuse_sound(run.model, "--prompt")
     base = to_dict(without_data(run))
     loaded = read(None, overrides, base, f"the model of {checkpoint}")
     if loaded.run is not None:
@@ -134,10 +143,11 @@ def stream(checkpoint: str, asked: dict[str, Any], lookup: tuple[Lookup, str | N
     """One text on this process, as it is made."""
     from phalanx.inference.drafter import drafts_named
     from phalanx.inference.generate import TextStream
-    from phalanx.inference.load import check_generates, run_of_folder, weights_folder
+    from phalanx.inference.load import check_generates, refuse_sound, run_of_folder, weights_folder
 
     run = run_of_folder(weights_folder(checkpoint), gpu=False)
     check_generates(run.model)
+    refuse_sound(run.model, "--prompt")
     check_speculation(run, 1, asked["speculate"])
     drafts = drafts_named(asked["speculate"]) if asked["speculate"] else None
     prompt = asked["prompt"]

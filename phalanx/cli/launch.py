@@ -12,7 +12,10 @@ import click
 
 from phalanx.base.placement import SECRET
 from phalanx.cli.hosts import read_hosts as host_names
-from phalanx.cli.options import CONFIG, OVERRIDES, typed
+from phalanx.cli.launch_job import job_asked, launch_manifest, submit_once
+from phalanx.cli.launch_ray import launch_ray
+from phalanx.cli.launch_sky import launch_sky
+from phalanx.cli.options import CONFIG, OVERRIDES
 from phalanx.cli.verbs import Verbs
 from phalanx.launch.remote import SSH
 
@@ -26,6 +29,8 @@ def launch() -> None:
       phalanx launch slurm run.yaml --nodes 16 --time 24h -p gpu --submit
       phalanx launch ssh run.yaml --hosts hosts.txt
       phalanx launch k8s run.yaml --nodes 16 --kind jobset --image IMAGE --queue team-a
+      phalanx launch ray run.yaml --nodes 16
+      phalanx launch sky run.yaml --gpus 64xH100 --spot
     """
 
 
@@ -55,6 +60,20 @@ def launch() -> None:
     metavar="FILE",
     help="The nodes to take, one a line, in the order that ranks are to have.",
 )
+@click.option("--preflight", is_flag=True, help="Check the nodes before ranks start; a bad one ends the job with 8.")
+@click.option(
+    "--spares",
+    type=click.IntRange(min=1),
+    default=None,
+    metavar="K",
+    help="With --preflight: ask for K nodes more, and start without bad ones.",
+)
+@click.option(
+    "--topology",
+    default=None,
+    metavar="slurm|FILE",
+    help="Order the nodes so that heavy axes stay near: by SLURM's own topology, or by a file (see phalanx plan).",
+)
 @click.option("--cluster", type=click.Path(dir_okay=False), default=None, help="File of the section `cluster`.")
 @click.option("-o", "--out", type=click.Path(dir_okay=False), default=None, help="Script to write.")
 @click.option("--submit", is_flag=True, help="Submit the script.")
@@ -71,10 +90,15 @@ def launch_slurm(config: str, overrides: tuple[str, ...], **asked: Any) -> None:
 
     if asked["submit"] and asked["dry"]:
         raise click.UsageError("--dry submits nothing: give one of --submit and --dry")
+    if asked["spares"] and not asked["preflight"]:
+        raise click.UsageError("--spares goes with --preflight, which finds the nodes to leave out")
+    if asked["hosts"] and (asked["spares"] or asked["topology"]):
+        raise click.UsageError("--hosts says which nodes in which order: it takes neither --spares nor --topology")
     options = JobOptions(asked["nodes"], asked["time"], asked["partition"], asked["chain"], asked["at"])
+    options = replace(options, preflight=asked["preflight"], spares=asked["spares"] or 0, topology=asked["topology"])
     if asked["hosts"]:
         options = replace(options, hosts=tuple(host_names(asked["hosts"])))
-    job = job_asked(config, overrides, asked["cluster"], options)
+    job = with_switches(job_asked(config, overrides, asked["cluster"], options), not asked["dry"] and here("scontrol"))
     script = Path(asked["out"] or f"{Path(config).stem}.sbatch")
     script.write_text(slurm.write(job), encoding="utf-8")
     click.echo(script.read_text(encoding="utf-8"), nl=False)
@@ -85,10 +109,33 @@ def launch_slurm(config: str, overrides: tuple[str, ...], **asked: Any) -> None:
     if not asked["submit"]:
         click.echo(f"wrote {script}; `sbatch {script}`, or the same command with --submit, starts it", err=True)
         return
-    number = submit(job, script)
+    number = submit_once(job, "slurm", "", script, lambda: slurm.submit(script))
     click.echo(
         f"submitted job {number}; `phalanx status {number}` shows it, `phalanx logs {number}` what it says", err=True
     )
+
+
+def with_switches(job: Any, ask_now: bool) -> Any:
+    """The job with how few switches its nodes need, as a hint for the scheduler, where the topology is known by now.
+    ConfigError for a file of topology that cannot be read."""
+    from phalanx.config.topology_file import read_topology
+    from phalanx.launch import slurm
+    from phalanx.launch.job import SLURM
+    from phalanx.launch.programs import SchedulerRefused
+
+    if job.topology is None or (job.topology == SLURM and not ask_now):
+        return job
+    if job.topology != SLURM:
+        path = Path(job.topology)
+        positions = read_topology(str(path)).positions
+        job = replace(job, topology=str(path.absolute()))
+    else:
+        try:
+            positions = slurm.topology_now()
+        except (SchedulerRefused, ValueError) as error:
+            click.echo(f"warning: no hint about switches: {error}", err=True)
+            return job
+    return replace(job, switches=slurm.least_switches(positions, job.nodes[1] + job.spares))
 
 
 @launch.command("ssh", short_help="Hosts without a scheduler, by plain OpenSSH.")
@@ -113,19 +160,19 @@ def launch_ssh(config: str, overrides: tuple[str, ...], hosts: str, ssh: str, cl
     from phalanx.launch.job import JobOptions
 
     names = host_names(hosts)
-    job = replace(job_asked(config, overrides, cluster, JobOptions(str(len(names)))), hosts=tuple(names))
-    from phalanx.launch.ssh import HostLogs, SshRun, script_of
+    job = replace(job_asked(config, overrides, cluster, JobOptions(str(len(names)), by="ssh")), hosts=tuple(names))
+    from phalanx.launch.ssh import HostLogs, HostsRun, by_ssh, script_of
     from phalanx.launch.submitted import logs_of
 
     script = script_of(job)
     if dry:
         click.echo(script, nl=False)
         return
-    logs = HostLogs(logs_of(job.folder), datetime.now(UTC).strftime("%Y%m%d-%H%M%S"), job.hosts)
+    logs = HostLogs(logs_of(job.folder), f"ssh-{datetime.now(UTC):%Y%m%d-%H%M%S}", job.hosts)
     ranks = job.worlds[0]
     click.echo(f"phalanx: {ranks} ranks on {len(names)} hosts ({', '.join(names)}); logs in {logs.folder}", err=True)
     try:
-        SshRun(job, ssh, script, os.environ.get(SECRET, ""), logs).run()
+        HostsRun(job, by_ssh(ssh), script, os.environ.get(SECRET, ""), logs).run()
     finally:
         logs.close()
 
@@ -162,90 +209,22 @@ def launch_k8s(config: str, overrides: tuple[str, ...], **asked: Any) -> None:
     Volumes, GPUs of a node and environment come from the section `cluster` of CONFIG, or from a file cluster.yaml
     beside it (`phalanx explain cluster`). The config travels in the manifest; relative paths lie in the first volume.
     """
-    from phalanx.launch import k8s, kube_api
     from phalanx.launch.job import JobOptions
 
     if asked["submit"] and asked["dry"]:
         raise click.UsageError("--dry submits nothing: give one of --submit and --dry")
-    given = tuple(f"cluster.{name}={asked[name]}" for name in ("image", "queue") if asked[name] is not None)
-    options = JobOptions(asked["nodes"], in_pods=True)
-    job = job_asked(config, (*overrides, *given), asked["cluster"], options)
-    # what a pod trains: the section `cluster` was for the launch, and the config lies elsewhere
-    trained = [word for word in overrides if not word.startswith("cluster.")]
-    job = replace(job, words=(f"{k8s.CONFIGS}/{Path(config).name}", *trained, "cluster=null"))
-    manifest = Path(asked["out"] or f"{Path(config).stem}.k8s.yaml")
-    manifest.write_text(k8s.write(job, asked["kind"], Path(config)), encoding="utf-8")
-    click.echo(manifest.read_text(encoding="utf-8"), nl=False)
-    if asked["submit"] or (not asked["dry"] and kube_api.here()):
-        server = kube_api.connect(job.cluster.namespace)
-        documents = kube_api.documents_of(manifest.read_text(encoding="utf-8"))
-        if asked["submit"]:
-            server.refuse_second(documents)
-        server.check(documents, job.cluster.queue)
-        if asked["submit"]:
-            click.echo(f"submitted; `{server.submit(documents)}` shows what it says", err=True)
-            return
-    namespace = f"--namespace {job.cluster.namespace} " if job.cluster.namespace else ""
-    command = f"kubectl apply --server-side {namespace}-f {manifest}"
-    click.echo(f"wrote {manifest}; `{command}`, or the same command with --submit, starts it", err=True)
+    launch_manifest(config, overrides, JobOptions(asked["nodes"], by="k8s"), asked)
 
 
-def job_asked(config: str, overrides: tuple[str, ...], cluster_file: str | None, options: Any) -> Any:
-    """The job of a config and the options of `launch`, checked on every number of ranks that it may have."""
-    from phalanx.cli.setup import all_problems, fail
-    from phalanx.config.cluster import FILE
-    from phalanx.config.device_check import Facts
-    from phalanx.config.read import read
-    from phalanx.launch.job import check_layouts, check_saves, job_of
-
-    beside = Path(config).parent / FILE
-    cluster = cluster_file or (beside if beside.is_file() else None)
-    loaded = read(config, overrides, cluster=cluster)
-    if loaded.run is None:
-        return fail(loaded.problems, None)
-    job = job_of(typed(), (config, *overrides), loaded.run, options)
-
-    def problems(more: tuple[str, ...], world: int) -> Any:
-        one = read(config, (*overrides, *more), cluster=cluster)
-        return all_problems(one, Facts(world_size=world, local_ranks=job.cluster.ranks, files=False))
-
-    check_layouts(job, problems)
-    check_saves(job)
-    return job
-
-
-def submit(job: Any, script: Path) -> str:
-    """Submit a job unless the run has one, or runs already; returns the job's number."""
-    from phalanx.base.errors import FolderInUse
-    from phalanx.checkpoint.lock import FolderLock
-    from phalanx.launch import slurm
-    from phalanx.launch.status import running_or_waiting
-    from phalanx.launch.submitted import Submission, logs_of
-
-    def refuse_second() -> None:
-        there = running_or_waiting(job.folder)
-        if there is not None:
-            raise FolderInUse(
-                f"job {there.job} ({there.state.lower()}) already trains {job.folder}: cancel it with `scancel "
-                f"{there.job}`, or choose another `dir`"
-            )
-
-    refuse_second()
-    with FolderLock(job.folder) as lock:  # of a run that was not submitted, or a second launch at the same moment
-        refuse_second()
-        logs_of(job.folder).mkdir(parents=True, exist_ok=True)
-        number = slurm.submit(script)
-        now = datetime.now(UTC).isoformat(timespec="seconds")
-        Submission("slurm", number, str(script.absolute()), job.typed, now).note(job.folder)
-        lock.keep()
-    return number
+launch.add_command(launch_ray)
+launch.add_command(launch_sky)
 
 
 @click.command("status", short_help="Who trains a run, since when, or why it waits.")
 @click.argument("what", metavar="JOB|RUN")
 def status(what: str) -> None:
     """Show what became of a submitted run: where it runs and since when, its step and the last line of its log, or why
-    it waits. JOB is the scheduler's number, RUN the run's folder."""
+    it waits. JOB is SLURM's number, or [NAMESPACE/]KIND/NAME on Kubernetes (job/first-run), RUN the run's folder."""
     from phalanx.launch.status import status as describe
 
     click.echo(describe(what))
@@ -256,7 +235,7 @@ def status(what: str) -> None:
 @click.option("-n", "--lines", type=click.IntRange(min=1), default=None, metavar="N", help="Only the last N lines.")
 def logs(what: str, lines: int | None) -> None:
     """Print the log of a submitted job, all its starts after each other, or those of all jobs of a run."""
-    from phalanx.launch.status import log_files
+    from phalanx.launch.status import log_text
 
-    text = "".join(path.read_text(encoding="utf-8", errors="replace") for path in log_files(what))
+    text = log_text(what)
     click.echo("\n".join(text.splitlines()[-lines:] if lines else text.splitlines()))

@@ -6,7 +6,6 @@ from __future__ import annotations
 import gc
 import os
 import sys
-import time
 from collections.abc import Callable
 from contextlib import suppress
 from pathlib import Path
@@ -20,12 +19,14 @@ from phalanx.base.version import VERSION
 from phalanx.cli.chat import chat
 from phalanx.cli.checkpoints import checkpoint, export, import_
 from phalanx.cli.completion import configs, keys, use_bash
+from phalanx.cli.data_prepare import OVERWRITE, data_prepare
 from phalanx.cli.embed import embed
 from phalanx.cli.evaluate import evaluate
 from phalanx.cli.generate import generate
 from phalanx.cli.import_config import import_config
 from phalanx.cli.index import index
 from phalanx.cli.launch import launch, launch_node, logs, status
+from phalanx.cli.launch_ray import launch_on_ray
 from phalanx.cli.options import CONFIG, JSON, OVERRIDES, RANKS, SPECULATE, typed
 from phalanx.cli.preflight import preflight, preflight_node
 from phalanx.cli.ranks import prepare_text, run_ranks
@@ -234,147 +235,7 @@ def data() -> None:
     """Prepare token files and inspect them."""
 
 
-TOKENIZER_HELP = (
-    "A tokenizer.json, GPT-2's two files, SentencePiece .model, .tiktoken file, a folder that "
-    "holds one; `bytes`; `null:N`."
-)
-OVERWRITE = click.option("--overwrite", is_flag=True, help="Replace other token files of this name.")
-
-
-@data.command("prepare", short_help="Turn text into token files.")
-@click.argument("inputs", nargs=-1, required=True)
-@click.option("-o", "--out", required=True, help="Prefix of the .bin and .idx files to write.")
-@click.option("--tokenizer", required=True, help=TOKENIZER_HELP)
-@click.option(
-    "--json-keys",
-    "--key",
-    "keys",
-    default="text",
-    show_default=True,
-    help="Fields of a line (a.b: inside a), or columns; a,b: both.",
-)
-@click.option(
-    "--errors",
-    type=click.Choice(["strict", "replace", "skip"]),
-    default="strict",
-    show_default=True,
-    help="Documents that are not text.",
-)
-@click.option("--append-eod/--no-append-eod", default=True, show_default=True, help="End each document with its token.")
-@click.option(
-    "--workers",
-    type=click.IntRange(min=1),
-    default=None,
-    help="Processes (default: all cores); any number gives the same files.",
-)
-@click.option("--shuffle", type=int, default=None, metavar="SEED", help="Shuffle documents by this seed.")
-@click.option("--split", default="", metavar="NAME=SHARE,...", help="Write OUT-NAME for each: train=0.98,valid=0.02.")
-@click.option(
-    "--shard",
-    default="0/1",
-    show_default=True,
-    metavar="I/N",
-    help="Do the I-th of N parts (from 0); data merge joins them.",
-)
-@click.option(
-    "--labels",
-    default="",
-    metavar="NAME,NAME,...",
-    help="Classes of INPUTS, .jsonl files of texts (`text`, `label`) or of words (`tokens`, `labels`).",
-)
-@OVERWRITE
-def data_prepare(
-    inputs: tuple[str, ...],
-    out: str,
-    tokenizer: str,
-    keys: str,
-    errors: Any,
-    append_eod: bool,
-    workers: int | None,
-    shuffle: int | None,
-    split: str,
-    shard: str,
-    labels: str,
-    overwrite: bool,
-) -> None:
-    """Turn text files, .jsonl or .parquet files (.gz, .zst), Hugging Face datasets, folders or globs of them into
-    token files."""
-    from phalanx.cli.progress import progress
-    from phalanx.cli.show import prepared_text
-    from phalanx.text.prepare import prepare
-    from phalanx.text.tokenizers import load_tokenizer
-
-    if labels:
-        others = (
-            keys != "text",
-            errors != "strict",
-            not append_eod,
-            workers,
-            shuffle is not None,
-            split,
-            shard != "0/1",
-        )
-        label_texts(inputs, out, tokenizer, labels, any(others), overwrite)
-        return
-    i, _, n = shard.partition("/")
-    if not (i.isdigit() and n.isdigit()):
-        raise click.BadParameter(f"{shard!r} is not I/N, such as 0/4", param_hint="--shard")
-    started, worked = time.monotonic(), False
-
-    def work(done: int, total: int) -> None:
-        nonlocal worked
-        worked = True
-        show(done, total)
-
-    with progress("prepare") as show:
-        summary = prepare(
-            inputs,
-            out,
-            load_tokenizer(tokenizer),
-            key=keys.split(","),
-            errors=errors,
-            append_eod=append_eod,
-            workers=workers or _cores(),
-            shuffle=shuffle,
-            split=_shares(split),
-            shard=(int(i), int(n)),
-            overwrite=overwrite,
-            progress=work,
-        )
-    for line in prepared_text(summary, out, time.monotonic() - started if worked else None):
-        click.echo(line)
-
-
-def label_texts(inputs: tuple[str, ...], out: str, tokenizer: str, labels: str, others: bool, overwrite: bool) -> None:
-    """Texts with classes, as token files. others: whether options are given that they do not take."""
-    from phalanx.text.classes import prepare_classes
-
-    if others:
-        raise click.UsageError("--labels takes -o, --tokenizer and --overwrite alone")
-    if Path(f"{out}.idx").exists() and not overwrite:
-        raise click.UsageError(f"{out}.idx is there already: --overwrite replaces it")
-    count = prepare_classes([Path(name) for name in inputs], Path(out), tokenizer, labels.split(","))
-    click.echo(f"wrote {out}.bin, .idx and .classes.npy: {count:,} texts")
-
-
-def _cores() -> int:
-    """Cores that this process may use; not every system can tell."""
-    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
-
-
-def _shares(split: str) -> dict[str, float]:
-    """{"train": 0.98, "valid": 0.02} of train=0.98,valid=0.02"""
-    shares: dict[str, float] = {}
-    for item in filter(None, split.split(",")):
-        name, _, share = item.partition("=")
-        try:
-            if name in shares:
-                raise ValueError
-            shares[name.strip()] = float(share)
-        except ValueError:
-            expected = "different names with their shares, such as train=0.98,valid=0.02"
-            raise click.BadParameter(f"{item!r}: expected {expected}", param_hint="--split") from None
-    return shares
+data.add_command(data_prepare)
 
 
 @data.command("merge", short_help="Join token files.")
@@ -521,6 +382,7 @@ cli.add_command(embed)
 cli.add_command(index)
 cli.add_command(launch)
 cli.add_command(launch_node)
+cli.add_command(launch_on_ray)
 cli.add_command(status)
 cli.add_command(logs)
 cli.add_command(checkpoint)

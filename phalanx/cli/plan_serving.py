@@ -62,7 +62,10 @@ def plan_serving(
     check_length("--tokens", tokens, positions)
     options = EngineOptions()
     page_size, length = options.page_size * layout.cp, tokens or positions
-    limits = MemoryLimits(options.sequences, options.tokens, length, page_size, layout.cp)
+    heard = [stream.largest for stream in loaded.run.model.numbers_beside]
+    limits = MemoryLimits(
+        options.sequences, options.tokens, length, page_size, layout.cp, max(heard) if heard else None
+    )
     drafts = drafts_named(speculate) if speculate else None  # n-grams take no memory
     predicted = drafts if isinstance(drafts, MtpSpec) else None
     serving = ServingPlan.of(make_plan(forward_only(loaded.run), world), limits, drafts=predicted)

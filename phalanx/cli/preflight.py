@@ -140,7 +140,8 @@ def under_scheduler(words: Sequence[str], options: PreflightOptions) -> int:
     placement = settle(placement or Placement(), os.environ, options.wait_s)
     interface = os.environ.get("GLOO_SOCKET_IFNAME", "") if placement.world_size > 1 else loopback()
     address = next((known for name, known in interfaces() if name == interface), LOOPBACK)
-    member = Member(placement.rank, placement.local_rank, socket.gethostname(), address, interface)
+    name = os.environ.get("SLURMD_NODENAME", socket.gethostname())  # by which SLURM takes it
+    member = Member(placement.rank, placement.local_rank, name, address, interface)
     start = agent_start(words, address, interface, placement.local_size or 1)
     if placement.rank == 0:
         return coordinate(placement, member, start, options)

@@ -79,7 +79,14 @@ def serve(checkpoint: str, overrides: tuple[str, ...], ranks: int | None, name: 
     from phalanx.evaluation.perplexity import check_folder
     from phalanx.inference.adapters import with_adapters
     from phalanx.inference.embedder import embedder_folder
-    from phalanx.inference.load import check_generates, run_of_folder, weights_alone, weights_folder, without_data
+    from phalanx.inference.load import (
+        check_generates,
+        refuse_sound,
+        run_of_folder,
+        weights_alone,
+        weights_folder,
+        without_data,
+    )
     from phalanx.launch.env import describe_machine
 
     for module in NEEDED:
@@ -98,6 +105,7 @@ def serve(checkpoint: str, overrides: tuple[str, ...], ranks: int | None, name: 
         run = embedder_folder(checkpoint, options["pooling"]).run(gpu, options["length"])
     else:
         check_generates(run.model)
+        refuse_sound(run.model, "the server")
     base = to_dict(without_data(run))
     loaded = read(None, overrides, base, f"the model of {checkpoint}")
     if loaded.run is not None:

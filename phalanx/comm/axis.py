@@ -446,6 +446,7 @@ class ModelAxes:
     heads, keys       of cp: the neighbours that exchange heads, and the ranks that read each other's keys
     groups            heads and keys for fewer neighbours, who share a document, by their number
     batch_group       tp x cp, the ranks that share a micro-batch
+    media             batch_group x a part of dp, the ranks that compute each other's images (layout.media_group)
     ep, etp, experts  of the expert view; `experts` is both together
     """
 
@@ -457,6 +458,7 @@ class ModelAxes:
     heads: Axis = field(default_factory=lambda: Axis("cp heads"))
     keys: Axis = field(default_factory=lambda: Axis("cp keys"))
     batch_group: Axis = field(default_factory=lambda: Axis("tp x cp"))
+    media: Axis = field(default_factory=lambda: Axis("tp x cp x dp"))
     groups: Mapping[int, tuple[Axis, Axis]] = field(default_factory=dict)
 
     def among(self, degree: int) -> ModelAxes:

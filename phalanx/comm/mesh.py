@@ -123,6 +123,8 @@ class Mesh:
         self.model = ModelAxes(
             self.tp, cp=self.cp, heads=heads, keys=keys, batch_group=batch_group, groups=self._make_groups(heads)
         )
+        if grid.media > 1:
+            self.model = replace(self.model, media=self._whole("tp x cp x dp", grid.media_ranks(self.at)))
         self._edp: Axis | None = None
         self.pp_hosts: Axis | None = None
         self.dp_hosts: Axis | None = None
@@ -134,7 +136,17 @@ class Mesh:
     def part(self) -> SequenceShard:
         """This rank's shard of every sequence."""
         grid, at = self.grid, self.at
-        return SequenceShard(at.cp, grid.cp, grid.dynamic, grid.ulysses, rank=at.tp, ranks=grid.tp)
+        replica = at.dp % grid.media
+        return SequenceShard(
+            at.cp,
+            grid.cp,
+            grid.dynamic,
+            grid.ulysses,
+            rank=at.tp,
+            ranks=grid.tp,
+            replica=replica,
+            replicas=grid.media,
+        )
 
     def prepare_experts(self) -> None:
         """Create the axes of the expert view, which only models with experts need; once."""

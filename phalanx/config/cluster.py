@@ -65,8 +65,8 @@ class ClusterConfig:
     image: str | None = None
     """Container image that the ranks run in (SLURM: with the plugin pyxis); unset: none."""
     mounts: list[str] = field(default_factory=list)
-    """Folders of the node inside the container, as HOST:INSIDE; on Kubernetes volumes, as CLAIM:INSIDE. There relative
-    paths of the config lie in the first."""
+    """Folders of the node inside the container, as HOST:INSIDE; on Kubernetes volumes, as CLAIM:INSIDE, where relative
+    paths of the config lie in the first; on clouds (SkyPilot) buckets or volumes, as s3://BUCKET:INSIDE."""
     namespace: str | None = None
     """Kubernetes namespace; unset: that of the context of kubectl."""
     queue: str | None = None
@@ -105,8 +105,6 @@ def check_cluster(c: ClusterConfig | None) -> list[Problem]:
         found.append(problem("cluster", c, "time", rule, {"cluster.grace_s": c.grace_s}, (f"{2 * c.grace_s}s",)))
     if not c.program.split():
         found.append(problem("cluster", c, "program", "must name a program", {}, ("phalanx",)))
-    if c.mounts and c.image is None:
-        found += no_effect("cluster", c, ("mounts",), "cluster.image", {"cluster.image": None})
     if c.topology is not None and c.queue is None:
         found += no_effect("cluster", c, ("topology",), "cluster.queue", {"cluster.queue": None})
     if c.nvlink_domain and c.gpus_per_node is None:

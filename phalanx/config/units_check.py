@@ -24,6 +24,12 @@ def check_units(run: Run, files: bool) -> list[Problem]:
             rule = f"must say how many rows of {name} a sequence has room for: some multiple of those of one file"
             valid = ({**{k: v for k, v in room.items() if k in read}, name: 4 * stream.largest},)
             found.append(problem("data", run.data, "room", rule, because, valid))
+    if run.model.media is None or run.model.media.token is None:
+        what = "a model with a vision tower, whose images are in its text"
+        found += no_effect("layout", run.layout, ("media_group",), what, because)
+    elif run.data.source is not None:
+        what = "samples with images, and those of your own source have none"
+        found += no_effect("layout", run.layout, ("media_group",), what, {"data.source": run.data.source})
     return found + check_media(run, files) + (check_not_built(run) if read else [])
 
 

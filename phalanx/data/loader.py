@@ -25,9 +25,9 @@ from phalanx.data.scores import ScoreFile, row_type
 from phalanx.data.sources import Source, SourceUse, check_epochs, open_part, open_whole, use_of_sources
 from phalanx.data.text_groups import check_holds, mock_roles, text_roles
 from phalanx.sequence.batch import IGNORE, PADDING_RUN, Batch, room_for_documents
-from phalanx.sequence.sample import LostText, Sample, SampleTransform, UnitRoom, Units
+from phalanx.sequence.sample import LostText, Sample, SampleTransform, SharedUnits, UnitRoom, Units
 from phalanx.sequence.shard import WHOLE, SequenceShard
-from phalanx.sequence.units import unit_batch
+from phalanx.sequence.units import check_room, shared_unit_batch, unit_batch
 
 LOOKED_UP = (
     4096  # samples whose windows the prefetcher looks up at once: numpy's price per call is then small beside them
@@ -105,6 +105,14 @@ class SampleMedia(Protocol):
     def add(self, samples: Sequence[Sample], sources: Sequence[Any], part: SequenceShard = WHOLE) -> list[Sample]:
         """To the samples of a micro-batch. sources: the corpus and the ranges of its tokens that each sample was made
         of; None: none has them. part: of a rank, which needs the numbers of its own images alone."""
+        ...
+
+    def share(
+        self, samples: Sequence[Sample], sources: Sequence[Any], part: SequenceShard
+    ) -> tuple[list[Sample], SharedUnits]:
+        """The same, where ranks of several replicas compute each other's images. samples: of the micro-batches of these
+        replicas, one after another. Returned are this rank's replica's, whose images are without numbers, and the
+        images that this rank computes."""
         ...
 
 
@@ -234,7 +242,8 @@ class Loader:
         return found
 
     def batch(self, samples: Sequence[int], part: SequenceShard = WHOLE) -> Batch:
-        """The micro-batch of these global sample numbers, on the CPU (see `sequence.batch.Batch`).
+        """The micro-batch of these global sample numbers, on the CPU (see `sequence.batch.Batch`). With part.replicas
+        they are those of as many micro-batches, one after another (see `read`).
 
         Labels are the next tokens, unless the task transforms samples. With document attention, positions restart at
         each document, `documents` counts documents through the micro-batch, and the last token of a document has no
@@ -246,21 +255,37 @@ class Loader:
 
     def read(self, places: Sequence[Place], part: SequenceShard = WHOLE) -> Batch:
         """The micro-batch of samples that `locate` found, whole. part: the shard that will be cut from it; images of
-        other ranks are not decoded."""
-        samples = self.samples(places, part)
+        other ranks are not decoded.
+
+        Where ranks of several replicas compute each other's images, `places` are those of all these replicas'
+        micro-batches of one time, one after another. The batch is this rank's replica's, with the images that this rank
+        computes, whoever's they are.
+        """
+        shared: SharedUnits | None = None
+        if part.replicas == 1:
+            samples = self.samples(places, part)
+        else:
+            samples, shared = self._share(places, part)
+            count = len(samples)
+            places = places[part.replica * count : (part.replica + 1) * count]
         batch = self._stream(samples)
         streams = {name: [sample.beside[name] for sample in samples] for name in samples[0].beside}
         beside = {name: self._stream(stream, samples) for name, stream in streams.items()}
-        beside |= {room.stream.name: self._units(samples, room) for room in self.units}
+        for room in self.units:
+            found = self._units(samples, room)
+            if shared is None:
+                beside[room.stream.name] = unit_batch(found, [sample.number for sample in samples], room)
+            else:
+                check_room(found, room)
+                beside[room.stream.name] = shared_unit_batch(shared, room.stream, part)
         labels = batch.labels.view(len(samples), -1).numpy()
         rows: dict[str, Any] = {name: self._rows_of(samples, name) for name in BY_TOKEN}
         return replace(batch, beside=beside, **rows, **self._scored(places, labels))
 
-    def _units(self, samples: Sequence[Sample], room: UnitRoom) -> Batch:
-        """The rows of a stream of units that samples have; those that have none make no rows."""
+    def _units(self, samples: Sequence[Sample], room: UnitRoom) -> list[Units]:
+        """What samples have in a stream of units; those that have none make no rows."""
         none = Units.together((), room.stream)
-        found = [sample.units.get(room.stream.name, none) for sample in samples]
-        return unit_batch(found, [sample.number for sample in samples], room)
+        return [sample.units.get(room.stream.name, none) for sample in samples]
 
     def _stream(self, samples: Sequence[Sample], text: Sequence[Sample] | None = None) -> Batch:
         """Samples one after another. `text`: those beside which they are, whose documents number theirs."""
@@ -303,7 +328,18 @@ class Loader:
         if self.media is not None:
             origins = [self.sources[place.source].origin(place.window) for place in places]
             found = self.media.add(found, origins, part)
-        return found if self.transform is None else [self.transform(sample) for sample in found]
+        return self._transformed(found)
+
+    def _transformed(self, samples: list[Sample]) -> list[Sample]:
+        return samples if self.transform is None else [self.transform(sample) for sample in samples]
+
+    def _share(self, places: Sequence[Place], part: SequenceShard) -> tuple[list[Sample], SharedUnits]:
+        """This rank's replica's samples, as the task reads them, and the images that this rank computes."""
+        if self.media is None:
+            raise TypeError("replicas share what the samples of a model that reads images have")
+        origins = [self.sources[place.source].origin(place.window) for place in places]
+        own, shared = self.media.share([self._untransformed(place) for place in places], origins, part)
+        return self._transformed(own), shared
 
     def sample(self, place: Place) -> Sample:
         """One sample, as the task reads it."""

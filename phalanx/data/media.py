@@ -20,7 +20,7 @@ from concurrent.futures.process import BrokenProcessPool
 from dataclasses import dataclass, replace
 from functools import lru_cache
 from pathlib import Path
-from typing import Any, ClassVar
+from typing import Any, ClassVar, NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
@@ -32,7 +32,7 @@ from phalanx.data.index import Corpus
 from phalanx.data.media_notes import MediaNotes
 from phalanx.sequence.balance import assign_whole
 from phalanx.sequence.media import MediaSpec
-from phalanx.sequence.sample import IGNORE, Sample, Units
+from phalanx.sequence.sample import IGNORE, Sample, SharedUnits, Units, UnitStream
 from phalanx.sequence.shard import WHOLE, SequenceShard
 
 SEAM = "media"
@@ -160,12 +160,13 @@ def _members(path: str, changed: int, size: int) -> dict[str, tuple[int, int]]:
 
 @dataclass(frozen=True)
 class Task:
-    """A file to read: where it is, what reads it, how many rows it must become, and its record, for messages. own:
-    whether this rank computes with it; of others the size is enough."""
+    """A file to read: where it is, what reads it, how many rows it must become, the tokens that stand for it, and its
+    record, for messages. own: whether this rank computes with it; of others the size is enough."""
 
     folder: str
     name: str
     rows: int
+    tokens: int
     where: str
     reader: MediaReader
     own: bool = True
@@ -212,15 +213,38 @@ class ChatMedia:
         tasks = [[] if origin is None else self._tasks(sample, *origin) for sample, origin in zip(samples, sources)]
         every = [task for each in tasks for task in each]
         if self.spec.token is not None:
-            homes = assign_whole([task.rows for task in every], part.count * part.ranks)  # as Batch.cut assigns them
-            here = part.index * part.ranks + part.rank
-            every = [replace(task, own=home == here) for task, home in zip(every, homes)]
+            homes = assign_whole([task.rows for task in every], part.everyone)  # as Batch.cut assigns them
+            every = [replace(task, own=home == part.here) for task, home in zip(every, homes)]
         made = iter(self._read(every))
         found = []
         for sample, each in zip(samples, tasks):
             units = Units.together([next(made) for _ in each], self.spec.stream)
             found.append(with_media(sample, units, self.spec, self.reader))
         return found
+
+    def share(
+        self, samples: Sequence[Sample], sources: Sequence[Origin | None], part: SequenceShard
+    ) -> tuple[list[Sample], SharedUnits]:
+        """Of images of other replicas, this rank reads those that it computes; of its own replica's, all headers."""
+        tasks = [[] if origin is None else self._tasks(sample, *origin) for sample, origin in zip(samples, sources)]
+        units = [[UnitSize(task.rows, task.tokens) for task in each] for each in tasks]
+        homes = iter(homes_of(units, part))
+        mine = own_samples(samples, part)
+        wanted, of = list[Task](), list[tuple[int, bool]]()
+        for number, each in enumerate(tasks):
+            for task in each:
+                computed = next(homes) == part.here
+                if computed or number in mine:
+                    wanted.append(replace(task, own=computed))
+                    of.append((number, computed))
+        made = list(zip(of, self._read(wanted)))
+        found = list[Sample]()
+        for number in mine:
+            here = [without_values(units) for (at, _), units in made if at == number]
+            together = Units.together(here, replace(self.spec.stream, width=0))
+            found.append(with_media(samples[number], together, self.spec, self.reader))
+        computed_here = [(samples[at].number, units) for (at, computed), units in made if computed]
+        return found, shared_units(units, computed_here, self.spec.stream, part)
 
     def _tasks(self, sample: Sample, corpus: Corpus, ranges: list[tuple[int, int]]) -> list[Task]:
         notes, tasks, at = self.notes_of(corpus), list[Task](), 0
@@ -233,7 +257,7 @@ class ChatMedia:
             for note in named:
                 if places >= note.tokens:
                     where, folder = origin_text(corpus, document), str(notes.folders[document])
-                    tasks.append(Task(folder, note.name, note.rows, where, self.reader))
+                    tasks.append(Task(folder, note.name, note.rows, note.tokens, where, self.reader))
                     places -= note.tokens
             if places:
                 raise DataError(
@@ -267,6 +291,16 @@ class MockMedia:
 
     def add(self, samples: Sequence[Sample], sources: Sequence[Any], part: SequenceShard = WHOLE) -> list[Sample]:
         return [self._of(sample, np.random.default_rng([self.key, sample.number])) for sample in samples]
+
+    def share(
+        self, samples: Sequence[Sample], sources: Sequence[Any], part: SequenceShard
+    ) -> tuple[list[Sample], SharedUnits]:
+        made = self.add(samples, sources)
+        each = [sample.units[self.spec.stream.name].singly for sample in made]
+        units = [[UnitSize(len(one.values), len(one.features)) for one in some] for some in each]
+        every = [(sample.number, one) for sample, some in zip(made, each) for one in some]
+        own = [pair for pair, home in zip(every, homes_of(units, part)) if home == part.here]
+        return [made[i] for i in own_samples(samples, part)], shared_units(units, own, self.spec.stream, part)
 
     def _of(self, sample: Sample, rng: np.random.Generator) -> Sample:
         token = self.spec.token
@@ -323,6 +357,46 @@ def with_media(sample: Sample, units: Units, spec: MediaSpec, reader: MediaReade
             f"{len(units.features)} features: {', '.join(units.names) or 'none'}"
         )
     return spec.placed(sample, units)
+
+
+# ---- what replicas compute together
+
+
+class UnitSize(NamedTuple):
+    """Rows of an image, and what they become."""
+
+    rows: int
+    features: int
+
+
+def own_samples(samples: Sequence[Sample], part: SequenceShard) -> range:
+    """Which of the samples of all replicas are this rank's replica's."""
+    count = len(samples) // part.replicas
+    return range(part.replica * count, (part.replica + 1) * count)
+
+
+def homes_of(units: Sequence[Sequence[UnitSize]], part: SequenceShard) -> list[int]:
+    """The rank that computes each image, whatever its sample. units: of each sample."""
+    return assign_whole([unit.rows for each in units for unit in each], part.everyone)
+
+
+def without_values(units: Units) -> Units:
+    return replace(units, values=units.values[:, :0])
+
+
+def shared_units(
+    units: Sequence[Sequence[UnitSize]], own: Sequence[tuple[int, Units]], stream: UnitStream, part: SequenceShard
+) -> SharedUnits:
+    """units: of each sample; own: the images that this rank computes, each with its sample's number."""
+    count = len(units) // part.replicas
+    by_replica = [[one for each in units[at : at + count] for one in each] for at in range(0, len(units), count)]
+    return SharedUnits(
+        rows=tuple(tuple(one.rows for one in each) for each in by_replica),
+        features=tuple(tuple(one.features for one in each) for each in by_replica),
+        homes=tuple(homes_of(units, part)),
+        own=Units.together([each for _, each in own], stream),
+        samples=tuple(number for number, _ in own),
+    )
 
 
 def _places(sample: Sample, token: int) -> int:

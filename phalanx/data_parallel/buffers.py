@@ -7,7 +7,8 @@ Single buckets are handled in `flat`, and in `quantized` if their weights are FP
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from functools import partial
 from typing import Any
 
@@ -90,6 +91,8 @@ class Buffers:
         self.mesh, self.in_order = mesh, rules.leaves > 0
         self.flat: list[FlatBucket] = []
         self.homes: dict[int, MatrixHome] = {}
+        self.sends_early = False
+        self._leaving: list[FlatBucket] = []
         self._precision = rules.precision
         memory = _memory_of(slots, rules.precision, mesh.device)
         for bucket in buckets:  # one after the other: with ZeRO-2 and ZeRO-3 no two are ever whole at the same time
@@ -118,8 +121,34 @@ class Buffers:
             Free: lambda i: flat[i.bucket].storage.free(),
             Open: lambda i: flat[i.bucket].open(),
             Reduce: lambda i: flat[i.bucket].reduce(),
-            Close: lambda i: flat[i.bucket].close(i.last),
+            Close: self._close,
         }
+
+    def _close(self, i: Close) -> None:
+        flat = self.flat[i.bucket]
+        flat.close(i.last)
+        if i.last and flat.homed and self.sends_early and not flat.between_stages:
+            self._leaving.append(flat)
+            self._leave(1 if flat.summing else 0)
+
+    def _leave(self, but: int = 0) -> None:
+        """Start sending gradients to homes, of all buckets that are due but the last `but`: a sum over groups that has
+        just begun is given until the next bucket is due."""
+        while len(self._leaving) > but:
+            flat = self._leaving.pop(0)
+            flat.wait_sum()
+            self.homes[flat.bucket.updater.number].leave(flat.bucket.id)
+
+    @contextmanager
+    def sending_early(self) -> Iterator[None]:
+        """Inside, gradients of whole matrices are sent to their homes in backward, as soon as those of a bucket are
+        complete: nobody changes gradients between backward and the update."""
+        self._leaving.clear()
+        self.sends_early = True
+        try:
+            yield
+        finally:
+            self.sends_early = False
 
     def make_home(self, updater: int, matrices: Sequence[ParamSpec], cost: Callable[[ParamSpec], float]) -> None:
         """Assign homes on this stage's ranks to the whole matrices that this optimizer takes, by the cost of updating
@@ -185,6 +214,7 @@ class Buffers:
         their ranks."""
         for f in (f for f in self.flat if not f.applied):  # these were complete when they were applied
             f.finish()
+        self._leave()
         for f in sorted((f for f in self.flat if f.between_stages), key=lambda f: f.bucket.slots[0].spec.name):
             f.sum_stages()
 
@@ -202,27 +232,25 @@ class Buffers:
         return self.mesh.world.all_reduce(total).wait().sqrt()
 
     def gather(self) -> None:
-        """Start sending what ranks have updated to all that keep it: last what comes from homes, on its way until
-        then."""
-        self._gather([f for f in self.flat if not f.homed])
+        """Start sending what ranks have updated to all that keep it: last what comes from homes, which is on its way
+        (MatrixHome.send_weights)."""
+        others = [f for f in self.flat if not f.homed]
+        for f in others:
+            f.storage.gather_groups()
+        for f in others:
+            f.storage.gather_parts()
         for home in self.homes.values():
             home.arrive()
-        self._gather([f for f in self.flat if f.homed])
-
-    def _gather(self, flat: Sequence[FlatBucket]) -> None:
-        for f in flat:
-            f.storage.gather_groups()
-        for f in flat:
-            f.storage.gather_parts()
 
     def publish(self) -> None:
         """Write the masters back to the weights and start gathering them; the optimizer's update has already done the
         former."""
         self.open()
-        for home in self.homes.values():
-            home.send_weights()
         for f in self.flat:
             f.storage.write_back()
+        for home in self.homes.values():
+            for bucket in home.order:
+                home.send_weights(bucket)
         self.gather()
 
     def ready(self) -> None:

@@ -219,8 +219,10 @@ class FlatBucket:
 
     def close(self, last: bool) -> None:
         """Wait for the group's sum and keep this rank's shard; after the `last` micro-batch of the step, start the sum
-        over groups."""
-        summed = self._reducing.wait()  # type: ignore[union-attr]
+        over groups. Where `reduce` itself is the whole sum, there is nothing left to do."""
+        if self._reducing is None:
+            return
+        summed = self._reducing.wait()
         self._reducing = None
         if self.cut.cuts_gradients and summed is not self.grad_kept:
             self.grad_kept.add_(summed)
@@ -240,8 +242,16 @@ class FlatBucket:
         if not self._reduced:
             self.reduce()
         self._reduced = False
-        if self._reducing is not None:
-            self.close(last=True)
+        self.close(last=True)
+        self.wait_sum()
+
+    @property
+    def summing(self) -> bool:
+        """Whether a sum over groups has begun that takes time, and is not waited for."""
+        return self._broadcasting is not None and self.groups.outer.size > 1
+
+    def wait_sum(self) -> None:
+        """Wait for the sum over groups, if it has begun."""
         if self._broadcasting is not None:
             self._broadcasting.wait()
             self._broadcasting = None

@@ -1,15 +1,19 @@
 """MatrixHome: the whole matrices that one rank of a stage updates, and their way there and back.
 
 Buckets of such matrices are reduced like all others; their gradients are then sharded over all ranks that sum them,
-whatever the ZeRO stage (layout.shards). As soon as gradients are complete, one all-to-all over the stage begins: each
-rank sends the gradient elements that it has to the homes of their matrices, in the master dtype. Meanwhile the norm is
-summed and everything else is updated. The home then updates master and state, which no other rank has. A second
-all-to-all sends the weights to the ranks that store them, in their own dtype, while the other weights are gathered;
-from there they are gathered as after any update. With n elements on a stage of R ranks, a rank sends about n / R
-gradients, and as many weights for each tp rank that holds a copy. Nothing here waits for the device.
+whatever the ZeRO stage (layout.shards). As soon as those of a bucket are complete, while backward goes on with earlier
+layers, an all-to-all over the stage begins: each rank sends the gradient elements that it has to the homes of their
+matrices, in the master dtype and as they are; what they are to be clipped by is known later, and each home multiplies
+by it. Whoever may still change gradients after backward (a loop of one's own) has them sent at the update instead.
 
-resting -- begin --> coming -- bring_gradients --> here -- (update of masters), send_weights --> going -- arrive -->
-resting
+The home then updates master and state, which no other rank has, bucket by bucket in the order of forward. The weights
+of one go back by another all-to-all, in their own dtype, while those of the next are updated; from the ranks that store
+them they are gathered as after any update, while the one after that is updated. So only the last bucket is still on its
+way when the update is over. With n elements on a stage of R ranks, a rank sends about n / R gradients, and as many
+weights for each tp rank that holds a copy. Nothing here waits for the device.
+
+a bucket:  resting -- leave --> coming -- bring_gradients --> here -- (update), send_weights --> going -- (its weights
+are placed) --> stored -- (they are gathered) --> resting
 """
 
 from __future__ import annotations
@@ -27,13 +31,15 @@ from phalanx.comm.mesh import Mesh
 from phalanx.data_parallel.flat import FlatBucket
 from phalanx.data_parallel.storage import allocate, let_go, write_range
 from phalanx.layout.box import Box
+from phalanx.layout.buckets import Slot
 from phalanx.layout.homes import home_bucket, homes_of
 from phalanx.layout.param import ParamSpec, Piece
 from phalanx.layout.strided import boxes_in
 
 # what ranks announce about a box of a matrix: number of the matrix, start, stop, whether the rank's gradient counts
 # (others hold replicas of it), whether it takes weights in the master dtype and casts them itself
-Announced = tuple[int, list[int], list[int], bool, bool]
+# and the bucket that holds it
+Announced = tuple[int, list[int], list[int], bool, bool, int]
 
 
 @dataclass(frozen=True)
@@ -70,8 +76,9 @@ class MatrixHome:
     """This rank as a home.
 
     bucket   where its matrices are in the flat tensors here, each whole, in global orientation
-    master   (numel,) in the master dtype; grad: the same, with memory from `bring_gradients` to `send_weights`
+    master   (numel,) in the master dtype; grad: the same, with memory from `bring_gradients` to the last `send_weights`
     lo, hi, own   as in a FlatBucket whose elements are all this rank's
+    order    the numbers of the ranks' buckets that hold matrices, as they are updated: the same on all ranks
     """
 
     def __init__(
@@ -84,8 +91,9 @@ class MatrixHome:
     ):
         """`flat`: this rank's buckets of the matrices; `cost` of an update of a matrix."""
         self.mesh, self.stage, self.flat = mesh, mesh.stage, flat
-        self._coming: Work | None = None  # gradients
-        self._going: list[tuple[MatrixExchange, Work]] = []  # weights
+        self._coming: dict[int, Work] = {}  # gradients, by bucket
+        self._going: list[tuple[int, list[tuple[MatrixExchange, Work]]]] = []  # weights of buckets
+        self._stored: list[int] = []  # buckets whose weights are to be gathered
         homes = homes_of(matrices, self.stage.size, cost)
         mine = [i for i, home in enumerate(homes) if home == self.stage.index]
         self.bucket = home_bucket([matrices[i] for i in mine])
@@ -98,29 +106,39 @@ class MatrixHome:
         said: list[list[Announced]] = [
             json.loads(text) for text in self.stage.all_gather_text(json.dumps([b.said for b in here]))
         ]
-        to_home = [[b for b in here if homes[b.said[0]] == home] for home in range(self.stage.size)]
-        at_home = [[s for s in of_rank if s[0] in slots] for of_rank in said]
+        self.order = sorted({s[5] for of_rank in said for s in of_rank})
+        self._slots: dict[int, list[Slot]] = {bucket: [] for bucket in self.order}
+        for number, bucket in sorted({(s[0], s[5]) for of_rank in said for s in of_rank if s[0] in slots}):
+            self._slots[bucket].append(slots[number])
+        if sum(map(len, self._slots.values())) != len(slots):
+            raise RuntimeError("a matrix lies in several buckets, which would be updated one after the other")
 
         def whole(flat: Tensor, announced: Announced) -> Tensor:
-            number, start, stop, _, _ = announced
+            number, start, stop, *_ = announced
             slot, (piece,) = slots[number], matrices[number].pieces
             values = flat[slot.offset : slot.offset + slot.numel].view(slot.spec.shape)
             return values[Box(tuple(start), tuple(stop)).within(piece.box)]
 
-        self._gradients = MatrixExchange.of(
-            [[b.grad for b in boxes if b.said[3]] for boxes in to_home],
-            [[whole(self.grad, s) for s in of_rank if s[3]] for of_rank in at_home],
-        )
-        self._weights = [
-            (
-                MatrixExchange.of(
-                    [[whole(self.master, s) for s in of_rank if s[4] == wide] for of_rank in at_home],
-                    [[b.weight for b in boxes if b.said[4] == wide] for boxes in to_home],
-                ),
-                precision.master if wide else precision.compute,
+        self._gradients: dict[int, MatrixExchange] = {}
+        self._weights: dict[int, list[tuple[MatrixExchange, torch.dtype]]] = {}
+        for bucket in self.order:
+            boxes = [b for b in here if b.said[5] == bucket]
+            to_home = [[b for b in boxes if homes[b.said[0]] == home] for home in range(self.stage.size)]
+            at_home = [[s for s in of_rank if s[0] in slots and s[5] == bucket] for of_rank in said]
+            self._gradients[bucket] = MatrixExchange.of(
+                [[b.grad for b in of_home if b.said[3]] for of_home in to_home],
+                [[whole(self.grad, s) for s in of_rank if s[3]] for of_rank in at_home],
             )
-            for wide in sorted({s[4] for of_rank in said for s in of_rank})
-        ]
+            self._weights[bucket] = [
+                (
+                    MatrixExchange.of(
+                        [[whole(self.master, s) for s in of_rank if s[4] == wide] for of_rank in at_home],
+                        [[b.weight for b in of_home if b.said[4] == wide] for of_home in to_home],
+                    ),
+                    precision.master if wide else precision.compute,
+                )
+                for wide in sorted({s[4] for of_rank in said for s in of_rank if s[5] == bucket})
+            ]
         let_go(self.grad)
 
     def _boxes(self, matrices: Sequence[ParamSpec]) -> list[LocalBox]:
@@ -132,7 +150,8 @@ class MatrixHome:
                 counts = self._counts(of_piece.piece)
                 for part in of_piece.matrices():
                     number = numbers[part.piece.name, _which(part.box)]
-                    said = number, list(part.box.start), list(part.box.stop), counts, wide
+                    box = list(part.box.start), list(part.box.stop)
+                    said = number, *box, counts, wide, f.bucket.id
                     found.append(LocalBox(said, part.of(f.own_grad, f.lo), part.of(f.master, f.lo)))
         return found
 
@@ -145,34 +164,75 @@ class MatrixHome:
         """Set masters of elements `first` .. of the bucket."""
         write_range(self.master, 0, first, values)
 
+    def slots(self, bucket: int) -> list[Slot]:
+        """The matrices of one of the ranks' buckets that are at home here."""
+        return self._slots[bucket]
+
+    def leave(self, bucket: int) -> None:
+        """Start collecting the gradients of a bucket's matrices, which are complete; those in the bucket may still be
+        read. If backward is repeated, the last time counts."""
+        earlier = self._coming.pop(bucket, None)
+        if earlier is not None:
+            earlier.wait()
+        self._coming[bucket] = self._posted(self._gradients[bucket], self.grad.dtype)
+
     def begin(self) -> None:
-        """Start collecting the gradients of this rank's matrices, which are complete; those in the buckets may still be
-        read."""
-        self._coming = self._posted(self._gradients, self.grad.dtype)
+        """The same of all buckets that have not left yet."""
+        for bucket in self.order:
+            if bucket not in self._coming:
+                self.leave(bucket)
 
     def bring_gradients(self) -> None:
-        """Wait for these gradients, and set those in the buckets to zero."""
-        if self._coming is None:
-            self.begin()
+        """Wait for the gradients of this rank's matrices, and set those in the buckets to zero."""
+        self.begin()
         allocate(self.grad)
         self.grad.zero_()
-        self._place(self._gradients, self._coming.wait())  # type: ignore[union-attr]
-        self._coming = None
+        for bucket in self.order:
+            self._place(self._gradients[bucket], self._coming.pop(bucket).wait())
         for f in self.flat:
             f.own_grad.zero_()
 
-    def send_weights(self) -> None:
-        """Start sending the weights of all homes to the ranks that store them."""
-        self._going = [(transfer, self._posted(transfer, dtype)) for transfer, dtype in self._weights]
-        let_go(self.grad)
-        if all(work.over() for _, work in self._going):
-            self.arrive()
+    def send_weights(self, bucket: int) -> None:
+        """Start sending the weights of a bucket's matrices from all homes to the ranks that store them. Those of the
+        bucket before it have had time to arrive."""
+        transfers = [(transfer, self._posted(transfer, dtype)) for transfer, dtype in self._weights[bucket]]
+        self._going.append((bucket, [each for each in transfers if not self._over(*each)]))
+        if bucket == self.order[-1]:
+            let_go(self.grad)
+        if len(self._going) > 1:
+            self._store()
+
+    def _over(self, transfer: MatrixExchange, work: Work) -> bool:
+        """Whether weights are there at once, and are placed."""
+        if work.over():
+            self._place(transfer, work.wait())
+            return True
+        return False
 
     def arrive(self) -> None:
-        """Wait for the weights that other homes send to this rank."""
-        for transfer, work in self._going:
+        """Wait for the weights that other homes send to this rank, and start gathering them."""
+        while self._going:
+            self._store()
+        while self._stored:
+            self._gather()
+
+    def _store(self) -> None:
+        """Place the weights that were sent first, and start gathering those before them."""
+        bucket, transfers = self._going.pop(0)
+        for transfer, work in transfers:
             self._place(transfer, work.wait())
-        self._going = []
+        for f in self._of(bucket):
+            f.storage.gather_groups()
+        self._stored.append(bucket)
+        if len(self._stored) > 1:
+            self._gather()
+
+    def _gather(self) -> None:
+        for f in self._of(self._stored.pop(0)):
+            f.storage.gather_parts()
+
+    def _of(self, bucket: int) -> list[FlatBucket]:
+        return [f for f in self.flat if f.bucket.id == bucket]
 
     @torch.no_grad()
     def _posted(self, transfer: MatrixExchange, dtype: torch.dtype) -> Work:

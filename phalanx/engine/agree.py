@@ -23,6 +23,8 @@ from phalanx.base.registry import find
 from phalanx.comm.axis import Axis
 from phalanx.forecast.memory import OVERHEAD, rank_uses
 from phalanx.layout.grid import Coords
+from phalanx.nn.gated_delta import GatedDelta
+from phalanx.nn.state_space import StateSpace
 from phalanx.ops import proof
 from phalanx.ops.op import SEAM, Op, packaged, refused, runs_triton, table, unusable
 from phalanx.ops.quantized import cublaslt
@@ -123,19 +125,25 @@ def used_ops(plan: Plan) -> list[Op]:
     """The ops that training by this plan may call. Those of generation are compared when they are first called."""
     run, found = plan.run, list[Op]()
     optimizers = {o.op for o in optimizers_of(run.optim) if isinstance(o, FusedOptimizer | MatrixOptimizer)}
-    blocks = (block for segment in plan.blocks_of(Coords()).values() for block in segment)
-    scans = any(p.spec.role == "conv" for block in blocks for p in block.parameters())
+    blocks = [block for segment in plan.blocks_of(Coords()).values() for block in segment]
+    kinds = {type(m) for block in blocks for m in block.modules()}
+    scans, deltas = StateSpace in kinds, GatedDelta in kinds
     quantized = run.train.fp8 is not None or quantized_base(run) is not None
     for op in table():
         wanted = not op.is_plain(plan.kernels.plain_ops) and not op.definition.startswith("phalanx.ops.attention.paged")
-        for room, used in (
-            ("experts", run.model.routed_experts > 0),
-            ("quantized", quantized),
-            ("optimizer", op.name in optimizers),
-            ("scan", scans),
-            ("delta", scans),
+        for place, used in (
+            ("experts.", run.model.routed_experts > 0),
+            ("quantized.", quantized),
+            ("optimizer.", op.name in optimizers),
+            ("scan.", scans or deltas),
+            ("scan.scan", scans),
+            ("scan.gated_norm", scans),
+            ("scan.norm_gate", deltas),
+            ("scan.step", False),
+            ("delta.", deltas),
+            ("attention.largest_scores", run.optim.qk_clip > 0),
         ):
-            wanted &= used or not op.definition.startswith(f"phalanx.ops.{room}.")
+            wanted &= used or not op.definition.startswith(f"phalanx.ops.{place}")
         found += [op] if wanted else []
     return found
 

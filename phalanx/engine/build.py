@@ -34,11 +34,13 @@ from phalanx.nn.mtp import MultiTokenPrediction
 from phalanx.nn.objective import EmbeddingObjective
 from phalanx.nn.parameter import Parameter
 from phalanx.nn.pooled_head import PooledHead
+from phalanx.ops.attention.largest_scores import LARGEST_SCORES
 from phalanx.ops.dense.grads import queue_autograd
 from phalanx.ops.op import SEAM, Op, packaged, unusable
 from phalanx.ops.quantized.base_bucket import BaseMatrix
 from phalanx.ops.quantized.base_weights import BASE_DECODE
 from phalanx.optim.optimizer import optimizers_of
+from phalanx.optim.qk_clip import QKClip
 from phalanx.optim.scaler import LossScaler
 from phalanx.optim.sharded import TOGETHER, ShardedOptimizer, moment_dtype
 from phalanx.pipeline.execute import Stages
@@ -52,7 +54,8 @@ from phalanx.schedule.actions import Apply, Backward, Ready, WeightGrad
 @dataclass(slots=True)
 class State:
     """What a rank trains with: a model, and what training adds to it. `before_update` is called before weights or state
-    change, because a copy of them may be under way. in_backward: applies gradients during backward, if the run does."""
+    change, because a copy of them may be under way. in_backward: applies gradients during backward, if the run does;
+    qk_clip: scales heads of attention after an update, if the run does."""
 
     model: Model
     optimizer: ShardedOptimizer
@@ -60,6 +63,7 @@ class State:
     guard: Guard
     before_update: Callable[[], None] = lambda: None
     in_backward: InBackward | None = None
+    qk_clip: QKClip | None = None
 
     @property
     def plan(self) -> Plan:
@@ -83,7 +87,7 @@ def build(plan: Plan, mesh: Mesh) -> State:
     model = build_model(plan, mesh)
     plan, train = model.plan, model.plan.run.train
     homes = plan.matrices[mesh.at.pp]
-    if homes:
+    if homes or plan.run.optim.qk_clip > 0:
         mesh.prepare_stage()
     optimizers = optimizers_of(plan.run.optim)
     for updater, matrices in homes.items():
@@ -103,7 +107,18 @@ def build(plan: Plan, mesh: Mesh) -> State:
     state = State(model, optimizer, scaler, guard)
     if plan.run.optim.in_backward:
         state.in_backward = in_backward(state)
+    if plan.run.optim.qk_clip > 0:
+        state.qk_clip = qk_clip(state)
     return state
+
+
+def qk_clip(state: State) -> QKClip:
+    """What clips scores after each update, known to the optimizer and to the layers, which measure them."""
+    plan, mesh = state.plan, state.mesh
+    like = torch.empty((), dtype=precision(plan.run.train.precision).master, device=mesh.device)
+    made = QKClip(plan.run.optim.qk_clip, state.model.scored, mesh.stage, like, plan.ops.by_config(LARGEST_SCORES))
+    state.optimizer.updated = made.apply
+    return made
 
 
 def in_backward(state: State) -> InBackward:
@@ -404,6 +419,10 @@ def fill(out: Tensor, piece: Piece, seed: int) -> None:
         out.copy_(sinusoids(*piece.shape)[piece.box.slices()])
     elif piece.init.kind == "log_count":
         out.copy_(torch.arange(piece.box.start[0] + 1, piece.box.stop[0] + 1, dtype=torch.float64).log())
+    elif piece.init.kind == "log_uniform":
+        fill_uniform_(out, 1.0, piece.shape, piece.box.start, seed, piece.name)
+        low, high = piece.init.low, piece.init.high
+        out.copy_((low + (high - low) * (out + 1) / 2).clamp(min=1e-9).log())  # a draw of exactly 0 has none
     elif piece.init.kind == "time_step":
         fill_uniform_(out, 1.0, piece.shape, piece.box.start, seed, piece.name)
         low, high = math.log(piece.init.low), math.log(piece.init.high)

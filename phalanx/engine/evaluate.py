@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -15,7 +15,7 @@ from phalanx.data.loader import Loader
 from phalanx.engine.model import Model
 from phalanx.engine.step import evaluate_step
 from phalanx.nn.objective import EmbeddingObjective, make_objective
-from phalanx.planning.order import eval_samples
+from phalanx.planning.order import eval_samples, media_group_of
 from phalanx.sequence.batch import IGNORE, Batch
 from phalanx.sequence.shard import SequenceShard
 
@@ -53,18 +53,20 @@ def summed(run: Run, mesh: Mesh, loader: Loader, limit: int, forward: Forward) -
     for first in range(0, limit, per_round):
         count = min(per_round, limit - first)
         micro = -(-count // (size * mesh.dp.size))
-        mine = first + mesh.dp.index * micro * size
-        firsts = [mine + i * size for i in range(micro)]
-        batches = [_batch(loader, at, size, limit, mesh.part).cut(mesh.part).to(mesh.device) for at in firsts]
+        ranks = media_group_of(run, mesh.dp.index)
+        batches = list[Batch]()
+        for number in range(micro):
+            firsts = [first + (rank * micro + number) * size for rank in ranks]
+            batches.append(_batch(loader, firsts, size, limit, mesh.part).cut(mesh.part).to(mesh.device))
         total = total + forward(batches)
     return total
 
 
-def _batch(loader: Loader, first: int, size: int, limit: int, part: SequenceShard) -> Batch:
-    """Samples first..first+size-1, from which this part will be cut; those from `limit` on only fill the shape and have
-    no loss."""
-    batch = loader.batch([min(i, limit - 1) for i in range(first, first + size)], part)
-    real = max(0, min(size, limit - first)) * batch.seq_length
+def _batch(loader: Loader, firsts: Sequence[int], size: int, limit: int, part: SequenceShard) -> Batch:
+    """`size` samples from the first of each replica that shares its images (Loader.read), from which this part will be
+    cut; those from `limit` on only fill the shape and have no loss."""
+    batch = loader.batch([min(first + i, limit - 1) for first in firsts for i in range(size)], part)
+    real = max(0, min(size, limit - firsts[part.replica])) * batch.seq_length
     if real == batch.num_tokens:
         return batch
     labels = {"labels": batch.labels, "pair_labels": batch.pair_labels}

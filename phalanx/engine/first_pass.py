@@ -55,3 +55,4 @@ def _uncounted(model: Model) -> Iterator[None]:
             layer.dispatch = before
             if layer.tally is not None:
                 layer.tally.zero_()
+        model.forget_scores()

@@ -17,6 +17,8 @@ from phalanx.nn.module import Block
 from phalanx.nn.moe import MISSING, MoE
 from phalanx.nn.mtp import MultiTokenPrediction
 from phalanx.nn.pooled_head import PooledHead
+from phalanx.nn.scored_attention import ScoredAttention
+from phalanx.optim.qk_clip import scored_layers
 from phalanx.pipeline.execute import Handlers, Stages
 from phalanx.pipeline.graphs import Eager
 from phalanx.planning.plan import Plan
@@ -61,10 +63,22 @@ class Model:
         """This rank's blocks, in order. At layout.sharding=0 any torch optimizer may update `modules.parameters()`."""
         return nn.ModuleList(block for segment in self.blocks.values() for block in segment)
 
+    @property
+    def scored(self) -> list[ScoredAttention]:
+        """Its layers of attention."""
+        return scored_layers(m for block in self.modules for m in block.modules())
+
+    def forget_scores(self) -> None:
+        """Scores that were measured since the last update are not those of a step."""
+        for layer in self.scored:
+            if layer.largest is not None:
+                layer.largest.forget()
+
     @contextmanager
     def by_all_to_all(self) -> Iterator[None]:
         """To repeat a step's gradients: inside, tokens travel to their experts by all-to-all, which always has room."""
         self.buffers.zero_grads()
+        self.forget_scores()
         runner, self.stages.runner = self.stages.runner, Eager()
         tallies = [layer.tally for layer in self.routed if layer.tally is not None]
         missing = [tally[MISSING].clone() for tally in tallies]

@@ -26,6 +26,7 @@ def aside(state: State) -> Iterator[None]:
     finally:
         for layer in state.model.routed:
             layer.tally.zero_()  # type: ignore[union-attr]
+        state.model.forget_scores()
         if state.model.fp8 is not None:
             state.model.fp8.totals()
         state.buffers.zero_grads()

@@ -36,6 +36,7 @@ class StepResult:
     fp8        (L, 3, 5) what FP8 casts lost, as Fp8State.totals, over all ranks; None without train.fp8
     gradient_distance  (L, 2) in steps with a shadow, as shadow.gradient_distance
     metrics    () means of the objective's metrics, by name
+    clipped_heads  () heads of attention whose weights QK-clip scaled; None without optim.qk_clip
     """
 
     loss: Tensor
@@ -48,6 +49,7 @@ class StepResult:
     fp8: Tensor | None = None
     gradient_distance: Tensor | None = None
     metrics: Mapping[str, Tensor] = field(default_factory=dict)
+    clipped_heads: Tensor | None = None
 
 
 def train_step(
@@ -58,7 +60,8 @@ def train_step(
     if state.in_backward is not None:
         return applied_in_backward(state, state.in_backward, batches, lr, stop)
     kept = shadow_of(state, batches) if shadow else None
-    tokens = accumulate(state, batches)
+    with state.buffers.sending_early():
+        tokens = accumulate(state, batches)
     distance = gradient_distance(state, kept)
     return replace(update(state, tokens, lr, stop), gradient_distance=distance)
 
@@ -149,13 +152,18 @@ def end_step(state: State, tokens: Tensor, stop: bool, apply: Callable[[Tensor, 
     """As `update`. apply: called with (skip, factor of the gradients), both (), updates masters; None: they were
     updated in backward."""
     state.before_update()
+    clip_scores = state.qk_clip
     if apply is not None:
         state.optimizer.begin()
+    if clip_scores is not None:
+        clip_scores.begin()
     buffers, scaler, clip = state.buffers, state.scaler, state.plan.run.optim.clip_grad
     norm = (buffers.grad_norm() if state.in_backward is None else state.in_backward.norm) / scaler.scale
-    totals = reduce_step_totals(state.model, stop)
+    totals = reduce_step_totals(state.model, stop, None if clip_scores is None else clip_scores.clipped())
     verdict = state.guard.judge(totals.loss / tokens, norm)
     skip = (verdict > 0).float()
+    if clip_scores is not None:
+        clip_scores.settle(skip)
     if apply is not None:
         factor = 1.0 / scaler.scale
         if clip > 0:
@@ -182,23 +190,26 @@ def end_step(state: State, tokens: Tensor, stop: bool, apply: Callable[[Tensor, 
         totals.mtp_loss / (depths * tokens) if depths else None,
         totals.fp8,
         metrics=dict(zip(state.model.metrics, totals.metrics / tokens)),
+        clipped_heads=None if clip_scores is None else totals.clipped_heads * (1 - skip),
     )
 
 
 @dataclass(frozen=True)
 class StepTotals:
     """What all ranks know at the end of a step: () float64 summed loss, number of ranks that were asked to stop, summed
-    loss of multi-token prediction; (K,) summed metrics of the objective; routing and fp8 as in StepResult."""
+    loss of multi-token prediction, number of heads with scores above optim.qk_clip; (K,) summed metrics of the
+    objective; routing and fp8 as in StepResult."""
 
     loss: Tensor
     stop: Tensor
     mtp_loss: Tensor
+    clipped_heads: Tensor
     metrics: Tensor
     routing: Tensor | None = None
     fp8: Tensor | None = None
 
 
-def reduce_step_totals(model: Model, stop: bool = False) -> StepTotals:
+def reduce_step_totals(model: Model, stop: bool = False, clipped_heads: Tensor | None = None) -> StepTotals:
     """One sum over all ranks. The last stage's ranks with tp 0 know the loss of their tokens; each rank has counted its
     own tokens' routing.
 
@@ -211,10 +222,12 @@ def reduce_step_totals(model: Model, stop: bool = False) -> StepTotals:
         config.routed_experts + len(TALLIED) if config.routed_experts else 0,
     )
     lost = torch.zeros(0, dtype=torch.float64, device=device) if model.fp8 is None else model.fp8.totals()
-    sizes = (1, 1, model.mesh.data.size, layers * width, lost.numel(), len(model.metrics))
+    sizes = (1, 1, 1, model.mesh.data.size, layers * width, lost.numel(), len(model.metrics))
     totals = torch.zeros(sum(sizes), dtype=torch.float64, device=device)
-    stops, mtp_loss, losses, routing, fp8, metrics = totals.split(sizes)
+    stops, mtp_loss, clipped, losses, routing, fp8, metrics = totals.split(sizes)
     stops.fill_(float(stop))
+    if clipped_heads is not None:
+        clipped.copy_(clipped_heads)
     fp8.copy_(lost.flatten())
     routing = routing.view(layers, width)
     if model.mesh.at.tp == 0:
@@ -228,7 +241,7 @@ def reduce_step_totals(model: Model, stop: bool = False) -> StepTotals:
     model.mesh.world.all_reduce(totals).wait()
     loss = pairwise_sum(pairwise_sum(losses.view(-1, model.mesh.grid.cp)))
     of_fp8 = None if model.fp8 is None else fp8.view(lost.shape)
-    return StepTotals(loss, stops[0], mtp_loss[0], metrics, routing if width else None, of_fp8)
+    return StepTotals(loss, stops[0], mtp_loss[0], clipped[0], metrics, routing if width else None, of_fp8)
 
 
 @torch.no_grad()

@@ -201,6 +201,7 @@ class DryBlock:
             DryAxis("cp heads", grid.ulysses, heads),
             DryAxis("cp keys", grid.cp // grid.ulysses, keys),
             DryAxis("tp x cp", grid.tp * grid.cp),
+            DryAxis("tp x cp x dp", grid.tp * grid.cp * grid.media if grid.media > 1 else 1),
         )
         env = plan.env(Coords(), axes)
         # kernels cannot run here; they need no more memory than these
@@ -249,6 +250,7 @@ class DryBlock:
             "tp": (axes.tp, axes.batch_group),
             "cp": (axes.cp, axes.heads, axes.keys),
             "ep": (axes.ep, axes.etp, axes.experts),
+            "dp": (axes.media,),
         }
 
     @property
@@ -276,17 +278,23 @@ def _batch(plan: Plan) -> Batch:
 
     Its tensors exist once per micro-batch of a step, as do those of the whole sequences with context parallelism.
     """
-    seed, late = torch.empty((), device="meta"), not plan.loss_seed
+    seed, late, grid = torch.empty((), device="meta"), not plan.loss_seed, plan.grid
     streams = {name: _stream(plan, name, length) for name, length in plan.lengths.items()}
     streams |= {r.stream.name: meta_units(r.stream, plan.run.train.micro_batch * r.capacity) for r in plan.units}
     batch = replace(streams.pop(TEXT), loss_seed=seed, late=late, beside=streams)
     if isinstance(plan.objective, EmbeddingObjective):
         batch = with_texts(plan, batch)
     parts = [
-        batch.cut(replace(part, dynamic=plan.grid.dynamic, heads=plan.grid.ulysses, ranks=plan.grid.tp))
-        for part in SequenceShard(0, plan.grid.cp).all
+        batch.cut(replace(part, dynamic=grid.dynamic, heads=grid.ulysses, ranks=grid.tp, replicas=grid.media))
+        for part in SequenceShard(0, grid.cp).all
     ]
     return max(reversed(parts), key=lambda b: b.num_tokens)
+
+
+def most_rows(plan: Plan) -> dict[str, int]:
+    """Rows that a rank may have of each stream of units, by its name."""
+    batch = _batch(plan)
+    return {unit.stream.name: batch.beside[unit.stream.name].num_tokens for unit in plan.units}
 
 
 def with_texts(plan: Plan, batch: Batch) -> Batch:
@@ -391,7 +399,7 @@ def _rank_use(
         "cp": num_micro_batches * sum(blocks[b].sent["cp"] for b in mine),
         "tp": num_micro_batches * sum(blocks[b].sent["tp"] for b in mine) + of_buckets["tp"] + for_scales["tp"],
         "pp": sends + of_buckets["pp"],
-        "dp": of_buckets["dp"] + for_scales["dp"],
+        "dp": num_micro_batches * sum(blocks[b].sent["dp"] for b in mine) + of_buckets["dp"] + for_scales["dp"],
     }
     kept_texts, of_texts = text_bytes(plan, num_micro_batches) if pp == plan.rank_of_block[-1] else (0, 0)
     memory["messages"] += kept_texts

@@ -15,7 +15,7 @@ from phalanx.config.run import Run
 from phalanx.forecast.data_table import plan_data
 from phalanx.forecast.decide import make_plan
 from phalanx.forecast.flops import flops_of
-from phalanx.forecast.memory import OVERHEAD, BlockUse, RankUse, block_uses, rank_uses
+from phalanx.forecast.memory import OVERHEAD, BlockUse, RankUse, block_uses, most_rows, rank_uses
 from phalanx.forecast.recompute import Saving, savings_of
 from phalanx.forecast.smaller import Demand, Search, way_out
 from phalanx.layout.grid import Grid
@@ -95,6 +95,7 @@ def summary(plan: Plan, m: int, trace: ScheduleTrace) -> str:
         + (f", {frozen:,} of them frozen" if (frozen := num_frozen(run)) else ""),
         "ranks": f"{grid.world:,} = {grid.text}, sharding {sharding_text(run)}{expert_view(run, grid)}",
         **({"context": context_text(plan)} if grid.cp > 1 else {}),
+        **({"images": images_text(plan)} if grid.media > 1 else {}),
         "precision": f"{train.precision}{fp8_text(plan)}, recompute {recompute_text(run)}",
         **({"base": base_text(plan)} if quantized_base(run) is not None else {}),
         **({"kernels": plan.kernels.text} if plan.kernels.text != "auto" else {}),
@@ -154,6 +155,13 @@ def context_text(plan: Plan) -> str:
         degrees = ", ".join(map(str, degrees_of(grid.cp, grid.ulysses)))
         how += [f"documents shared by {degrees} ranks as their lengths need"]
     return f"{tokens} tokens of each sequence on a rank, {', '.join(how)}"
+
+
+def images_text(plan: Plan) -> str:
+    """Who computes the images of a micro-batch, and how many rows that may be on a rank."""
+    grid, most = plan.grid, ", ".join(f"{rows:,} {name}" for name, rows in most_rows(plan).items())
+    ranks = " x ".join(f"{name} {n}" for name, n in (("dp", grid.media), ("cp", grid.cp), ("tp", grid.tp)) if n > 1)
+    return f"each whole on one of {grid.media * grid.cp * grid.tp} ranks ({ranks}), at most {most} on a rank"
 
 
 def expert_view(run: Run, grid: Grid) -> str:
@@ -327,11 +335,12 @@ def wrapped(text: str) -> str:
 
 
 def sent_table(plan: Plan, uses: Sequence[RankUse], unit: Unit) -> str:
-    grid = plan.grid
+    grid, images = plan.grid, ", features of images" if plan.grid.media > 1 else ""
     what = {
         "tp": "tokens gathered and scattered around each matmul",
         "pp": "activations and their gradients between stages",
-        "dp": f"gradients reduced, weights gathered ({'over dp x cp, ' if grid.cp > 1 else ''}of experts over edp)",
+        "dp": f"gradients reduced, weights gathered ({'over dp x cp, ' if grid.cp > 1 else ''}of experts over edp)"
+        f"{images}",
         "cp": "keys and values to other parts of their sequences",
         "ep": "tokens to their experts and back",
     }

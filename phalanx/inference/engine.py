@@ -58,6 +58,7 @@ from phalanx.inference.request import (
     Prompt,
     PromptImage,
     PromptScored,
+    PromptSound,
     Request,
     RequestError,
     SamplingOptions,
@@ -148,19 +149,23 @@ class StepMessage:
 
 def plain_request(request: Request) -> dict[str, Any]:
     """As JSON takes it."""
-    plain = asdict(replace(request, images=()))
+    plain, sound = asdict(replace(request, images=(), sound=None)), request.sound
     images = [(at, {**vars(image), "data": b64encode(image.data).decode()}) for at, image in request.images]
-    return {**plain, "images": images}
+    heard = None if sound is None else {**vars(sound), "data": b64encode(sound.data).decode()}
+    return {**plain, "images": images, "sound": heard}
 
 
 def request_of(plain: dict[str, Any]) -> Request:
     options = dict(plain["options"])
     options["bias"] = tuple((int(token), float(added)) for token, added in options["bias"])
-    options["end_tokens"] = tuple(options["end_tokens"])
+    options |= {name: tuple(options[name]) for name in ("end_tokens", "not_first")}
     options["grammar"] = None if options["grammar"] is None else Grammar(**options["grammar"])
     images = tuple((at, image_of(image)) for at, image in plain["images"])
     tokens = {name: tuple(plain[name]) for name in ("prompt", "source")}
-    return Request(**{**plain, **tokens, "images": images, "options": SamplingOptions(**options)})
+    heard = plain["sound"]
+    sound = None if heard is None else PromptSound(**{**heard, "data": b64decode(heard["data"])})
+    more = {"images": images, "sound": sound, "options": SamplingOptions(**options)}
+    return Request(**{**plain, **tokens, **more})
 
 
 def image_of(plain: dict[str, Any]) -> PromptImage:
@@ -284,7 +289,10 @@ class Engine:
         tokens = max(options.tokens, options.sequences)
         if model.pictures is not None:  # an image is in one step, beside those who decode
             tokens = max(tokens, options.sequences + min(length, model.pictures.most_tokens))
-        self.limits = MemoryLimits(options.sequences, tokens, length, options.page_size * mesh.cp.size, mesh.cp.size)
+        rows = None if model.sound is None else model.sound.rows
+        self.limits = MemoryLimits(
+            options.sequences, tokens, length, options.page_size * mesh.cp.size, mesh.cp.size, rows
+        )
         self.groups, source = self._remember(options)
         spec = SchedulerSpec(
             most_sequences=options.sequences,
@@ -296,6 +304,7 @@ class Engine:
             in_flight=mesh.pp.size,
             further=self._depths,
             source=source,
+            source_longest=rows,
             prefixes=not model.plan.run.model.scans,
         )
         self.scheduler = Scheduler(spec)
@@ -351,7 +360,7 @@ class Engine:
     ) -> None:
         """ConfigError, on all ranks alike, if there are no pages, or too few for one sequence of the length that is
         asked for."""
-        full = [count - 1 for group, count in zip(groups, pages) if group.window is None]
+        full = [count - 1 for group, count in zip(groups, pages) if not self.limits.fixes(group.kept)]
         longest = min(full, default=self.limits.pages_of(self.limits.length)) * self.limits.page_size
         asked = options.length is not None and longest < self.limits.length
         if asked or not all(pages):
@@ -418,10 +427,11 @@ class Engine:
         priority: int = 0,
         deadline: float | None = None,
     ) -> int:
-        """Its number. prompt: what an encoder reads, if there is one. deadline: on time.monotonic()'s clock.
+        """Its number. prompt: what an encoder reads, if there is one (with a recording, how the text of it begins).
+        deadline: on time.monotonic()'s clock.
         RequestError for what cannot be served."""
         asked = self.check(prompt, options or SamplingOptions())
-        tokens = len(asked.prompt) + len(asked.source)
+        tokens = len(asked.prompt) + asked.source_length
         with self._lock:
             request = replace(asked, number=self._numbers, priority=priority, deadline=deadline)
             self._numbers += 1
@@ -434,7 +444,14 @@ class Engine:
     def _asked(self, prompt: Sequence[int] | Prompt, options: SamplingOptions) -> Request:
         """The request for an answer to a prompt, without its number."""
         given = prompt if isinstance(prompt, Prompt) else Prompt(tuple(prompt))
-        start, pictures = self.model.plan.run.model.decoder_start, self.model.pictures
+        start, pictures, sound = self.model.plan.run.model.decoder_start, self.model.pictures, self.model.sound
+        if given.sound is not None and sound is None:
+            raise RequestError("audio", given.sound.name, f"is not heard by {self.model.plan.run.model.family}")
+        if sound is not None:
+            if given.sound is None:
+                rule = 'must come with a recording: phalanx generate --prompts FILE, with lines {"audio": "a.flac"}'
+                raise RequestError("prompt", f"{len(given.tokens)} tokens", rule)
+            return Request(number=0, prompt=given.tokens, sound=given.sound, options=options)
         if given.images and pictures is None:
             rule = f"are not read by {self.model.plan.run.model.family}"
             raise RequestError("images", [image.name for image in given.images], rule)

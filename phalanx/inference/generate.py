@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 import sys
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
@@ -10,7 +11,7 @@ from dataclasses import dataclass, field, replace
 from functools import cached_property
 from pathlib import Path
 from types import TracebackType
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from phalanx.base.errors import CheckpointError, ConfigError, DataError, Problem
 from phalanx.base.placement import Placement
@@ -25,7 +26,14 @@ from phalanx.inference.chat_prompts import ChatPrompts, ImageFile, chat_prompts,
 from phalanx.inference.drafter import Drafts
 from phalanx.inference.ends import end_tokens
 from phalanx.inference.engine import DraftCounts, Engine, EngineOptions
-from phalanx.inference.load import InferenceModel, forward_only, load_alone, load_model, weights_folder
+from phalanx.inference.load import (
+    InferenceModel,
+    forward_only,
+    load_alone,
+    load_model,
+    refuse_sound,
+    weights_folder,
+)
 from phalanx.inference.request import (
     EndReason,
     Event,
@@ -40,6 +48,9 @@ from phalanx.text.chat_records import AskedChat, BadChat, asked_chat
 from phalanx.text.pieces import Pieces
 from phalanx.text.stops import StopStrings
 from phalanx.text.tokenizers import Tokenizer, load_tokenizer
+
+if TYPE_CHECKING:
+    from phalanx.inference.recordings import SpeechPrompts
 
 SHOWN = 60  # characters of a prompt in a message
 ALONE = EngineOptions(sequences=1, tokens=512)
@@ -60,10 +71,20 @@ class TextAnswer:
 
 
 class TextEngine:
-    """Texts in, texts out, over an engine. ends: tokens that end an answer."""
+    """Texts in, texts out, over an engine. ends: tokens that end an answer. never, not_first: tokens that the model's
+    folder says are not made, or not at first."""
 
-    def __init__(self, engine: Engine, tokenizer: Tokenizer, ends: Sequence[int]):
+    def __init__(
+        self,
+        engine: Engine,
+        tokenizer: Tokenizer,
+        ends: Sequence[int],
+        never: Sequence[int] = (),
+        not_first: Sequence[int] = (),
+    ):
         self.engine, self.tokenizer, self.ends = engine, tokenizer, tuple(ends)
+        self._never = tuple((token, -math.inf) for token in never)
+        self._not_first = tuple(not_first)
 
     def ready(self, prompt: str | Sequence[int] | Prompt) -> Prompt:
         """A text as the model reads it: an encoder with the tokens that its tokenizer puts around texts. Ids stay as
@@ -88,8 +109,12 @@ class TextEngine:
         if self.engine.model.mesh.rank:
             self.engine.follow()
             return
+        options = options or SamplingOptions()
         options = replace(
-            options or SamplingOptions(), end_tokens=(*(options or SamplingOptions()).end_tokens, *self.ends)
+            options,
+            end_tokens=(*options.end_tokens, *self.ends),
+            bias=(*options.bias, *self._never),
+            not_first=(*options.not_first, *self._not_first),
         )
         ready = [self.ready(prompt) for prompt in prompts]
         before = [self.engine.check(each, options).prompt for each in ready]
@@ -139,11 +164,29 @@ class TextSampler(TextEngine):
         tokenizer = tokenizer_of(self.folder)
         ends = end_tokens(self.folder, tokenizer)
         engine = Engine(model or load_alone(self.folder, adapter), options, tokenizer=tokenizer)
-        super().__init__(engine, tokenizer, ends)
+        never: tuple[int, ...] = ()
+        not_first: tuple[int, ...] = ()
+        if engine.model.sound is not None:
+            from phalanx.inference.recordings import SpeechRules  # jinja2: start-up time of other models
+
+            rules = SpeechRules.of(self.folder)
+            never, not_first = rules.never, rules.not_first
+        super().__init__(engine, tokenizer, ends, never, not_first)
+
+    @cached_property
+    def speech(self) -> SpeechPrompts | None:
+        """Makes prompts of recordings; None: the model hears none."""
+        if self.engine.model.sound is None:
+            return None
+        from phalanx.inference.recordings import SpeechPrompts  # jinja2: start-up time of other models
+
+        return SpeechPrompts.of(self.folder, self.tokenizer, self.engine.model.sound)
 
     @cached_property
     def chats(self) -> ChatPrompts:
-        """Writes chats as prompts. CheckpointError for a model without a chat template."""
+        """Writes chats as prompts. CheckpointError for a model without a chat template, ConfigError for one that hears
+        recordings."""
+        refuse_sound(self.engine.model.plan.run.model, "a chat")
         return chat_prompts(self.folder, self.tokenizer, self.engine.model.pictures, self.engine.encodes)
 
     def __enter__(self) -> TextSampler:
@@ -311,19 +354,24 @@ class ChatLine:
     folder: str
     where: str
 
-    def images(self) -> list[ImageFile]:
-        """BadMedia for one that cannot be read, or is not below the folder."""
+    def files(self) -> list[ImageFile]:
+        """Its images, or its recording. BadMedia for one that cannot be read, or is not below the folder."""
         if not self.chat.files:
             return []
         from phalanx.data.media import media_bytes  # start-up time of prompts without images
 
         return [(name, media_bytes(Path(self.folder), name)) for name in self.chat.files]
 
-    def prompt(self, chats: ChatPrompts) -> Prompt:
+    def prompt(self, sampler: TextSampler) -> Prompt:
         """DataError, which names the line, for one that cannot be asked."""
+        given, speech = self.chat, sampler.speech
         try:
-            given = self.chat
-            return chats.prompt(given.messages, given.tools, self.images(), **given.variables)[1]
+            if given.kind == "audio" and speech is None:
+                raise RequestError("audio", given.files, "is not heard by this model")
+            asked = given.messages, given.tools, self.files()
+            if speech is not None:
+                return speech.prompt(*asked, **given.variables)
+            return sampler.chats.prompt(*asked, **given.variables)[1]
         except (DataError, RequestError) as error:
             raise DataError(f"{self.where}: {error}") from error
 
@@ -369,9 +417,7 @@ def generate_rank(run: Run, placement: Placement, what: Generation) -> None:
     with ExitStack() as after:
         sampler = after.enter_context(sampler_on_ranks(what.path, run, placement, room, what.adapter))
         first = not placement.rank  # alone asks: its prompts go to the others
-        prompts = [
-            each.prompt(sampler.chats) if isinstance(each, ChatLine) and first else each for each in what.prompts
-        ]
+        prompts = [each.prompt(sampler) if isinstance(each, ChatLine) and first else each for each in what.prompts]
         asked = [each for each in prompts if not isinstance(each, ChatLine)]
         answers = sampler.generate(asked, what.options, what.samples, what.stop)
         out = after.enter_context(open(what.out, "w", encoding="utf-8")) if what.out and not placement.rank else None
@@ -415,13 +461,15 @@ def shown_prompt(given: GivenPrompt) -> dict[str, Any]:
     """What an answer's line says of its prompt."""
     if not isinstance(given, ChatLine):
         return {"prompt": given}
+    if given.chat.kind == "audio" and len(given.chat.messages) == 1:
+        return {"audio": given.chat.files[0]}
     plain = [{name: value for name, value in message.items() if name != "parts"} for message in given.chat.messages]
     return {"messages": plain, **({f"{given.chat.kind}s": list(given.chat.files)} if given.chat.files else {})}
 
 
 def read_prompts(path: str) -> tuple[GivenPrompt, ...]:
-    """Of a JSONL file: {"prompt": text or token ids} or {"messages": [...]} in each line. DataError names the line
-    that is otherwise."""
+    """Of a JSONL file: {"prompt": text or token ids}, {"messages": [...]} or {"audio": file} in each line. DataError
+    names the line that is otherwise."""
     found: list[GivenPrompt] = []
     for number, line in enumerate(Path(path).read_text(encoding="utf-8").splitlines(), 1):
         if not line.strip():
@@ -431,7 +479,7 @@ def read_prompts(path: str) -> tuple[GivenPrompt, ...]:
         except ValueError:
             record = None
         prompt = record.get("prompt") if isinstance(record, dict) else None
-        if isinstance(record, dict) and "messages" in record:
+        if isinstance(record, dict) and ("messages" in record or "audio" in record):
             where = f"{path}, line {number}"
             try:
                 found.append(ChatLine(asked_chat(record), str(Path(path).parent), where))
@@ -442,7 +490,7 @@ def read_prompts(path: str) -> tuple[GivenPrompt, ...]:
         elif isinstance(prompt, str):
             found.append(prompt)
         else:
-            wanted = '{"prompt": "..."}, {"prompt": [token ids]} or {"messages": [...]}'
+            wanted = '{"prompt": "..."}, {"prompt": [token ids]}, {"messages": [...]} or {"audio": "a.flac"}'
             raise DataError(f"{path}, line {number} is not {wanted}: {line[:SHOWN]}")
     if not found:
         raise DataError(f"{path} holds no prompts")

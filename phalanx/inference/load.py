@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, TypedDict
 
 import torch
 from torch import Tensor
@@ -39,6 +39,7 @@ from phalanx.sequence.batch import Batch
 
 if TYPE_CHECKING:
     from phalanx.inference.pictures import PictureReader
+    from phalanx.inference.recordings import SoundReader
 
 
 def weights_folder(path: str) -> Path:
@@ -61,10 +62,6 @@ def run_of_folder(folder: Path, gpu: bool) -> Run:
 
 def run_of_model(model: ModelConfig, lora: AdapterConfig | None, gpu: bool) -> Run:
     """The same of a model's config. ConfigError for a model that cannot be run without training."""
-    if model.numbers_beside:
-        rule = f"has an encoder that reads {model.numbers_beside[0].name}, from which nothing is generated yet: export "
-        rule += "it (phalanx export) and generate with transformers"
-        raise ConfigError([Problem("model.family", model.family, rule)])
     length = min(1024, model.max_position_embeddings)
     train = TrainConfig(steps=1, global_batch=1, micro_batch=1, seq_length=length, precision="bf16" if gpu else "fp32")
     task: Any = usual_task(model)
@@ -76,16 +73,25 @@ def run_of_model(model: ModelConfig, lora: AdapterConfig | None, gpu: bool) -> R
 def without_data(run: Run) -> Run:
     """The run of a model that generates: no data is read, and a step has as much beside its text as its requests
     have."""
-    room = {stream.name: 4 * stream.largest for stream in run.model.reads_units}
+    room = {stream.name: 4 * stream.largest for stream in run.model.needs_room}
     texts: dict[str, Any] = {"packing": "online", "document_attention": True} if run.model.reads_beside else {}
     return replace(run, data=DataConfig(mock=True, room=room, **texts))
 
 
 def refuse_further_streams(model: ModelConfig, what: str) -> None:
     """ConfigError for a model that reads more than a text, where nothing gives it that. what: is to be done with it."""
-    named = [*(f"an {name}'s text" for name in model.reads_beside), *(stream.name for stream in model.reads_units)]
+    numbers = [stream.name for stream in model.needs_room]
+    named = [*(f"an {name}'s text" for name in model.reads_beside if name not in numbers), *numbers]
     if named:
         rule = f"reads {' and '.join(named)} beside its text, which {what} does not give it"
+        raise ConfigError([Problem("model.family", model.family, rule)])
+
+
+def refuse_sound(model: ModelConfig, what: str) -> None:
+    """ConfigError for a model that hears recordings, which `what` does not give it."""
+    if model.numbers_beside:
+        rule = f"hears a recording, which {what} does not give it: phalanx generate RUN --prompts FILE, with lines "
+        rule += '{"audio": "a.flac"}'
         raise ConfigError([Problem("model.family", model.family, rule)])
 
 
@@ -207,6 +213,7 @@ class InferenceModel:
     programs  by number of batches
     adapters  which of several a request may name; None: there are none
     pictures  reads the images of prompts; None: they have none
+    sound     reads the recordings of prompts; None: they have none
     """
 
     plan: Plan
@@ -217,6 +224,7 @@ class InferenceModel:
     programs: dict[int, list[Instruction]] = field(default_factory=dict)
     adapters: ServedAdapters | None = None
     pictures: PictureReader | None = None
+    sound: SoundReader | None = None
 
     def __post_init__(self) -> None:
         """Where all ranks that share experts compute the same step, all of its tokens go to all of them: they are few,
@@ -311,22 +319,31 @@ def load_model(folder: Path, plan: Plan, mesh: Mesh, adapters: ServedAdapters | 
     load_all(folder, plan.run.model, buffers, mesh)
     if adapters is not None:
         load_adapters(adapters.index, adapters.receipts, buffers, mesh)
-    model = InferenceModel(
-        plan, mesh, stages, stages.handlers(), adapters=adapters, pictures=picture_reader(plan.run.model, folder)
-    )
+    readers = media_readers(plan.run.model, folder)
+    model = InferenceModel(plan, mesh, stages, stages.handlers(), adapters=adapters, **readers)
     for where in stages.segments:
         stages.settle(where)
     stages.settles = False  # their weights do not change again
     return model
 
 
-def picture_reader(model: ModelConfig, weights: Path) -> PictureReader | None:
-    """What reads the images of a model's prompts; None: it reads none. DataError if what says how does not fit."""
-    if model.media is None:
-        return None
-    from phalanx.inference.pictures import PictureReader  # Pillow: start-up time of models without images
+class MediaReaders(TypedDict):
+    """What reads the media of a model's prompts; None: it reads none."""
 
-    return PictureReader.of(model, weights, config_of(weights).get("data", {}).get("processor"))
+    pictures: PictureReader | None
+    sound: SoundReader | None
+
+
+def media_readers(model: ModelConfig, weights: Path) -> MediaReaders:
+    """DataError if what says how does not fit."""
+    if model.media is None:
+        return {"pictures": None, "sound": None}
+    from phalanx.inference.pictures import PictureReader  # Pillow: start-up time of models without images
+    from phalanx.inference.recordings import SoundReader
+
+    processor = config_of(weights).get("data", {}).get("processor")
+    readers = PictureReader.of(model, weights, processor), SoundReader.of(model, weights, processor)
+    return {"pictures": readers[0], "sound": readers[1]}
 
 
 def load_alone(folder: Path, adapter: str | None = None) -> InferenceModel:

@@ -34,6 +34,8 @@ class MemoryLimits:
     length          tokens of a sequence at most
     page_size       tokens in a page, on all ranks of context parallelism together
     cp              of which each rank remembers 1 / cp
+    source          rows that an encoder reads, where all sources have as many (recordings); None: a source is as long
+                    as a sequence may be
     """
 
     most_sequences: int
@@ -41,6 +43,7 @@ class MemoryLimits:
     length: int
     page_size: int = 16
     cp: int = 1
+    source: int | None = None
 
     @property
     def own_page_size(self) -> int:
@@ -55,6 +58,22 @@ class MemoryLimits:
         whole = self.pages_of(self.length)
         reached = whole if window is None else min(whole, self.pages_of(window) + SPARE_PAGES)
         return self.most_sequences * reached + self.shared_pages(window)
+
+    def pages_for(self, kept: KeptTokens) -> int:
+        """The same of layers that remember these tokens."""
+        if kept.source and self.source is not None:
+            return self.most_sequences * self.pages_of(self.source) + self.shared_pages(None)
+        return self.most_pages(kept.window)
+
+    def read(self, kept: KeptTokens) -> int:
+        """Tokens that one of the longest sequence reads of those that such layers remember."""
+        if kept.source and self.source is not None:
+            return self.source
+        return self.length if kept.window is None else min(self.length, kept.window)
+
+    def fixes(self, kept: KeptTokens) -> bool:
+        """Whether a sequence's length, once it is long, has no part in how many pages such layers need."""
+        return kept.window is not None or (kept.source and self.source is not None)
 
     def shared_pages(self, window: int | None) -> int:
         """Of those the ones that are no sequence's own: the one that nobody has, and of a window those that a step
@@ -126,17 +145,17 @@ def remembering(blocks: Sequence[Block], depths: int = 0) -> list[Module]:
 
 
 def pages_that_fit(groups: Sequence[LayerGroup], limits: MemoryLimits, free: int) -> tuple[int, ...]:
-    """Pages of each group in `free` bytes: of windows as many as are ever used, of all others equally many tokens, as
-    many as fit and are of use. Where windows leave no room for one whole sequence, they get pages for fewer sequences,
-    for one at least. No pages at all if not even that is there."""
+    """Pages of each group in `free` bytes: of windows and of sources of one length as many as are ever used, of all
+    others equally many tokens, as many as fit and are of use. Where these leave no room for one whole sequence, they
+    get pages for fewer sequences, for one at least. No pages at all if not even that is there."""
     whole = limits.pages_of(limits.length)
-    each = sum(group.page_bytes for group in groups if group.window is None)
+    each = sum(group.page_bytes for group in groups if not limits.fixes(group.kept))
 
     def left(count: int) -> int:
-        """Bytes beside the windows of so many sequences."""
-        windows = [group for group in groups if group.window is not None]
+        """Bytes beside the windows, and sources of one length, of so many sequences."""
+        windows = [group for group in groups if limits.fixes(group.kept)]
         few = replace(limits, most_sequences=count)
-        return free - sum(few.most_pages(group.window) * group.page_bytes for group in windows)
+        return free - sum(few.pages_for(group.kept) * group.page_bytes for group in windows)
 
     count = most_that(limits.most_sequences, lambda count: left(count) >= each * (1 + whole))
     if count == 0 and left(1) < each * LEAST_PAGES:
@@ -145,7 +164,7 @@ def pages_that_fit(groups: Sequence[LayerGroup], limits: MemoryLimits, free: int
     fit = left(count) // each if each else 1 + limits.most_sequences * whole
     few = replace(limits, most_sequences=count)
     return tuple(
-        min(limits.most_pages(None), fit) if group.window is None else few.most_pages(group.window) for group in groups
+        few.pages_for(group.kept) if limits.fixes(group.kept) else min(limits.most_pages(None), fit) for group in groups
     )
 
 
@@ -161,7 +180,7 @@ def most_that(limit: int, fits: Callable[[int], bool]) -> int:
 def sequence_bytes(groups: Sequence[LayerGroup], limits: MemoryLimits) -> int:
     """Bytes of the pages of one sequence of the greatest length."""
     alone = replace(limits, most_sequences=1)
-    return sum((alone.most_pages(g.window) - alone.shared_pages(g.window)) * g.page_bytes for g in groups)
+    return sum((alone.pages_for(g.kept) - alone.shared_pages(g.window)) * g.page_bytes for g in groups)
 
 
 def longest_that_fits(groups: Sequence[LayerGroup], limits: MemoryLimits, free: int) -> int:
@@ -169,7 +188,7 @@ def longest_that_fits(groups: Sequence[LayerGroup], limits: MemoryLimits, free: 
 
     def fits(length: int) -> bool:
         one = replace(limits, most_sequences=1, length=length)
-        return sum(one.most_pages(group.window) * group.page_bytes for group in groups) <= free
+        return sum(one.pages_for(group.kept) * group.page_bytes for group in groups) <= free
 
     return most_that(limits.length, fits)
 

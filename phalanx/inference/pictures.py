@@ -111,6 +111,9 @@ class PictureReader:
             if len(mine) < image.tokens or mine[-1] - mine[0] >= image.tokens:
                 rule = f"has {image.tokens} tokens, which must follow each other in the prompt"
                 raise RequestError("images", image.name, rule)
+            if self.spec.together and found and mine[0] == found[-1][0] + found[-1][1].tokens:
+                rule = "must not follow another image at once: their tokens would read each other; put a token between"
+                raise RequestError("images", image.name, rule)
             found.append((int(mine[0]), image))
             at += image.tokens
         if at < len(places):

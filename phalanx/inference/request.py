@@ -59,6 +59,7 @@ class SamplingOptions:
     bias                (token, what is added to its logit)
     end_tokens          generation ends after one of these
     least_tokens        of end tokens none is drawn before so many are made
+    not_first           tokens of which none is the first that is made
     seed, sample        random numbers are a function of (seed, sample, position) alone: `sample` numbers the answers to
                         one prompt
     logprobs            how many of the likeliest tokens are returned with their log-probabilities beside each that was
@@ -83,6 +84,7 @@ class SamplingOptions:
     bias: tuple[tuple[int, float], ...] = ()
     end_tokens: tuple[int, ...] = ()
     least_tokens: int = 0
+    not_first: tuple[int, ...] = ()
     seed: int = 0
     sample: int = 0
     logprobs: int | None = None
@@ -131,18 +133,36 @@ class PromptImage:
 
 
 @dataclass(frozen=True)
+class PromptSound:
+    """A recording that an encoder hears.
+
+    data    the file as it came: WAV, FLAC, ...
+    name    for messages
+    digest  of what the model hears of it, in hexadecimal
+    rows    that it becomes
+    """
+
+    data: bytes = field(repr=False)
+    name: str
+    digest: str
+    rows: int
+
+
+@dataclass(frozen=True)
 class Prompt:
-    """Tokens, and the images for which some of them stand, in order."""
+    """Tokens, and the images for which some of them stand, in order; or with a recording that an encoder hears, the
+    tokens with which the text that is said begins."""
 
     tokens: tuple[int, ...]
     images: tuple[PromptImage, ...] = ()
+    sound: PromptSound | None = None
 
 
 @dataclass(frozen=True, kw_only=True)
 class Request:
     """number: the engine's, in order of arrival. priority: larger ones first. deadline: by the engine's clock, in
-    seconds. source: tokens of the text that an encoder reads, before the decoder's prompt; of other models none.
-    images: with the position of each one's first token in the prompt."""
+    seconds. source: tokens of the text that an encoder reads, before the decoder's prompt; of other models none. sound:
+    the recording that it hears instead. images: with the position of each one's first token in the prompt."""
 
     number: int
     prompt: tuple[int, ...]
@@ -151,6 +171,19 @@ class Request:
     deadline: float | None = None
     source: tuple[int, ...] = ()
     images: tuple[tuple[int, PromptImage], ...] = ()
+    sound: PromptSound | None = None
+
+    @property
+    def source_length(self) -> int:
+        """Tokens or rows that an encoder reads."""
+        return len(self.source) if self.sound is None else self.sound.rows
+
+    @property
+    def source_key(self) -> bytes:
+        """What tells sources apart; of no source nothing."""
+        if self.sound is not None:
+            return bytes.fromhex(self.sound.digest)
+        return np.array(self.source, np.int64).tobytes()
 
     @property
     def computed(self) -> tuple[int, ...]:
@@ -168,6 +201,7 @@ class Request:
             raise RequestError("scored_from", options.scored_from, rule)
         given = {"prompt": (*self.source, *self.prompt)}
         given |= {"bias": tuple(t for t, _ in options.bias), "end_tokens": options.end_tokens}
+        given["not_first"] = options.not_first
         for name, tokens in given.items():
             wrong = next((token for token in tokens if not 0 <= token < vocabulary), None)
             if wrong is not None:

@@ -433,6 +433,11 @@ class Runner:
         if self.adapters is not None:
             self.adapters.choose(filled(np.repeat(step.rows, step.counts)))
         starts, most_keys = self._to_device(step.starts), int(step.lengths.max(initial=1))
+        pictures, together = self.model.pictures, None
+        if pictures is not None and pictures.spec.together and step.images:
+            reach = np.zeros((tokens, 2), np.int32)
+            reach[:here] = step.image_spans
+            together = self._to_device(reach)
         lengths = self._to_device(step.lengths.astype(np.int32))
         spans = tuple(
             PagedSpans(
@@ -445,6 +450,7 @@ class Runner:
                 offset=cp.index,
                 stride=cp.size,
                 batch_invariant=self.model.batch_invariant,
+                together=together,
             ).with_prompts(step.counts.tolist(), step.lengths.tolist())
             for table in step.tables
         )

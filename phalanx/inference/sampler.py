@@ -137,7 +137,7 @@ class OptionTable:
         self._options = [SamplingOptions()] * rows
         self._prompts = np.zeros(rows, np.int64)
         self._penalties = np.zeros(rows, np.bool_)
-        self._sparse = np.zeros(rows, np.bool_)  # with bias, or end tokens that are forbidden at first
+        self._sparse = np.zeros(rows, np.bool_)  # with bias, or tokens that are forbidden at first
         self._logprobs = np.full(rows, -1, np.int64)
 
     def begin(self, row: int, options: SamplingOptions, prompt: int) -> None:
@@ -147,6 +147,7 @@ class OptionTable:
         self._prompts[row] = prompt
         self._penalties[row] = has_penalties(options)
         self._sparse[row] = bool(options.bias) or (bool(options.end_tokens) and options.least_tokens > 0)
+        self._sparse[row] |= bool(options.not_first)
         self._logprobs[row] = -1 if options.logprobs is None else options.logprobs
 
     def draws(self, rows: np.ndarray, positions: np.ndarray, device: torch.device | str = "cpu") -> Draws:
@@ -182,6 +183,8 @@ class OptionTable:
             biased += [(i, token, value) for token, value in options.bias]
             if positions[i] - self._prompts[row] < options.least_tokens:
                 forbidden += [(i, token) for token in options.end_tokens]
+            if positions[i] == self._prompts[row]:
+                forbidden += [(i, token) for token in options.not_first]
         bias = None
         if biased:
             at, tokens, values = zip(*biased)

@@ -64,6 +64,7 @@ class SchedulerSpec:
     further         tokens after a page on which what is remembered in it hangs too (multi-token prediction): a prefix
                     is known by them, and known when the last of them is
     source          layers that remember what an encoder has read; None: there is no encoder
+    source_longest  tokens or rows that an encoder reads at most; None: as many as a sequence has
     """
 
     most_sequences: int
@@ -76,6 +77,7 @@ class SchedulerSpec:
     further: int = 0
     prefixes: bool = True
     source: GroupSpec | None = None
+    source_longest: int | None = None
 
     def __post_init__(self) -> None:
         if not 0 <= self.late <= self.in_flight:
@@ -107,10 +109,15 @@ class SchedulerSpec:
 
     @property
     def source_room(self) -> int:
-        """Tokens of the longest text that an encoder reads; 0: there is no encoder."""
+        """Tokens or rows of the longest source that an encoder reads; 0: there is no encoder."""
         if self.source is None:
             return 0
-        return min(self.longest, (self.source.num_pages - 1) * self.page_size)
+        return min(self.most_of_source, (self.source.num_pages - 1) * self.page_size)
+
+    @property
+    def most_of_source(self) -> int:
+        """The same, whatever there are pages for."""
+        return self.longest if self.source_longest is None else self.source_longest
 
     @property
     def image_room(self) -> int:
@@ -237,6 +244,19 @@ class Step:
         return found
 
     @cached_property
+    def image_spans(self) -> np.ndarray:
+        """(T, 2) of each token of an image, the position of the image's first token and one past its last; zeros of
+        others."""
+        found = np.zeros((len(self.tokens), 2), np.int32)
+        for i in np.flatnonzero([bool(s.request.images) for s in self.sequences]).tolist():
+            first, stop = int(self.firsts[i]), int(self.firsts[i] + self.counts[i])
+            for at, image in self.sequences[i].request.images:
+                if first <= at < stop:
+                    begin = int(self.starts[i]) + at - first
+                    found[begin : begin + image.tokens] = at, at + image.tokens
+        return found
+
+    @cached_property
     def draws(self) -> tuple[np.ndarray, np.ndarray]:
         """Of the tokens that are drawn, in order: the sequence of the step that each is for, and how many tokens of
         that sequence stand between the one it is drawn after and the last one here."""
@@ -276,7 +296,7 @@ class LiveSequence:
         self.drafted = 0  # drafts that were in steps
         self.accepted = 0  # of those, tokens of the sequence now
         self.images = [(at, at + image.tokens) for at, image in request.images]
-        self.source = np.array(request.source, np.int64).tobytes()
+        self.source = request.source_key
         self.scored_from = None if options.prompt_logprobs is None else options.scored_from  # until it is computed
         self.fresh = False  # has a row, but was in no step since
         self.ended = False
@@ -311,7 +331,9 @@ class Scheduler:
         rows = spec.most_sequences
         self.spec = spec
         self.pages = PageTables(spec.groups, rows, spec.longest, spec.page_size)
-        self.sources = None if spec.source is None else SourcePages(spec.source, rows, spec.longest, spec.page_size)
+        self.sources = (
+            None if spec.source is None else SourcePages(spec.source, rows, spec.most_of_source, spec.page_size)
+        )
         self._live: dict[int, LiveSequence] = {}
         self._waiting: list[tuple[tuple[int, int], LiveSequence]] = []  # a heap; those ended are skipped
         self._deadlines: list[tuple[float, int]] = []  # a heap
@@ -353,8 +375,8 @@ class Scheduler:
         most = 1 if request.options.tokens is None else request.options.tokens
         if not request.prompt or len(request.computed) + most > self.spec.room:
             raise RequestDoesNotFit(request, self.spec.room)
-        if self.spec.source is not None and not 1 <= len(request.source) <= self.spec.source_room:
-            raise SourceDoesNotFit(len(request.source), self.spec.source_room)
+        if self.spec.source is not None and not 1 <= request.source_length <= self.spec.source_room:
+            raise SourceDoesNotFit(request.source_length, self.spec.source_room)
         largest = max((image.tokens for _, image in request.images), default=0)
         if largest > self.spec.image_room:
             raise ImageDoesNotFit(largest, self.spec.image_room)
@@ -476,7 +498,7 @@ class Scheduler:
                 index += 1
             else:
                 break
-            source = len(sequence.request.source) if sequence.fresh else 0
+            source = sequence.request.source_length if sequence.fresh else 0
             if read and read + source > SOURCE_TOKENS:
                 break
             piece = self._piece(sequence, budget)
@@ -553,7 +575,7 @@ class Scheduler:
         row = heapq.heappop(self._free_rows)
         self.pages.attach(row, keys)
         if self.sources is not None:
-            self.sources.take(row, len(sequence.request.source))
+            self.sources.take(row, sequence.request.source_length)
         sequence.row = row
         sequence.fresh = True
         sequence.known = len(keys)
@@ -582,7 +604,7 @@ class Scheduler:
 
     def _has_room(self, sequence: LiveSequence, keys: list[bytes]) -> bool:
         """There are pages for all tokens of a sequence whose first pages have these keys, and for its source."""
-        if self.sources is not None and not self.sources.has_room(len(sequence.request.source)):
+        if self.sources is not None and not self.sources.has_room(sequence.request.source_length):
             return False
         tokens = len(sequence.tokens)
         together = min(tokens, self.spec.most_tokens)

@@ -77,11 +77,10 @@ class RankServing:
         """Bytes of so many pages of each group."""
         return sum(count * group.page_bytes for count, group in zip(num_pages, self.groups))
 
-    def read(self, length: int) -> int:
-        """Bytes that a token of a sequence of this length moves of it: what it reads, and states, which it writes
-        too."""
-        windows = (group.window or length for group in self.groups)
-        pages = sum(nbytes * min(length, window) for nbytes, window in zip(self.token_bytes, windows))
+    def read(self, limits: MemoryLimits) -> int:
+        """Bytes that a token of a sequence of the greatest length moves of it: what it reads, and states, which it
+        writes too."""
+        pages = sum(nbytes * limits.read(group.kept) for nbytes, group in zip(self.token_bytes, self.groups))
         return pages + 2 * self.states
 
 
@@ -125,7 +124,7 @@ class ServingPlan:
         return most_that(MOST, fits)
 
     def _pages_fit(self, rank: RankServing, memory: float, limits: MemoryLimits) -> bool:
-        wanted = sum(limits.most_pages(group.window) * group.page_bytes for group in rank.groups)
+        wanted = sum(limits.pages_for(group.kept) * group.page_bytes for group in rank.groups)
         return wanted <= room_on(rank, memory, limits)
 
     def longest(self, memory: float) -> int:
@@ -142,7 +141,7 @@ class ServingPlan:
             tokens = group * max(1, grid.ep * grid.etp // (grid.tp * grid.cp))
             missed = 1 - run.model.num_experts_per_tok / run.model.routed_experts  # type: ignore[attr-defined]
             chosen = 1 - missed**tokens
-        return rank.dense + chosen * rank.experts + group * rank.read(self.limits.length)
+        return rank.dense + chosen * rank.experts + group * rank.read(self.limits)
 
     def group(self, count: int) -> int:
         """Sequences in a step, of `count`: those of the fullest group."""
@@ -267,6 +266,8 @@ def drafts_text(serving: ServingPlan, drafts: MtpSpec) -> str:
 def asked_text(serving: ServingPlan) -> str:
     length = serving.limits.length
     encodes = any(group.kept.source for group in serving.ranks[0].groups)
+    if serving.limits.source is not None:
+        return f"a recording and an answer of {length:,} tokens"
     return f"a prompt and an answer of {length:,} tokens each" if encodes else f"{length:,} tokens"
 
 
@@ -291,13 +292,13 @@ def arithmetic(serving: ServingPlan, devices: Sequence[Device]) -> str:
     rank = max(serving.ranks, key=lambda rank: serving.step_bytes(rank, count))
     whole = serving.step_bytes(rank, count)
     group, pp, dp = serving.group(count), serving.plan.grid.pp, serving.plan.grid.dp
-    remembered_bytes = group * rank.read(serving.limits.length)
+    remembered_bytes = group * rank.read(serving.limits)
     stages = f", in each of {pp} stages" if pp > 1 else ""
     replicas = f" x {dp} replicas" if dp > 1 else ""
     milliseconds = count / serving.tokens_per_s(count, device.bandwidth) * dp * 1e3
     return (
         f"{device.name}: a step reads {size_text(whole - remembered_bytes)} of weights and {group:,} x "
-        f"{size_text(rank.read(serving.limits.length))} of {remembered_text(rank)} at "
+        f"{size_text(rank.read(serving.limits))} of {remembered_text(rank)} at "
         f"{device.bandwidth / 1e12:.2f} TB/s{stages}: {milliseconds:.3g} ms for {count:,} tokens{replicas}"
     )
 

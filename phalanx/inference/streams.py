@@ -9,6 +9,8 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import replace
+from functools import partial
+from typing import TYPE_CHECKING
 
 import numpy as np
 import torch
@@ -22,6 +24,9 @@ from phalanx.sequence.paged import PagedSpans, SourceSpans
 from phalanx.sequence.patches import PATCHES
 from phalanx.sequence.shard import SequenceShard
 
+if TYPE_CHECKING:
+    from phalanx.inference.recordings import SoundReader
+
 
 class StepStreams:
     """Of one rank. to_device: copies what the host has made."""
@@ -30,7 +35,7 @@ class StepStreams:
         self._model, self._limits, self._to_device = model, limits, to_device
         mesh, config = model.mesh, model.plan.run.model
         self._tp, self._cp = mesh.grid.tp, mesh.cp
-        self._encodes, self._pictures = bool(config.reads_beside), model.pictures
+        self._encodes, self._pictures, self._sound = bool(config.reads_beside), model.pictures, model.sound
         self._part = SequenceShard(mesh.cp.index, mesh.cp.size, rank=mesh.at.tp, ranks=mesh.grid.tp)
         self._decodes = mesh.at.pp == 0  # the first block reads patches
         # by row, how much a token's position in time is beyond its place, after the prompt
@@ -53,6 +58,9 @@ class StepStreams:
         """The batch of a step, of `tokens` tokens on all ranks of cp together, with what is read beside them."""
         if batch.paged is None or not (self._encodes or self._pictures is not None):
             return batch
+        if self._encodes and self._sound is not None:
+            beside = {self._sound.spec.stream.name: self._heard(self._sound, step)}
+            return replace(batch, beside=beside, paged=replace(batch.paged, source=self._source(step)))
         if self._encodes:
             texts = [step.sequences[i].request.source for i in step.admitted]
             encoder, paged = self._encoder(texts), replace(batch.paged, source=self._source(step))
@@ -91,6 +99,18 @@ class StepStreams:
         if ENCODER not in self._idle:
             self._idle[ENCODER] = encoder_batch([], self._tp).to(device)
         return self._idle[ENCODER]
+
+    def _heard(self, reader: SoundReader, step: Step) -> Batch:
+        """The recordings of sequences that begin."""
+        requests = [step.sequences[i].request for i in step.admitted]
+        sounds = [request.sound for request in requests if request.sound is not None]
+        made, device = partial(reader.batch, multiple=self._tp, decodes=self._decodes), self._model.mesh.device
+        if sounds:
+            return made(sounds).to(device)
+        name = reader.spec.stream.name
+        if name not in self._idle:
+            self._idle[name] = made([]).to(device)
+        return self._idle[name]
 
     def _source(self, step: Step) -> SourceSpans:
         """Where cross-attention finds what it reads, and where it is written."""

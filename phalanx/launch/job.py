@@ -10,15 +10,23 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 
 from phalanx.base.errors import ConfigError, Problem
-from phalanx.base.rules import default_of
+from phalanx.base.rules import default_of, no_effect
 from phalanx.base.version import VERSION
 from phalanx.config.cluster import ClusterConfig, seconds_of
 from phalanx.config.run import Run
 
 FINAL = (2, 3, 4, 5, 7, 8)  # exit codes of ends that a restart would meet again
+SLURM = "slurm"  # for a topology: the scheduler is asked
 KEPT_SAVES = 2  # times the slowest save: what the trainer keeps for the last one (training/main.py)
-SLURM_ONLY = ("partition", "account", "qos", "constraint", "exclusive", "switches", "time")
-KUBERNETES_ONLY = ("namespace", "queue", "topology", "rdma", "nvlink_domain", "user")
+# Keys of the section `cluster` that not every way of launching reads, and which do.
+READ_BY = {
+    **dict.fromkeys(("partition", "account", "qos", "constraint", "exclusive", "switches"), ("slurm",)),
+    "time": ("slurm", "ssh"),
+    **dict.fromkeys(("namespace", "queue"), ("k8s", "rayjob")),
+    **dict.fromkeys(("topology", "rdma", "nvlink_domain", "user"), ("k8s", "rayjob")),
+    **dict.fromkeys(("image", "mounts"), ("slurm", "ssh", "k8s", "rayjob", "sky")),  # ssh says more of it itself
+}
+COMMANDS = {"rayjob": "ray --kind rayjob"}
 MOST_LAYOUTS = 64  # numbers of nodes in a range, of which each is checked
 
 
@@ -34,6 +42,11 @@ class ClusterJob:
     time_s      longest time of one job; None: the scheduler's default
     chain       instead of requeueing itself, this many jobs one after the other; None: it requeues itself
     hosts       the nodes to take, in the order that ranks are to have; empty: the scheduler's choice and order
+    preflight   the nodes are checked before ranks start
+    spares      nodes that are asked for beyond `nodes`: the preflight leaves out bad ones
+    topology    a file that says where nodes are, or SLURM: it is asked when the job starts. None: ranks have the
+                scheduler's order
+    switches    leaf switches that `nodes` need at least, by the topology; None: not known
     """
 
     typed: str
@@ -46,6 +59,10 @@ class ClusterJob:
     time_s: int | None = None
     chain: int | None = None
     hosts: tuple[str, ...] = ()
+    preflight: bool = False
+    spares: int = 0
+    topology: str | None = None
+    switches: int | None = None
 
     @property
     def name(self) -> str:
@@ -73,8 +90,8 @@ class ClusterJob:
 
 @dataclass(frozen=True)
 class JobOptions:
-    """What `phalanx launch` was given beside the config; None: the config's section `cluster` says it. in_pods: the job
-    is one of Kubernetes."""
+    """What `phalanx launch` was given beside the config; None: the section `cluster` says it. by: who launches,
+    a name in READ_BY."""
 
     nodes: str = "1"
     time: str | None = None
@@ -82,7 +99,20 @@ class JobOptions:
     chain: int | None = None
     at: tuple[str, ...] = ()
     hosts: tuple[str, ...] = ()
-    in_pods: bool = False
+    preflight: bool = False
+    spares: int = 0
+    topology: str | None = None
+    by: str = "slurm"
+
+    @property
+    def in_pods(self) -> bool:
+        """Whether it runs in pods of Kubernetes."""
+        return self.by in ("k8s", "rayjob")
+
+    @property
+    def fixed(self) -> bool:
+        """Whether it takes one number of nodes."""
+        return self.by != "slurm"
 
 
 def job_of(typed: str, words: tuple[str, ...], run: Run, options: JobOptions) -> ClusterJob:
@@ -92,8 +122,8 @@ def job_of(typed: str, words: tuple[str, ...], run: Run, options: JobOptions) ->
         cluster = replace(cluster, partition=options.partition)
     workdir = working_folder_of_pods(cluster) if options.in_pods else Path.cwd()
     nodes, problems = node_range(options.nodes)
-    if options.in_pods and nodes[0] != nodes[1]:
-        rule = "must be one number: Kubernetes starts all pods of a job"
+    if options.fixed and nodes[0] != nodes[1]:
+        rule = f"must be one number: `phalanx launch {command_of(options.by)}` starts all of them together"
         problems.append(Problem("--nodes", options.nodes, rule, {}, nodes, "command line"))
     time = options.time or cluster.time
     time_s = None if time is None else seconds_of(time)
@@ -107,7 +137,10 @@ def job_of(typed: str, words: tuple[str, ...], run: Run, options: JobOptions) ->
     if options.hosts and nodes != (len(options.hosts),) * 2:
         rule, because = "must be the number of hosts that are named", {"hosts": len(options.hosts)}
         problems.append(Problem("--nodes", options.nodes, rule, because, (len(options.hosts),), "command line"))
-    problems += unread(cluster, options.in_pods)
+    problems += unread(cluster, options.by)
+    if options.spares and nodes[0] != nodes[1]:
+        rule = "is for one number of nodes: a range takes what is free"
+        problems.append(Problem("--spares", options.spares, rule, {"--nodes": options.nodes}, (0,), "command line"))
     job = ClusterJob(
         typed,
         workdir / run.dir,
@@ -119,6 +152,9 @@ def job_of(typed: str, words: tuple[str, ...], run: Run, options: JobOptions) ->
         time_s,
         options.chain,
         options.hosts,
+        options.preflight,
+        options.spares,
+        options.topology,
     )
     layouts, wrong = layouts_at(options.at, job)
     if problems + wrong:
@@ -132,18 +168,27 @@ def working_folder_of_pods(cluster: ClusterConfig) -> Path:
     return Path(first.partition(":")[2] or "/")
 
 
-def unread(cluster: ClusterConfig, in_pods: bool) -> list[Problem]:
-    """Keys of the section that are set, and that the scheduler which was asked for has no place for."""
-    reads, names, other = ("slurm", KUBERNETES_ONLY, "k8s") if not in_pods else ("k8s", SLURM_ONLY, "slurm")
+def command_of(by: str) -> str:
+    """What follows `phalanx launch`."""
+    return COMMANDS.get(by, by)
+
+
+def unread(cluster: ClusterConfig, by: str) -> list[Problem]:
+    """Keys of the section that are set, and for which the way that was chosen has no place."""
     found = []
-    for name in names:
+    for name, readers in READ_BY.items():
+        if by == "ssh" and "slurm" in readers:
+            continue  # a file that both share: over ssh nobody is asked for anything
         value, default = getattr(cluster, name), default_of(ClusterConfig, name)
-        if value != default:
+        if value != default and by not in readers:
+            others = " and ".join(f"`phalanx launch {command_of(reader)}`" for reader in readers)
             rule = (
-                f"is not read by `phalanx launch {reads}`, only by `phalanx launch {other}`; --cluster FILE names "
-                "another file of this section"
+                f"is not read by `phalanx launch {command_of(by)}`, only by {others}; --cluster FILE "
+                "names another file of this section"
             )
             found.append(Problem(f"cluster.{name}", value, rule, {}, (default,)))
+    if cluster.mounts and cluster.image is None and by != "sky":
+        found += no_effect("cluster", cluster, ("mounts",), "cluster.image", {"cluster.image": None})
     return found
 
 

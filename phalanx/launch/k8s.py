@@ -17,8 +17,9 @@ from phalanx.base.errors import ConfigError, Problem
 from phalanx.base.placement import SECRET
 from phalanx.base.rules import problem
 from phalanx.launch.job import FINAL, ClusterJob
+from phalanx.launch.ray_jobs import runtime_env
 
-KINDS = ("job", "jobset", "trainjob")
+KINDS = ("job", "jobset", "trainjob", "rayjob")
 PORT = 29500  # where node 0 listens: each pod has an address of its own
 CONFIGS = "/etc/phalanx"  # where the config lies in a pod
 LONGEST_NAME = 63  # characters of a host name
@@ -27,6 +28,11 @@ DOMAIN = re.compile(r"[a-z0-9]([-a-z0-9.]*[a-z0-9])?")
 KEY = re.compile(r"[-._A-Za-z0-9]+")
 NODE_LABEL = re.compile(r"([a-z0-9][-a-z0-9.]*/)?[A-Za-z0-9]([-_.A-Za-z0-9]*[A-Za-z0-9])?")
 MEMORY = re.compile(r"([1-9]\d*)([KMGT]?)")  # as SLURM writes it: powers of 1024, MiB without a letter
+# The letter in brackets keeps grep from finding itself.
+STOP = (
+    "for p in /proc/[0-9]*; do grep -qs 'launch-nod[e]' $p/cmdline && kill -TERM ${p#/proc/}; done; "
+    "while grep -qs 'launch-nod[e]' /proc/[0-9]*/cmdline; do sleep 1; done"
+)
 RUN_SECRET = "run-secret"  # key of the Secret that the pods of a run share
 
 
@@ -41,6 +47,7 @@ class PodSpec:
     command     what the container runs
     secrets     variable -> (Secret, key in it)
     mounts      (claim, folder inside) of each volume
+    stop        of a pod whose first process is Ray's: words of a shell that ask the run to save, and wait for it
     """
 
     name: str
@@ -55,6 +62,7 @@ class PodSpec:
     resources: dict[str, Any]
     labels: dict[str, str]
     make_secret: str
+    stop: str = STOP
     final: tuple[int, ...] = FINAL
 
 
@@ -73,19 +81,23 @@ def write(job: ClusterJob, kind: str, config: Path) -> str:
     env.filters["literal"] = literal
     env.filters["combine"] = lambda first, second: {**first, **second}
     env.filters["block"] = block
-    return env.get_template(f"k8s_{kind}.yaml").render(job=job, pods=pods_of(job, kind, config))
+    env.filters["join_quoted"] = shlex.join
+    pods = pods_of(job, kind, config)
+    return env.get_template(f"k8s_{kind}.yaml").render(job=job, pods=pods, runtime_env=runtime_env(job))
 
 
 def pods_of(job: ClusterJob, kind: str, config: Path) -> PodSpec:
     c, name, count = job.cluster, name_of(job), job.nodes[0]
     first = f"{name}-0" if kind == "job" else f"{name}-node-0-0"
-    environment = {"HOME": "/tmp", "PHALANX_RANKS_PER_NODE": str(c.ranks)}
-    if kind != "trainjob":
+    environment = {"HOME": "/tmp"}
+    if kind != "rayjob":
+        environment["PHALANX_RANKS_PER_NODE"] = str(c.ranks)
+    if kind in ("job", "jobset"):
         environment |= {"PHALANX_NODES": str(count), "MASTER_ADDR": f"{first}.{name}", "MASTER_PORT": str(PORT)}
     if c.interface is not None:
         environment["PHALANX_INTERFACE"] = c.interface
     environment |= {key: str(value) for key, value in c.environment.items()}
-    secrets = {SECRET: (name, RUN_SECRET)}
+    secrets = {} if kind == "rayjob" else {SECRET: (name, RUN_SECRET)}
     secrets |= {key: (where.partition("/")[0], where.partition("/")[2]) for key, where in c.secrets.items()}
     namespace = f" --namespace {c.namespace}" if c.namespace else ""
     return PodSpec(
@@ -94,7 +106,7 @@ def pods_of(job: ClusterJob, kind: str, config: Path) -> PodSpec:
         name if kind == "job" else "",
         config.read_text(encoding="utf-8"),
         config.name,
-        [unexpanded(word) for word in command_of(job)],
+        driver_of(job) if kind == "rayjob" else [unexpanded(word) for word in command_of(job)],
         {key: unexpanded(value) for key, value in environment.items()},
         secrets,
         [split_mount(mount) for mount in c.mounts],
@@ -110,6 +122,16 @@ def command_of(job: ClusterJob) -> list[str]:
     if not job.cluster.setup:
         return words
     return ["/bin/bash", "-c", "\n".join(["set -e", *job.cluster.setup, 'exec "$@"']), "bash", *words]
+
+
+def driver_of(job: ClusterJob) -> list[str]:
+    """The entry point of a Ray job in pods: of the section `cluster` it needs what nodes are asked for and do. Their
+    environment, secrets and volumes are those of the pods."""
+    c = job.cluster
+    kept = ("gpus_per_node", "ranks_per_node", "cpus_per_node", "memory", "grace_s", "max_restarts", "program", "setup")
+    section = json.dumps({name: getattr(c, name) for name in kept})
+    words = [word for word in job.words if word != "cluster=null"]
+    return [*shlex.split(c.program), "launch-ray", "--nodes", str(job.nodes[0]), *words, f"cluster={section}"]
 
 
 def unexpanded(text: str) -> str:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import importlib.util
 import json
 import os
+import re
 import secrets
 import tempfile
 from collections.abc import Sequence
@@ -20,10 +21,11 @@ from phalanx.launch.k8s import RUN_SECRET
 from phalanx.launch.programs import NoScheduler, SchedulerRefused
 
 MANAGER = "phalanx"  # owner of the fields that are applied
-WORKLOADS = ("Job", "JobSet", "TrainJob")
+WORKLOADS = ("Job", "JobSet", "TrainJob", "RayJob")
 KUEUE = "kueue.x-k8s.io"
 PATIENCE_S = 30.0  # for one answer
 SECRET_BYTES = 32
+CONTAINER = "node"  # of our pods
 
 
 def documents_of(text: str) -> list[dict[str, Any]]:
@@ -79,6 +81,51 @@ class KubeServer:
     def __init__(self, api: Any, namespace: str) -> None:
         self._api, self._namespace = api, namespace
         self._known: Any = None
+
+    @property
+    def namespace(self) -> str:
+        return self._namespace
+
+    def pods(self, name: str) -> list[dict[str, Any]]:
+        """The pods of a run, in the order of its nodes as far as their names say it."""
+        selector = f"app.kubernetes.io/instance={name}"
+        found = self.objects("v1", "Pod", label_selector=selector)
+        numbers = {id(pod): [int(n) for n in re.findall(r"\d+", pod["metadata"]["name"])] for pod in found}
+        return sorted(found, key=lambda pod: (index_of(pod), numbers[id(pod)]))
+
+    def events(self, name: str) -> list[dict[str, Any]]:
+        """What controllers said of an object."""
+        return self.objects("v1", "Event", field_selector=f"involvedObject.name={name}")
+
+    def queued(self, owner: str) -> list[dict[str, Any]]:
+        """What Kueue keeps of a job; nothing where there is no Kueue."""
+        from kubernetes.dynamic.exceptions import ResourceNotFoundError
+
+        try:
+            version = self.ask(self._kinds().get, group=KUEUE, kind="Workload").group_version
+        except ResourceNotFoundError:
+            return []
+        found = self.objects(version, "Workload")
+        owners = (one["metadata"].get("ownerReferences") or [] for one in found)
+        return [one for one, of in zip(found, owners) if any(ref.get("uid") == owner for ref in of)]
+
+    def objects(self, version: str, kind: str, **selectors: Any) -> list[dict[str, Any]]:
+        get = self.kind({"apiVersion": version, "kind": kind}).get
+        found = self.ask(get, namespace=self._namespace, _request_timeout=PATIENCE_S, **selectors)
+        return [item.to_dict() for item in found.items]
+
+    def log(self, pod: str, lines: int | None = None) -> str:
+        """What a pod's container has said: all, or its last lines."""
+        from kubernetes import client
+
+        read = client.CoreV1Api(self._api).read_namespaced_pod_log
+        limit: dict[str, Any] = {} if lines is None else {"tail_lines": lines}
+        limit |= {
+            "container": CONTAINER,
+            "_request_timeout": PATIENCE_S,
+            "_preload_content": False,
+        }  # bytes, as they are
+        return self.ask(read, pod, self._namespace, **limit).data.decode(errors="replace")
 
     def kind(self, document: dict[str, Any]) -> Any:
         """Where objects of the document's kind are kept. ConfigError if the server has no such kind."""
@@ -185,7 +232,7 @@ class KubeServer:
                 raise FolderInUse(self._there(workload))
 
     def submit(self, documents: Sequence[dict[str, Any]]) -> str:
-        """Apply a checked manifest, and the run's secret if there is none; returns the command that shows its log.
+        """Apply a checked manifest, and the run's secret if there is none; returns what `phalanx status` calls it.
         FolderInUse if somebody else was faster."""
         workload = workload_of(documents)
         name = workload["metadata"]["name"]
@@ -202,8 +249,7 @@ class KubeServer:
         )
         if not self.create(workload):
             raise FolderInUse(self._there(workload))
-        pods = f"--selector app.kubernetes.io/instance={name}"
-        return f"kubectl logs --follow --namespace {self._namespace} {pods}"
+        return f"{self._namespace}/{workload['kind'].lower()}/{name}"
 
     def _there(self, workload: dict[str, Any]) -> str:
         kind, name = workload["kind"], workload["metadata"]["name"]
@@ -211,6 +257,12 @@ class KubeServer:
         return (
             f"{kind} {name} is in namespace {self._namespace} already: remove it with `{gone}`, or choose another `dir`"
         )
+
+
+def index_of(pod: dict[str, Any]) -> int:
+    """The number of a pod's node, which the Job controller puts on it."""
+    index = (pod["metadata"].get("labels") or {}).get("batch.kubernetes.io/job-completion-index", "")
+    return int(index) if index.isdigit() else 0
 
 
 def workload_of(documents: Sequence[dict[str, Any]]) -> dict[str, Any]:

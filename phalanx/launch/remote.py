@@ -1,5 +1,5 @@
-"""Processes on other hosts, started by ssh or a command like it, and their output. What they run is decided
-elsewhere: a preflight (cli/preflight.py) or the ranks of a run (ssh.py)."""
+"""Processes on other hosts, started by ssh, a command like it, or Ray (ray_nodes.py), and their output. What they run
+is decided elsewhere: a preflight (cli/preflight.py) or the ranks of a run (ssh.py)."""
 
 from __future__ import annotations
 
@@ -12,6 +12,7 @@ from collections import deque
 from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import dataclass
+from typing import IO, Protocol
 
 from phalanx.base.errors import PhalanxError
 
@@ -26,12 +27,28 @@ ADVICE = {
 }
 
 
+class RemotePipes(Protocol):
+    """The way to a process on a host, with its standard streams and its end: a subprocess of ssh is one."""
+
+    @property
+    def stdin(self) -> IO[bytes] | None: ...
+
+    @property
+    def stdout(self) -> IO[bytes] | None: ...
+
+    def wait(self, timeout: float | None = None) -> int:
+        """Exit status: LOST if the way itself broke. subprocess.TimeoutExpired if it is not over in time."""
+
+    def kill(self) -> None:
+        """Cut the way."""
+
+
 @dataclass
 class RemoteProcess:
-    """A process on a host; `process` is the ssh that leads to it. said: its last lines on standard error."""
+    """A process on a host; `process` leads to it. said: its last lines on standard error."""
 
     host: str
-    process: subprocess.Popen[bytes]
+    process: RemotePipes
     listener: threading.Thread
     said: deque[str]
 

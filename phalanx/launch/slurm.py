@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import shlex
+from collections import Counter
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -13,13 +14,15 @@ from phalanx.launch.job import FINAL, ClusterJob
 from phalanx.launch.programs import SchedulerRefused, ask
 from phalanx.launch.submitted import logs_of
 from phalanx.launch.template import template
+from phalanx.layout.positions import Positions, from_topology_conf
 
+SWITCHES_WAIT = "1:00:00"  # for nodes that hang together, before others are taken
 PROGRAMS = ("sbatch", "squeue", "sinfo", "scontrol", "scancel")
 
 
 def write(job: ClusterJob) -> str:
     """The batch script, to be read and kept."""
-    nodes = "-".join(map(str, dict.fromkeys(job.nodes)))
+    nodes = "-".join(str(count + job.spares) for count in dict.fromkeys(job.nodes))
     return template("slurm.sbatch").render(
         job=job,
         nodes=nodes,
@@ -41,7 +44,7 @@ def options_of(job: ClusterJob) -> list[str]:
         "gpus-per-node": c.gpus_per_node,
         "cpus-per-task": c.cpus_per_node,
         "mem": c.memory,
-        "switches": c.switches,
+        "switches": c.switches or (f"{job.switches}@{SWITCHES_WAIT}" if job.switches else None),
         "time": None if job.time_s is None else slurm_time(job.time_s),
         "nodelist": ",".join(job.hosts) or None,
         "comment": f"phalanx {job.folder}",
@@ -70,6 +73,25 @@ def slurm_time(seconds: int) -> str:
     """3661 -> 0-01:01:01; SLURM's own form, without rounding."""
     days, rest = divmod(seconds, 86400)
     return f"{days}-{rest // 3600:02}:{rest % 3600 // 60:02}:{rest % 60:02}"
+
+
+def least_switches(positions: Positions, nodes: int) -> int | None:
+    """How few domains of the innermost level hold so many nodes; None if the nodes of the positions are too few, or
+    those of one domain alone."""
+    if not positions.levels:
+        return None
+    sizes = Counter(of for of in positions.of.values() if of[-1])
+    left = nodes
+    for count, (_, size) in enumerate(sizes.most_common(), 1):
+        left -= size
+        if left <= 0:
+            return count
+    return None
+
+
+def topology_now() -> Positions:
+    """Positions by the scheduler's own topology. SchedulerRefused or BadPositions if it has none."""
+    return from_topology_conf(ask("scontrol", "show", "topology"))
 
 
 # ---- asking the scheduler ------------------------------------------------------------------------
@@ -116,7 +138,7 @@ def check_with_scheduler(job: ClusterJob, script: Path) -> None:
 def check_partition(job: ClusterJob, partition: SlurmPartition) -> list[Problem]:
     because = {"partition": partition.name}
     found = []
-    least = job.nodes[0]
+    least = job.nodes[0] + job.spares
     if least > partition.nodes:
         rule = "must be <= the nodes of the partition"
         found.append(Problem("--nodes", least, rule, {**because, "its nodes": partition.nodes}, (partition.nodes,)))

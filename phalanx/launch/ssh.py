@@ -16,7 +16,7 @@ import shlex
 import sys
 import threading
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
@@ -90,7 +90,7 @@ class HostEnd:
 
 
 @dataclass
-class SshHost:
+class RunHost:
     """A host of the run. introduced: what it said of itself; None: nothing yet."""
 
     number: int
@@ -111,7 +111,8 @@ class HostLogs:
     once."""
 
     def __init__(self, folder: Path, start: str, hosts: tuple[str, ...]):
-        self.folder = folder / f"ssh-{start}"
+        """start: names this one, such as ssh-20260702-101500."""
+        self.folder = folder / start
         self._lock = threading.Lock()
         self._shown: dict[str, None] = {}
         self._complained = False
@@ -122,7 +123,7 @@ class HostLogs:
             self._files = [
                 open(self.folder / f"node-{number}-{name}.log", "ab", buffering=0) for number, name in enumerate(names)
             ]
-            self._shared = open(folder / f"ssh-{start}.log", "ab", buffering=0)
+            self._shared = open(folder / f"{start}.log", "ab", buffering=0)
         except OSError as error:
             raise CheckpointError(
                 f"{error.filename}: {error.strerror}; the hosts' output goes there: choose a `dir` that can be written"
@@ -167,17 +168,27 @@ class HostLogs:
             file.close()
 
 
+Reach = Callable[[int, str, str, Callable[[str], None]], RemoteProcess]
+"""Start a command on a host: (number, name, command, what hears its standard error) -> the process there."""
+
+
+def by_ssh(ssh: str) -> Reach:
+    """ssh: the command that leads to a host."""
+    return lambda number, name, command, hear: start_remote(name, ssh, command, hear)
+
+
 @dataclass
-class SshRun:
+class HostsRun:
     """One start of a job on its hosts. secret: of the run; empty: one is made."""
 
     job: ClusterJob
-    ssh: str
+    reach: Reach
     script: str
     secret: str
     logs: HostLogs
-    hosts: list[SshHost] = field(default_factory=list)
+    hosts: list[RunHost] = field(default_factory=list)
     ended: list[HostEnd] = field(default_factory=list)
+    stop_asked: bool = False
     _events: queue.SimpleQueue[HostEnd | None] = field(default_factory=queue.SimpleQueue)  # None: look again
 
     def run(self) -> None:
@@ -205,10 +216,10 @@ class SshRun:
     def _start(self) -> None:
         command = f"exec bash -c {shlex.quote(self.script)}"  # the user's own shell may be another
 
-        def start(number: int) -> SshHost:
+        def start(number: int) -> RunHost:
             name = self.job.hosts[number]
-            remote = start_remote(name, self.ssh, command, lambda text: self.logs.error(number, name, text))
-            return SshHost(number, name, remote)
+            remote = self.reach(number, name, command, lambda text: self.logs.error(number, name, text))
+            return RunHost(number, name, remote)
 
         with ThreadPoolExecutor(min(AT_ONCE, len(self.job.hosts))) as pool:
             self.hosts += pool.map(start, range(len(self.job.hosts)))
@@ -216,7 +227,7 @@ class SshRun:
             host.send({"name": host.name.rpartition("@")[2]})
             threading.Thread(target=self._read, args=(host,), daemon=True, name="phalanx-host").start()
 
-    def _read(self, host: SshHost) -> None:
+    def _read(self, host: RunHost) -> None:
         """All that a host prints. Its shell may print something before its program speaks."""
         for line in host.remote.process.stdout or ():
             if host.introduced is None and (introduced := introduction(line)):
@@ -277,7 +288,7 @@ class SshRun:
                 self._end([host for host in self.hosts if not host.over])
                 return
 
-    def _end(self, late: Sequence[SshHost]) -> None:
+    def _end(self, late: Sequence[RunHost]) -> None:
         """End the ranks of these hosts at once, and wait for that a little; how they end says nothing."""
         names = ", ".join(host.name for host in late)
         print(f"ending the ranks on {names}, which are still there", file=sys.stderr, flush=True)
@@ -291,6 +302,7 @@ class SshRun:
 
     def _pass_on(self, at_once: bool) -> str:
         """To the ranks of all hosts: a request to save and stop, or to end at once."""
+        self.stop_asked = True
         for host in self.hosts:
             host.send({"signal": "SIGINT" if at_once else "SIGTERM"})
         self._events.put(None)
@@ -306,7 +318,7 @@ def introduction(line: bytes) -> dict[str, Any] | None:
     return said if isinstance(said, dict) and {"address", "port"} <= said.keys() else None
 
 
-def verdict(hosts: Sequence[SshHost], ended: Sequence[HostEnd], logs: Path) -> RankFailed | None:
+def verdict(hosts: Sequence[RunHost], ended: Sequence[HostEnd], logs: Path) -> RankFailed | None:
     """How the run ended, or None if every host succeeded. ended: in order of time; those that are missing did not end
     by themselves.
 

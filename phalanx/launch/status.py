@@ -8,9 +8,12 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from phalanx.base.errors import PhalanxError
+from phalanx.launch import kube_status, ray_jobs
+from phalanx.launch.kube_status import kube_job
 from phalanx.launch.programs import SchedulerRefused, ask, look_for
 from phalanx.launch.submitted import logs_of, submission_of
 
+LOGS = ("slurm", "ssh", "ray")  # what the names of logs begin with
 TAIL = 64 * 1024  # bytes of a file's end that are searched for its last line
 OVER = (
     "COMPLETED",
@@ -91,17 +94,37 @@ def slurm_states(job: str) -> list[SlurmState]:
     return [SlurmState(*row.split("|")) for row in rows.splitlines()]
 
 
-def running_or_waiting(folder: Path) -> SlurmState | None:
-    """The job of the run's last submission that is not over, if the scheduler still knows one."""
+@dataclass(frozen=True)
+class BusyJob:
+    """A submitted job that is not over. cancel: the command that ends it."""
+
+    job: str
+    state: str
+    cancel: str
+
+
+def busy(folder: Path) -> BusyJob | None:
+    """The job of the run's last submission that is not over, if its scheduler still knows one."""
     before = submission_of(folder)
-    if before is None or before.scheduler != "slurm":
+    if before is None:
         return None
-    return next((state for state in slurm_states(before.job) if not state.over), None)
+    if before.scheduler == "ray":
+        state = ray_jobs.running(before)
+        stop = f"ray job stop --address {before.server} {before.job}"
+        return None if state is None else BusyJob(before.job, state.lower(), stop)
+    there = next((state for state in slurm_states(before.job) if not state.over), None)
+    return None if there is None else BusyJob(there.job, there.state.lower(), f"scancel {there.job}")
 
 
 def status(what: str) -> str:
-    """The state of a job, by its number, or of the last one of a run, by its folder. PhalanxError if there is none."""
+    """The state of a job of SLURM, by its number, of one of Kubernetes, by its kind and name, or of the last one of a
+    run, by its folder. PhalanxError if there is none."""
+    if (kube := kube_job(what)) is not None and not Path(what).exists():
+        return "\n".join(kube_status.status_lines(kube))
     folder, job = find(what)
+    submitted = None if folder is None else submission_of(folder)
+    if folder is not None and submitted is not None and submitted.scheduler == "ray":
+        return "\n".join([*ray_jobs.state_lines(submitted), *run_lines(folder)])
     states = [] if job is None else slurm_states(job)
     lines = [line for state in states for line in state_lines(state)]
     if job is not None and not states:
@@ -117,9 +140,11 @@ def find(what: str) -> tuple[Path | None, str | None]:
         return None, what
     folder = Path(what)
     if not folder.is_dir():
-        raise PhalanxError(f"{what} is neither the number of a job nor the folder of a run")
+        raise PhalanxError(
+            f"{what} is neither the number of a job nor the folder of a run, nor KIND/NAME on Kubernetes"
+        )
     submitted = submission_of(folder)
-    if submitted is not None:
+    if submitted is not None and submitted.scheduler == "slurm":
         look_for("SLURM", "squeue")
     return folder, None if submitted is None else submitted.job
 
@@ -156,6 +181,13 @@ def last_line(path: Path) -> str:
     return next((line.strip() for line in reversed(lines) if line.strip()), "")
 
 
+def log_text(what: str) -> str:
+    """What a job, or all jobs of a run, have said. PhalanxError if there is nothing."""
+    if (kube := kube_job(what)) is not None and not Path(what).exists():
+        return kube_status.log_text(kube)
+    return "".join(path.read_text(encoding="utf-8", errors="replace") for path in log_files(what))
+
+
 def log_files(what: str) -> list[Path]:
     """The logs of a job, or of all jobs of a run, the oldest first. PhalanxError if there are none."""
     folder, job = find(what)
@@ -165,7 +197,9 @@ def log_files(what: str) -> list[Path]:
             raise PhalanxError(f"the scheduler does not know the run of job {job}: name the folder of the run instead")
     of_run = Path(what).is_dir()
     there = logs_of(folder or Path(what))
-    found = sorted((*there.glob("slurm-*.log"), *there.glob("ssh-*.log")), key=lambda path: path.stat().st_mtime)
+    found = sorted(
+        (path for kind in LOGS for path in there.glob(f"{kind}-*.log")), key=lambda path: path.stat().st_mtime
+    )
     exact = [path for path in found if of_run or re.fullmatch(rf"slurm-{job}(_\d+)?\.log", path.name)]
     if not exact:
         raise PhalanxError(f"{there} has no log of {what} yet; phalanx status {what} says why")

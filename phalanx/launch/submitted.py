@@ -13,13 +13,15 @@ NAME = "launch.json"
 
 @dataclass(frozen=True)
 class Submission:
-    """scheduler: slurm; job: its number there; script: what was submitted; time: when, in ISO 8601."""
+    """scheduler: slurm, ray or k8s; job: its number there; script: what was submitted; time: when, in ISO 8601; server:
+    where the scheduler answers, if there are several."""
 
     scheduler: str
     job: str
     script: str
     command: str
     time: str
+    server: str = ""
 
     def note(self, folder: Path) -> None:
         folder.mkdir(parents=True, exist_ok=True)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import shlex
 
 from jinja2 import Environment, PackageLoader, StrictUndefined, Template
@@ -19,6 +20,7 @@ def template(name: str) -> Template:
     env.filters["quote"] = lambda value: shlex.quote(str(value))
     env.filters["file"] = quoted_path
     env.filters["join_quoted"] = shlex.join
+    env.filters["json"] = json.dumps
     return env.get_template(name)
 
 

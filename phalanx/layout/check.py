@@ -23,7 +23,8 @@ def check(
     experts: in each layer, 0 for a dense model; expert_size: their width. kv_heads: in each layer; attention_dropout:
     of its probabilities.
     """
-    found = at_least("layout", config, 1, "tp", "cp", "cp_ulysses", "ep", "etp", "pp", "virtual_stages", "bucket_mb")
+    sizes = ("tp", "cp", "cp_ulysses", "ep", "etp", "pp", "virtual_stages", "media_group", "bucket_mb")
+    found = at_least("layout", config, 1, *sizes)
     found += at_least("layout", config, 0, "prefetch")
     if not found:
         found += (
@@ -34,8 +35,18 @@ def check(
         found += check_experts(config, world_size, experts, expert_size) + check_context(
             config, kv_heads, attention_dropout
         )
-        found += check_sharding(config, world_size, experts)
+        found += check_sharding(config, world_size, experts) + check_media_group(config, world_size)
     return found
+
+
+def check_media_group(config: LayoutConfig, world_size: int) -> list[Problem]:
+    """Groups of data-parallel ranks that compute each other's images are equally large."""
+    together, group = config.pp * config.cp * config.tp, config.media_group
+    if world_size % together or world_size // together % group == 0:
+        return []
+    because = {"data-parallel ranks": world_size // together}
+    rule = "must divide the number of data-parallel ranks (world_size / (pp * cp * tp))"
+    return [problem("layout", config, "media_group", rule, because, divisors(group, world_size // together))]
 
 
 def check_sharding(config: LayoutConfig, world_size: int, experts: int) -> list[Problem]:

@@ -41,8 +41,9 @@ class ExpertCoords:
 class Grid:
     """Sizes of the mesh axes. Rank = ((pp * DP + dp) * CP + cp) * TP + tp: neighbours in tp are neighbours on the node.
 
-    Along cp, groups of `ulysses` neighbours exchange heads; `dynamic`: documents are assigned to ranks by length. In
-    the expert view, the rank inside its stage is (edp * EP + ep) * ETP + etp; EDP is what remains of the stage.
+    Along cp, groups of `ulysses` neighbours exchange heads; `dynamic`: documents are assigned to ranks by length. Along
+    dp, groups of `media` neighbours compute each other's images. In the expert view, the rank inside its stage is (edp
+    * EP + ep) * ETP + etp; EDP is what remains of the stage.
     """
 
     pp: int = 1
@@ -53,6 +54,7 @@ class Grid:
     etp: int = 1
     ulysses: int = 1
     dynamic: bool = False
+    media: int = 1
 
     @property
     def world(self) -> int:
@@ -110,6 +112,15 @@ class Grid:
         rest, etp = divmod(self.rank(at) % self.stage, self.etp)
         edp, ep = divmod(rest, self.ep)
         return ExpertCoords(edp, ep, etp)
+
+    def media_ranks(self, at: Coords) -> tuple[int, ...]:
+        """The ranks that compute the images of this rank's micro-batches and of its neighbours' along dp, by dp, cp and
+        tp."""
+        return tuple(
+            rank
+            for rank in self.ranks(at, ("dp", "cp", "tp"))
+            if self.coords(rank).dp // self.media == at.dp // self.media
+        )
 
     def index(self, at: Coords, axis: AxisName | ExpertAxis) -> int:
         """A rank's number along an axis of either view."""

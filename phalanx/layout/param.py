@@ -23,10 +23,10 @@ ROLES: tuple[Role, ...] = get_args(Role)
 class Init:
     """Initial values of a global tensor: normal(0, std); uniform in [-bound, bound); zeros; ones; sinusoids of a row's
     number: sines of falling frequencies, then their cosines (Vaswani et al., 2017); log_count, the logarithm of each
-    element's number, counted from 1; or time_step, of which softplus is log-uniform from low to high and at least
-    `floor` (Gu & Dao, "Mamba", 2023)."""
+    element's number, counted from 1; log_uniform, the logarithm of a number drawn uniformly in [low, high); or
+    time_step, of which softplus is log-uniform from low to high and at least `floor` (Gu & Dao, "Mamba", 2023)."""
 
-    kind: Literal["normal", "uniform", "zeros", "ones", "sinusoids", "log_count", "time_step"]
+    kind: Literal["normal", "uniform", "zeros", "ones", "sinusoids", "log_count", "log_uniform", "time_step"]
     std: float = 0.0
     bound: float = 0.0
     low: float = 0.0

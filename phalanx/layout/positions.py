@@ -80,7 +80,8 @@ def _range(text: str, item: str) -> list[str]:
 
 
 def from_topology_conf(text: str) -> Positions:
-    """Positions from SLURM's topology.conf: `SwitchName=` lines (topology/tree) or `BlockName=` lines (topology/block).
+    """Positions from SLURM's topology.conf, or from what `scontrol show topology` prints: lines of `SwitchName=`
+    (topology/tree) or `BlockName=` (topology/block).
 
     A host's domains are the switches from the root to its own; trees of several depths are filled from the outside.
     """
@@ -96,7 +97,8 @@ def from_topology_conf(text: str) -> Positions:
             if "switchname" in words:
                 name = words["switchname"]
                 parents.update(dict.fromkeys(expand_hosts(words.get("switches", "")), name))
-                leaves.update(dict.fromkeys(expand_hosts(words.get("nodes", "")), name))
+                if "switches" not in words:  # `scontrol show topology` lists all hosts below a switch too
+                    leaves.update(dict.fromkeys(expand_hosts(words.get("nodes", "")), name))
             elif "blockname" in words:
                 blocks.update({host: (words["blockname"],) for host in expand_hosts(words.get("nodes", ""))})
         except BadPositions as error:

@@ -59,7 +59,7 @@ class ScaledGateMLP(SwiGLU):
         self.gate = Gate(alpha=scale)
 
 
-class ParallelLayer(Block):
+class HybridLayer(Block):
     """With n = norm1(x): x += scan(n) + attention(n), then x += mlp(norm2(x)), with their multipliers."""
 
     def __init__(self, config: Any, env: Env, layer: int):
@@ -125,5 +125,5 @@ def falcon_h1_blocks(config: Any, env: Env) -> Sequence[BlockMaker]:
         head.norm = ScaledRMSNorm(env, name, *sizes, config.lm_head_multiplier)
         return head
 
-    layers = decoder_blocks(config, env, ParallelLayer)[1:-1]
+    layers = decoder_blocks(config, env, HybridLayer)[1:-1]
     return [lambda made: ScaledEmbedding(config, env), *layers, last]

@@ -75,7 +75,7 @@ class Gemma3Config(Gemma3TextConfig):
         edge = self.vision.image_size
         usual = {"image_processor_type": "Gemma3ImageProcessor", "size": {"height": edge, "width": edge}}
         written = (BEGIN, f"\n\n{BEGIN}{IMAGE}{END}\n\n")
-        return PictureSpec(self.patch_form, self.image_token_id, (edge, edge), usual, written)
+        return PictureSpec(self.patch_form, self.image_token_id, (edge, edge), usual, written, together=True)
 
     @property
     def reads_units(self) -> tuple[UnitStream, ...]:

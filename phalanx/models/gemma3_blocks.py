@@ -50,6 +50,8 @@ class Gemma3Embedding(DecoderEmbedding):
         return (StreamSpec(HIDDEN, self.width),)
 
     def forward(self, x: Tensor, batch: Batch) -> Tensor:
+        if batch.beside[PATCHES].idle:
+            return super().forward(x, batch)
         means = self.last(x).unflatten(0, (-1, self.joined)).mean(1)
         return self.features.put(super().forward(x, batch), self.project(self.norm(means)), batch, self.env)
 

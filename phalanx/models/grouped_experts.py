@@ -292,21 +292,32 @@ def grouped_fields(found: ConfigJson) -> dict[str, Any]:
     found.odd += other_values(found.stated, GROUPED_ONLY)
     own = found.pick(*GROUPED_FIELDS) | {"norm_topk_prob": bool(v["norm_topk_prob"])}
     own["num_nextn_predict_layers"] = v["num_mtp_layers"]
-    if "aux_loss_alpha" in found.stated:
-        scope = "sequence" if v["seq_aux"] else "micro_batch"
-        own |= {"router_aux_loss_coef": v["aux_loss_alpha"], "router_aux_loss_scope": scope}
-    return own
+    return own | balance_fields(found)
+
+
+def balance_fields(found: ConfigJson) -> dict[str, Any]:
+    """Of the balancing loss, if the file says something of it."""
+    if "aux_loss_alpha" not in found.stated:
+        return {}
+    scope = "sequence" if found.values["seq_aux"] else "micro_batch"
+    return {"router_aux_loss_coef": found.values["aux_loss_alpha"], "router_aux_loss_scope": scope}
 
 
 def grouped_to_hf(config: GroupedExpertsConfig) -> dict[str, Any]:
     return {
         **{name: getattr(config, name) for name in GROUPED_FIELDS},
-        "aux_loss_alpha": config.router_aux_loss_coef,
-        "seq_aux": config.router_aux_loss_scope == "sequence",
+        **balance_to_hf(config),
         "scoring_func": "sigmoid",
         "topk_method": "noaux_tc",
         "moe_layer_freq": 1,
         "num_nextn_predict_layers": config.num_nextn_predict_layers,
+    }
+
+
+def balance_to_hf(config: GroupedExpertsConfig) -> dict[str, Any]:
+    return {
+        "aux_loss_alpha": config.router_aux_loss_coef,
+        "seq_aux": config.router_aux_loss_scope == "sequence",
     }
 
 

@@ -261,7 +261,7 @@ def split_rules(config: NemotronHConfig, tp: int) -> list[Problem]:
     )
     if config.routed_experts and inner < tp:
         because = {"model.moe_shared_expert_intermediate_size": inner}
-        valid = divisors(tp, config.num_attention_heads)
+        valid = tuple(ranks for ranks in divisors(tp, config.num_attention_heads) if ranks <= inner)
         found.append(Problem("layout.tp", tp, "must be <= moe_shared_expert_intermediate_size", because, valid))
     return found
 

@@ -24,7 +24,22 @@ if TYPE_CHECKING:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Qwen3MoEConfig(ExpertsConfig):
+class SparseStepConfig(ExpertsConfig):
+    """Some layers have experts, the others a dense MLP."""
+
+    norm_topk_prob: bool = True
+    """Divide the chosen experts' probabilities by their sum."""
+    decoder_sparse_step: int = 1
+    """Every so many layers, the last one has experts."""
+    mlp_only_layers: tuple[int, ...] = ()
+    """Further layers with a dense MLP."""
+
+    def has_experts(self, layer: int) -> bool:
+        return layer not in self.mlp_only_layers and (layer + 1) % self.decoder_sparse_step == 0
+
+
+@dataclass(frozen=True, kw_only=True)
+class Qwen3MoEConfig(SparseStepConfig):
     """Qwen3's fields; intermediate_size is the width of dense layers."""
 
     family: Literal["qwen3_moe"] = "qwen3_moe"
@@ -35,12 +50,6 @@ class Qwen3MoEConfig(ExpertsConfig):
     """Experts that each token goes to."""
     moe_intermediate_size: int
     """Width of an expert."""
-    norm_topk_prob: bool = True
-    """Divide the chosen experts' probabilities by their sum."""
-    decoder_sparse_step: int = 1
-    """Every so many layers, the last one has experts."""
-    mlp_only_layers: tuple[int, ...] = ()
-    """Further layers with a dense MLP."""
     head_dim: int | None = 128
     """Width of a head; null: hidden_size / num_attention_heads."""
     rms_norm_eps: float = 1e-6
@@ -62,9 +71,6 @@ class Qwen3MoEConfig(ExpertsConfig):
     @property
     def expert_size(self) -> int:
         return self.moe_intermediate_size
-
-    def has_experts(self, layer: int) -> bool:
-        return layer not in self.mlp_only_layers and (layer + 1) % self.decoder_sparse_step == 0
 
 
 # functions that build blocks import torch themselves, because reading a config must not
@@ -99,7 +105,7 @@ def rules(config: Qwen3MoEConfig, seq_length: int) -> list[Problem]:
     return with_head_rules(config, found)
 
 
-def check_layers(config: Qwen3MoEConfig) -> list[Problem]:
+def check_layers(config: SparseStepConfig) -> list[Problem]:
     layers = config.num_hidden_layers
     found = at_least("model", config, 1, "moe_intermediate_size", "decoder_sparse_step")
     if not all(0 <= i < layers for i in config.mlp_only_layers):
@@ -169,7 +175,7 @@ def shrink_experts(config: Qwen3MoEConfig, small: SmallExperts) -> Qwen3MoEConfi
     )
 
 
-def least_layers(config: Qwen3MoEConfig) -> int:
+def least_layers(config: SparseStepConfig) -> int:
     """Enough for one layer with experts."""
     with_experts = [i for i in range(config.num_hidden_layers) if config.has_experts(i)]
     return max(2, with_experts[0] + 1) if with_experts else 2

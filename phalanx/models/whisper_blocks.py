@@ -83,6 +83,8 @@ class SoundEmbedding(Block):
 
     def forward(self, x: Tensor, batch: Batch) -> Tensor:
         sound = batch.beside[SOUND]
+        if sound.idle:
+            return self.conv1.new_zeros(sound.num_tokens // self.env.grid.tp, self.width)
         if sound.values is None:
             raise TypeError("the batch has no frames of sound")
         first, stop = self.env.cut(sound.num_tokens)
@@ -113,6 +115,8 @@ class SoundEmbedding(Block):
 
 class SoundLayer(Block):
     """A layer of the encoder: rows of a recording read each other both ways."""
+
+    works_on = SOUND
 
     def __init__(self, config: Any, env: Env, layer: int):
         super().__init__(env)

@@ -4,7 +4,7 @@ tensors in checkpoints."""
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
-from functools import cached_property, partial
+from functools import partial
 from typing import Literal
 
 import torch
@@ -12,13 +12,14 @@ from torch import Tensor
 
 from phalanx.layout.param import Init, MatrixOutputs, Replica
 from phalanx.nn.env import Env
-from phalanx.nn.linear import ColumnLinear, RowLinear
+from phalanx.nn.linear import ColumnLinear, RowLinear, bias_name
 from phalanx.nn.memory import PageSpec
 from phalanx.nn.module import ONES, Module, OutputRows, bias_spec, own_memory
 from phalanx.nn.norm import RMSNorm
 from phalanx.nn.query_temperature import QueryTemperature
 from phalanx.nn.relative_bias import RelativeBiasTable
 from phalanx.nn.rotary import Rotary
+from phalanx.nn.scored_attention import ScoredAttention, ScoreOutputs
 from phalanx.ops.attention import context
 from phalanx.ops.attention.attention import ATTENTION, ProbabilityDropout
 from phalanx.ops.attention.kind import CAUSAL, PAGED, AttentionKind, Learned, refuse_unsupported
@@ -69,13 +70,8 @@ def supported(kind: AttentionKind, env: Env, dropout: float = 0.0) -> AttentionK
 def whole_only(kind: AttentionKind) -> str | None:
     """Why attention of a kind takes whole sequences alone; None: what it reads can be remembered while they go on."""
     lacking = sorted(kind.features - PAGED)
-    later = " (tokens read later ones)" if lacking in (["direction"], ["prefix"], ["together"]) else ""
+    later = " (tokens read later ones)" if lacking in (["direction"], ["prefix"]) else ""
     return f"attention to what is remembered has no {', no '.join(lacking)}{later}" if lacking else None
-
-
-def attention_plan(env: Env, kind: AttentionKind) -> context.AttentionPlan:
-    """How layers of a kind attend on this rank."""
-    return context.AttentionPlan(kind, env.axes, env.ops.cp_attention, env.kernels_for(ATTENTION), env.recompute.keep)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -101,6 +97,8 @@ class AttentionSpec:
                 layer is given
     temperature of queries by position, after the rotation
     sinks       global name of the sinks: one logit for each query head that joins the softmax
+    gated       the matrix of queries also makes a gate: after each head's queries as many outputs, whose sigmoid
+                multiplies what the head has read (Qwen3-Next)
     """
 
     names: tuple[str, str, str, str]
@@ -125,12 +123,37 @@ class AttentionSpec:
     kind: AttentionKind = CAUSAL
     temperature: QueryTemperature | None = None
     sinks: str | None = None
+    gated: bool = False
 
     @property
     def biased(self) -> tuple[str, ...]:
         """The matrices of q, k and v that have a bias."""
         q, k, v, _ = self.names
         return () if self.bias == "none" else (q, v) if self.bias == "not keys" else (q, k, v)
+
+
+def score_outputs(spec: AttentionSpec) -> tuple[ScoreOutputs, ...]:
+    """What the scores of its heads are made of. Queries and keys are scaled alike; if heads share a key head, it is
+    left as it is (see nn.scored_attention)."""
+    (q, k, _, _), width, dim = spec.names, spec.head_dim, int(spec.transposed)
+    fused, own_keys = q == k, spec.kv_heads == spec.heads
+    step = 3 * width if fused and spec.fused_by == "head" else width
+    at = 0 if not fused else width if spec.fused_by == "head" else spec.heads * width
+    found = [ScoreOutputs(q, 0, step, width, 0.5 if own_keys else 1.0, dim)]
+    if own_keys:
+        found.append(ScoreOutputs(k, at, step, width, 0.5, dim))
+    return (*found, *(replace(each, name=bias_name(each.name), dim=0) for each in found if each.name in spec.biased))
+
+
+def unclippable(spec: AttentionSpec) -> str | None:
+    """As ScoredAttention.unclippable."""
+    if spec.head_norm or spec.width_norm or spec.unit_norm is not None:
+        return (
+            "queries and keys are normalized after their projections, so scores do not follow the size of the weights"
+        )
+    if spec.dropout > 0:
+        return "attention with dropout of its probabilities does not measure scores"
+    return None
 
 
 class WidthNorm(Module):
@@ -157,7 +180,7 @@ class WidthNorm(Module):
         return width_norm(packed, self.weight, self.shard, self.eps, self.env.tp, self.env.kernels_for(WIDTH_NORM))
 
 
-class Attention(Module):
+class Attention(ScoredAttention):
     """qkv -> norm of heads, or of all at once (if any) -> rotary (if any) -> attention as `kind` says -> output
     projection.
 
@@ -176,6 +199,9 @@ class Attention(Module):
         kind = replace(spec.kind, sinks=spec.sinks is not None, bias=None if table is None else table.bias)
         self.kind, self.table = supported(kind, env, spec.dropout), table
         rows = self._rows(spec, own)
+        self.gate_width = self.heads * head_dim if spec.gated else 0
+        if spec.gated:
+            rows[:1] = gated_rows(spec, own)
         if spec.std_q is not None:
             rows[0] = replace(rows[0], init=Init("normal", spec.std_q))
         init, transposed = Init("normal", spec.std), spec.transposed
@@ -200,9 +226,11 @@ class Attention(Module):
         self.width_norm = WidthNorm(env, spec, own) if spec.width_norm else None
         self.unit_norm, self.value_norm = spec.unit_norm, spec.value_norm
         self.values_are_keys = spec.names[0] != spec.names[1] == spec.names[2]
-        self.num_weights = spec.width * (2 * heads + (2 - self.values_are_keys) * spec.kv_heads) * head_dim
+        of_queries = 3 if spec.gated else 2  # and the output's
+        self.num_weights = spec.width * (of_queries * heads + (2 - self.values_are_keys) * spec.kv_heads) * head_dim
         self.remembers = PageSpec(self.kv_heads, head_dim, head_dim, window=self.kind.window)
         self.whole_only = whole_only(self.kind)
+        self.score_outputs, self.unclippable = score_outputs(spec), unclippable(spec)
 
     def _rows(self, spec: AttentionSpec, own: Heads) -> list[OutputRows]:
         names, fused = spec.names, spec.names[0] == spec.names[1]
@@ -234,15 +262,21 @@ class Attention(Module):
     def forward(self, x: Tensor, batch: Batch) -> Tensor:
         """x (T / tp, D) -> (T / tp, D)."""
         recompute = self.env.recompute
-        qkv = recompute.op("qkv", self.qkv, x)
+        qkv, gate = self._ungated(recompute.op("qkv", self.qkv, x))
         q, k, v = recompute.op("rope", partial(self._heads, batch), qkv)
         if batch.paged is not None:
-            return self.out(self._attend_memory(batch.paged, q, k, v))
+            return self.out(gated(self._attend_memory(batch.paged, q, k, v), gate))
         mixed = recompute.by_batch("attention", self._attend, batch, context.likes_of(q, v), q, k, v)
-        return self.out(mixed)
+        return self.out(gated(mixed, gate))
 
     def takes_lazy(self, x: Tensor) -> bool:
         return not any(map(self.env.recompute.recomputes, ("norm", "qkv"))) and self.qkv.takes_lazy(x)
+
+    def _ungated(self, projected: Tensor) -> tuple[Tensor, Tensor | None]:
+        """What `qkv` makes (T, ...) -> queries, keys and values, and the gate (T, own heads * K) if there is one."""
+        if not self.gate_width:
+            return projected, None
+        return projected[:, self.gate_width :], projected[:, : self.gate_width]
 
     def _heads(self, batch: Batch, qkv: Tensor) -> tuple[Tensor, ...]:
         """q, k and v as attention reads them."""
@@ -291,17 +325,13 @@ class Attention(Module):
         """Its parameters beside the matrices."""
         return Learned(self.sinks, None if self.table is None else self.table.weight)
 
-    @cached_property
-    def plan(self) -> context.AttentionPlan:
-        return attention_plan(self.env, self.kind)
-
     def _attend(self, batch: Batch, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
         """-> (T, own heads * K)."""
         if self.dropout > 0 and self.training:
             self.env.refuse_invariance("dropout of attention's probabilities")
             dropout = ProbabilityDropout(self.dropout, self.env.seed, self.layer, self.first_head)
             return context.attention_with_dropout((q, k, v), batch, self.plan, self.learned, dropout)
-        return context.attention(q, k, v, batch, self.plan, self.learned)
+        return context.attention(q, k, v, batch, self.plan_here, self.learned)
 
     def _attend_memory(self, paged: PagedSequences, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
         """The same of sequences that go on from what is remembered of them."""
@@ -311,3 +341,25 @@ class Attention(Module):
 
     def flops(self, seq_length: int) -> float:
         return 2.0 * self.num_weights + 4.0 * self.kind.keys_per_query(seq_length) * self.all_heads * self.head_dim
+
+
+def gated_rows(spec: AttentionSpec, own: Heads) -> list[OutputRows]:
+    """Rows of the gates of this rank's heads, then those of their queries, in the matrix that has a head's queries and
+    its gate one after the other."""
+    width, size = spec.head_dim, 2 * spec.heads * spec.head_dim
+    return [
+        OutputRows(
+            spec.names[0],
+            size,
+            (2 * head + part) * width,
+            (2 * head + part + 1) * width,
+            outputs=(MatrixOutputs(matrix, width, heads=True),),
+        )
+        for part, matrix in ((1, "gate"), (0, "q"))
+        for head in range(own.q0, own.q1)
+    ]
+
+
+def gated(mixed: Tensor, gate: Tensor | None) -> Tensor:
+    """What heads have read (T, own heads * K), times the sigmoid of their gate."""
+    return mixed if gate is None else mixed * torch.sigmoid(gate)

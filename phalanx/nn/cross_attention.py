@@ -8,11 +8,12 @@ from collections.abc import Callable
 from torch import Tensor
 
 from phalanx.layout.param import Init, MatrixOutputs
-from phalanx.nn.attention import AttentionSpec, Heads, attention_plan
+from phalanx.nn.attention import AttentionSpec, Heads
 from phalanx.nn.env import Env
 from phalanx.nn.linear import ColumnLinear, RowLinear
 from phalanx.nn.memory import PageSpec
 from phalanx.nn.module import Module, OutputRows, own_memory
+from phalanx.nn.scored_attention import attention_plan
 from phalanx.ops.attention.attention import ProbabilityDropout
 from phalanx.ops.attention.cross import FEATURES, cross_attention
 from phalanx.ops.attention.kind import UnsupportedAttention, refuse_unsupported

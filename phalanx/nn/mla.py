@@ -10,19 +10,20 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass, replace
-from functools import cached_property, partial
+from functools import partial
 
 import torch
 from torch import Tensor
 
 from phalanx.layout.param import Init, MatrixOutputs
-from phalanx.nn.attention import attention_plan, supported, whole_only
+from phalanx.nn.attention import supported, whole_only
 from phalanx.nn.env import Env
 from phalanx.nn.linear import ColumnLinear, ReplicatedLinear, RowLinear
 from phalanx.nn.memory import PageSpec
-from phalanx.nn.module import Module, OutputRows, own_memory
+from phalanx.nn.module import OutputRows, own_memory
 from phalanx.nn.norm import RMSNorm
 from phalanx.nn.rotary import Rotary
+from phalanx.nn.scored_attention import ScoredAttention, ScoreOutputs
 from phalanx.ops.attention import context
 from phalanx.ops.attention.attention import ATTENTION
 from phalanx.ops.attention.kind import NOTHING, AttentionKind
@@ -61,11 +62,11 @@ class LatentSizes:
         )
 
 
-class LatentAttention(Module):
+class LatentAttention(ScoredAttention):
     """at: global name of the layer's attention, whose tensors are named as in Hugging Face's deepseek_v3.
 
     kind: window and scale of the scores (scale None: 1 / sqrt(nope + rope)). interleaved: how the weights pair the
-    rotated features.
+    rotated features. rotation None: nothing is rotated (Kimi Linear); the part of keys that all heads share stays.
     """
 
     def __init__(
@@ -76,15 +77,16 @@ class LatentAttention(Module):
         heads: int,
         sizes: LatentSizes,
         std: float,
-        rotation: Rotation,
+        rotation: Rotation | None,
         kind: AttentionKind,
         interleaved: bool = True,
     ):
         super().__init__(env)
         env.refuse_invariance("attention to latents, which generation multiplies in another order than training,")
         first, last = env.cut(heads)
-        self.sizes, self.all_heads, self.heads = sizes, heads, last - first
-        self.rotary, self.kind, self.interleaved = Rotary(rotation), supported(kind, env), interleaved
+        self.sizes, self.all_heads, self.heads, self.first_head = sizes, heads, last - first, first
+        self.rotary = None if rotation is None else Rotary(rotation)
+        self.kind, self.interleaved = supported(kind, env), interleaved
         self.whole_only = whole_only(self.kind)
         init, s = Init("normal", std), sizes
         kv_down = OutputRows(f"{at}.kv_a_proj_with_mqa.weight", s.kv_rank + s.rope, 0, s.kv_rank + s.rope, env.everyone)
@@ -102,6 +104,12 @@ class LatentAttention(Module):
         both = (MatrixOutputs("k", s.nope, heads=True), MatrixOutputs("v", s.value, heads=True))
         kv_up = OutputRows(f"{at}.kv_b_proj.weight", heads * each, first * each, last * each, outputs=both)
         self.kv_up = ColumnLinear(env, [kv_up], s.kv_rank, init)
+        # all heads share the rotated part of keys, so their queries' takes the whole ratio
+        self.score_outputs = (
+            ScoreOutputs(q_up.name, 0, s.query, s.nope, 0.5),
+            ScoreOutputs(q_up.name, s.nope, s.query, s.rope, 1.0),
+            ScoreOutputs(kv_up.name, 0, each, s.nope, 0.5),
+        )
         values = first * s.value, last * s.value
         self.out = RowLinear(env, f"{at}.o_proj.weight", width, heads * s.value, values, init)
         self.q_norm = RMSNorm(env, f"{at}.q_a_layernorm", s.q_rank, EPS) if s.q_rank else None
@@ -120,12 +128,8 @@ class LatentAttention(Module):
         mixed = recompute.by_batch("attention", self._attend, batch, context.likes_of(q, v), q, k, v)
         return self.out(mixed)
 
-    @cached_property
-    def plan(self) -> context.AttentionPlan:
-        return attention_plan(self.env, self.kind)
-
     def _attend(self, batch: Batch, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-        return context.attention(q, k, v, batch, self.plan)
+        return context.attention(q, k, v, batch, self.plan_here)
 
     def _project(self, x: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         """x (T / tp, D) -> q (T, heads, nope + rope), kv (T, heads, nope + value), the rotated part of keys (T, 1,
@@ -153,11 +157,10 @@ class LatentAttention(Module):
             q, k, v = (t[0].transpose(0, 1) for t in self._rotated(batch, *self._project(x)))
             return own_memory(self).attend((q, k, v), paged, self.kind, NOTHING, kernels).flatten(1)
         q, latent, k_rope = self._latents(x)
-        table = self.rotary.table(batch, q.dtype)
         keys_up, values_up = self._up_matrices()
         q_latent = torch.einsum("thn,hnr->thr", q[..., : s.nope], keys_up)
-        q = torch.cat((q_latent, turn(q[..., s.nope :], table, self.interleaved)), -1)
-        rotated = turn(gather(k_rope, tp).unsqueeze(1), table, self.interleaved)
+        q_rope, rotated = self._positioned(batch, q[..., s.nope :], gather(k_rope, tp).unsqueeze(1))
+        q = torch.cat((q_latent, q_rope), -1)
         k = torch.cat((gather(latent, tp).unsqueeze(1), rotated), -1)
         scale = 1 / math.sqrt(s.query) if self.kind.scale is None else self.kind.scale
         mixed = own_memory(self).attend((q, k, None), paged, replace(self.kind, scale=scale), NOTHING, kernels)
@@ -175,11 +178,19 @@ class LatentAttention(Module):
 
     def _rotated(self, batch: Batch, q: Tensor, kv: Tensor, k_rope: Tensor) -> tuple[Tensor, ...]:
         """The outputs of `_project` -> q, k, v (sequences, heads, S, ...)."""
-        s, table = self.sizes, self.rotary.table(batch, q.dtype)
+        s = self.sizes
         k, v = kv.split((s.nope, s.value), -1)
-        q = torch.cat((q[..., : s.nope], turn(q[..., s.nope :], table, self.interleaved)), -1)
-        k = torch.cat((k, turn(k_rope, table, self.interleaved).expand(-1, self.heads, -1)), -1)
+        q_rope, k_rope = self._positioned(batch, q[..., s.nope :], k_rope)
+        q = torch.cat((q[..., : s.nope], q_rope), -1)
+        k = torch.cat((k, k_rope.expand(-1, self.heads, -1)), -1)
         return tuple(t.unflatten(0, (batch.num_sequences, batch.length)).transpose(1, 2) for t in (q, k, v))
+
+    def _positioned(self, batch: Batch, q_rope: Tensor, k_rope: Tensor) -> tuple[Tensor, Tensor]:
+        """The parts of queries and keys that have positions, rotated if there is a rotary embedding."""
+        if self.rotary is None:
+            return q_rope, k_rope
+        table = self.rotary.table(batch, q_rope.dtype)
+        return turn(q_rope, table, self.interleaved), turn(k_rope, table, self.interleaved)
 
     def flops(self, seq_length: int) -> float:
         per_key = 2.0 * self.all_heads * (self.sizes.query + self.sizes.value)

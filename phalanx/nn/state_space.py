@@ -14,19 +14,17 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from phalanx.layout.box import Box
-from phalanx.layout.param import Init, ParamSpec, Piece
+from phalanx.layout.param import Init, ParamSpec
 from phalanx.nn.attention import Heads
 from phalanx.nn.env import Env
 from phalanx.nn.linear import ColumnLinear, RowLinear
 from phalanx.nn.memory import StateSpec
 from phalanx.nn.module import ONES, Module, OutputRows, bias_spec, own_states
+from phalanx.nn.short_conv import conv_spec, convolve_chunks
 from phalanx.ops.dense.activation import GATED, swiglu
-from phalanx.ops.scan.context import chunks_of, states_before, tokens_before
-from phalanx.ops.scan.conv1d import CONV1D, conv1d
+from phalanx.ops.scan.context import chunks_of, states_before
 from phalanx.ops.scan.gated_norm import GATED_NORM, NormGroups, Order, gated_norm
 from phalanx.ops.scan.remembered import convolve_remembered, scan_remembered
-from phalanx.ops.scan.rows import TokenRows
 from phalanx.ops.scan.scan import (
     SCAN,
     ScanInputs,
@@ -141,7 +139,7 @@ class StateSpace(Module):
             shard.of_heads(name, size, inner + mixed, 1),
         ]
         self.in_proj = ColumnLinear(env, rows, s.width, init, bias=s.bias)
-        self.conv = self.param(_conv_spec(shard.convolved(f"{s.name}.conv1d.weight", mixed, 0), s.taps))
+        self.conv = self.param(conv_spec(shard.convolved(f"{s.name}.conv1d.weight", mixed, 0), s.taps))
         biases = shard.convolved(f"{s.name}.conv1d.bias", mixed, 0)
         self.conv_bias = self.param(bias_spec(biases)) if s.conv_bias else None
         low, high, floor = s.steps
@@ -189,14 +187,7 @@ class StateSpace(Module):
 
     def _convolved(self, batch: Batch, mixed: Tensor) -> Tensor:
         """(T, features of x, B and C) -> the same, convolved and activated."""
-        x = mixed.unflatten(0, (batch.num_sequences, -1))
-        before = tokens_before(x, batch, self.spec.taps - 1, self.env.axes.cp)
-        kernels, weight = self.env.kernels_for(CONV1D), self._taps
-        made = [
-            conv1d(x[:, chunk.rows], weight, self.conv_bias, TokenRows(chunk.numbers, old), True, kernels)
-            for chunk, old in zip(chunks_of(batch), before)
-        ]
-        return torch.cat(made, 1).flatten(0, 1) if len(made) > 1 else made[0].flatten(0, 1)
+        return convolve_chunks(mixed, batch, self._taps, self.conv_bias, self.env)
 
     def _parts(self, mixed: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         """x (..., H, P), B and C (..., G, N)."""
@@ -247,17 +238,6 @@ class StateSpace(Module):
         s = self.spec
         mixed = s.heads * s.head_dim + 2 * s.groups * s.state
         return 2.0 * self.num_weights + 2.0 * s.taps * mixed + 6.0 * s.heads * s.head_dim * s.state
-
-
-def _conv_spec(rows: list[OutputRows], taps: int) -> ParamSpec:
-    """Storage (channels here, 1, taps), as torch.nn.Conv1d has it."""
-    init, pieces, at = Init("uniform", bound=1 / math.sqrt(taps)), [], 0
-    for r in rows:
-        count = r.stop - r.start
-        local, box = (slice(at, at + count), slice(0, 1), slice(0, taps)), Box((r.start, 0, 0), (r.stop, 1, taps))
-        pieces.append(Piece(r.name, (r.size, 1, taps), box, local, init, replicas=r.replicas))
-        at += count
-    return ParamSpec((at, 1, taps), tuple(pieces), role="conv")
 
 
 def _norm_groups(env: Env, shard: ScanShard, order: Order) -> NormGroups:

@@ -67,6 +67,9 @@ class Pending:
         packed = torch.cat(
             [packed, *(t.flatten().double() for t in (result.fp8, result.gradient_distance) if t is not None)]
         )
+        self._clipped = None if result.clipped_heads is None else len(packed)
+        if result.clipped_heads is not None:
+            packed = torch.cat((packed, result.clipped_heads.double().view(1)))
         self._metrics = {name: len(packed) + i for i, name in enumerate(result.metrics)}
         if result.metrics:
             packed = torch.cat((packed, torch.stack([*result.metrics.values()]).double()))
@@ -101,6 +104,10 @@ class Pending:
         if self._distance is None:
             return None
         return self._host[self._distance_at :][: self._distance.numel()].view(self._distance).tolist()
+
+    def clipped_heads(self) -> int | None:
+        """Heads of attention that QK-clip scaled, after `read`; None without optim.qk_clip."""
+        return None if self._clipped is None else int(self._host[self._clipped].item())
 
     def metrics(self) -> dict[str, float]:
         """Means of the objective's metrics, by name, after `read`."""
@@ -211,7 +218,7 @@ class Reporter:
 
     def _values(self, pending: Pending, loss: float, norm: float, samples: int, seconds: float) -> dict[Record, Any]:
         rate = samples * self.speed.seq_length / seconds
-        routing, mtp_loss = pending.routing(), pending.mtp_loss()
+        routing, mtp_loss, clipped_heads = pending.routing(), pending.mtp_loss(), pending.clipped_heads()
         flops, slow = rate * self.speed.flops_per_token / self.speed.ranks, self.slow()
         return {
             records.LOSS: loss,
@@ -230,6 +237,7 @@ class Reporter:
             **self._fp8_values(pending),
             **({records.SLOW: {rank: how.ratio for rank, (_, how) in slow.items()}} if slow else {}),
             **({} if mtp_loss is None else {records.MTP_LOSS: mtp_loss}),
+            **({} if clipped_heads is None else {records.CLIPPED_HEADS: clipped_heads}),
             **{records.task_metric(name): value for name, value in pending.metrics().items()},
             **({} if routing is None else {records.EXPERTS: routing}),
         }

@@ -28,6 +28,9 @@ def check_ranges(config: OptimConfig) -> list[Problem]:
         found.append(
             problem("optim", config, "clip_grad", "must be a number in [0, inf); 0 turns clipping off", {}, (1.0, 0.0))
         )
+    if not (math.isfinite(config.qk_clip) and config.qk_clip >= 0):
+        rule = "must be a number in [0, inf); 0 turns QK-clip off"
+        found.append(problem("optim", config, "qk_clip", rule, {}, (100.0, 0.0)))
     if not found and config.min_lr > config.lr:
         found.append(
             problem("optim", config, "min_lr", "must be <= lr", {"optim.lr": config.lr}, (config.lr, config.lr / 10))
@@ -58,6 +61,7 @@ SHARED = (
     "masters",
     "clip_grad",
     "clip_by",
+    "qk_clip",
     "in_backward",
     "schedule",
     "warmup_steps",

@@ -35,6 +35,11 @@ class OptimConfig:
     clip_by: Literal["model", "bucket"] = "model"
     """Whose gradient norm clip_grad limits: that of the whole model; or, with in_backward, that of each bucket by
     itself (layout.bucket_mb), which then depends on how parameters are put into buckets."""
+    qk_clip: float = 0.0
+    """Largest score of attention (q k^T times its scale) that a head may reach, such as 100; 0 turns QK-clip off. After
+    the update of a step in which a head exceeded it, its query and key weights are multiplied by the square root of
+    threshold / largest; where heads share keys, or the rotated part of latent attention's keys, those are left alone
+    and the queries' take the whole ratio (Kimi Team, "Kimi K2", 2025)."""
     in_backward: bool = False
     """Apply the gradients of each bucket (layout.bucket_mb) as soon as they are complete, in the middle of backward,
     and free them: gradients then take the memory of a bucket instead of 4 bytes a parameter. Needs one micro-batch a

@@ -81,6 +81,7 @@ def master_bytes(config: OptimConfig, master: int) -> float:
 
 Groups = dict[tuple[float, float], list[StateRange]]
 """Ranges by (weight decay, learning-rate factor)."""
+Updated = Callable[[Shard, Sequence[Slot]], None]
 
 
 class UpdateRule:
@@ -114,10 +115,10 @@ class UpdateRule:
         """What needs no exchange between ranks."""
         self._update(self.groups, lr, scalars)
 
-    def update_homes(self, lr: float, scalars: StepScalars) -> None:
+    def update_homes(self, lr: float, scalars: StepScalars, updated: Updated) -> None:
         """Whole matrices, with their way there and back."""
         for home in self.homes:
-            home.update(lr * self.rate, scalars)
+            home.update(lr * self.rate, scalars, updated)
 
     def update_bucket(self, bucket: int, lr: float, scalars: StepScalars) -> None:
         """As ShardedOptimizer.update_bucket."""
@@ -135,7 +136,8 @@ class UpdateRule:
 
 class ShardedOptimizer:
     """The optimizer of one rank and its fallback: `optimizers`, each with its shards. `step` () counts applied steps on
-    the device; a skipped step does not advance it."""
+    the device; a skipped step does not advance it. `updated` is called with each shard and those of its slots that
+    have been updated, before their weights are sent to other ranks."""
 
     def __init__(
         self,
@@ -149,6 +151,7 @@ class ShardedOptimizer:
         self.config: OptimConfig = optimizers[0][0].config
         self.shards = [shard for _, shards in optimizers for shard in shards]
         self.step = torch.zeros((), dtype=torch.float32, device=device)
+        self.updated: Updated = lambda shard, slots: None
         self.rules = [
             UpdateRule(
                 optimizer,
@@ -182,8 +185,10 @@ class ShardedOptimizer:
         scalars = StepScalars(self.step, factor, skip)
         for rule in self.rules:
             rule.update(lr, scalars)
+            for shard in rule.shards:
+                self.updated(shard, shard.bucket.slots)
         for rule in self.rules:
-            rule.update_homes(lr, scalars)
+            rule.update_homes(lr, scalars, self.updated)
 
     @torch.no_grad()
     def update_bucket(self, bucket: int, lr: float, skip: Tensor, factor: Tensor) -> None:
@@ -207,37 +212,44 @@ def update_in_chunks(
 
 
 class HomeRule:
-    """An optimizer and the whole matrices of one home, in groups that are updated at once."""
+    """An optimizer and the whole matrices of one home: those of each of the ranks' buckets, in groups that are updated
+    at once."""
 
     def __init__(self, optimizer: Optimizer, shard: Shard, kernels: Kernels, together: int):
         if shard.home is None:
             raise TypeError("whole matrices need a home")
         self.optimizer, self.shard, self.kernels, self.exchange = optimizer, shard, kernels, shard.home
-        self.groups = grouped_slots(shard.bucket, optimizer, together)
+        slots = {bucket: shard.home.slots(bucket) for bucket in shard.home.order}
+        self.groups = {bucket: grouped_slots(mine, optimizer, together) for bucket, mine in slots.items()}
 
-    def update(self, lr: float, scalars: StepScalars) -> None:
-        """One step, including the exchange with the ranks that have gradients and weights."""
+    def update(self, lr: float, scalars: StepScalars, updated: Updated) -> None:
+        """One step, including the exchange with the ranks that have gradients and weights. `updated` is called with the
+        matrices of a bucket before their weights are sent."""
         self.exchange.bring_gradients()
-        for (decay, scale), slots in self.groups:
-            copies = [WorkingCopies.of_matrix(self._stored(s), s, (lr * scale, decay), scalars) for s in slots]
-            if isinstance(self.optimizer, MatrixOptimizer):
-                self.optimizer.update_matrices([c.p for c in copies], self.kernels)  # type: ignore[misc]
-            else:
+        for bucket, groups in self.groups.items():
+            for (decay, scale), slots in groups:
+                copies = [WorkingCopies.of_matrix(self._stored(s), s, (lr * scale, decay), scalars) for s in slots]
+                if isinstance(self.optimizer, MatrixOptimizer):
+                    self.optimizer.update_matrices([c.p for c in copies], self.kernels)  # type: ignore[misc]
+                else:
+                    for copy in copies:
+                        self.optimizer.update(copy.p)
                 for copy in copies:
-                    self.optimizer.update(copy.p)
-            for copy in copies:
-                copy.keep(scalars)
-        self.exchange.send_weights()
+                    copy.keep(scalars)
+            updated(self.shard, self.exchange.slots(bucket))
+            self.exchange.send_weights(bucket)
 
     def _stored(self, slot: Slot) -> StateRange:
         return self.shard.range(slot.offset, slot.offset + room(slot.numel, ELEMENTS))
 
 
-def grouped_slots(bucket: Bucket, optimizer: Optimizer, together: int) -> list[tuple[tuple[float, float], list[Slot]]]:
-    """The matrices of a bucket in groups that agree in shape, logical matrices and parameter group (which is given), of
+def grouped_slots(
+    matrices: Sequence[Slot], optimizer: Optimizer, together: int
+) -> list[tuple[tuple[float, float], list[Slot]]]:
+    """Matrices in groups that agree in shape, logical matrices and parameter group (which is given), of
     at most so many elements."""
     found = dict[Any, list[list[Slot]]]()
-    for slot in bucket.slots:
+    for slot in matrices:
         (piece,) = slot.spec.pieces
         group = group_of(piece, optimizer.config)
         lists = found.setdefault((group, slot.spec.shape[-2:], slot.spec.logical), [[]])

@@ -40,8 +40,25 @@ def work_of(run: Run, loader: Loader) -> Work | None:
 
 
 def micro_batches(run: Run, loader: Loader, consumed: int, step: int, dp: int, dp_rank: int) -> Iterator[list[int]]:
-    """Sample numbers of every micro-batch of this data-parallel rank, from `step` to the end of the run."""
+    """Sample numbers of every micro-batch of this data-parallel rank, from `step` to the end of the run, as
+    `step_samples` has them."""
     for _ in range(step, run.train.last_step):
-        batch = global_batch_at(run, consumed)
-        yield from micro_batch_samples(consumed, batch, run.train.micro_batch, dp, dp_rank, work_of(run, loader))
-        consumed += batch
+        yield from step_samples(run, loader, consumed, dp, dp_rank)
+        consumed += global_batch_at(run, consumed)
+
+
+def step_samples(run: Run, loader: Loader, consumed: int, dp: int, dp_rank: int) -> list[list[int]]:
+    """Sample numbers of each micro-batch of this data-parallel rank in the step that starts after `consumed` samples;
+    with layout.media_group, and those of its neighbours' micro-batches of the same time, in the order of ranks (as
+    Loader.read takes them)."""
+    size, work = run.train.micro_batch, work_of(run, loader)
+    count = global_batch_at(run, consumed)
+    each = [micro_batch_samples(consumed, count, size, dp, rank, work) for rank in media_group_of(run, dp_rank)]
+    return [[number for some in together for number in some] for together in zip(*each)]
+
+
+def media_group_of(run: Run, dp_rank: int) -> range:
+    """The data-parallel ranks that compute each other's images, this one among them."""
+    group = run.layout.media_group
+    first = dp_rank // group * group
+    return range(first, first + group)

@@ -89,6 +89,7 @@ def grid_of(run: Run, world: int) -> Grid:
         etp=layout.etp,
         ulysses=layout.cp_ulysses,
         dynamic=layout.cp_degree == "dynamic",
+        media=layout.media_group,
     )
 
 
@@ -162,7 +163,8 @@ class Plan:
         cut = self.sharding.cut(bucket, self.grid)
         if bucket.base_format is not None:
             return Flow(gathers=True, prefetched=cut.cuts_weights)  # decoded for each use, whatever is sharded
-        closes = cut.cuts_gradients or cut.chained
+        to_homes = bucket.updater.matrix and bucket.learns
+        closes = cut.cuts_gradients or cut.chained or to_homes
         if cut.applied:
             return Flow(cut.cuts_weights, opens=True, closes=cut.inner * cut.outer > 1, applies=True)
         return Flow(gathers=cut.cuts_weights, opens=cut.cuts_gradients, closes=closes)
@@ -601,5 +603,6 @@ def without_layout(run: Run) -> Run:
         stages=None,
         shard_group=None,
         shard_across="nothing",
+        media_group=1,
     )
     return replace(run, layout=layout)

@@ -17,6 +17,7 @@ from phalanx.sequence.paged import PagedSequences
 from phalanx.sequence.sample import ENCODER as ENCODER
 from phalanx.sequence.sample import IGNORE as IGNORE
 from phalanx.sequence.shard import WHOLE, SequenceShard
+from phalanx.sequence.unit_route import UnitRoute, meta_route
 
 TEXT = "text"  # the name of a batch's own tokens, where its streams of tokens are named
 PADDING_RUN = 512  # the largest number of tokens in a document of padding
@@ -88,17 +89,26 @@ class UnitPlaces:
     spots   (m,) int64  where each of these is among the ones of all ranks of tp x cp, one rank after another
     numbers  (T,) int64  of each token of the text here, which of the m it stands for; -1: none. None: of the whole
             micro-batch's tokens for units, the k-th stands for the k-th
+    route   how features reach the ranks of tp x cp that share this text, where those of several replicas compute them;
+            None: they are there
     """
 
     sizes: tuple[int, ...]
     joined: int
     spots: Tensor
     numbers: Tensor | None = None
+    route: UnitRoute | None = None
+
+    @property
+    def tensors(self) -> list[Tensor]:
+        """What it keeps of a micro-batch on a device, beside `numbers`."""
+        return [self.spots] if self.route is None else [self.spots, self.route.rows, self.route.order]
 
     def map(self, change: Callable[[Tensor], Tensor]) -> UnitPlaces:
         """The same with each of its tensors changed."""
         numbers = None if self.numbers is None else change(self.numbers)
-        return replace(self, spots=change(self.spots), numbers=numbers)
+        route = None if self.route is None else self.route.map(change)
+        return replace(self, spots=change(self.spots), numbers=numbers, route=route)
 
 
 @dataclass(frozen=True)
@@ -206,7 +216,7 @@ class Batch:
         """All tensors that it holds: its own and those computed from it."""
         own = [t for f in fields(self) if isinstance(t := getattr(self, f.name), Tensor)]
         made = [t for made in self._made.values() for t in (made if isinstance(made, tuple) else (made,))]
-        own += [] if self.units is None else [self.units.spots]
+        own += [] if self.units is None else self.units.tensors
         own += [t for other in self.beside.values() for t in other.tensors]
         return own + [t for m in made for t in (m.tensors if isinstance(m, Batch) else [m]) if isinstance(t, Tensor)]
 
@@ -300,16 +310,16 @@ class Batch:
 
     def cut(self, part: SequenceShard) -> Batch:
         """This shard of a batch of whole sequences."""
-        if part.count == part.ranks == 1:
+        if part.everyone == 1:
             return self
         if self.units is not None:
-            return self._assigned(self.units, part)
+            return self if self.units.route is not None else self._assigned(self.units, part)
         if self.beside:
             alone = replace(self, beside={}).cut(part)
             return replace(alone, beside={name: other.cut(part) for name, other in self.beside.items()})
         if part.count == 1:
             return self
-        part = replace(part, rank=0, ranks=1)
+        part = replace(part, rank=0, ranks=1, replica=0, replicas=1)
         whole, balanced = torch.stack([getattr(self, name) for name in self._rows]), None
         shared: tuple[SharedDocument, ...] = ()
         if part.dynamic:
@@ -321,10 +331,16 @@ class Batch:
     def _assigned(self, units: UnitPlaces, part: SequenceShard) -> Batch:
         """The rows of the units that are assigned to one of the ranks of tp x cp, each unit whole. All ranks have as
         many rows as the fullest needs; the rest is padding, documents of its own."""
-        count, here, joined = part.count * part.ranks, part.index * part.ranks + part.rank, units.joined
+        count, here, joined = part.everyone, part.here, units.joined
         if self.tokens.is_meta:  # the most that may come
-            most = min(self.num_tokens, self.num_tokens // count + max(units.sizes, default=0))
-            return self._of_units([], -(-most // joined) * joined, units)
+            most = min(self.num_tokens * part.replicas, self.num_tokens // part.sharers + max(units.sizes, default=0))
+            rows = -(-most // joined) * joined
+            if part.replicas > 1:
+                features = self.num_tokens // joined
+                units = replace(units, route=meta_route(self.tokens, rows // joined, features, part))
+            return self._of_units([], rows, units)
+        if part.replicas > 1:
+            raise TypeError("units of several replicas are assigned where they are read (sequence.units)")
         homes, starts = assign_whole(units.sizes, count), [0, *accumulate(units.sizes)]
         loads, moves = [0] * count, list[int]()
         for size, start, home in zip(units.sizes, starts, homes):

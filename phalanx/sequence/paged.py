@@ -39,6 +39,9 @@ class PagedSpans:
     prompts       which of the sequences begin here, if there are some
     offset        position of the first token of a sequence that is remembered here
     stride        positions from each such token to the next: 1, if all are
+    together      (T, 2) int32  of each token here: the first position of those that read each other whatever their
+                  order, it among them, and one past their last (the tokens of an image, all of them here); twice the
+                  same where there are none. None: no token here has such others
     """
 
     starts: Tensor
@@ -51,6 +54,7 @@ class PagedSpans:
     prompts: PromptSpans | None = None
     offset: int = 0
     stride: int = 1
+    together: Tensor | None = None
 
     @property
     def num_sequences(self) -> int:
@@ -78,12 +82,15 @@ class PagedSpans:
                 table=self.table[:first],
                 most_queries=max(counts[:first]),
                 most_keys=max(lengths[:first]),
+                together=None if self.together is None else self.together[:begin],
             )
         end = begin + sum(counts[first:])
         return replace(self, prompts=PromptSpans(begin, end, self.starts[first:] - begin, longest, others))
 
     def to(self, device: torch.device | str) -> PagedSpans:
         there = {n: getattr(self, n).to(device, non_blocking=True) for n in ("starts", "lengths", "table")}
+        if self.together is not None:
+            there["together"] = self.together.to(device, non_blocking=True)
         return replace(self, **there, prompts=None if self.prompts is None else self.prompts.to(device))
 
 

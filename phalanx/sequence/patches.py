@@ -158,6 +158,7 @@ class PictureSpec(MediaSpec):
     form       how an image becomes rows
     size       (height, width) of all images in pixels; None: any, in multiples
     grid_positions  whether tokens of images have positions of their own, by row and column (Qwen2-VL's M-RoPE)
+    together   whether the tokens of an image read each other, whatever their order (Gemma 3)
     """
 
     form: PatchForm
@@ -166,6 +167,7 @@ class PictureSpec(MediaSpec):
     processor: Mapping[str, Any] = field(default_factory=dict, hash=False)
     rewrites: tuple[str, str] | None = None
     grid_positions: bool = False
+    together: bool = False
     kind: str = "image"
     begins: int | None = None
 

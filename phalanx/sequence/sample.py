@@ -61,6 +61,35 @@ class Units:
             tuple(name for part in parts for name in part.names),
         )
 
+    @property
+    def singly(self) -> list[Units]:
+        """Each alone."""
+        borders, found = np.cumsum([0, *self.sizes]), list[Units]()
+        for number, (first, stop) in enumerate(zip(borders[:-1].tolist(), borders[1:].tolist())):
+            here = self.features[(self.features >= first) & (self.features < stop)] - first
+            rows = slice(first, stop)
+            names = self.names[number : number + 1]
+            found.append(Units(self.values[rows], self.coordinates[rows], (stop - first,), here, self.joined, names))
+        return found
+
+
+@dataclass(frozen=True)
+class SharedUnits:
+    """The units of the micro-batches of several replicas, which all of their ranks compute together, as one rank knows
+    them: where each is computed, and the rows of its own alone.
+
+    rows, features  by replica, of each unit in the order of its text: its rows, and what they become
+    homes    of each unit, replica by replica, the number of the rank that computes it (SequenceShard.here)
+    own      the units that this rank computes, in that order
+    samples  the sample that each of these belongs to
+    """
+
+    rows: tuple[tuple[int, ...], ...]
+    features: tuple[tuple[int, ...], ...]
+    homes: tuple[int, ...]
+    own: Units
+    samples: tuple[int, ...]
+
 
 @dataclass(frozen=True)
 class UnitStream:

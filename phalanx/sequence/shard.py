@@ -26,6 +26,8 @@ class SequenceShard:
              shard; groups of `heads` shards exchange heads
     rank, ranks  this rank among those of tp, which share a shard of the tokens; streams of units (sequence.units) are
              assigned to each of them
+    replica, replicas  this rank's replica among those whose ranks compute each other's units: micro-batches of as many
+             neighbours along dp, one from each
     """
 
     index: int = 0
@@ -35,6 +37,23 @@ class SequenceShard:
     borders: tuple[int, ...] = ()
     rank: int = 0
     ranks: int = 1
+    replica: int = 0
+    replicas: int = 1
+
+    @property
+    def sharers(self) -> int:
+        """Ranks of a replica: those of cp and tp."""
+        return self.count * self.ranks
+
+    @property
+    def everyone(self) -> int:
+        """Ranks to which units are assigned."""
+        return self.replicas * self.sharers
+
+    @property
+    def here(self) -> int:
+        """This rank's number among them."""
+        return (self.replica * self.count + self.index) * self.ranks + self.rank
 
     @staticmethod
     def of_sizes(sizes: Sequence[int]) -> SequenceShard:

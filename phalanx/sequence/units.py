@@ -2,6 +2,11 @@
 
     Sample.units ──unit_batch──▶ Batch.beside[name] ──cut──▶ the units of this rank of tp x cp, each whole
 
+Where ranks of several replicas compute each other's units (layout.media_group), a rank's own are known when samples are
+read, and what they become has a way to go (sequence.unit_route):
+
+    Sample.units of all replicas ──SharedUnits──shared_unit_batch──▶ Batch.beside[name] of one rank
+
 A micro-batch has as many rows as its units, up to a capacity that the plan knows. The text has a place for each feature
 that they become (`joined` rows each); `feature_index` says which feature a token stands for.
 """
@@ -9,6 +14,7 @@ that they become (`joined` rows each); `feature_index` says which feature a toke
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import replace
 
 import numpy as np
 import torch
@@ -16,7 +22,9 @@ from torch import Tensor
 
 from phalanx.base.errors import DataError
 from phalanx.sequence.batch import IGNORE, PADDING_RUN, Batch, PerBatch, UnitPlaces, room_for_documents
-from phalanx.sequence.sample import UnitRoom, Units, UnitStream
+from phalanx.sequence.sample import SharedUnits, UnitRoom, Units, UnitStream
+from phalanx.sequence.shard import SequenceShard
+from phalanx.sequence.unit_route import route_of
 
 FEATURE_INDEX = PerBatch[Tensor]()
 
@@ -25,7 +33,20 @@ def unit_batch(found: Sequence[Units], samples: Sequence[int], room: UnitRoom) -
     """The stream of a micro-batch with these samples. Without any units it is one feature of padding. DataError if
     there are more rows than the samples have room for together."""
     check_room(found, room)
-    stream = room.stream
+    return _unit_batch(found, samples, room.stream)
+
+
+def shared_unit_batch(shared: SharedUnits, stream: UnitStream, part: SequenceShard) -> Batch:
+    """The stream of a micro-batch on a rank that computes units of several replicas."""
+    made = _unit_batch(shared.own.singly, shared.samples, stream)
+    if made.units is None:
+        raise TypeError("a stream of units has places")
+    features = torch.arange(sum(shared.features[part.replica]))
+    places = replace(made.units, sizes=shared.rows[part.replica], spots=features, route=route_of(shared, part))
+    return replace(made, units=places)
+
+
+def _unit_batch(found: Sequence[Units], samples: Sequence[int], stream: UnitStream) -> Batch:
     sizes = [size for units in found for size in units.sizes]
     owners = [number for number, units in zip(samples, found) for _ in units.sizes]
     rows = max(sum(sizes), stream.joined)

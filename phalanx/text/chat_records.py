@@ -190,7 +190,10 @@ class AskedChat:
 
 
 def asked_chat(record: Mapping[str, Any]) -> AskedChat:
-    """Of {"messages": [...]}, in the form of chats to train on. BadChat for what is none."""
+    """Of {"messages": [...]}, in the form of chats to train on, or {"audio": FILE}. BadChat for what is none."""
+    if "audio" in record and "messages" not in record:
+        heard = {"role": "user", "content": [{"type": "audio", "audio": record["audio"]}]}
+        record = {"messages": [heard], **{name: value for name, value in record.items() if name != "audio"}}
     unknown = sorted(
         set(record) - {"messages", "tools", "chat_template_kwargs", *(f"{each}s" for each in BUILT_IN[SEAM])}
     )

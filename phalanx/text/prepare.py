@@ -45,6 +45,12 @@ MAX_NAMED = 100  # inputs that a manifest names one by one
 TRAIN_BYTES = 12 << 20  # text a demo tokenizer is trained on
 
 
+class BeingWritten(DataError):
+    """Another process is at work on the same token files."""
+
+    kind = "data error: "
+
+
 @dataclass
 class Summary:
     """What a preparation read and wrote; stored beside the token files as PREFIX.json."""
@@ -361,7 +367,7 @@ def _folder(prefix: Path, settings: str) -> Iterator[Path]:
     lock = FileLock(folder / "lock", f"process {os.getpid()}")
     try:
         if not lock.acquire():
-            raise DataError(f"{prefix}: another process is writing it (lock {folder / 'lock'})")
+            raise BeingWritten(f"{prefix}: another process is writing it (lock {folder / 'lock'})")
         note = folder / "settings"
         old = note.read_text() if note.exists() else ""
         for path in folder.iterdir():

@@ -23,7 +23,7 @@ from phalanx.comm.axis import Axis
 from phalanx.comm.debug import Site
 from phalanx.comm.mesh import Mesh, init_world, leave_world
 from phalanx.config.run import Run
-from phalanx.data.loader import Loader, micro_batch_samples, train_loader
+from phalanx.data.loader import Loader, train_loader
 from phalanx.engine.build import State, build, draw_weights
 from phalanx.engine.model import Model
 from phalanx.engine.step import accumulate, update
@@ -32,7 +32,7 @@ from phalanx.layout.box import Box
 from phalanx.layout.grid import Coords
 from phalanx.layout.param import Piece
 from phalanx.ops.optimizer.shard import widened
-from phalanx.planning.order import global_batch_at, work_of
+from phalanx.planning.order import global_batch_at, step_samples
 from phalanx.planning.plan import storing_all, without_layout
 from phalanx.planning.reading import reading_of
 from phalanx.sequence.batch import IGNORE, Batch
@@ -133,13 +133,12 @@ def follow(run: Run, mesh: Mesh, steps: int, drop: Site | None = None) -> Follow
 def step_batches(run: Run, loader: Loader, mesh: Mesh, consumed: int) -> list[Batch]:
     """This rank's micro-batches of the step that starts after `consumed` samples."""
     count = global_batch_at(run, consumed)
-    lists = micro_batch_samples(
-        consumed, count, run.train.micro_batch, mesh.dp.size, mesh.dp.index, work_of(run, loader)
-    )
-    return [
-        with_fewer_labels(loader.batch(samples), [(sample - consumed) / count for sample in samples]).cut(mesh.part)
-        for samples in lists
-    ]
+    size, part, found = run.train.micro_batch, mesh.part, list[Batch]()
+    for samples in step_samples(run, loader, consumed, mesh.dp.size, mesh.dp.index):
+        own = samples[part.replica * size : (part.replica + 1) * size]
+        batch = with_fewer_labels(loader.batch(samples, part), [(sample - consumed) / count for sample in own])
+        found.append(batch.cut(part))
+    return found
 
 
 def with_fewer_labels(batch: Batch, parts: list[float]) -> Batch:

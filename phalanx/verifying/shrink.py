@@ -150,6 +150,7 @@ def copy_of(given: RunOnRanks, wanted: Sequence[Structure], pp: int, dp: int, cp
         layout = small_expert_view(given, layout, dp * cp * tp)
         model = small_experts(run, model, layout)
     layout = small_groups(given, layout, dp * cp)
+    layout = replace(layout, media_group=small_media_group(given, dp))
     unit, count = micro_batch * dp, small_count(given, pp, layout.virtual_stages)
     ramp = RampConfig(start=unit, increment=(count - 1) * unit, samples=1) if run.train.rampup and count > 1 else None
     train = replace(
@@ -259,6 +260,14 @@ def small_layout(given: RunOnRanks, pp: int, cp: int, tp: int) -> LayoutConfig:
     if cp == 1:
         layout = replace(layout, cp_attention="auto", cp_degree="fixed")
     return layout if layout.cp_ulysses < cp else replace(layout, cp_attention="auto")
+
+
+def small_media_group(given: RunOnRanks, dp: int) -> int:
+    """All data-parallel ranks if it was all of them; otherwise several groups, if there are enough ranks."""
+    group = given.grid.media
+    if group == 1:
+        return 1
+    return dp if group == given.grid.dp or dp % 2 or dp == 2 else 2
 
 
 def small_stages(given: tuple[int, ...], count: int) -> tuple[int, ...]:

@@ -150,6 +150,7 @@ STRUCTURES = (
     Structure("gradients summed over ranks with other tokens", 100, lambda r: r.grid.dp * r.grid.cp > 1),
     Structure("data-parallel ranks", 40, lambda r: r.grid.dp > 1),
     Structure("three or more data-parallel ranks", 5, lambda r: r.grid.dp > 2),
+    Structure("images computed by other data-parallel ranks", 40, lambda r: r.grid.media > 1),
     # ---- micro-batches and sequences
     Structure("a tensor-parallel cut inside a sequence", 50, lambda r: cuts_inside(*_batch(r))),
     Structure(

@@ -195,7 +195,7 @@ MANY_PARAMETERS = {
     "ops": 26,
     "nn": 9,
     "checkpoint": 1,
-    "cli": 4,
+    "cli": 3,
     "base": 1,
     "data": 1,
     "layout": 1,

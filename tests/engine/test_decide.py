@@ -87,7 +87,16 @@ def test_a_kernel_that_is_wrong_on_one_rank_runs_on_none():
 def test_the_ops_of_a_run_are_checked():
     """Not those of other models, formats and optimizers, which it will not call."""
     names = {op.name for op in used_ops(make_plan(base_run("llama"), 1))}
-    assert {"norm", "rope", "loss", "adamw"} <= names and not names & {"grouped", "quant", "symmetric", "store_pages"}
+    assert {"norm", "rope", "loss", "adamw"} <= names and not names & {
+        "grouped",
+        "quant",
+        "symmetric",
+        "store_pages",
+        "largest_scores",
+    }
+    scan, rule = ({op.name for op in used_ops(make_plan(base_run(model), 1))} for model in ("mamba2", "qwen3_next"))
+    assert {"scan", "conv1d", "gated_norm"} <= scan and not scan & {"delta", "norm_gate", "scan_step"}
+    assert {"delta", "conv1d", "norm_gate"} <= rule and not rule & {"scan", "gated_norm"}
     run = base_run("mixtral")
     run = replace(run, optim=MuonConfig(name="muon", fallback=AdamWConfig()))
     assert {"grouped", "route", "symmetric", "adamw"} <= {op.name for op in used_ops(make_plan(run, 1))}

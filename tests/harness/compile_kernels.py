@@ -18,7 +18,7 @@ from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 
 from phalanx.comm import small_kernel, sum_kernel
-from phalanx.ops.attention import join_kernel, paged_kernel, store_kernel
+from phalanx.ops.attention import join_kernel, largest_scores_kernel, paged_kernel, store_kernel
 from phalanx.ops.delta import delta_kernel
 from phalanx.ops.delta.delta import TILES as DELTA_TILES
 from phalanx.ops.dense import (
@@ -50,10 +50,17 @@ from phalanx.ops.quantized import (
     stored_kernel,
 )
 from phalanx.ops.quantized.base_formats import FORMATS
-from phalanx.ops.scan import conv1d_kernel, gated_norm_kernel, scan_kernel, step_kernel
+from phalanx.ops.scan import conv1d_kernel, gated_norm_kernel, norm_gate_kernel, scan_kernel, step_kernel
 from phalanx.ops.scan.step import TILES as STEP_TILES
 
 BF = "*bf16"
+
+
+def aligned(names: list[str], types: dict) -> dict:
+    """What is known when a kernel is launched: tensors begin at multiples of 16 bytes, and strides of tokens
+    are multiples of 16."""
+    known = (i for i, n in enumerate(names) if str(types[n]).startswith("*") or n in ("q_tok", "k_tok", "v_tok"))
+    return {(i,): [["tt.divisibility", 16]] for i in known}
 
 
 def kernels() -> list[tuple]:
@@ -154,6 +161,19 @@ def kernels() -> list[tuple]:
             dict(V=128, V_BLOCK=128, ROWS=16, **wide),
         )
     )
+    numbers = (
+        "heads",
+        "group",
+        "length",
+        "keys",
+        "blocks",
+        *(f"{x}_{d}" for x in "qk" for d in ("seq", "head", "tok")),
+    )
+    given = dict(q=BF, k=BF, first="*i32", stop="*i32", bounds="*fp32", out="*fp32", scale="fp32", least="fp32")
+    sizes = dict(QUERIES=largest_scores_kernel.QUERIES, KEYS=largest_scores_kernel.KEYS, SLACK=1.001, **wide)
+    for width in (64, 128, 192):
+        widths = dict(WIDTH=width, WIDTH_BLOCK=triton.next_power_of_2(width))
+        found.append((largest_scores_kernel._largest, given | dict.fromkeys(numbers, "i32"), sizes | widths))
     found += experts(wide) + fp8_linears() + paged(wide) + invariant(wide) + scans(wide) + deltas(wide) + symmetric()
     decays = dict(BETA1=0.9, BETA2=0.95, EPS=1e-8, **wide)
     whole, split = dict(p="*fp32", ties="*fp32"), dict(p="*i16", ties="*u8")
@@ -228,10 +248,15 @@ def deltas(wide: dict) -> list[tuple]:
 
 
 def scans(wide: dict) -> list[tuple]:
-    """The convolution, and scans of Nemotron-H's heads, with documents."""
+    """The convolution, and scans of Nemotron-H's heads, with documents; the gated norm of Qwen3-Next's."""
     import triton.language as tl
 
     found: list[tuple] = []
+    heads = dict(H=32, K=128, EPS=1e-6, SILU=True, BLOCK=128, TILE=16, **wide)
+    gate = dict(x=BF, z=BF, weight=BF, rows="i32", step="i32")
+    found.append((norm_gate_kernel._forward, dict(**gate, y=BF), heads, dict(num_warps=4)))
+    grads = dict(dy=BF, dx=BF, dz=BF, dw_parts="*fp32", programs="i32")
+    found.append((norm_gate_kernel._backward, dict(**gate, **grads), heads, dict(num_warps=4)))
     strides = dict.fromkeys(("x_row", "x_tok"), "i32")
     given = dict(x=BF, weight=BF, bias=BF, numbers="*i64", before=BF)
     conv = dict(K=4, SILU=True, BIAS=True, BT=conv1d_kernel.TOKENS, BC=conv1d_kernel.CHANNELS, **wide)
@@ -257,8 +282,8 @@ def scans(wide: dict) -> list[tuple]:
     found.append((scan_kernel._outputs, some(*every, y=BF), dict(SKIP=True, **shape), options))
     above = ("dy", "dt", "a", "c", "numbers", "L", "c_row", "c_tok")
     found.append((scan_kernel._state_grads, some(*above, asked="*fp32"), shape, options))
-    grads = {name: BF if name == "dx" else "*fp32" for name in ("dx", "ddt", "db", "dc", "da", "dd")}
-    pointers = some("dy", "after", *every, **grads, parts="i32")
+    of_inputs = {name: BF if name == "dx" else "*fp32" for name in ("dx", "ddt", "db", "dc", "da", "dd")}
+    pointers = some("dy", "after", *every, **of_inputs, parts="i32")
     consts = dict(SKIP=True, TOGETHER=scan_kernel.HEADS, **shape)
     found.append((scan_kernel._input_grads, pointers, consts, options))
     follow = dict(PN=64 * 128, BLOCK=1024, **wide)
@@ -280,13 +305,13 @@ def steps(wide: dict) -> list[tuple]:
     given = dict.fromkeys(("x", "dt", "b", "c", "bias", "log", "d", "y"), BF) | dict(kept="*fp32", **seen)
     given |= dict.fromkeys(("x_seq", "dt_seq", "b_seq", "c_seq"), "i32")
     sizes = dict(H=128, P=64, N=128, EACH=16, LOW=0.001, HIGH=math.inf, SKIP=True, FRESH=True, BN=128, **wide)
-    for tile in STEP_TILES:
+    for tile in STEP_TILES[::2]:
         found.append((step_kernel._state_step, given, dict(BP=tile.features, **sizes), dict(num_warps=tile.warps)))
     return found
 
 
 def gated_norms(wide: dict) -> list[tuple]:
-    """Nemotron-H's 8 groups, whole and spread over ranks, and Qwen3-Next's heads, which share a weight."""
+    """Nemotron-H's 8 groups, one group whole and spread over ranks, and small groups with the norm first."""
     found: list[tuple] = []
     given = dict(x=BF, gate=BF, weight=BF, scale="*fp32", tokens="i32", x_tok="i32", gate_tok="i32", width="i32")
     grads = dict(dy=BF, sums="*fp32", dx=BF, dgate=BF, dw_parts="*fp32", dy_tok="i32", programs="i32")
@@ -296,7 +321,7 @@ def gated_norms(wide: dict) -> list[tuple]:
         (1, 2560, True, 2),
         (32, 128, False, 0),
     ):
-        sizes = dict(HERE=here, F=features, GATE_FIRST=first, SIGMOID=False, SHARED=not first, PART=part, **wide)
+        sizes = dict(HERE=here, F=features, GATE_FIRST=first, PART=part, **wide)
         sizes |= gated_norm_kernel.tile_of(features)
         options = dict(num_warps=sizes.pop("num_warps"))
         found.append((gated_norm_kernel._forward, dict(**given, y=BF), dict(EPS=1e-5, **sizes), options))
@@ -675,6 +700,8 @@ if __name__ == "__main__":
     for kernel, signature, constants, *options in kernels()[part::parts]:
         types = {**signature, **dict.fromkeys(constants, "constexpr")}
         made = triton.compile(
-            ASTSource(kernel, types, constants), target=GPUTarget("cuda", 90, 32), options=dict(*options)
+            ASTSource(kernel, types, constants, aligned(kernel.arg_names, types)),
+            target=GPUTarget("cuda", 90, 32),
+            options=dict(*options),
         )
         print(f"{kernel.fn.__name__}: sm_90, {len(made.asm['cubin'])} bytes")

@@ -18,42 +18,69 @@ LEAST = 60  # characters of a passage's text
 
 @dataclass(frozen=True)
 class Docstring:
-    """name: qualified, with the module. query: in words, with the first line. passage: signature and the rest."""
+    """module: where it is. names: of the classes around it and its own. first: its first line. rest: the signature and
+    the other lines."""
 
-    name: str
-    query: str
-    passage: str
+    module: str
+    names: tuple[str, ...]
+    first: str
+    rest: str
+
+    @property
+    def words(self) -> str:
+        """Its name inside the module."""
+        return in_words(".".join(self.names))
+
+    @property
+    def query(self) -> str:
+        """Its name with the module, and the first line."""
+        return f"{in_words(self.module)} {self.words}: {self.first}"
+
+    @property
+    def passage(self) -> str:
+        """Its own name, and the rest."""
+        return f"{in_words(self.names[-1])} {self.rest}"
 
 
-def docstrings() -> list[Docstring]:
-    """All of them, in an order that says nothing."""
-    root, found = Path(sysconfig.get_paths()["stdlib"]), dict[str, Docstring]()
+def library_files() -> Iterator[tuple[str, str]]:
+    """(module, source) of each file of the standard library, in the order of their names."""
+    root = Path(sysconfig.get_paths()["stdlib"])
     for path in sorted(root.rglob("*.py")):
         inside = path.relative_to(root)
         if any(part in LEFT_OUT for part in inside.parts):
             continue
         try:
-            tree = ast.parse(path.read_text(encoding="utf-8"))
-        except (SyntaxError, UnicodeDecodeError, ValueError):
+            source = path.read_text(encoding="utf-8")
+        except UnicodeDecodeError:
             continue
-        module = ".".join(inside.with_suffix("").parts).removesuffix(".__init__")
-        for each in _documented(tree, module):
-            found.setdefault(each.passage.partition(") ")[2][:80], each)
+        yield ".".join(inside.with_suffix("").parts).removesuffix(".__init__"), source
+
+
+def docstrings() -> list[Docstring]:
+    """All of them, in an order that says nothing."""
+    found = dict[str, Docstring]()
+    for module, source in library_files():
+        try:
+            tree = ast.parse(source)
+        except (SyntaxError, ValueError):
+            continue
+        for each in _documented(tree, module, ()):
+            found.setdefault(each.rest.partition(") ")[2][:80], each)
     every = list(found.values())
     return [every[i] for i in np.random.default_rng(0).permutation(len(every))]
 
 
-def _documented(node: ast.AST, prefix: str) -> Iterator[Docstring]:
+def _documented(node: ast.AST, module: str, around: tuple[str, ...]) -> Iterator[Docstring]:
     for child in ast.iter_child_nodes(node):
         if not isinstance(child, ast.FunctionDef | ast.AsyncFunctionDef | ast.ClassDef):
             continue
-        name = f"{prefix}.{child.name}"
+        names = (*around, child.name)
         first, _, rest = (ast.get_docstring(child) or "").partition("\n")
         first, rest = " ".join(first.split()), " ".join(rest.split())
         if len(rest) >= LEAST and len(first) >= 15:
             arguments = "" if isinstance(child, ast.ClassDef) else ast.unparse(child.args)
-            yield Docstring(name, f"{in_words(name)}: {first}", f"{in_words(child.name)} ({arguments}) {rest}")
-        yield from _documented(child, name)
+            yield Docstring(module, names, first, f"({arguments}) {rest}")
+        yield from _documented(child, module, names)
 
 
 def in_words(name: str) -> str:

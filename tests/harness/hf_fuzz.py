@@ -35,6 +35,7 @@ from phalanx.checkpoint.hf import read_folder
 from phalanx.checkpoint.load import load_weights
 from phalanx.comm.mesh import Mesh
 from phalanx.config.run import Run, TrainConfig
+from phalanx.data.config import DataConfig
 from phalanx.engine.build import build_for_inference
 from phalanx.forecast.decide import make_plan
 from phalanx.models.check import check
@@ -42,6 +43,8 @@ from phalanx.models.model_config import ModelConfig
 from phalanx.nn.objective import TaskConfig, find_objective
 from phalanx.pipeline.execute import execute
 from phalanx.sequence.batch import ENCODER, Batch
+from phalanx.sequence.frames import FRAMES, frame_rows
+from phalanx.sequence.sample import SOUND
 
 SEQ, VOCAB, BATCH = 16, 61, 2
 LARGEST = 3_000_000  # parameters of a model that is built: a deleted size may mean billions
@@ -53,6 +56,13 @@ COMMON = dict(
     num_hidden_layers=2,
     num_attention_heads=4,
     max_position_embeddings=32,
+)
+DELTA = dict(
+    linear_num_key_heads=2,
+    linear_num_value_heads=4,
+    linear_key_head_dim=5,
+    linear_value_head_dim=6,
+    layer_types=["linear_attention", "full_attention"],
 )
 WINDOW = dict(use_sliding_window=True, sliding_window=5, max_window_layers=1)
 FAMILIES: dict[str, dict[str, Any]] = {
@@ -105,6 +115,44 @@ FAMILIES: dict[str, dict[str, Any]] = {
         mlp_only_layers=[0],
         use_sliding_window=True,
         sliding_window=5,
+    ),
+    "qwen3_next": dict(
+        COMMON,
+        **DELTA,
+        num_key_value_heads=2,
+        head_dim=16,
+        num_experts=4,
+        num_experts_per_tok=2,
+        moe_intermediate_size=12,
+        shared_expert_intermediate_size=10,
+    ),
+    "kimi_linear": dict(
+        COMMON,
+        num_key_value_heads=4,
+        num_hidden_layers=3,
+        layer_types=["linear_attention", "full_attention", "linear_attention"],
+        linear_num_heads=4,
+        linear_head_dim=5,
+        kv_lora_rank=10,
+        qk_nope_head_dim=5,
+        qk_rope_head_dim=6,
+        v_head_dim=7,
+        num_experts=4,
+        num_experts_per_token=2,
+        moe_intermediate_size=12,
+        pad_token_id=0,
+    ),
+    "olmo_hybrid": dict(COMMON, **DELTA, num_key_value_heads=2, pad_token_id=0),
+    "qwen3_5_text": dict(COMMON, **DELTA, num_key_value_heads=2, head_dim=16),
+    "qwen3_5_moe_text": dict(
+        {k: v for k, v in COMMON.items() if k != "intermediate_size"},
+        **DELTA,
+        num_key_value_heads=2,
+        head_dim=16,
+        num_experts=4,
+        num_experts_per_tok=2,
+        moe_intermediate_size=12,
+        shared_expert_intermediate_size=10,
     ),
     "gpt_oss": dict(
         COMMON, num_key_value_heads=2, head_dim=10, num_local_experts=4, num_experts_per_tok=2, sliding_window=5
@@ -217,6 +265,21 @@ FAMILIES: dict[str, dict[str, Any]] = {
         decoder_start_token_id=0,
         tie_word_embeddings=False,
     ),
+    "whisper": dict(
+        vocab_size=VOCAB,
+        d_model=32,
+        encoder_layers=2,
+        decoder_layers=3,
+        encoder_attention_heads=4,
+        decoder_attention_heads=4,
+        encoder_ffn_dim=24,
+        decoder_ffn_dim=24,
+        num_mel_bins=5,
+        max_source_positions=6,
+        max_target_positions=32,
+        decoder_start_token_id=1,
+        **dict.fromkeys(("pad_token_id", "bos_token_id", "eos_token_id"), 60),
+    ),
     "bert": dict(COMMON),
     "modernbert": dict(
         COMMON,
@@ -229,6 +292,7 @@ FAMILIES: dict[str, dict[str, Any]] = {
 }
 ENCODERS = ("bert", "modernbert")
 ENCODER_DECODERS = ("t5",)
+HEARING = ("whisper",)
 ENCODER_SEQ = 24
 YARN = dict(rope_type="yarn", factor=4.0, original_max_position_embeddings=8)
 ROPES: tuple[dict[str, Any], ...] = (
@@ -336,6 +400,7 @@ POOL: dict[str, tuple[Any, ...]] = {
         [TYPES[0]] * 2,
         ["attention", TYPES[1]],
         ["linear_attention"] * 2,
+        ["full_attention", "linear_attention"],
         [TYPES[0]],
         "full",
     ),
@@ -462,6 +527,14 @@ POOL: dict[str, tuple[Any, ...]] = {
     "scale_decoder_outputs": (True, False, None),
     "decoder_start_token_id": (0, 3, None),
     "classifier_pooling": ("mean",),
+    "linear_num_key_heads": (1, 4, 2, 3),
+    "linear_num_value_heads": (2, 8, 4, 3),
+    "linear_key_head_dim": (4, 7),
+    "linear_value_head_dim": (8, 3),
+    "linear_conv_kernel_dim": (2, 3, 4, 1),
+    "linear_allow_neg_eigval": (True, False),
+    "full_attention_interval": (1, 2, 3, 0),
+    "shared_expert_intermediate_size": (8, 13, 0),
     "state_size": (4, 9),
     "ssm_state_size": (4, 9),
     "conv_kernel": (2, 3, 1),
@@ -512,17 +585,20 @@ POOL: dict[str, tuple[Any, ...]] = {
 ANY = (None, "x", -1, 0, 1, 1.5, True, False, [], {}, [1])
 # what is refused although transformers reads it, and why
 REASONS: dict[str, str] = {
-    "a size is missing": r"(vocab_size|hidden_size|intermediate_size|num_hidden_layers|num_attention_heads|n_embd|n_layer|n_head|d_model|d_ff|num_layers|num_heads) is missing",  # noqa: E501
+    "a size is missing": r"(vocab_size|hidden_size|intermediate_size|num_hidden_layers|num_attention_heads|n_embd|n_layer|n_head|d_model|d_ff|num_layers|num_heads|(en|de)coder_(layers|attention_heads|ffn_dim)) is missing",  # noqa: E501
     "a value of another type": r"\(it must be ",
     "a value beyond what trains (zero widths, windows or epsilons, an odd head)": r"must be (an integer|a "
-    r"number|even|numbers|> |>= |<= |true)",
-    "an activation or dropout that we do not have": r"(hidden_act|hidden_activation|classifier_activation|mlp_dropout|embedding_dropout|activation_function|attention_dropout|router_jitter_noise|resid_pdrop|embd_pdrop)=",  # noqa: E501
+    r"number|even|numbers|two numbers|> |>= |<= |true)",
+    "an activation or dropout that we do not have": r"(hidden_act|mamba_hidden_act|mlp_hidden_act|hidden_activation|classifier_activation|mlp_dropout|embedding_dropout|activation_function|attention_dropout|activation_dropout|dropout|coder_layerdrop|router_jitter_noise|resid_pdrop|embd_pdrop)=",  # noqa: E501
     "GPT-2 scores scaled otherwise, or cross attention": r"(scale_attn_weights|scale_attn_by_inverse_layer_idx|add_cross_attention)=",  # noqa: E501
     "keys of DeepSeek's own code that transformers ignores": r"(scoring_func|topk_method|moe_layer_freq|attention_bias)=",  # noqa: E501
     "rope_scaling would drop the base of rope_parameters": r"of rope_parameters beside rope_scaling",
     "weights that the config has no place for, or lacks": r"does not fit the model|has (no|a) (lm_head|embed_out)",
     "quantised or heterogeneous": r"(quantization_config|per_layer_config)=",
     "rope parameters that transformers only warns of": r"rope_type|partial_rotary_factor|original_max_position|high_freq_factor|short_factor",  # noqa: E501
+    "a Whisper whose encoder and decoder have other heads or widths": r"decoder_(attention_heads|ffn_dim)=",
+    "a Whisper whose embeddings are scaled, or whose frames are masked": r"(scale_embedding|apply_spec_augment)=",
+    "a text that begins with a token beyond the vocabulary": r"decoder_start_token_id=",
     "T5's MLPs other than relu and gated-gelu": r"feed_forward_proj=",
     "T5's buckets of which not one is of several distances": r"must be beyond the distances that have a bucket each",
     "a Gemma 4 with inputs of each layer, shared keys or experts": r"(hidden_size_per_layer_input|num_kv_shared_layers|enable_moe_block)=",  # noqa: E501
@@ -535,7 +611,8 @@ REASONS: dict[str, str] = {
     "a Gemma that reads both ways, or caps that Gemma 3 reads and does not use": r"(use_bidirectional_attention|attn_logit_softcapping)=",  # noqa: E501
     "an encoder whose head is not its embedding": r"tie_word_embeddings=False \(supported: True\)",
     "layers without rotary embedding by other numbers than 0 and 1": r"no_rope_layers=",
-    "layer types that we do not have": r"layer_types=|layer_types with|one kind per layer",
+    "layer types that we do not have": r"layer_types=|layer_types with|one kind per layer|layers_block_type",
+    "what published hybrids have one form of, or transformers does not read": r"(mamba_use_mlp|attn_layer_indices|n_shared_experts|mlp_bias)=|tie_word_embeddings=True \(supported: False\)",  # noqa: E501
 }
 
 
@@ -590,6 +667,8 @@ def auto_class(family: str) -> Any:
 
     if family in ENCODER_DECODERS:
         return transformers.AutoModelForSeq2SeqLM
+    if family in HEARING:
+        return transformers.AutoModelForSpeechSeq2Seq
     return transformers.AutoModelForMaskedLM if family in ENCODERS else transformers.AutoModelForCausalLM
 
 
@@ -716,6 +795,9 @@ def their_logits(folder: Path) -> torch.Tensor | str:
         texts = {"input_ids": tokens_of(VOCAB)}
         if config.model_type in ENCODER_DECODERS:
             texts = {"input_ids": tokens_of(VOCAB, ENCODER_SEQ), "decoder_input_ids": tokens_of(VOCAB)}
+        if config.model_type in HEARING:
+            frames = frames_of(config.max_source_positions, config.num_mel_bins).transpose(1, 2).double()
+            texts = {"input_features": frames, "decoder_input_ids": tokens_of(VOCAB)}
         out = model.eval()(**texts, return_dict=True, **cached).logits
     except Exception as error:  # whatever a config does to it: that is what is tried
         return f"{type(error).__name__}: {error}"
@@ -728,11 +810,13 @@ def our_logits(folder: Path) -> torch.Tensor:
     problems = check(model, tp=1, seq_length=SEQ)
     if problems:
         raise ConfigError(problems)
+    room = {stream.name: stream.largest for stream in model.needs_room}
     plan = make_plan(
         Run(
             model=model,
             train=TrainConfig(steps=1, global_batch=BATCH, micro_batch=BATCH, seq_length=SEQ, precision="fp64"),
             task=task_of(model),
+            data=DataConfig(mock=True, packing="online", room=room) if room else DataConfig(),
         ),
         1,
     )
@@ -742,7 +826,9 @@ def our_logits(folder: Path) -> torch.Tensor:
     if tokens_of(VOCAB).max() >= model.vocab_size:
         raise CheckpointError("must be <= vocab_size")
     batch = batch_of(SEQ)
-    if model.reads_beside:
+    if model.numbers_beside:
+        batch = replace(batch, beside={SOUND: sound_of(model)})
+    elif model.reads_beside:
         batch = replace(batch, beside={ENCODER: batch_of(ENCODER_SEQ)})
     stages.finish = lambda head, x, _: head.logits(x, torch.arange(batch.num_tokens))
     stages.begin([batch], seed=None)
@@ -759,8 +845,24 @@ def task_of(model: ModelConfig) -> TaskConfig:
     """The task whose batches have what the model reads."""
     if not model.reads_beside:
         return TaskConfig()
+    if model.numbers_beside:
+        heard: TaskConfig = find_objective("transcribe").Config(name="transcribe")
+        return heard
     config: TaskConfig = find_objective("span").Config(name="span", encoder_length=ENCODER_SEQ)
     return config
+
+
+def frames_of(rows: int, bands: int) -> torch.Tensor:
+    """(BATCH, frames, bands) of recordings, two frames for a row."""
+    return torch.randn(BATCH, 2 * rows, bands, generator=torch.Generator().manual_seed(4))
+
+
+def sound_of(model: ModelConfig) -> Batch:
+    """A recording for each sequence."""
+    (stream,) = model.numbers_beside
+    frames = frames_of(stream.largest, stream.width // FRAMES)
+    rows = torch.cat([torch.from_numpy(frame_rows(each.numpy())) for each in frames])
+    return replace(batch_of(stream.largest), tokens=torch.zeros(len(rows), dtype=torch.int64), values=rows)
 
 
 def batch_of(length: int) -> Batch:

@@ -28,6 +28,7 @@ from phalanx.models.gpt2 import GPT2Config
 from phalanx.models.gpt_neox import GPTNeoXConfig
 from phalanx.models.gpt_oss import GptOssConfig
 from phalanx.models.kimi_k25 import KimiK25Config
+from phalanx.models.kimi_linear import KimiLinearConfig
 from phalanx.models.llama import LlamaConfig
 from phalanx.models.llama4_text import Llama4TextConfig
 from phalanx.models.llava import LlavaConfig
@@ -40,11 +41,15 @@ from phalanx.models.modernbert import ModernBertConfig
 from phalanx.models.nemotron_h import NemotronHConfig
 from phalanx.models.olmo2 import Olmo2Config
 from phalanx.models.olmo3 import Olmo3Config
+from phalanx.models.olmo_hybrid import OlmoHybridConfig
 from phalanx.models.phi3 import Phi3Config
 from phalanx.models.qwen2 import Qwen2Config
 from phalanx.models.qwen2_5_vl import Qwen25Vision, Qwen25VLConfig
 from phalanx.models.qwen3 import Qwen3Config
+from phalanx.models.qwen3_5_moe_text import Qwen35MoETextConfig
+from phalanx.models.qwen3_5_text import Qwen35TextConfig
 from phalanx.models.qwen3_moe import Qwen3MoEConfig
+from phalanx.models.qwen3_next import Qwen3NextConfig
 from phalanx.models.qwen3_vl import Qwen3Vision, Qwen3VLConfig
 from phalanx.models.rope import RopeScaling
 from phalanx.models.smollm3 import SmolLM3Config
@@ -53,10 +58,12 @@ from phalanx.models.vision_config import VisionConfig
 from phalanx.models.whisper import WhisperConfig
 from phalanx.nn.objective import TaskConfig, find_objective
 from phalanx.ops.optimizer.shard import widened
+from phalanx.planning.order import media_group_of
 from phalanx.sequence.batch import ENCODER, IGNORE, Batch
 from phalanx.sequence.frames import FRAMES, frame_rows
+from phalanx.sequence.patches import PictureSpec
 from phalanx.verifying.compare import allowed, random_weights
-from tests.harness.pictures import picture_batch
+from tests.harness.pictures import picture_batch, shared_among
 
 SEQ, VOCAB = 16, 131
 ENCODER_SEQ = 24  # tokens of a sequence that an encoder reads
@@ -484,6 +491,46 @@ MODELS["nemotron_h"] = NemotronHConfig(
     n_groups=2,
     conv_kernel=3,
 )
+DELTA = {
+    "linear_num_key_heads": 2,
+    "linear_num_value_heads": 4,
+    "linear_key_head_dim": 5,
+    "linear_value_head_dim": 6,
+    "linear_conv_kernel_dim": 3,
+    "layer_types": ("linear_attention", "full_attention") * 2,
+}
+GATED = {**SIZES, **HEADS, **DELTA, "head_dim": 12, "partial_rotary_factor": 0.5, "rope_theta": 100.0}
+CHOSEN = {
+    "num_experts": 8,
+    "num_experts_per_tok": 3,
+    "moe_intermediate_size": 14,
+    "shared_expert_intermediate_size": 10,
+    "router_aux_loss_coef": 0.1,
+}
+MODELS["qwen3_next"] = Qwen3NextConfig(
+    **GATED, **CHOSEN, intermediate_size=42, num_hidden_layers=4, mlp_only_layers=(1,)
+)
+MODELS["qwen3_5_text"] = Qwen35TextConfig(**GATED, intermediate_size=42, num_hidden_layers=4)
+MODELS["kimi_linear"] = KimiLinearConfig(
+    **SIZES,
+    **LATENTS,
+    intermediate_size=42,
+    num_hidden_layers=4,
+    num_attention_heads=4,
+    layer_types=DELTA["layer_types"],
+    linear_num_heads=4,
+    linear_head_dim=5,
+    linear_conv_kernel_dim=3,
+    n_routed_experts=8,
+    num_experts_per_tok=3,
+    moe_intermediate_size=14,
+    n_group=2,
+    router_aux_loss_coef=0.1,
+)
+MODELS["olmo_hybrid"] = OlmoHybridConfig(
+    **SIZES, **HEADS, **DELTA, intermediate_size=42, num_hidden_layers=4, head_dim=8
+)
+MODELS["qwen3_5_moe_text"] = Qwen35MoETextConfig(**GATED, **CHOSEN, num_hidden_layers=4)
 MODELS["nemotron_h-moe"] = replace(
     MODELS["nemotron_h"],
     num_hidden_layers=5,
@@ -637,10 +684,16 @@ def batch_of(run: Run, ids: list[int], documents: bool | str) -> Batch:
 
 def step_batches(run: Run, mesh: Mesh, step: int, documents: bool | str) -> list[Batch]:
     n, size, dp = run.train.global_batch, run.train.micro_batch, mesh.dp.size
-    first = step * n + mesh.dp.index * (n // dp)
-    return [
-        batch_of(run, list(range(i, i + size)), documents).cut(mesh.part) for i in range(first, first + n // dp, size)
-    ]
+    firsts = [step * n + rank * (n // dp) for rank in media_group_of(run, mesh.dp.index)]
+    part, found = mesh.part, list[Batch]()
+    for at in range(0, n // dp, size):
+        ids = [list(range(first + at, first + at + size)) for first in firsts]
+        batch = batch_of(run, ids[part.replica], documents)
+        if part.replicas > 1:
+            assert isinstance(run.model.media, PictureSpec)
+            batch = shared_among(batch, ids, run.model.media, part)
+        found.append(batch.cut(part))
+    return found
 
 
 Parts = list[tuple[str, tuple[int, ...], Box, np.ndarray]]
@@ -678,7 +731,8 @@ def run_layout(
     state.model.train()
     losses, norms, grads = [], [], []
     for step in range(steps):
-        tokens = accumulate(state, step_batches(run, mesh, step, documents))
+        with state.buffers.sending_early():
+            tokens = accumulate(state, step_batches(run, mesh, step, documents))
         grads.append(parts_of(state, "grad"))
         result = update(state, tokens, lr=1e-2)
         mtp_loss = 0.0 if result.mtp_loss is None else result.mtp_loss.item()

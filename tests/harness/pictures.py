@@ -8,10 +8,12 @@ import numpy as np
 import torch
 
 from phalanx.config.run import Run
+from phalanx.data.media import UnitSize, homes_of, shared_units
 from phalanx.sequence.batch import IGNORE, Batch
 from phalanx.sequence.patches import PatchForm, PictureSpec, grid_positions
 from phalanx.sequence.sample import UnitRoom, Units
-from phalanx.sequence.units import unit_batch
+from phalanx.sequence.shard import SequenceShard
+from phalanx.sequence.units import shared_unit_batch, unit_batch
 
 
 def pixels_of(number: int, height: int, width: int) -> np.ndarray:
@@ -51,6 +53,25 @@ def with_images(batch: Batch, ids: list[int], spec: PictureSpec) -> Batch:
     labels = batch.labels.where(flat != token, IGNORE)
     beside = {**batch.beside, form.stream.name: stream}
     return replace(batch, tokens=flat, labels=labels, beside=beside, coordinates=own)
+
+
+def shared_among(batch: Batch, ids: list[list[int]], spec: PictureSpec, part: SequenceShard) -> Batch:
+    """The batch of one replica with the images that a rank computes. ids: of the samples of all replicas that compute
+    each other's images, in order."""
+    most = batch.seq_length - 4
+    every = [(sample, one) for each in ids for sample in each for one in units_of(sample, spec, most).singly]
+    units = [
+        [UnitSize(len(one.values), len(one.features)) for one in units_of(sample, spec, most).singly]
+        for each in ids
+        for sample in each
+    ]
+    own = [pair for pair, home in zip(every, homes_of(units, part)) if home == part.here]
+    stream = shared_unit_batch(shared_units(units, own, spec.stream, part), spec.stream, part)
+    return replace(batch, beside={**batch.beside, spec.stream.name: stream})
+
+
+def units_of(sample: int, spec: PictureSpec, most: int) -> Units:
+    return images_of(sample, spec.form, sizes_of(spec), most)
 
 
 def spans(units: Units) -> list[tuple[int, int]]:

@@ -15,8 +15,9 @@ import socket
 import subprocess
 import tempfile
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from pathlib import Path
+from types import MappingProxyType
 
 from tests.harness.warm import Warm
 
@@ -24,6 +25,7 @@ NODES = ("n1", "n2")
 PROGRAMS = ("sbatch", "slurmctld", "slurmd", "munged")
 WAIT_S = 150.0
 CPUS = 4  # that each node claims to have
+NODE = "NodeName={name} NodeHostname={host} NodeAddr=127.0.0.1 Port={port} CPUs={cpus} RealMemory=4000 State=UNKNOWN\n"
 CONFIG = """\
 ClusterName=test
 SlurmctldHost=localhost(127.0.0.1)
@@ -55,10 +57,10 @@ KillWait=5
 MinJobAge=600
 ReturnToService=2
 SlurmdParameters=config_overrides
-NodeName=n1 NodeHostname={host} NodeAddr=127.0.0.1 Port={n1} CPUs={cpus} RealMemory=4000 State=UNKNOWN
-NodeName=n2 NodeHostname={host} NodeAddr=127.0.0.1 Port={n2} CPUs={cpus} RealMemory=4000 State=UNKNOWN
-PartitionName=main Nodes=n1,n2 Default=YES MaxTime=60 State=UP PriorityTier=1 GraceTime=60 OverSubscribe=NO
-PartitionName=high Nodes=n1,n2 MaxTime=30 State=UP PriorityTier=10 OverSubscribe=NO
+PropagateResourceLimitsExcept=NOFILE
+{more}
+PartitionName=main Nodes={nodes} Default=YES MaxTime=60 State=UP PriorityTier=1 GraceTime=60 OverSubscribe=NO
+PartitionName=high Nodes={nodes} MaxTime=30 State=UP PriorityTier=10 OverSubscribe=NO
 """
 
 
@@ -91,14 +93,18 @@ def until(done: Callable[[], object], what: Callable[[], str], seconds: float = 
 
 
 class Slurm:
-    """The daemons; `env` is what clients need (SLURM_CONF), `program` what starts phalanx on a node."""
+    """The daemons; `env` is what clients need (SLURM_CONF), `program` what starts phalanx on a node. topology: a
+    topology.conf; few_files: nodes on which a process may open only this many."""
 
-    def __init__(self) -> None:
+    def __init__(
+        self, nodes: tuple[str, ...] = NODES, topology: str = "", few_files: Mapping[str, int] = MappingProxyType({})
+    ) -> None:
+        self.nodes, self._topology, self._few_files = nodes, topology, few_files
         self._place = tempfile.TemporaryDirectory(prefix="slurm-")
         self.folder = Path(self._place.name)
         self.env = {"SLURM_CONF": str(self.folder / "slurm.conf")}
         hosts = self.folder / "hosts"
-        hosts.write_text(f"127.0.0.1 localhost {' '.join(NODES)}\n")
+        hosts.write_text(f"127.0.0.1 localhost {' '.join(nodes)}\n")
         bind = f'mount --make-rprivate / && mount --bind {hosts} /etc/hosts && exec "$@"'
         self.inside = ("unshare", "-m", "sh", "-c", bind, "sh")
         self.warm = Warm(inside=self.inside)
@@ -107,15 +113,20 @@ class Slurm:
 
     def start(self) -> Slurm:
         self.warm.start()
-        ports = dict(zip(("ctld", *NODES), free_ports(3)))
+        ctld, *ports = free_ports(1 + len(self.nodes))
         host = socket.gethostname()
+        more = "".join(NODE.format(name=name, host=host, port=port, cpus=CPUS) for name, port in zip(self.nodes, ports))
+        if self._topology:
+            more += "TopologyPlugin=topology/tree\n"
+            (self.folder / "topology.conf").write_text(self._topology)
         (self.folder / "state").mkdir()
-        (self.folder / "slurm.conf").write_text(CONFIG.format(folder=self.folder, host=host, cpus=CPUS, **ports))
+        names = ",".join(self.nodes)
+        (self.folder / "slurm.conf").write_text(CONFIG.format(folder=self.folder, ctld=ctld, nodes=names, more=more))
         self._start_munge()
         self._daemon("slurmctld", "slurmctld", "-D")
-        for name in NODES:
+        for name in self.nodes:
             self.start_node(name)
-        until(lambda: self.states() == {"idle": 2}, lambda: f"both nodes idle ({self.states()})")
+        until(lambda: self.states() == {"idle": len(self.nodes)}, lambda: f"all nodes idle ({self.states()})")
         return self
 
     def _start_munge(self) -> None:
@@ -141,7 +152,9 @@ class Slurm:
 
     def start_node(self, name: str) -> None:
         (self.folder / name).mkdir(exist_ok=True)
-        self._daemon(name, *self.inside, which("slurmd") or "slurmd", "-D", "-N", name)
+        few = self._few_files.get(name)
+        limited = ("prlimit", f"--nofile={few}:{few}") if few else ()
+        self._daemon(name, *self.inside, *limited, which("slurmd") or "slurmd", "-D", "-N", name)
 
     def kill_node(self, name: str) -> None:
         """As a power cut: the daemon and every process that it or its steps started are killed at once."""
@@ -153,7 +166,7 @@ class Slurm:
 
     def lost(self) -> list[str]:
         """Nodes whose daemon was killed."""
-        return [name for name in NODES if self._daemons[name].poll() is not None]
+        return [name for name in self.nodes if self._daemons[name].poll() is not None]
 
     def ask(self, *words: str, check: bool = True) -> str:
         done = subprocess.run(

@@ -44,7 +44,7 @@ from phalanx.comm.mesh import Mesh
 from phalanx.config.device_check import Facts
 from phalanx.config.run import Run
 from phalanx.data.index import Corpus, CorpusWriter
-from phalanx.data.loader import micro_batch_samples, train_loader
+from phalanx.data.loader import train_loader
 from phalanx.data.packing import make_packing, packing_path, write_packing
 from phalanx.engine.build import State, build, init_weights
 from phalanx.engine.fp8_state import unsafe
@@ -54,6 +54,7 @@ from phalanx.engine.step import accumulate, evaluate_step, shadow_of, update
 from phalanx.forecast.check import check
 from phalanx.forecast.decide import make_plan
 from phalanx.inference.load import load_alone
+from phalanx.planning.order import step_samples
 from phalanx.planning.plan import storing_all, without_layout
 from phalanx.planning.reading import reading_of
 from phalanx.sequence.batch import Batch
@@ -91,6 +92,7 @@ ALLOWED = (
         "is not built for a model that reads images or sound: which rank has which of them follows tp and cp",
     ),
     ("train.deterministic", "has no fixed order of sums over texts of all ranks, which the task needs"),
+    ("layout.cp_degree", "must be fixed: a scan goes through all documents of a sequence in one exchange"),
     ("layout.cp_degree", "balances the documents of one text, and the model reads two: take fixed"),
     ("lora.base", "must be bf16 with train.fp8, which quantizes weights itself"),
     ("train.fp8", "must be null: the method reads the frozen weights, of which only FP8 values may be there"),
@@ -405,8 +407,8 @@ def batches_of(t: Trial, run: Run, mesh: Mesh, step: int) -> list[Batch]:
         samples=size,
         reading=reading_of(run),
     )
-    samples = micro_batch_samples(step * size, size, train.micro_batch, mesh.dp.size, mesh.dp.index)
-    return [loader.batch(each).cut(mesh.part) for each in samples]
+    samples = step_samples(run, loader, step * size, mesh.dp.size, mesh.dp.index)
+    return [loader.batch(each, mesh.part).cut(mesh.part) for each in samples]
 
 
 def spoil(state: State) -> None:

@@ -13,6 +13,7 @@ from phalanx.forecast.memory import OVERHEAD, rank_uses
 from phalanx.layout.config import LayoutConfig
 from phalanx.models.bert import BertConfig
 from phalanx.models.deepseek_v3 import DeepseekV3Config
+from phalanx.models.falcon_h1 import FalconH1Config
 from phalanx.models.gemma2 import Gemma2Config
 from phalanx.models.gemma3 import Gemma3Config
 from phalanx.models.gemma3_text import Gemma3TextConfig
@@ -25,10 +26,12 @@ from phalanx.models.kimi_k25 import KimiK25Config
 from phalanx.models.llama import LlamaConfig
 from phalanx.models.llama4_text import Llama4TextConfig
 from phalanx.models.llava import LlavaConfig
+from phalanx.models.mamba2 import Mamba2Config
 from phalanx.models.minimax_m2 import MiniMaxM2Config
 from phalanx.models.mistral import MistralConfig
 from phalanx.models.mixtral import MixtralConfig
 from phalanx.models.modernbert import ModernBertConfig
+from phalanx.models.nemotron_h import NemotronHConfig
 from phalanx.models.olmo2 import Olmo2Config
 from phalanx.models.olmo3 import Olmo3Config
 from phalanx.models.phi3 import Phi3Config
@@ -36,6 +39,7 @@ from phalanx.models.qwen2 import Qwen2Config
 from phalanx.models.qwen2_5_vl import Qwen25Vision, Qwen25VLConfig
 from phalanx.models.qwen3 import Qwen3Config
 from phalanx.models.qwen3_moe import Qwen3MoEConfig
+from phalanx.models.qwen3_next import Qwen3NextConfig
 from phalanx.models.qwen3_vl import Qwen3Vision, Qwen3VLConfig
 from phalanx.models.registry import load_family
 from phalanx.models.rope import RopeScaling
@@ -62,8 +66,9 @@ DENSE = (
 )
 LATENT = ("deepseek_v3", "kimi_k25")
 GROUPED = ("mixtral", "qwen3_moe", "gpt_oss", "llama4_text", "minimax_m2", "glm4_moe")
-EXPERTS = (*GROUPED[:3], *LATENT, *GROUPED[3:])
-DECODERS = (*DENSE, "gpt2", "gpt_neox", *EXPERTS, "kinds")
+SCANS = ("mamba2", "nemotron_h", "falcon_h1", "qwen3_next")
+EXPERTS = (*GROUPED[:3], *LATENT, *GROUPED[3:], "nemotron_h", "qwen3_next")
+DECODERS = (*DENSE, "gpt2", "gpt_neox", *EXPERTS[:-2], "kinds", *SCANS)
 ENCODERS = ("bert", "modernbert")
 PICTURES = ("llava", "qwen2_5_vl", "qwen3_vl", "gemma3")
 FAMILIES = (*DECODERS, *ENCODERS, "t5", "embeddings", *PICTURES, "whisper")
@@ -149,6 +154,28 @@ def model_of(family: str, unit: int, length: int) -> Any:
             return Llama4TextConfig(
                 **heads, **chosen, **own, no_rope_layer_interval=2, attention_chunk_size=5, floor_scale=3
             )
+        case "mamba2":
+            own = dict(num_heads=2 * unit, head_dim=2, n_groups=4, state_size=unit, conv_kernel=3)
+            return Mamba2Config(**common, **own)
+        case "nemotron_h":
+            kinds = ("linear_attention", "moe", "full_attention", "mlp")
+            scan = dict(mamba_num_heads=2 * unit, mamba_head_dim=2, n_groups=4, ssm_state_size=unit, conv_kernel=3)
+            own = dict(num_hidden_layers=4, layers_block_type=kinds, moe_shared_expert_intermediate_size=2 * unit)
+            of_groups = {k: v for k, v in grouped.items() if k != "first_k_dense_replace"}
+            return NemotronHConfig(**heads | own, **chosen, **of_groups, **scan)
+        case "qwen3_next":
+            delta = dict(linear_num_key_heads=4, linear_num_value_heads=8, linear_conv_kernel_dim=3)
+            sizes = dict(linear_key_head_dim=unit, linear_value_head_dim=unit, head_dim=2 * unit)
+            own = dict(num_experts=4, moe_intermediate_size=2 * unit, shared_expert_intermediate_size=unit)
+            kinds = ("linear_attention", "full_attention")
+            return Qwen3NextConfig(**heads | sizes, **chosen, **own, **delta, layer_types=kinds)
+        case "falcon_h1":
+            scan = dict(mamba_n_heads=2 * unit, mamba_d_head=2, mamba_n_groups=4, mamba_d_state=unit, mamba_d_conv=3)
+            scales = dict(
+                key_multiplier=0.6, lm_head_multiplier=0.3, mlp_multipliers=(0.9, 0.6), ssm_out_multiplier=0.4
+            )
+            own = dict(ssm_multipliers=(0.4, 0.3, 0.7, 0.5, 0.8), attention_out_multiplier=0.9)
+            return FalconH1Config(**heads, **scan, **scales, **own)
         case "kinds":
             return load_family("tests.outside.kinds:FAMILY").config(
                 **heads, family="tests.outside.kinds:FAMILY", attends="chunk window"
@@ -273,7 +300,7 @@ def beside(name: str, also: Also, **changes: Any) -> Feature:
     return Feature(name, "Beside training", "beside", also=also, **changes)
 
 
-ROTARY = tuple(f for f in DECODERS if f != "gpt2")
+ROTARY = tuple(f for f in DECODERS if f not in ("gpt2", "mamba2", "nemotron_h"))
 KEYS = (*DENSE, *GROUPED)  # families with heads of keys and values of their own number
 YARN = RopeScaling(rope_type="yarn", factor=4.0, original_max_position_embeddings=8)
 
@@ -284,7 +311,7 @@ SMALL_BUCKETS = (
 
 FEATURES = (
     *(family(name) for name in FAMILIES),
-    model("tied embeddings", FAMILIES, tie_word_embeddings=True),
+    model("tied embeddings", tuple(f for f in FAMILIES if f != "nemotron_h"), tie_word_embeddings=True),
     model("one key-value head", KEYS, num_key_value_heads=1),
     model(
         "sliding window",
@@ -306,6 +333,7 @@ FEATURES = (
     ranks("pp, ZB-H1 (split backward)", "schedule", micro=2, pp=2, schedule="zb_h1"),
     ranks("pp, stages given", "stages", micro=2, pp=2, stages=()),
     ranks("dp", "", dp=2),
+    ranks("dp, images of both ranks", "", PICTURES, dp=2, media_group=2),
     replace(ranks("cp of each document (dynamic)", "", cp=2, cp_degree="dynamic"), documents="packed"),
     ranks("cp, ring", "cp", cp=2, cp_attention="ring"),
     ranks("cp, all-gather", "cp", cp=2, cp_attention="allgather"),
@@ -340,7 +368,7 @@ FEATURES = (
     made_again("recompute by op", recompute_ops=["norm", "qkv", "up"]),
     made_again("recompute experts", EXPERTS, recompute_ops=["experts"]),
     made_again("recompute by budget", budget=True),
-    made_again("frozen attention", DECODERS, "freeze", freeze=["*att[en]*"]),
+    made_again("frozen attention", ("gpt2", *ROTARY), "freeze", freeze=["*att[en]*"]),
     made_again("frozen first blocks", ROTARY, "freeze", freeze=["*embed_[ti]*", "*layers.0.*"]),
     made_again("frozen experts", EXPERTS, "freeze", freeze=["*.experts.*"]),
     Feature("LoRA", "Memory", "freeze", lora={"rank": 3, "alpha": 5.0}),

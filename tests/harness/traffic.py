@@ -1,4 +1,4 @@
-"""What a step sends over the axes of context parallelism."""
+"""What a step sends over the axes of context parallelism, and for images that other replicas compute."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ def context_traffic(rank: int, world: int, run: Run, batches: str | bool) -> dic
     found: Counter[tuple[str, str]] = Counter()
     calls: Counter[tuple[str, str]] = Counter()
     for site, (count, nbytes) in mesh.watch.calls.items():
-        if site.axis.startswith("cp"):
+        if site.axis.startswith("cp") or site.axis == "tp x cp x dp":
             found[site.axis, site.op] += nbytes
             calls[site.axis, site.op] += count
     return {key: (calls[key], found[key]) for key in found}

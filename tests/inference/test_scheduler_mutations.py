@@ -122,7 +122,7 @@ MUTATIONS = {
     ),
     "what an image leaves of a step goes to others": (scheduler, "if self._ends_at_image(sequence):", "if False:"),
     "who leaves keeps the pages of its source": (scheduler, "self.sources.release(row)", "row"),
-    "a source has no bound": (scheduler, "not self.sources.has_room(len(sequence.request.source))", "False"),
+    "a source has no bound": (scheduler, "not self.sources.has_room(sequence.request.source_length)", "False"),
     "tokens of the second image are the first's": (scheduler, "number += image.tokens", "number = image.tokens"),
     "a row keeps its old next position": (scheduler, "        self._next[row] = len(keys) * self.spec.page_size\n", ""),
 }

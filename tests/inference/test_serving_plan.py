@@ -138,7 +138,7 @@ def test_each_stage_computes_another_group():
     serving = serving_of(run_of("llama", pp=2), 2)
     slowest = max(serving.ranks, key=lambda rank: rank.dense)
     for count, group in ((1, 1), (2, 1), (5, 3), (6, 3)):
-        whole = 2 * (slowest.dense + group * slowest.read(14))
+        whole = 2 * (slowest.dense + group * slowest.read(LIMITS))
         assert serving.tokens_per_s(count, 1e9) == pytest.approx(count * 1e9 / whole, rel=1e-12)
 
 
@@ -146,8 +146,8 @@ def test_experts_are_read_as_tokens_choose_them():
     """Of E experts with K chosen, one token reads K / E; many read all."""
     serving = serving_of(run_of("mixtral"), 1)
     (rank,) = serving.ranks
-    assert serving.step_bytes(rank, 1) == pytest.approx(rank.dense + rank.experts / 4 + rank.read(14))
-    assert serving.step_bytes(rank, 200) == pytest.approx(rank.dense + rank.experts + 200 * rank.read(14))
+    assert serving.step_bytes(rank, 1) == pytest.approx(rank.dense + rank.experts / 4 + rank.read(LIMITS))
+    assert serving.step_bytes(rank, 200) == pytest.approx(rank.dense + rank.experts + 200 * rank.read(LIMITS))
     blocks = make_plan(without_training(run_of("mixtral"), 1), 1).blocks_of(Coords())
     numel = sum(p.numel() for segment in blocks.values() for block in segment for p in block.parameters())
     assert rank.dense + rank.experts < 8 * numel

@@ -26,19 +26,22 @@ from tests.harness.generation import (
 )
 from tests.inference.test_engine import GREEDY, LENGTHS, SMALL, check_against_whole
 
+PIECES = [*(("mamba2", n) for n in (1, 2, 7, 64)), ("falcon_h1", 1), ("falcon_h1", 7), ("nemotron_h-latent", 7)]
 
-@pytest.mark.parametrize("piece", [1, 2, 7, 64])
-def test_pieces_of_any_size_are_the_whole_sequence(piece):
-    """Logits of every token, of three sequences at once whose states begin as NaN."""
+
+@pytest.mark.parametrize("model, piece", PIECES)
+def test_pieces_of_any_size_are_the_whole_sequence(model, piece):
+    """Logits of every token, of three sequences at once whose states begin as NaN; pages of attention lie beside the
+    states, and experts read single tokens."""
     lengths = (70, 5, 33)
     steps, done = [], [0, 0, 0]
     while done != list(lengths):
         steps.append([min(piece, n - d) for n, d in zip(lengths, done)])
         done = [d + n for d, n in zip(done, steps[-1])]
-    found = cached_logits(0, 1, run_of("mamba2"), lengths, steps)
-    model = random_model(0, 1, run_of("mamba2"))
+    found = cached_logits(0, 1, run_of(model), lengths, steps)
+    whole = random_model(0, 1, run_of(model))
     for row, logits in zip(sequences_of(lengths, 131), found, strict=True):
-        torch.testing.assert_close(logits, whole_logits(model, row), rtol=0, atol=1e-10)
+        torch.testing.assert_close(logits, whole_logits(whole, row), rtol=0, atol=1e-10)
 
 
 def test_memory_does_not_grow_with_a_sequence():

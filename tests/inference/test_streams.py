@@ -3,6 +3,7 @@ encoder-decoders, and texts with images."""
 
 from __future__ import annotations
 
+import math
 from collections.abc import Collection, Iterable, Sequence
 from dataclasses import replace
 from io import BytesIO
@@ -11,24 +12,31 @@ from types import SimpleNamespace
 
 import numpy as np
 import pytest
+import soundfile
 import torch
 from PIL import Image
 
-from phalanx.base.errors import ConfigError
+from phalanx.base.errors import ConfigError, DataError
 from phalanx.comm.mesh import Mesh
 from phalanx.config.run import Run
 from phalanx.engine.build import build_for_inference
 from phalanx.forecast.decide import make_plan
 from phalanx.inference.adapters import with_adapter
 from phalanx.inference.engine import Engine, EngineOptions
+from phalanx.inference.generate import read_prompts, shown_prompt
 from phalanx.inference.load import InferenceModel, run_of_model, without_data, without_training
 from phalanx.inference.memory import kept_by, layer_groups, remembering
 from phalanx.inference.pictures import PictureReader
-from phalanx.inference.request import Finished, NewToken, Prompt, RequestError, SamplingOptions
+from phalanx.inference.recordings import SoundReader, SpeechPrompts, SpeechRules
+from phalanx.inference.request import Finished, NewToken, Prompt, PromptSound, RequestError, SamplingOptions
 from phalanx.inference.streams import encoder_batch
 from phalanx.layout.config import LayoutConfig
+from phalanx.models.whisper import WhisperConfig
+from phalanx.sequence.frames import FRAMES
+from phalanx.text.tokenizers import load_tokenizer
+from tests.harness.chat_model import chat_folder
 from tests.harness.generation import answers_of, random_model, sequences_of
-from tests.models import test_llava, test_qwen_vl, test_t5
+from tests.models import test_gemma3, test_llava, test_qwen_vl, test_t5, test_whisper
 from tests.models.test_models import load_weights
 
 MADE = 6
@@ -48,20 +56,28 @@ def run_of(model, layout: dict[str, int]) -> Run:
 
 
 def answers_from(
-    rank: int, world: int, run: Run, weights: dict[str, np.ndarray], prompts: Sequence, options: EngineOptions
+    rank: int,
+    world: int,
+    run: Run,
+    weights: dict[str, np.ndarray],
+    prompts: Sequence,
+    options: EngineOptions,
+    how: SamplingOptions | None = None,
 ) -> list[tuple[list[int], list[float]]]:
     """The engine's tokens and their log-probabilities, on these weights."""
     plan = make_plan(without_training(run, world), world)
     mesh = Mesh(plan.grid, rank)
     buffers, stages = build_for_inference(plan, mesh)
     load_weights(SimpleNamespace(buffers=buffers), weights)
-    model = InferenceModel(plan, mesh, stages, stages.handlers(), pictures=PictureReader.of(run.model))
+    readers = {"pictures": PictureReader.of(run.model), "sound": SoundReader.of(run.model)}
+    model = InferenceModel(plan, mesh, stages, stages.handlers(), **readers)
     engine = Engine(model, options, wait_s=60)
     if rank:
         engine.follow()
         return []
     pictures = run.model.media
-    how = GREEDY if pictures is None else replace(GREEDY, bias=((pictures.token, -1e9),))
+    if how is None:
+        how = GREEDY if pictures is None or pictures.token is None else replace(GREEDY, bias=((pictures.token, -1e9),))
     found = answers_of(engine, [(prompt, how) for prompt in prompts], arrive=2)
     engine.pause()
     return [(tokens, [score.logprob for score in scores]) for tokens, scores, _, _ in found]
@@ -78,6 +94,8 @@ def check_answer(found: tuple[list[int], list[float]], made: list[int], whole: t
 HOW = {"max_new_tokens": MADE, "do_sample": False, "eos_token_id": None, "pad_token_id": 0}
 TEXTS = (5, 23, 1, 9, 14)
 DEEPER, TIED = list(test_t5.CASES)[:2]
+OTHER_BANDS = list(test_whisper.CASES)[1]
+SPOKEN = {**LAYOUTS, "tp2 pp2": {"tp": 2, "pp": 2}}
 ENCODED = [(DEEPER, "one rank"), (DEEPER, "tp2"), (TIED, "pp2")]
 
 
@@ -99,6 +117,132 @@ def test_an_encoder_decoder_answers_as_transformers_does(ranks, case, layout):
         check_answer(answer, made[0, 1:].tolist(), whole)
 
 
+# ---- recordings
+
+SAID = (("de", "translate"), ("en", None), ("en", "transcribe"), ("de", "translate"), ("de", None))  # by recording
+HEARD = [(test_whisper.FIRST, "one rank"), (test_whisper.FIRST, "tp2"), (OTHER_BANDS, "pp2")]
+
+
+def wav(number: int, seconds: float, rate: int = 16_000) -> bytes:
+    file = BytesIO()
+    sound = np.random.default_rng(number).normal(size=round(seconds * rate)) * 0.1
+    soundfile.write(file, sound.astype(np.float32), rate, format="wav")
+    return file.getvalue()
+
+
+def recordings_of(reader: SoundReader) -> list[PromptSound]:
+    """More than rows, of unequal lengths."""
+    seconds = reader.recordings.steps.seconds
+    files = [wav(number, seconds * part) for number, part in enumerate((1, 0.3, 0.7, 1, 0.5))]
+    return [reader.recording(data, f"{number}.wav") for number, data in enumerate(files)]
+
+
+def frames_of(reader: SoundReader, sound: PromptSound) -> torch.Tensor:
+    """(1, bands, frames), as transformers takes them."""
+    rows = torch.from_numpy(reader.values(sound.data, sound.name))
+    return rows.unflatten(1, (FRAMES, -1))[:, 2:4].flatten(0, 1).t()[None].double()
+
+
+def speaking(model: WhisperConfig):
+    """transformers' model, with tokens for languages and tasks."""
+    hf = test_whisper.transformers_model(model)
+    config = hf.generation_config
+    config.lang_to_id, config.task_to_id = {"<|en|>": 7, "<|de|>": 8}, {"transcribe": 9, "translate": 10}
+    config.no_timestamps_token_id, config.is_multilingual = 13, True
+    config.eos_token_id, config.pad_token_id = model.vocab_size - 1, 0
+    return hf
+
+
+def said_by(hf, frames: torch.Tensor, language: str, task: str | None) -> list[int]:
+    """Greedily, with the tokens that it begins by."""
+    how = {"max_new_tokens": MADE, "return_timestamps": False, "use_cache": False, "return_dict_in_generate": True}
+    found = hf.generate(frames, language=language, task=task, **how)
+    return found.sequences[0].tolist()
+
+
+@pytest.mark.parametrize("case, layout", sampled(product(test_whisper.CASES, SPOKEN), HEARD))
+def test_a_recording_is_answered_as_by_transformers(ranks, tmp_path, case, layout):
+    """With tokens that are never made, and one that is not the first. The first and the fourth text begin alike."""
+    model = test_whisper.CASES[case]
+    hf, reader = speaking(model), SoundReader.of(model)
+    assert reader is not None
+    sounds = recordings_of(reader)
+    first, second = said_by(hf, frames_of(reader, sounds[0]), *SAID[0])[-MADE:][:2]
+    hf.generation_config.begin_suppress_tokens, hf.generation_config.suppress_tokens = [first], [second, 50]
+    hf.generation_config.save_pretrained(tmp_path)
+    rules = SpeechRules.of(tmp_path)
+    prompts = [Prompt(rules.begins(model.decoder_start_token_id, *how), sound=s) for how, s in zip(SAID, sounds)]
+    made = []
+    for prompt, how in zip(prompts, SAID):
+        frames, count = frames_of(reader, prompt.sound), len(prompt.tokens)
+        found = said_by(hf, frames, *how)
+        assert tuple(found[:count]) == prompt.tokens
+        with torch.no_grad():
+            whole = hf(input_features=frames, decoder_input_ids=torch.tensor([found[:-1]])).logits[0]
+        made.append((found[count:], whole[count - 1 :]))
+    run = run_of(model, SPOKEN[layout])
+    weights = {name: p.detach().numpy() for name, p in hf.named_parameters()}
+    world = int(np.prod(list(SPOKEN[layout].values()) or [1]))
+    never = tuple((token, -math.inf) for token in rules.never)
+    options = replace(GREEDY, bias=never, not_first=rules.not_first)
+    found = ranks.run("tests.inference.test_streams:answers_from", world, run, weights, prompts, ROOM, options)[0]
+    for answer, each in zip(found, made, strict=True):
+        check_answer(answer, *each)
+    assert found[0] != found[3] and first != found[0][0][0] and second not in found[0][0]
+
+
+def test_texts_begin_as_those_of_transformers(tmp_path):
+    """Models of one language, and with tokens that are forced in old files; what cannot begin says what can."""
+    model = test_whisper.CASES[test_whisper.FIRST]
+    hf, reader = test_whisper.transformers_model(model), SoundReader.of(model)
+    frames, config = frames_of(reader, recordings_of(reader)[0]), hf.generation_config
+    config.no_timestamps_token_id, config.eos_token_id, config.pad_token_id = 13, model.vocab_size - 1, 0
+    for forced in (None, [[1, 7], [2, 9]], [[1, 7], [2, 9], [3, 13]]):
+        config.forced_decoder_ids = forced
+        config.save_pretrained(tmp_path)
+        found = hf.generate(frames, max_new_tokens=1, return_dict_in_generate=True, use_cache=False).sequences[0]
+        begins = SpeechRules.of(tmp_path).begins(model.decoder_start_token_id)
+        assert tuple(found[:-1].tolist()) == begins
+    with pytest.raises(DataError, match="has no tokens for languages and tasks"):
+        SpeechRules.of(tmp_path).begins(3, "en")
+    speaking(model).generation_config.save_pretrained(tmp_path)
+    rules = SpeechRules.of(tmp_path)
+    for asked, said in (
+        ((None,), 'needs its language: "chat_template_kwargs".*de, en'),
+        (("fr",), "language 'fr' is none that the model says: de, en"),
+        (("en", "sing"), "task 'sing' is none that the model has: transcribe, translate"),
+    ):
+        with pytest.raises(DataError, match=said):
+            rules.begins(3, *asked)
+
+
+BEGINS = (
+    "{% for m in messages %}{% if m.role == 'assistant' %}<|im_start|>{{ language or 'en' }} "
+    "{% generation %}{{ m.content }}<|im_end|>{% endgeneration %}{% endif %}{% endfor %}"
+)
+
+
+def test_a_template_writes_how_a_text_begins_as_in_training(tmp_path):
+    folder = chat_folder(tmp_path)
+    (folder / "chat_template.jinja").write_text(BEGINS)
+    model, tokenizer = test_whisper.CASES[test_whisper.FIRST], load_tokenizer(str(folder))
+    reader = SoundReader.of(model)
+    assert reader is not None
+    (folder / "a.wav").write_bytes(wav(1, reader.recordings.steps.seconds))
+    (folder / "p.jsonl").write_text(
+        '{"audio": "a.wav", "chat_template_kwargs": {"language": "de"}}\n{"audio": "../b"}\n'
+    )
+    heard, outside = read_prompts(str(folder / "p.jsonl"))
+    sampler = SimpleNamespace(speech=SpeechPrompts.of(folder, tokenizer, reader))
+    prompt = heard.prompt(sampler)
+    assert prompt.tokens == (model.decoder_start_token_id, *tokenizer.encode_with_special("<|im_start|>de "))
+    assert prompt.sound.rows == reader.rows and shown_prompt(heard) == {"audio": "a.wav"}
+    with pytest.raises(DataError, match="p.jsonl, line 2: .*must be a path below"):
+        outside.prompt(sampler)
+    with pytest.raises(DataError, match="audio=.*is not heard by this model"):
+        heard.prompt(SimpleNamespace(speech=None))
+
+
 # ---- images
 
 PICTURED = {
@@ -106,6 +250,7 @@ PICTURED = {
     "llava, SigLIP": (test_llava, test_llava.SIGLIP),
     "qwen2_5_vl": (test_qwen_vl, test_qwen_vl.CASES["qwen2_5_vl"]),
     "qwen3_vl": (test_qwen_vl, test_qwen_vl.CASES["qwen3_vl"]),
+    "gemma3": (test_gemma3, test_gemma3.CASES[test_gemma3.FIRST]),
 }
 SPLIT = {**LAYOUTS, "cp2": {"cp": 2}, "tp2 pp2": {"tp": 2, "pp": 2}}
 SHOWN = [
@@ -115,6 +260,8 @@ SHOWN = [
     ("qwen2_5_vl", "cp2"),
     ("qwen3_vl", "one rank"),
     ("qwen3_vl", "pp2"),
+    ("gemma3", "one rank"),
+    ("gemma3", "cp2"),
 ]
 SIZES = ((8, 12), (8, 8), (16, 8), (12, 12), (8, 12))
 
@@ -146,6 +293,8 @@ def inputs_of(reader: PictureReader, prompt: Prompt) -> dict:
     tokens = torch.tensor([prompt.tokens])
     found = {"input_ids": tokens, "attention_mask": torch.ones_like(tokens)}
     pixels = [reader._pixels(image.data, image.name) for image in prompt.images]
+    if reader.spec.together:  # which read each other: not those that are made
+        found["token_type_ids"] = (tokens == reader.spec.token).long()
     if not reader.spec.grid_positions:
         return found | ({"pixel_values": torch.from_numpy(np.stack(pixels)).double()} if pixels else {})
     found["mm_token_type_ids"] = (tokens == reader.spec.token).int()
@@ -163,7 +312,7 @@ def truth_of(name: str) -> tuple[dict[str, np.ndarray], list[Prompt], list]:
     reader = PictureReader.of(model)
     assert reader is not None
     case = next(case for case, each in module.CASES.items() if each is model)
-    llava = module is test_llava
+    llava = module is not test_qwen_vl
     with test_qwen_vl.wide():
         hf = module.transformers_model(model if llava else case)
         named = module.saved_names(hf) if llava else module.saved_names(case, hf)
@@ -329,8 +478,14 @@ def test_what_cannot_be_read_is_refused():
     ):
         with pytest.raises(RequestError, match=rule):
             pictured.submit(prompt, GREEDY)
+    gemma = PictureReader.of(PICTURED["gemma3"][1])
+    one = gemma.image(png(1, 8, 8), "a.png")
+    with pytest.raises(RequestError, match="images='a.png': must not follow another image at once"):
+        gemma.placed(gemma.prompt([1, gemma.spec.token, gemma.spec.token], [one, one]))
     with pytest.raises(RequestError, match="there are 1 of them, and the text has 2 placeholders"):
         reader.prompt([token, 3, token], [image])
+    with pytest.raises(RequestError, match="audio='a.wav': is not heard by t5"):
+        plain.submit(Prompt((1, 2), sound=PromptSound(b"", "a.wav", "00", 8)), GREEDY)
     with pytest.raises(RequestError, match="are not read by t5"):
         plain.submit(Prompt((1, 2), (image,)), GREEDY)
     with pytest.raises(RequestError, match="the encoder has nothing to read"):

@@ -16,7 +16,7 @@ from phalanx.engine.build import build_for_inference
 from phalanx.forecast.decide import make_plan
 from phalanx.inference.engine import Engine, EngineOptions
 from phalanx.inference.load import InferenceModel, without_training
-from phalanx.inference.memory import MemoryLimits, kept_by, layer_groups, remembering
+from phalanx.inference.memory import MemoryLimits, keeping, kept_by, layer_groups, remembering, state_bytes
 from phalanx.inference.request import SamplingOptions
 from tests.harness.generation import Answer, answers_of, run_of, sequences_of
 from tests.harness.parity import MODELS
@@ -159,9 +159,11 @@ def test_greedy_text_of_sequences_that_lost_their_pages_is_that_of_transformers(
 
 
 def little_memory(run: Run, longest: int) -> int:
-    """Bytes of one and a half sequences of this length."""
+    """Bytes of the pages of one and a half sequences of this length, and of the states of all at once."""
     plan = make_plan(without_training(run, 1), 1)
-    layers = remembering([block for segment in plan.blocks_of(Mesh(plan.grid, 0).at).values() for block in segment])
+    blocks = [block for segment in plan.blocks_of(Mesh(plan.grid, 0).at).values() for block in segment]
+    layers, states = remembering(blocks), state_bytes(keeping(blocks), torch.float64)
     groups = layer_groups(layers, kept_by(plan), torch.float64, ROOM.page_size)
     limits = MemoryLimits(1, ROOM.tokens, longest, ROOM.page_size)
-    return sum(limits.most_pages(group.window) * group.page_bytes for group in groups) * 3 // 2
+    pages = sum(limits.most_pages(group.window) * group.page_bytes for group in groups) * 3 // 2
+    return pages + (ROOM.sequences + 1) * states

@@ -16,21 +16,23 @@ import yaml
 QUEUE = "team-a"
 VERSION = "1.37"
 KINDS = {
-    "v1": {"ConfigMap": "configmaps", "Secret": "secrets", "Service": "services"},
+    "v1": {"ConfigMap": "configmaps", "Secret": "secrets", "Service": "services", "Pod": "pods", "Event": "events"},
     "batch/v1": {"Job": "jobs"},
     "jobset.x-k8s.io/v1alpha2": {"JobSet": "jobsets"},
     "trainer.kubeflow.org/v1alpha1": {"TrainJob": "trainjobs", "TrainingRuntime": "trainingruntimes"},
-    "kueue.x-k8s.io/v1beta1": {"LocalQueue": "localqueues"},
+    "ray.io/v1": {"RayJob": "rayjobs"},
+    "kueue.x-k8s.io/v1beta1": {"LocalQueue": "localqueues", "Workload": "workloads"},
 }
 VERBS = ["create", "get", "list", "patch"]
 
 
 class KubeServerStub:
-    """kept: (namespace, kind, name) -> object; changes: (method, path, whether dry); absent: kinds that are not
-    installed; forbidden: plurals that nobody may change."""
+    """kept: (namespace, kind, name) -> object; logs: of pods, by name; changes: (method, path, whether dry); absent:
+    kinds that are not installed; forbidden: plurals that nobody may change."""
 
     def __init__(self) -> None:
         self.kept: dict[tuple[str, str, str], dict[str, Any]] = {}
+        self.logs: dict[str, str] = {}
         self.changes: list[tuple[str, str, bool]] = []
         self.absent: set[str] = set()
         self.forbidden: set[str] = set()
@@ -70,7 +72,7 @@ class KubeServerStub:
         ]
         return {"kind": "APIResourceList", "apiVersion": "v1", "groupVersion": version, "resources": rows}
 
-    def answer(self, method: str, path: str, query: dict[str, list[str]], body: bytes) -> tuple[int, dict[str, Any]]:
+    def answer(self, method: str, path: str, query: dict[str, list[str]], body: bytes) -> tuple[int, Any]:
         if method == "GET" and (found := self.discovery(path)) is not None:
             return 200, found
         version, _, rest = path.removeprefix("/apis/").removeprefix("/api/").partition("/namespaces/")
@@ -78,9 +80,22 @@ class KubeServerStub:
         kind = next((kind for kind, known in KINDS.get(version, {}).items() if known == plural), None)
         if kind is None or kind in self.absent:
             return _status(404, "the server could not find the requested resource")
+        if names[1:] == ["log"]:
+            wanted = int(query.get("tailLines", ["1000000"])[0])
+            return 200, "".join(self.logs[names[0]].splitlines(keepends=True)[-wanted:])
+        if method == "GET" and not names and kind != "LocalQueue":
+            return 200, {"apiVersion": version, "kind": f"{kind}List", "items": self._selected(namespace, kind, query)}
         if method == "GET":
             return self._get(namespace, kind, names)
         return self._change(method, path, (namespace, kind, plural), query, yaml.safe_load(body))
+
+    def _selected(self, namespace: str, kind: str, query: dict[str, list[str]]) -> list[dict[str, Any]]:
+        """Objects of a kind, by one label or by the object that an event is about."""
+        label, _, value = query.get("labelSelector", [""])[0].partition("=")
+        about = query.get("fieldSelector", ["="])[0].partition("=")[2]
+        every = [one for (place, known, _), one in self.kept.items() if (place, known) == (namespace, kind)]
+        every = [one for one in every if not label or one["metadata"]["labels"].get(label) == value]
+        return [one for one in every if not about or one["involvedObject"]["name"] == about]
 
     def _get(self, namespace: str, kind: str, names: list[str]) -> tuple[int, dict[str, Any]]:
         if kind == "LocalQueue" and not names:
@@ -129,9 +144,9 @@ def _handler(server: KubeServerStub) -> type[BaseHTTPRequestHandler]:
                 code, answer = _status(415, "only server-side apply is known here")
             else:
                 code, answer = server.answer(self.command, url.path, parse_qs(url.query), body)
-            text = json.dumps(answer).encode()
+            text = (answer if isinstance(answer, str) else json.dumps(answer)).encode()
             self.send_response(code)
-            self.send_header("Content-Type", "application/json")
+            self.send_header("Content-Type", "text/plain" if isinstance(answer, str) else "application/json")
             self.send_header("Content-Length", str(len(text)))
             self.end_headers()
             self.wfile.write(text)

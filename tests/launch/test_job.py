@@ -68,12 +68,53 @@ def test_a_container_and_a_chain(place):
     assert launched("--chain", "8", "--dry", "dir=runs/a", *words).exit_code == 0
     script = (place / "run.sbatch").read_text()
     assert {"--array=1-8%1", "--dependency=singleton", "--cpus-per-task=96"} <= set(options(script))
-    [step] = [line for line in script.splitlines() if line.startswith("srun ")]
+    [step] = [line.lstrip() for line in script.splitlines() if line.lstrip().startswith("srun ")]
     mounts = f"--container-mounts={place}:{place},{place}/runs/a:{place}/runs/a,/data:/data"
     assert {"--container-image=registry#phalanx:1", mounts, "--cpus-per-task=96"} <= set(
         shlex.split(step.split(" bash -c")[0])
     )
     assert "scontrol requeue" not in script and "scancel --state=PENDING" in script
+
+
+def test_a_preflight_with_spares_and_an_order_by_topology(place):
+    (place / "topology.conf").write_text(
+        "SwitchName=a Nodes=n[1-4]\nSwitchName=b Nodes=n[5-8]\nSwitchName=c Switches=a,b\n"
+    )
+    words = ("--nodes", "4", "--preflight", "--spares", "1", "--topology", "topology.conf", "--dry")
+    assert launched(*words, "cluster.ranks_per_node=2").exit_code == 0
+    script = (place / "run.sbatch").read_text()
+    assert {"--nodes=5", "--switches=2@1:00:00"} <= set(options(script))
+    assert f"topology={place}/topology.conf\n" in script and "nodes=$((SLURM_JOB_NUM_NODES - 1))\n" in script
+    assert subprocess.run(["bash", "-n", "run.sbatch"], capture_output=True).stderr == b""
+    assert launched(*words[:2], "--topology", "topology.conf", "--dry", "cluster.switches=1@2:00:00").exit_code == 0
+    script = (place / "run.sbatch").read_text()
+    assert "--switches=1@2:00:00" in options(script) and "where=()\n" in script and "--spares" not in script
+    (place / "hosts.txt").write_text("n1\nn2\n")
+    for refused, said in {
+        ("--spares", "1"): "--spares goes with --preflight",
+        ("--hosts", "hosts.txt", "--topology", "slurm"): "it takes neither --spares nor --topology",
+        ("--nodes", "1-2", "--preflight", "--spares", "1"): "--spares=1: is for one number of nodes",
+        ("--topology", "none.conf"): "none.conf",
+    }.items():
+        done = launched("--dry", *refused)
+        assert done.exit_code != 0 and said in done.output + str(done.exception)
+
+
+def test_the_section_cluster_stays_with_the_launch(place):
+    """The ranks read the config without the file beside it, where parts of the section could be nonsense."""
+
+    def started() -> str:
+        [last] = [line for line in (place / "run.sbatch").read_text().splitlines() if line.startswith("  ' bash ")]
+        return last
+
+    assert launched("--dry", "cluster.grace_s=30", "train.steps=9", "cluster.environment.A=b").exit_code == 0
+    assert started() == '  \' bash phalanx train run.yaml train.steps=9 "${layout[@]}"'
+    (place / "run.yaml").write_text(f"{CONFIG}cluster: {{time: 60s}}\n")
+    (place / "cluster.yaml").write_text("grace_s: 30")
+    assert launched("--dry", "train.steps=9").exit_code == 0
+    assert started() == '  \' bash phalanx train run.yaml train.steps=9 cluster=null "${layout[@]}"'
+    (place / "cluster.yaml").unlink()
+    assert "must be longer than the time that is kept for the last save" in refusal("train.steps=9")
 
 
 def test_no_secret_is_written(place):

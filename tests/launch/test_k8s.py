@@ -295,7 +295,7 @@ def test_a_pod_that_is_taken_away_asks_the_run_once_and_waits_for_it(place, tmp_
 @pytest.mark.parametrize(
     "words, said",
     [
-        (("--nodes", "2-4"), "--nodes='2-4': must be one number: Kubernetes starts all pods of a job"),
+        (("--nodes", "2-4"), "--nodes='2-4': must be one number: `phalanx launch k8s` starts all of them together"),
         (("--nodes", "0"), "--nodes='0': must be a number of nodes"),
         (("cluster.partition=gpu",), "cluster.partition='gpu': is not read by `phalanx launch k8s`"),
         (("cluster.time=24h",), "cluster.time='24h': is not read by `phalanx launch k8s`"),
@@ -418,3 +418,92 @@ def test_without_a_cluster_or_the_client_the_message_says_what_was_looked_for(pl
     assert "Kubernetes is not here: looked for the config of kubectl" in str(done.exception)
     monkeypatch.setitem(sys.modules, "kubernetes", None)
     assert "pip install 'phalanx[k8s]'" in str(launched("--submit").exception)
+
+
+# ---- what became of it ---------------------------------------------------------------------------
+
+
+def pod(name: str, number: int, **status: object) -> dict:
+    labels = {"app.kubernetes.io/instance": "first-run", "batch.kubernetes.io/job-completion-index": str(number)}
+    spec = {"nodeName": f"gpu-{number}"} if status["phase"] != "Pending" else {}
+    return {
+        "apiVersion": "v1",
+        "kind": "Pod",
+        "metadata": {"name": name, "labels": labels},
+        "spec": spec,
+        "status": status,
+    }
+
+
+def shown(*words: str) -> str:
+    done = CliRunner().invoke(cli, list(words))
+    assert done.exit_code == 0, repr(done.exception)
+    return done.output
+
+
+def test_status_and_logs_of_a_job_that_runs(server):
+    """Pods in the order of their nodes, whatever their names; step and last line of the first."""
+    assert "`phalanx status research/job/first-run` shows it" in launched("--nodes", "2", "--submit").output
+    job = server.kept["research", "Job", "first-run"]
+    job["metadata"] |= {"creationTimestamp": "2026-11-26T06:00:00Z", "uid": "u1"}
+    since = "2026-11-26T06:01:00Z"
+    ended = [{"name": "node", "state": {"terminated": {"exitCode": 6}}}]
+    for made in (
+        pod("first-run-1-abcde", 1, phase="Failed", startTime=since, containerStatuses=ended),
+        pod("first-run-0-zyxwv", 0, phase="Running", startTime=since),
+        pod("first-run-1-bcdef", 1, phase="Pending", conditions=[{"type": "PodScheduled", "status": "True"}]),
+    ):
+        server.kept["research", "Pod", made["metadata"]["name"]] = made
+    server.logs = {"first-run-0-zyxwv": "a\nstep=7 loss=3.1\nsaved\n", "first-run-1-abcde": "warning: b\n"}
+    assert shown("status", "research/job/first-run").splitlines() == [
+        "job first-run  running, made 2026-11-26T06:00:00Z",
+        f"pod first-run-0-zyxwv  running on gpu-0 since {since}",
+        f"pod first-run-1-abcde  failed on gpu-1 since {since}  exit code 6",
+        "pod first-run-1-bcdef  pending",
+        "step  7",
+        "last  saved",
+    ]
+    assert shown("logs", "job/first-run") == "a\nstep=7 loss=3.1\nsaved\nfirst-run-1-abcde: warning: b\n"
+    assert shown("logs", "job/first-run", "-n", "1") == "first-run-1-abcde: warning: b\n"
+
+
+def test_status_of_a_job_that_waits_says_why(server):
+    launched("--nodes", "2", "--queue", QUEUE, "--submit")
+    job = server.kept["research", "Job", "first-run"]
+    job["spec"]["suspend"] = True
+    job["metadata"] |= {"creationTimestamp": "2026-11-26T06:00:00Z", "uid": "u1"}
+    why = "couldn't assign flavors to pod set main: insufficient unused quota for nvidia.com/gpu in flavor h100"
+    condition = {"type": "QuotaReserved", "status": "False", "reason": "Pending", "message": why}
+    server.kept["research", "Workload", "job-first-run-1"] = {
+        "apiVersion": "kueue.x-k8s.io/v1beta1",
+        "kind": "Workload",
+        "metadata": {"name": "job-first-run-1", "ownerReferences": [{"uid": "u1"}]},
+        "status": {"conditions": [condition]},
+    }
+    server.kept["research", "Event", "e1"] = {
+        "apiVersion": "v1",
+        "kind": "Event",
+        "metadata": {"name": "e1"},
+        "involvedObject": {"name": "first-run"},
+        "reason": "Suspended",
+        "message": "Job suspended",
+        "lastTimestamp": "2026-11-26T06:00:01Z",
+    }
+    said = shown("status", "job/first-run")
+    assert "job first-run  suspended, made" in said and f"Kueue: {why}" in said and "Suspended: Job suspended" in said
+    job["spec"]["suspend"] = False
+    unschedulable = "0/8 nodes are available: 8 Insufficient nvidia.com/gpu."
+    conditions = [{"type": "PodScheduled", "status": "False", "reason": "Unschedulable", "message": unschedulable}]
+    server.kept["research", "Pod", "p0"] = pod("p0", 0, phase="Pending", conditions=conditions)
+    waiting = [{"name": "node", "state": {"waiting": {"reason": "ImagePullBackOff", "message": "no such image"}}}]
+    server.kept["research", "Pod", "p1"] = pod("p1", 1, phase="Pending", containerStatuses=waiting)
+    said = shown("status", "job/first-run")
+    assert f"Unschedulable: {unschedulable}" in said and "ImagePullBackOff: no such image" in said
+    done = CliRunner().invoke(cli, ["logs", "job/first-run"])
+    assert "no pod of job first-run has started" in str(done.exception)
+    done = CliRunner().invoke(cli, ["status", "job/none"])
+    assert "job none is not in namespace research" in str(done.exception)
+    job["status"] = {
+        "conditions": [{"type": "Failed", "status": "True", "message": "Container node failed with exit code 4"}]
+    }
+    assert "job first-run  failed, made" in (said := shown("status", "job/first-run")) and "exit code 4" in said

@@ -6,12 +6,15 @@ from __future__ import annotations
 import json
 import os
 import re
+import sys
 from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 
 from tests.harness.slurm import Slurm, missing, until
+from tests.harness.warm import ROOT
+from tests.launch.test_prepare import prepare_here, same_bytes, write_texts
 
 CONFIG = """\
 model: {family: llama, vocab_size: 64, hidden_size: 16, intermediate_size: 32, num_hidden_layers: 2, num_attention_heads: 2}
@@ -148,6 +151,67 @@ def test_a_job_that_waits_says_why_and_one_that_is_gone_says_so(run):
     assert nothing.returncode == 1 and "neither the number of a job nor the folder of a run" in nothing.stderr
 
 
+class Prepared:
+    """Texts that a job array of this test prepares, and one process alone."""
+
+    def __init__(self, run: Launched, files: int, documents: int):
+        self.run, self.place = run, run.place
+        write_texts(self.place / "in", files, documents)
+        prepare_here(str(self.place / "in"), "--tokenizer", "bytes", "-o", str(self.place / "alone"), "--workers", "1")
+
+    def submit(self, *words: str) -> tuple[str, str]:
+        """Numbers of the array's job and of the merge's."""
+        typed = ("data", "prepare", "in", "--tokenizer", "bytes", "-o", "many", "--on", "slurm", *words)
+        done = self.run.phalanx(*typed)
+        assert done.returncode == 0, done.stdout + done.stderr
+        found = re.search(r"submitted \d+ shards as job (\d+), their merge as job (\d+)", done.stderr)
+        return found[1], found[2]
+
+    def log(self) -> str:
+        return "\n".join(path.read_text() for path in sorted((self.place / "many.shards").glob("job-*.log")))
+
+
+def test_an_array_of_shards_and_its_merge_write_the_bytes_of_one_process(run):
+    made = Prepared(run, 2, 300)
+    _, merge = made.submit("--shards", "2")
+    until(
+        lambda: run.slurm.job(merge).get("JobState") == "COMPLETED", lambda: f"{run.slurm.what_is_there()}{made.log()}"
+    )
+    same_bytes(made.place / "many", made.place / "alone")
+
+
+@pytest.mark.soak
+def test_a_shard_whose_node_is_lost_is_done_again_and_one_that_is_no_text_ends_all(run):
+    """What the lost one had finished is kept. Whether SLURM queues its tasks again or fails them, the merge has them
+    all."""
+    made = Prepared(run, 4, 200_000)
+    shards, merge = made.submit("--shards", "12")
+    until(lambda: list((made.place / "many.shards").glob("*.idx")), lambda: f"{run.slurm.what_is_there()}{made.log()}")
+    run.slurm.kill_node("n2")
+    until(lambda: run.slurm.states().get("down*"), run.slurm.what_is_there)
+    run.slurm.start_node("n2")
+
+    def merged() -> bool:
+        for job in requeued(run.slurm):
+            if run.slurm.over_on_nodes(job):
+                run.slurm.ask("scontrol", "update", f"jobid={job}", "starttime=now+3", check=False)
+        return (made.place / "many.idx").exists()
+
+    until(merged, lambda: f"{run.slurm.what_is_there()}{made.log()}")
+    same_bytes(made.place / "many", made.place / "alone")
+    with (made.place / "in" / "0.jsonl").open("a") as file:
+        file.write('{"text": 5}\n')
+    shards, merge = made.submit("--shards", "2", "--overwrite")
+    until(lambda: not run.slurm.ask("squeue", "--noheader"), run.slurm.what_is_there)
+    assert run.slurm.job(merge)["ExitCode"] == "3:0" and "ended with exit code 3, so nothing is merged" in made.log()
+
+
+def requeued(slurm: Slurm) -> list[str]:
+    """Tasks that wait for their time, by their own numbers."""
+    rows = slurm.ask("squeue", "--noheader", "--states=pending", "--array", "-O", "JobID:|,Reason:|").splitlines()
+    return [row.split("|")[0].strip() for row in rows if row.split("|")[1].strip() == "BeginTime"]
+
+
 @pytest.mark.soak
 def test_a_job_whose_time_is_over_has_saved_and_is_queued_again(run):
     job = run.submit("--nodes", "2", "--time", "1m", LONG)
@@ -245,6 +309,77 @@ def test_a_range_of_nodes_takes_what_is_free_with_a_layout_for_each_number_of_ra
     run.slurm.ask("scancel", job)
     run.until_over(job, "CANCELLED")
     assert run.steps() == list(range(1, run.steps()[-1] + 1))
+
+
+TOPOLOGY = """\
+SwitchName=s1 Nodes=n1,n3
+SwitchName=s2 Nodes=n2,n4,n5
+SwitchName=top Switches=s[1-2]
+"""
+
+
+@pytest.fixture
+def five(tmp_path) -> Iterator[Launched]:
+    """A cluster of its own: five nodes on two switches, of which n4 lets a process open too few files."""
+    if why := missing():
+        pytest.skip(why)
+    made = Slurm(("n1", "n2", "n3", "n4", "n5"), TOPOLOGY, {"n4": 500})
+    try:
+        run = Launched(made.start(), tmp_path)
+        # not the program that other tests have: its processes have the limits of the server that forks them
+        program = f"env PYTHONPATH={ROOT} {sys.executable} -m phalanx"
+        (tmp_path / "cluster.yaml").write_text(json.dumps({"interface": "lo", "program": program, "grace_s": 30}))
+        yield run
+    finally:
+        made.close()
+
+
+def until_ended(run: Launched, job: str) -> str:
+    """The state in which it ends; five nodes start a dozen processes each."""
+
+    def state() -> str:
+        return run.slurm.job(job).get("JobState", "")
+
+    until(lambda: state() in ("COMPLETED", "FAILED"), lambda: f"{run.slurm.what_is_there()}{run.log()}", 600)
+    return state()
+
+
+@pytest.mark.soak
+@pytest.mark.timeout(900)
+def test_a_preflight_leaves_the_bad_node_out_and_ranks_have_the_order_of_the_topology(five):
+    """SLURM numbers the four that are left n1, n2, n3, n5; tp wants pairs on one switch."""
+    words = (
+        "--preflight",
+        "--spares",
+        "1",
+        "--topology",
+        "slurm",
+        "layout.tp=2",
+        "cluster.environment.SLURM_LABELIO=1",
+    )
+    job = five.submit("--nodes", "4", *words)
+    assert "#SBATCH --nodes=5\n" in (script := (five.place / "run.sbatch").read_text())
+    assert "#SBATCH --switches=2@1:00:00\n" in script
+    assert until_ended(five, job) == "COMPLETED", five.log()
+    log, [start] = five.log(), list((five.folder / "logs" / f"job-{job}").glob("start-*"))
+    assert re.search(r"n4 .*bad", log) and "a process may open only 500 files" in log
+    assert (start / "good.txt").read_text().split() == ["n1", "n2", "n3", "n5"]
+    order = (start / "hosts.txt").read_text().split()
+    assert sorted(order) == ["n1", "n2", "n3", "n5"] and {frozenset(order[:2]), frozenset(order[2:])} == {
+        frozenset(("n1", "n3")),
+        frozenset(("n2", "n5")),
+    }
+    assert re.search(r"Order of the hosts \(exchanges of a step\)\n.*axis +order given +order found", log), log
+    assert five.steps() == list(range(1, 7)) and "layout world=4 dp=2 cp=1 tp=2" in log
+
+
+@pytest.mark.soak
+@pytest.mark.timeout(900)
+def test_too_few_good_nodes_end_the_job_before_ranks_start(five):
+    job = five.submit("--nodes", "5", "--preflight", "train.global_batch=10")
+    assert until_ended(five, job) == "FAILED", five.log()
+    assert five.slurm.job(job)["ExitCode"] == "8:0" and "exit code 8: the same start would end" in five.log()
+    assert five.steps() == [] and "n4" in five.log()
 
 
 @pytest.mark.soak

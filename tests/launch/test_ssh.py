@@ -20,7 +20,7 @@ import pytest
 
 from phalanx.base.errors import CheckpointError
 from phalanx.launch.remote import RemoteProcess
-from phalanx.launch.ssh import HostEnd, HostLogs, SshHost, verdict
+from phalanx.launch.ssh import HostEnd, HostLogs, RunHost, verdict
 from tests.harness.cluster import Cluster, ClusterNode, cluster, ip
 from tests.harness.slurm import until
 from tests.harness.sshd import Sshd, missing
@@ -333,13 +333,13 @@ def test_a_second_request_ends_ranks_that_hang(apart, tmp_path):
 # ---- without an sshd -----------------------------------------------------------------------------
 
 
-def hosts(*said: str) -> list[SshHost]:
+def hosts(*said: str) -> list[RunHost]:
     made = []
     for number, text in enumerate(said):
         process = subprocess.Popen(["true"])
         listener = threading.Thread(target=int)
         listener.start()
-        made.append(SshHost(number, f"n{number}", RemoteProcess(f"n{number}", process, listener, deque([text]))))
+        made.append(RunHost(number, f"n{number}", RemoteProcess(f"n{number}", process, listener, deque([text]))))
     return made
 
 
@@ -365,7 +365,7 @@ def test_a_full_disk_costs_lines_of_the_files_and_says_so_once(tmp_path, capsys)
     """/dev/full is what the system has for a disk without room."""
     (tmp_path / "ssh-1").mkdir()
     (tmp_path / "ssh-1/node-0-a.log").symlink_to("/dev/full")
-    logs = HostLogs(tmp_path, "1", ("a", "b"))
+    logs = HostLogs(tmp_path, "ssh-1", ("a", "b"))
     logs.error(0, "a", "Welcome to this host")
     logs.begun = True
     for step in range(3):
@@ -386,4 +386,4 @@ def test_a_full_disk_costs_lines_of_the_files_and_says_so_once(tmp_path, capsys)
 def test_a_folder_that_cannot_be_written(tmp_path):
     (tmp_path / "logs").write_text("")
     with pytest.raises(CheckpointError, match="choose a `dir` that can be written"):
-        HostLogs(tmp_path / "logs", "1", ("a",))
+        HostLogs(tmp_path / "logs", "ssh-1", ("a",))

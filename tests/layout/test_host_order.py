@@ -180,6 +180,18 @@ def test_topology_conf_of_a_tree():
     ]
 
 
+def test_what_scontrol_prints_of_a_tree():
+    """SLURM 22.05 prints the hosts below a switch on its line, whatever is between."""
+    found = from_topology_conf(
+        "SwitchName=s1 Level=0 LinkSpeed=1 Nodes=n[1,3]\n"
+        "SwitchName=s2 Level=0 LinkSpeed=1 Nodes=n[2,4-5]\n"
+        "SwitchName=top Level=1 LinkSpeed=1 Nodes=n[1-5] Switches=s[1-2]\n"
+    )
+    assert (
+        found.levels == ("switch",) and found.shared("n1", "n3") == "switch" and found.shared("n1", "n2") == "cluster"
+    )
+
+
 def test_topology_conf_of_blocks():
     found = from_topology_conf("BlockName=b1 Nodes=node[01-16]\nBlockName=b2 Nodes=node[17-32]\nBlockSizes=16,32\n")
     assert found.shared("node01", "node16") == "block" and found.shared("node16", "node17") == "cluster"
@@ -187,7 +199,7 @@ def test_topology_conf_of_blocks():
 
 def test_switches_in_a_circle_are_refused():
     with pytest.raises(BadPositions, match="circle"):
-        from_topology_conf("SwitchName=a Switches=b\nSwitchName=b Switches=a Nodes=n1\n")
+        from_topology_conf("SwitchName=a Switches=b,c\nSwitchName=b Switches=a\nSwitchName=c Nodes=n1\n")
 
 
 def test_slurm_topology_addr():

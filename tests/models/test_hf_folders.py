@@ -84,11 +84,13 @@ def test_missing_keys_are_what_transformers_takes(family):
     sizes += ("d_model", "d_ff", "num_layers", "num_heads", "hidden_size_per_layer_input", "layers_block_type")
     full = hf_fuzz.base_config(family, old=False)
     short = {"model_type": family, **{k: full[k] for k in sizes if k in full}}
-    if family not in ("gpt2", "t5"):
+    if family == "whisper":
+        short = {"model_type": family, **hf_fuzz.FAMILIES[family]}  # all sizes are asked for
+    elif family not in ("gpt2", "t5"):
         short |= {
-            "num_attention_heads": 128,
+            "num_attention_heads": 32 if family == "kimi_linear" else 128,
             "hidden_size": 1024,
-        }  # as many as DeepSeek has heads of keys where it says none
+        }  # as many as DeepSeek and Kimi Linear have heads of keys where they say none
     if family == "mamba2":
         short["num_heads"] = 32  # of 64 features
     theirs = json.loads(json.dumps(transformers.AutoConfig.for_model(**short).to_dict(), default=str))
@@ -254,6 +256,25 @@ NEW = {
     ),
     "mixtral: window": replace(MODELS["mixtral"], sliding_window=5),
     "qwen3_moe: window, biases": replace(MODELS["qwen3_moe"], sliding_window=5, attention_bias=True),
+    "qwen3_next: attention in the fourth layer, biases, tied, one key head": replace(
+        MODELS["qwen3_next"],
+        layer_types=None,
+        attention_bias=True,
+        tie_word_embeddings=True,
+        norm_topk_prob=False,
+        linear_num_key_heads=1,
+    ),
+    "qwen3_5_text: attention in the fourth layer, tied": replace(
+        MODELS["qwen3_5_text"], layer_types=None, tie_word_embeddings=True, partial_rotary_factor=1.0
+    ),
+    "qwen3_5_moe_text": MODELS["qwen3_5_moe_text"],
+    "kimi_linear: queries from latents, no shared experts, attention in the fourth layer": replace(
+        MODELS["kimi_linear"], layer_types=None, q_lora_rank=6, n_shared_experts=0, first_k_dense_replace=2
+    ),
+    "olmo_hybrid: rotated, attention in the fourth layer": replace(
+        MODELS["olmo_hybrid"], layer_types=None, use_rope=True, tie_word_embeddings=True
+    ),
+    "olmo_hybrid": MODELS["olmo_hybrid"],
     "gpt_oss: no biases of attention": replace(MODELS["gpt_oss"], attention_bias=False),
     "deepseek_v3: no shared experts": replace(MODELS["deepseek_v3"], n_shared_experts=0),
 }

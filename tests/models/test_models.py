@@ -24,16 +24,19 @@ from phalanx.models.decoder import rotation
 from phalanx.models.decoder_config import DecoderConfig
 from phalanx.models.deepseek_v3 import LatentConfig
 from phalanx.models.falcon_h1 import FalconH1Config
+from phalanx.models.gated_layers import GatedAttentionConfig
 from phalanx.models.gemma2 import Gemma2Config
 from phalanx.models.gemma3_text import Gemma3TextConfig
 from phalanx.models.gemma4_text import Gemma4TextConfig
 from phalanx.models.gpt2 import GPT2Config
+from phalanx.models.kimi_linear import KimiLinearConfig
 from phalanx.models.llama import LlamaConfig
 from phalanx.models.llama4_text import Llama4TextConfig
 from phalanx.models.mamba2 import Mamba2Config
 from phalanx.models.model_config import ModelConfig
 from phalanx.models.nemotron_h import NemotronHConfig
 from phalanx.models.olmo3 import Olmo3Config
+from phalanx.models.olmo_hybrid import OlmoHybridConfig
 from phalanx.models.phi3 import Phi3Config
 from phalanx.models.registry import family_of
 from phalanx.models.rope import ROPE_FIELDS, RopeScaling
@@ -157,6 +160,26 @@ CASES = {
     "nemotron_h: biases, one group, longer steps": replace(
         MODELS["nemotron_h"], n_groups=1, use_bias=True, mlp_bias=True, time_step_min=0.5, time_step_max=0.7
     ),
+    "qwen3_5_text": replace(MODELS["qwen3_5_text"], linear_conv_kernel_dim=4),
+    "qwen3_5_text: one key head, biases, tied, linear scaling": replace(
+        MODELS["qwen3_5_text"],
+        layer_types=("full_attention", "linear_attention", "linear_attention", "full_attention"),
+        linear_num_key_heads=1,
+        attention_bias=True,
+        tie_word_embeddings=True,
+        rope_scaling=RopeScaling(rope_type="linear", factor=2.0),
+    ),
+    "olmo_hybrid": replace(MODELS["olmo_hybrid"], linear_conv_kernel_dim=4),
+    "olmo_hybrid: rotated, one key head, beta up to one, biases, tied": replace(
+        MODELS["olmo_hybrid"],
+        use_rope=True,
+        rope_theta=100.0,
+        layer_types=("full_attention", "linear_attention", "linear_attention", "full_attention"),
+        linear_num_key_heads=1,
+        linear_allow_neg_eigval=False,
+        attention_bias=True,
+        tie_word_embeddings=True,
+    ),
     "falcon_h1": replace(MODELS["falcon_h1"], mamba_d_conv=4),
     "falcon_h1: norm first, one group, biases, tied, MQA": replace(
         MODELS["falcon_h1"],
@@ -185,14 +208,17 @@ CASES = {
 }
 # families of which transformers computes more in float32 than `widen` knows
 WIDE = (
+    GatedAttentionConfig,
     FalconH1Config,
     Gemma2Config,
     Gemma3TextConfig,
     Gemma4TextConfig,
+    KimiLinearConfig,
     Llama4TextConfig,
     Mamba2Config,
     NemotronHConfig,
     Olmo3Config,
+    OlmoHybridConfig,
     Phi3Config,
 )
 LAYOUTS = {"one rank": {}, "tp2": dict(tp=2), "pp2": dict(pp=2), "tp2 pp2": dict(tp=2, pp=2), "tp4": dict(tp=4)}

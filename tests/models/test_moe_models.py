@@ -101,6 +101,31 @@ CASES = {
         n_shared_experts=2,
         first_k_dense_replace=0,
     ),
+    "qwen3_next": replace(MODELS["qwen3_next"], router_aux_loss_coef=0.0, linear_conv_kernel_dim=4),
+    "qwen3_next: as many key heads as value heads, weights as they are, biases, tied, yarn": replace(
+        MODELS["qwen3_next"],
+        router_aux_loss_coef=0.0,
+        layer_types=("full_attention", "linear_attention", "linear_attention", "full_attention"),
+        linear_num_key_heads=4,
+        norm_topk_prob=False,
+        decoder_sparse_step=2,
+        mlp_only_layers=(),
+        attention_bias=True,
+        tie_word_embeddings=True,
+        rope_scaling=RopeScaling(rope_type="yarn", factor=4.0, original_max_position_embeddings=8),
+    ),
+    "kimi_linear": replace(MODELS["kimi_linear"], router_aux_loss_coef=0.0, linear_conv_kernel_dim=4),
+    "kimi_linear: queries from latents, two dense layers, weights as they are, one group": replace(
+        MODELS["kimi_linear"],
+        router_aux_loss_coef=0.0,
+        layer_types=("full_attention", "linear_attention", "linear_attention", "full_attention"),
+        q_lora_rank=6,
+        first_k_dense_replace=2,
+        n_shared_experts=2,
+        norm_topk_prob=False,
+        n_group=1,
+    ),
+    "qwen3_5_moe_text": replace(MODELS["qwen3_5_moe_text"], router_aux_loss_coef=0.0, linear_conv_kernel_dim=4),
     "nemotron_h with experts": replace(MODELS["nemotron_h-moe"], conv_kernel=4, router_aux_loss_coef=0.0),
     "nemotron_h with experts: latents, biases, one group": replace(
         MODELS["nemotron_h-latent"], conv_kernel=4, router_aux_loss_coef=0.0
@@ -228,13 +253,13 @@ def widen(model, config: ExpertsConfig) -> None:
 
 
 def saved(model) -> dict[str, np.ndarray]:
-    """The model's tensors under the names of its files."""
+    """The model's tensors under the names of its files, as they are today."""
     from safetensors.numpy import load_file
 
     with tempfile.TemporaryDirectory() as folder:
         model.save_pretrained(folder)
         found = {k: v for file in Path(folder).glob("*.safetensors") for k, v in load_file(file).items()}
-    tensors = load_family(model.config.model_type).tensors  # Nemotron-H is saved under the names of its own code
+    tensors = load_family(model.config.model_type).tensors  # some are saved under the names of their own code
     return {tensors.today(k): v for k, v in found.items()}
 
 

@@ -4,6 +4,7 @@ kind of layer."""
 from __future__ import annotations
 
 import json
+import math
 from dataclasses import replace
 
 import pytest
@@ -12,11 +13,12 @@ import transformers
 
 from phalanx.base.errors import CheckpointError
 from phalanx.checkpoint.hf import from_hf, to_hf
+from phalanx.config.read import load_run
 from phalanx.config.run import Run, TrainConfig
 from phalanx.forecast.decide import make_plan
 from phalanx.layout.config import LayoutConfig
 from phalanx.models.check import check
-from phalanx.models.nemotron_h import FAMILY
+from phalanx.models.nemotron_h import FAMILY, LETTERS, OF_EXPERTS, NemotronHConfig
 from phalanx.planning.blocks import exported_shapes, model_facts
 from tests.harness.parity import MODELS
 
@@ -24,14 +26,17 @@ MODEL = MODELS["nemotron_h"]
 WRITTEN = to_hf(MODEL, torch.float32)
 
 
-def test_config_there_and_back():
-    """To the byte; transformers reads the same layers, and writes a file that we read as the same model."""
-    written = json.dumps(WRITTEN)
+@pytest.mark.parametrize("name", ["nemotron_h", "nemotron_h-moe", "nemotron_h-latent"])
+def test_config_there_and_back(name):
+    """To the byte; transformers reads the same layers, and writes a file that we read as the same model. How fast the
+    bias of choice moves is no key of it."""
+    model = replace(MODELS[name], router_bias_update_rate=NemotronHConfig.router_bias_update_rate)
+    written = json.dumps(to_hf(model, torch.float32))
     found = from_hf(json.loads(written))
-    assert found == MODEL and json.dumps(to_hf(found, torch.float32)) == written
+    assert found == model and json.dumps(to_hf(found, torch.float32)) == written
     theirs = transformers.AutoConfig.for_model(**json.loads(written))
-    assert tuple(theirs.layers_block_type) == MODEL.layers_block_type
-    assert from_hf(json.loads(theirs.to_json_string(use_diff=False))) == MODEL
+    assert tuple(theirs.layers_block_type) == model.layers_block_type
+    assert from_hf(json.loads(theirs.to_json_string(use_diff=False))) == model
 
 
 @pytest.mark.parametrize(
@@ -78,10 +83,75 @@ def test_rules_of_layers_and_heads():
     ]
 
 
-def test_tensors_are_transformers():
-    config = replace(MODEL, use_bias=True, mlp_bias=True)
+@pytest.mark.parametrize("model", ["nemotron_h", "nemotron_h-moe", "nemotron_h-latent"])
+def test_tensors_are_transformers(model):
+    """Of experts, transformers has one tensor of a layer in memory, and one of each in files."""
+    config = replace(MODELS[model], use_bias=True, mlp_bias=True)
     model = transformers.NemotronHForCausalLM(transformers.NemotronHConfig(**to_hf(config, torch.float32)))
-    assert exported_shapes(config) == {name: tuple(p.shape) for name, p in model.named_parameters()}
+    theirs = {name: tuple(p.shape) for name, p in model.named_parameters()}
+    theirs |= {name: tuple(b.shape) for name, b in model.named_buffers() if "bias" in name}
+    for name in [name for name in theirs if ".experts." in name]:
+        count, *shape = theirs.pop(name)
+        at, _, matrix = name.rpartition(".")
+        theirs |= {f"{at}.{i}.{matrix}.weight": tuple(shape) for i in range(count)}
+    assert exported_shapes(config) == theirs
+
+
+def test_published_size():
+    """nvidia/Nemotron-H-8B-Base-8K: 8.1 B parameters; 24 scans, 24 MLPs and 4 layers of attention."""
+    model = load_run("recipes/nemotron_h_8b.yaml").model
+    assert isinstance(model, NemotronHConfig)
+    letters = {kind: letter for letter, kind in LETTERS.items()}
+    pattern = "M-M-M-M*-M-M-M-M-M*-M-M-M-M-M*-M-M-M-M-M*-M-M-M-M-M-"
+    assert "".join(letters[kind] for kind in model.layers_block_type) == pattern
+    count = sum(math.prod(shape) for shape in exported_shapes(model).values())
+    assert round(count / 1e9, 1) == 8.1
+
+
+@pytest.mark.parametrize(
+    "changed, field, valid",
+    [
+        (dict(n_group=3, topk_group=1, num_experts_per_tok=1), "model.n_group", (2, 4, 1, 8)),
+        (dict(num_experts_per_tok=5), "model.num_experts_per_tok", (4,)),
+        (dict(moe_latent_size=0), "model.moe_latent_size", (1, 2)),
+        (dict(router_bias_update_rate=-1.0), "model.router_bias_update_rate", (0.001,)),
+        (
+            dict(
+                layers_block_type=("mlp",) * 5,
+                **{name: getattr(MODEL, name) for name in OF_EXPERTS} | {"moe_latent_size": 4},
+            ),
+            "model.moe_latent_size",
+            (None,),
+        ),
+    ],
+)
+def test_rules_of_experts(changed, field, valid):
+    """Each suggested value is accepted."""
+    model = replace(MODELS["nemotron_h-moe"], **changed)
+    [found] = check(model, tp=1, seq_length=16)
+    assert (found.field, found.valid) == (field, valid)
+    for value in valid:
+        assert not check(replace(model, **{field.removeprefix("model."): value}), tp=1, seq_length=16)
+
+
+def test_shared_experts_are_as_wide_as_there_are_ranks():
+    narrow = replace(MODELS["nemotron_h-moe"], moe_shared_expert_intermediate_size=3, num_attention_heads=8)
+    [found] = check(narrow, tp=4, seq_length=16)
+    assert (found.field, found.rule, found.valid) == (
+        "layout.tp",
+        "must be <= moe_shared_expert_intermediate_size",
+        (2, 1),
+    )
+
+
+@pytest.mark.parametrize("model", ["nemotron_h-moe", "nemotron_h-latent"])
+def test_flops_of_experts(model):
+    """Of the matrices that a token passes: router, chosen experts, shared expert, latents."""
+    c = MODELS[model]
+    width, routed = c.moe_latent_size or c.hidden_size, 2 * c.moe_intermediate_size
+    weights = c.n_routed_experts * c.hidden_size + c.num_experts_per_tok * routed * width
+    weights += 2 * c.hidden_size * (c.moe_shared_expert_intermediate_size + (c.moe_latent_size or 0))
+    assert model_facts(c, 16)[2].flops == pytest.approx(2 * weights)
 
 
 def test_stages_are_cut_by_cost():
@@ -96,4 +166,4 @@ def test_stages_are_cut_by_cost():
 
 
 def test_least_layers_have_every_kind():
-    assert FAMILY.least_layers(MODEL) == 3
+    assert FAMILY.least_layers(MODEL) == 3 and FAMILY.least_layers(MODELS["nemotron_h-moe"]) == 4

@@ -64,6 +64,11 @@ TRIPS = [
     ("glm4_moe", dict(ep=2)),
     ("minimax_m2", dict(tp=2)),
     ("llama4_text", dict(ep=2)),
+    ("qwen3_next", dict(tp=2)),
+    ("qwen3_5_text", dict(tp=2)),
+    ("qwen3_5_moe_text", dict(ep=2)),
+    ("kimi_linear", dict(tp=2)),
+    ("olmo_hybrid", dict(tp=2)),
     ("gpt_oss", dict(ep=2)),
     ("gpt_oss", dict(tp=2)),
 ]

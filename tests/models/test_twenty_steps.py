@@ -34,10 +34,10 @@ from phalanx.optim import sharded
 from phalanx.optim.adamw import AdamWConfig
 from phalanx.optim.config import OptimConfig
 from phalanx.optim.schedules import learning_rate
-from phalanx.sequence.batch import IGNORE
+from phalanx.sequence.batch import IGNORE, Batch
 from tests.harness import hf_fuzz
 from tests.harness.parity import SEQ, assemble, base_run, batch_of, parts_of, step_batches, task_of
-from tests.models import test_encoders, test_models, test_moe_models, test_t5
+from tests.models import test_encoders, test_gemma3, test_llava, test_models, test_moe_models, test_t5, test_whisper
 
 STEPS, BATCH = 20, 4
 OPTIM = AdamWConfig(
@@ -80,6 +80,8 @@ MODELS = {
     "modernbert": test_encoders.CASES["modernbert: biases, tanh, types"],
     "t5": test_t5.CASES["1.1: gated, untied, a deeper decoder"],
     "t5, tied": test_t5.CASES["tied without scale"],
+    "whisper": test_whisper.CASES[test_whisper.FIRST],
+    "gemma3": test_gemma3.CASES[test_gemma3.FIRST],
 }
 DENSE = {"tp2": dict(tp=2), "pp2": dict(pp=2), "dp2, sharding 3": dict(sharding=3, bucket_mb=0), "cp2": dict(cp=2)}
 EXPERTS = {
@@ -97,7 +99,7 @@ OFTEN = [
 ]  # in each run of the tests
 
 
-SELDOM = ("modernbert", "t5, tied", "gemma4_text", "mamba2", "nemotron_h")  # as others of their kind: in the soak alone
+SELDOM = ("modernbert", "t5, tied", "gemma4_text", "gemma3", "mamba2", "nemotron_h")  # as others of their kind: soak
 
 
 def decays(name: str) -> bool:
@@ -121,7 +123,7 @@ class Truth:
 @lru_cache
 def truth(family: str) -> Truth:
     config = MODELS[family]
-    with hf_fuzz.wide() if config.both_ways else test_models.wide_modules(config):
+    with hf_fuzz.wide() if config.both_ways or config.reads_units else test_models.wide_modules(config):
         return theirs(family, config)
 
 
@@ -131,7 +133,7 @@ def theirs(family: str, config: Any) -> Truth:
 
     model = random_model(config)
     run = run_of(family, {})
-    before = test_moe_models.saved(model)
+    before = saved(model, config)
     groups: dict[tuple[float, float], list[torch.nn.Parameter]] = {}
     for name, p in model.named_parameters():
         scale = next((s for glob, s in OPTIM.lr_scale.items() if fnmatchcase(name, glob)), 1.0)
@@ -152,7 +154,14 @@ def theirs(family: str, config: Any) -> Truth:
         norms.append(torch.nn.utils.clip_grad_norm_(model.parameters(), OPTIM.clip_grad).item())
         advance(schedule)  # its first rate is 0, ours that of the first step
         optimizer.step()
-    return Truth(before, test_moe_models.saved(model), losses, norms)
+    return Truth(before, saved(model, config), losses, norms)
+
+
+def saved(model: torch.nn.Module, config: Any) -> dict[str, np.ndarray]:
+    """Tensors by the names of the files."""
+    if not config.reads_units:
+        return test_moe_models.saved(model)
+    return {name: p.detach().numpy().copy() for name, p in test_llava.saved_names(model).items()}
 
 
 def random_model(config: Any) -> torch.nn.Module:
@@ -161,6 +170,12 @@ def random_model(config: Any) -> torch.nn.Module:
 
     if config.both_ways:
         return test_encoders.theirs(config)
+    if config.numbers_beside:
+        return test_whisper.transformers_model(config)
+    if config.reads_units:
+        model = test_gemma3.transformers_model(config)
+        model.get_input_embeddings().padding_idx = None  # the token of that number is one of a text here
+        return model
     if config.reads_beside:
         return calm(test_t5.transformers_model(next(name for name, case in test_t5.CASES.items() if case == config)))
     torch.manual_seed(0)
@@ -191,14 +206,38 @@ def calm(model: torch.nn.Module) -> torch.nn.Module:
 
 def loss_of(model: torch.nn.Module, run: Run, step: int) -> float:
     """The mean loss of a step's tokens; its gradients are added."""
-    batch = batch_of(run, list(range(step * BATCH, (step + 1) * BATCH)), documents=False)
-    texts = {"input_ids": batch.tokens.view(-1, SEQ)}
-    for beside in batch.beside.values():  # an encoder's text, and the model's own
-        texts = {"input_ids": beside.tokens.view(BATCH, -1), "decoder_input_ids": texts["input_ids"]}
-    logits = model(**texts).logits.flatten(0, 1)
+    ids = list(range(step * BATCH, (step + 1) * BATCH))
+    batch = batch_of(run, ids, documents_of(run.model))
+    logits = logits_of(model, run.model, batch, ids)
     loss = F.cross_entropy(logits, batch.labels, ignore_index=IGNORE, reduction="sum") / (batch.labels != IGNORE).sum()
     loss.backward()
     return loss.item()
+
+
+def documents_of(config: Any) -> bool | str:
+    """Recordings have texts of their own."""
+    return "packed" if config.numbers_beside else False
+
+
+def logits_of(model: torch.nn.Module, config: Any, batch: Batch, ids: list[int]) -> torch.Tensor:
+    """(tokens, vocabulary): of transformers, each recording's text and each sample with images alone."""
+    if config.numbers_beside:
+        found = torch.empty(batch.num_tokens, config.vocab_size, dtype=torch.float64)
+        for document in batch.documents.unique().tolist():
+            here, frames = batch.documents == document, test_whisper.frames_of(batch, document, config)
+            found[here] = model(input_features=frames, decoder_input_ids=batch.tokens[here][None]).logits[0]
+        return found
+    rows = batch.tokens.view(-1, SEQ)
+    if config.reads_units:
+        images = test_llava.pixels_in(batch, config, ids)
+        types = (rows == config.image_token_id).long()
+        pixels = [{"pixel_values": each} if len(each) else {} for each in images]
+        made = [model(input_ids=rows[i : i + 1], token_type_ids=types[i : i + 1], **pixels[i]) for i in range(len(ids))]
+        return torch.cat([each.logits[0] for each in made])
+    texts = {"input_ids": rows}
+    for beside in batch.beside.values():  # an encoder's text, and the model's own
+        texts = {"input_ids": beside.tokens.view(BATCH, -1), "decoder_input_ids": rows}
+    return model(**texts).logits.flatten(0, 1)
 
 
 def advance(schedule: Any) -> None:
@@ -208,8 +247,8 @@ def advance(schedule: Any) -> None:
 
 
 def run_of(family: str, layout: dict[str, Any]) -> Run:
-    base = base_run("llama", global_batch=BATCH, steps=STEPS)
     model = MODELS[family]
+    base = base_run(model.family if model.needs_room else "llama", global_batch=BATCH, steps=STEPS)
     return replace(base, model=model, optim=OPTIM, layout=LayoutConfig(**layout), task=task_of(model))
 
 
@@ -221,7 +260,7 @@ def run_steps(rank: int, world: int, run: Run, weights: dict[str, np.ndarray]) -
     state.model.train()
     losses, norms = [], []
     for step in range(STEPS):
-        tokens = accumulate(state, step_batches(run, mesh, step, False))
+        tokens = accumulate(state, step_batches(run, mesh, step, documents_of(run.model)))
         result = update(state, tokens, learning_rate(run.optim, step + 1, STEPS))
         losses.append(result.loss.item())
         norms.append(result.grad_norm.item())
@@ -283,8 +322,8 @@ def with_decay(family: str, changes: Callable[[Piece], bool]) -> list[str]:
 
 def kinds_of(family: str) -> list[str]:
     """Names with a star for the numbers of layers and experts; a rate of 0 keeps the bias of choice where it is, and
-    factors of layers are not trained."""
-    constants = ("e_score_correction_bias", "layer_scalar")
+    factors of layers and sines of positions are not trained."""
+    constants = ("e_score_correction_bias", "layer_scalar", "encoder.embed_positions.weight")
     names = (re.sub(r"\.\d+\.", ".*.", name) for name in truth(family).before)
     return [kind for kind in dict.fromkeys(names) if not kind.endswith(constants)]
 

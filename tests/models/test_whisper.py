@@ -20,7 +20,7 @@ from phalanx.checkpoint.hf import from_hf, model_config_from_hf, resolved, to_hf
 from phalanx.checkpoint.keep import latest
 from phalanx.config.run import Run, TrainConfig
 from phalanx.engine.build import sinusoids
-from phalanx.inference.load import run_of_model
+from phalanx.inference.load import refuse_sound
 from phalanx.layout.config import LayoutConfig
 from phalanx.models.whisper import WhisperConfig
 from phalanx.sequence.batch import IGNORE, Batch
@@ -209,6 +209,7 @@ def test_a_folder_there_and_back_is_the_same_to_the_byte(ranks, tmp_path, case, 
     assert again.generation_config.decoder_start_token_id == model.decoder_start_token_id
 
 
-def test_text_generation_is_refused_by_name():
-    with pytest.raises(ConfigError, match="whisper.*has an encoder that reads sound, from which nothing is generated"):
-        run_of_model(MODELS["whisper"], None, gpu=False)
+def test_what_gives_it_no_recording_is_refused_by_name():
+    with pytest.raises(ConfigError, match="whisper.*hears a recording, which the server does not give it: phalanx gen"):
+        refuse_sound(MODELS["whisper"], "the server")
+    refuse_sound(MODELS["t5"], "the server")

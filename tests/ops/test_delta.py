@@ -8,11 +8,19 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from phalanx.ops.delta.delta import DeltaInputs, delta, delta_step
+from phalanx.comm.mesh import Mesh
+from phalanx.layout.grid import Grid
+from phalanx.ops import op as ops
+from phalanx.ops import proof
+from phalanx.ops.delta.context import delta_over_ranks
+from phalanx.ops.delta.delta import DELTA, TILES, DeltaGrads, DeltaInputs, delta, delta_step
 from phalanx.ops.delta.remembered import delta_remembered
+from phalanx.ops.op import first_right, triton
 from phalanx.ops.scan.rows import StateSlots
+from phalanx.sequence.batch import Batch
 from phalanx.sequence.paged import StateSpans
-from tests.ops.test_ops import normal
+from tests.harness.sample import rest_in_soak
+from tests.ops.test_ops import make_batch, normal
 from tests.ops.test_scan import documents
 
 LENGTHS = (1, 2, 17, 63, 64, 65, 130, 257)
@@ -155,3 +163,169 @@ def test_sequences_go_on_from_what_is_remembered(by_feature):
             done[i] += counts[i]
     torch.testing.assert_close(torch.stack([torch.cat(rows) for rows in made]), whole, rtol=1e-12, atol=1e-12)
     torch.testing.assert_close(states[slots], last, rtol=1e-12, atol=1e-12)
+
+
+# ---- sequences over ranks
+
+SEQUENCES, LENGTH = 2, 34  # chunks of 2 and 3 ranks are not all equally long
+CUTS = {  # where documents begin: at borders of chunks, inside them, in both sequences in other places
+    "none": None,
+    "packed": ((1, 2, 9, 17, 18, 29), (5, 8, 25)),
+    "long": ((3,), ()),
+}
+
+
+def batch_of(documents: str) -> Batch:
+    cuts = CUTS[documents]
+    if cuts is None:
+        return make_batch(SEQUENCES, LENGTH)
+    numbers = [[row * LENGTH + sum(t >= cut for cut in found) for t in range(LENGTH)] for row, found in enumerate(cuts)]
+    return make_batch(SEQUENCES, LENGTH, sum(numbers, []))
+
+
+def on_rank(rank: int, world: int, documents: str, by_feature: bool, changed: int | None) -> list[Tensor]:
+    """This rank's positions, outputs of its tokens of each sequence, and gradients. The values, keys and decays of
+    document `changed` are others."""
+    mesh = Mesh(Grid(cp=world), rank)
+    whole = inputs(SEQUENCES, LENGTH, by_feature, normalize=True)
+    batch = batch_of(documents)
+    at = torch.cat([torch.arange(run.start, run.stop) for run in mesh.part.runs(LENGTH)])
+    if changed is not None:
+        here = (batch.documents.view(SEQUENCES, LENGTH) == changed)[..., None, None]
+        whole = whole._replace(k=torch.where(here, 2 * whole.k + 1, whole.k), v=torch.where(here, 3.0, whole.v))
+    leaves = [getattr(whole, n).detach()[:, at].requires_grad_() for n in NAMES[:5]]
+    mine = batch.cut(mesh.part)
+    mesh.watch.on = True
+    y = delta_over_ranks(whole._replace(initial=None, **dict(zip(NAMES, leaves))), mine, mesh.cp)
+    found = torch.autograd.grad(y, leaves, normal(SEQUENCES, LENGTH, HEADS, WIDTH, seed=9)[:, at])
+    sent = {site.op: torch.tensor(count) for site, count in mesh.watch.calls.items() if site.axis == "cp"}
+    return [at, y.detach(), *found, sent]
+
+
+@BOTH
+@pytest.mark.parametrize("documents", CUTS)
+@pytest.mark.parametrize("world", [2, 3])
+def test_sequences_over_ranks(ranks, world, documents, by_feature):
+    """Outputs and gradients are those of one process; and the bytes are those of the formula: of each rank two pairs of
+    states for each sequence and head, gathered, and their gradients summed."""
+    given = inputs(SEQUENCES, LENGTH, by_feature, normalize=True)
+    numbers = batch_of(documents).documents
+    y, _ = delta(given._replace(initial=None, numbers=None if numbers is None else numbers.view(SEQUENCES, LENGTH)))
+    leaves = [getattr(given, n) for n in NAMES[:5]]
+    truth = [y, *torch.autograd.grad(y, leaves, normal(SEQUENCES, LENGTH, HEADS, WIDTH, seed=9))]
+    pairs = 2 * SEQUENCES * HEADS * KEYS * (KEYS + WIDTH) * 8
+    for at, *found, sent in ranks.run("tests.ops.test_delta:on_rank", world, documents, by_feature, None):
+        for mine, theirs in zip(found, truth, strict=True):
+            assert (mine - theirs[:, at]).abs().max() <= 1e-9 * theirs.abs().max()
+        assert {op: count.tolist() for op, count in sent.items()} == {
+            "all_gather": [1, pairs],
+            "reduce_scatter": [1, world * pairs],
+        }
+
+
+@BOTH
+@pytest.mark.parametrize("world", [1, 2, 3])
+def test_a_document_changes_no_bit_of_another_on_any_rank(ranks, world, by_feature):
+    numbers = batch_of("packed").documents.view(SEQUENCES, LENGTH)
+    before = ranks.run("tests.ops.test_delta:on_rank", world, "packed", by_feature, None)
+    for changed in (1, 3, LENGTH):
+        after = ranks.run("tests.ops.test_delta:on_rank", world, "packed", by_feature, changed)
+        for (at, old, *grads, _), (_, new, *others, _) in zip(before, after, strict=True):
+            here = numbers[:, at] == changed
+            assert torch.equal(old[~here], new[~here]) and (not here.any() or not torch.equal(old[here], new[here]))
+            assert all(torch.equal(a[~here], b[~here]) for a, b in zip(grads, others))
+
+
+# ---- Triton kernels, interpreted
+
+
+@pytest.mark.soak
+@BOTH
+def test_a_long_sequence(by_feature):
+    """65,536 tokens with a few long documents and many short ones."""
+    numbers = torch.cat((torch.arange(40), torch.arange(40, 48).repeat_interleave(8187)))
+    compared(inputs(1, 65536, by_feature, 0.01, normalize=True)._replace(numbers=numbers.view(1, -1)))
+
+
+def interpreted(given: DeltaInputs, dtype: torch.dtype) -> None:
+    """Truth: the reference in float64 on the same rounded inputs. Decays, beta and states stay in at least fp32."""
+    wide = torch.promote_types(dtype, torch.float32)
+    kinds = dict.fromkeys(("q", "k", "v"), dtype) | dict.fromkeys(("decay", "beta", "initial"), wide)
+    rounded = {n: getattr(given, n).detach().to(kind) for n, kind in kinds.items()}
+    results = []
+    for kernels, cast in (("triton", lambda t: t), ("plain", lambda t: t.double())):
+        leaves = [cast(t).requires_grad_() for t in rounded.values()]
+        made = delta(given._replace(**dict(zip(rounded, leaves))), kernels)
+        above = [normal(*y.shape, seed=50 + i).to(dtype).to(y.dtype) for i, y in enumerate(made)]
+        results.append((*made, *torch.autograd.grad(made, leaves, above)))
+    rounding = {torch.float64: 1e-11, torch.float32: 2e-5}.get(dtype, 8 * torch.finfo(dtype).eps)
+    for name, mine, theirs in zip(("y", "state", *rounded), *results, strict=True):
+        assert (mine - theirs).abs().max() <= rounding * theirs.abs().max().clamp(min=1e-3), name
+
+
+TRITON = pytest.mark.skipif(not ops.has_triton(), reason="needs triton")
+
+
+DECAYS = {"keeps all": 1e-9, "keeps some": 0.1, "forgets all": 1e3}
+ALL = [(dtype, decay) for dtype in (torch.float64, torch.float32, torch.float16) for decay in DECAYS]
+SOME = {(torch.float64, "keeps some"), (torch.float16, "keeps all"), (torch.float16, "forgets all")}
+
+
+@TRITON
+@BOTH
+@pytest.mark.parametrize("form", rest_in_soak(ALL, SOME), ids=lambda form: f"{form[0]} {form[1]}")
+def test_kernels_equal_the_reference(form, by_feature):
+    """A first state, chunks of which the last is short, documents of one token and of many. In 16 bits fp16, since
+    Triton's interpreter has no matmuls in bf16."""
+    dtype, decay = form
+    given = inputs(1, 80, by_feature, DECAYS[decay], normalize=dtype != torch.float64)
+    interpreted(given._replace(numbers=documents("mixed", 1, 80)), dtype)
+
+
+@TRITON
+@pytest.mark.soak
+@BOTH
+@pytest.mark.parametrize("kind", ["none", "tokens", "mixed"])
+@pytest.mark.parametrize("length", [*range(1, 67), 127, 128, 129, 191, 192, 193, 256, 257])
+def test_kernels_of_every_length(length, kind, by_feature):
+    given = inputs(2, length, by_feature, normalize=length % 2 == 0)
+    interpreted(given._replace(numbers=documents(kind, 2, length)), (torch.float32, torch.float16)[length // 2 % 2])
+
+
+@TRITON
+@BOTH
+def test_kernels_of_equal_keys(by_feature):
+    """As in the reference's test: T has to stay small, in fp32 too."""
+    given = inputs(1, 70, by_feature, 1e-3, normalize=True)
+    given = given._replace(k=given.k.detach()[:, :1].expand(1, 70, KEY_HEADS, KEYS), beta=torch.ones_like(given.beta))
+    interpreted(given, torch.float32)
+
+
+def planted(tiles):
+    """Its gradients of keys are half of what they should be with the first tuning, and right with the others."""
+    from phalanx.ops.delta.delta_kernel import DeltaKernels  # optional package
+
+    class HalfOfKeys(DeltaKernels):
+        def delta_backward(self, *call) -> DeltaGrads:
+            found = super().delta_backward(*call)
+            found.k.mul_(0.5 if self.tiles == TILES[0] else 1.0)
+            return found
+
+    return HalfOfKeys(tiles)
+
+
+@TRITON
+def test_a_wrong_tuning_is_refused(tmp_path, monkeypatch):
+    checks = proof.Checks(tmp_path / proof.FILE)
+    monkeypatch.setattr(proof, "checks", lambda: checks)
+    made = triton(f"{__name__}:planted", tunings=TILES[:2])
+    monkeypatch.setitem(vars(DELTA), "cases", DELTA.cases[:1])
+    monkeypatch.setattr(ops, "loaded", lambda op, source: ops.load(source))
+    device = torch.device("cpu")
+    first_right.cache_clear()
+    try:
+        assert first_right(DELTA, made, device, torch.float32).number == 1
+    finally:
+        first_right.cache_clear()
+    [why] = checks.refused(proof.setting_of(device)).values()
+    assert why.startswith("delta, documents: result 2 differs by 0.5 of the largest value")

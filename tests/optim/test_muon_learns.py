@@ -13,6 +13,7 @@ from phalanx.checkpoint.config import CheckpointConfig
 from phalanx.config.run import LogConfig, Run, TrainConfig
 from phalanx.data.config import DataConfig
 from phalanx.models.llama import LlamaConfig
+from phalanx.models.model_config import ModelConfig
 from phalanx.optim.adamw import AdamWConfig
 from phalanx.optim.config import OptimConfig
 from phalanx.optim.muon import MuonConfig
@@ -46,10 +47,12 @@ def optimizer(name: str, lr: float, steps: int) -> OptimConfig:
     return MuonConfig(name="muon", products="master", fallback=AdamWConfig(lr=lr), **shared)
 
 
-def loss_after(folder: Path, prefix: Path, name: str, lr: float, seed: int, steps: int) -> float:
+def loss_after(
+    folder: Path, prefix: Path, name: str, lr: float, seed: int, steps: int, model: ModelConfig = MODEL
+) -> float:
     """On text that is held out, of a run whose rate has decayed to nothing by then."""
     run = Run(
-        model=MODEL,
+        model=model,
         train=TrainConfig(
             steps=steps,
             global_batch=8,
@@ -64,17 +67,18 @@ def loss_after(folder: Path, prefix: Path, name: str, lr: float, seed: int, step
         optim=optimizer(name, lr, steps),
         log=LogConfig(report=False),
         checkpoint=CheckpointConfig(interval=None),
-        dir=str(folder / f"{name}-{lr}-{seed}-{steps}"),
+        dir=str(folder / f"{model.family}-{name}-{lr}-{seed}-{steps}"),
     )
     train(run, Placement())
     rows = [json.loads(line) for line in (Path(run.dir) / "metrics.jsonl").read_text(encoding="utf-8").splitlines()]
     return [row["valid/valid"] for row in rows if "valid/valid" in row][-1]
 
 
-def best(folder: Path, prefix: Path, name: str, steps: int) -> tuple[float, float]:
+def best(folder: Path, prefix: Path, name: str, steps: int, model: ModelConfig = MODEL) -> tuple[float, float]:
     """(mean loss over the seeds at the best of three rates, that rate)"""
-    found = {lr: mean(loss_after(folder, prefix, name, lr, seed, steps) for seed in SEEDS) for lr in RATES[name]}
-    print(name, steps, found, flush=True)
+    runs = {lr: [loss_after(folder, prefix, name, lr, seed, steps, model) for seed in SEEDS] for lr in RATES[name]}
+    found = {lr: mean(losses) for lr, losses in runs.items()}
+    print(model.family, name, steps, found, flush=True)
     rate = min(found, key=lambda lr: found[lr])
     return found[rate], rate
 

@@ -419,5 +419,5 @@ def test_the_exchange_with_homes_matters(ranks):
 
 def one_way(rank: int, world: int, layout: dict, dropped: str) -> dict:
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(MatrixHome, dropped, lambda home: None)
+        patch.setattr(MatrixHome, dropped, lambda home, *bucket: None)
         return one_rank(rank, world, "llama", layout, LINEARS)

@@ -217,3 +217,7 @@ def test_the_order_of_nodes_under_slurm():
     assert name == "order of nodes" and "with n0, n2, n1, n3" in text, text
     assert check.figures(Looks(["n0", "n1"], [(0, {0: said[0]})])) == {}
     assert check.look(NodeView(0, [Peer(0, "n0")], run=run), 0) is None
+    # one node to spare: two stages take four of five
+    peers = [Peer(i, f"n{i}") for i in range(5)]
+    said = {n: check.look(NodeView(n, peers, run=run, env={"SLURM_TOPOLOGY_ADDR": f"l.n{n}"}), 0) for n in range(5)}
+    assert said[0] is None and check.figures(Looks([f"n{i}" for i in range(5)], [(0, said)])) == {}

@@ -51,11 +51,11 @@ def training_lines() -> list[dict[str, str]]:
     return [lines[i] for i in dice.permutation(len(lines))]
 
 
-def train_retriever(folder: Path, steps: int) -> list[float]:
+def train_retriever(folder: Path, steps: int, pairs: list[dict[str, str]]) -> list[float]:
     """Losses of the steps. The run is at `folder`/retriever."""
     tokenizer = folder / "tokenizer"
-    train_wordpiece([f"{d.query} {d.passage}" for d in split()[1]], 4000, tokenizer)
-    (folder / "pairs.jsonl").write_text("\n".join(map(json.dumps, training_lines())))
+    train_wordpiece([f"{each['query']} {each['positive']}" for each in pairs], 4000, tokenizer)
+    (folder / "pairs.jsonl").write_text("\n".join(map(json.dumps, pairs)))
     model = ModernBertConfig(
         vocab_size=4096,
         hidden_size=128,
@@ -96,13 +96,13 @@ def found_in_first_ten(run: Path) -> float:
 
 
 def test_a_retriever_begins_to_learn(tmp_path):
-    losses = train_retriever(tmp_path, 30)
+    losses = train_retriever(tmp_path, 30, training_lines())
     assert np.mean(losses[-5:]) < 0.8 * np.mean(losses[:3])
 
 
 @pytest.mark.soak
 def test_a_retriever_finds_held_out_docstrings(tmp_path):
-    train_retriever(tmp_path, 150)
+    train_retriever(tmp_path, 150, training_lines())
     found = found_in_first_ten(tmp_path / "retriever")
     print(f"the right docstring is in the first ten of {HELD_OUT}: {found:.1%}")
     assert found >= 0.8

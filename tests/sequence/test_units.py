@@ -3,7 +3,9 @@ they become."""
 
 from __future__ import annotations
 
+import math
 from dataclasses import replace
+from itertools import chain, product
 
 import numpy as np
 import pytest
@@ -16,8 +18,9 @@ from phalanx.comm.axis import ModelAxes
 from phalanx.config.run import Run
 from phalanx.data.config import DataConfig
 from phalanx.data.loader import Prefetcher, Reading, train_loader
+from phalanx.data.media import UnitSize, homes_of, shared_units
 from phalanx.forecast.decide import make_plan
-from phalanx.forecast.memory import _batch
+from phalanx.forecast.memory import _batch, rank_uses
 from phalanx.layout.config import LayoutConfig
 from phalanx.models.llama import LlamaConfig
 from phalanx.nn.env import Env
@@ -26,8 +29,9 @@ from phalanx.sequence.balance import assign_whole
 from phalanx.sequence.batch import Batch
 from phalanx.sequence.sample import IGNORE, Sample, SampleTransform, UnitRoom, Units, UnitStream
 from phalanx.sequence.shard import SequenceShard
-from phalanx.sequence.units import feature_index, unit_batch
+from phalanx.sequence.units import feature_index, shared_unit_batch, unit_batch
 from tests.harness.parity import SEQ, base_run, sample_batch
+from tests.harness.pictures import shared_among
 
 STREAM = UnitStream("patches", width=3, axes=2, joined=2, largest=12)
 TOKEN = 5
@@ -100,6 +104,80 @@ def test_every_unit_is_whole_on_one_rank_and_the_text_finds_it(per_sample, ranks
                 assert everyones[2 * place].tolist() == slow[at].tolist()
 
 
+def shared_parts(per_replica: list[list[tuple[int, ...]]], cp: int, tp: int) -> list[tuple[SequenceShard, Batch]]:
+    """What each rank of all replicas has of their units. per_replica: of each sample, the rows of its units."""
+    replicas, each = len(per_replica), len(per_replica[0])
+    every = [(number, units_of(number, sizes)) for number, sizes in enumerate(chain(*per_replica))]
+    alone = [(number, one) for number, units in every for one in units.singly]
+    sizes = [[UnitSize(len(one.values), len(one.features)) for one in units.singly] for _, units in every]
+    found = []
+    for r, i, j in product(range(replicas), range(cp), range(tp)):
+        part = SequenceShard(i, cp, rank=j, ranks=tp, replica=r, replicas=replicas)
+        own = [pair for pair, home in zip(alone, homes_of(sizes, part)) if home == part.here]
+        shared = shared_units(sizes, own, STREAM, part)
+        assert len(sizes) == replicas * each
+        found.append((part, shared_unit_batch(shared, STREAM, part)))
+    return found
+
+
+def exchanged(parts: list[tuple[SequenceShard, Batch]]) -> list[torch.Tensor]:
+    """By replica, what its ranks have of its features after an all-to-all and a gather, one rank after another."""
+    sent = []
+    for part, own in parts:
+        features = own.values.view(-1, STREAM.joined, 3)[:, 0]
+        route = own.units.route
+        assert part.everyone == len(parts) == len(route.send) and sum(route.send) == len(route.rows)
+        sent.append(features[route.rows].split(list(route.send)))
+    found: dict[int, list[torch.Tensor]] = {}
+    for part, own in parts:
+        route = own.units.route
+        received = torch.cat([sent[source][part.here] for source in range(len(parts))])
+        assert tuple(len(sent[source][part.here]) for source in range(len(parts))) == route.receive
+        rows = torch.cat([received, torch.full((1, 3), -1.0)])[route.order]
+        found.setdefault(part.replica, []).append(rows)
+    return [torch.cat(found[replica]) for replica in sorted(found)]
+
+
+UNITS = st.lists(st.integers(1, 32).map(lambda n: 2 * n), max_size=6).map(tuple)
+REPLICAS = st.integers(1, 3).flatmap(
+    lambda samples: st.lists(st.lists(UNITS, min_size=samples, max_size=samples), min_size=2, max_size=4)
+)
+
+
+@settings(max_examples=60, deadline=None)
+@given(per_replica=REPLICAS, ranks=st.sampled_from(RANKS))
+def test_replicas_share_their_units_and_each_text_finds_its_own(per_replica, ranks):
+    """Units of 2 to 64 rows: no rank has more than an even share and what one unit may add to it (Graham, 1969: 1 - 1 /
+    n of the largest for n ranks), nor more than one unit beyond another rank. What they become reaches the replica
+    whose text it is, in the order of the text."""
+    parts = shared_parts(per_replica, *ranks)
+    sizes = [n for sizes in chain(*per_replica) for n in sizes]
+    loads = [int(own.real.sum()) for _, own in parts]
+    most = max(sizes, default=0)
+    assert sum(loads) == sum(sizes) and max(loads) - min(loads) <= most
+    assert max(loads) <= sum(sizes) / len(parts) + most * (1 - 1 / len(parts))
+    seen = []
+    for _, own in parts:
+        real = own.real.bool()
+        assert not own.values[~real].any() and (own.samples[real] == own.values[real][:, 0]).all()
+        assert (own.positions[real] == own.values[real][:, 2]).all()
+        for number in own.documents[real].unique():
+            rows = own.values[own.documents == number]
+            sample, unit = rows[0, :2].int().tolist()
+            assert len(rows) == list(chain(*per_replica))[sample][unit]
+            seen.append((sample, unit))
+    everyone = enumerate(chain(*per_replica))
+    assert sorted(seen) == [(s, u) for s, sizes in everyone for u in range(len(sizes))]
+    count = len(per_replica[0])
+    for replica, (found, samples) in enumerate(zip(exchanged(parts), per_replica)):
+        units = [units_of(replica * count + n, sizes) for n, sizes in enumerate(samples)]
+        wanted = np.concatenate([np.empty((0, 3)), *(each.values[each.features] for each in units)])
+        own = next(own for part, own in parts if part.replica == replica)
+        assert own.units.sizes == tuple(chain(*samples))
+        assert (found[own.units.spots].numpy() == wanted).all() and len(own.units.spots) == len(wanted)
+        assert (found[len(wanted) :] == -1).all()
+
+
 @settings(max_examples=100, deadline=None)
 @given(st.lists(st.integers(1, 64), max_size=40), st.integers(1, 8))
 def test_ranks_differ_by_no_more_than_one_unit(sizes, ranks):
@@ -159,7 +237,30 @@ def test_the_loader_makes_them_and_changes_travel_with_the_batch():
 def test_the_plan_has_the_most_rows_that_may_come(monkeypatch):
     monkeypatch.setattr(LlamaConfig, "reads_units", (STREAM,))
     run = replace(base_run("llama", micro_batch=2), data=DataConfig(mock=True, room={"patches": 40}))
-    for layout, rows in (({}, 80), ({"tp": 2}, 52), ({"tp": 2, "cp": 2}, 32)):
-        world = layout.get("tp", 1) * layout.get("cp", 1)
+    layouts = [({}, 80), ({"tp": 2}, 52), ({"tp": 2, "cp": 2}, 32)]
+    layouts += [({"media_group": 2}, 92), ({"media_group": 4, "tp": 2}, 52)]
+    for layout, rows in layouts:
+        world = math.prod(layout.get(name, 1) for name in ("tp", "cp", "media_group"))
         made: Run = replace(run, layout=LayoutConfig(**layout))
         assert _batch(make_plan(made, world)).beside["patches"].values.shape == (rows, 3)
+
+
+def test_features_are_sent_once_and_their_gradients_back(ranks):
+    """Of a step: each feature whose rank is not of the share that its text gives it, forward and backward, 8 bytes for
+    each of its numbers; what stays on a rank is counted too. The forecast, of full rooms, is no less."""
+    run = base_run("llava", global_batch=8, micro_batch=2)
+    run = replace(run, layout=LayoutConfig(tp=2, media_group=2))
+    found = ranks.run("tests.harness.traffic:context_traffic", 4, run, False)
+    spec, width = run.model.media, run.model.hidden_size
+    plan = make_plan(run, 4)
+    for rank in range(4):
+        part, expected = SequenceShard(rank=rank % 2, ranks=2, replica=rank // 2, replicas=2), 0
+        for micro in range(2):
+            ids = [[4 * r + 2 * micro, 4 * r + 2 * micro + 1] for r in range(2)]
+            batch = shared_among(sample_batch(ids[part.replica], False), ids, spec, part)
+            route = batch.beside["patches"].units.route
+            expected += (sum(route.send) + sum(route.receive)) * width * 8
+        assert found[rank]["tp x cp x dp", "all_to_all"] == (2 * 2, expected)
+    forecast = rank_uses(plan, plan.num_micro_batches(8))[0][0].sent["dp"]
+    without = rank_uses(make_plan(replace(run, layout=LayoutConfig(tp=2)), 4), 2)[0][0].sent["dp"]
+    assert forecast - without >= max(each["tp x cp x dp", "all_to_all"][1] for each in found) * 3 / 4 > 0

@@ -181,6 +181,32 @@ def test_a_rank_decodes_the_images_that_it_computes_with(folder, tmp_path, monke
         assert len(decoded) == len(whole.beside[PATCHES].units.sizes) > 2
 
 
+def test_replicas_decode_each_others_images(folder, tmp_path, monkeypatch):
+    """Of the micro-batches of two replicas each image is decoded once, by the rank that computes it; their texts are
+    those that each would read alone."""
+    run = run_of(folder, tmp_path, write(tmp_path, RECORDS, FILES))
+    micro_batches = [[0, 1], [2, 0]]
+    alone = [loader_of(run).batch(samples) for samples in micro_batches]
+    decoded: list[str] = []
+
+    def counted(data: bytes, name: str) -> Image.Image:
+        decoded.append(name)
+        return open_image(data, name)
+
+    monkeypatch.setattr("phalanx.data.pictures.open_image", counted)
+    rows, parts = [], [SequenceShard(rank=i, ranks=2, replica=r, replicas=2) for r in range(2) for i in range(2)]
+    for part in parts:
+        with Prefetcher(loader_of(run), [[0, 1, 2, 0]], part=part) as batches:
+            [mine] = list(batches)
+        wanted, own = alone[part.replica], mine.beside[PATCHES]
+        assert torch.equal(mine.tokens, wanted.tokens) and torch.equal(mine.labels, wanted.labels)
+        assert own.units.sizes == wanted.beside[PATCHES].units.sizes
+        assert len(own.units.spots) == (mine.tokens == run.model.image_token_id).sum() > 0
+        rows += [each.numpy().tobytes() for each in own.values[own.real.bool()].split(5)]  # an image has five rows
+    expected = [each.numpy().tobytes() for whole in alone for each in whole.beside[PATCHES].values.split(5)]
+    assert sorted(rows) == sorted(expected) and len(decoded) == len(expected) > 4
+
+
 def test_images_in_tar_files(folder, tmp_path):
     with tarfile.open(tmp_path / "s.tar", "w") as tar:
         for name, data in FILES.items():

@@ -87,6 +87,45 @@ NAMED = {
     "nemotron_h cp2 pp2, heads, packed, full recompute": case(
         "nemotron_h", 4, cp=2, cp_ulysses=2, pp=2, documents="packed", recompute="full", global_batch=2
     ),
+    "qwen3_next cp2 tp2, ring, ep2, documents": case("qwen3_next", 4, cp=2, tp=2, ep=2, documents=True, global_batch=2),
+    "qwen3_next cp2 pp2, heads, packed, full recompute": case(
+        "qwen3_next", 4, cp=2, cp_ulysses=2, pp=2, documents="packed", recompute="full", global_batch=2
+    ),
+    "qwen3_next cp3, packed, selective recompute": case(
+        "qwen3_next", 3, cp=3, documents="packed", recompute="selective", global_batch=2
+    ),
+    "qwen3_next tp4 with 2 key heads, ep4, sharding 3": case(
+        "qwen3_next", 8, tp=4, ep=4, sharding=3, documents=True, global_batch=4
+    ),
+    "qwen3_next pp2 x 2 virtual stages, dp2, ep2, pointwise recompute": case(
+        "qwen3_next", 4, pp=2, virtual_stages=2, ep=2, recompute="pointwise", documents=True
+    ),
+    "qwen3_5_text tp2 cp2, all-gather, packed, selective recompute": case(
+        "qwen3_5_text",
+        4,
+        tp=2,
+        cp=2,
+        cp_attention="allgather",
+        documents="packed",
+        recompute="selective",
+        global_batch=2,
+    ),
+    "qwen3_5_text pp2, dp2, level 3, documents": case("qwen3_5_text", 4, pp=2, sharding=3, documents=True),
+    "qwen3_5_moe_text tp2 pp2, ep2, documents": case("qwen3_5_moe_text", 4, tp=2, pp=2, ep=2, documents=True),
+    "kimi_linear cp2 tp2, ring, documents": case("kimi_linear", 4, cp=2, tp=2, documents=True, global_batch=2),
+    "kimi_linear cp3, packed, selective recompute": case(
+        "kimi_linear", 3, cp=3, documents="packed", recompute="selective", global_batch=2
+    ),
+    "kimi_linear tp4, ep4, sharding 3, documents": case(
+        "kimi_linear", 8, tp=4, ep=4, sharding=3, documents=True, global_batch=4
+    ),
+    "kimi_linear pp2 x 2 virtual stages, ep2, full recompute": case(
+        "kimi_linear", 4, pp=2, virtual_stages=2, ep=2, recompute="full"
+    ),
+    "olmo_hybrid cp2 tp2, heads, packed, selective recompute": case(
+        "olmo_hybrid", 4, cp=2, cp_ulysses=2, documents="packed", recompute="selective", global_batch=4
+    ),
+    "olmo_hybrid tp4 pp2, sharding 3, documents": case("olmo_hybrid", 8, tp=4, pp=2, documents=True),
     "nemotron_h with experts, ep2 tp2 cp2, packed": case(
         "nemotron_h-moe", 4, ep=2, tp=2, cp=2, documents="packed", global_batch=2
     ),
@@ -335,6 +374,22 @@ NAMED = {
         "llava", 4, tp=2, pp=2, schedule="zb_h1", sharding=2, documents=True
     ),
     "llava cp3 in uneven parts, ring": case("llava", 3, cp=3, cp_attention="ring", micro_batch=4),
+    "llava dp2, each other's images, level 3": case("llava", 2, media_group=2, sharding=3),
+    "llava dp4 in pairs, each other's images, two sequences": case(
+        "llava", 4, media_group=2, micro_batch=2, documents=True
+    ),
+    "llava tp2 pp2 dp2, each other's images, split backward": case(
+        "llava", 8, tp=2, pp=2, media_group=2, schedule="zb_h1", sharding=2
+    ),
+    "qwen2_5_vl tp2 dp2, each other's images, packed": case(
+        "qwen2_5_vl", 4, tp=2, media_group=2, micro_batch=2, documents="packed"
+    ),
+    "qwen3_vl cp2 pp2 dp2, each other's images, full recompute": case(
+        "qwen3_vl", 8, cp=2, pp=2, media_group=2, recompute="full", documents="packed"
+    ),
+    "gemma3 dynamic cp2 dp2, each other's images": case(
+        "gemma3", 4, cp=2, cp_degree="dynamic", media_group=2, documents="packed"
+    ),
     "qwen3_vl tp2 cp2 pp2, packed": case("qwen3_vl", 8, tp=2, cp=2, pp=2, documents="packed", micro_batch=2),
     "qwen3_vl pp3 x 2 virtual stages, full recompute": case(
         "qwen3_vl", 3, pp=3, virtual_stages=2, recompute="full", micro_batch=2

@@ -234,7 +234,7 @@ ATTENTION = Op(
         FLASH_ATTN,
         TORCH_FLASH,
         Implementation("torch", f"{__name__}:ByTorch", features=EVERYTHING, modes=ALL_KERNELS),
-        invariant("phalanx.ops.attention.invariant:FromPages", "any", features=PAGED - {"bias"}),
+        invariant("phalanx.ops.attention.invariant:FromPages", "any", features=PAGED - {"bias", "together"}),
     ),
     cases=tuple(_cases()),
 )

@@ -43,6 +43,8 @@ from phalanx.ops.attention.kind import (
     in_one_group,
     refuse_unsupported,
 )
+from phalanx.ops.attention.largest_scores import LargestScores
+from phalanx.ops.attention.reach import reach_of
 from phalanx.ops.attention.relative_bias import Biased
 from phalanx.ops.attention.segments import SEGMENTS, Segments
 from phalanx.ops.attention.sinks import join_sinks, sinks_grad
@@ -68,6 +70,7 @@ class AttentionPlan:
     form     how keys and values travel between ranks
     kernels  which implementations are asked for
     keep     runs what lies between the exchanges of heads: keep(make, q, k, v) is to give make(q, k, v)
+    largest  takes the largest score of each head; None: nobody asks for it
     """
 
     kind: AttentionKind = CAUSAL
@@ -75,6 +78,7 @@ class AttentionPlan:
     form: Form = "ring"
     kernels: Kernels = "plain"
     keep: Callable[..., Tensor] = _at_once
+    largest: LargestScores | None = None
 
 
 def attention(q: Tensor, k: Tensor, v: Tensor, batch: Batch, plan: AttentionPlan, learned: Learned = NOTHING) -> Tensor:
@@ -89,12 +93,19 @@ def attention(q: Tensor, k: Tensor, v: Tensor, batch: Batch, plan: AttentionPlan
         return _of_pieces(q, k, v, batch, plan, learned)
     q, k, v = to_heads(q, k, v, batch, axes.heads)
     batch_of_heads, learned = batch.among(axes.heads.size), own_heads(learned, axes.heads)
+    largest = None if plan.largest is None else plan.largest.of_heads(axes.heads.index * q.shape[1], q.shape[1])
     if axes.keys.size == 1:
-        out = plan.keep(lambda q, k, v: whole.attention(q, k, v, batch_of_heads, kind, learned, plan.kernels), q, k, v)
+
+        def read_whole(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+            if largest is not None:
+                largest.take_whole(q, k, batch_of_heads, kind)
+            return whole.attention(q, k, v, batch_of_heads, kind, learned, plan.kernels)
+
+        out = plan.keep(read_whole, q, k, v)
     else:
         inside, kind = by_documents(batch_of_heads, kind.within(batch.seq_length))
         scale = 1 / math.sqrt(q.shape[-1]) if kind.scale is None else kind.scale
-        reading = ContextAttention(inside, axes.keys, plan.form, replace(kind, scale=scale), plan.kernels)
+        reading = ContextAttention(inside, axes.keys, plan.form, replace(kind, scale=scale), plan.kernels, largest)
         given = (learned.sinks, learned.bias, reading)
         out = plan.keep(
             lambda q, k, v: _ReadParts.apply(q, k, v, *given).transpose(1, 2).flatten(2).flatten(0, 1), q, k, v
@@ -326,19 +337,27 @@ def _counts(documents: Tensor, room: int) -> Tensor:
 @dataclass(frozen=True)
 class ContextAttention:
     """One attention over the shards of a batch: the axis over which they are spread (this rank's is batch.part), how
-    they travel and what is read (with a scale, without chunks)."""
+    they travel and what is read (with a scale, without chunks). largest: takes the largest scores of these heads."""
 
     batch: Batch
     axis: Axis
     form: Form
     kind: AttentionKind
     kernels: Kernels
+    largest: LargestScores | None = None
 
     def block(self, reader: int, source: int) -> QueryKeyBlock | None:
         parts = self.batch.part.all
         return block_of(
             parts[reader], parts[source], self.batch.seq_length, self.kind, self.batch.documents is not None
         )
+
+    def take_largest(self, source: int, block: QueryKeyBlock, q: Tensor, k: Tensor) -> None:
+        """The largest scores of the queries and keys of a block."""
+        if self.largest is not None:
+            theirs = self.batch.part.all[source]
+            reach = reach_of(self.batch, self.kind, theirs, block.queries, block.keys)
+            self.largest.take(q, k, reach, self.kind.scale or 0.0)
 
     def biased(self, source: int, block: QueryKeyBlock) -> Biased | None:
         """How the bias of a block's scores is read in its table; None: there is none."""
@@ -452,7 +471,9 @@ class _ReadParts(Function):
             if block is not None:
                 queries = q[:, :, block.queries]
                 backend, how, blind = how_to_read(reading, source, block, queries, v, table)
-                out, lse, *ctx.kept[source] = backend.forward(queries, *unpacked(arrived, k), how)
+                read = unpacked(arrived, k)
+                out, lse, *ctx.kept[source] = backend.forward(queries, *read, how)
+                reading.take_largest(source, block, queries, read[0])
                 joint.add(block.queries, out, lse, blind)
         out, lse = joint.out, joint.lse
         if sinks is not None:

@@ -23,7 +23,7 @@ class FromPages:
     """An implementation of ops.attention.attention.ATTENTION. In backward, torch's attention runs again and its
     gradients are taken."""
 
-    features = PAGED - {"bias"}
+    features = PAGED - {"bias", "together"}
 
     @staticmethod
     def attend(q: Tensor, k: Tensor, v: Tensor, batch: Batch, kind: AttentionKind, learned: Learned) -> Tensor:

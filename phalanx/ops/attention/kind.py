@@ -126,7 +126,7 @@ EVERYTHING = frozenset(("prefix", *(field.name for field in fields(AttentionKind
 SPANNED = frozenset(("direction", "window", "chunk", "sinks", "scale"))
 """Those that kernels inside documents and windows have; a chunk is a document to them."""
 
-PAGED = frozenset(("window", "chunk", "sinks", "soft_cap", "bias", "scale"))
+PAGED = frozenset(("window", "chunk", "sinks", "soft_cap", "bias", "together", "scale"))
 """Those that attention over pages has."""
 
 

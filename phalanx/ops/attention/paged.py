@@ -82,7 +82,8 @@ def paged_attention(
     """q (T, heads, K) -> (T, heads, V): what each query reads of its sequence's pages.
 
     Query head h reads kv head h // (heads / kv_heads). Keys on NO_PAGE are not read. Rows after the last sequence's,
-    and queries that read nothing, get zeros. UnsupportedAttention for a kind that is not causal.
+    and queries that read nothing, get zeros. Tokens that read each other, if the kind has some, are in
+    spans.together. UnsupportedAttention for a kind that is not causal.
     """
     return paged_attention_parts(q, pages, spans, kind, learned, kernels)[0]
 
@@ -100,6 +101,8 @@ def paged_attention_parts(
     both: of several parts only one may have them."""
     refuse_unsupported(kind, {"paged attention": PAGED})
     learned.check(kind)
+    if spans.together is None and kind.together is not None:  # of these tokens none read later ones
+        kind = replace(kind, together=None)
     heads, width = q.shape[1:]
     if width != pages.keys.shape[-1] or heads % pages.kv_heads:
         raise ValueError(f"queries {tuple(q.shape)} do not fit keys {tuple(pages.keys.shape)}: (T, heads, K) reads")
@@ -156,7 +159,8 @@ def attend_pages(
     for part in _parts(spans, heads, pages):
         rows = spans.starts[part.sequences].unsqueeze(1) + torch.arange(part.first, part.end, device=q.device)
         rows = rows.where(rows < spans.starts[part.sequences + 1].unsqueeze(1), tokens).long()
-        found, found_lse = _attend_part(q[rows.clamp_max(tokens - 1)].to(dtype), part, pages, spans, kind, learned)
+        queries = rows.clamp_max(tokens - 1)
+        found, found_lse = _attend_part(q[queries].to(dtype), part, pages, spans, kind, learned)
         out[rows], lse[rows] = found.to(q.dtype), found_lse
     return out[:-1], lse[:-1]
 
@@ -214,7 +218,11 @@ def _attend_part(
     if pages.values is not None:
         v = _gathered(pages.values, pages.value_scales, table, there, q.dtype)
     positions = lengths - counts + torch.arange(part.first, part.end, device=q.device)  # (sequences, n)
-    seen = there.unsqueeze(1) & _readable(positions.unsqueeze(-1), places, kind)
+    reach: Tensor | None = None
+    if kind.together is not None and spans.together is not None:
+        rows = spans.starts[part.sequences].unsqueeze(1) + torch.arange(part.first, part.end, device=q.device)
+        reach = spans.together[rows.clamp_max(len(spans.together) - 1)]
+    seen = there.unsqueeze(1) & _readable(positions.unsqueeze(-1), places, kind, reach)
     split = q.unflatten(2, (-1, groups)).permute(0, 2, 3, 1, 4)  # (sequences, kv_heads, groups, n, K)
     scale = 1 / math.sqrt(q.shape[-1]) if kind.scale is None else kind.scale
     if spans.batch_invariant:
@@ -264,9 +272,13 @@ def _gathered(pages: Tensor, scales: Tensor | None, table: Tensor, there: Tensor
     return found.flatten(1, 2).masked_fill(~there[..., None, None], 0)
 
 
-def _readable(positions: Tensor, places: Tensor, kind: AttentionKind) -> Tensor:
-    """Whether a query at each position reads the key at each place, if that is there."""
+def _readable(positions: Tensor, places: Tensor, kind: AttentionKind, reach: Tensor | None) -> Tensor:
+    """Whether a query at each position reads the key at each place, if that is there. reach (sequences, n, 2): the
+    positions of those that each reads whatever their order (PagedSpans.together); of these a window hides what is
+    before."""
     seen = places <= positions
+    if reach is not None:
+        seen = seen | ((reach[..., :1] <= places) & (places < reach[..., 1:]))
     if kind.window is not None:
         seen = seen & (positions - places < kind.window)
     if kind.chunk is not None:
@@ -391,7 +403,7 @@ PAGED_ATTENTION = Op(
         triton(
             "phalanx.ops.attention.paged_kernel",
             invariant=True,
-            features=PAGED - {"bias"},
+            features=PAGED - {"bias", "together"},
             fits=lambda pages: pages.keys.dtype != torch.float64,
         ),
         invariant(__name__, "any"),

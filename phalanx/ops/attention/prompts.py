@@ -4,6 +4,7 @@ sequences that have tokens before them read pages."""
 from __future__ import annotations
 
 import math
+from dataclasses import replace
 
 import torch
 from torch import Tensor
@@ -31,6 +32,8 @@ def attend_sequences(
     values of the same tokens, already in their pages."""
     q, k, v = heads
     prompts = spans.prompts
+    if spans.together is None and kind.together is not None:
+        kind = replace(kind, together=None)
     within = kind if prompts is None else kind.within(prompts.longest)
     stored = v is not None and pages.keys.dtype == k.dtype  # a prompt found in pages of FP8 would read other numbers
     if prompts is None or v is None or not stored or within.features - FEATURES or spans.batch_invariant:

@@ -338,6 +338,7 @@ DELTA = Op(
     (
         triton(
             "phalanx.ops.delta.delta_kernel:DeltaKernels",
+            dtypes=(torch.bfloat16, torch.float16, torch.float32),
             tunings=TILES,
             fits=lambda features: features <= 128,
             shapes="keys of at most 128 features",
@@ -351,6 +352,15 @@ DELTA = Op(
         Case("delta by feature, documents", _case(True, True), _shapes((2, 75), (2, 5), (4, 6), True), dtypes=EXACT),
         Case(
             "delta by feature, whole rows", _case(False, False), _shapes((1, 130), (2, 16), (2, 16), True), dtypes=EXACT
+        ),
+        Case("delta of 128 features", _case(True, True), _shapes((1, 130), (1, 128), (2, 128)), dtypes=NARROW),
+        Case("delta by 128 features", _case(True, True), _shapes((1, 130), (1, 128), (1, 128), True), dtypes=NARROW),
+        Case("delta of 32 heads", _case(True, True), _shapes((1, 4096), (16, 128), (32, 128)), large=True),
+        Case(
+            "delta of 32 heads by feature",
+            _case(True, True),
+            _shapes((1, 4096), (32, 128), (32, 128), True),
+            large=True,
         ),
     ),
 )

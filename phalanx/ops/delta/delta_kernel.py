@@ -28,7 +28,7 @@ ms, matmuls 0.19 and 0.5 ms. What both do not contain is the latency of the pass
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 import triton
@@ -57,17 +57,23 @@ def _documents(numbers, row, start, at, here, L, DOCUMENTS: tl.constexpr):
 
 
 @triton.jit
-def _tile(x, row, head, at, cols, here, inside, x_row, x_tok, WIDTH: tl.constexpr):
-    """(tokens, features) of a head."""
-    place = row * x_row + at.to(tl.int64)[:, None] * x_tok + head * WIDTH + cols[None, :]
-    return tl.load(x + place, mask=here[:, None] & inside[None, :], other=0.0)
+def _tile(x, row, head, start, i, cols, here, inside, x_row, x_tok, WIDTH: tl.constexpr):
+    """(tokens, features) of a head, of the tokens i after `start`. What all of them have in common is added to the
+    address first, so that a thread has few long numbers."""
+    first = x + row * x_row + _long(start) * x_tok + head * WIDTH
+    return tl.load(first + (i[:, None] * x_tok + cols[None, :]), mask=here[:, None] & inside[None, :], other=0.0)
 
 
 @triton.jit
-def _across(x, row, head, at, cols, here, inside, x_row, x_tok, WIDTH: tl.constexpr):
+def _across(x, row, head, start, i, cols, here, inside, x_row, x_tok, WIDTH: tl.constexpr):
     """(features, tokens) of a head."""
-    place = row * x_row + at.to(tl.int64)[None, :] * x_tok + head * WIDTH + cols[:, None]
-    return tl.load(x + place, mask=here[None, :] & inside[:, None], other=0.0)
+    first = x + row * x_row + _long(start) * x_tok + head * WIDTH
+    return tl.load(first + (i[None, :] * x_tok + cols[:, None]), mask=here[None, :] & inside[:, None], other=0.0)
+
+
+@triton.jit
+def _long(x):
+    return tl.full((), 0, tl.int64) + x
 
 
 @triton.jit
@@ -118,8 +124,8 @@ def _level(sums, row, head, start, i, n, inside, own_sums, number, L, H, K: tl.c
     """Of the pairs of tokens in different halves of the blocks of a level: what is left of each by feature, (C, K),
     since the last token of the first half or until then; the pairs (C, C); and which tokens are in a second half."""
     half = C >> (number + 1)
-    border = start + i // (2 * half) * (2 * half) + half - 1
-    since = _tile(sums, row, head, border, n, border < L, inside, L * H * K, H * K, K)
+    border = i // (2 * half) * (2 * half) + half - 1
+    since = _tile(sums, row, head, start, border, n, start + border < L, inside, _long(L) * H * K, H * K, K)
     second = (i // half) % 2 == 1
     between = tl.where(second[:, None], own_sums - since, since - own_sums)
     left = tl.exp(tl.minimum(between, 0.0))
@@ -166,22 +172,23 @@ def _sums(
     here = at < L
     own, carried = _documents(numbers, row, start, at, here, L, DOCUMENTS)
     seen = (i[None, :] <= i[:, None]) & (own[None, :] == own[:, None])
-    logs = _tile(decay, row, head, at, n, here, inside, L * H * K, H * K, K).to(WIDE)
+    logs = _tile(decay, row, head, start, i, n, here, inside, _long(L) * H * K, H * K, K).to(WIDE)
     e = _wide_dot(tl.where(seen, 1.0, tl.zeros((C, C), WIDE)), logs, WIDE, PRECISION)
     at_end = own == 0
     end = tl.sum(tl.where(at_end[:, None], logs, 0.0), 0)
     reach = tl.where((own == carried)[:, None], tl.exp(e), 0.0)
     left = tl.where(at_end[:, None], tl.exp(tl.minimum(end[None, :] - e, 0.0)), 0.0)
-    keys = _tile(k, row, head // EACH, at, n, here, inside, k_row, k_tok, K).to(WIDE)
-    queries = _tile(q, row, head // EACH, at, n, here, inside, q_row, q_tok, K).to(WIDE)
+    keys = _tile(k, row, head // EACH, start, i, n, here, inside, k_row, k_tok, K).to(WIDE)
+    queries = _tile(q, row, head // EACH, start, i, n, here, inside, q_row, q_tok, K).to(WIDE)
     keys *= _per_length(keys, NORMALIZE, EPSILON)[:, None]
     queries *= (_per_length(queries, NORMALIZE, EPSILON) * scale)[:, None]
-    to = ((row * L + at)[:, None] * H + head) * K + n[None, :]
+    corner = ((row * L + start) * H + head) * K
+    to = i[:, None] * (H * K) + n[None, :]
     mask = here[:, None] & inside[None, :]
-    tl.store(sums + to, e, mask=mask)
-    tl.store(reading + to, (keys * reach).to(ELEMENT), mask=mask)
-    tl.store(writing + to, (keys * left).to(ELEMENT), mask=mask)
-    tl.store(asking + to, (queries * reach).to(ELEMENT), mask=mask)
+    tl.store(sums + corner + to, e, mask=mask)
+    tl.store(reading + corner + to, (keys * reach).to(ELEMENT), mask=mask)
+    tl.store(writing + corner + to, (keys * left).to(ELEMENT), mask=mask)
+    tl.store(asking + corner + to, (queries * reach).to(ELEMENT), mask=mask)
     place = (chunk * tl.num_programs(2) + row) * H + head
     tl.store(passed_out + place * K + n, tl.where(carried == 0, tl.exp(end), 0.0), mask=inside)
 
@@ -231,15 +238,15 @@ def _prepare(
     here = at < L
     own, carried = _documents(numbers, row, start, at, here, L, DOCUMENTS)
     seen = (i[None, :] <= i[:, None]) & (own[None, :] == own[:, None])
-    keys = _tile(k, row, head // EACH, at, n, here, inside, k_row, k_tok, K)
-    queries = _tile(q, row, head // EACH, at, n, here, inside, q_row, q_tok, K)
+    keys = _tile(k, row, head // EACH, start, i, n, here, inside, k_row, k_tok, K)
+    queries = _tile(q, row, head // EACH, start, i, n, here, inside, q_row, q_tok, K)
     of_key = _per_length(keys.to(WIDE), NORMALIZE, EPSILON)
     of_query = _per_length(queries.to(WIDE), NORMALIZE, EPSILON) * scale
     token = (row * L + at) * H + head
     strength = tl.load(beta + token, mask=here, other=0.0).to(WIDE)
     place = (chunk * tl.num_programs(2) + row) * H + head
     if BY_FEATURE:
-        e = _tile(sums, row, head, at, n, here, inside, L * H * K, H * K, K)
+        e = _tile(sums, row, head, start, i, n, here, inside, _long(L) * H * K, H * K, K)
         wide_keys, wide_queries = keys.to(WIDE), queries.to(WIDE)
         of_pairs = tl.zeros((C, C), WIDE)
         read_pairs = tl.where(i[:, None] == i[None, :], tl.sum(wide_keys * wide_queries, 1)[:, None], 0.0)
@@ -256,7 +263,7 @@ def _prepare(
         at_end = own == 0
         end = tl.sum(tl.where(at_end, logs, 0.0), 0)
         reach = tl.where(own == carried, tl.exp(e), 0.0)
-        left = tl.where(at_end, tl.exp(end - e), 0.0)
+        left = tl.where(at_end, tl.exp(tl.minimum(end - e, 0.0)), 0.0)
         tl.store(sums + token, e, mask=here)
         tl.store(read + token, reach * of_key, mask=here)
         tl.store(write + token, left * of_key, mask=here)
@@ -268,7 +275,7 @@ def _prepare(
     read_pairs = tl.where(seen, read_pairs * of_query[:, None] * of_key[None, :], 0.0)
     before = seen & (i[None, :] < i[:, None])
     a = tl.where(before, of_pairs * (strength * of_key)[:, None] * of_key[None, :], 0.0)
-    to = place * C * C + i[:, None] * C + i[None, :]
+    to = place * C * C + (i[:, None] * C + i[None, :])
     tl.store(weights + to, read_pairs.to(ELEMENT))
     tl.store(inverse + to, _inverse(a, C, B, WIDE, JOIN).to(ELEMENT))
 
@@ -312,7 +319,7 @@ def _pass(
     i, n, m = tl.arange(0, C), tl.arange(0, BK), tl.program_id(0) * BV + tl.arange(0, BV)
     inside, wanted = n < K, m < V
     whole = wanted[:, None] & inside[None, :]
-    of_row = (row * H + head) * K * V + n[None, :] * V + m[:, None]
+    of_row = (row * H + head) * K * V + (n[None, :] * V + m[:, None])
     state = tl.zeros((BV, BK), WIDE)
     if INITIAL:
         state = tl.load(initial + of_row, mask=whole, other=0.0).to(WIDE)
@@ -320,25 +327,27 @@ def _pass(
     if BY_FEATURE:
         key_head = head
     for chunk in range(0, chunks):
-        at = chunk * C + i
+        start = chunk * C
+        at = start + i
         here = at < L
         place = (chunk * tl.num_programs(2) + row) * H + head
         token = (row * L + at) * H + head
-        keys = _tile(k, row, key_head, at, n, here, inside, k_row, k_tok, K)
-        t = tl.load(inverse + place * C * C + i[:, None] * C + i[None, :])
-        values = _across(v, row, head, at, m, here, wanted, v_row, v_tok, V).to(WIDE)
+        keys = _tile(k, row, key_head, start, i, n, here, inside, k_row, k_tok, K)
+        t = tl.load(inverse + place * C * C + (i[:, None] * C + i[None, :]))
+        values = _across(v, row, head, start, i, m, here, wanted, v_row, v_tok, V).to(WIDE)
         strength = tl.load(beta + token, mask=here, other=0.0).to(WIDE)
-        tl.store(states + place * V * K + m[:, None] * K + n[None, :], state.to(ELEMENT), mask=whole)
+        tl.store(states + place * V * K + (m[:, None] * K + n[None, :]), state.to(ELEMENT), mask=whole)
         if BY_FEATURE:
-            readers = _tile(reading, row, head, at, n, here, inside, k_row, k_tok, K)
+            readers = _tile(reading, row, head, start, i, n, here, inside, k_row, k_tok, K)
             held = _dot(state, tl.trans(readers), ELEMENT, WIDE, PRECISION)
         else:
             held = _dot(state, tl.trans(keys), ELEMENT, WIDE, PRECISION)
             held *= tl.load(read + token, mask=here, other=0.0)[None, :]
         x = (values - held) * strength[None, :]
         u = _dot(x, tl.trans(t), ELEMENT, WIDE, PRECISION)
-        to = (row * L + at)[None, :] * H * V + head * V + m[:, None]
-        tl.store(u_out + to, u.to(ELEMENT), mask=here[None, :] & wanted[:, None])
+        corner = ((row * L + start) * H + head) * V
+        to = i[None, :] * (H * V) + m[:, None]
+        tl.store(u_out + corner + to, u.to(ELEMENT), mask=here[None, :] & wanted[:, None])
         if BY_FEATURE:
             state *= tl.load(passed + place * K + n, mask=inside, other=0.0)[None, :]
         else:
@@ -375,23 +384,25 @@ def _outputs(
     """q: with decays by feature the queries that read the state, of each value head."""
     chunk, head, row = tl.program_id(0) % chunks, tl.program_id(1), tl.program_id(2).to(tl.int64)
     i, n, m = tl.arange(0, C), tl.arange(0, BK), tl.program_id(0) // chunks * BV + tl.arange(0, BV)
-    at, inside, wanted = chunk * C + i, n < K, m < V
+    start, inside, wanted = chunk * C, n < K, m < V
+    at = start + i
     here = at < L
     place = (chunk * tl.num_programs(2) + row) * H + head
     whole = wanted[:, None] & inside[None, :]
-    state = tl.load(states + place * V * K + m[:, None] * K + n[None, :], mask=whole, other=0.0)
+    state = tl.load(states + place * V * K + (m[:, None] * K + n[None, :]), mask=whole, other=0.0)
     if BY_FEATURE:
-        queries = _tile(q, row, head, at, n, here, inside, q_row, q_tok, K)
+        queries = _tile(q, row, head, start, i, n, here, inside, q_row, q_tok, K)
         out = _dot(queries, tl.trans(state), ELEMENT, WIDE, PRECISION)
     else:
-        queries = _tile(q, row, head // EACH, at, n, here, inside, q_row, q_tok, K)
+        queries = _tile(q, row, head // EACH, start, i, n, here, inside, q_row, q_tok, K)
         out = _dot(queries, tl.trans(state), ELEMENT, WIDE, PRECISION)
         out *= tl.load(ask + (row * L + at) * H + head, mask=here, other=0.0)[:, None]
-    p = tl.load(weights + place * C * C + i[:, None] * C + i[None, :])
-    u = _tile(u_in, row, head, at, m, here, wanted, L * H * V, H * V, V)
+    p = tl.load(weights + place * C * C + (i[:, None] * C + i[None, :]))
+    u = _tile(u_in, row, head, start, i, m, here, wanted, _long(L) * H * V, H * V, V)
     out += _dot(p, u, ELEMENT, WIDE, PRECISION)
-    to = ((row * L + at)[:, None] * H + head) * V + m[None, :]
-    tl.store(y + to, out.to(ELEMENT), mask=here[:, None] & wanted[None, :])
+    corner = ((row * L + start) * H + head) * V
+    to = i[:, None] * (H * V) + m[None, :]
+    tl.store(y + corner + to, out.to(ELEMENT), mask=here[:, None] & wanted[None, :])
 
 
 @triton.jit
@@ -436,7 +447,7 @@ def _pass_back(
     i, n, m = tl.arange(0, C), tl.arange(0, BK), tl.program_id(0) * BV + tl.arange(0, BV)
     inside, wanted = n < K, m < V
     whole = wanted[:, None] & inside[None, :]
-    of_row = (row * H + head) * K * V + n[None, :] * V + m[:, None]
+    of_row = (row * H + head) * K * V + (n[None, :] * V + m[:, None])
     grad = tl.zeros((BV, BK), WIDE)
     if FINAL:
         grad = tl.load(dfinal + of_row, mask=whole, other=0.0).to(WIDE)
@@ -445,27 +456,29 @@ def _pass_back(
         key_head = head
     for back in range(0, chunks):
         chunk = chunks - 1 - back
-        at = chunk * C + i
+        start = chunk * C
+        at = start + i
         here = at < L
         place = (chunk * tl.num_programs(2) + row) * H + head
         token = (row * L + at) * H + head
-        matrix = place * C * C + i[:, None] * C + i[None, :]
-        keys = _tile(k, row, key_head, at, n, here, inside, k_row, k_tok, K)
-        queries = _tile(q, row, key_head, at, n, here, inside, q_row, q_tok, K)
+        matrix = place * C * C + (i[:, None] * C + i[None, :])
+        keys = _tile(k, row, key_head, start, i, n, here, inside, k_row, k_tok, K)
+        queries = _tile(q, row, key_head, start, i, n, here, inside, q_row, q_tok, K)
         t, p = tl.load(inverse + matrix), tl.load(weights + matrix)
-        above = _across(dy, row, head, at, m, here, wanted, L * H * V, H * V, V)
+        above = _across(dy, row, head, start, i, m, here, wanted, _long(L) * H * V, H * V, V)
         strength = tl.load(beta + token, mask=here, other=0.0).to(WIDE)
-        tl.store(after + place * V * K + m[:, None] * K + n[None, :], grad.to(ELEMENT), mask=whole)
+        tl.store(after + place * V * K + (m[:, None] * K + n[None, :]), grad.to(ELEMENT), mask=whole)
         du = _dot(grad, tl.trans(keys), ELEMENT, WIDE, PRECISION)
         if not BY_FEATURE:
             du *= tl.load(write + token, mask=here, other=0.0)[None, :]
         du += _dot(above, p, ELEMENT, WIDE, PRECISION)
         dx = _dot(du, t, ELEMENT, WIDE, PRECISION)
-        to = (row * L + at)[None, :] * H * V + head * V + m[:, None]
-        tl.store(dx_out + to, dx.to(ELEMENT), mask=here[None, :] & wanted[:, None])
+        corner = ((row * L + start) * H + head) * V
+        to = i[None, :] * (H * V) + m[:, None]
+        tl.store(dx_out + corner + to, dx.to(ELEMENT), mask=here[None, :] & wanted[:, None])
         dx *= strength[None, :]
         if BY_FEATURE:
-            readers = _tile(reading, row, head, at, n, here, inside, k_row, k_tok, K)
+            readers = _tile(reading, row, head, start, i, n, here, inside, k_row, k_tok, K)
             grad *= tl.load(passed + place * K + n, mask=inside, other=0.0)[None, :]
             grad += _dot(above, queries, ELEMENT, WIDE, PRECISION)
             grad += _dot(-dx, readers, ELEMENT, WIDE, PRECISION)
@@ -542,11 +555,8 @@ def _grads(
     i, n = tl.arange(0, C), tl.arange(0, BK)
     at, inside = start + i, n < K
     here = at < L
-    own, _ = _documents(numbers, row, start, at, here, L, DOCUMENTS)
-    seen = (i[None, :] <= i[:, None]) & (own[None, :] == own[:, None])
-    earlier = seen & (i[None, :] < i[:, None])
-    keys = _tile(k, row, group, at, n, here, inside, k_row, k_tok, K)
-    queries = _tile(q, row, group, at, n, here, inside, q_row, q_tok, K)
+    keys = _tile(k, row, group, start, i, n, here, inside, k_row, k_tok, K)
+    queries = _tile(q, row, group, start, i, n, here, inside, q_row, q_tok, K)
     of_key = _per_length(keys.to(WIDE), NORMALIZE, EPSILON)
     of_query = _per_length(queries.to(WIDE), NORMALIZE, EPSILON)
     # products of tokens inside the chunk, and gradients of values
@@ -554,7 +564,7 @@ def _grads(
         head = group * EACH + number
         token = (row * L + at) * H + head
         place = (chunk * tl.num_programs(2) + row) * H + head
-        matrix = place * C * C + i[:, None] * C + i[None, :]
+        matrix = place * C * C + (i[:, None] * C + i[None, :])
         strength = tl.load(beta + token, mask=here, other=0.0).to(WIDE)
         reads = tl.load(read + token, mask=here, other=0.0)
         t = tl.load(inverse + matrix)
@@ -566,22 +576,27 @@ def _grads(
             m = first + tl.arange(0, BV)
             wanted = m < V
             whole = wanted[:, None] & inside[None, :]
-            state = tl.load(before + place * V * K + m[:, None] * K + n[None, :], mask=whole, other=0.0)
-            above = _tile(dy, row, head, at, m, here, wanted, L * H * V, H * V, V)
-            values = _tile(v, row, head, at, m, here, wanted, v_row, v_tok, V).to(WIDE)
-            to = (row * L + at)[:, None] * H * V + head * V + m[None, :]
+            state = tl.load(before + place * V * K + (m[:, None] * K + n[None, :]), mask=whole, other=0.0)
+            above = _tile(dy, row, head, start, i, m, here, wanted, _long(L) * H * V, H * V, V)
+            values = _tile(v, row, head, start, i, m, here, wanted, v_row, v_tok, V).to(WIDE)
+            corner = ((row * L + start) * H + head) * V
+            to = i[:, None] * (H * V) + m[None, :]
             mask = here[:, None] & wanted[None, :]
-            dx = tl.load(dv + to, mask=mask, other=0.0)
+            dx = tl.load(dv + corner + to, mask=mask, other=0.0)
             held = _dot(keys, tl.trans(state), ELEMENT, WIDE, PRECISION) * reads[:, None]
             rest = values - held
             u = _dot(t, rest * strength[:, None], ELEMENT, WIDE, PRECISION).to(ELEMENT)
             dstrength += tl.sum(dx.to(WIDE) * rest, 1)
             dvalues = dx.to(WIDE) * strength[:, None]
             of_read += tl.sum(dvalues * held, 1)
-            tl.store(u_out + to, u, mask=mask)
-            tl.store(dv + to, dvalues.to(ELEMENT), mask=mask)
+            tl.store(u_out + corner + to, u, mask=mask)
+            tl.store(dv + corner + to, dvalues.to(ELEMENT), mask=mask)
             dp += _dot(above, tl.trans(u), ELEMENT, WIDE, PRECISION)
             da += _dot(dx, tl.trans(u), ELEMENT, WIDE, PRECISION)
+        # read here, as masks of the chunk would otherwise be in registers all the time
+        own, _ = _documents(numbers, row, start, at, here, L, DOCUMENTS)
+        seen = (i[None, :] <= i[:, None]) & (own[None, :] == own[:, None])
+        earlier = seen & (i[None, :] < i[:, None])
         e = tl.load(sums + token, mask=here, other=0.0)
         between = tl.exp(tl.where(seen, e[:, None] - e[None, :], 0.0)) * of_key[None, :]
         da = tl.where(earlier, -da * between, 0.0) * of_key[:, None]
@@ -611,41 +626,49 @@ def _grads(
         for first in range(0, V, BV):
             m = first + tl.arange(0, BV)
             wanted = m < V
-            at_state = place * V * K + m[:, None] * K + n[None, :]
+            at_state = place * V * K + (m[:, None] * K + n[None, :])
             whole = wanted[:, None] & inside[None, :]
             state = tl.load(before + at_state, mask=whole, other=0.0)
             grad = tl.load(after + at_state, mask=whole, other=0.0)
             of_state += tl.sum(state.to(WIDE) * grad.to(WIDE), 1)
-            above = _tile(dy, row, head, at, m, here, wanted, L * H * V, H * V, V).to(WIDE)
+            above = _tile(dy, row, head, start, i, m, here, wanted, _long(L) * H * V, H * V, V).to(WIDE)
             dqueries += _dot(above * asks[:, None], state, ELEMENT, WIDE, PRECISION)
-            dvalues = _tile(dv, row, head, at, m, here, wanted, L * H * V, H * V, V).to(WIDE)
+            dvalues = _tile(dv, row, head, start, i, m, here, wanted, _long(L) * H * V, H * V, V).to(WIDE)
             dkeys += _dot(dvalues * -reads[:, None], state, ELEMENT, WIDE, PRECISION)
-            u = _tile(u_out, row, head, at, m, here, wanted, L * H * V, H * V, V).to(WIDE)
+            u = _tile(u_out, row, head, start, i, m, here, wanted, _long(L) * H * V, H * V, V).to(WIDE)
             dkeys += _dot(u * writes[:, None], grad, ELEMENT, WIDE, PRECISION)
         # of decays: what was added to the gradients, along queries and keys
+        queries = _tile(q, row, group, start, i, n, here, inside, q_row, q_tok, K)
+        keys = _tile(k, row, group, start, i, n, here, inside, k_row, k_tok, K)
         of_query = tl.sum(dqueries * queries.to(WIDE), 1) - along_queries
         of_write = tl.sum(dkeys * keys.to(WIDE), 1) - along_keys + tl.load(of_reads + token, mask=here, other=0.0)
         of_logs = tl.load(ddecay + token, mask=here, other=0.0) + of_query - of_write
         # A logarithm counts in the sums of its document's later tokens, and in what is left at the end.
+        own, _ = _documents(numbers, row, start, at, here, L, DOCUMENTS)
+        seen = (i[None, :] <= i[:, None]) & (own[None, :] == own[:, None])
         dlogs = tl.sum(tl.where(seen, of_logs[:, None], 0.0), 0)
         at_end = tl.sum(of_write, 0) + tl.load(passed + place) * tl.sum(of_state, 0)
         tl.store(ddecay + token, dlogs + tl.where(own == 0, at_end, 0.0), mask=here)
         matrices = place * C * C
-        dp = tl.load(weights + matrices + i[:, None] * C + i[None, :])
-        da = tl.load(inverse + matrices + i[:, None] * C + i[None, :])
-        across = tl.load(inverse + matrices + i[None, :] * C + i[:, None])
+        dp = tl.load(weights + matrices + (i[:, None] * C + i[None, :]))
+        da = tl.load(inverse + matrices + (i[:, None] * C + i[None, :]))
+        across = tl.load(inverse + matrices + (i[None, :] * C + i[:, None]))
         dqueries += _dot(dp, keys, ELEMENT, WIDE, PRECISION)
         dkeys += _dot(tl.trans(dp), queries, ELEMENT, WIDE, PRECISION)
         dkeys += _dot(da + across, keys, ELEMENT, WIDE, PRECISION)
         along_queries = tl.sum(dqueries * queries.to(WIDE), 1)
         along_keys = tl.sum(dkeys * keys.to(WIDE), 1)
-    per_query = _per_length(queries.to(WIDE), NORMALIZE, EPSILON)
-    dqueries = _along(dqueries, queries.to(WIDE), per_query, NORMALIZE)
+    queries = _tile(q, row, group, start, i, n, here, inside, q_row, q_tok, K)
+    keys = _tile(k, row, group, start, i, n, here, inside, k_row, k_tok, K)
+    of_query = _per_length(queries.to(WIDE), NORMALIZE, EPSILON)
+    of_key = _per_length(keys.to(WIDE), NORMALIZE, EPSILON)
+    dqueries = _along(dqueries, queries.to(WIDE), of_query, NORMALIZE)
     dkeys = _along(dkeys, keys.to(WIDE), of_key, NORMALIZE)
-    to = ((row * L + at)[:, None] * tl.num_programs(1) + group) * K + n[None, :]
+    corner = ((row * L + start) * tl.num_programs(1) + group) * K
+    to = i[:, None] * (tl.num_programs(1) * K) + n[None, :]
     mask = here[:, None] & inside[None, :]
-    tl.store(dq + to, dqueries.to(ELEMENT), mask=mask)
-    tl.store(dk + to, dkeys.to(ELEMENT), mask=mask)
+    tl.store(dq + corner + to, dqueries.to(ELEMENT), mask=mask)
+    tl.store(dk + corner + to, dkeys.to(ELEMENT), mask=mask)
 
 
 @triton.jit
@@ -701,8 +724,8 @@ def _grads_by_feature(
     token = (row * L + at) * H + head
     place = (chunk * tl.num_programs(2) + row) * H + head
     strength = tl.load(beta + token, mask=here, other=0.0).to(WIDE)
-    readers = _tile(reading, row, head, at, n, here, inside, L * H * K, H * K, K)
-    t = tl.load(inverse + place * C * C + i[:, None] * C + i[None, :])
+    readers = _tile(reading, row, head, start, i, n, here, inside, _long(L) * H * K, H * K, K)
+    t = tl.load(inverse + place * C * C + (i[:, None] * C + i[None, :]))
     dp = tl.zeros((C, C), WIDE)
     da = tl.zeros((C, C), WIDE)
     dstrength = tl.zeros((C,), WIDE)
@@ -713,20 +736,21 @@ def _grads_by_feature(
     for first in range(0, V, BV):
         m = first + tl.arange(0, BV)
         wanted = m < V
-        at_state = place * V * K + m[:, None] * K + n[None, :]
+        at_state = place * V * K + (m[:, None] * K + n[None, :])
         whole = wanted[:, None] & inside[None, :]
         state = tl.load(before + at_state, mask=whole, other=0.0)
         grad = tl.load(after + at_state, mask=whole, other=0.0)
-        above = _tile(dy, row, head, at, m, here, wanted, L * H * V, H * V, V)
-        values = _tile(v, row, head, at, m, here, wanted, v_row, v_tok, V).to(WIDE)
-        to = (row * L + at)[:, None] * H * V + head * V + m[None, :]
+        above = _tile(dy, row, head, start, i, m, here, wanted, _long(L) * H * V, H * V, V)
+        values = _tile(v, row, head, start, i, m, here, wanted, v_row, v_tok, V).to(WIDE)
+        corner = ((row * L + start) * H + head) * V
+        to = i[:, None] * (H * V) + m[None, :]
         mask = here[:, None] & wanted[None, :]
-        dx = tl.load(dv + to, mask=mask, other=0.0)
+        dx = tl.load(dv + corner + to, mask=mask, other=0.0)
         rest = values - _dot(readers, tl.trans(state), ELEMENT, WIDE, PRECISION)
         u = _dot(t, rest * strength[:, None], ELEMENT, WIDE, PRECISION)
         dstrength += tl.sum(dx.to(WIDE) * rest, 1)
         dvalues = dx.to(WIDE) * strength[:, None]
-        tl.store(dv + to, dvalues.to(ELEMENT), mask=mask)
+        tl.store(dv + corner + to, dvalues.to(ELEMENT), mask=mask)
         of_state += tl.sum(state.to(WIDE) * grad.to(WIDE), 0)
         dp += _dot(above, tl.trans(u.to(ELEMENT)), ELEMENT, WIDE, PRECISION)
         da += _dot(-dx, tl.trans(u.to(ELEMENT)), ELEMENT, WIDE, PRECISION)
@@ -734,11 +758,11 @@ def _grads_by_feature(
         dreaders += _dot(-dvalues, state, ELEMENT, WIDE, PRECISION)
         dleft += _dot(u, grad, ELEMENT, WIDE, PRECISION)
     # what is read of the state before the chunk, and what is left at its end
-    keys = _tile(k, row, head // EACH, at, n, here, inside, k_row, k_tok, K).to(WIDE)
-    queries = _tile(q, row, head // EACH, at, n, here, inside, q_row, q_tok, K).to(WIDE)
+    keys = _tile(k, row, head // EACH, start, i, n, here, inside, k_row, k_tok, K).to(WIDE)
+    queries = _tile(q, row, head // EACH, start, i, n, here, inside, q_row, q_tok, K).to(WIDE)
     of_key = _per_length(keys, NORMALIZE, EPSILON)
     of_query = _per_length(queries, NORMALIZE, EPSILON)
-    e = _tile(sums, row, head, at, n, here, inside, L * H * K, H * K, K)
+    e = _tile(sums, row, head, start, i, n, here, inside, _long(L) * H * K, H * K, K)
     at_end = own == 0
     place_end = tl.minimum(start + C, L) - 1
     end = tl.load(sums + ((row * L + place_end) * H + head) * K + n, mask=inside, other=0.0)
@@ -773,12 +797,13 @@ def _grads_by_feature(
         dlogs += of_queries * queries + tl.where(second[:, None], of_keys, -of_keys) * keys
     dlogs = _wide_dot(tl.trans(tl.where(seen, 1.0, tl.zeros((C, C), WIDE))), dlogs, WIDE, PRECISION)
     dlogs += tl.where(at_end[:, None], of_end[None, :], 0.0)
-    to = token[:, None] * K + n[None, :]
+    corner = ((row * L + start) * H + head) * K
+    to = i[:, None] * (H * K) + n[None, :]
     mask = here[:, None] & inside[None, :]
-    tl.store(ddecay + to, dlogs, mask=mask)
+    tl.store(ddecay + corner + to, dlogs, mask=mask)
     tl.store(dbeta + token, dstrength, mask=here)
-    tl.store(dq + to, _along(dqueries, queries, of_query, NORMALIZE).to(dq.dtype.element_ty), mask=mask)
-    tl.store(dk + to, _along(dkeys, keys, of_key, NORMALIZE).to(dk.dtype.element_ty), mask=mask)
+    tl.store(dq + corner + to, _along(dqueries, queries, of_query, NORMALIZE).to(dq.dtype.element_ty), mask=mask)
+    tl.store(dk + corner + to, _along(dkeys, keys, of_key, NORMALIZE).to(dk.dtype.element_ty), mask=mask)
 
 
 def _last_two(x: Tensor) -> Tensor:
@@ -794,7 +819,7 @@ ELEMENTS = {
 }
 
 
-class _Call:
+class DeltaChunks:
     """What the kernels of a delta rule are given, and what is computed for all chunks at once."""
 
     def __init__(self, s: DeltaInputs, tiles: DeltaTiles):
@@ -807,11 +832,15 @@ class _Call:
         self.by_feature, self.precision = s.by_feature, "ieee" if self.wide == torch.float64 else "tf32x3"
         of_tokens = (self.rows, self.length, self.heads)
         of_chunks = (self.chunks, self.rows, self.heads)
+        self.read: Tensor | None
+        self.write: Tensor | None
+        self.ask: Tensor | None
+        self.reading: Tensor | None
         self.inverse, self.weights = (self.like(*of_chunks, CHUNK, CHUNK) for _ in range(2))
         if self.by_feature:
             self.sums, self.passed = self.empty(*of_tokens, self.features), self.empty(*of_chunks, self.features)
             self.reading, self.writing, self.asking = (self.like(*of_tokens, self.features) for _ in range(3))
-            self.read = self.write = self.ask = None
+            self.read, self.write, self.ask = None, None, None
         else:
             self.sums, self.passed = self.empty(*of_tokens), self.empty(*of_chunks)
             self.read, self.write, self.ask = (self.empty(*of_tokens) for _ in range(3))
@@ -842,8 +871,12 @@ class _Call:
         return self.chunks, self.heads, self.rows
 
     def block(self, most: int) -> int:
-        """Features of values that a program has."""
+        """Features of values that a program has: fewer of 32 bits, as shared memory has room for."""
+        most = most * 2 // max(2, self.v.dtype.itemsize)
         return max(LEAST, min(most, triton.next_power_of_2(self.width)))
+
+    def stages(self, wanted: int) -> int:
+        return wanted if self.v.dtype.itemsize == 2 else 1
 
     def prepare(self) -> None:
         s, strides = self.inputs, self.strides(self.q, self.k)
@@ -895,8 +928,20 @@ class _Call:
         """The grid and sizes of kernels that follow states from chunk to chunk."""
         block = self.block(self.tiles.values)
         sizes = dict(BY_FEATURE=self.by_feature, V=self.width, BV=block, **self.arithmetic)
-        how = dict(num_warps=self.tiles.warps, num_stages=self.tiles.stages)
+        how = dict(num_warps=self.tiles.warps, num_stages=self.stages(self.tiles.stages))
         return (triton.cdiv(self.width, block), self.heads, self.rows), dict(**sizes, **how)
+
+
+class DeltaBuffers(NamedTuple):
+    """Of a backward: the gradient of y; states before, and gradients of states after chunks; and what the gradients of
+    values (dx so far), decays and beta are written to."""
+
+    dy: Tensor
+    before: Tensor
+    after: Tensor
+    dv: Tensor
+    ddecay: Tensor
+    dbeta: Tensor
 
 
 class DeltaKernels:
@@ -907,7 +952,7 @@ class DeltaKernels:
 
     def delta_forward(self, s: DeltaInputs) -> tuple[Tensor, Tensor, Tensor]:
         """As the reference; states before chunks are in the dtype of v, as (chunks, R, HV, V, K)."""
-        call = _Call(s, self.tiles)
+        call = DeltaChunks(s, self.tiles)
         states = call.like(call.chunks, call.rows, call.heads, call.width, call.features)
         u = call.like(*s.v.shape)
         final = call.empty(*s.state_shape)
@@ -953,7 +998,7 @@ class DeltaKernels:
 
     def delta_backward(self, dy: Tensor, dstate: Tensor | None, s: DeltaInputs, before: Tensor) -> DeltaGrads:
         """As the reference."""
-        call, dy = _Call(s, self.tiles), dy.contiguous()
+        call, dy = DeltaChunks(s, self.tiles), dy.contiguous()
         after, dv, dinitial = torch.empty_like(before), call.like(*s.v.shape), call.empty(*s.state_shape)
         given = None if dstate is None else dstate.contiguous()
         grid, sizes = call.over_states()
@@ -981,16 +1026,14 @@ class DeltaKernels:
         )
         ddecay, dbeta = call.empty(*s.decay.shape), call.empty(*s.beta.shape)
         found = self.by_feature if call.by_feature else self.by_head
-        dq, dk = found(call, dy, before, after, dv, ddecay, dbeta)
+        dq, dk = found(call, DeltaBuffers(dy, before, after, dv, ddecay, dbeta))
         return DeltaGrads(dq, dk, dv, ddecay, dbeta, None if s.initial is None else dinitial.to(s.initial.dtype))
 
-    def by_head(
-        self, call: _Call, dy: Tensor, before: Tensor, after: Tensor, dv: Tensor, ddecay: Tensor, dbeta: Tensor
-    ) -> tuple[Tensor, Tensor]:
+    def by_head(self, call: DeltaChunks, b: DeltaBuffers) -> tuple[Tensor, Tensor]:
         s = call.inputs
         dq, dk = (torch.empty(t.shape, dtype=t.dtype, device=t.device) for t in (s.q, s.k))
         _grads[call.chunks, call.key_heads, call.rows](
-            dy,
+            b.dy,
             call.q,
             call.k,
             call.v,
@@ -1003,15 +1046,15 @@ class DeltaKernels:
             call.write,
             call.ask,
             call.passed,
-            before,
-            after,
+            b.before,
+            b.after,
             call.like(*s.v.shape),
             call.empty(*s.beta.shape),
             dq,
             dk,
-            dv,
-            ddecay,
-            dbeta,
+            b.dv,
+            b.ddecay,
+            b.dbeta,
             s.scale,
             call.length,
             *call.strides(call.q, call.k, call.v),
@@ -1020,18 +1063,16 @@ class DeltaKernels:
             **call.how,
             **call.arithmetic,
             num_warps=self.tiles.grad_warps,
-            num_stages=self.tiles.grad_stages,
+            num_stages=call.stages(self.tiles.grad_stages),
         )
         return dq, dk
 
-    def by_feature(
-        self, call: _Call, dy: Tensor, before: Tensor, after: Tensor, dv: Tensor, ddecay: Tensor, dbeta: Tensor
-    ) -> tuple[Tensor, Tensor]:
+    def by_feature(self, call: DeltaChunks, b: DeltaBuffers) -> tuple[Tensor, Tensor]:
         s, each = call.inputs, call.heads // call.key_heads
         of_tokens = (call.rows, call.length, call.heads, call.features)
         dq, dk = (call.like(*of_tokens) if each == 1 else call.empty(*of_tokens) for _ in range(2))
         _grads_by_feature[call.grid](
-            dy,
+            b.dy,
             call.q,
             call.k,
             call.v,
@@ -1041,13 +1082,13 @@ class DeltaKernels:
             call.inverse,
             call.reading,
             call.passed,
-            before,
-            after,
+            b.before,
+            b.after,
             dq,
             dk,
-            dv,
-            ddecay,
-            dbeta,
+            b.dv,
+            b.ddecay,
+            b.dbeta,
             s.scale,
             call.length,
             *call.strides(call.q, call.k, call.v),
@@ -1057,7 +1098,7 @@ class DeltaKernels:
             **call.how,
             **call.arithmetic,
             num_warps=self.tiles.grad_warps,
-            num_stages=self.tiles.grad_stages,
+            num_stages=call.stages(self.tiles.grad_stages),
         )
         if each > 1:
             dq, dk = (t.unflatten(2, (call.key_heads, each)).sum(3).to(s.q.dtype) for t in (dq, dk))

@@ -9,7 +9,7 @@ from typing import Protocol
 import torch
 from torch import Tensor
 
-from phalanx.layout.buckets import Bucket
+from phalanx.layout.buckets import Bucket, Slot
 from phalanx.ops.optimizer.blockwise import Blockwise
 from phalanx.ops.optimizer.masters import SplitMaster
 from phalanx.ops.optimizer.moments import Narrow
@@ -38,13 +38,20 @@ class StateRange:
 
 class HomeExchange(Protocol):
     """Exchange between the home rank of whole matrices and the ranks that hold their gradients and weights. All ranks
-    of a stage call it together."""
+    of a stage call it together.
+
+    order   numbers of the ranks' buckets, as their matrices are to be updated; slots: those of a bucket that are here
+    """
+
+    order: list[int]
+
+    def slots(self, bucket: int) -> list[Slot]: ...
 
     def begin(self) -> None: ...
 
     def bring_gradients(self) -> None: ...
 
-    def send_weights(self) -> None: ...
+    def send_weights(self, bucket: int) -> None: ...
 
 
 @dataclass

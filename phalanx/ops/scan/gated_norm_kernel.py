@@ -21,13 +21,10 @@ PER_WARP = 256  # elements: with more, a thread of backward needs over 128 regis
 
 
 @triton.jit
-def _passed(z, SIGMOID: tl.constexpr):
-    """g(z) and its derivative."""
+def _passed(z):
+    """silu and its derivative."""
     s = 1.0 / (1.0 + tl.exp(-z))
-    if SIGMOID:
-        return s, s * (1.0 - s)
-    else:
-        return z * s, s * (1.0 + z * (1.0 - s))
+    return z * s, s * (1.0 + z * (1.0 - s))
 
 
 @triton.jit
@@ -51,8 +48,6 @@ def _forward(
     F: tl.constexpr,
     EPS: tl.constexpr,
     GATE_FIRST: tl.constexpr,
-    SIGMOID: tl.constexpr,
-    SHARED: tl.constexpr,
     PART: tl.constexpr,
     WIDE: tl.constexpr,
     TILE: tl.constexpr,
@@ -65,7 +60,7 @@ def _forward(
     mask, cols = here[:, None] & inside[None, :], group * F + i
     at_scale = scale + token.to(tl.int64) * HERE + group
     u = _load(x, token, x_tok, cols, mask, WIDE)
-    passed, _ = _passed(_load(gate, token, gate_tok, cols, mask, WIDE), SIGMOID)
+    passed, _ = _passed(_load(gate, token, gate_tok, cols, mask, WIDE))
     if GATE_FIRST:
         u = u * passed
     if PART == 1:
@@ -76,7 +71,7 @@ def _forward(
         else:
             factor = 1.0 / tl.sqrt(tl.sum(u * u, 1) / width + EPS)
             tl.store(at_scale, factor, mask=here)
-        w = tl.load(weight + (i if SHARED else cols), mask=inside, other=0.0).to(WIDE)
+        w = tl.load(weight + cols, mask=inside, other=0.0).to(WIDE)
         # rounded before the weight, as the reference implementation and Hugging Face do
         out = (u * factor[:, None]).to(y.dtype.element_ty).to(WIDE) * w[None, :]
         if not GATE_FIRST:
@@ -105,8 +100,6 @@ def _backward(
     HERE: tl.constexpr,
     F: tl.constexpr,
     GATE_FIRST: tl.constexpr,
-    SIGMOID: tl.constexpr,
-    SHARED: tl.constexpr,
     PART: tl.constexpr,
     WIDE: tl.constexpr,
     TILE: tl.constexpr,
@@ -116,7 +109,7 @@ def _backward(
     are read from there."""
     group, first, i = tl.program_id(1), tl.program_id(0), tl.arange(0, BLOCK)
     inside, cols = i < F, group * F + i
-    w = tl.load(weight + (i if SHARED else cols), mask=inside, other=0.0).to(WIDE)[None, :]
+    w = tl.load(weight + cols, mask=inside, other=0.0).to(WIDE)[None, :]
     dw = tl.zeros((TILE, BLOCK), WIDE)
     for start in range(first * TILE, tokens, programs * TILE):
         token = start + tl.arange(0, TILE)
@@ -124,7 +117,7 @@ def _backward(
         mask = here[:, None] & inside[None, :]
         of_group = token.to(tl.int64) * HERE + group
         above, value = _load(dy, token, dy_tok, cols, mask, WIDE), _load(x, token, x_tok, cols, mask, WIDE)
-        passed, slope = _passed(_load(gate, token, gate_tok, cols, mask, WIDE), SIGMOID)
+        passed, slope = _passed(_load(gate, token, gate_tok, cols, mask, WIDE))
         factor = tl.load(scale + of_group, mask=here, other=0.0)[:, None]
         if GATE_FIRST:
             n, d = value * passed * factor, above
@@ -163,10 +156,10 @@ def tile_of(features: int) -> dict[str, int]:
     return dict(TILE=tile, BLOCK=block, num_warps=max(1, min(16, tile * block // PER_WARP)))
 
 
-class _Call:
+class _NormCall:
     """What both kernels of a norm are given."""
 
-    def __init__(self, x: Tensor, weight: Tensor, groups: NormGroups):
+    def __init__(self, x: Tensor, groups: NormGroups):
         self.groups, self.tokens, features = groups, len(x), x.shape[1] // groups.here
         self.wide, self.device, self.features = wide_of(x.dtype), x.device, features
         cut = tile_of(features)
@@ -175,8 +168,6 @@ class _Call:
             HERE=groups.here,
             F=features,
             GATE_FIRST=groups.order == "gate first",
-            SIGMOID=groups.gate == "sigmoid",
-            SHARED=weight.numel() == features,
             WIDE=triton_wide(self.wide),
             **cut,
         )
@@ -187,7 +178,7 @@ class _Call:
 
 def norm_forward(x: Tensor, gate: Tensor, weight: Tensor, groups: NormGroups, tp: Axis) -> tuple[Tensor, Tensor]:
     """As the reference."""
-    x, gate, call = _features_last(x), _features_last(gate), _Call(x, weight, groups)
+    x, gate, call = _features_last(x), _features_last(gate), _NormCall(x, groups)
     y, scale = torch.empty(x.shape, dtype=x.dtype, device=x.device), call.of_groups()
     grid = (call.tiles, groups.here)
 
@@ -208,7 +199,7 @@ def norm_backward(
 ) -> tuple[Tensor, Tensor, Tensor]:
     """As the reference."""
     dy, x, gate, scale = _features_last(dy), _features_last(saved[0]), _features_last(saved[1]), saved[2]
-    call = _Call(x, weight, groups)
+    call = _NormCall(x, groups)
     programs = min(call.tiles, max(1, num_programs(x, per_processor=4) // groups.here))
     dx, dgate = (torch.empty(t.shape, dtype=t.dtype, device=t.device) for t in (x, gate))
     dw, sums = torch.empty(programs, x.shape[1], dtype=call.wide, device=x.device), call.of_groups()
@@ -223,4 +214,4 @@ def norm_backward(
         launch(1)
         sums = groups.summed(sums, tp).contiguous()
     launch(2 if groups.spread else 0)
-    return dx, dgate, dw.sum(0).view(-1, weight.numel()).sum(0)
+    return dx, dgate, dw.sum(0)

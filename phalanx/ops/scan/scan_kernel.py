@@ -227,7 +227,7 @@ def _state_grads(
     own, carried, last = _documents(numbers, row, start, at, here, L, DOCUMENTS)
     steps = tl.load(dt + (row * L + at) * H + head, mask=here, other=0.0).to(WIDE)
     _, _, reach, _, _ = _decays(steps, tl.load(a + head).to(WIDE), own, carried, last, here, Q)
-    above = _tile(dy, row, head, at, p, here, p < P, L * H * P, H * P, P).to(WIDE) * reach[:, None]
+    above = _tile(dy, row, head, at, p, here, p < P, tl.cast(L, tl.int64) * H * P, H * P, P).to(WIDE) * reach[:, None]
     queries = _tile(c, row, head // EACH, at, n, here, n < N, c_row, c_tok, N)
     place = ((chunk * tl.num_programs(2) + row) * H + head) * P * N
     tl.store(
@@ -329,7 +329,7 @@ def _input_grads(
             seen, e, reach, left, passed = _decays(steps, rate, own, carried, last, here, Q)
             between = tl.where(seen, tl.exp(tl.where(seen, e[:, None] - e[None, :], 0.0)), 0.0)
             values = _tile(x, row, head, at, p, here, p < P, x_row, x_tok, P).to(WIDE)
-            above = _tile(dy, row, head, at, p, here, p < P, L * H * P, H * P, P).to(WIDE)
+            above = _tile(dy, row, head, at, p, here, p < P, tl.cast(L, tl.int64) * H * P, H * P, P).to(WIDE)
             u = values * steps[:, None]
             place = ((chunk * tl.num_programs(2) + row) * H + head) * P * N
             at_state = place + p[:, None] * N + n[None, :]
@@ -378,7 +378,7 @@ def _last_two(x: Tensor) -> Tensor:
     return x if x.stride(3) == 1 and x.stride(2) == x.shape[3] else x.contiguous()
 
 
-class _Call:
+class _ScanCall:
     """What all kernels of a scan are given."""
 
     def __init__(self, s: ScanInputs):
@@ -442,7 +442,7 @@ class _Call:
 
 def scan_forward(s: ScanInputs) -> tuple[Tensor, Tensor, Tensor]:
     """As the reference."""
-    call = _Call(s)
+    call = _ScanCall(s)
     added, passed = call.added()
     before, final = torch.empty_like(added), call.empty(*added.shape[1:])
     initial = None if s.initial is None else s.initial.contiguous()
@@ -470,7 +470,7 @@ def scan_forward(s: ScanInputs) -> tuple[Tensor, Tensor, Tensor]:
 
 def scan_backward(dy: Tensor, dstate: Tensor | None, s: ScanInputs, before: Tensor) -> ScanGrads:
     """As the reference."""
-    call, dy = _Call(s), dy.contiguous()
+    call, dy = _ScanCall(s), dy.contiguous()
     added, passed = call.added()
     del added
     after, dinitial = torch.empty_like(before), call.empty(*before.shape[1:])

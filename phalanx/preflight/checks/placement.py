@@ -33,6 +33,8 @@ class NodeOrder(NodeCheck):
                 traffic = traffic_of(view.run, view.ranks * len(view.peers))
             except (PhalanxError, ValueError):
                 return None  # a layout that does not fit the ranks, which the run itself will say
+            if traffic.grid.world != view.ranks * len(view.peers):
+                return None  # some nodes are to spare: which order is asked for is known without them
             found["traffic"] = [vars(traffic.grid), [dict(sent) for sent in traffic.sent], traffic.wraps]
         return found
 

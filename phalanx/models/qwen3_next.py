@@ -1,0 +1,153 @@
+"""Qwen3-Next: linear attention by the gated delta rule in three layers of four and gated attention in the fourth, with
+many narrow experts beside a gated shared one. Qwen Team, "Qwen3-Next", 2025."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from functools import partial
+from typing import TYPE_CHECKING, Any, Literal
+
+from phalanx.base.errors import Problem
+from phalanx.models.config_json import LIST_OR_NULL, ConfigJson, integer, switch
+from phalanx.models.decoder_config import common_rules, decoder_tensors, with_head_rules
+from phalanx.models.delta_layers import check_delta_layers, delta_least_layers, gated_delta, one_after_the_other
+from phalanx.models.experts import router_fields, router_to_hf
+from phalanx.models.family import Family
+from phalanx.models.gated_layers import (
+    GATED_ATTENTION_KEYS,
+    GATED_EXPERT_KEYS,
+    OF_EXPERTS,
+    GatedAttentionConfig,
+    GatedExpertsConfig,
+    check_gated_experts,
+    gated_attention,
+    gated_attention_fields,
+    gated_attention_to_hf,
+    gated_experts,
+    shrink_gated,
+    shrink_gated_experts,
+    split_gated,
+)
+from phalanx.models.model_config import SmallExperts
+from phalanx.models.qwen3_moe import SparseStepConfig, check_layers
+from phalanx.models.qwen3_moe import least_layers as layers_with_experts
+
+if TYPE_CHECKING:
+    from phalanx.models.family import BlockMaker
+    from phalanx.nn.env import Env
+    from phalanx.nn.mlp import SwiGLU
+    from phalanx.nn.module import Module
+    from phalanx.nn.moe import MoE
+
+
+@dataclass(frozen=True, kw_only=True)
+class Qwen3NextConfig(GatedAttentionConfig, SparseStepConfig, GatedExpertsConfig):
+    """Qwen3's fields, those of linear attention and of experts; intermediate_size is the width of dense layers."""
+
+    family: Literal["qwen3_next"] = "qwen3_next"
+    """Which model this section describes: qwen3_next."""
+
+
+# functions that build blocks import torch themselves, because reading a config must not
+def blocks(config: Qwen3NextConfig, env: Env) -> Sequence[BlockMaker]:
+    from phalanx.models.decoder import DecoderLayer, decoder_blocks
+
+    return decoder_blocks(config, env, partial(DecoderLayer, make_attention=mixer, make_mlp=make_mlp))
+
+
+def mixer(config: Qwen3NextConfig, env: Env, layer: int) -> Module:
+    """Gated attention, or linear attention whose projections two tensors hold, key head after key head: its query, its
+    key, and the values and gates of its group; beta and then decays of its group."""
+    from phalanx.nn.gated_delta import DeltaRows, RowsOfHeads
+
+    c, at = config, f"{config.base}layers.{layer}.linear_attn"
+    if c.types[layer] == "full_attention":
+        return gated_attention(c, env, layer)
+    keys, key, value = c.linear_num_key_heads, c.linear_key_head_dim, c.linear_value_head_dim
+    group = c.linear_num_value_heads // keys
+    step = 2 * key + 2 * group * value
+    projected, gates = (f"{at}.in_proj_qkvz.weight", keys * step), (f"{at}.in_proj_ba.weight", keys * 2 * group)
+    rows = DeltaRows(
+        RowsOfHeads(*projected, 0, key, 1, step),
+        RowsOfHeads(*projected, key, key, 1, step),
+        RowsOfHeads(*projected, 2 * key, value, group, step),
+        one_after_the_other(c, f"{at}.conv1d.weight"),
+        RowsOfHeads(*gates, 0, 1, group, 2 * group),
+        RowsOfHeads(*gates, group, 1, group, 2 * group),
+        RowsOfHeads(*projected, 2 * key + group * value, value, group, step),
+    )
+    return gated_delta(c, env, at, rows)
+
+
+def make_mlp(config: Qwen3NextConfig, env: Env, layer: int) -> MoE | SwiGLU:
+    from phalanx.models.decoder import dense_mlp
+
+    if not config.has_experts(layer):
+        return dense_mlp(config, env, layer)
+    return gated_experts(config, env, layer, config.norm_topk_prob)
+
+
+def rules(config: Qwen3NextConfig, seq_length: int) -> list[Problem]:
+    found = common_rules(config) + check_delta_layers(config) + check_gated_experts(config) + check_layers(config)
+    return with_head_rules(config, found)
+
+
+KEYS = {
+    **GATED_ATTENTION_KEYS,
+    **GATED_EXPERT_KEYS,
+    "num_key_value_heads": integer(2),
+    "decoder_sparse_step": integer(1),
+    "norm_topk_prob": switch(True),
+    "mlp_only_layers": LIST_OR_NULL,
+}
+SAME = (*OF_EXPERTS, "norm_topk_prob", "decoder_sparse_step")
+
+
+def from_hf(found: ConfigJson) -> Qwen3NextConfig | None:
+    fields, v = gated_attention_fields(found) | found.pick(*SAME) | router_fields(found), found.values
+    # other numbers refer to no layer
+    dense = tuple(i for i in v["mlp_only_layers"] or () if i in range(v["num_hidden_layers"]))
+    return None if found.odd else Qwen3NextConfig(**fields, mlp_only_layers=dense)
+
+
+def to_hf(config: Qwen3NextConfig) -> dict[str, Any]:
+    return {
+        **gated_attention_to_hf(config),
+        **router_to_hf(config),
+        **{name: getattr(config, name) for name in SAME},
+        "mlp_only_layers": list(config.mlp_only_layers),
+    }
+
+
+def shrink_experts(config: Qwen3NextConfig, small: SmallExperts) -> Qwen3NextConfig:
+    """Dense layers stay dense as long as one layer has experts: if stages are given, there may be too few."""
+    dense = tuple(i for i in config.mlp_only_layers if i < config.num_hidden_layers - 1)
+    step = min(config.decoder_sparse_step, config.num_hidden_layers)
+    made: Qwen3NextConfig = replace(
+        shrink_gated_experts(config, small), mlp_only_layers=dense, decoder_sparse_step=step
+    )
+    return made
+
+
+def least_layers(config: Qwen3NextConfig) -> int:
+    """Layers of both kinds, and one with experts."""
+    return max(delta_least_layers(config), layers_with_experts(config))
+
+
+FAMILY = Family(
+    "qwen3_next",
+    Qwen3NextConfig,
+    blocks,
+    architecture="Qwen3NextForCausalLM",
+    # published folders have a module of multi-token prediction, which transformers leaves out too
+    tensors=replace(decoder_tensors, also=("model.layers.0.linear_attn.in_proj_qkvz.weight",), others=r"mtp\..*"),
+    rules=rules,
+    split_rules=split_gated,
+    keys=KEYS,
+    from_hf=from_hf,
+    to_hf=to_hf,
+    shrink=shrink_gated,
+    shrink_experts=shrink_experts,
+    least_layers=least_layers,
+)
