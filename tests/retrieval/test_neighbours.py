@@ -1,10 +1,9 @@
-"""Retrieval that answers: a small Llama, given passages that a trained retriever finds, says in which module of the
-standard library a function is that neither of them has seen in training."""
+"""Retrieval that answers: a small Llama, given passages that a trained retriever finds, says which arguments a function
+of the standard library takes that neither of them has seen in training."""
 
 from __future__ import annotations
 
 import json
-from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
@@ -30,21 +29,31 @@ pytest.importorskip("faiss", reason="indexes need the extra index")
 
 NEIGHBOURS = 4
 LETTERS = 90  # of a passage, behind its name
-ALONE = 0.3  # of the questions of training come without passages
-RENAMED = 0.5  # of those with their passage have modules of other names in it
+LONGEST = 60  # letters of a list of arguments; longer ones are not asked for
+ALONE = 0.2  # of the questions of training come without passages
 VOCABULARY = 2048
 
 
+def arguments(each: Docstring) -> str:
+    return each.rest[: each.rest.index(") ") + 1]
+
+
+def asked(docstrings: list[Docstring]) -> list[Docstring]:
+    """Those that take something beside the object they belong to."""
+    said = [(each, arguments(each)) for each in docstrings]
+    return [each for each, found in said if found not in ("()", "(self)", "(cls)") and len(found) <= LONGEST]
+
+
 def passage(each: Docstring) -> str:
-    return f"{each.words} is in {each.module}. {each.rest[:LETTERS]}"
+    return f"{each.words} takes {each.rest[:LETTERS]}"
 
 
 def question(each: Docstring) -> str:
-    return f"{each.words}: {cut(each.first, 10)}\nModule? {each.words} is in"
+    return f"{each.words}: {cut(each.first, 10)}\nArguments? {each.words} takes"
 
 
-def answer(module: str) -> str:
-    return f" {module}"
+def answer(each: Docstring) -> str:
+    return f" {arguments(each)}"
 
 
 def verb(*words: str | Path) -> None:
@@ -67,26 +76,14 @@ def index_of(folder: Path, name: str, docstrings: list[Docstring]) -> str:
 
 
 def training_chats(index: str, docstrings: list[Docstring], copies: int) -> list[dict[str, str]]:
-    """Questions with what the retriever finds, or alone. In some passages modules have the names of other ones, so that
-    the passage alone says the answer."""
-    dice, lines = np.random.default_rng(1), list[dict[str, str]]()
-    modules, template = sorted({each.module for each in docstrings}), PassageTemplate()
+    """Questions with what the retriever finds, or alone."""
+    dice, lines, template = np.random.default_rng(1), list[dict[str, str]](), PassageTemplate()
     found = Retriever(Lookup(index=index, neighbours=NEIGHBOURS)).find([question(each) for each in docstrings])
     for number, each in enumerate(docstrings):
         for _ in range(copies):
             shown = list[FoundPassage]() if dice.random() < ALONE else found[number]
-            names = dict[str, str]()
-            if dice.random() < RENAMED and any(one.passage.id == str(number) for one in shown):
-                names = {docstrings[int(p.passage.id)].module: str(dice.choice(modules)) for p in shown}
-            prompt = template.render(question(each), [renamed(one, docstrings, names) for one in shown])
-            lines.append({"prompt": prompt, "completion": answer(names.get(each.module, each.module))})
+            lines.append({"prompt": template.render(question(each), shown), "completion": answer(each)})
     return [lines[i] for i in dice.permutation(len(lines))]
-
-
-def renamed(found: FoundPassage, docstrings: list[Docstring], names: dict[str, str]) -> FoundPassage:
-    each = docstrings[int(found.passage.id)]
-    text = passage(replace(each, module=names.get(each.module, each.module)))
-    return replace(found, passage=replace(found.passage, text=text))
 
 
 def train_answers(folder: Path, steps: int, chats: list[dict[str, str]]) -> list[float]:
@@ -128,14 +125,14 @@ def train_answers(folder: Path, steps: int, chats: list[dict[str, str]]) -> list
 
 def share_right(folder: Path, docstrings: list[Docstring], index: str | None) -> float:
     """Of the questions about these, those that `phalanx generate` answers exactly."""
-    asked = write_lines(folder / "asked.jsonl", [{"prompt": question(each)} for each in docstrings])
+    questions = write_lines(folder / "asked.jsonl", [{"prompt": question(each)} for each in docstrings])
     found = () if index is None else ("--index", index, "--neighbours", str(NEIGHBOURS))
     verb(
-        *("generate", folder / "answers", "--prompts", asked, "-o", folder / "said.jsonl", *found),
-        *("--temperature", "0", "--tokens", "16"),
+        *("generate", folder / "answers", "--prompts", questions, "-o", folder / "said.jsonl", *found),
+        *("--temperature", "0", "--tokens", "32"),
     )
     said = [json.loads(line)["text"] for line in (folder / "said.jsonl").read_text().splitlines()]
-    return float(np.mean([text == answer(each.module) for text, each in zip(said, docstrings, strict=True)]))
+    return float(np.mean([text == answer(each) for text, each in zip(said, docstrings, strict=True)]))
 
 
 def pairs(docstrings: list[Docstring]) -> list[dict[str, str]]:
@@ -143,7 +140,7 @@ def pairs(docstrings: list[Docstring]) -> list[dict[str, str]]:
 
 
 def test_answers_begin_to_be_learned(tmp_path):
-    some = split()[1][:150]
+    some = asked(split()[1])[:150]
     train_retriever(tmp_path, 2, pairs(some))
     chats = training_chats(index_of(tmp_path, "known", some), some, 1)
     losses = train_answers(tmp_path, 20, chats)
@@ -155,7 +152,7 @@ def test_answers_begin_to_be_learned(tmp_path):
 @pytest.mark.timeout(3600)
 def test_neighbours_answer_questions_about_held_out_docstrings(tmp_path):
     """With passages in the prompt at least 30 points more than without."""
-    held_out, known = split()
+    held_out, known = map(asked, split())
     train_retriever(tmp_path, 50, pairs(known))
     train_answers(tmp_path, 2400, training_chats(index_of(tmp_path, "known", known), known, 2))
     alone = share_right(tmp_path, held_out, None)
