@@ -658,7 +658,7 @@ def test_gpt_oss_of_others():
 @pytest.mark.parametrize(
     "name, near",
     [
-        ("qwen3_next", "nearest: qwen3"),
+        ("qwen2_moe", "nearest: qwen"),
         ("gpt-oss", "nearest: gpt_oss"),
         ("Mixtral", "nearest: mixtral"),
         ("x", "deepseek_v3"),

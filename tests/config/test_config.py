@@ -2951,9 +2951,9 @@ def test_a_mistyped_checkpoint_is_exit_4_and_never_random_weights(tmp_path, fiel
     "config, told",
     [
         (
-            '{"model_type": "qwen3_next"}',
+            '{"model_type": "qwen2_moe"}',
             [
-                "model_type='qwen3_next' is no family of Phalanx (nearest: qwen3",
+                "model_type='qwen2_moe' is no family of Phalanx (nearest: qwen",
                 "docs/ops-and-modules.md",
                 "model.family='llama'",
             ],

@@ -174,7 +174,15 @@ def kernels() -> list[tuple]:
     for width in (64, 128, 192):
         widths = dict(WIDTH=width, WIDTH_BLOCK=triton.next_power_of_2(width))
         found.append((largest_scores_kernel._largest, given | dict.fromkeys(numbers, "i32"), sizes | widths))
-    found += experts(wide) + fp8_linears() + paged(wide) + invariant(wide) + scans(wide) + deltas(wide) + symmetric()
+    found += (
+        experts(wide)
+        + fp8_linears()
+        + paged(wide)
+        + invariant(wide)
+        + scans(wide)
+        + deltas(wide, (False,))
+        + symmetric()
+    )
     decays = dict(BETA1=0.9, BETA2=0.95, EPS=1e-8, **wide)
     whole, split = dict(p="*fp32", ties="*fp32"), dict(p="*i16", ties="*u8")
     step = dict(g="*fp32", out=BF, scalars="*fp64", n="i64")
@@ -205,7 +213,7 @@ def symmetric() -> list[tuple]:
     return found
 
 
-def deltas(wide: dict) -> list[tuple]:
+def deltas(wide: dict, forms: tuple[bool, ...]) -> list[tuple]:
     """Delta rules of Qwen3-Next's heads, and of Kimi Linear's, whose decays are by feature; with documents."""
     import triton.language as tl
 
@@ -216,7 +224,7 @@ def deltas(wide: dict) -> list[tuple]:
     wides = ("decay", "beta", "sums", "passed", "passed_out", "initial", "final", "dinitial", "dfinal", "of_reads")
     known = dict(scale="fp32", numbers="*i64", **tokens, **kept, **dict.fromkeys((*wides, "ddecay", "dbeta"), "*fp32"))
     how = dict(NORMALIZE=True, EPSILON=1e-6, DOCUMENTS=True)
-    for by_feature in (False, True):
+    for by_feature in forms:
         of_tokens = dict.fromkeys(("read", "write", "ask"), "*fp32")
         scaled = dict.fromkeys(("reading", "writing", "asking"), BF)
         absent = of_tokens if by_feature else {"reading": BF}
@@ -695,9 +703,15 @@ def experts(wide: dict) -> list[tuple]:
     return found
 
 
+def chosen(part: str = "0", parts: str = "1") -> list[tuple]:
+    """Of the kernels, every `parts`-th from number `part` on. "seldom": others, which take long: for `make soak`."""
+    import triton.language as tl
+
+    return deltas({"WIDE": tl.float32}, (True,)) if part == "seldom" else kernels()[int(part) :: int(parts)]
+
+
 if __name__ == "__main__":
-    part, parts = map(int, sys.argv[1:] or (0, 1))
-    for kernel, signature, constants, *options in kernels()[part::parts]:
+    for kernel, signature, constants, *options in chosen(*sys.argv[1:]):
         types = {**signature, **dict.fromkeys(constants, "constexpr")}
         made = triton.compile(
             ASTSource(kernel, types, constants, aligned(kernel.arg_names, types)),

@@ -14,7 +14,7 @@ import pytest
 
 from tests.harness.slurm import Slurm, missing, until
 from tests.harness.warm import ROOT
-from tests.launch.test_prepare import prepare_here, same_bytes, write_texts
+from tests.launch.test_many_machines import prepare_here, same_bytes, write_texts
 
 CONFIG = """\
 model: {family: llama, vocab_size: 64, hidden_size: 16, intermediate_size: 32, num_hidden_layers: 2, num_attention_heads: 2}

@@ -95,6 +95,8 @@ def theirs(folder: Path, config) -> dict:
     experts = config.routed_experts
     if experts:
         options["experts_implementation"] = "eager"
+    if config.family == "gpt_oss":  # whose sinks transformers has in no other kernel
+        options["attn_implementation"] = "eager"
     tokens, labels = (torch.cat([getattr(b, n) for b in BATCHES]) for n in ("tokens", "labels"))
     with test_models.wide_modules(config):
         model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float64, **options).eval()

@@ -262,7 +262,7 @@ def test_every_parameter_has_its_role(model):
     plan = make_plan(parity.base_run(model), 1)
     specs = [p.spec for blocks in plan.blocks_of(Coords()).values() for b in blocks for p in b.parameters()]
     for name, shape, role in ((p.name, p.shape, spec.role) for spec in specs for p in spec.pieces):
-        if name.endswith("bias") or name.endswith("sinks"):
+        if name.endswith(("bias", "sinks", "A_log")):
             expected = {"router"} if "e_score_correction" in name else {"bias"}
         elif "lm_head" in name or "embed_out" in name:
             expected = {"head"}
@@ -279,6 +279,8 @@ def test_every_parameter_has_its_role(model):
                 "block_sparse_moe.gate.weight",
                 "mlp.router.weight",
                 "feed_forward.router.weight",
+                "mixer.gate.weight",
+                "shared_expert_gate.weight",
             )
         ):
             expected = {"router"}
