@@ -703,11 +703,17 @@ def experts(wide: dict) -> list[tuple]:
     return found
 
 
-def chosen(part: str = "0", parts: str = "1") -> list[tuple]:
-    """Of the kernels, every `parts`-th from number `part` on. "seldom": others, which take long: for `make soak`."""
+def chosen(which: str = "often", part: str = "0", parts: str = "1") -> list[tuple]:
+    """Every `parts`-th of them from number `part` on. often: each kernel in one form. seldom: in its others, and those
+    that take long."""
     import triton.language as tl
 
-    return deltas({"WIDE": tl.float32}, (True,)) if part == "seldom" else kernels()[int(part) :: int(parts)]
+    once = {kernel[0].fn: kernel for kernel in reversed(kernels())}
+    often = list(once.values())
+    forms = often
+    if which == "seldom":
+        forms = [kernel for kernel in kernels() if kernel not in often] + deltas({"WIDE": tl.float32}, (True,))
+    return forms[int(part) :: int(parts)]
 
 
 if __name__ == "__main__":

@@ -99,7 +99,7 @@ OFTEN = [
 ]  # in each run of the tests
 
 
-SELDOM = ("modernbert", "t5, tied", "gemma4_text", "gemma3", "mamba2", "nemotron_h")  # as others of their kind: soak
+SELDOM = ("modernbert", "t5, tied", "gemma4_text", "gemma3", "mamba2", "nemotron_h", "falcon_h1")  # as others of their kind: soak
 
 
 def decays(name: str) -> bool:

@@ -228,12 +228,13 @@ def test_auto_is_the_reference_on_the_cpu():
     assert NORM.choose("triton", x) is NORM.choose("optional", x) is NORM.implementations[0].load()
 
 
-@pytest.mark.parametrize("part", [*"012", pytest.param("seldom", marks=pytest.mark.soak)])
-def test_kernels_compile_for_hopper(part):
+@pytest.mark.parametrize("part", "012")
+@pytest.mark.parametrize("which", ["often", pytest.param("seldom", marks=pytest.mark.soak)])
+def test_kernels_compile_for_hopper(which, part):
     """Ahead of time, without a GPU: each kernel to a cubin for sm_90 (in a process of its own: here triton
     interprets). In parts, since all of them take two minutes where Triton's cache is empty."""
     done = subprocess.run(
-        [sys.executable, "-m", "tests.harness.compile_kernels", part, "3"],
+        [sys.executable, "-m", "tests.harness.compile_kernels", which, part, "3"],
         capture_output=True,
         text=True,
         timeout=280,
