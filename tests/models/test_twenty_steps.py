@@ -99,7 +99,8 @@ OFTEN = [
 ]  # in each run of the tests
 
 
-SELDOM = ("modernbert", "t5, tied", "gemma4_text", "gemma3", "mamba2", "nemotron_h", "falcon_h1")  # as others of their kind: soak
+# As others of their kind: in the soak alone.
+SELDOM = ("modernbert", "t5, tied", "gemma4_text", "gemma3", "mamba2", "nemotron_h", "falcon_h1")
 
 
 def decays(name: str) -> bool:
