@@ -105,7 +105,8 @@ def from_topology_conf(text: str) -> Positions:
             raise BadPositions(f"topology.conf line {number}: {error}") from None
     if blocks:
         return Positions(("block",), blocks)
-    return _levelled({host: _path(leaf, parents) for host, leaf in leaves.items()})
+    paths = {switch: _path(switch, parents) for switch in (*parents, *leaves.values())}
+    return _levelled({host: paths[leaf] for host, leaf in leaves.items()})
 
 
 def _path(leaf: str, parents: Mapping[str, str]) -> tuple[str, ...]:
