@@ -23,6 +23,8 @@ from phalanx.engine.build import State
 from phalanx.models.bert import BertConfig
 from phalanx.nn.objective import find_objective
 from phalanx.optim.adamw import AdamWConfig
+from phalanx.optim.config import OptimConfig
+from phalanx.optim.muon import MuonConfig
 from phalanx.planning.reading import reading_of
 from phalanx.sequence.batch import IGNORE, Batch
 from phalanx.text.classes import prepare_classes
@@ -33,7 +35,7 @@ from tests.models.test_models import all_logits
 WORDS = 64  # of a paragraph, at most
 MODULES = 40  # those with the most paragraphs
 LABELLED, TESTS = 8, 15  # paragraphs of each module
-VOCABULARY = 4096
+VOCABULARY = 2048
 SEQ = 256
 
 
@@ -102,22 +104,38 @@ def write_classes(folder: Path, name: str, some: list[Paragraph], modules: tuple
 
 @dataclass(frozen=True)
 class Amount:
-    """How much is trained: sequences in a step, steps, and the peak learning rate."""
+    """How much is trained: sequences in a step, steps, and by which optimizer."""
 
     batch: int
     steps: int
-    lr: float
+    optim: OptimConfig
+
+
+def adamw(steps: int) -> OptimConfig:
+    return AdamWConfig(lr=1e-3, weight_decay=0.05, warmup_steps=steps // 10, schedule="linear")
+
+
+def muon(steps: int) -> OptimConfig:
+    return MuonConfig(
+        name="muon",
+        lr=4e-3,
+        weight_decay=0.05,
+        warmup_steps=steps // 20,
+        schedule="linear",
+        products="master",
+        fallback=AdamWConfig(lr=4e-3, weight_decay=0.05),
+    )
 
 
 def run_of(path: Path, prefix: str, amount: Amount, model: BertConfig, task: Any) -> Run:
     """path: of the run's folder, beside the tokenizer's. prefix: of token files."""
-    batch, steps = amount.batch, amount.steps
+    batch = amount.batch
     return Run(
         model=model,
         task=task,
-        train=TrainConfig(steps=steps, global_batch=batch, micro_batch=batch, seq_length=SEQ, device="cpu"),
+        train=TrainConfig(steps=amount.steps, global_batch=batch, micro_batch=batch, seq_length=SEQ, device="cpu"),
         data=DataConfig(paths=(prefix,), tokenizer=str(path.parent / "tokenizer"), split="100,0,0", packing="online"),
-        optim=AdamWConfig(lr=amount.lr, weight_decay=0.05, warmup_steps=steps // 10, schedule="linear"),
+        optim=amount.optim,
         log=LogConfig(report=False),
         checkpoint=CheckpointConfig(interval=None),
         dir=str(path),
@@ -125,12 +143,15 @@ def run_of(path: Path, prefix: str, amount: Amount, model: BertConfig, task: Any
 
 
 def pretrain(folder: Path, steps: int, texts: list[Paragraph]) -> list[float]:
-    """Losses of the steps. The run is at `folder`/pretrained."""
+    """As BERT was: hidden tokens, and whether the second part of a paragraph follows the first. Losses of the steps,
+    both together. The run is at `folder`/pretrained."""
     train_wordpiece([each.text for each in texts], VOCABULARY - 64, folder / "tokenizer")
     every = tuple(sorted({each.module for each in texts}))
-    prefix = write_classes(folder, "text", texts, every)
-    task = find_objective("mlm").Config(name="mlm", rate=0.3)
-    run, losses = run_of(folder / "pretrained", prefix, Amount(16, steps, 2e-3), model_of("masked"), task), []
+    mixed = [texts[i] for i in np.random.default_rng(3).permutation(len(texts))]
+    prefix = write_classes(folder, "text", mixed, every)
+    task = find_objective("mlm").Config(name="mlm", rate=0.3, pairs="next")
+    run = run_of(folder / "pretrained", prefix, Amount(8, steps, muon(steps)), model_of("pretraining"), task)
+    losses = []
     with px.session(run) as session:
         for batches in session.batches():
             losses.append(session.train_step(batches).loss.item())
@@ -147,7 +168,7 @@ def share_right(folder: Path, pretrained: bool, steps: int) -> float:
     )
     model = model_of("sequence", labels=known.modules, classifier_dropout=0.1, dropout=0.1)
     task = find_objective("classify").Config(name="classify")
-    run = run_of(folder / f"classes-{pretrained}", prefix, Amount(4, steps, 1e-3), model, task)
+    run = run_of(folder / f"classes-{pretrained}", prefix, Amount(4, steps, adamw(steps)), model, task)
     if pretrained:
         run = replace(run, init_from=str(latest(folder / "pretrained" / "checkpoints") / "weights"))
     with px.session(run) as session:
@@ -175,8 +196,9 @@ def share_of(state: State, batches: list[Batch]) -> float:
 
 
 def test_an_encoder_begins_to_learn_the_standard_library(tmp_path):
-    losses = pretrain(tmp_path, 12, corpus().text[:3000])
-    assert np.mean(losses[-3:]) < 0.95 * np.mean(losses[:2])
+    """Truth: a guess among all tokens and both classes of a pair has a loss of log VOCABULARY + log 2 = 8.3."""
+    losses = pretrain(tmp_path, 40, corpus().text[:3000])
+    assert np.mean(losses[-5:]) < 0.9 * np.log(2 * VOCABULARY)
 
 
 @pytest.mark.soak
