@@ -313,7 +313,7 @@ def test_answers_begin_to_be_learned(tmp_path):
 @pytest.mark.soak
 @pytest.mark.timeout(3600)
 def test_neighbours_answer_questions_about_held_out_docstrings(tmp_path):
-    """With passages in the prompt at least 30 points more than without."""
+    """With passages in the prompt at least 30 points more than without, or with passages about other functions."""
     held_out, known = map(asked, split())
     train_retriever(tmp_path, 50, retriever_pairs(known))
     index = index_of(tmp_path, "known", known)
@@ -321,7 +321,7 @@ def test_neighbours_answer_questions_about_held_out_docstrings(tmp_path):
     for before, lesson in zip((None, *LESSONS), LESSONS):
         losses = learn(tmp_path, lesson, before, chats_of(tmp_path, lesson, index, known))
         print(f"{lesson.name}: loss {np.mean(losses[-20:]):.3f}")
-    alone = share_right(tmp_path, LESSONS[-1].name, held_out, None)
-    found = share_right(tmp_path, LESSONS[-1].name, held_out, index_of(tmp_path, "held-out", held_out))
-    print(f"of {len(held_out)} questions right: {found:.1%} with neighbours, {alone:.1%} without")
-    assert found >= alone + 0.3
+    indexes = {"neighbours": index_of(tmp_path, "held-out", held_out), "others": index, "none": None}
+    right = {name: share_right(tmp_path, LESSONS[-1].name, held_out, index) for name, index in indexes.items()}
+    print(f"right of {len(held_out)} questions, by passages: {right}")
+    assert right["neighbours"] >= max(right["none"], right["others"]) + 0.3
