@@ -70,6 +70,7 @@ def tokenizer_folder(folder: Path) -> str:
     core = tokenizers.Tokenizer(
         tokenizers.models.BPE({c: i for i, c in enumerate([*LETTERS, *symbols().values()])}, [])
     )
+    core.decoder = tokenizers.decoders.Fuse()  # without one, decoding puts spaces between tokens
     core.add_special_tokens(["<pad>", "</s>"])
     core.save(str(folder / "tokenizer.json"))
     (folder / "tokenizer_config.json").write_text(json.dumps({"eos_token": "</s>", "pad_token": "<pad>"}))
