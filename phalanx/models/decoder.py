@@ -20,8 +20,9 @@ from phalanx.nn.attention import Attention, AttentionSpec
 from phalanx.nn.embedding import Embedding
 from phalanx.nn.env import Env
 from phalanx.nn.head import Head
+from phalanx.nn.initial import ONES
 from phalanx.nn.mlp import SwiGLU
-from phalanx.nn.module import ONES, Block, Module
+from phalanx.nn.module import Block, Module
 from phalanx.nn.moe import Balance
 from phalanx.nn.mtp import MultiTokenPrediction
 from phalanx.nn.norm import OffsetRMSNorm, RMSNorm

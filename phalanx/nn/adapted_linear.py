@@ -37,6 +37,7 @@ from phalanx.nn.adapted_embedding import AdaptedEmbedding
 from phalanx.nn.adapted_head import AdaptedHead
 from phalanx.nn.adapter import Adapter, AdapterConfig, AdapterInit, LowRankAdapter
 from phalanx.nn.env import Env
+from phalanx.nn.initial import ZEROS, Uniform
 from phalanx.nn.linear import UnadaptedGroupedLinear
 from phalanx.nn.linear_method import (
     PLAIN,
@@ -47,7 +48,7 @@ from phalanx.nn.linear_method import (
     LogitsAdapter,
     RowsAdapter,
 )
-from phalanx.nn.module import ZEROS, Module, OutputRows, bias_spec, column_spec, row_spec
+from phalanx.nn.module import Module, OutputRows, bias_spec, column_spec, row_spec
 from phalanx.nn.parameter import Parameter
 from phalanx.ops.dense.dropout import DROPOUT, TokenDropout, token_dropout
 from phalanx.ops.dense.low_rank import Drop, add_low_rank, enter_low_rank
@@ -328,7 +329,7 @@ class ShardedPiece:
 def init_of(init: AdapterInit, inputs: int) -> Init:
     if isinstance(init, Init):
         return init
-    return ZEROS if init == "zeros" else Init("uniform", bound=1 / math.sqrt(inputs))
+    return ZEROS if init == "zeros" else Uniform(1 / math.sqrt(inputs))
 
 
 def pieces_of(linear: AnyLinear, call: AdapterCall | None = None) -> list[ShardedPiece]:

@@ -15,8 +15,9 @@ from torch import Tensor
 from phalanx.comm.axis import Axis
 from phalanx.layout.param import Init, ParamSpec
 from phalanx.nn.env import Env
+from phalanx.nn.initial import ZEROS
 from phalanx.nn.linear_method import INVARIANT, PLAIN, LinearMethod
-from phalanx.nn.module import ZEROS, Module, OutputRows, bias_spec, column_spec, row_spec
+from phalanx.nn.module import Module, OutputRows, bias_spec, column_spec, row_spec
 from phalanx.nn.parameter import Parameter
 from phalanx.ops.dense.invariant import parts_of_rank
 from phalanx.ops.experts.grouped import GROUPED, Later

@@ -13,12 +13,11 @@ from torch import Tensor, nn
 from phalanx.layout.box import Box
 from phalanx.layout.param import Init, MatrixOutputs, ParamSpec, Piece, Replica, Role
 from phalanx.nn.env import Env
+from phalanx.nn.initial import ZEROS
 from phalanx.nn.memory import LayerMemory, LayerStates, PageSpec, StateSpec
 from phalanx.nn.parameter import Parameter
 from phalanx.sequence.batch import TEXT, Batch
 from phalanx.sequence.streams import Border, Streams
-
-ZEROS, ONES = Init("zeros"), Init("ones")
 
 
 class Module(nn.Module):

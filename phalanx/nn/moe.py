@@ -20,9 +20,10 @@ from torch.autograd import Function
 from phalanx.layout.box import Box, cut
 from phalanx.layout.param import Init, MatrixOutputs, ParamSpec, Piece
 from phalanx.nn.env import Env
+from phalanx.nn.initial import ONES, ZEROS, Normal
 from phalanx.nn.linear import GroupedLinear, ReplicatedLinear, UnadaptedGroupedLinear, gradient_of
 from phalanx.nn.linear_method import FusedOp
-from phalanx.nn.module import ONES, ZEROS, Module, OutputRows
+from phalanx.nn.module import Module, OutputRows
 from phalanx.nn.objective import Objective
 from phalanx.nn.parameter import Parameter
 from phalanx.ops.dense.activation import GATED, gated_rows, relu2_rows
@@ -138,13 +139,11 @@ class StackedNames:
             self.gate_up,
             (count, width, 2 * part.inner),
             Box((e, 0, 2 * a), (f, width, 2 * b)),
-            Init("normal", std),
+            Normal(std),
             transposed=True,
             outputs=(MatrixOutputs("gate", 1), MatrixOutputs("up", 1)),
         )
-        down = _box(
-            self.down, (count, part.inner, width), Box((e, a, 0), (f, b, width)), Init("normal", std), transposed=True
-        )
+        down = _box(self.down, (count, part.inner, width), Box((e, a, 0), (f, b, width)), Normal(std), transposed=True)
         return gate_up, down, _box(self.gate_up_bias, (count, 2 * part.inner), Box((e, 2 * a), (f, 2 * b)), ZEROS)
 
 
@@ -190,7 +189,7 @@ class HalvedNames:
         """Storage of this shard of gate and up, (N, 2F, D), with all gates of an expert before its ups, and of down,
         (N, D, F)."""
         (e, f), (a, b), width = (part.experts.start, part.experts.stop), (part.first, part.stop), part.width
-        shape, init, rows = (part.count, width, 2 * part.inner), Init("normal", std), b - a
+        shape, init, rows = (part.count, width, 2 * part.inner), Normal(std), b - a
         halves = [
             Piece(
                 self.gate_up,
@@ -299,7 +298,7 @@ def _stack(
     `shape`."""
     height = box.shape[0]
     pieces = [
-        Piece(name.format(e), shape, box, (i, slice(first, first + height), slice(0, columns)), Init("normal", std))
+        Piece(name.format(e), shape, box, (i, slice(first, first + height), slice(0, columns)), Normal(std))
         for i, e in enumerate(experts)
         for name, first in names
     ]
@@ -327,7 +326,7 @@ class Latents(Module):
 
     def __init__(self, env: Env, names: tuple[str, str], width: int, size: int, std: float, bias: bool):
         super().__init__(env)
-        init, self.size = Init("normal", std), size
+        init, self.size = Normal(std), size
         narrow, wide = (OutputRows(n, rows, 0, rows, env.everyone) for n, rows in zip(names, (size, width)))
         self.narrow = ReplicatedLinear(env, [narrow], width, init, bias)
         self.wide = ReplicatedLinear(env, [wide], size, init, bias)
@@ -355,9 +354,9 @@ class MoE(Module):
         self.router, self.balance, self.layer, self.inner = router, balance, layer, inner
         count = router.num_experts
         box = Box.full((count, width))
-        piece = Piece(names.router, (count, width), box, box.slices(), Init("normal", std), replicas=env.everyone)
+        piece = Piece(names.router, (count, width), box, box.slices(), Normal(std), replicas=env.everyone)
         self.gate = self.param(ParamSpec((count, width), (piece,), role="router"))
-        self.gate_bias = self.replicated(names.router_bias, count, Init("normal", std)) if names.router_bias else None
+        self.gate_bias = self.replicated(names.router_bias, count, Normal(std)) if names.router_bias else None
         self.down_bias = self._down_bias(names.down_bias, count, width) if names.down_bias else None
         self.bias = self._per_expert(names.bias, ZEROS) if names.bias else None
         load = names.router.removesuffix(".weight") + ".load"  # of the previous step; not a Hugging Face tensor
