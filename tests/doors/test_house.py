@@ -222,7 +222,7 @@ MAY_NAME_A_FAMILY = ("base/registry.py", "text/words.py", "text/merges.py", "tex
 MAY_NAME_A_FAMILY += ("checkpoint/embedder_files.py",)  # a file of sentence-transformers
 # which family other frameworks' models are, and what else of theirs goes with it
 MAY_NAME_A_FAMILY += tuple(
-    f"config/importers/{name}.py" for name in ("megatron", "megatron_model", "torchtitan_models")
+    f"config/importers/{name}.py" for name in ("megatron_model", "torchtitan_models")
 )
 
 

@@ -107,7 +107,7 @@ def test_documents_and_padding(ranks):
     compare(ranks.run("tests.harness.parity:run_layout", 2, run, STEPS, "packed"), truth, STEPS)
 
 
-@pytest.mark.parametrize("recompute", ["none", "full"])
+@pytest.mark.parametrize("recompute", rest_in_soak(("none", "full"), ("full",)))
 def test_graphs_change_no_bit(ranks, recompute):
     run = run_of({"pp": 2, "virtual_stages": 2, "bucket_mb": 0}, {"recompute": recompute, "cuda_graphs": "on"})
     plain = ranks.run("tests.pipeline.test_graphs:trained", 2, run, False, False)
