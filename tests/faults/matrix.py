@@ -322,7 +322,8 @@ def table(results: list[Result]) -> str:
     return (
         f"{HEAD}{chr(10).join(rows)}\n\nSeconds are summed over the parts. Measured "
         f"by:\n\n{made}\n\n{trust.section()}\n## Fault by fault\n\n"
-        f"What reveals each fault (in bold: a row of the table above), and which faults nothing reveals.\n\n{fault_cases.table()}\n"
+        f"What reveals each fault (in bold: a row of the table above), and which faults nothing reveals.\n\n"
+        f"{fault_cases.table()}\n"
     )
 
 
