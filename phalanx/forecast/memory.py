@@ -383,7 +383,7 @@ def _rank_use(
     )
     memory = {
         **held,
-        **({"codes": quantized} if quantized else {}),
+        **({"quantized": quantized} if quantized else {}),
         **({"shadow": shadow} if shadow else {}),
         "activations": activations,
         "working": working,
