@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-import socket
 from dataclasses import replace
 from typing import Any
 
@@ -51,7 +50,7 @@ def run_ranks(target: str, ready: Any, values: dict[str, Any], logs: str | None)
         before = dict(os.environ)
         node = settle(here, os.environ, patience_s)
         settings = node_settings(before, os.environ, here.starts, allowed_cpus())
-        click.echo(settings.text(os.environ.get("SLURMD_NODENAME") or socket.gethostname(), here.rank), err=True)
+        click.echo(settings.text(os.environ.get("SLURMD_NODENAME") or os.uname().nodename, here.rank), err=True)
         start(target, values, here.starts, logs, node, settings.cpus)
     else:
         word = SingleRank()
