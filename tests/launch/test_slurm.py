@@ -383,6 +383,34 @@ def test_too_few_good_nodes_end_the_job_before_ranks_start(five):
 
 
 @pytest.mark.soak
+def test_a_stop_while_nodes_are_checked_is_no_failure(run):
+    """Asked before phalanx can hear it, and while it checks."""
+    job = run.submit("--nodes", "2", "--preflight", LONG)
+    for start in range(2):
+        until(lambda: f"phalanx: start {start} " in run.log() and f"{job}.0" in run.slurm.steps(job), run.log)
+        if start:  # the nodes talk to each other
+            until(lambda: run.slurm.listening(15000 + int(job) % 15000), run.log)
+        run.slurm.ask("scancel", "--signal=TERM", job)
+        run.again(job)
+    run.until_step(2)
+    log = run.log()
+    assert log.count("stopped, and saved what there was (exit code 75)") == 2 and "failure 1" not in log, log
+    assert log.count("2 nodes, none is bad") == 1
+    run.slurm.ask("scancel", job)
+    run.until_over(job, "CANCELLED")
+
+
+@pytest.mark.soak
+def test_a_node_on_which_phalanx_does_not_start_is_left_out(run):
+    """What its own task ends with says nothing of the others."""
+    program = f"sh -c '[ $SLURMD_NODENAME = n1 ] || exit 127; exec {run.slurm.program} \"$@\"' sh"
+    job = run.submit("--nodes", "1", "--preflight", "--spares", "1", f"cluster.program={json.dumps(program)}")
+    run.until_over(job, "COMPLETED")
+    assert re.search(r"n2 +bad +meeting: rank 1 did not come within 20 s", run.log()), run.log()
+    assert run.steps() == list(range(1, 7)) and "layout world=1" in run.log()
+
+
+@pytest.mark.soak
 def test_ranks_have_the_order_of_the_host_file(run):
     """The step lines come from rank 0, on the second task, which SLURM started on n2."""
     (run.place / "hosts.txt").write_text("n2\nn1\n")
