@@ -12,7 +12,7 @@ import click
 
 from phalanx.base.placement import SECRET
 from phalanx.cli.hosts import read_hosts as host_names
-from phalanx.cli.launch_job import job_asked, launch_manifest, submit_once
+from phalanx.cli.launch_job import AT, job_asked, launch_manifest, submit_once
 from phalanx.cli.launch_ray import launch_ray
 from phalanx.cli.launch_sky import launch_sky
 from phalanx.cli.options import CONFIG, OVERRIDES
@@ -40,12 +40,7 @@ def launch() -> None:
 @click.option("--nodes", default="1", show_default=True, metavar="N|N-M", help="Nodes, or a range of them.")
 @click.option("--time", default=None, metavar="TIME", help="Longest time of a job: 24h, 90m, 1-12:00:00.")
 @click.option("-p", "--partition", default=None, help="SLURM partition.")
-@click.option(
-    "--at",
-    multiple=True,
-    metavar="RANKS:a.b=c,...",
-    help="Overrides for a number of ranks, for a range of nodes (may be given several times).",
-)
+@AT
 @click.option(
     "--chain",
     type=click.IntRange(min=2),
@@ -186,10 +181,22 @@ def launch_node(words: tuple[str, ...]) -> None:
     raise SystemExit(take_part(words))
 
 
+@click.command("launch-pods", hidden=True)
+@click.argument("job")
+def launch_pods(job: str) -> None:
+    """In a pod of a job with a range of nodes: how many pods there are."""
+    from phalanx.launch.kube_pod import pods_of_job
+
+    click.echo(pods_of_job(job, os.environ))
+
+
 @launch.command("k8s", short_help="Manifests for Kubernetes, applied with --submit.")
 @CONFIG
 @OVERRIDES
-@click.option("--nodes", default="1", show_default=True, metavar="N", help="Nodes, each with one pod.")
+@click.option(
+    "--nodes", default="1", show_default=True, metavar="N|N-M", help="Nodes, each with one pod; a range needs Kueue."
+)
+@AT
 @click.option(
     "--kind",
     type=click.Choice(["job", "jobset", "trainjob"]),
@@ -213,7 +220,7 @@ def launch_k8s(config: str, overrides: tuple[str, ...], **asked: Any) -> None:
 
     if asked["submit"] and asked["dry"]:
         raise click.UsageError("--dry submits nothing: give one of --submit and --dry")
-    launch_manifest(config, overrides, JobOptions(asked["nodes"], by="k8s"), asked)
+    launch_manifest(config, overrides, JobOptions(asked["nodes"], at=asked["at"], by="k8s"), asked)
 
 
 launch.add_command(launch_ray)

@@ -25,7 +25,7 @@ from phalanx.cli.evaluate import evaluate
 from phalanx.cli.generate import generate
 from phalanx.cli.import_config import import_config
 from phalanx.cli.index import index
-from phalanx.cli.launch import launch, launch_node, logs, status
+from phalanx.cli.launch import launch, launch_node, launch_pods, logs, status
 from phalanx.cli.launch_ray import launch_on_ray
 from phalanx.cli.options import CONFIG, JSON, OVERRIDES, RANKS, SPECULATE, typed
 from phalanx.cli.preflight import preflight, preflight_node
@@ -382,6 +382,7 @@ cli.add_command(embed)
 cli.add_command(index)
 cli.add_command(launch)
 cli.add_command(launch_node)
+cli.add_command(launch_pods)
 cli.add_command(launch_on_ray)
 cli.add_command(status)
 cli.add_command(logs)

@@ -127,9 +127,11 @@ def test_an_end_that_would_repeat_itself_is_not_started_again(run, override, cod
 
 @pytest.mark.soak
 def test_a_killed_node_is_a_failure_that_is_started_again_and_a_stopped_job_has_saved(run):
-    """The third node takes its place. Then the job is stopped as anybody stops one: saved, and not started again."""
-    run.submit(LONG, "checkpoint.interval=5")
+    """On the two that are left, in their layout. Then the job is stopped as anybody stops one: saved, and not started
+    again."""
+    run.submit("--nodes", "2-3", "--at", "2:layout.tp=2", LONG, "checkpoint.interval=5", "train.global_batch=12")
     run.until_step(7)
+    assert "layout world=3 dp=3 cp=1 tp=1" in run.said()
     refused = run.launch("--submit", code=7)
     assert re.search(
         r"job raysubmit_\w+ \(running\) already trains .*cancel it with `ray job stop --address http", refused
@@ -140,6 +142,7 @@ def test_a_killed_node_is_a_failure_that_is_started_again_and_a_stopped_job_has_
     assert "peer lost" in run.said()
     stopped = run.steps()[-1]
     run.until_step(stopped + 2)
+    assert "layout world=2 dp=1 cp=1 tp=2" in run.said()
     client, job = run.job()
     client.stop_job(job)
     run.until_over("STOPPED")
@@ -278,7 +281,14 @@ def test_a_ray_pod_that_is_taken_away_asks_the_run_and_waits_for_it(place, tmp_p
             "cluster.partition='gpu': is not read by `phalanx launch ray`, only by `phalanx launch slurm`",
         ),
         (("--queue", "a"), "--queue goes with --kind rayjob"),
-        (("--nodes", "1-2"), "--nodes='1-2': must be one number: `phalanx launch ray` starts all of them together"),
+        (
+            ("--kind", "rayjob", "--nodes", "1-2"),
+            "must be one number: `phalanx launch ray --kind rayjob` starts all of",
+        ),
+        (
+            ("--nodes", "1-3"),
+            "train.global_batch=16: must be a multiple of micro_batch * dp on 3 ranks, which the range",
+        ),
         (("--kind", "rayjob", "--address", "http://a:1"), "--address is that of a cluster that runs"),
         (
             ("--kind", "rayjob", "cluster.mounts=[runs:/runs]"),
