@@ -26,7 +26,7 @@ from phalanx.base.errors import BadNode, PhalanxError, Preempted
 from phalanx.base.placement import SECRET
 from phalanx.launch.early import NOTHING_TO_SAVE
 from phalanx.launch.job import FINAL, ClusterJob
-from phalanx.launch.ray_core import connected
+from phalanx.launch.ray_core import WAITS, connected
 from phalanx.launch.remote import KEPT, LOST, RemoteProcess
 from phalanx.launch.ssh import HostLogs, HostsRefused, HostsRun, script_of
 from phalanx.launch.submitted import logs_of
@@ -211,9 +211,8 @@ def placed(ray: Any, bundles: Bundles) -> Iterator[tuple[Any, int]]:
             while not (there := ray.wait([ready], timeout=LOOK_S)[0]) and time.monotonic() < until:
                 if time.monotonic() > said + SAY_EVERY_S and count == bundles.least:
                     said = time.monotonic()
-                    print(
-                        f"phalanx: waiting for {bundles.text} (the cluster has {nodes_like(ray, bundles)})", flush=True
-                    )
+                    has = nodes_like(ray, bundles)
+                    print(f"phalanx: {WAITS} {bundles.text} (the cluster has {has})", flush=True)
             if there:
                 break
             remove_placement_group(group)

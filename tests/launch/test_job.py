@@ -108,8 +108,8 @@ def test_the_section_cluster_stays_with_the_launch(place):
     """The ranks read the config without the file beside it, where parts of the section could be nonsense."""
 
     def started() -> str:
-        [last] = [line for line in (place / "run.sbatch").read_text().splitlines() if ' bash -c "$task" node ' in line]
-        return last.partition(' bash -c "$task" node ')[2]
+        [last] = [line for line in (place / "run.sbatch").read_text().splitlines() if ' bash -c "$task" "" ' in line]
+        return last.partition(' bash -c "$task" "" ')[2]
 
     assert launched("--dry", "cluster.grace_s=30", "train.steps=9", "cluster.environment.A=b").exit_code == 0
     assert started() == 'phalanx train run.yaml train.steps=9 "${layout[@]}"'

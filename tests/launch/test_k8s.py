@@ -595,6 +595,13 @@ def test_status_of_a_job_that_waits_says_why(server):
     server.kept["research", "Pod", "p1"] = pod("p1", 1, phase="Pending", containerStatuses=waiting)
     said = shown("status", "job/first-run")
     assert f"Unschedulable: {unschedulable}" in said and "ImagePullBackOff: no such image" in said
+    no_program = {"exitCode": 128, "reason": "StartError", "message": 'exec: "phalanx": executable file not found'}
+    ended = [{"name": "node", "state": {"terminated": no_program}}]
+    server.kept["research", "Pod", "p2"] = pod("p2", 2, phase="Failed", containerStatuses=ended)
+    server.logs["p2"] = ""
+    said = shown("status", "job/first-run")
+    assert 'pod p2  failed on gpu-2  exit code 128\n      StartError: exec: "phalanx": executable file' in said
+    del server.kept["research", "Pod", "p2"]
     done = CliRunner().invoke(cli, ["logs", "job/first-run"])
     assert "no pod of job first-run has started" in str(done.exception)
     done = CliRunner().invoke(cli, ["status", "job/none"])

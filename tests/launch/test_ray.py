@@ -126,6 +126,15 @@ def test_an_end_that_would_repeat_itself_is_not_started_again(run, override, cod
 
 
 @pytest.mark.soak
+def test_a_job_that_waits_for_nodes_says_so(run):
+    run.submit("cluster.cpus_per_node=64")
+    until(lambda: "phalanx: waiting for" in run.said(), run.said, WAIT_S)
+    said = run.phalanx("status", str(run.folder)).stdout
+    why = r"      waiting for 2 nodes with 64 CPUs each \(the cluster has 0\)"
+    assert re.match(rf"job raysubmit_\w+  running since 20\S+\n(      .*\n)?{why}\n", said), said
+
+
+@pytest.mark.soak
 def test_a_killed_node_is_a_failure_that_is_started_again_and_a_stopped_job_has_saved(run):
     """On the two that are left, in their layout. Then the job is stopped as anybody stops one: saved, and not started
     again."""

@@ -8,10 +8,12 @@ import os
 import re
 import sys
 from collections.abc import Iterator
+from contextlib import nullcontext
 from pathlib import Path
 
 import pytest
 
+from phalanx.checkpoint.lock import FolderLock
 from tests.harness.slurm import Slurm, missing, until
 from tests.harness.warm import ROOT
 from tests.launch.test_many_machines import prepare_here, same_bytes, write_texts
@@ -143,6 +145,13 @@ def test_a_job_that_waits_says_why_and_one_that_is_gone_says_so(run):
     why = "Resources: it is next, and waits for nodes to become free"
     assert said == f"job {job}  waits  {why}\nrun  {run.folder}\nstep  none yet\n"
     assert f"job {job} (pending) already trains {run.folder}" in run.launch("--submit", code=7)
+    run.slurm.ask("scontrol", "update", "PartitionName=main", "MaxTime=1")
+    try:
+        until(lambda: run.slurm.job(job).get("Reason") == "PartitionTimeLimit", lambda: str(run.slurm.job(job)))
+        said = run.phalanx("status", job).stdout
+        assert "PartitionTimeLimit: it will never start: it asks for more time than its partition allows\n" in said
+    finally:
+        run.slurm.ask("scontrol", "update", "PartitionName=main", "MaxTime=60")
     run.slurm.ask("scancel", job)
     assert f"job {job}  cancelled  on no node" in run.phalanx("status", job).stdout
     gone = run.phalanx("status", "4000000")
@@ -265,15 +274,62 @@ def test_a_lost_node_is_a_failure_that_is_started_again(run):
         ("checkpoint.load=/no/such/checkpoint", 4, "checkpoint.load='/no/such/checkpoint': does not exist"),
         ("data.paths=[/no/such/tokens]", 3, "/no/such/tokens"),
         ("cluster.environment.MASTER_ADDR=no-such-host", 2, "MASTER_ADDR='no-such-host': must be the name or address"),
+        ("optim.lr=1e38", 5, "step"),
+        ("train.steps=7", 7, "already"),
     ],
 )
 def test_an_end_that_would_repeat_itself_is_not_queued_again(run, override, code, said):
+    words = {5: ("optim.clip_grad=0", "optim.schedule=constant", "train.guard.max_skipped=3", "train.steps=50")}
     if code == 3:
         (run.place / "run.yaml").write_text(CONFIG.replace("data: {mock: true}", ""))
-    job = run.submit("--nodes", "2", override)
-    run.until_over(job, "FAILED")
+    with FolderLock(run.folder) if code == 7 else nullcontext():  # as of a run that somebody has started by hand
+        if code == 7:
+            run.launch("--nodes", "2", override)
+            run.folder.mkdir(exist_ok=True)
+            job = run.slurm.ask("sbatch", "--parsable", str(run.place / "run.sbatch"))
+        else:
+            job = run.submit("--nodes", "2", override, *words.get(code, ()))
+        run.until_over(job, "FAILED")
     assert run.slurm.job(job)["ExitCode"] == f"{code}:0" and run.slurm.job(job)["Restarts"] == "0"
     assert said in run.log() and f"exit code {code}: the same start would end in the same way" in run.log()
+
+
+@pytest.mark.soak
+@pytest.mark.parametrize("checked", [(), ("--preflight",)])
+def test_nodes_without_the_program_end_the_job(run, checked):
+    job = run.submit("--nodes", "2", "cluster.program=no-such-phalanx", *checked)
+    run.until_over(job, "FAILED")
+    assert run.slurm.job(job)["ExitCode"] == "127:0" and run.slurm.job(job)["Restarts"] == "0"
+    assert "no node has the program no-such-phalanx (exit code 127), so the job is not queued again" in run.log()
+
+
+BY_HAND = """\
+#!/bin/bash
+#SBATCH --nodes=2 --ntasks=4 --output={log}
+export PHALANX_INTERFACE=lo PHALANX_RUN_SECRET=0123456789abcdef
+srun {words}
+"""
+
+
+@pytest.mark.soak
+@pytest.mark.parametrize(
+    "words, world",
+    [
+        ("--ntasks-per-node=2 {phalanx} {arguments}", 4),
+        ("-w n2 -n1 {phalanx} {arguments} : -w n1 -n2 {phalanx} {arguments}", 3),
+    ],
+    ids=["a task for each rank", "a heterogeneous step"],
+)
+def test_scripts_of_ones_own(run, words, world):
+    """One task for each rank, and a step of two kinds of nodes, whose first task is on the second node of the list."""
+    log, script = run.folder / "logs/slurm-own.log", run.place / "own.sbatch"
+    log.parent.mkdir(parents=True)
+    arguments = f"train {run.place}/run.yaml dir={run.folder} train.global_batch=12 cluster=null"
+    step = words.format(phalanx=run.slurm.program, arguments=arguments)
+    script.write_text(BY_HAND.format(log=log, words=step))
+    job = run.slurm.ask("sbatch", "--parsable", str(script))
+    run.until_over(job, "COMPLETED")
+    assert f"layout world={world} " in run.log() and run.steps() == list(range(1, 7)), run.log()
 
 
 @pytest.mark.soak
