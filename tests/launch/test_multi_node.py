@@ -10,10 +10,12 @@ import contextlib
 import ctypes
 import json
 import os
+import re
 import shutil
 import signal
 import subprocess
 import sys
+import time
 from collections.abc import Iterator
 from dataclasses import dataclass
 from functools import partial
@@ -217,6 +219,29 @@ def test_a_rank_with_another_secret_is_refused(nodes, config, tmp_path, other):
         "config error: PHALANX_RUN_SECRET='(not shown)'" in text and "Traceback" not in text for text in outputs
     ), outputs
     assert not any(secret in text for text in outputs for secret in (SECRET, other or SECRET))
+
+
+@pytest.mark.soak
+def test_a_first_host_that_is_the_wrong_one_is_named_with_the_reason(nodes, config, tmp_path):
+    """An address that nobody has. Rank 0 ends at once; rank 1 says so and goes on trying: a host may be late."""
+    words = ["phalanx", "train", str(config), f"dir={tmp_path / 'run'}"]
+    env = {**SLURM, "PHALANX_RUN_SECRET": SECRET, "MASTER_ADDR": "10.77.0.99"}
+    began = time.monotonic()
+    ranks = [run_on(node, words, **env, SLURM_PROCID=str(i)) for i, node in enumerate(nodes)]
+    try:
+        said = ranks[0].communicate(timeout=120)[0]
+        took = [time.monotonic() - began]
+        assert ranks[0].returncode == 2, said
+        assert "MASTER_ADDR='10.77.0.99': must be the name or address of rank 0's host" in said
+        assert "cannot be reached under that name" in said
+        assert ranks[1].stdout is not None
+        line = next(line for line in ranks[1].stdout if "cannot reach rank 0 at 10.77.0.99:" in line)
+        took.append(time.monotonic() - began)
+        assert re.search(r"\((No route to host|timed out|Connection timed out)\); it goes on trying", line), line
+    finally:
+        for rank in ranks:
+            rank.kill()
+    print(f"host and reason: rank 0 after {took[0]:.1f} s, rank 1 after {took[1]:.1f} s")
 
 
 def listening_in(node: Node) -> set[tuple[str, int]]:

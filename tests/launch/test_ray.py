@@ -30,6 +30,7 @@ log: {report: false}
 """  # noqa: E501
 CLUSTER = {"interface": "lo", "environment": {"OMP_NUM_THREADS": 1}, "grace_s": 20, "max_restarts": 2}
 WAIT_S = 400.0  # three nodes and a job are a dozen processes of Ray, on two cores
+pytestmark = pytest.mark.timeout(900)
 LONG = "train.steps=100000"
 SCHEMA = Path(__file__).parents[1] / "fixtures" / "kuberay" / "ray.io_rayjobs.yaml.xz"
 
