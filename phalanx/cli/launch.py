@@ -240,9 +240,10 @@ def status(what: str) -> None:
 @click.command("logs", short_help="What a submitted run says.")
 @click.argument("what", metavar="JOB|RUN")
 @click.option("-n", "--lines", type=click.IntRange(min=1), default=None, metavar="N", help="Only the last N lines.")
-def logs(what: str, lines: int | None) -> None:
+@click.option("--rank", type=click.IntRange(min=0), default=None, metavar="R", help="What rank R alone has said.")
+def logs(what: str, lines: int | None, rank: int | None) -> None:
     """Print the log of a submitted job, all its starts after each other, or those of all jobs of a run."""
-    from phalanx.launch.status import log_text
+    from phalanx.launch.status import log_text, rank_text
 
-    text = log_text(what)
+    text = log_text(what) if rank is None else rank_text(what, rank)
     click.echo("\n".join(text.splitlines()[-lines:] if lines else text.splitlines()))

@@ -18,7 +18,9 @@ from phalanx.base.placement import SECRET
 from phalanx.base.rules import problem
 from phalanx.launch.env import NODES, PER_NODE
 from phalanx.launch.job import FINAL, ClusterJob
+from phalanx.launch.rank_log import FOLDER
 from phalanx.launch.ray_jobs import runtime_env
+from phalanx.launch.submitted import logs_of
 
 KINDS = ("job", "jobset", "trainjob", "rayjob")
 PORT = 29500  # where node 0 listens: each pod has an address of its own
@@ -94,7 +96,7 @@ def pods_of(job: ClusterJob, kind: str, config: Path) -> PodSpec:
     first = f"{name}-0" if kind == "job" else f"{name}-node-0-0"
     environment = {"HOME": "/tmp"}
     if kind != "rayjob":
-        environment["PHALANX_RANKS_PER_NODE"] = str(c.ranks)
+        environment |= {PER_NODE: str(c.ranks), FOLDER: str(logs_of(job.folder) / "ranks")}
     if kind in ("job", "jobset"):
         environment |= {} if ranged(job) else {NODES: str(count)}
         environment |= {"MASTER_ADDR": f"{first}.{name}", "MASTER_PORT": str(PORT)}

@@ -17,12 +17,13 @@ from phalanx.launch.hosts import HOST_FILE
 from phalanx.launch.job import FINAL, SLURM, ClusterJob
 from phalanx.launch.network import INTERFACE
 from phalanx.launch.programs import SchedulerRefused, ask
+from phalanx.launch.rank_log import FOLDER
 from phalanx.launch.submitted import logs_of
 from phalanx.launch.template import template
 from phalanx.layout.positions import Positions, from_topology_conf
 
 SWITCHES_WAIT = "1:00:00"  # for nodes that hang together, before others are taken
-OWN_VARIABLES = (PER_NODE, INTERFACE, SECRET, ENDS_AT, HOST_FILE)  # that the script sets
+OWN_VARIABLES = (PER_NODE, INTERFACE, FOLDER, SECRET, ENDS_AT, HOST_FILE)  # that the script sets
 PROGRAMS = ("sbatch", "squeue", "sinfo", "scontrol", "scancel")
 
 

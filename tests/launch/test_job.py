@@ -72,8 +72,8 @@ def test_a_container_and_a_chain(place):
     assert {"--array=1-8%1", "--dependency=singleton", "--cpus-per-task=96"} <= set(options(script))
     [step] = [line.lstrip() for line in script.splitlines() if line.lstrip().startswith("srun ")]
     mounts = f"--container-mounts={place}:{place},{place}/runs/a:{place}/runs/a,/data:/data"
-    own = "PHALANX_RANKS_PER_NODE,PHALANX_INTERFACE,PHALANX_RUN_SECRET,PHALANX_ENDS_AT,PHALANX_HOST_FILE"
-    named = f"--container-env=NCCL_DEBUG,HF_TOKEN,{own}"
+    own = ("RANKS_PER_NODE", "INTERFACE", "RANK_LOGS", "RUN_SECRET", "ENDS_AT", "HOST_FILE")
+    named = f"--container-env={','.join(('NCCL_DEBUG', 'HF_TOKEN', *(f'PHALANX_{name}' for name in own)))}"
     assert {"--container-image=registry#phalanx:1", mounts, "--cpus-per-task=96", named} <= set(
         shlex.split(step.split(" bash -c")[0])
     )

@@ -244,10 +244,20 @@ def test_a_rank_that_cannot_reach_rank_0_says_where_and_why(monkeypatch, capsys)
 
 @pytest.mark.parametrize("layout", ["layout.tp=1", "layout.tp=2"])
 def test_a_run_stops_and_saves_before_its_job_ends(warm, config, tmp_path, layout):
-    """In this process, and in ranks that it starts. The job is over already; a step is read when the next is done."""
-    env = {"PHALANX_ENDS_AT": str(int(time.time()) - 1)}
+    """In this process, and in ranks that it starts. The job is over already; a step is read when the next is done.
+    What rank 0 says is in a file of its own too."""
+    logs = tmp_path / "run/logs/ranks"
+    env = {"PHALANX_ENDS_AT": str(int(time.time()) - 1), "PHALANX_RANK_LOGS": str(logs)}
     done = warm.phalanx("train", config, layout, f"dir={tmp_path / 'run'}", env=env)
     assert done.returncode == 75 and re.search("saved step [12];", done.stderr), done
+    [first, *others] = sorted(path.name for path in logs.iterdir())
+    assert first == "rank-00000.log" and others in ([], ["rank-00001.log"])
+    said = warm.phalanx("logs", str(tmp_path / "run"), "--rank", "0").stdout.splitlines()
+    assert said[0].startswith("--- start of 20") and "".join(said[1:]) in "".join(
+        (done.stdout + done.stderr).split("\n")
+    )
+    nothing = warm.phalanx("logs", str(tmp_path / "run"), "--rank", "7")
+    assert nothing.returncode == 1 and "rank 7 has said nothing yet" in nothing.stderr
 
 
 def test_time_is_kept_for_the_last_save():

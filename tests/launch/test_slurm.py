@@ -139,7 +139,7 @@ def test_what_the_scheduler_would_never_start_is_refused_before_it_is_submitted(
 def test_a_job_that_waits_says_why_and_one_that_is_gone_says_so(run):
     blocks = run.slurm.ask("sbatch", "--parsable", "-N2", "--exclusive", "--output=/dev/null", "--wrap=sleep 600")
     until(lambda: run.slurm.job(blocks).get("JobState") == "RUNNING", lambda: str(run.slurm.job(blocks)))
-    job = run.submit("--nodes", "2")
+    job = run.submit("--nodes", "2", "--time", "20m")
     until(lambda: run.slurm.job(job).get("Reason") == "Resources", lambda: str(run.slurm.job(job)))
     said = run.phalanx("status", str(run.folder)).stdout
     why = "Resources: it is next, and waits for nodes to become free"
