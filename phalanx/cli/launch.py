@@ -82,6 +82,7 @@ def launch_slurm(config: str, overrides: tuple[str, ...], **asked: Any) -> None:
     from phalanx.launch import slurm
     from phalanx.launch.job import JobOptions
     from phalanx.launch.programs import here, look_for
+    from phalanx.launch.submitted import logs_of
 
     if asked["submit"] and asked["dry"]:
         raise click.UsageError("--dry submits nothing: give one of --submit and --dry")
@@ -102,7 +103,8 @@ def launch_slurm(config: str, overrides: tuple[str, ...], **asked: Any) -> None:
     if not asked["dry"] and here(*slurm.PROGRAMS):
         slurm.check_with_scheduler(job, script)
     if not asked["submit"]:
-        click.echo(f"wrote {script}; `sbatch {script}`, or the same command with --submit, starts it", err=True)
+        start = f"mkdir -p {logs_of(job.folder)} && sbatch {script}"
+        click.echo(f"wrote {script}; the same command with --submit starts it, or `{start}`", err=True)
         return
     number = submit_once(job, "slurm", "", script, lambda: slurm.submit(script))
     click.echo(

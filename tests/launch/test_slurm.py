@@ -279,14 +279,14 @@ def test_a_lost_node_is_a_failure_that_is_started_again(run):
     ],
 )
 def test_an_end_that_would_repeat_itself_is_not_queued_again(run, override, code, said):
-    words = {5: ("optim.clip_grad=0", "optim.schedule=constant", "train.guard.max_skipped=3", "train.steps=50")}
+    words = {5: ("optim.clip_grad=0", "optim.schedule=constant", "train.max_skipped=3", "train.steps=50")}
     if code == 3:
         (run.place / "run.yaml").write_text(CONFIG.replace("data: {mock: true}", ""))
     with FolderLock(run.folder) if code == 7 else nullcontext():  # as of a run that somebody has started by hand
         if code == 7:
-            run.launch("--nodes", "2", override)
-            run.folder.mkdir(exist_ok=True)
-            job = run.slurm.ask("sbatch", "--parsable", str(run.place / "run.sbatch"))
+            said_how = run.launch("--nodes", "2", override)
+            start = re.search(r"or `(mkdir -p \S+ && sbatch) (\S+)`", said_how)
+            job = run.slurm.ask("bash", "-c", f"cd {run.place} && {start[1]} --parsable {start[2]}")
         else:
             job = run.submit("--nodes", "2", override, *words.get(code, ()))
         run.until_over(job, "FAILED")
