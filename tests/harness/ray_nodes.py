@@ -21,7 +21,6 @@ QUIET = {
     "RAY_DISABLE_METRICS_COLLECTION": "1",
     "RAY_prestart_worker_first_driver": "0",
     "RAY_enable_metrics_collection": "0",
-    "RAY_raylet_start_wait_time_s": "300",
     "RAY_health_check_initial_delay_ms": "500",
     "RAY_health_check_period_ms": "500",
     "RAY_health_check_failure_threshold": "20",  # a machine with other work may take seconds to answer
