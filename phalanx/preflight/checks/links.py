@@ -31,15 +31,16 @@ class Links(NodeCheck):
 
     def next_order(self, looks: Looks) -> Any:
         asked = [order for order, _ in looks.answers]
-        again, look = asked[-1][2:] if asked else ([], 0)
-        rounds = again if look else [plain(pairs) for pairs in tournament(len(looks.names))]
+        repeated, look = asked[-1][2:] if asked else ([], 0)
+        rounds = repeated if look else [plain(pairs) for pairs in tournament(len(looks.names))]
         done = sum(order[3] == look for order in asked)
-        if done == 2 * len(rounds):
-            again = [plain(pairs) for pairs in disjoint(sorted(suspects(rates(looks))))]
-            rounds, look, done = again, look + 1, 0
+        if done == 2 * len(rounds):  # the next look
+            rounds = repeated = [plain(pairs) for pairs in disjoint(sorted(suspects(rates(looks))))]
+            look += 1
+            done = 0
         if look == LOOKS or not rounds:
             return None
-        return [rounds[done // 2], done % 2, again, look]
+        return [rounds[done // 2], done % 2, repeated, look]
 
     def look(self, view: NodeView, order: Any) -> Any:
         """Of the node that sends: [the other's number, rates of repeats]."""
