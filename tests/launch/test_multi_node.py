@@ -49,6 +49,7 @@ CONFIG = {
 }
 IN_OPEN, EVENT_BYTES = 0x20, 16  # of Linux's inotify, for a file
 ASKED = 4  # look-ups of a pod, one a second, after which it is waiting for a name
+OTHER_KINDS = [pytest.param(kind, marks=pytest.mark.soak) for kind in ("jobset", "trainjob")]
 PORT = "29511"  # free: nothing else runs in a fresh namespace
 
 
@@ -314,6 +315,14 @@ def pods_of(config: Path, folder: Path, kind: str, *overrides: str) -> tuple[lis
     done = CliRunner().invoke(cli, [*words, *settings, *overrides])
     assert done.exit_code == 0, repr(done.exception)
     documents = list(yaml.safe_load_all(out.read_text()))
+    if kind == "trainjob":
+        [trainer] = [document["spec"]["trainer"] for document in documents if document["kind"] == "TrainJob"]
+        variables = {row["name"]: row["value"] for row in trainer["env"] if "value" in row}
+        pets = {"PET_NNODES": trainer["numNodes"], "PET_NPROC_PER_NODE": trainer["numProcPerNode"]}
+        first = "run-node-0-0.run"
+        variables |= {**{name: str(value) for name, value in pets.items()}, "PET_MASTER_ADDR": first}
+        variables |= {"PET_MASTER_PORT": "29400", "PHALANX_RUN_SECRET": SECRET}
+        return [word.replace("/etc/phalanx/", f"{config.parent}/") for word in trainer["command"]], variables, first
     [workload] = [document for document in documents if document["kind"] in ("Job", "JobSet")]
     if kind == "jobset":
         workload = workload["spec"]["replicatedJobs"][0]["template"]
@@ -326,8 +335,9 @@ def pods_of(config: Path, folder: Path, kind: str, *overrides: str) -> tuple[lis
 
 
 def start_pod(node: Node, index: int, command: list[str], env: dict[str, str]) -> subprocess.Popen:
-    """JOB_COMPLETION_INDEX is what the Job controller adds."""
-    return run_on(node, command, **env, JOB_COMPLETION_INDEX=str(index))
+    """JOB_COMPLETION_INDEX is what the Job controller adds, PET_NODE_RANK what Kubeflow's Trainer reads from it."""
+    own = {"PET_NODE_RANK": str(index)} if "PET_NNODES" in env else {}
+    return run_on(node, command, **env, **own, JOB_COMPLETION_INDEX=str(index))
 
 
 def name_hosts(nodes: tuple[Node, Node], name: str) -> None:
@@ -358,7 +368,9 @@ class Opened:
         return self._times
 
 
-@pytest.mark.parametrize("kind", ["job", "jobset"])
+@pytest.mark.parametrize(
+    "kind", ["job", *(pytest.param(kind, marks=pytest.mark.soak) for kind in ("jobset", "trainjob"))]
+)
 def test_pods_meet_under_a_name_that_is_made_while_they_start(nodes, config, on_one_node, tmp_path, monkeypatch, kind):
     command, env, first = pods_of(config, tmp_path, kind)
     monkeypatch.chdir(tmp_path)
