@@ -130,11 +130,16 @@ def ranged(job: ClusterJob) -> bool:
 
 def command_of(job: ClusterJob) -> list[str]:
     """What a pod runs; a shell first only if there are lines for it, and then in its place, so that signals arrive."""
-    words = [*shlex.split(job.cluster.program), "train", *job.words]
+    words = [*shlex.split(job.cluster.program), "train", *job.words, *only_layout(job)]
     if not job.cluster.setup and not ranged(job):
         return words
     lines = ["set -e", *job.cluster.setup, *(layout_lines(job) if ranged(job) else ['exec "$@"'])]
     return ["/bin/bash", "-c", "\n".join(lines), "bash", *words]
+
+
+def only_layout(job: ClusterJob) -> tuple[str, ...]:
+    """Overrides for the number of ranks that the job has; those of a range are chosen in the pods."""
+    return () if ranged(job) else job.layouts.get(job.worlds[0], ())
 
 
 def layout_lines(job: ClusterJob) -> list[str]:
@@ -155,7 +160,7 @@ def driver_of(job: ClusterJob) -> list[str]:
     c = job.cluster
     kept = ("gpus_per_node", "ranks_per_node", "cpus_per_node", "memory", "grace_s", "max_restarts", "program", "setup")
     section = json.dumps({name: getattr(c, name) for name in kept})
-    words = [word for word in job.words if word != "cluster=null"]
+    words = [word for word in (*job.words, *only_layout(job)) if word != "cluster=null"]
     return [*shlex.split(c.program), "launch-ray", "--nodes", str(job.nodes[0]), *words, f"cluster={section}"]
 
 

@@ -263,12 +263,12 @@ def test_each_pod_finds_its_place(place, kind):
 
 
 def test_the_config_travels_and_the_command_is_the_one_that_was_typed(place):
-    documents = manifest("--nodes", "2", "layout.tp=2", "cluster.user=7", "train.steps=9")
+    documents = manifest("--nodes", "2", "layout.tp=2", "cluster.user=7", "--at", "4:train.steps=9")
     assert of_kind(documents, "ConfigMap")["data"] == {"run.yaml": CONFIG}
     [container] = pod_of(documents)["spec"]["containers"]
     shell, words = container["command"][:4], container["command"][4:]
     assert shell == ["/bin/bash", "-c", 'set -e\nulimit -n 65536\nexec "$@"', "bash"]
-    assert words == ["phalanx", "train", "/etc/phalanx/run.yaml", "layout.tp=2", "train.steps=9", "cluster=null"]
+    assert words == ["phalanx", "train", "/etc/phalanx/run.yaml", "layout.tp=2", "cluster=null", "train.steps=9"]
     assert container["workingDir"] == "/runs"
     # $(NAME) would be replaced by Kubernetes
     assert {"name": "A", "value": "$$(B) c"} in container["env"]

@@ -240,7 +240,7 @@ def test_the_schema_refuses_wrong_manifests(place, schema, change):
 
 def test_what_the_rayjob_says(place):
     """Its entry point reads what it was given; pods have no rights, and secrets are references."""
-    _, job = rayjob("layout.tp=2", "cluster.max_restarts=3")
+    _, job = rayjob("--at", "4:layout.tp=2", "cluster.max_restarts=3")
     spec = job["spec"]
     words = shlex.split(spec["entrypoint"])
     assert words[:6] == ["phalanx", "launch-ray", "--nodes", "2", "/etc/phalanx/run.yaml", "layout.tp=2"]
