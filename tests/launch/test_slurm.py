@@ -190,6 +190,7 @@ def test_an_array_of_shards_and_its_merge_write_the_bytes_of_one_process(run):
 
 
 @pytest.mark.soak
+@pytest.mark.timeout(900)
 def test_a_shard_whose_node_is_lost_is_done_again_and_one_that_is_no_text_ends_all(run):
     """What the lost one had finished is kept. Whether SLURM queues its tasks again or fails them, the merge has them
     all."""
@@ -206,7 +207,7 @@ def test_a_shard_whose_node_is_lost_is_done_again_and_one_that_is_no_text_ends_a
                 run.slurm.ask("scontrol", "update", f"jobid={job}", "starttime=now+3", check=False)
         return (made.place / "many.idx").exists()
 
-    until(merged, lambda: f"{run.slurm.what_is_there()}{made.log()}")
+    until(merged, lambda: f"{run.slurm.what_is_there()}{made.log()}", 600)
     same_bytes(made.place / "many", made.place / "alone")
     with (made.place / "in" / "0.jsonl").open("a") as file:
         file.write('{"text": 5}\n')
@@ -333,11 +334,12 @@ def test_scripts_of_ones_own(run, words, world):
 
 
 @pytest.mark.soak
+@pytest.mark.timeout(900)
 def test_a_chain_of_jobs_goes_on_where_the_last_one_stopped_and_ends_with_the_run(run):
     job = run.submit("--nodes", "2", "--chain", "3", "train.steps=150")
     run.until_step(2)
     run.slurm.ask("scancel", "--signal=TERM", f"{job}_1", check=False)  # it fails if the job ends meanwhile
-    until(lambda: run.steps()[-1:] == [150] and not run.slurm.ask("squeue", "--noheader"), run.log)
+    until(lambda: run.steps()[-1:] == [150] and not run.slurm.ask("squeue", "--noheader"), run.log, 600)
     assert run.steps() == list(range(1, 151))
     logs = sorted(path.name for path in (run.folder / "logs").glob("slurm-*.log"))
     assert logs == [f"slurm-{job}_1.log", f"slurm-{job}_2.log"]
