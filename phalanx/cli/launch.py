@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import shlex
 from dataclasses import replace
 from datetime import UTC, datetime
 from pathlib import Path
@@ -103,7 +104,7 @@ def launch_slurm(config: str, overrides: tuple[str, ...], **asked: Any) -> None:
     if not asked["dry"] and here(*slurm.PROGRAMS):
         slurm.check_with_scheduler(job, script)
     if not asked["submit"]:
-        start = f"mkdir -p {logs_of(job.folder)} && sbatch {script}"
+        start = f"mkdir -p {shlex.quote(str(logs_of(job.folder)))} && sbatch {shlex.quote(str(script))}"
         click.echo(f"wrote {script}; the same command with --submit starts it, or `{start}`", err=True)
         return
     number = submit_once(job, "slurm", "", script, lambda: slurm.submit(script))
