@@ -276,7 +276,7 @@ def test_a_lost_node_is_a_failure_that_is_started_again(run):
         ("data.paths=[/no/such/tokens]", 3, "/no/such/tokens"),
         ("cluster.environment.MASTER_ADDR=no-such-host", 2, "MASTER_ADDR='no-such-host': must be the name or address"),
         ("optim.lr=1e38", 5, "step"),
-        ("train.steps=7", 7, "already"),
+        ("train.steps=7", 7, "folder in use: another run writes to"),
     ],
 )
 def test_an_end_that_would_repeat_itself_is_not_queued_again(run, override, code, said):
