@@ -380,6 +380,7 @@ for name, where, line in (  # imported when they are used: `phalanx --help` must
 for name, where in (
     ("preflight-node", "preflight:preflight_node"),
     ("launch-node", "launch:launch_node"),
+    ("launch-pods", "launch:launch_pods"),
     ("launch-ray", "launch_ray:launch_on_ray"),
 ):
     cli.add_elsewhere(name, f"phalanx.cli.{where}", "", hidden=True)
