@@ -37,7 +37,7 @@ from phalanx.nn.adapted_embedding import AdaptedEmbedding
 from phalanx.nn.adapted_head import AdaptedHead
 from phalanx.nn.adapter import Adapter, AdapterConfig, AdapterInit, LowRankAdapter
 from phalanx.nn.env import Env
-from phalanx.nn.linear import UnadaptedGroupedLinear
+from phalanx.nn.linear import UnadaptedColumnLinear, UnadaptedGroupedLinear
 from phalanx.nn.linear_method import (
     PLAIN,
     AnyEmbedding,
@@ -335,10 +335,12 @@ def pieces_of(linear: AnyLinear, call: AdapterCall | None = None) -> list[Sharde
     """The global matrices of a linear, in the order of its outputs; the one tensor of experts that are one
     (StackedNames)."""
     call, names = call or AdapterCall(), list(dict.fromkeys(linear.names))
+    if isinstance(linear, UnadaptedColumnLinear | UnadaptedGroupedLinear):
+        return []
     if not linear.experts:
         return [_dense(linear, name, call) for name in names]
     if "{}" not in names[0]:
-        return [] if isinstance(linear, UnadaptedGroupedLinear) else [_of_stack(linear, call)]
+        return [_of_stack(linear, call)]
     return [_of_experts(linear, n, call) for n in range(len(names))]
 
 
