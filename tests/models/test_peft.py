@@ -260,6 +260,62 @@ def compare(family: str, fields: dict, tmp_path: Path) -> None:
     assert all(np.array_equal(read[name], last[name]) for name in mine)
 
 
+GATED = {  # names of an expert's matrices; a layer without experts has linears of the same names, which PEFT would lose
+    "mixtral": (MODELS["mixtral"], ("w1", "w3", "w2")),
+    "qwen3_moe": (replace(MODELS["qwen3_moe"], decoder_sparse_step=1), ("gate_proj", "up_proj", "down_proj")),
+    "minimax_m2": (MODELS["minimax_m2"], ("w1", "w3", "w2")),
+}
+
+
+@pytest.mark.parametrize("family", rest_in_soak(GATED, ("qwen3_moe",)))
+def test_adapters_of_experts_are_those_of_peft(family, tmp_path, monkeypatch):
+    """transformers has the experts of a layer as two tensors, gate and up as one matrix: PEFT reads our folder as one
+    adapter of twice the rank for both, in blocks, with the same loss and the same gradients in them."""
+    config, (gate, up, down) = GATED[family]
+    monkeypatch.setitem(MODELS, family, config)
+    run, model = run_of(family, SMALL), random_model(config)
+    state = start(run, model)
+    accumulate_and_update(state, run, 0)  # so that B is not zero
+    theirs = read_by_peft(model, save_to(state, tmp_path, 1))
+    loss = loss_of(theirs, run, 1)
+    tokens = accumulate(state, step_batches(run, state.mesh, 1, False))
+    grads = assemble([parts_of(state, "grad")])
+    assert update(state, tokens, 0.0).loss.item() == pytest.approx(loss, rel=1e-10)
+    layers = [module for name, module in theirs.named_modules() if name.endswith(".experts")]
+    assert len(layers) == config.num_hidden_layers
+    count, rank = config.routed_experts, SMALL["rank"]
+    largest, seen = max(np.abs(grad).max() for grad in grads.values()), 0
+    for number, layer in enumerate(layers):
+
+        def ours(expert: int, matrix: str, kind: str, number: int = number) -> np.ndarray:
+            end = f"layers.{number}.{'block_sparse_moe' if gate == 'w1' else 'mlp'}.experts.{expert}.{matrix}.{kind}"
+            [name] = [name for name in grads if name.endswith(f"{end}.weight")]
+            return grads[name]
+
+        joint = [layer.base_layer.lora_A["default"].weight.grad.view(count, 2 * rank, -1)]
+        joint += [layer.base_layer.lora_B["default"].weight.grad.unflatten(1, (2 * rank, count))]
+        single = [layer.lora_A["default"].weight.grad.view(count, rank, -1)]
+        single += [layer.lora_B["default"].weight.grad.unflatten(1, (rank, count))]
+        half = config.expert_size
+        for expert in range(count):
+            pairs = [
+                (ours(expert, gate, "lora_A"), joint[0][expert, :rank]),
+                (ours(expert, up, "lora_A"), joint[0][expert, rank:]),
+                (ours(expert, gate, "lora_B"), joint[1][:half, :rank, expert]),
+                (ours(expert, up, "lora_B"), joint[1][half:, rank:, expert]),
+                (ours(expert, down, "lora_A"), single[0][expert]),
+                (ours(expert, down, "lora_B"), single[1][:, :, expert]),
+            ]
+            for found, expected in pairs:
+                np.testing.assert_allclose(found, expected, rtol=0, atol=1e-9 * largest)
+                seen += bool(np.any(found))
+    assert seen > 3 * count
+
+
+def accumulate_and_update(state: State, run: Run, step: int) -> None:
+    update(state, accumulate(state, step_batches(run, state.mesh, step, False)), LR)
+
+
 def test_initial_weights_are_drawn_as_peft_draws_them():
     """A uniform within 1 / sqrt(inputs), B zero: the same bounds and moments; other numbers."""
     run, model = run_of("llama", SMALL), random_model(MODELS["llama"])
