@@ -1,8 +1,8 @@
 """Qwen3 30B-A3B fine-tuned on chats with LoRA, experts included, on one GPU of 80 GB or more: `phalanx train
 recipes/qwen3_30b_a3b_lora.py init_from=FOLDER data.tokenizer=FOLDER data.mock=false "data.chats=[chats.jsonl]"`.
 
-Sizes: the published config of Qwen/Qwen3-30B-A3B, 30,532,122,624 parameters, which are frozen. Adapters of rank 8 on all
-linears of attention and of all 128 experts of each layer; learning rate, batch and schedule are ours.
+Sizes: the published config of Qwen/Qwen3-30B-A3B, 30,532,122,624 parameters, which are frozen. Adapters of rank 8 on
+all linears of attention and of all 128 experts of each layer; learning rate, batch and schedule are ours.
 """
 
 from phalanx.config.run import Run, TrainConfig
