@@ -363,6 +363,10 @@ FAMILY = Family(
         also=("model.layers.0.self_attn.A_log",),
         # transformers saves dense MLPs under the name of experts
         renames={f"block_sparse_moe.{n}_proj.weight": f"mlp.{n}_proj.weight" for n in ("gate", "up", "down")},
+        modules={
+            ".self_attn.f_": ".self_attn.forget_gate.f_",
+            ".block_sparse_moe.shared_experts.": ".mlp.shared_experts.",
+        },
     ),
     rules=rules,
     split_rules=split,

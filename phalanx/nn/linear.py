@@ -89,6 +89,10 @@ class ColumnLinear(Linear):
         return torch.cat([next(parts) if biased else bias.new_zeros(size) for size, biased in spread])
 
 
+class UnadaptedColumnLinear(ColumnLinear):
+    """One whose matrix is no linear in transformers, so that PEFT has no adapter of it: it has none."""
+
+
 class RowLinear(Linear):
     """h (T, this rank's inputs) -> this rank's tokens (T / tp, out) of the sum over tp. The weight holds inputs `own`
     (start, stop) of a global matrix. Each rank holds the whole bias and adds it to its own tokens."""

@@ -75,6 +75,7 @@ from recipes import (
     qwen2_5_7b,
     qwen3_8b,
     qwen3_30b_a3b,
+    qwen3_30b_a3b_lora,
     qwen3_235b_a22b,
 )
 from tests.harness.sample import covering, features, rest_in_soak
@@ -660,6 +661,7 @@ DEEPSEEK_V3 += SPARSE + 2 * 7168**2 + 3 * 7168  # the module that predicts one t
 
 # rank 16 x (inputs + outputs) of q, k, v, o, gate, up and down
 LORA_8B = 32 * 16 * (2 * 8192 + 2 * (4096 + 1024) + 3 * (4096 + 14336))
+LORA_30B = 48 * 8 * (2 * 6144 + 2 * (2048 + 512) + 128 * 3 * (2048 + 768))  # and rank 8 on each expert
 LORA_70B = 80 * 16 * (2 * 16384 + 2 * (8192 + 1024) + 3 * (8192 + 28672))
 RECIPES = {
     "llama3_8b on 8": (llama3_8b.run(), 8, 8_030_261_248),
@@ -670,6 +672,7 @@ RECIPES = {
     "llama3_8b_sft_lora": (llama3_8b_sft_lora.run(), 1, 8_030_261_248 + LORA_8B),
     "llama3_8b_qlora": (llama3_8b_qlora.run(), 1, 8_030_261_248 + LORA_8B),
     "llama3_70b_qlora": (llama3_70b_qlora.run(), 1, 70_553_706_496 + LORA_70B),
+    "qwen3_30b_a3b_lora": (qwen3_30b_a3b_lora.run(), 1, 30_532_122_624 + LORA_30B),
     "llama3_70b on 128": (llama3_70b.run(), 128, 70_553_706_496),
     "llama3_70b, 2 virtual stages": (llama3_70b.run(virtual_stages=2), 128, 70_553_706_496),
     "llama3_70b on 1024": (llama3_70b.run(), 1024, 70_553_706_496),
