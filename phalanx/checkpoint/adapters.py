@@ -103,11 +103,13 @@ def check_wanted(weights: Path, found: AdapterFolder | None, wanted: Shapes) -> 
 @dataclass(frozen=True)
 class Modules:
     """Names of a model's modules. targets: those that have an adapter; whole: those whose weights are trained;
-    parameters: tensors that have an adapter of their own."""
+    parameters: tensors that have an adapter of their own. task: of the model, as PEFT names it (its TaskType); None:
+    PEFT has no class for such models, and takes them as they are."""
 
     targets: list[str]
     whole: list[str]
     parameters: list[str]
+    task: str | None
 
 
 def peft_text(own: dict[str, Any], base: str | None, modules: Modules, fan_in_fan_out: bool) -> dict[str, Any]:
@@ -122,5 +124,5 @@ def peft_text(own: dict[str, Any], base: str | None, modules: Modules, fan_in_fa
         "target_modules": modules.targets,
         "target_parameters": modules.parameters or None,
         "modules_to_save": modules.whole or None,
-        "task_type": "CAUSAL_LM",
+        "task_type": modules.task,
     }

@@ -136,8 +136,18 @@ def peft_config(run: Run, base: str | None = None) -> dict[str, Any] | None:
     where = base or run.init_from
     stacks = list(known.stack_shapes)
     whole = target_modules([name for name in stacks if fits_outside(name, lora.targets)], stacks, parts=3)
-    modules = Modules([*target_modules(taken, able), *rows], list(also), whole)
+    modules = Modules([*target_modules(taken, able), *rows], list(also), whole, peft_task(run.model))
     return peft_text(own, where, modules, transposed)
+
+
+def peft_task(model: ModelConfig) -> str | None:
+    """What PEFT is to take a model for. Its class for encoder-decoders reads ids, and none of its classes masked
+    tokens; those for classes want the head trained whole."""
+    if model.headless:
+        return "FEATURE_EXTRACTION"
+    if model.both_ways or model.classes or model.numbers_beside:
+        return None
+    return "SEQ_2_SEQ_LM" if model.reads_beside else "CAUSAL_LM"
 
 
 def target_modules(taken: list[str], able: list[str], parts: int = 1) -> list[str]:

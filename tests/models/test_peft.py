@@ -30,9 +30,9 @@ from phalanx.optim.adamw import AdamWConfig
 from phalanx.planning.adapters import peft_config
 from phalanx.planning.blocks import exported_shapes
 from tests.harness.checkpoints import save
-from tests.harness.parity import assemble, base_run, parts_of, step_batches
-from tests.models.test_models import WIDE, wide_modules
-from tests.models.test_twenty_steps import BATCH, MODELS, loss_of, random_model
+from tests.harness.parity import assemble, parts_of, step_batches
+from tests.models import test_twenty_steps
+from tests.models.test_twenty_steps import BATCH, MODELS, documents_of, loss_of, random_model, wide_for
 
 STEPS, LR = 4, 1e-2
 OPTIM = AdamWConfig(lr=LR, beta1=0.9, beta2=0.95, eps=1e-6, weight_decay=0.3, clip_grad=0.0)
@@ -66,16 +66,14 @@ CASES = {
 EVERY = {
     f"{family} {method}": (family, {**SMALL, "method": method, **(ATTENTION if MODELS[family].routed_experts else {})})
     for family in MODELS
-    if not isinstance(MODELS[family], WIDE)  # of those, transformers computes in float32
-    and not MODELS[family].needs_room
     for method in ("lora", "dora")
 }
 
 
 def run_of(family: str, fields: dict) -> Run:
-    base = base_run("llama", global_batch=BATCH, steps=STEPS)
     lora = find_adapter(fields.get("method", "lora")).Config(**fields)
-    return replace(base, model=MODELS[family], optim=OPTIM, lora=lora)
+    base = test_twenty_steps.run_of(family, {})
+    return replace(base, optim=OPTIM, lora=lora, train=replace(base.train, steps=STEPS))
 
 
 def start(run: Run, model: torch.nn.Module) -> State:
@@ -159,7 +157,7 @@ def test_adapters_of_each_family_train_as_those_of_peft(name, tmp_path):
 
 def compare(family: str, fields: dict, tmp_path: Path) -> None:
     run, config = run_of(family, fields), MODELS[family]
-    with wide_modules(config):
+    with wide_for(config):
         model = random_model(config)
     state = start(run, model)
     theirs = read_by_peft(model, save_to(state, tmp_path, 0))
@@ -178,9 +176,9 @@ def compare(family: str, fields: dict, tmp_path: Path) -> None:
         optimizer.zero_grad()
         for each in dropped:
             each.step = step
-        with wide_modules(config):
+        with wide_for(config):
             loss = loss_of(theirs, run, step)
-        tokens = accumulate(state, step_batches(run, state.mesh, step, False))
+        tokens = accumulate(state, step_batches(run, state.mesh, step, documents_of(config)))
         grads = assemble([parts_of(state, "grad")])
         assert grads.keys() == mine.keys()
         largest = max(p.grad.abs().max().item() for p in mine.values())
