@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
+from phalanx.base.errors import CheckpointError
 from phalanx.models.config_json import (
     LIST_OR_NULL,
     NONE,
@@ -20,6 +21,7 @@ from phalanx.models.decoder_config import DECODER_KEYS, SIZES, LayerType, heads_
 from phalanx.models.mixed_layers import pattern
 from phalanx.models.rope import RopeFound, RopeOf, read_rope
 
+TEXT_TYPE, WITH_TOWERS = "gemma4_text", "gemma4"  # model_type
 PERIOD = 6  # of six layers in a row the last has no window
 ROPES: dict[str, dict[str, Any]] = {
     "sliding_attention": {"rope_type": "default", "rope_theta": 10000.0},
@@ -64,7 +66,15 @@ def usual_types(layers: int) -> tuple[LayerType, ...]:
 
 
 def text_keys(config: dict[str, Any]) -> dict[str, Any]:
-    """What single layers have otherwise is read here, and refused elsewhere."""
+    """The text model's part of a folder of Gemma 4, which may have towers too. What single layers have otherwise is
+    read here, and refused elsewhere."""
+    if config.get("model_type") == WITH_TOWERS:
+        text = config.get("text_config")
+        kind = text.get("model_type", TEXT_TYPE) if isinstance(text, dict) else None
+        if not isinstance(text, dict) or kind != TEXT_TYPE:
+            raise CheckpointError(f"text_config={text!r} (supported: an object with model_type={TEXT_TYPE!r})")
+        beside = ("tie_word_embeddings", "quantization_config")
+        config = {**text, **{key: config[key] for key in beside if key in config}}
     if "per_layer_config" not in config:
         return config
     return {**config, "per_layer_config": None, BY_LAYER: config["per_layer_config"] or {}}

@@ -14,7 +14,16 @@ from phalanx.base.rules import at_least, divisors, no_effect, problem, within
 from phalanx.models.decoder_config import LayerType, common_rules, decoder_tensors
 from phalanx.models.experts import BALANCE, RoutingFields, expert_rules
 from phalanx.models.family import Family
-from phalanx.models.gemma4_json import KEYS, ONLY, PERIOD, config_fields, config_keys, text_keys, usual_types
+from phalanx.models.gemma4_json import (
+    KEYS,
+    ONLY,
+    PERIOD,
+    WITH_TOWERS,
+    config_fields,
+    config_keys,
+    text_keys,
+    usual_types,
+)
 from phalanx.models.mixed_layers import LocalRopeConfig, check_local_rope, shrink_mixed
 from phalanx.models.model_config import SmallExperts, SmallSizes, check_head_dim
 from phalanx.models.rope import LayerRope
@@ -280,13 +289,21 @@ def least_layers(config: Gemma4TextConfig) -> int:
     return max(2, 2 * kinds if config.num_kv_shared_layers else kinds)
 
 
+TENSORS = replace(
+    decoder_tensors,
+    also=("model.layers.0.layer_scalar",),
+    renames={"model.language_model.": "model."},
+    # towers, and the keys of layers that read those of others
+    unread=r"model\.((vision_tower|audio_tower|embed_vision|embed_audio)\..*|"
+    r"layers\.\d+\.self_attn\.[kv]_(proj|norm)\.(weight|bias))",
+)
 FAMILY = Family(
     "gemma4_text",
     Gemma4TextConfig,
     blocks,
     architecture="Gemma4ForCausalLM",
-    # published folders have keys of layers that read those of others; nothing reads them
-    tensors=replace(decoder_tensors, unread=r"model\.layers\.\d+\.self_attn\.[kv]_(proj|norm)\.(weight|bias)"),
+    tensors=TENSORS,
+    also=(WITH_TOWERS,),
     rules=rules,
     split_rules=split_rules,
     keys=KEYS,

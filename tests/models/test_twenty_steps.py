@@ -116,10 +116,12 @@ SELDOM = (
 
 
 def decays(name: str) -> bool:
-    """Matrices decay: linears, embeddings, routers. Norms, biases (T5's of distances, too), attention's sinks and a
-    scan's rates and skips do not, however many dims they are stored with."""
+    """Matrices decay: linears, embeddings, routers. Norms, biases (T5's of distances, too), attention's sinks, a
+    router's scales and a scan's rates and skips do not, however many dims they are stored with."""
     return not (
-        name.endswith(("bias", "bias.weight", "sinks", ".A_log", ".D")) or "norm" in name.lower() or ".ln_" in name
+        name.endswith(("bias", "bias.weight", "sinks", "scale", ".A_log", ".D"))
+        or "norm" in name.lower()
+        or ".ln_" in name
     )
 
 
