@@ -2378,7 +2378,7 @@ GEMMA4_RULES += [
         -1,
         "must be an integer >= 0",
         set(),
-        (0,),
+        (0, 1),
     ),
     (
         f"{GEMMA4} model.vocab_size_per_layer_input=500",
@@ -2424,7 +2424,7 @@ GEMMA4_RULES += [
         None,
         "must be set for experts",
         {"model.num_experts"},
-        (2,),
+        (96,),
     ),
     (
         f"{GEMMA4} model.num_experts=-1",
