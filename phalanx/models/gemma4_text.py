@@ -154,7 +154,7 @@ def rules(config: Gemma4TextConfig, seq_length: int) -> list[Problem]:
     found += check_inputs(config) + check_experts(config) + at_least("model", config, 0, "num_kv_shared_layers")
     if found or min(config.hidden_size, config.num_attention_heads, config.num_hidden_layers) < 1:
         return found
-    return check_head_dim(config) + check_whole_layers(config) + check_sharing(config)
+    return check_head_dim(config) + check_whole_layers(config) + check_shared_keys(config)
 
 
 def check_inputs(config: Gemma4TextConfig) -> list[Problem]:
@@ -183,7 +183,7 @@ def check_experts(config: Gemma4TextConfig) -> list[Problem]:
     return found
 
 
-def check_sharing(config: Gemma4TextConfig) -> list[Problem]:
+def check_shared_keys(config: Gemma4TextConfig) -> list[Problem]:
     """Each kind of layers has one with keys of its own."""
     shared, layers, types = config.num_kv_shared_layers, config.num_hidden_layers, config.types
     if not shared:
@@ -251,7 +251,7 @@ def shrink(config: Gemma4TextConfig, small: SmallSizes) -> Gemma4TextConfig:
     fewer = config.num_global_key_value_heads is not None and config.kv_heads_of("full_attention") != (
         config.num_key_value_heads or config.num_attention_heads
     )
-    width, (types, shared) = made.head_widths[0], small_sharing(config, small.layers)
+    width, (types, shared) = made.head_widths[0], small_shared_keys(config, small.layers)
     return replace(
         made,
         layer_types=types,
@@ -264,7 +264,7 @@ def shrink(config: Gemma4TextConfig, small: SmallSizes) -> Gemma4TextConfig:
     )
 
 
-def small_sharing(config: Gemma4TextConfig, layers: int) -> tuple[tuple[LayerType, ...], int]:
+def small_shared_keys(config: Gemma4TextConfig, layers: int) -> tuple[tuple[LayerType, ...], int]:
     """The kinds of so many layers, and how many of the last share keys: of each kind one, where there is room."""
     kinds = tuple(dict.fromkeys(config.types))
     if "full_attention" in kinds:  # the last of all
