@@ -115,7 +115,8 @@ def check_wanted(weights: Path, found: AdapterFolder | None, wanted: Shapes) -> 
 @dataclass(frozen=True)
 class Modules:
     """Names of a model's modules. targets: those that have an adapter; whole: those whose weights are trained;
-    parameters: tensors that have an adapter of their own."""
+    parameters: tensors that have an adapter of their own. task: of the model, as PEFT names it (its TaskType); None:
+    PEFT has no class for such models, and takes them as they are."""
 
     targets: list[str]
     whole: list[str]

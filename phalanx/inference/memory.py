@@ -122,7 +122,7 @@ def layer_groups(
 ) -> tuple[LayerGroup, ...]:
     """The groups, with what the layers of this rank take of each. page_size: tokens in a page that it remembers."""
     bytes_of = dict.fromkeys(kept, 0)
-    for layer in layers:
+    for layer in storing(layers):
         bytes_of[kept_tokens(layer)] += page_size * remembered(layer).token_bytes(dtype)
     return tuple(LayerGroup(each, size) for each, size in bytes_of.items())
 
@@ -142,6 +142,18 @@ def remembering(blocks: Sequence[Block], depths: int = 0) -> list[Module]:
     """The layers of these blocks that remember something, in the order of the model. depths: of multi-token
     prediction, that draft."""
     return [layer for block in blocks for layer in (*block.remembering(), *block.drafting(depths))]
+
+
+def storing(layers: Sequence[Module]) -> list[Module]:
+    """Those of this rank's layers that have pages of their own. Of layers that read the same keys, the first."""
+    found, lenders = list[Module](), set[str]()
+    for layer in layers:
+        lender = remembered(layer).lender
+        if lender is None or lender not in lenders:
+            found.append(layer)
+        if lender is not None:
+            lenders.add(lender)
+    return found
 
 
 def pages_that_fit(groups: Sequence[LayerGroup], limits: MemoryLimits, free: int) -> tuple[int, ...]:
@@ -250,10 +262,15 @@ def give_memory(
     mesh: Mesh,
 ) -> None:
     """Allocate the pages of these layers. page_size: tokens in a page that this rank remembers."""
-    number = {group.kept: i for i, group in enumerate(groups)}
+    number, of_lender = {group.kept: i for i, group in enumerate(groups)}, dict[str, LayerMemory]()
     for layer in layers:
         spec, group = remembered(layer), number[kept_tokens(layer)]
+        if spec.lender in of_lender:
+            layer.memory = replace(of_lender[spec.lender], lent=True)
+            continue
         layer.memory = LayerMemory(group, spec.allocate(num_pages[group], page_size, dtype, mesh.device), mesh.cp)
+        if spec.lender is not None:
+            of_lender[spec.lender] = layer.memory
 
 
 def forget_memory(blocks: Sequence[Block]) -> None:

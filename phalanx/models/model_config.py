@@ -174,6 +174,7 @@ class TensorNames:
     constants   suffixes of tensor names that are not weights
     others      a regular expression: tensors of heads. A model leaves out those of other tasks, and begins with new
                 ones where a folder that it starts from lacks its own
+    unread      a regular expression: tensors that published folders have in layers that do not read them
     renames     former ends of tensor names in published folders -> those of today; with a dot at the end, beginnings
     modules     beginnings of names -> what transformers calls these modules in memory, where PEFT looks for adapters;
                 with a dot at the start, inner parts
@@ -188,6 +189,7 @@ class TensorNames:
     predictors: str | None = None
     constants: tuple[str, ...] = ()
     others: str | None = None
+    unread: str | None = None
     renames: Mapping[str, str] = field(default_factory=dict)
     modules: Mapping[str, str] = field(default_factory=dict)
 

@@ -262,13 +262,18 @@ class Attention(ScoredAttention):
 
     def forward(self, x: Tensor, batch: Batch) -> Tensor:
         """x (T / tp, D) -> (T / tp, D)."""
+        return self.with_keys(x, batch)[0]
+
+    def with_keys(self, x: Tensor, batch: Batch) -> tuple[Tensor, Tensor, Tensor]:
+        """The same, and the keys and values (sequences, own kv_heads, S, K) as its queries read them."""
         recompute = self.env.recompute
         qkv, gate = self._ungated(recompute.op("qkv", self.qkv, x))
         q, k, v = recompute.op("rope", partial(self._heads, batch), qkv)
         if batch.paged is not None:
-            return self.out(gated(self._attend_memory(batch.paged, q, k, v), gate))
-        mixed = recompute.by_batch("attention", self._attend, batch, context.likes_of(q, v), q, k, v)
-        return self.out(gated(mixed, gate))
+            mixed = self._attend_memory(batch.paged, q, k, v)
+        else:
+            mixed = recompute.by_batch("attention", self._attend, batch, context.likes_of(q, v), q, k, v)
+        return self.out(gated(mixed, gate)), k, v
 
     def takes_lazy(self, x: Tensor) -> bool:
         return not any(map(self.env.recompute.recomputes, ("norm", "qkv"))) and self.qkv.takes_lazy(x)

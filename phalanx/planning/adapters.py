@@ -144,8 +144,11 @@ def peft_config(run: Run, base: str | None = None) -> dict[str, Any] | None:
 
 
 def peft_task(model: ModelConfig) -> str | None:
-    """For what PEFT wraps the model: text that follows, with an encoder or without; None for what it has no kind of."""
-    if model.both_ways or model.numbers_beside:
+    """What PEFT is to take a model for. Its class for encoder-decoders reads ids, and none of its classes masked
+    tokens; those for classes want the head trained whole."""
+    if model.headless:
+        return "FEATURE_EXTRACTION"
+    if model.both_ways or model.classes or model.numbers_beside:
         return None
     return "SEQ_2_SEQ_LM" if model.reads_beside else "CAUSAL_LM"
 

@@ -289,6 +289,25 @@ MODELS["gemma4_text"] = Gemma4TextConfig(
     rope_scaling=RopeScaling(rope_type="proportional", partial_rotary_factor=0.5),
     final_logit_softcapping=3.0,
 )
+MODELS["gemma4_text-shared"] = replace(
+    MODELS["gemma4_text"],
+    num_hidden_layers=6,
+    layer_types=("sliding_attention", "full_attention") * 3,
+    hidden_size_per_layer_input=9,  # scales are square roots, in float32 in transformers
+    num_kv_shared_layers=3,
+    use_double_wide_mlp=True,
+    attention_k_eq_v=False,
+)
+MODELS["gemma4_text-experts"] = replace(
+    MODELS["gemma4_text"],
+    num_experts=4,
+    num_experts_per_tok=2,
+    moe_intermediate_size=14,
+    router_aux_loss_coef=0.1,
+    hidden_size_per_layer_input=4,
+    vocab_size_per_layer_input=SIZES["vocab_size"] + 3,
+    num_kv_shared_layers=2,
+)
 MODELS["t5"] = T5Config(
     **SIZES,
     intermediate_size=42,

@@ -58,6 +58,7 @@ from phalanx.verifying.compare import step_batches
 from recipes import (
     deepseek_v3,
     gemma3_1b,
+    gemma4_e2b,
     gpt3_175b,
     gpt_oss_20b,
     gpt_oss_120b,
@@ -678,6 +679,7 @@ RECIPES = {
     "llama3_70b on 1024": (llama3_70b.run(), 1024, 70_553_706_496),
     "olmo2_7b on 8": (olmo2_7b.run(), 8, 7_298_617_344),
     "gemma3_1b on 8": (gemma3_1b.run(), 8, 999_885_952),
+    "gemma4_e2b on 8": (gemma4_e2b.run(), 8, 4_628_569_344),  # transformers' Gemma4ForCausalLM has as many
     "phi3_mini on 8": (phi3_mini.run(), 8, 3_821_079_552),
     "qwen3_8b on 8": (qwen3_8b.run(), 8, 8_190_735_360),
     "mistral_7b on 8": (mistral_7b.run(), 8, 7_241_732_096),

@@ -67,6 +67,20 @@ NAMED = {
         "gemma3_text", 4, cp=2, pp=2, cp_attention="allgather", documents=True
     ),
     "gemma4_text cp2 tp2, ring, documents": case("gemma4_text", 4, cp=2, tp=2, documents=True),
+    "gemma4_text, shared keys, cp2 pp2, ring, documents": case("gemma4_text-shared", 4, cp=2, pp=2, documents=True),
+    "gemma4_text, shared keys, tp2 pp2 x 2 virtual stages, packed, selective recompute": case(
+        "gemma4_text-shared", 4, tp=2, pp=2, virtual_stages=2, documents="packed", recompute="selective"
+    ),
+    "gemma4_text, shared keys, pp3 dp2, level 3, split backward": case(
+        "gemma4_text-shared", 6, pp=3, schedule="zb_h1", sharding=2, global_batch=4
+    ),
+    "gemma4_text, shared keys, tp4, full recompute": case("gemma4_text-shared", 4, tp=4, recompute="full"),
+    "gemma4_text, experts, tp2 cp2, all-gather, ep2, documents": case(
+        "gemma4_text-experts", 4, tp=2, cp=2, ep=2, cp_attention="allgather", documents=True
+    ),
+    "gemma4_text, experts, pp2 dp2, heads, ep2, sharding 3, pointwise recompute": case(
+        "gemma4_text-experts", 8, pp=2, cp=2, cp_ulysses=2, ep=2, sharding=3, recompute="pointwise", global_batch=4
+    ),
     "smollm3 cp2 pp2, ring, window where nothing is rotated, documents": case(
         "smollm3", 4, cp=2, pp=2, cp_attention="ring", documents=True, global_batch=4
     ),
