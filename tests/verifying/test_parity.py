@@ -381,15 +381,11 @@ NAMED = {
     "llava tp2 pp2 dp2, each other's images, split backward": case(
         "llava", 8, tp=2, pp=2, schedule="zb_h1", sharding=2
     ),
-    "qwen2_5_vl tp2 dp2, each other's images, packed": case(
-        "qwen2_5_vl", 4, tp=2, micro_batch=2, documents="packed"
-    ),
+    "qwen2_5_vl tp2 dp2, each other's images, packed": case("qwen2_5_vl", 4, tp=2, micro_batch=2, documents="packed"),
     "qwen3_vl cp2 pp2 dp2, each other's images, full recompute": case(
         "qwen3_vl", 8, cp=2, pp=2, recompute="full", documents="packed"
     ),
-    "gemma3 dynamic cp2 dp2, each other's images": case(
-        "gemma3", 4, cp=2, cp_degree="dynamic", documents="packed"
-    ),
+    "gemma3 dynamic cp2 dp2, each other's images": case("gemma3", 4, cp=2, cp_degree="dynamic", documents="packed"),
     "qwen3_vl tp2 cp2 pp2, packed": case("qwen3_vl", 8, tp=2, cp=2, pp=2, documents="packed", micro_batch=2),
     "qwen3_vl pp3 x 2 virtual stages, full recompute": case(
         "qwen3_vl", 3, pp=3, virtual_stages=2, recompute="full", micro_batch=2
