@@ -650,18 +650,18 @@ def relative_bias(wide: dict) -> list[tuple]:
         read = given | narrow
         forward = {name: read[name] for name in ("q", "k", "v", "each", "first", "stop")}
         forward |= dict(out=dtype, lse="*fp32", **numbers, **strides(*"qkvo"))
-        found.append((made._forward, forward, sizes | dict(QUERIES=made.QUERIES, KEYS=made.KEYS), made.MANY))
+        found.append((made._flash_bias_forward, forward, sizes | dict(QUERIES=made.QUERIES, KEYS=made.KEYS), made.MANY))
         of_values = {name: sizes[name] for name in ("VALUE", "VALUE_BLOCK", "WIDE")}
         dots = dict(dout=dtype, out=dtype, found="*fp32", heads="i32", length="i32", **strides("o"))
-        found.append((made._dots, dots, of_values | dict(ROWS=made.TILE)))
+        found.append((made._flash_bias_dots, dots, of_values | dict(ROWS=made.TILE)))
         read = {name: read[name] for name in given} | sums
         more = numbers | dict(plain_scale="fp32") | strides(*"qkvo")
         queries = read | dict(dq=dtype, far_sums="*fp32", **more, **strides("d"))
-        found.append((made._queries_grads, queries, tiles, made.FEW))
+        found.append((made._flash_bias_queries, queries, tiles, made.FEW))
         keys = read | dict(begins="*i32", ends="*i32", dk=dtype, dv=dtype, **more, **strides("dk", "dv"))
-        found.append((made._keys_grads, keys, tiles, made.FEW))
+        found.append((made._flash_bias_keys, keys, tiles, made.FEW))
         near = read | dict(buckets="*i32", sums="*fp32", sequences="i32", least="i32", count="i32")
-        found.append((made._near_grads, near | numbers | strides(*"qkvo"), tiles, made.MANY))
+        found.append((made._flash_bias_near, near | numbers | strides(*"qkvo"), tiles, made.MANY))
     return found
 
 

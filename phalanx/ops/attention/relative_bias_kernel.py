@@ -5,10 +5,10 @@ A bias depends on the distance of key and query alone, and from `max_distance` o
 of two kinds. In far ones all pairs have one number, which a program reads once. In near ones, a band along the
 diagonal, each pair reads that of its distance. Backward, after Dao, "FlashAttention-2", 2023:
 
-    _keys_grads     a block of keys: dk, dv
-    _queries_grads  a block of queries: dq; and the sums of the scores' gradients in far tiles
-    _near_grads     some of the tiles equally far from the diagonal: their scores' gradients are added up element by
-                    element, since the same elements have the same distance in all of them; then by bucket
+    _flash_bias_keys     a block of keys: dk, dv
+    _flash_bias_queries  a block of queries: dq; and the sums of the scores' gradients in far tiles
+    _flash_bias_near     some of the tiles equally far from the diagonal: their scores' gradients are added up element
+                         by element, since the same elements have the same distance in all of them; then by bucket
 
 The table's gradient is thus summed in one order. Which keys a query reads is one range (ops.attention.reach), and first
 and last grow with the query: so the queries that read a block of keys are a range too. Scores count in powers of two.
@@ -37,7 +37,7 @@ QUERIES, KEYS = 128, 64  # of a tile in forward
 TILE = 64  # queries and keys of a tile in backward
 FEW, MANY = {"num_warps": 4, "num_stages": 2}, {"num_warps": 8, "num_stages": 2}  # with few registers spilled
 TOGETHER = 16  # near tiles that a program adds up
-SPANS = PerBatch["_Spans"]()
+SPANS = PerBatch["BiasSpans"]()
 
 
 @triton.jit
@@ -131,7 +131,7 @@ def _read_keys(
 
 
 @triton.jit
-def _forward(
+def _flash_bias_forward(
     q,
     k,
     v,
@@ -181,18 +181,36 @@ def _forward(
     past = tl.minimum(tl.maximum(tl.cdiv(block * QUERIES + QUERIES - 1 + FAR, KEYS) * KEYS, near), end)
     most, total = tl.full((QUERIES,), float("-inf"), WIDE), tl.zeros((QUERIES,), WIDE)
     acc = tl.zeros((QUERIES, VALUE_BLOCK), WIDE)
-    acc, most, total = _read_keys(
-        acc, most, total, mine, row, low, high, k, v, each, before, begin, near, length, k_tok, v_tok, scale,
-        False, FAR, WIDTH, WIDTH_BLOCK, VALUE, VALUE_BLOCK, KEYS, INTERPRETED, WIDE,
-    )  # fmt: skip
-    acc, most, total = _read_keys(
-        acc, most, total, mine, row, low, high, k, v, each, before, near, past, length, k_tok, v_tok, scale,
-        True, FAR, WIDTH, WIDTH_BLOCK, VALUE, VALUE_BLOCK, KEYS, INTERPRETED, WIDE,
-    )  # fmt: skip
-    acc, most, total = _read_keys(
-        acc, most, total, mine, row, low, high, k, v, each, after, past, end, length, k_tok, v_tok, scale,
-        False, FAR, WIDTH, WIDTH_BLOCK, VALUE, VALUE_BLOCK, KEYS, INTERPRETED, WIDE,
-    )  # fmt: skip
+    fars, borders = (before, before, after), (begin, near, past, end)
+    for part in tl.static_range(3):
+        acc, most, total = _read_keys(
+            acc,
+            most,
+            total,
+            mine,
+            row,
+            low,
+            high,
+            k,
+            v,
+            each,
+            fars[part],
+            borders[part],
+            borders[part + 1],
+            length,
+            k_tok,
+            v_tok,
+            scale,
+            part == 1,
+            FAR,
+            WIDTH,
+            WIDTH_BLOCK,
+            VALUE,
+            VALUE_BLOCK,
+            KEYS,
+            INTERPRETED,
+            WIDE,
+        )
     total = tl.where(row < length, total, 1.0)
     most = tl.where(row < length, most, 0.0)
     _store_tile(out + sequence * o_seq + head * o_head, acc / total[:, None], row, length, o_tok, VALUE, VALUE_BLOCK)
@@ -200,7 +218,7 @@ def _forward(
 
 
 @triton.jit
-def _dots(
+def _flash_bias_dots(
     dout,
     out,
     found,
@@ -262,7 +280,7 @@ def _queries_over(
     INTERPRETED: tl.constexpr,
     WIDE: tl.constexpr,
 ):
-    """dq, and (queries,) the sums of the scores' gradients, over the keys begin .. end - 1."""
+    """dq, and (queries,) the sums of the scores' gradients in far tiles, over the keys begin .. end - 1."""
     for at in range(begin, end, TILE):
         column = at + tl.arange(0, TILE)
         keys = _tile(k, column, length, k_tok, WIDTH, WIDTH_BLOCK)
@@ -273,13 +291,14 @@ def _queries_over(
             bias = far
         probs = _probs(mine, keys, bias, low, high, column, lse, scale, INTERPRETED, WIDE)
         dscores = probs * (_dot(dout, tl.trans(values), INTERPRETED, WIDE) - dots[:, None])
-        sums += tl.sum(dscores, 1)
+        if not NEAR:
+            sums += tl.sum(dscores, 1)
         dq += _dot(dscores.to(keys.dtype), keys, INTERPRETED, WIDE)
     return dq, sums
 
 
 @triton.jit
-def _queries_grads(
+def _flash_bias_queries(
     q,
     k,
     v,
@@ -337,23 +356,46 @@ def _queries_grads(
     begin, end = tl.min(low, 0) // TILE * TILE, tl.max(high, 0)
     near = tl.minimum(tl.maximum(tl.maximum(block * TILE - FAR + 1, 0) // TILE * TILE, begin), end)
     past = tl.minimum(tl.maximum(tl.cdiv(block * TILE + TILE - 1 + FAR, TILE) * TILE, near), end)
-    found, zero = tl.zeros((TILE, WIDTH_BLOCK), WIDE), tl.zeros((TILE,), WIDE)
-    found, sum_before = _queries_over(
-        found, zero, mine, given, row, low, high, norm, dot, k, v, each, before, begin, near, length, k_tok, v_tok,
-        scale, False, FAR, WIDTH, WIDTH_BLOCK, VALUE, VALUE_BLOCK, TILE, INTERPRETED, WIDE,
-    )  # fmt: skip
-    found, _ = _queries_over(
-        found, zero, mine, given, row, low, high, norm, dot, k, v, each, before, near, past, length, k_tok, v_tok,
-        scale, True, FAR, WIDTH, WIDTH_BLOCK, VALUE, VALUE_BLOCK, TILE, INTERPRETED, WIDE,
-    )  # fmt: skip
-    found, sum_after = _queries_over(
-        found, zero, mine, given, row, low, high, norm, dot, k, v, each, after, past, end, length, k_tok, v_tok,
-        scale, False, FAR, WIDTH, WIDTH_BLOCK, VALUE, VALUE_BLOCK, TILE, INTERPRETED, WIDE,
-    )  # fmt: skip
-    _store_tile(dq + sequence * d_seq + head * d_head, found * plain_scale, row, length, d_tok, WIDTH, WIDTH_BLOCK)
+    found, sums = tl.zeros((TILE, WIDTH_BLOCK), WIDE), tl.zeros((TILE,), WIDE)
     at = which * tl.num_programs(0) + block
-    tl.store(far_sums + at, tl.sum(sum_before, 0))
-    tl.store(far_sums + tl.num_programs(1).to(tl.int64) * tl.num_programs(0) + at, tl.sum(sum_after, 0))
+    fars, borders = (before, before, after), (begin, near, past, end)
+    for part in tl.static_range(3):
+        found, sums = _queries_over(
+            found,
+            sums,
+            mine,
+            given,
+            row,
+            low,
+            high,
+            norm,
+            dot,
+            k,
+            v,
+            each,
+            fars[part],
+            borders[part],
+            borders[part + 1],
+            length,
+            k_tok,
+            v_tok,
+            scale,
+            part == 1,
+            FAR,
+            WIDTH,
+            WIDTH_BLOCK,
+            VALUE,
+            VALUE_BLOCK,
+            TILE,
+            INTERPRETED,
+            WIDE,
+        )
+        if part == 0:
+            tl.store(far_sums + at, tl.sum(sums, 0))
+            sums = tl.zeros((TILE,), WIDE)
+    last = tl.num_programs(1).to(tl.int64) * tl.num_programs(0)
+    tl.store(far_sums + last + at, tl.sum(sums, 0))
+    _store_tile(dq + sequence * d_seq + head * d_head, found * plain_scale, row, length, d_tok, WIDTH, WIDTH_BLOCK)
 
 
 @triton.jit
@@ -408,7 +450,7 @@ def _keys_over(
 
 
 @triton.jit
-def _keys_grads(
+def _flash_bias_keys(
     q,
     k,
     v,
@@ -474,21 +516,38 @@ def _keys_grads(
         of_rows = (sequence * heads + head) * length
         bias = each + head * (2 * FAR + 1)
         before, after = tl.load(bias), tl.load(bias + 2 * FAR)
-        found_k, found_v = _keys_over(
-            found_k, found_v, keys, values, column, mine, given, first, stop, lse + of_rows, dots + of_rows, bias,
-            after, begin, near, length, q_tok, o_tok, scale,
-            False, FAR, WIDTH, WIDTH_BLOCK, VALUE, VALUE_BLOCK, TILE, INTERPRETED, WIDE,
-        )  # fmt: skip
-        found_k, found_v = _keys_over(
-            found_k, found_v, keys, values, column, mine, given, first, stop, lse + of_rows, dots + of_rows, bias,
-            after, near, past, length, q_tok, o_tok, scale,
-            True, FAR, WIDTH, WIDTH_BLOCK, VALUE, VALUE_BLOCK, TILE, INTERPRETED, WIDE,
-        )  # fmt: skip
-        found_k, found_v = _keys_over(
-            found_k, found_v, keys, values, column, mine, given, first, stop, lse + of_rows, dots + of_rows, bias,
-            before, past, end, length, q_tok, o_tok, scale,
-            False, FAR, WIDTH, WIDTH_BLOCK, VALUE, VALUE_BLOCK, TILE, INTERPRETED, WIDE,
-        )  # fmt: skip
+        fars, borders = (after, after, before), (begin, near, past, end)
+        for part in tl.static_range(3):
+            found_k, found_v = _keys_over(
+                found_k,
+                found_v,
+                keys,
+                values,
+                column,
+                mine,
+                given,
+                first,
+                stop,
+                lse + of_rows,
+                dots + of_rows,
+                bias,
+                fars[part],
+                borders[part],
+                borders[part + 1],
+                length,
+                q_tok,
+                o_tok,
+                scale,
+                part == 1,
+                FAR,
+                WIDTH,
+                WIDTH_BLOCK,
+                VALUE,
+                VALUE_BLOCK,
+                TILE,
+                INTERPRETED,
+                WIDE,
+            )
     dk += sequence * dk_seq + kv_head * dk_head
     dv += sequence * dv_seq + kv_head * dv_head
     _store_tile(dk, found_k * plain_scale, column, length, dk_tok, WIDTH, WIDTH_BLOCK)
@@ -496,7 +555,7 @@ def _keys_grads(
 
 
 @triton.jit
-def _near_grads(
+def _flash_bias_near(
     q,
     k,
     v,
@@ -571,7 +630,7 @@ def _near_grads(
 
 
 @dataclass(frozen=True)
-class _Spans:
+class BiasSpans:
     """Which queries read which keys: the keys of each query, (sequences, S) int32, and the queries of each block of
     keys, (sequences, blocks) int32. buckets (2 max_distance + 1,) int32: by distance."""
 
@@ -582,14 +641,14 @@ class _Spans:
     buckets: Tensor
 
 
-def _spans(batch: Batch, kind: AttentionKind, bias: RelativeBias) -> _Spans:
+def _spans(batch: Batch, kind: AttentionKind, bias: RelativeBias) -> BiasSpans:
     reach, length = reach_of(batch, kind), batch.seq_length
     first, stop = (x.expand(batch.num_sequences, length).contiguous() for x in Reach(*reach))
     at = torch.arange(0, length, TILE, dtype=torch.int32, device=first.device).expand(len(first), -1).contiguous()
     begins = torch.searchsorted(stop, at, right=True, out_int32=True)
     ends = torch.searchsorted(first, at + TILE, out_int32=True)
     distances = torch.arange(-bias.max_distance, bias.max_distance + 1, device=first.device)
-    return _Spans(first, stop, begins, ends, bucket_of(distances, bias).int())
+    return BiasSpans(first, stop, begins, ends, bucket_of(distances, bias).int())
 
 
 class FlashBias:
@@ -633,7 +692,7 @@ class _FlashBias(Function):
         each = (table.to(wide)[spans.buckets.long()] * LOG2_E).mT.contiguous()
         out = q.new_empty(count, length, heads, v.shape[-1])
         lse = torch.empty(count * heads, length, dtype=wide, device=q.device)
-        _forward[(triton.cdiv(length, QUERIES), count * heads)](
+        _flash_bias_forward[(triton.cdiv(length, QUERIES), count * heads)](
             q,
             k,
             v,
@@ -665,11 +724,13 @@ class _FlashBias(Function):
         strides, fixed = _strides(q, k, v, dout), {**sizes, "TILE": TILE}
         dots = torch.empty_like(lse)
         value = {name: sizes[name] for name in ("VALUE", "VALUE_BLOCK", "WIDE")}
-        _dots[(blocks, count * heads)](dout, out, dots, heads, length, *_strides(dout), **value, ROWS=TILE, num_warps=4)
+        _flash_bias_dots[(blocks, count * heads)](
+            dout, out, dots, heads, length, *_strides(dout), **value, ROWS=TILE, num_warps=4
+        )
         dq, dk, dv = (x.new_empty(count, length, x.shape[1], x.shape[-1]).transpose(1, 2) for x in (q, k, v))
         numbers = (heads, heads // kv_heads, length, scale * LOG2_E)
         read = (q, k, v, dout, each, spans.first, spans.stop)
-        _keys_grads[(blocks, count * kv_heads)](
+        _flash_bias_keys[(blocks, count * kv_heads)](
             *read,
             spans.begins,
             spans.ends,
@@ -685,7 +746,7 @@ class _FlashBias(Function):
             **FEW,
         )
         far = torch.empty(2, count, heads, blocks, dtype=lse.dtype, device=q.device)
-        _queries_grads[(blocks, count * heads)](
+        _flash_bias_queries[(blocks, count * heads)](
             *read, lse, dots, dq, far, *numbers, scale, *strides, *_strides(dq), **fixed, **FEW
         )
         dtable = None
@@ -696,10 +757,10 @@ class _FlashBias(Function):
 
 
 def _table_grad(
-    bias: RelativeBias, spans: _Spans, read: tuple[Tensor, ...], sums: tuple[Tensor, ...], how: tuple[Any, ...]
+    bias: RelativeBias, spans: BiasSpans, read: tuple[Tensor, ...], sums: tuple[Tensor, ...], how: tuple[Any, ...]
 ) -> Tensor:
     """(buckets, heads), of near and far tiles. sums: log-sum-exps, products of outputs with their gradients, and what
-    `_queries_grads` found in far tiles."""
+    `_flash_bias_queries` found in far tiles."""
     *tensors, first, stop = read
     lse, dots, far = sums
     numbers, strides, fixed = how
@@ -709,7 +770,7 @@ def _table_grad(
     past = min(triton.cdiv(TILE - 1 + bias.max_distance, TILE), last + 1)
     parts = triton.cdiv(count * (last + 1), TOGETHER)
     found = lse.new_empty(past - least, heads, parts, bias.buckets)
-    _near_grads[tuple(found.shape[:3])](
+    _flash_bias_near[tuple(found.shape[:3])](
         *tensors,
         spans.buckets,
         first,
