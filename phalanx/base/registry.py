@@ -110,6 +110,7 @@ BUILT_IN: Mapping[str, Mapping[str, str]] = MappingProxyType(
                 "stored": "phalanx.ops.quantized.stored:STORED",
                 "base_decode": "phalanx.ops.quantized.base_weights:BASE_DECODE",
                 "attention": "phalanx.ops.attention.attention:ATTENTION",
+                "attention_bias": "phalanx.ops.attention.attention:BIASED_ATTENTION",
                 "attention_block": "phalanx.ops.attention.backends:BLOCKS",
                 "attention_segments": "phalanx.ops.attention.segments:SEGMENTS",
                 "paged_attention": "phalanx.ops.attention.paged:PAGED_ATTENTION",

@@ -81,7 +81,6 @@ def serve(checkpoint: str, overrides: tuple[str, ...], ranks: int | None, name: 
     from phalanx.inference.embedder import embedder_folder
     from phalanx.inference.load import (
         check_generates,
-        refuse_sound,
         run_of_folder,
         weights_folder,
         without_data,
@@ -104,7 +103,8 @@ def serve(checkpoint: str, overrides: tuple[str, ...], ranks: int | None, name: 
         run = embedder_folder(checkpoint, options["pooling"]).run(gpu, options["length"])
     else:
         check_generates(run.model)
-        refuse_sound(run.model, "the server")
+        if run.model.numbers_beside:
+            refuse_with_recordings({**options, "index": lookup})
     base = to_dict(without_data(run))
     loaded = read(None, overrides, base, f"the model of {checkpoint}")
     if loaded.run is not None:
@@ -122,6 +122,17 @@ def serve(checkpoint: str, overrides: tuple[str, ...], ranks: int | None, name: 
     found = None if lookup is None else {"lookup": asdict(lookup[0]), "template": lookup[1]}
     values = {"weights": str(weights), "name": name, "passages": found, **options}
     run_ranks("phalanx.cli.jobs:serve", ready, {**arguments(ready.run), "options": values}, None)
+
+
+def refuse_with_recordings(options: dict[str, Any]) -> None:
+    """UsageError for what is not built for a model that writes the text of recordings, and ConfigError if the package
+    that decodes them is missing."""
+    from phalanx.data.files import extra
+
+    extra("soundfile", "recordings need", "sound")
+    for name in ("speculate", "index"):
+        if options[name]:
+            raise click.UsageError(f"--{name} does nothing for a model that writes the text of recordings")
 
 
 def refuse_without_tokens(options: dict[str, Any]) -> None:

@@ -8,6 +8,7 @@ from contextlib import ExitStack
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 
+from phalanx.base.errors import DataError
 from phalanx.base.log import Log
 from phalanx.base.placement import Placement
 from phalanx.comm.mesh import Mesh, leave_world
@@ -22,6 +23,7 @@ from phalanx.inference.embedding_engine import EmbeddingEngine
 from phalanx.inference.ends import end_tokens
 from phalanx.inference.engine import Engine, EngineOptions
 from phalanx.inference.load import load_model, without_training
+from phalanx.inference.recordings import SpeechPrompts
 from phalanx.inference.request import EngineLoad, Event, Prompt, SamplingOptions
 from phalanx.retrieval.prompting import PassageAdder
 from phalanx.retrieval.retriever import Lookup
@@ -109,7 +111,7 @@ def serve_rank(run: Run, placement: Placement, options: ServeOptions) -> None:
         limits = ServerLimits(sequences=options.queue, drain_seconds=options.drain_seconds)
         asked = engine if isinstance(engine, EmbeddingEngine) else RunEngine(engine, options.name)
         server = HttpServer(model, asked, listener, log, limits, keys)
-        what = "" if model.embeds is not None else "a chat page; "
+        what = "a chat page; " if model.embeds is None and model.speech is None else ""
         log.info(f"{options.name} is served at {server.url} ({what}OpenAI's API: {server.url}/v1)")
         for text in notes(model, server, keys is not None):
             log.info(text)
@@ -152,6 +154,11 @@ def served_model(options: ServeOptions, engine: Engine | EmbeddingEngine) -> Ser
     template = load_chat_template(folder) if tokenizer else None
     vocab_size = engine.model.plan.run.model.vocab_size
     ends = end_tokens(folder, tokenizer, template)
+    speech = None
+    if engine.model.sound is not None:
+        if tokenizer is None:
+            raise DataError(f"{folder}: holds no tokenizer, which writes the text of recordings")
+        speech = SpeechPrompts.of(folder, tokenizer, engine.model.sound)
     return ServedModel(
         options.name,
         engine.positions,
@@ -163,6 +170,7 @@ def served_model(options: ServeOptions, engine: Engine | EmbeddingEngine) -> Ser
         engine.adapters,
         pictures=engine.model.pictures,
         encodes=engine.encodes,
+        speech=speech,
     )
 
 
@@ -174,6 +182,8 @@ def notes(model: ServedModel, server: HttpServer, has_keys: bool) -> list[str]:
         found.append(f"the model's folder holds no tokenizer: token ids alone are served, on {where}")
     elif model.embeds is not None:
         found.append(f"it makes embeddings of {model.embeds.width} features, on /v1/embeddings")
+    elif model.speech is not None:
+        found.append("it writes the text of recordings, on /v1/audio/transcriptions")
     elif model.template is None:
         found.append("the model's folder holds no chat template: texts are continued, chats are refused")
     if not is_loopback(server.listener) and not has_keys:

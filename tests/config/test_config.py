@@ -2045,7 +2045,7 @@ LLAVA_RULES = [
         2,
         "has no effect without samples with images",
         {"data.source"},
-        (1,),
+        (None,),
     ),
     (
         "train.cuda_graphs=on",

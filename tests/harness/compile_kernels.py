@@ -18,7 +18,13 @@ from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 
 from phalanx.comm import small_kernel, sum_kernel
-from phalanx.ops.attention import join_kernel, largest_scores_kernel, paged_kernel, store_kernel
+from phalanx.ops.attention import (
+    join_kernel,
+    largest_scores_kernel,
+    paged_kernel,
+    relative_bias_kernel,
+    store_kernel,
+)
 from phalanx.ops.delta import delta_kernel
 from phalanx.ops.delta.delta import TILES as DELTA_TILES
 from phalanx.ops.dense import (
@@ -59,7 +65,7 @@ BF = "*bf16"
 def aligned(names: list[str], types: dict) -> dict:
     """What is known when a kernel is launched: tensors begin at multiples of 16 bytes, and strides of tokens
     are multiples of 16."""
-    known = (i for i, n in enumerate(names) if str(types[n]).startswith("*") or n in ("q_tok", "k_tok", "v_tok"))
+    known = (i for i, n in enumerate(names) if str(types[n]).startswith("*") or n.endswith("_tok"))
     return {(i,): [["tt.divisibility", 16]] for i in known}
 
 
@@ -178,6 +184,7 @@ def kernels() -> list[tuple]:
         experts(wide)
         + fp8_linears()
         + paged(wide)
+        + relative_bias(wide)
         + invariant(wide)
         + scans(wide)
         + deltas(wide, (False,))
@@ -620,6 +627,41 @@ def expert_quantizer() -> list[tuple]:
                 run,
             )
         )
+    return found
+
+
+def relative_bias(wide: dict) -> list[tuple]:
+    """Flash attention with the bias of T5, of heads of 64, then of 128."""
+    import triton.language as tl
+
+    made, found = relative_bias_kernel, []
+
+    def strides(*names: str) -> dict:
+        return dict.fromkeys((f"{x}_{d}" for x in names for d in ("seq", "head", "tok")), "i32")
+
+    sums = dict(lse="*fp32", dots="*fp32")
+    given = dict(q=BF, k=BF, v=BF, dout=BF, each="*fp32", first="*i32", stop="*i32")
+    numbers = dict(heads="i32", group="i32", length="i32", scale="fp32")
+    for dtype, width in ((BF, 64), (BF, 128), ("*fp16", 64)):
+        narrow = {name: dtype for name in ("q", "k", "v", "dout", "out", "dq", "dk", "dv")}
+        sizes = dict(WIDTH=width, WIDTH_BLOCK=width, VALUE=width, VALUE_BLOCK=width)
+        sizes |= dict(FAR=128, INTERPRETED=False, WIDE=tl.float32)
+        tiles = sizes | dict(TILE=made.TILE)
+        read = given | narrow
+        forward = {name: read[name] for name in ("q", "k", "v", "each", "first", "stop")}
+        forward |= dict(out=dtype, lse="*fp32", **numbers, **strides(*"qkvo"))
+        found.append((made._flash_bias_forward, forward, sizes | dict(QUERIES=made.QUERIES, KEYS=made.KEYS), made.MANY))
+        of_values = {name: sizes[name] for name in ("VALUE", "VALUE_BLOCK", "WIDE")}
+        dots = dict(dout=dtype, out=dtype, found="*fp32", heads="i32", length="i32", **strides("o"))
+        found.append((made._flash_bias_dots, dots, of_values | dict(ROWS=made.TILE)))
+        read = {name: read[name] for name in given} | sums
+        more = numbers | dict(plain_scale="fp32") | strides(*"qkvo")
+        queries = read | dict(dq=dtype, far_sums="*fp32", **more, **strides("d"))
+        found.append((made._flash_bias_queries, queries, tiles, made.FEW))
+        keys = read | dict(begins="*i32", ends="*i32", dk=dtype, dv=dtype, **more, **strides("dk", "dv"))
+        found.append((made._flash_bias_keys, keys, tiles, made.FEW))
+        near = read | dict(buckets="*i32", sums="*fp32", sequences="i32", least="i32", count="i32")
+        found.append((made._flash_bias_near, near | numbers | strides(*"qkvo"), tiles, made.MANY))
     return found
 
 

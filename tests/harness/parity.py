@@ -703,7 +703,7 @@ def batch_of(run: Run, ids: list[int], documents: bool | str) -> Batch:
 
 def step_batches(run: Run, mesh: Mesh, step: int, documents: bool | str) -> list[Batch]:
     n, size, dp = run.train.global_batch, run.train.micro_batch, mesh.dp.size
-    firsts = [step * n + rank * (n // dp) for rank in media_group_of(run, mesh.dp.index)]
+    firsts = [step * n + rank * (n // dp) for rank in media_group_of(run, dp, mesh.dp.index)]
     part, found = mesh.part, list[Batch]()
     for at in range(0, n // dp, size):
         ids = [list(range(first + at, first + at + size)) for first in firsts]

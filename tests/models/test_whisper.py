@@ -215,6 +215,6 @@ def test_a_folder_there_and_back_is_the_same_to_the_byte(ranks, tmp_path, case, 
 
 
 def test_what_gives_it_no_recording_is_refused_by_name():
-    with pytest.raises(ConfigError, match="whisper.*hears a recording, which the server does not give it: phalanx gen"):
-        refuse_sound(MODELS["whisper"], "the server")
-    refuse_sound(MODELS["t5"], "the server")
+    with pytest.raises(ConfigError, match="whisper.*hears a recording, which a chat does not give it: phalanx gen"):
+        refuse_sound(MODELS["whisper"], "a chat")
+    refuse_sound(MODELS["t5"], "a chat")

@@ -65,7 +65,7 @@ LAYOUTS = {
     "t5 tied tp2 pp3, packed": case("t5-tied", 6, tp=2, pp=3, documents="packed", global_batch=2),
     "t5 cp2, all-gather": case("t5", 2, cp=2, cp_attention="allgather", global_batch=2),
     "llava tp2 cp2, packed": case("llava", 4, tp=2, cp=2, documents="packed", global_batch=4, micro_batch=4),
-    "llava tp2 dp2, each other's images": case("llava", 4, tp=2, media_group=2, global_batch=4, micro_batch=2),
+    "llava tp2 dp2, each other's images": case("llava", 4, tp=2, global_batch=4, micro_batch=2),
     "qwen3_vl tp2 pp2": case("qwen3_vl", 4, tp=2, pp=2, global_batch=4, micro_batch=4),
     "gpt2 tp2, gpipe pp2": case("gpt2", 4, tp=2, pp=2, schedule="gpipe", global_batch=4),
     "mixtral tp2, ep2 x etp2, LoRA": case("mixtral", 4, tp=2, ep=2, etp=2, global_batch=2),

@@ -388,28 +388,24 @@ NAMED = {
         "llava", 4, tp=2, pp=2, schedule="zb_h1", sharding=2, documents=True
     ),
     "llava cp3 in uneven parts, ring": case("llava", 3, cp=3, cp_attention="ring", micro_batch=4),
-    "llava dp2, each other's images, level 3": case("llava", 2, media_group=2, sharding=3),
+    "llava dp2, each other's images, level 3": case("llava", 2, sharding=3),
     "llava dp4 in pairs, each other's images, two sequences": case(
         "llava", 4, media_group=2, micro_batch=2, documents=True
     ),
     "llava tp2 pp2 dp2, each other's images, split backward": case(
-        "llava", 8, tp=2, pp=2, media_group=2, schedule="zb_h1", sharding=2
+        "llava", 8, tp=2, pp=2, schedule="zb_h1", sharding=2
     ),
-    "qwen2_5_vl tp2 dp2, each other's images, packed": case(
-        "qwen2_5_vl", 4, tp=2, media_group=2, micro_batch=2, documents="packed"
-    ),
+    "qwen2_5_vl tp2 dp2, each other's images, packed": case("qwen2_5_vl", 4, tp=2, micro_batch=2, documents="packed"),
     "qwen3_vl cp2 pp2 dp2, each other's images, full recompute": case(
-        "qwen3_vl", 8, cp=2, pp=2, media_group=2, recompute="full", documents="packed"
+        "qwen3_vl", 8, cp=2, pp=2, recompute="full", documents="packed"
     ),
-    "gemma3 dynamic cp2 dp2, each other's images": case(
-        "gemma3", 4, cp=2, cp_degree="dynamic", media_group=2, documents="packed"
-    ),
+    "gemma3 dynamic cp2 dp2, each other's images": case("gemma3", 4, cp=2, cp_degree="dynamic", documents="packed"),
     "qwen3_vl tp2 cp2 pp2, packed": case("qwen3_vl", 8, tp=2, cp=2, pp=2, documents="packed", micro_batch=2),
     "qwen3_vl pp3 x 2 virtual stages, full recompute": case(
         "qwen3_vl", 3, pp=3, virtual_stages=2, recompute="full", micro_batch=2
     ),
-    "qwen2_5_vl tp2 dp2, level 3, long recompute": case(
-        "qwen2_5_vl", 4, tp=2, sharding=3, recompute="long", documents=True
+    "qwen2_5_vl tp2 dp2, each its own images, level 3, long recompute": case(
+        "qwen2_5_vl", 4, tp=2, media_group=1, sharding=3, recompute="long", documents=True
     ),
     "whisper tp2 pp2 x 2 virtual stages, packed, full recompute": case(
         "whisper", 4, tp=2, pp=2, virtual_stages=2, documents="packed", recompute="full", micro_batch=2
