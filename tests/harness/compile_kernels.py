@@ -19,7 +19,13 @@ from triton.compiler import ASTSource
 
 from phalanx.comm import small_kernel, sum_kernel
 from phalanx.ops.attention import join_kernel, largest_scores_kernel, paged_kernel, store_kernel
-from phalanx.ops.delta import delta_kernel
+from phalanx.ops.delta import (
+    delta_kernel,
+    feature_grads_kernel,
+    head_grads_kernel,
+    prepare_kernel,
+    states_kernel,
+)
 from phalanx.ops.delta.delta import TILES as DELTA_TILES
 from phalanx.ops.dense import (
     dropout_kernel,
@@ -241,15 +247,15 @@ def deltas(wide: dict, forms: tuple[bool, ...]) -> list[tuple]:
         options = dict(num_warps=t.warps, num_stages=t.stages)
         of_chunks = dict(num_warps=4)
         if by_feature:
-            add(delta_kernel._sums, how | shape, of_chunks, {})
+            add(prepare_kernel.decay_sums, how | shape, of_chunks, {})
         depth = dict(DEPTH=delta_kernel.LEVELS)
         prepared = dict(BY_FEATURE=by_feature, B=delta_kernel.BLOCK, JOIN="tf32", **depth)
-        add(delta_kernel._prepare, prepared | how | shape, of_chunks)
-        add(delta_kernel._pass, dict(INITIAL=True, **of_states), options)
-        add(delta_kernel._outputs, of_states | dict(BV=t.outputs), of_chunks)
-        add(delta_kernel._pass_back, dict(FINAL=True, **of_states), options)
+        add(prepare_kernel.prepare_chunks, prepared | how | shape, of_chunks)
+        add(states_kernel.pass_states, dict(INITIAL=True, **of_states), options)
+        add(states_kernel.outputs, of_states | dict(BV=t.outputs), of_chunks)
+        add(states_kernel.pass_back, dict(FINAL=True, **of_states), options)
         of_grads = dict(V=128, BV=t.grads) | how | shape
-        kernel = delta_kernel._grads_by_feature if by_feature else delta_kernel._grads
+        kernel = feature_grads_kernel.grads_by_feature if by_feature else head_grads_kernel.grads_by_head
         more, missing = (depth, {}) if by_feature else ({}, absent)
         add(kernel, of_grads | more, dict(num_warps=t.grad_warps, num_stages=t.grad_stages), missing)
     return found
