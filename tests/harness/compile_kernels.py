@@ -255,9 +255,12 @@ def deltas(wide: dict, forms: tuple[bool, ...]) -> list[tuple]:
         add(states_kernel.outputs, of_states | dict(BV=t.outputs), of_chunks)
         add(states_kernel.pass_back, dict(FINAL=True, **of_states), options)
         of_grads = dict(V=128, BV=t.grads) | how | shape
-        kernel = feature_grads_kernel.grads_by_feature if by_feature else head_grads_kernel.grads_by_head
-        more, missing = (depth, {}) if by_feature else ({}, absent)
-        add(kernel, of_grads | more, dict(num_warps=t.grad_warps, num_stages=t.grad_stages), missing)
+        options = dict(num_warps=8 if by_feature else t.grad_warps, num_stages=t.grad_stages)
+        if by_feature:
+            add(feature_grads_kernel.grads_by_feature, of_grads | depth, options, {})
+        else:
+            add(head_grads_kernel.value_grads, of_grads, options)
+            add(head_grads_kernel.key_grads, of_grads, options)
     return found
 
 
@@ -280,32 +283,23 @@ def scans(wide: dict) -> list[tuple]:
     found.append((conv1d_kernel._forward, dict(**given, y=BF, **sizes), how))
     backward = dict(dy=BF, **given, **outs, **sizes, dy_row="i32", dy_tok="i32")
     found.append((conv1d_kernel._backward, backward, how))
-    strides |= dict.fromkeys(("b_row", "b_tok", "c_row", "c_tok"), "i32")
-    inputs = dict(x=BF, dt="*fp32", a="*fp32", b=BF, c=BF, d=BF, numbers="*i64", before="*fp32", after="*fp32")
-    options = dict(num_warps=scan_kernel.WARPS)
-    shape = dict(H=128, P=64, N=128, EACH=16, DOCUMENTS=True, ELEMENT=tl.bfloat16, **wide)
-    shape |= dict(Q=scan_kernel.CHUNK, BP=64, BN=128)
-
-    def some(*names: str, **more: str) -> dict[str, str]:
-        known = {**inputs, **strides, "L": "i32", "chunks": "i32", "dy": BF, **more}
-        return {name: known[name] for name in (*names, *more)}
-
-    tokens = ("x", "dt", "a", "b", "numbers", "L", "chunks", "x_row", "x_tok", "b_row", "b_tok")
-    found.append((scan_kernel._states, some(*tokens, added="*fp32", passed_out="*fp32"), shape, options))
-    every = ("x", "dt", "a", "b", "c", "d", "numbers", "before", "L", *strides)
-    found.append((scan_kernel._outputs, some(*every, y=BF), dict(SKIP=True, **shape), options))
-    above = ("dy", "dt", "a", "c", "numbers", "L", "c_row", "c_tok")
-    found.append((scan_kernel._state_grads, some(*above, asked="*fp32"), shape, options))
-    of_inputs = {name: BF if name == "dx" else "*fp32" for name in ("dx", "ddt", "db", "dc", "da", "dd")}
-    pointers = some("dy", "after", *every, **of_inputs, parts="i32")
-    consts = dict(SKIP=True, TOGETHER=scan_kernel.HEADS, **shape)
-    found.append((scan_kernel._input_grads, pointers, consts, options))
-    follow = dict(PN=64 * 128, BLOCK=1024, **wide)
-    states = dict(passed="*fp32", chunks="i32", each="i32")
-    there = dict(initial="*fp32", added="*fp32", before="*fp32", final="*fp32", **states)
-    found.append((scan_kernel._pass, there, dict(INITIAL=True, **follow)))
-    back = dict(dfinal="*fp32", asked="*fp32", dinitial="*fp32", **states)
-    found.append((scan_kernel._pass_back, back, dict(FINAL=True, **follow)))
+    wides = ("dt", "a", "sums", "reaches", "lefts", "passed", "passed_out", "initial", "final", "dfinal", "dinitial")
+    known = dict.fromkeys(("x", "b", "c", "d", "y", "dy", "dx", "before", "after"), BF) | dict(numbers="*i64")
+    known |= dict.fromkeys((*wides, "ddt", "dlogs_out", "db", "dc", "da", "dd"), "*fp32")
+    chunk = dict(H=128, Q=scan_kernel.CHUNK, DOCUMENTS=True, **wide)
+    shape = dict(P=64, N=128, EACH=16, ELEMENT=tl.bfloat16, BP=64, BN=128, **chunk)
+    of_states = {name: shape[name] for name in shape if name != "DOCUMENTS"} | dict(BN=scan_kernel.STATES)
+    whole, follow = dict(num_warps=scan_kernel.WARPS), dict(num_warps=4, num_stages=3)
+    for kernel, constants, options in (
+        (scan_kernel._decays, chunk, dict(num_warps=4)),
+        (scan_kernel._pass, dict(INITIAL=True, **of_states), follow),
+        (scan_kernel._outputs, dict(SKIP=True, **shape), whole),
+        (scan_kernel._pass_back, dict(FINAL=True, **of_states), follow),
+        (scan_kernel._query_grads, dict(TOGETHER=scan_kernel.HEADS, **shape), dict(num_warps=4)),
+        (scan_kernel._key_grads, dict(SKIP=True, TOGETHER=scan_kernel.HEADS, **shape), dict(num_warps=4)),
+    ):
+        types = {name: known.get(name, "i32") for name in kernel.arg_names if name not in constants}
+        found.append((kernel, types, constants, options))
     return found + gated_norms(wide) + steps(wide)
 
 

@@ -1,7 +1,8 @@
 """The gated delta rule in chunks. Only states go from chunk to chunk; all else is computed by all chunks at once.
 
     forward    decay_sums (decays by feature)   prepare_chunks: T and P   pass_states: states before chunks, u   outputs
-    backward   the first two again   pass_back: gradients of states after chunks, dx   grads_by_head, grads_by_feature
+    backward   the first two again   pass_back: gradients of states after chunks, dx   value_grads, key_grads, or
+               grads_by_feature
 
 The kernels are in the files beside this one, which is what calls them.
 
@@ -39,7 +40,7 @@ from torch import Tensor
 
 from phalanx.ops.delta.delta import BLOCK, CHUNK, EPS, DeltaGrads, DeltaInputs, DeltaTiles
 from phalanx.ops.delta.feature_grads_kernel import grads_by_feature
-from phalanx.ops.delta.head_grads_kernel import grads_by_head
+from phalanx.ops.delta.head_grads_kernel import key_grads, value_grads
 from phalanx.ops.delta.prepare_kernel import decay_sums, prepare_chunks
 from phalanx.ops.delta.states_kernel import outputs, pass_back, pass_states
 from phalanx.ops.kernel_tools import triton_wide, wide_of
@@ -111,7 +112,8 @@ class DeltaChunks:
 
     @property
     def grid(self) -> tuple[int, int, int]:
-        return self.chunks, self.heads, self.rows
+        """Rows come first: of the others a GPU takes 65,535 at most."""
+        return self.rows, self.heads, self.chunks
 
     def block(self, most: int) -> int:
         """Features of values that a program has: fewer of 32 bits, as shared memory has room for."""
@@ -172,7 +174,7 @@ class DeltaChunks:
         block = self.block(self.tiles.values)
         sizes = dict(BY_FEATURE=self.by_feature, V=self.width, BV=block, **self.arithmetic)
         how = dict(num_warps=self.tiles.warps, num_stages=self.stages(self.tiles.stages))
-        return (triton.cdiv(self.width, block), self.heads, self.rows), dict(**sizes, **how)
+        return (self.rows, self.heads, triton.cdiv(self.width, block)), dict(**sizes, **how)
 
 
 class DeltaBuffers(NamedTuple):
@@ -221,7 +223,7 @@ class DeltaKernels:
             **sizes,
         )
         y, block = call.like(*s.v.shape), call.block(self.tiles.outputs)
-        outputs[call.chunks * triton.cdiv(call.width, block), call.heads, call.rows](
+        outputs[call.rows, call.heads, call.chunks * triton.cdiv(call.width, block)](
             call.asking,
             call.ask,
             call.weights,
@@ -275,7 +277,11 @@ class DeltaKernels:
     def by_head(self, call: DeltaChunks, b: DeltaBuffers) -> tuple[Tensor, Tensor]:
         s = call.inputs
         dq, dk = (torch.empty(t.shape, dtype=t.dtype, device=t.device) for t in (s.q, s.k))
-        grads_by_head[call.chunks, call.key_heads, call.rows](
+        u, of_reads = call.like(*s.v.shape), call.empty(*s.beta.shape)
+        strides = call.strides(call.q, call.k)
+        how = dict(V=call.width, BV=call.block(self.tiles.grads), **call.how, **call.arithmetic)
+        how |= dict(num_warps=self.tiles.grad_warps, num_stages=call.stages(self.tiles.grad_stages))
+        value_grads[call.grid](
             b.dy,
             call.q,
             call.k,
@@ -286,27 +292,40 @@ class DeltaKernels:
             call.inverse,
             call.weights,
             call.read,
-            call.write,
-            call.ask,
-            call.passed,
             b.before,
-            b.after,
-            call.like(*s.v.shape),
-            call.empty(*s.beta.shape),
-            dq,
-            dk,
+            u,
+            of_reads,
             b.dv,
             b.ddecay,
             b.dbeta,
             s.scale,
             call.length,
-            *call.strides(call.q, call.k, call.v),
-            V=call.width,
-            BV=call.block(self.tiles.grads),
-            **call.how,
-            **call.arithmetic,
-            num_warps=self.tiles.grad_warps,
-            num_stages=call.stages(self.tiles.grad_stages),
+            *strides,
+            *call.strides(call.v),
+            **how,
+        )
+        key_grads[call.rows, call.key_heads, call.chunks](
+            b.dy,
+            call.q,
+            call.k,
+            call.numbers,
+            call.inverse,
+            call.weights,
+            call.read,
+            call.write,
+            call.ask,
+            call.passed,
+            b.before,
+            b.after,
+            u,
+            of_reads,
+            dq,
+            dk,
+            b.dv,
+            b.ddecay,
+            call.length,
+            *strides,
+            **how,
         )
         return dq, dk
 
@@ -341,7 +360,7 @@ class DeltaKernels:
             BV=call.block(self.tiles.grads),
             **call.how,
             **call.arithmetic,
-            num_warps=self.tiles.grad_warps,
+            num_warps=max(8, self.tiles.grad_warps),  # twice as many sums by feature as by_head has
             num_stages=call.stages(self.tiles.grad_stages),
         )
         if each > 1:

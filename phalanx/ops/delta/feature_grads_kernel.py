@@ -54,7 +54,7 @@ def grads_by_feature(
     """A program has a chunk of a value head; dq, dk (R, L, H, K) are its part of theirs. Between its two parts, inverse
     and weights hold the gradients of A and P, to be read along and across: on Hopper some versions of Triton give wrong
     matmuls whose left operand is another one's result, transposed (fla-org/flash-linear-attention#640)."""
-    chunk, head, row = tl.program_id(0), tl.program_id(1), tl.program_id(2).to(tl.int64)
+    row, head, chunk = tl.program_id(0).to(tl.int64), tl.program_id(1), tl.program_id(2)
     start = chunk * C
     i, n = tl.arange(0, C), tl.arange(0, BK)
     at, inside = start + i, n < K
@@ -62,7 +62,7 @@ def grads_by_feature(
     own, carried = documents_at(numbers, row, start, at, here, L, DOCUMENTS)
     seen = (i[None, :] <= i[:, None]) & (own[None, :] == own[:, None])
     token = (row * L + at) * H + head
-    place = (chunk * tl.num_programs(2) + row) * H + head
+    place = (chunk * tl.num_programs(0) + row) * H + head
     strength = tl.load(beta + token, mask=here, other=0.0).to(WIDE)
     readers = tile(reading, row, head, start, i, n, here, inside, long(L) * H * K, H * K, K)
     matrices = place * C * C

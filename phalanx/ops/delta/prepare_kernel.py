@@ -61,7 +61,7 @@ def decay_sums(
 ):
     """With decays by feature: their sums; keys that read the state before the chunk, keys as they are left at its end,
     and queries that read the state (R, L, H, K); and what is left of the state (chunks, R, H, K)."""
-    chunk, head, row = tl.program_id(0), tl.program_id(1), tl.program_id(2).to(tl.int64)
+    row, head, chunk = tl.program_id(0).to(tl.int64), tl.program_id(1), tl.program_id(2)
     start = chunk * C
     i, n = tl.arange(0, C), tl.arange(0, BK)
     at, inside = start + i, n < K
@@ -85,7 +85,7 @@ def decay_sums(
     queries = tile(q, row, head // EACH, start, i, n, here, inside, q_row, q_tok, K).to(WIDE)
     queries *= (length_factors(queries, NORMALIZE, EPSILON) * scale)[:, None]
     tl.store(asking + corner + to, (queries * reach).to(ELEMENT), mask=mask)
-    place = (chunk * tl.num_programs(2) + row) * H + head
+    place = (chunk * tl.num_programs(0) + row) * H + head
     tl.store(passed_out + place * K + n, tl.where(carried == 0, tl.exp(end), 0.0), mask=inside)
 
 
@@ -127,7 +127,7 @@ def prepare_chunks(
 ):
     """inverse, weights (chunks, R, H, C, C): T and P. With one decay of each head too: `sums` of decays, and what keys
     that read or are left, and queries, are multiplied with (R, L, H); what is left of the state (chunks, R, H)."""
-    chunk, head, row = tl.program_id(0), tl.program_id(1), tl.program_id(2).to(tl.int64)
+    row, head, chunk = tl.program_id(0).to(tl.int64), tl.program_id(1), tl.program_id(2)
     start = chunk * C
     i, n = tl.arange(0, C), tl.arange(0, BK)
     at, inside = start + i, n < K
@@ -140,7 +140,7 @@ def prepare_chunks(
     of_query = length_factors(queries.to(WIDE), NORMALIZE, EPSILON) * scale
     token = (row * L + at) * H + head
     strength = tl.load(beta + token, mask=here, other=0.0).to(WIDE)
-    place = (chunk * tl.num_programs(2) + row) * H + head
+    place = (chunk * tl.num_programs(0) + row) * H + head
     if BY_FEATURE:
         e = tile(sums, row, head, start, i, n, here, inside, long(L) * H * K, H * K, K)
         wide_keys, wide_queries = keys.to(WIDE), queries.to(WIDE)

@@ -43,8 +43,8 @@ def pass_states(
 ):
     """states (chunks, R, H, V, K): before chunks. u_out (R, L, H, V). final, initial (R, H, K, V). k: with decays by
     feature those that are left at the end, of each value head."""
-    head, row = tl.program_id(1), tl.program_id(2).to(tl.int64)
-    i, n, m = tl.arange(0, C), tl.arange(0, BK), tl.program_id(0) * BV + tl.arange(0, BV)
+    row, head = tl.program_id(0).to(tl.int64), tl.program_id(1)
+    i, n, m = tl.arange(0, C), tl.arange(0, BK), tl.program_id(2) * BV + tl.arange(0, BV)
     inside, wanted = n < K, m < V
     whole = wanted[:, None] & inside[None, :]
     of_row = (row * H + head) * K * V + (n[None, :] * V + m[:, None])
@@ -58,7 +58,7 @@ def pass_states(
         start = chunk * C
         at = start + i
         here = at < L
-        place = (chunk * tl.num_programs(2) + row) * H + head
+        place = (chunk * tl.num_programs(0) + row) * H + head
         token = (row * L + at) * H + head
         keys = tile(k, row, key_head, start, i, n, here, inside, k_row, k_tok, K)
         t = tl.load(inverse + place * C * C + (i[:, None] * C + i[None, :]))
@@ -110,12 +110,12 @@ def outputs(
     BV: tl.constexpr,
 ):
     """q: with decays by feature the queries that read the state, of each value head."""
-    chunk, head, row = tl.program_id(0) % chunks, tl.program_id(1), tl.program_id(2).to(tl.int64)
-    i, n, m = tl.arange(0, C), tl.arange(0, BK), tl.program_id(0) // chunks * BV + tl.arange(0, BV)
+    row, head, chunk = tl.program_id(0).to(tl.int64), tl.program_id(1), tl.program_id(2) % chunks
+    i, n, m = tl.arange(0, C), tl.arange(0, BK), tl.program_id(2) // chunks * BV + tl.arange(0, BV)
     start, inside, wanted = chunk * C, n < K, m < V
     at = start + i
     here = at < L
-    place = (chunk * tl.num_programs(2) + row) * H + head
+    place = (chunk * tl.num_programs(0) + row) * H + head
     whole = wanted[:, None] & inside[None, :]
     state = tl.load(states + place * V * K + (m[:, None] * K + n[None, :]), mask=whole, other=0.0)
     if BY_FEATURE:
@@ -171,8 +171,8 @@ def pass_back(
 ):
     """after (chunks, R, H, V, K): gradients of states after chunks. dx_out (R, L, H, V). dinitial, dfinal (R, H, K,
     V). q, k: with decays by feature queries that read the state and keys as they are left, of each value head."""
-    head, row = tl.program_id(1), tl.program_id(2).to(tl.int64)
-    i, n, m = tl.arange(0, C), tl.arange(0, BK), tl.program_id(0) * BV + tl.arange(0, BV)
+    row, head = tl.program_id(0).to(tl.int64), tl.program_id(1)
+    i, n, m = tl.arange(0, C), tl.arange(0, BK), tl.program_id(2) * BV + tl.arange(0, BV)
     inside, wanted = n < K, m < V
     whole = wanted[:, None] & inside[None, :]
     of_row = (row * H + head) * K * V + (n[None, :] * V + m[:, None])
@@ -187,7 +187,7 @@ def pass_back(
         start = chunk * C
         at = start + i
         here = at < L
-        place = (chunk * tl.num_programs(2) + row) * H + head
+        place = (chunk * tl.num_programs(0) + row) * H + head
         token = (row * L + at) * H + head
         matrix = place * C * C + (i[:, None] * C + i[None, :])
         keys = tile(k, row, key_head, start, i, n, here, inside, k_row, k_tok, K)
