@@ -85,8 +85,8 @@ def test_the_same_bits_as_without(ranks, case):
 
 
 def order_of_work(rank: int, world: int, sharding: int) -> list[str]:
-    """What happens in two steps, in order: f forward of a segment, b its backward, l gradients of a bucket leave, c they
-    have come, u its matrices are updated, w its weights go, a they arrive."""
+    """What happens in two steps, in order: f forward of a segment, b its backward, l gradients of a bucket leave, c
+    they have come, u its matrices are updated, w its weights go, a they arrive."""
     run, state = made(rank, world, "llama", {"sharding": sharding}, {})
     events = list[str]()
 
@@ -108,9 +108,9 @@ def order_of_work(rank: int, world: int, sharding: int) -> list[str]:
 
 @pytest.mark.parametrize("sharding", [1, 3])
 def test_work_lies_between_exchanges(ranks, sharding):
-    """Of the last micro-batch, gradients of a bucket leave before backward of the next but one. A bucket's gradients are
-    waited for when its update begins, the first layers' after another update. Weights of each bucket go before the next
-    is updated, and arrive after it; those of the last one when forward has begun, before it comes to them."""
+    """Of the last micro-batch, gradients of a bucket leave before backward of the next but one. A bucket's gradients
+    are waited for when its update begins, the first layers' after another update. Weights of each bucket go before the
+    next is updated, and arrive after it; those of the last one when forward has begun, before it comes to them."""
     for events in ranks.run(f"{HERE}:order_of_work", 2, sharding):
         text = "".join(events)
         buckets = text.count("w") // 2
