@@ -14,10 +14,10 @@ keeps both sums; the sums of a group's programs are added up in one order.
 
 States before chunks, and gradients of those after, are stored in the dtype of x, in which matmuls read them: with
 chunks of 64 tokens of 64 features and states of 128, they are most of what moves. For 32,768 tokens, 80 heads and 8
-groups in bf16: forward 1.8 GB (x and y 0.7, states 1.3 written and read, B and C 0.1 each, read from the L2 cache by
-the heads of a group), backward 3.9 GB (gradients of states 1.3 more, x, dy and dx 1.3, sums of B's and C's gradients
-0.5). On an H200 (4.8 TB/s) that takes 0.4 and 0.8 ms; matmuls, 0.10 and 0.32 TFLOP, 0.1 and 0.3 ms. What both do not
-contain is the latency of the passes: 512 chunks, one after another.
+groups in bf16: forward 2.1 GB (x read twice and y 1.0, states 0.7 written and read, B and C 0.2 each time, from the L2
+cache for the heads of a group), backward 5.2 GB (x, dy and dx 2.1, states 0.7 three times, their gradients twice). On
+an H200 (4.8 TB/s) that takes 0.4 and 1.1 ms; matmuls, 0.10 and 0.35 TFLOP, 0.1 and 0.35 ms. What both do not contain is
+the latency of the passes: 512 chunks, one after another.
 """
 
 from __future__ import annotations
