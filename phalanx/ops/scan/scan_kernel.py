@@ -14,9 +14,9 @@ keeps both sums; the sums of a group's programs are added up in one order.
 
 States before chunks, and gradients of those after, are stored in the dtype of x, in which matmuls read them: with
 chunks of 64 tokens of 64 features and states of 128, they are most of what moves. For 32,768 tokens, 80 heads and 8
-groups in bf16: forward 2.1 GB (x read twice and y 1.0, states 0.7 written and read, B and C 0.2 each time, from the L2
-cache for the heads of a group), backward 5.2 GB (x, dy and dx 2.1, states 0.7 three times, their gradients twice). On
-an H200 (4.8 TB/s) that takes 0.4 and 1.1 ms; matmuls, 0.10 and 0.35 TFLOP, 0.1 and 0.35 ms. What both do not contain is
+groups in bf16: forward 2.5 GB (x read twice and y 1.0, states 1.3 written and read, B and C 0.2, from the L2 cache for
+the heads of a group), backward 5.0 GB (x, dy and dx 2.0, states 1.3, their gradients 1.3, gradients of B and C 0.3). On
+an H200 (4.8 TB/s) that takes 0.5 and 1.0 ms; matmuls, 0.10 and 0.35 TFLOP, 0.1 and 0.35 ms. What both do not contain is
 the latency of the passes: 512 chunks, one after another.
 """
 
