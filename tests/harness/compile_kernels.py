@@ -230,7 +230,19 @@ def deltas(wide: dict, forms: tuple[bool, ...]) -> list[tuple]:
     t = DELTA_TILES[0]
     tokens = dict.fromkeys(("dy", "q", "k", "v", "y", "dq", "dk", "dv", "u_in", "u_out", "dx_out"), BF)
     kept = dict.fromkeys(("inverse", "weights", "states", "before", "after"), BF)
-    wides = ("decay", "beta", "sums", "passed", "passed_out", "initial", "final", "dinitial", "dfinal", "of_reads")
+    wides = (
+        "decay",
+        "beta",
+        "sums",
+        "passed",
+        "passed_out",
+        "initial",
+        "final",
+        "dinitial",
+        "dfinal",
+        "of_reads",
+        "of_inside",
+    )
     known = dict(scale="fp32", numbers="*i64", **tokens, **kept, **dict.fromkeys((*wides, "ddecay", "dbeta"), "*fp32"))
     how = dict(NORMALIZE=True, EPSILON=1e-6, DOCUMENTS=True)
     for by_feature in forms:
@@ -288,7 +300,7 @@ def scans(wide: dict) -> list[tuple]:
     found.append((conv1d_kernel._backward, backward, how))
     wides = ("dt", "a", "sums", "reaches", "lefts", "passed", "passed_out", "initial", "final", "dfinal", "dinitial")
     known = dict.fromkeys(("x", "b", "c", "d", "y", "dy", "dx", "before", "after"), BF) | dict(numbers="*i64")
-    known |= dict.fromkeys((*wides, "ddt", "dlogs_out", "db", "dc", "da", "dd"), "*fp32")
+    known |= dict.fromkeys((*wides, "ddt", "asked", "asked_out", "db", "dc", "da", "dd"), "*fp32")
     chunk = dict(H=128, Q=scan_kernel.CHUNK, DOCUMENTS=True, **wide)
     shape = dict(P=64, N=128, EACH=16, ELEMENT=tl.bfloat16, BP=64, BN=128, **chunk)
     of_states = {name: shape[name] for name in shape if name != "DOCUMENTS"} | dict(BN=scan_kernel.STATES)

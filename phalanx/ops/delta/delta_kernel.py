@@ -277,7 +277,8 @@ class DeltaKernels:
     def by_head(self, call: DeltaChunks, b: DeltaBuffers) -> tuple[Tensor, Tensor]:
         s = call.inputs
         dq, dk = (torch.empty(t.shape, dtype=t.dtype, device=t.device) for t in (s.q, s.k))
-        u, of_reads = call.like(*s.v.shape), call.empty(*s.beta.shape)
+        u = call.like(*s.v.shape)
+        of_reads, of_inside = (call.empty(*s.beta.shape) for _ in range(2))
         strides = call.strides(call.q, call.k)
         how = dict(V=call.width, BV=call.block(self.tiles.grads), **call.how, **call.arithmetic)
         how |= dict(num_warps=self.tiles.grad_warps, num_stages=call.stages(self.tiles.grad_stages))
@@ -295,8 +296,8 @@ class DeltaKernels:
             b.before,
             u,
             of_reads,
+            of_inside,
             b.dv,
-            b.ddecay,
             b.dbeta,
             s.scale,
             call.length,
@@ -319,6 +320,7 @@ class DeltaKernels:
             b.after,
             u,
             of_reads,
+            of_inside,
             dq,
             dk,
             b.dv,

@@ -119,6 +119,7 @@ def grads_by_feature(
     dp = tl.where(seen, dp, 0.0) * (of_query * scale)[:, None] * of_key[None, :]
     da = tl.where(seen, da, 0.0) * of_key[:, None] * of_key[None, :]
     own_weight = tl.sum(tl.where(i[:, None] == i[None, :], dp, 0.0), 1)
+    tl.debug_barrier()  # T, which other threads of the program may still read, is overwritten below
     tl.store(weights + matrices + (i[:, None] * C + i[None, :]), dp.to(ELEMENT))
     tl.store(inverse + matrices + (i[:, None] * C + i[None, :]), (da * strength[:, None]).to(ELEMENT))
     tl.debug_barrier()  # what other threads of the program stored is read below

@@ -23,8 +23,8 @@ def value_grads(
     before,
     u_out,
     of_reads,
+    of_inside,
     dv,
-    ddecay,
     dbeta,
     scale,
     L,
@@ -50,7 +50,7 @@ def value_grads(
 ):
     """Gradients of values, beta and the matmuls inside chunks: a program has a chunk of a value head. dv (R, L, H, V)
     comes as dx; inverse and weights come as T and P, and leave as the gradients of A and P, to be read along and
-    across. u_out (R, L, H, V): u. ddecay, of_reads (R, L, H): of the gradients of decays, what comes from inside
+    across. u_out (R, L, H, V): u. of_inside, of_reads (R, L, H): of the gradients of decays, what comes from inside
     chunks, and what keys that read states have. before (chunks, R, H, V, K)."""
     row, head, chunk = tl.program_id(0).to(tl.int64), tl.program_id(1), tl.program_id(2)
     start = chunk * C
@@ -103,10 +103,11 @@ def value_grads(
     dstrength += tl.sum(both, 1)
     dp = tl.where(seen, dp, 0.0)
     both = both * strength[:, None] + tl.where(earlier, dp * tl.load(weights + matrix).to(WIDE), 0.0)
+    tl.debug_barrier()  # T and P, which other threads of the program may still read, are overwritten below
     tl.store(weights + matrix, (dp * between * (of_query * scale)[:, None]).to(ELEMENT))
     tl.store(inverse + matrix, (da * strength[:, None]).to(ELEMENT))
     tl.store(of_reads + token, of_read, mask=here)
-    tl.store(ddecay + token, tl.sum(both, 1) - tl.sum(both, 0) - of_read, mask=here)
+    tl.store(of_inside + token, tl.sum(both, 1) - tl.sum(both, 0) - of_read, mask=here)
     tl.store(dbeta + token, dstrength, mask=here)
 
 
@@ -126,6 +127,7 @@ def key_grads(
     after,
     u_in,
     of_reads,
+    of_inside,
     dq,
     dk,
     dv,
@@ -187,7 +189,7 @@ def key_grads(
         keys = tile(k, row, group, start, i, n, here, inside, k_row, k_tok, K)
         of_query = tl.sum(dqueries * queries.to(WIDE), 1) - along_queries
         of_write = tl.sum(dkeys * keys.to(WIDE), 1) - along_keys + tl.load(of_reads + token, mask=here, other=0.0)
-        of_logs = tl.load(ddecay + token, mask=here, other=0.0) + of_query - of_write
+        of_logs = tl.load(of_inside + token, mask=here, other=0.0) + of_query - of_write
         # A logarithm counts in the sums of its document's later tokens, and in what is left at the end.
         own, _ = documents_at(numbers, row, start, at, here, L, DOCUMENTS)
         seen = (i[None, :] <= i[:, None]) & (own[None, :] == own[:, None])

@@ -270,7 +270,7 @@ def _query_grads(
     sums,
     reaches,
     before,
-    dlogs_out,
+    asked_out,
     dc,
     L,
     x_row,
@@ -292,7 +292,7 @@ def _query_grads(
     BP: tl.constexpr,
     BN: tl.constexpr,
 ):
-    """dc (R, L, programs of a row and chunk, N); dlogs_out (R, L, H): of the gradients of decays, what comes from
+    """dc (R, L, programs of a row and chunk, N); asked_out (R, L, H): of the gradients of decays, what comes from
     outputs. Program 1 of the grid: TOGETHER heads of a group, the `parts` of a group one after another."""
     row, which, chunk = tl.program_id(0).to(tl.int64), tl.program_id(1), tl.program_id(2)
     group, part = which // parts, which % parts
@@ -329,7 +329,7 @@ def _query_grads(
             earlier = i[None, :] < i[:, None]
             dlogs = tl.sum(tl.where(earlier, tl.cumsum(dscores * scores, 0, reverse=True), 0.0), 1)
             dlogs += tl.sum(tl.where(earlier, 0.0, of_read[None, :]), 1)
-            tl.store(dlogs_out + token, dlogs, mask=here)
+            tl.store(asked_out + token, dlogs, mask=here)
     to = ((row * L + at)[:, None] * tl.num_programs(1) + which) * N + n[None, :]
     tl.store(dc + to, dqueries, mask=here[:, None] & (n < N)[None, :])
 
@@ -349,6 +349,7 @@ def _key_grads(
     passed,
     before,
     after,
+    asked,
     dx,
     ddt,
     db,
@@ -375,8 +376,8 @@ def _key_grads(
     BP: tl.constexpr,
     BN: tl.constexpr,
 ):
-    """after: gradients of the states after chunks. db as dc above; da, dd (chunks, R, H). ddt (R, L, H) comes as what
-    _query_grads has left. Products of tokens are those of the readers transposed, computed so: on Hopper some versions
+    """after: gradients of the states after chunks. db as dc above; da, dd (chunks, R, H); asked (R, L, H):
+    from _query_grads. Products of tokens are those of the readers transposed, computed so: on Hopper some versions
     of Triton give wrong matmuls whose left operand is another one's result, transposed
     (fla-org/flash-linear-attention#640)."""
     row, which, chunk = tl.program_id(0).to(tl.int64), tl.program_id(1), tl.program_id(2)
@@ -416,7 +417,7 @@ def _key_grads(
             dscores = _dot(values * steps[:, None], tl.trans(above), ELEMENT, WIDE) * between
             dkeys += _dot(dscores, queries, ELEMENT, WIDE)
             at_end = tl.sum(tl.where(i[None, :] < i[:, None], of_end[None, :], 0.0), 1) + of_state
-            dlogs = tl.load(ddt + token, mask=here, other=0.0) + tl.where((own == last) & here, at_end, 0.0)
+            dlogs = tl.load(asked + token, mask=here, other=0.0) + tl.where((own == last) & here, at_end, 0.0)
             tl.store(ddt + token, dlogs * tl.load(a + head).to(WIDE) + tl.sum(du * values, 1), mask=here)
             tl.store(da + place, tl.sum(dlogs * steps, 0))
             du *= steps[:, None]
@@ -558,7 +559,8 @@ def scan_backward(dy: Tensor, dstate: Tensor | None, s: ScanInputs, before: Tens
     of_group = call.heads // call.groups
     together = min(HEADS, of_group)
     parts = -(-of_group // together)
-    dx, ddt = torch.empty(s.x.shape, dtype=s.x.dtype, device=s.x.device), call.empty(*call.dt.shape)
+    dx = torch.empty(s.x.shape, dtype=s.x.dtype, device=s.x.device)
+    asked, ddt = (call.empty(*call.dt.shape) for _ in range(2))
     db, dc = (call.empty(call.rows, call.length, call.groups * parts, call.state) for _ in range(2))
     da, dd = (call.empty(call.chunks, call.rows, call.heads) for _ in range(2))
     grid = (call.rows, call.groups * parts, call.chunks)
@@ -574,7 +576,7 @@ def scan_backward(dy: Tensor, dstate: Tensor | None, s: ScanInputs, before: Tens
         call.sums,
         call.reaches,
         before,
-        ddt,
+        asked,
         dc,
         call.length,
         *strides,
@@ -595,6 +597,7 @@ def scan_backward(dy: Tensor, dstate: Tensor | None, s: ScanInputs, before: Tens
         call.passed,
         before,
         after,
+        asked,
         dx,
         ddt,
         db,
