@@ -1,7 +1,7 @@
 """Compile every Triton kernel for sm_90 without a GPU.
 
-`python -m tests.harness.compile_kernels [PART PARTS]` prints a line for each (of a part). None of them may have a
-matmul whose left operand is another one's result, transposed in registers: on Hopper, Triton from 3.4 to 3.7.0 gives
+`python -m tests.harness.compile_kernels [layouts|whole [PART PARTS]]` prints a line for each (of a part). None may have
+a matmul whose left operand is another one's result, transposed in registers: on Hopper, Triton from 3.4 to 3.7.0 gives
 wrong ones (fla-org/flash-linear-attention#640).
 """
 
@@ -17,8 +17,9 @@ os.environ.pop("TRITON_INTERPRET", None)
 
 import torch
 import triton
+from triton._C.libtriton import ir
 from triton.backends.compiler import GPUTarget
-from triton.compiler import ASTSource
+from triton.compiler import ASTSource, make_backend
 
 from phalanx.comm import small_kernel, sum_kernel
 from phalanx.ops.attention import join_kernel, largest_scores_kernel, paged_kernel, store_kernel
@@ -63,6 +64,7 @@ from phalanx.ops.scan import conv1d_kernel, gated_norm_kernel, norm_gate_kernel,
 from phalanx.ops.scan.step import TILES as STEP_TILES
 
 BF = "*bf16"
+TARGET = GPUTarget("cuda", 90, 32)
 
 
 def aligned(names: list[str], types: dict) -> dict:
@@ -718,17 +720,32 @@ def experts(wide: dict) -> list[tuple]:
     return found
 
 
-def chosen(which: str = "often", part: str = "0", parts: str = "1") -> list[tuple]:
-    """Every `parts`-th of them from number `part` on. often: each kernel in one form. seldom: in its others, and those
-    that take long."""
+def chosen(which: str, part: str, parts: str) -> list[tuple]:
+    """Every `parts`-th of them from number `part` on. layouts: each kernel in one form. whole: in all of them, and
+    those that take long."""
     import triton.language as tl
 
-    once = {kernel[0].fn: kernel for kernel in reversed(kernels())}
-    often = list(once.values())
-    forms = often
-    if which == "seldom":
-        forms = [kernel for kernel in kernels() if kernel not in often] + deltas({"WIDE": tl.float32}, (True,))
-    return forms[int(part) :: int(parts)]
+    found = kernels()
+    if which == "layouts":
+        found = list({kernel[0].fn: kernel for kernel in reversed(found)}.values())
+    else:
+        found += deltas({"WIDE": tl.float32}, (True,))
+    return found[int(part) :: int(parts)]
+
+
+def with_layouts(source: ASTSource, options: dict) -> str:
+    """The first third of compiling, which most mistakes do not survive: types are inferred, loops pipelined, layouts
+    chosen. What is left is LLVM's and ptxas's."""
+    backend, context = make_backend(TARGET), ir.context()
+    parsed = backend.parse_options(options)
+    ir.load_dialects(context)
+    backend.load_dialects(context)
+    made = source.make_ir(TARGET, parsed, backend.get_codegen_implementation(parsed), backend.get_module_map(), context)
+    stages: dict = {}
+    backend.add_stages(stages, parsed, source.language)
+    for stage in ("ttir", "ttgir"):
+        made = stages[stage](made, {})
+    return str(made)
 
 
 def crossed(ttgir: str) -> str | None:
@@ -750,14 +767,16 @@ def crossed(ttgir: str) -> str | None:
 
 
 if __name__ == "__main__":
-    for kernel, signature, constants, *options in chosen(*sys.argv[1:]):
+    which, *parts = sys.argv[1:] or ["whole"]
+    for kernel, signature, constants, *options in chosen(which, *(parts or ("0", "1"))):
         types = {**signature, **dict.fromkeys(constants, "constexpr")}
-        made = triton.compile(
-            ASTSource(kernel, types, constants, aligned(kernel.arg_names, types)),
-            target=GPUTarget("cuda", 90, 32),
-            options=dict(*options),
-        )
-        wrong = crossed(made.asm["ttgir"])
+        source = ASTSource(kernel, types, constants, aligned(kernel.arg_names, types))
+        if which == "layouts":
+            ttgir, size = with_layouts(source, dict(*options)), ""
+        else:
+            made = triton.compile(source, target=TARGET, options=dict(*options))
+            ttgir, size = made.asm["ttgir"], f", {len(made.asm['cubin'])} bytes"
+        wrong = crossed(ttgir)
         if wrong:
             sys.exit(f"{kernel.fn.__name__} has a matmul that some versions of Triton miscompile: {wrong[:300]}")
-        print(f"{kernel.fn.__name__}: sm_90, {len(made.asm['cubin'])} bytes")
+        print(f"{kernel.fn.__name__}: sm_90{size}")

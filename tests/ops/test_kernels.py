@@ -230,15 +230,15 @@ def test_auto_is_the_reference_on_the_cpu():
 
 
 @pytest.mark.parametrize("part", "012")
-@pytest.mark.parametrize("which", ["often", pytest.param("seldom", marks=pytest.mark.soak)])
+@pytest.mark.parametrize("which", ["layouts", pytest.param("whole", marks=pytest.mark.soak)])
 def test_kernels_compile_for_hopper(which, part):
-    """Ahead of time, without a GPU: each kernel to a cubin for sm_90 (in a process of its own: here triton
-    interprets). In parts, since all of them take two minutes where Triton's cache is empty."""
+    """Ahead of time, without a GPU (in a process of its own: here triton interprets): each kernel until layouts are
+    chosen, in make soak to a cubin for sm_90, in all its forms. None has a matmul that Triton miscompiles there."""
     done = subprocess.run(
         [sys.executable, "-m", "tests.harness.compile_kernels", which, part, "3"],
         capture_output=True,
         text=True,
-        timeout=280,
+        timeout=280 if which == "layouts" else 900,
     )
     assert done.returncode == 0, done.stderr[-2000:]
     assert done.stdout.count("sm_90") >= 6, done.stdout
