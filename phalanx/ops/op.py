@@ -383,9 +383,11 @@ def refused(ops: Sequence[Op], device: torch.device, dtype: torch.dtype) -> dict
     x = torch.empty(0, dtype=dtype, device=device)
     pairs = [(op, made) for op in ops for made in op.choices if made.checked and made.runs_on(x)]
 
+    index = torch.cuda.current_device() if device.type == "cuda" and device.index is None else device.index
+
     def compare(pair: tuple[Op, Implementation]) -> Checked:
         if device.type == "cuda":
-            torch.cuda.set_device(device)
+            torch.cuda.set_device(index)  # each thread has its own
         with torch.autograd.set_multithreading_enabled(False):  # backward of all would otherwise wait in one thread
             return first_right(*pair, device, dtype)
 
