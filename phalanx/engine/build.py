@@ -167,12 +167,14 @@ def build_model(plan: Plan, mesh: Mesh) -> Model:
     if isinstance(plan.objective, EmbeddingObjective) and mesh.device.type == "cuda":
         mesh.prepare_hosts()
 
+    of_buckets = buffers.handlers()
+
     def ready(i: Ready) -> None:
-        buffers.flat[i.bucket].storage.ready()
+        of_buckets[Ready](i)
         if fp8 is not None:
             fp8.refresh(i.bucket)
 
-    handlers: dict[type, Callable[[Any], None]] = {**stages.handlers(), **buffers.handlers(), Ready: ready}
+    handlers: dict[type, Callable[[Any], None]] = {**stages.handlers(), **of_buckets, Ready: ready}
     if plan.leaves:
         handlers[Backward] = in_order(stages.backward, buffers)
         handlers[WeightGrad] = in_order(stages.weight_grad, buffers)
