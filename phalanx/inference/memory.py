@@ -224,8 +224,8 @@ NO_DRAFTS = DraftRoom()
 
 def row_bytes(limits: MemoryLimits, vocabulary: int, drafts: DraftRoom = NO_DRAFTS, states: int = 0) -> int:
     """Bytes that an engine keeps on a rank beside pages: the last token of each sequence, its drafts, the `states` of
-    recurrent layers (bytes of one; those of prefixes too, and room for one that nobody has), and where tokens are drawn, counts of
-    those of the vocabulary for penalties (if one asks for them)."""
+    recurrent layers (bytes of one; those of prefixes too, and room for one that nobody has), and where tokens are
+    drawn, counts of those of the vocabulary for penalties (if one asks for them)."""
     token = torch.int64.itemsize
     each = token * (1 + drafts.tokens) + vocabulary * COUNT_BYTES + drafts.states
     return limits.most_sequences * each + limits.states * states

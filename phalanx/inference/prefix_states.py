@@ -1,5 +1,5 @@
-"""States of prefixes: what recurrent layers kept after a full page of a prompt, so that a prompt with the same beginning
-goes on from there. On the host and without a device, as pages are (inference/pages.py).
+"""States of prefixes: what recurrent layers kept after a full page of a prompt, so that a prompt with the same
+beginning goes on from there. On the host and without a device, as pages are (inference/pages.py).
 
 A state is large and is in a sequence's row at its last token alone, so it is copied at few places: after the last full
 page of a prompt, and where a prompt ends to be like one before it. A piece of the prompt ends at each of these, and the

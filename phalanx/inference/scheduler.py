@@ -325,12 +325,14 @@ class LiveSequence:
 
 @dataclass(frozen=True)
 class PromptPiece:
-    """Tokens of a prompt, or of a sequence that is computed anew, that are in a step. samples: they are the last."""
+    """Tokens of a prompt, or of a sequence that is computed anew, that are in a step. samples: they are the last;
+    taken: of the tokens that the step has room for."""
 
     sequence: LiveSequence
     first: int
     count: int
     samples: bool
+    taken: int
 
 
 class Scheduler:
@@ -431,7 +433,7 @@ class Scheduler:
         rows = self._decoding(preempted)
         firsts = self._next[rows]
         pieces = self._pieces(self.spec.most_tokens - len(rows), admit=not preempted)
-        budget = self.spec.most_tokens - len(rows) - sum(piece.count for piece in pieces)
+        budget = self.spec.most_tokens - len(rows) - sum(piece.taken for piece in pieces)
         extra = self._with_drafts(rows, drafts, budget) if drafts else {}
         step = self._assemble(rows, firsts, pieces, extra, (tuple(preempted), tuple(finished)))
         self._next[rows] += 1
@@ -515,7 +517,7 @@ class Scheduler:
             piece = self._piece(sequence, budget)
             if piece is not None:
                 pieces.append(piece)
-                budget -= piece.count
+                budget -= piece.taken
                 read += source
             if self._ends_at_image(sequence):
                 break  # what is left of the budget would give pages that it needs to those who come after it
@@ -535,14 +537,16 @@ class Scheduler:
         places = (int(pages.filled[row]) + pages.available()) * size - first
         if places <= 0:
             return None
-        stop = first + min(budget, total - first, places)
-        stop = min((place for place in sequence.leaves if first < place < stop), default=stop)
-        count = sequence.between_images(stop) - first
+        whole = sequence.between_images(first + min(budget, total - first, places))
+        stop = min((place for place in sequence.leaves if first < place < whole), default=whole)
+        count = stop - first
         if count <= 0:
             return None
-        if first + count in sequence.leaves:
-            self._leaving.append((row, self._keys(sequence, (first + count) // size)[-1]))
-        more = pages_of(first + count, size) - int(pages.filled[row])
+        if stop in sequence.leaves:
+            self._leaving.append((row, self._keys(sequence, stop // size)[-1]))
+        # what is computed in the next step, because a state is to be left before it, has its pages now, and its part of
+        # this step's tokens unless it is the rest: nobody who comes after it may have either
+        more = pages_of(whole, size) - int(pages.filled[row])
         if more > 0:
             pages.extend(row, more)
         self._next[row] = first + count
@@ -557,7 +561,7 @@ class Scheduler:
                 self._pending[row] += 1
                 self._turn[row] = self._scheduled + self.spec.in_flight
                 self._decodes[row] = True
-        return PromptPiece(sequence, first, count, samples)
+        return PromptPiece(sequence, first, count, samples, count if whole == total else whole - first)
 
     def _head(self) -> LiveSequence | None:
         """Who is admitted next, if a row is free."""

@@ -1,6 +1,6 @@
-"""Blocks of Qwen2.5-VL, Qwen3-VL and Qwen3.5: a vision tower whose squares of patches become features, and a decoder that
-has them in place of image tokens, in one chain. Qwen3-VL's first layers of the text also get what some layers of the tower
-have made (DeepStack), which travels beside the hidden states until then.
+"""Blocks of Qwen2.5-VL, Qwen3-VL and Qwen3.5: a vision tower whose squares of patches become features, and a decoder
+that has them in place of image tokens, in one chain. Qwen3-VL's first layers of the text also get what some layers of
+the tower have made (DeepStack), which travels beside the hidden states until then.
 
     patches ─▶ tower's layers ──hidden, deep 0, deep 1──▶ merger and embedding of the text ──hidden, deep 0, deep 1──▶
     layer 0 ──hidden, deep 1──▶ layer 1 ──hidden──▶ layer 2 ...

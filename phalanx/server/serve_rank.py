@@ -41,9 +41,10 @@ class ServeOptions:
     """weights: a Hugging Face folder or a checkpoint's. name: that clients ask for. sequences: generated at once;
     queue: that run or wait at once. length: of a sequence; None: the model's positions. memory_gib: for what is
     remembered, on each rank. drain_seconds: for running requests when the server is to stop. drafts: of tokens, which
-    the model checks several at a time. prefix_states: of prompts' beginnings that recurrent layers keep. adapters: folders of LoRA adapters,
-    by the names of the models that they make. pooling: of a model whose folder does not say how embeddings are made. passages: what is looked up for
-    prompts, and the file of the template that puts it there."""
+    the model checks several at a time. prefix_states: of prompts' beginnings that recurrent layers keep. adapters:
+    folders of LoRA adapters, by the names of the models that they make. pooling: of a model whose folder does not say
+    how embeddings are made. passages: what is looked up for prompts, and the file of the template that puts it
+    there."""
 
     weights: str
     name: str

@@ -1,5 +1,5 @@
-"""Qwen2.5-VL, Qwen3-VL and Qwen3.5 against transformers: logits, loss and every gradient in float64 at several layouts, from
-images of several sizes; positions by rows and columns; folders in both directions."""
+"""Qwen2.5-VL, Qwen3-VL and Qwen3.5 against transformers: logits, loss and every gradient in float64 at several layouts,
+from images of several sizes; positions by rows and columns; folders in both directions."""
 
 from __future__ import annotations
 
