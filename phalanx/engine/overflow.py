@@ -42,7 +42,9 @@ def _watched(model: Model) -> list[tuple[int, Module]]:
     """This rank's layers that keep states, with their numbers in the names of tensors."""
     segments, first = model.plan.segments, model.plan.run.model.embedding_block + 1
     blocks = [pair for (stage, number), made in model.blocks.items() for pair in zip(segments[stage][number], made)]
-    return [(number - first, module) for number, block in sorted(blocks, key=itemgetter(0)) for module in block.keeping()]
+    return [
+        (number - first, module) for number, block in sorted(blocks, key=itemgetter(0)) for module in block.keeping()
+    ]
 
 
 def _first(model: Model, found: Sequence[tuple[int, OverflowPlace]]) -> tuple[int, OverflowPlace | None]:
