@@ -18,6 +18,9 @@ RANKS = click.option(
     metavar="N",
     help="Number of ranks (default: all GPUs; on a CPU what the layout needs).",
 )
+FORWARD_RANKS = click.option(
+    "--ranks", type=int, default=None, metavar="N", help="Number of ranks (default: what the layout needs)."
+)
 JSON = click.option("--json", "out", type=click.Path(dir_okay=False), default=None, help="Write the figures here too.")
 
 

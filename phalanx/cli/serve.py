@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import asdict, replace
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
@@ -10,7 +10,7 @@ import click
 
 from phalanx.cli.completion import configs
 from phalanx.cli.generate import check_length, check_speculation
-from phalanx.cli.options import ADAPTERS, OVERRIDES, RANKS, SPECULATE
+from phalanx.cli.options import ADAPTERS, FORWARD_RANKS, OVERRIDES, SPECULATE
 from phalanx.cli.passages import lookup_of, takes_passages
 from phalanx.cli.verbs import ConfigVerb
 from phalanx.inference.overrides import refuse_others
@@ -66,7 +66,7 @@ POSITIVE = click.IntRange(min=1)
 @takes_passages
 @SPECULATE
 @ADAPTERS
-@RANKS
+@FORWARD_RANKS
 def serve(checkpoint: str, overrides: tuple[str, ...], ranks: int | None, name: str | None, **options: Any) -> None:
     """Serve CHECKPOINT to OpenAI's clients and to browsers: a run folder (its newest), a checkpoint, or a Hugging Face
     folder. SIGTERM or Ctrl-C lets running requests end.
@@ -92,7 +92,6 @@ def serve(checkpoint: str, overrides: tuple[str, ...], ranks: int | None, name: 
         check_generates,
         refuse_sound,
         run_of_folder,
-        weights_alone,
         weights_folder,
         without_data,
     )
@@ -119,10 +118,7 @@ def serve(checkpoint: str, overrides: tuple[str, ...], ranks: int | None, name: 
     loaded = read(None, overrides, base, f"the model of {checkpoint}")
     if loaded.run is not None:
         with_adapters(loaded.run, options["adapters"])  # what is wrong with them is said before ranks start
-        layout = loaded.run.layout
-        ranks = ranks or max(1, layout.tp * layout.cp * layout.pp)
-        loaded = replace(loaded, run=weights_alone(loaded.run, ranks))
-    ready = prepare_loaded(loaded, ranks)
+    ready = prepare_loaded(loaded, ranks, forward=True)
     check_length("--length", options["length"], ready.run.model.max_position_embeddings)
     check_speculation(ready.run, ready.ranks, options["speculate"])
     check_prefix_states(ready.run.model, options["prefix_states"])

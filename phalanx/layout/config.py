@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 from typing import Literal
 
@@ -79,6 +80,11 @@ class LayoutConfig:
     (such as those of a node), by their patches. 1: each data-parallel rank computes its own images, however large."""
     bucket_mb: int = 100
     """Gradients are reduced in buckets of about this many MiB, while backward still runs."""
+
+    @property
+    def least_ranks(self) -> int:
+        """The smallest world that the layout fits: one data-parallel rank, or as many as the experts' sizes need."""
+        return max(1, self.pp * math.lcm(self.tp * self.cp, self.ep * self.etp))
 
     @property
     def dp_copies(self) -> Literal["auto", "on", "off"]:

@@ -2837,6 +2837,13 @@ def test_sizes_that_are_offered_are_those_of_the_ranks(others):
     assert len(found) == 3 and all(p.valid and set(p.valid) <= {1, 2} for p in found)
 
 
+def test_sizes_that_are_offered_where_the_ranks_follow_the_layout():
+    """Nobody asked for 7 ranks: with tp=6 there are 6."""
+    heads = ["model.num_attention_heads=24", "model.num_key_value_heads=6", "model.hidden_size=384", "layout.tp=7"]
+    found = check(load_run(None, heads, BASE), replace(LAPTOP, world_size=7, world_follows=True))
+    assert [p.valid for p in found if p.rule.startswith("must divide num_")] == [(6, 12)] * 2
+
+
 # ---- the machine ---------------------------------------------------------------------------------
 
 

@@ -26,7 +26,6 @@ from ruamel.yaml import YAML
 
 from phalanx.base import tree
 from phalanx.base.errors import ConfigError
-from phalanx.cli.import_config import least_ranks
 from phalanx.cli.main import cli
 from phalanx.cli.setup import all_problems
 from phalanx.config.device_check import Facts
@@ -653,7 +652,7 @@ def written(path: Path, folder: Path, ranks: int | None = None) -> Path:
 def test_the_config_is_accepted_once_the_rest_is_set(path, tmp_path):
     loaded = read(written(path, tmp_path), base=set_by_hand(imported(path)))
     assert loaded.run is not None and not loaded.problems, loaded.problems
-    ranks = least_ranks(loaded.run.layout)
+    ranks = loaded.run.layout.least_ranks
     assert all_problems(loaded, Facts(world_size=ranks, local_ranks=ranks, files=False)) == []
     for key, value in settings(imported(path)).items():  # they are read as they were imported
         place: Any = loaded.run

@@ -106,8 +106,8 @@ def recalled(state: State, pairs: int, length: int) -> float:
 
 
 def test_a_hybrid_learns_to_recall():
-    """Four pairs in a short run. Truth: a guess among all values has a loss of log 96 = 4.6, one among the four that were
-    shown log 4 = 1.4."""
+    """Four pairs in a short run. Truth: a guess among all values has a loss of log 96 = 4.6, one among the four that
+    were shown log 4 = 1.4."""
     _, losses = taught(RECALL["hybrid"], (4,), 120, 96)
     assert np.mean(losses[:5]) > 4.5 and np.mean(losses[-5:]) < np.log(4)
 
