@@ -63,6 +63,8 @@ BUILT_IN: Mapping[str, Mapping[str, str]] = MappingProxyType(
                 "llava": "phalanx.models.llava:FAMILY",
                 "qwen2_5_vl": "phalanx.models.qwen2_5_vl:FAMILY",
                 "qwen3_vl": "phalanx.models.qwen3_vl:FAMILY",
+                "qwen3_5": "phalanx.models.qwen3_5:FAMILY",
+                "qwen3_5_moe": "phalanx.models.qwen3_5_moe:FAMILY",
                 "gemma3": "phalanx.models.gemma3:FAMILY",
                 "whisper": "phalanx.models.whisper:FAMILY",
             }

@@ -43,6 +43,14 @@ POSITIVE = click.IntRange(min=1)
     help="For keys and values, on each rank (default: as much as the sequences can use, or is free).",
 )
 @click.option(
+    "--prefix-states",
+    type=click.IntRange(min=0),
+    default=0,
+    show_default=True,
+    help="States of prompts' beginnings that layers with a scan or linear attention keep, so that prompts which begin "
+    "alike share them; each takes the memory of a sequence.",
+)
+@click.option(
     "--drain-seconds",
     type=click.FloatRange(min=0),
     default=60.0,
@@ -79,6 +87,7 @@ def serve(checkpoint: str, overrides: tuple[str, ...], ranks: int | None, name: 
     from phalanx.evaluation.perplexity import check_folder
     from phalanx.inference.adapters import with_adapters
     from phalanx.inference.embedder import embedder_folder
+    from phalanx.inference.engine import check_prefix_states
     from phalanx.inference.load import (
         check_generates,
         run_of_folder,
@@ -112,6 +121,7 @@ def serve(checkpoint: str, overrides: tuple[str, ...], ranks: int | None, name: 
     ready = prepare_loaded(loaded, ranks, forward=True)
     check_length("--length", options["length"], ready.run.model.max_position_embeddings)
     check_speculation(ready.run, ready.ranks, options["speculate"])
+    check_prefix_states(ready.run.model, options["prefix_states"])
     if options["api_keys"] is not None:
         read_keys(options["api_keys"])
     if ready.placement is None:
@@ -137,7 +147,7 @@ def refuse_with_recordings(options: dict[str, Any]) -> None:
 
 def refuse_without_tokens(options: dict[str, Any]) -> None:
     """UsageError for options that do nothing where no tokens are made."""
-    for name in ("speculate", "adapters", "memory_gib", "index"):
+    for name in ("speculate", "adapters", "memory_gib", "prefix_states", "index"):
         if options[name]:
             option = {"adapters": "adapter"}.get(name, name).replace("_", "-")
             raise click.UsageError(f"--{option} does nothing for a model that makes embeddings")

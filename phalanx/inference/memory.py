@@ -36,6 +36,7 @@ class MemoryLimits:
     cp              of which each rank remembers 1 / cp
     source          rows that an encoder reads, where all sources have as many (recordings); None: a source is as long
                     as a sequence may be
+    prefix_states   states of prefixes that recurrent layers keep, beside those of sequences
     """
 
     most_sequences: int
@@ -44,6 +45,12 @@ class MemoryLimits:
     page_size: int = 16
     cp: int = 1
     source: int | None = None
+    prefix_states: int = 0
+
+    @property
+    def states(self) -> int:
+        """Slots of states: of each sequence, of prefixes, and the one that nobody has (NO_SLOT)."""
+        return 1 + self.most_sequences + self.prefix_states
 
     @property
     def own_page_size(self) -> int:
@@ -229,11 +236,11 @@ NO_DRAFTS = DraftRoom()
 
 def row_bytes(limits: MemoryLimits, vocabulary: int, drafts: DraftRoom = NO_DRAFTS, states: int = 0) -> int:
     """Bytes that an engine keeps on a rank beside pages: the last token of each sequence, its drafts, the `states` of
-    recurrent layers (bytes of one sequence, and room for one that nobody has), and where tokens are drawn, counts of
-    those of the vocabulary for penalties (if one asks for them)."""
+    recurrent layers (bytes of one; those of prefixes too, and room for one that nobody has), and where tokens are
+    drawn, counts of those of the vocabulary for penalties (if one asks for them)."""
     token = torch.int64.itemsize
     each = token * (1 + drafts.tokens) + vocabulary * COUNT_BYTES + drafts.states
-    return limits.most_sequences * each + (limits.most_sequences + 1) * states
+    return limits.most_sequences * each + limits.states * states
 
 
 def keeping(blocks: Sequence[Block]) -> list[Module]:
@@ -247,10 +254,18 @@ def state_bytes(layers: Sequence[Module], dtype: torch.dtype) -> int:
 
 
 def give_states(layers: Sequence[Module], limits: MemoryLimits, dtype: torch.dtype, mesh: Mesh) -> None:
-    """Allocate the states of these layers: a slot for each sequence, after the one that nobody has (NO_SLOT)."""
+    """Allocate the states of these layers: a slot for each sequence, after the one that nobody has (NO_SLOT), and then
+    those of prefixes."""
     for layer in layers:
         if layer.keeps is not None:
-            layer.states = layer.keeps.allocate(1 + limits.most_sequences, dtype, mesh.device, mesh.cp)
+            layer.states = layer.keeps.allocate(limits.states, dtype, mesh.device, mesh.cp)
+
+
+def copy_states(layers: Sequence[Module], sources: Sequence[int], targets: Sequence[int]) -> None:
+    """Copy states from slots to others, of which each is named once."""
+    for layer in layers:
+        for t in () if layer.states is None else (layer.states.states, layer.states.tokens):
+            t[list(targets)] = t[list(sources)]
 
 
 def give_memory(

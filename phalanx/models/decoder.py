@@ -275,7 +275,7 @@ def decoder_blocks(
 
     def last(made: Mapping[str, Parameter]) -> Block:
         if config.headless:
-            return TextStates(env, norm(config, env, f"{config.prefix}model.norm"))
+            return TextStates(env, norm(config, env, f"{config.base}norm"))
         return DecoderHead(config, env, head(config, env, made), normed=make_mtp is not None)
 
     makers: list[BlockMaker] = [lambda made: DecoderEmbedding(config, env)]

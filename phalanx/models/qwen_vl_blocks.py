@@ -1,6 +1,6 @@
-"""Blocks of Qwen2.5-VL and Qwen3-VL: a vision tower whose squares of patches become features, and a decoder that has
-them in place of image tokens, in one chain. Qwen3-VL's first layers of the text also get what some layers of the tower
-have made (DeepStack), which travels beside the hidden states until then.
+"""Blocks of Qwen2.5-VL, Qwen3-VL and Qwen3.5: a vision tower whose squares of patches become features, and a decoder
+that has them in place of image tokens, in one chain. Qwen3-VL's first layers of the text also get what some layers of
+the tower have made (DeepStack), which travels beside the hidden states until then.
 
     patches ─▶ tower's layers ──hidden, deep 0, deep 1──▶ merger and embedding of the text ──hidden, deep 0, deep 1──▶
     layer 0 ──hidden, deep 1──▶ layer 1 ──hidden──▶ layer 2 ...
@@ -16,7 +16,14 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from phalanx.models.decoder import DecoderEmbedding, DecoderLayer, attention, decoder_blocks, head_norm_attention
+from phalanx.models.decoder import (
+    DecoderEmbedding,
+    DecoderLayer,
+    MakeLayer,
+    attention,
+    decoder_blocks,
+    head_norm_attention,
+)
 from phalanx.models.family import BlockMaker
 from phalanx.models.vision_tower import whole_spec
 from phalanx.nn.attention import Attention, AttentionSpec
@@ -287,16 +294,26 @@ def qwen2_5_vl_blocks(config: Any, env: Env) -> Sequence[BlockMaker]:
 
 
 def qwen3_vl_blocks(config: Any, env: Env) -> Sequence[BlockMaker]:
-    base, stacked = "model.visual.", config.vision.deepstack_visual_indexes
-
-    def layer(number: int, made: Mapping[str, Any]) -> Block:
-        place = stacked.index(number) if number in stacked else None
-        return Qwen3VisionLayer(config, env, base, number, place)
+    stacked = config.vision.deepstack_visual_indexes
 
     def text_layer(config: Any, env: Env, number: int) -> Block:
         if number < len(stacked):
             return DeepStackLayer(config, env, number)
         return DecoderLayer(config, env, number, make_attention=head_norm_attention)
+
+    return learned_tower_blocks(config, env, text_layer, stacked)
+
+
+def learned_tower_blocks(
+    config: Any, env: Env, text_layer: MakeLayer, stacked: Sequence[int] = ()
+) -> Sequence[BlockMaker]:
+    """A tower with learned positions before a decoder of such layers. stacked: layers of the tower whose output layers
+    of the text also take."""
+    base = "model.visual."
+
+    def layer(number: int, made: Mapping[str, Any]) -> Block:
+        place = stacked.index(number) if number in stacked else None
+        return Qwen3VisionLayer(config, env, base, number, place)
 
     at = f"{base}merger"
     names = (f"{at}.norm", f"{at}.linear_fc1", f"{at}.linear_fc2")

@@ -224,7 +224,10 @@ class GatedDelta(Module):
         """-> (T, values * value)."""
         by_sequence = (batch.num_sequences, -1)
         inputs = self._inputs(*(t.unflatten(0, by_sequence) for t in (mixed, beta, decay)))
-        return delta_over_ranks(inputs, batch, self.env.axes.cp, self.env.kernels_for(DELTA)).flatten(2).flatten(0, 1)
+        y = delta_over_ranks(inputs, batch, self.env.axes.cp, self.env.kernels_for(DELTA))
+        if self.watch is not None:
+            self.watch.look(y, (mixed, beta, decay), batch, self.first)
+        return y.flatten(2).flatten(0, 1)
 
     def _remembered(self, batch: Batch, mixed: Tensor, beta: Tensor, decay: Tensor) -> Tensor:
         """The same of tokens (T / cp, ...) of sequences that go on."""

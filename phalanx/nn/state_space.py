@@ -215,7 +215,10 @@ class StateSpace(Module):
                 carried_output(y, steps, a, c, k.numbers, state)
                 for y, (_, steps, _, c), k, state in zip(made, pieces, chunks, before)
             ]
-        return (torch.cat(made, 1) if len(made) > 1 else made[0]).flatten(2).flatten(0, 1)
+        y = torch.cat(made, 1) if len(made) > 1 else made[0]
+        if self.watch is not None:
+            self.watch.look(y, (mixed, dt), batch, self.shard.own.q0)
+        return y.flatten(2).flatten(0, 1)
 
     def _normed(self, y: Tensor, gate: Tensor) -> Tensor:
         if self.norm is None or self.groups is None:

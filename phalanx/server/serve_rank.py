@@ -43,9 +43,10 @@ class ServeOptions:
     """weights: a Hugging Face folder or a checkpoint's. name: that clients ask for. sequences: generated at once;
     queue: that run or wait at once. length: of a sequence; None: the model's positions. memory_gib: for what is
     remembered, on each rank. drain_seconds: for running requests when the server is to stop. drafts: of tokens, which
-    the model checks several at a time. adapters: folders of LoRA adapters, by the names of the models that they
-    make. pooling: of a model whose folder does not say how embeddings are made. passages: what is looked up for
-    prompts, and the file of the template that puts it there."""
+    the model checks several at a time. prefix_states: of prompts' beginnings that recurrent layers keep. adapters:
+    folders of LoRA adapters, by the names of the models that they make. pooling: of a model whose folder does not say
+    how embeddings are made. passages: what is looked up for prompts, and the file of the template that puts it
+    there."""
 
     weights: str
     name: str
@@ -58,6 +59,7 @@ class ServeOptions:
     memory_gib: float | None = None
     drain_seconds: float = 60.0
     drafts: Drafts | None = None
+    prefix_states: int = 0
     adapters: Mapping[str, str] = field(default_factory=dict)
     pooling: Pooling | None = None
     passages: tuple[Lookup, str | None] | None = None
@@ -133,6 +135,7 @@ def load_engine(run: Run, mesh: Mesh, options: ServeOptions) -> Engine | Embeddi
         memory_gib=options.memory_gib,
         capture=True,
         drafts=options.drafts,
+        prefix_states=options.prefix_states,
     )
     return Engine(model, wanted, run.train.timeout_s, tokenizer=tokenizer_in(Path(options.weights)))
 

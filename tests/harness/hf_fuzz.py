@@ -812,9 +812,9 @@ def their_logits(folder: Path) -> torch.Tensor | str:
     return out.detach().flatten(0, 1) if out.isfinite().all() else "not finite"
 
 
-def our_logits(folder: Path) -> torch.Tensor:
-    """The same of ours, on one process. PhalanxError: refused."""
-    model = read_folder(folder).model
+def our_logits(folder: Path, wanted: str | None = None) -> torch.Tensor:
+    """The same of ours, on one process; wanted: as in read_folder. PhalanxError: refused."""
+    model = read_folder(folder, wanted).model
     problems = check(model, tp=1, seq_length=SEQ)
     if problems:
         raise ConfigError(problems)

@@ -46,11 +46,14 @@ from phalanx.models.phi3 import Phi3Config
 from phalanx.models.qwen2 import Qwen2Config
 from phalanx.models.qwen2_5_vl import Qwen25Vision, Qwen25VLConfig
 from phalanx.models.qwen3 import Qwen3Config
+from phalanx.models.qwen3_5 import Qwen35Config
+from phalanx.models.qwen3_5_moe import Qwen35MoEConfig
 from phalanx.models.qwen3_5_moe_text import Qwen35MoETextConfig
 from phalanx.models.qwen3_5_text import Qwen35TextConfig
 from phalanx.models.qwen3_moe import Qwen3MoEConfig
 from phalanx.models.qwen3_next import Qwen3NextConfig
 from phalanx.models.qwen3_vl import Qwen3Vision, Qwen3VLConfig
+from phalanx.models.qwen_vision import LearnedVision
 from phalanx.models.rope import RopeScaling
 from phalanx.models.smollm3 import SmolLM3Config
 from phalanx.models.t5 import T5Config
@@ -550,6 +553,9 @@ MODELS["olmo_hybrid"] = OlmoHybridConfig(
     **SIZES, **HEADS, **DELTA, intermediate_size=42, num_hidden_layers=4, head_dim=8
 )
 MODELS["qwen3_5_moe_text"] = Qwen35MoETextConfig(**GATED, **CHOSEN, num_hidden_layers=4)
+PICTURED = {"image_token_id": 7, "mrope_section": (1, 1, 1), "vision": LearnedVision(**VL, num_position_embeddings=9)}
+MODELS["qwen3_5"] = Qwen35Config(**GATED, **PICTURED, intermediate_size=42, num_hidden_layers=4)
+MODELS["qwen3_5_moe"] = Qwen35MoEConfig(**GATED, **CHOSEN, **PICTURED, num_hidden_layers=4)
 MODELS["nemotron_h-moe"] = replace(
     MODELS["nemotron_h"],
     num_hidden_layers=5,

@@ -73,6 +73,9 @@ DOCUMENTS = 200  # of the file that is packed
 PROMPT = [3, 1, 4, 1, 5, 9]
 
 ALLOWED = (
+    ("layout.cp_attention", "has no effect without layers with attention"),
+    ("layout.cp_ulysses", "has no effect without layers with attention"),
+    ("train.fp8.exclude", "must fit names of linears"),
     ("layout.cp_attention", "attention to one part of the keys at a time is fused and has no dropout of probabilities"),
     ("layout.cp_ulysses", "must divide the number of key-value heads of a tensor-parallel rank"),
     (

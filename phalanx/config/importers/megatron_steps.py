@@ -210,7 +210,18 @@ def optimizer(t: Translation, ranks: int | None) -> None:
     if kind == "lion":
         t.apply({"--adam-beta1": Missing("optim.beta1 of lion"), "--adam-beta2": Missing("optim.beta2 of lion")})
     t.apply({name: BuiltIn("of another optimizer") for name in (*ADAM, "--sgd-momentum")})
+    qk_clip(t)
     moments(t)
+
+
+def qk_clip(t: Translation) -> None:
+    """Theirs divides the excess between queries and keys by alpha; here both take its square root."""
+    switch, threshold, alpha = "--qk-clip", "--qk-clip-threshold", "--qk-clip-alpha"
+    if not t.has(switch):
+        return t.apply({name: BuiltIn("off there, and not done here either") for name in (threshold, alpha)})
+    t.set("optim.qk_clip", lambda: real(t.value(threshold, 100.0)), switch, threshold)
+    halves = Missing("queries and keys each take the square root, which is 0.5")
+    t.apply({alpha: ByValue({0.5: BuiltIn("as here"), "0.5": BuiltIn("as here")}, halves)})
 
 
 def moments(t: Translation) -> None:
