@@ -6,7 +6,8 @@ python benchmarks/fine_tuning.py --small        models of two layers, on a CPU t
 
 Peers (benchmarks/peers/tune.py) need peft, liger-kernel and bitsandbytes, for all weights torchtune; a row whose
 packages are missing says so.
-Each row is a process of its own. Rows that --seconds leave no time for are named.
+Each row is a process of its own, those with tp2 two on two GPUs (tokens/s are those of one). Rows that --seconds leave
+no time for are named.
 """
 
 from __future__ import annotations
@@ -34,6 +35,11 @@ OURS: dict[str, tuple[Path, tuple[str, ...]]] = {
     "lora-2048": (QLORA_8B, (*ONE, BF16, AGAIN, "train.seq_length=2048")),
     "qlora-70b-8192": (QLORA_70B, ("train.global_batch=1", "train.seq_length=8192")),
     "all-8192": (FULL_8B, ("train.seq_length=8192",)),
+    "lora-8192-tp2": (QLORA_8B, (*ONE, BF16, KEEP, "train.seq_length=8192", "layout.tp=2")),
+    "lora-8192-tp2-nccl": (
+        QLORA_8B,
+        (*ONE, BF16, KEEP, "train.seq_length=8192", "layout.tp=2", "layout.tp_overlap=off"),
+    ),
 }
 PEERS: dict[str, tuple[str, ...]] = {
     "peer-lora-8192": ("lora-8192", "--keep"),
@@ -52,7 +58,9 @@ def ours(row: str, small: bool, seconds: float, steps: tuple[int, int]) -> dict[
     config, words = OURS[row]
     with tempfile.TemporaryDirectory() as folder:
         out = Path(folder) / "step.json"
-        command = [sys.executable, "-m", "phalanx", "bench", "step", str(config), *words, *(SMALL if small else ())]
+        many = ["-m", "torch.distributed.run", "--nproc-per-node", "2"] if "layout.tp=2" in words else []
+        command = [sys.executable, *many, "-m", "phalanx", "bench", "step", str(config), *words]
+        command += SMALL if small else ()
         command += ["--warmup", str(steps[0]), "--steps", str(steps[1]), "--json", str(out)]
         said = call(command, seconds)
         if said or not out.exists():

@@ -44,7 +44,7 @@ def check(run: Run, ranks: int | None = None) -> None:
     if ranks is not None:
         here = Placement(world_size=ranks)
     elif here is None:
-        here = Placement(world_size=_needed(run))
+        here = Placement(world_size=run.layout.least_ranks)
     check_here(run, here)
 
 
@@ -60,8 +60,9 @@ def plan(run: Run, ranks: int | None = None, device: str | None = None) -> PlanR
     from phalanx.forecast.check import check, raise_problems
     from phalanx.forecast.text import plan_report
 
-    world = ranks or _needed(run)
-    raise_problems(check(run, Facts(world_size=world, local_ranks=world, files=False)))
+    world = ranks or run.layout.least_ranks
+    facts = Facts(world_size=world, local_ranks=world, world_follows=ranks is None, files=False)
+    raise_problems(check(run, facts))
     wanted = find_device(device) if device else None
     if device and wanted is None:
         names = tuple(d.name for d in DEVICES)
@@ -150,7 +151,7 @@ def _here(run: Run, command: str = "phalanx train CONFIG") -> Placement:
     from phalanx.launch.local import SingleRank
     from phalanx.launch.network import settle
 
-    placement, needed = _placement(), _needed(run)
+    placement, needed = _placement(), run.layout.least_ranks
     if placement is None and needed > 1:
         layout = {f"layout.{name}": value for name in ("tp", "cp", "pp") if (value := getattr(run.layout, name)) > 1}
         rule = (
@@ -161,11 +162,6 @@ def _here(run: Run, command: str = "phalanx train CONFIG") -> Placement:
         key, *others = layout
         raise ConfigError([Problem(key, layout[key], rule, {name: layout[name] for name in others})])
     return replace(settle(placement or Placement(), os.environ, run.train.timeout_s), word=SingleRank())
-
-
-def _needed(run: Run) -> int:
-    """Ranks of one model copy."""
-    return run.layout.tp * run.layout.cp * run.layout.pp
 
 
 def _command() -> str:

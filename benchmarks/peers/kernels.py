@@ -132,8 +132,13 @@ def fla_conv_step(x: Tensor, kept: Tensor, weight: Tensor, bias: Tensor) -> Tens
 
 
 def fla_delta(q: Tensor, k: Tensor, v: Tensor, decay: Tensor, beta: Tensor) -> Tensor:
-    """q and k (R, L, H, K), normalised here; v (R, L, HV, V); decay, a logarithm, and beta (R, L, HV)."""
+    """q and k (R, L, H, K), normalised here; v (R, L, HV, V); decay, a logarithm, and beta (R, L, HV).
+
+    On Hopper with Triton from 3.4 to 3.7.0 its backward refuses to run, since its gradients were wrong there in tiles
+    of 64 features (fla-org/flash-linear-attention#640). Its speed is wanted all the same: what it computes is compared
+    with ours, and the difference is in the table."""
     module = fla()[1]("ops.gated_delta_rule")
+    fla()[1]("ops.common.chunk_o").TRITON_ABOVE_3_7_1 = True
     made = module.chunk_gated_delta_rule(q, k, v, decay, beta, use_qk_l2norm_in_kernel=True)
     return made[0]  # type: ignore[no-any-return]
 

@@ -1,5 +1,5 @@
-"""Own fields of a registered class: the section of a config that has them, and values from a config -> its `Config`
-dataclass."""
+"""Fields that a registered class adds to a config (its `Config` dataclass): the section that has them, and objects
+made of their values."""
 
 from __future__ import annotations
 
@@ -48,15 +48,17 @@ def made_of(config: type, at: str, given: Mapping[str, Any]) -> Any:
 
 @cache
 def section_of(config: type, base: type) -> type:
-    """The section of what has the fields of the dataclass `config`, beside those of `base`, which all of its seam
-    have."""
+    """The section with a member's own fields (`config`) and those that all members of its seam share (`base`), as one
+    frozen dataclass. TypeError if `config` is no frozen dataclass, or has a field of `base`."""
     if config is base or issubclass(config, base):
         return config
     if not is_dataclass(config) or not config.__dataclass_params__.frozen:  # type: ignore[attr-defined]
         raise TypeError(f"{config.__qualname__} must be a frozen dataclass: @dataclass(frozen=True, kw_only=True)")
     for taken in {f.name for f in fields(config)} & {f.name for f in fields(base)}:
         seam = vars(base)["seam"]
-        raise TypeError(f"{config.__qualname__} has a field `{taken}`, which is that of the {seam}: call it otherwise")
+        raise TypeError(
+            f"{config.__qualname__} has a field `{taken}`, which every {seam} has already: give it another name"
+        )
 
     def reduced(section: Any) -> tuple[Any, ...]:  # for pickle, which finds classes by their place in a module
         return _section, (config, base, {f.name: getattr(section, f.name) for f in fields(section)})

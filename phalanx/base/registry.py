@@ -63,6 +63,8 @@ BUILT_IN: Mapping[str, Mapping[str, str]] = MappingProxyType(
                 "llava": "phalanx.models.llava:FAMILY",
                 "qwen2_5_vl": "phalanx.models.qwen2_5_vl:FAMILY",
                 "qwen3_vl": "phalanx.models.qwen3_vl:FAMILY",
+                "qwen3_5": "phalanx.models.qwen3_5:FAMILY",
+                "qwen3_5_moe": "phalanx.models.qwen3_5_moe:FAMILY",
                 "gemma3": "phalanx.models.gemma3:FAMILY",
                 "whisper": "phalanx.models.whisper:FAMILY",
             }
@@ -110,6 +112,7 @@ BUILT_IN: Mapping[str, Mapping[str, str]] = MappingProxyType(
                 "stored": "phalanx.ops.quantized.stored:STORED",
                 "base_decode": "phalanx.ops.quantized.base_weights:BASE_DECODE",
                 "attention": "phalanx.ops.attention.attention:ATTENTION",
+                "attention_bias": "phalanx.ops.attention.attention:BIASED_ATTENTION",
                 "attention_block": "phalanx.ops.attention.backends:BLOCKS",
                 "attention_segments": "phalanx.ops.attention.segments:SEGMENTS",
                 "paged_attention": "phalanx.ops.attention.paged:PAGED_ATTENTION",

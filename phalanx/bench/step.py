@@ -30,12 +30,14 @@ from phalanx.engine.meeting import device_of, identity, join
 from phalanx.engine.step import train_step
 from phalanx.forecast.decide import make_plan
 from phalanx.forecast.flops import flops_of, step_flops
+from phalanx.nn.objective import make_objective
 from phalanx.observe.out_of_memory import held, reported
 from phalanx.observe.profile import Recording
 from phalanx.observe.step_budget import Budget, advice, read_budget
 from phalanx.planning.order import micro_batches
 from phalanx.planning.reading import reading_of
 from phalanx.sequence.batch import Batch
+from phalanx.text.cache import ChatUse, use_text
 
 LR = 1e-5  # small, because mock tokens teach nothing and every step should do the same work
 TRACED = 2  # steps of the budget, after one that warms the profiler up
@@ -48,6 +50,8 @@ def bench_step(
     Without warm-up there are only the timed steps: no step budget, unless its trace is requested."""
     budgeted = warmup > 0 or trace is not None
     run = long_enough(load_run(base=config), warmup + steps + (TRACED + 1) * budgeted)
+    use = ChatUse(make_objective(run.task).train_on, run.model.media)
+    run = replace(run, data=use_text(run.data, run.dir, run.model.vocab_size, train_on=use))
     began = time.perf_counter()
     with joined(run, placement) as state, batches_of(run, state) as next_batches:
         built = time.perf_counter()

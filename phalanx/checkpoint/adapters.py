@@ -7,6 +7,7 @@ adapter_config.json         what PEFT reads them by; not there of a method that 
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -14,12 +15,14 @@ from typing import Any
 from torch import Tensor
 
 from phalanx.base.errors import CheckpointError
-from phalanx.checkpoint.hf_files import Shapes
+from phalanx.checkpoint.hf_files import Shapes, read_config
 from phalanx.checkpoint.keep import find
 from phalanx.checkpoint.manifest import NAME, read_checked, read_manifest
 from phalanx.checkpoint.storage import Receipt
 from phalanx.checkpoint.tensors import Index, Stored, StoredBox, open_tensors
 from phalanx.layout.box import Box
+from phalanx.models.model_config import ModelConfig, TensorNames
+from phalanx.models.registry import family_of, of_model_type
 
 FOLDER = "adapter"
 FILE = "adapter_model.safetensors"
@@ -53,6 +56,12 @@ class AdapterFolder:
             return tensors.read(self.index[name].parts[0].key)
 
 
+def peft_names(model: ModelConfig) -> Callable[[str], str]:
+    """What PEFT calls the tensor of a global name in its files: after transformers' modules in memory."""
+    names = family_of(model).tensors
+    return lambda name: PREFIX + names.in_memory(name)
+
+
 def module_of(name: str) -> tuple[str, str]:
     """Of an adapter's tensor, such as `...q_proj.lora_A.weight`: the name of the matrix that it belongs to,
     `...q_proj.weight`, and its attribute there."""
@@ -70,24 +79,27 @@ def adapter_folder(weights: Path) -> AdapterFolder | None:
     folder = weights.parent / FOLDER
     for name in receipts.keys() - {FILE}:
         read_checked(folder / name, receipts[name])
-    return _read(folder, receipts)
+    found = of_model_type(read_config(weights).get("model_type"))
+    return _read(folder, receipts, None if found is None else found[1].tensors)
 
 
-def adapter_source(given: str) -> AdapterFolder:
-    """The adapters of a folder of PEFT, or of a run or checkpoint. CheckpointError if there are none."""
+def adapter_source(given: str, names: TensorNames | None = None) -> AdapterFolder:
+    """The adapters of a folder of PEFT, or of a run or checkpoint. CheckpointError if there are none. names: of the
+    model's tensors."""
     path = Path(given)
     if (path / FILE).is_file():
-        return _read(path, {})
+        return _read(path, {}, names)
     found = adapter_folder(find(given) / "weights")
     if found is None:
         raise CheckpointError(f"{given} holds no adapters: neither {FILE} nor {FOLDER}/{FILE}")
     return found
 
 
-def _read(folder: Path, receipts: dict[str, Receipt]) -> AdapterFolder:
+def _read(folder: Path, receipts: dict[str, Receipt], names: TensorNames | None) -> AdapterFolder:
+    names = names or TensorNames("", "", "")
     with open_tensors(folder / FILE, receipts.get(FILE)) as tensors:
-        shapes = {key: tensors.shape(key) for key in tensors.keys()}
-    index = {key.removeprefix(PREFIX): Stored(s, [StoredBox(FILE, key, Box.full(s))]) for key, s in shapes.items()}
+        shapes = {names.in_files(key.removeprefix(PREFIX)): (key, tensors.shape(key)) for key in tensors.keys()}
+    index = {name: Stored(s, [StoredBox(FILE, key, Box.full(s))]) for name, (key, s) in shapes.items()}
     return AdapterFolder(folder, receipts, index)
 
 
@@ -103,16 +115,19 @@ def check_wanted(weights: Path, found: AdapterFolder | None, wanted: Shapes) -> 
 @dataclass(frozen=True)
 class Modules:
     """Names of a model's modules. targets: those that have an adapter; whole: those whose weights are trained;
-    parameters: tensors that have an adapter of their own."""
+    parameters: tensors that have an adapter of their own. task: of the model, as PEFT names it (its TaskType); None:
+    PEFT has no class for such models, and takes them as they are."""
 
     targets: list[str]
     whole: list[str]
     parameters: list[str]
 
 
-def peft_text(own: dict[str, Any], base: str | None, modules: Modules, fan_in_fan_out: bool) -> dict[str, Any]:
+def peft_text(
+    own: dict[str, Any], base: str | None, modules: Modules, fan_in_fan_out: bool, task: str | None
+) -> dict[str, Any]:
     """adapter_config.json. own: keys of the method, its peft_type among them; fan_in_fan_out: whether the base's
-    matrices are stored as (inputs, outputs)."""
+    matrices are stored as (inputs, outputs); task: for which PEFT wraps the model, None for none of its own."""
     return {
         **own,
         "base_model_name_or_path": base,
@@ -122,5 +137,5 @@ def peft_text(own: dict[str, Any], base: str | None, modules: Modules, fan_in_fa
         "target_modules": modules.targets,
         "target_parameters": modules.parameters or None,
         "modules_to_save": modules.whole or None,
-        "task_type": "CAUSAL_LM",
+        "task_type": task,
     }

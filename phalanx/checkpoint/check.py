@@ -51,7 +51,7 @@ def check_source(folder: str, family: str) -> list[Problem]:
         return [Problem("init_from", folder, f"must hold a config.json that can be read ({error})")]
     if kind is None:
         return []
-    found = of_model_type(kind)
+    found = of_model_type(kind, family)
     if found is None:
         return [
             Problem(

@@ -31,14 +31,14 @@ class Job:
 
 @dataclass(frozen=True)
 class File:
-    """Tensors that one rank writes to one file, in this order. folder: of the checkpoint, in which it lies; prefix:
-    what the tensors' names begin with in it."""
+    """Tensors that one rank writes to one file, in this order. folder: of the checkpoint, in which it lies; names: what
+    the tensors are called in it; empty: as the jobs are."""
 
     name: str
     writer: int
     jobs: tuple[Job, ...]
     folder: str = "weights"
-    prefix: str = ""
+    names: tuple[str, ...] = ()
 
 
 def plan_files(held: list[list[Offer]], max_bytes: int) -> list[File]:

@@ -79,9 +79,9 @@ class ModelFolder:
         }
 
 
-def read_folder(path: str | Path) -> ModelFolder:
+def read_folder(path: str | Path, wanted: str | None = None) -> ModelFolder:
     """The model of a Hugging Face folder (or of one of our checkpoints), from its config.json and the tensors of its
-    files.
+    files. wanted: a family that may read a part of it (registry.of_model_type).
 
     The model of a folder that says how embeddings are made (modules.json) has no head. A head that differs from the
     embedding is kept even if the config ties both, and multi-token prediction modules that are in no file are left
@@ -90,7 +90,7 @@ def read_folder(path: str | Path) -> ModelFolder:
     """
     folder = folder_of(path)
     config = read_config(folder)
-    model = from_hf(config, str(folder / "config.json"))
+    model = from_hf(config, str(folder / "config.json"), wanted)
     if is_embedder(folder):
         model = without_head(model)
     if not has_weights(folder):
@@ -114,14 +114,15 @@ def without_head(model: ModelConfig) -> ModelConfig:
     return replace(model, **changed)
 
 
-def model_config_from_hf(folder: str | Path) -> ModelConfig:
+def model_config_from_hf(folder: str | Path, wanted: str | None = None) -> ModelConfig:
     """The model of a Hugging Face folder, as found by `read_folder`."""
-    return read_folder(folder).model
+    return read_folder(folder, wanted).model
 
 
-def from_hf(config: dict[str, Any], where: str = "config.json") -> ModelConfig:
-    """The model that a config.json describes, as transformers 5 reads it; `where` names it in errors."""
-    found = of_model_type(config.get("model_type"))
+def from_hf(config: dict[str, Any], where: str = "config.json", wanted: str | None = None) -> ModelConfig:
+    """The model that a config.json describes, as transformers 5 reads it; `where` names it in errors. wanted: as in
+    `read_folder`."""
+    found = of_model_type(config.get("model_type"), wanted)
     if found is None:
         raise CheckpointError(f"{where}: {unknown_family(config.get('model_type'))}")
     name, family = found

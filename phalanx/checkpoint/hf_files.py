@@ -142,8 +142,9 @@ def adapt(
     if prefix and not any(n.startswith(prefix) for n in kept):
         kept = {n if n == own.head else prefix + n: s for n, s in kept.items()}
     kept = joined(unstacked(kept, wanted), wanted)
-    if own.others is not None:
-        kept = {n: s for n, s in kept.items() if n in wanted or n == own.head or not re.fullmatch(own.others, n)}
+    for pattern in (own.others, own.unread):
+        if pattern is not None:
+            kept = {n: s for n, s in kept.items() if n in wanted or n == own.head or not re.fullmatch(pattern, n)}
     head = own.head
     if head in wanted and head not in kept:
         raise CheckpointError(

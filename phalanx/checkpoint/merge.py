@@ -19,7 +19,7 @@ from phalanx.checkpoint.base import reading
 from phalanx.checkpoint.contents import WEIGHTS, Contents
 from phalanx.checkpoint.convert import DTYPES, report
 from phalanx.checkpoint.gather import plan_whole
-from phalanx.checkpoint.hf_files import INDEX, Shapes, read_config
+from phalanx.checkpoint.hf_files import INDEX, Shapes, read_config, tensors_of
 from phalanx.checkpoint.keep import find
 from phalanx.checkpoint.save import MAX_FILE_BYTES
 from phalanx.checkpoint.storage import Storage, write_file
@@ -131,7 +131,8 @@ def _base_of(contents: Contents, merging: Merging) -> AbstractContextManager[Cal
 
 def merge_folder(adapter: str, base: str, out: str | Path, merging: Merging, dtype: str | None = None) -> Path:
     """The same of a folder of PEFT over the weights of the folder `base`. merging: of a model with these shapes."""
-    found, shapes = adapter_source(adapter), dict(merging.shapes)
+    shapes = dict(merging.shapes)
+    found = adapter_source(adapter, tensors_of(shapes))
     adapters = merging.by_matrix(name for name in found.index if name not in shapes)
     _check_matrices(adapters, shapes, found.path)
     with reading(base, shapes) as read, Contents(base) as contents:
@@ -214,7 +215,8 @@ def export_adapter(
         own = method.for_peft(lora, {attribute: found.read(key) for attribute, key in keys.items()})
         tensors |= {keys[attribute]: value for attribute, value in own.items()}
     folder = new_folder(out)
-    entries = [(PREFIX + key, tuple(t.shape), t.dtype) for key, t in tensors.items()]
+    named = tensors_of(shapes).in_memory
+    entries = [(PREFIX + named(key), tuple(t.shape), t.dtype) for key, t in tensors.items()]
     write_tensors(Storage(), folder / FILE, entries, tensors.values())
     write_file(Storage(), folder / CONFIG, [(json.dumps(config, indent=2) + "\n").encode()])
     return folder

@@ -23,7 +23,7 @@ import torch
 from torch import Tensor
 
 from phalanx.base.errors import CheckpointError, DamagedCheckpoint
-from phalanx.checkpoint.adapters import CONFIG, FILE, FOLDER, PREFIX
+from phalanx.checkpoint.adapters import CONFIG, FILE, FOLDER, peft_names
 from phalanx.checkpoint.agree import agree
 from phalanx.checkpoint.boxes import (
     Item,
@@ -214,7 +214,7 @@ def collect(
     weights = weights_to_save(buffers, mesh) if snapshot.base is None else []
     adapters = adapters_to_save(buffers, mesh, exported=snapshot.separate)
     dtype = next(f.weight.dtype for f in buffers.flat if f.bucket.trained)
-    files = files or _planned(mesh, weights, adapters, max_file_bytes)
+    files = files or _planned(mesh, snapshot.model, weights, adapters, max_file_bytes)
     weights += adapters
     jobs = [job for file in files if file.writer == mesh.world.index for job in file.jobs]
     return Content(
@@ -239,12 +239,18 @@ def collect(
     )
 
 
-def _planned(mesh: Mesh, weights: list[Item], adapters: list[Item], max_file_bytes: int) -> list[File]:
+def _planned(
+    mesh: Mesh, model: ModelConfig, weights: list[Item], adapters: list[Item], max_file_bytes: int
+) -> list[File]:
     """The files of weights, and the one of adapters (PEFT reads one), if there are any."""
     offers, beside_offers = offered(mesh.world, weights), offered(mesh.world, adapters)
     files = plan_files(offers, max_file_bytes) if any(offers) else []
     beside = plan_files(beside_offers, 1 << 62) if any(beside_offers) else []
-    return [*files, *(dataclasses.replace(f, name=FILE, folder=FOLDER, prefix=PREFIX) for f in beside)]
+    named = peft_names(model)
+    for file in beside:
+        names = tuple(named(job.name) for job in file.jobs)
+        files.append(dataclasses.replace(file, name=FILE, folder=FOLDER, names=names))
+    return files
 
 
 def copied(content: Content, host: HostCopies) -> Content:
@@ -407,7 +413,8 @@ def _weight_files(content: Content) -> Iterator[NewFile]:
     for (folder, name), group in groupby(content.weights, lambda pair: (pair[0].folder, pair[0].name)):
         file = next(f for f in content.files if (f.folder, f.name) == (folder, name))
         tensors = (tensor for _, tensor in group)
-        entries = [(file.prefix + job.name, job.shape, job.dtype) for job in file.jobs]
+        names = file.names or tuple(job.name for job in file.jobs)
+        entries = [(name, job.shape, job.dtype) for name, job in zip(names, file.jobs, strict=True)]
         yield NewFile(f"{folder}/{name}", entries, list(tensors) if content.copied else tensors)
 
 

@@ -11,30 +11,28 @@ from pathlib import Path
 from typing import Any
 
 import click
-from click.shell_completion import BashComplete, CompletionItem, add_completion_class
 
-
-class Bash(BashComplete):
-    """bash, without a space after `key=`, where a value follows."""
-
-    source_template = BashComplete.source_template.replace(
-        "    return 0\n",
-        "    [[ ${COMPREPLY[0]} == *= || ${COMPREPLY[0]} == *. ]] && compopt -o nospace\n\n    return 0\n",
-        1,
-    )
+if typing.TYPE_CHECKING:
+    from click.shell_completion import CompletionItem
 
 
 def use_bash() -> None:
     """Let click use `Bash`."""
+    from click.shell_completion import add_completion_class  # start-up time: only completion needs it
+
+    from phalanx.cli.bash import Bash
+
     add_completion_class(Bash)
 
 
 def configs(ctx: click.Context, param: click.Parameter, incomplete: str) -> list[CompletionItem[str]]:
     """Files, and so the folders of runs, which the shell completes."""
+    from click.shell_completion import CompletionItem  # start-up time
+
     return [CompletionItem(incomplete, type="file")]
 
 
-def keys(ctx: click.Context, param: click.Parameter, incomplete: str) -> list[CompletionItem[str]]:
+def keys(ctx: click.Context, param: click.Parameter, incomplete: str) -> list[str]:
     """For `explain`: keys and sections."""
     from phalanx.base import tree
     from phalanx.config.run import Run
@@ -43,7 +41,7 @@ def keys(ctx: click.Context, param: click.Parameter, incomplete: str) -> list[Co
     return _next_steps(incomplete, list(names))
 
 
-def overrides(ctx: click.Context, param: click.Parameter, incomplete: str) -> list[CompletionItem[str]]:
+def overrides(ctx: click.Context, param: click.Parameter, incomplete: str) -> list[str]:
     """`key=`, and after it the values that the key accepts.
 
     bash splits words at `=`: a completed part then ends in a key or in `=`, and only the value is asked for. Other
@@ -52,22 +50,22 @@ def overrides(ctx: click.Context, param: click.Parameter, incomplete: str) -> li
     before: Sequence[str] = ctx.params.get("overrides") or ()
     key, equals, start = incomplete.partition("=")
     if equals:
-        return [CompletionItem(f"{key}={value}") for value in values_of(key) if value.startswith(start)]
+        return [f"{key}={value}" for value in values_of(key) if value.startswith(start)]
     whole = [word for word in before if word != "="]
     if before and (before[-1] == "=" or (incomplete == "" and whole and "=" not in whole[-1] and values_of(whole[-1]))):
-        return [CompletionItem(value) for value in values_of(whole[-1]) if value.startswith(incomplete)]
+        return [value for value in values_of(whole[-1]) if value.startswith(incomplete)]
     dashes = "--" if incomplete.startswith("--") else ""
     return _next_steps(incomplete, [f"{dashes}{key}=" for key in _leaves()])
 
 
-def _next_steps(incomplete: str, names: Sequence[str]) -> list[CompletionItem[str]]:
+def _next_steps(incomplete: str, names: Sequence[str]) -> list[str]:
     """Names with this prefix; if there are many, only up to their next dot."""
     fitting = [name for name in names if name.startswith(incomplete)]
     dots = incomplete.count(".")
     sections = dict.fromkeys(
         ".".join(name.split(".")[: dots + 1]) + "." if name.count(".") > dots else name for name in fitting
     )
-    return [CompletionItem(name) for name in (sections if len(sections) > 1 else fitting)]
+    return list(sections if len(sections) > 1 else fitting)
 
 
 def _leaves() -> list[str]:

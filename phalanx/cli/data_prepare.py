@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
-from phalanx.cli.options import typed
+from phalanx.cli.options import OVERWRITE, typed
 
 if TYPE_CHECKING:  # start-up time
     from phalanx.text.prepare import Summary
@@ -18,7 +18,6 @@ TOKENIZER_HELP = (
     "A tokenizer.json, GPT-2's two files, SentencePiece .model, .tiktoken file, a folder that "
     "holds one; `bytes`; `null:N`."
 )
-OVERWRITE = click.option("--overwrite", is_flag=True, help="Replace other token files of this name.")
 
 
 @click.command("prepare", short_help="Turn text into token files.")

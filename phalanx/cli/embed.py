@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
 from typing import Any
 
 import click
 
 from phalanx.cli.completion import configs
-from phalanx.cli.options import OVERRIDES, RANKS
+from phalanx.cli.options import FORWARD_RANKS, OVERRIDES
 from phalanx.cli.verbs import ConfigVerb
 from phalanx.inference.overrides import refuse_others
 
@@ -39,7 +38,7 @@ POSITIVE = click.IntRange(min=1)
     help="How embeddings are made of hidden states, if the folder does not say.",
 )
 @click.option("--shard", type=POSITIVE, default=8192, show_default=True, help="Texts in each file of vectors.")
-@RANKS
+@FORWARD_RANKS
 def embed(checkpoint: str, overrides: tuple[str, ...], ranks: int | None, length: int | None, **asked: Any) -> None:
     """Embed the texts of a file with the model in CHECKPOINT: a run of task.name=embed (its newest checkpoint), a
     checkpoint, or a Hugging Face folder. What was interrupted goes on where it stopped.
@@ -57,7 +56,6 @@ def embed(checkpoint: str, overrides: tuple[str, ...], ranks: int | None, length
     from phalanx.evaluation.perplexity import check_folder
     from phalanx.forecast.check import raise_problems
     from phalanx.inference.embedder import embedder_folder, marks_of
-    from phalanx.inference.load import weights_alone
     from phalanx.launch.env import describe_machine
     from phalanx.retrieval.documents import PassageFile
     from phalanx.retrieval.embedding import EmbedRequest, manifest_for
@@ -79,11 +77,7 @@ def embed(checkpoint: str, overrides: tuple[str, ...], ranks: int | None, length
     raise_problems(found)
     run = folder.run(describe_machine("auto").device == "cuda", length)
     loaded = read(None, overrides, to_dict(run), f"the model of {checkpoint}")
-    if loaded.run is not None:
-        layout = loaded.run.layout
-        ranks = ranks or max(1, layout.tp * layout.cp * layout.pp)
-        loaded = replace(loaded, run=weights_alone(loaded.run, ranks))
-    ready = prepare_loaded(loaded, ranks)
+    ready = prepare_loaded(loaded, ranks, forward=True)
     what = {"path": checkpoint, "input": asked.pop("texts"), **asked}
     texts = PassageFile(what["input"])
     check_begin(what["out"], manifest_for(ready.run, EmbedRequest(**what), texts))

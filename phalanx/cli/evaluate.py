@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any
 import click
 
 from phalanx.cli.completion import configs
-from phalanx.cli.options import ADAPTER, OVERRIDES, RANKS
+from phalanx.cli.options import ADAPTER, FORWARD_RANKS, OVERRIDES
 from phalanx.cli.verbs import ConfigVerb
 
 if TYPE_CHECKING:
@@ -73,7 +73,7 @@ TASK_OPTIONS = ("limit", "few_shot", "chat_template", "length", "answers", "adap
     help="Keep answers here; what it has is not computed again (default: beside the file of -o).",
 )
 @ADAPTER
-@RANKS
+@FORWARD_RANKS
 @click.option(
     "-o", "--json", "out", type=click.Path(dir_okay=False), default=None, help="Write the figures to this file too."
 )
@@ -116,7 +116,7 @@ def evaluate_tasks(checkpoint: str, overrides: tuple[str, ...], asked: dict[str,
     from phalanx.data.files import extra
     from phalanx.evaluation.perplexity import check_folder
     from phalanx.inference.adapters import with_adapter
-    from phalanx.inference.load import check_generates, run_of_folder, weights_alone, weights_folder, without_data
+    from phalanx.inference.load import check_generates, run_of_folder, weights_folder, without_data
     from phalanx.inference.overrides import refuse_others
     from phalanx.launch.env import describe_machine
 
@@ -133,13 +133,9 @@ def evaluate_tasks(checkpoint: str, overrides: tuple[str, ...], asked: dict[str,
         raise ConfigError([Problem("model.family", run.model.family, rule)])
     base = to_dict(without_data(run))
     loaded = read(None, overrides, base, f"the model of {checkpoint}")
-    ranks = asked["ranks"] or _started()
     if loaded.run is not None:
         with_adapter(loaded.run, asked["adapter"])  # what is wrong with it is said before ranks start
-        layout = loaded.run.layout
-        ranks = ranks or max(1, layout.tp * layout.cp * layout.pp)
-        loaded = replace(loaded, run=weights_alone(loaded.run, ranks))
-    ready = prepare_loaded(loaded, ranks)
+    ready = prepare_loaded(loaded, asked["ranks"], forward=True)
     check_length("--length", asked["length"], ready.run.model.max_position_embeddings)
     what = {
         "weights": str(weights),
@@ -190,7 +186,7 @@ def evaluate_sets(checkpoint: str, overrides: tuple[str, ...], asked: dict[str, 
         need_sets,
         tokenizer_of,
     )
-    from phalanx.inference.load import weights_alone, weights_folder
+    from phalanx.inference.load import weights_folder
     from phalanx.launch.env import describe_machine
 
     data, samples, ranks, out = asked["data"], asked["samples"], asked["ranks"], asked["out"]
@@ -200,11 +196,10 @@ def evaluate_sets(checkpoint: str, overrides: tuple[str, ...], asked: dict[str, 
     base = base_config(weights, describe_machine("auto").device == "cuda")
     loaded = read(None, overrides, base, f"the config of {checkpoint}")
     if loaded.run is not None:
-        world = ranks or _started() or max(1, loaded.run.layout.tp * loaded.run.layout.cp * loaded.run.layout.pp)
-        run = weights_alone(loaded.run, world)
+        run = loaded.run
         folder = checkpoint if (Path(checkpoint) / "checkpoints").is_dir() else run.dir
         loaded = replace(loaded, run=replace(run, data=_without_training(run, bool(data)), dir=folder))
-    ready = prepare_loaded(loaded, ranks)
+    ready = prepare_loaded(loaded, ranks, forward=True)
     with prepared(data, ready.run, weights) as sets:
         if not data:
             prepare_text(ready)
@@ -217,14 +212,6 @@ def evaluate_sets(checkpoint: str, overrides: tuple[str, ...], asked: dict[str, 
             "out": out,
         }
         run_ranks("phalanx.cli.jobs:evaluate", ready, {**arguments(ready.run), **values}, None)
-
-
-def _started() -> int | None:
-    """The number of ranks in a world that others have started."""
-    from phalanx.launch.env import read_placement
-
-    placement, _ = read_placement(os.environ)
-    return None if placement is None else placement.world_size
 
 
 def _without_training(run: Run, named: bool) -> Any:

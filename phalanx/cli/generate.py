@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -10,7 +9,7 @@ import click
 
 from phalanx.cli.checkpoints import say_ignored
 from phalanx.cli.completion import configs
-from phalanx.cli.options import ADAPTER, OVERRIDES, RANKS, SPECULATE
+from phalanx.cli.options import ADAPTER, FORWARD_RANKS, OVERRIDES, SPECULATE
 from phalanx.cli.passages import lookup_of, say_sources, takes_passages, with_passages
 from phalanx.cli.verbs import ConfigVerb
 from phalanx.inference.overrides import refuse_others
@@ -67,7 +66,7 @@ SAMPLING = ("tokens", "temperature", "top_k", "top_p", "min_p", "seed")
 @takes_passages
 @SPECULATE
 @ADAPTER
-@RANKS
+@FORWARD_RANKS
 def generate(checkpoint: str, overrides: tuple[str, ...], **asked: Any) -> None:
     """Continue prompts with the model in CHECKPOINT: a run folder (its newest), a checkpoint of any layout, or a
     Hugging Face folder.
@@ -89,7 +88,6 @@ def generate(checkpoint: str, overrides: tuple[str, ...], **asked: Any) -> None:
         check_generates,
         refuse_sound,
         run_of_folder,
-        weights_alone,
         weights_folder,
         without_data,
     )
@@ -113,11 +111,7 @@ def generate(checkpoint: str, overrides: tuple[str, ...], **asked: Any) -> None:
     loaded = read(None, overrides, base, f"the model of {checkpoint}")
     if loaded.run is not None:
         with_adapter(loaded.run, asked["adapter"])  # what is wrong with it is said before ranks start
-        layout = loaded.run.layout
-        world = asked["ranks"] or max(1, layout.tp * layout.cp * layout.pp)
-        loaded = replace(loaded, run=weights_alone(loaded.run, world))
-        asked["ranks"] = world
-    ready = prepare_loaded(loaded, asked.pop("ranks"))
+    ready = prepare_loaded(loaded, asked.pop("ranks"), forward=True)
     check_speculation(ready.run, ready.ranks, asked["speculate"])
     asked["passages"] = None if lookup is None else found_for(asked, lookup)
     if asked["out"] is not None:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 import shlex
 import sys
 from pathlib import Path
@@ -11,7 +10,6 @@ import click
 
 from phalanx.base.errors import Problem
 from phalanx.cli.options import RANKS
-from phalanx.layout.config import LayoutConfig
 
 
 def named_values(context: click.Context, option: click.Parameter, values: tuple[str, ...]) -> dict[str, str]:
@@ -32,11 +30,6 @@ FOR_RULES = {"model.vocab_size": 32768, "train.steps": 1_000_000}
 def is_about(problem: Problem, key: str) -> bool:
     """Whether a problem is one of a key, or of a section that it is in."""
     return key in problem.because or problem.field == key or key.startswith(f"{problem.field}.")
-
-
-def least_ranks(layout: LayoutConfig) -> int:
-    """The smallest world that a layout fits."""
-    return max(1, layout.pp * math.lcm(layout.tp * layout.cp, layout.ep * layout.etp))
 
 
 @click.command("import-config", short_help="Turn another framework's config into a config.")
@@ -76,7 +69,7 @@ def import_config(file: str, out: str, framework: str | None, variables: dict[st
     loaded = read(path, for_rules)
     world = ranks or imported.ranks
     if loaded.run is not None and ranks is None:
-        least = least_ranks(loaded.run.layout)
+        least = loaded.run.layout.least_ranks
         world = world if world and world % least == 0 else least
     found = all_problems(loaded, Facts(world_size=world or 1, local_ranks=world or 1, files=False))
     left = [p for p in found if not any(is_about(p, key) for key in imported.by_hand)]

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import shlex
 from dataclasses import replace
 from datetime import UTC, datetime
 from pathlib import Path
@@ -12,7 +13,7 @@ import click
 
 from phalanx.base.placement import SECRET
 from phalanx.cli.hosts import read_hosts as host_names
-from phalanx.cli.launch_job import job_asked, launch_manifest, submit_once
+from phalanx.cli.launch_job import AT, job_asked, launch_manifest, submit_once
 from phalanx.cli.launch_ray import launch_ray
 from phalanx.cli.launch_sky import launch_sky
 from phalanx.cli.options import CONFIG, OVERRIDES
@@ -40,12 +41,7 @@ def launch() -> None:
 @click.option("--nodes", default="1", show_default=True, metavar="N|N-M", help="Nodes, or a range of them.")
 @click.option("--time", default=None, metavar="TIME", help="Longest time of a job: 24h, 90m, 1-12:00:00.")
 @click.option("-p", "--partition", default=None, help="SLURM partition.")
-@click.option(
-    "--at",
-    multiple=True,
-    metavar="RANKS:a.b=c,...",
-    help="Overrides for a number of ranks, for a range of nodes (may be given several times).",
-)
+@AT
 @click.option(
     "--chain",
     type=click.IntRange(min=2),
@@ -87,6 +83,7 @@ def launch_slurm(config: str, overrides: tuple[str, ...], **asked: Any) -> None:
     from phalanx.launch import slurm
     from phalanx.launch.job import JobOptions
     from phalanx.launch.programs import here, look_for
+    from phalanx.launch.submitted import logs_of
 
     if asked["submit"] and asked["dry"]:
         raise click.UsageError("--dry submits nothing: give one of --submit and --dry")
@@ -107,7 +104,8 @@ def launch_slurm(config: str, overrides: tuple[str, ...], **asked: Any) -> None:
     if not asked["dry"] and here(*slurm.PROGRAMS):
         slurm.check_with_scheduler(job, script)
     if not asked["submit"]:
-        click.echo(f"wrote {script}; `sbatch {script}`, or the same command with --submit, starts it", err=True)
+        start = f"mkdir -p {shlex.quote(str(logs_of(job.folder)))} && sbatch {shlex.quote(str(script))}"
+        click.echo(f"wrote {script}; the same command with --submit starts it, or `{start}`", err=True)
         return
     number = submit_once(job, "slurm", "", script, lambda: slurm.submit(script))
     click.echo(
@@ -186,10 +184,22 @@ def launch_node(words: tuple[str, ...]) -> None:
     raise SystemExit(take_part(words))
 
 
+@click.command("launch-pods", hidden=True)
+@click.argument("job")
+def launch_pods(job: str) -> None:
+    """In a pod of a job with a range of nodes: how many pods there are."""
+    from phalanx.launch.kube_pod import pods_of_job
+
+    click.echo(pods_of_job(job, os.environ))
+
+
 @launch.command("k8s", short_help="Manifests for Kubernetes, applied with --submit.")
 @CONFIG
 @OVERRIDES
-@click.option("--nodes", default="1", show_default=True, metavar="N", help="Nodes, each with one pod.")
+@click.option(
+    "--nodes", default="1", show_default=True, metavar="N|N-M", help="Nodes, each with one pod; a range needs Kueue."
+)
+@AT
 @click.option(
     "--kind",
     type=click.Choice(["job", "jobset", "trainjob"]),
@@ -213,7 +223,7 @@ def launch_k8s(config: str, overrides: tuple[str, ...], **asked: Any) -> None:
 
     if asked["submit"] and asked["dry"]:
         raise click.UsageError("--dry submits nothing: give one of --submit and --dry")
-    launch_manifest(config, overrides, JobOptions(asked["nodes"], by="k8s"), asked)
+    launch_manifest(config, overrides, JobOptions(asked["nodes"], at=asked["at"], by="k8s"), asked)
 
 
 launch.add_command(launch_ray)
@@ -233,9 +243,10 @@ def status(what: str) -> None:
 @click.command("logs", short_help="What a submitted run says.")
 @click.argument("what", metavar="JOB|RUN")
 @click.option("-n", "--lines", type=click.IntRange(min=1), default=None, metavar="N", help="Only the last N lines.")
-def logs(what: str, lines: int | None) -> None:
+@click.option("--rank", type=click.IntRange(min=0), default=None, metavar="R", help="What rank R alone has said.")
+def logs(what: str, lines: int | None, rank: int | None) -> None:
     """Print the log of a submitted job, all its starts after each other, or those of all jobs of a run."""
-    from phalanx.launch.status import log_text
+    from phalanx.launch.status import log_text, rank_text
 
-    text = log_text(what)
+    text = log_text(what) if rank is None else rank_text(what, rank)
     click.echo("\n".join(text.splitlines()[-lines:] if lines else text.splitlines()))

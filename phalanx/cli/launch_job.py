@@ -12,6 +12,13 @@ import click
 
 from phalanx.cli.options import typed
 
+AT = click.option(
+    "--at",
+    multiple=True,
+    metavar="RANKS:a.b=c,...",
+    help="Overrides for a number of ranks, for a range of nodes (may be given several times).",
+)
+
 
 def cluster_file_of(config: str, given: str | None) -> str | Path | None:
     """The file of the section `cluster`: the one that is named, or the one beside the config, if there is one."""

@@ -8,7 +8,7 @@ from typing import Any
 
 import click
 
-from phalanx.cli.launch_job import cluster_file_of, job_asked, launch_manifest, submit_once
+from phalanx.cli.launch_job import AT, cluster_file_of, job_asked, launch_manifest, submit_once
 from phalanx.cli.options import CONFIG, OVERRIDES
 
 CLUSTER = click.option(
@@ -19,7 +19,10 @@ CLUSTER = click.option(
 @click.command("ray", short_help="A job of a running Ray cluster, or a RayJob of Kubernetes.")
 @CONFIG
 @OVERRIDES
-@click.option("--nodes", default="1", show_default=True, metavar="N", help="Nodes, each with one task.")
+@click.option(
+    "--nodes", default="1", show_default=True, metavar="N|N-M", help="Nodes, or a range: as many as are free."
+)
+@AT
 @click.option(
     "--kind",
     type=click.Choice(["job", "rayjob"]),
@@ -48,15 +51,16 @@ def launch_ray(config: str, overrides: tuple[str, ...], **asked: Any) -> None:
     if asked["kind"] == "rayjob":
         if asked["address"] is not None:
             raise click.UsageError("--address is that of a cluster that runs: a RayJob starts its own")
-        launch_manifest(config, overrides, JobOptions(asked["nodes"], by="rayjob"), asked)
+        launch_manifest(config, overrides, JobOptions(asked["nodes"], at=asked["at"], by="rayjob"), asked)
         return
     if given := [name for name in ("image", "queue") if asked[name] is not None]:
         raise click.UsageError(f"--{given[0]} goes with --kind rayjob")
-    job = job_asked(config, overrides, asked["cluster"], JobOptions(asked["nodes"], by="ray"))
+    job = job_asked(config, overrides, asked["cluster"], JobOptions(asked["nodes"], at=asked["at"], by="ray"))
     script = Path(asked["out"] or f"{Path(config).stem}.ray.sh")
     file = cluster_file_of(config, asked["cluster"])
     section = [] if file is None else ["--cluster", str(Path(file).absolute())]
-    words = ["launch-ray", "--nodes", str(job.nodes[0]), *section, config, *overrides]
+    at = [word for text in asked["at"] for word in ("--at", text)]
+    words = ["launch-ray", "--nodes", asked["nodes"], *at, *section, config, *overrides]
     script.write_text(ray_jobs.write(job, script, words), encoding="utf-8")
     click.echo(script.read_text(encoding="utf-8"), nl=False)
     if not asked["submit"]:
@@ -74,11 +78,14 @@ def launch_ray(config: str, overrides: tuple[str, ...], **asked: Any) -> None:
 @CONFIG
 @OVERRIDES
 @click.option("--nodes", default="1")
+@AT
 @CLUSTER
-def launch_on_ray(config: str, overrides: tuple[str, ...], nodes: str, cluster: str | None) -> None:
+def launch_on_ray(
+    config: str, overrides: tuple[str, ...], nodes: str, at: tuple[str, ...], cluster: str | None
+) -> None:
     """The entry point of the job that `phalanx launch ray` submits: on the cluster."""
     from phalanx.launch.job import JobOptions
     from phalanx.launch.ray_nodes import run_until_done
 
-    job = job_asked(config, overrides, cluster, JobOptions(nodes, by="ray"))
+    job = job_asked(config, overrides, cluster, JobOptions(nodes, at=at, by="ray"))
     run_until_done(replace(job, words=(*job.words, "cluster=null")))

@@ -16,22 +16,9 @@ import click
 from phalanx.base.errors import PhalanxError
 from phalanx.base.log import describe, flush_quietly, refusal
 from phalanx.base.version import VERSION
-from phalanx.cli.chat import chat
-from phalanx.cli.checkpoints import checkpoint, export, import_
 from phalanx.cli.completion import configs, keys, use_bash
-from phalanx.cli.data_prepare import OVERWRITE, data_prepare
-from phalanx.cli.embed import embed
-from phalanx.cli.evaluate import evaluate
-from phalanx.cli.generate import generate
-from phalanx.cli.import_config import import_config
-from phalanx.cli.index import index
-from phalanx.cli.launch import launch, launch_node, logs, status
-from phalanx.cli.launch_ray import launch_on_ray
-from phalanx.cli.options import CONFIG, JSON, OVERRIDES, RANKS, SPECULATE, typed
-from phalanx.cli.preflight import preflight, preflight_node
+from phalanx.cli.options import CONFIG, JSON, OVERRIDES, OVERWRITE, RANKS, SPECULATE, typed
 from phalanx.cli.ranks import prepare_text, run_ranks
-from phalanx.cli.score import data_score
-from phalanx.cli.serve import serve
 from phalanx.cli.torchrun import explain_end
 from phalanx.cli.verbs import Verbs
 from phalanx.launch.early import listen_early
@@ -230,12 +217,13 @@ def explain(key: str | None, everything: bool, search: str | None, schema: bool)
             click.echo("\n" + "\n".join(f"  {op}: {title}\n    {made}" for op, title, made, _ in rows()[1:]))
 
 
-@cli.group(cls=Verbs)
+@click.group(cls=Verbs)
 def data() -> None:
     """Prepare token files and inspect them."""
 
 
-data.add_command(data_prepare)
+cli.add_command(data)
+data.add_elsewhere("prepare", "phalanx.cli.data_prepare:data_prepare", "Turn text into token files.")
 
 
 @data.command("merge", short_help="Join token files.")
@@ -268,7 +256,7 @@ def data_pack(config: str, overrides: tuple[str, ...]) -> None:
         click.echo(line)
 
 
-data.add_command(data_score)
+data.add_elsewhere("score", "phalanx.cli.score:data_score", "Write a teacher's log-probabilities.")
 
 
 @data.command("train-tokenizer", short_help="Train a tokenizer on text.")
@@ -372,23 +360,30 @@ def data_verify(what: tuple[str, ...]) -> None:
         click.echo(line)
 
 
-cli.add_command(preflight)
-cli.add_command(preflight_node)
-cli.add_command(evaluate)
-cli.add_command(generate)
-cli.add_command(chat)
-cli.add_command(serve)
-cli.add_command(embed)
-cli.add_command(index)
-cli.add_command(launch)
-cli.add_command(launch_node)
-cli.add_command(launch_on_ray)
-cli.add_command(status)
-cli.add_command(logs)
-cli.add_command(checkpoint)
-cli.add_command(export)
-cli.add_command(import_)
-cli.add_command(import_config)
+for name, where, line in (  # imported when they are used: `phalanx --help` must not wait for them
+    ("preflight", "preflight:preflight", "Check the nodes of a run before it starts."),
+    ("eval", "evaluate:evaluate", "Score a checkpoint: perplexity, tasks."),
+    ("generate", "generate:generate", "Make text with a checkpoint."),
+    ("chat", "chat:chat", "Talk to a checkpoint in the terminal."),
+    ("serve", "serve:serve", "Serve a checkpoint: OpenAI's API and a chat page."),
+    ("embed", "embed:embed", "Embeddings of texts, as a folder of vectors."),
+    ("index", "index:index", "An index of vectors, for retrieval."),
+    ("launch", "launch:launch", "Write the job that trains a run on a cluster, and submit it."),
+    ("status", "launch:status", "Who trains a run, since when, or why it waits."),
+    ("logs", "launch:logs", "What a submitted run says."),
+    ("checkpoint", "checkpoints:checkpoint", "Inspect, compare and convert checkpoints."),
+    ("export", "checkpoints:export", "Write a checkpoint's weights for others."),
+    ("import", "checkpoints:import_", "Make a Hugging Face folder of third-party weights."),
+    ("import-config", "import_config:import_config", "Turn another framework's config into a config."),
+):
+    cli.add_elsewhere(name, f"phalanx.cli.{where}", line)
+for name, where in (
+    ("preflight-node", "preflight:preflight_node"),
+    ("launch-node", "launch:launch_node"),
+    ("launch-pods", "launch:launch_pods"),
+    ("launch-ray", "launch_ray:launch_on_ray"),
+):
+    cli.add_elsewhere(name, f"phalanx.cli.{where}", "", hidden=True)
 
 
 @cli.group(cls=Verbs)

@@ -18,7 +18,11 @@ RANKS = click.option(
     metavar="N",
     help="Number of ranks (default: all GPUs; on a CPU what the layout needs).",
 )
+FORWARD_RANKS = click.option(
+    "--ranks", type=int, default=None, metavar="N", help="Number of ranks (default: what the layout needs)."
+)
 JSON = click.option("--json", "out", type=click.Path(dir_okay=False), default=None, help="Write the figures here too.")
+OVERWRITE = click.option("--overwrite", is_flag=True, help="Replace other token files of this name.")
 
 
 def speculation(context: click.Context, option: click.Parameter, value: str | None) -> str | None:

@@ -9,8 +9,7 @@ from phalanx.base.devices import DEVICES, Device
 from phalanx.base.errors import ConfigError, Problem
 from phalanx.checkpoint.keep import list_checkpoints
 from phalanx.cli.generate import check_length
-from phalanx.cli.setup import all_problems, fail, say_notes
-from phalanx.config.device_check import Facts
+from phalanx.cli.setup import all_problems, elsewhere, fail, say_notes
 from phalanx.config.read import COMMAND_LINE, read
 from phalanx.config.run import Run, checkpoints_of
 from phalanx.config.write import to_dict
@@ -51,9 +50,9 @@ def plan_serving(
     if loaded.run is None:
         return str(fail(loaded.problems, None))
     layout = loaded.run.layout
-    world = ranks or max(1, layout.tp * layout.cp * layout.pp)
+    world = ranks or layout.least_ranks
     loaded = replace(loaded, run=weights_alone(loaded.run, world))
-    problems = all_problems(loaded, Facts(world_size=world, local_ranks=world, files=False))
+    problems = all_problems(loaded, elsewhere(world, ranks is None))
     if problems or loaded.run is None:
         return str(fail(problems, None))
     say_notes(loaded)

@@ -130,10 +130,12 @@ def agent_start(words: Sequence[str], address: str, interface: str, ranks: int) 
 def under_scheduler(words: Sequence[str], options: PreflightOptions) -> int:
     """On the ranks that srun, torchrun or pods started; alone without any. Rank 0 coordinates; one rank of each node
     takes part, the others wait for the exit code."""
+    from phalanx.launch.early import listen_early
     from phalanx.launch.env import read_placement
     from phalanx.launch.network import LOOPBACK, interfaces, loopback, settle
     from phalanx.preflight.channel import Member, call
 
+    listen_early()  # a scheduler that takes the nodes away asks the preflight too, which is no failure
     placement, problems = read_placement(os.environ)
     if problems:
         raise ConfigError(problems)

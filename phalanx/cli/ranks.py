@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-import socket
 from dataclasses import replace
 from typing import Any
 
@@ -39,6 +38,7 @@ def run_ranks(target: str, ready: Any, values: dict[str, Any], logs: str | None)
     from phalanx.launch.environment import allowed_cpus, node_settings
     from phalanx.launch.local import SingleRank, start
     from phalanx.launch.network import settle
+    from phalanx.launch.rank_log import keep_output
     from phalanx.launch.worker import find
 
     listen_early()
@@ -51,10 +51,11 @@ def run_ranks(target: str, ready: Any, values: dict[str, Any], logs: str | None)
         before = dict(os.environ)
         node = settle(here, os.environ, patience_s)
         settings = node_settings(before, os.environ, here.starts, allowed_cpus())
-        click.echo(settings.text(os.environ.get("SLURMD_NODENAME") or socket.gethostname(), here.rank), err=True)
+        click.echo(settings.text(os.environ.get("SLURMD_NODENAME") or os.uname().nodename, here.rank), err=True)
         start(target, values, here.starts, logs, node, settings.cpus)
     else:
         word = SingleRank()
+        keep_output(os.environ, 0 if here is None else here.rank)
         placement = settle(here or Placement(), os.environ, patience_s)
         with BusErrors(word.died):
             find(target)(replace(placement, word=word, ends_at=ends_at(os.environ)), **values)

@@ -9,7 +9,7 @@ from typing import Any
 import click
 
 from phalanx.cli.completion import configs
-from phalanx.cli.options import OVERRIDES, RANKS
+from phalanx.cli.options import FORWARD_RANKS, OVERRIDES
 from phalanx.cli.verbs import ConfigVerb
 
 
@@ -25,7 +25,7 @@ from phalanx.cli.verbs import ConfigVerb
     help="Likeliest ids kept for each token; 0: the label's log-probability alone (the reference of task.name=dpo).",
 )
 @click.option("-o", "--out", required=True, type=click.Path(dir_okay=False), help="The score file.")
-@RANKS
+@FORWARD_RANKS
 def data_score(config: str, overrides: tuple[str, ...], teacher: str, top: int, out: str, ranks: int | None) -> None:
     """Score the tokens that CONFIG trains and evaluates on by another model, for task.name=distil (task.teacher=FILE)
     and task.name=dpo (task.reference=FILE).
@@ -45,7 +45,7 @@ def data_score(config: str, overrides: tuple[str, ...], teacher: str, top: int, 
     from phalanx.evaluation.perplexity import check_folder
     from phalanx.evaluation.scoring import scoring_task
     from phalanx.forecast.check import raise_problems
-    from phalanx.inference.load import refuse_further_streams, run_of_folder, weights_alone, weights_folder
+    from phalanx.inference.load import refuse_further_streams, run_of_folder, weights_folder
 
     weights = weights_folder(teacher)
     check_folder(weights)
@@ -60,11 +60,10 @@ def data_score(config: str, overrides: tuple[str, ...], teacher: str, top: int, 
             because = {"ids of the teacher": scorer.model.vocab_size}
             rule = "must not be more than the teacher's ids"
             raise_problems([Problem("--top", top, rule, because, (scorer.model.vocab_size,), "command line")])
-        world = ranks or max(1, run.layout.tp * run.layout.cp * run.layout.pp)
         train = replace(run.train, freeze=[], fp8=None)
         run = replace(run, model=scorer.model, lora=scorer.lora, task=scoring_task(run), train=train)
-        loaded = replace(loaded, run=weights_alone(run, world))
-    ready = prepare_loaded(loaded, ranks)
+        loaded = replace(loaded, run=run)
+    ready = prepare_loaded(loaded, ranks, forward=True)
     prepare_text(ready)
     Path(out).parent.mkdir(parents=True, exist_ok=True)
     what: dict[str, Any] = {"weights": str(weights), "top": top, "out": out}

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import asdict, replace
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
@@ -10,7 +10,7 @@ import click
 
 from phalanx.cli.completion import configs
 from phalanx.cli.generate import check_length, check_speculation
-from phalanx.cli.options import ADAPTERS, OVERRIDES, RANKS, SPECULATE
+from phalanx.cli.options import ADAPTERS, FORWARD_RANKS, OVERRIDES, SPECULATE
 from phalanx.cli.passages import lookup_of, takes_passages
 from phalanx.cli.verbs import ConfigVerb
 from phalanx.inference.overrides import refuse_others
@@ -43,6 +43,14 @@ POSITIVE = click.IntRange(min=1)
     help="For keys and values, on each rank (default: as much as the sequences can use, or is free).",
 )
 @click.option(
+    "--prefix-states",
+    type=click.IntRange(min=0),
+    default=0,
+    show_default=True,
+    help="States of prompts' beginnings that layers with a scan or linear attention keep, so that prompts which begin "
+    "alike share them; each takes the memory of a sequence.",
+)
+@click.option(
     "--drain-seconds",
     type=click.FloatRange(min=0),
     default=60.0,
@@ -58,7 +66,7 @@ POSITIVE = click.IntRange(min=1)
 @takes_passages
 @SPECULATE
 @ADAPTERS
-@RANKS
+@FORWARD_RANKS
 def serve(checkpoint: str, overrides: tuple[str, ...], ranks: int | None, name: str | None, **options: Any) -> None:
     """Serve CHECKPOINT to OpenAI's clients and to browsers: a run folder (its newest), a checkpoint, or a Hugging Face
     folder. SIGTERM or Ctrl-C lets running requests end.
@@ -79,11 +87,10 @@ def serve(checkpoint: str, overrides: tuple[str, ...], ranks: int | None, name: 
     from phalanx.evaluation.perplexity import check_folder
     from phalanx.inference.adapters import with_adapters
     from phalanx.inference.embedder import embedder_folder
+    from phalanx.inference.engine import check_prefix_states
     from phalanx.inference.load import (
         check_generates,
-        refuse_sound,
         run_of_folder,
-        weights_alone,
         weights_folder,
         without_data,
     )
@@ -105,17 +112,16 @@ def serve(checkpoint: str, overrides: tuple[str, ...], ranks: int | None, name: 
         run = embedder_folder(checkpoint, options["pooling"]).run(gpu, options["length"])
     else:
         check_generates(run.model)
-        refuse_sound(run.model, "the server")
+        if run.model.numbers_beside:
+            refuse_with_recordings({**options, "index": lookup})
     base = to_dict(without_data(run))
     loaded = read(None, overrides, base, f"the model of {checkpoint}")
     if loaded.run is not None:
         with_adapters(loaded.run, options["adapters"])  # what is wrong with them is said before ranks start
-        layout = loaded.run.layout
-        ranks = ranks or max(1, layout.tp * layout.cp * layout.pp)
-        loaded = replace(loaded, run=weights_alone(loaded.run, ranks))
-    ready = prepare_loaded(loaded, ranks)
+    ready = prepare_loaded(loaded, ranks, forward=True)
     check_length("--length", options["length"], ready.run.model.max_position_embeddings)
     check_speculation(ready.run, ready.ranks, options["speculate"])
+    check_prefix_states(ready.run.model, options["prefix_states"])
     if options["api_keys"] is not None:
         read_keys(options["api_keys"])
     if ready.placement is None:
@@ -128,9 +134,20 @@ def serve(checkpoint: str, overrides: tuple[str, ...], ranks: int | None, name: 
     run_ranks("phalanx.cli.jobs:serve", ready, {**arguments(ready.run), "options": values}, None)
 
 
+def refuse_with_recordings(options: dict[str, Any]) -> None:
+    """UsageError for what is not built for a model that writes the text of recordings, and ConfigError if the package
+    that decodes them is missing."""
+    from phalanx.data.files import extra
+
+    extra("soundfile", "recordings need", "sound")
+    for name in ("speculate", "index"):
+        if options[name]:
+            raise click.UsageError(f"--{name} does nothing for a model that writes the text of recordings")
+
+
 def refuse_without_tokens(options: dict[str, Any]) -> None:
     """UsageError for options that do nothing where no tokens are made."""
-    for name in ("speculate", "adapters", "memory_gib", "index"):
+    for name in ("speculate", "adapters", "memory_gib", "prefix_states", "index"):
         if options[name]:
             option = {"adapters": "adapter"}.get(name, name).replace("_", "-")
             raise click.UsageError(f"--{option} does nothing for a model that makes embeddings")

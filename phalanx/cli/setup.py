@@ -38,24 +38,38 @@ def prepare(config: str | None, overrides: tuple[str, ...], ranks: int | None) -
     return prepare_loaded(read(config, overrides), ranks)
 
 
-def prepare_loaded(loaded: Loaded, ranks: int | None) -> PreparedRun:
-    """As `prepare`, of a config that is read already."""
+def prepare_loaded(loaded: Loaded, ranks: int | None, forward: bool = False) -> PreparedRun:
+    """As `prepare`, of a config that is read already. Without a number of ranks there are as many as GPUs, or as the
+    layout needs. `forward`: weights compute and nothing trains; what only training needs is left out, and there are as
+    many ranks as the layout needs."""
     placement, env_problems = read_placement(os.environ)
     if loaded.run is None and not env_problems:
         return fail(loaded.problems, placement)
     if loaded.run is None:
         return fail(env_problems + loaded.problems, placement)
     machine = describe_machine(loaded.run.train.device)
-    world = placement.world_size if placement else ranks or default_ranks(loaded.run, machine)
-    local = local_ranks(placement, world)
+    every_gpu = machine.device_count if machine.device == "cuda" and not forward else None
+    chosen = placement.world_size if placement else ranks or every_gpu
+    world = chosen or loaded.run.layout.least_ranks
+    run = loaded.run
+    if forward:
+        from phalanx.inference.load import weights_alone
+
+        run = weights_alone(run, world)
     options = _rank_problems(ranks, placement, machine)
-    facts = replace(machine, world_size=world, local_ranks=local, env=(*env_problems, *options))
-    problems = all_problems(loaded, facts)
+    facts = replace(
+        machine,
+        world_size=world,
+        local_ranks=local_ranks(placement, world),
+        world_follows=not chosen,
+        env=(*env_problems, *options),
+    )
+    problems = all_problems(replace(loaded, run=run), facts)
     if problems:
         fail(problems, placement)
     if placement is None or placement.rank == 0:
         say_notes(loaded)
-    return PreparedRun(loaded.run, world, placement)
+    return PreparedRun(run, world, placement)
 
 
 def prepare_elsewhere(config: str | None, overrides: tuple[str, ...], ranks: int | None) -> PreparedRun:
@@ -63,13 +77,17 @@ def prepare_elsewhere(config: str | None, overrides: tuple[str, ...], ranks: int
     loaded = read(config, overrides)
     if loaded.run is None:
         return fail(loaded.problems, None)
-    layout = loaded.run.layout
-    world = ranks or max(1, layout.tp * layout.cp * layout.pp)
-    problems = all_problems(loaded, Facts(world_size=world, local_ranks=world, files=False))
+    world = ranks or loaded.run.layout.least_ranks
+    problems = all_problems(loaded, elsewhere(world, ranks is None))
     if problems:
         fail(problems, None)
     say_notes(loaded)
     return PreparedRun(loaded.run, world)
+
+
+def elsewhere(world: int, follows: bool) -> Facts:
+    """Of a machine that is not examined. `follows`: the number of ranks is what the layout needs."""
+    return Facts(world_size=world, local_ranks=world, world_follows=follows, files=False)
 
 
 def say_notes(loaded: Loaded) -> None:
@@ -95,13 +113,6 @@ def fail(problems: list[Problem], placement: Placement | None) -> Any:
             explain_end(describe(error))
             raise SystemExit(error.exit_code) from None
         raise
-
-
-def default_ranks(run: Run, machine: Facts) -> int:
-    """All GPUs; on the CPU the smallest world that fits the layout."""
-    if machine.device == "cuda" and machine.device_count:
-        return machine.device_count
-    return max(1, run.layout.tp * run.layout.cp * run.layout.pp)
 
 
 def check_memory(ready: PreparedRun, force: bool = False) -> PreparedRun:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import os
 import time
 from pathlib import Path
@@ -16,6 +15,8 @@ def explain_end(text: str) -> None:
     name = os.environ.get(FILE)
     if not name:
         return
+    import json  # start-up time: only torchrun asks for it
+
     extra = {"py_callstack": text, "timestamp": str(int(time.time()))}
     try:
         Path(name).write_text(json.dumps({"message": {"message": text, "extraInfo": extra}}), encoding="utf-8")

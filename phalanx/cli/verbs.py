@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import difflib
 import re
+from dataclasses import dataclass
+from importlib import import_module
 from typing import Any
 
 import click
@@ -40,10 +42,52 @@ def as_overrides(args: list[str]) -> list[str]:
     return made
 
 
+@dataclass(frozen=True)
+class VerbElsewhere:
+    """A verb in a file that is imported when the verb is used. where: `module:NAME`; help: its line in the group's."""
+
+    where: str
+    help: str
+    hidden: bool = False
+
+    def load(self) -> click.Command:
+        module, _, name = self.where.partition(":")
+        verb: click.Command = getattr(import_module(module), name)
+        return verb
+
+
 class Verbs(click.Group):
-    """A group that lists its verbs in order of use with complete help lines, and suggests verbs for a mistyped one."""
+    """A group that lists its verbs in order of use with complete help lines, and suggests verbs for a mistyped one.
+
+    elsewhere   verbs by name that are not imported yet: the group's help needs only their lines
+    """
 
     command_class = ConfigVerb
+
+    def __init__(self, *arguments: Any, **more: Any) -> None:
+        super().__init__(*arguments, **more)
+        self.elsewhere: dict[str, VerbElsewhere] = {}
+
+    def add_elsewhere(self, name: str, where: str, help: str, hidden: bool = False) -> None:
+        self.elsewhere[name] = VerbElsewhere(where, help, hidden)
+
+    def get_command(self, ctx: click.Context, cmd_name: str) -> click.Command | None:
+        if cmd_name in self.elsewhere:
+            self.add_command(self.elsewhere.pop(cmd_name).load(), cmd_name)
+        return super().get_command(ctx, cmd_name)
+
+    def every(self) -> dict[str, click.Command]:
+        """All verbs by name, each imported."""
+        context = click.Context(self)
+        found = {name: self.get_command(context, name) for name in self.list_commands(context)}
+        return {name: verb for name, verb in found.items() if verb is not None}
+
+    def line_of(self, ctx: click.Context, name: str) -> str | None:
+        """A verb's line in the help; None if it is hidden."""
+        if name in self.elsewhere:
+            return None if self.elsewhere[name].hidden else self.elsewhere[name].help
+        verb = self.get_command(ctx, name)
+        return None if verb is None or verb.hidden else one_line(verb)
 
     def list_commands(self, ctx: click.Context) -> list[str]:
         order = (
@@ -69,15 +113,12 @@ class Verbs(click.Group):
             "logs",
             "explain",
         )
-        return sorted(self.commands, key=lambda name: (order.index(name) if name in order else len(order), name))
+        names = {*self.commands, *self.elsewhere}
+        return sorted(names, key=lambda name: (order.index(name) if name in order else len(order), name))
 
     def format_commands(self, ctx: click.Context, formatter: click.HelpFormatter) -> None:
         """As click does, but nothing is truncated."""
-        rows = [
-            (name, one_line(command))
-            for name in self.list_commands(ctx)
-            if (command := self.get_command(ctx, name)) and not command.hidden
-        ]
+        rows = [(name, line) for name in self.list_commands(ctx) if (line := self.line_of(ctx, name))]
         if rows:
             with formatter.section("Commands"):
                 formatter.write_dl(rows)

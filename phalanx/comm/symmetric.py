@@ -231,7 +231,7 @@ class PushedParts:
         self.kept: list[Tensor] = []  # read by the copy stream until `wait`
 
     def parts(self) -> Iterator[tuple[slice, Tensor]]:
-        """(rows of the product, where to write them); the caller must have written them when it asks for the next."""
+        """(rows of the output, where to write them); the caller must have written them when it asks for the next."""
         m, mark = self.memory, None
         for k in range(1, m.size):
             peer = (m.index + k) % m.size

@@ -18,6 +18,7 @@ class Facts:
     """What a run is checked against. The defaults describe a machine that can do everything, as for a plan on a laptop.
 
     device_count  GPUs of this machine; None: unknown. local_ranks: ranks that share them
+    world_follows nobody chose the number of ranks: it is what the layout needs, and another with another layout
     env           problems already found in the environment or in options
     missing       optional packages that are not installed
     no_optional_kernels     (op, why): ops whose kernels from phalanx[kernels] cannot run
@@ -27,6 +28,7 @@ class Facts:
 
     world_size: int = 1
     local_ranks: int = 1
+    world_follows: bool = False
     device: Literal["cpu", "cuda"] = "cpu"
     device_count: int | None = None
     device_name: str = "CPU"

@@ -60,7 +60,7 @@ def _fill(data: dict[str, Any], origins: dict[str, str], key: str, folder: str, 
         rule = f"must be a Hugging Face folder: it has no {CONFIG}"
         return [Problem(key, folder, rule) if exists(folder) else missing_checkpoint(key, folder)]
     try:
-        found = model_config_from_hf(path)
+        found = model_config_from_hf(path, given.get("family"))
     except CheckpointError as error:
         if not given:
             del data["model"]
@@ -117,7 +117,7 @@ def check_weights(run: Run) -> list[Problem]:
     if not (path / CONFIG).is_file() or read_config(path).get("model_type") is None:
         return []
     try:
-        theirs = model_config_from_hf(path)
+        theirs = model_config_from_hf(path, run.model.family)
     except CheckpointError as error:
         return [Problem("init_from", run.init_from, f"must hold a model that Phalanx has ({error})")]
     new_head = {f"model.{name}" for name in ("head", *family_of(run.model).head_fields)}

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import glob
 import json
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal
@@ -78,6 +78,23 @@ def origin_text(corpus: Corpus, document: int) -> str:
     names, lines = found
     file, line = lines[document].tolist()
     return f"{names[file]}:{line}"
+
+
+def bad_text(corpus: Corpus) -> str:
+    """How many records were left out when a corpus was prepared (data.bad_chats=skip), and why; "" if none were."""
+    note = Path(corpus.prefix + ".json")
+    try:
+        skipped = json.loads(note.read_text(encoding="utf-8")).get("skipped") if note.exists() else None
+        reasons = [(str(reason), int(count)) for reason, count in (skipped or {}).items()]
+    except (ValueError, AttributeError, TypeError, OSError) as error:
+        raise DataError(f"{note}: does not say which chats were left out: {error}; prepare them again") from None
+    return left_out_text(dict(reasons))
+
+
+def left_out_text(skipped: Mapping[str, int]) -> str:
+    """skipped: numbers of records by reason."""
+    reasons = ", ".join(f"{reason} {count:,}" for reason, count in skipped.items())
+    return f"bad chats left out (data.bad_chats=skip): {sum(skipped.values()):,} ({reasons})" if skipped else ""
 
 
 @dataclass(frozen=True)

@@ -69,7 +69,7 @@ def _header(data: bytes, name: str) -> Image.Image:
             image = Image.open(BytesIO(data), formats=FORMATS)
     except BadImage as error:
         if isinstance(error.__cause__, Image.DecompressionBombError):
-            raise BadImage(f"{name}: too many pixels: {error.__cause__}") from error
+            raise BadImage(f"{name}: far too many pixels; an image may have {MAX_PIXELS:,}") from error
         if isinstance(error.__cause__, UnidentifiedImageError):
             raise BadImage(f"{name}: no image of a format that is read ({', '.join(FORMATS)})") from error
         raise

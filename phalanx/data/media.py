@@ -30,7 +30,7 @@ from phalanx.base.registry import find
 from phalanx.data.chats import origin_text
 from phalanx.data.index import Corpus
 from phalanx.data.media_notes import MediaNotes
-from phalanx.sequence.balance import assign_whole
+from phalanx.sequence.balance import assign_shared, assign_whole
 from phalanx.sequence.media import MediaSpec
 from phalanx.sequence.sample import IGNORE, Sample, SharedUnits, Units, UnitStream
 from phalanx.sequence.shard import WHOLE, SequenceShard
@@ -377,7 +377,9 @@ def own_samples(samples: Sequence[Sample], part: SequenceShard) -> range:
 
 def homes_of(units: Sequence[Sequence[UnitSize]], part: SequenceShard) -> list[int]:
     """The rank that computes each image, whatever its sample. units: of each sample."""
-    return assign_whole([unit.rows for each in units for unit in each], part.everyone)
+    count = len(units) // part.replicas
+    rows = [[unit.rows for each in units[at : at + count] for unit in each] for at in range(0, len(units), count)]
+    return assign_shared(rows, part.sharers)
 
 
 def without_values(units: Units) -> Units:

@@ -116,13 +116,23 @@ class Buffers:
         """What the executor does for instructions on buckets."""
         flat = self.flat
         return {
-            Gather: lambda i: flat[i.bucket].storage.fetch(),
-            Ready: lambda i: flat[i.bucket].storage.ready(),
+            Gather: self._fetch,
+            Ready: self._ready,
             Free: lambda i: flat[i.bucket].storage.free(),
             Open: lambda i: flat[i.bucket].open(),
             Reduce: lambda i: flat[i.bucket].reduce(),
             Close: self._close,
         }
+
+    def _fetch(self, i: Gather) -> None:
+        for home in self.homes.values():
+            home.fetched(i.bucket)
+        self.flat[i.bucket].storage.fetch()
+
+    def _ready(self, i: Ready) -> None:
+        for home in self.homes.values():
+            home.reached(i.bucket)
+        self.flat[i.bucket].storage.ready()
 
     def _close(self, i: Close) -> None:
         flat = self.flat[i.bucket]
@@ -233,18 +243,18 @@ class Buffers:
 
     def gather(self) -> None:
         """Start sending what ranks have updated to all that keep it: last what comes from homes, which is on its way
-        (MatrixHome.send_weights)."""
+        (MatrixHome.send_weights), and of which the last bucket arrives in the next forward."""
         others = [f for f in self.flat if not f.homed]
         for f in others:
             f.storage.gather_groups()
         for f in others:
             f.storage.gather_parts()
         for home in self.homes.values():
-            home.arrive()
+            home.gather()
 
     def publish(self) -> None:
         """Write the masters back to the weights and start gathering them; the optimizer's update has already done the
-        former."""
+        former. Unlike after an update, what comes from homes has arrived."""
         self.open()
         for f in self.flat:
             f.storage.write_back()
@@ -252,7 +262,12 @@ class Buffers:
             for bucket in home.order:
                 home.send_weights(bucket)
         self.gather()
+        for home in self.homes.values():
+            home.finish()
 
     def ready(self) -> None:
+        """Wait until all weights have arrived, for those who read them outside a program."""
+        for home in self.homes.values():
+            home.finish()
         for f in self.flat:
             f.storage.ready()

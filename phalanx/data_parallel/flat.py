@@ -1,19 +1,19 @@
 """FlatBucket: flat buffers of one bucket's weights and gradients, and the one state machine that reduces, shards and
 gathers them.
 
-The ranks that sum a bucket's gradients are cut into groups (layout.shards); over a group the bucket is cut by level
-(Rajbhandari et al., "ZeRO", 2020), between groups everything is alike:
+The ranks that sum a bucket's gradients form groups (layout.shards). Within a group the bucket is sharded by ZeRO stage
+(Rajbhandari et al., "ZeRO", 2020); all groups hold the same:
 
-level   optimizer state   gradients                           weights
-0       whole             whole, all-reduced                  whole
-1       this rank's part  whole, reduce-scattered             whole, gathered after the update
-2       this rank's part  its part; whole from open to close  as 1
-3       this rank's part  as 2                                its part; whole from fetch to free
+ZeRO stage  optimizer state    gradients                            weights
+0           whole              whole, all-reduced                   whole
+1           this rank's shard  whole, reduce-scattered              whole, gathered after the update
+2           this rank's shard  its shard; whole from open to close  as 1
+3           this rank's shard  as 2                                 its shard; whole from fetch to free
 
-A bucket goes through: (open ->) accumulating -> reducing -> closed, in levels 2 and 3 once per micro-batch and in
-others once per step; then -> summed over groups and over stages -> (update) -> gathering -> ready. What is gathered
-may be codes of the weights instead (data_parallel.quantized). Nothing here waits for the device: `wait` of a
-collective makes the current stream wait, and memory is let go only after that, in the order of this stream.
+A bucket goes through: (open ->) accumulating -> reducing -> closed, once per micro-batch at ZeRO-2 and ZeRO-3 and once
+per step below; then -> summed over groups and over stages -> (update) -> gathering -> ready. Quantized values of the
+weights may be gathered instead (data_parallel.quantized). Nothing here waits for the device: `wait` of a collective
+makes the current stream wait, and memory is freed only after that, in the order of this stream.
 """
 
 from __future__ import annotations
@@ -41,10 +41,10 @@ class BufferRules:
     """How the buckets of a model are stored and reduced.
 
     precision  dtypes of weights and masters
-    sharding   what of weights, gradients and state is cut among data-parallel ranks
+    sharding   which of weights, gradients and state are sharded across data-parallel ranks
     training   False: weights alone, which are their own masters
     leaves     the largest number of micro-batches in a step, if their gradients are added up in a fixed order, and stay
-               whole at every level; 0: in whatever order is fastest
+               whole at every ZeRO stage; 0: in whatever order is fastest
     sources    how many micro-batches experts process at once (ops.experts.exchange); the gradients of all but the first
                are in `FlatBucket.further`
     together   the largest number of users of a weight on one of the stages that share it

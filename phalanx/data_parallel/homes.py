@@ -6,11 +6,12 @@ layers, an all-to-all over the stage begins: each rank sends the gradient elemen
 matrices, in the master dtype and as they are; what they are to be clipped by is known later, and each home multiplies
 by it. Whoever may still change gradients after backward (a loop of one's own) has them sent at the update instead.
 
-The home then updates master and state, which no other rank has, bucket by bucket in the order of forward. The weights
-of one go back by another all-to-all, in their own dtype, while those of the next are updated; from the ranks that store
-them they are gathered as after any update, while the one after that is updated. So only the last bucket is still on its
-way when the update is over. With n elements on a stage of R ranks, a rank sends about n / R gradients, and as many
-weights for each tp rank that holds a copy. Nothing here waits for the device.
+The home then updates master and state, which no other rank has, bucket by bucket in the order of forward, but for the
+first, whose gradients come last: it is the second. The weights of one go back by another all-to-all, in their own
+dtype, while those of the next are updated; from the ranks that store them they are gathered as after any update, while
+the one after that is updated. The last bucket is still on its way when the update is over, and arrives while the next
+forward computes the first layers (`reached`). With n elements on a stage of R ranks, a rank sends about n / R
+gradients, and as many weights for each tp rank that holds a copy. Nothing here waits for the device.
 
 a bucket:  resting -- leave --> coming -- bring_gradients --> here -- (update), send_weights --> going -- (its weights
 are placed) --> stored -- (they are gathered) --> resting
@@ -19,7 +20,7 @@ are placed) --> stored -- (they are gathered) --> resting
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -29,7 +30,7 @@ from phalanx.base.dtypes import Precision
 from phalanx.comm.axis import Work
 from phalanx.comm.mesh import Mesh
 from phalanx.data_parallel.flat import FlatBucket
-from phalanx.data_parallel.storage import allocate, let_go, write_range
+from phalanx.data_parallel.storage import FullPrecision, allocate, let_go, write_range
 from phalanx.layout.box import Box
 from phalanx.layout.buckets import Slot
 from phalanx.layout.homes import home_bucket, homes_of
@@ -76,9 +77,10 @@ class MatrixHome:
     """This rank as a home.
 
     bucket   where its matrices are in the flat tensors here, each whole, in global orientation
-    master   (numel,) in the master dtype; grad: the same, with memory from `bring_gradients` to the last `send_weights`
+    master   (numel,) in the master dtype; grad: the same, with memory from `take_gradients` to the last `send_weights`
     lo, hi, own   as in a FlatBucket whose elements are all this rank's
     order    the numbers of the ranks' buckets that hold matrices, as they are updated: the same on all ranks
+    patient  whether weights may arrive in the next forward; not so if they are quantized at the end of a step
     """
 
     def __init__(
@@ -106,7 +108,8 @@ class MatrixHome:
         said: list[list[Announced]] = [
             json.loads(text) for text in self.stage.all_gather_text(json.dumps([b.said for b in here]))
         ]
-        self.order = sorted({s[5] for of_rank in said for s in of_rank})
+        self.order = update_order({s[5] for of_rank in said for s in of_rank})
+        self.patient = all(isinstance(f.storage, FullPrecision) for f in flat)
         self._slots: dict[int, list[Slot]] = {bucket: [] for bucket in self.order}
         for number, bucket in sorted({(s[0], s[5]) for of_rank in said for s in of_rank if s[0] in slots}):
             self._slots[bucket].append(slots[number])
@@ -182,14 +185,16 @@ class MatrixHome:
             if bucket not in self._coming:
                 self.leave(bucket)
 
-    def bring_gradients(self) -> None:
-        """Wait for the gradients of this rank's matrices, and set those in the buckets to zero."""
+    def take_gradients(self) -> None:
+        """Give the gradients of this rank's matrices memory, before those of the first bucket are brought."""
         self.begin()
         allocate(self.grad)
         self.grad.zero_()
-        for bucket in self.order:
-            self._place(self._gradients[bucket], self._coming.pop(bucket).wait())
-        for f in self.flat:
+
+    def bring_gradients(self, bucket: int) -> None:
+        """Wait for the gradients of a bucket's matrices at home here, and set those in the bucket to zero."""
+        self._place(self._gradients[bucket], self._coming.pop(bucket).wait())
+        for f in self._of(bucket):
             f.own_grad.zero_()
 
     def send_weights(self, bucket: int) -> None:
@@ -209,7 +214,25 @@ class MatrixHome:
             return True
         return False
 
-    def arrive(self) -> None:
+    def gather(self) -> None:
+        """The update is over: start gathering what has arrived."""
+        while self._stored:
+            self._gather()
+        if not self.patient:
+            self.finish()
+
+    def reached(self, bucket: int) -> None:
+        """Forward is about to use a bucket of this rank. What is still on its way is there by the time of the second of
+        those with matrices, and has all those after it to be gathered."""
+        if self._going and bucket in self.order and (bucket != min(self.order) or bucket == self._going[-1][0]):
+            self.finish()
+
+    def fetched(self, bucket: int) -> None:
+        """A bucket of this rank is about to be fetched from the ranks that store it (ZeRO-3)."""
+        if any(bucket == number for number, _ in self._going):
+            self.finish()
+
+    def finish(self) -> None:
         """Wait for the weights that other homes send to this rank, and start gathering them."""
         while self._going:
             self._store()
@@ -222,6 +245,7 @@ class MatrixHome:
         for transfer, work in transfers:
             self._place(transfer, work.wait())
         for f in self._of(bucket):
+            f.storage.replaced()
             f.storage.gather_groups()
         self._stored.append(bucket)
         if len(self._stored) > 1:
@@ -246,6 +270,13 @@ class MatrixHome:
             sizes = [x.numel() for x in transfer.receive]
             values = [x.view(to.shape) for x, to in zip(arrived.split(sizes), transfer.receive)]
             torch._foreach_copy_(transfer.receive, values)
+
+
+def update_order(buckets: Iterable[int]) -> list[int]:
+    """That of forward, in which weights are needed, but for the first bucket: it is the second, since its gradients are
+    complete last."""
+    found = sorted(buckets)
+    return [*found[1:2], *found[:1], *found[2:]]
 
 
 def _which(box: Box) -> tuple[int, ...]:

@@ -96,7 +96,7 @@ class StorageFormat(ABC):
         self.share, self.lo, self.hi = share, *share.updated
         self.weight_comes = share.cut.cuts_weights and place is None
         self._gathering: Work | None = None
-        self._moved = False  # whether this rank's shard came from other groups since its neighbours received it
+        self._moved = False  # whether this rank's shard came from other ranks since its neighbours received it
 
     def attach(self, params: Sequence[Parameter]) -> None:
         """The parameters of all buckets have become views of their weights."""
@@ -181,6 +181,10 @@ class StorageFormat(ABC):
         """Set the weights of this rank's shard from its masters."""
         if self.out is not None and isinstance(self.master, Tensor):
             self.out.copy_(self.master)
+
+    def replaced(self) -> None:
+        """This rank's shard has come from elsewhere, after `Buffers.open`: neighbours wait until all have theirs."""
+        self._moved = True
 
     def arrive(self) -> None:
         """Wait until this rank's shard has come from other groups, so that neighbours may have it."""

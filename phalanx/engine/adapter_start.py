@@ -13,7 +13,7 @@ from phalanx.checkpoint.adapters import module_of
 from phalanx.config.run import Run
 from phalanx.data_parallel.flat import FlatBucket
 from phalanx.data_parallel.homes import MatrixHome
-from phalanx.engine.build import fill, write_slot
+from phalanx.engine.build import write_slot
 from phalanx.engine.model import Model
 from phalanx.layout.box import Box
 from phalanx.layout.buckets import Slot
@@ -88,7 +88,7 @@ def initial_tensors(run: Run, dtype: torch.dtype | None = None) -> ReadTensor:
     def read(name: str) -> Tensor:
         piece = replace(pieces[name], box=Box.full(pieces[name].shape))
         whole = torch.zeros(piece.shape, dtype=dtype or wide)
-        fill(whole, piece, run.train.seed)
+        piece.init.fill(whole, piece, run.train.seed)
         return whole
 
     return read

@@ -24,8 +24,10 @@ from phalanx.comm.axis import Axis
 from phalanx.forecast.memory import OVERHEAD, rank_uses
 from phalanx.layout.grid import Coords
 from phalanx.nn.gated_delta import GatedDelta
+from phalanx.nn.relative_bias import RelativeBiasTable
 from phalanx.nn.state_space import StateSpace
 from phalanx.ops import proof
+from phalanx.ops.attention.attention import BIASED_ATTENTION
 from phalanx.ops.op import SEAM, Op, packaged, refused, runs_triton, table, unusable
 from phalanx.ops.quantized import cublaslt
 from phalanx.optim.optimizer import FusedOptimizer, MatrixOptimizer, optimizers_of
@@ -127,6 +129,7 @@ def used_ops(plan: Plan) -> list[Op]:
     optimizers = {o.op for o in optimizers_of(run.optim) if isinstance(o, FusedOptimizer | MatrixOptimizer)}
     blocks = [block for segment in plan.blocks_of(Coords()).values() for block in segment]
     kinds = {type(m) for block in blocks for m in block.modules()}
+    biased = RelativeBiasTable in kinds
     scans, deltas = StateSpace in kinds, GatedDelta in kinds
     quantized = run.train.fp8 is not None or quantized_base(run) is not None
     for op in table():
@@ -144,6 +147,7 @@ def used_ops(plan: Plan) -> list[Op]:
             ("attention.largest_scores", run.optim.qk_clip > 0),
         ):
             wanted &= used or not op.definition.startswith(f"phalanx.ops.{place}")
+        wanted &= biased or op is not BIASED_ATTENTION
         found += [op] if wanted else []
     return found
 

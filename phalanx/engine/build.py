@@ -3,7 +3,6 @@ line."""
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any, TypeVar
@@ -13,7 +12,6 @@ from torch import Tensor
 
 from phalanx.base.dtypes import precision
 from phalanx.base.registry import find
-from phalanx.base.rng import fill_normal_, fill_uniform_
 from phalanx.comm.mesh import Mesh, Mode
 from phalanx.data_parallel.buffers import Buffers, share_memory
 from phalanx.data_parallel.flat import BufferRules, FlatBucket
@@ -169,12 +167,14 @@ def build_model(plan: Plan, mesh: Mesh) -> Model:
     if isinstance(plan.objective, EmbeddingObjective) and mesh.device.type == "cuda":
         mesh.prepare_hosts()
 
+    of_buckets = buffers.handlers()
+
     def ready(i: Ready) -> None:
-        buffers.flat[i.bucket].storage.ready()
+        of_buckets[Ready](i)
         if fp8 is not None:
             fp8.refresh(i.bucket)
 
-    handlers: dict[type, Callable[[Any], None]] = {**stages.handlers(), **buffers.handlers(), Ready: ready}
+    handlers: dict[type, Callable[[Any], None]] = {**stages.handlers(), **of_buckets, Ready: ready}
     if plan.leaves:
         handlers[Backward] = in_order(stages.backward, buffers)
         handlers[WeightGrad] = in_order(stages.weight_grad, buffers)
@@ -381,7 +381,7 @@ def init_weights(model: Model, which: Callable[[ParamSpec], bool] = lambda spec:
     """Fill masters and weights from (seed, global name, position): the same bits in every layout. which: the
     parameters to fill."""
     seed = model.plan.run.train.seed
-    draw_weights(model.buffers, lambda out, piece: fill(out, piece, seed), which)
+    draw_weights(model.buffers, lambda out, piece: piece.init.fill(out, piece, seed), which)
 
 
 def draw_weights(
@@ -407,37 +407,6 @@ def drawn(matrix: BaseMatrix, like: Tensor, draw: Callable[[Tensor, Piece], None
     values = torch.zeros(piece.box.shape, dtype=like.dtype, device=like.device)
     draw(values, piece)
     return values
-
-
-def fill(out: Tensor, piece: Piece, seed: int) -> None:
-    """Initial values of a piece, `out` in global orientation."""
-    if piece.init.kind == "normal":
-        fill_normal_(out, piece.init.std, piece.shape, piece.box.start, seed, piece.name)
-    elif piece.init.kind == "uniform":
-        fill_uniform_(out, piece.init.bound, piece.shape, piece.box.start, seed, piece.name)
-    elif piece.init.kind == "sinusoids":
-        out.copy_(sinusoids(*piece.shape)[piece.box.slices()])
-    elif piece.init.kind == "log_count":
-        out.copy_(torch.arange(piece.box.start[0] + 1, piece.box.stop[0] + 1, dtype=torch.float64).log())
-    elif piece.init.kind == "log_uniform":
-        fill_uniform_(out, 1.0, piece.shape, piece.box.start, seed, piece.name)
-        low, high = piece.init.low, piece.init.high
-        out.copy_((low + (high - low) * (out + 1) / 2).clamp(min=1e-9).log())  # a draw of exactly 0 has none
-    elif piece.init.kind == "time_step":
-        fill_uniform_(out, 1.0, piece.shape, piece.box.start, seed, piece.name)
-        low, high = math.log(piece.init.low), math.log(piece.init.high)
-        step = torch.exp(low + (high - low) * (out + 1) / 2).clamp(min=piece.init.floor)
-        out.copy_(step + torch.log(-torch.expm1(-step)))  # the inverse of softplus
-    else:
-        out.fill_(1.0 if piece.init.kind == "ones" else 0.0)
-
-
-def sinusoids(rows: int, width: int) -> Tensor:
-    """(rows, width) positions as sines and cosines of wave lengths from 2 pi to 10,000 x 2 pi, in the order of
-    Whisper's files."""
-    falling = torch.exp(-math.log(10_000) / (width // 2 - 1) * torch.arange(width // 2))
-    angles = torch.arange(rows).unsqueeze(1) * falling
-    return torch.cat([angles.sin(), angles.cos()], 1)
 
 
 def write_slot(holder: FlatBucket | MatrixHome, slot: Slot, storage: Tensor) -> None:

@@ -53,7 +53,7 @@ def summed(run: Run, mesh: Mesh, loader: Loader, limit: int, forward: Forward) -
     for first in range(0, limit, per_round):
         count = min(per_round, limit - first)
         micro = -(-count // (size * mesh.dp.size))
-        ranks = media_group_of(run, mesh.dp.index)
+        ranks = media_group_of(run, mesh.dp.size, mesh.dp.index)
         batches = list[Batch]()
         for number in range(micro):
             firsts = [first + (rank * micro + number) * size for rank in ranks]

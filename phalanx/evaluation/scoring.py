@@ -119,7 +119,7 @@ def log_probs(model: ForwardOnly, loader: Loader, places: list[Place], micro_bat
     mesh = model.mesh
     first = mesh.dp.index * micro_batch
     whole = loader.read(places[first : first + micro_batch])
-    batch = whole.cut(mesh.part)
+    batch = whole.cut(mesh.part.alone)
     model([batch.to(mesh.device)])
     found = torch.zeros(len(places), loader.seq_length, 1 + 2 * top, dtype=torch.float64, device=mesh.device)
     if mesh.at.tp == 0 and 0 in model.stages.outputs:

@@ -74,10 +74,8 @@ def suggest(run: Run, facts: Facts, broken: Problem, found: list[Problem]) -> Pr
     tries = Tries(run, quick, broken, before)
     near = _outward(broken.value)
     every = (*broken.valid, *near)
-    # of sizes
-    possible = [
-        v for v in every if not near or not broken.field.startswith("layout.") or (v and facts.world_size % v == 0)
-    ]
+    size = near and broken.field.startswith("layout.") and not facts.world_follows
+    possible = [v for v in every if not size or (v and facts.world_size % v == 0)]
     grades: list[tuple[Sequence[Any], Callable[[Any], bool]]]
     grades = [(broken.valid, tries.clean), (near, tries.clean), (every, tries.fits), (possible, tries.ends)]
     offers = (_both_sides(broken.value, [v for v in values if good(v)]) for values, good in grades)
@@ -97,7 +95,11 @@ class Tries:
     def after(self, value: Any) -> set[tuple[str, str]]:
         name = repr(value)
         if name not in self.seen:
-            self.seen[name] = _names(broken_rules(tree.replace_at(self.run, self.broken.field, value), self.facts))
+            run, facts = tree.replace_at(self.run, self.broken.field, value), self.facts
+            if facts.world_follows:
+                world = run.layout.least_ranks
+                facts = replace(facts, world_size=world, local_ranks=world)
+            self.seen[name] = _names(broken_rules(run, facts))
         return self.seen[name]
 
     def ends(self, value: Any) -> bool:

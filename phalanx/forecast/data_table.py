@@ -9,6 +9,7 @@ from typing import Any
 from phalanx.checkpoint.keep import find, list_checkpoints, problem_of
 from phalanx.checkpoint.manifest import read_manifest
 from phalanx.config.run import Run, checkpoints_of
+from phalanx.data.chats import bad_text
 from phalanx.data.check import check_files
 from phalanx.data.config import DataConfig
 from phalanx.data.index import Corpus
@@ -67,12 +68,14 @@ def data_table(run: Run, loader: Loader, valid: dict[str, Loader]) -> str:
 
 
 def packing_lines(loader: Loader, valid: dict[str, Loader]) -> list[str]:
-    """How full the sequences of each packed corpus are, and what became of chats that are longer than one."""
+    """How full the sequences of each packed corpus are, and what became of bad chats and of those that are longer than
+    a sequence."""
     named = [(source.name, source) for source in loader.sources]
     named += [(f"validation {name}", source) for name, other in valid.items() for source in other.sources]
     lines = [f"packed {name}: {packing.text}" for name, source in named for packing in source.packings]
-    longer = [(name, source.long.text) for name, source in named if isinstance(source, ChatSource)]
-    return lines + [f"chats {name}: {text(loader.seq_length)}" for name, text in longer if text(loader.seq_length)]
+    chats = [(name, source) for name, source in named if isinstance(source, ChatSource)]
+    said = [(name, t) for name, source in chats for t in (bad_text(source.corpus), source.long.text(loader.seq_length))]
+    return lines + [f"chats {name}: {text}" for name, text in said if text]
 
 
 def lost_lines(run: Run, loader: Loader, valid: dict[str, Loader]) -> list[str]:

@@ -383,7 +383,7 @@ def _rank_use(
     )
     memory = {
         **held,
-        **({"codes": quantized} if quantized else {}),
+        **({"quantized": quantized} if quantized else {}),
         **({"shadow": shadow} if shadow else {}),
         "activations": activations,
         "working": working,
@@ -422,7 +422,7 @@ def message_bytes(plan: Plan) -> dict[Value, int]:
     """Bytes that stages send each other: what a micro-batch's forward of a stage reads, and its backward."""
     batch, tp, found = _batch(plan), plan.grid.tp, dict[Value, int]()
     for stage in range(1, len(plan.stages)):
-        sizes = {s: s.rows(batch, tp) * s.width * s.dtype.itemsize for s in plan.borders[stage, 0]}  # type: ignore[union-attr]
+        sizes = {s: s.rows(batch, tp) * s.width_on(tp) * s.dtype.itemsize for s in plan.borders[stage, 0]}  # type: ignore[union-attr]
         found[Value("act", stage, 0)] = sum(sizes.values())
         found[Value("grad", stage - 1, 0)] = sum(n for spec, n in sizes.items() if spec.has_gradient)
     return found

@@ -27,9 +27,9 @@ from phalanx.checkpoint.tensors import Index, Stored, StoredBox
 from phalanx.comm.mesh import Mesh
 from phalanx.config.run import Run
 from phalanx.layout.box import Box
-from phalanx.layout.param import Init
 from phalanx.nn.adapted_linear import AdaptedMethod
 from phalanx.nn.adapter import Adapter, AdapterConfig, LinearPiece
+from phalanx.nn.initial import ONES
 from phalanx.nn.module import Block
 from phalanx.planning.adapters import linear_shapes
 
@@ -91,7 +91,7 @@ class StackedDoRA(StackedLoRA):
         super().__init__(piece, config)
         self.with_lengths = [number for number, names in enumerate(config.lengths) if piece.name in names]
         for number in self.with_lengths:
-            setattr(self, lengths_of(number), self.per_output(piece, Init("ones")))
+            setattr(self, lengths_of(number), self.per_output(piece, ONES))
         self._ratios: Tensor | None = None
 
     def combine(self, base: Tensor, delta: Tensor) -> Tensor:

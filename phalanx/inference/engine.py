@@ -74,6 +74,7 @@ from phalanx.inference.scheduler import (
     Step,
 )
 from phalanx.inference.scores import ScoredPrompt
+from phalanx.models.model_config import ModelConfig
 from phalanx.ops.attention.paged import FP8
 from phalanx.text.tokenizer_base import Tokenizer
 
@@ -91,6 +92,9 @@ class EngineOptions:
     pages       dtype of what is remembered: that of the model, or FP8
     capture     make all CUDA graphs of steps when the engine is made, so that no request waits for one later
     drafts      of tokens, which the model checks several at a time (speculative decoding); None: none
+    prefix_states  states that recurrent layers keep of prompts' beginnings, so that a prompt with the same one goes on
+                from there (inference/prefix_states.py): each takes the room of a sequence's. 0: a common beginning is
+                computed for each prompt. Models with attention alone keep pages in any case
     late        1: the host reads a token a step late, so that the device never waits for it; 0: before its sequence
                 goes on. None: 0 with drafts, else 1: how many are accepted decides where the next step begins
 
@@ -105,6 +109,7 @@ class EngineOptions:
     pages: str = "model"
     capture: bool = False
     drafts: Drafts | None = None
+    prefix_states: int = 0
     late: int | None = None
 
     def __post_init__(self) -> None:
@@ -256,6 +261,13 @@ def check_drafts(model: InferenceModel, drafts: Drafts | None) -> None:
         raise ConfigError([Problem("drafts", "mtp", rule, {}, ("ngram:4",))])
 
 
+def check_prefix_states(config: ModelConfig, states: int) -> None:
+    """ConfigError where no layer keeps a state."""
+    if states and not config.scans:
+        rule = "has no effect without layers that keep a state: of attention, pages of prefixes are kept in any case"
+        raise ConfigError([Problem("prefix_states", states, rule, {"model.family": config.family}, (0,))])
+
+
 def check_states(asked: int, fit: int, nbytes: int) -> None:
     """ConfigError, on all ranks alike, if there is no room for the states of all sequences at once."""
     if fit < asked:
@@ -283,6 +295,7 @@ class Engine:
         check_pages(model, options.pages)
         check_drafts(model, options.drafts)
         check_shares_text(model)
+        check_prefix_states(model.plan.run.model, options.prefix_states)
         self.model, self.options = model, options
         mesh, positions = model.mesh, model.plan.run.model.max_position_embeddings
         length = min(options.length or positions, positions)
@@ -291,7 +304,13 @@ class Engine:
             tokens = max(tokens, options.sequences + min(length, model.pictures.most_tokens))
         rows = None if model.sound is None else model.sound.rows
         self.limits = MemoryLimits(
-            options.sequences, tokens, length, options.page_size * mesh.cp.size, mesh.cp.size, rows
+            options.sequences,
+            tokens,
+            length,
+            options.page_size * mesh.cp.size,
+            mesh.cp.size,
+            rows,
+            options.prefix_states,
         )
         self.groups, source = self._remember(options)
         spec = SchedulerSpec(
@@ -305,7 +324,8 @@ class Engine:
             further=self._depths,
             source=source,
             source_longest=rows,
-            prefixes=not model.plan.run.model.scans,
+            prefixes=options.prefix_states > 0 or not model.plan.run.model.scans,
+            states=options.prefix_states,
         )
         self.scheduler = Scheduler(spec)
         self.runner = Runner(model, self.limits, len(self.groups), options.drafts)
@@ -342,9 +362,10 @@ class Engine:
             kept = row_bytes(limits, plan.run.model.vocab_size if draws else 0, drafted, of_states)
             free = room_for_pages(mesh.device, mesh.world.size) - kept
         else:
-            free = gib * 2**30 - (limits.most_sequences + 1) * of_states
-        whole = int(free) + (limits.most_sequences + 1) * of_states
-        sequences = limits.most_sequences if free >= 0 or not of_states else max(0, whole // of_states - 1)
+            free = gib * 2**30 - limits.states * of_states
+        whole = int(free) + limits.states * of_states
+        others = limits.states - limits.most_sequences
+        sequences = limits.most_sequences if free >= 0 or not of_states else max(0, whole // of_states - others)
         fit = torch.tensor([*pages_that_fit(groups, limits, int(free)), sequences], device=mesh.world.device)
         *pages, sequences = mesh.world.all_reduce(fit, op="min").wait().tolist()
         check_states(limits.most_sequences, sequences, of_states)

@@ -36,6 +36,7 @@ class MemoryLimits:
     cp              of which each rank remembers 1 / cp
     source          rows that an encoder reads, where all sources have as many (recordings); None: a source is as long
                     as a sequence may be
+    prefix_states   states of prefixes that recurrent layers keep, beside those of sequences
     """
 
     most_sequences: int
@@ -44,6 +45,12 @@ class MemoryLimits:
     page_size: int = 16
     cp: int = 1
     source: int | None = None
+    prefix_states: int = 0
+
+    @property
+    def states(self) -> int:
+        """Slots of states: of each sequence, of prefixes, and the one that nobody has (NO_SLOT)."""
+        return 1 + self.most_sequences + self.prefix_states
 
     @property
     def own_page_size(self) -> int:
@@ -122,7 +129,7 @@ def layer_groups(
 ) -> tuple[LayerGroup, ...]:
     """The groups, with what the layers of this rank take of each. page_size: tokens in a page that it remembers."""
     bytes_of = dict.fromkeys(kept, 0)
-    for layer in layers:
+    for layer in storing(layers):
         bytes_of[kept_tokens(layer)] += page_size * remembered(layer).token_bytes(dtype)
     return tuple(LayerGroup(each, size) for each, size in bytes_of.items())
 
@@ -142,6 +149,18 @@ def remembering(blocks: Sequence[Block], depths: int = 0) -> list[Module]:
     """The layers of these blocks that remember something, in the order of the model. depths: of multi-token
     prediction, that draft."""
     return [layer for block in blocks for layer in (*block.remembering(), *block.drafting(depths))]
+
+
+def storing(layers: Sequence[Module]) -> list[Module]:
+    """Those of this rank's layers that have pages of their own. Of layers that read the same keys, the first."""
+    found, lenders = list[Module](), set[str]()
+    for layer in layers:
+        lender = remembered(layer).lender
+        if lender is None or lender not in lenders:
+            found.append(layer)
+        if lender is not None:
+            lenders.add(lender)
+    return found
 
 
 def pages_that_fit(groups: Sequence[LayerGroup], limits: MemoryLimits, free: int) -> tuple[int, ...]:
@@ -217,11 +236,11 @@ NO_DRAFTS = DraftRoom()
 
 def row_bytes(limits: MemoryLimits, vocabulary: int, drafts: DraftRoom = NO_DRAFTS, states: int = 0) -> int:
     """Bytes that an engine keeps on a rank beside pages: the last token of each sequence, its drafts, the `states` of
-    recurrent layers (bytes of one sequence, and room for one that nobody has), and where tokens are drawn, counts of
-    those of the vocabulary for penalties (if one asks for them)."""
+    recurrent layers (bytes of one; those of prefixes too, and room for one that nobody has), and where tokens are
+    drawn, counts of those of the vocabulary for penalties (if one asks for them)."""
     token = torch.int64.itemsize
     each = token * (1 + drafts.tokens) + vocabulary * COUNT_BYTES + drafts.states
-    return limits.most_sequences * each + (limits.most_sequences + 1) * states
+    return limits.most_sequences * each + limits.states * states
 
 
 def keeping(blocks: Sequence[Block]) -> list[Module]:
@@ -235,10 +254,18 @@ def state_bytes(layers: Sequence[Module], dtype: torch.dtype) -> int:
 
 
 def give_states(layers: Sequence[Module], limits: MemoryLimits, dtype: torch.dtype, mesh: Mesh) -> None:
-    """Allocate the states of these layers: a slot for each sequence, after the one that nobody has (NO_SLOT)."""
+    """Allocate the states of these layers: a slot for each sequence, after the one that nobody has (NO_SLOT), and then
+    those of prefixes."""
     for layer in layers:
         if layer.keeps is not None:
-            layer.states = layer.keeps.allocate(1 + limits.most_sequences, dtype, mesh.device, mesh.cp)
+            layer.states = layer.keeps.allocate(limits.states, dtype, mesh.device, mesh.cp)
+
+
+def copy_states(layers: Sequence[Module], sources: Sequence[int], targets: Sequence[int]) -> None:
+    """Copy states from slots to others, of which each is named once."""
+    for layer in layers:
+        for t in () if layer.states is None else (layer.states.states, layer.states.tokens):
+            t[list(targets)] = t[list(sources)]
 
 
 def give_memory(
@@ -250,10 +277,15 @@ def give_memory(
     mesh: Mesh,
 ) -> None:
     """Allocate the pages of these layers. page_size: tokens in a page that this rank remembers."""
-    number = {group.kept: i for i, group in enumerate(groups)}
+    number, of_lender = {group.kept: i for i, group in enumerate(groups)}, dict[str, LayerMemory]()
     for layer in layers:
         spec, group = remembered(layer), number[kept_tokens(layer)]
+        if spec.lender in of_lender:
+            layer.memory = replace(of_lender[spec.lender], lent=True)
+            continue
         layer.memory = LayerMemory(group, spec.allocate(num_pages[group], page_size, dtype, mesh.device), mesh.cp)
+        if spec.lender is not None:
+            of_lender[spec.lender] = layer.memory
 
 
 def forget_memory(blocks: Sequence[Block]) -> None:

@@ -17,9 +17,9 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
-from phalanx.base.errors import DataError
-from phalanx.data.images import CONFIG, ImageSteps, open_image, processor_of
+from phalanx.data.images import ImageSteps, open_image, processor_of
 from phalanx.data.pictures import Pictures, steps_for, steps_of
+from phalanx.inference.processor_files import check_found, processor_file
 from phalanx.inference.request import Prompt, PromptImage, Request, RequestError
 from phalanx.models.model_config import ModelConfig
 from phalanx.sequence.balance import assign_whole
@@ -48,22 +48,15 @@ class PictureReader:
         spec = model.media
         if not isinstance(spec, PictureSpec):
             return None
-        if processor is not None and Path(processor).exists():
-            return PictureReader(spec, steps_for(spec, processor))
-        if weights is None:
-            return PictureReader(spec, steps_for(spec, None))
-        if (weights / CONFIG).is_file():
-            return PictureReader(spec, steps_for(spec, str(weights / CONFIG)))
-        whole = read_json(weights / PROCESSOR).get("image_processor")
-        if isinstance(whole, dict):
-            where = str(weights / PROCESSOR)
-            return PictureReader(spec, steps_of(spec, processor_of(whole, where), where))
-        if processor is not None:
-            raise DataError(
-                f"data.processor={processor}, by which the model was trained, is not there, and neither is a {CONFIG} "
-                f"in {weights}: put it there"
-            )
-        return PictureReader(spec, steps_for(spec, None))
+        found = processor_file(weights, processor)
+        if found is None and weights is not None:
+            nested = read_json(weights / PROCESSOR).get("image_processor")
+            if isinstance(nested, dict):
+                where = str(weights / PROCESSOR)
+                return PictureReader(spec, steps_of(spec, processor_of(nested, where), where))
+        if found is None:
+            check_found(weights, processor)
+        return PictureReader(spec, steps_for(spec, found))
 
     @property
     def media(self) -> Pictures:

@@ -16,8 +16,9 @@ import numpy as np
 import torch
 
 from phalanx.base.errors import DataError
-from phalanx.data.sound import CONFIG, Recordings
+from phalanx.data.sound import Recordings
 from phalanx.inference.pictures import DIGEST
+from phalanx.inference.processor_files import check_found, processor_file
 from phalanx.inference.request import Prompt, PromptSound, RequestError
 from phalanx.models.model_config import ModelConfig
 from phalanx.sequence.batch import IGNORE, PADDING_RUN, Batch, room_for_documents
@@ -43,14 +44,9 @@ class SoundReader:
         spec = model.media
         if not isinstance(spec, MediaBeside):
             return None
-        found = processor if processor is not None and Path(processor).exists() else None
-        if found is None and weights is not None and (weights / CONFIG).is_file():
-            found = str(weights / CONFIG)
-        if found is None and processor is not None:
-            raise DataError(
-                f"data.processor={processor}, by which the model was trained, is not there, and neither is a {CONFIG} "
-                f"in {weights}: put it there"
-            )
+        found = processor_file(weights, processor)
+        if found is None:
+            check_found(weights, processor)
         return SoundReader(spec, Recordings.made(spec, found))
 
     @property

@@ -187,9 +187,10 @@ class Request:
 
     @property
     def computed(self) -> tuple[int, ...]:
-        """The tokens of the prompt that the model reads: all, unless the last is only scored."""
-        options = self.options
+        """What the model reads of the prompt: all, unless the last token is only scored. An image is read whole."""
+        options, images = self.options, self.images
         only_scored = options.prompt_logprobs is not None and options.tokens == 0 and len(self.prompt) > 1
+        only_scored &= not images or images[-1][0] + images[-1][1].tokens < len(self.prompt)
         return self.prompt[:-1] if only_scored else self.prompt
 
     def check_tokens(self, vocabulary: int) -> None:

@@ -23,7 +23,7 @@ from phalanx.inference.drafter import Drafts, NgramSpec, takes_drafts
 from phalanx.inference.grammar import Constraint
 from phalanx.inference.graphs import RowTokens, StepGraphs
 from phalanx.inference.load import InferenceModel
-from phalanx.inference.memory import MemoryLimits
+from phalanx.inference.memory import MemoryLimits, copy_states, keeping
 from phalanx.inference.own_tokens import own_batch, own_slots
 from phalanx.inference.predictor import MtpSpec, Predictor, StepTokens, draft_draws
 from phalanx.inference.request import TokenScore
@@ -226,6 +226,7 @@ class Runner:
         self.graphs = StepGraphs(model, limits, groups, self.rows, most, self.adapters)
         self.streams = StepStreams(model, limits, self._to_device)
         self._coming: deque[Drawn] = deque()  # in the order of their steps
+        self._keeping = keeping(model.blocks)  # layers that keep states
         self._like = torch.empty(0, dtype=wide_dtype(model.dtype), device=self.mesh.device)
 
     def run(self, step: Step, scored: Mapping[int, ScoredPrompt], constraints: Mapping[int, Constraint]) -> Drawn:
@@ -238,7 +239,14 @@ class Runner:
         for i in step.admitted:
             self._admit(int(step.rows[i]), step.sequences[i])
             self._begins[step.rows[i]] = step.firsts[i]
+        slots = 1 + self.limits.most_sequences  # of nobody and of rows; those of prefixes follow, from number 1 on
+        if step.begin_from:
+            rows, states = zip(*step.begin_from)
+            copy_states(self._keeping, [slots - 1 + n for n in states], [1 + row for row in rows])
         drawn, hidden, ends = self._run(step, scored, constraints)
+        if step.leave:
+            rows, states = zip(*step.leave)
+            copy_states(self._keeping, [1 + row for row in rows], [slots - 1 + n for n in states])
         drawn.send(self.mesh.pp)
         if self._predicts:
             drawn.send_drafts(self._draft(step, drawn, hidden, ends))

@@ -32,6 +32,7 @@ from functools import cached_property
 import numpy as np
 
 from phalanx.inference.pages import GroupSpec, PageTables, SourcePages, first_key, page_key, pages_of, pages_touched
+from phalanx.inference.prefix_states import PrefixStates
 from phalanx.inference.request import EndReason, Finished, PromptImage, Request
 
 SAMPLED = -1
@@ -59,8 +60,9 @@ class SchedulerSpec:
     late            tokens of a step are observed after so many more are scheduled; at most in_flight
     in_flight       steps that are computed at once (pipeline stages): a sequence whose last token has not been observed
                     is in each in_flight-th step at most, and of those who decode each step has its part
-    prefixes        a sequence may begin with pages that another one has filled; not where layers keep a state, which is
-                    remembered at a sequence's last token alone
+    prefixes        a sequence may begin with pages that another one has filled; where layers keep a state, only after
+                    one that is kept too
+    states          of prefixes that are kept beside those of rows (inference/prefix_states.py)
     further         tokens after a page on which what is remembered in it hangs too (multi-token prediction): a prefix
                     is known by them, and known when the last of them is
     source          layers that remember what an encoder has read; None: there is no encoder
@@ -76,6 +78,7 @@ class SchedulerSpec:
     in_flight: int = 1
     further: int = 0
     prefixes: bool = True
+    states: int = 0
     source: GroupSpec | None = None
     source_longest: int | None = None
 
@@ -190,6 +193,8 @@ class Step:
     tables     of each group (rows, P) int32: the scheduler's own, as they are until it is called next
     admitted   indices (into S) of sequences that are in a step for the first time since they have their row: an encoder
                reads the sources of these
+    begin_from (row, slot) of those of `admitted` that begin with the state of a prefix: it is copied before
+    leave      (row, slot) of those whose state is copied afterwards, as that of a prefix
     preempted  numbers of requests that have lost their row
     finished   requests that were over before this step: their time was up
     """
@@ -210,6 +215,8 @@ class Step:
     preempted: tuple[int, ...]
     finished: tuple[Finished, ...]
     sequences: tuple[LiveSequence, ...] = field(repr=False)
+    begin_from: tuple[tuple[int, int], ...] = ()
+    leave: tuple[tuple[int, int], ...] = ()
     sources: SourcePages | None = field(default=None, repr=False)
 
     def __len__(self) -> int:
@@ -299,6 +306,8 @@ class LiveSequence:
         self.source = request.source_key
         self.scored_from = None if options.prompt_logprobs is None else options.scored_from  # until it is computed
         self.fresh = False  # has a row, but was in no step since
+        self.begin_from = 0  # the slot with the state of its prefix, until it is in a step; 0: it begins anew
+        self.leaves: list[int] = []  # tokens after which it leaves the state of a prefix behind
         self.ended = False
 
     def between_images(self, position: int) -> int:
@@ -316,12 +325,14 @@ class LiveSequence:
 
 @dataclass(frozen=True)
 class PromptPiece:
-    """Tokens of a prompt, or of a sequence that is computed anew, that are in a step. samples: they are the last."""
+    """Tokens of a prompt, or of a sequence that is computed anew, that are in a step. samples: they are the last;
+    taken: of the tokens that the step has room for."""
 
     sequence: LiveSequence
     first: int
     count: int
     samples: bool
+    taken: int
 
 
 class Scheduler:
@@ -334,6 +345,8 @@ class Scheduler:
         self.sources = (
             None if spec.source is None else SourcePages(spec.source, rows, spec.most_of_source, spec.page_size)
         )
+        self.states = PrefixStates(spec.states) if spec.states else None
+        self._leaving: list[tuple[int, bytes]] = []  # in this step: row, and key of its last page
         self._live: dict[int, LiveSequence] = {}
         self._waiting: list[tuple[tuple[int, int], LiveSequence]] = []  # a heap; those ended are skipped
         self._deadlines: list[tuple[float, int]] = []  # a heap
@@ -420,7 +433,7 @@ class Scheduler:
         rows = self._decoding(preempted)
         firsts = self._next[rows]
         pieces = self._pieces(self.spec.most_tokens - len(rows), admit=not preempted)
-        budget = self.spec.most_tokens - len(rows) - sum(piece.count for piece in pieces)
+        budget = self.spec.most_tokens - len(rows) - sum(piece.taken for piece in pieces)
         extra = self._with_drafts(rows, drafts, budget) if drafts else {}
         step = self._assemble(rows, firsts, pieces, extra, (tuple(preempted), tuple(finished)))
         self._next[rows] += 1
@@ -504,7 +517,7 @@ class Scheduler:
             piece = self._piece(sequence, budget)
             if piece is not None:
                 pieces.append(piece)
-                budget -= piece.count
+                budget -= piece.taken
                 read += source
             if self._ends_at_image(sequence):
                 break  # what is left of the budget would give pages that it needs to those who come after it
@@ -524,10 +537,16 @@ class Scheduler:
         places = (int(pages.filled[row]) + pages.available()) * size - first
         if places <= 0:
             return None
-        count = sequence.between_images(first + min(budget, total - first, places)) - first
+        whole = sequence.between_images(first + min(budget, total - first, places))
+        stop = min((place for place in sequence.leaves if first < place < whole), default=whole)
+        count = stop - first
         if count <= 0:
             return None
-        more = pages_of(first + count, size) - int(pages.filled[row])
+        if stop in sequence.leaves:
+            self._leaving.append((row, self._keys(sequence, stop // size)[-1]))
+        # what is computed in the next step, because a state is to be left before it, has its pages now, and its part of
+        # this step's tokens unless it is the rest: nobody who comes after it may have either
+        more = pages_of(whole, size) - int(pages.filled[row])
         if more > 0:
             pages.extend(row, more)
         self._next[row] = first + count
@@ -542,7 +561,7 @@ class Scheduler:
                 self._pending[row] += 1
                 self._turn[row] = self._scheduled + self.spec.in_flight
                 self._decodes[row] = True
-        return PromptPiece(sequence, first, count, samples)
+        return PromptPiece(sequence, first, count, samples, count if whole == total else whole - first)
 
     def _head(self) -> LiveSequence | None:
         """Who is admitted next, if a row is free."""
@@ -565,8 +584,8 @@ class Scheduler:
         before = len(sequence.tokens) - 1  # tokens that need not be computed, if they are there
         before = before if sequence.scored_from is None else min(before, sequence.scored_from - 1)
         before = min(before, max(0, len(sequence.tokens) - self.spec.further))
-        keys = self._keys(sequence, before // self.spec.page_size)
-        keys = self._whole_images(sequence, keys[: self.pages.longest_prefix(keys)]) if self.spec.prefixes else []
+        every = self._keys(sequence, before // self.spec.page_size)
+        keys = self._whole_images(sequence, every[: self.pages.longest_prefix(every)]) if self.spec.prefixes else []
         if not alone and not self._has_room(sequence, keys):
             self._blocked = (sequence.number, available)
             return False
@@ -578,6 +597,9 @@ class Scheduler:
             self.sources.take(row, sequence.request.source_length)
         sequence.row = row
         sequence.fresh = True
+        if self.states is not None:
+            sequence.begin_from = self.states.use(keys[-1]) if keys else 0
+            sequence.leaves = self._places_to_leave(sequence, every, len(keys))
         sequence.known = len(keys)
         sequence.next_key = (len(keys) + 1) * self.spec.page_size + self.spec.further
         if sequence.cached is None:
@@ -594,13 +616,23 @@ class Scheduler:
         return True
 
     def _whole_images(self, sequence: LiveSequence, keys: list[bytes]) -> list[bytes]:
-        """Keys of pages after which no image goes on, and that are known as a prefix."""
-        size, count = self.spec.page_size, len(keys)
+        """Keys of pages after which no image goes on, and that are known as a prefix, with their state."""
+        size, count, states = self.spec.page_size, len(keys), self.states
         while count and (
-            sequence.between_images(count * size) < count * size or self.pages.longest_prefix(keys[:count]) < count
+            (states is not None and not states.has(keys[count - 1]))
+            or sequence.between_images(count * size) < count * size
+            or self.pages.longest_prefix(keys[:count]) < count
         ):
             count -= 1
         return keys[:count]
+
+    def _places_to_leave(self, sequence: LiveSequence, keys: list[bytes], begins: int) -> list[int]:
+        """Tokens of a sequence after which its state is one that others may begin from: those of all its full pages,
+        and of as many as another sequence had too. begins: pages of the prefix that it begins with."""
+        size, last = self.spec.page_size, (len(sequence.tokens) - 1) // self.spec.page_size
+        common = 0 if self.states is None else self.states.computed(keys)
+        places = [pages * size for pages in sorted({common, last}) if pages > begins]
+        return [place for place in places if sequence.between_images(place) == place]
 
     def _has_room(self, sequence: LiveSequence, keys: list[bytes]) -> bool:
         """There are pages for all tokens of a sequence whose first pages have these keys, and for its source."""
@@ -665,6 +697,8 @@ class Scheduler:
             preempted=before[0],
             finished=before[1],
             sequences=tuple([self._row_of[row] for row in rows.tolist()]),
+            begin_from=self._begin_from(pieces),
+            leave=self._leave_states(),
             sources=self.sources,
         )
 
@@ -674,6 +708,27 @@ class Scheduler:
         for piece in pieces:
             piece.sequence.fresh = False
         return places
+
+    def _begin_from(self, pieces: list[PromptPiece]) -> tuple[tuple[int, int], ...]:
+        """Rows of those who begin with the state of a prefix, and its slots, which are free from the next step on."""
+        found = [(piece.sequence.row, piece.sequence.begin_from) for piece in pieces if piece.sequence.begin_from]
+        for piece in pieces:
+            self._release_state(piece.sequence)
+        return tuple(found)
+
+    def _leave_states(self) -> tuple[tuple[int, int], ...]:
+        """Rows whose state is kept after this step, and its slots. From the next step on others may begin there."""
+        if self.states is None or not self._leaving:
+            return ()
+        slots = self.states.leave([key for _, key in self._leaving])
+        found = {key: row for row, key in reversed(self._leaving)}
+        self._leaving = []
+        return tuple((found[key], slot) for key, slot in slots.items())
+
+    def _release_state(self, sequence: LiveSequence) -> None:
+        if self.states is not None and sequence.begin_from:
+            self.states.pool.release(sequence.begin_from)
+            sequence.begin_from = 0
 
     # ---- what became of it ----
 
@@ -781,6 +836,8 @@ class Scheduler:
             keys = self._keys(sequence, full)
             for index in range(sequence.known, full):
                 self.pages.know(row, index, keys[index])
+                if self.states is not None:
+                    self.states.add_computed(keys[index])
             sequence.known = full
             sequence.next_key = (full + 1) * size + further
 
@@ -788,6 +845,7 @@ class Scheduler:
         """A sequence gives back its row and its pages; those that are full stay known."""
         row = sequence.row
         self._know(sequence)
+        self._release_state(sequence)
         self.pages.release(row)
         if self.sources is not None:
             self.sources.release(row)

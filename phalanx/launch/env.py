@@ -16,6 +16,7 @@ from pathlib import Path
 from phalanx.base.errors import Problem
 from phalanx.base.placement import SECRET, Placement
 from phalanx.launch.ends import ENDS_AT
+from phalanx.launch.enroot import without_hook
 from phalanx.launch.hosts import HOST_FILE, expand, first_host, number_of
 from phalanx.training.machine import describe_machine
 
@@ -50,7 +51,7 @@ Found = tuple[LaunchedTask | None, list[Problem]]
 def read_placement(env: Mapping[str, str]) -> tuple[Placement | None, list[Problem]]:
     """This process's place in a world that someone else started, or None if it is to start its own; and any
     problems. Launchers that contradict each other are one problem, with all their variables."""
-    placement, problems = _placement(env)
+    placement, problems = _placement(without_hook(env))
     problems = problems + _integers(env, ENDS_AT)[1]
     return (None if problems else placement), problems
 

@@ -112,7 +112,7 @@ class JobOptions:
     @property
     def fixed(self) -> bool:
         """Whether it takes one number of nodes."""
-        return self.by != "slurm"
+        return self.by not in ("slurm", "k8s", "ray")
 
 
 def job_of(typed: str, words: tuple[str, ...], run: Run, options: JobOptions) -> ClusterJob:

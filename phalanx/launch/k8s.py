@@ -16,8 +16,11 @@ from jinja2 import Environment, PackageLoader, StrictUndefined
 from phalanx.base.errors import ConfigError, Problem
 from phalanx.base.placement import SECRET
 from phalanx.base.rules import problem
+from phalanx.launch.env import NODES, PER_NODE
 from phalanx.launch.job import FINAL, ClusterJob
+from phalanx.launch.rank_log import FOLDER
 from phalanx.launch.ray_jobs import runtime_env
+from phalanx.launch.submitted import logs_of
 
 KINDS = ("job", "jobset", "trainjob", "rayjob")
 PORT = 29500  # where node 0 listens: each pod has an address of its own
@@ -48,6 +51,7 @@ class PodSpec:
     secrets     variable -> (Secret, key in it)
     mounts      (claim, folder inside) of each volume
     stop        of a pod whose first process is Ray's: words of a shell that ask the run to save, and wait for it
+    least       fewest pods with which the job may be admitted (Kueue); None: all of them
     """
 
     name: str
@@ -64,6 +68,7 @@ class PodSpec:
     make_secret: str
     stop: str = STOP
     final: tuple[int, ...] = FINAL
+    least: int | None = None
 
 
 def write(job: ClusterJob, kind: str, config: Path) -> str:
@@ -87,13 +92,14 @@ def write(job: ClusterJob, kind: str, config: Path) -> str:
 
 
 def pods_of(job: ClusterJob, kind: str, config: Path) -> PodSpec:
-    c, name, count = job.cluster, name_of(job), job.nodes[0]
+    c, name, count = job.cluster, name_of(job), job.nodes[1]
     first = f"{name}-0" if kind == "job" else f"{name}-node-0-0"
     environment = {"HOME": "/tmp"}
     if kind != "rayjob":
-        environment["PHALANX_RANKS_PER_NODE"] = str(c.ranks)
+        environment |= {PER_NODE: str(c.ranks), FOLDER: str(logs_of(job.folder) / "ranks")}
     if kind in ("job", "jobset"):
-        environment |= {"PHALANX_NODES": str(count), "MASTER_ADDR": f"{first}.{name}", "MASTER_PORT": str(PORT)}
+        environment |= {} if ranged(job) else {NODES: str(count)}
+        environment |= {"MASTER_ADDR": f"{first}.{name}", "MASTER_PORT": str(PORT)}
     if c.interface is not None:
         environment["PHALANX_INTERFACE"] = c.interface
     environment |= {key: str(value) for key, value in c.environment.items()}
@@ -113,15 +119,39 @@ def pods_of(job: ClusterJob, kind: str, config: Path) -> PodSpec:
         resources_of(job),
         {"app.kubernetes.io/name": "phalanx", "app.kubernetes.io/instance": name},
         f"kubectl create secret generic {name}{namespace} --from-literal={RUN_SECRET}=$(openssl rand -hex 32)",
+        least=job.nodes[0] if ranged(job) else None,
     )
+
+
+def ranged(job: ClusterJob) -> bool:
+    """Whether the job takes a range of nodes."""
+    return job.nodes[0] != job.nodes[1]
 
 
 def command_of(job: ClusterJob) -> list[str]:
     """What a pod runs; a shell first only if there are lines for it, and then in its place, so that signals arrive."""
-    words = [*shlex.split(job.cluster.program), "train", *job.words]
-    if not job.cluster.setup:
+    words = [*shlex.split(job.cluster.program), "train", *job.words, *only_layout(job)]
+    if not job.cluster.setup and not ranged(job):
         return words
-    return ["/bin/bash", "-c", "\n".join(["set -e", *job.cluster.setup, 'exec "$@"']), "bash", *words]
+    lines = ["set -e", *job.cluster.setup, *(layout_lines(job) if ranged(job) else ['exec "$@"'])]
+    return ["/bin/bash", "-c", "\n".join(lines), "bash", *words]
+
+
+def only_layout(job: ClusterJob) -> tuple[str, ...]:
+    """Overrides for the number of ranks that the job has; those of a range are chosen in the pods."""
+    return () if ranged(job) else job.layouts.get(job.worlds[0], ())
+
+
+def layout_lines(job: ClusterJob) -> list[str]:
+    """Lines of bash that ask how many pods were admitted, and start the run in the layout for so many."""
+    cases = [f"  {ranks}) layout=({shlex.join(overrides)}) ;;" for ranks, overrides in job.layouts.items()]
+    return [
+        f"{NODES}=$({job.cluster.program} launch-pods {name_of(job)})",
+        f"export {NODES}",
+        "layout=()",
+        *([f"case $(({NODES} * {PER_NODE})) in", *cases, "esac"] if cases else []),
+        'exec "$@" "${layout[@]}"',
+    ]
 
 
 def driver_of(job: ClusterJob) -> list[str]:
@@ -130,7 +160,7 @@ def driver_of(job: ClusterJob) -> list[str]:
     c = job.cluster
     kept = ("gpus_per_node", "ranks_per_node", "cpus_per_node", "memory", "grace_s", "max_restarts", "program", "setup")
     section = json.dumps({name: getattr(c, name) for name in kept})
-    words = [word for word in job.words if word != "cluster=null"]
+    words = [word for word in (*job.words, *only_layout(job)) if word != "cluster=null"]
     return [*shlex.split(c.program), "launch-ray", "--nodes", str(job.nodes[0]), *words, f"cluster={section}"]
 
 
@@ -187,7 +217,7 @@ def literal(text: str) -> str:
 
 def check(job: ClusterJob, kind: str, config: Path) -> list[Problem]:
     """What Kubernetes would refuse, or what would be lost with a pod."""
-    found = check_names(job, kind, config) + check_volumes(job)
+    found = check_names(job, kind, config) + check_volumes(job) + check_range(job, kind)
     c = job.cluster
     if c.image is None:
         rule = "must be set, by --image or in the config: pods run in an image that holds phalanx"
@@ -216,6 +246,22 @@ def check_names(job: ClusterJob, kind: str, config: Path) -> list[Problem]:
             found.append(problem("cluster", c, key, "must be a name as Kubernetes allows it: a-z, 0-9 and -"))
     if KEY.fullmatch(config.name) is None:
         found.append(Problem("CONFIG", config.name, "must be a file name of letters, digits, -, _ and . alone"))
+    return found
+
+
+def check_range(job: ClusterJob, kind: str) -> list[Problem]:
+    """Only Kueue starts a job with fewer pods than it asks for, and of our kinds only an Indexed Job."""
+    if not ranged(job):
+        return []
+    text, found = "-".join(map(str, job.nodes)), []
+    if kind != "job":
+        rule = "must be one number for this kind: only --kind job may start with fewer pods (Kueue's partial admission)"
+        found.append(Problem("--nodes", text, rule, {"--kind": kind}, job.nodes, "command line"))
+    elif job.cluster.queue is None:
+        rule = (
+            "is a range, which needs a queue of Kueue, by --queue or in the config: it admits as many pods as there is"
+        )
+        found.append(Problem("--nodes", text, f"{rule} room for", {"cluster.queue": None}, job.nodes, "command line"))
     return found
 
 

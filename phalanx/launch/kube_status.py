@@ -94,14 +94,15 @@ def pod_lines(pod: Mapping[str, Any]) -> Iterator[str]:
 
 
 def reasons(status: Mapping[str, Any]) -> Iterator[str]:
-    """Why a pod does not run: no node takes it, or its image cannot be had."""
+    """Why a pod does not run: no node takes it, its image cannot be had, or has no such program."""
     for one in status.get("conditions") or []:
         if one.get("type") == "PodScheduled" and one.get("status") == "False":
             yield f"{one.get('reason', '')}: {one.get('message', '')}".strip(": ")
     for container in status.get("containerStatuses") or []:
-        waiting = (container.get("state") or {}).get("waiting") or {}
-        if waiting:
-            yield f"{waiting.get('reason', '')}: {waiting.get('message', '')}".strip(": ")
+        state = container.get("state") or {}
+        said = state.get("waiting") or state.get("terminated") or {}
+        if "waiting" in state or said.get("message"):
+            yield f"{said.get('reason', '')}: {said.get('message', '')}".strip(": ")
 
 
 def waiting_lines(server: KubeServer, workload: Mapping[str, Any]) -> list[str]:

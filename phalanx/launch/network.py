@@ -18,6 +18,7 @@ from urllib.parse import urlsplit
 
 from phalanx.base.errors import ConfigError, Problem
 from phalanx.base.placement import Placement
+from phalanx.launch.enroot import without_hook
 
 INTERFACE = "PHALANX_INTERFACE"
 BACKENDS = ("GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME")
@@ -76,6 +77,7 @@ def on_one_host(world_size: int, host: str, env: Mapping[str, str]) -> bool:
     local = env.get("LOCAL_WORLD_SIZE", "")
     if local.isdigit():
         return int(local) == world_size
+    env = without_hook(env)
     nodes = env.get("SLURM_STEP_NUM_NODES", env.get("SLURM_NNODES", "")) if "RANK" not in env else ""
     if nodes.isdigit():
         return int(nodes) == 1

@@ -16,6 +16,7 @@ from phalanx.base.errors import PhalanxError
 from phalanx.launch.programs import NoScheduler
 
 ADDRESS = "RAY_ADDRESS"
+WAITS = "waiting for"  # how a line begins that a job prints while the cluster has too few nodes
 
 
 @contextmanager

@@ -11,6 +11,7 @@ from typing import Any
 
 from phalanx.launch.job import ClusterJob
 from phalanx.launch.programs import NoScheduler, SchedulerRefused
+from phalanx.launch.ray_core import WAITS
 from phalanx.launch.remote import same_program
 from phalanx.launch.submitted import Submission
 from phalanx.launch.template import template
@@ -100,4 +101,15 @@ def state_lines(submission: Submission) -> list[str]:
     state = str(info.status.value).lower()
     since = datetime.fromtimestamp((info.start_time or 0) / 1000, UTC).isoformat(timespec="seconds")
     message = " ".join(str(info.message or "").split())
-    return [f"job {submission.job}  {state} since {since}", *([f"      {message}"] if message else [])]
+    waits = waiting(submission) if state == "running" else ""
+    return [f"job {submission.job}  {state} since {since}", *(f"      {text}" for text in (message, waits) if text)]
+
+
+def waiting(submission: Submission) -> str:
+    """What a job waits for, if that is the last thing that it has said."""
+    try:
+        lines = str(client(submission.server).get_job_logs(submission.job)).strip().splitlines()
+    except RuntimeError as error:
+        raise SchedulerRefused(f"Ray: {error}", str(error)) from error
+    last = lines[-1] if lines else ""
+    return last.removeprefix("phalanx: ") if last.startswith(f"phalanx: {WAITS}") else ""

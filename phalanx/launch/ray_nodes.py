@@ -26,7 +26,7 @@ from phalanx.base.errors import BadNode, PhalanxError, Preempted
 from phalanx.base.placement import SECRET
 from phalanx.launch.early import NOTHING_TO_SAVE
 from phalanx.launch.job import FINAL, ClusterJob
-from phalanx.launch.ray_core import connected
+from phalanx.launch.ray_core import WAITS, connected
 from phalanx.launch.remote import KEPT, LOST, RemoteProcess
 from phalanx.launch.ssh import HostLogs, HostsRefused, HostsRun, script_of
 from phalanx.launch.submitted import logs_of
@@ -34,6 +34,7 @@ from phalanx.launch.submitted import logs_of
 HEAR_S = 20.0  # an answer without news comes after this time
 SAY_EVERY_S = 60.0  # while the cluster has not as many nodes
 LOOK_S = 1.0
+FREE_S = 5.0  # in which so many free nodes are placed, if there are so many; then a node less is asked for
 MEMORY = re.compile(r"(\d+)([KMGT]?)")
 UNITS = ("", "K", "M", "G", "T")
 COLLECT_S = 0.2  # lines that are said shortly after each other travel together
@@ -157,9 +158,10 @@ def first_sentence(error: BaseException) -> str:
 
 @dataclass(frozen=True)
 class Bundles:
-    """What is asked of each node: CPUs, GPUs, and bytes of memory (0: no number of them)."""
+    """What is asked of each node: CPUs, GPUs, and bytes of memory (0: no number of them). least, most: of nodes."""
 
-    nodes: int
+    least: int
+    most: int
     cpus: int
     gpus: int
     memory: int
@@ -172,13 +174,14 @@ class Bundles:
     @property
     def text(self) -> str:
         gpus = f" and {self.gpus} GPU{'s' * (self.gpus != 1)}" if self.gpus else ""
-        return f"{self.nodes} nodes with {self.cpus} CPU{'s' * (self.cpus != 1)}{gpus} each"
+        nodes = f"{self.least} nodes" if self.least == self.most else f"{self.least} to {self.most} nodes"
+        return f"{nodes} with {self.cpus} CPU{'s' * (self.cpus != 1)}{gpus} each"
 
 
 def bundles_of(job: ClusterJob) -> Bundles:
     """A CPU for each rank, unless the section `cluster` says another number."""
     c = job.cluster
-    return Bundles(job.nodes[0], c.cpus_per_node or c.ranks, c.gpus_per_node or 0, memory_bytes(c.memory or "0"))
+    return Bundles(*job.nodes, c.cpus_per_node or c.ranks, c.gpus_per_node or 0, memory_bytes(c.memory or "0"))
 
 
 def memory_bytes(text: str) -> int:
@@ -192,24 +195,47 @@ def stop_asked(*_: Any) -> None:
 
 
 @contextmanager
-def placed(ray: Any, bundles: Bundles) -> Iterator[Any]:
-    """A placement group with one bundle on each node, waited for as long as it takes: a cluster may grow. Preempted
-    if the job is stopped meanwhile."""
+def placed(ray: Any, bundles: Bundles) -> Iterator[tuple[Any, int]]:
+    """A placement group with one bundle on each node, and on how many: as many as are free, at most `bundles.most`. The
+    fewest are waited for as long as it takes: a cluster may grow. Preempted if the job is stopped meanwhile."""
     from ray.util.placement_group import placement_group, remove_placement_group
 
-    group = placement_group([bundles.each] * bundles.nodes, strategy="STRICT_SPREAD")
     before = signal.signal(signal.SIGTERM, stop_asked)
+    group: Any = None
     try:
-        ready, said = group.ready(), 0.0
-        while not ray.wait([ready], timeout=LOOK_S)[0]:
-            if time.monotonic() - said > SAY_EVERY_S:
-                said = time.monotonic()
-                print(f"phalanx: waiting for {bundles.text} (the cluster has {nodes_like(ray, bundles)})", flush=True)
+        said = 0.0
+        for count in counts(ray, bundles):
+            group = placement_group([bundles.each] * count, strategy="STRICT_SPREAD")
+            until = time.monotonic() + patience_s(bundles, count)
+            ready = group.ready()
+            while not (there := ray.wait([ready], timeout=LOOK_S)[0]) and time.monotonic() < until:
+                if time.monotonic() > said + SAY_EVERY_S and count == bundles.least:
+                    said = time.monotonic()
+                    has = nodes_like(ray, bundles)
+                    print(f"phalanx: {WAITS} {bundles.text} (the cluster has {has})", flush=True)
+            if there:
+                break
+            remove_placement_group(group)
         signal.signal(signal.SIGTERM, before)
-        yield group
+        yield group, count
     finally:
         signal.signal(signal.SIGTERM, before)
-        remove_placement_group(group)
+        if group is not None:
+            remove_placement_group(group)
+
+
+def counts(ray: Any, bundles: Bundles) -> Iterator[int]:
+    """Numbers of nodes to ask for, one after the other and again and again: from as many as the cluster has to the
+    fewest."""
+    while True:
+        yield from range(max(bundles.least, min(bundles.most, nodes_like(ray, bundles))), bundles.least - 1, -1)
+
+
+def patience_s(bundles: Bundles, count: int) -> float:
+    """For how long so many nodes are asked for before the next number is tried."""
+    if bundles.least == bundles.most:
+        return float("inf")
+    return SAY_EVERY_S if count == bundles.least else FREE_S
 
 
 def nodes_like(ray: Any, bundles: Bundles) -> int:
@@ -233,12 +259,19 @@ def in_bundle(group: Any, number: int) -> dict[str, Any]:
     return {"scheduling_strategy": where, "num_cpus": 0}
 
 
+def in_layout(job: ClusterJob, count: int) -> ClusterJob:
+    """The job on so many nodes, with the overrides for as many ranks."""
+    words = (*job.words, *job.layouts.get(count * job.cluster.ranks, ()))
+    return replace(job, nodes=(count, count), words=words)
+
+
 def run_once(ray: Any, job: ClusterJob) -> tuple[PhalanxError | None, bool]:
     """One start on whatever nodes there are: how it ended (None: well), and whether somebody asked it to stop."""
     bundles = bundles_of(job)
-    with placed(ray, bundles) as group:
+    with placed(ray, bundles) as (group, count):
+        job = in_layout(job, count)
         find = ray.remote(address_of_node)
-        asked = [find.options(**in_bundle(group, number)).remote() for number in range(bundles.nodes)]
+        asked = [find.options(**in_bundle(group, number)).remote() for number in range(count)]
         try:
             names = tuple(str(name) for name in ray.get(asked))
         except ray.exceptions.RayError as error:

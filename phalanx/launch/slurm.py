@@ -8,15 +8,22 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from phalanx.base.errors import ConfigError, Problem
+from phalanx.base.placement import SECRET
 from phalanx.config.cluster import seconds_of
 from phalanx.config.validate import close_to
-from phalanx.launch.job import FINAL, ClusterJob
+from phalanx.launch.ends import ENDS_AT
+from phalanx.launch.env import PER_NODE
+from phalanx.launch.hosts import HOST_FILE
+from phalanx.launch.job import FINAL, SLURM, ClusterJob
+from phalanx.launch.network import INTERFACE
 from phalanx.launch.programs import SchedulerRefused, ask
+from phalanx.launch.rank_log import FOLDER
 from phalanx.launch.submitted import logs_of
 from phalanx.launch.template import template
 from phalanx.layout.positions import Positions, from_topology_conf
 
 SWITCHES_WAIT = "1:00:00"  # for nodes that hang together, before others are taken
+OWN_VARIABLES = (PER_NODE, INTERFACE, FOLDER, SECRET, ENDS_AT, HOST_FILE)  # that the script sets
 PROGRAMS = ("sbatch", "squeue", "sinfo", "scontrol", "scancel")
 
 
@@ -63,10 +70,20 @@ def step_options(job: ClusterJob) -> str:
     if c.cpus_per_node is not None:
         words.append(f"--cpus-per-task={c.cpus_per_node}")
     if c.image is not None:
-        mounts = [f"{path}:{path}" for path in dict.fromkeys((job.workdir, job.folder))] + c.mounts
+        seen = [job.workdir, job.folder, *(path for path in outside(job) if not path.is_relative_to(job.workdir))]
+        mounts = [f"{path}:{path}" for path in dict.fromkeys(seen)] + c.mounts
         words += [f"--container-image={c.image}", f"--container-mounts={','.join(mounts)}"]
         words.append(f"--container-workdir={job.workdir}")
+        # without it the values of an image win
+        words.append(f"--container-env={','.join((*c.environment, *c.secrets, *OWN_VARIABLES))}")
     return shlex.join(words)
+
+
+def outside(job: ClusterJob) -> list[Path]:
+    """Files that steps read beside those of the working folder, if they lie elsewhere."""
+    found = [Path(job.words[0])] if job.words else []
+    found += [Path(job.topology)] if job.topology not in (None, SLURM) else []
+    return [path for path in found if path.is_absolute()]
 
 
 def slurm_time(seconds: int) -> str:

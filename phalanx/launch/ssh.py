@@ -32,6 +32,7 @@ from phalanx.launch.job import FINAL, ClusterJob
 from phalanx.launch.local import Stops, forwarded_signals
 from phalanx.launch.outcome import RankFailed, signal_name
 from phalanx.launch.remote import LOST, RemoteProcess, same_program, start_remote
+from phalanx.launch.submitted import logs_of
 from phalanx.launch.template import template
 
 COME_S = 60.0  # for all hosts to answer
@@ -63,7 +64,7 @@ def script_of(job: ClusterJob) -> str:
         raise ConfigError([Problem("cluster.image", job.cluster.image, f"{rule}cluster.program")])
     own = job.cluster.program != "phalanx" or job.cluster.setup
     program = job.cluster.program if own else same_program()
-    return template("node.sh").render(job=job, program=program, words=["train", *job.words])
+    return template("node.sh").render(job=job, program=program, words=["train", *job.words], logs=logs_of(job.folder))
 
 
 def places(job: ClusterJob, first: Mapping[str, Any], secret: str) -> Iterator[dict[str, str]]:

@@ -11,6 +11,7 @@ from phalanx.base.errors import PhalanxError
 from phalanx.launch import kube_status, ray_jobs
 from phalanx.launch.kube_status import kube_job
 from phalanx.launch.programs import SchedulerRefused, ask, look_for
+from phalanx.launch.rank_log import log_of
 from phalanx.launch.submitted import logs_of, submission_of
 
 LOGS = ("slurm", "ssh", "ray")  # what the names of logs begin with
@@ -190,13 +191,8 @@ def log_text(what: str) -> str:
 
 def log_files(what: str) -> list[Path]:
     """The logs of a job, or of all jobs of a run, the oldest first. PhalanxError if there are none."""
-    folder, job = find(what)
-    if folder is None and job is not None:
-        folder = next((state.folder for state in slurm_states(job) if state.folder is not None), None)
-        if folder is None:
-            raise PhalanxError(f"the scheduler does not know the run of job {job}: name the folder of the run instead")
-    of_run = Path(what).is_dir()
-    there = logs_of(folder or Path(what))
+    job, of_run = find(what)[1], Path(what).is_dir()
+    there = logs_of(folder_of(what))
     found = sorted(
         (path for kind in LOGS for path in there.glob(f"{kind}-*.log")), key=lambda path: path.stat().st_mtime
     )
@@ -204,3 +200,22 @@ def log_files(what: str) -> list[Path]:
     if not exact:
         raise PhalanxError(f"{there} has no log of {what} yet; phalanx status {what} says why")
     return exact
+
+
+def folder_of(what: str) -> Path:
+    """Of the run of a job, or that is named itself."""
+    folder, job = find(what)
+    if folder is None and job is not None:
+        folder = next((state.folder for state in slurm_states(job) if state.folder is not None), None)
+    if folder is None:
+        raise PhalanxError(f"the scheduler does not know the run of job {job}: name the folder of the run instead")
+    return folder
+
+
+def rank_text(what: str, rank: int) -> str:
+    """What one rank has said in all starts of its run. PhalanxError if it has said nothing."""
+    path = log_of(logs_of(folder_of(what)) / "ranks", rank)
+    try:
+        return path.read_text(encoding="utf-8", errors="replace")
+    except OSError as error:
+        raise PhalanxError(f"rank {rank} has said nothing yet ({path}: {error.strerror})") from None

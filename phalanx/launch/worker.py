@@ -27,6 +27,7 @@ from phalanx.launch.bus import BusErrors
 from phalanx.launch.early import NOTHING_TO_SAVE, STOPS, deaf
 from phalanx.launch.ends import ends_at
 from phalanx.launch.outcome import Outcome
+from phalanx.launch.rank_log import keep_output
 from phalanx.observe.failures import taken
 
 
@@ -36,6 +37,7 @@ def main(folder: str, target: str, meeting: str) -> None:
         for number in STOPS:
             signal.signal(number, word.stop_early)
         word.announce()
+        keep_output(os.environ, word.rank)
         follow_parent()
         world = int(os.environ["WORLD_SIZE"])
         secret = os.environ.pop(SECRET, "")  # processes started by this rank need not have it

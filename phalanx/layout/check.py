@@ -42,7 +42,7 @@ def check(
 def check_media_group(config: LayoutConfig, world_size: int) -> list[Problem]:
     """Groups of data-parallel ranks that compute each other's images are equally large."""
     together, group = config.pp * config.cp * config.tp, config.media_group
-    if world_size % together or world_size // together % group == 0:
+    if group is None or world_size % together or world_size // together % group == 0:
         return []
     because = {"data-parallel ranks": world_size // together}
     rule = "must divide the number of data-parallel ranks (world_size / (pp * cp * tp))"

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 from typing import Literal
 
@@ -74,11 +75,17 @@ class LayoutConfig:
     reshard_after_forward: bool = True
     """With sharding 3: free gathered weights after each forward and gather them again for the backward. false: keep
     them until the step's last use."""
-    media_group: int = 1
+    media_group: int | None = None
     """Images are assigned, each whole, to the ranks of tp and cp of this many neighbouring data-parallel ranks together
-    (such as those of a node), by their patches. 1: each data-parallel rank computes its own images, however large."""
+    (such as those of a node), by their patches. Unset: of all of them, or of as many as have 64 ranks together. 1: each
+    data-parallel rank computes its own images, however large."""
     bucket_mb: int = 100
     """Gradients are reduced in buckets of about this many MiB, while backward still runs."""
+
+    @property
+    def least_ranks(self) -> int:
+        """The smallest world that the layout fits: one data-parallel rank, or as many as the experts' sizes need."""
+        return max(1, self.pp * math.lcm(self.tp * self.cp, self.ep * self.etp))
 
     @property
     def dp_copies(self) -> Literal["auto", "on", "off"]:

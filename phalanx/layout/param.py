@@ -7,31 +7,30 @@ Global tensors have the names, shapes and orientation of Hugging Face checkpoint
 
 from __future__ import annotations
 
+from abc import ABC, abstractmethod
 from dataclasses import dataclass
 from math import prod
-from typing import Any, Literal, get_args
+from typing import TYPE_CHECKING, Any, Literal, get_args
 
 from phalanx.layout.box import Box
 from phalanx.layout.grid import AxisName, Coords, Grid, SumAxis
+
+if TYPE_CHECKING:  # importing torch takes seconds
+    from torch import Tensor
 
 Role = Literal["linear", "expert", "embedding", "head", "norm", "bias", "router", "conv"]
 """The role of a parameter for optimizers: one may take some roles and leave the others to its fallback."""
 ROLES: tuple[Role, ...] = get_args(Role)
 
 
-@dataclass(frozen=True)
-class Init:
-    """Initial values of a global tensor: normal(0, std); uniform in [-bound, bound); zeros; ones; sinusoids of a row's
-    number: sines of falling frequencies, then their cosines (Vaswani et al., 2017); log_count, the logarithm of each
-    element's number, counted from 1; log_uniform, the logarithm of a number drawn uniformly in [low, high); or
-    time_step, of which softplus is log-uniform from low to high and at least `floor` (Gu & Dao, "Mamba", 2023)."""
+class Init(ABC):
+    """How a global tensor gets its initial values: a frozen dataclass, since plans are compared. nn/initial.py has the
+    kinds; a layer may bring one of its own."""
 
-    kind: Literal["normal", "uniform", "zeros", "ones", "sinusoids", "log_count", "log_uniform", "time_step"]
-    std: float = 0.0
-    bound: float = 0.0
-    low: float = 0.0
-    high: float = 0.0
-    floor: float = 0.0
+    @abstractmethod
+    def fill(self, out: Tensor, piece: Piece, seed: int) -> None:
+        """Write the initial values of a piece to `out` (its box, in global orientation). They depend on the seed, the
+        tensor's name and each element's place in the whole tensor, so that every layout begins with the same bits."""
 
 
 @dataclass(frozen=True)

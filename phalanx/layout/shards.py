@@ -92,8 +92,8 @@ class Sharding:
         return max(1, self.group * grid.tp // (grid.ep * grid.etp))
 
     def cut(self, bucket: Bucket, grid: Grid, training: bool = True) -> Cut:
-        """The sharding of a bucket. It is not sharded (level 0) if a shard would be the whole, or if nothing is
-        trained. Frozen weights are sharded at level 3."""
+        """The sharding of a bucket. It is not sharded (ZeRO-0) if a shard would be the whole, or if nothing is
+        trained. Frozen weights are sharded at ZeRO-3."""
         size = grid.sum_size(bucket.axis)
         if not (training and bucket.trained) or (bucket.frozen and self.level < 3):
             return Cut(bucket.numel, 0, 1, size, learns=bucket.learns)

@@ -20,8 +20,9 @@ from phalanx.nn.attention import Attention, AttentionSpec
 from phalanx.nn.embedding import Embedding
 from phalanx.nn.env import Env
 from phalanx.nn.head import Head
+from phalanx.nn.initial import ONES
 from phalanx.nn.mlp import SwiGLU
-from phalanx.nn.module import ONES, Block, Module
+from phalanx.nn.module import Block, Module
 from phalanx.nn.moe import Balance
 from phalanx.nn.mtp import MultiTokenPrediction
 from phalanx.nn.norm import OffsetRMSNorm, RMSNorm
@@ -274,7 +275,7 @@ def decoder_blocks(
 
     def last(made: Mapping[str, Parameter]) -> Block:
         if config.headless:
-            return TextStates(env, norm(config, env, f"{config.prefix}model.norm"))
+            return TextStates(env, norm(config, env, f"{config.base}norm"))
         return DecoderHead(config, env, head(config, env, made), normed=make_mtp is not None)
 
     makers: list[BlockMaker] = [lambda made: DecoderEmbedding(config, env)]

@@ -12,6 +12,7 @@ from phalanx.base.rules import at_least, divisors, problem
 from phalanx.models.config_json import LIST_OR_NULL, ConfigJson, integer, shown
 from phalanx.models.decoder_config import DecoderConfig, small_types
 from phalanx.models.model_config import SmallSizes
+from phalanx.nn.initial import ONES, LogUniform
 
 if TYPE_CHECKING:
     from phalanx.nn.env import Env
@@ -93,7 +94,6 @@ def pattern(layers: int, period: int) -> tuple[DeltaKind, ...]:
 def gated_delta(config: LinearLayersConfig, env: Env, name: str, rows: DeltaRows, **changes: Any) -> GatedDelta:
     """A layer whose tensors' names begin with `name`, as Qwen has it. `changes`: fields of GatedDeltaSpec in which a
     family differs."""
-    from phalanx.layout.param import Init
     from phalanx.nn.gated_delta import GatedDelta, GatedDeltaSpec
 
     c = config
@@ -108,7 +108,7 @@ def gated_delta(config: LinearLayersConfig, env: Env, name: str, rows: DeltaRows
         taps=c.linear_conv_kernel_dim,
         eps=c.rms_norm_eps,
         std=c.initializer_range,
-        init=(Init("log_uniform", low=0.01, high=16.0), Init("ones")),
+        init=(LogUniform(low=0.01, high=16.0), ONES),
     )
     return GatedDelta(env, GatedDeltaSpec(**(usual | changes)))
 

@@ -12,13 +12,14 @@ import torch
 from torch import Tensor, nn
 
 from phalanx.layout.box import Box
-from phalanx.layout.param import Init, ParamSpec, Piece, Replica
+from phalanx.layout.param import ParamSpec, Piece, Replica
 from phalanx.models.family import BlockMaker
 from phalanx.models.layer_norm_decoder import Dropping
 from phalanx.nn.attention import Attention, AttentionSpec
 from phalanx.nn.embedding import Embedding
 from phalanx.nn.env import Env
 from phalanx.nn.head import Head
+from phalanx.nn.initial import Normal
 from phalanx.nn.linear import ReplicatedLinear
 from phalanx.nn.mlp import FusedGeGLU, FusedGeGLUSpec, GeluMLP
 from phalanx.nn.module import Block, OutputRows
@@ -39,7 +40,7 @@ def table_spec(env: Env, name: str, rows: int, width: int, std: float) -> ParamS
     """A small table (rows, width) that every rank of tp holds whole and reads for its own tokens."""
     shape = (rows, width)
     local = (slice(0, rows), slice(0, width))
-    whole = Piece(name, shape, Box.full(shape), local, Init("normal", std), replicas=env.everyone)
+    whole = Piece(name, shape, Box.full(shape), local, Normal(std), replicas=env.everyone)
     return ParamSpec(shape, (whole,), role="embedding")
 
 
@@ -198,7 +199,7 @@ class EncoderHead(Dropping):
         self.activation, self.p, self.layer = s.activation, config.classifier_dropout, config.num_hidden_layers
         self.last = nn.Identity() if s.last is None else LayerNorm(env, s.last, width, s.eps, s.norm_bias)
         rows = [OutputRows(f"{s.dense}.weight", width, 0, width, env.everyone)]
-        init = Init("normal", s.std)
+        init = Normal(s.std)
         self.dense = None if s.dense is None else ReplicatedLinear(env, rows, width, init, s.dense_bias)
         self.norm = nn.Identity() if s.norm is None else LayerNorm(env, s.norm, width, s.eps, s.norm_bias)
         if s.classes:
@@ -246,7 +247,7 @@ class PairHead(EncoderHead):
         super().__init__(config, env, spec, matrices[0], made)
         width = config.hidden_size
         rows = [OutputRows(f"{pair.dense}.weight", width, 0, width, env.everyone)]
-        self.pooler = ReplicatedLinear(env, rows, width, Init("normal", pair.std), pair.dense_bias)
+        self.pooler = ReplicatedLinear(env, rows, width, Normal(pair.std), pair.dense_bias)
         self.pair_head = Head(env, matrices[1], len(pair.classes), width, pair.std, bias=pair.bias)
 
     def forward(self, x: Tensor, batch: Batch) -> Tensor:

@@ -15,7 +15,7 @@ from typing import Any
 from torch import Tensor
 
 from phalanx.base.rng import keep_columns, key_of
-from phalanx.layout.param import Init, Replica, Role
+from phalanx.layout.param import Replica, Role
 from phalanx.models.family import BlockMaker
 from phalanx.models.layer_norm_decoder import Dropping
 from phalanx.nn.attention import Attention, AttentionSpec
@@ -23,6 +23,7 @@ from phalanx.nn.cross_attention import CrossAttention
 from phalanx.nn.embedding import Embedding
 from phalanx.nn.env import Env
 from phalanx.nn.head import Head
+from phalanx.nn.initial import Normal
 from phalanx.nn.linear import ColumnLinear, RowLinear
 from phalanx.nn.mlp import run_mlp
 from phalanx.nn.module import Block, Module, OutputRows
@@ -73,8 +74,8 @@ class T5MLP(Module):
         self.gated = config.feed_forward_proj == "gated-gelu"
         names = ("wi_0", "wi_1") if self.gated else ("wi",)
         rows = [OutputRows(f"{at}.{name}.weight", inner, first, stop) for name in names]
-        self.up = ColumnLinear(env, rows, width, Init("normal", factor * width**-0.5))
-        out = Init("normal", factor * inner**-0.5)
+        self.up = ColumnLinear(env, rows, width, Normal(factor * width**-0.5))
+        out = Normal(factor * inner**-0.5)
         self.down = RowLinear(env, f"{at}.wo.weight", width, inner, (first, stop), out)
         self.num_weights = (len(names) + 1) * width * inner
 

@@ -179,6 +179,12 @@ FAMILY = Family(
             "model.language_model.": f"{PREFIX}model.",
             "lm_head.": f"{PREFIX}lm_head.",
         },
+        modules={
+            f"{PREFIX}model.": "model.language_model.",
+            "vision_tower.": "model.vision_tower.",
+            "multi_modal_projector.": "model.multi_modal_projector.",
+            f"{PREFIX}lm_head": "lm_head",
+        },
     ),
     rules=rules,
     keys=KEYS,

@@ -12,13 +12,13 @@ from typing import Any
 
 from torch import Tensor
 
-from phalanx.layout.param import Init
 from phalanx.models.decoder import DecoderEmbedding, SandwichLayer, decoder_blocks, dense_mlp, head_norm_attention
 from phalanx.models.family import BlockMaker
 from phalanx.models.vision_tower import TOWER, Unread, head_shapes, tower_blocks
 from phalanx.nn.attention import Attention
 from phalanx.nn.env import Env
-from phalanx.nn.linear import ColumnLinear
+from phalanx.nn.initial import Normal
+from phalanx.nn.linear import UnadaptedColumnLinear
 from phalanx.nn.mlp import GeGLU
 from phalanx.nn.module import OutputRows
 from phalanx.nn.norm import LayerNorm, OffsetRMSNorm
@@ -41,7 +41,7 @@ class Gemma3Embedding(DecoderEmbedding):
         self.last = LayerNorm(own, f"{TOWER}.post_layernorm", vision.hidden_size, vision.layer_norm_eps)
         self.norm = OffsetRMSNorm(own, f"{PROJECTOR}.mm_soft_emb_norm", vision.hidden_size, vision.layer_norm_eps)
         rows = [OutputRows(f"{PROJECTOR}.mm_input_projection_weight", config.hidden_size, 0, config.hidden_size)]
-        self.project = ColumnLinear(own, rows, vision.hidden_size, Init("normal", std), transposed=True)
+        self.project = UnadaptedColumnLinear(own, rows, vision.hidden_size, Normal(std), transposed=True)
         self.unread = Unread(own, head_shapes(vision), std) if vision.pooling_head else None
         self.features, self.width = Features(PATCHES, config.image_token_id), config.hidden_size
         self.joined = config.patch_form.joined

@@ -1,52 +1,41 @@
-"""Gemma 4, its dense text model: Gemma 3 with wider heads, fewer keys and values that are the keys in layers without a
-window, values normalized too, a factor for each layer. Google, "Gemma 4", 2026; names of `Gemma4ForCausalLM`.
-
-Not here, and refused by name: inputs of each layer's own (`hidden_size_per_layer_input`), layers that read the keys of
-others (`num_kv_shared_layers`), experts (`enable_moe_block`).
+"""Gemma 4, its text models: Gemma 3 with wider heads, fewer keys and values that are the keys in layers without a
+window, values normalized too, a factor for each layer; inputs of each layer's own, layers that read the keys of earlier
+ones, experts beside the MLP. Google, "Gemma 4", 2026; names of `Gemma4ForCausalLM`. Its config.json: gemma4_json.py.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from functools import partial
 from typing import TYPE_CHECKING, Any, ClassVar, Literal
 
 from phalanx.base.errors import Problem
-from phalanx.base.rules import at_least, divisors, problem, within
-from phalanx.models.config_json import (
-    LIST_OR_NULL,
-    NONE,
-    ConfigJson,
-    HfKey,
-    integer,
-    integer_or_null,
-    number_or_null,
-    switch,
-    text,
-)
-from phalanx.models.decoder_config import (
-    DECODER_KEYS,
-    SIZES,
-    LayerType,
-    common_rules,
-    heads_to_hf,
-    layer_types_of,
-    small_types,
-)
+from phalanx.base.rules import at_least, divisors, no_effect, problem, within
+from phalanx.models.decoder_config import LayerType, common_rules, decoder_tensors
+from phalanx.models.experts import BALANCE, RoutingFields, expert_rules
 from phalanx.models.family import Family
-from phalanx.models.mixed_layers import LocalRopeConfig, check_local_rope, pattern, shrink_mixed
-from phalanx.models.model_config import SmallSizes, check_head_dim
-from phalanx.models.rope import LayerRope, RopeFound, RopeOf, read_rope
+from phalanx.models.gemma4_json import (
+    KEYS,
+    ONLY,
+    PERIOD,
+    WITH_TOWERS,
+    config_fields,
+    config_keys,
+    text_keys,
+    usual_types,
+)
+from phalanx.models.mixed_layers import LocalRopeConfig, check_local_rope, shrink_mixed
+from phalanx.models.model_config import SmallExperts, SmallSizes, check_head_dim
+from phalanx.models.rope import LayerRope
 
 if TYPE_CHECKING:
+    from phalanx.models.config_json import ConfigJson
     from phalanx.models.family import BlockMaker
-    from phalanx.nn.attention import Attention
     from phalanx.nn.env import Env
 
 
 @dataclass(frozen=True, kw_only=True)
-class Gemma4TextConfig(LocalRopeConfig):
+class Gemma4TextConfig(RoutingFields, LocalRopeConfig):
     """Llama's fields. The input embedding is multiplied by the square root of its width."""
 
     family: Literal["gemma4_text"] = "gemma4_text"
@@ -69,9 +58,23 @@ class Gemma4TextConfig(LocalRopeConfig):
     """In a layer with a window, a token reads this many tokens: itself and those before it."""
     final_logit_softcapping: float | None = None
     """Logits become cap * tanh(logit / cap); unset: they stay as they are."""
+    hidden_size_per_layer_input: int = 0
+    """Features of an input that each layer has of its own, made of the token and of its embedding; 0: layers have
+    none."""
+    vocab_size_per_layer_input: int | None = None
+    """Rows of the table of these inputs; unset: vocab_size."""
+    num_kv_shared_layers: int = 0
+    """So many last layers have queries alone, and read the keys and values of the last layer of their kind before
+    them."""
+    use_double_wide_mlp: bool = False
+    """In layers without keys of their own, the MLP is twice as wide."""
+    num_experts: int = 0
+    """Experts per layer, beside the MLP; 0: none."""
+    moe_intermediate_size: int | None = None
+    """Width of an expert."""
 
     biases: ClassVar[tuple[str, ...]] = ("attention_bias",)
-    period: ClassVar[int] = 6
+    period: ClassVar[int] = PERIOD
 
     @property
     def types(self) -> tuple[LayerType, ...]:
@@ -96,6 +99,37 @@ class Gemma4TextConfig(LocalRopeConfig):
         """Of a head in layers without a window."""
         return self.global_head_dim or self.head_widths[0]
 
+    @property
+    def routed_experts(self) -> int:
+        return self.num_experts
+
+    @property
+    def expert_size(self) -> int:
+        return self.moe_intermediate_size or 0
+
+    def has_experts(self, layer: int) -> bool:
+        return self.num_experts > 0
+
+    def lender(self, layer: int) -> int | None:
+        """The layer whose keys and values a layer reads; None: it has its own."""
+        first, types = self.num_hidden_layers - self.num_kv_shared_layers, self.types
+        if layer < first:
+            return None
+        return max(i for i in range(first) if types[i] == types[layer])
+
+    def lends(self, layer: int) -> bool:
+        """Whether later layers read its keys and values."""
+        return any(self.lender(i) == layer for i in range(layer + 1, self.num_hidden_layers))
+
+    def last_borrower(self, kind: LayerType) -> int:
+        """The last layer of a kind that has no keys of its own; -1: all have."""
+        found = [i for i, each in enumerate(self.types) if each == kind and self.lender(i) is not None]
+        return max(found, default=-1)
+
+    def mlp_width(self, layer: int) -> int:
+        wide = self.use_double_wide_mlp and self.lender(layer) is not None
+        return self.intermediate_size * (2 if wide else 1)
+
     def kv_heads_of(self, kind: LayerType) -> int:
         usual = self.num_key_value_heads or self.num_attention_heads
         return usual if kind == "sliding_attention" else self.num_global_key_value_heads or usual
@@ -106,39 +140,60 @@ class Gemma4TextConfig(LocalRopeConfig):
         return LayerRope(self.rope_theta, self.rope_scaling, self.whole_width)
 
 
-def usual_types(layers: int) -> tuple[LayerType, ...]:
-    return (*pattern(layers, Gemma4TextConfig.period)[:-1], "full_attention")
-
-
 # functions that build blocks import torch themselves, because reading a config must not
 def blocks(config: Gemma4TextConfig, env: Env) -> Sequence[BlockMaker]:
-    from phalanx.models.decoder import ScaledLayer, decoder_blocks, dense_mlp
-    from phalanx.nn.mlp import GeGLU
+    from phalanx.models.gemma4_blocks import gemma4_blocks
 
-    mlp = partial(dense_mlp, mlp=GeGLU)
-    return decoder_blocks(config, env, partial(ScaledLayer, make_attention=attention, make_mlp=mlp))
-
-
-def attention(config: Gemma4TextConfig, env: Env, layer: int) -> Attention:
-    from phalanx.models.decoder import attention_spec, head_norm_attention
-    from phalanx.ops.attention.kind import AttentionKind
-
-    kind, names = config.types[layer], attention_spec(config, layer).names
-    changes: dict[str, Any] = {"kv_heads": config.kv_heads_of(kind)}
-    if kind == "full_attention":
-        changes["head_dim"] = config.whole_width
-        changes["names"] = (names[0], names[1], names[1] if config.attention_k_eq_v else names[2], names[3])
-    how = AttentionKind(window=config.window(layer), scale=1.0)
-    return head_norm_attention(config, env, layer, kind=how, value_norm=config.rms_norm_eps, **changes)
+    return gemma4_blocks(config, env)
 
 
 def rules(config: Gemma4TextConfig, seq_length: int) -> list[Problem]:
     found = common_rules(config) + check_local_rope(config)
     found += at_least("model", config, 1, "global_head_dim", "num_global_key_value_heads")
     found += within("model", config, "final_logit_softcapping", "(0, inf)", (30.0, None))
+    found += check_inputs(config) + check_experts(config) + at_least("model", config, 0, "num_kv_shared_layers")
     if found or min(config.hidden_size, config.num_attention_heads, config.num_hidden_layers) < 1:
         return found
-    return check_head_dim(config) + check_whole_layers(config)
+    return check_head_dim(config) + check_whole_layers(config) + check_shared_keys(config)
+
+
+def check_inputs(config: Gemma4TextConfig) -> list[Problem]:
+    """Of inputs that layers have of their own."""
+    found = at_least("model", config, 0, "hidden_size_per_layer_input")
+    rows, vocabulary = config.vocab_size_per_layer_input, {"model.vocab_size": config.vocab_size}
+    if not config.hidden_size_per_layer_input:
+        because = {"model.hidden_size_per_layer_input": 0}
+        without = "model.hidden_size_per_layer_input"
+        return found + no_effect("model", config, ["vocab_size_per_layer_input"], without, because)
+    if rows is not None and rows < config.vocab_size:
+        rule, valid = "must be >= vocab_size (each token has a row)", (config.vocab_size, None)
+        found.append(problem("model", config, "vocab_size_per_layer_input", rule, vocabulary, valid))
+    return found
+
+
+def check_experts(config: Gemma4TextConfig) -> list[Problem]:
+    if config.num_experts < 1:
+        names = "num_experts_per_tok", "moe_intermediate_size", *BALANCE
+        found = at_least("model", config, 0, "num_experts")
+        return found + no_effect("model", config, names, "model.num_experts", {"model.num_experts": 0})
+    found = expert_rules(config, "num_experts")
+    if config.moe_intermediate_size is None or config.moe_intermediate_size < 1:
+        rule, because = "must be set for experts, to at least 1", {"model.num_experts": config.num_experts}
+        found.append(problem("model", config, "moe_intermediate_size", rule, because, (config.intermediate_size,)))
+    return found
+
+
+def check_shared_keys(config: Gemma4TextConfig) -> list[Problem]:
+    """Each kind of layers has one with keys of its own."""
+    shared, layers, types = config.num_kv_shared_layers, config.num_hidden_layers, config.types
+    if not shared:
+        because = {"model.num_kv_shared_layers": 0}
+        return no_effect("model", config, ["use_double_wide_mlp"], "model.num_kv_shared_layers", because)
+    most = layers - 1 - max(types.index(kind) for kind in set(types))
+    if shared <= most:
+        return []
+    rule = "must leave a layer of each kind of layer_types with keys of its own"
+    return [problem("model", config, "num_kv_shared_layers", rule, {"model.layer_types": types}, (most,))]
 
 
 def check_whole_layers(config: Gemma4TextConfig) -> list[Problem]:
@@ -170,146 +225,9 @@ def split_rules(config: Gemma4TextConfig, tp: int) -> list[Problem]:
     return [Problem("layout.tp", tp, "must divide num_key_value_heads or be a multiple of it", because, tuple(good))]
 
 
-# ---- config.json
-
-ROPES: dict[str, dict[str, Any]] = {
-    "sliding_attention": {"rope_type": "default", "rope_theta": 10000.0},
-    "full_attention": {"rope_type": "proportional", "partial_rotary_factor": 0.25, "rope_theta": 1000000.0},
-}
-BY_LAYER = "per_layer"  # what text_keys makes of per_layer_config
-KEYS = {
-    **{name: key for name, key in DECODER_KEYS.items() if name != "hidden_act"},
-    "num_key_value_heads": integer(4),
-    "head_dim": integer(256),
-    "global_head_dim": integer(512),
-    "num_global_key_value_heads": integer_or_null(),
-    "attention_k_eq_v": switch(False),
-    "max_position_embeddings": integer(131072),
-    "hidden_activation": text("gelu_pytorch_tanh"),
-    "tie_word_embeddings": switch(True),
-    "attention_bias": switch(False),
-    "attention_dropout": number_or_null(0.0),
-    "sliding_window": integer(512),
-    "layer_types": LIST_OR_NULL,
-    "final_logit_softcapping": number_or_null(None),
-    "use_bidirectional_attention": HfKey((str, NONE), None),
-    "hidden_size_per_layer_input": integer(256),
-    "num_kv_shared_layers": integer(0),
-    "enable_moe_block": switch(False),
-}
-ONLY: dict[str, tuple[Any, ...]] = {
-    "hidden_activation": ("gelu_pytorch_tanh",),
-    "attention_dropout": (0.0, None),
-    "use_bidirectional_attention": (None, "vision"),  # of text alone the second is causal too
-    "hidden_size_per_layer_input": (0,),
-    "num_kv_shared_layers": (0,),
-    "enable_moe_block": (False,),
-}
-
-
-def text_keys(config: dict[str, Any]) -> dict[str, Any]:
-    """What single layers have otherwise is read here, and refused elsewhere."""
-    if "per_layer_config" not in config:
-        return config
-    return {**config, "per_layer_config": None, BY_LAYER: config["per_layer_config"] or {}}
-
-
 def from_hf(found: ConfigJson) -> Gemma4TextConfig | None:
-    v, types = found.values, types_of(found)
-    own = whole_layers(found, types) if not found.odd else {}
-    if found.odd:
-        return None
-    ropes = {kind: rope_of_kind(found, kind, own["global_head_dim"]) for kind in ROPES}
-    for kind, rope in ropes.items():
-        found.odd += [f"{odd} (of {kind})" for odd in rope.odd]
-    full, sliding = ropes["full_attention"], ropes["sliding_attention"]
-    if sliding.scaling is not None:
-        found.odd.append(f"rope_type={sliding.scaling.rope_type!r} of sliding_attention (supported: 'default')")
-    if found.odd:
-        return None
-    same = found.pick(*SIZES, "num_key_value_heads", "head_dim", "attention_bias", "final_logit_softcapping")
-    said: dict[str, Any] = {} if types == usual_types(len(types)) else {"layer_types": types}
-    window: dict[str, Any] = {"sliding_window": v["sliding_window"]} if "sliding_attention" in types else {}
-    bases: dict[str, Any] = {
-        "rope_theta": full.theta,
-        "rope_scaling": full.scaling,
-        "rope_local_base_freq": sliding.theta,
-    }
-    return Gemma4TextConfig(**same, **said, **window, **bases, **own)
-
-
-def types_of(found: ConfigJson) -> tuple[LayerType, ...]:
-    """The kinds of layers, of which transformers makes the last one whole."""
-    layers = found.values["num_hidden_layers"]
-    types: Any = layer_types_of(found)
-    if types is None:
-        return usual_types(layers)
-    return (*types[:-1], "full_attention")
-
-
-def whole_layers(found: ConfigJson, types: Sequence[str]) -> dict[str, Any]:
-    """Heads of layers without a window, which all have the same."""
-    v = found.values
-    same = v["attention_k_eq_v"]
-    if BY_LAYER not in found.stated:
-        heads = v["num_global_key_value_heads"] if same else None
-        return {"global_head_dim": v["global_head_dim"], "num_global_key_value_heads": heads, "attention_k_eq_v": same}
-    given = found.stated[BY_LAYER]
-    keys = ("head_dim", "num_key_value_heads")
-    every = given if isinstance(given, dict) else {"": given}
-    whole = [every.get(str(i), {}) for i, kind in enumerate(types) if kind == "full_attention"]
-    others = set(every) - {str(i) for i, kind in enumerate(types) if kind == "full_attention"}
-    good = isinstance(whole[0], dict) and all(one == whole[0] for one in whole) and set(whole[0]) <= set(keys)
-    if others or not good or not all(type(value) is int for value in whole[0].values()):
-        wanted = "head_dim and num_key_value_heads, the same in all layers of full_attention and in no others"
-        found.odd.append(f"per_layer_config={given!r} (supported: {wanted})")
-        return {}
-    return {
-        "global_head_dim": whole[0].get("head_dim", v["head_dim"]),
-        "num_global_key_value_heads": whole[0].get("num_key_value_heads"),
-        "attention_k_eq_v": same,
-    }
-
-
-def rope_of_kind(found: ConfigJson, kind: str, width: int) -> RopeFound:
-    """The rotary embedding of a kind of layers. width: of a head in those without a window."""
-    v, stated = found.values, found.stated
-    theta = ROPES[kind]["rope_theta"]
-    given = stated.get("rope_parameters")
-    given = ROPES if given is None else given
-    flat = [key for key in ("rope_scaling", "rope_theta", "partial_rotary_factor") if stated.get(key) is not None]
-    if flat:
-        return RopeFound(theta, None, [f"{key}={stated[key]!r} beside rope_parameters" for key in flat])
-    one = given.get(kind) if set(given) == set(ROPES) else None
-    if not isinstance(one, dict) or not {"rope_type", "rope_theta"} <= set(one):
-        wanted = "full_attention and sliding_attention, each with rope_type and rope_theta"
-        return RopeFound(theta, None, [f"rope_parameters={given!r} (supported: {wanted})"])
-    features = width if kind == "full_attention" else v["head_dim"]
-    return read_rope({"rope_parameters": one}, RopeOf(theta, features, v["max_position_embeddings"]))
-
-
-def to_hf(config: Gemma4TextConfig) -> dict[str, Any]:
-    c, written = config, heads_to_hf(config)
-    for key in ("hidden_act", "rope_scaling", "rope_theta"):  # transformers would put them in rope_parameters' place
-        written.pop(key, None)
-    local = {"rope_type": "default", "rope_theta": c.rope_local_base_freq}
-    own: dict[str, Any] = {"head_dim": c.whole_width}
-    if c.num_global_key_value_heads is not None:
-        own["num_key_value_heads"] = c.num_global_key_value_heads
-    return {
-        **written,
-        "rope_parameters": {"full_attention": written["rope_parameters"], "sliding_attention": local},
-        "layer_types": list(c.types),
-        "sliding_window": c.sliding_window,
-        "per_layer_config": {str(i): own for i, kind in enumerate(c.types) if kind == "full_attention"},
-        "attention_k_eq_v": c.attention_k_eq_v,
-        "hidden_activation": "gelu_pytorch_tanh",
-        "attention_bias": c.attention_bias,
-        "final_logit_softcapping": c.final_logit_softcapping,
-        "hidden_size_per_layer_input": 0,
-        "num_kv_shared_layers": 0,
-        "enable_moe_block": False,
-    }
+    given = config_fields(found)
+    return None if given is None else Gemma4TextConfig(**given)
 
 
 def fill(model: dict[str, Any]) -> dict[str, Any]:
@@ -326,34 +244,75 @@ def fill(model: dict[str, Any]) -> dict[str, Any]:
 
 
 def shrink(config: Gemma4TextConfig, small: SmallSizes) -> Gemma4TextConfig:
-    """Layers of both kinds stay, and so does what those without a window have otherwise."""
+    """Layers of both kinds stay, and so does what those without a window have otherwise; some share keys, if any do
+    and there are enough."""
     made = shrink_mixed(config, small)
-    types = (*small_types(config.types, small.layers)[:-1], "full_attention")
     wider = config.global_head_dim is not None and config.global_head_dim != config.head_widths[0]
     fewer = config.num_global_key_value_heads is not None and config.kv_heads_of("full_attention") != (
         config.num_key_value_heads or config.num_attention_heads
     )
-    width = made.head_widths[0]
+    width, (types, shared) = made.head_widths[0], small_shared_keys(config, small.layers)
     return replace(
         made,
         layer_types=types,
+        num_kv_shared_layers=shared,
+        use_double_wide_mlp=config.use_double_wide_mlp and shared > 0,
+        hidden_size_per_layer_input=small.head_dim if config.hidden_size_per_layer_input else 0,
+        vocab_size_per_layer_input=None,
         global_head_dim=2 * width if wider else None,
         num_global_key_value_heads=max(1, small.kv_heads // 2) if fewer else None,
     )
 
 
+def small_shared_keys(config: Gemma4TextConfig, layers: int) -> tuple[tuple[LayerType, ...], int]:
+    """The kinds of so many layers, and how many of the last share keys: of each kind one, where there is room."""
+    kinds = tuple(dict.fromkeys(config.types))
+    if "full_attention" in kinds:  # the last of all
+        kinds = (*(kind for kind in kinds if kind != "full_attention"), "full_attention")
+    types = (kinds * layers)[:layers]
+    shared = min(config.num_kv_shared_layers, max(0, layers - len(kinds)))
+    return (*types[:-1], "full_attention"), shared
+
+
+def shrink_experts(config: Gemma4TextConfig, small: SmallExperts) -> Gemma4TextConfig:
+    return replace(
+        config,
+        num_experts=small.count,
+        moe_intermediate_size=small.width,
+        num_experts_per_tok=small.chosen,
+    )
+
+
+def least_layers(config: Gemma4TextConfig) -> int:
+    """Both kinds, and both without keys of their own, if any are."""
+    kinds = len(set(config.types))
+    return max(2, 2 * kinds if config.num_kv_shared_layers else kinds)
+
+
+TENSORS = replace(
+    decoder_tensors,
+    also=("model.layers.0.layer_scalar",),
+    renames={"model.language_model.": "model."},
+    # towers, and the keys of layers that read those of others
+    unread=r"model\.((vision_tower|audio_tower|embed_vision|embed_audio)\..*|"
+    r"layers\.\d+\.self_attn\.[kv]_(proj|norm)\.(weight|bias))",
+)
 FAMILY = Family(
     "gemma4_text",
     Gemma4TextConfig,
     blocks,
     architecture="Gemma4ForCausalLM",
+    tensors=TENSORS,
+    also=(WITH_TOWERS,),
     rules=rules,
     split_rules=split_rules,
     keys=KEYS,
     only=ONLY,
     text_keys=text_keys,
     from_hf=from_hf,
-    to_hf=to_hf,
+    to_hf=config_keys,
     fill=fill,
     shrink=shrink,
+    shrink_experts=shrink_experts,
+    least_layers=least_layers,
 )

@@ -76,6 +76,7 @@ def named(names: TensorNames) -> TensorNames:
             "model.language_model.": f"{PREFIX}model.",
             "lm_head.": f"{PREFIX}lm_head.",
         },
+        modules={f"{PREFIX}model.": "model.language_model.", f"{PREFIX}lm_head": "lm_head"},
     )
 
 

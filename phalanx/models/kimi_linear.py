@@ -46,6 +46,7 @@ from phalanx.models.grouped_experts import (
     split_rules,
 )
 from phalanx.models.model_config import SmallSizes
+from phalanx.nn.initial import LogUniform, TimeStep
 
 if TYPE_CHECKING:
     from phalanx.models.family import BlockMaker
@@ -119,7 +120,6 @@ def blocks(config: KimiLinearConfig, env: Env) -> Sequence[BlockMaker]:
 
 def mixer(config: KimiLinearConfig, env: Env, layer: int) -> Module:
     """Latent attention, or linear attention with a tensor for each projection."""
-    from phalanx.layout.param import Init
     from phalanx.nn.gated_delta import DeltaRows, GateLatents, RowsOfHeads
     from phalanx.nn.mla import LatentAttention, LatentSizes
     from phalanx.ops.attention.kind import CAUSAL
@@ -145,7 +145,7 @@ def mixer(config: KimiLinearConfig, env: Env, layer: int) -> Module:
         norm=f"{at}.o_norm",
         rate_shape=(1, 1, heads, 1),
         gate="sigmoid",
-        init=(Init("log_uniform", low=1.0, high=16.0), Init("time_step", low=1e-3, high=0.1, floor=1e-4)),
+        init=(LogUniform(low=1.0, high=16.0), TimeStep(low=1e-3, high=0.1, floor=1e-4)),
     )
 
 
@@ -363,6 +363,10 @@ FAMILY = Family(
         also=("model.layers.0.self_attn.A_log",),
         # transformers saves dense MLPs under the name of experts
         renames={f"block_sparse_moe.{n}_proj.weight": f"mlp.{n}_proj.weight" for n in ("gate", "up", "down")},
+        modules={
+            ".self_attn.f_": ".self_attn.forget_gate.f_",
+            ".block_sparse_moe.shared_experts.": ".mlp.shared_experts.",
+        },
     ),
     rules=rules,
     split_rules=split,

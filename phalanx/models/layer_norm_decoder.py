@@ -11,7 +11,7 @@ from typing import Any
 from torch import Tensor
 
 from phalanx.layout.box import Box
-from phalanx.layout.param import Init, ParamSpec, Piece, Role
+from phalanx.layout.param import ParamSpec, Piece, Role
 from phalanx.models.decoder import rotation
 from phalanx.models.family import BlockMaker
 from phalanx.models.model_config import TensorNames
@@ -19,6 +19,7 @@ from phalanx.nn.attention import Attention, AttentionSpec
 from phalanx.nn.embedding import Embedding
 from phalanx.nn.env import Env
 from phalanx.nn.head import Head
+from phalanx.nn.initial import Normal
 from phalanx.nn.mlp import GeluMLP
 from phalanx.nn.module import Block
 from phalanx.nn.norm import LayerNorm
@@ -56,7 +57,7 @@ class LearnedEmbedding(Dropping):
             (n, c.hidden_size),
             Box.full((n, c.hidden_size)),
             (slice(0, n), slice(0, c.hidden_size)),
-            Init("normal", c.initializer_range),
+            Normal(c.initializer_range),
             replicas=env.everyone,
         )
         self.positions = self.param(ParamSpec(whole.shape, (whole,), role="embedding"))

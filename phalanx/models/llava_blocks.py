@@ -12,11 +12,11 @@ from typing import Any
 
 from torch import Tensor
 
-from phalanx.layout.param import Init
 from phalanx.models.decoder import DecoderEmbedding, DecoderLayer, attention, decoder_blocks
 from phalanx.models.family import BlockMaker
 from phalanx.models.vision_tower import Unread, tower_blocks, unread_shapes
 from phalanx.nn.env import Env
+from phalanx.nn.initial import Normal
 from phalanx.nn.linear import ColumnLinear, RowLinear
 from phalanx.nn.module import OutputRows
 from phalanx.nn.units import Features
@@ -35,9 +35,9 @@ class LlavaEmbedding(DecoderEmbedding):
         own, at = env.whole(), "multi_modal_projector"
         width, vision, std, bias = config.hidden_size, config.vision, config.initializer_range, config.projector_bias
         rows = [OutputRows(f"{at}.linear_1.weight", width, 0, width)]
-        self.linear1 = ColumnLinear(own, rows, vision.hidden_size, Init("normal", std), bias=bias)
+        self.linear1 = ColumnLinear(own, rows, vision.hidden_size, Normal(std), bias=bias)
         name = f"{at}.linear_2.weight"
-        self.linear2 = RowLinear(own, name, width, width, (0, width), Init("normal", std), bias=bias)
+        self.linear2 = RowLinear(own, name, width, width, (0, width), Normal(std), bias=bias)
         self.unread = Unread(own, unread_shapes(vision, config.tower_layers), std)
         self.features, self.width = Features(PATCHES, config.image_token_id), width
         self.num_weights = width * (width + vision.hidden_size)

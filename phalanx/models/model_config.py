@@ -3,7 +3,7 @@ that a family and its readers exchange."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, ClassVar
 
@@ -174,7 +174,10 @@ class TensorNames:
     constants   suffixes of tensor names that are not weights
     others      a regular expression: tensors of heads. A model leaves out those of other tasks, and begins with new
                 ones where a folder that it starts from lacks its own
+    unread      a regular expression: tensors that published folders have in layers that do not read them
     renames     former ends of tensor names in published folders -> those of today; with a dot at the end, beginnings
+    modules     beginnings of names -> what transformers calls these modules in memory, where PEFT looks for adapters;
+                with a dot at the start, inner parts
     """
 
     prefix: str
@@ -186,7 +189,17 @@ class TensorNames:
     predictors: str | None = None
     constants: tuple[str, ...] = ()
     others: str | None = None
+    unread: str | None = None
     renames: Mapping[str, str] = field(default_factory=dict)
+    modules: Mapping[str, str] = field(default_factory=dict)
+
+    def in_memory(self, name: str) -> str:
+        """What transformers calls a tensor, or a module, in memory."""
+        return _exchanged(name, self.modules.items())
+
+    def in_files(self, name: str) -> str:
+        """The other way round; a name that is one of files already stays."""
+        return _exchanged(name, ((there, here) for here, there in self.modules.items()))
 
     def today(self, name: str) -> str:
         """The name of a tensor, if it was written under a former one."""
@@ -196,6 +209,14 @@ class TensorNames:
             if name.endswith(former):
                 return name.removesuffix(former) + now
         return name
+
+
+def _exchanged(name: str, pairs: Iterable[tuple[str, str]]) -> str:
+    """A name in which the first of the parts that it has is exchanged for another."""
+    for before, after in pairs:
+        if name.startswith(before) or (before.startswith(".") and before in name):
+            return name.replace(before, after, 1)
+    return name
 
 
 @dataclass(frozen=True)

@@ -37,6 +37,7 @@ from phalanx.models.delta_layers import (
 from phalanx.models.family import Family
 from phalanx.models.model_config import SmallSizes
 from phalanx.models.rope import LayerRope
+from phalanx.nn.initial import LogUniform, TimeStep
 
 if TYPE_CHECKING:
     from phalanx.models.family import BlockMaker
@@ -114,7 +115,6 @@ def layer(config: OlmoHybridConfig, env: Env, number: int) -> Block:
 
 
 def linear_attention(config: OlmoHybridConfig, env: Env, number: int) -> GatedDelta:
-    from phalanx.layout.param import Init
     from phalanx.nn.gated_delta import DeltaRows, RowsOfHeads
 
     c, at = config, f"{config.base}layers.{number}.linear_attn"
@@ -126,7 +126,7 @@ def linear_attention(config: OlmoHybridConfig, env: Env, number: int) -> GatedDe
         RowsOfHeads.whole(f"{at}.a_proj.weight", values, 1),
         RowsOfHeads.whole(f"{at}.g_proj.weight", values, width),
     )
-    steps = Init("time_step", low=c.linear_dt_min, high=c.linear_dt_max, floor=c.linear_dt_init_floor)
+    steps = TimeStep(low=c.linear_dt_min, high=c.linear_dt_max, floor=c.linear_dt_init_floor)
     return gated_delta(
         c,
         env,
@@ -136,7 +136,7 @@ def linear_attention(config: OlmoHybridConfig, env: Env, number: int) -> GatedDe
         norm=f"{at}.o_norm",
         eps=1e-5,
         most=2.0 if c.linear_allow_neg_eigval else 1.0,
-        init=(Init("log_uniform", low=c.linear_a_log_min, high=c.linear_a_log_max), steps),
+        init=(LogUniform(low=c.linear_a_log_min, high=c.linear_a_log_max), steps),
     )
 
 

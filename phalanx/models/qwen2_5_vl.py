@@ -134,6 +134,7 @@ FAMILY = Family(
         also=("visual.patch_embed.proj.weight",),
         constants=(".rotary_emb.inv_freq",),
         renames={"model.language_model.": "model.", "model.visual.": "visual."},
+        modules={"visual.": "model.visual.", "model.": "model.language_model."},
     ),
     rules=rules,
     keys=KEYS,

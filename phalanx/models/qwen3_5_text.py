@@ -1,8 +1,8 @@
 """Qwen3.5, dense: Qwen3-Next's layers with MLPs in the place of experts, and the projections of linear attention in
 tensors of their own. Qwen Team, "Qwen3.5", 2026.
 
-Published folders also hold a vision tower and a module of multi-token prediction. Read as this family, their text alone
-is trained, as transformers' Qwen3_5ForCausalLM has it.
+Published folders also hold a vision tower (models/qwen3_5.py) and a module of multi-token prediction. With
+model.family=qwen3_5_text their text alone is trained, as transformers' Qwen3_5ForCausalLM has it.
 """
 
 from __future__ import annotations

@@ -9,21 +9,24 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, ClassVar, Literal
 
 from phalanx.base.errors import Problem
-from phalanx.base.rules import at_least, problem
+from phalanx.base.rules import problem
 from phalanx.models import qwen3
-from phalanx.models.config_json import NEEDED, ConfigJson, HfKey, integer, switch, text
+from phalanx.models.config_json import NEEDED, ConfigJson, HfKey, switch
 from phalanx.models.decoder_config import UpperWindowConfig, decoder_rules
 from phalanx.models.family import Family
 from phalanx.models.model_config import SmallSizes, TensorNames
 from phalanx.models.qwen_vision import (
+    LEARNED_KEYS,
     TOKEN_KEYS,
     TOKENS,
     VISION_FIELDS,
-    QwenVision,
+    LearnedVision,
     QwenVLConfig,
     check_layers,
+    check_positions,
     fields_for,
     inner_config,
+    interleaved_axes,
     qwen_vl_rules,
     shrink_text,
     shrink_vision,
@@ -39,15 +42,9 @@ if TYPE_CHECKING:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Qwen3Vision(QwenVision):
-    num_position_embeddings: int = 2304
-    """Learned positions, a square of them; those of an image's patches are interpolated between them."""
+class Qwen3Vision(LearnedVision):
     deepstack_visual_indexes: tuple[int, ...] = (8, 16, 24)
     """Layers whose output is also added to the text, after its first, second, ... layer (DeepStack)."""
-
-    @property
-    def position_side(self) -> int:
-        return round(max(0, self.num_position_embeddings) ** 0.5)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -73,11 +70,7 @@ class Qwen3VLConfig(QwenVLConfig, UpperWindowConfig):
 
     @property
     def axes(self) -> tuple[int, ...]:
-        found = [0] * sum(self.mrope_section)
-        for axis in (1, 2):
-            for pair in range(axis, min(3 * self.mrope_section[axis], len(found)), 3):
-                found[pair] = axis
-        return tuple(found)
+        return interleaved_axes(self.mrope_section)
 
 
 def blocks(config: Qwen3VLConfig, env: Env) -> Sequence[BlockMaker]:
@@ -92,10 +85,7 @@ LAYERS = "deepstack_visual_indexes"
 def rules(config: Qwen3VLConfig, seq_length: int) -> list[Problem]:
     at, v = "model.vision", config.vision
     found = decoder_rules(config, seq_length) + qwen_vl_rules(config) + check_layers(config, LAYERS)
-    found += at_least(at, v, 1, "num_position_embeddings")
-    if v.position_side**2 != v.num_position_embeddings:
-        valid = (max(1, v.position_side) ** 2,)
-        found.append(problem(at, v, "num_position_embeddings", "must be a square number", {}, valid))
+    found += check_positions(config, v)
     if len(v.deepstack_visual_indexes) > config.num_hidden_layers:
         rule, because = (
             "must be no more than the text has layers",
@@ -114,11 +104,7 @@ KEYS = {
     "tie_word_embeddings": switch(False),
     **TOKEN_KEYS,
 }
-VISION_KEYS = {
-    "num_position_embeddings": integer(2304),
-    LAYERS: HfKey((list,), [8, 16, 24]),
-    "hidden_act": text("gelu_pytorch_tanh"),
-}
+VISION_KEYS = {**LEARNED_KEYS, LAYERS: HfKey((list,), [8, 16, 24])}
 
 
 def from_hf(found: ConfigJson) -> Qwen3VLConfig | None:

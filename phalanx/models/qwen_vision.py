@@ -1,5 +1,5 @@
-"""What Qwen2.5-VL and Qwen3-VL share besides blocks (models/qwen_vl_blocks.py): the tower's part of a `model` section,
-positions by rows and columns, rules, and config.json in both directions.
+"""What Qwen2.5-VL, Qwen3-VL and Qwen3.5 share besides blocks (models/qwen_vl_blocks.py): the tower's part of a `model`
+section, positions by rows and columns, rules, and config.json in both directions.
 
 Nothing here imports torch: configs are read before anything heavy is loaded.
 """
@@ -12,7 +12,7 @@ from typing import Any
 
 from phalanx.base.errors import CheckpointError, Problem
 from phalanx.base.rules import at_least, multiples, problem
-from phalanx.models.config_json import NEEDED, NONE, ConfigJson, HfKey, integer, other_values, values_of
+from phalanx.models.config_json import NEEDED, NONE, ConfigJson, HfKey, integer, other_values, text, values_of
 from phalanx.models.decoder_config import DecoderConfig, shrink_decoder
 from phalanx.models.family import Family
 from phalanx.models.model_config import ModelConfig, SmallSizes
@@ -53,6 +53,18 @@ class QwenVision:
     def merged_size(self) -> int:
         """Features of the patches that become one token."""
         return self.hidden_size * self.spatial_merge_size**2
+
+
+@dataclass(frozen=True, kw_only=True)
+class LearnedVision(QwenVision):
+    """A tower with learned positions, as Qwen3-VL and Qwen3.5 have it."""
+
+    num_position_embeddings: int = 2304
+    """Learned positions, a square of them; those of an image's patches are interpolated between them."""
+
+    @property
+    def position_side(self) -> int:
+        return round(max(0, self.num_position_embeddings) ** 0.5)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -142,6 +154,25 @@ def qwen_vl_rules(config: QwenVLConfig) -> list[Problem]:
     return found
 
 
+def check_positions(config: QwenVLConfig, v: LearnedVision) -> list[Problem]:
+    """Learned positions are a square."""
+    at = "model.vision"
+    found = at_least(at, v, 1, "num_position_embeddings")
+    if v.position_side**2 != v.num_position_embeddings:
+        valid = (max(1, v.position_side) ** 2,)
+        found.append(problem(at, v, "num_position_embeddings", "must be a square number", {}, valid))
+    return found
+
+
+def interleaved_axes(section: tuple[int, int, int]) -> tuple[int, ...]:
+    """For each pair of features, which of the three positions rotates it, if the three take turns."""
+    found = [0] * sum(section)
+    for axis in (1, 2):
+        for pair in range(axis, min(3 * section[axis], len(found)), 3):
+            found[pair] = axis
+    return tuple(found)
+
+
 def small_section(pairs: int) -> tuple[int, int, int]:
     """A section for so many pairs."""
     rows, columns = max(pairs // 3, min(1, pairs - 1)), max(pairs // 3, min(1, pairs - 2), 0)
@@ -159,6 +190,7 @@ VISION_FIELDS = {
     "spatial_merge_size": "spatial_merge_size",
     "temporal_patch_size": "temporal_patch_size",
 }
+LEARNED_KEYS = {"num_position_embeddings": integer(2304), "hidden_act": text("gelu_pytorch_tanh")}
 VISION_KEYS = {
     "depth": integer(NEEDED),
     "hidden_size": integer(NEEDED),
@@ -242,10 +274,10 @@ def inner_config(family: Family, keys: dict[str, Any], found: ConfigJson) -> Mod
     return made
 
 
-def fields_for(config: type[Any], text: ModelConfig) -> dict[str, Any]:
+def fields_for(config: type[Any], inner: ModelConfig) -> dict[str, Any]:
     """The fields of the text's config that ours has too."""
     ours = {f.name for f in fields(config)} - {"family"}
-    return {f.name: getattr(text, f.name) for f in fields(text) if f.name in ours}
+    return {f.name: getattr(inner, f.name) for f in fields(inner) if f.name in ours}
 
 
 def text_of(config: ModelConfig, family: Family) -> Any:
@@ -258,9 +290,9 @@ def text_of(config: ModelConfig, family: Family) -> Any:
 def text_to_hf(config: QwenVLConfig, family: Family, **more: Any) -> dict[str, Any]:
     keys = family.to_hf(text_of(config, family))
     rope = {**keys["rope_parameters"], "mrope_section": list(config.mrope_section), **more}
-    text = {"model_type": f"{config.family}_text", **keys, "rope_parameters": rope}
-    del text["tie_word_embeddings"]
-    return text
+    found = {"model_type": f"{config.family}_text", **keys, "rope_parameters": rope}
+    del found["tie_word_embeddings"]
+    return found
 
 
 def shrink_vision(vision: Any, small: SmallSizes, **more: Any) -> Any:
@@ -270,7 +302,11 @@ def shrink_vision(vision: Any, small: SmallSizes, **more: Any) -> Any:
 
 
 def shrink_text(config: Any, small: SmallSizes, vision: Any) -> Any:
-    made = shrink_decoder(config, small)
+    return with_small_tower(shrink_decoder(config, small), config, small, vision)
+
+
+def with_small_tower(made: Any, config: Any, small: SmallSizes, vision: Any) -> Any:
+    """`made`: the config with the text's small sizes."""
     pairs = made.rotated_features // 2
     token = min(config.image_token_id, small.vocab_size - 1)
     return replace(made, vision=vision, mrope_section=small_section(pairs), image_token_id=token)

@@ -1,6 +1,6 @@
-"""Blocks of Qwen2.5-VL and Qwen3-VL: a vision tower whose squares of patches become features, and a decoder that has
-them in place of image tokens, in one chain. Qwen3-VL's first layers of the text also get what some layers of the tower
-have made (DeepStack), which travels beside the hidden states until then.
+"""Blocks of Qwen2.5-VL, Qwen3-VL and Qwen3.5: a vision tower whose squares of patches become features, and a decoder
+that has them in place of image tokens, in one chain. Qwen3-VL's first layers of the text also get what some layers of
+the tower have made (DeepStack), which travels beside the hidden states until then.
 
     patches ─▶ tower's layers ──hidden, deep 0, deep 1──▶ merger and embedding of the text ──hidden, deep 0, deep 1──▶
     layer 0 ──hidden, deep 1──▶ layer 1 ──hidden──▶ layer 2 ...
@@ -16,15 +16,22 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from phalanx.layout.param import Init
-from phalanx.models.decoder import DecoderEmbedding, DecoderLayer, attention, decoder_blocks, head_norm_attention
+from phalanx.models.decoder import (
+    DecoderEmbedding,
+    DecoderLayer,
+    MakeLayer,
+    attention,
+    decoder_blocks,
+    head_norm_attention,
+)
 from phalanx.models.family import BlockMaker
 from phalanx.models.vision_tower import whole_spec
 from phalanx.nn.attention import Attention, AttentionSpec
 from phalanx.nn.env import Env
+from phalanx.nn.initial import ZEROS, Normal
 from phalanx.nn.linear import ColumnLinear, RowLinear
 from phalanx.nn.mlp import GeluMLP, SwiGLU
-from phalanx.nn.module import ZEROS, Block, Module, OutputRows
+from phalanx.nn.module import Block, Module, OutputRows
 from phalanx.nn.norm import LayerNorm, RMSNorm
 from phalanx.nn.units import Features, unit_rows
 from phalanx.ops.attention.kind import AttentionKind
@@ -76,12 +83,12 @@ class QwenPatchEmbedding(Block):
         super().__init__(env.whole())
         v, std, at = config.vision, config.initializer_range, f"{base}patch_embed.proj"
         shape = (v.hidden_size, 3, v.temporal_patch_size, v.patch_size, v.patch_size)
-        self.patch = self.param(whole_spec(f"{at}.weight", shape, Init("normal", std)))
+        self.patch = self.param(whole_spec(f"{at}.weight", shape, Normal(std)))
         self.bias = self.param(whole_spec(f"{at}.bias", (v.hidden_size,), ZEROS, "bias")) if learned else None
         self.width, self.side = v.hidden_size, v.position_side if learned else 0
         table = (self.side**2, v.hidden_size)
         name = f"{base}pos_embed.weight"
-        self.positions = self.param(whole_spec(name, table, Init("normal", std))) if learned else None
+        self.positions = self.param(whole_spec(name, table, Normal(std))) if learned else None
         self.num_weights = self.patch.numel()
 
     def streams(self, given: Border) -> Border:
@@ -124,7 +131,7 @@ class Merger(Module):
 
     def __init__(self, config: Any, env: Env, names: tuple[str, str, str], layer_norm: bool, of_square: bool = False):
         super().__init__(env)
-        v, init = config.vision, Init("normal", config.initializer_range)
+        v, init = config.vision, Normal(config.initializer_range)
         self.merged, self.of_square = v.merged_size, of_square
         width = self.merged if of_square else v.hidden_size
         self.norm = (LayerNorm if layer_norm else RMSNorm)(env, names[0], width, EPS)
@@ -287,16 +294,26 @@ def qwen2_5_vl_blocks(config: Any, env: Env) -> Sequence[BlockMaker]:
 
 
 def qwen3_vl_blocks(config: Any, env: Env) -> Sequence[BlockMaker]:
-    base, stacked = "model.visual.", config.vision.deepstack_visual_indexes
-
-    def layer(number: int, made: Mapping[str, Any]) -> Block:
-        place = stacked.index(number) if number in stacked else None
-        return Qwen3VisionLayer(config, env, base, number, place)
+    stacked = config.vision.deepstack_visual_indexes
 
     def text_layer(config: Any, env: Env, number: int) -> Block:
         if number < len(stacked):
             return DeepStackLayer(config, env, number)
         return DecoderLayer(config, env, number, make_attention=head_norm_attention)
+
+    return learned_tower_blocks(config, env, text_layer, stacked)
+
+
+def learned_tower_blocks(
+    config: Any, env: Env, text_layer: MakeLayer, stacked: Sequence[int] = ()
+) -> Sequence[BlockMaker]:
+    """A tower with learned positions before a decoder of such layers. stacked: layers of the tower whose output layers
+    of the text also take."""
+    base = "model.visual."
+
+    def layer(number: int, made: Mapping[str, Any]) -> Block:
+        place = stacked.index(number) if number in stacked else None
+        return Qwen3VisionLayer(config, env, base, number, place)
 
     at = f"{base}merger"
     names = (f"{at}.norm", f"{at}.linear_fc1", f"{at}.linear_fc2")

@@ -89,7 +89,11 @@ def family_of(config: ModelConfig) -> Family:
     return load_family(config.family)
 
 
-def of_model_type(kind: object) -> tuple[str, Family] | None:
-    """The family whose config.json has this `model_type`, and the value of model.family for it."""
-    found = (pair for pair in families().items() if kind in (pair[1].name, *pair[1].also))
-    return next(found, None)
+def of_model_type(kind: object, wanted: str | None = None) -> tuple[str, Family] | None:
+    """The family whose config.json has this `model_type`, and the value of model.family for it. wanted: a family that
+    may read it although it has another name (the text of a folder with a vision tower)."""
+    known = families()
+    if wanted in known and kind in known[wanted].also:
+        return wanted, known[wanted]
+    found = [pair for pair in known.items() if kind in (pair[1].name, *pair[1].also)]
+    return next((pair for pair in found if pair[1].name == kind), found[0] if found else None)

@@ -18,8 +18,9 @@ from phalanx.layout.param import Init, ParamSpec, Piece, Role
 from phalanx.models.vision_config import VisionConfig
 from phalanx.nn.attention import Attention, AttentionSpec
 from phalanx.nn.env import Env
+from phalanx.nn.initial import ZEROS, Normal
 from phalanx.nn.mlp import GeluMLP
-from phalanx.nn.module import ZEROS, Block, Module
+from phalanx.nn.module import Block, Module
 from phalanx.nn.norm import LayerNorm
 from phalanx.nn.units import unit_rows
 from phalanx.ops.attention.kind import AttentionKind
@@ -51,7 +52,7 @@ class Unread(Module):
         super().__init__(env)
         for number, (name, shape) in enumerate(shapes.items()):
             role: Role = "linear" if len(shape) > 1 else "bias" if name.endswith("bias") else "norm"
-            spec = whole_spec(name, shape, Init("normal", std), role, frozen=True)
+            spec = whole_spec(name, shape, Normal(std), role, frozen=True)
             self.register_parameter(f"tensor{number}", self.param(spec))
 
 
@@ -63,12 +64,12 @@ class VisionEmbedding(Block):
         own, at, width = self.env, f"{TOWER}.embeddings", vision.hidden_size
         clip, self.width = vision.tower == "clip", width
         shape = (width, 3, vision.patch_size, vision.patch_size)
-        self.patch = self.param(whole_spec(f"{at}.patch_embedding.weight", shape, Init("normal", std)))
+        self.patch = self.param(whole_spec(f"{at}.patch_embedding.weight", shape, Normal(std)))
         bias = whole_spec(f"{at}.patch_embedding.bias", (width,), ZEROS, "bias")
         self.bias = None if clip else self.param(bias)
-        first = whole_spec(f"{at}.class_embedding", (width,), Init("normal", std), "bias")
+        first = whole_spec(f"{at}.class_embedding", (width,), Normal(std), "bias")
         self.first = self.param(first) if clip else None
-        table = whole_spec(f"{at}.position_embedding.weight", (vision.positions, width), Init("normal", std))
+        table = whole_spec(f"{at}.position_embedding.weight", (vision.positions, width), Normal(std))
         self.positions = self.param(table)
         self.norm = LayerNorm(own, f"{TOWER}.pre_layrnorm", width, vision.layer_norm_eps) if clip else None
         self.num_weights = self.patch.numel()

@@ -22,8 +22,9 @@ from phalanx.nn.cross_attention import CrossAttention
 from phalanx.nn.embedding import Embedding
 from phalanx.nn.env import Env
 from phalanx.nn.head import Head
+from phalanx.nn.initial import ZEROS, Normal, Sinusoids
 from phalanx.nn.mlp import GeluMLP
-from phalanx.nn.module import ZEROS, Block
+from phalanx.nn.module import Block
 from phalanx.nn.norm import LayerNorm
 from phalanx.nn.parameter import Parameter
 from phalanx.ops.attention.kind import AttentionKind, Direction
@@ -68,13 +69,13 @@ class SoundEmbedding(Block):
     def __init__(self, config: Any, env: Env):
         super().__init__(env)
         at, width, bands, std = "model.encoder", config.hidden_size, config.num_mel_bins, config.initializer_range
-        normal, whole = Init("normal", std), partial(everywhere, env)
+        normal, whole = Normal(std), partial(everywhere, env)
         self.conv1 = self.param(whole(f"{at}.conv1.weight", (width, bands, TAPS), normal, "conv"))
         self.bias1 = self.param(whole(f"{at}.conv1.bias", (width,), ZEROS, "bias"))
         self.conv2 = self.param(whole(f"{at}.conv2.weight", (width, width, TAPS), normal, "conv"))
         self.bias2 = self.param(whole(f"{at}.conv2.bias", (width,), ZEROS, "bias"))
         table = config.max_source_positions, width
-        waves = Init("sinusoids")
+        waves = Sinusoids()
         self.positions = self.param(whole(f"{at}.embed_positions.weight", table, waves, "embedding", frozen=True))
         self.width, self.bands, self.num_positions = width, bands, config.max_source_positions
 
@@ -150,7 +151,7 @@ class TextEmbedding(Block):
         self.embed = Embedding(env, EMBEDDING, c.vocab_size, c.hidden_size, std, replicas, made.get(EMBEDDING))
         table = c.max_position_embeddings, c.hidden_size
         self.positions = self.param(
-            everywhere(env, "model.decoder.embed_positions.weight", table, Init("normal", std), "embedding")
+            everywhere(env, "model.decoder.embed_positions.weight", table, Normal(std), "embedding")
         )
         self.width, self.num_positions = c.hidden_size, c.max_position_embeddings
 

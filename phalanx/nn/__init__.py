@@ -11,6 +11,7 @@ if TYPE_CHECKING:
     from phalanx.nn.embedding import Embedding
     from phalanx.nn.env import Env
     from phalanx.nn.head import Head
+    from phalanx.nn.initial import Constant, Normal, Uniform
     from phalanx.nn.linear import ColumnLinear, GroupedLinear, ReplicatedLinear, RowLinear
     from phalanx.nn.mla import LatentAttention
     from phalanx.nn.mlp import GeluMLP, SwiGLU
@@ -29,6 +30,7 @@ FILES = {
     "embedding": ("Embedding",),
     "env": ("Env",),
     "head": ("Head",),
+    "initial": ("Constant", "Normal", "Uniform"),
     "linear": ("ColumnLinear", "GroupedLinear", "ReplicatedLinear", "RowLinear"),
     "mla": ("LatentAttention",),
     "mlp": ("GeluMLP", "SwiGLU"),
@@ -47,6 +49,7 @@ __all__ = [
     "BiasSpec",
     "Block",
     "ColumnLinear",
+    "Constant",
     "CrossAttention",
     "Embedding",
     "Env",
@@ -58,6 +61,7 @@ __all__ = [
     "MoE",
     "Module",
     "MultiTokenPrediction",
+    "Normal",
     "OutputRows",
     "Parameter",
     "QueryTemperature",
@@ -67,6 +71,7 @@ __all__ = [
     "Rotary",
     "RowLinear",
     "SwiGLU",
+    "Uniform",
 ]
 
 

@@ -16,6 +16,7 @@ from phalanx.layout.box import Box
 from phalanx.layout.param import Init, ParamSpec, Piece
 from phalanx.nn.adapter import Adapter, AdapterInit, LocalLinear, LocalVector
 from phalanx.nn.env import Env
+from phalanx.nn.initial import ZEROS
 from phalanx.nn.linear_method import AnyEmbedding
 from phalanx.nn.module import Module, OutputRows, column_spec
 from phalanx.nn.parameter import Parameter
@@ -120,4 +121,4 @@ def known(init: AdapterInit) -> Init:
         return init
     if init != "zeros":
         raise ValueError(f"init={init!r} is not for embeddings: zeros, or an Init")
-    return Init("zeros")
+    return ZEROS

@@ -1,7 +1,7 @@
 """A head with an adapter: what the adapter's first matrix makes of a token goes into the head beside the token, as more
 features, and its second matrix is more columns of the head's (ops.dense.cross_entropy.HeadMatrix).
 
-So the logits are made, and lost again, chunk by chunk as without an adapter. The head is cut over tp by the vocabulary,
+So the logits are computed and freed chunk by chunk, as without an adapter. The head is cut over tp by the vocabulary,
 and so is the second matrix; the first is whole on each rank and multiplies its own tokens. One gather over tp brings
 both.
 """

@@ -37,7 +37,8 @@ from phalanx.nn.adapted_embedding import AdaptedEmbedding
 from phalanx.nn.adapted_head import AdaptedHead
 from phalanx.nn.adapter import Adapter, AdapterConfig, AdapterInit, LowRankAdapter
 from phalanx.nn.env import Env
-from phalanx.nn.linear import UnadaptedGroupedLinear
+from phalanx.nn.initial import ZEROS, Uniform
+from phalanx.nn.linear import UnadaptedColumnLinear, UnadaptedGroupedLinear
 from phalanx.nn.linear_method import (
     PLAIN,
     AnyEmbedding,
@@ -47,8 +48,14 @@ from phalanx.nn.linear_method import (
     LogitsAdapter,
     RowsAdapter,
 )
-from phalanx.nn.module import ZEROS, Module, OutputRows, bias_spec, column_spec, row_spec
+from phalanx.nn.module import Module, OutputRows, bias_spec, column_spec, row_spec
 from phalanx.nn.parameter import Parameter
+from phalanx.ops.dense.adapted_matmul import (
+    LowRankProduct,
+    Products,
+    adapted_gather_matmul,
+    adapted_matmul_scatter,
+)
 from phalanx.ops.dense.dropout import DROPOUT, TokenDropout, token_dropout
 from phalanx.ops.dense.low_rank import Drop, add_low_rank, enter_low_rank
 from phalanx.ops.dense.matmul import ALONE, gather_matmul, local_matmul, matmul_scatter
@@ -328,17 +335,19 @@ class ShardedPiece:
 def init_of(init: AdapterInit, inputs: int) -> Init:
     if isinstance(init, Init):
         return init
-    return ZEROS if init == "zeros" else Init("uniform", bound=1 / math.sqrt(inputs))
+    return ZEROS if init == "zeros" else Uniform(1 / math.sqrt(inputs))
 
 
 def pieces_of(linear: AnyLinear, call: AdapterCall | None = None) -> list[ShardedPiece]:
     """The global matrices of a linear, in the order of its outputs; the one tensor of experts that are one
     (StackedNames)."""
     call, names = call or AdapterCall(), list(dict.fromkeys(linear.names))
+    if isinstance(linear, UnadaptedColumnLinear | UnadaptedGroupedLinear):
+        return []
     if not linear.experts:
         return [_dense(linear, name, call) for name in names]
     if "{}" not in names[0]:
-        return [] if isinstance(linear, UnadaptedGroupedLinear) else [_of_stack(linear, call)]
+        return [_of_stack(linear, call)]
     return [_of_experts(linear, n, call) for n in range(len(names))]
 
 
@@ -406,12 +415,16 @@ class AdaptedMethod(Module, LinearMethod):
 
     def gather_matmul(self, x: Tensor, weight: Parameter, tp: Axis, bias: Tensor | None = None) -> Tensor:
         first, last = self._biases(bias)
+        if products := self._in_one_pass(weight):
+            return adapted_gather_matmul(x, weight, tp, first, products)
         if self.on and self.adds_terms:
             return self._with_terms(x, lambda x: self.base.gather_matmul(x, weight, tp, first))
         return self._joined(self.base.gather_matmul(x, weight, tp, first), x, last)
 
     def matmul_scatter(self, h: Tensor, weight: Parameter, tp: Axis, bias: Tensor | None = None) -> Tensor:
         first, last = self._biases(bias)
+        if products := self._in_one_pass(weight):
+            return adapted_matmul_scatter(h, weight, tp, first, products)
         if self.on and self.adds_terms:
             return self._with_terms(h, lambda h: self.base.matmul_scatter(h, weight, tp, first))
         return self._joined(self.base.matmul_scatter(h, weight, tp, first), h, last)
@@ -428,6 +441,16 @@ class AdaptedMethod(Module, LinearMethod):
         y = self.base.grouped_matmul(x, weight, ends, kernels, bias, later)
         with self.call.of(ExpertTokens(ends, weight.source)):
             return self._joined(y, x)
+
+    def _in_one_pass(self, weight: Parameter) -> Products | None:
+        """The terms, where one op multiplies with the frozen weight and with theirs: all of them see the input whole,
+        and the weight is multiplied with as it is stored."""
+        if not (self.on and self.adds_terms and self.base is PLAIN) or weight.requires_grad:
+            return None
+        terms = [(piece, term) for piece, adapter in self.adapters for term in adapter.terms()]  # type: ignore[attr-defined]
+        if any(piece.dropping(term.dropout) for piece, term in terms):
+            return None
+        return Products([LowRankProduct(t.down.weight, t.up.weight, piece.at, t.scale) for piece, t in terms])
 
     def _with_terms(self, x: Tensor, base: Callable[[Tensor], Tensor]) -> Tensor:
         """What the base gives of x, with all terms added in its memory."""

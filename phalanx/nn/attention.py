@@ -10,11 +10,12 @@ from typing import Literal
 import torch
 from torch import Tensor
 
-from phalanx.layout.param import Init, MatrixOutputs, Replica
+from phalanx.layout.param import MatrixOutputs, Replica
 from phalanx.nn.env import Env
+from phalanx.nn.initial import ONES, Normal
 from phalanx.nn.linear import ColumnLinear, RowLinear, bias_name
 from phalanx.nn.memory import PageSpec
-from phalanx.nn.module import ONES, Module, OutputRows, bias_spec, own_memory
+from phalanx.nn.module import Module, OutputRows, bias_spec, own_memory
 from phalanx.nn.norm import RMSNorm
 from phalanx.nn.query_temperature import QueryTemperature
 from phalanx.nn.relative_bias import RelativeBiasTable
@@ -203,9 +204,9 @@ class Attention(ScoredAttention):
         if spec.gated:
             rows[:1] = gated_rows(spec, own)
         if spec.std_q is not None:
-            rows[0] = replace(rows[0], init=Init("normal", spec.std_q))
-        init, transposed = Init("normal", spec.std), spec.transposed
-        init_out = init if spec.std_out is None else Init("normal", spec.std_out)
+            rows[0] = replace(rows[0], init=Normal(spec.std_q))
+        init, transposed = Normal(spec.std), spec.transposed
+        init_out = init if spec.std_out is None else Normal(spec.std_out)
         self.qkv = ColumnLinear(env, rows, spec.width, init, transposed=transposed, bias=spec.biased)
         features = own.q0 * head_dim, own.q1 * head_dim
         self.out = RowLinear(
@@ -261,13 +262,18 @@ class Attention(ScoredAttention):
 
     def forward(self, x: Tensor, batch: Batch) -> Tensor:
         """x (T / tp, D) -> (T / tp, D)."""
+        return self.with_keys(x, batch)[0]
+
+    def with_keys(self, x: Tensor, batch: Batch) -> tuple[Tensor, Tensor, Tensor]:
+        """The same, and the keys and values (sequences, own kv_heads, S, K) as its queries read them."""
         recompute = self.env.recompute
         qkv, gate = self._ungated(recompute.op("qkv", self.qkv, x))
         q, k, v = recompute.op("rope", partial(self._heads, batch), qkv)
         if batch.paged is not None:
-            return self.out(gated(self._attend_memory(batch.paged, q, k, v), gate))
-        mixed = recompute.by_batch("attention", self._attend, batch, context.likes_of(q, v), q, k, v)
-        return self.out(gated(mixed, gate))
+            mixed = self._attend_memory(batch.paged, q, k, v)
+        else:
+            mixed = recompute.by_batch("attention", self._attend, batch, context.likes_of(q, v), q, k, v)
+        return self.out(gated(mixed, gate)), k, v
 
     def takes_lazy(self, x: Tensor) -> bool:
         return not any(map(self.env.recompute.recomputes, ("norm", "qkv"))) and self.qkv.takes_lazy(x)

@@ -7,9 +7,10 @@ from collections.abc import Callable
 
 from torch import Tensor
 
-from phalanx.layout.param import Init, MatrixOutputs
+from phalanx.layout.param import MatrixOutputs
 from phalanx.nn.attention import AttentionSpec, Heads
 from phalanx.nn.env import Env
+from phalanx.nn.initial import Normal
 from phalanx.nn.linear import ColumnLinear, RowLinear
 from phalanx.nn.memory import PageSpec
 from phalanx.nn.module import Module, OutputRows, own_memory
@@ -44,10 +45,10 @@ class CrossAttention(Module):
         self.heads, self.kv_heads, self.head_dim, self.all_heads = own.q1 - own.q0, own.k1 - own.k0, head_dim, heads
         self.first_head, self.dropout, self.layer = own.q0, spec.dropout, spec.layer
         self.kind, self.memory_of = spec.kind, memory
-        init, transposed = Init("normal", spec.std), spec.transposed
-        init_out = init if spec.std_out is None else Init("normal", spec.std_out)
+        init, transposed = Normal(spec.std), spec.transposed
+        init_out = init if spec.std_out is None else Normal(spec.std_out)
         first, last = own.q0 * head_dim, own.q1 * head_dim
-        init_q = None if spec.std_q is None else Init("normal", spec.std_q)
+        init_q = None if spec.std_q is None else Normal(spec.std_q)
         one_head = (MatrixOutputs("", head_dim, heads=True),)
         queries = [OutputRows(spec.names[0], heads * head_dim, first, last, init=init_q, outputs=one_head)]
         keys = (spec.kv_heads * head_dim, own.k0 * head_dim, own.k1 * head_dim, own.replicas)

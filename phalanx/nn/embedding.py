@@ -7,7 +7,8 @@ from torch import Tensor
 from phalanx.layout.box import Box, cut
 from phalanx.layout.param import Init, ParamSpec, Piece, Replica, Role
 from phalanx.nn.env import Env
-from phalanx.nn.module import ZEROS, Module
+from phalanx.nn.initial import ZEROS, Normal
+from phalanx.nn.module import Module
 from phalanx.nn.parameter import Parameter
 from phalanx.ops.dense.embedding import embedding
 from phalanx.ops.dense.rows import ROWS
@@ -73,7 +74,7 @@ class Embedding(Module):
         self.weight = (
             weight
             if weight is not None
-            else self.param(vocabulary_spec(env, name, vocab, width, Init("normal", std), replicas))
+            else self.param(vocabulary_spec(env, name, vocab, width, Normal(std), replicas))
         )
         linears = env.weights.linears
         self.rows = None if linears is None or weight is not None else linears.rows_of(self)

@@ -23,9 +23,10 @@ from phalanx.layout.box import Box
 from phalanx.layout.param import Init, MatrixOutputs, ParamSpec, Piece, Replica
 from phalanx.nn.attention import Heads
 from phalanx.nn.env import Env
+from phalanx.nn.initial import ONES, Normal
 from phalanx.nn.linear import ColumnLinear, ReplicatedLinear, RowLinear
 from phalanx.nn.memory import StateSpec
-from phalanx.nn.module import ONES, Module, OutputRows, bias_spec, own_states
+from phalanx.nn.module import Module, OutputRows, bias_spec, own_states
 from phalanx.nn.short_conv import conv_spec, convolve_chunks
 from phalanx.ops.delta.context import delta_over_ranks
 from phalanx.ops.delta.delta import DELTA, DeltaInputs
@@ -159,7 +160,7 @@ class GatedDelta(Module):
         env.refuse_invariance("a delta rule")
         s, own, rows = spec, Heads.of(env, spec.values, spec.keys), spec.rows
         self.spec, self.keys, self.values, self.first = s, own.k1 - own.k0, own.q1 - own.q0, own.q0
-        init, keys, values = Init("normal", s.std), (own.k0, own.k1, own.replicas), (own.q0, own.q1)
+        init, keys, values = Normal(s.std), (own.k0, own.k1, own.replicas), (own.q0, own.q1)
         mixed = [*rows.query.of("q", *keys), *rows.key.of("k", *keys), *rows.value.of("v", *values)]
         gate = [] if rows.gate is None else rows.gate.of("gate", *values)
         self.in_proj = ColumnLinear(env, [*mixed, *gate], s.width, init)
@@ -223,7 +224,10 @@ class GatedDelta(Module):
         """-> (T, values * value)."""
         by_sequence = (batch.num_sequences, -1)
         inputs = self._inputs(*(t.unflatten(0, by_sequence) for t in (mixed, beta, decay)))
-        return delta_over_ranks(inputs, batch, self.env.axes.cp, self.env.kernels_for(DELTA)).flatten(2).flatten(0, 1)
+        y = delta_over_ranks(inputs, batch, self.env.axes.cp, self.env.kernels_for(DELTA))
+        if self.watch is not None:
+            self.watch.look(y, (mixed, beta, decay), batch, self.first)
+        return y.flatten(2).flatten(0, 1)
 
     def _remembered(self, batch: Batch, mixed: Tensor, beta: Tensor, decay: Tensor) -> Tensor:
         """The same of tokens (T / cp, ...) of sequences that go on."""
@@ -260,7 +264,7 @@ class LatentGates(Module):
 
     def __init__(self, env: Env, spec: GatedDeltaSpec, latents: GateLatents, heads: tuple[int, int]):
         super().__init__(env)
-        init = Init("normal", spec.std)
+        init = Normal(spec.std)
         self.decay = ColumnLinear(env, latents.decay.of("decay", *heads), latents.width, init)
         self.gate = ColumnLinear(env, latents.gate.of("gate", *heads), latents.width, init)
 

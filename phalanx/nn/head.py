@@ -12,9 +12,10 @@ from torch.autograd import Function
 
 from phalanx.comm.axis import Axis
 from phalanx.layout.box import cut
-from phalanx.layout.param import Init, Replica, Role
+from phalanx.layout.param import Replica, Role
 from phalanx.nn.embedding import vocabulary_bias_spec, vocabulary_spec
 from phalanx.nn.env import Env
+from phalanx.nn.initial import Normal
 from phalanx.nn.module import Module
 from phalanx.nn.objective import (
     EmbeddingObjective,
@@ -117,7 +118,7 @@ class Head(Module):
         self.weight = (
             weight
             if weight is not None
-            else self.param(vocabulary_spec(env, name, vocab, width, Init("normal", std), replicas, role))
+            else self.param(vocabulary_spec(env, name, vocab, width, Normal(std), replicas, role))
         )
         self.names: tuple[str, ...] = (name,)  # as a linear, for its adapter
         self.cut, self.experts = 0, 0

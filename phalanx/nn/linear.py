@@ -15,8 +15,9 @@ from torch import Tensor
 from phalanx.comm.axis import Axis
 from phalanx.layout.param import Init, ParamSpec
 from phalanx.nn.env import Env
+from phalanx.nn.initial import ZEROS
 from phalanx.nn.linear_method import INVARIANT, PLAIN, LinearMethod
-from phalanx.nn.module import ZEROS, Module, OutputRows, bias_spec, column_spec, row_spec
+from phalanx.nn.module import Module, OutputRows, bias_spec, column_spec, row_spec
 from phalanx.nn.parameter import Parameter
 from phalanx.ops.dense.invariant import parts_of_rank
 from phalanx.ops.experts.grouped import GROUPED, Later
@@ -86,6 +87,10 @@ class ColumnLinear(Linear):
         """A number for each output: zeros where a matrix has no bias."""
         parts = iter(bias.split([size for size, biased in spread if biased]))
         return torch.cat([next(parts) if biased else bias.new_zeros(size) for size, biased in spread])
+
+
+class UnadaptedColumnLinear(ColumnLinear):
+    """One whose matrix is no linear in transformers, so that PEFT has no adapter of it: it has none."""
 
 
 class RowLinear(Linear):

@@ -29,6 +29,8 @@ class PageSpec:
     shared  the value is the first `value` features of the key (a latent is both), and takes no room of its own
     window  a token is read by itself and those less than so many tokens later, then forgotten; None: it is kept
     source  of each token of the encoder's text, in place of the sequence's own
+    lender  name of the layer whose keys and values these are, where several layers read them (nn.shared_keys); they
+            are stored once on a rank, by the first of these layers. None: nobody else reads them
     """
 
     heads: int
@@ -37,6 +39,7 @@ class PageSpec:
     shared: bool = False
     window: int | None = None
     source: bool = False
+    lender: str | None = None
 
     @property
     def stored(self) -> tuple[int, ...]:
@@ -64,11 +67,13 @@ class LayerMemory:
 
     group  which spans and slots of a batch are its own (PagedSequences)
     cp     the ranks that share every page
+    lent   whether another layer of this rank writes what this one reads
     """
 
     group: int
     pages: Pages
     cp: Axis
+    lent: bool = False
 
     def attend(
         self,
@@ -82,7 +87,8 @@ class LayerMemory:
         heads, value): writes the keys and values of the tokens that are here, and lets each read those of its sequence
         up to itself."""
         q, k, v = gather_tokens(heads, self.cp)
-        store_pages(k, v, self.pages, paged.slots[self.group], kernels)
+        if not self.lent:
+            store_pages(k, v, self.pages, paged.slots[self.group], kernels)
         spans = paged.spans[self.group]
         if self.cp.size == 1:
             return attend_sequences((q, k, v), self.pages, spans, kind, learned, kernels)

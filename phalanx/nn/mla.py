@@ -15,9 +15,10 @@ from functools import partial
 import torch
 from torch import Tensor
 
-from phalanx.layout.param import Init, MatrixOutputs
+from phalanx.layout.param import MatrixOutputs
 from phalanx.nn.attention import supported, whole_only
 from phalanx.nn.env import Env
+from phalanx.nn.initial import Normal
 from phalanx.nn.linear import ColumnLinear, ReplicatedLinear, RowLinear
 from phalanx.nn.memory import PageSpec
 from phalanx.nn.module import OutputRows, own_memory
@@ -88,7 +89,7 @@ class LatentAttention(ScoredAttention):
         self.rotary = None if rotation is None else Rotary(rotation)
         self.kind, self.interleaved = supported(kind, env), interleaved
         self.whole_only = whole_only(self.kind)
-        init, s = Init("normal", std), sizes
+        init, s = Normal(std), sizes
         kv_down = OutputRows(f"{at}.kv_a_proj_with_mqa.weight", s.kv_rank + s.rope, 0, s.kv_rank + s.rope, env.everyone)
         q_down = [OutputRows(f"{at}.q_a_proj.weight", s.q_rank, 0, s.q_rank, env.everyone)] if s.q_rank else []
         self.down = ReplicatedLinear(env, [*q_down, kv_down], width, init)

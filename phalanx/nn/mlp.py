@@ -8,8 +8,9 @@ from typing import Any
 
 from torch import Tensor
 
-from phalanx.layout.param import Init, MatrixOutputs
+from phalanx.layout.param import MatrixOutputs
 from phalanx.nn.env import Env
+from phalanx.nn.initial import Normal
 from phalanx.nn.linear import ColumnLinear, Linear, RowLinear
 from phalanx.nn.module import Module, OutputRows
 from phalanx.ops.dense.activation import GATED, gelu, gelu_by_formula, quick_gelu, relu2, swiglu
@@ -41,7 +42,7 @@ class SwiGLU(Module):
     def __init__(self, env: Env, names: tuple[str, str, str], width: int, inner: int, std: float, bias: bool = False):
         super().__init__(env)
         a, b = env.cut(inner)
-        rows, init = [OutputRows(name, inner, a, b) for name in names[:2]], Init("normal", std)
+        rows, init = [OutputRows(name, inner, a, b) for name in names[:2]], Normal(std)
         if names[0] == names[1]:
             rows = fused_rows(names[0], inner, (a, b), ("gate", "up"))
         self.gate_up = ColumnLinear(env, rows, width, init, bias=bias)
@@ -117,8 +118,8 @@ class GeluMLP(Module):
         a, b = env.cut(inner)
         rows = [OutputRows(f"{names[0]}.weight", inner, a, b)]
         how: Any = {"transposed": transposed, "bias": bias}
-        self.expand = ColumnLinear(env, rows, width, Init("normal", std), **how)
-        self.project = RowLinear(env, f"{names[1]}.weight", width, inner, (a, b), Init("normal", std_out), **how)
+        self.expand = ColumnLinear(env, rows, width, Normal(std), **how)
+        self.project = RowLinear(env, f"{names[1]}.weight", width, inner, (a, b), Normal(std_out), **how)
         self.activation = activation
         self.num_weights = 2 * width * inner
 
@@ -165,8 +166,8 @@ class FusedGeGLU(Module):
         super().__init__(env)
         (fused, out), inner, (a, b) = spec.names, spec.inner, env.cut(spec.inner)
         rows = fused_rows(fused, inner, (a, b), ("input", "gate"))
-        self.gate_up = ColumnLinear(env, rows, spec.width, Init("normal", spec.std), bias=spec.bias)
-        self.down = RowLinear(env, out, spec.width, inner, (a, b), Init("normal", spec.std_out), bias=spec.bias)
+        self.gate_up = ColumnLinear(env, rows, spec.width, Normal(spec.std), bias=spec.bias)
+        self.down = RowLinear(env, out, spec.width, inner, (a, b), Normal(spec.std_out), bias=spec.bias)
         self.gate, self.num_weights = EXACT_GEGLU if spec.exact else GEGLU, 3 * spec.width * inner
 
     def forward(self, x: Tensor) -> Tensor:

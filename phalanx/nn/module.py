@@ -13,12 +13,12 @@ from torch import Tensor, nn
 from phalanx.layout.box import Box
 from phalanx.layout.param import Init, MatrixOutputs, ParamSpec, Piece, Replica, Role
 from phalanx.nn.env import Env
+from phalanx.nn.initial import ZEROS
 from phalanx.nn.memory import LayerMemory, LayerStates, PageSpec, StateSpec
 from phalanx.nn.parameter import Parameter
+from phalanx.nn.state_watch import StateWatch
 from phalanx.sequence.batch import TEXT, Batch
 from phalanx.sequence.streams import Border, Streams
-
-ZEROS, ONES = Init("zeros"), Init("ones")
 
 
 class Module(nn.Module):
@@ -41,6 +41,7 @@ class Module(nn.Module):
         self.env = env
         self.memory: LayerMemory | None = None
         self.states: LayerStates | None = None
+        self.watch: StateWatch | None = None  # of a layer that keeps states, while one that overflows is looked for
 
     def param(self, spec: ParamSpec) -> Parameter:
         spec = replace(spec, frozen=spec.frozen or self.env.freezes(spec))

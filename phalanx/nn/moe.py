@@ -20,9 +20,10 @@ from torch.autograd import Function
 from phalanx.layout.box import Box, cut
 from phalanx.layout.param import Init, MatrixOutputs, ParamSpec, Piece
 from phalanx.nn.env import Env
+from phalanx.nn.initial import ONES, ZEROS, Normal
 from phalanx.nn.linear import GroupedLinear, ReplicatedLinear, UnadaptedGroupedLinear, gradient_of
 from phalanx.nn.linear_method import FusedOp
-from phalanx.nn.module import ONES, ZEROS, Module, OutputRows
+from phalanx.nn.module import Module, OutputRows
 from phalanx.nn.objective import Objective
 from phalanx.nn.parameter import Parameter
 from phalanx.ops.dense.activation import GATED, gated_rows, relu2_rows
@@ -138,13 +139,11 @@ class StackedNames:
             self.gate_up,
             (count, width, 2 * part.inner),
             Box((e, 0, 2 * a), (f, width, 2 * b)),
-            Init("normal", std),
+            Normal(std),
             transposed=True,
             outputs=(MatrixOutputs("gate", 1), MatrixOutputs("up", 1)),
         )
-        down = _box(
-            self.down, (count, part.inner, width), Box((e, a, 0), (f, b, width)), Init("normal", std), transposed=True
-        )
+        down = _box(self.down, (count, part.inner, width), Box((e, a, 0), (f, b, width)), Normal(std), transposed=True)
         return gate_up, down, _box(self.gate_up_bias, (count, 2 * part.inner), Box((e, 2 * a), (f, 2 * b)), ZEROS)
 
 
@@ -169,12 +168,13 @@ class ExpertShard:
 
 @dataclass(frozen=True, kw_only=True)
 class HalvedNames:
-    """The same where one tensor holds all experts of a layer without biases (Llama 4): gate_up (E, D, 2F) with all
-    gates before all ups, down (E, F, D)."""
+    """The same where one tensor holds all experts of a layer without biases: gate_up (E, D, 2F) with all gates before
+    all ups, down (E, F, D), stored transposed (Llama 4), or (E, 2F, D) and (E, D, F)."""
 
     router: str
     gate_up: str
     down: str
+    transposed: bool = True
     weigh: Weigh = "outputs"
     bias: str = ""
     router_bias: str = ""
@@ -190,22 +190,31 @@ class HalvedNames:
         """Storage of this shard of gate and up, (N, 2F, D), with all gates of an expert before its ups, and of down,
         (N, D, F)."""
         (e, f), (a, b), width = (part.experts.start, part.experts.stop), (part.first, part.stop), part.width
-        shape, init, rows = (part.count, width, 2 * part.inner), Init("normal", std), b - a
-        halves = [
-            Piece(
+        init, rows = Normal(std), b - a
+
+        def piece(name: str, outputs: int, inputs: int, box: Box, local: tuple[int, int], matrix: str = "") -> Piece:
+            """Of a tensor (E, outputs, inputs), or of one that is stored transposed; `local`: its rows here."""
+            shape: tuple[int, ...] = (part.count, outputs, inputs)
+            if self.transposed:
+                shape, box = _swapped(shape), Box(_swapped(box.start), _swapped(box.stop))
+            stored = slice(0, f - e), slice(*local), slice(0, box.shape[1 if self.transposed else 2])
+            made = (MatrixOutputs(matrix, part.inner),) if matrix else ()
+            return Piece(name, shape, box, stored, init, transposed=self.transposed, outputs=made)
+
+        halves = tuple(
+            piece(
                 self.gate_up,
-                shape,
-                Box((e, 0, first + a), (f, width, first + b)),
-                (slice(0, f - e), slice(row, row + rows), slice(0, width)),
-                init,
-                transposed=True,
-                outputs=(MatrixOutputs(matrix, part.inner),),
+                2 * part.inner,
+                width,
+                Box((e, first + a, 0), (f, first + b, width)),
+                (row, row + rows),
+                matrix,
             )
             for matrix, first, row in (("gate", 0, 0), ("up", part.inner, rows))
-        ]
-        gate_up = ParamSpec((f - e, 2 * rows, width), tuple(halves), summed_over="edp", role="expert")
-        down = _box(self.down, (part.count, part.inner, width), Box((e, a, 0), (f, b, width)), init, transposed=True)
-        return gate_up, down, None
+        )
+        down = (piece(self.down, width, part.inner, Box((e, 0, a), (f, width, b)), (0, width)),)
+        how: Any = {"summed_over": "edp", "role": "expert"}
+        return ParamSpec((f - e, 2 * rows, width), halves, **how), ParamSpec((f - e, width, rows), down, **how), None
 
 
 @dataclass(frozen=True)
@@ -299,11 +308,16 @@ def _stack(
     `shape`."""
     height = box.shape[0]
     pieces = [
-        Piece(name.format(e), shape, box, (i, slice(first, first + height), slice(0, columns)), Init("normal", std))
+        Piece(name.format(e), shape, box, (i, slice(first, first + height), slice(0, columns)), Normal(std))
         for i, e in enumerate(experts)
         for name, first in names
     ]
     return ParamSpec((len(experts), rows, columns), tuple(pieces), summed_over="edp", role="expert")
+
+
+def _swapped(dims: tuple[int, ...]) -> tuple[int, ...]:
+    """The last two of three exchanged."""
+    return dims[0], dims[2], dims[1]
 
 
 def _box(
@@ -327,7 +341,7 @@ class Latents(Module):
 
     def __init__(self, env: Env, names: tuple[str, str], width: int, size: int, std: float, bias: bool):
         super().__init__(env)
-        init, self.size = Init("normal", std), size
+        init, self.size = Normal(std), size
         narrow, wide = (OutputRows(n, rows, 0, rows, env.everyone) for n, rows in zip(names, (size, width)))
         self.narrow = ReplicatedLinear(env, [narrow], width, init, bias)
         self.wide = ReplicatedLinear(env, [wide], size, init, bias)
@@ -336,7 +350,10 @@ class Latents(Module):
 
 class MoE(Module):
     """x -> the weighted sum of the chosen experts' outputs (plus the shared expert's). `tally` counts over the
-    micro-batches of a step."""
+    micro-batches of a step.
+
+    factors   global name of a learned factor of each expert's weight, applied after the choice; "": there are none
+    """
 
     def __init__(
         self,
@@ -350,26 +367,28 @@ class MoE(Module):
         shared: Module | None = None,
         layer: int = 0,
         latents: Latents | None = None,
+        factors: str = "",
     ):
         super().__init__(env)
         self.router, self.balance, self.layer, self.inner = router, balance, layer, inner
         count = router.num_experts
         box = Box.full((count, width))
-        piece = Piece(names.router, (count, width), box, box.slices(), Init("normal", std), replicas=env.everyone)
+        piece = Piece(names.router, (count, width), box, box.slices(), Normal(std), replicas=env.everyone)
         self.gate = self.param(ParamSpec((count, width), (piece,), role="router"))
-        self.gate_bias = self.replicated(names.router_bias, count, Init("normal", std)) if names.router_bias else None
+        self.gate_bias = self.replicated(names.router_bias, count, Normal(std)) if names.router_bias else None
         self.down_bias = self._down_bias(names.down_bias, count, width) if names.down_bias else None
         self.bias = self._per_expert(names.bias, ZEROS) if names.bias else None
         load = names.router.removesuffix(".weight") + ".load"  # of the previous step; not a Hugging Face tensor
         self.load = self._per_expert(load, ONES, ours=True) if balance.scope == "global_batch" else None
+        self.factors = self.replicated(factors, count, ONES, "router") if factors else None
         self.experts = Experts(env, names, count, width if latents is None else latents.size, inner, std)
         self.shared, self.latents = shared, latents
         self.dispatch: Dispatch = env.ops.dispatch
         # (E + len(TALLIED),) float64: load of each expert, and sums; created by the training engine
         self.tally: Tensor | None = None
 
-    def forward(self, x: Tensor, batch: Batch) -> Tensor:
-        """x (T, D) -> (T, D)."""
+    def forward(self, x: Tensor, batch: Batch, scored: Tensor | None = None) -> Tensor:
+        """x (T, D) -> (T, D). scored (T, D): what the router reads in place of x."""
         # in evaluation nothing repeats a step that ran out of room
         room = self.env.ops.expert_room if self.training else math.inf
         recompute, experts = self.env.recompute, self.router.num_experts
@@ -381,7 +400,7 @@ class MoE(Module):
             if recompute.recomputes("experts") or recompute.cuts_at("experts")
             else begin(self._filled(rows, batch))
         )
-        logits = wide_matmul(x, self.gate, self.gate_bias)
+        logits = wide_matmul(x if scored is None else scored, self.gate, self.gate_bias)
         wanted, real = (
             ops.route(logits, self.router, self.bias, self._rows(batch), self.layer, self.env.kernels_for(ops.ROUTE)),
             self._real(batch),
@@ -405,7 +424,7 @@ class MoE(Module):
             return y if len(y) == len(x) else y[: len(x)], missing
 
         likes = ((rows.shape, rows.dtype), ((), torch.int64))
-        y, missing = recompute.by_batch("experts", routed, batch, likes, rows, choice.weights_TK, chosen)
+        y, missing = recompute.by_batch("experts", routed, batch, likes, rows, self._weights(choice), chosen)
         y = y if self.latents is None else self.latents.wide(y)
         if self.down_bias is not None:
             y = y + local_matmul(spread(choice, self.router.num_experts).to(x.dtype), self.down_bias)
@@ -413,6 +432,14 @@ class MoE(Module):
             dropped = (choice.experts_TK != wanted.experts_TK).sum()
             y = self._balanced(y, wanted, logits, torch.stack((dropped, missing)), batch)
         return y if shared is None else y + shared
+
+    def _weights(self, choice: Choice) -> Tensor:
+        """(T, K) what the outputs of the chosen experts are multiplied by."""
+        if self.factors is None:
+            return choice.weights_TK
+        # sums over tokens in a fixed order in backward; the last one is of pairs that were dropped
+        each = torch.nn.functional.pad(self.factors, (0, 1)).expand(len(choice.experts_TK), -1)
+        return choice.weights_TK * each.gather(1, choice.experts_TK).to(choice.weights_TK.dtype)
 
     def _per_expert(self, name: str, init: Init, ours: bool = False) -> Parameter:
         """(E,) numbers that are updated from the load instead of a gradient."""

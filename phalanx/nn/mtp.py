@@ -12,10 +12,10 @@ from functools import partial
 import torch
 from torch import Tensor, nn
 
-from phalanx.layout.param import Init
 from phalanx.nn.embedding import Embedding
 from phalanx.nn.env import Env
 from phalanx.nn.head import Head
+from phalanx.nn.initial import Normal
 from phalanx.nn.linear import ReplicatedLinear
 from phalanx.nn.module import Block, Module, OutputRows
 from phalanx.nn.moe import Attach
@@ -32,7 +32,7 @@ class Depth(Module):
     def __init__(self, env: Env, at: str, width: int, eps: float, std: float, layer: Block):
         super().__init__(env)
         rows = [OutputRows(f"{at}.eh_proj.weight", width, 0, width, env.everyone)]
-        self.project = ReplicatedLinear(env, rows, 2 * width, Init("normal", std))
+        self.project = ReplicatedLinear(env, rows, 2 * width, Normal(std))
         self.enorm = RMSNorm(env, f"{at}.enorm", width, eps)
         self.hnorm = RMSNorm(env, f"{at}.hnorm", width, eps)
         self.layer = layer

@@ -6,7 +6,8 @@ import torch
 from torch import Tensor
 
 from phalanx.nn.env import Env
-from phalanx.nn.module import ONES, ZEROS, Module
+from phalanx.nn.initial import ONES, ZEROS
+from phalanx.nn.module import Module
 from phalanx.ops.dense.norm import NORM, add_layer_norm, add_rms_norm, layer_norm, plus_one, rms_norm
 
 

@@ -7,8 +7,9 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 
 from phalanx.layout.box import Box
-from phalanx.layout.param import Init, ParamSpec, Piece, Replica
+from phalanx.layout.param import ParamSpec, Piece, Replica
 from phalanx.nn.env import Env
+from phalanx.nn.initial import Normal
 from phalanx.nn.module import Module
 from phalanx.nn.parameter import Parameter
 from phalanx.ops.attention.kind import RelativeBias
@@ -44,7 +45,7 @@ class RelativeBiasTable(Module):
         (first, last), buckets = env.cut(spec.heads), spec.bias.buckets
         box = Box((0, first), (buckets, last))
         local = (slice(0, buckets), slice(0, last - first))
-        init = Init("normal", spec.std)
+        init = Normal(spec.std)
         piece = Piece(spec.name, (buckets, spec.heads), box, local, init, decay=False, replicas=replicas)
         found = (made or {}).get(spec.name)
         self.weight = self.param(ParamSpec((buckets, last - first), (piece,), role="bias")) if found is None else found

@@ -12,7 +12,7 @@ from functools import cached_property
 
 from phalanx.nn.env import Env
 from phalanx.nn.module import Module
-from phalanx.ops.attention.attention import ATTENTION
+from phalanx.ops.attention.attention import ATTENTION, BIASED_ATTENTION
 from phalanx.ops.attention.context import AttentionPlan
 from phalanx.ops.attention.kind import AttentionKind
 from phalanx.ops.attention.largest_scores import LargestScores
@@ -37,7 +37,10 @@ class ScoreOutputs:
 
 def attention_plan(env: Env, kind: AttentionKind) -> AttentionPlan:
     """How layers of a kind attend on this rank."""
-    return AttentionPlan(kind, env.axes, env.ops.cp_attention, env.kernels_for(ATTENTION), env.recompute.keep)
+    kernels = env.kernels_for(ATTENTION)
+    if kind.bias is not None and kernels != "plain":
+        kernels = env.kernels_for(BIASED_ATTENTION)
+    return AttentionPlan(kind, env.axes, env.ops.cp_attention, kernels, env.recompute.keep)
 
 
 class ScoredAttention(Module):

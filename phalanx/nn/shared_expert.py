@@ -7,8 +7,9 @@ import torch
 from torch import Tensor
 
 from phalanx.layout.box import Box
-from phalanx.layout.param import Init, ParamSpec, Piece
+from phalanx.layout.param import ParamSpec, Piece
 from phalanx.nn.env import Env
+from phalanx.nn.initial import Normal
 from phalanx.nn.mlp import SwiGLU
 from phalanx.nn.module import Module
 from phalanx.ops.dense.matmul import wide_matmul
@@ -22,7 +23,7 @@ class GatedExpert(Module):
     def __init__(self, env: Env, name: str, mlp: SwiGLU, width: int, std: float):
         super().__init__(env)
         self.mlp, box = mlp, Box.full((1, width))
-        piece = Piece(name, (1, width), box, box.slices(), Init("normal", std), replicas=env.everyone)
+        piece = Piece(name, (1, width), box, box.slices(), Normal(std), replicas=env.everyone)
         self.gate = self.param(ParamSpec((1, width), (piece,), role="router"))
 
     def forward(self, x: Tensor, batch: Batch) -> Tensor:

@@ -9,8 +9,9 @@ import torch
 from torch import Tensor
 
 from phalanx.layout.box import Box
-from phalanx.layout.param import Init, ParamSpec, Piece
+from phalanx.layout.param import ParamSpec, Piece
 from phalanx.nn.env import Env
+from phalanx.nn.initial import Uniform
 from phalanx.nn.module import OutputRows
 from phalanx.ops.scan.context import chunks_of, tokens_before
 from phalanx.ops.scan.conv1d import CONV1D, conv1d
@@ -20,7 +21,7 @@ from phalanx.sequence.batch import Batch
 
 def conv_spec(rows: list[OutputRows], taps: int) -> ParamSpec:
     """Storage (channels here, 1, taps), as torch.nn.Conv1d has it, that stacks slices of channels."""
-    init, pieces, at = Init("uniform", bound=1 / math.sqrt(taps)), [], 0
+    init, pieces, at = Uniform(1 / math.sqrt(taps)), [], 0
     for r in rows:
         count = r.stop - r.start
         local, box = (slice(at, at + count), slice(0, 1), slice(0, taps)), Box((r.start, 0, 0), (r.stop, 1, taps))

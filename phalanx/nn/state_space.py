@@ -14,12 +14,13 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from phalanx.layout.param import Init, ParamSpec
+from phalanx.layout.param import ParamSpec
 from phalanx.nn.attention import Heads
 from phalanx.nn.env import Env
+from phalanx.nn.initial import ONES, LogCount, Normal, TimeStep
 from phalanx.nn.linear import ColumnLinear, RowLinear
 from phalanx.nn.memory import StateSpec
-from phalanx.nn.module import ONES, Module, OutputRows, bias_spec, own_states
+from phalanx.nn.module import Module, OutputRows, bias_spec, own_states
 from phalanx.nn.short_conv import conv_spec, convolve_chunks
 from phalanx.ops.dense.activation import GATED, swiglu
 from phalanx.ops.scan.context import chunks_of, states_before
@@ -132,7 +133,7 @@ class StateSpace(Module):
         s, shard = spec, ScanShard(spec, Heads.of(env, spec.heads, spec.groups))
         self.spec, self.shard = spec, shard
         inner, mixed = s.heads * s.head_dim, s.heads * s.head_dim + 2 * s.groups * s.state
-        name, size, init = f"{s.name}.in_proj.weight", inner + mixed + s.heads, Init("normal", s.std)
+        name, size, init = f"{s.name}.in_proj.weight", inner + mixed + s.heads, Normal(s.std)
         rows = [
             shard.of_heads(name, size, 0, s.head_dim),
             *shard.convolved(name, size, inner),
@@ -144,9 +145,9 @@ class StateSpace(Module):
         self.conv_bias = self.param(bias_spec(biases)) if s.conv_bias else None
         low, high, floor = s.steps
         inits = {
-            "A_log": Init("log_count"),
+            "A_log": LogCount(),
             "D": ONES,
-            "dt_bias": Init("time_step", low=low, high=high, floor=floor),
+            "dt_bias": TimeStep(low=low, high=high, floor=floor),
         }
         vectors = {
             n: self.param(bias_spec([shard.of_heads(f"{s.name}.{n}", s.heads, 0, 1)], each))
@@ -214,7 +215,10 @@ class StateSpace(Module):
                 carried_output(y, steps, a, c, k.numbers, state)
                 for y, (_, steps, _, c), k, state in zip(made, pieces, chunks, before)
             ]
-        return (torch.cat(made, 1) if len(made) > 1 else made[0]).flatten(2).flatten(0, 1)
+        y = torch.cat(made, 1) if len(made) > 1 else made[0]
+        if self.watch is not None:
+            self.watch.look(y, (mixed, dt), batch, self.shard.own.q0)
+        return y.flatten(2).flatten(0, 1)
 
     def _normed(self, y: Tensor, gate: Tensor) -> Tensor:
         if self.norm is None or self.groups is None:

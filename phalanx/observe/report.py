@@ -202,7 +202,7 @@ def plots(rows: list[dict[str, Any]], steps: list[dict[str, Any]]) -> list[Plot]
     ]
     for key, title in (("grad_norm", "Gradient norm"), ("lr", "Learning rate"), ("tokens_per_s", "Tokens per second")):
         values = [r[key] for r in steps]
-        curves = [Curve(title, at, values)] if key == "lr" else both(title, at, values)
+        curves = [Curve(title, at, values)] if key == "lr" else raw_and_smoothed(title, at, values)
         found.append(Plot(title, "step", curves, end, from_zero=key == "tokens_per_s"))
     return found + task_plots(rows, end) + routing_plots([r for r in steps if "experts" in r], end)
 
@@ -218,7 +218,7 @@ def task_plots(rows: list[dict[str, Any]], end: int) -> list[Plot]:
     return [Plot(f"Task {task}", "step", curves, end) for task, curves in by_task.items()]
 
 
-def both(name: str, x: list[float], y: list[float]) -> list[Curve]:
+def raw_and_smoothed(name: str, x: list[float], y: list[float]) -> list[Curve]:
     """If there are many points: the smoothed curve, with the raw one behind it."""
     if len(y) < SMOOTH:
         return [Curve(name, x, y)]
@@ -226,7 +226,7 @@ def both(name: str, x: list[float], y: list[float]) -> list[Curve]:
 
 
 def loss_curves(rows: list[dict[str, Any]], steps: list[dict[str, Any]], place: dict[int, float]) -> list[Curve]:
-    curves = both("train", [place[r["step"]] for r in steps], [r["loss"] for r in steps])
+    curves = raw_and_smoothed("train", [place[r["step"]] for r in steps], [r["loss"] for r in steps])
     for name in valid_sets(rows):
         points = [(place[r["step"]], r[name]) for r in rows if name in r and r["step"] in place]
         curves.append(

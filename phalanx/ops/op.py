@@ -30,11 +30,15 @@ from __future__ import annotations
 
 import importlib
 import importlib.metadata
-from collections.abc import Callable, Iterator, Sequence
+import os
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
+from contextvars import ContextVar
 from dataclasses import dataclass, replace
 from functools import cache, cached_property
 from importlib.util import find_spec
+from types import MappingProxyType
 from typing import Any, Literal
 
 import torch
@@ -51,6 +55,7 @@ SEAM, ADDED = "op", "implementation"
 NO_FEATURES: frozenset[str] = frozenset()
 ALL_KERNELS: tuple[Kernels, ...] = ("plain", "auto", "triton", "optional")
 EXTRA = "pip install 'phalanx[kernels]'"
+THREADS = 8  # that compare kernels: Python's share of compiling, a fifth, leaves no more to be gained
 
 
 class NotInvariant(PhalanxError):
@@ -261,6 +266,11 @@ class Op:
         added = [made for name, made in registered(ADDED).items() if name.startswith(f"{self.name}/")]
         return (*reversed(added), *self.implementations)
 
+    @property
+    def choices(self) -> tuple[Any, ...]:
+        """The same, or what `only` has put in their place."""
+        return _ONLY.get().get(self, self.candidates)
+
     def choose(self, kernels: Kernels, x: Tensor, *sizes: Any, asked: frozenset[str] = NO_FEATURES) -> Any:
         """The implementation to run on `x`: the module or class that has the op's members, and the features that are
         asked for. NotInvariant if it is to be batch-invariant and there is none."""
@@ -271,13 +281,13 @@ class Op:
 
     def lacks_invariance(self, x: Tensor) -> str:
         """What to say where none of its implementations runs on `x` batch-invariantly."""
-        able = [f"{made.name} ({made.where})" for made in self.candidates if "invariant" in made.modes]
+        able = [f"{made.name} ({made.where})" for made in self.choices if "invariant" in made.modes]
         what = f"op {self.name} ({self.title}) has no batch-invariant implementation for {x.dtype} on {x.device.type}"
         return f"{what}; it has {', '.join(able) or 'none'}: set train.batch_invariant=false"
 
     def fast(self, kernels: Kernels, x: Tensor, *sizes: Any, asked: frozenset[str] = NO_FEATURES) -> Any:
         """The same, of the implementations that have the features asked for; None: the reference, if it has them."""
-        for made in self.candidates:
+        for made in self.choices:
             if made.takes(kernels, x, sizes, asked):
                 found = self.tuned(made, x)
                 if found is not None:
@@ -319,15 +329,17 @@ def with_tuning(op: Op, source: str, tuning: tuple[Any, ...]) -> Any:
 # ---- whether it is right on this device
 
 
+_ONLY: ContextVar[Mapping[Op, tuple[Any, ...]]] = ContextVar("_ONLY", default=MappingProxyType({}))
+
+
 @contextmanager
 def only(op: Op, *made: Any) -> Iterator[None]:
-    """Inside it an op has these implementations alone; none: its reference."""
-    kept = op.candidates
-    op.__dict__["candidates"] = made
+    """Inside it an op has these implementations alone, in this thread; none: its reference."""
+    before = _ONLY.set({**_ONLY.get(), op: made})
     try:
         yield
     finally:
-        op.__dict__["candidates"] = kept
+        _ONLY.reset(before)
 
 
 def title(op: Op, made: Implementation, number: int, dtype: torch.dtype) -> str:
@@ -366,24 +378,32 @@ def first_right(op: Op, made: Implementation, device: torch.device, dtype: torch
 
 
 def refused(ops: Sequence[Op], device: torch.device, dtype: torch.dtype) -> dict[str, str]:
-    """The ops with an implementation that is not used on a GPU because it is wrong there, and why."""
-    found, x = dict[str, str](), torch.empty(0, dtype=dtype, device=device)
-    for op in ops:
-        for made in op.candidates:
-            if made.checked and made.runs_on(x):
-                checked = first_right(op, made, device, dtype)
-                if checked.number is None:
-                    found[op.name] = f"{made.name}: {checked.why}"
-    return found
+    """The ops with an implementation that is not used on a GPU because it is wrong there, and why. Ops are compared in
+    threads, since most of it is compiling."""
+    x = torch.empty(0, dtype=dtype, device=device)
+    pairs = [(op, made) for op in ops for made in op.choices if made.checked and made.runs_on(x)]
+
+    index = torch.cuda.current_device() if device.type == "cuda" and device.index is None else device.index
+
+    def compare(pair: tuple[Op, Implementation]) -> Checked:
+        if device.type == "cuda":
+            torch.cuda.set_device(index)  # each thread has its own
+        with torch.autograd.set_multithreading_enabled(False):  # backward of all would otherwise wait in one thread
+            return first_right(*pair, device, dtype)
+
+    threads = min(len(pairs), THREADS, os.cpu_count() or 1)
+    with proof.may_wait(device, "kernels"), ThreadPoolExecutor(max(1, threads)) as pool:
+        found = zip(pairs, pool.map(compare, pairs))
+        return {op.name: f"{made.name}: {checked.why}" for (op, made), checked in found if checked.number is None}
 
 
 def why_wrong(op: Op, made: Implementation, number: int, device: torch.device, dtype: torch.dtype) -> str:
     """How an implementation with a tuning differs from the reference on a device, in the op's small cases; "": it does
-    not. dtype: of the call; cases that do not have it are compared in their own."""
+    not. dtype: of the call; where no case has it, they are compared in their own."""
     tuning = made.tunings[number : number + 1]
     trial = replace(made, checked=False, tunings=tuning)
     kernels = "triton" if device.type == "cpu" else "auto" if "auto" in made.modes else made.modes[0]
-    for case in (case for case in op.cases if not case.large and made.has(case.asked)):
+    for case in compared_cases(op, made, dtype):
         kind = dtype_of(case, dtype)
         try:
             with torch.inference_mode(False), torch.enable_grad():
@@ -399,6 +419,12 @@ def why_wrong(op: Op, made: Implementation, number: int, device: torch.device, d
         if why:
             return why
     return ""
+
+
+def compared_cases(op: Op, made: Implementation, dtype: torch.dtype) -> list[Case]:
+    """The small cases that have this dtype, which a run with it will compile kernels of; if none has, all."""
+    small = [case for case in op.cases if not case.large and made.has(case.asked)]
+    return [case for case in small if dtype_of(case, dtype) == dtype] or small
 
 
 def dtype_of(case: Case, wanted: torch.dtype) -> torch.dtype:

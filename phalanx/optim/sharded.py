@@ -225,8 +225,9 @@ class HomeRule:
     def update(self, lr: float, scalars: StepScalars, updated: Updated) -> None:
         """One step, including the exchange with the ranks that have gradients and weights. `updated` is called with the
         matrices of a bucket before their weights are sent."""
-        self.exchange.bring_gradients()
+        self.exchange.take_gradients()
         for bucket, groups in self.groups.items():
+            self.exchange.bring_gradients(bucket)
             for (decay, scale), slots in groups:
                 copies = [WorkingCopies.of_matrix(self._stored(s), s, (lr * scale, decay), scalars) for s in slots]
                 if isinstance(self.optimizer, MatrixOptimizer):

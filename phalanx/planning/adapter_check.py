@@ -25,9 +25,6 @@ def check_adapters(run: Run) -> list[Problem]:
     if lora is None:
         return []
     method, names = find_adapter(lora.method), adapted_names(run.model)
-    if run.train.freeze:
-        rule = "has no effect with lora, which keeps all weights of the model as they are"
-        return [problem("train", run.train, "freeze", rule, {"lora.method": lora.method}, ([],))]
     able = [name for of_one in names.carriers for name in of_one]
     found = [each for glob in lora.targets for each in _check_glob(run, lora, glob, names)]
     if not lora.targets:
@@ -42,6 +39,9 @@ def check_adapters(run: Run) -> list[Problem]:
     if run.layout.etp > 1 and cut and not method.linear:
         rule = "must be 1 for a method that is not linear, on experts' output matrices"
         found.append(problem("layout", run.layout, "etp", rule, {"lora.method": lora.method, "such as": cut[0]}, (1,)))
+    if run.train.freeze:
+        rule = "has no effect with lora, which keeps all weights of the model as they are"
+        found.append(problem("train", run.train, "freeze", rule, {"lora.method": lora.method}, ([],)))
     found += _check_method(run, lora, names) + _check_outside(run, lora, names)
     return found + _check_also(run, lora, able) + method.check(lora)
 

@@ -15,6 +15,7 @@ from phalanx.checkpoint.lora_folder import STARTED_FROM, read_peft_config
 from phalanx.checkpoint.merge import Merging
 from phalanx.config.run import Run
 from phalanx.models.model_config import ModelConfig
+from phalanx.models.registry import family_of
 from phalanx.nn.adapted_linear import fits, fits_outside, names_of, pieces_of
 from phalanx.nn.adapter import AdapterConfig, find_adapter
 from phalanx.nn.base_linears import BaseLinears
@@ -127,7 +128,7 @@ def peft_config(run: Run, base: str | None = None) -> dict[str, Any] | None:
     able = [name.removesuffix(".weight") for of_one in known.carriers for name in of_one]
     outside = (*known.embeddings, *known.heads)
     rows = [name.removesuffix(".weight") for name in outside if fits_outside(name, lora.targets)]
-    own = {"peft_type": method.peft_type, **method.peft_config(lora)}
+    own, named = {"peft_type": method.peft_type, **method.peft_config(lora)}, family_of(run.model).tensors.in_memory
     taken = [name for name in able if fits(f"{name}.weight", lora.targets)]
     pieces = (piece for linear in linears_in(whole_model(run.model)) for piece in linear.weight.spec.pieces)
     transposed = any(piece.transposed and piece.name.removesuffix(".weight") in taken for piece in pieces)
@@ -136,8 +137,20 @@ def peft_config(run: Run, base: str | None = None) -> dict[str, Any] | None:
     where = base or run.init_from
     stacks = list(known.stack_shapes)
     whole = target_modules([name for name in stacks if fits_outside(name, lora.targets)], stacks, parts=3)
-    modules = Modules([*target_modules(taken, able), *rows], list(also), whole)
-    return peft_text(own, where, modules, transposed)
+    # a tower has modules that are no linears and end as linears of the text do
+    targets = taken if run.model.reads_units else target_modules(taken, able)
+    modules = Modules([named(name) for name in (*targets, *rows)], [named(name) for name in also], whole)
+    return peft_text(own, where, modules, transposed, peft_task(run.model))
+
+
+def peft_task(model: ModelConfig) -> str | None:
+    """What PEFT is to take a model for. Its class for encoder-decoders reads ids, and none of its classes masked
+    tokens; those for classes want the head trained whole."""
+    if model.headless:
+        return "FEATURE_EXTRACTION"
+    if model.both_ways or model.classes or model.numbers_beside:
+        return None
+    return "SEQ_2_SEQ_LM" if model.reads_beside else "CAUSAL_LM"
 
 
 def target_modules(taken: list[str], able: list[str], parts: int = 1) -> list[str]:

@@ -7,6 +7,10 @@ from collections.abc import Iterator
 from phalanx.config.run import Run
 from phalanx.data.loader import Loader, Work, micro_batch_samples
 
+MOST_RANKS = 64
+"""That compute images together unless a config asks for more: each is connected to all others, and reads how long the
+texts of all are; images of so many are even as it is."""
+
 
 def global_batch_at(run: Run, consumed: int) -> int:
     """Sequences in the step that starts after `consumed` samples: grows in equal increments during the ramp, then stays
@@ -53,12 +57,23 @@ def step_samples(run: Run, loader: Loader, consumed: int, dp: int, dp_rank: int)
     Loader.read takes them)."""
     size, work = run.train.micro_batch, work_of(run, loader)
     count = global_batch_at(run, consumed)
-    each = [micro_batch_samples(consumed, count, size, dp, rank, work) for rank in media_group_of(run, dp_rank)]
+    each = [micro_batch_samples(consumed, count, size, dp, rank, work) for rank in media_group_of(run, dp, dp_rank)]
     return [[number for some in together for number in some] for together in zip(*each)]
 
 
-def media_group_of(run: Run, dp_rank: int) -> range:
+def media_group_of(run: Run, dp: int, dp_rank: int) -> range:
     """The data-parallel ranks that compute each other's images, this one among them."""
-    group = run.layout.media_group
+    group = media_group(run, dp)
     first = dp_rank // group * group
     return range(first, first + group)
+
+
+def media_group(run: Run, dp: int) -> int:
+    """How many neighbouring data-parallel ranks compute each other's images: layout.media_group."""
+    layout, spec = run.layout, run.model.media
+    if layout.media_group is not None:
+        return layout.media_group
+    if spec is None or spec.token is None or run.data.source is not None:  # as in config.units_check
+        return 1
+    most = max(1, MOST_RANKS // (layout.cp * layout.tp))
+    return max(n for n in range(1, dp + 1) if dp % n == 0 and n <= most)

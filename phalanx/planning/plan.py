@@ -45,6 +45,7 @@ from phalanx.planning.blocks import (
 from phalanx.planning.experts import ExpertsPlan, experts_plan
 from phalanx.planning.freeze import frozen_by, trained_also
 from phalanx.planning.kernels import KernelsPlan, kernels_plan
+from phalanx.planning.order import media_group
 from phalanx.schedule.actions import Flow, Program, Schedule, check_order
 from phalanx.schedule.generators import find_pipeline_schedule, generate, resolved
 from phalanx.schedule.lower import lower
@@ -89,7 +90,7 @@ def grid_of(run: Run, world: int) -> Grid:
         etp=layout.etp,
         ulysses=layout.cp_ulysses,
         dynamic=layout.cp_degree == "dynamic",
-        media=layout.media_group,
+        media=media_group(run, dp),
     )
 
 
@@ -603,6 +604,6 @@ def without_layout(run: Run) -> Run:
         stages=None,
         shard_group=None,
         shard_across="nothing",
-        media_group=1,
+        media_group=None,
     )
     return replace(run, layout=layout)

@@ -73,11 +73,11 @@ def sizes(place: Mapping[int, int], numel: Mapping[int, int]) -> tuple[int, ...]
     return tuple(max(numel[b] for b, n in place.items() if n == number) for number in range(len(set(place.values()))))
 
 
-def fits(instructions: Sequence[Instruction], places: MemorySlots) -> bool:
+def fits(instructions: Sequence[Instruction], slots: MemorySlots) -> bool:
     """Whether each bucket has a slot, and no two buckets that are in memory at the same time share one."""
     kinds: tuple[tuple[Mapping[int, int], Come, Go], ...] = (
-        (places.weights, Gather, Free),
-        (places.gradients, Open, Close),
+        (slots.weights, Gather, Free),
+        (slots.gradients, Open, Close),
     )
     for place, come, go in kinds:
         for here in lives(instructions, come, go):
@@ -86,8 +86,8 @@ def fits(instructions: Sequence[Instruction], places: MemorySlots) -> bool:
     return True
 
 
-def prove(lists: Iterable[Sequence[Instruction]], places: Sequence[MemorySlots]) -> None:
+def prove(lists: Iterable[Sequence[Instruction]], slots: Sequence[MemorySlots]) -> None:
     """Raises ScheduleError if two buckets of a rank would use one slot at the same time."""
-    for rank, (instructions, of_rank) in enumerate(zip(lists, places)):
+    for rank, (instructions, of_rank) in enumerate(zip(lists, slots)):
         if not fits(instructions, of_rank):
             raise ScheduleError(f"rank {rank}: two buckets are at one place of memory at once, or one has none")

@@ -92,6 +92,41 @@ def assign_whole(sizes: Sequence[int], ranks: int) -> list[int]:
     return found
 
 
+def assign_shared(sizes: Sequence[Sequence[int]], ranks: int) -> list[int]:
+    """The rank of each item of several replicas, which have so many ranks each, replica by replica. Two ranks differ by
+    no more than the largest item that the fuller one has, and none has more than if each replica kept its own: where
+    the largest first would give it more, the replicas begin with their own, and give to others."""
+    every = [size for each in sizes for size in each]
+    found = assign_whole(every, len(sizes) * ranks)
+    alone = [first * ranks + home for first, each in enumerate(sizes) for home in assign_whole(each, ranks)]
+    if max(_loads(every, found, len(sizes) * ranks)) <= max(_loads(every, alone, len(sizes) * ranks)):
+        return found
+    return _evened(every, alone, len(sizes) * ranks)
+
+
+def _loads(sizes: Sequence[int], homes: Sequence[int], ranks: int) -> list[int]:
+    loads = [0] * ranks
+    for size, home in zip(sizes, homes):
+        loads[home] += size
+    return loads
+
+
+def _evened(sizes: Sequence[int], homes: Sequence[int], ranks: int) -> list[int]:
+    """One item at a time goes from the fullest rank to the emptiest, while these differ by more than it: each time the
+    sum of squares of the loads falls."""
+    found, loads = list(homes), _loads(sizes, homes, ranks)
+    while True:
+        full, low = loads.index(max(loads)), loads.index(min(loads))
+        more = loads[full] - loads[low]
+        fits = [i for i, home in enumerate(found) if home == full and sizes[i] < more]
+        if not fits:
+            return found
+        moved = min(fits, key=lambda i: abs(2 * sizes[i] - more))
+        found[moved] = low
+        loads[full] -= sizes[moved]
+        loads[low] += sizes[moved]
+
+
 def _fillers(lengths: Sequence[int], order: Sequence[int], count: int) -> Iterator[int]:
     """Documents that may be sharded over all ranks, the shortest first, each at least one and a half times as long as
     the one before."""

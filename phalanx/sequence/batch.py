@@ -333,7 +333,8 @@ class Batch:
         many rows as the fullest needs; the rest is padding, documents of its own."""
         count, here, joined = part.everyone, part.here, units.joined
         if self.tokens.is_meta:  # the most that may come
-            most = min(self.num_tokens * part.replicas, self.num_tokens // part.sharers + max(units.sizes, default=0))
+            largest = max(units.sizes, default=0)  # balance.assign_whole's bound; assign_shared has no rank with more
+            most = min(self.num_tokens, (self.num_tokens + (part.sharers - 1) * largest) // part.sharers)
             rows = -(-most // joined) * joined
             if part.replicas > 1:
                 features = self.num_tokens // joined

@@ -7,7 +7,7 @@ Only numbers; `sequence.batch` applies them to tensors.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import accumulate
 
 
@@ -54,6 +54,11 @@ class SequenceShard:
     def here(self) -> int:
         """This rank's number among them."""
         return (self.replica * self.count + self.index) * self.ranks + self.rank
+
+    @property
+    def alone(self) -> SequenceShard:
+        """The same for a micro-batch whose units no other replica computes."""
+        return replace(self, replica=0, replicas=1)
 
     @staticmethod
     def of_sizes(sizes: Sequence[int]) -> SequenceShard:

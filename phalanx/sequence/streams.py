@@ -29,9 +29,12 @@ def token_rows(batch: Batch, tp: int) -> int:
 
 @dataclass(frozen=True)
 class StreamSpec:
-    """One stream at a block border: on each rank a tensor (rows, width).
+    """One stream at a block border: on each rank a tensor (rows, width_on(tp)).
 
+    width    of the whole
     rows     (this rank's batch, size of tp) -> rows on this rank
+    heads    the width is of so many heads, sharded over tp like keys: each rank has its own, ranks that share a head
+             the same one; 0: each rank has the whole width
     dtype    None: the compute dtype. A stream with an integer dtype has no gradient
     learns   whether anything before this border is trained; if not, the stream has no gradient either
     """
@@ -41,6 +44,11 @@ class StreamSpec:
     rows: Callable[[Batch, int], int] = token_rows
     dtype: torch.dtype | None = None
     learns: bool = True
+    heads: int = 0
+
+    def width_on(self, tp: int) -> int:
+        """Features on each of so many ranks."""
+        return self.width // self.heads * max(1, self.heads // tp) if self.heads else self.width
 
     def of(self, compute: torch.dtype) -> StreamSpec:
         """The same with its dtype filled in."""
@@ -52,7 +60,7 @@ class StreamSpec:
 
     def empty(self, batch: Batch, tp: int, device: torch.device | str) -> Tensor:
         """An uninitialized tensor for this stream; the dtype must be filled in."""
-        return torch.empty(self.rows(batch, tp), self.width, dtype=self.dtype, device=device)
+        return torch.empty(self.rows(batch, tp), self.width_on(tp), dtype=self.dtype, device=device)
 
 
 Border = tuple[StreamSpec, ...]
@@ -100,7 +108,7 @@ def sent(border: Border, kind: Literal["act", "grad"]) -> Border:
 def check_shapes(tensors: Sequence[Tensor], border: Border, batch: Batch, tp: int) -> None:
     """TypeError if a stream does not have the declared rows, width and dtype."""
     for spec, tensor in zip(border, tensors, strict=True):
-        declared = (spec.rows(batch, tp), spec.width)
+        declared = (spec.rows(batch, tp), spec.width_on(tp))
         if tuple(tensor.shape) != declared or tensor.dtype != spec.dtype:
             raise TypeError(
                 f"stream {spec.name!r} is {tuple(tensor.shape)} of {tensor.dtype}, but the blocks declare {declared} "

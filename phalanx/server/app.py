@@ -31,6 +31,7 @@ from phalanx.server.errors import ApiError
 from phalanx.server.responses import GONE, read_body
 from phalanx.server.schemas import DetokenizeBody, TokenizeBody, parse
 from phalanx.server.service import Service, service_of
+from phalanx.server.transcriptions import transcriptions
 
 REQUEST_ID = re.compile(r"[A-Za-z0-9._-]{1,128}")
 OPEN = ("/", "/health")  # what needs no key
@@ -168,10 +169,11 @@ def model_object(service: Service, name: str) -> dict[str, Any]:
         "created": service.created,
         "owned_by": "phalanx",
         "max_model_len": model.positions,
-        "text": model.tokenizer is not None,
+        "text": model.tokenizer is not None and model.speech is None,
         "embeds": model.embeds is not None,
         "images": model.pictures is not None,
-        "chat": model.template is not None and model.tokenizer is not None,
+        "transcribes": model.speech is not None,
+        "chat": model.template is not None and model.tokenizer is not None and model.speech is None,
     }
 
 
@@ -244,6 +246,7 @@ PATHS: dict[str, tuple[str, Callable[[Request], Any]]] = {
     "/v1/completions": ("POST", completions),
     "/v1/chat/completions": ("POST", chat_completions),
     "/v1/embeddings": ("POST", embeddings),
+    "/v1/audio/transcriptions": ("POST", transcriptions),
     "/v1/models": ("GET", models),
     "/tokenize": ("POST", tokenize),
     "/detokenize": ("POST", detokenize),

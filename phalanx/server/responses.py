@@ -17,13 +17,18 @@ T = TypeVar("T")
 GONE = 499  # the client closed the connection (nginx's number); for the log alone
 
 
-async def read_body(request: Request, limit: int, seconds: float) -> bytes:
-    """The body as JSON text. ApiError 413 beyond `limit` bytes, 415 for another type, 408 if it does not come."""
+WANTED = {
+    "application/json": "JSON, not {}: -H 'Content-Type: application/json'",
+    "multipart/form-data": "a form with a file, not {}: curl -F file=@a.flac",
+}
+
+
+async def read_body(request: Request, limit: int, seconds: float, wanted: str = "application/json") -> bytes:
+    """The body, of a type that is wanted. ApiError 413 beyond `limit` bytes, 415 for another type, 408 if it does not
+    come."""
     kind = request.headers.get("content-type", "").partition(";")[0].strip().lower()
-    if kind != "application/json":
-        raise ApiError(
-            415, f"the body must be JSON, not {kind or 'without a type'}: -H 'Content-Type: application/json'"
-        )
+    if kind != wanted:
+        raise ApiError(415, f"the body must be {WANTED[wanted].format(kind or 'without a type')}")
     close = {"connection": "close"}  # of the body there may be more
     too_large = ApiError(413, f"the body is larger than {limit:,} bytes", code="request_too_large", headers=close)
     length = request.headers.get("content-length", "0")

@@ -47,6 +47,15 @@ NOT_SERVED = {
 }
 
 
+# The same of transcriptions.
+NOT_TRANSCRIBED = {
+    "prompt": "a text begins as the model's folder says",
+    "timestamp_granularities[]": "no times are written",
+    "include[]": "texts come without log-probabilities",
+    "chunking_strategy": "a recording is at most as long as the model hears at once",
+}
+
+
 def token_ids(value: Any) -> bool:
     return isinstance(value, list) and all(type(each) is int for each in value)
 
@@ -241,6 +250,16 @@ class EmbeddingBody(Body):
     user: str | None = None
 
 
+class TranscriptionBody(Body):
+    """POST /v1/audio/transcriptions, beside its file."""
+
+    model: str | None = None
+    language: str | None = None
+    response_format: Literal["json", "text"] | None = None
+    temperature: Annotated[float, Field(ge=0, le=1)] | None = None
+    stream: bool | None = None
+
+
 class TokenizeBody(Body):
     """POST /tokenize: a text, or a chat."""
 
@@ -276,6 +295,17 @@ def parse(kind: type[B], data: bytes) -> B:
                 raise ApiError(400, f"{name}: is not supported: {instead}.", param=name, code="unsupported_parameter")
     try:
         return kind.model_validate(value)
+    except ValidationError as error:
+        raise as_api_error(kind, error) from None
+
+
+def parse_fields(kind: type[B], texts: dict[str, str]) -> B:
+    """The fields of a form. ApiError as `parse`."""
+    for name, instead in NOT_TRANSCRIBED.items():
+        if name in texts:
+            raise ApiError(400, f"{name}: is not supported: {instead}.", param=name, code="unsupported_parameter")
+    try:
+        return kind.model_validate_strings(texts)
     except ValidationError as error:
         raise as_api_error(kind, error) from None
 

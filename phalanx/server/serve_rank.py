@@ -8,6 +8,7 @@ from contextlib import ExitStack
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 
+from phalanx.base.errors import DataError
 from phalanx.base.log import Log
 from phalanx.base.placement import Placement
 from phalanx.comm.mesh import Mesh, leave_world
@@ -22,6 +23,7 @@ from phalanx.inference.embedding_engine import EmbeddingEngine
 from phalanx.inference.ends import end_tokens
 from phalanx.inference.engine import Engine, EngineOptions
 from phalanx.inference.load import load_model, without_training
+from phalanx.inference.recordings import SpeechPrompts
 from phalanx.inference.request import EngineLoad, Event, Prompt, SamplingOptions
 from phalanx.retrieval.prompting import PassageAdder
 from phalanx.retrieval.retriever import Lookup
@@ -41,9 +43,10 @@ class ServeOptions:
     """weights: a Hugging Face folder or a checkpoint's. name: that clients ask for. sequences: generated at once;
     queue: that run or wait at once. length: of a sequence; None: the model's positions. memory_gib: for what is
     remembered, on each rank. drain_seconds: for running requests when the server is to stop. drafts: of tokens, which
-    the model checks several at a time. adapters: folders of LoRA adapters, by the names of the models that they
-    make. pooling: of a model whose folder does not say how embeddings are made. passages: what is looked up for
-    prompts, and the file of the template that puts it there."""
+    the model checks several at a time. prefix_states: of prompts' beginnings that recurrent layers keep. adapters:
+    folders of LoRA adapters, by the names of the models that they make. pooling: of a model whose folder does not say
+    how embeddings are made. passages: what is looked up for prompts, and the file of the template that puts it
+    there."""
 
     weights: str
     name: str
@@ -56,6 +59,7 @@ class ServeOptions:
     memory_gib: float | None = None
     drain_seconds: float = 60.0
     drafts: Drafts | None = None
+    prefix_states: int = 0
     adapters: Mapping[str, str] = field(default_factory=dict)
     pooling: Pooling | None = None
     passages: tuple[Lookup, str | None] | None = None
@@ -109,7 +113,7 @@ def serve_rank(run: Run, placement: Placement, options: ServeOptions) -> None:
         limits = ServerLimits(sequences=options.queue, drain_seconds=options.drain_seconds)
         asked = engine if isinstance(engine, EmbeddingEngine) else RunEngine(engine, options.name)
         server = HttpServer(model, asked, listener, log, limits, keys)
-        what = "" if model.embeds is not None else "a chat page; "
+        what = "a chat page; " if model.embeds is None and model.speech is None else ""
         log.info(f"{options.name} is served at {server.url} ({what}OpenAI's API: {server.url}/v1)")
         for text in notes(model, server, keys is not None):
             log.info(text)
@@ -131,6 +135,7 @@ def load_engine(run: Run, mesh: Mesh, options: ServeOptions) -> Engine | Embeddi
         memory_gib=options.memory_gib,
         capture=True,
         drafts=options.drafts,
+        prefix_states=options.prefix_states,
     )
     return Engine(model, wanted, run.train.timeout_s, tokenizer=tokenizer_in(Path(options.weights)))
 
@@ -152,6 +157,11 @@ def served_model(options: ServeOptions, engine: Engine | EmbeddingEngine) -> Ser
     template = load_chat_template(folder) if tokenizer else None
     vocab_size = engine.model.plan.run.model.vocab_size
     ends = end_tokens(folder, tokenizer, template)
+    speech = None
+    if engine.model.sound is not None:
+        if tokenizer is None:
+            raise DataError(f"{folder}: holds no tokenizer, which writes the text of recordings")
+        speech = SpeechPrompts.of(folder, tokenizer, engine.model.sound)
     return ServedModel(
         options.name,
         engine.positions,
@@ -163,6 +173,7 @@ def served_model(options: ServeOptions, engine: Engine | EmbeddingEngine) -> Ser
         engine.adapters,
         pictures=engine.model.pictures,
         encodes=engine.encodes,
+        speech=speech,
     )
 
 
@@ -174,6 +185,8 @@ def notes(model: ServedModel, server: HttpServer, has_keys: bool) -> list[str]:
         found.append(f"the model's folder holds no tokenizer: token ids alone are served, on {where}")
     elif model.embeds is not None:
         found.append(f"it makes embeddings of {model.embeds.width} features, on /v1/embeddings")
+    elif model.speech is not None:
+        found.append("it writes the text of recordings, on /v1/audio/transcriptions")
     elif model.template is None:
         found.append("the model's folder holds no chat template: texts are continued, chats are refused")
     if not is_loopback(server.listener) and not has_keys:

@@ -26,6 +26,7 @@ from phalanx.text.tokenizer_base import Tokenizer
 
 if TYPE_CHECKING:
     from phalanx.inference.pictures import PictureReader
+    from phalanx.inference.recordings import SpeechPrompts
 
 MAX_IMAGES = 32  # of a request
 SHOWN = 60  # characters of a URL in a message
@@ -59,6 +60,7 @@ class ServedModel:
     passages    puts passages into prompts; None: they stay as they are
     pictures    reads images; None: it has none
     encodes     an encoder reads prompts, and answers have the positions for themselves
+    speech      makes prompts of recordings, of which it writes the text; None: it hears none
     """
 
     name: str
@@ -73,6 +75,7 @@ class ServedModel:
     passages: PassageAdder | None = None
     pictures: PictureReader | None = None
     encodes: bool = False
+    speech: SpeechPrompts | None = None
 
     @cached_property
     def texts(self) -> TokenTexts | TokenNumbers:
@@ -88,10 +91,20 @@ class ServedModel:
         return [self.name, *self.adapters]
 
     def need_generation(self) -> None:
-        """ApiError for a model that makes embeddings."""
+        """ApiError for a model that makes embeddings, or texts of recordings."""
         if self.embeds is not None:
             message = f"{self.name} makes embeddings and no text: POST /v1/embeddings."
             raise ApiError(400, message, param="model", code="model_embeds")
+        if self.speech is not None:
+            message = f"{self.name} writes the text of recordings: POST /v1/audio/transcriptions."
+            raise ApiError(400, message, param="model", code="model_transcribes")
+
+    def need_speech(self) -> SpeechPrompts:
+        """ApiError for a model that hears no recordings."""
+        if self.speech is None:
+            message = f"{self.name} hears no recordings: serve a model that does, such as one of family whisper."
+            raise ApiError(400, message, param="model", code="model_hears_nothing")
+        return self.speech
 
     def need_embedder(self) -> ServedEmbedder:
         """ApiError for a model that generates."""

@@ -1,5 +1,5 @@
-"""Chats as tokens, with what is trained of them: each answer in the text in which inference will have the model write
-it, through the token that ends its turn.
+"""Chats as tokens, and which of the tokens are trained on: each answer, up to the token that ends its turn, in the
+text in which the model will have to write it in inference.
 
 Where the template marks answers (`{% generation %}`), they are what it marks. Elsewhere an answer is what its turn adds
 to the text that the template writes, less the prompt with which inference begins it:

@@ -15,7 +15,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from phalanx.base.errors import DataError
-from phalanx.data.chats import LINES, BadChats
+from phalanx.data.chats import LINES, BadChats, left_out_text
 from phalanx.data.files import replacing
 from phalanx.data.index import Corpus, CorpusWriter
 from phalanx.data.media_notes import MediaNote, write_notes
@@ -60,9 +60,7 @@ class ChatSummary:
             f"{self.records:,} chats in {self.documents:,} samples: {self.tokens:,} tokens, {self.trained:,} "
             f"({share:.1%}) trained (task.train_on={self.train_on})"
         ]
-        if self.skipped:
-            reasons = ", ".join(f"{reason} {count:,}" for reason, count in self.skipped.items())
-            said.append(f"bad chats left out (data.bad_chats=skip): {sum(self.skipped.values()):,} ({reasons})")
+        said += [left_out_text(self.skipped)] if self.skipped else []
         return said + [f"note: of {count:,} chats: {what}" for what, count in self.notes.items()]
 
 

@@ -15,6 +15,7 @@ from phalanx.engine.build import State
 from phalanx.engine.evaluate import evaluate
 from phalanx.engine.fp8_state import shadow_text, unsafe
 from phalanx.engine.guard import NOT_FINITE, REASONS
+from phalanx.engine.overflow import overflow_of
 from phalanx.engine.replicas import check_replicas
 from phalanx.engine.step import StepResult, accumulate, end_step, train_step, update
 from phalanx.observe.metrics import Counters, Pending, Reporter
@@ -80,6 +81,7 @@ class Loop:
     _tokens: Tensor | None = None
     _bad: BadStep | None = None
     _saved: int | None = None
+    _given: dict[int, list[Batch]] = field(default_factory=dict, repr=False)
 
     def run(self) -> None:
         """Raises NumericalStop, Preempted or CheckpointError; a save in progress is then still completed."""
@@ -154,7 +156,10 @@ class Loop:
                 self._recorder, self._made, self._over, self._stop = recorder, None, False, False
                 micro = self._size // (run.train.micro_batch * mesh.dp.size)
                 mesh.watch.waits.on = mesh.device.type == "cpu" or step % LOOKED_EVERY == 0
-                yield [self._next(batches) for _ in range(micro)]
+                given = [self._next(batches) for _ in range(micro)]
+                if run.model.scans:  # results are read a step late; a state that overflows is then looked for
+                    self._given = {n: each for n, each in self._given.items() if n == step - 1} | {step: given}
+                yield given
                 consumed += self._size
                 self._step_is_over()
                 due = self._save_due(step) or self._eval_due(step) or self._samples_due(step) or self._tasks_due(step)
@@ -261,9 +266,11 @@ class Loop:
         loss, norm, why, _, _ = pending.read()
         if not why or (self.state.scaler.dynamic and why == NOT_FINITE and isfinite(loss)):
             return
-        bad = BadStep(
-            pending.step, f"step {pending.step} is bad: {REASONS[why]} (loss={loss:.6g} grad_norm={norm:.6g})"
-        )
+        text = f"step {pending.step} is bad: {REASONS[why]} (loss={loss:.6g} grad_norm={norm:.6g})"
+        if why == NOT_FINITE and pending.step in self._given:
+            overflow = overflow_of(self.state.model, self._given[pending.step])
+            text += "" if overflow is None else f"; {overflow}"
+        bad = BadStep(pending.step, text)
         policy = self.state.plan.run.train.guard.policy
         if policy == "rollback":
             raise bad

@@ -46,6 +46,7 @@ from phalanx.forecast.decide import make_plan
 from phalanx.forecast.flops import flops_of, mfu_lines
 from phalanx.forecast.sample_text import document_lines, documents_of
 from phalanx.models.model_config import ModelConfig
+from phalanx.models.registry import family_of
 from phalanx.nn.objective import make_objective
 from phalanx.observe.failures import Failures
 from phalanx.observe.metrics import Counters, Reporter, Speed
@@ -363,7 +364,8 @@ def start_anew(state: State, log: Log) -> None:
     if run.lora is None or saved:
         return
     if run.lora.init_from is not None:
-        source = together(world, lambda: adapter_source(str(run.lora.init_from)))  # type: ignore[union-attr]
+        names = family_of(run.model).tensors
+        source = together(world, lambda: adapter_source(str(run.lora.init_from), names))  # type: ignore[union-attr]
         load_adapters(source.placed, source.files, state.buffers, state.mesh)
         log.info(f"start from the adapters of {run.lora.init_from}")
     elif run.init_from:

@@ -31,6 +31,7 @@ from phalanx.forecast.decide import make_plan
 from phalanx.layout.box import Box
 from phalanx.layout.grid import Coords
 from phalanx.layout.param import Piece
+from phalanx.nn.initial import ONES
 from phalanx.ops.optimizer.shard import widened
 from phalanx.planning.order import global_batch_at, step_samples
 from phalanx.planning.plan import storing_all, without_layout
@@ -156,7 +157,7 @@ def random_weights(model: Model) -> None:
 
     def draw(out: Tensor, piece: Piece) -> None:
         fill_normal_(out, 0.3, piece.shape, piece.box.start, 7, piece.name)
-        out.add_(1.0 if piece.init.kind == "ones" else 0.0)
+        out.add_(1.0 if piece.init == ONES else 0.0)
 
     draw_weights(model.buffers, draw)
 

@@ -262,12 +262,12 @@ def small_layout(given: RunOnRanks, pp: int, cp: int, tp: int) -> LayoutConfig:
     return layout if layout.cp_ulysses < cp else replace(layout, cp_attention="auto")
 
 
-def small_media_group(given: RunOnRanks, dp: int) -> int:
+def small_media_group(given: RunOnRanks, dp: int) -> int | None:
     """All data-parallel ranks if it was all of them; otherwise several groups, if there are enough ranks."""
-    group = given.grid.media
-    if group == 1:
-        return 1
-    return dp if group == given.grid.dp or dp % 2 or dp == 2 else 2
+    group, asked = given.grid.media, given.run.layout.media_group
+    if group in (1, given.grid.dp):
+        return asked if asked in (None, 1) else dp
+    return dp if dp % 2 or dp == 2 else 2
 
 
 def small_stages(given: tuple[int, ...], count: int) -> tuple[int, ...]:

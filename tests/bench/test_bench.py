@@ -439,10 +439,12 @@ def test_bench_ops_times_fp8_linears_on_tensors_in_memory(config):
 
 @pytest.mark.parametrize("tp", [1, 2])
 def test_bench_ops_times_what_writes_in_place(config, tp):
-    """Adapters' sums are made in the memory of the linear's output."""
-    run = load_run(config, ['lora.targets=["*"]', f"layout.tp={tp}"])
-    rows = {r.name: r for r in bench_ops(run, tp, torch.device("cpu"), 1, None, lambda line: None)}
-    assert rows["add_low_rank"].both is not None and rows["enter_low_rank"].both is not None
+    """Adapters' sums are made in the memory of the linear's output: in its own pass, or, with dropout, around it."""
+    passes = {"0.0": ("adapted_gather_matmul", "adapted_matmul_scatter"), "0.1": ("add_low_rank", "enter_low_rank")}
+    for dropout, names in passes.items():
+        run = load_run(config, ['lora.targets=["*"]', f"lora.dropout={dropout}", f"layout.tp={tp}"])
+        rows = {r.name: r for r in bench_ops(run, tp, torch.device("cpu"), 1, None, lambda line: None)}
+        assert all(rows[name].both is not None for name in names)
 
 
 def test_flop_of_attention_with_a_window_and_values_of_their_own_width(config):

@@ -34,13 +34,14 @@ from phalanx.comm.mesh import Mesh
 from phalanx.layout.box import Box
 from phalanx.layout.buckets import make_buckets
 from phalanx.layout.grid import Grid
-from phalanx.layout.param import Init, ParamSpec, Piece
+from phalanx.layout.param import ParamSpec, Piece
 from phalanx.models.deepseek_v3 import DeepseekV3Config
 from phalanx.models.experts import ExpertsConfig
 from phalanx.models.gpt2 import GPT2Config
 from phalanx.models.gpt_oss import GptOssConfig
 from phalanx.models.llama import LlamaConfig
 from phalanx.models.rope import RopeScaling
+from phalanx.nn.initial import ZEROS
 from recipes import deepseek_v3
 from tests.harness.checkpoints import (
     Failing,
@@ -309,12 +310,12 @@ def check_weights_are_cast_masters(path: Path) -> None:
 def test_holdings_of_strided_and_transposed_pieces():
     """Any range of an interleaved, padded, transposed storage is cut into boxes whose views are the right elements."""
     rows = [
-        Piece("gate", (4, 6), Box.full((4, 6)), (slice(0, 8, 2), slice(0, 6)), Init("zeros")),
-        Piece("up", (4, 6), Box.full((4, 6)), (slice(1, 8, 2), slice(0, 6)), Init("zeros")),
+        Piece("gate", (4, 6), Box.full((4, 6)), (slice(0, 8, 2), slice(0, 6)), ZEROS),
+        Piece("up", (4, 6), Box.full((4, 6)), (slice(1, 8, 2), slice(0, 6)), ZEROS),
     ]
-    conv = [Piece("conv", (9, 9), Box((2, 3), (7, 9)), (slice(1, 7), slice(0, 10, 2)), Init("zeros"), transposed=True)]
+    conv = [Piece("conv", (9, 9), Box((2, 3), (7, 9)), (slice(1, 7), slice(0, 10, 2)), ZEROS, transposed=True)]
     stack = [
-        Piece(f"expert {e}", (9, 4), Box((1, 0), (4, 4)), (e, slice(0, 4), slice(3, 6)), Init("zeros"), transposed=True)
+        Piece(f"expert {e}", (9, 4), Box((1, 0), (4, 4)), (e, slice(0, 4), slice(3, 6)), ZEROS, transposed=True)
         for e in (0, 2)
     ]
     users = frozenset({(0, 0)})

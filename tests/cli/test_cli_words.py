@@ -19,7 +19,7 @@ from ruamel.yaml import YAML
 from phalanx.base import tree
 from phalanx.base.errors import ConfigError
 from phalanx.cli.main import cli
-from phalanx.cli.verbs import as_overrides
+from phalanx.cli.verbs import Verbs, as_overrides
 from phalanx.config.read import load_run, read
 from phalanx.config.run import Run
 from phalanx.config.schema import config_schema
@@ -150,8 +150,35 @@ def test_explain_lists_searches_and_says_all(warm):
     assert both.returncode == 2 and "one of KEY" in both.stderr
 
 
+def inner_verbs(command: click.Command) -> dict[str, click.Command]:
+    return command.every() if isinstance(command, Verbs) else {}
+
+
+def test_lines_of_verbs_that_are_imported_later_are_their_own():
+    """A new process: in this one they are imported by now."""
+    code = (
+        "import sys, click\n"
+        "from phalanx.cli.main import cli\n"
+        "from phalanx.cli.verbs import Verbs, one_line\n"
+        "cli.main(['--help'], standalone_mode=False)\n"
+        "heavy = {'phalanx.cli.launch', 'subprocess', 'socket', 'tempfile', 'logging', 'json'} & set(sys.modules)\n"
+        "assert not heavy, heavy\n"
+        "groups = [cli, cli.commands['data']]\n"
+        "count = 0\n"
+        "for group in groups:\n"
+        "    for name, verb in dict(group.elsewhere).items():\n"
+        "        found = group.get_command(click.Context(group), name)\n"
+        "        assert found.name == name and found.hidden == verb.hidden, name\n"
+        "        assert verb.hidden or one_line(found) == verb.help, name\n"
+        "        count += 1\n"
+        "assert count >= 19 and not cli.elsewhere, count\n"
+    )
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=100, cwd=ROOT)
+    assert done.returncode == 0, done.stderr
+
+
 def groups(command: click.Command, name: str = "phalanx") -> list[tuple[str, click.Group]]:
-    inside = [g for child, one in getattr(command, "commands", {}).items() for g in groups(one, f"{name} {child}")]
+    inside = [g for child, one in inner_verbs(command).items() for g in groups(one, f"{name} {child}")]
     return [(name, command), *inside] if isinstance(command, click.Group) else []
 
 
@@ -160,7 +187,7 @@ def test_every_verb_has_its_help_on_one_whole_line(name, group):
     text = group.get_help(click.Context(group, info_name=name, terminal_width=80, max_content_width=80))
     assert "..." not in text.partition("Commands:")[2]
     lines = text.partition("Commands:")[2].splitlines()
-    shown = [command for command in group.commands.values() if not command.hidden]
+    shown = [command for command in group.every().values() if not command.hidden]
     assert len([line for line in lines if line.strip()]) == len(shown) and max(map(len, lines)) <= 80
 
 

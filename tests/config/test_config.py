@@ -2045,7 +2045,7 @@ LLAVA_RULES = [
         2,
         "has no effect without samples with images",
         {"data.source"},
-        (1,),
+        (None,),
     ),
     (
         "train.cuda_graphs=on",
@@ -2368,6 +2368,81 @@ GEMMA4_RULES = [
         "must divide num_key_value_heads or be a multiple of it",
         {"model.num_key_value_heads"},
         (2,),
+    ),
+]
+GEMMA4_RULES += [
+    (
+        f"{GEMMA4} model.hidden_size_per_layer_input=-1",
+        1,
+        "model.hidden_size_per_layer_input",
+        -1,
+        "must be an integer >= 0",
+        set(),
+        (0, 1),
+    ),
+    (
+        f"{GEMMA4} model.vocab_size_per_layer_input=500",
+        1,
+        "model.vocab_size_per_layer_input",
+        500,
+        "has no effect without model.hidden_size_per_layer_input",
+        {"model.hidden_size_per_layer_input"},
+        (None,),
+    ),
+    (
+        f"{GEMMA4} model.hidden_size_per_layer_input=8 model.vocab_size=300 model.vocab_size_per_layer_input=100",
+        1,
+        "model.vocab_size_per_layer_input",
+        100,
+        "must be >= vocab_size",
+        {"model.vocab_size"},
+        (300, None),
+    ),
+    (
+        f"{GEMMA4} model.num_hidden_layers=4 model.num_kv_shared_layers=3 "
+        "model.layer_types=[sliding_attention,full_attention,sliding_attention,full_attention]",
+        1,
+        "model.num_kv_shared_layers",
+        3,
+        "must leave a layer of each kind",
+        {"model.layer_types"},
+        (2,),
+    ),
+    (
+        f"{GEMMA4} model.use_double_wide_mlp=true",
+        1,
+        "model.use_double_wide_mlp",
+        True,
+        "has no effect without model.num_kv_shared_layers",
+        {"model.num_kv_shared_layers"},
+        (False,),
+    ),
+    (
+        f"{GEMMA4} model.num_experts=4",
+        1,
+        "model.moe_intermediate_size",
+        None,
+        "must be set for experts",
+        {"model.num_experts"},
+        (96,),
+    ),
+    (
+        f"{GEMMA4} model.num_experts=-1",
+        1,
+        "model.num_experts",
+        -1,
+        "must be an integer >= 0",
+        set(),
+        (0,),
+    ),
+    (
+        f"{GEMMA4} model.moe_intermediate_size=8",
+        1,
+        "model.moe_intermediate_size",
+        8,
+        "has no effect without model.num_experts",
+        {"model.num_experts"},
+        (None,),
     ),
 ]
 MAMBA_BASE = {
@@ -2835,6 +2910,13 @@ def test_sizes_that_are_offered_are_those_of_the_ranks(others):
         if p.field == "layout.tp"
     ]
     assert len(found) == 3 and all(p.valid and set(p.valid) <= {1, 2} for p in found)
+
+
+def test_sizes_that_are_offered_where_the_ranks_follow_the_layout():
+    """Nobody asked for 7 ranks: with tp=6 there are 6."""
+    heads = ["model.num_attention_heads=24", "model.num_key_value_heads=6", "model.hidden_size=384", "layout.tp=7"]
+    found = check(load_run(None, heads, BASE), replace(LAPTOP, world_size=7, world_follows=True))
+    assert [p.valid for p in found if p.rule.startswith("must divide num_")] == [(6, 12)] * 2
 
 
 # ---- the machine ---------------------------------------------------------------------------------

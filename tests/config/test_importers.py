@@ -26,7 +26,6 @@ from ruamel.yaml import YAML
 
 from phalanx.base import tree
 from phalanx.base.errors import ConfigError
-from phalanx.cli.import_config import least_ranks
 from phalanx.cli.main import cli
 from phalanx.cli.setup import all_problems
 from phalanx.config.device_check import Facts
@@ -43,7 +42,7 @@ from phalanx.config.importers.translation import (
     Translation,
 )
 from phalanx.config.importing import import_config, listed, read_foreign, report, scalar, yaml_text
-from phalanx.config.read import read
+from phalanx.config.read import load_run, read
 from phalanx.config.run import Run
 from phalanx.optim.schedules import learning_rate
 from tests.harness.coming_from import FRAMEWORKS
@@ -653,7 +652,7 @@ def written(path: Path, folder: Path, ranks: int | None = None) -> Path:
 def test_the_config_is_accepted_once_the_rest_is_set(path, tmp_path):
     loaded = read(written(path, tmp_path), base=set_by_hand(imported(path)))
     assert loaded.run is not None and not loaded.problems, loaded.problems
-    ranks = least_ranks(loaded.run.layout)
+    ranks = loaded.run.layout.least_ranks
     assert all_problems(loaded, Facts(world_size=ranks, local_ranks=ranks, files=False)) == []
     for key, value in settings(imported(path)).items():  # they are read as they were imported
         place: Any = loaded.run
@@ -731,6 +730,8 @@ LLAMA += "--hidden-dropout 0 --attention-dropout 0 "
         ),
         ("--fp8-format hybrid --fp8-recipe tensorwise", "train.fp8.recipe", "tensorwise"),
         ("--fp8-format hybrid --fp8-amax-history-len 16", "train.fp8.history", 1),
+        ("--qk-clip --qk-clip-threshold 50 --qk-clip-alpha 0.5", "optim.qk_clip", 50.0),
+        ("--optimizer muon --muon-momentum 0.95 --qk-clip", "optim.momentum", 0.95),
         ("--lr-decay-style WSD --lr-wsd-decay-samples 320", "optim.wsd_decay_steps", 10),
         ("--vocab-size 1000 --tensor-model-parallel-size 2", "model.vocab_size", 1024),
         ("--vocab-size 1000 --tokenizer-type NullTokenizer --make-vocab-size-divisible-by 1", "model.vocab_size", 1001),
@@ -755,6 +756,31 @@ LLAMA += "--hidden-dropout 0 --attention-dropout 0 "
 def test_a_value_of_another_meaning_is_converted(more, key, value):
     found = import_config(ForeignText("line", LLAMA + more, ranks=8))
     assert settings(found)[key] == value, {k: v for k, v in settings(found).items()}
+
+
+RECIPES = Path(__file__).parents[2] / "recipes"
+HYBRID = "--normalization RMSNorm --squared-relu --disable-bias-linear --position-embedding-type none "
+HYBRID += "--untie-embeddings-and-output-weights --hidden-dropout 0 --attention-dropout 0 --num-layers 52 "
+HYBRID += "--hidden-size 4096 --ffn-hidden-size 21504 --num-attention-heads 32 --group-query-attention "
+HYBRID += "--num-query-groups 8 --kv-channels 128 --mamba-num-heads 128 --mamba-head-dim 64 --vocab-size 131072 "
+HYBRID += "--is-hybrid-model --seq-length 4096 --max-position-embeddings 8192 --micro-batch-size 1 "
+HYBRID += "--global-batch-size 8 --train-iters 10 --lr 1e-3 --hybrid-override-pattern "
+PATTERN = "M-M-M-M*-M-M-M-M-M*-M-M-M-M-M*-M-M-M-M-M*-M-M-M-M-M-"
+
+
+def test_a_hybrid_is_read_from_its_pattern():
+    """The arguments of Nemotron-H-8B: the model that our recipe has."""
+    found = settings(import_config(ForeignText("line", HYBRID + PATTERN, ranks=8)))
+    ours = {key.removeprefix("model."): value for key, value in found.items() if key.startswith("model.")}
+    recipe = load_run(RECIPES / "nemotron_h_8b.yaml").model
+    differs = {
+        name: (value, getattr(recipe, name))
+        for name, value in ours.items()
+        if value != (list(getattr(recipe, name)) if isinstance(value, list) else getattr(recipe, name))
+    }
+    assert set(differs) <= {"max_position_embeddings"}, differs
+    wrong = import_config(ForeignText("line", HYBRID + "M-ME", ranks=8))
+    assert any("has a layer 'E'" in outcome.says for outcome in wrong.outcomes)
 
 
 def test_their_defaults_are_written():

@@ -156,7 +156,7 @@ HOSTILE = {
     "empty": (b"", "no image of a format that is read"),
     "SVG": (b"<svg xmlns='http://www.w3.org/2000/svg'/>", "no image of a format that is read"),
     "too many pixels": (bomb(9000, 9000), "9,000 x 9,000 pixels; an image may have 67,108,864"),
-    "far too many pixels": (bomb(60000, 60000), "too many pixels"),
+    "far too many pixels": (bomb(60000, 60000), "far too many pixels; an image may have 67,108,864"),
     "cut short": (png(image_of(200, 200))[:4000], "damaged or cut short"),
     "a JPEG cut short": (png(image_of(200, 200), "JPEG")[:900], "damaged or cut short"),
     "fewer rows than it says": (bomb(100, 100), "damaged or cut short"),

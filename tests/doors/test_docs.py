@@ -144,8 +144,8 @@ def test_verbs_exist(page):
     for command in commands:
         verb, words = cli, command.split()
         while isinstance(verb, click.Group) and not words[:1] == ["--version"]:
-            assert words and words[0] in verb.commands, f"phalanx {command}"
-            verb = verb.commands[words.pop(0)]
+            assert words and words[0] in verb.every(), f"phalanx {command}"
+            verb = verb.every()[words.pop(0)]
         options = {name for p in verb.params for name in p.opts} | {"--help"}
         used = {w.partition("=")[0] for w in words if w.startswith("--")}
         assert used <= options, f"phalanx {command}"

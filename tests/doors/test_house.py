@@ -12,6 +12,7 @@ from collections import Counter, defaultdict
 from pathlib import Path
 
 from phalanx.base.registry import BUILT_IN
+from tests.harness import rooms_picture
 
 ROOT = Path(__file__).parents[2]
 PACKAGE = ROOT / "phalanx"
@@ -114,6 +115,15 @@ def test_the_page_has_every_room_on_its_floor():
     above = [rooms for rooms in floors() if rooms]
     assert [by_floor[floor] for floor in sorted(by_floor, reverse=True)] == above
     assert {path.parent.name for path in PACKAGE.glob("*/__init__.py")} == {room for _, room in rows}
+
+
+def test_the_picture_is_of_these_rooms():
+    """python -m tests.harness.rooms_picture docs/images/rooms.svg writes it."""
+    assert (ROOT / "docs/images/rooms.svg").read_text(encoding="utf-8") == rooms_picture.picture()
+    drawn = [set(row) for row in rooms_picture.floors()]
+    assert drawn == [rooms for rooms in floors() if rooms]
+    every = set().union(*drawn)
+    assert {*rooms_picture.BATCH, *rooms_picture.WEIGHT, *rooms_picture.LAPTOP} <= every
 
 
 def test_no_room_has_the_name_of_a_public_function():
@@ -221,9 +231,7 @@ def test_functions_with_many_parameters_become_fewer():
 MAY_NAME_A_FAMILY = ("base/registry.py", "text/words.py", "text/merges.py", "text/tokenizers.py", "cli/demo.py")
 MAY_NAME_A_FAMILY += ("checkpoint/embedder_files.py",)  # a file of sentence-transformers
 # which family other frameworks' models are, and what else of theirs goes with it
-MAY_NAME_A_FAMILY += tuple(
-    f"config/importers/{name}.py" for name in ("megatron", "megatron_model", "torchtitan_models")
-)
+MAY_NAME_A_FAMILY += tuple(f"config/importers/{name}.py" for name in ("megatron_model", "torchtitan_models"))
 
 
 def test_no_code_outside_models_asks_which_family_it_is():

@@ -98,97 +98,99 @@ def one(part: Part) -> dict[str, Part]:
 SECTIONS = [  # the longest first
     Section(
         "a rank stops (SIGSTOP), stands still, dies, or loses its connections",
-        "the others end with 6 after `train.timeout_s`, or at once, and name it and where it stood",
+        "the others exit with code 6, at once or after `train.timeout_s`, and name that rank and where in the "
+        "program it was",
         seeds(two_hangs, 1, SEVERAL),
         seeds(hangs, 10, SEVERAL),
     ),
     Section(
         "kill -9 at any time",
-        "of one rank or of all, during start, steps, saves and end",
+        "one rank or all of them are killed: at the start, in steps, in saves, at the end",
         seeds(kills, 1),
         seeds(kills, 80),
     ),
     Section(
         "a rank leaves out a collective",
-        "all end with 6; it is named, with what it and the others called (or gloo aborts over the sizes)",
+        "all exit with code 6 and name that rank, with the collectives that it and the others called (or gloo "
+        "aborts because sizes differ)",
         {"seed 14": partial(disturbed, fault=skips, seed=14, layouts=SEVERAL)},
         seeds(skips, 20, SEVERAL),
     ),
     Section(
         "a rank is slow",
-        "it is named, with how long it works and where; the numbers are the same",
+        "the log names the rank, how long it computes and where; the results are unchanged",
         {"seed 2": partial(disturbed, fault=slow, seed=2, layouts=SEVERAL)},
         seeds(slow, 10, SEVERAL),
     ),
     Section(
         "a rank pauses for 3 s, or comes late by as much",
-        "the others wait, and it says that it stood still; the numbers are the same",
+        "the others wait, and the rank reports its pause; the results are unchanged",
         {"seed 0": partial(disturbed, fault=pauses, seed=0, layouts=SEVERAL)},
         seeds(pauses_or_comes_late, 10, SEVERAL),
     ),
     Section(
         "the same step goes wrong, once or three times",
-        "a wrong gradient or an error in one rank: all end; the next start says if it repeats",
+        "a wrong gradient or an error on one rank: all ranks end; the next start says whether it repeats",
         {"seed 2": partial(disturbed, fault=wrong_step, seed=2)},
         seeds(wrong_step, 12),
     ),
     Section(
         "the run's folder is moved, replaced or made read-only",
-        "exit 4, or trained on, as checkpoint.on_error says; nothing is written there",
+        "exit code 4, or training continues, as checkpoint.on_error says; nothing is written to the wrong folder",
         one(partial(disturbed, fault=folder_moved, seed=0)),
         seeds(folder_goes, 12),
     ),
     Section(
         "packets between two hosts come late and get lost",
-        "50 ms and 1 in 100 (5 ms with tensor parallelism): the same numbers, later",
+        "50 ms of delay, 1 packet in 100 lost (5 ms with tensor parallelism): the same results, later",
         {},
         seeds(bad_cable, 12, BETWEEN),
     ),
     Section(
         "no packet comes between two hosts any more",
-        "both sides end with 6 in time and name the other; none saves alone",
+        "both sides exit with code 6 in time and name the other; neither saves alone",
         {},
         seeds(cut_cable, 12, BETWEEN),
     ),
     Section(
         "SIGTERM or SIGUSR1 to one rank",
-        "all save the same step, no step is done twice",
+        "all ranks save the same step; no step is repeated",
         seeds(stops, 1),
         seeds(stops, 20),
     ),
     Section(
         "damaged checkpoint",
-        "bits flipped, files cut, removed, swapped, mixed; the one before is used",
+        "flipped bits; truncated, removed, swapped and mixed files: the previous checkpoint is used",
         seeds(damage, 2),
         seeds(damage, 40),
     ),
     Section(
         "no room on the disk",
-        "exit 4, or trained on, as checkpoint.on_error says; then continued",
+        "exit code 4, or training continues, as checkpoint.on_error says; then the run is resumed",
         seeds(full_disk, 1),
         seeds(full_disk, 20),
     ),
     Section(
         "any of 12 layouts loads what any of 12 saved",
-        "every master, moment and weight bit for bit; no byte of them is read twice",
+        "every master weight, moment and weight is bit-equal; no byte is read twice",
         one(partial(twelve_by_twelve, saved="pp2 ep2", loads=("tp2",))),
         {f"saved by {name}": partial(twelve_by_twelve, saved=name, loads=tuple(TWELVE)) for name in TWELVE},
     ),
     Section(
         "a bit flips in a file of a checkpoint",
-        "loading it names the file, every time; nothing of it is used",
+        "loading names the file, every time, and uses nothing of it",
         one(partial(bit_flips, seed=0, count=20)),
         {f"seed {seed}": partial(bit_flips, seed=seed, count=50) for seed in range(8)},
     ),
     Section(
         "every storage operation fails",
-        "of a save with something to tidy up and to retire",
+        "during a save that also removes an old checkpoint and the remains of a failed one",
         some_operations("raise"),
         operations("raise", 4),
     ),
     Section(
         "the process dies in every storage operation",
-        "torn writes included",
+        "partial writes included",
         some_operations("exit"),
         operations("exit", 4),
     ),
@@ -200,7 +202,7 @@ SECTIONS = [  # the longest first
     ),
     Section(
         "every request to object storage fails, once or from then on",
-        "on a server that speaks S3: an upload that died is nothing",
+        "on an S3 server; an upload that fails leaves no checkpoint",
         one(partial(requests_that_fail, how="raise", first=1, every=18)),
         {
             f"{how}, requests {first}, {first + 4}...": partial(requests_that_fail, how=how, first=first, every=4)
@@ -288,12 +290,12 @@ def commit_here() -> str:
 
 HEAD = """# Faults
 
-What was done to runs, and what was left of them. Written by `python -m tests.faults.matrix docs/faults.md` (`make soak` does the same checks,
-`make test` a sample); runs have 1 to 4 ranks on gloo, in every layout that two ranks have, fp32 and bf16, with and without dropout, saved
-at once and in the background. Values compared with a run that nobody disturbed: every loss and gradient norm bit for bit, the place in
-the data, every file of the last checkpoint, the loop's counters; and that no checkpoint is damaged and nothing is left lying about.
+What the tests do to runs on purpose, and what is left of the runs afterwards. `python -m tests.faults.matrix docs/faults.md` writes this page; `make soak` does the same
+checks, `make test` a sample of them. The runs have 1 to 4 ranks on gloo, in every layout that two ranks allow, in fp32 and bf16, with and without dropout. They save in the
+foreground and in the background. Each is compared with a run that nothing disturbed: every loss and gradient norm bit for bit, the position in the data, every file of the
+last checkpoint, and the loop's counters. No checkpoint may be damaged, and no stray file may be left.
 
-kill -9 does not show that files are synced, since the kernel outlives the process; the power cut does, with a disk that forgets.
+kill -9 does not show that files are synced, because the kernel outlives the process. The power cut does: its simulated disk loses whatever was not synced.
 
 | case | what | parts | faults | compared | values that differ | failed | seconds |
 | --- | --- | --- | --- | --- | --- | --- | --- |
@@ -318,9 +320,10 @@ def table(results: list[Result]) -> str:
             rows.append("| " + " | ".join(map(str, cells)) + " |")
     made = "\n".join(f"- {line}" for line in sorted({r.where for r in results}))
     return (
-        f"{HEAD}{chr(10).join(rows)}\n\nSeconds are summed over the parts. Made "
+        f"{HEAD}{chr(10).join(rows)}\n\nSeconds are summed over the parts. Measured "
         f"by:\n\n{made}\n\n{trust.section()}\n## Fault by fault\n\n"
-        f"What shows it (in bold: a row of the table above), and what nothing shows.\n\n{fault_cases.table()}\n"
+        f"What reveals each fault (in bold: a row of the table above), and which faults nothing reveals.\n\n"
+        f"{fault_cases.table()}\n"
     )
 
 

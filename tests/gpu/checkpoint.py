@@ -14,7 +14,8 @@ from phalanx.checkpoint.boxes import Item
 from phalanx.checkpoint.storage import Storage
 from phalanx.checkpoint.tensors import Stored, StoredBox, fill, write_tensors
 from phalanx.layout.box import Box
-from phalanx.layout.param import Init, Piece
+from phalanx.layout.param import Piece
+from phalanx.nn.initial import ZEROS
 
 KINDS = ("whole", "rows", "columns", "transposed", "rounded")
 
@@ -78,4 +79,4 @@ def targets(whole: Tensor, device: torch.device) -> list[tuple[str, Box, Tensor]
 
 
 def piece_of(name: str, shape: tuple[int, ...]) -> Piece:
-    return Piece(name, shape, Box.full(shape), tuple(slice(0, n) for n in shape), Init("zeros"))
+    return Piece(name, shape, Box.full(shape), tuple(slice(0, n) for n in shape), ZEROS)

@@ -1,12 +1,15 @@
 """Compile every Triton kernel for sm_90 without a GPU.
 
-`python -m tests.harness.compile_kernels [PART PARTS]` prints a line for each (of a part).
+`python -m tests.harness.compile_kernels [layouts|whole [PART PARTS]]` prints a line for each (of a part). None may have
+a matmul whose left operand is another one's result, transposed in registers: on Hopper, Triton from 3.4 to 3.7.0 gives
+wrong ones (fla-org/flash-linear-attention#640).
 """
 
 from __future__ import annotations
 
 import math
 import os
+import re
 import sys
 from dataclasses import replace
 
@@ -14,12 +17,25 @@ os.environ.pop("TRITON_INTERPRET", None)
 
 import torch
 import triton
+from triton._C.libtriton import ir
 from triton.backends.compiler import GPUTarget
-from triton.compiler import ASTSource
+from triton.compiler import ASTSource, make_backend
 
 from phalanx.comm import small_kernel, sum_kernel
-from phalanx.ops.attention import join_kernel, largest_scores_kernel, paged_kernel, store_kernel
-from phalanx.ops.delta import delta_kernel
+from phalanx.ops.attention import (
+    join_kernel,
+    largest_scores_kernel,
+    paged_kernel,
+    relative_bias_kernel,
+    store_kernel,
+)
+from phalanx.ops.delta import (
+    delta_kernel,
+    feature_grads_kernel,
+    head_grads_kernel,
+    prepare_kernel,
+    states_kernel,
+)
 from phalanx.ops.delta.delta import TILES as DELTA_TILES
 from phalanx.ops.dense import (
     dropout_kernel,
@@ -54,12 +70,13 @@ from phalanx.ops.scan import conv1d_kernel, gated_norm_kernel, norm_gate_kernel,
 from phalanx.ops.scan.step import TILES as STEP_TILES
 
 BF = "*bf16"
+TARGET = GPUTarget("cuda", 90, 32)
 
 
 def aligned(names: list[str], types: dict) -> dict:
     """What is known when a kernel is launched: tensors begin at multiples of 16 bytes, and strides of tokens
     are multiples of 16."""
-    known = (i for i, n in enumerate(names) if str(types[n]).startswith("*") or n in ("q_tok", "k_tok", "v_tok"))
+    known = (i for i, n in enumerate(names) if str(types[n]).startswith("*") or n.endswith("_tok"))
     return {(i,): [["tt.divisibility", 16]] for i in known}
 
 
@@ -178,6 +195,7 @@ def kernels() -> list[tuple]:
         experts(wide)
         + fp8_linears()
         + paged(wide)
+        + relative_bias(wide)
         + invariant(wide)
         + scans(wide)
         + deltas(wide, (False,))
@@ -221,7 +239,19 @@ def deltas(wide: dict, forms: tuple[bool, ...]) -> list[tuple]:
     t = DELTA_TILES[0]
     tokens = dict.fromkeys(("dy", "q", "k", "v", "y", "dq", "dk", "dv", "u_in", "u_out", "dx_out"), BF)
     kept = dict.fromkeys(("inverse", "weights", "states", "before", "after"), BF)
-    wides = ("decay", "beta", "sums", "passed", "passed_out", "initial", "final", "dinitial", "dfinal", "of_reads")
+    wides = (
+        "decay",
+        "beta",
+        "sums",
+        "passed",
+        "passed_out",
+        "initial",
+        "final",
+        "dinitial",
+        "dfinal",
+        "of_reads",
+        "of_inside",
+    )
     known = dict(scale="fp32", numbers="*i64", **tokens, **kept, **dict.fromkeys((*wides, "ddecay", "dbeta"), "*fp32"))
     how = dict(NORMALIZE=True, EPSILON=1e-6, DOCUMENTS=True)
     for by_feature in forms:
@@ -241,17 +271,20 @@ def deltas(wide: dict, forms: tuple[bool, ...]) -> list[tuple]:
         options = dict(num_warps=t.warps, num_stages=t.stages)
         of_chunks = dict(num_warps=4)
         if by_feature:
-            add(delta_kernel._sums, how | shape, of_chunks, {})
+            add(prepare_kernel.decay_sums, how | shape, of_chunks, {})
         depth = dict(DEPTH=delta_kernel.LEVELS)
         prepared = dict(BY_FEATURE=by_feature, B=delta_kernel.BLOCK, JOIN="tf32", **depth)
-        add(delta_kernel._prepare, prepared | how | shape, of_chunks)
-        add(delta_kernel._pass, dict(INITIAL=True, **of_states), options)
-        add(delta_kernel._outputs, of_states | dict(BV=t.outputs), of_chunks)
-        add(delta_kernel._pass_back, dict(FINAL=True, **of_states), options)
+        add(prepare_kernel.prepare_chunks, prepared | how | shape, of_chunks)
+        add(states_kernel.pass_states, dict(INITIAL=True, **of_states), options)
+        add(states_kernel.outputs, of_states | dict(BV=t.outputs), of_chunks)
+        add(states_kernel.pass_back, dict(FINAL=True, **of_states), options)
         of_grads = dict(V=128, BV=t.grads) | how | shape
-        kernel = delta_kernel._grads_by_feature if by_feature else delta_kernel._grads
-        more, missing = (depth, {}) if by_feature else ({}, absent)
-        add(kernel, of_grads | more, dict(num_warps=t.grad_warps, num_stages=t.grad_stages), missing)
+        options = dict(num_warps=8 if by_feature else t.grad_warps, num_stages=t.grad_stages)
+        if by_feature:
+            add(feature_grads_kernel.grads_by_feature, of_grads | depth, options, {})
+        else:
+            add(head_grads_kernel.value_grads, of_grads, options)
+            add(head_grads_kernel.key_grads, of_grads, options)
     return found
 
 
@@ -274,32 +307,23 @@ def scans(wide: dict) -> list[tuple]:
     found.append((conv1d_kernel._forward, dict(**given, y=BF, **sizes), how))
     backward = dict(dy=BF, **given, **outs, **sizes, dy_row="i32", dy_tok="i32")
     found.append((conv1d_kernel._backward, backward, how))
-    strides |= dict.fromkeys(("b_row", "b_tok", "c_row", "c_tok"), "i32")
-    inputs = dict(x=BF, dt="*fp32", a="*fp32", b=BF, c=BF, d=BF, numbers="*i64", before="*fp32", after="*fp32")
-    options = dict(num_warps=scan_kernel.WARPS)
-    shape = dict(H=128, P=64, N=128, EACH=16, DOCUMENTS=True, ELEMENT=tl.bfloat16, **wide)
-    shape |= dict(Q=scan_kernel.CHUNK, BP=64, BN=128)
-
-    def some(*names: str, **more: str) -> dict[str, str]:
-        known = {**inputs, **strides, "L": "i32", "chunks": "i32", "dy": BF, **more}
-        return {name: known[name] for name in (*names, *more)}
-
-    tokens = ("x", "dt", "a", "b", "numbers", "L", "chunks", "x_row", "x_tok", "b_row", "b_tok")
-    found.append((scan_kernel._states, some(*tokens, added="*fp32", passed_out="*fp32"), shape, options))
-    every = ("x", "dt", "a", "b", "c", "d", "numbers", "before", "L", *strides)
-    found.append((scan_kernel._outputs, some(*every, y=BF), dict(SKIP=True, **shape), options))
-    above = ("dy", "dt", "a", "c", "numbers", "L", "c_row", "c_tok")
-    found.append((scan_kernel._state_grads, some(*above, asked="*fp32"), shape, options))
-    of_inputs = {name: BF if name == "dx" else "*fp32" for name in ("dx", "ddt", "db", "dc", "da", "dd")}
-    pointers = some("dy", "after", *every, **of_inputs, parts="i32")
-    consts = dict(SKIP=True, TOGETHER=scan_kernel.HEADS, **shape)
-    found.append((scan_kernel._input_grads, pointers, consts, options))
-    follow = dict(PN=64 * 128, BLOCK=1024, **wide)
-    states = dict(passed="*fp32", chunks="i32", each="i32")
-    there = dict(initial="*fp32", added="*fp32", before="*fp32", final="*fp32", **states)
-    found.append((scan_kernel._pass, there, dict(INITIAL=True, **follow)))
-    back = dict(dfinal="*fp32", asked="*fp32", dinitial="*fp32", **states)
-    found.append((scan_kernel._pass_back, back, dict(FINAL=True, **follow)))
+    wides = ("dt", "a", "sums", "reaches", "lefts", "passed", "passed_out", "initial", "final", "dfinal", "dinitial")
+    known = dict.fromkeys(("x", "b", "c", "d", "y", "dy", "dx", "before", "after"), BF) | dict(numbers="*i64")
+    known |= dict.fromkeys((*wides, "ddt", "asked", "asked_out", "db", "dc", "da", "dd"), "*fp32")
+    chunk = dict(H=128, Q=scan_kernel.CHUNK, DOCUMENTS=True, **wide)
+    shape = dict(P=64, N=128, EACH=16, ELEMENT=tl.bfloat16, BP=64, BN=128, **chunk)
+    of_states = {name: shape[name] for name in shape if name != "DOCUMENTS"} | dict(BN=scan_kernel.STATES)
+    whole, follow = dict(num_warps=scan_kernel.WARPS), dict(num_warps=4, num_stages=3)
+    for kernel, constants, options in (
+        (scan_kernel._decays, chunk, dict(num_warps=4)),
+        (scan_kernel._pass, dict(INITIAL=True, **of_states), follow),
+        (scan_kernel._outputs, dict(SKIP=True, **shape), whole),
+        (scan_kernel._pass_back, dict(FINAL=True, **of_states), follow),
+        (scan_kernel._query_grads, dict(TOGETHER=scan_kernel.HEADS, **shape), dict(num_warps=4)),
+        (scan_kernel._key_grads, dict(SKIP=True, TOGETHER=scan_kernel.HEADS, **shape), dict(num_warps=4)),
+    ):
+        types = {name: known.get(name, "i32") for name in kernel.arg_names if name not in constants}
+        found.append((kernel, types, constants, options))
     return found + gated_norms(wide) + steps(wide)
 
 
@@ -623,6 +647,41 @@ def expert_quantizer() -> list[tuple]:
     return found
 
 
+def relative_bias(wide: dict) -> list[tuple]:
+    """Flash attention with the bias of T5, of heads of 64, then of 128."""
+    import triton.language as tl
+
+    made, found = relative_bias_kernel, []
+
+    def strides(*names: str) -> dict:
+        return dict.fromkeys((f"{x}_{d}" for x in names for d in ("seq", "head", "tok")), "i32")
+
+    sums = dict(lse="*fp32", dots="*fp32")
+    given = dict(q=BF, k=BF, v=BF, dout=BF, each="*fp32", first="*i32", stop="*i32")
+    numbers = dict(heads="i32", group="i32", length="i32", scale="fp32")
+    for dtype, width in ((BF, 64), (BF, 128), ("*fp16", 64)):
+        narrow = {name: dtype for name in ("q", "k", "v", "dout", "out", "dq", "dk", "dv")}
+        sizes = dict(WIDTH=width, WIDTH_BLOCK=width, VALUE=width, VALUE_BLOCK=width)
+        sizes |= dict(FAR=128, INTERPRETED=False, WIDE=tl.float32)
+        tiles = sizes | dict(TILE=made.TILE)
+        read = given | narrow
+        forward = {name: read[name] for name in ("q", "k", "v", "each", "first", "stop")}
+        forward |= dict(out=dtype, lse="*fp32", **numbers, **strides(*"qkvo"))
+        found.append((made._flash_bias_forward, forward, sizes | dict(QUERIES=made.QUERIES, KEYS=made.KEYS), made.MANY))
+        of_values = {name: sizes[name] for name in ("VALUE", "VALUE_BLOCK", "WIDE")}
+        dots = dict(dout=dtype, out=dtype, found="*fp32", heads="i32", length="i32", **strides("o"))
+        found.append((made._flash_bias_dots, dots, of_values | dict(ROWS=made.TILE)))
+        read = {name: read[name] for name in given} | sums
+        more = numbers | dict(plain_scale="fp32") | strides(*"qkvo")
+        queries = read | dict(dq=dtype, far_sums="*fp32", **more, **strides("d"))
+        found.append((made._flash_bias_queries, queries, tiles, made.FEW))
+        keys = read | dict(begins="*i32", ends="*i32", dk=dtype, dv=dtype, **more, **strides("dk", "dv"))
+        found.append((made._flash_bias_keys, keys, tiles, made.FEW))
+        near = read | dict(buckets="*i32", sums="*fp32", sequences="i32", least="i32", count="i32")
+        found.append((made._flash_bias_near, near | numbers | strides(*"qkvo"), tiles, made.MANY))
+    return found
+
+
 def experts(wide: dict) -> list[tuple]:
     """Those of mixtures of experts. A tile on tensor cores needs the number of warps it was made for: the fourth
     entry."""
@@ -703,25 +762,63 @@ def experts(wide: dict) -> list[tuple]:
     return found
 
 
-def chosen(which: str = "often", part: str = "0", parts: str = "1") -> list[tuple]:
-    """Every `parts`-th of them from number `part` on. often: each kernel in one form. seldom: in its others, and those
-    that take long."""
+def chosen(which: str, part: str, parts: str) -> list[tuple]:
+    """Every `parts`-th of them from number `part` on. layouts: each kernel in one form. whole: in all of them, and
+    those that take long."""
     import triton.language as tl
 
-    once = {kernel[0].fn: kernel for kernel in reversed(kernels())}
-    often = list(once.values())
-    forms = often
-    if which == "seldom":
-        forms = [kernel for kernel in kernels() if kernel not in often] + deltas({"WIDE": tl.float32}, (True,))
-    return forms[int(part) :: int(parts)]
+    found = kernels()
+    if which == "layouts":
+        found = list({kernel[0].fn: kernel for kernel in reversed(found)}.values())
+    else:
+        found += deltas({"WIDE": tl.float32}, (True,))
+    return found[int(part) :: int(parts)]
+
+
+def with_layouts(source: ASTSource, options: dict) -> str:
+    """The first third of compiling, which most mistakes do not survive: types are inferred, loops pipelined, layouts
+    chosen. What is left is LLVM's and ptxas's."""
+    backend, context = make_backend(TARGET), ir.context()
+    parsed = backend.parse_options(options)
+    ir.load_dialects(context)
+    backend.load_dialects(context)
+    made = source.make_ir(TARGET, parsed, backend.get_codegen_implementation(parsed), backend.get_module_map(), context)
+    stages: dict = {}
+    backend.add_stages(stages, parsed, source.language)
+    for stage in ("ttir", "ttgir"):
+        made = stages[stage](made, {})
+    return str(made)
+
+
+def crossed(ttgir: str) -> str | None:
+    """The line of a matmul whose left operand comes from a transposed result of another one; None: there is none."""
+    come: set[str] = set()
+    for line in ttgir.splitlines():
+        found = re.match(r"\s*(%\S+) = (\S+) (.*?) : (.*)", line)
+        if found is None:
+            continue
+        name, op, given, types = found.groups()
+        operands = re.findall(r"%[\w#]+", given)
+        if op == "tt.trans" and re.match(r"tensor<[^>]*, #(mma|linear)\d*>", types):
+            come.add(name)
+        elif op in ("ttng.warp_group_dot", "tt.dot") and operands[0] in come:
+            return line.strip()
+        elif op.startswith(("arith.", "math.", "ttg.convert_layout", "ttg.local_")) and come & set(operands):
+            come.add(name)
+    return None
 
 
 if __name__ == "__main__":
-    for kernel, signature, constants, *options in chosen(*sys.argv[1:]):
+    which, *parts = sys.argv[1:] or ["whole"]
+    for kernel, signature, constants, *options in chosen(which, *(parts or ("0", "1"))):
         types = {**signature, **dict.fromkeys(constants, "constexpr")}
-        made = triton.compile(
-            ASTSource(kernel, types, constants, aligned(kernel.arg_names, types)),
-            target=GPUTarget("cuda", 90, 32),
-            options=dict(*options),
-        )
-        print(f"{kernel.fn.__name__}: sm_90, {len(made.asm['cubin'])} bytes")
+        source = ASTSource(kernel, types, constants, aligned(kernel.arg_names, types))
+        if which == "layouts":
+            ttgir, size = with_layouts(source, dict(*options)), ""
+        else:
+            made = triton.compile(source, target=TARGET, options=dict(*options))
+            ttgir, size = made.asm["ttgir"], f", {len(made.asm['cubin'])} bytes"
+        wrong = crossed(ttgir)
+        if wrong:
+            sys.exit(f"{kernel.fn.__name__} has a matmul that some versions of Triton miscompile: {wrong[:300]}")
+        print(f"{kernel.fn.__name__}: sm_90{size}")

@@ -14,7 +14,7 @@ from torch import Tensor
 
 from phalanx.comm.mesh import Mesh
 from phalanx.config.run import Run
-from phalanx.engine.build import build_for_inference, fill
+from phalanx.engine.build import build_for_inference
 from phalanx.forecast.decide import make_plan
 from phalanx.inference import graphs
 from phalanx.inference.engine import Engine, EngineOptions
@@ -33,6 +33,7 @@ from phalanx.inference.pictures import PictureReader
 from phalanx.inference.request import EngineLoad, NewToken, PromptScored, SamplingOptions, TokenScore
 from phalanx.inference.runner import Drawn
 from phalanx.inference.scheduler import Step
+from phalanx.nn.initial import ONES, Normal
 from phalanx.nn.module import Block, Module
 from phalanx.nn.objective import TaskConfig
 from phalanx.sequence.batch import IGNORE, Batch
@@ -66,9 +67,8 @@ def random_model(rank: int, world: int, run: Run, device: torch.device | str = "
         for p in block.parameters():
             storage = torch.zeros(p.spec.shape, dtype=torch.float64)
             for piece in p.spec.pieces:
-                init = replace(piece, init=replace(piece.init, kind="normal", std=0.3))
-                fill(init.of(storage), init, 7)
-                if piece.init.kind == "ones":
+                Normal(0.3).fill(piece.of(storage), piece, 7)
+                if piece.init == ONES:
                     piece.of(storage).add_(1.0)
             p.data.copy_(storage)
     return model

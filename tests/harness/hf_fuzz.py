@@ -91,12 +91,18 @@ FAMILIES: dict[str, dict[str, Any]] = {
         num_key_value_heads=4,
         head_dim=10,
         sliding_window=5,
-        num_hidden_layers=3,
-        layer_types=["sliding_attention", "full_attention", "full_attention"],
+        num_hidden_layers=4,
+        layer_types=["sliding_attention", "full_attention"] * 2,
         global_head_dim=12,
         num_global_key_value_heads=2,
         attention_k_eq_v=True,
-        hidden_size_per_layer_input=0,
+        hidden_size_per_layer_input=9,
+        vocab_size_per_layer_input=VOCAB,
+        num_kv_shared_layers=2,
+        enable_moe_block=True,
+        num_experts=4,
+        top_k_experts=2,
+        moe_intermediate_size=12,
     ),
     "gemma2": dict(
         COMMON, hidden_size=36, num_key_value_heads=2, head_dim=10, sliding_window=5, query_pre_attn_scalar=7
@@ -506,7 +512,9 @@ POOL: dict[str, tuple[Any, ...]] = {
     "sparse_prediction": (True,),
     "attention_k_eq_v": (True, False),
     "hidden_size_per_layer_input": (0, 4),
-    "num_kv_shared_layers": (0, 1),
+    "vocab_size_per_layer_input": (70, 40),
+    "top_k_experts": (1, 3, None, 5),
+    "num_kv_shared_layers": (0, 1, 3, 4),
     "enable_moe_block": (True, False),
     "use_double_wide_mlp": (True, False),
     "global_head_dim": (8, 10, 7),
@@ -804,9 +812,9 @@ def their_logits(folder: Path) -> torch.Tensor | str:
     return out.detach().flatten(0, 1) if out.isfinite().all() else "not finite"
 
 
-def our_logits(folder: Path) -> torch.Tensor:
-    """The same of ours, on one process. PhalanxError: refused."""
-    model = read_folder(folder).model
+def our_logits(folder: Path, wanted: str | None = None) -> torch.Tensor:
+    """The same of ours, on one process; wanted: as in read_folder. PhalanxError: refused."""
+    model = read_folder(folder, wanted).model
     problems = check(model, tp=1, seq_length=SEQ)
     if problems:
         raise ConfigError(problems)

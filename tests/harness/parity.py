@@ -46,11 +46,14 @@ from phalanx.models.phi3 import Phi3Config
 from phalanx.models.qwen2 import Qwen2Config
 from phalanx.models.qwen2_5_vl import Qwen25Vision, Qwen25VLConfig
 from phalanx.models.qwen3 import Qwen3Config
+from phalanx.models.qwen3_5 import Qwen35Config
+from phalanx.models.qwen3_5_moe import Qwen35MoEConfig
 from phalanx.models.qwen3_5_moe_text import Qwen35MoETextConfig
 from phalanx.models.qwen3_5_text import Qwen35TextConfig
 from phalanx.models.qwen3_moe import Qwen3MoEConfig
 from phalanx.models.qwen3_next import Qwen3NextConfig
 from phalanx.models.qwen3_vl import Qwen3Vision, Qwen3VLConfig
+from phalanx.models.qwen_vision import LearnedVision
 from phalanx.models.rope import RopeScaling
 from phalanx.models.smollm3 import SmolLM3Config
 from phalanx.models.t5 import T5Config
@@ -288,6 +291,25 @@ MODELS["gemma4_text"] = Gemma4TextConfig(
     layer_types=("sliding_attention", "full_attention", "sliding_attention", "full_attention"),
     rope_scaling=RopeScaling(rope_type="proportional", partial_rotary_factor=0.5),
     final_logit_softcapping=3.0,
+)
+MODELS["gemma4_text-shared"] = replace(
+    MODELS["gemma4_text"],
+    num_hidden_layers=6,
+    layer_types=("sliding_attention", "full_attention") * 3,
+    hidden_size_per_layer_input=9,  # scales are square roots, in float32 in transformers
+    num_kv_shared_layers=3,
+    use_double_wide_mlp=True,
+    attention_k_eq_v=False,
+)
+MODELS["gemma4_text-experts"] = replace(
+    MODELS["gemma4_text"],
+    num_experts=4,
+    num_experts_per_tok=2,
+    moe_intermediate_size=14,
+    router_aux_loss_coef=0.1,
+    hidden_size_per_layer_input=4,
+    vocab_size_per_layer_input=SIZES["vocab_size"] + 3,
+    num_kv_shared_layers=2,
 )
 MODELS["t5"] = T5Config(
     **SIZES,
@@ -531,6 +553,9 @@ MODELS["olmo_hybrid"] = OlmoHybridConfig(
     **SIZES, **HEADS, **DELTA, intermediate_size=42, num_hidden_layers=4, head_dim=8
 )
 MODELS["qwen3_5_moe_text"] = Qwen35MoETextConfig(**GATED, **CHOSEN, num_hidden_layers=4)
+PICTURED = {"image_token_id": 7, "mrope_section": (1, 1, 1), "vision": LearnedVision(**VL, num_position_embeddings=9)}
+MODELS["qwen3_5"] = Qwen35Config(**GATED, **PICTURED, intermediate_size=42, num_hidden_layers=4)
+MODELS["qwen3_5_moe"] = Qwen35MoEConfig(**GATED, **CHOSEN, **PICTURED, num_hidden_layers=4)
 MODELS["nemotron_h-moe"] = replace(
     MODELS["nemotron_h"],
     num_hidden_layers=5,
@@ -684,7 +709,7 @@ def batch_of(run: Run, ids: list[int], documents: bool | str) -> Batch:
 
 def step_batches(run: Run, mesh: Mesh, step: int, documents: bool | str) -> list[Batch]:
     n, size, dp = run.train.global_batch, run.train.micro_batch, mesh.dp.size
-    firsts = [step * n + rank * (n // dp) for rank in media_group_of(run, mesh.dp.index)]
+    firsts = [step * n + rank * (n // dp) for rank in media_group_of(run, dp, mesh.dp.index)]
     part, found = mesh.part, list[Batch]()
     for at in range(0, n // dp, size):
         ids = [list(range(first + at, first + at + size)) for first in firsts]

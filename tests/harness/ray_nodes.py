@@ -23,7 +23,7 @@ QUIET = {
     "RAY_enable_metrics_collection": "0",
     "RAY_health_check_initial_delay_ms": "500",
     "RAY_health_check_period_ms": "500",
-    "RAY_health_check_failure_threshold": "4",
+    "RAY_health_check_failure_threshold": "20",  # a machine with other work may take seconds to answer
 }
 
 

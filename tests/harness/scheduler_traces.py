@@ -5,7 +5,8 @@ the tables and compares: a wrong, missing or overwritten page shows at once. The
 read, so a request's answer is known beforehand, whatever else runs (`answer`). With SchedulerSpec.further it remembers
 beside that, in the same slots, a hash of the tokens up to so many after, as depths of multi-token prediction do. Some
 prompts have images, whose tokens are all alike; some traces have an encoder, which reads a source for each request:
-both are part of what is remembered.
+both are part of what is remembered. Some have layers that keep a state: a hash of all tokens so far, of each row, which
+a sequence with a known prefix begins with.
 """
 
 from __future__ import annotations
@@ -114,6 +115,10 @@ def draw_trace(seed: int) -> Trace:
                 cancels.append((step + rng.randint(0, 25), rng.random() < 0.5, number))
     spec = replace(spec, further=rng.choice((0, 0, 1, 2)))
     spec, arrivals = with_streams(random.Random(MANY + seed), spec, arrivals)
+    others = random.Random(2 * MANY + seed)
+    if seed % 4 == 1 and not draft and not spec.further:  # drafts and states exclude each other
+        few = others.choice((0, 3, 3))  # layers with states alone have no pages
+        spec = replace(spec, states=others.choice((1, 2, 3, 8)), groups=spec.groups[:few])
     return Trace(spec, tuple(arrivals), tuple(cancels), draft, seed)
 
 
@@ -181,6 +186,8 @@ class StubModel:
             0 if self.spec.source is None else self.spec.source.num_pages * self.spec.page_size, -1
         )
         self.begins = [0] * self.spec.most_sequences
+        self.states: list[int | None] = [None] * self.spec.most_sequences
+        self.of_prefixes: list[int | None] = [None] * (1 + self.spec.states)
         self.last = [NO_TOKEN] * self.spec.most_sequences
         self.last_at = [0] * self.spec.most_sequences  # the step in which it was drawn
         for g, pool in enumerate(scheduler.pages.pools):
@@ -209,11 +216,33 @@ class StubModel:
                 assert step.number >= self.last_at[row] + self.spec.in_flight, "a token is not there yet"
                 tokens[begin] = self.last[row]
         self.check_streams(step)
+        self.begin_states(step)
         self.check_depths(step, told)
         written = self.write(step, tokens, known, told)
+        self.write_states(step, written)
         made = self.read(step, tokens, written)
         self.write_depths(step, told, made)
         return made
+
+    def begin_states(self, step: Step) -> None:
+        for i in step.admitted:
+            assert step.firsts[i] == 0 or not self.spec.states or step.rows[i] in dict(step.begin_from), "no state"
+            self.states[step.rows[i]] = hash(step.sequences[i].request.source)
+        for row, slot in step.begin_from:
+            self.states[row] = self.of_prefixes[slot]
+
+    def write_states(self, step: Step, written: list[list[int]]) -> None:
+        """The state of each row is that of the tokens before its first one here."""
+        if not self.spec.states:
+            return
+        for i, row in enumerate(step.rows.tolist()):
+            first, before = int(step.firsts[i]), hash(step.sequences[i].request.source)
+            assert self.states[row] == (written[i][first - 1] if first else before), "a state is of other tokens"
+            self.states[row] = written[i][-1]
+        assert len({slot for _, slot in step.leave}) == len(step.leave), "two states in one slot"
+        for row, slot in step.leave:
+            assert 1 <= slot <= self.spec.states
+            self.of_prefixes[slot] = self.states[row]
 
     def check_streams(self, step: Step) -> None:
         """Images are whole, in the order of the step's tokens; sources are written when a sequence begins, and are
@@ -379,6 +408,9 @@ class Run:
         assert set(self.finished) == set(self.requests)
         self.check_pages()
         assert all(not any(pool.users) for pool in self.scheduler.pages.pools)
+        if self.scheduler.states is not None:
+            self.scheduler.states.pool.check()
+            assert not any(self.scheduler.states.pool.users)
         self.counts["steps"] = now
         return self
 
@@ -471,7 +503,12 @@ class Run:
                     assert not filled
                     continue
                 computed = int(self.scheduler._next[row])
-                assert filled == -(-computed // self.spec.page_size), "pages without tokens"
+                most = computed
+                if any(sequence is self.scheduler._row_of[row] for _, sequence in self.scheduler._prompts):
+                    # what a step had room for, if a state is to be left before its end
+                    most = len(self.scheduler._row_of[row].tokens) if self.spec.states else computed
+                size = self.spec.page_size
+                assert -(-computed // size) <= filled <= -(-most // size), "pages without tokens"
                 window = self.spec.groups[g].window
                 if window is None:
                     assert first == 0

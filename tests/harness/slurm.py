@@ -184,6 +184,15 @@ class Slurm:
         text = self.ask("scontrol", "show", "job", "-o", job, check=False)
         return dict(word.partition("=")[::2] for word in text.split() if "=" in word)
 
+    def steps(self, job: str) -> list[str]:
+        """The steps of a job that run, such as 7.0."""
+        return self.ask("squeue", "--noheader", "--steps", f"--jobs={job}", "--format=%i", check=False).split()
+
+    def listening(self, port: int) -> bool:
+        """Whether something listens at a port of this machine."""
+        rows = [line.split() for line in Path("/proc/net/tcp").read_text().splitlines()[1:]]
+        return any(row[3] == "0A" and row[1].endswith(f":{port:04X}") for row in rows)
+
     def over_on_nodes(self, job: str) -> bool:
         """Whether no daemon of a step of the job, or of its script, is left on a node."""
         with contextlib.suppress(OSError):  # one that has just ended

@@ -120,7 +120,8 @@ def model_of(family: str, unit: int, length: int) -> Any:
             return Gemma3TextConfig(**heads, sliding_window=5, layer_types=MIXED)
         case "gemma4_text":
             own = dict(global_head_dim=unit, num_global_key_value_heads=2, attention_k_eq_v=True)
-            return Gemma4TextConfig(**heads, **own, sliding_window=5, layer_types=MIXED)
+            more = dict(hidden_size_per_layer_input=unit, num_hidden_layers=4, num_kv_shared_layers=2)
+            return Gemma4TextConfig(**heads | more, **own, sliding_window=5, layer_types=MIXED * 2)
         case "phi3":
             return Phi3Config(**heads, sliding_window=9)
         case "gpt2":

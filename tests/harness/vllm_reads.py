@@ -1,7 +1,8 @@
-"""Run by an interpreter that has vLLM: `python vllm_reads.py FOLDER PROMPTS.json OUT.json`. Knows nothing of Phalanx.
+"""Run by an interpreter that has vLLM: `python vllm_reads.py FOLDER PROMPTS.json OUT.json [ADAPTER]`. Knows nothing of
+Phalanx.
 
-Writes what vLLM says of each prompt: log-probabilities of its tokens (from the second on), and the tokens it goes on
-with, greedily.
+Writes what vLLM says of each prompt: log-probabilities of its tokens (from the second on; not with an adapter, for
+which vLLM 0.32 has no such logits), and the tokens it goes on with, greedily, with theirs.
 """
 
 from __future__ import annotations
@@ -15,11 +16,12 @@ from typing import Any
 GREEDY = 8
 
 
-def main(folder: str, prompts: str, out: str) -> None:
+def main(folder: str, prompts: str, out: str, adapter: str | None = None) -> None:
     os.environ.update(
         HF_HUB_OFFLINE="1", VLLM_CPU_KVCACHE_SPACE="1", VLLM_NO_USAGE_STATS="1", VLLM_ENABLE_V1_MULTIPROCESSING="0"
     )
     from vllm import LLM, SamplingParams
+    from vllm.lora.request import LoRARequest
 
     model = LLM(
         model=folder,
@@ -29,13 +31,20 @@ def main(folder: str, prompts: str, out: str) -> None:
         max_model_len=64,
         max_num_seqs=4,
         seed=0,
+        enable_lora=adapter is not None,
+        max_lora_rank=8,
     )
-    options = SamplingParams(temperature=0.0, max_tokens=GREEDY, prompt_logprobs=0, detokenize=False, ignore_eos=True)
+    of_prompt = 0 if adapter is None else None
+    options = SamplingParams(
+        temperature=0.0, max_tokens=GREEDY, prompt_logprobs=of_prompt, logprobs=0, detokenize=False, ignore_eos=True
+    )
     asked: list[Any] = [{"prompt_token_ids": prompt} for prompt in json.loads(Path(prompts).read_text())]
-    found = model.generate(asked, options)
+    beside = None if adapter is None else LoRARequest("adapter", 1, adapter)
+    found = model.generate(asked, options, lora_request=beside)
     told = [
         {
-            "logprobs": [at[token].logprob for token, at in zip(f.prompt_token_ids[1:], f.prompt_logprobs[1:])],
+            "logprobs": [at[token].logprob for token, at in zip(f.prompt_token_ids[1:], (f.prompt_logprobs or [])[1:])],
+            "said": [at[token].logprob for token, at in zip(f.outputs[0].token_ids, f.outputs[0].logprobs)],
             "greedy": list(f.outputs[0].token_ids),
         }
         for f in found

@@ -41,7 +41,8 @@ FAMILIES = (
     "gemma2",
     "olmo3",
     "gemma3_text",
-    "gemma4_text",
+    "gemma4_text-shared",
+    "gemma4_text-experts",
     "gpt2",
     "mixtral",
     "qwen3_moe",
@@ -71,7 +72,9 @@ LAYOUTS = (
     ("llama", {"tp": 4}),
     ("olmo2", {"tp": 2}),
     ("gemma3_text", {"cp": 2}),
-    ("gemma4_text", {"tp": 2, "cp": 2}),
+    ("gemma4_text-shared", {"tp": 2, "cp": 2}),
+    ("gemma4_text-shared", {"pp": 2}),
+    ("gemma4_text-experts", {"tp": 2, "ep": 2}),
     ("gpt_oss", {"tp": 2, "pp": 2}),
     ("deepseek_v3", {"tp": 2}),
     ("deepseek_v3-mtp", {"pp": 2}),
@@ -109,6 +112,8 @@ FOUR = (
     ("gpt_oss", {"pp": 4}),
     ("llama", {"pp": 2}),
     ("mixtral", {"pp": 2, "ep": 2}),
+    ("gemma4_text-shared", {"cp": 2, "pp": 2}),
+    ("gemma4_text-experts", {"pp": 4}),
 )
 LENGTHS = (5, 9, 3, 11, 2, 7)
 SMALL = EngineOptions(sequences=4, tokens=8, page_size=4, memory_gib=0.001)

@@ -6,7 +6,7 @@ import math
 
 import pytest
 
-from phalanx.inference.request import Request, RequestError, SamplingOptions
+from phalanx.inference.request import PromptImage, Request, RequestError, SamplingOptions
 from phalanx.inference.scores import ScoredPrompt
 
 
@@ -76,3 +76,13 @@ def test_a_prompt_of_which_nothing_is_scored(prompt, first):
     with pytest.raises(RequestError, match=f"^scored_from={first}.*< {len(prompt)}, the number of tokens"):
         Request(number=0, prompt=prompt, options=options).check_tokens(100)
     Request(number=0, prompt=(*prompt, 4, 5), options=options).check_tokens(100)
+
+
+def test_the_last_token_of_a_scored_prompt_is_read_only_as_part_of_an_image():
+    options = SamplingOptions(tokens=0, prompt_logprobs=0)
+    image = PromptImage(b"", "", "aa", (1, 2), 2)
+    read = [
+        len(Request(number=0, prompt=(1, 2, 3, 4, 5), options=options, images=images).computed)
+        for images in ((), ((2, image),), ((3, image),))
+    ]
+    assert read == [4, 4, 5]

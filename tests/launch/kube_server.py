@@ -5,6 +5,7 @@ published schemas; it starts no pods."""
 from __future__ import annotations
 
 import json
+import ssl
 import threading
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from typing import Any
@@ -16,7 +17,15 @@ import yaml
 QUEUE = "team-a"
 VERSION = "1.37"
 KINDS = {
-    "v1": {"ConfigMap": "configmaps", "Secret": "secrets", "Service": "services", "Pod": "pods", "Event": "events"},
+    "v1": {
+        "ConfigMap": "configmaps",
+        "Secret": "secrets",
+        "Service": "services",
+        "ServiceAccount": "serviceaccounts",
+        "Pod": "pods",
+        "Event": "events",
+    },
+    "rbac.authorization.k8s.io/v1": {"Role": "roles", "RoleBinding": "rolebindings"},
     "batch/v1": {"Job": "jobs"},
     "jobset.x-k8s.io/v1alpha2": {"JobSet": "jobsets"},
     "trainer.kubeflow.org/v1alpha1": {"TrainJob": "trainjobs", "TrainingRuntime": "trainingruntimes"},
@@ -27,10 +36,12 @@ VERBS = ["create", "get", "list", "patch"]
 
 
 class KubeServerStub:
-    """kept: (namespace, kind, name) -> object; logs: of pods, by name; changes: (method, path, whether dry); absent:
-    kinds that are not installed; forbidden: plurals that nobody may change."""
+    """tls: the server's certificate; None: it speaks HTTP. kept: (namespace, kind, name) -> object; logs: of pods, by
+    name; changes: (method, path, whether dry); absent: kinds that are not installed; forbidden: plurals that nobody may
+    change."""
 
-    def __init__(self) -> None:
+    def __init__(self, tls: ssl.SSLContext | None = None) -> None:
+        self._tls = tls
         self.kept: dict[tuple[str, str, str], dict[str, Any]] = {}
         self.logs: dict[str, str] = {}
         self.changes: list[tuple[str, str, bool]] = []
@@ -39,6 +50,9 @@ class KubeServerStub:
 
     def __enter__(self) -> KubeServerStub:
         self._server = ThreadingHTTPServer(("127.0.0.1", 0), _handler(self))
+        if self._tls is not None:
+            self._server.socket = self._tls.wrap_socket(self._server.socket, server_side=True)
+        self.port = self._server.server_port
         self.url = f"http://127.0.0.1:{self._server.server_port}"
         self._thread = threading.Thread(target=self._server.serve_forever, kwargs={"poll_interval": 0.01})
         self._thread.start()

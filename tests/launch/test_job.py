@@ -64,13 +64,17 @@ def test_the_script_says_what_the_cluster_file_and_the_command_say(place):
 
 
 def test_a_container_and_a_chain(place):
+    """pyxis gives a container what the job's environment has, but for what the image has set, unless it is named."""
     words = ("cluster.image=registry#phalanx:1", "cluster.mounts=[/data:/data]", "cluster.cpus_per_node=96")
+    words += ("cluster.environment.NCCL_DEBUG=WARN", "cluster.secrets.HF_TOKEN=~/.hf")
     assert launched("--chain", "8", "--dry", "dir=runs/a", *words).exit_code == 0
     script = (place / "run.sbatch").read_text()
     assert {"--array=1-8%1", "--dependency=singleton", "--cpus-per-task=96"} <= set(options(script))
     [step] = [line.lstrip() for line in script.splitlines() if line.lstrip().startswith("srun ")]
     mounts = f"--container-mounts={place}:{place},{place}/runs/a:{place}/runs/a,/data:/data"
-    assert {"--container-image=registry#phalanx:1", mounts, "--cpus-per-task=96"} <= set(
+    own = ("RANKS_PER_NODE", "INTERFACE", "RANK_LOGS", "RUN_SECRET", "ENDS_AT", "HOST_FILE")
+    named = f"--container-env={','.join(('NCCL_DEBUG', 'HF_TOKEN', *(f'PHALANX_{name}' for name in own)))}"
+    assert {"--container-image=registry#phalanx:1", mounts, "--cpus-per-task=96", named} <= set(
         shlex.split(step.split(" bash -c")[0])
     )
     assert "scontrol requeue" not in script and "scancel --state=PENDING" in script
@@ -104,15 +108,15 @@ def test_the_section_cluster_stays_with_the_launch(place):
     """The ranks read the config without the file beside it, where parts of the section could be nonsense."""
 
     def started() -> str:
-        [last] = [line for line in (place / "run.sbatch").read_text().splitlines() if line.startswith("  ' bash ")]
-        return last
+        [last] = [line for line in (place / "run.sbatch").read_text().splitlines() if ' bash -c "$task" "" ' in line]
+        return last.partition(' bash -c "$task" "" ')[2]
 
     assert launched("--dry", "cluster.grace_s=30", "train.steps=9", "cluster.environment.A=b").exit_code == 0
-    assert started() == '  \' bash phalanx train run.yaml train.steps=9 "${layout[@]}"'
+    assert started() == 'phalanx train run.yaml train.steps=9 "${layout[@]}"'
     (place / "run.yaml").write_text(f"{CONFIG}cluster: {{time: 60s}}\n")
     (place / "cluster.yaml").write_text("grace_s: 30")
     assert launched("--dry", "train.steps=9").exit_code == 0
-    assert started() == '  \' bash phalanx train run.yaml train.steps=9 cluster=null "${layout[@]}"'
+    assert started() == 'phalanx train run.yaml train.steps=9 cluster=null "${layout[@]}"'
     (place / "cluster.yaml").unlink()
     assert "must be longer than the time that is kept for the last save" in refusal("train.steps=9")
 

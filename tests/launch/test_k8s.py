@@ -7,11 +7,14 @@ from __future__ import annotations
 import copy
 import itertools
 import socket
+import ssl
 import subprocess
 import sys
+from collections.abc import Iterator
 from pathlib import Path
 from unittest.mock import patch
 
+import certifi
 import kubernetes_validate
 import pytest
 import yaml
@@ -20,8 +23,10 @@ from kubeflow_trainer_api import models
 
 from phalanx.base.placement import Placement
 from phalanx.cli.main import cli
-from phalanx.launch import network
+from phalanx.launch import kube_pod, network
 from phalanx.launch.env import read_placement
+from phalanx.launch.programs import NoScheduler, SchedulerRefused
+from tests.harness.warm import ROOT
 from tests.launch.kube_server import QUEUE, KubeServerStub
 
 VERSIONS = [f"1.{minor}" for minor in range(30, 38)]
@@ -111,6 +116,19 @@ def test_the_published_schemas_take_every_manifest(place, kind, cluster):
     (place / "cluster.yaml").write_text(cluster)
     documents = manifest("--nodes", "2", "--kind", kind)
     for document, version in itertools.product(documents, VERSIONS):
+        validate(document, version)
+
+
+def test_the_published_schemas_take_a_range_of_nodes(place):
+    documents = manifest("--nodes", "1-2", "--at", "4:layout.tp=2")
+    assert [document["kind"] for document in documents][1:] == [
+        "Service",
+        "ServiceAccount",
+        "Role",
+        "RoleBinding",
+        "Job",
+    ]
+    for document, version in itertools.product(documents[2:], VERSIONS):
         validate(document, version)
 
 
@@ -245,12 +263,12 @@ def test_each_pod_finds_its_place(place, kind):
 
 
 def test_the_config_travels_and_the_command_is_the_one_that_was_typed(place):
-    documents = manifest("--nodes", "2", "layout.tp=2", "cluster.user=7", "train.steps=9")
+    documents = manifest("--nodes", "2", "layout.tp=2", "cluster.user=7", "--at", "4:train.steps=9")
     assert of_kind(documents, "ConfigMap")["data"] == {"run.yaml": CONFIG}
     [container] = pod_of(documents)["spec"]["containers"]
     shell, words = container["command"][:4], container["command"][4:]
     assert shell == ["/bin/bash", "-c", 'set -e\nulimit -n 65536\nexec "$@"', "bash"]
-    assert words == ["phalanx", "train", "/etc/phalanx/run.yaml", "layout.tp=2", "train.steps=9", "cluster=null"]
+    assert words == ["phalanx", "train", "/etc/phalanx/run.yaml", "layout.tp=2", "cluster=null", "train.steps=9"]
     assert container["workingDir"] == "/runs"
     # $(NAME) would be replaced by Kubernetes
     assert {"name": "A", "value": "$$(B) c"} in container["env"]
@@ -289,13 +307,91 @@ def test_a_pod_that_is_taken_away_asks_the_run_once_and_waits_for_it(place, tmp_
         assert run.communicate(timeout=30)[0] == "asked\n" and run.returncode == 0
 
 
+# ---- a range of nodes ----------------------------------------------------------------------------
+
+
+@pytest.fixture
+def api(place) -> Iterator[tuple[KubeServerStub, dict[str, str], Path]]:
+    """A server with TLS, the variables by which a pod finds it, and the files of the pod's account."""
+    account = place / "account"
+    account.mkdir()
+    key, names = str(place / "key.pem"), ["-subj", "/CN=kubernetes", "-addext", "subjectAltName=IP:127.0.0.1"]
+    made = ["openssl", "req", "-x509", "-newkey", "ec", "-pkeyopt", "ec_paramgen_curve:prime256v1", "-nodes"]
+    subprocess.run([*made, *names, "-keyout", key, "-out", account / "ca.crt"], check=True, capture_output=True)
+    (account / "token").write_text("t0ken")
+    (account / "namespace").write_text("research")
+    tls = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
+    tls.load_cert_chain(account / "ca.crt", key)
+    with KubeServerStub(tls) as server:
+        yield server, {"KUBERNETES_SERVICE_HOST": "127.0.0.1", "KUBERNETES_SERVICE_PORT": str(server.port)}, account
+
+
+def test_a_pod_asks_how_many_were_admitted_and_takes_the_layout_for_so_many(place, api, monkeypatch):
+    """The command of the manifest, with the number that Kueue writes into the Job. Kueue's documented annotations."""
+    server, env, account = api
+    documents = manifest("--nodes", "1-2", "--at", "2:layout.tp=2", "cluster.setup=[]")
+    job, role = of_kind(documents, "Job"), of_kind(documents, "Role")
+    assert job["metadata"]["annotations"] == {
+        "kueue.x-k8s.io/job-min-parallelism": "1",
+        "kueue.x-k8s.io/job-completions-equal-parallelism": "true",
+    }
+    assert role["rules"] == [
+        {"apiGroups": ["batch"], "resources": ["jobs"], "resourceNames": ["first-run"], "verbs": ["get"]}
+    ]
+    pod = job["spec"]["template"]["spec"]
+    assert pod["serviceAccountName"] == "first-run" and pod["automountServiceAccountToken"] is True
+    [container] = pod["containers"]
+    assert "PHALANX_NODES" not in {row["name"] for row in container["env"]} and job["spec"]["completions"] == 2
+    monkeypatch.setattr(kube_pod, "ACCOUNT", account)
+    program = place / "bin" / "phalanx"
+    program.parent.mkdir()
+    ask = f"from phalanx.launch.kube_pod import *; print(pods_of_job('$2', {env}, Path('{account}')))"
+    program.write_text(f"""#!/bin/sh
+if [ "$1" = launch-pods ]; then exec {sys.executable} -c "{ask}"; fi
+echo "$PHALANX_NODES" "$@"
+""")
+    program.chmod(0o755)
+    words = [word.replace("$$(", "$(") for word in container["command"]]  # as Kubernetes does
+    for count, layout in ((1, " layout.tp=2"), (2, "")):
+        job["spec"]["completions"] = job["spec"]["parallelism"] = count
+        server.kept["research", "Job", "first-run"] = job
+        path = {"PATH": f"{program.parent}:/usr/bin:/bin", "PHALANX_RANKS_PER_NODE": "2", "PYTHONPATH": str(ROOT)}
+        said = subprocess.run(words, env=path, capture_output=True, text=True)
+        expected = f"{count} train /etc/phalanx/run.yaml cluster.setup=[] cluster=null{layout}\n"
+        assert said.stdout == expected.replace("cluster.setup=[] ", ""), said.stderr
+
+
+def test_a_pod_that_cannot_learn_how_many_there_are_says_why(api, monkeypatch):
+    server, env, account = api
+    with pytest.raises(SchedulerRefused, match="says nothing of Job first-run: 404 Job .* not found"):
+        kube_pod.pods_of_job("first-run", env, account)
+    with pytest.raises(NoScheduler, match="this is no pod with a service account"):
+        kube_pod.pods_of_job("first-run", {}, account)
+    (account / "token").write_text("another")
+    with pytest.raises(SchedulerRefused, match="says nothing of Job first-run: 401 Unauthorized"):
+        kube_pod.pods_of_job("first-run", env, account)
+    monkeypatch.setattr(kube_pod, "PATIENCE_S", 0.05)
+    monkeypatch.setattr(kube_pod, "PAUSE_S", 0.01)
+    (account / "ca.crt").write_text(Path(certifi.where()).read_text())  # others than the server's
+    with pytest.raises(SchedulerRefused, match="does not answer: .*certificate"):
+        kube_pod.pods_of_job("first-run", env, account)
+
+
 # ---- what cannot work ----------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(
     "words, said",
     [
-        (("--nodes", "2-4"), "--nodes='2-4': must be one number: `phalanx launch k8s` starts all of them together"),
+        (
+            ("--nodes", "1-2", "--kind", "jobset"),
+            "--nodes='1-2': must be one number for this kind: only --kind job may",
+        ),
+        (("--nodes", "1-2", "cluster.queue=null", "cluster.topology=null"), "is a range, which needs a queue of Kueue"),
+        (
+            ("--nodes", "1-2", "--at", "3:layout.tp=2"),
+            "--at='3:layout.tp=2': must be for a number of ranks that the job",
+        ),
         (("--nodes", "0"), "--nodes='0': must be a number of nodes"),
         (("cluster.partition=gpu",), "cluster.partition='gpu': is not read by `phalanx launch k8s`"),
         (("cluster.time=24h",), "cluster.time='24h': is not read by `phalanx launch k8s`"),
@@ -499,6 +595,13 @@ def test_status_of_a_job_that_waits_says_why(server):
     server.kept["research", "Pod", "p1"] = pod("p1", 1, phase="Pending", containerStatuses=waiting)
     said = shown("status", "job/first-run")
     assert f"Unschedulable: {unschedulable}" in said and "ImagePullBackOff: no such image" in said
+    no_program = {"exitCode": 128, "reason": "StartError", "message": 'exec: "phalanx": executable file not found'}
+    ended = [{"name": "node", "state": {"terminated": no_program}}]
+    server.kept["research", "Pod", "p2"] = pod("p2", 2, phase="Failed", containerStatuses=ended)
+    server.logs["p2"] = ""
+    said = shown("status", "job/first-run")
+    assert 'pod p2  failed on gpu-2  exit code 128\n      StartError: exec: "phalanx": executable file' in said
+    del server.kept["research", "Pod", "p2"]
     done = CliRunner().invoke(cli, ["logs", "job/first-run"])
     assert "no pod of job first-run has started" in str(done.exception)
     done = CliRunner().invoke(cli, ["status", "job/none"])

@@ -10,10 +10,12 @@ import contextlib
 import ctypes
 import json
 import os
+import re
 import shutil
 import signal
 import subprocess
 import sys
+import time
 from collections.abc import Iterator
 from dataclasses import dataclass
 from functools import partial
@@ -47,6 +49,7 @@ CONFIG = {
 }
 IN_OPEN, EVENT_BYTES = 0x20, 16  # of Linux's inotify, for a file
 ASKED = 4  # look-ups of a pod, one a second, after which it is waiting for a name
+OTHER_KINDS = [pytest.param(kind, marks=pytest.mark.soak) for kind in ("jobset", "trainjob")]
 PORT = "29511"  # free: nothing else runs in a fresh namespace
 
 
@@ -219,6 +222,29 @@ def test_a_rank_with_another_secret_is_refused(nodes, config, tmp_path, other):
     assert not any(secret in text for text in outputs for secret in (SECRET, other or SECRET))
 
 
+@pytest.mark.soak
+def test_a_first_host_that_is_the_wrong_one_is_named_with_the_reason(nodes, config, tmp_path):
+    """An address that nobody has. Rank 0 ends at once; rank 1 says so and goes on trying: a host may be late."""
+    words = ["phalanx", "train", str(config), f"dir={tmp_path / 'run'}"]
+    env = {**SLURM, "PHALANX_RUN_SECRET": SECRET, "MASTER_ADDR": "10.77.0.99"}
+    began = time.monotonic()
+    ranks = [run_on(node, words, **env, SLURM_PROCID=str(i)) for i, node in enumerate(nodes)]
+    try:
+        said = ranks[0].communicate(timeout=120)[0]
+        took = [time.monotonic() - began]
+        assert ranks[0].returncode == 2, said
+        assert "MASTER_ADDR='10.77.0.99': must be the name or address of rank 0's host" in said
+        assert "cannot be reached under that name" in said
+        assert ranks[1].stdout is not None
+        line = next(line for line in ranks[1].stdout if "cannot reach rank 0 at 10.77.0.99:" in line)
+        took.append(time.monotonic() - began)
+        assert re.search(r"\((No route to host|timed out|Connection timed out)\); it goes on trying", line), line
+    finally:
+        for rank in ranks:
+            rank.kill()
+    print(f"host and reason: rank 0 after {took[0]:.1f} s, rank 1 after {took[1]:.1f} s")
+
+
 def listening_in(node: Node) -> set[tuple[str, int]]:
     return {found for pid in ip("netns", "pids", node.name).stdout.split() for found in listeners(of=pid)}
 
@@ -289,6 +315,14 @@ def pods_of(config: Path, folder: Path, kind: str, *overrides: str) -> tuple[lis
     done = CliRunner().invoke(cli, [*words, *settings, *overrides])
     assert done.exit_code == 0, repr(done.exception)
     documents = list(yaml.safe_load_all(out.read_text()))
+    if kind == "trainjob":
+        [trainer] = [document["spec"]["trainer"] for document in documents if document["kind"] == "TrainJob"]
+        variables = {row["name"]: row["value"] for row in trainer["env"] if "value" in row}
+        pets = {"PET_NNODES": trainer["numNodes"], "PET_NPROC_PER_NODE": trainer["numProcPerNode"]}
+        first = "run-node-0-0.run"
+        variables |= {**{name: str(value) for name, value in pets.items()}, "PET_MASTER_ADDR": first}
+        variables |= {"PET_MASTER_PORT": "29400", "PHALANX_RUN_SECRET": SECRET}
+        return [word.replace("/etc/phalanx/", f"{config.parent}/") for word in trainer["command"]], variables, first
     [workload] = [document for document in documents if document["kind"] in ("Job", "JobSet")]
     if kind == "jobset":
         workload = workload["spec"]["replicatedJobs"][0]["template"]
@@ -301,8 +335,9 @@ def pods_of(config: Path, folder: Path, kind: str, *overrides: str) -> tuple[lis
 
 
 def start_pod(node: Node, index: int, command: list[str], env: dict[str, str]) -> subprocess.Popen:
-    """JOB_COMPLETION_INDEX is what the Job controller adds."""
-    return run_on(node, command, **env, JOB_COMPLETION_INDEX=str(index))
+    """JOB_COMPLETION_INDEX is what the Job controller adds, PET_NODE_RANK what Kubeflow's Trainer reads from it."""
+    own = {"PET_NODE_RANK": str(index)} if "PET_NNODES" in env else {}
+    return run_on(node, command, **env, **own, JOB_COMPLETION_INDEX=str(index))
 
 
 def name_hosts(nodes: tuple[Node, Node], name: str) -> None:
@@ -333,7 +368,9 @@ class Opened:
         return self._times
 
 
-@pytest.mark.parametrize("kind", ["job", "jobset"])
+@pytest.mark.parametrize(
+    "kind", ["job", *(pytest.param(kind, marks=pytest.mark.soak) for kind in ("jobset", "trainjob"))]
+)
 def test_pods_meet_under_a_name_that_is_made_while_they_start(nodes, config, on_one_node, tmp_path, monkeypatch, kind):
     command, env, first = pods_of(config, tmp_path, kind)
     monkeypatch.chdir(tmp_path)

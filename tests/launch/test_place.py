@@ -55,6 +55,16 @@ HETEROGENEOUS = {  # srun -w n2 -n1 : -w n1 -n2, the last task: the list is sort
     "SLURM_STEP_NUM_TASKS": "3",
     "SLURM_STEP_TASKS_PER_NODE": "1,2",
 }
+# What enroot's hook 50-slurm-pytorch.sh adds in a container of pyxis whose image has PYTORCH_VERSION (NVIDIA/enroot,
+# conf/hooks/extra; NVIDIA/pyxis, tests/pytorch.bats): of the task of TWO_NODES
+HOOK = {
+    "PYTORCH_VERSION": "2.9.0a0",
+    "MASTER_ADDR": "n1",
+    "MASTER_PORT": "61001",
+    "WORLD_SIZE": "2",
+    "RANK": "1",
+    "LOCAL_RANK": "0",
+}
 OPEN_MPI = {  # mpirun -n 2, the second process
     "OMPI_COMM_WORLD_LOCAL_RANK": "1",
     "OMPI_COMM_WORLD_LOCAL_SIZE": "2",
@@ -87,6 +97,12 @@ def node(number: int, ranks: int, world: int, meeting: str) -> Placement:
         ({**TWO_NODES, "PHALANX_RANKS_PER_NODE": "8"}, node(1, 8, 16, "tcp://n1:15001")),
         ({**TWO_NODES, "SLURM_GPUS_ON_NODE": "4"}, node(1, 4, 8, "tcp://n1:15001")),
         ({**TWO_NODES, "SLURM_GPUS_ON_NODE": "4", "PHALANX_RANKS_PER_NODE": "1"}, Placement(1, 0, 2, "tcp://n1:15001")),
+        (TWO_NODES | HOOK, Placement(1, 0, 2, "tcp://n1:15001", local_size=1)),
+        ({**TWO_NODES, **HOOK, "PHALANX_RANKS_PER_NODE": "8"}, node(1, 8, 16, "tcp://n1:15001")),
+        ({**TWO_NODES, **HOOK, "SLURM_GPUS_ON_NODE": "4"}, node(1, 4, 8, "tcp://n1:15001")),
+        # what somebody has set stays
+        ({**TWO_NODES, **HOOK, "MASTER_ADDR": "n1-ib", "MASTER_PORT": "9"}, Placement(1, 0, 2, "tcp://n1-ib:9")),
+        ({k: v for k, v in HOOK.items() if k != "MASTER_ADDR"} | TWO_NODES, Placement(1, 0, 2, "tcp://n1:15001")),
         (HETEROGENEOUS, Placement(2, 1, 3, "tcp://n2:15002", local_size=2)),
         (OPEN_MPI, Placement(1, 1, 2, f"tcp://127.0.0.1:{MPI_PORT}", local_size=2)),
         ({**OPEN_MPI, "MASTER_ADDR": "a", "MASTER_PORT": "9"}, Placement(1, 1, 2, "tcp://a:9", local_size=2)),
@@ -146,6 +162,7 @@ def test_torchrun_inside_a_launcher_of_one_task_per_node_is_no_contradiction():
     inner = {"RANK": "9", "WORLD_SIZE": "16", "LOCAL_RANK": "1", "MASTER_ADDR": "a", "MASTER_PORT": "9"}
     assert read_placement({**TWO_NODES, **inner, "TORCHELASTIC_RUN_ID": "none"})[0] == Placement(9, 1, 16, "tcp://a:9")
     assert read_placement({**TWO_NODES, **inner})[0] == Placement(9, 1, 16, "tcp://a:9")  # started by a script
+    assert read_placement({**TWO_NODES, **HOOK, **inner})[0] == Placement(9, 1, 16, "tcp://a:9")
 
 
 def test_a_host_file_gives_nodes_their_order(tmp_path):
@@ -154,6 +171,8 @@ def test_a_host_file_gives_nodes_their_order(tmp_path):
     env = {**TWO_NODES, "PHALANX_HOST_FILE": str(hosts), "PHALANX_RANKS_PER_NODE": "8"}
     assert read_placement(env)[0] == node(0, 8, 16, "tcp://n2:15001")
     assert read_placement({**env, "SLURMD_NODENAME": "n1", "SLURM_PROCID": "0"})[0] == node(1, 8, 16, "tcp://n2:15001")
+    # in a container of pyxis, whose runtime takes the first of SLURM's list
+    assert read_placement(env | HOOK)[0] == node(0, 8, 16, "tcp://n2:15001")
     hosts.write_text(f"elsewhere\n{socket.gethostname()}\n")  # without a scheduler
     plain = {"PHALANX_HOST_FILE": str(hosts), "PHALANX_RANKS_PER_NODE": "2"}
     assert read_placement(plain)[0] == node(1, 2, 4, "tcp://elsewhere:29511")
@@ -225,10 +244,20 @@ def test_a_rank_that_cannot_reach_rank_0_says_where_and_why(monkeypatch, capsys)
 
 @pytest.mark.parametrize("layout", ["layout.tp=1", "layout.tp=2"])
 def test_a_run_stops_and_saves_before_its_job_ends(warm, config, tmp_path, layout):
-    """In this process, and in ranks that it starts. The job is over already; a step is read when the next is done."""
-    env = {"PHALANX_ENDS_AT": str(int(time.time()) - 1)}
+    """In this process, and in ranks that it starts. The job is over already; a step is read when the next is done.
+    What rank 0 says is in a file of its own too."""
+    logs = tmp_path / "run/logs/ranks"
+    env = {"PHALANX_ENDS_AT": str(int(time.time()) - 1), "PHALANX_RANK_LOGS": str(logs)}
     done = warm.phalanx("train", config, layout, f"dir={tmp_path / 'run'}", env=env)
     assert done.returncode == 75 and re.search("saved step [12];", done.stderr), done
+    [first, *others] = sorted(path.name for path in logs.iterdir())
+    assert first == "rank-00000.log" and others in ([], ["rank-00001.log"])
+    said = warm.phalanx("logs", str(tmp_path / "run"), "--rank", "0").stdout.splitlines()
+    assert said[0].startswith("--- start of 20") and "".join(said[1:]) in "".join(
+        (done.stdout + done.stderr).split("\n")
+    )
+    nothing = warm.phalanx("logs", str(tmp_path / "run"), "--rank", "7")
+    assert nothing.returncode == 1 and "rank 7 has said nothing yet" in nothing.stderr
 
 
 def test_time_is_kept_for_the_last_save():

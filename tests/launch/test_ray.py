@@ -30,6 +30,7 @@ log: {report: false}
 """  # noqa: E501
 CLUSTER = {"interface": "lo", "environment": {"OMP_NUM_THREADS": 1}, "grace_s": 20, "max_restarts": 2}
 WAIT_S = 400.0  # three nodes and a job are a dozen processes of Ray, on two cores
+pytestmark = pytest.mark.timeout(900)
 LONG = "train.steps=100000"
 SCHEMA = Path(__file__).parents[1] / "fixtures" / "kuberay" / "ray.io_rayjobs.yaml.xz"
 
@@ -126,10 +127,21 @@ def test_an_end_that_would_repeat_itself_is_not_started_again(run, override, cod
 
 
 @pytest.mark.soak
+def test_a_job_that_waits_for_nodes_says_so(run):
+    run.submit("cluster.cpus_per_node=64")
+    until(lambda: "phalanx: waiting for" in run.said(), run.said, WAIT_S)
+    said = run.phalanx("status", str(run.folder)).stdout
+    why = r"      waiting for 2 nodes with 64 CPUs each \(the cluster has 0\)"
+    assert re.match(rf"job raysubmit_\w+  running since 20\S+\n(      .*\n)?{why}\n", said), said
+
+
+@pytest.mark.soak
 def test_a_killed_node_is_a_failure_that_is_started_again_and_a_stopped_job_has_saved(run):
-    """The third node takes its place. Then the job is stopped as anybody stops one: saved, and not started again."""
-    run.submit(LONG, "checkpoint.interval=5")
+    """On the two that are left, in their layout. Then the job is stopped as anybody stops one: saved, and not started
+    again."""
+    run.submit("--nodes", "2-3", "--at", "2:layout.tp=2", LONG, "checkpoint.interval=5", "train.global_batch=12")
     run.until_step(7)
+    assert "layout world=3 dp=3 cp=1 tp=1" in run.said()
     refused = run.launch("--submit", code=7)
     assert re.search(
         r"job raysubmit_\w+ \(running\) already trains .*cancel it with `ray job stop --address http", refused
@@ -140,6 +152,7 @@ def test_a_killed_node_is_a_failure_that_is_started_again_and_a_stopped_job_has_
     assert "peer lost" in run.said()
     stopped = run.steps()[-1]
     run.until_step(stopped + 2)
+    assert "layout world=2 dp=1 cp=1 tp=2" in run.said()
     client, job = run.job()
     client.stop_job(job)
     run.until_over("STOPPED")
@@ -227,7 +240,7 @@ def test_the_schema_refuses_wrong_manifests(place, schema, change):
 
 def test_what_the_rayjob_says(place):
     """Its entry point reads what it was given; pods have no rights, and secrets are references."""
-    _, job = rayjob("layout.tp=2", "cluster.max_restarts=3")
+    _, job = rayjob("--at", "4:layout.tp=2", "cluster.max_restarts=3")
     spec = job["spec"]
     words = shlex.split(spec["entrypoint"])
     assert words[:6] == ["phalanx", "launch-ray", "--nodes", "2", "/etc/phalanx/run.yaml", "layout.tp=2"]
@@ -278,7 +291,14 @@ def test_a_ray_pod_that_is_taken_away_asks_the_run_and_waits_for_it(place, tmp_p
             "cluster.partition='gpu': is not read by `phalanx launch ray`, only by `phalanx launch slurm`",
         ),
         (("--queue", "a"), "--queue goes with --kind rayjob"),
-        (("--nodes", "1-2"), "--nodes='1-2': must be one number: `phalanx launch ray` starts all of them together"),
+        (
+            ("--kind", "rayjob", "--nodes", "1-2"),
+            "must be one number: `phalanx launch ray --kind rayjob` starts all of",
+        ),
+        (
+            ("--nodes", "1-3"),
+            "train.global_batch=16: must be a multiple of micro_batch * dp on 3 ranks, which the range",
+        ),
         (("--kind", "rayjob", "--address", "http://a:1"), "--address is that of a cluster that runs"),
         (
             ("--kind", "rayjob", "cluster.mounts=[runs:/runs]"),

@@ -8,10 +8,12 @@ import os
 import re
 import sys
 from collections.abc import Iterator
+from contextlib import nullcontext
 from pathlib import Path
 
 import pytest
 
+from phalanx.checkpoint.lock import FolderLock
 from tests.harness.slurm import Slurm, missing, until
 from tests.harness.warm import ROOT
 from tests.launch.test_many_machines import prepare_here, same_bytes, write_texts
@@ -137,12 +139,19 @@ def test_what_the_scheduler_would_never_start_is_refused_before_it_is_submitted(
 def test_a_job_that_waits_says_why_and_one_that_is_gone_says_so(run):
     blocks = run.slurm.ask("sbatch", "--parsable", "-N2", "--exclusive", "--output=/dev/null", "--wrap=sleep 600")
     until(lambda: run.slurm.job(blocks).get("JobState") == "RUNNING", lambda: str(run.slurm.job(blocks)))
-    job = run.submit("--nodes", "2")
+    job = run.submit("--nodes", "2", "--time", "20m")
     until(lambda: run.slurm.job(job).get("Reason") == "Resources", lambda: str(run.slurm.job(job)))
     said = run.phalanx("status", str(run.folder)).stdout
     why = "Resources: it is next, and waits for nodes to become free"
     assert said == f"job {job}  waits  {why}\nrun  {run.folder}\nstep  none yet\n"
     assert f"job {job} (pending) already trains {run.folder}" in run.launch("--submit", code=7)
+    run.slurm.ask("scontrol", "update", "PartitionName=main", "MaxTime=1")
+    try:
+        until(lambda: run.slurm.job(job).get("Reason") == "PartitionTimeLimit", lambda: str(run.slurm.job(job)))
+        said = run.phalanx("status", job).stdout
+        assert "PartitionTimeLimit: it will never start: it asks for more time than its partition allows\n" in said
+    finally:
+        run.slurm.ask("scontrol", "update", "PartitionName=main", "MaxTime=60")
     run.slurm.ask("scancel", job)
     assert f"job {job}  cancelled  on no node" in run.phalanx("status", job).stdout
     gone = run.phalanx("status", "4000000")
@@ -181,6 +190,7 @@ def test_an_array_of_shards_and_its_merge_write_the_bytes_of_one_process(run):
 
 
 @pytest.mark.soak
+@pytest.mark.timeout(900)
 def test_a_shard_whose_node_is_lost_is_done_again_and_one_that_is_no_text_ends_all(run):
     """What the lost one had finished is kept. Whether SLURM queues its tasks again or fails them, the merge has them
     all."""
@@ -197,7 +207,7 @@ def test_a_shard_whose_node_is_lost_is_done_again_and_one_that_is_no_text_ends_a
                 run.slurm.ask("scontrol", "update", f"jobid={job}", "starttime=now+3", check=False)
         return (made.place / "many.idx").exists()
 
-    until(merged, lambda: f"{run.slurm.what_is_there()}{made.log()}")
+    until(merged, lambda: f"{run.slurm.what_is_there()}{made.log()}", 600)
     same_bytes(made.place / "many", made.place / "alone")
     with (made.place / "in" / "0.jsonl").open("a") as file:
         file.write('{"text": 5}\n')
@@ -265,23 +275,71 @@ def test_a_lost_node_is_a_failure_that_is_started_again(run):
         ("checkpoint.load=/no/such/checkpoint", 4, "checkpoint.load='/no/such/checkpoint': does not exist"),
         ("data.paths=[/no/such/tokens]", 3, "/no/such/tokens"),
         ("cluster.environment.MASTER_ADDR=no-such-host", 2, "MASTER_ADDR='no-such-host': must be the name or address"),
+        ("optim.lr=1e38", 5, "step"),
+        ("train.steps=7", 7, "folder in use: another run writes to"),
     ],
 )
 def test_an_end_that_would_repeat_itself_is_not_queued_again(run, override, code, said):
+    words = {5: ("optim.clip_grad=0", "optim.schedule=constant", "train.max_skipped=3", "train.steps=50")}
     if code == 3:
         (run.place / "run.yaml").write_text(CONFIG.replace("data: {mock: true}", ""))
-    job = run.submit("--nodes", "2", override)
-    run.until_over(job, "FAILED")
+    with FolderLock(run.folder) if code == 7 else nullcontext():  # as of a run that somebody has started by hand
+        if code == 7:
+            said_how = run.launch("--nodes", "2", override)
+            start = re.search(r"or `(mkdir -p \S+ && sbatch) (\S+)`", said_how)
+            job = run.slurm.ask("bash", "-c", f"cd {run.place} && {start[1]} --parsable {start[2]}")
+        else:
+            job = run.submit("--nodes", "2", override, *words.get(code, ()))
+        run.until_over(job, "FAILED")
     assert run.slurm.job(job)["ExitCode"] == f"{code}:0" and run.slurm.job(job)["Restarts"] == "0"
     assert said in run.log() and f"exit code {code}: the same start would end in the same way" in run.log()
 
 
 @pytest.mark.soak
+@pytest.mark.parametrize("checked", [(), ("--preflight",)])
+def test_nodes_without_the_program_end_the_job(run, checked):
+    job = run.submit("--nodes", "2", "cluster.program=no-such-phalanx", *checked)
+    run.until_over(job, "FAILED")
+    assert run.slurm.job(job)["ExitCode"] == "127:0" and run.slurm.job(job)["Restarts"] == "0"
+    assert "no node has the program no-such-phalanx (exit code 127), so the job is not queued again" in run.log()
+
+
+BY_HAND = """\
+#!/bin/bash
+#SBATCH --nodes=2 --ntasks=4 --output={log}
+export PHALANX_INTERFACE=lo PHALANX_RUN_SECRET=0123456789abcdef
+srun {words}
+"""
+
+
+@pytest.mark.soak
+@pytest.mark.parametrize(
+    "words, world",
+    [
+        ("--ntasks-per-node=2 {phalanx} {arguments}", 4),
+        ("-w n2 -n1 {phalanx} {arguments} : -w n1 -n2 {phalanx} {arguments}", 3),
+    ],
+    ids=["a task for each rank", "a heterogeneous step"],
+)
+def test_scripts_of_ones_own(run, words, world):
+    """One task for each rank, and a step of two kinds of nodes, whose first task is on the second node of the list."""
+    log, script = run.folder / "logs/slurm-own.log", run.place / "own.sbatch"
+    log.parent.mkdir(parents=True)
+    arguments = f"train {run.place}/run.yaml dir={run.folder} train.global_batch=12 cluster=null"
+    step = words.format(phalanx=run.slurm.program, arguments=arguments)
+    script.write_text(BY_HAND.format(log=log, words=step))
+    job = run.slurm.ask("sbatch", "--parsable", str(script))
+    run.until_over(job, "COMPLETED")
+    assert f"layout world={world} " in run.log() and run.steps() == list(range(1, 7)), run.log()
+
+
+@pytest.mark.soak
+@pytest.mark.timeout(900)
 def test_a_chain_of_jobs_goes_on_where_the_last_one_stopped_and_ends_with_the_run(run):
     job = run.submit("--nodes", "2", "--chain", "3", "train.steps=150")
     run.until_step(2)
     run.slurm.ask("scancel", "--signal=TERM", f"{job}_1", check=False)  # it fails if the job ends meanwhile
-    until(lambda: run.steps()[-1:] == [150] and not run.slurm.ask("squeue", "--noheader"), run.log)
+    until(lambda: run.steps()[-1:] == [150] and not run.slurm.ask("squeue", "--noheader"), run.log, 600)
     assert run.steps() == list(range(1, 151))
     logs = sorted(path.name for path in (run.folder / "logs").glob("slurm-*.log"))
     assert logs == [f"slurm-{job}_1.log", f"slurm-{job}_2.log"]
@@ -380,6 +438,34 @@ def test_too_few_good_nodes_end_the_job_before_ranks_start(five):
     assert until_ended(five, job) == "FAILED", five.log()
     assert five.slurm.job(job)["ExitCode"] == "8:0" and "exit code 8: the same start would end" in five.log()
     assert five.steps() == [] and "n4" in five.log()
+
+
+@pytest.mark.soak
+def test_a_stop_while_nodes_are_checked_is_no_failure(run):
+    """Asked before phalanx can hear it, and while it checks."""
+    job = run.submit("--nodes", "2", "--preflight", LONG)
+    until(lambda: "phalanx: start 0 " in run.log() and f"{job}.0" in run.slurm.steps(job), run.log)
+    run.slurm.ask("scancel", "--signal=TERM", job)
+    run.again(job)
+    until(lambda: "phalanx: start 1 " in run.log() and run.slurm.listening(15000 + int(job) % 15000), run.log)
+    run.slurm.ask("scancel", "--signal=TERM", job)
+    run.again(job)
+    run.until_step(2)
+    log = run.log()
+    assert log.count("stopped, and saved what there was (exit code 75)") == 2 and "failure 1" not in log, log
+    assert log.count("2 nodes, none is bad") == 1
+    run.slurm.ask("scancel", job)
+    run.until_over(job, "CANCELLED")
+
+
+@pytest.mark.soak
+def test_a_node_on_which_phalanx_does_not_start_is_left_out(run):
+    """What its own task ends with says nothing of the others."""
+    program = f"sh -c '[ $SLURMD_NODENAME = n1 ] || exit 127; exec {run.slurm.program} \"$@\"' sh"
+    job = run.submit("--nodes", "1", "--preflight", "--spares", "1", f"cluster.program={json.dumps(program)}")
+    run.until_over(job, "COMPLETED")
+    assert re.search(r"n2 +bad +meeting: rank 1 did not come within 20 s", run.log()), run.log()
+    assert run.steps() == list(range(1, 7)) and "layout world=1" in run.log()
 
 
 @pytest.mark.soak

@@ -14,9 +14,10 @@ from phalanx.base.align import ELEMENTS
 from phalanx.layout.box import Box, cut, flat_range_boxes
 from phalanx.layout.buckets import cut_segments, make_buckets, piece_ranges, replica_ranges
 from phalanx.layout.grid import Coords, Grid
-from phalanx.layout.param import Init, ParamSpec, Piece, Replica
+from phalanx.layout.param import ParamSpec, Piece, Replica
 from phalanx.layout.stages import cut_stages, cut_virtual_stages, given_stages
 from phalanx.layout.transfer import NotCovered, transfers
+from phalanx.nn.initial import ZEROS
 
 
 @pytest.mark.parametrize("length, parts", itertools.product((0, 1, 2, 7, 12, 131), (1, 2, 3, 5, 8)))
@@ -192,7 +193,7 @@ def test_segments(number):
 
 def spec(name: str, *shape: int, replicas: tuple[Replica, ...] = ()) -> ParamSpec:
     whole = tuple(slice(0, n) for n in shape)
-    return ParamSpec(shape, (Piece(name, shape, Box.full(shape), whole, Init("zeros"), replicas=replicas),))
+    return ParamSpec(shape, (Piece(name, shape, Box.full(shape), whole, ZEROS, replicas=replicas),))
 
 
 @pytest.mark.parametrize("shards", [1, 2, 3, 8])
@@ -233,21 +234,20 @@ def test_buckets(shards):
 def test_ranges_of_pieces():
     """Truth: numbering the storage. A replicated piece that is not whole rows is refused."""
     halves = [
-        Piece(n, (2, 5), Box.full((2, 5)), (slice(2 * i, 2 * i + 2), slice(0, 5)), Init("zeros"))
-        for i, n in enumerate("qk")
+        Piece(n, (2, 5), Box.full((2, 5)), (slice(2 * i, 2 * i + 2), slice(0, 5)), ZEROS) for i, n in enumerate("qk")
     ]
     (bucket,) = make_buckets([(spec("x", 3), frozenset()), (ParamSpec((4, 5), tuple(halves)), frozenset())], Grid())
     slot = bucket.slots[1]
     storage = np.arange(slot.offset, slot.offset + 20).reshape(4, 5)
     for piece, (a, b) in zip(slot.spec.pieces, piece_ranges(slot)):
         assert storage[piece.local].ravel().tolist() == list(range(a, b))
-    narrow = Piece("v", (4, 2), Box.full((4, 2)), (slice(0, 4), slice(0, 2)), Init("zeros"))
+    narrow = Piece("v", (4, 2), Box.full((4, 2)), (slice(0, 4), slice(0, 2)), ZEROS)
     (bucket,) = make_buckets([(ParamSpec((4, 5), (narrow,)), frozenset())], Grid())
     with pytest.raises(ValueError, match="v: a replicated piece must be whole rows"):
         piece_ranges(bucket.slots[0])
     everyone = (Replica("tp", (0, 1)),)
     columns = [
-        Piece("w", (4, 2), Box((0, i), (4, i + 1)), (slice(0, 4), slice(i, i + 1)), Init("zeros"), replicas=everyone)
+        Piece("w", (4, 2), Box((0, i), (4, i + 1)), (slice(0, 4), slice(i, i + 1)), ZEROS, replicas=everyone)
         for i in range(2)
     ]
     (bucket,) = make_buckets([(ParamSpec((4, 2), tuple(columns)), frozenset())], Grid(tp=2))
@@ -262,7 +262,7 @@ def test_one_writer_of_each_replica():
         (1,),
         Box.full((1,)),
         (slice(0, 1),),
-        Init("zeros"),
+        ZEROS,
         replicas=(Replica("tp", (2, 3)), Replica("pp", (0, 1))),
     )
     holders = [c for c in map(grid.coords, range(grid.world)) if c.tp in (2, 3)]

@@ -148,6 +148,33 @@ def test_t5s_own_keys_of_its_mlp_go_before_feed_forward_proj(tmp_path):
         read_folder(tmp_path)
 
 
+def test_gemma4s_text_is_read_from_a_folder_with_towers(tmp_path):
+    """As published: tensors of towers beside the text's, and keys of layers that read those of others."""
+    with hf_fuzz.wide():
+        text = transformers.Gemma4TextConfig(**hf_fuzz.FAMILIES["gemma4_text"])
+        whole = transformers.Gemma4Config(text_config=text, tie_word_embeddings=True)
+        whole._attn_implementation = whole._experts_implementation = "eager"
+        model = transformers.Gemma4ForConditionalGeneration(whole).double().eval()
+        hf_fuzz.randomise(model)
+        right = model(input_ids=hf_fuzz.tokens_of(hf_fuzz.VOCAB), use_cache=False).logits.flatten(0, 1).detach()
+    model.save_pretrained(tmp_path)
+    tensors = load_file(tmp_path / "model.safetensors")
+    own = "model.language_model.layers.1.self_attn"
+    assert f"{own}.k_proj.weight" in tensors and "model.language_model.layers.2.self_attn.k_proj.weight" not in tensors
+    for name in ("k_proj", "k_norm"):
+        tensors[f"model.language_model.layers.2.self_attn.{name}.weight"] = torch.zeros(3)
+    tensors["model.vision_tower.patch_embedder.input_proj.weight"] = torch.zeros(2, 2)
+    save_file(tensors, tmp_path / "model.safetensors", metadata={"format": "pt"})
+    assert (hf_fuzz.our_logits(tmp_path) - right).abs().max() <= 1e-10 * right.abs().max()
+    del tensors[f"{own}.k_proj.weight"]
+    save_file(tensors, tmp_path / "model.safetensors", metadata={"format": "pt"})
+    with pytest.raises(CheckpointError, match=r"layers\.1\.self_attn\.k_proj"):
+        hf_fuzz.our_logits(tmp_path)
+    (tmp_path / "config.json").write_text(json.dumps({"model_type": "gemma4", "text_config": {"model_type": "llama"}}))
+    with pytest.raises(CheckpointError, match="model_type='gemma4_text'"):
+        read_folder(tmp_path)
+
+
 def test_multi_token_prediction_is_seen_from_the_files(tmp_path):
     folder_of(tmp_path, "deepseek_v3", num_nextn_predict_layers=1)
     assert from_hf(json.loads((tmp_path / "config.json").read_text())).num_nextn_predict_layers == 1
@@ -205,6 +232,8 @@ NEW = {
         attention_bias=True,
         layer_types=("full_attention", "sliding_attention", "sliding_attention", "full_attention"),
     ),
+    "gemma4_text: inputs of layers, shared keys": MODELS["gemma4_text-shared"],
+    "gemma4_text: experts": MODELS["gemma4_text-experts"],
     "phi3: default rotary embedding of a part": replace(
         MODELS["phi3"], rope_scaling=None, partial_rotary_factor=0.5, sliding_window=None
     ),

@@ -103,6 +103,14 @@ CASES = {
         rope_scaling=None,
         final_logit_softcapping=None,
     ),
+    "gemma4_text: inputs of layers, shared keys, wide MLP": MODELS["gemma4_text-shared"],
+    "gemma4_text: experts, one key head, shared keys of its own kind alone": replace(
+        MODELS["gemma4_text-experts"],
+        num_key_value_heads=1,
+        num_global_key_value_heads=1,
+        num_kv_shared_layers=1,
+        router_aux_loss_coef=0.0,
+    ),
     "mistral: window, yarn": MODELS["mistral"],
     "mistral: no window, MQA, tied": replace(
         MODELS["mistral"],
@@ -244,6 +252,8 @@ def hf_config(config: LlamaConfig | GPT2Config):
         )
     if isinstance(c, WIDE):
         options["attn_implementation"] = "eager"
+    if c.routed_experts:
+        options["experts_implementation"] = "eager"  # the other takes no float64
     if type(c).__name__ not in BY_HAND:
         written = to_hf(c, torch.float64)
         return transformers.CONFIG_MAPPING[written["model_type"]](**written | options)

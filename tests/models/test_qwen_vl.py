@@ -1,5 +1,5 @@
-"""Qwen2.5-VL and Qwen3-VL against transformers: logits, loss and every gradient in float64 at several layouts, from
-images of several sizes; positions by rows and columns; folders in both directions."""
+"""Qwen2.5-VL, Qwen3-VL and Qwen3.5 against transformers: logits, loss and every gradient in float64 at several layouts,
+from images of several sizes; positions by rows and columns; folders in both directions."""
 
 from __future__ import annotations
 
@@ -40,11 +40,23 @@ CASES = {
         attention_bias=True,
         vision=replace(MODELS["qwen3_vl"].vision, deepstack_visual_indexes=(), num_position_embeddings=25),
     ),
+    "qwen3_5": MODELS["qwen3_5"],
+    "qwen3_5, tied, biases, all rotated": replace(
+        MODELS["qwen3_5"],
+        tie_word_embeddings=True,
+        attention_bias=True,
+        partial_rotary_factor=1.0,
+        mrope_section=(3, 2, 1),
+        layer_types=None,
+        linear_conv_kernel_dim=4,
+    ),
+    "qwen3_5_moe": replace(MODELS["qwen3_5_moe"], router_aux_loss_coef=0.0),  # transformers balances another sum
 }
 LAYOUTS = {"one rank": {}, "tp2": {"tp": 2}, "pp2": {"pp": 2}, "cp2": {"cp": 2}, "tp2 pp2": {"tp": 2, "pp": 2}}
 SHOWN = [
     *((case, "one rank") for case in CASES),
-    *((case, layout) for case in ("qwen2_5_vl", "qwen3_vl") for layout in ("tp2", "pp2", "cp2")),
+    *((case, layout) for case in ("qwen2_5_vl", "qwen3_vl", "qwen3_5") for layout in ("tp2", "pp2", "cp2")),
+    ("qwen3_5_moe", "tp2"),
 ]
 IDS = ([1, 2], [3, 4])
 
@@ -60,6 +72,8 @@ def transformers_model(case: str):
     keys = to_hf(CASES[case], torch.float64)
     name = keys["architectures"][0]
     config = getattr(transformers, name.replace("ForConditionalGeneration", "Config"))(**keys)
+    if CASES[case].routed_experts:
+        config.text_config._experts_implementation = "eager"
     made = getattr(transformers, name)(config).double().eval()
     with torch.no_grad():
         for path, p in made.named_parameters():
@@ -93,6 +107,21 @@ def wide():
             yield
         finally:
             vision_utils.torch = before
+
+
+def expert_by_expert(tensors: dict[str, np.ndarray]) -> dict[str, np.ndarray]:
+    """Stacks of a layer's experts in memory -> the matrices of files."""
+    found = {}
+    for name, stack in tensors.items():
+        at, _, kind = name.rpartition(".experts.")
+        parts = {"gate_up_proj": ("gate_proj", "up_proj"), "down_proj": ("down_proj",)}.get(kind)
+        if not at or parts is None:
+            found[name] = stack
+            continue
+        for number, matrix in enumerate(stack):
+            split = np.split(matrix, len(parts))
+            found |= {f"{at}.experts.{number}.{part}.weight": each for part, each in zip(parts, split)}
+    return found
 
 
 @lru_cache
@@ -130,15 +159,15 @@ def computed_truth(case: str) -> dict:
     (loss / count).backward()
     named = saved_names(case, theirs)
     return {
-        "weights": {k: p.detach().numpy() for k, p in named.items()},
-        "grads": {k: p.grad.numpy() for k, p in named.items()},
+        "weights": expert_by_expert({k: p.detach().numpy() for k, p in named.items()}),
+        "grads": expert_by_expert({k: p.grad.numpy() for k, p in named.items()}),
         "logits": torch.cat(logits).detach().numpy(),
         "loss": (loss / count).item(),
         "positions": torch.cat(positions),
     }
 
 
-@pytest.mark.parametrize("case", ["qwen2_5_vl", "qwen3_vl"])
+@pytest.mark.parametrize("case", ["qwen2_5_vl", "qwen3_vl", "qwen3_5"])
 def test_positions_are_those_of_transformers(case):
     ours = torch.cat([batch.coordinates for batch in batches_of(case)])
     assert torch.equal(ours, truth_of(case)["positions"]) and (ours[:, 1] != ours[:, 2]).any()
@@ -194,7 +223,9 @@ def test_what_cannot_be_computed_is_named(case, at, changed, said):
         from_hf({**keys, at: {**keys[at], **changed}})
 
 
-@pytest.mark.parametrize(("case", "layout"), [("qwen2_5_vl", "pp2"), ("qwen3_vl", "tp2")])
+@pytest.mark.parametrize(
+    ("case", "layout"), [("qwen2_5_vl", "pp2"), ("qwen3_vl", "tp2"), ("qwen3_5", "pp2"), ("qwen3_5_moe", "tp2")]
+)
 def test_a_folder_there_and_back_is_the_same_to_the_byte(ranks, tmp_path, case, layout):
     """Saved by transformers, read, saved in a layout and exported; transformers then finds all it looks for and nothing
     else."""
@@ -213,7 +244,7 @@ def test_a_folder_there_and_back_is_the_same_to_the_byte(ranks, tmp_path, case, 
     assert not any(info.values())
 
 
-@pytest.mark.parametrize("case", ["qwen2_5_vl", "qwen3_vl"])
+@pytest.mark.parametrize("case", ["qwen2_5_vl", "qwen3_vl", "qwen3_5"])
 def test_an_image_sees_no_other(case):
     """Another image leaves the logits of all samples but its own as they are, to the bit."""
     from tests.models.test_models import run_model

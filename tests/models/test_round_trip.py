@@ -35,6 +35,7 @@ from tests.models import test_models, test_moe_models
 from tests.models.test_models import all_logits
 
 BATCHES = test_models.BATCHES  # the same in both
+CONSTANTS = ("e_score_correction_bias", "layer_scalar")
 TRIPS = [
     ("llama: GQA, wide heads, llama3 scaling", dict(tp=2)),
     ("llama: tied", dict(pp=2)),
@@ -44,7 +45,8 @@ TRIPS = [
     ("phi3: fused, window, part of heads rotated, longrope", dict(tp=2)),
     ("olmo3: window in three layers of four, yarn in the fourth", dict(pp=2)),
     ("gemma3_text: five windows of six, linear scaling in the sixth", dict(tp=2)),
-    ("gemma4_text", dict(tp=2)),
+    ("gemma4_text: inputs of layers, shared keys, wide MLP", dict(pp=2)),
+    ("gemma4_text: experts, one key head, shared keys of its own kind alone", dict(tp=2)),
     ("mistral: window, yarn", dict(pp=2)),
     ("qwen2: window in upper layers", dict(tp=2)),
     ("deepseek_v3: latents, yarn", dict(tp=2)),
@@ -110,7 +112,7 @@ def theirs(folder: Path, config) -> dict:
     with torch.no_grad():
         for p in model.parameters():
             p.copy_(p.grad)
-    grads = {k: v for k, v in test_moe_models.saved(model).items() if not k.endswith("e_score_correction_bias")}
+    grads = {k: v for k, v in test_moe_models.saved(model).items() if not k.endswith(CONSTANTS)}
     return {"grads": grads, "logits": logits.detach().numpy()}
 
 

@@ -19,10 +19,12 @@ from phalanx.checkpoint.convert import export
 from phalanx.checkpoint.hf import from_hf, model_config_from_hf, resolved, to_hf
 from phalanx.checkpoint.keep import latest
 from phalanx.config.run import Run, TrainConfig
-from phalanx.engine.build import sinusoids
 from phalanx.inference.load import refuse_sound
+from phalanx.layout.box import Box
 from phalanx.layout.config import LayoutConfig
+from phalanx.layout.param import Piece
 from phalanx.models.whisper import WhisperConfig
+from phalanx.nn.initial import Sinusoids
 from phalanx.sequence.batch import IGNORE, Batch
 from phalanx.sequence.frames import FRAMES
 from phalanx.sequence.sample import SOUND
@@ -184,7 +186,10 @@ def test_what_cannot_be_computed_is_named(changed, said):
 def test_fixed_positions_are_those_of_transformers():
     from transformers.models.whisper.modeling_whisper import sinusoids as theirs
 
-    assert torch.equal(sinusoids(30, 12), theirs(30, 12))
+    found, shape = torch.empty(30, 12), (30, 12)
+    every = Box.full(shape)
+    Sinusoids().fill(found, Piece("positions", shape, every, every.slices(), Sinusoids()), 0)
+    assert torch.equal(found, theirs(30, 12))
 
 
 @pytest.mark.parametrize(("case", "layout"), [(FIRST, "pp2"), ("untied, another number of bands", "tp2")])
@@ -210,6 +215,6 @@ def test_a_folder_there_and_back_is_the_same_to_the_byte(ranks, tmp_path, case, 
 
 
 def test_what_gives_it_no_recording_is_refused_by_name():
-    with pytest.raises(ConfigError, match="whisper.*hears a recording, which the server does not give it: phalanx gen"):
-        refuse_sound(MODELS["whisper"], "the server")
-    refuse_sound(MODELS["t5"], "the server")
+    with pytest.raises(ConfigError, match="whisper.*hears a recording, which a chat does not give it: phalanx gen"):
+        refuse_sound(MODELS["whisper"], "a chat")
+    refuse_sound(MODELS["t5"], "a chat")

@@ -18,6 +18,7 @@ from phalanx.nn.adapter import find_adapter
 from phalanx.verifying.compare import random_weights
 from tests.harness import parity
 from tests.harness.pool import RanksFailed
+from tests.harness.sample import rest_in_soak
 
 STEPS = 2
 
@@ -63,6 +64,25 @@ def test_lora_is_the_same_in_every_layout(ranks, model, world, layout):
     start = parity.truth_of(ranks, run, 0, False)["weights"]
     for name, value in truth["weights"].items():
         assert np.array_equal(value, start[name]) or name in mine, name
+
+
+ONE_PASS = [
+    (3, {"tp": 3}, {}),
+    (2, {"tp": 2, "tp_overlap": "on"}, {"recompute": "full"}),  # through memory that ranks share
+    (4, {"tp": 2, "tp_overlap": "on", "pp": 2, "schedule": "zb_h1"}, {}),  # weight gradients wait
+]
+
+
+@pytest.mark.parametrize("world, layout, train", ONE_PASS, ids=[str(layout) for _, layout, _ in ONE_PASS])
+@pytest.mark.parametrize("start", rest_in_soak(("random", "pissa"), ("random",)))
+def test_terms_that_are_added_in_the_pass_of_the_linear(ranks, world, layout, train, start):
+    """Truth: one process in float64. One key/value head, and a sequence that three ranks can cut."""
+    base = parity.base_run("llama", seq_length=24, **train)
+    model = replace(base.model, num_attention_heads=6, num_key_value_heads=1)
+    run = lora(replace(base, model=model, layout=LayoutConfig(**layout)), rank=3, alpha=5.0, start=start)
+    truth = parity.truth_of(ranks, run, STEPS, False)
+    assert all(np.any(value) for value in truth["grads"][0].values())
+    parity.compare(ranks.run("tests.harness.parity:run_layout", world, run, STEPS, False), truth, STEPS)
 
 
 @pytest.mark.parametrize("layout", [{"tp": 2}, {"pp": 2}, {"cp": 2, "sharding": 3}])

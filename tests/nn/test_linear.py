@@ -8,9 +8,9 @@ from dataclasses import replace
 
 import torch
 
-from phalanx.layout.param import Init
 from phalanx.nn.env import Env, WeightRules
 from phalanx.nn.fp8 import FP8, Fp8Linears
+from phalanx.nn.initial import Normal
 from phalanx.nn.linear import ColumnLinear, RowLinear
 from phalanx.nn.linear_method import PLAIN
 from phalanx.nn.module import OutputRows
@@ -57,7 +57,7 @@ def test_a_method_is_chosen_for_each_linear():
     fp8 = Fp8Linears(RECIPES["tensorwise"], range(1, 2), ("*o_proj*",))
     env = Env(weights=WeightRules(linears=fp8))
     for layer, method in ((0, PLAIN), (1, FP8), (2, PLAIN)):
-        at, init = f"model.layers.{layer}.self_attn", Init("normal", 0.02)
+        at, init = f"model.layers.{layer}.self_attn", Normal(0.02)
         rows = [OutputRows(f"{at}.{name}_proj.weight", 64, 0, 64) for name in "qkv"]
         qkv = ColumnLinear(env, rows, 32, init, bias=True)
         out = RowLinear(env, f"{at}.o_proj.weight", 32, 64, (0, 64), init)
@@ -71,7 +71,7 @@ def test_a_method_is_chosen_for_each_linear():
 
 def test_a_linear_is_a_matmul_and_names_its_bias_like_its_matrix():
     x = torch.randn(4, 6, dtype=torch.float64)
-    env, init = Env(weights=WeightRules(dtype=torch.float64)), Init("normal", 0.02)
+    env, init = Env(weights=WeightRules(dtype=torch.float64)), Normal(0.02)
     column = ColumnLinear(env, [OutputRows("up.weight", 8, 0, 8)], 6, init, bias=True)
     row = RowLinear(env, "down.weight", 5, 8, (0, 8), init, bias=True)
     assert column.bias.spec.name == "up.bias" and row.bias.spec.name == "down.bias"

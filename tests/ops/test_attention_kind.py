@@ -60,7 +60,8 @@ def test_a_kind_that_nobody_has_is_refused_by_name():
     with pytest.raises(UnsupportedAttention) as error:
         attention(q, q, q, UNIFORM, kind, Learned(bias=torch.zeros(8, 2)), "invariant")
     assert str(error.value) == (
-        "no backend computes attention with bias, direction: invariant has no bias, no direction"
+        "no backend computes attention with bias, direction: invariant has no bias, no direction: "
+        "set train.batch_invariant=false"
     )
     with pytest.raises(ValueError, match="sinks=False"):
         attention(q, q, q, UNIFORM, CAUSAL, Learned(torch.zeros(2)))
@@ -97,7 +98,7 @@ def test_a_layer_is_refused_when_it_is_built():
     for grid in (Grid(), Grid(cp=2, ulysses=2), Grid(cp=2)):
         assert layer(everything, "sinks", 0.1, grid).kind == replace(everything, sinks=True)
     kind = AttentionKind("prefix", soft_cap=5.0)
-    with pytest.raises(UnsupportedAttention, match="flash-attn has no prefix"):
+    with pytest.raises(UnsupportedAttention, match="flash-attn has no prefix: set train.kernels=auto"):
         layer(kind, ops=OpChoices(kernels="optional"))
     assert layer(kind, ops=OpChoices(kernels="optional", plain_ops=("attention",))).kind == kind
     with pytest.raises(UnsupportedAttention, match="invariant has no direction"):

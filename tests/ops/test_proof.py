@@ -6,6 +6,8 @@ from __future__ import annotations
 import json
 import subprocess
 import sys
+from dataclasses import replace
+from threading import Barrier
 from types import SimpleNamespace
 
 import pytest
@@ -143,6 +145,26 @@ def test_what_is_wrong_is_listed_by_op_and_by_doctor(checks, monkeypatch):
     [(name, said)] = doctor.wrong_kernels()
     assert "warps=4" in name and "another tuning or the reference runs" in said
     assert name in doctor.report()
+
+
+def test_ops_are_compared_beside_each_other(checks, monkeypatch):
+    """In threads, of which none sees what another one has put in the place of an op's implementations."""
+    wrong, right = planted(WRONG), planted(RIGHT)
+    monkeypatch.setattr(wrong.__class__, "runs_on", lambda made, x: True)
+    other = replace(SYMMETRIC, name="other", implementations=(right,))
+    started, seen = Barrier(2, timeout=60), {}
+
+    def compared(op, made, *call):
+        with ops.only(op):
+            started.wait()
+            seen[op.name] = [each.choices == () for each in (SYMMETRIC, other)]
+        return why_wrong(op, made, *call)
+
+    monkeypatch.setattr(ops, "why_wrong", compared)
+    monkeypatch.setattr(ops.os, "cpu_count", lambda: 2)
+    with ops.only(SYMMETRIC, wrong):
+        assert list(refused([SYMMETRIC, other], CPU, torch.float32)) == ["symmetric"]
+    assert seen == {"symmetric": [True, False], "other": [False, True]}
 
 
 def test_every_triton_kernel_of_the_table_is_checked():

@@ -18,7 +18,7 @@ from phalanx.layout.config import LayoutConfig
 from phalanx.optim.adamw import AdamWConfig
 from phalanx.optim.muon import Muon, MuonConfig
 from phalanx.optim.sharded import HomeRule
-from phalanx.schedule.actions import Backward
+from phalanx.schedule.actions import Backward, Forward
 from phalanx.verifying.compare import random_weights
 from tests.harness import parity
 from tests.harness.sample import rest_in_soak
@@ -47,8 +47,8 @@ def made(rank: int, world: int, model: str, layout: dict, fields: dict):
 
 
 def both_ways(rank: int, world: int, model: str, layout: dict, fields: dict) -> dict:
-    """Weights after three steps of `train_step`, and of a loop that may change gradients before the update; and how
-    many buckets of matrices had left when backward was over."""
+    """Weights after three steps of `train_step`, and of a loop that may change gradients before the update and reads
+    weights after it; and how many buckets of matrices had left when backward was over."""
     found, left = [], []
     for early in (True, False):
         run, state = made(rank, world, model, layout, fields)
@@ -66,6 +66,7 @@ def both_ways(rank: int, world: int, model: str, layout: dict, fields: dict) -> 
                 train_step(state, batches, 1e-2)
             else:
                 update(state, accumulate(state, batches), 1e-2)
+                state.buffers.ready()
         state.buffers.ready()
         found.append(parity.parts_of(state, "master"))
     return {"weights": found, "left": left}
@@ -83,10 +84,10 @@ def test_the_same_bits_as_without(ranks, case):
         assert all(sent == 0 for sent, _ in result["left"][3:])
 
 
-def order_of_work(rank: int, world: int) -> list[str]:
-    """What happens in a step, in order: b backward of a segment, g gradients of a bucket leave, w its weights go, u its
-    matrices are updated, a the last of them arrive."""
-    run, state = made(rank, world, "llama", {"sharding": 1}, {})
+def order_of_work(rank: int, world: int, sharding: int) -> list[str]:
+    """What happens in two steps, in order: f forward of a segment, b its backward, l gradients of a bucket leave, c
+    they have come, u its matrices are updated, w its weights go, a they arrive."""
+    run, state = made(rank, world, "llama", {"sharding": sharding}, {})
     events = list[str]()
 
     def before(of: object, name: str, letter: str):
@@ -94,25 +95,32 @@ def order_of_work(rank: int, world: int) -> list[str]:
         patch.setattr(of, name, lambda *given, **named: (events.append(letter), real(*given, **named))[1])
 
     with pytest.MonkeyPatch.context() as patch:
-        for name, letter in (("leave", "g"), ("send_weights", "w"), ("arrive", "a")):
+        for name, letter in (("leave", "l"), ("bring_gradients", "c"), ("send_weights", "w"), ("_store", "a")):
             before(MatrixHome, name, letter)
         before(Muon, "update_matrices", "u")
-        backward = state.model.handlers[Backward]
-        state.model.handlers = {**state.model.handlers, Backward: lambda i: (events.append("b"), backward(i))[1]}
-        train_step(state, parity.step_batches(run, state.mesh, 0, False), 1e-2)
+        real = dict(state.model.handlers)
+        for kind, letter in ((Forward, "f"), (Backward, "b")):
+            state.model.handlers[kind] = lambda i, kind=kind, letter=letter: (events.append(letter), real[kind](i))[1]
+        for step in range(2):
+            train_step(state, parity.step_batches(run, state.mesh, step, False), 1e-2)
     return events
 
 
-def test_work_lies_between_exchanges(ranks):
-    """Of the last micro-batch, gradients of a bucket leave before backward of the next but one; and weights of each
-    bucket go before the next is updated."""
-    for events in ranks.run(f"{HERE}:order_of_work", 2):
+@pytest.mark.parametrize("sharding", [1, 3])
+def test_work_lies_between_exchanges(ranks, sharding):
+    """Of the last micro-batch, gradients of a bucket leave before backward of the next but one. A bucket's gradients
+    are waited for when its update begins, the first layers' after another update. Weights of each bucket go before the
+    next is updated, and arrive after it; those of the last one when forward has begun, before it comes to them."""
+    for events in ranks.run(f"{HERE}:order_of_work", 2, sharding):
         text = "".join(events)
-        last = text[: text.rindex("b") + 1].split("g")
-        assert text.count("g") == text.count("w") >= 4
-        assert len(last) >= text.count("g") - 1, "all but two leave while backward runs"
-        assert text[text.index("w") :].strip("wu") == "a", "nothing else lies between updates and sends"
-        assert "ww" not in text[: text.rindex("u")], "matrices of each bucket are updated between two sends"
+        buckets = text.count("w") // 2
+        first, after = text[: text.index("c")], text[text.index("f", text.index("c")) :]
+        assert buckets >= 4 and text.count("l") == text.count("c") == text.count("a") + 1 == 2 * buckets
+        assert len(first[: first.rindex("b") + 1].split("l")) >= buckets - 1, "all but two leave while backward runs"
+        update = text[text.index("c") : text.index("f", text.index("c"))]
+        assert update.replace("u", "") == "cw" + "cwa" * (buckets - 1) and "cw" not in update
+        forward = after[: after.index("b")]
+        assert forward.count("a") == 1 and forward.strip("f").strip("a") == "", "forward goes on around the arrival"
 
 
 def without_gradients(rank: int, world: int) -> list:

@@ -17,7 +17,8 @@ from phalanx.forecast.decide import make_plan
 from phalanx.layout.box import Box
 from phalanx.layout.buckets import Bucket, make_buckets
 from phalanx.layout.grid import Grid
-from phalanx.layout.param import Init, ParamSpec, Piece
+from phalanx.layout.param import ParamSpec, Piece
+from phalanx.nn.initial import ZEROS
 from phalanx.ops.optimizer.adamw import AdamOptions, AdamRange, adamw_, adamw_reference_
 from phalanx.ops.optimizer.shard import Shard, zero_state
 from phalanx.optim import sharded
@@ -42,7 +43,7 @@ def one_bucket(shards: int) -> Bucket:
         whole = tuple(slice(0, n) for n in shape)
         specs.append(
             (
-                ParamSpec(shape, (Piece(name, shape, Box.full(shape), whole, Init("zeros"), len(shape) > 1),)),
+                ParamSpec(shape, (Piece(name, shape, Box.full(shape), whole, ZEROS, len(shape) > 1),)),
                 frozenset({(0, 0)}),
             )
         )

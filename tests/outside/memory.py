@@ -15,8 +15,10 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
+from torch import Tensor
 
-from phalanx.layout.param import Init
+from phalanx.base.rng import fill_normal_
+from phalanx.layout.param import Init, Piece
 from phalanx.models.decoder import DecoderEmbedding, DecoderHead, DecoderLayer, make_head
 from phalanx.models.decoder_config import DecoderConfig
 from phalanx.models.family import BlockMaker, Family
@@ -28,7 +30,20 @@ from phalanx.sequence.batch import Batch
 from phalanx.sequence.streams import Border, Streams, StreamSpec
 
 GIST = 8
-INIT = Init("normal", 0.02)
+
+
+@dataclass(frozen=True)
+class HalfNormal(Init):
+    """Initial values of its own kind: |normal|, drawn by each element's place in the whole tensor."""
+
+    std: float
+
+    def fill(self, out: Tensor, piece: Piece, seed: int) -> None:
+        fill_normal_(out, self.std, piece.shape, piece.box.start, seed, piece.name)
+        out.abs_()
+
+
+INIT = HalfNormal(0.02)
 
 
 @dataclass(frozen=True, kw_only=True)

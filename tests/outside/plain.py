@@ -14,11 +14,11 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from phalanx.layout.param import Init
 from phalanx.models.decoder import attention, decoder_blocks, make_head
 from phalanx.models.decoder_config import DecoderConfig
 from phalanx.models.family import BlockMaker, Family
 from phalanx.nn import Block, ColumnLinear, Env, Head, Module, OutputRows, RMSNorm, RowLinear
+from phalanx.nn.initial import Normal
 from phalanx.sequence.batch import Batch
 
 
@@ -41,7 +41,7 @@ class SquaredReLU(Module):
         super().__init__(env)
         at, inner, width = f"model.layers.{layer}.mlp", config.intermediate_size, config.hidden_size
         first, stop = env.cut(inner)
-        init = Init("normal", config.initializer_range)
+        init = Normal(config.initializer_range)
         self.up = ColumnLinear(env, [OutputRows(f"{at}.up_proj.weight", inner, first, stop)], width, init)
         self.down = RowLinear(env, f"{at}.down_proj.weight", width, inner, (first, stop), init)
         self.num_weights = 2 * width * inner

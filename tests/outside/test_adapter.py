@@ -18,6 +18,7 @@ from phalanx.forecast.check import Facts, check
 from phalanx.layout.config import LayoutConfig
 from phalanx.nn.adapter import find_adapter
 from tests.harness import checkpoints, parity
+from tests.harness.sample import rest_in_soak
 
 OUTSIDE = Path(__file__).parent
 if str(OUTSIDE) not in sys.path:
@@ -29,7 +30,11 @@ LAYOUTS = {
     "pp2": ("llama", 2, {"pp": 2}),
     "dp2 sharding 3": ("llama", 2, {"sharding": 3, "bucket_mb": 0}),
     "tp2 ep2": ("mixtral", 2, {"tp": 2, "ep": 2}),
+    "cp2": ("llama", 2, {"cp": 2}),
+    "dp2, sharding 1": ("llama", 2, {"sharding": 1}),
+    "dp2, sharding 2": ("llama", 2, {"sharding": 2}),
 }
+USUAL = ("tp2", "pp2", "dp2 sharding 3", "tp2 ep2")
 
 
 def run_of(model: str, layout: dict, precision: str = "fp64", **fields) -> Run:
@@ -42,7 +47,7 @@ def steps_on_rank(rank: int, world: int, model: str, layout: dict) -> dict:
     return parity.run_layout(rank, world, run_of(model, layout), STEPS)
 
 
-@pytest.mark.parametrize("name", LAYOUTS)
+@pytest.mark.parametrize("name", rest_in_soak(LAYOUTS, USUAL))
 def test_it_is_the_same_in_every_layout(ranks, name):
     """Truth: one process in float64."""
     model, world, layout = LAYOUTS[name]

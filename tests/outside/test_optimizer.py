@@ -29,6 +29,7 @@ from phalanx.optim.optimizer import find_optimizer
 from phalanx.optim.sharded import ShardedOptimizer
 from phalanx.training.main import train
 from tests.harness import checkpoints, parity
+from tests.harness.sample import rest_in_soak
 from tests.optim.test_optim import CPU, make_shards, one_bucket
 from tests.training.test_loop import make_run
 
@@ -38,6 +39,15 @@ if str(OUTSIDE) not in sys.path:
 LION = "lion_example.lion:Lion"
 STEPS, LR, CLIP = 3, 1e-2, 0.05
 LAYOUT = {"tp": 2, "pp": 2, "sharding": 3, "bucket_mb": 0}
+LAYOUTS = {
+    "tp2 pp2 dp2, sharding 3": (8, LAYOUT),
+    "tp2": (2, {"tp": 2}),
+    "pp2": (2, {"pp": 2}),
+    "cp2": (2, {"cp": 2}),
+    "dp2, sharding 0": (2, {"sharding": 0}),
+    "dp2, sharding 1": (2, {"sharding": 1}),
+    "dp2, sharding 2": (2, {"sharding": 2}),
+}
 
 
 def lion(**fields) -> OptimConfig:
@@ -65,8 +75,10 @@ def undecided(truth: dict, name: str) -> np.ndarray:
     return found > 0
 
 
-def test_lion_is_the_same_in_every_layout(ranks):
-    """Truth: one process. tp2 x pp2 x dp2 with ZeRO stage 3; at most one element in a thousand is undecided."""
+@pytest.mark.parametrize("name", rest_in_soak(LAYOUTS, ("tp2 pp2 dp2, sharding 3",)))
+def test_lion_is_the_same_in_every_layout(ranks, name):
+    """Truth: one process. At most one element in a thousand is undecided."""
+    world, layout = LAYOUTS[name]
     [alone] = ranks.run("tests.outside.test_optimizer:one_rank", 1, {"bucket_mb": 0, "sharding": 0})
     truth = {**alone, "grads": [parity.assemble([g]) for g in alone["grads"]]}
     truth["weights"] = parity.assemble([alone["weights"]])
@@ -74,7 +86,7 @@ def test_lion_is_the_same_in_every_layout(ranks):
     left_out = {name: undecided(truth, name) for name in truth["weights"]}
     count, total = sum(int(out.sum()) for out in left_out.values()), sum(out.size for out in left_out.values())
     assert count <= total / 1000, f"{count} of {total} elements are undecided"
-    results = ranks.run("tests.outside.test_optimizer:one_rank", 8, LAYOUT)
+    results = ranks.run("tests.outside.test_optimizer:one_rank", world, layout)
     for name, _, box, values in (part for result in results for part in result["weights"]):
         out = left_out[name][box.slices()]
         values[out] = truth["weights"][name][box.slices()][out]

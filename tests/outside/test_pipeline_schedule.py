@@ -20,6 +20,7 @@ from phalanx.schedule.lower import lower
 from phalanx.schedule.simulate import Costs, simulate
 from phalanx.training.main import train
 from tests.harness.parity import base_run, compare, truth_of
+from tests.harness.sample import rest_in_soak
 from tests.training.test_loop import make_run
 
 OUTSIDE = Path(__file__).parent
@@ -47,10 +48,11 @@ def test_a_layout_changes_nothing(ranks, name):
     )
 
 
-def test_of_any_shape_the_simulator_proves_it():
+@pytest.mark.parametrize("counts", rest_in_soak((range(1, 20, 6), range(1, 20)), (range(1, 20, 6),)), ids=len)
+def test_of_any_shape_the_simulator_proves_it(counts):
     """And its memory: 2 (p - r) - 1 micro-batches in flight and 2 r whose weight gradients wait."""
     for pp in range(2, 7):
-        for m in range(1, 20):
+        for m in counts:
             trace = simulate(lower(generate(ZB_H2, pp, 1, m)), Costs.uniform(pp, 1.0, 2.0))
             assert max(trace.peak_live) == min(m, 2 * pp - 1)
             assert trace.bubble < simulate(lower(generate("1f1b", pp, 1, m)), Costs.uniform(pp, 1.0, 2.0)).bubble

@@ -21,6 +21,7 @@ from phalanx.layout.config import LayoutConfig
 from phalanx.models.registry import load_family
 from phalanx.verifying.shrink import shrink
 from tests.harness.parity import SEQ, VOCAB, compare, truth_of
+from tests.harness.sample import rest_in_soak
 from tests.outside.plain import PlainConfig
 from tests.verifying.test_verify import is_valid_and_passes
 
@@ -40,7 +41,13 @@ LAYOUTS = {
     "tp2": (2, {"tp": 2}),
     "pp2": (2, {"pp": 2}),
     "dp2, sharding 3": (2, {"sharding": 3}),
+    "cp2": (2, {"cp": 2}),
+    "dp2, sharding 0": (2, {"sharding": 0}),
+    "dp2, sharding 1": (2, {"sharding": 1}),
+    "dp2, sharding 2": (2, {"sharding": 2}),
+    "tp2 cp2, sharding 3": (4, {"tp": 2, "cp": 2, "sharding": 3}),
 }
+USUAL = ("tp2", "pp2", "cp2", "dp2, sharding 3")
 
 
 def run_of(tied: bool = False, **layout: object) -> Run:
@@ -49,7 +56,7 @@ def run_of(tied: bool = False, **layout: object) -> Run:
     return Run(model=model, train=train, layout=LayoutConfig(**layout), data=DataConfig(mock=True))
 
 
-@pytest.mark.parametrize("name", LAYOUTS)
+@pytest.mark.parametrize("name", rest_in_soak(LAYOUTS, USUAL))
 def test_a_layout_changes_nothing(ranks, name):
     world, layout = LAYOUTS[name]
     run = run_of(tied=name == "pp2", **layout)

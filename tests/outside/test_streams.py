@@ -12,7 +12,7 @@ from phalanx.comm.axis import Axis
 from phalanx.comm.mesh import Mesh
 from phalanx.config.run import Run, TrainConfig
 from phalanx.data.config import DataConfig
-from phalanx.engine.build import build
+from phalanx.engine.build import build, init_weights
 from phalanx.engine.step import train_step
 from phalanx.forecast.decide import make_plan
 from phalanx.forecast.memory import block_uses, rank_uses
@@ -21,7 +21,17 @@ from phalanx.models.llama import LlamaConfig
 from phalanx.planning.blocks import model_facts
 from phalanx.sequence.streams import HIDDEN
 from phalanx.verifying.shrink import shrink
-from tests.harness.parity import SEQ, VOCAB, compare, random_weights, step_batches, truth_of
+from tests.harness.parity import (
+    SEQ,
+    VOCAB,
+    Parts,
+    assemble,
+    compare,
+    parts_of,
+    random_weights,
+    step_batches,
+    truth_of,
+)
 from tests.harness.sample import covering, rest_in_soak
 from tests.outside.memory import GIST, MemoryConfig, MemoryLayer
 from tests.verifying.test_verify import is_valid_and_passes
@@ -73,13 +83,31 @@ def test_a_layout_changes_nothing(ranks, name):
     compare(ranks.run("tests.harness.parity:run_layout", world, run, STEPS, False), truth, STEPS)
 
 
+def initial_weights(rank: int, world: int, layout: dict[str, object]) -> Parts:
+    plan = make_plan(run_of(layout), world)
+    state = build(plan, Mesh(plan.grid, rank))
+    init_weights(state.model)
+    return parts_of(state, "master")
+
+
+def test_initial_values_of_its_own_kind(ranks):
+    """memory.HalfNormal: none is negative, and every layout begins with the bits of one process."""
+    [alone] = ranks.run("tests.outside.test_streams:initial_weights", 1, {"sharding": 0})
+    truth = assemble([alone])
+    mine = [values for name, values in truth.items() if ".memory." in name]
+    assert len(mine) == 12 and all((values >= 0).all() and values.any() for values in mine)
+    for layout in ({"tp": 2}, {"pp": 2, "sharding": 1}, {"sharding": 3}):
+        found = assemble(ranks.run("tests.outside.test_streams:initial_weights", 2, layout))
+        assert found.keys() == truth.keys() and all((found[name] == truth[name]).all() for name in truth)
+
+
 def test_documents_and_padding(ranks):
     run = run_of({"pp": 2})
     truth = truth_of(ranks, run, STEPS, "packed")
     compare(ranks.run("tests.harness.parity:run_layout", 2, run, STEPS, "packed"), truth, STEPS)
 
 
-@pytest.mark.parametrize("recompute", ["none", "full"])
+@pytest.mark.parametrize("recompute", rest_in_soak(("none", "full"), ("full",)))
 def test_graphs_change_no_bit(ranks, recompute):
     run = run_of({"pp": 2, "virtual_stages": 2, "bucket_mb": 0}, {"recompute": recompute, "cuda_graphs": "on"})
     plain = ranks.run("tests.pipeline.test_graphs:trained", 2, run, False, False)

@@ -58,6 +58,7 @@ from phalanx.verifying.compare import step_batches
 from recipes import (
     deepseek_v3,
     gemma3_1b,
+    gemma4_e2b,
     gpt3_175b,
     gpt_oss_20b,
     gpt_oss_120b,
@@ -75,6 +76,7 @@ from recipes import (
     qwen2_5_7b,
     qwen3_8b,
     qwen3_30b_a3b,
+    qwen3_30b_a3b_lora,
     qwen3_235b_a22b,
 )
 from tests.harness.sample import covering, features, rest_in_soak
@@ -660,6 +662,7 @@ DEEPSEEK_V3 += SPARSE + 2 * 7168**2 + 3 * 7168  # the module that predicts one t
 
 # rank 16 x (inputs + outputs) of q, k, v, o, gate, up and down
 LORA_8B = 32 * 16 * (2 * 8192 + 2 * (4096 + 1024) + 3 * (4096 + 14336))
+LORA_30B = 48 * 8 * (2 * 6144 + 2 * (2048 + 512) + 128 * 3 * (2048 + 768))  # and rank 8 on each expert
 LORA_70B = 80 * 16 * (2 * 16384 + 2 * (8192 + 1024) + 3 * (8192 + 28672))
 RECIPES = {
     "llama3_8b on 8": (llama3_8b.run(), 8, 8_030_261_248),
@@ -670,11 +673,13 @@ RECIPES = {
     "llama3_8b_sft_lora": (llama3_8b_sft_lora.run(), 1, 8_030_261_248 + LORA_8B),
     "llama3_8b_qlora": (llama3_8b_qlora.run(), 1, 8_030_261_248 + LORA_8B),
     "llama3_70b_qlora": (llama3_70b_qlora.run(), 1, 70_553_706_496 + LORA_70B),
+    "qwen3_30b_a3b_lora": (qwen3_30b_a3b_lora.run(), 1, 30_532_122_624 + LORA_30B),
     "llama3_70b on 128": (llama3_70b.run(), 128, 70_553_706_496),
     "llama3_70b, 2 virtual stages": (llama3_70b.run(virtual_stages=2), 128, 70_553_706_496),
     "llama3_70b on 1024": (llama3_70b.run(), 1024, 70_553_706_496),
     "olmo2_7b on 8": (olmo2_7b.run(), 8, 7_298_617_344),
     "gemma3_1b on 8": (gemma3_1b.run(), 8, 999_885_952),
+    "gemma4_e2b on 8": (gemma4_e2b.run(), 8, 4_628_569_344),  # transformers' Gemma4ForCausalLM has as many
     "phi3_mini on 8": (phi3_mini.run(), 8, 3_821_079_552),
     "qwen3_8b on 8": (qwen3_8b.run(), 8, 8_190_735_360),
     "mistral_7b on 8": (mistral_7b.run(), 8, 7_241_732_096),

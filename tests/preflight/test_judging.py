@@ -5,7 +5,9 @@ from __future__ import annotations
 
 import json
 import random
+from collections.abc import Callable
 from math import ceil, exp, log2
+from typing import Any
 
 import pytest
 
@@ -17,7 +19,7 @@ from phalanx.preflight.checks.axes import judged as axes_judged
 from phalanx.preflight.checks.axes import links_of
 from phalanx.preflight.checks.clock import skewed
 from phalanx.preflight.checks.gpu import Gpu, read_gpus, read_xids
-from phalanx.preflight.checks.links import Links, Rates, judged
+from phalanx.preflight.checks.links import LOOKS, Links, Rates, judged
 from phalanx.preflight.checks.names import by_reporter
 from phalanx.preflight.checks.placement import NodeOrder
 from phalanx.preflight.report import PreflightReport
@@ -89,15 +91,42 @@ def test_good_links_are_not_named(count):
     assert sum(map(bool, alarms)) <= 2
 
 
-def test_suspects_are_measured_again_and_cleared():
-    check, looks = Links(), names(4)
-    answers, slow_once = [], measured(4, 1, {2: 0.1}, {})
+def looked(count: int, measure: Callable[[int], Rates]) -> Looks:
+    """All looks of the check at rates that are `measure` of the number of the look."""
+    check, looks = Links(), names(count)
+    answers: list[tuple[Any, dict[int, Any]]] = []
     while (order := check.next_order(Looks(looks.names, answers))) is not None:
-        rates = slow_once if len(answers) < 6 else measured(4, 2, {}, {})
+        rates = measure(order[3])
         said = {pair[order[1]]: [pair[1 - order[1]], rates[pair[order[1]], pair[1 - order[1]]]] for pair in order[0]}
         answers.append((order, said))
-    asked_again = {tuple(pair) for order, _ in answers[6:] for pair in order[0]}
-    assert asked_again == {(0, 2), (1, 2), (2, 3)} and check.judge(Looks(looks.names, answers)) == []
+    return Looks(looks.names, answers)
+
+
+def test_suspects_are_measured_again_and_cleared():
+    """Those alone, as often as they look slow, and no oftener than that."""
+    looks = looked(4, lambda look: measured(4, look, {2: 0.1} if look < 2 else {}, {}))
+    assert [order[3] for order, _ in looks.answers] == [*[0] * 6, *[1] * 6, *[2] * 6]
+    asked_again = {tuple(pair) for order, _ in looks.answers[6:] for pair in order[0]}
+    assert asked_again == {(0, 2), (1, 2), (2, 3)} and Links().judge(looks) == []
+    [one] = Links().judge(found := looked(4, lambda look: measured(4, look, {2: 0.1}, {})))
+    assert one.nodes == (2,) and max(order[3] for order, _ in found.answers) == LOOKS - 1
+
+
+def test_a_machine_that_does_something_else_names_no_link_and_hides_none():
+    """One link in ten has a third of its rate for the whole of a look: with two looks there were ten alarms."""
+
+    def busy(seed: int, links: dict[tuple[int, int], float]) -> list[tuple[int, ...]]:
+        def rates(look: int) -> Rates:
+            pick = random.Random(f"{seed} {look}")
+            clean = measured(4, 10 * seed + look, {}, links)
+            return {
+                link: [r * part for r in of] for link, of in clean.items() for part in [pick.choice([0.3, *[1] * 9])]
+            }
+
+        return [found.nodes for found in Links().judge(looked(4, rates))]
+
+    assert sum(map(bool, (busy(seed, {}) for seed in range(100)))) <= 1
+    assert [busy(seed, {(1, 3): 0.1}) for seed in range(20)] == [[(1, 3)]] * 20
 
 
 def test_thresholds_are_those_of_the_spread():

@@ -25,7 +25,7 @@ from phalanx.layout.config import LayoutConfig
 from phalanx.models.llama import LlamaConfig
 from phalanx.nn.env import Env
 from phalanx.nn.units import Features
-from phalanx.sequence.balance import assign_whole
+from phalanx.sequence.balance import assign_shared, assign_whole
 from phalanx.sequence.batch import Batch
 from phalanx.sequence.sample import IGNORE, Sample, SampleTransform, UnitRoom, Units, UnitStream
 from phalanx.sequence.shard import SequenceShard
@@ -187,6 +187,30 @@ def test_ranks_differ_by_no_more_than_one_unit(sizes, ranks):
     assert max(loads) - min(loads) <= max(sizes, default=0)
 
 
+@settings(max_examples=300, deadline=None)
+@given(st.lists(st.lists(st.integers(1, 64), max_size=12), min_size=2, max_size=5), st.integers(1, 4))
+def test_sharing_gives_no_rank_more_than_it_would_have_alone(sizes, ranks):
+    """So the plan has as many rows with layout.media_group as without."""
+    every = [size for each in sizes for size in each]
+    homes, count = assign_shared(sizes, ranks), len(sizes) * ranks
+    assert len(homes) == len(every)
+    loads = [sum(n for n, home in zip(every, homes) if home == rank) for rank in range(count)]
+    alone = [
+        sum(n for n, home in zip(each, assign_whole(each, ranks)) if home == rank)
+        for each in sizes
+        for rank in range(ranks)
+    ]
+    assert max(loads) <= max(alone) and max(loads) - min(loads) <= max(every, default=0)
+
+
+def test_replicas_that_are_even_give_nothing_away():
+    """The largest first puts 5 and 3 on one rank and 4, 3 and 3 on the other, which are 8 and 10: each has 9 alone.
+    Where one has nothing, others give to it."""
+    assert assign_whole([3, 3, 3, 5, 4], 2) == [1, 0, 1, 0, 1]
+    assert assign_shared([[3, 3, 3], [5, 4]], 1) == [0, 0, 0, 1, 1]
+    assert assign_shared([[6, 6], [4, 4, 4], []], 1) == [0, 1, 2, 2, 0]
+
+
 def test_features_are_put_or_added_where_their_tokens_are():
     batch = batch_of([(4, 2), (), (6,)])
     env, x = Env(axes=ModelAxes()), torch.zeros(3 * SEQ, 3)
@@ -237,8 +261,8 @@ def test_the_loader_makes_them_and_changes_travel_with_the_batch():
 def test_the_plan_has_the_most_rows_that_may_come(monkeypatch):
     monkeypatch.setattr(LlamaConfig, "reads_units", (STREAM,))
     run = replace(base_run("llama", micro_batch=2), data=DataConfig(mock=True, room={"patches": 40}))
-    layouts = [({}, 80), ({"tp": 2}, 52), ({"tp": 2, "cp": 2}, 32)]
-    layouts += [({"media_group": 2}, 92), ({"media_group": 4, "tp": 2}, 52)]
+    layouts = [({}, 80), ({"tp": 2}, 46), ({"tp": 2, "cp": 2}, 30)]
+    layouts += [({"media_group": 2}, 80), ({"media_group": 4, "tp": 2}, 46)]
     for layout, rows in layouts:
         world = math.prod(layout.get(name, 1) for name in ("tp", "cp", "media_group"))
         made: Run = replace(run, layout=LayoutConfig(**layout))
@@ -249,7 +273,7 @@ def test_features_are_sent_once_and_their_gradients_back(ranks):
     """Of a step: each feature whose rank is not of the share that its text gives it, forward and backward, 8 bytes for
     each of its numbers; what stays on a rank is counted too. The forecast, of full rooms, is no less."""
     run = base_run("llava", global_batch=8, micro_batch=2)
-    run = replace(run, layout=LayoutConfig(tp=2, media_group=2))
+    run = replace(run, layout=LayoutConfig(tp=2))
     found = ranks.run("tests.harness.traffic:context_traffic", 4, run, False)
     spec, width = run.model.media, run.model.hidden_size
     plan = make_plan(run, 4)
@@ -262,5 +286,5 @@ def test_features_are_sent_once_and_their_gradients_back(ranks):
             expected += (sum(route.send) + sum(route.receive)) * width * 8
         assert found[rank]["tp x cp x dp", "all_to_all"] == (2 * 2, expected)
     forecast = rank_uses(plan, plan.num_micro_batches(8))[0][0].sent["dp"]
-    without = rank_uses(make_plan(replace(run, layout=LayoutConfig(tp=2)), 4), 2)[0][0].sent["dp"]
+    without = rank_uses(make_plan(replace(run, layout=LayoutConfig(tp=2, media_group=1)), 4), 2)[0][0].sent["dp"]
     assert forecast - without >= max(each["tp x cp x dp", "all_to_all"][1] for each in found) * 3 / 4 > 0

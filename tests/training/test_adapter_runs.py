@@ -267,6 +267,8 @@ def test_more_rules():
     run = with_lora(make_run(Path("unused")))
     (found,) = check(replace(run, train=replace(run.train, freeze=["*norm*"])), facts)
     assert found.field == "train.freeze" and "has no effect with lora" in found.rule and found.valid == ([],)
+    many = with_lora(replace(run, train=replace(run.train, freeze=["*norm*"])), targets=["*.w_proj.weight"], rank=0)
+    assert {p.field for p in check(many, facts)} == {"train.freeze", "lora.targets", "lora.rank"}
     some = with_lora(replace(run, model=base_run("mixtral").model), targets=["*.experts.1.w1.weight"])
     (found,) = check(some, facts)
     assert "must fit all or none of the experts of a layer" in found.rule

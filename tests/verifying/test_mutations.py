@@ -65,17 +65,20 @@ LAYOUTS = {
     "t5 tied tp2 pp3, packed": case("t5-tied", 6, tp=2, pp=3, documents="packed", global_batch=2),
     "t5 cp2, all-gather": case("t5", 2, cp=2, cp_attention="allgather", global_batch=2),
     "llava tp2 cp2, packed": case("llava", 4, tp=2, cp=2, documents="packed", global_batch=4, micro_batch=4),
-    "llava tp2 dp2, each other's images": case("llava", 4, tp=2, media_group=2, global_batch=4, micro_batch=2),
+    "llava tp2 dp2, each other's images": case("llava", 4, tp=2, global_batch=4, micro_batch=2),
     "qwen3_vl tp2 pp2": case("qwen3_vl", 4, tp=2, pp=2, global_batch=4, micro_batch=4),
     "gpt2 tp2, gpipe pp2": case("gpt2", 4, tp=2, pp=2, schedule="gpipe", global_batch=4),
     "mixtral tp2, ep2 x etp2, LoRA": case("mixtral", 4, tp=2, ep=2, etp=2, global_batch=2),
     "mixtral tp2, ep2 x etp2, DoRA": case("mixtral", 4, tp=2, ep=2, etp=2, global_batch=2),
+    "qwen3 tp2, LoRA with dropout": case("qwen3", 2, tp=2, global_batch=2),
 }
 EVERYWHERE = ["*", "*embed_tokens*", "lm_head.weight"]
 ADAPTERS = {
     "mixtral tp2, ep2 x etp2, LoRA": LoRA.Config(method="lora", rank=3, targets=EVERYWHERE),
     "mixtral tp2, ep2 x etp2, DoRA": DoRA.Config(method="dora", rank=3),
+    "qwen3 tp2, LoRA with dropout": LoRA.Config(method="lora", rank=3, dropout=0.3),
 }
+OWN = dict(zip(ADAPTERS, ("adapted_matmul", "adapted_linear", "low_rank")))  # the file that has each one's exchanges
 
 
 def sums_of_adapters(site: Site) -> bool:
@@ -188,8 +191,8 @@ def test_each_site_matters(ranks):
 def test_each_sum_of_adapters_matters(ranks, name):
     """Linears of attention and of experts, rows and columns; with LoRA the embedding and the head too."""
     mine = [site for site in layout(ranks, name).sites if sums_of_adapters(site)]
-    assert {"tp", "etp"} <= {site.axis for site in mine}
-    assert {"adapted_linear" if "DoRA" in name else "low_rank", "flat"} <= {Path(site.file).stem for site in mine}
+    assert {"tp", *(["etp"] if "etp" in name else [])} <= {site.axis for site in mine}
+    assert {OWN[name], "flat"} <= {Path(site.file).stem for site in mine}
     survivors = [site for site in mine if layout(ranks, name).survives(site)]
     assert not survivors, f"dropped without notice: {survivors}"
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import math
 import random
 from dataclasses import replace
 
@@ -25,10 +26,11 @@ def case(
     documents: bool | str = False,
     recompute: str = "none",
     bucket_mb: int = 0,
+    one_group: bool = False,
     **layout,
 ):
     """Without a global batch: micro-batches of each rank for twice the stages, which fills a pipeline, but 4 to 8
-    sequences in all."""
+    sequences in all. one_group: all heads of a scan share B and C, or those of linear attention a key head."""
     if global_batch is None:
         pp = layout.get("pp", 1)
         dp = world // (layout.get("tp", 1) * layout.get("cp", 1) * pp)
@@ -41,6 +43,7 @@ def case(
         documents=documents,
         recompute=recompute,
         bucket_mb=bucket_mb,
+        one_group=one_group,
         layout=layout,
     )
 
@@ -67,6 +70,20 @@ NAMED = {
         "gemma3_text", 4, cp=2, pp=2, cp_attention="allgather", documents=True
     ),
     "gemma4_text cp2 tp2, ring, documents": case("gemma4_text", 4, cp=2, tp=2, documents=True),
+    "gemma4_text, shared keys, cp2 pp2, ring, documents": case("gemma4_text-shared", 4, cp=2, pp=2, documents=True),
+    "gemma4_text, shared keys, tp2 pp2 x 2 virtual stages, packed, selective recompute": case(
+        "gemma4_text-shared", 4, tp=2, pp=2, virtual_stages=2, documents="packed", recompute="selective"
+    ),
+    "gemma4_text, shared keys, pp3 dp2, level 3, split backward": case(
+        "gemma4_text-shared", 6, pp=3, schedule="zb_h1", sharding=2, global_batch=4
+    ),
+    "gemma4_text, shared keys, tp4, full recompute": case("gemma4_text-shared", 4, tp=4, recompute="full"),
+    "gemma4_text, experts, tp2 cp2, all-gather, ep2, documents": case(
+        "gemma4_text-experts", 4, tp=2, cp=2, ep=2, cp_attention="allgather", documents=True
+    ),
+    "gemma4_text, experts, pp2 dp2, heads, ep2, sharding 3, pointwise recompute": case(
+        "gemma4_text-experts", 8, pp=2, cp=2, cp_ulysses=2, ep=2, sharding=3, recompute="pointwise", global_batch=4
+    ),
     "smollm3 cp2 pp2, ring, window where nothing is rotated, documents": case(
         "smollm3", 4, cp=2, pp=2, cp_attention="ring", documents=True, global_batch=4
     ),
@@ -112,6 +129,15 @@ NAMED = {
     ),
     "qwen3_5_text pp2, dp2, level 3, documents": case("qwen3_5_text", 4, pp=2, sharding=3, documents=True),
     "qwen3_5_moe_text tp2 pp2, ep2, documents": case("qwen3_5_moe_text", 4, tp=2, pp=2, ep=2, documents=True),
+    "qwen3_5 tp2 cp2 pp2, packed, full recompute": case(
+        "qwen3_5", 8, tp=2, cp=2, pp=2, documents="packed", recompute="full", micro_batch=2
+    ),
+    "qwen3_5 pp2 x 2 virtual stages, dp2, each other's images, level 2": case(
+        "qwen3_5", 4, pp=2, virtual_stages=2, sharding=2, media_group=2, micro_batch=2
+    ),
+    "qwen3_5_moe cp2 dp2, ep2, level 3, documents": case(
+        "qwen3_5_moe", 4, cp=2, ep=2, sharding=3, documents=True, micro_batch=2
+    ),
     "kimi_linear cp2 tp2, ring, documents": case("kimi_linear", 4, cp=2, tp=2, documents=True, global_batch=2),
     "kimi_linear cp3, packed, selective recompute": case(
         "kimi_linear", 3, cp=3, documents="packed", recompute="selective", global_batch=2
@@ -374,28 +400,24 @@ NAMED = {
         "llava", 4, tp=2, pp=2, schedule="zb_h1", sharding=2, documents=True
     ),
     "llava cp3 in uneven parts, ring": case("llava", 3, cp=3, cp_attention="ring", micro_batch=4),
-    "llava dp2, each other's images, level 3": case("llava", 2, media_group=2, sharding=3),
+    "llava dp2, each other's images, level 3": case("llava", 2, sharding=3),
     "llava dp4 in pairs, each other's images, two sequences": case(
         "llava", 4, media_group=2, micro_batch=2, documents=True
     ),
     "llava tp2 pp2 dp2, each other's images, split backward": case(
-        "llava", 8, tp=2, pp=2, media_group=2, schedule="zb_h1", sharding=2
+        "llava", 8, tp=2, pp=2, schedule="zb_h1", sharding=2
     ),
-    "qwen2_5_vl tp2 dp2, each other's images, packed": case(
-        "qwen2_5_vl", 4, tp=2, media_group=2, micro_batch=2, documents="packed"
-    ),
+    "qwen2_5_vl tp2 dp2, each other's images, packed": case("qwen2_5_vl", 4, tp=2, micro_batch=2, documents="packed"),
     "qwen3_vl cp2 pp2 dp2, each other's images, full recompute": case(
-        "qwen3_vl", 8, cp=2, pp=2, media_group=2, recompute="full", documents="packed"
+        "qwen3_vl", 8, cp=2, pp=2, recompute="full", documents="packed"
     ),
-    "gemma3 dynamic cp2 dp2, each other's images": case(
-        "gemma3", 4, cp=2, cp_degree="dynamic", media_group=2, documents="packed"
-    ),
+    "gemma3 dynamic cp2 dp2, each other's images": case("gemma3", 4, cp=2, cp_degree="dynamic", documents="packed"),
     "qwen3_vl tp2 cp2 pp2, packed": case("qwen3_vl", 8, tp=2, cp=2, pp=2, documents="packed", micro_batch=2),
     "qwen3_vl pp3 x 2 virtual stages, full recompute": case(
         "qwen3_vl", 3, pp=3, virtual_stages=2, recompute="full", micro_batch=2
     ),
-    "qwen2_5_vl tp2 dp2, level 3, long recompute": case(
-        "qwen2_5_vl", 4, tp=2, sharding=3, recompute="long", documents=True
+    "qwen2_5_vl tp2 dp2, each its own images, level 3, long recompute": case(
+        "qwen2_5_vl", 4, tp=2, media_group=1, sharding=3, recompute="long", documents=True
     ),
     "whisper tp2 pp2 x 2 virtual stages, packed, full recompute": case(
         "whisper", 4, tp=2, pp=2, virtual_stages=2, documents="packed", recompute="full", micro_batch=2
@@ -530,6 +552,9 @@ def build_run(c: dict):
         dict(recompute=c["recompute"]) if c["recompute"] in PRESETS else dict(recompute_ops=c["recompute"].split(", "))
     )
     run = base_run(c["model"], c["global_batch"], c["micro_batch"], **recomputed)
+    if c["one_group"]:
+        one = {name: 1 for name in ONE_GROUP if hasattr(run.model, name)}
+        run = replace(run, model=replace(run.model, **one))
     return replace(run, layout=LayoutConfig(**{"bucket_mb": c["bucket_mb"], **c["layout"]}))
 
 
@@ -659,6 +684,54 @@ def generated_context() -> dict[str, dict]:
     return cases
 
 
+LINEAR = (
+    "mamba2",
+    "nemotron_h",
+    "nemotron_h-moe",
+    "falcon_h1",
+    "falcon_h1-norm",
+    "qwen3_next",
+    "qwen3_5_text",
+    "qwen3_5_moe_text",
+    "qwen3_5",
+    "qwen3_5_moe",
+    "kimi_linear",
+    "olmo_hybrid",
+)
+"""Families whose layers hand on a state."""
+ONE_GROUP = ("n_groups", "mamba_n_groups", "linear_num_key_heads")
+
+
+def generated_linear() -> dict[str, dict]:
+    """Every such family in every layout that treats states apart: heads cut over tp, groups and key heads fewer than
+    ranks, chunks over cp beside each form of attention, stages of unequal layers, experts, levels of sharding."""
+    cases = {}
+    for model in LINEAR:
+        attends, experts = MODELS[model].attends, MODELS[model].routed_experts > 0
+        each: dict[str, dict] = {
+            "tp2, pointwise recompute": dict(tp=2, recompute="pointwise"),
+            "tp4 with one group, level 3": dict(tp=4, dp=2, one_group=True, sharding=3),
+            "pp2 x 2 virtual stages, level 2": dict(pp=2, dp=2, virtual_stages=2, sharding=2),
+            "cp3, all-gather, full recompute": dict(cp=3, cp_attention="allgather", recompute="full"),
+            "cp2, dp2, level 1": dict(cp=2, dp=2, sharding=1),
+        }
+        if attends:
+            each |= {
+                "cp2, ring": dict(cp=2, cp_attention="ring"),
+                "cp2, all-gather, tp2": dict(cp=2, tp=2, cp_attention="allgather"),
+                "cp2, heads": dict(cp=2, cp_ulysses=2, recompute="selective"),
+                "cp3, ring, selective recompute": dict(cp=3, cp_attention="ring", recompute="selective"),
+            }
+        if experts:
+            each |= {"ep2, tp2, push": dict(tp=2, ep=2, dispatch="push"), "ep2, dp2": dict(dp=2, ep=2, sharding=3)}
+        for name, layout in each.items():
+            layout = {key: value for key, value in layout.items() if attends or key != "cp_attention"}
+            world = math.prod(layout.get(axis, 1) for axis in ("tp", "cp", "pp", "dp"))
+            layout.pop("dp", None)
+            cases[f"{model} {name}"] = case(model, world, documents="packed", micro_batch=2, **layout)
+    return cases
+
+
 def generated_by_document() -> dict[str, dict]:
     """The same with packed documents that are dealt to ranks by their lengths."""
     balanced = {"cp_degree": "dynamic"}
@@ -710,6 +783,12 @@ def test_sampled_layouts_of_context(ranks, name):
 @pytest.mark.parametrize("name", sorted(set(generated_context()) - set(CONTEXT_SAMPLE)))
 def test_all_layouts_of_context(ranks, name):
     check(ranks, generated_context()[name])
+
+
+@pytest.mark.soak
+@pytest.mark.parametrize("name", generated_linear())
+def test_all_layouts_of_states(ranks, name):
+    check(ranks, generated_linear()[name])
 
 
 @pytest.mark.parametrize("name", DOCUMENT_SAMPLE)

@@ -255,6 +255,8 @@ def translate_model(t: Translation, script: str) -> None:
         pair_of_stacks(t, kind)
         return
     traits = traits_of(t)
+    if kind == "hybrid":
+        return translate_hybrid(t, traits)
     family = nearest(traits) if kind == "gpt" else None
     if family is None:
         return no_family(t, traits, kind)
@@ -270,8 +272,7 @@ def translate_model(t: Translation, script: str) -> None:
 
 
 OTHERS = {
-    "mamba": "layers of a state-space model",
-    "hybrid": "layers of a state-space model",
+    "mamba": "a script for state-space models (nemotron_h is imported where --hybrid-override-pattern is given)",
     "vision": "images",
     "vlm": "images",
     "retro": "retrieval in the layers",
@@ -280,15 +281,88 @@ OTHERS = {
 
 
 def kind_of(t: Translation, script: str) -> str:
-    """gpt, bert, t5, or the name in OTHERS of what is not here."""
+    """gpt, bert, t5, hybrid, or the name in OTHERS of what is not here."""
     name = script.rpartition("/")[2].lower()
     if t.has("--bert-no-binary-head") or "bert" in name:
         return "bert"
     if t.has("--decoder-num-layers") or t.has("--decoder-seq-length") or "t5" in name:
         return "t5"
-    if t.has("--hybrid-override-pattern") or t.has("--hybrid-layer-pattern") or t.has("--is-hybrid-model"):
+    if t.has("--hybrid-override-pattern") or t.has("--hybrid-layer-pattern"):
         return "hybrid"
     return next((other for other in OTHERS if other in name), "gpt")
+
+
+KINDS = {"M": "linear_attention", "*": "full_attention", "-": "mlp"}  # of a pattern's letters
+HYBRID = {
+    "positions": ("none",),
+    "norm": ("RMSNorm",),
+    "mlp": ("squared ReLU",),
+    "attention": ("heads",),
+    "bias": (NO,),
+    "qkv bias": (NO,),
+    "head norm": (NO,),
+    "window": (NO,),
+    "dropout": (NO,),
+    "sinks": (NO,),
+}
+
+
+def translate_hybrid(t: Translation, traits: Mapping[str, Trait]) -> None:
+    """Layers of scans, attention and MLPs, as Nemotron-H has them."""
+    missing = [name for name, has in HYBRID.items() if traits[name].value not in has]
+    keys = [key for name in HYBRID if name not in missing for key in traits[name].keys]
+    t.set("model.family", "nemotron_h", "--is-hybrid-model", *keys, origin="the arguments of the model")
+    for name in missing:
+        lack(t, traits[name], "nemotron_h", HYBRID[name])
+    for key in traits["router"].keys:
+        if t.has(key):
+            t.missing(key, "experts of hybrids are not read from here: model.n_routed_experts and others say them")
+    pattern = t.first("--hybrid-override-pattern", "--hybrid-layer-pattern")
+    t.set("model.layers_block_type", lambda: kinds_of(t.value(pattern)), pattern)
+    ratios = ("--hybrid-attention-ratio", "--hybrid-mlp-ratio")
+    t.apply(dict.fromkeys(ratios, BuiltIn("the pattern of layers says it")))
+    required(t, "model.num_hidden_layers", "--num-layers")
+    required(t, "model.hidden_size", "--hidden-size")
+    required(t, "model.num_attention_heads", "--num-attention-heads")
+    t.set("model.intermediate_size", lambda: inner_width(t), "--ffn-hidden-size")
+    groups, size = ("--group-query-attention", "--num-query-groups"), "--kv-channels"
+    heads = "--num-attention-heads"
+    t.set("model.num_key_value_heads", lambda: whole(t.value(groups[1] if t.has(groups[0]) else heads, 1)), *groups)
+    t.set(
+        "model.head_dim",
+        lambda: whole(t.value(size, whole(t.value("--hidden-size", 0)) // max(1, whole(t.value(heads, 1))))),
+        size,
+    )
+    width, count = "--mamba-head-dim", "--mamba-num-heads"
+    t.set("model.mamba_head_dim", lambda: whole(t.value(width, 64)), width)
+    t.set(
+        "model.mamba_num_heads",
+        lambda: whole(t.value(count, 2 * whole(t.value("--hidden-size", 0)) // whole(t.value(width, 64)))),
+        count,
+    )
+    t.set("model.ssm_state_size", lambda: whole(t.value("--mamba-state-dim", 128)), "--mamba-state-dim")
+    t.set("model.n_groups", lambda: whole(t.value("--mamba-num-groups", 8)), "--mamba-num-groups")
+    t.set("model.layer_norm_epsilon", lambda: real(t.value("--norm-epsilon", 1e-5)), "--norm-epsilon")
+    longest = t.first("--max-position-embeddings", "--seq-length")
+    required(t, "model.max_position_embeddings", longest)
+    vocabulary(t)
+    untied = "--untie-embeddings-and-output-weights"
+    if t.has(untied):
+        t.apply({untied: BuiltIn("nemotron_h is never tied")})
+    else:
+        t.differ("a head that is the input embedding", "nemotron_h is never tied")
+    t.set("model.initializer_range", lambda: real(t.value("--init-method-std", 0.02)), "--init-method-std")
+    t.differ("initial output projections divided by sqrt(2 * layers)", "nemotron_h draws all with one deviation")
+    t.apply(MODEL_RULES)
+
+
+def kinds_of(pattern: Any) -> list[str]:
+    """Refused for a letter of a layer that cannot be read from here."""
+    plain = str(pattern).strip("'\" ")
+    other = next((letter for letter in plain if letter not in KINDS), None)
+    if other is not None or not plain:
+        raise Refused(f"has a layer {other!r}; those that are read are {', '.join(KINDS)}")
+    return [KINDS[letter] for letter in plain]
 
 
 def no_family(t: Translation, traits: Mapping[str, Trait], kind: str) -> None:

@@ -14,4 +14,5 @@ export PHALANX_RANKS_PER_NODE={{ job.cluster.ranks }}
 {% if job.cluster.interface %}
 export PHALANX_INTERFACE={{ job.cluster.interface | quote }}
 {% endif %}
+export PHALANX_RANK_LOGS={{ logs | quote }}/ranks
 exec {{ program }} launch-node {{ words | join_quoted }}

@@ -12,9 +12,9 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
 
-from phalanx.layout.param import Init
 from phalanx.nn.adapter import LinearPiece, adapter
 from phalanx.nn.adapters.lora import LoRA, LowRankConfig, product_of
+from phalanx.nn.initial import ONES
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -33,7 +33,7 @@ class DoRA(LoRA):
 
     def __init__(self, piece: LinearPiece, config: Any):
         super().__init__(piece, config)
-        self.lora_magnitude_vector = self.per_output(piece, Init("ones"))
+        self.lora_magnitude_vector = self.per_output(piece, ONES)
         self._lengths: Tensor | None = None
 
     def combine(self, base: Tensor, delta: Tensor) -> Tensor:

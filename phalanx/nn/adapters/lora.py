@@ -19,8 +19,8 @@ from typing import TYPE_CHECKING, Any, ClassVar, Literal
 
 from phalanx.base.errors import Problem
 from phalanx.base.rules import at_least, problem, within
-from phalanx.layout.param import Init
 from phalanx.nn.adapter import LinearPiece, LowRankAdapter, LowRankTerm, adapter, by_pattern, fits_module
+from phalanx.nn.initial import Normal
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -75,7 +75,7 @@ class LoRA(LowRankAdapter):
         rank = self.rank_of(config, module)
         if piece.is_embedding:
             self.lora_embedding_A = self.down(piece, rank, init="zeros")
-            self.lora_embedding_B = self.up(piece, rank, init=Init("normal", std=1.0))
+            self.lora_embedding_B = self.up(piece, rank, init=Normal(1.0))
         else:
             self.lora_A = self.down(piece, rank, init="kaiming")
             self.lora_B = self.up(piece, rank, init="zeros")

@@ -38,7 +38,7 @@ from phalanx.ops.attention.kind import (
 )
 from phalanx.ops.attention.one_block import attend_block
 from phalanx.ops.attention.relative_bias import Biased, Runs, bucket_of
-from phalanx.ops.op import ALL_KERNELS, Case, Implementation, Kernels, Op, invariant
+from phalanx.ops.op import ALL_KERNELS, Case, Implementation, Kernels, Op, invariant, triton
 from phalanx.sequence.batch import Batch, PerBatch, room_for_documents
 
 MASKS, BLOCK_MASKS = PerBatch[Tensor](), PerBatch[Tensor]()
@@ -63,7 +63,7 @@ def attention(
     Memory besides q, k, v and the output: none without documents and window, and none where flash kernels run (bf16 and
     fp16 on GPUs). Otherwise one mask for each micro-batch, of S * S elements (times sequences, with documents), or of T
     * 2 * window elements plus a copy of k and v of twice their length, where that is smaller (three times, both ways).
-    A bias has as many for each head, and so have soft-capped scores without flash-attn.
+    A bias has as many for each head where no kernel of its own runs, and so have soft-capped scores without flash-attn.
     """
     learned.check(kind)
     check_prefix(batch, kind)
@@ -71,10 +71,11 @@ def attention(
     inside = batch.documents is not None or bool(batch.piece)
     hidden = inside or kind.window is not None or kind.chunk is not None  # cuDNN prepares for lengths
     sizes = (q.shape[-1], v.shape[-1], q.shape[1] != v.shape[1], hidden)
-    chosen = ATTENTION.fast(kernels, q, *sizes, asked=kind.features)
+    op = ATTENTION if kind.bias is None else BIASED_ATTENTION
+    chosen = op.fast(kernels, q, *sizes, asked=kind.features)
     if chosen is None:
         refuse_unsupported(kind, offers(kernels))
-        chosen = ATTENTION.reference
+        chosen = op.reference
     out: Tensor = chosen.attend(q, k, v, batch, kind, learned)
     return out
 
@@ -203,17 +204,8 @@ def _cases() -> Iterator[Case]:
         "together": (AttentionKind(together=-1), 0),
         "together, documents, window": (AttentionKind(together=-1, window=100), 150),
         "soft cap, documents": (AttentionKind(soft_cap=2.0), 150),
-        "bias": (AttentionKind("both", bias=RelativeBias(32, 128, True), scale=1.0), 0),
-        "bias, documents, window": (AttentionKind(bias=RelativeBias(32, 128), window=100), 150),
     }
-    for name, (kind, documents) in kinds.items():
-        small = replace(kind, window=kind.window and kind.window // 25, chunk=kind.chunk and kind.chunk // 25)
-        yield _case(name, small, documents // 25, (2, 21, 4, 2, 6, 6))
-        for wide_k, wide_v in ((40, 40), (64, 64), (128, 128), (192, 128)):
-            if wide_k == wide_v or not kind.sinks:
-                kv_heads = 2 if wide_k == wide_v else 8
-                shape = (2, 1000, 8, kv_heads, wide_k, wide_v)
-                yield _case(f"{name}, heads of {wide_k} and {wide_v}", kind, documents, shape, large=True)
+    yield from _of_kinds(kinds)
     for shape in (
         (1, 4096, 32, 8, 128, 128),
         (3, 1000, 12, 12, 64, 64),
@@ -223,6 +215,35 @@ def _cases() -> Iterator[Case]:
         yield _case(
             f"{shape[2]}/{shape[3]} heads, {shape[0]} x {shape[1]}", CAUSAL, 0, shape, dtypes=NARROW, large=True
         )
+
+
+def _of_kinds(kinds: dict[str, tuple[AttentionKind, int]]) -> Iterator[Case]:
+    """With the mean length of documents; each small, and at the shapes of models."""
+    for name, (kind, documents) in kinds.items():
+        small = replace(kind, window=kind.window and kind.window // 25, chunk=kind.chunk and kind.chunk // 25)
+        yield _case(name, small, documents // 25, (2, 21, 4, 2, 6, 6))
+        for wide_k, wide_v in ((40, 40), (64, 64), (128, 128), (192, 128)):
+            if wide_k == wide_v or not kind.sinks:
+                kv_heads = 2 if wide_k == wide_v else 8
+                shape = (2, 1000, 8, kv_heads, wide_k, wide_v)
+                yield _case(f"{name}, heads of {wide_k} and {wide_v}", kind, documents, shape, large=True)
+
+
+def _biased_cases() -> Iterator[Case]:
+    """Also with pairs whose distance has a bucket of its own, and others, whose bias is one number."""
+    kinds = {
+        "bias": (AttentionKind("both", bias=RelativeBias(32, 128, True), scale=1.0), 0),
+        "bias, documents": (AttentionKind("both", bias=RelativeBias(32, 128, True)), 150),
+        "bias, documents, window": (AttentionKind(bias=RelativeBias(32, 128), window=100), 150),
+    }
+    yield from _of_kinds(kinds)
+    for direction in ("causal", "both"):
+        kind = AttentionKind(direction, bias=RelativeBias(8, 10, direction == "both"))
+        yield _case(f"bias of near and far, documents, {direction}", kind, 90, (1, 200, 2, 1, 6, 6))
+
+
+def _flash_bias_fits(query: int, value: int, shared: bool, hidden: bool) -> bool:
+    return max(query, value) <= 128
 
 
 ATTENTION = Op(
@@ -393,3 +414,24 @@ def _visible(batch: Batch, kind: AttentionKind) -> Tensor:
         return seen if seen.dim() == 4 else seen[None, None]
     of_queries, of_keys = (doc.view(rows, 1, -1) for doc in (batch.documents, batch.uncut.documents))
     return seen & (of_queries.unsqueeze(-1) == of_keys.unsqueeze(-2))
+
+
+BIASED_ATTENTION = Op(
+    "attention_bias",
+    "the same with a relative position bias",
+    f"{__name__}:Formula",
+    ("attend",),
+    (
+        triton(
+            "phalanx.ops.attention.relative_bias_kernel:FlashBias",
+            dtypes=NARROW,
+            fits=_flash_bias_fits,
+            shapes="heads of at most 128",
+            features=EVERYTHING - {"sinks", "soft_cap"},
+            insisted=("triton",),
+            cost="a bias of all pairs, and its gradient, are made in memory",
+        ),
+        Implementation("torch", f"{__name__}:ByTorch", features=EVERYTHING, modes=ALL_KERNELS),
+    ),
+    cases=tuple(_biased_cases()),
+)

@@ -123,6 +123,9 @@ CAUSAL = AttentionKind()
 EVERYTHING = frozenset(("prefix", *(field.name for field in fields(AttentionKind))))
 """All features."""
 
+WAYS_OUT = {"flash-attn": "train.kernels=auto", "invariant": "train.batch_invariant=false"}
+"""What a config asks for where one backend alone is offered, and what to set instead."""
+
 SPANNED = frozenset(("direction", "window", "chunk", "sinks", "scale"))
 """Those that kernels inside documents and windows have; a chunk is a document to them."""
 
@@ -162,4 +165,6 @@ def refuse_unsupported(kind: AttentionKind, offers: Mapping[str, frozenset[str]]
     lacking = {name: sorted(kind.features - features) for name, features in offers.items()}
     if all(lacking.values()):
         reasons = "; ".join(f"{name} has no {', no '.join(features)}" for name, features in lacking.items())
-        raise UnsupportedAttention(f"no backend computes attention with {', '.join(sorted(kind.features))}: {reasons}")
+        way_out = "".join(f": set {WAYS_OUT[name]}" for name in lacking if len(lacking) == 1 and name in WAYS_OUT)
+        asked = ", ".join(sorted(kind.features))
+        raise UnsupportedAttention(f"no backend computes attention with {asked}: {reasons}{way_out}")

@@ -110,7 +110,8 @@ def norm_rope(
     table: Table,
     kernels: Kernels = "auto",
 ) -> tuple[Tensor, ...]:
-    """The packed qkv (sequences * S, heads + 2 * kv_heads, K) as q, k, v (sequences, heads or kv_heads, S, K). Each
+    """The packed qkv (sequences * S, heads + 2 * kv_heads, K) as q, k, v (sequences, heads or kv_heads, S, K), of which
+    there may be queries alone. Each
     head of q and k is divided by sqrt(mean(x^2) + eps), multiplied by its weight (K,), then rotated as in
     ops.dense.rope; without a table it is not rotated."""
     by = NORM_ROPE.choose("plain" if qkv.shape[-1] % 2 and kernels != "invariant" else kernels, qkv)
@@ -148,6 +149,7 @@ NORM_ROPE = Op(
     cases=(
         Case("norm_rope, weights less one", _less_one, ((10, 7, 6), (6,), (6,)), (1, 2)),
         Case("norm_rope", _case(3, 2, 2), ((10, 7, 6), (6,), (6,)), (1, 2)),
+        Case("norm_rope, queries alone", _case(3, 0, 2), ((10, 3, 6), (6,), (6,)), (1,)),
         Case("norm_rope, one head", _case(1, 1, 1), ((5, 3, 64), (64,), (64,)), (1, 2)),
         Case("norm_rope, part of a head", _case(3, 2, 2, features=6), ((10, 7, 20), (20,), (20,)), (1, 2)),
         Case("norm_rope, neighbours", _case(2, 1, 1, 4, interleaved=True), ((5, 4, 10), (10,), (10,)), (1, 2)),

@@ -294,7 +294,7 @@ def _constants(
         Q=heads,
         KV=kv_heads,
         Q_BLOCK=power(heads),
-        KV_BLOCK=power(kv_heads),
+        KV_BLOCK=power(max(1, kv_heads)),  # queries may be alone
         HALF=half,
         HALF_BLOCK=power(half),
         **pairing(table, width),

@@ -87,8 +87,8 @@ def _forward(
     BT: tl.constexpr,
     BC: tl.constexpr,
 ):
-    row = tl.program_id(2).to(tl.int64)
-    at = tl.program_id(0) * BT + tl.arange(0, BT)
+    row = tl.program_id(0).to(tl.int64)
+    at = tl.program_id(2) * BT + tl.arange(0, BT)
     cols = tl.program_id(1) * BC + tl.arange(0, BC)
     here, inside = at < L, cols < C
     own = at
@@ -217,14 +217,14 @@ def _backward(
     BT: tl.constexpr,
     BC: tl.constexpr,
 ):
-    row = tl.program_id(2).to(tl.int64)
-    at = tl.program_id(0) * BT + tl.arange(0, BT)
+    row = tl.program_id(0).to(tl.int64)
+    at = tl.program_id(2) * BT + tl.arange(0, BT)
     cols = tl.program_id(1) * BC + tl.arange(0, BC)
     here, inside = at < L, cols < C
     own = at
     if DOCUMENTS:
         own = tl.load(numbers + row * L + at, mask=here, other=-1)
-    part = (row * tl.num_programs(0) + tl.program_id(0)) * C + cols
+    part = (row * tl.num_programs(2) + tl.program_id(2)) * C + cols
     g = _gradient(
         dy,
         x,
@@ -329,7 +329,7 @@ def conv_forward(s: ConvInputs) -> Tensor:
     """As the reference."""
     x, (rows, length, channels) = _features_last(s.x), s.x.shape
     y = torch.empty(x.shape, dtype=x.dtype, device=x.device)
-    grid = (triton.cdiv(length, TOKENS), triton.cdiv(channels, CHANNELS), rows)
+    grid = (rows, triton.cdiv(channels, CHANNELS), triton.cdiv(length, TOKENS))
     if y.numel():
         given = (x, s.weight.contiguous(), s.bias, _packed(s.numbers), _packed(s.before))
         _forward[grid](*given, y, length, channels, x.stride(0), x.stride(1), **_constants(s))
@@ -346,7 +346,7 @@ def conv_backward(dy: Tensor, s: ConvInputs) -> tuple[Tensor, Tensor, Tensor, Te
     if dx.numel():
         given = (dy, x, s.weight.contiguous(), s.bias, _packed(s.numbers), _packed(s.before))
         strides = (x.stride(0), x.stride(1), dy.stride(0), dy.stride(1))
-        grid = (tiles, triton.cdiv(channels, CHANNELS), rows)
+        grid = (rows, triton.cdiv(channels, CHANNELS), tiles)
         _backward[grid](*given, dx, dw, db, length, channels, *strides, **_constants(s))
     dbefore = None
     if s.before is not None:  # only the first tokens of a row read it

@@ -149,13 +149,14 @@ def scan_backward(dy: Tensor, dstate: Tensor | None, s: ScanInputs, before: Tens
 
 
 class DryScan:
-    """Without data: allocates what the fused implementation does."""
+    """Without data: allocates what the fused implementation does, which keeps states in the dtype of x."""
 
     @staticmethod
     def scan_forward(s: ScanInputs) -> tuple[Tensor, Tensor, Tensor]:
         state = _first_state(s)
         chunks = -(-s.x.shape[1] // CHUNK)
-        return torch.empty(s.x.shape, dtype=s.x.dtype, device="meta"), state, state.new_empty(chunks, *state.shape)
+        states = torch.empty((chunks, *state.shape), dtype=s.x.dtype, device="meta")
+        return torch.empty(s.x.shape, dtype=s.x.dtype, device="meta"), state, states
 
     @staticmethod
     def scan_backward(dy: Tensor, dstate: Tensor | None, s: ScanInputs, before: Tensor) -> ScanGrads:
@@ -260,6 +261,7 @@ def _shapes(tokens: tuple[int, int], head: tuple[int, int], group: tuple[int, in
 
 
 EXACT = (torch.float32, torch.float64)
+NARROW = (torch.float16,)  # on GPUs bf16
 SCAN = Op(
     "scan",
     "Mamba-2's selective scan inside documents, from a first state to the last",
@@ -273,6 +275,7 @@ SCAN = Op(
         Case("scan, documents", _case(True), _shapes((2, 75), (4, 6), (2, 5)), (5,), EXACT),
         Case("scan, whole rows", _case(False), _shapes((1, 130), (2, 16), (1, 16)), (5,), EXACT),
         Case("scan, one token", _case(True), _shapes((3, 1), (2, 4), (1, 3)), (5,), EXACT),
+        Case("scan of states of 128", _case(True), _shapes((1, 130), (2, 64), (1, 128)), (5,), NARROW),
         Case("scan of 80 heads", _case(True), _shapes((1, 4096), (80, 64), (8, 128)), (5,), large=True),
     ),
 )

@@ -58,8 +58,9 @@ def _conv_step(
     WIDE: tl.constexpr,
     BLOCK: tl.constexpr,
 ):
-    seq = tl.program_id(1).to(tl.int64)
-    cols = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
+    blocks = tl.cdiv(C, BLOCK)
+    seq = (tl.program_id(0) // blocks).to(tl.int64)
+    cols = tl.program_id(0) % blocks * BLOCK + tl.arange(0, BLOCK)
     inside = cols < C
     seen = inside
     if FRESH:
@@ -85,7 +86,7 @@ def conv_step(x: Tensor, slots: StateSlots, weight: Tensor, bias: Tensor | None,
     x, (sequences, channels) = _features_last(x), x.shape
     y = torch.empty(x.shape, dtype=x.dtype, device=x.device)
     if y.numel():
-        _conv_step[triton.cdiv(channels, CHANNELS), sequences](
+        _conv_step[(sequences * triton.cdiv(channels, CHANNELS),)](
             x,
             weight.contiguous(),
             bias,
@@ -134,9 +135,10 @@ def _state_step(
     BP: tl.constexpr,
     BN: tl.constexpr,
 ):
-    """Program 0 of the grid: some features of a head, head by head, as states lie in memory."""
-    seq, parts = tl.program_id(1).to(tl.int64), tl.cdiv(P, BP)
-    head = tl.program_id(0) // parts
+    """A program has some features of a head; they are in the order in which states lie in memory."""
+    parts = tl.cdiv(P, BP)
+    seq = (tl.program_id(0) // (H * parts)).to(tl.int64)
+    head = tl.program_id(0) // parts % H
     p, n = tl.program_id(0) % parts * BP + tl.arange(0, BP), tl.arange(0, BN)
     inside = (p < P)[:, None] & (n < N)[None, :]
     seen = inside
@@ -170,7 +172,7 @@ class StateSteps:
         dt, (sequences, heads, width), (groups, state) = _features_last(s.dt), x.shape, b.shape[1:]
         y = torch.empty(x.shape, dtype=x.dtype, device=x.device)
         features = min(self.tile.features, triton.next_power_of_2(width))
-        grid = (heads * triton.cdiv(width, features), sequences)
+        grid = (sequences * heads * triton.cdiv(width, features),)
         if y.numel():
             _state_step[grid](
                 x,

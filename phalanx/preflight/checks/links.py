@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from statistics import median
 from typing import Any
 
@@ -13,12 +13,14 @@ from phalanx.preflight.rounds import disjoint, tournament
 
 SEND_S = 0.12  # of one measurement
 REPEATS = 3
+LOOKS = 4  # at a link before it is named: a machine that does something else is slow for a while, a cable always
 Rates = dict[tuple[int, int], list[float]]
 
 
 class Links(NodeCheck):
-    """Each order is [pairs of nodes, which of a pair sends]. In a round no node is in two pairs. What looks slow is
-    measured once more, alone, before it is named.
+    """Each order is [pairs of nodes, which of a pair sends, all rounds of a later look, number of the look]. In a round
+    no node is in two pairs. What looks slow is measured again before it is named, without the others, up to LOOKS
+    times.
 
     Over TCP on the interface that training uses. What InfiniBand or NVLink carry beside it is measured by `phalanx
     bench comm`.
@@ -28,20 +30,17 @@ class Links(NodeCheck):
     limit_s = 20.0
 
     def next_order(self, looks: Looks) -> Any:
-        orders = [(pairs, end) for pairs in tournament(len(looks.names)) for end in (0, 1)]
-        done = len(looks.answers)
-        if done < len(orders):
-            pairs, end = orders[done]
-            return [[list(pair) for pair in pairs], end]
-        asked = [number for number in range(len(orders), done)]
-        if asked:  # the second look: its rounds were decided by the first one's answers
-            rounds = looks.answers[len(orders)][0][2]
-        else:
-            rounds = [[list(pair) for pair in pairs] for pairs in disjoint(sorted(suspects(rates(looks))))]
-        number = len(asked)
-        if number >= 2 * len(rounds):
+        asked = [order for order, _ in looks.answers]
+        repeated, look = asked[-1][2:] if asked else ([], 0)
+        rounds = repeated if look else [plain(pairs) for pairs in tournament(len(looks.names))]
+        done = sum(order[3] == look for order in asked)
+        if done == 2 * len(rounds):  # the next look
+            rounds = repeated = [plain(pairs) for pairs in disjoint(sorted(suspects(rates(looks))))]
+            look += 1
+            done = 0
+        if look == LOOKS or not rounds:
             return None
-        return [rounds[number // 2], number % 2, rounds]
+        return [rounds[done // 2], done % 2, repeated, look]
 
     def look(self, view: NodeView, order: Any) -> Any:
         """Of the node that sends: [the other's number, rates of repeats]."""
@@ -60,6 +59,11 @@ class Links(NodeCheck):
             return {}
         low, high = min(best) / 1e9, max(best) / 1e9
         return {"links": f"median {median(best) / 1e9:,.3g} GB/s one way over TCP, {low:,.3g} to {high:,.3g}"}
+
+
+def plain(pairs: Iterable[Sequence[int]]) -> list[list[int]]:
+    """As JSON has them."""
+    return [list(pair) for pair in pairs]
 
 
 def measured(view: NodeView, to: int, repeats: int) -> list[float]:

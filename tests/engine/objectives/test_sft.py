@@ -31,6 +31,7 @@ from phalanx.forecast.sample_text import CUT, READ, TRAINED, ShownDocument, docu
 from phalanx.layout.config import LayoutConfig
 from phalanx.models.llama import LlamaConfig
 from phalanx.nn.objective import TaskConfig, find_objective
+from phalanx.observe.report import write_report
 from phalanx.optim.config import OptimConfig
 from phalanx.sequence.batch import IGNORE, Batch
 from phalanx.text.cache import use_text
@@ -193,6 +194,19 @@ def test_a_run_learns_and_goes_on(tmp_path):
 
 
 # ---- what people see
+
+
+def test_the_report_counts_bad_and_long_chats(tmp_path):
+    run = training_run(tmp_path, bad_chats="skip", too_long="drop")
+    long = {"prompt": [{"role": "user", "content": "a" * 60}], "completion": [{"role": "assistant", "content": "60"}]}
+    with (tmp_path / "chats.jsonl").open("a") as file:
+        file.write("\n{no\n" + json.dumps(long) + "\n")
+    run = replace(run, train=replace(run.train, steps=1, eval_interval=None, eval_samples=64))
+    run = replace(run, data=replace(run.data, split="100,0,0"))
+    train(run, Placement())
+    report = write_report(Path(run.dir)).read_text()
+    assert "bad chats left out (data.bad_chats=skip): 1 (not JSON 1)" in report
+    assert "longer than train.seq_length=48: 1 dropped" in report
 
 
 def test_samples_are_shown(tmp_path, monkeypatch):
