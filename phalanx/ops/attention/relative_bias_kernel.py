@@ -437,15 +437,19 @@ def _keys_over(
         low, high = _range(first, stop, row, length)
         norm = tl.load(lse + row, mask=row < length, other=0.0)
         dot = tl.load(dots + row, mask=row < length, other=0.0)
+        # keys by queries from the start: probabilities transposed in registers would be the left operand of a matmul,
+        # which some versions of Triton miscompile (flash-linear-attention #640)
+        scores = _dot(keys, tl.trans(mine), INTERPRETED, WIDE) * scale
         if NEAR:
-            bias = _near_bias(each, column[None, :] - row[:, None], FAR)
+            scores += _near_bias(each, column[:, None] - row[None, :], FAR)
         else:
-            bias = far
-        probs = _probs(mine, keys, bias, low, high, column, norm, scale, INTERPRETED, WIDE)
-        dv += _dot(tl.trans(probs.to(given.dtype)), given, INTERPRETED, WIDE)
-        dprobs = _dot(given, tl.trans(values), INTERPRETED, WIDE)
-        dscores = probs * (dprobs - dot[:, None])
-        dk += _dot(tl.trans(dscores.to(mine.dtype)), mine, INTERPRETED, WIDE)
+            scores += far
+        seen = (low[None, :] <= column[:, None]) & (column[:, None] < high[None, :])
+        probs = tl.where(seen, tl.exp2(scores - norm[None, :]), 0.0)
+        dv += _dot(probs.to(given.dtype), given, INTERPRETED, WIDE)
+        dprobs = _dot(values, tl.trans(given), INTERPRETED, WIDE)
+        dscores = probs * (dprobs - dot[None, :])
+        dk += _dot(dscores.to(mine.dtype), mine, INTERPRETED, WIDE)
     return dk, dv
 
 
