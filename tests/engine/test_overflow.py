@@ -20,6 +20,7 @@ from phalanx.planning.blocks import exported_shapes
 from phalanx.sequence.batch import Batch
 from tests.harness.checkpoints import make_run
 from tests.harness.parity import MODELS, sample_batch
+from tests.harness.sample import rest_in_soak
 from tests.models.test_models import load_weights
 from tests.training.test_loop import make_run as run_in
 
@@ -63,7 +64,7 @@ def overflow(rank: int, world: int, run: Run, tensors: dict[str, np.ndarray], ba
     return overflow_of(state.model, [each.cut(mesh.part) for each in batches])
 
 
-@pytest.mark.parametrize("layout", LAYOUTS)
+@pytest.mark.parametrize("layout", rest_in_soak(LAYOUTS, ("tp2", "cp2")))
 def test_layer_head_and_document_are_named(ranks, layout):
     run = make_run("mamba2", "fp32", **LAYOUTS[layout])
     run = replace(run, train=replace(run.train, micro_batch=2))

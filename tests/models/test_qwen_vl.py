@@ -54,9 +54,13 @@ CASES = {
 }
 LAYOUTS = {"one rank": {}, "tp2": {"tp": 2}, "pp2": {"pp": 2}, "cp2": {"cp": 2}, "tp2 pp2": {"tp": 2, "pp": 2}}
 SHOWN = [
-    *((case, "one rank") for case in CASES),
-    *((case, layout) for case in ("qwen2_5_vl", "qwen3_vl", "qwen3_5") for layout in ("tp2", "pp2", "cp2")),
-    ("qwen3_5_moe", "tp2"),
+    *((case, "one rank") for case in CASES if case != "qwen3_5"),
+    *((case, layout) for case in ("qwen2_5_vl", "qwen3_vl") for layout in ("tp2", "pp2", "cp2")),
+    ("qwen3_5", "cp2"),
+    *(
+        pytest.param(*each, marks=pytest.mark.soak)
+        for each in (("qwen3_5", "one rank"), ("qwen3_5", "tp2"), ("qwen3_5", "pp2"), ("qwen3_5_moe", "tp2"))
+    ),
 ]
 IDS = ([1, 2], [3, 4])
 

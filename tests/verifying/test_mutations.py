@@ -17,7 +17,7 @@ from phalanx.nn.adapters.dora import DoRA
 from phalanx.nn.adapters.lora import LoRA
 from tests.harness.parity import compare, truth_of
 from tests.harness.pool import RankPool, RanksFailed
-from tests.harness.sample import covering
+from tests.harness.sample import covering, rest_in_soak
 from tests.verifying.test_parity import build_run, case
 
 STEPS = 2
@@ -187,7 +187,7 @@ def test_each_site_matters(ranks):
     assert not survivors, f"dropped without notice: {survivors}"
 
 
-@pytest.mark.parametrize("name", ADAPTERS)
+@pytest.mark.parametrize("name", rest_in_soak(ADAPTERS, list(ADAPTERS)[1:]))
 def test_each_sum_of_adapters_matters(ranks, name):
     """Linears of attention and of experts, rows and columns; with LoRA the embedding and the head too."""
     mine = [site for site in layout(ranks, name).sites if sums_of_adapters(site)]
