@@ -16,6 +16,7 @@ from phalanx.comm.dry import DryAxis
 from phalanx.layout.grid import Grid
 from phalanx.nn.env import Env, OpChoices, WeightRules
 from phalanx.nn.recompute import PRESETS
+from phalanx.nn.relative_bias import RelativeBiasTable
 from phalanx.nn.run_block import run_block
 from phalanx.ops.attention.relative_bias import thresholds
 from phalanx.planning.blocks import make_blocks, num_blocks
@@ -77,8 +78,9 @@ def needs_nothing(config, env: Env, documents: bool, recompute: str) -> None:
         for module in block.modules():
             if getattr(module, "rotary", None) is not None:
                 module.rotary.frequencies(SEQ, torch.device("meta"))
-            if getattr(module, "table", None) is not None:
-                thresholds(module.table.bias)
+            table = getattr(module, "table", None)
+            if isinstance(table, RelativeBiasTable):
+                thresholds(table.bias)
         for p in block.parameters():
             p.grad = torch.empty_like(p)
     ids = torch.empty(2 * SEQ, dtype=torch.int64, device="meta")
