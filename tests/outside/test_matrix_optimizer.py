@@ -269,7 +269,7 @@ def test_every_parameter_has_its_role(model):
         elif "relative_attention_bias" in name:
             expected = {"bias"}
         elif len(shape) == 1:
-            expected = {"norm"} if name.endswith(("weight", "layer_scalar")) else {"bias", "router"}
+            expected = {"norm"} if name.endswith(("weight", "layer_scalar", "router.scale")) else {"bias", "router"}
         elif name == "shared.weight" or any(word in name for word in ("embed", "wte", "wpe")):
             expected = {"embedding"}
         elif any(
@@ -278,6 +278,7 @@ def test_every_parameter_has_its_role(model):
                 "mlp.gate.weight",
                 "block_sparse_moe.gate.weight",
                 "mlp.router.weight",
+                "router.proj.weight",
                 "feed_forward.router.weight",
                 "mixer.gate.weight",
                 "shared_expert_gate.weight",
