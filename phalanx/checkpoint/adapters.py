@@ -98,7 +98,9 @@ def adapter_source(given: str, names: TensorNames | None = None) -> AdapterFolde
 def _read(folder: Path, receipts: dict[str, Receipt], names: TensorNames | None) -> AdapterFolder:
     names = names or TensorNames("", "", "")
     with open_tensors(folder / FILE, receipts.get(FILE)) as tensors:
-        shapes = {names.in_files(key.removeprefix(PREFIX)): (key, tensors.shape(key)) for key in tensors.keys()}
+        # of an embedding or a head with an adapter PEFT writes the base's weights too, which are not trained
+        own = [key for key in tensors.keys() if ".base_layer." not in key]
+        shapes = {names.in_files(key.removeprefix(PREFIX)): (key, tensors.shape(key)) for key in own}
     index = {name: Stored(s, [StoredBox(FILE, key, Box.full(s))]) for name, (key, s) in shapes.items()}
     return AdapterFolder(folder, receipts, index)
 
