@@ -99,7 +99,7 @@ def _read(folder: Path, receipts: dict[str, Receipt], names: TensorNames | None)
     names = names or TensorNames("", "", "")
     with open_tensors(folder / FILE, receipts.get(FILE)) as tensors:
         # of an embedding or a head with an adapter PEFT writes the base's weights too, which are not trained
-        own = [key for key in tensors.keys() if ".base_layer." not in key]
+        own = [key for key in tensors.keys() if not key.endswith((".base_layer.weight", ".base_layer.bias"))]
         shapes = {names.in_files(key.removeprefix(PREFIX)): (key, tensors.shape(key)) for key in own}
     index = {name: Stored(s, [StoredBox(FILE, key, Box.full(s))]) for name, (key, s) in shapes.items()}
     return AdapterFolder(folder, receipts, index)
