@@ -318,9 +318,10 @@ class LiveSequence:
         return self.images[at][0]
 
     def image_digests(self, first: int, stop: int) -> bytes:
-        """Of the images that have a token at one of these positions."""
-        found = [each.digest for at, each in self.request.images if at < stop and at + each.tokens > first]
-        return bytes.fromhex("".join(found))
+        """Of the images that have a token at one of these positions, and where each begins: a token of an image may be
+        one of the text too."""
+        images = [pair for pair in self.request.images if pair[0] < stop and pair[0] + pair[1].tokens > first]
+        return ",".join(f"{each.digest} {each.tokens} {at - first}" for at, each in images).encode()
 
 
 @dataclass(frozen=True)
