@@ -41,15 +41,15 @@ def main(folder: str, prompts: str, out: str, adapter: str | None = None) -> Non
     asked: list[Any] = [{"prompt_token_ids": prompt} for prompt in json.loads(Path(prompts).read_text())]
     beside = None if adapter is None else LoRARequest("adapter", 1, adapter)
     found = model.generate(asked, options, lora_request=beside)
-    told = [
+    answers = [
         {
             "logprobs": [at[token].logprob for token, at in zip(f.prompt_token_ids[1:], (f.prompt_logprobs or [])[1:])],
-            "said": [at[token].logprob for token, at in zip(f.outputs[0].token_ids, f.outputs[0].logprobs)],
+            "greedy_logprobs": [at[token].logprob for token, at in zip(f.outputs[0].token_ids, f.outputs[0].logprobs)],
             "greedy": list(f.outputs[0].token_ids),
         }
         for f in found
     ]
-    Path(out).write_text(json.dumps(told))
+    Path(out).write_text(json.dumps(answers))
 
 
 if __name__ == "__main__":

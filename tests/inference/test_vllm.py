@@ -104,15 +104,15 @@ def test_vllm_reads_the_adapter_of_a_live_run(name, tmp_path):
     lora = find_adapter("lora").Config(method="lora", **ADAPTED[name])
     run, weights = live(FAMILIES[name], tmp_path / "run", lora=lora, init_from=str(base), lr=0.1)
     found = compare(run, weights, [str(base), str(weights.parent / "adapter")], tmp_path)
-    plain = told_by_vllm([str(base)], PROMPTS, tmp_path)
-    assert abs(found[0]["said"][0] - plain[0]["said"][0]) > 0.01
+    plain = answers_of_vllm([str(base)], PROMPTS, tmp_path)
+    assert abs(found[0]["greedy_logprobs"][0] - plain[0]["greedy_logprobs"][0]) > 0.01
 
 
 PICK = random.Random(0)
 PROMPTS = [[PICK.randrange(256) for _ in range(length)] for length in (24, 5, 17)]
 
 
-def told_by_vllm(folders: list[str], prompts: list[list[int]], tmp_path: Path) -> list[dict[str, Any]]:
+def answers_of_vllm(folders: list[str], prompts: list[list[int]], tmp_path: Path) -> list[dict[str, Any]]:
     """folders: of weights, and perhaps of an adapter."""
     (tmp_path / "prompts.json").write_text(json.dumps(prompts))
     command = [
@@ -126,22 +126,22 @@ def told_by_vllm(folders: list[str], prompts: list[list[int]], tmp_path: Path) -
     env = {name: value for name, value in os.environ.items() if name != "PYTHONPATH"}
     done = subprocess.run(command, capture_output=True, text=True, timeout=380, env=env, cwd=tmp_path)
     assert done.returncode == 0, (done.stdout + done.stderr)[-6000:]
-    told: list[dict[str, Any]] = json.loads((tmp_path / "out.json").read_text())
-    return told
+    answers: list[dict[str, Any]] = json.loads((tmp_path / "out.json").read_text())
+    return answers
 
 
 def compare(run: Run, weights: Path, folders: list[str], tmp_path: Path) -> list[dict[str, Any]]:
     """What vLLM says, which must be what the run's model says."""
-    answers = told_by_vllm(folders, PROMPTS, tmp_path)
+    answers = answers_of_vllm(folders, PROMPTS, tmp_path)
     mesh = Mesh(make_plan(run, 1).grid, 0)
     state = build(make_plan(run, 1), mesh)
     load_weights(weights, state.buffers, mesh)
-    for prompt, told in zip(PROMPTS, answers, strict=True):
+    for prompt, answer in zip(PROMPTS, answers, strict=True):
         found = ours(state, prompt)
         if len(folders) == 1:
             of_prompt = [found[i, t] for i, t in enumerate(prompt[1:])]
-            np.testing.assert_allclose(told["logprobs"], of_prompt, rtol=0, atol=2e-4)
-        for token, said in zip(told["greedy"], told["said"], strict=True):
+            np.testing.assert_allclose(answer["logprobs"], of_prompt, rtol=0, atol=2e-4)
+        for token, said in zip(answer["greedy"], answer["greedy_logprobs"], strict=True):
             after = ours(state, prompt)[-1]
             assert abs(after[token] - said) < 2e-4
             assert after[token] > after.max() - 2e-4, (
@@ -150,5 +150,5 @@ def compare(run: Run, weights: Path, folders: list[str], tmp_path: Path) -> list
                 int(after.argmax()),
             )  # of two that are as likely either
             prompt = [*prompt, token]
-        assert len(told["greedy"]) == GREEDY
+        assert len(answer["greedy"]) == GREEDY
     return answers
