@@ -4,6 +4,7 @@ of files, `--table`."""
 import contextlib
 import json
 import os
+import signal
 from collections import Counter
 from collections.abc import Iterable
 from pathlib import Path
@@ -94,6 +95,16 @@ def no_family_stays_registered():
     for seam, name in set(registry._REGISTERED) - before:
         if seam == "family":
             del registry._REGISTERED[seam, name]
+
+
+@pytest.fixture(autouse=True)
+def signals_mean_the_same_after_it():
+    """A command that ends leaves requests to stop ignored, which a test that ran it here would hand on to whatever
+    later tests start."""
+    before = {number: signal.getsignal(number) for number in (signal.SIGTERM, signal.SIGUSR1, signal.SIGINT)}
+    yield
+    for number, handler in before.items():
+        signal.signal(number, handler)
 
 
 @pytest.fixture(scope="session")
