@@ -6,8 +6,8 @@ from __future__ import annotations
 import gc
 import os
 import sys
-from collections.abc import Callable
-from contextlib import suppress
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
@@ -93,6 +93,18 @@ def verify(config: str, overrides: tuple[str, ...], ranks: int | None, steps: in
     compare(ready.run, ready.ranks, start, steps, click.echo)
 
 
+@contextmanager
+def seldom_collected() -> Iterator[None]:
+    """Inside, Python's garbage collector runs seldom. Start-up time: what imports and a plan allocate is nearly all
+    kept, and by default it is gone through again and again."""
+    before = gc.get_threshold()
+    gc.set_threshold(100_000, 20, 20)
+    try:
+        yield
+    finally:
+        gc.set_threshold(*before)
+
+
 @cli.command(short_help="Show what each rank will hold and do; needs no GPU.")
 @CONFIG
 @OVERRIDES
@@ -148,7 +160,6 @@ def plan(
     """
     from phalanx.base.devices import DEVICES, find_device
     from phalanx.cli.hosts import HostFiles
-    from phalanx.cli.setup import prepare_elsewhere
 
     served = {name: more.pop(name) for name in ("tokens", "speculate")}
     files = HostFiles(**more)
@@ -165,11 +176,14 @@ def plan(
     for name, value in served.items():
         if value is not None:
             raise click.UsageError(f"--{name} is of sequences that are served: it goes with --serve")
-    ready = prepare_elsewhere(config, overrides, ranks)
-    from phalanx.forecast.text import plan_report
+    with seldom_collected():
+        from phalanx.cli.setup import prepare_elsewhere  # imports torch
 
-    gc.freeze()  # a large plan sets off collections, which need not go through all that was imported
-    report = plan_report(ready.run, ready.ranks, wanted)
+        ready = prepare_elsewhere(config, overrides, ranks)
+        from phalanx.forecast.text import plan_report
+
+        gc.freeze()  # a large plan sets off collections, which need not go through all that was imported
+        report = plan_report(ready.run, ready.ranks, wanted)
     click.echo(report.text)
     if files.hosts is not None:
         click.echo(f"\n{files.text(ready.run, ready.ranks)}")

@@ -35,9 +35,9 @@ from phalanx.config.model_source import FROM, supply
 from phalanx.config.removed import replace_removed, replace_renamed
 from phalanx.config.run import Run
 from phalanx.config.synonyms import NOT_BUILT, said_of
-from phalanx.config.validate import FALLBACK, build, close_to, copied, families, near_keys
+from phalanx.config.validate import FALLBACK, build, close_to, copied, near_keys
 from phalanx.config.write import plain, to_dict
-from phalanx.models.registry import SEAM, load_family
+from phalanx.models.registry import SEAM, is_known, load_family
 
 COMMAND_LINE, NOBODY = "command line", "the defaults"
 INDENT = "    "
@@ -182,7 +182,7 @@ def load_named_family(data: Mapping[str, Any]) -> list[Problem]:
     """Import the family of another package named by model.family, so that its section is known."""
     model = data.get("model")
     name = model.get("family") if isinstance(model, Mapping) else None
-    if not isinstance(name, str) or name in families():
+    if not isinstance(name, str) or is_known(name):
         return []
     if ":" not in name and name not in registry.names(SEAM):
         return []  # not a name; the type check reports it
@@ -379,7 +379,7 @@ def apply_override(source: ConfigSource, text: str) -> None:
 def _path(key: str) -> list[str]:
     """The steps of a dotted key. Below a map of free names (such as optim.lr_scale) the rest is a single name, dots
     included; in a map of sections (data.sources) the last step is a field."""
-    for k in tree.leaves(Run):
+    for k in tree.leaves(Run, only=key.partition(".")[0]):
         maps = [m for m in tree.members(k.hint) if typing.get_origin(m) is dict]
         if maps and key.startswith(f"{k.path}."):
             name, dot, field = key[len(k.path) + 1 :].rpartition(".")
