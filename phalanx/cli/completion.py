@@ -81,8 +81,8 @@ def values_of(key: str) -> list[str]:
     from phalanx.config.read import NAMED
     from phalanx.config.run import Run
 
-    found: list[str] = []
-    for k in (k for k in tree.leaves(Run) if k.path == key.removeprefix("--")):
+    key, found = key.removeprefix("--"), list[str]()
+    for k in (k for k in tree.leaves(Run, only=key.partition(".")[0]) if k.path == key):
         for hint in tree.members(k.hint):
             found += _listed(hint)
         if type(None) in typing.get_args(k.hint):

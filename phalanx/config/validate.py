@@ -113,7 +113,7 @@ def build(data: dict[str, Any]) -> tuple[Run | None, list[Problem], frozenset[st
     errors += _bools_for_numbers(data, named)
     if not errors and not nameless:
         return run, [], frozenset()
-    problems = [_problem(data, e, named) for e in errors]
+    problems = [_problem(e, named) for e in errors]
     repaired = copied(data)
     for error, broken in zip(errors, problems):
         _repair(repaired, _steps(error["loc"], named)[0], broken, error["type"])
@@ -229,7 +229,7 @@ def _steps(loc: tuple[Any, ...], named: Mapping[str, type]) -> tuple[list[str], 
     return steps, hint, owner
 
 
-def _problem(data: dict[str, Any], error: Any, named: Mapping[str, type]) -> Problem:
+def _problem(error: Any, named: Mapping[str, type]) -> Problem:
     steps, hint, owner = _steps(error["loc"], named)
     path, kind, value = ".".join(steps), error["type"], error["input"]
     if kind in ("unexpected_keyword_argument", "extra_forbidden"):

@@ -43,7 +43,7 @@ def _ours(name: str) -> Family:
 def _theirs(name: str) -> Family:
     known = families()
     family: Family = registry.find(SEAM, name, Family)
-    _check(family, name)
+    _check(family)
     for other, one in known.items():
         if {family.name, *family.also} & {one.name, *one.also}:
             raise RegisteredTwice(
@@ -54,7 +54,7 @@ def _theirs(name: str) -> Family:
     return family
 
 
-def _check(family: Family, name: str) -> None:
+def _check(family: Family) -> None:
     """NotFound if the family's config or blocks lack what other code relies on."""
     config = family.config
     if not (isinstance(config, type) and issubclass(config, ModelConfig) and is_dataclass(config)):
