@@ -1,4 +1,5 @@
-"""`phalanx plan --serve`: from a run, a checkpoint or a config to what its model takes and gives when it generates."""
+"""`phalanx plan --serve`: memory, sequences and speed of generation with the model of a run, a checkpoint or a
+config."""
 
 from __future__ import annotations
 

@@ -18,7 +18,6 @@ from phalanx.base.registry import NotFound
 from phalanx.base.rules import (
     at_least,
     divisors,
-    exists,
     missing_checkpoint,
     multiples,
     no_effect,
@@ -467,7 +466,7 @@ def check_start(run: Run, facts: Facts) -> list[Problem]:
         return [Problem("init_from", run.init_from, "has no effect together with checkpoint.load", because, (None,))]
     if not facts.files or continues(run):
         return []
-    if not exists(run.init_from):
+    if not os.path.exists(run.init_from):
         return [missing_checkpoint("init_from", run.init_from)]
     return check_source(run.init_from, run.model.family) or check_weights(run)
 
@@ -482,8 +481,8 @@ def check_base_of_run(run: Run) -> list[Problem]:
     if (
         base is None
         or is_remote(base.folder)
-        or exists(base.folder)
-        or (run.init_from is not None and exists(run.init_from))
+        or os.path.exists(base.folder)
+        or (run.init_from is not None and os.path.exists(run.init_from))
     ):
         return []
     rule = "must say where the base of the run's adapters is now"

@@ -108,7 +108,7 @@ class PrepareOptions:
     """Each document ends with the end-of-document token."""
     shuffle: int | None = None
     """A seed for the order of the documents."""
-    split: Mapping[str, float] = field(default_factory=dict)
+    split: Mapping[str, float] | None = None
     """{"train": 0.98, "valid": 0.02} writes PREFIX-train and PREFIX-valid. A hash of its text decides where a document
     goes, so equal documents stay together and a document keeps its place when others are added."""
     shard: tuple[int, int] = (0, 1)
@@ -148,7 +148,7 @@ def prepare(
         raise DataError(f"the tokenizer {tokenizer.fingerprint[:12]} has no end-of-document token")
     if not 0 <= shard[0] < shard[1]:
         raise DataError(f"shard {shard[0]}/{shard[1]}: the first is 0/{shard[1]}, the last {shard[1] - 1}/{shard[1]}")
-    shares = check_split(o.split)
+    shares = check_split(o.split or {})
     files = list(find_files(inputs, o.suffixes))
     stats = _stats(files)
     total = sum(size for _, size, _ in stats)

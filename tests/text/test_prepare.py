@@ -11,7 +11,7 @@ import random
 import subprocess
 import sys
 import time
-from functools import partial
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
@@ -25,10 +25,17 @@ from phalanx.text.prepare import PrepareOptions, merge_shards
 from phalanx.text.tokenizers import byte_tokenizer
 from phalanx.text.workers import ordered
 
-prepare = partial(module.prepare, overwrite=True)  # these tests write to the same name again and again
 ROOT = Path(__file__).parents[2]
 TEXTS = [f"document {n} " + "ü<|endoftext|> word " * (n * 7919 % 23) for n in range(400)]
 LINES = "".join(json.dumps({"meta": {"id": n}, "text": text}) + "\n" for n, text in enumerate(TEXTS))
+
+
+USUAL = PrepareOptions()
+
+
+def prepare(inputs, prefix, tokenizer, options=USUAL, progress=None) -> module.Summary:
+    """These tests write to the same name again and again."""
+    return module.prepare(inputs, prefix, tokenizer, replace(options, overwrite=True), progress)
 
 
 def documents(prefix) -> list[str]:
