@@ -21,7 +21,7 @@ from phalanx.cli.ranks import run_ranks
 from phalanx.cli.setup import arguments, prepare
 from phalanx.config.run import Run, TrainConfig
 from phalanx.data.loader import valid_loaders
-from phalanx.launch.env import describe_machine
+from phalanx.training.machine import describe_machine
 
 PROMPT = "def main(argv=None):\n"  # of the standard library's source; a text of one's own begins its sample itself
 OPENING = 8  # tokens of that beginning
