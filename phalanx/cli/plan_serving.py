@@ -26,10 +26,9 @@ from phalanx.inference.load import (
     weights_folder,
     without_data,
 )
-from phalanx.inference.memory import MemoryLimits
 from phalanx.inference.overrides import TAKEN, refuse_others
 from phalanx.inference.predictor import MtpSpec
-from phalanx.inference.serving_plan import ServingPlan, check_fits, serving_text
+from phalanx.inference.serving_plan import ServingPlan, check_fits, limits_of, serving_text
 
 
 def plan_serving(
@@ -49,22 +48,15 @@ def plan_serving(
     loaded = read(None, others, base, f"the model of {what}")
     if loaded.run is None:
         return str(fail(loaded.problems, None))
-    layout = loaded.run.layout
-    world = ranks or layout.least_ranks
+    world = ranks or loaded.run.layout.least_ranks
     loaded = replace(loaded, run=weights_alone(loaded.run, world))
     problems = all_problems(loaded, elsewhere(world, ranks is None))
     if problems or loaded.run is None:
         return str(fail(problems, None))
     say_notes(loaded)
     check_generates(loaded.run.model)
-    positions = loaded.run.model.max_position_embeddings
-    check_length("--tokens", tokens, positions)
-    options = EngineOptions()
-    page_size, length = options.page_size * layout.cp, tokens or positions
-    heard = [stream.largest for stream in loaded.run.model.numbers_beside]
-    limits = MemoryLimits(
-        options.sequences, options.tokens, length, page_size, layout.cp, max(heard) if heard else None
-    )
+    check_length("--tokens", tokens, loaded.run.model.max_position_embeddings)
+    limits = limits_of(loaded.run, EngineOptions(length=tokens))
     drafts = drafts_named(speculate) if speculate else None  # n-grams take no memory
     predicted = drafts if isinstance(drafts, MtpSpec) else None
     serving = ServingPlan.of(make_plan(forward_only(loaded.run), world), limits, drafts=predicted)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import asdict
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import click
 
@@ -14,6 +14,9 @@ from phalanx.cli.options import ADAPTERS, FORWARD_RANKS, OVERRIDES, SPECULATE
 from phalanx.cli.passages import lookup_of, takes_passages
 from phalanx.cli.verbs import ConfigVerb
 from phalanx.inference.overrides import refuse_others
+
+if TYPE_CHECKING:
+    from phalanx.cli.setup import PreparedRun
 
 NEEDED = ("starlette", "uvicorn", "prometheus_client")
 POSITIVE = click.IntRange(min=1)
@@ -122,6 +125,8 @@ def serve(checkpoint: str, overrides: tuple[str, ...], ranks: int | None, name: 
     check_length("--length", options["length"], ready.run.model.max_position_embeddings)
     check_speculation(ready.run, ready.ranks, options["speculate"])
     check_prefix_states(ready.run.model, options["prefix_states"])
+    if options["memory_gib"] is not None:
+        check_memory(ready, options)
     if options["api_keys"] is not None:
         read_keys(options["api_keys"])
     if ready.placement is None:
@@ -132,6 +137,25 @@ def serve(checkpoint: str, overrides: tuple[str, ...], ranks: int | None, name: 
     found = None if lookup is None else {"lookup": asdict(lookup[0]), "template": lookup[1]}
     values = {"weights": str(weights), "name": name, "passages": found, **options}
     run_ranks("phalanx.cli.jobs:serve", ready, {**arguments(ready.run), "options": values}, None)
+
+
+def check_memory(ready: PreparedRun, options: dict[str, Any]) -> None:
+    """ConfigError if --memory-gib holds no sequence, before ranks start."""
+    from phalanx.forecast.decide import make_plan
+    from phalanx.inference.drafter import drafts_named
+    from phalanx.inference.engine import EngineOptions
+    from phalanx.inference.load import without_training
+    from phalanx.inference.predictor import MtpSpec
+    from phalanx.inference.serving_plan import ServingPlan, check_held, limits_of
+
+    run, drafts = without_training(ready.run, ready.ranks), None
+    if options["speculate"] is not None:
+        drafts = drafts_named(options["speculate"])
+    names = ("sequences", "length", "memory_gib", "prefix_states")
+    asked = EngineOptions(**{name: options[name] for name in names}, drafts=drafts)
+    predicted = drafts if isinstance(drafts, MtpSpec) else None  # n-grams take no memory
+    serving = ServingPlan.of(make_plan(run, ready.ranks), limits_of(run, asked), drafts=predicted)
+    check_held(serving, asked)
 
 
 def refuse_with_recordings(options: dict[str, Any]) -> None:

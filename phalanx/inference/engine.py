@@ -32,19 +32,16 @@ from phalanx.inference.grammar import Constraint, GrammarCompiler
 from phalanx.inference.load import InferenceModel, check_generates
 from phalanx.inference.memory import (
     NO_DRAFTS,
-    LayerGroup,
     MemoryLimits,
+    RankRoom,
     give_memory,
     give_states,
     keeping,
     kept_by,
     layer_groups,
-    no_room,
-    pages_that_fit,
     remembering,
     room_for_pages,
     row_bytes,
-    sequence_bytes,
     state_bytes,
 )
 from phalanx.inference.pages import GroupSpec
@@ -268,14 +265,6 @@ def check_prefix_states(config: ModelConfig, states: int) -> None:
         raise ConfigError([Problem("prefix_states", states, rule, {"model.family": config.family}, (0,))])
 
 
-def check_states(asked: int, fit: int, nbytes: int) -> None:
-    """ConfigError, on all ranks alike, if there is no room for the states of all sequences at once."""
-    if fit < asked:
-        rule = "must have room for the state of each sequence that is generated at once"
-        because = {"bytes of a state": size_text(nbytes)}
-        raise ConfigError([Problem("sequences", asked, rule, because, (fit,) if fit else ())])
-
-
 class Engine:
     """Made on all ranks together. Rank 0's caller submits, cancels and steps, from one thread or several; all other
     ranks `follow`."""
@@ -363,30 +352,16 @@ class Engine:
             free = room_for_pages(mesh.device, mesh.world.size) - kept
         else:
             free = gib * 2**30 - limits.states * of_states
-        whole = int(free) + limits.states * of_states
-        others = limits.states - limits.most_sequences
-        sequences = limits.most_sequences if free >= 0 or not of_states else max(0, whole // of_states - others)
-        fit = torch.tensor([*pages_that_fit(groups, limits, int(free)), sequences], device=mesh.world.device)
+        own = RankRoom.of(groups, limits, of_states, int(free))
+        fit = torch.tensor([*own.pages, own.sequences], device=mesh.world.device)
         *pages, sequences = mesh.world.all_reduce(fit, op="min").wait().tolist()
-        check_states(limits.most_sequences, sequences, of_states)
-        self._check_room(options, groups, pages, int(free))
+        own = replace(own, pages=tuple(pages), sequences=sequences)
+        own.check(limits, options.length is not None, {"room": size_text(max(0, int(free)))})
         give_memory(layers, groups, pages, limits.own_page_size, dtype, mesh)
         give_states(states, limits, self.model.dtype, mesh)
         found = [(group.kept.source, GroupSpec(group.window, count)) for group, count in zip(groups, pages)]
         sources = [group for source, group in found if source]
         return tuple(group for source, group in found if not source), sources[0] if sources else None
-
-    def _check_room(
-        self, options: EngineOptions, groups: Sequence[LayerGroup], pages: Sequence[int], free: int
-    ) -> None:
-        """ConfigError, on all ranks alike, if there are no pages, or too few for one sequence of the length that is
-        asked for."""
-        full = [count - 1 for group, count in zip(groups, pages) if not self.limits.fixes(group.kept)]
-        longest = min(full, default=self.limits.pages_of(self.limits.length)) * self.limits.page_size
-        asked = options.length is not None and longest < self.limits.length
-        if asked or not all(pages):
-            needs = sequence_bytes(groups, self.limits)
-            raise ConfigError([no_room("length", self.limits, needs, max(0, longest), size_text(max(0, free)))])
 
     @property
     def _depths(self) -> int:
