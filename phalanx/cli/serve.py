@@ -124,7 +124,7 @@ def serve(checkpoint: str, overrides: tuple[str, ...], ranks: int | None, name: 
     ready = prepare_loaded(loaded, ranks, forward=True)
     check_length("--length", options["length"], ready.run.model.max_position_embeddings)
     check_speculation(ready.run, ready.ranks, options["speculate"])
-    check_prefix_states(ready.run.model, options["prefix_states"])
+    check_prefix_states(ready.run.model, options["prefix_states"], "--prefix-states")
     if options["memory_gib"] is not None:
         check_memory(ready, options)
     if options["api_keys"] is not None:

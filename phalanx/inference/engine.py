@@ -258,11 +258,11 @@ def check_drafts(model: InferenceModel, drafts: Drafts | None) -> None:
         raise ConfigError([Problem("drafts", "mtp", rule, {}, ("ngram:4",))])
 
 
-def check_prefix_states(config: ModelConfig, states: int) -> None:
-    """ConfigError where no layer keeps a state."""
+def check_prefix_states(config: ModelConfig, states: int, field: str = "prefix_states") -> None:
+    """ConfigError where no layer keeps a state. field: what set their number."""
     if states and not config.scans:
         rule = "has no effect without layers that keep a state: of attention, pages of prefixes are kept in any case"
-        raise ConfigError([Problem("prefix_states", states, rule, {"model.family": config.family}, (0,))])
+        raise ConfigError([Problem(field, states, rule, {"model.family": config.family}, (0,))])
 
 
 class Engine:

@@ -66,8 +66,8 @@ FAMILIES = (
     "falcon_h1",
 )
 LAYOUTS = (
-    ("llama", {"tp": 2}),
-    ("llama", {"pp": 2}),
+    pytest.param("llama", {"tp": 2}, marks=pytest.mark.soak),
+    pytest.param("llama", {"pp": 2}, marks=pytest.mark.soak),
     ("llama", {"tp": 2, "pp": 2}),
     ("llama", {"tp": 4}),
     ("olmo2", {"tp": 2}),

@@ -335,10 +335,12 @@ BAD = [
     (["layout.tp=3"], "layout.tp=3"),
     (["--length", "97"], "--length=97: must not be more than the model has positions"),
     (["--speculate", "mtp"], "--speculate='mtp': needs a model with multi-token prediction modules"),
+    (["--memory-gib", "1e-6"], "--length=96: needs 0.1 MiB on a rank"),
+    (["--prefix-states", "2"], "--prefix-states=2: has no effect without layers that keep a state"),
 ]
 
 
-@pytest.mark.parametrize("words, rule", BAD, ids=["keys", "host", "layout", "length", "drafts"])
+@pytest.mark.parametrize("words, rule", BAD, ids=["keys", "host", "layout", "length", "drafts", "memory", "states"])
 def test_bad_options_end_it_before_weights_are_read(warm, folder, words, rule):
     done = warm.phalanx("serve", str(folder), *words, cwd=folder)
     assert done.returncode == 2 and rule in done.stderr and "Traceback" not in done.stderr
