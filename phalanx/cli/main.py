@@ -17,7 +17,7 @@ from phalanx.base.errors import PhalanxError
 from phalanx.base.log import describe, flush_quietly, refusal
 from phalanx.base.version import VERSION
 from phalanx.cli.completion import configs, keys, use_bash
-from phalanx.cli.options import CONFIG, JSON, OVERRIDES, OVERWRITE, RANKS, SPECULATE, typed
+from phalanx.cli.options import CONFIG, JSON, OVERRIDES, OVERWRITE, PAGES, RANKS, SPECULATE, typed
 from phalanx.cli.ranks import prepare_text, run_ranks
 from phalanx.cli.torchrun import explain_end
 from phalanx.cli.verbs import Verbs
@@ -110,6 +110,7 @@ def verify(config: str, overrides: tuple[str, ...], ranks: int | None, steps: in
     default=None,
     help="With --serve: tokens of a sequence (default: the model's positions).",
 )
+@PAGES
 @SPECULATE
 @click.option(
     "--hosts", type=click.Path(exists=True, dir_okay=False), default=None, metavar="FILE", help="Its hosts, one a line."
@@ -150,7 +151,7 @@ def plan(
     from phalanx.cli.hosts import HostFiles
     from phalanx.cli.setup import prepare_elsewhere
 
-    served = {name: more.pop(name) for name in ("tokens", "speculate")}
+    served = {name: more.pop(name) for name in ("tokens", "pages", "speculate")}
     files = HostFiles(**more)
     wanted = find_device(device) if device else None
     if device and wanted is None:

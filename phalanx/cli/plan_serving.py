@@ -16,7 +16,7 @@ from phalanx.config.write import to_dict
 from phalanx.forecast.decide import make_plan
 from phalanx.forecast.text import FITS_ON
 from phalanx.inference.drafter import drafts_named
-from phalanx.inference.engine import EngineOptions
+from phalanx.inference.engine import EngineOptions, check_pages
 from phalanx.inference.load import (
     check_generates,
     forward_only,
@@ -29,6 +29,7 @@ from phalanx.inference.load import (
 from phalanx.inference.overrides import TAKEN, refuse_others
 from phalanx.inference.predictor import MtpSpec
 from phalanx.inference.serving_plan import ServingPlan, check_fits, limits_of, serving_text
+from phalanx.ops.attention.paged import FP8
 
 
 def plan_serving(
@@ -37,10 +38,11 @@ def plan_serving(
     ranks: int | None,
     device: Device | None,
     tokens: int | None,
+    pages: str | None = None,
     speculate: str | None = None,
 ) -> str:
-    """The text. speculate: as `phalanx serve` takes it. ConfigError for a layout or drafts that the model does not
-    allow, more tokens than it has positions, or a device that does not hold one sequence."""
+    """The text. pages, speculate: as `phalanx serve` takes them. ConfigError for a layout, pages or drafts that the
+    model does not allow, more tokens than it has positions, or a device that does not hold one sequence."""
     own = tuple(word for word in overrides if word.startswith("model."))
     others = tuple(word for word in overrides if not word.startswith("model."))
     refuse_others(others)
@@ -56,10 +58,11 @@ def plan_serving(
     say_notes(loaded)
     check_generates(loaded.run.model)
     check_length("--tokens", tokens, loaded.run.model.max_position_embeddings)
-    limits = limits_of(loaded.run, EngineOptions(length=tokens))
+    check_pages(loaded.run, pages or "model", "--pages")
+    limits, dtype = limits_of(loaded.run, EngineOptions(length=tokens)), FP8 if pages == "fp8" else None
     drafts = drafts_named(speculate) if speculate else None  # n-grams take no memory
     predicted = drafts if isinstance(drafts, MtpSpec) else None
-    serving = ServingPlan.of(make_plan(forward_only(loaded.run), world), limits, drafts=predicted)
+    serving = ServingPlan.of(make_plan(forward_only(loaded.run), world), limits, dtype, predicted)
     if device is not None:
         check_fits(serving, device, "--tokens")
     known = sorted((d for d in DEVICES if d.name in FITS_ON), key=lambda d: d.memory)

@@ -27,6 +27,7 @@ from phalanx.base.errors import ConfigError, Problem
 from phalanx.base.sizes import size_text
 from phalanx.comm.axis import Axis, Work
 from phalanx.comm.host import host_axis
+from phalanx.config.run import Run
 from phalanx.inference.drafter import Drafts, ngrams_of, predicted_of
 from phalanx.inference.grammar import Constraint, GrammarCompiler
 from phalanx.inference.load import InferenceModel, check_generates
@@ -225,15 +226,15 @@ class Messages:
         return bool(self._axis.all_reduce(torch.tensor([int(flag)])).wait().item())
 
 
-def check_pages(model: InferenceModel, pages: str) -> None:
-    """ConfigError for pages that would give other logits than training's forward, where they are to be the same."""
-    config = model.plan.run.model
-    if pages == "fp8" and not config.attends:
+def check_pages(run: Run, pages: str, field: str = "pages") -> None:
+    """ConfigError for pages that would give other logits than training's forward, where they are to be the same, and
+    where there are none. field: what set their dtype."""
+    if pages == "fp8" and not run.model.attends:
         rule = "must be that of the model: no layer has attention, and states are not stored in FP8"
-        raise ConfigError([Problem("pages", pages, rule, {"model.family": config.family}, ("model",))])
-    if model.batch_invariant and pages == "fp8":
+        raise ConfigError([Problem(field, pages, rule, {"model.family": run.model.family}, ("model",))])
+    if pages == "fp8" and run.train.batch_invariant:
         rule = "must be that of the model with train.batch_invariant, whose logits are those of training's forward"
-        raise ConfigError([Problem("pages", pages, rule, {"train.batch_invariant": True}, ("model",))])
+        raise ConfigError([Problem(field, pages, rule, {"train.batch_invariant": True}, ("model",))])
 
 
 def check_shares_text(model: InferenceModel) -> None:
@@ -281,7 +282,7 @@ class Engine:
         seconds. tokenizer: the model's, for requests with a grammar."""
         options = options or EngineOptions()
         check_generates(model.plan.run.model)
-        check_pages(model, options.pages)
+        check_pages(model.plan.run, options.pages)
         check_drafts(model, options.drafts)
         check_shares_text(model)
         check_prefix_states(model.plan.run.model, options.prefix_states)
