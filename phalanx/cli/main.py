@@ -22,6 +22,7 @@ from phalanx.cli.ranks import prepare_text, run_ranks
 from phalanx.cli.torchrun import explain_end
 from phalanx.cli.verbs import Verbs
 from phalanx.launch.early import listen_early
+from phalanx.launch.first_host import watch_first_host
 
 INVITATION = f"""\
 Phalanx {VERSION}: train transformer language models, on one CPU or on thousands of GPUs, with one config.
@@ -64,6 +65,7 @@ def train(config: str, overrides: tuple[str, ...], ranks: int | None, logs: str 
     means).
     """
     listen_early()
+    watch_first_host(os.environ)
     from phalanx.cli.setup import arguments, check_memory, prepare
 
     ready = check_memory(prepare(config, overrides, ranks), force)
@@ -458,7 +460,7 @@ def bench_ops(
     from phalanx.bench.ops import bench_ops as measure
     from phalanx.cli.setup import prepare_elsewhere
     from phalanx.comm.mesh import local_device
-    from phalanx.launch.env import describe_machine
+    from phalanx.training.machine import describe_machine
 
     if config is None and only is None:
         raise click.UsageError("give CONFIG, or name ops: phalanx bench ops --only scan,conv,muon")
@@ -489,7 +491,8 @@ def bench_ops(
 def bench_comm(ranks: int | None, sizes: str | None, repeats: int, out: str | None) -> None:
     """Measure all_reduce, all_gather, reduce_scatter and send/recv: time and bus bandwidth by size."""
     from phalanx.cli.setup import PreparedRun
-    from phalanx.launch.env import describe_machine, read_placement
+    from phalanx.launch.env import read_placement
+    from phalanx.training.machine import describe_machine
 
     machine, (placement, problems) = describe_machine("auto"), read_placement(os.environ)
     gpu = machine.device == "cuda"

@@ -98,7 +98,7 @@ def serve(checkpoint: str, overrides: tuple[str, ...], ranks: int | None, name: 
         weights_folder,
         without_data,
     )
-    from phalanx.launch.env import describe_machine
+    from phalanx.training.machine import describe_machine
 
     for module in NEEDED:
         extra(module, "phalanx serve needs", "serve")

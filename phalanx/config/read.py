@@ -19,6 +19,7 @@ from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from textwrap import indent
+from types import MappingProxyType
 from typing import Any
 
 from ruamel.yaml import YAML
@@ -148,17 +149,20 @@ def named_by_others(source: ConfigSource, base_from: str) -> list[Problem]:
     return found
 
 
-NAMED = (
-    "model.family",
-    "layout.schedule",
-    "optim.name",
-    "optim.fallback.name",
-    "optim.schedule",
-    "task.name",
-    "lora.method",
-    "data.source",
+NAMED: Mapping[str, str] = MappingProxyType(
+    {
+        "model.family": "family",
+        "layout.schedule": "pipeline_schedule",
+        "train.fp8.recipe": "fp8_recipe",
+        "optim.name": "optimizer",
+        "optim.fallback.name": "optimizer",
+        "optim.schedule": "lr_schedule",
+        "task.name": "objective",
+        "lora.method": "adapter",
+        "data.source": "source",
+    }
 )
-"""Keys whose values may be code of a package."""
+"""Keys whose values may be code of a package, and their seams (base/registry.py)."""
 
 
 def named_in(data: Mapping[str, Any]) -> Iterator[tuple[str, Any, str]]:

@@ -184,9 +184,9 @@ class Slurm:
         text = self.ask("scontrol", "show", "job", "-o", job, check=False)
         return dict(word.partition("=")[::2] for word in text.split() if "=" in word)
 
-    def steps(self, job: str) -> list[str]:
-        """The steps of a job that run, such as 7.0."""
-        return self.ask("squeue", "--noheader", "--steps", f"--jobs={job}", "--format=%i", check=False).split()
+    def tasks(self, job: str) -> list[int]:
+        """Processes of the first step of a job."""
+        return self._processes(f"SLURM_JOB_ID={job}", "SLURM_STEP_ID=0")
 
     def listening(self, port: int) -> bool:
         """Whether something listens at a port of this machine."""

@@ -30,6 +30,7 @@ from phalanx.sequence.shard import SequenceShard
 from phalanx.text.cache import ChatUse, find_text, use_text
 from tests.harness.chat_model import TEMPLATE, chat_folder
 from tests.harness.parity import MODELS
+from tests.harness.same_samples import same_at_any_size_and_after_resume
 
 SEQ = 96
 LISTED = (
@@ -152,6 +153,12 @@ def test_the_same_batches_after_a_resume_and_beside_each_other(folder, tmp_path)
         for a, b in zip(whole[1:], resumed, strict=True):
             assert torch.equal(a.tokens, b.tokens)
             assert torch.equal(a.beside[PATCHES].values, b.beside[PATCHES].values)
+
+
+def test_the_same_samples_at_every_number_of_ranks_and_after_resume(folder, tmp_path):
+    run = run_of(folder, tmp_path, write(tmp_path, RECORDS, FILES))
+    found = same_at_any_size_and_after_resume(lambda: loader_of(run))
+    assert any(row[1] for row in found.values())
 
 
 def test_a_rank_decodes_the_images_that_it_computes_with(folder, tmp_path, monkeypatch):
