@@ -161,9 +161,9 @@ def plan(
     if serving:
         if files.hosts is not None:
             raise click.UsageError("--hosts is of a run that trains: it goes without --serve")
-        from phalanx.cli.plan_serving import plan_serving
+        from phalanx.cli.plan_serving import AskedServing, plan_serving
 
-        click.echo(plan_serving(config, overrides, ranks, wanted, **served))
+        click.echo(plan_serving(config, overrides, ranks, wanted, AskedServing(**served)))
         return
     for name, value in served.items():
         if value is not None:

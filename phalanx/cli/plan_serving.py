@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 from phalanx.base.devices import DEVICES, Device
@@ -32,17 +32,20 @@ from phalanx.inference.serving_plan import ServingPlan, check_fits, limits_of, s
 from phalanx.ops.attention.paged import FP8
 
 
+@dataclass(frozen=True)
+class AskedServing:
+    """tokens: of a sequence; None: the model's positions. pages, speculate: as `phalanx serve` takes them."""
+
+    tokens: int | None = None
+    pages: str | None = None
+    speculate: str | None = None
+
+
 def plan_serving(
-    what: str,
-    overrides: tuple[str, ...],
-    ranks: int | None,
-    device: Device | None,
-    tokens: int | None,
-    pages: str | None = None,
-    speculate: str | None = None,
+    what: str, overrides: tuple[str, ...], ranks: int | None, device: Device | None, asked: AskedServing
 ) -> str:
-    """The text. pages, speculate: as `phalanx serve` takes them. ConfigError for a layout, pages or drafts that the
-    model does not allow, more tokens than it has positions, or a device that does not hold one sequence."""
+    """The text. ConfigError for a layout, pages or drafts that the model does not allow, more tokens than it has
+    positions, or a device that does not hold one sequence."""
     own = tuple(word for word in overrides if word.startswith("model."))
     others = tuple(word for word in overrides if not word.startswith("model."))
     refuse_others(others)
@@ -57,10 +60,10 @@ def plan_serving(
         return str(fail(problems, None))
     say_notes(loaded)
     check_generates(loaded.run.model)
-    check_length("--tokens", tokens, loaded.run.model.max_position_embeddings)
-    check_pages(loaded.run, pages or "model", "--pages")
-    limits, dtype = limits_of(loaded.run, EngineOptions(length=tokens)), FP8 if pages == "fp8" else None
-    drafts = drafts_named(speculate) if speculate else None  # n-grams take no memory
+    check_length("--tokens", asked.tokens, loaded.run.model.max_position_embeddings)
+    check_pages(loaded.run, asked.pages or "model", "--pages")
+    limits, dtype = limits_of(loaded.run, EngineOptions(length=asked.tokens)), FP8 if asked.pages == "fp8" else None
+    drafts = drafts_named(asked.speculate) if asked.speculate else None  # n-grams take no memory
     predicted = drafts if isinstance(drafts, MtpSpec) else None
     serving = ServingPlan.of(make_plan(forward_only(loaded.run), world), limits, dtype, predicted)
     if device is not None:

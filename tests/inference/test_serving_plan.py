@@ -8,7 +8,7 @@ import pytest
 
 from phalanx.base.devices import Device, find_device
 from phalanx.base.errors import ConfigError
-from phalanx.cli.plan_serving import plan_serving
+from phalanx.cli.plan_serving import AskedServing, plan_serving
 from phalanx.config.run import Run
 from phalanx.forecast.decide import make_plan
 from phalanx.forecast.memory import OVERHEAD
@@ -200,15 +200,17 @@ def test_drafts_read_their_modules_and_the_head_once_a_round():
 
 
 def test_what_the_command_says():
-    text = plan_serving("recipes/llama3_8b.py", ("layout.tp=2",), None, find_device("H100"), 8192)
+    text = plan_serving("recipes/llama3_8b.py", ("layout.tp=2",), None, find_device("H100"), AskedServing(8192))
     assert "8,192 tokens: 512.0 MiB of keys and values" in text and "H100" in text and "at 3.35 TB/s" in text
-    eight = plan_serving("recipes/llama3_8b.py", ("layout.tp=2",), None, find_device("H100"), 8192, "fp8")
+    eight = plan_serving("recipes/llama3_8b.py", ("layout.tp=2",), None, find_device("H100"), AskedServing(8192, "fp8"))
     assert "8,192 tokens: 264.0 MiB of keys and values" in eight and "in float8_e4m3fn" in eight  # scales too
-    everywhere = plan_serving("recipes/llama3_8b.py", (), None, None, 8192)
+    everywhere = plan_serving("recipes/llama3_8b.py", (), None, None, AskedServing(8192))
     assert all(name in everywhere for name in ("L4", "H200", "B200"))
     with pytest.raises(ConfigError, match=r"--tokens=200000: .*131072"):
-        plan_serving("recipes/llama3_8b.py", (), None, None, 200_000)
+        plan_serving("recipes/llama3_8b.py", (), None, None, AskedServing(200_000))
     with pytest.raises(ConfigError, match=r"train.steps.*does nothing"):
-        plan_serving("recipes/llama3_8b.py", ("train.steps=5",), None, None, None)
-    halved = plan_serving("recipes/llama3_8b.py", ("layout.cp=2", "layout.tp=2"), None, find_device("H100"), 8192)
+        plan_serving("recipes/llama3_8b.py", ("train.steps=5",), None, None, AskedServing())
+    halved = plan_serving(
+        "recipes/llama3_8b.py", ("layout.cp=2", "layout.tp=2"), None, find_device("H100"), AskedServing(8192)
+    )
     assert "8,192 tokens: 256.0 MiB of keys and values" in halved
