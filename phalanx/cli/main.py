@@ -17,7 +17,7 @@ from phalanx.base.errors import PhalanxError
 from phalanx.base.log import describe, flush_quietly, refusal
 from phalanx.base.version import VERSION
 from phalanx.cli.completion import configs, keys, use_bash
-from phalanx.cli.options import CONFIG, JSON, OVERRIDES, OVERWRITE, RANKS, SPECULATE, typed
+from phalanx.cli.options import CONFIG, JSON, OVERRIDES, OVERWRITE, PAGES, RANKS, SPECULATE, typed
 from phalanx.cli.ranks import prepare_text, run_ranks
 from phalanx.cli.torchrun import explain_end
 from phalanx.cli.verbs import Verbs
@@ -124,6 +124,7 @@ def seldom_collected() -> Iterator[None]:
     default=None,
     help="With --serve: tokens of a sequence (default: the model's positions).",
 )
+@PAGES
 @SPECULATE
 @click.option(
     "--hosts", type=click.Path(exists=True, dir_okay=False), default=None, metavar="FILE", help="Its hosts, one a line."
@@ -163,7 +164,7 @@ def plan(
     from phalanx.base.devices import DEVICES, find_device
     from phalanx.cli.hosts import HostFiles
 
-    served = {name: more.pop(name) for name in ("tokens", "speculate")}
+    served = {name: more.pop(name) for name in ("tokens", "pages", "speculate")}
     files = HostFiles(**more)
     wanted = find_device(device) if device else None
     if device and wanted is None:
@@ -171,9 +172,9 @@ def plan(
     if serving:
         if files.hosts is not None:
             raise click.UsageError("--hosts is of a run that trains: it goes without --serve")
-        from phalanx.cli.plan_serving import plan_serving
+        from phalanx.cli.plan_serving import AskedServing, plan_serving
 
-        click.echo(plan_serving(config, overrides, ranks, wanted, **served))
+        click.echo(plan_serving(config, overrides, ranks, wanted, AskedServing(**served)))
         return
     for name, value in served.items():
         if value is not None:
