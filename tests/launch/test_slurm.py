@@ -301,7 +301,8 @@ def test_nodes_without_the_program_end_the_job(run, checked):
     job = run.submit("--nodes", "2", "cluster.program=no-such-phalanx", *checked)
     run.until_over(job, "FAILED")
     assert run.slurm.job(job)["ExitCode"] == "127:0" and run.slurm.job(job)["Restarts"] == "0"
-    assert "no node has the program no-such-phalanx (exit code 127), so the job is not queued again" in run.log()
+    why = "no node has the program no-such-phalanx (exit code 127), so the job is not queued again"
+    assert why in run.log() and why in run.phalanx("status", job).stdout
 
 
 BY_HAND = """\
