@@ -228,7 +228,9 @@ def config(tmp_path) -> str:
     return str(path)
 
 
+@pytest.mark.soak
 def test_a_first_host_that_does_not_resolve_is_named_at_once(warm, config, tmp_path):
+    """By the name service of this machine; tests/preflight/test_first_seconds.py asks none."""
     env = {**TWO_NODES, "MASTER_ADDR": "no-such-host.invalid"}
     done = warm.phalanx("train", config, f"dir={tmp_path / 'run'}", env=env)
     assert done.returncode == 2 and "MASTER_ADDR='no-such-host.invalid'" in done.stderr, done.stderr
