@@ -34,12 +34,12 @@ PORT = "29511"  # free: nothing else runs in a fresh namespace
 
 
 def ip(*words: str, check: bool = True) -> None:
-    subprocess.run(["ip", *words], check=check, capture_output=True, timeout=20)
+    subprocess.run(["ip", *words], check=check, capture_output=True, timeout=120)
 
 
 def inside(namespace: str, *words: str) -> None:
     """Run a command in a namespace."""
-    subprocess.run(["ip", "netns", "exec", namespace, *words], check=True, capture_output=True, timeout=20)
+    subprocess.run(["ip", "netns", "exec", namespace, *words], check=True, capture_output=True, timeout=120)
 
 
 @dataclass(frozen=True)

@@ -68,7 +68,7 @@ def node_of(letter: str, address: str) -> Node:
 
 
 def ip(*words: str, check: bool = True) -> subprocess.CompletedProcess:
-    return subprocess.run(["ip", *words], check=check, capture_output=True, text=True, timeout=20)
+    return subprocess.run(["ip", *words], check=check, capture_output=True, text=True, timeout=120)
 
 
 @pytest.fixture(scope="module")
@@ -283,10 +283,10 @@ def listening_in(node: Node) -> set[tuple[str, int]]:
 
 
 def can_reach(node: Node, address: str, port: int) -> bool:
-    code = f"import socket; socket.create_connection(({address!r}, {port}), timeout=5)"
+    code = f"import socket; socket.create_connection(({address!r}, {port}), timeout=30)"
     return (
         subprocess.run(
-            ["ip", "netns", "exec", node.name, sys.executable, "-S", "-c", code], capture_output=True, timeout=20
+            ["ip", "netns", "exec", node.name, sys.executable, "-S", "-c", code], capture_output=True, timeout=120
         ).returncode
         == 0
     )

@@ -14,7 +14,6 @@ import sys
 import threading
 import time
 import zlib
-from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
 
@@ -229,19 +228,13 @@ def config(tmp_path) -> str:
     return str(path)
 
 
+@pytest.mark.soak
 def test_a_first_host_that_does_not_resolve_is_named_at_once(warm, config, tmp_path):
+    """By the name service of this machine; tests/preflight/test_first_seconds.py asks none."""
     env = {**TWO_NODES, "MASTER_ADDR": "no-such-host.invalid"}
     done = warm.phalanx("train", config, f"dir={tmp_path / 'run'}", env=env)
     assert done.returncode == 2 and "MASTER_ADDR='no-such-host.invalid'" in done.stderr, done.stderr
     assert "must be the name or address of rank 0's host, but this host cannot reach it (" in done.stderr
-
-
-@pytest.fixture
-def deaf() -> Iterator[socket.socket]:
-    """A port of this machine that nobody else can take, where nothing listens until a test says so."""
-    with socket.socket() as bound:
-        bound.bind(("", 0))
-        yield bound
 
 
 def watching(env: dict[str, str]) -> list[threading.Thread]:
@@ -332,12 +325,12 @@ def test_a_run_stops_and_saves_before_its_job_ends(warm, config, tmp_path, layou
 
 
 def test_time_is_kept_for_the_last_save():
-    stop = StopRequest(ends_at=time.time() + 1000)
+    stop = StopRequest(ends_at=time.time() + 10_000)
     try:
         assert not stop.asked()
-        stop.reserve = lambda: 990.0
+        stop.reserve = lambda: 9_000.0
         assert not stop.asked()
-        stop.reserve = lambda: 1010.0
+        stop.reserve = lambda: 11_000.0
         assert stop.asked()
     finally:
         stop.restore()
