@@ -2048,15 +2048,6 @@ LLAVA_RULES = [
         (None,),
     ),
     (
-        "train.cuda_graphs=on",
-        1,
-        "train.cuda_graphs",
-        "on",
-        "needs micro-batches of equal sizes",
-        {"model.family"},
-        ("off",),
-    ),
-    (
         "train.deterministic=true",
         1,
         "train.deterministic",
@@ -2166,6 +2157,15 @@ WHISPER_BASE = {
     "data": {"mock": True, "packing": "online", "room": {"sound": 100}},
 }
 WHISPER_RULES = [
+    (
+        "train.cuda_graphs=on",
+        1,
+        "train.cuda_graphs",
+        "on",
+        "needs micro-batches of equal sizes",
+        {"model.family"},
+        ("off",),
+    ),
     (
         "data.room={}",
         1,
