@@ -240,7 +240,7 @@ def _trained(
     [
         ("llama-tied", dict(cp_ulysses=2), "none"),
         pytest.param("mistral", dict(), "none", marks=pytest.mark.soak),
-        ("deepseek_v3-dense", dict(cp_attention="allgather"), "selective"),
+        pytest.param("deepseek_v3-dense", dict(cp_attention="allgather"), "selective", marks=pytest.mark.soak),
         pytest.param("qwen3", dict(sharding=1), "full", marks=pytest.mark.soak),
     ],
 )
@@ -307,10 +307,10 @@ def test_captures_that_wait_for_the_device_come_to_an_end(ranks, model, world, l
         ("llava", 2, dict(pp=2, bucket_mb=0), {}),
         ("llava", 2, dict(sharding=1), dict(recompute="full")),  # ranks compute each other's images
         ("qwen3_vl", 2, dict(tp=2), dict(recompute="selective")),  # features go to layers of the text too
-        ("gemma3", 2, dict(cp=2, cp_attention="allgather"), {}),
+        pytest.param("gemma3", 2, dict(cp=2, cp_attention="allgather"), {}, marks=pytest.mark.soak),
         pytest.param("qwen2_5_vl", 4, dict(pp=2, tp=2, virtual_stages=2), {}, marks=pytest.mark.soak),
         pytest.param("qwen3_5", 2, dict(sharding=3, bucket_mb=0), {}, marks=pytest.mark.soak),
-        pytest.param("qwen3_vl", 4, dict(pp=2, cp=2), {}, marks=pytest.mark.soak),
+        pytest.param("qwen3_vl", 4, dict(pp=2, cp=2, cp_ulysses=2), {}, marks=pytest.mark.soak),
     ],
 )
 def test_text_is_captured_behind_a_tower_that_is_not(ranks, model, world, layout, train):
