@@ -64,8 +64,8 @@ def check_not_built(run: Run) -> list[Problem]:
     if run.train.fp8 is not None:
         rule = "is not built for a model that reads images or sound"
         found.append(problem("train", run.train, "fp8", rule, because, (None,)))
-    if run.train.cuda_graphs == "on":
-        rule = "needs micro-batches of equal sizes, and those of a model that reads images or sound differ"
+    if run.train.cuda_graphs == "on" and not run.model.reads_units:
+        rule = "needs micro-batches of equal sizes, and those of a model that reads sound differ"
         found.append(problem("train", run.train, "cuda_graphs", rule, because, ("off",)))
     if run.train.samples is not None:
         rule = "is not built for a model that reads images or sound: phalanx generate makes text with its checkpoints"

@@ -1905,6 +1905,15 @@ GPT2_RULES = [
     ),
 ]
 T5_RULES = [
+    (
+        "train.batch_invariant=true",
+        1,
+        "train.batch_invariant",
+        True,
+        "no backend computes attention with bias, direction, scale: invariant has no bias, no direction",
+        {"model.family"},
+        (False,),
+    ),
     ("task.encoder_length=null", 1, "task.encoder_length", None, "is required", set(), (512,)),
     (
         "task.encoder_length=91 layout.tp=4",
@@ -2054,15 +2063,6 @@ LLAVA_RULES = [
         (None,),
     ),
     (
-        "train.cuda_graphs=on",
-        1,
-        "train.cuda_graphs",
-        "on",
-        "needs micro-batches of equal sizes",
-        {"model.family"},
-        ("off",),
-    ),
-    (
         "train.deterministic=true",
         1,
         "train.deterministic",
@@ -2173,6 +2173,15 @@ WHISPER_BASE = {
 }
 WHISPER_RULES = [
     (
+        "train.cuda_graphs=on",
+        1,
+        "train.cuda_graphs",
+        "on",
+        "needs micro-batches of equal sizes",
+        {"model.family"},
+        ("off",),
+    ),
+    (
         "data.room={}",
         1,
         "data.room",
@@ -2263,6 +2272,15 @@ GEMMA3_RULES = [
 BERT_BASE = {**BASE, "model": BERT, "task": {"name": "mlm"}}
 MODERN = "model.family=modernbert"
 BERT_RULES = [
+    (
+        "train.batch_invariant=true",
+        1,
+        "train.batch_invariant",
+        True,
+        "no backend computes attention with direction: invariant has no direction",
+        {"model.family"},
+        (False,),
+    ),
     ("task.rate=0", 1, "task.rate", 0, "(0, 1]", set(), (0.15, 0.3)),
     (
         "task={name: pretrain}",

@@ -104,6 +104,7 @@ REASONS = {
     "features of several layers of a tower": r"vision_feature_layer=",
     "another projector, or other features": r"(projector_hidden_act|vision_feature_select_strategy)=",
     "another text or tower": r"model_type=|must be siglip|is SigLIP's",
+    "a size of the tower that is missing": r"vision_config: \w+ is missing",
     "a part that is missing": r"(text_config|vision_config)(=| is missing)",
     "no such layer of the tower": r"must be a layer of the tower",
     **hf_fuzz.REASONS,

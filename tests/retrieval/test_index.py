@@ -20,7 +20,9 @@ from safetensors.torch import load_file, save_file
 from phalanx.base.errors import ConfigError, DataError
 from phalanx.checkpoint.embedder_files import EmbedderFacts
 from phalanx.cli.main import cli
+from phalanx.inference.conversation import Conversation
 from phalanx.inference.embedder import embedder_folder
+from phalanx.inference.request import SamplingOptions
 from phalanx.retrieval.documents import TextPassage
 from phalanx.retrieval.index import IndexOptions, VectorIndex, build_index, read_index_manifest, recall_of
 from phalanx.retrieval.prompting import PassageAdder, PassageTemplate
@@ -264,6 +266,22 @@ def test_generate_reads_passages_and_says_their_sources(root, generator, tmp_pat
     said = CliRunner().invoke(cli, one)
     assert said.exit_code == 0 and said.stdout.startswith(prompts[0])
     assert said.stderr.startswith(f"[1] {found[0][0].passage.id} ({found[0][0].passage.source}) score=")
+
+
+def test_a_chat_reads_passages_and_says_their_sources(root, generator, tmp_path):
+    """The answer is that to the message written out; what was said before is remembered without its passages."""
+    folder = tmp_path / "chat"
+    shutil.copytree(generator, folder)
+    (folder / "chat_template.jinja").write_text("{% for m in messages %}[ {{ m.content }} ] {% endfor %}")
+    [written, later], found = PassageAdder(Lookup(index=str(root / "index"), neighbours=2)).add(["stone sea", "rose"])
+    words = ["chat", str(folder), "--tokens", "5", "--temperature", "0", "--index", str(root / "index")]
+    made = CliRunner().invoke(cli, [*words, "--neighbours", "2"], input="stone sea\nrose\n")
+    assert made.exit_code == 0, (made.output, made.exception)
+    talk = Conversation(str(folder), SamplingOptions(tokens=5, temperature=0))
+    answers = ["".join(talk.answer("stone sea", written)), "".join(talk.answer("rose", later))]
+    assert [line for line in made.stdout.splitlines() if line] == answers
+    said = [line for line in made.stderr.splitlines() if line.startswith("[")]
+    assert [line.split()[1] for line in said] == [each.passage.id for row in found for each in row]
 
 
 def test_the_server_puts_passages_into_prompts(root, start):

@@ -214,6 +214,21 @@ def test_replicas_decode_each_others_images(folder, tmp_path, monkeypatch):
     assert sorted(rows) == sorted(expected) and len(decoded) == len(expected) > 4
 
 
+def test_chats_with_images_are_mixed_with_text(folder, tmp_path):
+    """Three parts of text to one with images, at every point of the run; a sample has the images of its own chats."""
+    pictured = write(tmp_path, RECORDS[:2], FILES)
+    (tmp_path / "text.jsonl").write_text("".join(json.dumps(chat(text(f"the dog {i}"))) + "\n" for i in range(9)))
+    run = run_of(folder, tmp_path, pictured)
+    run = replace(run, data=replace(run.data, chats=("0.25", pictured, "0.75", str(tmp_path / "text.jsonl"))))
+    loader, token = loader_of(run), run.model.image_token_id
+    batches = [loader.batch([number]) for number in range(8)]
+    tokens = [int((batch.tokens == token).sum()) for batch in batches]
+    assert sum(map(bool, tokens[:4])) == sum(map(bool, tokens[4:])) == 1
+    for batch, count in zip(batches, tokens):
+        images = batch.beside[PATCHES]
+        assert count == len(images.units.spots) and bool(images.real.sum()) == bool(count)
+
+
 def test_images_in_tar_files(folder, tmp_path):
     with tarfile.open(tmp_path / "s.tar", "w") as tar:
         for name, data in FILES.items():
