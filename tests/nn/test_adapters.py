@@ -269,12 +269,15 @@ def test_pissa_is_the_same_in_every_layout(ranks, model, world, layout):
 
 
 @pytest.mark.soak
+@pytest.mark.timeout(600)
 @pytest.mark.parametrize("method", ["lora", "dora"])
 @pytest.mark.parametrize("model", ["llama", "mixtral", "gpt2"])
 def test_frozen_bytes_stay_through_many_steps(ranks, model, method):
     run = lora(replace(parity.base_run(model, precision="bf16"), layout=LayoutConfig(tp=2)), method, rank=3)
     first, last = (
-        parity.assemble([r["weights"] for r in ranks.run("tests.harness.parity:run_layout", 2, run, steps)])
+        parity.assemble(
+            [r["weights"] for r in ranks.run("tests.harness.parity:run_layout", 2, run, steps, timeout=500.0)]
+        )
         for steps in (0, 50)
     )
     same = {name for name, value in last.items() if np.array_equal(value, first[name])}

@@ -331,6 +331,8 @@ def test_what_does_not_fit_a_folder_of_adapters_is_said(copied, base, tmp_path):
     run = run_over(base, tmp_path / "other", init_from=str(tmp_path / "nowhere"))
     (found,) = check(run, Facts())
     assert found.field == "lora.init_from" and "must hold adapters" in found.rule
+    with pytest.raises(CheckpointError, match=f"is the folder of a run: name one of its checkpoints, {checkpoint}$"):
+        train(replace(run_over(base, tmp_path / "other"), init_from=str(checkpoint.parents[1])), Placement())
     run = run_over(base, tmp_path / "other", targets=["*.q_proj.weight"], init_from=str(checkpoint))
     with pytest.raises(CheckpointError, match="not in the model: .*lora_A"):
         train(run, Placement())
