@@ -156,7 +156,7 @@ def check_gated_layers(config: GatedAttentionConfig) -> list[Problem]:
     found = check_delta_layers(config) + check_predictors(config)
     if config.num_nextn_predict_layers > 1:
         rule = "must be 0 or 1: in files of this family all modules would share one projection and its norms"
-        found.append(problem("model", config, "num_nextn_predict_layers", rule, {}, (1, 0)))
+        found.append(problem("model", config, "num_nextn_predict_layers", rule, {}, (1,)))
     return found
 
 

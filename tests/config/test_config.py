@@ -716,7 +716,7 @@ RULES = [
         2,
         "must be 0 or 1",
         set(),
-        (1, 0),
+        (1,),
     ),
     (
         f"{GROUPED} model.mtp_loss_weight=0.1",
