@@ -690,7 +690,7 @@ LINEAR = (
     "nemotron_h-moe",
     "falcon_h1",
     "falcon_h1-norm",
-    "qwen3_next",
+    "qwen3_next-mtp",
     "qwen3_5_text",
     "qwen3_5_moe_text",
     "qwen3_5",
