@@ -22,7 +22,6 @@ from phalanx.cli.ranks import prepare_text, run_ranks
 from phalanx.cli.torchrun import explain_end
 from phalanx.cli.verbs import Verbs
 from phalanx.launch.early import listen_early
-from phalanx.launch.first_host import watch_first_host
 
 INVITATION = f"""\
 Phalanx {VERSION}: train transformer language models, on one CPU or on thousands of GPUs, with one config.
@@ -65,6 +64,8 @@ def train(config: str, overrides: tuple[str, ...], ranks: int | None, logs: str 
     means).
     """
     listen_early()
+    from phalanx.launch.first_host import watch_first_host
+
     watch_first_host(os.environ)
     from phalanx.cli.setup import arguments, check_memory, prepare
 

@@ -10,7 +10,6 @@ import click
 
 from phalanx.base.errors import PhalanxError
 from phalanx.launch.early import deaf, listen_early
-from phalanx.launch.first_host import watch_first_host
 
 ENOUGH_FILES, FEWEST_FILES, FILES_PER_RANK = 4096, 64, 8  # open files of a process
 
@@ -37,6 +36,7 @@ def run_ranks(target: str, ready: Any, values: dict[str, Any], logs: str | None)
     from phalanx.launch.bus import BusErrors
     from phalanx.launch.ends import ends_at
     from phalanx.launch.environment import allowed_cpus, node_settings
+    from phalanx.launch.first_host import watch_first_host
     from phalanx.launch.local import SingleRank, start
     from phalanx.launch.network import settle
     from phalanx.launch.rank_log import keep_output
