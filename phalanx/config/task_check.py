@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+import os
 from typing import Any
 
 from phalanx.base.errors import DataError, Problem
-from phalanx.base.rules import exists, missing_data, no_effect, problem
+from phalanx.base.rules import missing_data, no_effect, problem
 from phalanx.config.device_check import Facts
 from phalanx.config.run import Run
 from phalanx.data.check import check_tokenizer
@@ -233,7 +234,7 @@ def check_score_file(run: Run, made: Objective) -> list[Problem]:
     """The file is there and readable, and was written for these windows and this vocabulary. Which tokens it has is
     compared when they are opened."""
     field, path = made.scores_field, str(made.scores)
-    if not exists(path):
+    if not os.path.exists(path):
         return [missing_data(field, path, "must be a file of phalanx data score")]
     try:
         scores = ScoreFile(path)

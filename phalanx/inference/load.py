@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypedDict
@@ -20,6 +21,7 @@ from phalanx.checkpoint.keep import find
 from phalanx.checkpoint.load import HeadWanted, load_adapters, load_weights
 from phalanx.checkpoint.manifest import NAME, parse
 from phalanx.comm.mesh import Mesh, local_device
+from phalanx.config.check import sequences_unit
 from phalanx.config.run import Run, TrainConfig
 from phalanx.data.config import DataConfig
 from phalanx.data_parallel.buffers import Buffers
@@ -163,11 +165,13 @@ def load_all(weights: Path, model: ModelConfig, buffers: Buffers, mesh: Mesh) ->
 
 
 def weights_alone(run: Run, world: int) -> Run:
-    """The run without what only training needs: one micro-batch on each rank, and nothing is loaded but the named
-    weights."""
+    """The run without what only training needs: one micro-batch on each rank, of as many more sequences as tp needs to
+    divide its tokens, whatever their length, and nothing is loaded but the named weights."""
     layout = run.layout
-    dp = max(1, world // (layout.tp * layout.cp * layout.pp))
-    train = replace(run.train, global_batch=run.train.micro_batch * dp, rampup=None)
+    dp = max(1, world // max(1, layout.tp * layout.cp * layout.pp))
+    unit, micro_batch = sequences_unit(run), run.train.micro_batch
+    micro_batch *= unit // math.gcd(unit, micro_batch)
+    train = replace(run.train, micro_batch=micro_batch, global_batch=micro_batch * dp, rampup=None)
     lora = None if run.lora is None else replace(run.lora, init_from=None)
     return replace(run, train=train, lora=lora, init_from=None, checkpoint=CheckpointConfig(interval=1))
 

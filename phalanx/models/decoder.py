@@ -19,7 +19,7 @@ from phalanx.models.family import BlockMaker
 from phalanx.nn.attention import Attention, AttentionSpec
 from phalanx.nn.embedding import Embedding
 from phalanx.nn.env import Env
-from phalanx.nn.head import Head
+from phalanx.nn.head import Head, HeadBlock
 from phalanx.nn.initial import ONES
 from phalanx.nn.mlp import SwiGLU
 from phalanx.nn.module import Block, Module
@@ -170,24 +170,13 @@ class ScaledLayer(SandwichLayer):
         return super().forward(x, batch) * self.scalar.to(x.dtype)
 
 
-class DecoderHead(Block):
+class DecoderHead(HeadBlock):
     """`normed`: the block before it has applied the model's last norm."""
-
-    recomputable = False
 
     def __init__(self, config: DecoderConfig, env: Env, head: Head, normed: bool = False):
         super().__init__(env)
         self.norm = nn.Identity() if normed else norm(config, env, f"{config.base}norm")
         self.head = head
-
-    def forward(self, x: Tensor, batch: Batch) -> Tensor:
-        return self.head.loss(self.norm(x), batch)
-
-    def logits(self, x: Tensor, rows: Tensor) -> Tensor:
-        return self.head.logits(self.norm(x), rows)
-
-    def log_probs(self, x: Tensor, batch: Batch, top: int = 0) -> Tensor:
-        return self.head.log_probs(self.norm(x), batch, top)
 
 
 def rotation(config: DecoderConfig, layer: int) -> Rotation | None:

@@ -32,7 +32,7 @@ from phalanx.nn.units import UnitRows
 from phalanx.ops.attention.context import Form
 from phalanx.ops.experts.grouped import GROUPED
 from phalanx.ops.quantized.quantizer import WeightQuantizer
-from phalanx.ops.quantized.recipes import RECIPES
+from phalanx.ops.quantized.recipes import find_recipe
 from phalanx.optim.optimizer import optimizers_of, updater_of
 from phalanx.planning.blocks import (
     BlockFacts,
@@ -65,7 +65,7 @@ def fp8_linears(run: Run) -> Fp8Linears | None:
         return None
     kept = run.layout.sharding > 0  # without ZeRO, any rank's optimizer may update the weights themselves
     return Fp8Linears(
-        RECIPES[c.recipe], range(c.end_layers, layers - c.end_layers), tuple(c.exclude), c.accumulate, kept
+        find_recipe(c.recipe), range(c.end_layers, layers - c.end_layers), tuple(c.exclude), c.accumulate, kept
     )
 
 

@@ -1477,7 +1477,7 @@ RULES = [
         "train.fp8.recipe",
         "blockwise",
         "outputs and inputs of its linears",
-        {"model.layers.0.self_attn.q_proj.weight", "nearest sizes", "layout.tp"},
+        {"model.layers.0.self_attn.q_proj.weight", "nearest sizes", "layout.tp", "sizes in multiples of"},
         ("tensorwise", "delayed", "rowwise"),
     ),
     (
@@ -1486,7 +1486,7 @@ RULES = [
         "train.fp8.recipe",
         "rowwise",
         "outputs and inputs of its linears",
-        {"model.layers.0.mlp.down_proj.weight", "nearest sizes", "layout.tp"},
+        {"model.layers.0.mlp.down_proj.weight", "nearest sizes", "layout.tp", "sizes in multiples of"},
         (),
     ),
     (
@@ -1495,7 +1495,13 @@ RULES = [
         "train.fp8.recipe",
         "rowwise",
         "outputs and inputs of its linears",
-        {"model.layers.0.mlp.experts.0.down_proj.weight", "nearest sizes", "layout.tp", "layout.etp"},
+        {
+            "model.layers.0.mlp.experts.0.down_proj.weight",
+            "nearest sizes",
+            "layout.tp",
+            "layout.etp",
+            "sizes in multiples of",
+        },
         (),
     ),
     # batch (16, 18, 20) and rampup
