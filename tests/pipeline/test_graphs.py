@@ -202,14 +202,9 @@ def _trained(
     plan, mesh = state.plan, state.mesh
     if recorder:
         recompute = next(iter(state.model.blocks.values()))[0].env.recompute
-        state.model.stages.runner = Graphs(
-            recorder,
-            recompute,
-            (),
-            state.plan.uncaptured,
-            schedule=plan.schedule,
-            varying=plan.varying_segments,
-        )
+        runner = Graphs(recorder, recompute, (), state.plan.uncaptured, schedule=plan.schedule)
+        runner.varying = plan.varying_segments
+        state.model.stages.runner = runner
         mesh.prepare_pp_hosts()
         for name in ("send", "recv"):
             setattr(mesh.pp_hosts, name, recorder.on_hosts(getattr(mesh.pp_hosts, name)))
