@@ -6,8 +6,8 @@ python benchmarks/fine_tuning.py --small        models of two layers, on a CPU t
 
 Peers (benchmarks/peers/tune.py) need peft, liger-kernel and bitsandbytes, for all weights torchtune; a row whose
 packages are missing says so.
-Each row is a process of its own, those with tp2 two on two GPUs (tokens/s are those of one). Rows that --seconds leave
-no time for are named.
+Each row is a process of its own, those with tp2 or dp2 two on two GPUs (tokens/s are those of one; dp2 has a sequence
+on each). Rows that --seconds leave no time for are named.
 """
 
 from __future__ import annotations
@@ -40,7 +40,9 @@ OURS: dict[str, tuple[Path, tuple[str, ...]]] = {
         QLORA_8B,
         (*ONE, BF16, KEEP, "train.seq_length=8192", "layout.tp=2", "layout.tp_overlap=off"),
     ),
+    "lora-8192-dp2": (QLORA_8B, (*ONE, BF16, KEEP, "train.seq_length=8192", "train.global_batch=2")),
 }
+ON_TWO = tuple(row for row in OURS if "-tp2" in row or "-dp2" in row)
 PEERS: dict[str, tuple[str, ...]] = {
     "peer-lora-8192": ("lora-8192", "--keep"),
     "peer-qlora-8192": ("qlora-8192", "--keep"),
@@ -58,7 +60,7 @@ def ours(row: str, small: bool, seconds: float, steps: tuple[int, int]) -> dict[
     config, words = OURS[row]
     with tempfile.TemporaryDirectory() as folder:
         out = Path(folder) / "step.json"
-        many = ["-m", "torch.distributed.run", "--nproc-per-node", "2"] if "layout.tp=2" in words else []
+        many = ["-m", "torch.distributed.run", "--nproc-per-node", "2"] if row in ON_TWO else []
         command = [sys.executable, *many, "-m", "phalanx", "bench", "step", str(config), *words]
         command += SMALL if small else ()
         command += ["--warmup", str(steps[0]), "--steps", str(steps[1]), "--json", str(out)]

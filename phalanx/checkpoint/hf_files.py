@@ -94,6 +94,8 @@ def hf_files(folder: Path) -> list[str]:
     if not table.is_file():
         if (folder / "model.safetensors").is_file():
             return ["model.safetensors"]
+        if steps := sorted((folder / "checkpoints").glob("step-*/weights")):
+            raise CheckpointError(f"{folder} is the folder of a run: name one of its checkpoints, {steps[-1].parent}")
         raise CheckpointError(
             f"{folder} holds neither model.safetensors nor {table.name} (pickled .bin and .pt files are not read)"
         )

@@ -21,6 +21,11 @@ from phalanx.nn.objective import (
     usual_task,
 )
 
+NO_LOSS_PER_TOKEN = (
+    "has no loss per token, which multi-token prediction needs: take a model without it (of Qwen's folders the module "
+    "may be left out, model.num_nextn_predict_layers=0)"
+)
+
 
 def check_task(run: Run, facts: Facts) -> list[Problem]:
     """The objective's own rules, and what it needs of model and data."""
@@ -41,7 +46,7 @@ def check_task(run: Run, facts: Facts) -> list[Problem]:
         rule = "needs a reference: adapters (lora), whose base it is, or a file of phalanx data score"
         found.append(problem("task", config, "name", rule, {"lora": None}, ()))
     if run.model.predict_layers:
-        rule = "has no loss per token, which multi-token prediction needs: take a model without it"
+        rule = NO_LOSS_PER_TOKEN
         found.append(problem("task", config, "name", rule, {"layers that predict": run.model.predict_layers}, ()))
     if not run.data.inside_documents:
         rule = "must be true with an objective that compares documents"
@@ -66,7 +71,7 @@ def check_embeddings(run: Run, kind: type[EmbeddingObjective]) -> list[Problem]:
         rule = "is required: files of queries and passages, such as data.pairs=train.jsonl"
         found.append(problem("data", run.data, "pairs", rule, because))
     if run.model.predict_layers:
-        rule = "has no loss per token, which multi-token prediction needs: take a model without it"
+        rule = NO_LOSS_PER_TOKEN
         found.append(problem("task", run.task, "name", rule, {"layers that predict": run.model.predict_layers}, ()))
     if run.train.deterministic:
         rule = "has no fixed order of sums over texts of all ranks, which the task needs"

@@ -281,6 +281,12 @@ def _unknown(path: str, value: Any, owner: type) -> Problem:
     section, _, name = path.rpartition(".")
     elsewhere = [k for k in tree.keys(Run) if k.name == name and k.path != path]
     at = f"of {section}" if section else "at the top"
+    others = [k.owner for k in tree.keys(Run) if k.path == path and k.owner is not owner]
+    if others and section in NAMED:
+        base, find = NAMED[section]
+        known = (n for n in BUILT_IN[base.seam] if find(n).Config in others)
+        rule = f"is a key of {section} only with {base.named_by} {', '.join(known)}"
+        return Problem(path, value, rule, {}, near_keys(name, section, owner))
     if elsewhere:
         home, key = elsewhere[0].path.rpartition(".")[0] or "the top", elsewhere[0].path
         return Problem(
@@ -290,12 +296,6 @@ def _unknown(path: str, value: Any, owner: type) -> Problem:
             {},
             tuple(dict.fromkeys(k.path for k in elsewhere)),
         )
-    others = [k.owner for k in tree.keys(Run) if k.path == path and k.owner is not owner]
-    if others and section in NAMED:
-        base, find = NAMED[section]
-        known = (n for n in BUILT_IN[base.seam] if find(n).Config in others)
-        rule = f"is a key of {section} only with {base.named_by} {', '.join(known)}"
-        return Problem(path, value, rule, {}, near_keys(name, section, owner))
     if others:
         with_it = ", ".join(f'"{n}"' for n, c in families().items() if c in others)
         return Problem(

@@ -28,7 +28,7 @@ from phalanx.base.sizes import size_text
 from phalanx.comm.axis import Axis, Work
 from phalanx.comm.host import host_axis
 from phalanx.config.run import Run
-from phalanx.inference.drafter import Drafts, ngrams_of, predicted_of
+from phalanx.inference.drafter import Drafts, NgramSpec, ngrams_of, predicted_of
 from phalanx.inference.grammar import Constraint, GrammarCompiler
 from phalanx.inference.load import InferenceModel, check_generates
 from phalanx.inference.memory import (
@@ -46,7 +46,7 @@ from phalanx.inference.memory import (
     state_bytes,
 )
 from phalanx.inference.pages import GroupSpec
-from phalanx.inference.predictor import MtpSpec, check_modules
+from phalanx.inference.predictor import MtpSpec, check_modules, check_takes_drafts
 from phalanx.inference.request import (
     EngineLoad,
     Event,
@@ -247,10 +247,8 @@ def check_shares_text(model: InferenceModel) -> None:
 
 def check_drafts(model: InferenceModel, drafts: Drafts | None) -> None:
     """ConfigError for drafts that the model does not make here."""
-    if drafts is not None and model.plan.run.model.scans:
-        rule = "must not be made for a model whose layers keep a state: a refused draft cannot be taken out of it"
-        kind = "mtp" if isinstance(drafts, MtpSpec) else f"ngram:{drafts.tokens}"
-        raise ConfigError([Problem("drafts", kind, rule, {"model.family": model.plan.run.model.family})])
+    if isinstance(drafts, NgramSpec):
+        check_takes_drafts(model.plan.run.model, f"ngram:{drafts.tokens}", "drafts")
     if not isinstance(drafts, MtpSpec):
         return
     check_modules(model.plan, drafts, "drafts")

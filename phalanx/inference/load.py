@@ -30,6 +30,7 @@ from phalanx.engine.build import build_for_inference
 from phalanx.forecast.decide import make_plan
 from phalanx.inference.adapters import ServedAdapters, with_adapter
 from phalanx.models.model_config import ModelConfig
+from phalanx.models.registry import family_of
 from phalanx.nn.adapter import AdapterConfig, find_adapter
 from phalanx.nn.module import Block
 from phalanx.nn.moe import MoE
@@ -176,6 +177,15 @@ def weights_alone(run: Run, world: int) -> Run:
     return replace(run, train=train, lora=lora, init_from=None, checkpoint=CheckpointConfig(interval=1))
 
 
+def without_idle_modules(run: Run) -> ModelConfig:
+    """Its model without modules of multi-token prediction that would never draft, because layers keep a state. With
+    adapters they stay: their files hold those of the modules too."""
+    with_predictors = family_of(run.model).with_predictors
+    if with_predictors is None or not run.model.scans or run.lora is not None:
+        return run.model
+    return with_predictors(run.model, 0)
+
+
 def forward_only(run: Run) -> Run:
     """How it is computed: by cross entropy, whatever the objective (one that makes prefixes, or an encoder's text, says
     what is read); nothing is sharded, recomputed, captured or quantized, and experts accept all tokens."""
@@ -191,7 +201,7 @@ def forward_only(run: Run) -> Run:
     )
     train = replace(storing_all(run).train, fp8=None, cuda_graphs="off", deterministic=False, freeze=[])
     task = run.task if find_objective(run.task.name).makes_prefix or run.model.reads_beside else TaskConfig()
-    return replace(run, task=task, layout=layout, train=train)
+    return replace(run, model=without_idle_modules(run), task=task, layout=layout, train=train)
 
 
 def without_training(run: Run, world: int) -> Run:

@@ -98,7 +98,7 @@ class DecoderLayer(Block):
         make_mlp: MakePart | None = None,
     ):
         super().__init__(env)
-        c, at = config, f"{config.base}layers.{layer}"
+        c, at = config, config.layer_name(layer)
         self.norm1 = norm(c, env, f"{at}.input_layernorm")
         self.attention = (make_attention or attention)(config, env, layer)
         self.norm2 = norm(c, env, f"{at}.post_attention_layernorm")
@@ -116,7 +116,7 @@ class PostNormLayer(Block):
 
     def __init__(self, config: DecoderConfig, env: Env, layer: int, make_attention: MakePart | None = None):
         super().__init__(env)
-        c, at = config, f"{config.base}layers.{layer}"
+        c, at = config, config.layer_name(layer)
         self.attention = (make_attention or attention)(config, env, layer)
         self.norm1 = norm(c, env, f"{at}.post_attention_layernorm")
         self.mlp = dense_mlp(config, env, layer)
@@ -142,7 +142,7 @@ class SandwichLayer(Block):
         make_mlp: MakePart | None = None,
     ):
         super().__init__(env)
-        c, at = config, f"{config.base}layers.{layer}"
+        c, at = config, config.layer_name(layer)
         self.norm1 = norm(c, env, f"{at}.input_layernorm")
         self.attention = (make_attention or attention)(config, env, layer)
         self.after1 = norm(c, env, f"{at}.post_attention_layernorm")
@@ -191,7 +191,7 @@ def rotation(config: DecoderConfig, layer: int) -> Rotation | None:
 
 def attention_spec(config: DecoderConfig, layer: int) -> AttentionSpec:
     """The attention of a layer in Llama."""
-    c, at = config, f"{config.base}layers.{layer}.self_attn"
+    c, at = config, f"{config.layer_name(layer)}.self_attn"
     head_dim = c.head_dim or c.hidden_size // c.num_attention_heads
     return AttentionSpec(
         names=(f"{at}.q_proj.weight", f"{at}.k_proj.weight", f"{at}.v_proj.weight", f"{at}.o_proj.weight"),
@@ -214,21 +214,21 @@ def attention(config: DecoderConfig, env: Env, layer: int, **changes: Any) -> At
 
 def dense_mlp(config: DecoderConfig, env: Env, layer: int, mlp: type[SwiGLU] = SwiGLU) -> SwiGLU:
     """The dense MLP of a layer; `mlp`: another class."""
-    at = f"{config.base}layers.{layer}.mlp"
+    at = f"{config.layer_name(layer)}.mlp"
     names = tuple(f"{at}.{n}_proj.weight" for n in ("gate", "up", "down"))
     return mlp(env, names, config.hidden_size, config.intermediate_size, config.initializer_range, config.mlp_bias)  # type: ignore[arg-type]
 
 
 def head_norm_attention(config: DecoderConfig, env: Env, layer: int, **changes: Any) -> Attention:
     """Attention with an RMSNorm on every query and key head."""
-    at = f"{config.base}layers.{layer}.self_attn"
+    at = f"{config.layer_name(layer)}.self_attn"
     names = f"{at}.q_norm", f"{at}.k_norm"
     return attention(config, env, layer, head_norm=(*names, config.rms_norm_eps), norm=norm_class(config), **changes)
 
 
 def width_norm_attention(config: DecoderConfig, env: Env, layer: int) -> Attention:
     """Attention with an RMSNorm over all query heads together, and one over all key heads."""
-    at = f"{config.base}layers.{layer}.self_attn"
+    at = f"{config.layer_name(layer)}.self_attn"
     return attention(config, env, layer, width_norm=(f"{at}.q_norm", f"{at}.k_norm", config.rms_norm_eps))
 
 

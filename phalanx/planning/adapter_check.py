@@ -4,6 +4,8 @@ needs of targets, layout and run."""
 from __future__ import annotations
 
 import re
+from collections.abc import Mapping
+from dataclasses import replace
 
 from phalanx.base.errors import CheckpointError, Problem
 from phalanx.base.registry import near
@@ -26,7 +28,8 @@ def check_adapters(run: Run) -> list[Problem]:
         return []
     method, names = find_adapter(lora.method), adapted_names(run.model)
     able = [name for of_one in names.carriers for name in of_one]
-    found = [each for glob in lora.targets for each in _check_glob(run, lora, glob, names)]
+    wrong = {glob: each for glob in lora.targets for each in _check_glob(run, lora, glob, names)}
+    found = [replace(each, valid=_mended(lora, glob, wrong)) for glob, each in wrong.items()]
     if not lora.targets:
         found = [problem("lora", lora, "targets", "must name linears", {"linears": kinds(able)}, (["*"],))]
     torn = [of_one for of_one in names.carriers if len({fits(name, lora.targets) for name in of_one}) > 1]
@@ -44,6 +47,17 @@ def check_adapters(run: Run) -> list[Problem]:
         found.append(problem("train", run.train, "freeze", rule, {"lora.method": lora.method}, ([],)))
     found += _check_method(run, lora, names) + _check_outside(run, lora, names)
     return found + _check_also(run, lora, able) + method.check(lora)
+
+
+def _mended(lora: AdapterConfig, glob: str, wrong: Mapping[str, Problem]) -> tuple[list[str], ...]:
+    """The targets with each name that `glob` may mean, or without it. The other wrong globs are replaced too: while one
+    of them stays, no value ends the problem."""
+    meant = {g: [name for value in p.valid for name in value if name not in lora.targets] for g, p in wrong.items()}
+    made = list[list[str]]()
+    for like in meant[glob] or [""]:
+        names = {g: [like] if g == glob else meant.get(g, [g])[:1] for g in lora.targets}
+        made.append(list(dict.fromkeys(name for found in names.values() for name in found if name)) or ["*"])
+    return tuple(made)
 
 
 def _check_outside(run: Run, lora: AdapterConfig, names: AdaptedNames) -> list[Problem]:
@@ -99,7 +113,8 @@ def _check_method(run: Run, lora: AdapterConfig, names: AdaptedNames) -> list[Pr
     modules = [[name.removesuffix(".weight") for name in of_one] for of_one, _ in targets]
     for field, patterns in method.patterns(lora).items():
         found += [each for pattern in patterns for each in _check_pattern(lora, field, pattern, modules)]
-    sizes = ((name, shape) for of_one, (_, shape) in zip(modules, targets) for name in of_one)
+    sizes = [(name, shape) for of_one, (_, shape) in zip(modules, targets) for name in of_one]
+    sizes.sort(key=lambda each: min(each[1]))  # what the smallest matrix can have, all can
     wrong = (each for name, shape in sizes for each in method.check_module(lora, name, *shape))
     return found + [*wrong][:1]
 

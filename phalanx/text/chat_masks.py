@@ -19,7 +19,7 @@ import re
 from bisect import bisect_left, bisect_right
 from collections import Counter
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, Literal
 
 from phalanx.base.errors import DataError
@@ -312,9 +312,11 @@ class _Rendered:
         content = message["content"].split("</think>")[-1].strip()
         lacking = ["the answer's text"] if content not in trained else []
         thought = message.get("reasoning_content", "").strip()
-        lacking += ["its reasoning"] if thought not in trained else []
+        unread = bool(thought) and self._leaves_out(number, "reasoning_content")
+        lacking += ["its reasoning"] if unread or thought not in trained else []
         names = [call["function"]["name"] for call in message.get("tool_calls", ())]
-        lacking += [f"its call of {name}" for name in names if name not in trained]
+        unread = bool(names) and self._leaves_out(number, "tool_calls")
+        lacking += [f"its call of {name}" for name in names if unread or name not in trained]
         if lacking:
             raise BadChat(
                 "left out by the template",
@@ -346,9 +348,27 @@ class _Rendered:
             if message["role"] in ASKING and any(text.strip() not in written for text in texts):
                 rule = f"the template leaves out this message of role {message['role']}, or a part of it"
                 raise BadChat("left out by the template", rule, number + 1)
-        for tool in self.tools or ():
-            if (name := tool_name(tool)) and name not in written:
+        names = [name for tool in self.tools or () if (name := tool_name(tool))]
+        unread = bool(names) and self._leaves_out_tools(last)
+        for name in names:
+            if unread or name not in written:
                 raise BadChat("tools", f"has the tool {name}, and the template writes no tools")
+
+    def _leaves_out_tools(self, last: int) -> bool:
+        """Whether the text is the same without them: a message may have their names too."""
+        try:
+            without = _Rendered(self.encoder, self.template, replace(self.chat, tools=None))
+            return self._write(last + 1, last) == without._write(last + 1, last)
+        except BadChat:  # a template may refuse calls of tools that nobody has described
+            return False
+
+    def _leaves_out(self, number: int, part: str) -> bool:
+        """Whether a message is written as it would be without a part: its content may have the same words."""
+        without = {key: value for key, value in self.messages[number].items() if key != part}
+        try:
+            return self._write(number + 1, number) == self._render([*self.messages[:number], without], number)
+        except BadChat:  # a template may refuse an answer that says nothing
+            return False
 
     def _text_of(self, count: int) -> tuple[str, list[Span]]:
         """The first `count` messages, and what of them is marked."""

@@ -710,6 +710,15 @@ RULES = [
         (0.3,),
     ),
     (
+        "model.family=qwen3_5_text model.num_hidden_layers=4 model.num_nextn_predict_layers=2",
+        1,
+        "model.num_nextn_predict_layers",
+        2,
+        "must be 0 or 1",
+        set(),
+        (1,),
+    ),
+    (
         f"{GROUPED} model.mtp_loss_weight=0.1",
         1,
         "model.mtp_loss_weight",

@@ -209,10 +209,17 @@ def compare(run: Run, undisturbed: dict[str, object]) -> int:
     return len(differing)
 
 
-def disturbed(folder: Path, fault: Fault, seed: int, layouts: list[tuple[int, dict]] = LAYOUTS) -> Tally:
+def disturbed(
+    folder: Path,
+    fault: Fault,
+    seed: int,
+    layouts: list[tuple[int, dict]] = LAYOUTS,
+    change: Callable[[Run], Run] = lambda run: run,
+) -> Tally:
     """A run that nobody disturbs, then one that `fault` disturbs (it returns how often), then the same command once
-    more."""
+    more. change: what the run has beside what the seed draws."""
     whole, world = config_of(folder / "whole/run", seed, layouts)
+    whole = change(whole)
     (folder / "whole").mkdir(parents=True)
     (folder / "other").mkdir()
     begun = time.monotonic()

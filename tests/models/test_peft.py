@@ -20,17 +20,18 @@ from phalanx.base.rng import keep_columns, key_of
 from phalanx.checkpoint.adapters import PREFIX, adapter_source
 from phalanx.checkpoint.base import reading
 from phalanx.checkpoint.load import load_adapters, load_weights
+from phalanx.checkpoint.merge import merge_folder
 from phalanx.checkpoint.save import Snapshot
 from phalanx.comm.mesh import Mesh
 from phalanx.config.run import Run
 from phalanx.engine.adapter_start import start_adapters
 from phalanx.engine.build import State, build, init_weights
-from phalanx.engine.step import accumulate, update
+from phalanx.engine.step import accumulate, evaluate_step, update
 from phalanx.forecast.decide import make_plan
 from phalanx.models.registry import family_of
 from phalanx.nn.adapter import find_adapter
 from phalanx.optim.adamw import AdamWConfig
-from phalanx.planning.adapters import peft_config
+from phalanx.planning.adapters import merging_of, peft_config
 from phalanx.planning.blocks import exported_shapes
 from phalanx.sequence.batch import IGNORE, Batch
 from tests.harness import hf_fuzz, parity
@@ -132,12 +133,14 @@ def with_images(model: torch.nn.Module, config: Any, batch: Batch, ids: list[int
     return torch.cat([model(**each).logits[0] for each in given])
 
 
-def start(run: Run, model: torch.nn.Module) -> State:
-    """With the weights of a model of transformers."""
+def start(run: Run, model: torch.nn.Module | Path) -> State:
+    """With the weights of a model of transformers, or of a folder."""
     plan = make_plan(run, 1)
     state = build(plan, Mesh(plan.grid, 0))
-    with tempfile.TemporaryDirectory() as folder:
-        model.save_pretrained(folder)
+    with tempfile.TemporaryDirectory() as made:
+        folder = model if isinstance(model, Path) else Path(made)
+        if isinstance(model, torch.nn.Module):
+            model.save_pretrained(folder)
         assert not load_weights(folder, state.buffers, state.mesh).adapters
         init_weights(state.model, lambda spec: not spec.exported)
         with reading(folder, exported_shapes(run.model)) as read:
@@ -258,6 +261,29 @@ def compare(family: str, fields: dict, tmp_path: Path) -> None:
     load_adapters(source.placed, source.files, state.buffers, state.mesh)
     read = assemble([parts_of(state, "master")])
     assert all(np.array_equal(read[name], last[name]) for name in mine)
+
+
+@pytest.mark.soak
+@pytest.mark.parametrize("family", MODELS)
+@pytest.mark.parametrize("method", ["lora", "dora"])
+def test_merged_is_unmerged(family, method, tmp_path):
+    """Truth: base and adapters as they are trained, of all linears of layers, experts among them, in float64."""
+    run, config = run_of(family, {**SMALL, "method": method}), MODELS[family]
+    with wide(config):
+        model = model_of(config)
+    state = start(run, model)
+    for step in range(2):  # so that nothing that is added is zero
+        update(state, accumulate(state, step_batches(run, state.mesh, step, documents_of(config))), LR)
+    adapter, base, merged = save_to(state, tmp_path, 2), tmp_path / "base", tmp_path / "merged"
+    model.save_pretrained(base)
+    merge_folder(str(adapter), str(base), merged, merging_of(config, run.lora))
+    batches = step_batches(run, state.mesh, 3, documents_of(config))
+    found = []
+    for folder in (merged, base):
+        plain = start(replace(run, lora=None), folder)
+        found.append(evaluate_step(plain.model, batches)[0].item())
+    wanted = evaluate_step(state.model, batches)[0].item()
+    assert found[0] == pytest.approx(wanted, rel=1e-12) and abs(found[1] - wanted) > 1e-6 * wanted
 
 
 GATED = {  # names of an expert's matrices; a layer without experts has linears of the same names, which PEFT would lose

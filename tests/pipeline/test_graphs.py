@@ -25,6 +25,7 @@ from phalanx.engine.step import train_step
 from phalanx.forecast.decide import make_plan
 from phalanx.layout.config import LayoutConfig
 from phalanx.layout.grid import Grid
+from phalanx.nn.adapter import find_adapter
 from phalanx.nn.recompute import Recompute
 from phalanx.pipeline.graphs import Eager, Graphs, _Captured, _Slot
 from phalanx.pipeline.root import backward_from
@@ -202,7 +203,8 @@ def _trained(
     plan, mesh = state.plan, state.mesh
     if recorder:
         recompute = next(iter(state.model.blocks.values()))[0].env.recompute
-        runner = Graphs(recorder, recompute, (), state.plan.uncaptured, schedule=plan.schedule)
+        memories = () if mesh.tp.memory is None else (mesh.tp.memory,)
+        runner = Graphs(recorder, recompute, memories, state.plan.uncaptured, schedule=plan.schedule)
         runner.varying = plan.varying_segments
         state.model.stages.runner = runner
         mesh.prepare_pp_hosts()
@@ -319,6 +321,27 @@ def test_text_is_captured_behind_a_tower_that_is_not(ranks, model, world, layout
         stages = plan.schedule(1).stages_of(rank * plan.grid.pp // world)
         assert plan.grid.pp > 1 or (plan.varying_segments and len(plan.segments[0]) > len(plan.varying_segments))
         assert bool(parts) == any(captured_segments(plan, stage) for stage in stages)
+
+
+@pytest.mark.parametrize(
+    ("layout", "train"),
+    [
+        (dict(tp=2, tp_overlap="off"), {}),
+        pytest.param(dict(tp=2, tp_overlap="on"), {}, marks=pytest.mark.soak),
+        pytest.param(dict(tp=2, tp_overlap="off"), dict(recompute="full"), marks=pytest.mark.soak),
+        pytest.param(dict(sharding=1), {}, marks=pytest.mark.soak),
+    ],
+)
+def test_adapters_in_graphs_change_no_bit(ranks, layout, train):
+    """The layouts of benchmarks/fine_tuning.py on two GPUs. Nothing runs between graphs: what adapters exchange beside
+    the matmul of a linear is begun and waited for inside one."""
+    run = replace(base_run("llama", global_batch=4, **train), layout=LayoutConfig(**layout))
+    run = replace(run, lora=find_adapter("lora").Config(method="lora", rank=3, alpha=5.0))
+    plain = ranks.run("tests.pipeline.test_graphs:trained", 2, run, False, False)
+    rows = ranks.run("tests.pipeline.test_graphs:trained", 2, run, False, True)
+    for (expected, *_), (found, parts, *_) in zip(plain, rows):
+        assert all(torch.equal(a, b) for a, b in zip(expected, found, strict=True))
+        assert parts and set(parts) == {1}
 
 
 def captured(rank: int, world: int, seldom: list[set[int]], agree: bool) -> set[int]:

@@ -33,7 +33,9 @@ from phalanx.inference.request import SamplingOptions
 from phalanx.nn.adapter import find_adapter
 from phalanx.planning.adapters import merging_of, section_of_folder
 from phalanx.training.main import train
+from tests.faults.runs import disturbed, full_disk, kills
 from tests.harness.generation import answers_of
+from tests.harness.pool import warm_imports
 from tests.models.test_twenty_steps import MODELS, random_model
 from tests.training.test_adapter_runs import same
 from tests.training.test_loop import MODEL, make_run
@@ -203,6 +205,32 @@ def test_a_run_starts_from_adapters_of_a_folder(checkpoint, base, tmp_path):
         assert all(np.array_equal(files[0][name], files[1][name]) for name in files[0])
 
 
+# ---- faults
+
+
+FAULTS = [(kills, seed, [(1, {}), (2, {"tp": 2}), (2, {"sharding": 3})]) for seed in range(3)]
+FAULTS += [(full_disk, seed, [(1, {})]) for seed in range(2)]
+
+
+@pytest.mark.soak
+@pytest.mark.timeout(600)
+@pytest.mark.parametrize("fault, seed, layouts", FAULTS, ids=[f"{f.__name__} {seed}" for f, seed, _ in FAULTS])
+def test_a_disturbed_run_of_adapters_loses_nothing(fault, seed, layouts, base, tmp_path):
+    """Truth: the run that nobody disturbs: losses, every file of the last checkpoint, and no damage. Beside it the
+    base's files are what they were."""
+    before = {path.name: sum_of(path) for path in base.iterdir()}
+    lora = find_adapter("lora").Config(rank=16, alpha=7.0)
+    warm_imports()
+
+    def adapted(run: Run) -> Run:
+        return replace(run, model=MODEL, init_from=str(base), lora=lora)
+
+    tally = disturbed(tmp_path, fault, seed, layouts, adapted)
+    assert tally.faults > 0 and tally.runs == 1 and tally.differing == 0
+    assert {path.name: sum_of(path) for path in base.iterdir()} == before
+    assert list((tmp_path / "other/run/checkpoints").glob("*/adapter/adapter_model.safetensors"))
+
+
 # ---- what is refused
 
 
@@ -303,6 +331,8 @@ def test_what_does_not_fit_a_folder_of_adapters_is_said(copied, base, tmp_path):
     run = run_over(base, tmp_path / "other", init_from=str(tmp_path / "nowhere"))
     (found,) = check(run, Facts())
     assert found.field == "lora.init_from" and "must hold adapters" in found.rule
+    with pytest.raises(CheckpointError, match=f"is the folder of a run: name one of its checkpoints, {checkpoint}$"):
+        train(replace(run_over(base, tmp_path / "other"), init_from=str(checkpoint.parents[1])), Placement())
     run = run_over(base, tmp_path / "other", targets=["*.q_proj.weight"], init_from=str(checkpoint))
     with pytest.raises(CheckpointError, match="not in the model: .*lora_A"):
         train(run, Placement())

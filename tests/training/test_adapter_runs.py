@@ -23,6 +23,7 @@ from phalanx.checkpoint.manifest import Manifest
 from phalanx.checkpoint.merge import merge
 from phalanx.checkpoint.tools import average, diff, reshard
 from phalanx.comm.mesh import Mesh
+from phalanx.config.read import load_run
 from phalanx.config.run import CheckpointConfig, Fp8Config, Run
 from phalanx.data.config import DataConfig
 from phalanx.engine.build import build
@@ -265,6 +266,14 @@ def test_rules(fields, field, rule, valid):
 def test_more_rules():
     facts = Facts(files=False)
     run = with_lora(make_run(Path("unused")))
+    two = check(replace(run, lora=replace(run.lora, targets=["*.w_proj.weight", "zzz", "*.o_proj.weight"])), facts)
+    assert [p.because["fits none"] for p in two] == ["*.w_proj.weight", "zzz"] and all(p.valid for p in two)
+    assert ["*.v_proj.weight", "*.o_proj.weight"] in two[0].valid, "zzz means nothing, and none may stay"
+    fewer = replace(run, model=replace(run.model, num_key_value_heads=1), lora=replace(run.lora, targets=["*"]))
+    (found,) = check(replace(fewer, lora=replace(fewer.lora, rank=4096)), facts)
+    assert "self_attn.k_proj" in found.because["matrix"] and found.valid == (found.because["outputs"],)
+    with pytest.raises(ConfigError, match=r"lora.dropout=0.1: is a key of lora only with method lora"):
+        load_run(None, ["lora.method=dora", "lora.dropout=0.1"])
     (found,) = check(replace(run, train=replace(run.train, freeze=["*norm*"])), facts)
     assert found.field == "train.freeze" and "has no effect with lora" in found.rule and found.valid == ([],)
     many = with_lora(replace(run, train=replace(run.train, freeze=["*norm*"])), targets=["*.w_proj.weight"], rank=0)
