@@ -76,8 +76,6 @@ CASES = {
     "gpt_oss experts": ("gpt_oss", {**SMALL, "targets": ["*", "*.experts.*"], "rank_pattern": {"down_proj": 2}}),
     "nemotron_h": ("nemotron_h", {**SMALL, "targets": BESIDE_SCANS}),
     "falcon_h1 dora": ("falcon_h1", {**DORA, "targets": BESIDE_SCANS}),
-    "mixtral dora": ("mixtral", {**DORA, **ATTENTION}),
-    "deepseek_v3 dora": ("deepseek_v3", {**DORA, **ATTENTION}),
 }
 SCANS = {family: {"targets": BESIDE_SCANS} for family in ("mamba2", "nemotron_h", "falcon_h1")}
 EVERY = {
