@@ -3,7 +3,7 @@ decode step's time goes; beside it transformers on the same GPU, in the same cal
 
 python benchmarks/generation.py --rows one,many,prefill,arrivals,budget --peers
 python benchmarks/generation.py --tiny            a small model on a CPU: that everything runs
-torchrun --nproc-per-node 2 benchmarks/generation.py --tp 2 --rows one,many,arrivals
+torchrun --nproc-per-node 2 benchmarks/generation.py --tp 2 --rows one,many
 
 Weights are drawn on the device; a checkpoint's would take the same time. Tokens are greedy and never end early.
 """

@@ -29,7 +29,7 @@ from phalanx.ops.quantized.expert_quantizer import ExpertQuantizer, tiles_for
 from phalanx.ops.quantized.grouped_gemm_kernel import GroupedGemmTiles
 from phalanx.ops.quantized.quantize_tile import CastTiles
 from phalanx.ops.quantized.quantizer import DY, X
-from phalanx.ops.quantized.recipes import COUNTS, E4M3, E5M2, RECIPES, SLOTS
+from phalanx.ops.quantized.recipes import COUNTS, E4M3, E5M2, SLOTS, find_recipe
 
 GPU = torch.cuda.is_available()
 DEVICE = torch.device("cuda" if GPU else "cpu")
@@ -100,7 +100,7 @@ def rates(
 
 
 def delayed() -> ExpertQuantizer:
-    low = ExpertQuantizer(RECIPES["delayed"], "w", 0, ModelAxes(), "triton")
+    low = ExpertQuantizer(find_recipe("delayed"), "w", 0, ModelAxes(), "triton")
     low.multiplier = torch.tensor([50.0, 50.0, 2000.0], device=DEVICE)
     low.counts, low.amax = (
         torch.zeros(3, SLOTS, COUNTS, dtype=torch.int64, device=DEVICE),

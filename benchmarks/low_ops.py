@@ -46,7 +46,7 @@ from phalanx.ops.quantized.gemm import fast_product
 from phalanx.ops.quantized.gemm_kernel import GemmTiles
 from phalanx.ops.quantized.quantize_tile import CastTiles
 from phalanx.ops.quantized.quantizer import DY, WeightQuantizer, X
-from phalanx.ops.quantized.recipes import COUNTS, E4M3, RECIPES, SLOTS, Scaled
+from phalanx.ops.quantized.recipes import COUNTS, E4M3, SLOTS, Scaled, find_recipe
 
 TOKENS = 8192
 LINEARS = {
@@ -62,7 +62,7 @@ def cast_rows(device: torch.device) -> list[dict[str, Any]]:
     for width in (4096, 14336, 28672):
         x = torch.randn(TOKENS, width, device=device).bfloat16()
         for recipe in ("tensorwise", "delayed", "rowwise", "blockwise"):
-            low = WeightQuantizer(RECIPES[recipe], "w", 0, ModelAxes(), "triton")
+            low = WeightQuantizer(find_recipe(recipe), "w", 0, ModelAxes(), "triton")
             if recipe == "delayed":
                 low.multiplier = torch.ones(3, device=device)
             for counted in (False, True):
@@ -107,7 +107,7 @@ def gated_rows(device: torch.device) -> list[dict[str, Any]]:
         torch.randn(TOKENS, 14336, device=device).bfloat16(),
     )
     for recipe in ("tensorwise", "delayed", "rowwise", "blockwise"):
-        low = WeightQuantizer(RECIPES[recipe], "w", 0, ModelAxes(), "triton")
+        low = WeightQuantizer(find_recipe(recipe), "w", 0, ModelAxes(), "triton")
         low.counts, low.amax = (
             torch.zeros(3, SLOTS, COUNTS, dtype=torch.int64, device=device),
             torch.zeros(3, device=device),
@@ -337,7 +337,7 @@ def expert_rows(device: torch.device, sweeping: bool) -> list[dict[str, Any]]:
         note("input's gradient", "bf16", "ours", lambda x=dy, w=w: grouped_kernel.grouped_product(x, w, ends))
         note("weight's", "bf16", "ours", lambda x=x, y=dy, b=buffer: grouped_kernel.add_grouped_product_(b, y, x, ends))
         for recipe in ("delayed", "tensorwise", "rowwise", "blockwise"):
-            low = ExpertQuantizer(RECIPES[recipe], "w", 0, ModelAxes(), "triton")
+            low = ExpertQuantizer(find_recipe(recipe), "w", 0, ModelAxes(), "triton")
             if recipe == "delayed":
                 low.multiplier = torch.ones(3, device=device)
             low.counts, low.amax = (

@@ -27,7 +27,7 @@ os.environ["TOKENIZERS_PARALLELISM"] = "false"  # read by the library at each ca
 
 import numpy as np
 
-from phalanx.text.prepare import prepare, stdlib_files
+from phalanx.text.prepare import PrepareOptions, prepare, stdlib_files
 from phalanx.text.readers import find_files
 from phalanx.text.tokenizers import TRAINERS, Tokenizer, byte_tokenizer, load_tokenizer
 
@@ -175,7 +175,7 @@ def row(
     plain = size / best(runs, lambda: in_batches(texts, library))
     cold = size / best(1, lambda: in_batches(texts, ours.encode_raw))
     warm = size / best(runs, lambda: in_batches(texts, ours.encode_raw))
-    whole = size / best(runs, lambda: prepare([lines], folder / "out", ours, overwrite=True))
+    whole = size / best(runs, lambda: prepare([lines], folder / "out", ours, PrepareOptions(overwrite=True)))
     return f"| {kind} | {plain:.2f} | {cold:.2f} | {warm:.2f} | {warm / plain:.1f} | {whole:.2f} |"
 
 
@@ -206,7 +206,7 @@ def measure(options: argparse.Namespace, folder: Path) -> None:
         print("megatron-core is not installed")
         return
     theirs = size / best(options.runs, lambda: megatron_loop(lines, folder / "megatron", bpe))
-    prepare([lines], folder / "out", bpe, overwrite=True)
+    prepare([lines], folder / "out", bpe, PrepareOptions(overwrite=True))
     same = all((folder / f"megatron{s}").read_bytes() == (folder / f"out{s}").read_bytes() for s in (".bin", ".idx"))
     print(f"bpe by Megatron's loop, files written: {theirs:.2f} MB/s; the same bytes as `prepare`: {same}")
     ids = [np.frombuffer(raw, bpe.dtype) for raw in bpe.encode_raw(texts)]

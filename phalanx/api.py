@@ -148,9 +148,11 @@ def _placement() -> Placement | None:
 
 def _here(run: Run, command: str = "phalanx train CONFIG") -> Placement:
     """This process among the ranks of the run. command: that starts as many."""
+    from phalanx.launch.first_host import watch_first_host
     from phalanx.launch.local import SingleRank
     from phalanx.launch.network import settle
 
+    watch_first_host(os.environ)
     placement, needed = _placement(), run.layout.least_ranks
     if placement is None and needed > 1:
         layout = {f"layout.{name}": value for name in ("tp", "cp", "pp") if (value := getattr(run.layout, name)) > 1}

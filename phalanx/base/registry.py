@@ -130,6 +130,12 @@ BUILT_IN: Mapping[str, Mapping[str, str]] = MappingProxyType(
                 "delta": "phalanx.ops.delta.delta:DELTA",
             }
         ),
+        "fp8_recipe": MappingProxyType(
+            {
+                name: f"phalanx.ops.quantized.recipes:{name.upper()}"
+                for name in ("tensorwise", "delayed", "rowwise", "blockwise", "mxfp8", "nvfp4")
+            }
+        ),
         "adapter": MappingProxyType({"lora": "phalanx.nn.adapters.lora:LoRA", "dora": "phalanx.nn.adapters.dora:DoRA"}),
         "objective": MappingProxyType(
             {

@@ -119,8 +119,3 @@ def _like(folder: str, name: str, suffix: str) -> tuple[str, ...]:
     except OSError:  # not readable
         return ()
     return tuple(os.path.join(folder, n) for n in difflib.get_close_matches(name, sorted(names), n=3, cutoff=0.5))
-
-
-def exists(path: str) -> bool:
-    """Whether a path exists; False for text that cannot be a path, such as 5,000 characters."""
-    return os.path.exists(path)

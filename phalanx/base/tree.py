@@ -25,13 +25,16 @@ class ConfigField:
 
     path: str
     hint: Any
-    doc: str
     default: Any
     owner: type
 
     @property
     def name(self) -> str:
         return self.path.rsplit(".", 1)[-1]
+
+    @property
+    def doc(self) -> str:
+        return field_docs(self.owner).get(self.name, "")
 
     @property
     def type(self) -> str:
@@ -93,12 +96,15 @@ class FromText:
         return core_schema.no_info_before_validator_function(self.read, handler(source))
 
 
+def hint_of(cls: type, name: str) -> Any:
+    """The type of a field; of one with Choices, their union."""
+    found, choices = _hints_and_choices(cls)
+    return _union(tuple(choices[name].known().values())) if name in choices else found[name]
+
+
 def hints(cls: type) -> Mapping[str, Any]:
-    """The type of each field; for fields with Choices, their union."""
-    found = _hints_and_choices(cls)
-    if not found[1]:
-        return found[0]
-    return {**found[0], **{name: _union(tuple(choices.known().values())) for name, choices in found[1].items()}}
+    """The type of each field."""
+    return {name: hint_of(cls, name) for name in _hints_and_choices(cls)[0]}
 
 
 @cache
@@ -134,25 +140,39 @@ def sections(hint: Any) -> tuple[type, ...]:
     return tuple(c for m in found for c in (configs(vars(m)["seam"]) if "seam" in vars(m) else (m,)))
 
 
-def keys(cls: type, prefix: str = "", inside: tuple[str, ...] = ()) -> Iterator[ConfigField]:
+def keys(cls: type, prefix: str = "", inside: tuple[str, ...] = (), only: str | None = None) -> Iterator[ConfigField]:
     """Every field below `cls`, sections before their contents. A path occurs once for each class that it can hold. A
-    section of a seam inside one of the same seam (listed in `inside`) is named, but its fields are not."""
-    types_, docs, inside = hints(cls), field_docs(cls), (*inside, *([cls.seam] if hasattr(cls, "seam") else []))
+    section of a seam inside one of the same seam (listed in `inside`) is named, but its fields are not. `only`: of the
+    fields of `cls` itself, this one and what is below it."""
+    inside = (*inside, *([cls.seam] if hasattr(cls, "seam") else []))
     for f in dataclasses.fields(cls):
-        path = f"{prefix}{f.name}"
-        default = f.default_factory() if f.default_factory is not REQUIRED else f.default
-        yield ConfigField(path, types_[f.name], docs.get(f.name, ""), default, cls)
-        for section in sections(types_[f.name]):
-            if getattr(section, "seam", None) not in inside:
-                yield from keys(section, f"{path}.", inside)
+        if only in (None, f.name):
+            path, hint = f"{prefix}{f.name}", hint_of(cls, f.name)
+            default = f.default_factory() if f.default_factory is not REQUIRED else f.default
+            yield ConfigField(path, hint, default, cls)
+            for section in sections(hint):
+                if getattr(section, "seam", None) not in inside:
+                    yield from keys(section, f"{path}.", inside)
 
 
-def leaves(cls: type) -> list[ConfigField]:
-    """Every field below `cls` that holds a value rather than a section."""
-    return [k for k in keys(cls) if not sections(k.hint)]
+def leaves(cls: type, only: str | None = None) -> list[ConfigField]:
+    """Every field below `cls` (with `only`, below that field) that holds a value rather than a section."""
+    return [k for k in keys(cls, only=only) if not sections(k.hint)]
 
 
-def field_docs(cls: type) -> dict[str, str]:
+def integers(tree: Any, prefix: str = "") -> Iterator[tuple[str, int]]:
+    """The integers in fields of a tree of dataclasses, and their paths."""
+    for name in field_names(type(tree)):
+        value = getattr(tree, name)
+        if dataclasses.is_dataclass(value):
+            yield from integers(value, f"{prefix}{name}.")
+        elif type(value) is int:
+            yield f"{prefix}{name}", value
+
+
+# reading a config walks over all keys for each override; parsing the sources again would take most of the time
+@cache
+def field_docs(cls: type) -> Mapping[str, str]:
     """The string below each field of a class, inherited fields included. Python drops these strings, so they are read
     from the source."""
     docs: dict[str, str] = {}
@@ -161,7 +181,6 @@ def field_docs(cls: type) -> dict[str, str]:
     return docs
 
 
-# reading a config walks over all keys for each override; parsing the sources again would take most of the time
 @cache
 def _own_field_docs(cls: type) -> Mapping[str, str]:
     try:

@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+import os
 from pathlib import Path
 
 from phalanx.base.errors import CheckpointError, Problem
-from phalanx.base.rules import at_least, exists, missing_checkpoint, problem
+from phalanx.base.rules import at_least, missing_checkpoint, problem
 from phalanx.checkpoint.config import CheckpointConfig
 from phalanx.checkpoint.hf import unknown_family
 from phalanx.checkpoint.hf_files import read_config
@@ -35,7 +36,7 @@ def check(config: CheckpointConfig, *, files: bool = True) -> list[Problem]:
                 (None,),
             )
         )
-    if files and config.load is not None and not is_remote(config.load) and not exists(config.load):
+    if files and config.load is not None and not is_remote(config.load) and not os.path.exists(config.load):
         found.append(missing_checkpoint("checkpoint.load", config.load))
     return found
 

@@ -85,8 +85,8 @@ def read_folder(path: str | Path, wanted: str | None = None) -> ModelFolder:
 
     The model of a folder that says how embeddings are made (modules.json) has no head. A head that differs from the
     embedding is kept even if the config ties both, and multi-token prediction modules that are in no file are left
-    out: transformers does the same. Code named in the folder is never run. CheckpointError names everything that is not
-    supported.
+    out: transformers does the same. Those that are there count even if the config does not mention them, as that of
+    Qwen3-Next. Code named in the folder is never run. CheckpointError names everything that is not supported.
     """
     folder = folder_of(path)
     config = read_config(folder)
@@ -98,9 +98,11 @@ def read_folder(path: str | Path, wanted: str | None = None) -> ModelFolder:
     index = hf_index(folder)
     if model.tie_word_embeddings and two_heads(index, same_in(folder)):
         model = replace(model, tie_word_embeddings=False)
-    without = family_of(model).without_predictors
-    if without is not None and model.predict_layers and not depths_in(index):
-        model = without(model)
+    with_predictors = family_of(model).with_predictors
+    if with_predictors is not None:
+        there = depths_in(index)
+        if not (there and model.predict_layers):
+            model = with_predictors(model, there)
     return ModelFolder(folder, model, config, index)
 
 

@@ -77,15 +77,18 @@ def _leaves() -> list[str]:
 
 def values_of(key: str) -> list[str]:
     """The values that a key accepts, if they can be listed: words, yes or no, names of files in this folder."""
-    from phalanx.base import tree
+    from phalanx.base import registry, tree
+    from phalanx.config.read import NAMED
     from phalanx.config.run import Run
 
-    found: list[str] = []
-    for k in (k for k in tree.leaves(Run) if k.path == key.removeprefix("--")):
+    key, found = key.removeprefix("--"), list[str]()
+    for k in (k for k in tree.leaves(Run, only=key.partition(".")[0]) if k.path == key):
         for hint in tree.members(k.hint):
             found += _listed(hint)
         if type(None) in typing.get_args(k.hint):
             found.append("null")
+    if key in NAMED:
+        found += registry.names(NAMED[key])
     if key in ("init_from", "checkpoint.load", "data.tokenizer", "dir"):
         found += sorted(str(p) for p in Path().iterdir() if not p.name.startswith("."))
     return list(dict.fromkeys(found))

@@ -78,7 +78,7 @@ def data_prepare(inputs: tuple[str, ...], out: str, tokenizer: str, **asked: Any
     With --on, machines with one file system share the work: shards in OUT.shards, then their merge as OUT.
     """
     from phalanx.cli.progress import progress
-    from phalanx.text.prepare import prepare
+    from phalanx.text.prepare import PrepareOptions, prepare
     from phalanx.text.tokenizers import load_tokenizer
 
     if asked["labels"]:
@@ -103,14 +103,16 @@ def data_prepare(inputs: tuple[str, ...], out: str, tokenizer: str, **asked: Any
             inputs,
             out,
             load_tokenizer(tokenizer),
-            key=asked["keys"].split(","),
-            errors=asked["errors"],
-            append_eod=asked["append_eod"],
-            workers=asked["workers"] or _cores(),
-            shuffle=asked["shuffle"],
-            split=_shares(asked["split"]),
-            shard=(int(i), int(n)),
-            overwrite=asked["overwrite"],
+            PrepareOptions(
+                key=asked["keys"].split(","),
+                errors=asked["errors"],
+                append_eod=asked["append_eod"],
+                workers=asked["workers"] or _cores(),
+                shuffle=asked["shuffle"],
+                split=_shares(asked["split"]),
+                shard=(int(i), int(n)),
+                overwrite=asked["overwrite"],
+            ),
             progress=work,
         )
     say(summary, out, time.monotonic() - started if worked else None)

@@ -21,9 +21,10 @@ from phalanx.cli.ranks import run_ranks
 from phalanx.cli.setup import arguments, prepare
 from phalanx.config.run import Run, TrainConfig
 from phalanx.data.loader import valid_loaders
-from phalanx.launch.env import describe_machine
+from phalanx.training.machine import describe_machine
 
-PROMPT = "def main(argv=None):\n"
+PROMPT = "def main(argv=None):\n"  # of the standard library's source; a text of one's own begins its sample itself
+OPENING = 8  # tokens of that beginning
 VOCABULARY = 4096
 
 
@@ -98,7 +99,19 @@ def demo(text: str | None, folder: str, overrides: tuple[str, ...]) -> None:
     ready = prepare(str(config), overrides, ranks)
     command = shlex.join(["python", "-m", "phalanx.cli.demo", *sys.argv[1:]])
     run_ranks("phalanx.cli.jobs:train", ready, {**arguments(ready.run), "command": command}, None)
-    finish(Path(folder))
+    finish(Path(folder), opening(prefix, tokenizer) if text else PROMPT)
+
+
+def opening(prefix: str, tokenizer: str) -> str:
+    """How the last document of the text begins."""
+    from phalanx.data.index import Corpus
+    from phalanx.text.tokenizers import load_tokenizer
+
+    corpus = Corpus(prefix)
+    start = corpus.document_start(corpus.num_documents - 1)
+    tokens = corpus.tokens(start, min(start + OPENING, corpus.num_tokens))
+    text = load_tokenizer(tokenizer).decode(tokens.tolist(), skip_special_tokens=True)
+    return text.rstrip("\ufffd")  # of a character whose other tokens were cut off
 
 
 def with_validation_if_possible(run: Run) -> Run:
@@ -112,13 +125,13 @@ def with_validation_if_possible(run: Run) -> Run:
         return replace(run, train=train, data=replace(run.data, split="1,0,0"))
 
 
-def finish(folder: Path) -> None:
+def finish(folder: Path, prompt: str) -> None:
     """A sample of the model's text, and where the report is."""
     from phalanx.inference.generate import generate
     from phalanx.inference.request import SamplingOptions
     from phalanx.observe.report import write_report
 
-    text = generate(str(folder), PROMPT, SamplingOptions(tokens=96, temperature=0.8))
+    text = generate(str(folder), prompt, SamplingOptions(tokens=96, temperature=0.8))
     click.echo(f"\n--- text made by the model ---\n{text}\n---")
     click.echo(f"report {write_report(folder, sample=text)}")
 

@@ -56,10 +56,10 @@ def embed(checkpoint: str, overrides: tuple[str, ...], ranks: int | None, length
     from phalanx.evaluation.perplexity import check_folder
     from phalanx.forecast.check import raise_problems
     from phalanx.inference.embedder import embedder_folder, marks_of
-    from phalanx.launch.env import describe_machine
     from phalanx.retrieval.documents import PassageFile
     from phalanx.retrieval.embedding import EmbedRequest, manifest_for
     from phalanx.retrieval.vectors import check_begin
+    from phalanx.training.machine import describe_machine
 
     refuse_others(overrides)
     folder = embedder_folder(checkpoint, asked["pooling"])

@@ -118,7 +118,7 @@ def evaluate_tasks(checkpoint: str, overrides: tuple[str, ...], asked: dict[str,
     from phalanx.inference.adapters import with_adapter
     from phalanx.inference.load import check_generates, run_of_folder, weights_folder, without_data
     from phalanx.inference.overrides import refuse_others
-    from phalanx.launch.env import describe_machine
+    from phalanx.training.machine import describe_machine
 
     extra("lm_eval", "phalanx eval --tasks needs", "eval")
     names, data = names_of(asked["tasks"]), data_folder(asked["data"])
@@ -187,7 +187,7 @@ def evaluate_sets(checkpoint: str, overrides: tuple[str, ...], asked: dict[str, 
         tokenizer_of,
     )
     from phalanx.inference.load import weights_folder
-    from phalanx.launch.env import describe_machine
+    from phalanx.training.machine import describe_machine
 
     data, samples, ranks, out = asked["data"], asked["samples"], asked["ranks"], asked["out"]
     weights = weights_folder(checkpoint)

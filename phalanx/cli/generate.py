@@ -91,7 +91,7 @@ def generate(checkpoint: str, overrides: tuple[str, ...], **asked: Any) -> None:
         weights_folder,
         without_data,
     )
-    from phalanx.launch.env import describe_machine
+    from phalanx.training.machine import describe_machine
 
     if (asked["prompt"] is None) == (asked["prompts"] is None):
         raise click.UsageError('give one of --prompt "TEXT" and --prompts FILE.jsonl')

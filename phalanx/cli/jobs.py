@@ -83,4 +83,5 @@ def serve(placement: Placement, config: dict[str, Any], options: dict[str, Any])
     speculate, passages = options.pop("speculate"), options.pop("passages")
     lookup = None if passages is None else (Lookup(**passages["lookup"]), passages["template"])
     drafts = drafts_named(speculate) if speculate else None
-    serve_rank(load_run(base=config), placement, ServeOptions(**options, drafts=drafts, passages=lookup))
+    pages = options.pop("pages") or "model"
+    serve_rank(load_run(base=config), placement, ServeOptions(**options, pages=pages, drafts=drafts, passages=lookup))

@@ -6,8 +6,8 @@ from __future__ import annotations
 import gc
 import os
 import sys
-from collections.abc import Callable
-from contextlib import suppress
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
@@ -17,11 +17,12 @@ from phalanx.base.errors import PhalanxError
 from phalanx.base.log import describe, flush_quietly, refusal
 from phalanx.base.version import VERSION
 from phalanx.cli.completion import configs, keys, use_bash
-from phalanx.cli.options import CONFIG, JSON, OVERRIDES, OVERWRITE, RANKS, SPECULATE, typed
+from phalanx.cli.options import CONFIG, JSON, OVERRIDES, OVERWRITE, PAGES, RANKS, SPECULATE, typed
 from phalanx.cli.ranks import prepare_text, run_ranks
 from phalanx.cli.torchrun import explain_end
 from phalanx.cli.verbs import Verbs
 from phalanx.launch.early import listen_early
+from phalanx.launch.first_host import watch_first_host
 
 INVITATION = f"""\
 Phalanx {VERSION}: train transformer language models, on one CPU or on thousands of GPUs, with one config.
@@ -64,6 +65,7 @@ def train(config: str, overrides: tuple[str, ...], ranks: int | None, logs: str 
     means).
     """
     listen_early()
+    watch_first_host(os.environ)
     from phalanx.cli.setup import arguments, check_memory, prepare
 
     ready = check_memory(prepare(config, overrides, ranks), force)
@@ -93,6 +95,18 @@ def verify(config: str, overrides: tuple[str, ...], ranks: int | None, steps: in
     compare(ready.run, ready.ranks, start, steps, click.echo)
 
 
+@contextmanager
+def seldom_collected() -> Iterator[None]:
+    """Inside, Python's garbage collector runs seldom. Start-up time: what imports and a plan allocate is nearly all
+    kept, and by default it is gone through again and again."""
+    before = gc.get_threshold()
+    gc.set_threshold(100_000, 20, 20)
+    try:
+        yield
+    finally:
+        gc.set_threshold(*before)
+
+
 @cli.command(short_help="Show what each rank will hold and do; needs no GPU.")
 @CONFIG
 @OVERRIDES
@@ -110,6 +124,7 @@ def verify(config: str, overrides: tuple[str, ...], ranks: int | None, steps: in
     default=None,
     help="With --serve: tokens of a sequence (default: the model's positions).",
 )
+@PAGES
 @SPECULATE
 @click.option(
     "--hosts", type=click.Path(exists=True, dir_okay=False), default=None, metavar="FILE", help="Its hosts, one a line."
@@ -148,9 +163,8 @@ def plan(
     """
     from phalanx.base.devices import DEVICES, find_device
     from phalanx.cli.hosts import HostFiles
-    from phalanx.cli.setup import prepare_elsewhere
 
-    served = {name: more.pop(name) for name in ("tokens", "speculate")}
+    served = {name: more.pop(name) for name in ("tokens", "pages", "speculate")}
     files = HostFiles(**more)
     wanted = find_device(device) if device else None
     if device and wanted is None:
@@ -158,18 +172,21 @@ def plan(
     if serving:
         if files.hosts is not None:
             raise click.UsageError("--hosts is of a run that trains: it goes without --serve")
-        from phalanx.cli.plan_serving import plan_serving
+        from phalanx.cli.plan_serving import AskedServing, plan_serving
 
-        click.echo(plan_serving(config, overrides, ranks, wanted, **served))
+        click.echo(plan_serving(config, overrides, ranks, wanted, AskedServing(**served)))
         return
     for name, value in served.items():
         if value is not None:
             raise click.UsageError(f"--{name} is of sequences that are served: it goes with --serve")
-    ready = prepare_elsewhere(config, overrides, ranks)
-    from phalanx.forecast.text import plan_report
+    with seldom_collected():
+        from phalanx.cli.setup import prepare_elsewhere  # imports torch
 
-    gc.freeze()  # a large plan sets off collections, which need not go through all that was imported
-    report = plan_report(ready.run, ready.ranks, wanted)
+        ready = prepare_elsewhere(config, overrides, ranks)
+        from phalanx.forecast.text import plan_report
+
+        gc.freeze()  # a large plan sets off collections, which need not go through all that was imported
+        report = plan_report(ready.run, ready.ranks, wanted)
     click.echo(report.text)
     if files.hosts is not None:
         click.echo(f"\n{files.text(ready.run, ready.ranks)}")
@@ -457,7 +474,7 @@ def bench_ops(
     from phalanx.bench.ops import bench_ops as measure
     from phalanx.cli.setup import prepare_elsewhere
     from phalanx.comm.mesh import local_device
-    from phalanx.launch.env import describe_machine
+    from phalanx.training.machine import describe_machine
 
     if config is None and only is None:
         raise click.UsageError("give CONFIG, or name ops: phalanx bench ops --only scan,conv,muon")
@@ -488,7 +505,8 @@ def bench_ops(
 def bench_comm(ranks: int | None, sizes: str | None, repeats: int, out: str | None) -> None:
     """Measure all_reduce, all_gather, reduce_scatter and send/recv: time and bus bandwidth by size."""
     from phalanx.cli.setup import PreparedRun
-    from phalanx.launch.env import describe_machine, read_placement
+    from phalanx.launch.env import read_placement
+    from phalanx.training.machine import describe_machine
 
     machine, (placement, problems) = describe_machine("auto"), read_placement(os.environ)
     gpu = machine.device == "cuda"

@@ -71,6 +71,13 @@ ADAPTERS = click.option(
     callback=named_adapters,
     help="Serve a LoRA adapter over the model too, as the model NAME (may be given several times).",
 )
+PAGES = click.option(
+    "--pages",
+    type=click.Choice(["model", "fp8"]),
+    default=None,
+    help="Store keys and values in the model's dtype (default), or in FP8: half of the memory of bf16, and logits that "
+    "are slightly off.",
+)
 SPECULATE = click.option(
     "--speculate",
     default=None,

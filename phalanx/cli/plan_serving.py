@@ -1,8 +1,9 @@
-"""`phalanx plan --serve`: from a run, a checkpoint or a config to what its model takes and gives when it generates."""
+"""`phalanx plan --serve`: memory, sequences and speed of generation with the model of a run, a checkpoint or a
+config."""
 
 from __future__ import annotations
 
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 from phalanx.base.devices import DEVICES, Device
@@ -16,7 +17,7 @@ from phalanx.config.write import to_dict
 from phalanx.forecast.decide import make_plan
 from phalanx.forecast.text import FITS_ON
 from phalanx.inference.drafter import drafts_named
-from phalanx.inference.engine import EngineOptions
+from phalanx.inference.engine import EngineOptions, check_pages
 from phalanx.inference.load import (
     check_generates,
     forward_only,
@@ -26,22 +27,26 @@ from phalanx.inference.load import (
     weights_folder,
     without_data,
 )
-from phalanx.inference.memory import MemoryLimits
 from phalanx.inference.overrides import TAKEN, refuse_others
 from phalanx.inference.predictor import MtpSpec
-from phalanx.inference.serving_plan import ServingPlan, check_fits, serving_text
+from phalanx.inference.serving_plan import ServingPlan, check_fits, limits_of, serving_text
+from phalanx.ops.attention.paged import FP8
+
+
+@dataclass(frozen=True)
+class AskedServing:
+    """tokens: of a sequence; None: the model's positions. pages, speculate: as `phalanx serve` takes them."""
+
+    tokens: int | None = None
+    pages: str | None = None
+    speculate: str | None = None
 
 
 def plan_serving(
-    what: str,
-    overrides: tuple[str, ...],
-    ranks: int | None,
-    device: Device | None,
-    tokens: int | None,
-    speculate: str | None = None,
+    what: str, overrides: tuple[str, ...], ranks: int | None, device: Device | None, asked: AskedServing
 ) -> str:
-    """The text. speculate: as `phalanx serve` takes it. ConfigError for a layout or drafts that the model does not
-    allow, more tokens than it has positions, or a device that does not hold one sequence."""
+    """The text. ConfigError for a layout, pages or drafts that the model does not allow, more tokens than it has
+    positions, or a device that does not hold one sequence."""
     own = tuple(word for word in overrides if word.startswith("model."))
     others = tuple(word for word in overrides if not word.startswith("model."))
     refuse_others(others)
@@ -49,25 +54,19 @@ def plan_serving(
     loaded = read(None, others, base, f"the model of {what}")
     if loaded.run is None:
         return str(fail(loaded.problems, None))
-    layout = loaded.run.layout
-    world = ranks or layout.least_ranks
+    world = ranks or loaded.run.layout.least_ranks
     loaded = replace(loaded, run=weights_alone(loaded.run, world))
     problems = all_problems(loaded, elsewhere(world, ranks is None))
     if problems or loaded.run is None:
         return str(fail(problems, None))
     say_notes(loaded)
     check_generates(loaded.run.model)
-    positions = loaded.run.model.max_position_embeddings
-    check_length("--tokens", tokens, positions)
-    options = EngineOptions()
-    page_size, length = options.page_size * layout.cp, tokens or positions
-    heard = [stream.largest for stream in loaded.run.model.numbers_beside]
-    limits = MemoryLimits(
-        options.sequences, options.tokens, length, page_size, layout.cp, max(heard) if heard else None
-    )
-    drafts = drafts_named(speculate) if speculate else None  # n-grams take no memory
+    check_length("--tokens", asked.tokens, loaded.run.model.max_position_embeddings)
+    check_pages(loaded.run, asked.pages or "model", "--pages")
+    limits, dtype = limits_of(loaded.run, EngineOptions(length=asked.tokens)), FP8 if asked.pages == "fp8" else None
+    drafts = drafts_named(asked.speculate) if asked.speculate else None  # n-grams take no memory
     predicted = drafts if isinstance(drafts, MtpSpec) else None
-    serving = ServingPlan.of(make_plan(forward_only(loaded.run), world), limits, drafts=predicted)
+    serving = ServingPlan.of(make_plan(forward_only(loaded.run), world), limits, dtype, predicted)
     if device is not None:
         check_fits(serving, device, "--tokens")
     known = sorted((d for d in DEVICES if d.name in FITS_ON), key=lambda d: d.memory)

@@ -10,6 +10,7 @@ import click
 
 from phalanx.base.errors import PhalanxError
 from phalanx.launch.early import deaf, listen_early
+from phalanx.launch.first_host import watch_first_host
 
 ENOUGH_FILES, FEWEST_FILES, FILES_PER_RANK = 4096, 64, 8  # open files of a process
 
@@ -42,6 +43,7 @@ def run_ranks(target: str, ready: Any, values: dict[str, Any], logs: str | None)
     from phalanx.launch.worker import find
 
     listen_early()
+    watch_first_host(os.environ)
     allow_files(ready.ranks)
     here = ready.placement
     patience_s = default_of(TrainConfig, "timeout_s") if ready.run is None else ready.run.train.timeout_s

@@ -4,16 +4,19 @@ from __future__ import annotations
 
 from dataclasses import asdict
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import click
 
 from phalanx.cli.completion import configs
 from phalanx.cli.generate import check_length, check_speculation
-from phalanx.cli.options import ADAPTERS, FORWARD_RANKS, OVERRIDES, SPECULATE
+from phalanx.cli.options import ADAPTERS, FORWARD_RANKS, OVERRIDES, PAGES, SPECULATE
 from phalanx.cli.passages import lookup_of, takes_passages
 from phalanx.cli.verbs import ConfigVerb
 from phalanx.inference.overrides import refuse_others
+
+if TYPE_CHECKING:
+    from phalanx.cli.setup import PreparedRun
 
 NEEDED = ("starlette", "uvicorn", "prometheus_client")
 POSITIVE = click.IntRange(min=1)
@@ -42,6 +45,7 @@ POSITIVE = click.IntRange(min=1)
     default=None,
     help="For keys and values, on each rank (default: as much as the sequences can use, or is free).",
 )
+@PAGES
 @click.option(
     "--prefix-states",
     type=click.IntRange(min=0),
@@ -87,14 +91,14 @@ def serve(checkpoint: str, overrides: tuple[str, ...], ranks: int | None, name: 
     from phalanx.evaluation.perplexity import check_folder
     from phalanx.inference.adapters import with_adapters
     from phalanx.inference.embedder import embedder_folder
-    from phalanx.inference.engine import check_prefix_states
+    from phalanx.inference.engine import check_pages, check_prefix_states
     from phalanx.inference.load import (
         check_generates,
         run_of_folder,
         weights_folder,
         without_data,
     )
-    from phalanx.launch.env import describe_machine
+    from phalanx.training.machine import describe_machine
 
     for module in NEEDED:
         extra(module, "phalanx serve needs", "serve")
@@ -121,7 +125,10 @@ def serve(checkpoint: str, overrides: tuple[str, ...], ranks: int | None, name: 
     ready = prepare_loaded(loaded, ranks, forward=True)
     check_length("--length", options["length"], ready.run.model.max_position_embeddings)
     check_speculation(ready.run, ready.ranks, options["speculate"])
-    check_prefix_states(ready.run.model, options["prefix_states"])
+    check_prefix_states(ready.run.model, options["prefix_states"], "--prefix-states")
+    check_pages(ready.run, options["pages"] or "model", "--pages")
+    if options["memory_gib"] is not None:
+        check_memory(ready, options)
     if options["api_keys"] is not None:
         read_keys(options["api_keys"])
     if ready.placement is None:
@@ -132,6 +139,27 @@ def serve(checkpoint: str, overrides: tuple[str, ...], ranks: int | None, name: 
     found = None if lookup is None else {"lookup": asdict(lookup[0]), "template": lookup[1]}
     values = {"weights": str(weights), "name": name, "passages": found, **options}
     run_ranks("phalanx.cli.jobs:serve", ready, {**arguments(ready.run), "options": values}, None)
+
+
+def check_memory(ready: PreparedRun, options: dict[str, Any]) -> None:
+    """ConfigError if --memory-gib holds no sequence, before ranks start."""
+    from phalanx.forecast.decide import make_plan
+    from phalanx.inference.drafter import drafts_named
+    from phalanx.inference.engine import EngineOptions
+    from phalanx.inference.load import without_training
+    from phalanx.inference.predictor import MtpSpec
+    from phalanx.inference.serving_plan import ServingPlan, check_held, limits_of
+    from phalanx.ops.attention.paged import FP8
+
+    run, drafts = without_training(ready.run, ready.ranks), None
+    if options["speculate"] is not None:
+        drafts = drafts_named(options["speculate"])
+    names = ("sequences", "length", "memory_gib", "prefix_states")
+    asked = EngineOptions(**{name: options[name] for name in names}, drafts=drafts)
+    predicted = drafts if isinstance(drafts, MtpSpec) else None  # n-grams take no memory
+    dtype = FP8 if options["pages"] == "fp8" else None
+    serving = ServingPlan.of(make_plan(run, ready.ranks), limits_of(run, asked), dtype, predicted)
+    check_held(serving, asked)
 
 
 def refuse_with_recordings(options: dict[str, Any]) -> None:
@@ -147,7 +175,7 @@ def refuse_with_recordings(options: dict[str, Any]) -> None:
 
 def refuse_without_tokens(options: dict[str, Any]) -> None:
     """UsageError for options that do nothing where no tokens are made."""
-    for name in ("speculate", "adapters", "memory_gib", "prefix_states", "index"):
+    for name in ("speculate", "adapters", "memory_gib", "pages", "prefix_states", "index"):
         if options[name]:
             option = {"adapters": "adapter"}.get(name, name).replace("_", "-")
             raise click.UsageError(f"--{option} does nothing for a model that makes embeddings")

@@ -19,8 +19,8 @@ from phalanx.config.run import Run
 from phalanx.config.write import to_dict
 from phalanx.forecast.capacity import DoesNotFit
 from phalanx.forecast.check import check, raise_problems
-from phalanx.launch.env import describe_machine, read_placement
-from phalanx.training.machine import fit_here
+from phalanx.launch.env import read_placement
+from phalanx.training.machine import describe_machine, fit_here
 
 
 @dataclass(frozen=True)

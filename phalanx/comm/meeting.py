@@ -22,7 +22,6 @@ import hmac
 import json
 import secrets
 import socket
-import sys
 import time
 from collections.abc import Callable, Iterable, Sequence
 from contextlib import suppress
@@ -34,10 +33,9 @@ import torch.distributed as dist
 
 from phalanx.base.errors import ConfigError, PeerLost, Problem
 from phalanx.base.placement import MEETING, RANKS, SECRET
+from phalanx.comm.reach import CONNECT_S, reach, reach_myself
 
 LAST_S = 3.0  # how long rank 0 waits until all refused ranks know it
-SAY_S = 15.0  # for which a rank waits for rank 0's host before it says so
-CONNECT_S = 5.0  # for one attempt
 LONGEST_PAUSE_S = 0.1  # between two polls
 SHOWN = 8  # ranks in one message
 
@@ -80,46 +78,6 @@ def open_store(init_method: str, rank: int, world_size: int, timeout: timedelta)
     store, _, _ = next(dist.rendezvous(init_method, rank, world_size, timeout=timeout))
     store.set_timeout(timeout)
     return store
-
-
-def reach(host: str, port: int, rank: int, patience_s: float) -> None:
-    """Wait until something listens at rank 0's host. A rank that waits for SAY_S says so, with the reason of the last
-    attempt, because the host may be the wrong one; PeerLost after `patience_s`."""
-    if host.startswith("127.") or host in ("localhost", "::1"):
-        return  # the launcher on this machine listened before its ranks began
-    began, said, pause = time.monotonic(), False, 0.05
-    while (why := why_not(host, port)) is not None:
-        waited = time.monotonic() - began
-        here = f"rank {rank} on host {socket.gethostname()} cannot reach rank 0 at {host}:{port} ({why})"
-        if waited > patience_s:
-            raise PeerLost(here)
-        if waited > SAY_S and not said:
-            said = True
-            advice = "Is MASTER_ADDR rank 0's host, and is this port open there?"
-            print(f"warning: {here}; it goes on trying for {patience_s:.0f} s. {advice}", file=sys.stderr, flush=True)
-        time.sleep(pause)
-        pause = min(2 * pause, 1.0)
-
-
-def reach_myself(host: str, port: int) -> None:
-    """Rank 0 connects to the name under which the others look for it. ConfigError at once if somebody else has that
-    name: the others would wait in vain."""
-    why = why_not(host, port)
-    if why is not None:
-        rule = (
-            f"must be the name or address of rank 0's host, which is {socket.gethostname()}: rank 0 listens, "
-            f"and cannot be reached under that name at port {port} ({why})"
-        )
-        raise ConfigError([Problem("MASTER_ADDR", host, rule, {}, (), "the environment")])
-
-
-def why_not(host: str, port: int) -> str | None:
-    """Why no connection to host:port can be opened; None: it can."""
-    try:
-        socket.create_connection((host, port), timeout=CONNECT_S).close()
-    except OSError as error:
-        return error.strerror or str(error)
-    return None
 
 
 def _serve_at(host: str, port: int) -> dist.TCPStore:

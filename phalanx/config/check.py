@@ -18,7 +18,6 @@ from phalanx.base.registry import NotFound
 from phalanx.base.rules import (
     at_least,
     divisors,
-    exists,
     missing_checkpoint,
     multiples,
     no_effect,
@@ -307,11 +306,23 @@ def check_batch(run: Run, facts: Facts) -> list[Problem]:
 def check_sequences(run: Run) -> list[Problem]:
     """Every shard of a micro-batch is divided along tokens over tp; every rank has both chunks of each sequence. The
     same holds for each stream of tokens beside the text, whose length is a field of the task."""
-    found = check_lengths(run, "train", run.train, "seq_length")
-    for stream in find_objective(run.task.name).makes_beside:
-        if (getattr(run.task, f"{stream}_length", None) or 0) >= 1:
-            found += check_lengths(run, "task", run.task, f"{stream}_length")
-    return found
+    return [found for stream in _streams(run) for found in check_lengths(run, *stream)]
+
+
+def _streams(run: Run) -> list[tuple[str, Any, str]]:
+    """Section and field of the length of each stream of tokens: the text, and those beside it."""
+    beside = [f"{stream}_length" for stream in find_objective(run.task.name).makes_beside]
+    made = [name for name in beside if (getattr(run.task, name, None) or 0) >= 1]
+    return [("train", run.train, "seq_length"), *(("task", run.task, name) for name in made)]
+
+
+def sequences_unit(run: Run) -> int:
+    """The fewest sequences of a micro-batch of which tp divides the tokens that a rank has; 1 where no number helps."""
+    tp, cp = run.layout.tp, run.layout.cp
+    lengths = [getattr(section, name) for _, section, name in _streams(run)]
+    if min(tp, cp) < 1 or min(lengths) < 2 * cp:
+        return 1
+    return tp // math.gcd(tp, *(part.size(length) for length in lengths for part in SequenceShard(0, cp).all))
 
 
 def check_lengths(run: Run, at: str, section: Any, name: str) -> list[Problem]:
@@ -467,7 +478,7 @@ def check_start(run: Run, facts: Facts) -> list[Problem]:
         return [Problem("init_from", run.init_from, "has no effect together with checkpoint.load", because, (None,))]
     if not facts.files or continues(run):
         return []
-    if not exists(run.init_from):
+    if not os.path.exists(run.init_from):
         return [missing_checkpoint("init_from", run.init_from)]
     return check_source(run.init_from, run.model.family) or check_weights(run)
 
@@ -482,8 +493,8 @@ def check_base_of_run(run: Run) -> list[Problem]:
     if (
         base is None
         or is_remote(base.folder)
-        or exists(base.folder)
-        or (run.init_from is not None and exists(run.init_from))
+        or os.path.exists(base.folder)
+        or (run.init_from is not None and os.path.exists(run.init_from))
     ):
         return []
     rule = "must say where the base of the run's adapters is now"

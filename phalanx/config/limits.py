@@ -50,15 +50,9 @@ def check_limits(run: Run, world_size: int) -> list[Problem]:
     """Numbers that are too large, one by one; if none is, too many tokens in a micro-batch, and too many
     micro-batches."""
     found = [Problem("--ranks", world_size, f"must be <= {RANKS}", {}, (RANKS,))] if world_size > RANKS else []
-    for path in sorted(
-        {key.path for key in tree.leaves(Run)} - {"train.seed"}
-    ):  # a seed has 63 bits, by a rule of its own
+    for path, value in sorted(tree.integers(run)):
         limit = LIMITS.get(path, OTHERS)
-        try:
-            value = tree.get(run, path)
-        except KeyError:  # a field of another family, or in a section that is not set
-            continue
-        if type(value) is int and value > limit:
+        if value > limit and path != "train.seed":  # a seed has 63 bits, by a rule of its own
             found.append(Problem(path, value, f"must be an integer <= {limit}", {}, (limit,)))
     return found or check_micro_batches(run, world_size)
 

@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from phalanx.base.errors import CheckpointError, PhalanxError, Problem
-from phalanx.base.rules import exists, missing_checkpoint
+from phalanx.base.rules import missing_checkpoint
 from phalanx.config.run import Run
 from phalanx.models.registry import family_of
 
@@ -58,7 +58,7 @@ def _fill(data: dict[str, Any], origins: dict[str, str], key: str, folder: str, 
         if not given:
             del data["model"]
         rule = f"must be a Hugging Face folder: it has no {CONFIG}"
-        return [Problem(key, folder, rule) if exists(folder) else missing_checkpoint(key, folder)]
+        return [Problem(key, folder, rule) if os.path.exists(folder) else missing_checkpoint(key, folder)]
     try:
         found = model_config_from_hf(path, given.get("family"))
     except CheckpointError as error:
@@ -100,7 +100,7 @@ def _use_kept(data: dict[str, Any]) -> None:
     gone = (
         isinstance(tokenizer, str)
         and Path(tokenizer).is_relative_to(str(data["model_source"]))
-        and not exists(tokenizer)
+        and not os.path.exists(tokenizer)
     )
     if gone and (kept / CONFIG).is_file():
         section["tokenizer"] = str(kept)  # type: ignore[index]

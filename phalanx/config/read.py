@@ -19,6 +19,7 @@ from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from textwrap import indent
+from types import MappingProxyType
 from typing import Any
 
 from ruamel.yaml import YAML
@@ -34,9 +35,9 @@ from phalanx.config.model_source import FROM, supply
 from phalanx.config.removed import replace_removed, replace_renamed
 from phalanx.config.run import Run
 from phalanx.config.synonyms import NOT_BUILT, said_of
-from phalanx.config.validate import FALLBACK, build, close_to, copied, families, near_keys
+from phalanx.config.validate import FALLBACK, build, close_to, copied, near_keys
 from phalanx.config.write import plain, to_dict
-from phalanx.models.registry import SEAM, load_family
+from phalanx.models.registry import SEAM, is_known, load_family
 
 COMMAND_LINE, NOBODY = "command line", "the defaults"
 INDENT = "    "
@@ -148,17 +149,20 @@ def named_by_others(source: ConfigSource, base_from: str) -> list[Problem]:
     return found
 
 
-NAMED = (
-    "model.family",
-    "layout.schedule",
-    "optim.name",
-    "optim.fallback.name",
-    "optim.schedule",
-    "task.name",
-    "lora.method",
-    "data.source",
+NAMED: Mapping[str, str] = MappingProxyType(
+    {
+        "model.family": "family",
+        "layout.schedule": "pipeline_schedule",
+        "train.fp8.recipe": "fp8_recipe",
+        "optim.name": "optimizer",
+        "optim.fallback.name": "optimizer",
+        "optim.schedule": "lr_schedule",
+        "task.name": "objective",
+        "lora.method": "adapter",
+        "data.source": "source",
+    }
 )
-"""Keys whose values may be code of a package."""
+"""Keys whose values may be code of a package, and their seams (base/registry.py)."""
 
 
 def named_in(data: Mapping[str, Any]) -> Iterator[tuple[str, Any, str]]:
@@ -178,7 +182,7 @@ def load_named_family(data: Mapping[str, Any]) -> list[Problem]:
     """Import the family of another package named by model.family, so that its section is known."""
     model = data.get("model")
     name = model.get("family") if isinstance(model, Mapping) else None
-    if not isinstance(name, str) or name in families():
+    if not isinstance(name, str) or is_known(name):
         return []
     if ":" not in name and name not in registry.names(SEAM):
         return []  # not a name; the type check reports it
@@ -375,7 +379,7 @@ def apply_override(source: ConfigSource, text: str) -> None:
 def _path(key: str) -> list[str]:
     """The steps of a dotted key. Below a map of free names (such as optim.lr_scale) the rest is a single name, dots
     included; in a map of sections (data.sources) the last step is a field."""
-    for k in tree.leaves(Run):
+    for k in tree.leaves(Run, only=key.partition(".")[0]):
         maps = [m for m in tree.members(k.hint) if typing.get_origin(m) is dict]
         if maps and key.startswith(f"{k.path}."):
             name, dot, field = key[len(k.path) + 1 :].rpartition(".")

@@ -81,10 +81,10 @@ class Fp8Config:
     """Matmuls of the layers' linears and experts in FP8 or FP4. Embedding, head, routers, attention itself and MLA's
     down-projections are never included."""
 
-    recipe: Literal["tensorwise", "delayed", "rowwise", "blockwise", "mxfp8", "nvfp4"]
+    recipe: str
     """Formats and scales: tensorwise (one scale per tensor), delayed (the same, from earlier steps), rowwise,
     blockwise (DeepSeek-V3's 1x128 and 128x128); mxfp8 and nvfp4 are emulated: the numerics of Blackwell at
-    the speed of train.precision, not measured on hardware."""
+    the speed of train.precision, not measured on hardware. Or one of your own as PACKAGE.MODULE:NAME."""
     exclude: list[str] = field(default_factory=list)
     """Globs of Hugging Face names of linears that stay in train.precision, such as "*.o_proj.*"."""
     end_layers: int = 0

@@ -10,9 +10,9 @@ from typing import Any
 from pydantic import TypeAdapter
 
 from phalanx.base import tree
-from phalanx.base.registry import configs
+from phalanx.base.registry import configs, names
 from phalanx.config.model_source import FROM
-from phalanx.config.run import Run
+from phalanx.config.run import Fp8Config, Run
 from phalanx.config.validate import FALLBACK, NAMED, families, named_sections, run_schema
 from phalanx.optim.config import OptimConfig
 
@@ -36,6 +36,8 @@ def config_schema() -> dict[str, Any]:
             describe_fields(place, cls)
     allow_folders(made)
     allow_named(made)
+    recipe = made["$defs"][Fp8Config.__name__]["properties"]["recipe"]
+    recipe["anyOf"] = [{"enum": list(names("fp8_recipe"))}, {"pattern": ":"}]
     head = {
         "$schema": "https://json-schema.org/draft/2020-12/schema",
         "title": "Phalanx config",

@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+import os
 from typing import Any
 
 from phalanx.base.errors import DataError, Problem
-from phalanx.base.rules import exists, missing_data, no_effect, problem
+from phalanx.base.rules import missing_data, no_effect, problem
 from phalanx.config.device_check import Facts
 from phalanx.config.run import Run
 from phalanx.data.check import check_tokenizer
@@ -18,6 +19,11 @@ from phalanx.nn.objective import (
     find_objective,
     make_objective,
     usual_task,
+)
+
+NO_LOSS_PER_TOKEN = (
+    "has no loss per token, which multi-token prediction needs: take a model without it (of Qwen's folders the module "
+    "may be left out, model.num_nextn_predict_layers=0)"
 )
 
 
@@ -40,7 +46,7 @@ def check_task(run: Run, facts: Facts) -> list[Problem]:
         rule = "needs a reference: adapters (lora), whose base it is, or a file of phalanx data score"
         found.append(problem("task", config, "name", rule, {"lora": None}, ()))
     if run.model.predict_layers:
-        rule = "has no loss per token, which multi-token prediction needs: take a model without it"
+        rule = NO_LOSS_PER_TOKEN
         found.append(problem("task", config, "name", rule, {"layers that predict": run.model.predict_layers}, ()))
     if not run.data.inside_documents:
         rule = "must be true with an objective that compares documents"
@@ -65,7 +71,7 @@ def check_embeddings(run: Run, kind: type[EmbeddingObjective]) -> list[Problem]:
         rule = "is required: files of queries and passages, such as data.pairs=train.jsonl"
         found.append(problem("data", run.data, "pairs", rule, because))
     if run.model.predict_layers:
-        rule = "has no loss per token, which multi-token prediction needs: take a model without it"
+        rule = NO_LOSS_PER_TOKEN
         found.append(problem("task", run.task, "name", rule, {"layers that predict": run.model.predict_layers}, ()))
     if run.train.deterministic:
         rule = "has no fixed order of sums over texts of all ranks, which the task needs"
@@ -233,7 +239,7 @@ def check_score_file(run: Run, made: Objective) -> list[Problem]:
     """The file is there and readable, and was written for these windows and this vocabulary. Which tokens it has is
     compared when they are opened."""
     field, path = made.scores_field, str(made.scores)
-    if not exists(path):
+    if not os.path.exists(path):
         return [missing_data(field, path, "must be a file of phalanx data score")]
     try:
         scores = ScoreFile(path)

@@ -3,8 +3,10 @@ read such streams."""
 
 from __future__ import annotations
 
+import os
+
 from phalanx.base.errors import DataError, Problem
-from phalanx.base.rules import at_least, exists, missing_data, no_effect, problem
+from phalanx.base.rules import at_least, missing_data, no_effect, problem
 from phalanx.config.run import Run
 from phalanx.data.media import reader_of
 
@@ -42,7 +44,7 @@ def check_media(run: Run, files: bool) -> list[Problem]:
     found = at_least("data", data, 0, "image_workers")
     if not files or data.source is not None:
         return found
-    if data.processor is not None and not exists(data.processor):
+    if data.processor is not None and not os.path.exists(data.processor):
         return [*found, missing_data("data.processor", data.processor, "must be a preprocessor_config.json")]
     try:
         reader = reader_of(spec, data.processor)
@@ -62,8 +64,8 @@ def check_not_built(run: Run) -> list[Problem]:
     if run.train.fp8 is not None:
         rule = "is not built for a model that reads images or sound"
         found.append(problem("train", run.train, "fp8", rule, because, (None,)))
-    if run.train.cuda_graphs == "on":
-        rule = "needs micro-batches of equal sizes, and a model that reads images or sound has others in each: take off"
+    if run.train.cuda_graphs == "on" and not run.model.reads_units:
+        rule = "needs micro-batches of equal sizes, and those of a model that reads sound differ"
         found.append(problem("train", run.train, "cuda_graphs", rule, because, ("off",)))
     if run.train.samples is not None:
         rule = "is not built for a model that reads images or sound: phalanx generate makes text with its checkpoints"

@@ -11,7 +11,7 @@ import functools
 import json
 import math
 import typing
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from types import MappingProxyType
 from typing import Annotated, Any
 
@@ -23,6 +23,7 @@ from phalanx.base.registry import BUILT_IN, NotFound
 from phalanx.config.run import Run
 from phalanx.config.synonyms import NOT_BUILT, SYNONYMS, said_of
 from phalanx.config.write import plain
+from phalanx.models.registry import is_known, load_family
 from phalanx.nn.adapter import AdapterConfig, find_adapter
 from phalanx.nn.objective import TaskConfig, find_objective
 from phalanx.optim.config import OptimConfig
@@ -47,9 +48,10 @@ NO_MODEL = (
 
 
 def run_schema(named: Mapping[str, type]) -> type[BaseModel]:
-    """A pydantic model with Run's fields: it carries the strict settings that a plain dataclass cannot. `named`: the
-    classes of the sections in NAMED."""
-    return _run_schema(tuple((name, cls) for name, cls in named.items() if name != FALLBACK), tuple(families().items()))
+    """A pydantic model with Run's fields: it carries the strict settings that a plain dataclass cannot. `named`: as
+    `named_sections` finds them."""
+    known = () if "model" in named else tuple(families().items())
+    return _run_schema(tuple((name, cls) for name, cls in named.items() if name != FALLBACK), known)
 
 
 def families() -> Mapping[str, type]:
@@ -68,17 +70,23 @@ def _family(section: Any) -> str | None:
 @functools.lru_cache(maxsize=8)
 def _run_schema(named: tuple[tuple[str, type], ...], known: tuple[tuple[str, type], ...]) -> type[BaseModel]:
     fields: dict[str, Any] = {}
-    plain = tree.hints(Run)
-    hints = {**plain, **{name: cls | None if _optional(plain[name]) else cls for name, cls in named}}
     for f in dataclasses.fields(Run):
-        hint = hints[f.name]
-        if f.name == "model":
-            tagged = tuple(Annotated[cls, Tag(name)] for name, cls in known)
-            hint = Annotated[typing.Union[tagged], Discriminator(_family)]  # noqa: UP007 - of a tuple there is no other way
         required = f.default is tree.REQUIRED and f.default_factory is tree.REQUIRED
         default = ... if required else (f.default_factory() if f.default_factory is not tree.REQUIRED else f.default)
-        fields[f.name] = (hint, default)
+        fields[f.name] = (_field(f.name, dict(named), known), default)
     return create_model("Run", __config__=ConfigDict(strict=True, extra="forbid"), **fields)
+
+
+def _field(name: str, named: Mapping[str, type], known: tuple[tuple[str, type], ...]) -> Any:
+    """The type of a field of Run, as what the config names has it; of a model without a family, any that is known."""
+    if name == "model":
+        tagged = tuple(Annotated[cls, Tag(family)] for family, cls in known)
+        # of a tuple there is no other way to write it
+        return named.get(name) or Annotated[typing.Union[tagged], Discriminator(_family)]  # noqa: UP007
+    hint = tree.hint_of(Run, name)
+    if name not in named:
+        return hint
+    return named[name] | None if _optional(hint) else named[name]
 
 
 def _optional(hint: Any) -> bool:
@@ -102,10 +110,10 @@ def build(data: dict[str, Any]) -> tuple[Run | None, list[Problem], frozenset[st
             shared = set(tree.field_names(NAMED[section][0])) - {NAMED[section][0].named_by}
             data = _with(data, section, {k: v for k, v in _at(data, section).items() if k in shared})
         errors = _validate(data, named)[1]
-    errors += _bools_for_numbers(data)
+    errors += _bools_for_numbers(data, named)
     if not errors and not nameless:
         return run, [], frozenset()
-    problems = [_problem(data, e, named) for e in errors]
+    problems = [_problem(e, named) for e in errors]
     repaired = copied(data)
     for error, broken in zip(errors, problems):
         _repair(repaired, _steps(error["loc"], named)[0], broken, error["type"])
@@ -114,8 +122,12 @@ def build(data: dict[str, Any]) -> tuple[Run | None, list[Problem], frozenset[st
 
 
 def named_sections(data: Mapping[str, Any]) -> tuple[dict[str, type], list[Problem]]:
-    """The classes of the sections in NAMED, from the members that they name; names that lead nowhere are problems."""
+    """The classes of the sections in NAMED and of a model whose family is known, from what they name; names in NAMED
+    that lead nowhere are problems."""
     classes, problems = dict[str, type](), []
+    family = _at(data, "model.family")
+    if isinstance(family, str) and is_known(family):
+        classes["model"] = load_family(family).config
     for section, (base, find) in NAMED.items():
         given = _at(data, section)
         key = base.named_by
@@ -169,25 +181,29 @@ def _validate(data: dict[str, Any], named: Mapping[str, type]) -> tuple[Run | No
     return Run(**values), []
 
 
-def _bools_for_numbers(data: dict[str, Any]) -> list[Any]:
+def _bools_for_numbers(data: dict[str, Any], named: Mapping[str, type]) -> list[Any]:
     """Errors, in pydantic's form, for `true` where it would accept it as the literal 1."""
     found = []
-    for k in tree.leaves(Run):
-        steps = k.path.split(".")
-        at: Any = data
-        for step in steps:
-            at = at.get(step) if isinstance(at, dict) else None
-        options = [
-            o for m in tree.members(k.hint) if typing.get_origin(m) is typing.Literal for o in typing.get_args(m)
-        ]
-        if isinstance(at, bool) and any(type(o) is int for o in options):
-            found.append({"type": "literal_error", "loc": tuple(steps), "input": at})
+    for steps, value in _bools(data):
+        hint = _steps(steps, named)[1]
+        options = [o for m in tree.members(hint) if typing.get_origin(m) is typing.Literal for o in typing.get_args(m)]
+        if any(type(o) is int for o in options):
+            found.append({"type": "literal_error", "loc": steps, "input": value})
     return found
 
 
+def _bools(data: Mapping[str, Any], above: tuple[str, ...] = ()) -> Iterator[tuple[tuple[str, ...], bool]]:
+    """The steps to each `true` and `false`, and which it is."""
+    for key, value in data.items():
+        if isinstance(value, dict):
+            yield from _bools(value, (*above, key))
+        elif isinstance(value, bool):
+            yield (*above, key), value
+
+
 def _steps(loc: tuple[Any, ...], named: Mapping[str, type]) -> tuple[list[str], Any, type]:
-    """pydantic's location -> (steps of the path, type expected there, class of the section, in `named` for those in
-    NAMED). Tags of unions are left out."""
+    """pydantic's location -> (steps of the path, type expected there, class of the section, in `named` for those that
+    it has). Tags of unions are left out."""
     steps: list[str] = []
     hint: Any = Run
     owner: type = Run
@@ -201,8 +217,10 @@ def _steps(loc: tuple[Any, ...], named: Mapping[str, type]) -> tuple[list[str], 
         steps.append(str(step))
         if options:
             owner = options[0]
-            hint = (named if owner is Run and step in named else tree.hints(owner)).get(str(step))
-            hint = named[FALLBACK] if steps == FALLBACK.split(".") else hint
+            if ".".join(steps) in named:
+                hint = named[".".join(steps)]
+            else:
+                hint = tree.hint_of(owner, step) if step in tree.field_names(owner) else None
         else:
             args = [a for m in tree.members(hint) for a in typing.get_args(m) if a is not ...]
             hint = args[-1] if args else None
@@ -211,7 +229,7 @@ def _steps(loc: tuple[Any, ...], named: Mapping[str, type]) -> tuple[list[str], 
     return steps, hint, owner
 
 
-def _problem(data: dict[str, Any], error: Any, named: Mapping[str, type]) -> Problem:
+def _problem(error: Any, named: Mapping[str, type]) -> Problem:
     steps, hint, owner = _steps(error["loc"], named)
     path, kind, value = ".".join(steps), error["type"], error["input"]
     if kind in ("unexpected_keyword_argument", "extra_forbidden"):

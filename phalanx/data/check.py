@@ -12,7 +12,7 @@ from typing import Any
 from phalanx.base.errors import ConfigError, Problem
 from phalanx.base.own_fields import made_of
 from phalanx.base.registry import NotFound
-from phalanx.base.rules import default_of, exists, missing_data, no_effect, problem, within
+from phalanx.base.rules import default_of, missing_data, no_effect, problem, within
 from phalanx.data.chats import chat_files, is_chat_file
 from phalanx.data.config import DataConfig, is_number, prefixes_and_weights
 from phalanx.data.files import BYTES, NULL, TOKENIZER_FILES
@@ -273,22 +273,22 @@ def check_files(config: DataConfig) -> list[Problem]:
         prefixes, weights = prefixes_and_weights(given)
         for i, path in enumerate(prefixes):
             if config.chats and is_chat_file(path):
-                if not (exists(path) or glob.glob(path, recursive=True)):
+                if not (os.path.exists(path) or glob.glob(path, recursive=True)):
                     rule = "must be a file of chats (.jsonl, .parquet), or a pattern that matches some"
                     found.append(missing_data(f"{field}.{2 * i + 1 if weights else i}", path, rule))
                 continue
             prefix = strip_suffix(path)
-            suffixes = (".bins" if exists(prefix + ".bins") else ".bin", ".idx")  # .bins: a merged set
-            absent = [prefix + suffix for suffix in suffixes if not exists(prefix + suffix)]
+            suffixes = (".bins" if os.path.exists(prefix + ".bins") else ".bin", ".idx")  # .bins: a merged set
+            absent = [prefix + suffix for suffix in suffixes if not os.path.exists(prefix + suffix)]
             if absent and not is_number(path):  # a stray weight has its own problem
                 at = f"{field}.{2 * i + 1 if weights else i}"
                 found.append(missing_data(at, path, f"{' and '.join(absent)} must exist", ".idx"))
     for i, path in enumerate(config.text):
-        if not (exists(path) or glob.glob(path, recursive=True)):
+        if not (os.path.exists(path) or glob.glob(path, recursive=True)):
             found.append(missing_data(f"data.text.{i}", path, "must be a file, a folder or a glob that matches some"))
     for i, path in enumerate(config.pairs):
         prepared, weight = path not in pair_files(config.pairs), is_number(path)
-        if not weight and not exists(f"{strip_suffix(path)}.idx" if prepared else path):
+        if not weight and not os.path.exists(f"{strip_suffix(path)}.idx" if prepared else path):
             rule = "must be a .jsonl file, or the prefix of token files prepared from one"
             found.append(missing_data(f"data.pairs.{i}", path, rule, ".idx" if prepared else ""))
     if config.template is not None and not os.path.isfile(config.template):
@@ -301,7 +301,7 @@ def check_tokenizer(config: DataConfig) -> list[Problem]:
     if path in (None, BYTES) or os.path.isfile(path) or (path.startswith(NULL) and path.removeprefix(NULL).isdecimal()):
         return []
     if os.path.isdir(path):
-        held = any(exists(os.path.join(path, name)) for name in TOKENIZER_FILES) or list(Path(path).glob("*.tiktoken"))
+        held = any(Path(path, name).exists() for name in TOKENIZER_FILES) or list(Path(path).glob("*.tiktoken"))
         return (
             []
             if held

@@ -44,7 +44,7 @@ NO_GRAPHS_ROOM = "no room for their pools of memory, by the forecast: train.cuda
 NO_GRAPHS_SHARDS = "layout.sharding >= 2: train.cuda_graphs=on keeps places for what comes and goes"
 NO_GRAPHS_BACKWARD = "optim.in_backward: gradients have no fixed places"
 NO_GRAPHS_OFFLOAD = "train.offload_layers: activations that wait on the host are not captured"
-NO_GRAPHS_UNITS = "the model reads images: micro-batches have other numbers of their rows"
+NO_GRAPHS_UNITS = "the model reads images: train.cuda_graphs=on captures what has no more than the text's rows"
 NO_GRAPHS_SPLIT = "layout.schedule splits backward: weight gradients that wait are not captured"
 NO_GRAPHS_ROWS = (
     "the experts' plain products count their rows on the host: train.cuda_graphs=on runs experts between graphs"
@@ -270,8 +270,8 @@ def why_no_graphs(plan: Plan, everyone: Sequence[LocalFacts]) -> str:
     """Why blocks are not replayed as CUDA graphs; "": they are. With pipeline stages, each micro-batch in flight needs
     its own memory pool, and attention between graphs needs buffers for what it reads and writes: only if asked for, or
     if there is room. If weights or gradients are fetched and freed, only if asked for, and then in fixed slots; the
-    same if experts cannot be captured. Never if activations are offloaded, backward is split (config.check) or the
-    model reads images (config.units_check)."""
+    same if experts cannot be captured, or if the model reads images, and then without what has their rows. Never if
+    activations are offloaded, backward is split (config.check) or the model reads sound (config.units_check)."""
     wanted = plan.run.train.cuda_graphs
     if not all(facts.on_gpu for facts in everyone):
         return NO_GRAPHS_GPU

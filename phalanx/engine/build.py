@@ -296,6 +296,7 @@ def graphs(agreed: Agreed, mesh: Mesh, blocks: dict[tuple[int, int], list[Block]
         between,
         hosts,
         plan.schedule if plan.grid.pp > 1 else None,
+        plan.varying_segments,
     )
 
 

@@ -17,7 +17,7 @@ from phalanx.engine.build import State
 PART = 1 << 22  # elements that are hashed at once
 
 
-def fold(x: Tensor) -> Tensor:
+def hash_bits(x: Tensor) -> Tensor:
     """() int64: a sum over the bits of x, each element times a different odd number, so that any flipped bit changes
     it."""
     bits = (
@@ -42,11 +42,11 @@ def check_replicas(state: State) -> None:
     there. With ZeRO-3 and no groups, no two ranks hold the same.
     """
     state.buffers.ready()
-    folds = {what: int(fold(x)) for what, x in _alike(state).items()}
+    hashes = {what: int(hash_bits(x)) for what, x in _alike(state).items()}
     odd = _odd(
         agree(
             state.mesh.world,
-            lambda: [(_peers(state, *key).ranks, " ".join(map(str, key)), f) for key, f in folds.items()],
+            lambda: [(_peers(state, *key).ranks, " ".join(map(str, key)), f) for key, f in hashes.items()],
         )
     )
     if not odd:
@@ -79,10 +79,10 @@ def _peers(state: State, bucket: int, what: str) -> Axis:
 
 
 def _odd(reports: list[list[tuple[list[int], str, int]]]) -> dict[tuple[int, ...], list[int]]:
-    """Peers -> those of them that differ from most; reports[rank] holds (peers, what, fold)."""
+    """Peers -> those of them that differ from most; reports[rank] holds (peers, what, hash)."""
     groups: dict[tuple[tuple[int, ...], str], dict[int, int]] = {}
-    for rank, folds in enumerate(reports):
-        for members, what, number in folds:
+    for rank, hashes in enumerate(reports):
+        for members, what, number in hashes:
             groups.setdefault((tuple(members), what), {})[rank] = number
     odd: dict[tuple[int, ...], set[int]] = {}
     for (peers, _), numbers in groups.items():
@@ -109,6 +109,6 @@ def _slots_that_differ(flat: FlatBucket, what: str, x: Tensor, peers: Axis) -> l
     else:
         ends = [(max(s.offset - flat.lo, 0), max(s.offset + s.numel - flat.lo, 0)) for s in flat.bucket.slots]
         parts = [x[a:b] for a, b in ends]
-    all_ = peers.all_gather(torch.stack([fold(part) for part in parts])).wait().view(peers.size, -1)
+    all_ = peers.all_gather(torch.stack([hash_bits(part) for part in parts])).wait().view(peers.size, -1)
     differs = (all_ != all_[0]).any(0).tolist()
     return [slot.spec.name for slot, bad in zip(flat.bucket.slots, differs) if bad]

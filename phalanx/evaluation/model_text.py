@@ -18,7 +18,7 @@ from phalanx.text.tokenizers import Tokenizer, load_tokenizer
 
 @dataclass(frozen=True)
 class ModelText:
-    """Of a Hugging Face folder.
+    """How texts and chats of the model in a Hugging Face folder are written as tokens.
 
     end     the end-of-sequence token; prefix: the token before a text that nothing precedes
     ends    tokens after any of which an answer is over

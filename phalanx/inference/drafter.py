@@ -75,15 +75,16 @@ def takes_drafts(options: SamplingOptions) -> bool:
 
 def ngrams_of(scheduler: Scheduler, spec: NgramSpec) -> dict[int, list[int]]:
     """Drafts for `Scheduler.schedule`, by request."""
-    found = {sequence.number: ngram_drafts(sequence.tokens, spec) for sequence in taking(scheduler)}
+    found = {sequence.number: ngram_drafts(sequence.tokens, spec) for sequence in drafting(scheduler)}
     return {number: drafts for number, drafts in found.items() if drafts}
 
 
 def predicted_of(scheduler: Scheduler, width: int) -> dict[int, list[int]]:
     """The same of drafts that the device has made with the last token of each sequence."""
     names = [DRAFTED - place for place in range(width)]
-    return {sequence.number: names for sequence in taking(scheduler)}
+    return {sequence.number: names for sequence in drafting(scheduler)}
 
 
-def taking(scheduler: Scheduler) -> list[LiveSequence]:
+def drafting(scheduler: Scheduler) -> list[LiveSequence]:
+    """The sequences that may get drafts in the next step."""
     return [sequence for sequence in scheduler.decoding() if takes_drafts(sequence.request.options)]

@@ -27,28 +27,26 @@ from phalanx.base.errors import ConfigError, Problem
 from phalanx.base.sizes import size_text
 from phalanx.comm.axis import Axis, Work
 from phalanx.comm.host import host_axis
-from phalanx.inference.drafter import Drafts, ngrams_of, predicted_of
+from phalanx.config.run import Run
+from phalanx.inference.drafter import Drafts, NgramSpec, ngrams_of, predicted_of
 from phalanx.inference.grammar import Constraint, GrammarCompiler
 from phalanx.inference.load import InferenceModel, check_generates
 from phalanx.inference.memory import (
     NO_DRAFTS,
-    LayerGroup,
     MemoryLimits,
+    RankRoom,
     give_memory,
     give_states,
     keeping,
     kept_by,
     layer_groups,
-    no_room,
-    pages_that_fit,
     remembering,
     room_for_pages,
     row_bytes,
-    sequence_bytes,
     state_bytes,
 )
 from phalanx.inference.pages import GroupSpec
-from phalanx.inference.predictor import MtpSpec, check_modules
+from phalanx.inference.predictor import MtpSpec, check_modules, check_takes_drafts
 from phalanx.inference.request import (
     EngineLoad,
     Event,
@@ -228,15 +226,15 @@ class Messages:
         return bool(self._axis.all_reduce(torch.tensor([int(flag)])).wait().item())
 
 
-def check_pages(model: InferenceModel, pages: str) -> None:
-    """ConfigError for pages that would give other logits than training's forward, where they are to be the same."""
-    config = model.plan.run.model
-    if pages == "fp8" and not config.attends:
+def check_pages(run: Run, pages: str, field: str = "pages") -> None:
+    """ConfigError for pages that would give other logits than training's forward, where they are to be the same, and
+    where there are none. field: what set their dtype."""
+    if pages == "fp8" and not run.model.attends:
         rule = "must be that of the model: no layer has attention, and states are not stored in FP8"
-        raise ConfigError([Problem("pages", pages, rule, {"model.family": config.family}, ("model",))])
-    if model.batch_invariant and pages == "fp8":
+        raise ConfigError([Problem(field, pages, rule, {"model.family": run.model.family}, ("model",))])
+    if pages == "fp8" and run.train.batch_invariant:
         rule = "must be that of the model with train.batch_invariant, whose logits are those of training's forward"
-        raise ConfigError([Problem("pages", pages, rule, {"train.batch_invariant": True}, ("model",))])
+        raise ConfigError([Problem(field, pages, rule, {"train.batch_invariant": True}, ("model",))])
 
 
 def check_shares_text(model: InferenceModel) -> None:
@@ -249,10 +247,8 @@ def check_shares_text(model: InferenceModel) -> None:
 
 def check_drafts(model: InferenceModel, drafts: Drafts | None) -> None:
     """ConfigError for drafts that the model does not make here."""
-    if drafts is not None and model.plan.run.model.scans:
-        rule = "must not be made for a model whose layers keep a state: a refused draft cannot be taken out of it"
-        kind = "mtp" if isinstance(drafts, MtpSpec) else f"ngram:{drafts.tokens}"
-        raise ConfigError([Problem("drafts", kind, rule, {"model.family": model.plan.run.model.family})])
+    if isinstance(drafts, NgramSpec):
+        check_takes_drafts(model.plan.run.model, f"ngram:{drafts.tokens}", "drafts")
     if not isinstance(drafts, MtpSpec):
         return
     check_modules(model.plan, drafts, "drafts")
@@ -261,19 +257,11 @@ def check_drafts(model: InferenceModel, drafts: Drafts | None) -> None:
         raise ConfigError([Problem("drafts", "mtp", rule, {}, ("ngram:4",))])
 
 
-def check_prefix_states(config: ModelConfig, states: int) -> None:
-    """ConfigError where no layer keeps a state."""
+def check_prefix_states(config: ModelConfig, states: int, field: str = "prefix_states") -> None:
+    """ConfigError where no layer keeps a state. field: what set their number."""
     if states and not config.scans:
         rule = "has no effect without layers that keep a state: of attention, pages of prefixes are kept in any case"
-        raise ConfigError([Problem("prefix_states", states, rule, {"model.family": config.family}, (0,))])
-
-
-def check_states(asked: int, fit: int, nbytes: int) -> None:
-    """ConfigError, on all ranks alike, if there is no room for the states of all sequences at once."""
-    if fit < asked:
-        rule = "must have room for the state of each sequence that is generated at once"
-        because = {"bytes of a state": size_text(nbytes)}
-        raise ConfigError([Problem("sequences", asked, rule, because, (fit,) if fit else ())])
+        raise ConfigError([Problem(field, states, rule, {"model.family": config.family}, (0,))])
 
 
 class Engine:
@@ -292,7 +280,7 @@ class Engine:
         seconds. tokenizer: the model's, for requests with a grammar."""
         options = options or EngineOptions()
         check_generates(model.plan.run.model)
-        check_pages(model, options.pages)
+        check_pages(model.plan.run, options.pages)
         check_drafts(model, options.drafts)
         check_shares_text(model)
         check_prefix_states(model.plan.run.model, options.prefix_states)
@@ -363,30 +351,16 @@ class Engine:
             free = room_for_pages(mesh.device, mesh.world.size) - kept
         else:
             free = gib * 2**30 - limits.states * of_states
-        whole = int(free) + limits.states * of_states
-        others = limits.states - limits.most_sequences
-        sequences = limits.most_sequences if free >= 0 or not of_states else max(0, whole // of_states - others)
-        fit = torch.tensor([*pages_that_fit(groups, limits, int(free)), sequences], device=mesh.world.device)
+        own = RankRoom.of(groups, limits, of_states, int(free))
+        fit = torch.tensor([*own.pages, own.sequences], device=mesh.world.device)
         *pages, sequences = mesh.world.all_reduce(fit, op="min").wait().tolist()
-        check_states(limits.most_sequences, sequences, of_states)
-        self._check_room(options, groups, pages, int(free))
+        own = replace(own, pages=tuple(pages), sequences=sequences)
+        own.check(limits, options.length is not None, {"room": size_text(max(0, int(free)))})
         give_memory(layers, groups, pages, limits.own_page_size, dtype, mesh)
         give_states(states, limits, self.model.dtype, mesh)
         found = [(group.kept.source, GroupSpec(group.window, count)) for group, count in zip(groups, pages)]
         sources = [group for source, group in found if source]
         return tuple(group for source, group in found if not source), sources[0] if sources else None
-
-    def _check_room(
-        self, options: EngineOptions, groups: Sequence[LayerGroup], pages: Sequence[int], free: int
-    ) -> None:
-        """ConfigError, on all ranks alike, if there are no pages, or too few for one sequence of the length that is
-        asked for."""
-        full = [count - 1 for group, count in zip(groups, pages) if not self.limits.fixes(group.kept)]
-        longest = min(full, default=self.limits.pages_of(self.limits.length)) * self.limits.page_size
-        asked = options.length is not None and longest < self.limits.length
-        if asked or not all(pages):
-            needs = sequence_bytes(groups, self.limits)
-            raise ConfigError([no_room("length", self.limits, needs, max(0, longest), size_text(max(0, free)))])
 
     @property
     def _depths(self) -> int:

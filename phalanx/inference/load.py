@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypedDict
@@ -20,6 +21,7 @@ from phalanx.checkpoint.keep import find
 from phalanx.checkpoint.load import HeadWanted, load_adapters, load_weights
 from phalanx.checkpoint.manifest import NAME, parse
 from phalanx.comm.mesh import Mesh, local_device
+from phalanx.config.check import sequences_unit
 from phalanx.config.run import Run, TrainConfig
 from phalanx.data.config import DataConfig
 from phalanx.data_parallel.buffers import Buffers
@@ -28,6 +30,7 @@ from phalanx.engine.build import build_for_inference
 from phalanx.forecast.decide import make_plan
 from phalanx.inference.adapters import ServedAdapters, with_adapter
 from phalanx.models.model_config import ModelConfig
+from phalanx.models.registry import family_of
 from phalanx.nn.adapter import AdapterConfig, find_adapter
 from phalanx.nn.module import Block
 from phalanx.nn.moe import MoE
@@ -163,13 +166,24 @@ def load_all(weights: Path, model: ModelConfig, buffers: Buffers, mesh: Mesh) ->
 
 
 def weights_alone(run: Run, world: int) -> Run:
-    """The run without what only training needs: one micro-batch on each rank, and nothing is loaded but the named
-    weights."""
+    """The run without what only training needs: one micro-batch on each rank, of as many more sequences as tp needs to
+    divide its tokens, whatever their length, and nothing is loaded but the named weights."""
     layout = run.layout
-    dp = max(1, world // (layout.tp * layout.cp * layout.pp))
-    train = replace(run.train, global_batch=run.train.micro_batch * dp, rampup=None)
+    dp = max(1, world // max(1, layout.tp * layout.cp * layout.pp))
+    unit, micro_batch = sequences_unit(run), run.train.micro_batch
+    micro_batch *= unit // math.gcd(unit, micro_batch)
+    train = replace(run.train, micro_batch=micro_batch, global_batch=micro_batch * dp, rampup=None)
     lora = None if run.lora is None else replace(run.lora, init_from=None)
     return replace(run, train=train, lora=lora, init_from=None, checkpoint=CheckpointConfig(interval=1))
+
+
+def without_idle_modules(run: Run) -> ModelConfig:
+    """Its model without modules of multi-token prediction that would never draft, because layers keep a state. With
+    adapters they stay: their files hold those of the modules too."""
+    with_predictors = family_of(run.model).with_predictors
+    if with_predictors is None or not run.model.scans or run.lora is not None:
+        return run.model
+    return with_predictors(run.model, 0)
 
 
 def forward_only(run: Run) -> Run:
@@ -187,7 +201,7 @@ def forward_only(run: Run) -> Run:
     )
     train = replace(storing_all(run).train, fp8=None, cuda_graphs="off", deterministic=False, freeze=[])
     task = run.task if find_objective(run.task.name).makes_prefix or run.model.reads_beside else TaskConfig()
-    return replace(run, task=task, layout=layout, train=train)
+    return replace(run, model=without_idle_modules(run), task=task, layout=layout, train=train)
 
 
 def without_training(run: Run, world: int) -> Run:

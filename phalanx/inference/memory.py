@@ -5,7 +5,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 
@@ -212,11 +212,49 @@ def longest_that_fits(groups: Sequence[LayerGroup], limits: MemoryLimits, free: 
     return most_that(limits.length, fits)
 
 
-def no_room(field: str, limits: MemoryLimits, needs: int, longest: int, room: str) -> Problem:
+def no_room(field: str, limits: MemoryLimits, needs: int, longest: int, because: dict[str, Any]) -> Problem:
     """A cache that cannot hold one sequence of `limits.length` tokens, which needs so many bytes on a rank; longest:
-    that fits. room: what there is, in words."""
+    that fits. because: what room there is."""
     rule = f"needs {size_text(needs)} on a rank for what is remembered of one sequence, and there is less"
-    return Problem(field, limits.length, rule, {"room": room}, (longest,) if longest else ())
+    return Problem(field, limits.length, rule, because, (longest,) if longest else ())
+
+
+@dataclass(frozen=True)
+class RankRoom:
+    """What the memory of one rank, or of the rank with the least, holds.
+
+    groups       of layers that remember alike
+    pages        of each group
+    sequences    whose states it holds, at most those that are generated at once
+    state_bytes  of the states of one sequence
+    """
+
+    groups: tuple[LayerGroup, ...]
+    pages: tuple[int, ...]
+    sequences: int
+    state_bytes: int
+
+    @staticmethod
+    def of(groups: Sequence[LayerGroup], limits: MemoryLimits, state_bytes: int, free: int) -> RankRoom:
+        """free: bytes for pages, beside the states."""
+        sequences = limits.most_sequences
+        if state_bytes and free < 0:
+            others = limits.states - limits.most_sequences
+            sequences = max(0, (free + limits.states * state_bytes) // state_bytes - others)
+        return RankRoom(tuple(groups), pages_that_fit(groups, limits, free), sequences, state_bytes)
+
+    def check(self, limits: MemoryLimits, asked: bool, because: dict[str, Any], option: str = "") -> None:
+        """ConfigError if there is no room for the states of all sequences at once, if there are no pages, or if `asked`
+        and they are too few for one sequence of the greatest length. option: what fields are called after."""
+        if self.sequences < limits.most_sequences:
+            rule = "must have room for the state of each sequence that is generated at once"
+            why, valid = {"bytes of a state": size_text(self.state_bytes)}, (self.sequences,) if self.sequences else ()
+            raise ConfigError([Problem(f"{option}sequences", limits.most_sequences, rule, why, valid)])
+        full = [count - 1 for group, count in zip(self.groups, self.pages) if not limits.fixes(group.kept)]
+        longest = max(0, min(full, default=limits.pages_of(limits.length)) * limits.page_size)
+        if not all(self.pages) or (asked and longest < limits.length):
+            needs = sequence_bytes(self.groups, limits)
+            raise ConfigError([no_room(f"{option}length", limits, needs, longest, because)])
 
 
 @dataclass(frozen=True)

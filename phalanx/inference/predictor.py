@@ -70,9 +70,17 @@ def rounds(width: int, depths: int) -> list[range]:
     return [range(depths), *map(range, later, needed)]
 
 
+def check_takes_drafts(model: ModelConfig, value: str, field: str) -> None:
+    """ConfigError for a model that cannot check drafts, whoever makes them."""
+    if model.scans:
+        rule = "must not be made for a model whose layers keep a state: a refused draft cannot be taken out of it"
+        raise ConfigError([Problem(field, value, rule, {"model.family": model.family})])
+
+
 def check_modules(plan: Plan, spec: MtpSpec, field: str) -> None:
     """ConfigError unless the model has modules that can draft in this layout. field: what asked for them."""
     model, value = plan.run.model, "mtp" if spec.tokens is None else f"mtp:{spec.tokens}"
+    check_takes_drafts(model, value, field)
     if not model.predict_layers:
         rule = "needs a model with multi-token prediction modules, and its weights with them; this one has none"
         raise ConfigError([Problem(field, value, rule, {"model.family": model.family}, ("ngram:4",))])

@@ -18,13 +18,16 @@ from phalanx.base.dtypes import precision
 from phalanx.base.errors import ConfigError
 from phalanx.base.sizes import size_text
 from phalanx.base.text_table import table
+from phalanx.config.run import Run
 from phalanx.forecast.memory import OVERHEAD
+from phalanx.inference.engine import EngineOptions
 from phalanx.inference.memory import (
     GPU_SHARE,
     NO_DRAFTS,
     DraftRoom,
     LayerGroup,
     MemoryLimits,
+    RankRoom,
     keeping,
     kept_by,
     kept_tokens,
@@ -311,4 +314,31 @@ def check_fits(serving: ServingPlan, device: Device, field: str) -> None:
     worst = min(serving.ranks, key=lambda rank: room_on(rank, device.memory, limits))
     room = f"{size_text(max(0, room_on(worst, device.memory, limits)))} on {device.name}, beside the weights"
     needs = sequence_bytes(worst.groups, limits)
-    raise ConfigError([no_room(field, limits, needs, serving.longest(device.memory), room)])
+    raise ConfigError([no_room(field, limits, needs, serving.longest(device.memory), {"room": room})])
+
+
+def check_held(serving: ServingPlan, options: EngineOptions) -> None:
+    """ConfigError, as an engine would find it on its ranks, if `options.memory_gib` holds no sequence, or none of the
+    length that is asked for."""
+    if options.memory_gib is None:
+        return
+    limits, whole = serving.limits, int(options.memory_gib * 2**30)
+    rooms = [RankRoom.of(r.groups, limits, r.states, whole - limits.states * r.states) for r in serving.ranks]
+    fullest = max(rooms, key=lambda room: sequence_bytes(room.groups, limits))
+    pages, sequences = tuple(map(min, zip(*(room.pages for room in rooms)))), min(room.sequences for room in rooms)
+    least = replace(fullest, pages=pages, sequences=sequences)
+    least.check(limits, options.length is not None, {"--memory-gib": options.memory_gib}, "--")
+
+
+def limits_of(run: Run, options: EngineOptions) -> MemoryLimits:
+    """Of the engine of a run that generates. What images add to the tokens of a step is left out."""
+    cp, positions = run.layout.cp, run.model.max_position_embeddings
+    return MemoryLimits(
+        options.sequences,
+        max(options.tokens, options.sequences),
+        min(options.length or positions, positions),
+        options.page_size * cp,
+        cp,
+        max((stream.largest for stream in run.model.numbers_beside), default=None),
+        options.prefix_states,
+    )

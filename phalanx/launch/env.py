@@ -18,9 +18,8 @@ from phalanx.base.placement import SECRET, Placement
 from phalanx.launch.ends import ENDS_AT
 from phalanx.launch.enroot import without_hook
 from phalanx.launch.hosts import HOST_FILE, expand, first_host, number_of
-from phalanx.training.machine import describe_machine
 
-__all__ = ["Placement", "describe_machine", "first_host", "read_placement"]
+__all__ = ["Placement", "first_host", "read_placement"]
 
 SHORTEST = 16  # characters of a run's secret
 TORCHRUN = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "MASTER_ADDR", "MASTER_PORT")

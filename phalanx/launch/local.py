@@ -25,6 +25,7 @@ from urllib.parse import parse_qs, urlsplit
 from phalanx.base.errors import PeerLost, PhalanxError, Preempted
 from phalanx.base.log import describe
 from phalanx.base.placement import MEETING, RANKS, SECRET, Placement, Word
+from phalanx.comm.reach import reach_myself
 from phalanx.launch.environment import allowed_cpus, bind
 from phalanx.launch.network import LOOPBACK, stay_inside
 from phalanx.launch.outcome import CAUSES, Ended, RankFailed, read_outcomes, signal_name, verdict
@@ -143,7 +144,8 @@ def _run(folder: Path, target: str, world: LocalRanks, logs: Path | None, node: 
 
 def _listener(world: LocalRanks, node: Placement | None) -> socket.socket | None:
     """Where the store is to be served: at a free port of loopback for ranks of one machine, at the agreed one of the
-    first machine of several, and None on the others. PeerLost if it cannot listen there."""
+    first machine of several, and None on the others. PeerLost if it cannot listen there, ConfigError if the name under
+    which the others look for it leads elsewhere."""
     if node is None or world.count == world.size:
         return socket.create_server((LOOPBACK, 0), backlog=1024)
     if world.first:
@@ -152,11 +154,17 @@ def _listener(world: LocalRanks, node: Placement | None) -> socket.socket | None
     address = parse_qs(parts.query)["listen"][0]
     try:
         kind = socket.AF_INET6 if ":" in address else socket.AF_INET
-        return socket.create_server((address, parts.port or 0), family=kind, backlog=1024)
+        listener = socket.create_server((address, parts.port or 0), family=kind, backlog=1024)
     except OSError as error:
         raise PeerLost(
             f"the first node cannot listen at {address}:{parts.port}, where the others are to meet it: {error}"
         ) from error
+    try:
+        reach_myself(parts.hostname or "", parts.port or 0)
+    except BaseException:
+        listener.close()
+        raise
+    return listener
 
 
 def rank_environment(before: Mapping[str, str], ranks: int, world: int | None = None) -> dict[str, str]:

@@ -12,7 +12,15 @@ from pathlib import Path
 
 from phalanx.base.errors import DataError
 from phalanx.data.index import strip_suffix
-from phalanx.text.prepare import BeingWritten, Summary, check_split, merge_shards, prepare, read_manifest
+from phalanx.text.prepare import (
+    BeingWritten,
+    PrepareOptions,
+    Summary,
+    check_split,
+    merge_shards,
+    prepare,
+    read_manifest,
+)
 from phalanx.text.readers import Errors, find_files
 from phalanx.text.tokenizers import load_tokenizer
 
@@ -84,13 +92,15 @@ def prepare_shard(texts: ShardedTexts, number: int) -> Summary:
                 texts.inputs,
                 texts.shard(number),
                 load_tokenizer(texts.tokenizer),
-                key=texts.keys,
-                errors=texts.errors,
-                append_eod=texts.append_eod,
-                workers=texts.workers,
-                split=texts.split,
-                shard=(number, texts.count),
-                overwrite=texts.overwrite,
+                PrepareOptions(
+                    key=texts.keys,
+                    errors=texts.errors,
+                    append_eod=texts.append_eod,
+                    workers=texts.workers,
+                    split=texts.split,
+                    shard=(number, texts.count),
+                    overwrite=texts.overwrite,
+                ),
             )
         except BeingWritten:
             if time.monotonic() > until:

@@ -15,7 +15,8 @@ from phalanx.launch.rank_log import log_of
 from phalanx.launch.submitted import logs_of, submission_of
 
 LOGS = ("slurm", "ssh", "ray")  # what the names of logs begin with
-TAIL = 64 * 1024  # bytes of a file's end that are searched for its last line
+TAIL = 64 * 1024  # bytes of a file's end that are searched for its last lines
+WORDS = 2  # lines of a failed job: what ended it, and what became of it
 OVER = (
     "COMPLETED",
     "FAILED",
@@ -131,7 +132,8 @@ def status(what: str) -> str:
     if job is not None and not states:
         lines.append(f"job {job}: the scheduler no longer knows it, so it is over")
     folder = folder or next((state.folder for state in states if state.folder is not None), None)
-    return "\n".join([*lines, *([] if folder is None else run_lines(folder))])
+    failed = bool(states) and all(state.over and state.state != "COMPLETED" for state in states)
+    return "\n".join([*lines, *([] if folder is None else run_lines(folder, failed))])
 
 
 def find(what: str) -> tuple[Path | None, str | None]:
@@ -159,27 +161,31 @@ def state_lines(state: SlurmState) -> list[str]:
     return [f"job {state.job}  {state.state.lower()}  on {state.nodes} since {state.since}{left}"]
 
 
-def run_lines(folder: Path) -> list[str]:
-    """What the run itself wrote: its step, and the last line of its log."""
-    row = last_line(folder / "metrics.jsonl")
+def run_lines(folder: Path, failed: bool = False) -> list[str]:
+    """What the run itself wrote: its step, and the last line of its log. If its job has failed, or the run has no log,
+    the last words of the job, which say why."""
+    row = "".join(last_lines(folder / "metrics.jsonl", 1))
     lines = [f"run  {folder}"]
     try:
         lines.append(f"step  {json.loads(row)['step']}")
     except (ValueError, KeyError, TypeError):
         lines.append("step  none yet")
-    said = last_line(folder / "log.txt")
-    return [*lines, f"last  {said}"] if said else lines
+    said = [] if failed else last_lines(folder / "log.txt", 1)
+    jobs = job_logs(logs_of(folder))
+    if not said and jobs:
+        said = last_lines(jobs[-1], WORDS if failed else 1)
+    return [*lines, *(f"last  {line}" for line in said)]
 
 
-def last_line(path: Path) -> str:
-    """The last whole line of a text; empty if there is none."""
+def last_lines(path: Path, count: int) -> list[str]:
+    """The last lines of a text, without empty ones and those with which srun repeats how its tasks ended."""
     try:
         with path.open("rb") as file:
             file.seek(max(0, path.stat().st_size - TAIL))
             lines = file.read().decode(errors="replace").splitlines()
     except OSError:
-        return ""
-    return next((line.strip() for line in reversed(lines) if line.strip()), "")
+        return []
+    return [line.strip() for line in lines if line.strip() and not line.startswith("srun: ")][-count:]
 
 
 def log_text(what: str) -> str:
@@ -193,13 +199,17 @@ def log_files(what: str) -> list[Path]:
     """The logs of a job, or of all jobs of a run, the oldest first. PhalanxError if there are none."""
     job, of_run = find(what)[1], Path(what).is_dir()
     there = logs_of(folder_of(what))
-    found = sorted(
-        (path for kind in LOGS for path in there.glob(f"{kind}-*.log")), key=lambda path: path.stat().st_mtime
-    )
+    found = job_logs(there)
     exact = [path for path in found if of_run or re.fullmatch(rf"slurm-{job}(_\d+)?\.log", path.name)]
     if not exact:
         raise PhalanxError(f"{there} has no log of {what} yet; phalanx status {what} says why")
     return exact
+
+
+def job_logs(there: Path) -> list[Path]:
+    """The logs of all jobs of a run, the oldest first."""
+    every = (path for kind in LOGS for path in there.glob(f"{kind}-*.log"))
+    return sorted(every, key=lambda path: path.stat().st_mtime)
 
 
 def folder_of(what: str) -> Path:

@@ -19,6 +19,7 @@ def template(name: str) -> Template:
     )
     env.filters["quote"] = lambda value: shlex.quote(str(value))
     env.filters["file"] = quoted_path
+    env.filters["log_name"] = log_name
     env.filters["join_quoted"] = shlex.join
     env.filters["json"] = json.dumps
     return env.get_template(name)
@@ -27,3 +28,8 @@ def template(name: str) -> Template:
 def quoted_path(path: str) -> str:
     """A path for the shell, in which `~` still means the home folder."""
     return f"~/{shlex.quote(path[2:])}" if path.startswith("~/") else shlex.quote(path)
+
+
+def log_name(folder: object, name: str) -> str:
+    """A log in a folder as #SBATCH --output has it: SLURM replaces what follows a percent sign in `name` alone."""
+    return shlex.quote(f"{folder}/".replace("%", "%%") + name)

@@ -129,6 +129,6 @@ class Grid:
     def expert_ranks(self, at: Coords, axes: tuple[ExpertAxis, ...]) -> tuple[int, ...]:
         """Ranks of this stage that differ from `at` only along `axes` of the expert view, in rank order."""
         mine, first = self.expert_coords(at), at.pp * self.stage
-        runs = {"edp": self.edp, "ep": self.ep, "etp": self.etp}
-        spans = [range(n) if axis in axes else (getattr(mine, axis),) for axis, n in runs.items()]
+        sizes = {"edp": self.edp, "ep": self.ep, "etp": self.etp}
+        spans = [range(n) if axis in axes else (getattr(mine, axis),) for axis, n in sizes.items()]
         return tuple(first + (d * self.ep + e) * self.etp + t for d, e, t in product(*spans))

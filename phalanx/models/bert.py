@@ -21,7 +21,7 @@ from phalanx.models.class_heads import (
 )
 from phalanx.models.config_json import GELUS, NEEDED, ConfigJson, integer, integer_or_null, number, shown, switch, text
 from phalanx.models.family import Family
-from phalanx.models.model_config import ModelConfig, SmallSizes, TensorNames, check_head_dim
+from phalanx.models.model_config import ModelConfig, SmallSizes, TensorNames, check_head_dim, check_learned_positions
 
 if TYPE_CHECKING:
     from phalanx.models.family import BlockMaker
@@ -133,11 +133,7 @@ def rules(config: BertConfig, seq_length: int) -> list[Problem]:
         found.append(problem("model", config, "tie_word_embeddings", rule, {}, (True,)))
     if min(config.hidden_size, config.num_attention_heads) >= 1:
         found += check_head_dim(config)
-    if seq_length > config.max_position_embeddings >= 1:
-        because = {"model.max_position_embeddings": config.max_position_embeddings}
-        rule = "must be <= max_position_embeddings (positions are learned)"
-        found.append(Problem("train.seq_length", seq_length, rule, because, (config.max_position_embeddings,)))
-    return found
+    return found + check_learned_positions(config, seq_length)
 
 
 KEYS = {

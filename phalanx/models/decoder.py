@@ -19,7 +19,7 @@ from phalanx.models.family import BlockMaker
 from phalanx.nn.attention import Attention, AttentionSpec
 from phalanx.nn.embedding import Embedding
 from phalanx.nn.env import Env
-from phalanx.nn.head import Head
+from phalanx.nn.head import Head, HeadBlock
 from phalanx.nn.initial import ONES
 from phalanx.nn.mlp import SwiGLU
 from phalanx.nn.module import Block, Module
@@ -98,7 +98,7 @@ class DecoderLayer(Block):
         make_mlp: MakePart | None = None,
     ):
         super().__init__(env)
-        c, at = config, f"{config.base}layers.{layer}"
+        c, at = config, config.layer_name(layer)
         self.norm1 = norm(c, env, f"{at}.input_layernorm")
         self.attention = (make_attention or attention)(config, env, layer)
         self.norm2 = norm(c, env, f"{at}.post_attention_layernorm")
@@ -116,7 +116,7 @@ class PostNormLayer(Block):
 
     def __init__(self, config: DecoderConfig, env: Env, layer: int, make_attention: MakePart | None = None):
         super().__init__(env)
-        c, at = config, f"{config.base}layers.{layer}"
+        c, at = config, config.layer_name(layer)
         self.attention = (make_attention or attention)(config, env, layer)
         self.norm1 = norm(c, env, f"{at}.post_attention_layernorm")
         self.mlp = dense_mlp(config, env, layer)
@@ -142,7 +142,7 @@ class SandwichLayer(Block):
         make_mlp: MakePart | None = None,
     ):
         super().__init__(env)
-        c, at = config, f"{config.base}layers.{layer}"
+        c, at = config, config.layer_name(layer)
         self.norm1 = norm(c, env, f"{at}.input_layernorm")
         self.attention = (make_attention or attention)(config, env, layer)
         self.after1 = norm(c, env, f"{at}.post_attention_layernorm")
@@ -170,24 +170,13 @@ class ScaledLayer(SandwichLayer):
         return super().forward(x, batch) * self.scalar.to(x.dtype)
 
 
-class DecoderHead(Block):
+class DecoderHead(HeadBlock):
     """`normed`: the block before it has applied the model's last norm."""
-
-    recomputable = False
 
     def __init__(self, config: DecoderConfig, env: Env, head: Head, normed: bool = False):
         super().__init__(env)
         self.norm = nn.Identity() if normed else norm(config, env, f"{config.base}norm")
         self.head = head
-
-    def forward(self, x: Tensor, batch: Batch) -> Tensor:
-        return self.head.loss(self.norm(x), batch)
-
-    def logits(self, x: Tensor, rows: Tensor) -> Tensor:
-        return self.head.logits(self.norm(x), rows)
-
-    def log_probs(self, x: Tensor, batch: Batch, top: int = 0) -> Tensor:
-        return self.head.log_probs(self.norm(x), batch, top)
 
 
 def rotation(config: DecoderConfig, layer: int) -> Rotation | None:
@@ -202,7 +191,7 @@ def rotation(config: DecoderConfig, layer: int) -> Rotation | None:
 
 def attention_spec(config: DecoderConfig, layer: int) -> AttentionSpec:
     """The attention of a layer in Llama."""
-    c, at = config, f"{config.base}layers.{layer}.self_attn"
+    c, at = config, f"{config.layer_name(layer)}.self_attn"
     head_dim = c.head_dim or c.hidden_size // c.num_attention_heads
     return AttentionSpec(
         names=(f"{at}.q_proj.weight", f"{at}.k_proj.weight", f"{at}.v_proj.weight", f"{at}.o_proj.weight"),
@@ -225,21 +214,21 @@ def attention(config: DecoderConfig, env: Env, layer: int, **changes: Any) -> At
 
 def dense_mlp(config: DecoderConfig, env: Env, layer: int, mlp: type[SwiGLU] = SwiGLU) -> SwiGLU:
     """The dense MLP of a layer; `mlp`: another class."""
-    at = f"{config.base}layers.{layer}.mlp"
+    at = f"{config.layer_name(layer)}.mlp"
     names = tuple(f"{at}.{n}_proj.weight" for n in ("gate", "up", "down"))
     return mlp(env, names, config.hidden_size, config.intermediate_size, config.initializer_range, config.mlp_bias)  # type: ignore[arg-type]
 
 
 def head_norm_attention(config: DecoderConfig, env: Env, layer: int, **changes: Any) -> Attention:
     """Attention with an RMSNorm on every query and key head."""
-    at = f"{config.base}layers.{layer}.self_attn"
+    at = f"{config.layer_name(layer)}.self_attn"
     names = f"{at}.q_norm", f"{at}.k_norm"
     return attention(config, env, layer, head_norm=(*names, config.rms_norm_eps), norm=norm_class(config), **changes)
 
 
 def width_norm_attention(config: DecoderConfig, env: Env, layer: int) -> Attention:
     """Attention with an RMSNorm over all query heads together, and one over all key heads."""
-    at = f"{config.base}layers.{layer}.self_attn"
+    at = f"{config.layer_name(layer)}.self_attn"
     return attention(config, env, layer, width_norm=(f"{at}.q_norm", f"{at}.k_norm", config.rms_norm_eps))
 
 

@@ -94,6 +94,10 @@ class DecoderConfig(ModelConfig):
         """How the names of the text's tensors but the head begin."""
         return self.prefix + self.body
 
+    def layer_name(self, layer: int) -> str:
+        """How the names of a layer's tensors begin."""
+        return f"{self.base}layers.{layer}"
+
     @property
     def kv_heads(self) -> int:
         return self.num_key_value_heads or self.num_attention_heads

@@ -37,19 +37,19 @@ from phalanx.models.grouped_experts import (
     GROUPED_NAMES,
     GroupedExpertsConfig,
     check_grouped_experts,
-    check_predictors,
     dense_if_all_are,
     grouped_fields,
     grouped_to_hf,
-    make_mtp,
+    make_depth,
     mlp,
     predictor_tensors,
     shrink_experts,
     small_dense_layers,
     split_rules,
-    without_predictors,
+    with_predictors,
 )
 from phalanx.models.model_config import SmallSizes
+from phalanx.models.predictors import check_predictors, predictor_block
 from phalanx.models.rope import small_scaling, with_factors
 
 if TYPE_CHECKING:
@@ -104,7 +104,8 @@ def blocks(config: LatentConfig, env: Env) -> Sequence[BlockMaker]:
     from phalanx.models.decoder import DecoderLayer, decoder_blocks
 
     layer = partial(DecoderLayer, make_attention=attention, make_mlp=mlp)
-    return decoder_blocks(config, env, layer, partial(make_mtp, attention) if config.num_nextn_predict_layers else None)
+    make_mtp = partial(predictor_block, partial(make_depth, attention)) if config.predict_layers else None
+    return decoder_blocks(config, env, layer, make_mtp)
 
 
 def attention(config: LatentConfig, env: Env, layer: int) -> LatentAttention:
@@ -246,7 +247,7 @@ FAMILY = Family(
     from_hf=from_hf,
     to_hf=to_hf,
     fill=fill,
-    without_predictors=without_predictors,
+    with_predictors=with_predictors,
     shrink=shrink,
     shrink_experts=shrink_experts,
 )

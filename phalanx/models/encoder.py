@@ -260,10 +260,6 @@ class PairHead(EncoderHead):
     def pooled(self, x: Tensor) -> Tensor:
         return torch.tanh(self.pooler(x))
 
-    def pair_logits(self, x: Tensor, rows: Tensor) -> Tensor:
-        """(len(rows), 2) of the documents that begin with these tokens."""
-        return self.pair_head.logits(self.pooled(x), rows)
-
     def flops(self, seq_length: int) -> float:
         return super().flops(seq_length) + 2.0 * self.pooler.weight.numel()
 

@@ -68,7 +68,8 @@ class Family:
     fill             fields as plain values -> the same with derived fields filled in
     may_change       fields whose value may change when a run continues, because they are not shapes
     head_fields      fields of a head over classes, in which a model may differ from the folder that it starts from
-    without_predictors   the config without multi-token prediction, for a folder that lacks the modules
+    with_predictors  (config, count) -> the config with so many modules of multi-token prediction, as a folder has
+                     them; None: the family has none
     shrink           a smaller config of the same structure, for `phalanx verify`
     shrink_experts   the same for its experts; None: it has none
     least_layers     the smallest number of layers that includes all kinds of them
@@ -94,7 +95,7 @@ class Family:
     fill: Callable[[dict[str, Any]], dict[str, Any]] = fill_heads
     may_change: tuple[str, ...] = ("max_position_embeddings",)
     head_fields: tuple[str, ...] = ()
-    without_predictors: Callable[[Any], ModelConfig] | None = None
+    with_predictors: Callable[[Any, int], ModelConfig] | None = None
     shrink: Callable[[Any, SmallSizes], ModelConfig] = shrink_decoder
     shrink_experts: Callable[[Any, SmallExperts], ModelConfig] | None = None
     least_layers: Callable[[Any], int] = _two_layers

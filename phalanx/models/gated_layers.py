@@ -3,22 +3,27 @@ Fields of the `model` section, rules, blocks, config.json in both directions, a 
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import TYPE_CHECKING, Any, ClassVar
 
 from phalanx.base.errors import Problem
-from phalanx.base.rules import at_least, divisors
+from phalanx.base.rules import at_least, divisors, problem
 from phalanx.models.config_json import ConfigJson, integer, switch
 from phalanx.models.decoder_config import (
     DECODER_KEYS,
     PartialRotaryConfig,
     decoder_fields,
+    decoder_tensors,
     heads_to_hf,
     shrink_decoder,
 )
 from phalanx.models.delta_layers import (
     DELTA_KEYS,
+    DeltaKind,
     DeltaLayersConfig,
+    check_delta_layers,
     delta_fields,
     delta_to_hf,
     small_delta,
@@ -26,16 +31,21 @@ from phalanx.models.delta_layers import (
 )
 from phalanx.models.experts import ROUTER_KEYS, ExpertsConfig, expert_rules
 from phalanx.models.model_config import SmallExperts, SmallSizes
+from phalanx.models.predictors import PredictorsConfig, check_predictors, predictor_block
 
 if TYPE_CHECKING:
+    from phalanx.models.decoder import MakePart
+    from phalanx.models.family import BlockMaker
     from phalanx.nn.attention import Attention
     from phalanx.nn.env import Env
     from phalanx.nn.moe import MoE
+    from phalanx.nn.mtp import Depth
 
 
 @dataclass(frozen=True, kw_only=True)
-class GatedAttentionConfig(PartialRotaryConfig, DeltaLayersConfig):
-    """Llama's fields and those of linear attention; layers with attention gate what they have read."""
+class GatedAttentionConfig(PartialRotaryConfig, DeltaLayersConfig, PredictorsConfig):
+    """Llama's fields and those of linear attention; layers with attention gate what they have read. A module of
+    multi-token prediction has such a layer too."""
 
     head_dim: int | None = 256
     """Width of a head of attention; null: hidden_size / num_attention_heads."""
@@ -48,6 +58,18 @@ class GatedAttentionConfig(PartialRotaryConfig, DeltaLayersConfig):
 
     biases: ClassVar[tuple[str, ...]] = ("attention_bias",)
     offset_norms: ClassVar[bool] = True
+
+    @property
+    def attends(self) -> bool:
+        return super().attends or self.predict_layers > 0
+
+    def kind(self, layer: int) -> DeltaKind:
+        """Of a layer, or of that of a module of multi-token prediction."""
+        return self.types[layer] if layer < self.num_hidden_layers else "full_attention"
+
+    def layer_name(self, layer: int) -> str:
+        further = layer - self.num_hidden_layers
+        return super().layer_name(layer) if further < 0 else f"{MODULE}.layers.{further}"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -76,6 +98,28 @@ class GatedExpertsConfig(ExpertsConfig):
 # ---- blocks; functions that build them import torch themselves, because reading a config must not
 
 
+def gated_blocks(
+    config: GatedAttentionConfig, env: Env, mixer: MakePart, mlp: MakePart | None = None
+) -> Sequence[BlockMaker]:
+    """Of a text. mixer: attention or linear attention; mlp: in the place of the dense MLP."""
+    from phalanx.models.decoder import DecoderLayer, decoder_blocks
+
+    layer = partial(DecoderLayer, make_attention=mixer, make_mlp=mlp)
+    make_mtp = partial(predictor_block, partial(make_depth, mlp)) if config.predict_layers else None
+    return decoder_blocks(config, env, layer, make_mtp)
+
+
+def make_depth(mlp: MakePart | None, config: GatedAttentionConfig, env: Env, number: int) -> Depth:
+    """The module of multi-token prediction, as published: its layer has attention."""
+    from phalanx.models.decoder import DecoderLayer, norm
+    from phalanx.nn.mtp import Depth, DepthNames
+
+    c, at = config, MODULE
+    names = DepthNames(f"{at}.fc", f"{at}.pre_fc_norm_embedding", f"{at}.pre_fc_norm_hidden", f"{at}.norm")
+    layer = DecoderLayer(c, env, number, gated_attention, mlp)
+    return Depth(env, names, partial(norm, c, env), c.hidden_size, c.initializer_range, layer)
+
+
 def gated_attention(config: GatedAttentionConfig, env: Env, layer: int) -> Attention:
     from phalanx.models.decoder import head_norm_attention
 
@@ -88,7 +132,7 @@ def gated_experts(config: GatedExpertsConfig, env: Env, layer: int, renormalize:
     from phalanx.nn.moe import ExpertNames, MoE
     from phalanx.nn.shared_expert import GatedExpert
 
-    c, at, std = config, f"{config.base}layers.{layer}.mlp", config.initializer_range
+    c, at, std = config, f"{config.layer_name(layer)}.mlp", config.initializer_range
     gate, up, down = (f"{at}.shared_expert.{n}_proj.weight" for n in ("gate", "up", "down"))
     shared = SwiGLU(env, (gate, up, down), c.hidden_size, c.shared_expert_intermediate_size, std)
     names = ExpertNames(f"{at}.gate.weight", *(f"{at}.experts.{{}}.{n}_proj.weight" for n in ("gate", "up", "down")))
@@ -108,6 +152,14 @@ def gated_experts(config: GatedExpertsConfig, env: Env, layer: int, renormalize:
 # ---- rules ---------------------------------------------------------------------------------------
 
 
+def check_gated_layers(config: GatedAttentionConfig) -> list[Problem]:
+    found = check_delta_layers(config) + check_predictors(config)
+    if config.num_nextn_predict_layers > 1:
+        rule = "must be 0 or 1: in files of this family all modules would share one projection and its norms"
+        found.append(problem("model", config, "num_nextn_predict_layers", rule, {}, (1,)))
+    return found
+
+
 def check_gated_experts(config: GatedExpertsConfig) -> list[Problem]:
     found = at_least("model", config, 1, "moe_intermediate_size", "shared_expert_intermediate_size")
     return expert_rules(config, "num_experts") + found
@@ -124,6 +176,8 @@ def split_gated(config: Any, tp: int) -> list[Problem]:
 
 # ---- config.json ---------------------------------------------------------------------------------
 
+PREDICTORS = "mtp_num_hidden_layers"
+MODULE = "mtp"  # how the names of its tensors begin, which are not among those of the text
 GATED_ATTENTION_KEYS = {
     **DECODER_KEYS,
     **DELTA_KEYS,
@@ -131,6 +185,7 @@ GATED_ATTENTION_KEYS = {
     "head_dim": integer(256),
     "max_position_embeddings": integer(32768),
     "attention_bias": switch(False),
+    PREDICTORS: integer(0),
 }
 GATED_EXPERT_KEYS = {
     **ROUTER_KEYS,
@@ -144,12 +199,25 @@ OF_EXPERTS = ("num_experts", "moe_intermediate_size", "shared_expert_intermediat
 
 def gated_attention_fields(found: ConfigJson) -> dict[str, Any]:
     """Fields of both kinds of layers. Sections of the rotary embedding say where images are, which texts have not."""
-    return {**decoder_fields(found, partial=0.25), **delta_fields(found), **found.pick("attention_bias")}
+    own = {**found.pick("attention_bias"), "num_nextn_predict_layers": found.values[PREDICTORS]}
+    return {**decoder_fields(found, partial=0.25), **delta_fields(found), **own}
 
 
 def gated_attention_to_hf(config: GatedAttentionConfig) -> dict[str, Any]:
-    return {**heads_to_hf(config), **delta_to_hf(config), "attention_bias": config.attention_bias}
+    own = {"attention_bias": config.attention_bias, PREDICTORS: config.predict_layers}
+    return {**heads_to_hf(config), **delta_to_hf(config), **own}
 
+
+def with_predictors(config: Any, count: int) -> Any:
+    return replace(config, num_nextn_predict_layers=count)
+
+
+# ---- names of tensors ----------------------------------------------------------------------------
+
+# a model without modules leaves those of a folder out, as transformers does
+gated_tensors = replace(
+    decoder_tensors, predictors=rf"{MODULE}\.layers\.(\d+)\.input_layernorm\.weight", others=rf"{MODULE}\..*"
+)
 
 # ---- a small copy --------------------------------------------------------------------------------
 

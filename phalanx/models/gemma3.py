@@ -15,9 +15,18 @@ from phalanx.models.config_json import NEEDED, ConfigJson, HfKey, integer, numbe
 from phalanx.models.family import Family
 from phalanx.models.gemma3_text import Gemma3TextConfig
 from phalanx.models.mixed_layers import shrink_mixed
-from phalanx.models.model_config import SmallSizes, TensorNames
+from phalanx.models.model_config import SmallSizes
 from phalanx.models.qwen_vision import fields_for, inner_config, text_of
-from phalanx.models.vision_config import VisionConfig, shrink_vision, vision_from_hf, vision_rules, vision_to_hf
+from phalanx.models.vision_config import (
+    PREFIX,
+    TowerFirst,
+    VisionConfig,
+    shrink_vision,
+    tower_tensors,
+    vision_from_hf,
+    vision_rules,
+    vision_to_hf,
+)
 from phalanx.sequence.patches import PatchForm, PictureSpec
 from phalanx.sequence.sample import UnitStream
 
@@ -25,12 +34,11 @@ if TYPE_CHECKING:
     from phalanx.models.family import BlockMaker
     from phalanx.nn.env import Env
 
-PREFIX = "language_model."
 BEGIN, IMAGE, END = "<start_of_image>", "<image_soft_token>", "<end_of_image>"
 
 
 @dataclass(frozen=True, kw_only=True)
-class Gemma3Config(Gemma3TextConfig):
+class Gemma3Config(TowerFirst, Gemma3TextConfig):
     """The fields of the text model, and the tower's in `vision`."""
 
     family: Literal["gemma3"] = "gemma3"  # type: ignore[assignment]
@@ -52,19 +60,6 @@ class Gemma3Config(Gemma3TextConfig):
     def side(self) -> int:
         """Patches along a side of the squares that are averaged."""
         return self.vision.grid // max(1, isqrt(max(1, self.mm_tokens_per_image)))
-
-    @property
-    def embedding_block(self) -> int:
-        return self.vision.num_hidden_layers + 1
-
-    @property
-    def layer_blocks(self) -> Sequence[int]:
-        first = self.embedding_block + 1
-        return (*range(1, self.embedding_block), *range(first, first + self.num_hidden_layers))
-
-    @property
-    def num_blocks(self) -> int:
-        return self.vision.num_hidden_layers + self.num_hidden_layers + 3
 
     @property
     def patch_form(self) -> PatchForm:
@@ -165,27 +160,7 @@ FAMILY = Family(
     Gemma3Config,
     blocks,
     architecture="Gemma3ForConditionalGeneration",
-    tensors=TensorNames(
-        prefix=PREFIX,
-        embedding=f"{PREFIX}model.embed_tokens.weight",
-        layer=PREFIX + "model.layers.{}",
-        head=f"{PREFIX}lm_head.weight",
-        also=("multi_modal_projector.mm_input_projection_weight",),
-        constants=(".rotary_emb.inv_freq", ".embeddings.position_ids"),
-        renames={
-            "vision_tower.vision_model.": "vision_tower.",
-            "model.vision_tower.": "vision_tower.",
-            "model.multi_modal_projector.": "multi_modal_projector.",
-            "model.language_model.": f"{PREFIX}model.",
-            "lm_head.": f"{PREFIX}lm_head.",
-        },
-        modules={
-            f"{PREFIX}model.": "model.language_model.",
-            "vision_tower.": "model.vision_tower.",
-            "multi_modal_projector.": "model.multi_modal_projector.",
-            f"{PREFIX}lm_head": "lm_head",
-        },
-    ),
+    tensors=tower_tensors("mm_input_projection_weight"),
     rules=rules,
     keys=KEYS,
     other_names=OTHER,

@@ -25,19 +25,19 @@ from phalanx.models.grouped_experts import (
     GROUPED_NAMES,
     GroupedExpertsConfig,
     check_grouped_experts,
-    check_predictors,
     dense_if_all_are,
     grouped_fields,
     grouped_to_hf,
-    make_mtp,
+    make_depth,
     mlp,
     predictor_tensors,
     shrink_experts,
     small_dense_layers,
     split_rules,
-    without_predictors,
+    with_predictors,
 )
 from phalanx.models.model_config import SmallSizes
+from phalanx.models.predictors import check_predictors, predictor_block
 
 if TYPE_CHECKING:
     from phalanx.models.family import BlockMaker
@@ -76,7 +76,8 @@ def blocks(config: Glm4MoEConfig, env: Env) -> Sequence[BlockMaker]:
     from phalanx.models.decoder import DecoderLayer, decoder_blocks
 
     layer = partial(DecoderLayer, make_attention=make_attention, make_mlp=mlp)
-    return decoder_blocks(config, env, layer, partial(make_mtp, make_attention) if config.predict_layers else None)
+    make_mtp = partial(predictor_block, partial(make_depth, make_attention)) if config.predict_layers else None
+    return decoder_blocks(config, env, layer, make_mtp)
 
 
 def make_attention(config: Glm4MoEConfig, env: Env, layer: int) -> Attention:
@@ -141,7 +142,7 @@ FAMILY = Family(
     other_names=GROUPED_NAMES,
     from_hf=from_hf,
     to_hf=to_hf,
-    without_predictors=without_predictors,
+    with_predictors=with_predictors,
     shrink=shrink,
     shrink_experts=shrink_experts,
 )

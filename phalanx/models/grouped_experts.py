@@ -6,8 +6,8 @@ DeepSeek-AI, "DeepSeek-V3 technical report", 2024. The first `first_k_dense_repl
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import TYPE_CHECKING, Any, Literal, TypeVar
 
 from phalanx.base.errors import Problem
@@ -16,19 +16,19 @@ from phalanx.models.config_json import NONE, ConfigJson, HfKey, integer, number,
 from phalanx.models.decoder_config import decoder_tensors
 from phalanx.models.experts import ExpertsConfig, expert_rules
 from phalanx.models.model_config import SmallExperts, SmallSizes
+from phalanx.models.predictors import PredictorsConfig
 
 if TYPE_CHECKING:
     from phalanx.models.decoder import MakePart
     from phalanx.nn.env import Env
     from phalanx.nn.mlp import SwiGLU
     from phalanx.nn.moe import MoE
-    from phalanx.nn.mtp import MultiTokenPrediction
-    from phalanx.nn.parameter import Parameter
+    from phalanx.nn.mtp import Depth
     from phalanx.ops.experts.router import Router
 
 
 @dataclass(frozen=True, kw_only=True)
-class GroupedExpertsConfig(ExpertsConfig):
+class GroupedExpertsConfig(ExpertsConfig, PredictorsConfig):
     """intermediate_size is the width of dense layers."""
 
     first_k_dense_replace: int
@@ -57,19 +57,10 @@ class GroupedExpertsConfig(ExpertsConfig):
     router_aux_loss_scope: Literal["micro_batch", "sequence", "global_batch"] = "sequence"
     """Tokens whose load the balancing loss evens out: micro_batch, sequence, or global_batch (the load of the whole
     previous step)."""
-    num_nextn_predict_layers: int = 0
-    """Multi-token prediction modules after the last layer, each with a layer of its own; in training each predicts one
-    token further ahead (DeepSeek-V3: 1)."""
-    mtp_loss_weight: float = 0.3
-    """Weight of the mean of their losses, relative to the main loss."""
 
     @property
     def routed_experts(self) -> int:
         return self.n_routed_experts if self.has_experts(self.num_hidden_layers + self.predict_layers - 1) else 0
-
-    @property
-    def predict_layers(self) -> int:
-        return self.num_nextn_predict_layers
 
     @property
     def expert_size(self) -> int:
@@ -86,7 +77,7 @@ def mlp(config: GroupedExpertsConfig, env: Env, layer: int) -> MoE | SwiGLU:
     from phalanx.nn.mlp import SwiGLU
     from phalanx.nn.moe import ExpertNames, MoE
 
-    c, at = config, f"{config.base}layers.{layer}.mlp"
+    c, at = config, f"{config.layer_name(layer)}.mlp"
     if not c.has_experts(layer):
         return dense_mlp(c, env, layer)
     names = ExpertNames(f"{at}.gate.weight", *matrices(f"{at}.experts.{{}}"), bias=f"{at}.gate.e_score_correction_bias")
@@ -123,38 +114,15 @@ def router(config: Any) -> Router:
     )
 
 
-def make_mtp(
-    make_attention: MakePart, config: GroupedExpertsConfig, env: Env, made: Mapping[str, Parameter]
-) -> MultiTokenPrediction:
-    """The multi-token prediction modules, numbered as layers after the last one."""
-    from phalanx.models.decoder import DecoderLayer, embedding_replicas, make_head
-    from phalanx.nn.embedding import Embedding
-    from phalanx.nn.mtp import Depth, MultiTokenPrediction
-    from phalanx.nn.norm import RMSNorm
+def make_depth(make_attention: MakePart, config: GroupedExpertsConfig, env: Env, number: int) -> Depth:
+    """A multi-token prediction module, numbered as a layer after the last one."""
+    from phalanx.models.decoder import DecoderLayer, norm
+    from phalanx.nn.mtp import Depth, DepthNames
 
-    c, name = config, f"{config.base}embed_tokens.weight"
-    replicas = embedding_replicas(c, env)
-    embed = Embedding(env, name, c.vocab_size, c.hidden_size, c.initializer_range, replicas, made.get(name))
-    head = make_head(c, env, {name: embed.weight})
-    depths = [
-        Depth(
-            env,
-            f"{c.base}layers.{n}",
-            c.hidden_size,
-            c.rms_norm_eps,
-            c.initializer_range,
-            DecoderLayer(c, env, n, make_attention, mlp),
-        )
-        for n in range(c.num_hidden_layers, c.num_hidden_layers + c.num_nextn_predict_layers)
-    ]
-    return MultiTokenPrediction(
-        env,
-        RMSNorm(env, f"{c.base}norm", c.hidden_size, c.rms_norm_eps),
-        embed,
-        head,
-        depths,
-        c.mtp_loss_weight,
-    )
+    c, at = config, config.layer_name(number)
+    names = DepthNames(f"{at}.eh_proj", f"{at}.enorm", f"{at}.hnorm", f"{at}.shared_head.norm")
+    layer = DecoderLayer(c, env, number, make_attention, mlp)
+    return Depth(env, names, partial(norm, c, env), c.hidden_size, c.initializer_range, layer)
 
 
 OF_EXPERTS = (
@@ -229,15 +197,6 @@ def check_group_sizes(config: Any, before: list[Problem]) -> list[Problem]:
             )
         ]
     return []
-
-
-def check_predictors(config: GroupedExpertsConfig) -> list[Problem]:
-    found = at_least("model", config, 0, "num_nextn_predict_layers")
-    found += within("model", config, "mtp_loss_weight", "[0, inf)", (0.3,))
-    if config.num_nextn_predict_layers:
-        return found
-    because = {"model.num_nextn_predict_layers": 0}
-    return found + no_effect("model", config, ["mtp_loss_weight"], "model.num_nextn_predict_layers", because)
 
 
 def split_rules(config: GroupedExpertsConfig, tp: int) -> list[Problem]:
@@ -332,8 +291,8 @@ def dense_if_all_are(config: Grouped) -> Grouped:
     return replace(config, **{name: default_of(type(config), name) for name in OF_EXPERTS})
 
 
-def without_predictors(config: Grouped) -> Grouped:
-    return dense_if_all_are(replace(config, num_nextn_predict_layers=0))
+def with_predictors(config: Grouped, count: int) -> Grouped:
+    return dense_if_all_are(replace(config, num_nextn_predict_layers=count))
 
 
 predictor_tensors = replace(

@@ -18,7 +18,7 @@ from phalanx.models.model_config import TensorNames
 from phalanx.nn.attention import Attention, AttentionSpec
 from phalanx.nn.embedding import Embedding
 from phalanx.nn.env import Env
-from phalanx.nn.head import Head
+from phalanx.nn.head import Head, HeadBlock
 from phalanx.nn.initial import Normal
 from phalanx.nn.mlp import GeluMLP
 from phalanx.nn.module import Block
@@ -105,9 +105,7 @@ class LayerNormLayer(Dropping):
         return x + self.drop(self.mlp(normed), batch, self.p, self.layer, 3)
 
 
-class LayerNormHead(Block):
-    recomputable = False
-
+class LayerNormHead(HeadBlock):
     """`names`: of the input embedding, which is the head of a tied model, and of the head of an untied one."""
 
     def __init__(self, config: Any, env: Env, made: Mapping[str, Parameter], norm: LayerNorm, names: TensorNames):
@@ -118,15 +116,6 @@ class LayerNormHead(Block):
         name, replicas = (names.embedding, env.tied()) if tied else (names.head, ())
         role: Role = "embedding" if tied else "head"
         self.head = Head(env, name, c.vocab_size, c.hidden_size, c.initializer_range, replicas, made.get(name), role)
-
-    def forward(self, x: Tensor, batch: Batch) -> Tensor:
-        return self.head.loss(self.norm(x), batch)
-
-    def logits(self, x: Tensor, rows: Tensor) -> Tensor:
-        return self.head.logits(self.norm(x), rows)
-
-    def log_probs(self, x: Tensor, batch: Batch, top: int = 0) -> Tensor:
-        return self.head.log_probs(self.norm(x), batch, top)
 
 
 def layer_norm_blocks(config: Any, env: Env, names: TensorNames) -> Sequence[BlockMaker]:

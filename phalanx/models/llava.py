@@ -14,10 +14,13 @@ from phalanx.models import llama, mistral, qwen2
 from phalanx.models.config_json import NEEDED, ConfigJson, HfKey, integer, other_values, switch, text, values_of
 from phalanx.models.decoder_config import DecoderConfig, UpperWindowConfig, decoder_rules, shrink_decoder
 from phalanx.models.family import Family
-from phalanx.models.model_config import SmallSizes, TensorNames
+from phalanx.models.model_config import SmallSizes
 from phalanx.models.vision_config import (
+    PREFIX,
+    TowerFirst,
     VisionConfig,
     shrink_vision,
+    tower_tensors,
     usual_processor,
     vision_from_hf,
     vision_rules,
@@ -30,12 +33,11 @@ if TYPE_CHECKING:
     from phalanx.models.family import BlockMaker
     from phalanx.nn.env import Env
 
-PREFIX = "language_model."
 TEXTS = {"llama": llama.FAMILY, "mistral": mistral.FAMILY, "qwen2": qwen2.FAMILY}
 
 
 @dataclass(frozen=True, kw_only=True)
-class LlavaConfig(UpperWindowConfig):
+class LlavaConfig(TowerFirst, UpperWindowConfig):
     """The fields of the text's decoder, and the tower's in `vision`."""
 
     family: Literal["llava"] = "llava"
@@ -62,19 +64,6 @@ class LlavaConfig(UpperWindowConfig):
         """Layers of the tower that are computed."""
         layer, count = self.vision_feature_layer, self.vision.num_hidden_layers
         return layer if layer >= 0 else count + 1 + layer
-
-    @property
-    def embedding_block(self) -> int:
-        return self.tower_layers + 1
-
-    @property
-    def layer_blocks(self) -> Sequence[int]:
-        first = self.embedding_block + 1
-        return (*range(1, self.embedding_block), *range(first, first + self.num_hidden_layers))
-
-    @property
-    def num_blocks(self) -> int:
-        return self.tower_layers + self.num_hidden_layers + 3
 
     @property
     def patch_form(self) -> PatchForm:
@@ -222,27 +211,7 @@ FAMILY = Family(
     LlavaConfig,
     blocks,
     architecture="LlavaForConditionalGeneration",
-    tensors=TensorNames(
-        prefix=PREFIX,
-        embedding=f"{PREFIX}model.embed_tokens.weight",
-        layer=PREFIX + "model.layers.{}",
-        head=f"{PREFIX}lm_head.weight",
-        also=("multi_modal_projector.linear_1.weight",),
-        constants=(".rotary_emb.inv_freq", ".embeddings.position_ids"),
-        renames={
-            "vision_tower.vision_model.": "vision_tower.",
-            "model.vision_tower.": "vision_tower.",
-            "model.multi_modal_projector.": "multi_modal_projector.",
-            "model.language_model.": f"{PREFIX}model.",
-            "lm_head.": f"{PREFIX}lm_head.",
-        },
-        modules={
-            f"{PREFIX}model.": "model.language_model.",
-            "vision_tower.": "model.vision_tower.",
-            "multi_modal_projector.": "model.multi_modal_projector.",
-            f"{PREFIX}lm_head": "lm_head",
-        },
-    ),
+    tensors=tower_tensors("linear_1.weight"),
     rules=rules,
     keys=KEYS,
     only=ONLY,

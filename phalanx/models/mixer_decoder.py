@@ -16,7 +16,7 @@ from phalanx.models.family import BlockMaker
 from phalanx.models.model_config import TensorNames
 from phalanx.nn.embedding import Embedding
 from phalanx.nn.env import Env
-from phalanx.nn.head import Head
+from phalanx.nn.head import Head, HeadBlock
 from phalanx.nn.module import Block, Module
 from phalanx.nn.norm import RMSNorm
 from phalanx.nn.parameter import Parameter
@@ -51,10 +51,8 @@ class MixerLayer(Block):
         return x + self.mixer(normed, batch)
 
 
-class NamedHead(Block):
+class NamedHead(HeadBlock):
     """The last norm and the head, under the family's names."""
-
-    recomputable = False
 
     def __init__(self, config: Any, env: Env, names: TensorNames, last_norm: str, made: Mapping[str, Parameter]):
         super().__init__(env)
@@ -63,15 +61,6 @@ class NamedHead(Block):
         role: Role = "embedding" if tied else "head"
         self.norm = RMSNorm(env, last_norm, c.hidden_size, c.layer_norm_epsilon)
         self.head = Head(env, name, c.vocab_size, c.hidden_size, c.initializer_range, replicas, made.get(name), role)
-
-    def forward(self, x: Tensor, batch: Batch) -> Tensor:
-        return self.head.loss(self.norm(x), batch)
-
-    def logits(self, x: Tensor, rows: Tensor) -> Tensor:
-        return self.head.logits(self.norm(x), rows)
-
-    def log_probs(self, x: Tensor, batch: Batch, top: int = 0) -> Tensor:
-        return self.head.log_probs(self.norm(x), batch, top)
 
 
 def mixer_blocks(

@@ -244,6 +244,15 @@ class SmallExperts:
     chosen: int
 
 
+def check_learned_positions(config: ModelConfig, seq_length: int) -> list[Problem]:
+    """No sequence is longer than the positions that the model has."""
+    most = config.max_position_embeddings
+    if not seq_length > most >= 1:
+        return []
+    rule = "must be <= max_position_embeddings (positions are learned)"
+    return [Problem("train.seq_length", seq_length, rule, {"model.max_position_embeddings": most}, (most,))]
+
+
 def check_head_dim(config: ModelConfig) -> list[Problem]:
     """Rotary embeddings rotate pairs of features, so a head has an even number of them."""
     heads, given, rotary = config.num_attention_heads, getattr(config, "head_dim", None), config.rotary

@@ -1,7 +1,8 @@
 """Qwen3.5 with images: Qwen3-VL's tower without DeepStack, whose squares of patches become tokens of Qwen3.5's text
 (models/qwen3_5_text.py), with positions by rows and columns in layers with attention. Qwen Team, "Qwen3.5", 2026.
 
-Published folders also hold a module of multi-token prediction, which transformers leaves out too.
+Published folders also hold a module of multi-token prediction, which is left out here, as by transformers: it reads the
+features of images too, and is trained with the text alone (models/qwen3_5_text.py).
 """
 
 from __future__ import annotations
@@ -11,12 +12,13 @@ from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any, ClassVar, Literal
 
 from phalanx.base.errors import Problem
+from phalanx.base.rules import problem
 from phalanx.models import qwen3_5_text
 from phalanx.models.config_json import NEEDED, ConfigJson, HfKey, integer, switch
 from phalanx.models.decoder_config import decoder_tensors
 from phalanx.models.delta_layers import delta_least_layers, split_delta_heads
 from phalanx.models.family import Family
-from phalanx.models.gated_layers import shrink_gated
+from phalanx.models.gated_layers import PREDICTORS, shrink_gated
 from phalanx.models.model_config import SmallSizes, TensorNames
 from phalanx.models.qwen_vision import (
     LEARNED_KEYS,
@@ -90,8 +92,12 @@ def rules(config: Qwen35Config, seq_length: int) -> list[Problem]:
     return qwen3_5_text.rules(config, seq_length) + image_rules(config)
 
 
-def image_rules(config: PicturedTextConfig) -> list[Problem]:
-    return qwen_vl_rules(config) + check_positions(config, config.vision)
+def image_rules(config: Any) -> list[Problem]:
+    found = qwen_vl_rules(config) + check_positions(config, config.vision)
+    if config.num_nextn_predict_layers:
+        rule = "must be 0 for texts with images, whose features the module would have to read"
+        found.append(problem("model", config, "num_nextn_predict_layers", rule, {"model.family": config.family}, (0,)))
+    return found
 
 
 KEYS = {
@@ -109,7 +115,7 @@ ONLY: dict[str, tuple[Any, ...]] = {"hidden_act": ("gelu_pytorch_tanh",)}
 def pictured_from_hf(found: ConfigJson, text: Family) -> Any:
     """The config of a model whose text is that of another family."""
     keys, section = text_with_section(found.stated, (11, 11, 10))
-    made = inner_config(text, keys, found)
+    made = inner_config(text, {**keys, PREDICTORS: 0}, found)
     values = vision_values(found.values["vision_config"], LEARNED_KEYS, ONLY, keys.get("hidden_size", 0), found.odd)
     if made is None or found.odd:
         return None

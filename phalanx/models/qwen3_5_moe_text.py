@@ -5,14 +5,13 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from functools import partial
 from typing import TYPE_CHECKING, Any, Literal
 
 from phalanx.base.errors import Problem
 from phalanx.base.rules import no_effect
 from phalanx.models.config_json import ConfigJson, integer, integer_or_null
 from phalanx.models.decoder_config import common_rules, with_head_rules
-from phalanx.models.delta_layers import check_delta_layers, delta_least_layers
+from phalanx.models.delta_layers import delta_least_layers
 from phalanx.models.experts import router_fields, router_to_hf
 from phalanx.models.family import Family
 from phalanx.models.gated_layers import (
@@ -22,12 +21,15 @@ from phalanx.models.gated_layers import (
     GatedAttentionConfig,
     GatedExpertsConfig,
     check_gated_experts,
+    check_gated_layers,
     gated_attention_fields,
     gated_attention_to_hf,
+    gated_blocks,
     gated_experts,
     shrink_gated,
     shrink_gated_experts,
     split_gated,
+    with_predictors,
 )
 from phalanx.models.model_config import SmallSizes
 from phalanx.models.qwen3_5_text import NAMES, mixer, text_keys
@@ -52,9 +54,7 @@ class Qwen35MoETextConfig(GatedAttentionConfig, GatedExpertsConfig):
 
 # functions that build blocks import torch themselves, because reading a config must not
 def blocks(config: Qwen35MoETextConfig, env: Env) -> Sequence[BlockMaker]:
-    from phalanx.models.decoder import DecoderLayer, decoder_blocks
-
-    return decoder_blocks(config, env, partial(DecoderLayer, make_attention=mixer, make_mlp=make_mlp))
+    return gated_blocks(config, env, mixer, make_mlp)
 
 
 def make_mlp(config: Qwen35MoETextConfig, env: Env, layer: int) -> MoE:
@@ -62,7 +62,7 @@ def make_mlp(config: Qwen35MoETextConfig, env: Env, layer: int) -> MoE:
 
 
 def rules(config: Qwen35MoETextConfig, seq_length: int) -> list[Problem]:
-    found = common_rules(config) + check_delta_layers(config) + check_gated_experts(config)
+    found = common_rules(config) + check_gated_layers(config) + check_gated_experts(config)
     found += no_effect(
         "model", config, ["intermediate_size"], "layers without experts", {"model.family": config.family}
     )
@@ -104,6 +104,7 @@ FAMILY = Family(
     keys=KEYS,
     from_hf=from_hf,
     to_hf=to_hf,
+    with_predictors=with_predictors,
     text_keys=text_keys,
     also=("qwen3_5_moe",),
     shrink=shrink,

@@ -1,22 +1,20 @@
 """Qwen3.5, dense: Qwen3-Next's layers with MLPs in the place of experts, and the projections of linear attention in
 tensors of their own. Qwen Team, "Qwen3.5", 2026.
 
-Published folders also hold a vision tower (models/qwen3_5.py) and a module of multi-token prediction. With
-model.family=qwen3_5_text their text alone is trained, as transformers' Qwen3_5ForCausalLM has it.
+Published folders also hold a vision tower (models/qwen3_5.py). With model.family=qwen3_5_text their text is trained, as
+transformers' Qwen3_5ForCausalLM has it, and their module of multi-token prediction.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from functools import partial
 from typing import TYPE_CHECKING, Any, Literal
 
 from phalanx.base.errors import CheckpointError, Problem
 from phalanx.models.config_json import ConfigJson
-from phalanx.models.decoder_config import common_rules, decoder_tensors, with_head_rules
+from phalanx.models.decoder_config import common_rules, with_head_rules
 from phalanx.models.delta_layers import (
-    check_delta_layers,
     delta_least_layers,
     gated_delta,
     one_after_the_other,
@@ -26,10 +24,14 @@ from phalanx.models.family import Family
 from phalanx.models.gated_layers import (
     GATED_ATTENTION_KEYS,
     GatedAttentionConfig,
+    check_gated_layers,
     gated_attention,
     gated_attention_fields,
     gated_attention_to_hf,
+    gated_blocks,
+    gated_tensors,
     shrink_gated,
+    with_predictors,
 )
 
 if TYPE_CHECKING:
@@ -46,17 +48,15 @@ class Qwen35TextConfig(GatedAttentionConfig):
 
 # functions that build blocks import torch themselves, because reading a config must not
 def blocks(config: Qwen35TextConfig, env: Env) -> Sequence[BlockMaker]:
-    from phalanx.models.decoder import DecoderLayer, decoder_blocks
-
-    return decoder_blocks(config, env, partial(DecoderLayer, make_attention=mixer))
+    return gated_blocks(config, env, mixer)
 
 
 def mixer(config: GatedAttentionConfig, env: Env, layer: int) -> Module:
     """Gated attention, or linear attention with queries, keys and values in one tensor."""
     from phalanx.nn.gated_delta import DeltaRows, RowsOfHeads
 
-    c, at = config, f"{config.base}layers.{layer}.linear_attn"
-    if c.types[layer] == "full_attention":
+    c, at = config, f"{config.layer_name(layer)}.linear_attn"
+    if c.kind(layer) == "full_attention":
         return gated_attention(c, env, layer)
     heads, value = c.linear_num_value_heads, c.linear_value_head_dim
     rows = DeltaRows(
@@ -70,7 +70,7 @@ def mixer(config: GatedAttentionConfig, env: Env, layer: int) -> Module:
 
 
 def rules(config: Qwen35TextConfig, seq_length: int) -> list[Problem]:
-    return with_head_rules(config, common_rules(config) + check_delta_layers(config))
+    return with_head_rules(config, common_rules(config) + check_gated_layers(config))
 
 
 def text_keys(config: dict[str, Any]) -> dict[str, Any]:
@@ -90,7 +90,7 @@ def from_hf(found: ConfigJson) -> Qwen35TextConfig | None:
 
 
 NAMES = replace(
-    decoder_tensors,
+    gated_tensors,
     also=("model.layers.0.linear_attn.in_proj_qkv.weight",),
     others=r"(mtp|visual|model\.visual)\..*",
     renames={"model.language_model.": "model."},
@@ -106,6 +106,7 @@ FAMILY = Family(
     keys=GATED_ATTENTION_KEYS,
     from_hf=from_hf,
     to_hf=gated_attention_to_hf,
+    with_predictors=with_predictors,
     text_keys=text_keys,
     also=("qwen3_5",),
     shrink=shrink_gated,

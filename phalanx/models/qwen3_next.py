@@ -5,29 +5,33 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from functools import partial
 from typing import TYPE_CHECKING, Any, Literal
 
 from phalanx.base.errors import Problem
 from phalanx.models.config_json import LIST_OR_NULL, ConfigJson, integer, switch
-from phalanx.models.decoder_config import common_rules, decoder_tensors, with_head_rules
-from phalanx.models.delta_layers import check_delta_layers, delta_least_layers, gated_delta, one_after_the_other
+from phalanx.models.decoder_config import common_rules, with_head_rules
+from phalanx.models.delta_layers import delta_least_layers, gated_delta, one_after_the_other
 from phalanx.models.experts import router_fields, router_to_hf
 from phalanx.models.family import Family
 from phalanx.models.gated_layers import (
     GATED_ATTENTION_KEYS,
     GATED_EXPERT_KEYS,
     OF_EXPERTS,
+    PREDICTORS,
     GatedAttentionConfig,
     GatedExpertsConfig,
     check_gated_experts,
+    check_gated_layers,
     gated_attention,
     gated_attention_fields,
     gated_attention_to_hf,
+    gated_blocks,
     gated_experts,
+    gated_tensors,
     shrink_gated,
     shrink_gated_experts,
     split_gated,
+    with_predictors,
 )
 from phalanx.models.model_config import SmallExperts
 from phalanx.models.qwen3_moe import SparseStepConfig, check_layers
@@ -48,12 +52,14 @@ class Qwen3NextConfig(GatedAttentionConfig, SparseStepConfig, GatedExpertsConfig
     family: Literal["qwen3_next"] = "qwen3_next"
     """Which model this section describes: qwen3_next."""
 
+    def has_experts(self, layer: int) -> bool:
+        """Modules of multi-token prediction count their layers from 0, as vLLM reads it."""
+        return super().has_experts(layer if layer < self.num_hidden_layers else layer - self.num_hidden_layers)
+
 
 # functions that build blocks import torch themselves, because reading a config must not
 def blocks(config: Qwen3NextConfig, env: Env) -> Sequence[BlockMaker]:
-    from phalanx.models.decoder import DecoderLayer, decoder_blocks
-
-    return decoder_blocks(config, env, partial(DecoderLayer, make_attention=mixer, make_mlp=make_mlp))
+    return gated_blocks(config, env, mixer, make_mlp)
 
 
 def mixer(config: Qwen3NextConfig, env: Env, layer: int) -> Module:
@@ -61,8 +67,8 @@ def mixer(config: Qwen3NextConfig, env: Env, layer: int) -> Module:
     key, and the values and gates of its group; beta and then decays of its group."""
     from phalanx.nn.gated_delta import DeltaRows, RowsOfHeads
 
-    c, at = config, f"{config.base}layers.{layer}.linear_attn"
-    if c.types[layer] == "full_attention":
+    c, at = config, f"{config.layer_name(layer)}.linear_attn"
+    if c.kind(layer) == "full_attention":
         return gated_attention(c, env, layer)
     keys, key, value = c.linear_num_key_heads, c.linear_key_head_dim, c.linear_value_head_dim
     group = c.linear_num_value_heads // keys
@@ -89,7 +95,7 @@ def make_mlp(config: Qwen3NextConfig, env: Env, layer: int) -> MoE | SwiGLU:
 
 
 def rules(config: Qwen3NextConfig, seq_length: int) -> list[Problem]:
-    found = common_rules(config) + check_delta_layers(config) + check_gated_experts(config) + check_layers(config)
+    found = common_rules(config) + check_gated_layers(config) + check_gated_experts(config) + check_layers(config)
     return with_head_rules(config, found)
 
 
@@ -101,6 +107,7 @@ KEYS = {
     "norm_topk_prob": switch(True),
     "mlp_only_layers": LIST_OR_NULL,
 }
+OTHER_NAMES = {PREDICTORS: "num_nextn_predict_layers"}  # as vLLM reads it: published files do not mention the module
 SAME = (*OF_EXPERTS, "norm_topk_prob", "decoder_sparse_step")
 
 
@@ -112,8 +119,9 @@ def from_hf(found: ConfigJson) -> Qwen3NextConfig | None:
 
 
 def to_hf(config: Qwen3NextConfig) -> dict[str, Any]:
+    same = gated_attention_to_hf(config)
     return {
-        **gated_attention_to_hf(config),
+        **{OTHER_NAMES.get(name, name): value for name, value in same.items()},
         **router_to_hf(config),
         **{name: getattr(config, name) for name in SAME},
         "mlp_only_layers": list(config.mlp_only_layers),
@@ -140,13 +148,14 @@ FAMILY = Family(
     Qwen3NextConfig,
     blocks,
     architecture="Qwen3NextForCausalLM",
-    # published folders have a module of multi-token prediction, which transformers leaves out too
-    tensors=replace(decoder_tensors, also=("model.layers.0.linear_attn.in_proj_qkvz.weight",), others=r"mtp\..*"),
+    tensors=replace(gated_tensors, also=("model.layers.0.linear_attn.in_proj_qkvz.weight",)),
     rules=rules,
     split_rules=split_gated,
     keys=KEYS,
+    other_names=OTHER_NAMES,
     from_hf=from_hf,
     to_hf=to_hf,
+    with_predictors=with_predictors,
     shrink=shrink_gated,
     shrink_experts=shrink_experts,
     least_layers=least_layers,

@@ -6,7 +6,6 @@ Nothing here imports torch: configs are read before anything heavy is loaded.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from dataclasses import dataclass, fields, replace
 from typing import Any
 
@@ -17,6 +16,7 @@ from phalanx.models.decoder_config import DecoderConfig, shrink_decoder
 from phalanx.models.family import Family
 from phalanx.models.model_config import ModelConfig, SmallSizes
 from phalanx.models.rope import LayerRope
+from phalanx.models.vision_config import TowerFirst
 from phalanx.sequence.patches import PatchForm, PictureSpec
 from phalanx.sequence.sample import UnitStream
 
@@ -68,7 +68,7 @@ class LearnedVision(QwenVision):
 
 
 @dataclass(frozen=True, kw_only=True)
-class QwenVLConfig(DecoderConfig):
+class QwenVLConfig(TowerFirst, DecoderConfig):
     """The fields of the text's decoder that every such family has beside its own; the tower's are in `vision`."""
 
     vision: QwenVision
@@ -91,19 +91,6 @@ class QwenVLConfig(DecoderConfig):
 
     def rope(self, layer: int) -> LayerRope:
         return LayerRope(self.rope_theta, self.rope_scaling, self.rotated_features, axes=self.axes)
-
-    @property
-    def embedding_block(self) -> int:
-        return self.vision.num_hidden_layers + 1
-
-    @property
-    def layer_blocks(self) -> Sequence[int]:
-        first = self.embedding_block + 1
-        return (*range(1, self.embedding_block), *range(first, first + self.num_hidden_layers))
-
-    @property
-    def num_blocks(self) -> int:
-        return self.vision.num_hidden_layers + self.num_hidden_layers + 3
 
     @property
     def patch_form(self) -> PatchForm:

@@ -33,7 +33,7 @@ from phalanx.nn.linear import ColumnLinear, RowLinear
 from phalanx.nn.mlp import GeluMLP, SwiGLU
 from phalanx.nn.module import Block, Module, OutputRows
 from phalanx.nn.norm import LayerNorm, RMSNorm
-from phalanx.nn.units import Features, unit_rows
+from phalanx.nn.units import Features, UnitRows
 from phalanx.ops.attention.kind import AttentionKind
 from phalanx.ops.dense.activation import gelu
 from phalanx.ops.dense.embedding import learned_positions
@@ -92,7 +92,7 @@ class QwenPatchEmbedding(Block):
         self.num_weights = self.patch.numel()
 
     def streams(self, given: Border) -> Border:
-        return (StreamSpec(HIDDEN, self.width, unit_rows(PATCHES)),)
+        return (StreamSpec(HIDDEN, self.width, UnitRows(PATCHES)),)
 
     def forward(self, x: Tensor, batch: Batch) -> Tensor:
         patches = batch.beside[PATCHES]
@@ -231,7 +231,7 @@ class Qwen3VisionLayer(QwenVisionLayer):
     def streams(self, given: Border) -> Border:
         if self.merger is None:
             return given
-        return (*given, StreamSpec(deep(self.number), self.out, unit_rows(PATCHES, self.joined)))
+        return (*given, StreamSpec(deep(self.number), self.out, UnitRows(PATCHES, self.joined)))
 
 
 class QwenVLEmbedding(DecoderEmbedding):

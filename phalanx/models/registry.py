@@ -29,7 +29,10 @@ FIELDS = {
 def load_family(name: str) -> Family:
     """The family that model.family names: ours, one of an installed package, or `package.module:NAME`, which is
     imported and known from then on. NotFound says why there is none, or what it lacks."""
-    return _ours(name) if name in registry.BUILT_IN[SEAM] else _theirs(name)
+    if name in registry.BUILT_IN[SEAM]:
+        return _ours(name)
+    family: Family | None = registry.registered(SEAM).get(name)
+    return _theirs(name) if family is None else family
 
 
 @cache
@@ -39,10 +42,8 @@ def _ours(name: str) -> Family:
 
 def _theirs(name: str) -> Family:
     known = families()
-    if name in known:
-        return known[name]
     family: Family = registry.find(SEAM, name, Family)
-    _check(family, name)
+    _check(family)
     for other, one in known.items():
         if {family.name, *family.also} & {one.name, *one.also}:
             raise RegisteredTwice(
@@ -53,7 +54,7 @@ def _theirs(name: str) -> Family:
     return family
 
 
-def _check(family: Family, name: str) -> None:
+def _check(family: Family) -> None:
     """NotFound if the family's config or blocks lack what other code relies on."""
     config = family.config
     if not (isinstance(config, type) and issubclass(config, ModelConfig) and is_dataclass(config)):
@@ -68,10 +69,15 @@ def _check(family: Family, name: str) -> None:
         raise NotFound(f"is no Family: its blocks must be a function of (config, env): {error}") from error
 
 
+def is_known(name: str) -> bool:
+    """Whether the family is ours or a config of this process has named it. Nothing is imported."""
+    return name in registry.BUILT_IN[SEAM] or name in registry.registered(SEAM)
+
+
 def known_family(name: object) -> Family | None:
-    """The family, if it is ours or a config of this process has named it; otherwise None. Nothing is imported, because
-    names in checkpoints and folders may come from anybody."""
-    return families().get(name) if isinstance(name, str) else None
+    """The family, if it is ours or a config of this process has named it; otherwise None. No other code is imported,
+    because names in checkpoints and folders may come from anybody."""
+    return load_family(name) if isinstance(name, str) and is_known(name) else None
 
 
 def families() -> dict[str, Family]:

@@ -141,13 +141,6 @@ def read_rope(config: dict[str, Any], of: RopeOf, default: dict[str, Any] | None
     return RopeFound(float(rope["rope_theta"]), None if odd else _scaling(rope, kind, of), odd, part)
 
 
-def of_layer_type(config: dict[str, Any], layer_type: str) -> dict[str, Any]:
-    """config.json with the rotary embedding of this kind of layer alone, if it has one for each kind."""
-    given = config.get("rope_parameters")
-    nested = given.get(layer_type) if isinstance(given, dict) else None
-    return config if nested is None else {**config, "rope_parameters": nested}
-
-
 def _part(rope: dict[str, Any], kind: Any) -> tuple[float, list[str]]:
     """The part of each head that is rotated, and why it cannot be."""
     part = rope.get("partial_rotary_factor", 1.0)

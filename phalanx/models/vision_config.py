@@ -6,15 +6,19 @@ Nothing here imports torch: configs are read before anything heavy is loaded.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import Any, Literal
 
 from phalanx.base.errors import CheckpointError, Problem
 from phalanx.base.rules import at_least, multiples, problem, within
 from phalanx.models.config_json import NEEDED, HfKey, integer, number, other_values, switch, text, values_of
-from phalanx.models.model_config import SmallSizes
+from phalanx.models.model_config import SmallSizes, TensorNames
 
 Activation = Literal["quick_gelu", "gelu", "gelu_pytorch_tanh"]
+
+
+PREFIX = "language_model."  # of tensors of the text, in LLaVA's form of checkpoints
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -53,6 +57,59 @@ class VisionConfig:
     def positions(self) -> int:
         """Learned positions: of the class token, and of patches."""
         return self.patches + (self.tower == "clip")
+
+
+class TowerFirst:
+    """The blocks of a model whose vision tower comes before its text: those of the tower, what embeds the text, the
+    text's layers, the head."""
+
+    vision: Any
+    num_hidden_layers: int
+
+    @property
+    def tower_layers(self) -> int:
+        """Layers of the tower that are computed."""
+        count: int = self.vision.num_hidden_layers
+        return count
+
+    @property
+    def embedding_block(self) -> int:
+        return self.tower_layers + 1
+
+    @property
+    def layer_blocks(self) -> Sequence[int]:
+        first = self.embedding_block + 1
+        return (*range(1, self.embedding_block), *range(first, first + self.num_hidden_layers))
+
+    @property
+    def num_blocks(self) -> int:
+        return self.tower_layers + self.num_hidden_layers + 3
+
+
+def tower_tensors(projector: str) -> TensorNames:
+    """Tensors of LLaVA's form of checkpoints: a text model, a vision tower and a projector, with the names of two
+    releases of transformers. `projector`: one of its tensors."""
+    return TensorNames(
+        prefix=PREFIX,
+        embedding=f"{PREFIX}model.embed_tokens.weight",
+        layer=PREFIX + "model.layers.{}",
+        head=f"{PREFIX}lm_head.weight",
+        also=(f"multi_modal_projector.{projector}",),
+        constants=(".rotary_emb.inv_freq", ".embeddings.position_ids"),
+        renames={
+            "vision_tower.vision_model.": "vision_tower.",
+            "model.vision_tower.": "vision_tower.",
+            "model.multi_modal_projector.": "multi_modal_projector.",
+            "model.language_model.": f"{PREFIX}model.",
+            "lm_head.": f"{PREFIX}lm_head.",
+        },
+        modules={
+            f"{PREFIX}model.": "model.language_model.",
+            "vision_tower.": "model.vision_tower.",
+            "multi_modal_projector.": "model.multi_modal_projector.",
+            f"{PREFIX}lm_head": "lm_head",
+        },
+    )
 
 
 def vision_rules(vision: VisionConfig) -> list[Problem]:

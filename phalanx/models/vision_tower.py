@@ -22,7 +22,7 @@ from phalanx.nn.initial import ZEROS, Normal
 from phalanx.nn.mlp import GeluMLP
 from phalanx.nn.module import Block, Module
 from phalanx.nn.norm import LayerNorm
-from phalanx.nn.units import unit_rows
+from phalanx.nn.units import UnitRows
 from phalanx.ops.attention.kind import AttentionKind
 from phalanx.ops.dense.embedding import learned_positions
 from phalanx.ops.dense.patches import patch_embedding
@@ -75,7 +75,7 @@ class VisionEmbedding(Block):
         self.num_weights = self.patch.numel()
 
     def streams(self, given: Border) -> Border:
-        return (StreamSpec(HIDDEN, self.width, unit_rows(PATCHES)),)
+        return (StreamSpec(HIDDEN, self.width, UnitRows(PATCHES)),)
 
     def forward(self, x: Tensor, batch: Batch) -> Tensor:
         patches = batch.beside[PATCHES]

@@ -21,7 +21,7 @@ from phalanx.nn.attention import Attention, AttentionSpec
 from phalanx.nn.cross_attention import CrossAttention
 from phalanx.nn.embedding import Embedding
 from phalanx.nn.env import Env
-from phalanx.nn.head import Head
+from phalanx.nn.head import Head, HeadBlock
 from phalanx.nn.initial import ZEROS, Normal, Sinusoids
 from phalanx.nn.mlp import GeluMLP
 from phalanx.nn.module import Block
@@ -203,9 +203,7 @@ class TextLayer(Block):
         return own + read
 
 
-class TextHead(Block):
-    recomputable = False
-
+class TextHead(HeadBlock):
     def __init__(self, config: Any, env: Env, made: Made):
         super().__init__(env)
         c, tied = config, config.tie_word_embeddings
@@ -214,15 +212,6 @@ class TextHead(Block):
         self.norm = layer_norm(c, env, "model.decoder.layer_norm")
         std = c.initializer_range
         self.head = Head(env, name, c.vocab_size, c.hidden_size, std, replicas, made.get(name), role)  # type: ignore[arg-type]
-
-    def forward(self, x: Tensor, batch: Batch) -> Tensor:
-        return self.head.loss(self.norm(x), batch)
-
-    def logits(self, x: Tensor, rows: Tensor) -> Tensor:
-        return self.head.logits(self.norm(x), rows)
-
-    def log_probs(self, x: Tensor, batch: Batch, top: int = 0) -> Tensor:
-        return self.head.log_probs(self.norm(x), batch, top)
 
 
 EMBEDDING = "model.decoder.embed_tokens.weight"

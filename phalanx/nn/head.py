@@ -7,7 +7,7 @@ from collections.abc import Callable
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch.autograd import Function
 
 from phalanx.comm.axis import Axis
@@ -16,7 +16,7 @@ from phalanx.layout.param import Replica, Role
 from phalanx.nn.embedding import vocabulary_bias_spec, vocabulary_spec
 from phalanx.nn.env import Env
 from phalanx.nn.initial import Normal
-from phalanx.nn.module import Module
+from phalanx.nn.module import Block, Module
 from phalanx.nn.objective import (
     EmbeddingObjective,
     Objective,
@@ -276,3 +276,20 @@ class Head(Module):
 
     def loss_flops(self, seq_length: int) -> float:
         return self.flops(seq_length)
+
+
+class HeadBlock(Block):
+    """The last block of a model of text: a norm, then the head."""
+
+    recomputable = False
+    norm: nn.Module
+    head: Head
+
+    def forward(self, x: Tensor, batch: Batch) -> Tensor:
+        return self.head.loss(self.norm(x), batch)
+
+    def logits(self, x: Tensor, rows: Tensor) -> Tensor:
+        return self.head.logits(self.norm(x), rows)
+
+    def log_probs(self, x: Tensor, batch: Batch, top: int = 0) -> Tensor:
+        return self.head.log_probs(self.norm(x), batch, top)

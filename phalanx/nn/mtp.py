@@ -7,7 +7,9 @@ and the head are passed in. T tokens of a micro-batch, D model, k depth (1 is th
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from functools import partial
+from typing import NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -25,18 +27,29 @@ from phalanx.sequence.batch import IGNORE, Batch, PerBatch
 SHIFTED = PerBatch[tuple[Tensor, Tensor]]()
 
 
+class DepthNames(NamedTuple):
+    """Names of the tensors of a depth beside its layer's: the projection, and the norms of embeddings, of hidden states
+    and of the layer's output; without `.weight`."""
+
+    project: str
+    embedding: str
+    hidden: str
+    norm: str
+
+
 class Depth(Module):
     """One depth: h_k = norm(layer(project([norm(embedding of the later token); norm(h_{k-1})]))). The projection is
-    whole on each tp rank."""
+    whole on each tp rank. make_norm: the norm of this name."""
 
-    def __init__(self, env: Env, at: str, width: int, eps: float, std: float, layer: Block):
+    def __init__(
+        self, env: Env, names: DepthNames, make_norm: Callable[[str], RMSNorm], width: int, std: float, layer: Block
+    ):
         super().__init__(env)
-        rows = [OutputRows(f"{at}.eh_proj.weight", width, 0, width, env.everyone)]
+        rows = [OutputRows(f"{names.project}.weight", width, 0, width, env.everyone)]
         self.project = ReplicatedLinear(env, rows, 2 * width, Normal(std))
-        self.enorm = RMSNorm(env, f"{at}.enorm", width, eps)
-        self.hnorm = RMSNorm(env, f"{at}.hnorm", width, eps)
+        self.enorm, self.hnorm = make_norm(names.embedding), make_norm(names.hidden)
         self.layer = layer
-        self.norm = RMSNorm(env, f"{at}.shared_head.norm", width, eps)
+        self.norm = make_norm(names.norm)
 
     def forward(self, h: Tensor, next_embedding: Tensor, batch: Batch) -> Tensor:
         """h, next_embedding (T / tp, D) -> (T / tp, D)."""

@@ -156,7 +156,7 @@ class StateSpace(Module):
         self.a_log, self.d, self.dt_bias = vectors["A_log"], vectors["D"], vectors["dt_bias"]
         norm = bias_spec([shard.of_heads(f"{s.name}.norm.weight", inner, 0, s.head_dim)], ONES)
         self.norm = None if s.norm is None else self.param(ParamSpec(norm.shape, norm.pieces, role="norm"))
-        self.groups = None if s.norm is None else _norm_groups(env, shard, s.norm)
+        self.groups = None if s.norm is None else _norm_groups(shard, s.norm)
         features = shard.own.q0 * s.head_dim, shard.own.q1 * s.head_dim
         self.out = RowLinear(env, f"{s.name}.out_proj.weight", s.width, inner, features, init, bias=s.out_bias)
         self.num_weights = s.width * (size + inner)
@@ -244,7 +244,7 @@ class StateSpace(Module):
         return 2.0 * self.num_weights + 2.0 * s.taps * mixed + 6.0 * s.heads * s.head_dim * s.state
 
 
-def _norm_groups(env: Env, shard: ScanShard, order: Order) -> NormGroups:
+def _norm_groups(shard: ScanShard, order: Order) -> NormGroups:
     s, own = shard.spec, shard.own
     width = s.heads * s.head_dim // s.groups
     return NormGroups(shard.groups, width, s.eps, own.k0, s.groups, bool(own.replicas), order)

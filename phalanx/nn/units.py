@@ -4,7 +4,6 @@ where their tokens are: first to the replica whose text has them, where several 
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from dataclasses import dataclass
 
 import torch
@@ -18,13 +17,16 @@ from phalanx.sequence.unit_route import UnitRoute
 from phalanx.sequence.units import feature_index
 
 
-def unit_rows(name: str, joined: int = 1) -> Callable[[Batch, int], int]:
-    """Rows on this rank of a stream (sequence.streams) with one row for `joined` rows of the units."""
+@dataclass(frozen=True)
+class UnitRows:
+    """Rows on this rank of a stream (sequence.streams) with one row for `joined` rows of the units: other numbers in
+    each micro-batch."""
 
-    def rows(batch: Batch, tp: int) -> int:
-        return batch.beside[name].num_tokens // joined
+    name: str
+    joined: int = 1
 
-    return rows
+    def __call__(self, batch: Batch, tp: int) -> int:
+        return batch.beside[self.name].num_tokens // self.joined
 
 
 @dataclass(frozen=True)

@@ -15,7 +15,9 @@ slots they are not. Backward writes to one pool that all slots of a rank share: 
 stage's backward of that micro-batch is over, and nothing else runs in between. Code that keeps the gradient of a
 stage's input for longer copies it.
 
-Segments with offloaded activations and split backwards are never captured (config.check).
+Segments with offloaded activations and split backwards are never captured (config.check). Segments whose rows follow
+the images of a micro-batch (a vision tower, and the embedding of the text that its features go to) run without graphs
+before those of the text, whose graphs copy what they are given.
 """
 
 from __future__ import annotations
@@ -50,8 +52,13 @@ OF_DOCUMENTS: attention is inside documents."""
 T = TypeVar("T")
 
 
+def _fixed(batch: Batch) -> dict[str, Batch]:
+    """The streams beside the text that have as many rows in every micro-batch."""
+    return {name: stream for name, stream in batch.beside.items() if stream.units is None}
+
+
 def _kind(batch: Batch) -> int:
-    if any(b.most_documents > usual_documents(b.all_tokens) for b in (batch, *batch.beside.values())):
+    if any(b.most_documents > usual_documents(b.all_tokens) for b in (batch, *_fixed(batch).values())):
         return SELDOM
     if batch.balanced is not None:
         return BALANCED
@@ -161,6 +168,7 @@ class Graphs(Eager):
     between     names of ops that cannot be captured and run between graphs (segments.GraphCuts)
     hosts       the ranks that exchange tokens inside segments although their micro-batches differ
     schedule    the schedule for a number of micro-batches, if stages on other ranks pass messages
+    varying     segments of which each micro-batch has another number of rows: they run without graphs
     """
 
     reuses_memory = True
@@ -173,9 +181,11 @@ class Graphs(Eager):
         between: Set[str] = frozenset(),
         hosts: Axis | None = None,
         schedule: Callable[[int], Schedule] | None = None,
+        varying: Set[Where] = frozenset(),
     ):
         self.device = device
         self.memories = memories
+        self.varying = varying
         self._recompute = recompute
         self._cuts = GraphCuts(between)
         self._hosts = hosts
@@ -218,7 +228,7 @@ class Graphs(Eager):
         self.memories, self._passing = memories, self.device.pool()  # a pool whose graphs are all gone takes no more
 
     def forward(self, where: Where, mb: int, xs: Tensors, batch: Batch, compute: Compute) -> tuple[Tensors, Tensors]:
-        if not self._warm or self._kinds[mb] == SELDOM:
+        if not self._warm or self._kinds[mb] == SELDOM or where in self.varying:
             return self._turning(lambda: super(Graphs, self).forward(where, mb, xs, batch, compute))
         if (where[0], mb) not in self._taken:
             self._taken[where[0], mb] = (*self._take(where[0], batch), batch)
@@ -234,9 +244,12 @@ class Graphs(Eager):
         return segment.xs, segment.ys
 
     def backward(self, where: Where, mb: int, xs: Tensors, ys: Tensors, dys: Gradients, last: bool) -> Gradients:
-        if (where[0], mb) not in self._taken:
-            return self._turning(lambda: super(Graphs, self).backward(where, mb, xs, ys, dys, last))
-        kind, slot, batch = self._taken[where[0], mb]
+        if (where[0], mb) not in self._taken or where in self.varying:
+            gradients = self._turning(lambda: super(Graphs, self).backward(where, mb, xs, ys, dys, last))
+            if last:
+                self._give_back(where[0], mb)
+            return gradients
+        _, slot, batch = self._taken[where[0], mb]
         segment = slot.segments[where]
         if segment.backward is None and any(y.requires_grad for y in segment.ys):
             segment.dys = tuple(dy if dy is None or self._stays(slot, dy) else dy.clone() for dy in dys)
@@ -252,9 +265,14 @@ class Graphs(Eager):
         if segment.backward is not None:
             segment.backward.replay(batch)
         if last:
-            del self._taken[where[0], mb]
-            self._free[kind].append(slot)
+            self._give_back(where[0], mb)
         return gradients
+
+    def _give_back(self, stage: int, mb: int) -> None:
+        """The stage has no more use for the slot of a micro-batch, if it has one."""
+        if (stage, mb) in self._taken:
+            kind, slot, _ = self._taken.pop((stage, mb))
+            self._free[kind].append(slot)
 
     def _turning(self, work: Callable[[], T]) -> T:
         """Do eager work so that exchanges through shared memory end on the turn on which they began, as they do in
@@ -292,7 +310,8 @@ class Graphs(Eager):
         kind = (stage, batch.num_sequences, batch.seq_length, _kind(batch))
         free = self._free.setdefault(kind, [])
         if not free:
-            slot = _Slot(replace(batch.map(Tensor.clone), loss_seed=self._seed), self.device.pool())
+            own = replace(batch, beside=_fixed(batch)).map(Tensor.clone)
+            slot = _Slot(replace(own, loss_seed=self._seed), self.device.pool())
             self._slots.setdefault(kind, []).append(slot)
             return kind, slot
         slot = free.pop()

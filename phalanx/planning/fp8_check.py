@@ -9,19 +9,14 @@ from math import gcd
 from typing import Any
 
 from phalanx.base.errors import Problem
+from phalanx.base.registry import BUILT_IN, NotFound
 from phalanx.base.rules import at_least, multiples, no_effect, problem, within
 from phalanx.config.run import Fp8Config, Run
-from phalanx.ops.quantized.recipes import RECIPES
+from phalanx.ops.quantized.recipes import SEAM, find_recipe
 from phalanx.planning.blocks import LinearFacts, cut_linears, whole_linears
 from phalanx.planning.plan import fp8_linears
 
 AT = "train.fp8"
-CAPABILITY = {
-    "tensorwise": (8, 9),
-    "delayed": (8, 9),
-    "rowwise": (9, 0),
-    "blockwise": (9, 0),
-}  # of NVIDIA GPUs; the rest is emulated
 
 
 def check_fp8(run: Run, capability: tuple[int, int] | None, device: str, sound: bool) -> list[Problem]:
@@ -30,6 +25,10 @@ def check_fp8(run: Run, capability: tuple[int, int] | None, device: str, sound: 
     c = run.train.fp8
     if c is None:
         return []
+    try:
+        recipe = find_recipe(c.recipe)
+    except NotFound as error:
+        return [error.problem(f"{AT}.recipe", c.recipe)]
     found = at_least(AT, c, 0, "end_layers", "last_steps") + at_least(AT, c, 1, "history", "shadow_interval")
     found += within(AT, c, "max_lost", "(0, 1)", (0.2,)) + within(AT, c, "min_cosine", "(0, 1)", (0.98,))
     if c.last_steps >= run.train.last_step:
@@ -39,19 +38,16 @@ def check_fp8(run: Run, capability: tuple[int, int] | None, device: str, sound: 
                 AT, c, "last_steps", rule, {"train.steps": run.train.last_step}, (0, max(0, run.train.last_step // 10))
             )
         )
-    if c.recipe != "delayed":
+    if not recipe.delayed:
         found += no_effect(AT, c, ("history",), "recipe=delayed", {f"{AT}.recipe": c.recipe})
     if c.shadow_interval is None:
         found += no_effect(AT, c, ("min_cosine",), "shadow_interval", {f"{AT}.shadow_interval": None})
-    if RECIPES[c.recipe].emulated:
+    if recipe.emulated:
         found += no_effect(AT, c, ("accumulate",), "a recipe that has GEMMs of its own", {f"{AT}.recipe": c.recipe})
-    need = CAPABILITY.get(c.recipe)
-    if need is not None and capability is not None and capability < need:
-        rule = (
-            f"needs an NVIDIA GPU of compute capability {need[0]}.{need[1]}, or one that emulates: mxfp8, "
-            "nvfp4; or train.fp8=null"
-        )
-        others = tuple(name for name in RECIPES if CAPABILITY.get(name, (0, 0)) <= capability)
+    if capability is not None and capability < recipe.capability:
+        need = ".".join(map(str, recipe.capability))
+        rule = f"needs an NVIDIA GPU of compute capability {need}, or a recipe that is emulated; or train.fp8=null"
+        others = tuple(name for name in BUILT_IN[SEAM] if find_recipe(name).capability <= capability)
         found.append(problem(AT, c, "recipe", rule, {"device": f"{device}, {capability[0]}.{capability[1]}"}, others))
     return found + (check_linears(run) if sound and not found else [])
 
@@ -94,7 +90,7 @@ def check_linears(run: Run) -> list[Problem]:
 
 
 def check_sizes(run: Run, c: Fp8Config, linears: Sequence[LinearFacts]) -> list[Problem]:
-    t, tp, unit = run.train, run.layout.tp, RECIPES[c.recipe].unit
+    t, tp, unit = run.train, run.layout.tp, find_recipe(c.recipe).unit
     found = []
     parts = tp * (2 * run.layout.cp if run.layout.cp > 1 else 1)  # with cp, each rank holds two chunks of a sequence
     if t.micro_batch * t.seq_length % (unit * parts):
@@ -108,11 +104,9 @@ def check_sizes(run: Run, c: Fp8Config, linears: Sequence[LinearFacts]) -> list[
         near = " x ".join(" or ".join(map(str, multiples(n, unit))) if n % unit else str(n) for n in bad.shape)
         because = {bad.matrices[0]: " x ".join(map(str, bad.shape)), "nearest sizes": near, "layout.tp": tp}
         because |= {"layout.etp": run.layout.etp} if run.layout.etp > 1 else {}
-        rule = (
-            "the outputs and inputs of its linears, on each rank, must be multiples of 16 (mxfp8 32, "
-            "blockwise 128; or exclude them)"
-        )
+        because["sizes in multiples of"] = unit
+        rule = "the outputs and inputs of its linears, on each rank, must be whole blocks of scales (or exclude them)"
         sizes = {size for linear in linears for size in linear.shape}
-        fitting = tuple(r.name for r in RECIPES.values() if not any(size % r.unit for size in sizes))
+        fitting = tuple(n for n in BUILT_IN[SEAM] if not any(size % find_recipe(n).unit for size in sizes))
         found.append(problem(AT, c, "recipe", rule, because, fitting))
     return found

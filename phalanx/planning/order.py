@@ -8,8 +8,8 @@ from phalanx.config.run import Run
 from phalanx.data.loader import Loader, Work, micro_batch_samples
 
 MOST_RANKS = 64
-"""That compute images together unless a config asks for more: each is connected to all others, and reads how long the
-texts of all are; images of so many are even as it is."""
+"""The most ranks that compute each other's images unless a config asks for more. Each is connected to all others and
+reads the lengths of all their texts; images are already even over so many ranks."""
 
 
 def global_batch_at(run: Run, consumed: int) -> int:

@@ -28,10 +28,11 @@ from phalanx.nn.module import Block
 from phalanx.nn.objective import Objective, make_objective
 from phalanx.nn.parameter import Parameter
 from phalanx.nn.recompute import PRESETS
+from phalanx.nn.units import UnitRows
 from phalanx.ops.attention.context import Form
 from phalanx.ops.experts.grouped import GROUPED
 from phalanx.ops.quantized.quantizer import WeightQuantizer
-from phalanx.ops.quantized.recipes import RECIPES
+from phalanx.ops.quantized.recipes import find_recipe
 from phalanx.optim.optimizer import optimizers_of, updater_of
 from phalanx.planning.blocks import (
     BlockFacts,
@@ -64,7 +65,7 @@ def fp8_linears(run: Run) -> Fp8Linears | None:
         return None
     kept = run.layout.sharding > 0  # without ZeRO, any rank's optimizer may update the weights themselves
     return Fp8Linears(
-        RECIPES[c.recipe], range(c.end_layers, layers - c.end_layers), tuple(c.exclude), c.accumulate, kept
+        find_recipe(c.recipe), range(c.end_layers, layers - c.end_layers), tuple(c.exclude), c.accumulate, kept
     )
 
 
@@ -227,6 +228,15 @@ class Plan:
             for s, stage in enumerate(self.segments)
             for n, blocks in enumerate(stage)
             if self.offloaded & set(blocks)
+        )
+
+    @cached_property
+    def varying_segments(self) -> frozenset[tuple[int, int]]:
+        """(stage, segment) pairs of which a micro-batch has as many rows as it happens to have images: they are never
+        captured in CUDA graphs."""
+        varying = varying_blocks(self.facts)
+        return frozenset(
+            (s, n) for s, stage in enumerate(self.segments) for n, blocks in enumerate(stage) if varying & set(blocks)
         )
 
     def border(self, block: int) -> Border:
@@ -538,6 +548,9 @@ def plan_of(run: Run, world: int) -> Plan:
         segments = [with_heads_alone(of_stage, heads) for of_stage in segments]
     if run.train.deterministic:
         segments = [with_users_alone(of_stage, len(facts), run.model.predict_layers > 0) for of_stage in segments]
+    if run.train.cuda_graphs == "on":
+        varying = varying_blocks(facts)
+        segments = [with_varying_apart(of_stage, varying) for of_stage in segments]
     recomputed = (recomputed_ops(run.train),) * len(facts)
     return Plan(run, grid, facts, tuple(stages), tuple(segments), recomputed, kernels_plan(run))
 
@@ -566,6 +579,22 @@ def with_users_alone(segments: tuple[range, ...], blocks: int, mtp: bool) -> tup
         mine = sorted(users & set(segment))
         starts = [segment.start, *mine[1:], segment.stop]
         made += [range(a, b) for a, b in zip(starts, starts[1:])]
+    return tuple(made)
+
+
+def varying_blocks(facts: Sequence[BlockFacts]) -> frozenset[int]:
+    """The blocks that take or return a stream of images: a vision tower, the embedding of the text, and layers to which
+    the tower's features go beside the text."""
+    given = [any(isinstance(spec.rows, UnitRows) for spec in each.given) for each in facts]
+    return frozenset(b for b, takes in enumerate(given) if takes or any(given[b + 1 : b + 2]))
+
+
+def with_varying_apart(segments: tuple[range, ...], varying: frozenset[int]) -> tuple[range, ...]:
+    """The segments of a stage, split so that none has both blocks that can be captured and such that cannot."""
+    made = list[range]()
+    for segment in segments:
+        starts = [b for b in segment if b == segment.start or (b in varying) != (b - 1 in varying)]
+        made += [range(a, b) for a, b in zip(starts, [*starts[1:], segment.stop])]
     return tuple(made)
 
 

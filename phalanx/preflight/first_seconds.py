@@ -8,11 +8,13 @@ from __future__ import annotations
 
 import json
 import socket
+from urllib.parse import urlsplit
 
 from phalanx.base.errors import BadNode
 from phalanx.base.log import Log
-from phalanx.base.placement import MEETING, Placement
+from phalanx.base.placement import Placement
 from phalanx.comm.axis import Axis
+from phalanx.comm.reach import is_loopback
 from phalanx.config.run import Run
 from phalanx.preflight.agent import answer, checks
 from phalanx.preflight.check import Finding, Looks, NodeView, Peer
@@ -20,9 +22,8 @@ from phalanx.preflight.check import Finding, Looks, NodeView, Peer
 
 def spans_machines(placement: Placement) -> bool:
     """Whether the ranks may be on several machines, by what is known without asking them; the same on all ranks."""
-    if placement.world_size == 1 or placement.init_method.startswith((MEETING, "tcp://127.", "tcp://localhost")):
-        return False
-    return placement.local_size != placement.world_size
+    host = urlsplit(placement.init_method).hostname or ""
+    return placement.world_size > 1 and not is_loopback(host) and placement.local_size != placement.world_size
 
 
 def first_seconds(world: Axis, placement: Placement, run: Run, log: Log) -> None:

@@ -124,8 +124,8 @@ def clock_offset(address: str, port: int, token: bytes) -> tuple[float, float]:
     readings = []
     with _connect(address, port, token, b"c") as there:
         for _ in range(CLOCKS):
+            began = time.perf_counter()  # before the clock is read: a pause of this process in between counts as way
             sent = time.time()
-            began = time.perf_counter()
             there.sendall(b"?")
             (clock,) = CLOCK.unpack(_exactly(there, CLOCK.size))
             took = time.perf_counter() - began

@@ -13,8 +13,8 @@ from itertools import combinations
 from phalanx.schedule.actions import Close, Free, Gather, Instruction, Open, ScheduleError
 
 Pairs = set[frozenset[int]]
-Come = type[Gather] | type[Open]
-Go = type[Free] | type[Close]
+Adds = type[Gather] | type[Open]
+Drops = type[Free] | type[Close]
 
 
 @dataclass(frozen=True)
@@ -35,32 +35,32 @@ def make_slots(lists: Iterable[Sequence[Instruction]], numel: Mapping[int, int])
     for instructions in lists:
         weights |= together(instructions, Gather, Free)
         gradients |= together(instructions, Open, Close)
-    one, two = share(numel, weights), share(numel, gradients)
+    one, two = assigned(numel, weights), assigned(numel, gradients)
     return MemorySlots(one, two, sizes(one, numel), sizes(two, numel))
 
 
-def lives(instructions: Sequence[Instruction], come: Come, go: Go) -> Iterator[frozenset[int]]:
+def present(instructions: Sequence[Instruction], adds: Adds, drops: Drops) -> Iterator[frozenset[int]]:
     """The buckets that are in memory, after each one that is added."""
     here: set[int] = set()
     for i in instructions:
-        if isinstance(i, come):
+        if isinstance(i, adds):
             here.add(i.bucket)
             yield frozenset(here)
-        elif isinstance(i, go):
+        elif isinstance(i, drops):
             here.discard(i.bucket)
 
 
-def together(instructions: Sequence[Instruction], come: Come, go: Go) -> Pairs:
+def together(instructions: Sequence[Instruction], adds: Adds, drops: Drops) -> Pairs:
     """Pairs of buckets that are in memory at the same time, and each bucket alone."""
     found: Pairs = set()
-    for here in lives(instructions, come, go):
+    for here in present(instructions, adds, drops):
         found |= {frozenset(pair) for pair in combinations(here, 2)} | {frozenset((b,)) for b in here}
     return found
 
 
-def share(numel: Mapping[int, int], pairs: Pairs) -> dict[int, int]:
+def assigned(numel: Mapping[int, int], pairs: Pairs) -> dict[int, int]:
     """Bucket -> slot, by greedy colouring: each bucket takes the first slot that no bucket has which is in memory at
-    the same time. The largest come first, so that a slot serves buckets of about its size."""
+    the same time. The largest are placed first, so that a slot serves buckets of about its size."""
     buckets = {b for pair in pairs for b in pair}
     place: dict[int, int] = {}
     for b in sorted(buckets, key=lambda b: (-numel[b], b)):
@@ -75,12 +75,12 @@ def sizes(place: Mapping[int, int], numel: Mapping[int, int]) -> tuple[int, ...]
 
 def fits(instructions: Sequence[Instruction], slots: MemorySlots) -> bool:
     """Whether each bucket has a slot, and no two buckets that are in memory at the same time share one."""
-    kinds: tuple[tuple[Mapping[int, int], Come, Go], ...] = (
+    kinds: tuple[tuple[Mapping[int, int], Adds, Drops], ...] = (
         (slots.weights, Gather, Free),
         (slots.gradients, Open, Close),
     )
-    for place, come, go in kinds:
-        for here in lives(instructions, come, go):
+    for place, adds, drops in kinds:
+        for here in present(instructions, adds, drops):
             if not here <= place.keys() or len({place[b] for b in here}) < len(here):
                 return False
     return True

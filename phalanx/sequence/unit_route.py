@@ -67,8 +67,8 @@ def route_of(shared: SharedUnits, part: SequenceShard) -> UnitRoute:
 
 
 def meta_route(ids: Tensor, sent: int, features: int, part: SequenceShard) -> UnitRoute:
-    """Truth of shapes alone: a rank that sends so many features, all to others, and receives its share of as many as a
-    micro-batch may have."""
+    """A route of which only the shapes are right: of a rank that sends so many features, all to others, and receives
+    its share of as many as a micro-batch may have."""
     share = share_of(features, part.sharers)
     return UnitRoute(ids.new_empty(sent), _even(sent, part), _even(share, part), ids.new_empty(share))
 

@@ -91,7 +91,7 @@ def check_room(found: Sequence[Units], room: UnitRoom) -> None:
 
 
 def meta_units(stream: UnitStream, rows: int) -> Batch:
-    """A stream with so many rows on the meta device. Truth of its shapes alone."""
+    """A stream with so many rows on the meta device: only its shapes are right."""
     rows = max(rows // stream.joined, 1) * stream.joined
     ids = torch.empty(rows, dtype=torch.int64, device="meta")
     coordinates = torch.empty(rows, stream.axes, dtype=torch.int64, device="meta")

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import ipaddress
-import signal
 import socket
 from collections.abc import Callable
 from types import FrameType
@@ -22,7 +21,6 @@ from phalanx.server.served import ServedModel
 from phalanx.server.service import ServerLimits, Service
 
 LOCAL_NAMES = ("localhost", "127.0.0.1", "[::1]")
-STOPPING = (signal.SIGTERM, signal.SIGINT)
 
 
 def open_socket(host: str, port: int) -> socket.socket:

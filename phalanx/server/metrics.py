@@ -12,6 +12,7 @@ from prometheus_client.registry import Collector
 from phalanx.inference.request import Event, Finished, NewToken
 from phalanx.server.engine_thread import EngineThread
 
+# upper bounds of histograms, in seconds: to the first token, between tokens, of a whole request
 FIRST = (0.01, 0.02, 0.05, 0.1, 0.2, 0.5, 1, 2, 5, 10, 30, 60, 120)
 EACH = (0.001, 0.002, 0.005, 0.01, 0.02, 0.05, 0.1, 0.2, 0.5, 1, 2, 5)
 WHOLE = (0.1, 0.2, 0.5, 1, 2, 5, 10, 20, 50, 100, 200, 500, 1000)

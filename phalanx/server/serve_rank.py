@@ -42,11 +42,11 @@ from phalanx.text.tokenizers import load_tokenizer
 class ServeOptions:
     """weights: a Hugging Face folder or a checkpoint's. name: that clients ask for. sequences: generated at once;
     queue: that run or wait at once. length: of a sequence; None: the model's positions. memory_gib: for what is
-    remembered, on each rank. drain_seconds: for running requests when the server is to stop. drafts: of tokens, which
-    the model checks several at a time. prefix_states: of prompts' beginnings that recurrent layers keep. adapters:
-    folders of LoRA adapters, by the names of the models that they make. pooling: of a model whose folder does not say
-    how embeddings are made. passages: what is looked up for prompts, and the file of the template that puts it
-    there."""
+    remembered, on each rank; pages: its dtype ("model", "fp8"). drain_seconds: for running requests when the server is
+    to stop. drafts: of tokens, which the model checks several at a time. prefix_states: of prompts' beginnings that
+    recurrent layers keep. adapters: folders of LoRA adapters, by the names of the models that they make. pooling: of a
+    model whose folder does not say how embeddings are made. passages: what is looked up for prompts, and the file of
+    the template that puts it there."""
 
     weights: str
     name: str
@@ -57,6 +57,7 @@ class ServeOptions:
     queue: int = 256
     length: int | None = None
     memory_gib: float | None = None
+    pages: str = "model"
     drain_seconds: float = 60.0
     drafts: Drafts | None = None
     prefix_states: int = 0
@@ -133,6 +134,7 @@ def load_engine(run: Run, mesh: Mesh, options: ServeOptions) -> Engine | Embeddi
         sequences=options.sequences,
         length=options.length,
         memory_gib=options.memory_gib,
+        pages=options.pages,
         capture=True,
         drafts=options.drafts,
         prefix_states=options.prefix_states,

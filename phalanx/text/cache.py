@@ -22,7 +22,7 @@ from phalanx.data.files import replacing
 from phalanx.data.pairs import pair_files
 from phalanx.sequence.media import MediaSpec
 from phalanx.text.pairs import prepare_pairs
-from phalanx.text.prepare import prepare, read_manifest
+from phalanx.text.prepare import PrepareOptions, prepare, read_manifest
 from phalanx.text.readers import Hints, find_files
 from phalanx.text.tokenizers import Tokenizer, load_tokenizer
 
@@ -81,14 +81,14 @@ def use_text(
             prefix.parent.mkdir(exist_ok=True)
             for suffix in (*SUFFIXES, SUMS):
                 prefix.with_suffix(suffix).unlink(missing_ok=True)  # left by a start that was killed between the files
-            how: Any = {
-                "key": config.json_keys,
-                "errors": config.text_errors,
-                "shuffle": SHUFFLE,
-                "workers": _workers(files),
-                "hints": HINTS,
-            }
-            made = prepare(files, prefix, tokenizer, **how, progress=progress)
+            how = PrepareOptions(
+                key=config.json_keys,
+                errors=config.text_errors,
+                shuffle=SHUFFLE,
+                workers=_workers(files),
+                hints=HINTS,
+            )
+            made = prepare(files, prefix, tokenizer, how, progress)
             say(
                 f"prepared {made.files} files: {made.documents} documents, {made.tokens} tokens, "
                 f"{made.skipped} skipped, {made.replaced} mended"

@@ -16,6 +16,8 @@ PROBE = "a"
 
 @dataclass(frozen=True)
 class TextMarks:
+    """The ids that a tokenizer puts around a text: `opening` before it, `closing` after it."""
+
     tokenizer: Tokenizer
     opening: tuple[int, ...]
     closing: tuple[int, ...]

@@ -94,62 +94,75 @@ class Summary:
     version: int = field(default=MANIFEST_VERSION)
 
 
+@dataclass(frozen=True, kw_only=True)
+class PrepareOptions:
+    """What token files hold, and how they are made. The output is the same for any number of `workers`."""
+
+    suffixes: Sequence[str] = SUFFIXES
+    """Of the files that are looked for in folders."""
+    key: str | Sequence[str] = "text"
+    """Where the text of a JSON line or row is: `a.b` is b inside a. Texts of several keys are joined by line breaks."""
+    errors: Errors = "strict"
+    """Whether to stop at what is damaged, or to continue."""
+    append_eod: bool = True
+    """Each document ends with the end-of-document token."""
+    shuffle: int | None = None
+    """A seed for the order of the documents."""
+    split: Mapping[str, float] | None = None
+    """{"train": 0.98, "valid": 0.02} writes PREFIX-train and PREFIX-valid. A hash of its text decides where a document
+    goes, so equal documents stay together and a document keeps its place when others are added."""
+    shard: tuple[int, int] = (0, 1)
+    """(i, n): the i-th of n runs that share the work; `merge_shards` joins them."""
+    overwrite: bool = False
+    """Replace other token files of this name."""
+    workers: int = 1
+    """Processes; with 1, the work is done in this one."""
+    piece_bytes: int = PIECE_BYTES
+    """Bytes of text that are encoded at once."""
+    hints: Hints = ReadOptions.hints
+    """What messages say is to be typed."""
+
+
 def prepare(
     inputs: Sequence[str | os.PathLike[str]],
     prefix: str | os.PathLike[str],
     tokenizer: Tokenizer,
-    *,
-    suffixes: Sequence[str] = SUFFIXES,
-    key: str | Sequence[str] = "text",
-    errors: Errors = "strict",
-    append_eod: bool = True,
-    workers: int = 1,
-    shuffle: int | None = None,
-    split: Mapping[str, float] | None = None,
-    shard: tuple[int, int] = (0, 1),
-    overwrite: bool = False,
-    piece_bytes: int = PIECE_BYTES,
+    options: PrepareOptions = PrepareOptions(),
     progress: Callable[[int, int], None] | None = None,
-    hints: Hints = ReadOptions.hints,
 ) -> Summary:
     """Turn texts into PREFIX.bin, PREFIX.idx, their checksums PREFIX.sums and the record PREFIX.json; nothing appears
     before all of it is written.
 
-    inputs: files, globs, folders that are searched for `suffixes`, each optionally .gz or .zst, and Hugging Face
-    datasets on disk. A .jsonl file holds one document per line, a .parquet or .arrow file one per row, under `key`
-    (`a.b`: b inside a; several keys: their texts, joined by a line break); any other file is one document. Each
-    document ends with the end-of-document token. Order: inputs as given, folders by name. DataError for an input that
-    is missing or damaged, with file, line and byte; `errors` may ask to continue.
+    inputs: files, globs, folders, each file optionally .gz or .zst, and Hugging Face datasets on disk. A .jsonl file
+    holds one document per line, a .parquet or .arrow file one per row; any other file is one document. Order: inputs as
+    given, folders by name. progress: called with (done, all) bytes.
 
-    workers: processes; with 1, the work is done here. The output is the same for any number. shuffle: a seed for the
-    order of the documents. split: {"train": 0.98, "valid": 0.02} writes PREFIX-train and PREFIX-valid. A hash of its
-    text decides where a document goes, so equal documents stay together and a document keeps its place when others are
-    added. shard: (i, n), the i-th of n runs that share the work; `merge_shards` joins them. If everything was already
-    done with the same inputs and settings, nothing happens. Other token files of this name: DataError, unless
-    `overwrite`. Finished pieces are kept in a hidden folder beside PREFIX until the end, so that the same call after a
-    kill continues. progress: called with (done, all) bytes. hints: what messages tell the user to type.
+    If everything was already done with the same inputs and options, nothing happens. Finished pieces are kept in a
+    hidden folder beside PREFIX until the end, so that the same call after a kill continues. DataError for an input that
+    is missing or damaged, with file, line and byte, and for other token files of this name.
 
     Memory: a few times `piece_bytes` for each worker, or what the longest document needs.
     """
-    if append_eod and tokenizer.eod is None:
+    o, shard = options, options.shard
+    if o.append_eod and tokenizer.eod is None:
         raise DataError(f"the tokenizer {tokenizer.fingerprint[:12]} has no end-of-document token")
     if not 0 <= shard[0] < shard[1]:
         raise DataError(f"shard {shard[0]}/{shard[1]}: the first is 0/{shard[1]}, the last {shard[1] - 1}/{shard[1]}")
-    shares = check_split(split or {})
-    files = list(find_files(inputs, suffixes))
+    shares = check_split(o.split or {})
+    files = list(find_files(inputs, o.suffixes))
     stats = _stats(files)
     total = sum(size for _, size, _ in stats)
-    piece_bytes = max(piece_bytes, total // MAX_PIECES)
-    reading = ReadOptions((key,) if isinstance(key, str) else tuple(key), errors, hints)
-    of_pieces = _hash([MANIFEST_VERSION, stats, tokenizer.fingerprint, reading.keys, append_eod, shard, piece_bytes])
+    piece_bytes = max(o.piece_bytes, total // MAX_PIECES)
+    reading = ReadOptions((o.key,) if isinstance(o.key, str) else tuple(o.key), o.errors, o.hints)
+    of_pieces = _hash([MANIFEST_VERSION, stats, tokenizer.fingerprint, reading.keys, o.append_eod, shard, piece_bytes])
     summary = Summary(
         _named(inputs), tokenizer.fingerprint, tokenizer.vocab_size, tokenizer.dtype.name, tokenizer.facts()
     )
-    summary.append_eod, summary.shuffle, summary.shard = append_eod, shuffle, f"{shard[0]}/{shard[1]}"
-    summary.settings = _hash([of_pieces, errors, shuffle, shares])
+    summary.append_eod, summary.shuffle, summary.shard = o.append_eod, o.shuffle, f"{shard[0]}/{shard[1]}"
+    summary.settings = _hash([of_pieces, o.errors, o.shuffle, shares])
     places = {name: f"{strip_suffix(prefix)}-{name}" for name in shares} or {"": strip_suffix(prefix)}
     _check_distinct(files, places)
-    if done := _done(places, summary.settings, overwrite):
+    if done := _done(places, summary.settings, o.overwrite):
         if _pieces(strip_suffix(prefix)).exists():  # the earlier run was killed while tidying up
             with _folder(Path(strip_suffix(prefix)), of_pieces):
                 pass
@@ -158,19 +171,18 @@ def prepare(
         wanted = cut(
             files, piece_bytes, lambda before: min(before * shard[1] // max(total, 1), shard[1] - 1) == shard[0]
         )
-        shared = (tokenizer, reading, tokenizer.eod if append_eod else None)
-        processes = workers if total > piece_bytes else 1  # starting a process takes longer than a little work
+        shared = (tokenizer, reading, tokenizer.eod if o.append_eod else None)
+        processes = o.workers if total > piece_bytes else 1  # starting a process takes longer than a little work
         pieces = _make_pieces(
             wanted, folder, shared, processes, lambda done: progress and progress(done, total // shard[1])
         )
         _check_unchanged(stats)
         _sum_up(pieces, summary)
         if not summary.tokens and shard[1] == 1:  # with little input, some shards have no work
-            raise DataError(
-                f"no text in {', '.join(summary.sources)}: {summary.files} files with a suffix of {', '.join(suffixes)}"
-            )
+            kinds = ", ".join(o.suffixes)
+            raise DataError(f"no text in {', '.join(summary.sources)}: {summary.files} files with a suffix of {kinds}")
         made = {name: folder / f"all-{name}" for name in places}
-        counts = shards.assemble(pieces, list(made.values()), tokenizer.dtype, shuffle, list(shares.values()))
+        counts = shards.assemble(pieces, list(made.values()), tokenizer.dtype, o.shuffle, list(shares.values()))
         summary.lengths = dict(sum((Counter(count.lengths) for count in counts), Counter()))
         summary.parts = {name: [count.documents, count.tokens] for name, count in zip(shares, counts)}
         if shard[1] == 1 and (empty := [name for name, (documents, _) in summary.parts.items() if not documents]):
@@ -235,7 +247,7 @@ def merge_shards(
     copy: bool = False,
     overwrite: bool = False,
 ) -> Summary:
-    """One set of token files from several, such as `prepare(shard=...)` made, in the order given. DataError if their
+    """One set of token files from several, such as `prepare` made of shards, in the order given. DataError if their
     tokenizers differ.
 
     No token is copied: PREFIX.idx is as if all were in one file, and PREFIX.bins names the .bin files. copy: write
@@ -525,7 +537,7 @@ def demo_data(
     parts = (FileSlice(str(file), file.stat().st_size) for file in files)
     sample = chain.from_iterable(texts(part, ReadOptions(errors="skip"), Counter()) for part in parts)
     train_bpe(_first_bytes(sample, TRAIN_BYTES), vocab_size, tokenizer_path.parent)
-    summary = prepare(files, prefix, load_tokenizer(tokenizer_path), errors="skip", overwrite=True)
+    summary = prepare(files, prefix, load_tokenizer(tokenizer_path), PrepareOptions(errors="skip", overwrite=True))
     _write_json(
         manifest, {"inputs": inputs, "files": summary.files, "tokens": summary.tokens, "skipped": summary.skipped}
     )

@@ -216,11 +216,6 @@ def records(part: FileSlice) -> Iterator[tuple[int, dict[str, Any] | Bad]]:
         yield first + row + 1, bad
 
 
-def is_records(path: Path) -> bool:
-    """Whether a file of this name is one of JSON lines or a table."""
-    return _suffixes(path)[0] in (*LINES, *TABLES)
-
-
 def _refuse(bad: Bad, part: FileSlice, row: int, offset: int, reading: ReadOptions, counts: Counter[str]) -> None:
     if bad.reason == "blank":
         return

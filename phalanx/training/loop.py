@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Generator, Iterator, Sequence
 from dataclasses import dataclass, field
 from math import isfinite
-from typing import Any, Protocol
+from typing import TYPE_CHECKING, Any, Protocol
 
 from torch import Tensor
 
@@ -25,8 +25,10 @@ from phalanx.optim.schedules import learning_rate
 from phalanx.planning.order import global_batch_at, micro_batches
 from phalanx.sequence.batch import Batch
 from phalanx.training.callbacks import Callback
-from phalanx.training.samples import TrainingSamples
 from phalanx.training.saves import Saves
+
+if TYPE_CHECKING:
+    from phalanx.training.samples import TrainingSamples
 
 LOOKED_EVERY = 10  # on a GPU, steps between two whose waits for other ranks are timed
 

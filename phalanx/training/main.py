@@ -11,7 +11,7 @@ from contextlib import ExitStack, contextmanager
 from dataclasses import fields, replace
 from pathlib import Path
 from types import FrameType
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 
@@ -31,7 +31,7 @@ from phalanx.checkpoint.objects import storage_for
 from phalanx.checkpoint.places import place
 from phalanx.checkpoint.trust import open_to_all
 from phalanx.comm.health.heartbeat import Heartbeat
-from phalanx.comm.mesh import leave_world
+from phalanx.comm.mesh import Mesh, leave_world
 from phalanx.config.model_source import keep
 from phalanx.config.run import Run, checkpoints_of
 from phalanx.config.write import save_run, to_dict
@@ -65,8 +65,10 @@ from phalanx.training.callbacks import Callback
 from phalanx.training.loop import Loop, ScoresTasks
 from phalanx.training.machine import check_here, fit_here
 from phalanx.training.resume import check_resume, check_steps, facts, read_of
-from phalanx.training.samples import Prompts, TrainingSamples
 from phalanx.training.saves import Saves, numbers_of
+
+if TYPE_CHECKING:
+    from phalanx.training.samples import TrainingSamples
 
 # a terminal or a scheduler signals launcher and ranks at once, and the launcher passes its signal on: that is one
 # request
@@ -159,16 +161,13 @@ def opened(
         failures = after.enter_context(Failures(folder, log, lock.check if lock else lambda: None))
         if warning is not None:
             log.warn(warning)
-        if lock is not None and lock.warning:
-            log.warn(lock.warning)
-        if lock is not None and lock.took_over:
-            log.info(f"the folder was left by {lock.took_over}, which was killed: this run takes over")
+        if lock is not None:
+            note_lock(lock, log)
         use = ChatUse(make_objective(run.task).train_on, run.model.media)
         run = replace(run, data=use_text(run.data, folder, run.model.vocab_size, train_on=use, say=log.info))
         check_tokenizers(run.data)
         loaders = open_loaders(run, run.data)  # problems with the data are reported before the ranks meet
-        prompts = Prompts.read(run)
-        tasks = opened_tasks(run, placement)
+        samples, tasks = opened_samples(run), opened_tasks(run, placement)
         stop = StopRequest(run.train.time_limit_s, placement.ends_at)
         after.callback(stop.restore)
         after.push(report)  # of files that are closed by then; a signal no longer changes how a run that is done ends
@@ -179,22 +178,7 @@ def opened(
         run = replace(run, dir=main_folder)
         after.callback(mesh.close)
         first_seconds(mesh.world, placement, run, log)
-        heartbeat = after.enter_context(
-            Heartbeat(
-                placement.rank, placement.world_size, run.train.timeout_s, mesh.watch.last, mesh.at.pp, mesh.store
-            )
-        )
-        heartbeat.first_word = placement.word.failed
-        heartbeat.unsigned = lambda count: log.warn(
-            f"{count} messages to the store where the ranks met are not signed by this run, and are ignored: "
-            "somebody else writes to it, so the ranks' network is not private"
-        )
-        if mesh.store is None and placement.world_size > 1 and placement.rank == 0:
-            log.warn(
-                f"{SECRET} is not set, so ranks say nothing to each other beside collectives: one that hangs "
-                "is found after "
-                f"train.timeout_s={run.train.timeout_s:g} alone, and is not named"
-            )
+        heartbeat = after.enter_context(heartbeat_of(run, mesh, placement, log))
         plan = make_plan(run, placement.world_size)
         watched = after.enter_context(reported(plan, mesh))
         state = watched.state = build(plan, mesh)
@@ -204,25 +188,15 @@ def opened(
             placement.word.writes(folder)
         loop = loop_of(state, loaders, counters, start, now, log, stop, after)
         stop.reserve = lambda: SAVES_KEPT * loop.saves.slowest_s + STEPS_KEPT * (loop.reporter.last_s or 0.0)
-        if prompts is not None:
-            loop.samples = TrainingSamples(state.model, prompts, log)
+        if samples is not None:
+            loop.samples = samples(state.model, log)
         if tasks is not None:
             loop.tasks = tasks(state.model, log)
         hear(loop, callbacks)
         if lock is not None:
             note_start(folder, placement.world_size, mesh.device, command, data_table(run, *loaders), log)
         data = after.enter_context(background_check(loaders, placement, counters.step, log))
-
-        def began(step: int) -> None:
-            heartbeat.at_step(step)
-            failures.began(step)
-            data.look()
-
-        loop.began, loop.saves.saver.look = began, heartbeat.look
-        heartbeat.stood_still = lambda seconds: log.warn(
-            f"this process stood still for {seconds:.1f} s: it was stopped, or its machine was"
-        )
-        loop.reporter.stepped, loop.reporter.slow = heartbeat.stepped, lambda: heartbeat.slow
+        watch(loop, heartbeat, failures, data, log)
         if lock is not None:
             loop.saves.saver.target = replace(loop.saves.saver.target, check=lock.check)
         placement.word.unsaved()
@@ -230,6 +204,56 @@ def opened(
         finish_check(data, state)
         done = "done" if counters.step >= run.train.last_step else "left"
         log.info(f"{done} step={counters.step} folder={folder}")
+
+
+def note_lock(lock: FolderLock, log: Log) -> None:
+    """Log what a start should know of the lock of its folder."""
+    if lock.warning:
+        log.warn(lock.warning)
+    if lock.took_over:
+        log.info(f"the folder was left by {lock.took_over}, which was killed: this run takes over")
+
+
+def heartbeat_of(run: Run, mesh: Mesh, placement: Placement, log: Log) -> Heartbeat:
+    """What finds peers that are lost or hang, and warns of strangers at the store where the ranks met."""
+    made = Heartbeat(placement.rank, placement.world_size, run.train.timeout_s, mesh.watch.last, mesh.at.pp, mesh.store)
+    made.first_word = placement.word.failed
+    made.unsigned = lambda count: log.warn(
+        f"{count} messages to the store where the ranks met are not signed by this run, and are ignored: "
+        "somebody else writes to it, so the ranks' network is not private"
+    )
+    if mesh.store is None and placement.world_size > 1 and placement.rank == 0:
+        log.warn(
+            f"{SECRET} is not set, so ranks say nothing to each other beside collectives: one that hangs is found "
+            f"after train.timeout_s={run.train.timeout_s:g} alone, and is not named"
+        )
+    return made
+
+
+def watch(loop: Loop, heartbeat: Heartbeat, failures: Failures, data: BackgroundCheck, log: Log) -> None:
+    """Notify the watchers of a run of its steps, and the loop of what they find."""
+
+    def began(step: int) -> None:
+        heartbeat.at_step(step)
+        failures.began(step)
+        data.look()
+
+    loop.began, loop.saves.saver.look = began, heartbeat.look
+    heartbeat.stood_still = lambda seconds: log.warn(
+        f"this process stood still for {seconds:.1f} s: it was stopped, or its machine was"
+    )
+    loop.reporter.stepped, loop.reporter.slow = heartbeat.stepped, lambda: heartbeat.slow
+
+
+def opened_samples(run: Run) -> Callable[[Model, Log], TrainingSamples] | None:
+    """What continues the prompts of train.samples; None without any. DataError for prompts that cannot be read or
+    continued: before ranks meet."""
+    if run.train.samples is None:
+        return None
+    from phalanx.training.samples import Prompts, TrainingSamples  # start-up time: it imports the engine of inference
+
+    prompts = Prompts.read(run)
+    return None if prompts is None else lambda model, log: TrainingSamples(model, prompts, log)
 
 
 def opened_tasks(run: Run, placement: Placement) -> Callable[[Model, Log], ScoresTasks] | None:

@@ -18,6 +18,7 @@ from ruamel.yaml import YAML
 
 from phalanx.base import tree
 from phalanx.base.errors import ConfigError
+from phalanx.cli.completion import values_of
 from phalanx.cli.main import cli
 from phalanx.cli.verbs import Verbs, as_overrides
 from phalanx.config.read import load_run, read
@@ -228,6 +229,11 @@ def test_bash_completes_verbs_keys_and_values():
     ]
 
 
+def test_names_of_seams_are_completed():
+    assert values_of("train.fp8.recipe") == ["tensorwise", "delayed", "rowwise", "blockwise", "mxfp8", "nvfp4"]
+    assert "1f1b" in values_of("layout.schedule") and "muon" in values_of("--optim.name")
+
+
 def test_other_shells_complete_whole_words():
     assert completed("phalanx", "train", "x.yaml", "train.precision=b", shell="zsh") == ["train.precision=bf16"]
 
@@ -276,6 +282,7 @@ def test_recipes_are_valid_by_the_schema_and_mistakes_are_not(tmp_path):
         ("train", "stepz", 1),
         ("train", "steps", "many"),
         ("train", "precision", "bf17"),
+        ("train", "fp8", {"recipe": "blockwize"}),
         ("layout", "tp", 1.5),
         ("data", "mock", "yes"),
         ("model", "family", "x"),
@@ -302,6 +309,7 @@ def test_recipes_are_valid_by_the_schema_and_mistakes_are_not(tmp_path):
     ):
         assert not check.is_valid(bad), bad
     assert check.is_valid({**base, "data": {"paths": "0.7 a 0.3 b"}})
+    assert check.is_valid({**base, "train": {**train, "fp8": {"recipe": "package.module:RECIPE"}}})
 
 
 def test_every_key_of_the_schema_says_what_it_means():

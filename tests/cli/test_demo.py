@@ -30,6 +30,7 @@ def test_one_text_file(warm, tmp_path):
     )
     assert done.returncode == 0, done.stdout + done.stderr
     assert "no validation loss" in done.stdout and "step=6 " in done.stdout
+    assert "--- text made by the model ---\nLine 0 of a text" in done.stdout  # begun as the text begins
     assert "text made by the model" in (folder / "report.html").read_text().lower()
     assert "<svg" in (folder / "report.html").read_text()
 

@@ -710,6 +710,15 @@ RULES = [
         (0.3,),
     ),
     (
+        "model.family=qwen3_5_text model.num_hidden_layers=4 model.num_nextn_predict_layers=2",
+        1,
+        "model.num_nextn_predict_layers",
+        2,
+        "must be 0 or 1",
+        set(),
+        (1,),
+    ),
+    (
         f"{GROUPED} model.mtp_loss_weight=0.1",
         1,
         "model.mtp_loss_weight",
@@ -1477,7 +1486,7 @@ RULES = [
         "train.fp8.recipe",
         "blockwise",
         "outputs and inputs of its linears",
-        {"model.layers.0.self_attn.q_proj.weight", "nearest sizes", "layout.tp"},
+        {"model.layers.0.self_attn.q_proj.weight", "nearest sizes", "layout.tp", "sizes in multiples of"},
         ("tensorwise", "delayed", "rowwise"),
     ),
     (
@@ -1486,7 +1495,7 @@ RULES = [
         "train.fp8.recipe",
         "rowwise",
         "outputs and inputs of its linears",
-        {"model.layers.0.mlp.down_proj.weight", "nearest sizes", "layout.tp"},
+        {"model.layers.0.mlp.down_proj.weight", "nearest sizes", "layout.tp", "sizes in multiples of"},
         (),
     ),
     (
@@ -1495,7 +1504,13 @@ RULES = [
         "train.fp8.recipe",
         "rowwise",
         "outputs and inputs of its linears",
-        {"model.layers.0.mlp.experts.0.down_proj.weight", "nearest sizes", "layout.tp", "layout.etp"},
+        {
+            "model.layers.0.mlp.experts.0.down_proj.weight",
+            "nearest sizes",
+            "layout.tp",
+            "layout.etp",
+            "sizes in multiples of",
+        },
         (),
     ),
     # batch (16, 18, 20) and rampup
@@ -1899,6 +1914,15 @@ GPT2_RULES = [
     ),
 ]
 T5_RULES = [
+    (
+        "train.batch_invariant=true",
+        1,
+        "train.batch_invariant",
+        True,
+        "no backend computes attention with bias, direction, scale: invariant has no bias, no direction",
+        {"model.family"},
+        (False,),
+    ),
     ("task.encoder_length=null", 1, "task.encoder_length", None, "is required", set(), (512,)),
     (
         "task.encoder_length=91 layout.tp=4",
@@ -2048,15 +2072,6 @@ LLAVA_RULES = [
         (None,),
     ),
     (
-        "train.cuda_graphs=on",
-        1,
-        "train.cuda_graphs",
-        "on",
-        "needs micro-batches of equal sizes",
-        {"model.family"},
-        ("off",),
-    ),
-    (
         "train.deterministic=true",
         1,
         "train.deterministic",
@@ -2167,6 +2182,15 @@ WHISPER_BASE = {
 }
 WHISPER_RULES = [
     (
+        "train.cuda_graphs=on",
+        1,
+        "train.cuda_graphs",
+        "on",
+        "needs micro-batches of equal sizes",
+        {"model.family"},
+        ("off",),
+    ),
+    (
         "data.room={}",
         1,
         "data.room",
@@ -2257,6 +2281,15 @@ GEMMA3_RULES = [
 BERT_BASE = {**BASE, "model": BERT, "task": {"name": "mlm"}}
 MODERN = "model.family=modernbert"
 BERT_RULES = [
+    (
+        "train.batch_invariant=true",
+        1,
+        "train.batch_invariant",
+        True,
+        "no backend computes attention with direction: invariant has no direction",
+        {"model.family"},
+        (False,),
+    ),
     ("task.rate=0", 1, "task.rate", 0, "(0, 1]", set(), (0.15, 0.3)),
     (
         "task={name: pretrain}",

@@ -24,7 +24,7 @@ from phalanx.data.mixture import Blend, parse_split, permute
 from phalanx.data.sources import FileSource, MockSource, cut_at_documents, nearest_border
 from phalanx.sequence.batch import IGNORE, Batch
 from phalanx.sequence.shard import WHOLE
-from phalanx.text.prepare import demo_data, find_files, prepare, stdlib_files
+from phalanx.text.prepare import PrepareOptions, demo_data, find_files, prepare, stdlib_files
 from phalanx.text.tokenizers import byte_tokenizer, load_tokenizer, train_bpe
 
 DOCUMENTS = [[5, 1, 2, 3, 4], [9, 8, 7], [6], [], [1, 1, 2, 3, 5, 8, 13]]
@@ -604,9 +604,12 @@ def test_prepare_and_bad_bytes(tmp_path):
     with pytest.raises(DataError, match=r"a\.txt: not UTF-8: byte 0xff at offset 8"):
         prepare(inputs, tmp_path / "out", byte_tokenizer())
     assert not list(tmp_path.glob("out*"))
-    assert prepare(inputs, tmp_path / "out", byte_tokenizer(), errors="skip").skipped == 1
+    assert prepare(inputs, tmp_path / "out", byte_tokenizer(), PrepareOptions(errors="skip")).skipped == 1
     assert documents_of(tmp_path / "out") == ["fine"]
-    assert prepare(inputs, tmp_path / "out", byte_tokenizer(), errors="replace", overwrite=True).replaced == 1
+    assert (
+        prepare(inputs, tmp_path / "out", byte_tokenizer(), PrepareOptions(errors="replace", overwrite=True)).replaced
+        == 1
+    )
     assert documents_of(tmp_path / "out") == ["good \ufffd bad", "fine"]
 
 
@@ -625,7 +628,9 @@ def test_prepare_and_bad_lines(tmp_path, line, message):
     (tmp_path / "a.jsonl").write_bytes(b'{"text": "ok"}\n' + line + b"\n")
     with pytest.raises(DataError, match=message):
         prepare([tmp_path / "a.jsonl"], tmp_path / "out", byte_tokenizer())
-    assert prepare([tmp_path / "a.jsonl"], tmp_path / "out", byte_tokenizer(), errors="skip").skipped == 1
+    assert (
+        prepare([tmp_path / "a.jsonl"], tmp_path / "out", byte_tokenizer(), PrepareOptions(errors="skip")).skipped == 1
+    )
     assert documents_of(tmp_path / "out") == ["ok"]
 
 

@@ -12,7 +12,7 @@ from phalanx.base.errors import DataError
 from phalanx.cli.main import cli
 from phalanx.data.config import DataConfig
 from phalanx.text.cache import use_text
-from phalanx.text.prepare import prepare
+from phalanx.text.prepare import PrepareOptions, prepare
 from phalanx.text.tokenizers import byte_tokenizer
 
 
@@ -104,7 +104,7 @@ def test_an_input_is_not_overwritten(tmp_path, name, overwrite):
     split = {"train": 0.5, "valid": 0.5} if "-" in name else {}
     for prefix in (tmp_path / "own", tmp_path / "linked/own"):
         with pytest.raises(DataError, match=f"{name}: this input would be replaced"):
-            prepare([file], prefix, byte_tokenizer(), overwrite=overwrite, split=split)
+            prepare([file], prefix, byte_tokenizer(), PrepareOptions(overwrite=overwrite, split=split))
     assert file.read_text() == '{"text": "arma"}\n' and sorted(path.name for path in tmp_path.iterdir()) == [
         "linked",
         name,

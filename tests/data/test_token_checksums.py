@@ -22,7 +22,7 @@ from phalanx.data.background import BackgroundCheck
 from phalanx.data.checksums import SegmentSums, compare, cut, read_sums
 from phalanx.data.config import DataConfig
 from phalanx.data.index import Corpus, CorpusWriter
-from phalanx.text.prepare import merge_shards, prepare
+from phalanx.text.prepare import PrepareOptions, merge_shards, prepare
 from phalanx.text.tokenizers import byte_tokenizer
 from phalanx.training.main import train
 from tests.checkpoint.test_checkpoint_bytes import flip
@@ -79,7 +79,7 @@ def test_segments_of_a_file_that_is_written_in_pieces(monkeypatch):
     "settings", [{}, {"workers": 2}, {"shuffle": 3}, {"split": {"a": 0.6, "b": 0.4}}, {"shard": (0, 1)}]
 )
 def test_whatever_prepare_writes_is_checked(tmp_path, lines, settings):
-    prepare([lines], tmp_path / "out", byte_tokenizer(), piece_bytes=1500, **settings)
+    prepare([lines], tmp_path / "out", byte_tokenizer(), PrepareOptions(piece_bytes=1500, **settings))
     for prefix in sorted(path.with_suffix("") for path in tmp_path.glob("out*.idx")):
         corpus = Corpus(prefix)
         [file] = corpus.bin_files
@@ -99,7 +99,7 @@ def sizes(count: int) -> str:
 def test_merging_carries_checksums_on(tmp_path, lines, copy):
     """Those of the shards: a shard that was damaged before the merge is still found after it."""
     for n in range(2):
-        prepare([lines], tmp_path / f"s{n}", byte_tokenizer(), piece_bytes=1500, shard=(n, 2))
+        prepare([lines], tmp_path / f"s{n}", byte_tokenizer(), PrepareOptions(piece_bytes=1500, shard=(n, 2)))
     flip(tmp_path / "s1.bin", 80)
     merge_shards(tmp_path / "all", [tmp_path / "s0", tmp_path / "s1"], copy=copy)
     corpus = Corpus(tmp_path / "all")
@@ -110,7 +110,7 @@ def test_merging_carries_checksums_on(tmp_path, lines, copy):
 
 def test_a_merge_with_unchecked_files(tmp_path, lines):
     for n in range(2):
-        prepare([lines], tmp_path / f"s{n}", byte_tokenizer(), shard=(n, 2), piece_bytes=1500)
+        prepare([lines], tmp_path / f"s{n}", byte_tokenizer(), PrepareOptions(shard=(n, 2), piece_bytes=1500))
     (tmp_path / "s0.sums").unlink()
     merge_shards(tmp_path / "all", [tmp_path / "s0", tmp_path / "s1"])
     assert [file.segments is None for file in Corpus(tmp_path / "all").bin_files] == [True, False]
@@ -144,7 +144,7 @@ def test_an_interrupted_preparation_leaves_no_valid_looking_pair(tmp_path, lines
             patch.setattr(os, "replace", lambda *args: counted("replace", *args))
             patch.setattr(Path, "unlink", lambda *args, **options: counted("unlink", *args, **options))
             try:
-                prepare([tmp_path / "b.jsonl"], tmp_path / "out", byte_tokenizer(), overwrite=True)
+                prepare([tmp_path / "b.jsonl"], tmp_path / "out", byte_tokenizer(), PrepareOptions(overwrite=True))
                 stopped = False
             except KeyboardInterrupt:
                 stopped = True
@@ -181,7 +181,7 @@ def test_every_flip_in_an_index_is_refused_at_open(tmp_path, lines):
     "phalanx data verify names the file and the bytes, 200 times of 200, with exit 3",
 )
 def test_every_flip_in_tokens_is_named_by_verify(tmp_path, lines):
-    prepare([lines], tmp_path / "out", byte_tokenizer(), piece_bytes=1500)
+    prepare([lines], tmp_path / "out", byte_tokenizer(), PrepareOptions(piece_bytes=1500))
     [file] = Corpus(tmp_path / "out").bin_files
     starts = [place.start for place in file.ranges()]
     assert len(starts) > 3
@@ -227,7 +227,7 @@ def test_verify_of_a_config_and_of_what_is_not_there(tmp_path, lines, monkeypatc
 def test_damaged_or_foreign_checksums(tmp_path, lines):
     """A .sums whose own bits flip is refused or means the same; one of other token files is refused; neither is
     ignored."""
-    prepare([lines], tmp_path / "out", byte_tokenizer(), piece_bytes=1500)
+    prepare([lines], tmp_path / "out", byte_tokenizer(), PrepareOptions(piece_bytes=1500))
     good = read_sums(tmp_path / "out")
     for bit in bits(tmp_path / "out.sums", 300):
         flip(tmp_path / "out.sums", bit)
@@ -317,7 +317,7 @@ def is_named(folder: Path, prefix: Path, bit: int) -> None:
 )
 def test_a_run_finds_damaged_tokens_before_it_ends(warm, tmp_path, lines):
     """Also where two ranks run: both say the same."""
-    prepare([lines], tmp_path / "train", byte_tokenizer(), piece_bytes=1500)
+    prepare([lines], tmp_path / "train", byte_tokenizer(), PrepareOptions(piece_bytes=1500))
     for number, bit in enumerate(bits(tmp_path / "train.bin", 4)):
         is_named(tmp_path / f"run{number}", tmp_path / "train", bit)
     flip(tmp_path / "train.bin", 1)
@@ -330,14 +330,14 @@ def test_a_run_finds_damaged_tokens_before_it_ends(warm, tmp_path, lines):
 @pytest.mark.soak
 @pytest.mark.parametrize("part", range(4))
 def test_runs_find_every_flip_before_they_end(tmp_path, lines, part):
-    prepare([lines], tmp_path / "train", byte_tokenizer(), piece_bytes=1500)
+    prepare([lines], tmp_path / "train", byte_tokenizer(), PrepareOptions(piece_bytes=1500))
     for number, bit in enumerate(bits(tmp_path / "train.bin", FLIPS // 4, seed=part)):
         is_named(tmp_path / f"run{number}", tmp_path / "train", bit)
 
 
 def test_the_background_check_reads_every_byte_once_from_any_place(tmp_path, lines):
     for name in ("a", "b"):
-        prepare([lines], tmp_path / name, byte_tokenizer(), piece_bytes=1500)
+        prepare([lines], tmp_path / name, byte_tokenizer(), PrepareOptions(piece_bytes=1500))
     corpora = [Corpus(tmp_path / name) for name in "aab"]
     places = {file.path: [place for place in file.ranges()] for corpus in corpora for file in corpus.bin_files}
     for first in (0.0, 0.3, 0.999):
@@ -356,7 +356,7 @@ def test_the_background_check_reads_every_byte_once_from_any_place(tmp_path, lin
 def test_the_background_check_rests_until_the_run_ends(tmp_path, lines, monkeypatch):
     """With so low a rate that the first rest would last for hours, `finish` and `close` still come back at once."""
     monkeypatch.setattr(background, "RATE", 1.0)
-    prepare([lines], tmp_path / "a", byte_tokenizer(), piece_bytes=1500)
+    prepare([lines], tmp_path / "a", byte_tokenizer(), PrepareOptions(piece_bytes=1500))
     corpus = Corpus(tmp_path / "a")
     with BackgroundCheck([corpus]) as check:
         assert check.finish(60.0) is None and check._left == 0

@@ -24,7 +24,7 @@ from phalanx.layout.config import LayoutConfig
 from phalanx.layout.grid import Grid
 from phalanx.ops.quantized.expert_quantizer import ExpertQuantizer
 from phalanx.ops.quantized.quantizer import WeightQuantizer
-from phalanx.ops.quantized.recipes import COUNTS, E4M3, RECIPES, SLOTS, block_amax, multipliers
+from phalanx.ops.quantized.recipes import COUNTS, E4M3, SLOTS, block_amax, find_recipe, multipliers
 from phalanx.ops.quantized.scale_blocks import Blocks
 from phalanx.ops.quantized.stored import STORED
 from tests.checkpoint.test_checkpoint import check_weights_are_cast_masters
@@ -44,7 +44,7 @@ KINDS = [
 
 def low_for(shape: tuple[int, ...], recipe: str, implementation: str) -> WeightQuantizer:
     kind = WeightQuantizer if len(shape) == 2 else ExpertQuantizer
-    return kind(RECIPES[recipe], "w", 0, ModelAxes(), implementation)  # type: ignore[arg-type]
+    return kind(find_recipe(recipe), "w", 0, ModelAxes(), implementation)  # type: ignore[arg-type]
 
 
 @pytest.mark.parametrize("shape, recipe", KINDS, ids=str)

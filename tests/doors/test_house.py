@@ -210,7 +210,6 @@ MANY_PARAMETERS = {
     "data": 1,
     "layout": 1,
     "schedule": 1,
-    "text": 1,
     "training": 1,
 }
 

@@ -22,7 +22,7 @@ from phalanx.config.read import load_run
 from phalanx.config.run import GuardConfig
 from phalanx.config.write import to_dict
 from phalanx.engine.guard import FLOOR, Guard
-from phalanx.engine.replicas import check_replicas, fold
+from phalanx.engine.replicas import check_replicas, hash_bits
 from phalanx.launch.local import start
 from phalanx.launch.outcome import RankFailed
 from phalanx.layout.config import LayoutConfig
@@ -210,14 +210,14 @@ def test_overflows_of_an_adapting_loss_scale_are_no_events(tmp_path):
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32, torch.float64])
 def test_any_flipped_bit_changes_the_hash(dtype):
     x = torch.randn(1000, dtype=torch.float64).to(dtype)
-    before, pick = int(fold(x)), random.Random(0)
+    before, pick = int(hash_bits(x)), random.Random(0)
     bits = x.view(torch.uint8)
     for _ in range(200):
         i, bit = pick.randrange(len(bits)), 1 << pick.randrange(8)
         bits[i] ^= bit
-        assert int(fold(x)) != before
+        assert int(hash_bits(x)) != before
         bits[i] ^= bit
-    assert int(fold(x)) == before
+    assert int(hash_bits(x)) == before
 
 
 def flipped(rank: int, world: int, run, bad: int, what: str) -> str:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import json
 import shutil
 from dataclasses import replace
@@ -12,13 +13,16 @@ import torch
 
 from phalanx.checkpoint.keep import find
 from phalanx.comm.mesh import Mesh
+from phalanx.config.check import check_sequences
 from phalanx.config.read import load_run
 from phalanx.config.run import Run
 from phalanx.evaluation.perplexity import Evaluation, base_config, open_sets, results_of
-from phalanx.inference.load import weights_alone
+from phalanx.inference.load import run_of_model, weights_alone
+from phalanx.layout.config import LayoutConfig
 from phalanx.planning.plan import grid_of
 from phalanx.text.prepare import prepare
 from phalanx.text.tokenizers import load_tokenizer
+from tests.harness import parity
 
 ROOT = Path(__file__).parents[2]
 TEXT = (
@@ -200,6 +204,19 @@ def test_a_run_that_starts_from_text_is_evaluated_again(warm, tmp_path):
     assert recomputed.returncode == 0 and f"{own_losses(tmp_path / 'r')['valid']:.6f}" in recomputed.stdout, (
         recomputed.stderr
     )
+
+
+@pytest.mark.parametrize("family", ["llama", "t5"])
+def test_no_layout_refuses_a_length_that_tp_does_not_divide(family):
+    """Micro-batches of a run that does not train have as many more sequences as that takes, and no more."""
+    for tp, cp, length, given in itertools.product((1, 2, 3, 4), (1, 2, 3), (16, 49, 50), (1, 2)):
+        run = run_of_model(replace(parity.MODELS[family], max_position_embeddings=length), None, gpu=False)
+        run = replace(run, layout=LayoutConfig(tp=tp, cp=cp), train=replace(run.train, micro_batch=given))
+        found = weights_alone(run, 2 * tp * cp).train
+        assert found.seq_length == length and found.global_batch == 2 * found.micro_batch
+        counts = range(given, found.micro_batch + 1, given)
+        refused = [check_sequences(replace(run, train=replace(run.train, micro_batch=count))) for count in counts]
+        assert not refused[-1] and all(refused[:-1])
 
 
 def test_what_a_layout_adds_to_training_alone_is_left_out():

@@ -37,11 +37,11 @@ from phalanx.ops.quantized.recipes import (
     COUNTS,
     E4M3,
     E5M2,
-    RECIPES,
     SLOTS,
     Scaled,
     block_amax,
     cast,
+    find_recipe,
     multipliers,
     quantize,
     scaled_product,
@@ -63,7 +63,7 @@ def spread_out(*shape: int, seed: int = 0) -> torch.Tensor:
 
 
 def quantizer_of(recipe: str, twin: str, device: torch.device) -> WeightQuantizer:
-    low = WeightQuantizer(RECIPES[recipe], "w", 0, ModelAxes(), twin)  # type: ignore[arg-type]
+    low = WeightQuantizer(find_recipe(recipe), "w", 0, ModelAxes(), twin)  # type: ignore[arg-type]
     low.counts, low.amax = (
         torch.zeros(3, SLOTS, COUNTS, dtype=torch.int64, device=device),
         torch.zeros(3, device=device),
@@ -166,7 +166,7 @@ def products(recipe: str, weight: bool) -> Callable[[torch.device], str]:
     """Forward (with a weight) and a weight's gradient added to fp32: against float64 sums of the same codes."""
 
     def check(device: torch.device) -> str:
-        r, worst = RECIPES[recipe], 0.0
+        r, worst = find_recipe(recipe), 0.0
         for m, n, k in ((256, 512, 1024), (272, 144, 400), (4096, 1024, 2048)):
             if recipe == "blockwise" and k % 128:
                 k = 512
@@ -280,7 +280,7 @@ def by_cublaslt(device: torch.device) -> str:
         "squares": ("blockwise", True),
     }
     for name, (recipe, weight) in kinds.items():
-        r = RECIPES[recipe]
+        r = find_recipe(recipe)
         blocks, formats = (r.tokens, r.weight if weight else r.tokens), (r.forward if weight else r.backward, r.forward)
         a, b = torch.randn(m, k).bfloat16(), torch.randn(n, k).bfloat16()
         qa, qb = (quantize(x, bl, f, multipliers(block_amax(x, bl), f)) for x, bl, f in zip((a, b), blocks, formats))
@@ -329,7 +329,7 @@ ENDS = torch.tensor(
 
 
 def experts_of(recipe: str, twin: str, device: torch.device) -> ExpertQuantizer:
-    low = ExpertQuantizer(RECIPES[recipe], "w", 0, ModelAxes(), twin)  # type: ignore[arg-type]
+    low = ExpertQuantizer(find_recipe(recipe), "w", 0, ModelAxes(), twin)  # type: ignore[arg-type]
     low.counts, low.amax = (
         torch.zeros(3, SLOTS, COUNTS, dtype=torch.int64, device=device),
         torch.zeros(3, device=device),

@@ -21,7 +21,7 @@ from functools import reduce
 from typing import Any
 
 from phalanx.base.errors import ConfigError
-from phalanx.ops.quantized.recipes import RECIPES
+from phalanx.ops.quantized.recipes import find_recipe
 from tests.harness.pool import RankPool
 from tests.harness.support import broken, close_pool, confirm, mended, pool
 from tests.harness.support_features import (
@@ -152,7 +152,7 @@ def other_codes(one: Feature) -> bool:
 
 def cut_blocks(one: Feature) -> bool:
     """Whether ranks of odd widths, or of few key-value heads, cut blocks of scales otherwise than one process."""
-    recipe = RECIPES[one.fp8.get("recipe", "tensorwise")]
+    recipe = find_recipe(one.fp8.get("recipe", "tensorwise"))
     return bool(one.fp8) and max(*recipe.tokens, *recipe.weight) > 1 and one.layout.get("tp", 1) > 1
 
 

@@ -12,6 +12,7 @@ from unittest import mock
 import torch
 from torch import Tensor
 
+from phalanx.base.errors import ConfigError
 from phalanx.comm.mesh import Mesh
 from phalanx.config.run import Run
 from phalanx.engine.build import build_for_inference
@@ -406,6 +407,22 @@ def allocated(rank: int, world: int, run: Run, options: EngineOptions) -> tuple[
     kept += [*([] if counts is None else [counts.made, counts.prompt])]
     weights = [p.data for block in model.blocks for p in block.parameters()]
     return storage_bytes(weights), storage_bytes(pages), storage_bytes(kept)
+
+
+def refusals(
+    rank: int, world: int, run: Run, tried: Sequence[EngineOptions]
+) -> list[list[tuple[str, object, str, tuple[object, ...]]] | None]:
+    """By field, value, rule and what would be valid, why an engine refuses each of these options; None: it does not."""
+    model, found = random_model(rank, world, run), list[list[tuple[str, object, str, tuple[object, ...]]] | None]()
+    for options in tried:
+        try:
+            engine = Engine(model, options, wait_s=60)
+        except ConfigError as error:
+            found.append([(p.field, p.value, p.rule, p.valid) for p in error.problems])
+            continue
+        found.append(None)
+        engine.close() if rank == 0 else engine.follow()
+    return found
 
 
 def storage_bytes(tensors: Sequence[Tensor]) -> int:

@@ -532,6 +532,7 @@ CHOSEN = {
 MODELS["qwen3_next"] = Qwen3NextConfig(
     **GATED, **CHOSEN, intermediate_size=42, num_hidden_layers=4, mlp_only_layers=(1,)
 )
+MODELS["qwen3_next-mtp"] = replace(MODELS["qwen3_next"], num_nextn_predict_layers=1, mtp_loss_weight=0.7)
 MODELS["qwen3_5_text"] = Qwen35TextConfig(**GATED, intermediate_size=42, num_hidden_layers=4)
 MODELS["kimi_linear"] = KimiLinearConfig(
     **SIZES,

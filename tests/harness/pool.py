@@ -53,13 +53,25 @@ def join_network(number: int) -> None:
 
 
 def free_port() -> int:
-    """One that no connection is given by the kernel (those are above 32768), and no other process that runs tests
-    looks at first."""
+    [port] = free_ports(1)
+    return port
+
+
+def free_ports(count: int) -> list[int]:
+    """Ports that no connection is given by the kernel (those are above 32768), no other process that runs tests looks
+    at first, and no job of a SLURM of the tests meets at (15000 and its number)."""
     first = 10000 + os.getpid() * 16 % 20000
-    for port in [*range(first, first + 16), *range(10000, 30000)]:
-        with contextlib.suppress(OSError), socket.create_server(("localhost", port)):
-            return port
-    raise RuntimeError("no port is free")
+    found: list[int] = []
+    with contextlib.ExitStack() as opened:
+        for port in [*range(first, first + 16), *range(10000, 30000)]:
+            if port in range(15000, 15200):
+                continue
+            with contextlib.suppress(OSError):
+                opened.enter_context(socket.create_server(("localhost", port)))
+                found.append(port)
+            if len(found) == count:
+                return found
+    raise RuntimeError("too few ports are free")
 
 
 def _serve(pipe: Any, rank: int, network: int | None) -> None:

@@ -19,6 +19,7 @@ from collections.abc import Callable, Mapping
 from pathlib import Path
 from types import MappingProxyType
 
+from tests.harness.pool import free_ports
 from tests.harness.warm import Warm
 
 NODES = ("n1", "n2")
@@ -51,8 +52,8 @@ SelectTypeParameters=CR_CPU
 SchedulerParameters=sched_interval=1,batch_sched_delay=0,sched_min_interval=0,bf_interval=1
 PreemptType=preempt/partition_prio
 PreemptMode=REQUEUE
-SlurmdTimeout=10
-SlurmctldTimeout=10
+SlurmdTimeout=30
+MessageTimeout=60
 KillWait=5
 MinJobAge=600
 ReturnToService=2
@@ -77,12 +78,6 @@ def missing() -> str:
 
 def which(name: str) -> str | None:
     return shutil.which(name, path=f"{os.environ['PATH']}:/usr/sbin")
-
-
-def free_ports(count: int) -> list[int]:
-    with contextlib.ExitStack() as opened:
-        sockets = [opened.enter_context(socket.create_server(("127.0.0.1", 0))) for _ in range(count)]
-        return [s.getsockname()[1] for s in sockets]
 
 
 def until(done: Callable[[], object], what: Callable[[], str], seconds: float = WAIT_S) -> None:
@@ -170,7 +165,7 @@ class Slurm:
 
     def ask(self, *words: str, check: bool = True) -> str:
         done = subprocess.run(
-            words, env={**os.environ, **self.env}, capture_output=True, text=True, timeout=30, check=False
+            words, env={**os.environ, **self.env}, capture_output=True, text=True, timeout=WAIT_S, check=False
         )
         assert not check or done.returncode == 0, f"{' '.join(words)}: {done.stdout}{done.stderr}"
         return done.stdout.strip()
@@ -184,9 +179,9 @@ class Slurm:
         text = self.ask("scontrol", "show", "job", "-o", job, check=False)
         return dict(word.partition("=")[::2] for word in text.split() if "=" in word)
 
-    def steps(self, job: str) -> list[str]:
-        """The steps of a job that run, such as 7.0."""
-        return self.ask("squeue", "--noheader", "--steps", f"--jobs={job}", "--format=%i", check=False).split()
+    def tasks(self, job: str) -> list[int]:
+        """Processes of the first step of a job."""
+        return self._processes(f"SLURM_JOB_ID={job}", "SLURM_STEP_ID=0")
 
     def listening(self, port: int) -> bool:
         """Whether something listens at a port of this machine."""

@@ -9,7 +9,8 @@ import tempfile
 from collections.abc import Sequence
 from pathlib import Path
 
-from tests.harness.slurm import free_ports, until, which
+from tests.harness.pool import free_ports
+from tests.harness.slurm import until, which
 
 SERVER = """\
 Port {port}

@@ -88,7 +88,7 @@ ALLOWED = (
     ("train.fp8", "is not built for a model that reads images or sound"),
     (
         "train.cuda_graphs",
-        "needs micro-batches of equal sizes, and a model that reads images or sound has others in each: take off",
+        "needs micro-batches of equal sizes, and those of a model that reads sound differ",
     ),
     (
         "train.deterministic",

@@ -23,6 +23,7 @@ from phalanx.models.gpt2 import GPT2Config
 from phalanx.models.gpt_neox import GPTNeoXConfig
 from phalanx.models.gpt_oss import GptOssConfig
 from phalanx.models.kimi_k25 import KimiK25Config
+from phalanx.models.kimi_linear import KimiLinearConfig
 from phalanx.models.llama import LlamaConfig
 from phalanx.models.llama4_text import Llama4TextConfig
 from phalanx.models.llava import LlavaConfig
@@ -34,13 +35,17 @@ from phalanx.models.modernbert import ModernBertConfig
 from phalanx.models.nemotron_h import NemotronHConfig
 from phalanx.models.olmo2 import Olmo2Config
 from phalanx.models.olmo3 import Olmo3Config
+from phalanx.models.olmo_hybrid import OlmoHybridConfig
 from phalanx.models.phi3 import Phi3Config
 from phalanx.models.qwen2 import Qwen2Config
 from phalanx.models.qwen2_5_vl import Qwen25Vision, Qwen25VLConfig
 from phalanx.models.qwen3 import Qwen3Config
+from phalanx.models.qwen3_5 import Qwen35Config
+from phalanx.models.qwen3_5_moe import Qwen35MoEConfig
 from phalanx.models.qwen3_moe import Qwen3MoEConfig
 from phalanx.models.qwen3_next import Qwen3NextConfig
 from phalanx.models.qwen3_vl import Qwen3Vision, Qwen3VLConfig
+from phalanx.models.qwen_vision import LearnedVision
 from phalanx.models.registry import load_family
 from phalanx.models.rope import RopeScaling
 from phalanx.models.smollm3 import SmolLM3Config
@@ -66,11 +71,12 @@ DENSE = (
 )
 LATENT = ("deepseek_v3", "kimi_k25")
 GROUPED = ("mixtral", "qwen3_moe", "gpt_oss", "llama4_text", "minimax_m2", "glm4_moe")
-SCANS = ("mamba2", "nemotron_h", "falcon_h1", "qwen3_next")
-EXPERTS = (*GROUPED[:3], *LATENT, *GROUPED[3:], "nemotron_h", "qwen3_next")
-DECODERS = (*DENSE, "gpt2", "gpt_neox", *EXPERTS[:-2], "kinds", *SCANS)
+SCANS = ("mamba2", "nemotron_h", "falcon_h1", "qwen3_next", "kimi_linear", "olmo_hybrid")
+OF_ATTENTION = (*GROUPED[:3], *LATENT, *GROUPED[3:])
+EXPERTS = (*OF_ATTENTION, "nemotron_h", "qwen3_next", "kimi_linear", "qwen3_5_moe")
+DECODERS = (*DENSE, "gpt2", "gpt_neox", *OF_ATTENTION, "kinds", *SCANS)
 ENCODERS = ("bert", "modernbert")
-PICTURES = ("llava", "qwen2_5_vl", "qwen3_vl", "gemma3")
+PICTURES = ("llava", "qwen2_5_vl", "qwen3_vl", "gemma3", "qwen3_5", "qwen3_5_moe")
 FAMILIES = (*DECODERS, *ENCODERS, "t5", "embeddings", *PICTURES, "whisper")
 FAMILY_NAMES = {"kinds": "chunks, caps, bias, both ways", "embeddings": "modernbert, embeddings"}
 """Of a family that is not ours, whose layers attend in other ways: the ways; of one without a head: what it makes."""
@@ -170,6 +176,28 @@ def model_of(family: str, unit: int, length: int) -> Any:
             own = dict(num_experts=4, moe_intermediate_size=2 * unit, shared_expert_intermediate_size=unit)
             kinds = ("linear_attention", "full_attention")
             return Qwen3NextConfig(**heads | sizes, **chosen, **own, **delta, layer_types=kinds)
+        case "kimi_linear":
+            own = dict(linear_num_heads=8, linear_head_dim=unit, linear_conv_kernel_dim=3, intermediate_size=2 * unit)
+            kinds = ("linear_attention", "full_attention")
+            whole = {k: v for k, v in latent.items() if k != "q_lora_rank"}
+            kept = {k: v for k, v in grouped.items() if k != "router_bias_update_rate"}
+            return KimiLinearConfig(**common, **whole, **chosen, **kept, **own, layer_types=kinds)
+        case "olmo_hybrid":
+            delta = dict(linear_num_key_heads=8, linear_num_value_heads=8, linear_conv_kernel_dim=3)
+            sizes = dict(linear_key_head_dim=unit, linear_value_head_dim=unit)
+            return OlmoHybridConfig(**heads, **delta, **sizes, layer_types=("linear_attention", "full_attention"))
+        case "qwen3_5" | "qwen3_5_moe":
+            delta = dict(linear_num_key_heads=4, linear_num_value_heads=8, linear_conv_kernel_dim=3)
+            sizes = dict(linear_key_head_dim=unit, linear_value_head_dim=unit, head_dim=2 * unit)
+            tower = LearnedVision(**TOWER, patch_size=2, num_position_embeddings=9)
+            pairs = unit // 4  # a quarter of a head is rotated
+            seen = dict(image_token_id=7, mrope_section=(pairs - 1, 1, 0), vision=tower)
+            seen |= dict(layer_types=("linear_attention", "full_attention"))
+            if family == "qwen3_5":
+                return Qwen35Config(**heads | sizes, **delta, **seen)
+            own = dict(num_experts=4, moe_intermediate_size=2 * unit, shared_expert_intermediate_size=unit)
+            dense = {k: v for k, v in heads.items() if k != "intermediate_size"}
+            return Qwen35MoEConfig(**dense | sizes, **chosen, **own, **delta, **seen)
         case "falcon_h1":
             scan = dict(mamba_n_heads=2 * unit, mamba_d_head=2, mamba_n_groups=4, mamba_d_state=unit, mamba_d_conv=3)
             scales = dict(
@@ -301,7 +329,7 @@ def beside(name: str, also: Also, **changes: Any) -> Feature:
     return Feature(name, "Beside training", "beside", also=also, **changes)
 
 
-ROTARY = tuple(f for f in DECODERS if f not in ("gpt2", "mamba2", "nemotron_h"))
+ROTARY = tuple(f for f in DECODERS if f not in ("gpt2", "mamba2", "nemotron_h", "kimi_linear", "olmo_hybrid"))
 KEYS = (*DENSE, *GROUPED)  # families with heads of keys and values of their own number
 YARN = RopeScaling(rope_type="yarn", factor=4.0, original_max_position_embeddings=8)
 
@@ -312,7 +340,11 @@ SMALL_BUCKETS = (
 
 FEATURES = (
     *(family(name) for name in FAMILIES),
-    model("tied embeddings", tuple(f for f in FAMILIES if f != "nemotron_h"), tie_word_embeddings=True),
+    model(
+        "tied embeddings",
+        tuple(f for f in FAMILIES if f not in ("nemotron_h", "kimi_linear")),
+        tie_word_embeddings=True,
+    ),
     model("one key-value head", KEYS, num_key_value_heads=1),
     model(
         "sliding window",
@@ -379,7 +411,7 @@ FEATURES = (
     made_again("offload", kind="", offload_layers=1),
     Feature("fp32", "Precision", "precision", train={"precision": "fp32"}, near=True),
     Feature("bf16", "Precision", "precision", train={"precision": "bf16"}, near=True),
-    Feature("fp16", "Precision", "precision", train={"precision": "fp16", "loss_scale": 1024.0}, near=True),
+    Feature("fp16", "Precision", "precision", train={"precision": "fp16", "loss_scale": 128.0}, near=True),
     recipe("tensorwise"),
     recipe("delayed"),
     recipe("rowwise"),

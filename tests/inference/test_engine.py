@@ -66,8 +66,8 @@ FAMILIES = (
     "falcon_h1",
 )
 LAYOUTS = (
-    ("llama", {"tp": 2}),
-    ("llama", {"pp": 2}),
+    pytest.param("llama", {"tp": 2}, marks=pytest.mark.soak),
+    pytest.param("llama", {"pp": 2}, marks=pytest.mark.soak),
     ("llama", {"tp": 2, "pp": 2}),
     ("llama", {"tp": 4}),
     ("olmo2", {"tp": 2}),
@@ -372,16 +372,24 @@ def test_stages_of_a_pipeline_are_not_idle(ranks, pp):
 SAMPLED = SamplingOptions(tokens=6, temperature=1.0, top_p=0.95, seed=3)
 
 
-@pytest.mark.parametrize("layout", [{"tp": 2}, {"pp": 2}, {"tp": 2, "pp": 2}], ids=str)
-def test_a_seed_gives_one_text_in_every_layout(ranks, layout):
+SEEDED = [
+    ("llama", {"tp": 2, "pp": 2}),
+    ("llama", {"cp": 2}),
+    ("mixtral", {"ep": 2}),
+    *(pytest.param("llama", {axis: 2}, marks=pytest.mark.soak) for axis in ("tp", "pp")),
+]
+
+
+@pytest.mark.parametrize("model, layout", SEEDED, ids=str)
+def test_a_seed_gives_one_text_in_every_layout(ranks, model, layout):
     """With penalties for some, and rows that others had before."""
     prompts = sequences_of(LENGTHS, 131)
     asked = [
         (p, replace(SAMPLED, sample=i, repetition_penalty=1 + i % 2, presence_penalty=i % 2))
         for i, p in enumerate(prompts)
     ]
-    alone = answers(0, 1, run_of("llama"), asked, SMALL)
-    found = ranks.run("tests.harness.generation:answers", world_of(layout), run_of("llama", **layout), asked, SMALL, 2)
+    alone = answers(0, 1, run_of(model), asked, SMALL)
+    found = ranks.run("tests.harness.generation:answers", world_of(layout), run_of(model, **layout), asked, SMALL, 2)
     assert [a[0] for a in found[0]] == [a[0] for a in alone]
 
 

@@ -20,7 +20,7 @@ from phalanx.text.tokenizers import load_tokenizer
 from tests.training.test_example import started
 
 ROOT = Path(__file__).parents[2]
-POSITIONS = 48
+POSITIONS = 49  # no tp divides it
 LONG = SamplingOptions(tokens=1000, temperature=0.8, seed=1)
 
 
@@ -151,6 +151,8 @@ def test_many_prompts_on_ranks_give_the_texts_of_one_process(runs, warm, tmp_pat
     assert found[0][0]["text"] != found[0][1]["text"] and all(a["tokens"] <= 6 for a in found[0])
     refused = warm.phalanx(*words, "optim.lr=1")
     assert refused.returncode == 2 and "optim.lr" in refused.stderr and "layout.*" in refused.stderr
+    refused = warm.phalanx(*words, "layout.tp=0")
+    assert refused.returncode == 2 and "layout.tp=0: must be an integer >= 1" in refused.stderr
     prompts.write_text('{"prompt": 3}\n')
     refused = warm.phalanx(*words)
     assert refused.returncode == 3 and "line 1" in refused.stderr
@@ -186,13 +188,14 @@ def test_a_program_of_ones_own_makes_text(runs):
 
 @pytest.mark.soak
 def test_a_program_of_ones_own_makes_the_same_texts_on_ranks(runs, warm, tmp_path):
-    """As torchrun starts it."""
+    """As torchrun starts it; also where tp does not divide the model's positions."""
     script = tmp_path / "mine.py"
     script.write_text(SCRIPT)
-    [alone] = started(warm.python, script, str(runs / "long"))
+    folder = str(runs / "short")
+    [alone] = started(warm.python, script, folder)
     texts = json.loads(alone.splitlines()[-1])
     assert len(set(texts)) > 2
-    first, second = started(warm.python, script, str(runs / "long"), "layout.tp=2", ranks=2)
+    first, second = started(warm.python, script, folder, "layout.tp=2", ranks=2)
     assert json.loads(first.splitlines()[-1]) == texts and not second
 
 

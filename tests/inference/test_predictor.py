@@ -83,7 +83,10 @@ def watch_drafts(engine: Engine, width: int) -> list[int]:
     return places
 
 
-@pytest.mark.parametrize("modules, width, page_size", [(1, 1, 4), (2, 2, 4), (3, 3, 4), (1, 3, 64), (2, 4, 64)])
+@pytest.mark.parametrize(
+    "modules, width, page_size",
+    [(1, 1, 4), pytest.param(2, 2, 4, marks=pytest.mark.soak), (3, 3, 4), (1, 3, 64), (2, 4, 64)],
+)
 def test_drafts_are_those_of_the_modules_over_the_whole_sequence(modules, width, page_size):
     """Of prompts in pieces, of prefixes found in memory, after refused drafts; more drafts than modules too."""
     options = replace(PLAIN, page_size=page_size, drafts=MtpSpec(width))

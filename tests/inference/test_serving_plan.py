@@ -8,7 +8,7 @@ import pytest
 
 from phalanx.base.devices import Device, find_device
 from phalanx.base.errors import ConfigError
-from phalanx.cli.plan_serving import plan_serving
+from phalanx.cli.plan_serving import AskedServing, plan_serving
 from phalanx.config.run import Run
 from phalanx.forecast.decide import make_plan
 from phalanx.forecast.memory import OVERHEAD
@@ -17,7 +17,7 @@ from phalanx.inference.engine import Engine, EngineOptions
 from phalanx.inference.load import without_training
 from phalanx.inference.memory import MemoryLimits, row_bytes, sequence_bytes
 from phalanx.inference.predictor import MtpSpec
-from phalanx.inference.serving_plan import ServingPlan, check_fits, room_on
+from phalanx.inference.serving_plan import ServingPlan, check_fits, check_held, limits_of, room_on
 from phalanx.layout.grid import Coords
 from phalanx.nn.module import Module
 from phalanx.nn.mtp import MultiTokenPrediction
@@ -33,16 +33,16 @@ CASES = (
     ("deepseek_v3", {}, "model"),  # latents
     ("llama", {}, "fp8"),
     ("deepseek_v3", {}, "fp8"),
-    ("llama", {"tp": 2}, "model"),
+    pytest.param("llama", {"tp": 2}, "model", marks=pytest.mark.soak),
     ("gpt_oss", {"tp": 2, "pp": 2}, "fp8"),
-    ("deepseek_v3-mtp", {"pp": 2}, "model"),
+    pytest.param("deepseek_v3-mtp", {"pp": 2}, "model", marks=pytest.mark.soak),
     ("deepseek_v3-mtp", {"tp": 2, "pp": 2}, "mtp:3"),  # pages of modules that draft, and what they keep
     ("deepseek_v3-mtp", {}, "mtp:1"),
     ("qwen3_moe", {"tp": 2, "ep": 2}, "model"),
     ("gpt_oss", {"cp": 2}, "fp8"),
     ("t5", {"tp": 2, "pp": 2}, "model"),  # pages of what an encoder has read
     ("t5", {}, "fp8"),
-    ("llava", {"pp": 2}, "model"),  # a tower remembers nothing
+    pytest.param("llava", {"pp": 2}, "model", marks=pytest.mark.soak),  # a tower remembers nothing
 )
 
 
@@ -111,12 +111,42 @@ def test_an_engine_refuses_a_length_that_its_memory_does_not_hold():
     model = random_model(0, 1, run_of("llama"))
     page = 4 * 2 * 2 * 6 * 8 * 4  # tokens, keys and values, heads, features, bytes, layers
     options = replace(OPTIONS, memory_gib=page * 3.5 / 2**30)
-    with pytest.raises(ConfigError, match=r"length=14: needs .* Valid near it: 8\."):
+    with pytest.raises(ConfigError, match=r"^config error: length=14: needs .* Valid near it: 8\."):
         Engine(model, options)
     assert Engine(model, replace(options, length=8)).positions == 8
     assert Engine(model, replace(options, length=None)).positions == 8  # as many as there is room for
     with pytest.raises(ConfigError, match="room"):
         Engine(model, replace(options, length=None, memory_gib=page / 2**30))
+    run = model.plan.run
+
+    def held(**changes) -> None:
+        """As phalanx serve asks, before there is a rank."""
+        asked = replace(options, **changes)
+        check_held(serving_of(run, 1, limits=limits_of(run, asked)), asked)
+
+    with pytest.raises(ConfigError, match=r"--length=14: needs .*, because --memory-gib=.* Valid near it: 8\."):
+        held()
+    held(length=8)
+    held(length=None)
+    held(memory_gib=None)
+    with pytest.raises(ConfigError, match="--length=131072: needs 96.0 MiB"):
+        held(length=None, memory_gib=page / 2**30)
+
+
+@pytest.mark.parametrize("model, layout", [("gpt_oss", {"pp": 2}), ("nemotron_h", {}), ("t5", {"tp": 2})], ids=str)
+def test_what_is_refused_before_ranks_start_is_what_their_engine_refuses(ranks, model, layout):
+    """Windows, states and sources, at memories of which some hold no sequence; --length 14 or as it comes."""
+    run, world = run_of(model, **layout), max(layout.values(), default=1)
+    tried = [replace(OPTIONS, length=n, memory_gib=kib / 2**20) for n in (None, 14) for kib in (1, 4, 9, 30, 200)]
+    found = ranks.run("tests.harness.generation:refusals", world, run, tried)[0]
+    for options, theirs in zip(tried, found, strict=True):
+        try:
+            check_held(serving_of(run, world, limits=limits_of(run, options)), options)
+            ours = None
+        except ConfigError as error:
+            ours = [(p.field.removeprefix("--"), p.value, p.rule, p.valid) for p in error.problems]
+        assert ours == theirs, options
+    assert len({found is None for found in found}) == 2
 
 
 def test_the_rate_is_that_of_the_bytes_that_a_step_reads(ranks):
@@ -170,13 +200,17 @@ def test_drafts_read_their_modules_and_the_head_once_a_round():
 
 
 def test_what_the_command_says():
-    text = plan_serving("recipes/llama3_8b.py", ("layout.tp=2",), None, find_device("H100"), 8192)
+    text = plan_serving("recipes/llama3_8b.py", ("layout.tp=2",), None, find_device("H100"), AskedServing(8192))
     assert "8,192 tokens: 512.0 MiB of keys and values" in text and "H100" in text and "at 3.35 TB/s" in text
-    everywhere = plan_serving("recipes/llama3_8b.py", (), None, None, 8192)
+    eight = plan_serving("recipes/llama3_8b.py", ("layout.tp=2",), None, find_device("H100"), AskedServing(8192, "fp8"))
+    assert "8,192 tokens: 264.0 MiB of keys and values" in eight and "in float8_e4m3fn" in eight  # scales too
+    everywhere = plan_serving("recipes/llama3_8b.py", (), None, None, AskedServing(8192))
     assert all(name in everywhere for name in ("L4", "H200", "B200"))
     with pytest.raises(ConfigError, match=r"--tokens=200000: .*131072"):
-        plan_serving("recipes/llama3_8b.py", (), None, None, 200_000)
+        plan_serving("recipes/llama3_8b.py", (), None, None, AskedServing(200_000))
     with pytest.raises(ConfigError, match=r"train.steps.*does nothing"):
-        plan_serving("recipes/llama3_8b.py", ("train.steps=5",), None, None, None)
-    halved = plan_serving("recipes/llama3_8b.py", ("layout.cp=2", "layout.tp=2"), None, find_device("H100"), 8192)
+        plan_serving("recipes/llama3_8b.py", ("train.steps=5",), None, None, AskedServing())
+    halved = plan_serving(
+        "recipes/llama3_8b.py", ("layout.cp=2", "layout.tp=2"), None, find_device("H100"), AskedServing(8192)
+    )
     assert "8,192 tokens: 256.0 MiB of keys and values" in halved

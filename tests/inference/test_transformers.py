@@ -25,7 +25,7 @@ from tests.models.test_models import load_weights, wide_modules
 from tests.models.test_moe_models import saved
 from tests.models.test_twenty_steps import random_model
 
-OTHERS = ("mixtral-full", "deepseek_v3-mtp", "deepseek_v3-mtp-tied", "glm4_moe-mtp", "kimi_k25")
+OTHERS = ("mixtral-full", "deepseek_v3-mtp", "deepseek_v3-mtp-tied", "glm4_moe-mtp", "qwen3_next-mtp", "kimi_k25")
 FAMILIES = tuple(
     name
     for name, model in MODELS.items()

@@ -2,9 +2,19 @@
 
 from __future__ import annotations
 
+import socket
 import sys
+from collections.abc import Iterator
 
 import pytest
+
+
+@pytest.fixture
+def deaf() -> Iterator[socket.socket]:
+    """A port of this machine that nobody else can take, where nothing listens until a test says so."""
+    with socket.socket() as bound:
+        bound.bind(("", 0))
+        yield bound
 
 
 @pytest.fixture(autouse=True)

@@ -14,6 +14,7 @@ from phalanx.cli.main import cli
 from phalanx.config.cluster import seconds_of
 from phalanx.launch.job import slowest_save
 from phalanx.launch.slurm import slurm_time
+from phalanx.launch.status import run_lines
 
 CONFIG = """\
 model: {family: llama, vocab_size: 64, hidden_size: 16, intermediate_size: 32, num_hidden_layers: 2, num_attention_heads: 2}
@@ -201,3 +202,18 @@ def test_a_time_that_leaves_none_for_the_saves_that_the_run_makes(place):
 def test_times(text, seconds):
     assert seconds_of(text) == seconds
     assert seconds is None or seconds_of(slurm_time(seconds)) == seconds
+
+
+def test_status_shows_the_last_words_of_a_failed_job(tmp_path):
+    """The run's own log is older than what ended it, or is not there."""
+    logs = tmp_path / "logs"
+    logs.mkdir()
+    assert run_lines(tmp_path) == [f"run  {tmp_path}", "step  none yet"]
+    (logs / "slurm-7.log").write_text("config error: a\nsrun: error: n1: task 0: Exited\n\nphalanx: exit code 2\n")
+    (logs / "ray-7.txt").write_text("not a log of a job\n")
+    assert run_lines(tmp_path)[2:] == ["last  phalanx: exit code 2"]
+    assert run_lines(tmp_path, failed=True)[2:] == ["last  config error: a", "last  phalanx: exit code 2"]
+    (tmp_path / "log.txt").write_text("12:00 step=7\n")
+    (tmp_path / "metrics.jsonl").write_text('{"step": 7}\n')
+    assert run_lines(tmp_path)[1:] == ["step  7", "last  12:00 step=7"]
+    assert run_lines(tmp_path, failed=True)[1:] == ["step  7", "last  config error: a", "last  phalanx: exit code 2"]

@@ -304,7 +304,7 @@ def test_a_pod_that_is_taken_away_asks_the_run_once_and_waits_for_it(place, tmp_
         with pytest.raises(subprocess.TimeoutExpired):  # after it Kubernetes would send another signal
             hook.wait(1.5)
         (tmp_path / "saved").touch()
-        assert run.communicate(timeout=30)[0] == "asked\n" and run.returncode == 0
+        assert run.communicate(timeout=120)[0] == "asked\n" and run.returncode == 0
 
 
 # ---- a range of nodes ----------------------------------------------------------------------------

@@ -6,8 +6,12 @@ Kubernetes are as its documentation and Kubeflow's name them.
 
 from __future__ import annotations
 
+import os
 import re
 import socket
+import subprocess
+import sys
+import threading
 import time
 import zlib
 from dataclasses import replace
@@ -17,12 +21,15 @@ import pytest
 
 import phalanx as px
 from phalanx.base.errors import ConfigError, PeerLost
-from phalanx.comm import meeting
+from phalanx.comm import reach
+from phalanx.launch import first_host, local
 from phalanx.launch.env import Placement, read_placement
 from phalanx.launch.environment import allowed_cpus, node_settings, parse_cpus, span_text
 from phalanx.launch.hosts import expand
 from phalanx.training.main import StopRequest
 from tests.harness.pool import free_port
+from tests.harness.slurm import until
+from tests.harness.warm import ROOT
 
 SECRET = "0123456789abcdef"
 TWO_NODES = {  # srun -N2 --ntasks-per-node=1, on the second node
@@ -221,22 +228,79 @@ def config(tmp_path) -> str:
     return str(path)
 
 
+@pytest.mark.soak
 def test_a_first_host_that_does_not_resolve_is_named_at_once(warm, config, tmp_path):
+    """By the name service of this machine; tests/preflight/test_first_seconds.py asks none."""
     env = {**TWO_NODES, "MASTER_ADDR": "no-such-host.invalid"}
     done = warm.phalanx("train", config, f"dir={tmp_path / 'run'}", env=env)
     assert done.returncode == 2 and "MASTER_ADDR='no-such-host.invalid'" in done.stderr, done.stderr
     assert "must be the name or address of rank 0's host, but this host cannot reach it (" in done.stderr
 
 
-def test_a_rank_that_cannot_reach_rank_0_says_where_and_why(monkeypatch, capsys):
+def watching(env: dict[str, str]) -> list[threading.Thread]:
+    first_host.watch_first_host(env)
+    return [thread for thread in threading.enumerate() if thread.name == first_host.THREAD]
+
+
+def test_a_rank_that_cannot_reach_rank_0_says_where_and_why(monkeypatch, capsys, deaf):
     """127.0.0.1 is not waited for, because there a launcher listens first; another name of this machine is."""
-    monkeypatch.setattr(meeting, "SAY_S", 0.05)
-    host, port = socket.gethostname(), free_port()
+    monkeypatch.setattr(first_host, "SAY_S", 0.0)
+    host, port = socket.gethostname(), deaf.getsockname()[1]
     with pytest.raises(PeerLost, match=f"rank 3 on host {host} cannot reach rank 0 at {host}:{port}"):
-        meeting.reach(host, port, 3, 0.5)
-    assert "Is MASTER_ADDR rank 0's host" in capsys.readouterr().err
-    with pytest.raises(ConfigError, match=f"MASTER_ADDR='{host}': must be the name or address of rank 0's host"):
-        meeting.reach_myself(host, port)
+        reach.reach(host, port, 3, 0.1)
+    there = {**BY_HAND, "MASTER_ADDR": host, "MASTER_PORT": str(port), "PHALANX_RANKS_PER_NODE": "8"}
+    [watch] = watching(there)
+    assert watching(there) == [watch]  # one process says it once
+    heard: list[str] = []
+
+    def line() -> bool:
+        heard.append(capsys.readouterr().err)
+        return heard[-1].endswith("\n")
+
+    until(line, lambda: f"a line, but {heard}")
+    said = "".join(heard)
+    assert said.startswith(
+        f"warning: rank 8 on host {host} cannot reach rank 0 at {host}:{port} (Connection refused); "
+    )
+    assert said.endswith("Is MASTER_ADDR rank 0's host, and is this port open there?\n")
+    deaf.listen()
+    watch.join(60)
+    assert not watch.is_alive() and capsys.readouterr().err == ""
+
+
+def test_where_rank_0_is_watched_for():
+    """Only where others start processes on several hosts, and not where torchrun serves them."""
+    for env, where in (
+        (TWO_NODES, ("n1", 15001)),
+        (BY_HAND, ("10.0.0.1", 15001)),
+        ({**BY_HAND, "PHALANX_NODE": "0", "PHALANX_RANKS_PER_NODE": "8"}, ("10.0.0.1", 15001)),
+        (OPEN_MPI, None),
+        ({**TRAIN_JOB, "PET_NNODES": "1", "PET_NODE_RANK": "0"}, None),
+        ({**INDEXED, "MASTER_ADDR": "localhost"}, None),
+        ({"RANK": "1", "WORLD_SIZE": "2", "LOCAL_RANK": "1", "LOCAL_WORLD_SIZE": "2", **HOOK}, None),
+    ):
+        placement, problems = read_placement(env)
+        assert problems == [] and placement is not None
+        assert first_host.first_host_of(placement, env) == where, env
+    assert (
+        "torch"
+        not in subprocess.run(
+            [sys.executable, "-c", "import sys, phalanx.launch.first_host; print(*sys.modules)"],
+            env={**os.environ, "PYTHONPATH": str(ROOT)},
+            capture_output=True,
+            text=True,
+            check=True,
+        ).stdout.split()
+    )
+
+
+def test_rank_0_is_told_at_once_if_its_name_leads_elsewhere(deaf):
+    """A rank, and a node that starts its ranks: before it starts any."""
+    with pytest.raises(ConfigError, match="MASTER_ADDR='127.0.0.2': must be the name or address of rank 0's host"):
+        reach.reach_myself("127.0.0.2", deaf.getsockname()[1])
+    node = Placement(0, 0, 4, f"tcp://127.0.0.2:{free_port()}?listen=127.0.0.1", starts=2)
+    with pytest.raises(ConfigError, match="rank 0 listens, and cannot be reached under that name at port"):
+        local.start("no.such:target", {}, 2, node=node)
 
 
 # ---- the end of a job ----------------------------------------------------------------------------
@@ -261,12 +325,12 @@ def test_a_run_stops_and_saves_before_its_job_ends(warm, config, tmp_path, layou
 
 
 def test_time_is_kept_for_the_last_save():
-    stop = StopRequest(ends_at=time.time() + 1000)
+    stop = StopRequest(ends_at=time.time() + 10_000)
     try:
         assert not stop.asked()
-        stop.reserve = lambda: 990.0
+        stop.reserve = lambda: 9_000.0
         assert not stop.asked()
-        stop.reserve = lambda: 1010.0
+        stop.reserve = lambda: 11_000.0
         assert stop.asked()
     finally:
         stop.restore()

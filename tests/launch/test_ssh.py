@@ -8,7 +8,6 @@ import getpass
 import json
 import os
 import signal
-import socket
 import subprocess
 import sys
 import threading
@@ -22,7 +21,7 @@ from phalanx.base.errors import CheckpointError
 from phalanx.launch.remote import RemoteProcess
 from phalanx.launch.ssh import HostEnd, HostLogs, RunHost, verdict
 from tests.harness.cluster import Cluster, ClusterNode, cluster, ip
-from tests.harness.slurm import until
+from tests.harness.slurm import WAIT_S, until
 from tests.harness.sshd import Sshd, missing
 from tests.harness.warm import ROOT, Warm
 
@@ -156,7 +155,7 @@ def test_two_hosts_train_stop_when_asked_and_go_on(run):
     run.until_step(2)
     assert not [pid for pid, _ in environments() if SECRET in commands(pid)], "the secret is on a command line"
     launcher.send_signal(signal.SIGTERM)
-    assert launcher.wait(60) == 75, run.said()
+    assert launcher.wait(WAIT_S) == 75, run.said()
     stopped = run.steps()[-1]
     assert f"saved {run.folder}/checkpoints/step-{stopped:08}" in run.said()
     assert "layout world=2 dp=2" in run.said() and "PHALANX_RUN_SECRET is not set" not in run.said()
@@ -180,19 +179,18 @@ def test_a_host_that_is_lost_ends_the_others(run):
     assert len(there) == 3, [commands(pid) for pid in there]  # sshd, the node's process, and its rank
     for pid in there:
         os.kill(pid, signal.SIGKILL)
-    assert launcher.wait(90) == 6, run.said()
+    assert launcher.wait(WAIT_S) == 6, run.said()
     last = run.said().splitlines()[-1]
     assert last.startswith("peer lost: n2: ") and "Traceback" not in run.said(), run.said()
     until(run.all_over, lambda: "the other host's ranks end")
 
 
-def test_hosts_that_cannot_be_reached_are_one_line_each_and_nothing_starts(run):
+def test_hosts_that_cannot_be_reached_are_one_line_each_and_nothing_starts(run, deaf):
     """A port where nothing listens, a key that is not the host's, a user whom the host does not let in."""
     other = run.place / "other"
     subprocess.run(["ssh-keygen", "-q", "-t", "ed25519", "-N", "", "-f", other], check=True)
     (run.place / "known").write_text(f"phalanx-test {Path(f'{other}.pub').read_text()}")
-    with socket.create_server(("127.0.0.1", 0)) as closed:
-        port = closed.getsockname()[1]
+    port = deaf.getsockname()[1]
     extra = f"Host down\n  Port {port}\nHost changed\n  UserKnownHostsFile {run.place}/known\n"
     extra += "Host stranger\n  User nobody-of-this-name\n"
     names = "n1 down changed stranger"
@@ -213,7 +211,7 @@ def test_a_request_to_stop_that_comes_before_all_hosts_have_come(run):
     launcher = run.begin("cluster.setup=[read line]")
     until(lambda: "phalanx: 2 ranks on 2 hosts (n1, n2)" in run.said(), run.said)
     launcher.send_signal(signal.SIGTERM)
-    assert launcher.wait(60) == 75, run.said()
+    assert launcher.wait(WAIT_S) == 75, run.said()
     assert "asked to stop before training began" in run.said() and not run.steps()
 
 
@@ -325,7 +323,7 @@ def test_a_second_request_ends_ranks_that_hang(apart, tmp_path):
     os.kill(launching, signal.SIGTERM)
     until(lambda: "stopping: waiting for the ranks to save" in out.read_text(), out.read_text)
     os.kill(launching, signal.SIGINT)
-    assert launcher.wait(60) == 130, out.read_text()
+    assert launcher.wait(WAIT_S) == 130, out.read_text()
     assert "stopped at once by a second Ctrl-C; the last step is not saved" in out.read_text()
     until(lambda: not processes_in(made["b"].namespace), lambda: "the ranks that hang are gone")
 

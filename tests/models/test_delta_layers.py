@@ -14,7 +14,7 @@ from safetensors.torch import load_file, save_file
 
 from phalanx.base.errors import CheckpointError
 from phalanx.checkpoint.convert import export
-from phalanx.checkpoint.hf import from_hf, to_hf
+from phalanx.checkpoint.hf import from_hf, read_folder, to_hf
 from phalanx.checkpoint.load import load_weights
 from phalanx.comm.mesh import Mesh
 from phalanx.config.read import load_run
@@ -122,18 +122,65 @@ def test_stages_are_cut_by_cost(family):
     assert [len(stage) for stage in plan.stages] in ([2, 8], [3, 7])
 
 
-def test_a_published_module_of_token_prediction_is_left_out(tmp_path):
-    """As transformers leaves it out: Qwen's folders have one, under names of its own."""
-    state = make_state(make_run("qwen3_next", "fp32"))
+def test_a_published_module_of_token_prediction(tmp_path):
+    """What we save with one, transformers reads without it; we read it even where config.json does not mention it, as
+    that of Qwen3-Next, and a model without one leaves it out. With such a folder's experts in stacks too."""
+    run = make_run("qwen3_next-mtp", "fp32")
+    state = make_state(run)
     set_state(state)
     folder = export(save_here(state, tmp_path / "run").path, tmp_path / "out", "fp32")
     (file,) = folder.glob("*.safetensors")
     tensors = load_file(file)
-    save_file({**tensors, "mtp.fc.weight": torch.ones(4, 4)}, file, metadata={"format": "pt"})
-    load_weights(folder, state.buffers, Mesh(state.model.plan.grid, 0))
+    own = {name for name in tensors if name.startswith("mtp.")}
+    assert {"mtp.fc.weight", "mtp.layers.0.self_attn.q_proj.weight", "mtp.layers.0.mlp.experts.7.up_proj.weight"} <= own
+    _, info = transformers.AutoModelForCausalLM.from_pretrained(folder, output_loading_info=True)
+    assert not info["missing_keys"] and not info["unexpected_keys"] and not info["mismatched_keys"]
+
+    config = json.loads((folder / "config.json").read_text())
+    assert config.pop("num_nextn_predict_layers") == 1
+    (folder / "config.json").write_text(json.dumps(config))
+    assert (found := read_folder(folder).model).predict_layers == 1
+    assert replace(found, mtp_loss_weight=0.7, router_aux_loss_coef=0.1) == run.model
+    at = "mtp.layers.0.mlp.experts"
+    matrices = {
+        n: torch.stack([tensors[f"{at}.{e}.{n}_proj.weight"] for e in range(8)]) for n in ("gate", "up", "down")
+    }
+    stacks = {
+        f"{at}.gate_up_proj": torch.cat((matrices["gate"], matrices["up"]), 1),
+        f"{at}.down_proj": matrices["down"],
+    }
+    kept = {name: tensor for name, tensor in tensors.items() if at not in name}
+    save_file({**kept, **stacks}, file, metadata={"format": "pt"})
+    found = make_state(run)
+    load_weights(folder, found.buffers, Mesh(found.model.plan.grid, 0))
+    for ours, theirs in zip(found.buffers.masters, state.buffers.masters, strict=True):
+        assert torch.equal(ours.master, theirs.master)
+
+    alone = make_state(replace(run, model=replace(run.model, num_nextn_predict_layers=0, mtp_loss_weight=0.3)))
+    load_weights(folder, alone.buffers, Mesh(alone.model.plan.grid, 0))
+    save_file({name: tensors[name] for name in tensors.keys() - own}, file, metadata={"format": "pt"})
+    assert read_folder(folder).model.predict_layers == 0
     save_file({**tensors, "mtq.fc.weight": torch.ones(4, 4)}, file, metadata={"format": "pt"})
     with pytest.raises(CheckpointError, match="mtq.fc.weight"):
-        load_weights(folder, state.buffers, Mesh(state.model.plan.grid, 0))
+        load_weights(folder, alone.buffers, Mesh(alone.model.plan.grid, 0))
+
+
+@pytest.mark.parametrize(
+    "family, key", [("qwen3_next", "num_nextn_predict_layers"), *((name, "mtp_num_hidden_layers") for name in QWEN35)]
+)
+def test_modules_of_token_prediction_in_config_json(family, key):
+    """Under the names that vLLM reads. With images there are none."""
+    model = replace(MODELS[family], num_nextn_predict_layers=1)
+    text = to_hf(model, torch.float32)
+    assert text[key] == 1 and from_hf(text) == model
+    if family in QWEN35:
+        pictured = MODELS[family.removesuffix("_text")]
+        folder = to_hf(pictured, torch.float32)
+        assert folder["text_config"][key] == 0
+        folder["text_config"][key] = 1
+        assert from_hf(folder) == pictured and from_hf(folder, wanted=family).predict_layers == 1
+        found = check(replace(pictured, num_nextn_predict_layers=1), tp=1, seq_length=16)
+        assert [(p.field, p.valid) for p in found] == [("model.num_nextn_predict_layers", (0,))]
 
 
 @pytest.mark.parametrize("family", QWEN35)

@@ -69,7 +69,7 @@ CASES |= {
     "modernbert: classes of sequences": replace(MODELS["modernbert"], head="sequence", labels=NAMES),
     "modernbert: classes of tokens": replace(MODELS["modernbert"], head="token", labels=NAMES, num_hidden_layers=2),
 }
-LAYOUTS = {"one rank": {}, "tp2": dict(tp=2), "pp2": dict(pp=2), "tp2 pp2": dict(tp=2, pp=2)}
+LAYOUTS = {"one rank": {}, "tp2": dict(tp=2), "pp2": dict(pp=2), "tp2 pp2": dict(tp=2, pp=2), "cp2": dict(cp=2)}
 
 
 def with_segments(batch: Batch, kinds: int) -> Batch:
@@ -176,10 +176,12 @@ def test_equal_to_hugging_face(ranks, case, layout):
     for result in results:
         assert result["loss"] == pytest.approx(truth["loss"], rel=1e-12)
     every = SEQ if CASES[case].head == "sequence" else 1
-    logits = [np.concatenate(r["logits"])[::every] for r in results if r["logits"]]
-    assert len(logits) == LAYOUTS[layout].get("tp", 1)
-    for found in logits:
-        assert np.abs(found - truth["logits"]).max() <= 1e-10 * np.abs(truth["logits"]).max()
+    logits = [(np.concatenate(r["logits"]), r["places"]) for r in results if r["logits"]]
+    assert len(logits) == LAYOUTS[layout].get("tp", 1) * LAYOUTS[layout].get("cp", 1)
+    for found, places in logits:
+        whole = places % every == 0  # texts have theirs at their first token
+        expected = truth["logits"][places[whole] // every]
+        assert np.abs(found[whole] - expected).max(initial=0) <= 1e-10 * np.abs(truth["logits"]).max()
     grads = assemble([r["grads"] for r in results])
     assert grads.keys() == truth["grads"].keys()
     largest = max(np.abs(g).max() for g in truth["grads"].values())

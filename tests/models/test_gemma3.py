@@ -103,7 +103,7 @@ def results_of(ranks, model: Gemma3Config, layout: dict, weights: dict, batches:
     arguments = run_of(model, layout), weights, batches
     if world == 1:
         return [run_model(0, 1, *arguments)]
-    return ranks.run("tests.models.test_llava:run_cut", world, *arguments)
+    return ranks.run("tests.models.test_models:run_model", world, *arguments)
 
 
 @pytest.mark.parametrize("case, layout", SHOWN)

@@ -18,17 +18,17 @@ from phalanx.checkpoint.hf import differences, from_hf, read_folder, to_hf
 from phalanx.layout.config import LayoutConfig
 from phalanx.models.llama import LlamaConfig
 from phalanx.models.rope import RopeScaling
-from tests.harness import hf_fuzz
+from tests.harness import hf_fuzz, hf_fuzz_images
 from tests.harness.checkpoints import make_run, make_state, save_here, set_state
 from tests.harness.parity import MODELS, base_run, compare, truth_of
 from tests.harness.sample import rest_in_soak
 
 
-def bad_trials(first: int, count: int) -> list[str]:
+def bad_trials(first: int, count: int, tried=hf_fuzz.trial) -> list[str]:
     threads = torch.get_num_threads()
     torch.set_num_threads(1)
     try:
-        return hf_fuzz.soak(count, first)[2]
+        return hf_fuzz.soak(count, first, tried)[2]
     finally:
         torch.set_num_threads(threads)
 
@@ -39,13 +39,23 @@ def bad_trials(first: int, count: int) -> list[str]:
     "the loss of transformers, or refused",
 )
 def test_a_changed_config_is_read_as_transformers_reads_it_or_refused():
-    assert not bad_trials(random.Random().randrange(10**6) * 100, 80)
+    assert not bad_trials(random.Random().randrange(10**6) * 100, 60)
+
+
+def test_a_changed_config_of_a_family_with_images_is_read_as_transformers_reads_it_or_refused():
+    assert not bad_trials(random.Random().randrange(10**6) * 100, 10, hf_fuzz_images.trial)
 
 
 @pytest.mark.soak
 @pytest.mark.parametrize("part", range(10))
 def test_five_thousand_changed_configs(part):
     assert not bad_trials(10**9 + 500 * part, 500)
+
+
+@pytest.mark.soak
+@pytest.mark.parametrize("part", range(4))
+def test_a_thousand_changed_configs_with_images(part):
+    assert not bad_trials(10**9 + 250 * part, 250, hf_fuzz_images.trial)
 
 
 def folder_of(tmp_path, family: str, **changes):

@@ -161,13 +161,7 @@ def results_of(ranks, model: LlavaConfig, layout: dict, weights: dict, batches: 
     arguments = run_of(model, layout), weights, batches
     if world == 1:
         return [run_model(0, 1, *arguments)]
-    return ranks.run("tests.models.test_llava:run_cut", world, *arguments)
-
-
-def run_cut(rank: int, world: int, run: Run, weights: dict, batches: list[Batch]) -> dict:
-    """As run_model, of this rank's shards of the batches."""
-    part = Mesh(make_plan(run, world).grid, rank).part
-    return run_model(rank, world, run, weights, [batch.cut(part) for batch in batches])
+    return ranks.run("tests.models.test_models:run_model", world, *arguments)
 
 
 def compare_gradients(found: dict, expected: dict) -> None:

@@ -3,6 +3,7 @@ by name."""
 
 from __future__ import annotations
 
+import itertools
 import math
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import replace
@@ -229,7 +230,14 @@ WIDE = (
     OlmoHybridConfig,
     Phi3Config,
 )
-LAYOUTS = {"one rank": {}, "tp2": dict(tp=2), "pp2": dict(pp=2), "tp2 pp2": dict(tp=2, pp=2), "tp4": dict(tp=4)}
+LAYOUTS = {
+    "one rank": {},
+    "tp2": dict(tp=2),
+    "pp2": dict(pp=2),
+    "tp2 pp2": dict(tp=2, pp=2),
+    "tp4": dict(tp=4),
+    "cp2": dict(cp=2),
+}
 BATCHES = [sample_batch([1, 2], documents=False), sample_batch([3, 4], documents=False)]
 
 
@@ -403,16 +411,26 @@ def all_logits(state: State, batches: list[Batch]) -> list[np.ndarray]:
 
 
 def run_model(rank: int, world: int, run: Run, weights: dict[str, np.ndarray], batches: list[Batch]) -> dict:
+    """Of whole micro-batches, of which a rank of cp takes its shards. places: of its logits among all tokens."""
     plan = make_plan(run, world)
-    state = build(plan, Mesh(plan.grid, rank))
+    mesh = Mesh(plan.grid, rank)
+    state = build(plan, mesh)
     load_weights(state, weights)
     state.model.train()
-    tokens = accumulate(state, batches)
+    mine = [batch.cut(mesh.part) for batch in batches]
+    tokens = accumulate(state, mine)
     return {
         "loss": (reduce_step_totals(state.model, False).loss / tokens).item(),
         "grads": parts_of(state, "grad"),
-        "logits": all_logits(state, batches),
+        "logits": all_logits(state, mine),
+        "places": places_of(mine),
     }
+
+
+def places_of(batches: list[Batch]) -> np.ndarray:
+    """Of the tokens of shards, one micro-batch after another, among all tokens of all micro-batches."""
+    before = itertools.accumulate((b.all_tokens for b in batches), initial=0)
+    return np.concatenate([first + b.take(torch.arange(b.all_tokens)).numpy() for first, b in zip(before, batches)])
 
 
 @pytest.mark.parametrize("case, layout", each_in_two(CASES, LAYOUTS))
@@ -429,10 +447,10 @@ def test_equal_to_hugging_face(ranks, case, layout):
     )
     for result in results:
         assert result["loss"] == pytest.approx(truth["loss"], rel=1e-12)
-    logits = [np.concatenate(r["logits"]) for r in results if r["logits"]]
-    assert len(logits) == LAYOUTS[layout].get("tp", 1)
-    for found in logits:
-        assert np.abs(found - truth["logits"]).max() <= 1e-10 * np.abs(truth["logits"]).max()
+    logits = [(np.concatenate(r["logits"]), truth["logits"][r["places"]]) for r in results if r["logits"]]
+    assert len(logits) == LAYOUTS[layout].get("tp", 1) * LAYOUTS[layout].get("cp", 1)
+    for found, expected in logits:
+        assert np.abs(found - expected).max() <= 1e-10 * np.abs(truth["logits"]).max()
     grads = assemble([r["grads"] for r in results])
     assert grads.keys() == truth["grads"].keys()
     largest = max(np.abs(g).max() for g in truth["grads"].values())

@@ -33,7 +33,7 @@ from phalanx.sequence.batch import IGNORE, Batch
 from tests.harness.checkpoints import make_run
 from tests.harness.parity import MODELS, SEQ, assemble, parts_of, sample_batch
 from tests.harness.sample import each_in_two
-from tests.models.test_models import WIDE, all_logits, load_weights, rotation_of, wide_modules
+from tests.models.test_models import WIDE, all_logits, load_weights, places_of, rotation_of, wide_modules
 
 CASES = {
     "mixtral": replace(MODELS["mixtral"], router_aux_loss_coef=0.0, router_z_loss_coef=0.0),
@@ -149,6 +149,7 @@ LAYOUTS = {
     "ep2": (2, dict(ep=2)),
     "tp2": (2, dict(tp=2)),
     "pp2": (2, dict(pp=2)),
+    "cp2, ep2": (2, dict(cp=2, ep=2)),
     "tp2, ep2": (2, dict(tp=2, ep=2)),
     "pp2, etp2": (4, dict(pp=2, etp=2)),
     "tp2, ep4 by all-gather": (4, dict(tp=2, ep=4, dispatch="allgather", expert_room=8.0)),
@@ -296,13 +297,14 @@ def run_model(rank: int, world: int, run: Run, weights: dict[str, np.ndarray], b
     state = build(plan, mesh)
     load_weights(state, weights)
     state.model.train()
-    mine = batches[mesh.dp.index :: mesh.dp.size]
+    mine = [batch.cut(mesh.part) for batch in batches[mesh.dp.index :: mesh.dp.size]]
     tokens = accumulate(state, mine)
     grads = parts_of(state, "grad")
     return {
         "loss": (reduce_step_totals(state.model).loss / tokens).item(),
         "grads": grads,
         "logits": all_logits(state, mine),
+        "places": places_of(mine[:1]),
         "dp": mesh.dp.index,
     }
 
@@ -323,10 +325,10 @@ def test_equal_to_hugging_face(ranks, case, layout):
     dp = 1 + max(r["dp"] for r in results)
     expected = truth["logits"].reshape(len(BATCHES), -1, truth["logits"].shape[-1])
     with_logits = [r for r in results if r["logits"]]
-    assert len(with_logits) == dp * options.get("tp", 1)
+    assert len(with_logits) == dp * options.get("tp", 1) * options.get("cp", 1)
     for r in with_logits:
         for found, right in zip(r["logits"], expected[r["dp"] :: dp], strict=True):
-            assert np.abs(found - right).max() <= 1e-10 * np.abs(right).max()
+            assert np.abs(found - right[r["places"]]).max() <= 1e-10 * np.abs(right).max()
     grads = assemble([r["grads"] for r in results])
     assert grads.keys() == truth["grads"].keys()
     largest = max(np.abs(g).max() for g in truth["grads"].values())

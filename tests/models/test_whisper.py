@@ -119,7 +119,7 @@ def results_of(ranks, model: WhisperConfig, layout: dict, weights: dict, batches
     arguments = run_of(model, layout), weights, batches
     if world == 1:
         return [run_model(0, 1, *arguments)]
-    return ranks.run("tests.models.test_llava:run_cut", world, *arguments)
+    return ranks.run("tests.models.test_models:run_model", world, *arguments)
 
 
 @pytest.mark.parametrize("case, layout", SHOWN)

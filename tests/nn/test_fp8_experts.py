@@ -13,6 +13,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from phalanx.base.registry import BUILT_IN
 from phalanx.comm.axis import ModelAxes
 from phalanx.comm.debug import Site
 from phalanx.models.mixtral import MixtralConfig
@@ -30,12 +31,12 @@ from phalanx.ops.quantized.experts import quantized_grouped_matmul, quantized_gr
 from phalanx.ops.quantized.quantizer import DY, X
 from phalanx.ops.quantized.recipes import (
     COUNTS,
-    RECIPES,
     SLOTS,
     Recipe,
     Scaled,
     block_amax,
     dequantize,
+    find_recipe,
     multipliers,
     quantize,
 )
@@ -52,7 +53,7 @@ ROWS, OUT, IN = 212, 144, 272
 
 
 def experts_of(recipe: str, implementation: str, given: bool = False) -> ExpertQuantizer:
-    low = ExpertQuantizer(RECIPES[recipe], "w", 0, ModelAxes(), implementation)  # type: ignore[arg-type]
+    low = ExpertQuantizer(find_recipe(recipe), "w", 0, ModelAxes(), implementation)  # type: ignore[arg-type]
     low.counts, low.amax = torch.zeros(3, SLOTS, COUNTS, dtype=torch.int64), torch.zeros(3)
     if given:
         low.multiplier = torch.tensor([3.0, 40.0, 0.01])
@@ -82,10 +83,10 @@ def test_weights_are_cast_where_they_were(recipe):
         assert (q.quantized.data_ptr(), q.scales.data_ptr()) == where
 
 
-@pytest.mark.parametrize("recipe", RECIPES)
+@pytest.mark.parametrize("recipe", BUILT_IN["fp8_recipe"])
 def test_each_expert_is_cast_by_itself(recipe):
     """Truth: ops.quantized.recipes of each expert's rows alone; where one number is for all rows, with that."""
-    r, low = RECIPES[recipe], experts_of(recipe, "plain")
+    r, low = find_recipe(recipe), experts_of(recipe, "plain")
     clean = torch.where((torch.arange(ROWS) < ENDS[-1]).unsqueeze(1), rows_of(), 0)
     forward, by_places = low.rows(X, rows_of(), ENDS)
     at, first = PaddedRows.of(ENDS, ROWS, tiles_for(ROWS, 4)), 0
@@ -114,7 +115,7 @@ def same_values(found: Tensor, x: Tensor, block: tuple[int, int], r: Recipe, who
 
 
 @pytest.mark.parametrize("biased", [False, True])
-@pytest.mark.parametrize("recipe", RECIPES)
+@pytest.mark.parametrize("recipe", BUILT_IN["fp8_recipe"])
 def test_products_are_near_those_of_values(recipe, biased):
     """Truth: the grouped matmul in fp32; as near as the formats are fine (rounding at random has twice the variance
     of rounding to the nearest)."""

@@ -15,7 +15,7 @@ from phalanx.nn.linear import ColumnLinear, RowLinear
 from phalanx.nn.linear_method import PLAIN
 from phalanx.nn.module import OutputRows
 from phalanx.nn.moe import Experts
-from phalanx.ops.quantized.recipes import RECIPES
+from phalanx.ops.quantized.recipes import find_recipe
 from phalanx.planning.blocks import make_blocks
 from tests.harness.parity import MODELS
 
@@ -54,7 +54,7 @@ def test_parameters_of_a_layer_lie_in_memory_with_weights_before_biases():
 
 def test_a_method_is_chosen_for_each_linear():
     """Truth: the names that train.fp8 takes: layer 1 of layers 0 to 2 without output projections."""
-    fp8 = Fp8Linears(RECIPES["tensorwise"], range(1, 2), ("*o_proj*",))
+    fp8 = Fp8Linears(find_recipe("tensorwise"), range(1, 2), ("*o_proj*",))
     env = Env(weights=WeightRules(linears=fp8))
     for layer, method in ((0, PLAIN), (1, FP8), (2, PLAIN)):
         at, init = f"model.layers.{layer}.self_attn", Normal(0.02)

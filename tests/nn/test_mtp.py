@@ -18,52 +18,82 @@ from phalanx.engine.build import build
 from phalanx.engine.step import accumulate, evaluate_step, reduce_step_totals, train_step
 from phalanx.forecast.decide import make_plan
 from phalanx.layout.config import LayoutConfig
+from phalanx.models.gated_layers import GatedAttentionConfig
+from phalanx.models.predictors import PredictorsConfig
 from phalanx.nn.mtp import shifted
 from phalanx.observe.metrics import Pending
 from phalanx.sequence.batch import IGNORE, Batch
 from tests.harness.checkpoints import error_on_rank, make_run
 from tests.harness.parity import MODELS, SEQ, assemble, parts_of, sample_batch
-from tests.models.test_models import all_logits, load_weights
+from tests.models.test_models import all_logits, load_weights, wide_modules
 from tests.models.test_moe_models import hf_model, saved, widen
 
-MODEL = replace(MODELS["deepseek_v3-mtp"], router_aux_loss_coef=0.0)
+DEEPSEEK, QWEN = "deepseek_v3-mtp", "qwen3_next-mtp"
+CASES = {
+    DEEPSEEK: replace(MODELS[DEEPSEEK], router_aux_loss_coef=0.0),
+    QWEN: replace(MODELS[QWEN], router_aux_loss_coef=0.0, linear_conv_kernel_dim=4),
+    "qwen3_5_text, tied": replace(
+        MODELS["qwen3_5_text"], linear_conv_kernel_dim=4, tie_word_embeddings=True, num_nextn_predict_layers=1
+    ),
+}
+MODEL = CASES[DEEPSEEK]
 LAYERS, DEPTHS = MODEL.num_hidden_layers, MODEL.num_nextn_predict_layers
 BATCHES = [sample_batch([1, 2], documents=False), sample_batch([3, 4], documents=False)]
+# what Qwen's files call the tensors of its module (vLLM, qwen3_next_mtp.py and qwen3_5_mtp.py)
+IN_QWENS_FILES = {
+    "eh_proj": "mtp.fc",
+    "enorm": "mtp.pre_fc_norm_embedding",
+    "hnorm": "mtp.pre_fc_norm_hidden",
+    "post_norm": "mtp.norm",
+}
 
 
-def names_in_files(k: int, name: str, tensor: torch.Tensor) -> dict[str, np.ndarray]:
+def names_in_files(model: PredictorsConfig, k: int, name: str, tensor: torch.Tensor) -> dict[str, np.ndarray]:
     """A tensor of transformers' module number k under the names of published files: experts one by one."""
-    at, value = f"model.layers.{LAYERS + k}.", tensor.detach().numpy().copy()
-    name = name.replace("mtp_block.", "").replace("post_norm", "shared_head.norm")
-    if name.endswith("experts.gate_up_proj"):
-        inner = MODEL.moe_intermediate_size
+    value = tensor.detach().numpy().copy()
+    if isinstance(model, GatedAttentionConfig):
+        first = name.split(".")[0]
+        name = name.replace(first, IN_QWENS_FILES.get(first, f"mtp.layers.{k}"), 1)
+    else:
+        name = f"model.layers.{LAYERS + k}." + name.replace("mtp_block.", "").replace("post_norm", "shared_head.norm")
+    at, _, end = name.rpartition(".")
+    if end == "gate_up_proj":
+        inner = model.moe_intermediate_size
         halves = {"gate": slice(0, inner), "up": slice(inner, None)}
-        return {
-            f"{at}mlp.experts.{e}.{half}_proj.weight": v[s] for e, v in enumerate(value) for half, s in halves.items()
-        }
-    if name.endswith("experts.down_proj"):
-        return {f"{at}mlp.experts.{e}.down_proj.weight": v for e, v in enumerate(value)}
-    return {at + name: value}
+        return {f"{at}.{e}.{half}_proj.weight": v[s] for e, v in enumerate(value) for half, s in halves.items()}
+    if end == "down_proj":
+        return {f"{at}.{e}.down_proj.weight": v for e, v in enumerate(value)}
+    return {name: value}
 
 
 @lru_cache
-def truth() -> dict:
-    """Transformers' model and its MtpLayer in float64: main loss, sum of the other losses, gradients of both,
-    logits."""
+def truth(case: str = DEEPSEEK) -> dict:
+    """Transformers' model and its MtpLayer in float64: main loss, sum of the other losses, gradients of both, logits.
+    Of Qwen, transformers has the layer and its norms, and vLLM says how they are put together, which is the same."""
+    with wide_modules(CASES[case]):
+        return truth_of(CASES[case])
+
+
+def truth_of(config: PredictorsConfig) -> dict:
     from transformers.modeling_layers import MtpLayer
 
     torch.manual_seed(0)
-    model = hf_model(replace(MODEL, num_nextn_predict_layers=0, mtp_loss_weight=0.3)).double().eval()
+    count_depths = config.num_nextn_predict_layers
+    alone = replace(config, num_nextn_predict_layers=0, mtp_loss_weight=0.3)
+    model = hf_model(alone).double().eval()
     layer, norm = type(model.model.layers[-1]), type(model.model.norm)
-    depths = torch.nn.ModuleList(MtpLayer(model.config, layer, norm, LAYERS + k) for k in range(DEPTHS)).double().eval()
+    # a module of Qwen has a layer as the last one, with attention and with experts
+    numbers = [LAYERS + k if config is MODEL else config.num_hidden_layers - 1 for k in range(count_depths)]
+    depths = torch.nn.ModuleList(MtpLayer(model.config, layer, norm, n) for n in numbers).double().eval()
     model.depths = depths  # so that `widen` finds their norms and routers
     with torch.no_grad():
         for p in model.parameters():
-            p.normal_(0.0, 0.3).add_(1.0 if p.dim() == 1 else 0.0)
+            p.normal_(0.0, 0.3).add_(1.0 if p.dim() == 1 and not config.offset_norms else 0.0)
         for name, b in model.named_buffers():
             if name.endswith("e_score_correction_bias"):
                 b.normal_(0.0, 0.3)
-    widen(model, MODEL)
+    if not isinstance(config, GatedAttentionConfig):
+        widen(model, config)
     del model.depths
     tokens, labels = (torch.cat([getattr(b, n) for b in BATCHES]).view(-1, SEQ) for n in ("tokens", "labels"))
     count = (labels != IGNORE).sum()
@@ -77,19 +107,19 @@ def truth() -> dict:
             model.lm_head(h[:, :-k]).flatten(0, 1), labels[:, k:].flatten(), ignore_index=IGNORE, reduction="sum"
         )
     main = F.cross_entropy(logits.flatten(0, 1), labels.flatten(), ignore_index=IGNORE, reduction="sum") / count
-    (main + MODEL.mtp_loss_weight / DEPTHS * others / count).backward()
+    (main + config.mtp_loss_weight / count_depths * others / count).backward()
     weights = saved(model)
     for k, depth in enumerate(depths):
         for name, t in depth.state_dict().items():
-            weights |= names_in_files(k, name, t)
+            weights |= names_in_files(config, k, name, t)
     with torch.no_grad():
         for p in model.parameters():
             p.copy_(p.grad)
     grads = {n: v for n, v in saved(model).items() if not n.endswith("e_score_correction_bias")}
     for k, depth in enumerate(depths):
         for name, p in depth.named_parameters():
-            grads |= names_in_files(k, name, p.grad)
-    losses = {"main": main.item(), "others": (others / count / DEPTHS).item()}
+            grads |= names_in_files(config, k, name, p.grad)
+    losses = {"main": main.item(), "others": (others / count / count_depths).item()}
     return {"weights": weights, "grads": grads, **losses, "logits": logits.flatten(0, 1).detach().numpy()}
 
 
@@ -101,8 +131,8 @@ def run_model(rank: int, world: int, run: Run, weights: dict[str, np.ndarray], b
     state.model.train()
     mine = batches[mesh.dp.index :: mesh.dp.size]
     tokens = accumulate(state, mine)
-    grads, told = parts_of(state, "grad"), reduce_step_totals(state.model)
-    losses = {"main": (told.loss / tokens).item(), "others": (told.mtp_loss / tokens / DEPTHS).item()}
+    grads, told, depths = parts_of(state, "grad"), reduce_step_totals(state.model), run.model.predict_layers
+    losses = {"main": (told.loss / tokens).item(), "others": (told.mtp_loss / tokens / depths).item()}
     return {**losses, "grads": grads, "logits": all_logits(state, mine), "dp": mesh.dp.index}
 
 
@@ -114,13 +144,21 @@ LAYOUTS = {
 }
 
 
-@pytest.mark.parametrize("layout", LAYOUTS)
-def test_equal_to_transformers(ranks, layout):
+# what other layouts show of DeepSeek's, in the soak
+SHOWN = [(DEEPSEEK, name) for name in LAYOUTS if name != "pp2, ep2"]
+SHOWN += [(QWEN, "one rank"), (QWEN, "tp2, ep2"), ("qwen3_5_text, tied", "pp2")]
+EVERY = [*SHOWN, (DEEPSEEK, "pp2, ep2"), (QWEN, "pp2, ep2"), (QWEN, "pp3")]
+
+
+@pytest.mark.parametrize(
+    "case, layout", [pytest.param(*each, marks=[] if each in SHOWN else pytest.mark.soak) for each in EVERY]
+)
+def test_equal_to_transformers(ranks, case, layout):
     """Truth: transformers' modules in float64, to 1e-10 of each tensor's scale; the losses of the technical report,
     equations 24 and 25."""
-    right, (world, options) = truth(), LAYOUTS[layout]
+    right, model, (world, options) = truth(case), CASES[case], (LAYOUTS | {"pp2": (2, dict(pp=2))})[layout]
     train = TrainConfig(steps=1, global_batch=4, micro_batch=2, seq_length=SEQ, precision="fp64")
-    arguments = (Run(model=MODEL, train=train, layout=LayoutConfig(**options)), right["weights"], BATCHES)
+    arguments = (Run(model=model, train=train, layout=LayoutConfig(**options)), right["weights"], BATCHES)
     results = (
         [run_model(0, 1, *arguments)] if world == 1 else ranks.run("tests.nn.test_mtp:run_model", world, *arguments)
     )
@@ -130,7 +168,7 @@ def test_equal_to_transformers(ranks, layout):
             right["others"], rel=1e-12
         )
         for found, expected in zip(
-            r["logits"], right["logits"].reshape(len(BATCHES), -1, MODEL.vocab_size)[r["dp"] :: dp]
+            r["logits"], right["logits"].reshape(len(BATCHES), -1, model.vocab_size)[r["dp"] :: dp]
         ):
             assert np.abs(found - expected).max() <= 1e-10 * np.abs(expected).max()
     grads = assemble([r["grads"] for r in results])

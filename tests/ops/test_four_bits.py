@@ -16,17 +16,17 @@ from phalanx.ops.quantized.linear import quantized_gather_matmul
 from phalanx.ops.quantized.quantizer import DY, W, WeightQuantizer, X
 from phalanx.ops.quantized.recipes import (
     E2M1,
-    RECIPES,
     Scaled,
     block_amax,
     cast_scaled,
     dequantize,
+    find_recipe,
     spread,
 )
 from phalanx.ops.quantized.rounding import FACTORS, GRID, mixed, noise_for, signs_of
 
 VALUES = torch.tensor([-6.0, -4.0, -3.0, -2.0, -1.5, -1.0, -0.5, 0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0])
-NVFP4 = RECIPES["nvfp4"]
+NVFP4 = find_recipe("nvfp4")
 
 
 def randn(*shape: int, seed: int = 1, dtype: torch.dtype = torch.float64) -> torch.Tensor:
@@ -253,7 +253,9 @@ def test_kernels_keep_what_is_no_number(recipe):
     for bad in (float("nan"), float("inf")):
         x = some(32, 64, torch.float32)
         x[3, 5] = bad
-        straight, by_tokens = WeightQuantizer(RECIPES[recipe], "w", 0, ModelAxes(), "triton").both(DY, x, 0, turn=False)
+        straight, by_tokens = WeightQuantizer(find_recipe(recipe), "w", 0, ModelAxes(), "triton").both(
+            DY, x, 0, turn=False
+        )
         assert (
             not dequantize(straight, torch.float32)[3].sum().isfinite()
             and not dequantize(by_tokens, torch.float32)[:, 5].sum().isfinite()

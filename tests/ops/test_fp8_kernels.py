@@ -28,11 +28,11 @@ from phalanx.ops.quantized.recipes import (
     COUNTS,
     E4M3,
     E5M2,
-    RECIPES,
     SLOTS,
     Scaled,
     block_amax,
     cast,
+    find_recipe,
     multipliers,
     quantize,
     scaled_product,
@@ -51,7 +51,7 @@ def some(rows: int, columns: int, dtype: torch.dtype = torch.bfloat16, seed: int
 
 
 def weight_of(recipe: str, kernels: str, given: bool) -> WeightQuantizer:
-    low = WeightQuantizer(RECIPES[recipe], "w", 0, ModelAxes(), kernels)  # type: ignore[arg-type]
+    low = WeightQuantizer(find_recipe(recipe), "w", 0, ModelAxes(), kernels)  # type: ignore[arg-type]
     low.counts, low.amax = torch.zeros(3, SLOTS, COUNTS, dtype=torch.int64), torch.zeros(3)
     if given:  # too large for some, too small for others
         low.multiplier = torch.tensor([3.0, 40.0, 0.01])
@@ -115,7 +115,7 @@ def test_transposed():
 def test_product_is_that_of_the_plain_twin(shape, recipe, add):
     m, n, k = shape
     kind, _, second = recipe.partition(" ")
-    r = RECIPES[kind]
+    r = find_recipe(kind)
     a, b = (torch.randn(rows, k, generator=torch.Generator().manual_seed(rows)) for rows in (m, n))
     blocks = (r.tokens, r.weight if second == "weight" else r.tokens)
     formats = (E5M2, E4M3) if kind == "tensorwise" else (E4M3, E4M3)

@@ -30,6 +30,7 @@ from phalanx.nn.recompute import Recompute
 from phalanx.pipeline.graphs import Eager, Graphs, _Captured, _Slot
 from phalanx.pipeline.root import backward_from
 from phalanx.pipeline.segments import CapturedSegment, GraphCuts, uncollected
+from phalanx.planning.plan import Plan
 from tests.harness.parity import base_run, random_weights, sample_batch, step_batches
 
 NO_WORK = (torch.ops.aten.empty, torch.ops.aten.set_)  # only say where a tensor lies
@@ -186,6 +187,11 @@ def trained(
         return _trained(state, run, documents, recorder if graphs else None)
 
 
+def captured_segments(plan: Plan, stage: int) -> list[int]:
+    """Those of a stage that are captured."""
+    return [n for n in range(len(plan.segments[stage])) if (stage, n) not in plan.varying_segments]
+
+
 def philox_of_tensors(counter: tuple, key: tuple[int, int]) -> tuple[torch.Tensor, ...]:
     """As on a GPU: what numpy computes on the CPU is not recorded."""
     return rng.rounds(tuple(c if isinstance(c, torch.Tensor) else torch.full((), c) for c in counter), key)
@@ -198,7 +204,14 @@ def _trained(
     if recorder:
         recompute = next(iter(state.model.blocks.values()))[0].env.recompute
         memories = () if mesh.tp.memory is None else (mesh.tp.memory,)
-        state.model.stages.runner = Graphs(recorder, recompute, memories, state.plan.uncaptured, schedule=plan.schedule)
+        state.model.stages.runner = Graphs(
+            recorder,
+            recompute,
+            memories,
+            state.plan.uncaptured,
+            schedule=plan.schedule,
+            varying=plan.varying_segments,
+        )
         mesh.prepare_pp_hosts()
         for name in ("send", "recv"):
             setattr(mesh.pp_hosts, name, recorder.on_hosts(getattr(mesh.pp_hosts, name)))
@@ -210,7 +223,7 @@ def _trained(
         found += [result.loss.clone(), result.grad_norm.clone()]
     runner = state.model.stages.runner
     if isinstance(runner, Graphs):  # every slot was foreseen, at the start of the step that got it
-        mine = plan.schedule(1).stages_of(mesh.at.pp)
+        mine = [s for s in plan.schedule(1).stages_of(mesh.at.pp) if captured_segments(plan, s)]
         assert {k: len(slots) for k, slots in runner._slots.items()} == {
             (s, *k): n for (s, k), n in runner._most.items() if s in mine
         }
@@ -229,7 +242,7 @@ def _trained(
     [
         ("llama-tied", dict(cp_ulysses=2), "none"),
         pytest.param("mistral", dict(), "none", marks=pytest.mark.soak),
-        ("deepseek_v3-dense", dict(cp_attention="allgather"), "selective"),
+        pytest.param("deepseek_v3-dense", dict(cp_attention="allgather"), "selective", marks=pytest.mark.soak),
         pytest.param("qwen3", dict(sharding=1), "full", marks=pytest.mark.soak),
     ],
 )
@@ -288,6 +301,31 @@ def test_captures_that_wait_for_the_device_come_to_an_end(ranks, model, world, l
     rows = ranks.run("tests.pipeline.test_graphs:trained", world, run, False, True)
     for (expected, *_), (found, *_) in zip(plain, rows):
         assert all(torch.equal(a, b) for a, b in zip(expected, found, strict=True))
+
+
+@pytest.mark.parametrize(
+    ("model", "world", "layout", "train"),
+    [
+        ("llava", 2, dict(pp=2, bucket_mb=0), {}),
+        ("llava", 2, dict(sharding=1), dict(recompute="full")),  # ranks compute each other's images
+        ("qwen3_vl", 2, dict(tp=2), dict(recompute="selective")),  # features go to layers of the text too
+        pytest.param("gemma3", 2, dict(cp=2, cp_attention="allgather"), {}, marks=pytest.mark.soak),
+        pytest.param("qwen2_5_vl", 4, dict(pp=2, tp=2, virtual_stages=2), {}, marks=pytest.mark.soak),
+        pytest.param("qwen3_5", 2, dict(sharding=3, bucket_mb=0), {}, marks=pytest.mark.soak),
+        pytest.param("qwen3_vl", 4, dict(pp=2, cp=2, cp_ulysses=2), {}, marks=pytest.mark.soak),
+    ],
+)
+def test_text_is_captured_behind_a_tower_that_is_not(ranks, model, world, layout, train):
+    """Micro-batches have other numbers of images, and none; each replay finds the features of its own."""
+    run = replace(base_run(model, global_batch=4, cuda_graphs="on", **train), layout=LayoutConfig(**layout))
+    plan = make_plan(run, world)
+    plain = ranks.run("tests.pipeline.test_graphs:trained", world, run, True, False)
+    rows = ranks.run("tests.pipeline.test_graphs:trained", world, run, True, True)
+    for rank, ((expected, *_), (found, parts, _)) in enumerate(zip(plain, rows)):
+        assert all(torch.equal(a, b) for a, b in zip(expected, found, strict=True))
+        stages = plan.schedule(1).stages_of(rank * plan.grid.pp // world)
+        assert plan.grid.pp > 1 or (plan.varying_segments and len(plan.segments[0]) > len(plan.varying_segments))
+        assert bool(parts) == any(captured_segments(plan, stage) for stage in stages)
 
 
 @pytest.mark.parametrize(

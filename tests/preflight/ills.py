@@ -133,11 +133,11 @@ def firewall(site: Site) -> contextlib.AbstractContextManager[None]:
 @contextlib.contextmanager
 def small_mtu(site: Site) -> Iterator[None]:
     node = site.cluster["c"]
-    subprocess.run(["ip", "-n", node.namespace, "link", "set", "eth0", "mtu", "1400"], check=True, timeout=20)
+    subprocess.run(["ip", "-n", node.namespace, "link", "set", "eth0", "mtu", "1400"], check=True, timeout=120)
     try:
         yield
     finally:
-        subprocess.run(["ip", "-n", node.namespace, "link", "set", "eth0", "mtu", "1500"], check=True, timeout=20)
+        subprocess.run(["ip", "-n", node.namespace, "link", "set", "eth0", "mtu", "1500"], check=True, timeout=120)
 
 
 @contextlib.contextmanager
@@ -179,7 +179,7 @@ int clock_gettime(clockid_t which, struct timespec *at) {
 def skewed_clock(site: Site, start: Start) -> None:
     source, library = site.scratch / "skew.c", site.scratch / "skew.so"
     source.write_text(SKEW)
-    subprocess.run(["cc", "-shared", "-fPIC", "-o", library, source, "-ldl"], check=True, timeout=60)
+    subprocess.run(["cc", "-shared", "-fPIC", "-o", library, source, "-ldl"], check=True, timeout=120)
     start.exec_env = {"c": {"LD_PRELOAD": str(library)}}
 
 
@@ -351,7 +351,7 @@ def with_gpu(**values: str) -> Callable[[Site, Start], None]:
 
 def stopped(start: Start) -> None:
     """Node c stops while it is asked: its process stands still."""
-    end = time.monotonic() + 30
+    end = time.monotonic() + 120
     text = start.folder / "serves"
     while not text.exists() and time.monotonic() < end:
         time.sleep(0.01)

@@ -15,6 +15,7 @@ from phalanx.preflight.channel import Channel, ChannelLost, Handshake, Member, c
 from phalanx.preflight.probe import TOKEN, ProbeServer, bytes_per_second, clock_offset, packet_arrives
 
 SECRET = "the secret of a run, long enough"
+PATIENCE_S = 120.0  # of tests that wait for a thread of this machine
 NODE = Member(3, 0, "node-d", "10.0.0.4", "eth0")
 
 
@@ -35,21 +36,21 @@ class Coordinating:
             then(self.found[0].channel)
 
     def end(self) -> Handshake:
-        self._thread.join(20)
+        self._thread.join(PATIENCE_S)
         self.listening.close()
         return self.found[0]
 
 
 def test_both_sides_have_the_secret():
     other = Coordinating(SECRET)
-    mine = call("127.0.0.1", other.port, NODE, SECRET, 10)
+    mine = call("127.0.0.1", other.port, NODE, SECRET, PATIENCE_S)
     found = other.end()
     assert found.member == NODE and found.channel is not None
     for number in range(3):
         mine.send({"number": number})
-        assert found.channel.receive(10) == {"number": number}
+        assert found.channel.receive(PATIENCE_S) == {"number": number}
         found.channel.send({"text": "é" * 100_000})
-        assert mine.receive(10) == {"text": "é" * 100_000}
+        assert mine.receive(PATIENCE_S) == {"text": "é" * 100_000}
 
 
 def test_what_follows_the_handshake_at_once_is_not_lost():
@@ -63,10 +64,10 @@ def test_what_follows_the_handshake_at_once_is_not_lost():
     other = Coordinating(SECRET, lambda channel: [channel.send({"order": n}) for n in range(3)])  # type: ignore[arg-type]
     Channel._line = slowly  # type: ignore[method-assign]
     try:
-        mine = call("127.0.0.1", other.port, NODE, SECRET, 10)
+        mine = call("127.0.0.1", other.port, NODE, SECRET, PATIENCE_S)
     finally:
         Channel._line = real  # type: ignore[method-assign]
-    assert [mine.receive(10)["order"] for _ in range(3)] == [0, 1, 2]
+    assert [mine.receive(PATIENCE_S)["order"] for _ in range(3)] == [0, 1, 2]
     other.end()
 
 
@@ -74,7 +75,7 @@ def test_what_follows_the_handshake_at_once_is_not_lost():
 def test_another_secret_is_refused_and_not_shown(theirs, mine):
     other = Coordinating(theirs)
     with pytest.raises(ConfigError, match=r"PHALANX_RUN_SECRET='\(not shown\)'") as caught:
-        call("127.0.0.1", other.port, NODE, mine, 10)
+        call("127.0.0.1", other.port, NODE, mine, PATIENCE_S)
     found = other.end()
     assert found.channel is None and found.rank == 3 and "is not that of the first node" in found.why
     assert not any(secret in str(caught.value) for secret in (theirs, mine) if secret)
@@ -106,12 +107,12 @@ def test_a_line_is_believed_once_in_its_place_and_from_its_side():
         first, second = pair(b"key")
         os.write(first._writes, sent)
         with pytest.raises(ChannelLost, match="not signed by this run"):
-            second.receive(10)
-            second.receive(10)
+            second.receive(PATIENCE_S)
+            second.receive(PATIENCE_S)
     mirror, _ = pair(b"key")  # what a side said itself, sent back to it
     mirror._buffer = line
     with pytest.raises(ChannelLost, match="not signed by this run"):
-        mirror.receive(10)
+        mirror.receive(PATIENCE_S)
 
 
 def test_what_is_no_message():
@@ -119,24 +120,25 @@ def test_what_is_no_message():
         one, two = pair(None)
         os.write(one._writes, text)
         with pytest.raises(ChannelLost, match="cannot be read"):
-            two.receive(10)
+            two.receive(PATIENCE_S)
     one, two = pair(None)
     with pytest.raises(ChannelLost, match="does not answer"):
         two.receive(0.05)
     os.write(one._writes, b'Welcome\n{"a": 1}\n')
-    assert [two.receive_any(10), two.receive_any(10)] == [{}, {"a": 1}]
+    assert [two.receive_any(PATIENCE_S), two.receive_any(PATIENCE_S)] == [{}, {"a": 1}]
     one.close()
     with pytest.raises(ChannelLost, match="ended"):
-        two.receive(10)
+        two.receive(PATIENCE_S)
 
 
 def test_where_nobody_listens():
-    with socket.create_server(("127.0.0.1", 0)) as gone:
-        port = gone.getsockname()[1]
-    with pytest.raises(PeerLost, match=f"127.0.0.1:{port} within .* nothing listens there yet"):
-        connect("127.0.0.1", port, refused_s=0.3, unreachable_s=60)
-    with pytest.raises(PeerLost, match="the name nobody.invalid does not resolve"):
-        connect("nobody.invalid", port, refused_s=600, unreachable_s=0.3)
+    with socket.socket() as deaf:  # nobody else can take its port meanwhile
+        deaf.bind(("127.0.0.1", 0))
+        port = deaf.getsockname()[1]
+        with pytest.raises(PeerLost, match=f"127.0.0.1:{port} within .* nothing listens there yet"):
+            connect("127.0.0.1", port, refused_s=0.3, unreachable_s=PATIENCE_S)
+        with pytest.raises(PeerLost, match="the name nobody.invalid does not resolve"):
+            connect("nobody.invalid", port, refused_s=600, unreachable_s=0.3)
 
 
 def test_probes_answer_those_who_have_the_token():

@@ -40,31 +40,43 @@ def test_good_machines_train(two, tmp_path):
     assert "preflight: " not in done.said["a"] + done.said["b"] and "warning" not in done.said["a"], done.said
 
 
-def test_a_machine_with_other_code_is_named_before_the_first_step(two, tmp_path):
-    def change(node: ClusterNode) -> None:
-        path = ROOT / "phalanx/nn/norm.py"
-        replace_file(path, path.read_text() + "\n")
+def other_code(node: ClusterNode) -> None:
+    path = ROOT / "phalanx/nn/norm.py"
+    replace_file(path, path.read_text() + "\n")
 
-    done = train(two, tmp_path, before={"b": change})
+
+def test_a_machine_with_other_code_is_named_before_the_first_step(two, tmp_path):
+    done = train(two, tmp_path, before={"b": other_code})
     assert done.codes == {"a": 8, "b": 8}, done.said
     assert "preflight: node-b: program: code of phalanx" in done.said["a"] and "step=" not in done.said["a"]
     assert not (tmp_path / "run/config.yaml").exists()
+
+
+@pytest.mark.soak
+def test_so_is_it_where_one_process_of_each_machine_starts_its_ranks(two, tmp_path):
+    """The usual form of a job."""
+    env = {node.letter: {"PHALANX_RANKS_PER_NODE": "2"} for node in two.nodes}
+    done = train(two, tmp_path, before={"b": other_code}, env=env)
+    assert done.codes == {"a": 8, "b": 8}, done.said
+    assert "preflight: node-b: program: code of phalanx" in done.said["a"] and "step=" not in done.said["a"]
 
 
 def test_an_address_where_nobody_is(two, tmp_path):
     """A wrong MASTER_ADDR: the host and the reason, long before train.timeout_s (ten minutes)."""
 
     def hurry(node: ClusterNode) -> None:
-        from phalanx.comm import meeting
+        from phalanx.launch import first_host
 
-        assert meeting.SAY_S <= 25
-        meeting.SAY_S = 1.0
+        assert first_host.SAY_S <= 25
+        first_host.SAY_S = 1.0
 
     env = {"b": {"MASTER_ADDR": "10.79.0.77"}}
     done = train(two, tmp_path, env=env, before={"b": hurry}, missing=("a",), settings={"timeout_s": 5})
     assert done.codes == {"b": 6}, done.said
     warned = [line for line in done.said["b"].splitlines() if "cannot reach rank 0 at 10.79.0.77:29511" in line]
-    assert warned and warned[0].startswith("warning: ") and "it goes on trying for 5 s" in warned[0], done.said
+    assert warned and warned[0].startswith("warning: ") and "it goes on trying for train.timeout_s" in warned[0], (
+        done.said
+    )
     assert "timed out" in warned[0] or "No route to host" in warned[0], done.said
 
 
@@ -80,3 +92,4 @@ def test_one_machine_does_not_look():
     assert not spans_machines(Placement(0, 0, 8, "env://", local_size=8))
     assert spans_machines(Placement(0, 0, 16, "env://", local_size=8))
     assert spans_machines(Placement(0, 0, 2, "tcp://node-a:29511"))
+    assert spans_machines(Placement(0, 0, 4, f"{MEETING}node-a:29511/ranks", local_size=2))  # its node started it

@@ -50,10 +50,11 @@ def site(four, tmp_path) -> Site:
     data = tmp_path / "data/tokens"
     text = tmp_path / "text.jsonl"
     text.write_text("".join(json.dumps({"text": f"document {n} of some words"}) + "\n" for n in range(200)))
+    from phalanx.text.prepare import PrepareOptions
     from phalanx.text.prepare import prepare as prepare_text
     from phalanx.text.tokenizers import load_tokenizer
 
-    prepare_text([str(text)], str(data), load_tokenizer("bytes"), workers=1)
+    prepare_text([str(text)], str(data), load_tokenizer("bytes"), PrepareOptions(workers=1))
     assert Corpus(str(data)).num_tokens > 1000
     config = tmp_path / "run.yaml"
     values = {**CONFIG, "data": {"paths": [str(data)]}, "dir": str(tmp_path / "runs/one")}

@@ -55,7 +55,7 @@ def vectors_on_rank(rank: int, world: int, path: str, layout: LayoutConfig, micr
 
 LAYOUTS: dict[str, tuple[int, LayoutConfig, int]] = {
     "one rank": (1, LayoutConfig(), 3),
-    "tp2 dp2": (4, LayoutConfig(tp=2), 2),
+    "tp2 dp2": (4, LayoutConfig(tp=2), 1),
     "pp2": (2, LayoutConfig(pp=2), 2),
     "cp2": (2, LayoutConfig(cp=2), 1),
 }

@@ -101,6 +101,7 @@ def test_a_retriever_begins_to_learn(tmp_path):
 
 
 @pytest.mark.soak
+@pytest.mark.timeout(3600)
 def test_a_retriever_finds_held_out_docstrings(tmp_path):
     train_retriever(tmp_path, 150, training_lines())
     found = found_in_first_ten(tmp_path / "retriever")

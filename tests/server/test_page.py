@@ -143,6 +143,7 @@ def test_a_key_is_asked_for(start, opened):
     page = opened(start(keys=ApiKeys([KEY]), replies=REPLIES).url)
     page.get_by_text("This server asks for an API key.").wait_for()
     page.shot("key")
+    assert page.get_by_label("API key").evaluate("field => field === document.activeElement")
     page.get_by_label("API key").fill(KEY)
     page.get_by_role("button", name="Use key").click()
     page.get_by_text("Ask something.").wait_for()

@@ -27,9 +27,10 @@ from phalanx.inference.adapters import with_adapters
 from phalanx.inference.drafter import NgramSpec
 from phalanx.inference.ends import end_tokens
 from phalanx.inference.engine import Engine, EngineOptions
-from phalanx.inference.load import load_model, without_training
+from phalanx.inference.load import load_model, run_of_folder, without_training
+from phalanx.inference.memory import remembering
 from phalanx.inference.request import SamplingOptions
-from phalanx.server.serve_rank import RunEngine
+from phalanx.server.serve_rank import RunEngine, ServeOptions, load_engine
 from phalanx.server.served import ServedModel
 from phalanx.text.chat_template import load_chat_template
 from tests.harness.generation import answers_of, random_model, run_of, sequences_of, whole_logits
@@ -335,13 +336,29 @@ BAD = [
     (["layout.tp=3"], "layout.tp=3"),
     (["--length", "97"], "--length=97: must not be more than the model has positions"),
     (["--speculate", "mtp"], "--speculate='mtp': needs a model with multi-token prediction modules"),
+    (["--memory-gib", "1e-6"], "--length=96: needs 0.1 MiB on a rank"),
+    (["--prefix-states", "2"], "--prefix-states=2: has no effect without layers that keep a state"),
+    (["--pages", "fp8", "train.batch_invariant=true"], "--pages='fp8': must be that of the model with"),
 ]
 
 
-@pytest.mark.parametrize("words, rule", BAD, ids=["keys", "host", "layout", "length", "drafts"])
+@pytest.mark.parametrize(
+    "words, rule", BAD, ids=["keys", "host", "layout", "length", "drafts", "memory", "states", "pages"]
+)
 def test_bad_options_end_it_before_weights_are_read(warm, folder, words, rule):
     done = warm.phalanx("serve", str(folder), *words, cwd=folder)
     assert done.returncode == 2 and rule in done.stderr and "Traceback" not in done.stderr
+
+
+@pytest.mark.parametrize("pages, dtype", [("model", torch.float32), ("fp8", torch.float8_e4m3fn)])
+def test_pages_are_stored_as_is_asked(folder, pages, dtype):
+    """Of every layer, in the engine that the verb makes."""
+    run = run_of_folder(folder, gpu=False)
+    plan = make_plan(without_training(run, 1), 1)
+    asked = ServeOptions(weights=str(folder), name="tiny", sequences=2, pages=pages)
+    engine = load_engine(run, Mesh(plan.grid, 0), asked)
+    kept = [layer.memory.pages.tensors[0].dtype for layer in remembering(engine.model.blocks)]
+    assert kept == [dtype] * 4
 
 
 def test_a_client_asks_for_an_adapter_by_its_name(tmp_path):

@@ -30,6 +30,7 @@ from phalanx.sequence.shard import SequenceShard
 from phalanx.text.cache import ChatUse, find_text, use_text
 from tests.harness.chat_model import TEMPLATE, chat_folder
 from tests.harness.parity import MODELS
+from tests.harness.same_samples import same_at_any_size_and_after_resume
 
 SEQ = 96
 LISTED = (
@@ -154,6 +155,12 @@ def test_the_same_batches_after_a_resume_and_beside_each_other(folder, tmp_path)
             assert torch.equal(a.beside[PATCHES].values, b.beside[PATCHES].values)
 
 
+def test_the_same_samples_at_every_number_of_ranks_and_after_resume(folder, tmp_path):
+    run = run_of(folder, tmp_path, write(tmp_path, RECORDS, FILES))
+    found = same_at_any_size_and_after_resume(lambda: loader_of(run))
+    assert any(row[1] for row in found.values())
+
+
 def test_a_rank_decodes_the_images_that_it_computes_with(folder, tmp_path, monkeypatch):
     """What it cuts from the micro-batch is what it would cut if it had decoded all; each image is decoded once."""
     run = run_of(folder, tmp_path, write(tmp_path, RECORDS, FILES))
@@ -205,6 +212,21 @@ def test_replicas_decode_each_others_images(folder, tmp_path, monkeypatch):
         rows += [each.numpy().tobytes() for each in own.values[own.real.bool()].split(5)]  # an image has five rows
     expected = [each.numpy().tobytes() for whole in alone for each in whole.beside[PATCHES].values.split(5)]
     assert sorted(rows) == sorted(expected) and len(decoded) == len(expected) > 4
+
+
+def test_chats_with_images_are_mixed_with_text(folder, tmp_path):
+    """Three parts of text to one with images, at every point of the run; a sample has the images of its own chats."""
+    pictured = write(tmp_path, RECORDS[:2], FILES)
+    (tmp_path / "text.jsonl").write_text("".join(json.dumps(chat(text(f"the dog {i}"))) + "\n" for i in range(9)))
+    run = run_of(folder, tmp_path, pictured)
+    run = replace(run, data=replace(run.data, chats=("0.25", pictured, "0.75", str(tmp_path / "text.jsonl"))))
+    loader, token = loader_of(run), run.model.image_token_id
+    batches = [loader.batch([number]) for number in range(8)]
+    tokens = [int((batch.tokens == token).sum()) for batch in batches]
+    assert sum(map(bool, tokens[:4])) == sum(map(bool, tokens[4:])) == 1
+    for batch, count in zip(batches, tokens):
+        images = batch.beside[PATCHES]
+        assert count == len(images.units.spots) and bool(images.real.sum()) == bool(count)
 
 
 def test_images_in_tar_files(folder, tmp_path):

@@ -11,7 +11,7 @@ import random
 import subprocess
 import sys
 import time
-from functools import partial
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
@@ -21,14 +21,21 @@ from phalanx.base.errors import DataError
 from phalanx.data.index import Corpus
 from phalanx.text import prepare as module
 from phalanx.text import shards
-from phalanx.text.prepare import merge_shards
+from phalanx.text.prepare import PrepareOptions, merge_shards
 from phalanx.text.tokenizers import byte_tokenizer
 from phalanx.text.workers import ordered
 
-prepare = partial(module.prepare, overwrite=True)  # these tests write to the same name again and again
 ROOT = Path(__file__).parents[2]
 TEXTS = [f"document {n} " + "ü<|endoftext|> word " * (n * 7919 % 23) for n in range(400)]
 LINES = "".join(json.dumps({"meta": {"id": n}, "text": text}) + "\n" for n, text in enumerate(TEXTS))
+
+
+USUAL = PrepareOptions()
+
+
+def prepare(inputs, prefix, tokenizer, options=USUAL, progress=None) -> module.Summary:
+    """These tests write to the same name again and again."""
+    return module.prepare(inputs, prefix, tokenizer, replace(options, overwrite=True), progress)
 
 
 def documents(prefix) -> list[str]:
@@ -63,13 +70,13 @@ def test_every_kind_of_file_gives_the_same_documents(tmp_path, lines):
     parquet.write_table(arrow.table({"text": TEXTS, "n": list(range(400))}), tmp_path / "d.parquet", row_group_size=30)
     for file in (lines, *(tmp_path / name for name in ("b.jsonl.gz", "c.jsonl.zst", "d.parquet"))):
         for size in (300, 1 << 20):  # cut in pieces, and whole
-            summary = prepare([file], tmp_path / "out", byte_tokenizer(), piece_bytes=size)
+            summary = prepare([file], tmp_path / "out", byte_tokenizer(), PrepareOptions(piece_bytes=size))
             assert documents(tmp_path / "out") == TEXTS
             assert (summary.files, summary.documents, summary.inputs[0]["bytes"]) == (1, 400, file.stat().st_size)
     with pytest.raises(DataError, match="d.parquet: no column 'txt'; columns: text, n"):
-        prepare([tmp_path / "d.parquet"], tmp_path / "x", byte_tokenizer(), key="txt")
+        prepare([tmp_path / "d.parquet"], tmp_path / "x", byte_tokenizer(), PrepareOptions(key="txt"))
     with pytest.raises(DataError, match="d.parquet: row 0: no text under key 'n', but int"):
-        prepare([tmp_path / "d.parquet"], tmp_path / "x", byte_tokenizer(), key="n")
+        prepare([tmp_path / "d.parquet"], tmp_path / "x", byte_tokenizer(), PrepareOptions(key="n"))
 
 
 def test_text_folders_globs_and_line_ends(tmp_path):
@@ -87,11 +94,13 @@ def test_text_folders_globs_and_line_ends(tmp_path):
 
 def test_keys_and_no_end_of_document(tmp_path):
     (tmp_path / "a.jsonl").write_text('{"a": {"b": "in"}, "t": "title"}\n{"a.b": "dot", "t": ""}\n')
-    prepare([tmp_path / "a.jsonl"], tmp_path / "out", byte_tokenizer(), key="a.b")
+    prepare([tmp_path / "a.jsonl"], tmp_path / "out", byte_tokenizer(), PrepareOptions(key="a.b"))
     assert documents(tmp_path / "out") == ["in", "dot"]
-    prepare([tmp_path / "a.jsonl"], tmp_path / "out", byte_tokenizer(), key=["t", "a.b"])
+    prepare([tmp_path / "a.jsonl"], tmp_path / "out", byte_tokenizer(), PrepareOptions(key=["t", "a.b"]))
     assert documents(tmp_path / "out") == ["title\nin", "\ndot"]
-    summary = prepare([tmp_path / "a.jsonl"], tmp_path / "out", byte_tokenizer(), key="t", append_eod=False)
+    summary = prepare(
+        [tmp_path / "a.jsonl"], tmp_path / "out", byte_tokenizer(), PrepareOptions(key="t", append_eod=False)
+    )
     assert bytes(Corpus(tmp_path / "out").tokens(0, 5).astype(np.uint8)) == b"title"
     assert (summary.tokens, summary.documents, summary.empty, summary.lengths) == (5, 1, 1, {"2**2": 1})
 
@@ -126,9 +135,11 @@ def test_bad_lines_are_named_or_counted(tmp_path, line, reason, message):
         (tmp_path / name).write_bytes(data)
         for size in (10, 1000):
             with pytest.raises(DataError, match=f"{name}: {message}"):
-                prepare([tmp_path / name], tmp_path / "out", byte_tokenizer(), piece_bytes=size)
+                prepare([tmp_path / name], tmp_path / "out", byte_tokenizer(), PrepareOptions(piece_bytes=size))
             assert not list(tmp_path.glob("out*")) and (size == 10 or not list(tmp_path.glob(".out*")))
-            summary = prepare([tmp_path / name], tmp_path / "skip", byte_tokenizer(), errors="skip", piece_bytes=size)
+            summary = prepare(
+                [tmp_path / name], tmp_path / "skip", byte_tokenizer(), PrepareOptions(errors="skip", piece_bytes=size)
+            )
             assert (summary.skipped, summary.skipped_by) == (1, {reason: 1})
             assert documents(tmp_path / "skip") == ["ok"] * (1 if reason == "cut" else 2)
 
@@ -146,9 +157,11 @@ def test_compressed_files_that_end_too_early(tmp_path):
                 DataError,
                 match=rf"{name}: line \d+: (the compressed file is cut short after {len(data)} bytes|damaged)",
             ):
-                prepare([tmp_path / name], tmp_path / "out", byte_tokenizer(), piece_bytes=size)
+                prepare([tmp_path / name], tmp_path / "out", byte_tokenizer(), PrepareOptions(piece_bytes=size))
             inputs = [tmp_path / name, tmp_path / "good.jsonl"]
-            summary = prepare(inputs, tmp_path / "skip", byte_tokenizer(), errors="skip", piece_bytes=size)
+            summary = prepare(
+                inputs, tmp_path / "skip", byte_tokenizer(), PrepareOptions(errors="skip", piece_bytes=size)
+            )
             assert summary.skipped_by["damaged"] == 1
             found = documents(tmp_path / "skip")
             assert (len(found) > 10 or name == "b.jsonl.gz") and found == [*TEXTS[: len(found) - 1], "ok"]
@@ -167,7 +180,7 @@ def test_missing_extras_are_named(tmp_path, monkeypatch):
 
 
 def undisturbed(folder: Path, inputs: list[Path], **settings) -> tuple[bytes, bytes]:
-    prepare(inputs, folder / "undisturbed", byte_tokenizer(), piece_bytes=1000, **settings)
+    prepare(inputs, folder / "undisturbed", byte_tokenizer(), PrepareOptions(piece_bytes=1000, **settings))
     return pair(folder / "undisturbed")
 
 
@@ -177,14 +190,18 @@ def test_any_number_of_workers_gives_the_same_bytes(tmp_path, lines):
     expected = undisturbed(tmp_path, inputs)
     assert documents(tmp_path / "undisturbed") == TEXTS * 2
     summary = prepare(
-        inputs, tmp_path / "out", byte_tokenizer(), piece_bytes=1000, workers=2, progress=lambda *at: seen.append(at)
+        inputs,
+        tmp_path / "out",
+        byte_tokenizer(),
+        PrepareOptions(piece_bytes=1000, workers=2),
+        progress=lambda *at: seen.append(at),
     )
     assert pair(tmp_path / "out") == expected
     assert json.loads((tmp_path / "out.json").read_text()) == vars(summary)
     assert len(seen) > 20 and seen == sorted(seen) and seen[-1] == (sum(file.stat().st_size for file in inputs),) * 2
     lines.write_text(LINES + '{"txt": 3}\n')
     with pytest.raises(DataError, match=r"a\.jsonl: line 401: no text under key 'text'; keys: txt"):
-        prepare([lines], tmp_path / "bad", byte_tokenizer(), piece_bytes=1000, workers=2)
+        prepare([lines], tmp_path / "bad", byte_tokenizer(), PrepareOptions(piece_bytes=1000, workers=2))
 
 
 def test_a_batch_at_a_time_is_read(tmp_path, lines, monkeypatch):
@@ -221,7 +238,7 @@ def test_stopped_anywhere_it_goes_on(tmp_path, lines, monkeypatch):
     monkeypatch.setattr(shards, "assemble", fragile_assemble)
     while True:
         try:
-            prepare([lines], tmp_path / "out", byte_tokenizer(), piece_bytes=1000, shuffle=5)
+            prepare([lines], tmp_path / "out", byte_tokenizer(), PrepareOptions(piece_bytes=1000, shuffle=5))
             break
         except Stop:
             stops += 1
@@ -236,11 +253,11 @@ class Stop(BaseException):
 
 PROGRAM = """
 import sys
-from phalanx.text.prepare import prepare
+from phalanx.text.prepare import PrepareOptions, prepare
 from phalanx.text.tokenizers import byte_tokenizer
 from phalanx.text.workers import ordered
 if __name__ == "__main__":
-    prepare([sys.argv[1]], sys.argv[2], byte_tokenizer(), piece_bytes=1000, workers=2)
+    prepare([sys.argv[1]], sys.argv[2], byte_tokenizer(), PrepareOptions(piece_bytes=1000, workers=2))
 """
 
 
@@ -266,11 +283,11 @@ def test_pieces_of_other_inputs_or_policies_are_not_used(tmp_path, lines):
     lines.write_text(LINES + '{"txt": 3}\n')
     for _ in range(2):
         with pytest.raises(DataError, match="line 401"):
-            prepare([lines], tmp_path / "out", byte_tokenizer(), piece_bytes=1000)
+            prepare([lines], tmp_path / "out", byte_tokenizer(), PrepareOptions(piece_bytes=1000))
     kept = {path: path.stat().st_mtime_ns for path in (tmp_path / ".out.pieces").iterdir() if path.name[0] == "0"}
     assert len(kept) > 20
     lines.write_text(LINES[: len(LINES) // 2].rpartition("\n")[0] + "\n")
-    prepare([lines], tmp_path / "out", byte_tokenizer(), piece_bytes=1000)
+    prepare([lines], tmp_path / "out", byte_tokenizer(), PrepareOptions(piece_bytes=1000))
     assert pair(tmp_path / "out") == undisturbed(tmp_path, [lines])
     with module._folder(tmp_path / "out", "x"), pytest.raises(DataError, match="another process is writing it"):
         prepare([lines], tmp_path / "out", byte_tokenizer())
@@ -281,7 +298,7 @@ def test_an_input_that_changes_is_refused(tmp_path, lines):
         lines.write_text(LINES * 2)
 
     with pytest.raises(DataError, match=r"a\.jsonl: changed while it was read"):
-        prepare([lines], tmp_path / "out", byte_tokenizer(), piece_bytes=1000, progress=grow)
+        prepare([lines], tmp_path / "out", byte_tokenizer(), PrepareOptions(piece_bytes=1000), progress=grow)
     assert not list(tmp_path.glob("out*"))
 
 
@@ -294,16 +311,16 @@ def test_a_full_disk_keeps_the_pieces(tmp_path, lines, monkeypatch):
         pytest.raises(DataError, match="disk full; finished pieces are kept in .*out.pieces"),
     ):
         patch.setattr(shards, "assemble", full)
-        prepare([lines], tmp_path / "out", byte_tokenizer(), piece_bytes=1000)
+        prepare([lines], tmp_path / "out", byte_tokenizer(), PrepareOptions(piece_bytes=1000))
     monkeypatch.setattr(shards, "write_piece", full)  # nothing is encoded again
-    prepare([lines], tmp_path / "out", byte_tokenizer(), piece_bytes=1000)
+    prepare([lines], tmp_path / "out", byte_tokenizer(), PrepareOptions(piece_bytes=1000))
     assert documents(tmp_path / "out") == TEXTS
 
 
 def test_shuffle_is_a_permutation_by_seed_alone(tmp_path, lines):
     orders = []
     for seed, size in ((1, 1000), (1, 1 << 20), (2, 1000)):
-        prepare([lines], tmp_path / "out", byte_tokenizer(), piece_bytes=size, shuffle=seed)
+        prepare([lines], tmp_path / "out", byte_tokenizer(), PrepareOptions(piece_bytes=size, shuffle=seed))
         orders.append(documents(tmp_path / "out"))
     assert orders[0] == orders[1] != orders[2] and sorted(orders[0]) == sorted(orders[2]) == sorted(TEXTS)
     assert sum(a == b for a, b in zip(orders[0], TEXTS)) < 10
@@ -317,7 +334,7 @@ def test_shards_merged_are_the_whole(tmp_path, lines, count):
     expected = undisturbed(tmp_path, inputs)
     done = [tmp_path / f"s{n}" for n in range(count)]
     for n in range(count):
-        prepare(inputs, done[n], byte_tokenizer(), piece_bytes=1000, shard=(n, count))
+        prepare(inputs, done[n], byte_tokenizer(), PrepareOptions(piece_bytes=1000, shard=(n, count)))
     assert count < 200 or not all(Corpus(shard).num_tokens for shard in done)  # more shards than pieces
     summary = merge_shards(tmp_path / "out", done, copy=True)
     whole = json.loads((tmp_path / "undisturbed.json").read_text())
@@ -334,7 +351,7 @@ def test_shards_merged_are_the_whole(tmp_path, lines, count):
 def test_same_bytes_as_megatron(tmp_path, lines):
     megatron = pytest.importorskip("megatron.core.datasets.indexed_dataset")
     torch = pytest.importorskip("torch")
-    prepare([lines], tmp_path / "ours", byte_tokenizer(), piece_bytes=1000)
+    prepare([lines], tmp_path / "ours", byte_tokenizer(), PrepareOptions(piece_bytes=1000))
     theirs = megatron.IndexedDatasetBuilder(str(tmp_path / "theirs.bin"), dtype=np.uint16)
     for text in TEXTS:
         ids = [*text.encode(), 256]
@@ -346,7 +363,7 @@ def test_same_bytes_as_megatron(tmp_path, lines):
 def test_megatron_reads_a_copied_merge(tmp_path, lines):
     megatron = pytest.importorskip("megatron.core.datasets.indexed_dataset")
     for n in range(2):
-        prepare([lines], tmp_path / f"s{n}", byte_tokenizer(), shard=(n, 2), piece_bytes=2000)
+        prepare([lines], tmp_path / f"s{n}", byte_tokenizer(), PrepareOptions(shard=(n, 2), piece_bytes=2000))
     merge_shards(tmp_path / "m", [tmp_path / "s0", tmp_path / "s1"], copy=True)
     theirs = megatron.IndexedDataset(str(tmp_path / "m"))
     assert [bytes(theirs[i][:-1].astype(np.uint8)).decode() for i in range(len(theirs))] == TEXTS

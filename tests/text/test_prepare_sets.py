@@ -19,7 +19,7 @@ from phalanx.base.errors import DataError
 from phalanx.cli.main import cli
 from phalanx.data.config import DataConfig
 from phalanx.data.index import Corpus, CorpusWriter
-from phalanx.text.prepare import check_tokenizer, check_tokenizers, merge_shards, prepare
+from phalanx.text.prepare import PrepareOptions, check_tokenizer, check_tokenizers, merge_shards, prepare
 from phalanx.text.tokenizers import byte_tokenizer, load_tokenizer, train_bpe
 from tests.harness.sample import rest_in_soak
 
@@ -48,7 +48,7 @@ SPLIT = {"train": 0.8, "valid": 0.15, "test": 0.05}
 
 
 def test_a_split_is_a_partition_by_text(tmp_path, lines):
-    whole = prepare([lines], tmp_path / "out", byte_tokenizer(), split=SPLIT)
+    whole = prepare([lines], tmp_path / "out", byte_tokenizer(), PrepareOptions(split=SPLIT))
     parts = {name: documents(tmp_path / f"out-{name}") for name in SPLIT}
     assert not (tmp_path / "out.bin").exists() and whole.documents == 600
     for name, found in parts.items():
@@ -66,29 +66,29 @@ def test_a_split_is_a_partition_by_text(tmp_path, lines):
     (tmp_path / "b.jsonl").write_text(
         json.dumps({"text": "new"}) + "\n" + lines.read_text()
     )  # a document stays where it was
-    prepare([tmp_path / "b.jsonl"], tmp_path / "more", byte_tokenizer(), split=SPLIT)
+    prepare([tmp_path / "b.jsonl"], tmp_path / "more", byte_tokenizer(), PrepareOptions(split=SPLIT))
     for name, found in parts.items():
         assert [text for text in documents(tmp_path / f"more-{name}") if text != "new"] == found
 
 
 def test_a_split_does_not_depend_on_how_the_work_is_cut(tmp_path, lines):
-    prepare([lines], tmp_path / "a", byte_tokenizer(), split=SPLIT)
+    prepare([lines], tmp_path / "a", byte_tokenizer(), PrepareOptions(split=SPLIT))
     prepare(
         [lines],
         tmp_path / "b",
         byte_tokenizer(),
-        split={k: 20 * v for k, v in SPLIT.items()},
-        piece_bytes=2000,
-        workers=2,
+        PrepareOptions(split={k: 20 * v for k, v in SPLIT.items()}, piece_bytes=2000, workers=2),
     )
     for n in range(3):
-        prepare([lines], tmp_path / f"s{n}", byte_tokenizer(), split=SPLIT, shard=(n, 3), piece_bytes=2000)
+        prepare(
+            [lines], tmp_path / f"s{n}", byte_tokenizer(), PrepareOptions(split=SPLIT, shard=(n, 3), piece_bytes=2000)
+        )
     for name in SPLIT:
         expected = files(tmp_path / f"a-{name}")
         assert files(tmp_path / f"b-{name}") == expected
         merge_shards(tmp_path / f"m-{name}", [tmp_path / f"s{n}-{name}" for n in range(3)], copy=True)
         assert files(tmp_path / f"m-{name}") == expected
-    prepare([lines], tmp_path / "c", byte_tokenizer(), split=SPLIT, shuffle=3)
+    prepare([lines], tmp_path / "c", byte_tokenizer(), PrepareOptions(split=SPLIT, shuffle=3))
     for name in SPLIT:
         assert documents(tmp_path / f"c-{name}") != documents(tmp_path / f"a-{name}")
         assert sorted(documents(tmp_path / f"c-{name}")) == sorted(documents(tmp_path / f"a-{name}"))
@@ -101,9 +101,9 @@ def test_bad_splits(tmp_path, lines):
         ({"a": float("nan")}, "> 0"),
     ):
         with pytest.raises(DataError, match=message):
-            prepare([lines], tmp_path / "out", byte_tokenizer(), split=split)
+            prepare([lines], tmp_path / "out", byte_tokenizer(), PrepareOptions(split=split))
     with pytest.raises(DataError, match="valid=1e-09 of 600 documents is none; give it a larger share"):
-        prepare([lines], tmp_path / "out", byte_tokenizer(), split={"train": 1, "valid": 1e-9})
+        prepare([lines], tmp_path / "out", byte_tokenizer(), PrepareOptions(split={"train": 1, "valid": 1e-9}))
     assert not list(tmp_path.glob("out*"))
     for text in ("train", "a=1,a=2", "a=x"):
         done = CliRunner().invoke(
@@ -134,7 +134,7 @@ def test_a_merged_set_refers_to_its_shards(tmp_path, lines):
     prepare([lines], tmp_path / "whole", byte_tokenizer())
     (tmp_path / "deep").mkdir()
     for n in range(3):
-        prepare([lines], tmp_path / "deep" / f"s{n}", byte_tokenizer(), shard=(n, 3), piece_bytes=2000)
+        prepare([lines], tmp_path / "deep" / f"s{n}", byte_tokenizer(), PrepareOptions(shard=(n, 3), piece_bytes=2000))
     done = CliRunner().invoke(
         cli, ["data", "merge", str(tmp_path / "m"), *(str(tmp_path / "deep" / f"s{n}") for n in range(3))]
     )
@@ -159,7 +159,7 @@ def test_a_merged_set_refers_to_its_shards(tmp_path, lines):
 
 def test_a_merged_set_that_lost_a_file_is_refused(tmp_path, lines):
     for n in range(2):
-        prepare([lines], tmp_path / f"s{n}", byte_tokenizer(), shard=(n, 2), piece_bytes=2000)
+        prepare([lines], tmp_path / f"s{n}", byte_tokenizer(), PrepareOptions(shard=(n, 2), piece_bytes=2000))
     merge_shards(tmp_path / "m", [tmp_path / "s0", tmp_path / "s1"])
     size = (tmp_path / "s1.bin").stat().st_size
     with open(tmp_path / "s1.bin", "ab") as file:
@@ -221,14 +221,19 @@ def test_datasets_on_disk(tmp_path):
     for size in (1000, 1 << 20):
         for key in ("text", "meta.text"):
             assert (
-                prepare([folder], tmp_path / "out", byte_tokenizer(), key=key, piece_bytes=size, overwrite=True).files
+                prepare(
+                    [folder],
+                    tmp_path / "out",
+                    byte_tokenizer(),
+                    PrepareOptions(key=key, piece_bytes=size, overwrite=True),
+                ).files
                 == 3
             )
             assert documents(tmp_path / "out") == TEXTS
     with pytest.raises(DataError, match=r"data-00000-of-00003\.arrow: row 0: no text under key 'id', but int"):
-        prepare([folder], tmp_path / "x", byte_tokenizer(), key="id")
+        prepare([folder], tmp_path / "x", byte_tokenizer(), PrepareOptions(key="id"))
     with pytest.raises(DataError, match="no column 'txt'; columns: id, meta, text"):
-        prepare([folder], tmp_path / "x", byte_tokenizer(), key="txt")
+        prepare([folder], tmp_path / "x", byte_tokenizer(), PrepareOptions(key="txt"))
     (tmp_path / "set" / "dataset_dict.json").write_text('{"splits": ["train", "test"]}')
     with pytest.raises(DataError, match=r"several splits; name those that are meant: .*set/train, .*set/test"):
         prepare([tmp_path / "set"], tmp_path / "x", byte_tokenizer())
@@ -248,14 +253,14 @@ def test_datasets_on_disk(tmp_path):
 
 @pytest.mark.parametrize("split", [None, SPLIT])
 def test_the_same_again_does_nothing_and_another_is_refused(tmp_path, lines, split):
-    first = prepare([lines], tmp_path / "out", byte_tokenizer(), split=split)
+    first = prepare([lines], tmp_path / "out", byte_tokenizer(), PrepareOptions(split=split))
     written = {path: path.stat().st_mtime_ns for path in tmp_path.glob("out*")}
-    assert vars(prepare([lines], tmp_path / "out", byte_tokenizer(), split=split)) == vars(first)
+    assert vars(prepare([lines], tmp_path / "out", byte_tokenizer(), PrepareOptions(split=split))) == vars(first)
     for other in ({"shuffle": 1}, {"append_eod": False}, {"errors": "skip"}):
         with pytest.raises(DataError, match=r"out.*\.bin exists, made of other inputs or with other settings"):
-            prepare([lines], tmp_path / "out", byte_tokenizer(), split=split, **other)
+            prepare([lines], tmp_path / "out", byte_tokenizer(), PrepareOptions(split=split, **other))
     (tmp_path / ".out.pieces").mkdir()  # as a kill at the very end leaves it
-    prepare([lines], tmp_path / "out", byte_tokenizer(), split=split)
+    prepare([lines], tmp_path / "out", byte_tokenizer(), PrepareOptions(split=split))
     assert not (tmp_path / ".out.pieces").exists()
     assert {path: path.stat().st_mtime_ns for path in tmp_path.glob("out*")} == written
     command = ["data", "prepare", str(lines), "-o", str(tmp_path / "out"), "--tokenizer", "bytes", "--shuffle", "1"]
@@ -288,10 +293,10 @@ def test_a_crash_between_the_files_is_mended(tmp_path, lines, monkeypatch):
 
     with monkeypatch.context() as patch, pytest.raises(KeyboardInterrupt):
         patch.setattr(os, "replace", crash)
-        prepare([lines], tmp_path / "out", byte_tokenizer(), split=SPLIT)
+        prepare([lines], tmp_path / "out", byte_tokenizer(), PrepareOptions(split=SPLIT))
     assert (tmp_path / "out-train.idx").exists() and not (tmp_path / "out-valid.idx").exists()
-    prepare([lines], tmp_path / "out", byte_tokenizer(), split=SPLIT)
-    prepare([lines], tmp_path / "good", byte_tokenizer(), split=SPLIT)
+    prepare([lines], tmp_path / "out", byte_tokenizer(), PrepareOptions(split=SPLIT))
+    prepare([lines], tmp_path / "good", byte_tokenizer(), PrepareOptions(split=SPLIT))
     for name in SPLIT:
         assert files(tmp_path / f"out-{name}") == files(tmp_path / f"good-{name}")
     assert not list(tmp_path.glob(".out*"))
@@ -334,7 +339,10 @@ def test_what_a_tokenizer_cannot_encode_is_named(tmp_path):
             DataError, match=r"a\.txt or one of the 1 files after it: the tokenizer cannot encode 'five'"
         ):
             prepare(
-                [tmp_path / "a.txt", tmp_path / "b.txt"], tmp_path / "out", load_tokenizer("null:9"), workers=workers
+                [tmp_path / "a.txt", tmp_path / "b.txt"],
+                tmp_path / "out",
+                load_tokenizer("null:9"),
+                PrepareOptions(workers=workers),
             )
     (tmp_path / "b.txt").write_text("4")
     prepare([tmp_path / "a.txt", tmp_path / "b.txt"], tmp_path / "out", load_tokenizer("null:9"))
@@ -367,8 +375,7 @@ def test_an_input_that_goes_away(tmp_path, lines, workers):
             [lines, tmp_path / "b.jsonl"],
             tmp_path / "out",
             byte_tokenizer(),
-            piece_bytes=2000,
-            workers=workers,
+            PrepareOptions(piece_bytes=2000, workers=workers),
             progress=remove,
         )
     assert not list(tmp_path.glob("out*"))
@@ -378,7 +385,7 @@ def test_an_input_that_goes_away(tmp_path, lines, workers):
 
 PROGRAM = """
 import json, resource, sys
-from phalanx.text.prepare import prepare
+from phalanx.text.prepare import PrepareOptions, prepare
 from phalanx.text.tokenizers import byte_tokenizer
 from phalanx.base.errors import DataError
 if __name__ == "__main__":
@@ -386,7 +393,8 @@ if __name__ == "__main__":
     if limit := settings.pop("limit", None):
         resource.setrlimit(resource.RLIMIT_FSIZE, (limit, limit))
     try:
-        prepare(tokenizer=byte_tokenizer(), **settings)
+        inputs, prefix = settings.pop("inputs"), settings.pop("prefix")
+        prepare(inputs, prefix, byte_tokenizer(), PrepareOptions(**settings))
     except DataError as error:
         sys.exit(f"DataError: {error}")
     print(next(line.split()[1] for line in open("/proc/self/status") if line.startswith("VmHWM")))
@@ -460,7 +468,7 @@ def test_a_file_that_cannot_grow_keeps_the_pieces(tmp_path, program, lines):
 @pytest.mark.parametrize("workers", rest_in_soak((1, 2), (2,)))
 def test_killed_at_ten_random_moments(tmp_path, program, workers):
     source = write_lines(tmp_path / "in.jsonl", 40_000_000)
-    prepare([source], tmp_path / "good", byte_tokenizer(), split=SPLIT, shuffle=2)
+    prepare([source], tmp_path / "good", byte_tokenizer(), PrepareOptions(split=SPLIT, shuffle=2))
     settings = dict(
         inputs=[source], prefix=tmp_path / "out", split=SPLIT, shuffle=2, workers=workers, piece_bytes=400_000
     )

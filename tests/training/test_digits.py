@@ -149,6 +149,7 @@ def test_digits_begin_to_be_read(tmp_path):
 
 
 @pytest.mark.soak
+@pytest.mark.timeout(3600)
 def test_digits_are_read(tmp_path):
     run, held_out = run_of(tmp_path, pairs=5000, steps=1000)
     with px.session(run) as session:

@@ -105,17 +105,17 @@ NAMED = {
         "nemotron_h", 4, cp=2, cp_ulysses=2, pp=2, documents="packed", recompute="full", global_batch=2
     ),
     "qwen3_next cp2 tp2, ring, ep2, documents": case("qwen3_next", 4, cp=2, tp=2, ep=2, documents=True, global_batch=2),
-    "qwen3_next cp2 pp2, heads, packed, full recompute": case(
-        "qwen3_next", 4, cp=2, cp_ulysses=2, pp=2, documents="packed", recompute="full", global_batch=2
+    "qwen3_next with a further token, cp2 pp2, heads, packed, full recompute": case(
+        "qwen3_next-mtp", 4, cp=2, cp_ulysses=2, pp=2, documents="packed", recompute="full", global_batch=2
     ),
     "qwen3_next cp3, packed, selective recompute": case(
         "qwen3_next", 3, cp=3, documents="packed", recompute="selective", global_batch=2
     ),
-    "qwen3_next tp4 with 2 key heads, ep4, sharding 3": case(
-        "qwen3_next", 8, tp=4, ep=4, sharding=3, documents=True, global_batch=4
+    "qwen3_next with a further token, tp4 with 2 key heads, ep4, sharding 3": case(
+        "qwen3_next-mtp", 8, tp=4, ep=4, sharding=3, documents=True, global_batch=4
     ),
-    "qwen3_next pp2 x 2 virtual stages, dp2, ep2, pointwise recompute": case(
-        "qwen3_next", 4, pp=2, virtual_stages=2, ep=2, recompute="pointwise", documents=True
+    "qwen3_next with a further token, pp2 x 2 virtual stages, dp2, ep2, pointwise recompute": case(
+        "qwen3_next-mtp", 4, pp=2, virtual_stages=2, ep=2, recompute="pointwise", documents=True
     ),
     "qwen3_5_text tp2 cp2, all-gather, packed, selective recompute": case(
         "qwen3_5_text",
@@ -690,7 +690,7 @@ LINEAR = (
     "nemotron_h-moe",
     "falcon_h1",
     "falcon_h1-norm",
-    "qwen3_next",
+    "qwen3_next-mtp",
     "qwen3_5_text",
     "qwen3_5_moe_text",
     "qwen3_5",

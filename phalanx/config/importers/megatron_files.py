@@ -77,9 +77,8 @@ def saving(t: Translation, ranks: int | None) -> None:
         t.built_in(load, "a run continues from its own folder by itself")
     elif t.has(load):
         t.by_hand("init_from", f"{load} holds {TITLE}'s checkpoints: {IMPORT}", load)
-    for name in ("--pretrained-checkpoint",):
-        if t.has(name):
-            t.by_hand("init_from", IMPORT, name)
+    if t.has("--pretrained-checkpoint"):
+        t.by_hand("init_from", IMPORT, "--pretrained-checkpoint")
     t.apply({"--async-save": Becomes("checkpoint.background", bool)})
 
 

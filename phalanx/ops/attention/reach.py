@@ -15,8 +15,8 @@ from phalanx.ops.attention.kind import AttentionKind, groups_together
 from phalanx.sequence.batch import Batch, PerBatch
 from phalanx.sequence.shard import WHOLE, SequenceShard
 
-RANGES = PerBatch["Reach"]()
-REACHES = PerBatch["Reach"]()
+RANGES = PerBatch["Reach"]()  # of whole sequences, in positions
+REACHES = PerBatch["Reach"]()  # of a shard's queries, among the keys of another shard
 
 
 class Reach(NamedTuple):

@@ -46,8 +46,8 @@ class PackedTensor(ABC):
         """Store (n,) numbers: with `step` () the result of this step's update; without it what a checkpoint or an
         initialisation gives."""
 
-    def __getitem__(self, run: slice) -> Self:
-        start, stop = run.start or 0, len(self) if run.stop is None else run.stop
+    def __getitem__(self, span: slice) -> Self:
+        start, stop = span.start or 0, len(self) if span.stop is None else span.stop
         if start % self.block or stop % self.block:
             raise ValueError(
                 f"{self.name} keeps {self.block} elements together, and optim.lr_scale tells matrices apart "

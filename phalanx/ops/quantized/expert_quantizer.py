@@ -37,12 +37,12 @@ from phalanx.ops.experts.permute import Gathered
 from phalanx.ops.op import Case, Kernels, Op, triton
 from phalanx.ops.quantized.quantizer import DY, W, WeightQuantizer, X, noted, noting, spread_out
 from phalanx.ops.quantized.recipes import (
-    RECIPES,
     Block,
     Format,
     Scaled,
     block_amax,
     cast_scaled,
+    find_recipe,
     multipliers,
     spread,
     wide_of,
@@ -145,7 +145,7 @@ def _cast_cases() -> Iterator[Case]:
     """Rows of uneven experts, of which the last are nobody's, and a stack of matrices: all that is read of them."""
 
     def call(recipe: str, numbers: tuple[int, ...], x: Tensor, weight: Tensor, kernels: Kernels) -> tuple[Tensor, ...]:
-        quantizer = ExpertQuantizer(RECIPES[recipe], "w", 0, ModelAxes(), kernels)
+        quantizer = ExpertQuantizer(find_recipe(recipe), "w", 0, ModelAxes(), kernels)
         noting(quantizer, x.device)
         ends, last = torch.tensor(numbers, dtype=torch.int32, device=x.device), numbers[-1]
         tiles = sum(-(-(stop - start) // PLACE) for start, stop in pairwise((0, *numbers)))
@@ -171,7 +171,7 @@ def _product_cases() -> Iterator[Case]:
 
     def call(recipe: str, numbers: tuple[int, ...], *given: Any) -> tuple[Tensor, ...]:
         x, weight, bias, dy, kernels = given
-        quantizer = ExpertQuantizer(RECIPES[recipe], "w", 0, ModelAxes(), kernels)
+        quantizer = ExpertQuantizer(find_recipe(recipe), "w", 0, ModelAxes(), kernels)
         ends = torch.tensor(numbers, dtype=torch.int32, device=x.device)
         (q, kept), (dq, of_padded) = quantizer.rows(X, x.detach(), ends), quantizer.rows(DY, dy.detach(), ends)
         y = quantizer.times_weight(q, weight.detach(), ends, x.dtype, bias.detach())

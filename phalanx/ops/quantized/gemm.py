@@ -20,10 +20,10 @@ from phalanx.ops.dense.grads import account, add_product_grad
 from phalanx.ops.op import ALL_KERNELS, Case, Implementation, Kernels, Op
 from phalanx.ops.quantized.cublaslt import cublaslt
 from phalanx.ops.quantized.recipes import (
-    RECIPES,
     Scaled,
     block_amax,
     dequantize,
+    find_recipe,
     multipliers,
     quantize,
     scaled_product,
@@ -160,7 +160,7 @@ def _torch_has(index: int, squares: bool) -> bool:
 
 def _quantized(a: Tensor, b: Tensor, recipe: str, backward: bool) -> tuple[Scaled, Scaled]:
     """For cases: the operands of a forward matmul or of a weight's gradient."""
-    r = RECIPES[recipe]
+    r = find_recipe(recipe)
     sides = ((a, r.tokens, r.backward if backward else r.forward), (b, r.tokens if backward else r.weight, r.forward))
     qa, qb = (quantize(x, block, f, multipliers(block_amax(x, block), f)) for x, block, f in sides)
     return qa, qb

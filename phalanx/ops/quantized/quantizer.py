@@ -23,12 +23,15 @@ from phalanx.ops.op import Case, Kernels, Op, triton
 from phalanx.ops.quantized.gemm import QUANT_MATMUL
 from phalanx.ops.quantized.recipes import (
     COUNTS,
-    RECIPES,
+    E2M1,
+    E4M3,
     SLOTS,
+    Block,
     Format,
     Recipe,
     Scaled,
     block_amax,
+    find_recipe,
     lost,
     multipliers,
     quantize,
@@ -71,7 +74,7 @@ def _cast_cases(recipes: Sequence[str], shapes: Sequence[tuple[int, int]]) -> It
 
     def call(recipe: str, x: Tensor, kernels: Kernels) -> tuple[Tensor, ...]:
         found, x = [], spread_out(x)
-        quantizer = noting(WeightQuantizer(RECIPES[recipe], "w", 0, ModelAxes(), kernels), x.device)
+        quantizer = noting(WeightQuantizer(find_recipe(recipe), "w", 0, ModelAxes(), kernels), x.device)
         for which in (X, W, DY):
             for turn in (True, False):
                 for q in quantizer.both(which, x, 0, turn):
@@ -101,7 +104,13 @@ QUANT_EMULATED = Op(
     "casts of the emulated recipes mxfp8 and nvfp4",
     "phalanx.ops.quantized.recipes",
     (),
-    (triton("phalanx.ops.quantized.emulated", shapes="not float64; blocks along lines"),),
+    (
+        triton(
+            "phalanx.ops.quantized.emulated",
+            fits=lambda block, format: sorted(block) in ([1, 16], [1, 32]) and format in (E4M3, E2M1),
+            shapes="not float64; blocks of 16 or 32 along lines, of E4M3 or E2M1",
+        ),
+    ),
     cases=tuple(_cast_cases(("mxfp8", "nvfp4"), EMULATED_SHAPES)),
     switches=("quant",),
 )
@@ -246,7 +255,7 @@ class WeightQuantizer:
         rows. Losses of the cast are recorded for the first form only."""
         recipe, format = self.recipe, self._format(which)
         block, key = self._block(which, second), self.key(which, second)
-        mix, casts = recipe.hadamard if second and which != W else 0, self._emulated_casts(block, x)
+        mix, casts = recipe.hadamard if second and which != W else 0, self._emulated_casts(block, format, x)
         if casts is None:
             x = self.mixed(x) if mix else x
         amax = block_amax(x, block) if casts is None else casts.block_amax(x, block, mix, self.signs)
@@ -266,12 +275,11 @@ class WeightQuantizer:
             counts[0, :-1] += lost(x, q, format, multiplier)
         return q
 
-    def _emulated_casts(self, block: tuple[int, int], x: Tensor) -> Any:
-        """The Triton implementation of casts of emulated recipes, if it is to run; it supports only blocks along
-        lines."""
-        if 1 not in block or not self.recipe.emulated or x.dtype == torch.float64:
+    def _emulated_casts(self, block: Block, format: Format, x: Tensor) -> Any:
+        """The Triton implementation of casts of emulated recipes, if it is to run and supports these blocks."""
+        if not self.recipe.emulated or x.dtype == torch.float64:
             return None
-        return QUANT_EMULATED.fast(self.kernels, x)
+        return QUANT_EMULATED.fast(self.kernels, x, block, format)
 
     def _cast(
         self, kernels: Any, which: int, x: Source, cut: int, turn: bool, into: tuple[Scaled, Scaled] | None = None

@@ -2,8 +2,8 @@
 matmuls.
 
 A value x is stored as a value c of a narrow format and a scale s shared by a block of values: x ~ c s. In both operands
-of a GEMM, blocks extend along the summed dim. Which linears use a recipe, and how it works over ranks, is up to
-ops/quantized/quantizer.py.
+of a GEMM, blocks extend along the summed dim. A recipe is found by its name or as `module:NAME` (base/registry.py).
+Which linears use it is up to nn/fp8.py, and how it works over ranks to ops/quantized/quantizer.py.
 """
 
 from __future__ import annotations
@@ -16,8 +16,10 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from phalanx.base.registry import NotFound, find
 from phalanx.ops.quantized.rounding import Key, noise_for
 
+SEAM = "fp8_recipe"
 Block = tuple[int, int]  # rows and columns that share a scale; 0: all of them
 SLOTS = 32  # counters that casts spread their counts over, so that programs of a kernel do not wait for each other
 COUNTED = (
@@ -26,6 +28,8 @@ COUNTED = (
     "values",
 )  # in each slot: values that became zero, values clamped to the largest number, all values examined
 COUNTS = len(COUNTED) + 1  # and the bits of the largest |value| as fp32, where a kernel sees it
+WHOLE, LINE = (0, 0), (1, 0)  # one scale for the whole tensor, or for each row
+LARGEST_BLOCK = 128  # what experts' tokens are padded to, so blocks of tokens must divide it
 FLOOR = 2.0**-100  # the least amax for which a scale is computed: its inverse stays in range
 
 
@@ -61,9 +65,11 @@ class Recipe:
     emulated           Hopper has no such matmul: values are dequantized, on a GPU to the dtype of the activations
                        (exact if scales are powers of two, and otherwise with an error far below that of
                        quantization), and multiplied in it. Not measured on hardware
+    capability         the least compute capability of NVIDIA GPUs that have its matmuls; emulated: all have
+
+    ValueError where no implementation computes what it says.
     """
 
-    name: str
     forward: Format
     backward: Format
     tokens: Block
@@ -73,6 +79,27 @@ class Recipe:
     at_random: bool = False
     hadamard: int = 0
     emulated: bool = False
+    capability: tuple[int, int] = (0, 0)
+
+    def __post_init__(self) -> None:
+        sizes = {*self.tokens, *self.weight, self.hadamard} - {0}
+        if any(size < 0 or LARGEST_BLOCK % size for size in sizes):
+            raise ValueError(f"sizes of blocks and hadamard must be 0 or divide {LARGEST_BLOCK}")
+        if self.tokens not in (WHOLE, LINE) and (self.tokens[0] != 1 or self.tokens[1] == 0):
+            raise ValueError("tokens must be (0, 0), one scale for all; (1, 0), one for each; or (1, n)")
+        if self.weight not in (WHOLE, LINE) and 0 in self.weight:
+            raise ValueError("weight must be (0, 0), one scale for all; (1, 0), one for each output; or (m, n)")
+        if self.delayed and not self.tokens == self.weight == WHOLE:
+            raise ValueError("delayed scales are those of whole tensors: tokens and weight must be (0, 0)")
+        if self.scale != "fp32" and min(self.tokens[1], self.weight[1]) < 2:
+            raise ValueError(f"scales ({self.scale}) must be fp32 unless blocks have several values in a row")
+        if self.at_random and (self.backward is not E2M1 or self.tokens[1] < 4):
+            raise ValueError("at_random needs gradients in E2M1, in blocks of 4 or more values")
+        if not self.emulated and (self.hadamard or self.scale != "fp32" or self._operands() not in MULTIPLIED):
+            raise ValueError("GPUs have no such matmul: set emulated=True")
+
+    def _operands(self) -> tuple[Block, Block, Format, Format]:
+        return self.tokens, self.weight, self.forward, self.backward
 
     @property
     def turns(self) -> bool:
@@ -83,25 +110,37 @@ class Recipe:
     @property
     def unit(self) -> int:
         """What the sizes of a matmul must be multiples of."""
-        return max(16, *self.tokens, *self.weight)
+        return max(16, *self.tokens, *self.weight, self.hadamard)
 
 
-RECIPES = {
-    r.name: r
-    for r in (
-        # one scale per tensor, of its own amax; Micikevicius et al., "FP8 formats for deep learning", 2022 (E5M2 for
-        # gradients)
-        Recipe("tensorwise", E4M3, E5M2, (0, 0), (0, 0)),
-        Recipe("delayed", E4M3, E5M2, (0, 0), (0, 0), delayed=True),
-        Recipe("rowwise", E4M3, E4M3, (1, 0), (1, 0)),
-        # DeepSeek-V3, 2024, section 3.3
-        Recipe("blockwise", E4M3, E4M3, (1, 128), (128, 128)),
-        # Rouhani et al., "Microscaling data formats for deep learning", 2023; scales rounded up: Mishra et al., 2025
-        Recipe("mxfp8", E4M3, E4M3, (1, 32), (1, 32), "power of 2", emulated=True),
-        # NVIDIA, "Pretraining large language models with NVFP4", 2025, section 4
-        Recipe("nvfp4", E2M1, E2M1, (1, 16), (16, 16), "two levels", at_random=True, hadamard=16, emulated=True),
-    )
-}
+SQUARE = (128, 128)
+MULTIPLIED = (
+    (WHOLE, WHOLE, E4M3, E5M2),
+    (WHOLE, WHOLE, E4M3, E4M3),
+    (LINE, LINE, E4M3, E4M3),
+    ((1, 128), SQUARE, E4M3, E4M3),
+)
+"""Blocks of tokens and weights, and formats of forward and backward, that GPUs multiply without emulation
+(ops/quantized/gemm.py)."""
+
+# one scale per tensor, of its own amax; Micikevicius et al., "FP8 formats for deep learning", 2022 (E5M2 for gradients)
+TENSORWISE = Recipe(E4M3, E5M2, WHOLE, WHOLE, capability=(8, 9))
+DELAYED = Recipe(E4M3, E5M2, WHOLE, WHOLE, delayed=True, capability=(8, 9))
+ROWWISE = Recipe(E4M3, E4M3, LINE, LINE, capability=(9, 0))
+# DeepSeek-V3, 2024, section 3.3
+BLOCKWISE = Recipe(E4M3, E4M3, (1, 128), SQUARE, capability=(9, 0))
+# Rouhani et al., "Microscaling data formats for deep learning", 2023; scales rounded up: Mishra et al., 2025
+MXFP8 = Recipe(E4M3, E4M3, (1, 32), (1, 32), "power of 2", emulated=True)
+# NVIDIA, "Pretraining large language models with NVFP4", 2025, section 4
+NVFP4 = Recipe(E2M1, E2M1, (1, 16), (16, 16), "two levels", at_random=True, hadamard=16, emulated=True)
+
+
+def find_recipe(name: str) -> Recipe:
+    """The recipe that `train.fp8.recipe` means. NotFound says what is wrong with it."""
+    found = find(SEAM, name)
+    if not isinstance(found, Recipe):
+        raise NotFound("is no FP8 recipe: it must be a Recipe of phalanx.ops.quantized.recipes")
+    return found
 
 
 @dataclass(frozen=True)

@@ -39,6 +39,7 @@ from phalanx.text.classes import prepare_classes
 from phalanx.text.tokenizers import load_tokenizer, train_wordpiece
 from phalanx.training.main import train
 from tests.harness import parity
+from tests.harness.same_samples import same_at_any_size_and_after_resume
 from tests.models.test_models import all_logits
 
 COLOURS = ("red", "green", "blue")
@@ -117,6 +118,11 @@ def loader_of(run: Run) -> Loader:
 
 
 # ---- data
+
+
+def test_the_same_samples_at_every_number_of_ranks_and_after_resume(folder, tmp_path):
+    found = same_at_any_size_and_after_resume(lambda: loader_of(run_of(folder, tmp_path)))
+    assert all(any(label != IGNORE for label in row[row.index("labels") + 1]) for row in found.values())
 
 
 def test_a_text_has_its_class_at_its_first_token(folder, tmp_path):

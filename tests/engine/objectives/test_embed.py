@@ -51,6 +51,7 @@ from phalanx.text.tokenizers import load_tokenizer, train_bpe, train_wordpiece
 from phalanx.training.main import train
 from phalanx.verifying.compare import compare, random_weights
 from tests.harness import hf_fuzz, parity
+from tests.harness.same_samples import same_at_any_size_and_after_resume
 from tests.models.test_models import load_weights
 
 
@@ -357,6 +358,11 @@ def loader_of(run: Run) -> Loader:
     how: Any = {"seq_length": run.train.seq_length, "seed": 1, "vocab_size": run.model.vocab_size, "samples": 16}
     data = use_text(run.data, run.dir, run.model.vocab_size, say=lambda line: None)
     return train_loader(data, **how, reading=reading_of(run))
+
+
+def test_the_same_samples_at_every_number_of_ranks_and_after_resume(folder, tmp_path):
+    run = trained_run(folder, tmp_path)
+    same_at_any_size_and_after_resume(lambda: loader_of(run))
 
 
 def test_groups_are_whole_and_each_text_has_its_number(folder, tmp_path):

@@ -24,6 +24,7 @@ from phalanx.sequence.batch import ENCODER, IGNORE
 from phalanx.sequence.sample import Sample
 from phalanx.text.cache import use_text
 from phalanx.training.main import train
+from tests.harness.same_samples import same_at_any_size_and_after_resume
 
 END, START = 256, 263
 WORDS = [f"{a}{b}{c}" for a in "abcd" for b in "efgh" for c in "ijkl"]
@@ -71,6 +72,12 @@ def test_the_encoder_reads_and_the_decoder_says(tmp_path):
             assert inputs[number] == [START, *said[:-1]]
             seen.append(word)
     assert sorted(seen) == sorted(WORDS)
+
+
+def test_the_same_samples_at_every_number_of_ranks_and_after_resume(tmp_path):
+    run = run_of(tmp_path)
+    data = use_text(run.data, run.dir, 264, train_on="last_answer", say=lambda line: None)
+    same_at_any_size_and_after_resume(lambda: open_loaders(run, data)[0])
 
 
 @pytest.mark.parametrize("seed", range(4))

@@ -40,6 +40,7 @@ from phalanx.text.tokenizers import byte_tokenizer
 from phalanx.training.main import train
 from phalanx.verifying.compare import random_weights
 from tests.harness import parity
+from tests.harness.same_samples import same_at_any_size_and_after_resume
 from tests.training.test_loop import make_run
 
 STEPS = 2
@@ -151,6 +152,13 @@ def test_packed_is_padded(tmp_path):
     other = gradients(run, [padded.batch([n, n + 1]) for n in range(0, 30, 2)])
     assert other[0] == tokens and other[1] == pytest.approx(loss, rel=1e-12)
     parity.same_tensors(other[2], grads, "padded: gradient of")
+
+
+def test_the_same_samples_at_every_number_of_ranks_and_after_resume(tmp_path):
+    run = parity.base_run("llama", global_batch=4, seq_length=64, steps=8)
+    run = replace(run, model=LlamaConfig(**SIZES, num_attention_heads=2), task=sft(), data=data_of(tmp_path, 30))
+    data = use_text(run.data, tmp_path, 264, train_on="answers", say=lambda line: None)
+    same_at_any_size_and_after_resume(lambda: open_loaders(run, data)[0])
 
 
 # ---- from JSONL to a checkpoint
