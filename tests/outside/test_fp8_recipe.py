@@ -10,8 +10,10 @@ from dataclasses import replace
 from pathlib import Path
 
 import pytest
+import torch
 
 from phalanx.base.placement import Placement
+from phalanx.comm.axis import ModelAxes
 from phalanx.config.read import load_run, read
 from phalanx.config.run import Fp8Config, Run
 from phalanx.forecast.check import Facts, check
@@ -19,7 +21,8 @@ from phalanx.forecast.decide import make_plan
 from phalanx.layout.config import LayoutConfig
 from phalanx.models.llama import LlamaConfig
 from phalanx.models.mixtral import MixtralConfig
-from phalanx.ops.quantized.recipes import E2M1, E4M3, E5M2, Recipe
+from phalanx.ops.quantized.quantizer import DY, W, WeightQuantizer, X
+from phalanx.ops.quantized.recipes import E2M1, E4M3, E5M2, Recipe, block_amax, dequantize, find_recipe
 from phalanx.training.main import train
 from tests.harness import parity
 from tests.harness.sample import rest_in_soak
@@ -50,7 +53,10 @@ USUAL = ("tp2", "pp2", "dp2 tp2, sharding 3, scales of earlier steps")
 
 
 def run_of(model: str, recipe: str | None, layout: dict, precision: str = "fp64") -> Run:
-    run = parity.base_run("llama", global_batch=16, micro_batch=8, precision=precision)
+    sizes = dict(global_batch=16, micro_batch=8)
+    if layout.get("cp"):  # each rank has two chunks of a sequence, of whole blocks of tokens
+        sizes = dict(global_batch=2, micro_batch=1, seq_length=128)
+    run = parity.base_run("llama", **sizes, precision=precision)
     fp8 = None if recipe is None else Fp8Config(recipe=recipe)
     return replace(run, model=MODELS[model], train=replace(run.train, fp8=fp8), layout=LayoutConfig(**layout))
 
@@ -64,6 +70,21 @@ def test_a_layout_changes_nothing(ranks, name):
     plain = parity.truth_of(ranks, run_of(model, None, layout), STEPS, False)
     assert 1e-5 < abs(truth["losses"][1][0] / plain["losses"][1][0] - 1) < 0.1
     parity.compare(ranks.run("tests.harness.parity:run_layout", world, run, STEPS, False), truth, STEPS)
+
+
+@pytest.mark.parametrize(
+    "which, dtype, block",
+    [(X, torch.float8_e4m3fn, (1, 32)), (W, torch.float8_e4m3fn, (32, 32)), (DY, torch.float8_e5m2, (1, 32))],
+)
+def test_values_are_as_it_says(which, dtype, block):
+    """Formats and blocks in both directions; scales are powers of two, with which no value is clamped or far off."""
+    x = torch.randn(64, 96, generator=torch.Generator().manual_seed(1)) * torch.logspace(-3, 3, 96)
+    both = WeightQuantizer(find_recipe(SQUARES), "w", 0, ModelAxes(), "plain").both(which, x, 0, turn=False)
+    for found, expected in zip(both, (block, block[::-1])):
+        assert (found.quantized.dtype, found.block) == (dtype, expected)
+        assert torch.equal(found.scales.log2(), found.scales.log2().round())
+        largest = block_amax(x, expected).repeat_interleave(expected[0], 0).repeat_interleave(expected[1], 1)
+        assert ((dequantize(found, torch.float32) - x).abs() <= largest * 2.0**-3).all()
 
 
 def test_checkpoints_go_from_layout_to_layout(ranks, tmp_path):
