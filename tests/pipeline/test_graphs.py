@@ -283,7 +283,7 @@ def test_experts_between_graphs_change_no_bit(ranks, model, world, layout, train
         pytest.param("llama-tied", 4, dict(pp=4), marks=pytest.mark.soak),
         pytest.param("llama-tied", 4, dict(pp=2, virtual_stages=2), marks=pytest.mark.soak),
         ("llama-tied", 4, dict(pp=2, virtual_stages=2, schedule="gpipe", sharding=3)),
-        ("mixtral", 4, dict(pp=2, tp=2, ep=2)),
+        pytest.param("mixtral", 4, dict(pp=2, tp=2, ep=2), marks=pytest.mark.soak),
     ],
 )
 def test_captures_that_wait_for_the_device_come_to_an_end(ranks, model, world, layout):
