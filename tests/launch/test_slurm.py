@@ -214,7 +214,7 @@ def test_a_shard_whose_node_is_lost_is_done_again_and_one_that_is_no_text_ends_a
     with (made.place / "in" / "0.jsonl").open("a") as file:
         file.write('{"text": 5}\n')
     shards, merge = made.submit("--shards", "2", "--overwrite")
-    until(lambda: not run.slurm.ask("squeue", "--noheader"), run.slurm.what_is_there)
+    until(lambda: not run.slurm.ask("squeue", "--noheader"), lambda: f"{run.slurm.what_is_there()}{made.log()}", 600)
     assert run.slurm.job(merge)["ExitCode"] == "3:0" and "ended with exit code 3, so nothing is merged" in made.log()
 
 
@@ -460,6 +460,19 @@ def test_a_stop_while_nodes_are_checked_is_no_failure(run):
     assert log.count("2 nodes, none is bad") == 1
     run.slurm.ask("scancel", job)
     run.until_over(job, "CANCELLED")
+
+
+@pytest.mark.soak
+def test_a_stop_that_only_one_node_has_heard_while_nodes_are_checked_is_a_stop(run):
+    """The shell of its task and what that runs end as by SLURM's signal; the other node calls it bad."""
+    heard = "kill -TERM $PPID; exit 143"
+    program = f"sh -c '[ $SLURMD_NODENAME = n1 ] || {{ {heard}; }}; exec {run.slurm.program} \"$@\"' sh"
+    job = run.submit("--nodes", "2", "--preflight", f"cluster.program={json.dumps(program)}")
+    run.again(job)
+    run.slurm.ask("scancel", job)
+    log = run.log()
+    assert "2 are needed and 1 are good" in log and "phalanx: exit code 8" not in log, log
+    assert "stopped, and saved what there was (exit code 75)" in log and "failure 1" not in log
 
 
 @pytest.mark.soak
