@@ -13,6 +13,7 @@ from contextlib import contextmanager
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 
+import torch
 from torch import Tensor
 
 from phalanx.base.errors import CheckpointError
@@ -25,7 +26,6 @@ from phalanx.checkpoint.storage import Receipt, sum_of, temporary, write_file
 from phalanx.checkpoint.tensors import CheckedFile, Index, PlainFile, lately, open_tensors, receipt_of
 from phalanx.checkpoint.threads import in_threads, threads_of_rank
 from phalanx.comm.axis import Axis
-from phalanx.layout.box import Box
 
 ALONE = Axis("alone")
 
@@ -154,7 +154,13 @@ def reading(path: str, wanted: Shapes, headless: bool = False) -> Iterator[Calla
 
         def read(name: str) -> Tensor:
             stored = index[name]
-            return stored.parts[0].read(files, Box.full(stored.shape).slices())
+            pieces = [part.read(files, part.box.within(part.box)) for part in stored.parts]
+            if len(pieces) == 1:
+                return pieces[0]
+            whole = torch.empty(stored.shape, dtype=pieces[0].dtype)
+            for part, piece in zip(stored.parts, pieces):
+                whole[part.box.slices()] = piece
+            return whole
 
         yield read
 

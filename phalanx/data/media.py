@@ -262,7 +262,7 @@ class ChatMedia:
             if places:
                 raise DataError(
                     f"{origin_text(corpus, document)}: has {places} tokens of {self.reader.plural} that none of its "
-                    f"{self.reader.plural} stands for: prepare the chats again"
+                    f"{self.reader.plural} stands for: prepare the chats again, or leave such texts out"
                 )
         return tasks
 

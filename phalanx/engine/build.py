@@ -289,15 +289,16 @@ def graphs(agreed: Agreed, mesh: Mesh, blocks: dict[tuple[int, int], list[Block]
     )
     if plan.grid.pp > 1:
         mesh.prepare_pp_hosts()
-    return Graphs(
+    made = Graphs(
         Cuda(mesh.device, loose=bool(between)),
         recompute,
         mesh.memories,
         between,
         hosts,
         plan.schedule if plan.grid.pp > 1 else None,
-        plan.varying_segments,
     )
+    made.varying = plan.varying_segments
+    return made
 
 
 def choices(state: State) -> str:

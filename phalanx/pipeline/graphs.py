@@ -168,10 +168,11 @@ class Graphs(Eager):
     between     names of ops that cannot be captured and run between graphs (segments.GraphCuts)
     hosts       the ranks that exchange tokens inside segments although their micro-batches differ
     schedule    the schedule for a number of micro-batches, if stages on other ranks pass messages
-    varying     segments of which each micro-batch has another number of rows: they run without graphs
     """
 
     reuses_memory = True
+    varying: Set[Where] = frozenset()
+    """Segments of which each micro-batch has another number of rows: they run without graphs."""
 
     def __init__(
         self,
@@ -181,11 +182,9 @@ class Graphs(Eager):
         between: Set[str] = frozenset(),
         hosts: Axis | None = None,
         schedule: Callable[[int], Schedule] | None = None,
-        varying: Set[Where] = frozenset(),
     ):
         self.device = device
         self.memories = memories
-        self.varying = varying
         self._recompute = recompute
         self._cuts = GraphCuts(between)
         self._hosts = hosts

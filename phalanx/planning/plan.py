@@ -550,7 +550,7 @@ def plan_of(run: Run, world: int) -> Plan:
         segments = [with_users_alone(of_stage, len(facts), run.model.predict_layers > 0) for of_stage in segments]
     if run.train.cuda_graphs == "on":
         varying = varying_blocks(facts)
-        segments = [with_varying_apart(of_stage, varying) for of_stage in segments]
+        segments = [with_varying_alone(of_stage, varying) for of_stage in segments]
     recomputed = (recomputed_ops(run.train),) * len(facts)
     return Plan(run, grid, facts, tuple(stages), tuple(segments), recomputed, kernels_plan(run))
 
@@ -589,7 +589,7 @@ def varying_blocks(facts: Sequence[BlockFacts]) -> frozenset[int]:
     return frozenset(b for b, takes in enumerate(given) if takes or any(given[b + 1 : b + 2]))
 
 
-def with_varying_apart(segments: tuple[range, ...], varying: frozenset[int]) -> tuple[range, ...]:
+def with_varying_alone(segments: tuple[range, ...], varying: frozenset[int]) -> tuple[range, ...]:
     """The segments of a stage, split so that none has both blocks that can be captured and such that cannot."""
     made = list[range]()
     for segment in segments:

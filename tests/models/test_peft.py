@@ -76,8 +76,6 @@ CASES = {
     "gpt_oss experts": ("gpt_oss", {**SMALL, "targets": ["*", "*.experts.*"], "rank_pattern": {"down_proj": 2}}),
     "nemotron_h": ("nemotron_h", {**SMALL, "targets": BESIDE_SCANS}),
     "falcon_h1 dora": ("falcon_h1", {**DORA, "targets": BESIDE_SCANS}),
-    "mixtral dora": ("mixtral", {**DORA, **ATTENTION}),
-    "deepseek_v3 dora": ("deepseek_v3", {**DORA, **ATTENTION}),
 }
 SCANS = {family: {"targets": BESIDE_SCANS} for family in ("mamba2", "nemotron_h", "falcon_h1")}
 EVERY = {
@@ -263,9 +261,8 @@ def compare(family: str, fields: dict, tmp_path: Path) -> None:
     assert all(np.array_equal(read[name], last[name]) for name in mine)
 
 
-@pytest.mark.soak
-@pytest.mark.parametrize("family", MODELS)
-@pytest.mark.parametrize("method", ["lora", "dora"])
+@pytest.mark.parametrize("method", rest_in_soak(("lora", "dora"), ("lora",)))
+@pytest.mark.parametrize("family", rest_in_soak(MODELS, ("olmo_hybrid",)))  # whose base has one matrix in three tensors
 def test_merged_is_unmerged(family, method, tmp_path):
     """Truth: base and adapters as they are trained, of all linears of layers, experts among them, in float64."""
     run, config = run_of(family, {**SMALL, "method": method}), MODELS[family]

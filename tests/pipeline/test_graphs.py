@@ -204,14 +204,9 @@ def _trained(
     if recorder:
         recompute = next(iter(state.model.blocks.values()))[0].env.recompute
         memories = () if mesh.tp.memory is None else (mesh.tp.memory,)
-        state.model.stages.runner = Graphs(
-            recorder,
-            recompute,
-            memories,
-            state.plan.uncaptured,
-            schedule=plan.schedule,
-            varying=plan.varying_segments,
-        )
+        runner = Graphs(recorder, recompute, memories, state.plan.uncaptured, schedule=plan.schedule)
+        runner.varying = plan.varying_segments
+        state.model.stages.runner = runner
         mesh.prepare_pp_hosts()
         for name in ("send", "recv"):
             setattr(mesh.pp_hosts, name, recorder.on_hosts(getattr(mesh.pp_hosts, name)))

@@ -112,7 +112,7 @@ class Amount:
 
 
 def adamw(steps: int) -> OptimConfig:
-    return AdamWConfig(lr=1e-3, weight_decay=0.05, warmup_steps=steps // 10, schedule="linear")
+    return AdamWConfig(lr=2e-3, weight_decay=0.05, warmup_steps=steps // 10, schedule="linear")
 
 
 def muon(steps: int) -> OptimConfig:
@@ -158,9 +158,9 @@ def pretrain(folder: Path, steps: int, texts: list[Paragraph]) -> list[float]:
     return losses
 
 
-def share_right(folder: Path, pretrained: bool, steps: int) -> float:
+def share_right(folder: Path, pretrained: bool, steps: int, seed: int) -> float:
     """Of paragraphs that are held out, those whose module is said after fine-tuning on the labelled ones, from the
-    pretrained net or from the one that it began as."""
+    pretrained net or from a new one. seed: of the head, of the order of texts and of dropout."""
     known = corpus()
     prefix, held_out = (
         write_classes(folder, name, some, known.modules)
@@ -168,7 +168,8 @@ def share_right(folder: Path, pretrained: bool, steps: int) -> float:
     )
     model = model_of("sequence", labels=known.modules, classifier_dropout=0.1, dropout=0.1)
     task = find_objective("classify").Config(name="classify")
-    run = run_of(folder / f"classes-{pretrained}", prefix, Amount(4, steps, adamw(steps)), model, task)
+    run = run_of(folder / f"classes-{pretrained}-{seed}", prefix, Amount(4, steps, adamw(steps)), model, task)
+    run = replace(run, train=replace(run.train, seed=seed))
     if pretrained:
         run = replace(run, init_from=str(latest(folder / "pretrained" / "checkpoints") / "weights"))
     with px.session(run) as session:
@@ -204,8 +205,12 @@ def test_an_encoder_begins_to_learn_the_standard_library(tmp_path):
 @pytest.mark.soak
 @pytest.mark.timeout(3600)
 def test_pretraining_helps_to_tell_modules(tmp_path):
-    """By 20 points more than the same fine-tuning of the same net untrained."""
-    losses = pretrain(tmp_path, 1500, corpus().text)
-    found, alone = (share_right(tmp_path, pretrained, 400) for pretrained in (True, False))
+    """By 20 points more than the same fine-tuning of the same net untrained. Each is tuned twice: one tuning is off by
+    some points by chance."""
+    losses = pretrain(tmp_path, 2000, corpus().text)
+    found, alone = (
+        float(np.mean([share_right(tmp_path, pretrained, 250, seed) for seed in (1, 2)]))
+        for pretrained in (True, False)
+    )
     print(f"of {len(corpus().held_out)} paragraphs right: {found:.1%} pretrained, {alone:.1%} not; {losses[-1]:.2f}")
     assert found >= alone + 0.2
