@@ -362,34 +362,3 @@ def accept_same(drafts: Tensor, counts: Tensor, drawn: Tensor) -> Tensor:
     same = (drafts == drawn[:, :width]) & (places < counts[:, None])
     stay = same.to(torch.int64).cumprod(-1).sum(-1, keepdim=True)
     return torch.where(torch.arange(width + 1, device=drafts.device) <= stay, drawn, NO_TOKEN)
-
-
-def accept_drawn(
-    drafts: Tensor, counts: Tensor, weights: tuple[Tensor, Tensor], random: tuple[Tensor, Tensor]
-) -> Tensor:
-    """Which drafts stay, if they were drawn from a distribution of their own, by rejection sampling (Leviathan et al.,
-    2023): draft x is accepted with probability min(1, p(x) / q(x)), else the next token is drawn from max(0, p - q).
-
-    drafts   (S, K) int64, K >= 1
-    counts   (S,) drafts of each sequence
-    weights  of the model (S, K + 1, vocabulary) and of the drafts (S, K, vocabulary): `token_weights`
-    random   in [0, 1), independent of each other and of the drafts: (S, K) to accept, (S, K + 1) to draw
-
-    Returns (S, K + 1) int64: accepted drafts, one token more, then NO_TOKEN.
-    """
-    model, other = weights
-    rows, width = drafts.shape
-    p, q = (w.double() / w.sum(-1, keepdim=True).double() for w in (model, other))
-    at = drafts[:, :, None]
-    accepted = random[0] * q.gather(2, at)[..., 0] < p[:, :width].gather(2, at)[..., 0]
-    accepted &= torch.arange(width, device=drafts.device) < counts[:, None]
-    stay = accepted.to(torch.int64).cumprod(-1).sum(-1, keepdim=True)
-    rest = (p[:, :width] - q).clamp(min=0)
-    rest = (rest / rest.sum(-1, keepdim=True).clamp(min=1e-300) * (1 << weight_bits(p.shape[-1]))).to(torch.int64)
-    refused = (stay < counts[:, None])[:, :, None]
-    chosen = stay[:, :, None].expand(-1, -1, p.shape[-1])
-    final = torch.where(refused, rest.gather(1, chosen.clamp(max=width - 1)), model.gather(1, chosen))
-    last = draw(final[:, 0], random[1].gather(1, stay)[:, 0])[:, None]
-    places = torch.arange(width + 1, device=drafts.device)
-    padded = torch.nn.functional.pad(drafts, (0, 1), value=NO_TOKEN)
-    return torch.where(places < stay, padded, torch.where(places == stay, last, NO_TOKEN))

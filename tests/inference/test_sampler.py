@@ -24,7 +24,6 @@ from phalanx.inference.sampler import (
     BLOCK,
     OptionTable,
     TokenCounts,
-    accept_drawn,
     accept_same,
     adjust,
     draw,
@@ -296,28 +295,6 @@ def test_sure_drafts_leave_the_distribution_as_it_is():
     more = kept[:, 1] != NO_TOKEN
     assert torch.equal(more, kept[:, 0] == draft)
     assert chi_square(kept[more, 1], p) > 1e-4
-
-
-def test_drawn_drafts_leave_the_distribution_as_it_is():
-    """Both tokens have the model's distributions, the second that of its own place, though drafts have others."""
-    vocabulary, width = 11, 2
-    model = [some_logits(vocabulary, seed) for seed in (1, 2, 3)]
-    other = [some_logits(vocabulary, seed) for seed in (4, 5)]
-    draws = table_of(SamplingOptions()).draws(np.zeros(DRAWS * 3, int), np.arange(DRAWS * 3))
-    p = torch.stack([token_weights(x, draws_of_one())[0] for x in model]).expand(DRAWS, -1, -1)
-    q = torch.stack([token_weights(x, draws_of_one())[0] for x in other]).expand(DRAWS, -1, -1)
-    dice = {what: uniform(draws, what).view(DRAWS, 3) for what in ("draft", "accept", "sample")}
-    drafts = torch.stack([draw(q[:, j], dice["draft"][:, j]) for j in range(width)], 1)
-    counts = torch.full((DRAWS,), width)
-    kept = accept_drawn(drafts, counts, (p, q), (dice["accept"][:, :width], dice["sample"]))
-    for place in range(3):
-        there = kept[:, place] != NO_TOKEN
-        assert chi_square(kept[there, place], torch.softmax(model[place], -1)[0]) > 1e-4
-    first = torch.minimum(torch.softmax(model[0], -1), torch.softmax(other[0], -1)).sum()
-    rate = (kept[:, 1] != NO_TOKEN).double().mean()
-    assert abs(rate - first) < 5 * math.sqrt(0.25 / DRAWS)
-    none = accept_drawn(drafts, torch.zeros(DRAWS, dtype=torch.int64), (p, q), (dice["accept"][:, :2], dice["sample"]))
-    assert (none[:, 1:] == NO_TOKEN).all() and chi_square(none[:, 0], torch.softmax(model[0], -1)[0]) > 1e-4
 
 
 def draws_of_one():
