@@ -104,13 +104,7 @@ QUANT_EMULATED = Op(
     "casts of the emulated recipes mxfp8 and nvfp4",
     "phalanx.ops.quantized.recipes",
     (),
-    (
-        triton(
-            "phalanx.ops.quantized.emulated",
-            fits=lambda block, format: sorted(block) in ([1, 16], [1, 32]) and format in (E4M3, E2M1),
-            shapes="not float64; blocks of 16 or 32 along lines, of E4M3 or E2M1",
-        ),
-    ),
+    (triton("phalanx.ops.quantized.emulated", shapes="not float64; blocks of 16 or 32 along lines, of E4M3 or E2M1"),),
     cases=tuple(_cast_cases(("mxfp8", "nvfp4"), EMULATED_SHAPES)),
     switches=("quant",),
 )
@@ -276,10 +270,12 @@ class WeightQuantizer:
         return q
 
     def _emulated_casts(self, block: Block, format: Format, x: Tensor) -> Any:
-        """The Triton implementation of casts of emulated recipes, if it is to run and supports these blocks."""
-        if not self.recipe.emulated or x.dtype == torch.float64:
+        """The Triton implementation of casts of emulated recipes, if it is to run and supports these blocks: even where
+        train.kernels insists on it, other blocks take the reference."""
+        supported = sorted(block) in ([1, 16], [1, 32]) and format in (E4M3, E2M1)
+        if not self.recipe.emulated or not supported or x.dtype == torch.float64:
             return None
-        return QUANT_EMULATED.fast(self.kernels, x, block, format)
+        return QUANT_EMULATED.fast(self.kernels, x)
 
     def _cast(
         self, kernels: Any, which: int, x: Source, cut: int, turn: bool, into: tuple[Scaled, Scaled] | None = None
