@@ -72,7 +72,7 @@ def test_what_is_refused(served):
     for given, words in (
         ({"input": ""}, "input: must not be empty"),
         ({"input": ["a", ""]}, r"input\[1\]: must not be empty"),
-        ({"input": " ".join(["sea"] * 30)}, "input: has 32 tokens, and at most 16 are read"),
+        ({"input": " ".join(["sea"] * 30)}, "input: has 32 tokens, and at most 15 are read"),
         ({"input": [[1], [2, 500]]}, r"input\[1\]: must hold token ids from 0 to 130, not 500"),
         ({"input": "a", "dimensions": 33}, "dimensions: must be at most 32"),
         ({"input": "a", "dimensions": 0}, "dimensions"),
@@ -119,7 +119,7 @@ def engine_on_rank(rank: int, world: int, path: str) -> list[list[float]]:
         engine.follow()
         return []
     marks = TextMarks.of(path)
-    with pytest.raises(RequestError, match="must be texts of 1 to 16 tokens"):
+    with pytest.raises(RequestError, match="must be texts of 1 to 15 tokens"):
         engine.submit([1] * 17, SamplingOptions())
     numbers = [engine.submit(marks.encode(text_of(i)), SamplingOptions()) for i in range(COUNT)]
     engine.cancel(numbers[3])
