@@ -144,12 +144,21 @@ def mutate(config: dict[str, Any], dice: random.Random) -> list[str]:
 
 @contextmanager
 def wide() -> Iterator[None]:
-    """hf_fuzz.wide for the families with images, and for what their towers share."""
-    from transformers import AutoConfig, vision_utils
+    """`wide_towers` for the families with images."""
+    from transformers import AutoConfig
 
     with torch.device("meta"):
         for family in hf_fuzz.PICTURED:
             hf_fuzz.auto_class(family).from_config(AutoConfig.for_model(**base(family)))
+    with wide_towers():
+        yield
+
+
+@contextmanager
+def wide_towers() -> Iterator[None]:
+    """hf_fuzz.wide for the modules that are imported already, and for what towers share."""
+    from transformers import vision_utils
+
     before = vision_utils.torch
     with hf_fuzz.wide():
         vision_utils.torch = hf_fuzz._Wide()

@@ -21,7 +21,7 @@ from phalanx.checkpoint.hf import from_hf, model_config_from_hf, resolved, to_hf
 from phalanx.checkpoint.keep import latest
 from phalanx.sequence.batch import IGNORE, Batch
 from phalanx.sequence.patches import PATCHES
-from tests.harness import hf_fuzz
+from tests.harness.hf_fuzz_images import wide_towers
 from tests.harness.parity import MODELS, assemble, sample_batch
 from tests.harness.pictures import images_of, sizes_of, with_images
 from tests.models.test_llava import compare_gradients, results_of, run_of
@@ -100,17 +100,10 @@ def saved_names(case: str, model) -> dict[str, torch.nn.Parameter]:
 @contextmanager
 def wide():
     """float64 in place of float32, in the shared functions of towers too."""
-    from transformers import vision_utils
-
     for name in ("qwen2_5_vl", "qwen3_vl"):  # `hf_fuzz.wide` changes what is imported
         import_module(f"transformers.models.{name}.modeling_{name}")
-    before = vision_utils.torch
-    with hf_fuzz.wide():
-        vision_utils.torch = hf_fuzz._Wide()
-        try:
-            yield
-        finally:
-            vision_utils.torch = before
+    with wide_towers():
+        yield
 
 
 def expert_by_expert(tensors: dict[str, np.ndarray]) -> dict[str, np.ndarray]:
