@@ -19,6 +19,7 @@ import traceback
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, fields
 from importlib.metadata import entry_points
+from pathlib import Path
 from types import MappingProxyType, ModuleType
 from typing import Any, TypeVar
 
@@ -410,10 +411,16 @@ def _missing(name: str) -> str:
 
 
 def _beside(parts: list[str], i: int) -> tuple[str, ...]:
-    """Modules whose names resemble part `i`, from the place where it was looked for."""
+    """Modules whose names resemble part `i`, from the place where it was looked for, if they hold the later parts."""
     package = importlib.import_module(".".join(parts[:i])) if i else None
     found = pkgutil.iter_modules(None if package is None else getattr(package, "__path__", []))
-    return near(parts[i], tuple(m.name for m in found if not m.name.startswith("_")))
+    return near(parts[i], tuple(m.name for m in found if not m.name.startswith("_") and _holds(m, parts[i + 1 :])))
+
+
+def _holds(module: pkgutil.ModuleInfo, below: list[str]) -> bool:
+    """Whether a module has others of these names below it. They are looked for, not imported."""
+    path = Path(getattr(module.module_finder, "path", ""), module.name, *below)
+    return not below or path.is_dir() or path.with_suffix(".py").is_file()
 
 
 def _raised(error: Exception) -> str:

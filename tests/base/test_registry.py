@@ -109,3 +109,17 @@ def test_what_a_protocol_asks_for():
     assert refused(f"{HERE}:HERE", Shape).rule.endswith("has no area(self, scale: float) -> float")
     register("shape", "one", Square(), where="here")
     assert find("shape", "one", Shape).area(2.0) == 2.0
+
+
+def test_near_modules_hold_what_is_looked_for_in_them(tmp_path, monkeypatch):
+    register("shape", "square", Square)
+    monkeypatch.syspath_prepend(tmp_path)
+    (tmp_path / "solids" / "round").mkdir(parents=True)
+    (tmp_path / "solids" / "round" / "balls.py").touch()
+    (tmp_path / "solid.py").touch()
+    for package in ("soldis", "solid_"):
+        (tmp_path / package).mkdir()
+        (tmp_path / package / "__init__.py").touch()
+    (tmp_path / "solids" / "__init__.py").touch()
+    assert refused("solidz.round.balls:Ball").valid == ("solids.round.balls:Ball",)
+    assert refused("solidz:Ball").valid[0] in ("solid:Ball", "solids:Ball")
