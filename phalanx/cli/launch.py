@@ -13,7 +13,7 @@ import click
 
 from phalanx.base.placement import SECRET
 from phalanx.cli.hosts import read_hosts as host_names
-from phalanx.cli.launch_job import AT, job_asked, launch_manifest, submit_once
+from phalanx.cli.launch_job import AT, job_asked, launch_manifest, show, submit_once
 from phalanx.cli.launch_ray import launch_ray
 from phalanx.cli.launch_sky import launch_sky
 from phalanx.cli.options import CONFIG, OVERRIDES
@@ -97,20 +97,17 @@ def launch_slurm(config: str, overrides: tuple[str, ...], **asked: Any) -> None:
         options = replace(options, hosts=tuple(host_names(asked["hosts"])))
     job = with_switches(job_asked(config, overrides, asked["cluster"], options), not asked["dry"] and here("scontrol"))
     script = Path(asked["out"] or f"{Path(config).stem}.sbatch")
-    script.write_text(slurm.write(job), encoding="utf-8")
-    click.echo(script.read_text(encoding="utf-8"), nl=False)
     if asked["submit"]:
         look_for("SLURM", *slurm.PROGRAMS)
+    script.write_text(slurm.write(job), encoding="utf-8")
     if not asked["dry"] and here(*slurm.PROGRAMS):
         slurm.check_with_scheduler(job, script)
     if not asked["submit"]:
         start = f"mkdir -p {shlex.quote(str(logs_of(job.folder)))} && sbatch {shlex.quote(str(script))}"
-        click.echo(f"wrote {script}; the same command with --submit starts it, or `{start}`", err=True)
+        show(script, f"wrote {script}; the same command with --submit starts it, or `{start}`")
         return
     number = submit_once(job, "slurm", "", script, lambda: slurm.submit(script))
-    click.echo(
-        f"submitted job {number}; `phalanx status {number}` shows it, `phalanx logs {number}` what it says", err=True
-    )
+    show(script, f"submitted job {number}; `phalanx status {number}` shows it, `phalanx logs {number}` what it says")
 
 
 def with_switches(job: Any, ask_now: bool) -> Any:

@@ -93,6 +93,13 @@ def submit_once(job: Any, scheduler: str, server: str, script: Path, send: Calla
     return number
 
 
+def show(file: Path, then: str) -> None:
+    """The file that was written, and after it, on standard error, what came of it. What a scheduler refuses is not
+    shown: its reason alone is."""
+    click.echo(file.read_text(encoding="utf-8"), nl=False)
+    click.echo(then, err=True)
+
+
 def launch_manifest(config: str, overrides: tuple[str, ...], options: Any, asked: dict[str, Any]) -> None:
     """Write the manifests of a run for Kubernetes, show them, let the server try them, and apply them."""
     from phalanx.launch import k8s, kube_api
@@ -103,7 +110,6 @@ def launch_manifest(config: str, overrides: tuple[str, ...], options: Any, asked
     job = replace(job, words=(f"{k8s.CONFIGS}/{Path(config).name}", *trained_words(overrides), "cluster=null"))
     manifest = Path(asked["out"] or f"{Path(config).stem}.k8s.yaml")
     manifest.write_text(k8s.write(job, asked["kind"], Path(config)), encoding="utf-8")
-    click.echo(manifest.read_text(encoding="utf-8"), nl=False)
     if asked["submit"] or (not asked["dry"] and kube_api.here()):
         server = kube_api.connect(job.cluster.namespace)
         documents = kube_api.documents_of(manifest.read_text(encoding="utf-8"))
@@ -112,8 +118,8 @@ def launch_manifest(config: str, overrides: tuple[str, ...], options: Any, asked
         server.check(documents, job.cluster.queue)
         if asked["submit"]:
             name = server.submit(documents)
-            click.echo(f"submitted; `phalanx status {name}` shows it, `phalanx logs {name}` what it says", err=True)
+            show(manifest, f"submitted; `phalanx status {name}` shows it, `phalanx logs {name}` what it says")
             return
     namespace = f"--namespace {job.cluster.namespace} " if job.cluster.namespace else ""
     command = f"kubectl apply --server-side {namespace}-f {manifest}"
-    click.echo(f"wrote {manifest}; `{command}`, or the same command with --submit, starts it", err=True)
+    show(manifest, f"wrote {manifest}; `{command}`, or the same command with --submit, starts it")

@@ -8,7 +8,7 @@ from typing import Any
 
 import click
 
-from phalanx.cli.launch_job import AT, cluster_file_of, job_asked, launch_manifest, submit_once
+from phalanx.cli.launch_job import AT, cluster_file_of, job_asked, launch_manifest, show, submit_once
 from phalanx.cli.options import CONFIG, OVERRIDES
 
 CLUSTER = click.option(
@@ -62,16 +62,13 @@ def launch_ray(config: str, overrides: tuple[str, ...], **asked: Any) -> None:
     at = [word for text in asked["at"] for word in ("--at", text)]
     words = ["launch-ray", "--nodes", asked["nodes"], *at, *section, config, *overrides]
     script.write_text(ray_jobs.write(job, script, words), encoding="utf-8")
-    click.echo(script.read_text(encoding="utf-8"), nl=False)
     if not asked["submit"]:
-        click.echo(f"wrote {script}; its first lines, or the same command with --submit, start it", err=True)
+        show(script, f"wrote {script}; its first lines, or the same command with --submit, start it")
         return
     server = ray_jobs.server_of(asked["address"])
     number = submit_once(job, "ray", server, script, lambda: ray_jobs.submit(job, script, server))
-    click.echo(
-        f"submitted job {number}; `phalanx status {job.folder}` shows it, `phalanx logs {job.folder}` what it says",
-        err=True,
-    )
+    shows = f"`phalanx status {job.folder}` shows it, `phalanx logs {job.folder}` what it says"
+    show(script, f"submitted job {number}; {shows}")
 
 
 @click.command("launch-ray", hidden=True)

@@ -7,7 +7,7 @@ from typing import Any
 
 import click
 
-from phalanx.cli.launch_job import cluster_file_of, job_asked
+from phalanx.cli.launch_job import cluster_file_of, job_asked, show
 from phalanx.cli.options import CONFIG, OVERRIDES
 
 
@@ -43,9 +43,11 @@ def launch_sky(config: str, overrides: tuple[str, ...], **asked: Any) -> None:
     run = loaded.run or load_run(config, overrides)
     task = Path(asked["out"] or f"{Path(config).stem}.sky.yaml")
     task.write_text(sky.write(job, run, gpus, asked["spot"], task), encoding="utf-8")
-    click.echo(task.read_text(encoding="utf-8"), nl=False)
-    if asked["submit"]:
-        sky.launch(job, asked["spot"], task)
-        return
     command = sky.command_text(job, asked["spot"], task)
-    click.echo(f"wrote {task}; `{command}`, or the same command with --submit, launches it", err=True)
+    if asked["submit"]:
+        sky.look_for_sky(command)
+        secrets = sky.values_of_secrets(job)
+        show(task, f"wrote {task}; sky asks before it launches it")
+        sky.launch(job, asked["spot"], task, secrets)
+        return
+    show(task, f"wrote {task}; `{command}`, or the same command with --submit, launches it")

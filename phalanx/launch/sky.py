@@ -128,13 +128,18 @@ def command_text(job: ClusterJob, spot: bool, file: Path) -> str:
     return " ".join([*values, shlex.join(command_of(job, spot, file))])
 
 
-def launch(job: ClusterJob, spot: bool, file: Path) -> None:
-    """Hand the task to sky, which shows what it does and asks before it costs money. NoScheduler without it."""
+def look_for_sky(command: str) -> None:
+    """NoScheduler where there is no `sky`. command: what the user can type where there is one."""
     if shutil.which("sky") is None:
         raise NoScheduler(
             "SkyPilot is not here: looked for sky in PATH; pip install 'phalanx[sky]' (an environment of its own is "
-            f"best), then {command_text(job, spot, file)}"
+            f"best), then {command}"
         )
+
+
+def values_of_secrets(job: ClusterJob) -> dict[str, str]:
+    """What is in the files of the section's secrets, and the run's own secret. ConfigError for a file that cannot be
+    read."""
     values = {SECRET: os.environ.get(SECRET) or secrets.token_hex(32)}
     for name, path in job.cluster.secrets.items():
         try:
@@ -142,6 +147,11 @@ def launch(job: ClusterJob, spot: bool, file: Path) -> None:
         except OSError as error:
             rule = f"cannot be read ({error.strerror})"
             raise ConfigError([Problem(f"cluster.secrets.{name}", path, rule)]) from None
+    return values
+
+
+def launch(job: ClusterJob, spot: bool, file: Path, values: dict[str, str]) -> None:
+    """Hand the task to sky, which shows what it does and asks before it costs money. values: of its secrets."""
     done = subprocess.run(command_of(job, spot, file), env={**os.environ, **values})
     if done.returncode != 0:
         raise SchedulerRefused(f"sky ended with exit status {done.returncode}")

@@ -171,6 +171,7 @@ def test_where_no_scheduler_is_the_message_says_what_was_looked_for(place):
     assert done.exit_code == 1
     said = str(done.exception)
     assert "SLURM is not here: looked for sbatch, squeue, sinfo, scontrol, scancel in" in said and str(place) in said
+    assert done.output == ""
 
 
 def test_a_time_that_leaves_none_for_the_saves_that_the_run_makes(place):

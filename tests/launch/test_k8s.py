@@ -477,7 +477,7 @@ def server(place, monkeypatch):
 def test_a_submission_is_tried_dry_and_then_made_once(server, kind, plural):
     words = ("--nodes", "2", "--kind", kind, "--queue", QUEUE, "--submit")
     done = launched(*words)
-    assert done.exit_code == 0, repr(done.exception)
+    assert done.exit_code == 0 and done.output.startswith("# phalanx launch k8s run.yaml"), repr(done.exception)
     written = {(d["kind"], d["metadata"]["name"]) for d in yaml.safe_load_all(Path("run.k8s.yaml").read_text())}
     assert set(server.kept) == {("research", *key) for key in written | {("Secret", "first-run")}}
     assert len(server.kept["research", "Secret", "first-run"]["stringData"]["run-secret"]) == 64
@@ -506,7 +506,7 @@ def test_what_the_server_refuses_is_said_before_anything_is_made(server):
     server.forbidden = {"jobs"}
     done = launched("--submit")
     assert "Job/first-run='research': is refused by the API server: jobs is forbidden" in str(done.exception)
-    assert server.kept == {}
+    assert server.kept == {} and done.output == "", "the reason alone is shown"
 
 
 def test_without_a_cluster_or_the_client_the_message_says_what_was_looked_for(place, monkeypatch):

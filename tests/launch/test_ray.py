@@ -323,6 +323,7 @@ def test_a_cluster_that_takes_no_jobs_is_one_line(place, monkeypatch):
     (place / "cluster.yaml").unlink()
     done = CliRunner().invoke(cli, ["launch", "ray", "run.yaml", "--submit", "--address", "http://127.0.0.1:9"])
     assert "no Ray cluster takes jobs at http://127.0.0.1:9" in str(done.exception), repr(done.exception)
+    assert done.output == "", "the reason alone is shown"
     monkeypatch.setitem(sys.modules, "ray.job_submission", None)
     done = CliRunner().invoke(cli, ["launch", "ray", "run.yaml", "--submit"])
     assert "pip install 'phalanx[ray]'" in str(done.exception)

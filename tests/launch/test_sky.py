@@ -133,6 +133,7 @@ def test_submission_calls_sky_with_secrets_that_are_in_no_file(place, monkeypatc
     monkeypatch.setenv("PATH", os.environ["PATH"])
     missing = launched("--gpus", "16xH100", "--submit")
     assert "SkyPilot is not here: looked for sky in PATH; pip install 'phalanx[sky]'" in str(missing.exception)
+    assert missing.output == "", "the reason alone is shown"
     monkeypatch.setenv("PATH", f"{place / 'bin'}:{os.environ['PATH']}")
     done = launched("--gpus", "16xH100", "--submit")
     assert done.exit_code == 0, repr(done.exception)

@@ -107,7 +107,7 @@ def test_two_nodes_train_and_a_stopped_job_is_queued_again_and_goes_on(run):
     job = run.submit("--nodes", "2", "--time", "20m", LONG, "cluster.ranks_per_node=2")
     run.until_step(3)
     refused = run.launch("--submit", "--nodes", "1", code=7)
-    assert f"job {job} (running) already trains {run.folder}" in refused
+    assert f"job {job} (running) already trains {run.folder}" in refused and "#!/bin/bash" not in refused
     run.slurm.ask("scancel", "--signal=TERM", job)
     run.again(job)
     stopped = run.steps()[-1]
@@ -135,6 +135,7 @@ def test_what_the_scheduler_would_never_start_is_refused_before_it_is_submitted(
     assert "must be longer than the time that is kept for the last save" in run.launch("--time", "30s", code=2)
     refused = run.launch("--submit", "cluster.cpus_per_node=64", code=2)
     assert "is refused by the scheduler" in refused and "Traceback" not in refused
+    assert not any("#!/bin/bash" in said for said in (missing_partition, more, refused)), "the reason alone is shown"
     assert not run.folder.exists() and not run.slurm.ask("squeue", "--noheader")
 
 
