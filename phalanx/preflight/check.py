@@ -120,6 +120,11 @@ class NodeCheck(ABC):
         return {}
 
 
+def amount(value: float) -> str:
+    """Of a figure: three digits, and all those before the point: 0.0467, 5.12, 4,240."""
+    return f"{value:,.0f}" if value >= 100 else f"{value:.3g}"
+
+
 def differing(check: str, what: str, values: Mapping[int, Any], severity: Severity = "bad") -> list[Finding]:
     """Findings against the nodes whose value is not that of most nodes; with two halves, against those unlike the first
     node."""

@@ -18,6 +18,7 @@ from phalanx.preflight.check import Finding, Looks, NodeView, Peer, differing
 from phalanx.preflight.checks.axes import judged as axes_judged
 from phalanx.preflight.checks.axes import links_of
 from phalanx.preflight.checks.clock import skewed
+from phalanx.preflight.checks.compute import Compute
 from phalanx.preflight.checks.gpu import Gpu, read_gpus, read_xids
 from phalanx.preflight.checks.links import LOOKS, Links, Rates, judged
 from phalanx.preflight.checks.names import by_reporter
@@ -230,6 +231,18 @@ def test_hosts_to_start_with():
     assert report(5, slow, Finding("links", (1, 4), "slow")).starters(1) == ["node-0", "node-2", "node-3", "node-4"]
     with pytest.raises(BadNode, match="only 1 are spares"):
         report(5, Finding("ports", (0,), "closed"), Finding("ports", (3,), "closed")).starters(1)
+
+
+def test_the_figures_of_gpus():
+    """As four H200s gave them with a busy loop on one; large ones without an exponent."""
+    devices = {"0": 894.2e12, "1": 409.3e12, "2": 893.7e12, "3": 893.9e12}
+    answer = {gpu: {"matmuls": [rate, 0.99 * rate, rate], "copies": [4.2402e12]} for gpu, rate in devices.items()}
+    looks = Looks(["n0"], [("machine", {0: "m"}), ([0], {0: answer})])
+    assert Compute().figures(looks) == {
+        "matmuls": "median 894 TFLOP/s, 409 to 894",
+        "copies": "median 4,240 GB/s, 4,240 to 4,240",
+    }
+    assert [finding.text for finding in Compute().judge(looks)] == ["GPU 1: matmuls at 46 % of the median"]
 
 
 def test_the_order_of_nodes_under_slurm():

@@ -9,7 +9,7 @@ from typing import Any
 from phalanx.layout.grid import Grid
 from phalanx.layout.host_order import AxisTraffic, host_links
 from phalanx.planning.plan import grid_of
-from phalanx.preflight.check import Finding, Looks, NodeCheck, NodeView
+from phalanx.preflight.check import Finding, Looks, NodeCheck, NodeView, amount
 from phalanx.preflight.checks.links import LOOKS, REPEATS, Rates, measured
 from phalanx.preflight.robust import slow
 
@@ -50,7 +50,7 @@ class Axes(NodeCheck):
         for axis in dict.fromkeys(order for order, _ in looks.answers[1:]):
             best = [max(of) for of in by_link(looks, axis).values()]
             if best:
-                lines[f"links of {axis}"] = f"median {median(best) / 1e9:,.3g} GB/s with all groups at work"
+                lines[f"links of {axis}"] = f"median {amount(median(best) / 1e9)} GB/s with all groups at work"
         return lines
 
 

@@ -11,7 +11,7 @@ from typing import Any
 
 import torch
 
-from phalanx.preflight.check import Finding, Looks, NodeCheck, NodeView
+from phalanx.preflight.check import Finding, Looks, NodeCheck, NodeView, amount
 from phalanx.preflight.robust import slow
 
 MACHINE = Path("/proc/sys/kernel/random/boot_id")
@@ -71,9 +71,8 @@ class Compute(NodeCheck):
         for what, (unit, size) in MEASURES.items():
             best = [max(of) for key, of in rates(looks).items() if key[2] == what]
             if best:
-                lines[what] = (
-                    f"median {median(best) / size:,.3g} {unit}, {min(best) / size:,.3g} to {max(best) / size:,.3g}"
-                )
+                middle, low, high = (amount(of(best) / size) for of in (median, min, max))
+                lines[what] = f"median {middle} {unit}, {low} to {high}"
         return lines
 
 

@@ -6,7 +6,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from statistics import median
 from typing import Any
 
-from phalanx.preflight.check import Finding, Looks, NodeCheck, NodeView
+from phalanx.preflight.check import Finding, Looks, NodeCheck, NodeView, amount
 from phalanx.preflight.probe import bytes_per_second
 from phalanx.preflight.robust import slow
 from phalanx.preflight.rounds import disjoint, tournament
@@ -57,8 +57,8 @@ class Links(NodeCheck):
         best = [max(of) for of in rates(looks).values()]
         if not best:
             return {}
-        low, high = min(best) / 1e9, max(best) / 1e9
-        return {"links": f"median {median(best) / 1e9:,.3g} GB/s one way over TCP, {low:,.3g} to {high:,.3g}"}
+        middle, low, high = (amount(of(best) / 1e9) for of in (median, min, max))
+        return {"links": f"median {middle} GB/s one way over TCP, {low} to {high}"}
 
 
 def plain(pairs: Iterable[Sequence[int]]) -> list[list[int]]:
