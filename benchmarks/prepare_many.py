@@ -1,12 +1,13 @@
-"""How the speed of `phalanx data prepare --on ray` grows with CPUs: a Ray cluster of this machine with 1, 2, 4, ... of
-them, one shard at a time on each, against one process without Ray.
+"""How the speed of `phalanx data prepare --on ray` grows with nodes: a Ray cluster on this machine with 1, 2, 4, ... of
+them, one CPU and one shard at a time on each, against one process without Ray.
 
-    python benchmarks/prepare_many.py [--mb 512] [--cpus 1,2,4,8,16] [--repeats 1] [--tokenizer TOKENIZER]
+    python benchmarks/prepare_many.py [--mb 512] [--nodes 1,2,4,8,16] [--repeats 1] [--tokenizer TOKENIZER]
 
-Wall seconds, the best of the repeats, which take turns, and CPU seconds of that one with all processes of the cluster.
-`of linear` needs a machine that does nothing else; the CPU seconds also show on a busy one what dividing the work and
-Ray cost. The text is Python's standard library, over and over, as JSON lines. The tokenizer is BPE with 16,384 tokens,
-trained on the same, unless another is named. Shards are a multiple of the CPUs, and the merge counts too.
+Wall seconds, the best of the repeats, which take turns. `of linear` needs a machine that does nothing else and has a
+core for each node. CPU seconds show on any machine what dividing the work costs: those of the processes that do it,
+and apart from them those of each node's daemons of Ray, which run on a node of any size. The text is Python's standard
+library, over and over, as JSON lines. The tokenizer is BPE with 16,384 tokens, trained on the same, unless another is
+named. Shards are a multiple of the nodes, and the merge counts too.
 """
 
 from __future__ import annotations
@@ -27,22 +28,29 @@ import psutil
 
 from phalanx.text.prepare import stdlib_files
 
-SHARDS_EACH = 4  # of a CPU, so that the slowest shard costs little
+SHARDS_EACH = 4  # of a node, so that the slowest shard costs little
 VOCABULARY = 16_384
+NODE = {"num_cpus": 1, "object_store_memory": 80 << 20}
 
-Took = tuple[float, float]  # wall seconds and CPU seconds
+TITLES = """\
+| | seconds | CPU seconds | CPU ms a document | of one process's work | Ray's daemons, CPU seconds | speed | of linear |
+| --- | --- | --- | --- | --- | --- | --- | --- |"""
+
+Took = tuple[float, float, float]  # wall seconds, CPU seconds of the work, of what had been there before it
 
 
-def write_text(path: Path, size: int) -> None:
-    """JSON lines of about `size` bytes."""
+def write_text(path: Path, size: int) -> int:
+    """JSON lines of about `size` bytes; returns how many."""
     documents = [json.dumps({"text": file.read_text(encoding="utf-8", errors="ignore")}) for file in stdlib_files(size)]
-    written = 0
+    written = lines = 0
     with path.open("w", encoding="utf-8") as file:
         while written < size:
             for line in documents:
                 written += file.write(f"{line}\n")
+                lines += 1
                 if written >= size:
                     break
+    return lines
 
 
 def phalanx(folder: Path, *words: str) -> None:
@@ -52,13 +60,14 @@ def phalanx(folder: Path, *words: str) -> None:
 
 class CpuSeconds(threading.Thread):
     """CPU seconds of all that this process starts, looked up a few times a second: Ray's daemons do not count what
-    their processes took once those have ended."""
+    their processes took once those have ended. Daemons are what is there already and no worker of Ray."""
 
     def __init__(self) -> None:
         super().__init__(daemon=True)
         self._over = threading.Event()
         self._found: dict[tuple[int, float], float] = {}
         self._before = dict(self._look())
+        self._daemons = {key for key in self._before if not _is_worker(key[0])}
 
     def _look(self) -> dict[tuple[int, float], float]:
         for process in psutil.Process().children(recursive=True):
@@ -71,70 +80,85 @@ class CpuSeconds(threading.Thread):
         while not self._over.wait(0.2):
             self._look()
 
-    def end(self) -> float:
+    def end(self) -> tuple[float, float]:
+        """Of the work, and of daemons."""
         self._over.set()
         self.join()
-        return sum(self._look().values()) - sum(self._before.values())
+        used = {key: seconds - self._before.get(key, 0.0) for key, seconds in self._look().items()}
+        daemons = sum(used[key] for key in self._daemons)
+        return sum(used.values()) - daemons, daemons
+
+
+def _is_worker(pid: int) -> bool:
+    with suppress(psutil.Error):
+        return "".join(psutil.Process(pid).cmdline()[:1]).startswith("ray::")
+    return False
 
 
 def prepare(folder: Path, tokenizer: str, out: str, *words: str) -> Took:
     began, used = time.perf_counter(), CpuSeconds()
     used.start()
     phalanx(folder, "prepare", "in.jsonl", "--tokenizer", tokenizer, "-o", out, "--workers", "1", *words)
-    return time.perf_counter() - began, used.end()
+    wall = time.perf_counter() - began
+    return wall, *used.end()
 
 
 def one_second() -> None:
     time.sleep(1)
 
 
-def on_ray(folder: Path, tokenizer: str, cpus: int) -> Took:
+def on_ray(folder: Path, tokenizer: str, nodes: int) -> Took:
     """On a cluster of its own; the drivers of Ray find it by RAY_ADDRESS. Its workers exist by then."""
     import ray
+    from ray.cluster_utils import Cluster
 
-    ray.init(num_cpus=cpus, include_dashboard=False)
+    cluster = Cluster(initialize_head=True, head_node_args={**NODE, "include_dashboard": False})
     try:
-        ray.get([ray.remote(one_second).remote() for _ in range(cpus)])
-        os.environ["RAY_ADDRESS"] = ray.get_runtime_context().gcs_address
-        words = ("--on", "ray", "--shards", str(SHARDS_EACH * cpus), "--overwrite")
-        return prepare(folder, tokenizer, f"ray-{cpus}", *words)
+        for _ in range(nodes - 1):
+            cluster.add_node(**NODE)
+        ray.init(address=cluster.address, log_to_driver=False)
+        ray.get([ray.remote(one_second).options(scheduling_strategy="SPREAD").remote() for _ in range(nodes)])
+        os.environ["RAY_ADDRESS"] = cluster.address
+        words = ("--on", "ray", "--shards", str(SHARDS_EACH * nodes), "--overwrite")
+        return prepare(folder, tokenizer, f"ray-{nodes}", *words)
     finally:
         os.environ.pop("RAY_ADDRESS", None)
         ray.shutdown()
+        cluster.shutdown()
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
     parser.add_argument("--mb", type=int, default=512)
-    parser.add_argument("--cpus", default="1,2,4,8,16")
+    parser.add_argument("--nodes", default="1,2,4,8,16")
     parser.add_argument("--repeats", type=int, default=1)
     parser.add_argument("--tokenizer", default=None)
     asked = parser.parse_args()
     os.environ["RAY_USAGE_STATS_ENABLED"] = "0"  # nothing is sent elsewhere
-    most = len(os.sched_getaffinity(0))
     with tempfile.TemporaryDirectory(prefix="prepare-") as name:
         folder = Path(name)
-        write_text(folder / "in.jsonl", asked.mb * 10**6)
+        documents = write_text(folder / "in.jsonl", asked.mb * 10**6)
         tokenizer = asked.tokenizer
         if tokenizer is None:
             write_text(folder / "train.jsonl", 10**7)
             phalanx(folder, "train-tokenizer", "train.jsonl", "--vocab-size", str(VOCABULARY), "-o", "bpe")
             tokenizer = "bpe"
-        every = [cpus for cpus in map(int, asked.cpus.split(",")) if cpus <= most]
         alone: list[Took] = []
-        found: dict[int, list[Took]] = {cpus: [] for cpus in every}
+        found: dict[int, list[Took]] = {nodes: [] for nodes in map(int, asked.nodes.split(","))}
         for _ in range(asked.repeats):
             alone.append(prepare(folder, tokenizer, "alone", "--overwrite"))
-            for cpus in every:
-                found[cpus].append(on_ray(folder, tokenizer, cpus))
+            for nodes in found:
+                found[nodes].append(on_ray(folder, tokenizer, nodes))
             print(f"load {os.getloadavg()[0]:.1f}: {alone[-1]} {[rows[-1] for rows in found.values()]}", flush=True)
-        wall, work = min(alone)
-        print(f"{asked.mb} MB, tokenizer {tokenizer}, {most} CPUs, {platform.processor() or platform.machine()}")
-        print("| | seconds | CPU seconds | speed | of linear |\n| --- | --- | --- | --- | --- |")
-        print(f"| one process | {wall:.1f} | {work:.1f} | | |")
-        for cpus, rows in found.items():
-            took, used = min(rows)
-            print(f"| Ray, {cpus} CPUs | {took:.1f} | {used:.1f} | {wall / took:.2f} | {wall / took / cpus:.2f} |")
+        cores, chip = len(os.sched_getaffinity(0)), platform.processor() or platform.machine()
+        print(f"{asked.mb} MB, {documents:,} documents, tokenizer {tokenizer}, {cores} cores, {chip}")
+        print(TITLES)
+        wall, work, _ = min(alone)
+        print(f"| one process | {wall:.1f} | {work:.1f} | {1e3 * work / documents:.3f} | | | | |")
+        for nodes, rows in found.items():
+            took, used, daemons = min(rows)
+            shares = f"{work / used:.2f} | {daemons:.1f} | {wall / took:.2f} | {wall / took / nodes:.2f}"
+            print(f"| Ray, nodes: {nodes} | {took:.1f} | {used:.1f} | {1e3 * used / documents:.3f} | {shares} |")
 
 
 if __name__ == "__main__":

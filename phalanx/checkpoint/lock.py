@@ -91,6 +91,18 @@ class FolderLock:
         self.release()
 
 
+def writer_of(folder: str | Path) -> str | None:
+    """Who writes to a run's folder and since when, as its lock says; None: nobody. The lock itself is not touched. A
+    writer that was killed on another host is still named; of this host it is known whether it lives."""
+    try:
+        text = (Path(folder) / NAME).read_text(encoding="utf-8", errors="replace")
+        note = json.loads(text)
+        gone = note["host"] == socket.gethostname() and not Path(f"/proc/{note['pid']}").exists()
+    except (OSError, ValueError, KeyError, TypeError):
+        return None
+    return f"{_holder(text)}, was killed" if gone else _holder(text)
+
+
 def absent(path: Path) -> list[Path]:
     """Those of a path and its parent folders that do not exist, the innermost first."""
     found = []

@@ -12,6 +12,7 @@ from pathlib import Path
 from phalanx.launch.network import BACKENDS
 
 THREADS = "OMP_NUM_THREADS"
+ALLOCATOR = ("PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF")  # torch's own settings are left as they are
 OWN_BINDING = ("OMP_PROC_BIND", "GOMP_CPU_AFFINITY", "KMP_AFFINITY")  # a user who binds threads binds them all
 
 
@@ -41,7 +42,8 @@ def node_settings(
     before  the environment as the user set it; env: the same after the network was settled (network.settle)
     root    of the file system that describes the machine
     """
-    given = {name: env[name] for name in (THREADS, *BACKENDS, *OWN_BINDING) if before.get(name) == env.get(name, "")}
+    shown = (THREADS, *BACKENDS, *OWN_BINDING, *ALLOCATOR)
+    given = {name: env[name] for name in shown if before.get(name) == env.get(name, "")}
     chosen = {} if THREADS in env else {THREADS: str(max(1, len(allowed) // ranks))}
     chosen |= {name: env[name] for name in BACKENDS if name in env and name not in given}
     bound = any(name in env for name in OWN_BINDING)

@@ -84,7 +84,7 @@ class ClusterJob:
         """The first lines of a generated file, without the mark of a comment."""
         return [
             self.typed,
-            f"Written by phalanx {VERSION}. Read it, change it, keep it: it needs nothing of phalanx launch.",
+            f"Written by phalanx {VERSION}. Read it, change it, keep it; it can be submitted without phalanx launch.",
         ]
 
 

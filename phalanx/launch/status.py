@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from phalanx.base.errors import PhalanxError
+from phalanx.checkpoint.lock import writer_of
 from phalanx.launch import kube_status, ray_jobs
 from phalanx.launch.kube_status import kube_job
 from phalanx.launch.programs import SchedulerRefused, ask, look_for
@@ -133,6 +134,8 @@ def status(what: str) -> str:
         lines.append(f"job {job}: the scheduler no longer knows it, so it is over")
     folder = folder or next((state.folder for state in states if state.folder is not None), None)
     failed = bool(states) and all(state.over and state.state != "COMPLETED" for state in states)
+    if folder is not None and all(state.over for state in states) and (writer := writer_of(folder)) is not None:
+        lines.append(f"runs  {writer}")
     return "\n".join([*lines, *([] if folder is None else run_lines(folder, failed))])
 
 

@@ -25,7 +25,7 @@ from phalanx.checkpoint.agree import agree
 from phalanx.checkpoint.boxes import items_in
 from phalanx.checkpoint.hf import differences, from_hf, model_config_from_hf, to_hf
 from phalanx.checkpoint.keep import Keep, find, latest, list_checkpoints
-from phalanx.checkpoint.lock import FolderLock
+from phalanx.checkpoint.lock import FolderLock, writer_of
 from phalanx.checkpoint.manifest import NAME, read_manifest, verify
 from phalanx.checkpoint.names import folded
 from phalanx.checkpoint.storage import Storage
@@ -1046,7 +1046,9 @@ def test_one_run_at_a_time_writes_to_a_folder(tmp_path):
     with FolderLock(tmp_path):
         with pytest.raises(FolderInUse, match=f"process {os.getpid()} on host"):
             FolderLock(tmp_path)
+        assert (writer_of(tmp_path) or "").startswith(f"process {os.getpid()} on host")
     FolderLock(tmp_path).release()
+    assert writer_of(tmp_path) is None
 
 
 def test_the_lock_of_a_dead_process_is_free(tmp_path):
@@ -1062,6 +1064,7 @@ def test_the_lock_of_a_dead_process_is_free(tmp_path):
         FolderLock(tmp_path)
     os.kill(child, 9)
     os.waitpid(child, 0)
+    assert writer_of(tmp_path).startswith(f"process {child} on host ") and writer_of(tmp_path).endswith(", was killed")
     lock = FolderLock(tmp_path)
     assert lock.took_over.startswith(f"process {child} on host ")
     lock.keep()

@@ -109,8 +109,9 @@ def test_the_section_cluster_stays_with_the_launch(place):
     """The ranks read the config without the file beside it, where parts of the section could be nonsense."""
 
     def started() -> str:
-        [last] = [line for line in (place / "run.sbatch").read_text().splitlines() if ' bash -c "$task" "" ' in line]
-        return last.partition(' bash -c "$task" "" ')[2]
+        task = ' bash -c "$task" task "$start" '
+        [last] = [line for line in (place / "run.sbatch").read_text().splitlines() if task in line]
+        return last.partition(task)[2]
 
     assert launched("--dry", "cluster.grace_s=30", "train.steps=9", "cluster.environment.A=b").exit_code == 0
     assert started() == 'phalanx train run.yaml train.steps=9 "${layout[@]}"'

@@ -380,11 +380,12 @@ def test_each_rank_has_the_cpus_next_to_its_gpu(tmp_path):
 
 def test_what_the_user_has_set_wins_and_is_shown(tmp_path):
     mine = {"OMP_NUM_THREADS": "3", "OMP_PROC_BIND": "close", "GLOO_SOCKET_IFNAME": "eth1"}
+    mine["PYTORCH_CUDA_ALLOC_CONF"] = "expandable_segments:True"
     found = node_settings(
         mine, {**mine, "NCCL_SOCKET_IFNAME": "eth0"}, 4, frozenset(range(32)), machine(tmp_path, FOUR)
     )
     assert found.cpus is None and found.chosen == {"NCCL_SOCKET_IFNAME": "eth0"} and found.given == mine
-    assert found.text("n1", 8).endswith(
-        "NCCL_SOCKET_IFNAME=eth0; yours: OMP_NUM_THREADS=3; yours: GLOO_SOCKET_IFNAME=eth1; yours: OMP_PROC_BIND=close"
-    )
+    yours = "OMP_NUM_THREADS=3", "GLOO_SOCKET_IFNAME=eth1", "OMP_PROC_BIND=close"
+    shown = "; yours: ".join(("", *yours, "PYTORCH_CUDA_ALLOC_CONF=expandable_segments:True"))
+    assert found.text("n1", 8).endswith(f"NCCL_SOCKET_IFNAME=eth0{shown}")
     assert allowed_cpus() and node_settings({}, {}, 2, allowed_cpus()).cpus is None  # this machine has no GPU

@@ -7,6 +7,7 @@ import contextlib
 import getpass
 import json
 import os
+import re
 import signal
 import subprocess
 import sys
@@ -154,8 +155,11 @@ def test_two_hosts_train_stop_when_asked_and_go_on(run):
     launcher = run.begin(secret=SECRET)
     run.until_step(2)
     assert not [pid for pid, _ in environments() if SECRET in commands(pid)], "the secret is on a command line"
+    state = run.warm.phalanx("status", str(run.folder)).stdout
+    assert re.match(rf"runs  process \d+ on host \S+, since 20.*\nrun  {run.folder}\nstep  \d+\nlast  ", state), state
     launcher.send_signal(signal.SIGTERM)
     assert launcher.wait(WAIT_S) == 75, run.said()
+    assert run.warm.phalanx("status", str(run.folder)).stdout.startswith("run  ")
     stopped = run.steps()[-1]
     assert f"saved {run.folder}/checkpoints/step-{stopped:08}" in run.said()
     assert "layout world=2 dp=2" in run.said() and "PHALANX_RUN_SECRET is not set" not in run.said()
