@@ -41,7 +41,10 @@ class HostFiles:
 
     def __post_init__(self) -> None:
         if (self.hosts is None) != (self.topology is None):
-            raise click.UsageError("--hosts and --topology go together: which hosts, and where they are")
+            raise click.UsageError(
+                "--hosts and --topology go together: which hosts, and where they are (cluster.yaml beside CONFIG may "
+                "say that too, in a section `topology`)"
+            )
         if self.write_hosts is not None and self.hosts is None:
             raise click.UsageError("--write-hosts goes with --hosts and --topology")
 

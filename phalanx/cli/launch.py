@@ -13,7 +13,7 @@ import click
 
 from phalanx.base.placement import SECRET
 from phalanx.cli.hosts import read_hosts as host_names
-from phalanx.cli.launch_job import AT, job_asked, launch_manifest, show, submit_once
+from phalanx.cli.launch_job import AT, cluster_file_of, job_asked, launch_manifest, show, submit_once
 from phalanx.cli.launch_ray import launch_ray
 from phalanx.cli.launch_sky import launch_sky
 from phalanx.cli.options import CONFIG, OVERRIDES
@@ -68,7 +68,8 @@ def launch() -> None:
     "--topology",
     default=None,
     metavar="slurm|FILE",
-    help="Order the nodes so that heavy axes stay near: by SLURM's own topology, or by a file (see phalanx plan).",
+    help="Order the nodes so that heavy axes stay near: by SLURM's own topology, or by a file (see phalanx plan; "
+    "default: the cluster file, if it says where nodes are).",
 )
 @click.option("--cluster", type=click.Path(dir_okay=False), default=None, help="File of the section `cluster`.")
 @click.option("-o", "--out", type=click.Path(dir_okay=False), default=None, help="Script to write.")
@@ -80,6 +81,7 @@ def launch_slurm(config: str, overrides: tuple[str, ...], **asked: Any) -> None:
     The job is queued again until the run is done. Partition, account, GPUs of a node and environment come from the
     section `cluster` of CONFIG, or from a file cluster.yaml beside it (`phalanx explain cluster`).
     """
+    from phalanx.config.cluster_file import has_positions
     from phalanx.launch import slurm
     from phalanx.launch.job import JobOptions
     from phalanx.launch.programs import here, look_for
@@ -93,8 +95,11 @@ def launch_slurm(config: str, overrides: tuple[str, ...], **asked: Any) -> None:
         raise click.UsageError("--hosts says which nodes in which order: it takes neither --spares nor --topology")
     options = JobOptions(asked["nodes"], asked["time"], asked["partition"], asked["chain"], asked["at"])
     options = replace(options, preflight=asked["preflight"], spares=asked["spares"] or 0, topology=asked["topology"])
+    file = cluster_file_of(config, asked["cluster"])
     if asked["hosts"]:
         options = replace(options, hosts=tuple(host_names(asked["hosts"])))
+    elif asked["topology"] is None and asked["nodes"] != "1" and has_positions(file):
+        options = replace(options, topology=str(file))
     job = with_switches(job_asked(config, overrides, asked["cluster"], options), not asked["dry"] and here("scontrol"))
     script = Path(asked["out"] or f"{Path(config).stem}.sbatch")
     if asked["submit"]:

@@ -30,12 +30,19 @@ def cluster_file_of(config: str, given: str | None) -> str | Path | None:
 
 def job_asked(config: str, overrides: tuple[str, ...], cluster_file: str | None, options: Any) -> Any:
     """The job of a config and the options of `launch`, checked on every number of ranks that it may have."""
+    from phalanx.base.errors import ConfigError, Problem
     from phalanx.cli.setup import all_problems, fail
+    from phalanx.config.cluster_file import has_positions
     from phalanx.config.device_check import Facts
     from phalanx.config.read import read
     from phalanx.launch.job import check_layouts, check_saves, job_of
 
     cluster = cluster_file_of(config, cluster_file)
+    if options.by not in ("slurm", "ssh") and has_positions(cluster):
+        rule = (
+            f"is read by `phalanx launch slurm` and `phalanx plan`; of `phalanx launch {options.by}` it is a node label"
+        )
+        raise ConfigError([Problem("topology", "(positions of nodes)", rule, where=str(cluster))])
     loaded = read(config, overrides, cluster=cluster)
     if loaded.run is None:
         return fail(loaded.problems, None)

@@ -135,7 +135,8 @@ def seldom_collected() -> Iterator[None]:
     type=click.Path(exists=True, dir_okay=False),
     default=None,
     metavar="FILE",
-    help="With --hosts: where they are (a cluster file, topology.conf, or the JSON of kubectl get nodes).",
+    help="With --hosts: where they are (a cluster file, topology.conf, or the JSON of kubectl get nodes; default: "
+    "cluster.yaml beside CONFIG).",
 )
 @click.option(
     "--write-hosts",
@@ -164,7 +165,12 @@ def plan(
     """
     from phalanx.base.devices import DEVICES, find_device
     from phalanx.cli.hosts import HostFiles
+    from phalanx.cli.launch_job import cluster_file_of
+    from phalanx.config.cluster_file import has_positions
 
+    beside = cluster_file_of(config, None)
+    if more["hosts"] is not None and more["topology"] is None and has_positions(beside):
+        more["topology"] = str(beside)
     served = {name: more.pop(name) for name in ("tokens", "pages", "speculate")}
     files = HostFiles(**more)
     wanted = find_device(device) if device else None

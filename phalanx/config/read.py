@@ -267,8 +267,11 @@ def read_file(path: str | Path) -> ConfigSource:
 
 
 def section_of_file(section: str, path: str | Path) -> ConfigSource:
-    """A YAML file that holds the keys of one section."""
+    """A YAML file that holds the keys of one section. That of `cluster` may also say where nodes are, in a mapping
+    `topology`, which topology_file.py reads."""
     file = read_yaml(path)
+    if section == "cluster" and isinstance(file.data.get("topology"), Mapping):
+        del file.data["topology"]
     origins = {f"{section}.{key}": at for key, at in file.origins.items()}
     return ConfigSource({section: file.data}, origins, file.problems)
 

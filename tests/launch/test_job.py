@@ -105,6 +105,27 @@ def test_a_preflight_with_spares_and_an_order_by_topology(place):
         assert done.exit_code != 0 and said in done.output + str(done.exception)
 
 
+def test_one_file_says_how_the_job_starts_and_where_its_nodes_are(place):
+    """The plan, the job and the order of its ranks read one file; launchers that have no place for it say so."""
+    where = '{nodes: {"n[1-2]": {rack: a}, "n[3-4]": {rack: b}}, links: {rack: 50, cluster: 5}}'
+    (place / "cluster.yaml").write_text(f"partition: gpu\ngpus_per_node: 1\ntopology: {where}\n")
+    (place / "hosts.txt").write_text("n1\nn3\nn2\nn4\n")
+    words = ("layout.tp=2", "train.device=cpu")
+    assert launched("--nodes", "4", "--dry", *words).exit_code == 0
+    script = (place / "run.sbatch").read_text()
+    assert "--partition=gpu" in script and f"topology={place}/cluster.yaml\n" in script and "--switches=2@" in script
+    order = ("plan", "run.yaml", "--ranks", "4", "--hosts", "hosts.txt", "--write-hosts", "ordered.txt", *words)
+    done = CliRunner().invoke(cli, order)
+    assert done.exit_code == 0 and "Order of the hosts (exchanges of a step)" in done.output, repr(done.exception)
+    ordered = (place / "ordered.txt").read_text().split()
+    assert {frozenset(ordered[:2]), frozenset(ordered[2:])} == {frozenset(("n1", "n2")), frozenset(("n3", "n4"))}
+    assert launched("--dry", *words[1:]).exit_code == 0 and "topology=" not in (place / "run.sbatch").read_text()
+    done = CliRunner().invoke(cli, ["launch", "ray", "run.yaml", "--dry"])
+    assert "topology='(positions of nodes)': is read by `phalanx launch slurm` and `phalanx plan`" in str(
+        done.exception
+    )
+
+
 def test_the_section_cluster_stays_with_the_launch(place):
     """The ranks read the config without the file beside it, where parts of the section could be nonsense."""
 
