@@ -39,9 +39,7 @@ def job_asked(config: str, overrides: tuple[str, ...], cluster_file: str | None,
 
     cluster = cluster_file_of(config, cluster_file)
     if options.by not in ("slurm", "ssh") and has_positions(cluster):
-        rule = (
-            f"is read by `phalanx launch slurm` and `phalanx plan`; of `phalanx launch {options.by}` it is a node label"
-        )
+        rule = "is read by `phalanx plan` and `phalanx launch slurm` alone: name another file with --cluster FILE"
         raise ConfigError([Problem("topology", "(positions of nodes)", rule, where=str(cluster))])
     loaded = read(config, overrides, cluster=cluster)
     if loaded.run is None:

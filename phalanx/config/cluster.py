@@ -73,7 +73,7 @@ class ClusterConfig:
     """Kueue queue (LocalQueue) of the namespace; unset: the job is not queued."""
     topology: str | None = None
     """Node label, such as topology.kubernetes.io/rack, of which all pods should lie in one value (Kueue's preferred
-    topology); unset: anywhere."""
+    topology); unset: anywhere. In a file of this section also a map: where nodes are, for the order of hosts."""
     rdma: dict[str, int] = field(default_factory=dict)
     """RDMA devices of each pod, by the name of the cluster's device plugin, such as {rdma/ib: 8}."""
     nvlink_domain: bool = False

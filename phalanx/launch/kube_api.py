@@ -49,7 +49,7 @@ def connect(namespace: str | None) -> KubeServer:
     try:
         from kubernetes import client, config  # an optional package
     except ImportError:
-        text = "submission needs the official client of Kubernetes: pip install 'phalanx[k8s]'; --dry does without"
+        text = "the official client of Kubernetes is not installed here: pip install 'phalanx[k8s]'"
         raise NoScheduler(text) from None
     settings, files = client.Configuration(), kubectl_config()
     settings.retries = False
@@ -61,7 +61,7 @@ def connect(namespace: str | None) -> KubeServer:
     except config.ConfigException as error:
         raise NoScheduler(
             "Kubernetes is not here: looked for the config of kubectl (KUBECONFIG, ~/.kube/config) and for the "
-            f"service account of a pod ({error}); --dry writes the manifest without"
+            f"service account of a pod ({error}); `phalanx launch k8s --dry` needs neither"
         ) from None
     if namespace is None and files is not None:
         _, active = config.list_kube_config_contexts(config_file=files)

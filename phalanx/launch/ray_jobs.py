@@ -47,7 +47,7 @@ def client(server: str) -> Any:
     try:
         from ray.job_submission import JobSubmissionClient  # an optional package
     except ImportError:
-        raise NoScheduler("submission needs Ray's job client: pip install 'phalanx[ray]'; --dry does without") from None
+        raise NoScheduler("Ray's job client is not installed here: pip install 'phalanx[ray]'") from None
     try:
         return JobSubmissionClient(server)
     except (ConnectionError, RuntimeError, ValueError) as error:

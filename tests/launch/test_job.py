@@ -121,9 +121,8 @@ def test_one_file_says_how_the_job_starts_and_where_its_nodes_are(place):
     assert {frozenset(ordered[:2]), frozenset(ordered[2:])} == {frozenset(("n1", "n2")), frozenset(("n3", "n4"))}
     assert launched("--dry", *words[1:]).exit_code == 0 and "topology=" not in (place / "run.sbatch").read_text()
     done = CliRunner().invoke(cli, ["launch", "ray", "run.yaml", "--dry"])
-    assert "topology='(positions of nodes)': is read by `phalanx launch slurm` and `phalanx plan`" in str(
-        done.exception
-    )
+    refused = "topology='(positions of nodes)': is read by `phalanx plan` and `phalanx launch slurm` alone"
+    assert refused in str(done.exception)
 
 
 def test_the_section_cluster_stays_with_the_launch(place):
