@@ -50,11 +50,12 @@ def order_text(order: HostOrder, topology: Topology) -> str:
     rows = [("axis", "order given", "order found")]
     rows += [(axis, seconds_text(of), seconds_text(order.after[axis])) for axis, of in order.before.items()]
     rows.append(("all", seconds_text(order.seconds_before), seconds_text(order.seconds_after)))
-    proof = "no order is better" if order.exact else "the best found by a search"
+    exact = "all orders were tried, and no order is better than the second"
+    proof = exact if order.exact else "the second is the best that a search found"
     kinds = ("host", *reversed(topology.positions.levels), "cluster")
     speeds = ", ".join(f"{kind} {topology.speeds.of[kind] / 1e9:g}" for kind in kinds)
     assumed = f" ({', '.join(topology.assumed)}: assumed)" if topology.assumed else ""
-    lines = [table(rows, left=(0,)), f"Links in GB/s: {speeds}{assumed}; the second is {proof}."]
+    lines = [table(rows, left=(0,)), f"Links in GB/s: {speeds}{assumed}; {proof}."]
     if order.seconds_after < order.seconds_before:
         more = f" and {len(order.hosts) - SHOWN} more" if len(order.hosts) > SHOWN else ""
         lines.append(f"Put the ranks on: {', '.join(order.hosts[:SHOWN])}{more} (--write-hosts FILE writes all).")

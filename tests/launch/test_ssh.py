@@ -33,6 +33,7 @@ data: {mock: true}
 log: {report: false}
 """  # noqa: E501
 SECRET = "0123456789abcdef" * 4
+START_S = 400.0  # of four new interpreters, on two cores that others share
 ENV = {"PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": 1, "CUDA_VISIBLE_DEVICES": ""}
 
 
@@ -302,11 +303,13 @@ def test_two_hosts_with_a_network_between_them_train_as_one_does(apart, tmp_path
 
 
 @pytest.mark.soak
+@pytest.mark.timeout(900)
 def test_a_cable_that_is_pulled_ends_both_sides(apart, tmp_path):
     made, ssh = apart
     launcher = launch_from(made["a"], tmp_path, ssh, "dir=run", "train.timeout_s=20")
     metrics = tmp_path / "run/metrics.jsonl"
-    until(lambda: metrics.exists() and '"step": 3' in metrics.read_text(), (tmp_path / "out.txt").read_text)
+    out = (tmp_path / "out.txt").read_text
+    until(lambda: metrics.exists() and '"step": 3' in metrics.read_text(), out, START_S)
     ip("-n", made.switch, "link", "set", made["b"].port, "down")
     assert launcher.wait(240) == 6, (tmp_path / "out.txt").read_text()
     said = (tmp_path / "out.txt").read_text()
@@ -315,11 +318,12 @@ def test_a_cable_that_is_pulled_ends_both_sides(apart, tmp_path):
 
 
 @pytest.mark.soak
+@pytest.mark.timeout(900)
 def test_a_second_request_ends_ranks_that_hang(apart, tmp_path):
     made, ssh = apart
     launcher = launch_from(made["a"], tmp_path, ssh, "dir=run")
     metrics, out = tmp_path / "run/metrics.jsonl", tmp_path / "out.txt"
-    until(lambda: metrics.exists() and '"step": 3' in metrics.read_text(), out.read_text)
+    until(lambda: metrics.exists() and '"step": 3' in metrics.read_text(), out.read_text, START_S)
     ranks = [pid for pid in processes_in(made["b"].namespace) if "phalanx.launch.worker" in commands(pid)]
     assert len(ranks) == 2
     os.kill(ranks[0], signal.SIGSTOP)
