@@ -1,5 +1,5 @@
 """How the speed of `phalanx data prepare --on ray` grows with nodes: a Ray cluster on this machine with 1, 2, 4, ... of
-them, one CPU and one shard at a time on each, against one process without Ray.
+them, one CPU and one shard at a time on each, against one process without Ray, and against as many at once.
 
     python benchmarks/prepare_many.py [--mb 512] [--nodes 1,2,4,8,16] [--repeats 1] [--tokenizer TOKENIZER]
 
@@ -30,6 +30,8 @@ from phalanx.text.prepare import stdlib_files
 
 SHARDS_EACH = 4  # of a node, so that the slowest shard costs little
 VOCABULARY = 16_384
+DATA = (sys.executable, "-m", "phalanx", "data")
+PREPARE = (*DATA, "prepare", "in.jsonl", "--workers", "1")
 NODE = {"num_cpus": 1, "object_store_memory": 80 << 20}
 
 TITLES = """\
@@ -54,8 +56,7 @@ def write_text(path: Path, size: int) -> int:
 
 
 def phalanx(folder: Path, *words: str) -> None:
-    command = [sys.executable, "-m", "phalanx", "data", *words]
-    subprocess.run(command, cwd=folder, check=True, stdout=subprocess.DEVNULL)
+    subprocess.run([*DATA, *words], cwd=folder, check=True, stdout=subprocess.DEVNULL)
 
 
 class CpuSeconds(threading.Thread):
@@ -98,7 +99,20 @@ def _is_worker(pid: int) -> bool:
 def prepare(folder: Path, tokenizer: str, out: str, *words: str) -> Took:
     began, used = time.perf_counter(), CpuSeconds()
     used.start()
-    phalanx(folder, "prepare", "in.jsonl", "--tokenizer", tokenizer, "-o", out, "--workers", "1", *words)
+    phalanx(folder, *PREPARE[len(DATA) :], "--tokenizer", tokenizer, "-o", out, *words)
+    wall = time.perf_counter() - began
+    return wall, *used.end()
+
+
+def by_hand(folder: Path, tokenizer: str, count: int) -> Took:
+    """As many processes at once, without Ray: what the cores of this machine allow."""
+    began, used = time.perf_counter(), CpuSeconds()
+    used.start()
+    words = (*PREPARE, "--tokenizer", tokenizer, "--overwrite")
+    shards = [(*words, "-o", f"hand-{i}", "--shard", f"{i}/{count}") for i in range(count)]
+    running = [subprocess.Popen(words, cwd=folder, stdout=subprocess.DEVNULL) for words in shards]
+    if any([process.wait() for process in running]):
+        raise SystemExit("a shard has failed")
     wall = time.perf_counter() - began
     return wall, *used.end()
 
@@ -145,20 +159,25 @@ def main() -> None:
             tokenizer = "bpe"
         alone: list[Took] = []
         found: dict[int, list[Took]] = {nodes: [] for nodes in map(int, asked.nodes.split(","))}
+        hand: dict[int, list[Took]] = {nodes: [] for nodes in found if nodes > 1}
         for _ in range(asked.repeats):
             alone.append(prepare(folder, tokenizer, "alone", "--overwrite"))
             for nodes in found:
                 found[nodes].append(on_ray(folder, tokenizer, nodes))
-            print(f"load {os.getloadavg()[0]:.1f}: {alone[-1]} {[rows[-1] for rows in found.values()]}", flush=True)
+                if nodes in hand:
+                    hand[nodes].append(by_hand(folder, tokenizer, nodes))
+            every = [rows[-1] for rows in (alone, *found.values(), *hand.values())]
+            print(f"load {os.getloadavg()[0]:.1f}: {every}", flush=True)
         cores, chip = len(os.sched_getaffinity(0)), platform.processor() or platform.machine()
         print(f"{asked.mb} MB, {documents:,} documents, tokenizer {tokenizer}, {cores} cores, {chip}")
         print(TITLES)
         wall, work, _ = min(alone)
         print(f"| one process | {wall:.1f} | {work:.1f} | {1e3 * work / documents:.3f} | | | | |")
-        for nodes, rows in found.items():
-            took, used, daemons = min(rows)
-            shares = f"{work / used:.2f} | {daemons:.1f} | {wall / took:.2f} | {wall / took / nodes:.2f}"
-            print(f"| Ray, nodes: {nodes} | {took:.1f} | {used:.1f} | {1e3 * used / documents:.3f} | {shares} |")
+        for what, kind in (("Ray, nodes", found), ("without Ray, processes at once", hand)):
+            for nodes, rows in kind.items():
+                took, used, daemons = min(rows)
+                shares = f"{work / used:.2f} | {daemons:.1f} | {wall / took:.2f} | {wall / took / nodes:.2f}"
+                print(f"| {what}: {nodes} | {took:.1f} | {used:.1f} | {1e3 * used / documents:.3f} | {shares} |")
 
 
 if __name__ == "__main__":
