@@ -63,7 +63,7 @@ def _fixed(batch: Batch) -> dict[str, Batch]:
 TEXT_ITSELF = ""
 
 
-class Rooms:
+class SlotRooms:
     """How many documents slots have room for, and how long ones, in each stream.
 
     Kernels are captured with these bounds and start programs that find nothing to do for what a micro-batch has less,
@@ -243,7 +243,7 @@ class Graphs(Eager):
         self._passing = device.pool()  # backward of all slots
         self._warm = False
         self._seed: Tensor | None = None
-        self._rooms = Rooms()
+        self._rooms = SlotRooms()
         self._kinds: list[int] = []  # of the step's micro-batches
         self._schedule = schedule
         self._known: set[tuple] = set()  # the sorts of micro-batches of each step so far
