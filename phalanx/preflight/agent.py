@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import traceback
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 from phalanx.base import registry
 from phalanx.base.errors import PhalanxError
@@ -53,6 +53,8 @@ def serve(channel: Channel, start: AgentStart) -> int:
             order = channel.receive(PATIENCE_S)
             if "end" in order:
                 return int(order["end"])
+            for number in order["lost"]:  # nobody waits for it again
+                peers[number] = replace(peers[number], port=0)
             channel.send(answer(made[order["check"]], view, order["order"]))
 
 

@@ -17,7 +17,7 @@ Severity = Literal["bad", "warning"]
 @dataclass(frozen=True)
 class Peer:
     """A node as the others reach it: its number and name, the address that it listens at, and the port of its probe
-    server (0: it has none)."""
+    server (0: it has none, or the node is lost)."""
 
     number: int
     name: str

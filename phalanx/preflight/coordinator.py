@@ -77,7 +77,9 @@ class Coordinator:
         answers: list[tuple[Any, Mapping[int, Any]]] = []
         failed: set[int] = set()
         while (order := check.next_order(Looks(names, answers))) is not None:
-            asked = {number: {"check": check.name, "order": order} for number in self._there() if number not in failed}
+            lost = [number for number, node in enumerate(self.nodes) if node.channel is None]
+            message = {"check": check.name, "order": order, "lost": lost}
+            asked = {number: message for number in self._there() if number not in failed}
             said = self._ask(asked, check.limit_s, check.name)
             for number, message in said.items():
                 if "failed" in message:

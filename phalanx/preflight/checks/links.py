@@ -67,8 +67,10 @@ def plain(pairs: Iterable[Sequence[int]]) -> list[list[int]]:
 
 
 def measured(view: NodeView, to: int, repeats: int) -> list[float]:
-    """Bytes per second of each repeat; none if the other node cannot be reached, which `ports` reports."""
+    """Bytes per second of each repeat; none if the other node is lost, or cannot be reached, which `ports` reports."""
     peer = view.peers[to]
+    if not peer.port:
+        return []
     try:
         return [bytes_per_second(peer.address, peer.port, bytes.fromhex(view.token), SEND_S) for _ in range(repeats)]
     except OSError:

@@ -28,6 +28,7 @@ class Mtu(NodeCheck):
             return {"mtu": None, "lost": []}
         count = len(view.peers)
         near = [view.peers[(view.number + i) % count] for i in range(1, min(ASKED, count - 1) + 1)]
+        near = [peer for peer in near if peer.port]
         with ThreadPoolExecutor(ASKED, thread_name_prefix="phalanx-mtu") as pool:
             size, token = min(mtu, LARGEST), bytes.fromhex(view.token)
             said = list(pool.map(lambda peer: packet_arrives(peer.address, peer.port, token, size), near))
