@@ -148,6 +148,9 @@ SYNONYMS: Mapping[str, str] = MappingProxyType(
     }
 )
 
+SAME_IN_OTHERS: Mapping[str, str] = MappingProxyType({"beta1": "momentum", "momentum": "beta1"})
+"""Keys of an optimizer that do what a key of another name does in others: the decay of the mean of gradients."""
+
 VALUES: Mapping[str, str] = MappingProxyType(
     {
         "fsdp": "FSDP and ZeRO-3 are layout.sharding=3",
