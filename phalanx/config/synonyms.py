@@ -5,6 +5,8 @@ from __future__ import annotations
 from collections.abc import Mapping
 from types import MappingProxyType
 
+from phalanx.base.registry import BUILT_IN
+
 SYNONYMS: Mapping[str, str] = MappingProxyType(
     {
         "learning_rate": "optim.lr",
@@ -181,7 +183,7 @@ _OPTIMIZERS = (
     "optimizers of your own, element by element or over whole matrices: optim.name=PACKAGE.MODULE:NAME"
 )
 _OBJECTIVE = (
-    "what exists: task.name=pretrain, sft, dpo and distil, and losses of your own: task.name=PACKAGE.MODULE:NAME"
+    f"what exists: task.name={', '.join(BUILT_IN['objective'])}, and losses of your own: task.name=PACKAGE.MODULE:NAME"
 )
 NOT_BUILT: Mapping[str, str] = MappingProxyType(
     {
