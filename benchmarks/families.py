@@ -15,7 +15,8 @@ python benchmarks/families.py --seconds 580 --out rows.jsonl --rows vl-unequal,v
 modernbert   ModernBERT-base, masked tokens (30 %), documents of 1 to 1,023 tokens packed into sequences of 8,192. The
              peer pads: a row for each document, as long as the longest can be. Its tokens are those of documents
 bert         BERT-large, masked tokens (15 %), sequences of 512
-t5           T5 1.1 large, span corruption, 1,024 tokens of the encoder and 256 of the decoder; the peer's are all full
+t5           T5 1.1 large, span corruption, 1,024 tokens of the encoder and 256 of the decoder, in about five documents;
+             the peer's are all full, of one document
 t5-without   the same without the kernel of its bias
 vl           Qwen2.5-VL-7B with 8 of its 28 language layers and the whole tower, both trained, sequences of 4,096 with
              four images of 1,024 patches each, from files
@@ -47,6 +48,7 @@ RECIPES, CONFIGS = HERE.parent / "recipes", HERE / "configs"
 LONG = ("data.mock=false", "data.source=documents:Documents", "train.global_batch=16", "train.micro_batch=4")
 LARGE = ("model.vocab_size=30522", "model.hidden_size=1024", "model.intermediate_size=4096")
 LARGE = (*LARGE, "model.num_hidden_layers=24", "model.num_attention_heads=16", "model.max_position_embeddings=512")
+LARGE = (*LARGE, "data.document_attention=false")  # a text fills its sequence, as the peer's
 T5 = ("train.seq_length=256", "task.encoder_length=1024", "train.global_batch=64", "train.micro_batch=16")
 VL = ("model.num_hidden_layers=8", "layout.tp=1", "train.seq_length=4096", "train.global_batch=8")
 VL = (

@@ -155,7 +155,10 @@ class Job:
 
 def start(command: list[str], gpus: Sequence[int], log: Path) -> subprocess.Popen[bytes]:
     paths = os.pathsep.join(path for path in (str(HERE.parent), os.environ.get("PYTHONPATH")) if path)
-    env = {**os.environ, "PYTHONPATH": paths, "CUDA_VISIBLE_DEVICES": ",".join(map(str, gpus))}
+    # GPUs are counted among those that this process sees, which need not begin with the machine's first.
+    seen = os.environ.get("CUDA_VISIBLE_DEVICES", "").split(",")
+    names = [seen[gpu] if gpu < len(seen) and seen[gpu] else str(gpu) for gpu in gpus]
+    env = {**os.environ, "PYTHONPATH": paths, "CUDA_VISIBLE_DEVICES": ",".join(names)}
     with log.open("wb") as file:
         return subprocess.Popen(command, stdout=file, stderr=file, env=env, start_new_session=True)
 

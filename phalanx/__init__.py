@@ -135,7 +135,10 @@ def __getattr__(name: str) -> Any:
     """Public names are imported when they are first used: `import phalanx` alone loads nothing."""
     if name not in PUBLIC:
         raise AttributeError(f"module 'phalanx' has no attribute {name!r}")
-    value = getattr(import_module(PUBLIC[name]), name)
+    from phalanx.base.garbage import seldom_collected
+
+    with seldom_collected():
+        value = getattr(import_module(PUBLIC[name]), name)
     globals()[name] = value
     return value
 

@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from phalanx.base.errors import ConfigError, Problem
+from phalanx.base.garbage import seldom_collected
 from phalanx.base.placement import Placement
 from phalanx.config.read import load_run
 from phalanx.config.run import Run
@@ -31,7 +32,8 @@ def load(config: str | Path | None = None, *overrides: str, base: Run | dict[str
 
     Raises ConfigError with every problem of form: field, value, what is allowed, where it was set.
     """
-    return load_run(config, overrides, base)
+    with seldom_collected():
+        return load_run(config, overrides, base)
 
 
 def check(run: Run, ranks: int | None = None) -> None:
@@ -76,7 +78,8 @@ def train(run: Run, callbacks: Sequence[Callback] = ()) -> None:
 
     Raises PhalanxError: ConfigError before any file is written, Preempted once a stop request is saved, ...
     """
-    from phalanx.training.main import train as train_here
+    with seldom_collected():
+        from phalanx.training.main import train as train_here
 
     train_here(run, _here(run), _command(), callbacks)
 
@@ -91,7 +94,8 @@ def session(run: Run, callbacks: Sequence[Callback] = ()) -> Iterator[Session]:
 
     On the ranks that this process belongs to. A clean end saves what is unsaved, an exception saves nothing.
     """
-    from phalanx.training.session import session as open_session
+    with seldom_collected():
+        from phalanx.training.session import session as open_session
 
     with open_session(run, _here(run), _command(), callbacks) as s:
         yield s

@@ -102,6 +102,12 @@ def hint_of(cls: type, name: str) -> Any:
     return _union(tuple(choices[name].known().values())) if name in choices else found[name]
 
 
+def map_at(cls: type, name: str) -> Any:
+    """The type of a field that holds a map of free names; None of other fields. Imports no members of Choices."""
+    hint = _hints_and_choices(cls)[0].get(name)
+    return next((m for m in members(hint) if typing.get_origin(m) is dict), None)
+
+
 def hints(cls: type) -> Mapping[str, Any]:
     """The type of each field."""
     return {name: hint_of(cls, name) for name in _hints_and_choices(cls)[0]}

@@ -179,7 +179,7 @@ def merged_folder(path: str, base: str | None, out: str, dtype: str | None) -> P
     from phalanx.checkpoint.hf import model_config_from_hf
     from phalanx.checkpoint.merge import merge_folder
     from phalanx.inference.load import weights_folder
-    from phalanx.planning.adapters import merging_of, section_of_folder
+    from phalanx.planning.merging import merging_of, section_of_folder
 
     section, named = section_of_folder(path)
     given = base or named
@@ -216,7 +216,7 @@ def merged(path: str, out: str, dtype: str | None) -> Path:
     from phalanx.checkpoint.merge import merge
     from phalanx.engine.adapter_start import initial_tensors
     from phalanx.inference.load import adapters_of, drawn_base, weights_folder
-    from phalanx.planning.adapters import merging_of
+    from phalanx.planning.merging import merging_of
 
     weights = weights_folder(path)
     lora = adapters_of(weights)

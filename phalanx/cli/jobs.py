@@ -4,12 +4,14 @@ from __future__ import annotations
 
 from typing import Any
 
+from phalanx.base.garbage import seldom_collected
 from phalanx.base.placement import Placement
 from phalanx.config.read import load_run
 
 
 def train(placement: Placement, config: dict[str, Any], command: str = "") -> None:
-    from phalanx.training.main import train_rank
+    with seldom_collected():
+        from phalanx.training.main import train_rank
 
     train_rank(load_run(base=config), placement, command)
 

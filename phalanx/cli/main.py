@@ -6,14 +6,15 @@ from __future__ import annotations
 import gc
 import os
 import sys
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager, suppress
+from collections.abc import Callable
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
 import click
 
 from phalanx.base.errors import PhalanxError
+from phalanx.base.garbage import seldom_collected
 from phalanx.base.log import describe, flush_quietly, refusal
 from phalanx.base.version import VERSION
 from phalanx.cli.completion import configs, keys, use_bash
@@ -67,9 +68,10 @@ def train(config: str, overrides: tuple[str, ...], ranks: int | None, logs: str 
     from phalanx.launch.first_host import watch_first_host
 
     watch_first_host(os.environ)
-    from phalanx.cli.setup import arguments, check_memory, prepare
+    with seldom_collected():
+        from phalanx.cli.setup import arguments, check_memory, prepare
 
-    ready = check_memory(prepare(config, overrides, ranks), force)
+        ready = check_memory(prepare(config, overrides, ranks), force)
     prepare_text(ready)
     run_ranks("phalanx.cli.jobs:train", ready, {**arguments(ready.run), "command": typed()}, logs)
 
@@ -94,18 +96,6 @@ def verify(config: str, overrides: tuple[str, ...], ranks: int | None, steps: in
         run_ranks("phalanx.cli.jobs:verify", PreparedRun(run, world), {**arguments(run), "steps": steps}, None)
 
     compare(ready.run, ready.ranks, start, steps, click.echo)
-
-
-@contextmanager
-def seldom_collected() -> Iterator[None]:
-    """Inside, Python's garbage collector runs seldom. Start-up time: what imports and a plan allocate is nearly all
-    kept, and by default it is gone through again and again."""
-    before = gc.get_threshold()
-    gc.set_threshold(100_000, 20, 20)
-    try:
-        yield
-    finally:
-        gc.set_threshold(*before)
 
 
 @cli.command(short_help="Show what each rank will hold and do; needs no GPU.")

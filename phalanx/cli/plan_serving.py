@@ -68,7 +68,7 @@ def plan_serving(
     predicted = drafts if isinstance(drafts, MtpSpec) else None
     serving = ServingPlan.of(make_plan(forward_only(loaded.run), world), limits, dtype, predicted)
     if device is not None:
-        check_fits(serving, device, "--tokens")
+        check_fits(serving, device.memory, device.name, "--tokens")
     known = sorted((d for d in DEVICES if d.name in FITS_ON), key=lambda d: d.memory)
     return serving_text(serving, [device] if device is not None else known)
 

@@ -127,8 +127,7 @@ def serve(checkpoint: str, overrides: tuple[str, ...], ranks: int | None, name: 
     check_speculation(ready.run, ready.ranks, options["speculate"])
     check_prefix_states(ready.run.model, options["prefix_states"], "--prefix-states")
     check_pages(ready.run, options["pages"] or "model", "--pages")
-    if options["memory_gib"] is not None:
-        check_memory(ready, options)
+    check_memory(ready, options)
     if options["api_keys"] is not None:
         read_keys(options["api_keys"])
     if ready.placement is None:
@@ -142,7 +141,7 @@ def serve(checkpoint: str, overrides: tuple[str, ...], ranks: int | None, name: 
 
 
 def check_memory(ready: PreparedRun, options: dict[str, Any]) -> None:
-    """ConfigError if --memory-gib holds no sequence, before ranks start."""
+    """ConfigError if --memory-gib, or what is free on GPUs here, holds no sequence, before ranks start."""
     from phalanx.forecast.decide import make_plan
     from phalanx.inference.drafter import drafts_named
     from phalanx.inference.engine import EngineOptions
@@ -150,6 +149,7 @@ def check_memory(ready: PreparedRun, options: dict[str, Any]) -> None:
     from phalanx.inference.predictor import MtpSpec
     from phalanx.inference.serving_plan import ServingPlan, check_held, limits_of
     from phalanx.ops.attention.paged import FP8
+    from phalanx.training.machine import memory_here
 
     run, drafts = without_training(ready.run, ready.ranks), None
     if options["speculate"] is not None:
@@ -159,7 +159,8 @@ def check_memory(ready: PreparedRun, options: dict[str, Any]) -> None:
     predicted = drafts if isinstance(drafts, MtpSpec) else None  # n-grams take no memory
     dtype = FP8 if options["pages"] == "fp8" else None
     serving = ServingPlan.of(make_plan(run, ready.ranks), limits_of(run, asked), dtype, predicted)
-    check_held(serving, asked)
+    free = memory_here(ready.run, ready.ranks, ready.placement).gpus if asked.memory_gib is None else ()
+    check_held(serving, asked, min(free, default=None))
 
 
 def refuse_with_recordings(options: dict[str, Any]) -> None:

@@ -379,13 +379,19 @@ def apply_override(source: ConfigSource, text: str) -> None:
 def _path(key: str) -> list[str]:
     """The steps of a dotted key. Below a map of free names (such as optim.lr_scale) the rest is a single name, dots
     included; in a map of sections (data.sources) the last step is a field."""
-    for k in tree.leaves(Run, only=key.partition(".")[0]):
-        maps = [m for m in tree.members(k.hint) if typing.get_origin(m) is dict]
-        if maps and key.startswith(f"{k.path}."):
-            name, dot, field = key[len(k.path) + 1 :].rpartition(".")
-            inside = [name, field] if dot and tree.sections(typing.get_args(maps[0])[1]) else [f"{name}{dot}{field}"]
-            return [*k.path.split("."), *inside]
-    return key.split(".")
+    steps = key.split(".")
+    owners: tuple[type, ...] = (Run,)
+    for i, step in enumerate(steps[:-1]):
+        inside = steps[i + 1 :]
+        found = next((m for cls in owners if (m := tree.map_at(cls, step)) is not None), None)
+        if found is not None:
+            names = inside[:-1] if tree.sections(typing.get_args(found)[1]) else inside
+            return [*steps[: i + 1], *([".".join(names)] if names else []), *inside[len(names) :]]
+        if len(inside) == 1:
+            break  # a field of a section: start-up time, all families would be imported to look at it
+        hints = [tree.hint_of(cls, step) for cls in owners if step in tree.field_names(cls)]
+        owners = tuple(section for hint in hints for section in tree.sections(hint))
+    return steps
 
 
 def _put(data: dict[str, Any], steps: list[str], value: Any) -> None:

@@ -23,9 +23,7 @@ from phalanx.base.registry import find
 from phalanx.comm.axis import Axis
 from phalanx.forecast.memory import OVERHEAD, rank_uses
 from phalanx.layout.grid import Coords
-from phalanx.nn.gated_delta import GatedDelta
 from phalanx.nn.relative_bias import RelativeBiasTable
-from phalanx.nn.state_space import StateSpace
 from phalanx.ops import proof
 from phalanx.ops.attention.attention import BIASED_ATTENTION
 from phalanx.ops.op import SEAM, Op, packaged, refused, runs_triton, table, unusable
@@ -125,6 +123,9 @@ def compute_dtype(plan: Plan) -> torch.dtype:
 
 def used_ops(plan: Plan) -> list[Op]:
     """The ops that training by this plan may call. Those of generation are compared when they are first called."""
+    from phalanx.nn.gated_delta import GatedDelta  # start-up time: only ranks on GPUs ask
+    from phalanx.nn.state_space import StateSpace
+
     run, found = plan.run, list[Op]()
     optimizers = {o.op for o in optimizers_of(run.optim) if isinstance(o, FusedOptimizer | MatrixOptimizer)}
     blocks = [block for segment in plan.blocks_of(Coords()).values() for block in segment]

@@ -34,7 +34,7 @@ from phalanx.data.scores import ScoreFile
 from phalanx.forecast.capacity import DoesNotFit
 from phalanx.nn.objective import make_objective
 from phalanx.planning.plan import grid_of
-from phalanx.text.tokenizers import load_tokenizer
+from phalanx.text.tokenizer import load_tokenizer
 
 NOT_COMPARED = ("dir", "log", "model_source", "cluster")
 UNSET = "unset"

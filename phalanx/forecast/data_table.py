@@ -21,7 +21,7 @@ from phalanx.planning.reading import reading_of, window_length
 from phalanx.sequence.batch import TEXT, Batch
 from phalanx.sequence.shard import SequenceShard
 from phalanx.text.cache import ChatUse, find_text
-from phalanx.text.tokenizers import Tokenizer
+from phalanx.text.tokenizer_base import Tokenizer
 
 COUNTED = 100  # sequences in which lost text is counted
 SNIPPET = 24  # tokens shown of each end of a sequence

@@ -89,6 +89,7 @@ class SoundReader:
             documents=torch.from_numpy(documents),
             real=torch.from_numpy((np.arange(rows) < filled).astype(np.int64)),
             most_documents=room_for_documents(len(every), rows),
+            longest_document=max(every),
             values=values,
             idle=not sounds,
         )

@@ -306,21 +306,24 @@ def arithmetic(serving: ServingPlan, devices: Sequence[Device]) -> str:
     )
 
 
-def check_fits(serving: ServingPlan, device: Device, field: str) -> None:
-    """ConfigError if not even one sequence fits on the device; field: what set its length."""
-    if serving.fit(device.memory):
+def check_fits(serving: ServingPlan, memory: float, where: str, field: str) -> None:
+    """ConfigError if not even one sequence fits in so many bytes of a device, `where`; field: what set its length."""
+    if serving.fit(memory):
         return
     limits = serving.with_sequences(1)
-    worst = min(serving.ranks, key=lambda rank: room_on(rank, device.memory, limits))
-    room = f"{size_text(max(0, room_on(worst, device.memory, limits)))} on {device.name}, beside the weights"
+    worst = min(serving.ranks, key=lambda rank: room_on(rank, memory, limits))
+    room = f"{size_text(max(0, room_on(worst, memory, limits)))} on {where}, beside the weights"
     needs = sequence_bytes(worst.groups, limits)
-    raise ConfigError([no_room(field, limits, needs, serving.longest(device.memory), {"room": room})])
+    raise ConfigError([no_room(field, limits, needs, serving.longest(memory), {"room": room})])
 
 
-def check_held(serving: ServingPlan, options: EngineOptions) -> None:
-    """ConfigError, as an engine would find it on its ranks, if `options.memory_gib` holds no sequence, or none of the
-    length that is asked for."""
+def check_held(serving: ServingPlan, options: EngineOptions, free: int | None = None) -> None:
+    """ConfigError, as an engine would find it on its ranks, if there is no room for a sequence, or for none of the
+    length that is asked for. The room is `options.memory_gib`, or what weights leave of `free` bytes of a GPU; None: it
+    is not known here."""
     if options.memory_gib is None:
+        if free is not None and (options.length is not None or not serving.longest(free)):
+            check_fits(serving, free, f"a GPU here, of which {size_text(free)} are free", "--length")
         return
     limits, whole = serving.limits, int(options.memory_gib * 2**30)
     rooms = [RankRoom.of(r.groups, limits, r.states, whole - limits.states * r.states) for r in serving.ranks]

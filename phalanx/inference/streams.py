@@ -155,5 +155,6 @@ def encoder_batch(texts: Sequence[Sequence[int]], multiple: int) -> Batch:
         documents=torch.from_numpy(documents),
         real=torch.from_numpy((np.arange(rows) < filled).astype(np.int64)),
         most_documents=room_for_documents(len(every), rows),
+        longest_document=max(every),
         idle=not texts,
     )

@@ -40,7 +40,7 @@ from phalanx.ops.dense.embedding import learned_positions
 from phalanx.ops.dense.patches import patch_embedding
 from phalanx.ops.dense.rope_scaling import Rotation
 from phalanx.sequence.batch import TEXT, Batch, PerBatch
-from phalanx.sequence.patches import COLUMN, COLUMNS, PATCHES, ROW, ROWS, WINDOW
+from phalanx.sequence.patches import COLUMN, COLUMNS, PATCHES, ROW, ROWS, WINDOW, PatchForm
 from phalanx.sequence.streams import HIDDEN, Border, Streams, StreamSpec
 
 EPS = 1e-6
@@ -61,19 +61,24 @@ def coordinates_of(batch: Batch) -> Tensor:
     return at
 
 
-def in_windows(patches: Batch) -> Batch:
-    """The same patches with a document for each window. Rows of an image are sorted by window."""
-    return WINDOWS.of(patches, lambda: _in_windows(patches))
+def in_windows(patches: Batch, form: PatchForm) -> Batch:
+    """The same patches with a document for each window. Rows of an image are sorted by window; padding has documents as
+    long as a window."""
+    return WINDOWS.of(patches, lambda: _in_windows(patches, form))
 
 
-def _in_windows(patches: Batch) -> Batch:
-    documents, at = patches.documents, patches.coordinates
-    if documents is None or at is None:
-        raise TypeError("the batch has no patches")
+def _in_windows(patches: Batch, form: PatchForm) -> Batch:
+    documents, at, real = patches.documents, patches.coordinates, patches.real
+    if documents is None or at is None or real is None or form.window is None:
+        raise TypeError("the batch has no patches with windows")
     pairs = torch.stack((documents, at[:, WINDOW]), 1)
     first = (pairs != pairs.roll(1, 0)).any(1)
     first[:1] = True
-    return replace(patches, documents=first.cumsum(0) - 1, most_documents=0, _made={})
+    rows, size = len(first), form.window**2
+    first |= (real == 0) & (torch.arange(rows, device=first.device) % size == 0)
+    # Known without reading from the device.
+    most = min(form.windows(rows) + patches.room_for_documents + -(-rows // size), rows)
+    return replace(patches, documents=first.cumsum(0) - 1, most_documents=most, longest_document=size, _made={})
 
 
 class QwenPatchEmbedding(Block):
@@ -180,7 +185,7 @@ class QwenVisionLayer(Block):
         self.norm1, self.norm2 = (norm(self.env, f"{at}.norm{i}", width, EPS) for i in (1, 2))
         self.attention = Attention(self.env, spec)
         self.mlp = self.make_mlp(config, at, std)
-        self.windowed = False
+        self.windowed, self.form = False, config.patch_form
         self.rows_of_window, self.rows_of_image = (v.window or 0) ** 2, config.patch_form.largest
         self.merger: Merger | None = None
         self.number, self.out, self.joined = 0, config.hidden_size, v.spatial_merge_size**2
@@ -202,7 +207,9 @@ class QwenVisionLayer(Block):
     def _layer(self, x: Tensor, batch: Batch) -> Tensor:
         patches = batch.beside[PATCHES]
         x, normed = self.norm1.add(x)
-        x, normed = self.norm2.add(x, self.attention(normed, in_windows(patches) if self.windowed else patches))
+        x, normed = self.norm2.add(
+            x, self.attention(normed, in_windows(patches, self.form) if self.windowed else patches)
+        )
         return x + self.mlp(normed)
 
     def flops_per_token(self, lengths: Mapping[str, int], mixing: bool = True) -> float:

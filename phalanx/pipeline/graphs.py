@@ -26,6 +26,7 @@ from collections import Counter
 from collections.abc import Callable, Hashable, Iterator, Sequence, Set
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
+from itertools import chain
 from typing import Any, TypeVar
 
 import torch
@@ -46,9 +47,11 @@ Compute = Callable[[Tensors, Batch], Tensors]
 """(inputs, batch) -> outputs."""
 Where = tuple[int, int]
 SELDOM, BALANCED, PLAIN, OF_DOCUMENTS = range(4)
-"""Kinds of micro-batches. SELDOM: it has more documents than slots have room for; it may come only once, which is not
-worth a memory pool. BALANCED: its documents are balanced over ranks. PLAIN: without documents.
+"""Kinds of micro-batches. SELDOM: it has more documents than slots have room for, or longer ones; it may come only
+once, which is not worth a memory pool. BALANCED: its documents are balanced over ranks. PLAIN: without documents.
 OF_DOCUMENTS: attention is inside documents."""
+ENOUGH = 64  # micro-batches, after which slots are made anew if too many of them were SELDOM
+TOO_MANY = 4  # if every fourth was
 T = TypeVar("T")
 
 
@@ -57,12 +60,61 @@ def _fixed(batch: Batch) -> dict[str, Batch]:
     return {name: stream for name, stream in batch.beside.items() if stream.units is None}
 
 
-def _kind(batch: Batch) -> int:
-    if any(b.most_documents > usual_documents(b.all_tokens) for b in (batch, *_fixed(batch).values())):
-        return SELDOM
-    if batch.balanced is not None:
-        return BALANCED
-    return PLAIN if batch.documents is None else OF_DOCUMENTS
+TEXT_ITSELF = ""
+
+
+class SlotRooms:
+    """How many documents slots have room for, and how long ones, in each stream.
+
+    Kernels are captured with these bounds and start programs that find nothing to do for what a micro-batch has less,
+    so bounds are those of the data: what the first step had, which runs without graphs, and documents twice as long.
+    Where too many later micro-batches exceed them, the bounds grow, and graphs are captured anew.
+    """
+
+    def __init__(self) -> None:
+        self._bounds: dict[str, tuple[int, int]] = {}
+        self._seen: dict[str, tuple[int, int]] = {}
+        self._count = self._beyond = 0
+
+    def see(self, batches: Sequence[Batch]) -> None:
+        """The micro-batches of another step."""
+        for name, batch in chain.from_iterable(map(_with_documents, batches)):
+            most, longest = self._seen.get(name, (0, 0))
+            self._seen[name] = max(most, batch.room_for_documents), max(longest, batch.longest)
+        if self._bounds:
+            self._count += len(batches)
+            self._beyond += sum(not self.fits(batch) for batch in batches)
+
+    @property
+    def outgrown(self) -> bool:
+        """Whether they should grow."""
+        return self._count >= ENOUGH and self._beyond * TOO_MANY > self._count
+
+    def grow(self) -> None:
+        """To what was seen."""
+        self._bounds, self._count, self._beyond = dict(self._seen), 0, 0
+
+    def of(self, name: str, batch: Batch) -> tuple[int, int]:
+        """Documents, and tokens of the longest, that a slot for this batch has room for."""
+        most, longest = self._bounds.get(name, (0, batch.seq_length))
+        return max(most, usual_documents(batch.all_tokens)), min(2 << (longest - 1).bit_length(), batch.seq_length)
+
+    def fits(self, batch: Batch) -> bool:
+        """Whether a slot has room for the documents of this batch."""
+        inside = [(*self.of(name, each), each) for name, each in _with_documents(batch)]
+        return all(each.room_for_documents <= most and each.longest <= longest for most, longest, each in inside)
+
+    def slot(self, batch: Batch) -> Batch:
+        """A copy of a batch that has all the room, without streams of units."""
+        own = {name: stream.roomier(*self.of(name, stream)) for name, stream in _fixed(batch).items()}
+        return replace(batch.roomier(*self.of(TEXT_ITSELF, batch)), beside=own).map(Tensor.clone)
+
+
+def _with_documents(batch: Batch) -> Iterator[tuple[str, Batch]]:
+    """The text, and what has fixed rows beside it, by name, if it has documents."""
+    for name, each in {TEXT_ITSELF: batch, **_fixed(batch)}.items():
+        if each.documents is not None:
+            yield name, each
 
 
 class Eager:
@@ -191,6 +243,7 @@ class Graphs(Eager):
         self._passing = device.pool()  # backward of all slots
         self._warm = False
         self._seed: Tensor | None = None
+        self._rooms = SlotRooms()
         self._kinds: list[int] = []  # of the step's micro-batches
         self._schedule = schedule
         self._known: set[tuple] = set()  # the sorts of micro-batches of each step so far
@@ -200,7 +253,12 @@ class Graphs(Eager):
         self._taken: dict[tuple[int, int], tuple[tuple, _Slot, Batch]] = {}  # by stage and micro-batch
 
     def begin(self, seed: Tensor, batches: Sequence[Batch]) -> Tensor:
-        self._kinds = self._agreed([_kind(b) for b in batches])
+        self._rooms.see(batches)
+        self._kinds, outgrown = self._agreed([self._kind(b) for b in batches], self._rooms.outgrown)
+        if self._warm and outgrown:
+            self.forget()
+        if not self._warm:
+            self._rooms.grow()
         self.captures = self._warm and self._needs_slots(batches)
         if self._seed is None:
             self._seed = seed.clone()
@@ -282,13 +340,22 @@ class Graphs(Eager):
             memory.back_to(turn)
         return done
 
-    def _agreed(self, kinds: list[int]) -> list[int]:
+    def _kind(self, batch: Batch) -> int:
+        if not self._rooms.fits(batch):
+            return SELDOM
+        if batch.balanced is not None:
+            return BALANCED
+        return PLAIN if batch.documents is None else OF_DOCUMENTS
+
+    def _agreed(self, kinds: list[int], outgrown: bool) -> tuple[list[int], bool]:
         """The kinds on all ranks that exchange tokens: a micro-batch that is not of one kind on all of them is captured
-        on none. NCCL requires that ranks capture an exchange together and replay it together."""
+        on none. NCCL requires that ranks capture an exchange together and replay it together. Beside them, whether on
+        any rank documents have outgrown the slots."""
         if self._hosts is None:
-            return kinds
-        everyones = self._hosts.all_gather(torch.tensor([kinds])).wait()
-        return torch.where((everyones == everyones[0]).all(0), everyones[0], SELDOM).tolist()
+            return kinds, outgrown
+        everyones = self._hosts.all_gather(torch.tensor([[*kinds, int(outgrown)]])).wait()
+        found = everyones[:, :-1]
+        return torch.where((found == found[0]).all(0), found[0], SELDOM).tolist(), bool(everyones[:, -1].any())
 
     def _needs_slots(self, batches: Sequence[Batch]) -> bool:
         """Whether some stage gets new slots in this step. All stages find the same answer, because they have
@@ -306,11 +373,10 @@ class Graphs(Eager):
 
     def _take(self, stage: int, batch: Batch) -> tuple[tuple, _Slot]:
         """The kind of slot that the batch needs, and a free one of the stage that now holds the batch."""
-        kind = (stage, batch.num_sequences, batch.seq_length, _kind(batch))
+        kind = (stage, batch.num_sequences, batch.seq_length, self._kind(batch))
         free = self._free.setdefault(kind, [])
         if not free:
-            own = replace(batch, beside=_fixed(batch)).map(Tensor.clone)
-            slot = _Slot(replace(own, loss_seed=self._seed), self.device.pool())
+            slot = _Slot(replace(self._rooms.slot(batch), loss_seed=self._seed), self.device.pool())
             self._slots.setdefault(kind, []).append(slot)
             return kind, slot
         slot = free.pop()

@@ -9,10 +9,7 @@ from functools import lru_cache
 from itertools import groupby
 from typing import Any
 
-from phalanx.base.errors import CheckpointError
-from phalanx.checkpoint.adapters import Modules, adapter_source, peft_text
-from phalanx.checkpoint.lora_folder import STARTED_FROM, read_peft_config
-from phalanx.checkpoint.merge import Merging
+from phalanx.checkpoint.adapters import Modules, peft_text
 from phalanx.config.run import Run
 from phalanx.models.model_config import ModelConfig
 from phalanx.models.registry import family_of
@@ -24,7 +21,7 @@ from phalanx.nn.env import Env, WeightRules
 from phalanx.nn.head import Head
 from phalanx.nn.linear import Linear, ReplicatedLinear
 from phalanx.nn.module import Block
-from phalanx.planning.blocks import exported_shapes, global_numel, make_blocks, num_blocks, whole_model, whole_specs
+from phalanx.planning.blocks import global_numel, make_blocks, num_blocks, whole_model
 from phalanx.planning.freeze import stored_together
 from phalanx.planning.plan import adapted_linears
 
@@ -163,26 +160,3 @@ def target_modules(taken: list[str], able: list[str], parts: int = 1) -> list[st
     left = {end(name) for name in set(able) - set(taken)}
     last = {name: end(name) for name in taken}
     return list(dict.fromkeys(name if last[name] in left else last[name] for name in taken))
-
-
-def merging_of(model: ModelConfig, lora: AdapterConfig) -> Merging:
-    """How adapters of this section are merged into a model's weights. CheckpointError for a method that cannot be."""
-    method = find_adapter(lora.method)
-    if not method.merges():
-        raise CheckpointError(f"adapters of the method {lora.method} cannot be merged: it has no `merge`")
-    specs, shapes = [spec for spec in whole_specs(model) if spec.exported], exported_shapes(model)
-    transposed = frozenset(piece.name for spec in specs for piece in spec.pieces if piece.transposed)
-    transposed |= frozenset(adapted_names(model).embeddings)  # (vocabulary, width)
-    wide = frozenset(piece.name for spec in specs for piece in spec.pieces if not spec.trained)
-    found = [piece for linear in linears_in(whole_model(model)) for piece in pieces_of(linear)]
-    stacks = {f"{piece.stack}.weight": piece.name for piece in found if piece.stack is not None}
-    return Merging(method, lora, shapes, transposed, wide, quantized_names(model, lora), stacks)
-
-
-def section_of_folder(folder: str) -> tuple[AdapterConfig, str | None]:
-    """The `lora` section that says what the adapters of a folder of PEFT do, and the base that the folder names."""
-    found = adapter_source(folder)
-    stated = read_peft_config(found.path, STARTED_FROM)
-    fields = find_adapter("lora").from_peft(stated)
-    base = stated.get("base_model_name_or_path")
-    return find_adapter(fields["method"]).Config(**fields), None if base is None else str(base)

@@ -140,6 +140,7 @@ class Batch:
     late        the head computes them in backward all the same
     most_documents  an upper bound on the number of documents in the whole sequences, where they are counted; 0: as many
                     as tokens
+    longest_document  an upper bound on the tokens of a document, where it is known; 0: a sequence's
     part        which positions of each sequence this shard holds
     whole       (4 to 7, num_sequences * seq_length) int64 the same rows for whole sequences, in the order of ROWS; None
                 if these are whole
@@ -181,6 +182,7 @@ class Batch:
     loss_seed: Tensor | None = None
     late: bool = False
     most_documents: int = 0
+    longest_document: int = 0
     part: SequenceShard = WHOLE
     whole: Tensor | None = None
     real: Tensor | None = None
@@ -234,11 +236,24 @@ class Batch:
             changed["units"] = self.units.map(change)
         return replace(self, **changed, beside={n: b.map(change) for n, b in self.beside.items()}, _made={})
 
+    def roomier(self, documents: int, longest: int) -> Batch:
+        """The same with larger bounds on documents, if it has any: then any batch within these can be copied to it."""
+        if self.documents is None:
+            return self
+        wide = replace(self, most_documents=documents, longest_document=longest, _made={})
+        if self.text_gradients is None:
+            return wide
+        more = min(wide.room_for_documents, self.all_tokens) - len(self.text_gradients)
+        return replace(wide, text_gradients=F.pad(self.text_gradients, (0, 0, 0, more)))
+
     def copy_from(self, other: Batch) -> None:
-        """Overwrite its tensors, except the gradient of the loss, with those of a batch of the same shapes."""
+        """Overwrite its tensors, except the gradient of the loss, with those of a batch of the same shapes, which may
+        have the gradients of fewer texts."""
         for f in fields(self):
             mine, value = getattr(self, f.name), getattr(other, f.name)
-            if isinstance(value, Tensor) and f.name != "loss_seed":
+            if f.name == "text_gradients" and value is not None:
+                mine.copy_(F.pad(value, (0, 0, 0, len(mine) - len(value))))
+            elif isinstance(value, Tensor) and f.name != "loss_seed":
                 mine.copy_(value)
         if self.units is not None and other.units is not None:
             self.units.spots.copy_(other.units.spots)
@@ -279,6 +294,11 @@ class Batch:
     @property
     def room_for_documents(self) -> int:
         return self.most_documents or self.all_tokens
+
+    @property
+    def longest(self) -> int:
+        """An upper bound on the tokens of a document, or of a sequence."""
+        return min(self.longest_document or self.seq_length, self.seq_length)
 
     @property
     def length(self) -> int:
@@ -373,6 +393,7 @@ class Batch:
             real=torch.cat([self.tokens.new_ones(len(at)), self.tokens.new_zeros(more)]),
             documents=torch.from_numpy(np.repeat(np.arange(len(sizes)), sizes)).to(device),
             most_documents=room_for_documents(len(sizes), rows),
+            longest_document=max(sizes),
             values=None if self.values is None else own(self.values),
             coordinates=None if self.coordinates is None else own(self.coordinates),
             seq_length=rows,
@@ -452,7 +473,7 @@ class Batch:
         if at < self.num_tokens:
             rows = {name: getattr(self, name)[at:] for name in self._rows}
             number, count = self.runs  # the number of sequences, where attention spans them
-            rows |= {"documents": number[at:], "most_documents": count}
+            rows |= {"documents": number[at:], "most_documents": count, "longest_document": self.longest}
             pieces.append(Batch(**rows, num_sequences=1, seq_length=self.num_tokens - at, piece=True))
         return tuple(pieces)
 
@@ -487,11 +508,12 @@ class Batch:
         start = place.where(first, 0).cummax(0).values
         chunks = (first | ((place - start) % size == 0)).cumsum(0) - 1
         room = min(self.all_tokens, count + self.num_sequences + self.all_tokens // size)
+        bounds: dict[str, Any] = {"most_documents": room, "longest_document": min(self.longest, size)}
         if self.whole is None:
-            return replace(self, documents=chunks, most_documents=room, _made={})
+            return replace(self, documents=chunks, **bounds, _made={})
         rows = {**dict(zip(self._rows, self.whole)), "documents": chunks}
         both = torch.stack([rows[name] for name in ROWS if name in rows])
-        return replace(self, documents=self.take(chunks), most_documents=room, whole=both, _made={})
+        return replace(self, documents=self.take(chunks), whole=both, **bounds, _made={})
 
     def _another(self, part: SequenceShard) -> Batch:
         """Another shard of the same sequences."""

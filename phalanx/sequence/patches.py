@@ -70,6 +70,11 @@ class PatchForm:
         """Tokens of the text that stand for it."""
         return height // self.multiple * (width // self.multiple) + self.reads_class
 
+    def windows(self, rows: int) -> int:
+        """An upper bound on the windows of an image of so many rows: those of one as narrow as can be, `side` patches.
+        Of several images together there may be one more for each."""
+        return 1 if self.window is None else -(-rows // (self.side * self.window))
+
     def units(self, pixels: NDArray[np.float32], name: str = "") -> Units:
         """The rows of one image, pixels (channels, height, width). What is beyond a multiple of `multiple` is left
         out, as by a convolution."""

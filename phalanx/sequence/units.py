@@ -68,6 +68,7 @@ def _unit_batch(found: Sequence[Units], samples: Sequence[int], stream: UnitStre
         documents=torch.from_numpy(documents),
         real=torch.from_numpy(real),
         most_documents=room_for_documents(len(every), rows),
+        longest_document=max(every),
         values=torch.from_numpy(values),
         coordinates=torch.from_numpy(coordinates),
         units=UnitPlaces(tuple(sizes), stream.joined, torch.from_numpy(whole.features // stream.joined)),

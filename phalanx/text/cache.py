@@ -24,7 +24,8 @@ from phalanx.sequence.media import MediaSpec
 from phalanx.text.pairs import prepare_pairs
 from phalanx.text.prepare import PrepareOptions, prepare, read_manifest
 from phalanx.text.readers import Hints, find_files
-from phalanx.text.tokenizers import Tokenizer, load_tokenizer
+from phalanx.text.tokenizer import load_tokenizer
+from phalanx.text.tokenizer_base import Tokenizer
 
 if TYPE_CHECKING:
     from phalanx.text.chat_masks import TrainOn

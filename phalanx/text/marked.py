@@ -7,8 +7,8 @@ import json
 from dataclasses import dataclass
 from typing import Any
 
+from phalanx.text.tokenizer import load_tokenizer
 from phalanx.text.tokenizer_base import Tokenizer
-from phalanx.text.tokenizers import load_tokenizer
 from phalanx.text.vocabulary import roles_of
 
 PROBE = "a"

@@ -13,7 +13,8 @@ from phalanx.data.files import replacing
 from phalanx.data.index import CorpusWriter, optimal_dtype
 from phalanx.data.text_groups import RECORDED
 from phalanx.text.marked import TextMarks
-from phalanx.text.tokenizers import Tokenizer, load_tokenizer
+from phalanx.text.tokenizer import load_tokenizer
+from phalanx.text.tokenizer_base import Tokenizer
 
 FIELDS = ("prompt", "chosen", "rejected")
 TEXT_FIELDS = ("query", "positive", "negatives")

@@ -33,8 +33,8 @@ from phalanx.data.files import replacing, sync_folder
 from phalanx.data.index import strip_suffix
 from phalanx.text import shards
 from phalanx.text.readers import SUFFIXES, Errors, FileSlice, Hints, ReadOptions, cut, find_files, texts
+from phalanx.text.tokenizer import load_tokenizer
 from phalanx.text.tokenizer_base import Tokenizer
-from phalanx.text.tokenizers import load_tokenizer, train_bpe
 from phalanx.text.workers import ordered
 
 MANIFEST_VERSION = 3
@@ -521,6 +521,8 @@ def demo_data(
     Idempotent: if the folder already holds the result for these inputs, nothing is done. The manifest is written last.
     Files that are not UTF-8 are left out and counted in it.
     """
+    from phalanx.text.tokenizers import train_bpe  # start-up time: the library of the same name
+
     folder = Path(folder)
     files = stdlib_files(max_bytes) if text_paths is None else list(find_files(text_paths, SUFFIXES))
     prefix, tokenizer_path, manifest = (

@@ -15,7 +15,7 @@ import tokenizers
 from tokenizers import decoders, models, pre_tokenizers, trainers
 
 from phalanx.base.errors import DataError
-from phalanx.data.files import BYTES, NULL, TOKENIZER_FILES, must_exist, replacing, tokenizer_file
+from phalanx.data.files import BYTES, NULL, must_exist, replacing, tokenizer_file
 from phalanx.text.merges import from_ranks, is_ranks
 from phalanx.text.sentencepieces import SentencePieceTokenizer
 from phalanx.text.tokenizer_base import Tokenizer
@@ -198,14 +198,6 @@ def load_tokenizer(path: str | os.PathLike[str]) -> Tokenizer:
     except Exception as error:  # the library raises plain Exception
         raise DataError(f"{file}: not a tokenizer.json: {error}") from None
     return JsonTokenizer(core, _end_of_document(core, file.with_name("tokenizer_config.json")))
-
-
-def is_portable(path: str | os.PathLike[str]) -> bool:
-    """Whether a checkpoint can carry the files at `path` as they are; otherwise `save` must write them first."""
-    name = os.fspath(path)
-    if name == BYTES or name.startswith(NULL):
-        return False
-    return tokenizer_file(path).name in TOKENIZER_FILES if os.path.isdir(name) else name.endswith(".json")
 
 
 def _gpt2_files(folder: Path) -> Tokenizer:

@@ -16,8 +16,8 @@ from phalanx.data.config import DataConfig
 from phalanx.data.files import tokenizer_file
 from phalanx.models.model_config import ModelConfig
 from phalanx.sequence.sample import SampleFacts, Vocabulary
+from phalanx.text.tokenizer import load_tokenizer
 from phalanx.text.tokenizer_base import Tokenizer
-from phalanx.text.tokenizers import load_tokenizer
 
 # what special tokens are for, and their usual names, for tokenizers whose tokenizer_config.json does not say
 ROLES = {

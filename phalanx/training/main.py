@@ -60,7 +60,7 @@ from phalanx.planning.order import total_samples
 from phalanx.preflight.first_seconds import first_seconds
 from phalanx.text.cache import ChatUse, use_text
 from phalanx.text.prepare import check_tokenizers
-from phalanx.text.tokenizers import load_tokenizer
+from phalanx.text.tokenizer import load_tokenizer
 from phalanx.training.callbacks import Callback
 from phalanx.training.loop import Loop, ScoresTasks
 from phalanx.training.machine import check_here, fit_here

@@ -31,7 +31,8 @@ from phalanx.nn.objective import EmbeddingObjective, make_objective
 from phalanx.observe.metrics import Counters
 from phalanx.planning.adapters import saved_peft_config
 from phalanx.text.marked import TextMarks
-from phalanx.text.tokenizers import Tokenizer, is_portable, load_tokenizer
+from phalanx.text.tokenizer import is_portable, load_tokenizer
+from phalanx.text.tokenizer_base import Tokenizer
 from phalanx.training.callbacks import Callback
 
 WRITING_S = 6 * 3600.0  # for which ranks wait for each other to write; a rank that dies is noticed at once

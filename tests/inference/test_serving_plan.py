@@ -6,7 +6,7 @@ from dataclasses import replace
 
 import pytest
 
-from phalanx.base.devices import Device, find_device
+from phalanx.base.devices import find_device
 from phalanx.base.errors import ConfigError
 from phalanx.cli.plan_serving import AskedServing, plan_serving
 from phalanx.config.run import Run
@@ -95,16 +95,16 @@ def test_a_length_that_does_not_fit_names_the_longest_that_does(model):
     small = MemoryLimits(1, 16, 1000, 4)
     needs = sum(small.most_pages(group.window) * group.page_bytes for group in rank.groups)
     room = needs + row_bytes(small, rank.vocabulary)
-    device = Device("X1", None, None, 1.0, OVERHEAD + rank.weights + (room + 2) / 0.9, 1e12)
+    where = OVERHEAD + rank.weights + (room + 2) / 0.9, "X1", "--tokens"
     if model == "mistral":  # a window alone holds any length
-        check_fits(serving, device, "--tokens")
+        check_fits(serving, *where)
         return
     with pytest.raises(ConfigError) as caught:
-        check_fits(serving, device, "--tokens")
+        check_fits(serving, *where)
     (problem,) = caught.value.problems
     assert (problem.field, problem.value, problem.valid) == ("--tokens", 4000, (1000,))
     assert "MiB" in str(problem) and "X1" in str(problem)
-    check_fits(replace(serving, limits=replace(serving.limits, length=1000)), device, "--tokens")
+    check_fits(replace(serving, limits=replace(serving.limits, length=1000)), *where)
 
 
 def test_an_engine_refuses_a_length_that_its_memory_does_not_hold():
@@ -131,6 +131,24 @@ def test_an_engine_refuses_a_length_that_its_memory_does_not_hold():
     held(memory_gib=None)
     with pytest.raises(ConfigError, match="--length=131072: needs 96.0 MiB"):
         held(length=None, memory_gib=page / 2**30)
+
+
+def test_what_is_free_on_a_gpu_is_compared_before_ranks_start():
+    """Where --memory-gib does not say how much is to be used."""
+    run, asked = run_of("llama"), replace(OPTIONS, memory_gib=None, length=14)
+    serving = serving_of(run, 1, limits=limits_of(run, asked))
+    (rank,) = serving.ranks
+    one = serving.with_sequences(1)
+    rest = OVERHEAD + rank.weights + row_bytes(one, rank.vocabulary) / 0.9
+    enough = int(rest + sum(one.pages_for(g.kept) * g.page_bytes for g in rank.groups) / 0.9) + 2
+    page = sum(g.page_bytes for g in rank.groups)
+    check_held(serving, asked, enough)
+    with pytest.raises(ConfigError, match=r"--length=14: needs .* a GPU here, of which .* are free.* near it: 12\."):
+        check_held(serving, asked, int(enough - page / 0.9))
+    check_held(serving, asked, None)
+    check_held(serving, replace(asked, length=None), int(enough - page / 0.9))  # as many as there is room for
+    with pytest.raises(ConfigError, match="--length=14: needs"):
+        check_held(serving, replace(asked, length=None), int(rest))
 
 
 @pytest.mark.parametrize("model, layout", [("gpt_oss", {"pp": 2}), ("nemotron_h", {}), ("t5", {"tp": 2})], ids=str)

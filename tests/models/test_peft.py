@@ -31,8 +31,9 @@ from phalanx.forecast.decide import make_plan
 from phalanx.models.registry import family_of
 from phalanx.nn.adapter import find_adapter
 from phalanx.optim.adamw import AdamWConfig
-from phalanx.planning.adapters import merging_of, peft_config
+from phalanx.planning.adapters import peft_config
 from phalanx.planning.blocks import exported_shapes
+from phalanx.planning.merging import merging_of
 from phalanx.sequence.batch import IGNORE, Batch
 from tests.harness import hf_fuzz, parity
 from tests.harness.checkpoints import save

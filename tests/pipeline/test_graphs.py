@@ -27,10 +27,11 @@ from phalanx.layout.config import LayoutConfig
 from phalanx.layout.grid import Grid
 from phalanx.nn.adapter import find_adapter
 from phalanx.nn.recompute import Recompute
-from phalanx.pipeline.graphs import Eager, Graphs, _Captured, _Slot
+from phalanx.pipeline.graphs import ENOUGH, Eager, Graphs, _Captured, _Slot
 from phalanx.pipeline.root import backward_from
 from phalanx.pipeline.segments import CapturedSegment, GraphCuts, uncollected
 from phalanx.planning.plan import Plan
+from phalanx.sequence.batch import Batch
 from tests.harness.parity import base_run, random_weights, sample_batch, step_batches
 
 NO_WORK = (torch.ops.aten.empty, torch.ops.aten.set_)  # only say where a tensor lies
@@ -345,12 +346,12 @@ def test_adapters_in_graphs_change_no_bit(ranks, layout, train):
 
 
 def captured(rank: int, world: int, seldom: list[set[int]], agree: bool) -> set[int]:
-    """Of three micro-batches those that are captured, where those in `seldom` of a rank have more documents than
-    others have room for."""
+    """Of three micro-batches those that are captured, where those in `seldom` of a rank have, after the first step,
+    more documents than others have room for."""
     mesh = Mesh(Grid(dp=world), rank)
     runner = Graphs(Recorder(), Recompute(), hosts=mesh.prepare_hosts() if agree else None)
-    batches = [replace(sample_batch([mb], True), most_documents=99 if mb in seldom[rank] else 1) for mb in range(3)]
-    for _ in range(2):
+    for many in (set(), seldom[rank]):
+        batches = [replace(sample_batch([mb], True), most_documents=99 if mb in many else 1) for mb in range(3)]
         runner.begin(torch.ones((), dtype=torch.float64), batches)
         for mb, batch in enumerate(batches):
             runner.forward((0, 1), mb, (torch.ones(2, dtype=torch.float64),), batch, lambda xs, *_: (2 * xs[0],))
@@ -467,3 +468,58 @@ def test_an_error_between_graphs_leaves_a_graph_begun():
             raise ValueError
         assert gc.isenabled() == before
     gc.enable()
+
+
+def slots_after(steps: list[list[Batch]]) -> list[list[tuple[int, int]]]:
+    """After each step with these micro-batches, the room of each slot: documents, and the longest."""
+    runner, found = Graphs(Recorder(), Recompute()), []
+    for batches in steps:
+        runner.begin(torch.ones((), dtype=torch.float64), batches)
+        for mb, batch in enumerate(batches):
+            x = torch.ones(2, dtype=torch.float64)
+            xs, ys = runner.forward((0, 1), mb, (x,), batch, lambda xs, *_: (2 * xs[0],))
+            runner.backward((0, 1), mb, xs, ys, (torch.ones_like(ys[0]),), True)
+        runner.end()
+        found.append([(s.batch.most_documents, s.batch.longest) for slots in runner._slots.values() for s in slots])
+    return found
+
+
+def of_documents(most: int, longest: int) -> Batch:
+    return replace(sample_batch([0], True, 64), most_documents=most, longest_document=longest)
+
+
+def test_slots_have_room_for_documents_as_the_first_step_had_them():
+    """Also for more of them than sequences of usual documents have: else short sequences are never captured."""
+    assert slots_after([[of_documents(9, 5), of_documents(3, 7)], [of_documents(8, 16)]]) == [[], [(9, 16)]]
+    assert slots_after([[of_documents(9, 5)], [of_documents(10, 5)], [of_documents(9, 17)]])[1:] == [[], []]
+    assert slots_after([[of_documents(9, 50)], [of_documents(1, 64)]])[1:] == [[(9, 64)]]
+    assert slots_after([[of_documents(0, 0)], [of_documents(64, 64)]])[1:] == [[(64, 64)]]  # not counted
+
+
+def test_slots_are_made_anew_when_too_many_documents_do_not_fit():
+    within, beyond = of_documents(3, 5), of_documents(12, 40)
+    steps = [[within]] + [[within] * 3 + [beyond]] * (ENOUGH // 4 + 4)
+    found = slots_after(steps)
+    assert all(rooms == [(3, 16)] for rooms in found[1:])  # a quarter is not too many
+    steps = [[within]] + [[within, beyond]] * (ENOUGH // 2 + 2)
+    found = slots_after(steps)
+    assert found[ENOUGH // 2 - 1] == [(3, 16)] and found[ENOUGH // 2] == [] and found[-1] == [(12, 64)]
+
+
+def test_a_slot_takes_the_gradients_of_fewer_texts():
+    batch = replace(of_documents(5, 9), text_gradients=torch.ones(5, 3), text_sums=torch.ones(2))
+    slot = batch.roomier(9, 9).map(torch.clone)
+    assert slot.text_gradients.shape == (9, 3)
+    slot.copy_from(replace(batch, text_gradients=torch.full((4, 3), 2.0)))
+    assert torch.equal(slot.text_gradients, torch.tensor([2.0] * 4 + [0.0] * 5).unsqueeze(1).expand(9, 3))
+
+
+@pytest.mark.parametrize("documents", [True, "packed"])
+def test_an_encoder_and_its_decoder_are_captured(ranks, documents):
+    """With documents whose number the step knows; each slot has more room than a micro-batch needs."""
+    run = base_run("t5", global_batch=4)
+    plain = ranks.run("tests.pipeline.test_graphs:trained", 1, run, documents, False)
+    rows = ranks.run("tests.pipeline.test_graphs:trained", 1, run, documents, True)
+    for (expected, *_), (found, parts, _) in zip(plain, rows):
+        assert all(torch.equal(a, b) for a, b in zip(expected, found, strict=True))
+        assert parts and set(parts) == {1}

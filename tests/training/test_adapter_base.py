@@ -31,7 +31,7 @@ from phalanx.inference.engine import Engine, EngineOptions
 from phalanx.inference.load import load_alone
 from phalanx.inference.request import SamplingOptions
 from phalanx.nn.adapter import find_adapter
-from phalanx.planning.adapters import merging_of, section_of_folder
+from phalanx.planning.merging import merging_of, section_of_folder
 from phalanx.training.main import train
 from tests.faults.runs import disturbed, full_disk, kills
 from tests.harness.generation import answers_of

@@ -39,8 +39,8 @@ from phalanx.layout.config import LayoutConfig
 from phalanx.nn.adapter import find_adapter
 from phalanx.nn.objective import find_objective
 from phalanx.observe.out_of_memory import held
-from phalanx.planning.adapters import merging_of
 from phalanx.planning.freeze import num_frozen
+from phalanx.planning.merging import merging_of
 from phalanx.text.tokenizers import load_tokenizer
 from phalanx.training.main import train
 from tests.harness.chat_model import chat_folder

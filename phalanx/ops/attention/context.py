@@ -311,8 +311,8 @@ def segments_of(batch: Batch, source: SequenceShard, block: QueryKeyBlock) -> tu
     a document be hidden.
     """
     of_queries, of_keys, blind = SEGMENTS_BY_SOURCE.of(batch, lambda: _find_segments(batch, source, block), source)
-    sizes = (block.queries.stop - block.queries.start, block.keys.stop - block.keys.start)
-    return Segments(of_queries, of_keys, *sizes), blind
+    most = (min(run.stop - run.start, batch.longest) for run in (block.queries, block.keys))
+    return Segments(of_queries, of_keys, *most), blind
 
 
 def _find_segments(batch: Batch, source: SequenceShard, block: QueryKeyBlock) -> tuple[Tensor, Tensor, Tensor]:

@@ -82,7 +82,7 @@ def _attend(q: Tensor, k: Tensor, v: Tensor, streams: tuple[Batch, Batch], plan:
         by = SEGMENTS.fast(plan.kernels, q, *sizes, asked=how.features)
         if by is not None:
             ends = SEGMENTS_OF_MEMORY.of(batch, lambda: _segments(batch, memory), memory.tokens)
-            segments = Segments(ends[0], ends[1], batch.length, memory.seq_length)
+            segments = Segments(ends[0], ends[1], min(batch.length, batch.longest), memory.longest)
             made: Tensor = _InSegments.apply(q, k, v, by(segments), how, ends[2])
             return made
     mask, blind = _mask(batch, memory, q.dtype)

@@ -98,10 +98,11 @@ def _find_spans(batch: Batch) -> Spans:
     device, tokens, length = batch.tokens.device, batch.num_tokens, batch.seq_length
     if batch.documents is None:
         return Spans(torch.arange(0, tokens + 1, length, dtype=torch.int32, device=device), length, True)
+    # Kernels start programs for every span as if each were the longest: bounds far too large cost more than attention.
     offsets = torch.full((batch.room_for_documents + 1,), tokens, dtype=torch.int64, device=device)
     offsets.scatter_reduce_(0, batch.documents, torch.arange(tokens, device=device), "amin")
     return Spans(
-        offsets.flip(0).cummin(0).values.flip(0).int(), length, False
+        offsets.flip(0).cummin(0).values.flip(0).int(), batch.longest, False
     )  # a document number that no token has is an empty span
 
 

@@ -32,17 +32,19 @@ from phalanx.engine.build import build
 from phalanx.engine.embeddings import pooled_texts, with_embeddings
 from phalanx.engine.evaluate import evaluate
 from phalanx.engine.first_pass import first_pass
-from phalanx.engine.step import accumulate, forward_backward, update
+from phalanx.engine.step import accumulate, forward_backward, train_step, update
 from phalanx.forecast.check import Facts, check
 from phalanx.forecast.decide import make_plan
 from phalanx.forecast.sample_text import document_lines, documents_of
 from phalanx.forecast.text import plan_text
 from phalanx.layout.config import LayoutConfig
+from phalanx.layout.grid import Grid
 from phalanx.models.bert import BertConfig
 from phalanx.models.registry import family_of
 from phalanx.nn.objective import TaskConfig, find_objective
 from phalanx.nn.text_rows import pooling_weights, text_rows
 from phalanx.optim.config import OptimConfig
+from phalanx.pipeline.graphs import Graphs
 from phalanx.planning.reading import reading_of
 from phalanx.sequence.batch import IGNORE, Batch
 from phalanx.text.cache import use_text
@@ -53,6 +55,7 @@ from phalanx.verifying.compare import compare, random_weights
 from tests.harness import hf_fuzz, parity
 from tests.harness.same_samples import same_at_any_size_and_after_resume
 from tests.models.test_models import load_weights
+from tests.pipeline.test_graphs import Recorder
 
 
 def embed(**fields: Any) -> TaskConfig:
@@ -270,6 +273,31 @@ EXCHANGES = {
     "gradients of all ranks": ("engine/embeddings.py", "step_loss", "dp.reduce_scatter", "reduce_scatter", "dp"),
     "sums over tp": ("nn/pooled_head.py", "pooled", "batch_group.all_reduce", "all_reduce", "tp"),
 }
+
+
+def after_steps(rank: int, world: int, run: Run, graphs: bool) -> tuple[list[Tensor], int]:
+    """Losses and weights of steps whose micro-batches have fewer texts than those of the first, and how many segments
+    were captured."""
+    mesh = Mesh(Grid(), rank)
+    state = build(make_plan(run, 1), mesh)
+    random_weights(state.model)
+    runner = Graphs(Recorder(), next(iter(state.model.blocks.values()))[0].env.recompute)
+    if graphs:
+        state.model.stages.runner = runner
+    found = []
+    for numbers in ([[0, 2], [1, 3]], [[2, 0], [3, 1]], [[1, 3], [3, 3]], [[0, 1], [2, 3]]):
+        batches = [batch_of_groups(each) for each in numbers]
+        counted = [replace(b, most_documents=int(b.documents.max()) + 1) for b in batches]
+        found.append(train_step(state, counted, 1e-3).loss.clone())
+    found += [flat.master.clone() for flat in state.buffers.flat]
+    return found, sum(len(slot.segments) for slots in runner._slots.values() for slot in slots)
+
+
+def test_graphs_change_no_bit(ranks):
+    run = run_of("modernbert", embed(temperature=0.5), num_hidden_layers=3)
+    ((plain, _),) = ranks.run("tests.engine.objectives.test_embed:after_steps", 1, run, False)
+    ((found, captured),) = ranks.run("tests.engine.objectives.test_embed:after_steps", 1, run, True)
+    assert captured and all(torch.equal(a, b) for a, b in zip(plain, found, strict=True))
 
 
 def dropped(rank: int, world: int, run: Run, exchange: str) -> bool:
