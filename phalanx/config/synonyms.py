@@ -5,6 +5,8 @@ from __future__ import annotations
 from collections.abc import Mapping
 from types import MappingProxyType
 
+from phalanx.base.registry import BUILT_IN
+
 SYNONYMS: Mapping[str, str] = MappingProxyType(
     {
         "learning_rate": "optim.lr",
@@ -148,6 +150,9 @@ SYNONYMS: Mapping[str, str] = MappingProxyType(
     }
 )
 
+SAME_IN_OTHERS: Mapping[str, str] = MappingProxyType({"beta1": "momentum", "momentum": "beta1"})
+"""Keys of an optimizer that do what a key of another name does in others: the decay of the mean of gradients."""
+
 VALUES: Mapping[str, str] = MappingProxyType(
     {
         "fsdp": "FSDP and ZeRO-3 are layout.sharding=3",
@@ -178,7 +183,7 @@ _OPTIMIZERS = (
     "optimizers of your own, element by element or over whole matrices: optim.name=PACKAGE.MODULE:NAME"
 )
 _OBJECTIVE = (
-    "what exists: task.name=pretrain, sft, dpo and distil, and losses of your own: task.name=PACKAGE.MODULE:NAME"
+    f"what exists: task.name={', '.join(BUILT_IN['objective'])}, and losses of your own: task.name=PACKAGE.MODULE:NAME"
 )
 NOT_BUILT: Mapping[str, str] = MappingProxyType(
     {

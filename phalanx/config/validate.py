@@ -21,8 +21,9 @@ from phalanx.base import tree
 from phalanx.base.errors import Problem
 from phalanx.base.registry import BUILT_IN, NotFound
 from phalanx.config.run import Run
-from phalanx.config.synonyms import NOT_BUILT, SYNONYMS, said_of
+from phalanx.config.synonyms import NOT_BUILT, SAME_IN_OTHERS, SYNONYMS, said_of
 from phalanx.config.write import plain
+from phalanx.layout.param import ROLES
 from phalanx.models.registry import is_known, load_family
 from phalanx.nn.adapter import AdapterConfig, find_adapter
 from phalanx.nn.objective import TaskConfig, find_objective
@@ -286,7 +287,7 @@ def _unknown(path: str, value: Any, owner: type) -> Problem:
         base, find = NAMED[section]
         known = (n for n in BUILT_IN[base.seam] if find(n).Config in others)
         rule = f"is a key of {section} only with {base.named_by} {', '.join(known)}"
-        return Problem(path, value, rule, {}, near_keys(name, section, owner))
+        return Problem(path, value, rule, {}, keys_instead(name, section, owner))
     if elsewhere:
         home, key = elsewhere[0].path.rpartition(".")[0] or "the top", elsewhere[0].path
         return Problem(
@@ -323,12 +324,27 @@ def near_keys(name: str, section: str, owner: type = Run) -> tuple[str, ...]:
         else set()
     )
     foreign -= {f"{section}.{n}" for n in here}
+    if section in NAMED and foreign.intersection(meant):
+        return keys_instead(meant[0].rpartition(".")[2], section, owner)
     near = [path for path in dict.fromkeys(meant + close) if path not in foreign]
     if not near:
         near = difflib.get_close_matches(
             f"{section}.{name}" if section else name, {k.path for k in tree.keys(Run)} - foreign, n=2, cutoff=0.7
         )
     return tuple(near[:3])
+
+
+def keys_instead(name: str, section: str, owner: type) -> tuple[str, ...]:
+    """Full paths of what to type for a key that only other members of a section in NAMED have: the key of this member
+    that does the same, one with a similar name, and the same key of the fallback that this optimizer has."""
+    here = tree.field_names(owner)
+    close = [SAME_IN_OTHERS.get(name, ""), *difflib.get_close_matches(name, here, n=2, cutoff=0.6)]
+    found = [f"{section}.{n}" for n in close if n in here]
+    members = [find_optimizer(n) for n in BUILT_IN[OptimConfig.seam]] if section == "optim" else []
+    leaves_roles = any(m.Config is owner and set(m.roles) < set(ROLES) for m in members)
+    if leaves_roles and name in tree.field_names(find_optimizer(OptimConfig.name).Config):
+        found.append(f"{FALLBACK}.{name}")
+    return tuple(dict.fromkeys(found))
 
 
 def yaml_type(value: Any) -> str:

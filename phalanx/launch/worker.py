@@ -76,7 +76,9 @@ class Left(Word):
             os.kill(os.getpid(), signal.SIGTERM)
 
     def writes(self, folder: Path) -> None:
-        (self.folder / "run.json").write_text(json.dumps(asdict(taken(folder))), encoding="utf-8")
+        partial = self.folder / "run.partial"  # this rank may be killed here, and the launcher reads what it left
+        partial.write_text(json.dumps(asdict(taken(folder))), encoding="utf-8")
+        os.replace(partial, partial.with_suffix(".json"))
 
     def unsaved(self) -> None:
         (self.folder / f"rank-{self.rank}.unsaved").touch()

@@ -270,6 +270,11 @@ class Graphs(Eager):
             self.device.tidy()  # the cached memory of the first step becomes free for the graphs' pools
         self._warm = True
 
+    @property
+    def captured(self) -> int:
+        """Segments that are replayed."""
+        return sum(len(slot.segments) for slots in self._slots.values() for slot in slots)
+
     def close(self) -> None:
         self.device.wait()
         for slot in (s for slots in self._slots.values() for s in slots):

@@ -3110,6 +3110,7 @@ FORM = [
     ("lr=1", "lr", "it belongs to optim: optim.lr", ("optim.lr",)),
     ("tensor_model_parallel_size=2", "tensor_model_parallel_size", "is not a key at the top", ("layout.tp",)),
     ("model.layer_norm_epsilon=1", "model.layer_norm_epsilon", 'only with family "gpt2"', ("model.rms_norm_eps",)),
+    ("optim.momentum=0.9", "optim.momentum", "only with name muon, sgd", ("optim.beta1",)),
     ("layout.tp=2.5", "layout.tp", "must be int, got float", (2, 3)),
     ("layout.tp=true", "layout.tp", "must be int, got bool", (1,)),
     ("layout.tp='2'", "layout.tp", "must be int, got string", (2, 1)),
@@ -3156,6 +3157,24 @@ def test_form(override, field, rule, valid):
     for suggestion in broken.valid:
         data = load_base_with(override.partition("=")[0], broken, suggestion)
         assert (broken.field, broken.rule) not in {(p.field, p.rule) for p in read(None, [], data).problems}
+
+
+MUON_KEYS = {
+    "beta1": ("optim.momentum", "optim.fallback.beta1"),
+    "betas": ("optim.momentum", "optim.fallback.beta1"),
+    "eps": ("optim.fallback.eps",),
+}
+
+
+@pytest.mark.parametrize("key", MUON_KEYS)
+def test_keys_of_another_optimizer(key):
+    """Muon's own key that does the same, and its fallback's; none of another section."""
+    with pytest.raises(ConfigError) as raised:
+        load_run(None, ["optim.name=muon", f"optim.{key}=0.9"], BASE)
+    [broken] = raised.value.problems
+    assert broken.valid == MUON_KEYS[key]
+    for suggestion in broken.valid:
+        assert problems(["optim.name=muon", f"{suggestion}=0.9"]) == []
 
 
 @pytest.mark.parametrize("recipe", ["nvfp4_fine", "nvfp4_mixed"])

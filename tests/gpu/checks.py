@@ -34,6 +34,7 @@ from phalanx.ops.dense.gated_mlp import MLP, gated_mlp
 from phalanx.ops.dense.matmul import gather_matmul, matmul_scatter, wide_matmul
 from phalanx.ops.op import Case, Implementation, Op, table, unusable
 from phalanx.ops.optimizer.adamw import AdamOptions, AdamRange, adamw_, adamw_reference_
+from phalanx.pipeline.graphs import Graphs
 from phalanx.sequence.batch import Batch
 from tests.gpu.checkpoint import checkpoint_checks
 from tests.gpu.context import context_checks
@@ -43,7 +44,7 @@ from tests.gpu.invariant import invariant_checks
 from tests.gpu.low import low_checks
 from tests.gpu.truth import ROUNDINGS, within
 from tests.harness.op_cases import compared
-from tests.harness.parity import base_run, sample_batch
+from tests.harness.parity import base_run, batch_of, sample_batch
 from tests.ops import test_ops
 from tests.ops.test_ops import OPS, attend, gradients, make_batch, normal
 
@@ -420,8 +421,18 @@ def losses(
     state = build(make_plan(run, 1), Mesh(Grid(), 0, device))
     init_weights(state.model)
     state.model.train()
-    batches = [sample_batch(ids, documents=False).to(device) for ids in ([1, 2], [3, 4])]
+    batches = [batch_of(run, ids, documents=False).to(device) for ids in ([1, 2], [3, 4])]
     return [train_step(state, batches, lr=1e-3).loss.item() for _ in range(10)]
+
+
+def counted(batch: Batch) -> Batch:
+    """With the bounds of documents that the loader states."""
+    beside = {name: each if each.units is not None else counted(each) for name, each in batch.beside.items()}
+    if batch.documents is None:
+        return replace(batch, beside=beside)
+    sizes = torch.bincount(batch.documents)
+    bounds = {"most_documents": len(sizes), "longest_document": int(sizes.max())}
+    return replace(batch, beside=beside, **bounds)
 
 
 def training_check(model: str, precision: str, bound: float, recompute: str = "none") -> Callable[[torch.device], str]:
@@ -439,11 +450,17 @@ def training_check(model: str, precision: str, bound: float, recompute: str = "n
 
 
 def graphs_check(
-    model: str, precision: str, recompute: str, dispatch: str = "auto", low_steps: int = 0, **train: Any
+    model: str,
+    precision: str,
+    recompute: str,
+    dispatch: str = "auto",
+    low_steps: int = 0,
+    documents: bool | str = False,
+    **train: Any,
 ) -> Callable[[torch.device], str]:
     """Steps with CUDA graphs give the bits of steps without: losses, norms and weights after 4 steps of 3
     micro-batches. low_steps: after so many, and as many more, all is in train.precision, as train.fp8.last_steps has
-    it."""
+    it. documents: as of sample_batch."""
 
     def check(device: torch.device) -> str:
         found = []
@@ -462,8 +479,12 @@ def graphs_check(
             for step in range(2 * low_steps or 4):
                 if state.model.fp8 is not None and state.model.fp8.turn(step >= low_steps):
                     state.model.stages.runner.forget()
-                result = train_step(state, [sample_batch([3 * step + i], False).to(device) for i in range(3)], lr=1e-3)
+                batches = [counted(batch_of(run, [3 * step + i], documents)).to(device) for i in range(3)]
+                result = train_step(state, batches, lr=1e-3)
                 losses += [result.loss, result.grad_norm]
+            runner = state.model.stages.runner
+            if graphs == "on" and not (isinstance(runner, Graphs) and runner.captured):
+                raise AssertionError("nothing was captured")
             found.append([torch.stack(losses), *(f.master for f in state.buffers.flat)])
         if not all(torch.equal(a, b) for a, b in zip(*found)):
             raise AssertionError(f"graphs change the numbers: {found[0][0].tolist()} {found[1][0].tolist()}")
@@ -510,6 +531,13 @@ def all_checks() -> dict[str, Callable[[torch.device], str]]:
         found[f"{model}: 10 steps, fp64"] = training_check(model, "fp64", 1e-9)
         found[f"{model}: 10 steps, bf16"] = training_check(model, "bf16", 2.0**-7)
         found[f"{model}: graphs on = off, bf16"] = graphs_check(model, "bf16", "none")
+    for model in ("t5", "bert", "modernbert", "llama", "nemotron_h", "qwen3_next"):
+        for documents in (True, "packed"):
+            found[f"{model}: graphs on = off, bf16, documents ({documents})"] = graphs_check(
+                model, "bf16", "none", documents=documents
+            )
+    for model in ("t5", "modernbert", "qwen2_5_vl", "qwen3_vl", "gemma3", "whisper"):
+        found[f"{model}: 10 steps, bf16"] = training_check(model, "bf16", 2.0**-6)
     for recipe in ("tensorwise", "nvfp4"):
         fp8 = Fp8Config(recipe=recipe)
         found[f"llama: graphs on = off, {recipe}, then bf16"] = graphs_check(

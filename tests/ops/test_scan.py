@@ -11,6 +11,7 @@ from torch import Tensor
 from phalanx.comm.axis import Axis
 from phalanx.comm.mesh import Mesh
 from phalanx.layout.grid import Grid
+from phalanx.ops import op as ops
 from phalanx.ops.scan.conv1d import conv1d, last_tokens
 from phalanx.ops.scan.gated_norm import NormGroups, gated_norm
 from phalanx.ops.scan.rows import StateSlots, TokenRows
@@ -21,6 +22,7 @@ from tests.ops.test_ops import normal
 LENGTHS = (1, 2, 3, 63, 64, 65, 127, 128, 129, 257)
 HEADS, WIDTH, GROUPS, STATE = 4, 3, 2, 5
 NAMES = ("x", "dt", "a", "b", "c", "d", "initial")
+TRITON = pytest.mark.skipif(not ops.has_triton(), reason="needs triton")
 
 
 def recurrence(
@@ -92,6 +94,45 @@ def test_scan_of_every_length(length):
 @pytest.mark.parametrize("decay", [1e-9, 1e3], ids=["keeps all", "forgets all"])
 def test_scan_with_extreme_decays(decay):
     compared(inputs(1, 130, decay), documents("mixed", 1, 130))
+
+
+# ---- Triton kernels, interpreted
+
+
+def interpreted(given: dict[str, Tensor], numbers: Tensor | None, dtype: torch.dtype) -> None:
+    """Truth: the reference in float64 on the same rounded inputs. Steps, decays and states stay in at least fp32."""
+    wide = torch.promote_types(dtype, torch.float32)
+    rounded = {n: t.detach().to(dtype if n in ("x", "b", "c") else wide) for n, t in given.items()}
+    results = []
+    for kernels, cast in (("triton", lambda t: t), ("plain", lambda t: t.double())):
+        leaves = {n: cast(t).requires_grad_() for n, t in rounded.items()}
+        made = scan(ScanInputs(**leaves, numbers=numbers), kernels)
+        above = [normal(*y.shape, seed=50 + i).to(dtype).to(y.dtype) for i, y in enumerate(made)]
+        results.append((*made, *torch.autograd.grad(made, list(leaves.values()), above)))
+    rounding = {torch.float64: 1e-11, torch.float32: 2e-5}.get(dtype, 8 * torch.finfo(dtype).eps)
+    for name, mine, theirs in zip(("y", "state", *rounded), *results, strict=True):
+        assert (mine - theirs).abs().max() <= rounding * theirs.abs().max().clamp(min=1e-3), name
+
+
+@TRITON
+@pytest.mark.soak
+@pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.float16], ids=str)
+@pytest.mark.parametrize("decay", [1e-9, 0.1, 1e3], ids=["keeps all", "keeps some", "forgets all"])
+def test_kernels_with_extreme_decays(decay, dtype):
+    """A first state, chunks of which the last is short, documents of one token and of many. In 16 bits fp16, since
+    Triton's interpreter has no matmuls in bf16."""
+    interpreted(inputs(1, 80, decay), documents("mixed", 1, 80), dtype)
+
+
+@TRITON
+@pytest.mark.soak
+@pytest.mark.parametrize("kind", ["none", "tokens", "mixed"])
+@pytest.mark.parametrize("length", [*range(1, 67), 127, 128, 129, 191, 192, 193, 256, 257])
+def test_kernels_of_every_length(length, kind):
+    interpreted(inputs(2, length), documents(kind, 2, length), (torch.float32, torch.float16)[length % 2])
+
+
+# ---- documents and rows
 
 
 def test_no_state_crosses_a_border():

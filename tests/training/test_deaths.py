@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import random
+import resource
 import signal
 import subprocess
 import sys
@@ -13,6 +14,7 @@ from pathlib import Path
 
 import pytest
 
+from phalanx.launch.worker import Left
 from tests.cli.test_cli import wait_for
 from tests.training.test_training import words_of
 
@@ -224,6 +226,19 @@ def test_whoever_dies_while_ranks_meet_is_blamed(warm, config, tmp_path):
     for number in range(3):
         wrong, _ = kill_while_starting(warm, config, tmp_path / str(number), 2, pick, 1.0)
         assert wrong == ""
+
+
+def test_a_rank_that_dies_while_it_writes_leaves_no_half_note(tmp_path):
+    """The hundred deaths below found one: the launcher then read half a file, and died itself. Here the write of the
+    note that says which folder rank 0 writes ends after a byte."""
+    before = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (1, before[1]))
+    try:
+        with pytest.raises(OSError):
+            Left(tmp_path, 0).writes(tmp_path)
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, before)
+    assert not (tmp_path / "run.json").exists()
 
 
 @pytest.mark.soak

@@ -20,6 +20,14 @@ def documents_at(numbers, row, start, at, here, L, DOCUMENTS: tl.constexpr):
 
 
 @triton.jit
+def summable(decay, WIDE: tl.constexpr):
+    """Decays in the wide dtype, none below where exp is 0 already (ops.delta.delta.NOTHING_LEFT). NaN stays."""
+    LEAST: tl.constexpr = -746.0 if WIDE == tl.float64 else -104.0
+    logs = decay.to(WIDE)
+    return tl.where(logs < LEAST, LEAST, logs)
+
+
+@triton.jit
 def tile(x, row, head, start, i, cols, here, inside, x_row, x_tok, WIDTH: tl.constexpr):
     """(tokens, features) of a head, of the tokens i after `start`. What all of them have in common is added to the
     address first, so that a thread has few long numbers."""

@@ -40,6 +40,10 @@ from phalanx.ops.scan.rows import StateSlots, documents_of
 CHUNK = 64
 BLOCK = 16  # tokens; decays by feature are compared token by token inside it
 EPS = 1e-6  # of the squared lengths of queries and keys
+NOTHING_LEFT = {torch.float32: -104.0, torch.float64: -746.0}
+"""By dtype, a decay at which exp is 0. Sums of decays take none below it, which changes no product of decays: what a
+token left by less is 0 with it too. But sums stay small, and what is left between two other tokens is a difference of
+two sums, each rounded in proportion to its size."""
 
 
 @dataclass(frozen=True)
@@ -194,6 +198,7 @@ def _pieces(s: DeltaInputs, start: int, dtype: torch.dtype) -> tuple[DeltaInputs
     """Inputs of the chunk that begins at token `start`, in a dtype; and the document of the state before it."""
     rows = slice(start, start + CHUNK)
     q, k, v, decay, beta = (t[:, rows].to(dtype) for t in (s.q, s.k, s.v, s.decay, s.beta))
+    decay = decay.clamp(min=NOTHING_LEFT[dtype])
     numbers = None if s.numbers is None else s.numbers[:, rows]
     carried = s.beta if s.numbers is None else s.numbers[:, max(0, start - 1)].unsqueeze(1)
     return s._replace(q=q, k=k, v=v, decay=decay, beta=beta, numbers=numbers, initial=None), carried

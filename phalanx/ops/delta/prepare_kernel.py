@@ -5,7 +5,7 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from phalanx.ops.delta.chunk_tools import documents_at, dot, length_factors, level, long, tile, wide_dot
+from phalanx.ops.delta.chunk_tools import documents_at, dot, length_factors, level, long, summable, tile, wide_dot
 
 
 @triton.jit
@@ -68,7 +68,7 @@ def decay_sums(
     here = at < L
     own, carried = documents_at(numbers, row, start, at, here, L, DOCUMENTS)
     seen = (i[None, :] <= i[:, None]) & (own[None, :] == own[:, None])
-    logs = tile(decay, row, head, start, i, n, here, inside, long(L) * H * K, H * K, K).to(WIDE)
+    logs = summable(tile(decay, row, head, start, i, n, here, inside, long(L) * H * K, H * K, K), WIDE)
     e = wide_dot(tl.where(seen, 1.0, tl.zeros((C, C), WIDE)), logs, WIDE, PRECISION)
     at_end = own == 0
     end = tl.sum(tl.where(at_end[:, None], logs, 0.0), 0)
@@ -155,7 +155,7 @@ def prepare_chunks(
             found = dot(wide_queries * left, tl.trans(far), ELEMENT, WIDE, PRECISION)
             read_pairs = tl.where(pairs, found, read_pairs)
     else:
-        logs = tl.load(decay + token, mask=here, other=0.0).to(WIDE)
+        logs = summable(tl.load(decay + token, mask=here, other=0.0), WIDE)
         e = tl.sum(tl.where(seen, logs[None, :], 0.0), 1)
         at_end = own == 0
         end = tl.sum(tl.where(at_end, logs, 0.0), 0)

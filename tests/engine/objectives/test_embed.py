@@ -290,7 +290,7 @@ def after_steps(rank: int, world: int, run: Run, graphs: bool) -> tuple[list[Ten
         counted = [replace(b, most_documents=int(b.documents.max()) + 1) for b in batches]
         found.append(train_step(state, counted, 1e-3).loss.clone())
     found += [flat.master.clone() for flat in state.buffers.flat]
-    return found, sum(len(slot.segments) for slots in runner._slots.values() for slot in slots)
+    return found, runner.captured
 
 
 def test_graphs_change_no_bit(ranks):
