@@ -88,6 +88,15 @@ class ConfigJson:
         return {name: self.values[name] for name in names}
 
 
+def equal_heads(found: ConfigJson) -> None:
+    """Refuses a `head_dim` that is not hidden_size / num_attention_heads, of a family whose heads are that wide: it is
+    no key of its own, and transformers rotates so many features all the same."""
+    width = found.values["hidden_size"] // max(1, found.values["num_attention_heads"])
+    if found.stated.get("head_dim") not in (None, width):
+        why = "hidden_size / num_attention_heads, or none"
+        found.odd.append(f"head_dim={found.stated['head_dim']!r} (supported: {width}, {why})")
+
+
 def values_of(
     config: dict[str, Any], keys: Mapping[str, HfKey], other_names: Mapping[str, str], where: str
 ) -> dict[str, Any]:

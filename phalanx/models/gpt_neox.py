@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any, ClassVar, Literal
 
 from phalanx.base.errors import Problem
 from phalanx.base.rules import no_effect, within
-from phalanx.models.config_json import GELUS, ConfigJson, integer, number, shown, switch, text
+from phalanx.models.config_json import GELUS, ConfigJson, equal_heads, integer, number, shown, switch, text
 from phalanx.models.decoder_config import (
     DECODER_KEYS,
     PartialRotaryConfig,
@@ -106,6 +106,7 @@ SAME = (
 def from_hf(found: ConfigJson) -> GPTNeoXConfig | None:
     v = found.values
     heads, activation = max(1, v["num_attention_heads"]), v["hidden_act"]
+    equal_heads(found)
     names = ("rotary_emb_base", "rotary_pct")
     of = replace(rope_of(found, 10000.0, v["hidden_size"] // heads, partial=0.25), names=names)
     rope = read_rope(found.stated, of)

@@ -27,6 +27,7 @@ from phalanx.models.config_json import (
     NONE,
     ConfigJson,
     HfKey,
+    equal_heads,
     integer,
     number,
     shown,
@@ -239,6 +240,7 @@ SAME = (
 
 def from_hf(found: ConfigJson) -> ModernBertConfig | None:
     gelus = {}
+    equal_heads(found)
     for name in ("hidden_activation", "classifier_activation"):
         if found.values[name] not in GELUS:
             found.odd.append(f"{name}={found.values[name]!r} (supported: {shown(tuple(GELUS))})")

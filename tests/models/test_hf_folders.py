@@ -42,6 +42,16 @@ def test_a_changed_config_is_read_as_transformers_reads_it_or_refused():
     assert not bad_trials(random.Random().randrange(10**6) * 100, 60)
 
 
+@pytest.mark.parametrize("family", ["gpt_neox", "modernbert"])
+def test_a_width_of_heads_that_only_the_rotation_would_have_is_refused(family):
+    """transformers rotates `head_dim` features, and its heads are as wide as hidden_size says."""
+    written = to_hf(MODELS[family], torch.float32)
+    width = MODELS[family].hidden_size // MODELS[family].num_attention_heads
+    assert from_hf(written | {"head_dim": width}) == from_hf(written | {"head_dim": None}) == from_hf(written)
+    with pytest.raises(CheckpointError, match=rf"head_dim=2 \(supported: {width}, hidden_size / num_attention_heads"):
+        from_hf(written | {"head_dim": 2})
+
+
 def test_a_changed_config_of_a_family_with_images_is_read_as_transformers_reads_it_or_refused():
     assert not bad_trials(random.Random().randrange(10**6) * 100, 10, hf_fuzz_images.trial)
 
