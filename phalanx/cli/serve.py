@@ -111,7 +111,8 @@ def serve(checkpoint: str, overrides: tuple[str, ...], ranks: int | None, name: 
     check_folder(weights)
     gpu = describe_machine("auto").device == "cuda"
     run = run_of_folder(weights, gpu)
-    if run.model.headless or options["pooling"] is not None:
+    embeds = run.model.headless or options["pooling"] is not None
+    if embeds:
         refuse_without_tokens({**options, "index": lookup})
         run = embedder_folder(checkpoint, options["pooling"]).run(gpu, options["length"])
     else:
@@ -127,7 +128,8 @@ def serve(checkpoint: str, overrides: tuple[str, ...], ranks: int | None, name: 
     check_speculation(ready.run, ready.ranks, options["speculate"])
     check_prefix_states(ready.run.model, options["prefix_states"], "--prefix-states")
     check_pages(ready.run, options["pages"] or "model", "--pages")
-    check_memory(ready, options)
+    if not embeds:  # an embedder remembers nothing
+        check_memory(ready, options)
     if options["api_keys"] is not None:
         read_keys(options["api_keys"])
     if ready.placement is None:
@@ -151,6 +153,9 @@ def check_memory(ready: PreparedRun, options: dict[str, Any]) -> None:
     from phalanx.ops.attention.paged import FP8
     from phalanx.training.machine import memory_here
 
+    free = memory_here(ready.run, ready.ranks, ready.placement).gpus if options["memory_gib"] is None else ()
+    if options["memory_gib"] is None and not free:
+        return  # on a CPU, where an engine takes what it finds
     run, drafts = without_training(ready.run, ready.ranks), None
     if options["speculate"] is not None:
         drafts = drafts_named(options["speculate"])
@@ -159,7 +164,6 @@ def check_memory(ready: PreparedRun, options: dict[str, Any]) -> None:
     predicted = drafts if isinstance(drafts, MtpSpec) else None  # n-grams take no memory
     dtype = FP8 if options["pages"] == "fp8" else None
     serving = ServingPlan.of(make_plan(run, ready.ranks), limits_of(run, asked), dtype, predicted)
-    free = memory_here(ready.run, ready.ranks, ready.placement).gpus if asked.memory_gib is None else ()
     check_held(serving, asked, min(free, default=None))
 
 

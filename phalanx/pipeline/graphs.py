@@ -51,7 +51,7 @@ SELDOM, BALANCED, PLAIN, OF_DOCUMENTS = range(4)
 once, which is not worth a memory pool. BALANCED: its documents are balanced over ranks. PLAIN: without documents.
 OF_DOCUMENTS: attention is inside documents."""
 ENOUGH = 64  # micro-batches, after which slots are made anew if too many of them were SELDOM
-TOO_MANY = 4  # if every fourth was
+TOO_MANY = 4  # if more than every fourth was
 T = TypeVar("T")
 
 
