@@ -307,7 +307,7 @@ def scans(wide: dict) -> list[tuple]:
     found.append((conv1d_kernel._forward, dict(**given, y=BF, **sizes), how, dict(num_warps=conv1d_kernel.WARPS)))
     backward = dict(dy=BF, **given, **outs, **sizes, dy_row="i32", dy_tok="i32")
     found.append((conv1d_kernel._backward, backward, how, dict(num_warps=conv1d_kernel.WARPS)))
-    wides = ("dt", "a", "sums", "reaches", "lefts", "passed", "passed_out", "initial", "final", "dfinal", "dinitial")
+    wides = ("dt", "a", "steps", "sums", "reaches", "lefts", "passed", "passed_out", "initial", "final", "dfinal", "dinitial")
     known = dict.fromkeys(("x", "b", "c", "d", "y", "dy", "dx", "before", "after"), BF) | dict(numbers="*i64")
     known |= dict.fromkeys((*wides, "ddt", "asked", "asked_out", "db", "dc", "da", "dd"), "*fp32")
     chunk = dict(H=128, Q=scan_kernel.CHUNK, DOCUMENTS=True, **wide)
@@ -315,12 +315,13 @@ def scans(wide: dict) -> list[tuple]:
     of_states = {name: shape[name] for name in shape if name != "DOCUMENTS"} | dict(BN=scan_kernel.STATES)
     whole, follow = dict(num_warps=scan_kernel.WARPS), dict(num_warps=4, num_stages=3)
     for kernel, constants, options in (
-        (scan_kernel._decays, chunk, dict(num_warps=4)),
+        (scan_kernel._decays, dict(BH=scan_kernel.LEAST, **chunk), dict(num_warps=4)),
         (scan_kernel._pass, dict(INITIAL=True, **of_states), follow),
         (scan_kernel._outputs, dict(SKIP=True, **shape), whole),
         (scan_kernel._pass_back, dict(FINAL=True, **of_states), follow),
         (scan_kernel._query_grads, dict(TOGETHER=scan_kernel.HEADS, **shape), dict(num_warps=4)),
-        (scan_kernel._key_grads, dict(SKIP=True, TOGETHER=scan_kernel.HEADS, **shape), dict(num_warps=4)),
+        (scan_kernel._key_grads, dict(TOGETHER=scan_kernel.HEADS, **shape), dict(num_warps=4)),
+        (scan_kernel._value_grads, dict(SKIP=True, **shape), dict(num_warps=4)),
     ):
         types = {name: known.get(name, "i32") for name in kernel.arg_names if name not in constants}
         found.append((kernel, types, constants, options))
