@@ -250,6 +250,7 @@ def deltas(wide: dict, forms: tuple[bool, ...]) -> list[tuple]:
         "dinitial",
         "dfinal",
         "of_reads",
+        "of_queries",
         "of_inside",
     )
     known = dict(scale="fp32", numbers="*i64", **tokens, **kept, **dict.fromkeys((*wides, "ddecay", "dbeta"), "*fp32"))
@@ -284,6 +285,7 @@ def deltas(wide: dict, forms: tuple[bool, ...]) -> list[tuple]:
             add(feature_grads_kernel.grads_by_feature, of_grads | depth, options, {})
         else:
             add(head_grads_kernel.value_grads, of_grads, options)
+            add(head_grads_kernel.query_grads, of_grads, options)
             add(head_grads_kernel.key_grads, of_grads, options)
     return found
 

@@ -40,7 +40,7 @@ from torch import Tensor
 
 from phalanx.ops.delta.delta import BLOCK, CHUNK, EPS, DeltaGrads, DeltaInputs, DeltaTiles
 from phalanx.ops.delta.feature_grads_kernel import grads_by_feature
-from phalanx.ops.delta.head_grads_kernel import key_grads, value_grads
+from phalanx.ops.delta.head_grads_kernel import key_grads, query_grads, value_grads
 from phalanx.ops.delta.prepare_kernel import decay_sums, prepare_chunks
 from phalanx.ops.delta.states_kernel import outputs, pass_back, pass_states
 from phalanx.ops.kernel_tools import triton_wide, wide_of
@@ -278,7 +278,7 @@ class DeltaKernels:
         s = call.inputs
         dq, dk = (torch.empty(t.shape, dtype=t.dtype, device=t.device) for t in (s.q, s.k))
         u = call.like(*s.v.shape)
-        of_reads, of_inside = (call.empty(*s.beta.shape) for _ in range(2))
+        of_reads, of_queries, of_inside = (call.empty(*s.beta.shape) for _ in range(3))
         strides = call.strides(call.q, call.k)
         how = dict(V=call.width, BV=call.block(self.tiles.grads), **call.how, **call.arithmetic)
         how |= dict(num_warps=self.tiles.grad_warps, num_stages=call.stages(self.tiles.grad_stages))
@@ -305,8 +305,21 @@ class DeltaKernels:
             *call.strides(call.v),
             **how,
         )
-        key_grads[call.rows, call.key_heads, call.chunks](
+        of_key_heads = call.rows, call.key_heads, call.chunks
+        query_grads[of_key_heads](
             b.dy,
+            call.q,
+            call.k,
+            call.weights,
+            call.ask,
+            b.before,
+            of_queries,
+            dq,
+            call.length,
+            *strides,
+            **how,
+        )
+        key_grads[of_key_heads](
             call.q,
             call.k,
             call.numbers,
@@ -314,14 +327,13 @@ class DeltaKernels:
             call.weights,
             call.read,
             call.write,
-            call.ask,
             call.passed,
             b.before,
             b.after,
             u,
             of_reads,
+            of_queries,
             of_inside,
-            dq,
             dk,
             b.dv,
             b.ddecay,
