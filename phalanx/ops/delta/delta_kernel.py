@@ -169,9 +169,9 @@ class DeltaChunks:
             maxnreg=None if self.by_feature else REGISTERS,
         )
 
-    def over_states(self) -> tuple[tuple[int, int, int], dict[str, Any]]:
-        """The grid and sizes of kernels that follow states from chunk to chunk."""
-        block = self.block(self.tiles.values)
+    def over_states(self, features: int) -> tuple[tuple[int, int, int], dict[str, Any]]:
+        """The grid and sizes of kernels that follow so many features of states or gradients from chunk to chunk."""
+        block = self.block(features)
         sizes = dict(BY_FEATURE=self.by_feature, V=self.width, BV=block, **self.arithmetic)
         how = dict(num_warps=self.tiles.warps, num_stages=self.stages(self.tiles.stages))
         return (self.rows, self.heads, triton.cdiv(self.width, block)), dict(**sizes, **how)
@@ -202,7 +202,7 @@ class DeltaKernels:
         u = call.like(*s.v.shape)
         final = call.empty(*s.state_shape)
         initial = None if s.initial is None else s.initial.contiguous()
-        grid, sizes = call.over_states()
+        grid, sizes = call.over_states(self.tiles.values)
         pass_states[grid](
             initial,
             call.writing,
@@ -246,7 +246,7 @@ class DeltaKernels:
         call, dy = DeltaChunks(s, self.tiles), dy.contiguous()
         after, dv, dinitial = torch.empty_like(before), call.like(*s.v.shape), call.empty(*s.state_shape)
         given = None if dstate is None else dstate.contiguous()
-        grid, sizes = call.over_states()
+        grid, sizes = call.over_states(self.tiles.back)
         pass_back[grid](
             given,
             dy,

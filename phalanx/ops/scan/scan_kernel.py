@@ -34,8 +34,9 @@ from phalanx.ops.scan.scan import CHUNK, ScanGrads, ScanInputs
 
 LEAST = 16  # rows and columns of a matmul's operands
 HEADS = 16  # of a program that adds up gradients of B and C
-WARPS = 8
+WARPS = 4
 STATES = 64  # features of a state that a program takes from chunk to chunk
+STAGES = 3  # of loops over values of 16 bits
 
 
 @triton.jit
@@ -521,7 +522,7 @@ class _ScanCall:
         how = dict(H=self.heads, DOCUMENTS=self.numbers is not None, WIDE=triton_wide(self.wide), Q=CHUNK)
         grid = self.rows, triton.cdiv(self.heads, LEAST), self.chunks
         given = (self.dt, self.a, self.numbers)
-        _decays[grid](*given, *of_tokens, self.passed, self.length, BH=LEAST, **how, num_warps=4)
+        _decays[grid](*given, *of_tokens, self.passed, self.length, BH=LEAST, **how, num_warps=WARPS)
 
     @property
     def arithmetic(self) -> dict[str, Any]:
@@ -554,9 +555,9 @@ class _ScanCall:
         """The grid and sizes of kernels that follow states from chunk to chunk."""
         sizes = self.arithmetic
         sizes["BN"] = min(sizes["BN"], STATES)
-        stages = 3 if self.x.dtype.itemsize == 2 else 1
+        stages = STAGES if self.x.dtype.itemsize == 2 else 1
         grid = self.rows, self.heads, triton.cdiv(self.state, sizes["BN"])
-        return grid, dict(**sizes, num_warps=4, num_stages=stages)
+        return grid, dict(**sizes, num_warps=WARPS, num_stages=stages)
 
 
 def scan_forward(s: ScanInputs) -> tuple[Tensor, Tensor, Tensor]:
@@ -622,13 +623,13 @@ def scan_backward(dy: Tensor, dstate: Tensor | None, s: ScanInputs, before: Tens
     )
     of_group = call.heads // call.groups
     together = max(n for n in range(1, HEADS + 1) if of_group % n == 0)
-    parts, stages = of_group // together, 2 if call.x.dtype.itemsize == 2 else 1
+    parts, stages = of_group // together, STAGES if call.x.dtype.itemsize == 2 else 1
     dx = torch.empty(s.x.shape, dtype=s.x.dtype, device=s.x.device)
     of_parts = (call.rows, call.length, call.groups, parts, call.state)
     kinds = (like.dtype if parts == 1 else call.wide for like in (s.b, s.c))
     db, dc = (torch.empty(of_parts, dtype=kind, device=dy.device) for kind in kinds)
     of_groups = (call.rows, call.groups * parts, call.chunks)
-    how = dict(**call.arithmetic, DOCUMENTS=call.numbers is not None, num_warps=4)
+    how = dict(**call.arithmetic, DOCUMENTS=call.numbers is not None, num_warps=WARPS)
     _query_grads[of_groups](
         dy,
         call.x,
