@@ -333,11 +333,11 @@ def scans(wide: dict) -> list[tuple]:
     for kernel, constants, options in (
         (scan_kernel._decays, dict(BH=scan_kernel.LEAST, **chunk), whole),
         (scan_kernel._pass, dict(INITIAL=True, **of_states), follow),
-        (scan_kernel._outputs, dict(SKIP=True, **shape), whole),
+        (scan_kernel._outputs, dict(SKIP=True, **shape), dict(maxnreg=scan_kernel.OUTPUT_REGISTERS, **whole)),
         (scan_kernel._pass_back, dict(FINAL=True, **of_states), follow),
         (scan_kernel._query_grads, dict(TOGETHER=scan_kernel.HEADS, **shape), follow),
         (scan_kernel._key_grads, dict(TOGETHER=scan_kernel.HEADS, **shape), follow),
-        (scan_kernel._value_grads, dict(SKIP=True, **shape), whole),
+        (scan_kernel._value_grads, dict(SKIP=True, **shape), dict(maxnreg=scan_kernel.VALUE_REGISTERS, **whole)),
     ):
         types = {name: known.get(name, "i32") for name in kernel.arg_names if name not in constants}
         found.append((kernel, types, constants, options))

@@ -67,8 +67,8 @@ class DeltaTiles:
 
 
 TILES = (
-    DeltaTiles(32, 64, 4, 2, 128, 64, 4, 1),
-    DeltaTiles(32, 32, 4, 2, 128, 64, 4, 1),
+    DeltaTiles(32, 16, 4, 2, 128, 64, 4, 2),
+    DeltaTiles(32, 16, 4, 2, 128, 64, 4, 1),
     DeltaTiles(32, 32, 4, 1, 64, 64, 8, 1),
     DeltaTiles(16, 16, 4, 1, 64, 16, 8, 1),
 )

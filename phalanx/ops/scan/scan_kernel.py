@@ -1,7 +1,8 @@
 """The selective scan in chunks. Only states go from chunk to chunk; all else is computed by all chunks at once.
 
     forward    _decays   _pass: states before chunks   _outputs
-    backward   _decays   _pass_back: gradients of states after chunks   _query_grads   _key_grads: all others
+    backward   _decays   _pass_back: gradients of states after chunks   _query_grads   _key_grads   _value_grads: of all
+               other inputs
 
 Names as in the reference: with l the logarithms of decays, e_t their sum over the tokens of t's document in the chunk
 up to t, u = dt x, and W_ts = (c_t b_s) exp(e_t - e_s) for s <= t of one document,
@@ -9,15 +10,17 @@ up to t, u = dt x, and W_ts = (c_t b_s) exp(e_t - e_s) for s <= t of one documen
     y_t = sum_s W_ts u_s + exp(e_t) S c_t          if the state S before the chunk belongs to the document of t
     S'  = sum_s exp(e_last - e_s) u_s b_s^T + exp(e_last) S      over the last token's document
 
-Gradients of B and C are sums over the heads of a group: a program has several heads of a chunk, one after another, and
-keeps both sums; the sums of a group's programs are added up in one order.
+Gradients of B and C are sums over the heads of a group: a program of _query_grads or _key_grads has several heads of a
+chunk, one after another, and keeps the sum; those of a group's programs are added up in one order. What a head has for
+itself is computed apart from them: one kernel of all gradients has no room for its sums in registers.
 
 States before chunks, and gradients of those after, are stored in the dtype of x, in which matmuls read them: with
 chunks of 64 tokens of 64 features and states of 128, they are most of what moves. For 32,768 tokens, 80 heads and 8
 groups in bf16: forward 2.5 GB (x read twice and y 1.0, states 1.3 written and read, B and C 0.2, from the L2 cache for
-the heads of a group), backward 5.0 GB (x, dy and dx 2.0, states 1.3, their gradients 1.3, gradients of B and C 0.3). On
-an H200 (4.8 TB/s) that takes 0.5 and 1.0 ms; matmuls, 0.10 and 0.35 TFLOP, 0.1 and 0.35 ms. What both do not contain is
-the latency of the passes: 512 chunks, one after another.
+the heads of a group), backward 6.2 GB (x three times, dy four times and dx 2.7, states twice 1.3, their gradients three
+times 2.0, gradients of B and C 0.2). On an H200 (4.8 TB/s) that takes 0.5 and 1.3 ms; matmuls, 0.10 and 0.4 TFLOP, 0.1
+and 0.4 ms. What both do not contain is the latency of the passes: 512 chunks, one after another. Measured there: 1.3
+and 3.1 ms, of which the passes have 0.6 each, _outputs 0.5, _query_grads 0.4, _key_grads 0.5 and _value_grads 1.7.
 """
 
 from __future__ import annotations
@@ -37,6 +40,7 @@ HEADS = 16  # of a program that adds up gradients of B and C
 WARPS = 4
 STATES = 64  # features of a state that a program takes from chunk to chunk
 STAGES = 3  # of loops over values of 16 bits
+OUTPUT_REGISTERS, VALUE_REGISTERS = 128, 168  # of a thread: four, and three, programs fit into a processor
 
 
 @triton.jit
@@ -473,6 +477,9 @@ def _value_grads(
     read = _dot(queries, tl.trans(state), ELEMENT, WIDE)
     of_read = tl.sum(read * above.to(WIDE), 1) * tl.load(reaches + token, mask=here, other=0.0)
     # inside the chunk
+    tl.debug_barrier()  # what is read again below need not stay in registers until then
+    above = _tile(dy, row, head, start, i, p, here, p < P, tl.cast(L, tl.int64) * H * P, H * P, P)
+    values = _tile(x, row, head, start, i, p, here, p < P, x_row, x_tok, P).to(WIDE)
     between = _until(sums, numbers, row, token, start, at, i, here, L, DOCUMENTS)
     weights = _dot(keys, tl.trans(queries), ELEMENT, WIDE) * between
     du += _dot(weights, above, ELEMENT, WIDE)
@@ -480,6 +487,9 @@ def _value_grads(
     both = weights * _dot(values * step[:, None], tl.trans(above), ELEMENT, WIDE)
     passing = _sums_from(both, i, ELEMENT, WIDE)
     dlogs = tl.sum(tl.where(i[:, None] < i[None, :], passing, 0.0), 0) + tl.cumsum(of_read, 0, reverse=True)
+    tl.debug_barrier()
+    above = _tile(dy, row, head, start, i, p, here, p < P, tl.cast(L, tl.int64) * H * P, H * P, P)
+    values = _tile(x, row, head, start, i, p, here, p < P, x_row, x_tok, P).to(WIDE)
     own, _, last = _documents(numbers, row, start, at, here, L, DOCUMENTS)
     at_end = tl.cumsum(of_end, 0) - of_end + of_passed
     dlogs += tl.where((own == last) & here, at_end, 0.0)
@@ -596,6 +606,7 @@ def scan_forward(s: ScanInputs) -> tuple[Tensor, Tensor, Tensor]:
         call.length,
         *call.strides(call.x, call.b, call.c),
         SKIP=s.d is not None,
+        maxnreg=OUTPUT_REGISTERS,
         **call.of_chunks,
     )
     return y, final, before
@@ -688,6 +699,7 @@ def scan_backward(dy: Tensor, dstate: Tensor | None, s: ScanInputs, before: Tens
         call.length,
         *call.strides(call.x, call.b, call.c),
         SKIP=s.d is not None,
+        maxnreg=VALUE_REGISTERS,
         **how,
     )
     added = (t.squeeze(3) if parts == 1 else t.sum(3) for t in (db, dc))
