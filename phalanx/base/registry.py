@@ -99,6 +99,7 @@ BUILT_IN: Mapping[str, Mapping[str, str]] = MappingProxyType(
                 "loss": "phalanx.ops.dense.cross_entropy:LOSS",
                 "adamw": "phalanx.ops.optimizer.adamw:ADAMW",
                 "symmetric": "phalanx.ops.optimizer.symmetric:SYMMETRIC",
+                "directions": "phalanx.ops.optimizer.directions:DIRECTIONS",
                 "route": "phalanx.ops.experts.route:ROUTE",
                 "matmul": "phalanx.ops.dense.matmul:MATMUL",
                 "wide_matmul": "phalanx.ops.dense.matmul:WIDE_MATMUL",

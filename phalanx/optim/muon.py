@@ -21,7 +21,7 @@ from phalanx.base.rules import problem, within
 from phalanx.layout.param import LogicalMatrix, ParamSpec
 from phalanx.ops.optimizer.state import Moment
 from phalanx.optim.config import OptimConfig
-from phalanx.optim.optimizer import MatrixOptimizer, WholeMatrix, optimizer
+from phalanx.optim.optimizer import MatrixOptimizer, StepScalars, StoredMatrix, WholeMatrix, optimizer
 
 if TYPE_CHECKING:  # importing torch takes seconds
     from torch import Tensor
@@ -95,6 +95,26 @@ class Muon(MatrixOptimizer):
         for p, update in zip(matrices, updates):
             p.master.mul_(1 - p.lr * p.weight_decay).add_(update, alpha=-p.lr)
 
+    def update_stored(self, matrices: Sequence[StoredMatrix], scalars: StepScalars, kernels: Kernels) -> bool:
+        import torch  # start-up time: see above
+
+        from phalanx.ops.optimizer.directions import MomentumOptions, apply_, directions_
+
+        c, first = self.config, matrices[0]
+        found: list[Any] = [m.stored for m in matrices]
+        if not all(isinstance(t, torch.Tensor) for s in found for t in (s.master, s.state["momentum"])):
+            return False  # packed
+        numel, options = math.prod(first.shape), MomentumOptions(c.momentum, c.nesterov)
+        directions = first.stored.grad.new_empty(len(matrices), *first.shape)
+        for s, out in zip(found, directions):
+            given = s.grad[:numel], s.state["momentum"][:numel], out.view(-1)
+            directions_(*given, options, scalars.factor, scalars.skip, kernels)
+        updates = self._updates(directions, first.logical or (whole(first.shape),), kernels)
+        for s, update in zip(found, updates):
+            weights, rates = None if s.out is None else s.out[:numel], (first.lr, first.weight_decay)
+            apply_(s.master[:numel], s.grad[:numel], update.view(-1), weights, rates, scalars.skip, kernels)
+        return True
+
     def _updates(self, directions: Tensor, logical: tuple[LogicalMatrix, ...], kernels: Kernels) -> Tensor:
         """(B, rows, columns) -> the same orthogonalised and scaled, each logical matrix by itself."""
         import torch  # start-up time: see above
@@ -106,10 +126,12 @@ class Muon(MatrixOptimizer):
         narrow = c.products == "bf16" and directions.dtype != torch.float64
         for matrix in logical:
             outputs = directions.mT if matrix.dim else directions
-            found = torch.cat([outputs[:, start:stop:step] for start, stop, step in matrix.ranges], 1)
+            parts = [outputs[:, start:stop:step] for start, stop, step in matrix.ranges]
+            found = parts[0] if len(parts) == 1 else torch.cat(parts, 1)
             shape = self._shape(matrix)
             alone = found.reshape(-1, *shape)
-            made = orthogonalized(alone, polynomials, narrow, kernels).mul(factor_of(shape, c.adjust)).view_as(found)
+            scale = factor_of(shape, c.adjust)
+            made = orthogonalized(alone, polynomials, narrow, kernels, scale).reshape(found.shape)
             into, at = updates.mT if matrix.dim else updates, 0
             for one in matrix.ranges:
                 count = len(range(*one))

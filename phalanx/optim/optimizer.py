@@ -124,6 +124,18 @@ class Optimizer(ABC):
         return elements(matrix)
 
 
+@dataclass(frozen=True)
+class StoredMatrix:
+    """A whole matrix where it is stored, in flat ranges that may end with padding: `shape` (rows, columns), or (n,) of
+    a vector, and as in WholeMatrix."""
+
+    stored: StateRange
+    shape: tuple[int, ...]
+    lr: float
+    weight_decay: float
+    logical: tuple[LogicalMatrix, ...]
+
+
 class MatrixOptimizer(Optimizer):
     """An optimizer of whole matrices that can update several of one shape at once, with the same result as one by one
     but for rounding.
@@ -140,6 +152,11 @@ class MatrixOptimizer(Optimizer):
     @abstractmethod
     def update_matrices(self, matrices: Sequence[WholeMatrix], kernels: Kernels) -> None:
         """As `update`, of matrices that agree in shape, logical matrices, rates and step."""
+
+    def update_stored(self, matrices: Sequence[StoredMatrix], scalars: StepScalars, kernels: Kernels) -> bool:
+        """The same in place, in fewer passes over memory, from gradients that are not scaled and are set to zero.
+        False: nothing was done, because this optimizer has no such form for how these are stored."""
+        return False
 
     @abstractmethod
     def flops(self, matrix: ParamSpec) -> float:

@@ -27,6 +27,7 @@ from phalanx.optim.optimizer import (
     Optimizer,
     ParamRange,
     StepScalars,
+    StoredMatrix,
     WholeMatrix,
     optimizers_of,
 )
@@ -229,16 +230,24 @@ class HomeRule:
         for bucket, groups in self.groups.items():
             self.exchange.bring_gradients(bucket)
             for (decay, scale), slots in groups:
-                copies = [WorkingCopies.of_matrix(self._stored(s), s, (lr * scale, decay), scalars) for s in slots]
-                if isinstance(self.optimizer, MatrixOptimizer):
-                    self.optimizer.update_matrices([c.p for c in copies], self.kernels)  # type: ignore[misc]
-                else:
-                    for copy in copies:
-                        self.optimizer.update(copy.p)
-                for copy in copies:
-                    copy.keep(scalars)
+                self._update(slots, (lr * scale, decay), scalars)
             updated(self.shard, self.exchange.slots(bucket))
             self.exchange.send_weights(bucket)
+
+    def _update(self, slots: Sequence[Slot], rates: tuple[float, float], scalars: StepScalars) -> None:
+        optimizer, stored = self.optimizer, [self._stored(slot) for slot in slots]
+        if isinstance(optimizer, MatrixOptimizer):
+            where = [StoredMatrix(s, slot.spec.shape[-2:], *rates, slot.spec.logical) for s, slot in zip(stored, slots)]
+            if optimizer.update_stored(where, scalars, self.kernels):
+                return
+        copies = [WorkingCopies.of_matrix(s, slot, rates, scalars) for s, slot in zip(stored, slots)]
+        if isinstance(optimizer, MatrixOptimizer):
+            optimizer.update_matrices([c.p for c in copies], self.kernels)  # type: ignore[misc]
+        else:
+            for copy in copies:
+                optimizer.update(copy.p)
+        for copy in copies:
+            copy.keep(scalars)
 
     def _stored(self, slot: Slot) -> StateRange:
         return self.shard.range(slot.offset, slot.offset + room(slot.numel, ELEMENTS))

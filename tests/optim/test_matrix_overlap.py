@@ -97,7 +97,7 @@ def order_of_work(rank: int, world: int, sharding: int) -> list[str]:
     with pytest.MonkeyPatch.context() as patch:
         for name, letter in (("leave", "l"), ("bring_gradients", "c"), ("send_weights", "w"), ("_store", "a")):
             before(MatrixHome, name, letter)
-        before(Muon, "update_matrices", "u")
+        before(Muon, "update_stored", "u")
         real = dict(state.model.handlers)
         for kind, letter in ((Forward, "f"), (Backward, "b")):
             state.model.handlers[kind] = lambda i, kind=kind, letter=letter: (events.append(letter), real[kind](i))[1]

@@ -13,9 +13,10 @@ from phalanx.layout.config import LayoutConfig
 from phalanx.layout.homes import homes_of
 from phalanx.layout.param import LogicalMatrix, ParamSpec
 from phalanx.nn.adapter import find_adapter
+from phalanx.ops.optimizer.shard import StateRange, zero_state
 from phalanx.optim.adamw import AdamWConfig
 from phalanx.optim.muon import Muon, MuonConfig, factor_of, polynomials_of
-from phalanx.optim.optimizer import WholeMatrix
+from phalanx.optim.optimizer import StepScalars, StoredMatrix, WholeMatrix
 from tests.harness import parity
 from tests.optim.test_optimizers import CLIP, STEPS, by_formula, run_of
 
@@ -186,3 +187,44 @@ def test_deterministic_training_has_the_same_bits_at_any_dp(ranks, sharding):
     whole = parity.assemble([r["weights"] for r in ranks.run(f"{HERE}:bits_on_rank", 2, {"sharding": sharding})])
     for name, values in parity.assemble([alone["weights"]]).items():
         assert (values == whole[name]).all(), name
+
+
+@pytest.mark.parametrize("skip", [0.0, 1.0])
+@pytest.mark.parametrize("shape", [(24, 20), (12, 31)])
+def test_in_place_as_on_copies(shape, skip):
+    """Two matrices with padding behind them, updated where they are stored. Truth: update_matrices on copies, which
+    leave what is stored alone in a step that is skipped; gradients are cleared in any."""
+    rows, columns = shape
+    logical = (LogicalMatrix(0, ((0, 8, 1),), (8, columns)), LogicalMatrix(0, ((8, rows, 1),), (rows - 8, columns)))
+    muon, numel, rates = Muon(MuonConfig(name="muon")), rows * columns, (0.1, 0.2)
+    scalars = StepScalars(torch.ones(()), torch.full((), 0.25), torch.full((), skip))
+    draw = torch.Generator().manual_seed(0)
+
+    def stored() -> StateRange:
+        values = (torch.zeros(numel + 7, dtype=torch.float64) for _ in range(4))
+        master, grad, momentum, out = values
+        for x in (master, grad, momentum):
+            x[:numel] = torch.randn(numel, dtype=torch.float64, generator=draw)
+        return StateRange(master, grad, {"momentum": momentum}, out)
+
+    made = [stored() for _ in range(2)]
+    views = [[x[:numel].view(shape).clone() for x in (s.master, s.grad * 0.25, s.state["momentum"])] for s in made]
+    wanted = [WholeMatrix(m, g, {"momentum": b}, *rates, torch.ones(()), logical=logical) for m, g, b in views]
+    if not skip:
+        muon.update_matrices(wanted, "plain")
+    assert muon.update_stored([StoredMatrix(s, shape, *rates, logical) for s in made], scalars, "plain")
+    for mine, truth in zip(made, wanted):
+        for found, values in ((mine.master, truth.master), (mine.state["momentum"], truth.momentum)):
+            torch.testing.assert_close(found[:numel].view(shape), values, rtol=1e-12, atol=1e-13)
+        assert torch.equal(mine.out[:numel], mine.master[:numel]) and not mine.grad.any()
+        assert not any(x[numel:].any() for x in (mine.master, mine.state["momentum"], mine.out))
+
+
+def test_packed_state_is_updated_on_copies():
+    """Nothing was done to it in place."""
+    master, grad = torch.ones(64), torch.ones(64)
+    momentum = zero_state(Muon.state, master, torch.uint8)
+    matrix = StoredMatrix(StateRange(master, grad, momentum), (8, 8), 0.1, 0.1, ())
+    scalars = StepScalars(torch.ones(()), torch.ones(()), torch.zeros(()))
+    assert not Muon(MuonConfig(name="muon")).update_stored([matrix], scalars, "plain")
+    assert torch.equal(master, torch.ones(64)) and torch.equal(grad, torch.ones(64))

@@ -29,22 +29,28 @@ thousand."""
 
 
 def orthogonalized(
-    matrices: Tensor, polynomials: Sequence[Polynomial], narrow: bool, kernels: Kernels = "auto"
+    matrices: Tensor, polynomials: Sequence[Polynomial], narrow: bool, kernels: Kernels = "auto", scale: float = 1.0
 ) -> Tensor:
-    """Matrices (B, rows, columns) with singular values near 1, in the same dtype. Each polynomial is applied once, in
-    this order. narrow: with products of 16 bits."""
+    """Matrices (B, rows, columns) with singular values near `scale`. Each polynomial is applied once, in this order.
+    narrow: with products of 16 bits, in whose dtype the result is; otherwise in the same one."""
     tall = matrices.shape[-2] > matrices.shape[-1]
     x = matrices.mT if tall else matrices
     together = together_of(x.shape[-2], x.shape[-1])
     if narrow and together == 1:
         x = x.bfloat16()
-    x = x / torch.linalg.vector_norm(x, dim=(-2, -1), keepdim=True).clamp(min=LEAST)
-    if narrow and together > 1:
-        x = x.half()
+    norm = torch.linalg.vector_norm(x, dim=(-2, -1), keepdim=True).clamp(min=LEAST)
+    half = narrow and together > 1
+    x = torch.div(x, norm, out=torch.empty_like(x, dtype=torch.float16) if half else None)
     for first in range(0, len(polynomials), together):
         gram = symmetric_matmul(x, x, kernels=kernels)
-        x = _applied(x, gram, polynomials[first : first + together], kernels)
-    return (x.mT if tall else x).to(matrices.dtype)
+        added, product = _factors(gram, polynomials[first : first + together], kernels)
+        if first + together < len(polynomials):
+            x = torch.baddbmm(x, product, x, beta=added)
+        elif tall:  # the product is symmetric: the result is computed as it is wanted, without a transposition
+            x = torch.baddbmm(x.mT, x.mT, product, beta=added * scale, alpha=scale)
+        else:
+            x = torch.baddbmm(x, product, x, beta=added * scale, alpha=scale)
+    return x
 
 
 def together_of(short: int, long: int) -> int:
@@ -52,11 +58,11 @@ def together_of(short: int, long: int) -> int:
     return TOGETHER if long > short else 1
 
 
-def _applied(x: Tensor, gram: Tensor, polynomials: Sequence[Polynomial], kernels: Kernels) -> Tensor:
-    """x (B, short, long) after these iterations, whose Gram matrices begin with `gram`."""
+def _factors(gram: Tensor, polynomials: Sequence[Polynomial], kernels: Kernels) -> tuple[float, Tensor]:
+    """a and P, where a x + P x is x after these iterations, the first of which has this Gram matrix."""
     if len(polynomials) == 1:
         ((a, b, c),) = polynomials
-        return torch.baddbmm(x, symmetric_matmul(gram, gram, gram, c, b, kernels), x, beta=a)
+        return a, symmetric_matmul(gram, gram, gram, c, b, kernels)
     product: Tensor | None = None
     for number, (a, b, c) in enumerate(polynomials):
         p = symmetric_matmul(gram, gram, gram, c, b, kernels)
@@ -64,7 +70,7 @@ def _applied(x: Tensor, gram: Tensor, polynomials: Sequence[Polynomial], kernels
         if number + 1 < len(polynomials):
             gram = symmetric_matmul(p, symmetric_matmul(p, gram, kernels=kernels), kernels=kernels)
         product = p if product is None else symmetric_matmul(p, product, kernels=kernels)
-    return torch.bmm(product, x)  # type: ignore[arg-type]
+    return 0.0, product  # type: ignore[return-value]
 
 
 def flops(rows: int, columns: int, iterations: int) -> float:

@@ -1,0 +1,75 @@
+"""The passes of ops.optimizer.directions on a GPU, each once over memory."""
+
+from __future__ import annotations
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from phalanx.ops.kernel_tools import triton_wide
+from phalanx.ops.optimizer.directions import MomentumOptions
+
+BLOCK = 1024
+
+
+@triton.jit
+def _directions(
+    g,
+    m,
+    out,
+    factor,
+    skip,
+    n,
+    DECAY: tl.constexpr,
+    NESTEROV: tl.constexpr,
+    WIDE: tl.constexpr,
+    BLOCK: tl.constexpr,
+):
+    i = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
+    mask = i < n
+    grad = tl.load(g + i, mask=mask, other=0.0) * tl.load(factor).to(WIDE)
+    before = tl.load(m + i, mask=mask, other=0.0).to(WIDE)
+    after = before + (1.0 - DECAY) * (grad - before)
+    made = after
+    if NESTEROV:
+        made = grad + DECAY * (after - grad)
+    tl.store(out + i, made, mask=mask)
+    tl.store(m + i, after.to(m.dtype.element_ty), mask=mask & (tl.load(skip) == 0))
+
+
+@triton.jit
+def _apply(p, g, u, w, skip, lr, kept, n, COPY: tl.constexpr, WIDE: tl.constexpr, BLOCK: tl.constexpr):
+    """lr and kept, which is 1 - lr * decay, are () float64."""
+    i = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
+    mask = i < n
+    if tl.load(skip) == 0:
+        x = tl.load(p + i, mask=mask, other=0.0) * tl.load(kept).to(WIDE)
+        x -= tl.load(u + i, mask=mask, other=0.0) * tl.load(lr).to(WIDE)
+        tl.store(p + i, x, mask=mask)
+        if COPY:
+            tl.store(w + i, x.to(w.dtype.element_ty), mask=mask)
+    tl.store(g + i, tl.zeros((BLOCK,), WIDE), mask=mask)
+
+
+def directions(
+    grad: Tensor, momentum: Tensor, out: Tensor, options: MomentumOptions, factor: Tensor, skip: Tensor
+) -> None:
+    """As ops.optimizer.directions.directions."""
+    if n := len(grad):
+        how = dict(WIDE=triton_wide(grad.dtype), BLOCK=BLOCK, num_warps=4)
+        o = options
+        _directions[(triton.cdiv(n, BLOCK),)](
+            grad, momentum, out, factor, skip, n, DECAY=o.decay, NESTEROV=o.nesterov, **how
+        )
+
+
+def apply(
+    master: Tensor, grad: Tensor, update: Tensor, weights: Tensor | None, rates: tuple[float, float], skip: Tensor
+) -> None:
+    """As ops.optimizer.directions.apply."""
+    if n := len(grad):
+        lr, decay = rates
+        scalars = (torch.full((), x, dtype=torch.float64, device=grad.device) for x in (lr, 1 - lr * decay))
+        how = dict(COPY=weights is not None, WIDE=triton_wide(grad.dtype), BLOCK=BLOCK, num_warps=4)
+        _apply[(triton.cdiv(n, BLOCK),)](master, grad, update, weights, skip, *scalars, n, **how)
