@@ -53,7 +53,13 @@ from phalanx.ops.dense.rope import RopeGrad
 from phalanx.ops.experts import grouped_kernel, permute_kernel, push_kernel, route_kernel
 from phalanx.ops.experts.permute import Gathered
 from phalanx.ops.experts.rows import ExpertRows
-from phalanx.ops.optimizer import adamw_kernel, blockwise_kernel, moments_kernel, symmetric_kernel
+from phalanx.ops.optimizer import (
+    adamw_kernel,
+    blockwise_kernel,
+    directions_kernel,
+    moments_kernel,
+    symmetric_kernel,
+)
 from phalanx.ops.optimizer.symmetric import TILES
 from phalanx.ops.quantized import (
     base_decode_kernel,
@@ -219,7 +225,7 @@ def kernels() -> list[tuple]:
 
 
 def symmetric() -> list[tuple]:
-    """Symmetric products, with the tuning that is preferred and a smaller one."""
+    """Symmetric products, with the tuning that is preferred and a smaller one; Muon's passes over memory."""
     import triton.language as tl
 
     found = []
@@ -228,6 +234,11 @@ def symmetric() -> list[tuple]:
         types = read | dict(c=BF, out=BF, alpha="fp32", beta="fp32")
         consts = dict(M=4096, K=4096, ADD=True, TMA=True, WIDE=tl.float32, SIDE=t.side, STEP=t.k)
         found.append((symmetric_kernel._symmetric, types, consts, dict(num_warps=t.warps, num_stages=t.stages)))
+    flat, wide = dict(g="*fp32", skip="*fp32", n="i32"), dict(WIDE=tl.float32, BLOCK=directions_kernel.BLOCK)
+    passed = dict(DECAY=0.95, NESTEROV=True, **wide), dict(COPY=True, **wide)
+    found.append((directions_kernel._directions, dict(m="*fp32", out="*fp32", factor="*fp32", **flat), passed[0]))
+    ends = dict(p="*fp32", u="*fp32", w=BF, lr="*fp64", kept="*fp64", **flat)
+    found.append((directions_kernel._apply, ends, passed[1]))
     return found
 
 
