@@ -98,21 +98,20 @@ class Muon(MatrixOptimizer):
     def update_stored(self, matrices: Sequence[StoredMatrix], scalars: StepScalars, kernels: Kernels) -> bool:
         import torch  # start-up time: see above
 
-        from phalanx.ops.optimizer.directions import MomentumOptions, apply_, directions_
+        from phalanx.ops.optimizer.directions import MatrixRange, MomentumOptions, apply_, directions_
 
         c, first = self.config, matrices[0]
-        found: list[Any] = [m.stored for m in matrices]
-        if not all(isinstance(t, torch.Tensor) for s in found for t in (s.master, s.state["momentum"])):
+        stored: list[Any] = [m.stored for m in matrices]
+        if not all(isinstance(t, torch.Tensor) for s in stored for t in (s.master, s.state["momentum"])):
             return False  # packed
-        numel, options = math.prod(first.shape), MomentumOptions(c.momentum, c.nesterov)
-        directions = first.stored.grad.new_empty(len(matrices), *first.shape)
-        for s, out in zip(found, directions):
-            given = s.grad[:numel], s.state["momentum"][:numel], out.view(-1)
-            directions_(*given, options, scalars.factor, scalars.skip, kernels)
+        options, cut = MomentumOptions(c.momentum, c.nesterov), slice(0, math.prod(first.shape))  # without padding
+        parts = [MatrixRange(s.master, s.grad, s.state["momentum"], s.out) for s in (each[cut] for each in stored)]
+        directions = parts[0].grad.new_empty(len(parts), *first.shape)
+        for part, to in zip(parts, directions):
+            directions_(part, to.view(-1), options, scalars.factor, scalars.skip, kernels)
         updates = self._updates(directions, first.logical or (whole(first.shape),), kernels)
-        for s, update in zip(found, updates):
-            weights, rates = None if s.out is None else s.out[:numel], (first.lr, first.weight_decay)
-            apply_(s.master[:numel], s.grad[:numel], update.view(-1), weights, rates, scalars.skip, kernels)
+        for part, update in zip(parts, updates):
+            apply_(part, update.view(-1), (first.lr, first.weight_decay), scalars.skip, kernels)
         return True
 
     def _updates(self, directions: Tensor, logical: tuple[LogicalMatrix, ...], kernels: Kernels) -> Tensor:

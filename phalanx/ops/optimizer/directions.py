@@ -16,6 +16,17 @@ from phalanx.ops.op import Case, Kernels, Op, triton
 
 
 @dataclass(frozen=True)
+class MatrixRange:
+    """The elements of a whole matrix as they are stored: master and gradient (n,) of one dtype, momentum of it or a
+    narrower one; `out` (n,) the weights, if they are stored separately."""
+
+    master: Tensor
+    grad: Tensor
+    momentum: Tensor
+    out: Tensor | None = None
+
+
+@dataclass(frozen=True)
 class MomentumOptions:
     """decay: of the momentum; nesterov: whether the direction is made of the gradient and the momentum, not of the
     momentum alone."""
@@ -25,67 +36,57 @@ class MomentumOptions:
 
 
 def directions_(
-    grad: Tensor,
-    momentum: Tensor,
-    out: Tensor,
+    part: MatrixRange,
+    to: Tensor,
     options: MomentumOptions,
     factor: Tensor,
     skip: Tensor,
     kernels: Kernels = "auto",
 ) -> None:
-    """With g = factor * grad: momentum = decay * momentum + (1 - decay) * g, and out = (1 - decay) * g + decay *
-    momentum, or momentum itself. grad, out (n,) of one dtype, momentum (n,) of it or a narrower one, rounded after the
-    step. Where `skip` () is 1, the momentum stays and `out` is of no use."""
-    DIRECTIONS.choose(kernels, grad).directions(grad, momentum, out, options, factor, skip)
+    """With g = factor * grad: momentum = decay * momentum + (1 - decay) * g, and what is written `to` (n,), in the
+    dtype of grad, is (1 - decay) * g + decay * momentum, or momentum itself. Where `skip` () is 1, the momentum stays
+    and what is written is of no use."""
+    DIRECTIONS.choose(kernels, part.grad).directions(part, to, options, factor, skip)
 
 
 def apply_(
-    master: Tensor,
-    grad: Tensor,
-    update: Tensor,
-    weights: Tensor | None,
-    rates: tuple[float, float],
-    skip: Tensor,
-    kernels: Kernels = "auto",
+    part: MatrixRange, update: Tensor, rates: tuple[float, float], skip: Tensor, kernels: Kernels = "auto"
 ) -> None:
-    """rates: (lr, weight decay). master = (1 - lr * decay) * master - lr * update, weights = master, grad = 0; all
-    (n,), update in the dtype of master. Where `skip` () is 1, only the gradients change."""
-    DIRECTIONS.choose(kernels, grad).apply(master, grad, update, weights, rates, skip)
+    """rates: (lr, weight decay). master = (1 - lr * decay) * master - lr * update, out = master, grad = 0; update (n,)
+    is in the dtype of master. Where `skip` () is 1, only the gradients change."""
+    DIRECTIONS.choose(kernels, part.grad).apply(part, update, rates, skip)
 
 
-def directions(
-    grad: Tensor, momentum: Tensor, out: Tensor, options: MomentumOptions, factor: Tensor, skip: Tensor
-) -> None:
+def directions(part: MatrixRange, to: Tensor, options: MomentumOptions, factor: Tensor, skip: Tensor) -> None:
     """As `directions_`, by torch."""
-    g = grad * factor.to(grad.dtype)
-    after = momentum.to(grad.dtype).lerp(g, 1 - options.decay)
-    out.copy_(g.lerp(after, options.decay) if options.nesterov else after)
-    momentum.copy_(torch.where(skip.bool(), momentum, after))
+    g = part.grad * factor.to(part.grad.dtype)
+    after = part.momentum.to(g.dtype).lerp(g, 1 - options.decay)
+    to.copy_(g.lerp(after, options.decay) if options.nesterov else after)
+    part.momentum.copy_(torch.where(skip.bool(), part.momentum, after))
 
 
-def apply(
-    master: Tensor, grad: Tensor, update: Tensor, weights: Tensor | None, rates: tuple[float, float], skip: Tensor
-) -> None:
+def apply(part: MatrixRange, update: Tensor, rates: tuple[float, float], skip: Tensor) -> None:
     """As `apply_`, by torch."""
     lr, decay = rates
-    after = (master * (1 - lr * decay)).add_(update, alpha=-lr)
-    master.copy_(torch.where(skip.bool(), master, after))
-    if weights is not None:
-        weights.copy_(master)
-    grad.zero_()
+    after = (part.master * (1 - lr * decay)).add_(update, alpha=-lr)
+    part.master.copy_(torch.where(skip.bool(), part.master, after))
+    if part.out is not None:
+        part.out.copy_(part.master)
+    part.grad.zero_()
 
 
 def _case(nesterov: bool) -> Callable[..., Tensor]:
     def steps(master: Tensor, grad: Tensor, momentum: Tensor, kernels: Kernels) -> Tensor:
         """Three steps, of which the second is skipped; the update is the direction itself."""
         master, grad, momentum = (t.detach().clone() for t in (master, grad, momentum))
-        factor, weights = torch.full((), 0.3, device=grad.device), torch.empty_like(master)
-        found = []
+        factor = torch.full((), 0.3, device=grad.device)
+        weights, found = torch.empty_like(master), []
+        part = MatrixRange(master, grad, momentum, weights)
         for number in range(3):
             skip, out = torch.full((), float(number == 1), device=grad.device), torch.empty_like(grad)
-            directions_(grad, momentum, out, MomentumOptions(0.9, nesterov), factor, skip, kernels)
+            directions_(part, out, MomentumOptions(0.9, nesterov), factor, skip, kernels)
             found.append(out if number != 1 else torch.zeros_like(out))
-            apply_(master, grad, out, weights, (0.1, 0.2), skip, kernels)
+            apply_(part, out, (0.1, 0.2), skip, kernels)
             found += [grad.clone(), weights.clone()]
             grad.copy_(master - number)
         return torch.stack((master, momentum, *found))

@@ -8,7 +8,7 @@ import triton.language as tl
 from torch import Tensor
 
 from phalanx.ops.kernel_tools import triton_wide
-from phalanx.ops.optimizer.directions import MomentumOptions
+from phalanx.ops.optimizer.directions import MatrixRange, MomentumOptions
 
 BLOCK = 1024
 
@@ -52,24 +52,17 @@ def _apply(p, g, u, w, skip, lr, kept, n, COPY: tl.constexpr, WIDE: tl.constexpr
     tl.store(g + i, tl.zeros((BLOCK,), WIDE), mask=mask)
 
 
-def directions(
-    grad: Tensor, momentum: Tensor, out: Tensor, options: MomentumOptions, factor: Tensor, skip: Tensor
-) -> None:
+def directions(part: MatrixRange, to: Tensor, options: MomentumOptions, factor: Tensor, skip: Tensor) -> None:
     """As ops.optimizer.directions.directions."""
-    if n := len(grad):
-        how = dict(WIDE=triton_wide(grad.dtype), BLOCK=BLOCK, num_warps=4)
-        o = options
-        _directions[(triton.cdiv(n, BLOCK),)](
-            grad, momentum, out, factor, skip, n, DECAY=o.decay, NESTEROV=o.nesterov, **how
-        )
+    if n := len(to):
+        how = dict(DECAY=options.decay, NESTEROV=options.nesterov, WIDE=triton_wide(to.dtype), BLOCK=BLOCK)
+        _directions[(triton.cdiv(n, BLOCK),)](part.grad, part.momentum, to, factor, skip, n, **how, num_warps=4)
 
 
-def apply(
-    master: Tensor, grad: Tensor, update: Tensor, weights: Tensor | None, rates: tuple[float, float], skip: Tensor
-) -> None:
+def apply(part: MatrixRange, update: Tensor, rates: tuple[float, float], skip: Tensor) -> None:
     """As ops.optimizer.directions.apply."""
-    if n := len(grad):
-        lr, decay = rates
+    if n := len(update):
+        (lr, decay), grad = rates, part.grad
         scalars = (torch.full((), x, dtype=torch.float64, device=grad.device) for x in (lr, 1 - lr * decay))
-        how = dict(COPY=weights is not None, WIDE=triton_wide(grad.dtype), BLOCK=BLOCK, num_warps=4)
-        _apply[(triton.cdiv(n, BLOCK),)](master, grad, update, weights, skip, *scalars, n, **how)
+        how = dict(COPY=part.out is not None, WIDE=triton_wide(grad.dtype), BLOCK=BLOCK, num_warps=4)
+        _apply[(triton.cdiv(n, BLOCK),)](part.master, grad, update, part.out, skip, *scalars, n, **how)
