@@ -106,7 +106,7 @@ def hash_of(cls: type) -> Any:
     return __hash__
 
 
-def refusals_of(cls: type) -> dict[str, Any]:
+def refusals_of(cls: Any) -> dict[str, Any]:
     """`__setattr__` and `__delattr__` of a frozen class. A subclass that is no dataclass may have other attributes."""
     names = frozenset(f.name for f in fields(cls))
 
