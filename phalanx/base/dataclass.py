@@ -81,9 +81,10 @@ def text_of(self: Any) -> str:
 def values_of(names: Iterable[str]) -> Callable[[Any], tuple[Any, ...]]:
     """Reads these attributes of an instance. A tuple even of one: it compares what is identical without `==`."""
     several = tuple(names)
-    if len(several) > 1:
-        return attrgetter(*several)
-    return lambda instance: tuple(getattr(instance, name) for name in several)
+    if not several:
+        return lambda instance: ()
+    read = attrgetter(*several)
+    return read if len(several) > 1 else lambda instance: (read(instance),)
 
 
 def equality_of(cls: type) -> Any:
