@@ -8,6 +8,7 @@ the other methods need no compiler. To type checkers this is Python's decorator.
 from __future__ import annotations
 
 import dataclasses
+import sys
 from collections.abc import Callable, Iterable
 from dataclasses import MISSING, FrozenInstanceError, fields, is_dataclass
 from functools import partial
@@ -20,12 +21,12 @@ class UncompiledInit:
     """Stands in for `__init__`, and puts the real one in its place when somebody asks for it: who makes the first
     instance, or reads the signature."""
 
-    def __init__(self, cls: type) -> None:
+    def __init__(self, cls: Any) -> None:
         self.cls = cls
 
     def __get__(self, instance: Any, owner: type | None = None) -> Any:
         method = compiled_init(self.cls)
-        self.cls.__init__ = method  # type: ignore[misc]
+        self.cls.__init__ = method
         return method.__get__(instance, owner)
 
 
@@ -39,34 +40,39 @@ class OwnFactory:
 OWN_FACTORY = OwnFactory()
 
 
-def compiled_init(cls: type) -> Any:
+def compiled_init(cls: Any) -> Any:
     """`__init__` of a dataclass: sets the fields in their order, then calls `__post_init__`."""
-    frozen = cls.__dataclass_params__.frozen  # type: ignore[attr-defined]
-    names: dict[str, Any] = {"_set": object.__setattr__, "_own_factory": OWN_FACTORY}
+    frozen = cls.__dataclass_params__.frozen
+    names: dict[str, Any] = {"__set__": object.__setattr__, "__own_factory__": OWN_FACTORY}  # that it reads
     positional = ["self"]
     by_name = ["*"]
     body: list[str] = []
     for f in fields(cls):
         value, default = f.name, ""
         if f.default_factory is not MISSING:
-            names[f"_factory_{f.name}"] = f.default_factory
-            default, made = "=_own_factory", f"_factory_{f.name}()"
-            value = f"{made} if {f.name} is _own_factory else {f.name}" if f.init else made
+            made, default = f"__factory_{f.name}__()", "=__own_factory__"
+            names[f"__factory_{f.name}__"] = f.default_factory
+            value = f"{made} if {f.name} is __own_factory__ else {f.name}" if f.init else made
         elif f.default is not MISSING:
-            names[f"_default_{f.name}"] = f.default
-            default = f"=_default_{f.name}"
+            names[f"__default_{f.name}__"] = f.default
+            default = f"=__default_{f.name}__"
+            value = f.name if f.init else default[1:]
         if f.init:
             (by_name if f.kw_only else positional).append(f.name + default)
-        elif f.default_factory is MISSING:
-            continue  # it has the class's default, or none until somebody sets it
-        body.append(f"_set(self, {f.name!r}, {value})" if frozen else f"self.{f.name} = {value}")
+        elif value == f.name or (f.default is not MISSING and "__slots__" not in vars(cls)):
+            continue  # it has none until somebody sets it, or that of the class, which one with slots does not keep
+        body.append(f"__set__(self, {f.name!r}, {value})" if frozen else f"self.{f.name} = {value}")
     if hasattr(cls, "__post_init__"):
         body.append("self.__post_init__()")
     arguments = ", ".join(positional + (by_name if len(by_name) > 1 else []))
-    exec(f"def __init__({arguments}):\n  " + "\n  ".join(body or ["pass"]), names)
-    method = names.pop("__init__")
+    lines = [f"def make({', '.join(names)}):", f" def __init__({arguments}):"]
+    lines += [f"  {line}" for line in body or ["pass"]]
+    module = sys.modules.get(cls.__module__)
+    found: dict[str, Any] = {}
+    # in the module of the class, where annotations of arguments are looked up
+    exec("\n".join([*lines, " return __init__"]), {} if module is None else vars(module), found)
+    method = found["make"](**names)
     method.__qualname__ = f"{cls.__qualname__}.__init__"
-    method.__module__ = cls.__module__
     method.__annotations__ = {f.name: f.type for f in fields(cls) if f.init} | {"return": None}
     return method
 
@@ -138,7 +144,8 @@ def decorate(
     inherits = any(map(is_dataclass, cls.__mro__[1:]))
     needed = inherits or slots or not own.keys().isdisjoint(("__setattr__", "__delattr__"))
     doc = cls.__doc__
-    cls.__doc__ = doc or cls.__name__  # or Python's decorator writes the signature there, for which it compiles
+    # without one, Python's decorator would write a signature there, and compile the `__init__` of a base for it
+    cls.__doc__ = doc or cls.__name__
     fields_alone = {"init": False, "repr": False, "eq": False}
     cls = dataclasses.dataclass(**fields_alone, kw_only=kw_only, slots=slots, frozen=frozen and needed)(cls)
     cls.__doc__ = doc

@@ -9,6 +9,7 @@ import inspect
 import pickle
 import sys
 import threading
+import typing
 from dataclasses import KW_ONLY, FrozenInstanceError, field
 from typing import Annotated, Any, ClassVar, Literal
 
@@ -38,11 +39,15 @@ def undecorated() -> type:
         named: int = field(default=7, kw_only=True)
         doubled: int = field(init=False, default=0)
         made: list[int] = field(init=False, default_factory=list, hash=False)
+        fixed: int = field(init=False, default=3)
+        unset: int = field(init=False, repr=False, compare=False)
         _: KW_ONLY
         last: str = "z"
 
         def __post_init__(self) -> None:
+            assert not hasattr(self, "unset")
             object.__setattr__(self, "doubled", 2 * self.a)
+            object.__setattr__(self, "unset", 1)
 
     Sample.__qualname__ = "Sample"
     return Sample
@@ -102,6 +107,7 @@ def test_as_pythons(options: dict[str, Any]) -> None:
     ours = dataclass(**options)(undecorated())
     theirs: Any = dataclasses.dataclass(**options)(undecorated())
     assert str(inspect.signature(ours)) == str(inspect.signature(theirs))
+    assert typing.get_type_hints(ours.__init__) == typing.get_type_hints(theirs.__init__)
     for name in ("__qualname__", "__module__", "__annotations__", "__name__"):
         assert getattr(ours.__init__, name) == getattr(theirs.__init__, name)
     assert repr(ours.__dataclass_params__) == repr(theirs.__dataclass_params__)
@@ -116,6 +122,8 @@ def test_as_pythons(options: dict[str, Any]) -> None:
         assert ours(**one) != theirs(**one)
     mine, other = ours(a=1), theirs(a=1)
     assert mine.later is not ours(a=1).later and mine.made is not ours(a=1).made, "one value for each instance"
+    if "slots" not in options:
+        assert list(vars(mine)) == list(vars(other)), "also which are read from the class"
     if ours.__hash__ is None or theirs.__hash__ is None:
         assert ours.__hash__ is theirs.__hash__
     elif options.get("eq", True):
@@ -172,6 +180,7 @@ def test_plain_subclass_of_frozen(decorator: Any) -> None:
     plain.note = "set"  # type: ignore[attr-defined]
     assert noted == ["note"] and plain.twice == 2
     del plain.note  # type: ignore[attr-defined]
+    assert not hasattr(plain, "note")
     for change in (lambda: setattr(plain, "a", 2), lambda: delattr(plain, "a")):
         with pytest.raises(FrozenInstanceError):
             change()
@@ -303,14 +312,18 @@ def test_recursive_text(decorator: Any) -> None:
 
 
 def test_compiled_once_and_late() -> None:
-    """Reading fields compiles nothing. Threads that make the first instances at once all get a whole one."""
+    """Neither fields nor a subclass compile anything. Threads that make the first instances at once get whole ones."""
 
     @dataclass(frozen=True)
     class Late:
         a: int
         b: int = 2
 
-    assert len(dataclasses.fields(Late)) == 2 and isinstance(vars(Late)["__init__"], UncompiledInit)
+    @dataclass(frozen=True)
+    class Below(Late):
+        c: int = 3
+
+    assert len(dataclasses.fields(Below)) == 3 and isinstance(vars(Late)["__init__"], UncompiledInit)
     barrier, found = threading.Barrier(4), list[Late]()
 
     def make() -> None:
@@ -323,7 +336,7 @@ def test_compiled_once_and_late() -> None:
     for thread in threads:
         thread.join()
     assert found == [Late(1)] * 4 and inspect.isfunction(vars(Late)["__init__"])
-    assert not Late.__doc__, "Python's decorator would write the signature there, for which it compiles"
+    assert isinstance(vars(Below)["__init__"], UncompiledInit) and not Below.__doc__
 
 
 @BOTH
