@@ -26,10 +26,10 @@ from phalanx.ops.kernel_tools import triton_wide, wide_of
 from phalanx.ops.scan import conv1d
 from phalanx.ops.scan.conv1d import ConvInputs
 
-STRIP = 64  # tokens that a program reads
 TURN = 8
-CHANNELS = 256
 WARPS = 2
+FORWARD = dict(STRIP=64, BC=256)  # tokens that a program reads, and channels
+BACKWARD = dict(STRIP=128, BC=128)
 
 
 @triton.jit
@@ -208,9 +208,9 @@ def _backward(
         x, numbers, before, row, start, cols, inside, L, C, x_row, x_tok, K, DOCUMENTS, BEFORE, WIDE
     )
     above, dw = (), ()
-    for k in tl.static_range(K - 1):  # of tokens before the strip, which belong to the gradients of earlier inputs
+    for _ in tl.static_range(K - 1):  # of tokens before the strip, which belong to the gradients of earlier inputs
         above = above + (tl.zeros((BC,), WIDE),)
-    for k in tl.static_range(K):
+    for _ in tl.static_range(K):
         dw = dw + (tl.zeros((BC,), WIDE),)
     db = tl.zeros((BC,), WIDE)
     for turn in range(0, STRIP // TURN):
@@ -258,10 +258,10 @@ def conv_forward(s: ConvInputs) -> Tensor:
     """As the reference."""
     x, (rows, length, channels) = _features_last(s.x), s.x.shape
     y = torch.empty(x.shape, dtype=x.dtype, device=x.device)
-    grid = (rows * triton.cdiv(length, STRIP) * triton.cdiv(channels, CHANNELS),)
+    grid = (rows * triton.cdiv(length, FORWARD["STRIP"]) * triton.cdiv(channels, FORWARD["BC"]),)
     if y.numel():
         given = (x, s.weight.contiguous(), s.bias, _packed(s.numbers), _packed(s.before))
-        _forward[grid](*given, y, length, channels, x.stride(0), x.stride(1), **_constants(s))
+        _forward[grid](*given, y, length, channels, x.stride(0), x.stride(1), **FORWARD, **_constants(s))
     return y
 
 
@@ -269,15 +269,15 @@ def conv_backward(dy: Tensor, s: ConvInputs) -> tuple[Tensor, Tensor, Tensor, Te
     """As the reference."""
     x, dy, (rows, length, channels) = _features_last(s.x), _features_last(dy), s.x.shape
     taps, wide = s.weight.shape[1], wide_of(x.dtype)
-    strips = rows * triton.cdiv(length, STRIP - taps + 1)
+    strips = rows * triton.cdiv(length, BACKWARD["STRIP"] - taps + 1)
     dx = torch.empty(x.shape, dtype=x.dtype, device=x.device)
     dw = torch.zeros(strips, channels, taps, dtype=wide, device=x.device)
     db = torch.zeros(strips, channels, dtype=wide, device=x.device)
     if dx.numel():
         given = (dy, x, s.weight.contiguous(), s.bias, _packed(s.numbers), _packed(s.before))
         strides = (x.stride(0), x.stride(1), dy.stride(0), dy.stride(1))
-        grid = (strips * triton.cdiv(channels, CHANNELS),)
-        _backward[grid](*given, dx, dw, db, length, channels, *strides, **_constants(s))
+        grid = (strips * triton.cdiv(channels, BACKWARD["BC"]),)
+        _backward[grid](*given, dx, dw, db, length, channels, *strides, **BACKWARD, **_constants(s))
     dbefore = None
     if s.before is not None:  # only the first tokens of a row read it
         few = slice(0, taps - 1)
@@ -298,8 +298,6 @@ def _constants(s: ConvInputs) -> dict[str, object]:
         DOCUMENTS=s.numbers is not None,
         BEFORE=s.before is not None,
         WIDE=triton_wide(wide_of(s.x.dtype)),
-        STRIP=STRIP,
         TURN=TURN,
-        BC=CHANNELS,
         num_warps=WARPS,
     )
