@@ -4,7 +4,8 @@ numbers."""
 from __future__ import annotations
 
 import re
-from dataclasses import dataclass
+
+from phalanx.base.dataclass import dataclass
 
 
 @dataclass(frozen=True)

@@ -3,9 +3,9 @@ moments and gradients."""
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-
 import torch
+
+from phalanx.base.dataclass import dataclass
 
 
 @dataclass(frozen=True)

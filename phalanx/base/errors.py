@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import dataclasses
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from typing import Any
+
+from phalanx.base.dataclass import dataclass
 
 SHOWN = 400  # characters of a value shown in a message
 

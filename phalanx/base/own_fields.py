@@ -5,10 +5,11 @@ from __future__ import annotations
 
 import json
 from collections.abc import Mapping
-from dataclasses import dataclass, fields, is_dataclass, make_dataclass
+from dataclasses import fields, is_dataclass
 from functools import cache
 from typing import Any
 
+from phalanx.base.dataclass import dataclass
 from phalanx.base.errors import ConfigError, Problem
 from phalanx.base.registry import near
 from phalanx.base.tree import type_text
@@ -63,11 +64,8 @@ def section_of(config: type, base: type) -> type:
     def reduced(section: Any) -> tuple[Any, ...]:  # for pickle, which finds classes by their place in a module
         return _section, (config, base, {f.name: getattr(section, f.name) for f in fields(section)})
 
-    made = make_dataclass(
-        config.__name__, [], bases=(config, base), frozen=True, kw_only=True, namespace={"__reduce__": reduced}
-    )
-    made.__module__, made.__doc__ = config.__module__, config.__doc__
-    return made
+    body = {"__module__": config.__module__, "__doc__": config.__doc__, "__reduce__": reduced}
+    return dataclass(frozen=True, kw_only=True)(type(config.__name__, (config, base), body))
 
 
 def _section(config: type, base: type, values: Mapping[str, Any]) -> Any:

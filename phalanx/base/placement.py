@@ -3,8 +3,10 @@ environment."""
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from dataclasses import field
 from pathlib import Path
+
+from phalanx.base.dataclass import dataclass
 
 MEETING = "meet://"  # scheme of init_method: a store at host:port, and the name under which to use it
 RANKS = "ranks"  # that name in the store of a launcher

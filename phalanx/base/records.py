@@ -8,10 +8,10 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Iterator, Mapping
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, ClassVar, Literal, TypeVar
 
+from phalanx.base.dataclass import dataclass
 from phalanx.base.log import Log
 from phalanx.base.own_fields import NoFields
 from phalanx.base.registry import find, registers

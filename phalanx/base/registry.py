@@ -17,12 +17,13 @@ import inspect
 import pkgutil
 import traceback
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, fields
+from dataclasses import fields
 from importlib.metadata import entry_points
 from pathlib import Path
 from types import MappingProxyType, ModuleType
 from typing import Any, TypeVar
 
+from phalanx.base.dataclass import dataclass
 from phalanx.base.errors import ConfigError, PhalanxError, Problem
 
 BUILT_IN: Mapping[str, Mapping[str, str]] = MappingProxyType(

@@ -7,9 +7,9 @@ import difflib
 import math
 import os
 from collections.abc import Iterable
-from dataclasses import dataclass
 from typing import Any
 
+from phalanx.base.dataclass import dataclass
 from phalanx.base.errors import CheckpointError, DataError, PhalanxError, Problem
 
 

@@ -9,10 +9,10 @@ import textwrap
 import types
 import typing
 from collections.abc import Callable, Iterator, Mapping
-from dataclasses import dataclass
 from functools import cache
 from typing import Any
 
+from phalanx.base.dataclass import dataclass
 from phalanx.base.registry import configs
 
 REQUIRED = dataclasses.MISSING

@@ -4,12 +4,13 @@ compared with this."""
 from __future__ import annotations
 
 import time
-from dataclasses import asdict, dataclass
+from dataclasses import asdict
 from typing import Any
 
 import torch
 import torch.nn.functional as F
 
+from phalanx.base.dataclass import dataclass
 from phalanx.base.dtypes import precision
 from phalanx.bench.timing import calls_in, measure
 from phalanx.config.run import Run

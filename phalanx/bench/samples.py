@@ -7,11 +7,11 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
-from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
+from phalanx.base.dataclass import dataclass
 from phalanx.bench.ops import OpCall, tensors_of
 from phalanx.comm.axis import Axis
 from phalanx.ops.delta.delta import DELTA, DeltaInputs, delta

@@ -8,13 +8,14 @@ import tempfile
 import time
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import torch
 from torch import Tensor
 
+from phalanx.base.dataclass import dataclass
 from phalanx.base.devices import find_device
 from phalanx.base.placement import Placement
 from phalanx.base.sizes import size_text
@@ -31,7 +32,8 @@ from phalanx.engine.step import train_step
 from phalanx.forecast.decide import make_plan
 from phalanx.forecast.flops import flops_of, step_flops
 from phalanx.nn.objective import make_objective
-from phalanx.observe.out_of_memory import held, reported
+from phalanx.observe.memory_errors import reported
+from phalanx.observe.out_of_memory import held
 from phalanx.observe.profile import Recording
 from phalanx.observe.step_budget import Budget, advice, read_budget
 from phalanx.planning.order import micro_batches

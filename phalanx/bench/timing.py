@@ -5,11 +5,13 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict
 from statistics import median
 from typing import Any
 
 import torch
+
+from phalanx.base.dataclass import dataclass
 
 BATCH_S = 1e-3  # GPU: short calls are timed several at a time, so that the gaps around an event do not count
 

@@ -8,12 +8,13 @@ adapter_config.json         what PEFT reads them by; not there of a method that 
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 from torch import Tensor
 
+from phalanx.base.dataclass import dataclass
 from phalanx.base.errors import CheckpointError
 from phalanx.checkpoint.hf_files import Shapes, read_config
 from phalanx.checkpoint.keep import find

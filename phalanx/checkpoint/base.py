@@ -10,12 +10,13 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, replace
 from pathlib import Path
 
 import torch
 from torch import Tensor
 
+from phalanx.base.dataclass import dataclass
 from phalanx.base.errors import CheckpointError
 from phalanx.checkpoint.agree import agree
 from phalanx.checkpoint.hf_files import INDEX, Shapes, adapt, folder_of, hf_files, same_in, stored_in

@@ -4,11 +4,12 @@ here."""
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 
 import torch
 from torch import Tensor
 
+from phalanx.base.dataclass import dataclass
 from phalanx.comm.mesh import Mesh
 from phalanx.data_parallel.buffers import Buffers
 from phalanx.data_parallel.flat import FlatBucket

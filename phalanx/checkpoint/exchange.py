@@ -4,11 +4,11 @@ Checkpoints do the same through files (tensors.fill)."""
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Sequence
-from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
+from phalanx.base.dataclass import dataclass
 from phalanx.base.errors import CheckpointError
 from phalanx.checkpoint.agree import agree
 from phalanx.checkpoint.boxes import Item

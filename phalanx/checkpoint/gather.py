@@ -4,13 +4,13 @@ whole model."""
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator
-from dataclasses import dataclass
 from itertools import zip_longest
 from math import prod
 
 import torch
 from torch import Tensor
 
+from phalanx.base.dataclass import dataclass
 from phalanx.base.errors import CheckpointError
 from phalanx.checkpoint.boxes import Item
 from phalanx.checkpoint.exchange import Message, Offer, carry

@@ -4,12 +4,13 @@ never ignored."""
 from __future__ import annotations
 
 import difflib
-from dataclasses import MISSING, dataclass, fields, replace
+from dataclasses import MISSING, fields, replace
 from pathlib import Path
 from typing import Any
 
 import torch
 
+from phalanx.base.dataclass import dataclass
 from phalanx.base.errors import CheckpointError
 from phalanx.checkpoint.embedder_files import is_embedder
 from phalanx.checkpoint.hf_files import (

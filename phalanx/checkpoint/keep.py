@@ -5,9 +5,9 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterable
-from dataclasses import dataclass
 from pathlib import Path
 
+from phalanx.base.dataclass import dataclass
 from phalanx.base.errors import CheckpointError, DamagedCheckpoint
 from phalanx.checkpoint.manifest import NAME, missing, parse, read_manifest
 from phalanx.checkpoint.places import is_remote, place

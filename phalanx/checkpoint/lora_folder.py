@@ -6,10 +6,10 @@ from __future__ import annotations
 import json
 import math
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from phalanx.base.dataclass import dataclass
 from phalanx.base.errors import CheckpointError
 from phalanx.base.registry import near
 from phalanx.checkpoint.adapters import CONFIG, FILE, FOLDER, PREFIX, adapter_folder

@@ -6,12 +6,13 @@ from __future__ import annotations
 import dataclasses
 import hashlib
 import json
-from dataclasses import dataclass, field
+from dataclasses import field
 from pathlib import Path, PurePosixPath
 from typing import Any
 
 import xxhash
 
+from phalanx.base.dataclass import dataclass
 from phalanx.base.errors import CheckpointError, DamagedCheckpoint
 from phalanx.checkpoint.places import missing, place
 from phalanx.checkpoint.storage import Receipt, sum_of

@@ -6,13 +6,13 @@ from __future__ import annotations
 import json
 from collections.abc import Callable, Iterable, Mapping
 from contextlib import AbstractContextManager, ExitStack, nullcontext
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import torch
 from torch import Tensor
 
+from phalanx.base.dataclass import dataclass
 from phalanx.base.errors import CheckpointError
 from phalanx.checkpoint.adapters import CONFIG, FILE, PREFIX, AdapterFolder, adapter_folder, adapter_source, module_of
 from phalanx.checkpoint.base import reading

@@ -13,7 +13,7 @@ import json
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import suppress
-from dataclasses import dataclass, field
+from dataclasses import field
 from itertools import groupby
 from math import prod
 from pathlib import Path
@@ -22,6 +22,7 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor
 
+from phalanx.base.dataclass import dataclass
 from phalanx.base.errors import CheckpointError, DamagedCheckpoint
 from phalanx.checkpoint.adapters import CONFIG, FILE, FOLDER, peft_names
 from phalanx.checkpoint.agree import agree

@@ -6,12 +6,13 @@ import socket
 import threading
 import time
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from pathlib import Path
 
 import torch
 from torch import Tensor
 
+from phalanx.base.dataclass import dataclass
 from phalanx.checkpoint.agree import agree
 from phalanx.checkpoint.gather import File
 from phalanx.checkpoint.host import HostCopies

@@ -9,13 +9,14 @@ import os
 import shutil
 import uuid
 from collections.abc import Callable, Iterable, Mapping
-from dataclasses import dataclass, field
+from dataclasses import field
 from errno import ENOSPC
 from pathlib import Path
 from typing import Any
 
 import xxhash
 
+from phalanx.base.dataclass import dataclass
 from phalanx.base.errors import CheckpointError
 
 Data = bytes | bytearray | memoryview

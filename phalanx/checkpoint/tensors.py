@@ -7,7 +7,7 @@ import json
 import re
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
-from dataclasses import dataclass, field
+from dataclasses import field
 from math import prod
 from pathlib import Path
 from typing import Any, Protocol, TypeVar
@@ -17,6 +17,7 @@ import xxhash
 from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
+from phalanx.base.dataclass import dataclass
 from phalanx.base.errors import CheckpointError, DamagedCheckpoint
 from phalanx.checkpoint.boxes import Item
 from phalanx.checkpoint.staging import StagingBuffer, StagingBuffers

@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 import click
+
+from phalanx.base.dataclass import dataclass
 
 if TYPE_CHECKING:  # it imports torch: not for --help
     from phalanx.config.run import Run

@@ -3,9 +3,10 @@ config."""
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from pathlib import Path
 
+from phalanx.base.dataclass import dataclass
 from phalanx.base.devices import DEVICES, Device
 from phalanx.base.errors import ConfigError, Problem
 from phalanx.checkpoint.keep import list_checkpoints

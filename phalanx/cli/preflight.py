@@ -10,13 +10,13 @@ import threading
 import time
 from collections.abc import Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 from urllib.parse import parse_qs, urlsplit
 
 import click
 
+from phalanx.base.dataclass import dataclass
 from phalanx.base.errors import BadNode, ConfigError, PhalanxError
 from phalanx.base.log import describe
 from phalanx.base.placement import Placement

@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import os
 import socket
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from typing import Any
 
 import click
 
+from phalanx.base.dataclass import dataclass
 from phalanx.base.errors import PhalanxError, Problem
 from phalanx.base.log import describe
 from phalanx.base.placement import Placement

@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import difflib
 import re
-from dataclasses import dataclass
 from importlib import import_module
 from typing import Any
 
 import click
+
+from phalanx.base.dataclass import dataclass
 
 DOTTED = re.compile(r"--([A-Za-z_]\w*(?:\.[^=\s.]+)+)(?:=(.*))?", re.DOTALL)
 

@@ -4,7 +4,7 @@ identity."""
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import field, replace
 from functools import partial
 from typing import Any, Protocol
 
@@ -12,6 +12,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from phalanx.base.dataclass import dataclass
 from phalanx.base.errors import PeerLost
 from phalanx.comm.debug import Watch
 from phalanx.comm.health.waits import timed

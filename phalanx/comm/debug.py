@@ -6,9 +6,10 @@ from __future__ import annotations
 import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass, field
+from dataclasses import field
 from typing import NamedTuple
 
+from phalanx.base.dataclass import dataclass
 from phalanx.comm.health.calls import Calls
 from phalanx.comm.health.waits import Waits
 

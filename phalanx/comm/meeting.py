@@ -25,12 +25,13 @@ import socket
 import time
 from collections.abc import Callable, Iterable, Sequence
 from contextlib import suppress
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from datetime import timedelta
 from urllib.parse import parse_qs, urlsplit
 
 import torch.distributed as dist
 
+from phalanx.base.dataclass import dataclass
 from phalanx.base.errors import ConfigError, PeerLost, Problem
 from phalanx.base.placement import MEETING, RANKS, SECRET
 from phalanx.comm.reach import CONNECT_S, reach, reach_myself

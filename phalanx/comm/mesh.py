@@ -6,13 +6,14 @@ import os
 import socket
 import time
 from collections.abc import Callable, Iterable
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from datetime import timedelta
 from typing import Literal
 
 import torch
 import torch.distributed as dist
 
+from phalanx.base.dataclass import dataclass
 from phalanx.base.errors import ConfigError, PeerLost, Problem
 from phalanx.comm.axis import Axis, ModelAxes, Overlap
 from phalanx.comm.debug import Watch

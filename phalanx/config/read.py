@@ -16,7 +16,7 @@ import traceback
 import typing
 import warnings
 from collections.abc import Callable, Iterator, Mapping
-from dataclasses import dataclass, field
+from dataclasses import field
 from pathlib import Path
 from textwrap import indent
 from types import MappingProxyType
@@ -27,6 +27,7 @@ from ruamel.yaml.error import MarkedYAMLError, YAMLError
 from ruamel.yaml.nodes import MappingNode, Node, ScalarNode, SequenceNode
 
 from phalanx.base import registry, tree
+from phalanx.base.dataclass import dataclass
 from phalanx.base.errors import ConfigError, Problem
 from phalanx.base.log import describe
 from phalanx.base.registry import NotFound, RegisteredTwice

@@ -8,10 +8,10 @@ from __future__ import annotations
 
 import json
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
 from types import MappingProxyType
 from typing import Any
 
+from phalanx.base.dataclass import dataclass
 from phalanx.base.errors import Problem
 
 ABSENT = object()

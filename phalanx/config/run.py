@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import re
-from dataclasses import dataclass, field, replace
+from dataclasses import field, replace
 from decimal import Decimal
 from functools import cached_property
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
 from phalanx.base import tree
+from phalanx.base.dataclass import dataclass
 from phalanx.base.records import SEAM as SINK
 from phalanx.base.registry import lasting
 from phalanx.checkpoint.config import CheckpointConfig

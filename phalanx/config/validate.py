@@ -13,9 +13,7 @@ import math
 import typing
 from collections.abc import Callable, Iterator, Mapping
 from types import MappingProxyType
-from typing import Annotated, Any
-
-from pydantic import BaseModel, ConfigDict, Discriminator, Tag, TypeAdapter, ValidationError, create_model
+from typing import TYPE_CHECKING, Annotated, Any
 
 from phalanx.base import tree
 from phalanx.base.errors import Problem
@@ -29,6 +27,9 @@ from phalanx.nn.adapter import AdapterConfig, find_adapter
 from phalanx.nn.objective import TaskConfig, find_objective
 from phalanx.optim.config import OptimConfig
 from phalanx.optim.optimizer import find_optimizer
+
+if TYPE_CHECKING:  # start-up time, here and in functions: configs made in Python do without it
+    from pydantic import BaseModel
 
 FALLBACK = "optim.fallback"
 # sections whose fields depend on a name in them (`named_by`): their common class, and how the specific one is found
@@ -70,6 +71,8 @@ def _family(section: Any) -> str | None:
 
 @functools.lru_cache(maxsize=8)
 def _run_schema(named: tuple[tuple[str, type], ...], known: tuple[tuple[str, type], ...]) -> type[BaseModel]:
+    from pydantic import ConfigDict, create_model
+
     fields: dict[str, Any] = {}
     for f in dataclasses.fields(Run):
         required = f.default is tree.REQUIRED and f.default_factory is tree.REQUIRED
@@ -80,6 +83,8 @@ def _run_schema(named: tuple[tuple[str, type], ...], known: tuple[tuple[str, typ
 
 def _field(name: str, named: Mapping[str, type], known: tuple[tuple[str, type], ...]) -> Any:
     """The type of a field of Run, as what the config names has it; of a model without a family, any that is known."""
+    from pydantic import Discriminator, Tag
+
     if name == "model":
         tagged = tuple(Annotated[cls, Tag(family)] for family, cls in known)
         # of a tuple there is no other way to write it
@@ -97,6 +102,8 @@ def _optional(hint: Any) -> bool:
 @functools.lru_cache(maxsize=8)
 def _fallback_schema(fallback: type) -> type[BaseModel]:
     """The same for optim.fallback, a section of an optimizer inside another."""
+    from pydantic import ConfigDict, create_model
+
     config = ConfigDict(strict=True, extra="forbid")
     return create_model("Fallback", __config__=config, fallback=(fallback, ...))
 
@@ -158,6 +165,8 @@ def _with(data: dict[str, Any], section: str, values: Any) -> dict[str, Any]:
 
 
 def _validate(data: dict[str, Any], named: Mapping[str, type]) -> tuple[Run | None, list[Any]]:
+    from pydantic import ValidationError
+
     given = _at(data, FALLBACK)
     if isinstance(given, dict):  # a section of an optimizer inside another: each by its own class
         data = _with(data, FALLBACK, None)
@@ -400,6 +409,8 @@ def _from_text(text: str) -> list[Any]:
 
 
 def _fits(value: Any, hint: Any) -> bool:
+    from pydantic import TypeAdapter, ValidationError
+
     if len(tree.sections(hint)) > 0:
         return False
     try:

@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import field
 from typing import Annotated, Any, Literal
 
+from phalanx.base.dataclass import dataclass
 from phalanx.base.registry import lasting
 from phalanx.base.tree import FromText
 

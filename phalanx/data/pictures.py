@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
 
+from phalanx.base.dataclass import dataclass
 from phalanx.base.errors import DataError
 from phalanx.data.images import ImageSteps, Processor, open_image, processor_of, read_processor, size_of
 from phalanx.data.media import MediaReader

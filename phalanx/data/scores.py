@@ -12,7 +12,6 @@ from __future__ import annotations
 import json
 import struct
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
 from pathlib import Path
 from types import TracebackType
 from typing import Any
@@ -21,6 +20,7 @@ import numpy as np
 import xxhash
 from numpy.typing import NDArray
 
+from phalanx.base.dataclass import dataclass
 from phalanx.base.errors import DataError
 from phalanx.data.checksums import SEGMENT, BinFile, Segment, SegmentSums
 from phalanx.data.files import must_exist, sync, sync_folder, temporary_name

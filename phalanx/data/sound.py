@@ -11,7 +11,6 @@ from __future__ import annotations
 
 import json
 import math
-from dataclasses import dataclass
 from functools import lru_cache
 from io import BytesIO
 from pathlib import Path
@@ -21,6 +20,7 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
+from phalanx.base.dataclass import dataclass
 from phalanx.base.errors import DataError
 from phalanx.data.media import BadMedia, MediaReader
 from phalanx.sequence.frames import FRAMES, frame_rows

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from bisect import bisect_left, bisect_right
 from collections.abc import Sequence
-from dataclasses import dataclass
 from fractions import Fraction
 from functools import cached_property
 from itertools import accumulate
@@ -13,6 +12,7 @@ from typing import Any, Protocol
 import numpy as np
 from numpy.typing import NDArray
 
+from phalanx.base.dataclass import dataclass
 from phalanx.base.errors import DataError
 from phalanx.data.chats import ChatRoom, LongChats, pack_chats, read_tokens
 from phalanx.data.config import DataConfig, SourceConfig, prefixes_and_weights

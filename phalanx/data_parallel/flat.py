@@ -19,11 +19,11 @@ makes the current stream wait, and memory is freed only after that, in the order
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
+from phalanx.base.dataclass import dataclass
 from phalanx.base.dtypes import Precision
 from phalanx.comm.axis import Axis, Work
 from phalanx.comm.mesh import Groups, Mesh

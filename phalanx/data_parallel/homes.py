@@ -21,11 +21,11 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
+from phalanx.base.dataclass import dataclass
 from phalanx.base.dtypes import Precision
 from phalanx.comm.axis import Work
 from phalanx.comm.mesh import Mesh

@@ -10,12 +10,12 @@ ops.quantized.expert_quantizer define how a linear scales its weight.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import Tensor
 
+from phalanx.base.dataclass import dataclass
 from phalanx.base.dtypes import Precision
 from phalanx.data_parallel.storage import BucketShare, StorageFormat, allocate, let_go, write_range
 from phalanx.layout.buckets import Slot

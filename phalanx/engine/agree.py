@@ -10,12 +10,13 @@ from __future__ import annotations
 import json
 import socket
 from collections.abc import Iterable, Sequence
-from dataclasses import asdict, dataclass, field, replace
+from dataclasses import asdict, field, replace
 from pathlib import Path
 from typing import Any
 
 import torch
 
+from phalanx.base.dataclass import dataclass
 from phalanx.base.dtypes import precision
 from phalanx.base.errors import ConfigError, Problem
 from phalanx.base.log import ranks_text

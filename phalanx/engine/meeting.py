@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import field, replace
 from pathlib import Path
 from typing import Any
 
@@ -17,6 +17,7 @@ import torch
 import torch.distributed as dist
 import xxhash
 
+from phalanx.base.dataclass import dataclass
 from phalanx.base.errors import ConfigError, PhalanxError, Problem
 from phalanx.base.log import ranks_text
 from phalanx.base.placement import Placement

@@ -4,10 +4,11 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass, field
+from dataclasses import field
 
 from torch import nn
 
+from phalanx.base.dataclass import dataclass
 from phalanx.comm.mesh import Mesh
 from phalanx.data_parallel.buffers import Buffers
 from phalanx.engine.agree import Agreed

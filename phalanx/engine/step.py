@@ -4,11 +4,12 @@ device."""
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import field, replace
 
 import torch
 from torch import Tensor
 
+from phalanx.base.dataclass import dataclass
 from phalanx.base.pairwise import pairwise_sum
 from phalanx.engine.build import State
 from phalanx.engine.embeddings import with_embeddings

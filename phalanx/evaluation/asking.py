@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, field
+from dataclasses import field
 
+from phalanx.base.dataclass import dataclass
 from phalanx.base.errors import NumericalStop
 from phalanx.inference.engine import Engine
 from phalanx.inference.request import Event, Finished, NewToken, PromptScored, SamplingOptions

@@ -7,10 +7,11 @@ numpy.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
+
+from phalanx.base.dataclass import dataclass
 
 BINS = 15
 COLDEST, HOTTEST = 1e-3, 1e3  # temperatures between which the best is looked for

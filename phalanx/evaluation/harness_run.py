@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 from collections.abc import Mapping
 from contextlib import ExitStack, redirect_stdout
-from dataclasses import dataclass
 from io import StringIO
 from pathlib import Path
 from typing import Any
@@ -13,6 +12,7 @@ from typing import Any
 from lm_eval import __version__ as HARNESS
 from lm_eval.evaluator import evaluate
 
+from phalanx.base.dataclass import dataclass
 from phalanx.base.errors import ConfigError, Problem
 from phalanx.base.placement import Placement
 from phalanx.checkpoint.lora_folder import read_lora_folder

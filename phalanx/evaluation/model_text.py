@@ -4,10 +4,10 @@ its chat template."""
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from phalanx.base.dataclass import dataclass
 from phalanx.base.errors import DataError
 from phalanx.inference.ends import end_tokens
 from phalanx.inference.generate import tokenizer_of

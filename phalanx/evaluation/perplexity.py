@@ -7,13 +7,14 @@ import json
 import math
 from collections.abc import Mapping, Sequence
 from contextlib import ExitStack
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
 
 import torch
 from torch import Tensor
 
+from phalanx.base.dataclass import dataclass
 from phalanx.base.errors import CheckpointError, ConfigError, DataError, Problem
 from phalanx.base.pairwise import pairwise_sum
 from phalanx.base.placement import Placement

@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict
 from typing import Any
 
+from phalanx.base.dataclass import dataclass
 from phalanx.base.text_table import table
 from phalanx.evaluation.calibration import Calibration, calibration, plain_calibration
 

@@ -4,8 +4,9 @@ refused before it starts."""
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 
+from phalanx.base.dataclass import dataclass
 from phalanx.base.errors import PhalanxError
 from phalanx.base.sizes import size_text
 from phalanx.config.run import Run

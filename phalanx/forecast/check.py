@@ -7,10 +7,11 @@ values that work.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import field, replace
 from typing import Any
 
 from phalanx.base import tree
+from phalanx.base.dataclass import dataclass
 from phalanx.base.errors import ConfigError, Problem
 from phalanx.base.rules import MissingPath
 from phalanx.config.check import check_values, continues

@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from typing import Any
 
+from phalanx.base.dataclass import dataclass
 from phalanx.checkpoint.keep import find, list_checkpoints, problem_of
 from phalanx.checkpoint.manifest import read_manifest
 from phalanx.config.run import Run, checkpoints_of

@@ -5,8 +5,7 @@ FLOPs are the model's: recomputation does not count. Backward is twice forward.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-
+from phalanx.base.dataclass import dataclass
 from phalanx.base.devices import Device
 from phalanx.config.run import Run
 from phalanx.planning.blocks import facts_of

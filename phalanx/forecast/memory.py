@@ -5,12 +5,13 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import field, replace
 from math import prod
 from types import MappingProxyType
 
 import torch
 
+from phalanx.base.dataclass import dataclass
 from phalanx.base.dtypes import Precision, precision
 from phalanx.base.pairwise import waiting
 from phalanx.comm.axis import Axis, ModelAxes

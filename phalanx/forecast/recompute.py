@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterable, Sequence, Set
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from itertools import combinations
 from typing import Any
 
@@ -19,6 +19,7 @@ from torch import Tensor
 from torch.autograd.graph import saved_tensors_hooks
 from torch.utils._pytree import tree_leaves
 
+from phalanx.base.dataclass import dataclass
 from phalanx.base.dtypes import precision
 from phalanx.base.errors import ConfigError, Problem
 from phalanx.forecast.memory import OVERHEAD, BlockUse, DryBlock, block_uses, fixed_bytes, rank_uses

@@ -5,13 +5,13 @@ from __future__ import annotations
 import textwrap
 import unicodedata
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
 from itertools import groupby
 from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 
+from phalanx.base.dataclass import dataclass
 from phalanx.data.chats import origin_text
 from phalanx.data.loader import Loader
 from phalanx.data.sources import ChatSource

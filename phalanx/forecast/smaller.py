@@ -4,9 +4,10 @@ it."""
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass, field
+from dataclasses import field
 
 from phalanx.base import tree
+from phalanx.base.dataclass import dataclass
 from phalanx.base.errors import ConfigError
 from phalanx.base.sizes import size_text
 from phalanx.config.device_check import Facts

@@ -4,10 +4,11 @@ ranks."""
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, fields
+from dataclasses import fields
 from itertools import groupby
 from textwrap import wrap
 
+from phalanx.base.dataclass import dataclass
 from phalanx.base.devices import DEVICES, Device
 from phalanx.base.sizes import Unit, size_text, unit_for
 from phalanx.base.text_table import table

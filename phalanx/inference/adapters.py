@@ -13,12 +13,13 @@ instead: that pays when the ranks of all adapters add up to about the width of t
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass, field, replace
+from dataclasses import field, replace
 from typing import Any
 
 import torch
 from torch import Tensor
 
+from phalanx.base.dataclass import dataclass
 from phalanx.base.errors import CheckpointError, ConfigError, Problem
 from phalanx.checkpoint.adapters import PREFIX
 from phalanx.checkpoint.lora_folder import DOWN, LENGTHS, UP, LoRAFolder, check_base, read_lora_folder

@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from phalanx.base.dataclass import dataclass
 from phalanx.base.errors import CheckpointError
 from phalanx.inference.request import Prompt, RequestError
 from phalanx.text.tokenizer_base import Tokenizer

@@ -8,10 +8,10 @@ it exactly, and the text is the one without drafts.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
 
 import numpy as np
 
+from phalanx.base.dataclass import dataclass
 from phalanx.inference.predictor import MtpSpec
 from phalanx.inference.request import SamplingOptions
 from phalanx.inference.sampler import has_penalties

@@ -6,7 +6,7 @@ from __future__ import annotations
 import hashlib
 import json
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import asdict, dataclass, field, replace
+from dataclasses import asdict, field, replace
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -16,6 +16,7 @@ import torch
 from torch import Tensor
 from torch.nn.functional import normalize
 
+from phalanx.base.dataclass import dataclass
 from phalanx.base.errors import CheckpointError, ConfigError, Problem
 from phalanx.checkpoint.adapters import FOLDER as ADAPTERS
 from phalanx.checkpoint.embedder_files import POOLINGS, EmbedderFacts, is_embedder, read_embedder

@@ -17,12 +17,13 @@ import time
 from base64 import b64decode, b64encode
 from collections import deque
 from collections.abc import Sequence
-from dataclasses import asdict, astuple, dataclass, field, replace
+from dataclasses import asdict, astuple, field, replace
 from typing import Any
 
 import numpy as np
 import torch
 
+from phalanx.base.dataclass import dataclass
 from phalanx.base.errors import ConfigError, Problem
 from phalanx.base.sizes import size_text
 from phalanx.comm.axis import Axis, Work

@@ -7,12 +7,13 @@ import math
 import sys
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
-from dataclasses import dataclass, field, replace
+from dataclasses import field, replace
 from functools import cached_property
 from pathlib import Path
 from types import TracebackType
 from typing import TYPE_CHECKING, Any
 
+from phalanx.base.dataclass import dataclass
 from phalanx.base.errors import CheckpointError, ConfigError, DataError, Problem
 from phalanx.base.placement import Placement
 from phalanx.checkpoint.hf import model_config_from_hf

@@ -8,13 +8,13 @@ about as long to start the kernels of a step as the device takes for 2,000 token
 
 from __future__ import annotations
 
-from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
 import torch
 from torch import Tensor
 
+from phalanx.base.dataclass import dataclass
 from phalanx.comm.axis import Axis
 from phalanx.inference.adapters import TokenAdapters
 from phalanx.inference.load import InferenceModel, Outputs

@@ -4,11 +4,12 @@ pages themselves. All of it follows from what layers declare that they keep (nn.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from typing import Any, NamedTuple
 
 import torch
 
+from phalanx.base.dataclass import dataclass
 from phalanx.base.errors import ConfigError, Problem
 from phalanx.base.free_memory import host_memory
 from phalanx.base.sizes import size_text

@@ -12,10 +12,10 @@ from __future__ import annotations
 import hashlib
 from collections import OrderedDict
 from collections.abc import Sequence
-from dataclasses import dataclass
 
 import numpy as np
 
+from phalanx.base.dataclass import dataclass
 from phalanx.sequence.paged import NO_PAGE
 
 NO_BOUND = 1 << 62

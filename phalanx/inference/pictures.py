@@ -10,13 +10,14 @@ from __future__ import annotations
 
 import hashlib
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
 import torch
 from numpy.typing import NDArray
 
+from phalanx.base.dataclass import dataclass
 from phalanx.data.images import ImageSteps, open_image, processor_of
 from phalanx.data.pictures import Pictures, steps_for, steps_of
 from phalanx.inference.processor_files import check_found, processor_file

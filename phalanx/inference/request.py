@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass, field, replace
+from dataclasses import field, replace
 from typing import Any, Literal, get_args
 
 import numpy as np
 from numpy.typing import NDArray
 
+from phalanx.base.dataclass import dataclass
 from phalanx.base.errors import PhalanxError, shortened
 
 EndReason = Literal["stop", "length", "cancelled", "deadline", "error"]

@@ -11,12 +11,13 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Mapping
-from dataclasses import dataclass, replace
+from dataclasses import replace
 
 import numpy as np
 import torch
 from torch import Tensor
 
+from phalanx.base.dataclass import dataclass
 from phalanx.comm.axis import Axis, Work
 from phalanx.inference.adapters import TokenAdapters, give_tokens
 from phalanx.inference.drafter import Drafts, NgramSpec, takes_drafts

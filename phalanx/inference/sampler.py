@@ -13,12 +13,13 @@ their sums are about eight passes. Sorting is for top-p without top-k alone, and
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass, replace
+from dataclasses import replace
 
 import numpy as np
 import torch
 from torch import Tensor
 
+from phalanx.base.dataclass import dataclass
 from phalanx.base.rng import key_of, philox
 from phalanx.inference.request import SamplingOptions
 from phalanx.inference.scheduler import NO_TOKEN

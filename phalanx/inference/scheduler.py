@@ -26,11 +26,12 @@ import heapq
 from array import array
 from bisect import bisect_right, insort
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import field
 from functools import cached_property
 
 import numpy as np
 
+from phalanx.base.dataclass import dataclass
 from phalanx.inference.pages import GroupSpec, PageTables, SourcePages, first_key, page_key, pages_of, pages_touched
 from phalanx.inference.prefix_states import PrefixStates
 from phalanx.inference.request import EndReason, Finished, PromptImage, Request

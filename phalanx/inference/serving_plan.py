@@ -8,11 +8,12 @@ allocates (inference.memory), so both agree to the byte.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 
 import torch
 from torch import nn
 
+from phalanx.base.dataclass import dataclass
 from phalanx.base.devices import Device
 from phalanx.base.dtypes import precision
 from phalanx.base.errors import ConfigError

@@ -10,9 +10,10 @@ from __future__ import annotations
 import re
 import zlib
 from collections.abc import Mapping
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from pathlib import Path
 
+from phalanx.base.dataclass import dataclass
 from phalanx.base.errors import Problem
 from phalanx.base.placement import SECRET, Placement
 from phalanx.launch.ends import ENDS_AT

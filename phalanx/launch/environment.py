@@ -6,9 +6,9 @@ from __future__ import annotations
 import os
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
-from dataclasses import dataclass
 from pathlib import Path
 
+from phalanx.base.dataclass import dataclass
 from phalanx.launch.network import BACKENDS
 
 THREADS = "OMP_NUM_THREADS"

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import socket
 from collections.abc import Mapping
-from dataclasses import dataclass
 from pathlib import Path
 
+from phalanx.base.dataclass import dataclass
 from phalanx.base.errors import Problem
 from phalanx.launch.network import interfaces
 from phalanx.layout.positions import BadPositions, expand_hosts

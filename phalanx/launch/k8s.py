@@ -6,13 +6,13 @@ from __future__ import annotations
 import json
 import re
 import shlex
-from dataclasses import dataclass
 from pathlib import Path
 from textwrap import indent
 from typing import Any
 
 from jinja2 import Environment, PackageLoader, StrictUndefined
 
+from phalanx.base.dataclass import dataclass
 from phalanx.base.errors import ConfigError, Problem
 from phalanx.base.placement import SECRET
 from phalanx.base.rules import problem

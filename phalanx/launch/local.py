@@ -15,13 +15,13 @@ import tempfile
 import threading
 import time
 from collections.abc import Callable, Iterator, Mapping
-from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 from types import FrameType
 from typing import Any, TextIO
 from urllib.parse import parse_qs, urlsplit
 
+from phalanx.base.dataclass import dataclass
 from phalanx.base.errors import PeerLost, PhalanxError, Preempted
 from phalanx.base.log import describe
 from phalanx.base.placement import MEETING, RANKS, SECRET, Placement, Word

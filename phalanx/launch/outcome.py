@@ -8,9 +8,10 @@ import os
 import re
 import signal
 from collections.abc import Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict
 from pathlib import Path
 
+from phalanx.base.dataclass import dataclass
 from phalanx.base.errors import (
     BadNode,
     CheckpointError,

@@ -18,10 +18,11 @@ import time
 from collections import deque
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from datetime import UTC, datetime
 from typing import IO, Any
 
+from phalanx.base.dataclass import dataclass
 from phalanx.base.errors import BadNode, PhalanxError, Preempted
 from phalanx.base.placement import SECRET
 from phalanx.launch.early import NOTHING_TO_SAVE

@@ -11,9 +11,9 @@ import threading
 from collections import deque
 from collections.abc import Callable
 from contextlib import suppress
-from dataclasses import dataclass
 from typing import IO, Protocol
 
+from phalanx.base.dataclass import dataclass
 from phalanx.base.errors import PhalanxError
 
 # It asks nothing, gives up on a host that does not answer, and notices within a minute that one is gone.

@@ -9,9 +9,10 @@ import secrets
 import shlex
 import shutil
 import subprocess
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from pathlib import Path
 
+from phalanx.base.dataclass import dataclass
 from phalanx.base.errors import ConfigError, Problem
 from phalanx.base.placement import SECRET
 from phalanx.config.run import Run

@@ -19,10 +19,11 @@ import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager, suppress
-from dataclasses import dataclass, field
+from dataclasses import field
 from pathlib import Path
 from typing import Any, BinaryIO
 
+from phalanx.base.dataclass import dataclass
 from phalanx.base.errors import BadNode, CheckpointError, ConfigError, PeerLost, Preempted, Problem
 from phalanx.base.placement import SECRET
 from phalanx.launch.early import NOTHING_TO_SAVE

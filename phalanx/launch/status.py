@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import json
 import re
-from dataclasses import dataclass
 from pathlib import Path
 
+from phalanx.base.dataclass import dataclass
 from phalanx.base.errors import PhalanxError
 from phalanx.checkpoint.lock import writer_of
 from phalanx.launch import kube_status, ray_jobs

@@ -5,8 +5,10 @@ from __future__ import annotations
 
 import json
 import os
-from dataclasses import asdict, dataclass
+from dataclasses import asdict
 from pathlib import Path
+
+from phalanx.base.dataclass import dataclass
 
 NAME = "launch.json"
 

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
 from math import prod
+
+from phalanx.base.dataclass import dataclass
 
 
 def cut(length: int, parts: int) -> list[tuple[int, int]]:

@@ -8,10 +8,10 @@ embeddings) is in a separate bucket.
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
 from math import prod
 
 from phalanx.base.align import ELEMENTS, room
+from phalanx.base.dataclass import dataclass
 from phalanx.layout.grid import Grid, SumAxis
 from phalanx.layout.param import ParamSpec, Piece, Replica
 

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass
 from typing import Literal
+
+from phalanx.base.dataclass import dataclass
 
 
 @dataclass(frozen=True, kw_only=True)

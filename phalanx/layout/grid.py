@@ -8,9 +8,11 @@ may be sharded differently from attention.
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from itertools import product
 from typing import Literal
+
+from phalanx.base.dataclass import dataclass
 
 AxisName = Literal["pp", "dp", "cp", "tp"]
 ExpertAxis = Literal["edp", "ep", "etp"]

@@ -8,10 +8,10 @@ Global tensors have the names, shapes and orientation of Hugging Face checkpoint
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from dataclasses import dataclass
 from math import prod
 from typing import TYPE_CHECKING, Any, Literal, get_args
 
+from phalanx.base.dataclass import dataclass
 from phalanx.layout.box import Box
 from phalanx.layout.grid import AxisName, Coords, Grid, SumAxis
 

@@ -7,8 +7,10 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import field
 from itertools import chain
+
+from phalanx.base.dataclass import dataclass
 
 LEVELS = ("block", "rack", "switch", "nvlink")  # outermost first
 MOST_NAMES = 100_000  # in one host list

@@ -7,8 +7,7 @@ held when.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-
+from phalanx.base.dataclass import dataclass
 from phalanx.layout.buckets import Bucket
 from phalanx.layout.config import LayoutConfig
 from phalanx.layout.grid import Grid, SumAxis

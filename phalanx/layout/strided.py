@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import dataclass
 from itertools import product
 from typing import Any
 
+from phalanx.base.dataclass import dataclass
 from phalanx.layout.box import Box, flat_range_boxes
 from phalanx.layout.buckets import Bucket, Slot
 from phalanx.layout.param import Piece

@@ -6,9 +6,9 @@ A holder is a rank, a file or anything else; how boxes are transported is not kn
 from __future__ import annotations
 
 from collections.abc import Iterable
-from dataclasses import dataclass
 from typing import Generic, TypeVar
 
+from phalanx.base.dataclass import dataclass
 from phalanx.layout.box import Box
 
 H = TypeVar("H")

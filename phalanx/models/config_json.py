@@ -4,9 +4,10 @@ is missing. Which keys a family has is defined in its file."""
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import field
 from typing import Any
 
+from phalanx.base.dataclass import dataclass
 from phalanx.base.errors import CheckpointError
 
 GELUS = {"gelu_new": "gelu_new", "gelu_pytorch_tanh": "gelu_new", "gelu": "gelu", "gelu_python": "gelu"}

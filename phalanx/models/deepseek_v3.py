@@ -7,10 +7,11 @@ DeepSeek-AI, "DeepSeek-V3 technical report", 2024. The first `first_k_dense_repl
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from functools import partial
 from typing import TYPE_CHECKING, Any, Literal
 
+from phalanx.base.dataclass import dataclass
 from phalanx.base.errors import Problem
 from phalanx.base.rules import at_least, multiples, no_effect, problem
 from phalanx.models.config_json import (

@@ -4,15 +4,14 @@ pattern: fields of the `model` section, rules, config.json in both directions, t
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, ClassVar, Literal, NamedTuple, get_args
 
+from phalanx.base.dataclass import dataclass
 from phalanx.base.errors import Problem
 from phalanx.base.rules import at_least, divisors, problem
 from phalanx.models.config_json import LIST_OR_NULL, ConfigJson, integer, shown
 from phalanx.models.decoder_config import DecoderConfig, small_types
 from phalanx.models.model_config import SmallSizes
-from phalanx.nn.initial import ONES, LogUniform
 
 if TYPE_CHECKING:
     from phalanx.nn.env import Env
@@ -95,6 +94,7 @@ def gated_delta(config: LinearLayersConfig, env: Env, name: str, rows: DeltaRows
     """A layer whose tensors' names begin with `name`, as Qwen has it. `changes`: fields of GatedDeltaSpec in which a
     family differs."""
     from phalanx.nn.gated_delta import GatedDelta, GatedDeltaSpec
+    from phalanx.nn.initial import ONES, LogUniform
 
     c = config
     usual: dict[str, Any] = dict(

@@ -4,13 +4,13 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
+from phalanx.base.dataclass import dataclass
 from phalanx.layout.box import Box
 from phalanx.layout.param import ParamSpec, Piece, Replica
 from phalanx.models.family import BlockMaker

@@ -4,10 +4,11 @@ Fields of the `model` section, rules, blocks, config.json in both directions, a 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from functools import partial
 from typing import TYPE_CHECKING, Any, ClassVar
 
+from phalanx.base.dataclass import dataclass
 from phalanx.base.errors import Problem
 from phalanx.base.rules import at_least, divisors, problem
 from phalanx.models.config_json import ConfigJson, integer, switch

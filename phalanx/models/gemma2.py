@@ -4,10 +4,10 @@ team, "Gemma 2: improving open language models at a practical size", 2024."""
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
 from functools import partial
 from typing import TYPE_CHECKING, Any, ClassVar, Literal
 
+from phalanx.base.dataclass import dataclass
 from phalanx.base.errors import Problem
 from phalanx.base.rules import at_least, within
 from phalanx.models.config_json import (

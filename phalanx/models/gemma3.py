@@ -4,10 +4,11 @@ in which the tokens of an image read each other. Gemma team, "Gemma 3 technical 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from math import isqrt
 from typing import TYPE_CHECKING, Any, ClassVar, Literal
 
+from phalanx.base.dataclass import dataclass
 from phalanx.base.errors import Problem
 from phalanx.base.rules import problem
 from phalanx.models import gemma3_text

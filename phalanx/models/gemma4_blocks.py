@@ -9,12 +9,13 @@ ones, experts beside the MLP. What layers share travels beside the hidden states
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from typing import Any
 
 import torch
 from torch import Tensor
 
+from phalanx.base.dataclass import dataclass
 from phalanx.models.decoder import (
     DecoderEmbedding,
     ScaledLayer,

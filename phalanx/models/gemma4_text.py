@@ -6,9 +6,10 @@ ones, experts beside the MLP. Google, "Gemma 4", 2026; names of `Gemma4ForCausal
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from typing import TYPE_CHECKING, Any, ClassVar, Literal
 
+from phalanx.base.dataclass import dataclass
 from phalanx.base.errors import Problem
 from phalanx.base.rules import at_least, divisors, no_effect, problem, within
 from phalanx.models.decoder_config import LayerType, common_rules, decoder_tensors

@@ -4,10 +4,11 @@ GLM-4.5 Team, "GLM-4.5: Agentic, reasoning, and coding (ARC) foundation models",
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from functools import partial
 from typing import TYPE_CHECKING, Any, ClassVar, Literal
 
+from phalanx.base.dataclass import dataclass
 from phalanx.base.errors import Problem
 from phalanx.models.config_json import ConfigJson, integer, integer_or_null, number, switch
 from phalanx.models.decoder_config import (

@@ -4,10 +4,10 @@ OpenAI, "gpt-oss-120b & gpt-oss-20b model card", 2025."""
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
 from functools import partial
 from typing import TYPE_CHECKING, Any, ClassVar, Literal
 
+from phalanx.base.dataclass import dataclass
 from phalanx.base.errors import Problem
 from phalanx.base.rules import within
 from phalanx.models.config_json import LIST_OR_NULL, ConfigJson, integer, integer_or_null, number, switch

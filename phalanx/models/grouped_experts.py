@@ -6,10 +6,11 @@ DeepSeek-AI, "DeepSeek-V3 technical report", 2024. The first `first_k_dense_repl
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from functools import partial
 from typing import TYPE_CHECKING, Any, Literal, TypeVar
 
+from phalanx.base.dataclass import dataclass
 from phalanx.base.errors import Problem
 from phalanx.base.rules import at_least, default_of, divisors, no_effect, problem, within
 from phalanx.models.config_json import NONE, ConfigJson, HfKey, integer, number, other_values, switch

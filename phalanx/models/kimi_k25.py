@@ -6,9 +6,10 @@ What is exported holds the text model's tensors under their names in the publish
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from typing import Any, ClassVar, Literal
 
+from phalanx.base.dataclass import dataclass
 from phalanx.base.errors import CheckpointError
 from phalanx.models import deepseek_v3
 from phalanx.models.config_json import switch

@@ -4,10 +4,11 @@ positions in every fourth layer; DeepSeek-V3's experts. Kimi Team, "Kimi Linear"
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from functools import partial
 from typing import TYPE_CHECKING, Any, ClassVar, Literal
 
+from phalanx.base.dataclass import dataclass
 from phalanx.base.errors import Problem
 from phalanx.base.rules import at_least, no_effect, problem
 from phalanx.models.config_json import NONE, ConfigJson, HfKey, integer, integer_or_null, number, switch, text
@@ -46,7 +47,6 @@ from phalanx.models.grouped_experts import (
     split_rules,
 )
 from phalanx.models.model_config import SmallSizes
-from phalanx.nn.initial import LogUniform, TimeStep
 
 if TYPE_CHECKING:
     from phalanx.models.family import BlockMaker
@@ -121,6 +121,7 @@ def blocks(config: KimiLinearConfig, env: Env) -> Sequence[BlockMaker]:
 def mixer(config: KimiLinearConfig, env: Env, layer: int) -> Module:
     """Latent attention, or linear attention with a tensor for each projection."""
     from phalanx.nn.gated_delta import DeltaRows, GateLatents, RowsOfHeads
+    from phalanx.nn.initial import LogUniform, TimeStep
     from phalanx.nn.mla import LatentAttention, LatentSizes
     from phalanx.ops.attention.kind import CAUSAL
 

@@ -4,9 +4,9 @@ al. 2024."""
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, ClassVar, Literal
 
+from phalanx.base.dataclass import dataclass
 from phalanx.models.config_json import ConfigJson, integer, integer_or_null, number_or_null, switch
 from phalanx.models.decoder_config import DECODER_KEYS, DecoderConfig, decoder_fields, heads_to_hf
 from phalanx.models.family import Family

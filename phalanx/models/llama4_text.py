@@ -4,10 +4,11 @@ experts whose input is weighed. Meta, "The Llama 4 herd", 2025."""
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from functools import partial
 from typing import TYPE_CHECKING, Any, ClassVar, Literal
 
+from phalanx.base.dataclass import dataclass
 from phalanx.base.errors import Problem
 from phalanx.base.rules import at_least, no_effect, problem, within
 from phalanx.models.config_json import LIST_OR_NULL, ConfigJson, integer, integer_or_null, number, switch

@@ -5,9 +5,10 @@ image tokens. Liu et al., "Visual instruction tuning", 2023; "Improved baselines
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, fields, replace
+from dataclasses import fields, replace
 from typing import TYPE_CHECKING, Any, ClassVar, Literal
 
+from phalanx.base.dataclass import dataclass
 from phalanx.base.errors import Problem
 from phalanx.base.rules import problem
 from phalanx.models import llama, mistral, qwen2

@@ -4,9 +4,9 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Literal
 
+from phalanx.base.dataclass import dataclass
 from phalanx.models.config_json import LIST_OR_NULL, ConfigJson, integer, integer_or_null
 from phalanx.models.decoder_config import (
     DECODER_KEYS,

@@ -3,9 +3,10 @@ its own or not (Gemma, OLMo 3, gpt-oss): fields of the `model` section, config.j
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from typing import Any, ClassVar, TypeVar
 
+from phalanx.base.dataclass import dataclass
 from phalanx.base.errors import Problem
 from phalanx.base.rules import within
 from phalanx.models.config_json import LIST_OR_NULL, ConfigJson, integer_or_null

@@ -4,10 +4,10 @@ over their whole width. Team OLMo, "2 OLMo 2 Furious", 2024."""
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
 from functools import partial
 from typing import TYPE_CHECKING, Any, ClassVar, Literal
 
+from phalanx.base.dataclass import dataclass
 from phalanx.models.config_json import ConfigJson, integer, integer_or_null, number, switch
 from phalanx.models.decoder_config import DECODER_KEYS, DecoderConfig, decoder_fields, heads_to_hf
 from phalanx.models.family import Family

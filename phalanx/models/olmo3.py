@@ -3,9 +3,9 @@ OLMo, "Olmo 3", 2025."""
 
 from __future__ import annotations
 
-from dataclasses import dataclass
 from typing import Any, ClassVar, Literal
 
+from phalanx.base.dataclass import dataclass
 from phalanx.base.errors import Problem
 from phalanx.models.config_json import ConfigJson
 from phalanx.models.decoder_config import common_rules, with_head_rules

@@ -4,9 +4,10 @@ OLMo 3's attention, without positions as published, in the fourth. Team OLMo, "O
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from typing import TYPE_CHECKING, Any, ClassVar, Literal
 
+from phalanx.base.dataclass import dataclass
 from phalanx.base.errors import Problem
 from phalanx.base.rules import no_effect, problem, within
 from phalanx.models.config_json import ConfigJson, integer, integer_or_null, number, switch
@@ -37,7 +38,6 @@ from phalanx.models.delta_layers import (
 from phalanx.models.family import Family
 from phalanx.models.model_config import SmallSizes
 from phalanx.models.rope import LayerRope
-from phalanx.nn.initial import LogUniform, TimeStep
 
 if TYPE_CHECKING:
     from phalanx.models.family import BlockMaker
@@ -116,6 +116,7 @@ def layer(config: OlmoHybridConfig, env: Env, number: int) -> Block:
 
 def linear_attention(config: OlmoHybridConfig, env: Env, number: int) -> GatedDelta:
     from phalanx.nn.gated_delta import DeltaRows, RowsOfHeads
+    from phalanx.nn.initial import LogUniform, TimeStep
 
     c, at = config, f"{config.base}layers.{number}.linear_attn"
     values, width = c.linear_num_value_heads, c.linear_value_head_dim

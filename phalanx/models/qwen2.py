@@ -4,10 +4,10 @@ technical report", 2024."""
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
 from functools import partial
 from typing import TYPE_CHECKING, Literal
 
+from phalanx.base.dataclass import dataclass
 from phalanx.models.config_json import ConfigJson, integer, integer_or_null
 from phalanx.models.decoder_config import (
     DECODER_KEYS,

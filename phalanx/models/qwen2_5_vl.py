@@ -4,9 +4,9 @@ with positions by rows and columns. Bai et al., "Qwen2.5-VL technical report", 2
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Literal
 
+from phalanx.base.dataclass import dataclass
 from phalanx.base.errors import Problem
 from phalanx.base.rules import at_least
 from phalanx.models import qwen2

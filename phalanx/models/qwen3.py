@@ -4,10 +4,10 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
 from functools import partial
 from typing import TYPE_CHECKING, Any, ClassVar, Literal
 
+from phalanx.base.dataclass import dataclass
 from phalanx.models.config_json import ConfigJson, integer, integer_or_null, switch
 from phalanx.models.decoder_config import (
     DECODER_KEYS,

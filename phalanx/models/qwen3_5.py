@@ -8,9 +8,10 @@ features of images too, and is trained with the text alone (models/qwen3_5_text.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from typing import TYPE_CHECKING, Any, ClassVar, Literal
 
+from phalanx.base.dataclass import dataclass
 from phalanx.base.errors import Problem
 from phalanx.base.rules import problem
 from phalanx.models import qwen3_5_text

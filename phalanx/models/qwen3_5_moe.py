@@ -4,9 +4,10 @@ Team, "Qwen3.5", 2026."""
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from typing import TYPE_CHECKING, Any, Literal
 
+from phalanx.base.dataclass import dataclass
 from phalanx.base.errors import Problem
 from phalanx.models import qwen3_5_moe_text
 from phalanx.models.config_json import ConfigJson

@@ -8,9 +8,10 @@ transformers' Qwen3_5ForCausalLM has it, and their module of multi-token predict
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from typing import TYPE_CHECKING, Any, Literal
 
+from phalanx.base.dataclass import dataclass
 from phalanx.base.errors import CheckpointError, Problem
 from phalanx.models.config_json import ConfigJson
 from phalanx.models.decoder_config import common_rules, with_head_rules

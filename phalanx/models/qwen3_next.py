@@ -4,9 +4,10 @@ many narrow experts beside a gated shared one. Qwen Team, "Qwen3-Next", 2025."""
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from typing import TYPE_CHECKING, Any, Literal
 
+from phalanx.base.dataclass import dataclass
 from phalanx.base.errors import Problem
 from phalanx.models.config_json import LIST_OR_NULL, ConfigJson, integer, switch
 from phalanx.models.decoder_config import common_rules, with_head_rules

@@ -5,9 +5,9 @@ rows and columns; what some of its layers compute is also added behind the text'
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, ClassVar, Literal
 
+from phalanx.base.dataclass import dataclass
 from phalanx.base.errors import Problem
 from phalanx.base.rules import problem
 from phalanx.models import qwen3

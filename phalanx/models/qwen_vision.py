@@ -6,9 +6,10 @@ Nothing here imports torch: configs are read before anything heavy is loaded.
 
 from __future__ import annotations
 
-from dataclasses import dataclass, fields, replace
+from dataclasses import fields, replace
 from typing import Any
 
+from phalanx.base.dataclass import dataclass
 from phalanx.base.errors import CheckpointError, Problem
 from phalanx.base.rules import at_least, multiples, problem
 from phalanx.models.config_json import NEEDED, NONE, ConfigJson, HfKey, integer, other_values, text, values_of

@@ -3,9 +3,9 @@ config.json in both directions, a small copy."""
 
 from __future__ import annotations
 
-from dataclasses import dataclass
 from typing import Any
 
+from phalanx.base.dataclass import dataclass
 from phalanx.base.errors import Problem
 from phalanx.base.rules import at_least, no_effect, problem
 from phalanx.models.config_json import LIST_OR_NULL, ConfigJson, integer

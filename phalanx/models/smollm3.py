@@ -4,9 +4,10 @@ layers without it: Yang et al., "Rope to Nope and back again", 2025."""
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from typing import TYPE_CHECKING, Any, ClassVar, Literal
 
+from phalanx.base.dataclass import dataclass
 from phalanx.base.errors import Problem
 from phalanx.base.rules import no_effect
 from phalanx.models.config_json import LIST_OR_NULL, ConfigJson, integer, integer_or_null, number_or_null, switch

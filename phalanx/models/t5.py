@@ -5,9 +5,10 @@ Raffel et al., "Exploring the limits of transfer learning with a unified text-to
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from typing import TYPE_CHECKING, Any, Literal
 
+from phalanx.base.dataclass import dataclass
 from phalanx.base.errors import Problem
 from phalanx.base.rules import at_least, problem, within
 from phalanx.models.config_json import (

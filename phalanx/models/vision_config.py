@@ -7,9 +7,10 @@ Nothing here imports torch: configs are read before anything heavy is loaded.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from typing import Any, Literal
 
+from phalanx.base.dataclass import dataclass
 from phalanx.base.errors import CheckpointError, Problem
 from phalanx.base.rules import at_least, multiples, problem, within
 from phalanx.models.config_json import NEEDED, HfKey, integer, number, other_values, switch, text, values_of

@@ -3,13 +3,14 @@ tensors in checkpoints."""
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from functools import partial
 from typing import Literal
 
 import torch
 from torch import Tensor
 
+from phalanx.base.dataclass import dataclass
 from phalanx.layout.param import MatrixOutputs, Replica
 from phalanx.nn.env import Env
 from phalanx.nn.initial import ONES, Normal

@@ -6,8 +6,9 @@ They compute as plain linears: a segment's weights are decoded before it runs (d
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
+from dataclasses import replace
 
+from phalanx.base.dataclass import dataclass
 from phalanx.nn.linear_method import PLAIN, AnyEmbedding, AnyLinear, LinearMethod
 
 

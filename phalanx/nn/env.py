@@ -5,11 +5,12 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterable
-from dataclasses import dataclass, field, replace
+from dataclasses import field, replace
 from fnmatch import fnmatchcase
 
 import torch
 
+from phalanx.base.dataclass import dataclass
 from phalanx.comm.axis import Axis, ModelAxes
 from phalanx.layout.box import cut
 from phalanx.layout.grid import Coords, Grid

@@ -6,12 +6,13 @@ Only runs with train.fp8 import this file; the layers do not know about it.
 from __future__ import annotations
 
 from collections.abc import Iterable
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from fnmatch import fnmatchcase
 from functools import partial
 
 from torch import Tensor
 
+from phalanx.base.dataclass import dataclass
 from phalanx.comm.axis import Axis
 from phalanx.nn.linear_method import PLAIN, AnyEmbedding, AnyLinear, FusedOp, LinearMethod, LinearPlace
 from phalanx.nn.parameter import Parameter

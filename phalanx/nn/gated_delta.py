@@ -13,12 +13,13 @@ heads.
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from functools import partial
 
 import torch
 from torch import Tensor
 
+from phalanx.base.dataclass import dataclass
 from phalanx.layout.box import Box
 from phalanx.layout.param import Init, MatrixOutputs, ParamSpec, Piece, Replica
 from phalanx.nn.attention import Heads

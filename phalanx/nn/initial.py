@@ -4,11 +4,11 @@ from layout.param.Init."""
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
+from phalanx.base.dataclass import dataclass
 from phalanx.base.rng import fill_normal_, fill_uniform_
 from phalanx.layout.param import Init, Piece
 

@@ -4,11 +4,12 @@ sequence."""
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
+from dataclasses import replace
 
 import torch
 from torch import Tensor
 
+from phalanx.base.dataclass import dataclass
 from phalanx.comm.axis import Axis
 from phalanx.ops.attention.kind import NOTHING, AttentionKind, Learned
 from phalanx.ops.attention.paged import FP8, Pages, paged_attention, paged_attention_parts, store_pages

@@ -9,12 +9,13 @@ tp; each rank then computes its own heads.
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from functools import partial
 
 import torch
 from torch import Tensor
 
+from phalanx.base.dataclass import dataclass
 from phalanx.layout.param import MatrixOutputs
 from phalanx.nn.attention import supported, whole_only
 from phalanx.nn.env import Env

@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
 from typing import Any
 
 from torch import Tensor
 
+from phalanx.base.dataclass import dataclass
 from phalanx.layout.param import MatrixOutputs
 from phalanx.nn.env import Env
 from phalanx.nn.initial import Normal

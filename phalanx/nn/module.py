@@ -4,12 +4,13 @@ recomputation."""
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
+from phalanx.base.dataclass import dataclass
 from phalanx.layout.box import Box
 from phalanx.layout.param import Init, MatrixOutputs, ParamSpec, Piece, Replica, Role
 from phalanx.nn.env import Env

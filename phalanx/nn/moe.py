@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
-from dataclasses import dataclass, field, replace
+from dataclasses import field, replace
 from functools import partial
 from typing import Any, ClassVar, Literal
 
@@ -17,6 +17,7 @@ import torch
 from torch import Tensor
 from torch.autograd import Function
 
+from phalanx.base.dataclass import dataclass
 from phalanx.layout.box import Box, cut
 from phalanx.layout.param import Init, MatrixOutputs, ParamSpec, Piece
 from phalanx.nn.env import Env

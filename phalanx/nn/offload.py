@@ -11,11 +11,13 @@ carries them out.
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import field
 from typing import Any
 
 import torch
 from torch import Tensor
+
+from phalanx.base.dataclass import dataclass
 
 
 class Mover:

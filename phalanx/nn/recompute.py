@@ -20,7 +20,6 @@ import weakref
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Sequence, Set
 from contextlib import AbstractContextManager, contextmanager, nullcontext
-from dataclasses import dataclass
 from functools import partial
 from typing import Any, Protocol
 
@@ -28,6 +27,7 @@ import torch
 from torch import Tensor
 from torch.autograd.graph import saved_tensors_hooks
 
+from phalanx.base.dataclass import dataclass
 from phalanx.nn.offload import OffloadedActivations, OffloadedTensor
 from phalanx.ops.dense.pieces import in_pieces
 from phalanx.sequence.batch import Batch

@@ -4,8 +4,8 @@ stack share (Raffel et al., "T5", 2020)."""
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
 
+from phalanx.base.dataclass import dataclass
 from phalanx.layout.box import Box
 from phalanx.layout.param import ParamSpec, Piece, Replica
 from phalanx.nn.env import Env

@@ -7,9 +7,10 @@ query and a key add up to 1. What several heads share is left as it is, and what
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from functools import cached_property
 
+from phalanx.base.dataclass import dataclass
 from phalanx.nn.env import Env
 from phalanx.nn.module import Module
 from phalanx.ops.attention.attention import ATTENTION, BIASED_ATTENTION

@@ -7,13 +7,13 @@ Groups of B and C are shared as key-value heads are: with fewer of them than tp 
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass
 from functools import partial
 from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
+from phalanx.base.dataclass import dataclass
 from phalanx.layout.param import ParamSpec
 from phalanx.nn.attention import Heads
 from phalanx.nn.env import Env

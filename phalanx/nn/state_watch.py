@@ -4,11 +4,11 @@ that is well."""
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
+from phalanx.base.dataclass import dataclass
 from phalanx.sequence.batch import Batch
 
 

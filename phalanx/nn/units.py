@@ -4,11 +4,10 @@ where their tokens are: first to the replica whose text has them, where several 
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-
 import torch
 from torch import Tensor
 
+from phalanx.base.dataclass import dataclass
 from phalanx.comm.axis import Axis
 from phalanx.nn.env import Env
 from phalanx.ops.experts.exchange import gather, swap

@@ -7,12 +7,12 @@ import json
 import time
 from collections.abc import Callable
 from contextlib import suppress
-from dataclasses import dataclass
 from pathlib import Path
 from traceback import format_exception
 from types import TracebackType
 from typing import Any
 
+from phalanx.base.dataclass import dataclass
 from phalanx.base.errors import (
     CheckpointError,
     ConfigError,

@@ -7,12 +7,12 @@ import sys
 import time
 from collections import deque
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
 from statistics import median
 from typing import Any
 
 import torch
 
+from phalanx.base.dataclass import dataclass
 from phalanx.base.log import Log
 from phalanx.base.records import Record, Row
 from phalanx.comm.health.pace import Slow

@@ -6,14 +6,11 @@ from __future__ import annotations
 import math
 import re
 import traceback
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
-from dataclasses import dataclass
+from collections.abc import Sequence
 from types import FrameType
 
 import torch
 
-from phalanx.base.errors import PhalanxError
 from phalanx.base.sizes import GIB, size_text
 from phalanx.base.text_table import table
 from phalanx.comm.mesh import Mesh
@@ -24,6 +21,7 @@ from phalanx.forecast.smaller import way_out as cheapest_change
 from phalanx.forecast.text import contents
 from phalanx.nn.module import Block
 from phalanx.observe.profile import instruction_name
+from phalanx.observe.watched import Watched
 from phalanx.ops.optimizer.shard import tensors_of
 from phalanx.planning.plan import Plan
 
@@ -38,38 +36,6 @@ PHASES = {  # our functions -> what the run is doing in them; the innermost one 
 }
 REQUEST = re.compile(r"tried to allocate ([\d.]+ ?(?:[KMGT]iB|bytes))", re.IGNORECASE)
 UNITS = {"bytes": 1, "KIB": 2**10, "MIB": 2**20, "GIB": 2**30, "TIB": 2**40}
-
-
-class OutOfMemory(PhalanxError):
-    """A device has too little memory for the run. The text is the report."""
-
-    kind = ""
-
-
-@dataclass
-class Watched:
-    """What a report can describe; `state` is set once it is built."""
-
-    plan: Plan
-    mesh: Mesh
-    state: State | None = None
-
-
-@contextmanager
-def reported(plan: Plan, mesh: Mesh) -> Iterator[Watched]:
-    """Convert running out of memory inside the context into OutOfMemory."""
-    watched = Watched(plan, mesh)
-    try:
-        yield watched
-    except RuntimeError as error:
-        if not is_out_of_memory(error):
-            raise
-        raise OutOfMemory(report(error, watched)) from None
-
-
-def is_out_of_memory(error: BaseException) -> bool:
-    """torch has a class for GPUs and only a message for the CPU."""
-    return isinstance(error, torch.OutOfMemoryError) or "DefaultCPUAllocator: can't allocate memory" in str(error)
 
 
 def report(error: BaseException, watched: Watched) -> str:

@@ -15,10 +15,11 @@ import sys
 from bisect import bisect_right
 from collections import defaultdict
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass, field
+from dataclasses import field
 from pathlib import Path
 from typing import Any, NamedTuple
 
+from phalanx.base.dataclass import dataclass
 from phalanx.config.run import Run
 from phalanx.observe.profile import BLOCK, COMM, INSTRUCTIONS, STEP
 

@@ -16,7 +16,6 @@ import json
 import os
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager, suppress
-from dataclasses import dataclass
 from functools import cache
 from importlib.metadata import PackageNotFoundError, version
 from importlib.util import find_spec
@@ -25,6 +24,8 @@ from typing import Any, Protocol
 
 import torch
 from torch import Tensor
+
+from phalanx.base.dataclass import dataclass
 
 FILE = "phalanx-checks.json"
 BOUNDS = {torch.float64: 1e-12, torch.float32: 1e-4}

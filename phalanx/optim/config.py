@@ -3,8 +3,10 @@ its file."""
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from dataclasses import field
 from typing import ClassVar, Literal
+
+from phalanx.base.dataclass import dataclass
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -6,9 +6,9 @@ Torch is not imported here, so that a config can be read without it.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
 from typing import Any
 
+from phalanx.base.dataclass import dataclass
 from phalanx.base.errors import Problem
 from phalanx.base.rules import within
 from phalanx.ops.optimizer.state import Moment

@@ -12,11 +12,12 @@ measured in forward -- begin --> on the way -- clipped --> here -- settle --> ra
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 
 import torch
 from torch import Tensor
 
+from phalanx.base.dataclass import dataclass
 from phalanx.comm.axis import Axis, Work
 from phalanx.layout.buckets import Slot
 from phalanx.layout.strided import boxes_in

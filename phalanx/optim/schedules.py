@@ -7,9 +7,9 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
-from dataclasses import dataclass
 from typing import Literal
 
+from phalanx.base.dataclass import dataclass
 from phalanx.base.registry import NotFound, find, register
 from phalanx.optim.config import OptimConfig
 

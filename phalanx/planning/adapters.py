@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterable
-from dataclasses import dataclass
 from functools import lru_cache
 from itertools import groupby
 from typing import Any
 
+from phalanx.base.dataclass import dataclass
 from phalanx.checkpoint.adapters import Modules, peft_text
 from phalanx.config.run import Run
 from phalanx.models.model_config import ModelConfig

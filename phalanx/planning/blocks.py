@@ -6,9 +6,10 @@ The whole model is made once for all of these.
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from functools import lru_cache
 
+from phalanx.base.dataclass import dataclass
 from phalanx.config.run import Run
 from phalanx.layout.grid import Grid
 from phalanx.layout.param import ParamSpec

@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-
+from phalanx.base.dataclass import dataclass
 from phalanx.config.run import Run
 from phalanx.layout.grid import Grid
 from phalanx.ops.experts.exchange import Dispatch, room_for

@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
 from typing import Any
 
+from phalanx.base.dataclass import dataclass
 from phalanx.config.device_check import unfit_for_optional_kernels
 from phalanx.config.run import Run
 from phalanx.ops.op import Kernels

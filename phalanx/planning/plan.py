@@ -4,9 +4,10 @@ computed on a laptop for any world size."""
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import field, replace
 from functools import cached_property
 
+from phalanx.base.dataclass import dataclass
 from phalanx.base.dtypes import precision
 from phalanx.base.rules import default_of
 from phalanx.comm.axis import ModelAxes

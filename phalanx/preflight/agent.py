@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import traceback
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import field, replace
 
 from phalanx.base import registry
+from phalanx.base.dataclass import dataclass
 from phalanx.base.errors import PhalanxError
 from phalanx.base.log import describe
 from phalanx.config.run import Run

@@ -24,9 +24,9 @@ import select
 import socket
 import time
 from collections.abc import Mapping
-from dataclasses import dataclass
 from typing import Any
 
+from phalanx.base.dataclass import dataclass
 from phalanx.base.errors import ConfigError, PeerLost, PhalanxError, Problem
 from phalanx.base.placement import SECRET
 from phalanx.preflight.probe import family_of

@@ -6,9 +6,10 @@ import secrets
 import time
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass, field
+from dataclasses import field
 from typing import Any
 
+from phalanx.base.dataclass import dataclass
 from phalanx.preflight.agent import checks
 from phalanx.preflight.channel import Channel, ChannelLost
 from phalanx.preflight.check import Finding, Looks, NodeCheck

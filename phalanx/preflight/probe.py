@@ -13,7 +13,8 @@ import socket
 import struct
 import threading
 import time
-from dataclasses import dataclass
+
+from phalanx.base.dataclass import dataclass
 
 TOKEN = 16  # bytes
 CONNECT_S = 3.0

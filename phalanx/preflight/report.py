@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import json
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict
 from textwrap import wrap
 from typing import Any
 
+from phalanx.base.dataclass import dataclass
 from phalanx.base.errors import BadNode
 from phalanx.preflight.check import Finding, Severity
 

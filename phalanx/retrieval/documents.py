@@ -5,10 +5,10 @@ from __future__ import annotations
 import hashlib
 import json
 from collections.abc import Iterator
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from phalanx.base.dataclass import dataclass
 from phalanx.base.errors import DataError
 
 SHOWN = 5  # bad lines in an error

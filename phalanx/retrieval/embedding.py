@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 from contextlib import ExitStack
-from dataclasses import dataclass
 
 import torch
 
+from phalanx.base.dataclass import dataclass
 from phalanx.base.placement import Placement
 from phalanx.comm.mesh import leave_world
 from phalanx.config.run import Run

@@ -13,13 +13,14 @@ import math
 import os
 import shutil
 from collections.abc import Callable, Iterator
-from dataclasses import asdict, dataclass, field, replace
+from dataclasses import asdict, field, replace
 from pathlib import Path
 from typing import Any, Literal
 
 import numpy as np
 from numpy.typing import NDArray
 
+from phalanx.base.dataclass import dataclass
 from phalanx.base.errors import DataError
 from phalanx.data.files import extra, replacing
 from phalanx.retrieval.vectors import MANIFEST, PassageTexts, VectorsFolder, manifest_of, texts_name

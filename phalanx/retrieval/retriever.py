@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Sequence
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from phalanx.base.dataclass import dataclass
 from phalanx.base.errors import ConfigError, Problem
 from phalanx.inference.embedder import EmbedderFolder, embedder_alone, embedder_folder, marks_of
 from phalanx.retrieval.documents import TextPassage

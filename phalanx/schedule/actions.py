@@ -10,10 +10,10 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Hashable, Mapping, Sequence, Set
-from dataclasses import dataclass
 from functools import cached_property
 from typing import Literal, NamedTuple
 
+from phalanx.base.dataclass import dataclass
 from phalanx.base.errors import PhalanxError
 
 ActionKind = Literal["F", "B", "I", "W"]

@@ -14,8 +14,9 @@ from __future__ import annotations
 
 from collections import defaultdict
 from collections.abc import Iterator, Mapping, Sequence, Set
-from dataclasses import dataclass, field
+from dataclasses import field
 
+from phalanx.base.dataclass import dataclass
 from phalanx.schedule.actions import (
     Apply,
     Backward,

@@ -12,9 +12,9 @@ backwards, and gradient accumulation without a pipeline is pp = 1. This file kno
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
 from typing import Any, Literal
 
+from phalanx.base.dataclass import dataclass
 from phalanx.base.registry import NotFound, find, register
 from phalanx.schedule.actions import Action, B, F, I, Schedule, ScheduleError, W
 

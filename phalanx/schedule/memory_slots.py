@@ -7,9 +7,9 @@ same time may share a slot. This file knows instruction lists and sizes; data_pa
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
 from itertools import combinations
 
+from phalanx.base.dataclass import dataclass
 from phalanx.schedule.actions import Close, Free, Gather, Instruction, Open, ScheduleError
 
 Pairs = set[frozenset[int]]

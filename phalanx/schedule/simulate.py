@@ -16,9 +16,10 @@ One rank, per instruction:
 from __future__ import annotations
 
 from collections import Counter, defaultdict
-from dataclasses import dataclass, field
+from dataclasses import field
 from typing import Literal, NoReturn
 
+from phalanx.base.dataclass import dataclass
 from phalanx.schedule.actions import (
     Apply,
     Backward,

@@ -9,8 +9,8 @@ in what they exchange. Costs are counted in (query, key) pairs.
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
 
+from phalanx.base.dataclass import dataclass
 from phalanx.sequence.shard import SequenceShard
 
 # Numbers of pairs whose attention takes as long as the following.

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence
-from dataclasses import dataclass, field, fields, replace
+from dataclasses import field, fields, replace
 from itertools import accumulate
 from typing import Any, Generic, TypeVar
 
@@ -12,6 +12,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from phalanx.base.dataclass import dataclass
 from phalanx.sequence.balance import assign, assign_whole, degrees_of
 from phalanx.sequence.paged import PagedSequences
 from phalanx.sequence.sample import ENCODER as ENCODER

@@ -5,9 +5,10 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Mapping
-from dataclasses import dataclass, field, replace
+from dataclasses import field, replace
 from typing import Any
 
+from phalanx.base.dataclass import dataclass
 from phalanx.sequence.sample import Sample, Units, UnitStream
 
 

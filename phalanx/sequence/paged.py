@@ -10,10 +10,12 @@ on all of them, and a page of cp * n tokens takes the room of n on each.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 
 import torch
 from torch import Tensor
+
+from phalanx.base.dataclass import dataclass
 
 NO_PAGE = 0
 """The number of the page that no sequence has: padding is written there, and what is no longer read points there."""

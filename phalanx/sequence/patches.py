@@ -4,12 +4,13 @@ of the text stand for it. Pure numpy; which sizes images are given is up to data
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import field, replace
 from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 
+from phalanx.base.dataclass import dataclass
 from phalanx.sequence.media import MediaSpec
 from phalanx.sequence.sample import Sample, Units, UnitStream
 

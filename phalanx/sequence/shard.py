@@ -7,8 +7,10 @@ Only numbers; `sequence.batch` applies them to tensors.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from itertools import accumulate
+
+from phalanx.base.dataclass import dataclass
 
 
 @dataclass(frozen=True)

@@ -9,12 +9,13 @@ CUDA graphs, and the forecast follow from that before any process group exists.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from typing import Literal
 
 import torch
 from torch import Tensor
 
+from phalanx.base.dataclass import dataclass
 from phalanx.sequence.batch import Batch
 
 HIDDEN = "hidden"

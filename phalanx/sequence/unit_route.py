@@ -10,12 +10,13 @@ another, and then gather them. So no replica has to know where in another's text
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 
 import numpy as np
 import torch
 from torch import Tensor
 
+from phalanx.base.dataclass import dataclass
 from phalanx.sequence.sample import SharedUnits
 from phalanx.sequence.shard import SequenceShard
 

@@ -6,13 +6,14 @@ import json
 import time
 import uuid
 from collections.abc import AsyncIterator, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import field, replace
 from typing import Any
 
 from starlette.concurrency import run_in_threadpool
 from starlette.requests import Request
 from starlette.responses import JSONResponse, Response
 
+from phalanx.base.dataclass import dataclass
 from phalanx.inference.request import Grammar, Prompt, TokenScore
 from phalanx.server.choices import ChoiceText, PlacedToken
 from phalanx.server.engine_thread import Answers, SequenceJob

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 from collections.abc import Collection, Sequence
-from dataclasses import dataclass, field
+from dataclasses import field
 
+from phalanx.base.dataclass import dataclass
 from phalanx.inference.request import EndReason, TokenScore
 from phalanx.text.pieces import Pieces
 from phalanx.text.stops import StopStrings

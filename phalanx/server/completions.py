@@ -5,13 +5,14 @@ from __future__ import annotations
 import time
 import uuid
 from collections.abc import AsyncIterator, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import field, replace
 from typing import Any
 
 from starlette.concurrency import run_in_threadpool
 from starlette.requests import Request
 from starlette.responses import JSONResponse, Response
 
+from phalanx.base.dataclass import dataclass
 from phalanx.inference.request import TokenScore
 from phalanx.server.choices import ChoiceText, Increment, PlacedToken
 from phalanx.server.engine_thread import Answers, SequenceJob

@@ -7,9 +7,9 @@ import queue
 import threading
 from collections.abc import AsyncIterator, Callable, Sequence
 from contextlib import suppress
-from dataclasses import dataclass
 from typing import Protocol
 
+from phalanx.base.dataclass import dataclass
 from phalanx.inference.request import EngineLoad, Event, Finished, Prompt, RequestError, SamplingOptions
 from phalanx.server.errors import engine_lost
 

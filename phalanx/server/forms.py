@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
 from email.message import Message
 from email.parser import BytesHeaderParser
 
+from phalanx.base.dataclass import dataclass
 from phalanx.server.errors import ApiError
 
 MAX_PARTS = 64

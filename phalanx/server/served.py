@@ -7,10 +7,10 @@ import json
 import secrets
 from base64 import b64decode
 from collections.abc import Sequence
-from dataclasses import dataclass
 from functools import cached_property
 from typing import TYPE_CHECKING, Any
 
+from phalanx.base.dataclass import dataclass
 from phalanx.base.errors import DataError
 from phalanx.inference.chat_prompts import ChatPrompts, ImageFile, encoder_text
 from phalanx.inference.grammar import GrammarCompiler

@@ -5,11 +5,12 @@ from __future__ import annotations
 import math
 import time
 from collections.abc import AsyncIterator, Sequence
-from dataclasses import dataclass, field
+from dataclasses import field
 from typing import Any
 
 from starlette.requests import Request
 
+from phalanx.base.dataclass import dataclass
 from phalanx.base.log import Log
 from phalanx.inference.request import (
     Finished,

@@ -19,9 +19,10 @@ import re
 from bisect import bisect_left, bisect_right
 from collections import Counter
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from typing import Any, Literal
 
+from phalanx.base.dataclass import dataclass
 from phalanx.base.errors import DataError
 from phalanx.text.chat_records import BadChat, Chat, Completion, Message, is_media, tool_name
 from phalanx.text.chat_template import (

@@ -5,9 +5,10 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import field
 from typing import Any
 
+from phalanx.base.dataclass import dataclass
 from phalanx.base.registry import BUILT_IN, names
 from phalanx.data.media import SEAM
 

@@ -8,7 +8,6 @@ import json
 import os
 import re
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
 from datetime import datetime
 from pathlib import Path
 from typing import Any, Protocol
@@ -18,6 +17,7 @@ from jinja2.ext import Extension
 from jinja2.parser import Parser
 from jinja2.sandbox import ImmutableSandboxedEnvironment
 
+from phalanx.base.dataclass import dataclass
 from phalanx.base.errors import DataError
 from phalanx.data.files import must_exist
 from phalanx.text.tokenizer_base import Tokenizer

@@ -4,9 +4,9 @@ with its separator ([SEP]) or its end of document. Classes and embeddings are of
 from __future__ import annotations
 
 import json
-from dataclasses import dataclass
 from typing import Any
 
+from phalanx.base.dataclass import dataclass
 from phalanx.text.tokenizer import load_tokenizer
 from phalanx.text.tokenizer_base import Tokenizer
 from phalanx.text.vocabulary import roles_of

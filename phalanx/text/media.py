@@ -4,9 +4,9 @@ image has features, and a note says which file it is (data/media.py). Recordings
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
 from pathlib import Path
 
+from phalanx.base.dataclass import dataclass
 from phalanx.base.errors import DataError
 from phalanx.data.media import BadMedia, MediaReader, media_bytes, reader_of
 from phalanx.data.media_notes import MediaNote

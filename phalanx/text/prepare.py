@@ -18,13 +18,14 @@ from array import array
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import asdict, dataclass, field, replace
+from dataclasses import asdict, field, replace
 from itertools import chain
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 
+from phalanx.base.dataclass import dataclass
 from phalanx.base.errors import DataError
 from phalanx.base.file_lock import FileLock
 from phalanx.data.checksums import SUFFIX

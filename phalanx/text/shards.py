@@ -11,13 +11,13 @@ import os
 import struct
 from collections.abc import Iterable, Sequence
 from contextlib import ExitStack
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 from numpy.typing import DTypeLike, NDArray
 
+from phalanx.base.dataclass import dataclass
 from phalanx.base.errors import DataError
 from phalanx.data.checksums import BinFile, Checksums, Segment, cut, sums_path, write_sums
 from phalanx.data.files import replacing

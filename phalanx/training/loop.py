@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Generator, Iterator, Sequence
-from dataclasses import dataclass, field
+from dataclasses import field
 from math import isfinite
 from typing import TYPE_CHECKING, Any, Protocol
 
 from torch import Tensor
 
+from phalanx.base.dataclass import dataclass
 from phalanx.base.errors import NumericalStop, Preempted, shortened
 from phalanx.data.loader import Loader, Prefetcher
 from phalanx.engine.build import State

@@ -5,9 +5,10 @@ from __future__ import annotations
 
 import importlib.util
 import socket
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from typing import Literal
 
+from phalanx.base.dataclass import dataclass
 from phalanx.base.free_memory import gpu_memory, host_memory
 from phalanx.base.placement import Placement
 from phalanx.comm.mesh import many_queues

@@ -49,8 +49,8 @@ from phalanx.models.model_config import ModelConfig
 from phalanx.models.registry import family_of
 from phalanx.nn.objective import make_objective
 from phalanx.observe.failures import Failures
+from phalanx.observe.memory_errors import reported
 from phalanx.observe.metrics import Counters, Reporter, Speed
-from phalanx.observe.out_of_memory import reported
 from phalanx.observe.sinks import STEP_LINE, Sinks
 from phalanx.observe.starts import note_start
 from phalanx.observe.step_line import StepLines

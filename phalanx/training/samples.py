@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
 from functools import cached_property, partial
 
+from phalanx.base.dataclass import dataclass
 from phalanx.base.errors import ConfigError, DataError
 from phalanx.base.log import Log
 from phalanx.config.run import Run

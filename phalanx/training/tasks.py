@@ -5,11 +5,12 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from contextlib import redirect_stderr
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from functools import cached_property
 from io import StringIO
 from typing import Any
 
+from phalanx.base.dataclass import dataclass
 from phalanx.base.errors import ConfigError, DataError, NumericalStop
 from phalanx.base.log import Log
 from phalanx.config.run import Run

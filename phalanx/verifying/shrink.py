@@ -9,11 +9,12 @@ from __future__ import annotations
 import math
 from collections import Counter
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from itertools import product
 from textwrap import fill
 from typing import Any
 
+from phalanx.base.dataclass import dataclass
 from phalanx.base.rules import default_of
 from phalanx.config.device_check import Facts
 from phalanx.config.run import RampConfig, Run

@@ -7,10 +7,10 @@ Each is a question about a run and a number of ranks, so that a run and its smal
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
 from functools import cached_property
 from typing import Any
 
+from phalanx.base.dataclass import dataclass
 from phalanx.config.run import Run
 from phalanx.forecast.decide import make_plan
 from phalanx.layout.grid import Grid

@@ -36,7 +36,8 @@ from phalanx.forecast.memory import OVERHEAD
 from phalanx.forecast.text import num_parameters
 from phalanx.layout.grid import Coords
 from phalanx.models.gpt2 import GPT2Config
-from phalanx.observe.out_of_memory import OutOfMemory, held, request, way_out
+from phalanx.observe.memory_errors import OutOfMemory
+from phalanx.observe.out_of_memory import held, request, way_out
 from phalanx.observe.profile import Recording, named
 from phalanx.observe.step_budget import (
     ATTENTION,

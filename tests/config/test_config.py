@@ -7,6 +7,7 @@ from __future__ import annotations
 import dataclasses
 import os
 import re
+import subprocess
 import sys
 from dataclasses import replace
 from pathlib import Path
@@ -3466,3 +3467,31 @@ def test_checking_tries_few_values(monkeypatch):
     far = ["train.global_batch=100003", "train.micro_batch=7", "layout.tp=5", "layout.pp=7", "model.hidden_size=10007"]
     found = problems(far, replace(LAPTOP, world_size=64))
     assert len(found) == 5 and all(p.valid for p in found) and len(found) < len(tried) < 100 * len(found)
+
+
+NO_TORCH = """
+import sys
+import phalanx as px
+from phalanx.base.registry import BUILT_IN
+from phalanx.models.registry import load_family
+from phalanx.nn.adapter import find_adapter
+from phalanx.nn.objective import find_objective
+from phalanx.optim.optimizer import find_optimizer
+
+px.load, px.train
+assert "pydantic" not in sys.modules
+run = px.load(sys.argv[1], "lora.method=dora", "optim.name=muon", "optim.fallback.name=adamw")
+finders = {"family": load_family, "adapter": find_adapter, "objective": find_objective, "optimizer": find_optimizer}
+for seam, find in finders.items():
+    for name in BUILT_IN[seam]:
+        find(name)
+        assert "torch" not in sys.modules, (seam, name)
+assert run.lora.rank
+"""
+
+
+def test_a_config_is_read_without_torch():
+    """Whatever of ours it names. pydantic comes with the first config that is read."""
+    environment = {**os.environ, "PYTHONPATH": str(RECIPES.parent)}
+    command = [sys.executable, "-c", NO_TORCH, str(RECIPES / "tiny_llama.yaml")]
+    subprocess.run(command, env=environment, check=True, timeout=60)

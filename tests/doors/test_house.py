@@ -97,6 +97,14 @@ def test_no_two_files_import_each_other_in_a_circle():
     assert any({"base.errors", "cli.main"} <= set(group) for group in circles(imports))
 
 
+def test_dataclasses_are_cheap_to_import():
+    """Those of base/dataclass.py: hundreds of Python's own took more than half of the time to import a run."""
+    names = re.compile(r"^\s*from dataclasses import .*\bdataclass\b|\bdataclasses\.dataclass\b", re.MULTILINE)
+    files = [path for path in PACKAGE.rglob("*.py") if path != PACKAGE / "base/dataclass.py"]
+    assert [path for path in files if names.search(path.read_text(encoding="utf-8"))] == []
+    assert names.search((PACKAGE / "base/dataclass.py").read_text(encoding="utf-8"))
+
+
 def floors() -> list[set[str]]:
     """Rooms by floor, the highest first, as import-linter checks them."""
     config = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))

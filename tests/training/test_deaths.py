@@ -264,12 +264,12 @@ def test_a_request_to_stop_before_training_ends_with_75(warm, config, tmp_path, 
     code = (
         "import os, signal, sys\n"
         "from phalanx.cli.main import main\n"
-        "import phalanx.config.validate as load\n"
-        "before = load.create_model\n"
+        "import pydantic\n"
+        "before = pydantic.create_model\n"
         "def create(*a, **k):\n"
         "    os.kill(os.getpid(), signal.SIGTERM)\n"
         "    return before(*a, **k)\n"
-        "load.create_model = create\n"
+        "pydantic.create_model = create\n"
         "main(sys.argv[1:])\n"
     )
     command = [warm.python, "-c", code, "train", str(config), f"dir={tmp_path / 'run'}", *words]

@@ -8,10 +8,10 @@ matrices of each expert.
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
 
 from torch import Tensor
 
+from phalanx.base.dataclass import dataclass
 from phalanx.checkpoint.tensors import Index, Open, Stored, StoredBox
 from phalanx.layout.box import Box
 

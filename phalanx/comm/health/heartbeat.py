@@ -18,13 +18,14 @@ import time
 from collections import deque
 from collections.abc import Callable
 from contextlib import suppress
-from dataclasses import asdict, dataclass
+from dataclasses import asdict
 from statistics import median
 from types import FrameType, TracebackType
 from typing import Any, TypeVar
 
 import torch.distributed as dist
 
+from phalanx.base.dataclass import dataclass
 from phalanx.base.errors import PeerLost, Preempted
 from phalanx.base.log import describe
 from phalanx.comm.health.calls import Calls, CollectiveCall, culprit

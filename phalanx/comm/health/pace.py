@@ -8,8 +8,9 @@ because stages are not equal.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
 from statistics import median
+
+from phalanx.base.dataclass import dataclass
 
 RATIO, RATIO_OF_STAGES = 1.3, 2.0
 PART_OF_STEP, LEAST_S = 0.1, 0.005  # how much longer than the others' median it must work

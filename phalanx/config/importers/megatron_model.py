@@ -8,10 +8,11 @@ from __future__ import annotations
 
 import re
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, fields
+from dataclasses import fields
 from types import MappingProxyType
 from typing import Any
 
+from phalanx.base.dataclass import dataclass
 from phalanx.config.importers.translation import (
     BuiltIn,
     ByValue,

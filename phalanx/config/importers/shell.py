@@ -11,7 +11,9 @@ import ast
 import operator
 import re
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import field
+
+from phalanx.base.dataclass import dataclass
 
 OPEN, CLOSE = "\x01", "\x02"  # around what is not known in a word
 MARK = re.compile(f"{OPEN}(.*?){CLOSE}")

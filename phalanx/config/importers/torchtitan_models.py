@@ -6,9 +6,11 @@ torchtitan keeps them in code (torchtitan/models/*/__init__.py), so a TOML has o
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import field
 from types import MappingProxyType
 from typing import Any
+
+from phalanx.base.dataclass import dataclass
 
 YARN_FROM = 4096  # longest sequences without YaRN, of the models that have it
 

@@ -3,9 +3,9 @@ file, beside the labels (Hinton et al., "Distilling the knowledge in a neural ne
 
 from __future__ import annotations
 
-from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Literal
 
+from phalanx.base.dataclass import dataclass
 from phalanx.base.errors import Problem
 from phalanx.base.rules import problem, within
 from phalanx.nn.objective import TokenObjective, objective

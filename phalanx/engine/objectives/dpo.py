@@ -3,9 +3,9 @@ preference optimization", 2023, equation 7), with two other losses over the same
 
 from __future__ import annotations
 
-from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Literal
 
+from phalanx.base.dataclass import dataclass
 from phalanx.base.errors import Problem
 from phalanx.base.rules import problem, within
 from phalanx.nn.objective import SequenceObjective, objective

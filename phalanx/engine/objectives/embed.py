@@ -3,9 +3,10 @@ Oord et al., "Representation learning with contrastive predictive coding", 2018,
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
+from phalanx.base.dataclass import dataclass
 from phalanx.base.errors import Problem
 from phalanx.base.rules import problem, within
 from phalanx.nn.objective import EmbeddingObjective, StepTexts, objective

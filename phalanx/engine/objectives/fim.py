@@ -3,12 +3,13 @@ learns to fill a gap (Bavarian et al., "Efficient training of language models to
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from typing import Any, NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
 
+from phalanx.base.dataclass import dataclass
 from phalanx.base.errors import DataError, Problem
 from phalanx.base.rules import within
 from phalanx.nn.objective import TokenObjective, cross_entropy, objective

@@ -3,12 +3,13 @@ et al., "BERT", 2018)."""
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from typing import Any, Literal
 
 import numpy as np
 from numpy.typing import NDArray
 
+from phalanx.base.dataclass import dataclass
 from phalanx.base.errors import DataError, Problem
 from phalanx.base.rules import within
 from phalanx.engine.objectives.sentence_pairs import (

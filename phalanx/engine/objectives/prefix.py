@@ -4,11 +4,12 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from typing import Any, Literal
 
 import numpy as np
 
+from phalanx.base.dataclass import dataclass
 from phalanx.nn.objective import TokenObjective, cross_entropy, objective
 from phalanx.sequence.sample import IGNORE, Sample, SampleFacts, SampleTransform
 

@@ -4,12 +4,13 @@ which of two neighbours comes first (sentence order; Lan et al., "ALBERT", 2020)
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from typing import Literal, NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
 
+from phalanx.base.dataclass import dataclass
 from phalanx.sequence.sample import IGNORE, LostText, Sample, SampleTransform, sample_of
 
 PairKind = Literal["next", "order"]

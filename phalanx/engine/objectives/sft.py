@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
 from typing import Any, Literal
 
+from phalanx.base.dataclass import dataclass
 from phalanx.nn.objective import TokenObjective, cross_entropy, objective
 
 

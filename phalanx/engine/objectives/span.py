@@ -4,13 +4,14 @@ limits of transfer learning with a unified text-to-text transformer", 2020, sect
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from functools import cached_property
 from typing import Any, ClassVar, NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
 
+from phalanx.base.dataclass import dataclass
 from phalanx.base.errors import DataError, Problem
 from phalanx.base.rules import problem, within
 from phalanx.nn.objective import TokenObjective, cross_entropy, objective

@@ -3,11 +3,12 @@ via large-scale weak supervision", 2022)."""
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from typing import Literal
 
 import numpy as np
 
+from phalanx.base.dataclass import dataclass
 from phalanx.base.errors import DataError
 from phalanx.nn.objective import TokenObjective, cross_entropy, objective
 from phalanx.sequence.sample import (

@@ -4,9 +4,9 @@ Unifying language learning paradigms", 2022, table 1)."""
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass
 from typing import Any
 
+from phalanx.base.dataclass import dataclass
 from phalanx.base.errors import DataError, Problem
 from phalanx.engine.objectives.span import SpanCorruption, SpanRates, check_encoder_length
 from phalanx.nn.objective import objective

@@ -14,7 +14,6 @@ from typing import TYPE_CHECKING, Any
 
 from phalanx.nn.adapter import LinearPiece, adapter
 from phalanx.nn.adapters.lora import LoRA, LowRankConfig, product_of
-from phalanx.nn.initial import ONES
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -32,6 +31,8 @@ class DoRA(LoRA):
     started = ("lora_magnitude_vector",)
 
     def __init__(self, piece: LinearPiece, config: Any):
+        from phalanx.nn.initial import ONES  # imports torch: a config that names a method is read without it
+
         super().__init__(piece, config)
         self.lora_magnitude_vector = self.per_output(piece, ONES)
         self._lengths: Tensor | None = None

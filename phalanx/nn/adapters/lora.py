@@ -14,13 +14,13 @@ from __future__ import annotations
 import math
 import re
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import field
 from typing import TYPE_CHECKING, Any, ClassVar, Literal
 
+from phalanx.base.dataclass import dataclass
 from phalanx.base.errors import Problem
 from phalanx.base.rules import at_least, problem, within
 from phalanx.nn.adapter import LinearPiece, LowRankAdapter, LowRankTerm, adapter, by_pattern, fits_module
-from phalanx.nn.initial import Normal
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -75,6 +75,8 @@ class LoRA(LowRankAdapter):
         rank = self.rank_of(config, module)
         if piece.is_embedding:
             self.lora_embedding_A = self.down(piece, rank, init="zeros")
+            from phalanx.nn.initial import Normal  # imports torch: a config that names a method is read without it
+
             self.lora_embedding_B = self.up(piece, rank, init=Normal(1.0))
         else:
             self.lora_A = self.down(piece, rank, init="kaiming")
@@ -156,7 +158,7 @@ class LoRA(LowRankAdapter):
     def for_peft(cls, config: Any, own: Mapping[str, Tensor]) -> Mapping[str, Tensor]:
         if not is_pissa(config) or "lora_A" not in own:
             return own
-        import torch  # a config that names a method is read without it
+        import torch  # as above
 
         return {
             "lora_A": torch.cat((own["lora_A"], own["start_A"])),

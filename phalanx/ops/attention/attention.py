@@ -12,13 +12,14 @@ from __future__ import annotations
 
 import math
 from collections.abc import Hashable, Iterator
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from typing import Any
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from phalanx.base.dataclass import dataclass
 from phalanx.base.rng import keep_mask
 from phalanx.ops.attention.backends import Scoring, repeated
 from phalanx.ops.attention.flash import FLASH_ATTN, NARROW, TORCH_FLASH, own_precision

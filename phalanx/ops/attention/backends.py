@@ -10,13 +10,14 @@ kv_heads, keys, V).
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from typing import Any, NamedTuple
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from phalanx.base.dataclass import dataclass
 from phalanx.ops.attention.flash import FLASH_ATTN, NARROW, flash_fits
 from phalanx.ops.op import ALL_KERNELS, Case, Implementation, Kernels, Op
 

@@ -11,7 +11,6 @@ blocks finish, so gradients differ in the last bits from run to run, unless
 
 from __future__ import annotations
 
-from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -19,6 +18,7 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.autograd import Function
 
+from phalanx.base.dataclass import dataclass
 from phalanx.ops.attention.kind import SPANNED, AttentionKind, Learned, by_documents
 from phalanx.ops.dense.grads import add_grad
 from phalanx.ops.op import Implementation, Package

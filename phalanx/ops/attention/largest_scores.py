@@ -12,12 +12,13 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from typing import Any
 
 import torch
 from torch import Tensor
 
+from phalanx.base.dataclass import dataclass
 from phalanx.ops.attention.backends import repeated
 from phalanx.ops.attention.kind import CAUSAL, AttentionKind, by_documents
 from phalanx.ops.attention.reach import Reach, reach_of

@@ -9,11 +9,12 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator
-from dataclasses import dataclass, replace
+from dataclasses import replace
 
 import torch
 from torch import Tensor
 
+from phalanx.base.dataclass import dataclass
 from phalanx.ops.attention.kind import CAUSAL, NOTHING, PAGED, AttentionKind, Learned, refuse_unsupported
 from phalanx.ops.attention.relative_bias import bucket_of
 from phalanx.ops.in_order import sum_in_order

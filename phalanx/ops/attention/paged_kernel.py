@@ -16,13 +16,13 @@ tiles are the same whatever the batch, and parts are always joined by the second
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass
 from typing import Any
 
 import triton
 import triton.language as tl
 from torch import Tensor
 
+from phalanx.base.dataclass import dataclass
 from phalanx.ops.attention.kind import AttentionKind, Learned
 from phalanx.ops.attention.paged import FP8, Pages
 from phalanx.ops.kernel_tools import num_programs, triton_wide, wide_of

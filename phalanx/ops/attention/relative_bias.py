@@ -9,13 +9,13 @@ its gradient is first summed along the diagonals. The sums have one order on eve
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass
 from functools import lru_cache
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from phalanx.base.dataclass import dataclass
 from phalanx.ops.attention.kind import RelativeBias
 from phalanx.sequence.batch import Batch, PerBatch
 

@@ -16,7 +16,6 @@ and last grow with the query: so the queries that read a block of keys are a ran
 
 from __future__ import annotations
 
-from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -25,6 +24,7 @@ import triton.language as tl
 from torch import Tensor
 from torch.autograd import Function
 
+from phalanx.base.dataclass import dataclass
 from phalanx.ops.attention.kind import AttentionKind, Learned, RelativeBias, by_documents
 from phalanx.ops.attention.reach import Reach, reach_of
 from phalanx.ops.attention.relative_bias import bucket_of

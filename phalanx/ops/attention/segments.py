@@ -3,13 +3,14 @@ of one block of context parallelism are such runs."""
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from typing import Any
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from phalanx.base.dataclass import dataclass
 from phalanx.ops.attention.backends import (
     PLAIN,
     Gradients,

@@ -25,7 +25,6 @@ heads share queries and keys in groups of HV / HK.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 import torch
@@ -33,6 +32,7 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.autograd import Function
 
+from phalanx.base.dataclass import dataclass
 from phalanx.ops.dense.activation import widened
 from phalanx.ops.op import ALL_KERNELS, Case, Implementation, Kernels, Op, triton
 from phalanx.ops.scan.rows import StateSlots, documents_of

@@ -4,7 +4,7 @@ forms."""
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass, field
+from dataclasses import field
 from functools import partial
 from typing import Any
 
@@ -13,6 +13,7 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.autograd import Function
 
+from phalanx.base.dataclass import dataclass
 from phalanx.ops.dense.gate import CLAMPED_SWIGLU, EXACT_GEGLU, GEGLU, SWIGLU, Gate
 from phalanx.ops.lazy_tensor import LazySource
 from phalanx.ops.op import Case, Kernels, Op, invariant, triton

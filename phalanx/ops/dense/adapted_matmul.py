@@ -17,13 +17,13 @@ T tokens inside the linear, t of them that this rank has between linears, r the 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import Tensor
 from torch.autograd import Function
 
+from phalanx.base.dataclass import dataclass
 from phalanx.comm.axis import Axis
 from phalanx.ops.dense.grads import account, add_grad, add_product_, add_product_grad, lasting
 from phalanx.ops.dense.matmul import multiply

@@ -9,7 +9,6 @@ Otherwise backward computes each chunk's logits a second time.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
 from functools import partial
 from typing import Any, NamedTuple
 
@@ -17,6 +16,7 @@ import torch
 from torch import Tensor
 from torch.autograd import Function
 
+from phalanx.base.dataclass import dataclass
 from phalanx.comm.axis import Axis
 from phalanx.ops.dense.grads import add_grad, add_product_grad
 from phalanx.ops.dense.matmul import ALONE, MATMUL

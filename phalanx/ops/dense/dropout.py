@@ -6,13 +6,14 @@ matrix; the counter is always (feature, position, sample). The latter are not st
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from typing import Any
 
 import torch
 from torch import Tensor
 from torch.autograd import Function
 
+from phalanx.base.dataclass import dataclass
 from phalanx.base.rng import keep_columns, keep_mask, key_of
 from phalanx.ops.op import Case, Kernels, Op, triton
 

@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import Tensor
+
+from phalanx.base.dataclass import dataclass
 
 ROOT_HALF = math.sqrt(0.5)
 

@@ -8,14 +8,13 @@ launch (InvariantTiles.together).
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-
 import torch
 import triton
 import triton.language as tl
 from torch import Tensor
 from triton.tools.tensor_descriptor import TensorDescriptor
 
+from phalanx.base.dataclass import dataclass
 from phalanx.ops.dense.invariant import InvariantMatmuls
 from phalanx.ops.kernel_tools import grouped_order, triton_wide, wide_of
 

@@ -7,13 +7,13 @@ quantizes it to FP8, the norm is not written to memory (ops.lazy_tensor).
 
 from __future__ import annotations
 
-from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import Tensor
 from torch.autograd import Function
 
+from phalanx.base.dataclass import dataclass
 from phalanx.ops.dense.grads import add_grad
 from phalanx.ops.in_order import sum_in_order
 from phalanx.ops.lazy_tensor import LazySource, LazyTensor

@@ -4,7 +4,6 @@ tensor, or leaves that to the linear before it if that linear quantizes it to FP
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
 from math import prod
 from typing import Any, NamedTuple
 
@@ -12,6 +11,7 @@ import torch
 from torch import Tensor
 from torch.autograd import Function
 
+from phalanx.base.dataclass import dataclass
 from phalanx.ops.dense.rope_scaling import inverse_frequencies
 from phalanx.ops.lazy_tensor import LazySource, LazyTensor
 from phalanx.ops.op import Case, Kernels, Op, invariant, triton

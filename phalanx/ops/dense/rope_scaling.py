@@ -8,11 +8,12 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
-from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import Tensor
+
+from phalanx.base.dataclass import dataclass
 
 
 @dataclass(frozen=True)

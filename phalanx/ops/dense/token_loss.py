@@ -11,7 +11,6 @@ statistics are the same on all. This is the reference for any loss. Cross entrop
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
 from functools import cached_property
 from typing import Any, NamedTuple
 
@@ -20,6 +19,7 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.autograd import Function
 
+from phalanx.base.dataclass import dataclass
 from phalanx.comm.axis import Axis
 from phalanx.ops.dense.cross_entropy import LOSS, Columns, HeadGrads, HeadMatrix, chunks_of, softmax_stats
 from phalanx.ops.dense.matmul import gather_matmul

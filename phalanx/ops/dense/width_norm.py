@@ -8,13 +8,13 @@ and in backward. Only the incoming qkv and the factors are saved. Team OLMo, "2 
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import Tensor
 from torch.autograd import Function
 
+from phalanx.base.dataclass import dataclass
 from phalanx.comm.axis import Axis
 from phalanx.ops.dense.activation import widened
 from phalanx.ops.dense.grads import add_grad

@@ -17,13 +17,14 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from typing import Any, Literal
 
 import torch
 from torch import Tensor
 from torch.autograd import Function
 
+from phalanx.base.dataclass import dataclass
 from phalanx.base.pairwise import pairwise_sum
 from phalanx.comm.axis import Axis, ModelAxes, Work
 from phalanx.ops.experts.grouped import Later

@@ -7,7 +7,6 @@ descriptors where the strides are multiples of 16 bytes, and by masked pointers 
 
 from __future__ import annotations
 
-from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -16,6 +15,7 @@ import triton.language as tl
 from torch import Tensor
 from triton.tools.tensor_descriptor import TensorDescriptor
 
+from phalanx.base.dataclass import dataclass
 from phalanx.ops.experts.grouped_tiles import (
     add_halves,
     halves,

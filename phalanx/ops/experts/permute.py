@@ -10,13 +10,13 @@ keep padding zero, the fast ones leave it unwritten, and no op here reads it.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import Tensor
 from torch.autograd import Function
 
+from phalanx.base.dataclass import dataclass
 from phalanx.ops.experts.rows import ExpertRows
 from phalanx.ops.lazy_tensor import LazySource, LazyTensor
 from phalanx.ops.op import Case, Kernels, Op, triton

@@ -8,11 +8,12 @@ them hold different experts, `here` each), K experts a token, R rows of this ran
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
+from dataclasses import replace
 
 import torch
 from torch import Tensor
 
+from phalanx.base.dataclass import dataclass
 from phalanx.ops.experts.permute import plan_rows, sum_forward
 from phalanx.ops.experts.rows import ExpertRows
 from phalanx.ops.experts.spread import Buffers, Spread

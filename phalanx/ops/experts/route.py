@@ -10,13 +10,14 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from typing import Literal
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from phalanx.base.dataclass import dataclass
 from phalanx.base.rng import MASK, key_of, philox
 from phalanx.ops.experts.router import Router
 from phalanx.ops.op import Case, Kernels, Op, triton

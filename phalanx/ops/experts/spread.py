@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass
 
+from phalanx.base.dataclass import dataclass
 from phalanx.comm.axis import SwappedRows
 from phalanx.comm.symmetric import PushedRows
 

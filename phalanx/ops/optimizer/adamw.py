@@ -6,11 +6,10 @@ The same call scales and clips the gradient, writes the low-precision weights an
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-
 import torch
 from torch import Tensor
 
+from phalanx.base.dataclass import dataclass
 from phalanx.ops.op import Case, Kernels, Op, triton
 from phalanx.ops.optimizer.masters import SplitMaster
 from phalanx.ops.optimizer.packed import PackedTensor

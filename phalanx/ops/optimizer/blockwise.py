@@ -16,13 +16,13 @@ a sign (first moments), one has not (second moments). What differs from the pape
 
 from __future__ import annotations
 
-from dataclasses import dataclass
 from functools import cache
 
 import torch
 from torch import Tensor
 
 from phalanx.base.align import ELEMENTS
+from phalanx.base.dataclass import dataclass
 from phalanx.ops.optimizer.packed import PackedTensor, check_blocks
 
 BLOCK = ELEMENTS

@@ -7,11 +7,11 @@ On a GPU each is one pass (directions_kernel.py): in fp32 with 16-bit weights, 1
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
+from phalanx.base.dataclass import dataclass
 from phalanx.ops.op import Case, Kernels, Op, triton
 
 

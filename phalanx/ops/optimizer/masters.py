@@ -10,11 +10,10 @@ stored beside each weight instead of 4.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-
 import torch
 from torch import Tensor
 
+from phalanx.base.dataclass import dataclass
 from phalanx.ops.optimizer.packed import PackedTensor, check_blocks
 
 BITS = 8  # ties in a byte

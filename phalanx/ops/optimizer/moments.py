@@ -14,11 +14,10 @@ loaded value gives the same bits again.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-
 import torch
 from torch import Tensor
 
+from phalanx.base.dataclass import dataclass
 from phalanx.ops.optimizer.packed import PackedTensor, check_blocks
 
 BLOCK = 32

@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
 from typing import Protocol
 
 import torch
 from torch import Tensor
 
+from phalanx.base.dataclass import dataclass
 from phalanx.layout.buckets import Bucket, Slot
 from phalanx.ops.optimizer.blockwise import Blockwise
 from phalanx.ops.optimizer.masters import SplitMaster

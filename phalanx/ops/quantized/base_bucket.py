@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import dataclass
 
 from phalanx.base.align import BYTES, ELEMENTS, room
+from phalanx.base.dataclass import dataclass
 from phalanx.layout.box import Box
 from phalanx.layout.buckets import Bucket, Slot
 from phalanx.layout.param import Piece

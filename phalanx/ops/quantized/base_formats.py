@@ -8,7 +8,6 @@ block, each side has the scale. With `double`, scales are quantized themselves, 
 
 from __future__ import annotations
 
-from dataclasses import dataclass
 from functools import cache
 from typing import Literal
 
@@ -16,6 +15,7 @@ import torch
 from torch import Tensor
 
 from phalanx.base.align import BYTES, room
+from phalanx.base.dataclass import dataclass
 from phalanx.ops.optimizer.blockwise import dynamic_map
 
 ROW = 8  # values of a row are stored in whole groups of so many, which a kernel reads at once

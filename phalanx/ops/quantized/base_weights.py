@@ -8,13 +8,14 @@ all matrices of a bucket.
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, field
+from dataclasses import field
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
 from phalanx.base.align import BYTES, room
+from phalanx.base.dataclass import dataclass
 from phalanx.ops.op import Case, Kernels, Op, triton
 from phalanx.ops.optimizer.blockwise import midpoints
 from phalanx.ops.quantized.base_formats import FORMATS, ROW, BaseFormat, EncodedBox, MatrixBox, scale_table, table

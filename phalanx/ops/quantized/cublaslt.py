@@ -24,7 +24,6 @@ from ctypes import (
     c_void_p,
     sizeof,
 )
-from dataclasses import dataclass
 from functools import cache
 from typing import Any
 
@@ -32,6 +31,7 @@ import torch
 from torch import Tensor
 
 from phalanx.base.align import BYTES
+from phalanx.base.dataclass import dataclass
 from phalanx.ops.quantized.recipes import Block, Scaled
 
 TYPES = {torch.float32: 0, torch.bfloat16: 14, torch.float8_e4m3fn: 28, torch.float8_e5m2: 29}  # cudaDataType

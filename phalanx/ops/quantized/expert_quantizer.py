@@ -20,7 +20,6 @@ If experts are sharded over etp by width, amaxes cover the whole width.
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import dataclass
 from functools import partial
 from itertools import pairwise
 from typing import Any
@@ -29,6 +28,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from phalanx.base.dataclass import dataclass
 from phalanx.comm.axis import Axis, ModelAxes
 from phalanx.ops.dense.activation import GatedRows
 from phalanx.ops.dense.grads import account

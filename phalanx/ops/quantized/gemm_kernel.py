@@ -6,13 +6,12 @@ The summed dim is contiguous in both operands, as Hopper's FP8 tensor cores requ
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-
 import triton
 import triton.language as tl
 from torch import Tensor
 from triton.tools.tensor_descriptor import TensorDescriptor
 
+from phalanx.base.dataclass import dataclass
 from phalanx.ops.kernel_tools import grouped_order, num_programs
 from phalanx.ops.quantized.recipes import Scaled
 

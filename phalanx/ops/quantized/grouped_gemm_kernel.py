@@ -6,14 +6,13 @@ Which expert a row belongs to is read from `ends` on the device. The summed dim 
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-
 import torch
 import triton
 import triton.language as tl
 from torch import Tensor
 from triton.tools.tensor_descriptor import TensorDescriptor
 
+from phalanx.base.dataclass import dataclass
 from phalanx.ops.experts.grouped_tiles import (
     add_halves,
     halves,

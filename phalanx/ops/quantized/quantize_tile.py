@@ -13,7 +13,6 @@ int32: the order of programs changes nothing, and NaN is above all numbers.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -21,6 +20,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from phalanx.base.dataclass import dataclass
 from phalanx.ops.quantized.recipes import FLOOR, SLOTS
 
 if TYPE_CHECKING:

@@ -9,13 +9,13 @@ Which linears use it is up to nn/fp8.py, and how it works over ranks to ops/quan
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass
 from typing import Literal
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from phalanx.base.dataclass import dataclass
 from phalanx.base.registry import NotFound, find
 from phalanx.ops.quantized.rounding import Key, noise_for
 

@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-
 import torch
 from torch import Tensor
 
 from phalanx.base.align import BYTES, room
+from phalanx.base.dataclass import dataclass
 
 
 @dataclass(frozen=True)

@@ -12,11 +12,10 @@ Shapes: B sequences, n ranks, 2n chunks of a sequence.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-
 import torch
 from torch import Tensor
 
+from phalanx.base.dataclass import dataclass
 from phalanx.comm.axis import Axis
 from phalanx.ops.experts.exchange import gather, swap
 from phalanx.sequence.batch import Batch, PerBatch

@@ -10,7 +10,6 @@ in forward and in backward. Saved for backward: the inputs and the factors. Dao 
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
 from typing import Any, Literal
 
 import torch
@@ -18,6 +17,7 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.autograd import Function
 
+from phalanx.base.dataclass import dataclass
 from phalanx.comm.axis import Axis
 from phalanx.ops.dense.activation import widened
 from phalanx.ops.dense.grads import add_grad

@@ -3,10 +3,10 @@ state is kept."""
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-
 import torch
 from torch import Tensor
+
+from phalanx.base.dataclass import dataclass
 
 
 @dataclass(frozen=True)

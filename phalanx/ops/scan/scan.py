@@ -14,7 +14,6 @@ Shapes: R rows, L tokens of a row, H heads of P features, G groups that share B 
 
 from __future__ import annotations
 
-from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 import torch
@@ -22,6 +21,7 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.autograd import Function
 
+from phalanx.base.dataclass import dataclass
 from phalanx.ops.dense.activation import widened
 from phalanx.ops.dense.grads import add_grad
 from phalanx.ops.op import ALL_KERNELS, Case, Implementation, Kernels, Op, triton

@@ -7,13 +7,13 @@ Shapes: S sequences, C channels, K taps, H heads of P features, G groups that sh
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass
 from typing import NamedTuple
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from phalanx.base.dataclass import dataclass
 from phalanx.ops.dense.activation import widened
 from phalanx.ops.op import Case, Kernels, Op, triton
 from phalanx.ops.scan.rows import StateSlots

@@ -3,13 +3,12 @@ state once."""
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-
 import torch
 import triton
 import triton.language as tl
 from torch import Tensor
 
+from phalanx.base.dataclass import dataclass
 from phalanx.ops.kernel_tools import triton_wide, wide_of
 from phalanx.ops.scan.rows import StateSlots
 from phalanx.ops.scan.step import StepInputs, StepTile
