@@ -66,6 +66,8 @@ def settle(placement: Placement, env: MutableMapping[str, str], patience_s: floa
     for backend in BACKENDS:
         env.setdefault(backend, name)
         env[backend] = name if INTERFACE in env else env[backend]
+    used = env[BACKENDS[0]].split(",")[0]
+    placement = replace(placement, interface=used, address=dict(reversed(interfaces())).get(used, ""))
     if served_here and placement.rank == 0:
         return replace(placement, init_method=f"{placement.init_method}?listen={address}")
     return placement

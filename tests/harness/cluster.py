@@ -194,10 +194,12 @@ def run_on(made: Cluster, start: Start, meanwhile: Callable[[Start], None] = lam
 
 
 def wait(pid: int, until: float) -> int:
-    while time.monotonic() < until:
+    while True:
         done, status = os.waitpid(pid, os.WNOHANG)
         if done:
             return os.waitstatus_to_exitcode(status)
+        if time.monotonic() > until:
+            break
         time.sleep(0.01)
     os.kill(pid, signal.SIGKILL)
     os.waitpid(pid, 0)
