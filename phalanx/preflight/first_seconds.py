@@ -123,7 +123,8 @@ class FirstSeconds:
 
 
 class Texts:
-    """JSON values in the ranks' store, under keys that begin with PREFIX. Waiting polls, because signals are not handled while torch waits."""
+    """JSON values in the ranks' store, under keys that begin with PREFIX. Waiting polls, because signals are not
+    handled while torch waits."""
 
     def __init__(self, store: SignedStore, patience_s: float):
         self._store, self._patience_s = store, patience_s
