@@ -203,8 +203,6 @@ class TrainConfig:
     """What happens when losses or gradients are NaN, infinite or spikes."""
     timeout_s: float = 600.0
     """A collective that takes longer means a lost peer."""
-    check_nodes: bool = True
-    """On several machines: check ports, MTU, clocks, versions, data, folder, space and limits before ranks connect."""
     time_limit_s: float | None = None
     """Seconds after which the run finishes its step, saves and ends with exit code 75, as on SIGTERM; unset: no
     limit."""

@@ -39,7 +39,7 @@ BY_LAUNCHER = (
     128 + signal.SIGTERM,
 )  # exit statuses of ranks that the launcher told to end
 NODE = "node.json"  # what ranks of several machines need to know of their own
-OF_NODE = ("refused", "interface", "address")  # of its placement
+OF_NODE = ("refused", "check_nodes", "interface", "address")  # of its placement
 SAME_S = 1.0  # signals this close together count as one request
 
 

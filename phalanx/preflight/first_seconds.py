@@ -41,7 +41,7 @@ PREFIX = "first seconds/"
 PAUSE_S, LONGEST_PAUSE_S = 0.001, 0.1  # between two polls
 LAST_S = 3.0  # for which rank 0, whose process may hold the store, waits until all others know the verdict
 SHOWN = 4  # machines in a warning
-CLOSER = "`phalanx preflight` with the same config looks closer; train.check_nodes=false leaves these checks out"
+CLOSER = "`phalanx preflight` with the same config looks closer; PHALANX_CHECK_NODES=0 leaves these checks out"
 Spoken = tuple[str, str]  # severity, line
 
 
@@ -86,7 +86,7 @@ class FirstSeconds:
         """The verdict, which rank 0 gives."""
         rank, world = self.placement.rank, self.placement.world_size
         if rank == 0:
-            looks = self.run.train.check_nodes
+            looks = self.placement.check_nodes
             texts.write("begin", {"token": secrets.token_hex(16), "folder": self.run.dir} if looks else {})
         begin = texts.read("begin")
         if not begin:

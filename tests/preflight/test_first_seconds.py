@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import contextlib
 import json
-from collections.abc import Sequence
+from collections.abc import Mapping
 from pathlib import Path
 
 import pytest
 
+from phalanx.base.errors import ConfigError
 from phalanx.base.placement import MEETING, SECRET, Placement
+from phalanx.launch.network import CHECK_NODES, asks_for_checks
 from phalanx.preflight.first_seconds import spans_machines
 from phalanx.training import main as training  # imported before nodes are forked: they need not do it again
 from tests.harness.cluster import Cluster, ClusterNode, Run, Start, cluster, mount, replace_file, run_on
@@ -92,21 +94,19 @@ def another_set(site, node: ClusterNode) -> None:  # noqa: F811
 OWN = [Ill("another data set", "data", "c", "elsewhere", node=another_set)]
 
 
-def train_on_four(site, ill: Ill | None = None, ranks: int = 1, settings: Sequence[str] = ()) -> Run:  # noqa: F811
+def train_on_four(site, ill: Ill | None = None, ranks: int = 1, env: Mapping[str, str] | None = None) -> Run:  # noqa: F811
     """`phalanx train` on four nodes, of one rank each, or of one process that starts `ranks`."""
     out = site.run.parent.parent / "out"
-    env = {node.letter: {SECRET: "the secret of this run, 32 characters"} for node in site.cluster.nodes}
-    for of in env.values():
-        of |= {"PHALANX_RANKS_PER_NODE": str(ranks)} if ranks > 1 else {}
+    every = {SECRET: "the secret of this run, 32 characters", **(env or {})}
+    every |= {"PHALANX_RANKS_PER_NODE": str(ranks)} if ranks > 1 else {}
     words = [
         "train",
         str(site.config),
         "log.report=false",
         "train.timeout_s=30",
         f"train.global_batch={4 * ranks}",
-        *settings,
     ]
-    start = Start(words, out, env=env)
+    start = Start(words, out, env={node.letter: every for node in site.cluster.nodes})
     with contextlib.ExitStack() as during:
         if ill is not None and ill.change is not None:
             ill.change(site, start)
@@ -169,7 +169,7 @@ def test_good_nodes_start_without_a_word(site, ranks):  # noqa: F811
 @pytest.mark.soak
 def test_they_can_be_left_out(site):  # noqa: F811
     ill = next(ill for ill in ILLS if ill.name == "an MTU is smaller")
-    ran = train_on_four(site, ill, settings=["train.check_nodes=false"])
+    ran = train_on_four(site, ill, env={"PHALANX_CHECK_NODES": "0"})
     assert set(ran.codes.values()) == {0} and "step=5 loss=" in ran.said["a"], ran.said
 
 
@@ -205,3 +205,9 @@ def test_one_machine_does_not_look():
     assert spans_machines(Placement(0, 0, 16, "env://", local_size=8))
     assert spans_machines(Placement(0, 0, 2, "tcp://node-a:29511"))
     assert spans_machines(Placement(0, 0, 4, f"{MEETING}node-a:29511/ranks", local_size=2))  # its node started it
+
+
+def test_what_asks_for_the_checks():
+    assert asks_for_checks({}) and asks_for_checks({CHECK_NODES: "1"}) and not asks_for_checks({CHECK_NODES: "0"})
+    with pytest.raises(ConfigError, match="PHALANX_CHECK_NODES='no': must be 1 .* or 0"):
+        asks_for_checks({CHECK_NODES: "no"})
