@@ -315,6 +315,15 @@ def test_data_files_are_compared_by_their_place():
     assert len(set(evenly(paths, 64))) == 64 and {paths[0], paths[-1]} <= set(evenly(paths, 64))
 
 
+def test_a_config_that_no_node_can_read_is_no_bad_node():
+    def code(*findings: Finding) -> int:
+        return PreflightReport(["n0", "n1"], findings, {}, 1.0).exit_code
+
+    nowhere = [Finding("config", (n,), "CONFIG='x.yaml': cannot be read") for n in (0, 1)]
+    assert code() == 0 and code(*nowhere) == 2 and code(nowhere[1]) == 8
+    assert code(nowhere[0], Finding("config", (1,), "another reason")) == 8
+
+
 def test_lines_of_a_runs_first_seconds():
     """A line for each bad node; a warning of many nodes is one line."""
     found = [Finding("space", (n,), "little", "warning") for n in range(6)]
