@@ -250,6 +250,7 @@ def deltas(wide: dict, forms: tuple[bool, ...]) -> list[tuple]:
         "dinitial",
         "dfinal",
         "of_reads",
+        "of_queries",
         "of_inside",
     )
     known = dict(scale="fp32", numbers="*i64", **tokens, **kept, **dict.fromkeys((*wides, "ddecay", "dbeta"), "*fp32"))
@@ -277,13 +278,14 @@ def deltas(wide: dict, forms: tuple[bool, ...]) -> list[tuple]:
         add(prepare_kernel.prepare_chunks, prepared | how | shape, of_chunks)
         add(states_kernel.pass_states, dict(INITIAL=True, **of_states), options)
         add(states_kernel.outputs, of_states | dict(BV=t.outputs), of_chunks)
-        add(states_kernel.pass_back, dict(FINAL=True, **of_states), options)
+        add(states_kernel.pass_back, dict(FINAL=True, **(of_states | dict(BV=t.back))), options)
         of_grads = dict(V=128, BV=t.grads) | how | shape
         options = dict(num_warps=8 if by_feature else t.grad_warps, num_stages=t.grad_stages)
         if by_feature:
             add(feature_grads_kernel.grads_by_feature, of_grads | depth, options, {})
         else:
             add(head_grads_kernel.value_grads, of_grads, options)
+            add(head_grads_kernel.query_grads, of_grads, options)
             add(head_grads_kernel.key_grads, of_grads, options)
     return found
 
@@ -300,27 +302,42 @@ def scans(wide: dict) -> list[tuple]:
     found.append((norm_gate_kernel._backward, dict(**gate, **grads), heads, dict(num_warps=4)))
     strides = dict.fromkeys(("x_row", "x_tok"), "i32")
     given = dict(x=BF, weight=BF, bias=BF, numbers="*i64", before=BF)
-    conv = dict(K=4, SILU=True, BIAS=True, BT=conv1d_kernel.TOKENS, BC=conv1d_kernel.CHANNELS, **wide)
+    conv = dict(K=4, SILU=True, BIAS=True, TURN=conv1d_kernel.TURN, **wide)
     sizes = dict(L="i32", C="i32", **strides)
     outs = dict(dx=BF, dw_parts="*fp32", db_parts="*fp32")
-    how = dict(DOCUMENTS=True, BEFORE=True, **conv)
-    found.append((conv1d_kernel._forward, dict(**given, y=BF, **sizes), how))
+    how, options = dict(DOCUMENTS=True, BEFORE=True, **conv), dict(num_warps=conv1d_kernel.WARPS)
+    found.append((conv1d_kernel._forward, dict(**given, y=BF, **sizes), how | conv1d_kernel.FORWARD, options))
     backward = dict(dy=BF, **given, **outs, **sizes, dy_row="i32", dy_tok="i32")
-    found.append((conv1d_kernel._backward, backward, how))
-    wides = ("dt", "a", "sums", "reaches", "lefts", "passed", "passed_out", "initial", "final", "dfinal", "dinitial")
+    found.append((conv1d_kernel._backward, backward, how | conv1d_kernel.BACKWARD, options))
+    wides = (
+        "dt",
+        "a",
+        "steps",
+        "sums",
+        "reaches",
+        "lefts",
+        "passed",
+        "passed_out",
+        "initial",
+        "final",
+        "dfinal",
+        "dinitial",
+    )
     known = dict.fromkeys(("x", "b", "c", "d", "y", "dy", "dx", "before", "after"), BF) | dict(numbers="*i64")
     known |= dict.fromkeys((*wides, "ddt", "asked", "asked_out", "db", "dc", "da", "dd"), "*fp32")
     chunk = dict(H=128, Q=scan_kernel.CHUNK, DOCUMENTS=True, **wide)
     shape = dict(P=64, N=128, EACH=16, ELEMENT=tl.bfloat16, BP=64, BN=128, **chunk)
     of_states = {name: shape[name] for name in shape if name != "DOCUMENTS"} | dict(BN=scan_kernel.STATES)
-    whole, follow = dict(num_warps=scan_kernel.WARPS), dict(num_warps=4, num_stages=3)
+    whole = dict(num_warps=scan_kernel.WARPS)
+    follow = dict(num_stages=scan_kernel.STAGES, **whole)
     for kernel, constants, options in (
-        (scan_kernel._decays, chunk, dict(num_warps=4)),
+        (scan_kernel._decays, dict(BH=scan_kernel.LEAST, **chunk), whole),
         (scan_kernel._pass, dict(INITIAL=True, **of_states), follow),
-        (scan_kernel._outputs, dict(SKIP=True, **shape), whole),
+        (scan_kernel._outputs, dict(SKIP=True, **shape), dict(maxnreg=scan_kernel.OUTPUT_REGISTERS, **whole)),
         (scan_kernel._pass_back, dict(FINAL=True, **of_states), follow),
-        (scan_kernel._query_grads, dict(TOGETHER=scan_kernel.HEADS, **shape), dict(num_warps=4)),
-        (scan_kernel._key_grads, dict(SKIP=True, TOGETHER=scan_kernel.HEADS, **shape), dict(num_warps=4)),
+        (scan_kernel._query_grads, dict(TOGETHER=scan_kernel.HEADS, **shape), follow),
+        (scan_kernel._key_grads, dict(TOGETHER=scan_kernel.HEADS, **shape), follow),
+        (scan_kernel._value_grads, dict(SKIP=True, **shape), dict(maxnreg=scan_kernel.VALUE_REGISTERS, **whole)),
     ):
         types = {name: known.get(name, "i32") for name in kernel.arg_names if name not in constants}
         found.append((kernel, types, constants, options))

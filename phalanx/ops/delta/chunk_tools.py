@@ -32,14 +32,25 @@ def tile(x, row, head, start, i, cols, here, inside, x_row, x_tok, WIDTH: tl.con
     """(tokens, features) of a head, of the tokens i after `start`. What all of them have in common is added to the
     address first, so that a thread has few long numbers."""
     first = x + row * x_row + long(start) * x_tok + head * WIDTH
-    return tl.load(first + (i[:, None] * x_tok + cols[None, :]), mask=here[:, None] & inside[None, :], other=0.0)
+    mask = here[:, None] if WIDTH // cols.shape[0] * cols.shape[0] == WIDTH else here[:, None] & inside[None, :]
+    return tl.load(first + (i[:, None] * x_tok + cols[None, :]), mask=mask, other=0.0)
 
 
 @triton.jit
 def across(x, row, head, start, i, cols, here, inside, x_row, x_tok, WIDTH: tl.constexpr):
     """(features, tokens) of a head."""
     first = x + row * x_row + long(start) * x_tok + head * WIDTH
-    return tl.load(first + (i[None, :] * x_tok + cols[:, None]), mask=here[None, :] & inside[:, None], other=0.0)
+    mask = here[None, :] if WIDTH // cols.shape[0] * cols.shape[0] == WIDTH else here[None, :] & inside[:, None]
+    return tl.load(first + (i[None, :] * x_tok + cols[:, None]), mask=mask, other=0.0)
+
+
+@triton.jit
+def state_tile(states, place, m, n, wanted, inside, V: tl.constexpr, K: tl.constexpr):
+    """(features of values, features of keys) of a state."""
+    at = states + place * V * K + (m[:, None] * K + n[None, :])
+    if V // m.shape[0] * m.shape[0] == V and K == n.shape[0]:
+        return tl.load(at)
+    return tl.load(at, mask=wanted[:, None] & inside[None, :], other=0.0)
 
 
 @triton.jit

@@ -40,7 +40,7 @@ from torch import Tensor
 
 from phalanx.ops.delta.delta import BLOCK, CHUNK, EPS, DeltaGrads, DeltaInputs, DeltaTiles
 from phalanx.ops.delta.feature_grads_kernel import grads_by_feature
-from phalanx.ops.delta.head_grads_kernel import key_grads, value_grads
+from phalanx.ops.delta.head_grads_kernel import key_grads, query_grads, value_grads
 from phalanx.ops.delta.prepare_kernel import decay_sums, prepare_chunks
 from phalanx.ops.delta.states_kernel import outputs, pass_back, pass_states
 from phalanx.ops.kernel_tools import triton_wide, wide_of
@@ -169,9 +169,9 @@ class DeltaChunks:
             maxnreg=None if self.by_feature else REGISTERS,
         )
 
-    def over_states(self) -> tuple[tuple[int, int, int], dict[str, Any]]:
-        """The grid and sizes of kernels that follow states from chunk to chunk."""
-        block = self.block(self.tiles.values)
+    def over_states(self, features: int) -> tuple[tuple[int, int, int], dict[str, Any]]:
+        """The grid and sizes of kernels that follow so many features of states or gradients from chunk to chunk."""
+        block = self.block(features)
         sizes = dict(BY_FEATURE=self.by_feature, V=self.width, BV=block, **self.arithmetic)
         how = dict(num_warps=self.tiles.warps, num_stages=self.stages(self.tiles.stages))
         return (self.rows, self.heads, triton.cdiv(self.width, block)), dict(**sizes, **how)
@@ -202,7 +202,7 @@ class DeltaKernels:
         u = call.like(*s.v.shape)
         final = call.empty(*s.state_shape)
         initial = None if s.initial is None else s.initial.contiguous()
-        grid, sizes = call.over_states()
+        grid, sizes = call.over_states(self.tiles.values)
         pass_states[grid](
             initial,
             call.writing,
@@ -246,7 +246,7 @@ class DeltaKernels:
         call, dy = DeltaChunks(s, self.tiles), dy.contiguous()
         after, dv, dinitial = torch.empty_like(before), call.like(*s.v.shape), call.empty(*s.state_shape)
         given = None if dstate is None else dstate.contiguous()
-        grid, sizes = call.over_states()
+        grid, sizes = call.over_states(self.tiles.back)
         pass_back[grid](
             given,
             dy,
@@ -278,7 +278,7 @@ class DeltaKernels:
         s = call.inputs
         dq, dk = (torch.empty(t.shape, dtype=t.dtype, device=t.device) for t in (s.q, s.k))
         u = call.like(*s.v.shape)
-        of_reads, of_inside = (call.empty(*s.beta.shape) for _ in range(2))
+        of_reads, of_queries, of_inside = (call.empty(*s.beta.shape) for _ in range(3))
         strides = call.strides(call.q, call.k)
         how = dict(V=call.width, BV=call.block(self.tiles.grads), **call.how, **call.arithmetic)
         how |= dict(num_warps=self.tiles.grad_warps, num_stages=call.stages(self.tiles.grad_stages))
@@ -305,8 +305,21 @@ class DeltaKernels:
             *call.strides(call.v),
             **how,
         )
-        key_grads[call.rows, call.key_heads, call.chunks](
+        of_key_heads = call.rows, call.key_heads, call.chunks
+        query_grads[of_key_heads](
             b.dy,
+            call.q,
+            call.k,
+            call.weights,
+            call.ask,
+            b.before,
+            of_queries,
+            dq,
+            call.length,
+            *strides,
+            **how,
+        )
+        key_grads[of_key_heads](
             call.q,
             call.k,
             call.numbers,
@@ -314,14 +327,13 @@ class DeltaKernels:
             call.weights,
             call.read,
             call.write,
-            call.ask,
             call.passed,
             b.before,
             b.after,
             u,
             of_reads,
+            of_queries,
             of_inside,
-            dq,
             dk,
             b.dv,
             b.ddecay,

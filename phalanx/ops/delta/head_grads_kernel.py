@@ -5,7 +5,7 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from phalanx.ops.delta.chunk_tools import along, documents_at, dot, length_factors, long, tile
+from phalanx.ops.delta.chunk_tools import along, documents_at, dot, length_factors, long, state_tile, tile
 
 
 @triton.jit
@@ -63,10 +63,12 @@ def value_grads(
     of_query = length_factors(queries.to(WIDE), NORMALIZE, EPSILON)
     token = (row * L + at) * H + head
     place = (chunk * tl.num_programs(0) + row) * H + head
-    matrix = place * C * C + (i[:, None] * C + i[None, :])
+    of_matrix = i[:, None] * C + i[None, :]
+    inverse += place * C * C
+    weights += place * C * C
     strength = tl.load(beta + token, mask=here, other=0.0).to(WIDE)
     reads = tl.load(read + token, mask=here, other=0.0)
-    t = tl.load(inverse + matrix)
+    t = tl.load(inverse + of_matrix)
     dp = tl.zeros((C, C), WIDE)
     da = tl.zeros((C, C), WIDE)
     dstrength = tl.zeros((C,), WIDE)
@@ -74,8 +76,7 @@ def value_grads(
     for first in range(0, V, BV):
         m = first + tl.arange(0, BV)
         wanted = m < V
-        whole = wanted[:, None] & inside[None, :]
-        state = tl.load(before + place * V * K + (m[:, None] * K + n[None, :]), mask=whole, other=0.0)
+        state = state_tile(before, place, m, n, wanted, inside, V, K)
         above = tile(dy, row, head, start, i, m, here, wanted, long(L) * H * V, H * V, V)
         values = tile(v, row, head, start, i, m, here, wanted, v_row, v_tok, V).to(WIDE)
         corner = ((row * L + start) * H + head) * V
@@ -102,18 +103,79 @@ def value_grads(
     both = da * dot(keys, tl.trans(keys), ELEMENT, WIDE, PRECISION)
     dstrength += tl.sum(both, 1)
     dp = tl.where(seen, dp, 0.0)
-    both = both * strength[:, None] + tl.where(earlier, dp * tl.load(weights + matrix).to(WIDE), 0.0)
+    both = both * strength[:, None] + tl.where(earlier, dp * tl.load(weights + of_matrix).to(WIDE), 0.0)
     tl.debug_barrier()  # T and P, which other threads of the program may still read, are overwritten below
-    tl.store(weights + matrix, (dp * between * (of_query * scale)[:, None]).to(ELEMENT))
-    tl.store(inverse + matrix, (da * strength[:, None]).to(ELEMENT))
+    tl.store(weights + of_matrix, (dp * between * (of_query * scale)[:, None]).to(ELEMENT))
+    tl.store(inverse + of_matrix, (da * strength[:, None]).to(ELEMENT))
     tl.store(of_reads + token, of_read, mask=here)
     tl.store(of_inside + token, tl.sum(both, 1) - tl.sum(both, 0) - of_read, mask=here)
     tl.store(dbeta + token, dstrength, mask=here)
 
 
 @triton.jit
-def key_grads(
+def query_grads(
     dy,
+    q,
+    k,
+    weights,
+    ask,
+    before,
+    of_queries,
+    dq,
+    L,
+    q_row,
+    q_tok,
+    k_row,
+    k_tok,
+    H: tl.constexpr,
+    K: tl.constexpr,
+    V: tl.constexpr,
+    EACH: tl.constexpr,
+    NORMALIZE: tl.constexpr,
+    EPSILON: tl.constexpr,
+    DOCUMENTS: tl.constexpr,
+    ELEMENT: tl.constexpr,
+    WIDE: tl.constexpr,
+    PRECISION: tl.constexpr,
+    C: tl.constexpr,
+    BK: tl.constexpr,
+    BV: tl.constexpr,
+):
+    """Gradients of queries, from what value_grads left: a program has a chunk of a key head, and its value heads one
+    after another. of_queries (R, L, H): of the gradients of decays, what queries that read states have."""
+    row, group, chunk = tl.program_id(0).to(tl.int64), tl.program_id(1), tl.program_id(2)
+    start = chunk * C
+    i, n = tl.arange(0, C), tl.arange(0, BK)
+    at, inside = start + i, n < K
+    here = at < L
+    queries = tile(q, row, group, start, i, n, here, inside, q_row, q_tok, K)
+    keys = tile(k, row, group, start, i, n, here, inside, k_row, k_tok, K)
+    dqueries = tl.zeros((C, BK), WIDE)
+    along_queries = tl.zeros((C,), WIDE)
+    for head in range(group * EACH, group * EACH + EACH):
+        token = (row * L + at) * H + head
+        place = (chunk * tl.num_programs(0) + row) * H + head
+        asks = tl.load(ask + token, mask=here, other=0.0)
+        for first in range(0, V, BV):
+            m = first + tl.arange(0, BV)
+            wanted = m < V
+            state = state_tile(before, place, m, n, wanted, inside, V, K)
+            above = tile(dy, row, head, start, i, m, here, wanted, long(L) * H * V, H * V, V).to(WIDE)
+            dqueries += dot(above * asks[:, None], state, ELEMENT, WIDE, PRECISION)
+        of_query = tl.sum(dqueries * queries.to(WIDE), 1)  # of this head what was added, along queries
+        tl.store(of_queries + token, of_query - along_queries, mask=here)
+        dp = tl.load(weights + place * C * C + (i[:, None] * C + i[None, :]))
+        dqueries += dot(dp, keys, ELEMENT, WIDE, PRECISION)
+        along_queries = tl.sum(dqueries * queries.to(WIDE), 1)
+    factors = length_factors(queries.to(WIDE), NORMALIZE, EPSILON)
+    dqueries = along(dqueries, queries.to(WIDE), factors, NORMALIZE)
+    corner = ((row * L + start) * tl.num_programs(1) + group) * K
+    to = i[:, None] * (tl.num_programs(1) * K) + n[None, :]
+    tl.store(dq + corner + to, dqueries.to(ELEMENT), mask=here[:, None] & inside[None, :])
+
+
+@triton.jit
+def key_grads(
     q,
     k,
     numbers,
@@ -121,14 +183,13 @@ def key_grads(
     weights,
     read,
     write,
-    ask,
     passed,
     before,
     after,
     u_in,
     of_reads,
+    of_queries,
     of_inside,
-    dq,
     dk,
     dv,
     ddecay,
@@ -151,44 +212,36 @@ def key_grads(
     BK: tl.constexpr,
     BV: tl.constexpr,
 ):
-    """Gradients of queries, keys and decays, from what value_grads left: a program has a chunk of a key head, and its
-    value heads one after another. after (chunks, R, H, V, K): gradients of states after chunks."""
+    """Gradients of keys and decays, from what value_grads and query_grads left; programs as of query_grads. after
+    (chunks, R, H, V, K): gradients of states after chunks."""
     row, group, chunk = tl.program_id(0).to(tl.int64), tl.program_id(1), tl.program_id(2)
     start = chunk * C
     i, n = tl.arange(0, C), tl.arange(0, BK)
     at, inside = start + i, n < K
     here = at < L
+    queries = tile(q, row, group, start, i, n, here, inside, q_row, q_tok, K)
+    keys = tile(k, row, group, start, i, n, here, inside, k_row, k_tok, K)
     dkeys = tl.zeros((C, BK), WIDE)
-    dqueries = tl.zeros((C, BK), WIDE)
     along_keys = tl.zeros((C,), WIDE)
-    along_queries = tl.zeros((C,), WIDE)
-    for number in range(0, EACH):
-        head = group * EACH + number
+    for head in range(group * EACH, group * EACH + EACH):
         token = (row * L + at) * H + head
         place = (chunk * tl.num_programs(0) + row) * H + head
         reads = tl.load(read + token, mask=here, other=0.0)
         writes = tl.load(write + token, mask=here, other=0.0)
-        asks = tl.load(ask + token, mask=here, other=0.0)
         of_state = tl.zeros((BV,), WIDE)
         for first in range(0, V, BV):
             m = first + tl.arange(0, BV)
             wanted = m < V
-            at_state = place * V * K + (m[:, None] * K + n[None, :])
-            whole = wanted[:, None] & inside[None, :]
-            state = tl.load(before + at_state, mask=whole, other=0.0)
-            grad = tl.load(after + at_state, mask=whole, other=0.0)
+            state = state_tile(before, place, m, n, wanted, inside, V, K)
+            grad = state_tile(after, place, m, n, wanted, inside, V, K)
             of_state += tl.sum(state.to(WIDE) * grad.to(WIDE), 1)
-            above = tile(dy, row, head, start, i, m, here, wanted, long(L) * H * V, H * V, V).to(WIDE)
-            dqueries += dot(above * asks[:, None], state, ELEMENT, WIDE, PRECISION)
             dvalues = tile(dv, row, head, start, i, m, here, wanted, long(L) * H * V, H * V, V).to(WIDE)
             dkeys += dot(dvalues * -reads[:, None], state, ELEMENT, WIDE, PRECISION)
             u = tile(u_in, row, head, start, i, m, here, wanted, long(L) * H * V, H * V, V).to(WIDE)
             dkeys += dot(u * writes[:, None], grad, ELEMENT, WIDE, PRECISION)
-        # of decays: what was added to the gradients, along queries and keys
-        queries = tile(q, row, group, start, i, n, here, inside, q_row, q_tok, K)
-        keys = tile(k, row, group, start, i, n, here, inside, k_row, k_tok, K)
-        of_query = tl.sum(dqueries * queries.to(WIDE), 1) - along_queries
+        # of decays: what was added to the gradients, along keys
         of_write = tl.sum(dkeys * keys.to(WIDE), 1) - along_keys + tl.load(of_reads + token, mask=here, other=0.0)
+        of_query = tl.load(of_queries + token, mask=here, other=0.0)
         of_logs = tl.load(of_inside + token, mask=here, other=0.0) + of_query - of_write
         # A logarithm counts in the sums of its document's later tokens, and in what is left at the end.
         own, _ = documents_at(numbers, row, start, at, here, L, DOCUMENTS)
@@ -197,23 +250,14 @@ def key_grads(
         at_end = tl.sum(of_write, 0) + tl.load(passed + place) * tl.sum(of_state, 0)
         tl.store(ddecay + token, dlogs + tl.where(own == 0, at_end, 0.0), mask=here)
         matrices = place * C * C
-        dp = tl.load(weights + matrices + (i[:, None] * C + i[None, :]))
-        dqueries += dot(dp, keys, ELEMENT, WIDE, PRECISION)
         dp_across = tl.load(weights + matrices + (i[None, :] * C + i[:, None]))
         dkeys += dot(dp_across, queries, ELEMENT, WIDE, PRECISION)
         da = tl.load(inverse + matrices + (i[:, None] * C + i[None, :]))
         da_across = tl.load(inverse + matrices + (i[None, :] * C + i[:, None]))
         dkeys += dot(da + da_across, keys, ELEMENT, WIDE, PRECISION)
-        along_queries = tl.sum(dqueries * queries.to(WIDE), 1)
         along_keys = tl.sum(dkeys * keys.to(WIDE), 1)
-    queries = tile(q, row, group, start, i, n, here, inside, q_row, q_tok, K)
-    keys = tile(k, row, group, start, i, n, here, inside, k_row, k_tok, K)
-    of_query = length_factors(queries.to(WIDE), NORMALIZE, EPSILON)
-    of_key = length_factors(keys.to(WIDE), NORMALIZE, EPSILON)
-    dqueries = along(dqueries, queries.to(WIDE), of_query, NORMALIZE)
-    dkeys = along(dkeys, keys.to(WIDE), of_key, NORMALIZE)
+    factors = length_factors(keys.to(WIDE), NORMALIZE, EPSILON)
+    dkeys = along(dkeys, keys.to(WIDE), factors, NORMALIZE)
     corner = ((row * L + start) * tl.num_programs(1) + group) * K
     to = i[:, None] * (tl.num_programs(1) * K) + n[None, :]
-    mask = here[:, None] & inside[None, :]
-    tl.store(dq + corner + to, dqueries.to(ELEMENT), mask=mask)
-    tl.store(dk + corner + to, dkeys.to(ELEMENT), mask=mask)
+    tl.store(dk + corner + to, dkeys.to(ELEMENT), mask=here[:, None] & inside[None, :])

@@ -47,6 +47,7 @@ def pass_states(
     i, n, m = tl.arange(0, C), tl.arange(0, BK), tl.program_id(2) * BV + tl.arange(0, BV)
     inside, wanted = n < K, m < V
     whole = wanted[:, None] & inside[None, :]
+    kept = None if K == BK and V % BV == 0 else whole
     of_row = (row * H + head) * K * V + (n[None, :] * V + m[:, None])
     state = tl.zeros((BV, BK), WIDE)
     if INITIAL:
@@ -64,7 +65,7 @@ def pass_states(
         t = tl.load(inverse + place * C * C + (i[:, None] * C + i[None, :]))
         values = across(v, row, head, start, i, m, here, wanted, v_row, v_tok, V).to(WIDE)
         strength = tl.load(beta + token, mask=here, other=0.0).to(WIDE)
-        tl.store(states + place * V * K + (m[:, None] * K + n[None, :]), state.to(ELEMENT), mask=whole)
+        tl.store(states + place * V * K + (m[:, None] * K + n[None, :]), state.to(ELEMENT), mask=kept)
         if BY_FEATURE:
             readers = tile(reading, row, head, start, i, n, here, inside, k_row, k_tok, K)
             held = dot(state, tl.trans(readers), ELEMENT, WIDE, PRECISION)
@@ -175,6 +176,7 @@ def pass_back(
     i, n, m = tl.arange(0, C), tl.arange(0, BK), tl.program_id(2) * BV + tl.arange(0, BV)
     inside, wanted = n < K, m < V
     whole = wanted[:, None] & inside[None, :]
+    kept = None if K == BK and V % BV == 0 else whole
     of_row = (row * H + head) * K * V + (n[None, :] * V + m[:, None])
     grad = tl.zeros((BV, BK), WIDE)
     if FINAL:
@@ -189,13 +191,13 @@ def pass_back(
         here = at < L
         place = (chunk * tl.num_programs(0) + row) * H + head
         token = (row * L + at) * H + head
-        matrix = place * C * C + (i[:, None] * C + i[None, :])
+        of_matrix = i[:, None] * C + i[None, :]
         keys = tile(k, row, key_head, start, i, n, here, inside, k_row, k_tok, K)
         queries = tile(q, row, key_head, start, i, n, here, inside, q_row, q_tok, K)
-        t, p = tl.load(inverse + matrix), tl.load(weights + matrix)
+        t, p = tl.load(inverse + place * C * C + of_matrix), tl.load(weights + place * C * C + of_matrix)
         above = across(dy, row, head, start, i, m, here, wanted, long(L) * H * V, H * V, V)
         strength = tl.load(beta + token, mask=here, other=0.0).to(WIDE)
-        tl.store(after + place * V * K + (m[:, None] * K + n[None, :]), grad.to(ELEMENT), mask=whole)
+        tl.store(after + place * V * K + (m[:, None] * K + n[None, :]), grad.to(ELEMENT), mask=kept)
         du = dot(grad, tl.trans(keys), ELEMENT, WIDE, PRECISION)
         if not BY_FEATURE:
             du *= tl.load(write + token, mask=here, other=0.0)[None, :]

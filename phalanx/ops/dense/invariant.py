@@ -51,10 +51,11 @@ class InvariantMatmuls:
         return cls.product(tp.all_gather(x).wait(), weight, 1, x.dtype, bias)
 
     @classmethod
-    def scattered(cls, h: Tensor, weight: Tensor, tp: Axis) -> Tensor:
+    def scattered(cls, h: Tensor, weight: Tensor, bias: Tensor | None, tp: Axis) -> Tensor:
         parts = parts_of_rank(h.shape[1] * tp.size, tp.size)
         sums = tp.all_to_all(cls.product(h, weight, parts, h.dtype if parts == PARTS else None))
-        return sum_parts(sums.view(tp.size, -1, len(weight))).to(h.dtype)
+        y = sum_parts(sums.view(tp.size, -1, len(weight))).to(h.dtype)
+        return y if bias is None else y + bias
 
 
 def parts_of_rank(inputs: int, tp: int) -> int:

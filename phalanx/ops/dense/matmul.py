@@ -34,12 +34,13 @@ class PlainMatmuls:
         return y
 
     @staticmethod
-    def scattered(h: Tensor, weight: Tensor, tp: Axis) -> Tensor:
-        """The forward of matmul_scatter, without bias."""
-        scattering = tp.scatter(len(h), weight.shape[0], h)
+    def scattered(h: Tensor, weight: Tensor, bias: Tensor | None, tp: Axis) -> Tensor:
+        """The forward of matmul_scatter."""
+        scattering, whole = tp.scatter(len(h), weight.shape[0], h), tp.size == 1
         for rows, out in scattering.parts():
-            torch.mm(h[rows], weight.t(), out=out)
-        return scattering.wait()
+            multiply(h[rows], weight.t(), out, bias if whole else None)
+        y = scattering.wait()
+        return y if bias is None or whole else y + bias
 
 
 class _GatherMatmul(Function):
@@ -69,8 +70,8 @@ class _MatmulScatter(Function):
     def forward(ctx: Any, h: Tensor, weight: Tensor, bias: Tensor | None, tp: Axis, by: Any) -> Tensor:  # type: ignore[override]
         ctx.save_for_backward(h)
         ctx.weight, ctx.bias, ctx.tp = weight, bias, tp
-        y: Tensor = by.scattered(h, weight, tp)
-        return y if bias is None else y + bias
+        y: Tensor = by.scattered(h, weight, bias, tp)
+        return y
 
     @staticmethod
     def backward(ctx: Any, dy: Tensor) -> tuple[Tensor | None, ...]:  # type: ignore[override]
