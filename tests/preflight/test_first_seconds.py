@@ -50,6 +50,7 @@ def other_code(node: ClusterNode) -> None:
     replace_file(path, path.read_text() + "\n")
 
 
+@pytest.mark.soak
 def test_a_machine_with_other_code_is_named_before_the_first_step(two, tmp_path):
     done = train(two, tmp_path, before={"b": other_code})
     assert done.codes == {"a": 8, "b": 8}, done.said
