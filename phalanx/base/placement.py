@@ -38,6 +38,8 @@ class Placement:
     refused     why this machine cannot hold its ranks, which all ranks learn when they meet; empty: it can
     starts      ranks that this process is to start on its machine, the first of which is `rank`; 0: it is a rank itself
     ends_at     Unix time at which a scheduler ends this process, whatever it is doing; None: unknown
+    check_nodes whether machines are checked before ranks connect (preflight/first_seconds.py); that of rank 0 counts
+    interface   by which ranks on other machines reach this one, and `address`, its address; empty: not known
     """
 
     rank: int = 0
@@ -50,3 +52,6 @@ class Placement:
     refused: str = ""
     starts: int = 0
     ends_at: float | None = None
+    check_nodes: bool = True
+    interface: str = ""
+    address: str = ""

@@ -17,7 +17,7 @@ from urllib.parse import parse_qs, urlsplit
 import click
 
 from phalanx.base.dataclass import dataclass
-from phalanx.base.errors import BadNode, ConfigError, PhalanxError
+from phalanx.base.errors import BadNode, ConfigError, PhalanxError, Problem
 from phalanx.base.log import describe
 from phalanx.base.placement import Placement
 from phalanx.cli import completion
@@ -99,7 +99,7 @@ class PreflightOptions:
             Path(self.out).write_text(report.as_json(), encoding="utf-8")
         click.echo(report.text, err=self.drop_bad)
         if not self.drop_bad:
-            return BadNode.exit_code if report.bad else 0
+            return report.exit_code
         try:
             click.echo("\n".join(report.starters(self.spares or 0)))
         except BadNode as error:
@@ -118,10 +118,17 @@ def agent_start(words: Sequence[str], address: str, interface: str, ranks: int) 
         try:
             loaded = read(words[0], tuple(words[1:]))
             run = loaded.run
-            refused = "; ".join(str(problem) for problem in loaded.problems)
+            refused = texts_of(loaded.problems)
+        except ConfigError as error:
+            refused = texts_of(error.problems)
         except PhalanxError as error:
             refused = describe(error)
     return AgentStart(address, interface, None if refused else run, refused, words, ranks, os.environ)
+
+
+def texts_of(problems: Sequence[Problem]) -> str:
+    """For a finding of `config`, whose name says that they are errors of the config."""
+    return "; ".join(str(problem).removeprefix("config error: ") for problem in problems)
 
 
 # ---- under a scheduler ---------------------------------------------------------------------------

@@ -52,7 +52,8 @@ def run_ranks(target: str, ready: Any, values: dict[str, Any], logs: str | None)
     elif here is not None and here.starts:
         before = dict(os.environ)
         node = settle(here, os.environ, patience_s)
-        settings = node_settings(before, os.environ, here.starts, allowed_cpus())
+        graphs = ready.run is None or ready.run.train.cuda_graphs != "off"
+        settings = node_settings(before, os.environ, here.starts, allowed_cpus(), cuda_graphs=graphs)
         click.echo(settings.text(os.environ.get("SLURMD_NODENAME") or os.uname().nodename, here.rank), err=True)
         start(target, values, here.starts, logs, node, settings.cpus)
     else:

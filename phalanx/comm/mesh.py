@@ -15,6 +15,7 @@ import torch.distributed as dist
 
 from phalanx.base.dataclass import dataclass
 from phalanx.base.errors import ConfigError, PeerLost, Problem
+from phalanx.base.placement import Placement
 from phalanx.comm.axis import Axis, ModelAxes, Overlap
 from phalanx.comm.debug import Watch
 from phalanx.comm.health.waits import Waits
@@ -39,15 +40,27 @@ def init_world(
     init_method   as in `open_store`
     secret        of the run; ranks with another secret are rejected. If no rank has one, None is returned
     """
+    return join_world(Placement(rank, 0, world_size, init_method, secret), device, timeout_s)
+
+
+def join_world(
+    placement: Placement,
+    device: torch.device,
+    timeout_s: float,
+    before: Callable[[dist.Store, SignedStore | None], None] = lambda store, signed: None,
+) -> SignedStore | None:
+    """As `init_world`. before: called once all ranks have shown at the store that they know the secret, and before they
+    connect to each other. What it raises ends the joining; a lost store is a lost peer."""
+    rank, world_size = placement.rank, placement.world_size
     if world_size == 1 or dist.is_initialized():
         return None
     timeout = timedelta(seconds=timeout_s)
     began = time.monotonic()
     try:
-        store = open_store(init_method, rank, world_size, timeout)
-        signed = recognise(
-            dist.PrefixStore("phalanx", store), rank, world_size, secret, began + timeout_s - time.monotonic()
-        )
+        store = open_store(placement.init_method, rank, world_size, timeout)
+        ours = dist.PrefixStore("phalanx", store)
+        signed = recognise(ours, rank, world_size, placement.secret, began + timeout_s - time.monotonic())
+        before(ours, signed)
         backend = "nccl" if device.type == "cuda" else "gloo"
         dist.init_process_group(
             backend, store=dist.PrefixStore("default_pg", store), timeout=timeout, rank=rank, world_size=world_size
@@ -55,9 +68,8 @@ def init_world(
     except (RuntimeError, dist.DistError, PeerLost) as error:
         if "unsupported gloo device" in str(error):
             raise ConfigError([no_tls()]) from error
-        raise PeerLost(
-            f"rank {rank} of {world_size} could not join the others at {init_method} within {timeout_s:g} s: {error}"
-        ) from error
+        where = f"at {placement.init_method} within {timeout_s:g} s"
+        raise PeerLost(f"rank {rank} of {world_size} could not join the others {where}: {error}") from error
     return signed
 
 

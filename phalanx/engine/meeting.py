@@ -8,7 +8,7 @@ Everything is text: nothing sent by another process is unpickled.
 from __future__ import annotations
 
 import json
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import field, replace
 from pathlib import Path
 from typing import Any
@@ -26,7 +26,8 @@ from phalanx.checkpoint.keep import find
 from phalanx.checkpoint.manifest import NAME as MANIFEST
 from phalanx.comm.axis import Axis
 from phalanx.comm.host import host_axis
-from phalanx.comm.mesh import Mesh, init_world, local_device
+from phalanx.comm.meeting import SignedStore
+from phalanx.comm.mesh import Mesh, join_world, local_device
 from phalanx.config.run import Run
 from phalanx.config.write import to_dict
 from phalanx.data.config import DataConfig, is_number
@@ -262,12 +263,17 @@ def _short(value: Any) -> Any:
     return value if len(text) <= LONGEST else f"{text[:LONGEST]}..."
 
 
-def join(run: Run, placement: Placement, mine: Identity) -> tuple[Mesh, str]:
+def join(
+    run: Run,
+    placement: Placement,
+    mine: Identity,
+    before: Callable[[dist.Store, SignedStore | None], None] = lambda store, signed: None,
+) -> tuple[Mesh, str]:
     """Meet the other ranks; returns the mesh, and the folder of the run as rank 0 names it. ConfigError on all ranks if
     they do not belong to one run, DoesNotFit if a machine cannot hold its ranks; the latter is found out before groups
-    are created that depend on it."""
+    are created that depend on it. before: as of comm.mesh.join_world."""
     device, timeout_s = device_of(run, placement), run.train.timeout_s
-    store = init_world(placement.rank, placement.world_size, placement.init_method, device, timeout_s, placement.secret)
+    store = join_world(placement, device, timeout_s, before)
     folder = meet(placement.rank, placement.world_size, replace(mine, refused=placement.refused), run.dir, timeout_s)
     mesh = Mesh(grid_of(run, placement.world_size), placement.rank, device, timeout_s)
     mesh.store = store

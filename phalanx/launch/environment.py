@@ -12,35 +12,44 @@ from phalanx.base.dataclass import dataclass
 from phalanx.launch.network import BACKENDS
 
 THREADS = "OMP_NUM_THREADS"
-ALLOCATOR = ("PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF")  # torch's own settings are left as they are
+ALLOCATOR = ("PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF")  # PyTorch's names of it, the newer first
 OWN_BINDING = ("OMP_PROC_BIND", "GOMP_CPU_AFFINITY", "KMP_AFFINITY")  # a user who binds threads binds them all
 
 
 @dataclass(frozen=True)
 class NodeSettings:
     """chosen: environment variables and their values; given: those that the user had set, and that stay; cpus: of each
-    rank, None: all that the node's job may use."""
+    rank, None: all that the node's job may use; allocator: why PyTorch's CUDA allocator keeps its defaults, "" without
+    GPUs or where the user has set it."""
 
     chosen: dict[str, str]
     given: dict[str, str]
     cpus: tuple[frozenset[int], ...] | None = None
+    allocator: str = ""
 
     def text(self, node: str, first: int) -> str:
         """One line for the log. first: the number of the node's first rank."""
         words = [f"{name}={value}" for name, value in self.chosen.items()]
         if self.cpus is not None:
             words += [f"rank {first + i} on CPUs {span_text(cpus)}" for i, cpus in enumerate(self.cpus)]
+        words += [self.allocator] if self.allocator else []
         yours = "".join(f"; yours: {name}={value}" for name, value in self.given.items())
         return f"node {node}: {', '.join(words)}{yours}"
 
 
 def node_settings(
-    before: Mapping[str, str], env: Mapping[str, str], ranks: int, allowed: frozenset[int], root: Path = Path("/")
+    before: Mapping[str, str],
+    env: Mapping[str, str],
+    ranks: int,
+    allowed: frozenset[int],
+    root: Path = Path("/"),
+    cuda_graphs: bool = True,
 ) -> NodeSettings:
     """For `ranks` ranks that share the CPUs `allowed`.
 
     before  the environment as the user set it; env: the same after the network was settled (network.settle)
     root    of the file system that describes the machine
+    cuda_graphs   whether the plan may capture blocks in CUDA graphs
     """
     shown = (THREADS, *BACKENDS, *OWN_BINDING, *ALLOCATOR)
     given = {name: env[name] for name in shown if before.get(name) == env.get(name, "")}
@@ -48,7 +57,18 @@ def node_settings(
     chosen |= {name: env[name] for name in BACKENDS if name in env and name not in given}
     bound = any(name in env for name in OWN_BINDING)
     cpus = None if bound else cpus_next_to_gpus(env, ranks, allowed, root)
-    return NodeSettings(chosen, given, cpus)
+    theirs = any(name in env for name in ALLOCATOR) or not visible_gpus(env, root)
+    return NodeSettings(chosen, given, cpus, "" if theirs else allocator_text(ranks, cuda_graphs))
+
+
+def allocator_text(ranks: int, cuda_graphs: bool) -> str:
+    """What is said of PyTorch's CUDA allocator. No plan of ours sets expandable segments, its one setting against
+    fragmentation: PyTorch kept them out of the pools of CUDA graphs (pytorch #128068, #194767), and memory that ranks
+    share with each other cannot lie in them (pytorch #187465)."""
+    uses = [name for name, used in (("CUDA graphs", cuda_graphs), ("symmetric memory", ranks > 1)) if used]
+    if uses:
+        return f"allocator as PyTorch's defaults (no expandable segments: {' and '.join(uses)})"
+    return f"allocator as PyTorch's defaults (if memory is fragmented: {ALLOCATOR[1]}=expandable_segments:True)"
 
 
 def cpus_next_to_gpus(

@@ -39,6 +39,7 @@ BY_LAUNCHER = (
     128 + signal.SIGTERM,
 )  # exit statuses of ranks that the launcher told to end
 NODE = "node.json"  # what ranks of several machines need to know of their own
+OF_NODE = ("refused", "check_nodes", "interface", "address")  # of its placement
 SAME_S = 1.0  # signals this close together count as one request
 
 
@@ -66,7 +67,7 @@ def start(
         folder = Path(name)
         (folder / "arguments.json").write_text(json.dumps(dict(arguments)), encoding="utf-8")
         if node is not None:
-            (folder / NODE).write_text(json.dumps({"refused": node.refused}), encoding="utf-8")
+            (folder / NODE).write_text(json.dumps({name: getattr(node, name) for name in OF_NODE}), encoding="utf-8")
         world = LocalRanks(0, ranks, ranks)
         if node is not None:
             world = LocalRanks(node.rank, ranks, node.world_size, cpus)

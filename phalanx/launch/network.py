@@ -21,6 +21,7 @@ from phalanx.base.placement import Placement
 from phalanx.launch.enroot import without_hook
 
 INTERFACE = "PHALANX_INTERFACE"
+CHECK_NODES = "PHALANX_CHECK_NODES"
 BACKENDS = ("GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME")
 LOOPBACK = "127.0.0.1"
 IN_PODS = ("JOB_COMPLETION_INDEX", "PET_NODE_RANK")  # variables of Indexed Jobs, and of Kubeflow's pods
@@ -66,9 +67,21 @@ def settle(placement: Placement, env: MutableMapping[str, str], patience_s: floa
     for backend in BACKENDS:
         env.setdefault(backend, name)
         env[backend] = name if INTERFACE in env else env[backend]
+    used = env[BACKENDS[0]].split(",")[0]
+    address_of = dict(reversed(interfaces()))
+    placement = replace(placement, interface=used, address=address_of.get(used, ""), check_nodes=asks_for_checks(env))
     if served_here and placement.rank == 0:
         return replace(placement, init_method=f"{placement.init_method}?listen={address}")
     return placement
+
+
+def asks_for_checks(env: Mapping[str, str]) -> bool:
+    """Whether machines are checked before ranks connect. ConfigError for a value that is neither 0 nor 1."""
+    said = env.get(CHECK_NODES, "1")
+    if said not in ("0", "1"):
+        rule = "must be 1 (machines are checked before ranks connect, as if it were unset) or 0 (they are not)"
+        raise _problem(CHECK_NODES, said, rule, ("0", "1"))
+    return said == "1"
 
 
 def on_one_host(world_size: int, host: str, env: Mapping[str, str]) -> bool:

@@ -126,9 +126,10 @@ def _killed(world_size: int, rank: int, number: int, lost: Sequence[Outcome] = (
 
 
 def _from(world_size: int, outcomes: Sequence[Outcome], chosen: Outcome) -> RankFailed:
-    """The error's text, preceded by the rank unless every rank reported the same."""
+    """The error's text, preceded by the rank unless every rank reported the same. Which machine is bad is the verdict
+    of all ranks, also of those on other machines."""
     same = [o for o in outcomes if (o.code, o.text) == (chosen.code, chosen.text)]
-    who = "" if len(same) == world_size else f"rank {chosen.rank} of {world_size}: "
+    who = "" if len(same) == world_size or chosen.code == BadNode.exit_code else f"rank {chosen.rank} of {world_size}: "
     return RankFailed(who + chosen.text, chosen.code)
 
 

@@ -10,6 +10,7 @@ from typing import Any, ClassVar, Literal
 
 from phalanx.base.dataclass import dataclass
 from phalanx.config.run import Run
+from phalanx.preflight.rounds import partners
 
 SEAM = "preflight_check"
 Severity = Literal["bad", "warning"]
@@ -38,6 +39,7 @@ class NodeView:
     ranks      of the run on each node
     env        the environment variables of this node's process
     kept       what a check keeps from one order to its next
+    brief      whether a run's first seconds ask: few pairs are tried, and little is read
     """
 
     number: int
@@ -49,6 +51,7 @@ class NodeView:
     ranks: int = 1
     env: Mapping[str, str] = field(default_factory=dict)
     kept: dict[str, Any] = field(default_factory=dict)
+    brief: bool = False
 
     @property
     def folder(self) -> Path | None:
@@ -59,6 +62,11 @@ class NodeView:
     def others(self) -> list[Peer]:
         """All nodes but this one."""
         return [peer for peer in self.peers if peer.number != self.number]
+
+    @property
+    def partners(self) -> list[Peer]:
+        """The peers that this node tries to reach: all others, of many in a run's first seconds some of them."""
+        return [self.peers[number] for number in partners(self.number, len(self.peers), self.brief)]
 
 
 @dataclass(frozen=True)
@@ -76,10 +84,11 @@ class Finding:
 @dataclass(frozen=True)
 class Looks:
     """What the nodes answered so far. names: of the nodes; answers: for each order in turn, (order, answer by node);
-    nodes that failed are missing."""
+    nodes that failed are missing. brief: as of NodeView."""
 
     names: Sequence[str]
     answers: Sequence[tuple[Any, Mapping[int, Any]]] = ()
+    brief: bool = False
 
     def of(self, number: int) -> Mapping[int, Any]:
         """The answers to the order of this number; those of None are left out."""
@@ -95,7 +104,7 @@ class NodeCheck(ABC):
     """A check of the nodes of a run. A new one is one file with a subclass, registered as a `preflight_check`.
 
     name     in the table, one word
-    brief    whether it is also one of the checks of a run's first seconds: one order, no peers' ports, a few ms
+    brief    whether it is also one of the checks of a run's first seconds: a few ms on a good node, no GPU at work
     limit_s  a node that takes longer for one order is reported as not answering
     """
 

@@ -13,7 +13,7 @@ from phalanx.base.dataclass import dataclass
 from phalanx.preflight.agent import checks
 from phalanx.preflight.channel import Channel, ChannelLost
 from phalanx.preflight.check import Finding, Looks, NodeCheck
-from phalanx.preflight.report import PreflightReport
+from phalanx.preflight.report import CONFIG, PreflightReport
 
 START_S = 60.0  # of a node, until it serves probes
 MEET = "meeting"  # what findings about nodes that do not take part are filed under
@@ -68,7 +68,7 @@ class Coordinator:
         for number, said in self._ask({number: {"token": token} for number in self._there()}, START_S, MEET).items():
             self.nodes[number].port = int(said["port"])
             if said["refused"]:
-                self.findings.append(Finding("config", (number,), str(said["refused"])))
+                self.findings.append(Finding(CONFIG, (number,), str(said["refused"])))
         peers = [[node.name, node.address, node.port if node.channel else 0] for node in self.nodes]
         for number in self._there():
             self._send(number, {"peers": peers, "you": number}, MEET)

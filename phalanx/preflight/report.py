@@ -9,10 +9,11 @@ from textwrap import wrap
 from typing import Any
 
 from phalanx.base.dataclass import dataclass
-from phalanx.base.errors import BadNode
+from phalanx.base.errors import BadNode, ConfigError
 from phalanx.preflight.check import Finding, Severity
 
 WIDTH = 80
+CONFIG = "config"  # what a config that a node cannot read is filed under
 MOST_NAMES = 24  # characters of a node's name in the table
 GOOD_SHOWN = 8  # nodes without findings that get a row of their own
 
@@ -38,6 +39,14 @@ class PreflightReport:
     def bad(self) -> list[int]:
         """Nodes that a bad finding names."""
         return [node for node in range(len(self.names)) if self.of(node, "bad")]
+
+    @property
+    def exit_code(self) -> int:
+        """0, or 8 if a node is bad; 2 if no node can read the config, and all for the same reason."""
+        refused = [f.text for f in self._bad() if f.check == CONFIG]
+        if len(refused) == len(self.names) and len(set(refused)) == 1:
+            return ConfigError.exit_code
+        return BadNode.exit_code if self.bad else 0
 
     @property
     def text(self) -> str:

@@ -23,6 +23,15 @@ def tournament(count: int) -> list[list[tuple[int, int]]]:
     return [every[i * len(every) // wanted] for i in range(wanted)]
 
 
+def partners(number: int, count: int, brief: bool) -> list[int]:
+    """The nodes that node `number` of `count` tries to reach: all others. brief: of more than ALL_PAIRS only node 0,
+    and those 1, 2, 4, ... places further round the ring, so that ceil(log2 n) others try each node."""
+    if not brief or count <= ALL_PAIRS:
+        return [other for other in range(count) if other != number]
+    ring = {(number + 2**power) % count for power in range(ceil(log2(count)))}
+    return sorted((ring | {0}) - {number})
+
+
 def _round(even: int, number: int, count: int) -> list[tuple[int, int]]:
     circle = [0, *((number + i) % (even - 1) + 1 for i in range(even - 1))]
     pairs = [(circle[i], circle[even - 1 - i]) for i in range(even // 2)]

@@ -57,7 +57,7 @@ from phalanx.observe.step_line import StepLines
 from phalanx.planning.adapters import num_adapters
 from phalanx.planning.blocks import exported_shapes
 from phalanx.planning.order import total_samples
-from phalanx.preflight.first_seconds import first_seconds
+from phalanx.preflight.first_seconds import FirstSeconds
 from phalanx.text.cache import ChatUse, use_text
 from phalanx.text.prepare import check_tokenizers
 from phalanx.text.tokenizer import load_tokenizer
@@ -174,10 +174,10 @@ def opened(
         now = facts(loaders[0], load_tokenizer(run.data.tokenizer).fingerprint if run.data.tokenizer else None)
         after.callback(leave_world)
         mine = identity(given, device_of(run, placement), run.data, read_of(loaders))
-        mesh, main_folder = join(run, placement, mine)
+        looks = FirstSeconds(placement, given, log)
+        mesh, main_folder = join(run, placement, mine, looks.before_ranks_connect)
         run = replace(run, dir=main_folder)
         after.callback(mesh.close)
-        first_seconds(mesh.world, placement, run, log)
         heartbeat = after.enter_context(heartbeat_of(run, mesh, placement, log))
         plan = make_plan(run, placement.world_size)
         watched = after.enter_context(reported(plan, mesh))

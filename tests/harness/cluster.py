@@ -10,6 +10,7 @@ from __future__ import annotations
 import contextlib
 import ctypes
 import os
+import secrets
 import shutil
 import signal
 import subprocess
@@ -83,8 +84,9 @@ def cluster(count: int, rate: str = "400mbit") -> Iterator[Cluster]:
     """Nodes that reach each other and nothing else; always removed again."""
     if os.geteuid() != 0 or not all(shutil.which(word) for word in ("ip", "tc")):
         pytest.skip("network namespaces need root and the commands `ip` and `tc` (package iproute2)")
-    names = [f"phxc{os.getpid()}{letter}" for letter in "abcdefgh"[:count]]
-    switch = f"phxc{os.getpid()}switch"
+    mine = f"phxc{os.getpid()}{secrets.token_hex(2)}"  # a process may have several clusters at a time
+    names = [f"{mine}{letter}" for letter in "abcdefgh"[:count]]
+    switch = f"{mine}switch"
     nodes = [ClusterNode(name[-1], f"10.79.0.{number + 1}", name, f"port{number}") for number, name in enumerate(names)]
     made = Cluster(nodes, switch, rate)
     try:
@@ -194,10 +196,12 @@ def run_on(made: Cluster, start: Start, meanwhile: Callable[[Start], None] = lam
 
 
 def wait(pid: int, until: float) -> int:
-    while time.monotonic() < until:
+    while True:
         done, status = os.waitpid(pid, os.WNOHANG)
         if done:
             return os.waitstatus_to_exitcode(status)
+        if time.monotonic() > until:
+            break
         time.sleep(0.01)
     os.kill(pid, signal.SIGKILL)
     os.waitpid(pid, 0)

@@ -19,6 +19,7 @@ import runpy
 import select
 import signal
 import socket
+import struct
 import subprocess
 import sys
 import tempfile
@@ -30,6 +31,8 @@ from types import MappingProxyType
 from typing import Any, NoReturn
 
 ROOT = Path(__file__).resolve().parents[2]
+BEHIND = "behind"  # the folder with a file for each process that asks: the number of the program's process
+PEER = struct.Struct("3i")  # Linux' ucred: process, user, group
 NUMBER = 4  # bytes of a process number or a status on the line
 PASSED_ON = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGUSR1, signal.SIGUSR2, signal.SIGQUIT)
 # What runs import late is here too: torch's backward imports symbolic_shapes (and sympy), its meta device _dynamo, a
@@ -72,6 +75,7 @@ class Warm:
 
     def start(self) -> Warm:
         where = self.folder / "socket"
+        (self.folder / BEHIND).mkdir()
         for name, words in {"python": "", "phalanx": "-m phalanx", "torchrun": "-m torch.distributed.run"}.items():
             program = self.folder / name
             program.write_text(
@@ -108,6 +112,15 @@ class Warm:
             input=typed,
             timeout=150,
         )
+
+    def behind(self, asking: int) -> int | None:
+        """The process that runs the program which process `asking` stands for; None before it is there, or if it has
+        ended. A test that kills it kills what a user would: `asking` then ends the same way. Killed the other way
+        round, the program lives until its keeper sees the line cut, and may still say something."""
+        try:
+            return int((self.folder / BEHIND / str(asking)).read_text())
+        except (FileNotFoundError, ValueError):
+            return None
 
     def close(self) -> None:
         """End the server and whatever it started that is still there."""
@@ -180,10 +193,12 @@ def serve(listener: int, imported: tuple[str, ...]) -> NoReturn:
             if os.fork() == 0:
                 break
             line.close()
-    keep(line)
+        folder = Path(door.getsockname()).parent
+    asking, _, _ = PEER.unpack(line.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, PEER.size))
+    keep(line, folder / BEHIND / str(asking))
 
 
-def keep(line: socket.socket) -> NoReturn:
+def keep(line: socket.socket, behind: Path) -> NoReturn:
     """Fork once more: the child becomes the program; this one tells how it ended, or ends it when nobody is there
     any more to be told."""
     size, fds, _, _ = socket.recv_fds(line, 8, 3)
@@ -199,6 +214,7 @@ def keep(line: socket.socket) -> NoReturn:
         line.close()
         signal.signal(signal.SIGCHLD, signal.SIG_DFL)
         become(executable, words, folder, env, fds)
+    behind.write_text(str(child))
     for fd in fds:
         os.close(fd)
     with contextlib.suppress(OSError):  # nobody is there any more
@@ -207,8 +223,10 @@ def keep(line: socket.socket) -> NoReturn:
             woken.recv(64)
             done, status = os.waitpid(child, os.WNOHANG)
             if done:
+                behind.unlink(missing_ok=True)
                 line.sendall(status.to_bytes(NUMBER, "big"))
                 os._exit(0)
+    behind.unlink(missing_ok=True)
     os.kill(child, signal.SIGKILL)
     os._exit(1)
 

@@ -370,6 +370,10 @@ def test_each_rank_has_the_cpus_next_to_its_gpu(tmp_path):
     found = node_settings({}, {"NCCL_SOCKET_IFNAME": "ib0"}, 4, every, root)
     assert [span_text(cpus) for cpus in found.cpus] == ["0-3,16-19", "4-7,20-23", "8-11,24-27", "12-15,28-31"]
     assert found.chosen == {"OMP_NUM_THREADS": "8", "NCCL_SOCKET_IFNAME": "ib0"} and found.given == {}
+    assert found.text("n1", 0).endswith("(no expandable segments: CUDA graphs and symmetric memory)")
+    eager = node_settings({}, {}, 1, every, root, cuda_graphs=False)  # nothing is in the way: a command to try
+    assert eager.text("n1", 0).endswith("PYTORCH_CUDA_ALLOC_CONF=expandable_segments:True)")
+    assert not any("ALLOC" in name for name in (*found.chosen, *eager.chosen))
     chosen = node_settings({}, {"CUDA_VISIBLE_DEVICES": "2,GPU-0a"}, 2, every, root)
     assert [span_text(cpus) for cpus in chosen.cpus] == ["8-15,24-31", "0-7,16-23"]
     part = node_settings({}, {}, 4, parse_cpus("2-5,8-15"), root)
@@ -389,3 +393,4 @@ def test_what_the_user_has_set_wins_and_is_shown(tmp_path):
     shown = "; yours: ".join(("", *yours, "PYTORCH_CUDA_ALLOC_CONF=expandable_segments:True"))
     assert found.text("n1", 8).endswith(f"NCCL_SOCKET_IFNAME=eth0{shown}")
     assert allowed_cpus() and node_settings({}, {}, 2, allowed_cpus()).cpus is None  # this machine has no GPU
+    assert found.allocator == node_settings({}, {}, 2, allowed_cpus()).allocator == ""

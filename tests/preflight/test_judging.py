@@ -5,8 +5,10 @@ from __future__ import annotations
 
 import json
 import random
+from collections import Counter
 from collections.abc import Callable
 from math import ceil, exp, log2
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -19,13 +21,15 @@ from phalanx.preflight.checks.axes import judged as axes_judged
 from phalanx.preflight.checks.axes import links_of
 from phalanx.preflight.checks.clock import skewed
 from phalanx.preflight.checks.compute import Compute
+from phalanx.preflight.checks.data_files import DataFiles, evenly
 from phalanx.preflight.checks.gpu import Gpu, read_gpus, read_xids
 from phalanx.preflight.checks.links import LOOKS, Links, Rates, judged
 from phalanx.preflight.checks.names import by_reporter
 from phalanx.preflight.checks.placement import NodeOrder
+from phalanx.preflight.first_seconds import lines
 from phalanx.preflight.report import PreflightReport
 from phalanx.preflight.robust import slow, threshold, z_scores
-from phalanx.preflight.rounds import disjoint, tournament
+from phalanx.preflight.rounds import disjoint, partners, tournament
 from tests.preflight.ills import GOOD_GPU, GPU
 
 SIZES = (3, 4, 5, 8, 9, 16, 64, 100)
@@ -263,3 +267,69 @@ def test_the_order_of_nodes_under_slurm():
     peers = [Peer(i, f"n{i}") for i in range(5)]
     said = {n: check.look(NodeView(n, peers, run=run, env={"SLURM_TOPOLOGY_ADDR": f"l.n{n}"}), 0) for n in range(5)}
     assert said[0] is None and check.figures(Looks([f"n{i}" for i in range(5)], [(0, said)])) == {}
+
+
+def test_of_many_nodes_each_is_tried_by_some_and_all_try_the_first():
+    """1,000 nodes: 11 connections each and not 999. Up to 8, and by the command, all pairs are tried."""
+    for count in (2, 8):
+        assert all(partners(n, count, True) == partners(n, count, False) for n in range(count))
+    assert all(len(partners(n, 1000, False)) == 999 for n in (0, 7))
+    tried = Counter(other for n in range(1000) for other in partners(n, 1000, True))
+    assert all(0 in partners(n, 1000, True) and n not in partners(n, 1000, True) for n in range(1, 1000))
+    assert max(len(partners(n, 1000, True)) for n in range(1000)) == 11
+    assert tried.pop(0) == 999 and set(tried.values()) == {10} and len(tried) == 999
+    reached, there = {0}, 0  # what each tries connects all: nobody is an island
+    while len(reached) > there:
+        there = len(reached)
+        reached |= {other for n in reached for other in partners(n, 1000, True)}
+    assert there == 1000
+
+
+@pytest.mark.parametrize("bad", [0, 1, 500, 999])
+def test_a_node_that_nobody_reaches_is_named_among_a_thousand(bad):
+    """And not those that tried; a node that reaches none of its partners is named itself."""
+    brief = Looks([f"n{i}" for i in range(1000)], brief=True)
+    closed = {n: {f"n{bad}": [bad, "no"]} if bad in partners(n, 1000, True) else {} for n in range(1000)}
+    [one] = by_reporter("ports", brief, closed)
+    assert one.nodes == (bad,) and "from all others that tried: no" in one.text
+    mute = {n: {} for n in range(1000)} | {bad: {f"n{o}": [o, "no"] for o in partners(bad, 1000, True)}}
+    [one] = by_reporter("ports", brief, mute)
+    assert one.nodes == (bad,) and "from here: no (and " in one.text
+
+
+def test_data_files_are_compared_by_their_place():
+    """Their folders may have different names on different machines."""
+
+    def judged_files(*said: list[list[str]]) -> list[Finding]:
+        return DataFiles().judge(Looks(["n0", "n1", "n2"], [(0, dict(enumerate(said)))]))
+
+    good = [["/a/x.bin", "8 bytes"], ["/a/x.idx", "2 bytes"]]
+    elsewhere = [["/b/x.bin", "8 bytes"], ["/b/x.idx", "2 bytes"]]
+    assert judged_files(good, elsewhere, good) == []
+    [one] = judged_files(good, [elsewhere[0], ["/b/x.idx", "3 bytes"]], good)
+    assert one.nodes == (1,) and one.text == "/b/x.idx: 3 bytes, elsewhere 2 bytes"
+    [one] = judged_files(good, good[:1], good)
+    assert one.nodes == (1,) and "not in the config" in one.text
+    paths = [Path(str(i)) for i in range(1000)]
+    assert evenly(paths[:5], 64) == paths[:5]
+    assert len(set(evenly(paths, 64))) == 64 and {paths[0], paths[-1]} <= set(evenly(paths, 64))
+
+
+def test_a_config_that_no_node_can_read_is_no_bad_node():
+    def code(*findings: Finding) -> int:
+        return PreflightReport(["n0", "n1"], findings, {}, 1.0).exit_code
+
+    nowhere = [Finding("config", (n,), "CONFIG='x.yaml': cannot be read") for n in (0, 1)]
+    assert code() == 0 and code(*nowhere) == 2 and code(nowhere[1]) == 8
+    assert code(nowhere[0], Finding("config", (1,), "another reason")) == 8
+
+
+def test_lines_of_a_runs_first_seconds():
+    """A line for each bad node; a warning of many nodes is one line."""
+    found = [Finding("space", (n,), "little", "warning") for n in range(6)]
+    found += [Finding("clock", (n,), "late") for n in (3, 5)]
+    assert lines(found, [f"n{i}" for i in range(6)]) == [
+        ("bad", "n3: clock: late"),
+        ("bad", "n5: clock: late"),
+        ("warning", "n0, n1, n2, n3 and 2 more: space: little"),
+    ]

@@ -91,8 +91,9 @@ def begin(warm, mark: Path, *words: object) -> subprocess.Popen[str]:
     )
 
 
-def ranks_in(folder: Path) -> dict[int, int]:
-    """Process numbers of the ranks of the run whose environment names this folder."""
+def ranks_in(warm, folder: Path) -> dict[int, int]:
+    """Process numbers of the ranks of the run whose environment names this folder: of the processes that compute, not
+    of those that stand for them."""
     found = {}
     for entry in Path("/proc").iterdir():
         if entry.name.isdigit() and b"phalanx.launch.worker" in words_of(int(entry.name)):
@@ -102,8 +103,9 @@ def ranks_in(folder: Path) -> dict[int, int]:
                 )
             except OSError:
                 continue  # it has just ended
-            if settings.get(MARK.encode()) == os.fsencode(folder):
-                found[int(settings[b"RANK"])] = int(entry.name)
+            computes = warm.behind(int(entry.name))
+            if settings.get(MARK.encode()) == os.fsencode(folder) and computes is not None:
+                found[int(settings[b"RANK"])] = computes
     return found
 
 
@@ -126,7 +128,7 @@ def last_words(run: Path) -> tuple[str, dict]:
 def test_a_killed_rank_is_named_in_the_files_of_the_run(warm, config, tmp_path, victim):
     launcher = begin(warm, tmp_path, config, f"dir={tmp_path / 'run'}", "--ranks", "2")
     until_step(tmp_path / "run", 2)
-    os.kill(ranks_in(tmp_path)[victim], signal.SIGKILL)
+    os.kill(ranks_in(warm, tmp_path)[victim], signal.SIGKILL)
     said = launcher.communicate(timeout=60)[0]
     line, row = last_words(tmp_path / "run")
     assert launcher.returncode == 6 and f"peer lost: rank {victim} of 2 was killed by SIGKILL" in said, said
@@ -201,10 +203,10 @@ def kill_while_starting(
     until the end."""
     folder.mkdir()
     launcher = begin(warm, folder, config, f"dir={folder / 'run'}", "--ranks", ranks)
-    wait_for(lambda: len(ranks_in(folder)) == ranks or launcher.poll() is not None)
+    wait_for(lambda: len(ranks_in(warm, folder)) == ranks or launcher.poll() is not None)
     victim = pick.randrange(ranks)
     time.sleep(pick.uniform(0.0, longest_s))  # what is tried: a moment, whichever it is
-    os.kill(ranks_in(folder)[victim], signal.SIGKILL)
+    os.kill(ranks_in(warm, folder)[victim], signal.SIGKILL)
     began = time.monotonic()
     said = launcher.communicate(timeout=100)[0]
     right = launcher.returncode == 6 and said.splitlines()[-1].startswith(

@@ -17,12 +17,15 @@ class Clock(NodeCheck):
     """Offsets are taken to node 0, over the shortest of some ways there and back."""
 
     name = "clock"
+    brief = True
 
-    def look(self, view: NodeView, order: Any) -> list[float]:
-        """(seconds ahead of node 0, how far that may be wrong)."""
+    def look(self, view: NodeView, order: Any) -> list[float] | None:
+        """(seconds ahead of node 0, how far that may be wrong); None if node 0 serves no probes."""
         first = view.peers[0]
         if view.number == first.number:
             return [0.0, time.get_clock_info("time").resolution]
+        if not first.port:
+            return None
         offset, half = clock_offset(first.address, first.port, bytes.fromhex(view.token))
         return [-offset, half]
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -14,25 +14,35 @@ from phalanx.data.index import strip_suffix
 from phalanx.preflight.check import Finding, Looks, NodeCheck, NodeView
 
 HEADER = 1 << 20  # bytes at the beginning of each file that are hashed, and at its end
+BRIEF_HEADER, BRIEF_FILES = 1 << 16, 64  # in a run's first seconds; of more files, these lie evenly among all
+NONE = ("a file", "not in the config")
 
 
 class DataFiles(NodeCheck):
-    """Token files of the config, and the folder of `init_from`."""
+    """Token files of the config, and the folder of `init_from`. Files of the same place in the config are compared,
+    because their names may differ between machines."""
 
     name = "data"
+    brief = True
     limit_s = 20.0
 
-    def look(self, view: NodeView, order: Any) -> dict[str, str] | None:
-        return None if view.run is None else {str(path): summary(path) for path in paths_of(view.run)}
+    def look(self, view: NodeView, order: Any) -> list[list[str]] | None:
+        """[path, summary] of each file."""
+        if view.run is None:
+            return None
+        paths, header = list(paths_of(view.run)), HEADER
+        if view.brief:
+            paths, header = evenly(paths, BRIEF_FILES), BRIEF_HEADER
+        return [[str(path), summary(path, header)] for path in paths]
 
     def judge(self, looks: Looks) -> list[Finding]:
         answers = looks.of(0)
         found: dict[int, list[str]] = {}
-        for path in dict.fromkeys(path for said in answers.values() for path in said):
-            values = {node: said.get(path, "not in the config") for node, said in answers.items()}
-            count = list(values.values())
+        for place in range(max(map(len, answers.values()), default=0)):
+            held = {node: said[place] if place < len(said) else NONE for node, said in answers.items()}
+            count = [text for _, text in held.values()]
             most = max(dict.fromkeys(count), key=lambda text: (not text.startswith("cannot"), count.count(text)))
-            for node, text in values.items():
+            for node, (path, text) in held.items():
                 if text != most or text.startswith("cannot"):
                     found.setdefault(node, []).append(
                         f"{path}: {text}" + ("" if text == most else f", elsewhere {most}")
@@ -41,6 +51,13 @@ class DataFiles(NodeCheck):
             Finding(self.name, (node,), texts[0] + (f" (and {len(texts) - 1} more files)" if len(texts) > 1 else ""))
             for node, texts in found.items()
         ]
+
+
+def evenly(paths: Sequence[Path], most: int) -> list[Path]:
+    """All, or as many of them as `most`, the first and the last among them."""
+    if len(paths) <= most:
+        return list(paths)
+    return [paths[i * (len(paths) - 1) // (most - 1)] for i in range(most)]
 
 
 def paths_of(run: Run) -> Iterator[Path]:
@@ -58,14 +75,14 @@ def paths_of(run: Run) -> Iterator[Path]:
         yield Path(run.init_from) / "config.json"
 
 
-def summary(path: Path) -> str:
+def summary(path: Path, header: int = HEADER) -> str:
     """Size, and a hash of the file's first and last bytes."""
     try:
         size = path.stat().st_size
         with open(path, "rb") as opened:
-            total = xxhash.xxh3_64(opened.read(HEADER))
-            opened.seek(max(0, size - HEADER))
-            total.update(opened.read(HEADER))
+            total = xxhash.xxh3_64(opened.read(header))
+            opened.seek(max(0, size - header))
+            total.update(opened.read(header))
     except OSError as error:
         return f"cannot be read ({error.strerror})"
     return f"{size:,} bytes, ends {total.hexdigest()[:8]}"

@@ -24,6 +24,7 @@ class Folder(NodeCheck):
     then again after its release. Nothing stays behind."""
 
     name = "folder"
+    brief = True
     limit_s = 15.0
 
     def next_order(self, looks: Looks) -> Any:

@@ -20,6 +20,7 @@ class Mtu(NodeCheck):
     """A path that loses large packets lets small ones through: connections open, then hang at the first tensor."""
 
     name = "mtu"
+    brief = True
     limit_s = 15.0
 
     def look(self, view: NodeView, order: Any) -> dict[str, Any]:

@@ -9,6 +9,7 @@ from concurrent.futures import TimeoutError as NotInTime
 from typing import Any
 
 from phalanx.preflight.check import Finding, Looks, NodeCheck, NodeView, Peer
+from phalanx.preflight.rounds import ALL_PAIRS, partners
 
 RESOLVER_S = 5.0  # the wait for one answer of most resolvers
 AT_ONCE = 32
@@ -50,12 +51,12 @@ def by_reporter(check: str, looks: Looks, wrong: Mapping[int, Mapping[str, list[
     for node, of in wrong.items():
         for number, text in of.values():
             said.setdefault(number, []).append((node, text))
-    answered = len(wrong)
-    blamed = [
-        number for number, by in said.items() if answered > 2 and len(by) == answered - (1 if number in wrong else 0)
-    ]
+    count = len(looks.names)
+    tried_by = {number: [n for n in wrong if number in partners(n, count, looks.brief)] for number in said}
+    blamed = [number for number, by in said.items() if len(wrong) > 2 and len(by) == len(tried_by[number])]
     found = [
-        Finding(check, (number,), f"{looks.names[number]} from all others: {said[number][0][1]}") for number in blamed
+        Finding(check, (number,), f"{looks.names[number]} from all {others(looks)}: {said[number][0][1]}")
+        for number in blamed
     ]
     for node, of in wrong.items():
         mine = [(name, text) for name, (number, text) in of.items() if number not in blamed]
@@ -63,6 +64,10 @@ def by_reporter(check: str, looks: Looks, wrong: Mapping[int, Mapping[str, list[
             more = f" (and {len(mine) - 1} more)" if len(mine) > 1 else ""
             found.append(Finding(check, (node,), f"{mine[0][0]} from here: {mine[0][1]}{more}"))
     return found
+
+
+def others(looks: Looks) -> str:
+    return "others that tried" if looks.brief and len(looks.names) > ALL_PAIRS else "others"
 
 
 def wrong_name(peer: Peer, peers: Any) -> str:

@@ -14,13 +14,15 @@ AT_ONCE = 64
 
 class Ports(NodeCheck):
     """All pairs both ways, because gloo's world group connects each rank with each. The ports are ones that the kernel
-    chose, as theirs are: a firewall that opens a single port is found."""
+    chose, as theirs are: a firewall that opens a single port is found. In a run's first seconds some pairs of
+    many (rounds.partners)."""
 
     name = "ports"
+    brief = True
     limit_s = 4 * CONNECT_S
 
     def look(self, view: NodeView, order: Any) -> dict[str, list[Any]]:
-        with_port = [peer for peer in view.others if peer.port]
+        with_port = [peer for peer in view.partners if peer.port]
         with ThreadPoolExecutor(AT_ONCE, thread_name_prefix="phalanx-ports") as pool:
             said = list(pool.map(lambda peer: unreachable(peer, view.token), with_port))
         return {peer.name: [peer.number, text] for peer, text in zip(with_port, said) if text}
