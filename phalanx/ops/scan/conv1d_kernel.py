@@ -72,7 +72,7 @@ def _input(
 
 @triton.jit
 def _document(numbers, row, token, L, DOCUMENTS: tl.constexpr):
-    """Of a token: tokens before the row are of its first document."""
+    """The document of a token; tokens before the row are of its first one."""
     if DOCUMENTS:
         return tl.load(numbers + row * L + tl.minimum(tl.maximum(token, 0), L - 1))
     return tl.full((), 0, tl.int64)
