@@ -21,13 +21,12 @@ from phalanx.base.placement import Placement
 from phalanx.base.sizes import size_text
 from phalanx.bench.ceilings import Ceilings, measure_ceilings
 from phalanx.bench.timing import Times
-from phalanx.comm.mesh import leave_world
 from phalanx.config.read import load_run
 from phalanx.config.run import Run
 from phalanx.config.write import to_dict
 from phalanx.data.loader import Prefetcher, train_loader
 from phalanx.engine.build import State, build, init_weights
-from phalanx.engine.meeting import device_of, identity, join
+from phalanx.engine.meeting import device_of, identity, joined_mesh
 from phalanx.engine.step import train_step
 from phalanx.forecast.decide import make_plan
 from phalanx.forecast.flops import flops_of, step_flops
@@ -89,9 +88,7 @@ def bench_step(
 def joined(run: Run, placement: Placement, weights: bool = True) -> Iterator[State]:
     """Everything a rank trains with, without a folder; with initial weights, unless the caller loads others."""
     with ExitStack() as after:
-        after.callback(leave_world)
-        mesh, _ = join(run, placement, identity(run, device_of(run, placement)))
-        after.callback(mesh.close)
+        mesh, _ = after.enter_context(joined_mesh(run, placement, identity(run, device_of(run, placement))))
         plan = make_plan(run, placement.world_size)
         watched = after.enter_context(reported(plan, mesh))
         watched.state = build(plan, mesh)

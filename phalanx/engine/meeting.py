@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import field, replace
 from pathlib import Path
 from typing import Any
@@ -27,7 +28,7 @@ from phalanx.checkpoint.manifest import NAME as MANIFEST
 from phalanx.comm.axis import Axis
 from phalanx.comm.host import host_axis
 from phalanx.comm.meeting import SignedStore
-from phalanx.comm.mesh import Mesh, join_world, local_device
+from phalanx.comm.mesh import Mesh, join_world, leave_world, local_device
 from phalanx.config.run import Run
 from phalanx.config.write import to_dict
 from phalanx.data.config import DataConfig, is_number
@@ -263,21 +264,35 @@ def _short(value: Any) -> Any:
     return value if len(text) <= LONGEST else f"{text[:LONGEST]}..."
 
 
-def join(
+@contextmanager
+def joined_mesh(
     run: Run,
     placement: Placement,
     mine: Identity,
     before: Callable[[dist.Store, SignedStore | None], None] = lambda store, signed: None,
-) -> tuple[Mesh, str]:
-    """Meet the other ranks; returns the mesh, and the folder of the run as rank 0 names it. ConfigError on all ranks if
-    they do not belong to one run, DoesNotFit if a machine cannot hold its ranks; the latter is found out before groups
-    are created that depend on it. before: as of comm.mesh.join_world."""
+) -> Iterator[tuple[Mesh, str]]:
+    """Meet the other ranks, and leave them at the end; gives the mesh, and the folder of the run as rank 0 names it.
+    ConfigError on all ranks if they do not belong to one run, DoesNotFit if a machine cannot hold its ranks; the latter
+    is found out before groups are created that depend on it. before: as of comm.mesh.join_world.
+
+    After an error a rank with a GPU does not leave: NCCL's way out waits for kernels that wait for peers, which may be
+    waiting for this rank, and the error would not be seen before the time limit. The end of the process frees all.
+    """
     device, timeout_s = device_of(run, placement), run.train.timeout_s
-    store = join_world(placement, device, timeout_s, before)
-    folder = meet(placement.rank, placement.world_size, replace(mine, refused=placement.refused), run.dir, timeout_s)
-    mesh = Mesh(grid_of(run, placement.world_size), placement.rank, device, timeout_s)
-    mesh.store = store
-    return mesh, folder
+    mesh, failed = None, True
+    try:
+        store = join_world(placement, device, timeout_s, before)
+        mine = replace(mine, refused=placement.refused)
+        folder = meet(placement.rank, placement.world_size, mine, run.dir, timeout_s)
+        mesh = Mesh(grid_of(run, placement.world_size), placement.rank, device, timeout_s)
+        mesh.store = store
+        yield mesh, folder
+        failed = False
+    finally:
+        if not (failed and device.type == "cuda"):
+            if mesh is not None:
+                mesh.close()
+            leave_world()
 
 
 def device_of(run: Run, placement: Placement) -> torch.device:

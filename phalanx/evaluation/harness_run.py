@@ -17,9 +17,9 @@ from phalanx.base.errors import ConfigError, Problem
 from phalanx.base.placement import Placement
 from phalanx.checkpoint.lora_folder import read_lora_folder
 from phalanx.checkpoint.manifest import NAME
-from phalanx.comm.mesh import Mesh, leave_world
+from phalanx.comm.mesh import Mesh
 from phalanx.config.run import Run
-from phalanx.engine.meeting import checkpoint, device_of, folder, identity, join
+from phalanx.engine.meeting import checkpoint, device_of, folder, identity, joined_mesh
 from phalanx.evaluation.answers import AnswerFile
 from phalanx.evaluation.harness import AnswerSource, HarnessModel
 from phalanx.evaluation.model_text import model_text
@@ -74,9 +74,7 @@ def evaluate_tasks_rank(run: Run, placement: Placement, what: TaskEvaluation) ->
         answers = after.enter_context(AnswerFile(what.answers if first else None))
         if text is not None and what.chat:
             check_template(text.template is not None, what.weights)
-        after.callback(leave_world)
-        mesh, _ = join(run, placement, identity(run, device_of(run, placement)))
-        after.callback(mesh.close)
+        mesh, _ = after.enter_context(joined_mesh(run, placement, identity(run, device_of(run, placement))))
         engine = load_engine(run, mesh, what)
         if text is None:
             engine.follow()

@@ -21,7 +21,7 @@ from phalanx.base.placement import Placement
 from phalanx.base.registry import BUILT_IN
 from phalanx.base.text_table import table
 from phalanx.checkpoint.manifest import NAME, parse
-from phalanx.comm.mesh import Mesh, leave_world
+from phalanx.comm.mesh import Mesh
 from phalanx.config.run import Run
 from phalanx.config.write import to_dict
 from phalanx.data.config import prefixes_and_weights
@@ -29,7 +29,7 @@ from phalanx.data.files import TOKENIZER_FILES
 from phalanx.data.loader import Loader, valid_loaders, whole_loaders
 from phalanx.engine.build import build_for_inference
 from phalanx.engine.evaluate import summed
-from phalanx.engine.meeting import device_of, identity, join
+from phalanx.engine.meeting import device_of, identity, joined_mesh
 from phalanx.forecast.decide import make_plan
 from phalanx.inference.load import forward_only, load_all, refuse_further_streams, run_of_folder
 from phalanx.nn.objective import SEAM, find_objective, make_objective
@@ -159,9 +159,7 @@ def evaluate_rank(run: Run, placement: Placement, what: Evaluation) -> None:
         use = ChatUse(make_objective(run.task).train_on, run.model.media)
         run = replace(run, data=use_text(run.data, run.dir, run.model.vocab_size, train_on=use))
         loaders = open_sets(run, what)  # problems with the data are reported before the ranks meet
-        after.callback(leave_world)
-        mesh, _ = join(run, placement, identity(run, device_of(run, placement)))
-        after.callback(mesh.close)
+        mesh, _ = after.enter_context(joined_mesh(run, placement, identity(run, device_of(run, placement))))
         results = results_of(run, mesh, what, loaders)
         if placement.rank == 0:
             tell(results, what, run, mesh)

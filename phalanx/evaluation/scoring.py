@@ -15,14 +15,14 @@ from torch import Tensor
 
 from phalanx.base.dataclass import dataclass
 from phalanx.base.placement import Placement
-from phalanx.comm.mesh import Mesh, leave_world
+from phalanx.comm.mesh import Mesh
 from phalanx.config.run import Run
 from phalanx.config.task_check import scored_windows
 from phalanx.data.index import Corpus
 from phalanx.data.loader import Loader, Place, valid_loaders
 from phalanx.data.scores import ScoreWriter
 from phalanx.data.sources import open_part
-from phalanx.engine.meeting import device_of, identity, join
+from phalanx.engine.meeting import device_of, identity, joined_mesh
 from phalanx.evaluation.perplexity import ForwardOnly
 from phalanx.forecast.decide import make_plan
 from phalanx.inference.load import forward_only
@@ -69,9 +69,7 @@ def score_rank(run: Run, placement: Placement, what: TokenScoring) -> None:
         use = ChatUse(make_objective(run.task).train_on, run.model.media)
         run = replace(run, data=use_text(run.data, run.dir, run.model.vocab_size, train_on=use))
         loaders = loaders_of(run)  # problems with the data are reported before the ranks meet
-        after.callback(leave_world)
-        mesh, _ = join(run, placement, identity(run, device_of(run, placement), run.data))
-        after.callback(mesh.close)
+        mesh, _ = after.enter_context(joined_mesh(run, placement, identity(run, device_of(run, placement), run.data)))
         count = score(run, mesh, what, loaders)
         if placement.rank == 0:
             print(f"scores={what.out} tokens={count} top={what.top} teacher={what.weights}", flush=True)

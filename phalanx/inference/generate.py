@@ -17,10 +17,9 @@ from phalanx.base.dataclass import dataclass
 from phalanx.base.errors import CheckpointError, ConfigError, DataError, Problem
 from phalanx.base.placement import Placement
 from phalanx.checkpoint.hf import model_config_from_hf
-from phalanx.comm.mesh import leave_world
 from phalanx.config.run import Run
 from phalanx.data.files import TOKENIZER_FILES
-from phalanx.engine.meeting import device_of, identity, join
+from phalanx.engine.meeting import device_of, identity, joined_mesh
 from phalanx.forecast.decide import make_plan
 from phalanx.inference.adapters import with_adapter
 from phalanx.inference.chat_prompts import ChatPrompts, ImageFile, chat_prompts, encoder_text
@@ -403,9 +402,7 @@ def sampler_on_ranks(
 ) -> Iterator[TextSampler]:
     """A model on the ranks of a layout, of which this process is one. run: as weights_alone has it. Collective."""
     with ExitStack() as after:
-        after.callback(leave_world)
-        mesh, _ = join(run, placement, identity(run, device_of(run, placement)))
-        after.callback(mesh.close)
+        mesh, _ = after.enter_context(joined_mesh(run, placement, identity(run, device_of(run, placement))))
         run, adapters = with_adapter(run, adapter)
         model = load_model(weights_folder(path), make_plan(forward_only(run), mesh.grid.world), mesh, adapters)
         yield after.enter_context(TextSampler(path, options, model))

@@ -8,9 +8,8 @@ import torch
 
 from phalanx.base.dataclass import dataclass
 from phalanx.base.placement import Placement
-from phalanx.comm.mesh import leave_world
 from phalanx.config.run import Run
-from phalanx.engine.meeting import device_of, identity, join
+from phalanx.engine.meeting import device_of, identity, joined_mesh
 from phalanx.inference.embedder import embedder_folder, load_embedder, marks_of
 from phalanx.retrieval.documents import PassageFile
 from phalanx.retrieval.vectors import VectorsFolder, VectorsManifest
@@ -61,9 +60,7 @@ def embed_rank(run: Run, placement: Placement, what: EmbedRequest) -> None:
         folder, texts = embedder_folder(what.path, what.pooling), PassageFile(what.input)
         marks = marks_of(folder)
         manifest = manifest_for(run, what, texts)
-        after.callback(leave_world)
-        mesh, _ = join(run, placement, identity(run, device_of(run, placement), run.data))
-        after.callback(mesh.close)
+        mesh, _ = after.enter_context(joined_mesh(run, placement, identity(run, device_of(run, placement), run.data)))
         first = mesh.rank == 0
         vectors = VectorsFolder.begin(what.out, manifest) if first else VectorsFolder(what.out, manifest)
         embedder, done = load_embedder(folder, run, mesh), 0

@@ -12,10 +12,10 @@ from phalanx.base.dataclass import dataclass
 from phalanx.base.errors import DataError
 from phalanx.base.log import Log
 from phalanx.base.placement import Placement
-from phalanx.comm.mesh import Mesh, leave_world
+from phalanx.comm.mesh import Mesh
 from phalanx.config.run import Run
 from phalanx.data.files import TOKENIZER_FILES
-from phalanx.engine.meeting import device_of, identity, join
+from phalanx.engine.meeting import device_of, identity, joined_mesh
 from phalanx.forecast.decide import make_plan
 from phalanx.inference.adapters import with_adapters
 from phalanx.inference.drafter import Drafts
@@ -100,9 +100,7 @@ def serve_rank(run: Run, placement: Placement, options: ServeOptions) -> None:
         first = placement.rank == 0
         listener = after.enter_context(open_socket(options.host, options.port)) if first else None
         keys = read_keys(options.api_keys) if first and options.api_keys else None
-        after.callback(leave_world)
-        mesh, _ = join(run, placement, identity(run, device_of(run, placement)))
-        after.callback(mesh.close)
+        mesh, _ = after.enter_context(joined_mesh(run, placement, identity(run, device_of(run, placement))))
         # before the engine, which takes the memory that is free
         adder = PassageAdder(*options.passages) if first and options.passages is not None else None
         engine = load_engine(run, mesh, options)

@@ -31,7 +31,7 @@ from phalanx.checkpoint.objects import storage_for
 from phalanx.checkpoint.places import place
 from phalanx.checkpoint.trust import open_to_all
 from phalanx.comm.health.heartbeat import Heartbeat
-from phalanx.comm.mesh import Mesh, leave_world
+from phalanx.comm.mesh import Mesh
 from phalanx.config.model_source import keep
 from phalanx.config.run import Run, checkpoints_of
 from phalanx.config.write import save_run, to_dict
@@ -39,7 +39,7 @@ from phalanx.data.background import BackgroundCheck, CheckedFiles
 from phalanx.data.loader import Loader
 from phalanx.engine.adapter_start import initial_tensors, start_adapters
 from phalanx.engine.build import State, build, choices, init_weights
-from phalanx.engine.meeting import device_of, identity, join
+from phalanx.engine.meeting import device_of, identity, joined_mesh
 from phalanx.engine.model import Model
 from phalanx.forecast.data_table import data_table, open_loaders
 from phalanx.forecast.decide import make_plan
@@ -172,12 +172,10 @@ def opened(
         after.callback(stop.restore)
         after.push(report)  # of files that are closed by then; a signal no longer changes how a run that is done ends
         now = facts(loaders[0], load_tokenizer(run.data.tokenizer).fingerprint if run.data.tokenizer else None)
-        after.callback(leave_world)
         mine = identity(given, device_of(run, placement), run.data, read_of(loaders))
         looks = FirstSeconds(placement, given, log)
-        mesh, main_folder = join(run, placement, mine, looks.before_ranks_connect)
+        mesh, main_folder = after.enter_context(joined_mesh(run, placement, mine, looks.before_ranks_connect))
         run = replace(run, dir=main_folder)
-        after.callback(mesh.close)
         heartbeat = after.enter_context(heartbeat_of(run, mesh, placement, log))
         plan = make_plan(run, placement.world_size)
         watched = after.enter_context(reported(plan, mesh))

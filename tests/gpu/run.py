@@ -19,6 +19,7 @@ import torch
 
 from phalanx.comm.mesh import many_queues
 from tests.gpu.checks import all_checks
+from tests.gpu.ends import check_ends
 from tests.gpu.layouts import check_layouts
 
 
@@ -65,6 +66,8 @@ def main() -> int:
         except Exception as error:
             traceback.print_exc()
             table["layouts"] = f"FAILED {type(error).__name__}: {str(error)[:200]}"
+    if world > 1 and any(part in "ends" for part in only):
+        table |= check_ends(options.device)
     failed = [name for name, text in table.items() if text.startswith("FAILED")]
     for name, text in table.items():
         print(f"{name:60s} {text}")
