@@ -81,7 +81,11 @@ class ColumnLinear(Linear):
     def forward(self, x: Tensor) -> Tensor:
         if self.spread is None or self.bias is None:
             return self.method.gather_matmul(x, self.weight, self.env.tp, self.bias)
-        return self.method.gather_matmul(x, self.weight, self.env.tp, None) + self._spread(self.bias, self.spread)
+        return self.product(x) + self._spread(self.bias, self.spread)
+
+    def product(self, x: Tensor) -> Tensor:
+        """`forward` without the bias."""
+        return self.method.gather_matmul(x, self.weight, self.env.tp, None)
 
     def _spread(self, bias: Tensor, spread: Sequence[tuple[int, bool]]) -> Tensor:
         """A number for each output: zeros where a matrix has no bias."""

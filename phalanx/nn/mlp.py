@@ -14,6 +14,7 @@ from phalanx.nn.initial import Normal
 from phalanx.nn.linear import ColumnLinear, Linear, RowLinear
 from phalanx.nn.module import Module, OutputRows
 from phalanx.ops.dense.activation import GATED, gelu, gelu_by_formula, quick_gelu, relu2, swiglu
+from phalanx.ops.dense.biased_gelu import BIASED_GELU, biased_gelu
 from phalanx.ops.dense.gate import EXACT_GEGLU, GEGLU, SWIGLU
 from phalanx.ops.dense.gated_mlp import MLP, gated_mlp
 from phalanx.sequence.batch import Batch
@@ -128,8 +129,13 @@ class GeluMLP(Module):
         return run_mlp(self, self._of_rows, x, self.expand, self.project)
 
     def _of_rows(self, x: Tensor) -> Tensor:
-        expanded = self.env.recompute.op("up", self.expand, x)
-        return self.project(self.env.recompute.op("activation", self._activated, expanded))
+        bias, recompute = self.expand.bias, self.env.recompute
+        if bias is None or self.env.ops.batch_invariant or self.activation in OTHER_ACTIVATIONS:
+            expanded = recompute.op("up", self.expand, x)
+            return self.project(recompute.op("activation", self._activated, expanded))
+        kernels, exact = self.env.kernels_for(BIASED_GELU), self.activation == "gelu"
+        expanded = recompute.op("up", self.expand.product, x)
+        return self.project(recompute.op("activation", lambda x: biased_gelu(x, bias, kernels, exact), expanded))
 
     def _activated(self, x: Tensor) -> Tensor:
         if self.activation in OTHER_ACTIVATIONS:

@@ -38,6 +38,7 @@ from phalanx.ops.delta import (
 )
 from phalanx.ops.delta.delta import TILES as DELTA_TILES
 from phalanx.ops.dense import (
+    biased_gelu_kernel,
     dropout_kernel,
     gated_kernel,
     head_norm_kernel,
@@ -133,6 +134,13 @@ def kernels() -> list[tuple]:
                 dict(BLOCKS=3, **gate),
             )
         )
+    for exact in (False, True):
+        how = dict(EXACT=exact, SHORT=exact, ALPHA=1.596, CUBIC=0.044715, INTERPRETED=False, **wide)
+        how |= dict(ROWS=biased_gelu_kernel.ROWS, COLS=biased_gelu_kernel.COLS)
+        sizes = dict(T="i32", F="i32")
+        found.append((biased_gelu_kernel._forward, dict(x=BF, bias=BF, y=BF, **sizes), how, dict(num_warps=8)))
+        pointers = dict(dy=BF, x=BF, bias=BF, dx=BF, sums="*fp32", **sizes, EACH="i32")
+        found.append((biased_gelu_kernel._backward, pointers, how, dict(num_warps=8)))
     taken = dict(rows="*i64", gradient="*fp32", parts="*fp32", T="i32", D="i32")
     chunks = dict(CHUNK=rows_kernel.CHUNK, BLOCK=rows_kernel.BLOCK)
     found.append((rows_kernel._chunks, dict(order="*i64", dy=BF, **taken), dict(**chunks, **wide)))
