@@ -41,7 +41,10 @@ class Rotary:
         """(T,), or (T, pairs) where tokens have several positions."""
         if batch.coordinates is None or not self.rotation.axes:
             return batch.positions
-        device = batch.coordinates.device
+        return batch.coordinates[:, self.axes(batch.coordinates.device)]
+
+    def axes(self, device: torch.device) -> Tensor:
+        """(pairs,): which of a token's positions turns each pair."""
         if device not in self._axes:
             self._axes[device] = torch.tensor(self.rotation.axes, device=device)
-        return batch.coordinates[:, self._axes[device]]
+        return self._axes[device]

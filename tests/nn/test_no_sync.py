@@ -8,11 +8,17 @@ from dataclasses import replace
 import pytest
 import torch
 from torch import Tensor
+from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 from phalanx.comm.axis import ModelAxes
 from phalanx.comm.dry import DryAxis
+from phalanx.config.device_check import Facts
+from phalanx.forecast.check import check
+from phalanx.forecast.decide import make_plan
+from phalanx.forecast.memory import DryBlock, FusedAttention
+from phalanx.layout.config import LayoutConfig
 from phalanx.layout.grid import Grid
 from phalanx.nn.env import Env, OpChoices, WeightRules
 from phalanx.nn.recompute import PRESETS
@@ -23,7 +29,7 @@ from phalanx.planning.blocks import make_blocks, num_blocks
 from phalanx.sequence.batch import Batch
 from phalanx.sequence.streams import hidden
 from phalanx.sequence.units import meta_units
-from tests.harness.parity import MODELS, SEQ
+from tests.harness.parity import MODELS, SEQ, base_run
 
 
 class NoHost(TorchDispatchMode):
@@ -36,11 +42,24 @@ class NoHost(TorchDispatchMode):
         tensors = [t for t in tree_leaves((args, kwargs or {})) if isinstance(t, Tensor)]
         out = func(*args, **(kwargs or {}))
         tensors += [t for t in tree_leaves(out) if isinstance(t, Tensor)]
-        kinds = {t.device.type for t in tensors}
+        kinds = {t.device.type for t in tensors if t.numel()}
         name = func.overloadpacket.__name__
         if "cpu" in kinds or name in self.READS:
             raise AssertionError(f"{func} on {kinds}")
         return out
+
+
+class NoLists(TorchFunctionMode):
+    """Fails on Python numbers that become a tensor: on a GPU they are copied there, which no graph captures. No
+    operation on the meta device shows it."""
+
+    MADE = (torch.tensor, torch.as_tensor, Tensor.new_tensor)
+
+    def __torch_function__(self, func, types, args=(), kwargs=None):
+        index = args[1] if func in (Tensor.__getitem__, Tensor.__setitem__) else ()
+        if func in self.MADE or any(isinstance(i, list) for i in (index if isinstance(index, tuple) else (index,))):
+            raise AssertionError(f"{func.__name__} of {args}")
+        return func(*args, **(kwargs or {}))
 
 
 RECOMPUTE = ["none", "pointwise", "selective", "full"]
@@ -78,6 +97,7 @@ def needs_nothing(config, env: Env, documents: bool, recompute: str) -> None:
         for module in block.modules():
             if getattr(module, "rotary", None) is not None:
                 module.rotary.frequencies(SEQ, torch.device("meta"))
+                module.rotary.axes(torch.device("meta"))
             table = getattr(module, "table", None)
             if isinstance(table, RelativeBiasTable):
                 thresholds(table.bias)
@@ -91,8 +111,29 @@ def needs_nothing(config, env: Env, documents: bool, recompute: str) -> None:
         values = torch.empty(2 * SEQ, stream.width, device="meta")
         beside[stream.name] = replace(beside[stream.name], values=values)
     batch = replace(batch, beside=beside | units)
-    with NoHost():
+    with NoHost(), NoLists():
         x = torch.empty(0, device="meta")
         for block in blocks:
             x = run_block(block, x, replace(batch))
         hidden(x).backward()
+
+
+@pytest.mark.parametrize("model", MODELS)
+def test_sequences_over_ranks_need_nothing_from_the_host(model):
+    """Each block with cp, its tokens packed: CUDA graphs of it are captured with their exchanges."""
+    run = base_run(model, 4)
+    run = replace(run, layout=LayoutConfig(cp=2), data=replace(run.data, mock=True, document_attention=True))
+    if problems := check(run, Facts(world_size=2, files=False)):
+        pytest.skip(str(problems[0]))
+    plan = make_plan(run, 2)
+    for number in range(len(plan.facts)):
+        dry = DryBlock.of(plan, number)
+        for p in dry.block.parameters():
+            p.grad = torch.empty_like(p)
+        with dry.known, FusedAttention():
+            dry.forward(dry.new_input())  # constants move
+            another = replace(dry, batch=replace(dry.batch, _made={}))
+            streams = {name: x.requires_grad_(x.is_floating_point()) for name, x in dry.new_input().items()}
+            with NoHost(), NoLists():
+                made = [y for y in another.forward(streams) if y.requires_grad]
+                torch.autograd.backward(made, [torch.empty_like(y) for y in made])

@@ -74,8 +74,9 @@ def _make_links(batch: Batch) -> tuple[Tensor, Tensor]:
     starts, shape = _starts(batch), (batch.num_sequences, batch.seq_length)
     whole = batch.uncut.documents
     numbers = batch.tokens.new_zeros(shape) if whole is None else whole.view(shape)
-    first = numbers[:, starts]
-    last = numbers[:, [stop - 1 for stop in (*starts[1:], batch.seq_length)]]
+    stops = (*starts[1:], batch.seq_length)
+    first = torch.stack([numbers[:, start] for start in starts], 1)  # a list as index would be copied from the host
+    last = torch.stack([numbers[:, stop - 1] for stop in stops], 1)
     goes_on = torch.cat((torch.zeros_like(first[:, :1], dtype=torch.bool), first[:, 1:] == last[:, :-1]), 1)
     return goes_on.t(), (first == last).t()
 
