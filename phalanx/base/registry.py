@@ -98,6 +98,7 @@ BUILT_IN: Mapping[str, Mapping[str, str]] = MappingProxyType(
                 "norm_rope": "phalanx.ops.dense.head_norm:NORM_ROPE",
                 "width_norm": "phalanx.ops.dense.width_norm:WIDTH_NORM",
                 "rows": "phalanx.ops.dense.rows:ROWS",
+                "row_sums": "phalanx.ops.dense.row_sums:ROW_SUMS",
                 "loss": "phalanx.ops.dense.cross_entropy:LOSS",
                 "adamw": "phalanx.ops.optimizer.adamw:ADAMW",
                 "symmetric": "phalanx.ops.optimizer.symmetric:SYMMETRIC",

@@ -42,6 +42,7 @@ from phalanx.nn.module import Block
 from phalanx.nn.objective import EmbeddingObjective
 from phalanx.nn.recompute import Recompute
 from phalanx.nn.run_block import run_block
+from phalanx.ops.dense.grads import GradientQueue
 from phalanx.ops.quantized.quantizer import WeightQuantizer
 from phalanx.optim.optimizer import MatrixOptimizer, optimizers_of
 from phalanx.optim.sharded import TOGETHER, master_bytes, state_bytes
@@ -207,7 +208,8 @@ class DryBlock:
         env = plan.env(Coords(), axes)
         # kernels cannot run here; they need no more memory than these
         plain = replace(env.ops, kernels="plain", batch_invariant=False)
-        env = replace(env, ops=plain, recompute=recompute or Recompute())
+        rules = replace(env.weights, gradients=GradientQueue("plain"))
+        env = replace(env, ops=plain, weights=rules, recompute=recompute or Recompute())
         (block,) = plan.make_blocks(env, range(number, number + 1))
         given, last = plan.border(number) if number else (), number == len(plan.facts) - 1
         dry = DryBlock(block, batch, axes, given, None if last else plan.border(number + 1))

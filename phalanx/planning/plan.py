@@ -31,6 +31,8 @@ from phalanx.nn.parameter import Parameter
 from phalanx.nn.recompute import PRESETS
 from phalanx.nn.units import UnitRows
 from phalanx.ops.attention.context import Form
+from phalanx.ops.dense.grads import GradientQueue
+from phalanx.ops.dense.row_sums import ROW_SUMS
 from phalanx.ops.experts.grouped import GROUPED
 from phalanx.ops.quantized.quantizer import WeightQuantizer
 from phalanx.ops.quantized.recipes import find_recipe
@@ -375,6 +377,7 @@ class Plan:
                 linears=adapted_linears(self.run, own) or own,
                 freeze=frozen_by(self.run),
                 also=trained_also(self.run),
+                gradients=GradientQueue(self.ops.by_config(ROW_SUMS)),
             ),
             ops=self.ops,
             objective=self.objective,

@@ -46,6 +46,7 @@ from phalanx.ops.dense import (
     loss_kernel,
     norm_kernel,
     rope_kernel,
+    row_sums_kernel,
     rows_kernel,
 )
 from phalanx.ops.dense.activation import Gated, GatedGrad, GatedRows, GatedRowsGrad
@@ -141,6 +142,9 @@ def kernels() -> list[tuple]:
         found.append((biased_gelu_kernel._forward, dict(x=BF, bias=BF, y=BF, **sizes), how, dict(num_warps=8)))
         pointers = dict(dy=BF, x=BF, bias=BF, dx=BF, sums="*fp32", **sizes, EACH="i32")
         found.append((biased_gelu_kernel._backward, pointers, how, dict(num_warps=8)))
+    sizes = dict(T="i32", F="i32", EACH="i32")
+    tile = dict(ROWS=row_sums_kernel.ROWS, COLS=row_sums_kernel.COLS)
+    found.append((row_sums_kernel._parts, dict(x=BF, sums="*fp32", **sizes), dict(**tile, **wide)))
     taken = dict(rows="*i64", gradient="*fp32", parts="*fp32", T="i32", D="i32")
     chunks = dict(CHUNK=rows_kernel.CHUNK, BLOCK=rows_kernel.BLOCK)
     found.append((rows_kernel._chunks, dict(order="*i64", dy=BF, **taken), dict(**chunks, **wide)))

@@ -25,8 +25,9 @@ from torch.autograd import Function
 
 from phalanx.base.dataclass import dataclass
 from phalanx.comm.axis import Axis
-from phalanx.ops.dense.grads import account, add_grad, add_product_, add_product_grad, lasting
+from phalanx.ops.dense.grads import account, add_product_, add_product_grad, lasting
 from phalanx.ops.dense.matmul import multiply
+from phalanx.ops.dense.row_sums import add_bias_grad
 
 
 @dataclass(frozen=True, eq=False)
@@ -120,7 +121,7 @@ class _AdaptedGather(Function):
                 torch.mm(dy[rows], weight, out=out)
                 out.addmm_(dh[rows], down)
             dx = scattering.wait()
-        db = add_grad(bias, dy.sum(0, dtype=_wide(bias))) if need_b else None
+        db = add_bias_grad(bias, dy) if need_b else None
         up = products.up_grads(dy, h)
         down_grads = products.down_grads(own.wait(), x)
         return dx, None, db, None, None, *(grad for pair in zip(down_grads, up) for grad in pair)
@@ -145,7 +146,7 @@ class _AdaptedScatter(Function):
     def backward(ctx: Any, dy: Tensor) -> tuple[Tensor | None, ...]:  # type: ignore[override]
         (x, h), weight, bias, tp, products = ctx.saved_tensors, ctx.weight, ctx.bias, ctx.tp, ctx.products
         need_x, _, need_b, *_ = ctx.needs_input_grad
-        db = add_grad(bias, dy.sum(0, dtype=_wide(bias))) if need_b else None
+        db = add_bias_grad(bias, dy) if need_b else None
         gathering, dh = tp.gather(dy), torch.empty_like(h)
         dx = torch.empty_like(x) if need_x else None
         for rows, part in gathering.parts():
@@ -158,11 +159,6 @@ class _AdaptedScatter(Function):
         first = products.terms[0].up
         up = products.up_grads(lasting(first, gathering.wait(), tp.size == 1), h)
         return dx, None, db, None, None, *(grad for pair in zip(down, up) for grad in pair)
-
-
-def _wide(param: Tensor) -> torch.dtype:
-    """The dtype in which a parameter's gradient is summed."""
-    return param.dtype if param.grad is None else param.grad.dtype
 
 
 def adapted_gather_matmul(x: Tensor, weight: Tensor, tp: Axis, bias: Tensor | None, products: Products) -> Tensor:

@@ -15,6 +15,8 @@ from functools import partial
 import torch
 from torch import Tensor
 
+from phalanx.ops.op import Kernels
+
 AddGradient = Callable[[Tensor], object]  # adds a gradient to a buffer of the parameter's shape, in the buffer's dtype
 
 
@@ -40,10 +42,13 @@ class GradientQueue:
     """The queue of all parameters of a model on one rank. It is normally closed, and gradients are added at once.
 
     A split backward opens it for the backward of a block and micro-batch (I) and runs what is pending later (W).
+
+    kernels   of ops that compute gradients, as train.kernels has it
     """
 
-    def __init__(self) -> None:
+    def __init__(self, kernels: Kernels = "auto") -> None:
         self.pending: PendingGradients | None = None
+        self.kernels = kernels
 
     @contextmanager
     def open(self) -> Iterator[PendingGradients]:
@@ -62,6 +67,12 @@ def pending_of(param: Tensor) -> PendingGradients | None:
     """Where gradients of a parameter are deferred to; None: they are added at once."""
     queue: GradientQueue | None = getattr(param, "queue", None)  # only nn.parameter.Parameter has one
     return None if queue is None else queue.pending
+
+
+def kernels_of(param: Tensor) -> Kernels:
+    """Those by which a parameter's gradient is computed."""
+    queue: GradientQueue | None = getattr(param, "queue", None)
+    return "auto" if queue is None else queue.kernels
 
 
 def account(param: Tensor, add: AddGradient) -> Tensor | None:

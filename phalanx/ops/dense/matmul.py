@@ -17,6 +17,7 @@ from torch.autograd import Function
 
 from phalanx.comm.axis import Axis
 from phalanx.ops.dense.grads import add_grad, add_product_grad, lasting
+from phalanx.ops.dense.row_sums import add_bias_grad
 from phalanx.ops.op import ALL_KERNELS, Case, Implementation, Kernels, Op, invariant, triton
 
 ALONE = Axis("alone")
@@ -61,7 +62,7 @@ class _GatherMatmul(Function):
             for rows, out in scattering.parts():
                 torch.mm(dy[rows], weight, out=out)
         dw = add_product_grad(weight, dy, lasting(weight, gathering.wait(), tp.size == 1)) if gathering else None
-        db = add_grad(bias, dy.sum(0, dtype=_wide(bias))) if need_b else None
+        db = add_bias_grad(bias, dy) if need_b else None
         return scattering.wait() if scattering else None, dw, db, None, None
 
 
@@ -77,7 +78,7 @@ class _MatmulScatter(Function):
     def backward(ctx: Any, dy: Tensor) -> tuple[Tensor | None, ...]:  # type: ignore[override]
         (h,), weight, bias, tp = ctx.saved_tensors, ctx.weight, ctx.bias, ctx.tp
         need_h, need_w, need_b, *_ = ctx.needs_input_grad
-        db = add_grad(bias, dy.sum(0, dtype=_wide(bias))) if need_b else None
+        db = add_bias_grad(bias, dy) if need_b else None
         if not (need_h or need_w):
             return None, None, db, None, None
         gathering, dh = tp.gather(dy), torch.empty_like(h) if need_h else None
@@ -101,7 +102,7 @@ class _WideMatmul(Function):
         (x,), weight, bias = ctx.saved_tensors, ctx.weight, ctx.bias
         need_x, need_w, need_b, _ = ctx.needs_input_grad
         dx, dw = ctx.by.gradients(dy, x, weight, need_x, need_w)
-        db = add_grad(bias, dy.sum(0, dtype=_wide(bias))) if need_b else None
+        db = add_bias_grad(bias, dy) if need_b else None
         return dx, dw if dw is None else dw.to(weight.dtype), db, None
 
 
@@ -163,11 +164,6 @@ def _widened(x: Tensor) -> Tensor:
 def multiply(x: Tensor, weight: Tensor, out: Tensor, bias: Tensor | None = None) -> None:
     """out = x weight + bias, with the bias added in the GEMM's epilogue."""
     torch.mm(x, weight, out=out) if bias is None else torch.addmm(bias, x, weight, out=out)
-
-
-def _wide(param: Tensor) -> torch.dtype:
-    """The dtype in which a parameter's gradient is summed."""
-    return param.dtype if param.grad is None else param.grad.dtype
 
 
 def wide_matmul(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:

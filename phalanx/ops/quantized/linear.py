@@ -17,7 +17,8 @@ from torch.autograd import Function
 
 from phalanx.comm.axis import Axis
 from phalanx.ops.dense.activation import GATED, Gated, GatedGrad
-from phalanx.ops.dense.grads import add_grad, lasting
+from phalanx.ops.dense.grads import lasting
+from phalanx.ops.dense.row_sums import add_bias_grad
 from phalanx.ops.op import Kernels
 from phalanx.ops.quantized.quantizer import DY, QUANT, WeightQuantizer, X
 from phalanx.ops.quantized.recipes import Scaled
@@ -101,7 +102,7 @@ class _QuantizedGatherMatmul(Function):
         weight, bias, tp, quantizer = ctx.weight, ctx.bias, ctx.tp, ctx.quantizer
         kept = Scaled(ctx.saved_tensors[0], ctx.saved_tensors[1], ctx.block)
         need_x, need_w, need_b = ctx.needs_input_grad[:3]
-        db = add_grad(bias, dy.sum(0, dtype=_wide(bias))) if need_b else None
+        db = add_bias_grad(bias, dy) if need_b else None
         gathering = _gather(kept, tp) if need_w and tp.size > 1 else None
         q, columns = quantizer.both(DY, dy, cut=1, turn=True)
         scattering = (
@@ -134,7 +135,7 @@ class _QuantizedMatmulScatter(Function):
         weight, bias, tp, quantizer = ctx.weight, ctx.bias, ctx.tp, ctx.quantizer
         h = Scaled(ctx.saved_tensors[0], ctx.saved_tensors[1], ctx.block)
         need_h, need_w, need_b = ctx.needs_input_grad[:3]
-        db = add_grad(bias, dy.sum(0, dtype=_wide(bias))) if need_b else None
+        db = add_bias_grad(bias, dy) if need_b else None
         if not (need_h or need_w):
             return None, None, db, None, None
         q, columns = quantizer.both(DY, dy, cut=0, turn=tp.size == 1)
@@ -205,10 +206,6 @@ class _QuantizedGatedMLP(Function):
 
 def _rows_of(scales: Tensor, block: tuple[int, int], rows: slice) -> Tensor:
     return scales if block[0] == 0 else scales[rows.start // block[0] : -(-rows.stop // block[0])]
-
-
-def _wide(param: Tensor) -> torch.dtype:
-    return param.dtype if param.grad is None else param.grad.dtype
 
 
 def quantized_gather_matmul(
