@@ -76,6 +76,10 @@ def cases(world: int) -> dict[str, tuple[str, dict[str, Any], dict[str, Any]]]:
         "olmo_hybrid cp2, graphs": ("olmo_hybrid", dict(cp=2), dict(cuda_graphs="on")),
         "kimi_linear cp2, full recompute": ("kimi_linear", dict(cp=2), dict(recompute="full")),
         "mamba2 tp2": ("mamba2", dict(tp=2), {}),
+        "qwen2_5_vl dp, images of both replicas": ("qwen2_5_vl", dict(media_group=2), dict(cuda_graphs="off")),
+        "qwen2_5_vl dp, images of both replicas, graphs": ("qwen2_5_vl", dict(media_group=2), dict(cuda_graphs="on")),
+        "qwen2_5_vl tp2": ("qwen2_5_vl", dict(tp=2), {}),
+        "qwen2_5_vl tp2, graphs": ("qwen2_5_vl", dict(tp=2), dict(cuda_graphs="on")),
         "llama tp2, offload": ("llama", dict(tp=2), dict(offload_layers=2, cuda_graphs="off")),
         "tied llama pp2 x 2 virtual stages, offload": (
             "llama-tied",
