@@ -57,6 +57,7 @@ VL = (
     "data.image_workers=4",
     "data.split=100,0,0",
     "task.name=sft",
+    "train.recompute=none",
 )
 ROWS: dict[str, tuple[Path, tuple[str, ...]]] = {
     "modernbert": (RECIPES / "modernbert_base.yaml", LONG),

@@ -12,6 +12,8 @@ from torch.autograd import Function
 from phalanx.ops.dense.grads import add_grad, kernels_of
 from phalanx.ops.op import Case, Kernels, Op, triton
 
+MANY = 1 << 24  # numbers; for fewer the host takes longer to start two kernels than one of torch's runs
+
 
 def over_rows(x: Tensor, dtype: torch.dtype) -> Tensor:
     """x (T, F) -> (F,), summed in a dtype that is at least as wide as that of x."""
@@ -33,14 +35,14 @@ class _RowSums(Function):
 
 def row_sums(x: Tensor, kernels: Kernels = "auto") -> Tensor:
     """x (T, F) -> (F,), in at least fp32."""
-    return _RowSums.apply(x, ROW_SUMS.choose(kernels, x))
+    return _RowSums.apply(x, ROW_SUMS.choose(kernels, x, x.numel()))
 
 
 def add_bias_grad(bias: Tensor, dy: Tensor) -> Tensor | None:
     """Account for the gradient of a bias (F,) that was added to every row of what dy (T, F) is the gradient of; as
     ops.dense.grads.add_grad."""
     wide = bias.dtype if bias.grad is None else bias.grad.dtype
-    by = ROW_SUMS.fast(kernels_of(bias), dy) or ROW_SUMS.reference
+    by = ROW_SUMS.fast(kernels_of(bias), dy, dy.numel()) or ROW_SUMS.reference
     return add_grad(bias, by.over_rows(dy, wide))
 
 
@@ -49,7 +51,13 @@ ROW_SUMS = Op(
     "sums over rows: gradients of biases",
     __name__,
     ("over_rows",),
-    (triton("phalanx.ops.dense.row_sums_kernel"),),
+    (
+        triton(
+            "phalanx.ops.dense.row_sums_kernel",
+            fits=lambda numel: numel >= MANY,
+            shapes=f"{MANY:,} numbers or more",
+        ),
+    ),
     cases=(
         Case("a few rows", row_sums, ((5, 14),)),
         Case("many rows", row_sums, ((300, 520),)),
