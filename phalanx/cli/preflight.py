@@ -109,7 +109,9 @@ class PreflightOptions:
 
 
 def agent_start(words: Sequence[str], address: str, interface: str, ranks: int) -> AgentStart:
-    """What this node knows; a config that cannot be read here is a finding against this node, not the end."""
+    """What this node knows; a config that cannot be read here, or breaks a rule whatever the number of ranks, is a
+    finding against this node, not the end."""
+    from phalanx.cli.setup import all_problems, elsewhere
     from phalanx.config.read import read
     from phalanx.preflight.agent import AgentStart
 
@@ -118,7 +120,8 @@ def agent_start(words: Sequence[str], address: str, interface: str, ranks: int) 
         try:
             loaded = read(words[0], tuple(words[1:]))
             run = loaded.run
-            refused = texts_of(loaded.problems)
+            ranks_of_layout = 1 if run is None else run.layout.least_ranks
+            refused = texts_of(all_problems(loaded, elsewhere(ranks_of_layout, True)))
         except ConfigError as error:
             refused = texts_of(error.problems)
         except PhalanxError as error:

@@ -14,6 +14,7 @@ from typing import Any
 import pytest
 
 from phalanx.base.errors import BadNode
+from phalanx.cli.preflight import agent_start
 from phalanx.config.read import load_run
 from phalanx.layout.grid import Grid
 from phalanx.preflight.check import Finding, Looks, NodeView, Peer, differing
@@ -333,3 +334,18 @@ def test_lines_of_a_runs_first_seconds():
         ("bad", "n5: clock: late"),
         ("warning", "n0, n1, n2, n3 and 2 more: space: little"),
     ]
+
+
+@pytest.mark.parametrize(
+    "words, said",
+    [
+        (("train.steps=-1",), "train.steps=-1: must be an integer >= 1"),
+        (("train.stepz=3",), "train.stepz"),
+        (("layout.tp=3",), "layout.tp=3"),
+    ],
+)
+def test_a_config_that_breaks_a_rule_is_a_finding(words, said):
+    """Values too, not only names: the run would be refused after the checks."""
+    assert said in agent_start(("recipes/tiny_llama.yaml", "data.mock=true", *words), "127.0.0.1", "lo", 1).refused
+    good = agent_start(("recipes/tiny_llama.yaml", "data.mock=true"), "127.0.0.1", "lo", 1)
+    assert good.refused == "" and good.run is not None
