@@ -289,7 +289,7 @@ def joined_mesh(
         yield mesh, folder
         failed = False
     finally:
-        if not (failed and device.type == "cuda"):
+        if not (failed and device.type == "cuda" and placement.world_size > 1):
             if mesh is not None:
                 mesh.close()
             leave_world()
