@@ -31,12 +31,11 @@ import numpy as np
 import torch
 
 from phalanx.base.placement import MEETING, Placement
-from phalanx.comm.mesh import leave_world
 from phalanx.config.run import Run, TrainConfig
 from phalanx.data.config import DataConfig
 from phalanx.data.packing import first_fit
 from phalanx.engine.build import State, build, init_weights
-from phalanx.engine.meeting import join
+from phalanx.engine.meeting import device_of, identity, joined_mesh
 from phalanx.engine.step import train_step
 from phalanx.forecast.decide import make_plan
 from phalanx.launch.env import read_placement
@@ -174,13 +173,11 @@ def most_heads(cp: int, tiny: bool = False) -> int:
 
 @contextmanager
 def state_of(run: Run, placement: Placement) -> Iterator[State]:
-    mesh = join(run, placement)
-    state = build(make_plan(run, placement.world_size), mesh)
-    init_weights(state.model)
-    state.model.train()
-    yield state
-    mesh.close()
-    leave_world()
+    with joined_mesh(run, placement, identity(run, device_of(run, placement))) as (mesh, _):
+        state = build(make_plan(run, placement.world_size), mesh)
+        init_weights(state.model)
+        state.model.train()
+        yield state
 
 
 def measure(

@@ -467,7 +467,7 @@ def test_bench_ops_leaves_the_modules_as_they_were(config):
     )
     run = replace(small(config), model=model)
     names = {c.name for c in calls_of(make_plan(run, 1), torch.device("cpu"))}
-    assert {"gelu", "attention"} <= names and "swiglu" not in names
+    assert {"biased_gelu", "attention"} <= names and "swiglu" not in names
     assert (mlp.swiglu, attention.attention) == before
 
 

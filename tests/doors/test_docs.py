@@ -33,6 +33,8 @@ ROOT_PAGES = [ROOT / name for name in ("README.md", "CONTRIBUTING.md", "SECURITY
 PAGES = [*ROOT_PAGES, *sorted((ROOT / "docs").rglob("*.md"))]
 BLOCK = re.compile(r"^```(?P<info>[^\n]*)\n(?P<text>.*?)^```$", re.MULTILINE | re.DOTALL)
 MAX_OPTIONS = 145
+# Pages whose commands train for a while, and show what tests of their own show: in `make soak`.
+LONG = ("benchmarks", "encoders", "experts", "howto-resume-on-other-layout", "lora", "sound", "state-space", "vision")
 
 
 @dataclass(frozen=True)
@@ -66,7 +68,9 @@ def ids(page: Path) -> str:
     "follow a page of the docs: 7 of 28 tested claims were stale",
     "commands and what they print are compared page by page",
 )
-@pytest.mark.parametrize("page", [p for p in PAGES if runs(p)], ids=ids)
+@pytest.mark.parametrize(
+    "page", [pytest.param(p, marks=[pytest.mark.soak] if ids(p) in LONG else []) for p in PAGES if runs(p)], ids=ids
+)
 def test_the_commands_of_a_page(page, warm, tmp_path):
     for name in ("recipes", "examples"):
         shutil.copytree(

@@ -32,6 +32,7 @@ from phalanx.planning.plan import Plan
 from phalanx.sequence.batch import Batch, PerBatch
 from phalanx.sequence.streams import hidden
 from tests.harness.parity import MODELS, base_run, batch_of, sample_batch
+from tests.harness.sample import rest_in_soak
 from tests.harness.weights import with_memory
 from tests.planning.test_plan import MODELS as WIDER
 
@@ -62,7 +63,7 @@ def loss_and_gradients(model: str, recomputed: frozenset[str]) -> tuple[Tensor, 
     return loss.detach(), [p.grad for block in blocks for p in block.parameters()], blocks[0].env.recompute
 
 
-@pytest.mark.parametrize("model", FAMILIES)
+@pytest.mark.parametrize("model", rest_in_soak(FAMILIES, tuple(FAMILIES)[::2]))
 def test_the_same_bits_whatever_is_made_again(model):
     """Each op alone, the presets, chains of ops, all but the whole layer: loss and gradients of the run that stores
     all, dropout included."""

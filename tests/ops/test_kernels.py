@@ -65,15 +65,15 @@ COMPARED = [
 
 
 def in_turns(compared: list[tuple[str, str, torch.dtype]]) -> set[tuple[str, str, torch.dtype]]:
-    """Of each case BF16 (its first dtype if it has none of that), and one of the others, which take turns. Where there
-    is one other, every second case has it."""
+    """Of each case BF16 (its first dtype if it has none of that), and of every second one of the others, which take
+    turns."""
     forms = dict.fromkeys((name, made) for name, made, _ in compared)
     chosen = set()
     for turn, (name, made) in enumerate(forms):
         dtypes = [d for n, m, d in compared if (n, m) == (name, made)]
         first = torch.bfloat16 if torch.bfloat16 in dtypes else dtypes[0]
         others = [d for d in dtypes if d != first]
-        at = turn % max(2, len(others))
+        at = turn % max(2, 2 * len(others))
         chosen |= {(name, made, d) for d in (first, *others[at : at + 1])}
     return chosen
 
