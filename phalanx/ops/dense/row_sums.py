@@ -12,7 +12,7 @@ from torch.autograd import Function
 from phalanx.ops.dense.grads import add_grad, kernels_of
 from phalanx.ops.op import Case, Kernels, Op, triton
 
-MANY = 1 << 24  # numbers; for fewer the host takes longer to start two kernels than one of torch's runs
+MANY = 1 << 24  # numbers; for fewer the host takes longer to start two kernels than torch's one runs
 
 
 def over_rows(x: Tensor, dtype: torch.dtype) -> Tensor:
@@ -35,14 +35,15 @@ class _RowSums(Function):
 
 def row_sums(x: Tensor, kernels: Kernels = "auto") -> Tensor:
     """x (T, F) -> (F,), in at least fp32."""
-    return _RowSums.apply(x, ROW_SUMS.choose(kernels, x, x.numel()))
+    return _RowSums.apply(x, ROW_SUMS.choose(kernels, x))
 
 
 def add_bias_grad(bias: Tensor, dy: Tensor) -> Tensor | None:
     """Account for the gradient of a bias (F,) that was added to every row of what dy (T, F) is the gradient of; as
     ops.dense.grads.add_grad."""
     wide = bias.dtype if bias.grad is None else bias.grad.dtype
-    by = ROW_SUMS.fast(kernels_of(bias), dy, dy.numel()) or ROW_SUMS.reference
+    fast = ROW_SUMS.fast(kernels_of(bias), dy) if dy.numel() >= MANY else None
+    by = fast or ROW_SUMS.reference
     return add_grad(bias, by.over_rows(dy, wide))
 
 
@@ -51,13 +52,7 @@ ROW_SUMS = Op(
     "sums over rows: gradients of biases",
     __name__,
     ("over_rows",),
-    (
-        triton(
-            "phalanx.ops.dense.row_sums_kernel",
-            fits=lambda numel: numel >= MANY,
-            shapes=f"{MANY:,} numbers or more",
-        ),
-    ),
+    (triton("phalanx.ops.dense.row_sums_kernel"),),
     cases=(
         Case("a few rows", row_sums, ((5, 14),)),
         Case("many rows", row_sums, ((300, 520),)),
