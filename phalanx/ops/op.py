@@ -38,6 +38,7 @@ from contextvars import ContextVar
 from dataclasses import replace
 from functools import cache, cached_property
 from importlib.util import find_spec
+from pathlib import Path
 from types import MappingProxyType
 from typing import Any, Literal
 
@@ -77,11 +78,13 @@ class Package:
 
     version  the tested version; no other is used. None: any
     module   the module that the kernel imports from it
+    folder   it works only below a folder with one of these names (pip's --target may have any); none: anywhere
     """
 
     name: str
     module: str
     version: str | None = None
+    folder: tuple[str, ...] = ()
 
 
 @dataclass(frozen=True, eq=False)
@@ -188,10 +191,15 @@ def absent(package: Package) -> str | None:
     if package.version is None:
         return None if find_spec(package.module.partition(".")[0]) else f"{package.name} is not installed"
     try:
-        found = importlib.metadata.version(package.name)
+        installed = importlib.metadata.distribution(package.name)
     except importlib.metadata.PackageNotFoundError:
         return f"{package.name} {package.version} is not installed"
-    return None if found == package.version else f"{package.name} {found} is installed, tested is {package.version}"
+    if installed.version != package.version:
+        return f"{package.name} {installed.version} is installed, tested is {package.version}"
+    place = Path(str(installed.locate_file("")))
+    if package.folder and not {*package.folder} & {*place.parts}:
+        return f"{package.name} is in {place}: it works only in a folder named {' or '.join(package.folder)}"
+    return None
 
 
 @cache

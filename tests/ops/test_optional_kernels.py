@@ -9,6 +9,7 @@ from __future__ import annotations
 import importlib.metadata
 import itertools
 from dataclasses import replace
+from pathlib import Path
 
 import pytest
 import torch
@@ -23,7 +24,7 @@ from phalanx.ops.attention.flash import flash_fits, spans_of
 from phalanx.ops.dense.activation import swiglu
 from phalanx.ops.dense.gated_mlp import MLP, PlainGemms, gated_mlp, gated_mlp_fits
 from phalanx.ops.dense.matmul import gather_matmul, matmul_scatter
-from phalanx.ops.op import absent, packaged
+from phalanx.ops.op import Package, absent, packaged
 from phalanx.sequence.batch import Batch, room_for_documents, usual_documents
 from tests.ops.test_ops import normal
 
@@ -46,15 +47,41 @@ def test_auto_leaves_them_alone_where_they_cannot_run():
     assert MLP.fast("auto", x, 64, 64) is None and MLP.choose("auto", x, 64, 64) is PlainGemms
 
 
-def test_the_tested_version_alone_is_taken(monkeypatch):
-    found = {"flash-attn-4": PACKAGES["attention"].version, "quack-kernels": "0.0.1"}
-    monkeypatch.setattr(importlib.metadata, "version", lambda name: found[name])
+def install(folder: Path, package: Package, version: str | None) -> None:
+    """What importlib.metadata reads of a package."""
+    info = folder / f"{package.name.replace('-', '_')}-{version}.dist-info"
+    info.mkdir(parents=True)
+    (info / "METADATA").write_text(f"Metadata-Version: 2.1\nName: {package.name}\nVersion: {version}\n")
+
+
+@pytest.fixture
+def known_anew():
     absent.cache_clear()
-    try:
-        assert absent(PACKAGES["attention"]) is None
-        assert all(said in absent(PACKAGES["mlp"]) for said in ("0.0.1", PACKAGES["mlp"].version))
-    finally:
-        absent.cache_clear()
+    yield
+    absent.cache_clear()
+
+
+def test_the_tested_version_alone_is_taken(monkeypatch, tmp_path, known_anew):
+    folder, attention, mlp = tmp_path / "site-packages", PACKAGES["attention"], PACKAGES["mlp"]
+    install(folder, attention, attention.version)
+    install(folder, mlp, "0.0.1")
+    monkeypatch.syspath_prepend(folder)
+    assert absent(attention) is None
+    assert all(said in absent(mlp) for said in ("0.0.1", mlp.version))
+
+
+def test_a_package_that_works_in_some_folders_only_is_named(monkeypatch, tmp_path, known_anew):
+    """pip's --target may have any name: the first MLP would end the run."""
+    mlp = PACKAGES["mlp"]
+    install(tmp_path / "shared", mlp, mlp.version)
+    monkeypatch.syspath_prepend(tmp_path / "shared")
+    assert absent(mlp) == (
+        f"{mlp.name} is in {tmp_path / 'shared'}: it works only in a folder named site-packages or dist-packages"
+    )
+    install(tmp_path / "site-packages", mlp, mlp.version)
+    monkeypatch.syspath_prepend(tmp_path / "site-packages")
+    absent.cache_clear()
+    assert absent(mlp) is None
 
 
 def test_the_extra_pins_the_tested_versions():

@@ -130,7 +130,8 @@ MLP = Op(
             "cuda",
             (9, 0),
             (torch.bfloat16, torch.float16),
-            Package("quack-kernels", "quack.gemm_interface", "0.6.5"),
+            # elsewhere it takes functions of nvidia-cutlass-dsl for the user's own, and refuses them
+            Package("quack-kernels", "quack.gemm_interface", "0.6.5", ("site-packages", "dist-packages")),
             gated_mlp_fits,
             "widths in multiples of 8",
             modes=("auto",),
