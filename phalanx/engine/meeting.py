@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from dataclasses import field, replace
 from pathlib import Path
 from typing import Any
@@ -275,24 +275,25 @@ def joined_mesh(
     ConfigError on all ranks if they do not belong to one run, DoesNotFit if a machine cannot hold its ranks; the latter
     is found out before groups are created that depend on it. before: as of comm.mesh.join_world.
 
-    After an error a rank with a GPU does not leave: NCCL's way out waits for kernels that wait for peers, which may be
-    waiting for this rank, and the error would not be seen before the time limit. The end of the process frees all.
+    After an error inside, a rank with a GPU does not leave: NCCL's way out waits for kernels that wait for peers, which
+    may be waiting for this rank, and the error would not be seen before the time limit. The end of the process frees
+    all. A rank that is alone leaves, because its process may go on, as a notebook's does.
     """
     device, timeout_s = device_of(run, placement), run.train.timeout_s
-    mesh, failed = None, True
-    try:
+    with ExitStack() as leaving:
+        leaving.callback(leave_world)
         store = join_world(placement, device, timeout_s, before)
         mine = replace(mine, refused=placement.refused)
         folder = meet(placement.rank, placement.world_size, mine, run.dir, timeout_s)
         mesh = Mesh(grid_of(run, placement.world_size), placement.rank, device, timeout_s)
+        leaving.callback(mesh.close)
         mesh.store = store
-        yield mesh, folder
-        failed = False
-    finally:
-        if not (failed and device.type == "cuda" and placement.world_size > 1):
-            if mesh is not None:
-                mesh.close()
-            leave_world()
+        try:
+            yield mesh, folder
+        except BaseException:
+            if device.type == "cuda" and placement.world_size > 1:
+                leaving.pop_all()
+            raise
 
 
 def device_of(run: Run, placement: Placement) -> torch.device:

@@ -53,3 +53,11 @@ def _processors(index: int) -> int:
 def num_programs(x: Tensor, per_processor: int) -> int:
     """Programs of a persistent grid on x's device; 2 per "processor" in the interpreter."""
     return per_processor * (_processors(x.device.index or 0) if x.is_cuda else 2)
+
+
+def cut_rows(x: Tensor, rows: int, cols: int) -> tuple[int, int, int]:
+    """For sums over the rows of x (T, F) in tiles of rows x cols: programs down and across, and how many tiles each
+    has, one below the other."""
+    tiles, across = triton.cdiv(len(x), rows), triton.cdiv(x.shape[1], cols)
+    each = max(1, triton.cdiv(tiles * across, num_programs(x, per_processor=8)))
+    return triton.cdiv(tiles, each), across, each

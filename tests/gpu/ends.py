@@ -20,7 +20,16 @@ PLANTED = "planted on the first stage"
 
 def check_ends(kind: str) -> dict[str, str]:
     """name -> "ok ..." or what is wrong."""
-    command = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", "2", __file__, *CONFIG]
+    command = [
+        sys.executable,
+        "-m",
+        "torch.distributed.run",
+        "--standalone",
+        "--nproc-per-node",
+        "2",
+        __file__,
+        *CONFIG,
+    ]
     began = time.monotonic()
     try:
         ended = subprocess.run(

@@ -11,7 +11,7 @@ from torch import Tensor
 
 from phalanx.ops.dense.gate import EXACT_GEGLU, GEGLU
 from phalanx.ops.dense.gated_kernel import factor, plus_cube
-from phalanx.ops.kernel_tools import num_programs, triton_wide, wide_of
+from phalanx.ops.kernel_tools import cut_rows, triton_wide, wide_of
 
 ROWS, COLS = 16, 256  # of a tile
 
@@ -151,9 +151,7 @@ def gelu_backward(dy: Tensor, x: Tensor, bias: Tensor, exact: bool) -> tuple[Ten
     dy, x = dy.contiguous(), x.contiguous()
     dx = torch.empty_like(x)
     rows, width = x.shape
-    tiles, across = triton.cdiv(rows, ROWS), triton.cdiv(width, COLS)
-    each = max(1, triton.cdiv(tiles * across, num_programs(x, per_processor=8)))
-    parts = triton.cdiv(tiles, each)
+    parts, across, each = cut_rows(x, ROWS, COLS)
     sums = torch.empty(parts, width, dtype=wide_of(x.dtype), device=x.device)
     if dx.numel():
         _backward[(parts, across)](dy, x, bias, dx, sums, rows, width, each, **_constants(x, exact))

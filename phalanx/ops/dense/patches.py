@@ -8,7 +8,8 @@ from typing import Any
 from torch import Tensor
 from torch.autograd import Function
 
-from phalanx.ops.dense.grads import account, add_grad, add_product_
+from phalanx.ops.dense.grads import account, add_product_
+from phalanx.ops.dense.row_sums import add_bias_grad
 
 
 class _PatchEmbedding(Function):
@@ -26,7 +27,7 @@ class _PatchEmbedding(Function):
         shape, (need_x, need_w, need_b) = (weight.shape[0], prod(weight.shape[1:])), ctx.needs_input_grad
         dx = dy @ weight.flatten(1) if need_x else None
         dw = account(weight, lambda buffer: add_product_(dy, x, buffer.view(shape))) if need_w else None
-        db = add_grad(bias, dy.sum(0)) if need_b else None
+        db = add_bias_grad(bias, dy) if need_b else None
         return dx, dw, db
 
 

@@ -7,7 +7,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from phalanx.ops.kernel_tools import num_programs, triton_wide, wide_of
+from phalanx.ops.kernel_tools import cut_rows, triton_wide, wide_of
 
 ROWS, COLS = 32, 128  # of a tile
 
@@ -30,9 +30,7 @@ def over_rows(x: Tensor, dtype: torch.dtype) -> Tensor:
     """x (T, F) -> (F,), in the wide dtype."""
     x = x.contiguous()
     rows, width = x.shape
-    tiles, across = triton.cdiv(rows, ROWS), triton.cdiv(width, COLS)
-    each = max(1, triton.cdiv(tiles * across, num_programs(x, per_processor=8)))
-    parts = triton.cdiv(tiles, each)
+    parts, across, each = cut_rows(x, ROWS, COLS)
     sums = torch.empty(parts, width, dtype=wide_of(x.dtype), device=x.device)
     if sums.numel():
         _parts[(parts, across)](
