@@ -215,6 +215,7 @@ FAMILY = Family(
     tensors=tower_tensors("linear_1.weight"),
     rules=rules,
     keys=KEYS,
+    other_names={"image_token_index": "image_token_id"},
     only=ONLY,
     from_hf=from_hf,
     to_hf=to_hf,

@@ -191,6 +191,7 @@ VISION_KEYS = {
     "out_hidden_size": integer(NEEDED),
     "rope_parameters": HfKey((dict, NONE), None),
 }
+OTHER_VISION_NAMES = {"in_channels": "in_chans", "depth": "num_hidden_layers", "num_heads": "num_attention_heads"}
 TOKENS = ("image_token_id", "video_token_id", "vision_start_token_id", "vision_end_token_id")
 TOKEN_KEYS = {
     "image_token_id": integer(151655),
@@ -208,7 +209,7 @@ def vision_values(
     text."""
     if not isinstance(config, dict):
         raise CheckpointError(f"vision_config={config!r} (it must be an object)")
-    values = values_of(config, {**VISION_KEYS, **keys}, {"in_channels": "in_chans"}, "vision_config")
+    values = values_of(config, {**VISION_KEYS, **keys}, OTHER_VISION_NAMES, "vision_config")
     usual: dict[str, tuple[Any, ...]] = {"in_channels": (3,), "out_hidden_size": (width,), "rope_parameters": AXIAL}
     odd += [f"vision_config: {each}" for each in other_values(values, {**usual, **only})]
     return {**values, **{name: values[key] for key, name in VISION_FIELDS.items()}}

@@ -184,6 +184,9 @@ def from_hf(found: ConfigJson) -> WhisperConfig | None:
     for name in ("attention_heads", "ffn_dim"):
         if v[f"decoder_{name}"] != v[f"encoder_{name}"]:
             found.odd.append(f"decoder_{name}={v[f'decoder_{name}']} (supported: encoder_{name})")
+    heads = v["encoder_attention_heads"]
+    if found.stated.get("num_key_value_heads", heads) != heads:  # transformers takes it for the encoder's heads
+        found.odd.append(f"num_key_value_heads={found.stated['num_key_value_heads']!r} (supported: {heads})")
     if found.odd:
         return None
     layers = None if v["decoder_layers"] == v["encoder_layers"] else v["decoder_layers"]

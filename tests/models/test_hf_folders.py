@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import json
 import random
+from copy import deepcopy
 from dataclasses import dataclass, replace
 
 import pytest
@@ -50,6 +51,34 @@ def test_a_width_of_heads_that_only_the_rotation_would_have_is_refused(family):
     assert from_hf(written | {"head_dim": width}) == from_hf(written | {"head_dim": None}) == from_hf(written)
     with pytest.raises(CheckpointError, match=rf"head_dim=2 \(supported: {width}, hidden_size / num_attention_heads"):
         from_hf(written | {"head_dim": 2})
+
+
+@pytest.mark.parametrize("model", sorted(MODELS))
+def test_another_name_of_a_key_is_read_as_transformers_reads_it_or_refused(model):
+    """Beside the key or without it, in the outer config, the text's and the tower's. Truth: the `attribute_map` of the
+    config classes, and which value they end with."""
+    written = to_hf(MODELS[model], torch.float64)
+    if written["model_type"] not in transformers.CONFIG_MAPPING:
+        pytest.skip("transformers does not have it")
+    kind = transformers.CONFIG_MAPPING[written["model_type"]]
+    whole = json.loads(json.dumps(kind(**written).to_dict(), default=str))
+    for part in [p for p in ("", "text_config", "vision_config") if not p or isinstance(whole.get(p), dict)]:
+        before = whole[part] if part else whole
+        names = type(getattr(kind(**whole), part) if part else kind(**whole)).attribute_map
+        for other, key in names.items():
+            if type(before.get(key)) is not int:
+                continue
+            value = 2 * before[key] or 1
+            for own in ({**before, other: value}, {k: v for k, v in {**before, other: value}.items() if k != key}):
+                config = {**whole, part: own} if part else own
+                theirs = kind(**deepcopy(config))
+                taken = getattr(getattr(theirs, part) if part else theirs, key)
+                meant = {**before, key: taken}
+                try:
+                    ours = from_hf(config)
+                except CheckpointError:
+                    continue
+                assert ours == from_hf({**whole, part: meant} if part else meant), (part, other, key)
 
 
 def test_a_changed_config_of_a_family_with_images_is_read_as_transformers_reads_it_or_refused():
