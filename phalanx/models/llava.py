@@ -152,7 +152,7 @@ def from_hf(found: ConfigJson) -> LlavaConfig | None:
 def text_from_hf(config: dict[str, Any], odd: list[str]) -> DecoderConfig | None:
     """The decoder that text_config describes; what cannot be computed is added to `odd`."""
     kind = config.get("model_type", "llama")
-    if kind not in TEXTS:
+    if not isinstance(kind, str) or kind not in TEXTS:
         odd.append(f"text_config: model_type={kind!r} (supported: {', '.join(map(repr, TEXTS))})")
         return None
     family = TEXTS[kind]

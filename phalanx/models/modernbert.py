@@ -194,6 +194,7 @@ KEYS = {
     "num_attention_heads": integer(NEEDED),
     "max_position_embeddings": integer(8192),
     "local_attention": integer(128),
+    "sliding_window": integer(None),
     "global_attn_every_n_layers": integer(3),
     "layer_types": LIST_OR_NULL,
     "rope_parameters": HfKey((dict, NONE), None),
@@ -257,6 +258,8 @@ def from_hf(found: ConfigJson) -> ModernBertConfig | None:
         found.odd.append(f"classifier_pooling={pooling!r} (supported: 'cls')")
     if found.odd:
         return None
+    if found.values["sliding_window"] is not None:  # of one side; it takes precedence
+        found.values["local_attention"] = 2 * found.values["sliding_window"]
     said = {"global_attn_every_n_layers": every} if types is None else shortest(types, every)
     same: dict[str, Any] = found.pick(*SAME)
     return ModernBertConfig(**same, **said, **bases, **gelus, **classes)  # type: ignore[arg-type]

@@ -12,7 +12,7 @@ from typing import Any
 from phalanx.base.dataclass import dataclass
 from phalanx.base.errors import CheckpointError, Problem
 from phalanx.base.rules import at_least, multiples, problem
-from phalanx.models.config_json import NEEDED, NONE, ConfigJson, HfKey, integer, other_values, text, values_of
+from phalanx.models.config_json import NEEDED, NONE, ConfigJson, HfKey, integer, other_values, shown, text, values_of
 from phalanx.models.decoder_config import DecoderConfig, shrink_decoder
 from phalanx.models.family import Family
 from phalanx.models.model_config import ModelConfig, SmallSizes
@@ -256,6 +256,10 @@ def check_layers(config: QwenVLConfig, name: str) -> list[Problem]:
 
 def inner_config(family: Family, keys: dict[str, Any], found: ConfigJson) -> ModelConfig | None:
     """The text's config as its own family reads it; what cannot be computed is added to `found.odd`."""
+    kinds = tuple(dict.fromkeys((None, family.name, found.family, f"{found.family}_text")))
+    if keys.get("model_type") not in kinds:  # transformers would look for tensors of other names
+        found.odd.append(f"text_config: model_type={keys['model_type']!r} (supported: {shown(kinds)})")
+        return None
     values = values_of(keys, family.json_keys, family.other_names, "text_config")
     inner = ConfigJson(family.name, family.config, keys, values, other_values(values, family.only))
     made = family.from_hf(inner) if not inner.odd else None

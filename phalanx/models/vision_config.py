@@ -163,7 +163,7 @@ def vision_from_hf(config: Any, odd: list[str]) -> VisionConfig | None:
     if not isinstance(config, dict):
         raise CheckpointError(f"vision_config={config!r} (it must be an object)")
     kind = config.get("model_type", "clip_vision_model")
-    if kind not in TYPES:
+    if not isinstance(kind, str) or kind not in TYPES:
         odd.append(f"vision_config: model_type={kind!r} (supported: {', '.join(map(repr, TYPES))})")
         return None
     tower = TYPES[kind]

@@ -107,6 +107,7 @@ REASONS = {
     "a size of the tower that is missing": r"vision_config: \w+ is missing",
     "a part that is missing": r"(text_config|vision_config)(=| is missing)",
     "no such layer of the tower": r"must be a layer of the tower",
+    "more features between layers than the text has": r"must be no more than the text has layers",
     **hf_fuzz.REASONS,
 }
 

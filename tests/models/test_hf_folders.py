@@ -147,6 +147,46 @@ def test_missing_keys_are_what_transformers_takes(family):
     assert from_hf(short) == from_hf(theirs)
 
 
+@pytest.mark.parametrize("family", hf_fuzz.PICTURED)
+def test_missing_keys_of_a_text_or_tower_are_what_transformers_takes(family):
+    """Truth: what the config class of transformers states after it read the same config."""
+    whole = hf_fuzz_images.base(family)
+    kind = transformers.CONFIG_MAPPING[family]
+    for part in ("", "text_config", "vision_config"):
+        before = whole[part] if part else whole
+        for key in before:
+            own = {k: v for k, v in before.items() if k != key}
+            config = {**whole, part: own} if part else own
+            try:
+                ours = from_hf(config)
+            except CheckpointError:
+                continue
+            theirs = json.loads(json.dumps(kind(**deepcopy(config)).to_dict(), default=str))
+            assert ours == from_hf(theirs), (part, key)
+
+
+@pytest.mark.parametrize("family, part", [("llava", "text"), *((f, "vision") for f in ("llava", "gemma3"))])
+def test_a_kind_of_text_or_tower_that_is_no_name_is_refused(family, part):
+    whole = deepcopy(hf_fuzz_images.base(family))
+    whole[f"{part}_config"]["model_type"] = {}
+    with pytest.raises(CheckpointError, match=rf"{part}_config: model_type={{}} \(supported: "):
+        from_hf(whole)
+
+
+@pytest.mark.parametrize("family", ["qwen2_5_vl", "qwen3_vl", "qwen3_5", "qwen3_5_moe", "gemma3"])
+def test_a_text_of_another_family_is_refused(family):
+    """transformers would look for tensors of other names."""
+    whole = deepcopy(hf_fuzz_images.base(family))
+    whole["text_config"]["model_type"] = "llama"
+    with pytest.raises(CheckpointError, match=r"text_config: model_type='llama' \(supported: "):
+        from_hf(whole)
+
+
+def test_half_a_window_is_read_as_transformers_reads_it(tmp_path):
+    assert hf_fuzz.outcome(folder_of(tmp_path, "modernbert", sliding_window=2)).kind == "equal"
+    assert read_folder(tmp_path).model.local_attention == 4
+
+
 def test_a_config_of_an_unknown_class_is_not_written_as_llamas():
     @dataclass(frozen=True, kw_only=True)
     class GemmaLikeConfig(LlamaConfig):
