@@ -139,7 +139,7 @@ def from_hf(found: ConfigJson) -> LlavaConfig | None:
     if text is None or vision is None or found.odd:
         return None
     return LlavaConfig(
-        **text_fields(text),
+        **{**text_fields(text), "tie_word_embeddings": v["tie_word_embeddings"] or text.tie_word_embeddings},
         text_family=text.family,  # type: ignore[arg-type]
         vision=vision,
         image_token_id=v["image_token_index"],

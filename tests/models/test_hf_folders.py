@@ -182,6 +182,16 @@ def test_a_text_of_another_family_is_refused(family):
         from_hf(whole)
 
 
+def test_a_head_of_llava_is_tied_where_either_part_says_so():
+    """Truth: the config class of transformers, for both parts' true and false."""
+    whole = hf_fuzz_images.base("llava")
+    for outer, inner in ((False, False), (False, True), (True, False), (True, True)):
+        text = {**whole["text_config"], "tie_word_embeddings": inner}
+        config = {**whole, "tie_word_embeddings": outer, "text_config": text}
+        theirs = transformers.LlavaConfig(**deepcopy(config)).tie_word_embeddings
+        assert from_hf(config).tie_word_embeddings == theirs == (outer or inner)
+
+
 def test_half_a_window_is_read_as_transformers_reads_it(tmp_path):
     assert hf_fuzz.outcome(folder_of(tmp_path, "modernbert", sliding_window=2)).kind == "equal"
     assert read_folder(tmp_path).model.local_attention == 4
