@@ -93,6 +93,8 @@ def from_hf(found: ConfigJson) -> Qwen25VLConfig | None:
     keys, section = text_with_section(found.stated, (16, 24, 24))
     keys.setdefault("rope_theta", 1000000.0)
     keys.setdefault("rms_norm_eps", 1e-5)
+    if (found.values["text_config"] or {}).get("tie_word_embeddings"):  # where transformers 4 said so
+        keys["tie_word_embeddings"] = True
     made = inner_config(qwen2.FAMILY, keys, found)
     width = keys.get("hidden_size", 0)
     values = vision_values(found.values["vision_config"], VISION_KEYS, {"hidden_act": ("silu",)}, width, found.odd)

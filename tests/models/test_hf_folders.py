@@ -3,6 +3,7 @@ cases that users meet."""
 
 from __future__ import annotations
 
+import itertools
 import json
 import random
 from copy import deepcopy
@@ -182,14 +183,16 @@ def test_a_text_of_another_family_is_refused(family):
         from_hf(whole)
 
 
-def test_a_head_of_llava_is_tied_where_either_part_says_so():
-    """Truth: the config class of transformers, for both parts' true and false."""
-    whole = hf_fuzz_images.base("llava")
-    for outer, inner in ((False, False), (False, True), (True, False), (True, True)):
-        text = {**whole["text_config"], "tie_word_embeddings": inner}
-        config = {**whole, "tie_word_embeddings": outer, "text_config": text}
-        theirs = transformers.LlavaConfig(**deepcopy(config)).tie_word_embeddings
-        assert from_hf(config).tie_word_embeddings == theirs == (outer or inner)
+@pytest.mark.parametrize("family", hf_fuzz.PICTURED)
+def test_which_part_of_a_config_says_that_the_head_is_tied(family):
+    """Truth: the config class of transformers, for each part's true, false and nothing."""
+    for outer, inner in itertools.product((False, True, None), repeat=2):
+        config = deepcopy(hf_fuzz_images.base(family))
+        for part, tied in ((config, outer), (config["text_config"], inner)):
+            part.pop("tie_word_embeddings", None)
+            part |= {} if tied is None else {"tie_word_embeddings": tied}
+        theirs = transformers.CONFIG_MAPPING[family](**deepcopy(config)).tie_word_embeddings
+        assert from_hf(config).tie_word_embeddings == theirs, (outer, inner)
 
 
 def test_half_a_window_is_read_as_transformers_reads_it(tmp_path):
