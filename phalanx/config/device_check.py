@@ -6,6 +6,7 @@ from typing import Any, Literal
 
 from phalanx.base.dataclass import dataclass
 from phalanx.base.errors import Problem
+from phalanx.base.registry import near
 from phalanx.base.rules import problem
 from phalanx.config.run import Run
 from phalanx.ops.attention.flash import flash_fits
@@ -64,16 +65,9 @@ def check_device(run: Run, facts: Facts) -> list[Problem]:
     known = switches() if c.plain_ops else ()
     unknown = [op for op in c.plain_ops if op not in known]
     if unknown:
-        found.append(
-            problem(
-                "train",
-                c,
-                "plain_ops",
-                f"must name ops among {', '.join(known)}",
-                {"unknown": ", ".join(unknown)},
-                ([],),
-            )
-        )
+        rule = f"must name ops among {', '.join(known)}"
+        valid = list(dict.fromkeys(name for op in c.plain_ops for name in near(op, known)[:1]))
+        found.append(problem("train", c, "plain_ops", rule, {"unknown": ", ".join(unknown)}, (valid,)))
     able = {"bf16": facts.bf16_ok, "fp16": facts.fp16_ok}
     if not able.get(c.precision, True):
         others = tuple(name for name in ("bf16", "fp16", "fp32") if able.get(name, True))

@@ -2978,6 +2978,7 @@ def test_device_rules():
         assert (no_triton.field, no_triton.valid) == ("train.kernels", ("auto", "plain")) and no_triton.because
     [unknown] = problems(["train.plain_ops=[norm,rpoe]"], LAPTOP)
     assert unknown.field == "train.plain_ops" and unknown.because == {"unknown": "rpoe"} and "rope" in unknown.rule
+    assert unknown.valid == (["norm", "rope"],)
     assert (
         problems(["train.kernels=triton", "train.cuda_graphs=on"], LAPTOP) == []
     )  # a plan for machines that have GPUs
