@@ -9,13 +9,10 @@ parts in messages, {"type": "image", "image": "a.png"}. Which of them a model re
 
 from __future__ import annotations
 
-import multiprocessing
 import os
 import tarfile
-import threading
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
-from concurrent.futures import ProcessPoolExecutor
 from concurrent.futures.process import BrokenProcessPool
 from dataclasses import replace
 from functools import lru_cache
@@ -29,6 +26,7 @@ from phalanx.base.dataclass import dataclass
 from phalanx.base.errors import DataError
 from phalanx.base.registry import find
 from phalanx.data.chats import origin_text
+from phalanx.data.handover import HandoverPool
 from phalanx.data.index import Corpus
 from phalanx.data.media_notes import MediaNotes
 from phalanx.sequence.balance import assign_shared, assign_whole
@@ -186,25 +184,13 @@ def read_units(task: Task) -> Units:
     return units
 
 
-def _end_with_parent() -> None:
-    """In a worker: end when the process that started it does."""
-    parent = multiprocessing.parent_process()
-
-    def wait() -> None:
-        if parent is not None:
-            parent.join()
-            os._exit(1)
-
-    threading.Thread(target=wait, daemon=True).start()
-
-
 class ChatMedia:
     """Gives samples of chats their media. workers: processes that decode them; 0: the thread that asks does."""
 
     def __init__(self, spec: MediaSpec, reader: MediaReader, workers: int = 0):
         self.spec, self.reader, self.workers = spec, reader, workers
         self._notes = dict[str, MediaNotes]()
-        self._pool: ProcessPoolExecutor | None = None
+        self._pool: HandoverPool | None = None
 
     def add(
         self, samples: Sequence[Sample], sources: Sequence[Origin | None], part: SequenceShard = WHOLE
@@ -276,10 +262,9 @@ class ChatMedia:
         if self.workers == 0 or not tasks:
             return [read_units(task) for task in tasks]
         if self._pool is None:
-            context = multiprocessing.get_context("spawn")
-            self._pool = ProcessPoolExecutor(self.workers, context, _end_with_parent)
+            self._pool = HandoverPool(self.workers)
         try:
-            return list(self._pool.map(read_units, tasks))
+            return self._pool.map(read_units, tasks)
         except BrokenProcessPool:
             raise DataError(f"a process that decodes {self.reader.plural} died, perhaps for want of memory") from None
 
