@@ -859,7 +859,7 @@ def test_a_process_that_dies_at_any_operation_harms_nothing(tiny, root):
         check_survived(tiny, root, k)
 
 
-@pytest.mark.parametrize("undo_renames", [False, True])
+@pytest.mark.parametrize("undo_renames", [pytest.param(False, marks=pytest.mark.soak), True])
 def test_a_power_cut_at_any_operation_harms_nothing(tiny, root, undo_renames):
     """The disk forgets what was not synced. After a save has returned, it must not forget that save."""
     count = operations(tiny, root)

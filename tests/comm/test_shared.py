@@ -134,7 +134,7 @@ LAYOUTS = [
     dict(sharding=1),
     dict(sharding=2),
     dict(sharding=3),
-    dict(sharding=3, prefetch=3),
+    pytest.param(dict(sharding=3, prefetch=3), marks=pytest.mark.soak),
     dict(sharding=3, reshard_after_forward=False),
 ]
 

@@ -655,6 +655,7 @@ print(loader.sources[0].origin(place.window)[1][0][0], loader.use(1)[0].tokens, 
 """
 
 
+@pytest.mark.soak
 def test_files_of_a_trillion_tokens(tmp_path):
     """Real files of 1e7 documents with 1e5 tokens each; the .bin is sparse, zeros but for the tokens that are
     written where they will be read."""

@@ -277,7 +277,7 @@ EXPERTS = {
 
 
 @pytest.mark.parametrize(
-    "name", rest_in_soak(EXPERTS, ("all-to-all", "push", "all-gather over four, little room", "parts of a micro-batch"))
+    "name", rest_in_soak(EXPERTS, ("all-to-all", "all-gather over four, little room", "parts of a micro-batch"))
 )
 def test_experts(ranks, name):
     """With ep and etp the same; of how many micro-batches a rank's experts get tokens at once, and of which, changes
@@ -297,7 +297,8 @@ def test_experts_in_low_precision(ranks):
     assert differing(exact(ranks, run, 4, steps=1), exact(ranks, run, 2, steps=1)) == []
 
 
-@pytest.mark.parametrize("model", rest_in_soak(["deepseek_v3-mtp", "deepseek_v3-mtp-tied"], ["deepseek_v3-mtp-tied"]))
+@pytest.mark.soak
+@pytest.mark.parametrize("model", ["deepseek_v3-mtp", "deepseek_v3-mtp-tied"])
 def test_further_tokens(ranks, model):
     """Embedding and head are used by the block that predicts further tokens, too: on one rank, on two, on three."""
     run = run_of(model, "fp32")

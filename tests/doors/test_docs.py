@@ -34,7 +34,9 @@ PAGES = [*ROOT_PAGES, *sorted((ROOT / "docs").rglob("*.md"))]
 BLOCK = re.compile(r"^```(?P<info>[^\n]*)\n(?P<text>.*?)^```$", re.MULTILINE | re.DOTALL)
 MAX_OPTIONS = 145
 # Pages whose commands train for a while, and show what tests of their own show: in `make soak`.
-LONG = ("benchmarks", "encoders", "experts", "howto-resume-on-other-layout", "lora", "sound", "state-space", "vision")
+LONG = ("benchmarks", "context", "embeddings", "encoder-decoders", "encoders", "experts", "generation", "lora", "sound")
+LONG += ("howto-init-from-hugging-face", "howto-own-training-loop", "howto-resume-on-other-layout")
+LONG += ("state-space", "vision")
 
 
 @dataclass(frozen=True)

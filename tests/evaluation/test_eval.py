@@ -23,6 +23,7 @@ from phalanx.planning.plan import grid_of
 from phalanx.text.prepare import prepare
 from phalanx.text.tokenizers import load_tokenizer
 from tests.harness import parity
+from tests.harness.sample import rest_in_soak
 
 ROOT = Path(__file__).parents[2]
 TEXT = (
@@ -102,7 +103,7 @@ def evaluated(rank: int, world: int, run: Run, what: Evaluation) -> dict[str, tu
     return {r.name: (r.tokens, r.loss) for r in results_of(run, mesh, what, loaders)}
 
 
-@pytest.mark.parametrize("family", LAYOUTS)
+@pytest.mark.parametrize("family", rest_in_soak(LAYOUTS, ("llama", "deepseek_v3")))
 @pytest.mark.trust(
     28,
     "a finished run could not be evaluated again",

@@ -18,12 +18,12 @@ from tests.inference.test_engine import GREEDY, check_against_whole
 PROMPTS = sequences_of((5, 9, 3, 11, 2), 131)
 ROOM = EngineOptions(sequences=2, tokens=8, page_size=4, memory_gib=0.001)
 LAYOUTS = (
-    ("gpt2", 2, {"sharding": 3}),
+    pytest.param("gpt2", 2, {"sharding": 3}, marks=pytest.mark.soak),
     ("gpt_oss", 4, {"tp": 2, "pp": 2, "sharding": 1}),
     ("llama-tied", 2, {"pp": 2, "virtual_stages": 2}),
     ("qwen3_moe", 4, {"tp": 2, "ep": 2, "sharding": 3}),
     ("deepseek_v3-mtp", 2, {"ep": 2, "sharding": 2}),
-    ("gpt_oss", 2, {"cp": 2}),
+    pytest.param("gpt_oss", 2, {"cp": 2}, marks=pytest.mark.soak),
 )
 
 

@@ -104,6 +104,12 @@ OFTEN = [
 
 # As others of their kind: in the soak alone.
 SELDOM = (
+    "qwen2",
+    "mistral",
+    "smollm3",
+    "olmo2",
+    "glm4_moe",
+    "qwen3_moe",
     "modernbert",
     "t5, tied",
     "gemma4_text",

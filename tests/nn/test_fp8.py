@@ -469,7 +469,14 @@ def test_a_stopped_run_goes_on_to_the_bit(tmp_path, fp8):
     assert other != whole
 
 
-@pytest.mark.parametrize("recipe, sharding", [("delayed", 1), ("tensorwise", 3), ("nvfp4", 2), ("rowwise", 0)])
+@pytest.mark.parametrize(
+    "recipe, sharding",
+    [
+        ("delayed", 1),
+        ("tensorwise", 3),
+        *(pytest.param(*each, marks=pytest.mark.soak) for each in (("nvfp4", 2), ("rowwise", 0))),
+    ],
+)
 def test_the_last_steps_are_in_bf16(tmp_path, recipe, sharding):
     """Truth: the same checkpoint continued without train.fp8. A run that is stopped in its last steps goes on to the
     bit."""

@@ -353,7 +353,7 @@ def test_room_for_experts_costs_no_flops(layout, room):
 @pytest.mark.parametrize(
     "model, world, layout",
     [
-        ("gpt2", 4, {"tp": 2, "pp": 2}),
+        pytest.param("gpt2", 4, {"tp": 2, "pp": 2}, marks=pytest.mark.soak),
         ("qwen3_moe", 4, {"tp": 2, "ep": 4}),
         ("llama-tied", 4, {"pp": 2, "virtual_stages": 2}),
     ],

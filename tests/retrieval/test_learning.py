@@ -95,6 +95,7 @@ def found_in_first_ten(run: Path) -> float:
     return float(((scores > np.diag(scores)[:, None]).sum(1) < 10).mean())
 
 
+@pytest.mark.soak
 def test_a_retriever_begins_to_learn(tmp_path):
     losses = train_retriever(tmp_path, 30, training_lines())
     assert np.mean(losses[-5:]) < 0.8 * np.mean(losses[:3])

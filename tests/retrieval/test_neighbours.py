@@ -296,6 +296,7 @@ def retriever_pairs(docstrings: list[Docstring]) -> list[dict[str, str]]:
     return [{"query": question(each), "positive": passage(each)} for each in docstrings]
 
 
+@pytest.mark.soak
 def test_answers_begin_to_be_learned(tmp_path):
     """Each part once, and the beginning of the first lesson. Truth: a guess among all tokens has a loss of
     log VOCABULARY = 6.9."""

@@ -72,7 +72,7 @@ def alone(warm: Warm, tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder
 
 
-@pytest.mark.parametrize("layout", ["tp", "pp"])
+@pytest.mark.parametrize("layout", ["tp", pytest.param("pp", marks=pytest.mark.soak)])
 def test_own_loop(warm, alone, tmp_path, layout):
     """Losses fall, and are those of one process; another layout continues what one process began."""
     first, other = started(warm.python, SCRIPT, f"dir={tmp_path}/two", f"layout.{layout}=2", ranks=2)

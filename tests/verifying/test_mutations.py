@@ -187,7 +187,7 @@ def test_each_site_matters(ranks):
     assert not survivors, f"dropped without notice: {survivors}"
 
 
-@pytest.mark.parametrize("name", rest_in_soak(ADAPTERS, list(ADAPTERS)[1:]))
+@pytest.mark.parametrize("name", rest_in_soak(ADAPTERS, list(ADAPTERS)[1:2]))
 def test_each_sum_of_adapters_matters(ranks, name):
     """Linears of attention and of experts, rows and columns; with LoRA the embedding and the head too."""
     mine = [site for site in layout(ranks, name).sites if sums_of_adapters(site)]

@@ -406,7 +406,7 @@ SAMPLE = (
     "phalanx verify of tp=4 where positions and dropout went by a rank's own places",
     "the error is found: cuts stay inside sequences",
 )
-@pytest.mark.parametrize("name", SAMPLE)
+@pytest.mark.parametrize("name", rest_in_soak(SAMPLE, SAMPLE[::2]))
 def test_some_planted_errors_are_found(ranks, name):
     """In the small copies of a larger run: these need a structure that halving every axis would lose."""
     assert copies_find(ranks, name, *PLANTED[name].larger)
