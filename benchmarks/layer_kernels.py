@@ -27,6 +27,7 @@ from phalanx.ops.dense.rope import ROPE, Angles, RopeGrad, rotary_table
 from phalanx.ops.optimizer import adamw_kernel
 from phalanx.ops.optimizer.adamw import AdamOptions, AdamRange
 from phalanx.ops.quantized import quantize_kernel as kernels
+from phalanx.ops.quantized.casts import CastSpec
 from phalanx.ops.quantized.recipes import COUNTS, E4M3, E5M2, SLOTS
 from phalanx.ops.quantized.scale_blocks import Blocks
 from phalanx.ops.quantized.stored import STORED
@@ -98,23 +99,21 @@ def casts(s: Sizes, device: torch.device, warps: list[int]) -> Iterator[Row]:
         wide = E5M2 if gradient else E4M3
         yield Row(
             f"{what}, delayed",
-            lambda x=x, f=wide: kernels.cast_both(x, f, kernels.GIVEN, one, None, True, counts=counts),
+            lambda x=x, f=wide: kernels.cast_both(x, CastSpec(f, kernels.GIVEN, one, counts=counts), True),
             moved,
             times,
         )
         yield Row(
             f"{what}, blocks",
-            lambda x=x: kernels.cast_both(x, E4M3, kernels.BLOCKS, None, None, True, counts=counts),
+            lambda x=x: kernels.cast_both(x, CastSpec(E4M3, kernels.BLOCKS, counts=counts), True),
             moved,
             times,
         )
         for n in warps:
-            tiles = kernels.Tiles(kernels.TILE, kernels.TILE, n)
+            tiles = kernels.CastTiles(kernels.TILE, kernels.TILE, n)
             yield Row(
                 f"{what}, {n} warps",
-                lambda x=x, t=tiles: kernels.cast_both(
-                    x, E4M3, kernels.BLOCKS, None, None, True, counts=counts, tiles=t
-                ),
+                lambda x=x, t=tiles: kernels.cast_both(x, CastSpec(E4M3, kernels.BLOCKS, counts=counts), True, tiles=t),
                 moved,
                 0,
             )

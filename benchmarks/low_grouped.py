@@ -25,6 +25,7 @@ from phalanx.ops.experts import grouped_kernel
 from phalanx.ops.experts.permute import PERMUTE, Gathered
 from phalanx.ops.experts.rows import ExpertRows
 from phalanx.ops.quantized import grouped_gemm_kernel, quantize_grouped_kernel
+from phalanx.ops.quantized.casts import CastSpec
 from phalanx.ops.quantized.expert_quantizer import ExpertQuantizer, tiles_for
 from phalanx.ops.quantized.grouped_gemm_kernel import GroupedGemmTiles
 from phalanx.ops.quantized.quantize_tile import CastTiles
@@ -194,7 +195,7 @@ def casts(rows: int, ends: Tensor, low: ExpertQuantizer) -> None:
         for c in CASTS:
             seconds = timed(
                 lambda s=what, f=form, c=c, n=counts, m=one: quantize_grouped_kernel.cast_both(
-                    s, ends, tiles_for(rows, len(ends)), f, quantize_grouped_kernel.GIVEN, m, None, n, None, c
+                    s, ends, tiles_for(rows, len(ends)), CastSpec(f, quantize_grouped_kernel.GIVEN, m, counts=n), cut=c
                 )
             )
             used = "*" if c == quantize_grouped_kernel.tiles_of(what, quantize_grouped_kernel.GIVEN) else " "

@@ -30,6 +30,7 @@ from phalanx.ops.dense.activation import Gated, GatedGrad
 from phalanx.ops.experts import grouped_kernel
 from phalanx.ops.quantized import gemm_kernel, grouped_gemm_kernel
 from phalanx.ops.quantized import quantize_kernel as kernels
+from phalanx.ops.quantized.casts import CastSpec
 from phalanx.ops.quantized.cublaslt import (
     MOST_WORKSPACE,
     WORKSPACE,
@@ -90,7 +91,7 @@ def cast_rows(device: torch.device) -> list[dict[str, Any]]:
                     "GB/s": (2 if what == "amax" else 4) * x.numel() / seconds / 1e9,
                 }
             )
-        q, _ = kernels.cast_both(x, E4M3, kernels.GIVEN, torch.ones(1, device=device), None, False)
+        q, _ = kernels.cast_both(x, CastSpec(E4M3, kernels.GIVEN, torch.ones(1, device=device)), False)
         seconds = measure(lambda q=q: kernels.transposed(q.quantized), device).median
         found.append(
             {"what": "transpose of codes", "width": width, "ms": 1e3 * seconds, "GB/s": 2 * x.numel() / seconds / 1e9}
@@ -150,9 +151,8 @@ def cast_sweep(device: torch.device) -> list[dict[str, Any]]:
             ("SwiGLU's gradient", GatedGrad(x, both), 10),
         ):
             for tile in map(CastTiles, *zip(*CAST_TILES)):
-                call = partial(
-                    kernels.cast_both, source, E4M3, kernels.GIVEN, one, None, True, counts=counts, tiles=tile
-                )
+                cast = CastSpec(E4M3, kernels.GIVEN, one, counts=counts)
+                call = partial(kernels.cast_both, source, cast, True, tiles=tile)
                 seconds, used = (
                     measure(call, device).median,
                     " *" if tile == kernels.tiles_of(source, kernels.GIVEN) else "",

@@ -117,6 +117,8 @@ def check_capacity(run: Run, world: int, machine: MachineMemory, force: bool = F
     rooms = [*machine.gpus, *([machine.host / len(machine.ranks)] if machine.host is not None else [])]
     if rooms and generous_bytes(run, world) + OVERHEAD <= (1 - FORECAST_ERROR) * min(rooms):
         return None
+    if not machine.gpus:
+        run = replace(run, train=replace(run.train, device="cpu"))  # `auto` is forecast as a GPU
     plan = make_plan(run, world)
     uses, _ = rank_uses(plan, plan.num_micro_batches(run.train.global_batch))
     found = holders(plan, uses, machine)

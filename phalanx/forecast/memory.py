@@ -38,6 +38,7 @@ from phalanx.nn.dry_run import (
     measure_split,
     summed_bytes,
 )
+from phalanx.nn.env import OpChoices
 from phalanx.nn.module import Block
 from phalanx.nn.objective import EmbeddingObjective
 from phalanx.nn.recompute import Recompute
@@ -191,7 +192,8 @@ class DryBlock:
     known: KnownShapes = field(default_factory=KnownShapes)
 
     @staticmethod
-    def of(plan: Plan, number: int, recompute: Recompute | None = None) -> DryBlock:
+    def of(plan: Plan, number: int, recompute: Recompute | None = None, ops: OpChoices | None = None) -> DryBlock:
+        """ops: those of the plan, or others."""
         grid, batch = plan.grid, _batch(plan)
         keys, heads = divmod(batch.part.index, grid.ulysses)
         axes = ModelAxes(
@@ -206,10 +208,9 @@ class DryBlock:
             DryAxis("tp x cp x dp", grid.tp * grid.cp * grid.media if grid.media > 1 else 1),
         )
         env = plan.env(Coords(), axes)
-        # kernels cannot run here; they need no more memory than these
-        plain = replace(env.ops, kernels="plain", batch_invariant=False)
-        rules = replace(env.weights, gradients=GradientQueue("plain"))
-        env = replace(env, ops=plain, weights=rules, recompute=recompute or Recompute())
+        ops = ops or plan.counted_ops
+        rules = replace(env.weights, gradients=GradientQueue(ops.kernels))
+        env = replace(env, ops=ops, weights=rules, recompute=recompute or Recompute())
         (block,) = plan.make_blocks(env, range(number, number + 1))
         given, last = plan.border(number) if number else (), number == len(plan.facts) - 1
         dry = DryBlock(block, batch, axes, given, None if last else plan.border(number + 1))

@@ -172,7 +172,8 @@ class Traced:
 def traced(plan: Plan, number: int) -> Traced:
     """Trace a block of tp rank 0 for one micro-batch."""
     trace = _Trace()
-    dry = DryBlock.of(plan.recomputing((frozenset(),) * len(plan.facts)), number, trace)
+    one_by_one = replace(plan.counted_ops, kernels="plain")  # a kernel for several ops would hide them
+    dry = DryBlock.of(plan.recomputing((frozenset(),) * len(plan.facts)), number, trace, one_by_one)
     trace.ran.clear()
     trace.sent = lambda: sum(dry.sent.values())
     given = [*dry.block.parameters(), *tree_leaves([vars(dry.batch)])]

@@ -21,6 +21,11 @@ triton. On the CPU they run in Triton's interpreter (TRITON_INTERPRET=1 before t
 compare them with the references. A package of one's own adds an op by `declare`, and an implementation of ours by
 `implement`.
 
+A forecast of memory runs modules on tensors without data (device "meta"), with the `kernels` of the run. Where a kernel
+takes less memory than the reference, its op has an implementation "dry" beside it, which allocates what the kernel does
+and computes nothing; other ops run their reference. Its modes are those in which the plan knows that the kernel runs:
+of a kernel from an optional package `optional` alone, since with `auto` the machines of the run decide.
+
 On a GPU a Triton implementation is used only after it gave the reference's outputs and gradients there, in the op's
 small cases (phalanx.ops.proof). One with several tunings is a class that is made with one of them: the first that
 passes. If none does, the next implementation runs, in the end the reference.
@@ -123,7 +128,7 @@ class Implementation:
 
     def takes(self, kernels: Kernels, x: Tensor, sizes: tuple[Any, ...], asked: frozenset[str] = NO_FEATURES) -> bool:
         """Whether it is to run on `x`, and has the features that are asked for."""
-        if not self.has(asked):
+        if not self.has(asked) or (x.is_meta and self.device not in ("meta", "any")):
             return False
         if kernels in self.insisted:
             return True

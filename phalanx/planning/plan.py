@@ -363,6 +363,16 @@ class Plan:
             cp_attention=self.cp_attention,
         )
 
+    @property
+    def counted_ops(self) -> OpChoices:
+        """Those that are asked for where memory is counted without data: with the kernels that the run's GPUs have,
+        which before the ranks have met is what the config lets expect. Batch-invariant ones count as their
+        references."""
+        train, known = self.run.train, self.kernels.triton
+        on_gpus = train.device != "cpu" if known is None else known
+        kernels = self.kernels.mode if on_gpus and not train.batch_invariant else "plain"
+        return replace(self.ops, kernels=kernels, batch_invariant=False)
+
     def env(self, at: Coords, axes: ModelAxes | None = None) -> Env:
         train, own = self.run.train, fp8_linears(self.run) or quantized_base(self.run)
         return Env(

@@ -55,9 +55,16 @@ def wide(*overrides: str) -> Run:
 
 def on_cpu(run: Run, ranks: int = 1) -> int:
     """Bytes that the ranks need on their host."""
-    plan = make_plan(run, ranks)
+    plan = make_plan(replace(run, train=replace(run.train, device="cpu")), ranks)
     uses, _ = rank_uses(plan, plan.num_micro_batches(run.train.global_batch))
     return sum(uses[plan.grid.coords(rank).pp].total + PROCESS for rank in range(ranks))
+
+
+def need_of(run: Run) -> int:
+    """Bytes that one rank needs on a GPU."""
+    plan = make_plan(run, 1)
+    (use,), _ = rank_uses(plan, plan.num_micro_batches(run.train.global_batch))
+    return use.total + OVERHEAD
 
 
 @pytest.mark.parametrize("seed", rest_in_soak(range(12), range(4)))
@@ -178,14 +185,13 @@ def test_what_the_driver_says_of_gpus():
 )
 def test_plan_of_a_device_names_the_change_of_train(warm):
     run = wide("train.micro_batch=64", "train.global_batch=64")
-    plan = make_plan(run, 1)
-    need = rank_uses(plan, plan.num_micro_batches(run.train.global_batch))[0][0].total + OVERHEAD
+    need = need_of(run)
     device = Device("X1", None, None, 1.0, need - 2**25, 1.0)
     report = plan_report(run, 1, device)
     text = " ".join(report.text.split())
     assert not report.fits and "It DOES NOT FIT X1" in text and "lacks 32.0 MiB" in text
     changed = wide("train.micro_batch=64", "train.global_batch=64", *change_of(text))
-    assert on_cpu(changed) - PROCESS + OVERHEAD <= device.memory
+    assert need_of(changed) <= device.memory
     assert plan_report(run, 1, replace(device, memory=need)).fits
     with pytest.raises(DoesNotFit) as refused:
         check_capacity(run, 1, MachineMemory(range(1), (int(0.9 * need),), 2**40))

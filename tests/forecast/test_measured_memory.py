@@ -23,28 +23,7 @@ def measured() -> dict[tuple[str, str, int], float]:
     return {(row["config"], row["overrides"], int(row["ranks"])): float(row["peak_gib"]) for row in rows}
 
 
-TOO_HIGH = {
-    ("w5.yaml", "train.kernels=optional", 4): "a fused MLP keeps no activations; the forecast is that of plain ops",
-    (
-        "w4.yaml",
-        "layout.ep=4 train.global_batch=32 train.fp8.recipe=delayed",
-        4,
-    ): "casts of experts' rows work without copies",
-}
-"""Runs that need clearly less than was promised, and why."""
-
-
-def cases() -> list:
-    late = {case: [pytest.mark.xfail(reason=why, strict=True)] for case, why in TOO_HIGH.items()}
-    return [pytest.param(*case, marks=late.get(case, [])) for case in measured()]
-
-
-def test_what_is_too_high_is_never_too_low():
-    assert set(TOO_HIGH) <= set(measured())
-    assert all(measured()[case] < forecast_of(*case) for case in TOO_HIGH)
-
-
-@pytest.mark.parametrize("config, overrides, ranks", cases())
+@pytest.mark.parametrize("config, overrides, ranks", list(measured()))
 def test_the_forecast_holds_what_was_measured(config, overrides, ranks):
     assert measured()[config, overrides, ranks] == pytest.approx(forecast_of(config, overrides, ranks), FORECAST_ERROR)
 

@@ -26,6 +26,7 @@ from phalanx.ops.dense.rope import ROPE, Angles, RopeGrad, rotary_table
 from phalanx.ops.experts.permute import PERMUTE, Gathered, combine_rows, gather_rows, plan_rows
 from phalanx.ops.experts.rows import ExpertRows
 from phalanx.ops.quantized import quantize_kernel as kernels
+from phalanx.ops.quantized.casts import GIVEN, CastSpec
 from phalanx.ops.quantized.cublaslt import cublaslt
 from phalanx.ops.quantized.expert_quantizer import ExpertQuantizer
 from phalanx.ops.quantized.experts import quantized_grouped_matmul, quantized_grouped_mlp
@@ -99,7 +100,7 @@ def every_number(device: torch.device) -> str:
     """All bf16 numbers, by the GPU's own rounding."""
     x = torch.arange(2**16, dtype=torch.int32).to(torch.uint16).view(torch.bfloat16).view(256, 256)
     for format in (E4M3, E5M2):
-        made, _ = kernels.cast_both(x.to(device), format, kernels.GIVEN, torch.ones(1, device=device), None, False)
+        made, _ = kernels.cast_both(x.to(device), CastSpec(format, GIVEN, torch.ones(1, device=device)), False)
         truth, found = cast(x.float(), format), made.quantized.cpu()
         nan = truth.float().isnan()
         if not found.float()[nan].isnan().all() or not torch.equal(

@@ -65,6 +65,7 @@ from phalanx.ops.optimizer import (
 from phalanx.ops.optimizer.symmetric import TILES
 from phalanx.ops.quantized import (
     base_decode_kernel,
+    casts,
     emulated,
     gemm_kernel,
     grouped_gemm_kernel,
@@ -482,25 +483,25 @@ def fp8_linears() -> list[tuple]:
     }
     for kernel, (source, pointers, more) in sources.items():
         for mode in range(7):
-            if kernel is not quantize_kernel._cast and mode == quantize_tile.SQUARES:
+            if kernel is not quantize_kernel._cast and mode == casts.SQUARES:
                 continue  # of weights alone
-            wide = mode == quantize_tile.GIVEN
+            wide = mode == casts.GIVEN
             code = "*fp8e5" if wide else "*fp8e4nv"
-            amaxes = dict.fromkeys(("row_amax", "col_amax"), "*fp32" if mode == quantize_tile.GIVEN else "*i32")
+            amaxes = dict.fromkeys(("row_amax", "col_amax"), "*fp32" if mode == casts.GIVEN else "*i32")
             outs = dict(out=code, other="*i32", row_scales="*fp32", col_scales="*fp32", counts="*i64")
             t = quantize_kernel.tiles_of(source, mode)
             consts = dict(HOW=cast_constants(mode, wide, t))
             given = dict(**pointers, **amaxes, **outs, **sizes)
             found.append((quantize_kernel._kernel_of(source, mode)[0], given, consts | more, dict(num_warps=t.warps)))
-            if mode in (quantize_tile.GIVEN, quantize_tile.BLOCKS):
+            if mode in (casts.GIVEN, casts.BLOCKS):
                 found.append(uncounted(found[-1]))
     for wide in (False, True):  # of what ranks of tp gather: as it lies
-        t, code = quantize_kernel.tiles_of(like, quantize_tile.GIVEN), "*fp8e5" if wide else "*fp8e4nv"
+        t, code = quantize_kernel.tiles_of(like, casts.GIVEN), "*fp8e5" if wide else "*fp8e4nv"
         outs = dict(
             row_amax="*fp32", col_amax=None, out=code, other=None, row_scales="*fp32", col_scales="*fp32", counts="*i64"
         )
         how = replace(
-            cast_constants(quantize_tile.GIVEN, wide, t),
+            cast_constants(casts.GIVEN, wide, t),
             largest=57344.0 if wide else 448.0,
             other=False,
             transposed=False,
@@ -517,9 +518,7 @@ def fp8_linears() -> list[tuple]:
             dict(num_warps=8),
         )
     )
-    found.append(
-        (quantize_kernel._turn, dict(x="*u8", out="*u8", **sizes), dict(TILE=quantize_tile.TILE), dict(num_warps=8))
-    )
+    found.append((quantize_kernel._turn, dict(x="*u8", out="*u8", **sizes), dict(TILE=casts.TILE), dict(num_warps=8)))
     run_of, run = (
         dict.fromkeys(("first", "n", "columns", "high", "wide", "across"), "i32"),
         dict(num_warps=stored_kernel.WARPS),
@@ -615,9 +614,9 @@ def expert_quantizer() -> list[tuple]:
     )
     for source in sources:
         for mode in range(7):
-            if mode == quantize_tile.SQUARES and source is not like:
+            if mode == casts.SQUARES and source is not like:
                 continue  # of weights alone
-            wide, amax = mode == quantize_tile.GIVEN, "*fp32" if mode == quantize_tile.GIVEN else "*i32"
+            wide, amax = mode == casts.GIVEN, "*fp32" if mode == casts.GIVEN else "*i32"
             code, more = "*fp8e5" if wide else "*fp8e4nv", quantize_grouped_kernel.sources(source)[2]
             read = dict(x=BF, dy=BF, source="*i32", weights="*fp32", sums="*fp32", ends="*i32")
             outs = dict(
@@ -630,7 +629,7 @@ def expert_quantizer() -> list[tuple]:
                 counts="*i64",
             )
             t = quantize_grouped_kernel.tiles_of(source, mode)
-            how = replace(cast_constants(mode, wide, t), per_expert=int(mode == quantize_tile.WHOLE))
+            how = replace(cast_constants(mode, wide, t), per_expert=int(mode == casts.WHOLE))
             consts = dict(HOW=how, TILE=128, E_BLOCK=16)
             found.append(
                 (
@@ -640,7 +639,7 @@ def expert_quantizer() -> list[tuple]:
                     dict(num_warps=t.warps),
                 )
             )
-            if mode in (quantize_tile.GIVEN, quantize_tile.BLOCKS):
+            if mode in (casts.GIVEN, casts.BLOCKS):
                 found.append(uncounted(found[-1]))
     for per_step, fast, by_row, run_of in ((False, True, False, 1), (False, False, True, 1), (True, False, True, 128)):
         c = (

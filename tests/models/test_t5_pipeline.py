@@ -125,7 +125,7 @@ def test_memory_is_that_of_the_plan(ranks, world, layout, train):
     """Truth: the most bytes that each rank ever has in a step, beside weights and gradients. Between stages messages
     come on top."""
     model = replace(MODELS["t5"], hidden_size=128, intermediate_size=512, head_dim=32)
-    run = run_of({"bucket_mb": 100, **layout}, global_batch=8, micro_batch=4, **train)
+    run = run_of({"bucket_mb": 100, **layout}, global_batch=8, micro_batch=4, device="cpu", **train)
     run = replace(run, model=model)
     uses, _ = rank_uses(make_plan(run, world), 2)
     found = ranks.run("tests.models.test_t5_pipeline:device_bytes", world, run)

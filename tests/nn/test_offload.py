@@ -188,7 +188,7 @@ def test_the_plan_knows_what_is_left_on_the_device(ranks, train):
     model = replace(
         MODELS["llama"], num_hidden_layers=6, hidden_size=64, intermediate_size=512, num_key_value_heads=heads
     )
-    run = base_run("llama", 2, 2, precision="fp32", seq_length=512, **train)
+    run = base_run("llama", 2, 2, precision="fp32", seq_length=512, device="cpu", **train)
     run = replace(run, model=model, layout=LayoutConfig(bucket_mb=0), data=DataConfig(mock=True))
     (use,), _ = rank_uses(make_plan(run, 1), 1)
     (most,) = ranks.run("tests.nn.test_offload:device_bytes", 1, run)

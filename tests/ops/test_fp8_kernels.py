@@ -22,6 +22,7 @@ from phalanx.ops.dense.rope import ROPE, RopeGrad, rope, rotary_table
 from phalanx.ops.lazy_tensor import LazyTensor
 from phalanx.ops.quantized import cublaslt, gemm_kernel, quantize_tile
 from phalanx.ops.quantized import quantize_kernel as kernels
+from phalanx.ops.quantized.casts import GIVEN, CastSpec
 from phalanx.ops.quantized.linear import quantized_gated_mlp, use_quantized_gated_mlp
 from phalanx.ops.quantized.quantizer import DY, W, WeightQuantizer, X
 from phalanx.ops.quantized.recipes import (
@@ -85,7 +86,7 @@ def test_weights_are_cast_where_they_were(recipe):
 def test_every_bf16_number_is_cast_as_by_the_plain_twin(format):
     """All 65,536, NaN and inf too; the given multiplier is 1."""
     x = torch.arange(2**16, dtype=torch.int32).to(torch.uint16).view(torch.bfloat16).view(256, 256)
-    made, _ = kernels.cast_both(x, format, kernels.GIVEN, torch.ones(1), None, False)
+    made, _ = kernels.cast_both(x, CastSpec(format, GIVEN, torch.ones(1)), False)
     truth = cast(x.float(), format)
     nan = truth.float().isnan()
     assert nan.sum() == 2 * 128 and made.quantized.float()[nan].isnan().all()

@@ -16,7 +16,7 @@ from torch.autograd import Function
 from phalanx.base.dataclass import dataclass
 from phalanx.ops.dense.gate import CLAMPED_SWIGLU, EXACT_GEGLU, GEGLU, SWIGLU, Gate
 from phalanx.ops.lazy_tensor import LazySource
-from phalanx.ops.op import Case, Kernels, Op, invariant, triton
+from phalanx.ops.op import Case, Implementation, Kernels, Op, invariant, triton
 
 
 def gated_forward(x: Tensor, gate: Gate, weights: Tensor | None = None, last: Tensor | None = None) -> Tensor:
@@ -60,6 +60,20 @@ class GatedByExp:
         return y if last is None else torch.where(_before(last, y), y, 0)
 
     gated_backward = staticmethod(gated_backward)
+
+
+class DryGated:
+    """Without data: allocates what the kernels do, which is their outputs."""
+
+    @staticmethod
+    def gated_forward(x: Tensor, gate: Gate, weights: Tensor | None = None, last: Tensor | None = None) -> Tensor:
+        return x.new_empty(x.shape[0], x.shape[1] // 2)
+
+    @staticmethod
+    def gated_backward(
+        dy: Tensor, x: Tensor, gate: Gate, weights: Tensor | None = None, last: Tensor | None = None
+    ) -> tuple[Tensor, Tensor | None]:
+        return torch.empty_like(x), None if weights is None else torch.empty_like(weights)
 
 
 def widened(x: Tensor) -> Tensor:
@@ -264,7 +278,11 @@ GATED = Op(
     "gated activations: SwiGLU, gpt-oss's clamped one, GeGLU",
     __name__,
     ("gated_forward", "gated_backward"),
-    (triton("phalanx.ops.dense.gated_kernel", invariant=True), invariant(f"{__name__}:GatedByExp")),
+    (
+        triton("phalanx.ops.dense.gated_kernel", invariant=True),
+        invariant(f"{__name__}:GatedByExp"),
+        Implementation("dry", f"{__name__}:DryGated", "meta"),
+    ),
     cases=(
         Case("swiglu", swiglu, ((3, 14),)),
         Case("swiglu, wide", swiglu, ((2, 2 * 1030),)),

@@ -58,6 +58,26 @@ def _stacked(pre: Tensor) -> Tensor:
     return torch.cat((pre[:, ::2], pre[:, 1::2]), -1)
 
 
+class DryGemms:
+    """Without data: each GEMM writes to memory that it is given."""
+
+    @staticmethod
+    def gated(x: Tensor, gate_up: Tensor, pre: Tensor, hidden: Tensor) -> None:
+        pass
+
+    @staticmethod
+    def gated_backward(dy: Tensor, down: Tensor, pre: Tensor, d_pre: Tensor, hidden: Tensor) -> None:
+        pass
+
+    @staticmethod
+    def times(d_pre: Tensor, gate_up: Tensor, out: Tensor) -> None:
+        pass
+
+    @staticmethod
+    def add_product(d_pre: Tensor, x: Tensor, gradient: Tensor) -> None:
+        pass
+
+
 class _GatedMLP(Function):
     @staticmethod
     def forward(ctx: Any, x: Tensor, gate_up: Tensor, down: Tensor, tp: Axis, gemms: Any) -> Tensor:  # type: ignore[override]
@@ -137,6 +157,14 @@ MLP = Op(
             modes=("auto",),
             insisted=("optional",),
             cost="SwiGLU is a kernel between two GEMMs: two more passes over memory",
+        ),
+        Implementation(
+            "dry",
+            f"{__name__}:DryGemms",
+            "meta",
+            dtypes=(torch.bfloat16, torch.float16),
+            fits=gated_mlp_fits,
+            modes=("optional",),
         ),
     ),
     switches=("mlp", "swiglu"),

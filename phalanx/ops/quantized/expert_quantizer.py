@@ -34,7 +34,8 @@ from phalanx.ops.dense.activation import GatedRows
 from phalanx.ops.dense.grads import account
 from phalanx.ops.experts.grouped import segments
 from phalanx.ops.experts.permute import Gathered
-from phalanx.ops.op import Case, Kernels, Op, triton
+from phalanx.ops.op import Case, Implementation, Kernels, Op, triton
+from phalanx.ops.quantized.casts import BLOCKS, GIVEN, LINES, SQUARES, WHOLE, CastSpec
 from phalanx.ops.quantized.quantizer import DY, W, WeightQuantizer, X, noted, noting, spread_out
 from phalanx.ops.quantized.recipes import (
     Block,
@@ -193,7 +194,10 @@ QUANT_ROWS = Op(
     "casts to FP8 of rows sorted by expert, and of experts' weights",
     __name__,  # the kernels fuse methods of ExpertQuantizer
     (),
-    (triton("phalanx.ops.quantized.quantize_grouped_kernel", shapes="not float64"),),
+    (
+        triton("phalanx.ops.quantized.quantize_grouped_kernel", shapes="not float64"),
+        Implementation("dry", "phalanx.ops.quantized.casts:DryRows", "meta"),
+    ),
     switches=("quant",),
     cases=tuple(_cast_cases()),
 )
@@ -338,19 +342,19 @@ class ExpertQuantizer(WeightQuantizer):
         x, ends, tiles = rows
         first = second = None
         if self._given(which):
-            mode, first = kernels.GIVEN, self.multiplier[which : which + 1]  # type: ignore[index]
+            mode, first = GIVEN, self.multiplier[which : which + 1]  # type: ignore[index]
         elif self.recipe.tokens == (0, 0):
-            mode, first = kernels.WHOLE, kernels.amax(x, ends, tiles, per_expert=which == W)
+            mode, first = WHOLE, kernels.amax(x, ends, tiles, per_expert=which == W)
             self._compare(first, which, cut is not None, whole=True)
         elif self.recipe.tokens == (1, 0):
-            mode, (first, second) = kernels.LINES, kernels.amax_lines(x, ends, tiles)
+            mode, (first, second) = LINES, kernels.amax_lines(x, ends, tiles)
             self._compare(first, which, cut == 1)
             self._compare(second, which, cut == 0)
         else:
-            mode = kernels.SQUARES if which == W else kernels.BLOCKS
+            mode = SQUARES if which == W else BLOCKS
         counts = None if self.counts is None else self.counts[which]
-        format = self._format(which)
-        made: tuple[Scaled, Scaled] = kernels.cast_both(x, ends, tiles, format, mode, first, second, counts, into)
+        cast = CastSpec(self._format(which), mode, first, second, counts)
+        made: tuple[Scaled, Scaled] = kernels.cast_both(x, ends, tiles, cast, into)
         return made
 
     def _compare(self, amax: Tensor, which: int, cut: bool, whole: bool = False) -> Tensor:

@@ -70,6 +70,20 @@ class TensorCoreProducts:
         return account(weight, lambda buffer: add_fast_product_(buffer, dy, x, fast))
 
 
+class DryProducts:
+    """Without data: allocates what FP8 GEMMs do, which is their output."""
+
+    @staticmethod
+    def product(a: Scaled, b: Scaled, dtype: torch.dtype, fast: bool, out: Tensor | None = None) -> Tensor:
+        if out is not None:
+            return out
+        return torch.empty(len(a.quantized), len(b.quantized), dtype=dtype, device=a.quantized.device)
+
+    @staticmethod
+    def add_grad(weight: Tensor, dy: Scaled, x: Scaled, fast: bool) -> Tensor | None:
+        return account(weight, lambda buffer: None)
+
+
 def fast_product(a: Scaled, b: Scaled, dtype: torch.dtype, fast: bool, out: Tensor | None = None) -> Tensor:
     """a (M, K), b (N, K), contiguous -> a b^T (M, N) in `dtype`, in `out` if given. Matmuls with block scales are
     always precise."""
@@ -198,6 +212,7 @@ QUANT_MATMUL = Op(
             modes=ALL_KERNELS,
         ),
         Implementation("dequantized", f"{__name__}:DequantizedProducts", "cuda", modes=ALL_KERNELS),
+        Implementation("dry", f"{__name__}:DryProducts", "meta", fits=lambda emulated: not emulated),
     ),
     switches=("quant",),
     cases=tuple(_cases()),

@@ -23,7 +23,7 @@ from phalanx.ops.experts.grouped_tiles import (
     tiles_of_experts,
 )
 from phalanx.ops.kernel_tools import num_programs, uniform
-from phalanx.ops.quantized.quantize_tile import TILE
+from phalanx.ops.quantized.casts import TILE
 from phalanx.ops.quantized.recipes import Scaled
 
 

@@ -22,6 +22,21 @@ from phalanx.ops.dense.activation import SUMMED, GatedRows, GatedRowsGrad
 from phalanx.ops.dense.gated_kernel import clamped, gated, gated_slopes, sigmoid
 from phalanx.ops.experts.grouped_tiles import rows_of_experts
 from phalanx.ops.experts.permute import Gathered
+from phalanx.ops.quantized.casts import (
+    BLOCKS,
+    GIVEN,
+    LARGEST,
+    LARGEST_LINES,
+    LINES,
+    SQUARES,
+    TILE,
+    WHOLE,
+    CastSpec,
+    cast_rows_memory,
+    rows_amax,
+    rows_amaxes,
+)
+from phalanx.ops.quantized.casts import rows_fit as takes
 from phalanx.ops.quantized.quantize_tile import (
     _GIVEN,
     _LARGEST,
@@ -29,15 +44,7 @@ from phalanx.ops.quantized.quantize_tile import (
     _LINES,
     _SQUARES,
     _WHOLE,
-    BLOCKS,
-    GIVEN,
-    LARGEST,
-    LARGEST_LINES,
-    LINES,
     NOTHING,
-    SQUARES,
-    TILE,
-    WHOLE,
     CastTiles,
     count_losses_of_four,
     note_amaxes,
@@ -281,13 +288,6 @@ def _write(v, at, to, rows, R, C, P, HOW: tl.constexpr):
             tl.store(col_scales + t.to(tl.int64) * C + cols, by_col, mask=there)
 
 
-def takes(x: Source, block: tuple[int, int]) -> bool:
-    """Whether x can be quantized by the kernel that computes it: gate and up of a feature are not interleaved, and no
-    block of columns holds both."""
-    whole = not isinstance(x, GatedRowsGrad) or block[1] < 2 or x.inner % block[1] == 0
-    return whole and not (isinstance(x, GatedRows) and x.gate.interleaved)
-
-
 def tiles_of(x: Source, mode: int) -> CastTiles:
     """The best tiles of benchmarks/low_grouped.py on an H200. The rows of a tile of PLACE are divided into whole
     programs."""
@@ -341,66 +341,31 @@ def _launch(
 
 def amax(x: Source, ends: Tensor, tiles: int, per_expert: bool) -> Tensor:
     """Bits of the largest |x| over all rows (R, C), (1, 1), or over each expert's rows, (E, 1); int32."""
-    out = torch.zeros(len(ends) if per_expert else 1, 1, dtype=torch.int32, device=x.device)
+    out = rows_amax(x, ends, per_expert)
     _launch((x, ends, tiles), LARGEST, (out, *NOTHING), per_expert=per_expert)
     return out
 
 
 def amax_lines(x: Source, ends: Tensor, tiles: int) -> tuple[Tensor, Tensor]:
     """Bits of the largest |x| of each row (R,) and of each feature over each expert's rows (E, C); int32."""
-    (rows, columns), count = x.shape, len(ends)
-    both = torch.zeros(rows + count * columns, dtype=torch.int32, device=x.device)
-    of_rows, of_columns = both.split((rows, count * columns))
+    of_rows, of_columns = rows_amaxes(x, ends)
     _launch((x, ends, tiles), LARGEST_LINES, (of_rows, of_columns, *NOTHING[1:]))
-    return of_rows, of_columns.view(count, columns)
+    return of_rows, of_columns
 
 
 def cast_both(
     x: Source,
     ends: Tensor,
     tiles: int,
-    format: Format,
-    mode: int,
-    first: Tensor | None,
-    second: Tensor | None,
-    counts: Tensor | None = None,
+    cast: CastSpec,
     into: tuple[Scaled, Scaled] | None = None,
     cut: CastTiles | None = None,
 ) -> tuple[Scaled, Scaled]:
-    """Quantized rows x (R, C) in their own order, and transposed by places, (C, tiles * TILE).
-
-    first, second  bits of amaxes as `mode` requires: WHOLE those of all rows or (E, 1) of each expert's, GIVEN the
-                   multiplier (fp32), LINES those of rows (R,) and of features (E, C)
-    counts, into   as in quantize_kernel.cast_both; cut: for benchmarks
-    """
-    (rows, columns), count, device = x.shape, len(ends), x.device
-    across, per_expert = (
-        triton.cdiv(columns, TILE),
-        mode == WHOLE and first is not None and first.numel() == count and count > 1,
-    )
+    """Quantized rows x (R, C) in their own order, and transposed by places, (C, tiles * TILE). `into`: as in
+    quantize_kernel.cast_both; cut: for benchmarks."""
     if into is None:
-        out = torch.empty(rows, columns, dtype=format.dtype, device=device)
-        other = torch.empty(columns, tiles * TILE, dtype=format.dtype, device=device)
-        shapes = {
-            LINES: ((rows, 1), (count, columns)),
-            BLOCKS: ((across, rows), (tiles, columns)),
-            SQUARES: ((tiles, across), (1, 1)),
-        }
-        row_scales, col_scales = (
-            torch.empty(s, device=device) for s in shapes.get(mode, ((count if per_expert else 1, 1), (1, 1)))
-        )
-        into = _scaled(out, other, row_scales, col_scales, mode)
-    else:
-        out, other, row_scales, col_scales = into[0].quantized, into[1].quantized, into[0].scales, into[1].scales.t()
-    to = (first, second, out, other.view(torch.int32), row_scales, col_scales, counts)
-    _launch((x, ends, tiles), mode, to, format, per_expert, cut)
+        into = cast_rows_memory(x, len(ends), tiles, cast)
+    out, other, row_scales, col_scales = into[0].quantized, into[1].quantized, into[0].scales, into[1].scales.t()
+    to = (cast.first, cast.second, out, other.view(torch.int32), row_scales, col_scales, cast.counts)
+    _launch((x, ends, tiles), cast.mode, to, cast.format, cast.per_expert(len(ends)), cut)
     return into
-
-
-def _scaled(out: Tensor, other: Tensor, row_scales: Tensor, col_scales: Tensor, mode: int) -> tuple[Scaled, Scaled]:
-    if mode == LINES:
-        return Scaled(out, row_scales, (1, 0)), Scaled(other, col_scales.t(), (1, 0))
-    if mode == BLOCKS:
-        return Scaled(out, row_scales.t(), (1, TILE)), Scaled(other, col_scales.t(), (1, TILE))
-    block = (TILE, TILE) if mode == SQUARES else (0, 0)
-    return Scaled(out, row_scales, block), Scaled(other, row_scales.t(), block)

@@ -17,6 +17,22 @@ from phalanx.ops.dense.activation import Gated, GatedGrad
 from phalanx.ops.dense.gated_kernel import clamped, gated, gated_slopes, sigmoid
 from phalanx.ops.dense.norm import Normed
 from phalanx.ops.dense.rope import RopeGrad
+from phalanx.ops.quantized.casts import (
+    BLOCKS,
+    GIVEN,
+    LARGEST,
+    LARGEST_LINES,
+    LINES,
+    SQUARES,
+    TILE,
+    WHOLE,
+    CastMatrix,
+    CastSpec,
+    matrix_amax,
+    matrix_amaxes,
+)
+from phalanx.ops.quantized.casts import MatrixSource as Source
+from phalanx.ops.quantized.casts import matrix_fits as takes
 from phalanx.ops.quantized.quantize_tile import (
     _GIVEN,
     _LARGEST,
@@ -24,15 +40,7 @@ from phalanx.ops.quantized.quantize_tile import (
     _LINES,
     _SQUARES,
     _WHOLE,
-    BLOCKS,
-    GIVEN,
-    LARGEST,
-    LARGEST_LINES,
-    LINES,
     NOTHING,
-    SQUARES,
-    TILE,
-    WHOLE,
     CastTiles,
     abs_bits,
     count_losses_of_four,
@@ -67,7 +75,6 @@ __all__ = [
     "transposed",
 ]
 
-Source = Tensor | Gated | GatedGrad | Normed | RopeGrad
 ALL = 4096  # elements that a program of `_amax` handles in a step
 
 
@@ -405,7 +412,7 @@ def transposed(quantized: Tensor, out: Tensor | None = None) -> Tensor:
 
 def amax(x: Source) -> Tensor:
     """Bits of the largest |x|, (1,) int32."""
-    out = torch.zeros(1, dtype=torch.int32, device=x.device)
+    out = matrix_amax(x)
     if isinstance(x, Tensor):
         steps = 8 if x.is_cuda else 2
         _amax[(triton.cdiv(x.numel(), ALL * steps),)](x.contiguous(), out, x.numel(), steps, BLOCK=ALL, num_warps=8)
@@ -416,23 +423,9 @@ def amax(x: Source) -> Tensor:
 
 def amax_lines(x: Source) -> tuple[Tensor, Tensor]:
     """Bits of the largest |x| of each row (R,) and each column (C,), int32."""
-    both = torch.zeros(sum(x.shape), dtype=torch.int32, device=x.device)
-    rows, columns = both.split(tuple(x.shape))
+    rows, columns = matrix_amaxes(x)
     _launch(x, LARGEST_LINES, (rows, columns, *NOTHING[1:]))
     return rows, columns
-
-
-def takes(x: Source, block: tuple[int, int]) -> bool:
-    """Whether x can be quantized by the kernel that computes it: no tile, and no block of columns, spans gate and up or
-    two heads, and all of a head is rotated, feature i with i + half."""
-    if isinstance(x, GatedGrad):
-        return block[1] < 2 or x.dy.shape[1] % block[1] == 0
-    if isinstance(x, RopeGrad):
-        width = x.dq.shape[-1]
-        if x.table is not None and (x.table.interleaved or 2 * x.table.pairs != width):
-            return False
-        return width >= 16 and width == triton.next_power_of_2(width) and (block[1] < 2 or width == block[1])
-    return True
 
 
 def tiles_of(x: Source, mode: int) -> CastTiles:
@@ -486,72 +479,19 @@ def _launch(
 
 def cast_both(
     x: Source,
-    format: Format,
-    mode: int,
-    first: Tensor | None,
-    second: Tensor | None,
+    cast: CastSpec,
     turn: bool,
-    both: bool = True,
-    counts: Tensor | None = None,
     into: tuple[Scaled, Scaled] | None = None,
     tiles: CastTiles | None = None,
 ) -> tuple[Scaled, Scaled]:
     """Quantized x (R, C) with scales for sums along its columns, and with scales for sums along its rows: the latter
     transposed, (C, R), if `turn`.
 
-    first, second  bits of amaxes as `mode` requires: WHOLE the tensor's, GIVEN the multiplier (fp32), LINES those of
-                   rows and of columns
-    both           whether the second form is wanted
-    counts         (SLOTS, COUNTS) int64 in which amax and losses are recorded, for large tensors the losses of some
-                   tiles
-    into           where to write instead of new memory, as returned by an earlier call
-    tiles          for benchmarks
+    into   where to write instead of new memory, as returned by an earlier call
+    tiles  for benchmarks
     """
-    rows, columns = x.shape
-    if turn and rows % 4:
-        raise ValueError(f"{rows} rows: the transposed matrix is written in words of four quantized values")
-    device, whole, squares = x.device, mode in (WHOLE, GIVEN), mode == SQUARES
-    down, across = triton.cdiv(rows, TILE), triton.cdiv(columns, TILE)
-    shared = whole or squares
-    wanted = both and (turn or not shared)
-    if into is not None:
-        out, other = into[0].quantized, into[1].quantized if wanted else None
-    else:
-        out = torch.empty(rows, columns, dtype=format.dtype, device=device)
-        other = (
-            torch.empty((columns, rows) if turn else (rows, columns), dtype=format.dtype, device=device)
-            if wanted
-            else None
-        )
-    sizes = {LINES: (rows, columns), BLOCKS: (across * rows, down * columns), SQUARES: (down * across, 1)}.get(
-        mode, (1, 1)
-    )
-    row_scales, col_scales = (torch.empty(n, device=device) for n in sizes)
-    written = other.view(torch.int32) if turn and other is not None else other
-    _launch(x, mode, (first, second, out, written, row_scales, col_scales, counts), format, turn, tiles)
-    if into is not None:
-        _copy_scales(into, row_scales, col_scales, mode, turn)
-        return into
-    if whole:
-        q = Scaled(out, row_scales.view(1, 1), (0, 0))
-        return q, q if other is None else Scaled(other, q.scales, (0, 0))
-    if squares:
-        q = Scaled(out, row_scales.view(down, across), (TILE, TILE))
-        return q, q if other is None else Scaled(other, q.scales.t().contiguous(), (TILE, TILE))
-    block = (1, 0) if mode == LINES else (1, TILE)
-    q = Scaled(out, row_scales.view(-1, rows).t(), block)
-    if other is None:
-        return q, q
-    by_column = col_scales.view(-1, columns)
-    return q, Scaled(other, by_column.t(), block) if turn else Scaled(other, by_column, block[::-1])
-
-
-def _copy_scales(into: tuple[Scaled, Scaled], row_scales: Tensor, col_scales: Tensor, mode: int, turn: bool) -> None:
-    first, second = (q.scales for q in into)
-    if mode in (LINES, BLOCKS):
-        first.t().copy_(row_scales.view(first.t().shape))
-        (second.t() if turn else second).copy_(col_scales.view((second.t() if turn else second).shape))
-    else:
-        first.copy_(row_scales.view(first.shape))
-        if second is not first and mode == SQUARES:
-            second.copy_(first.t())
+    to = CastMatrix.of(x, cast, turn, into)
+    other = to.other.view(torch.int32) if turn and to.other is not None else to.other
+    written = (cast.first, cast.second, to.out, other, to.row_scales, to.col_scales, cast.counts)
+    _launch(x, cast.mode, written, cast.format, turn, tiles)
+    return to.scaled(into)

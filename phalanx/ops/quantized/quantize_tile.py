@@ -26,14 +26,10 @@ from phalanx.ops.quantized.recipes import FLOOR, SLOTS
 if TYPE_CHECKING:
     from phalanx.ops.quantized.recipes import Format
 
-TILE = 128
 LARGE, SAMPLED = 2**23, 64  # for larger tensors, losses are counted in one of so many tiles of a row of tiles
-# Which elements share a scale: the tensor (its amax, or a given number), lines, 1 x 128 (128 x 1), 128 x 128. The last
-# two only find amaxes, of the whole tensor and of lines
-WHOLE, GIVEN, LINES, BLOCKS, SQUARES, LARGEST, LARGEST_LINES = range(7)
 _WHOLE, _GIVEN, _LINES, _BLOCKS, _SQUARES, _LARGEST, _LARGEST_LINES = (
     tl.constexpr(mode) for mode in range(7)
-)  # the same constants for kernels
+)  # those of casts.py, for kernels
 
 
 NOTHING = (None,) * 6  # of a cast that only finds one amax: amaxes of columns, codes twice, scales twice, counts

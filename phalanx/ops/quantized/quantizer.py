@@ -19,7 +19,8 @@ from phalanx.ops.dense.activation import Gated, GatedGrad
 from phalanx.ops.dense.norm import Normed
 from phalanx.ops.dense.rope import RopeGrad
 from phalanx.ops.lazy_tensor import source_of
-from phalanx.ops.op import Case, Kernels, Op, triton
+from phalanx.ops.op import Case, Implementation, Kernels, Op, triton
+from phalanx.ops.quantized.casts import BLOCKS, GIVEN, LINES, SQUARES, WHOLE, CastSpec
 from phalanx.ops.quantized.gemm import QUANT_MATMUL
 from phalanx.ops.quantized.recipes import (
     COUNTS,
@@ -96,7 +97,10 @@ QUANT = Op(
     "casts to FP8 with their scales",
     "phalanx.ops.quantized.recipes",  # where casts are defined; the kernels fuse methods of WeightQuantizer
     (),
-    (triton("phalanx.ops.quantized.quantize_kernel", shapes="not float64"),),
+    (
+        triton("phalanx.ops.quantized.quantize_kernel", shapes="not float64"),
+        Implementation("dry", "phalanx.ops.quantized.casts:DryMatrices", "meta"),
+    ),
     cases=tuple(_cast_cases(("tensorwise", "delayed", "rowwise", "blockwise"), FP8_SHAPES)),
 )
 QUANT_EMULATED = Op(
@@ -281,22 +285,22 @@ class WeightQuantizer:
         self, kernels: Any, which: int, x: Source, cut: int, turn: bool, into: tuple[Scaled, Scaled] | None = None
     ) -> tuple[Scaled, Scaled]:
         """As `both`, by `kernels`."""
-        recipe, format = self.recipe, self._format(which)
+        recipe = self.recipe
         first = second = None
         if self._given(which):
-            mode, first = kernels.GIVEN, self.multiplier[which : which + 1]  # type: ignore[index]
+            mode, first = GIVEN, self.multiplier[which : which + 1]  # type: ignore[index]
         elif recipe.tokens == (0, 0):
-            mode, first = kernels.WHOLE, kernels.amax(x)
+            mode, first = WHOLE, kernels.amax(x)
             self._largest(first, which, True, True)
         elif recipe.tokens == (1, 0):
-            mode, (first, second) = kernels.LINES, kernels.amax_lines(x)
+            mode, (first, second) = LINES, kernels.amax_lines(x)
             self._largest(first, which, cut == 1, False)
             self._largest(second, which, cut == 0, True)
         else:
-            mode = kernels.SQUARES if which == W else kernels.BLOCKS
-        made: tuple[Scaled, Scaled] = kernels.cast_both(
-            x, format, mode, first, second, turn, counts=None if self.counts is None else self.counts[which], into=into
-        )
+            mode = SQUARES if which == W else BLOCKS
+        counts = None if self.counts is None else self.counts[which]
+        cast = CastSpec(self._format(which), mode, first, second, counts)
+        made: tuple[Scaled, Scaled] = kernels.cast_both(x, cast, turn, into)
         return made
 
     def _format(self, which: int) -> Format:
