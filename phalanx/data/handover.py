@@ -1,7 +1,7 @@
 """Worker processes whose results bring their large arrays through a file in memory instead of the pipe.
 
-    worker: result ──pickle──▶ header ───────────pipe────────────▶ header ──unpickle──▶ result
-                       └─────▶ large buffers ──write▶ file ▶readv──┘                   this process
+    worker: result ─┬─▶ the rest, with shapes and dtypes ──pipe──▶─┬─▶ result, in this process
+                    └─▶ large arrays ──write──▶ file ──readv──▶────┘
 
 Python reads a pipe 64 KiB at a time, and takes its lock (GIL) after each: hundreds of times for one image, while the
 training thread needs it. A file is read in one call without the lock.
@@ -16,7 +16,6 @@ from __future__ import annotations
 
 import multiprocessing
 import os
-import pickle
 import sys
 import tempfile
 import threading
@@ -25,11 +24,14 @@ from collections import deque
 from collections.abc import Callable, Iterable, Sequence
 from concurrent.futures import Future, ProcessPoolExecutor, wait
 from contextlib import suppress
+from dataclasses import fields, is_dataclass, replace
 from multiprocessing.reduction import DupFd
-from typing import Any, NamedTuple, TypeVar
+from typing import Any, TypeVar
 
 import numpy as np
 from numpy.typing import NDArray
+
+from phalanx.base.dataclass import dataclass
 
 T = TypeVar("T")
 R = TypeVar("R")
@@ -38,11 +40,16 @@ LARGE = 1 << 16  # bytes of an array that does not go through the pipe
 QUEUED = 4  # calls per worker that run or wait, each with a file of its own, so that a slow one does not hold up others
 
 
-class Handed(NamedTuple):
-    """What goes through the pipe: a pickled result without its large buffers, and their sizes in bytes."""
+@dataclass(frozen=True)
+class InFile:
+    """Stands for an array of a result that is in the file."""
 
-    header: bytes
-    sizes: tuple[int, ...]
+    shape: tuple[int, ...]
+    dtype: np.dtype[Any]
+
+    @property
+    def nbytes(self) -> int:
+        return int(np.prod(self.shape, dtype=np.int64)) * self.dtype.itemsize
 
 
 class HandoverFile:
@@ -64,19 +71,23 @@ class HandoverFile:
             while buffer:
                 buffer = buffer[os.write(self.descriptor, buffer) :]
 
-    def take(self, sizes: Sequence[int]) -> list[NDArray[np.uint8]]:
-        """The buffers of these sizes in bytes; the file is empty afterwards."""
-        found = [np.empty(size, np.uint8) for size in sizes]
+    def take(self, result: R) -> R:
+        """A result with its arrays, which are read in the order in which they were written; the file is empty
+        afterwards."""
         os.lseek(self.descriptor, 0, os.SEEK_SET)
-        for array in found:
-            unread = array.data
-            while unread:
-                count = os.readv(self.descriptor, [unread])
-                if not count:
-                    raise EOFError(f"a result of {sum(sizes):,} bytes was cut short on its way from a worker")
-                unread = unread[count:]
+        whole: R = changed(result, InFile, self._read)
         self.clear()
-        return found
+        return whole
+
+    def _read(self, of: InFile) -> NDArray[Any]:
+        raw = np.empty(of.nbytes, np.uint8)
+        unread = raw.data
+        while unread:
+            count = os.readv(self.descriptor, [unread])
+            if not count:
+                raise EOFError(f"an array of {of.nbytes:,} bytes was cut short on its way from a worker")
+            unread = unread[count:]
+        return raw.view(of.dtype).reshape(of.shape)
 
     def clear(self) -> None:
         os.ftruncate(self.descriptor, 0)
@@ -113,12 +124,11 @@ class HandoverPool:
     def map(self, call: Callable[[T], R], items: Iterable[T]) -> list[R]:
         """call(item) for each item, in order. Raises the first error of a call, when others that run have ended, and
         BrokenProcessPool if a process died."""
-        found, waiting = list[R](), deque[Future[Handed]]()
+        found, waiting = list[R](), deque[Future[R]]()
 
         def take() -> None:
-            handed = waiting[0].result()
             file = self.files[len(found) % len(self.files)]  # results are taken in order
-            found.append(pickle.loads(handed.header, buffers=file.take(handed.sizes)))
+            found.append(file.take(waiting[0].result()))
             waiting.popleft()
 
         with self._lock:
@@ -154,27 +164,36 @@ def _end_with_parent() -> None:
         os._exit(1)
 
 
-def _made(call: Callable[[T], object], item: T, number: int) -> Handed:
+def _made(call: Callable[[T], R], item: T, number: int) -> R:
     result = call(item)
-    handed, buffers = without_large(result)
+    rest, large = without_large(result)
     try:
-        _files[number].fill(buffers)
+        _files[number].fill(large)
     except OSError:
-        return Handed(pickle.dumps(result, protocol=5), ())
-    return handed
+        return result
+    return rest
 
 
-def without_large(result: object) -> tuple[Handed, list[memoryview]]:
-    """What goes through the pipe, and the large buffers that do not. Arrays that are not contiguous stay in the
-    header."""
+def without_large(result: R) -> tuple[R, list[memoryview]]:
+    """The result without its large arrays, and these. Arrays of objects, and those whose rows are not in order in
+    memory, stay in it."""
     large: list[memoryview] = []
 
-    def stays(buffer: pickle.PickleBuffer) -> bool:
-        raw = buffer.raw()
-        if raw.nbytes < LARGE:
-            return True
-        large.append(raw)
-        return False
+    def moved(array: NDArray[Any]) -> NDArray[Any] | InFile:
+        if array.nbytes < LARGE or array.dtype.hasobject or not array.flags.c_contiguous:
+            return array
+        large.append(array.reshape(-1).view(np.uint8).data)
+        return InFile(array.shape, array.dtype)
 
-    header = pickle.dumps(result, protocol=5, buffer_callback=stays)
-    return Handed(header, tuple(raw.nbytes for raw in large)), large
+    return changed(result, np.ndarray, moved), large
+
+
+def changed(value: Any, kind: type[Any], change: Callable[[Any], Any]) -> Any:
+    """`value` with every object of this kind changed: itself, or in lists, tuples and fields of dataclasses."""
+    if isinstance(value, kind):
+        return change(value)
+    if type(value) in (list, tuple):
+        return type(value)(changed(each, kind, change) for each in value)
+    if is_dataclass(value) and not isinstance(value, type):
+        return replace(value, **{f.name: changed(getattr(value, f.name), kind, change) for f in fields(value)})
+    return value

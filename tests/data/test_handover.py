@@ -22,6 +22,7 @@ from phalanx.data.handover import (
     QUEUED,
     HandoverFile,
     HandoverPool,
+    InFile,
     memory_file,
     unlinked_file,
     without_large,
@@ -98,10 +99,9 @@ def test_images_of_workers_are_those_of_this_process(kind, tmp_path):
 def test_large_arrays_do_not_go_through_the_pipe():
     values, coordinates = noise(0, 3000, 1176), noise(0, 3000, 5, dtype=np.int64)
     units = Units(values, coordinates, (3000,), np.arange(0, 3000, 4), 4, ("a.png",))
-    handed, buffers = without_large(units)
-    assert handed.sizes == (values.nbytes, coordinates.nbytes)
+    rest, buffers = without_large(units)
     assert [raw.tobytes() for raw in buffers] == [values.tobytes(), coordinates.tobytes()]
-    assert len(pickle.dumps(handed)) < LARGE
+    assert len(pickle.dumps(rest)) < LARGE
 
 
 # ---- files that cannot grow
@@ -125,7 +125,8 @@ def test_a_file_without_room_is_not_needed():
 
 LIMITED = """
 import resource
-from phalanx.data.handover import HandoverFile, {made}
+import numpy as np
+from phalanx.data.handover import HandoverFile, InFile, {made}
 
 file = HandoverFile({made}())
 resource.setrlimit(resource.RLIMIT_FSIZE, (5000, resource.RLIM_INFINITY))
@@ -134,7 +135,7 @@ try:
 except OSError:
     print("full", end="")
 file.fill([memoryview(b"abc")])
-print(file.take([3])[0].tobytes())
+print(file.take(InFile((3,), np.dtype("u1"))).tobytes())
 """
 
 
@@ -143,7 +144,10 @@ def test_a_file_has_no_name_and_says_when_it_is_full(made):
     file = HandoverFile(made())
     assert os.fstat(file.descriptor).st_nlink == 0 and not os.get_inheritable(file.descriptor)
     file.fill([memoryview(b"abc"), memoryview(b"de")])
-    assert [array.tobytes() for array in file.take([3, 2])] == [b"abc", b"de"]
+    first, then = file.take([InFile((3, 1), np.dtype("u1")), InFile((1,), np.dtype("<i2"))])
+    assert (first.tobytes(), first.shape, then.tobytes(), then.shape) == (b"abc", (3, 1), b"de", (1,))
+    with pytest.raises(EOFError, match="an array of 7 bytes was cut short"):
+        file.take(InFile((7,), np.dtype("u1")))
     done = subprocess.run(
         [sys.executable, "-c", LIMITED.format(made=made.__name__)], capture_output=True, text=True, check=True
     )
