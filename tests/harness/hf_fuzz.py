@@ -601,6 +601,7 @@ REASONS: dict[str, str] = {
     "GPT-2 scores scaled otherwise, or cross attention": r"(scale_attn_weights|scale_attn_by_inverse_layer_idx|add_cross_attention)=",  # noqa: E501
     "keys of DeepSeek's own code that transformers ignores": r"(scoring_func|topk_method|moe_layer_freq|attention_bias)=",  # noqa: E501
     "rope_scaling would drop the base of rope_parameters": r"of rope_parameters beside rope_scaling",
+    "rope parameters by kind of layer, of one rotary embedding": r"\(supported: one rotary embedding for all layers\)",
     "weights that the config has no place for, or lacks": r"does not fit the model|has (no|a) (lm_head|embed_out)",
     "quantised or heterogeneous": r"(quantization_config|per_layer_config)=",
     "rope parameters that transformers only warns of": r"rope_type|partial_rotary_factor|original_max_position|high_freq_factor|short_factor",  # noqa: E501
