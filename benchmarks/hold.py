@@ -25,6 +25,7 @@ from pathlib import Path
 from typing import Any
 
 import yaml
+from runs import rows_of
 
 ROOT = Path(__file__).parent.parent
 TAIL = 3000  # characters of what a row printed
@@ -89,7 +90,7 @@ def result_of(done: Running, killed: bool) -> dict[str, Any]:
     except json.JSONDecodeError:  # killed while it wrote
         figures = None
     if isinstance(figures, dict) and isinstance(figures.get("budget"), dict):
-        figures["budget"] = {k: v for k, v in figures["budget"].items() if not isinstance(v, dict)}
+        figures["budget"] = rows_of(figures["budget"])
     state = "stopped at its limit" if killed else f"exit {done.process.returncode}" if done.process.returncode else "ok"
     row = {"row": done.row.name, "gpus": done.row.gpus, "command": done.row.run, "state": state}
     return {**row, "seconds": round(done.seconds, 1), "figures": figures, "tail": log[-TAIL:]}
@@ -165,7 +166,7 @@ def main() -> None:
     rows = rows_in(asked.file, asked.only)
     if asked.dry:
         for row in rows:
-            print(f"{row.name:18} {row.gpus:4} {row.limit:8.0f} s at most  {row.run}")
+            print(f"{row.name:18} {row.gpus:4} {row.limit:8.0f} s at most  {row.run.strip()}")
         return
     print(f"{'row':18} {'GPUs':>4} {'seconds':>8}  {'state':20} {'step':>9}")
     found = hold(rows, asked.gpus or count_gpus(), asked.seconds, asked.out)

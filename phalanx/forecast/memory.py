@@ -193,7 +193,7 @@ class DryBlock:
 
     @staticmethod
     def of(plan: Plan, number: int, recompute: Recompute | None = None, ops: OpChoices | None = None) -> DryBlock:
-        """ops: those of the plan, or others."""
+        """ops: how its ops are counted; None: as the plan says (Plan.counted_ops)."""
         grid, batch = plan.grid, _batch(plan)
         keys, heads = divmod(batch.part.index, grid.ulysses)
         axes = ModelAxes(

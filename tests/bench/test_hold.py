@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+import os
+import select
 import subprocess
 import sys
 from pathlib import Path
@@ -58,10 +60,15 @@ def test_what_cannot_run_is_left_out_by_name(tmp_path):
 
 @pytest.mark.parametrize("child", ["", "& wait"])
 def test_a_row_ends_at_its_limit_with_all_that_it_started(tmp_path, child):
-    rows = {"slow": {"limit": 1, "run": f"sleep 1000 {child}"}, "next": {"gpus": 2, "run": "true"}}
-    _, found = held(tmp_path, rows)
-    assert [found[name]["state"] for name in rows] == ["stopped at its limit", "ok"]
+    """What it started holds a pipe open while it lives."""
+    os.mkfifo(tmp_path / "pipe")
+    held_open = os.open(tmp_path / "pipe", os.O_RDONLY | os.O_NONBLOCK)
+    run = f"sleep 1000 > {tmp_path}/pipe {child}"
+    _, found = held(tmp_path, {"slow": {"limit": 1, "run": run}, "next": {"gpus": 2, "run": "true"}})
+    assert [found[name]["state"] for name in ("slow", "next")] == ["stopped at its limit", "ok"]
     assert found["slow"]["seconds"] < 100
+    assert select.select([held_open], [], [], 20)[0] and os.read(held_open, 1) == b""
+    os.close(held_open)
 
 
 def test_an_unknown_row_is_refused(tmp_path):
