@@ -4,9 +4,9 @@ python benchmarks/hold.py benchmarks/configs/held_four.yaml [--only w2,w2-tp4] [
 python benchmarks/hold.py FILE --gpus 2 --dry      what would run, with the longest time that each may take
 
 A row of the file is {gpus, limit: seconds, run: a command line, needs: [...]}; the command runs in bash at the root of
-the repository, with CUDA_VISIBLE_DEVICES set to the row's GPUs. `{json}` stands for a file for its figures. `needs`
-names rows that must have ended well before. A row begins when it is the next one, its GPUs are free and its limit ends
-before --seconds; what does not fit is left out by name, and the next one is tried.
+the repository, with CUDA_VISIBLE_DEVICES set to the row's GPUs. `{json}` stands for a file for its figures, an object
+or lines of them. `needs` names rows that must have ended well before. A row begins when it is the next one, its GPUs
+are free and its limit ends before --seconds; what does not fit is left out by name, and the next one is tried.
 
 Every row adds a line of JSON to --out: name, seconds, exit code, its figures, the end of what it printed.
 """
@@ -82,15 +82,28 @@ def begin(row: Row, gpus: list[int], folder: Path) -> Running:
     return Running(row, gpus, process, folder)
 
 
+def figures_in(path: Path) -> Any:
+    """One object of JSON, or a list of those of its lines; None: nothing, or not written to the end."""
+    text = path.read_text(encoding="utf-8") if path.exists() else ""
+    try:
+        return json.loads(text)
+    except json.JSONDecodeError:  # killed while it wrote, or a line for each of several rows
+        pass
+    found = list[Any]()
+    for line in text.splitlines():
+        try:
+            found.append(json.loads(line))
+        except json.JSONDecodeError:
+            break
+    return found or None
+
+
 def result_of(done: Running, killed: bool) -> dict[str, Any]:
     log = (done.folder / f"{done.row.name}.log").read_text(encoding="utf-8", errors="replace")
-    path = done.folder / f"{done.row.name}.json"
-    try:
-        figures = json.loads(path.read_text(encoding="utf-8")) if path.exists() else None
-    except json.JSONDecodeError:  # killed while it wrote
-        figures = None
-    if isinstance(figures, dict) and isinstance(figures.get("budget"), dict):
-        figures["budget"] = rows_of(figures["budget"])
+    figures = figures_in(done.folder / f"{done.row.name}.json")
+    for each in figures if isinstance(figures, list) else [figures]:
+        if isinstance(each, dict) and isinstance(each.get("budget"), dict):
+            each["budget"] = rows_of(each["budget"])
     state = "stopped at its limit" if killed else f"exit {done.process.returncode}" if done.process.returncode else "ok"
     row = {"row": done.row.name, "gpus": done.row.gpus, "command": done.row.run, "state": state}
     return {**row, "seconds": round(done.seconds, 1), "figures": figures, "tail": log[-TAIL:]}

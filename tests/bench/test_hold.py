@@ -42,6 +42,15 @@ def test_rows_have_gpus_of_their_own_and_meet(tmp_path):
     assert "100.0 ms (100.0-200.0)    1.00 GiB" in printed
 
 
+def test_figures_of_several_rows_are_lines(tmp_path):
+    """Up to the one that was not written to the end."""
+    line = json.dumps(FIGURES)
+    run = f"printf '%s\\n%s\\n%s' '{line}' '{line}' '{line[:9]}' > {{json}}"
+    _, found = held(tmp_path, {"two": {"run": run}, "none": {"run": "true"}})
+    assert found["two"]["figures"] == [{**FIGURES, "budget": {"gemm": 1}}] * 2
+    assert found["none"]["figures"] is None
+
+
 def test_what_cannot_run_is_left_out_by_name(tmp_path):
     rows = {
         "fails": {"run": "echo gone wrong; false"},
