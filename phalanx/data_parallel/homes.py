@@ -104,6 +104,8 @@ class MatrixHome:
         self.master = torch.zeros(self.hi, dtype=precision.master, device=mesh.device)
         self.grad = torch.zeros_like(self.master)
         slots = dict(zip(mine, self.bucket.slots))
+        starts = [*(slot.offset for slot in self.bucket.slots[1:]), self.hi]
+        self._padding = [(slot.offset + slot.numel, start) for slot, start in zip(self.bucket.slots, starts)]
         here = self._boxes(matrices)
         said: list[list[Announced]] = [
             json.loads(text) for text in self.stage.all_gather_text(json.dumps([b.said for b in here]))
@@ -189,7 +191,8 @@ class MatrixHome:
         """Give the gradients of this rank's matrices memory, before those of the first bucket are brought."""
         self.begin()
         allocate(self.grad)
-        self.grad.zero_()
+        for start, stop in self._padding:  # all else is brought
+            self.grad[start:stop].zero_()
 
     def bring_gradients(self, bucket: int) -> None:
         """Wait for the gradients of a bucket's matrices at home here, and set those in the bucket to zero."""
@@ -260,8 +263,10 @@ class MatrixHome:
 
     @torch.no_grad()
     def _posted(self, transfer: MatrixExchange, dtype: torch.dtype) -> Work:
-        parts = [x.reshape(-1).to(dtype) for x in transfer.send]
-        packed = torch.cat(parts) if parts else torch.empty(0, dtype=dtype, device=self.mesh.device)
+        packed = torch.empty(sum(transfer.sizes_to), dtype=dtype, device=self.mesh.device)
+        if transfer.send:
+            into = packed.split([x.numel() for x in transfer.send])
+            torch._foreach_copy_([to.view(x.shape) for to, x in zip(into, transfer.send)], transfer.send)
         return self.stage.post_all_to_all(packed, transfer.sizes_to, transfer.sizes_from)
 
     @torch.no_grad()

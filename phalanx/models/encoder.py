@@ -96,8 +96,8 @@ class BertLayer(Dropping):
 
     def forward(self, x: Tensor, batch: Batch) -> Tensor:
         delta = self.drop(self.attention(x, batch), batch, self.p, self.layer, 2)
-        _, x = self.norm1.add(x, delta)
-        _, x = self.norm2.add(x, self.drop(self.mlp(x), batch, self.p, self.layer, 3))
+        x, again = self.norm1.add_twice(x, delta)
+        _, x = self.norm2.add(again, self.drop(self.mlp(x), batch, self.p, self.layer, 3))
         return x
 
 

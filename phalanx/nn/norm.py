@@ -8,7 +8,15 @@ from torch import Tensor
 from phalanx.nn.env import Env
 from phalanx.nn.initial import ONES, ZEROS
 from phalanx.nn.module import Module
-from phalanx.ops.dense.norm import NORM, add_layer_norm, add_rms_norm, layer_norm, plus_one, rms_norm
+from phalanx.ops.dense.norm import (
+    NORM,
+    add_layer_norm,
+    add_layer_norm_twice,
+    add_rms_norm,
+    layer_norm,
+    plus_one,
+    rms_norm,
+)
 
 
 class RMSNorm(Module):
@@ -66,3 +74,11 @@ class LayerNorm(Module):
         x, normed = add_layer_norm(x, delta, self.weight, self._shift(), self.eps, self.env.kernels_for(NORM))
         self.env.recompute.output("norm", normed, self.forward, x)
         return x, normed
+
+    def add_twice(self, x: Tensor, delta: Tensor) -> tuple[Tensor, Tensor]:
+        """The norm of x + delta for each of its two readers, where each sub-layer's output is normalized with what it
+        is added to: the next sub-layer, and the sum after it."""
+        kernels = self.env.kernels_for(NORM)
+        total, normed, again = add_layer_norm_twice(x, delta, self.weight, self._shift(), self.eps, kernels)
+        self.env.recompute.output("norm", normed, self.forward, total)
+        return normed, again

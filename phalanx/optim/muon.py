@@ -106,7 +106,9 @@ class Muon(MatrixOptimizer):
             return False  # packed
         options, cut = MomentumOptions(c.momentum, c.nesterov), slice(0, math.prod(first.shape))  # without padding
         parts = [MatrixRange(s.master, s.grad, s.state["momentum"], s.out) for s in (each[cut] for each in stored)]
-        directions = parts[0].grad.new_empty(len(parts), *first.shape)
+        grad = parts[0].grad
+        narrow = torch.bfloat16 if self._narrow(grad) else None  # what the first product reads anyway
+        directions = torch.empty(len(parts), *first.shape, dtype=narrow or grad.dtype, device=grad.device)
         for part, to in zip(parts, directions):
             directions_(part, to.view(-1), options, scalars.factor, scalars.skip, kernels)
         updates = self._updates(directions, first.logical or (whole(first.shape),), kernels)
@@ -115,28 +117,36 @@ class Muon(MatrixOptimizer):
         return True
 
     def _updates(self, directions: Tensor, logical: tuple[LogicalMatrix, ...], kernels: Kernels) -> Tensor:
-        """(B, rows, columns) -> the same orthogonalised and scaled, each logical matrix by itself."""
+        """(B, rows, columns) -> the same orthogonalised and scaled, each logical matrix by itself; in the dtype of the
+        products, if all have one."""
         import torch  # start-up time: see above
 
         from phalanx.ops.optimizer.orthogonal import orthogonalized
 
-        c, updates = self.config, torch.empty_like(directions)
-        polynomials = polynomials_of(c.coefficients, c.iterations)
-        narrow = c.products == "bf16" and directions.dtype != torch.float64
-        for matrix in logical:
+        found, polynomials = list[torch.Tensor](), polynomials_of(self.config.coefficients, self.config.iterations)
+        together = side_by_side(logical)
+        for matrix in together:
             outputs = directions.mT if matrix.dim else directions
             parts = [outputs[:, start:stop:step] for start, stop, step in matrix.ranges]
-            found = parts[0] if len(parts) == 1 else torch.cat(parts, 1)
+            whole = parts[0] if len(parts) == 1 else torch.cat(parts, 1)
             shape = self._shape(matrix)
-            alone = found.reshape(-1, *shape)
-            scale = factor_of(shape, c.adjust)
-            made = orthogonalized(alone, polynomials, narrow, kernels, scale).reshape(found.shape)
+            alone, scale = whole.reshape(-1, *shape), factor_of(shape, self.config.adjust)
+            found.append(orthogonalized(alone, polynomials, self._narrow(directions), kernels, scale).view(whole.shape))
+        if len(found) == 1 and not together[0].dim and found[0].shape == directions.shape:
+            return found[0]
+        dtypes = {made.dtype for made in found}
+        updates = torch.empty_like(directions, dtype=dtypes.pop() if len(dtypes) == 1 else torch.float32)
+        for matrix, made in zip(together, found):
             into, at = updates.mT if matrix.dim else updates, 0
             for one in matrix.ranges:
                 count = len(range(*one))
                 into[:, slice(*one)] = made[:, at : at + count]
                 at += count
         return updates
+
+    def _narrow(self, values: Tensor) -> bool:
+        """Whether products have 16 bits."""
+        return self.config.products == "bf16" and values.element_size() < 8
 
     def _shape(self, matrix: LogicalMatrix) -> tuple[int, int]:
         """(outputs, inputs) of what is orthogonalised as one."""
@@ -164,6 +174,19 @@ class Muon(MatrixOptimizer):
             usual = next(rate for rate in (OptimConfig.lr, 1e-4) if rate != c.lr)
             found.append(problem("optim.fallback", c.fallback, "lr", rule, because, (usual,)))
         return found
+
+
+def side_by_side(logical: Sequence[LogicalMatrix]) -> list[LogicalMatrix]:
+    """Those of one shape as one, whose outputs are theirs one after the other: they are orthogonalised in one stack."""
+    alike = dict[tuple[int, tuple[int, int], int], list[tuple[int, int, int]]]()
+    for matrix in logical:
+        ranges = alike.setdefault((matrix.dim, matrix.shape, matrix.head), [])
+        for start, stop, step in matrix.ranges:
+            if ranges and ranges[-1][1:] == (start, 1) and step == 1:
+                ranges[-1] = ranges[-1][0], stop, 1
+            else:
+                ranges.append((start, stop, step))
+    return [LogicalMatrix(dim, tuple(ranges), shape, head) for (dim, shape, head), ranges in alike.items()]
 
 
 def whole(shape: Sequence[int]) -> LogicalMatrix:

@@ -155,8 +155,9 @@ class MatrixOptimizer(Optimizer):
         """As `update`, of matrices that agree in shape, logical matrices, rates and step."""
 
     def update_stored(self, matrices: Sequence[StoredMatrix], scalars: StepScalars, kernels: Kernels) -> bool:
-        """The same in place, in fewer passes over memory, from gradients that are not scaled and are set to zero.
-        False: nothing was done, because this optimizer has no such form for how these are stored."""
+        """The same in place, in fewer passes over memory, from gradients that are not scaled and may be left as they
+        are: those of a home have memory during the update alone. False: nothing was done, because this optimizer has no
+        such form for how these are stored."""
         return False
 
     @abstractmethod

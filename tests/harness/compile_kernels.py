@@ -105,19 +105,20 @@ def kernels() -> list[tuple]:
         found.append((norm_kernel._norm_forward, pointers, dict(ADD=True, CENTER=center, WRITE=True, **norms)))
         pointers = dict(
             dy=BF,
+            dagain=BF,
             x=BF,
             weight=BF,
             mean_in="*fp32",
             scale_in="*fp32",
             dtotal=BF,
             dx=BF,
-            dw_parts="*fp32",
-            db_parts="*fp32",
+            parts="*fp32",
             rows="i32",
             D="i32",
             programs="i32",
         )
-        found.append((norm_kernel._norm_backward, pointers, dict(ADD=True, CENTER=center, BLOCK=1024, TILE=4, **wide)))
+        how = dict(ADD=True, TWICE=center, CENTER=center, BLOCK=1024, TILE=4, **wide)
+        found.append((norm_kernel._norm_backward, pointers, how))
     for gate in (
         dict(ALPHA=1.0, CUBIC=0.0, LIMIT=math.inf, SHIFT=0.0, CLAMP=False),
         dict(ALPHA=1.702, CUBIC=0.0, LIMIT=7.0, SHIFT=1.0, CLAMP=True),
@@ -242,15 +243,19 @@ def symmetric() -> list[tuple]:
     import triton.language as tl
 
     found = []
-    for t in TILES[::3]:
-        read = dict.fromkeys("ab", f"tensordesc<bf16[1,{t.side},{t.k}]>")
+    for t, across, down in ((TILES[0], False, 2), (TILES[0], True, 2), (TILES[0], False, 1), (TILES[3], True, 1)):
+        tall, side = (f"{t.k},{rows}" if across else f"{rows},{t.k}" for rows in (down * t.side, t.side))
+        read = {name: f"tensordesc<bf16[1,{tile}]>" for name, tile in (("a", tall), ("a_side", side), ("b", side))}
         types = read | dict(c=BF, out=BF, alpha="fp32", beta="fp32")
-        consts = dict(M=4096, K=4096, ADD=True, TMA=True, WIDE=tl.float32, SIDE=t.side, STEP=t.k)
-        found.append((symmetric_kernel._symmetric, types, consts, dict(num_warps=t.warps, num_stages=t.stages)))
-    flat, wide = dict(g="*fp32", skip="*fp32", n="i32"), dict(WIDE=tl.float32, BLOCK=directions_kernel.BLOCK)
+        consts = dict(M=4096, K=4096, ADD=down == 1, TMA=True, ACROSS=across, WIDE=tl.float32)
+        consts |= dict(SIDE=t.side, DOWN=down, STEP=t.k)
+        stages = t.tall if down == 2 else t.stages
+        found.append((symmetric_kernel._symmetric, types, consts, dict(num_warps=t.warps, num_stages=stages)))
+    flat, wide = dict(skip="*fp32", n="i32"), dict(WIDE=tl.float32, BLOCK=directions_kernel.BLOCK)
     passed = dict(DECAY=0.95, NESTEROV=True, **wide), dict(COPY=True, **wide)
-    found.append((directions_kernel._directions, dict(m="*fp32", out="*fp32", factor="*fp32", **flat), passed[0]))
-    ends = dict(p="*fp32", u="*fp32", w=BF, lr="*fp64", kept="*fp64", **flat)
+    first = dict(g="*fp32", m="*fp32", out=BF, factor="*fp32", **flat)
+    found.append((directions_kernel._directions, first, passed[0]))
+    ends = dict(p="*fp32", u="*fp16", w=BF, lr="*fp64", kept="*fp64", **flat)
     found.append((directions_kernel._apply, ends, passed[1]))
     return found
 

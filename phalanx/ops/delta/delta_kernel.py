@@ -120,6 +120,12 @@ class DeltaChunks:
         most = most * 2 // max(2, self.v.dtype.itemsize)
         return max(LEAST, min(most, triton.next_power_of_2(self.width)))
 
+    def warps(self, wanted: int, block: int) -> int:
+        """Of a program whose tiles have so many features of values: those of fewer than 64 are too narrow for eight
+        warps, for which ptxas takes their addresses from a wrong register (ops.delta.delta.TILES)."""
+        narrow = min(block, self.arithmetic["BK"]) < CHUNK
+        return min(4, wanted) if narrow else wanted
+
     def stages(self, wanted: int) -> int:
         return wanted if self.v.dtype.itemsize == 2 else 1
 
@@ -280,8 +286,9 @@ class DeltaKernels:
         u = call.like(*s.v.shape)
         of_reads, of_queries, of_inside = (call.empty(*s.beta.shape) for _ in range(3))
         strides = call.strides(call.q, call.k)
-        how = dict(V=call.width, BV=call.block(self.tiles.grads), **call.how, **call.arithmetic)
-        how |= dict(num_warps=self.tiles.grad_warps, num_stages=call.stages(self.tiles.grad_stages))
+        block = call.block(self.tiles.grads)
+        how = dict(V=call.width, BV=block, **call.how, **call.arithmetic)
+        how |= dict(num_warps=call.warps(self.tiles.grad_warps, block), num_stages=call.stages(self.tiles.grad_stages))
         value_grads[call.grid](
             b.dy,
             call.q,
@@ -344,7 +351,7 @@ class DeltaKernels:
         return dq, dk
 
     def by_feature(self, call: DeltaChunks, b: DeltaBuffers) -> tuple[Tensor, Tensor]:
-        s, each = call.inputs, call.heads // call.key_heads
+        s, each, block = call.inputs, call.heads // call.key_heads, call.block(self.tiles.grads)
         of_tokens = (call.rows, call.length, call.heads, call.features)
         dq, dk = (call.like(*of_tokens) if each == 1 else call.empty(*of_tokens) for _ in range(2))
         grads_by_feature[call.grid](
@@ -371,10 +378,10 @@ class DeltaKernels:
             *call.strides(call.q, call.k, call.v),
             DEPTH=LEVELS,
             V=call.width,
-            BV=call.block(self.tiles.grads),
+            BV=block,
             **call.how,
             **call.arithmetic,
-            num_warps=max(8, self.tiles.grad_warps),  # twice as many sums by feature as by_head has
+            num_warps=call.warps(8, block),  # twice as many sums by feature as by_head has
             num_stages=call.stages(self.tiles.grad_stages),
         )
         if each > 1:

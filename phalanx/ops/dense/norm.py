@@ -76,10 +76,17 @@ def _norm_of(x: Tensor, weight: Tensor, bias: Tensor | None, eps: float) -> tupl
 
 
 def norm_backward(
-    dy: Tensor, x: Tensor, weight: Tensor, mean: Tensor, scale: Tensor, dtotal: Tensor | None
+    dy: Tensor,
+    x: Tensor,
+    weight: Tensor,
+    mean: Tensor,
+    scale: Tensor,
+    dtotal: Tensor | None,
+    dagain: Tensor | None = None,
 ) -> tuple[Tensor, Tensor, Tensor]:
     """With n the normalized x, s its scale, g = dy * w: dx = s * (g - n * mean(g * n)), less s * mean(g) for LayerNorm;
-    dw = sum(dy * n), db = sum(dy)."""
+    dw = sum(dy * n), db = sum(dy). dagain: more of dy, from the second output."""
+    dy = dy if dagain is None else dy + dagain
     if len(parts := _rows(x)) <= 1:
         return _norm_grads(dy, x, weight, mean, scale, dtotal)
     dx, dw, db = torch.empty_like(x), *(_widen(x[0]).new_zeros(x.shape[-1]) for _ in range(2))
@@ -133,7 +140,8 @@ class _Norm(Function):
         eps: float,
         by: Any,  # type: ignore[override]
         lazy: bool = False,
-    ) -> tuple[Tensor, Tensor]:
+        twice: bool = False,
+    ) -> tuple[Tensor, ...]:
         norm_scale = getattr(by, "norm_scale", None) if lazy else None
         if norm_scale is not None:
             total, scale = norm_scale(x, delta, eps)
@@ -144,18 +152,25 @@ class _Norm(Function):
         ctx.save_for_backward(total, mean, scale)
         ctx.weight, ctx.bias, ctx.by, ctx.added = weight, bias, by, delta is not None
         ctx.set_materialize_grads(False)
-        return total, y
+        return (total, y, y.data) if twice else (total, y)
 
     @staticmethod
-    def backward(ctx: Any, dtotal: Tensor | None, dy: Tensor | None) -> tuple[Tensor | None, ...]:  # type: ignore[override]
+    def backward(
+        ctx: Any,
+        dtotal: Tensor | None,
+        dy: Tensor | None,
+        dagain: Tensor | None = None,  # type: ignore[override]
+    ) -> tuple[Tensor | None, ...]:
+        if dy is None:
+            dy, dagain = dagain, None
         if dy is None:  # nobody used the norm
-            return dtotal, dtotal if ctx.added else None, None, None, None, None, None
+            return dtotal, dtotal if ctx.added else None, None, None, None, None, None, None
         (x, mean, scale), weight, bias = ctx.saved_tensors, ctx.weight, ctx.bias
-        dx, dw, db = ctx.by.norm_backward(dy, x, weight, mean, scale, dtotal)
+        dx, dw, db = ctx.by.norm_backward(dy, x, weight, mean, scale, dtotal, dagain)
         need_w, need_b = ctx.needs_input_grad[2:4]
         dw_out = add_grad(weight, dw) if need_w else None
         db_out = add_grad(bias, db) if need_b else None
-        return dx, dx if ctx.added else None, dw_out, db_out, None, None, None
+        return dx, dx if ctx.added else None, dw_out, db_out, None, None, None, None
 
 
 class _PlusOne(Function):
@@ -206,12 +221,24 @@ def add_layer_norm(
     return _Norm.apply(x, delta, weight, bias, eps, NORM.choose(kernels, x))
 
 
+def add_layer_norm_twice(
+    x: Tensor, delta: Tensor, weight: Tensor, bias: Tensor, eps: float, kernels: Kernels = "auto"
+) -> tuple[Tensor, Tensor, Tensor]:
+    """(x + delta, its norm, the same norm again), each (T, D), for two readers of a norm: backward reads the gradients
+    of both, where autograd would first have written their sum. Both norms are in one memory."""
+    return _Norm.apply(x, delta, weight, bias, eps, NORM.choose(kernels, x), False, True)
+
+
 def _add_rms_norm(x: Tensor, delta: Tensor, weight: Tensor, kernels: Kernels) -> Tensor:
     return torch.cat(add_rms_norm(x, delta, weight, 1e-3, kernels))
 
 
 def _add_layer_norm(x: Tensor, delta: Tensor, weight: Tensor, bias: Tensor, kernels: Kernels) -> Tensor:
     return torch.cat(add_layer_norm(x, delta, weight, bias, 1e-5, kernels))
+
+
+def _layer_norm_twice(x: Tensor, delta: Tensor, weight: Tensor, bias: Tensor, kernels: Kernels) -> Tensor:
+    return torch.cat(add_layer_norm_twice(x, delta, weight, bias, 1e-5, kernels))
 
 
 def _rms_norm(x: Tensor, weight: Tensor, kernels: Kernels) -> Tensor:
@@ -238,6 +265,7 @@ NORM = Op(
         ),
         Case("layer_norm", lambda x, w, b, k: layer_norm(x, w, b, 1e-3, k), ((5, 7), (7,), (7,)), (1, 2)),
         Case("add_layer_norm", _add_layer_norm, ((13, 33), (13, 33), (33,), (33,)), (2, 3)),
+        Case("add_layer_norm, for two readers", _layer_norm_twice, ((13, 33), (13, 33), (33,), (33,)), (2, 3)),
         Case("rms_norm of 4096", _rms_norm, ((1030, 4096), (4096,)), (1,), large=True),
         Case("add_rms_norm of 4096", _add_rms_norm, ((1030, 4096), (1030, 4096), (4096,)), (2,), large=True),
         Case("add_layer_norm of 1600", _add_layer_norm, ((1030, 1600),) * 2 + ((1600,),) * 2, (2, 3), large=True),

@@ -58,25 +58,26 @@ def _norm_forward(
 @triton.jit
 def _norm_backward(
     dy,
+    dagain,
     x,
     weight,
     mean_in,
     scale_in,
     dtotal,
     dx,
-    dw_parts,
-    db_parts,
+    parts,
     rows,
     D,
     programs,
     ADD: tl.constexpr,
+    TWICE: tl.constexpr,
     CENTER: tl.constexpr,
     WIDE: tl.constexpr,
     BLOCK: tl.constexpr,
     TILE: tl.constexpr,
 ):
-    """Each program handles every `programs`-th tile of TILE rows and keeps its share of the weight's gradient in
-    registers."""
+    """Each program handles every `programs`-th tile of TILE rows and keeps its share of the gradients of weight and
+    bias in registers, until it stores them to parts (programs, 1 or 2, D)."""
     first = tl.program_id(0)
     cols = tl.arange(0, BLOCK)
     inside = cols < D
@@ -90,6 +91,8 @@ def _norm_backward(
         at = row[:, None] * wide_D + cols[None, :]
         mask = there[:, None] & inside[None, :]
         g = tl.load(dy + at, mask=mask, other=0.0).to(WIDE)
+        if TWICE:
+            g += tl.load(dagain + at, mask=mask, other=0.0).to(WIDE)
         n = tl.load(x + at, mask=mask, other=0.0).to(WIDE)
         scale = tl.load(scale_in + row, mask=there, other=0.0)[:, None]
         if CENTER:
@@ -106,9 +109,10 @@ def _norm_backward(
         if ADD:
             d = d + tl.load(dtotal + at, mask=mask, other=0.0).to(WIDE)
         tl.store(dx + at, d.to(dx.dtype.element_ty), mask=mask)
-    tl.store(dw_parts + first * D + cols, tl.sum(dw, 0), mask=inside)
+    parts += first * (1 + CENTER) * D
+    tl.store(parts + cols, tl.sum(dw, 0), mask=inside)
     if CENTER:
-        tl.store(db_parts + first * D + cols, tl.sum(db, 0), mask=inside)
+        tl.store(parts + D + cols, tl.sum(db, 0), mask=inside)
 
 
 def norm_forward(
@@ -159,39 +163,46 @@ def _forward(
 
 
 def norm_backward(
-    dy: Tensor, x: Tensor, weight: Tensor, mean: Tensor, scale: Tensor, dtotal: Tensor | None
+    dy: Tensor,
+    x: Tensor,
+    weight: Tensor,
+    mean: Tensor,
+    scale: Tensor,
+    dtotal: Tensor | None,
+    dagain: Tensor | None = None,
 ) -> tuple[Tensor, Tensor, Tensor]:
     """(dx + dtotal, gradient of the weight, gradient of the bias or an empty tensor), the last two (D,) in the wide
-    dtype."""
+    dtype. dagain: more of dy."""
     dy, x = dy.contiguous(), x.contiguous()
-    dtotal = None if dtotal is None else dtotal.contiguous()
+    dtotal, dagain = (None if d is None else d.contiguous() for d in (dtotal, dagain))
     rows, width = x.shape
     center = mean.numel() > 0
     block = triton.next_power_of_2(width)
     tile = max(1, min(16, 4096 // block))  # narrow rows: several at once, to keep enough bytes in flight
     programs = min(triton.cdiv(rows, tile), num_programs(x, per_processor=2))
     dx = torch.empty_like(x)
-    dw = torch.empty(programs, width, dtype=scale.dtype, device=x.device)
-    db = torch.empty(programs if center else 0, width, dtype=scale.dtype, device=x.device)
+    parts = torch.empty(programs, 1 + center, width, dtype=scale.dtype, device=x.device)
     if rows:
         _norm_backward[(programs,)](
             dy,
+            dagain,
             x,
             weight,
             mean,
             scale,
             dtotal,
             dx,
-            dw,
-            db,
+            parts,
             rows,
             width,
             programs,
             ADD=dtotal is not None,
+            TWICE=dagain is not None,
             CENTER=center,
             WIDE=triton_wide(scale.dtype),
             BLOCK=block,
             TILE=tile,
             num_warps=warps_for(block * tile),
         )
-    return dx, dw.sum(0), db.sum(0)
+    dw, *db = parts.sum(0)  # of both in one kernel: it takes longer to start than to run
+    return dx, dw, db[0] if center else dw.new_empty(0)

@@ -44,16 +44,16 @@ def directions_(
     kernels: Kernels = "auto",
 ) -> None:
     """With g = factor * grad: momentum = decay * momentum + (1 - decay) * g, and what is written `to` (n,), in the
-    dtype of grad, is (1 - decay) * g + decay * momentum, or momentum itself. Where `skip` () is 1, the momentum stays
-    and what is written is of no use."""
+    dtype of grad or a narrower one, is (1 - decay) * g + decay * momentum, or momentum itself. Where `skip` () is 1,
+    the momentum stays and what is written is of no use."""
     DIRECTIONS.choose(kernels, part.grad).directions(part, to, options, factor, skip)
 
 
 def apply_(
     part: MatrixRange, update: Tensor, rates: tuple[float, float], skip: Tensor, kernels: Kernels = "auto"
 ) -> None:
-    """rates: (lr, weight decay). master = (1 - lr * decay) * master - lr * update, out = master, grad = 0; update (n,)
-    is in the dtype of master. Where `skip` () is 1, only the gradients change."""
+    """rates: (lr, weight decay). master = (1 - lr * decay) * master - lr * update, out = master; update (n,) is in
+    the dtype of master or a narrower one. Where `skip` () is 1, nothing changes."""
     DIRECTIONS.choose(kernels, part.grad).apply(part, update, rates, skip)
 
 
@@ -72,7 +72,6 @@ def apply(part: MatrixRange, update: Tensor, rates: tuple[float, float], skip: T
     part.master.copy_(torch.where(skip.bool(), part.master, after))
     if part.out is not None:
         part.out.copy_(part.master)
-    part.grad.zero_()
 
 
 def _case(nesterov: bool) -> Callable[..., Tensor]:

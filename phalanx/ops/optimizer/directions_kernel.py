@@ -34,28 +34,27 @@ def _directions(
     made = after
     if NESTEROV:
         made = grad + DECAY * (after - grad)
-    tl.store(out + i, made, mask=mask)
+    tl.store(out + i, made.to(out.dtype.element_ty), mask=mask)
     tl.store(m + i, after.to(m.dtype.element_ty), mask=mask & (tl.load(skip) == 0))
 
 
 @triton.jit
-def _apply(p, g, u, w, skip, lr, kept, n, COPY: tl.constexpr, WIDE: tl.constexpr, BLOCK: tl.constexpr):
+def _apply(p, u, w, skip, lr, kept, n, COPY: tl.constexpr, WIDE: tl.constexpr, BLOCK: tl.constexpr):
     """lr and kept, which is 1 - lr * decay, are () float64."""
     i = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
     mask = i < n
     if tl.load(skip) == 0:
         x = tl.load(p + i, mask=mask, other=0.0) * tl.load(kept).to(WIDE)
-        x -= tl.load(u + i, mask=mask, other=0.0) * tl.load(lr).to(WIDE)
+        x -= tl.load(u + i, mask=mask, other=0.0).to(WIDE) * tl.load(lr).to(WIDE)
         tl.store(p + i, x, mask=mask)
         if COPY:
             tl.store(w + i, x.to(w.dtype.element_ty), mask=mask)
-    tl.store(g + i, tl.zeros((BLOCK,), WIDE), mask=mask)
 
 
 def directions(part: MatrixRange, to: Tensor, options: MomentumOptions, factor: Tensor, skip: Tensor) -> None:
     """As ops.optimizer.directions.directions."""
     if n := len(to):
-        how = dict(DECAY=options.decay, NESTEROV=options.nesterov, WIDE=triton_wide(to.dtype), BLOCK=BLOCK)
+        how = dict(DECAY=options.decay, NESTEROV=options.nesterov, WIDE=triton_wide(part.grad.dtype), BLOCK=BLOCK)
         _directions[(triton.cdiv(n, BLOCK),)](part.grad, part.momentum, to, factor, skip, n, **how, num_warps=4)
 
 
@@ -65,4 +64,4 @@ def apply(part: MatrixRange, update: Tensor, rates: tuple[float, float], skip: T
         (lr, decay), grad = rates, part.grad
         scalars = (torch.full((), x, dtype=torch.float64, device=grad.device) for x in (lr, 1 - lr * decay))
         how = dict(COPY=part.out is not None, WIDE=triton_wide(grad.dtype), BLOCK=BLOCK, num_warps=4)
-        _apply[(triton.cdiv(n, BLOCK),)](part.master, grad, update, part.out, skip, *scalars, n, **how)
+        _apply[(triton.cdiv(n, BLOCK),)](part.master, update, part.out, skip, *scalars, n, **how)

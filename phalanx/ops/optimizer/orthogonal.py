@@ -34,22 +34,19 @@ def orthogonalized(
     """Matrices (B, rows, columns) with singular values near `scale`. Each polynomial is applied once, in this order.
     narrow: with products of 16 bits, in whose dtype the result is; otherwise in the same one."""
     tall = matrices.shape[-2] > matrices.shape[-1]
-    x = matrices.mT if tall else matrices
-    together = together_of(x.shape[-2], x.shape[-1])
-    if narrow and together == 1:
-        x = x.bfloat16()
-    norm = torch.linalg.vector_norm(x, dim=(-2, -1), keepdim=True).clamp(min=LEAST)
+    short, long = sorted(matrices.shape[-2:])
+    together = together_of(short, long)
     half = narrow and together > 1
+    x = matrices.bfloat16() if narrow and not half else matrices
+    wide = torch.promote_types(x.dtype, torch.float32) if half else x.dtype
+    norm = torch.linalg.vector_norm(x, dim=(-2, -1), keepdim=True, dtype=wide).clamp(min=LEAST)
     x = torch.div(x, norm, out=torch.empty_like(x, dtype=torch.float16) if half else None)
     for first in range(0, len(polynomials), together):
-        gram = symmetric_matmul(x, x, kernels=kernels)
+        flat = x.mT if tall else x  # (B, short, long), however it lies in memory: nothing is transposed
+        gram = symmetric_matmul(flat, flat, kernels=kernels)
         added, product = _factors(gram, polynomials[first : first + together], kernels)
-        if first + together < len(polynomials):
-            x = torch.baddbmm(x, product, x, beta=added)
-        elif tall:  # the product is symmetric: the result is computed as it is wanted, without a transposition
-            x = torch.baddbmm(x.mT, x.mT, product, beta=added * scale, alpha=scale)
-        else:
-            x = torch.baddbmm(x, product, x, beta=added * scale, alpha=scale)
+        by = scale if first + together >= len(polynomials) else 1.0
+        x = torch.baddbmm(x, *((x, product) if tall else (product, x)), beta=added * by, alpha=by)
     return x
 
 

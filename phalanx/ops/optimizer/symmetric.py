@@ -12,15 +12,18 @@ from phalanx.ops.op import Case, Kernels, Op, triton
 @dataclass(frozen=True)
 class SymmetricTiles:
     """How the Triton kernel is cut: the result into tiles of (side, side), the sum into steps of `k`; stages of its
-    pipeline, warps of a program."""
+    pipeline, warps of a program. tall: stages where tiles are twice as tall, as those of products are to which nothing
+    is added (an H200 has others faster in low ones); 0: there are no such tiles."""
 
     side: int
     k: int
     stages: int
     warps: int
+    tall: int = 0
 
 
 TILES = (
+    SymmetricTiles(128, 64, 3, 8, 4),
     SymmetricTiles(128, 64, 3, 8),
     SymmetricTiles(128, 32, 4, 8),
     SymmetricTiles(64, 64, 3, 4),
@@ -34,7 +37,8 @@ def symmetric_matmul(
     a: Tensor, b: Tensor, c: Tensor | None = None, alpha: float = 1.0, beta: float = 1.0, kernels: Kernels = "auto"
 ) -> Tensor:
     """alpha a b^T + beta c, (B, M, M), for a and b (B, M, K) and symmetric c (B, M, M), where a b^T is symmetric: b is
-    a, or both are polynomials of one symmetric matrix. Sums are in fp32 or wider; the result is in a's dtype."""
+    a, or both are polynomials of one symmetric matrix. Sums are in fp32 or wider; the result is in a's dtype. Of a
+    and b either K or M may be what is contiguous."""
     return SYMMETRIC.choose(kernels, a).matmul(a, b, c, alpha, beta)  # type: ignore[no-any-return]
 
 
@@ -57,6 +61,11 @@ def _square(a: Tensor, kernels: Kernels) -> Tensor:
     return symmetric_matmul(a, a, a, -4.775, 3.4445, kernels)
 
 
+def _gram_of_columns(a: Tensor, kernels: Kernels) -> Tensor:
+    return _gram(a.mT, kernels)
+
+
+NARROW = (torch.bfloat16,)
 WIDE = (torch.float16, torch.float32, torch.float64)  # interpreted, tl.dot multiplies bf16 as integers
 SYMMETRIC = Op(
     "symmetric",
@@ -74,7 +83,16 @@ SYMMETRIC = Op(
     cases=(
         Case("gram matrix", _gram, ((2, 70, 136),), dtypes=WIDE),
         Case("square of a symmetric matrix", _square, ((1, 144, 144),), dtypes=WIDE),
+        Case("gram matrix of columns", _gram_of_columns, ((2, 136, 328),), dtypes=WIDE),
+        Case("gram matrices of columns, odd sizes", _gram_of_columns, ((2, 51, 37),), dtypes=WIDE),
         Case("gram matrices, odd sizes", _gram, ((3, 37, 51),), dtypes=WIDE),
         Case("gram matrix of a model", _gram, ((2, 4096, 11008),), dtypes=(torch.bfloat16,), large=True),
+        Case(
+            "gram matrix of a model's columns",
+            _gram_of_columns,
+            ((2, 11008, 4096),),
+            dtypes=(torch.bfloat16,),
+            large=True,
+        ),
     ),
 )
