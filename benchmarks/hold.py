@@ -20,6 +20,7 @@ import signal
 import subprocess
 import tempfile
 import time
+from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -29,6 +30,7 @@ from runs import rows_of
 
 ROOT = Path(__file__).parent.parent
 TAIL = 3000  # characters of what a row printed
+MARK = "PHALANX_HELD"
 
 
 @dataclass(frozen=True)
@@ -46,6 +48,7 @@ class Running:
     gpus: list[int]
     process: subprocess.Popen[bytes]
     folder: Path
+    mark: str
     began: float = field(default_factory=time.monotonic)
 
     @property
@@ -53,11 +56,11 @@ class Running:
         return time.monotonic() - self.began
 
     def kill(self) -> None:
-        """With all that it started."""
-        try:
-            os.killpg(self.process.pid, signal.SIGKILL)
-        except ProcessLookupError:
-            pass
+        """With all that it started, in sessions of their own too: they know the row by a variable of their
+        environment."""
+        for pid in named(f"{MARK}={self.mark}"):
+            with suppress(ProcessLookupError):
+                os.kill(pid, signal.SIGKILL)
         self.process.wait()
 
 
@@ -72,14 +75,25 @@ def rows_in(path: Path, only: str | None) -> list[Row]:
     return [rows[name] for name in names]
 
 
+def named(variable: str) -> list[int]:
+    """The processes that were started with NAME=VALUE in their environment."""
+    found = []
+    for path in Path("/proc").glob("[0-9]*/environ"):
+        with suppress(OSError):  # it has ended, or is another user's
+            if variable.encode() in path.read_bytes().split(b"\0"):
+                found.append(int(path.parent.name))
+    return found
+
+
 def begin(row: Row, gpus: list[int], folder: Path) -> Running:
-    environment = {**os.environ, "CUDA_VISIBLE_DEVICES": ",".join(map(str, gpus)), "PYTHONUNBUFFERED": "1"}
+    mark = f"{os.getpid()}-{row.name}"
+    environment = {**os.environ, "CUDA_VISIBLE_DEVICES": ",".join(map(str, gpus)), "PYTHONUNBUFFERED": "1", MARK: mark}
     command = row.run.replace("{json}", str(folder / f"{row.name}.json"))
     with open(folder / f"{row.name}.log", "wb") as log:
         process = subprocess.Popen(
             ["bash", "-c", command], cwd=ROOT, env=environment, stdout=log, stderr=log, start_new_session=True
         )
-    return Running(row, gpus, process, folder)
+    return Running(row, gpus, process, folder, mark)
 
 
 def figures_in(path: Path) -> Any:

@@ -108,8 +108,8 @@ class RankUse:
     live     the largest number of (stage, micro-batch) activations at once
     numel    elements of its buckets, including padding
     host     the largest number of bytes of offloaded activations
-    pools    bytes beyond `memory` if CUDA graphs are used with several micro-batches in flight, each with its own
-             memory pool
+    pools    bytes beyond `memory` if CUDA graphs are used: each micro-batch in flight has a memory pool of its own, and
+             backward one, so that what forward has worked with is not there for backward
     pending  the largest number of bytes of activations that are kept for weight gradients which wait
     """
 
@@ -417,7 +417,9 @@ def _rank_use(
             for s in plan.stages_of(pp)
         }
         of_heads = max(blocks[b].bytes.working for b in plan.stages[-1])
-        pools = max(0, pool_bytes(plan, trace.live[pp], kept, of_heads) - activations)
+        head = plan.stages[-1][-1]  # works in forward alone
+        of_layers = max((blocks[b].bytes.working for s in kept for b in plan.stages[s] if b != head), default=0)
+        pools = max(0, pool_bytes(plan, trace.live[pp], kept, of_heads) - activations) + of_layers
     pending = most_pending(program.lists[pp], split)
     return RankUse(memory, passing, sent, trace.peak_live[pp], sum(b.numel for b in buckets), away, pools, pending)
 

@@ -67,12 +67,14 @@ def test_what_cannot_run_is_left_out_by_name(tmp_path):
     assert list(held(tmp_path, rows, "--only", "last,fails", gpus=1)[1]) == ["last", "fails"]
 
 
-@pytest.mark.parametrize("child", ["", "& wait"])
+@pytest.mark.parametrize("child", ["", "& wait", "setsid"])
 def test_a_row_ends_at_its_limit_with_all_that_it_started(tmp_path, child):
     """What it started holds a pipe open while it lives."""
     os.mkfifo(tmp_path / "pipe")
     held_open = os.open(tmp_path / "pipe", os.O_RDONLY | os.O_NONBLOCK)
-    run = f"sleep 1000 > {tmp_path}/pipe {child}"
+    run = (
+        f"sleep 1000 > {tmp_path}/pipe {child}" if child != "setsid" else f"setsid sleep 1000 > {tmp_path}/pipe & wait"
+    )
     _, found = held(tmp_path, {"slow": {"limit": 1, "run": run}, "next": {"gpus": 2, "run": "true"}})
     assert [found[name]["state"] for name in ("slow", "next")] == ["stopped at its limit", "ok"]
     assert found["slow"]["seconds"] < 100

@@ -160,10 +160,11 @@ def test_what_a_config_insists_on_is_refused_on_all_ranks(layout, use, field):
     decide(plan, [opened(GPU, **{use: ON})] * 8)
 
 
-def test_graphs_by_the_smallest_gpu():
-    """With stages, pools have to fit on the smallest GPU of all; one rank without a GPU ends graphs on all."""
+@pytest.mark.parametrize("pp", [1, 2])
+def test_graphs_by_the_smallest_gpu(pp):
+    """Pools have to fit on the smallest GPU of all; one rank without a GPU ends graphs on all."""
     run = base_run("llama")
-    plan = make_plan(replace(run, layout=LayoutConfig(pp=2)), 4)
+    plan = make_plan(replace(run, layout=LayoutConfig(pp=pp)), 4)
     uses, _ = rank_uses(plan, plan.num_micro_batches(run.train.global_batch))
     need = int((max(use.total + use.pools for use in uses) + OVERHEAD) / ROOM_FOR_POOLS)
     large, small = replace(GPU, memory=need + 2), replace(GPU, memory=need - 2)
