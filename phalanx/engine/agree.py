@@ -269,11 +269,11 @@ def differences(everyone: Sequence[LocalFacts]) -> list[str]:
 
 
 def why_no_graphs(plan: Plan, everyone: Sequence[LocalFacts]) -> str:
-    """Why blocks are not replayed as CUDA graphs; "": they are. Forward and backward need memory pools of their own, and
-    so does each micro-batch in flight of several pipeline stages: only if asked for, or if there is room. If weights or
-    gradients are fetched and freed, only if asked for, and then in fixed slots; the same if experts cannot be captured,
-    or if the model reads images, and then without what has their rows. Never if activations are offloaded, backward is
-    split (config.check) or the model reads sound (config.units_check)."""
+    """Why blocks are not replayed as CUDA graphs; "": they are. Forward and backward need memory pools of their
+    own, and so does each micro-batch in flight of several pipeline stages: only if asked for, or if there is room.
+    If weights or gradients are fetched and freed, only if asked for, and then in fixed slots; the same if experts
+    cannot be captured, or if the model reads images, and then without what has their rows. Never if activations are
+    offloaded, backward is split (config.check) or the model reads sound (config.units_check)."""
     wanted = plan.run.train.cuda_graphs
     if not all(facts.on_gpu for facts in everyone):
         return NO_GRAPHS_GPU
