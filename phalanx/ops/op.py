@@ -28,7 +28,8 @@ of a kernel from an optional package `optional` alone, since with `auto` the mac
 
 On a GPU a Triton implementation is used only after it gave the reference's outputs and gradients there, in the op's
 small cases (phalanx.ops.proof). One with several tunings is a class that is made with one of them: the first that
-passes. If none does, the next implementation runs, in the end the reference.
+passes. If none does, the next implementation runs, in the end the reference. Kernels whose machine code would end the
+process are refused at their launch (phalanx.ops.machine_code).
 """
 
 from __future__ import annotations
@@ -36,6 +37,7 @@ from __future__ import annotations
 import importlib
 import importlib.metadata
 import os
+import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
@@ -53,7 +55,7 @@ from torch import Tensor
 from phalanx.base.dataclass import dataclass
 from phalanx.base.errors import PhalanxError
 from phalanx.base.registry import find, names, register, registered
-from phalanx.ops import proof
+from phalanx.ops import machine_code, proof
 
 Kernels = Literal["auto", "plain", "triton", "optional", "invariant"]
 """What a caller asks for: a value of train.kernels, or, in a run with train.batch_invariant, `invariant`."""
@@ -330,6 +332,8 @@ def loaded(op: Op, source: str) -> Any:
     lacking = [name for name in op.members if not hasattr(found, name)]
     if lacking:
         raise BadImplementation(f"op {op.name}: {source} has no {', no '.join(lacking)}; {op.definition} has them")
+    if sys.modules.get("triton") is not None:  # imported by what was loaded, or before
+        machine_code.watch()
     return found
 
 

@@ -2,7 +2,7 @@
 
 `python -m tests.harness.compile_kernels [layouts|whole [PART PARTS]]` prints a line for each (of a part). None may have
 a matmul whose left operand is another one's result, transposed in registers: on Hopper, Triton from 3.4 to 3.7.0 gives
-wrong ones (fla-org/flash-linear-attention#640).
+wrong ones (fla-org/flash-linear-attention#640). Nor may one read wild addresses (phalanx.ops.machine_code; `whole`).
 """
 
 from __future__ import annotations
@@ -55,6 +55,7 @@ from phalanx.ops.dense.rope import RopeGrad
 from phalanx.ops.experts import grouped_kernel, permute_kernel, push_kernel, route_kernel
 from phalanx.ops.experts.permute import Gathered
 from phalanx.ops.experts.rows import ExpertRows
+from phalanx.ops.machine_code import wrong_in
 from phalanx.ops.optimizer import (
     adamw_kernel,
     blockwise_kernel,
@@ -858,12 +859,14 @@ if __name__ == "__main__":
     for kernel, signature, constants, *options in chosen(which, *(parts or ("0", "1"))):
         types = {**signature, **dict.fromkeys(constants, "constexpr")}
         source = ASTSource(kernel, types, constants, aligned(kernel.arg_names, types))
+        wild = ""
         if which == "layouts":
             ttgir, size = with_layouts(source, dict(*options)), ""
         else:
             made = triton.compile(source, target=TARGET, options=dict(*options))
             ttgir, size = made.asm["ttgir"], f", {len(made.asm['cubin'])} bytes"
-        wrong = crossed(ttgir)
+            wild = wrong_in(made.metadata_group)
+        wrong = crossed(ttgir) or wild
         if wrong:
             sys.exit(f"{kernel.fn.__name__} has a matmul that some versions of Triton miscompile: {wrong[:300]}")
         print(f"{kernel.fn.__name__}: sm_90{size}")

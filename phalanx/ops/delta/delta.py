@@ -72,8 +72,10 @@ TILES = (
     DeltaTiles(32, 32, 4, 1, 64, 64, 8, 1),
     DeltaTiles(16, 16, 4, 1, 64, 16, 8, 1),
 )
-"""Those with which the Triton kernels are tried on a GPU, in this order. None has gradients of 32 features at a time:
-in bf16, with Triton 3.6, that kernel reads addresses on an H200 which are not its own, and ends the process."""
+"""Those with which the Triton kernels are tried on a GPU, in this order. Gradients of fewer than 64 features at a time
+take four warps (delta_kernel.DeltaChunks.warps): with eight, ptxas 12.8 (Triton 3.6) runs out of uniform registers and
+takes the stack pointer for the address of a tile in shared memory, which ended processes on an H200
+(phalanx.ops.machine_code)."""
 
 
 class DeltaInputs(NamedTuple):
