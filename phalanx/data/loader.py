@@ -281,7 +281,9 @@ class Loader:
                 beside[room.stream.name] = shared_unit_batch(shared, room.stream, part)
         labels = batch.labels.view(len(samples), -1).numpy()
         rows: dict[str, Any] = {name: self._rows_of(samples, name) for name in BY_TOKEN}
-        return replace(batch, beside=beside, **rows, **self._scored(places, labels))
+        few = 0 if self.transform is None else self.transform.label_rows(labels.size)
+        few = 0 if np.count_nonzero(labels != IGNORE) > few else few
+        return replace(batch, beside=beside, label_rows=few, **rows, **self._scored(places, labels))
 
     def _units(self, samples: Sequence[Sample], room: UnitRoom) -> list[Units]:
         """What samples have in a stream of units; those that have none make no rows."""

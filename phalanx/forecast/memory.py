@@ -285,7 +285,9 @@ def _batch(plan: Plan) -> Batch:
     seed, late, grid = torch.empty((), device="meta"), not plan.loss_seed, plan.grid
     streams = {name: _stream(plan, name, length) for name, length in plan.lengths.items()}
     streams |= {r.stream.name: meta_units(r.stream, plan.run.train.micro_batch * r.capacity) for r in plan.units}
-    batch = replace(streams.pop(TEXT), loss_seed=seed, late=late, beside=streams)
+    text = streams.pop(TEXT)
+    few = plan.objective.label_rows(text.all_tokens)
+    batch = replace(text, loss_seed=seed, late=late, beside=streams, label_rows=few)
     if isinstance(plan.objective, EmbeddingObjective):
         batch = with_texts(plan, batch)
     parts = [

@@ -24,11 +24,13 @@ from phalanx.nn.linear import ReplicatedLinear
 from phalanx.nn.mlp import FusedGeGLU, FusedGeGLUSpec, GeluMLP
 from phalanx.nn.module import Block, OutputRows
 from phalanx.nn.norm import LayerNorm
+from phalanx.nn.objective import Objective, TokenObjective, cross_entropy
 from phalanx.nn.parameter import Parameter
 from phalanx.nn.pooled_head import TextStates
 from phalanx.ops.attention.kind import AttentionKind
 from phalanx.ops.dense.activation import gelu
 from phalanx.ops.dense.embedding import learned_positions
+from phalanx.ops.dense.labelled_rows import labelled_rows
 from phalanx.ops.dense.rope_scaling import Rotation
 from phalanx.ops.dense.rows import ROWS, lookup
 from phalanx.sequence.batch import Batch
@@ -96,8 +98,8 @@ class BertLayer(Dropping):
 
     def forward(self, x: Tensor, batch: Batch) -> Tensor:
         delta = self.drop(self.attention(x, batch), batch, self.p, self.layer, 2)
-        x, again = self.norm1.add_twice(x, delta)
-        _, x = self.norm2.add(again, self.drop(self.mlp(x), batch, self.p, self.layer, 3))
+        x, residual = self.norm1.add_twice(x, delta)
+        _, x = self.norm2.add(residual, self.drop(self.mlp(x), batch, self.p, self.layer, 3))
         return x
 
 
@@ -202,6 +204,7 @@ class EncoderHead(Dropping):
         init = Normal(s.std)
         self.dense = None if s.dense is None else ReplicatedLinear(env, rows, width, init, s.dense_bias)
         self.norm = nn.Identity() if s.norm is None else LayerNorm(env, s.norm, width, s.eps, s.norm_bias)
+        self.over_classes = bool(s.classes)
         if s.classes:
             std = s.std if s.matrix_std is None else s.matrix_std
             self.head = Head(env, matrix, len(s.classes), width, std, bias=s.bias)
@@ -211,7 +214,21 @@ class EncoderHead(Dropping):
             self.head = Head(env, matrix, config.vocab_size, width, std, env.tied(), **shared)
 
     def forward(self, x: Tensor, batch: Batch) -> Tensor:
+        if batch.label_rows and self.reads_labelled:
+            x, labels = labelled_rows(x, batch.labels, batch.label_rows)
+            batch = batch.with_loss(labels, batch.loss_seed)
         return self.head.loss(self.drop(self.transformed(x), batch, self.p, self.layer, 1), batch)
+
+    @property
+    def reads_labelled(self) -> bool:
+        """Whether it reads the tokens with a label alone, where they are few: each by itself, on one rank, by an
+        objective that asks nothing else of a token."""
+        objective, alone = self.env.objective, self.env.tp.size == self.env.axes.cp.size == 1
+        if not isinstance(objective, TokenObjective) or not alone or self.over_classes or self.p:
+            return False
+        kind = type(objective)
+        asks = kind.weights is not Objective.weights or kind.targets is not TokenObjective.targets
+        return kind.token_loss is cross_entropy and not asks
 
     def transformed(self, x: Tensor) -> Tensor:
         """What the matrix reads (T / tp, D)."""
@@ -228,7 +245,11 @@ class EncoderHead(Dropping):
         return self.head.log_probs(self.transformed(x), batch, top)
 
     def flops(self, seq_length: int) -> float:
-        return super().flops(seq_length) + (0.0 if self.dense is None else 2.0 * self.dense.weight.numel())
+        of_rows = super().flops(seq_length) + (0.0 if self.dense is None else 2.0 * self.dense.weight.numel())
+        return of_rows * (self.env.objective.label_share if self.reads_labelled else 1.0)
+
+    def loss_flops(self, seq_length: int) -> float:
+        return super().loss_flops(seq_length) * (self.env.objective.label_share if self.reads_labelled else 1.0)
 
 
 class PairHead(EncoderHead):

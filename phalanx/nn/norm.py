@@ -79,6 +79,6 @@ class LayerNorm(Module):
         """The norm of x + delta for each of its two readers, where each sub-layer's output is normalized with what it
         is added to: the next sub-layer, and the sum after it."""
         kernels = self.env.kernels_for(NORM)
-        total, normed, again = add_layer_norm_twice(x, delta, self.weight, self._shift(), self.eps, kernels)
+        total, normed, residual = add_layer_norm_twice(x, delta, self.weight, self._shift(), self.eps, kernels)
         self.env.recompute.output("norm", normed, self.forward, total)
-        return normed, again
+        return normed, residual

@@ -115,6 +115,15 @@ class Objective(ABC):
         """Streams of tokens that batches carry beside the text (Batch.beside), by name: tokens in a sequence."""
         return {}
 
+    def label_rows(self, tokens: int) -> int:
+        """As SampleTransform.label_rows of its samples."""
+        return 0
+
+    @property
+    def label_share(self) -> float:
+        """The share of tokens that have a label, where label_rows bounds it."""
+        return 1.0
+
     @property
     def makes_pairs(self) -> bool:
         """Whether documents become pairs of texts, each with a class (Batch.pair_labels), which the model's head says

@@ -75,10 +75,12 @@ class SlotRooms:
     def __init__(self) -> None:
         self._bounds: dict[str, tuple[int, int]] = {}
         self._seen: dict[str, tuple[int, int]] = {}
+        self._few_labels = False
         self._count = self._beyond = 0
 
     def see(self, batches: Sequence[Batch]) -> None:
         """The micro-batches of another step."""
+        self._few_labels |= any(batch.label_rows for batch in batches)
         for name, batch in chain.from_iterable(map(_with_documents, batches)):
             most, longest = self._seen.get(name, (0, 0))
             self._seen[name] = max(most, batch.room_for_documents), max(longest, batch.longest)
@@ -101,7 +103,9 @@ class SlotRooms:
         return max(most, usual_documents(batch.all_tokens)), min(2 << (longest - 1).bit_length(), batch.seq_length)
 
     def fits(self, batch: Batch) -> bool:
-        """Whether a slot has room for the documents of this batch."""
+        """Whether a slot has room for the documents of this batch, and for its labels where slots have few."""
+        if self._few_labels and not batch.label_rows:
+            return False
         inside = [(*self.of(name, each), each) for name, each in _with_documents(batch)]
         return all(each.room_for_documents <= most and each.longest <= longest for most, longest, each in inside)
 

@@ -142,6 +142,8 @@ class Batch:
     most_documents  an upper bound on the number of documents in the whole sequences, where they are counted; 0: as many
                     as tokens
     longest_document  an upper bound on the tokens of a document, where it is known; 0: a sequence's
+    label_rows  an upper bound on the tokens of the whole micro-batch that have a label, where the task labels few (the
+                same for all micro-batches of as many tokens); 0: there is none, or this micro-batch has more
     part        which positions of each sequence this shard holds
     whole       (4 to 7, num_sequences * seq_length) int64 the same rows for whole sequences, in the order of ROWS; None
                 if these are whole
@@ -184,6 +186,7 @@ class Batch:
     late: bool = False
     most_documents: int = 0
     longest_document: int = 0
+    label_rows: int = 0
     part: SequenceShard = WHOLE
     whole: Tensor | None = None
     real: Tensor | None = None
@@ -264,7 +267,7 @@ class Batch:
     def with_loss(self, labels: Tensor, seed: Tensor | None) -> Batch:
         """The same tokens with other labels (T,) and another gradient of their summed loss; derived values are not
         shared."""
-        return replace(self, labels=labels, loss_seed=seed, _made={})
+        return replace(self, labels=labels, loss_seed=seed, label_rows=0, _made={})
 
     @property
     def labelled(self) -> Tensor:

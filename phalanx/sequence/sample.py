@@ -217,6 +217,11 @@ class SampleTransform(ABC):
         """The text of a sample that it finds no room for. None: it has room for all, whatever the sample."""
         return None
 
+    def label_rows(self, tokens: int) -> int:
+        """Of so many tokens of samples, a bound on those with a label that samples hardly ever exceed; 0: any token may
+        have one."""
+        return 0
+
     @abstractmethod
     def __call__(self, sample: Sample) -> Sample:
         """The sample with its inputs as tokens, and their labels. It has train.seq_length tokens."""

@@ -106,7 +106,7 @@ def kernels() -> list[tuple]:
         found.append((norm_kernel._norm_forward, pointers, dict(ADD=True, CENTER=center, WRITE=True, **norms)))
         pointers = dict(
             dy=BF,
-            dagain=BF,
+            dsecond=BF,
             x=BF,
             weight=BF,
             mean_in="*fp32",

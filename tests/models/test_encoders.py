@@ -26,6 +26,7 @@ from phalanx.config.run import Run, TrainConfig
 from phalanx.engine.build import build
 from phalanx.forecast.decide import make_plan
 from phalanx.layout.config import LayoutConfig
+from phalanx.models.encoder import EncoderHead
 from phalanx.models.model_config import ModelConfig
 from phalanx.models.registry import family_of
 from phalanx.sequence.batch import IGNORE, Batch
@@ -189,6 +190,37 @@ def test_equal_to_hugging_face(ranks, case, layout):
         floor = 1e-5 * largest  # the bias of keys moves all scores of a query alike: its gradient is rounding alone
         off, bound = np.abs(grads[name] - expected).max(), 1e-10 * max(np.abs(expected).max(), floor)
         assert off <= bound, f"gradient of {name} is off by {off:.3g} (bound {bound:.3g})"
+
+
+FEW = {name: LAYOUTS[name] for name in ("one rank", "tp2", "pp2", "cp2")}
+
+
+@pytest.mark.parametrize("case", ["bert", "bert: pairs of texts", "modernbert"])
+@pytest.mark.parametrize("layout", FEW)
+def test_a_head_that_reads_labelled_tokens_alone(ranks, monkeypatch, case, layout):
+    """Where few tokens have a label the loss and all gradients are those of a head that reads all of them, with rooms
+    for as many labels as there are and for more. Ranks of tp and cp read all."""
+    config, weights, read = CASES[case], hugging_face(case)["weights"], list[int]()
+    reads = EncoderHead.transformed
+    monkeypatch.setattr(EncoderHead, "transformed", lambda self, x: read.append(len(x)) or reads(self, x))
+    all_of = batches_of(config)
+    few = [replace(b, labels=torch.where(b.positions % 3 == 1, b.labels, IGNORE)) for b in all_of]
+    most = max(int(b.labelled.sum()) for b in few)
+    expected = run_model(0, 1, run_of(config), weights, few)
+    for rows in (most, most + 4):
+        read.clear()
+        batches, world = [replace(b, label_rows=rows) for b in few], math.prod(FEW[layout].values())
+        arguments = (run_of(config, **FEW[layout]), weights, batches)
+        if world == 1:
+            results = [run_model(0, 1, *arguments)]
+            assert read[: len(few)] == [rows] * len(few)
+        else:
+            results = ranks.run("tests.models.test_models:run_model", world, *arguments)
+        assert all(result["loss"] == pytest.approx(expected["loss"], rel=1e-12) for result in results)
+        found, truth = assemble([r["grads"] for r in results]), assemble([expected["grads"]])
+        largest = max(np.abs(g).max() for g in truth.values())
+        assert found.keys() == truth.keys()
+        assert all(np.abs(found[name] - g).max() <= 1e-12 * largest for name, g in truth.items())
 
 
 @pytest.mark.parametrize("case", CASES)

@@ -506,6 +506,14 @@ def test_slots_are_made_anew_when_too_many_documents_do_not_fit():
     assert found[ENOUGH // 2 - 1] == [(3, 16)] and found[ENOUGH // 2] == [] and found[-1] == [(12, 64)]
 
 
+def test_a_batch_with_more_labels_than_its_head_has_rows_for_is_not_captured():
+    """Where tasks label few tokens, slots have few rows for them; elsewhere no batch has such a bound."""
+    few, many = (replace(of_documents(3, 5), label_rows=rows) for rows in (32, 0))
+    assert slots_after([[few], [many], [few], [many]])[1:] == [[], [(3, 16)], [(3, 16)]]
+    assert slots_after([[few, many], [many]])[1:] == [[]]
+    assert slots_after([[many], [many]])[1:] == [[(3, 16)]]
+
+
 def test_a_slot_takes_the_gradients_of_fewer_texts():
     batch = replace(of_documents(5, 9), text_gradients=torch.ones(5, 3), text_sums=torch.ones(2))
     slot = batch.roomier(9, 9).map(torch.clone)

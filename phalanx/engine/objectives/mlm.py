@@ -3,6 +3,7 @@ et al., "BERT", 2018)."""
 
 from __future__ import annotations
 
+import math
 from dataclasses import replace
 from typing import Any, Literal
 
@@ -24,6 +25,7 @@ from phalanx.nn.objective import TokenObjective, cross_entropy, objective
 from phalanx.sequence.sample import IGNORE, Sample, SampleFacts, SampleTransform, Vocabulary
 
 NAME = "task.name=mlm"
+DEVIATIONS, ROWS, MOST = 12.0, 128, 0.75  # of room_for_hidden
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -58,6 +60,13 @@ class MLM(TokenObjective):
     def makes_pairs(self) -> bool:
         return self.config.pairs is not None
 
+    def label_rows(self, tokens: int) -> int:
+        return room_for_hidden(tokens, self.config.rate)
+
+    @property
+    def label_share(self) -> float:
+        return float(self.config.rate)
+
     def transform(self, facts: SampleFacts) -> SampleTransform:
         vocabulary, c = facts.vocabulary, self.config
         mask = vocabulary.role("mask", NAME)
@@ -65,6 +74,15 @@ class MLM(TokenObjective):
             vocabulary.word_starts(np.zeros(0, np.int64))  # refused now if pieces do not say where words begin
         masking = Masking(vocabulary, mask, facts.seed, c.rate, c.replace == "mixed", c.whole_words)
         return masking if c.pairs is None else PairedMasking(pairs_of(facts, c.pairs), masking)
+
+
+def room_for_hidden(tokens: int, rate: float) -> int:
+    """Rows for the hidden ones of so many tokens: twelve standard deviations more than there are on average, if each
+    were drawn by itself (words are drawn whole: their pieces deviate about twice as far together), in multiples of
+    ROWS; 0 where that is most of them."""
+    mean = rate * tokens
+    rows = ROWS * math.ceil((mean + DEVIATIONS * math.sqrt(mean * (1 - rate))) / ROWS)
+    return rows if rows <= MOST * tokens else 0
 
 
 def pairs_of(facts: SampleFacts, kind: PairKind) -> SentencePairs:
@@ -91,6 +109,9 @@ class Masking(SampleTransform):
     rate: float
     some_stay: bool
     whole_words: bool
+
+    def label_rows(self, tokens: int) -> int:
+        return room_for_hidden(tokens, self.rate)
 
     def __call__(self, sample: Sample) -> Sample:
         tokens = np.array(sample.tokens, np.int64)

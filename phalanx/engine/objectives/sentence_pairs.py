@@ -145,6 +145,9 @@ class PairedMasking(SampleTransform):
     def lost(self, sample: Sample) -> LostText:
         return self.pairs.lost(sample)
 
+    def label_rows(self, tokens: int) -> int:
+        return self.masking.label_rows(tokens)
+
     def __call__(self, sample: Sample) -> Sample:
         made = self.masking(self.pairs(sample))
         weights, hidden = np.zeros(len(made.tokens), np.int64), made.labels != IGNORE

@@ -7,6 +7,7 @@ quantizes it to FP8, the norm is not written to memory (ops.lazy_tensor).
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -76,17 +77,11 @@ def _norm_of(x: Tensor, weight: Tensor, bias: Tensor | None, eps: float) -> tupl
 
 
 def norm_backward(
-    dy: Tensor,
-    x: Tensor,
-    weight: Tensor,
-    mean: Tensor,
-    scale: Tensor,
-    dtotal: Tensor | None,
-    dagain: Tensor | None = None,
+    dys: Sequence[Tensor], x: Tensor, weight: Tensor, mean: Tensor, scale: Tensor, dtotal: Tensor | None
 ) -> tuple[Tensor, Tensor, Tensor]:
     """With n the normalized x, s its scale, g = dy * w: dx = s * (g - n * mean(g * n)), less s * mean(g) for LayerNorm;
-    dw = sum(dy * n), db = sum(dy). dagain: more of dy, from the second output."""
-    dy = dy if dagain is None else dy + dagain
+    dw = sum(dy * n), db = sum(dy). dys: one or two gradients, whose sum is dy."""
+    dy = dys[0] if len(dys) == 1 else dys[0] + dys[1]
     if len(parts := _rows(x)) <= 1:
         return _norm_grads(dy, x, weight, mean, scale, dtotal)
     dx, dw, db = torch.empty_like(x), *(_widen(x[0]).new_zeros(x.shape[-1]) for _ in range(2))
@@ -159,14 +154,13 @@ class _Norm(Function):
         ctx: Any,
         dtotal: Tensor | None,
         dy: Tensor | None,
-        dagain: Tensor | None = None,  # type: ignore[override]
+        dsecond: Tensor | None = None,  # type: ignore[override]
     ) -> tuple[Tensor | None, ...]:
-        if dy is None:
-            dy, dagain = dagain, None
-        if dy is None:  # nobody used the norm
+        dys = [d for d in (dy, dsecond) if d is not None]
+        if not dys:  # nobody used the norm
             return dtotal, dtotal if ctx.added else None, None, None, None, None, None, None
         (x, mean, scale), weight, bias = ctx.saved_tensors, ctx.weight, ctx.bias
-        dx, dw, db = ctx.by.norm_backward(dy, x, weight, mean, scale, dtotal, dagain)
+        dx, dw, db = ctx.by.norm_backward(dys, x, weight, mean, scale, dtotal)
         need_w, need_b = ctx.needs_input_grad[2:4]
         dw_out = add_grad(weight, dw) if need_w else None
         db_out = add_grad(bias, db) if need_b else None

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -58,7 +59,7 @@ def _norm_forward(
 @triton.jit
 def _norm_backward(
     dy,
-    dagain,
+    dsecond,
     x,
     weight,
     mean_in,
@@ -92,7 +93,7 @@ def _norm_backward(
         mask = there[:, None] & inside[None, :]
         g = tl.load(dy + at, mask=mask, other=0.0).to(WIDE)
         if TWICE:
-            g += tl.load(dagain + at, mask=mask, other=0.0).to(WIDE)
+            g += tl.load(dsecond + at, mask=mask, other=0.0).to(WIDE)
         n = tl.load(x + at, mask=mask, other=0.0).to(WIDE)
         scale = tl.load(scale_in + row, mask=there, other=0.0)[:, None]
         if CENTER:
@@ -163,18 +164,12 @@ def _forward(
 
 
 def norm_backward(
-    dy: Tensor,
-    x: Tensor,
-    weight: Tensor,
-    mean: Tensor,
-    scale: Tensor,
-    dtotal: Tensor | None,
-    dagain: Tensor | None = None,
+    dys: Sequence[Tensor], x: Tensor, weight: Tensor, mean: Tensor, scale: Tensor, dtotal: Tensor | None
 ) -> tuple[Tensor, Tensor, Tensor]:
     """(dx + dtotal, gradient of the weight, gradient of the bias or an empty tensor), the last two (D,) in the wide
-    dtype. dagain: more of dy."""
-    dy, x = dy.contiguous(), x.contiguous()
-    dtotal, dagain = (None if d is None else d.contiguous() for d in (dtotal, dagain))
+    dtype. dys: one or two gradients of the norm."""
+    dy, *dsecond = (d.contiguous() for d in dys)
+    x, dtotal = x.contiguous(), None if dtotal is None else dtotal.contiguous()
     rows, width = x.shape
     center = mean.numel() > 0
     block = triton.next_power_of_2(width)
@@ -185,7 +180,7 @@ def norm_backward(
     if rows:
         _norm_backward[(programs,)](
             dy,
-            dagain,
+            dsecond[0] if dsecond else None,
             x,
             weight,
             mean,
@@ -197,7 +192,7 @@ def norm_backward(
             width,
             programs,
             ADD=dtotal is not None,
-            TWICE=dagain is not None,
+            TWICE=bool(dsecond),
             CENTER=center,
             WIDE=triton_wide(scale.dtype),
             BLOCK=block,

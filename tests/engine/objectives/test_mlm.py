@@ -219,6 +219,24 @@ def test_the_same_samples_at_any_data_parallel_size_and_after_resume(tmp_path, w
     assert loader_of(again).batch([16]).labels.tolist() != found[0][16][1]
 
 
+@pytest.mark.parametrize("rate", [0.15, 0.3])
+def test_the_room_for_hidden_tokens(tmp_path, wordpiece, rate):
+    """It is known to the model's forecast and the same for all micro-batches; none of a thousand draws exceeds it, also
+    of whole words. A micro-batch with more has none."""
+    run = run_of(tmp_path, wordpiece, mlm(rate=rate, whole_words=True))
+    room = find_objective("mlm")(run.task).label_rows(32 * 48)
+    draw = np.random.default_rng(3)
+    drawn = 2 * draw.binomial(32 * 48 // 2, rate, 1000)  # words of two pieces
+    assert drawn.max() < room < 0.75 * 32 * 48 and room % 128 == 0
+    batch = loader_of(run).batch(list(range(48)))
+    assert batch.label_rows == room >= int(batch.labelled.sum())
+    assert loader_of(run).batch([1, 2]).label_rows == 0  # of few tokens most may be hidden
+    loader = loader_of(run)
+    loader.transform = replace(loader.transform, rate=0.9)
+    loader.transform.__dict__["label_rows"] = lambda tokens: room
+    assert loader.batch(list(range(48))).label_rows == 0
+
+
 def test_nothing_special_is_hidden_and_nothing_of_padding(tmp_path, wordpiece):
     run = run_of(tmp_path, wordpiece, mlm(rate=1.0, replace="mask"), packing="online")
     batch = loader_of(run).batch(list(range(8)))
