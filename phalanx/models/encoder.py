@@ -221,8 +221,7 @@ class EncoderHead(Dropping):
 
     @property
     def reads_labelled(self) -> bool:
-        """Whether it reads the tokens with a label alone, where they are few: each by itself, on one rank, by an
-        objective that asks nothing else of a token."""
+        """So it is on a rank that has all tokens, with an objective that asks nothing else of a token."""
         objective, alone = self.env.objective, self.env.tp.size == self.env.axes.cp.size == 1
         if not isinstance(objective, TokenObjective) or not alone or self.over_classes or self.p:
             return False
@@ -245,11 +244,7 @@ class EncoderHead(Dropping):
         return self.head.log_probs(self.transformed(x), batch, top)
 
     def flops(self, seq_length: int) -> float:
-        of_rows = super().flops(seq_length) + (0.0 if self.dense is None else 2.0 * self.dense.weight.numel())
-        return of_rows * (self.env.objective.label_share if self.reads_labelled else 1.0)
-
-    def loss_flops(self, seq_length: int) -> float:
-        return super().loss_flops(seq_length) * (self.env.objective.label_share if self.reads_labelled else 1.0)
+        return super().flops(seq_length) + (0.0 if self.dense is None else 2.0 * self.dense.weight.numel())
 
 
 class PairHead(EncoderHead):

@@ -126,9 +126,15 @@ class Block(Module):
     works_on: str | None = None
 
     recomputable = True  # False for a block that computes gradients in forward: run again, it would add them twice
+
     # names of nn.recompute.OPS that are recomputed in backward; set by the plan
     recomputed: frozenset[str] = frozenset()
     offloaded = False  # whether its saved activations are offloaded to the host; set by the plan
+
+    @property
+    def reads_labelled(self) -> bool:
+        """Whether it reads the tokens with a label alone, where they are few (Batch.label_rows)."""
+        return False
 
     def forward(self, x: Any, batch: Batch) -> Tensor | Streams:
         raise TypeError(f"{type(self).__name__} has no forward")

@@ -69,7 +69,10 @@ class BlockFacts:
 def facts_of(run: Run) -> tuple[BlockFacts, ...]:
     """Facts about the blocks of a run's model."""
     beside = {**lengths_beside(run), **{room.stream.name: room.capacity for room in unit_rooms(run)}}
-    return model_facts(run.model, run.train.seq_length, tuple(beside.items()))
+    objective, tokens = make_objective(run.task), run.train.micro_batch * run.train.seq_length
+    few = run.layout.tp == run.layout.cp == 1 and objective.label_rows(tokens) > 0
+    share = objective.label_share if few else 1.0
+    return model_facts(run.model, run.train.seq_length, tuple(beside.items()), share)
 
 
 def lengths_beside(run: Run) -> dict[str, int]:
@@ -86,10 +89,11 @@ def unit_rooms(run: Run) -> tuple[UnitRoom, ...]:
 
 @lru_cache(maxsize=8)
 def model_facts(
-    model: ModelConfig, seq_length: int, beside: tuple[tuple[str, int], ...] = ()
+    model: ModelConfig, seq_length: int, beside: tuple[tuple[str, int], ...] = (), labelled: float = 1.0
 ) -> tuple[BlockFacts, ...]:
     """Facts about the model's blocks, read from the real modules. A tied head counts its FLOPs, not its weights.
-    `beside`: names and lengths of the streams of tokens beside the text."""
+    `beside`: names and lengths of the streams of tokens beside the text. labelled: the share of tokens that are read by
+    a block which reads those with a label alone."""
     lengths = {TEXT: seq_length, **dict(beside)}
     seen: set[int] = set()
     border: Border = (StreamSpec(HIDDEN, model.hidden_size),)
@@ -102,6 +106,8 @@ def model_facts(
         flops, of_heads = block.flops_per_token(lengths), block.loss_flops(seq_length)
         alone = block.flops_per_token(lengths, mixing=False)
         given, border = border, checked(block.streams(border), type(block).__name__)
+        if block.reads_labelled:
+            flops, of_heads, alone = (each * labelled for each in (flops, of_heads, alone))
         sizes = (sum(map(global_numel, specs)), flops, experts, of_heads, alone)
         facts.append(BlockFacts(type(block).__name__, *sizes, given, border))
     return tuple(facts)

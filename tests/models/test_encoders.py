@@ -29,6 +29,7 @@ from phalanx.layout.config import LayoutConfig
 from phalanx.models.encoder import EncoderHead
 from phalanx.models.model_config import ModelConfig
 from phalanx.models.registry import family_of
+from phalanx.nn.objective import find_objective
 from phalanx.sequence.batch import IGNORE, Batch
 from tests.harness import hf_fuzz
 from tests.harness.checkpoints import save_here
@@ -221,6 +222,22 @@ def test_a_head_that_reads_labelled_tokens_alone(ranks, monkeypatch, case, layou
         largest = max(np.abs(g).max() for g in truth.values())
         assert found.keys() == truth.keys()
         assert all(np.abs(found[name] - g).max() <= 1e-12 * largest for name, g in truth.items())
+
+
+@pytest.mark.parametrize("layout, share", [({}, 0.15), ({"tp": 2}, 1.0), ({"cp": 2}, 1.0), ({"pp": 2}, 0.15)])
+def test_the_flops_of_labelled_tokens_alone(layout, share):
+    """Of BERT by its formula: 2 for each weight of a matmul, and 4 S D for attention both ways; of the head that share
+    of the tokens."""
+    c = CASES["bert"]
+    task = find_objective("mlm").Config(name="mlm", rate=0.15)
+    run = replace(run_of(c, **layout), task=task)
+    run = replace(run, train=replace(run.train, global_batch=128, micro_batch=128))
+    facts = make_plan(run, math.prod(layout.values())).facts
+    width, inner = c.hidden_size, c.intermediate_size
+    layer = 2 * (4 * width**2 + 2 * width * inner) + 4 * SEQ * width
+    assert [fact.flops for fact in facts[1:-1]] == [layer] * c.num_hidden_layers
+    assert facts[-1].flops == pytest.approx(share * 2 * (width**2 + width * c.vocab_size))
+    assert facts[-1].loss_flops == pytest.approx(share * 2 * width * c.vocab_size)
 
 
 @pytest.mark.parametrize("case", CASES)
