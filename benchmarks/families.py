@@ -20,9 +20,9 @@ t5           T5 1.1 large, span corruption, 1,024 tokens of the encoder and 256 
 t5-without   the same without the kernel of its bias
 vl           Qwen2.5-VL-7B with 8 of its 28 language layers and the whole tower, both trained, sequences of 4,096 with
              four images of 1,024 patches each, from files
-vl-unequal   the same with images of 64 to about 3,000 patches, on one GPU; vl-unequal-graphs: the language layers in
-             CUDA graphs; vl-unequal-2: on two GPUs, with as many sequences each, which compute each other's images;
-             vl-unequal-2-own: each its own
+vl-unequal   the same with images of 64 to about 3,000 patches, two sequences in a micro-batch, on one GPU;
+             vl-unequal-graphs: the language layers in CUDA graphs; vl-unequal-2: on two GPUs, with as many sequences
+             each, which compute each other's images; vl-unequal-2-own: each its own
 gemma3       Gemma 3 with W1's sizes, and Llama 4 (chunks of 8,192, layers without rotary embedding, the last layer with
 llama4       two experts of which a token takes one): TFLOP/s beside w1's, that is Llama's, in the same call
 

@@ -1,6 +1,6 @@
 """Many commands in one hold of a machine with GPUs: in the order of a file, beside each other on GPUs of their own.
 
-python benchmarks/hold.py benchmarks/configs/held_four.yaml [--only w2,w2-tp4] [--seconds 560] [--out results.jsonl]
+python benchmarks/hold.py benchmarks/holds/four.yaml [--only w2,w2-tp4] [--seconds 560] [--out results.jsonl]
 python benchmarks/hold.py FILE --gpus 2 --dry      what would run, with the longest time that each may take
 
 A row of the file is {gpus, limit: seconds, run: a command line, needs: [...]}; the command runs in bash at the root of
@@ -58,9 +58,10 @@ class Running:
     def kill(self) -> None:
         """With all that it started, in sessions of their own too: they know the row by a variable of their
         environment."""
-        for pid in named(f"{MARK}={self.mark}"):
-            with suppress(ProcessLookupError):
-                os.kill(pid, signal.SIGKILL)
+        while pids := named(f"{MARK}={self.mark}"):  # one that is killed may have started another meanwhile
+            for pid in pids:
+                with suppress(ProcessLookupError):
+                    os.kill(pid, signal.SIGKILL)
         self.process.wait()
 
 

@@ -144,6 +144,9 @@ class MatrixHome:
                 )
                 for wide in sorted({s[4] for of_rank in said for s in of_rank if s[5] == bucket})
             ]
+            brought, wanted = sum(self._gradients[bucket].sizes_from), sum(s.numel for s in self._slots[bucket])
+            if brought != wanted:
+                raise RuntimeError(f"of {wanted} elements of bucket {bucket}'s matrices ranks have {brought}")
         let_go(self.grad)
 
     def _boxes(self, matrices: Sequence[ParamSpec]) -> list[LocalBox]:

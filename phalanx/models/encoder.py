@@ -221,7 +221,8 @@ class EncoderHead(Dropping):
 
     @property
     def reads_labelled(self) -> bool:
-        """So it is on a rank that has all tokens, with an objective that asks nothing else of a token."""
+        """A head over the vocabulary does, on a rank that has all tokens of the micro-batch, if the objective has the
+        cross entropy of the labels and nothing else."""
         objective, alone = self.env.objective, self.env.tp.size == self.env.axes.cp.size == 1
         if not isinstance(objective, TokenObjective) or not alone or self.over_classes or self.p:
             return False

@@ -128,10 +128,11 @@ class Muon(MatrixOptimizer):
         for matrix in together:
             outputs = directions.mT if matrix.dim else directions
             parts = [outputs[:, start:stop:step] for start, stop, step in matrix.ranges]
-            whole = parts[0] if len(parts) == 1 else torch.cat(parts, 1)
+            stacked = parts[0] if len(parts) == 1 else torch.cat(parts, 1)
             shape = self._shape(matrix)
-            alone, scale = whole.reshape(-1, *shape), factor_of(shape, self.config.adjust)
-            found.append(orthogonalized(alone, polynomials, self._narrow(directions), kernels, scale).view(whole.shape))
+            alone, scale = stacked.reshape(-1, *shape), factor_of(shape, self.config.adjust)
+            made = orthogonalized(alone, polynomials, self._narrow(directions), kernels, scale)
+            found.append(made.view(stacked.shape))
         if len(found) == 1 and not together[0].dim and found[0].shape == directions.shape:
             return found[0]
         dtypes = {made.dtype for made in found}

@@ -150,11 +150,8 @@ class _Norm(Function):
         return (total, y, y.data) if twice else (total, y)
 
     @staticmethod
-    def backward(
-        ctx: Any,
-        dtotal: Tensor | None,
-        dy: Tensor | None,
-        dsecond: Tensor | None = None,  # type: ignore[override]
+    def backward(  # type: ignore[override]
+        ctx: Any, dtotal: Tensor | None, dy: Tensor | None, dsecond: Tensor | None = None
     ) -> tuple[Tensor | None, ...]:
         dys = [d for d in (dy, dsecond) if d is not None]
         if not dys:  # nobody used the norm
