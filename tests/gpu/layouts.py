@@ -26,6 +26,7 @@ from phalanx.planning.plan import grid_of, without_layout
 from phalanx.verifying.compare import random_weights
 from tests.harness.parity import assemble, base_run, compare, parts_of, step_batches
 
+RUN_S = 100.0  # a run that takes longer hangs; on a bare machine it compiles and checks kernels first
 STEPS = 3  # graphs are captured in the second and replayed from then on
 
 
@@ -218,9 +219,10 @@ def rank_main(rank: int, world: int, kind: str, folder: str, runs: dict[str, Run
         init_world(rank, world, f"file://{folder}/store-{number}", device, timeout_s=120.0)
         mesh = Mesh(grid, rank, device)
         for name, run in members:
-            faulthandler.dump_traceback_later(40, exit=True)  # a hang ends here, and says where
-            found = steps_of(run, mesh, documents_of(run))
-            faulthandler.cancel_dump_traceback_later()
+            with hang_of(folder, rank).open("w") as where:
+                faulthandler.dump_traceback_later(RUN_S, exit=True, file=where)
+                found = steps_of(run, mesh, documents_of(run))
+                faulthandler.cancel_dump_traceback_later()
             part = file_of(folder, name, rank)
             part.with_suffix(".part").write_bytes(pickle.dumps(found))
             part.with_suffix(".part").rename(part)
@@ -230,6 +232,16 @@ def rank_main(rank: int, world: int, kind: str, folder: str, runs: dict[str, Run
 
 def file_of(folder: str, name: str, rank: int) -> Path:
     return Path(folder) / f"{name}-{rank}.found"
+
+
+def hang_of(folder: str, rank: int) -> Path:
+    return Path(folder) / f"{rank}.hang"
+
+
+def hangs(folder: str, world: int) -> str:
+    """Where ranks were when RUN_S had passed: the newest frames of each."""
+    texts = [(rank, hang_of(folder, rank).read_text()) for rank in range(world) if hang_of(folder, rank).exists()]
+    return "".join(f"\nrank {rank} after {RUN_S:.0f} s:\n{text[:1200]}" for rank, text in texts if text)
 
 
 def check_layouts(
@@ -256,7 +268,7 @@ def check_layouts(
                 every[name] = results = results_of(ranks, folder, name, world)
                 found = {name: judge(run, results, local_device(kind, 0), truths)}
             except (AssertionError, ProcessExitedException, ProcessRaisedException) as error:
-                found = {name: f"FAILED {str(error)[-300:]}"}
+                found = {name: f"FAILED {str(error)[-300:]}{hangs(folder, world)}"}
             found |= {
                 f"{a}, bits": same_bits(every[a], every[b])
                 for a, b in with_graphs(every)
