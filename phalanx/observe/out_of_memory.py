@@ -19,6 +19,7 @@ from phalanx.forecast.memory import OVERHEAD, RankUse, rank_uses
 from phalanx.forecast.smaller import Change, Demand, Search, changes
 from phalanx.forecast.smaller import way_out as cheapest_change
 from phalanx.forecast.text import contents
+from phalanx.launch.environment import ALLOCATOR
 from phalanx.nn.module import Block
 from phalanx.observe.profile import instruction_name
 from phalanx.observe.watched import Watched
@@ -41,6 +42,7 @@ UNITS = {"bytes": 1, "KIB": 2**10, "MIB": 2**20, "GIB": 2**30, "TIB": 2**40}
 def report(error: BaseException, watched: Watched) -> str:
     plan, mesh = watched.plan, watched.mesh
     need, room = request(error), capacity(mesh.device)
+    pieces = fragments(need, cached(mesh))
     uses, _ = rank_uses(plan, plan.num_micro_batches(plan.run.train.global_batch))
     forecast = uses[mesh.at.pp].memory
     actual = held(watched.state) if watched.state else {}
@@ -51,7 +53,8 @@ def report(error: BaseException, watched: Watched) -> str:
         f"out of memory on rank {mesh.rank} of {mesh.grid.world} "
         f"({mesh.device}{'' if room is None else f', {GIB.text(room)} GiB'})",
         *(f"  {name:<10}{text}" for name, text in place(error, watched).items()),
-        f"  request   {'not said' if need is None else size_text(need)}" + _state_of(mesh.device, total),
+        f"  request   {'not said' if need is None else size_text(need)}" + _state_of(mesh, total),
+        *([f"  fragments {pieces}"] if pieces else []),
         "held by this rank, GiB",
         table(_rows(forecast, actual, total), left=(0,)),
         way_out(plan, room, _ratio(sum(forecast.values()), total, need)),
@@ -124,13 +127,28 @@ def allocated(mesh: Mesh) -> int | None:
     return torch.cuda.memory_allocated(mesh.device) + mesh.shared_bytes if mesh.device.type == "cuda" else None
 
 
-def _state_of(device: torch.device, total: int | None) -> str:
+def cached(mesh: Mesh) -> int:
+    """Bytes that PyTorch's allocator keeps on this GPU and that no tensor holds."""
+    device = mesh.device
+    return torch.cuda.memory_reserved(device) - torch.cuda.memory_allocated(device) if device.type == "cuda" else 0
+
+
+def _state_of(mesh: Mesh, total: int | None) -> str:
     if total is None:
         return ""
-    cached = torch.cuda.memory_reserved(device) - total
-    free = torch.cuda.mem_get_info(device)[0]
+    free = torch.cuda.mem_get_info(mesh.device)[0]
+    kept = GIB.text(cached(mesh))
+    return f"; in tensors {GIB.text(total)} GiB, kept by the allocator {kept} GiB, free {GIB.text(free)} GiB"
+
+
+def fragments(need: int | None, kept: int) -> str:
+    """What to do if the allocator keeps more than was requested, "" if it does not: then no smaller layout is needed
+    first."""
+    if not need or kept <= need:
+        return ""
     return (
-        f"; in tensors {GIB.text(total)} GiB, kept by the allocator {GIB.text(cached)} GiB, free {GIB.text(free)} GiB"
+        f"the allocator keeps {size_text(kept)} in pieces too small for the request, or in pools of CUDA graphs: first "
+        f"try {ALLOCATOR[1]}=expandable_segments:True with train.cuda_graphs=off, which lets pieces be joined"
     )
 
 

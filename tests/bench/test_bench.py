@@ -37,7 +37,7 @@ from phalanx.forecast.text import num_parameters
 from phalanx.layout.grid import Coords
 from phalanx.models.gpt2 import GPT2Config
 from phalanx.observe.memory_errors import OutOfMemory
-from phalanx.observe.out_of_memory import held, request, way_out
+from phalanx.observe.out_of_memory import fragments, held, request, way_out
 from phalanx.observe.profile import Recording, named
 from phalanx.observe.step_budget import (
     ATTENTION,
@@ -645,6 +645,12 @@ def test_another_error_stays_itself(config, tmp_path, monkeypatch):
 )
 def test_the_request_is_read_from_the_message(text, nbytes):
     assert request(RuntimeError(text)) == nbytes
+
+
+def test_memory_in_pieces_is_named_before_smaller_layouts():
+    said = fragments(2 << 30, 87 << 30)
+    assert "keeps 87.00 GiB" in said and "PYTORCH_CUDA_ALLOC_CONF=expandable_segments:True" in said
+    assert fragments(2 << 30, 1 << 30) == fragments(None, 87 << 30) == ""
 
 
 def test_the_way_out_is_the_first_change_that_fits(config):
