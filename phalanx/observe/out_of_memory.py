@@ -19,7 +19,6 @@ from phalanx.forecast.memory import OVERHEAD, RankUse, rank_uses
 from phalanx.forecast.smaller import Change, Demand, Search, changes
 from phalanx.forecast.smaller import way_out as cheapest_change
 from phalanx.forecast.text import contents
-from phalanx.launch.environment import ALLOCATOR
 from phalanx.nn.module import Block
 from phalanx.observe.profile import instruction_name
 from phalanx.observe.watched import Watched
@@ -148,7 +147,7 @@ def fragments(need: int | None, kept: int) -> str:
         return ""
     return (
         f"the allocator keeps {size_text(kept)} in pieces too small for the request, or in pools of CUDA graphs: first "
-        f"try {ALLOCATOR[1]}=expandable_segments:True with train.cuda_graphs=off, which lets pieces be joined"
+        "try PYTORCH_CUDA_ALLOC_CONF=expandable_segments:True with train.cuda_graphs=off, which lets pieces be joined"
     )
 
 
