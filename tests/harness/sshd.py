@@ -1,5 +1,6 @@
 """A real sshd, on loopback unless another address is given, with keys and a port of its own, which stands for several
-hosts. No service of the system is used or changed, and no root is needed."""
+hosts. No service of the system is used or changed, and no root is needed. Its sessions have an empty home: what the
+user's shell starts with (a tool that waits for a lock of its own, say) has no part in a test."""
 
 from __future__ import annotations
 
@@ -24,6 +25,7 @@ PasswordAuthentication no
 KbdInteractiveAuthentication no
 PermitRootLogin yes
 MaxStartups 100
+SetEnv HOME={folder}/home
 """
 CLIENT = """\
 Host {names}
@@ -59,6 +61,7 @@ class Sshd:
     def start(self) -> Sshd:
         for name in ("host", "user"):
             self._key(name)
+        (self.folder / "home").mkdir()
         (self.folder / "known").write_text(f"phalanx-test {(self.folder / 'host.pub').read_text()}")
         [port] = free_ports(1)
         values = {
