@@ -41,6 +41,9 @@ class PackedView:
         first, flat = self.flat.around(start, stop)
         return self.box.of(flat, self.base + first)  # type: ignore[no-any-return]
 
+    def rows(self, first: int, stop: int) -> PackedView:
+        return replace(self, box=self.box.rows(first, stop))
+
 
 @dataclass(frozen=True)
 class Item:
@@ -71,6 +74,11 @@ class Item:
     @property
     def nbytes(self) -> int:
         return self.box.numel * self.dtype.itemsize
+
+    def rows(self, first: int, stop: int) -> Item:
+        """Rows first..stop of the box, counted from its start; what is packed stays so."""
+        stored = self.stored.rows(first, stop) if isinstance(self.stored, PackedView) else self.stored[first:stop]
+        return replace(self, box=self.box.rows(first, stop), stored=stored)
 
     @property
     def name(self) -> str:

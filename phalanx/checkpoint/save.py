@@ -54,13 +54,13 @@ from phalanx.ops.optimizer.shard import MASTER
 from phalanx.optim.scaler import LossScaler
 from phalanx.optim.sharded import ShardedOptimizer
 
-MAX_FILE_BYTES = 4 << 30
+MAX_FILE_BYTES = 4 << 30  # of a folder of weights that a command makes
 IN_WEIGHTS = "in_weights"  # in the index: names of frozen tensors, whose values are those in weights/
 # in the index: the kinds of tensors that do not have all kinds, by name, because optimizers differ in state
 KINDS_OF = "kinds_of"
-# one thread writes each file (a kernel lets only one writer at a time into a file), so a rank needs more files than
-# threads
-STATE_FILE_BYTES = 1 << 30
+# Of a checkpoint of a run. One thread writes each file (a kernel lets only one writer at a time into a file), so a rank
+# needs more files than threads, and none so large that the others wait for it.
+SAVE_FILE_BYTES = 1 << 30
 CHAT_TEMPLATE = "chat_template.jinja"
 TOKENIZER_FILES = (
     "tokenizer.json",
@@ -173,7 +173,7 @@ class Content:
                 all of theirs
     kinds       everything stored for an element: its master, and the state of each optimizer
     state       this rank's boxes, with master and optimizer state by kind for each; kept: those of what is not trained
-    file_bytes  size of a state file, unless a single box is larger
+    file_bytes  most bytes of a state file, unless a single row of a box is larger
     frozen      names of this rank's tensors that are stored in the weights alone
     scalars     of the optimizer, the scaler and others; small, and on the device until they are copied
     needed      bytes that this rank will write; gathered: those among them that are in tensors created for the save:
@@ -199,7 +199,7 @@ class Content:
 def collect(
     snapshot: Snapshot,
     state: TrainingState,
-    max_file_bytes: int = MAX_FILE_BYTES,
+    max_file_bytes: int = SAVE_FILE_BYTES,
     more: Mapping[str, Tensor] | None = None,
     files: list[File] | None = None,
 ) -> Content:
@@ -236,7 +236,7 @@ def collect(
         sum(i.nbytes for items in (weights, kept, *(box.values() for box in boxes)) for i in items),
         sum(Box.full(job.shape).numel * job.dtype.itemsize for job in jobs)
         + sum(i.nbytes for box in boxes for i in box.values() if i.packed),
-        min(max_file_bytes, STATE_FILE_BYTES),
+        max_file_bytes,
     )
 
 
@@ -420,27 +420,40 @@ def _weight_files(content: Content) -> Iterator[NewFile]:
 
 
 def _state_files(content: Content, rank: int) -> list[NewFile]:
-    """Masters, the optimizer's state, and what is not trained, in separate files of this rank: whole boxes, with all
-    kinds of a box in the same file."""
-    boxes = [[*box.items()] for box in content.state] + [[(MASTER, item)] for item in content.kept]
+    """Masters, the optimizer's state, and what is not trained, in separate files of this rank, with all kinds of a box
+    in the same file. A box that is larger than a file (an embedding's) is cut by rows."""
+    state = [part for box in content.state for part in _cut(box, content.file_bytes)]
+    kept = [part for item in content.kept for part in _cut({MASTER: item}, content.file_bytes)]
     files, size = list[list[tuple[str, Item]]](), 0
-    for box in boxes:
+    for box in ([*part.items()] for part in (*state, *kept)):
         more = sum(item.nbytes for _, item in box)
         if not files or size + more > content.file_bytes:
             files.append([])
             size = 0
         files[-1] += box
         size += more
+    kept_ids = {id(part[MASTER]) for part in kept}
     return [
-        _state_file(f"state/rank-{rank:05d}" + (f"-{n:05d}" if n else ""), items, content)
+        _state_file(f"state/rank-{rank:05d}" + (f"-{n:05d}" if n else ""), items, content.kinds, kept_ids)
         for n, items in enumerate(files)
     ]
 
 
-def _state_file(name: str, items: list[tuple[str, Item]], content: Content) -> NewFile:
-    items = sorted(items, key=lambda pair: content.kinds.index(pair[0]))
+def _cut(box: dict[str, Item], most: int) -> Iterator[dict[str, Item]]:
+    """The box in parts of whole rows, each at most `most` bytes in all kinds together, or one row."""
+    shape, size = box[MASTER].box.shape, sum(item.nbytes for item in box.values())
+    if size <= most or not shape:
+        yield box
+        return
+    step = max(1, shape[0] * most // size)
+    for first in range(0, shape[0], step):
+        yield {kind: item.rows(first, min(first + step, shape[0])) for kind, item in box.items()}
+
+
+def _state_file(name: str, items: list[tuple[str, Item]], kinds: Sequence[str], kept_ids: set[int]) -> NewFile:
+    items = sorted(items, key=lambda pair: kinds.index(pair[0]))
     entries = [(key_of(kind, i.name, i.box), i.box.shape, i.dtype) for kind, i in items]
-    masters, kept_ids = [i for kind, i in items if kind == MASTER], {id(i) for i in content.kept}
+    masters = [i for kind, i in items if kind == MASTER]
     return NewFile(
         f"{name}.safetensors",
         entries,

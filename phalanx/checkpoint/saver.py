@@ -17,7 +17,7 @@ from phalanx.checkpoint.agree import agree
 from phalanx.checkpoint.gather import File
 from phalanx.checkpoint.host import HostCopies
 from phalanx.checkpoint.save import (
-    MAX_FILE_BYTES,
+    SAVE_FILE_BYTES,
     Content,
     Saved,
     Snapshot,
@@ -61,7 +61,7 @@ class Saver:
         axis: Axis,
         *,
         background: bool = False,
-        max_file_bytes: int = MAX_FILE_BYTES,
+        max_file_bytes: int = SAVE_FILE_BYTES,
         more: Mapping[str, Tensor] | None = None,
     ):
         self._collect = lambda snapshot: collect(snapshot, state, max_file_bytes, more, self._files)

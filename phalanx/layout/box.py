@@ -43,6 +43,11 @@ class Box:
         stop = tuple(min(a, b) for a, b in zip(self.stop, other.stop))
         return Box(start, tuple(max(a, b) for a, b in zip(start, stop)))
 
+    def rows(self, first: int, stop: int) -> Box:
+        """Rows first..stop of this box (of its first dim), counted from its start."""
+        start = self.start[0]
+        return Box((start + first, *self.start[1:]), (start + stop, *self.stop[1:]))
+
     def slices(self) -> tuple[slice, ...]:
         """Slices that select this box in the global tensor."""
         return tuple(slice(a, b) for a, b in zip(self.start, self.stop))

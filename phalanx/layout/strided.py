@@ -25,6 +25,10 @@ class StridedBox:
         """Its elements (box.shape) as a view of a tensor in which flat[0] is the bucket's element number `base`."""
         return flat.as_strided(self.box.shape, self.stride, flat.storage_offset() + self.offset - base)
 
+    def rows(self, first: int, stop: int) -> StridedBox:
+        """Rows first..stop of it, counted from its start."""
+        return StridedBox(self.piece, self.box.rows(first, stop), self.offset + first * self.stride[0], self.stride)
+
     def matrices(self) -> Iterator[StridedBox]:
         """The same for each matrix (last two dims) of a stack."""
         start, stop, depth = self.box.start, self.box.stop, max(0, len(self.stride) - 2)

@@ -3,6 +3,7 @@ and a failure ends all."""
 
 from __future__ import annotations
 
+import json
 import threading
 from itertools import pairwise
 from math import prod
@@ -82,6 +83,23 @@ def test_files_of_the_state_are_written_at_the_same_time_and_are_the_same_as_one
     )
     other = make_state(state.plan.run)
     load_here(other, two)
+    assert all(torch.equal(s.values(kind), expected(s, kind)) for s in other.optimizer.shards for kind in KINDS)
+
+
+def test_no_box_makes_a_file_of_the_state_larger_than_the_others(tmp_path, state):
+    """One thread writes each file: a file larger than the rest is what the others wait for."""
+    limit = 3000
+    path = save_here(state, tmp_path, max_file_bytes=limit).path
+    index, largest = json.loads((path / "state/index.json").read_text()), 0
+    for file, boxes in index["files"].items():
+        bytes_of = [prod(b - a for a, b in zip(start, stop)) * 4 * len(KINDS) for _, _, start, stop in boxes]
+        rows = [n // (stop[0] - start[0]) for n, (_, _, start, stop) in zip(bytes_of, boxes)]
+        assert sum(bytes_of) <= max(limit, *rows), file
+        largest = max(largest, sum(bytes_of))
+    names = [name for boxes in index["files"].values() for name, *_ in boxes]
+    assert len(names) > len(set(names)) and largest > limit / 2 and verify(path) == []
+    other = make_state(state.plan.run)
+    load_here(other, path)
     assert all(torch.equal(s.values(kind), expected(s, kind)) for s in other.optimizer.shards for kind in KINDS)
 
 

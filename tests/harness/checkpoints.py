@@ -21,7 +21,7 @@ from phalanx.checkpoint.exchange import exchange
 from phalanx.checkpoint.load import load_state, load_weights
 from phalanx.checkpoint.objects import storage_for
 from phalanx.checkpoint.places import place
-from phalanx.checkpoint.save import MAX_FILE_BYTES, Saved, Snapshot, Target, collect, write
+from phalanx.checkpoint.save import SAVE_FILE_BYTES, Saved, Snapshot, Target, collect, write
 from phalanx.checkpoint.storage import Storage
 from phalanx.checkpoint.tensors import CheckedFile
 from phalanx.comm.mesh import Mesh
@@ -83,7 +83,7 @@ def save_here(state: State, root: Path, step: int = 10, **options) -> Saved:
 
 def save(root: Path, snapshot: Snapshot, state: State, storage: Storage | None = None, **options) -> Saved:
     """To `root/step-XXXXXXXX/`, on all ranks together. options: fields of Target, or max_file_bytes."""
-    content = collect(snapshot, state, options.pop("max_file_bytes", MAX_FILE_BYTES))
+    content = collect(snapshot, state, options.pop("max_file_bytes", SAVE_FILE_BYTES))
     target = Target(place(root), storage or storage_for(place(root)), **options)
     return write(content, target, state.mesh.world)
 
