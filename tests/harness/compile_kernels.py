@@ -256,6 +256,9 @@ def symmetric() -> list[tuple]:
     passed = dict(DECAY=0.95, NESTEROV=True, **wide), dict(COPY=True, **wide)
     first = dict(g="*fp32", m="*fp32", out=BF, factor="*fp32", **flat)
     found.append((directions_kernel._directions, first, passed[0]))
+    over = dict(x=BF, norms="*fp32", out="*fp16", n="i32")
+    wides = dict(WIDE=tl.float32, BLOCK=directions_kernel.LONG_BLOCK)
+    found.append((directions_kernel._normalized, over, wides, dict(num_warps=8)))
     ends = dict(p="*fp32", u="*fp16", w=BF, lr="*fp64", kept="*fp64", **flat)
     found.append((directions_kernel._apply, ends, passed[1]))
     return found

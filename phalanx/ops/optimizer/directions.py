@@ -49,6 +49,12 @@ def directions_(
     DIRECTIONS.choose(kernels, part.grad).directions(part, to, options, factor, skip)
 
 
+def over_norms(matrices: Tensor, norms: Tensor, dtype: torch.dtype, kernels: Kernels = "auto") -> Tensor:
+    """Matrices (B, rows, columns), of which either may be contiguous, divided by norms (B,) and rounded once, to
+    `dtype`; they lie in memory as before. norms are fp32 or wider."""
+    return DIRECTIONS.choose(kernels, matrices).normalized(matrices, norms, dtype)  # type: ignore[no-any-return]
+
+
 def apply_(
     part: MatrixRange, update: Tensor, rates: tuple[float, float], skip: Tensor, kernels: Kernels = "auto"
 ) -> None:
@@ -63,6 +69,11 @@ def directions(part: MatrixRange, to: Tensor, options: MomentumOptions, factor: 
     after = part.momentum.to(g.dtype).lerp(g, 1 - options.decay)
     to.copy_(g.lerp(after, options.decay) if options.nesterov else after)
     part.momentum.copy_(torch.where(skip.bool(), part.momentum, after))
+
+
+def normalized(matrices: Tensor, norms: Tensor, dtype: torch.dtype) -> Tensor:
+    """As `over_norms`, by torch."""
+    return torch.div(matrices, norms.view(-1, 1, 1), out=torch.empty_like(matrices, dtype=dtype))
 
 
 def apply(part: MatrixRange, update: Tensor, rates: tuple[float, float], skip: Tensor) -> None:
@@ -93,15 +104,31 @@ def _case(nesterov: bool) -> Callable[..., Tensor]:
     return steps
 
 
+def _over_norms(across: bool) -> Callable[..., Tensor]:
+    def divided(matrices: Tensor, kernels: Kernels) -> Tensor:
+        matrices = matrices.detach().mT if across else matrices.detach()
+        norms = torch.linspace(0.5, 2.0, len(matrices), device=matrices.device, dtype=matrices.dtype)
+        return over_norms(matrices, norms, matrices.dtype, kernels)
+
+    return divided
+
+
+WIDE = (torch.float32, torch.float64)
 DIRECTIONS = Op(
     "directions",
-    "momentum of whole matrices, and their finished updates",
+    "momentum of whole matrices, their division by norms, and their finished updates",
     __name__,
-    ("directions", "apply"),
+    ("directions", "normalized", "apply"),
     (triton("phalanx.ops.optimizer.directions_kernel"),),
     switches=("symmetric",),
-    cases=tuple(
-        Case(name, _case(nesterov), ((2050,),) * 3, dtypes=(torch.float32, torch.float64))
-        for name, nesterov in (("directions", False), ("directions of Nesterov", True))
+    cases=(
+        *(
+            Case(name, _case(nesterov), ((2050,),) * 3, dtypes=WIDE)
+            for name, nesterov in (("directions", False), ("directions of Nesterov", True))
+        ),
+        *(
+            Case(f"directions over norms{name}", _over_norms(across), ((3, 41, 50),), dtypes=WIDE)
+            for name, across in (("", False), (", transposed", True))
+        ),
     ),
 )

@@ -11,6 +11,7 @@ from phalanx.ops.kernel_tools import triton_wide
 from phalanx.ops.optimizer.directions import MatrixRange, MomentumOptions
 
 BLOCK = 1024
+LONG_BLOCK = 4096  # where few bytes of an element are moved
 
 
 @triton.jit
@@ -36,6 +37,15 @@ def _directions(
         made = grad + DECAY * (after - grad)
     tl.store(out + i, made.to(out.dtype.element_ty), mask=mask)
     tl.store(m + i, after.to(m.dtype.element_ty), mask=mask & (tl.load(skip) == 0))
+
+
+@triton.jit
+def _normalized(x, norms, out, n, WIDE: tl.constexpr, BLOCK: tl.constexpr):
+    """Of matrix program_id(1), n elements."""
+    i = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
+    matrix = tl.program_id(1).to(tl.int64)
+    value = tl.load(x + matrix * n + i, mask=i < n, other=0.0).to(WIDE) / tl.load(norms + matrix).to(WIDE)
+    tl.store(out + matrix * n + i, value.to(out.dtype.element_ty), mask=i < n)
 
 
 @triton.jit
@@ -65,3 +75,13 @@ def apply(part: MatrixRange, update: Tensor, rates: tuple[float, float], skip: T
         scalars = (torch.full((), x, dtype=torch.float64, device=grad.device) for x in (lr, 1 - lr * decay))
         how = dict(COPY=part.out is not None, WIDE=triton_wide(grad.dtype), BLOCK=BLOCK, num_warps=4)
         _apply[(triton.cdiv(n, BLOCK),)](part.master, update, part.out, skip, *scalars, n, **how)
+
+
+def normalized(matrices: Tensor, norms: Tensor, dtype: torch.dtype) -> Tensor:
+    """As ops.optimizer.directions.normalized."""
+    across = not matrices.is_contiguous() and matrices.mT.is_contiguous()
+    stored = matrices.mT if across else matrices.contiguous()
+    out, n = torch.empty_like(stored, dtype=dtype), stored[0].numel()
+    how = dict(WIDE=triton_wide(norms.dtype), BLOCK=LONG_BLOCK, num_warps=8)
+    _normalized[(triton.cdiv(n, LONG_BLOCK), len(stored))](stored, norms, out, n, **how)
+    return out.mT if across else out

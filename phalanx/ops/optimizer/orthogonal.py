@@ -17,6 +17,7 @@ import torch
 from torch import Tensor
 
 from phalanx.ops.op import Kernels
+from phalanx.ops.optimizer.directions import over_norms
 from phalanx.ops.optimizer.symmetric import symmetric_matmul
 
 Polynomial = tuple[float, float, float]
@@ -38,9 +39,9 @@ def orthogonalized(
     together = together_of(short, long)
     half = narrow and together > 1
     x = matrices.bfloat16() if narrow and not half else matrices
-    wide = torch.promote_types(x.dtype, torch.float32) if half else x.dtype
-    norm = torch.linalg.vector_norm(x, dim=(-2, -1), keepdim=True, dtype=wide).clamp(min=LEAST)
-    x = torch.div(x, norm, out=torch.empty_like(x, dtype=torch.float16) if half else None)
+    wide = torch.promote_types(x.dtype, torch.float32)
+    norms = torch.linalg.vector_norm(x, dim=(-2, -1), dtype=wide if half else x.dtype).clamp(min=LEAST)
+    x = over_norms(x, norms.to(wide), torch.float16 if half else x.dtype, kernels)
     for first in range(0, len(polynomials), together):
         flat = x.mT if tall else x  # (B, short, long), however it lies in memory: nothing is transposed
         gram = symmetric_matmul(flat, flat, kernels=kernels)

@@ -13,7 +13,8 @@ from phalanx.ops.op import Case, Kernels, Op, triton
 class SymmetricTiles:
     """How the Triton kernel is cut: the result into tiles of (side, side), the sum into steps of `k`; stages of its
     pipeline, warps of a program. tall: stages where tiles are twice as tall, as those of products are to which nothing
-    is added (an H200 has others faster in low ones); 0: there are no such tiles."""
+    is added (an H200 has others faster in low ones) and that have such tiles for all processors; 0: there are no such
+    tiles."""
 
     side: int
     k: int
@@ -86,6 +87,7 @@ SYMMETRIC = Op(
         Case("gram matrix of columns", _gram_of_columns, ((2, 136, 328),), dtypes=WIDE),
         Case("gram matrices of columns, odd sizes", _gram_of_columns, ((2, 51, 37),), dtypes=WIDE),
         Case("gram matrices, odd sizes", _gram, ((3, 37, 51),), dtypes=WIDE),
+        Case("gram matrix in tall tiles", _gram, ((1, 3100, 48),), dtypes=(torch.float16,)),  # of all processors
         Case("gram matrix of a model", _gram, ((2, 4096, 11008),), dtypes=(torch.bfloat16,), large=True),
         Case(
             "gram matrix of a model's columns",

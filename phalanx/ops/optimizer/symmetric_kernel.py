@@ -9,7 +9,7 @@ import triton.language as tl
 from torch import Tensor
 from triton.tools.tensor_descriptor import TensorDescriptor
 
-from phalanx.ops.kernel_tools import triton_wide
+from phalanx.ops.kernel_tools import num_programs, triton_wide
 from phalanx.ops.optimizer.symmetric import SymmetricTiles
 
 
@@ -155,10 +155,12 @@ class SymmetricProducts:
     def matmul(self, a: Tensor, b: Tensor, c: Tensor | None, alpha: float, beta: float) -> Tensor:
         count, side, inner = a.shape
         t, out = self.tiles, a.new_empty(count, side, side)
-        down = 2 if t.tall and c is None else 1
+        bands = triton.cdiv(side, 2 * t.side)
+        down = 2 if t.tall and c is None and count * bands**2 >= num_programs(a, 1) else 1
         across = not a.is_contiguous() and a.mT.is_contiguous() and b.mT.is_contiguous()
         tma, stacks = self._loaded(across, down, a, b)
-        bands = triton.cdiv(side, down * t.side)
+        if down == 1:
+            bands = triton.cdiv(side, t.side)
         programs = bands * (bands + 1) // 2 if down == 1 else bands * bands + triton.cdiv(bands, 2)
         _symmetric[(programs, count)](
             *stacks,
