@@ -195,7 +195,7 @@ class Buffers:
             Shard(f.bucket, f.lo, f.hi, f.own, f.master, f.own_grad, zero_state(state, f.master, dtype), f.storage.out)
             for f in flat
         ] + [
-            Shard(h.bucket, h.lo, h.hi, h.own, h.master, h.grad, zero_state(state, h.master, dtype), home=h)
+            Shard(h.bucket, h.lo, h.hi, h.own, h.master, h.master[:0], zero_state(state, h.master, dtype), home=h)
             for h in homes
         ]
 

@@ -7,11 +7,13 @@ matrices, in the master dtype and as they are; what they are to be clipped by is
 by it. Whoever may still change gradients after backward (a loop of one's own) has them sent at the update instead.
 
 The home then updates master and state, which no other rank has, bucket by bucket in the order of forward, but for the
-first, whose gradients come last: it is the second. The weights of one go back by another all-to-all, in their own
-dtype, while those of the next are updated; from the ranks that store them they are gathered as after any update, while
-the one after that is updated. The last bucket is still on its way when the update is over, and arrives while the next
-forward computes the first layers (`reached`). With n elements on a stage of R ranks, a rank sends about n / R
-gradients, and as many weights for each tp rank that holds a copy. Nothing here waits for the device.
+first, whose gradients come last: it is the second. Its matrices lie in the order in which they arrive: where ranks have
+whole rows, as without tp, gradients are read where they arrived, and updated weights are written into their message.
+The weights of one go back by another all-to-all, in their own dtype, while those of the next are updated; from the
+ranks that store them they are gathered as after any update, while the one after that is updated. The last bucket is
+still on its way when the update is over, and arrives while the next forward computes the first layers (`reached`). With
+n elements on a stage of R ranks, a rank sends about n / R gradients, and as many weights for each tp rank that holds a
+copy. Nothing here waits for the device.
 
 a bucket:  resting -- leave --> coming -- bring_gradients --> here -- (update), send_weights --> going -- (its weights
 are placed) --> stored -- (they are gathered) --> resting
@@ -25,12 +27,13 @@ from collections.abc import Callable, Iterable, Sequence
 import torch
 from torch import Tensor
 
+from phalanx.base.align import ELEMENTS, room
 from phalanx.base.dataclass import dataclass
 from phalanx.base.dtypes import Precision
 from phalanx.comm.axis import Work
 from phalanx.comm.mesh import Mesh
 from phalanx.data_parallel.flat import FlatBucket
-from phalanx.data_parallel.storage import FullPrecision, allocate, let_go, write_range
+from phalanx.data_parallel.storage import FullPrecision, write_range
 from phalanx.layout.box import Box
 from phalanx.layout.buckets import Slot
 from phalanx.layout.homes import home_bucket, homes_of
@@ -73,11 +76,25 @@ class MatrixExchange:
         )
 
 
+@dataclass
+class UpdatedBucket:
+    """Matrices at home here of the ranks' bucket `bucket`, while they are updated: elements `start` .. of the home's
+    bucket. gradient (n,); message (n,): their weights as they travel, if the update writes those."""
+
+    bucket: int
+    start: int
+    gradient: Tensor
+    message: Tensor | None = None
+
+    def within(self, slot: Slot) -> slice:
+        return slice(slot.offset - self.start, slot.offset - self.start + room(slot.numel, ELEMENTS))
+
+
 class MatrixHome:
     """This rank as a home.
 
     bucket   where its matrices are in the flat tensors here, each whole, in global orientation
-    master   (numel,) in the master dtype; grad: the same, with memory from `take_gradients` to the last `send_weights`
+    master   (numel,) in the master dtype
     lo, hi, own   as in a FlatBucket whose elements are all this rank's
     order    the numbers of the ranks' buckets that hold matrices, as they are updated: the same on all ranks
     patient  whether weights may arrive in the next forward; not so if they are quantized at the end of a step
@@ -96,32 +113,32 @@ class MatrixHome:
         self._coming: dict[int, Work] = {}  # gradients, by bucket
         self._going: list[tuple[int, list[tuple[MatrixExchange, Work]]]] = []  # weights of buckets
         self._stored: list[int] = []  # buckets whose weights are to be gathered
+        self._here: UpdatedBucket | None = None
         homes = homes_of(matrices, self.stage.size, cost)
-        mine = [i for i, home in enumerate(homes) if home == self.stage.index]
-        self.bucket = home_bucket([matrices[i] for i in mine])
-        self.lo, self.hi, self.own = 0, self.bucket.numel, (0, self.bucket.numel)
-        self.values_dtype = precision.master
-        self.master = torch.zeros(self.hi, dtype=precision.master, device=mesh.device)
-        self.grad = torch.zeros_like(self.master)
-        slots = dict(zip(mine, self.bucket.slots))
-        starts = [*(slot.offset for slot in self.bucket.slots[1:]), self.hi]
-        self._padding = [(slot.offset + slot.numel, start) for slot, start in zip(self.bucket.slots, starts)]
         here = self._boxes(matrices)
         said: list[list[Announced]] = [
             json.loads(text) for text in self.stage.all_gather_text(json.dumps([b.said for b in here]))
         ]
-        self.order = update_order({s[5] for of_rank in said for s in of_rank})
+        everything = sorted((s for of_rank in said for s in of_rank), key=lambda s: s[5])  # by bucket, then by rank
+        mine = [i for i in dict.fromkeys(s[0] for s in everything) if homes[i] == self.stage.index]
+        self.bucket = home_bucket([matrices[i] for i in mine])
+        self.lo, self.hi, self.own = 0, self.bucket.numel, (0, self.bucket.numel)
+        self.values_dtype = precision.master
+        self.master = torch.zeros(self.hi, dtype=precision.master, device=mesh.device)
+        slots = dict(zip(mine, self.bucket.slots))
+        self.order = update_order({s[5] for s in everything})
         self.patient = all(isinstance(f.storage, FullPrecision) for f in flat)
         self._slots: dict[int, list[Slot]] = {bucket: [] for bucket in self.order}
-        for number, bucket in sorted({(s[0], s[5]) for of_rank in said for s in of_rank if s[0] in slots}):
+        for number, bucket in dict.fromkeys((s[0], s[5]) for s in everything if s[0] in slots):
             self._slots[bucket].append(slots[number])
-        if sum(map(len, self._slots.values())) != len(slots):
+        if sum(map(len, self._slots.values())) != homes.count(self.stage.index):
             raise RuntimeError("a matrix lies in several buckets, which would be updated one after the other")
+        self._extents = {bucket: extent(of_bucket) for bucket, of_bucket in self._slots.items()}
 
-        def whole(flat: Tensor, announced: Announced) -> Tensor:
+        def whole(announced: Announced) -> Tensor:
             number, start, stop, *_ = announced
             slot, (piece,) = slots[number], matrices[number].pieces
-            values = flat[slot.offset : slot.offset + slot.numel].view(slot.spec.shape)
+            values = self.master[slot.offset : slot.offset + slot.numel].view(slot.spec.shape)
             return values[Box(tuple(start), tuple(stop)).within(piece.box)]
 
         self._gradients: dict[int, MatrixExchange] = {}
@@ -132,12 +149,12 @@ class MatrixHome:
             at_home = [[s for s in of_rank if s[0] in slots and s[5] == bucket] for of_rank in said]
             self._gradients[bucket] = MatrixExchange.of(
                 [[b.grad for b in of_home if b.said[3]] for of_home in to_home],
-                [[whole(self.grad, s) for s in of_rank if s[3]] for of_rank in at_home],
+                [[whole(s) for s in of_rank if s[3]] for of_rank in at_home],  # as they will lie in the gradient
             )
             self._weights[bucket] = [
                 (
                     MatrixExchange.of(
-                        [[whole(self.master, s) for s in of_rank if s[4] == wide] for of_rank in at_home],
+                        [[whole(s) for s in of_rank if s[4] == wide] for of_rank in at_home],
                         [[b.weight for b in of_home if b.said[4] == wide] for of_home in to_home],
                     ),
                     precision.master if wide else precision.compute,
@@ -147,7 +164,6 @@ class MatrixHome:
             brought, wanted = sum(self._gradients[bucket].sizes_from), sum(s.numel for s in self._slots[bucket])
             if brought != wanted:
                 raise RuntimeError(f"of {wanted} elements of bucket {bucket}'s matrices ranks have {brought}")
-        let_go(self.grad)
 
     def _boxes(self, matrices: Sequence[ParamSpec]) -> list[LocalBox]:
         numbers = {(m.pieces[0].name, _which(m.pieces[0].box)): i for i, m in enumerate(matrices)}
@@ -182,7 +198,7 @@ class MatrixHome:
         earlier = self._coming.pop(bucket, None)
         if earlier is not None:
             earlier.wait()
-        self._coming[bucket] = self._posted(self._gradients[bucket], self.grad.dtype)
+        self._coming[bucket] = self._posted(self._gradients[bucket], self.values_dtype)
 
     def begin(self) -> None:
         """The same of all buckets that have not left yet."""
@@ -190,33 +206,51 @@ class MatrixHome:
             if bucket not in self._coming:
                 self.leave(bucket)
 
-    def take_gradients(self) -> None:
-        """Give the gradients of this rank's matrices memory, before those of the first bucket are brought."""
-        self.begin()
-        allocate(self.grad)
-        for start, stop in self._padding:  # all else is brought
-            self.grad[start:stop].zero_()
-
     def bring_gradients(self, bucket: int) -> None:
         """Wait for the gradients of a bucket's matrices at home here, and set those in the bucket to zero."""
-        self._place(self._gradients[bucket], self._coming.pop(bucket).wait())
+        arrived, places = self._coming.pop(bucket).wait(), self._gradients[bucket].receive
+        start, stop = self._extents[bucket]
+        if not in_order(places, start, stop):
+            whole = arrived.new_zeros(stop - start)
+            place_all(arrived, [within(whole, start, x) for x in places])
+            arrived = whole
+        self._here = UpdatedBucket(bucket, start, arrived)
         for f in self._of(bucket):
             f.own_grad.zero_()
+
+    def gradient(self, slot: Slot) -> Tensor:
+        """As HomeExchange.gradient."""
+        return self._open.gradient[self._open.within(slot)]
+
+    def message(self, slot: Slot) -> Tensor | None:
+        """As HomeExchange.message."""
+        here, ((transfer, dtype), *others) = self._open, self._weights[self._open.bucket]
+        if others or not in_order(transfer.send, *self._extents[here.bucket]):
+            return None
+        if here.message is None:
+            here.message = torch.empty_like(here.gradient, dtype=dtype)
+        return here.message[here.within(slot)]
 
     def send_weights(self, bucket: int) -> None:
         """Start sending the weights of a bucket's matrices from all homes to the ranks that store them. Those of the
         bucket before it have had time to arrive."""
-        transfers = [(transfer, self._posted(transfer, dtype)) for transfer, dtype in self._weights[bucket]]
+        written = None if self._here is None else self._here.message
+        self._here = None
+        transfers = [(transfer, self._posted(transfer, dtype, written)) for transfer, dtype in self._weights[bucket]]
         self._going.append((bucket, [each for each in transfers if not self._over(*each)]))
-        if bucket == self.order[-1]:
-            let_go(self.grad)
         if len(self._going) > 1:
             self._store()
+
+    @property
+    def _open(self) -> UpdatedBucket:
+        if self._here is None:
+            raise RuntimeError("no bucket is being updated: its gradients are to be brought first")
+        return self._here
 
     def _over(self, transfer: MatrixExchange, work: Work) -> bool:
         """Whether weights are there at once, and are placed."""
         if work.over():
-            self._place(transfer, work.wait())
+            place_all(work.wait(), transfer.receive)
             return True
         return False
 
@@ -249,7 +283,7 @@ class MatrixHome:
         """Place the weights that were sent first, and start gathering those before them."""
         bucket, transfers = self._going.pop(0)
         for transfer, work in transfers:
-            self._place(transfer, work.wait())
+            place_all(work.wait(), transfer.receive)
         for f in self._of(bucket):
             f.storage.replaced()
             f.storage.gather_groups()
@@ -265,19 +299,41 @@ class MatrixHome:
         return [f for f in self.flat if f.bucket.id == bucket]
 
     @torch.no_grad()
-    def _posted(self, transfer: MatrixExchange, dtype: torch.dtype) -> Work:
-        packed = torch.empty(sum(transfer.sizes_to), dtype=dtype, device=self.mesh.device)
-        if transfer.send:
-            into = packed.split([x.numel() for x in transfer.send])
-            torch._foreach_copy_([to.view(x.shape) for to, x in zip(into, transfer.send)], transfer.send)
+    def _posted(self, transfer: MatrixExchange, dtype: torch.dtype, packed: Tensor | None = None) -> Work:
+        """Start the exchange. packed: all that is to be sent, if it lies there already."""
+        if packed is None:
+            packed = torch.empty(sum(transfer.sizes_to), dtype=dtype, device=self.mesh.device)
+            if transfer.send:
+                into = packed.split([x.numel() for x in transfer.send])
+                torch._foreach_copy_([to.view(x.shape) for to, x in zip(into, transfer.send)], transfer.send)
         return self.stage.post_all_to_all(packed, transfer.sizes_to, transfer.sizes_from)
 
-    @torch.no_grad()
-    def _place(self, transfer: MatrixExchange, arrived: Tensor) -> None:
-        if transfer.receive:
-            sizes = [x.numel() for x in transfer.receive]
-            values = [x.view(to.shape) for x, to in zip(arrived.split(sizes), transfer.receive)]
-            torch._foreach_copy_(transfer.receive, values)
+
+@torch.no_grad()
+def place_all(arrived: Tensor, places: Sequence[Tensor]) -> None:
+    """What arrived (numel,) into these tensors, one after the other."""
+    if places:
+        values = [x.view(to.shape) for x, to in zip(arrived.split([to.numel() for to in places]), places)]
+        torch._foreach_copy_(list(places), values)
+
+
+def extent(slots: Sequence[Slot]) -> tuple[int, int]:
+    """The elements of a bucket from the first of these slots to the end of the last."""
+    return (slots[0].offset, slots[-1].offset + room(slots[-1].numel, ELEMENTS)) if slots else (0, 0)
+
+
+def in_order(views: Iterable[Tensor], start: int, stop: int) -> bool:
+    """Whether these views of a flat tensor are its elements start..stop, one after the other and without a gap."""
+    for view in views:
+        if not view.is_contiguous() or view.storage_offset() != start:
+            return False
+        start += view.numel()
+    return start == stop
+
+
+def within(flat: Tensor, start: int, view: Tensor) -> Tensor:
+    """The same elements as the view of a flat tensor has, of one that begins with its element number `start`."""
+    return flat.as_strided(view.shape, view.stride(), view.storage_offset() - start)
 
 
 def update_order(buckets: Iterable[int]) -> list[int]:

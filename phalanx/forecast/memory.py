@@ -438,8 +438,8 @@ def message_bytes(plan: Plan) -> dict[Value, int]:
 
 def home_bytes(plan: Plan, pp: int, kind: Precision) -> dict[str, int]:
     """Bytes of whole matrices at their homes (data_parallel.homes), on the rank with the most of them: masters and
-    moments, which stay; update: gradients in transit and at home, weights in transit, and working copies of the largest
-    matrix, or of as many as are updated together."""
+    moments, which stay; update: gradients that left and arrived, and beside those at home working copies of the largest
+    matrix, or of as many as are updated together, once in place and once on their way."""
     found, states = {"masters": 0, "moments": 0, "update": 0}, state_bytes(plan.run.optim, kind.master.itemsize)
     wide, ranks = kind.master.itemsize, plan.grid.stage
     for updater, matrices in plan.matrices[pp].items():
@@ -452,7 +452,7 @@ def home_bytes(plan: Plan, pp: int, kind: Precision) -> dict[str, int]:
             largest = max(largest, min(max(loads), TOGETHER))
         found["masters"] += max(loads) * wide
         found["moments"] += round(max(loads) * states[updater])
-        found["update"] = max(found["update"], 3 * max(loads) * wide, (max(loads) + copies * largest) * wide)
+        found["update"] = max(found["update"], 2 * max(loads) * wide + (copies + 2) * largest * wide)
     return found
 
 

@@ -4,6 +4,7 @@ the masters, steps skipped on the device."""
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from fnmatch import fnmatchcase
 from functools import cached_property
 from math import prod
@@ -116,7 +117,7 @@ class UpdateRule:
         """What needs no exchange between ranks."""
         self._update(self.groups, lr, scalars)
 
-    def update_homes(self, lr: float, scalars: StepScalars, updated: Updated) -> None:
+    def update_homes(self, lr: float, scalars: StepScalars, updated: Updated | None) -> None:
         """Whole matrices, with their way there and back."""
         for home in self.homes:
             home.update(lr * self.rate, scalars, updated)
@@ -152,7 +153,7 @@ class ShardedOptimizer:
         self.config: OptimConfig = optimizers[0][0].config
         self.shards = [shard for _, shards in optimizers for shard in shards]
         self.step = torch.zeros((), dtype=torch.float32, device=device)
-        self.updated: Updated = lambda shard, slots: None
+        self.updated: Updated | None = None
         self.rules = [
             UpdateRule(
                 optimizer,
@@ -186,8 +187,9 @@ class ShardedOptimizer:
         scalars = StepScalars(self.step, factor, skip)
         for rule in self.rules:
             rule.update(lr, scalars)
-            for shard in rule.shards:
-                self.updated(shard, shard.bucket.slots)
+            if self.updated is not None:
+                for shard in rule.shards:
+                    self.updated(shard, shard.bucket.slots)
         for rule in self.rules:
             rule.update_homes(lr, scalars, self.updated)
 
@@ -223,19 +225,23 @@ class HomeRule:
         slots = {bucket: shard.home.slots(bucket) for bucket in shard.home.order}
         self.groups = {bucket: grouped_slots(mine, optimizer, together) for bucket, mine in slots.items()}
 
-    def update(self, lr: float, scalars: StepScalars, updated: Updated) -> None:
+    def update(self, lr: float, scalars: StepScalars, updated: Updated | None) -> None:
         """One step, including the exchange with the ranks that have gradients and weights. `updated` is called with the
         matrices of a bucket before their weights are sent."""
-        self.exchange.take_gradients()
+        self.exchange.begin()
         for bucket, groups in self.groups.items():
             self.exchange.bring_gradients(bucket)
             for (decay, scale), slots in groups:
-                self._update(slots, (lr * scale, decay), scalars)
-            updated(self.shard, self.exchange.slots(bucket))
+                stored = [self._stored(slot, alone=updated is None) for slot in slots]
+                self._update(slots, stored, (lr * scale, decay), scalars)
+            if updated is not None:
+                updated(self.shard, self.exchange.slots(bucket))
             self.exchange.send_weights(bucket)
 
-    def _update(self, slots: Sequence[Slot], rates: tuple[float, float], scalars: StepScalars) -> None:
-        optimizer, stored = self.optimizer, [self._stored(slot) for slot in slots]
+    def _update(
+        self, slots: Sequence[Slot], stored: Sequence[StateRange], rates: tuple[float, float], scalars: StepScalars
+    ) -> None:
+        optimizer = self.optimizer
         if isinstance(optimizer, MatrixOptimizer):
             where = [StoredMatrix(s, slot.spec.shape[-2:], *rates, slot.spec.logical) for s, slot in zip(stored, slots)]
             if optimizer.update_stored(where, scalars, self.kernels):
@@ -249,8 +255,11 @@ class HomeRule:
         for copy in copies:
             copy.keep(scalars)
 
-    def _stored(self, slot: Slot) -> StateRange:
-        return self.shard.range(slot.offset, slot.offset + room(slot.numel, ELEMENTS))
+    def _stored(self, slot: Slot, alone: bool) -> StateRange:
+        """alone: nothing else changes masters after the update, which then writes the weights that travel."""
+        kept = self.shard.range(slot.offset, slot.offset + room(slot.numel, ELEMENTS))
+        out = self.exchange.message(slot) if alone else None
+        return replace(kept, grad=self.exchange.gradient(slot), out=out)
 
 
 def grouped_slots(

@@ -47,11 +47,13 @@ def made(rank: int, world: int, model: str, layout: dict, fields: dict):
 
 
 def both_ways(rank: int, world: int, model: str, layout: dict, fields: dict) -> dict:
-    """Weights after three steps of `train_step`, and of a loop that may change gradients before the update and reads
-    weights after it; and how many buckets of matrices had left when backward was over."""
+    """Weights after three steps of `train_step`, of the same with something done after the update, before weights are
+    packed, and of a loop that may change gradients before the update and reads weights after it; and how many buckets
+    of matrices had left when backward was over."""
     found, left = [], []
-    for early in (True, False):
+    for early, after in ((True, None), (True, lambda shard, slots: None), (False, None)):
         run, state = made(rank, world, model, layout, fields)
+        state.optimizer.updated = after
         finish = state.buffers.finish
 
         def finish_and_count(state=state, finish=finish) -> None:
@@ -77,11 +79,44 @@ def test_the_same_bits_as_without(ranks, case):
     """Gradients of all buckets but the first layers' have left when backward is over; in a loop of one's own none."""
     model, world, layout, fields = LAYOUTS[case]
     results = ranks.run(f"{HERE}:both_ways", world, model, layout, fields)
-    early, late = (parity.assemble([r["weights"][way] for r in results]) for way in (0, 1))
-    assert all(np.array_equal(values, late[name]) for name, values in early.items())
+    early, *others = (parity.assemble([r["weights"][way] for r in results]) for way in range(3))
+    assert all(np.array_equal(values, other[name]) for other in others for name, values in early.items())
     for result in results:
-        assert all(buckets > 1 and sent >= buckets - 1 for sent, buckets in result["left"][:3])
-        assert all(sent == 0 for sent, _ in result["left"][3:])
+        assert all(buckets > 1 and sent >= buckets - 1 for sent, buckets in result["left"][:6])
+        assert all(sent == 0 for sent, _ in result["left"][6:])
+
+
+def copies(rank: int, world: int, layout: dict) -> list[tuple[bool, bool]]:
+    """Of each bucket whose matrices are updated: whether gradients are read where they arrived, and whether weights are
+    written into their message."""
+    run, state = made(rank, world, "llama", layout, {})
+    found = list[tuple[bool, bool]]()
+    bring, send, arrived = MatrixHome.bring_gradients, MatrixHome.send_weights, list[int]()
+
+    def brought(home: MatrixHome, bucket: int) -> None:
+        arrived[:] = [home._coming[bucket].wait().data_ptr()]
+        bring(home, bucket)
+
+    def sent(home: MatrixHome, bucket: int) -> None:
+        here = home._open
+        if home.slots(bucket):
+            found.append((here.gradient.data_ptr() in arrived, here.message is not None))
+        send(home, bucket)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(MatrixHome, "bring_gradients", brought)
+        patch.setattr(MatrixHome, "send_weights", sent)
+        train_step(state, parity.step_batches(run, state.mesh, 0, False), 1e-2)
+    return found
+
+
+@pytest.mark.parametrize(
+    "layout, none", [({"sharding": 1}, True), ({"sharding": 3}, True), ({"sharding": 0, "tp": 2}, False)]
+)
+def test_whole_rows_are_not_copied_at_home(ranks, layout, none):
+    """Of ranks that have whole rows of matrices, one after the other; with tp, columns of some are put together."""
+    found = [each for of_rank in ranks.run(f"{HERE}:copies", 2, layout) for each in of_rank]
+    assert found and all(pair == (True, True) for pair in found) == none
 
 
 def order_of_work(rank: int, world: int, sharding: int) -> list[str]:

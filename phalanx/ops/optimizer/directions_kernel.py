@@ -53,12 +53,13 @@ def _apply(p, u, w, skip, lr, kept, n, COPY: tl.constexpr, WIDE: tl.constexpr, B
     """lr and kept, which is 1 - lr * decay, are () float64."""
     i = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
     mask = i < n
+    x = tl.load(p + i, mask=mask, other=0.0)
     if tl.load(skip) == 0:
-        x = tl.load(p + i, mask=mask, other=0.0) * tl.load(kept).to(WIDE)
+        x = x * tl.load(kept).to(WIDE)
         x -= tl.load(u + i, mask=mask, other=0.0).to(WIDE) * tl.load(lr).to(WIDE)
         tl.store(p + i, x, mask=mask)
-        if COPY:
-            tl.store(w + i, x.to(w.dtype.element_ty), mask=mask)
+    if COPY:
+        tl.store(w + i, x.to(w.dtype.element_ty), mask=mask)
 
 
 def directions(part: MatrixRange, to: Tensor, options: MomentumOptions, factor: Tensor, skip: Tensor) -> None:

@@ -41,6 +41,9 @@ class HomeExchange(Protocol):
     of a stage call it together.
 
     order   numbers of the ranks' buckets, as their matrices are to be updated; slots: those of a bucket that are here
+    gradient   (n,) that of a matrix of the bucket whose gradients were brought last, with its padding
+    message    (n,) where the updated weights of such a matrix travel. Who asks writes those of all matrices of the
+               bucket. None: `send_weights` takes them from the masters, as it does if nobody asked
     """
 
     order: list[int]
@@ -49,9 +52,11 @@ class HomeExchange(Protocol):
 
     def begin(self) -> None: ...
 
-    def take_gradients(self) -> None: ...
-
     def bring_gradients(self, bucket: int) -> None: ...
+
+    def gradient(self, slot: Slot) -> Tensor: ...
+
+    def message(self, slot: Slot) -> Tensor | None: ...
 
     def send_weights(self, bucket: int) -> None: ...
 
@@ -62,7 +67,8 @@ class Shard:
     state may be in a narrower dtype, and both may be packed. `out` are the weights, if they are stored separately.
 
     own     the elements that no other rank writes to a checkpoint
-    home    for whole matrices (layout.homes): brings their gradients before an update, sends their weights after it
+    home    for whole matrices (layout.homes): brings their gradients before an update, sends their weights after it;
+            `grad` and `out` are then empty and None
     """
 
     bucket: Bucket
