@@ -22,7 +22,7 @@ from phalanx.comm.axis import Axis
 from phalanx.ops.dense.activation import widened
 from phalanx.ops.dense.grads import add_grad
 from phalanx.ops.in_order import sum_in_order
-from phalanx.ops.op import Case, Kernels, Op, invariant, triton
+from phalanx.ops.op import Case, Implementation, Kernels, Op, invariant, triton
 
 Order = Literal["gate first", "norm first"]
 
@@ -120,6 +120,24 @@ class GatedNormInOrder:
     norm_backward = staticmethod(norm_backward)
 
 
+class DryGatedNorm:
+    """Without data: allocates what the fused implementation does."""
+
+    @staticmethod
+    def norm_forward(x: Tensor, gate: Tensor, weight: Tensor, groups: NormGroups, tp: Axis) -> tuple[Tensor, Tensor]:
+        squares = x.new_empty(len(x), groups.here, dtype=widened(x[:0]).dtype)
+        return torch.empty_like(x, memory_format=torch.contiguous_format), groups.factors(squares, tp)
+
+    @staticmethod
+    def norm_backward(
+        dy: Tensor, saved: tuple[Tensor, Tensor, Tensor], weight: Tensor, groups: NormGroups, tp: Axis
+    ) -> tuple[Tensor, Tensor, Tensor]:
+        x, gate, scale = saved
+        groups.summed(torch.empty_like(scale), tp)  # sent over tp
+        dx, dgate = (torch.empty_like(t, memory_format=torch.contiguous_format) for t in (x, gate))
+        return dx, dgate, torch.empty_like(weight, dtype=scale.dtype)
+
+
 class _GatedNorm(Function):
     @staticmethod
     def forward(ctx: Any, x: Tensor, gate: Tensor, weight: Tensor, groups: NormGroups, tp: Axis, by: Any) -> Tensor:  # type: ignore[override]
@@ -162,7 +180,11 @@ GATED_NORM = Op(
     "RMSNorm by groups beside a gate, in either order",
     __name__,
     ("norm_forward", "norm_backward"),
-    (triton("phalanx.ops.scan.gated_norm_kernel"), invariant(f"{__name__}:GatedNormInOrder", "any")),
+    (
+        triton("phalanx.ops.scan.gated_norm_kernel"),
+        Implementation("dry", f"{__name__}:DryGatedNorm", "meta"),
+        invariant(f"{__name__}:GatedNormInOrder", "any"),
+    ),
     switches=("norm",),
     cases=(
         Case("gated_norm", _case(2), ((7, 12), (7, 12), (12,)), (2,)),
