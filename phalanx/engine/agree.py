@@ -30,6 +30,7 @@ from phalanx.ops.attention.attention import BIASED_ATTENTION
 from phalanx.ops.op import SEAM, Op, packaged, refused, runs_triton, table, unusable
 from phalanx.ops.quantized import cublaslt
 from phalanx.optim.optimizer import FusedOptimizer, MatrixOptimizer, optimizers_of
+from phalanx.planning.blocks import facts_of
 from phalanx.planning.kernels import KernelsPlan
 from phalanx.planning.plan import Plan, quantized_base
 
@@ -40,6 +41,8 @@ ROOM_FOR_POOLS = (
 )
 NO_GRAPHS_GPU = "not a GPU"
 NO_GRAPHS_ROOM = "no room for their pools of memory, by the forecast: train.cuda_graphs=on tries"
+LONG_LAYER = 25e12  # forward FLOPs of a layer: tens of milliseconds, which hide a hundred launches
+NO_GRAPHS_LONG = "a layer takes far longer than its launches: train.cuda_graphs=on captures it all the same"
 NO_GRAPHS_SHARDS = "layout.sharding >= 2: train.cuda_graphs=on keeps places for what comes and goes"
 NO_GRAPHS_BACKWARD = "optim.in_backward: gradients have no fixed places"
 NO_GRAPHS_OFFLOAD = "train.offload_layers: activations that wait on the host are not captured"
@@ -270,7 +273,8 @@ def differences(everyone: Sequence[LocalFacts]) -> list[str]:
 
 def why_no_graphs(plan: Plan, everyone: Sequence[LocalFacts]) -> str:
     """Why blocks are not replayed as CUDA graphs; "": they are. Forward and backward need memory pools of their
-    own, and so does each micro-batch in flight of several pipeline stages: only if asked for, or if there is room.
+    own, and so does each micro-batch in flight of several pipeline stages: only if asked for, or if there is room, and
+    if launches can be what a step waits for.
     If weights or gradients are fetched and freed, only if asked for, and then in fixed slots; the same if experts
     cannot be captured, or if the model reads images, and then without what has their rows. Never if activations are
     offloaded, backward is split (config.check) or the model reads sound (config.units_check)."""
@@ -293,7 +297,16 @@ def why_no_graphs(plan: Plan, everyone: Sequence[LocalFacts]) -> str:
         return NO_GRAPHS_BACKWARD
     if plan.buckets_come_and_go and not plan.fixed_slots:
         return NO_GRAPHS_SHARDS
+    if layer_flops(plan) >= LONG_LAYER:
+        return NO_GRAPHS_LONG
     return "" if room_for_pools(plan, smallest(everyone)) else NO_GRAPHS_ROOM
+
+
+def layer_flops(plan: Plan) -> float:
+    """Forward FLOPs of a block in a micro-batch, on average, on one rank."""
+    train, facts = plan.run.train, facts_of(plan.run)
+    tokens = train.micro_batch * train.seq_length / (plan.grid.tp * plan.grid.cp)
+    return tokens * sum(block.flops for block in facts) / len(facts)
 
 
 def smallest(everyone: Iterable[LocalFacts]) -> int:

@@ -24,6 +24,7 @@ from phalanx.config.run import Fp8Config
 from phalanx.engine.agree import (
     EXPERTS,
     NO_GRAPHS_GPU,
+    NO_GRAPHS_LONG,
     NO_GRAPHS_OFFLOAD,
     NO_GRAPHS_ROOM,
     NO_GRAPHS_ROWS,
@@ -36,6 +37,7 @@ from phalanx.engine.agree import (
     LocalFacts,
     among_equals,
     decide,
+    layer_flops,
     used_ops,
 )
 from phalanx.engine.build import build, choices
@@ -171,6 +173,26 @@ def test_graphs_by_the_smallest_gpu(pp):
     assert decide(plan, [opened(large)] * 4).graphs == "on"
     assert decide(plan, [opened(large)] * 3 + [opened(small)]).graphs == NO_GRAPHS_ROOM
     assert decide(plan, [opened(large)] * 3 + [opened(LocalFacts())]).graphs == NO_GRAPHS_GPU
+
+
+def test_no_graphs_of_layers_that_hide_their_launches(monkeypatch):
+    """FLOPs by hand: q, k, v, o and three matrices of the MLP, two for each weight, and scores and their sums over half
+    the tokens. A rank of tp or cp has its part of them."""
+    run = base_run("llama")
+    m, t = run.model, run.train
+    heads, width, keys = m.num_attention_heads, m.hidden_size, m.num_key_value_heads * m.head_dim
+    weights = 2 * width * (heads * m.head_dim + keys) + 3 * width * m.intermediate_size
+    layers = m.num_hidden_layers * (2 * weights + 2 * heads * m.head_dim * t.seq_length)
+    flops = t.micro_batch * t.seq_length * (layers + 2 * width * m.vocab_size) / (m.num_hidden_layers + 2)
+    for layout, share in (({}, 1), ({"tp": 2}, 2), ({"cp": 2}, 2)):
+        plan = make_plan(replace(run, layout=LayoutConfig(**layout)), share)
+        assert layer_flops(plan) == pytest.approx(flops / share)
+        monkeypatch.setattr("phalanx.engine.agree.LONG_LAYER", flops / share * 0.999)
+        assert decide(plan, [opened(GPU)] * share).graphs == NO_GRAPHS_LONG
+        asked = replace(plan, run=replace(plan.run, train=replace(plan.run.train, cuda_graphs="on")))
+        assert decide(asked, [opened(GPU)] * share).graphs == "on"
+        monkeypatch.setattr("phalanx.engine.agree.LONG_LAYER", flops / share * 1.001)
+        assert decide(plan, [opened(GPU)] * share).graphs == "on"
 
 
 def test_activations_on_the_host_end_graphs():
