@@ -13,7 +13,6 @@ from pathlib import Path
 from typing import Any, Protocol, TypeVar
 
 import torch
-import xxhash
 from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
@@ -21,7 +20,7 @@ from phalanx.base.dataclass import dataclass
 from phalanx.base.errors import CheckpointError, DamagedCheckpoint
 from phalanx.checkpoint.boxes import Item
 from phalanx.checkpoint.staging import StagingBuffer, StagingBuffers
-from phalanx.checkpoint.storage import CHUNK, Output, Receipt, Storage, sum_of
+from phalanx.checkpoint.storage import CHUNK, Output, Receipt, Storage, chunk_sum, sum_of
 from phalanx.checkpoint.threads import in_threads
 from phalanx.checkpoint.unreachable import Unreachable
 from phalanx.layout.box import Box
@@ -443,7 +442,7 @@ class CheckedFile:
 
     def _check(self, key: str, number: int, data: Any, at: int) -> None:
         sums = self.receipt.parts.get(key, [])
-        if number >= len(sums) or xxhash.xxh3_64_hexdigest(data) != sums[number]:
+        if number >= len(sums) or chunk_sum(data) != sums[number]:
             what = f"tensor {key}" if key else "header"
             raise DamagedCheckpoint(
                 f"{self.path} is damaged: the {what} has a wrong checksum in bytes {at} to {at + len(data)} of the file"
