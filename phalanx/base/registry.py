@@ -94,6 +94,7 @@ BUILT_IN: Mapping[str, Mapping[str, str]] = MappingProxyType(
                 "norm": "phalanx.ops.dense.norm:NORM",
                 "swiglu": "phalanx.ops.dense.activation:GATED",
                 "biased_gelu": "phalanx.ops.dense.biased_gelu:BIASED_GELU",
+                "relu2": "phalanx.ops.dense.relu2:RELU2",
                 "rope": "phalanx.ops.dense.rope:ROPE",
                 "norm_rope": "phalanx.ops.dense.head_norm:NORM_ROPE",
                 "width_norm": "phalanx.ops.dense.width_norm:WIDTH_NORM",

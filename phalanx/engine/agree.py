@@ -27,6 +27,7 @@ from phalanx.layout.grid import Coords
 from phalanx.nn.relative_bias import RelativeBiasTable
 from phalanx.ops import proof
 from phalanx.ops.attention.attention import BIASED_ATTENTION
+from phalanx.ops.dense.relu2 import RELU2
 from phalanx.ops.op import SEAM, Op, packaged, refused, runs_triton, table, unusable
 from phalanx.ops.quantized import cublaslt
 from phalanx.optim.optimizer import FusedOptimizer, MatrixOptimizer, optimizers_of
@@ -133,7 +134,9 @@ def used_ops(plan: Plan) -> list[Op]:
     run, found = plan.run, list[Op]()
     optimizers = {o.op for o in optimizers_of(run.optim) if isinstance(o, FusedOptimizer | MatrixOptimizer)}
     blocks = [block for segment in plan.blocks_of(Coords()).values() for block in segment]
-    kinds = {type(m) for block in blocks for m in block.modules()}
+    modules = [module for block in blocks for module in block.modules()]
+    kinds = {type(module) for module in modules}
+    squared = any(getattr(module, "activation", None) == RELU2.name for module in modules)
     biased = RelativeBiasTable in kinds
     scans, deltas = StateSpace in kinds, GatedDelta in kinds
     quantized = run.train.fp8 is not None or quantized_base(run) is not None
@@ -153,6 +156,7 @@ def used_ops(plan: Plan) -> list[Op]:
         ):
             wanted &= used or not op.definition.startswith(f"phalanx.ops.{place}")
         wanted &= biased or op is not BIASED_ATTENTION
+        wanted &= squared or op is not RELU2
         found += [op] if wanted else []
     return found
 

@@ -13,13 +13,14 @@ from phalanx.nn.env import Env
 from phalanx.nn.initial import Normal
 from phalanx.nn.linear import ColumnLinear, Linear, RowLinear
 from phalanx.nn.module import Module, OutputRows
-from phalanx.ops.dense.activation import GATED, gelu, gelu_by_formula, quick_gelu, relu2, swiglu
+from phalanx.ops.dense.activation import GATED, gelu, gelu_by_formula, quick_gelu, swiglu
 from phalanx.ops.dense.biased_gelu import BIASED_GELU, biased_gelu
 from phalanx.ops.dense.gate import EXACT_GEGLU, GEGLU, SWIGLU
 from phalanx.ops.dense.gated_mlp import MLP, gated_mlp
+from phalanx.ops.dense.relu2 import RELU2, relu2
 from phalanx.sequence.batch import Batch
 
-OTHER_ACTIVATIONS = {"quick_gelu": quick_gelu, "relu2": relu2}
+OTHER_ACTIVATIONS = ("quick_gelu", "relu2")  # than GELU, which is one op with the bias before it
 
 
 def run_mlp(mlp: Module, make: Callable[[Tensor], Tensor], x: Tensor, *linears: Linear) -> Tensor:
@@ -138,8 +139,10 @@ class GeluMLP(Module):
         return self.project(recompute.op("activation", lambda x: biased_gelu(x, bias, kernels, exact), expanded))
 
     def _activated(self, x: Tensor) -> Tensor:
-        if self.activation in OTHER_ACTIVATIONS:
-            return OTHER_ACTIVATIONS[self.activation](x)
+        if self.activation == "relu2":
+            return relu2(x, self.env.kernels_for(RELU2))
+        if self.activation == "quick_gelu":
+            return quick_gelu(x)
         activate = gelu_by_formula if self.env.ops.batch_invariant else gelu
         return activate(x, self.activation == "gelu")
 

@@ -27,9 +27,10 @@ from phalanx.nn.linear_method import FusedOp
 from phalanx.nn.module import Module, OutputRows
 from phalanx.nn.objective import Objective
 from phalanx.nn.parameter import Parameter
-from phalanx.ops.dense.activation import GATED, gated_rows, relu2_rows
+from phalanx.ops.dense.activation import GATED, gated_rows
 from phalanx.ops.dense.gate import SWIGLU, Gate
 from phalanx.ops.dense.matmul import local_matmul, wide_matmul
+from phalanx.ops.dense.relu2 import RELU2, relu2_rows
 from phalanx.ops.experts import route as ops
 from phalanx.ops.experts.exchange import EXCHANGES, Dispatch, Weigh, weighed_rows
 from phalanx.ops.experts.grouped import Later
@@ -298,7 +299,7 @@ class Experts(Module):
 
     def _activate(self, ends: Tensor, gate_up: Tensor, weights: Tensor | None = None) -> Tensor:
         if self.activation == "relu2":
-            return relu2_rows(gate_up, ends, weights)
+            return relu2_rows(gate_up, ends, weights, self.env.kernels_for(RELU2))
         return gated_rows(gate_up, ends, weights, self.activation, self.env.kernels_for(GATED))
 
 

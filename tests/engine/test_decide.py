@@ -95,7 +95,10 @@ def test_the_ops_of_a_run_are_checked():
         "symmetric",
         "store_pages",
         "largest_scores",
+        "relu2",
     }
+    for model in ("nemotron_h", "nemotron_h-moe"):
+        assert "relu2" in {op.name for op in used_ops(make_plan(base_run(model), 1))}
     scan, rule = ({op.name for op in used_ops(make_plan(base_run(model), 1))} for model in ("mamba2", "qwen3_next"))
     assert {"scan", "conv1d", "gated_norm"} <= scan and not scan & {"delta", "norm_gate", "scan_step"}
     assert {"delta", "conv1d", "norm_gate"} <= rule and not rule & {"scan", "gated_norm"}

@@ -21,6 +21,7 @@ from phalanx.ops.dense.activation import Gated, GatedGrad, GatedRows, GatedRowsG
 from phalanx.ops.dense.gate import SWIGLU
 from phalanx.ops.dense.gated_mlp import MLP, DryGemms, gated_mlp
 from phalanx.ops.dense.norm import NORM, Normed
+from phalanx.ops.dense.relu2 import relu2_rows
 from phalanx.ops.dense.rope import ROPE, RopeGrad
 from phalanx.ops.experts.permute import PERMUTE, Gathered, plan_rows
 from phalanx.ops.quantized.expert_quantizer import ExpertQuantizer
@@ -81,6 +82,14 @@ def test_gated_activations():
     def measure(device: str) -> tuple[int, int]:
         x, weights = zeros(device, 30, 2 * 96).requires_grad_(), zeros(device, 30).requires_grad_()
         return memory(lambda: gated_rows(x, ends_of(device), weights, SWIGLU, KERNELS))
+
+    on_both(measure)
+
+
+def test_squares_of_relu():
+    def measure(device: str) -> tuple[int, int]:
+        x, weights = zeros(device, 30, 96).requires_grad_(), zeros(device, 30).requires_grad_()
+        return memory(lambda: relu2_rows(x, ends_of(device), weights, KERNELS))
 
     on_both(measure)
 

@@ -45,6 +45,7 @@ from phalanx.ops.dense import (
     invariant_kernel,
     loss_kernel,
     norm_kernel,
+    relu2_kernel,
     rope_kernel,
     row_sums_kernel,
     rows_kernel,
@@ -145,6 +146,12 @@ def kernels() -> list[tuple]:
         found.append((biased_gelu_kernel._forward, dict(x=BF, bias=BF, y=BF, **sizes), how, dict(num_warps=8)))
         pointers = dict(dy=BF, x=BF, bias=BF, dx=BF, sums="*fp32", **sizes, EACH="i32")
         found.append((biased_gelu_kernel._backward, pointers, how, dict(num_warps=8)))
+    for weigh in (False, True):
+        how = dict(WEIGH=weigh, SOME=weigh, BLOCK=1024, **wide)
+        some = dict(weights="*fp32", last="*i32", F="i32")
+        found.append((relu2_kernel._forward, dict(x=BF, y=BF, **some), how))
+        pointers = dict(dy=BF, x=BF, dx=BF, dweights="*fp32", **some)
+        found.append((relu2_kernel._backward, pointers, dict(BLOCKS=3, **how)))
     sizes = dict(T="i32", F="i32", EACH="i32")
     tile = dict(ROWS=row_sums_kernel.ROWS, COLS=row_sums_kernel.COLS)
     found.append((row_sums_kernel._parts, dict(x=BF, sums="*fp32", **sizes), dict(**tile, **wide)))

@@ -6,6 +6,7 @@ from __future__ import annotations
 import json
 import math
 from dataclasses import replace
+from typing import Any
 
 import pytest
 import torch
@@ -16,11 +17,13 @@ from phalanx.checkpoint.hf import from_hf, to_hf
 from phalanx.config.read import load_run
 from phalanx.config.run import Run, TrainConfig
 from phalanx.forecast.decide import make_plan
+from phalanx.forecast.memory import block_use
 from phalanx.layout.config import LayoutConfig
 from phalanx.models.check import check
 from phalanx.models.nemotron_h import FAMILY, LETTERS, OF_EXPERTS, NemotronHConfig
+from phalanx.ops.op import Kernels, Op
 from phalanx.planning.blocks import exported_shapes, model_facts
-from tests.harness.parity import MODELS
+from tests.harness.parity import MODELS, base_run
 
 MODEL = MODELS["nemotron_h"]
 WRITTEN = to_hf(MODEL, torch.float32)
@@ -167,3 +170,20 @@ def test_stages_are_cut_by_cost():
 
 def test_least_layers_have_every_kind():
     assert FAMILY.least_layers(MODEL) == 3 and FAMILY.least_layers(MODELS["nemotron_h-moe"]) == 4
+
+
+@pytest.mark.parametrize("plain, kernels", [([], "triton"), (["relu2"], "plain")])
+def test_activations_run_by_the_kernels_of_the_config(monkeypatch, plain, kernels):
+    """Of MLPs, of routed experts and of the shared one."""
+    asked, choose = list[tuple[str, str]](), Op.choose
+
+    def noted(op: Op, kernels: Kernels, *given: Any, **more: Any) -> Any:
+        asked.append((op.name, kernels))
+        return choose(op, kernels, *given, **more)
+
+    monkeypatch.setattr(Op, "choose", noted)
+    for model, kind in (("nemotron_h", "mlp"), ("nemotron_h-moe", "moe")):
+        asked.clear()
+        plan = make_plan(base_run(model, kernels="triton", plain_ops=plain), 1)
+        block_use(plan, 1 + MODELS[model].layers_block_type.index(kind))
+        assert {found for op, found in asked if op == "relu2"} == {kernels}

@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import math
 from dataclasses import replace
+from functools import partial
 from typing import Any
 
 import pytest
@@ -16,6 +17,7 @@ from phalanx.base.rng import key_of
 from phalanx.ops.dense.activation import gated_rows, swiglu
 from phalanx.ops.dense.gate import CLAMPED_SWIGLU, SWIGLU
 from phalanx.ops.dense.matmul import PIECES, pieces
+from phalanx.ops.dense.relu2 import relu2_rows
 from phalanx.ops.experts.grouped import add_grouped_product_, grouped_matmul, grouped_product
 from phalanx.ops.experts.permute import combine_rows, gather_rows, plan_rows, row_weights
 from phalanx.ops.experts.route import (
@@ -564,24 +566,32 @@ def check_mixture(experts: Tensor, first: int, count: int, kernels: str, bound: 
         assert i not in buffers or a.grad is buffers[i]
 
 
-GATES = (SWIGLU, CLAMPED_SWIGLU, replace(CLAMPED_SWIGLU, interleaved=True))
+ACTIVATIONS: tuple[tuple[Any, Any, int], ...] = (
+    *(
+        (partial(swiglu, kernels="plain", gate=gate), partial(gated_rows, gate=gate), 2)
+        for gate in (SWIGLU, CLAMPED_SWIGLU, replace(CLAMPED_SWIGLU, interleaved=True))
+    ),
+    (lambda x: torch.relu(x) ** 2, relu2_rows, 1),
+)
+"""Activations of single rows, the ops of rows sorted by expert, and how many features they read for one."""
 
 
 def test_weighing_rows():
     """Truth: rows times their weights by autograd; nothing of the padding, which is NaN, is read."""
-    for gate in GATES:
-        check_weighing(gate, 6, "auto", 1e-13)
+    for activation in ACTIVATIONS:
+        check_weighing(activation, 6, "auto", 1e-13)
 
 
-def check_weighing(gate: Any, inner: int, kernels: str, bound: float) -> None:
+def check_weighing(activation: tuple[Any, Any, int], inner: int, kernels: str, bound: float) -> None:
+    of_row, of_rows, read = activation
     ends, dy = torch.tensor([3, 3, 11], dtype=torch.int32), normal(14, inner, seed=2)
-    x, weights = (normal(14, 2 * inner) * 5).requires_grad_(), normal(14, seed=1).requires_grad_()
-    truth = swiglu(x[:11], "plain", gate) * weights[:11, None]
+    x, weights = (normal(14, read * inner) * 5).requires_grad_(), normal(14, seed=1).requires_grad_()
+    truth = of_row(x[:11]) * weights[:11, None]
     expected = torch.autograd.grad(truth, [x, weights], dy[:11])
     spoiled = [t.detach().clone().requires_grad_() for t in (x, weights)]
     for t in spoiled:
         t.data[11:] = torch.nan
-    found = gated_rows(spoiled[0], ends, spoiled[1], gate, kernels)
+    found = of_rows(spoiled[0], ends, spoiled[1], kernels=kernels)
     torch.testing.assert_close(found[:11], truth, rtol=bound, atol=bound)
     dy[11:] = torch.nan
     gradients = torch.autograd.grad(found, spoiled, dy)
@@ -732,8 +742,8 @@ def test_rows_by_triton(dtype):
 
 @pytest.mark.parametrize("inner", [6, 1030])
 def test_weighing_rows_by_triton(inner):
-    for gate in GATES:
-        check_weighing(gate, inner, "triton", 1e-12)
+    for activation in ACTIVATIONS:
+        check_weighing(activation, inner, "triton", 1e-12)
 
 
 ROUTERS = {

@@ -13,6 +13,7 @@ import torch
 from phalanx.ops.dense.activation import GatedByExp, gelu_by_formula
 from phalanx.ops.dense.gate import SWIGLU
 from phalanx.ops.dense.invariant import PARTS, parts_of_rank, product
+from phalanx.ops.dense.relu2 import relu2
 from phalanx.ops.in_order import sum_in_order, sum_parts
 from phalanx.ops.op import NotInvariant
 from tests.ops.test_ops import normal
@@ -75,5 +76,6 @@ def test_the_kernel_computes_the_reference(monkeypatch, dtype, rows, outputs, in
 def test_activations_have_the_same_bits_in_every_place(dtype):
     """Rows that fill no vector of the processor, alone and among others."""
     x = normal(200, 26, seed=4, dtype=dtype)
-    for call in (gelu_by_formula, partial(gelu_by_formula, exact=True), partial(GatedByExp.gated_forward, gate=SWIGLU)):
+    gated = partial(GatedByExp.gated_forward, gate=SWIGLU)
+    for call in (gelu_by_formula, partial(gelu_by_formula, exact=True), gated, partial(relu2, kernels="invariant")):
         assert torch.equal(torch.cat([call(rows) for rows in x.split(1)]), call(x))

@@ -22,6 +22,7 @@ from phalanx.comm.overlap import add_pieces
 from phalanx.comm.sum_kernel import add_pieces_, sum_parts
 from phalanx.ops.dense.cross_entropy import LOSS, linear_cross_entropy
 from phalanx.ops.dense.norm import NORM
+from phalanx.ops.dense.relu2 import relu2
 from phalanx.ops.op import Case, Implementation, Op, compared_cases, table, unusable
 from phalanx.ops.optimizer.adamw import AdamOptions, AdamRange, adamw_, adamw_reference_
 from phalanx.ops.proof import run_case
@@ -132,6 +133,22 @@ def test_cases_reach_every_function_of_a_kernel(monkeypatch, name):
         if called != members:
             run_case(case, (case.dtypes or DTYPES)[-1] if name == "adamw" else torch.float32, "triton")
     assert called == members
+
+
+@pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.float16], ids=str)
+def test_squares_of_relu_are_rounded_once(dtype):
+    """Truth: the reference, to the bit; NaN and Inf come through, by which a bad step is known. (The
+    interpreter cuts bf16 off.)"""
+    bad = torch.tensor([math.nan, math.inf, -math.inf, 0.0, -1.0], dtype=dtype)
+    values, dy = torch.cat((bad, normal(1, 1100, dtype=dtype)[0])).view(5, 221), normal(5, 221, seed=1, dtype=dtype)
+    found = []
+    for kernels in ("plain", "triton"):
+        x = values.clone().requires_grad_()
+        y = relu2(x, kernels)
+        found += [y.detach(), *torch.autograd.grad(y, x, dy)]
+    torch.testing.assert_close(found[2:], found[:2], rtol=0, atol=0, equal_nan=True)
+    for part in found:
+        assert part[0, 0].isnan() and part[0, 1].isinf() and (part[0, 2:5] == 0).all()
 
 
 @pytest.mark.parametrize("kernels", ["plain", "triton"])

@@ -31,6 +31,7 @@ from phalanx.ops.dense.embedding import embedding, learned_positions
 from phalanx.ops.dense.head_norm import norm_rope
 from phalanx.ops.dense.matmul import gather_matmul, matmul_scatter
 from phalanx.ops.dense.norm import add_layer_norm, add_rms_norm, layer_norm, rms_norm
+from phalanx.ops.dense.relu2 import relu2, relu2_rows
 from phalanx.ops.dense.rope import rope, rotary_table
 from phalanx.ops.dense.rope_scaling import inverse_frequencies
 from phalanx.sequence.batch import IGNORE, Batch
@@ -285,6 +286,12 @@ OPS = {
     ),
     "swiglu": Op(swiglu, plain_swiglu, ((5, 6),)),
     "gelu": Op(gelu, plain_gelu, ((5, 3),)),
+    "relu2": Op(relu2, lambda x: F.relu(x) ** 2, ((5, 3),)),
+    "relu2_rows": Op(
+        lambda x, w: relu2_rows(x, torch.tensor([2, 2, 4]), w),
+        lambda x, w: F.relu(x) ** 2 * w[:, None] * (torch.arange(5) < 4)[:, None],
+        ((5, 3), (5,)),
+    ),
     "rope": Op(lambda x: rotated(x, 2, 1, 1, TABLE), plain_rope, ((5, 4, 6),)),
     "norm_rope": Op(
         lambda x, q, k: normed_rotated(x, q, k, 2, 1, 1, TABLE), plain_norm_rope, ((5, 4, 6), (6,), (6,)), (1, 2)

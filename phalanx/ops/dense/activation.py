@@ -4,6 +4,7 @@ forms."""
 from __future__ import annotations
 
 import math
+from collections.abc import Callable
 from dataclasses import field
 from functools import partial
 from typing import Any
@@ -24,7 +25,7 @@ def gated_forward(x: Tensor, gate: Gate, weights: Tensor | None = None, last: Te
     g, u, s = _clamped(x, gate)
     y = g * s * (u + gate.shift)
     y = y if weights is None else (y * weights.unsqueeze(-1)).to(x.dtype)
-    return y if last is None else torch.where(_before(last, y), y, 0)
+    return y if last is None else torch.where(rows_before(last, y), y, 0)
 
 
 def gated_backward(
@@ -38,12 +39,12 @@ def gated_backward(
     dweights = None
     if weights is not None:
         products = ((g * s * u).to(weights.dtype) * dy.to(weights.dtype)).sum(-1)
-        dweights = products if last is None else torch.where(_before(last, products), products, 0)
+        dweights = products if last is None else torch.where(rows_before(last, products), products, 0)
         dy = (dy * weights.unsqueeze(-1)).to(x.dtype)
     dg = gate.backward(dy * u, g, s) * (raw_g <= gate.limit)
     du = dy * g * s * (raw_u.abs() <= gate.limit)
     dx = torch.stack((dg, du), -1).flatten(-2) if gate.interleaved else torch.cat((dg, du), -1)
-    return dx if last is None else torch.where(_before(last, dx), dx, 0), dweights
+    return dx if last is None else torch.where(rows_before(last, dx), dx, 0), dweights
 
 
 class GatedByExp:
@@ -57,7 +58,7 @@ class GatedByExp:
         s = gate.factor(wide) if gate.exact else 1 / (1 + torch.exp(-gate.inner(wide)))
         y = g * s.to(x.dtype) * (u + gate.shift)
         y = y if weights is None else (y * weights.unsqueeze(-1)).to(x.dtype)
-        return y if last is None else torch.where(_before(last, y), y, 0)
+        return y if last is None else torch.where(rows_before(last, y), y, 0)
 
     gated_backward = staticmethod(gated_backward)
 
@@ -94,7 +95,7 @@ def _clamped(x: Tensor, gate: Gate) -> tuple[Tensor, Tensor, Tensor]:
     return g, u, gate.factor(g)
 
 
-def _before(last: Tensor, rows: Tensor) -> Tensor:
+def rows_before(last: Tensor, rows: Tensor) -> Tensor:
     """Which rows come before row `last`, shaped to broadcast over the other dims."""
     return (torch.arange(len(rows), device=rows.device) < last).view(-1, *(1,) * (rows.dim() - 1))
 
@@ -230,49 +231,16 @@ def quick_gelu(x: Tensor) -> Tensor:
     return x * torch.sigmoid(1.702 * x)
 
 
-def relu2(x: Tensor) -> Tensor:
-    """The square of ReLU. So et al., "Primer", 2021."""
-    positive = F.relu(x)
-    return positive * positive
-
-
-class _Relu2Rows(Function):
-    """Saves its input and the weights, not the square."""
-
-    @staticmethod
-    def forward(ctx: Any, x: Tensor, weights: Tensor | None, last: Tensor) -> Tensor:  # type: ignore[override]
-        ctx.save_for_backward(x, weights, last)
-        y = relu2(x)
-        y = y if weights is None else (y * weights.unsqueeze(-1)).to(x.dtype)
-        return torch.where(_before(last, y), y, 0)
-
-    @staticmethod
-    def backward(ctx: Any, dy: Tensor) -> tuple[Tensor | None, ...]:  # type: ignore[override]
-        x, weights, last = ctx.saved_tensors
-        positive, dweights = F.relu(x), None
-        dy = torch.where(_before(last, dy), dy, 0)
-        if weights is not None:
-            products = ((positive * positive).to(weights.dtype) * dy.to(weights.dtype)).sum(-1)
-            dweights = torch.where(_before(last, products), products, 0)
-            dy = (dy * weights.unsqueeze(-1)).to(x.dtype)
-        return 2 * positive * dy, dweights, None
-
-
-def relu2_rows(x_RF: Tensor, ends_E: Tensor, weights_R: Tensor | None = None) -> Tensor:
-    """The square of ReLU of rows sorted by expert, times each row's weight; zero past the last end."""
-    made: Tensor = _Relu2Rows.apply(x_RF, weights_R, ends_E[-1])
-    return made
-
-
-def _some_rows(x: Tensor, weights: Tensor, kernels: Kernels) -> Tensor:
-    """All rows but the last, which is padding."""
+def some_rows(of_rows: Callable[..., Tensor], x: Tensor, weights: Tensor, kernels: Kernels) -> Tensor:
+    """An example of an activation of rows sorted by expert: all rows but the last, which is padding."""
     ends = torch.tensor([0, len(x) - 1], dtype=torch.int32, device=x.device)
     here = torch.arange(len(x), device=x.device) < ends[-1]
     x, weights = torch.where(here.unsqueeze(1), x, 0), torch.where(here, weights, 0)
     wide = weights if x.dtype == torch.float64 else weights.float()
-    return gated_rows(x, ends, wide, CLAMPED_SWIGLU, kernels)[: len(x) - 1]
+    return of_rows(x, ends, wide, kernels=kernels)[: len(x) - 1]
 
 
+CLAMPED_ROWS = partial(gated_rows, gate=CLAMPED_SWIGLU)
 GATED = Op(
     "swiglu",
     "gated activations: SwiGLU, gpt-oss's clamped one, GeGLU",
@@ -286,7 +254,7 @@ GATED = Op(
     cases=(
         Case("swiglu", swiglu, ((3, 14),)),
         Case("swiglu, wide", swiglu, ((2, 2 * 1030),)),
-        Case("rows of experts, clamped and weighed", _some_rows, ((5, 20), (5,))),
+        Case("rows of experts, clamped and weighed", partial(some_rows, CLAMPED_ROWS), ((5, 20), (5,))),
         Case("geglu", partial(swiglu, gate=GEGLU), ((3, 14),)),
         Case("geglu with GELU itself", partial(swiglu, gate=EXACT_GEGLU), ((3, 14),)),
         Case("geglu with GELU itself, of 1152", partial(swiglu, gate=EXACT_GEGLU), ((1030, 2 * 1152),), large=True),
