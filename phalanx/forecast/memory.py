@@ -27,7 +27,8 @@ from phalanx.forecast.traffic import (
 )
 from phalanx.layout.buckets import Bucket
 from phalanx.layout.grid import Coords
-from phalanx.layout.homes import home_bucket, homes_of
+from phalanx.layout.homes import home_bucket, homes_of, lies_whole
+from phalanx.layout.strided import boxes_in
 from phalanx.nn.dry_run import (
     ElementBytes,
     FusedAttention,
@@ -69,6 +70,7 @@ from phalanx.sequence.shard import SequenceShard
 from phalanx.sequence.streams import HIDDEN, Border, Streams, check_shapes, hidden, pack, unpack
 from phalanx.sequence.units import meta_units
 
+RANKS_SEEN = 4  # of those among which gradients of whole matrices are sharded, to see what travels to homes
 MATRIX_COPIES = 4  # of matrices, that an update of them needs at once besides copies of master, gradient and state
 # Not our tensors: the CUDA context, buffers of NCCL and cuBLAS, what the allocator cannot reuse.
 TEXT_TOKENS = 32  # of a text on average, for objectives over embeddings
@@ -438,8 +440,8 @@ def message_bytes(plan: Plan) -> dict[Value, int]:
 
 def home_bytes(plan: Plan, pp: int, kind: Precision) -> dict[str, int]:
     """Bytes of whole matrices at their homes (data_parallel.homes), on the rank with the most of them: masters and
-    moments, which stay; update: gradients that left and arrived, and beside those at home working copies of the largest
-    matrix, or of as many as are updated together, once in place and once on their way."""
+    moments, which stay; update: gradients that left and arrived, and working copies of the largest matrix, or of as
+    many as are updated together, once in place and once on their way."""
     found, states = {"masters": 0, "moments": 0, "update": 0}, state_bytes(plan.run.optim, kind.master.itemsize)
     wide, ranks = kind.master.itemsize, plan.grid.stage
     for updater, matrices in plan.matrices[pp].items():
@@ -452,8 +454,23 @@ def home_bytes(plan: Plan, pp: int, kind: Precision) -> dict[str, int]:
             largest = max(largest, min(max(loads), TOGETHER))
         found["masters"] += max(loads) * wide
         found["moments"] += round(max(loads) * states[updater])
-        found["update"] = max(found["update"], 2 * max(loads) * wide + (copies + 2) * largest * wide)
+        found["update"] = max(found["update"], (2 * most_travelling(plan, pp, updater) + (copies + 2) * largest) * wide)
     return found
+
+
+def most_travelling(plan: Plan, pp: int, updater: int) -> int:
+    """Elements of matrices that a rank does not have whole, whose gradients travel to their homes: the most of a few
+    ranks, the first and the last among them."""
+    found = [0] * RANKS_SEEN
+    for b in plan.rank(pp).buckets:
+        if not (b.learns and b.updater.matrix and b.updater.number == updater):
+            continue
+        cut = plan.sharding.cut(b, plan.grid)
+        for number in range(RANKS_SEEN):
+            inner, outer = (number * (size - 1) // (RANKS_SEEN - 1) for size in (cut.inner, cut.outer))
+            for of_piece in boxes_in(b, *cut.own(inner, outer)):
+                found[number] += sum(part.box.numel for part in of_piece.matrices() if not lies_whole(part))
+    return max(found)
 
 
 def sum_pieces(plan: Plan, buckets: Sequence[Bucket], master: int) -> int:

@@ -90,8 +90,8 @@ def bucket_sends(
     replicated.
 
     Gradients are reduced, and weights gathered, as often as the program says; exchanges between groups happen once per
-    step. For whole matrices, each rank also sends the gradients that it has to their homes and, as a home, the weights
-    back (data_parallel.homes); counted as dp here.
+    step. For whole matrices, each rank also sends gradients that it has to their homes and, as a home, the weights
+    back (data_parallel.homes); counted as dp here, and as if homes were anywhere: those near to gradients save some.
     """
     calls = Counter(i for i in instructions if isinstance(i, Gather | Reduce))
     sent = dict.fromkeys(("dp", "tp", "pp"), 0.0)

@@ -8,7 +8,8 @@ can be a home; a weight that stages share has a home on each of them.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
+from collections import Counter
+from collections.abc import Callable, Hashable, Iterable, Sequence
 from dataclasses import replace
 from itertools import accumulate, product
 from math import prod
@@ -17,6 +18,7 @@ from phalanx.base.align import ELEMENTS, room
 from phalanx.layout.box import Box
 from phalanx.layout.buckets import Bucket, Slot
 from phalanx.layout.param import LogicalMatrix, ParamSpec, Piece
+from phalanx.layout.strided import StridedBox
 
 
 def whole_matrices(specs: Iterable[ParamSpec]) -> list[ParamSpec]:
@@ -98,6 +100,35 @@ def homes_of(matrices: Sequence[ParamSpec], ranks: int, cost: Callable[[ParamSpe
         homes[i] = loads.index(min(loads))
         loads[homes[i]] += costs[i]
     return homes
+
+
+def lies_whole(part: StridedBox) -> bool:
+    """Whether a box of a matrix in a bucket is all of it and lies as at home, row by row and without padding."""
+    step = 1
+    for size, stride in zip(reversed(part.box.shape), reversed(part.stride)):
+        if size > 1 and stride != step:
+            return False
+        step *= size
+    return step == prod(part.piece.shape[-2:]) == room(step, ELEMENTS)
+
+
+def nearer(homes: Sequence[int], kinds: Sequence[Hashable], near: Sequence[tuple[int, int]]) -> list[int]:
+    """Homes that have as many matrices of each kind as before, but those that they are near to, as far as possible.
+    near: the rank that has most of a matrix, and how much; those come first of whom it has more."""
+    found, left, far = list(homes), Counter(zip(kinds, homes)), list[int]()
+    for i in sorted(range(len(homes)), key=lambda i: (-near[i][1], i)):
+        kind, (rank, _) = kinds[i], near[i]
+        if left[kind, rank]:
+            found[i] = rank
+            left[kind, rank] -= 1
+        else:
+            far.append(i)
+    spare = dict[Hashable, list[int]]()
+    for kind, rank in left.elements():
+        spare.setdefault(kind, []).append(rank)
+    for i in reversed(far):
+        found[i] = spare[kinds[i]].pop()
+    return found
 
 
 def home_bucket(matrices: Sequence[ParamSpec]) -> Bucket:

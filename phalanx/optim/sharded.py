@@ -256,9 +256,9 @@ class HomeRule:
             copy.keep(scalars)
 
     def _stored(self, slot: Slot, alone: bool) -> StateRange:
-        """alone: nothing else changes masters after the update, which then writes the weights that travel."""
+        """alone: nothing else changes masters after the update, which then writes the weights too."""
         kept = self.shard.range(slot.offset, slot.offset + room(slot.numel, ELEMENTS))
-        out = self.exchange.message(slot) if alone else None
+        out = self.exchange.weights(slot) if alone else None
         return replace(kept, grad=self.exchange.gradient(slot), out=out)
 
 

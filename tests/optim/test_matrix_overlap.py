@@ -8,13 +8,16 @@ from dataclasses import replace
 
 import numpy as np
 import pytest
+import torch
 
 from phalanx.comm.mesh import Mesh
 from phalanx.data_parallel.homes import MatrixHome
 from phalanx.engine.build import build
 from phalanx.engine.step import accumulate, train_step, update
 from phalanx.forecast.decide import make_plan
+from phalanx.layout.buckets import Slot
 from phalanx.layout.config import LayoutConfig
+from phalanx.layout.homes import nearer
 from phalanx.optim.adamw import AdamWConfig
 from phalanx.optim.muon import Muon, MuonConfig
 from phalanx.optim.sharded import HomeRule
@@ -35,8 +38,9 @@ LAYOUTS = {
 SAMPLE = {"dp2 ZeRO-3", "experts, pipeline"}
 
 
-def made(rank: int, world: int, model: str, layout: dict, fields: dict):
+def made(rank: int, world: int, model: str, layout: dict, fields: dict, sizes: dict | None = None):
     run = parity.base_run(model, precision="fp32")
+    run = replace(run, model=replace(run.model, **(sizes or {})))
     optim = MuonConfig(name="muon", lr=1e-2, clip_grad=0.05, fallback=AdamWConfig(lr=1e-2))
     run = replace(run, optim=optim, layout=LayoutConfig(bucket_mb=0, **layout), train=replace(run.train, **fields))
     plan = make_plan(run, world)
@@ -86,37 +90,86 @@ def test_the_same_bits_as_without(ranks, case):
         assert all(sent == 0 for sent, _ in result["left"][6:])
 
 
-def copies(rank: int, world: int, layout: dict) -> list[tuple[bool, bool]]:
-    """Of each bucket whose matrices are updated: whether gradients are read where they arrived, and whether weights are
-    written into their message."""
-    run, state = made(rank, world, "llama", layout, {})
-    found = list[tuple[bool, bool]]()
-    bring, send, arrived = MatrixHome.bring_gradients, MatrixHome.send_weights, list[int]()
+SIZES = {
+    "hidden_size": 64,
+    "intermediate_size": 224,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 1,
+    "head_dim": 16,
+}
+"""In proportion those of Llama-3-8B."""
+
+
+def places(rank: int, world: int, layout: dict, after: bool) -> list[tuple[int, str, str]]:
+    """Of each matrix that is updated: its elements, and where its gradient is read and its weights are written: where
+    this rank stores them, where they arrived or leave, or elsewhere. after: something follows the update."""
+    run, state = made(rank, world, "llama", layout, {}, SIZES)
+    stored = [x.untyped_storage() for flat in state.buffers.flat for x in (flat.own_grad, flat.master)]
+    bring, gradient, weights = MatrixHome.bring_gradients, MatrixHome.gradient, MatrixHome.weights
+    arrived, found = list[torch.Tensor](), list[tuple[int, str, str]]()
 
     def brought(home: MatrixHome, bucket: int) -> None:
-        arrived[:] = [home._coming[bucket].wait().data_ptr()]
+        arrived[:] = [home._coming[bucket].wait()]
         bring(home, bucket)
 
-    def sent(home: MatrixHome, bucket: int) -> None:
-        here = home._open
-        if home.slots(bucket):
-            found.append((here.gradient.data_ptr() in arrived, here.message is not None))
-        send(home, bucket)
+    def where(x: torch.Tensor | None, travels: torch.Tensor | None) -> str:
+        if x is None:
+            return "elsewhere"
+        if any(x.untyped_storage().data_ptr() == each.data_ptr() for each in stored):
+            return "stored"
+        same = travels is not None and x.untyped_storage().data_ptr() == travels.untyped_storage().data_ptr()
+        return "travels" if same else "elsewhere"
 
+    def noted(home: MatrixHome, slot: Slot) -> torch.Tensor:
+        found.append((slot.numel, where(gradient(home, slot), arrived[0]), "elsewhere"))
+        return gradient(home, slot)
+
+    def written(home: MatrixHome, slot: Slot) -> torch.Tensor | None:
+        x = weights(home, slot)
+        to_write.append(where(x, home._open.message))
+        return x
+
+    to_write = list[str]()
+    if after:
+        state.optimizer.updated = lambda shard, slots: None
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(MatrixHome, "bring_gradients", brought)
-        patch.setattr(MatrixHome, "send_weights", sent)
+        for name, made_of in (("bring_gradients", brought), ("gradient", noted), ("weights", written)):
+            patch.setattr(MatrixHome, name, made_of)
         train_step(state, parity.step_batches(run, state.mesh, 0, False), 1e-2)
-    return found
+    return [(n, read, write) for (n, read, _), write in zip(found, to_write or ["elsewhere"] * len(found))]
 
 
 @pytest.mark.parametrize(
-    "layout, none", [({"sharding": 1}, True), ({"sharding": 3}, True), ({"sharding": 0, "tp": 2}, False)]
+    "layout", [{"sharding": 1}, {"sharding": 3}, {"sharding": 0, "tp": 2}, {"pp": 2, "sharding": 0}]
 )
-def test_whole_rows_are_not_copied_at_home(ranks, layout, none):
-    """Of ranks that have whole rows of matrices, one after the other; with tp, columns of some are put together."""
-    found = [each for of_rank in ranks.run(f"{HERE}:copies", 2, layout) for each in of_rank]
-    assert found and all(pair == (True, True) for pair in found) == none
+def test_what_one_rank_has_is_updated_there_and_whole_rows_are_not_copied(ranks, layout):
+    """Of two ranks the first has q, k, v, o and gate of a layer, the second down, and both a part of up. Each is home
+    to one of q and o, one of k and v, and gate or down. With tp, columns of some matrices are put together. A pipeline
+    stage of one rank has all matrices whole. If something follows the update, weights are written when it is over."""
+    found = [each for of_rank in ranks.run(f"{HERE}:places", 2, layout, False) for each in of_rank]
+    stored = sum(n for n, *ways in found if ways == ["stored", "stored"]) / sum(n for n, *_ in found)
+    ways = {tuple(each) for _, *each in found}
+    if "tp" in layout:
+        assert stored == 0 and ("elsewhere", "elsewhere") in ways
+    elif "pp" in layout:
+        assert stored == 1
+    else:
+        q = o = 64 * 64
+        k = v = 16 * 64
+        gate = up = down = 224 * 64
+        assert stored == (gate + down + o + v) / (q + k + v + o + gate + up + down)
+        assert ways == {("stored", "stored"), ("travels", "travels")}
+    late = [each for of_rank in ranks.run(f"{HERE}:places", 2, layout, True) for each in of_rank]
+    assert [(n, read) for n, read, _ in late] == [(n, read) for n, read, _ in found]
+    assert all(write == "elsewhere" for *_, write in late)
+
+
+def test_homes_near_to_what_they_have():
+    """Each rank has as many of a kind as before."""
+    homes, kinds, near = [0, 1, 0, 1, 0, 1], "aaabbb", [(1, 7), (1, 9), (0, 9), (0, 5), (0, 5), (0, 6)]
+    found = nearer(homes, kinds, near)
+    assert found == [0, 1, 0, 1, 1, 0] and sorted(zip(kinds, found)) == sorted(zip(kinds, homes))
+    assert nearer(homes, kinds, [(home, 1) for home in homes]) == homes
 
 
 def order_of_work(rank: int, world: int, sharding: int) -> list[str]:

@@ -42,8 +42,9 @@ class HomeExchange(Protocol):
 
     order   numbers of the ranks' buckets, as their matrices are to be updated; slots: those of a bucket that are here
     gradient   (n,) that of a matrix of the bucket whose gradients were brought last, with its padding
-    message    (n,) where the updated weights of such a matrix travel. Who asks writes those of all matrices of the
-               bucket. None: `send_weights` takes them from the masters, as it does if nobody asked
+    weights    (n,) where updated weights of such a matrix are stored, or travel to where they are. Who asks writes
+               those of all matrices of the bucket. None: `send_weights` takes them from the masters, as it does if
+               nobody asked
     """
 
     order: list[int]
@@ -56,7 +57,7 @@ class HomeExchange(Protocol):
 
     def gradient(self, slot: Slot) -> Tensor: ...
 
-    def message(self, slot: Slot) -> Tensor | None: ...
+    def weights(self, slot: Slot) -> Tensor | None: ...
 
     def send_weights(self, bucket: int) -> None: ...
 
