@@ -99,16 +99,20 @@ def drop_from_cache(where: Path) -> None:
 
 def raw(state: State, folder: Path, size: int, threads: int) -> dict[str, float]:
     """Bytes per second of all ranks together, each thread of a rank with a file of its own: written and synced, then
-    read again."""
+    read again. cold: written from as much memory as is written, which no cache holds, as in a save; otherwise one block
+    again and again."""
     paths, block = (
         [folder / f"raw-{state.mesh.rank}-{n}" for n in range(threads)],
         os.urandom(min(BLOCK, size // threads)),
     )
+    memory = memoryview(torch.frombuffer(bytearray(block), dtype=torch.uint8).repeat(-(-size // len(block))).numpy())
 
-    def write(path: Path) -> int:
-        written, end, file = 0, time.perf_counter() + RAW_SECONDS, os.open(path, os.O_WRONLY | os.O_CREAT | os.O_TRUNC)
-        while written < size // threads and time.perf_counter() < end:
-            written += os.write(file, block)
+    def write(number: int, cold: bool) -> int:
+        part, written, end = size // threads, 0, time.perf_counter() + RAW_SECONDS
+        file = os.open(paths[number], os.O_WRONLY | os.O_CREAT | os.O_TRUNC)
+        while written < part and time.perf_counter() < end:
+            at = number * part + written
+            written += os.write(file, memory[at : at + min(len(block), part - written)] if cold else block)
         os.fsync(file)
         os.close(file)
         return written
@@ -120,14 +124,21 @@ def raw(state: State, folder: Path, size: int, threads: int) -> dict[str, float]
                 pass
 
     with ThreadPoolExecutor(threads) as pool:
-        written = list[int]()
-        seconds = timed(state, lambda: written.extend(pool.map(write, paths)))
+
+        def all_written(cold: bool) -> tuple[float, float]:
+            """Bytes, and seconds."""
+            written = list[int]()
+            seconds = timed(state, lambda: written.extend(pool.map(write, range(threads), [cold] * threads)))
+            return over_ranks(state, sum(written), "sum"), seconds
+
+        cold, cold_s = all_written(cold=True)
+        total, seconds = all_written(cold=False)
         for path in paths:
             drop_from_cache(path)
-        total = over_ranks(state, sum(written), "sum")
         found = {
             "raw_bytes": total,
             "raw_write": total / seconds,
+            "raw_write_cold": cold / cold_s,
             "raw_read": total / timed(state, lambda: list(pool.map(read, paths))),
         }
     for path in paths:
@@ -223,6 +234,7 @@ def measure(run: Run, placement: Placement, root: Path, record: Record, ends: fl
             alone_over_raw=size / (took - first) / disk["raw_write"],
             **m.parts,
             write_over_raw=size / m.parts["write_s"] / disk["raw_write"],
+            write_over_cold=size / m.parts["write_s"] / disk["raw_write_cold"],
         )
         took = beside(m, record, took - first)
         if left(state, ends) > 1.2 * size / disk["raw_read"]:
@@ -328,7 +340,7 @@ def lines(found: dict[str, Any]) -> list[str]:
         return [f"first step {found['resume_s']:.2f} s after the start: {marks}"]
     gb = {
         name: found.get(name, 0) / 1e9
-        for name in ("bytes", "raw_write", "raw_read", "raw_write_one", "raw_read_one", "verify_rate")
+        for name in ("bytes", "raw_write", "raw_write_cold", "raw_read", "raw_write_one", "raw_read_one", "verify_rate")
     }
     done = [name for name in ("write", "alone", "save", "load") if f"{name}_s" in found]
     rate = {f"{name}_s": f"{gb['bytes'] / found[f'{name}_s']:.2f} GB/s in {found[f'{name}_s']:.2f} s" for name in done}
@@ -343,7 +355,8 @@ def lines(found: dict[str, Any]) -> list[str]:
         f"{len(found['saves'])} saves)",
         f"first save: {found['first_start_s']:.2f} s until its memory is there; without steps beside: written and "
         f"synced {rate['write_s']}, "
-        f"{share['write']}; read back in {found['read_back_s']:.2f} s; all of it {rate['alone_s']}"
+        f"{share['write']} and {100 * found['write_over_cold']:.0f} % of raw from memory that no cache holds "
+        f"({gb['raw_write_cold']:.2f} GB/s); read back in {found['read_back_s']:.2f} s; all of it {rate['alone_s']}"
         + (f"; not in the background: {found['why_not']}" if found["why_not"] else ""),
         f"save beside steps: {rate['save_s']}, {share['save']}",
         f"load: {rate['load_s']}, {share['load']}; verify {gb['verify_rate']:.2f} GB/s a rank"
