@@ -314,15 +314,15 @@ def table(rows: Sequence[Sequence[str]]) -> str:
 
 def all_figures(found: list[dict[str, Any]]) -> str:
     """A line for each result: kernels, then steps."""
-    kernels = [("row", "by", "forward ms", "with backward", "floor ms", "of floor", "difference")]
+    kernels = [("row", "by", "forward ms", "with backward", "in a graph", "floor ms", "of floor", "difference")]
     steps = [("row", "by", "ms", "tokens/s", "TFLOP/s", "peak GiB", "optimizer", "exposed ms")]
     bad = []
     for each in found:
         if "failed" in each or "missing" in each:
             bad.append(f"{each['row']}: {'peer missing: ' if 'missing' in each else ''}{_why(each)}")
         elif "forward_ms" in each:
-            both = f"{each['both_ms']:.3f}" if "both_ms" in each else "-"
-            ours = f"{each['forward_ms']:.3f}", both, each["floor"], f"{100 * each['share']:.0f} %"
+            both, graph = (f"{each[name]:.3f}" if name in each else "-" for name in ("both_ms", "both_graph_ms"))
+            ours = f"{each['forward_ms']:.3f}", both, graph, each["floor"], f"{100 * each['share']:.0f} %"
             kernels.append((each["row"], each["by"], *ours, f"{each.get('difference', 0.0):.1e}"))
         else:
             share = each.get("optimizer_share")

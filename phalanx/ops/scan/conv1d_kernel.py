@@ -274,8 +274,8 @@ def conv_backward(dy: Tensor, s: ConvInputs) -> tuple[Tensor, Tensor, Tensor, Te
     taps, wide = s.weight.shape[1], wide_of(x.dtype)
     strips = rows * triton.cdiv(length, BACKWARD["STRIP"] - taps + 1)
     dx = torch.empty(x.shape, dtype=x.dtype, device=x.device)
-    dw = torch.zeros(strips, channels, taps, dtype=wide, device=x.device)
-    db = torch.zeros(strips, channels, dtype=wide, device=x.device)
+    dw = torch.empty(strips, channels, taps, dtype=wide, device=x.device)  # programs fill all parts
+    db = torch.empty(strips, channels, dtype=wide, device=x.device)
     if dx.numel():
         given = (dy, x, s.weight.contiguous(), s.bias, _packed(s.numbers), _packed(s.before))
         strides = (x.stride(0), x.stride(1), dy.stride(0), dy.stride(1))
