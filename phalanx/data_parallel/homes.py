@@ -201,9 +201,7 @@ class MatrixHome:
             for each in of_rank:
                 have[each.matrix][rank] += prod(b - a for a, b in zip(each.start, each.stop))
                 bucket[each.matrix] = each.bucket
-        near = [
-            max(((rank, n) for rank, n in ranks.items()), key=lambda x: (x[1], -x[0]), default=(0, 0)) for ranks in have
-        ]
+        near = [max(ranks.items(), key=lambda pair: (pair[1], -pair[0]), default=(0, 0)) for ranks in have]
         kinds = [(bucket.get(i), cost(matrix)) for i, matrix in enumerate(matrices)]
         return nearer(homes_of(matrices, self.stage.size, cost), kinds, near)
 

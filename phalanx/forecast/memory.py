@@ -6,8 +6,10 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import field, replace
+from itertools import product
 from math import prod
 from types import MappingProxyType
+from typing import Any
 
 import torch
 
@@ -72,8 +74,8 @@ from phalanx.sequence.units import meta_units
 
 RANKS_SEEN = 4  # of those among which gradients of whole matrices are sharded, to see what travels to homes
 MATRIX_COPIES = 4  # of matrices, that an update of them needs at once besides copies of master, gradient and state
-# Not our tensors: the CUDA context, buffers of NCCL and cuBLAS, what the allocator cannot reuse.
 TEXT_TOKENS = 32  # of a text on average, for objectives over embeddings
+# Not our tensors: the CUDA context, buffers of NCCL and cuBLAS, what the allocator cannot reuse.
 OVERHEAD = 2 * 2**30
 
 
@@ -459,17 +461,24 @@ def home_bytes(plan: Plan, pp: int, kind: Precision) -> dict[str, int]:
 
 
 def most_travelling(plan: Plan, pp: int, updater: int) -> int:
-    """Elements of matrices that a rank does not have whole, whose gradients travel to their homes: the most of a few
-    ranks, the first and the last among them."""
+    """Elements of gradients that a rank sends to homes of whole matrices: the most of a few ranks, the first and the
+    last among them. Of what a rank has whole, as many of each kind stay as any rank is home to at least."""
+    cost, matrices = optimizers_of(plan.run.optim)[updater].cost, plan.matrices[pp][updater]
+    mine = [b for b in plan.rank(pp).buckets if b.learns and b.updater.matrix and b.updater.number == updater]
+    bucket = {piece.name: b.id for b in mine for slot in b.slots for piece in slot.spec.pieces}
+    kinds = {m.pieces[0].name: (bucket.get(m.pieces[0].name), cost(m)) for m in matrices}
+    homes, ranks = homes_of(matrices, plan.grid.stage, cost), range(plan.grid.stage)
+    at_home = Counter((kinds[m.pieces[0].name], home) for m, home in zip(matrices, homes))
+    least = {kind: min(at_home[kind, rank] for rank in ranks) for kind in set(kinds.values())}
     found = [0] * RANKS_SEEN
-    for b in plan.rank(pp).buckets:
-        if not (b.learns and b.updater.matrix and b.updater.number == updater):
-            continue
-        cut = plan.sharding.cut(b, plan.grid)
-        for number in range(RANKS_SEEN):
-            inner, outer = (number * (size - 1) // (RANKS_SEEN - 1) for size in (cut.inner, cut.outer))
-            for of_piece in boxes_in(b, *cut.own(inner, outer)):
-                found[number] += sum(part.box.numel for part in of_piece.matrices() if not lies_whole(part))
+    for b, number in product(mine, range(RANKS_SEEN)):
+        cut, whole = plan.sharding.cut(b, plan.grid), dict[Any, list[int]]()
+        inner, outer = (number * (size - 1) // (RANKS_SEEN - 1) for size in (cut.inner, cut.outer))
+        for part in (part for box in boxes_in(b, *cut.own(inner, outer)) for part in box.matrices()):
+            found[number] += part.box.numel
+            if lies_whole(part):
+                whole.setdefault(kinds[part.piece.name], []).append(part.box.numel)
+        found[number] -= sum(sum(sorted(sizes)[: least[kind]]) for kind, sizes in whole.items())
     return max(found)
 
 

@@ -15,6 +15,7 @@ from phalanx.data_parallel.homes import MatrixHome
 from phalanx.engine.build import build
 from phalanx.engine.step import accumulate, train_step, update
 from phalanx.forecast.decide import make_plan
+from phalanx.forecast.memory import most_travelling
 from phalanx.layout.buckets import Slot
 from phalanx.layout.config import LayoutConfig
 from phalanx.layout.homes import nearer
@@ -162,6 +163,29 @@ def test_what_one_rank_has_is_updated_there_and_whole_rows_are_not_copied(ranks,
     late = [each for of_rank in ranks.run(f"{HERE}:places", 2, layout, True) for each in of_rank]
     assert [(n, read) for n, read, _ in late] == [(n, read) for n, read, _ in found]
     assert all(write == "elsewhere" for *_, write in late)
+
+
+def sent_home(rank: int, world: int, model: str, layout: dict, fields: dict, sizes: dict) -> tuple[int, int, int]:
+    """This rank's stage, the elements of gradients that it sends in a step, and the most by the forecast."""
+    run, state = made(rank, world, model, layout, fields, sizes)
+    plan, pp = state.plan, state.mesh.at.pp
+    found = [(n, sum(sum(e.sizes_to) for e in home._gradients.values())) for n, home in state.buffers.homes.items()]
+    return pp, sum(sent for _, sent in found), sum(most_travelling(plan, pp, n) for n, _ in found)
+
+
+TRAVELS = {**LAYOUTS, "as the 8B": ("llama", 2, {"sharding": 1}, {}), "dp3": ("llama", 3, {"sharding": 1}, {})}
+
+
+@pytest.mark.parametrize("case", TRAVELS)
+def test_no_rank_sends_more_than_the_forecast_says(ranks, case):
+    """Equally much where both ranks are home to as many of each kind as they have whole."""
+    model, world, layout, fields = TRAVELS[case]
+    results = ranks.run(f"{HERE}:sent_home", world, model, layout, fields, SIZES if case == "as the 8B" else {})
+    for stage in {pp for pp, *_ in results}:
+        most = max(sent for pp, sent, _ in results if pp == stage)
+        (forecast,) = {said for pp, _, said in results if pp == stage}
+        assert most <= forecast
+        assert case != "as the 8B" or most == forecast
 
 
 def test_homes_near_to_what_they_have():
