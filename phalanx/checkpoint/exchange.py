@@ -13,7 +13,7 @@ from phalanx.base.errors import CheckpointError
 from phalanx.checkpoint.agree import agree
 from phalanx.checkpoint.boxes import Item
 from phalanx.checkpoint.tensors import DTYPES, NAMES, natural
-from phalanx.comm.axis import Axis, Work
+from phalanx.comm.axis import Axis
 from phalanx.layout.box import Box
 from phalanx.layout.transfer import NotCovered, transfers
 
@@ -106,20 +106,20 @@ def _messages(
 
 
 def carry(axis: Axis, messages: Iterable[Message], device: torch.device) -> None:
-    """Send and receive. Every rank passes the same messages in the same order, so even sends that wait for their
-    receiver cannot wait in a circle."""
-    work, arriving = list[Work](), list[tuple[Tensor, Tensor]]()
+    """Send and receive, all together. Every rank passes the same messages in the same order."""
+    gives, takes, arriving = list[tuple[Tensor, int]](), list[tuple[Tensor, int]](), list[tuple[Tensor, Tensor]]()
     for m in messages:
         if m.give is not None and m.into is not None:
             m.into.copy_(m.give)
         elif m.give is not None:
-            work.append(axis.send(as_bytes(m.give.to(m.dtype).contiguous()), m.target))
+            gives.append((as_bytes(m.give.to(m.dtype).contiguous()), m.target))
         elif m.into is not None:
-            part = torch.empty(m.into.shape, dtype=m.dtype, device=device)
-            work.append(axis.recv(as_bytes(part), m.source))
-            arriving.append((m.into, part))
-    for w in work:
-        w.wait()
+            direct = m.into.is_contiguous() and (m.into.dtype, m.into.device) == (m.dtype, device)
+            part = m.into if direct else torch.empty(m.into.shape, dtype=m.dtype, device=device)
+            takes.append((as_bytes(part), m.source))
+            if not direct:
+                arriving.append((m.into, part))
+    axis.trade(gives, takes).wait()
     for into, part in arriving:
         into.copy_(part)
 

@@ -403,14 +403,13 @@ class Axis:
 
     def recv(self, out: Tensor, source: int) -> Work:
         """Post the receive of `out` from the axis' rank number `source`."""
-        if (
-            self.watch.on
-            and self.watch.drop is not None
-            and self.watch.drop.op == "send"
-            and self.watch.drop.axis == self.name
-        ):
+        if self._drops_sends():
             return Work(out.zero_())
         return Work(out, self._run(lambda: dist.irecv(out, src=self.ranks[source], group=self.group)))
+
+    def _drops_sends(self) -> bool:
+        drop = self.watch.drop if self.watch.on else None
+        return drop is not None and (drop.op, drop.axis) == ("send", self.name)
 
     def hop(self, x: Tensor | None, to: int, out: Tensor | None, source: int) -> Work:
         """Post together the send of x to the axis' rank number `to` and the receive of `out` from its rank number
@@ -421,8 +420,23 @@ class Axis:
             return Work(nothing if out is None else out.zero_())
         posts = [] if x is None else [dist.P2POp(dist.isend, x, self.ranks[to], self.group)]
         posts += [] if out is None else [dist.P2POp(dist.irecv, out, self.ranks[source], self.group)]
-        handles = self._run(lambda: dist.batch_isend_irecv(posts)) if posts else []
-        return Work(nothing if out is None else out, Handles(handles))
+        return Work(nothing if out is None else out, self._posted(posts))
+
+    def trade(self, gives: Sequence[tuple[Tensor, int]], takes: Sequence[tuple[Tensor, int]]) -> Work:
+        """Post together the sends of tensors to the axis' ranks of these numbers and the receives from them: one call
+        of the communication library, which waits for none of them alone. A rank may send another several, which that
+        one receives in the same order; one without any may leave the call out."""
+        kept = [(x, to) for x, to in gives if not self._local("send", x)]
+        if self._drops_sends():
+            for out, _ in takes:
+                out.zero_()
+            takes = []
+        posts = [dist.P2POp(dist.isend, x, self.ranks[to], self.group) for x, to in kept]
+        posts += [dist.P2POp(dist.irecv, out, self.ranks[source], self.group) for out, source in takes]
+        return Work(torch.empty(0), self._posted(posts))
+
+    def _posted(self, posts: list[Any]) -> Handles:
+        return Handles(self._run(lambda: dist.batch_isend_irecv(posts)) if posts else [])
 
 
 class Handles:
