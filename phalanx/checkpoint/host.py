@@ -3,13 +3,18 @@ nothing of files."""
 
 from __future__ import annotations
 
+import threading
+from collections.abc import Iterator
+from contextlib import contextmanager, nullcontext
+from typing import Any
+
 import torch
 from torch import Tensor
 
 
 class HostCopies:
     """The copies of a save, made beside the computation: on a GPU on a separate stream, which runs after everything
-    computed so far.
+    computed before `begin`. Another thread may go on with them (`leave_open`, then `last` there).
 
     Until `release`, nothing that is copied may change. Reading it is fine, so the next forward and backward can run
     meanwhile. `wait` waits for the copies. The memory is kept for the next save; for a GPU it is pinned. The first save
@@ -23,47 +28,68 @@ class HostCopies:
         self._stream = torch.cuda.Stream(device) if device.type == "cuda" else None
         self._event: torch.cuda.Event | None = None
         self._beside = True
+        self._started = threading.Event()
+        self._started.set()
 
     def begin(self, fresh: int = 0) -> None:
         """The earlier copies are no longer read. `fresh`: bytes of device memory that tensors created just for this
         save take. If the device has no room for all of them, the computation waits for their copies."""
         self._used = 0
-        if self.device.type == "cuda":
+        if self._stream is not None:
             idle = torch.cuda.memory_reserved(self.device) - torch.cuda.memory_allocated(self.device)
             self._beside = 2 * fresh < torch.cuda.mem_get_info(self.device)[0] + idle
+            self._stream.wait_stream(torch.cuda.current_stream(self.device))
 
-    def copy(self, x: Tensor, fresh: bool = False) -> Tensor:
-        """x in contiguous host memory. `fresh`: x was created for this save, and the caller drops it."""
-        memory = self._next(x.numel() * x.element_size())
-        out = memory.view(x.dtype).view(x.shape)
+    def copy(self, x: Tensor) -> Tensor:
+        """x, as it was before `begin`, in contiguous host memory."""
+        out = self._next(x)
+        with self._on_stream():
+            return out.copy_(x, non_blocking=self._stream is not None)
+
+    def copy_fresh(self, x: Tensor) -> Tensor:
+        """x in contiguous host memory; it was created for this save, and the caller drops it."""
         if self._stream is None:
-            return out.copy_(x)
+            return self.copy(x)
         now = torch.cuda.current_stream(self.device)
         self._stream.wait_stream(now)
-        with torch.cuda.stream(self._stream):
-            out.copy_(x, non_blocking=True)
-        if fresh and self._beside:
+        out = self.copy(x)
+        if self._beside:
             x.record_stream(self._stream)  # its memory is not reused before
-        elif fresh:
+        else:
             now.wait_stream(self._stream)
         return out
 
-    def _next(self, size: int) -> Tensor:
-        """`size` bytes; saves ask for the same sizes in the same order, so each finds its own memory again."""
+    def _next(self, x: Tensor) -> Tensor:
+        """Memory for x; saves ask for the same sizes in the same order, so each finds its own memory again."""
+        size = x.numel() * x.element_size()
         if self._used == len(self._memory) or len(self._memory[self._used]) < size:
-            fresh = torch.empty(size, dtype=torch.uint8, pin_memory=self.device.type == "cuda")
+            fresh = torch.empty(size, dtype=torch.uint8, pin_memory=self._stream is not None)
             self._memory[self._used : self._used + 1] = [fresh]
         self._used += 1
-        return self._memory[self._used - 1][:size]
+        return self._memory[self._used - 1][:size].view(x.dtype).view(x.shape)
 
-    def mark(self) -> None:
-        """All copies of this save have been started."""
-        if self._stream is not None:
-            self._event = self._stream.record_event()
+    def leave_open(self) -> None:
+        """More copies follow, in another thread, for whose start `release` waits."""
+        self._started.clear()
+
+    @contextmanager
+    def last(self) -> Iterator[None]:
+        """The last copies of this save are started inside. What is computed for them inside runs on their stream."""
+        try:
+            with self._on_stream():
+                yield
+            if self._stream is not None:
+                self._event = self._stream.record_event()
+        finally:
+            self._started.set()
+
+    def _on_stream(self) -> Any:
+        return nullcontext() if self._stream is None else torch.cuda.stream(self._stream)
 
     def release(self) -> None:
-        """Whatever follows in the current stream and changes what is copied runs after the copies. The host does not
-        wait."""
+        """Whatever follows in the current stream and changes what is copied runs after the copies. The host waits until
+        they have been started, not for their end."""
+        self._started.wait()
         if self._event is not None:
             torch.cuda.current_stream(self.device).wait_event(self._event)
 

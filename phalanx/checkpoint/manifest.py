@@ -19,8 +19,8 @@ from phalanx.checkpoint.storage import Receipt, sum_of
 from phalanx.checkpoint.tensors import CheckedFile
 from phalanx.checkpoint.unreachable import Unreachable
 
-FORMAT = 2
-NAMES_BASE = 3  # of a checkpoint that names its base: versions that know FORMAT alone would not find its weights
+FORMAT = 4  # receipts state how many bytes are under one checksum
+EARLIER = (2, 3)  # formats that are read as well; 3 was that of checkpoints that name their base
 NAME = "manifest.json"
 SEAL = ',\n "sha256": "'
 
@@ -112,10 +112,10 @@ def parse(path: Path) -> Manifest:
         version = body["format"]
     except (ValueError, RecursionError, KeyError, TypeError) as error:
         raise DamagedCheckpoint(f"{path / NAME} is damaged: {type(error).__name__}: {error}") from error
-    if version not in (FORMAT, NAMES_BASE):
+    if version not in (*EARLIER, FORMAT):
         known = (
             f"{path / NAME} has format {version!r}; this version of phalanx reads formats "
-            f"{FORMAT} and {NAMES_BASE}{way_out(version, path)}"
+            f"{EARLIER[0]} to {FORMAT}{way_out(version, path)}"
         )
         raise CheckpointError(known) if good else DamagedCheckpoint(f"{known} (and its checksum is wrong)")
     if not good:
@@ -139,7 +139,7 @@ def _receipts(table: dict[str, dict[str, Any]]) -> dict[str, Receipt]:
 
 def way_out(version: Any, path: Path) -> str:
     """What can be done with a checkpoint of another format."""
-    if type(version) is int and version > NAMES_BASE:
+    if type(version) is int and version > FORMAT:
         return ": continue with the newer version that wrote it"
     return (
         f": its weights are a Hugging Face folder all the same: copy {path / 'weights'} elsewhere, and "

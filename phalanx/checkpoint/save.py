@@ -40,7 +40,7 @@ from phalanx.checkpoint.hf import generation_config, to_hf
 from phalanx.checkpoint.hf_files import INDEX
 from phalanx.checkpoint.host import HostCopies
 from phalanx.checkpoint.keep import Keep, held_step, remove_leftovers, retain, step_name, step_of
-from phalanx.checkpoint.manifest import FORMAT, NAME, NAMES_BASE, Base, Manifest, verify
+from phalanx.checkpoint.manifest import NAME, Base, Manifest, verify
 from phalanx.checkpoint.places import is_remote
 from phalanx.checkpoint.storage import FOLDERS, Receipt, Storage, remove_tree, write_file, write_small
 from phalanx.checkpoint.tensors import Entry, check_files, write_tensors
@@ -254,22 +254,31 @@ def _planned(
     return files
 
 
-def copied(content: Content, host: HostCopies) -> Content:
-    """The same in host memory. Called by all ranks together; after `host.release` the run's memory may change."""
+def weights_copied(content: Content, host: HostCopies) -> Content:
+    """The same with weights in host memory, and scalars. Called by all ranks together."""
     host.begin(content.gathered)
-    made = dataclasses.replace(
+    found = dataclasses.replace(
         content,
-        weights=[(file, host.copy(tensor, fresh=True)) for file, tensor in content.weights],
-        state=[
-            {kind: dataclasses.replace(item, stored=host.copy(item.view, item.packed)) for kind, item in box.items()}
-            for box in content.state
-        ],
-        kept=[dataclasses.replace(item, stored=host.copy(item.view)) for item in content.kept],
+        weights=[(file, host.copy_fresh(tensor)) for file, tensor in content.weights],
         scalars={name: host.copy(value) for name, value in content.scalars.items()},
-        copied=True,
     )
-    host.mark()
-    return made
+    host.leave_open()
+    return found
+
+
+def copied(content: Content, host: HostCopies) -> Content:
+    """What `weights_copied` made, with the rest in host memory too; in any thread. After `host.release` the run's
+    memory may change."""
+    with host.last():
+        return dataclasses.replace(
+            content,
+            state=[
+                {kind: dataclasses.replace(item, stored=host.copy(item.view)) for kind, item in box.items()}
+                for box in content.state
+            ],
+            kept=[dataclasses.replace(item, stored=host.copy(item.view)) for item in content.kept],
+            copied=True,
+        )
 
 
 def write(content: Content, target: Target, axis: Axis) -> Saved:
@@ -586,7 +595,6 @@ def _manifest(content: Content, files: dict[str, Receipt]) -> Manifest:
         optimizer={name: hex_of(value) for name, value in content.scalars.items()},
         files=dict(sorted(files.items())),
         base=snapshot.base,
-        format=FORMAT if snapshot.base is None else NAMES_BASE,
     )
 
 

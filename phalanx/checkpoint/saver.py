@@ -25,6 +25,7 @@ from phalanx.checkpoint.save import (
     TrainingState,
     collect,
     copied,
+    weights_copied,
     write,
 )
 from phalanx.comm.axis import Axis
@@ -85,20 +86,26 @@ class Saver:
         if not self.background:
             outcome = _Thread(lambda: self._write_at_once(content), began).result(self.look)
             return replace(outcome, waited_s=outcome.took_s)
-        copy = copied(content, self._host)
-        self._under_way = _Thread(lambda: self._write(copy), began)
+        content = weights_copied(content, self._host)
+        self._under_way = _Thread(lambda: self._copy_and_write(content), began)
         return None
 
     def _write_at_once(self, content: Content) -> Saved:
-        """Also in a thread, so that the run can check meanwhile whether the other ranks are alive. The device is set
-        for each thread."""
-        if self._device.type == "cuda":
-            torch.cuda.set_device(self._device)
+        """Also in a thread, so that the run can check meanwhile whether the other ranks are alive."""
+        self._set_device()
         return write(content, self.target, self.axis)
 
-    def _write(self, copy: Content) -> Saved:
+    def _copy_and_write(self, content: Content) -> Saved:
+        """Weights have been copied, since ranks gather them together; the rest is a rank's own."""
+        self._set_device()
+        copy = copied(content, self._host)
         self._host.wait()
         return write(copy, self.target, self.axis)
+
+    def _set_device(self) -> None:
+        """Each thread has its own."""
+        if self._device.type == "cuda":
+            torch.cuda.set_device(self._device)
 
     def release(self) -> None:
         """Called before an update: what the update does on the device runs after the copies of a save in progress."""

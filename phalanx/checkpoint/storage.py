@@ -21,7 +21,10 @@ from phalanx.base.dataclass import dataclass
 from phalanx.base.errors import CheckpointError
 
 Data = bytes | bytearray | memoryview
-CHUNK = 4 << 20  # bytes of a tensor under one checksum: the least that a rank must read to check what it reads
+# Bytes of a tensor under one checksum: the least that a rank must read to check what it reads. A thread that hashes one
+# waits for its turn with the interpreter afterwards, and so does the training beside it: smaller ones cost both.
+CHUNK = 16 << 20
+EARLIER_CHUNK = 4 << 20  # of receipts that do not say
 
 
 FOLDERS = ("weights", "state")
@@ -111,12 +114,13 @@ class Storage:
 class Receipt:
     """What was written: size in bytes and XXH3-128 of a file.
 
-    parts   for a safetensors file: XXH3-64 of its header (under "") and of every CHUNK of each tensor's bytes, by key
+    parts   for a safetensors file: XXH3-64 of its header (under "") and of every `chunk` bytes of each tensor, by key
     """
 
     size: int
     xxh3: str
     parts: dict[str, list[str]] = field(default_factory=dict)
+    chunk: int = EARLIER_CHUNK
 
 
 class Output:
@@ -133,16 +137,13 @@ class Output:
         """`part`: the key to which these bytes belong; all writes of a part but the last are multiples of CHUNK. An
         empty part has one checksum.
 
-        All of it is hashed and then written in one call. Each call lets other threads run and then waits for its turn
-        again, which with sixteen threads costs more than hashing in a cache saves.
+        All of it is hashed and then written in one call: see CHUNK.
         """
         whole = memoryview(data).cast("B")
         sums = self._parts.setdefault(part, []) if part is not None else []
-        for at in range(0, max(1, len(whole)), CHUNK):
-            chunk = whole[at : at + CHUNK]
-            self._hash.update(chunk)
-            if part is not None:
-                sums.append(chunk_sum(chunk))
+        self._hash.update(whole)
+        for at in range(0, max(1, len(whole)), CHUNK) if part is not None else ():
+            sums.append(chunk_sum(whole[at : at + CHUNK]))
         self._size += len(whole)
         while len(whole):
             whole = whole[self._try(partial(self.storage.write, self._file, whole)) :]
@@ -153,7 +154,7 @@ class Output:
             self._try(lambda: self.storage.sync(self._file))
         finally:
             self.close()
-        return Receipt(self._size, self._hash.hexdigest(), self._parts)
+        return Receipt(self._size, self._hash.hexdigest(), self._parts, CHUNK)
 
     def close(self) -> None:
         if self._file is not None:

@@ -29,8 +29,8 @@ from phalanx.layout.transfer import NotCovered, transfers
 DTYPES = {"F64": torch.float64, "F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16}
 NAMES = {dtype: name for name, dtype in DTYPES.items()}
 Entry = tuple[str, tuple[int, ...], torch.dtype]
-WRITE_BYTES = 16 * CHUNK  # copied to the host and written at a time
-PIECE = 4 * CHUNK  # read and passed on at a time
+WRITE_BYTES = 4 * CHUNK  # copied to the host and written at a time
+PIECE = CHUNK  # read and passed on at a time
 OPEN_FILES = 4  # of a reading thread: a tensor and its scales may be in two files
 
 
@@ -385,12 +385,12 @@ class CheckedFile:
         """
         entry, shape = self._entry(key), self.shape(key)
         dtype, (start, end) = DTYPES[entry["dtype"]], entry["data_offsets"]
-        row = prod(shape[1:]) * dtype.itemsize
-        at, stop_at = first * row // CHUNK * CHUNK, min(end - start, -(-stop * row // CHUNK) * CHUNK)
+        row, chunk = prod(shape[1:]) * dtype.itemsize, self.receipt.chunk
+        at, stop_at = first * row // chunk * chunk, min(end - start, -(-stop * row // chunk) * chunk)
         # the beginning of a row that ends in the next piece, after the bytes before the first row
         begun = torch.empty(0, dtype=torch.uint8)
         while at < stop_at:
-            more = min(max(PIECE, -(-row // CHUNK) * CHUNK), stop_at - at)
+            more = min(max(-(-PIECE // chunk), -(-row // chunk)) * chunk, stop_at - at)
             data = memory(len(begun) + more)[: len(begun) + more]
             data[: len(begun)] = begun
             self._read_checked(key, start, data[len(begun) :], at)
@@ -401,9 +401,9 @@ class CheckedFile:
 
     def check(self, key: str) -> None:
         """Read a whole tensor and compare it, holding one chunk at a time."""
-        start, stop = self._entry(key)["data_offsets"]
-        for at in range(0, max(1, stop - start), CHUNK):
-            self._checked(key, start, stop - start, at, min(at + CHUNK, stop - start))
+        (start, stop), chunk = self._entry(key)["data_offsets"], self.receipt.chunk
+        for at in range(0, max(1, stop - start), chunk):
+            self._checked(key, start, stop - start, at, min(at + chunk, stop - start))
 
     def _entry(self, key: str) -> dict[str, Any]:
         try:
@@ -414,17 +414,19 @@ class CheckedFile:
     def _checked(self, key: str, start: int, length: int, lo: int, hi: int) -> Tensor:
         """Bytes lo..hi (uint8) of a tensor whose `length` bytes begin at `start`: whole chunks are read and
         compared."""
-        first, stop = lo // CHUNK * CHUNK, min(length, -(-hi // CHUNK) * CHUNK)
+        chunk = self.receipt.chunk
+        first, stop = lo // chunk * chunk, min(length, -(-hi // chunk) * chunk)
         data = torch.empty(stop - first, dtype=torch.uint8)
         self._read_checked(key, start, data, first)
         return data[lo - first : hi - first]
 
     def _read_checked(self, key: str, start: int, data: Tensor, first: int) -> None:
         """Fill `data` with the bytes from number `first` on, a chunk border, of a tensor that begins at `start`."""
-        for at in range(0, max(1, len(data)), CHUNK):
-            chunk, where = data[at : at + CHUNK].numpy().data, self._data + start + first + at
+        size = self.receipt.chunk
+        for at in range(0, max(1, len(data)), size):
+            chunk, where = data[at : at + size].numpy().data, self._data + start + first + at
             self._read_into(chunk, where)
-            self._check(key, (first + at) // CHUNK, chunk, where)
+            self._check(key, (first + at) // size, chunk, where)
 
     def _read_into(self, data: memoryview, at: int) -> None:
         try:

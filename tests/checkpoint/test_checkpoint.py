@@ -946,7 +946,7 @@ def test_damage_is_seen(tmp_path, tiny):
         ("[]", "damaged"),
         ("{}", "damaged"),
         ('{"sha256": "", "format": 2}', "damaged"),
-        ('{"sha256": "", "format": 99}', "format 99; this version of phalanx reads formats 2 and 3"),
+        ('{"sha256": "", "format": 99}', "format 99; this version of phalanx reads formats 2 to 4"),
     ],
 )
 def test_manifests_that_are_none(root, tiny, text, named):

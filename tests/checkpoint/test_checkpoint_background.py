@@ -12,6 +12,8 @@ import pytest
 import torch
 
 from phalanx.base.errors import CheckpointError
+from phalanx.checkpoint import saver as saver_module
+from phalanx.checkpoint.host import HostCopies
 from phalanx.checkpoint.keep import Keep, latest, list_checkpoints
 from phalanx.checkpoint.manifest import read_manifest, verify
 from phalanx.checkpoint.save import Snapshot, Target
@@ -73,6 +75,7 @@ def save_in_background(rank: int, world: int, run, root: Path) -> list[str]:
     set_state(state)
     saver = make_saver(state, root, max_file_bytes=20000)
     assert saver.start(snapshot(state, 10)) is None
+    saver.release()
     scramble(state)
     return [f"{name} {r.xxh3}" for name, r in read_manifest(saver.wait().saved.path).files.items()]
 
@@ -185,6 +188,43 @@ def test_host_memory_is_kept_from_save_to_save(tmp_path, tiny):
         saver.wait()
         places.append([m.data_ptr() for m in saver._host._memory])
     assert places[0] == places[1] == places[2] and len(places[0]) > 10
+
+
+def test_release_waits_for_copies_that_another_thread_starts(tmp_path, tiny, monkeypatch):
+    """The copies of the state begin once release has, and would find a run that did not wait scrambled."""
+    releasing, changed = threading.Event(), threading.Event()
+    copied, release = saver_module.copied, HostCopies.release
+
+    def late(*given):
+        assert releasing.wait(60)
+        changed.wait(0.5)  # which a run that waits has not done
+        return copied(*given)
+
+    monkeypatch.setattr(saver_module, "copied", late)
+    monkeypatch.setattr(HostCopies, "release", lambda host: (releasing.set(), release(host)))
+    wanted = read_manifest(save_here(tiny, tmp_path / "at-once").path)
+    saver = make_saver(tiny, tmp_path / "later")
+    saver.start(snapshot(tiny, 10))
+    saver.release()
+    scramble(tiny)
+    changed.set()
+    assert read_manifest(saver.wait().saved.path) == wanted
+
+
+def test_a_copy_that_fails_is_told_and_nothing_waits_for_it(tmp_path, tiny, monkeypatch):
+    saver = make_saver(tiny, tmp_path)
+    real = HostCopies.copy
+
+    def copy(host, x):
+        if threading.current_thread() is not threading.main_thread():
+            raise MemoryError("no host memory")
+        return real(host, x)
+
+    monkeypatch.setattr(HostCopies, "copy", copy)
+    saver.start(snapshot(tiny, 10))
+    saver.release()
+    with pytest.raises(MemoryError, match="no host memory"):
+        saver.wait()
 
 
 def test_the_copy_is_waited_for_before_anything_of_it_changes():

@@ -3,6 +3,7 @@ on."""
 
 from __future__ import annotations
 
+import json
 import random
 import shutil
 from collections import Counter
@@ -17,8 +18,8 @@ from phalanx.base.placement import Placement
 from phalanx.checkpoint.config import CheckpointConfig
 from phalanx.checkpoint.keep import latest
 from phalanx.checkpoint.load import load_weights
-from phalanx.checkpoint.manifest import NAME, read_manifest, verify
-from phalanx.checkpoint.storage import CHUNK, Storage
+from phalanx.checkpoint.manifest import NAME, read_manifest, seal, verify
+from phalanx.checkpoint.storage import CHUNK, EARLIER_CHUNK, Storage
 from phalanx.checkpoint.tensors import CheckedFile, TensorFile
 from phalanx.training.main import train
 from tests.checkpoint.test_checkpoint import TINY
@@ -89,10 +90,12 @@ def test_verify_names_the_tensor_and_the_place(tmp_path, tiny):
     )
 
 
-def test_a_box_is_read_in_whole_chunks_and_each_is_compared(tmp_path):
+@pytest.mark.parametrize("chunk", [EARLIER_CHUNK, CHUNK])
+def test_a_box_is_read_in_whole_chunks_and_each_is_compared(tmp_path, monkeypatch, chunk):
     """A tensor of three chunks and a bit: boxes are right, and damage is seen by the boxes that touch its chunk, and
     by no others."""
-    rows, columns = 3 * CHUNK // 4096 + 5, 1024
+    monkeypatch.setattr("phalanx.checkpoint.storage.CHUNK", chunk)
+    rows, columns = 3 * chunk // 4096 + 5, 1024
     truth = {
         "a": torch.arange(7.0),
         "x": torch.arange(rows * columns, dtype=torch.float32).view(rows, columns),
@@ -103,6 +106,7 @@ def test_a_box_is_read_in_whole_chunks_and_each_is_compared(tmp_path):
         file.add(tensor)
     receipt = file.finish()
     assert [len(receipt.parts[n]) for n in ("", "a", "x", "s")] == [1, 1, 4, 1]
+    assert receipt.chunk == chunk
     pick = random.Random(0)
     boxes = [tuple(slice(*sorted(pick.sample(range(n + 1), 2))) for n in (rows, columns)) for _ in range(30)]
     with CheckedFile(tmp_path / "f", receipt) as tensors:
@@ -111,17 +115,33 @@ def test_a_box_is_read_in_whole_chunks_and_each_is_compared(tmp_path):
         )
         for box in boxes:
             assert torch.equal(tensors.read("x", box), truth["x"][box])
-    flip(tmp_path / "f", 8 * (receipt.size - 4 - truth["x"].nbytes + CHUNK + 17))  # in its second chunk
+    flip(tmp_path / "f", 8 * (receipt.size - 4 - truth["x"].nbytes + chunk + 17))  # in its second chunk
     hit = 0
     with CheckedFile(tmp_path / "f", receipt) as tensors:
         for box in boxes:
-            if box[0].start * 4096 < 2 * CHUNK and box[0].stop * 4096 > CHUNK:
+            if box[0].start * 4096 < 2 * chunk and box[0].stop * 4096 > chunk:
                 hit += 1
                 with pytest.raises(DamagedCheckpoint, match="tensor x has a wrong checksum in bytes"):
                     tensors.read("x", box)
             else:
                 assert torch.equal(tensors.read("x", box), truth["x"][box])
     assert 0 < hit < 30
+
+
+def test_checkpoints_of_earlier_formats_are_read(tmp_path, tiny, monkeypatch):
+    """Their receipts do not state how many bytes are under one checksum."""
+    monkeypatch.setattr("phalanx.checkpoint.storage.CHUNK", EARLIER_CHUNK)
+    path = save_here(tiny, tmp_path).path
+    body = json.loads((path / NAME).read_text())
+    for receipt in body["files"].values():
+        assert receipt.pop("chunk") == EARLIER_CHUNK
+    del body["sha256"]
+    (path / NAME).write_text(seal(json.dumps({**body, "format": 2}, indent=1).removesuffix("\n}")))
+    monkeypatch.undo()
+    assert verify(path) == []
+    load_here(tiny, path)
+    flip(path / "weights/model.safetensors", 8 * ((path / "weights/model.safetensors").stat().st_size - 1))
+    assert "tensor model.norm.weight" in verify(path)[0]
 
 
 def test_damage_that_one_rank_reads_stops_all(ranks, tmp_path):
