@@ -1,9 +1,10 @@
 """What checkpoints cost on this machine, beside the raw disk in the same run, and how long a run takes to go on from
 one.
 
-torchrun --nproc-per-node 4 benchmarks/checkpoint.py measure CONFIG --folder FOLDER --out OUT.json [--seconds 150]
-[a.b=c ...] torchrun --nproc-per-node 4 benchmarks/checkpoint.py resume CONFIG --folder FOLDER --out OUT.json
-[--cold] [layout.tp=2 ...]
+    torchrun --nproc-per-node 4 benchmarks/checkpoint.py measure CONFIG --folder FOLDER --out OUT.json [--seconds 150] \
+[a.b=c ...]
+    torchrun --nproc-per-node 4 benchmarks/checkpoint.py resume CONFIG --folder FOLDER --out OUT.json [--cold] \
+[layout.tp=2 ...]
 
 Without torchrun: one rank. `measure` leaves what it saved in FOLDER; `resume` goes on from the newest, in any
 layout. Each adds a record to OUT.json and writes it anew as soon as a figure is known: a time limit loses nothing
@@ -12,13 +13,12 @@ it stops there and names a number of layers that would. Loading comes after the 
 further saves after that, each only if there is time (`resume` loads too).
 
 Every time is the slowest rank's. stall: what the steps beside a save take longer than as many without, from its
-beginning to its end; of that,
-stall_first: in the first of them, where the step waits for the copy. Files are dropped from the page cache before
-they are read, where the system lets one (a tmpfs is memory whatever one does); `resume` reads them as they are
-unless --cold, and counts from the start of the rank's process. The raw speed that shares are of is that of as many
-threads as a save has, each with a file of its own; that of one thread a rank stands beside it. Room in FOLDER: one
-checkpoint (two, for saves without a removal before each) and twice RAW_BYTES for each rank; in memory: another for
-the copies.
+beginning to its end; of that, stall_first: in the first of them, where the step waits for the copy. Files are dropped
+from the page cache before they are read, where the system lets one (a tmpfs is memory whatever one does); `resume`
+reads them as they are unless --cold, and counts from the start of the rank's process. The raw speed that shares are of
+is that of as many threads as a save has, each with a file of its own; that of one thread a rank stands beside it. Each
+checkpoint is removed before the next is saved, so that in a tmpfs only the first pays for memory that nobody has used.
+Room in FOLDER: one checkpoint and twice RAW_BYTES for each rank; in memory: another for the copies.
 """
 
 from __future__ import annotations
@@ -29,7 +29,6 @@ import json
 import math
 import os
 import pstats
-import shutil
 import time
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
@@ -183,11 +182,11 @@ class Measured:
     def step(self) -> None:
         train_step(self.state, self.next_batches(), LR)
 
-    def make_room(self, needed: float) -> None:
-        """For so many bytes, earlier checkpoints go, the oldest first."""
-        there = list_checkpoints(self.root) if self.state.mesh.rank == 0 else []
-        while there and shutil.disk_usage(self.root).free < needed:
-            Storage().retire(there.pop(0))
+    def make_room(self) -> None:
+        """Earlier checkpoints go, when all ranks have read what they want of them."""
+        self.state.mesh.world.barrier()
+        for path in list_checkpoints(self.root) if self.state.mesh.rank == 0 else ():
+            Storage().retire(path)
         self.state.mesh.world.barrier()
 
     def start(self) -> None:
@@ -220,7 +219,7 @@ def measure(run: Run, placement: Placement, root: Path, record: Record, ends: fl
             m.step()
         plain = [timed(state, m.step) for _ in range(PLAIN)]
         record.add(step_s=median(plain), steps_s=plain)
-        m.make_room(math.inf)
+        m.make_room()
         first = timed(state, lambda: (m.start(), m.saver.release()))
         took = m.wait()
         size = sum(r.size for r in read_manifest(newest(root)).files.values())
@@ -230,13 +229,20 @@ def measure(run: Run, placement: Placement, root: Path, record: Record, ends: fl
             why_not=m.saver.why_not,
             first_start_s=first,
             first_save_s=took,
-            alone_s=took - first,
-            alone_over_raw=size / (took - first) / disk["raw_write"],
+            first_write_s=m.parts["write_s"],
+        )
+        m.make_room()
+        m.start()
+        m.saver.release()
+        took = m.wait()
+        record.add(
+            alone_s=took,
+            alone_over_raw=size / took / disk["raw_write"],
             **m.parts,
             write_over_raw=size / m.parts["write_s"] / disk["raw_write"],
             write_over_cold=size / m.parts["write_s"] / disk["raw_write_cold"],
         )
-        took = beside(m, record, took - first)
+        took = beside(m, record, took)
         if left(state, ends) > 1.2 * size / disk["raw_read"]:
             reading(state, root, record)
         while len(record.found["saves"]) < MOST_SAVES and left(state, ends) > 1.2 * took:
@@ -268,7 +274,7 @@ def check_time(run: Run, size: int, seconds: float, left: float) -> None:
 def beside(m: Measured, record: Record, expected: float) -> float:
     """A save while training goes on: what it costs the steps. Seconds that all of it took."""
     began, found, plain = time.time(), record.found, record.found["step_s"]
-    m.make_room(1.05 * found["bytes"])
+    m.make_room()
     count = min(MOST_BESIDE, max(2, math.ceil(expected / plain)))
     steps = [timed(m.state, lambda: (m.start(), m.step())), *(timed(m.state, m.step) for _ in range(count - 1))]
     stall = {
@@ -278,7 +284,8 @@ def beside(m: Measured, record: Record, expected: float) -> float:
     }
     if "saves" not in found:
         record.add(**stall, steps_beside_s=steps)  # while the rest is being written
-    saves = [*found.get("saves", []), {**stall, "steps_s": steps, "save_s": m.wait()}]
+    took = m.wait()
+    saves = [*found.get("saves", []), {**stall, "steps_s": steps, "save_s": took, **m.parts}]
     middle = {name: median(s[name] for s in saves) for name in (*stall, "save_s")}
     record.add(
         saves=saves,
@@ -353,12 +360,12 @@ def lines(found: dict[str, Any]) -> list[str]:
         f"stall {1e3 * found['stall_s']:.1f} ms a save, {1e3 * found['stall_first_s']:.1f} of it in the first step, "
         f"{100 * found['stall_of_100_steps']:.3f} % of 100 steps (host {1e3 * found['host_s']:.1f} ms; "
         f"{len(found['saves'])} saves)",
-        f"first save: {found['first_start_s']:.2f} s until its memory is there; without steps beside: written and "
-        f"synced {rate['write_s']}, "
+        f"first save: {found['first_start_s']:.2f} s until its memory is there, {found['first_write_s']:.2f} s of "
+        f"writing; the second, without steps beside: written and synced {rate['write_s']}, "
         f"{share['write']} and {100 * found['write_over_cold']:.0f} % of raw from memory that no cache holds "
         f"({gb['raw_write_cold']:.2f} GB/s); read back in {found['read_back_s']:.2f} s; all of it {rate['alone_s']}"
         + (f"; not in the background: {found['why_not']}" if found["why_not"] else ""),
-        f"save beside steps: {rate['save_s']}, {share['save']}",
+        f"save beside steps: {rate['save_s']}, {share['save']}; written in {found['saves'][-1]['write_s']:.2f} s",
         f"load: {rate['load_s']}, {share['load']}; verify {gb['verify_rate']:.2f} GB/s a rank"
         if "load" in done
         else "load: no time was left",
