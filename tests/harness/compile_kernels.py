@@ -77,7 +77,15 @@ from phalanx.ops.quantized import (
     stored_kernel,
 )
 from phalanx.ops.quantized.base_formats import FORMATS
-from phalanx.ops.scan import conv1d_kernel, gated_norm_kernel, norm_gate_kernel, scan_kernel, step_kernel
+from phalanx.ops.scan import (
+    carried,
+    carried_kernel,
+    conv1d_kernel,
+    gated_norm_kernel,
+    norm_gate_kernel,
+    scan_kernel,
+    step_kernel,
+)
 from phalanx.ops.scan.step import TILES as STEP_TILES
 
 BF = "*bf16"
@@ -381,6 +389,16 @@ def scans(wide: dict) -> list[tuple]:
     ):
         types = {name: known.get(name, "i32") for name in kernel.arg_names if name not in constants}
         found.append((kernel, types, constants, options))
+    known |= dict.fromkeys(("reach", "dreach", "parts"), "*fp32") | dict(dc=BF)
+    of_heads = {n: shape[n] for n in shape if n not in ("Q", "DOCUMENTS")} | dict(BT=carried_kernel.TOKENS)
+    for kernel, more in (
+        (carried_kernel._carried, {}),
+        (carried_kernel._carried_query_grads, {}),
+        (carried_kernel._carried_state_grads, dict(SIZE=carried.SEGMENT)),
+    ):
+        constants = of_heads | more
+        types = {name: known.get(name, "i32") for name in kernel.arg_names if name not in constants}
+        found.append((kernel, types, constants, whole))
     return found + gated_norms(wide) + steps(wide)
 
 
