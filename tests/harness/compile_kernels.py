@@ -391,14 +391,14 @@ def scans(wide: dict) -> list[tuple]:
         found.append((kernel, types, constants, options))
     known |= dict.fromkeys(("reach", "dreach", "parts"), "*fp32") | dict(dc=BF)
     of_heads = {n: shape[n] for n in shape if n not in ("Q", "DOCUMENTS")} | dict(BT=carried_kernel.TOKENS)
-    for kernel, more in (
-        (carried_kernel._carried, {}),
-        (carried_kernel._carried_query_grads, {}),
-        (carried_kernel._carried_state_grads, dict(SIZE=carried.SEGMENT)),
+    for kernel, more, options in (
+        (carried_kernel._carried, {}, whole),
+        (carried_kernel._carried_query_grads, {}, carried_kernel.QUERY),
+        (carried_kernel._carried_state_grads, dict(SIZE=carried.SEGMENT), whole),
     ):
         constants = of_heads | more
         types = {name: known.get(name, "i32") for name in kernel.arg_names if name not in constants}
-        found.append((kernel, types, constants, whole))
+        found.append((kernel, types, constants, options))
     return found + gated_norms(wide) + steps(wide)
 
 

@@ -30,6 +30,7 @@ from phalanx.ops.scan.scan_kernel import (
 )
 
 TOKENS = 64  # of a block
+QUERY = dict(num_warps=8, maxnreg=128)  # two programs, 16 warps, fit into a processor
 
 
 @triton.jit
@@ -104,10 +105,11 @@ def _carried_query_grads(
         of_reach = tl.zeros((BT,), WIDE)
         if some:
             above = _tile(dy, row, head, start, i, p, here, p < P, dy_row, dy_tok, P)
-            each = _dot(above, _state(initial, row * H + head, p, n, P, N), ELEMENT, WIDE) * left[:, None]
+            state = _state(initial, row * H + head, p, n, P, N).to(ELEMENT)
             queries = _tile(c, row, group, start, i, n, here, n < N, c_row, c_tok, N)
-            of_reach = tl.sum(each * queries.to(WIDE), 1)
-            dqueries += each
+            read = _dot(queries, tl.trans(state), ELEMENT, WIDE)
+            of_reach = tl.sum(read * above.to(WIDE), 1) * left
+            dqueries += _dot(above, state, ELEMENT, WIDE) * left[:, None]
         tl.store(dreach + token, of_reach, mask=here)
     _store_tile(dc, dqueries, row, group, start, i, n, here, n < N, L, H // EACH, N)
 
@@ -154,7 +156,7 @@ def _sizes(y: Tensor, c: Tensor) -> dict[str, Any]:
     (heads, width), (groups, state) = y.shape[2:], c.shape[2:]
     blocks = {name: max(LEAST, triton.next_power_of_2(size)) for name, size in (("BP", width), ("BN", state))}
     sizes = dict(H=heads, P=width, N=state, EACH=heads // groups, BT=TOKENS, **blocks)
-    return dict(ELEMENT=ELEMENTS[y.dtype], WIDE=triton_wide(y.dtype), **sizes, num_warps=WARPS)
+    return dict(ELEMENT=ELEMENTS[y.dtype], WIDE=triton_wide(y.dtype), **sizes)
 
 
 def carried_forward(y: Tensor, reach: Tensor, c: Tensor, initial: Tensor) -> None:
@@ -167,7 +169,7 @@ def carried_forward(y: Tensor, reach: Tensor, c: Tensor, initial: Tensor) -> Non
     rows, length, heads, _ = y.shape
     c = _last_two(c)
     given = (y, reach.contiguous(), c, initial.contiguous(), length, c.stride(0), c.stride(1))
-    _carried[(rows, heads, triton.cdiv(length, TOKENS))](*given, **_sizes(y, c))
+    _carried[(rows, heads, triton.cdiv(length, TOKENS))](*given, **_sizes(y, c), num_warps=WARPS)
 
 
 def carried_backward(dy: Tensor, reach: Tensor, c: Tensor, initial: Tensor) -> tuple[Tensor, Tensor, Tensor]:
@@ -177,8 +179,9 @@ def carried_backward(dy: Tensor, reach: Tensor, c: Tensor, initial: Tensor) -> t
     dy, reach, c, initial = _last_two(dy), reach.contiguous(), _last_two(c), initial.contiguous()
     strides = dy.stride(0), dy.stride(1), c.stride(0), c.stride(1)
     of_groups = rows, c.shape[2], triton.cdiv(length, TOKENS)
-    _carried_query_grads[of_groups](dy, reach, c, initial, dreach, dc, length, *strides, **_sizes(dy, c))
+    sizes = _sizes(dy, c)
+    _carried_query_grads[of_groups](dy, reach, c, initial, dreach, dc, length, *strides, **sizes, **QUERY)
     parts = state_parts(length, initial)
-    of_segments = rows, heads, len(parts)
-    _carried_state_grads[of_segments](dy, reach, c, parts, length, *strides, SIZE=SEGMENT, **_sizes(dy, c))
+    of_segments, options = (rows, heads, len(parts)), dict(SIZE=SEGMENT, num_warps=WARPS)
+    _carried_state_grads[of_segments](dy, reach, c, parts, length, *strides, **sizes, **options)
     return dreach, dc, parts.sum(0).to(initial.dtype)
