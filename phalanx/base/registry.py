@@ -129,6 +129,7 @@ BUILT_IN: Mapping[str, Mapping[str, str]] = MappingProxyType(
                 "dropout": "phalanx.ops.dense.dropout:DROPOUT",
                 "conv1d": "phalanx.ops.scan.conv1d:CONV1D",
                 "scan": "phalanx.ops.scan.scan:SCAN",
+                "carried": "phalanx.ops.scan.carried:CARRIED",
                 "gated_norm": "phalanx.ops.scan.gated_norm:GATED_NORM",
                 "norm_gate": "phalanx.ops.scan.norm_gate:NORM_GATE",
                 "conv1d_step": "phalanx.ops.scan.step:CONV1D_STEP",

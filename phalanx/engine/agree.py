@@ -148,6 +148,7 @@ def used_ops(plan: Plan) -> list[Op]:
             ("optimizer.", op.name in optimizers),
             ("scan.", scans or deltas),
             ("scan.scan", scans),
+            ("scan.carried", scans and plan.grid.cp > 1),
             ("scan.gated_norm", scans),
             ("scan.norm_gate", deltas),
             ("scan.step", False),

@@ -23,13 +23,13 @@ from phalanx.nn.memory import StateSpec
 from phalanx.nn.module import Module, OutputRows, bias_spec, own_states
 from phalanx.nn.short_conv import conv_spec, convolve_chunks
 from phalanx.ops.dense.activation import GATED, swiglu
+from phalanx.ops.scan.carried import CARRIED, carried_output
 from phalanx.ops.scan.context import chunks_of, states_before
 from phalanx.ops.scan.gated_norm import GATED_NORM, NormGroups, Order, gated_norm
 from phalanx.ops.scan.remembered import convolve_remembered, scan_remembered
 from phalanx.ops.scan.scan import (
     SCAN,
     ScanInputs,
-    carried_output,
     decay_rates,
     scan,
     steps_of,
@@ -202,19 +202,16 @@ class StateSpace(Module):
         x, b, c = self._parts(mixed.unflatten(0, by_sequence))
         steps, a = steps_of(dt, self.dt_bias, self.spec.limits).unflatten(0, by_sequence), decay_rates(self.a_log)
         chunks, kernels = chunks_of(batch), self.env.kernels_for(SCAN)
-        pieces = [(x[:, k.rows], steps[:, k.rows], b[:, k.rows], c[:, k.rows]) for k in chunks]
-        found = [
-            scan(ScanInputs(x, steps, a, b, c, self.d, k.numbers), kernels)
-            for (x, steps, b, c), k in zip(pieces, chunks)
+        pieces = [
+            ScanInputs(x[:, k.rows], steps[:, k.rows], a, b[:, k.rows], c[:, k.rows], self.d, k.numbers) for k in chunks
         ]
+        found = [scan(piece, kernels) for piece in pieces]
         made = [y for y, _ in found]
         if len(chunks) > 1:
-            decays = [whole_decay(steps, a) for _, steps, _, _ in pieces]
+            decays = [whole_decay(piece.dt, a) for piece in pieces]
             before = states_before([state for _, state in found], decays, batch, self.env.axes.cp)
-            made = [
-                carried_output(y, steps, a, c, k.numbers, state)
-                for y, (_, steps, _, c), k, state in zip(made, pieces, chunks, before)
-            ]
+            kernels = self.env.kernels_for(CARRIED)
+            made = [carried_output(*each, kernels) for each in zip(made, pieces, before)]
         y = torch.cat(made, 1) if len(made) > 1 else made[0]
         if self.watch is not None:
             self.watch.look(y, (mixed, dt), batch, self.shard.own.q0)

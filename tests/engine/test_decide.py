@@ -101,6 +101,8 @@ def test_the_ops_of_a_run_are_checked():
         assert "relu2" in {op.name for op in used_ops(make_plan(base_run(model), 1))}
     scan, rule = ({op.name for op in used_ops(make_plan(base_run(model), 1))} for model in ("mamba2", "qwen3_next"))
     assert {"scan", "conv1d", "gated_norm"} <= scan and not scan & {"delta", "norm_gate", "scan_step"}
+    cp = make_plan(replace(base_run("mamba2"), layout=LayoutConfig(cp=2)), 2)
+    assert "carried" in {op.name for op in used_ops(cp)} and "carried" not in scan | rule
     assert {"delta", "conv1d", "norm_gate"} <= rule and not rule & {"scan", "gated_norm"}
     run = base_run("mixtral")
     run = replace(run, optim=MuonConfig(name="muon", fallback=AdamWConfig()))

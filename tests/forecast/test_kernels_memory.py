@@ -28,6 +28,7 @@ from phalanx.ops.quantized.expert_quantizer import ExpertQuantizer
 from phalanx.ops.quantized.experts import quantized_grouped_mlp
 from phalanx.ops.quantized.quantizer import DY, WeightQuantizer, X
 from phalanx.ops.quantized.recipes import find_recipe
+from phalanx.ops.scan.carried import SEGMENT, carried
 from phalanx.planning.plan import Plan
 from tests.harness.sample import rest_in_soak
 from tests.harness.weights import make_weight
@@ -90,6 +91,17 @@ def test_squares_of_relu():
     def measure(device: str) -> tuple[int, int]:
         x, weights = zeros(device, 30, 96).requires_grad_(), zeros(device, 30).requires_grad_()
         return memory(lambda: relu2_rows(x, ends_of(device), weights, KERNELS))
+
+    on_both(measure)
+
+
+@pytest.mark.parametrize("length", [70, SEGMENT + 1])
+def test_states_carried_to_outputs(length):
+    def measure(device: str) -> tuple[int, int]:
+        shapes = (1, 2, length), (1, length, 1, 5), (1, 2, 3, 5)
+        reach, c, initial = (zeros(device, *shape).requires_grad_() for shape in shapes)
+        y = zeros(device, 1, length, 2, 3)
+        return memory(lambda: carried(y, reach - torch.inf, c, initial, KERNELS))
 
     on_both(measure)
 

@@ -77,7 +77,15 @@ from phalanx.ops.quantized import (
     stored_kernel,
 )
 from phalanx.ops.quantized.base_formats import FORMATS
-from phalanx.ops.scan import conv1d_kernel, gated_norm_kernel, norm_gate_kernel, scan_kernel, step_kernel
+from phalanx.ops.scan import (
+    carried,
+    carried_kernel,
+    conv1d_kernel,
+    gated_norm_kernel,
+    norm_gate_kernel,
+    scan_kernel,
+    step_kernel,
+)
 from phalanx.ops.scan.step import TILES as STEP_TILES
 
 BF = "*bf16"
@@ -379,6 +387,16 @@ def scans(wide: dict) -> list[tuple]:
         (scan_kernel._key_grads, dict(TOGETHER=scan_kernel.HEADS, **shape), follow),
         (scan_kernel._value_grads, dict(SKIP=True, **shape), dict(maxnreg=scan_kernel.VALUE_REGISTERS, **whole)),
     ):
+        types = {name: known.get(name, "i32") for name in kernel.arg_names if name not in constants}
+        found.append((kernel, types, constants, options))
+    known |= dict.fromkeys(("reach", "dreach", "parts"), "*fp32") | dict(dc=BF)
+    of_heads = {n: shape[n] for n in shape if n not in ("Q", "DOCUMENTS")} | dict(BT=carried_kernel.TOKENS)
+    for kernel, more, options in (
+        (carried_kernel._carried, {}, whole),
+        (carried_kernel._carried_query_grads, {}, carried_kernel.QUERY),
+        (carried_kernel._carried_state_grads, dict(SIZE=carried.SEGMENT), whole),
+    ):
+        constants = of_heads | more
         types = {name: known.get(name, "i32") for name in kernel.arg_names if name not in constants}
         found.append((kernel, types, constants, options))
     return found + gated_norms(wide) + steps(wide)

@@ -5,6 +5,7 @@ from __future__ import annotations
 
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -17,9 +18,12 @@ from phalanx.engine.step import accumulate
 from phalanx.forecast.decide import make_plan
 from phalanx.layout.config import LayoutConfig
 from phalanx.models.mamba2 import Mamba2Config
+from phalanx.ops import op as ops
+from phalanx.ops.op import Kernels, Op
+from phalanx.ops.scan.carried import CARRIED
 from phalanx.sequence.batch import Batch
 from phalanx.verifying.compare import random_weights
-from tests.harness.parity import base_run, sample_batch
+from tests.harness.parity import Parts, assemble, base_run, parts_of, sample_batch
 from tests.models.test_models import all_logits
 from tests.verifying import test_mutations
 from tests.verifying.test_parity import NAMED
@@ -107,6 +111,37 @@ def test_bytes_of_exchanges(ranks, tp, cp):
         assert calls["exchange", "all_gather", "cp"] == (layers, layers * states)
         assert calls["exchange", "reduce_scatter", "cp"] == (layers, layers * states * cp)
         assert calls["exchange", "all_to_all", "cp"] == (2 * layers, 2 * layers * tokens * neighbours)
+
+
+def gradients_of(rank: int, world: int, run: Run, batch: Batch) -> tuple[Parts, set[str]]:
+    """This rank's gradients, and the implementations that ran of what states add to outputs."""
+    state, mesh = state_of(run, rank, world)
+    chosen, choose = set[str](), Op.choose
+
+    def noted(op: Op, kernels: Kernels, *given: Any, **more: Any) -> Any:
+        found = choose(op, kernels, *given, **more)
+        chosen.update([found.__name__.rpartition(".")[2]] if op is CARRIED else [])
+        return found
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(Op, "choose", noted)
+        accumulate(state, [batch.cut(mesh.part)])
+    return parts_of(state, "grad"), chosen
+
+
+@pytest.mark.skipif(not ops.has_triton(), reason="needs triton")
+def test_gradients_by_kernels_on_two_ranks(ranks):
+    """Truth: the references. Documents go on over the borders of chunks."""
+    found = []
+    for kernels in ("triton", "plain"):
+        run = replace(base_run("mamba2", global_batch=1, seq_length=LENGTH, kernels=kernels), layout=LayoutConfig(cp=2))
+        made = ranks.run("tests.nn.test_state_space:gradients_of", 2, run, sample_batch([3], True, LENGTH))
+        assert all(chosen == {"carried_kernel" if kernels == "triton" else "carried"} for _, chosen in made)
+        found.append(assemble([grads for grads, _ in made]))
+    mine, theirs = found
+    assert theirs and mine.keys() == theirs.keys()
+    for name, truth in theirs.items():
+        np.testing.assert_allclose(mine[name], truth, rtol=0, atol=1e-10 * abs(truth).max(), err_msg=name)
 
 
 @pytest.mark.soak

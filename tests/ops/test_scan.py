@@ -12,10 +12,11 @@ from phalanx.comm.axis import Axis
 from phalanx.comm.mesh import Mesh
 from phalanx.layout.grid import Grid
 from phalanx.ops import op as ops
+from phalanx.ops.scan.carried import carried_output
 from phalanx.ops.scan.conv1d import conv1d, last_tokens
 from phalanx.ops.scan.gated_norm import NormGroups, gated_norm
 from phalanx.ops.scan.rows import StateSlots, TokenRows
-from phalanx.ops.scan.scan import ScanInputs, carried_output, decay_rates, scan, steps_of, whole_decay
+from phalanx.ops.scan.scan import ScanInputs, decay_rates, scan, steps_of, whole_decay
 from phalanx.ops.scan.step import StepInputs, conv1d_step, scan_step
 from tests.ops.test_ops import normal
 
@@ -160,7 +161,7 @@ def test_a_row_goes_on_from_the_one_before():
             corrected.append(alone)
             y, state = alone, added
         else:
-            corrected.append(carried_output(alone, dt[:, rows], a, c[:, rows], None, state))
+            corrected.append(carried_output(alone.clone(), piece, state))
             y, after = scan(piece._replace(initial=state))
             state = added + whole_decay(dt[:, rows], a)[..., None, None] * state
             torch.testing.assert_close(after, state, rtol=1e-12, atol=1e-12)

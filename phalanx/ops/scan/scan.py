@@ -198,17 +198,6 @@ def scan(s: ScanInputs, kernels: Kernels = "auto") -> tuple[Tensor, Tensor]:
     return made
 
 
-def carried_output(y: Tensor, dt: Tensor, a: Tensor, c: Tensor, numbers: Tensor | None, initial: Tensor) -> Tensor:
-    """y (R, L, H, P) of rows that began without a state -> as it is if they begin with `initial` (R, H, P, N): outputs
-    are linear in the first state."""
-    decays = (dt * a).cumsum(1)
-    if numbers is not None:
-        decays = decays.masked_fill((numbers != numbers[:, :1]).unsqueeze(-1), -torch.inf)
-    by_group = initial.unflatten(1, (c.shape[2], -1)).flatten(2, 3)  # (R, G, heads of a group * P, N)
-    read = torch.einsum("rtgn,rgmn->rtgm", widened(c), by_group).reshape(y.shape)
-    return (widened(y) + decays.exp().unsqueeze(-1) * read).to(y.dtype)
-
-
 def whole_decay(dt: Tensor, a: Tensor) -> Tensor:
     """(R, H): what is left of a state that passes a row."""
     return (dt.sum(1) * a).exp()
