@@ -173,9 +173,9 @@ def cases(world: int) -> dict[str, tuple[str, dict[str, Any], dict[str, Any]]]:
 
 
 def run_of(case: tuple[str, dict, dict], precision: str) -> Run:
-    """In 16 bits experts are drawn: near a tie, rounding sends a token to others, on one device too (losses are then off
-    eight times as much, over 16 seeds), and two updates carry that into every weight. In fp64 and fp32 they are chosen
-    by their scores."""
+    """In 16 bits experts are drawn: near a tie, rounding sends a token to others, on one device too (over 16 seeds
+    losses are then off eight times as much), and two updates carry that into every weight. In fp64 and fp32 they are
+    chosen by their scores."""
     model, layout, train = case
     run = base_run(model, 8, precision=precision, **train)
     made = replace(run.model, initializer_range=0.1)
