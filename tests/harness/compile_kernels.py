@@ -254,7 +254,7 @@ def symmetric() -> list[tuple]:
     for t, across, down in ((TILES[0], False, 2), (TILES[0], True, 2), (TILES[0], False, 1), (TILES[3], True, 1)):
         tall, side = (f"{t.k},{rows}" if across else f"{rows},{t.k}" for rows in (down * t.side, t.side))
         read = {name: f"tensordesc<bf16[1,{tile}]>" for name, tile in (("a", tall), ("a_side", side), ("b", side))}
-        types = read | dict(c=BF, out=BF, alpha="fp32", beta="fp32")
+        types = read | dict(c=BF, out=BF, alpha="fp32", beta="fp32", diagonal="fp32")
         consts = dict(M=4096, K=4096, ADD=down == 1, TMA=True, ACROSS=across, WIDE=tl.float32)
         consts |= dict(SIDE=t.side, DOWN=down, STEP=t.k)
         stages = t.tall if down == 2 else t.stages

@@ -20,7 +20,7 @@ from phalanx.ops import proof
 from phalanx.ops.dense import norm_kernel
 from phalanx.ops.dense.norm import NORM
 from phalanx.ops.op import Case, Checked, Op, first_right, refused, table, triton, why_wrong
-from phalanx.ops.optimizer.symmetric import SYMMETRIC, TILES, SymmetricTiles, symmetric_matmul
+from phalanx.ops.optimizer.symmetric import SYMMETRIC, TILES, SymmetricTerms, SymmetricTiles, symmetric_matmul
 from phalanx.ops.optimizer.symmetric_kernel import SymmetricProducts
 
 CPU = torch.device("cpu")
@@ -41,10 +41,10 @@ class HalfGradients:
 class Miscompiled(SymmetricProducts):
     """With four warps the mirrored half is missing, with two nothing runs."""
 
-    def matmul(self, a: Tensor, b: Tensor, c: Tensor | None, alpha: float, beta: float) -> Tensor:
+    def matmul(self, a: Tensor, b: Tensor, c: Tensor | None, terms: SymmetricTerms) -> Tensor:
         if self.tiles.warps == 2:
             raise RuntimeError("out of resource: shared memory")
-        found = super().matmul(a, b, c, alpha, beta)
+        found = super().matmul(a, b, c, terms)
         return found.tril() if self.tiles.warps == 4 else found
 
 

@@ -18,7 +18,7 @@ from torch import Tensor
 
 from phalanx.ops.op import Kernels
 from phalanx.ops.optimizer.directions import over_norms
-from phalanx.ops.optimizer.symmetric import symmetric_matmul
+from phalanx.ops.optimizer.symmetric import SymmetricTerms, symmetric_matmul
 
 Polynomial = tuple[float, float, float]
 """a, b and c."""
@@ -45,9 +45,15 @@ def orthogonalized(
     for first in range(0, len(polynomials), together):
         flat = x.mT if tall else x  # (B, short, long), however it lies in memory: nothing is transposed
         gram = symmetric_matmul(flat, flat, kernels=kernels)
-        added, product = _factors(gram, polynomials[first : first + together], kernels)
         by = scale if first + together >= len(polynomials) else 1.0
-        x = torch.baddbmm(x, *((x, product) if tall else (product, x)), beta=added * by, alpha=by)
+        if together == 1:
+            a, b, c = polynomials[first]
+            p = symmetric_matmul(gram, gram, gram, SymmetricTerms(c, b), kernels)
+            # on the diagonal of p, a would be rounded to bf16, alike in all rows: up to a fifth more error
+            x = torch.baddbmm(x, *((x, p) if tall else (p, x)), beta=a * by, alpha=by)
+        else:
+            p = _factor(gram, polynomials[first : first + together], by, kernels)
+            x = torch.bmm(x, p) if tall else torch.bmm(p, x)
     return x
 
 
@@ -56,19 +62,16 @@ def together_of(short: int, long: int) -> int:
     return TOGETHER if long > short else 1
 
 
-def _factors(gram: Tensor, polynomials: Sequence[Polynomial], kernels: Kernels) -> tuple[float, Tensor]:
-    """a and P, where a x + P x is x after these iterations, the first of which has this Gram matrix."""
-    if len(polynomials) == 1:
-        ((a, b, c),) = polynomials
-        return a, symmetric_matmul(gram, gram, gram, c, b, kernels)
-    product: Tensor | None = None
-    for number, (a, b, c) in enumerate(polynomials):
-        p = symmetric_matmul(gram, gram, gram, c, b, kernels)
-        p.diagonal(dim1=-2, dim2=-1).add_(a)
-        if number + 1 < len(polynomials):
+def _factor(gram: Tensor, polynomials: Sequence[Polynomial], scale: float, kernels: Kernels) -> Tensor:
+    """P, where P x is `scale` times x after these iterations, the first of which has this Gram matrix."""
+    factor: Tensor | None = None
+    for number, (a, b, c) in enumerate(polynomials, 1):
+        by = scale if number == len(polynomials) else 1.0
+        p = symmetric_matmul(gram, gram, gram, SymmetricTerms(by * c, by * b, by * a), kernels)
+        if number < len(polynomials):
             gram = symmetric_matmul(p, symmetric_matmul(p, gram, kernels=kernels), kernels=kernels)
-        product = p if product is None else symmetric_matmul(p, product, kernels=kernels)
-    return 0.0, product  # type: ignore[return-value]
+        factor = p if factor is None else symmetric_matmul(p, factor, kernels=kernels)
+    return factor  # type: ignore[return-value]
 
 
 def flops(rows: int, columns: int, iterations: int) -> float:

@@ -10,7 +10,7 @@ from torch import Tensor
 from triton.tools.tensor_descriptor import TensorDescriptor
 
 from phalanx.ops.kernel_tools import num_programs, triton_wide
-from phalanx.ops.optimizer.symmetric import SymmetricTiles
+from phalanx.ops.optimizer.symmetric import SymmetricTerms, SymmetricTiles
 
 
 @triton.jit
@@ -42,8 +42,7 @@ def _product(
     mirrored_from,
     M,
     K,
-    alpha,
-    beta,
+    terms,
     ADD: tl.constexpr,
     TMA: tl.constexpr,
     ACROSS: tl.constexpr,
@@ -54,7 +53,8 @@ def _product(
     MIRROR: tl.constexpr = True,
 ):
     """The result's tile (ROWS, COLS) at (row, col), and with MIRROR the mirror image of its rows from `mirrored_from`
-    on."""
+    on. terms: alpha, beta and what is added to the diagonal, if anything."""
+    alpha, beta, diagonal = terms
     acc = tl.zeros((ROWS, COLS), WIDE)
     for k in range(0, K, STEP):
         x = _tile(a, matrix, row, k, M, K, TMA, ACROSS, ROWS, STEP)
@@ -65,6 +65,8 @@ def _product(
     s = col + tl.arange(0, COLS)
     first = matrix.to(tl.int64) * M * M
     here = r.to(tl.int64)[:, None] * M + s[None, :]
+    if diagonal is not None:
+        acc += tl.where(r[:, None] == s[None, :], diagonal, 0.0)
     if ADD:
         inside = (r < M)[:, None] & (s < M)[None, :]
         acc += tl.load(c + first + here, mask=inside, other=0.0).to(WIDE) * beta
@@ -86,6 +88,7 @@ def _symmetric(
     K,
     alpha,
     beta,
+    diagonal,
     ADD: tl.constexpr,
     TMA: tl.constexpr,
     ACROSS: tl.constexpr,
@@ -100,13 +103,14 @@ def _symmetric(
     are as much work. a_side: a, in tiles of SIDE rows as b."""
     at = tl.program_id(0)
     matrix = tl.program_id(1)
+    terms = alpha, beta, diagonal
     if DOWN == 1:
         band = ((tl.sqrt(8.0 * at.to(tl.float32) + 1.0) - 1.0) * 0.5).to(tl.int32)
         band = tl.where(band * (band + 1) // 2 > at, band - 1, band)  # the root may be rounded either way
         band = tl.where((band + 1) * (band + 2) // 2 <= at, band + 1, band)
         row, col = band * SIDE, (at - band * (band + 1) // 2) * SIDE
         start = tl.where(row > col, row, row + SIDE)
-        _product(a, b, c, out, matrix, row, col, start, M, K, alpha, beta, ADD, TMA, ACROSS, WIDE, SIDE, SIDE, STEP)
+        _product(a, b, c, out, matrix, row, col, start, M, K, terms, ADD, TMA, ACROSS, WIDE, SIDE, SIDE, STEP)
     else:
         bands = tl.cdiv(M, 2 * SIDE)
         if at < bands * bands:
@@ -115,9 +119,7 @@ def _symmetric(
             band = tl.where((band + 1) * (band + 1) <= at, band + 1, band)
             row, col = band * (2 * SIDE), (at - band * band) * SIDE
             start = tl.maximum(row, col + SIDE)
-            _product(
-                a, b, c, out, matrix, row, col, start, M, K, alpha, beta, ADD, TMA, ACROSS, WIDE, 2 * SIDE, SIDE, STEP
-            )
+            _product(a, b, c, out, matrix, row, col, start, M, K, terms, ADD, TMA, ACROSS, WIDE, 2 * SIDE, SIDE, STEP)
         else:
             for half in range(2):
                 row = (at - bands * bands) * (4 * SIDE) + half * (2 * SIDE) + SIDE
@@ -133,8 +135,7 @@ def _symmetric(
                         M,
                         M,
                         K,
-                        alpha,
-                        beta,
+                        terms,
                         ADD,
                         TMA,
                         ACROSS,
@@ -152,7 +153,7 @@ class SymmetricProducts:
     def __init__(self, tiles: SymmetricTiles):
         self.tiles = tiles
 
-    def matmul(self, a: Tensor, b: Tensor, c: Tensor | None, alpha: float, beta: float) -> Tensor:
+    def matmul(self, a: Tensor, b: Tensor, c: Tensor | None, terms: SymmetricTerms) -> Tensor:
         count, side, inner = a.shape
         t, out = self.tiles, a.new_empty(count, side, side)
         bands = triton.cdiv(side, 2 * t.side)
@@ -168,8 +169,9 @@ class SymmetricProducts:
             out,
             side,
             inner,
-            alpha,
-            beta,
+            terms.alpha,
+            terms.beta,
+            terms.diagonal or None,
             ADD=c is not None,
             TMA=tma,
             ACROSS=across,
