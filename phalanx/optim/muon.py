@@ -73,8 +73,8 @@ class MuonConfig(OptimConfig):
     per_head: bool = False
     """Queries, keys and values of each head of attention are matrices of their own, instead of those of all heads."""
     products: Literal["bf16", "master"] = "bf16"
-    """Dtype in which the update is orthogonalised: bf16, as is usual (fp16 for oblong matrices, which rounds less), or
-    that of the masters. In fp64 runs it is fp64."""
+    """Precision in which the update is orthogonalised. bf16: products of 16 bits, as is usual (of fp16, which rounds
+    less; in fp32 on CPUs, which multiply fp16 slowly); master: in the masters' dtype. In fp64 runs it is fp64."""
 
 
 @optimizer("muon")
