@@ -288,7 +288,7 @@ OPS = {
     "gelu": Op(gelu, plain_gelu, ((5, 3),)),
     "relu2": Op(relu2, lambda x: F.relu(x) ** 2, ((5, 3),)),
     "relu2_rows": Op(
-        lambda x, w: relu2_rows(x, torch.tensor([2, 2, 4]), w),
+        lambda x, w: relu2_rows(x, torch.tensor([2, 2, 4], device=x.device), w),
         lambda x, w: F.relu(x) ** 2 * w[:, None] * (torch.arange(5) < 4)[:, None],
         ((5, 3), (5,)),
     ),
