@@ -97,8 +97,12 @@ def items_in(
     exported: only tensors that Hugging Face checkpoints contain.
     """
     for found in boxes_in(bucket, lo, hi, exported):
-        stored = PackedView(flat, base, found) if isinstance(flat, PackedTensor) else found.of(flat, base)
-        yield Item(found.piece, found.box, stored)
+        yield _item(found, flat, base)
+
+
+def _item(box: StridedBox, flat: Tensor | PackedTensor, base: int) -> Item:
+    stored = PackedView(flat, base, box) if isinstance(flat, PackedTensor) else box.of(flat, base)
+    return Item(box.piece, box.box, stored)
 
 
 def weights_to_save(buffers: Buffers, mesh: Mesh) -> list[Item]:
@@ -146,9 +150,9 @@ def state_to_save(shards: list[Shard], mesh: Mesh) -> list[dict[str, Item]]:
     each writes its share."""
     found: list[dict[str, Item]] = []
     for s in shards:
-        items = {kind: items_in(s.bucket, s.stored(kind), s.lo, *s.own) for kind in s.kinds}
-        boxes = (dict(zip(s.kinds, of_box)) for of_box in zip(*items.values()))
-        found += [box for box in boxes if box[MASTER].piece.is_writer(mesh.grid, mesh.at)]
+        flat = {kind: s.stored(kind) for kind in s.kinds}
+        boxes = [box for box in boxes_in(s.bucket, *s.own) if box.piece.is_writer(mesh.grid, mesh.at)]
+        found += [{kind: _item(box, values, s.lo) for kind, values in flat.items()} for box in boxes]
     return found
 
 
