@@ -13,7 +13,7 @@ muon-ops      orthogonalisation of a layer's matrices, in each form; beside it t
 w1            W1 with AdamW (benchmarks/configs/w1.yaml)
 layers        the first 8 layers of Nemotron-H-8B, 8,192 tokens; peer-layers: the same in PyTorch with peers' kernels
 long1, long2  the same 8 layers, one sequence of 131,072 tokens (--tokens), recomputed whole, on one GPU and with cp on
-              two; long2x: 262,144 tokens on two, compared by FLOP, since one H200 does not hold them
+              two; long2x: 262,144 tokens on two, compared by FLOP (with one GPU of as many: benchmarks/holds/two.yaml)
 muon          W1 with Muon; muon-direct: without its Gram form; muon-full: without halves of symmetric products;
               muon-clip: with QK-clip, whose scores are measured in forward
 muon-8b       Llama-3-8B with Muon on two GPUs, sharding 1, 64 sequences of 2,048; adamw-8b: with AdamW; muon-8b-turn:

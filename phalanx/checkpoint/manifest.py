@@ -62,10 +62,10 @@ class Manifest:
     program: str = "phalanx"
 
     def text(self) -> str:
-        """JSON with a hash of the config and, last, a checksum of everything before it."""
-        return seal(
-            json.dumps({**dataclasses.asdict(self), "config_sha256": digest(self.config)}, indent=1).removesuffix("\n}")
-        )
+        """JSON with a hash of the config and, last, a checksum of everything before it; in today's format, also if what
+        was read had an earlier one."""
+        body = {**dataclasses.asdict(self), "format": FORMAT, "config_sha256": digest(self.config)}
+        return seal(json.dumps(body, indent=1).removesuffix("\n}"))
 
     def receipts(self, folder: str) -> dict[str, Receipt]:
         """Receipts of the files in a folder of the checkpoint, by their names in it."""

@@ -425,7 +425,8 @@ class Axis:
     def trade(self, gives: Sequence[tuple[Tensor, int]], takes: Sequence[tuple[Tensor, int]]) -> Work:
         """Post together the sends of tensors to the axis' ranks of these numbers and the receives from them: one call
         of the communication library, which waits for none of them alone. A rank may send another several, which that
-        one receives in the same order; one without any may leave the call out."""
+        one receives in the same order; one without any may leave the call out, if all have met in a collective of this
+        axis before (NCCL opens its connections then)."""
         kept = [(x, to) for x, to in gives if not self._local("send", x)]
         if self._drops_sends():
             for out, _ in takes:

@@ -18,9 +18,10 @@ from phalanx.base.placement import Placement
 from phalanx.checkpoint.config import CheckpointConfig
 from phalanx.checkpoint.keep import latest
 from phalanx.checkpoint.load import load_weights
-from phalanx.checkpoint.manifest import NAME, read_manifest, seal, verify
+from phalanx.checkpoint.manifest import FORMAT, NAME, read_manifest, seal, verify
 from phalanx.checkpoint.storage import CHUNK, EARLIER_CHUNK, Storage
 from phalanx.checkpoint.tensors import CheckedFile, TensorFile
+from phalanx.checkpoint.tools import reshard
 from phalanx.training.main import train
 from tests.checkpoint.test_checkpoint import TINY
 from tests.harness.checkpoints import error_on_rank, load_here, make_run, make_state, save_here, set_state
@@ -140,6 +141,8 @@ def test_checkpoints_of_earlier_formats_are_read(tmp_path, tiny, monkeypatch):
     monkeypatch.undo()
     assert verify(path) == []
     load_here(tiny, path)
+    anew = reshard(path, tmp_path / "anew", 2)
+    assert verify(anew) == [] and read_manifest(anew).format == FORMAT and read_manifest(path).format == 2
     flip(path / "weights/model.safetensors", 8 * ((path / "weights/model.safetensors").stat().st_size - 1))
     assert "tensor model.norm.weight" in verify(path)[0]
 
