@@ -118,14 +118,29 @@ def weights_to_save(buffers: Buffers, mesh: Mesh) -> list[Item]:
     return found
 
 
+def whole_weights(buffers: Buffers) -> dict[str, Tensor]:
+    """Those tensors of the weights, by name, of which this rank has every element in the dtype in which it is written:
+    views in global orientation."""
+    found = {}
+    for f in buffers.flat:
+        at, values = f.storage.saved
+        if values.dtype == f.weight.dtype:
+            for i in items_in(f.bucket, values, at, at, at + len(values), exported=True):
+                if i.box == Box.full(i.shape):
+                    found[i.name] = i.view
+    return found
+
+
 def adapters_to_save(buffers: Buffers, mesh: Mesh, exported: bool = False) -> list[Item]:
     """The same of adapters' weights, which no Hugging Face folder of the model has; exported: also of what is trained
     of those that it has."""
     found = []
     for f in (f for f in buffers.flat if f.bucket.trained):
+        whole, own = exported and f.bucket.learns, _unexported(f.bucket)
+        if not whole and not own:
+            continue
         at, values = f.storage.saved
         mine = [i for i in items_in(f.bucket, values, at, *f.own) if i.piece.is_writer(mesh.grid, mesh.at)]
-        whole, own = exported and f.bucket.learns, _unexported(f.bucket)
         found += [replace(i, saved_as=f.weight.dtype) for i in mine if whole or i.name in own]
     return found
 

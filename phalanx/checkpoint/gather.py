@@ -3,7 +3,8 @@ whole model."""
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import replace
 from itertools import zip_longest
 from math import prod
 
@@ -28,17 +29,30 @@ class Job:
     dtype: torch.dtype
     parts: tuple[tuple[int, Box], ...]
 
+    @property
+    def size(self) -> int:
+        return prod(self.shape) * self.dtype.itemsize
+
 
 @dataclass(frozen=True)
 class File:
-    """Tensors that one rank writes to one file, in this order. folder: of the checkpoint, in which it lies; names: what
-    the tensors are called in it; empty: as the jobs are."""
+    """Tensors that one rank writes to one file, in this order.
+
+    folder  of the checkpoint, in which it lies
+    names   what the tensors are called in it; empty: as the jobs are
+    local   whether the writer has all of them whole, so nothing is gathered
+    """
 
     name: str
     writer: int
     jobs: tuple[Job, ...]
     folder: str = "weights"
     names: tuple[str, ...] = ()
+    local: bool = False
+
+    @property
+    def size(self) -> int:
+        return sum(job.size for job in self.jobs)
 
 
 def plan_files(held: list[list[Offer]], max_bytes: int) -> list[File]:
@@ -51,17 +65,32 @@ def plan_files(held: list[list[Offer]], max_bytes: int) -> list[File]:
     groups: list[list[Job]] = [[]]
     size = 0
     for job in jobs:
-        n = prod(job.shape) * job.dtype.itemsize
-        if groups[-1] and size + n > max_bytes:
+        if groups[-1] and size + job.size > max_bytes:
             groups.append([])
             size = 0
         groups[-1].append(job)
-        size += n
+        size += job.size
     count, world = len(groups), len(held)
     names = (
         ["model.safetensors"] if count == 1 else [f"model-{i + 1:05d}-of-{count:05d}.safetensors" for i in range(count)]
     )
     return [File(names[i], i * world // count if count < world else i % world, tuple(g)) for i, g in enumerate(groups)]
+
+
+def written_where_whole(files: Sequence[File], whole: Sequence[Sequence[int]]) -> list[File]:
+    """The same files, each written by a rank that has all of its tensors whole, if there is one: of these ranks by the
+    one with the fewest bytes so far. whole[r]: the numbers of the files that rank r has so."""
+    has: list[list[int]] = [[] for _ in files]
+    for rank, numbers in enumerate(whole):
+        for number in numbers:
+            has[number].append(rank)
+    bytes_of, found, world = [0] * len(whole), list[File](), len(whole)
+    for file, ranks in zip(files, has):
+        # of equals the planned writer or the next one after it: few files are written on different hosts
+        writer = min(ranks, key=lambda r: (bytes_of[r], (r - file.writer) % world), default=file.writer)
+        bytes_of[writer] += file.size
+        found.append(replace(file, writer=writer, local=bool(ranks)))
+    return found
 
 
 def plan_whole(tensors: Iterable[Entry], max_bytes: int) -> list[File]:
@@ -87,13 +116,14 @@ def _jobs(held: list[list[Offer]]) -> list[Job]:
 
 
 def gather(axis: Axis, files: list[File], items: list[Item], device: torch.device) -> Iterator[tuple[File, Tensor]]:
-    """(file, whole tensor) for each tensor that this rank writes, in the order of its files; every rank must iterate to
-    the end.
+    """(file, whole tensor) for each tensor of the files that this rank writes and that are not local, in their order;
+    every rank must iterate to the end.
 
     In each round every writer receives its next tensor.
     """
     mine = {(i.name, i.box): i.view for i in items}
-    queues = [[(f, job) for f in files if f.writer == rank for job in f.jobs] for rank in range(axis.size)]
+    apart = [f for f in files if not f.local]
+    queues = [[(f, job) for f in apart if f.writer == rank for job in f.jobs] for rank in range(axis.size)]
     for round in zip_longest(*queues):
         yield from _round(axis, [entry for entry in round if entry is not None], mine, device)
 

@@ -4,11 +4,20 @@ nothing of files."""
 from __future__ import annotations
 
 import threading
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 
 import torch
 from torch import Tensor
+
+from phalanx.checkpoint.pinned import PageLocked
+
+ALIGNED = 64  # bytes, at which a copy begins
+
+
+def room(sizes: Iterable[int]) -> int:
+    """Bytes of memory for copies of these sizes."""
+    return sum(-(-size // ALIGNED) * ALIGNED for size in sizes)
 
 
 class HostCopies:
@@ -16,13 +25,14 @@ class HostCopies:
     computed before `begin`. Another thread may go on with them (`leave_open`, then `last` there).
 
     Until `release`, nothing that is copied may change. Reading it is fine, so the next forward and backward can run
-    meanwhile. `wait` waits for the copies. The memory is kept for the next save; for a GPU it is pinned. The first save
-    pays for the memory (every page is touched), later ones only for the copies.
+    meanwhile. `wait` waits for the copies. The memory is one piece that is kept for the next save; for a GPU it is
+    page-locked. The first save pays for it (every page is touched), later ones only for the copies.
     """
 
     def __init__(self, device: torch.device):
         self.device = device
-        self._memory: list[Tensor] = []
+        self._memory = torch.empty(0, dtype=torch.uint8)
+        self._locked: PageLocked | None = None
         self._used = 0
         self._stream = torch.cuda.Stream(device) if device.type == "cuda" else None
         self._event: torch.cuda.Event | None = None
@@ -30,10 +40,15 @@ class HostCopies:
         self._started = threading.Event()
         self._started.set()
 
-    def begin(self, fresh: int = 0) -> None:
-        """The earlier copies are no longer read. `fresh`: bytes of device memory that tensors created just for this
-        save take. If the device has no room for all of them, the computation waits for their copies."""
+    def begin(self, size: int, fresh: int = 0) -> None:
+        """The earlier copies are no longer read. `size`: `room` for what will be copied. `fresh`: bytes of device
+        memory that tensors created just for this save take. If the device has no room for all of them, the computation
+        waits for their copies."""
         self._used = 0
+        if len(self._memory) < size:
+            self._memory, self._locked = torch.empty(0, dtype=torch.uint8), None  # freed before there is more
+            self._locked = None if self._stream is None else PageLocked(size)
+            self._memory = torch.empty(size, dtype=torch.uint8) if self._locked is None else self._locked.memory
         if self._stream is not None:
             idle = torch.cuda.memory_reserved(self.device) - torch.cuda.memory_allocated(self.device)
             self._beside = 2 * fresh < torch.cuda.mem_get_info(self.device)[0] + idle
@@ -59,13 +74,12 @@ class HostCopies:
         return out
 
     def _next(self, x: Tensor) -> Tensor:
-        """Memory for x; saves ask for the same sizes in the same order, so each finds its own memory again."""
-        size = x.numel() * x.element_size()
-        if self._used == len(self._memory) or len(self._memory[self._used]) < size:
-            fresh = torch.empty(size, dtype=torch.uint8, pin_memory=self._stream is not None)
-            self._memory[self._used : self._used + 1] = [fresh]
-        self._used += 1
-        return self._memory[self._used - 1][:size].view(x.dtype).view(x.shape)
+        """Memory for x, the next of what `begin` made room for."""
+        first, size = self._used, x.numel() * x.element_size()
+        self._used += room([size])
+        if self._used > len(self._memory):
+            raise ValueError(f"copies of {self._used} bytes where there is room for {len(self._memory)}")
+        return self._memory[first : first + size].view(x.dtype).view(x.shape)
 
     def leave_open(self) -> None:
         """More copies follow, in another thread, for whose start `release` waits."""

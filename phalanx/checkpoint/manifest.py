@@ -15,6 +15,7 @@ import xxhash
 from phalanx.base.dataclass import dataclass
 from phalanx.base.errors import CheckpointError, DamagedCheckpoint
 from phalanx.checkpoint.places import missing, place
+from phalanx.checkpoint.staging import StagingBuffer
 from phalanx.checkpoint.storage import Receipt, sum_of
 from phalanx.checkpoint.tensors import CheckedFile
 from phalanx.checkpoint.unreachable import Unreachable
@@ -209,10 +210,11 @@ def _damage(file: Path, name: str, receipt: Receipt) -> list[str]:
     found = []
     if receipt.parts:
         try:
+            memory = StagingBuffer(None)
             with CheckedFile(file, receipt) as tensors:
                 for key in tensors.keys():
                     try:
-                        tensors.check(key)
+                        tensors.check(key, memory.take)
                     except DamagedCheckpoint as error:
                         found.append(str(error).removeprefix(f"{file} is damaged: "))
         except DamagedCheckpoint as error:

@@ -11,7 +11,7 @@ from __future__ import annotations
 import dataclasses
 import json
 import time
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Container, Iterable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import field
 from itertools import groupby
@@ -33,12 +33,13 @@ from phalanx.checkpoint.boxes import (
     kept_to_save,
     state_to_save,
     weights_to_save,
+    whole_weights,
 )
 from phalanx.checkpoint.exchange import offered
-from phalanx.checkpoint.gather import File, gather, plan_files
+from phalanx.checkpoint.gather import File, gather, plan_files, written_where_whole
 from phalanx.checkpoint.hf import generation_config, to_hf
 from phalanx.checkpoint.hf_files import INDEX
-from phalanx.checkpoint.host import HostCopies
+from phalanx.checkpoint.host import HostCopies, room
 from phalanx.checkpoint.keep import Keep, held_step, remove_leftovers, retain, step_name, step_of
 from phalanx.checkpoint.manifest import NAME, Base, Manifest, verify
 from phalanx.checkpoint.places import is_remote
@@ -168,16 +169,18 @@ class TrainingState(Protocol):
 class Content:
     """This rank's part of a checkpoint.
 
-    files       weight and adapter files of all ranks; weights: the tensors of those that this rank writes, in order
-    copied      all weights are in memory; otherwise each is gathered when it is requested, and all ranks must request
-                all of theirs
+    files       weight and adapter files of all ranks
+    weights     the tensors of those that this rank writes, in order; local: of files whose tensors it has whole, as
+                views of the run's memory
+    copied      all weights are in memory; otherwise each of `weights` is gathered when it is requested, and all ranks
+                must request all of theirs
     kinds       everything stored for an element: its master, and the state of each optimizer
     state       this rank's boxes, with master and optimizer state by kind for each; kept: those of what is not trained
     file_bytes  most bytes of a state file, unless a single row of a box is larger
     frozen      names of this rank's tensors that are stored in the weights alone
     scalars     of the optimizer, the scaler and others; small, and on the device until they are copied
     needed      bytes that this rank will write; gathered: those among them that are in tensors created for the save:
-                weights, and state that is packed
+                weights, and state that is packed; room: bytes of host memory for a copy of all
     """
 
     snapshot: Snapshot
@@ -185,6 +188,7 @@ class Content:
     dtype: torch.dtype
     files: list[File]
     weights: Iterable[tuple[File, Tensor]]
+    local: list[tuple[File, Tensor]]
     kinds: tuple[str, ...]
     state: list[dict[str, Item]]
     kept: list[Item]
@@ -192,6 +196,7 @@ class Content:
     scalars: dict[str, Tensor]
     needed: int
     gathered: int
+    room: int
     file_bytes: int
     copied: bool = False
 
@@ -212,40 +217,55 @@ def collect(
     buffers, optimizer, mesh = state.buffers, state.optimizer, state.mesh
     buffers.ready()
     boxes, kept = state_to_save(optimizer.shards, mesh), kept_to_save(buffers, mesh)
-    weights = weights_to_save(buffers, mesh) if snapshot.base is None else []
+    written = snapshot.base is None
+    whole = whole_weights(buffers) if written else {}
+    # if nothing was gathered in the earlier save, nothing is now
+    shares = not files or any(file.folder != FOLDER and not file.local for file in files)
+    weights = weights_to_save(buffers, mesh) if written and shares else []
     adapters = adapters_to_save(buffers, mesh, exported=snapshot.separate)
     dtype = next(f.weight.dtype for f in buffers.flat if f.bucket.trained)
-    files = files or _planned(mesh, snapshot.model, weights, adapters, max_file_bytes)
-    weights += adapters
-    jobs = [job for file in files if file.writer == mesh.world.index for job in file.jobs]
+    files = files or _planned(mesh, snapshot.model, weights, adapters, max_file_bytes, whole)
+    mine = [file for file in files if file.writer == mesh.world.index]
+    items = [*kept, *(item for box in boxes for item in box.values())]
+    scalars = {
+        "optimizer.step": optimizer.step,
+        **{f"scaler.{k}": v for k, v in state.scaler.state().items()},
+        **(more or {}),
+    }
+    sizes = [job.size for file in mine for job in file.jobs] + [s.numel() * s.element_size() for s in scalars.values()]
     return Content(
-        snapshot,
-        {**dataclasses.asdict(mesh.grid), "world": mesh.world.size},
-        dtype,
-        files,
-        gather(mesh.world, files, weights, mesh.device),
-        optimizer.kinds,
-        boxes,
-        kept,
-        frozen_names(buffers),
-        {
-            "optimizer.step": optimizer.step,
-            **{f"scaler.{k}": v for k, v in state.scaler.state().items()},
-            **(more or {}),
-        },
-        sum(i.nbytes for items in (weights, kept, *(box.values() for box in boxes)) for i in items),
-        sum(Box.full(job.shape).numel * job.dtype.itemsize for job in jobs)
-        + sum(i.nbytes for box in boxes for i in box.values() if i.packed),
-        max_file_bytes,
+        snapshot=snapshot,
+        layout={**dataclasses.asdict(mesh.grid), "world": mesh.world.size},
+        dtype=dtype,
+        files=files,
+        weights=gather(mesh.world, files, weights + adapters, mesh.device),
+        local=[(file, whole[job.name]) for file in mine if file.local for job in file.jobs],
+        kinds=optimizer.kinds,
+        state=boxes,
+        kept=kept,
+        frozen=frozen_names(buffers),
+        scalars=scalars,
+        needed=sum(file.size for file in mine) + sum(i.nbytes for i in items),
+        gathered=sum(file.size for file in mine if not file.local) + sum(i.nbytes for i in items if i.packed),
+        room=room([*sizes, *(i.box.numel * i.stored.dtype.itemsize for i in items)]),
+        file_bytes=max_file_bytes,
     )
 
 
 def _planned(
-    mesh: Mesh, model: ModelConfig, weights: list[Item], adapters: list[Item], max_file_bytes: int
+    mesh: Mesh,
+    model: ModelConfig,
+    weights: list[Item],
+    adapters: list[Item],
+    max_file_bytes: int,
+    whole: Container[str],
 ) -> list[File]:
-    """The files of weights, and the one of adapters (PEFT reads one), if there are any."""
+    """The files of weights, and the one of adapters (PEFT reads one), if there are any. whole: names of tensors that
+    this rank has whole."""
     offers, beside_offers = offered(mesh.world, weights), offered(mesh.world, adapters)
     files = plan_files(offers, max_file_bytes) if any(offers) else []
+    have = [n for n, file in enumerate(files) if all(job.name in whole for job in file.jobs)]
+    files = written_where_whole(files, agree(mesh.world, lambda: have))
     beside = plan_files(beside_offers, 1 << 62) if any(beside_offers) else []
     named = peft_names(model)
     for file in beside:
@@ -255,8 +275,8 @@ def _planned(
 
 
 def weights_copied(content: Content, host: HostCopies) -> Content:
-    """The same with weights in host memory, and scalars. Called by all ranks together."""
-    host.begin(content.gathered)
+    """The same with gathered weights in host memory, and scalars. Called by all ranks together."""
+    host.begin(content.room, content.gathered)
     found = dataclasses.replace(
         content,
         weights=[(file, host.copy_fresh(tensor)) for file, tensor in content.weights],
@@ -272,6 +292,7 @@ def copied(content: Content, host: HostCopies) -> Content:
     with host.last():
         return dataclasses.replace(
             content,
+            local=[(file, host.copy(tensor)) for file, tensor in content.local],
             state=[
                 {kind: dataclasses.replace(item, stored=host.copy(item.view)) for kind, item in box.items()}
                 for box in content.state
@@ -382,9 +403,9 @@ class NewFile:
 
 def _write_files(folder: Path, content: Content, axis: Axis, storage: Storage, threads: int) -> list[Receipts]:
     """Write all files but the manifest; returns their receipts by rank. Weights that are still to be gathered come
-    before the rest."""
+    before the rest, one after another."""
     state, receipts, failed = _state_files(content, axis.index), Receipts(), list[CheckpointError]()
-    for file in () if content.copied else _weight_files(content):
+    for file in () if content.copied else _weight_files(content, content.weights):
         try:
             receipts[file.name] = write_tensors(storage, folder / file.name, file.entries, file.tensors)
         except CheckpointError as error:
@@ -397,7 +418,8 @@ def _write_files(folder: Path, content: Content, axis: Axis, storage: Storage, t
     def rest() -> dict[str, Any]:
         for error in failed:
             raise error
-        files = [*(_weight_files(content) if content.copied else ()), *state]
+        weights = [*content.local, *(content.weights if content.copied else ())]
+        files = [*_weight_files(content, weights), *state]
         # the largest first, so that no thread is left with a large one at the end
         in_threads(sorted(files, key=lambda f: -f.size), worker, threads)
         if axis.index == 0:
@@ -417,15 +439,16 @@ def _write_files(folder: Path, content: Content, axis: Axis, storage: Storage, t
     return found
 
 
-def _weight_files(content: Content) -> Iterator[NewFile]:
-    """The files of weights and adapters. Unless they are copied, the tensors of each must be taken before the next file
+def _weight_files(content: Content, weights: Iterable[tuple[File, Tensor]]) -> Iterator[NewFile]:
+    """The files of weights and adapters. If these are no list, the tensors of each must be taken before the next file
     is requested."""
-    for (folder, name), group in groupby(content.weights, lambda pair: (pair[0].folder, pair[0].name)):
+    there = isinstance(weights, list)
+    for (folder, name), group in groupby(weights, lambda pair: (pair[0].folder, pair[0].name)):
         file = next(f for f in content.files if (f.folder, f.name) == (folder, name))
         tensors = (tensor for _, tensor in group)
         names = file.names or tuple(job.name for job in file.jobs)
         entries = [(name, job.shape, job.dtype) for name, job in zip(names, file.jobs, strict=True)]
-        yield NewFile(f"{folder}/{name}", entries, list(tensors) if content.copied else tensors)
+        yield NewFile(f"{folder}/{name}", entries, list(tensors) if there else tensors)
 
 
 def _state_files(content: Content, rank: int) -> list[NewFile]:
@@ -490,7 +513,7 @@ def _write_beside_weights(folder: Path, content: Content, storage: Storage) -> R
     texts["config.json"] = _json(to_hf(snapshot.model, dtype, snapshot.token_ids))
     if len(files) > 1:
         where = {job.name: f.name for f in files for job in f.jobs}
-        size = sum(Box.full(job.shape).numel * job.dtype.itemsize for f in files for job in f.jobs)
+        size = sum(f.size for f in files)
         texts[INDEX] = _json({"metadata": {"total_size": size}, "weight_map": where})
     written = write_small(storage, folder / "weights", texts)
     receipts = {f"weights/{name}": receipt for name, receipt in written.items()}

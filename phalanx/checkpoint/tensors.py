@@ -249,9 +249,10 @@ def check_files(files: Mapping[Path, Receipt], threads: int) -> None:
         return CheckedFile(path, files[path])
 
     def worker(tasks: Iterator[tuple[Path, str]]) -> None:
+        memory = StagingBuffer(None)
         with lately(opener) as open_file:
             for path, key in tasks:
-                open_file(path).check(key)
+                open_file(path).check(key, memory.take)
 
     in_threads(_tensors_of(files), worker, threads)
 
@@ -399,11 +400,16 @@ class CheckedFile:
             yield first, data[skip : skip + count * row].view(dtype).view(count, *shape[1:])
             begun, at, first = data[skip + count * row :], at + more, first + count
 
-    def check(self, key: str) -> None:
-        """Read a whole tensor and compare it, holding one chunk at a time."""
+    def check(self, key: str, memory: Callable[[int], Tensor]) -> None:
+        """Read a whole tensor and compare it, one chunk at a time.
+
+        memory    returns room for so many bytes (uint8). The same for all: fresh memory costs the page faults of all of
+                  it, and the threads of a training beside it those of the whole process
+        """
         (start, stop), chunk = self._entry(key)["data_offsets"], self.receipt.chunk
         for at in range(0, max(1, stop - start), chunk):
-            self._checked(key, start, stop - start, at, min(at + chunk, stop - start))
+            size = min(chunk, stop - start - at)
+            self._read_checked(key, start, memory(size)[:size], at)
 
     def _entry(self, key: str) -> dict[str, Any]:
         try:

@@ -7,18 +7,23 @@ import os
 import threading
 from dataclasses import replace
 from pathlib import Path
+from unittest.mock import patch
 
+import numpy as np
 import pytest
 import torch
 
 from phalanx.base.errors import CheckpointError
 from phalanx.checkpoint import saver as saver_module
+from phalanx.checkpoint.gather import plan_whole, written_where_whole
 from phalanx.checkpoint.host import HostCopies
 from phalanx.checkpoint.keep import Keep, latest, list_checkpoints
 from phalanx.checkpoint.manifest import read_manifest, verify
-from phalanx.checkpoint.save import Snapshot, Target
+from phalanx.checkpoint.pinned import touched
+from phalanx.checkpoint.save import Snapshot, Target, collect
 from phalanx.checkpoint.saver import Saver
 from phalanx.checkpoint.storage import Storage
+from phalanx.comm.axis import Axis
 from phalanx.comm.host import host_axis
 from phalanx.config.run import GuardConfig
 from phalanx.engine.step import train_step
@@ -48,7 +53,7 @@ def snapshot(state, step: int) -> Snapshot:
 def scramble(state) -> None:
     """What the next step does to the run's memory."""
     for flat in state.buffers.flat:
-        flat.weight.fill_(9.0)
+        flat.storage.saved[1].fill_(9.0)
         flat.master.fill_(9.0)
     for shard in state.optimizer.shards:
         for kept in shard.state.values():
@@ -84,6 +89,8 @@ def save_in_background(rank: int, world: int, run, root: Path) -> list[str]:
     "model, precision, world, layout",
     [
         ("llama", "bf16", 4, dict(tp=2, sharding=1)),
+        ("llama", "bf16", 3, dict(sharding=2)),
+        ("llama", "bf16", 2, dict(sharding=3)),
         ("gpt2", "fp32", 2, dict(pp=2)),
         ("llama", "fp16", 1, dict()),
     ],
@@ -95,6 +102,49 @@ def test_it_writes_what_saving_at_once_writes(ranks, tmp_path, model, precision,
     found = ranks.run("tests.checkpoint.test_checkpoint_background:save_in_background", world, run, tmp_path / "later")
     assert found == [[f"{name} {r.xxh3}" for name, r in wanted.files.items()]] * world
     assert read_manifest(latest(tmp_path / "later")) == wanted and verify(latest(tmp_path / "later")) == []
+
+
+def sent_by_a_save(rank: int, world: int, run, root: Path) -> tuple[int, int]:
+    """(tensors that this rank sends while it saves twice, files of weights that it writes)"""
+    state, sent = make_state(run, rank, world), []
+    set_state(state)
+    saver, trade = make_saver(state, root, max_file_bytes=20000), Axis.trade
+
+    def counted(axis, gives, takes):
+        sent.extend(gives)
+        return trade(axis, gives, takes)
+
+    with patch.object(Axis, "trade", counted):
+        for step in (10, 20):
+            saver.start(snapshot(state, step))
+            saver.release()
+            saver.wait()
+    contents = collect(snapshot(state, 30), state, 20000)
+    assert verify(latest(root)) == []
+    return len(sent), sum(file.writer == rank for file in contents.files)
+
+
+@pytest.mark.parametrize(
+    "layout, gathers",
+    [
+        (dict(sharding=1), False),
+        (dict(sharding=2), False),
+        (dict(sharding=3), True),
+        (dict(tp=2), True),
+    ],
+)
+def test_weights_that_a_rank_has_whole_are_not_sent(ranks, tmp_path, layout, gathers):
+    """Each file is written by a rank that has its tensors, if there is one, and all ranks write some."""
+    run = make_run("llama", "bf16", **layout)
+    found = ranks.run("tests.checkpoint.test_checkpoint_background:sent_by_a_save", 2, run, tmp_path)
+    assert [sent > 0 for sent, _ in found] == [gathers] * 2 and min(files for _, files in found) >= 2
+
+
+def test_files_are_shared_out_among_the_ranks_that_have_them_whole():
+    files = plan_whole([(f"{n}", (size,), torch.float32) for n, size in enumerate((5, 3, 3, 1, 4))], 4)
+    planned = [replace(file, writer=n % 3) for n, file in enumerate(files)]
+    found = written_where_whole(planned, [[0, 1, 2], [0, 1, 2, 3], [3]])
+    assert [(f.writer, f.local) for f in found] == [(0, True), (1, True), (1, True), (2, True), (1, False)]
 
 
 def test_the_run_does_not_wait_for_a_slow_disk_and_never_has_two_saves_under_way(tmp_path, tiny):
@@ -186,8 +236,20 @@ def test_host_memory_is_kept_from_save_to_save(tmp_path, tiny):
     for step in (1, 2, 3):
         saver.start(snapshot(tiny, step))
         saver.wait()
-        places.append([m.data_ptr() for m in saver._host._memory])
-    assert places[0] == places[1] == places[2] and len(places[0]) > 10
+        places.append(saver._host._memory.data_ptr())
+        assert saver._host._used == len(saver._host._memory) > 10_000  # all of it is used
+    assert places[0] == places[1] == places[2]
+
+
+def test_memory_is_touched_whole():
+    """By threads, in pieces of 64 MiB."""
+    size = (130 << 20) + 5
+    found = touched(size)
+    first, rest = found.data_ptr() // 4096, Path("/proc/self/pagemap")
+    with rest.open("rb") as file:
+        file.seek(8 * first)
+        pages = np.frombuffer(file.read(8 * (len(found) // 4096)), dtype=np.uint64)
+    assert len(found) == 132 << 20 and (pages >> np.uint64(63)).all() and not found.any()
 
 
 def test_release_waits_for_copies_that_another_thread_starts(tmp_path, tiny, monkeypatch):
