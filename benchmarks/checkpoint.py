@@ -173,7 +173,7 @@ class Measured:
 
     def __init__(self, run: Run, state: State, root: Path, next_batches: Callable[[], Any]):
         self.run, self.state, self.root, self.next_batches, self.saved = run, state, root, next_batches, 0
-        self.parts = {"write_s": math.nan, "read_back_s": math.nan}
+        self.parts = {"copy_s": math.nan, "write_s": math.nan, "read_back_s": math.nan}
         axis = host_axis(state.mesh.world, 600.0, 3600.0)
         target = Target(root, Storage(), Keep(MOST_SAVES + 1))
         self.saver = Saver(state, target, axis, background=True)
@@ -197,12 +197,13 @@ class Measured:
         self.host_s = time.perf_counter() - self.began
 
     def wait(self) -> float:
-        """Seconds from the beginning of the save to its end; `parts`: until all is written and synced, and of
-        reading it back."""
+        """Seconds from the beginning of the save to its end; `parts`: until all is in host memory, of writing and
+        syncing it, and of reading it back."""
         outcome = self.saver.wait()
         took = time.perf_counter() - self.began
         if outcome is not None:
-            own = {"write_s": outcome.saved.write_s, "read_back_s": outcome.saved.read_s}
+            saved = outcome.saved
+            own = {"copy_s": saved.copy_s, "write_s": saved.write_s, "read_back_s": saved.read_s}
             self.parts = {name: over_ranks(self.state, seconds, "max") for name, seconds in own.items()}
         return over_ranks(self.state, took, "max")
 
@@ -358,8 +359,8 @@ def lines(found: dict[str, Any]) -> list[str]:
         f"{found['threads']} threads a rank ({gb['raw_write_one']:.2f} and {gb['raw_read_one']:.2f} with one); "
         f"step {1e3 * found['step_s']:.1f} ms",
         f"stall {1e3 * found['stall_s']:.1f} ms a save, {1e3 * found['stall_first_s']:.1f} of it in the first step, "
-        f"{100 * found['stall_of_100_steps']:.3f} % of 100 steps (host {1e3 * found['host_s']:.1f} ms; "
-        f"{len(found['saves'])} saves)",
+        f"{100 * found['stall_of_100_steps']:.3f} % of 100 steps (host {1e3 * found['host_s']:.1f} ms, copied after "
+        f"{1e3 * found['saves'][-1]['copy_s']:.0f}; {len(found['saves'])} saves)",
         f"first save: {found['first_start_s']:.2f} s until its memory is there, {found['first_write_s']:.2f} s of "
         f"writing; the second, without steps beside: written and synced {rate['write_s']}, "
         f"{share['write']} and {100 * found['write_over_cold']:.0f} % of raw from memory that no cache holds "

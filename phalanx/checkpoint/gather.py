@@ -122,8 +122,8 @@ def gather(axis: Axis, files: list[File], items: list[Item], device: torch.devic
     In each round every writer receives its next tensor.
     """
     mine = {(i.name, i.box): i.view for i in items}
-    apart = [f for f in files if not f.local]
-    queues = [[(f, job) for f in apart if f.writer == rank for job in f.jobs] for rank in range(axis.size)]
+    split = [f for f in files if not f.local]
+    queues = [[(f, job) for f in split if f.writer == rank for job in f.jobs] for rank in range(axis.size)]
     for round in zip_longest(*queues):
         yield from _round(axis, [entry for entry in round if entry is not None], mine, device)
 

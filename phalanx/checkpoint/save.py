@@ -121,12 +121,14 @@ class Saved:
     its upkeep.
 
     removed     older checkpoints that it replaced (checkpoint.keep_last)
+    copy_s      seconds until this rank had a copy of everything in host memory; 0 without a copy
     write_s     seconds until every file of every rank was on disk; read_s: until each was also read back and compared
     """
 
     path: Path
     written: bool
     warnings: tuple[str, ...] = ()
+    copy_s: float = 0.0
     write_s: float = 0.0
     read_s: float = 0.0
     removed: tuple[str, ...] = ()
@@ -323,7 +325,7 @@ def write(content: Content, target: Target, axis: Axis) -> Saved:
                 remove_tree(storage, folder)
         raise
     removed, problems = agree(axis, lambda: _tidy(target) if axis.index == 0 else None)[0]
-    return Saved(final, True, (*warnings, *problems), write_s, read_s, tuple(removed))
+    return Saved(final, True, (*warnings, *problems), 0.0, write_s, read_s, tuple(removed))
 
 
 def _tidy(target: Target) -> tuple[list[str], list[str]]:

@@ -87,7 +87,7 @@ class Saver:
             outcome = _Thread(lambda: self._write_at_once(content), began).result(self.look)
             return replace(outcome, waited_s=outcome.took_s)
         content = weights_copied(content, self._host)
-        self._under_way = _Thread(lambda: self._copy_and_write(content), began)
+        self._under_way = _Thread(lambda: self._copy_and_write(content, began), began)
         return None
 
     def _write_at_once(self, content: Content) -> Saved:
@@ -95,12 +95,13 @@ class Saver:
         self._set_device()
         return write(content, self.target, self.axis)
 
-    def _copy_and_write(self, content: Content) -> Saved:
-        """Weights have been copied, since ranks gather them together; the rest is a rank's own."""
+    def _copy_and_write(self, content: Content, began: float) -> Saved:
+        """Weights that ranks gather together have been copied; the rest is a rank's own."""
         self._set_device()
         copy = copied(content, self._host)
         self._host.wait()
-        return write(copy, self.target, self.axis)
+        copied_at = time.monotonic()
+        return replace(write(copy, self.target, self.axis), copy_s=copied_at - began)
 
     def _set_device(self) -> None:
         """Each thread has its own."""
