@@ -17,6 +17,7 @@ from torch import Tensor
 
 from phalanx.base.dataclass import dataclass
 from phalanx.base.devices import find_device
+from phalanx.base.garbage import settled
 from phalanx.base.placement import Placement
 from phalanx.base.sizes import size_text
 from phalanx.bench.ceilings import Ceilings, measure_ceilings
@@ -95,7 +96,8 @@ def joined(run: Run, placement: Placement, weights: bool = True) -> Iterator[Sta
         if weights:
             init_weights(watched.state.model)
         watched.state.model.train()
-        yield watched.state
+        with settled():
+            yield watched.state
 
 
 def long_enough(run: Run, steps: int) -> Run:

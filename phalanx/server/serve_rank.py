@@ -10,6 +10,7 @@ from pathlib import Path
 
 from phalanx.base.dataclass import dataclass
 from phalanx.base.errors import DataError
+from phalanx.base.garbage import settled
 from phalanx.base.log import Log
 from phalanx.base.placement import Placement
 from phalanx.comm.mesh import Mesh
@@ -104,6 +105,7 @@ def serve_rank(run: Run, placement: Placement, options: ServeOptions) -> None:
         # before the engine, which takes the memory that is free
         adder = PassageAdder(*options.passages) if first and options.passages is not None else None
         engine = load_engine(run, mesh, options)
+        after.enter_context(settled())
         if listener is None:
             for number in (signal.SIGTERM, signal.SIGINT):
                 signal.signal(number, signal.SIG_IGN)  # rank 0 lets requests end, and the others with them

@@ -17,6 +17,7 @@ import torch
 
 from phalanx.base.devices import find_device
 from phalanx.base.errors import CheckpointError, DamagedCheckpoint, DataError, NumericalStop
+from phalanx.base.garbage import settled
 from phalanx.base.log import Log
 from phalanx.base.placement import SECRET, Placement
 from phalanx.base.records import SinkStart
@@ -198,7 +199,8 @@ def opened(
         if lock is not None:
             loop.saves.saver.target = replace(loop.saves.saver.target, check=lock.check)
         placement.word.unsaved()
-        yield loop
+        with settled():
+            yield loop
         finish_check(data, state)
         done = "done" if counters.step >= run.train.last_step else "left"
         log.info(f"{done} step={counters.step} folder={folder}")
