@@ -207,7 +207,7 @@ def test_an_encoder_begins_to_learn_the_standard_library(tmp_path):
 def test_pretraining_helps_to_tell_modules(tmp_path):
     """By 20 points more than the same fine-tuning of the same net untrained. Each is tuned twice: one tuning is off by
     some points by chance."""
-    losses = pretrain(tmp_path, 2000, corpus().text)
+    losses = pretrain(tmp_path, 3500, corpus().text)
     found, alone = (
         float(np.mean([share_right(tmp_path, pretrained, 250, seed) for seed in (1, 2)]))
         for pretrained in (True, False)
