@@ -189,11 +189,18 @@ class Measured:
             Storage().retire(path)
         self.state.mesh.world.barrier()
 
+    def snapshot(self) -> Snapshot:
+        return Snapshot(self.saved, 0, self.run.model, to_dict(self.run))
+
+    def prepare(self) -> None:
+        """As a run does before its first step."""
+        self.saver.prepare(self.snapshot())
+
     def start(self) -> None:
         """Begin a save."""
         self.saved += 1
         self.began = time.perf_counter()
-        self.saver.start(Snapshot(self.saved, 0, self.run.model, to_dict(self.run)))
+        self.saver.start(self.snapshot())
         self.host_s = time.perf_counter() - self.began
 
     def wait(self) -> float:
@@ -216,6 +223,7 @@ def measure(run: Run, placement: Placement, root: Path, record: Record, ends: fl
         disk = raw(state, root, min(2 * share, expected // state.mesh.world.size), threads)
         record.add(expected_bytes=expected, file_system=file_system(root), **disk)
         check_time(run, expected, expected / disk["raw_write"], left(state, ends))
+        m.prepare()
         for _ in range(WARMUP):
             m.step()
         plain = [timed(state, m.step) for _ in range(PLAIN)]

@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Iterable, Iterator
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from contextlib import AbstractContextManager, contextmanager, nullcontext, suppress
 
 import torch
 from torch import Tensor
@@ -26,13 +26,15 @@ class HostCopies:
 
     Until `release`, nothing that is copied may change. Reading it is fine, so the next forward and backward can run
     meanwhile. `wait` waits for the copies. The memory is one piece that is kept for the next save; for a GPU it is
-    page-locked. The first save pays for it (every page is touched), later ones only for the copies.
+    page-locked. The first save pays for it (every page is touched) unless `prepare` did, later ones only for the
+    copies.
     """
 
     def __init__(self, device: torch.device):
         self.device = device
         self._memory = torch.empty(0, dtype=torch.uint8)
         self._locked: PageLocked | None = None
+        self._preparing: threading.Thread | None = None
         self._used = 0
         self._stream = torch.cuda.Stream(device) if device.type == "cuda" else None
         self._event: torch.cuda.Event | None = None
@@ -40,15 +42,34 @@ class HostCopies:
         self._started = threading.Event()
         self._started.set()
 
+    def prepare(self, size: int) -> None:
+        """Allocate memory for copies of `size` bytes (`room`) in a thread, for which `begin` waits."""
+        self._preparing = threading.Thread(
+            target=self._prepare, args=(size,), daemon=True, name="copies-of-checkpoints"
+        )
+        self._preparing.start()
+
+    def _prepare(self, size: int) -> None:
+        if self.device.type == "cuda":
+            torch.cuda.set_device(self.device)  # each thread has its own
+        with suppress(Exception):  # `begin` tries again, where an error is the save's
+            self._allocate(size)
+
+    def _allocate(self, size: int) -> None:
+        if len(self._memory) < size:
+            self._memory, self._locked = torch.empty(0, dtype=torch.uint8), None  # freed before there is more
+            self._locked = None if self._stream is None else PageLocked(size)
+            self._memory = torch.empty(size, dtype=torch.uint8) if self._locked is None else self._locked.memory
+
     def begin(self, size: int, fresh: int = 0) -> None:
         """The earlier copies are no longer read. `size`: `room` for what will be copied. `fresh`: bytes of device
         memory that tensors created just for this save take. If the device has no room for all of them, the computation
         waits for their copies."""
         self._used = 0
-        if len(self._memory) < size:
-            self._memory, self._locked = torch.empty(0, dtype=torch.uint8), None  # freed before there is more
-            self._locked = None if self._stream is None else PageLocked(size)
-            self._memory = torch.empty(size, dtype=torch.uint8) if self._locked is None else self._locked.memory
+        if self._preparing is not None:
+            self._preparing.join()
+            self._preparing = None
+        self._allocate(size)
         if self._stream is not None:
             idle = torch.cuda.memory_reserved(self.device) - torch.cuda.memory_allocated(self.device)
             self._beside = 2 * fresh < torch.cuda.mem_get_info(self.device)[0] + idle

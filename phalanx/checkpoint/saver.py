@@ -74,6 +74,16 @@ class Saver:
         # called regularly while waiting for a save; raises if waiting has become pointless
         self.look: Callable[[], None] = lambda: None
 
+    def prepare(self, snapshot: Snapshot) -> None:
+        """Make room for the copies of saves like this one, in a thread, so that the first save does not wait for it.
+        Called by all ranks together; saves nothing."""
+        if self.background:
+            content = self._collect(snapshot)
+            self._files = content.files
+            self._ask_for_room(content)
+        if self.background:
+            self._host.prepare(content.room)
+
     def start(self, snapshot: Snapshot) -> SaveOutcome | None:
         """Save this step. Called by all ranks together. Returns the outcome, unless the save continues in the
         background. A save still in progress is waited for first."""

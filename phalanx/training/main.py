@@ -198,6 +198,7 @@ def opened(
         watch(loop, heartbeat, failures, data, log)
         if lock is not None:
             loop.saves.saver.target = replace(loop.saves.saver.target, check=lock.check)
+        loop.saves.prepare()
         placement.word.unsaved()
         with settled():
             yield loop

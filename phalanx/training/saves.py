@@ -138,6 +138,11 @@ class Saves:
         agree(state.mesh.world, known)
         return made[0]
 
+    def prepare(self) -> None:
+        """Before the first step: memory that saves in the background need, made while training begins."""
+        if self.run.checkpoint.interval is not None:
+            self.saver.prepare(self._snapshot())
+
     def save(self, last: bool = False) -> None:
         """Save the finished step. `last`: nothing follows, so it is waited for and must not fail."""
         self.check(wait=True)

@@ -14,7 +14,9 @@ import pytest
 import torch
 
 from phalanx.base.errors import CheckpointError
+from phalanx.base.placement import Placement
 from phalanx.checkpoint import saver as saver_module
+from phalanx.checkpoint.config import CheckpointConfig
 from phalanx.checkpoint.gather import plan_whole, written_where_whole
 from phalanx.checkpoint.host import HostCopies
 from phalanx.checkpoint.keep import Keep, latest, list_checkpoints
@@ -27,10 +29,12 @@ from phalanx.comm.axis import Axis
 from phalanx.comm.host import host_axis
 from phalanx.config.run import GuardConfig
 from phalanx.engine.step import train_step
+from phalanx.training.main import train
 from phalanx.training.saves import numbers_of
 from tests.checkpoint.test_checkpoint import TINY
 from tests.harness.checkpoints import SCALARS, Failing, make_run, make_state, save_here, set_state
 from tests.harness.parity import VOCAB, sample_batch
+from tests.training.test_loop import make_run as small_run
 
 
 @pytest.fixture
@@ -239,6 +243,54 @@ def test_host_memory_is_kept_from_save_to_save(tmp_path, tiny):
         places.append(saver._host._memory.data_ptr())
         assert saver._host._used == len(saver._host._memory) > 10_000  # all of it is used
     assert places[0] == places[1] == places[2]
+
+
+def test_memory_that_was_prepared_is_taken_once_it_is_there(tmp_path, tiny, monkeypatch):
+    asked, begun, order, begin = threading.Event(), threading.Event(), [], HostCopies.begin
+
+    def late(host, size):
+        assert asked.wait(60)
+        begun.wait(0.5)  # which a save that waits has not done
+        host._allocate(size)
+        order.append(("prepared", host._memory.data_ptr()))
+
+    def begins(host, *sizes):
+        asked.set()
+        begin(host, *sizes)
+        order.append(("begun", host._memory.data_ptr()))
+        begun.set()
+
+    monkeypatch.setattr(HostCopies, "_prepare", late)
+    monkeypatch.setattr(HostCopies, "begin", begins)
+    saver = make_saver(tiny, tmp_path)
+    saver.prepare(snapshot(tiny, 0))
+    saver.start(snapshot(tiny, 10))
+    assert saver.wait().saved.written and [what for what, _ in order] == ["prepared", "begun"]
+    assert order[0][1] == order[1][1]
+
+
+def test_memory_that_could_not_be_prepared_is_asked_for_again(tmp_path, tiny, monkeypatch):
+    allocate, calls = HostCopies._allocate, []
+
+    def fails_once(host, size):
+        calls.append(size)
+        if len(calls) == 1:
+            raise MemoryError("none yet")
+        allocate(host, size)
+
+    monkeypatch.setattr(HostCopies, "_allocate", fails_once)
+    saver = make_saver(tiny, tmp_path)
+    saver.prepare(snapshot(tiny, 0))
+    saver.start(snapshot(tiny, 10))
+    assert saver.wait().saved.written and calls[0] == calls[1] > 10_000
+
+
+@pytest.mark.parametrize("interval, prepared", [(None, []), (2, [0])])
+def test_a_run_prepares_for_saves_before_its_first_step(tmp_path, monkeypatch, interval, prepared):
+    steps = []
+    monkeypatch.setattr(Saver, "prepare", lambda saver, given: steps.append(given.step))
+    train(replace(small_run(tmp_path, steps=3), checkpoint=CheckpointConfig(interval=interval)), Placement())
+    assert steps == prepared
 
 
 def test_memory_is_touched_whole():
