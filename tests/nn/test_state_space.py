@@ -129,6 +129,7 @@ def gradients_of(rank: int, world: int, run: Run, batch: Batch) -> tuple[Parts, 
     return parts_of(state, "grad"), chosen
 
 
+@pytest.mark.soak
 @pytest.mark.skipif(not ops.has_triton(), reason="needs triton")
 def test_gradients_by_kernels_on_two_ranks(ranks):
     """Truth: the references. Documents go on over the borders of chunks."""
