@@ -29,6 +29,8 @@ class PageLocked:
         if cuda.cudaHostRegister(memory.data_ptr(), len(memory), 0) == cuda.cudaError.success:
             weakref.finalize(self, _unlock, memory).atexit = False
         else:  # some systems only lock what the driver allocates
+            with suppress(RuntimeError):
+                torch.zeros(1, device="cuda")  # the error stays until a kernel of this thread reports it
             memory = torch.empty(size, dtype=torch.uint8, pin_memory=True)
         self.memory = memory[:size]
 
