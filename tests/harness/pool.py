@@ -120,6 +120,10 @@ class RankPool:
         self.network = own_network()
 
     def _ensure(self, count: int) -> None:
+        import torch
+
+        if torch.Tensor.float is torch.Tensor.double:
+            raise RuntimeError("ranks that are started within hf_fuzz.wide() would compute in float64 from then on")
         context = mp.get_context("fork")
         while len(self.workers) < count:
             mine, theirs = context.Pipe()

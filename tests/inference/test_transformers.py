@@ -124,10 +124,11 @@ def compare(
     run = config_of(family)
     with wide_modules(run.model):
         hf = random_model(run.model)
-        prompts = sequences_of(lengths or lengths_of(family), run.model.vocab_size)
-        run = replace(run, layout=replace(run.layout, **layout))
-        weights = weights_of(hf)
-        found = ranks.run("tests.inference.test_transformers:answers_from", world, run, weights, prompts, options)
+    prompts = sequences_of(lengths or lengths_of(family), run.model.vocab_size)
+    run = replace(run, layout=replace(run.layout, **layout))
+    weights = weights_of(hf)
+    found = ranks.run("tests.inference.test_transformers:answers_from", world, run, weights, prompts, options)
+    with wide_modules(run.model):
         check(hf, prompts, found[0])
 
 
