@@ -40,12 +40,14 @@ def _unlock(memory: Tensor) -> None:
 
 
 def touched(size: int) -> Tensor:
-    """At least `size` bytes (uint8) of zeros, in huge pages where the system has these. All of them are there
-    already."""
+    """At least `size` bytes (uint8) of zeros, in huge pages where the system has these. All pages are there already.
+    Processes that are forked do not get them: a kernel would copy pages that a GPU writes to."""
     memory = mmap.mmap(-1, -(-size // HUGE_PAGE) * HUGE_PAGE, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
     if hasattr(mmap, "MADV_HUGEPAGE"):
         with suppress(OSError):  # a kernel without them
             memory.madvise(mmap.MADV_HUGEPAGE)
+    if hasattr(mmap, "MADV_DONTFORK"):
+        memory.madvise(mmap.MADV_DONTFORK)
     found = torch.frombuffer(memory, dtype=torch.uint8)
 
     def touch(parts: Iterator[Tensor]) -> None:

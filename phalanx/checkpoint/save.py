@@ -325,7 +325,7 @@ def write(content: Content, target: Target, axis: Axis) -> Saved:
                 remove_tree(storage, folder)
         raise
     removed, problems = agree(axis, lambda: _tidy(target) if axis.index == 0 else None)[0]
-    return Saved(final, True, (*warnings, *problems), 0.0, write_s, read_s, tuple(removed))
+    return Saved(final, True, (*warnings, *problems), write_s=write_s, read_s=read_s, removed=tuple(removed))
 
 
 def _tidy(target: Target) -> tuple[list[str], list[str]]:
@@ -421,7 +421,8 @@ def _write_files(folder: Path, content: Content, axis: Axis, storage: Storage, t
         for error in failed:
             raise error
         weights = [*content.local, *(content.weights if content.copied else ())]
-        files = [*_weight_files(content, weights), *state]
+        here = [dataclasses.replace(file, tensors=list(file.tensors)) for file in _weight_files(content, weights)]
+        files = [*here, *state]
         # the largest first, so that no thread is left with a large one at the end
         in_threads(sorted(files, key=lambda f: -f.size), worker, threads)
         if axis.index == 0:
@@ -442,15 +443,13 @@ def _write_files(folder: Path, content: Content, axis: Axis, storage: Storage, t
 
 
 def _weight_files(content: Content, weights: Iterable[tuple[File, Tensor]]) -> Iterator[NewFile]:
-    """The files of weights and adapters. If these are no list, the tensors of each must be taken before the next file
-    is requested."""
-    there = isinstance(weights, list)
+    """The files of these weights and adapters. The tensors of each must be taken before the next is requested."""
     for (folder, name), group in groupby(weights, lambda pair: (pair[0].folder, pair[0].name)):
         file = next(f for f in content.files if (f.folder, f.name) == (folder, name))
         tensors = (tensor for _, tensor in group)
         names = file.names or tuple(job.name for job in file.jobs)
         entries = [(name, job.shape, job.dtype) for name, job in zip(names, file.jobs, strict=True)]
-        yield NewFile(f"{folder}/{name}", entries, list(tensors) if there else tensors)
+        yield NewFile(f"{folder}/{name}", entries, tensors)
 
 
 def _state_files(content: Content, rank: int) -> list[NewFile]:

@@ -4,6 +4,7 @@ lose no earlier checkpoint."""
 from __future__ import annotations
 
 import os
+import re
 import threading
 from dataclasses import replace
 from pathlib import Path
@@ -293,8 +294,8 @@ def test_a_run_prepares_for_saves_before_its_first_step(tmp_path, monkeypatch, i
     assert steps == prepared
 
 
-def test_memory_is_touched_whole():
-    """By threads, in pieces of 64 MiB."""
+def test_memory_is_touched_whole_and_not_handed_to_forked_processes():
+    """By threads, in pieces of 64 MiB. Flag dc of a mapping: do not copy on fork."""
     size = (130 << 20) + 5
     found = touched(size)
     first, rest = found.data_ptr() // 4096, Path("/proc/self/pagemap")
@@ -302,6 +303,10 @@ def test_memory_is_touched_whole():
         file.seek(8 * first)
         pages = np.frombuffer(file.read(8 * (len(found) // 4096)), dtype=np.uint64)
     assert len(found) == 132 << 20 and (pages >> np.uint64(63)).all() and not found.any()
+    mappings = re.split(r"^(?=[0-9a-f]+-[0-9a-f]+ )", Path("/proc/self/smaps").read_text(), flags=re.MULTILINE)
+    ends = [(m, *(int(end, 16) for end in m.split()[0].split("-"))) for m in mappings if m]
+    (its,) = [m for m, start, stop in ends if start <= found.data_ptr() < stop]
+    assert "dc" in its.partition("VmFlags:")[2].split()
 
 
 def test_release_waits_for_copies_that_another_thread_starts(tmp_path, tiny, monkeypatch):
