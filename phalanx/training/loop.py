@@ -238,8 +238,7 @@ class Loop:
     def save(self) -> None:
         """Save the last step; does nothing if the run is about to roll back."""
         self.flush()
-        if self._bad is None:
-            self.saves.save()
+        if self._bad is None and self.saves.save():
             self._saved = self.counters.step
 
     def _next(self, batches: Prefetcher) -> Batch:
@@ -361,9 +360,11 @@ class Loop:
         if periodic and self._samples_due(step):
             self.make_samples()
         if self._stop or (periodic and self._save_due(step)):
-            if self._saved != step:
-                self.saves.save(last=self._stop or step == self.state.plan.run.train.last_step)
-            self._saved = step
+            last = self._stop or step == self.state.plan.run.train.last_step
+            if self._saved == step:  # the caller saved it, perhaps in the background
+                self.saves.check(wait=last, last=last)
+            elif self.saves.save(last):
+                self._saved = step
         if self._stop:
             raise Preempted(f"asked to stop: saved step {step}; start the same command again to continue")
         self.reporter.restart_clock()

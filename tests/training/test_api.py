@@ -8,6 +8,8 @@ import os
 import signal
 import subprocess
 import sys
+import threading
+from errno import ENOSPC
 from pathlib import Path
 
 import pytest
@@ -16,6 +18,9 @@ import torch
 import phalanx as px
 from phalanx.base.errors import ConfigError, Preempted
 from phalanx.checkpoint.keep import list_checkpoints
+from phalanx.checkpoint.manifest import parse
+from phalanx.checkpoint.saver import Saver
+from phalanx.checkpoint.storage import Storage
 from phalanx.forecast.text import plan_text
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -224,6 +229,55 @@ def test_a_stop_request_saves_and_raises(tmp_path, trained):
     assert 2 < at < 6 and saved(folder) == [f"step-{at:08}"]
     px.train(load(folder))
     assert losses(folder) == losses(trained)
+
+
+def test_a_stop_request_waits_for_the_callers_save_of_that_step(tmp_path, monkeypatch):
+    """Its disk stands still until the save is waited for."""
+    folder, waited_for, wait, begin = tmp_path / "run", threading.Event(), Saver.wait, Storage.begin
+
+    def told(saver: Saver):
+        if saver._under_way is not None:
+            waited_for.set()
+        return wait(saver)
+
+    def begun(storage: Storage, *given):
+        assert waited_for.wait(60)
+        return begin(storage, *given)
+
+    monkeypatch.setattr(Saver, "wait", told)
+    monkeypatch.setattr(Storage, "begin", begun)
+    with pytest.raises(Preempted, match="saved step 2"), px.session(load(folder)) as s:
+        for batches in s.batches():
+            if s.step == 2:
+                os.kill(os.getpid(), signal.SIGTERM)
+            s.train_step(batches)
+            if s.step == 2:
+                s.save()
+    there = saved(folder)
+    waited_for.set()
+    assert there == ["step-00000002"]
+
+
+@pytest.mark.parametrize(("background", "failing"), [(False, 8), (True, 4)])
+def test_a_failed_save_is_none(tmp_path, monkeypatch, background, failing):
+    """With checkpoint.on_error=continue: a clean end saves the last step again, and the parent is one that exists."""
+    folder, create, failed = tmp_path / "run", Storage.create, list[Path]()
+
+    def full(storage: Storage, path: Path):
+        if f"step-{failing:08}" in str(path) and not failed:
+            failed.append(path)
+            raise OSError(ENOSPC, os.strerror(ENOSPC))
+        return create(storage, path)
+
+    monkeypatch.setattr(Storage, "create", full)
+    options = ["checkpoint.on_error=continue", f"checkpoint.background={str(background).lower()}"]
+    with px.session(load(folder, *options)) as s:
+        for batches in s.batches():
+            s.train_step(batches)
+            if s.step in (2, failing):
+                s.save()
+    assert failed and saved(folder) == ["step-00000002", "step-00000008"]
+    assert parse(folder / "checkpoints/step-00000008").parent == 2
 
 
 def test_a_rate_of_ones_own_and_lines(tmp_path, capfd):
