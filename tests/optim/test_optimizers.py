@@ -22,6 +22,7 @@ from phalanx.layout.config import LayoutConfig
 from phalanx.ops.optimizer import orthogonal
 from phalanx.ops.optimizer.orthogonal import orthogonalized
 from phalanx.optim.adamw import AdamWConfig
+from phalanx.optim.lion import LionConfig
 from phalanx.optim.muon import POLYNOMIALS, MuonConfig, factor_of, polynomials_of
 from phalanx.optim.optimizer import ParamRange, WholeMatrix, find_optimizer
 from phalanx.training.main import train
@@ -300,7 +301,9 @@ def test_a_state_of_another_optimizer_begins_anew_if_asked(tmp_path):
     train(run, Placement())
     muon = MuonConfig(name="muon", lr=3e-3, fallback=AdamWConfig(lr=3e-3))
     longer = replace(run, train=replace(run.train, steps=4), optim=muon)
-    with pytest.raises(CheckpointError, match="is of adamw, whose state is m, v; muon needs .*optim.restart=true"):
+    with pytest.raises(
+        CheckpointError, match="is of adamw, whose state is m, v; muon with adamw needs momentum, .*optim.restart=true"
+    ):
         train(longer, Placement())
     longer = replace(longer, optim=replace(muon, restart=True))
     steps = [tmp_path / "checkpoints" / f"step-0000000{step}" for step in (2, 4)]
@@ -311,3 +314,14 @@ def test_a_state_of_another_optimizer_begins_anew_if_asked(tmp_path):
     train(longer, Placement())
     resumed = loaded(steps[1], longer)
     assert resumed.step == 2 and all(s.values(kind).any() for s in resumed.shards for kind in s.kinds)
+
+
+def test_a_state_of_the_same_name_begins_anew_too(tmp_path):
+    """Lion's momentum is not Muon's; the one of the same optimizers is resumed."""
+    lion = LionConfig(name="lion", lr=1e-3)
+    run = replace(make_run(tmp_path, steps=2), optim=lion, checkpoint=CheckpointConfig(interval=2))
+    train(run, Placement())
+    path, muon = tmp_path / "checkpoints" / "step-00000002", MuonConfig(name="muon", fallback=lion)
+    for optim, step in ((muon, 2), (replace(muon, restart=True), 0), (replace(lion, restart=True), 2)):
+        found = loaded(path, replace(run, optim=optim))
+        assert found.step == step and all(s.values("momentum").any() == bool(step) for s in found.shards)
