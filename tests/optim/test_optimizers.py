@@ -35,6 +35,7 @@ SHAPES = ((24, 24), (48, 16), (16, 48), (7, 5), (1, 9), (9, 1))
 SMALL = ["model.family=llama", "model.vocab_size=64", "model.hidden_size=16", "model.intermediate_size=32"]
 SMALL += ["model.num_hidden_layers=1", "model.num_attention_heads=2", "train.steps=1", "train.global_batch=1"]
 SMALL += ["train.micro_batch=1", "train.seq_length=8", "data.mock=true"]
+LORA = "lora.method=lora lora.rank=2 lora.targets=['*q_proj*']"
 
 
 def stepped(name: str, shape, steps: int, dtype=torch.float64, **fields):
@@ -273,11 +274,39 @@ def test_one_rate_for_all():
         ("optim.name=lion optim.beta2=1", "optim.beta2", "must be a number in [0, 1)"),
         ("optim.name=sgd optim.momentum=-1", "optim.momentum", "must be a number in [0, 1)"),
         ("optim.name=muon optim.masters=split", "optim.masters", "of whole matrices"),
+        ("optim.name=muon optim.lr_scale.*embed*=0.1", "optim.lr_scale", "must fit tensors that this optimizer"),
+        ("optim.name=muon optim.fallback.lr_scale.*q_proj*=2", "optim.fallback.lr_scale", "must fit tensors that"),
+        ("optim.name=muon optim.per_head=true train.freeze=['*attn*']", "optim.per_head", "has no effect without"),
+        (f"{LORA} optim.name=muon optim.per_head=true", "optim.per_head", "has no effect without matrices that have"),
+        ("optim.name=lion optim.beta2=0.999 optim.moments=bf16", "optim.beta2", "must be <= 0.99 with bf16 moments"),
+        ("optim.name=sgd optim.momentum=0.995 optim.moments=bf16", "optim.momentum", "<= 0.99 with bf16 moments"),
+        ("optim.name=muon optim.momentum=0.995 optim.moments=bf16", "optim.momentum", "<= 0.99 with bf16 moments"),
     ],
 )
 def test_refused(overrides, field, rule):
     found = refused(*overrides.split())
     assert list(found) == [field] and rule in found[field]
+
+
+@pytest.mark.parametrize(
+    "overrides",
+    [
+        "optim.name=muon optim.lr_scale.*layers.0*=0.1 optim.fallback.lr_scale.*layers.0*=0.1",  # matrices and norms
+        "optim.name=muon optim.per_head=true",
+        "optim.lr_scale.*embed*=0.1",
+        "optim.name=muon optim.moments=bf16 optim.momentum=0.99",
+        f"{LORA} optim.name=muon optim.lr_scale.*lora_B*=4",
+    ],
+)
+def test_not_refused(overrides):
+    assert not refused(*overrides.split())
+
+
+@pytest.mark.parametrize("field", ["optim.moments", "optim.fallback.moments"])
+def test_fp8_moments_of_both_need_a_gpu_that_has_fp8(field):
+    run = load_run(None, [*SMALL, "optim.name=muon", f"{field}=fp8"])
+    [found] = check(run, Facts(1, capability=(8, 0), device_name="A100"))
+    assert found.field == field and not check(run, Facts(1, capability=(9, 0), device_name="H100"))
 
 
 def test_its_own_rate_of_the_fallback_is_enough():
