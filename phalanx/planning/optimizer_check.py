@@ -7,7 +7,7 @@ from collections.abc import Iterable
 from fnmatch import fnmatchcase
 
 from phalanx.base.errors import Problem
-from phalanx.base.rules import no_effect, problem
+from phalanx.base.rules import no_effect
 from phalanx.config.run import Run
 from phalanx.optim.config import OptimConfig
 from phalanx.optim.muon import MuonConfig
@@ -35,18 +35,15 @@ def check_optimizer_keys(run: Run) -> list[Problem]:
 
 
 def check_globs(section: str, config: OptimConfig, own: Iterable[str], others: Iterable[str]) -> list[Problem]:
-    """A problem with lr_scale if a glob fits tensors, but none of its `own`."""
+    """Problems with globs of lr_scale that fit tensors, but none of its `own`."""
 
     def fits(glob: str, names: Iterable[str]) -> bool:
         return any(fnmatchcase(name, glob) for name in names)
 
-    idle = [glob for glob in config.lr_scale if fits(glob, others) and not fits(glob, own)]
-    if not idle:
-        return []
     rule = (
         "must fit tensors that this optimizer updates: optim.lr_scale is of those of optim.name, "
         "optim.fallback.lr_scale of the others"
     )
-    because = {f"{section}.name": config.name, "fits none of its": ", ".join(idle)}
-    rest = {glob: scale for glob, scale in config.lr_scale.items() if glob not in idle}
-    return [problem(section, config, "lr_scale", rule, because, (rest,))]
+    idle = [glob for glob in config.lr_scale if fits(glob, others) and not fits(glob, own)]
+    because = {f"{section}.name": config.name}
+    return [Problem(f"{section}.lr_scale.{glob}", config.lr_scale[glob], rule, because) for glob in idle]
