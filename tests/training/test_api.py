@@ -280,6 +280,16 @@ def test_a_failed_save_is_none(tmp_path, monkeypatch, background, failing):
     assert parse(folder / "checkpoints/step-00000008").parent == 2
 
 
+def test_an_error_in_the_callers_loop_ends_the_batches(tmp_path):
+    """And is the only one: what is left to the end of the interpreter fails there, with words of its own."""
+    with pytest.raises(ValueError, match="the caller's"), px.session(load(tmp_path / "run")) as s:
+        steps = s.batches()
+        for batches in steps:
+            s.train_step(batches)
+            raise ValueError("the caller's")
+    assert next(steps, None) is None and saved(tmp_path / "run") == []
+
+
 def test_a_rate_of_ones_own_and_lines(tmp_path, capfd):
     folder = tmp_path / "run"
     with px.session(load(folder, "train.steps=2", "optim.warmup_steps=1", "train.eval_interval=1")) as s:
