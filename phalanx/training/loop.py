@@ -201,6 +201,11 @@ class Loop:
                 f"step {self.step}: accumulate() without apply() is for an optimizer of your own, which needs "
                 "layout.sharding=0 and train.precision=fp32: here weights are made of other numbers"
             )
+        if self.state.qk_clip is not None:
+            raise RuntimeError(
+                f"step {self.step}: accumulate() without apply() is for an optimizer of your own, and optim.qk_clip is "
+                "part of apply(): set it to 0"
+            )
         zero = self.state.buffers.zero_grads  # as our optimizer does in its pass
         result = end_step(self.state, tokens, self.asked(), lambda skip, factor: zero())
         self._made, self._tokens = Pending(self.step, self._lr(None), result, self.state.mesh.watch.waits.take()), None

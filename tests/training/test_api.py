@@ -313,6 +313,14 @@ def test_steps_out_of_order_are_said(tmp_path):
             s.apply()
 
 
+def test_a_loop_without_apply_has_no_qk_clip(tmp_path):
+    """It would count heads that nothing has clipped."""
+    options = ["layout.sharding=0", "optim.qk_clip=100"]
+    with pytest.raises(RuntimeError, match="optim.qk_clip is part of apply"), px.session(load(tmp_path, *options)) as s:
+        for batches in s.batches():
+            s.accumulate(batches)
+
+
 def test_an_optimizer_of_torch_takes_the_place_of_ours(tmp_path, trained):
     """AdamW with our numbers: the same losses up to rounding."""
     folder = tmp_path / "run"
