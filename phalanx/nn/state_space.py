@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from phalanx.base.dataclass import dataclass
-from phalanx.layout.param import ParamSpec
+from phalanx.layout.param import MatrixOutputs, ParamSpec
 from phalanx.nn.attention import Heads
 from phalanx.nn.env import Env
 from phalanx.nn.initial import ONES, LogCount, Normal, TimeStep
@@ -110,17 +110,20 @@ class ScanShard:
         """Features that are convolved: x, B and C."""
         return self.inner + 2 * self.groups * self.spec.state
 
-    def of_heads(self, name: str, size: int, at: int, width: int) -> OutputRows:
-        """Rows of this rank's heads in a tensor of `size` rows, where those of all heads begin at `at`."""
-        return OutputRows(name, size, at + self.own.q0 * width, at + self.own.q1 * width)
+    def of_heads(self, name: str, size: int, at: int, width: int, matrix: str = "") -> OutputRows:
+        """Rows of this rank's heads in a tensor of `size` rows, where those of all heads begin at `at`; they are of the
+        matrix of this name."""
+        outputs = (MatrixOutputs(matrix, width, heads=width > 1),)
+        return OutputRows(name, size, at + self.own.q0 * width, at + self.own.q1 * width, outputs=outputs)
 
     def convolved(self, name: str, size: int, at: int) -> list[OutputRows]:
         """Rows of x, B and C in a tensor of `size` rows, where they begin at `at`."""
         s, own = self.spec, self.own
-        found, at = [self.of_heads(name, size, at, s.head_dim)], at + s.heads * s.head_dim
-        for first in (at, at + s.groups * s.state):
+        found, at = [self.of_heads(name, size, at, s.head_dim, "x")], at + s.heads * s.head_dim
+        for matrix, first in (("B", at), ("C", at + s.groups * s.state)):
             rows = first + own.k0 * s.state, first + own.k1 * s.state
-            found.append(OutputRows(name, size, *rows, own.replicas))
+            outputs = (MatrixOutputs(matrix, s.state, heads=True),)
+            found.append(OutputRows(name, size, *rows, own.replicas, outputs=outputs))
         return found
 
 
@@ -135,9 +138,9 @@ class StateSpace(Module):
         inner, mixed = s.heads * s.head_dim, s.heads * s.head_dim + 2 * s.groups * s.state
         name, size, init = f"{s.name}.in_proj.weight", inner + mixed + s.heads, Normal(s.std)
         rows = [
-            shard.of_heads(name, size, 0, s.head_dim),
+            shard.of_heads(name, size, 0, s.head_dim, "gate"),
             *shard.convolved(name, size, inner),
-            shard.of_heads(name, size, inner + mixed, 1),
+            shard.of_heads(name, size, inner + mixed, 1, "dt"),
         ]
         self.in_proj = ColumnLinear(env, rows, s.width, init, bias=s.bias)
         self.conv = self.param(conv_spec(shard.convolved(f"{s.name}.conv1d.weight", mixed, 0), s.taps))

@@ -46,6 +46,10 @@ def by_transformers(model: str) -> tuple[str, list[torch.Tensor]]:
     if model == "gpt_neox":
         heads = torch.arange(3 * c.hidden_size).view(c.num_attention_heads, 3, -1)
         return "query_key_value.weight", [part.flatten() for part in heads.unbind(1)]
+    if model == "mamba2":
+        inner, states = c.num_heads * c.head_dim, c.n_groups * c.state_size
+        sizes = [inner, inner, states, states, c.num_heads]
+        return "in_proj.weight", list(torch.arange(sum(sizes)).split(sizes))
     if model == "gpt_oss":
         both = torch.arange(2 * c.intermediate_size)
         return "experts.gate_up_proj", [both[::2], both[1::2]]
@@ -57,7 +61,9 @@ def by_transformers(model: str) -> tuple[str, list[torch.Tensor]]:
     return "kv_b_proj.weight", [p.flatten() for p in heads.split([c.qk_nope_head_dim, c.v_head_dim], 1)]
 
 
-@pytest.mark.parametrize("model", ["gpt2", "phi3", "gpt_neox", "gpt_oss", "llama4_text", "modernbert", "deepseek_v3"])
+@pytest.mark.parametrize(
+    "model", ["gpt2", "phi3", "gpt_neox", "gpt_oss", "llama4_text", "modernbert", "deepseek_v3", "mamba2"]
+)
 def test_fused_tensors_hold_several_matrices(model):
     end, truth = by_transformers(model)
     found = [m for name, m in matrices_of(model).items() if name.partition("[")[0].endswith(end)]
