@@ -37,7 +37,7 @@ from phalanx.config.removed import replace_removed, replace_renamed
 from phalanx.config.run import Run
 from phalanx.config.synonyms import NOT_BUILT, said_of
 from phalanx.config.validate import FALLBACK, build, close_to, copied, near_keys
-from phalanx.config.write import plain, to_dict
+from phalanx.config.write import as_given, plain
 from phalanx.models.registry import SEAM, is_known, load_family
 
 COMMAND_LINE, NOBODY = "command line", "the defaults"
@@ -108,7 +108,7 @@ def read(
     messages say that values were set that neither the file nor an override sets. Unless these are the defaults, they
     may come from anybody, so they must not name code. `cluster`: a YAML file of the section `cluster`, below
     the config's own."""
-    source = ConfigSource(to_dict(base) if isinstance(base, Run) else copied(base or {}))
+    source = ConfigSource(as_given(base) if isinstance(base, Run) else copied(base or {}))
     if cluster is not None:
         source = _merged(source, section_of_file("cluster", cluster))
     if path is not None:
@@ -329,7 +329,7 @@ def read_python(path: str | Path) -> ConfigSource:
         return ConfigSource(
             problems=[Problem("CONFIG", str(path), "must define run() that returns a Run", where=str(path))]
         )
-    return ConfigSource(to_dict(made), _python_origins(Path(path)))
+    return ConfigSource(as_given(made), _python_origins(Path(path)))
 
 
 def _python_origins(path: Path) -> dict[str, str]:

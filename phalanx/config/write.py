@@ -17,6 +17,15 @@ def to_dict(run: Run) -> dict[str, Any]:
     return plain(dataclasses.asdict(run))
 
 
+def as_given(run: Run) -> dict[str, Any]:
+    """The same without what optim.fallback takes over from optim, which goes on following it if it is changed."""
+    values, optim = to_dict(run), run.optim
+    if optim.fallback is not None:
+        own = values["optim"]["fallback"]
+        values["optim"]["fallback"] = {k: v for k, v in own.items() if optim.for_fallback.get(k) != v}
+    return values
+
+
 def save_run(run: Run, path: str | Path) -> None:
     """Write the resolved config; loading the file gives an equal Run."""
     partial = Path(path).with_suffix(".partial")
@@ -29,7 +38,7 @@ def to_yaml(run: Run) -> str:
 
     yaml, out = YAML(typ="safe", pure=True), io.StringIO()
     yaml.default_flow_style, yaml.sort_base_mapping_type_on_output = False, False  # type: ignore[assignment]
-    yaml.dump(to_dict(run), out)
+    yaml.dump(as_given(run), out)
     return out.getvalue()
 
 

@@ -15,6 +15,7 @@ from phalanx.checkpoint.load import load_state
 from phalanx.comm.mesh import Mesh
 from phalanx.config.read import load_run, read
 from phalanx.config.run import CheckpointConfig
+from phalanx.config.write import save_run
 from phalanx.engine.build import build
 from phalanx.forecast.check import Facts, check
 from phalanx.forecast.decide import make_plan
@@ -35,6 +36,7 @@ SHAPES = ((24, 24), (48, 16), (16, 48), (7, 5), (1, 9), (9, 1))
 SMALL = ["model.family=llama", "model.vocab_size=64", "model.hidden_size=16", "model.intermediate_size=32"]
 SMALL += ["model.num_hidden_layers=1", "model.num_attention_heads=2", "train.steps=1", "train.global_batch=1"]
 SMALL += ["train.micro_batch=1", "train.seq_length=8", "data.mock=true"]
+CHANGED = ["optim.lr=5e-4", "optim.weight_decay=0"]
 LORA = "lora.method=lora lora.rank=2 lora.targets=['*q_proj*']"
 
 
@@ -311,6 +313,15 @@ def test_fp8_moments_of_both_need_a_gpu_that_has_fp8(field):
 
 def test_its_own_rate_of_the_fallback_is_enough():
     assert not refused("optim.name=muon", "optim.adjust=original", "optim.lr=0.02", "optim.fallback.lr=3e-4")
+
+
+def test_the_fallback_of_a_saved_run_follows_it_too(tmp_path):
+    """What it had taken over changes with it; what was its own stays."""
+    base = load_run(None, [*SMALL, "optim.name=muon", "optim.fallback.weight_decay=0.01"])
+    save_run(base, tmp_path / "config.yaml")
+    assert load_run(tmp_path / "config.yaml") == base
+    for run in (load_run(tmp_path / "config.yaml", CHANGED), load_run(None, CHANGED, base)):
+        assert (run.optim.fallback.lr, run.optim.fallback.weight_decay) == (5e-4, 0.01)
 
 
 # ---- a checkpoint of another optimizer
