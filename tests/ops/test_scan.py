@@ -97,6 +97,21 @@ def test_scan_with_extreme_decays(decay):
     compared(inputs(1, 130, decay), documents("mixed", 1, 130))
 
 
+@pytest.mark.parametrize("kernels", ["plain", pytest.param("triton", marks=TRITON)])
+def test_tokens_that_leave_nothing_do_not_blur_what_others_leave(kernels):
+    """In fp32, one token whose decay is e^-1e6: a sum with its logarithm would round those of the tokens behind it
+    away. Truth: the same where it leaves e^-200 and adds as much, in float64."""
+    given = {n: t.detach() for n, t in inputs(1, 64).items()}
+    given["x"][:, 10] = 0
+    made = []
+    for how, dtype, step in ((kernels, torch.float32, 1e6), ("plain", torch.float64, 200.0)):
+        cast = {n: t.to(torch.float32).to(dtype) for n, t in given.items()} | {"a": -torch.ones(HEADS, dtype=dtype)}
+        cast["dt"][:, 10] = step
+        made.append(scan(ScanInputs(**cast), how))
+    for mine, theirs in zip(*made):
+        assert (mine - theirs).abs().max() <= 2e-5 * theirs.abs().max()
+
+
 # ---- Triton kernels, interpreted
 
 

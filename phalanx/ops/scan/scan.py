@@ -28,6 +28,10 @@ from phalanx.ops.op import ALL_KERNELS, Case, Implementation, Kernels, Op, trito
 from phalanx.ops.scan.rows import documents_of
 
 CHUNK = 64
+NOTHING_LEFT = {torch.float32: -104.0, torch.float64: -746.0}
+"""By dtype, a logarithm of a decay at which exp is 0. Sums of logarithms take none below it, which changes no product
+of decays: what a token left by less is 0 with it too. But sums stay small, and what is left between two other tokens is
+a difference of two sums, each rounded in proportion to its size."""
 
 
 class ScanInputs(NamedTuple):
@@ -69,7 +73,8 @@ def _chunk(s: ScanInputs, state: Tensor, carried: Tensor) -> tuple[Tensor, Tenso
     size, steps = x.shape[1], dt.unsqueeze(-1) * x
     seen = torch.ones(size, size, dtype=torch.bool, device=x.device).tril()
     seen = seen if numbers is None else seen & (numbers.unsqueeze(2) == numbers.unsqueeze(1))
-    decays = _sums_of(dt * s.a, seen if numbers is None else seen.to(x.dtype))
+    logs = (dt * s.a).clamp(min=NOTHING_LEFT[x.dtype])
+    decays = _sums_of(logs, seen if numbers is None else seen.to(x.dtype))
     between = decays.unsqueeze(2) - decays.unsqueeze(1)  # (R, reader, source, H)
     weights = between.masked_fill(~seen.unsqueeze(-1), -torch.inf).exp()
     y = torch.einsum("rthn,rshn,rtsh,rshp->rthp", c, b, weights, steps)

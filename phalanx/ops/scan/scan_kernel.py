@@ -147,7 +147,9 @@ def _decays(
     own, carried, last = _documents(numbers, row, start, at, here, L, DOCUMENTS)
     inside = here[:, None] & there[None, :]
     step = tl.load(dt + (row * L + at)[:, None] * H + head[None, :], mask=inside, other=0.0).to(WIDE)
+    LOWEST: tl.constexpr = -746.0 if WIDE == tl.float64 else -104.0  # ops.scan.scan.NOTHING_LEFT
     logs = step * tl.load(a + head, mask=there, other=0.0).to(WIDE)[None, :]
+    logs = tl.where(logs < LOWEST, LOWEST, logs)
     seen = (i[None, :] <= i[:, None]) & (own[None, :] == own[:, None])
     e = _dot(tl.where(seen, 1.0, 0.0), logs, WIDE, WIDE)
     at_end = (own == last)[:, None]
