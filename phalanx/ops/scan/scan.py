@@ -198,7 +198,7 @@ class _Scan(Function):
 def scan(s: ScanInputs, kernels: Kernels = "auto") -> tuple[Tensor, Tensor]:
     """y (R, L, H, P) of the recurrence above, in the dtype of x, and the state (R, H, P, N) after each row, in at least
     fp32. `s.d` may be a parameter."""
-    by = SCAN.choose(kernels, s.x)
+    by = SCAN.choose(kernels, s.x, s.x.shape[-1], s.b.shape[-1], s.x.dtype.itemsize)
     made: tuple[Tensor, Tensor] = _Scan.apply(s.x, s.dt, s.a, s.b, s.c, s.d, s.numbers, s.initial, by)
     return made
 
@@ -236,6 +236,13 @@ def decay_rates(log: Tensor) -> Tensor:
     return -wide_values(log).exp()
 
 
+def _has_room(width: int, state: int, itemsize: int) -> bool:
+    """Whether the Triton kernels have room in registers and shared memory for a head's state. Sizes are rounded up to
+    powers of two of at least 16."""
+    features, values = (max(16, 1 << (size - 1).bit_length()) for size in (width, state))
+    return features <= 128 and values * itemsize <= 2**10 and features * values * itemsize <= 2**16
+
+
 def _case(documents: bool) -> Any:
     def call(*given: Any) -> Tensor:
         x, dt, a, b, c, d, initial, kernels = given
@@ -262,7 +269,11 @@ SCAN = Op(
     __name__,
     ("scan_forward", "scan_backward"),
     (
-        triton("phalanx.ops.scan.scan_kernel"),
+        triton(
+            "phalanx.ops.scan.scan_kernel",
+            fits=_has_room,
+            shapes="heads of at most 128 features; states of at most 1 KiB a feature and 64 KiB a head",
+        ),
         Implementation("dry", f"{__name__}:DryScan", "meta", modes=ALL_KERNELS),
     ),
     cases=(
