@@ -135,6 +135,7 @@ BUILT_IN: Mapping[str, Mapping[str, str]] = MappingProxyType(
                 "conv1d_step": "phalanx.ops.scan.step:CONV1D_STEP",
                 "scan_step": "phalanx.ops.scan.step:SCAN_STEP",
                 "delta": "phalanx.ops.delta.delta:DELTA",
+                "delta_step": "phalanx.ops.delta.step:DELTA_STEP",
             }
         ),
         "fp8_recipe": MappingProxyType(

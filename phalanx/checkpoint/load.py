@@ -199,22 +199,35 @@ def check_kinds(path: Path, manifest: Manifest, optimizer: ShardedOptimizer) -> 
     """CheckpointError if the checkpoint is of an optimizer with other state."""
     saved = state_kinds(path, manifest)
     if set(saved) != set(optimizer.kinds):
-        was = manifest.config.get("optim", {}).get("name", "another optimizer")
+        was = " with ".join(optimizers_saved(manifest)) or "another optimizer"
+        now = " with ".join(optimizers_in(optimizer))
         state = [", ".join(kind for kind in kinds if kind != MASTER) or "nothing" for kinds in (saved, optimizer.kinds)]
         raise CheckpointError(
-            f"checkpoint {path} is of {was}, whose state is {state[0]}; {optimizer.config.name} needs {state[1]}. Its "
+            f"checkpoint {path} is of {was}, whose state is {state[0]}; {now} needs {state[1]}. Its "
             f"weights can be trained on from step 0: init_from={path / 'weights'}, in another dir; or from this step, "
             "with a state that begins at zero: optim.restart=true"
         )
 
 
 def kinds_fit(path: Path, manifest: Manifest, optimizer: ShardedOptimizer, needed: dict[str, tuple[str, ...]]) -> bool:
-    """Whether the state of all tensors on this rank is that of the optimizer that updates them now."""
+    """Whether the state of all tensors on this rank is that of the optimizer that updates them now. Names of kinds do
+    not suffice: Lion's momentum is not Muon's."""
     every, of_names = state_kinds(path, manifest), kinds_of_names(path, manifest)
-    if set(every) != set(optimizer.kinds):
+    if set(every) != set(optimizer.kinds) or optimizers_saved(manifest) not in ([], optimizers_in(optimizer)):
         return False
     moving = state_index(path, manifest)
     return all(set(of_names.get(name, every)) == set(kinds) for name, kinds in needed.items() if name in moving)
+
+
+def optimizers_saved(manifest: Manifest) -> list[str]:
+    """The names of the optimizer of a checkpoint's run and of its fallback, if it had one; empty if not recorded."""
+    optim = manifest.config.get("optim") or {}
+    return [str(config["name"]) for config in (optim, optim.get("fallback")) if config and "name" in config]
+
+
+def optimizers_in(optimizer: ShardedOptimizer) -> list[str]:
+    """The same of an optimizer."""
+    return [config.name for config in (optimizer.config, optimizer.config.fallback) if config is not None]
 
 
 def check_kinds_of(path: Path, manifest: Manifest, needed: dict[str, tuple[str, ...]]) -> None:

@@ -7,12 +7,12 @@ import threading
 import time
 from collections.abc import Callable, Mapping
 from dataclasses import replace
-from pathlib import Path
 
 import torch
 from torch import Tensor
 
 from phalanx.base.dataclass import dataclass
+from phalanx.base.free_memory import host_memory
 from phalanx.checkpoint.agree import agree
 from phalanx.checkpoint.gather import File
 from phalanx.checkpoint.host import HostCopies
@@ -134,7 +134,7 @@ class Saver:
     def _ask_for_room(self, content: Content) -> None:
         """Check whether every host has memory for its ranks' copies. All ranks decide alike."""
         self._asked_for_room = True
-        reports = agree(self.axis, lambda: (socket.gethostname(), content.needed, free_memory()))
+        reports = agree(self.axis, lambda: (socket.gethostname(), content.needed, host_memory()))
         for host in {name for name, _, _ in reports}:
             needed = sum(bytes_ for name, bytes_, _ in reports if name == host)
             free = next(free for name, _, free in reports if name == host)
@@ -174,12 +174,3 @@ class _Thread:
         if self._error is not None:
             raise self._error
         return self._outcome  # type: ignore[return-value]
-
-
-def free_memory() -> int | None:
-    """Bytes of main memory that could be allocated on this host; None if the system does not say."""
-    try:
-        lines = Path("/proc/meminfo").read_text().splitlines()
-        return next(int(line.split()[1]) * 1024 for line in lines if line.startswith("MemAvailable:"))
-    except (OSError, StopIteration, ValueError):
-        return None

@@ -152,6 +152,7 @@ def used_ops(plan: Plan) -> list[Op]:
             ("scan.norm_gate", deltas),
             ("scan.step", False),
             ("delta.", deltas),
+            ("delta.step", False),
             ("attention.largest_scores", run.optim.qk_clip > 0),
         ):
             wanted &= used or not op.definition.startswith(f"phalanx.ops.{place}")

@@ -8,7 +8,7 @@ Everything is text: nothing sent by another process is unpickled.
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import field, replace
 from pathlib import Path
@@ -20,14 +20,13 @@ import xxhash
 
 from phalanx.base.dataclass import dataclass
 from phalanx.base.errors import ConfigError, PhalanxError, Problem
-from phalanx.base.log import ranks_text
+from phalanx.base.log import Log, ranks_text
 from phalanx.base.placement import Placement
 from phalanx.base.version import VERSION
 from phalanx.checkpoint.keep import find
 from phalanx.checkpoint.manifest import NAME as MANIFEST
 from phalanx.comm.axis import Axis
 from phalanx.comm.host import host_axis
-from phalanx.comm.meeting import SignedStore
 from phalanx.comm.mesh import Mesh, join_world, leave_world, local_device
 from phalanx.config.run import Run
 from phalanx.config.write import to_dict
@@ -37,6 +36,7 @@ from phalanx.data.scores import ScoreFile
 from phalanx.forecast.capacity import DoesNotFit
 from phalanx.nn.objective import make_objective
 from phalanx.planning.plan import grid_of
+from phalanx.preflight.first_seconds import FirstSeconds
 from phalanx.text.tokenizer import load_tokenizer
 
 NOT_COMPARED = ("dir", "log", "model_source", "cluster")
@@ -269,11 +269,12 @@ def joined_mesh(
     run: Run,
     placement: Placement,
     mine: Identity,
-    before: Callable[[dist.Store, SignedStore | None], None] = lambda store, signed: None,
+    looks: FirstSeconds | None = None,
 ) -> Iterator[tuple[Mesh, str]]:
     """Meet the other ranks, and leave them at the end; gives the mesh, and the folder of the run as rank 0 names it.
     ConfigError on all ranks if they do not belong to one run, DoesNotFit if a machine cannot hold its ranks; the latter
-    is found out before groups are created that depend on it. before: as of comm.mesh.join_world.
+    is found out before groups are created that depend on it; BadNode if a machine is bad. looks: how machines are
+    looked at; None: without folders and data, and warnings go to the console.
 
     After an error inside, a rank with a GPU does not leave: NCCL's way out waits for kernels that wait for peers, which
     may be waiting for this rank, and the error would not be seen before the time limit. The end of the process frees
@@ -282,7 +283,8 @@ def joined_mesh(
     device, timeout_s = device_of(run, placement), run.train.timeout_s
     with ExitStack() as leaving:
         leaving.callback(leave_world)
-        store = join_world(placement, device, timeout_s, before)
+        looks = looks or FirstSeconds(placement, timeout_s, Log(placement.rank))
+        store = join_world(placement, device, timeout_s, looks.before_ranks_connect)
         mine = replace(mine, refused=placement.refused)
         folder = meet(placement.rank, placement.world_size, mine, run.dir, timeout_s)
         mesh = Mesh(grid_of(run, placement.world_size), placement.rank, device, timeout_s)

@@ -22,6 +22,7 @@ from phalanx.planning.adapter_check import check_adapter_source, check_adapters
 from phalanx.planning.base_check import check_base
 from phalanx.planning.fp8_check import check_fp8, check_moments
 from phalanx.planning.freeze import check_freeze
+from phalanx.planning.optimizer_check import check_optimizer_keys
 from phalanx.planning.qk_clip_check import check_qk_clip
 from phalanx.planning.support_check import check_supported
 
@@ -52,7 +53,7 @@ def broken_rules(run: Run, facts: Facts) -> list[Problem]:
     frozen: list[Problem] = []
     if not any(p.field.startswith("model") for p in found):
         frozen = check_freeze(run) if run.lora is None else check_adapters(run) + check_base(run)
-        frozen += check_qk_clip(run)
+        frozen += check_qk_clip(run) + check_optimizer_keys(run)
         frozen += [p for p in check_supported(run) if p.field not in {each.field for each in found}]
         if facts.files and not continues(run):
             frozen += check_adapter_source(run)

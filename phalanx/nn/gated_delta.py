@@ -32,6 +32,7 @@ from phalanx.nn.short_conv import conv_spec, convolve_chunks
 from phalanx.ops.delta.context import delta_over_ranks
 from phalanx.ops.delta.delta import DELTA, DeltaInputs
 from phalanx.ops.delta.remembered import delta_remembered
+from phalanx.ops.delta.step import DELTA_STEP
 from phalanx.ops.dense.activation import widened
 from phalanx.ops.experts.exchange import gather
 from phalanx.ops.scan.norm_gate import NORM_GATE, HeadGate, norm_gate
@@ -235,9 +236,9 @@ class GatedDelta(Module):
         memory = own_states(self)
         spans = memory.spans_of(batch)
         mixed, beta, decay = (memory.all_tokens(t) for t in (mixed, beta, decay))
-        by_conv = self.env.kernels_for(CONV1D_STEP)
+        by_conv, by_delta = self.env.kernels_for(CONV1D_STEP), self.env.kernels_for(DELTA_STEP)
         mixed = convolve_remembered(mixed, memory.tokens, spans, self.conv, None, by_conv)
-        y = delta_remembered(self._inputs(mixed, beta, decay), memory.states, spans, self.env.kernels_for(DELTA))
+        y = delta_remembered(self._inputs(mixed, beta, decay), memory.states, spans, by_delta)
         return memory.own_tokens(y.flatten(1))
 
     def _normed(self, y: Tensor, gate: Tensor) -> Tensor:

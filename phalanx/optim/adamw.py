@@ -10,18 +10,14 @@ from typing import TYPE_CHECKING, Any
 
 from phalanx.base.dataclass import dataclass
 from phalanx.base.errors import Problem
-from phalanx.base.rules import problem, within
+from phalanx.base.rules import within
 from phalanx.ops.optimizer.state import Moment
 from phalanx.optim.config import OptimConfig
-from phalanx.optim.optimizer import FusedOptimizer, ParamRange, StepScalars, optimizer
+from phalanx.optim.optimizer import FusedOptimizer, ParamRange, StepScalars, check_decays, optimizer
 
 if TYPE_CHECKING:  # importing torch takes seconds
     from phalanx.ops.op import Kernels
     from phalanx.ops.optimizer.shard import StateRange
-
-SLOWEST = 0.99
-"""Slowest decay of a moment in bf16. Half a step of its 8 bits is 2^-9 of its value, so slower moments would not
-change."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -67,10 +63,4 @@ class AdamW(FusedOptimizer):
     def check(cls, config: Any) -> list[Problem]:
         intervals = {"beta1": "[0, 1)", "beta2": "[0, 1)", "eps": "(0, inf)"}
         found = [p for name, interval in intervals.items() for p in within("optim", config, name, interval)]
-        if config.moments == "bf16":
-            for name in ("beta1", "beta2"):
-                if getattr(config, name) > SLOWEST:
-                    rule = f"must be <= {SLOWEST} with bf16 moments, which round smaller changes away"
-                    because = {"optim.moments": config.moments}
-                    found.append(problem("optim", config, name, rule, because, (0.95, SLOWEST)))
-        return found
+        return found + check_decays(config, "beta1", "beta2")

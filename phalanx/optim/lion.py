@@ -13,7 +13,7 @@ from phalanx.base.errors import Problem
 from phalanx.base.rules import within
 from phalanx.ops.optimizer.state import Moment
 from phalanx.optim.config import OptimConfig
-from phalanx.optim.optimizer import Optimizer, ParamRange, optimizer
+from phalanx.optim.optimizer import Optimizer, ParamRange, check_decays, optimizer
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -37,4 +37,5 @@ class Lion(Optimizer):
 
     @classmethod
     def check(cls, config: Any) -> list[Problem]:
-        return within("optim", config, "beta1", "[0, 1]") + within("optim", config, "beta2", "[0, 1)")
+        found = within("optim", config, "beta1", "[0, 1]") + within("optim", config, "beta2", "[0, 1)")
+        return found + check_decays(config, "beta2")

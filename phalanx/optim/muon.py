@@ -21,7 +21,7 @@ from phalanx.base.rules import problem, within
 from phalanx.layout.param import LogicalMatrix, ParamSpec
 from phalanx.ops.optimizer.state import Moment
 from phalanx.optim.config import OptimConfig
-from phalanx.optim.optimizer import MatrixOptimizer, StepScalars, StoredMatrix, WholeMatrix, optimizer
+from phalanx.optim.optimizer import MatrixOptimizer, StepScalars, StoredMatrix, WholeMatrix, check_decays, optimizer
 
 if TYPE_CHECKING:  # importing torch takes seconds
     from torch import Tensor
@@ -169,8 +169,12 @@ class Muon(MatrixOptimizer):
     def check(cls, config: Any) -> list[Problem]:
         c = config
         found = within("optim", c, "momentum", "[0, 1)") + within("optim", c, "iterations", "[1, 100)")
+        found += check_decays(c, "momentum")
         if c.adjust == "original" and c.fallback is not None and c.fallback.lr == c.lr:
-            rule = "must be given with optim.adjust=original, whose learning rates are not those of other optimizers"
+            rule = (
+                "must be given with optim.adjust=original, and not be that of optim, whose learning rates are then not "
+                "those of other optimizers"
+            )
             because = {"optim.lr": c.lr, "optim.adjust": c.adjust}
             usual = next(rate for rate in (OptimConfig.lr, 1e-4) if rate != c.lr)
             found.append(problem("optim.fallback", c.fallback, "lr", rule, because, (usual,)))

@@ -15,6 +15,7 @@ from phalanx.base import registry
 from phalanx.base.dataclass import dataclass
 from phalanx.base.errors import ConfigError, Problem
 from phalanx.base.registry import BUILT_IN, NotFound, find, path_of, registered, registers
+from phalanx.base.rules import problem
 from phalanx.layout.buckets import Updater
 from phalanx.layout.homes import elements
 from phalanx.layout.param import ROLES, LogicalMatrix, ParamSpec, Role
@@ -29,6 +30,9 @@ if TYPE_CHECKING:  # importing torch takes seconds
 
 SEAM = OptimConfig.seam
 SCHEDULE = "lr_schedule"
+SLOWEST = 0.99
+"""Slowest decay of a moment in bf16. Half a step of its 8 bits is 2^-9 of its value, so slower moments would not
+change."""
 
 
 @dataclass
@@ -179,6 +183,14 @@ class FusedOptimizer(Optimizer):
         self, ranges: Sequence[StateRange], lr: float, weight_decay: float, scalars: StepScalars, kernels: Kernels
     ) -> None:
         """Scale the gradients, update masters and state, write the weights, and set the gradients to zero."""
+
+
+def check_decays(config: OptimConfig, *names: str) -> list[Problem]:
+    """Problems of fields that are decays of moments which are too slow for bf16."""
+    slow = [name for name in names if config.moments == "bf16" and getattr(config, name) > SLOWEST]
+    rule = f"must be <= {SLOWEST} with bf16 moments, which round smaller changes away"
+    because = {"optim.moments": config.moments}
+    return [problem("optim", config, name, rule, because, (0.95, SLOWEST)) for name in slow]
 
 
 T = TypeVar("T", bound=type[Optimizer])

@@ -12,7 +12,7 @@ from phalanx.base.errors import Problem
 from phalanx.base.rules import within
 from phalanx.ops.optimizer.state import Moment
 from phalanx.optim.config import OptimConfig
-from phalanx.optim.optimizer import Optimizer, ParamRange, optimizer
+from phalanx.optim.optimizer import Optimizer, ParamRange, check_decays, optimizer
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -36,4 +36,4 @@ class SGD(Optimizer):
 
     @classmethod
     def check(cls, config: Any) -> list[Problem]:
-        return within("optim", config, "momentum", "[0, 1)")
+        return within("optim", config, "momentum", "[0, 1)") + check_decays(config, "momentum")

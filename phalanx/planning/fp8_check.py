@@ -54,18 +54,17 @@ def check_fp8(run: Run, capability: tuple[int, int] | None, device: str, sound: 
 
 def check_moments(run: Run, capability: tuple[int, int] | None, device: str) -> list[Problem]:
     """FP8 moments need a GPU that can convert to FP8."""
-    if run.optim.moments != "fp8" or capability is None or capability >= (8, 9):
+    if capability is None or capability >= (8, 9):
         return []
-    rule = "fp8 needs an NVIDIA GPU of compute capability 8.9"
+    rule, because = (
+        "fp8 needs an NVIDIA GPU of compute capability 8.9",
+        {"device": f"{device}, {capability[0]}.{capability[1]}"},
+    )
+    configs = {"optim": run.optim, "optim.fallback": run.optim.fallback}
     return [
-        problem(
-            "optim",
-            run.optim,
-            "moments",
-            rule,
-            {"device": f"{device}, {capability[0]}.{capability[1]}"},
-            ("bf16", "master"),
-        )
+        problem(section, config, "moments", rule, because, ("bf16", "master"))
+        for section, config in configs.items()
+        if config is not None and config.moments == "fp8"
     ]
 
 

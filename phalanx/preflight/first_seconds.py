@@ -3,7 +3,7 @@
 One rank of each machine looks. They talk through the store where ranks meet, in rounds in which every check is asked
 that still has an order. Texts there are signed with the run's secret if it has one, as all that ranks write there.
 
-  rank 0  -> begin        the token of the probe servers, and rank 0's folder; or that nothing is looked at
+  rank 0  -> begin        the token of the probe servers, and rank 0's folder, if any; or that nothing is looked at
   rank r  -> node/r       host, address and port of its probe server; {} of a rank that does not look for its machine
   rank 0  -> nodes        all of those, in the order of ranks; empty: all ranks are on one machine
   rank 0  -> order/k      the orders of round k, by check; none: the last round is over
@@ -54,11 +54,16 @@ def spans_machines(placement: Placement) -> bool:
 
 @dataclass(frozen=True)
 class FirstSeconds:
-    """What this rank does in the first seconds of a run on several machines."""
+    """What this rank does in the first seconds of a job on several machines.
+
+    patience_s  for which it waits for the other ranks
+    run         whose folder and data files are looked at too; None: neither, as where weights are only read
+    """
 
     placement: Placement
-    run: Run
+    patience_s: float
     log: Log
+    run: Run | None = None
 
     def before_ranks_connect(self, store: dist.Store, signed: SignedStore | None) -> None:
         """Look at each machine, all ranks together. BadNode on all ranks if a machine is bad; warnings go to the log of
@@ -66,7 +71,7 @@ class FirstSeconds:
         if not spans_machines(self.placement):
             return
         # without a secret the key is known to everybody, and the signatures protect nothing, as in a preflight
-        texts = Texts(signed or SignedStore(store, b""), self.run.train.timeout_s)
+        texts = Texts(signed or SignedStore(store, b""), self.patience_s)
         spoken = self._looked(texts)
         bad = [line for severity, line in spoken if severity == "bad"]
         if bad:
@@ -88,7 +93,8 @@ class FirstSeconds:
         rank, world = self.placement.rank, self.placement.world_size
         if rank == 0:
             looks = self.placement.check_nodes
-            texts.write("begin", {"token": secrets.token_hex(16), "folder": self.run.dir} if looks else {})
+            folder = None if self.run is None else self.run.dir
+            texts.write("begin", {"token": secrets.token_hex(16), "folder": folder} if looks else {})
         begin = texts.read("begin")
         if not begin:
             return []
@@ -105,7 +111,7 @@ class FirstSeconds:
             if mine is None:
                 return [(str(severity), str(line)) for severity, line in texts.read("verdict")]
             peers = [Peer(n, str(name), str(address), int(port)) for n, (_, name, address, port) in enumerate(nodes)]
-            run = replace(self.run, dir=str(begin["folder"]))
+            run = None if self.run is None else replace(self.run, dir=str(begin["folder"]))
             view = NodeView(mine, peers, str(begin["token"]), run, brief=True)
             view = replace(view, interface=self.placement.interface, ranks=self.placement.local_size or 1)
             made = {check.name: check for check in checks(brief=True)}

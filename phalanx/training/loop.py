@@ -201,6 +201,11 @@ class Loop:
                 f"step {self.step}: accumulate() without apply() is for an optimizer of your own, which needs "
                 "layout.sharding=0 and train.precision=fp32: here weights are made of other numbers"
             )
+        if self.state.qk_clip is not None:
+            raise RuntimeError(
+                f"step {self.step}: accumulate() without apply() is for an optimizer of your own, and optim.qk_clip is "
+                "part of apply(): set it to 0"
+            )
         zero = self.state.buffers.zero_grads  # as our optimizer does in its pass
         result = end_step(self.state, tokens, self.asked(), lambda skip, factor: zero())
         self._made, self._tokens = Pending(self.step, self._lr(None), result, self.state.mesh.watch.waits.take()), None
@@ -238,8 +243,7 @@ class Loop:
     def save(self) -> None:
         """Save the last step; does nothing if the run is about to roll back."""
         self.flush()
-        if self._bad is None:
-            self.saves.save()
+        if self._bad is None and self.saves.save():
             self._saved = self.counters.step
 
     def _next(self, batches: Prefetcher) -> Batch:
@@ -361,9 +365,11 @@ class Loop:
         if periodic and self._samples_due(step):
             self.make_samples()
         if self._stop or (periodic and self._save_due(step)):
-            if self._saved != step:
-                self.saves.save(last=self._stop or step == self.state.plan.run.train.last_step)
-            self._saved = step
+            last = self._stop or step == self.state.plan.run.train.last_step
+            if self._saved == step:  # the caller saved it, perhaps in the background
+                self.saves.check(wait=last, last=last)
+            elif self.saves.save(last):
+                self._saved = step
         if self._stop:
             raise Preempted(f"asked to stop: saved step {step}; start the same command again to continue")
         self.reporter.restart_clock()

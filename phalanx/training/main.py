@@ -174,8 +174,8 @@ def opened(
         after.push(report)  # of files that are closed by then; a signal no longer changes how a run that is done ends
         now = facts(loaders[0], load_tokenizer(run.data.tokenizer).fingerprint if run.data.tokenizer else None)
         mine = identity(given, device_of(run, placement), run.data, read_of(loaders))
-        looks = FirstSeconds(placement, given, log)
-        mesh, main_folder = after.enter_context(joined_mesh(run, placement, mine, looks.before_ranks_connect))
+        looks = FirstSeconds(placement, run.train.timeout_s, log, given)
+        mesh, main_folder = after.enter_context(joined_mesh(run, placement, mine, looks))
         run = replace(run, dir=main_folder)
         heartbeat = after.enter_context(heartbeat_of(run, mesh, placement, log))
         plan = make_plan(run, placement.world_size)

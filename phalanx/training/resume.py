@@ -157,7 +157,8 @@ def changed_keys(old: Any, new: Any, path: str = "") -> Iterator[tuple[str, Any,
 
 def _is_map(path: str) -> bool:
     """Fields whose keys are the user's own; they are compared as one value."""
-    return path in ("optim.lr_scale", "data.valid", "lora.rank_pattern", "lora.alpha_pattern")
+    maps = ("optim.lr_scale", "optim.fallback.lr_scale", "data.valid", "lora.rank_pattern", "lora.alpha_pattern")
+    return path in maps
 
 
 def _shown(found: tuple[str, Any, Any]) -> str:

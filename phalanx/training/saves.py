@@ -143,8 +143,9 @@ class Saves:
         if self.run.checkpoint.interval is not None:
             self.saver.prepare(self._snapshot())
 
-    def save(self, last: bool = False) -> None:
-        """Save the finished step. `last`: nothing follows, so it is waited for and must not fail."""
+    def save(self, last: bool = False) -> bool:
+        """Save the finished step; returns whether it is saved or under way. `last`: nothing follows, so it is waited
+        for and must not fail."""
         self.check(wait=True)
         try:
             self._tell(self.saver.start(self._snapshot()))
@@ -152,10 +153,10 @@ class Saves:
                 self.log.once(f"checkpoints are not written in the background: {self.saver.why_not}")
         except CheckpointError as error:
             self._failed(error, last)
-        else:
-            self.parent = self.counters.step
+            return False
         if last:
             self.check(wait=True, last=True)
+        return True
 
     def check(self, wait: bool = False, last: bool = False) -> None:
         """Between two steps: report the outcome of the save in the background."""
@@ -173,6 +174,7 @@ class Saves:
     def _tell(self, outcome: SaveOutcome | None) -> None:
         if outcome is None:
             return
+        self.parent = step_of(outcome.saved.path)
         self.slowest_s = max(self.slowest_s, outcome.took_s)
         waited = f" (in {outcome.took_s:.2f} s; the run waited {outcome.waited_s:.3f} s)"
         self.log.info(f"saved {outcome.saved.path}{waited}")

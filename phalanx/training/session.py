@@ -66,8 +66,7 @@ class Session:
         continue from the checkpoint that was loaded. If the process was asked to stop, raises Preempted once a step is
         saved. When called again, they continue after the last step that was made.
         """
-        if self._steps is not None:
-            self._steps.close()
+        self.end_batches()
         self._steps = self._loop.steps(periodic=False)
         return self._steps
 
@@ -123,8 +122,13 @@ class Session:
     def close(self) -> None:
         """Save what is unsaved. Called at the end of `session` if nothing was raised."""
         if self._steps is not None:
-            self._steps.close()
+            self.end_batches()
             self._loop.finish()
+
+    def end_batches(self) -> None:
+        """End what prepares batches: after an exception the interpreter would do so too late to be able to."""
+        if self._steps is not None:
+            self._steps.close()
 
 
 def _word(value: Any) -> str:
@@ -141,5 +145,8 @@ def session(run: Run, placement: Placement, command: str = "", callbacks: Sequen
     fit = fit_here(run, placement.world_size, placement)
     with opened(run, fit.placement or placement, command, fit.warning, callbacks) as loop:
         s = Session(loop)
-        yield s
-        s.close()
+        try:
+            yield s
+            s.close()
+        finally:
+            s.end_batches()

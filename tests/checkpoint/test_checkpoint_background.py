@@ -225,7 +225,8 @@ def test_what_reads_back_wrong_never_gets_its_name(tmp_path, tiny):
 
 
 def test_a_host_without_room_for_copies_waits_instead_and_says_so(tmp_path, tiny, monkeypatch):
-    monkeypatch.setattr("phalanx.checkpoint.saver.free_memory", lambda: 1000)
+    monkeypatch.setattr("phalanx.base.free_memory.control_groups", lambda root: [root])  # of a container
+    monkeypatch.setattr("phalanx.base.free_memory.left_in", lambda group: 1000)
     saver = make_saver(tiny, tmp_path)
     outcome = saver.start(snapshot(tiny, 10))
     assert (

@@ -16,7 +16,8 @@ from tests.harness.pool import warm_imports
 
 # Of faults that another part of `make test` has too, or that take long: with `make soak`, like all.
 LATER = ("a rank is slow", "a rank pauses for 3 s, or comes late by as much", "damaged checkpoint: seed 1")
-LATER += ("the process dies in every storage operation: sample of four threads",)
+LATER += ("the process dies in every storage operation: sample of four threads", "no room on the disk: seed 0")
+LATER += ("SIGTERM or SIGUSR1 to one rank: seed 0",)
 SAMPLE = {f"{section}: {name}": part for section, name, part in parts_of(SECTIONS, True)}
 PARTS = [pytest.param(part, id=name) for name, part in SAMPLE.items() if not name.startswith(LATER)]
 SOAK = [pytest.mark.soak, pytest.mark.timeout(900)]

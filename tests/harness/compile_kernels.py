@@ -12,6 +12,7 @@ import os
 import re
 import sys
 from dataclasses import replace
+from itertools import product
 
 os.environ.pop("TRITON_INTERPRET", None)
 
@@ -36,7 +37,9 @@ from phalanx.ops.delta import (
     prepare_kernel,
     states_kernel,
 )
+from phalanx.ops.delta import step_kernel as delta_step_kernel
 from phalanx.ops.delta.delta import TILES as DELTA_TILES
+from phalanx.ops.delta.step import TILES as DELTA_STEP_TILES
 from phalanx.ops.dense import (
     biased_gelu_kernel,
     dropout_kernel,
@@ -409,7 +412,7 @@ def scans(wide: dict) -> list[tuple]:
 
 
 def steps(wide: dict) -> list[tuple]:
-    """Single tokens of Nemotron-H's scans and convolutions."""
+    """Single tokens of Nemotron-H's scans and convolutions, and of Qwen3-Next's and Kimi's delta rules."""
     found: list[tuple] = []
     seen = dict(slots="*i64", fresh="*u8")
     given = dict(x=BF, weight=BF, bias=BF, kept=BF, y=BF, x_seq="i32", C="i32", **seen)
@@ -420,6 +423,14 @@ def steps(wide: dict) -> list[tuple]:
     sizes = dict(H=128, P=64, N=128, EACH=16, LOW=0.001, HIGH=math.inf, SKIP=True, FRESH=True, BN=128, **wide)
     for tile in STEP_TILES[::2]:
         found.append((step_kernel._state_step, given, dict(BP=tile.features, **sizes), dict(num_warps=tile.warps)))
+    given = dict.fromkeys(("q", "k", "v", "y"), BF) | dict.fromkeys(("decay", "beta", "kept"), "*fp32") | seen
+    given |= dict(scale="fp32", q_seq="i32", k_seq="i32", v_seq="i32")
+    sizes = dict(H=32, K=128, V=128, EACH=2, NORMALIZE=True, EPSILON=1e-6, FRESH=True, BK=128, **wide)
+    for by_feature, tile in product((False, True), DELTA_STEP_TILES[:2]):
+        options = dict(num_warps=tile.warps)
+        found.append(
+            (delta_step_kernel._rule_step, given, dict(BY_FEATURE=by_feature, BV=tile.values, **sizes), options)
+        )
     return found
 
 

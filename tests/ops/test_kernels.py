@@ -67,14 +67,14 @@ COMPARED = [
 
 def in_turns(compared: list[tuple[str, str, torch.dtype]]) -> set[tuple[str, str, torch.dtype]]:
     """Of each case BF16 (its first dtype if it has none of that), and of every second one of the others, which take
-    turns; of large casts, whose tiles are interpreted for seconds, BF16 alone."""
+    turns; of large casts FP32 alone: numpy has no BF16, and their tiles would be interpreted for many seconds."""
     forms = dict.fromkeys((name, made) for name, made, _ in compared)
     chosen = set()
     for turn, (name, made) in enumerate(forms):
         dtypes = [d for n, m, d in compared if (n, m) == (name, made)]
-        first = torch.bfloat16 if torch.bfloat16 in dtypes else dtypes[0]
-        others = [d for d in dtypes if d != first]
-        others = [] if "272 x 144" in name else others
+        large = "272 x 144" in name and torch.float32 in dtypes
+        first = torch.float32 if large else torch.bfloat16 if torch.bfloat16 in dtypes else dtypes[0]
+        others = [d for d in dtypes if d != first and not large]
         at = turn % max(2, 2 * len(others))
         chosen |= {(name, made, d) for d in (first, *others[at : at + 1])}
     return chosen

@@ -22,6 +22,7 @@ from phalanx.layout.config import LayoutConfig
 from phalanx.ops.optimizer import orthogonal
 from phalanx.ops.optimizer.orthogonal import orthogonalized
 from phalanx.optim.adamw import AdamWConfig
+from phalanx.optim.lion import LionConfig
 from phalanx.optim.muon import POLYNOMIALS, MuonConfig, factor_of, polynomials_of
 from phalanx.optim.optimizer import ParamRange, WholeMatrix, find_optimizer
 from phalanx.training.main import train
@@ -34,6 +35,7 @@ SHAPES = ((24, 24), (48, 16), (16, 48), (7, 5), (1, 9), (9, 1))
 SMALL = ["model.family=llama", "model.vocab_size=64", "model.hidden_size=16", "model.intermediate_size=32"]
 SMALL += ["model.num_hidden_layers=1", "model.num_attention_heads=2", "train.steps=1", "train.global_batch=1"]
 SMALL += ["train.micro_batch=1", "train.seq_length=8", "data.mock=true"]
+LORA = "lora.method=lora lora.rank=2 lora.targets=['*q_proj*']"
 
 
 def stepped(name: str, shape, steps: int, dtype=torch.float64, **fields):
@@ -272,11 +274,39 @@ def test_one_rate_for_all():
         ("optim.name=lion optim.beta2=1", "optim.beta2", "must be a number in [0, 1)"),
         ("optim.name=sgd optim.momentum=-1", "optim.momentum", "must be a number in [0, 1)"),
         ("optim.name=muon optim.masters=split", "optim.masters", "of whole matrices"),
+        ("optim.name=muon optim.lr_scale.*embed*=0.1", "optim.lr_scale.*embed*", "must fit tensors that this"),
+        ("optim.name=muon optim.fallback.lr_scale.*q_proj*=2", "optim.fallback.lr_scale.*q_proj*", "must fit"),
+        ("optim.name=muon optim.per_head=true train.freeze=['*attn*']", "optim.per_head", "has no effect without"),
+        (f"{LORA} optim.name=muon optim.per_head=true", "optim.per_head", "has no effect without matrices that have"),
+        ("optim.name=lion optim.beta2=0.999 optim.moments=bf16", "optim.beta2", "must be <= 0.99 with bf16 moments"),
+        ("optim.name=sgd optim.momentum=0.995 optim.moments=bf16", "optim.momentum", "<= 0.99 with bf16 moments"),
+        ("optim.name=muon optim.momentum=0.995 optim.moments=bf16", "optim.momentum", "<= 0.99 with bf16 moments"),
     ],
 )
 def test_refused(overrides, field, rule):
     found = refused(*overrides.split())
     assert list(found) == [field] and rule in found[field]
+
+
+@pytest.mark.parametrize(
+    "overrides",
+    [
+        "optim.name=muon optim.lr_scale.*layers.0*=0.1 optim.fallback.lr_scale.*layers.0*=0.1",  # matrices and norms
+        "optim.name=muon optim.per_head=true",
+        "optim.lr_scale.*embed*=0.1",
+        "optim.name=muon optim.moments=bf16 optim.momentum=0.99",
+        f"{LORA} optim.name=muon optim.lr_scale.*lora_B*=4",
+    ],
+)
+def test_not_refused(overrides):
+    assert not refused(*overrides.split())
+
+
+@pytest.mark.parametrize("field", ["optim.moments", "optim.fallback.moments"])
+def test_fp8_moments_of_both_need_a_gpu_that_has_fp8(field):
+    run = load_run(None, [*SMALL, "optim.name=muon", f"{field}=fp8"])
+    [found] = check(run, Facts(1, capability=(8, 0), device_name="A100"))
+    assert found.field == field and not check(run, Facts(1, capability=(9, 0), device_name="H100"))
 
 
 def test_its_own_rate_of_the_fallback_is_enough():
@@ -300,7 +330,9 @@ def test_a_state_of_another_optimizer_begins_anew_if_asked(tmp_path):
     train(run, Placement())
     muon = MuonConfig(name="muon", lr=3e-3, fallback=AdamWConfig(lr=3e-3))
     longer = replace(run, train=replace(run.train, steps=4), optim=muon)
-    with pytest.raises(CheckpointError, match="is of adamw, whose state is m, v; muon needs .*optim.restart=true"):
+    with pytest.raises(
+        CheckpointError, match="is of adamw, whose state is m, v; muon with adamw needs momentum, .*optim.restart=true"
+    ):
         train(longer, Placement())
     longer = replace(longer, optim=replace(muon, restart=True))
     steps = [tmp_path / "checkpoints" / f"step-0000000{step}" for step in (2, 4)]
@@ -311,3 +343,14 @@ def test_a_state_of_another_optimizer_begins_anew_if_asked(tmp_path):
     train(longer, Placement())
     resumed = loaded(steps[1], longer)
     assert resumed.step == 2 and all(s.values(kind).any() for s in resumed.shards for kind in s.kinds)
+
+
+def test_a_state_of_the_same_name_begins_anew_too(tmp_path):
+    """Lion's momentum is not Muon's; the one of the same optimizers is resumed."""
+    lion = LionConfig(name="lion", lr=1e-3)
+    run = replace(make_run(tmp_path, steps=2), optim=lion, checkpoint=CheckpointConfig(interval=2))
+    train(run, Placement())
+    path, muon = tmp_path / "checkpoints" / "step-00000002", MuonConfig(name="muon", fallback=lion)
+    for optim, step in ((muon, 2), (replace(muon, restart=True), 0), (replace(lion, restart=True), 2)):
+        found = loaded(path, replace(run, optim=optim))
+        assert found.step == step and all(s.values("momentum").any() == bool(step) for s in found.shards)

@@ -67,6 +67,35 @@ def test_so_is_it_where_one_process_of_each_machine_starts_its_ranks(two, tmp_pa
     assert "preflight: node-b: program: code of phalanx" in done.said["a"] and "step=" not in done.said["a"]
 
 
+def after_training(made: Cluster, folder: Path, words: list[str], before: dict | None = None) -> Run:
+    """A command of one rank on each machine, after a run there. Words that name something in `folder` mean that."""
+    assert set(train(made, folder).codes.values()) == {0}
+    shown = [str(folder / word) if (folder / word).exists() else word for word in words]
+    env = {node.letter: {SECRET: "the secret of this run, 32 characters"} for node in made.nodes}
+    return run_on(made, Start(shown, folder, env=env, before=before or {}))
+
+
+@pytest.mark.soak
+def test_good_machines_evaluate(two, tmp_path):
+    done = after_training(two, tmp_path, ["eval", "run"])
+    assert done.codes == {"a": 0, "b": 0} and "perplexity" in done.said["a"], done.said
+    assert "preflight: " not in done.said["a"] + done.said["b"] and "warning" not in done.said["a"], done.said
+
+
+@pytest.mark.parametrize(
+    "words",
+    [
+        pytest.param(["bench", "step", "run.yaml", "--steps", "1", "--ranks", "2"], id="bench"),
+        pytest.param(["eval", "run"], marks=pytest.mark.soak, id="eval"),
+        pytest.param(["serve", "run", "--port", "0"], marks=pytest.mark.soak, id="serve"),
+    ],
+)
+def test_machines_are_looked_at_for_other_verbs_too(two, tmp_path, words):
+    done = after_training(two, tmp_path, words, {"b": other_code})
+    assert done.codes == {"a": 8, "b": 8}, done.said
+    assert "preflight: node-b: program: code of phalanx" in done.said["a"], done.said
+
+
 # not among them: what a node refuses by itself before it meets the others, as a read-only folder and damaged files
 NAMED = (
     "a port is open one way",

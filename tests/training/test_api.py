@@ -8,6 +8,8 @@ import os
 import signal
 import subprocess
 import sys
+import threading
+from errno import ENOSPC
 from pathlib import Path
 
 import pytest
@@ -16,6 +18,9 @@ import torch
 import phalanx as px
 from phalanx.base.errors import ConfigError, Preempted
 from phalanx.checkpoint.keep import list_checkpoints
+from phalanx.checkpoint.manifest import parse
+from phalanx.checkpoint.saver import Saver
+from phalanx.checkpoint.storage import Storage
 from phalanx.forecast.text import plan_text
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -226,6 +231,65 @@ def test_a_stop_request_saves_and_raises(tmp_path, trained):
     assert losses(folder) == losses(trained)
 
 
+def test_a_stop_request_waits_for_the_callers_save_of_that_step(tmp_path, monkeypatch):
+    """Its disk stands still until the save is waited for."""
+    folder, waited_for, wait, begin = tmp_path / "run", threading.Event(), Saver.wait, Storage.begin
+
+    def told(saver: Saver):
+        if saver._under_way is not None:
+            waited_for.set()
+        return wait(saver)
+
+    def begun(storage: Storage, *given):
+        assert waited_for.wait(60)
+        return begin(storage, *given)
+
+    monkeypatch.setattr(Saver, "wait", told)
+    monkeypatch.setattr(Storage, "begin", begun)
+    with pytest.raises(Preempted, match="saved step 2"), px.session(load(folder)) as s:
+        for batches in s.batches():
+            if s.step == 2:
+                os.kill(os.getpid(), signal.SIGTERM)
+            s.train_step(batches)
+            if s.step == 2:
+                s.save()
+    there = saved(folder)
+    waited_for.set()
+    assert there == ["step-00000002"]
+
+
+@pytest.mark.parametrize(("background", "failing"), [(False, 8), (True, 4)])
+def test_a_failed_save_is_none(tmp_path, monkeypatch, background, failing):
+    """With checkpoint.on_error=continue: a clean end saves the last step again, and the parent is one that exists."""
+    folder, create, failed = tmp_path / "run", Storage.create, list[Path]()
+
+    def full(storage: Storage, path: Path):
+        if f"step-{failing:08}" in str(path) and not failed:
+            failed.append(path)
+            raise OSError(ENOSPC, os.strerror(ENOSPC))
+        return create(storage, path)
+
+    monkeypatch.setattr(Storage, "create", full)
+    options = ["checkpoint.on_error=continue", f"checkpoint.background={str(background).lower()}"]
+    with px.session(load(folder, *options)) as s:
+        for batches in s.batches():
+            s.train_step(batches)
+            if s.step in (2, failing):
+                s.save()
+    assert failed and saved(folder) == ["step-00000002", "step-00000008"]
+    assert parse(folder / "checkpoints/step-00000008").parent == 2
+
+
+def test_an_error_in_the_callers_loop_ends_the_batches(tmp_path):
+    """And is the only one: what is left to the end of the interpreter fails there, with words of its own."""
+    with pytest.raises(ValueError, match="the caller's"), px.session(load(tmp_path / "run")) as s:
+        steps = s.batches()
+        for batches in steps:
+            s.train_step(batches)
+            raise ValueError("the caller's")
+    assert next(steps, None) is None and saved(tmp_path / "run") == []
+
+
 def test_a_rate_of_ones_own_and_lines(tmp_path, capfd):
     folder = tmp_path / "run"
     with px.session(load(folder, "train.steps=2", "optim.warmup_steps=1", "train.eval_interval=1")) as s:
@@ -247,6 +311,14 @@ def test_steps_out_of_order_are_said(tmp_path):
     with pytest.raises(RuntimeError, match="comes after accumulate"), px.session(load(tmp_path / "b")) as s:
         for _ in s.batches():
             s.apply()
+
+
+def test_a_loop_without_apply_has_no_qk_clip(tmp_path):
+    """It would count heads that nothing has clipped."""
+    options = ["layout.sharding=0", "optim.qk_clip=100"]
+    with pytest.raises(RuntimeError, match="optim.qk_clip is part of apply"), px.session(load(tmp_path, *options)) as s:
+        for batches in s.batches():
+            s.accumulate(batches)
 
 
 def test_an_optimizer_of_torch_takes_the_place_of_ours(tmp_path, trained):

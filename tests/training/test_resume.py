@@ -18,11 +18,14 @@ from phalanx.checkpoint.config import CheckpointConfig
 from phalanx.checkpoint.keep import latest
 from phalanx.checkpoint.manifest import read_manifest
 from phalanx.config.run import RampConfig, Run
+from phalanx.config.write import to_dict
 from phalanx.data.config import DataConfig
 from phalanx.data.index import CorpusWriter
 from phalanx.models.gpt2 import GPT2Config
+from phalanx.optim.adamw import AdamWConfig
+from phalanx.optim.muon import MuonConfig
 from phalanx.training.main import train
-from phalanx.training.resume import check_resume, class_of
+from phalanx.training.resume import changed_keys, check_resume, class_of
 from tests.training.test_loop import RAMP, make_run, rows_of
 
 
@@ -84,6 +87,13 @@ def test_what_may_change_is_told(begun, tmp_path, capsys, path, value, shown):
     train(recomputed(begun, tmp_path, path, value), Placement())
     line = next(line for line in capsys.readouterr().out.splitlines() if line.startswith("changed since"))
     assert shown in line and "train.steps 3 -> 4" in line and "dir" not in line
+
+
+@pytest.mark.parametrize("section", ["optim", "optim.fallback"])
+def test_learning_rates_by_name_are_compared_as_one(section, tmp_path):
+    run = replace(make_run(tmp_path, steps=1), optim=MuonConfig(name="muon", fallback=AdamWConfig()))
+    before, now = (to_dict(tree.replace_at(run, f"{section}.lr_scale", scale)) for scale in ({}, {"*0*": 0.5}))
+    assert list(changed_keys(before, now)) == [(f"{section}.lr_scale", {}, {"*0*": 0.5})]
 
 
 def test_what_is_recorded_is_not_told_but_written_down(begun, tmp_path, capsys):

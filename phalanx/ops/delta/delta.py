@@ -35,7 +35,7 @@ from torch.autograd import Function
 from phalanx.base.dataclass import dataclass
 from phalanx.ops.dense.activation import widened
 from phalanx.ops.op import ALL_KERNELS, Case, Implementation, Kernels, Op, triton
-from phalanx.ops.scan.rows import StateSlots, documents_of
+from phalanx.ops.scan.rows import documents_of
 from phalanx.ops.scan.scan import NOTHING_LEFT
 
 CHUNK = 64
@@ -123,7 +123,7 @@ def unit(x: Tensor) -> Tensor:
     return x * torch.rsqrt(x.square().sum(-1, keepdim=True) + EPS)
 
 
-def _heads(s: DeltaInputs) -> tuple[Tensor, Tensor]:
+def of_value_heads(s: DeltaInputs) -> tuple[Tensor, Tensor]:
     """Queries and keys of each value head (R, L, HV, K), normalised and scaled as is asked."""
     each = s.v.shape[-2] // s.k.shape[-2]
     q, k = (unit(s.q), unit(s.k)) if s.normalize else (s.q, s.k)
@@ -133,7 +133,7 @@ def _heads(s: DeltaInputs) -> tuple[Tensor, Tensor]:
 def _chunk(s: DeltaInputs, state: Tensor, carried: Tensor) -> tuple[Tensor, Tensor]:
     """Outputs (R, C, HV, V) of one chunk, and the state after it; `carried` (R, 1): the document of `state`, which is
     read in the place of s.initial. All in one dtype."""
-    q, k = _heads(s)
+    q, k = of_value_heads(s)
     size, numbers = k.shape[1], s.numbers
     lower = torch.ones(size, size, dtype=torch.bool, device=k.device).tril()
     seen = lower if numbers is None else lower & (numbers.unsqueeze(2) == numbers.unsqueeze(1))
@@ -296,19 +296,6 @@ def delta(s: DeltaInputs, kernels: Kernels = "auto") -> tuple[Tensor, Tensor]:
     by = DELTA.choose(kernels, s.v, s.k.shape[-1])
     made: tuple[Tensor, Tensor] = _Delta.apply(*s, by)
     return made
-
-
-def delta_step(s: DeltaInputs, slots: StateSlots) -> Tensor:
-    """One token of each of S sequences: q, k (S, HK, K), v (S, HV, V), decay (S, HV) or (S, HV, K), beta (S, HV) ->
-    (S, HV, V). Kept: (slots, HV, K, V)."""
-    q, k = (t.squeeze(1) for t in _heads(s._replace(q=widened(s.q).unsqueeze(1), k=widened(s.k).unsqueeze(1))))
-    decay = s.decay if s.decay.dim() == 3 else s.decay.unsqueeze(-1)
-    state = widened(decay).exp().unsqueeze(-1) * slots.old().to(k.dtype)
-    held = torch.einsum("shk,shkv->shv", k, state)
-    u = widened(s.beta).unsqueeze(-1) * (widened(s.v) - held)
-    new = state + k.unsqueeze(-1) * u.unsqueeze(2)
-    slots.set(new)
-    return torch.einsum("shk,shkv->shv", q, new).to(s.v.dtype)
 
 
 def _case(documents: bool, normalize: bool) -> Any:

@@ -27,10 +27,10 @@ def convolve_remembered(
         slots = StateSlots(tokens, spans.slots, spans.fresh)
         made.append(conv1d_step(x[:singles], slots, weight, bias, True, kernels))
     for piece in spans.pieces:
-        row, before = x[piece.start : piece.stop].unsqueeze(0), _first(tokens, piece).to(x.dtype)
+        row, before = x[piece.start : piece.stop].unsqueeze(0), state_before(tokens, piece).to(x.dtype)
         made.append(conv1d(row, weight, bias, TokenRows(None, before), True, kernels)[0])
         tokens[piece.slot] = last_tokens(row, before, weight.shape[-1])[0]
-    return _joined(made, x)
+    return joined(made, x)
 
 
 def scan_remembered(s: StepInputs, states: Tensor, spans: StateSpans, kernels: Kernels = "auto") -> Tensor:
@@ -43,14 +43,14 @@ def scan_remembered(s: StepInputs, states: Tensor, spans: StateSpans, kernels: K
         here = s.some(slice(piece.start, piece.stop))
         steps = steps_of(here.dt, s.bias, s.limits)
         x, dt, b, c = (t.unsqueeze(0) for t in (here.x, steps, here.b, here.c))
-        row = ScanInputs(x, dt, decay_rates(s.log), b, c, s.d, initial=_first(states, piece))
+        row = ScanInputs(x, dt, decay_rates(s.log), b, c, s.d, initial=state_before(states, piece))
         y, state = scan(row, kernels)
         made.append(y[0])
         states[piece.slot] = state[0].to(states.dtype)
-    return _joined(made, s.x)
+    return joined(made, s.x)
 
 
-def _joined(made: list[Tensor], like: Tensor) -> Tensor:
+def joined(made: list[Tensor], like: Tensor) -> Tensor:
     """What tokens of a batch became, one sequence after another; zeros for those after the last, which are padding."""
     if len(made) == 1 and made[0].shape == like.shape:
         return made[0]
@@ -58,7 +58,7 @@ def _joined(made: list[Tensor], like: Tensor) -> Tensor:
     return torch.cat((*made, padding))
 
 
-def _first(remembered: Tensor, piece: StatePiece) -> Tensor:
+def state_before(remembered: Tensor, piece: StatePiece) -> Tensor:
     """(1, ...): what a piece goes on from; zeros if its sequence begins here."""
     found = remembered[piece.slot].unsqueeze(0)
     return torch.zeros_like(found) if piece.fresh else found.clone()
