@@ -184,6 +184,8 @@ def check_recompute(run: Run) -> list[Problem]:
     """Ops to recompute exist in the model, and are named once; with a budget, none is named."""
     c, m = run.train, run.model
     absent = {"experts": not m.routed_experts, "dropout": getattr(m, "dropout", 0.0) == 0.0, "rope": not m.rotary}
+    absent |= {"attention": not m.attends, "conv": not m.scans}
+    absent |= {op: m.recurrence != op for op in ("scan", "delta")}
     known = tuple(name for name in RECOMPUTED if not absent.get(name))
     found = within("train", c, "recompute_budget_gib", "(0, inf)", (None,))
     unknown = [name for name in c.recompute_ops if name not in known]

@@ -28,7 +28,7 @@ from phalanx.nn.relative_bias import RelativeBiasTable
 from phalanx.ops import proof
 from phalanx.ops.attention.attention import BIASED_ATTENTION
 from phalanx.ops.dense.relu2 import RELU2
-from phalanx.ops.op import SEAM, Op, packaged, refused, runs_triton, table, unusable
+from phalanx.ops.op import SEAM, SLOWER, Op, packaged, refused, runs_triton, table, unusable
 from phalanx.ops.quantized import cublaslt
 from phalanx.optim.optimizer import FusedOptimizer, MatrixOptimizer, optimizers_of
 from phalanx.planning.blocks import facts_of
@@ -53,7 +53,6 @@ NO_GRAPHS_ROWS = (
     "the experts' plain products count their rows on the host: train.cuda_graphs=on runs experts between graphs"
 )
 NO_GRAPHS_SIZES = "layout.dispatch=alltoall: the host waits for sizes; train.cuda_graphs=on runs experts between graphs"
-SLOWER = "the reference is many operators, with memory in between"
 DRIVER = Path("/proc/driver/nvidia/version")
 
 

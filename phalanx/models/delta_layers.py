@@ -58,6 +58,10 @@ class LinearLayersConfig(DecoderConfig):
         return self.linear_conv_kernel_dim if "linear_attention" in self.types else 0
 
     @property
+    def recurrence(self) -> str | None:
+        return "delta" if self.scans else None
+
+    @property
     def delta_sizes(self) -> DeltaSizes:
         """Heads of linear attention, and their widths."""
         raise NotImplementedError

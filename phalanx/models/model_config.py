@@ -45,6 +45,11 @@ class ModelConfig:
         return self.taps > 0
 
     @property
+    def recurrence(self) -> str | None:
+        """The op by which layers hand a state on, as train.recompute_ops names it; None: there is none."""
+        return "scan" if self.scans else None
+
+    @property
     def attends(self) -> bool:
         """Whether layers have attention."""
         return True

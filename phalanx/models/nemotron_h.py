@@ -305,6 +305,7 @@ KEYS = {
     "vocab_size": integer(NEEDED),
     "hidden_size": integer(NEEDED),
     "intermediate_size": integer(NEEDED),
+    "num_hidden_layers": integer_or_null(),
     "layers_block_type": LIST_OR_NULL,
     "hybrid_override_pattern": HfKey((str, NONE), None),
     "num_attention_heads": integer(NEEDED),
@@ -355,6 +356,8 @@ def from_hf(found: ConfigJson) -> NemotronHConfig | None:
     if bad is not None or not kinds:
         what = "there are none" if bad is None else f"layer {bad} is {kinds[bad]!r}"
         found.odd.append(f"layers_block_type: {what} (supported: {shown(known)})")
+    if kinds and v["num_hidden_layers"] not in (None, len(kinds)):
+        found.odd.append(f"layers_block_type has {len(kinds)} kinds (supported: one for each of num_hidden_layers)")
     heads = v["num_attention_heads"] if v["num_key_value_heads"] is None else v["num_key_value_heads"]
     own = found.pick(*SAME) | {"num_key_value_heads": heads}
     if "moe" in kinds:

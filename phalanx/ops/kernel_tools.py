@@ -9,6 +9,8 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+HOPPER_SHARED = 232448  # bytes that a program may have
+
 
 def wide_of(dtype: torch.dtype) -> torch.dtype:
     """The dtype that a kernel computes in."""
@@ -48,6 +50,16 @@ def warps_for(block: int) -> int:
 @cache
 def _processors(index: int) -> int:
     return torch.cuda.get_device_properties(index).multi_processor_count
+
+
+@cache
+def _shared_bytes(index: int) -> int:
+    return int(triton.runtime.driver.active.utils.get_device_properties(index)["max_shared_mem"])
+
+
+def shared_bytes(x: Tensor) -> int:
+    """Shared memory that a program may have on x's device; Hopper's in the interpreter."""
+    return _shared_bytes(x.device.index or 0) if x.is_cuda else HOPPER_SHARED
 
 
 def num_programs(x: Tensor, per_processor: int) -> int:

@@ -38,6 +38,7 @@ import importlib
 import importlib.metadata
 import os
 import sys
+import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
@@ -64,6 +65,7 @@ SEAM, ADDED = "op", "implementation"
 NO_FEATURES: frozenset[str] = frozenset()
 ALL_KERNELS: tuple[Kernels, ...] = ("plain", "auto", "triton", "optional")
 EXTRA = "pip install 'phalanx[kernels]'"
+SLOWER = "the reference is many operators, with memory in between"
 THREADS = 8  # that compare kernels: Python's share of compiling, a fifth, leaves no more to be gained
 
 
@@ -313,8 +315,11 @@ class Op:
     def tuned(self, made: Implementation, x: Tensor) -> Any:
         """An implementation as it is to run on the device of `x`; None: it is wrong there, however it is tuned."""
         if made.checked and x.is_cuda:
-            number = first_right(self, made, x.device, x.dtype).number
-            return None if number is None else with_tuning(self, made.source, made.tunings[number : number + 1])
+            checked = first_right(self, made, x.device, x.dtype)
+            if checked.number is None:
+                warn_of_wrong(self, made, x.device, checked)
+                return None
+            return with_tuning(self, made.source, made.tunings[checked.number : checked.number + 1])
         return with_tuning(self, made.source, made.tunings[:1])
 
     def is_plain(self, plain_ops: Sequence[str]) -> bool:
@@ -393,6 +398,13 @@ def first_right(op: Op, made: Implementation, device: torch.device, dtype: torch
     if new and checks is not None:
         checks.add(setting, new)
     return found
+
+
+@cache
+def warn_of_wrong(op: Op, made: Implementation, device: torch.device, checked: Checked) -> None:
+    """Once, where ranks have not decided together what to do without an implementation (engine.agree): generation."""
+    what = f"op {op.name} runs without its kernel, which differs from its reference on {device} ({checked.why})"
+    warnings.warn(f"{what}; it costs time: {made.cost or SLOWER}", stacklevel=2)
 
 
 def refused(ops: Sequence[Op], device: torch.device, dtype: torch.dtype) -> dict[str, str]:

@@ -98,13 +98,17 @@ def check_sizes(run: Run, c: Fp8Config, linears: Sequence[LinearFacts]) -> list[
         rule = f"micro_batch * seq_length of each rank must be a multiple of {unit} with train.fp8.recipe={c.recipe}"
         step = unit * parts // gcd(unit * parts, t.micro_batch)
         found.append(problem("train", t, "seq_length", rule, because, multiples(t.seq_length, step)))
-    bad = next((linear for linear in linears if any(size % unit for size in linear.shape)), None)
-    if bad is not None:
+    misfits = [linear for linear in linears if any(size % unit for size in linear.shape)]
+    if misfits:
+        bad = misfits[0]
         near = " x ".join(" or ".join(map(str, multiples(n, unit))) if n % unit else str(n) for n in bad.shape)
         because = {bad.matrices[0]: " x ".join(map(str, bad.shape)), "nearest sizes": near, "layout.tp": tp}
         because |= {"layout.etp": run.layout.etp} if run.layout.etp > 1 else {}
         because["sizes in multiples of"] = unit
-        rule = "the outputs and inputs of its linears, on each rank, must be whole blocks of scales (or exclude them)"
+        rule = "the outputs and inputs of its linears, on each rank, must be whole blocks of scales"
+        if len(misfits) < len(linears):
+            ends = (".".join(name.rsplit(".", 2)[1:]) for linear in misfits for name in linear.matrices)
+            rule += f", or leave them out: {AT}.exclude={[*c.exclude, *(f'*.{end}' for end in dict.fromkeys(ends))]}"
         sizes = {size for linear in linears for size in linear.shape}
         fitting = tuple(n for n in BUILT_IN[SEAM] if not any(size % find_recipe(n).unit for size in sizes))
         found.append(problem(AT, c, "recipe", rule, because, fitting))

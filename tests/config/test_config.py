@@ -785,6 +785,15 @@ RULES = [
         ([],),
     ),
     (
+        "train.recompute_ops=[scan]",
+        1,
+        "train.recompute_ops",
+        ["scan"],
+        "among norm, qkv, rope, attention, up,",
+        {"model.family", "unknown"},
+        ([],),
+    ),
+    (
         "train.recompute_ops=[norm] train.recompute=full",
         1,
         "train.recompute_ops",
@@ -2567,6 +2576,29 @@ MAMBA_RULES = [
         {"layout.cp", "tokens before one"},
         (24,),
     ),
+    (
+        "train.recompute_ops=[scan,delta]",
+        1,
+        "train.recompute_ops",
+        ["scan", "delta"],
+        "among norm, qkv, conv, scan, up,",
+        {"model.family", "unknown"},
+        ([],),
+    ),
+    (
+        f"{FP8}=tensorwise",
+        1,
+        "train.fp8.recipe",
+        "tensorwise",
+        "or leave them out: train.fp8.exclude=['*.in_proj.weight']",
+        {
+            "backbone.layers.0.mixer.in_proj.weight",
+            "nearest sizes",
+            "layout.tp",
+            "sizes in multiples of",
+        },
+        (),
+    ),
 ]
 DELTA_BASE = {
     **BASE,
@@ -2645,6 +2677,15 @@ DELTA_RULES = [
         "must be fixed",
         {"model.family"},
         ("fixed",),
+    ),
+    (
+        "train.recompute_ops=[delta,scan]",
+        1,
+        "train.recompute_ops",
+        ["delta", "scan"],
+        "among norm, qkv, rope, attention, conv, delta, up,",
+        {"model.family", "unknown"},
+        ([],),
     ),
 ]
 TABLE = [

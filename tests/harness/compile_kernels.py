@@ -59,6 +59,7 @@ from phalanx.ops.dense.rope import RopeGrad
 from phalanx.ops.experts import grouped_kernel, permute_kernel, push_kernel, route_kernel
 from phalanx.ops.experts.permute import Gathered
 from phalanx.ops.experts.rows import ExpertRows
+from phalanx.ops.kernel_tools import HOPPER_SHARED
 from phalanx.ops.machine_code import wrong_in
 from phalanx.ops.optimizer import (
     adamw_kernel,
@@ -342,7 +343,8 @@ def deltas(wide: dict, forms: tuple[bool, ...]) -> list[tuple]:
 
 
 def scans(wide: dict) -> list[tuple]:
-    """The convolution, and scans of Nemotron-H's heads, with documents; the gated norm of Qwen3-Next's."""
+    """The convolution, and scans of Nemotron-H's and Falcon-H1's heads, with documents; the gated norm of
+    Qwen3-Next's."""
     import triton.language as tl
 
     found: list[tuple] = []
@@ -377,19 +379,23 @@ def scans(wide: dict) -> list[tuple]:
     known = dict.fromkeys(("x", "b", "c", "d", "y", "dy", "dx", "before", "after"), BF) | dict(numbers="*i64")
     known |= dict.fromkeys((*wides, "ddt", "asked", "asked_out", "db", "dc", "da", "dd"), "*fp32")
     chunk = dict(H=128, Q=scan_kernel.CHUNK, DOCUMENTS=True, **wide)
-    shape = dict(P=64, N=128, EACH=16, ELEMENT=tl.bfloat16, BP=64, BN=128, **chunk)
-    of_states = {name: shape[name] for name in shape if name != "DOCUMENTS"} | dict(BN=scan_kernel.STATES)
     whole = dict(num_warps=scan_kernel.WARPS)
     follow = dict(num_stages=scan_kernel.STAGES, **whole)
-    for kernel, constants, options in (
-        (scan_kernel._decays, dict(BH=scan_kernel.LEAST, **chunk), whole),
-        (scan_kernel._pass, dict(INITIAL=True, **of_states), follow),
-        (scan_kernel._outputs, dict(SKIP=True, **shape), dict(maxnreg=scan_kernel.OUTPUT_REGISTERS, **whole)),
-        (scan_kernel._pass_back, dict(FINAL=True, **of_states), follow),
-        (scan_kernel._query_grads, dict(TOGETHER=scan_kernel.HEADS, **shape), follow),
-        (scan_kernel._key_grads, dict(TOGETHER=scan_kernel.HEADS, **shape), follow),
-        (scan_kernel._value_grads, dict(SKIP=True, **shape), dict(maxnreg=scan_kernel.VALUE_REGISTERS, **whole)),
-    ):
+    forms = [(scan_kernel._decays, dict(BH=scan_kernel.LEAST, **chunk), whole)]
+    for width, state in ((128, 256), (64, 128)):  # Falcon-H1-7B's, the largest of a recipe, and Nemotron-H's
+        shape = dict(P=width, N=state, EACH=16, ELEMENT=tl.bfloat16, BP=width, BN=state, **chunk)
+        of_states = {name: shape[name] for name in shape if name != "DOCUMENTS"} | dict(BN=scan_kernel.STATES)
+        together = dict(TOGETHER=scan_kernel.HEADS, **shape)
+        grads = dict(num_stages=scan_kernel.grad_stages(width, state, HOPPER_SHARED), **whole)
+        forms += [
+            (scan_kernel._pass, dict(INITIAL=True, **of_states), follow),
+            (scan_kernel._outputs, dict(SKIP=True, **shape), dict(maxnreg=scan_kernel.OUTPUT_REGISTERS, **whole)),
+            (scan_kernel._pass_back, dict(FINAL=True, **of_states), follow),
+            (scan_kernel._query_grads, together, grads),
+            (scan_kernel._key_grads, together, grads),
+            (scan_kernel._value_grads, dict(SKIP=True, **shape), dict(maxnreg=scan_kernel.VALUE_REGISTERS, **whole)),
+        ]
+    for kernel, constants, options in forms:
         types = {name: known.get(name, "i32") for name in kernel.arg_names if name not in constants}
         found.append((kernel, types, constants, options))
     known |= dict.fromkeys(("reach", "dreach", "parts"), "*fp32") | dict(dc=BF)
@@ -905,6 +911,8 @@ if __name__ == "__main__":
             made = triton.compile(source, target=TARGET, options=dict(*options))
             ttgir, size = made.asm["ttgir"], f", {len(made.asm['cubin'])} bytes"
             wild = wrong_in(made.metadata_group)
+            if made.metadata.shared > HOPPER_SHARED:
+                sys.exit(f"{kernel.fn.__name__} has {made.metadata.shared} bytes of shared memory")
         wrong = crossed(ttgir) or wild
         if wrong:
             sys.exit(f"{kernel.fn.__name__} has a matmul that some versions of Triton miscompile: {wrong[:300]}")

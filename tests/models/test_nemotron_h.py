@@ -63,6 +63,7 @@ def test_layers_in_published_forms(said):
         ({"layers_block_type": ["moe"], "n_routed_experts": 6, "n_group": 4}, "n_group"),
         ({"layers_block_type": ["linear_attention", "conv"]}, "layer 1 is 'conv'"),
         ({"layers_block_type": []}, "there are none"),
+        ({"layers_block_type": ["moe", "mlp"], "num_hidden_layers": 3}, "has 2 kinds"),
         ({"mlp_hidden_act": "silu"}, "mlp_hidden_act='silu'"),
         ({"num_nextn_predict_layers": 1}, "num_nextn_predict_layers=1"),
         ({"n_groups": 3}, "n_groups"),

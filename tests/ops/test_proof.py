@@ -19,9 +19,10 @@ from phalanx.ops import op as ops
 from phalanx.ops import proof
 from phalanx.ops.dense import norm_kernel
 from phalanx.ops.dense.norm import NORM
-from phalanx.ops.op import Case, Checked, Op, first_right, refused, table, triton, why_wrong
+from phalanx.ops.op import SLOWER, Case, Checked, Op, first_right, refused, table, triton, why_wrong
 from phalanx.ops.optimizer.symmetric import SYMMETRIC, TILES, SymmetricTerms, SymmetricTiles, symmetric_matmul
 from phalanx.ops.optimizer.symmetric_kernel import SymmetricProducts
+from phalanx.ops.scan.step import SCAN_STEP
 
 CPU = torch.device("cpu")
 
@@ -59,6 +60,17 @@ def checks(tmp_path, monkeypatch):
     first_right.cache_clear()
     yield found
     first_right.cache_clear()
+
+
+def test_where_ranks_do_not_agree_a_wrong_kernel_is_said(monkeypatch):
+    """Generation asks ops alone, on what looks like a GPU here: once, with the reason and the cost."""
+    monkeypatch.setattr(ops, "unusable", lambda *call: None)
+    monkeypatch.setattr(ops, "first_right", lambda *call: Checked(None, "result 1 is half"))
+    x = SimpleNamespace(is_meta=False, is_cuda=True, device=torch.device("cuda:0"), dtype=torch.bfloat16)
+    with pytest.warns(UserWarning) as said:
+        assert SCAN_STEP.choose("auto", x) is SCAN_STEP.choose("auto", x) is SCAN_STEP.reference
+    [text] = (str(each.message) for each in said)
+    assert text.startswith("op scan_step runs without its kernel") and "result 1 is half" in text and SLOWER in text
 
 
 def planted(*tunings: SymmetricTiles):

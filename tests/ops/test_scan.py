@@ -16,7 +16,7 @@ from phalanx.ops.scan.carried import carried_output
 from phalanx.ops.scan.conv1d import conv1d, last_tokens
 from phalanx.ops.scan.gated_norm import NormGroups, gated_norm
 from phalanx.ops.scan.rows import StateSlots, TokenRows
-from phalanx.ops.scan.scan import ScanInputs, decay_rates, scan, steps_of, whole_decay
+from phalanx.ops.scan.scan import SCAN, ScanInputs, decay_rates, scan, steps_of, whole_decay
 from phalanx.ops.scan.step import StepInputs, conv1d_step, scan_step
 from tests.ops.test_ops import normal
 
@@ -95,6 +95,21 @@ def test_scan_of_every_length(length):
 @pytest.mark.parametrize("decay", [1e-9, 1e3], ids=["keeps all", "forgets all"])
 def test_scan_with_extreme_decays(decay):
     compared(inputs(1, 130, decay), documents("mixed", 1, 130))
+
+
+@pytest.mark.parametrize("kernels", ["plain", pytest.param("triton", marks=TRITON)])
+def test_tokens_that_leave_nothing_do_not_blur_what_others_leave(kernels):
+    """In fp32, one token whose decay is e^-1e6: a sum with its logarithm would round those of the tokens behind it
+    away. Truth: the same where it leaves e^-200 and adds as much, in float64."""
+    given = {n: t.detach() for n, t in inputs(1, 64).items()}
+    given["x"][:, 10] = 0
+    made = []
+    for how, dtype, step in ((kernels, torch.float32, 1e6), ("plain", torch.float64, 200.0)):
+        cast = {n: t.to(torch.float32).to(dtype) for n, t in given.items()} | {"a": -torch.ones(HEADS, dtype=dtype)}
+        cast["dt"][:, 10] = step
+        made.append(scan(ScanInputs(**cast), how))
+    for mine, theirs in zip(*made):
+        assert (mine - theirs).abs().max() <= 2e-5 * theirs.abs().max()
 
 
 # ---- Triton kernels, interpreted
@@ -283,3 +298,30 @@ def test_gated_norm_of_a_group_on_two_ranks(ranks, order):
     for by in (0, 1):
         made = [torch.cat(parts, -1) for parts in zip(*(half[by] for half in halves))]
         torch.testing.assert_close(made, truth, rtol=1e-12, atol=1e-12)
+
+
+@TRITON
+@pytest.mark.parametrize(
+    "width, state, dtype, wanted",
+    [
+        (64, 128, torch.bfloat16, "kernel"),
+        (128, 256, torch.bfloat16, "kernel"),
+        (128, 256, torch.float32, "reference"),
+        (256, 64, torch.bfloat16, "reference"),
+        (16, 1024, torch.bfloat16, "reference"),
+        (8, 200, torch.float32, "kernel"),
+    ],
+    ids=str,
+)
+def test_sizes_that_kernels_have_no_room_for_run_the_reference(width, state, dtype, wanted):
+    assert SCAN.implementations[0].fits(width, state, dtype.itemsize) == (wanted == "kernel")
+
+
+@TRITON
+def test_loops_of_gradients_have_as_many_stages_as_there_is_room_for():
+    """Shared memory as compiled for Hopper (tests/harness/compile_kernels.py compiles both sizes, and would say if it
+    were exceeded): of Falcon-H1-7B's heads, three stages take 290 KiB of 227."""
+    from phalanx.ops.scan.scan_kernel import grad_stages
+
+    assert [grad_stages(*size, room=232448) for size in ((64, 128), (64, 256), (128, 256))] == [3, 3, 2]
+    assert grad_stages(128, 256, room=166912) == 1  # A100

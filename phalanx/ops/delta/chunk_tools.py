@@ -21,7 +21,7 @@ def documents_at(numbers, row, start, at, here, L, DOCUMENTS: tl.constexpr):
 
 @triton.jit
 def summable(decay, WIDE: tl.constexpr):
-    """Decays in the wide dtype, none below where exp is 0 already (ops.delta.delta.NOTHING_LEFT). NaN stays."""
+    """Decays in the wide dtype, none below where exp is 0 already (ops.scan.scan.NOTHING_LEFT). NaN stays."""
     LEAST: tl.constexpr = -746.0 if WIDE == tl.float64 else -104.0
     logs = decay.to(WIDE)
     return tl.where(logs < LEAST, LEAST, logs)

@@ -36,14 +36,11 @@ from phalanx.base.dataclass import dataclass
 from phalanx.ops.dense.activation import widened
 from phalanx.ops.op import ALL_KERNELS, Case, Implementation, Kernels, Op, triton
 from phalanx.ops.scan.rows import documents_of
+from phalanx.ops.scan.scan import NOTHING_LEFT
 
 CHUNK = 64
 BLOCK = 16  # tokens; decays by feature are compared token by token inside it
 EPS = 1e-6  # of the squared lengths of queries and keys
-NOTHING_LEFT = {torch.float32: -104.0, torch.float64: -746.0}
-"""By dtype, a decay at which exp is 0. Sums of decays take none below it, which changes no product of decays: what a
-token left by less is 0 with it too. But sums stay small, and what is left between two other tokens is a difference of
-two sums, each rounded in proportion to its size."""
 
 
 @dataclass(frozen=True)

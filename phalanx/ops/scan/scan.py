@@ -28,6 +28,10 @@ from phalanx.ops.op import ALL_KERNELS, Case, Implementation, Kernels, Op, trito
 from phalanx.ops.scan.rows import documents_of
 
 CHUNK = 64
+NOTHING_LEFT = {torch.float32: -104.0, torch.float64: -746.0}
+"""By dtype, a logarithm of a decay at which exp is 0. Sums of logarithms take none below it, which changes no product
+of decays: what a token left by less is 0 with it too. But sums stay small, and what is left between two other tokens is
+a difference of two sums, each rounded in proportion to its size."""
 
 
 class ScanInputs(NamedTuple):
@@ -69,7 +73,8 @@ def _chunk(s: ScanInputs, state: Tensor, carried: Tensor) -> tuple[Tensor, Tenso
     size, steps = x.shape[1], dt.unsqueeze(-1) * x
     seen = torch.ones(size, size, dtype=torch.bool, device=x.device).tril()
     seen = seen if numbers is None else seen & (numbers.unsqueeze(2) == numbers.unsqueeze(1))
-    decays = _sums_of(dt * s.a, seen if numbers is None else seen.to(x.dtype))
+    logs = (dt * s.a).clamp(min=NOTHING_LEFT[x.dtype])
+    decays = _sums_of(logs, seen if numbers is None else seen.to(x.dtype))
     between = decays.unsqueeze(2) - decays.unsqueeze(1)  # (R, reader, source, H)
     weights = between.masked_fill(~seen.unsqueeze(-1), -torch.inf).exp()
     y = torch.einsum("rthn,rshn,rtsh,rshp->rthp", c, b, weights, steps)
@@ -193,7 +198,7 @@ class _Scan(Function):
 def scan(s: ScanInputs, kernels: Kernels = "auto") -> tuple[Tensor, Tensor]:
     """y (R, L, H, P) of the recurrence above, in the dtype of x, and the state (R, H, P, N) after each row, in at least
     fp32. `s.d` may be a parameter."""
-    by = SCAN.choose(kernels, s.x)
+    by = SCAN.choose(kernels, s.x, s.x.shape[-1], s.b.shape[-1], s.x.dtype.itemsize)
     made: tuple[Tensor, Tensor] = _Scan.apply(s.x, s.dt, s.a, s.b, s.c, s.d, s.numbers, s.initial, by)
     return made
 
@@ -231,6 +236,13 @@ def decay_rates(log: Tensor) -> Tensor:
     return -wide_values(log).exp()
 
 
+def _has_room(width: int, state: int, itemsize: int) -> bool:
+    """Whether the Triton kernels have room in registers and shared memory for a head's state. Sizes are rounded up to
+    powers of two of at least 16."""
+    features, values = (max(16, 1 << (size - 1).bit_length()) for size in (width, state))
+    return features <= 128 and values * itemsize <= 2**10 and features * values * itemsize <= 2**16
+
+
 def _case(documents: bool) -> Any:
     def call(*given: Any) -> Tensor:
         x, dt, a, b, c, d, initial, kernels = given
@@ -257,7 +269,11 @@ SCAN = Op(
     __name__,
     ("scan_forward", "scan_backward"),
     (
-        triton("phalanx.ops.scan.scan_kernel"),
+        triton(
+            "phalanx.ops.scan.scan_kernel",
+            fits=_has_room,
+            shapes="heads of at most 128 features; states of at most 1 KiB a feature and 64 KiB a head",
+        ),
         Implementation("dry", f"{__name__}:DryScan", "meta", modes=ALL_KERNELS),
     ),
     cases=(

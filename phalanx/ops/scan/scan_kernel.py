@@ -32,7 +32,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from phalanx.ops.kernel_tools import triton_wide, wide_of
+from phalanx.ops.kernel_tools import shared_bytes, triton_wide, wide_of
 from phalanx.ops.scan.scan import CHUNK, ScanGrads, ScanInputs
 
 LEAST = 16  # rows and columns of a matmul's operands
@@ -147,7 +147,9 @@ def _decays(
     own, carried, last = _documents(numbers, row, start, at, here, L, DOCUMENTS)
     inside = here[:, None] & there[None, :]
     step = tl.load(dt + (row * L + at)[:, None] * H + head[None, :], mask=inside, other=0.0).to(WIDE)
+    LOWEST: tl.constexpr = -746.0 if WIDE == tl.float64 else -104.0  # ops.scan.scan.NOTHING_LEFT
     logs = step * tl.load(a + head, mask=there, other=0.0).to(WIDE)[None, :]
+    logs = tl.where(logs < LOWEST, LOWEST, logs)
     seen = (i[None, :] <= i[:, None]) & (own[None, :] == own[:, None])
     e = _dot(tl.where(seen, 1.0, 0.0), logs, WIDE, WIDE)
     at_end = (own == last)[:, None]
@@ -516,6 +518,13 @@ ELEMENTS = {
 }
 
 
+def grad_stages(features: int, state: int, room: int) -> int:
+    """Of the loops of _query_grads and _key_grads over values of 16 bits: as many as shared memory of `room` bytes
+    surely has room for."""
+    once, each = 2 * CHUNK * (features + state), 2 * features * (CHUNK + state) + 1024
+    return max((n for n in range(2, STAGES + 1) if once + n * each <= room), default=1)
+
+
 class _ScanCall:
     """What all kernels of a scan are given, and decays."""
 
@@ -634,13 +643,15 @@ def scan_backward(dy: Tensor, dstate: Tensor | None, s: ScanInputs, before: Tens
     )
     of_group = call.heads // call.groups
     together = max(n for n in range(1, HEADS + 1) if of_group % n == 0)
-    parts, stages = of_group // together, STAGES if call.x.dtype.itemsize == 2 else 1
+    how = dict(**call.arithmetic, DOCUMENTS=call.numbers is not None, num_warps=WARPS)
+    parts, stages = of_group // together, 1
+    if call.x.dtype.itemsize == 2:
+        stages = grad_stages(how["BP"], how["BN"], shared_bytes(call.x))
     dx = torch.empty(s.x.shape, dtype=s.x.dtype, device=s.x.device)
     of_parts = (call.rows, call.length, call.groups, parts, call.state)
     kinds = (like.dtype if parts == 1 else call.wide for like in (s.b, s.c))
     db, dc = (torch.empty(of_parts, dtype=kind, device=dy.device) for kind in kinds)
     of_groups = (call.rows, call.groups * parts, call.chunks)
-    how = dict(**call.arithmetic, DOCUMENTS=call.numbers is not None, num_warps=WARPS)
     _query_grads[of_groups](
         dy,
         call.x,
