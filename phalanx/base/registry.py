@@ -102,6 +102,8 @@ BUILT_IN: Mapping[str, Mapping[str, str]] = MappingProxyType(
                 "row_sums": "phalanx.ops.dense.row_sums:ROW_SUMS",
                 "loss": "phalanx.ops.dense.cross_entropy:LOSS",
                 "adamw": "phalanx.ops.optimizer.adamw:ADAMW",
+                "adamw_fp8": "phalanx.ops.optimizer.adamw:ADAMW_FP8",
+                "adamw_8bit": "phalanx.ops.optimizer.adamw:ADAMW_8BIT",
                 "symmetric": "phalanx.ops.optimizer.symmetric:SYMMETRIC",
                 "directions": "phalanx.ops.optimizer.directions:DIRECTIONS",
                 "route": "phalanx.ops.experts.route:ROUTE",

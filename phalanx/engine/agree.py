@@ -131,7 +131,8 @@ def used_ops(plan: Plan) -> list[Op]:
     from phalanx.nn.state_space import StateSpace
 
     run, found = plan.run, list[Op]()
-    optimizers = {o.op for o in optimizers_of(run.optim) if isinstance(o, FusedOptimizer | MatrixOptimizer)}
+    fused = [o for o in optimizers_of(run.optim) if isinstance(o, FusedOptimizer | MatrixOptimizer)]
+    optimizers = {name for o in fused for name in (o.op, f"{o.op}_{o.config.moments}")}
     blocks = [block for segment in plan.blocks_of(Coords()).values() for block in segment]
     modules = [module for block in blocks for module in block.modules()]
     kinds = {type(module) for module in modules}

@@ -107,6 +107,9 @@ def test_the_ops_of_a_run_are_checked():
     run = base_run("mixtral")
     run = replace(run, optim=MuonConfig(name="muon", fallback=AdamWConfig()))
     assert {"grouped", "route", "symmetric", "adamw"} <= {op.name for op in used_ops(make_plan(run, 1))}
+    for optim in (AdamWConfig(moments="8bit"), MuonConfig(name="muon", fallback=AdamWConfig(moments="8bit"))):
+        names = {op.name for op in used_ops(make_plan(replace(run, optim=optim), 1))}
+        assert "adamw_8bit" in names and "adamw_fp8" not in names
 
 
 def test_ranks_of_a_machine_share_the_first_comparisons_of_kernels(monkeypatch):

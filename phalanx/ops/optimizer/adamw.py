@@ -6,14 +6,21 @@ The same call scales and clips the gradient, writes the low-precision weights an
 
 from __future__ import annotations
 
+from dataclasses import replace
+from typing import Any, Literal
+
 import torch
 from torch import Tensor
 
 from phalanx.base.dataclass import dataclass
 from phalanx.ops.op import Case, Kernels, Op, triton
+from phalanx.ops.optimizer.blockwise import Blockwise
 from phalanx.ops.optimizer.masters import SplitMaster
+from phalanx.ops.optimizer.moments import Narrow
 from phalanx.ops.optimizer.packed import PackedTensor
 from phalanx.ops.optimizer.shard import keep, widened
+
+Moments = Literal["bf16", "fp8", "8bit"]
 
 
 @dataclass(frozen=True)
@@ -49,7 +56,8 @@ def adamw_(
     grad = 0.
     """
     if parts:
-        ADAMW.choose(kernels, parts[0].grad).update_(parts, step, options, factor, skip)
+        op = next((op for kind, op in PACKED.items() if isinstance(parts[0].m, kind)), ADAMW)
+        op.choose(kernels, parts[0].grad).update_(parts, step, options, factor, skip)
 
 
 def update_(parts: list[AdamRange], step: Tensor, options: AdamOptions, factor: Tensor, skip: Tensor) -> None:
@@ -116,11 +124,63 @@ def _case(p: Tensor, g: Tensor, m: Tensor, v: Tensor, kernels: Kernels) -> Tenso
     return torch.stack((p, m, v, g))
 
 
-ADAMW = Op(
+def _packed_case(moments: Moments, split: bool) -> Any:
+    """One step from moments that are packed. What is stored of the new ones may differ by a rounding, which one bit of
+    arithmetic decides: whether each is near to what the formula gives is returned, for both."""
+
+    def call(p: Tensor, g: Tensor, m: Tensor, v: Tensor, kernels: Kernels) -> tuple[Tensor, ...]:
+        p, g, m, v = (t.detach().clone() for t in (p, g, m, v.abs()))
+        master = _split(p) if split else p
+        first, second = (_moment(moments, x, number == 1) for number, x in enumerate((m, v)))
+        step, factor, skip = (torch.tensor(x, device=p.device) for x in (3.0, 0.3, 0.0))
+        o, scaled = AdamOptions(0.01, 0.9, 0.95, 1e-8, 0.1), g * factor
+        wanted = (
+            o.beta1 * widened(first, g.dtype) + (1 - o.beta1) * scaled,
+            o.beta2 * widened(second, g.dtype) + (1 - o.beta2) * scaled.square(),
+        )
+        adamw_([AdamRange(master, g, first, second)], step, o, factor, skip, kernels)
+        off = [(widened(kept, g.dtype) - x).abs() for kept, x in zip((first, second), wanted)]
+        near = [(d <= 0.3 * x.abs() + 0.02 * x.abs().max()).to(g.dtype) for d, x in zip(off, wanted)]
+        return widened(master, g.dtype), g, *near
+
+    return call
+
+
+def _split(p: Tensor) -> SplitMaster:
+    master = SplitMaster.of(p.bfloat16())
+    master.store_(p)
+    return master
+
+
+def _moment(moments: Moments, x: Tensor, root: bool) -> Tensor | PackedTensor:
+    """x, stored; root: they are the second moments."""
+    if moments == "bf16":
+        return x.bfloat16()
+    made = Narrow.zeros(len(x), x.device, root) if moments == "fp8" else Blockwise.zeros(len(x), x.device, not root)
+    made.store_(x)
+    return made
+
+
+def _op(name: str, title: str, *cases: Case) -> Op:
+    kernel = triton("phalanx.ops.optimizer.adamw_kernel")
+    kernel = replace(kernel, capability=(8, 9)) if name == "adamw_fp8" else kernel
+    return Op(name, title, __name__, ("update_",), (kernel,), switches=("adamw",), cases=cases)
+
+
+def _packed_cases(moments: Moments) -> list[Case]:
+    shapes, fp32 = ((2112,),) * 4, (torch.float32,)  # no whole number of the kernels' programs
+    return [
+        Case(f"adamw, {moments} moments{', split masters' * split}", _packed_case(moments, split), shapes, (), fp32)
+        for split in (False, True)
+    ]
+
+
+ADAMW = _op(
     "adamw",
     "AdamW over flat ranges",
-    __name__,
-    ("update_",),
-    (triton("phalanx.ops.optimizer.adamw_kernel"),),
-    cases=(Case("adamw", _case, ((2050,),) * 4, dtypes=(torch.float32, torch.float64)),),
+    Case("adamw", _case, ((2050,),) * 4, dtypes=(torch.float32, torch.float64)),
+    *_packed_cases("bf16"),
 )
+ADAMW_FP8 = _op("adamw_fp8", "AdamW with moments in FP8", *_packed_cases("fp8"))
+ADAMW_8BIT = _op("adamw_8bit", "AdamW with moments in 8 bits by blocks", *_packed_cases("8bit"))
+PACKED: dict[type, Op] = {Narrow: ADAMW_FP8, Blockwise: ADAMW_8BIT}
