@@ -61,15 +61,26 @@ class HostCopies:
             self._locked = None if self._stream is None else PageLocked(size)
             self._memory = torch.empty(size, dtype=torch.uint8) if self._locked is None else self._locked.memory
 
+    def lacks(self, size: int) -> str:
+        """Take memory for copies of `size` bytes; why it cannot be had, "" if it is there."""
+        try:
+            self._taken(size)
+        except (OSError, RuntimeError, MemoryError) as error:  # of mmap, torch's allocators and Python
+            return str(error).splitlines()[0]
+        return ""
+
+    def _taken(self, size: int) -> None:
+        if self._preparing is not None:
+            self._preparing.join()
+            self._preparing = None
+        self._allocate(size)
+
     def begin(self, size: int, fresh: int = 0) -> None:
         """The earlier copies are no longer read. `size`: `room` for what will be copied. `fresh`: bytes of device
         memory that tensors created just for this save take. If the device has no room for all of them, the computation
         waits for their copies."""
         self._used = 0
-        if self._preparing is not None:
-            self._preparing.join()
-            self._preparing = None
-        self._allocate(size)
+        self._taken(size)
         if self._stream is not None:
             idle = torch.cuda.memory_reserved(self.device) - torch.cuda.memory_allocated(self.device)
             self._beside = 2 * fresh < torch.cuda.mem_get_info(self.device)[0] + idle

@@ -69,7 +69,7 @@ class Saver:
         self._files: list[File] = []  # the same in every save
         self.target, self.axis, self.background, self.why_not = target, axis, background, ""
         self._host, self._device = HostCopies(state.mesh.device), state.mesh.device
-        self._asked_for_room = False
+        self._asked_for_room = self._took_room = False
         self._under_way: _Thread | None = None
         # called regularly while waiting for a save; raises if waiting has become pointless
         self.look: Callable[[], None] = lambda: None
@@ -93,6 +93,8 @@ class Saver:
         self._files = content.files
         if self.background and not self._asked_for_room:
             self._ask_for_room(content)
+        if self.background and not self._took_room:
+            self._take_room(content)
         if not self.background:
             outcome = _Thread(lambda: self._write_at_once(content), began).result(self.look)
             return replace(outcome, waited_s=outcome.took_s)
@@ -144,6 +146,17 @@ class Saver:
                     f"copies of {needed} bytes do not fit into {SPARE:.0%} of the {free} bytes of "
                     f"memory that are free on {host}"
                 )
+
+    def _take_room(self, content: Content) -> None:
+        """What is free may be less than what a process may have: its limits count too. All ranks decide alike."""
+        self._took_room = True
+        lacking = agree(self.axis, lambda: (socket.gethostname(), self._host.lacks(content.room)))
+        for host, why in lacking:
+            if why:
+                self.background = False
+                self.why_not = f"memory for copies cannot be had on {host}: {why}"
+        if not self.background:
+            self._host = HostCopies(self._device)  # gives back what some ranks have
 
 
 class _Thread:

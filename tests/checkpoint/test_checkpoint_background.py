@@ -7,6 +7,7 @@ import os
 import re
 import threading
 from dataclasses import replace
+from errno import ENOMEM
 from pathlib import Path
 from unittest.mock import patch
 
@@ -234,6 +235,22 @@ def test_a_host_without_room_for_copies_waits_instead_and_says_so(tmp_path, tiny
         and outcome.saved.written
         and "of the 1000 bytes of memory that are free on" in saver.why_not
     )
+
+
+@pytest.mark.parametrize(
+    "error", [OSError(ENOMEM, os.strerror(ENOMEM)), RuntimeError("can't allocate memory")], ids=str
+)
+def test_a_process_that_may_not_have_memory_for_copies_saves_and_says_so(tmp_path, tiny, monkeypatch, error):
+    """A limit of the process: ulimit -v."""
+
+    def refused(host, size):
+        raise error
+
+    monkeypatch.setattr(HostCopies, "_allocate", refused)
+    saver = make_saver(tiny, tmp_path)
+    outcome = saver.start(snapshot(tiny, 10))
+    assert outcome is not None and outcome.saved.written
+    assert "memory for copies cannot be had on" in saver.why_not and "memory" in saver.why_not.rpartition(": ")[2]
 
 
 def test_host_memory_is_kept_from_save_to_save(tmp_path, tiny):
