@@ -176,9 +176,11 @@ def check_speculation(run: Run, world: int, speculate: str | None) -> None:
     from phalanx.forecast.decide import make_plan
     from phalanx.inference.drafter import drafts_named
     from phalanx.inference.load import without_training
-    from phalanx.inference.predictor import MtpSpec, check_modules
+    from phalanx.inference.predictor import MtpSpec, check_modules, check_takes_drafts
 
     drafts = drafts_named(speculate) if speculate else None
+    if speculate:
+        check_takes_drafts(run.model, speculate, "--speculate")
     if isinstance(drafts, MtpSpec):
         check_modules(make_plan(without_training(run, world), world), drafts, "--speculate")
 
