@@ -186,8 +186,12 @@ def check_speculation(run: Run, world: int, speculate: str | None) -> None:
 
 
 def options_of(asked: dict[str, Any]) -> SamplingOptions:
+    from phalanx.base.errors import DataError
     from phalanx.inference.request import Grammar, SamplingOptions
 
     schema = asked["json_schema"]
-    grammar = None if schema is None else Grammar("json_schema", Path(schema).read_text(encoding="utf-8"))
+    try:
+        grammar = None if schema is None else Grammar("json_schema", Path(schema).read_text(encoding="utf-8"))
+    except (OSError, UnicodeDecodeError) as error:
+        raise DataError(f"{schema}: cannot be read: {error}") from None
     return SamplingOptions(**{name: asked[name] for name in SAMPLING}, grammar=grammar)
