@@ -59,7 +59,8 @@ ALONE = EngineOptions(sequences=1, tokens=512)
 
 @dataclass(frozen=True)
 class TextAnswer:
-    """prompt: its place among those given. sample: which of its answers. tokens: without those of a stop string."""
+    """prompt: its place among those given. sample: which of its answers. tokens: with those of a stop string, without
+    the one that ends an answer."""
 
     prompt: int
     sample: int
