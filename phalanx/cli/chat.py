@@ -93,7 +93,10 @@ def image_of(talk: Conversation, name: str) -> list[ImageFile]:
 
 def answer(talk: Conversation, message: str, add: PassageAdder | None = None, images: Sequence[ImageFile] = ()) -> None:
     """Write the answer to a message, and the images with it, as it is made. add: puts passages before it, whose sources
-    are written first."""
+    are written first. What cannot be answered, such as a message that is too long, is said, and the chat goes on."""
+    from phalanx.base.errors import ConfigError, DataError
+    from phalanx.inference.request import RequestError
+
     written, found = (None, []) if add is None else add.one(message)
     say_sources(found)
     try:
@@ -102,5 +105,8 @@ def answer(talk: Conversation, message: str, add: PassageAdder | None = None, im
         click.echo()
     except KeyboardInterrupt:
         click.echo(" ...")
+    except (ConfigError, DataError, RequestError) as error:
+        click.echo(str(error), err=True)
+        return
     if talk.notice is not None:
         click.echo(talk.notice, err=True)

@@ -29,7 +29,10 @@ POSITIVE = click.IntRange(min=1)
 @click.option("--prefix", default="", metavar="TEXT", help='Text put before each, such as "passage: ".')
 @click.option("--dimensions", type=POSITIVE, default=None, help="The first features alone (Matryoshka).")
 @click.option(
-    "--length", type=POSITIVE, default=None, help="Tokens of a text that are read (default: those of training)."
+    "--length",
+    type=click.IntRange(min=2),
+    default=None,
+    help="Tokens of a text that are read (default: those of training).",
 )
 @click.option(
     "--pooling",

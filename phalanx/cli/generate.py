@@ -176,16 +176,22 @@ def check_speculation(run: Run, world: int, speculate: str | None) -> None:
     from phalanx.forecast.decide import make_plan
     from phalanx.inference.drafter import drafts_named
     from phalanx.inference.load import without_training
-    from phalanx.inference.predictor import MtpSpec, check_modules
+    from phalanx.inference.predictor import MtpSpec, check_modules, check_takes_drafts
 
     drafts = drafts_named(speculate) if speculate else None
+    if speculate:
+        check_takes_drafts(run.model, speculate, "--speculate")
     if isinstance(drafts, MtpSpec):
         check_modules(make_plan(without_training(run, world), world), drafts, "--speculate")
 
 
 def options_of(asked: dict[str, Any]) -> SamplingOptions:
+    from phalanx.base.errors import DataError
     from phalanx.inference.request import Grammar, SamplingOptions
 
     schema = asked["json_schema"]
-    grammar = None if schema is None else Grammar("json_schema", Path(schema).read_text(encoding="utf-8"))
+    try:
+        grammar = None if schema is None else Grammar("json_schema", Path(schema).read_text(encoding="utf-8"))
+    except (OSError, UnicodeDecodeError) as error:
+        raise DataError(f"{schema}: cannot be read: {error}") from None
     return SamplingOptions(**{name: asked[name] for name in SAMPLING}, grammar=grammar)

@@ -29,7 +29,7 @@ from phalanx.inference.load import (
     without_data,
 )
 from phalanx.inference.overrides import TAKEN, refuse_others
-from phalanx.inference.predictor import MtpSpec
+from phalanx.inference.predictor import MtpSpec, check_takes_drafts
 from phalanx.inference.serving_plan import ServingPlan, check_fits, limits_of, serving_text
 from phalanx.ops.attention.paged import FP8
 
@@ -64,6 +64,8 @@ def plan_serving(
     check_generates(loaded.run.model)
     check_length("--tokens", asked.tokens, loaded.run.model.max_position_embeddings)
     check_pages(loaded.run, asked.pages or "model", "--pages")
+    if asked.speculate:
+        check_takes_drafts(loaded.run.model, asked.speculate, "--speculate")
     limits, dtype = limits_of(loaded.run, EngineOptions(length=asked.tokens)), FP8 if asked.pages == "fp8" else None
     drafts = drafts_named(asked.speculate) if asked.speculate else None  # n-grams take no memory
     predicted = drafts if isinstance(drafts, MtpSpec) else None

@@ -119,7 +119,7 @@ def serve(checkpoint: str, overrides: tuple[str, ...], ranks: int | None, name: 
         check_generates(run.model)
         if run.model.numbers_beside:
             refuse_with_recordings({**options, "index": lookup})
-    base = to_dict(without_data(run))
+    base = to_dict(run if embeds else without_data(run))
     loaded = read(None, overrides, base, f"the model of {checkpoint}")
     if loaded.run is not None:
         with_adapters(loaded.run, options["adapters"])  # what is wrong with them is said before ranks start

@@ -20,6 +20,9 @@ def key_of(*parts: Any) -> str:
     return hashlib.sha256(json.dumps(parts, separators=(",", ":")).encode()).hexdigest()
 
 
+BEGINS = b'{"key": "'  # each line
+
+
 class AnswerFile:
     """A file of answers. Without a path nothing is kept longer than this object."""
 
@@ -71,4 +74,7 @@ class AnswerFile:
                 self._known[entry["key"]] = entry["answer"]
             except (ValueError, KeyError, TypeError):
                 raise DataError(f"{path}, line {number}: not an answer that was kept; name another file") from None
+        rest = data[whole : whole + len(BEGINS)]
+        if not BEGINS.startswith(rest):  # somebody else's file is not cut
+            raise DataError(f"{path}: its last line is not an answer that was kept; name another file")
         return whole

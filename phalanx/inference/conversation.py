@@ -7,6 +7,7 @@ from dataclasses import replace
 from typing import Any
 
 from phalanx.base.errors import ConfigError, Problem
+from phalanx.base.interrupts import interrupts_wait
 from phalanx.inference.chat_prompts import ImageFile
 from phalanx.inference.ends import end_tokens
 from phalanx.inference.engine import EngineOptions
@@ -63,7 +64,9 @@ class Conversation:
         self.notice, ended = None, False
         try:
             while not ended:
-                for event in engine.step():
+                with interrupts_wait():  # a step that is left halfway leaves an engine that cannot go on
+                    events = engine.step()
+                for event in events:
                     if isinstance(event, NewToken) and event.token not in self._options.end_tokens:
                         piece = pieces.add(event.token)
                         text += piece
@@ -77,7 +80,8 @@ class Conversation:
         finally:
             if not ended:
                 engine.cancel(number)
-                engine.close()
+                with interrupts_wait():
+                    engine.close()
             said = [user_message(message, len(images)), {"role": "assistant", "content": text}]
             self._messages, self._images = [*self._messages, *said], shown
 

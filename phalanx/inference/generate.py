@@ -59,7 +59,8 @@ ALONE = EngineOptions(sequences=1, tokens=512)
 
 @dataclass(frozen=True)
 class TextAnswer:
-    """prompt: its place among those given. sample: which of its answers. tokens: without those of a stop string."""
+    """prompt: its place among those given. sample: which of its answers. tokens: with those of a stop string, without
+    the one that ends an answer."""
 
     prompt: int
     sample: int
@@ -469,12 +470,15 @@ def read_prompts(path: str) -> tuple[GivenPrompt, ...]:
     """Of a JSONL file: {"prompt": text or token ids}, {"messages": [...]} or {"audio": file} in each line. DataError
     names the line that is otherwise."""
     found: list[GivenPrompt] = []
-    for number, line in enumerate(Path(path).read_text(encoding="utf-8").splitlines(), 1):
+    for number, data in enumerate(
+        Path(path).read_bytes().split(b"\n"), 1
+    ):  # texts may have other ends of lines in them
+        line = data.decode(errors="replace")
         if not line.strip():
             continue
         try:
-            record = json.loads(line)
-        except ValueError:
+            record = json.loads(data.decode())
+        except (ValueError, RecursionError):  # no UTF-8, no JSON, or JSON that is nested too deeply
             record = None
         prompt = record.get("prompt") if isinstance(record, dict) else None
         if isinstance(record, dict) and ("messages" in record or "audio" in record):

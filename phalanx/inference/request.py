@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from dataclasses import field, replace
+from numbers import Integral
 from typing import Any, Literal, get_args
 
 import numpy as np
@@ -95,6 +96,8 @@ class SamplingOptions:
     adapter: str | None = None
 
     def __post_init__(self) -> None:
+        for name in ("tokens", "top_k", "least_tokens", "seed", "sample", "logprobs", "prompt_logprobs", "scored_from"):
+            self._must(name, isinstance(getattr(self, name), Integral | None), "must be a whole number")
         for name in ("temperature", "top_k", "least_tokens"):
             self._must(name, 0 <= getattr(self, name) < math.inf, "must be finite and at least 0")
         for name in ("tokens", "logprobs", "prompt_logprobs"):

@@ -289,7 +289,8 @@ def token_weights(adjusted: Tensor, draws: Draws) -> Tensor:
     temperature = draws.column("temperature")
     greedy = temperature == 0
     best, first = adjusted.max(-1, keepdim=True)
-    scale = torch.where(greedy, 1.0, temperature).to(adjusted.dtype)
+    least = torch.finfo(adjusted.dtype).tiny  # what is smaller would become 0, and the likeliest token NaN
+    scale = torch.where(greedy, 1.0, temperature.clamp(min=least)).to(adjusted.dtype)
     probability = ((adjusted - best) / scale).exp_()  # of the likeliest token's
     one = 1 << weight_bits(adjusted.shape[1])
     weights = (probability * one).nan_to_num_(nan=0.0).to(torch.int64)

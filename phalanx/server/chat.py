@@ -169,9 +169,12 @@ async def replies(task: ChatTask, answers: Answers, watch: Stopwatch) -> AsyncIt
         if task.body.parallel_tool_calls is False:
             calls = [at for at, reply in enumerate(found) if isinstance(reply, ToolCall)]
             if calls:
-                found, done = found[: calls[0] + 1], True
-                answers.cancel(step.index)
-                choice.text.end("stop")
+                found = found[: calls[0] + 1]
+                if not done:
+                    answers.cancel(step.index)
+                    choice.text.end("stop")
+                    watch.stopped()
+                done = True
         choice.calls += sum(isinstance(reply, ToolCall) for reply in found)
         yield step.index, found, done
 

@@ -32,7 +32,8 @@ async def embeddings(request: Request) -> Response:
         message = f"dimensions: must be at most {embeds.width}, the width of the model's embeddings."
         raise ApiError(400, message, param="dimensions", code="invalid_value")
     texts = await run_in_threadpool(texts_of, service.model, embeds, body.input)
-    answers = await service.start([SequenceJob(ids, SamplingOptions(tokens=0)) for ids in texts])
+    jobs = [SequenceJob(ids, SamplingOptions(tokens=0)) for ids in texts]
+    answers = await service.start(jobs, "input", "texts of input")
     watch = Stopwatch(service.metrics, sum(map(len, texts)))
     note(request, watch, body.user)
     whole = await unless_gone(request.receive, whole_answer(service, body, answers, watch))

@@ -339,7 +339,7 @@ def template_message(number: int, message: ChatMessage) -> dict[str, Any]:
         for call in message.tool_calls:
             try:
                 arguments = json.loads(call.function.arguments or "{}")
-            except ValueError:
+            except (ValueError, RecursionError):
                 raise bad_message(number, "tool_calls", "has arguments that are not JSON") from None
             function = {"name": call.function.name, "arguments": arguments}
             ready["tool_calls"].append({"id": call.id, "type": "function", "function": function})

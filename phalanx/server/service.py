@@ -61,16 +61,16 @@ class Service:
     created: int = field(default_factory=lambda: int(time.time()))
     latest: list[float] = field(default_factory=list)
 
-    async def start(self, jobs: Sequence[SequenceJob]) -> Answers:
-        """Hand sequences to the engine. ApiError 503 if the server stops, 429 if too many are there, 400 for what the
-        engine refuses."""
+    async def start(
+        self, jobs: Sequence[SequenceJob], field: str = "n", counted: str = "prompts x the larger of n and best_of"
+    ) -> Answers:
+        """Hand sequences to the engine. field, counted: of a request, what says how many. ApiError 503 if the server
+        stops, 429 if too many are there, 400 for what the engine refuses."""
         self.check_open()
         limit = self.limits.sequences
         if len(jobs) > limit:
-            message = (
-                f"{len(jobs)} sequences are asked for (prompts x the larger of n and best_of); at most {limit} fit."
-            )
-            raise ApiError(400, message, param="n", code="too_many_sequences")
+            message = f"{len(jobs)} sequences are asked for ({counted}); at most {limit} fit."
+            raise ApiError(400, message, param=field, code="too_many_sequences")
         if self.engine.live + len(jobs) > limit:
             message = f"{self.engine.live} sequences run or wait, and {limit} are the most; try again later."
             raise ApiError(429, message, code="queue_full", headers={"retry-after": str(self.retry_after())})

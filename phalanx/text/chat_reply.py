@@ -63,6 +63,7 @@ ONE_SEPARATED = re.compile(
 )
 NAMED_ARGUMENTS = re.compile(r"\s*([\w.-]+)(?:\[CALL_ID\]\w+)?(?:\[ARGS\])?\s*(?=\{)")
 XML_CALL = re.compile(r"\s*<function=([^>]+)>(.*?)(?:</function>\s*|$)", re.DOTALL)
+NO_CALL = (ValueError, KeyError, TypeError, RecursionError)  # what reading a call raises if it is none
 XML_PARAMETER = re.compile(r"<parameter=([^>]+)>\n?(.*?)\n?</parameter>", re.DOTALL)
 
 
@@ -187,7 +188,7 @@ class ReplyReader:
         body, found, rest = self._text.partition(form.end) if form.end else (self._text, "", "")
         try:
             yield from calls_of(body)
-        except (ValueError, KeyError, TypeError):
+        except NO_CALL:
             yield Said((form.begin or "") + body + found)
         self._text, self._fresh, self._state = rest, True, "say"
 
@@ -269,7 +270,7 @@ def held(text: str, markers: Sequence[str]) -> int:
 
 
 def calls_of(body: str) -> list[ToolCall]:
-    """CallSyntax in one of the forms that templates teach. ValueError, KeyError or TypeError if it is none of them."""
+    """CallSyntax in one of the forms that templates teach. One of NO_CALL if it is none of them."""
     text = body.strip()
     if found := list(XML_CALL.finditer(text)):
         return [
@@ -301,19 +302,23 @@ def call_of(value: Any) -> ToolCall:
         arguments = json.loads(arguments)
     if not isinstance(arguments, dict) or not isinstance(value["name"], str):
         raise ValueError("no call of a function")
-    return ToolCall(value["name"], json.dumps(arguments, ensure_ascii=False))
+    made = ToolCall(value["name"], json.dumps(arguments, ensure_ascii=False, allow_nan=False))
+    (made.name + made.arguments).encode()  # UnicodeEncodeError, a ValueError, for an escape of half a character
+    return made
 
 
 def call_or_text(name: str, body: str) -> Reply:
     try:
         return call_of({"name": name, "arguments": json.loads(body)})
-    except (ValueError, KeyError, TypeError):
+    except NO_CALL:
         return Said(body)
 
 
 def plain(text: str) -> Any:
     """A parameter's value: JSON where it is some, else text."""
     try:
-        return json.loads(text)
-    except ValueError:
+        value = json.loads(text)
+        json.dumps(value, allow_nan=False)
+        return value
+    except (ValueError, RecursionError):
         return text

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import signal
+
 import pytest
 
 from phalanx.base.errors import CheckpointError, ConfigError
@@ -48,6 +50,33 @@ def test_an_answer_that_is_given_up_leaves_nothing_under_way(folder):
     pieces.close()
     assert talk._sampler.engine.idle
     assert "".join(talk.answer("two")) is not None
+
+
+def test_ctrl_c_amid_a_step_leaves_an_engine_that_goes_on(folder, monkeypatch):
+    """It comes while a step is computed, and while what is under way is given up."""
+    talk = Conversation(str(folder), SamplingOptions(tokens=30, temperature=0))
+    runner = talk._sampler.engine.runner
+    run = runner.run
+
+    def interrupted(*given):
+        signal.raise_signal(signal.SIGINT)
+        return run(*given)
+
+    before = signal.getsignal(signal.SIGINT)
+    monkeypatch.setattr(runner, "run", interrupted)
+    with pytest.raises(KeyboardInterrupt):
+        list(talk.answer("one"))
+    monkeypatch.undo()
+    talk.forget()
+    assert "".join(talk.answer("two")) == "".join(Conversation(str(folder), talk._options).answer("two"))
+    assert signal.getsignal(signal.SIGINT) is before
+
+
+def test_a_chat_goes_on_after_a_message_that_is_too_long(warm, folder):
+    words = ["chat", str(folder), "--tokens", "4", "--temperature", "0"]
+    done = warm.phalanx(*words, cwd=ROOT, typed=f"{'x' * 100}\n/new\none\n")
+    assert done.returncode == 0 and "type /new, or a shorter message" in done.stderr
+    assert done.stdout == warm.phalanx(*words, cwd=ROOT, typed="one\n").stdout
 
 
 def test_a_chat_that_fills_all_positions_is_refused(folder):

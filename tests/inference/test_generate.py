@@ -12,9 +12,10 @@ from pathlib import Path
 import pytest
 
 import phalanx as px
-from phalanx.base.errors import ConfigError
+from phalanx.base.errors import ConfigError, DataError
+from phalanx.cli.generate import options_of
 from phalanx.inference.engine import EngineOptions
-from phalanx.inference.generate import TextStream, generate
+from phalanx.inference.generate import TextStream, generate, read_prompts
 from phalanx.inference.request import SamplingOptions
 from phalanx.text.tokenizers import load_tokenizer
 from tests.training.test_example import started
@@ -156,6 +157,24 @@ def test_many_prompts_on_ranks_give_the_texts_of_one_process(runs, warm, tmp_pat
     prompts.write_text('{"prompt": 3}\n')
     refused = warm.phalanx(*words)
     assert refused.returncode == 3 and "line 1" in refused.stderr
+
+
+def test_lines_of_prompts_end_at_line_feeds_alone(tmp_path):
+    """Python has other ends of lines too, which JSON writes as they are."""
+    texts, file = ["a\u2028b\x85c", "d"], tmp_path / "p.jsonl"
+    file.write_bytes("\r\n".join(json.dumps({"prompt": text}, ensure_ascii=False) for text in texts).encode())
+    assert read_prompts(str(file)) == tuple(texts)
+
+
+@pytest.mark.parametrize("bad", [b'{"prompt": "\xff"}', b'{"prompt": ' + b"[" * 100_000])
+def test_files_that_are_no_text_are_refused(tmp_path, bad):
+    file = tmp_path / "p.jsonl"
+    file.write_bytes(b'{"prompt": "a"}\n' + bad)
+    with pytest.raises(DataError, match="p.jsonl, line 2 is not"):
+        read_prompts(str(file))
+    file.write_bytes(b"\xff")
+    with pytest.raises(DataError, match="p.jsonl: cannot be read"):
+        options_of({"json_schema": str(file)})
 
 
 SCRIPT = """

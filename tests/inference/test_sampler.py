@@ -205,6 +205,15 @@ def test_greedy_is_the_likeliest_and_the_first_of_equals():
     assert sample(torch.cat((logits, logits[:1])), both).tokens[:2].tolist() == [1, 0]
 
 
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+def test_the_smallest_temperatures_draw_the_likeliest(dtype):
+    """They are 0 in the dtype of the logits, or a logit over them is inf."""
+    logits = some_logits(97).to(dtype)
+    for temperature in (5e-324, 1e-300, 1e-46, 1e-39):
+        draws = table_of(SamplingOptions(temperature=temperature)).draws(np.array([0]), np.array([9]))
+        assert sample(logits, draws).tokens.tolist() == logits.argmax(-1).tolist()
+
+
 @pytest.mark.parametrize("name", [*OPTIONS, "greedy"])
 def test_one_token_that_is_left_is_drawn_and_rows_without_any_are_marked(name):
     options = OPTIONS.get(name, SamplingOptions(temperature=0.0))

@@ -228,6 +228,10 @@ def test_what_the_command_says():
         plan_serving("recipes/llama3_8b.py", (), None, None, AskedServing(200_000))
     with pytest.raises(ConfigError, match=r"train.steps.*does nothing"):
         plan_serving("recipes/llama3_8b.py", ("train.steps=5",), None, None, AskedServing())
+    with pytest.raises(
+        ConfigError, match="--speculate='ngram:4': must not be made for a model whose layers keep a state"
+    ):
+        plan_serving("recipes/mamba2_2_7b.yaml", (), None, None, AskedServing(speculate="ngram:4"))
     halved = plan_serving(
         "recipes/llama3_8b.py", ("layout.cp=2", "layout.tp=2"), None, find_device("H100"), AskedServing(8192)
     )

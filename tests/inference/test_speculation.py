@@ -10,6 +10,8 @@ import pytest
 import torch
 from scipy.stats import chisquare
 
+from phalanx.base.errors import ConfigError
+from phalanx.cli.generate import check_speculation
 from phalanx.inference.drafter import NgramSpec
 from phalanx.inference.engine import Engine, EngineOptions
 from phalanx.inference.predictor import MtpSpec
@@ -155,3 +157,11 @@ def test_drafts_are_made_of_known_tokens():
         EngineOptions(drafts=SPEC, late=1)
     late = [options.steps_late for options in (EngineOptions(), EngineOptions(drafts=SPEC), EngineOptions(late=0))]
     assert late == [1, 0, 0]
+
+
+@pytest.mark.parametrize("speculate", ["ngram:2", "mtp"])
+def test_a_model_with_states_takes_no_drafts_by_the_name_of_the_option(speculate):
+    """Before its weights are read."""
+    with pytest.raises(ConfigError, match=f"--speculate='{speculate}': must not be made for a model whose layers keep"):
+        check_speculation(run_of("mamba2"), 1, speculate)
+    check_speculation(run_of("llama"), 1, "ngram:2")

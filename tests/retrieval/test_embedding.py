@@ -141,6 +141,7 @@ def test_vectors_of_different_origin_are_not_mixed(root, tmp_path):
 def test_bad_input(root, tmp_path):
     given = [str(root / "qwen3"), "--input", str(root / "texts.jsonl"), "-o", str(tmp_path / "out")]
     embedded(*given, "--dimensions", "33", fails="--dimensions=33: must be <= the width of the model's embeddings")
+    embedded(*given, "--length", "1", fails="Invalid value for '--length'")
     embedded(*given, "--length", "99", fails="must not be more than the model has positions")
     embedded(*given, "--pooling", "mean", fails="says how its embeddings are made")
     embedded(*given, "optim.lr=1", fails="optim.lr")

@@ -148,6 +148,7 @@ def test_one_call_if_one_is_asked_for(start):
         else:
             calls, reason = done.choices[0].message.tool_calls, done.choices[0].finish_reason
         assert len(calls) == 1 and reason == "tool_calls"
+    assert 'phalanx_sequences_total{reason="stop"} 2.0' in server.server.service.metrics.text().decode()
 
 
 def test_tools_that_are_not_offered_are_text(start):
@@ -183,6 +184,12 @@ def test_a_template_may_begin_the_reasoning(start, tokenizer):
     assert tokenizer.decode(server.engine.seen[-1][0]).endswith("<think>\n")
 
 
+def called(arguments):
+    """A message with a call."""
+    one = {"id": "1", "type": "function", "function": {"name": "weather", "arguments": arguments}}
+    return {"role": "assistant", "tool_calls": [one]}
+
+
 BAD = [
     ({"tool_choice": "required", "tools": TOOLS}, "tool_choice", "cannot keep to a grammar"),
     ({"tool_choice": {"type": "function", "function": {"name": "rain"}}, "tools": TOOLS}, "tool_choice", "names rain"),
@@ -200,6 +207,8 @@ BAD = [
     ({"messages": [{"role": "user"}]}, "messages[0].content", "is missing"),
     ({"messages": [{"role": "usr", "content": "a"}]}, "messages[0].role", "should be 'system'"),
     ({"messages": [{"role": "tool", "content": "a"}]}, "messages[0].tool_call_id", "is missing"),
+    ({"messages": [*USER, called("{oops}")]}, "messages[1].tool_calls", "has arguments that are not JSON"),
+    ({"messages": [*USER, called("[" * 100_000)]}, "messages[1].tool_calls", "has arguments that are not JSON"),
     ({"messages": [{"role": "developer", "content": "a"}]}, "messages", "there are no developers here"),
     (
         {"messages": [{"role": "user", "content": [{"type": "image_url", "image_url": {"url": "x"}}]}]},

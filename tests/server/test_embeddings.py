@@ -10,6 +10,7 @@ import openai
 import pytest
 
 from phalanx.checkpoint.embedder_files import EmbedderFacts
+from phalanx.cli.serve import serve
 from phalanx.inference.embedder import embedder_alone, embedder_folder
 from phalanx.inference.embedding_engine import EmbeddingEngine
 from phalanx.server.serve_rank import ServeOptions, served_model
@@ -74,6 +75,7 @@ def test_what_is_refused(served):
         ({"input": ["a", ""]}, r"input\[1\]: must not be empty"),
         ({"input": " ".join(["sea"] * 30)}, "input: has 32 tokens, and at most 15 are read"),
         ({"input": [[1], [2, 500]]}, r"input\[1\]: must hold token ids from 0 to 130, not 500"),
+        ({"input": ["a"] * 257}, r"257 sequences are asked for \(texts of input\); at most 256 fit"),
         ({"input": "a", "dimensions": 33}, "dimensions: must be at most 32"),
         ({"input": "a", "dimensions": 0}, "dimensions"),
         ({"input": "a", "encoding_format": "int8"}, "encoding_format"),
@@ -92,6 +94,15 @@ def test_what_is_refused(served):
     assert model.embeds and not model.chat and model.max_model_len == LENGTH
     text = httpx.get(f"{served.url}/metrics").text
     assert 'phalanx_requests_total{path="/v1/embeddings",status="400"}' in text
+
+
+def test_the_verb_starts_ranks_that_embed(folder, monkeypatch):
+    """What it checks before, it finds no fault with."""
+    started = []
+    monkeypatch.setattr("phalanx.cli.ranks.run_ranks", lambda *given: started.append(given))
+    serve.main([str(folder), "--port", "0"], standalone_mode=False)
+    [(job, ready, values, _)] = started
+    assert job == "phalanx.cli.jobs:serve" and ready.run.model.headless and values["options"]["name"] == folder.name
 
 
 def test_a_model_that_generates_makes_no_embeddings(start):

@@ -35,6 +35,11 @@ CASES = {
     "thought, text, call": (HERMES, f"<think>\nhm\n</think>\n\nSo {ONE}", [Thought("hm\n"), Said("So "), call()]),
     "xml": (HERMES, XML, [ToolCall("weather", '{"city": "Paris", "days": 3}')]),
     "no call": (HERMES, "<tool_call>\n{oops}\n</tool_call> and on", [Said("<tool_call>\n{oops}\n</tool_call>and on")]),
+    "not finite": (HERMES, ONE.replace('"Paris"', "NaN"), [Said(ONE.replace('"Paris"', "NaN"))]),
+    "too large": (HERMES, ONE.replace('"Paris"', "1e999"), [Said(ONE.replace('"Paris"', "1e999"))]),
+    "half a character": (HERMES, ONE.replace("Paris", "\\ud83d"), [Said(ONE.replace("Paris", "\\ud83d"))]),
+    "half a name": (HERMES, ONE.replace("weather", "\\ud83d"), [Said(ONE.replace("weather", "\\ud83d"))]),
+    "xml, not finite": (HERMES, XML.replace("3", "NaN"), [ToolCall("weather", '{"city": "Paris", "days": "NaN"}')]),
     "not closed": (HERMES, ONE.removesuffix("</tool_call>"), [call()]),
     "arguments as text": (HERMES, ONE.replace('{"city": "Paris"}', '"{\\"city\\": \\"Paris\\"}"'), [call()]),
     "whole": (WHOLE, '{"name": "weather", "parameters": {"city": "Paris"}}', [call()]),
@@ -100,3 +105,11 @@ def test_calls_are_text_if_no_tool_was_offered():
             reader = ReplyReader(form, tools=False)
             assert merged([*reader.add(text), *reader.end()]) == [Said(text)], name
     assert ReplyReader(ReplyFormat()).add(ONE) == [Said(ONE)]
+
+
+@pytest.mark.parametrize("form, text", [(HERMES, "<tool_call>"), (CHANNELS, HARMONY[: HARMONY.index("{")])])
+def test_json_that_is_nested_without_end_is_text(form, text):
+    nested = "[" * 100_000
+    reader = ReplyReader(form, True)
+    said = [each for each in [*reader.add(text + nested), *reader.end()] if isinstance(each, Said)]
+    assert "".join(each.text for each in said).endswith(nested)
