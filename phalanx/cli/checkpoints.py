@@ -197,13 +197,15 @@ def adapter_alone(path: str, out: str) -> Path:
     from phalanx.checkpoint.manifest import parse
     from phalanx.checkpoint.merge import export_adapter
     from phalanx.inference.load import run_of_folder, weights_folder
-    from phalanx.planning.adapters import peft_config
+    from phalanx.planning.adapters import peft_config, unknown_to_peft
     from phalanx.planning.blocks import exported_shapes
 
     weights = weights_folder(path)
     run = run_of_folder(weights, gpu=False)
     if run.lora is None:
         raise CheckpointError(f"{path} holds no adapters that a run trained")
+    if (unknown := unknown_to_peft(run)) is not None:
+        raise CheckpointError(f"{path} {unknown}")
     base = parse(weights.parent).base
     config = peft_config(run, str(weights) if base is None else base.folder)
     return export_adapter(path, out, run.lora, config, exported_shapes(run.model))
