@@ -186,7 +186,8 @@ def _check_glob(run: Run, lora: AdapterConfig, glob: str, names: AdaptedNames) -
         rule = "must fit weights of linears that can carry an adapter; norms, routers, biases and experts that "
         rule += "are one tensor cannot (lora.also trains weights whole)"
         return [problem("lora", lora, "targets", rule, {"fits only": kinds(others)}, (rest or ["*"],))]
-    like = near(glob, tuple(dict.fromkeys(re.sub(r".*\.(?=\w+\.weight$)", "*.", name) for name in able)))
+    ends = tuple(dict.fromkeys(re.sub(r".*\.(?=\w+\.weight$)", "*.", name) for name in able))
+    like = tuple(end for end in ends if end == f"*.{glob}.weight") or near(glob, ends)  # as PEFT names modules
     valid = tuple([*rest, each] for each in like) or ((rest or ["*"]),)
     return [
         problem(

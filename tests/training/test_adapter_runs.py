@@ -269,6 +269,8 @@ def test_more_rules():
     two = check(replace(run, lora=replace(run.lora, targets=["*.w_proj.weight", "zzz", "*.o_proj.weight"])), facts)
     assert [p.because["fits none"] for p in two] == ["*.w_proj.weight", "zzz"] and all(p.valid for p in two)
     assert ["*.v_proj.weight", "*.o_proj.weight"] in two[0].valid, "zzz means nothing, and none may stay"
+    names = check(replace(run, lora=replace(run.lora, targets=["q_proj", "down_proj"])), facts)
+    assert [p.valid for p in names] == [(["*.q_proj.weight", "*.down_proj.weight"],)] * 2, "as PEFT names modules"
     fewer = replace(run, model=replace(run.model, num_key_value_heads=1), lora=replace(run.lora, targets=["*"]))
     (found,) = check(replace(fewer, lora=replace(fewer.lora, rank=4096)), facts)
     assert "self_attn.k_proj" in found.because["matrix"] and found.valid == (found.because["outputs"],)

@@ -262,3 +262,4 @@ def test_rules(tmp_path):
     assert "reorders documents" in problems(packed)["data.packing"]
     missing = check(replace(run, data=DataConfig(pairs=(str(tmp_path / "a.jsonl"), str(tmp_path / "b")))), Facts())
     assert [p.field for p in missing] == ["data.pairs.0", "data.pairs.1"]
+    assert all(p.rule.startswith("must exist: ") for p in missing)
