@@ -152,6 +152,8 @@ def export(path: str, out: str, dtype: str | None, merge: bool, base: str | None
 
     if base is not None and not (merge and is_adapter(path)):
         raise click.UsageError("--base belongs to --merge of a folder of PEFT; a run knows its base")
+    if is_adapter(path) and not merge:
+        raise click.UsageError(f"{path} is a folder of PEFT: --merge makes one model of base and adapters")
     if not is_adapter(path):
         say_ignored(path)
     if to == "peft":

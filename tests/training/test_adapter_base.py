@@ -13,6 +13,7 @@ import peft
 import pytest
 import torch
 import transformers
+from click.testing import CliRunner
 from safetensors.numpy import load_file, save_file
 
 from phalanx.base.errors import CheckpointError, ConfigError
@@ -25,6 +26,7 @@ from phalanx.checkpoint.merge import merge, merge_folder
 from phalanx.checkpoint.storage import sum_of
 from phalanx.checkpoint.tools import diff, reshard
 from phalanx.cli.checkpoints import adapter_alone
+from phalanx.cli.main import cli
 from phalanx.config.run import CheckpointConfig, Run
 from phalanx.forecast.check import Facts, check
 from phalanx.inference.engine import Engine, EngineOptions
@@ -144,6 +146,8 @@ def test_merged_weights_do_what_base_and_adapters_do(checkpoint, base, tmp_path)
     section, named = section_of_folder(str(alone))
     assert named == str(base)
     again = merge_folder(str(alone), str(base), tmp_path / "again", merging_of(MODEL, section))
+    told = CliRunner().invoke(cli, ["export", str(alone), "-o", str(tmp_path / "none")])
+    assert told.exit_code == 2 and "is a folder of PEFT: --merge" in told.output
     torch.testing.assert_close(logits_of(folder_model(again)), wanted, rtol=0, atol=1e-12)
 
 
