@@ -99,6 +99,9 @@ def missing_data(field: str, value: str, rule: str, suffix: str = "") -> Missing
 
 def missing_checkpoint(field: str, value: str) -> MissingPath:
     rule = "does not exist (and the run does not fall back to random weights)"
+    owner, _, name = value.partition("/")
+    if owner.strip(".~") and name and "/" not in name and not os.path.isdir(owner):  # as the Hub names its models
+        rule += "; a model of the Hugging Face Hub is downloaded first: hf download OWNER/NAME --local-dir FOLDER"
     return MissingPath(field, value, rule, {}, near_paths(value), error=CheckpointError)
 
 

@@ -12,6 +12,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+import torch
 from torch import Tensor
 
 from phalanx.base.dataclass import dataclass
@@ -84,16 +85,17 @@ def adapter_folder(weights: Path) -> AdapterFolder | None:
     return _read(folder, receipts, None if found is None else found[1].tensors)
 
 
-def adapter_source(given: str, names: TensorNames | None = None) -> AdapterFolder:
+def adapter_source(given: str, names: TensorNames | None = None, tied: bool = False) -> AdapterFolder:
     """The adapters of a folder of PEFT, or of a run or checkpoint. CheckpointError if there are none. names: of the
-    model's tensors."""
+    model's tensors; tied: whether its head is its embedding."""
     path = Path(given)
     if (path / FILE).is_file():
-        return _read(path, {}, names)
-    found = adapter_folder(find(given) / "weights")
-    if found is None:
+        found = _read(path, {}, names)
+        return _one_matrix(found, names) if tied and names is not None and (path / CONFIG).is_file() else found
+    saved = adapter_folder(find(given) / "weights")
+    if saved is None:
         raise CheckpointError(f"{given} holds no adapters: neither {FILE} nor {FOLDER}/{FILE}")
-    return found
+    return saved
 
 
 def _read(folder: Path, receipts: dict[str, Receipt], names: TensorNames | None) -> AdapterFolder:
@@ -104,6 +106,21 @@ def _read(folder: Path, receipts: dict[str, Receipt], names: TensorNames | None)
         shapes = {names.in_files(key.removeprefix(PREFIX)): (key, tensors.shape(key)) for key in own}
     index = {name: Stored(s, [StoredBox(FILE, key, Box.full(s))]) for name, (key, s) in shapes.items()}
     return AdapterFolder(folder, receipts, index)
+
+
+def _one_matrix(found: AdapterFolder, names: TensorNames) -> AdapterFolder:
+    """PEFT's adapters of a model whose head is its embedding, without the head: PEFT leaves the head as it was where
+    the embedding is trained, unless it has trained both alike (`ensure_weight_tying`)."""
+    both = (names.embedding, names.head)
+    own = [n for n in found.index if n.startswith(tuple(name.removesuffix("weight") for name in both))]
+    if not own:
+        return found
+    if sorted(own) != sorted(both) or not torch.equal(*(found.read(name) for name in both)):
+        raise CheckpointError(
+            f"{found.path} trains {own[0]}: in this model embedding and head are one matrix, and here they are two: "
+            "train with PEFT's modules_to_save and ensure_weight_tying, or merge by PEFT and save the model untied"
+        )
+    return replace(found, index={name: stored for name, stored in found.index.items() if name != names.head})
 
 
 def check_wanted(weights: Path, found: AdapterFolder | None, wanted: Shapes) -> None:

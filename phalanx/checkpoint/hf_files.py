@@ -148,7 +148,7 @@ def adapt(
         if pattern is not None:
             kept = {n: s for n, s in kept.items() if n in wanted or n == own.head or not re.fullmatch(pattern, n)}
     head = own.head
-    if head in wanted and head not in kept:
+    if head in wanted and head not in kept and own.embedding in kept:  # else it lacks more, which is listed later
         raise CheckpointError(
             f"{where} has no {head}: it uses the input embedding as head; set model.tie_word_embeddings=true"
         )

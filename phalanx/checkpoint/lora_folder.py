@@ -147,6 +147,10 @@ def _own_config(given: str, owner: Path | None) -> dict[str, Any]:
     """What adapter_config.json would say of a checkpoint's adapters that PEFT does not read as they are: those of
     PiSSA."""
     lora = {} if owner is None else read_manifest(owner).config.get("lora") or {}
+    if lora.get("also"):
+        raise CheckpointError(
+            f"{given} trains weights of the model whole (lora.also): merge it (phalanx export --merge)"
+        )
     if lora.get("method") != "lora" or lora.get("start") != "pissa":
         raise CheckpointError(f"{given} holds adapters of {lora.get('method')}: LoRA, PiSSA and DoRA are served")
     own = {"lora_alpha": lora["alpha"], "use_rslora": lora["rank_stabilised"], "alpha_pattern": lora["alpha_pattern"]}

@@ -38,6 +38,7 @@ class Merging:
     wide        names of tensors that are kept in a wider dtype than weights, such as routers' biases
     quantized   names of those that are kept as quantized values (lora.base)
     stacks      tensors that hold all experts of a layer, by the matrix that the names of their adapters speak of
+    tied        whether the head is the embedding
     """
 
     method: type[Adapter]
@@ -47,6 +48,7 @@ class Merging:
     wide: frozenset[str]
     quantized: frozenset[str]
     stacks: Mapping[str, str]
+    tied: bool
 
     @torch.no_grad()
     def merged(self, name: str, weight: Tensor, own: dict[str, Tensor]) -> Tensor:
@@ -132,7 +134,7 @@ def _base_of(contents: Contents, merging: Merging) -> AbstractContextManager[Cal
 def merge_folder(adapter: str, base: str, out: str | Path, merging: Merging, dtype: str | None = None) -> Path:
     """The same of a folder of PEFT over the weights of the folder `base`. merging: of a model with these shapes."""
     shapes = dict(merging.shapes)
-    found = adapter_source(adapter, tensors_of(shapes))
+    found = adapter_source(adapter, tensors_of(shapes), merging.tied)
     adapters = merging.by_matrix(name for name in found.index if name not in shapes)
     _check_matrices(adapters, shapes, found.path)
     with reading(base, shapes) as read, Contents(base) as contents:
@@ -214,8 +216,12 @@ def export_adapter(
     for keys in by_matrix(name for name in found.index if name not in shapes).values():
         own = method.for_peft(lora, {attribute: found.read(key) for attribute, key in keys.items()})
         tensors |= {keys[attribute]: value for attribute, value in own.items()}
-    folder = new_folder(out)
-    named = tensors_of(shapes).in_memory
+    names, whole = tensors_of(shapes), config["modules_to_save"] or ()
+    if (
+        names.head not in shapes and names.in_memory(names.head.removesuffix(".weight")) in whole
+    ):  # tied: PEFT tells them apart
+        tensors[names.head] = tensors[names.embedding]
+    folder, named = new_folder(out), names.in_memory
     entries = [(PREFIX + named(key), tuple(t.shape), t.dtype) for key, t in tensors.items()]
     write_tensors(Storage(), folder / FILE, entries, tensors.values())
     write_file(Storage(), folder / CONFIG, [(json.dumps(config, indent=2) + "\n").encode()])

@@ -152,6 +152,8 @@ def export(path: str, out: str, dtype: str | None, merge: bool, base: str | None
 
     if base is not None and not (merge and is_adapter(path)):
         raise click.UsageError("--base belongs to --merge of a folder of PEFT; a run knows its base")
+    if is_adapter(path) and not merge:
+        raise click.UsageError(f"{path} is a folder of PEFT: --merge makes one model of base and adapters")
     if not is_adapter(path):
         say_ignored(path)
     if to == "peft":
@@ -197,13 +199,15 @@ def adapter_alone(path: str, out: str) -> Path:
     from phalanx.checkpoint.manifest import parse
     from phalanx.checkpoint.merge import export_adapter
     from phalanx.inference.load import run_of_folder, weights_folder
-    from phalanx.planning.adapters import peft_config
+    from phalanx.planning.adapters import peft_config, unknown_to_peft
     from phalanx.planning.blocks import exported_shapes
 
     weights = weights_folder(path)
     run = run_of_folder(weights, gpu=False)
     if run.lora is None:
         raise CheckpointError(f"{path} holds no adapters that a run trained")
+    if (unknown := unknown_to_peft(run)) is not None:
+        raise CheckpointError(f"{path} {unknown}")
     base = parse(weights.parent).base
     config = peft_config(run, str(weights) if base is None else base.folder)
     return export_adapter(path, out, run.lora, config, exported_shapes(run.model))

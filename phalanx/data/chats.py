@@ -170,8 +170,10 @@ def pack_chats(
             f"{', ...' if longer.size > NAMED else ''}; the longest has {lengths.max():,} tokens. Raise "
             "train.seq_length, or choose data.too_long=cut (at the end of an answer) or data.too_long=drop"
         )
+    shortest = int(lengths.min(initial=seq_length + 1))
     if too_long == "drop":
         lengths[longer] = 0
+        _check_left(lengths, seq_length, f"all are longer (the shortest has {shortest:,} tokens)")
         second = room.second(corpus, first, last, lengths)
         return pack_documents(starts[:-1], lengths, seq_length, second=second), LongChats(dropped=longer.size)
     without = list[int]()
@@ -185,9 +187,20 @@ def pack_chats(
             f"{named}{', ...' if len(without) > NAMED else ''}: raise train.seq_length, or leave them out with "
             "data.bad_chats=skip or data.too_long=drop"
         )
+    _check_left(
+        lengths, seq_length, f"all are longer (the shortest has {shortest:,} tokens), and no answer ends within it"
+    )
     cut = LongChats(cut=longer.size - len(without), skipped=len(without))
     second = room.second(corpus, first, last, lengths)
     return pack_documents(starts[:-1], lengths, seq_length, second=second), cut
+
+
+def _check_left(lengths: NDArray[np.int64], seq_length: int, why: str) -> None:
+    """DataError if chats that are longer than a sequence were all that there is."""
+    if lengths.size and not lengths.any():
+        raise DataError(
+            f"none of {lengths.size:,} chats is left at train.seq_length={seq_length:,}: {why}; raise train.seq_length"
+        )
 
 
 def whole_answers(lengths: NDArray[np.int32], limit: int) -> int:

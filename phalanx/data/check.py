@@ -289,7 +289,7 @@ def check_files(config: DataConfig) -> list[Problem]:
     for i, path in enumerate(config.pairs):
         prepared, weight = path not in pair_files(config.pairs), is_number(path)
         if not weight and not os.path.exists(f"{strip_suffix(path)}.idx" if prepared else path):
-            rule = "must be a .jsonl file, or the prefix of token files prepared from one"
+            rule = "must exist: a .jsonl file, or the prefix of token files prepared from one"
             found.append(missing_data(f"data.pairs.{i}", path, rule, ".idx" if prepared else ""))
     if config.template is not None and not os.path.isfile(config.template):
         found.append(missing_data("data.template", config.template, "must be a Jinja file with a chat template"))

@@ -87,6 +87,11 @@ class ModelConfig:
         return getattr(self, "head", None) == "none"
 
     @property
+    def tied(self) -> bool:
+        """Whether the embedding is the head's matrix too."""
+        return bool(getattr(self, "tie_word_embeddings", False)) and not self.headless
+
+    @property
     def pair_head(self) -> bool:
         """Whether its head also says the class of each pair of texts."""
         return False

@@ -3,15 +3,19 @@ needs of targets, layout and run."""
 
 from __future__ import annotations
 
+import json
 import re
 from collections.abc import Mapping
-from dataclasses import replace
+from dataclasses import asdict, replace
+from typing import Any
 
 from phalanx.base.errors import CheckpointError, Problem
 from phalanx.base.registry import near
 from phalanx.base.rules import no_effect, problem
-from phalanx.checkpoint.adapters import CONFIG, adapter_source
+from phalanx.checkpoint.adapters import CONFIG, FOLDER, AdapterFolder, adapter_folder, adapter_source
+from phalanx.checkpoint.hf_files import folder_of
 from phalanx.checkpoint.lora_folder import STARTED_FROM, read_peft_config
+from phalanx.checkpoint.manifest import NAME, read_manifest
 from phalanx.config.run import Run
 from phalanx.models.registry import family_of
 from phalanx.nn.adapted_linear import fits, fits_outside
@@ -19,6 +23,8 @@ from phalanx.nn.adapter import AdapterConfig, find_adapter, fits_module
 from phalanx.nn.objective import SequenceObjective, find_objective, make_objective
 from phalanx.planning.adapters import AdaptedNames, adapted_names, kinds
 from phalanx.planning.freeze import stored_together
+
+MAY_DIFFER = ("targets", "also", "init_from", "base", "dropout")  # of what a run with these adapters goes on with
 
 
 def check_adapters(run: Run) -> list[Problem]:
@@ -180,7 +186,8 @@ def _check_glob(run: Run, lora: AdapterConfig, glob: str, names: AdaptedNames) -
         rule = "must fit weights of linears that can carry an adapter; norms, routers, biases and experts that "
         rule += "are one tensor cannot (lora.also trains weights whole)"
         return [problem("lora", lora, "targets", rule, {"fits only": kinds(others)}, (rest or ["*"],))]
-    like = near(glob, tuple(dict.fromkeys(re.sub(r".*\.(?=\w+\.weight$)", "*.", name) for name in able)))
+    ends = tuple(dict.fromkeys(re.sub(r".*\.(?=\w+\.weight$)", "*.", name) for name in able))
+    like = tuple(end for end in ends if end == f"*.{glob}.weight") or near(glob, ends)  # as PEFT names modules
     valid = tuple([*rest, each] for each in like) or ((rest or ["*"]),)
     return [
         problem(
@@ -190,20 +197,41 @@ def _check_glob(run: Run, lora: AdapterConfig, glob: str, names: AdaptedNames) -
 
 
 def check_adapter_source(run: Run) -> list[Problem]:
-    """What lora.init_from names holds adapters, and they do what this section says of them. Their shapes are compared
-    when they are loaded."""
+    """What lora.init_from or init_from names holds adapters, and they do what this section says of them. Their shapes
+    are compared when they are loaded."""
     lora = run.lora
-    if lora is None or lora.init_from is None or run.checkpoint.load is not None:
+    if lora is None or run.checkpoint.load is not None:
         return []
     try:
-        found = adapter_source(lora.init_from)
-        stated = read_peft_config(found.path, STARTED_FROM) if (found.path / CONFIG).is_file() else None
+        saved = None if run.init_from is None else adapter_folder(folder_of(run.init_from))
+    except CheckpointError as error:
+        return [Problem("init_from", run.init_from, f"must hold good adapters ({error})")]
+    if lora.init_from is None:
+        return [] if saved is None else _check_section(lora, _section_of(saved, lora), {"init_from": run.init_from})
+    if saved is not None:
+        rule = "has no effect where init_from has adapters of its own: name the weights that they belong to there"
+        return [problem("lora", lora, "init_from", rule, {"init_from": run.init_from}, (None,))]
+    try:
+        found = adapter_source(lora.init_from, family_of(run.model).tensors, run.model.tied)
+        section = _section_of(found, lora)
     except CheckpointError as error:
         return [problem("lora", lora, "init_from", f"must hold adapters ({error})", {}, (None,))]
-    wanted = {} if stated is None else find_adapter(lora.method).from_peft(stated)
+    return _check_section(lora, section, {"lora.init_from": lora.init_from})
+
+
+def _section_of(found: AdapterFolder, lora: AdapterConfig) -> dict[str, Any]:
+    """What is known of the `lora` section that adapters were trained with."""
+    if found.path.name == FOLDER and (found.path.parent / NAME).is_file():
+        section = read_manifest(found.path.parent).config.get("lora") or {}
+        return {name: value for name, value in section.items() if name not in MAY_DIFFER}
+    if not (found.path / CONFIG).is_file():
+        return {}
+    return find_adapter(lora.method).from_peft(read_peft_config(found.path, STARTED_FROM))
+
+
+def _check_section(lora: AdapterConfig, wanted: Mapping[str, Any], because: dict[str, Any]) -> list[Problem]:
+    own = json.loads(json.dumps(asdict(lora)))
+    other = wanted.get("method", lora.method) != lora.method
+    names = ["method"] if other else [name for name in wanted if name in own and own[name] != wanted[name]]
     rule = "must be that of the adapters that the run starts from"
-    return [
-        problem("lora", lora, name, rule, {"lora.init_from": lora.init_from}, (value,))
-        for name, value in wanted.items()
-        if getattr(lora, name) != value
-    ]
+    return [problem("lora", lora, name, rule, because, (wanted[name],)) for name in names]

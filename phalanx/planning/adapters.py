@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 from functools import lru_cache
 from itertools import groupby
 from typing import Any
@@ -110,8 +110,33 @@ def quantized_names(model: ModelConfig, lora: AdapterConfig) -> frozenset[str]:
 def saved_peft_config(run: Run, base: str | None = None) -> dict[str, Any] | None:
     """`peft_config` of a run whose checkpoints hold adapters as PEFT reads them; None of others."""
     lora = run.lora
-    reads = lora is not None and find_adapter(lora.method).as_peft_reads(lora)
-    return peft_config(run, base) if reads else None
+    reads = lora is not None and find_adapter(lora.method).as_peft_reads(lora) and not _tied_and_trained(run)
+    return peft_config(run, base) if reads and unknown_to_peft(run) is None else None
+
+
+def unknown_to_peft(run: Run) -> str | None:
+    """What a run's adapters have that PEFT has no form for; None: nothing."""
+    lora = run.lora
+    if lora is None or find_adapter(lora.method).peft_type is None:
+        return None if lora is None else f"has adapters of {lora.method}, which PEFT does not have"
+    adapted = {name.removesuffix(".weight") for name in _all_targets(run.model, lora)}
+    names = (name for matrix in stored_together(run.model) for name in matrix)
+    torn = next((name for name in names if name.rpartition(".")[0] in adapted and fits(name, lora.also)), None)
+    if torn is None:
+        return None
+    return f"trains {torn} (lora.also), and PEFT trains a module whole or gives it an adapter: export it with --merge"
+
+
+def _all_targets(model: ModelConfig, lora: AdapterConfig) -> Iterator[str]:
+    """Names of the matrices that have an adapter."""
+    known = adapted_names(model)
+    yield from (name for of_one in known.carriers for name in of_one if fits(name, lora.targets))
+    yield from (name for name in (*known.embeddings, *known.heads) if fits_outside(name, lora.targets))
+
+
+def _tied_and_trained(run: Run) -> bool:
+    """Whether the embedding is trained whole and is the head too: PEFT then needs it under both names."""
+    return run.lora is not None and run.model.tied and fits(family_of(run.model).tensors.embedding, run.lora.also)
 
 
 def peft_config(run: Run, base: str | None = None) -> dict[str, Any] | None:
@@ -131,6 +156,8 @@ def peft_config(run: Run, base: str | None = None) -> dict[str, Any] | None:
     transposed = any(piece.transposed and piece.name.removesuffix(".weight") in taken for piece in pieces)
     names = [name for matrix in stored_together(run.model) for name in matrix]
     also = dict.fromkeys(name.rpartition(".")[0] for name in names if fits(name, lora.also))
+    if _tied_and_trained(run):
+        also[family_of(run.model).tensors.head.removesuffix(".weight")] = None
     where = base or run.init_from
     stacks = list(known.stack_shapes)
     whole = target_modules([name for name in stacks if fits_outside(name, lora.targets)], stacks, parts=3)

@@ -24,7 +24,7 @@ def merging_of(model: ModelConfig, lora: AdapterConfig) -> Merging:
     wide = frozenset(piece.name for spec in specs for piece in spec.pieces if not spec.trained)
     found = [piece for linear in linears_in(whole_model(model)) for piece in pieces_of(linear)]
     stacks = {f"{piece.stack}.weight": piece.name for piece in found if piece.stack is not None}
-    return Merging(method, lora, shapes, transposed, wide, quantized_names(model, lora), stacks)
+    return Merging(method, lora, shapes, transposed, wide, quantized_names(model, lora), stacks, model.tied)
 
 
 def section_of_folder(folder: str) -> tuple[AdapterConfig, str | None]:

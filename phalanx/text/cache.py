@@ -25,7 +25,7 @@ from phalanx.text.pairs import prepare_pairs
 from phalanx.text.prepare import PrepareOptions, prepare, read_manifest
 from phalanx.text.readers import Hints, find_files
 from phalanx.text.tokenizer import load_tokenizer
-from phalanx.text.tokenizer_base import Tokenizer
+from phalanx.text.tokenizer_base import Tokenizer, tokens_before
 
 if TYPE_CHECKING:
     from phalanx.text.chat_masks import TrainOn
@@ -152,8 +152,11 @@ def _with_pairs(config: DataConfig, prefix: Path) -> DataConfig:
 
 
 def _pairs_key(config: DataConfig, hashes: Sequence[str]) -> str:
-    fingerprint = None if config.tokenizer is None else load_tokenizer(config.tokenizer).fingerprint
-    return hashlib.sha256(json.dumps([PAIRS, hashes, fingerprint]).encode()).hexdigest()[:16]
+    tokenizer = None if config.tokenizer is None else load_tokenizer(config.tokenizer)
+    deciding: list[Any] = [PAIRS, hashes, None if tokenizer is None else tokenizer.fingerprint]
+    if tokenizer is not None and (before := tokens_before(tokenizer)):  # which its fingerprint does not tell
+        deciding.append(before)
+    return hashlib.sha256(json.dumps(deciding).encode()).hexdigest()[:16]
 
 
 # ---- chats

@@ -35,7 +35,7 @@ from phalanx.text.chat_template import (
     special_names,
     with_media,
 )
-from phalanx.text.tokenizer_base import Tokenizer
+from phalanx.text.tokenizer_base import Tokenizer, tokens_before
 
 TrainOn = Literal["answers", "last_answer", "all"]
 Span = tuple[int, int]
@@ -172,15 +172,6 @@ def turn_end(encoder: ChatEncoder) -> int | None:
         return None
     last, tokenizer = sample.ids[-1], encoder.tokenizer
     return last if last == tokenizer.eod or last in tokenizer.special_tokens.values() else None
-
-
-def tokens_before(tokenizer: Tokenizer) -> list[int]:
-    """The tokens that the tokenizer puts before a text."""
-    try:
-        whole, plain = tokenizer.encode_whole("a"), tokenizer.encode_with_special("a")
-    except DataError:  # one that has no letters
-        return []
-    return next((whole[:at] for at in range(len(whole)) if whole[at : at + len(plain)] == plain), [])
 
 
 class _Rendered:

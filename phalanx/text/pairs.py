@@ -14,7 +14,7 @@ from phalanx.data.index import CorpusWriter, optimal_dtype
 from phalanx.data.text_groups import RECORDED
 from phalanx.text.marked import TextMarks
 from phalanx.text.tokenizer import load_tokenizer
-from phalanx.text.tokenizer_base import Tokenizer
+from phalanx.text.tokenizer_base import Tokenizer, tokens_before
 
 FIELDS = ("prompt", "chosen", "rejected")
 TEXT_FIELDS = ("query", "positive", "negatives")
@@ -24,11 +24,11 @@ SHOWN = 5  # bad lines named in an error
 def prepare_pairs(files: Sequence[Path], prefix: Path, tokenizer: str | None, vocab_size: int) -> int:
     """Write PREFIX.bin, .idx, .sums and .json of the pairs in JSONL files; returns their number.
 
-    A line has texts `prompt`, `chosen` and `rejected`, each encoded by itself; an answer gets the token that ends a
-    document, if the tokenizer has one. Or a line has a text `query`, a text `positive`, and perhaps a list of texts,
-    `negatives`; each begins and ends as text.marked says. Or it has lists of ids in the place of texts, such as
-    `prompt_ids`, taken as they are. All lines are of one kind. DataError names the first bad lines and says how many
-    there are.
+    A line has texts `prompt`, `chosen` and `rejected`, each encoded by itself. If the tokenizer has such tokens, a
+    prompt begins with the one before a text (BOS), and an answer ends with the one that ends a document. Or a line has
+    a text `query`, a text `positive`, and perhaps a list of texts, `negatives`; each begins and ends as text.marked
+    says. Or it has lists of ids in the place of texts, such as `prompt_ids`, taken as they are. All lines are of one
+    kind. DataError names the first bad lines and says how many there are.
     """
     made = None if tokenizer is None else load_tokenizer(tokenizer)
     marks = None if tokenizer is None else TextMarks.of(tokenizer)
@@ -43,7 +43,7 @@ def prepare_pairs(files: Sequence[Path], prefix: Path, tokenizer: str | None, vo
                     prompt, chosen, rejected = _ids(record, made, vocab_size)
                     texts = [prompt, chosen, prompt, rejected]
             except ValueError as error:
-                bad.append(f"{where}: {error}")
+                bad.append(f"{where}: {'not JSON: ' * isinstance(error, json.JSONDecodeError)}{error}")
                 continue
             writer.add_document([i for ids in texts for i in ids], [len(ids) for ids in texts])
             count += 1
@@ -146,7 +146,9 @@ def _encoded(record: dict[str, Any], tokenizer: Tokenizer | None) -> list[list[i
     for name in FIELDS:
         if not isinstance(record.get(name), str):
             kind = "is missing" if name not in record else "must be a text"
+            if isinstance(record.get(name), list):
+                kind += f", not messages: give the ids that the chat template makes of them, {name}_ids"
             raise ValueError(f"{name} {kind}")
     end = [] if tokenizer.eod is None else [tokenizer.eod]
     prompt, chosen, rejected = (tokenizer.encode(record[name]) for name in FIELDS)
-    return [prompt, [*chosen, *end], [*rejected, *end]]
+    return [[*tokens_before(tokenizer), *prompt], [*chosen, *end], [*rejected, *end]]

@@ -9,6 +9,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
+from phalanx.base.errors import DataError
 from phalanx.data.index import optimal_dtype
 
 TYPECODES = {"uint16": "H", "int32": "i"}
@@ -87,3 +88,12 @@ class Tokenizer:
             "eod": self.eod,
             "special_tokens": self.special_tokens,
         }
+
+
+def tokens_before(tokenizer: Tokenizer) -> list[int]:
+    """The tokens that the tokenizer puts before a text."""
+    try:
+        whole, plain = tokenizer.encode_whole("a"), tokenizer.encode_with_special("a")
+    except DataError:  # one that has no letters
+        return []
+    return next((whole[:at] for at in range(len(whole)) if whole[at : at + len(plain)] == plain), [])

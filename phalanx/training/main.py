@@ -389,8 +389,8 @@ def start_anew(state: State, log: Log) -> None:
     if run.lora is None or saved:
         return
     if run.lora.init_from is not None:
-        names = family_of(run.model).tensors
-        source = together(world, lambda: adapter_source(str(run.lora.init_from), names))  # type: ignore[union-attr]
+        names, given = family_of(run.model).tensors, run.lora.init_from
+        source = together(world, lambda: adapter_source(given, names, run.model.tied))
         load_adapters(source.placed, source.files, state.buffers, state.mesh)
         log.info(f"start from the adapters of {run.lora.init_from}")
     elif run.init_from:

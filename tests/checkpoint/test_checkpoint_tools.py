@@ -180,6 +180,8 @@ def test_import_of_safetensors_files(run, tmp_path):
     assert json.loads((tmp_path / "ours/parity.json").read_text())["exact"]
     code, text = said(*words, tmp_path / "b")
     assert code == 4 and not (tmp_path / "b").exists()
+    code, text = said(*words, tmp_path / "b", "--prefix", "mistyped.")
+    assert code == 4 and "missing: model.norm.weight" in text and "missing: lm_head.weight" in text, text
     (tmp_path / "theirs/part2.safetensors").unlink()
     save_file({"module.stray": torch.ones(2)}, tmp_path / "theirs/x.safetensors")
     code, text = said(*words, tmp_path / "b", "--prefix", "module.")

@@ -3103,6 +3103,16 @@ def test_a_mistyped_checkpoint_is_exit_4_and_never_random_weights(tmp_path, fiel
     with pytest.raises(CheckpointError, match="rnu1.*does not exist.*random.*run1"):
         raise_problems(found)
     assert problems([f"{field}={tmp_path}/run1"], Facts()) == []
+    assert "hf download" not in found[0].rule
+
+
+def test_a_name_of_the_hub_is_downloaded_first(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    (found,) = problems(["init_from=meta-llama/Llama-3.1-8B"], Facts())
+    assert "hf download OWNER/NAME --local-dir FOLDER" in found.rule
+    (tmp_path / "runs").mkdir()
+    for name in ("runs/first", "./first", "../first", "~/first", "first"):
+        assert "hf download" not in problems([f"init_from={name}"], Facts())[0].rule, name
 
 
 @pytest.mark.parametrize(

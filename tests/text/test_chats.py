@@ -316,8 +316,9 @@ def test_long_chats(folder, tmp_path):
     assert source.long.dropped == 1 and "".join(texts) == "fine<|im_end|>" * 2
     with pytest.raises(DataError, match="of 3 chats no answer fits into train.seq_length=8, so all would be cut off"):
         loader_of(DataConfig(**{**vars(config), "too_long": "cut"}), 8)
-    with pytest.raises(DataError, match="not enough data"):
-        loader_of(DataConfig(**{**vars(config), "too_long": "cut", "bad_chats": "skip"}), 8)
+    for fields in ({"too_long": "cut", "bad_chats": "skip"}, {"too_long": "drop"}):
+        with pytest.raises(DataError, match=r"none of 3 chats is left at train\.seq_length=8: all are longer .the sh"):
+            loader_of(DataConfig(**{**vars(config), **fields}), 8)
 
 
 def test_other_token_files_are_no_chats(tmp_path):

@@ -13,6 +13,7 @@ import peft
 import pytest
 import torch
 import transformers
+from click.testing import CliRunner
 from safetensors.numpy import load_file, save_file
 
 from phalanx.base.errors import CheckpointError, ConfigError
@@ -25,6 +26,7 @@ from phalanx.checkpoint.merge import merge, merge_folder
 from phalanx.checkpoint.storage import sum_of
 from phalanx.checkpoint.tools import diff, reshard
 from phalanx.cli.checkpoints import adapter_alone
+from phalanx.cli.main import cli
 from phalanx.config.run import CheckpointConfig, Run
 from phalanx.forecast.check import Facts, check
 from phalanx.inference.engine import Engine, EngineOptions
@@ -144,6 +146,8 @@ def test_merged_weights_do_what_base_and_adapters_do(checkpoint, base, tmp_path)
     section, named = section_of_folder(str(alone))
     assert named == str(base)
     again = merge_folder(str(alone), str(base), tmp_path / "again", merging_of(MODEL, section))
+    told = CliRunner().invoke(cli, ["export", str(alone), "-o", str(tmp_path / "none")])
+    assert told.exit_code == 2 and "is a folder of PEFT: --merge" in told.output
     torch.testing.assert_close(logits_of(folder_model(again)), wanted, rtol=0, atol=1e-12)
 
 
@@ -338,3 +342,87 @@ def test_what_does_not_fit_a_folder_of_adapters_is_said(copied, base, tmp_path):
         train(run, Placement())
     with pytest.raises(ConfigError):
         train(run_over(base, tmp_path / "other", method="dora", init_from=str(checkpoint)), Placement())
+
+
+TIED = replace(MODEL, tie_word_embeddings=True)
+
+
+@pytest.fixture(scope="module")
+def tied(tmp_path_factory) -> Path:
+    folder = tmp_path_factory.mktemp("hf") / "tied"
+    random_model(TIED).save_pretrained(folder)
+    return folder
+
+
+def test_peft_reads_a_trained_embedding_that_is_the_head_too(tied, tmp_path):
+    """Truth: the merged folder. PEFT wraps embedding and head apart, so it gets the matrix under both names."""
+    run = replace(run_over(tied, tmp_path / "run", steps=2, also=["*embed_tokens*"]), model=TIED)
+    step = trained(run)
+    assert not (step / "adapter" / "adapter_config.json").exists()
+    alone = as_peft_reads(step, tmp_path)
+    truth = logits_of(folder_model(merge(step, tmp_path / "merged", merging_of(TIED, run.lora))))
+    assert (truth - logits_of(folder_model(tied))).abs().max() > 1e-4
+    torch.testing.assert_close(logits_of(with_peft(tied, alone)), truth, rtol=0, atol=1e-12)
+    again = merge_folder(str(alone), str(tied), tmp_path / "again", merging_of(TIED, run.lora))
+    torch.testing.assert_close(logits_of(folder_model(again)), truth, rtol=0, atol=1e-12)
+    with pytest.raises(ConfigError, match=r"lora\.also.*export --merge"):
+        load_alone(tied, str(step))
+
+
+def adapters_of_peft(tied: Path, folder: Path, **fields) -> torch.Tensor:
+    """Saves adapters of PEFT with weights of some size, and returns their logits."""
+    config = peft.LoraConfig(r=3, lora_alpha=7, task_type="CAUSAL_LM", **fields)
+    model = peft.get_peft_model(folder_model(tied), config, autocast_adapter_dtype=False).eval()
+    own = {id(p): p for p in model.parameters() if p.requires_grad}
+    for p in own.values():
+        p.data += 0.1 * torch.randn(p.shape, dtype=p.dtype, generator=torch.Generator().manual_seed(0))
+    model.save_pretrained(folder)
+    return logits_of(model)
+
+
+def test_adapters_of_peft_beside_a_head_that_stays_are_not_those_of_a_tied_model(tied, tmp_path):
+    """Truth: PEFT's logits, which no tied model has where the embedding alone is trained."""
+    whole = {"target_modules": ["q_proj"], "modules_to_save": ["embed_tokens"]}
+    for name, fields in {"whole": whole, "adapter": {"target_modules": ["q_proj", "embed_tokens"]}}.items():
+        adapters_of_peft(tied, tmp_path / name, **fields)
+        section, _ = section_of_folder(str(tmp_path / name))
+        with pytest.raises(CheckpointError, match="are one matrix, and here they are two"):
+            merge_folder(str(tmp_path / name), str(tied), tmp_path / "out", merging_of(TIED, section))
+        run = run_over(tied, tmp_path / "run", targets=["*.q_proj.weight"], init_from=str(tmp_path / name))
+        (found,) = check(replace(run, model=TIED), Facts())
+        assert found.field == "lora.init_from" and "are one matrix" in found.rule
+    truth = adapters_of_peft(tied, tmp_path / "both", ensure_weight_tying=True, **whole)
+    section, _ = section_of_folder(str(tmp_path / "both"))
+    merged = merge_folder(str(tmp_path / "both"), str(tied), tmp_path / "out", merging_of(TIED, section))
+    torch.testing.assert_close(logits_of(folder_model(merged)), truth, rtol=0, atol=1e-12)
+    fields = {"targets": ["*.q_proj.weight"], "also": ["*embed_tokens*"], "init_from": str(tmp_path / "both")}
+    run = replace(run_over(tied, tmp_path / "run", steps=1, **fields), model=TIED)
+    train(replace(run, optim=replace(run.optim, lr=0.0)), Placement())
+    torch.testing.assert_close(logprobs_of(tmp_path / "run/checkpoints/step-00000001/weights"), scored(truth))
+
+
+def scored(logits: torch.Tensor) -> torch.Tensor:
+    return logits[range(len(IDS[0]) - 1), IDS[0][1:]].float()
+
+
+def test_a_bias_beside_an_adapter_is_nothing_that_peft_reads(tmp_path):
+    model = MODELS["qwen2"]
+    random_model(model).save_pretrained(tmp_path / "base")
+    run = replace(run_over(tmp_path / "base", tmp_path / "run", steps=1, also=["*bias"]), model=model)
+    step = trained(run)
+    assert not (step / "adapter" / "adapter_config.json").exists()
+    with pytest.raises(CheckpointError, match=r"trains model\.layers\.0\.self_attn\.q_proj\.bias .*--merge"):
+        adapter_alone(str(step), str(tmp_path / "alone"))
+
+
+def test_what_adapters_were_trained_with_is_compared_without_peft_too(base, checkpoint, tmp_path):
+    """Of a run, whether PEFT has its method or not, and of init_from."""
+    lora = read_manifest(checkpoint).config["lora"]
+    lora = {name: value for name, value in lora.items() if name != "init_from"}
+    for over, source in ((base, str(checkpoint)), (base, str(checkpoint / "adapter")), (checkpoint, None)):
+        run = run_over(over, tmp_path / "run", **lora, init_from=source)
+        assert not check(run, Facts())
+        (found,) = check(run_over(over, tmp_path / "run", **{**lora, "alpha": 3.0}, init_from=source), Facts())
+        assert found.field == "lora.alpha" and found.valid == (7.0,)
+    (found,) = check(run_over(checkpoint, tmp_path / "run", **lora, init_from=str(checkpoint)), Facts())
+    assert found.field == "lora.init_from" and "has no effect" in found.rule

@@ -167,14 +167,14 @@ def test_who_would_leave_the_adapters_out_says_so(checkpoint, tmp_path):
 
 
 def test_a_run_starts_from_the_adapters_of_another(checkpoint, tmp_path):
-    """Truth: what was saved. Adapters of another shape are listed."""
+    """Truth: what was saved. Another rank is refused."""
     run = replace(with_lora(make_run(tmp_path / "run", steps=1)), init_from=str(checkpoint / "weights"))
     still = replace(run, optim=replace(run.optim, lr=0.0), checkpoint=CheckpointConfig(interval=1))
     train(still, Placement())
     files = [load_file(f / "adapter/adapter_model.safetensors") for f in (checkpoint, step_one(tmp_path / "run"))]
     assert files[0].keys() == files[1].keys()
     assert all(np.array_equal(files[0][name], files[1][name]) for name in files[0])
-    with pytest.raises(CheckpointError, match="another shape: .*lora_A"):
+    with pytest.raises(ConfigError, match="lora.rank=2: must be that of the adapters that the run starts from"):
         train(replace(with_lora(run, rank=2), dir=str(tmp_path / "two")), Placement())
 
 
@@ -269,6 +269,8 @@ def test_more_rules():
     two = check(replace(run, lora=replace(run.lora, targets=["*.w_proj.weight", "zzz", "*.o_proj.weight"])), facts)
     assert [p.because["fits none"] for p in two] == ["*.w_proj.weight", "zzz"] and all(p.valid for p in two)
     assert ["*.v_proj.weight", "*.o_proj.weight"] in two[0].valid, "zzz means nothing, and none may stay"
+    names = check(replace(run, lora=replace(run.lora, targets=["q_proj", "down_proj"])), facts)
+    assert [p.valid for p in names] == [(["*.q_proj.weight", "*.down_proj.weight"],)] * 2, "as PEFT names modules"
     fewer = replace(run, model=replace(run.model, num_key_value_heads=1), lora=replace(run.lora, targets=["*"]))
     (found,) = check(replace(fewer, lora=replace(fewer.lora, rank=4096)), facts)
     assert "self_attn.k_proj" in found.because["matrix"] and found.valid == (found.because["outputs"],)

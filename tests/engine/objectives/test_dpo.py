@@ -11,7 +11,8 @@ import numpy as np
 import pytest
 import torch
 import torch.nn.functional as F
-from transformers import LlamaForCausalLM
+from tokenizers import Tokenizer, models, processors
+from transformers import LlamaForCausalLM, PreTrainedTokenizerFast
 
 from phalanx.base.errors import DataError
 from phalanx.base.placement import Placement
@@ -143,6 +144,23 @@ def test_prepared_pairs_are_read_again(tmp_path):
     assert opened(tmp_path, ids, tokenizer=None).batch([0]).tokens[:5].tolist() == [97, 98, 99, 100, 101]
 
 
+def test_a_prompt_begins_as_the_tokenizer_begins_texts(tmp_path):
+    """Truth: transformers on prompt and answer. A tokenizer that differs in this alone has token files of its own."""
+    path = tmp_path / "tokenizer"
+    core = Tokenizer(models.BPE({c: i for i, c in enumerate("abcdefghijklmn")}, []))
+    core.add_special_tokens(["<bos>", "<eos>"])
+    theirs = PreTrainedTokenizerFast(tokenizer_object=core, bos_token="<bos>", eos_token="<eos>")
+    theirs.save_pretrained(path)
+    plain = opened(tmp_path, TEXTS[:1], tokenizer=str(path)).batch([0])
+    begins = processors.TemplateProcessing(single="<bos> $A", special_tokens=[("<bos>", core.token_to_id("<bos>"))])
+    core.post_processor = begins
+    theirs = PreTrainedTokenizerFast(tokenizer_object=core, bos_token="<bos>", eos_token="<eos>")
+    theirs.save_pretrained(path)
+    batch = opened(tmp_path, TEXTS[:1], tokenizer=str(path)).batch([0])
+    for found, own in ((batch, theirs("abcde")["input_ids"]), (plain, theirs("abcde")["input_ids"][1:])):
+        assert found.tokens[: len(own) + 1].tolist() == [*own, theirs.eos_token_id]
+
+
 def test_bad_pairs_are_named_with_file_and_line(tmp_path):
     bad = [
         TEXTS[0],
@@ -160,7 +178,7 @@ def test_bad_pairs_are_named_with_file_and_line(tmp_path):
     for line, (number, text) in zip(
         lines,
         (
-            (2, "Expecting property name"),
+            (2, "not JSON: Expecting property name"),
             (3, "rejected is missing"),
             (4, "are the same"),
             (5, "chosen_ids must be a list of ids in [0, 300)"),
@@ -168,6 +186,9 @@ def test_bad_pairs_are_named_with_file_and_line(tmp_path):
         ),
     ):
         assert f"pairs.jsonl:{number}: " in line and text in line
+    chat = {"prompt": [{"role": "user", "content": "a"}], "chosen": [], "rejected": []}
+    with pytest.raises(DataError, match="prompt must be a text, not messages: give the ids .*, prompt_ids"):
+        opened(tmp_path, [chat])
     with pytest.raises(DataError, match="1 of 2 pairs are longer than train.seq_length=10: .*pair 1 with 11 tokens"):
         opened(tmp_path, TEXTS, 10)
     with CorpusWriter(tmp_path / "plain", np.uint16) as writer:
@@ -262,3 +283,4 @@ def test_rules(tmp_path):
     assert "reorders documents" in problems(packed)["data.packing"]
     missing = check(replace(run, data=DataConfig(pairs=(str(tmp_path / "a.jsonl"), str(tmp_path / "b")))), Facts())
     assert [p.field for p in missing] == ["data.pairs.0", "data.pairs.1"]
+    assert all(p.rule.startswith("must exist: ") for p in missing)
