@@ -187,8 +187,10 @@ def evaluate_sets(checkpoint: str, overrides: tuple[str, ...], asked: dict[str, 
         tokenizer_of,
     )
     from phalanx.inference.load import weights_folder
+    from phalanx.inference.overrides import refuse_training
     from phalanx.training.machine import describe_machine
 
+    refuse_training(overrides)
     data, samples, ranks, out = asked["data"], asked["samples"], asked["ranks"], asked["out"]
     weights = weights_folder(checkpoint)
     check_folder(weights)

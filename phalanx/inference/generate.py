@@ -487,6 +487,9 @@ def read_prompts(path: str) -> tuple[GivenPrompt, ...]:
                 found.append(ChatLine(asked_chat(record), str(Path(path).parent), where))
             except BadChat as error:
                 raise DataError(f"{where}: {error}") from error
+        elif isinstance(record, dict) and prompt is not None and len(record) > 1:
+            beside = ", ".join(sorted(record.keys() - {"prompt"}))
+            raise DataError(f"{path}, line {number}: beside a prompt nothing is read: leave out {beside}")
         elif isinstance(prompt, list) and prompt and all(type(token) is int for token in prompt):
             found.append(tuple(prompt))
         elif isinstance(prompt, str):

@@ -18,6 +18,30 @@ TAKEN = (
 """With others it would do nothing."""
 
 
+NOTHING_TO_LOSS = (
+    "optim.",
+    "checkpoint.",
+    "train.steps",
+    "train.tokens",
+    "train.rampup",
+    "train.eval_interval",
+    "train.guard",
+    "train.recompute",
+    "train.freeze",
+    "train.time_limit_s",
+)
+"""Keys of training alone, which an evaluation of loss does not read."""
+
+
+def refuse_training(overrides: Sequence[str], where: str = "command line") -> None:
+    """ConfigError for overrides that would do nothing to the loss of a checkpoint."""
+    keys = [word.partition("=") for word in overrides]
+    rule = "does nothing to an evaluation, which makes no steps: leave it out"
+    wrong = [Problem(key, value, rule, {}, (), where) for key, _, value in keys if key.startswith(NOTHING_TO_LOSS)]
+    if wrong:
+        raise ConfigError(wrong)
+
+
 def refuse_others(overrides: Sequence[str], where: str = "command line") -> None:
     """ConfigError for overrides that would do nothing."""
     rule = "does nothing to generation, which reads " + ", ".join(f"{key}*" if key[-1] == "." else key for key in TAKEN)

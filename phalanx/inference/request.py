@@ -208,9 +208,9 @@ class Request:
         given |= {"bias": tuple(t for t, _ in options.bias), "end_tokens": options.end_tokens}
         given["not_first"] = options.not_first
         for name, tokens in given.items():
-            wrong = next((token for token in tokens if not 0 <= token < vocabulary), None)
+            wrong = next((t for t in tokens if not (isinstance(t, Integral) and 0 <= t < vocabulary)), None)
             if wrong is not None:
-                rule = f"token ids must be >= 0 and < {vocabulary}, the size of the vocabulary"
+                rule = f"token ids must be whole numbers >= 0 and < {vocabulary}, the size of the vocabulary"
                 raise RequestError(name, wrong, rule)
 
 

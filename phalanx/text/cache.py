@@ -153,10 +153,14 @@ def _with_pairs(config: DataConfig, prefix: Path) -> DataConfig:
 
 def _pairs_key(config: DataConfig, hashes: Sequence[str]) -> str:
     tokenizer = None if config.tokenizer is None else load_tokenizer(config.tokenizer)
-    deciding: list[Any] = [PAIRS, hashes, None if tokenizer is None else tokenizer.fingerprint]
-    if tokenizer is not None and (before := tokens_before(tokenizer)):  # which its fingerprint does not tell
-        deciding.append(before)
+    deciding: list[Any] = [PAIRS, hashes, None if tokenizer is None else tokenizer.fingerprint, *_before(tokenizer)]
     return hashlib.sha256(json.dumps(deciding).encode()).hexdigest()[:16]
+
+
+def _before(tokenizer: Tokenizer | None) -> list[list[int]]:
+    """The tokens that a tokenizer puts before a text, which its fingerprint does not tell; nothing if it puts none."""
+    before = [] if tokenizer is None else tokens_before(tokenizer)
+    return [before] if before else []
 
 
 # ---- chats
@@ -191,6 +195,7 @@ class _Chats:
         written = None if media is None else MediaText.of(media, config.processor, tokenizer)
         self.encoder = ChatEncoder(tokenizer, template, train_on, written)
         deciding = [CHATS_VERSION, tokenizer.fingerprint, template and template.fingerprint, train_on]
+        deciding += _before(tokenizer)
         self._deciding = [*deciding, config.bad_chats, *([] if written is None else [written.deciding])]
 
     def key(self, files: Sequence[Path], hashes: Sequence[str]) -> str:

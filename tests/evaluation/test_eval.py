@@ -10,8 +10,10 @@ from pathlib import Path
 
 import pytest
 import torch
+from click.testing import CliRunner
 
 from phalanx.checkpoint.keep import find
+from phalanx.cli.main import cli
 from phalanx.comm.mesh import Mesh
 from phalanx.config.check import check_sequences
 from phalanx.config.read import load_run
@@ -124,6 +126,14 @@ def test_every_layout_finds_the_loss_of_the_run(trained, ranks, family):
                     overrides,
                     name,
                 )
+
+
+def test_keys_of_training_alone_are_refused():
+    done = CliRunner().invoke(cli, ["eval", "runs/none", "train.steps=3", "layout.tp=2", "optim.lr=1"])
+    assert "train.steps='3': does nothing to an evaluation" in str(done.exception) and "optim.lr='1'" in str(
+        done.exception
+    )
+    assert "layout.tp" not in str(done.exception)
 
 
 def test_the_program_and_transformers(warm, trained, corpus, tmp_path):

@@ -166,6 +166,13 @@ def test_lines_of_prompts_end_at_line_feeds_alone(tmp_path):
     assert read_prompts(str(file)) == tuple(texts)
 
 
+def test_what_nothing_reads_beside_a_prompt_is_refused(tmp_path):
+    file = tmp_path / "p.jsonl"
+    file.write_text('{"prompt": "a"}\n{"prompt": "b", "seed": 3, "max_tokens": 9}\n')
+    with pytest.raises(DataError, match="line 2: .* leave out max_tokens, seed"):
+        read_prompts(str(file))
+
+
 @pytest.mark.parametrize("bad", [b'{"prompt": "\xff"}', b'{"prompt": ' + b"[" * 100_000])
 def test_files_that_are_no_text_are_refused(tmp_path, bad):
     file = tmp_path / "p.jsonl"

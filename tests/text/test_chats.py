@@ -192,7 +192,7 @@ def test_formats_in_one_file_and_several_files(folder, tmp_path):
     assert places == {"a.jsonl:1", "a.jsonl:2", "b.jsonl:1", "c.parquet:0", "c.parquet:1"}
 
 
-def test_chats_are_prepared_once(folder, tmp_path):
+def test_chats_are_prepared_once(folder, tmp_path, monkeypatch):
     where, names = tmp_path / "run", write(tmp_path / "a.jsonl", [chat(n) for n in range(30)])
     config = DataConfig(chats=(names,), tokenizer=str(folder), split="90,10,0")
     assert find_text(config, where, "answers") is None and not where.exists()
@@ -219,6 +219,8 @@ def test_chats_are_prepared_once(folder, tmp_path):
     assert sorted(lines) == list(range(1, 31)) and lines != sorted(lines), "in another order"
     with pytest.raises(DataError, match="ids, the model has model.vocab_size=300"):
         use_text(config, tmp_path / "small", 300, train_on="answers")
+    monkeypatch.setattr("phalanx.text.cache.tokens_before", lambda tokenizer: [5])
+    assert find_text(config, where, "answers") is None, "a tokenizer that puts another token before texts"
 
 
 def test_weights_and_validation_files(folder, tmp_path):
