@@ -96,6 +96,12 @@ class UpdateRule:
         self.shards = [s for s in shards if s.home is None]
         self._of_bucket: dict[int, Groups] = {}
 
+    @property
+    def slots(self) -> list[Slot]:
+        """Of what this rank updates a part of, or has whole."""
+        whole = [slot for home in self.homes for bucket in home.groups for slot in home.exchange.slots(bucket)]
+        return [*(slot for shard in self.shards for slot in shard.bucket.slots), *whole]
+
     @cached_property
     def groups(self) -> Groups:
         """Of all shards."""
@@ -169,6 +175,16 @@ class ShardedOptimizer:
     def kinds(self) -> tuple[str, ...]:
         """What is stored for each element: its master, then the state of each optimizer."""
         return tuple(dict.fromkeys((MASTER, *(name for rule in self.rules for name in rule.optimizer.state))))
+
+    @property
+    def idle_globs(self) -> list[str]:
+        """Keys of `optim` with rates of tensors by name, none of which this rank updates."""
+        found = []
+        for section, rule in zip(("optim", "optim.fallback"), self.rules):
+            names = [piece.name for slot in rule.slots for piece in slot.spec.pieces]
+            globs = rule.optimizer.config.lr_scale
+            found += [f"{section}.lr_scale.{glob}" for glob in globs if not any(fnmatchcase(n, glob) for n in names)]
+        return found
 
     def begin(self) -> None:
         """Start sending complete gradients to the homes of whole matrices, if there are any. `update` does it

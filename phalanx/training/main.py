@@ -182,6 +182,7 @@ def opened(
         watched = after.enter_context(reported(plan, mesh))
         state = watched.state = build(plan, mesh)
         counters, start = start_state(state, now, log)
+        say_idle_rates(state, log)
         if lock is not None:
             begin(given, lock, log)
             placement.word.writes(folder)
@@ -398,6 +399,15 @@ def start_anew(state: State, log: Log) -> None:
             agree(world, lambda: start_adapters(state.model, read))
     else:
         start_adapters(state.model, initial_tensors(run))
+
+
+def say_idle_rates(state: State, log: Log) -> None:
+    """Warn of learning rates of tensors by name that no rank has, as a misspelt one."""
+    optimizers = [config for config in (state.plan.run.optim, state.plan.run.optim.fallback) if config is not None]
+    if any(config.lr_scale for config in optimizers):
+        idle = agree(state.mesh.world, lambda: state.optimizer.idle_globs)
+        for key in sorted(set(idle[0]).intersection(*idle)):
+            log.warn(f"{key} fits no tensor that is trained, and does nothing")
 
 
 def restore_base(state: State, source: Path, log: Log) -> None:

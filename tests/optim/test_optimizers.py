@@ -324,6 +324,21 @@ def test_the_fallback_of_a_saved_run_follows_it_too(tmp_path):
         assert (run.optim.fallback.lr, run.optim.fallback.weight_decay) == (5e-4, 0.01)
 
 
+@pytest.mark.parametrize("name", ["adamw", "muon"])
+def test_a_rate_of_no_tensor_is_said(tmp_path, capfd, name):
+    """Of Muon's matrices, and of what its fallback updates."""
+    run = make_run(tmp_path, steps=1)
+    optim = replace(AdamWConfig(), lr_scale={"*norm*": 2.0, "*nrom*": 2.0})
+    if name == "muon":
+        optim = MuonConfig(name="muon", lr_scale={"*proj*": 2.0, "*porj*": 2.0}, fallback=optim)
+    train(replace(run, optim=optim), Placement())
+    said = capfd.readouterr().err
+    wrong = (
+        ["optim.lr_scale.*nrom*"] if name == "adamw" else ["optim.fallback.lr_scale.*nrom*", "optim.lr_scale.*porj*"]
+    )
+    assert [line.split()[1] for line in said.splitlines() if "does nothing" in line] == wrong, said
+
+
 # ---- a checkpoint of another optimizer
 
 
