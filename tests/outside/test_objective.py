@@ -18,9 +18,10 @@ from torch import Tensor
 from phalanx.base.errors import ConfigError
 from phalanx.base.placement import Placement
 from phalanx.checkpoint.keep import latest
-from phalanx.config.read import load_run, read, to_dict
+from phalanx.config.read import load_run, read
 from phalanx.config.run import CheckpointConfig, Run
 from phalanx.config.schema import config_schema
+from phalanx.config.write import to_dict
 from phalanx.data.config import DataConfig
 from phalanx.engine.step import evaluate_step
 from phalanx.forecast.check import Facts, check

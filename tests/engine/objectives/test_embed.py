@@ -24,8 +24,9 @@ from phalanx.checkpoint.embedder_files import read_embedder
 from phalanx.checkpoint.hf import read_folder, to_hf
 from phalanx.comm.debug import Site
 from phalanx.comm.mesh import Mesh
-from phalanx.config.read import load_run, read, to_dict
+from phalanx.config.read import load_run, read
 from phalanx.config.run import CheckpointConfig, LogConfig, Run, TrainConfig
+from phalanx.config.write import to_dict
 from phalanx.data.config import DataConfig
 from phalanx.data.loader import Loader, train_loader
 from phalanx.engine.build import build
