@@ -18,7 +18,7 @@ def to_dict(run: Run) -> dict[str, Any]:
 
 
 def as_given(run: Run) -> dict[str, Any]:
-    """The same without what optim.fallback takes over from optim, which goes on following it if it is changed."""
+    """As `to_dict`, without what optim.fallback takes over from optim: read again, it follows optim if that changes."""
     values, optim = to_dict(run), run.optim
     if optim.fallback is not None:
         own = values["optim"]["fallback"]

@@ -17,6 +17,7 @@ from phalanx.ops.delta.delta import DeltaInputs, of_value_heads
 from phalanx.ops.dense.activation import widened
 from phalanx.ops.op import Case, Kernels, Op, triton
 from phalanx.ops.scan.rows import StateSlots
+from phalanx.ops.scan.step import case_slots
 
 
 def rule_step(s: DeltaInputs, slots: StateSlots) -> Tensor:
@@ -55,12 +56,10 @@ def _case(normalize: bool) -> Any:
 
     def call(*given: Any) -> tuple[Tensor, Tensor]:
         q, k, v, decay, beta, kept = (t.detach() for t in given[:-1])
-        kept, count = widened(kept).clone(), len(v)
-        slots = torch.arange(len(kept), device=v.device).flip(0)[:count]
+        kept = widened(kept).clone()
         logs, strength = -F.softplus(widened(decay) - 1), widened(beta).sigmoid()
         s = DeltaInputs(q, k, v, logs, strength, scale=q.shape[-1] ** -0.5, normalize=normalize)
-        begins = torch.arange(count, device=v.device) == 1
-        return delta_step(s, StateSlots(kept, slots, begins), given[-1]), kept
+        return delta_step(s, case_slots(kept, len(v)), given[-1]), kept
 
     return call
 

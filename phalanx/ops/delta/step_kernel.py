@@ -13,11 +13,7 @@ from phalanx.ops.delta.delta import EPS, DeltaInputs
 from phalanx.ops.delta.step import DeltaStepTile
 from phalanx.ops.kernel_tools import triton_wide, wide_of
 from phalanx.ops.scan.rows import StateSlots
-
-
-def _heads_last(x: Tensor) -> Tensor:
-    """The same, contiguous in its last two dims: a slice of a projection's output need not be copied."""
-    return x if x.stride(2) == 1 and x.stride(1) == x.shape[2] else x.contiguous()
+from phalanx.ops.scan.step_kernel import as_bytes, heads_last
 
 
 @triton.jit
@@ -90,7 +86,7 @@ class DeltaSteps:
 
     def rule_step(self, s: DeltaInputs, slots: StateSlots) -> Tensor:
         """As the reference."""
-        q, k, v = (_heads_last(t) for t in (s.q, s.k, s.v))
+        q, k, v = (heads_last(t) for t in (s.q, s.k, s.v))
         (sequences, heads, width), (key_heads, features) = v.shape, k.shape[1:]
         y = torch.empty(v.shape, dtype=v.dtype, device=v.device)
         block = min(self.tile.values, triton.next_power_of_2(width))
@@ -103,7 +99,7 @@ class DeltaSteps:
                 s.beta.contiguous(),
                 slots.kept,
                 slots.slots,
-                None if slots.fresh is None else slots.fresh.view(torch.uint8),
+                as_bytes(slots.fresh),
                 y,
                 s.scale,
                 *(t.stride(0) for t in (q, k, v)),

@@ -97,7 +97,7 @@ class StepTile:
 TILES = (StepTile(32, 8), StepTile(16, 4), StepTile(64, 16), StepTile(8, 4))
 
 
-def _slots(kept: Tensor, count: int) -> StateSlots:
+def case_slots(kept: Tensor, count: int) -> StateSlots:
     """For cases: some slots in another order, the second of which begins."""
     slots = torch.arange(len(kept), device=kept.device).flip(0)[:count]
     return StateSlots(kept, slots, torch.arange(count, device=kept.device) == 1)
@@ -105,7 +105,7 @@ def _slots(kept: Tensor, count: int) -> StateSlots:
 
 def _conv_case(x: Tensor, weight: Tensor, bias: Tensor, kept: Tensor, kernels: Kernels) -> tuple[Tensor, ...]:
     kept = kept.detach().clone()
-    y = conv1d_step(x.detach(), _slots(kept, len(x)), weight, bias, True, kernels)
+    y = conv1d_step(x.detach(), case_slots(kept, len(x)), weight, bias, True, kernels)
     return y, kept
 
 
@@ -119,7 +119,7 @@ def _scan_case(*given: Tensor | Kernels) -> tuple[Tensor, ...]:
     x, dt, b, c, bias, log, d, kept = (t.detach() for t in given[:-1])  # type: ignore[union-attr]
     kept = widened(kept).clone()
     s = StepInputs(x, dt, b, c, bias, log, d, (0.05, 1.5))
-    return scan_step(s, _slots(kept, len(x)), given[-1]), kept  # type: ignore[arg-type]
+    return scan_step(s, case_slots(kept, len(x)), given[-1]), kept  # type: ignore[arg-type]
 
 
 def _sizes(sequences: int, head: tuple[int, int], group: tuple[int, int], slots: int) -> tuple[tuple[int, ...], ...]:

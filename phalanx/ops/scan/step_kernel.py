@@ -30,12 +30,12 @@ def _features_last(x: Tensor) -> Tensor:
     return x if x.stride(1) == 1 else x.contiguous()
 
 
-def _heads_last(x: Tensor) -> Tensor:
+def heads_last(x: Tensor) -> Tensor:
     """The same, contiguous in its last two dims."""
     return x if x.stride(2) == 1 and x.stride(1) == x.shape[2] else x.contiguous()
 
 
-def _bytes(fresh: Tensor | None) -> Tensor | None:
+def as_bytes(fresh: Tensor | None) -> Tensor | None:
     return None if fresh is None else fresh.view(torch.uint8)
 
 
@@ -91,7 +91,7 @@ def conv_step(x: Tensor, slots: StateSlots, weight: Tensor, bias: Tensor | None,
             bias,
             slots.kept,
             slots.slots,
-            _bytes(slots.fresh),
+            as_bytes(slots.fresh),
             y,
             x.stride(0),
             channels,
@@ -167,7 +167,7 @@ class StateSteps:
 
     def state_step(self, s: StepInputs, slots: StateSlots) -> Tensor:
         """As the reference."""
-        x, b, c = (_heads_last(t) for t in (s.x, s.b, s.c))
+        x, b, c = (heads_last(t) for t in (s.x, s.b, s.c))
         dt, (sequences, heads, width), (groups, state) = _features_last(s.dt), x.shape, b.shape[1:]
         y = torch.empty(x.shape, dtype=x.dtype, device=x.device)
         features = min(self.tile.features, triton.next_power_of_2(width))
@@ -183,7 +183,7 @@ class StateSteps:
                 s.d,
                 slots.kept,
                 slots.slots,
-                _bytes(slots.fresh),
+                as_bytes(slots.fresh),
                 y,
                 *(t.stride(0) for t in (x, dt, b, c)),
                 H=heads,
